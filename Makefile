@@ -9,6 +9,7 @@
 #   make test-openwebui            Open WebUI, which it installs (2 GB of disk), and a browser against a server: minutes
 #   make conformance               the tests of llama.cpp's and vLLM's servers ask a server: docs/conformance.md; minutes
 #   make edges                     the shipped binary at its edges: lost log readers and devices, hostile clients; slow
+#   make test-faults               those of a device that fails and of processes that are killed; with the suites; slow
 #   make test-service              install and test the service in a container that boots systemd; as root, minutes
 #   make test-fresh RELEASE=bookworm  `make serve` and `make test` on a new machine, in a chroot; as root, an hour
 #   make test-27b                  write, load and ask a 27B of random weights; 16 GB of disk and of memory, minutes
@@ -35,7 +36,7 @@ ARGS ?=
 SERVE_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test setup-devices test-devices build serve bench bench-step bench-host bench-serve gpu-bench test test-clients test-lm-eval test-demo test-openwebui test-27b test-fresh test-service conformance edges install uninstall lint clean
+.PHONY: help setup setup-test setup-devices test-devices build serve bench bench-step bench-host bench-serve gpu-bench test test-clients test-lm-eval test-demo test-openwebui test-27b test-fresh test-service conformance edges test-faults install uninstall lint clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -110,6 +111,10 @@ conformance: setup-test
 edges: build
 	cargo build --locked --example fault_layer
 	@python3 tools/edges.py $(ARGS)
+
+test-faults: build
+	cargo test --locked --test suite -- faults:: recovery::
+	@python3 tools/edges.py faults
 
 test-service: build
 	@python3 tools/setup.py service

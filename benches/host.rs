@@ -1,11 +1,13 @@
-//! Host time per token, which needs no GPU: a step of the scheduler, blocks of the KV cache, a grammar's mask, the
-//! tokenizer both ways, and a chunk of a stream.
+//! Host time per token, which needs no GPU: a step of the scheduler, its way to the device process and back, blocks of the
+//! KV cache, a grammar's mask, the tokenizer both ways, and a chunk of a stream.
 //!
 //! Prompts and answers are those of the demo model's question set. Its vocabulary has 2048 ids, and a Gemma-3 has
 //! 262,144, so a real mask takes longer. `cargo bench --bench host NAME` runs some of the benchmarks.
 
 use std::path::Path;
-use std::sync::LazyLock;
+use std::process::Command;
+use std::sync::{Arc, LazyLock};
+use std::time::Duration;
 
 use divan::counter::{BytesCount, ItemsCount};
 use divan::{Bencher, black_box};
@@ -14,11 +16,47 @@ use serde_json::json;
 use unicorn::engine::{
     BlockManager, BlockTable, CacheSalt, Pace, Priority, Scheduler, SchedulerConfig, Sequence,
 };
-use unicorn::model::{KvLimits, Limits, Sampled, SamplingParams};
+use unicorn::model::device_process::{self, Channel, Connection};
+use unicorn::model::{
+    Batch, KvLimits, Limits, Runner, RunnerError, Sampled, Sampling, SamplingParams, Ticket,
+};
 use unicorn::text::{Constraint, GrammarSource, Grammars, Tokenizer};
 
+/// Set in the child that `device_process_step` starts.
+const CHILD: &str = "UNICORN_BENCH_CHILD";
+
 fn main() {
-    divan::main();
+    if std::env::var_os(CHILD).is_none() {
+        return divan::main();
+    }
+    let channel = Channel::from_stdin().expect("the parent's channel");
+    device_process::serve(channel, &mut Immediate, Box::new(|| 0)).expect("until the parent ends");
+}
+
+/// A runner whose steps take no time.
+struct Immediate;
+
+impl Runner for Immediate {
+    fn limits(&self) -> Limits {
+        limits(2048)
+    }
+
+    fn submit(&mut self, _: &Batch, sampling: &Sampling) -> Result<Ticket, RunnerError> {
+        Ok(Ticket(sampling.draws.len() as u64))
+    }
+
+    fn masks(&mut self, _: &Ticket, _: &[Arc<[u32]>]) -> Result<(), RunnerError> {
+        Ok(())
+    }
+
+    fn wait(&mut self, Ticket(draws): Ticket) -> Result<Sampled, RunnerError> {
+        let ids = (0..draws as u32).map(|i| Some(300 + i)).collect();
+        Ok(Sampled { ids, logprobs: vec![None; draws as usize], ..Sampled::default() })
+    }
+
+    fn probe(&mut self) -> Result<(), RunnerError> {
+        Ok(())
+    }
 }
 
 #[derive(Deserialize)]
@@ -48,7 +86,7 @@ fn read(path: &str) -> Vec<u8> {
 
 /// The limits of `unicorn serve` on 48 GiB for a 27B: full layers' blocks for 16 conversations of 8192 tokens, and
 /// windows.
-fn limits() -> Limits {
+fn limits(vocab_size: usize) -> Limits {
     let kv = KvLimits { block_size: 16, full_blocks: 8192, sliding_blocks: 8192, sliding_window: Some(1024) };
     Limits {
         max_batch_tokens: 256,
@@ -57,7 +95,7 @@ fn limits() -> Limits {
         max_in_flight: 2,
         kv,
         max_context: 8192,
-        vocab_size: TOKENIZER.vocab_size(),
+        vocab_size,
         hidden_size: 640,
     }
 }
@@ -80,20 +118,7 @@ fn scheduler_decode_step(bencher: Bencher, sequences: usize) {
         .with_inputs(|| {
             let config =
                 SchedulerConfig { speculation_tokens: 0, checks: false, ..SchedulerConfig::default() };
-            let mut scheduler = Scheduler::new(limits(), config);
-            for (id, answered) in (0..sequences as u64).zip(ANSWERS.iter().cycle()) {
-                scheduler.add(Sequence::new(id, answered.prompt.clone(), SamplingParams::GREEDY, 1000));
-            }
-            // Steps until all sequences decode.
-            for _ in 0..10_000 {
-                if scheduler.num_waiting() == 0 && step(&mut scheduler, &pace) == sequences {
-                    return scheduler;
-                }
-                if scheduler.num_waiting() > 0 {
-                    step(&mut scheduler, &pace);
-                }
-            }
-            panic!("{sequences} prompts are not computed after 10,000 steps");
+            decoding(sequences, config, &pace)
         })
         .bench_local_refs(|scheduler| {
             for _ in 0..STEPS {
@@ -102,8 +127,42 @@ fn scheduler_decode_step(bencher: Bencher, sequences: usize) {
         });
 }
 
+/// A scheduler whose `sequences` answers all decode.
+fn decoding(sequences: usize, config: SchedulerConfig, pace: &Pace) -> Scheduler {
+    let mut scheduler = Scheduler::new(limits(TOKENIZER.vocab_size()), config);
+    for (id, answered) in (0..sequences as u64).zip(ANSWERS.iter().cycle()) {
+        scheduler.add(Sequence::new(id, answered.prompt.clone(), SamplingParams::GREEDY, 1000));
+    }
+    for _ in 0..10_000 {
+        if scheduler.num_waiting() == 0 && step(&mut scheduler, pace) == sequences {
+            return scheduler;
+        }
+        if scheduler.num_waiting() > 0 {
+            step(&mut scheduler, pace);
+        }
+    }
+    panic!("{sequences} prompts are not computed after 10,000 steps");
+}
+
+/// What the device process costs a step: a submit and a wait, to a process whose steps take no time, and back.
+#[divan::bench(args = [1, 16, 64])]
+fn device_process_step(bencher: Bencher, sequences: usize) {
+    let mut command = Command::new(std::env::current_exe().expect("this program"));
+    command.env(CHILD, "");
+    let child = Connection::spawn(command, &Arc::default()).expect("a process");
+    let mut runner = child.into_runner(Duration::from_secs(60)).expect("it is ready");
+    let pace = Pace::new();
+    let mut scheduler = decoding(sequences, SchedulerConfig::default(), &pace);
+    let step = scheduler.schedule(&pace).expect("somebody is there");
+    bencher.bench_local(|| {
+        let ticket = step.submit(&mut runner).expect("submitted");
+        let sampled = runner.wait(ticket).expect("computed");
+        assert_eq!(sampled.ids.len(), sequences);
+    });
+}
+
 fn blocks() -> BlockManager {
-    BlockManager::new(limits().kv, usize::MAX)
+    BlockManager::new(limits(TOKENIZER.vocab_size()).kv, usize::MAX)
 }
 
 /// The `n` longest prompts, of some thousand tokens each.

@@ -124,6 +124,8 @@ pub struct Hardware {
     pub validation: bool,
     /// Whether to refuse a model that the kernel does not report in the GPU's memory. Otherwise the log warns.
     pub strict: bool,
+    /// How long the GPU may have work and finish none of it.
+    pub hang_timeout_s: u64,
 }
 
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -188,6 +190,9 @@ pub struct Engine {
     pub sequences: usize,
     pub token_gap_ms: u64,
     pub speculation_tokens: usize,
+    /// Seconds; `None` keeps an idle model loaded.
+    #[serde(deserialize_with = "unless_zero")]
+    pub idle_unload_s: Option<usize>,
 }
 
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -322,6 +327,15 @@ impl Config {
         Ok(config)
     }
 
+    /// All options as TOML, for another process of this binary; [`Config::from_toml`] reads them.
+    pub fn to_toml(&self) -> String {
+        toml::to_string(&self.options).expect("options are TOML")
+    }
+
+    pub fn from_toml(text: &str) -> Result<Self, ConfigError> {
+        Self::from_layers(&[Layer::file("the options of the server", text)?])
+    }
+
     /// The options whose values differ in `other`, as `section.option`.
     pub fn differences(&self, other: &Self) -> Vec<String> {
         let both = options(&self.options).zip(options(&other.options));
@@ -352,6 +366,7 @@ impl Config {
             let problem = || format!("expected {low} to {high}, got {value}");
             if (low..=high).contains(&value) { Ok(()) } else { Err((option.to_owned(), problem())) }
         };
+        in_range("hardware.hang_timeout_s", config.hardware.hang_timeout_s, 1, 600)?;
         in_range("server.queue", server.queue as u64, 1, 4096)?;
         in_range("server.requests_per_client", server.requests_per_client as u64, 1, 4096)?;
         in_range("server.connections", server.connections as u64, 1, 65_536)?;
@@ -365,6 +380,7 @@ impl Config {
         in_range("engine.prefill_chunk", engine.prefill_chunk as u64, 1, 8192)?;
         in_range("engine.sequences", engine.sequences as u64, 1, 64)?;
         in_range("engine.token_gap_ms", engine.token_gap_ms, 1, 60_000)?;
+        in_range("engine.idle_unload_s", engine.idle_unload_s.unwrap_or(0) as u64, 0, 604_800)?;
         in_range("engine.speculation_tokens", engine.speculation_tokens as u64, 0, 64)?;
         in_range("kv.block_size", kv.block_size as u64, 1, 256)?;
         if server.host.is_empty() {

@@ -4,40 +4,33 @@ use std::collections::hash_map::DefaultHasher;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use unicorn::engine::{
     CacheSalt, EVENTS, Engine, EngineConfig, EngineError, EngineHandle, Event, FinishReason, Fork, Pace,
-    Priority, Request, Scheduler, SchedulerConfig, Sequence, SharedMask, SubmitError, TokenMask, TokenStream,
-    draft,
+    Priority, Request, Scheduler, SchedulerConfig, Sequence, SharedMask, SubmitError, TokenMask, draft,
 };
 use unicorn::model::{Batch, BlockPool, Draw, Input, KvLimits, Limits, Logprobs, Runner, SamplingParams};
 
+use crate::support::engine::{END, assert_all_free, collect, request};
 use crate::support::fake_runner::{
     Control, FakeRunner, HANG, LIMITS, Script, fake_logprobs, fake_pooled, mixed, mixed_answer, says,
 };
-
-const END: u32 = 106;
 
 fn start(limits: Limits, script: Script) -> (EngineHandle, Control) {
     start_on(FakeRunner::new(limits, script))
 }
 
 fn start_on((runner, control): (Box<FakeRunner>, Control)) -> (EngineHandle, Control) {
-    (Engine::start(runner, EngineConfig { queue: 4, scheduler: SchedulerConfig::default() }), control)
+    (Engine::start(runner, EngineConfig { queue: 4, ..EngineConfig::default() }), control)
 }
 
 /// Limits whose slots let one sequence run at a time.
 fn one_slot() -> Limits {
     Limits { max_sequences: 1, max_draws: 1, ..LIMITS }
-}
-
-fn request(prompt: &[u32], max_tokens: usize) -> Request {
-    let sampling = SamplingParams { stop_token_ids: vec![END], ..SamplingParams::GREEDY };
-    Request { max_tokens: Some(max_tokens), sampling: sampling.into(), ..Request::new(prompt.to_vec()) }
 }
 
 /// A mask that allows even ids after an even number of ids, and odd ids after an odd number, up to a length.
@@ -65,37 +58,10 @@ impl TokenMask for Parity {
     }
 }
 
-/// The ids of all events up to the last one, and the last event.
-fn collect(stream: &mut TokenStream) -> (Vec<u32>, Event) {
-    let mut ids = Vec::new();
-    loop {
-        match stream.blocking_next().expect("a last event comes before the end") {
-            Event::Token { id, .. } => ids.push(id),
-            last => {
-                assert_eq!(stream.blocking_next(), None, "nothing follows the last event");
-                return (ids, last);
-            }
-        }
-    }
-}
-
 fn finish_reason(event: &Event) -> FinishReason {
     match event {
         Event::Finished { reason, .. } => *reason,
         other => panic!("expected an answer's end, got {other:?}"),
-    }
-}
-
-/// Waits until nothing runs or waits. All blocks must be free then.
-fn assert_all_free(engine: &EngineHandle) {
-    let since = Instant::now();
-    loop {
-        let stats = engine.stats();
-        if stats.running == 0 && stats.waiting == 0 && stats.full.held == 0 && stats.sliding.held == 0 {
-            return;
-        }
-        assert!(since.elapsed() < HANG, "never came to rest: {stats:?}");
-        std::thread::sleep(Duration::from_millis(1));
     }
 }
 
@@ -1199,6 +1165,7 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     let (mut operations, mut preemptions, mut forks, mut hits, mut longest_wait) = (0u64, 0, 0, 0, 0);
     let (mut accepted, mut drafted, mut drafts, mut pooled) = (0, 0, 0, 0);
+    let (mut losses, mut at_fault) = (0, 0);
     while operations < 120_000 {
         let limits = random_limits(&mut rng);
         let config = SchedulerConfig {
@@ -1217,8 +1184,21 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
         let mut texts: HashMap<u64, Told> = HashMap::new();
         let mut firsts = HashMap::new();
         let mut next_id = 0;
+        let mut lost_at = 0;
         for now in 0..3_000 {
             operations += 1;
+            // Another loss soon after one meets sequences that are computed alone.
+            let is_soon = now < lost_at + 12;
+            if rng.random_bool(if is_soon { 0.1 } else { 0.002 }) {
+                lost_at = now;
+                let under_way = scheduler.sequences_in(in_flight.iter().map(|(_, step)| step));
+                let gone = scheduler.restart(&under_way);
+                assert!(gone.iter().all(|id| !scheduler.knows(*id)));
+                (losses, at_fault) = (losses + 1, at_fault + gone.len());
+                alive.retain(|id, _| scheduler.knows(*id));
+                in_flight.clear();
+                runner = fake(limits, config.draft_model).0;
+            }
             match rng.random_range(0..12) {
                 0 | 1 if alive.len() < 12 => {
                     let len = rng.random_range(1..limits.max_context);
@@ -1369,6 +1349,7 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
         "{operations} operations, {preemptions} preemptions, {forks} forks, {hits} cached, {pooled} pooled, {accepted} draft tokens accepted; \
          {drafts} of {drafted} by the draft model; waited {longest_wait}"
     );
+    assert!(losses > 100 && at_fault > 10, "{losses} losses, {at_fault} at fault");
     assert!(pooled > 500, "the test pools too little");
     assert!(preemptions > 500 && forks > 500 && hits > 500 && accepted > 500, "the test tests too little");
     assert!(drafts > 500 && drafted > drafts + 100, "the draft model is always right, or never");

@@ -62,6 +62,7 @@ impl Faulty {
         let server = Daemon::start_as(&[], |command| {
             with_layer(command);
             command.env("FAULT_LAYER_FILE", faults);
+            command.env("UNICORN_HARDWARE_HANG_TIMEOUT_S", "5");
         });
         Faulty { folder, server }
     }
@@ -88,6 +89,17 @@ impl Faulty {
         assert_eq!(status, 200, "{body}");
         let body: Value = serde_json::from_str(&body).expect(&body);
         body["choices"][0]["message"]["content"].as_str().expect("text").to_owned()
+    }
+
+    fn streamed(&self, mut fields: Value) -> String {
+        fields["stream"] = true.into();
+        let (status, body) = self.ask(fields);
+        assert_eq!(status, 200, "{body}");
+        let chunks = body.lines().filter_map(|line| line.strip_prefix("data: ")).filter(|d| *d != "[DONE]");
+        let chunks = chunks.map(|chunk| serde_json::from_str::<Value>(chunk).expect(chunk));
+        chunks
+            .filter_map(|chunk| Some(chunk["choices"][0]["delta"]["content"].as_str()?.to_owned()))
+            .collect()
     }
 
     fn health(&self) -> (u16, Value) {
@@ -155,15 +167,79 @@ fn a_driver_that_has_no_memory_for_long_ends_a_command_that_says_so() {
 }
 
 #[test]
-fn a_device_that_fails_for_good_amid_an_answer_ends_all_answers_and_then_the_server() {
+fn a_device_that_is_lost_amid_an_answer_comes_back_and_the_answer_goes_on() {
+    const STREAMS: u32 = 8;
+
+    for (faults, why) in [
+        ("submit:12=DEVICE_LOST", "the GPU was lost"),
+        ("wait:6=DEVICE_LOST", "the GPU was lost"),
+        ("submit:12=UNKNOWN", "unknown error"),
+        ("submit:12=SEGV", "was ended by SIGSEGV"),
+        ("submit:12=HANG", "the GPU hangs"),
+    ] {
+        let mut faulty = Faulty::start();
+        // Half of them are streamed, and half drawn at random.
+        let all = || -> Vec<String> {
+            let ask = |n: u32| {
+                let messages = json!([{"role": "user", "content": format!("Tell me about the number {n}.")}]);
+                let temperature = f64::from(n % 2);
+                let fields =
+                    json!({"messages": messages, "temperature": temperature, "seed": n, "max_tokens": 20});
+                if n < STREAMS / 2 { faulty.answer(fields) } else { faulty.streamed(fields) }
+            };
+            std::thread::scope(|scope| {
+                let asked: Vec<_> = (0..STREAMS).map(|n| scope.spawn(move || ask(n))).collect();
+                asked.into_iter().map(|answer| answer.join().expect("answered")).collect()
+            })
+        };
+        let expected = all();
+        faulty.arm(faults);
+        assert_eq!(all(), expected, "{faults}");
+        faulty.server.wait_for_line(why);
+        faulty.server.wait_for_line("the GPU computes again");
+        assert_eq!(faulty.health(), (200, json!({"status": "ok"})), "{faults}");
+        faulty.server.signal("TERM");
+        assert_eq!(faulty.server.exit_code(), Some(0), "{faults}: {:#?}", faulty.server.log);
+    }
+}
+
+#[test]
+fn a_prompt_that_loses_the_device_again_fails_alone() {
+    let mut faulty = Faulty::start();
+    let expected = faulty.answer(json!({"max_tokens": 60}));
+    let poison = json!([{"role": "user", "content": "Zebras quiz xylophones"}]);
+    let ids = |messages: &Value| -> Vec<u64> {
+        let body = json!({"messages": messages}).to_string();
+        let (status, answer) = faulty.server.exchange("POST", "/tokenize", &[], &body);
+        assert_eq!(status, 200, "{answer}");
+        let answer: Value = serde_json::from_str(&answer).expect("JSON");
+        answer["tokens"].as_array().expect("ids").iter().map(|id| id.as_u64().expect("an id")).collect()
+    };
+    let others = ids(&json!([{"role": "user", "content": "Hello"}]));
+    let own: Vec<String> =
+        ids(&poison).iter().skip_while(|id| others.contains(id)).take(4).map(u64::to_string).collect();
+    assert_eq!(own.len(), 4);
+    faulty.arm(&format!("submit:words:{}=DEVICE_LOST", own.join(".")));
+    std::thread::scope(|scope| {
+        let innocent = scope.spawn(|| faulty.answer(json!({"max_tokens": 60})));
+        let (status, body) = faulty.ask(json!({"messages": poison, "max_tokens": 60}));
+        let error: Value = serde_json::from_str(&body).expect(&body);
+        assert_eq!((status, &error["error"]["code"]), (500, &json!("lost_twice")), "{body}");
+        assert_eq!(innocent.join().expect("answered"), expected);
+    });
+    assert_eq!(faulty.answer(json!({"max_tokens": 60})), expected);
+    assert_eq!(faulty.health().0, 200);
+    faulty.server.signal("TERM");
+    assert_eq!(faulty.server.exit_code(), Some(0), "{:#?}", faulty.server.log);
+}
+
+#[test]
+fn a_device_that_does_not_come_back_ends_all_answers_and_then_the_server() {
     const DEVICE: i32 = 75;
     for (i, (faults, why)) in [
-        ("submit:6=DEVICE_LOST", "the GPU was lost"),
-        ("wait:6=DEVICE_LOST", "the GPU was lost"),
-        ("submit:6=UNKNOWN", "unknown error"),
-        ("wait:6=TIMEOUT", "did not finish a step"),
+        ("submit:6+=DEVICE_LOST", "the GPU was lost"),
+        ("wait:6+=DEVICE_LOST", "the GPU was lost"),
         ("submit:6+=OUT_OF_HOST_MEMORY", "the driver had no memory"),
-        ("wait:6+=OUT_OF_DEVICE_MEMORY", "the driver had no memory"),
     ]
     .into_iter()
     .enumerate()

@@ -175,6 +175,7 @@ async fn metrics_add_up_to_what_was_asked() {
         ("process_resident_memory_bytes", 13.0),
         ("unicorn_kernel_seconds_total{kernel=\"matmul\"}", 0.5),
         ("unicorn_gpu_dispatches_total", 3.0),
+        ("unicorn_gpu_memory_shortages_total", 6.0),
         ("unicorn_gpu_copies_total", 5.0),
         ("unicorn_gpu_barriers_total", 4.0),
         ("unicorn_gpu_declared_bytes_total{class=\"norms\"}", 17.0),

@@ -45,6 +45,7 @@ mod placement;
 mod prefix_sharing;
 mod random_bodies;
 mod recorded_refusals;
+mod recovery;
 mod responses;
 mod routes;
 mod server_errors;

@@ -12,7 +12,7 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
 use unicorn::api::{self, AccessPolicy, Options, Server};
-use unicorn::engine::{Engine, EngineConfig, EngineHandle, SchedulerConfig};
+use unicorn::engine::{Engine, EngineConfig, EngineHandle};
 use unicorn::model::load::LoadOptions;
 use unicorn::model::{KvLimits, Limits, Runner};
 use unicorn::session::Service;
@@ -62,7 +62,7 @@ const PATHS: [&str; 13] = [
 
 /// All routes over a model.
 fn served(runner: Box<dyn Runner>) -> (Router, EngineHandle) {
-    let config = EngineConfig { queue: 8 * AT_ONCE, scheduler: SchedulerConfig::default() };
+    let config = EngineConfig { queue: 8 * AT_ONCE, ..EngineConfig::default() };
     let engine = Engine::start(runner, config);
     let options = Options { stored_responses: BODIES, stored_response_bytes: 64 << 20, ..OPTIONS };
     let server = Server::new(MODEL, options, AccessPolicy::default());

@@ -37,7 +37,11 @@ const NEIGHBOURS: [(&str, &str); 2] = [("config", "tensor"), ("kernels", "quanti
 const HIDDEN: [(&str, &str, &[&str]); 22] = [
     ("main", "gpu", &[]),
     ("main", "kernels", &[]),
-    ("cli", "gpu", &["src/cli/load.rs", "src/cli/devices.rs", "src/cli/error.rs", "src/cli/serve/facts.rs"]),
+    (
+        "cli",
+        "gpu",
+        &["src/cli/load.rs", "src/cli/devices.rs", "src/cli/error.rs", "src/cli/device_process.rs"],
+    ),
     ("cli", "api", &["src/cli/serve/", "src/cli/error.rs"]),
     ("cli", "kernels", &["src/cli/load.rs"]),
     ("api", "gpu", &[]),

@@ -3,6 +3,7 @@
 exit status is 1 if one fails.
 
     tools/edges.py              all edge cases (`make edges` builds what they need)
+    tools/edges.py faults       those of a device that fails and of a process that is killed (`make test-faults`)
     tools/edges.py NAME ...     the named ones
 
 The binary is target/debug/unicorn, or $UNICORN_BINARY; it serves the demo model on software Vulkan. Some cases
@@ -16,7 +17,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -24,111 +24,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests/clients"))
-from server import free_port
+from edge_server import ANSWER_SECONDS, BINARY, ROOT, Server, health_within_a_second, text_of
+from fault_edges import FAULT_EDGES
 
-BINARY = Path(os.environ.get("UNICORN_BINARY", ROOT / "target/debug/unicorn"))
-START_SECONDS = 120
-ANSWER_SECONDS = 60
 ALICE, BOB = "sk-alice-0123456789abcdef", "sk-bob-0123456789abcdef"
 PATIENT_LOG = {"RUST_LOG": "debug,unicorn=trace"}
-
-
-class Server:
-    """A `unicorn serve` on a free port, stopped on leaving the context. `options` are sections of a configuration
-    file."""
-
-    def __init__(self, options="", keys=(), arguments=(), environment=None, log_pipe=False):
-        self.folder = Path(tempfile.mkdtemp(prefix="unicorn-edges-"))
-        self.keys, self.config, self.options = self.folder / "keys", self.folder / "unicorn.toml", options
-        self.set_keys(keys)
-        self.port = free_port()
-        command = [BINARY, "serve", "--allow-software-vulkan", "--config", self.config, "--port", str(self.port), *arguments]
-        clean = {name: value for name, value in os.environ.items() if not name.startswith(("UNICORN_", "RUST_LOG"))}
-        self.log = open(self.folder / "log", "wb")
-        self.reader, writer = os.pipe() if log_pipe else (None, None)
-        self.process = subprocess.Popen(
-            command, env={**clean, **(environment or {})}, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-            stderr=writer if log_pipe else self.log,
-        )
-        if log_pipe:
-            os.close(writer)
-
-    def set_keys(self, keys):
-        self.keys.write_text("\n".join(keys))
-        file = f"[server]\napi_key_file = {json.dumps(str(self.keys))}\n" if keys else "[server]\n"
-        self.config.write_text(file + self.options)
-
-    def __enter__(self):
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                return self  # for callers that expect it to end
-            try:
-                if self.send("GET", "/health", timeout=5)[0] == 200:
-                    return self
-            except OSError:
-                pass  # the port is not bound yet
-            time.sleep(0.05)
-        raise AssertionError(f"not ready after {START_SECONDS} s")
-
-    def __exit__(self, *_):
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        self.log.close()
-        if self.reader is not None:
-            os.close(self.reader)
-        shutil.rmtree(self.folder)
-
-    def send(self, method, path, body=None, key=None, headers=None, timeout=ANSWER_SECONDS):
-        """Status and text of an answer."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
-        headers = {**({"authorization": f"Bearer {key}"} if key else {}), **(headers or {})}
-        try:
-            connection.request(method, path, json.dumps(body) if body is not None else None, headers)
-            answer = connection.getresponse()
-            return answer.status, answer.read().decode()
-        finally:
-            connection.close()
-
-    def chat(self, text="What is the capital of France?", key=None, headers=None, **fields):
-        body = {"messages": [{"role": "user", "content": text}], "max_tokens": 16, "temperature": 0, **fields}
-        return self.send("POST", "/v1/chat/completions", body, key, headers)
-
-    def answer(self, *arguments, **fields):
-        """The JSON object of an answer; fails on an error status."""
-        status, text = self.chat(*arguments, **fields)
-        assert status == 200, f"{status}: {text[:200]}"
-        return json.loads(text)
-
-    def metric(self, name, key=None):
-        lines = self.send("GET", "/metrics", key=key)[1].splitlines()
-        return next(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
-
-    def end(self, seconds, sign=signal.SIGTERM):
-        """The exit status after a signal, or without one."""
-        if sign is not None:
-            self.process.send_signal(sign)
-        try:
-            return self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"it has not ended after {seconds} s") from None
-
-    def logged(self):
-        return (self.folder / "log").read_text(errors="replace")
-
-
-def text_of(answer):
-    return answer["choices"][0]["message"]["content"]
-
-
-def health_within_a_second(server):
-    began = time.monotonic()
-    status, _ = server.send("GET", "/health")
-    took = time.monotonic() - began
-    assert status == 200 and took < 1, f"/health: {status} after {took:.2f} s"
 
 
 # --- the log --------------------------------------------------------------------------------------------
@@ -273,61 +173,6 @@ def burst():
         return f"128 of 128 answered; sent within {1000 * took:.1f} ms"
 
 
-# --- the device -----------------------------------------------------------------------------------------
-
-
-def with_faults(file):
-    """The environment of a server whose Vulkan calls fail as `file` says, once the file exists."""
-    libraries = BINARY.parent / "examples"
-    assert (libraries / "libfault_layer.so").exists(), "no fault layer: cargo build --example fault_layer"
-    return {
-        "VK_INSTANCE_LAYERS": "VK_LAYER_UNICORN_fault", "VK_ADD_LAYER_PATH": str(ROOT / "tests/fault_layer"),
-        "LD_LIBRARY_PATH": str(libraries), "FAULT_LAYER_FILE": str(file),
-    }
-
-
-def lost_device(term_after=False):
-    with tempfile.TemporaryDirectory() as folder:
-        faults = Path(folder) / "faults"
-        faults.write_text("")
-        with Server(environment=with_faults(faults)) as server:
-            server.answer()
-            with ThreadPoolExecutor(4) as pool:
-                def long(stream):
-                    return server.chat("Tell me a story", max_tokens=2000, ignore_eos=True, stream=stream)
-
-                running = [pool.submit(long, stream) for stream in (True, False, True, False)]
-                time.sleep(1)
-                faults.write_text("submit:1+=DEVICE_LOST")
-                lost = time.monotonic()
-                answers = [future.result() for future in running]
-            if term_after and server.process.poll() is None:
-                server.process.send_signal(signal.SIGTERM)
-            status = server.end(max(0.1, 5 - (time.monotonic() - lost)), None)
-            took = time.monotonic() - lost
-            for streamed, (code, text) in zip((True, False, True, False), answers):
-                assert "engine_lost" in text and (code == 200 if streamed else code == 503), (code, text[-300:])
-            assert status == 75, f"exit status {status}: {server.logged()[-500:]}"
-            return f"4 answers end with an error, exit status 75 after {took:.1f} s"
-
-
-def lost_device_then_sigterm():
-    return lost_device(term_after=True)
-
-
-def submit_out_of_memory():
-    with tempfile.TemporaryDirectory() as folder:
-        faults = Path(folder) / "faults"
-        faults.write_text("")
-        with Server(environment=with_faults(faults)) as server:
-            expected = text_of(server.answer())
-            faults.write_text("submit:3=OUT_OF_DEVICE_MEMORY")
-            assert text_of(server.answer()) == expected
-            health_within_a_second(server)
-            assert server.end(30) == 0, server.process.returncode
-            return "the answer is the same, and nothing ended"
-
-
 # --- what strangers send --------------------------------------------------------------------------------
 
 
@@ -366,13 +211,15 @@ def large_tools():
 
 
 EDGES = [
-    log_reader_gone, log_pipe_full, sighup_without_tls, dribbling_bodies, key_rotation, two_keys_and_one_text, lost_device,
-    lost_device_then_sigterm, submit_out_of_memory, burst, doubling_template, large_tools,
+    log_reader_gone, log_pipe_full, sighup_without_tls, dribbling_bodies, key_rotation, two_keys_and_one_text, burst,
+    doubling_template, large_tools, *FAULT_EDGES,
 ]
 
 
 def main(names):
     edges = {edge.__name__: edge for edge in EDGES}
+    if names == ["faults"]:
+        names = [edge.__name__ for edge in FAULT_EDGES]
     unknown = [name for name in names if name not in edges]
     if unknown:
         sys.exit(f"edges: no edge {unknown[0]!r}; there are {', '.join(edges)}")

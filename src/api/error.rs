@@ -335,6 +335,9 @@ impl ApiError {
             Self::Engine(EngineError::NotFinite) => {
                 server(StatusCode::INTERNAL_SERVER_ERROR, "server_error", Some("logits_not_finite"), None)
             }
+            Self::Engine(EngineError::LostTwice(_)) => {
+                server(StatusCode::INTERNAL_SERVER_ERROR, "server_error", Some("lost_twice"), None)
+            }
             Self::Engine(EngineError::SlowReader) => {
                 request(StatusCode::REQUEST_TIMEOUT, None, Some("not_read"))
             }

@@ -31,6 +31,8 @@ pub struct Submitted {
     pub dispatches: u64,
     pub copies: u64,
     pub barriers: u64,
+    /// Calls that the driver had no memory for at first, and took later.
+    pub memory_shortages: u64,
     /// Bytes that commands declared to read or write, by class.
     pub declared: Vec<(String, u64)>,
 }

@@ -13,11 +13,13 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::SystemTime;
 
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::direct::DirectFile;
 use super::error::{CheckpointError, one_line};
 use super::gguf;
+use super::held::Held;
 
 /// Largest file that is read into memory; Gemma-3's tokenizer.json, the largest in use, has 33 MB.
 pub const MAX_READ_BYTES: u64 = 64 << 20;
@@ -38,7 +40,9 @@ pub struct ModelFiles {
     name: String,
     source: Source,
     /// Files that are read from another place than the rest, by name; the file may be missing there.
-    elsewhere: Vec<(&'static str, PathBuf)>,
+    elsewhere: Vec<(String, PathBuf)>,
+    /// The open files, if [`ModelFiles::hold`] opened them: nothing else is read then.
+    held: Option<Arc<Held>>,
     /// `config.json`, parsed at the first call of [`ModelFiles::config`].
     config: Arc<OnceLock<Option<Arc<Value>>>>,
 }
@@ -50,6 +54,34 @@ enum Source {
     /// One GGUF file, or its parts in order.
     Gguf(Vec<PathBuf>),
     Memory(Arc<BTreeMap<String, Arc<[u8]>>>),
+}
+
+/// The names of held files, for another process.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct HeldNames {
+    name: String,
+    source: HeldSource,
+    elsewhere: Vec<(String, PathBuf)>,
+    paths: Vec<PathBuf>,
+    links_out: BTreeMap<PathBuf, PathBuf>,
+}
+
+impl HeldNames {
+    /// How many files belong to the names.
+    pub fn len(&self) -> usize {
+        self.paths.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.paths.is_empty()
+    }
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+enum HeldSource {
+    Folder(PathBuf),
+    Gguf(Vec<PathBuf>),
+    Embedded,
 }
 
 impl ModelFiles {
@@ -82,7 +114,7 @@ impl ModelFiles {
     }
 
     fn new(name: String, source: Source) -> Self {
-        Self { name, source, elsewhere: Vec::new(), config: Arc::default() }
+        Self { name, source, elsewhere: Vec::new(), held: None, config: Arc::default() }
     }
 
     fn open_gguf(file: &Path) -> Result<Self, CheckpointError> {
@@ -114,12 +146,7 @@ impl ModelFiles {
         self.with("tokenizer.json", &["tokenizer_config.json", "chat_template.jinja"], path)
     }
 
-    fn with(
-        mut self,
-        name: &'static str,
-        companions: &[&'static str],
-        path: &Path,
-    ) -> Result<Self, CheckpointError> {
+    fn with(mut self, name: &str, companions: &[&str], path: &Path) -> Result<Self, CheckpointError> {
         let fail = |problem: String| {
             let problem = format!("{problem}; expected a {name}, or a folder that holds one");
             Err(CheckpointError::file(path.display(), problem))
@@ -130,9 +157,9 @@ impl ModelFiles {
             }
             // Missing companions too: the files of two folders do not go together.
             let all = [name].into_iter().chain(companions.iter().copied());
-            self.elsewhere.extend(all.map(|name| (name, path.join(name))));
+            self.elsewhere.extend(all.map(|name| (name.to_owned(), path.join(name))));
         } else if path.is_file() {
-            self.elsewhere.push((name, path.to_path_buf()));
+            self.elsewhere.push((name.to_owned(), path.to_path_buf()));
         } else {
             return fail("is no file and no folder".into());
         }
@@ -142,7 +169,7 @@ impl ModelFiles {
     }
 
     fn elsewhere(&self, name: &str) -> Option<&Path> {
-        self.elsewhere.iter().find(|(other, _)| *other == name).map(|(_, path)| path.as_path())
+        self.elsewhere.iter().find(|(other, _)| other == name).map(|(_, path)| path.as_path())
     }
 
     /// The model's name.
@@ -177,7 +204,7 @@ impl ModelFiles {
     pub fn read(&self, name: &str) -> Result<Option<Cow<'static, [u8]>>, CheckpointError> {
         let fail = |problem: String| CheckpointError::file(self.display(name), problem);
         if let Some(path) = self.elsewhere(name) {
-            return read_file(path).map_err(fail);
+            return read_file(&self.place(path)).map_err(fail);
         }
         if let Some(parts) = self.map_gguf()? {
             let parts: Vec<_> = parts.iter().map(|(display, bytes)| (display.as_str(), &**bytes)).collect();
@@ -187,7 +214,7 @@ impl ModelFiles {
             Source::Embedded(_) => Ok(self.embedded_file(name).map(Cow::Borrowed)),
             Source::Memory(files) => Ok(files.get(name).map(|bytes| Cow::Owned(bytes.to_vec()))),
             Source::Gguf(_) => Ok(None),
-            Source::Folder(folder) => read_file(&folder.join(name)).map_err(fail),
+            Source::Folder(folder) => read_file(&self.place(&folder.join(name))).map_err(fail),
         }
     }
 
@@ -210,6 +237,9 @@ impl ModelFiles {
             Source::Memory(files) => Ok(files.keys().cloned().collect()),
             Source::Gguf(_) => Ok(Vec::new()),
             Source::Folder(folder) => {
+                if let Some(held) = &self.held {
+                    return Ok(held.names_in(folder));
+                }
                 let fail = |e| CheckpointError::file(folder.display(), format!("cannot be listed: {e}"));
                 let entries = fs::read_dir(folder).map_err(fail)?.take(MAX_NAMES);
                 let names = entries.filter_map(|entry| match entry {
@@ -228,7 +258,7 @@ impl ModelFiles {
             Source::Embedded(_) => Ok(self.embedded_file(name).map(FileBytes::Static)),
             Source::Folder(folder) => {
                 let fail = |problem: String| CheckpointError::file(self.display(name), problem);
-                map_file(&folder.join(name)).map_err(fail)
+                map_file(&self.place(&folder.join(name))).map_err(fail)
             }
             Source::Memory(files) => Ok(files.get(name).map(|bytes| FileBytes::Shared(Arc::clone(bytes)))),
             Source::Gguf(_) => Ok(None),
@@ -248,7 +278,7 @@ impl ModelFiles {
             Source::Gguf(parts) => {
                 let map = |part: &PathBuf| {
                     let fail = |problem| CheckpointError::file(part.display(), problem);
-                    match map_file(part).map_err(fail)? {
+                    match map_file(&self.place(part)).map_err(fail)? {
                         Some(bytes) => Ok((part.display().to_string(), bytes)),
                         None => Err(fail("no such file".into())),
                     }
@@ -266,17 +296,11 @@ impl ModelFiles {
             return Err(format!("names {name:?}; expected a file of the same folder"));
         }
         if let Source::Folder(folder) = &self.source {
-            let (Ok(folder), Ok(target)) = (fs::canonicalize(folder), fs::canonicalize(folder.join(name)))
-            else {
-                return Ok(None);
+            let outside = match &self.held {
+                Some(held) => held.links_out.get(&folder.join(name)).cloned(),
+                None => link_out(folder, name),
             };
-            let blobs = match folder.parent() {
-                Some(parent) if parent.ends_with("snapshots") => {
-                    parent.parent().map(|root| root.join("blobs"))
-                }
-                _ => None,
-            };
-            if !target.starts_with(&folder) && !blobs.is_some_and(|blobs| target.starts_with(blobs)) {
+            if let Some(target) = outside {
                 return Err(format!(
                     "names {name:?}, a link to {}; expected a file of the same folder",
                     target.display()
@@ -286,10 +310,78 @@ impl ModelFiles {
         self.map(name).map_err(|e| format!("names {name:?}, which cannot be used: {e}"))
     }
 
+    /// These files, opened: they are read even where somebody deletes or replaces them, by this process and by others
+    /// that get them ([`ModelFiles::to_parts`]).
+    pub fn hold(&self) -> Result<Self, CheckpointError> {
+        let mut paths: Vec<PathBuf> = self.elsewhere.iter().map(|(_, path)| path.clone()).collect();
+        let mut links_out = BTreeMap::new();
+        match &self.source {
+            Source::Embedded(_) | Source::Memory(_) => {}
+            Source::Gguf(parts) => paths.extend(parts.iter().cloned()),
+            Source::Folder(folder) => {
+                for name in self.names()? {
+                    links_out.extend(link_out(folder, &name).map(|target| (folder.join(&name), target)));
+                    paths.push(folder.join(name));
+                }
+            }
+        }
+        let held = Held::open(paths, links_out)
+            .map_err(|problem| CheckpointError::file(self.location(), problem))?;
+        Ok(Self { held: Some(Arc::new(held)), ..self.clone() })
+    }
+
+    /// What another process of this binary needs to read the files that are held: their names, and the open files. None
+    /// of files that were made in memory.
+    pub fn to_parts(&self) -> Option<(HeldNames, Vec<Arc<File>>)> {
+        let source = match &self.source {
+            Source::Folder(folder) => HeldSource::Folder(folder.clone()),
+            Source::Gguf(parts) => HeldSource::Gguf(parts.clone()),
+            Source::Embedded(_) => HeldSource::Embedded,
+            Source::Memory(_) => return None,
+        };
+        let (paths, links_out, files) = self.held.as_ref()?.to_parts();
+        let (name, elsewhere) = (self.name.clone(), self.elsewhere.clone());
+        Some((HeldNames { name, source, elsewhere, paths, links_out }, files))
+    }
+
+    /// The files that another process held. `files` are those of [`ModelFiles::to_parts`], in their order; `embedded` are
+    /// the binary's, for a model that is embedded.
+    pub fn from_parts(
+        names: HeldNames,
+        files: Vec<File>,
+        embedded: &'static [(&'static str, &'static [u8])],
+    ) -> Self {
+        let HeldNames { name, source, elsewhere, paths, links_out } = names;
+        let source = match source {
+            HeldSource::Folder(folder) => Source::Folder(folder),
+            HeldSource::Gguf(parts) => Source::Gguf(parts),
+            HeldSource::Embedded => Source::Embedded(embedded),
+        };
+        let held = Held::from_parts(paths, links_out, files);
+        Self { elsewhere, held: Some(Arc::new(held)), ..Self::new(name, source) }
+    }
+
+    /// Where a file is read: at its path, or at the file that was opened there.
+    fn place(&self, path: &Path) -> PathBuf {
+        self.held.as_ref().map_or_else(|| path.to_path_buf(), |held| held.place(path))
+    }
+
     fn embedded_file(&self, name: &str) -> Option<&'static [u8]> {
         let Source::Embedded(files) = self.source else { return None };
         files.iter().find(|(n, _)| *n == name).map(|(_, bytes)| *bytes)
     }
+}
+
+/// Where the file `name` of a folder lies, if it is a link out of the folder. A Hugging Face cache's `blobs` belong to its
+/// snapshots.
+fn link_out(folder: &Path, name: &str) -> Option<PathBuf> {
+    let (folder, target) = (fs::canonicalize(folder).ok()?, fs::canonicalize(folder.join(name)).ok()?);
+    let blobs = match folder.parent() {
+        Some(parent) if parent.ends_with("snapshots") => parent.parent().map(|root| root.join("blobs")),
+        _ => None,
+    };
+    let is_inside = target.starts_with(&folder) || blobs.is_some_and(|blobs| target.starts_with(blobs));
+    (!is_inside).then_some(target)
 }
 
 /// Bytes of a file, borrowed from the binary or from a mapping.

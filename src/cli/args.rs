@@ -90,6 +90,9 @@ pub enum Command {
     /// List or remove pulled models
     #[command(subcommand)]
     Models(Models),
+    /// Drive the GPU for a server, which starts this
+    #[command(hide = true)]
+    DeviceProcess,
 }
 
 #[derive(Debug, Clone, Args)]

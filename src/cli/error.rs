@@ -83,6 +83,11 @@ pub enum Error {
     /// A compiler for `bench isa`, and the problem with it.
     #[error("{compiler}: {problem}")]
     Compiler { compiler: &'static str, problem: String },
+    /// The device process refused the model; its words and its exit code.
+    #[error("{0}")]
+    Device(String, u8),
+    #[error("the channel to the process that drives the GPU: {0}")]
+    Channel(std::io::Error),
     #[error("loading the model met a bug (see the messages above)")]
     LoadPanicked,
     #[error("unicorn met a bug (see the messages above)")]
@@ -99,6 +104,7 @@ impl Error {
         const DEVICE: u8 = 75;
         const CONFIGURATION: u8 = 78;
         match self {
+            Self::Device(_, code) => *code,
             Self::Gpu(_)
             | Self::NoMachine(_)
             | Self::Runner(_)
@@ -110,6 +116,7 @@ impl Error {
             Self::Serve(_)
             | Self::Runtime(_)
             | Self::Output(_)
+            | Self::Channel(_)
             | Self::Terminal(_)
             | Self::Measured { .. }
             | Self::Compiler { .. } => SYSTEM,

@@ -95,9 +95,9 @@ fn perplexity(mut model: Model, text: &str, path: &Path) -> Result<(), Error> {
 
 /// The ids of a text, without `<bos>`; at least one.
 pub fn text_ids(model: &Model, text: &str, path: &Path) -> Result<Vec<u32>, Error> {
-    let mut ids = model.tokenizer.encode(text, true)?;
-    model.tokenizer.check_ids(&ids, model.vocab_size())?;
-    if ids.first() == Some(&model.bos_token_id) {
+    let mut ids = model.texts.tokenizer.encode(text, true)?;
+    model.texts.tokenizer.check_ids(&ids, model.vocab_size())?;
+    if ids.first() == Some(&model.texts.config.bos_token_id) {
         ids.remove(0);
     }
     if ids.is_empty() {
@@ -123,7 +123,7 @@ pub fn each_prediction(
     let vocab = model.vocab_size();
     let mut done = 0;
     for window in ids.chunks(window_tokens) {
-        let mut tokens = vec![model.bos_token_id];
+        let mut tokens = vec![model.texts.config.bos_token_id];
         tokens.extend(window);
         // The row at a position predicts the token after it; the last row's token is unknown.
         model.runner.logits(&tokens, &mut |start, rows| {

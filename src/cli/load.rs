@@ -17,7 +17,7 @@ use crate::model::config::Gemma3Config;
 use crate::model::draft::{self, Draft, Drafted};
 use crate::model::gemma3::{Gemma3, Loaded};
 use crate::model::load::{LoadError, LoadOptions, Progress};
-use crate::model::{Runner, SamplingOptions, tune};
+use crate::model::{self, Runner, SamplingOptions, tune};
 use crate::session::Service;
 use crate::tensor::Precision;
 use crate::text::{ChatFiles, ChatTemplate, Tokenizer};
@@ -27,7 +27,7 @@ const ENGINE_END: Duration = Duration::from_secs(10);
 const DEMO_NAME: &str = "unicorn-demo";
 
 /// The small model inside the binary.
-const DEMO: &[(&str, &[u8])] = &[
+pub const DEMO: &[(&str, &[u8])] = &[
     ("config.json", include_bytes!("../../models/demo/config.json")),
     ("generation_config.json", include_bytes!("../../models/demo/generation_config.json")),
     ("model.safetensors", include_bytes!("../../models/demo/model.safetensors")),
@@ -65,16 +65,21 @@ pub fn demo_files() -> ModelFiles {
     ModelFiles::embedded(DEMO_NAME, DEMO)
 }
 
-/// A loaded model with its tokenizer, template and sampling defaults.
-pub struct Model {
-    pub runner: Gemma3,
-    pub draft: Option<Draft>,
+/// What the small files of a model hold: everything that a server needs but the weights.
+pub struct Texts {
     pub tokenizer: Tokenizer,
-    pub bos_token_id: u32,
-    pub device: DeviceInfo,
+    pub config: Gemma3Config,
     template: ChatTemplate,
     defaults: SamplingOptions,
     stop_token_ids: Vec<u32>,
+}
+
+/// A loaded model with its small files.
+pub struct Model {
+    pub runner: Gemma3,
+    pub draft: Option<Draft>,
+    pub device: DeviceInfo,
+    pub texts: Texts,
 }
 
 /// The measurements that a loaded model takes while it runs.
@@ -87,42 +92,35 @@ pub enum Watch {
     Activations,
 }
 
-/// Loads `files`. Errors in the small files are found before the large ones are read.
-pub fn model(files: &ModelFiles, config: &Config, watch: Watch) -> Result<Model, Error> {
-    // This early read serves the checks only; everything else comes from the loaded model.
-    let vocab_size = Gemma3Config::load(files)?.0.vocab_size;
+/// Reads the small files. Most errors of a model are found here, before the large files are read.
+pub fn texts(files: &ModelFiles) -> Result<Texts, Error> {
+    let (config, generation) = Gemma3Config::load(files)?;
     let read = |name: &str| files.read(name);
     let Some(tokenizer_json) = read("tokenizer.json")? else {
         let problem = "holds no tokenizer.json; give that of the original model with --tokenizer";
         return Err(Error::Argument(format!("{}: {problem}", files.location())));
     };
     let tokenizer = Tokenizer::from_bytes(&tokenizer_json, &files.display("tokenizer.json"))?;
-    tokenizer.fits(vocab_size)?;
+    tokenizer.fits(config.vocab_size)?;
     let (tokenizer_config, jinja) = (read("tokenizer_config.json")?, read("chat_template.jinja")?);
     let chat_files =
         ChatFiles { tokenizer_config: tokenizer_config.as_deref(), chat_template_jinja: jinja.as_deref() };
     let template = ChatTemplate::from_checkpoint(chat_files)?;
-
-    let draft_files = draft_files(files, &tokenizer, config)?;
     tracing::info!("template {}", template.origin());
-    // Rows of the embedding beyond the tokenizer's ids are padding without text.
-    let sample_below = Some(tokenizer.vocab_size());
-    let (runner, draft) = on_device(files, draft_files.as_ref(), sample_below, config, watch)?;
 
-    let mut stop_token_ids = runner.config().eos_token_ids.clone();
+    let mut stop_token_ids = config.eos_token_ids.clone();
     // Configs that name only `<eos>` exist, but the model still ends its turns with `<end_of_turn>`.
     let end_of_turn = tokenizer.token_id("<end_of_turn>");
-    stop_token_ids.extend(end_of_turn.filter(|id| !runner.config().eos_token_ids.contains(id)));
-    Ok(Model {
-        bos_token_id: runner.config().bos_token_id,
-        defaults: runner.generation_config().sampling_defaults(),
-        device: runner.device().info().clone(),
-        runner,
-        draft,
-        tokenizer,
-        template,
-        stop_token_ids,
-    })
+    stop_token_ids.extend(end_of_turn.filter(|id| !config.eos_token_ids.contains(id)));
+    Ok(Texts { tokenizer, template, defaults: generation.sampling_defaults(), stop_token_ids, config })
+}
+
+/// Loads `files`.
+pub fn model(files: &ModelFiles, config: &Config, watch: Watch) -> Result<Model, Error> {
+    let texts = texts(files)?;
+    let draft_files = draft_files(files, &texts.tokenizer, config)?;
+    let (runner, draft) = on_device(files, draft_files.as_ref(), Some(&texts), config, watch)?;
+    Ok(Model { device: runner.device().info().clone(), runner, draft, texts })
 }
 
 /// Loads only the model, for callers that have ids and want logits: no tokenizer, no draft.
@@ -148,11 +146,11 @@ fn max_submit(config: &Config) -> Duration {
     }
 }
 
-/// Loads a model and its draft. Ids from `sample_below` on are never sampled.
-fn on_device(
+/// Loads a model and its draft. Ids that the tokenizer does not know are never sampled.
+pub fn on_device(
     files: &ModelFiles,
     draft_files: Option<&ModelFiles>,
-    sample_below: Option<usize>,
+    texts: Option<&Texts>,
     config: &Config,
     watch: Watch,
 ) -> Result<(Gemma3, Option<Draft>), Error> {
@@ -186,7 +184,8 @@ fn on_device(
         strict: config.hardware.strict,
         moments: watch == Watch::Activations,
         max_batch_tokens: config.engine.prefill_chunk,
-        sample_below,
+        // Rows of the embedding beyond the tokenizer's ids are padding without text.
+        sample_below: texts.map(|texts| texts.tokenizer.vocab_size()),
         ..LoadOptions::default()
     };
     let since = Instant::now();
@@ -211,7 +210,7 @@ fn on_device(
 }
 
 /// The files of the draft model, if one is configured. Its tokenizer must be the model's.
-fn draft_files(
+pub fn draft_files(
     files: &ModelFiles,
     tokenizer: &Tokenizer,
     config: &Config,
@@ -355,6 +354,7 @@ fn policy(config: &Config, profile: bool) -> DevicePolicy {
         validation: config.hardware.validation,
         profile,
         queue: None,
+        hang_timeout: Some(Duration::from_secs(config.hardware.hang_timeout_s)),
     }
 }
 
@@ -364,36 +364,52 @@ fn limits(memory: &config::Memory) -> Limits {
     Limits { vram, gtt, reserve, ffn_heap }
 }
 
-/// Starts the engine on a model, with its draft where it has one.
-pub fn engine(model: Gemma3, draft: Option<Draft>, config: &Config, queue: usize) -> EngineHandle {
+/// The runner of a loaded model, with its draft where it has one.
+pub fn runner_of(model: Gemma3, draft: Option<Draft>) -> Box<dyn Runner> {
+    match draft {
+        None => Box::new(model),
+        Some(draft) => Box::new(Drafted::new(model, draft)),
+    }
+}
+
+/// Bytes of one sliding block of a model and its draft together.
+pub fn sliding_block_bytes(model: &Gemma3, draft: Option<&Draft>) -> u64 {
+    model.sliding_block_bytes() + draft.map_or(0, Draft::sliding_block_bytes)
+}
+
+/// The engine's options for a runner with these limits, whose sliding blocks have `block_bytes`.
+pub fn engine_config(limits: model::Limits, block_bytes: u64, config: &Config, queue: usize) -> EngineConfig {
     let gap = Duration::from_millis(config.engine.token_gap_ms);
-    let block_bytes = model.sliding_block_bytes() + draft.as_ref().map_or(0, Draft::sliding_block_bytes);
     let turn_blocks = match (config.kv.snapshot_bytes, block_bytes) {
         (Some(bytes), block @ 1..) => (bytes / block) as usize,
-        _ => model.limits().kv.sliding_blocks / 2,
+        _ => limits.kv.sliding_blocks / 2,
     };
     let speculation_tokens = config.engine.speculation_tokens;
     // Who has the driver's calls checked has the engine's blocks checked too: the tests, and whoever looks for a fault.
     let checks = config.hardware.validation;
     let scheduler =
         SchedulerConfig { gap, turn_blocks, speculation_tokens, checks, ..SchedulerConfig::default() };
-    let runner: Box<dyn Runner> = match draft {
-        None => Box::new(model),
-        Some(draft) => Box::new(Drafted::new(model, draft)),
-    };
-    Engine::start(runner, EngineConfig { queue, scheduler })
+    EngineConfig { queue, scheduler, ..EngineConfig::default() }
+}
+
+/// Starts the engine on a model, with its draft where it has one.
+pub fn engine(model: Gemma3, draft: Option<Draft>, config: &Config, queue: usize) -> EngineHandle {
+    let block_bytes = sliding_block_bytes(&model, draft.as_ref());
+    let config = engine_config(model.limits(), block_bytes, config, queue);
+    Engine::start(runner_of(model, draft), config)
 }
 
 /// Loads `files` and starts the engine on it.
 pub fn service(files: &ModelFiles, config: &Config) -> Result<Service, Error> {
-    Ok(start_service(model(files, config, Watch::Nothing)?, config))
+    let Model { runner, draft, texts, .. } = model(files, config, Watch::Nothing)?;
+    Ok(texts.service(engine(runner, draft, config, config.server.queue)))
 }
 
-/// Starts the engine on a loaded model.
-pub fn start_service(model: Model, config: &Config) -> Service {
-    let Model { runner, draft, tokenizer, template, defaults, stop_token_ids, .. } = model;
-    let engine = engine(runner, draft, config, config.server.queue);
-    Service::new(engine, tokenizer, template, defaults, stop_token_ids)
+impl Texts {
+    /// The service of a model whose engine runs.
+    pub fn service(self, engine: EngineHandle) -> Service {
+        Service::new(engine, self.tokenizer, self.template, self.defaults, self.stop_token_ids)
+    }
 }
 
 /// Ends the engine when dropped, and waits until the engine has given the device back. A process that exits while

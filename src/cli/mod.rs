@@ -7,6 +7,7 @@
 
 mod args;
 mod bench;
+mod device_process;
 mod devices;
 mod error;
 mod eval;
@@ -41,7 +42,7 @@ use crate::tensor::{KvDtype, Precision};
 /// Runs the process's command line.
 pub fn main() -> ExitCode {
     let CommandLine { global, command } = CommandLine::parse();
-    let serving = matches!(command, Command::Serve(_));
+    let serving = matches!(command, Command::Serve(_) | Command::DeviceProcess);
     let ended = config(&global, &command).and_then(|(config, warnings)| {
         // The log is dropped before the error is printed, so that the error is the last line. The journal adds its own
         // times.
@@ -69,10 +70,19 @@ fn run(global: &Global, mut command: Command, mut config: Config, log: &Log) -> 
             let (level, global) = (log.level.clone(), global.clone());
             let set_log = {
                 let global = global.clone();
-                move |config: &Config| level.set(log_filter(&global, true, config))
+                move |config: &Config| {
+                    let filter = log_filter(&global, true, config);
+                    let text = filter.to_string();
+                    level.set(filter);
+                    text
+                }
             };
-            let reread = move || self::config(&global, &Command::Serve(args.clone()));
-            serve::serve(&config, Reload { reread: Box::new(reread), set_log: Box::new(set_log) })
+            let reread = {
+                let global = global.clone();
+                move || self::config(&global, &Command::Serve(args.clone()))
+            };
+            let filter = log_filter(&global, true, &config).to_string();
+            serve::serve(&config, Reload { reread: Box::new(reread), set_log: Box::new(set_log) }, filter)
         }
         Command::Generate(args) => generate::generate(&config, args),
         Command::Chat(args) => generate::chat(&config, args),
@@ -84,6 +94,7 @@ fn run(global: &Global, mut command: Command, mut config: Config, log: &Log) -> 
         Command::Plan(args) => plan::plan(&config, &args),
         Command::Bench(args) => bench::bench(&config, &args),
         Command::Pull(args) => pull::pull(&config, &args.name),
+        Command::DeviceProcess => device_process::device_process(log.level.clone()),
         Command::Models(args::Models::List { json }) => models::list(&config, json),
         Command::Models(args::Models::Rm { name, yes }) => models::remove(&config, &name, yes),
     }
@@ -192,7 +203,8 @@ fn set_model(flags: &mut Layer, command: &Command) {
         | Command::Synth(_)
         | Command::Plan(_)
         | Command::Pull(_)
-        | Command::Models(_) => None,
+        | Command::Models(_)
+        | Command::DeviceProcess => None,
     };
     if let Some(model) = model {
         flags.set("model", "path", model);

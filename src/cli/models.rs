@@ -65,11 +65,16 @@ pub fn locate(config: &mut Config, command: &mut Command) -> Result<(), Error> {
         | Command::Inspect(_)
         | Command::Synth(_)
         | Command::Pull(_)
-        | Command::Models(_) => None,
+        | Command::Models(_)
+        | Command::DeviceProcess => None,
     };
     draft.map(|text| find(config, text)).transpose()?;
     let text = match command {
-        Command::Devices | Command::Synth(_) | Command::Pull(_) | Command::Models(_) => return Ok(()),
+        Command::Devices
+        | Command::Synth(_)
+        | Command::Pull(_)
+        | Command::Models(_)
+        | Command::DeviceProcess => return Ok(()),
         // These benchmarks use the server's model, or none.
         Command::Bench(args)
             if matches!(

@@ -182,7 +182,7 @@ fn calibrate(
     let bar = Bar::tokens("calibrating", ids.len() as u64);
     let mut done = 0;
     for window in ids.chunks(model.max_context().saturating_sub(1).max(1)) {
-        let tokens = [&[model.bos_token_id], window].concat();
+        let tokens = [&[model.texts.config.bos_token_id], window].concat();
         model.runner.observe(&tokens, &mut |n| bar.set((done + n) as u64))?;
         done += window.len();
     }

@@ -49,6 +49,9 @@ pub enum EngineError {
     Bug(String),
     #[error("the model's logits are not finite numbers: no answer can be sampled from them")]
     NotFinite,
+    /// The device was lost while it computed this request among others, and again while it computed this request alone.
+    #[error("the GPU was lost twice while it computed this request, the second time alone: {0}")]
+    LostTwice(String),
     #[error("the server is shutting down")]
     ShuttingDown,
     #[error("the answer was not read: {EVENTS} tokens for each answer of the request waited for the client")]

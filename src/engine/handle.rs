@@ -17,15 +17,24 @@ use super::mask::SharedMask;
 use super::request::{EVENTS, MAX_QUEUE, Request};
 use super::scheduler::SchedulerConfig;
 use super::sequence::{Fork, Sequence};
-use super::shared::{Permit, Shared, Signs, Stats};
+use super::shared::{EngineState, Permit, Shared, Signs, Stats};
 use super::step_loop::{EndGuard, Message, StepLoop, Submitted};
-use crate::model::{Limits, MAX_BIASES, MAX_LOGPROBS, Runner, SamplingParams};
+use super::supervised::SupervisedRunner;
+use crate::model::{Limits, MAX_BIASES, MAX_LOGPROBS, Runner, RunnerFactory, SamplingParams};
 
 #[derive(Debug, Clone, Copy)]
 pub struct EngineConfig {
     /// The most requests that wait beside those that run: 1 to [`MAX_QUEUE`].
     pub queue: usize,
     pub scheduler: SchedulerConfig,
+    /// How long nobody asks before the model is unloaded; none keeps it. Needs a [`RunnerFactory`].
+    pub idle_unload: Option<Duration>,
+}
+
+impl Default for EngineConfig {
+    fn default() -> Self {
+        Self { queue: 256, scheduler: SchedulerConfig::default(), idle_unload: None }
+    }
 }
 
 pub struct Engine;
@@ -34,6 +43,26 @@ impl Engine {
     /// Starts the engine thread, which owns the runner until it ends. The thread ends once every handle is dropped and
     /// all work is done, after [`EngineHandle::drain`] or [`EngineHandle::abort`], or when the device fails.
     pub fn start(runner: Box<dyn Runner>, config: EngineConfig) -> EngineHandle {
+        Self::start_with(runner, None, Arc::default(), config)
+    }
+
+    /// Starts an engine that goes on with another runner of the factory when the device is lost. [`EngineHandle::abort`]
+    /// sets `cancelled`, with which the runner was started.
+    pub fn start_recoverable(
+        runner: Box<dyn Runner>,
+        factory: Box<dyn RunnerFactory>,
+        cancelled: Arc<AtomicBool>,
+        config: EngineConfig,
+    ) -> EngineHandle {
+        Self::start_with(runner, Some(factory), cancelled, config)
+    }
+
+    fn start_with(
+        runner: Box<dyn Runner>,
+        factory: Option<Box<dyn RunnerFactory>>,
+        aborted: Arc<AtomicBool>,
+        config: EngineConfig,
+    ) -> EngineHandle {
         assert!((1..=MAX_QUEUE).contains(&config.queue), "a queue of {} requests", config.queue);
         let limits = runner.limits();
         // The inbox has one place more than requests may wait, so that the wake-up of `drain` and `abort` always fits.
@@ -44,16 +73,17 @@ impl Engine {
             waiting: AtomicUsize::new(0),
             stats: Mutex::new(Stats::default()),
             signs: Mutex::new(Signs::default()),
+            state: Mutex::new(EngineState::default()),
             probe: AtomicBool::new(false),
             next_id: AtomicU64::new(0),
             draining: AtomicBool::new(false),
-            aborted: AtomicBool::new(false),
+            aborted,
             cause: OnceLock::new(),
             ended: Mutex::new(false),
             end: Condvar::new(),
         });
-        let config = SchedulerConfig { draft_model: runner.has_draft(), ..config.scheduler };
-        let mut engine = StepLoop::new(runner, config, messages, Arc::clone(&shared));
+        let runner = SupervisedRunner::new(runner, factory, config.idle_unload);
+        let mut engine = StepLoop::new(runner, config.scheduler, messages, Arc::clone(&shared));
         let handle = EngineHandle { inbox, shared: Arc::clone(&shared) };
         thread::Builder::new()
             .name("engine".into())
@@ -185,6 +215,13 @@ impl EngineHandle {
     /// changes. The runner may live on for long after that; [`EngineHandle::join`] waits for it.
     pub fn ended(&self) -> Option<EngineError> {
         self.shared.cause.get().cloned()
+    }
+
+    pub fn state(&self) -> EngineState {
+        match self.ended() {
+            Some(_) => EngineState::Lost,
+            None => *self.shared.state.lock().expect("nothing panics under this lock"),
+        }
     }
 
     pub fn stats(&self) -> Stats {

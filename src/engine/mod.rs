@@ -15,11 +15,16 @@
 //! request whose reader falls [`EVENTS`] events behind, for each of its answers, is cancelled, and no other. Dropping a
 //! [`TokenStream`] cancels its request before the next step is scheduled, and frees its blocks.
 //!
-//! A failing device ends the engine: all requests that run or wait get [`EngineError::Lost`], and so does every later
-//! [`EngineHandle::submit`]. Nothing is retried, and nothing is computed elsewhere. A panic of the engine's thread ends
-//! the engine with [`EngineError::Bug`]; the scheduler panics if a request waits and nothing can be scheduled for it.
-//! Clients get either error before the runner is dropped, and [`EngineHandle::ended`] says which one it was. A request
-//! whose logits are not finite fails alone, and the prefix cache forgets its text.
+//! After a failure of the device, the engine goes on with another runner if it has a
+//! [`RunnerFactory`](crate::model::RunnerFactory): every sequence is computed again, and its ids are those that it would
+//! have had. The sequences of the failed steps are computed alone at first; one that loses the device a second time then
+//! gets [`EngineError::LostTwice`], and the others go on. Two losses within a minute that are no sequence's fault end the
+//! engine, and so does the first one where there is no factory: all requests that run or wait get [`EngineError::Lost`],
+//! and so does every later [`EngineHandle::submit`]. Nothing is computed elsewhere.
+//!
+//! A panic of the engine's thread ends the engine with [`EngineError::Bug`]; the scheduler panics if a request waits and
+//! nothing can be scheduled for it. Clients get either error before the runner is dropped, and [`EngineHandle::ended`]
+//! says which one it was. A request whose logits are not finite fails alone, and the prefix cache forgets its text.
 
 mod answer;
 mod block_manager;
@@ -33,6 +38,7 @@ mod sequence;
 mod shared;
 mod speculation;
 mod step_loop;
+mod supervised;
 mod trial;
 
 pub use answer::{Ended, Event, FinishReason, Timings};
@@ -44,7 +50,7 @@ pub use pace::{Load, Pace};
 pub use request::{CacheSalt, ClientId, EVENTS, MAX_QUEUE, Priority, Request};
 pub use scheduler::{Output, Scheduler, SchedulerConfig, Share, Step};
 pub use sequence::{Fork, Sequence, SequenceId};
-pub use shared::{Signs, Stats, Work};
+pub use shared::{EngineState, Signs, Stats, Work};
 pub use speculation::{DraftTotals, Drafts};
 pub use step_loop::draft;
 pub use trial::{Trial, TrialStep};

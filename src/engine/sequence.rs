@@ -85,6 +85,9 @@ pub struct Sequence {
     pub(super) last_step: u64,
     /// Whether the sequence waited so long that it counts as interactive for good.
     pub(super) raised: bool,
+    /// Set if the device was lost with the sequence in a step: how many positions must be computed again before the
+    /// sequence shares a step with others.
+    pub(super) suspect: Option<usize>,
 }
 
 impl Sequence {
@@ -130,6 +133,7 @@ impl Sequence {
             fresh: false,
             last_step: 0,
             raised: false,
+            suspect: None,
         }
     }
 
@@ -174,9 +178,10 @@ impl Sequence {
         if self.raised { Priority::Interactive } else { self.priority }
     }
 
-    /// The place of the sequence in the line for blocks: the sequence with the larger place is preempted first.
-    pub(super) fn line(&self) -> (Priority, u64, SequenceId) {
-        (self.class(), self.arrival, self.id)
+    /// The place of the sequence in the line for blocks: the sequence with the larger place is preempted first. All
+    /// others wait for a suspect.
+    pub(super) fn line(&self) -> (bool, Priority, u64, SequenceId) {
+        (self.suspect.is_none(), self.class(), self.arrival, self.id)
     }
 
     /// Whether the sequence got no tokens for more than `patience` steps.

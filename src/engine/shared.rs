@@ -1,4 +1,4 @@
-//! State that the handles share with the engine's thread.
+//! EngineState that the handles share with the engine's thread.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
@@ -30,6 +30,24 @@ pub struct Stats {
     pub step_shares: u64,
     /// Time that the engine's thread worked, and waited neither for the device nor for requests.
     pub host_ns: u64,
+    /// How often the device was lost, and the time until it computed again.
+    pub losses: u64,
+    pub recovery_ns: u64,
+}
+
+/// What the engine does with requests.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum EngineState {
+    #[default]
+    Ready,
+    /// Nobody asked for long, so the device's memory is given back. The next request has the model loaded again.
+    Unloaded,
+    /// The model is loaded again, for a request that waits.
+    Loading,
+    /// The device was lost. The model is loaded again, and the answers under way go on then.
+    Recovering,
+    /// The engine has ended, for the reason that [`EngineHandle::ended`](super::EngineHandle::ended) says.
+    Lost,
 }
 
 /// The kind of work that the engine gives the device.
@@ -48,7 +66,7 @@ pub struct Signs {
     pub work: Option<(Work, Instant)>,
 }
 
-/// State that the handles share with the engine's thread. A step takes only locks that are held briefly.
+/// EngineState that the handles share with the engine's thread. A step takes only locks that are held briefly.
 pub(super) struct Shared {
     pub(super) limits: Limits,
     /// The most requests that may wait.
@@ -56,11 +74,12 @@ pub(super) struct Shared {
     pub(super) waiting: AtomicUsize,
     pub(super) stats: Mutex<Stats>,
     pub(super) signs: Mutex<Signs>,
+    pub(super) state: Mutex<EngineState>,
     /// Whether a probe was asked for and has not begun.
     pub(super) probe: AtomicBool,
     pub(super) next_id: AtomicU64,
     pub(super) draining: AtomicBool,
-    pub(super) aborted: AtomicBool,
+    pub(super) aborted: Arc<AtomicBool>,
     /// The reason for which the engine ends; empty if it was asked to end.
     pub(super) cause: OnceLock<EngineError>,
     pub(super) ended: Mutex<bool>,
@@ -79,6 +98,10 @@ impl Shared {
     pub(super) fn finished(&self) {
         let signs = Signs { last: Some(Instant::now()), work: None };
         *self.signs.lock().expect("nothing panics under this lock") = signs;
+    }
+
+    pub(super) fn enter(&self, state: EngineState) {
+        *self.state.lock().expect("nothing panics under this lock") = state;
     }
 
     /// Sets the reason for which the engine ends. The first reason stays, and every later refusal names it.

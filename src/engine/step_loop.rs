@@ -3,7 +3,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::Receiver;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use super::answer::{Answer, Event, FinishReason};
@@ -11,7 +11,8 @@ use super::error::EngineError;
 use super::pace::Pace;
 use super::scheduler::{Output, Scheduler, SchedulerConfig, Step};
 use super::sequence::{Sequence, SequenceId};
-use super::shared::{Shared, Stats, Work};
+use super::shared::{EngineState, Shared, Stats, Work};
+use super::supervised::SupervisedRunner;
 use crate::model::{BlockPool, Runner, RunnerError, Ticket};
 
 pub(super) struct Submitted {
@@ -32,9 +33,15 @@ struct InFlight {
     submitted: Instant,
 }
 
+/// A failure of the device, and the sequences of the steps that it had.
+struct Failure {
+    error: RunnerError,
+    sequences: Vec<SequenceId>,
+}
+
 /// The engine thread's state.
 pub(super) struct StepLoop {
-    runner: Box<dyn Runner>,
+    runner: SupervisedRunner,
     scheduler: Scheduler,
     pace: Pace,
     /// The steps in flight, the oldest first.
@@ -49,11 +56,12 @@ pub(super) struct StepLoop {
 
 impl StepLoop {
     pub(super) fn new(
-        runner: Box<dyn Runner>,
+        runner: SupervisedRunner,
         config: SchedulerConfig,
         messages: Receiver<Message>,
         shared: Arc<Shared>,
     ) -> Self {
+        let config = SchedulerConfig { draft_model: runner.has_draft(), ..config };
         let new = Self {
             scheduler: Scheduler::new(runner.limits(), config),
             runner,
@@ -75,11 +83,19 @@ impl StepLoop {
             if !self.drain_inbox() {
                 return;
             }
-            let began = Instant::now();
             self.remove_ended();
+            if !self.runner.is_loaded() && !self.scheduler.is_idle() {
+                self.shared.enter(EngineState::Loading);
+                tracing::info!("a request has come: the model is loaded again");
+                if !self.load() {
+                    return;
+                }
+            }
+            let began = Instant::now();
             let waited = match self.step() {
                 Ok(waited) => waited,
-                Err(error) => return self.lose(&error),
+                Err(failure) if self.recover(&failure) => began.elapsed(),
+                Err(_) => return,
             };
             self.stats.host_ns += (began.elapsed() - waited).as_nanos() as u64;
             self.publish();
@@ -89,6 +105,65 @@ impl StepLoop {
     fn lose(&self, error: &RunnerError) {
         tracing::error!("{error}: the engine stops");
         self.shared.end_for(EngineError::Lost(error.to_string()));
+    }
+
+    /// Goes on with another runner, if there may be one. False if the engine is to end.
+    fn recover(&mut self, Failure { error, sequences }: &Failure) -> bool {
+        if self.shared.aborted.load(Ordering::Acquire) {
+            return false; // the wait was cut short
+        }
+        self.in_flight.clear();
+        self.stats.losses += 1;
+        let at_fault = self.scheduler.restart(sequences);
+        if !self.runner.may_recover(!at_fault.is_empty()) {
+            self.lose(error);
+            return false;
+        }
+        let began = Instant::now();
+        self.shared.enter(EngineState::Recovering);
+        tracing::error!(
+            "{error}: the model is loaded again, and then {} answers go on, those that were computed just now one by one",
+            self.answers.len() - at_fault.len()
+        );
+        for id in at_fault {
+            let answer = self.answers.remove(&id).expect("every sequence has an answer");
+            answer.fail(EngineError::LostTwice(error.to_string()));
+        }
+        self.publish();
+        let is_back = self.load();
+        self.stats.recovery_ns += began.elapsed().as_nanos() as u64;
+        if is_back {
+            tracing::info!("the GPU computes again, {:.1} s later", began.elapsed().as_secs_f64());
+        }
+        is_back
+    }
+
+    /// Starts the runner. False if the engine is to end.
+    fn load(&mut self) -> bool {
+        self.shared.begins_nothing();
+        match self.runner.start(&self.shared.aborted) {
+            Ok(()) => {
+                self.last_done = Instant::now();
+                self.shared.enter(EngineState::Ready);
+                self.shared.finished();
+                true
+            }
+            Err(_) if self.shared.aborted.load(Ordering::Acquire) => false,
+            Err(error) => {
+                self.lose(&error);
+                false
+            }
+        }
+    }
+
+    /// Gives the device's memory back until the next request.
+    fn unload(&mut self) {
+        tracing::info!("nobody asked for long: the model is unloaded until the next request");
+        self.scheduler.restart(&[]);
+        self.runner.unload();
+        self.shared.begins_nothing();
+        self.shared.enter(EngineState::Unloaded);
+        self.publish();
     }
 
     fn is_idle(&self) -> bool {
@@ -104,17 +179,20 @@ impl StepLoop {
                 return false;
             }
             let message = if self.is_idle() && !draining {
-                if self.shared.probe.swap(false, Ordering::AcqRel) {
-                    self.shared.begins(Work::Probe);
-                    if let Err(error) = self.runner.probe() {
-                        self.lose(&error);
-                        return false;
-                    }
-                    self.shared.finished();
+                if self.shared.probe.swap(false, Ordering::AcqRel) && !self.probe() {
+                    return false;
                 }
-                match self.messages.recv() {
+                let message = match self.runner.idle_unload() {
+                    None => self.messages.recv().map_err(|_| RecvTimeoutError::Disconnected),
+                    Some(most) => self.messages.recv_timeout(most.saturating_sub(self.last_done.elapsed())),
+                };
+                match message {
                     Ok(message) => message,
-                    Err(_) => return false, // no handle is left, and no work
+                    Err(RecvTimeoutError::Timeout) => {
+                        self.unload();
+                        continue;
+                    }
+                    Err(RecvTimeoutError::Disconnected) => return false, // no handle is left, and no work
                 }
             } else {
                 match self.messages.try_recv() {
@@ -127,6 +205,21 @@ impl StepLoop {
                 self.answers.extend((sequence.id..).zip(answers));
                 self.scheduler.add(sequence);
             }
+        }
+    }
+
+    /// Has an idle device prove that it computes. False if the engine is to end.
+    fn probe(&mut self) -> bool {
+        if !self.runner.is_loaded() {
+            return true;
+        }
+        self.shared.begins(Work::Probe);
+        match self.runner.loaded().probe() {
+            Ok(()) => {
+                self.shared.finished();
+                true
+            }
+            Err(error) => self.recover(&Failure { error, sequences: Vec::new() }),
         }
     }
 
@@ -147,14 +240,27 @@ impl StepLoop {
         self.answers.remove(&id).expect("every sequence has an answer")
     }
 
+    /// A failure of the device, with the step that failed and those in flight behind it.
+    fn failure(&self, error: RunnerError, step: &Step) -> Failure {
+        let steps = self.in_flight.iter().map(|in_flight| &in_flight.step).chain([step]);
+        Failure { error, sequences: self.scheduler.sequences_in(steps) }
+    }
+
     /// Submits as many steps as may be in flight, waits for the oldest one, and commits it. Returns how long it waited.
-    fn step(&mut self) -> Result<Duration, RunnerError> {
+    fn step(&mut self) -> Result<Duration, Failure> {
         let mut drafting = Duration::ZERO;
         self.shared.begins(Work::Step);
         while self.in_flight.len() < self.shared.limits.max_in_flight {
-            match draft(&mut self.scheduler, &mut *self.runner, self.in_flight.len())? {
-                Some(took) => drafting += took,
-                None => break,
+            match draft(&mut self.scheduler, self.runner.loaded(), self.in_flight.len()) {
+                Ok(Some(took)) => drafting += took,
+                Ok(None) => break,
+                Err(error) => {
+                    let requests = self.scheduler.draft_requests();
+                    return Err(Failure {
+                        error,
+                        sequences: requests.into_iter().map(|(id, _)| id).collect(),
+                    });
+                }
             }
             let Some(step) = self.scheduler.schedule(&self.pace) else { break };
             for share in &step.shares {
@@ -162,7 +268,10 @@ impl StepLoop {
                 answer.permit = None;
                 answer.clock.started.get_or_insert_with(Instant::now);
             }
-            let ticket = step.submit(&mut *self.runner)?;
+            let ticket = match step.submit(self.runner.loaded()) {
+                Ok(ticket) => ticket,
+                Err(error) => return Err(self.failure(error, &step)),
+            };
             self.stats.steps += 1;
             self.stats.step_tokens += step.load.tokens as u64;
             self.stats.step_shares += step.shares.len() as u64;
@@ -175,7 +284,7 @@ impl StepLoop {
             return Ok(drafting);
         };
         let before = Instant::now();
-        let sampled = self.runner.wait(ticket)?;
+        let sampled = self.runner.loaded().wait(ticket).map_err(|error| self.failure(error, &step))?;
         self.shared.finished();
         let done = Instant::now();
         self.pace.observe(step.load, done - submitted.max(self.last_done));

@@ -5,6 +5,9 @@ use std::path::{Path, PathBuf};
 
 use sha2::{Digest, Sha256};
 
+/// The extension of a file that is being written begins so, and ends with the id of the process that writes it.
+const PARTIAL: &str = "tmp";
+
 /// The files of one device.
 pub(super) struct Cache {
     /// The folder of the files; `None` if the user has no cache directory.
@@ -15,7 +18,9 @@ pub(super) struct Cache {
 
 impl Cache {
     pub fn new(driver: String) -> Cache {
-        Cache { dir: cache_dir(), driver }
+        let dir = cache_dir();
+        dir.iter().for_each(|dir| remove_partial(dir));
+        Cache { dir, driver }
     }
 
     fn file(&self, name: &str) -> Option<PathBuf> {
@@ -51,12 +56,24 @@ fn read_whole(file: &Path) -> Option<Vec<u8>> {
     (Sha256::digest(data).as_slice() == hash).then(|| data.to_vec())
 }
 
+/// Removes what processes left that were killed while they wrote. A failure costs some disk, and is ignored.
+fn remove_partial(dir: &Path) {
+    for file in fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path()) {
+        let extension = file.extension().and_then(|extension| extension.to_str());
+        let writer: Option<u32> = extension.and_then(|it| it.strip_prefix(PARTIAL)?.parse().ok());
+        if writer.is_some_and(|id| !Path::new(&format!("/proc/{id}")).exists()) {
+            let _ = fs::remove_file(&file);
+        }
+    }
+}
+
 fn write_whole(file: &Path, data: &[u8]) -> std::io::Result<()> {
     let dir = file.parent().expect("it is in a directory");
     fs::create_dir_all(dir)?;
-    let partial = file.with_extension(format!("tmp{}", std::process::id()));
-    fs::write(&partial, [Sha256::digest(data).as_slice(), data].concat())?;
-    fs::rename(&partial, file)
+    let partial = file.with_extension(format!("{PARTIAL}{}", std::process::id()));
+    fs::write(&partial, [Sha256::digest(data).as_slice(), data].concat())
+        .and_then(|()| fs::rename(&partial, file))
+        .inspect_err(|_| drop(fs::remove_file(&partial)))
 }
 
 #[cfg(test)]
@@ -76,5 +93,25 @@ mod tests {
         assert_eq!(read_whole(&file), None);
         fs::write(&file, b"short").unwrap();
         assert_eq!(read_whole(&file), None);
+    }
+
+    #[test]
+    fn what_a_killed_writer_left_is_removed_and_nothing_else() {
+        let dir = tempfile::tempdir().unwrap();
+        let own = format!("being-written.{PARTIAL}{}", std::process::id());
+        let kept = ["kept.bin", "other.tmpl", "other.tmp", own.as_str()];
+        // No process has that id: it is beyond Linux's greatest.
+        for name in kept.iter().chain(&["left.tmp4194305"]) {
+            fs::write(dir.path().join(name), "x").unwrap();
+        }
+        remove_partial(dir.path());
+        let mut left: Vec<_> = fs::read_dir(dir.path())
+            .unwrap()
+            .map(|file| file.unwrap().file_name().into_string().unwrap())
+            .collect();
+        left.sort();
+        let mut expected = kept.map(str::to_owned);
+        expected.sort();
+        assert_eq!(left, expected);
     }
 }

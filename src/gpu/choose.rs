@@ -1,5 +1,7 @@
 //! Chooses a device by policy, or says why none is usable.
 
+use std::time::Duration;
+
 use super::GpuError;
 use super::enumerate::list_devices;
 use super::info::{DeviceInfo, DeviceKind, QueueKind};
@@ -18,6 +20,9 @@ pub struct DevicePolicy {
     /// The kind of queue to use. `None`: a compute queue without graphics if there is one, because the desktop shares
     /// no such queue.
     pub queue: Option<QueueKind>,
+    /// How long the device may finish nothing of what it was given, until a wait counts it as hung. `None`: two minutes,
+    /// since software Vulkan compiles a shader when it first runs it.
+    pub hang_timeout: Option<Duration>,
 }
 
 /// Advice for users whose loader shows no device.

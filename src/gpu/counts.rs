@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 
+use serde::{Deserialize, Serialize};
+
 use super::placement::Class;
 
 /// GPU time per kernel.
@@ -13,7 +15,7 @@ pub struct Profile {
 }
 
 /// Dispatches, copies, barriers and bytes of recorded commands.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Counts {
     pub dispatches: u64,
     pub copies: u64,

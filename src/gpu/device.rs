@@ -20,8 +20,10 @@ use super::rehearsal::Rehearsal;
 use super::residency::{self, MemoryUse};
 use super::shader::Shader;
 
-/// The longest time that any wait on the GPU may last before the device counts as hung.
-const WAIT_LIMIT: Duration = Duration::from_secs(120);
+/// How long a device may finish nothing before it counts as hung, where the policy does not say.
+const HANG_TIMEOUT: Duration = Duration::from_secs(120);
+/// How often a wait looks whether the device gets on.
+const SLICE: Duration = Duration::from_millis(250);
 
 /// How long a call is retried while the driver is out of memory.
 const MEMORY_LIMIT: Duration = Duration::from_secs(5);
@@ -45,6 +47,7 @@ pub struct Device {
     info: DeviceInfo,
     queue: Mutex<QueueState>,
     timeline: vk::Semaphore,
+    hang_timeout: Duration,
     lost: AtomicBool,
     rehearsal: Mutex<Rehearsal>,
     /// Sums over all submissions.
@@ -143,6 +146,7 @@ impl Device {
             info: chosen.info,
             queue: Mutex::new(QueueState { raw: queue, last_value: 0 }),
             timeline,
+            hang_timeout: policy.hang_timeout.unwrap_or(HANG_TIMEOUT),
             lost: AtomicBool::new(false),
             rehearsal: Mutex::default(),
             counts: Mutex::default(),
@@ -322,6 +326,18 @@ impl Device {
         }
     }
 
+    /// How many calls the driver had no memory for at first, and took later.
+    pub fn memory_shortages(&self) -> u64 {
+        self.short_of_memory.load(Ordering::Relaxed)
+    }
+
+    /// How many submits the device has finished. A number that stands still while work is under way is that of a device
+    /// that hangs.
+    pub fn progress(&self) -> u64 {
+        // SAFETY: the semaphore is this device's.
+        unsafe { self.raw.get_semaphore_counter_value(self.timeline) }.unwrap_or(0)
+    }
+
     /// Puts recorded command buffers on the queue, behind everything submitted before. Returns the timeline value that
     /// the device reaches when they have run.
     pub(super) fn submit_to_queue(
@@ -356,7 +372,7 @@ impl Device {
         })
     }
 
-    /// Blocks until the timeline has reached `value`; at most two minutes.
+    /// Blocks until the timeline has reached `value`. Fails if the device finishes nothing for the policy's time.
     pub fn wait(&self, value: u64, what: &str) -> Result<(), GpuError> {
         if self.reached.load(Ordering::Acquire) >= value {
             return Ok(()); // many are waited for that one submit had
@@ -364,14 +380,22 @@ impl Device {
         let (semaphores, values) = ([self.timeline], [value]);
         let info = vk::SemaphoreWaitInfo::default().semaphores(&semaphores).values(&values);
         let wait = || {
-            // SAFETY: the semaphore is this device's.
-            let result = unsafe { self.raw.wait_semaphores(&info, WAIT_LIMIT.as_nanos() as u64) };
-            result.map_err(|result| match result {
-                vk::Result::TIMEOUT => {
-                    GpuError::Timeout { during: what.to_string(), seconds: WAIT_LIMIT.as_secs() }
+            // Slices are counted instead of time, so that a process that was stopped meanwhile does not blame the device.
+            let (mut reached, mut still) = (self.progress(), Duration::ZERO);
+            loop {
+                // SAFETY: the semaphore is this device's.
+                match unsafe { self.raw.wait_semaphores(&info, SLICE.as_nanos() as u64) } {
+                    Err(vk::Result::TIMEOUT) => {}
+                    result => return result.map_err(GpuError::of(what)),
                 }
-                result => GpuError::of(what)(result),
-            })
+                let now = self.progress();
+                still = if now == reached { still + SLICE } else { Duration::ZERO };
+                reached = now;
+                if still >= self.hang_timeout {
+                    let seconds = self.hang_timeout.as_secs();
+                    return Err(GpuError::Timeout { during: what.to_string(), seconds });
+                }
+            }
         };
         // Whatever the error was, the work may still run.
         self.retry_out_of_memory(wait).inspect_err(|_| self.mark_lost())?;

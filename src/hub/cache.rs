@@ -17,6 +17,7 @@ use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
 use std::io::{self, ErrorKind, Write as _};
 use std::os::unix::fs::{DirBuilderExt as _, PermissionsExt as _, symlink};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use rustix::fs::{FlockOperation, flock, statvfs};
 
@@ -28,6 +29,8 @@ use super::select::{self, is_weights, part_of};
 const MAX_DEPTH: usize = 8;
 const MAX_FILES: usize = 100_000;
 const MAX_REF_BYTES: u64 = 256;
+/// Longest wait for another process's write of a link or a reference.
+const SMALL_WRITE: Duration = Duration::from_secs(5);
 
 /// Permissions of a shared cache: everyone may read, since a service may run as its own user.
 const SHARED_FOLDER: u32 = 0o755;
@@ -319,6 +322,20 @@ impl Cache {
         }
     }
 
+    /// Takes the lock for writing a repository's links and references. A writer that was killed leaves its file under the
+    /// one name that the next writer replaces.
+    fn lock_small_writes(&self, repo: &RepoId) -> Result<Lock, HubError> {
+        let since = Instant::now();
+        loop {
+            match self.lock(repo, "links", "a link") {
+                Err(HubError::Busy { .. }) if since.elapsed() < SMALL_WRITE => {
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+                result => return result,
+            }
+        }
+    }
+
     /// Opens or creates a file of the cache. In a shared cache everyone may read it.
     pub(super) fn create(&self, path: &Path, options: &mut OpenOptions) -> Result<File, HubError> {
         let mut create = || {
@@ -347,8 +364,8 @@ impl Cache {
         if fs::read_link(&link).is_ok_and(|there| there == target) {
             return Ok(());
         }
-        let beside =
-            self.repository(repo).join("blobs").join(format!("{checksum}.link{}", std::process::id()));
+        let _lock = self.lock_small_writes(repo)?;
+        let beside = self.repository(repo).join("blobs").join("link.part");
         let make = || {
             let _ = fs::remove_file(&beside);
             symlink(&target, &beside)?;
@@ -369,7 +386,8 @@ impl Cache {
             return Ok(());
         }
         self.make_folder(path.parent().expect("a reference lies in a folder"))?;
-        let beside = self.repository(repo).join("blobs").join(format!("ref{}", std::process::id()));
+        let _lock = self.lock_small_writes(repo)?;
+        let beside = self.repository(repo).join("blobs").join("ref.part");
         let mut file = self.create(&beside, OpenOptions::new().write(true).truncate(true))?;
         let mut write = || {
             file.write_all(commit.as_bytes())?;

@@ -304,7 +304,7 @@ impl Runner for Gemma3 {
         if (got[0] - EXPECTED).abs() < 1e-3 {
             return Ok(());
         }
-        Err(RunnerError::Device(format!("gelu(1) * 2 is {}, it should be {EXPECTED}", got[0])))
+        Err(RunnerError::Wrong(format!("gelu(1) * 2 is {}, it should be {EXPECTED}", got[0])))
     }
 }
 
@@ -312,11 +312,11 @@ impl From<GpuError> for RunnerError {
     fn from(error: GpuError) -> Self {
         match error {
             GpuError::DeviceLost { during } => {
-                RunnerError::DeviceLost(format!("during {during}; see `dmesg` for the driver's reason"))
+                RunnerError::Lost(format!("during {during}; see `dmesg` for the driver's reason"))
             }
-            GpuError::Timeout { seconds, .. } => RunnerError::Timeout { seconds },
-            error @ GpuError::NoMemory { .. } => RunnerError::OutOfMemory(error.to_string()),
-            other => RunnerError::Device(other.to_string()),
+            GpuError::Timeout { seconds, .. } => RunnerError::Hung { seconds },
+            error @ GpuError::NoMemory { .. } => RunnerError::Busy(error.to_string()),
+            other => RunnerError::Lost(other.to_string()),
         }
     }
 }

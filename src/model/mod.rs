@@ -3,6 +3,7 @@
 //! This module refuses to know requests, queues or clocks: the engine above hands it a [`Batch`] of plain arrays.
 
 pub mod config;
+pub mod device_process;
 pub mod draft;
 mod evaluate;
 mod forward;
@@ -24,6 +25,7 @@ pub mod weights;
 pub use crate::gpu::Counts;
 pub use runner::{
     Batch, BatchSequence, BlockCopy, BlockPool, DraftRequest, Draw, HistoryCopy, Input, KvLimits, Limits,
-    Logprobs, MAX_BIASES, MAX_LOGPROBS, Pooling, Runner, RunnerError, Sampled, Sampling, Ticket,
+    Logprobs, MAX_BIASES, MAX_LOGPROBS, Pooling, Runner, RunnerError, RunnerFactory, Sampled, Sampling,
+    Ticket,
 };
 pub use sampling::{SamplingOptions, SamplingParams};

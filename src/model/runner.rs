@@ -7,6 +7,9 @@
 
 use std::borrow::Cow;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use serde::{Deserialize, Serialize};
 
 use super::sampling::SamplingParams;
 pub use crate::kernels::MAX_LOGPROBS;
@@ -15,7 +18,7 @@ pub use crate::kernels::MAX_LOGPROBS;
 pub const MAX_BIASES: usize = 1024;
 
 /// The size of a runner's KV cache. It has two pools of blocks, since Gemma-3 has two kinds of layers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KvLimits {
     /// Tokens per block, in both pools.
     pub block_size: usize,
@@ -35,7 +38,7 @@ impl KvLimits {
 }
 
 /// The bounds of a runner, fixed when the model is loaded.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Limits {
     /// The most tokens of a step, over all its sequences.
     pub max_batch_tokens: usize,
@@ -55,14 +58,14 @@ pub struct Limits {
 }
 
 /// One of the two pools of [`KvLimits`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum BlockPool {
     Full,
     Sliding,
 }
 
 /// A copy of a block's contents to another block, made before a step's tokens are computed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BlockCopy {
     pub pool: BlockPool,
     pub from: u32,
@@ -70,7 +73,7 @@ pub struct BlockCopy {
 }
 
 /// The tokens of one sequence in one step.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Input {
     /// Known ids: a prompt, or a chunk of one. Never empty.
     Ids(Vec<u32>),
@@ -92,7 +95,7 @@ impl Input {
 }
 
 /// One sequence's share of a step: `input.len()` tokens at positions `start..`.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BatchSequence {
     /// The sequence's device slot, one of `max_sequences`; it stays the same while the sequence runs.
     pub slot: u32,
@@ -111,7 +114,7 @@ pub struct BatchSequence {
 }
 
 /// A copy of the first `tokens` ids of one slot's history to another slot, made when a step's tokens are computed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HistoryCopy {
     pub from: u32,
     pub to: u32,
@@ -119,7 +122,7 @@ pub struct HistoryCopy {
 }
 
 /// One step. A batch has no phase: prefill chunks and decodes differ by their length alone.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Batch {
     pub sequences: Vec<BatchSequence>,
     /// Copies of blocks, which are made before anything is computed.
@@ -134,7 +137,7 @@ impl Batch {
 }
 
 /// A request to draw one id behind a token of a batch.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Draw {
     /// Index into `Batch::sequences`.
     pub sequence: usize,
@@ -144,6 +147,7 @@ pub struct Draw {
     pub slot: u32,
     /// The sampling parameters, which all draws of a request share. [`SamplingParams::biases`] are at most
     /// [`MAX_BIASES`].
+    #[serde(with = "shared")]
     pub params: Arc<SamplingParams>,
     /// The seed of the random numbers. A draw depends on (seed, position) and the logits, and on nothing else.
     pub seed: u64,
@@ -162,9 +166,26 @@ impl Draw {
     }
 }
 
+/// Parameters as one draw sends them to another process. They are shared no more there.
+mod shared {
+    use std::sync::Arc;
+
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    use crate::model::SamplingParams;
+
+    pub fn serialize<S: Serializer>(params: &Arc<SamplingParams>, serializer: S) -> Result<S::Ok, S::Error> {
+        params.as_ref().serialize(serializer)
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Arc<SamplingParams>, D::Error> {
+        SamplingParams::deserialize(deserializer).map(Arc::new)
+    }
+}
+
 /// A request for the sum of a sequence's final hidden states. The states of this step's tokens are added to the sum of
 /// the steps before. A sum begins anew at position 0.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Pooling {
     /// Index into `Batch::sequences`.
     pub sequence: usize,
@@ -173,7 +194,7 @@ pub struct Pooling {
 }
 
 /// The results that a step is asked for.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct Sampling {
     /// Draws in ascending order of (sequence, token).
     pub draws: Vec<Draw>,
@@ -182,7 +203,7 @@ pub struct Sampling {
 }
 
 /// A sequence that the draft model is to draft tokens for. The sequence has no step in flight.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct DraftRequest {
     /// The one token of the sequence that is known and not computed. The blocks suffice for it and all draft tokens but
     /// the last.
@@ -198,7 +219,7 @@ pub struct DraftRequest {
 pub struct Ticket(pub u64);
 
 /// The results of one step.
-#[derive(Debug, Clone, Default, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Sampled {
     /// One id for each entry of [`Sampling::draws`], in that order. `None` if the logits were not finite: the sequence
     /// is at fault then, and other sequences may go on.
@@ -211,7 +232,7 @@ pub struct Sampled {
 }
 
 /// Natural logarithms of the model's own probabilities, before penalties, temperature and all other options apply.
-#[derive(Debug, Clone, Default, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Logprobs {
     /// The log probability of the drawn id.
     pub drawn: f32,
@@ -219,19 +240,21 @@ pub struct Logprobs {
     pub top: Vec<(u32, f32)>,
 }
 
-/// A failure of the device. The engine never computes elsewhere instead.
-#[derive(Debug, thiserror::Error)]
+/// A failure of the device, after which the runner is of no use. The engine never computes elsewhere instead; a
+/// [`RunnerFactory`] may start another runner on the same device.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 pub enum RunnerError {
-    #[error("the GPU was lost: {0}")]
-    DeviceLost(String),
-    #[error("the GPU did not finish a step within {seconds} s")]
-    Timeout { seconds: u64 },
     /// The driver lacked memory for longer than the runner waits for memory.
-    #[error("the GPU reported: {0}")]
-    OutOfMemory(String),
-    /// Any other failure: an error of the driver, in its words, or a wrong result.
-    #[error("the GPU reported: {0}")]
-    Device(String),
+    #[error("the GPU's driver is out of memory: {0}")]
+    Busy(String),
+    /// The device is lost, or its driver or the process that drives it has failed.
+    #[error("the GPU was lost: {0}")]
+    Lost(String),
+    #[error("the GPU hangs: it has finished nothing for {seconds} s")]
+    Hung { seconds: u64 },
+    /// The device computed a wrong result.
+    #[error("the GPU computes wrong: {0}")]
+    Wrong(String),
 }
 
 /// Runs steps on a device. Steps execute in submission order.
@@ -265,4 +288,11 @@ pub trait Runner: Send {
     /// Has the device compute a tiny dispatch and compares its result, with no step in flight; bounded in time. The
     /// probe changes nothing that sequences need.
     fn probe(&mut self) -> Result<(), RunnerError>;
+}
+
+/// Starts a runner again, after the device was lost or the model was unloaded.
+pub trait RunnerFactory: Send {
+    /// A runner of the same model with the same limits, whose KV cache holds nothing. The runner before is dropped.
+    /// Blocks while the model is loaded, and fails soon once `cancelled` is set.
+    fn start(&mut self, cancelled: &Arc<AtomicBool>) -> Result<Box<dyn Runner>, RunnerError>;
 }

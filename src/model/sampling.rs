@@ -7,6 +7,8 @@
 use std::borrow::Cow;
 use std::sync::Arc;
 
+use serde::{Deserialize, Serialize};
+
 /// The lowest temperature that is not greedy: logits divided by a lower temperature would leave the range of f32.
 const MIN_TEMPERATURE: f32 = 1e-5;
 
@@ -25,7 +27,7 @@ pub struct SamplingOptions {
 
 /// How the ids of an answer are drawn. All answers of one request share one value, and differ by their seeds. The
 /// device applies penalties, biases, mask, temperature, min_p, top_k and top_p, in this order.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct SamplingParams {
     /// Divisor of the logits. 0 is greedy: the id with the highest logit is drawn, and the lowest such id at a tie.
     pub temperature: f32,

@@ -14,22 +14,32 @@
 //! several:
 //!
 //! ```text
-//! CALL:WHICH=RESULT
+//! CALL:WHICH=FAULT
 //!   CALL    submit (vkQueueSubmit2), wait (vkWaitSemaphores), begin, end (vkBeginCommandBuffer, vkEndCommandBuffer)
 //!   WHICH   40: the 40th call, once; 40-42: three of them; 40+: that one and all after it. The first is 1.
-//!   RESULT  what it returns: OUT_OF_HOST_MEMORY, OUT_OF_DEVICE_MEMORY, DEVICE_LOST, UNKNOWN, or TIMEOUT
+//!           Or, of a submit, words:7.8.9: those that find these 32-bit words one after the other in memory that the
+//!           program has mapped, such as a prompt with these token ids
+//!   FAULT   what it returns: OUT_OF_HOST_MEMORY, OUT_OF_DEVICE_MEMORY, DEVICE_LOST, UNKNOWN, or TIMEOUT;
+//!           SEGV: the process gets that signal; of a submit also HANG: it is taken and never ends, nor does any submit
+//!           after it; and DROPPED: it ends and has computed nothing
 //! ```
 //!
 //! A call that fails does not reach the driver. After the first DEVICE_LOST, every submit and wait of the process
 //! returns that, as a lost device stays lost. Each fault says a line on stderr when it first strikes; words that cannot
 //! be read end the process.
 //!
+//! A program whose device process ends starts another, which reads the same file. A fault of that file that strikes one
+//! call, or a few, strikes in one process only: it is noted in a file beside it, whose name ends in `.struck`, until the
+//! text is another.
+//!
 //! What comes between loader and layer is written down in the loader's LoaderLayerInterface.md and vk_layer.h; ash has
 //! none of it.
 
 use std::ffi::{CStr, c_char, c_void};
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::Write;
-use std::sync::Mutex;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard};
 
 use ash::vk::{self, Handle};
 
@@ -46,20 +56,35 @@ enum Call {
 const CALLS: [(&str, Call); 4] =
     [("submit", Call::Submit), ("wait", Call::Wait), ("begin", Call::Begin), ("end", Call::End)];
 
-const RESULTS: [(&str, vk::Result); 5] = [
-    ("OUT_OF_HOST_MEMORY", vk::Result::ERROR_OUT_OF_HOST_MEMORY),
-    ("OUT_OF_DEVICE_MEMORY", vk::Result::ERROR_OUT_OF_DEVICE_MEMORY),
-    ("DEVICE_LOST", vk::Result::ERROR_DEVICE_LOST),
-    ("UNKNOWN", vk::Result::ERROR_UNKNOWN),
-    ("TIMEOUT", vk::Result::TIMEOUT),
+#[derive(Clone, Copy, PartialEq)]
+enum Effect {
+    Returns(vk::Result),
+    Segv,
+    Hang,
+    Dropped,
+}
+
+const EFFECTS: [(&str, Effect); 8] = [
+    ("OUT_OF_HOST_MEMORY", Effect::Returns(vk::Result::ERROR_OUT_OF_HOST_MEMORY)),
+    ("OUT_OF_DEVICE_MEMORY", Effect::Returns(vk::Result::ERROR_OUT_OF_DEVICE_MEMORY)),
+    ("DEVICE_LOST", LOST),
+    ("UNKNOWN", Effect::Returns(vk::Result::ERROR_UNKNOWN)),
+    ("TIMEOUT", Effect::Returns(vk::Result::TIMEOUT)),
+    ("SEGV", Effect::Segv),
+    ("HANG", Effect::Hang),
+    ("DROPPED", Effect::Dropped),
 ];
+
+const LOST: Effect = Effect::Returns(vk::Result::ERROR_DEVICE_LOST);
 
 struct Fault {
     call: Call,
     /// Counted from 1, both included.
     first: u64,
     last: u64,
-    result: vk::Result,
+    /// Strikes the submits that find these words in mapped memory, if there are any.
+    words: Vec<u32>,
+    effect: Effect,
     /// As it was given.
     text: String,
 }
@@ -68,15 +93,28 @@ impl Fault {
     /// `submit:40+=DEVICE_LOST`
     fn parse(text: &str) -> Option<Fault> {
         let (call, rest) = text.split_once(':')?;
-        let (which, result) = rest.split_once('=')?;
-        let (first, last) = match (which.strip_suffix('+'), which.split_once('-')) {
-            (Some(first), _) => (first.parse().ok()?, u64::MAX),
-            (None, Some((first, last))) => (first.parse().ok()?, last.parse().ok()?),
-            (None, None) => (which.parse().ok()?, which.parse().ok()?),
+        let (which, effect) = rest.split_once('=')?;
+        let words = which.strip_prefix("words:");
+        let words = words.map(|words| words.split('.').map(str::parse).collect::<Result<Vec<u32>, _>>());
+        let words = words.transpose().ok()?.unwrap_or_default();
+        let (first, last) = match (words.is_empty(), which.strip_suffix('+'), which.split_once('-')) {
+            (false, ..) => (1, u64::MAX),
+            (true, Some(first), _) => (first.parse().ok()?, u64::MAX),
+            (true, None, Some((first, last))) => (first.parse().ok()?, last.parse().ok()?),
+            (true, None, None) => (which.parse().ok()?, which.parse().ok()?),
         };
         let (_, call) = *CALLS.iter().find(|(name, _)| *name == call)?;
-        let (_, result) = *RESULTS.iter().find(|(name, _)| *name == result)?;
-        (1 <= first && first <= last).then(|| Fault { call, first, last, result, text: text.to_owned() })
+        let (_, effect) = *EFFECTS.iter().find(|(name, _)| *name == effect)?;
+        let is_submits = matches!(effect, Effect::Hang | Effect::Dropped) || !words.is_empty();
+        let is_known = call == Call::Submit || !is_submits;
+        (is_known && 1 <= first && first <= last).then(|| Fault {
+            call,
+            first,
+            last,
+            words,
+            effect,
+            text: text.to_owned(),
+        })
     }
 }
 
@@ -95,7 +133,7 @@ impl Plan {
         let faults = words.map(|word| {
             Fault::parse(word).unwrap_or_else(|| {
                 say(&format!(
-                    "{word:?} is no fault: expected CALL:WHICH=RESULT, see tests/fault_layer/lib.rs"
+                    "{word:?} is no fault: expected CALL:WHICH=FAULT, see tests/fault_layer/lib.rs"
                 ));
                 std::process::abort()
             })
@@ -103,17 +141,38 @@ impl Plan {
         Plan { faults: faults.collect(), text, counts: [0; CALLS.len()] }
     }
 
-    /// Counts one call.
-    fn strike(&mut self, call: Call) -> Option<vk::Result> {
+    /// Counts one call. `struck` is the file of the faults that are over.
+    fn strike(&mut self, call: Call, struck: Option<&Path>) -> Option<Effect> {
         let count = &mut self.counts[call as usize];
         *count += 1;
-        let strikes = |f: &&Fault| f.call == call && (f.first..=f.last).contains(count);
+        let strikes = |f: &&Fault| {
+            f.call == call
+                && (f.first..=f.last).contains(count)
+                && (f.words.is_empty() || are_mapped(&f.words))
+        };
         let fault = self.faults.iter().find(strikes)?;
-        if fault.first == *count {
+        if fault.first == *count || !fault.words.is_empty() {
             say(&fault.text);
+            if let Some(struck) = struck.filter(|_| fault.last < u64::MAX) {
+                let file = std::fs::OpenOptions::new().create(true).append(true).open(struck);
+                let _ = file.and_then(|mut file| writeln!(file, "{}", note(&self.text, fault)));
+            }
         }
-        Some(fault.result)
+        Some(fault.effect)
     }
+
+    /// Forgets the faults that another process has met.
+    fn without(mut self, struck: &str) -> Plan {
+        self.faults.retain(|fault| !struck.lines().any(|line| line == note(&self.text, fault)));
+        self
+    }
+}
+
+/// How a text's fault is noted that has struck.
+fn note(text: &str, fault: &Fault) -> String {
+    let mut hasher = DefaultHasher::new();
+    text.hash(&mut hasher);
+    format!("{:016x} {}", hasher.finish(), fault.text)
 }
 
 struct Faults {
@@ -121,34 +180,140 @@ struct Faults {
     environment: Option<Plan>,
     file: Plan,
     lost: bool,
+    hangs: bool,
 }
 
-static FAULTS: Mutex<Faults> = Mutex::new(Faults { environment: None, file: Plan::EMPTY, lost: false });
+static FAULTS: Mutex<Faults> =
+    Mutex::new(Faults { environment: None, file: Plan::EMPTY, lost: false, hangs: false });
 
-/// What `call` returns instead of reaching the driver.
-fn strike(call: Call) -> Option<vk::Result> {
+/// What becomes of `call` instead of reaching the driver.
+fn strike(call: Call) -> Option<Effect> {
     let mut faults = FAULTS.lock().expect("nothing panics under this lock");
-    let Faults { environment, file, lost } = &mut *faults;
-    if let Some(path) = std::env::var_os("FAULT_LAYER_FILE") {
+    let Faults { environment, file, lost, hangs } = &mut *faults;
+    let path = std::env::var_os("FAULT_LAYER_FILE").map(PathBuf::from);
+    let struck = path.as_ref().map(|path| path.with_extension("struck"));
+    if let (Some(path), Some(struck)) = (&path, &struck) {
         let text = std::fs::read_to_string(path).unwrap_or_default();
         if text != file.text {
-            *file = Plan::read(text);
+            *file = Plan::read(text).without(&std::fs::read_to_string(struck).unwrap_or_default());
         }
     }
     let environment =
         environment.get_or_insert_with(|| Plan::read(std::env::var("FAULT_LAYER").unwrap_or_default()));
-    let (one, other) = (environment.strike(call), file.strike(call));
-    let result = one.or(other);
-    *lost |= result == Some(vk::Result::ERROR_DEVICE_LOST);
+    let (one, other) = (environment.strike(call, None), file.strike(call, struck.as_deref()));
+    let effect = one.or(other);
+    *lost |= effect == Some(LOST);
+    *hangs |= effect == Some(Effect::Hang);
     if *lost && matches!(call, Call::Submit | Call::Wait) {
-        return Some(vk::Result::ERROR_DEVICE_LOST);
+        return Some(LOST);
     }
-    result
+    if effect == Some(Effect::Segv) {
+        // SAFETY: none; that is its purpose.
+        unsafe { std::ptr::null_mut::<u8>().write_volatile(0) };
+    }
+    if *hangs && call == Call::Submit { Some(Effect::Hang) } else { effect }
+}
+
+/// What a call other than a submit returns where a fault strikes.
+fn result_of(effect: Effect) -> vk::Result {
+    match effect {
+        Effect::Returns(result) => result,
+        Effect::Segv | Effect::Hang | Effect::Dropped => vk::Result::ERROR_UNKNOWN,
+    }
 }
 
 /// A line for whoever reads the program's stderr, if anybody does.
 fn say(line: &str) {
     let _ = writeln!(std::io::stderr(), "fault_layer: {line}");
+}
+
+// --- what the program has mapped ------------------------------------------------------------------------
+
+/// A device memory: its handle, its bytes, and where the whole of it is mapped.
+struct Memory {
+    handle: u64,
+    bytes: u64,
+    mapped: Option<usize>,
+}
+
+static MEMORIES: Mutex<Vec<Memory>> = Mutex::new(Vec::new());
+
+fn memories() -> MutexGuard<'static, Vec<Memory>> {
+    MEMORIES.lock().expect("nothing panics under this lock")
+}
+
+/// Words of mapped memory that are looked at together.
+const CHUNK: usize = 1024;
+
+/// Whether these words stand one after the other in mapped memory.
+fn are_mapped(words: &[u32]) -> bool {
+    memories().iter().any(|memory| {
+        let Some(at) = memory.mapped else { return false };
+        // SAFETY: the program mapped the whole of it. A word that the driver writes meanwhile is the old one or the new.
+        let all = unsafe { std::slice::from_raw_parts(at as *const u32, memory.bytes as usize / 4) };
+        // Most of it is not the first word, which is seen many words at a time.
+        let begins = |at: &usize| all[*at..].starts_with(words);
+        all.chunks(CHUNK).enumerate().any(|(i, chunk)| {
+            let has_first = chunk.iter().fold(false, |any, word| any | (*word == words[0]));
+            has_first && (i * CHUNK..i * CHUNK + chunk.len()).any(|at| begins(&at))
+        })
+    })
+}
+
+unsafe extern "system" fn allocate_memory(
+    device: vk::Device,
+    info: *const vk::MemoryAllocateInfo<'_>,
+    allocator: *const vk::AllocationCallbacks<'_>,
+    memory: *mut vk::DeviceMemory,
+) -> vk::Result {
+    // SAFETY: the program's own call, handed on; where it succeeded, `memory` was written.
+    unsafe {
+        let result = (device_below(device).allocate_memory)(device, info, allocator, memory);
+        if result == vk::Result::SUCCESS {
+            let (handle, bytes) = ((*memory).as_raw(), (*info).allocation_size);
+            memories().push(Memory { handle, bytes, mapped: None });
+        }
+        result
+    }
+}
+
+unsafe extern "system" fn free_memory(
+    device: vk::Device,
+    memory: vk::DeviceMemory,
+    allocator: *const vk::AllocationCallbacks<'_>,
+) {
+    memories().retain(|known| known.handle != memory.as_raw());
+    // SAFETY: the program's own call, handed on.
+    unsafe { (device_below(device).free_memory)(device, memory, allocator) }
+}
+
+unsafe extern "system" fn map_memory(
+    device: vk::Device,
+    memory: vk::DeviceMemory,
+    offset: vk::DeviceSize,
+    size: vk::DeviceSize,
+    flags: vk::MemoryMapFlags,
+    data: *mut *mut c_void,
+) -> vk::Result {
+    // SAFETY: the program's own call, handed on; where it succeeded, `data` was written.
+    unsafe {
+        let result = (device_below(device).map_memory)(device, memory, offset, size, flags, data);
+        if result == vk::Result::SUCCESS && (offset, size) == (0, vk::WHOLE_SIZE) {
+            let mut memories = memories();
+            let known = memories.iter_mut().find(|known| known.handle == memory.as_raw());
+            known.expect("it was allocated through this layer").mapped = Some(*data as usize);
+        }
+        result
+    }
+}
+
+unsafe extern "system" fn unmap_memory(device: vk::Device, memory: vk::DeviceMemory) {
+    memories()
+        .iter_mut()
+        .filter(|known| known.handle == memory.as_raw())
+        .for_each(|known| known.mapped = None);
+    // SAFETY: the program's own call, handed on.
+    unsafe { (device_below(device).unmap_memory)(device, memory) }
 }
 
 // --- where it strikes -----------------------------------------------------------------------------------
@@ -159,13 +324,20 @@ unsafe extern "system" fn queue_submit2(
     submits: *const vk::SubmitInfo2<'_>,
     fence: vk::Fence,
 ) -> vk::Result {
-    match strike(Call::Submit) {
-        Some(result) => result,
-        // SAFETY: the program's own call, handed on.
-        None => unsafe {
-            let below = device_below(queue).queue_submit2.expect("the device has it");
-            below(queue, count, submits, fence)
-        },
+    let effect = strike(Call::Submit);
+    // SAFETY: the program's own call, handed on, as it is or without its command buffers.
+    unsafe {
+        let below = device_below(queue).queue_submit2.expect("the device has it");
+        match effect {
+            None => below(queue, count, submits, fence),
+            Some(Effect::Dropped) => {
+                let mut empty = std::slice::from_raw_parts(submits, count as usize).to_vec();
+                empty.iter_mut().for_each(|submit| submit.command_buffer_info_count = 0);
+                below(queue, count, empty.as_ptr(), fence)
+            }
+            Some(Effect::Hang) => vk::Result::SUCCESS,
+            Some(effect) => result_of(effect),
+        }
     }
 }
 
@@ -175,7 +347,7 @@ unsafe extern "system" fn wait_semaphores(
     timeout: u64,
 ) -> vk::Result {
     match strike(Call::Wait) {
-        Some(result) => result,
+        Some(effect) => result_of(effect),
         // SAFETY: the program's own call, handed on.
         None => unsafe {
             let below = device_below(device).wait_semaphores.expect("the device has it");
@@ -189,7 +361,7 @@ unsafe extern "system" fn begin_command_buffer(
     info: *const vk::CommandBufferBeginInfo<'_>,
 ) -> vk::Result {
     match strike(Call::Begin) {
-        Some(result) => result,
+        Some(effect) => result_of(effect),
         // SAFETY: the program's own call, handed on.
         None => unsafe { (device_below(commands).begin_command_buffer)(commands, info) },
     }
@@ -197,7 +369,7 @@ unsafe extern "system" fn begin_command_buffer(
 
 unsafe extern "system" fn end_command_buffer(commands: vk::CommandBuffer) -> vk::Result {
     match strike(Call::End) {
-        Some(result) => result,
+        Some(effect) => result_of(effect),
         // SAFETY: the program's own call, handed on.
         None => unsafe { (device_below(commands).end_command_buffer)(commands) },
     }
@@ -223,6 +395,10 @@ fn own_of_device(name: &CStr) -> vk::PFN_vkVoidFunction {
         "vkDestroyDevice" => destroy_device as *const (),
         "vkQueueSubmit2" | "vkQueueSubmit2KHR" => queue_submit2 as *const (),
         "vkWaitSemaphores" | "vkWaitSemaphoresKHR" => wait_semaphores as *const (),
+        "vkAllocateMemory" => allocate_memory as *const (),
+        "vkFreeMemory" => free_memory as *const (),
+        "vkMapMemory" => map_memory as *const (),
+        "vkUnmapMemory" => unmap_memory as *const (),
         "vkBeginCommandBuffer" => begin_command_buffer as *const (),
         "vkEndCommandBuffer" => end_command_buffer as *const (),
         _ => return None,
@@ -290,6 +466,10 @@ struct DeviceBelow {
     /// Not every device has these two; a program that found them here has one that does.
     queue_submit2: Option<vk::PFN_vkQueueSubmit2>,
     wait_semaphores: Option<vk::PFN_vkWaitSemaphores>,
+    allocate_memory: vk::PFN_vkAllocateMemory,
+    free_memory: vk::PFN_vkFreeMemory,
+    map_memory: vk::PFN_vkMapMemory,
+    unmap_memory: vk::PFN_vkUnmapMemory,
     begin_command_buffer: vk::PFN_vkBeginCommandBuffer,
     end_command_buffer: vk::PFN_vkEndCommandBuffer,
 }
@@ -500,6 +680,10 @@ unsafe extern "system" fn create_device(
             destroy_device: typed(find(c"vkDestroyDevice")).expect("every device has it"),
             queue_submit2: typed(submit),
             wait_semaphores: typed(wait),
+            allocate_memory: typed(find(c"vkAllocateMemory")).expect("every device has it"),
+            free_memory: typed(find(c"vkFreeMemory")).expect("every device has it"),
+            map_memory: typed(find(c"vkMapMemory")).expect("every device has it"),
+            unmap_memory: typed(find(c"vkUnmapMemory")).expect("every device has it"),
             begin_command_buffer: typed(find(c"vkBeginCommandBuffer")).expect("every device has it"),
             end_command_buffer: typed(find(c"vkEndCommandBuffer")).expect("every device has it"),
         };

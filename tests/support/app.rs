@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use axum::Router;
 use unicorn::api::{self, AccessPolicy, Options, Server};
-use unicorn::engine::{Engine, EngineConfig, EngineHandle, SchedulerConfig};
+use unicorn::engine::{Engine, EngineConfig, EngineHandle};
 use unicorn::model::{KvLimits, Limits, SamplingOptions};
 use unicorn::session::Service;
 
@@ -91,7 +91,7 @@ pub fn loaded_with_queue(
 ) -> App {
     listen_everywhere();
     let (runner, control) = FakeRunner::new(limits, script);
-    let engine = Engine::start(runner, EngineConfig { queue, scheduler: SchedulerConfig::default() });
+    let engine = Engine::start(runner, EngineConfig { queue, ..EngineConfig::default() });
     let stops = vec![1, END_OF_TURN];
     server.set_ready(Service::new(engine.clone(), tokenizer(), gemma_template(), defaults, stops));
     App { router: api::router(Arc::clone(&server)), server, engine, control }

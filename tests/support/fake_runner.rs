@@ -6,12 +6,13 @@
 //! first.
 
 use std::collections::{HashSet, VecDeque};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
 use unicorn::model::{
     Batch, BatchSequence, BlockCopy, BlockPool, DraftRequest, Draw, Input, KvLimits, Limits, Logprobs,
-    Runner, RunnerError, Sampled, Sampling, Ticket,
+    Runner, RunnerError, RunnerFactory, Sampled, Sampling, Ticket,
 };
 
 /// A test that waits this long hangs.
@@ -221,6 +222,12 @@ impl FakeRunner {
         let window = limits.kv.sliding_window.map(|window| window.div_ceil(2));
         runner.draft = Some(Cache::new(KvLimits { sliding_window: window, ..limits.kv }));
         (runner, control)
+    }
+
+    /// This runner under another runner's control.
+    pub fn controlled_by(mut self: Box<Self>, control: &Control) -> Box<Self> {
+        self.control = control.clone();
+        self
     }
 
     fn check_shape(&self, batch: &Batch, sampling: &Sampling) {
@@ -433,6 +440,34 @@ impl Drop for FakeRunner {
     }
 }
 
+/// Starts fake runners under the control of the first, again and again, or as often as the test says.
+pub struct FakeFactory {
+    make: Box<dyn FnMut() -> Box<FakeRunner> + Send>,
+    control: Control,
+}
+
+impl FakeFactory {
+    pub fn new(control: &Control, make: impl FnMut() -> Box<FakeRunner> + Send + 'static) -> Box<Self> {
+        Box::new(Self { make: Box::new(make), control: control.clone() })
+    }
+}
+
+impl RunnerFactory for FakeFactory {
+    fn start(&mut self, cancelled: &Arc<AtomicBool>) -> Result<Box<dyn Runner>, RunnerError> {
+        self.control.set(|s| s.starts += 1);
+        while self.control.lock().hold_starts {
+            if cancelled.load(Ordering::Acquire) {
+                return Err(RunnerError::Lost("cancelled".into()));
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        if self.control.lock().fail_starts {
+            return Err(RunnerError::Lost("it does not come back".into()));
+        }
+        Ok((self.make)().controlled_by(&self.control))
+    }
+}
+
 /// The test's hold on the runner: which steps pass, and which fail.
 #[derive(Clone, Default)]
 pub struct Control(Arc<(Mutex<ControlState>, Condvar)>);
@@ -448,6 +483,12 @@ struct ControlState {
     fail_submit_at: Option<usize>,
     fail_wait_at: Option<usize>,
     not_finite_at: Option<usize>,
+    /// A step that has this id in its input is lost.
+    poison: Option<u32>,
+    poisoned: bool,
+    starts: usize,
+    hold_starts: bool,
+    fail_starts: bool,
     probes: usize,
     fail_probes: bool,
     hold_probes: bool,
@@ -488,6 +529,25 @@ impl Control {
     /// The `n`-th step, from 0, is refused by the device.
     pub fn fail_submit_at(&self, n: usize) {
         self.set(|s| s.fail_submit_at = Some(n));
+    }
+
+    /// Every step that has this id in its input is lost under way.
+    pub fn poison(&self, id: u32) {
+        self.set(|s| s.poison = Some(id));
+    }
+
+    /// How often a factory was asked for a runner.
+    pub fn starts(&self) -> usize {
+        self.lock().starts
+    }
+
+    /// Whether a factory waits before it starts a runner.
+    pub fn hold_starts(&self, hold: bool) {
+        self.set(|s| s.hold_starts = hold);
+    }
+
+    pub fn fail_starts(&self) {
+        self.set(|s| s.fail_starts = true);
     }
 
     /// The `n`-th step, from 0, is lost under way.
@@ -556,12 +616,15 @@ impl Control {
 
     fn record(&self, batch: &Batch) -> Result<(), RunnerError> {
         let mut state = self.lock();
-        if state.fail_submit_at == Some(state.batches.len()) {
+        let submitted = state.batches.len();
+        if state.fail_submit_at.take_if(|at| *at == submitted).is_some() {
             drop(state);
             // Like a failing wait: not before the test has let it go on.
             drop(self.wait_until("a step to be allowed", |s| s.allowed.is_none_or(|n| s.finished < n)));
-            return Err(RunnerError::Device("out of rings".into()));
+            return Err(RunnerError::Lost("out of rings".into()));
         }
+        let has = |id: u32| move |s: &BatchSequence| matches!(&s.input, Input::Ids(ids) if ids.contains(&id));
+        state.poisoned |= state.poison.is_some_and(|id| batch.sequences.iter().any(has(id)));
         state.batches.push(batch.clone());
         self.0.1.notify_all();
         Ok(())
@@ -570,13 +633,15 @@ impl Control {
     fn probe(&self) -> Result<(), RunnerError> {
         self.set(|s| s.probes += 1);
         let state = self.wait_until("a probe to be let go", |s| !s.hold_probes);
-        if state.fail_probes { Err(RunnerError::Device("came back wrong".into())) } else { Ok(()) }
+        if state.fail_probes { Err(RunnerError::Wrong("came back wrong".into())) } else { Ok(()) }
     }
 
     fn pass(&self) -> Result<(), RunnerError> {
         let mut state = self.wait_until("a step to be allowed", |s| s.allowed.is_none_or(|n| s.finished < n));
-        if state.fail_wait_at == Some(state.finished) {
-            return Err(RunnerError::DeviceLost("ring timeout".into()));
+        let finished = state.finished;
+        let is_lost = state.fail_wait_at.take_if(|at| *at == finished).is_some();
+        if std::mem::take(&mut state.poisoned) || is_lost {
+            return Err(RunnerError::Lost("ring timeout".into()));
         }
         state.finished += 1;
         Ok(())

@@ -13,6 +13,7 @@ pub mod damaged;
 pub mod demo;
 mod device;
 pub mod driver;
+pub mod engine;
 pub mod fake_runner;
 #[allow(dead_code)]
 #[path = "../../fuzz/bodies.rs"]

@@ -123,7 +123,7 @@ pub fn facts() -> Facts {
         }),
         submitted: Box::new(|| {
             let declared = vec![("norms".into(), 17)];
-            Some(Submitted { dispatches: 3, copies: 5, barriers: 4, declared })
+            Some(Submitted { dispatches: 3, copies: 5, barriers: 4, memory_shortages: 6, declared })
         }),
         kernels: Box::new(|| {
             let time = Duration::from_millis(500);

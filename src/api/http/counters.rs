@@ -143,6 +143,7 @@ impl Followed {
                     EngineError::Lost(_)
                     | EngineError::Bug(_)
                     | EngineError::NotFinite
+                    | EngineError::LostTwice(_)
                     | EngineError::ShuttingDown => {
                         *locked(&m.last_error) = Some((unix_time_s(), error.to_string()));
                         self.end_all("error");

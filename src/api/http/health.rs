@@ -16,18 +16,22 @@ use utoipa::ToSchema;
 use crate::api::error::ApiError;
 use crate::api::http::failures::Why;
 use crate::api::server::Server;
-use crate::engine::{EngineError, EngineHandle, Work};
+use crate::engine::{EngineError, EngineHandle, EngineState, Work};
 
 /// The time for which a sign of life from the device counts.
 const FRESH: Duration = Duration::from_secs(5);
 /// The time that a probe may take. A probe is microseconds of work.
 const PROBE: Duration = Duration::from_secs(2);
 const LOOK_AGAIN: Duration = Duration::from_millis(5);
+const RECOVERING: &str = "the GPU was lost: the model is loaded again, and answers under way go on then";
 
 /// The states of the server that `/health` reports.
 pub(in crate::api) enum Health {
     Ok,
+    /// The model is loaded again when a request comes.
+    Unloaded,
     Loading,
+    Recovering,
     Draining,
     Lost(String),
     Failed(String),
@@ -36,20 +40,24 @@ pub(in crate::api) enum Health {
 
 impl Health {
     pub fn of(engine: Option<&EngineHandle>) -> Self {
-        match engine.map(EngineHandle::health) {
-            None => Health::Loading,
-            Some(Ok(())) => Health::Ok,
-            Some(Err(EngineError::ShuttingDown)) => Health::Draining,
-            Some(Err(bug @ EngineError::Bug(_))) => Health::Failed(bug.to_string()),
-            Some(Err(lost)) => Health::Lost(lost.to_string()),
+        let Some(engine) = engine else { return Health::Loading };
+        match (engine.health(), engine.state()) {
+            (Err(EngineError::ShuttingDown), _) => Health::Draining,
+            (Err(bug @ EngineError::Bug(_)), _) => Health::Failed(bug.to_string()),
+            (Err(lost), _) => Health::Lost(lost.to_string()),
+            (Ok(()), EngineState::Recovering) => Health::Recovering,
+            (Ok(()), EngineState::Loading) => Health::Loading,
+            (Ok(()), EngineState::Unloaded) => Health::Unloaded,
+            (Ok(()), EngineState::Ready | EngineState::Lost) => Health::Ok,
         }
     }
 
     /// Why requests are not answered, for the log. `None` if they are.
     fn why(&self) -> Option<String> {
         match self {
-            Health::Ok => None,
+            Health::Ok | Health::Unloaded => None,
             Health::Loading => Some(ApiError::Loading.to_string()),
+            Health::Recovering => Some(RECOVERING.to_owned()),
             Health::Draining => Some(EngineError::ShuttingDown.to_string()),
             Health::Lost(message) | Health::Failed(message) | Health::Unresponsive(message) => {
                 Some(message.clone())
@@ -61,7 +69,9 @@ impl Health {
     pub fn report(self) -> (HealthName, Option<String>) {
         match self {
             Health::Ok => (HealthName::Ok, None),
+            Health::Unloaded => (HealthName::Unloaded, None),
             Health::Loading => (HealthName::Loading, None),
+            Health::Recovering => (HealthName::Recovering, Some(RECOVERING.to_owned())),
             Health::Draining => (HealthName::Draining, None),
             Health::Lost(message) => (HealthName::Lost, Some(message)),
             Health::Failed(message) => (HealthName::Failed, Some(message)),
@@ -74,7 +84,11 @@ impl Health {
 #[serde(rename_all = "lowercase")]
 pub(in crate::api) enum HealthName {
     Ok,
+    /// Nobody asked for long, so the device's memory is given back. The next request has the model loaded again.
+    Unloaded,
     Loading,
+    /// The device was lost. The model is loaded again, and the answers under way go on then.
+    Recovering,
     Draining,
     /// The device is lost, or its driver failed.
     Lost,
@@ -88,7 +102,7 @@ pub(in crate::api) enum HealthName {
 #[schema(as = Health)]
 pub(in crate::api) struct HealthReport {
     status: HealthName,
-    /// Present if the state is lost, failed or unresponsive.
+    /// Present if the state is recovering, lost, failed or unresponsive.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     message: Option<String>,

@@ -190,12 +190,19 @@ fn of_engine(out: &mut Exposition<'_>, server: &Server) {
     }
     for (name, help, n) in [
         ("unicorn_num_preemptions_total", "Answers put off for want of blocks.", stats.preemptions),
+        ("unicorn_device_losses_total", "Times that the device was lost.", stats.losses),
         ("unicorn_steps_total", "Steps given to the device.", stats.steps),
         ("unicorn_step_tokens_total", "Tokens that those computed.", stats.step_tokens),
         ("unicorn_step_sequences_total", "Answers that had a share in those.", stats.step_shares),
     ] {
         out.family(name, "counter", help).sample(&[], n);
     }
+    out.family(
+        "unicorn_recovery_seconds_total",
+        "counter",
+        "Time from losses of the device until it computed again.",
+    )
+    .sample(&[], stats.recovery_ns as f64 / 1e9);
     out.family(
         "unicorn_host_seconds_total",
         "counter",
@@ -237,6 +244,11 @@ fn of_device(out: &mut Exposition<'_>, server: &Server) {
             ("unicorn_gpu_dispatches_total", "Dispatches given to the device.", submitted.dispatches),
             ("unicorn_gpu_copies_total", "Copies given to the device.", submitted.copies),
             ("unicorn_gpu_barriers_total", "Barriers between them.", submitted.barriers),
+            (
+                "unicorn_gpu_memory_shortages_total",
+                "Calls that the driver had no memory for at first, and took later.",
+                submitted.memory_shortages,
+            ),
         ];
         for (name, help, value) in counters {
             out.family(name, "counter", help).sample(&[], value);

@@ -144,6 +144,9 @@ struct StatusEngine {
     step_tokens: u64,
     preemptions: u64,
     host_s: f64,
+    /// How often the device was lost, and the seconds until it computed again, all together.
+    device_losses: u64,
+    recovery_s: f64,
 }
 
 #[derive(Serialize, ToSchema)]
@@ -249,6 +252,8 @@ pub(in crate::api) async fn status(State(server): State<Arc<Server>>) -> Json<St
             step_tokens: stats.step_tokens,
             preemptions: stats.preemptions,
             host_s: stats.host_ns as f64 / 1e9,
+            device_losses: stats.losses,
+            recovery_s: stats.recovery_ns as f64 / 1e9,
         }),
         device: facts.map(|facts| StatusDevice { name: facts.device.clone(), driver: facts.driver.clone() }),
         memory: facts.map(|facts| {

@@ -11,7 +11,7 @@ use utoipa::ToSchema;
 use crate::api::error::{ApiError, ErrorBody};
 use crate::api::openapi::AuthErrors;
 use crate::api::server::Server;
-use crate::engine::EngineHandle;
+use crate::engine::{EngineHandle, EngineState};
 
 /// Parameters of chat completions besides the messages, as OpenRouter's list of models names them.
 pub const SUPPORTED_PARAMETERS: [&str; 20] = [
@@ -135,7 +135,20 @@ struct ModelStatus {
 #[serde(rename_all = "lowercase")]
 enum Loaded {
     Loaded,
+    /// It is loaded for the first time, or again after the device was lost, or for a request.
     Loading,
+    /// Nobody asked for long. The next request has it loaded again.
+    Unloaded,
+}
+
+impl Loaded {
+    fn of(engine: Option<&EngineHandle>) -> Self {
+        match engine.map(EngineHandle::state) {
+            None | Some(EngineState::Loading | EngineState::Recovering) => Self::Loading,
+            Some(EngineState::Unloaded) => Self::Unloaded,
+            Some(EngineState::Ready | EngineState::Lost) => Self::Loaded,
+        }
+    }
 }
 
 /// What the model reads and writes, as OpenRouter reports it.
@@ -170,7 +183,7 @@ impl Model {
             object: ModelObject::Model,
             created: server.created,
             owned_by: env!("CARGO_PKG_NAME"),
-            status: ModelStatus { value: if limits.is_some() { Loaded::Loaded } else { Loaded::Loading } },
+            status: ModelStatus { value: Loaded::of(server.engine()) },
             architecture: Architecture {
                 modality: "text->text",
                 input_modalities: ["text"],

@@ -1,9 +1,11 @@
 //! `unicorn serve`: binds its address, loads the model while it already answers, and ends when the engine does.
 
 mod auth;
+mod device;
 mod facts;
 mod reload;
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -14,15 +16,17 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::oneshot;
 
 use self::auth::{access_policy, check_keyless, is_public};
+use self::device::{DeviceFactory, Observer};
 pub use self::reload::Reload;
 use self::reload::Running;
 use super::error::Error;
-use super::load::{self, EndEngine, Watch};
+use super::load::{self, EndEngine};
 use super::log;
 use crate::api::{self, Connections, FILES_PER_CONNECTION, Facts, ModelNames, Options, Server, Tls};
 use crate::checkpoint::ModelFiles;
 use crate::config::{self, Config};
-use crate::engine::EngineHandle;
+use crate::engine::{Engine, EngineConfig, EngineHandle};
+use crate::model::Runner;
 use crate::session::Service;
 
 /// How often a stream that waits for its first token carries a comment.
@@ -37,8 +41,8 @@ const TURN_TIMEOUT: Duration = Duration::from_secs(150);
 /// Longest pause before a wrong key is refused: long for a program that tries keys, short for a person who mistyped
 /// one.
 const WRONG_KEY_PAUSE: Duration = Duration::from_secs(2);
-/// Longest step of the device. Longer than the longest step of a prompt, and less than the two minutes after which the
-/// device is given up.
+/// Longest step of the device. Longer than the longest step of a prompt. A device that finishes nothing is given up after
+/// `hardware.hang_timeout_s`; this is for one that gets on, and takes far too long.
 const DEVICE_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long a client may leave sent data unread.
 const WRITE_STALL: Duration = Duration::from_secs(60);
@@ -51,7 +55,7 @@ const LOST_END: Duration = Duration::from_secs(2);
 
 /// Serves until SIGINT or SIGTERM, until the model cannot be loaded, or until the engine ends. The latter two return
 /// their reason, even if a signal follows.
-pub fn serve(config: &Config, reload: Reload) -> Result<(), Error> {
+pub fn serve(config: &Config, reload: Reload, log_filter: String) -> Result<(), Error> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(Error::Runtime)?;
     // The handler comes first: a SIGHUP before it would end the process.
     let hangup = {
@@ -88,6 +92,9 @@ pub fn serve(config: &Config, reload: Reload) -> Result<(), Error> {
 
     let mut load = None;
     let engine: Arc<OnceLock<EngineHandle>> = Arc::default();
+    // Ends the load, and every wait for the device.
+    let cancelled = Arc::new(AtomicBool::new(false));
+    let observer = Observer::new(log_filter);
     let result = runtime.block_on(async {
         let listener = bind(&config.server.host, config.server.port).await?;
         let address = listener.local_addr().map_err(Error::Serve)?;
@@ -101,15 +108,16 @@ pub fn serve(config: &Config, reload: Reload) -> Result<(), Error> {
         // A separate thread, not the runtime's: a signal during loading must not wait for it.
         let (done, loaded) = oneshot::channel();
         let (load_config, started) = (config.clone(), Arc::clone(&engine));
+        let (load_cancelled, load_observer) = (Arc::clone(&cancelled), observer.clone());
         load = Some(std::thread::spawn(move || {
-            let served = served(&files, &load_config);
+            let served = served(&files, &load_config, load_observer, load_cancelled);
             // The engine is stored here too, since the channel's receiver is gone after a signal.
             let served = served.inspect(|(service, _)| drop(started.set(service.engine().clone())));
             drop(done.send(served));
         }));
 
         let (server_there, tls) = (Arc::clone(&server), connections.tls.clone());
-        let running = Running { config: asked, server: server_there, tls, address, reload };
+        let running = Running { config: asked, server: server_there, tls, address, reload, observer };
         tokio::spawn(running.reload_on(hangup));
         let (lose, lost) = oneshot::channel();
         let stop = stop(Arc::clone(&engine), lost, grace)?;
@@ -134,6 +142,9 @@ pub fn serve(config: &Config, reload: Reload) -> Result<(), Error> {
             error = loading => Err(error),
         }
     });
+    if engine.get().is_none() {
+        cancelled.store(true, Ordering::Release);
+    }
     if !load.is_none_or(ends) {
         tracing::warn!("the model was still loading after {} s", LOAD_END.as_secs());
     }
@@ -152,12 +163,26 @@ pub fn serve(config: &Config, reload: Reload) -> Result<(), Error> {
     }
 }
 
-/// Loads `files` and starts the engine; also returns the facts about the model.
-fn served(files: &ModelFiles, config: &Config) -> Result<(Service, Facts), Error> {
-    let watch = if config.gpu.profile { Watch::Kernels } else { Watch::Nothing };
-    let model = load::model(files, config, watch)?;
-    let facts = facts::collect(&model, config);
-    Ok((load::start_service(model, config), facts))
+/// Has a device process load `files`, and starts the engine; also returns the facts about the model.
+fn served(
+    files: &ModelFiles,
+    config: &Config,
+    observer: Observer,
+    cancelled: Arc<AtomicBool>,
+) -> Result<(Service, Facts), Error> {
+    let texts = load::texts(files)?;
+    let draft_files = load::draft_files(files, &texts.tokenizer, config)?;
+    let mut factory = DeviceFactory::new(config, files, draft_files.as_ref(), observer.clone())?;
+    let (runner, device) = factory.load(&cancelled)?;
+    let queue = config.server.queue;
+    let idle_unload = config.engine.idle_unload_s.map(|seconds| Duration::from_secs(seconds as u64));
+    let engine_config = EngineConfig {
+        idle_unload,
+        ..load::engine_config(runner.limits(), device.sliding_block_bytes, config, queue)
+    };
+    let facts = facts::collect(texts.config.num_hidden_layers, device, &observer, config);
+    let engine = Engine::start_recoverable(Box::new(runner), Box::new(factory), cancelled, engine_config);
+    Ok((texts.service(engine), facts))
 }
 
 /// The options for connections. Makes sure that the process may open enough files.

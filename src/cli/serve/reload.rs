@@ -10,6 +10,7 @@ use tokio::signal::unix::Signal;
 
 use super::super::error::Error;
 use super::auth::{access_policy, check_keyless};
+use super::device::Observer;
 use crate::api::{Server, Tls};
 use crate::config::Config;
 
@@ -29,10 +30,10 @@ pub const LIVE: [&str; 9] = [
 /// Reads the configuration again; returns it with its warnings.
 type Reread = dyn Fn() -> Result<(Config, Vec<String>), Error> + Send;
 
-/// Callbacks that read the configuration again, and apply its log level.
+/// Callbacks that read the configuration again, and apply its log level, whose filter the latter returns.
 pub struct Reload {
     pub reread: Box<Reread>,
-    pub set_log: Box<dyn Fn(&Config) + Send>,
+    pub set_log: Box<dyn Fn(&Config) -> String + Send>,
 }
 
 /// A running server and its present configuration.
@@ -43,6 +44,8 @@ pub struct Running {
     /// The address that the server listens on.
     pub address: SocketAddr,
     pub reload: Reload,
+    /// The device process has a log of its own.
+    pub observer: Observer,
 }
 
 impl Running {
@@ -78,7 +81,7 @@ impl Running {
         }
         self.server.set_access(access);
         self.server.set_queue(config.server.queue);
-        (self.reload.set_log)(&config);
+        self.observer.set_log_filter((self.reload.set_log)(&config));
         warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
         let tls = |config: &Config| config.server.tls_cert.is_some();
         let switched = tls(&config) != tls(&self.config);

@@ -25,6 +25,7 @@ impl Scheduler {
             outputs[first..].iter_mut().for_each(|output| output.drafts = drafts);
             let end = outputs[first..].last().and_then(|output| output.end.as_ref());
             self.commit_blocks(index, was_prefill, end);
+            self.clear(index);
             let sequence = &mut self.running[index];
             self.served.took(sequence.client, sequence.take_mask_time());
             if end.is_some() {

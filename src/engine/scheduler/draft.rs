@@ -15,7 +15,7 @@ impl Scheduler {
     pub fn wants_draft(&self) -> bool {
         let (class, share) = (self.class(), self.draft_share());
         let wants = |s: &Sequence| s.speculating || self.wanted_draft_tokens(s, share) > 0;
-        share > 0 && self.running.iter().filter(|s| s.class() == class).any(wants)
+        share > 0 && self.running.iter().filter(|s| s.class() == class && self.may_run(s)).any(wants)
     }
 
     /// The requests to the draft model before the next step is scheduled, with no step under way: one request for each
@@ -26,8 +26,9 @@ impl Scheduler {
         let mut draft_requests = Vec::new();
         for index in 0..self.running.len() {
             let wanted = self.wanted_draft_tokens(&self.running[index], share);
+            let may_run = self.may_run(&self.running[index]);
             let sequence = &mut self.running[index];
-            if wanted == 0 || sequence.drawn > 0 || sequence.class() != class {
+            if wanted == 0 || !may_run || sequence.drawn > 0 || sequence.class() != class {
                 continue;
             }
             if !sequence.lookup.draft(&sequence.tokens, wanted).is_empty() {

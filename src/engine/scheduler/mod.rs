@@ -6,7 +6,7 @@
 //!
 //! Start with `policy`, which decides which sequences get tokens. The other files serve it: `room` finds slots and
 //! blocks, `draft` gets draft tokens, `fairness` counts the tokens of each client, `step` builds the arrays, `commit`
-//! takes in the results, and `check` holds the invariants.
+//! takes in the results, `replay` begins anew after the device was lost, and `check` holds the invariants.
 //!
 //! A step has one budget of tokens. Prompts are cut into chunks. If other sequences decode in the same step, chunks are
 //! so short that the step stays within [`SchedulerConfig::gap`].
@@ -36,6 +36,7 @@ mod commit;
 mod fairness;
 mod draft;
 mod policy;
+mod replay;
 mod room;
 mod step;
 
@@ -96,6 +97,8 @@ pub struct Scheduler {
     /// Number of calls of [`Scheduler::schedule`] so far: the scheduler's clock.
     steps: u64,
     preemptions: u64,
+    /// Whether there may be a suspect, for which all others wait.
+    has_suspects: bool,
     drafts: DraftTotals,
     /// Time that the draft model took for the draft tokens of the step that is scheduled next.
     drafting: Duration,
@@ -128,6 +131,7 @@ impl Scheduler {
             arrivals: 0,
             steps: 0,
             preemptions: 0,
+            has_suspects: false,
             drafts: DraftTotals::default(),
             drafting: Duration::ZERO,
         }

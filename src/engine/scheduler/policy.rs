@@ -15,6 +15,10 @@ impl Scheduler {
     /// committed.
     pub fn schedule(&mut self, pace: &Pace) -> Option<Step> {
         self.served.charge(pace);
+        self.look_for_suspects();
+        if self.waits_for_others() {
+            return None;
+        }
         let is_under_way = self.running.iter().any(|s| s.submitted > s.computed);
         if self.class() == Priority::Background && is_under_way {
             return None; // an interactive request that arrives during this step must wait for no second one
@@ -34,8 +38,12 @@ impl Scheduler {
         step.finish()
     }
 
-    /// The class that the next step serves: the background class only if no interactive sequence is there.
+    /// The class that the next step serves: the background class only if no interactive sequence is there. While a
+    /// suspect is computed alone, the class is the suspect's.
     pub(super) fn class(&self) -> Priority {
+        if let Some(suspect) = self.replaying() {
+            return suspect.class();
+        }
         let mut all = self.waiting.iter().chain(&self.running);
         let has_interactive = all.any(|s| s.class() == Priority::Interactive);
         if has_interactive { Priority::Interactive } else { Priority::Background }
@@ -46,7 +54,8 @@ impl Scheduler {
     fn open(&self, class: Priority, decodes: bool) -> Vec<SequenceId> {
         let is_in = |s: &Sequence| s.last_step == self.steps;
         let is_open = |s: &Sequence| !is_in(s) && s.pending() > 0 && (s.pending() == 1) == decodes;
-        self.running.iter().filter(|s| s.class() == class && is_open(s)).map(|s| s.id).collect()
+        let may_run = |s: &&Sequence| s.class() == class && self.may_run(s) && is_open(s);
+        self.running.iter().filter(may_run).map(|s| s.id).collect()
     }
 
     /// Puts the next tokens of a running sequence into the step, as many as the step has room for. A sequence gets none
@@ -105,13 +114,16 @@ impl Scheduler {
     /// Lets waiting sequences of a class run, in the order of their turns. If the first in line finds no room, no other
     /// sequence overtakes it.
     fn admit(&mut self, class: Priority, step: &mut PendingStep, pace: &Pace) {
+        let replays = self.replaying().is_some();
         while let Some(index) = self.first_in_line(class) {
             if self.chunk(step, 0, self.waiting[index].tokens.len(), pace) == 0 {
                 return;
             }
             if !self.has_place(index, step) {
-                // A background sequence that runs makes way for an interactive sequence that waits.
-                match self.last_in_line(step).filter(|victim| class < self.running[*victim].class()) {
+                // A background sequence that runs makes way for an interactive sequence that waits, and every sequence
+                // for a suspect.
+                let makes_way = |victim: &usize| replays || class < self.running[*victim].class();
+                match self.last_in_line(step).filter(makes_way) {
                     Some(victim) => self.preempt(victim),
                     None => return,
                 }
@@ -133,7 +145,8 @@ impl Scheduler {
             let served = if is_overdue { 0 } else { self.served.tokens(s.client) };
             (!is_overdue, served, s.arrival, s.id)
         };
-        let candidates = self.waiting.iter().enumerate().filter(|(_, s)| s.class() == class);
+        let candidates =
+            self.waiting.iter().enumerate().filter(|(_, s)| s.class() == class && self.may_run(s));
         candidates.min_by_key(|(_, s)| turn(s)).map(|(index, _)| index)
     }
 }

@@ -131,13 +131,19 @@ impl Scheduler {
 
     /// Takes the blocks and the slot of a running sequence. The sequence waits to be computed again.
     pub(super) fn preempt(&mut self, index: usize) {
-        let mut sequence = self.running.remove(index);
+        let sequence = &mut self.running[index];
         tracing::debug!(sequence = sequence.id, tokens = sequence.submitted, "preempted");
+        // A sequence that is preempted again and again makes no progress, and never waits long enough to be overdue.
+        sequence.raised |= sequence.life + 1 >= MAX_PREEMPTIONS;
         self.preemptions += 1;
+        self.put_back(index);
+    }
+
+    /// Has a running sequence wait to be computed again, without blocks and slot.
+    pub(super) fn put_back(&mut self, index: usize) {
+        let mut sequence = self.running.remove(index);
         self.take_resources(&mut sequence);
         sequence.start_over();
-        // A sequence that is preempted again and again makes no progress, and never waits long enough to be overdue.
-        sequence.raised |= sequence.life >= MAX_PREEMPTIONS;
         insert_by_arrival(&mut self.waiting, sequence);
     }
 

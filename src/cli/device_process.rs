@@ -1,0 +1,193 @@
+//! `unicorn device-process`: the child of a server that has the GPU. It loads the model, and runs steps until the server
+//! ends, or the GPU fails.
+//!
+//! Its standard input is the channel to the server. The server's options and open files come over it, so that a child that
+//! takes over after a loss loads the very files that the first one did.
+
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use tokio::signal::unix::{SignalKind, signal};
+use tracing_subscriber::EnvFilter;
+
+use super::error::Error;
+use super::load::{self, Profiler, Watch};
+use super::log::Level;
+use super::process::resident_bytes;
+use crate::checkpoint::{HeldNames, ModelFiles};
+use crate::config::Config;
+use crate::gpu::placement::{Class, Placement};
+use crate::gpu::{Counts, Device};
+use crate::model::device_process::{Channel, serve};
+use crate::model::draft::Draft;
+
+/// What the server sends first. The files of `model` and `draft` follow, then the socket of the second channel, over which
+/// the server asks for [`Observed`].
+#[derive(Serialize, Deserialize)]
+pub struct Task {
+    /// The server's options as TOML.
+    pub options: String,
+    pub model: HeldNames,
+    pub draft: Option<HeldNames>,
+}
+
+/// What the child says of a load: the model's facts, or why it was not loaded.
+pub type Loaded = Result<DeviceFacts, Refusal>;
+
+#[derive(Serialize, Deserialize)]
+pub struct Refusal {
+    pub message: String,
+    pub exit_code: u8,
+}
+
+/// Facts of a loaded model that stay as they are.
+#[derive(Serialize, Deserialize)]
+pub struct DeviceFacts {
+    pub device: String,
+    pub driver: String,
+    pub draft_layers: Option<usize>,
+    pub placements: Vec<Placed>,
+    pub residency: String,
+    /// Bytes of the model and the draft together.
+    pub sliding_block_bytes: u64,
+}
+
+#[derive(Serialize, Deserialize)]
+pub struct Placed {
+    pub class: String,
+    pub heap: String,
+    pub buffers: usize,
+    pub bytes: u64,
+}
+
+/// What the server may send at any time.
+#[derive(Serialize, Deserialize)]
+pub enum Question {
+    /// Asks how the GPU does. `kernels` takes the kernels' times.
+    Observe { kernels: bool },
+    /// Sets the log's filter. Nothing is answered.
+    Log(String),
+}
+
+/// The answer to [`Question::Observe`].
+#[derive(Serialize, Deserialize)]
+pub struct Observed {
+    /// Name, size and free bytes of each heap.
+    pub heaps: Vec<(String, u64, u64)>,
+    pub vram: Option<u64>,
+    pub gtt: Option<u64>,
+    pub resident: Option<u64>,
+    pub dispatches: u64,
+    pub copies: u64,
+    pub barriers: u64,
+    pub memory_shortages: u64,
+    /// Bytes that commands declared to read or write, by class.
+    pub declared: Vec<(String, u64)>,
+    /// Times of kernels since they were last asked for; empty if they were not asked for.
+    pub kernels: Vec<(String, u64, Duration)>,
+}
+
+pub fn device_process(level: Level) -> Result<(), Error> {
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(Error::Runtime)?;
+    {
+        // A service's manager may signal all of its processes. The server decides when this one ends.
+        let _within = runtime.enter();
+        for kind in [SignalKind::terminate(), SignalKind::interrupt(), SignalKind::hangup()] {
+            drop(signal(kind).map_err(Error::Runtime)?);
+        }
+    }
+    let mut channel = Channel::from_stdin().map_err(Error::Channel)?;
+    let Some(task) = channel.receive::<Task>().map_err(Error::Channel)? else { return Ok(()) };
+    let (task, files, observer) = take(&mut channel, task).map_err(Error::Channel)?;
+    let (model, draft) = match load(&task, files) {
+        Ok(loaded) => loaded,
+        Err(error) => {
+            let refusal = Refusal { message: error.to_string(), exit_code: error.exit_code() };
+            channel.send(&Loaded::Err(refusal)).map_err(Error::Channel)?;
+            return Ok(());
+        }
+    };
+    let placed = |p: &Placement| Placed {
+        class: p.class.name().to_owned(),
+        heap: p.heap.clone(),
+        buffers: p.buffers,
+        bytes: p.bytes,
+    };
+    let info = model.device().info();
+    let facts = DeviceFacts {
+        device: info.name.clone(),
+        driver: info.driver.clone(),
+        draft_layers: draft.as_ref().map(|draft| draft.config().num_hidden_layers),
+        placements: model.placements().iter().map(placed).collect(),
+        residency: model.residency().to_string(),
+        sliding_block_bytes: load::sliding_block_bytes(&model, draft.as_ref()),
+    };
+    channel.send(&Loaded::Ok(facts)).map_err(Error::Channel)?;
+    // Weak references, so that the device is destroyed with the runner.
+    let device = Arc::downgrade(model.device());
+    let timeline = Weak::clone(&device);
+    std::thread::spawn(move || observe(observer, &device, &level));
+    let progress = Box::new(move || timeline.upgrade().map_or(0, |device| device.progress()));
+    let mut runner = load::runner_of(model, draft);
+    serve(channel, &mut *runner, progress).map_err(Error::Channel)
+}
+
+/// Receives what belongs to a task.
+fn take(channel: &mut Channel, task: Task) -> std::io::Result<(Config, [Option<ModelFiles>; 2], Channel)> {
+    let mut receive = |names: Option<HeldNames>| {
+        let Some(names) = names else { return Ok(None) };
+        let files = channel.receive_files(names.len())?;
+        Ok::<_, std::io::Error>(Some(ModelFiles::from_parts(names, files, load::DEMO)))
+    };
+    let files = [receive(Some(task.model))?, receive(task.draft)?];
+    let observer = OwnedFd::from(channel.receive_files(1)?.remove(0));
+    let observer = Channel::from_socket(UnixStream::from(observer))?;
+    let config = Config::from_toml(&task.options).map_err(std::io::Error::other)?;
+    Ok((config, files, observer))
+}
+
+fn load(
+    config: &Config,
+    [model, draft]: [Option<ModelFiles>; 2],
+) -> Result<(crate::model::gemma3::Gemma3, Option<Draft>), Error> {
+    let model = model.expect("a task has a model");
+    let watch = if config.gpu.profile { Watch::Kernels } else { Watch::Nothing };
+    let texts = load::texts(&model)?;
+    load::on_device(&model, draft.as_ref(), Some(&texts), config, watch)
+}
+
+/// Answers the server's questions.
+fn observe(mut channel: Channel, device: &Weak<Device>, level: &Level) {
+    while let Ok(Some(question)) = channel.receive::<Question>() {
+        let Some(device) = device.upgrade() else { return };
+        let kernels = match question {
+            Question::Observe { kernels } => kernels,
+            Question::Log(filter) => {
+                level.set(EnvFilter::new(filter));
+                continue;
+            }
+        };
+        let used = device.memory_use();
+        let Counts { dispatches, copies, barriers, declared } = device.counts();
+        let observed = Observed {
+            heaps: device.machine().heaps.into_iter().map(|heap| (heap.name, heap.size, heap.free)).collect(),
+            vram: used.map(|used| used.vram),
+            gtt: used.map(|used| used.gtt),
+            resident: resident_bytes().0,
+            dispatches,
+            copies,
+            barriers,
+            memory_shortages: device.memory_shortages(),
+            declared: Class::ALL.map(|class| (class.name().to_owned(), declared[class as usize])).into(),
+            kernels: if kernels { Profiler(Arc::clone(&device)).take() } else { Vec::new() },
+        };
+        drop(device);
+        if channel.send(&observed).is_err() {
+            return;
+        }
+    }
+}

@@ -1,0 +1,68 @@
+//! The child's end: a loop that does what the parent asks of a runner.
+
+use std::io;
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use rustix::process::{Signal, getpid, getppid, kill_process};
+
+use super::channel::{Channel, ProgressCounter};
+use super::message::{Answer, Call, Ready, Words};
+use crate::model::{Runner, RunnerError};
+
+/// How often the parent hears of the device's progress.
+const EVERY: Duration = Duration::from_millis(50);
+
+/// A number that grows while the device gets on, such as the value of its timeline.
+pub type Progress = Box<dyn Fn() -> u64 + Send>;
+
+/// Runs steps until the parent ends, or until the runner fails, which the parent hears.
+pub fn serve(mut channel: Channel, runner: &mut dyn Runner, progress: Progress) -> io::Result<()> {
+    channel.send(&Ready { limits: runner.limits(), has_draft: runner.has_draft() })?;
+    let counter = channel.progress_counter()?;
+    thread::Builder::new().name("progress".into()).spawn(move || report(&counter, &progress))?;
+    let mut in_flight = std::collections::VecDeque::new();
+    while let Some(call) = channel.receive::<Call>()? {
+        let answer = match call {
+            Call::Submit(batch, sampling) => {
+                runner.submit(&batch, &sampling).map(|ticket| in_flight.push_back(ticket)).map(|()| None)
+            }
+            Call::Masks(words) => {
+                let words: Vec<Arc<[u32]>> = words.into_iter().map(|Words(words)| words).collect();
+                runner.masks(in_flight.back().expect("masks follow their step"), &words).map(|()| None)
+            }
+            Call::Wait => {
+                let ticket = in_flight.pop_front().expect("a wait follows its step");
+                runner.wait(ticket).map(|sampled| Some(Answer::Sampled(sampled)))
+            }
+            Call::Draft(requests) => runner.draft(&requests).map(|tokens| Some(Answer::Drafted(tokens))),
+            Call::Probe => runner.probe().map(|()| Some(Answer::Probed)),
+        };
+        match answer {
+            Ok(Some(answer)) => channel.send(&answer)?,
+            Ok(None) => {}
+            Err(error) => return fail(&mut channel, error),
+        }
+    }
+    Ok(())
+}
+
+/// Tells the parent of a failure. The parent kills this process then.
+fn fail(channel: &mut Channel, error: RunnerError) -> io::Result<()> {
+    channel.send(&Answer::Failed(error))?;
+    // Until the parent has read that, a closed channel would be the news.
+    while channel.receive::<Call>()?.is_some() {}
+    Ok(())
+}
+
+/// Writes the device's progress into the shared memory, and ends the process when its parent has ended: a call of the
+/// driver, which may not return, would keep the main thread from noticing. (The kernel's own signal at a parent's death
+/// comes at the end of the thread that started the child.)
+fn report(counter: &ProgressCounter, progress: &Progress) {
+    let parent = getppid();
+    while getppid() == parent && counter.write(progress()).is_ok() {
+        thread::sleep(EVERY);
+    }
+    let _ = kill_process(getpid(), Signal::KILL);
+}

@@ -1,0 +1,43 @@
+//! Requests to an engine, and what comes of them, for tests that talk to it without a server.
+
+use std::time::{Duration, Instant};
+
+use unicorn::engine::{EngineHandle, Event, Request, TokenStream};
+use unicorn::model::SamplingParams;
+
+use super::fake_runner::HANG;
+
+/// The id that ends the answers to [`request`].
+pub const END: u32 = 106;
+
+pub fn request(prompt: &[u32], max_tokens: usize) -> Request {
+    let sampling = SamplingParams { stop_token_ids: vec![END], ..SamplingParams::GREEDY };
+    Request { max_tokens: Some(max_tokens), sampling: sampling.into(), ..Request::new(prompt.to_vec()) }
+}
+
+/// The ids of all events up to the last one, and the last event.
+pub fn collect(stream: &mut TokenStream) -> (Vec<u32>, Event) {
+    let mut ids = Vec::new();
+    loop {
+        match stream.blocking_next().expect("a last event comes before the end") {
+            Event::Token { id, .. } => ids.push(id),
+            last => {
+                assert_eq!(stream.blocking_next(), None, "nothing follows the last event");
+                return (ids, last);
+            }
+        }
+    }
+}
+
+/// Waits until nothing runs or waits. All blocks must be free then.
+pub fn assert_all_free(engine: &EngineHandle) {
+    let since = Instant::now();
+    loop {
+        let stats = engine.stats();
+        if stats.running == 0 && stats.waiting == 0 && stats.full.held == 0 && stats.sliding.held == 0 {
+            return;
+        }
+        assert!(since.elapsed() < HANG, "never came to rest: {stats:?}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
