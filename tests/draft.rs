@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 use unicorn::checkpoint::ModelFiles;
 use unicorn::engine::{DraftTotals, Sequence};
 use unicorn::gpu::placement::{Class, Limits as MemoryLimits, Machine, MemoryKind};
+use unicorn::kernels::Heads;
 use unicorn::model::config::Gemma3Config;
 use unicorn::model::draft::{self, Draft, Drafted};
 use unicorn::model::gemma3::Gemma3;
@@ -15,7 +16,7 @@ use unicorn::model::load::check_draft;
 use unicorn::model::load::{LoadError, LoadOptions};
 use unicorn::model::memory::{Demand, DraftDemand, Schemes};
 use unicorn::model::shapes::Shape;
-use unicorn::model::{Runner, SamplingParams};
+use unicorn::model::{Runner, SamplingParams, self_test};
 use unicorn::tensor::{KvDtype, QuantizeMode, Scheme};
 
 use crate::support::checkpoints::tiny_model;
@@ -200,14 +201,17 @@ fn a_model_and_its_draft_are_planned_together() {
         let each = sum(&alone(&model), class) + sum(&alone(&small), class);
         assert_eq!(sum(&both, class), each, "{}", class.name());
     }
-    // Two RoPE tables have 128 pairs for each position. The two models use all other activations by turns.
+    // Two RoPE tables have 128 pairs for each position, and each model has its cases of the self-test. The two models use
+    // all other activations by turns.
     let tables = 2 * 4096 * 256 * 4;
-    assert_eq!(sum(&both, Class::Activations), sum(&alone(&model), Class::Activations) + tables);
+    let heads = Heads { group: 4, head_dim: 256, kv: KvDtype::F16 };
+    let own = tables + self_test::buffer_bytes(&heads, &[Scheme::Int8Row, Scheme::int4(128)]);
+    assert_eq!(sum(&both, Class::Activations), sum(&alone(&model), Class::Activations) + own);
     let [of_both, of_model, of_draft] = [&both, &alone(&model), &alone(&small)]
         .map(|demand| (demand.weight_bytes(), demand.kv_bytes_per_token()));
     assert_eq!(of_both, (of_model.0 + of_draft.0, of_model.1 + of_draft.1));
     let staged = both.requests(4096, pools).into_iter().filter(|r| r.kind == MemoryKind::Readback).count();
-    assert_eq!(staged, 1 + 2 * 2, "the logits' way back, and what two steps of each draw");
+    assert_eq!(staged, 1 + 2 * 3, "the logits' way back, and of each what two steps draw, and the self-test");
 
     // The error names the context that fits without the draft model.
     let machine = Machine::on_paper(14 << 30, 1 << 29);

@@ -233,6 +233,59 @@ fn a_prompt_that_loses_the_device_again_fails_alone() {
     assert_eq!(faulty.server.exit_code(), Some(0), "{:#?}", faulty.server.log);
 }
 
+/// A word that the self-test fills its results with, on the host too.
+const POISON: u32 = 0x7fc0_5e1f;
+
+#[test]
+fn a_device_that_computes_nothing_does_not_serve() {
+    const WRONG: i32 = 76;
+    let folder = tiny_model();
+    let model = folder.path().to_str().expect("UTF-8");
+    let mut command =
+        unicorn_on_software(&["serve", "--model", model, "--port", "0", "--allow-software-vulkan"]);
+    with_layer(&mut command);
+    let word = POISON.to_string();
+    command.env("FAULT_LAYER", format!("submit:words:{}=DROPPED", [&word[..]; 4].join(".")));
+    let (code, _, stderr) = output(command);
+    assert_eq!(code, WRONG, "{stderr}");
+    assert!(!stderr.contains("ready:"), "{stderr}");
+    let error = stderr.lines().last().expect("a line");
+    for part in ["error: the GPU computes wrong: kernel quantize: x[1] is NaN", "it should be", "--device"] {
+        assert!(error.contains(part), "{part:?} is not in {error:?}");
+    }
+}
+
+#[test]
+fn a_device_that_goes_wrong_is_noticed_by_the_probe_and_comes_back() {
+    let mut faulty = Faulty::start();
+    let started =
+        faulty.server.log.iter().find(|line| line.contains("self-test ")).expect("a line of the log");
+    assert!(started.contains(" kernels in ") && started.contains("no layer values"), "{started}");
+    // No step was yet, so that health sends a probe.
+    faulty.arm("submit:1=DROPPED");
+    let (status, health) = faulty.health();
+    assert_eq!((status, &health["status"]), (503, &json!("recovering")), "{health}");
+    faulty.server.wait_for_line("the GPU computes wrong: kernel ");
+    faulty.server.wait_for_line("the GPU computes again");
+    assert_eq!(faulty.health(), (200, json!({"status": "ok"})));
+    assert!(!faulty.answer(json!({})).is_empty());
+    faulty.server.signal("TERM");
+    assert_eq!(faulty.server.exit_code(), Some(0), "{:#?}", faulty.server.log);
+}
+
+#[test]
+fn a_device_that_stays_wrong_ends_the_server() {
+    const DEVICE: i32 = 75;
+    let mut faulty = Faulty::start();
+    faulty.arm("submit:1+=DROPPED");
+    assert_eq!(faulty.health().0, 503);
+    faulty.server.wait_for_line("the GPU computes wrong: kernel ");
+    assert_eq!(faulty.server.exit_code(), Some(DEVICE), "{:#?}", faulty.server.log);
+    let log = faulty.server.rest_of_log();
+    let error = log.lines().last().expect("a line");
+    assert!(error.starts_with("error: ") && error.contains("computes wrong: kernel "), "{log}");
+}
+
 #[test]
 fn a_device_that_does_not_come_back_ends_all_answers_and_then_the_server() {
     const DEVICE: i32 = 75;

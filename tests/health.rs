@@ -246,6 +246,7 @@ async fn the_status_tells_of_model_device_and_memory_and_of_no_prompt() {
         ("/model/draft_layers", json!(2)),
         ("/device/name", json!("a \"device\"")),
         ("/device/driver", json!("a driver")),
+        ("/device/self_test", json!({"kernels": 21, "layers": 6, "seconds": 0.5})),
         ("/memory/placed/0", json!({"class": "KV cache", "heap": "heap 0", "buffers": 1, "bytes": 7})),
         ("/memory/heaps/0", json!({"heap": "heap 0", "size_bytes": 23, "free_bytes": 9})),
         ("/memory/vram_bytes", json!(11)),

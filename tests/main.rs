@@ -48,6 +48,7 @@ mod recorded_refusals;
 mod recovery;
 mod responses;
 mod routes;
+mod self_test;
 mod server_errors;
 mod structured_output;
 mod support;

@@ -9,12 +9,13 @@ use unicorn::gpu::memory_types::{MemoryTable, MemoryType};
 use unicorn::gpu::placement::{Class, Heap, Limits, Machine, MemoryKind, Obstacle, Plan, Request, place};
 use unicorn::gpu::residency::{self, Residency};
 use unicorn::gpu::{Device, DeviceKind};
-use unicorn::model::Runner;
+use unicorn::kernels::Heads;
 use unicorn::model::config::Gemma3Config;
 use unicorn::model::gemma3::Gemma3;
 use unicorn::model::load::{LoadError, LoadOptions};
 use unicorn::model::memory::{DEFAULT_BLOCK_SIZE, Demand, Schemes};
 use unicorn::model::shapes::Shape;
+use unicorn::model::{Runner, self_test};
 use unicorn::tensor::{KvDtype, Scheme};
 
 use crate::support::checkpoints::tiny_model;
@@ -462,7 +463,10 @@ fn the_27b_takes_what_is_counted_by_hand() {
     // 4096 ids, eight tallies, and three histograms of 1024.
     let draws = (65 * (8 + 42) + 3 * 4096 + 8 + 3 * 1024u64).next_multiple_of(4);
     let floats = tokens * row + partials + 64 * (2 * 5376 + 2 * 262_208 + draws) + 2 * 8192 * 128 + 65 * 8192;
-    let expected = 4 * floats + 256 + int8;
+    let heads = Heads { group: 2, head_dim: 128, kv: demand.kv };
+    let self_test = self_test::buffer_bytes(&heads, &[Scheme::Int8Row, Scheme::int4(128)]);
+    assert!((MIB / 2..2 * MIB).contains(&self_test), "{self_test}");
+    let expected = 4 * floats + 256 + int8 + self_test;
     assert_eq!(bytes(Class::Activations), expected);
 
     // The cache gets what memory leaves, in whole blocks of 16. A token also takes 1 KiB of RoPE tables, 4 bytes for 65

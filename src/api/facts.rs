@@ -17,12 +17,24 @@ pub struct Facts {
     pub placements: Vec<Placed>,
     /// What the kernel driver reports of the placements.
     pub residency: String,
+    pub self_test: SelfTested,
     /// Reads how much memory is in use now.
     pub memory: Box<dyn Fn() -> MemoryNow + Send + Sync>,
     /// Reads what was submitted so far; none after the device was released.
     pub submitted: Box<dyn Fn() -> Option<Submitted> + Send + Sync>,
     /// Takes the kernels' times since the last call; empty if kernels are not measured.
     pub kernels: Box<dyn Fn() -> Vec<KernelTime> + Send + Sync>,
+}
+
+/// What the self-test of the last start found right, and the seconds that it took.
+#[derive(Debug, Clone, Copy, Serialize, ToSchema)]
+pub struct SelfTested {
+    /// Kernels that computed what is stored of them.
+    pub kernels: usize,
+    /// Layers that computed what the checkpoint holds of them; null if it holds nothing for these weights.
+    #[schema(required)]
+    pub layers: Option<usize>,
+    pub seconds: f64,
 }
 
 /// Totals of what was submitted to the device.

@@ -44,7 +44,7 @@ mod tools;
 mod wire;
 
 pub use error::{ApiError, BodyGap};
-pub use facts::{Facts, HeapNow, KernelTime, MemoryNow, Placed, Submitted};
+pub use facts::{Facts, HeapNow, KernelTime, MemoryNow, Placed, SelfTested, Submitted};
 pub use http::auth::AccessPolicy;
 pub use http::keys::{Keys, KeysError};
 pub use http::listen::{Connections, FILES_PER_CONNECTION};

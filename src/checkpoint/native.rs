@@ -19,6 +19,7 @@ use sha2::{Digest, Sha256};
 
 use super::error::{CheckpointError, one_line, short};
 use super::files::{FileSlice, ModelFiles};
+use super::layer_values::{self, LayerValues};
 use super::safetensors::TensorInfo;
 use super::table::{Span, Stored};
 use crate::tensor::{DType, LAYOUT_VERSION, QuantizedRow, Scheme, TILE_ROWS, unpack_plain_row, unpack_row};
@@ -102,6 +103,9 @@ pub struct Manifest {
     pub config: serde_json::Value,
     pub files: BTreeMap<String, FileRecord>,
     pub tensors: BTreeMap<String, TensorRecord>,
+    /// What the layers compute on a fixed prompt.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    layer_values: Option<layer_values::Record>,
 }
 
 /// Where random weights come from.
@@ -178,6 +182,15 @@ impl Manifest {
             ));
         }
         Ok(Some(manifest))
+    }
+
+    /// What the layers are to compute, if the checkpoint `files` has it.
+    pub fn layer_values(&self, files: &ModelFiles) -> Result<Option<LayerValues>, CheckpointError> {
+        let Some(record) = &self.layer_values else { return Ok(None) };
+        let fail = |problem: String| CheckpointError::file(files.display(layer_values::FILE), problem);
+        let bytes = files.read(layer_values::FILE)?;
+        let bytes = bytes.ok_or_else(|| fail("is missing; the manifest lists it".into()))?;
+        LayerValues::from_parts(record, &bytes).map_err(fail)
     }
 
     /// The weight files, in the order of their names.
@@ -498,6 +511,7 @@ impl NativeWriter {
             config,
             files,
             tensors,
+            layer_values: None,
         };
         let json = serde_json::to_vec_pretty(&manifest).expect("a manifest is JSON");
         write_whole(&self.folder, MANIFEST_FILE, &json)?;
@@ -506,6 +520,21 @@ impl NativeWriter {
             let _ = fs::remove_file(self.folder.join(name));
         }
         Ok(bytes)
+    }
+
+    /// Adds what the layers compute to a finished folder. A folder without it stays valid if this is interrupted.
+    pub fn add_layer_values(folder: &Path, values: &LayerValues) -> Result<(), CheckpointError> {
+        let files = ModelFiles::open(folder)?;
+        let mut manifest = Manifest::read(&files)?.ok_or_else(|| {
+            CheckpointError::file(folder.display(), "holds no native checkpoint; expected a finished one")
+        })?;
+        let (record, bytes) = values.to_parts();
+        write_whole(folder, layer_values::FILE, &bytes)?;
+        let file = FileRecord { bytes: bytes.len() as u64, sha256: hex(&Sha256::digest(&bytes)) };
+        manifest.files.insert(layer_values::FILE.into(), file);
+        manifest.layer_values = Some(record);
+        let json = serde_json::to_vec_pretty(&manifest).expect("a manifest is JSON");
+        write_whole(folder, MANIFEST_FILE, &json)
     }
 
     fn save_progress(&self) -> Result<(), CheckpointError> {

@@ -7,7 +7,7 @@
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use tokio::signal::unix::{SignalKind, signal};
@@ -23,6 +23,7 @@ use crate::gpu::placement::{Class, Placement};
 use crate::gpu::{Counts, Device};
 use crate::model::device_process::{Channel, serve};
 use crate::model::draft::Draft;
+use crate::model::gemma3::Gemma3;
 
 /// What the server sends first. The files of `model` and `draft` follow, then the socket of the second channel, over which
 /// the server asks for [`Observed`].
@@ -53,6 +54,16 @@ pub struct DeviceFacts {
     pub residency: String,
     /// Bytes of the model and the draft together.
     pub sliding_block_bytes: u64,
+    pub self_test: SelfTested,
+}
+
+/// What the self-test of a load has found right.
+#[derive(Serialize, Deserialize)]
+pub struct SelfTested {
+    pub kernels: usize,
+    /// Layers whose values are those that the checkpoint holds; none if it holds none for these weights.
+    pub layers: Option<usize>,
+    pub seconds: f64,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -103,7 +114,7 @@ pub fn device_process(level: Level) -> Result<(), Error> {
     let mut channel = Channel::from_stdin().map_err(Error::Channel)?;
     let Some(task) = channel.receive::<Task>().map_err(Error::Channel)? else { return Ok(()) };
     let (task, files, observer) = take(&mut channel, task).map_err(Error::Channel)?;
-    let (model, draft) = match load(&task, files) {
+    let (model, draft, self_test) = match load(&task, files) {
         Ok(loaded) => loaded,
         Err(error) => {
             let refusal = Refusal { message: error.to_string(), exit_code: error.exit_code() };
@@ -125,6 +136,7 @@ pub fn device_process(level: Level) -> Result<(), Error> {
         placements: model.placements().iter().map(placed).collect(),
         residency: model.residency().to_string(),
         sliding_block_bytes: load::sliding_block_bytes(&model, draft.as_ref()),
+        self_test,
     };
     channel.send(&Loaded::Ok(facts)).map_err(Error::Channel)?;
     // Weak references, so that the device is destroyed with the runner.
@@ -150,14 +162,35 @@ fn take(channel: &mut Channel, task: Task) -> std::io::Result<(Config, [Option<M
     Ok((config, files, observer))
 }
 
+/// Loads the model and its draft. A device that does not pass the self-test behind that is refused.
 fn load(
     config: &Config,
     [model, draft]: [Option<ModelFiles>; 2],
-) -> Result<(crate::model::gemma3::Gemma3, Option<Draft>), Error> {
+) -> Result<(Gemma3, Option<Draft>, SelfTested), Error> {
     let model = model.expect("a task has a model");
     let watch = if config.gpu.profile { Watch::Kernels } else { Watch::Nothing };
     let texts = load::texts(&model)?;
-    load::on_device(&model, draft.as_ref(), Some(&texts), config, watch)
+    let (mut model, mut draft) = load::on_device(&model, draft.as_ref(), Some(&texts), config, watch)?;
+    let since = Instant::now();
+    let own = model.self_test()?;
+    let of_draft = draft.as_mut().map(Draft::self_test).transpose()?;
+    let of_both = || std::iter::once(&own).chain(&of_draft);
+    let layers: Vec<usize> = of_both().filter_map(|tested| tested.layers.ok()).collect();
+    let tested = SelfTested {
+        kernels: of_both().map(|tested| tested.kernels).sum(),
+        layers: (!layers.is_empty()).then(|| layers.iter().sum()),
+        seconds: since.elapsed().as_secs_f64(),
+    };
+    let compared = match (own.layers, tested.layers) {
+        (Ok(_), Some(layers)) => format!(" and {layers} layers in {:.2} s", tested.seconds),
+        (Err(why), _) => format!(" in {:.2} s; {why}", tested.seconds),
+        (Ok(_), None) => unreachable!("the model's own layers were counted"),
+    };
+    tracing::info!("self-test {} kernels{compared}", tested.kernels);
+    for kernel in own.untested.iter().chain(of_draft.iter().flat_map(|draft| &draft.untested)) {
+        tracing::warn!("the self-test holds no results of {kernel}: the device was not tested for them");
+    }
+    Ok((model, draft, tested))
 }
 
 /// Answers the server's questions.

@@ -96,15 +96,17 @@ pub enum Error {
 
 impl Error {
     /// The exit code of `serve`, in the sense of sysexits.h. It tells a supervisor whether another start may help. 78
-    /// means that it does not help: configuration, model, port or keys are wrong. 75 stands for the device, 70 for a
-    /// bug, 1 for an error of the system.
+    /// means that it does not help: configuration, model, port or keys are wrong. 76 means so too: the device computes
+    /// wrong. 75 stands for a device that is lost or not there, 70 for a bug, 1 for an error of the system.
     pub fn exit_code(&self) -> u8 {
         const SYSTEM: u8 = 1;
         const SOFTWARE: u8 = 70;
         const DEVICE: u8 = 75;
+        const WRONG: u8 = 76;
         const CONFIGURATION: u8 = 78;
         match self {
             Self::Device(_, code) => *code,
+            Self::Runner(RunnerError::Wrong(_)) => WRONG,
             Self::Gpu(_)
             | Self::NoMachine(_)
             | Self::Runner(_)

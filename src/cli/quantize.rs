@@ -17,9 +17,10 @@ use super::load::{self, Watch};
 use super::process::resident_bytes;
 use super::progress::Bar;
 use super::terminal::{bytes, print};
-use crate::checkpoint::{Checkpoint, ModelFiles, NativeWriter, NewTensor, Tensor};
+use crate::checkpoint::{Checkpoint, Manifest, ModelFiles, NativeWriter, NewTensor, Tensor};
 use crate::config::Config;
 use crate::model::config::Gemma3Config;
+use crate::model::twin;
 use crate::model::weights::Gemma3Weights;
 use crate::quantize::{Loss, Rounding, write_tensor};
 use crate::tensor::{Bits, QuantizeMode, Scheme};
@@ -75,10 +76,16 @@ pub fn quantize(config: &Config, args: &args::Quantize) -> Result<(), Error> {
             print(&compare(config, &files, &args.destination, context, text, path)?)
         }
     };
-    // A repeated run after a failed evaluation does not convert again.
-    if eval.is_some() && NativeWriter::is_result(&args.destination, &job) {
-        print(&format!("{}: converted by this command before\n", args.destination.display()))?;
-        return evaluate();
+    // A repeated run does not convert again what is converted, and has the rest done.
+    if NativeWriter::is_result(&args.destination, &job) {
+        let lacks_values = lacks_layer_values(&args.destination)?;
+        if eval.is_some() || lacks_values {
+            print(&format!("{}: converted by this command before\n", args.destination.display()))?;
+            if lacks_values {
+                add_layer_values(&args.destination)?;
+            }
+            return evaluate();
+        }
     }
     // The folder is checked before the source is read.
     let writer = NativeWriter::open(&args.destination, &job)?;
@@ -88,6 +95,7 @@ pub fn quantize(config: &Config, args: &args::Quantize) -> Result<(), Error> {
     };
     let (written, losses) = convert(&files, &checkpoint, &weights, &moments, writer, args)?;
 
+    add_layer_values(&args.destination)?;
     let parameters: usize = weights.iter().map(|t| t.num_elements()).sum();
     let seconds = since.elapsed().as_secs_f64();
     let mut text = format!(
@@ -167,6 +175,31 @@ fn convert(
         json,
     )?;
     Ok((written, losses))
+}
+
+fn lacks_layer_values(folder: &Path) -> Result<bool, Error> {
+    let files = ModelFiles::open(folder)?;
+    let manifest = Manifest::read(&files)?;
+    Ok(manifest.is_some_and(|manifest| matches!(manifest.layer_values(&files), Ok(None))))
+}
+
+/// Computes what the layers of a finished folder compute, by which a server tests its device. The weights are read once
+/// more, from the files that a server reads.
+fn add_layer_values(folder: &Path) -> Result<(), Error> {
+    let files = ModelFiles::open(folder)?;
+    let (config, _) = Gemma3Config::load(&files)?;
+    let checkpoint = Checkpoint::open(&files)?;
+    let weights = Gemma3Weights::collect(&checkpoint, &config)?;
+    let bar = Bar::bytes("computing layers");
+    bar.set_total(
+        weights.layers.iter().flat_map(|layer| layer.projections()).map(|t| t.stored_bytes()).sum(),
+    );
+    let mut done = 0;
+    let values = twin::layer_values(&checkpoint, &weights, &config, &mut |bytes| {
+        done += bytes;
+        bar.set(done);
+    })?;
+    Ok(NativeWriter::add_layer_values(folder, &values)?)
 }
 
 /// Runs a text through the source model on the device. Returns, for each layer, the size of the inputs of its matrices.

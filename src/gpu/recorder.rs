@@ -216,7 +216,7 @@ pub struct Submission {
     /// timestamps, and `end` makes all writes visible to the host.
     begin: vk::CommandBuffer,
     end: vk::CommandBuffer,
-    /// Timestamps before and after the submission; null where the device has none.
+    /// Timestamps before and after the submission; null where it has none.
     span: vk::QueryPool,
     took: Option<Duration>,
     pending: Option<u64>,
@@ -224,10 +224,16 @@ pub struct Submission {
 
 impl Submission {
     pub fn new(device: &Arc<Device>) -> Result<Submission, GpuError> {
-        device.retry_out_of_memory(|| Submission::try_new(device))
+        device.retry_out_of_memory(|| Submission::try_new(device, device.timestamp_bits > 0))
     }
 
-    fn try_new(device: &Arc<Device>) -> Result<Submission, GpuError> {
+    /// A submission that is not timed. Where a driver drops its commands and says that they are done, no timestamp is
+    /// missed, and only the results tell.
+    pub fn untimed(device: &Arc<Device>) -> Result<Submission, GpuError> {
+        device.retry_out_of_memory(|| Submission::try_new(device, false))
+    }
+
+    fn try_new(device: &Arc<Device>, timed: bool) -> Result<Submission, GpuError> {
         let (pool, [begin, end]) = allocate(device)?;
         let mut submission = Submission {
             device: device.clone(),
@@ -238,7 +244,7 @@ impl Submission {
             took: None,
             pending: None,
         };
-        if device.timestamp_bits > 0 {
+        if timed {
             submission.span = timestamps(device, 2)?;
         }
         let stages = [vk::PipelineStageFlags2::COMPUTE_SHADER, vk::PipelineStageFlags2::ALL_COMMANDS];
@@ -292,7 +298,7 @@ impl Submission {
         Ok(())
     }
 
-    /// GPU time of the last submission that was waited for; `None` where the device has no timestamps.
+    /// GPU time of the last submission that was waited for; `None` where it has no timestamps.
     pub fn took(&self) -> Option<Duration> {
         self.took
     }

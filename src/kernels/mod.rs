@@ -183,6 +183,11 @@ impl Kernels {
         wants
     }
 
+    /// The most tokens that each body takes which multiplies matrices of `scheme`, fewest first.
+    pub fn product_tokens(&self, scheme: Scheme) -> Vec<usize> {
+        self.products.tokens(scheme)
+    }
+
     /// `out[t] = embedding[ids[t]] * scale` for `tokens` tokens; `sampled` holds each slot's last id. An id beyond the
     /// last row gets the last row.
     pub fn embed(

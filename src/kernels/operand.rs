@@ -70,6 +70,31 @@ impl Quantized {
         Quantized { buffer, width }
     }
 
+    /// The values that the first [`Quantized::bytes`] bytes of an operand stand for, `[rows, width]`.
+    pub fn values(bytes: &[u8], rows: usize, width: usize) -> Vec<f32> {
+        let word = |at: usize| [bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]];
+        let count = padded(rows) * width.div_ceil(BLOCK_COLS);
+        let mut values = Vec::with_capacity(rows * width);
+        for (row, col) in (0..rows).flat_map(|row| (0..width).map(move |col| (row, col))) {
+            let at = Quantized::scale_at(rows, width, row, col);
+            let block = col / BLOCK_COLS * padded(rows) + row;
+            let digit = |n: usize| {
+                let q = bytes[(n * count + block) * BLOCK_BYTES + col % BLOCK_COLS] as i8;
+                f32::from(q) * f32::from_le_bytes(word(at + n * count * SCALE_BYTES)).abs()
+            };
+            // The sign of the first scale says whether there is a second digit.
+            let has_second = f32::from_le_bytes(word(at)) < 0.0;
+            values.push(if has_second { digit(0) + digit(1) } else { digit(0) });
+        }
+        values
+    }
+
+    /// Where the first scale lies that an element depends on.
+    pub fn scale_at(rows: usize, width: usize, row: usize, col: usize) -> usize {
+        let count = padded(rows) * width.div_ceil(BLOCK_COLS);
+        DIGITS as usize * count * BLOCK_BYTES + (col / BLOCK_COLS * padded(rows) + row) * SCALE_BYTES
+    }
+
     /// The memory of `rows` rows. Panics if there is no room for them, or if the width is another one.
     pub(super) fn planes(&self, rows: usize, width: usize, what: &str) -> Planes {
         assert_eq!(self.width, width, "{what}: width");
@@ -426,6 +451,15 @@ impl Products {
                 self.precision.quantizes(*other) == self.precision.quantizes(scheme) && same(*other)
             })
             .map(|(_, made)| made)
+    }
+
+    /// The most tokens of each body that multiplies matrices of `scheme`.
+    pub fn tokens(&self, scheme: Scheme) -> Vec<usize> {
+        let columns = |tiles: &[Tile]| tiles.iter().map(|tile| tile.columns as usize).collect();
+        match self.precision.quantizes(scheme) {
+            true => columns(&self.blocks),
+            false => columns(self.tiles.floats()),
+        }
     }
 
     fn made(&self, scheme: Scheme) -> &ByScheme {

@@ -33,10 +33,30 @@ pub struct Matrix {
 }
 
 impl Matrix {
+    /// A matrix in buffers that hold it, or will, packed in `scheme`.
+    pub fn of_one_shard(
+        scheme: Scheme,
+        [rows, cols]: [usize; 2],
+        blocks: Buffer,
+        scales: Option<Buffer>,
+    ) -> Matrix {
+        let scale_bytes = scales.as_ref().map_or(0, Buffer::size);
+        let expected = (scheme.block_bytes(rows, cols), scheme.scale_bytes(rows, cols));
+        assert_eq!((blocks.size(), scale_bytes), expected, "a matrix of {scheme}");
+        let shards = vec![Shard { first_row: 0, rows, blocks, scales }];
+        Matrix { rows, cols, scheme, rows_per_shard: rows.next_multiple_of(TILE_ROWS), shards }
+    }
+
     /// Bytes on the device.
     pub fn bytes(&self) -> u64 {
         let shards = self.shards.iter();
         shards.map(|shard| shard.blocks.size() + shard.scales.as_ref().map_or(0, Buffer::size)).sum()
+    }
+
+    /// The addresses of each shard's blocks and scales, as lookups read them.
+    fn addresses(&self) -> Vec<[u64; 2]> {
+        let of = |shard: &Shard| [shard.blocks.address(), shard.scales.as_ref().map_or(0, Buffer::address)];
+        self.shards.iter().map(of).collect()
     }
 
     /// The sizes of the allocations of a matrix `[rows, cols]`, in order: bytes of the blocks and of the scales of each
@@ -150,15 +170,18 @@ impl Embedding {
         matrix: Matrix,
         scale: f32,
     ) -> Result<Embedding, UploadError> {
-        let addresses: Vec<[u64; 2]> = matrix
-            .shards
-            .iter()
-            .map(|s| [s.blocks.address(), s.scales.as_ref().map_or(0, |b| b.address())])
-            .collect();
+        let addresses = matrix.addresses();
         let bytes = Embedding::table_bytes(addresses.len());
         let table = arena.alloc(MemoryKind::Device, Class::Embedding, bytes, "embedding shard table")?;
         uploader.upload(&table, &addresses)?;
         Ok(Embedding { matrix, table, scale })
+    }
+
+    /// An embedding of a matrix in one shard, and what `table` must hold.
+    pub fn of_one_shard(matrix: Matrix, table: Buffer, scale: f32) -> (Embedding, Vec<[u64; 2]>) {
+        assert_eq!(table.size(), Embedding::table_bytes(matrix.shards.len()), "the table of an embedding");
+        let addresses = matrix.addresses();
+        (Embedding { matrix, table, scale }, addresses)
     }
 
     /// The embedding's matrix as the output projection (tied embeddings).

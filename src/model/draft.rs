@@ -20,7 +20,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use super::config::Gemma3Config;
-use super::gemma3::{Gemma3, Loaded};
+use super::gemma3::{Gemma3, Loaded, SelfTested};
 use super::load::{LoadError, LoadOptions, Progress};
 use super::{
     Batch, BatchSequence, DraftRequest, Draw, Input, Limits, Runner, RunnerError, Sampled, Sampling, Ticket,
@@ -51,6 +51,11 @@ impl Draft {
 
     pub fn loaded(&self) -> Loaded {
         self.0.loaded()
+    }
+
+    /// As [`Gemma3::self_test`].
+    pub fn self_test(&mut self) -> Result<SelfTested, RunnerError> {
+        self.0.self_test()
     }
 
     /// Bytes of the draft model's weights on the device.

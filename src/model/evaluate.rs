@@ -46,7 +46,7 @@ impl Gemma3 {
     }
 
     /// A batch of one sequence that has all KV blocks to itself.
-    fn alone(&self, start: usize, ids: &[u32]) -> Batch {
+    pub(super) fn alone(&self, start: usize, ids: &[u32]) -> Batch {
         let kv = &self.limits.kv;
         let blocks = (start + ids.len()).div_ceil(kv.block_size) as u32;
         let first = kv.sliding_window.map_or(0, |window| (start + 1).saturating_sub(window) / kv.block_size);

@@ -4,6 +4,8 @@
 //! All computation is on the device.
 
 use std::collections::VecDeque;
+use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -11,12 +13,14 @@ use super::config::{Gemma3Config, GenerationConfig, LayerType};
 use super::layers::{Layer, Scratch};
 use super::memory::{self, MAX_IN_FLIGHT};
 use super::rates::{Rates, Work};
+use super::self_test::SelfTest;
 use super::step::{self, Frame, LayerWork, Part, PoolRequest, Submit, Wanted};
 use super::{Batch, BatchSequence, Limits, Runner, RunnerError, Sampled, Sampling, Ticket};
+use crate::checkpoint::LayerValues;
 use crate::gpu::placement::Placement;
 use crate::gpu::residency::Residency;
-use crate::gpu::{Buffer, CommandBuffer, Device, GpuError, Submission};
-use crate::kernels::{Embedding, History, Kernels, Operand, RmsNorm};
+use crate::gpu::{Buffer, Device, GpuError, Recorder};
+use crate::kernels::{Embedding, History, Kernels, RmsNorm};
 use crate::tensor::KvDtype;
 
 /// Counts of the bytes that a load read, and of those that remain in memory.
@@ -28,6 +32,40 @@ pub struct Loaded {
     /// processes may keep them there.
     pub resident_bytes: u64,
 }
+
+/// What a self-test has found right.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SelfTested {
+    /// Kernels whose results are the stored ones.
+    pub kernels: usize,
+    /// Kernels that no results are stored of.
+    pub untested: Vec<String>,
+    /// Layers whose values are those of the checkpoint.
+    pub layers: Result<usize, NotCompared>,
+}
+
+/// Why no layer is compared with values of the checkpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NotCompared {
+    NotStored,
+    RoundedAnew,
+    ShortContext,
+}
+
+impl fmt::Display for NotCompared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::NotStored => "no layer values in this checkpoint: `unicorn quantize` stores them",
+            Self::RoundedAnew => {
+                "the layer values of this checkpoint are not those of weights that --quantize rounds anew"
+            }
+            Self::ShortContext => "the context is shorter than the prompt of this checkpoint's layer values",
+        })
+    }
+}
+
+/// Records something behind a layer, for some rows.
+pub(super) type Keep<'a> = &'a dyn Fn(&Gemma3, &mut Recorder<'_>, usize, &Range<usize>);
 
 /// A loaded model.
 pub struct Gemma3 {
@@ -47,6 +85,8 @@ pub struct Gemma3 {
     pub(super) history: History,
     /// Host-visible copy of the logits, for `eval`.
     pub(super) logits_readback: Buffer,
+    pub(super) self_test: SelfTest,
+    pub(super) layer_values: Result<Arc<LayerValues>, NotCompared>,
     pub(super) in_flight: VecDeque<u64>,
     /// The rest of the step that was submitted last, while that step waits for its masks.
     pub(super) closing: Option<Closing>,
@@ -116,6 +156,25 @@ impl Gemma3 {
         self.weight_bytes - head + shares.iter().map(kv).sum::<u64>()
     }
 
+    /// Has the device prove that each kernel computes what is stored of it, and each layer what the checkpoint holds.
+    /// No step may be in flight.
+    pub fn self_test(&mut self) -> Result<SelfTested, RunnerError> {
+        assert!(self.in_flight.is_empty(), "a self-test beside a step");
+        let kernels = self.self_test.run(&self.kernels)?;
+        let layers = match self.layer_values.clone() {
+            Ok(values) if values.tokens.len() > self.limits.max_context => Err(NotCompared::ShortContext),
+            Ok(values) => Ok(self.check_layers(&values)?),
+            Err(why) => Err(why),
+        };
+        Ok(SelfTested { kernels, untested: self.self_test.untested().to_vec(), layers })
+    }
+
+    /// The ways to damage the self-test's results that it does not notice; there should be none.
+    #[doc(hidden)]
+    pub fn missed_damage(&mut self) -> Result<Vec<String>, RunnerError> {
+        self.self_test.missed_damage(&self.kernels)
+    }
+
     /// The element type of keys and values.
     pub fn kv_dtype(&self) -> KvDtype {
         self.kv
@@ -124,16 +183,40 @@ impl Gemma3 {
     /// Submits one step on frame `index`, which has no step in flight. If draws have masks, the closing stays behind
     /// until [`Runner::masks`].
     pub(super) fn run(&mut self, index: usize, batch: &Batch, wanted: Wanted) -> Result<(), GpuError> {
+        self.run_keeping(index, batch, wanted, None)
+    }
+
+    /// As [`Gemma3::run`]. `keep` records something behind the embedding (0), and behind each layer (from 1 on) or each
+    /// part of its rows.
+    pub(super) fn run_keeping(
+        &mut self,
+        index: usize,
+        batch: &Batch,
+        wanted: Wanted,
+        keep: Option<Keep<'_>>,
+    ) -> Result<(), GpuError> {
         let padded = self.padded_tokens(batch.num_tokens());
         self.frames[index].fill(&self.limits, batch, padded, &wanted);
         let mut submits = self.plan(batch, padded, &wanted);
+        if keep.is_some() {
+            // A recording that other steps run again must not hold what this one keeps.
+            submits = step::layer_by_layer(submits, padded);
+        }
         self.share_out(index, batch, padded, &submits);
         let closing = if wanted.masks > 0 { submits.pop() } else { None };
         let mut commands = std::mem::take(&mut self.frames[index].commands);
         let frame = &self.frames[index];
+        let keep = |r: &mut Recorder<'_>, behind: usize, rows: &Range<usize>| {
+            if let Some(keep) = keep {
+                keep(self, r, behind, rows);
+            }
+        };
         commands.begin();
         let result = commands.run(&self.device, padded, &submits, &mut |r, part| match part {
-            Part::Opening => self.record_opening(r, frame, batch, padded),
+            Part::Opening => {
+                self.record_opening(r, frame, batch, padded);
+                keep(r, 0, &(0..padded));
+            }
             Part::Segment(layers) => {
                 for layer in layers.clone() {
                     let step = frame.arrays(self.layers[layer].kind, padded, None);
@@ -143,6 +226,7 @@ impl Gemma3 {
             Part::Layer { layer, rows } => {
                 let step = frame.arrays(self.layers[*layer].kind, padded, Some(rows));
                 self.record_layer(r, *layer, &step, rows.clone());
+                keep(r, layer + 1, rows);
             }
             Part::Closing => self.record_closing(r, frame, &wanted, batch.num_tokens()),
         });
@@ -280,31 +364,8 @@ impl Runner for Gemma3 {
     }
 
     fn probe(&mut self) -> Result<(), RunnerError> {
-        /// gelu_tanh(1) * 2.
-        const EXPECTED: f32 = 1.682_384;
-
         assert!(self.in_flight.is_empty(), "a probe beside a step");
-        // The probe uses a kernel that every layer uses, and buffers whose contents no step needs later.
-        let [gate, up] = [&self.scratch.gate, &self.scratch.up].map(|x| x.rows(&(0..1)));
-        self.logits_readback.write(0, &[f32::NAN]);
-        let mut commands = CommandBuffer::new(&self.device, "probe")?;
-        let mut submission = Submission::new(&self.device)?;
-        commands.record_for_one_submit(&mut |recorder| {
-            recorder.fill(&gate.buffer, 1f32.to_bits());
-            recorder.fill(&up.buffer, 2f32.to_bits());
-            self.kernels.geglu(recorder, &gate, &up, &Operand::floats(&gate), 1);
-            recorder.copy(&gate.buffer, &self.logits_readback, 4);
-        })?;
-        submission.submit(&mut [&mut commands], "a probe")?;
-        submission.wait()?;
-        // The wait collects times where the device is profiled.
-        commands.wait()?;
-        let mut got = [0f32];
-        self.logits_readback.read(0, &mut got);
-        if (got[0] - EXPECTED).abs() < 1e-3 {
-            return Ok(());
-        }
-        Err(RunnerError::Wrong(format!("gelu(1) * 2 is {}, it should be {EXPECTED}", got[0])))
+        self.self_test.probe(&self.kernels)
     }
 }
 

@@ -9,19 +9,20 @@ use std::time::Duration;
 
 use super::Limits;
 use super::config::{ConfigError, Gemma3Config, GenerationConfig, LayerType};
-use super::gemma3::{Gemma3, Loaded};
+use super::gemma3::{Gemma3, Loaded, NotCompared};
 use super::layers::{Layer, Scratch, device_buffer};
 use super::memory::{self, DEFAULT_BLOCK_SIZE, Demand, DoesNotFit, DraftDemand, MAX_IN_FLIGHT, Schemes};
 use super::rates::Rates;
+use super::self_test::{self, SelfTest, Traits};
 use super::step::Frame;
 use super::weights::{Gemma3Weights, LayerWeights, WeightsError};
-use crate::checkpoint::{Checkpoint, CheckpointError, ModelFiles, Tensor};
+use crate::checkpoint::{Checkpoint, CheckpointError, LayerValues, Manifest, ModelFiles, Tensor};
 use crate::gpu::placement::{self, Class, MemoryKind};
 use crate::gpu::residency::{self, Residency};
 use crate::gpu::{Arena, Buffer, CommandBuffer, Device, GpuError, Uploader};
 use crate::kernels::{
-    Attention, AttentionShape, Embedding, Heads, History, Kernels, KvCache, MAX_GROUP, Matrices, Matrix,
-    RmsNorm, Tiles, UploadError,
+    Attention, AttentionShape, Embedding, History, Kernels, KvCache, MAX_GROUP, Matrices, Matrix, RmsNorm,
+    Tiles, UploadError,
 };
 use crate::tensor::{KvDtype, Precision, QuantizeMode, Scheme};
 
@@ -253,6 +254,37 @@ impl<'a> Source<'a> {
         Ok(Source { files, config, generation, checkpoint: Checkpoint::open(files)? })
     }
 
+    /// What the layers are to compute, unless the weights are rounded anew.
+    fn layer_values(
+        &self,
+        options: &LoadOptions,
+    ) -> Result<Result<Arc<LayerValues>, NotCompared>, LoadError> {
+        let Source { files, config, .. } = self;
+        let Some(manifest) = Manifest::read(files)? else { return Ok(Err(NotCompared::NotStored)) };
+        let Some(values) = manifest.layer_values(files)? else { return Ok(Err(NotCompared::NotStored)) };
+        let width = values.residual[0].values.len();
+        let shape = (values.residual.len(), width);
+        let expected = (config.num_hidden_layers + 1, config.hidden_size);
+        let fits = shape == expected
+            && values.logits.values.len() <= config.vocab_size
+            && values.tokens.iter().all(|id| (*id as usize) < config.vocab_size);
+        if !fits {
+            return Err(LoadError::Option(format!(
+                "{}: its layer values are {} rows of {width} numbers; expected {} of {}, as the config says, and ids below \
+                 {}: quantize the source again",
+                files.location(),
+                shape.0,
+                expected.0,
+                expected.1,
+                config.vocab_size
+            )));
+        }
+        match options.quantize {
+            QuantizeMode::None => Ok(Ok(Arc::new(values))),
+            _ => Ok(Err(NotCompared::RoundedAnew)),
+        }
+    }
+
     /// All tensors of the model; refuses a shape that the kernels cannot compute.
     fn weights(&self) -> Result<Gemma3Weights<'_>, LoadError> {
         let Source { files, config, checkpoint, .. } = self;
@@ -303,7 +335,6 @@ impl Load<'_> {
         let Load { device, options, demand, arena, done, total, progress } = self;
         let Source { config, checkpoint, .. } = source;
         let tokens = demand.batch_tokens();
-        let group = config.num_attention_heads / config.num_key_value_heads;
         let mut loader = Loader {
             checkpoint,
             uploader: Uploader::new(device)?,
@@ -314,7 +345,7 @@ impl Load<'_> {
             progress: &mut **progress,
         };
 
-        let heads = Heads { group, head_dim: config.head_dim, kv: options.kv };
+        let heads = memory::heads_of(config, options.kv);
         // The squares of matrices' inputs are summed up in f32.
         let precision = if options.moments { Precision::F32 } else { options.precision };
         let kernels = Kernels::new(device, &matrices_of(schemes, options.tiles), heads, precision)?;
@@ -338,6 +369,9 @@ impl Load<'_> {
         shared.scratch.logits.vocab =
             of.map_or(sample_below, |model| sample_below.min(model.scratch.logits.vocab));
         let ropes = loader.rope_tables(arena, config, limits.max_context)?;
+        let distinct = schemes.distinct();
+        let cases =
+            device_buffer(arena, self_test::buffer_bytes(&heads, &distinct), "the cases of the self-test")?;
         let moments = match options.moments && of.is_none() {
             true => (0..layers.len())
                 .map(|i| layer_moments(arena, config, i).map(Some))
@@ -353,6 +387,22 @@ impl Load<'_> {
         let frames = (0..MAX_IN_FLIGHT)
             .map(|i| Frame::new(arena, config, &limits, i))
             .collect::<Result<Vec<_>, GpuError>>()?;
+        let bytes = self_test::result_bytes(&heads);
+        let results = arena.alloc(MemoryKind::Readback, Class::Staging, bytes, "results of the self-test")?;
+        let traits =
+            Traits {
+                heads,
+                schemes: distinct,
+                gated: each_once(layers.iter().zip(&schemes.layers).filter_map(
+                    |(layer, [.., gate, up, _])| (gate == up).then_some((*gate, layer.wants[3])),
+                )),
+                normed: each_once(layers.iter().flat_map(|layer| [layer.wants[0], layer.wants[2]])),
+                attended: each_once(layers.iter().map(|layer| layer.wants[1])),
+                activated: each_once(layers.iter().map(|layer| layer.wants[3])),
+                last: kernels.wants([embedding.matrix()]),
+            };
+        let (self_test, image) = SelfTest::new(device, &kernels, &traits, &cases, results);
+        loader.uploader.upload(&cases, &image)?;
         checkpoint.release_all();
         *done = loader.done;
         let bytes = weights.iter().map(|t| t.stored_bytes()).sum();
@@ -373,6 +423,8 @@ impl Load<'_> {
             sampled: shared.sampled,
             history: shared.history,
             logits_readback: shared.logits_readback,
+            self_test,
+            layer_values: source.layer_values(options)?,
             in_flight: VecDeque::new(),
             closing: None,
             next_ticket: 0,
@@ -384,6 +436,16 @@ impl Load<'_> {
             weight_bytes: demand.weight_bytes_of(config, schemes),
         })
     }
+}
+
+fn each_once<T: PartialEq>(all: impl Iterator<Item = T>) -> Vec<T> {
+    let mut once = Vec::new();
+    for one in all {
+        if !once.contains(&one) {
+            once.push(one);
+        }
+    }
+    once
 }
 
 /// The matrices that kernels must be able to multiply by.

@@ -6,14 +6,15 @@
 //! complete; a load that asks for another buffer panics.
 
 use super::config::{Gemma3Config, LayerType};
+use super::self_test;
 use super::weights::Gemma3Weights;
 use super::{KvLimits, Limits, MAX_BIASES};
 use crate::checkpoint::CheckpointError;
 use crate::gpu::INDIRECT_BYTES;
 use crate::gpu::placement::{self, Class, Machine, MemoryKind, Plan, Refusal, Request};
 use crate::kernels::{
-    Activations, Bias, Embedding, Item, LOGPROB_WORDS, Matrix, Quantized, Room, SampleRequest, draw_words,
-    mask_words, partial_width,
+    Activations, Bias, Embedding, Heads, Item, LOGPROB_WORDS, Matrix, Quantized, Room, SampleRequest,
+    draw_words, mask_words, partial_width,
 };
 use crate::tensor::{KvDtype, QuantizeMode, Scheme};
 
@@ -59,6 +60,17 @@ impl Schemes {
         }
         let embedding = mode.embedding().map_or_else(|| weights.embed_tokens.scheme(), Ok)?;
         Ok(Schemes { embedding, layers })
+    }
+
+    /// Each scheme once, the embedding's first.
+    pub fn distinct(&self) -> Vec<Scheme> {
+        let mut distinct = vec![self.embedding];
+        for scheme in self.layers.iter().flatten() {
+            if !distinct.contains(scheme) {
+                distinct.push(*scheme);
+            }
+        }
+        distinct
     }
 
     /// The schemes of a model whose layers all have the same ones: for attention, feed-forward network and embedding.
@@ -249,6 +261,9 @@ impl<'a> Demand<'a> {
             for name in ["rope table (sliding layers)", "rope table (full layers)"] {
                 add(Class::Activations, device, rope_table_bytes(c, context), name.into());
             }
+            let heads = heads_of(c, self.kv);
+            let bytes = self_test::buffer_bytes(&heads, &schemes.distinct());
+            add(Class::Activations, device, bytes, "self-test".into());
             if self.moments && !is_draft {
                 for i in 0..c.num_hidden_layers {
                     for width in moment_widths(c) {
@@ -266,6 +281,9 @@ impl<'a> Demand<'a> {
                 add(Class::Staging, MemoryKind::Upload, input, format!("step {step} input"));
                 add(Class::Staging, MemoryKind::Readback, results_bytes(c).iter().sum(), "results".into());
             }
+
+            let bytes = self_test::result_bytes(&heads);
+            add(Class::Staging, MemoryKind::Readback, bytes, "results of the self-test".into());
 
             for (i, kind) in c.layer_types.iter().enumerate() {
                 for what in ["key", "value"] {
@@ -566,9 +584,15 @@ pub(super) fn moment_widths(c: &Gemma3Config) -> [usize; 4] {
     [c.hidden_size, c.num_attention_heads * c.head_dim, c.hidden_size, c.intermediate_size]
 }
 
-/// Bytes of the buffer that copies logits to the host.
+/// The heads that the kernels of a model are made for.
+pub(super) fn heads_of(c: &Gemma3Config, kv: KvDtype) -> Heads {
+    Heads { group: c.num_attention_heads / c.num_key_value_heads, head_dim: c.head_dim, kv }
+}
+
+/// Bytes of the buffer that copies logits to the host, or a row of them and one of a residual stream.
 pub(super) fn logits_bytes(c: &Gemma3Config) -> u64 {
-    Activations::bytes(READBACK_ROWS, c.vocab_size)
+    let both = Activations::bytes(1, c.vocab_size) + Activations::bytes(1, c.hidden_size);
+    Activations::bytes(READBACK_ROWS, c.vocab_size).max(both)
 }
 
 /// Bytes of the keys and values that `tokens` tokens after `start` positions see, each once.

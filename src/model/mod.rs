@@ -11,15 +11,19 @@ pub mod gemma3;
 #[doc(hidden)]
 pub mod judge;
 pub mod kernel_cases;
+mod layer_check;
 mod layers;
 pub mod load;
 pub mod memory;
 mod rates;
 mod runner;
 mod sampling;
+#[doc(hidden)]
+pub mod self_test;
 pub mod shapes;
 mod step;
 pub mod tune;
+pub mod twin;
 pub mod weights;
 
 pub use crate::gpu::Counts;

@@ -285,7 +285,7 @@ pub trait Runner: Send {
         Ok(vec![Vec::new(); requests.len()])
     }
 
-    /// Has the device compute a tiny dispatch and compares its result, with no step in flight; bounded in time. The
+    /// Has the device compute something tiny whose result is known, with no step in flight; bounded in time. The
     /// probe changes nothing that sequences need.
     fn probe(&mut self) -> Result<(), RunnerError>;
 }

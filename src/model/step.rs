@@ -131,6 +131,17 @@ pub(super) fn plan(
     submits
 }
 
+/// Submits of the same parts, in which every layer is a part of its own, which is recorded for one step.
+pub(super) fn layer_by_layer(submits: Vec<Submit>, tokens: usize) -> Vec<Submit> {
+    let parts_of = |part: Part| match part {
+        Part::Segment(layers) => layers.map(|layer| Part::Layer { layer, rows: 0..tokens }).collect(),
+        part => vec![part],
+    };
+    let each =
+        |Submit { parts, work }| Submit { parts: parts.into_iter().flat_map(parts_of).collect(), work };
+    submits.into_iter().map(each).collect()
+}
+
 /// The rows of a step whose logits are computed, and the requests for the ids to draw from them. The requests are empty
 /// if the logits are copied to the host instead.
 #[derive(Default)]

@@ -10,7 +10,7 @@ use socket2::{Domain, Socket, Type};
 use tempfile::TempDir;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
-use unicorn::api::{self, Connections, Facts, HeapNow, KernelTime, MemoryNow, Placed, Submitted};
+use unicorn::api::{self, Connections, Facts, HeapNow, KernelTime, MemoryNow, Placed, SelfTested, Submitted};
 
 use super::app::App;
 use super::fake_runner::HANG;
@@ -117,6 +117,7 @@ pub fn facts() -> Facts {
         driver: "a driver".into(),
         placements: vec![placed("KV cache", "heap 0", 7), placed("norms", "heap \"1\"", 9)],
         residency: "confirmed".into(),
+        self_test: SelfTested { kernels: 21, layers: Some(6), seconds: 0.5 },
         memory: Box::new(|| {
             let heaps = vec![HeapNow { heap: "heap 0".into(), size_bytes: 23, free_bytes: 9 }];
             MemoryNow { heaps, vram: Some(11), gtt: None, resident: Some(13) }

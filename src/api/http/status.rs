@@ -9,7 +9,7 @@ use axum::extract::State;
 use serde::Serialize;
 use utoipa::ToSchema;
 
-use crate::api::facts::{HeapNow, KernelTime, MemoryNow, Placed};
+use crate::api::facts::{HeapNow, KernelTime, MemoryNow, Placed, SelfTested};
 use crate::api::http::health::{Health, HealthName};
 use crate::api::openapi::AuthErrors;
 use crate::api::server::Server;
@@ -153,6 +153,7 @@ struct StatusEngine {
 struct StatusDevice {
     name: String,
     driver: String,
+    self_test: SelfTested,
 }
 
 /// Memory of the device and of the process. A number is null if the system does not report it.
@@ -255,7 +256,11 @@ pub(in crate::api) async fn status(State(server): State<Arc<Server>>) -> Json<St
             device_losses: stats.losses,
             recovery_s: stats.recovery_ns as f64 / 1e9,
         }),
-        device: facts.map(|facts| StatusDevice { name: facts.device.clone(), driver: facts.driver.clone() }),
+        device: facts.map(|facts| StatusDevice {
+            name: facts.device.clone(),
+            driver: facts.driver.clone(),
+            self_test: facts.self_test,
+        }),
         memory: facts.map(|facts| {
             let MemoryNow { heaps, vram, gtt, resident } = (facts.memory)();
             StatusMemory {

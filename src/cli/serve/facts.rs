@@ -1,7 +1,7 @@
 //! The facts about the loaded model that `/status` and `/metrics` report, with callbacks for the values that change.
 
 use super::device::Observer;
-use crate::api::{Facts, HeapNow, KernelTime, MemoryNow, Placed, Submitted};
+use crate::api::{Facts, HeapNow, KernelTime, MemoryNow, Placed, SelfTested, Submitted};
 use crate::cli::device_process::{DeviceFacts, Observed};
 use crate::cli::process::resident_bytes;
 use crate::config::Config;
@@ -45,6 +45,11 @@ pub fn collect(layers: usize, device: DeviceFacts, observer: &Observer, config: 
         driver: device.driver,
         placements: device.placements.into_iter().map(placed).collect(),
         residency: device.residency,
+        self_test: SelfTested {
+            kernels: device.self_test.kernels,
+            layers: device.self_test.layers,
+            seconds: device.self_test.seconds,
+        },
         memory: Box::new(memory),
         submitted: Box::new(submitted),
         kernels: Box::new(kernels),

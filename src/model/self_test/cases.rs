@@ -1,0 +1,1060 @@
+//! The cases of the self-test: what each records, and what of its results is compared with which stored values.
+//!
+//! All cases lie in one buffer, whose size depends on heads and schemes alone, so that a plan can count it.
+
+use std::ops::Range;
+
+use super::inputs::{self, COLS, DRAWS, KV_HEADS, NEW_TOKENS, NORM_ROWS, ROWS, TOKENS, VOCAB, WIDTH};
+use super::stored::{Set, Stored};
+use crate::gpu::{Buffer, Recorder};
+use crate::kernels::{
+    Activations, Attention, AttentionShape, Bias, DrawArrays, Embedding, Heads, History, Item, Kernels,
+    KvCache, LAST_SAMPLED, LOGPROB_WORDS, Logits, Matrix, Operand, Partials, Quantized, RmsNorm, Room, Run,
+    SampleRequest, ShareArrays, Shares, StepArrays, Wants, draw_words, mask_words, partial_width,
+};
+use crate::tensor::{KvDtype, Scheme};
+
+/// The word that fills every result before a case writes it: a NaN.
+pub const POISON: u32 = 0x7fc0_5e1f;
+/// Alignment of what shaders read.
+const ALIGNMENT: u64 = 256;
+/// Slots of partials: of one token, and of a tile.
+const ROOM: Room = Room { single: 8, tiles: 32 };
+/// Queries of the attention cases: the last tokens of a sequence in a tile, and the last one by itself.
+const QUERIES: usize = NEW_TOKENS + 1;
+const KV_BLOCKS: usize = inputs::KEYS / inputs::BLOCK_SIZE;
+
+/// What the kernels of a model were made for, as far as the cases depend on it.
+#[derive(Debug, Clone)]
+pub struct Traits {
+    pub heads: Heads,
+    /// Every scheme of a matrix, once; the embedding's first.
+    pub schemes: Vec<Scheme>,
+    /// The schemes of gate and up matrices that are alike, and the forms of the results that follow.
+    pub gated: Vec<(Scheme, Wants)>,
+    /// The forms of what norms write, of attention, of GeGLU, and of the final norm; each form once.
+    pub normed: Vec<Wants>,
+    pub attended: Vec<Wants>,
+    pub activated: Vec<Wants>,
+    pub last: Wants,
+}
+
+/// A place in the buffer of all cases.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Part {
+    X,
+    XBlocks,
+    Y,
+    SecondY,
+    YBlocks,
+    Table,
+    EmbedIds,
+    EmbedSampled,
+    Embedded,
+    Normed,
+    Hidden,
+    Work,
+    Norm,
+    NormBlocks,
+    NormWeight,
+    NextWeight,
+    NormRows,
+    Pooled,
+    Queries,
+    Keys,
+    Values,
+    BlockTable,
+    Items,
+    PartialsSingle,
+    PartialsTiles,
+    Attended,
+    AttendedBlocks,
+    RawQueries,
+    RawKeys,
+    RawValues,
+    StoredQueries,
+    StoredKeys,
+    StoredValues,
+    QueryNorm,
+    KeyNorm,
+    Rope,
+    Positions,
+    Slots,
+    HistoryStep,
+    History,
+    Raw,
+    Adjusted,
+    DrawScratch,
+    Requests,
+    Biases,
+    Masks,
+    Ids,
+    Logprobs,
+    DrawHistory,
+    DrawSlots,
+}
+
+/// Bytes of each part.
+fn sizes(heads: &Heads) -> Vec<(Part, u64)> {
+    use Part::*;
+    let (floats, blocks) = (Activations::bytes, Quantized::bytes);
+    let kv_width = KV_HEADS * heads.head_dim;
+    let width = heads.group * kv_width;
+    let partial = partial_width(KV_HEADS * heads.group, heads.head_dim);
+    let kv =
+        |count: usize| (count * inputs::BLOCK_SIZE * KV_HEADS * heads.kv.row_bytes(heads.head_dim)) as u64;
+    let stored = inputs::STORED.len();
+    let norm = floats(NORM_ROWS, WIDTH);
+    vec![
+        (X, floats(TOKENS, COLS)),
+        (XBlocks, blocks(TOKENS, COLS)),
+        (Y, floats(TOKENS, ROWS)),
+        (SecondY, floats(TOKENS, ROWS)),
+        (YBlocks, blocks(TOKENS, ROWS)),
+        (Table, Embedding::table_bytes(1)),
+        (EmbedIds, 4 * inputs::EMBEDDED_IDS.len() as u64),
+        (EmbedSampled, 8),
+        (Embedded, floats(inputs::EMBEDDED_IDS.len(), COLS)),
+        (Normed, norm),
+        (Hidden, norm),
+        (Work, norm),
+        (Norm, norm),
+        (NormBlocks, blocks(NORM_ROWS, WIDTH)),
+        (NormWeight, 4 * WIDTH as u64),
+        (NextWeight, 4 * WIDTH as u64),
+        (NormRows, 8),
+        (Pooled, floats(1, WIDTH)),
+        (Queries, floats(QUERIES, width)),
+        (Keys, kv(KV_BLOCKS)),
+        (Values, kv(KV_BLOCKS)),
+        (BlockTable, 4 * KV_BLOCKS as u64),
+        // Both attention cases have items of single tokens and of tiles, numbers of workgroups, and merges.
+        (Items, 2 * 4 * ITEM_BYTES),
+        (PartialsSingle, floats(ROOM.single, partial)),
+        (PartialsTiles, floats(ROOM.tiles, partial)),
+        (Attended, floats(QUERIES, width)),
+        (AttendedBlocks, blocks(QUERIES, width)),
+        (RawQueries, floats(stored, width)),
+        (RawKeys, floats(stored, kv_width)),
+        (RawValues, floats(stored, kv_width)),
+        (StoredQueries, floats(stored, width)),
+        (StoredKeys, kv(1)),
+        (StoredValues, kv(1)),
+        (QueryNorm, 4 * heads.head_dim as u64),
+        (KeyNorm, 4 * heads.head_dim as u64),
+        (Rope, 4 * 4 * heads.head_dim as u64),
+        (Positions, 4 * stored as u64),
+        (Slots, 4 * stored as u64),
+        (HistoryStep, 4 * ALIGNMENT),
+        (History, 4 * 3 * 8),
+        (Raw, floats(DRAWS, VOCAB)),
+        (Adjusted, floats(DRAWS, VOCAB)),
+        (DrawScratch, floats(DRAWS, draw_words(VOCAB))),
+        (Requests, (DRAWS * size_of::<SampleRequest>()) as u64),
+        (Biases, size_of_val(&inputs::BIASES) as u64),
+        (Masks, 4 * mask_words(VOCAB) as u64),
+        (Ids, 4 * DRAWS as u64),
+        (Logprobs, (4 * DRAWS * LOGPROB_WORDS) as u64),
+        (DrawHistory, 4 * inputs::HISTORY.len() as u64),
+        (DrawSlots, 4 * DRAWS as u64),
+    ]
+}
+
+/// Bytes for a list of items, and for each other list that shares out attention.
+const ITEM_BYTES: u64 = ROOM.tiles as u64 * size_of::<Item>() as u64;
+
+/// Bytes of the buffer of all cases of a model with these heads and schemes.
+pub fn buffer_bytes(heads: &Heads, schemes: &[Scheme]) -> u64 {
+    let parts = sizes(heads).into_iter().map(|(_, bytes)| bytes);
+    let matrices = schemes.iter().flat_map(|scheme| matrix_bytes(*scheme));
+    parts.chain(matrices).map(|bytes| bytes.next_multiple_of(ALIGNMENT)).sum()
+}
+
+fn matrix_bytes(scheme: Scheme) -> [u64; 2] {
+    [scheme.block_bytes(ROWS, COLS), scheme.scale_bytes(ROWS, COLS)]
+}
+
+/// Bytes of the results of one submit: those of the largest case, and no less than a few cases have.
+pub fn result_bytes(heads: &Heads) -> u64 {
+    let width = heads.group * KV_HEADS * heads.head_dim;
+    (Activations::bytes(QUERIES, width) + Quantized::bytes(QUERIES, width) + (32 << 10)).max(128 << 10)
+}
+
+/// How the bytes of a result are read.
+#[derive(Debug, Clone)]
+enum Form {
+    F32,
+    U32,
+    F16,
+    /// Integers of one byte, and behind them their f32 scale.
+    Int8,
+    /// What [`Quantized::values`] reads.
+    Blocks {
+        rows: usize,
+        width: usize,
+    },
+}
+
+impl Form {
+    fn values(&self, bytes: &[u8]) -> Vec<f64> {
+        let words = bytes.as_chunks::<4>().0;
+        match self {
+            Form::F32 => words.iter().map(|word| f32::from_le_bytes(*word).into()).collect(),
+            Form::U32 => words.iter().map(|word| u32::from_le_bytes(*word).into()).collect(),
+            Form::F16 => {
+                bytes.as_chunks::<2>().0.iter().map(|two| half::f16::from_le_bytes(*two).into()).collect()
+            }
+            Form::Int8 => {
+                let (q, scale) = bytes.split_at(bytes.len() - 4);
+                let scale = f64::from(f32::from_le_bytes(scale.try_into().expect("four bytes")));
+                q.iter().map(|q| f64::from(*q as i8) * scale).collect()
+            }
+            Form::Blocks { rows, width } => {
+                Quantized::values(bytes, *rows, *width).into_iter().map(f64::from).collect()
+            }
+        }
+    }
+}
+
+impl Form {
+    /// Where the words lie that an element of a result of `len` bytes cannot be right without.
+    fn words_of(&self, index: usize, len: usize) -> Vec<usize> {
+        match self {
+            Form::F32 | Form::U32 => vec![4 * index],
+            Form::F16 => vec![2 * index / 4 * 4],
+            Form::Int8 => vec![len - 4],
+            Form::Blocks { rows, width } => {
+                vec![Quantized::scale_at(*rows, *width, index / width, index % width)]
+            }
+        }
+    }
+}
+
+/// An element of a result, what it should be, and by how much it may differ.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Element {
+    pub index: usize,
+    pub value: f64,
+    pub bound: f64,
+}
+
+/// A result of a case: buffers that are copied to the host one behind the other.
+struct Output {
+    name: &'static str,
+    from: Vec<Buffer>,
+    form: Form,
+    elements: Vec<Element>,
+}
+
+/// The first element of a case that is not what it should be.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Mismatch {
+    pub output: &'static str,
+    pub element: Element,
+    pub got: f64,
+}
+
+type Record = Box<dyn Fn(&Kernels, &mut Recorder<'_>) + Send>;
+
+/// One kernel with its inputs, or a few kernels that only make sense together.
+pub struct Case {
+    /// The shader, the scheme of its weights, and the tokens of its body.
+    pub kernel: String,
+    record: Record,
+    outputs: Vec<Output>,
+}
+
+impl Case {
+    /// Bytes that the case copies to the host.
+    pub fn bytes(&self) -> u64 {
+        self.outputs.iter().flat_map(|output| &output.from).map(Buffer::size).sum()
+    }
+
+    /// Records the case, and the copies of its results to `results`.
+    pub fn record(&self, kernels: &Kernels, recorder: &mut Recorder<'_>, results: &Buffer) {
+        (self.record)(kernels, recorder);
+        let mut at = 0;
+        for from in self.outputs.iter().flat_map(|output| &output.from) {
+            recorder.copy(from, &results.slice(at, from.size()), from.size());
+            at += from.size();
+        }
+    }
+
+    /// Compares the bytes that [`Case::record`] copied.
+    pub fn compare(&self, mut bytes: &[u8]) -> Result<(), Mismatch> {
+        for output in &self.outputs {
+            let len: u64 = output.from.iter().map(Buffer::size).sum();
+            let (own, rest) = bytes.split_at(len as usize);
+            bytes = rest;
+            let values = output.form.values(own);
+            for &element in &output.elements {
+                let got = values[element.index];
+                // A NaN is within no bound.
+                let is_right = (got - element.value).abs() <= element.bound;
+                if !is_right {
+                    return Err(Mismatch { output: output.name, element, got });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Ways to damage a right result of the case that [`Case::compare`] does not notice: each word that holds an
+    /// element is poisoned in turn, and has all of its bits, or its highest one but the sign, turned round.
+    pub fn misses(&self, right: &[u8]) -> Vec<String> {
+        let mut missed = Vec::new();
+        let mut start = 0;
+        for output in &self.outputs {
+            let len: u64 = output.from.iter().map(Buffer::size).sum();
+            for element in &output.elements {
+                // The scale of what is next to nothing does not show.
+                let scaled = matches!(output.form, Form::Int8 | Form::Blocks { .. });
+                let is_small = element.value.abs() <= 4.0 * element.bound;
+                for at in output.form.words_of(element.index, len as usize) {
+                    for damage in if scaled && is_small { &[POISON][..] } else { &[POISON, !0, 1 << 30] } {
+                        let damage = *damage;
+                        let mut bytes = right.to_vec();
+                        let word = &mut bytes[start + at..start + at + 4];
+                        let old = u32::from_le_bytes(word.try_into().expect("four bytes"));
+                        let new = if damage == POISON { damage } else { old ^ damage };
+                        word.copy_from_slice(&new.to_le_bytes());
+                        if new != old && self.compare(&bytes).is_ok() {
+                            missed.push(format!("{}[{}] ^ {damage:x}", output.name, element.index));
+                        }
+                    }
+                }
+            }
+            start += len as usize;
+        }
+        missed
+    }
+}
+
+/// The buffer of all cases, and what the host writes into it.
+struct Space {
+    buffer: Buffer,
+    parts: Vec<(Part, Range<u64>)>,
+    image: Vec<u8>,
+}
+
+impl Space {
+    fn part(&self, part: Part) -> Buffer {
+        let (_, range) = self.parts.iter().find(|(of, _)| *of == part).expect("every part has a size");
+        self.buffer.slice(range.start, range.end - range.start)
+    }
+
+    fn floats(&self, part: Part, width: usize) -> Activations {
+        Activations::new(self.part(part), width)
+    }
+
+    fn blocks(&self, part: Part, width: usize) -> Quantized {
+        Quantized::new(self.part(part), width)
+    }
+
+    fn put<T: bytemuck::NoUninit>(&mut self, to: &Buffer, data: &[T]) {
+        let bytes = bytemuck::cast_slice(data);
+        assert!(bytes.len() as u64 <= to.size(), "{} bytes do not fit", bytes.len());
+        let at = (to.address() - self.buffer.address()) as usize;
+        self.image[at..at + bytes.len()].copy_from_slice(bytes);
+    }
+
+    fn put_rows(&mut self, part: Part, width: usize, rows: usize, value: impl Fn(usize, usize) -> f32) {
+        let stride = Activations::stride_of(width);
+        let mut all = vec![0f32; rows * stride];
+        for (row, to) in all.chunks_exact_mut(stride).enumerate() {
+            to[..width].iter_mut().enumerate().for_each(|(col, to)| *to = value(row, col));
+        }
+        self.put(&self.part(part), &all);
+    }
+}
+
+/// All cases of a model, and what the host writes to their buffer before they run.
+pub struct Cases {
+    pub cases: Vec<Case>,
+    pub image: Vec<u8>,
+    /// Products that no values are stored for.
+    pub untested: Vec<String>,
+}
+
+impl Cases {
+    /// Cases in `buffer` of [`buffer_bytes`].
+    pub fn new(buffer: &Buffer, kernels: &Kernels, traits: &Traits, stored: &Stored) -> Cases {
+        let mut at = 0;
+        let mut take = |bytes: u64| {
+            let start = at;
+            at += bytes.next_multiple_of(ALIGNMENT);
+            start..start + bytes
+        };
+        let parts = sizes(&traits.heads).into_iter().map(|(part, bytes)| (part, take(bytes))).collect();
+        let matrices: Vec<[Range<u64>; 2]> =
+            traits.schemes.iter().map(|scheme| matrix_bytes(*scheme).map(&mut take)).collect();
+        assert_eq!(at, buffer.size(), "the buffer of all cases");
+        let space = Space { buffer: buffer.clone(), parts, image: vec![0; at as usize] };
+        let mut make = Make { space, kernels, traits, stored, cases: Vec::new(), untested: Vec::new() };
+        make.products(&matrices);
+        make.norms();
+        make.store();
+        make.attention();
+        make.history();
+        make.draws();
+        Cases { cases: make.cases, image: make.space.image, untested: make.untested }
+    }
+}
+
+struct Make<'a> {
+    space: Space,
+    kernels: &'a Kernels,
+    traits: &'a Traits,
+    stored: &'a Stored,
+    cases: Vec<Case>,
+    untested: Vec<String>,
+}
+
+impl Make<'_> {
+    fn add(&mut self, kernel: impl Into<String>, outputs: Vec<Output>, record: Record) {
+        self.cases.push(Case { kernel: kernel.into(), record, outputs });
+    }
+
+    /// The result that an operand is, with elements `(row, col)` in the order of a set of stored values.
+    fn operand(
+        &self,
+        name: &'static str,
+        to: &Operand,
+        rows: usize,
+        set: &Set,
+        places: &[(usize, usize)],
+    ) -> Vec<Output> {
+        let mut outputs = Vec::new();
+        if let Some(floats) = &to.floats {
+            outputs.push(self.rows(name, floats, rows, set, places));
+        }
+        if let Some(blocks) = &to.blocks {
+            // Rounding to int8 takes half of a step of the largest value.
+            let bound = set.bound + set.largest / 127.0 * 0.51;
+            let width = blocks.width;
+            let elements = elements(set, places.iter().map(|(row, col)| row * width + col), bound);
+            let from = vec![blocks.buffer.slice(0, Quantized::bytes(rows, width))];
+            outputs.push(Output { name, from, form: Form::Blocks { rows, width }, elements });
+        }
+        outputs
+    }
+
+    fn rows(
+        &self,
+        name: &'static str,
+        floats: &Activations,
+        rows: usize,
+        set: &Set,
+        places: &[(usize, usize)],
+    ) -> Output {
+        let from = vec![floats.rows(&(0..rows)).buffer];
+        let stride = floats.stride;
+        let elements = elements(set, places.iter().map(|(row, col)| row * stride + col), set.bound);
+        Output { name, from, form: Form::F32, elements }
+    }
+
+    /// Lookups and products in every scheme.
+    fn products(&mut self, matrices: &[[Range<u64>; 2]]) {
+        let space = &mut self.space;
+        space.put_rows(Part::X, COLS, TOKENS, inputs::activation);
+        let [first, .., sampled] = inputs::EMBEDDED_IDS.map(|id| id as u32);
+        let ids = [first, inputs::EMBEDDED_IDS[1] as u32, inputs::EMBEDDED_IDS[2] as u32, LAST_SAMPLED | 1];
+        space.put(&space.part(Part::EmbedIds), &ids);
+        space.put(&space.part(Part::EmbedSampled), &[7, sampled]);
+        let [x, y, second] = [(Part::X, COLS), (Part::Y, ROWS), (Part::SecondY, ROWS)]
+            .map(|(part, width)| space.floats(part, width));
+        let (x_blocks, y_blocks) = (space.blocks(Part::XBlocks, COLS), space.blocks(Part::YBlocks, ROWS));
+
+        let set = self.stored.get("quantize");
+        let places: Vec<_> = (1..COLS).step_by(36).map(|col| (0, col)).collect();
+        let to = Operand::blocks(&x_blocks);
+        let outputs = self.operand("x", &to, 2, set, &places);
+        let (from, blocks) = (x.clone(), x_blocks.clone());
+        let record = move |kernels: &Kernels, r: &mut Recorder<'_>| {
+            r.fill(&blocks.buffer, POISON);
+            kernels.quantize(r, &from, &blocks, 2);
+        };
+        self.add("quantize", outputs, Box::new(record));
+
+        for (index, (scheme, ranges)) in self.traits.schemes.clone().into_iter().zip(matrices).enumerate() {
+            let [blocks, scales] = ranges.each_ref().map(|range| {
+                (range.end > range.start)
+                    .then(|| self.space.buffer.slice(range.start, range.end - range.start))
+            });
+            let blocks = blocks.expect("a matrix has blocks");
+            let packed = inputs::packed(scheme);
+            for (to, bytes) in [Some(&blocks), scales.as_ref()].into_iter().zip(&packed) {
+                if let Some(to) = to {
+                    self.space.put(to, bytes);
+                }
+            }
+            let matrix = || Matrix::of_one_shard(scheme, [ROWS, COLS], blocks.clone(), scales.clone());
+            let name = inputs::stored_scheme(scheme);
+            let set = |what: &str| self.stored.find(&format!("{what} {name}"));
+            let [Some(products), Some(gated), Some(embedded)] = ["matmul", "gated", "embed"].map(set) else {
+                self.untested.push(format!("products in {scheme}"));
+                continue;
+            };
+            let (products, gated, embedded) = (products.clone(), gated.clone(), embedded.clone());
+            if index == 0 {
+                self.embed(scheme, matrix(), &embedded);
+            }
+            let wants = self.kernels.wants([&matrix()]);
+            let input = Operand::new(wants, &x, &x_blocks);
+            let shader = if wants.blocks { "fast_matmul" } else { "matmul" };
+            for tokens in self.kernels.product_tokens(scheme) {
+                let kernel = format!("{shader} {scheme} for {tokens} tokens");
+                let places = |row: usize| inputs::PRODUCT_ROWS.map(|col| (row, col));
+                let outputs = vec![
+                    self.rows("y", &y, tokens, &products, &places(0)),
+                    self.rows("y, last token", &y, tokens, &products, &places(tokens - 1)),
+                    self.rows("second y", &second, tokens, &products, &places(tokens - 1)),
+                ];
+                let (matrix, input, quantized) = (matrix(), input.clone(), (x.clone(), x_blocks.clone()));
+                let to = [y.clone(), second.clone()];
+                let record = move |kernels: &Kernels, r: &mut Recorder<'_>| {
+                    if wants.blocks {
+                        kernels.quantize(r, &quantized.0, &quantized.1, tokens);
+                    }
+                    to.iter().for_each(|y| r.fill(&y.buffer, POISON));
+                    let [first, second] = to.each_ref().map(|y| (&matrix, y));
+                    kernels.matmul(r, &[first, second], &input, tokens);
+                };
+                self.add(kernel, outputs, Box::new(record));
+            }
+            let forms: Vec<Wants> =
+                self.traits.gated.iter().filter(|(of, _)| *of == scheme).map(|(_, wants)| *wants).collect();
+            for (form, tokens) in forms
+                .into_iter()
+                .flat_map(|form| self.kernels.product_tokens(scheme).into_iter().map(move |n| (form, n)))
+            {
+                let to = Operand::new(form, &y, &y_blocks);
+                let places: Vec<_> = [0, tokens - 1]
+                    .into_iter()
+                    .flat_map(|token| inputs::PRODUCT_ROWS.map(|col| (token, col)))
+                    .collect();
+                let outputs = self.operand("y", &to, tokens, &gated.repeated(2), &places);
+                let kernel = format!("{shader} gated {scheme} for {tokens} tokens");
+                let (matrix, input, quantized) = (matrix(), input.clone(), (x.clone(), x_blocks.clone()));
+                let products = [y.clone(), second.clone()];
+                let record = move |kernels: &Kernels, r: &mut Recorder<'_>| {
+                    if wants.blocks {
+                        kernels.quantize(r, &quantized.0, &quantized.1, tokens);
+                    }
+                    products.iter().for_each(|y| r.fill(&y.buffer, POISON));
+                    if let Some(blocks) = &to.blocks {
+                        r.fill(&blocks.buffer, POISON);
+                    }
+                    kernels.gated(r, [&matrix, &matrix], &input, products.each_ref(), &to, tokens);
+                };
+                self.add(kernel, outputs, Box::new(record));
+            }
+        }
+    }
+
+    fn embed(&mut self, scheme: Scheme, matrix: Matrix, set: &Set) {
+        let table = self.space.part(Part::Table);
+        let (embedding, addresses) = Embedding::of_one_shard(matrix, table.clone(), inputs::EMBEDDING_SCALE);
+        self.space.put(&table, &addresses);
+        let [ids, sampled] = [Part::EmbedIds, Part::EmbedSampled].map(|part| self.space.part(part));
+        let (to, tokens) = (self.space.floats(Part::Embedded, COLS), inputs::EMBEDDED_IDS.len());
+        let places: Vec<_> =
+            (0..tokens).flat_map(|row| inputs::EMBEDDED_COLS.map(|col| (row, col))).collect();
+        let outputs = vec![self.rows("embedded", &to, tokens, set, &places)];
+        let record = move |kernels: &Kernels, r: &mut Recorder<'_>| {
+            r.fill(&to.buffer, POISON);
+            kernels.embed(r, &embedding, &ids, &sampled, &to, tokens);
+        };
+        self.add(format!("embed {scheme}"), outputs, Box::new(record));
+    }
+
+    /// Norms in every form, what they are added to, GeGLU, and sums of states.
+    fn norms(&mut self) {
+        let space = &mut self.space;
+        space.put_rows(Part::Normed, WIDTH, NORM_ROWS, inputs::normed);
+        space.put_rows(Part::Hidden, WIDTH, NORM_ROWS, inputs::hidden);
+        space.put(&space.part(Part::NormRows), &[2u32, 0]);
+        for (part, next) in [(Part::NormWeight, false), (Part::NextWeight, true)] {
+            space.put(&space.part(part), &inputs::norm_weights(next));
+        }
+        let [x, hidden, work, y] =
+            [Part::Normed, Part::Hidden, Part::Work, Part::Norm].map(|part| space.floats(part, WIDTH));
+        let blocks = space.blocks(Part::NormBlocks, WIDTH);
+        let [norm, next] = [Part::NormWeight, Part::NextWeight]
+            .map(|part| RmsNorm { weight: space.part(part), eps: inputs::EPS });
+        let (index, pooled) = (space.part(Part::NormRows), space.floats(Part::Pooled, WIDTH));
+        let places = |rows: &[usize]| -> Vec<(usize, usize)> {
+            rows.iter().flat_map(|row| inputs::NORM_COLS.map(|col| (*row, col))).collect()
+        };
+        let all = places(&[0, 1, 2]);
+        let poison = |r: &mut Recorder<'_>, to: &Operand| {
+            let [floats, blocks] =
+                [to.floats.as_ref().map(|x| &x.buffer), to.blocks.as_ref().map(|x| &x.buffer)];
+            [floats, blocks].into_iter().flatten().for_each(|buffer| r.fill(buffer, POISON));
+        };
+        let form_name = |form: Wants| match (form.floats, form.blocks) {
+            (true, true) => "_both",
+            (false, true) => "_int8",
+            _ => "",
+        };
+        let bytes = work.buffer.size();
+        let stored = self.stored;
+        for form in self.traits.normed.clone() {
+            let to = Operand::new(form, &y, &blocks);
+            let outputs = self.operand("y", &to, NORM_ROWS, stored.get("rms_norm"), &all);
+            let (from, by, into) = (x.clone(), norm.clone(), to.clone());
+            let record = move |kernels: &Kernels, r: &mut Recorder<'_>| {
+                poison(r, &into);
+                kernels.rms_norm(r, &from, &by, &into, NORM_ROWS);
+            };
+            self.add(format!("rms_norm{}", form_name(form)), outputs, Box::new(record));
+
+            let mut outputs = self.operand("y", &to, NORM_ROWS, stored.get("residual y"), &all);
+            outputs.push(self.rows("hidden", &work, NORM_ROWS, stored.get("residual hidden"), &all));
+            let (from, by, then, into) = (x.clone(), norm.clone(), next.clone(), to.clone());
+            let (before, stream) = (hidden.clone(), work.clone());
+            let record = move |kernels: &Kernels, r: &mut Recorder<'_>| {
+                poison(r, &into);
+                r.copy(&before.buffer, &stream.buffer, bytes);
+                kernels.residual(r, &from, &by, (&stream, &then), &into, NORM_ROWS);
+            };
+            self.add(format!("rms_norm_residual{}", form_name(form)), outputs, Box::new(record));
+        }
+
+        let outputs = vec![self.rows("hidden", &work, NORM_ROWS, stored.get("residual hidden"), &all)];
+        let (from, by, before, stream) = (x.clone(), norm.clone(), hidden.clone(), work.clone());
+        let record = move |kernels: &Kernels, r: &mut Recorder<'_>| {
+            r.copy(&before.buffer, &stream.buffer, bytes);
+            kernels.rms_norm_add(r, &from, &by, &stream, NORM_ROWS);
+        };
+        self.add("rms_norm_add", outputs, Box::new(record));
+
+        let to = Operand::new(self.traits.last, &y, &blocks);
+        // Row 2 comes first, and row 0 behind it.
+        let set = stored.get("rms_norm").reordered(&[places(&[2]), places(&[0])].concat(), &all);
+        let outputs = self.operand("y", &to, 2, &set, &places(&[0, 1]));
+        let (from, by, into) = (x.clone(), norm.clone(), to);
+        let record = move |kernels: &Kernels, r: &mut Recorder<'_>| {
+            poison(r, &into);
+            kernels.rms_norm_gather(r, &from, &index, &by, &into, 2);
+        };
+        self.add(format!("rms_norm_gather{}", form_name(self.traits.last)), outputs, Box::new(record));
+
+        for form in self.traits.activated.clone() {
+            // A result in f32 is written over the gate's product.
+            let to = Operand::new(form, &work, &blocks);
+            let outputs = self.operand("y", &to, NORM_ROWS, stored.get("geglu"), &all);
+            let (gate, up, stream) = (x.clone(), hidden.clone(), work.clone());
+            let record = move |kernels: &Kernels, r: &mut Recorder<'_>| {
+                if let Some(blocks) = &to.blocks {
+                    r.fill(&blocks.buffer, POISON);
+                }
+                r.copy(&gate.buffer, &stream.buffer, bytes);
+                kernels.geglu(r, &stream, &up, &to, NORM_ROWS);
+            };
+            self.add(format!("geglu{}", form_name(form)), outputs, Box::new(record));
+        }
+
+        let outputs = vec![self.rows("sums", &pooled, 1, stored.get("pool"), &places(&[0]))];
+        let record = move |kernels: &Kernels, r: &mut Recorder<'_>| {
+            r.fill(&pooled.buffer, POISON);
+            kernels.pool(r, &x, &pooled, true, NORM_ROWS);
+            kernels.pool(r, &hidden, &pooled, false, NORM_ROWS);
+        };
+        self.add("pool", outputs, Box::new(record));
+    }
+
+    fn shape(&self, window: Option<usize>) -> AttentionShape {
+        let Heads { group, head_dim, .. } = self.traits.heads;
+        AttentionShape {
+            num_heads: KV_HEADS * group,
+            num_kv_heads: KV_HEADS,
+            head_dim,
+            block_size: inputs::BLOCK_SIZE,
+            max_blocks: KV_BLOCKS,
+            window,
+        }
+    }
+
+    /// Elements of some heads of a row: each dimension of each head has the stored value of its head and class.
+    fn of_heads(
+        &self,
+        set: &Set,
+        bound: f64,
+        heads: Range<usize>,
+        stored_at: impl Fn(usize, usize) -> usize,
+    ) -> Vec<Element> {
+        let dim = self.traits.heads.head_dim;
+        let places = heads.flat_map(|head| (0..dim).map(move |d| (head, d)));
+        places
+            .enumerate()
+            .map(|(index, (head, d))| {
+                let value = set.values[stored_at(head, inputs::class(d, dim))];
+                Element { index, value, bound }
+            })
+            .collect()
+    }
+
+    /// A row of keys or values in a block of the cache.
+    fn cache_row(&self, cache: &Buffer, block: usize, head: usize, token: usize) -> (Vec<Buffer>, Form) {
+        let Heads { head_dim, kv, .. } = self.traits.heads;
+        let rows = KV_HEADS * inputs::BLOCK_SIZE;
+        let (row, row_bytes) = (head * inputs::BLOCK_SIZE + token, kv.row_bytes(head_dim));
+        let start = block * rows * row_bytes;
+        let slice = |at: usize, bytes: usize| cache.slice((start + at) as u64, bytes as u64);
+        match kv {
+            KvDtype::F32 => (vec![slice(row * row_bytes, row_bytes)], Form::F32),
+            KvDtype::F16 => (vec![slice(row * row_bytes, row_bytes)], Form::F16),
+            KvDtype::Int8 => {
+                let scale = slice(rows * head_dim + 4 * row, 4);
+                (vec![slice(row * head_dim, head_dim), scale], Form::Int8)
+            }
+        }
+    }
+
+    /// Puts a row of whole 128ths into a block of the cache.
+    fn put_cache_row(&mut self, cache: &Buffer, block: usize, head: usize, token: usize, row: &[f32]) {
+        let (to, _) = self.cache_row(cache, block, head, token);
+        let bytes: Vec<u8> = match self.traits.heads.kv {
+            KvDtype::F32 => row.iter().flat_map(|v| v.to_le_bytes()).collect(),
+            KvDtype::F16 => row.iter().flat_map(|v| half::f16::from_f32(*v).to_le_bytes()).collect(),
+            KvDtype::Int8 => row.iter().map(|v| (v * 128.0) as i8 as u8).collect(),
+        };
+        self.space.put(&to[0], &bytes);
+        if let Some(scale) = to.get(1) {
+            self.space.put(scale, &[1f32 / 128.0]);
+        }
+    }
+
+    /// QK-norm, RoPE and the store of keys and values.
+    fn store(&mut self) {
+        let Heads { group, head_dim, kv } = self.traits.heads;
+        let (kv_width, tokens) = (KV_HEADS * head_dim, inputs::STORED.len());
+        let width = group * kv_width;
+        let class = |col: usize| inputs::class(col % head_dim, head_dim);
+        let space = &mut self.space;
+        space.put_rows(Part::RawQueries, width, tokens, |t, col| {
+            inputs::raw_query(t, col / head_dim % 4, class(col))
+        });
+        space.put_rows(Part::RawKeys, kv_width, tokens, |t, col| {
+            inputs::raw_key(t, col / head_dim, class(col))
+        });
+        space.put_rows(Part::RawValues, kv_width, tokens, |t, col| {
+            inputs::value(t, col / head_dim, class(col))
+        });
+        for (part, keys) in [(Part::QueryNorm, false), (Part::KeyNorm, true)] {
+            let weights: Vec<f32> = (0..head_dim).map(|d| inputs::head_norm(keys, class(d))).collect();
+            space.put(&space.part(part), &weights);
+        }
+        let angles = (0..4).flat_map(|p| (0..head_dim / 2).map(move |i| inputs::angle(p, i % 2)));
+        let rope: Vec<f32> = angles.flat_map(|angle| [angle.cos() as f32, angle.sin() as f32]).collect();
+        space.put(&space.part(Part::Rope), &rope);
+        space.put(&space.part(Part::Positions), &inputs::STORED.map(|(position, _)| position as u32));
+        space.put(&space.part(Part::Slots), &inputs::STORED.map(|(_, slot)| slot as u32));
+
+        let [raw, q] = [Part::RawQueries, Part::StoredQueries].map(|part| space.floats(part, width));
+        let [k, v] = [Part::RawKeys, Part::RawValues].map(|part| space.floats(part, kv_width));
+        let [q_norm, k_norm] = [Part::QueryNorm, Part::KeyNorm]
+            .map(|part| RmsNorm { weight: space.part(part), eps: inputs::EPS });
+        let cache = KvCache { keys: space.part(Part::StoredKeys), values: space.part(Part::StoredValues) };
+        let (rope, unused) = (space.part(Part::Rope), space.part(Part::Positions));
+        let step = StepArrays {
+            ids: unused.clone(),
+            positions: space.part(Part::Positions),
+            sequence_of: unused.clone(),
+            slot_mapping: space.part(Part::Slots),
+            block_tables: unused.clone(),
+            shares: ShareArrays { single: None, tiles: None, groups: unused.clone(), merges: unused },
+        };
+        let mut outputs = Vec::new();
+        let set = self.stored.get("qkv_store q");
+        for token in 0..tokens {
+            let heads = 0..KV_HEADS * group;
+            let elements =
+                self.of_heads(set, set.bound, heads, |head, class| (token * 4 + head % 4) * 4 + class);
+            let from = vec![q.rows(&(token..token + 1)).buffer];
+            outputs.push(Output { name: "queries", from, form: Form::F32, elements });
+        }
+        for (name, set, cache) in
+            [("keys", "qkv_store k", &cache.keys), ("values", "qkv_store v", &cache.values)]
+        {
+            let set = self.stored.get(set);
+            // What the cache's type cannot express is half of its last bit.
+            let lost = match kv {
+                KvDtype::F32 => 0.0,
+                KvDtype::F16 => set.largest / 2048.0,
+                KvDtype::Int8 => set.largest / 127.0 * 0.51,
+            };
+            for (token, head) in (0..tokens).flat_map(|token| (0..KV_HEADS).map(move |head| (token, head))) {
+                let (from, form) = self.cache_row(cache, 0, head, inputs::STORED[token].1);
+                let at = |_: usize, class: usize| (token * KV_HEADS + head) * 4 + class;
+                let elements = self.of_heads(set, set.bound + lost, head..head + 1, at);
+                outputs.push(Output { name, from, form, elements });
+            }
+        }
+        let attention =
+            Attention { shape: self.shape(None), q_norm, k_norm, rope, q_scale: inputs::Q_SCALE, cache };
+        let record = move |kernels: &Kernels, r: &mut Recorder<'_>| {
+            let KvCache { keys, values } = &attention.cache;
+            [keys, values].into_iter().for_each(|half| r.fill(half, POISON));
+            r.copy(&raw.buffer, &q.buffer, q.buffer.size());
+            kernels.qkv_store(r, &attention, [&q, &k, &v], &step, tokens);
+        };
+        self.add(format!("qkv_store_{kv}"), outputs, Box::new(record));
+    }
+
+    /// Attention of tokens in a tile and of one by itself, over all keys and over a window, and the merge of splits.
+    fn attention(&mut self) {
+        let Heads { group, head_dim, kv } = self.traits.heads;
+        let width = KV_HEADS * group * head_dim;
+        let first = inputs::KEYS - NEW_TOKENS;
+        // The token by itself is the sequence's last.
+        let position = |row: usize| (first + row).min(inputs::KEYS - 1);
+        let part_of_score = 4.0 / head_dim as f32;
+        self.space.put_rows(Part::Queries, width, QUERIES, |row, col| {
+            let class = inputs::class(col % head_dim, head_dim);
+            inputs::query(position(row), col / head_dim % 4, class) * part_of_score
+        });
+        // Blocks lie in the opposite order.
+        let table: Vec<u32> = (0..KV_BLOCKS as u32).rev().collect();
+        self.space.put(&self.space.part(Part::BlockTable), &table);
+        let [keys, values] = [Part::Keys, Part::Values].map(|part| self.space.part(part));
+        for (at, head) in (0..inputs::KEYS).flat_map(|at| (0..KV_HEADS).map(move |head| (at, head))) {
+            let (block, token) = (at / inputs::BLOCK_SIZE, at % inputs::BLOCK_SIZE);
+            let block = table[block] as usize;
+            let row = |value: fn(usize, usize, usize) -> f32| -> Vec<f32> {
+                (0..head_dim).map(|d| value(at, head, inputs::class(d, head_dim))).collect()
+            };
+            self.put_cache_row(&keys, block, head, token, &row(inputs::key));
+            self.put_cache_row(&values, block, head, token, &row(inputs::value));
+        }
+        let space = &self.space;
+        let (q, floats) = (space.floats(Part::Queries, width), space.floats(Part::Attended, width));
+        let blocks = space.blocks(Part::AttendedBlocks, width);
+        let partial = partial_width(KV_HEADS * group, head_dim);
+        let partials = Partials {
+            single: space.floats(Part::PartialsSingle, partial),
+            tiles: space.floats(Part::PartialsTiles, partial),
+        };
+        let (lists, block_tables) = (space.part(Part::Items), space.part(Part::BlockTable));
+        let runs = [
+            Run { row: 0, start: first, tokens: NEW_TOKENS, sequence: 0 },
+            Run { row: NEW_TOKENS, start: inputs::KEYS - 1, tokens: 1, sequence: 0 },
+        ];
+        for (index, (what, window)) in (0..).zip([("all", None), ("window", Some(inputs::WINDOW))]) {
+            let shape = self.shape(window);
+            let shares = Shares::new(&shape, &runs, QUERIES, QUERIES, ROOM);
+            let mut lists = (0..4).map(|list| lists.slice((4 * index + list) * ITEM_BYTES, ITEM_BYTES));
+            let mut list = || lists.next().expect("four lists");
+            let [single, tiles, groups, merges] = [list(), list(), list(), list()];
+            self.space.put(&single, &shares.single);
+            self.space.put(&tiles, &shares.tiles);
+            self.space.put(&groups, &shares.groups(KV_HEADS));
+            self.space.put(&merges, &shares.merges);
+            let step = StepArrays {
+                ids: groups.clone(),
+                positions: groups.clone(),
+                sequence_of: groups.clone(),
+                slot_mapping: groups.clone(),
+                block_tables: block_tables.clone(),
+                shares: ShareArrays { single: Some(single), tiles: Some(tiles), groups, merges },
+            };
+            let set = self.stored.get(&format!("attention {what}"));
+            for form in self.traits.attended.clone() {
+                let to = Operand::new(form, &floats, &blocks);
+                let mut outputs = Vec::new();
+                for (form, (from, stride, lost)) in [
+                    to.floats.as_ref().map(|x| (Form::F32, (x.buffer.clone(), x.stride, 0.0))),
+                    to.blocks.as_ref().map(|x| {
+                        let from = x.buffer.slice(0, Quantized::bytes(QUERIES, width));
+                        let lost = set.largest / 127.0 * 0.51;
+                        (Form::Blocks { rows: QUERIES, width }, (from, width, lost))
+                    }),
+                ]
+                .into_iter()
+                .flatten()
+                {
+                    let rows = (0..QUERIES).filter_map(|row| {
+                        let at = inputs::POSITIONS.iter().position(|p| *p == position(row))?;
+                        Some((row, at))
+                    });
+                    let elements = rows.flat_map(|(row, at)| {
+                        let of_row =
+                            self.of_heads(set, set.bound + lost, 0..KV_HEADS * group, |head, class| {
+                                ((at * 4 + head % 4) * KV_HEADS + head / group) * 4 + class
+                            });
+                        of_row.into_iter().map(move |e| Element { index: row * stride + e.index, ..e })
+                    });
+                    let elements = elements.collect();
+                    outputs.push(Output { name: "attended", from: vec![from], form, elements });
+                }
+                let cache = KvCache { keys: keys.clone(), values: values.clone() };
+                let unused = || RmsNorm { weight: keys.clone(), eps: inputs::EPS };
+                let attention = Attention {
+                    shape,
+                    q_norm: unused(),
+                    k_norm: unused(),
+                    rope: keys.clone(),
+                    q_scale: 1.0,
+                    cache,
+                };
+                let (q, partials, step) = (q.clone(), partials.clone(), step.clone());
+                let record = move |kernels: &Kernels, r: &mut Recorder<'_>| {
+                    let written = [Some(&partials.single.buffer), Some(&partials.tiles.buffer)];
+                    let results =
+                        [to.floats.as_ref().map(|x| &x.buffer), to.blocks.as_ref().map(|x| &x.buffer)];
+                    written.into_iter().chain(results).flatten().for_each(|buffer| r.fill(buffer, POISON));
+                    kernels.attention(r, &attention, (&q, &partials), &step, &to, QUERIES);
+                };
+                let kernel = format!("attention_{kv} with attention_merge, {what}");
+                self.add(kernel, outputs, Box::new(record));
+            }
+        }
+    }
+
+    /// The ids of a step in the histories of two sequences.
+    fn history(&mut self) {
+        const SLOT_LEN: usize = 8;
+        let step = self.space.part(Part::HistoryStep);
+        let quarter = |n: u64| step.slice(n * ALIGNMENT, ALIGNMENT);
+        let [ids, positions, sequence_of, slots] = [0, 1, 2, 3].map(quarter);
+        self.space.put(&ids, &[100u32, 101, 102, LAST_SAMPLED | 1]);
+        self.space.put(&positions, &[3u32, 4, 5, 7]);
+        self.space.put(&sequence_of, &[0u32, 0, 0, 1]);
+        // Behind the slots of the sequences lie the ids last sampled.
+        self.space.put(&slots, &[2u32, 0, 7, 55]);
+        let sampled = slots.slice(8, 8);
+        let to = self.space.part(Part::History);
+        let (step, history) = (
+            StepArrays {
+                ids,
+                positions: positions.clone(),
+                sequence_of,
+                slot_mapping: positions.clone(),
+                block_tables: positions.clone(),
+                shares: ShareArrays {
+                    single: None,
+                    tiles: None,
+                    groups: positions.clone(),
+                    merges: positions,
+                },
+            },
+            History { ids: to.clone(), slot_len: SLOT_LEN },
+        );
+        let set = self.stored.get("history");
+        let places = [(2, 3), (2, 4), (2, 5), (0, 7)].map(|(slot, at)| slot * SLOT_LEN + at);
+        let elements = elements(set, places, set.bound);
+        let outputs = vec![Output { name: "ids", from: vec![to.clone()], form: Form::U32, elements }];
+        let record = move |kernels: &Kernels, r: &mut Recorder<'_>| {
+            r.fill(&to, POISON);
+            kernels.history(r, &step, &slots, &sampled, &history, 4);
+        };
+        self.add("history", outputs, Box::new(record));
+    }
+
+    /// Draws, with biases, penalties, a mask and filters, and log probabilities.
+    fn draws(&mut self) {
+        let seed = [inputs::SEED as u32, (inputs::SEED >> 32) as u32];
+        let base = SampleRequest {
+            top_p: 1.0,
+            repetition_penalty: 1.0,
+            seed_low: seed[0],
+            seed_high: seed[1],
+            ..SampleRequest::default()
+        };
+        let greedy = SampleRequest {
+            biases: inputs::BIASES.len() as u32,
+            logprobs: 1 + inputs::LOGPROBS as u32,
+            ..base
+        };
+        let filtered = SampleRequest {
+            temperature: inputs::TEMPERATURE,
+            top_k: inputs::TOP_K,
+            top_p: inputs::TOP_P,
+            position: 1,
+            slot: 1,
+            mask: 1,
+            ..base
+        };
+        let penalized = SampleRequest {
+            temperature: inputs::TEMPERATURE,
+            position: 2,
+            slot: 2,
+            repetition_penalty: inputs::REPETITION,
+            presence_penalty: inputs::PRESENCE,
+            frequency_penalty: inputs::FREQUENCY,
+            history_len: inputs::HISTORY.len() as u32,
+            prompt_len: 1,
+            ..base
+        };
+        let requests = vec![greedy, filtered, penalized];
+        let space = &mut self.space;
+        space.put_rows(Part::Raw, VOCAB, DRAWS, inputs::logit);
+        space.put(&space.part(Part::Requests), &requests);
+        space.put(&space.part(Part::Biases), &inputs::BIASES.map(|(id, bias)| Bias { id, bias }));
+        space.put(&space.part(Part::DrawHistory), &inputs::HISTORY);
+        let mut masks = vec![0u32; mask_words(VOCAB)];
+        (0..VOCAB).filter(|id| inputs::allowed(*id)).for_each(|id| masks[id / 32] |= 1 << (id % 32));
+        space.put(&space.part(Part::Masks), &masks);
+
+        let words = draw_words(VOCAB);
+        let logits = Logits {
+            raw: space.floats(Part::Raw, VOCAB),
+            adjusted: space.floats(Part::Adjusted, VOCAB),
+            scratch: space.floats(Part::DrawScratch, words),
+            vocab: VOCAB,
+        };
+        let arrays = DrawArrays {
+            requests: space.part(Part::Requests),
+            bias: space.part(Part::Biases),
+            masks: space.part(Part::Masks),
+            ids: space.part(Part::Ids),
+            logprobs: space.part(Part::Logprobs),
+        };
+        let history = History { ids: space.part(Part::DrawHistory), slot_len: inputs::HISTORY.len() };
+        let slots = space.part(Part::DrawSlots);
+        let ids = self.stored.get("sample");
+        let drawn = || elements(ids, 0..DRAWS, ids.bound);
+        let changed = inputs::BIASES.map(|(id, _)| u64::from(id));
+        let cleared = changed.map(|id| logits.adjusted.buffer.slice(4 * id, 4)).to_vec();
+        let zero = |index: usize| Element { index, value: 0.0, bound: 0.0 };
+        let logprobs = self.stored.get("logprobs");
+        // The drawn id's, and an id and its log probability for each alternative.
+        let count = 1 + 2 * inputs::LOGPROBS;
+        let is_id = |index: &usize| index % 2 == 1;
+        let all = elements(logprobs, 0..count, logprobs.bound);
+        let (of_ids, of_logprobs): (Vec<Element>, Vec<Element>) =
+            all.into_iter().partition(|element| is_id(&element.index));
+        let reported = || vec![arrays.logprobs.slice(0, 4 * count as u64)];
+        let outputs = vec![
+            Output { name: "ids", from: vec![arrays.ids.clone()], form: Form::U32, elements: drawn() },
+            Output { name: "sampled", from: vec![slots.clone()], form: Form::U32, elements: drawn() },
+            Output {
+                name: "cleared",
+                from: cleared,
+                form: Form::U32,
+                elements: (0..changed.len()).map(zero).collect(),
+            },
+            Output { name: "alternatives", from: reported(), form: Form::U32, elements: of_ids },
+            Output { name: "log probabilities", from: reported(), form: Form::F32, elements: of_logprobs },
+        ];
+        let record = move |kernels: &Kernels, r: &mut Recorder<'_>| {
+            [&arrays.ids, &arrays.logprobs, &slots, &logits.scratch.buffer]
+                .into_iter()
+                .for_each(|buffer| r.fill(buffer, POISON));
+            r.fill(&logits.adjusted.buffer, 0);
+            kernels.adjust(r, &logits, &arrays, &history, &requests);
+            kernels.sample(r, &logits, &arrays, &slots, &requests);
+            kernels.clear_adjusted(r, &logits, &arrays, &history, &requests);
+            kernels.logprobs(r, &logits, &arrays, DRAWS);
+        };
+        self.add("adjust, sample and logprobs", outputs, Box::new(record));
+    }
+}
+
+fn elements(set: &Set, places: impl IntoIterator<Item = usize>, bound: f64) -> Vec<Element> {
+    let elements = places.into_iter().zip(&set.values);
+    let elements: Vec<Element> = elements.map(|(index, &value)| Element { index, value, bound }).collect();
+    assert_eq!(elements.len(), set.values.len(), "stored values");
+    elements
+}

@@ -1,0 +1,288 @@
+//! The forward pass on the CPU: what each layer of a checkpoint computes on a fixed prompt.
+//!
+//! It judges devices and answers nobody: `unicorn quantize` stores its results with the weights, and a device that
+//! computes something else does not serve. It shares no code with what it judges. Values are f64 between products, and
+//! f32 where the device has f32. Matrices are read row by row, on all cores; memory holds a row of each core and the
+//! activations of a few tokens.
+//!
+//! The pass runs twice at once, exactly and with what serving may round: the inputs of integer matrices to int8 as
+//! `fast` does, keys and values to int8. How far the two are apart is what a device may be off, times [`MARGIN`].
+
+use rayon::prelude::*;
+
+use super::config::{Gemma3Config, LayerType};
+use super::weights::{Gemma3Weights, LayerWeights};
+use crate::checkpoint::{Checkpoint, CheckpointError, Deviation, Expected, LayerValues, Tensor};
+use crate::tensor::Precision;
+
+/// The most tokens of the prompt.
+const TOKENS: usize = 24;
+/// Logits that are stored.
+const LOGITS: usize = 256;
+/// A device may be off by the deviation of what serving rounds, times this; and by what rounding to f32 in another
+/// order can come to.
+const MARGIN: f64 = 4.0;
+const ROUNDING: Deviation = Deviation { relative: 1e-4, largest: 1e-3 };
+/// Columns that share a scale in int8, and the least sum of magnitudes of a block that needs no second digit.
+const BLOCK: usize = 32;
+const LEAST_MAGNITUDES: f32 = 14.0 * 32.0;
+
+/// What the layers of a checkpoint compute of the prompt that every checkpoint has. `each` is called with the bytes of
+/// weights that were read since the last call.
+pub fn layer_values(
+    checkpoint: &Checkpoint,
+    weights: &Gemma3Weights<'_>,
+    config: &Gemma3Config,
+    each: &mut dyn FnMut(u64),
+) -> Result<LayerValues, CheckpointError> {
+    values_of(checkpoint, weights, config, prompt(config), LOGITS.min(config.vocab_size), each)
+}
+
+/// What the layers compute of `tokens`, and `logits` of the logits behind the last one.
+pub fn values_of(
+    checkpoint: &Checkpoint,
+    weights: &Gemma3Weights<'_>,
+    config: &Gemma3Config,
+    tokens: Vec<u32>,
+    logits: usize,
+    each: &mut dyn FnMut(u64),
+) -> Result<LayerValues, CheckpointError> {
+    let twin = Twin { checkpoint, config, tokens: tokens.len() };
+    let mut rows: Vec<[Vec<f32>; 2]> = Vec::new();
+    let mut keep = |hidden: &[Vec<f64>]| {
+        let last = |pass: usize| &hidden[(pass + 1) * tokens.len() - 1];
+        rows.push([0, 1].map(|pass| last(pass).iter().map(|x| *x as f32).collect()));
+    };
+
+    let scale = f64::from((config.hidden_size as f64).sqrt() as f32);
+    let mut hidden = Vec::new();
+    for id in tokens.iter().chain(&tokens) {
+        let row = weights.embed_tokens.rows_f32(*id as usize..*id as usize + 1)?;
+        hidden.push(row.into_iter().map(|x| f64::from(x) * scale).collect());
+    }
+    keep(&hidden);
+    for (layer, kind) in weights.layers.iter().zip(&config.layer_types) {
+        twin.layer(layer, *kind, &mut hidden)?;
+        keep(&hidden);
+        let matrices: Vec<Tensor<'_>> = layer.projections().collect();
+        each(matrices.iter().map(|tensor| tensor.stored_bytes()).sum());
+        // The file was read once, and is as large as memory.
+        matrices.iter().for_each(|tensor| checkpoint.release(tensor));
+    }
+    let last: Vec<Vec<f64>> =
+        [0, 1].map(|pass| hidden[(pass + 1) * tokens.len() - 1].clone()).into_iter().collect();
+    let normed = twin.normed(&last, &weights.norm)?;
+    let ids: Vec<usize> = LayerValues::logit_ids(logits, config.vocab_size).collect();
+    let logits = Twin { tokens: 1, ..twin }.products(&weights.embed_tokens, &normed, &ids)?;
+    let [exact, rounded] = [0, 1].map(|pass| logits[pass].iter().map(|x| *x as f32).collect());
+    let expected = |[exact, rounded]: [Vec<f32>; 2]| {
+        let Deviation { relative, largest } = Deviation::of(&rounded, &exact);
+        let tolerance = Deviation {
+            relative: MARGIN * relative + ROUNDING.relative,
+            largest: MARGIN * largest + ROUNDING.largest,
+        };
+        Expected { values: exact, tolerance }
+    };
+    Ok(LayerValues {
+        tokens,
+        residual: rows.into_iter().map(expected).collect(),
+        logits: expected([exact, rounded]),
+    })
+}
+
+/// Ids from all of the vocabulary.
+fn prompt(config: &Gemma3Config) -> Vec<u32> {
+    let id = |i: usize| ((i * i * 7919 + i * 31) % config.vocab_size) as u32;
+    let first = config.bos_token_id.min(config.vocab_size as u32 - 1);
+    std::iter::once(first).chain((1..TOKENS.min(config.max_position_embeddings)).map(id)).collect()
+}
+
+/// Rows of activations are those of the exact pass, and behind them those of the rounded pass.
+#[derive(Clone, Copy)]
+struct Twin<'a> {
+    checkpoint: &'a Checkpoint,
+    config: &'a Gemma3Config,
+    /// Rows of each pass.
+    tokens: usize,
+}
+
+impl Twin<'_> {
+    fn layer(
+        &self,
+        layer: &LayerWeights<'_>,
+        kind: LayerType,
+        hidden: &mut [Vec<f64>],
+    ) -> Result<(), CheckpointError> {
+        let normed = self.normed(hidden, &layer.input_layernorm)?;
+        let attended = self.attention(layer, kind, &normed)?;
+        let result = self.product(&layer.o_proj, &attended)?;
+        add(hidden, &self.normed(&result, &layer.post_attention_layernorm)?);
+        let normed = self.normed(hidden, &layer.pre_feedforward_layernorm)?;
+        let mut gate = self.product(&layer.gate_proj, &normed)?;
+        let up = self.product(&layer.up_proj, &normed)?;
+        for (gate, up) in gate.iter_mut().flatten().zip(up.iter().flatten()) {
+            *gate = gelu(*gate) * up;
+        }
+        let result = self.product(&layer.down_proj, &gate)?;
+        add(hidden, &self.normed(&result, &layer.post_feedforward_layernorm)?);
+        Ok(())
+    }
+
+    fn attention(
+        &self,
+        layer: &LayerWeights<'_>,
+        kind: LayerType,
+        normed: &[Vec<f64>],
+    ) -> Result<Vec<Vec<f64>>, CheckpointError> {
+        let c = self.config;
+        let dim = c.head_dim;
+        let (base, factor, window) = match kind {
+            LayerType::SlidingAttention => (c.rope_local_base_freq, 1.0, c.sliding_window),
+            LayerType::FullAttention => (c.rope_theta, c.rope_scaling_factor, usize::MAX),
+        };
+        let mut queries = self.product(&layer.q_proj, normed)?;
+        let mut keys = self.product(&layer.k_proj, normed)?;
+        let mut values = self.product(&layer.v_proj, normed)?;
+        for (rows, norm) in [(&mut queries, &layer.q_norm), (&mut keys, &layer.k_norm)] {
+            let weight = self.norm_weight(norm)?;
+            for (row, of_token) in rows.iter_mut().enumerate() {
+                for head in of_token.chunks_exact_mut(dim) {
+                    normalize(head, &weight, c.rms_norm_eps.into());
+                    rotate(head, row % self.tokens, base, factor);
+                }
+            }
+        }
+        for rows in [&mut keys, &mut values] {
+            rows[self.tokens..].iter_mut().flat_map(|row| row.chunks_exact_mut(dim)).for_each(round_head);
+        }
+        let scale = c.query_pre_attn_scalar.powf(-0.5);
+        let group = c.num_attention_heads / c.num_key_value_heads;
+        let attend = |row: usize| {
+            let (first, position) = (row / self.tokens * self.tokens, row % self.tokens);
+            let seen = first + (position + 1).saturating_sub(window)..row + 1;
+            let mut attended = vec![0.0; c.num_attention_heads * dim];
+            for (head, out) in attended.chunks_exact_mut(dim).enumerate() {
+                let query = &queries[row][head * dim..][..dim];
+                let of_kv = head / group * dim..(head / group + 1) * dim;
+                let dot = |key: &[f64]| key.iter().zip(query).map(|(k, q)| k * q).sum::<f64>() * scale;
+                let scores: Vec<f64> = seen.clone().map(|at| dot(&keys[at][of_kv.clone()])).collect();
+                let most = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+                let shares: Vec<f64> = scores.iter().map(|score| (score - most).exp()).collect();
+                let sum: f64 = shares.iter().sum();
+                for (share, at) in shares.iter().zip(seen.clone()) {
+                    let value = &values[at][of_kv.clone()];
+                    out.iter_mut().zip(value).for_each(|(out, value)| *out += share / sum * value);
+                }
+            }
+            attended
+        };
+        Ok((0..queries.len()).into_par_iter().map(attend).collect())
+    }
+
+    fn product(&self, matrix: &Tensor<'_>, x: &[Vec<f64>]) -> Result<Vec<Vec<f64>>, CheckpointError> {
+        self.products(matrix, x, &(0..matrix.rows()).collect::<Vec<_>>())
+    }
+
+    /// Products of some rows of a matrix with each row of `x`.
+    fn products(
+        &self,
+        matrix: &Tensor<'_>,
+        x: &[Vec<f64>],
+        rows: &[usize],
+    ) -> Result<Vec<Vec<f64>>, CheckpointError> {
+        let mut x: Vec<Vec<f32>> = x.iter().map(|row| row.iter().map(|x| *x as f32).collect()).collect();
+        if Precision::Fast.quantizes(matrix.scheme()?) {
+            x[self.tokens..].iter_mut().flat_map(|row| row.chunks_mut(BLOCK)).for_each(round_block);
+        }
+        let by_row = rows.par_iter().map_init(
+            || vec![0f32; matrix.cols()],
+            |weights, row| {
+                matrix.rows_f32_into(*row..row + 1, weights)?;
+                Ok(x.iter().map(|x| dot(weights, x)).collect())
+            },
+        );
+        let by_row: Vec<Vec<f64>> = by_row.collect::<Result<_, CheckpointError>>()?;
+        Ok((0..x.len()).map(|token| by_row.iter().map(|products| products[token]).collect()).collect())
+    }
+
+    fn normed(&self, x: &[Vec<f64>], norm: &Tensor<'_>) -> Result<Vec<Vec<f64>>, CheckpointError> {
+        let weight = self.norm_weight(norm)?;
+        let mut normed = x.to_vec();
+        normed.iter_mut().for_each(|row| normalize(row, &weight, self.config.rms_norm_eps.into()));
+        Ok(normed)
+    }
+
+    /// The factors of a norm.
+    fn norm_weight(&self, norm: &Tensor<'_>) -> Result<Vec<f64>, CheckpointError> {
+        let one = if self.checkpoint.norms_hold_one() { 0.0 } else { 1.0 };
+        Ok(self.checkpoint.read_f32(norm)?.into_iter().map(|w| f64::from(w) + one).collect())
+    }
+}
+
+fn add(hidden: &mut [Vec<f64>], result: &[Vec<f64>]) {
+    for (hidden, result) in hidden.iter_mut().flatten().zip(result.iter().flatten()) {
+        *hidden += result;
+    }
+}
+
+fn normalize(row: &mut [f64], weight: &[f64], eps: f64) {
+    let mean = row.iter().map(|x| x * x).sum::<f64>() / row.len() as f64;
+    let factor = (mean + eps).sqrt().recip();
+    row.iter_mut().zip(weight).for_each(|(x, w)| *x *= factor * w);
+}
+
+fn rotate(head: &mut [f64], position: usize, base: f64, factor: f64) {
+    let dim = head.len();
+    let (first, second) = head.split_at_mut(dim / 2);
+    for (i, (a, b)) in first.iter_mut().zip(second).enumerate() {
+        let angle = position as f64 * base.powf(-2.0 * i as f64 / dim as f64) / factor;
+        let (sin, cos) = angle.sin_cos();
+        (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
+    }
+}
+
+fn gelu(x: f64) -> f64 {
+    0.5 * x * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x.powi(3))).tanh())
+}
+
+/// A sum that the compiler can keep in vectors.
+fn dot(a: &[f32], b: &[f32]) -> f64 {
+    const LANES: usize = 16;
+    let mut sums = [0f64; LANES];
+    let ((a, a_rest), (b, b_rest)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
+    for (a, b) in a.iter().zip(b) {
+        for (sum, (a, b)) in sums.iter_mut().zip(a.iter().zip(b)) {
+            *sum += f64::from(*a) * f64::from(*b);
+        }
+    }
+    let rest = a_rest.iter().zip(b_rest).map(|(a, b)| f64::from(*a) * f64::from(*b));
+    sums.into_iter().chain(rest).sum()
+}
+
+/// Rounds a block of activations to int8, in two digits where it has an outlier.
+fn round_block(block: &mut [f32]) {
+    let largest = |block: &[f32]| block.iter().fold(0f32, |most, x| most.max(x.abs()));
+    let step = largest(block) / 127.0;
+    if step == 0.0 {
+        return;
+    }
+    let first: Vec<f32> = block.iter().map(|x| (x / step).round_ties_even()).collect();
+    let has_second = first.iter().map(|q| q.abs()).sum::<f32>() < LEAST_MAGNITUDES;
+    let rest: Vec<f32> = block.iter().zip(&first).map(|(x, q)| x - q * step).collect();
+    let second_step = largest(&rest) / 127.0;
+    for ((x, q), rest) in block.iter_mut().zip(first).zip(rest) {
+        let second = match has_second && second_step > 0.0 {
+            true => (rest / second_step).round_ties_even() * second_step,
+            false => 0.0,
+        };
+        *x = q * step + second;
+    }
+}
+
+/// Rounds a key or a value to int8.
+fn round_head(head: &mut [f64]) {
+    let step = head.iter().fold(0f64, |most, x| most.max(x.abs())) / 127.0;
+    if step > 0.0 {
+        head.iter_mut().for_each(|x| *x = (*x / step).round_ties_even() * step);
+    }
+}
