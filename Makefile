@@ -10,6 +10,7 @@
 #   make conformance               the tests of llama.cpp's and vLLM's servers ask a server: docs/conformance.md; minutes
 #   make edges                     the shipped binary at its edges: lost log readers and devices, hostile clients; slow
 #   make test-faults               those of a device that fails and of processes that are killed; with the suites; slow
+#   make soak                      every route for half an hour, with lost devices and clients; ARGS="--soak 5m" is shorter
 #   make test-service              install and test the service in a container that boots systemd; as root, minutes
 #   make test-fresh RELEASE=bookworm  `make serve` and `make test` on a new machine, in a chroot; as root, an hour
 #   make test-27b                  write, load and ask a 27B of random weights; 16 GB of disk and of memory, minutes
@@ -36,7 +37,7 @@ ARGS ?=
 SERVE_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test setup-devices test-devices build serve bench bench-step bench-host bench-serve gpu-bench test test-clients test-lm-eval test-demo test-openwebui test-27b test-fresh test-service conformance edges test-faults install uninstall lint clean
+.PHONY: help setup setup-test setup-devices test-devices build serve bench bench-step bench-host bench-serve gpu-bench test test-clients test-lm-eval test-demo test-openwebui test-27b test-fresh test-service conformance edges test-faults soak install uninstall lint clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -115,6 +116,10 @@ edges: build
 test-faults: build
 	cargo test --locked --test suite -- faults:: recovery::
 	@python3 tools/edges.py faults
+
+soak: build
+	cargo build --locked --example fault_layer
+	@python3 tools/soak.py $(ARGS)
 
 test-service: build
 	@python3 tools/setup.py service

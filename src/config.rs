@@ -125,7 +125,8 @@ pub struct Hardware {
     /// Whether to refuse a model that the kernel does not report in the GPU's memory. Otherwise the log warns.
     pub strict: bool,
     /// How long the GPU may have work and finish none of it.
-    pub hang_timeout_s: u64,
+    #[serde(deserialize_with = "unless_zero")]
+    pub hang_timeout_s: Option<usize>,
 }
 
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -366,7 +367,7 @@ impl Config {
             let problem = || format!("expected {low} to {high}, got {value}");
             if (low..=high).contains(&value) { Ok(()) } else { Err((option.to_owned(), problem())) }
         };
-        in_range("hardware.hang_timeout_s", config.hardware.hang_timeout_s, 1, 600)?;
+        in_range("hardware.hang_timeout_s", config.hardware.hang_timeout_s.unwrap_or(0) as u64, 0, 600)?;
         in_range("server.queue", server.queue as u64, 1, 4096)?;
         in_range("server.requests_per_client", server.requests_per_client as u64, 1, 4096)?;
         in_range("server.connections", server.connections as u64, 1, 65_536)?;

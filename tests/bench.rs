@@ -9,6 +9,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
+use axum::extract::Request;
+use axum::middleware::{Next, from_fn};
+use axum::response::IntoResponse;
+use axum::routing::get;
+use axum::{Json, Router};
 use serde_json::{Value, json};
 
 /// The answer of a server to the n-th request, from 0. The first request warms it up.
@@ -26,7 +31,7 @@ enum Reply {
 
 use Reply::{Events, Raw, Refuse, Say, SayPlainly};
 
-use crate::support::app::router_that_says;
+use crate::support::app::{router_for_many, router_that_says};
 use crate::support::fake_runner::HANG;
 use crate::support::program::{assert_error, output, unicorn, unicorn_on_software};
 use crate::support::root;
@@ -473,6 +478,88 @@ fn this_projects_own_server_can_be_measured() {
     let report = run(&["--scenario", "second-turn", "--requests", "1", "--history-tokens", "60"]);
     assert!(report["second_turn"]["mean_cached_tokens"].as_f64().is_some_and(|n| n > 0.0), "{report}");
     runtime.shutdown_timeout(Duration::from_secs(5));
+}
+
+/// The exit code and the output of a soak of a router, one round long.
+fn soak_of(router: Router, args: &[&str]) -> (i32, String, String) {
+    let runtime = tokio::runtime::Runtime::new().expect("a runtime");
+    let listener = runtime.block_on(tokio::net::TcpListener::bind("127.0.0.1:0")).expect("a free port");
+    let url = format!("http://{}/v1", listener.local_addr().expect("bound"));
+    runtime.spawn(async move { axum::serve(listener, router).await });
+    let fixed = ["bench", "serve", "--url", &url, "--soak", "1r", "--concurrency", "1"];
+    let result = output(unicorn(&[&fixed[..], args].concat()));
+    runtime.shutdown_timeout(Duration::from_secs(5));
+    result
+}
+
+#[test]
+fn a_soak_wants_a_request_for_every_route() {
+    let models = || get(async || Json(json!({"data": [{"id": "a/b"}]})));
+    let (code, _, stderr) = soak_of(Router::new().route("/v1/models", models()), &[]);
+    assert!(code == 1 && stderr.contains("/openapi.json is no description"), "{stderr}");
+
+    let document = json!({"paths": {"/v1/models": {"get": {}}, "/v1/new": {"get": {}, "put": {}}}});
+    let documented = get(async || Json(document));
+    let router = Router::new().route("/v1/models", models()).route("/openapi.json", documented);
+    let (code, _, stderr) = soak_of(router, &[]);
+    assert_eq!(code, 1, "{stderr}");
+    assert!(stderr.contains("no request for GET /v1/new, PUT /v1/new; add one to"), "{stderr}");
+}
+
+#[test]
+fn a_soak_finds_an_answer_that_becomes_another() {
+    let asked = Arc::new(AtomicUsize::new(0));
+    let count = Arc::clone(&asked);
+    let changed = move |request: Request, next: Next| {
+        let (count, is_it) = (Arc::clone(&count), request.uri().path() == "/detokenize");
+        async move {
+            let response = next.run(request).await;
+            // The first answer, which is what the soak compares with, is as it should be.
+            if is_it && response.status() == 200 && count.fetch_add(1, Ordering::Relaxed) > 0 {
+                return Json(json!({"prompt": "another", "content": "another"})).into_response();
+            }
+            response
+        }
+    };
+    let _runtime = tokio::runtime::Runtime::new().expect("a runtime");
+    let _inside = _runtime.enter();
+    let router = router_for_many("The answer is no.").layer(from_fn(changed));
+    let (code, stdout, stderr) = soak_of(router, &["--json"]);
+    let report: Value = serde_json::from_str(&stdout).unwrap_or_else(|_| panic!("{stdout}{stderr}"));
+    assert!(code == 1 && stderr.contains("1 of "), "{report:#}{stderr}");
+    let failures = report["failures"].as_array().expect("failures");
+    assert_eq!(failures.len(), asked.load(Ordering::Relaxed) - 1, "{report:#}");
+    for failure in failures {
+        let failure = failure.as_str().expect("a line");
+        assert!(failure.starts_with("POST /detokenize (a text of tokens, "), "{failure}");
+        assert!(failure.contains(".prompt was \"") && failure.ends_with("and is \"another\""), "{failure}");
+    }
+    let wrong: Vec<&Value> =
+        report["checks"].as_array().expect("checks").iter().filter(|check| check["holds"] == false).collect();
+    assert!(matches!(wrong[..], [check] if check["check"] == "answers"), "{report:#}");
+}
+
+#[test]
+fn what_a_soak_cannot_do_is_one_line() {
+    for (args, problem) in [
+        (&["--soak", "30"][..], "--soak"),
+        (&["--soak", "0m"], "--soak"),
+        (&["--soak", "25h"], "--soak"),
+        (&["--soak", "3d"], "--soak"),
+        (&["--soak", "1r", "--scenario", "mixed"], "--scenario"),
+        (&["--soak", "1r", "--requests", "3"], "--requests"),
+        (&["--pid", "4"], "required"),
+        (&["--fault-file", "f"], "required"),
+    ] {
+        assert_error(unicorn(&[&["bench", "serve"], args].concat()), 2, &[problem]);
+    }
+    let soak = ["bench", "serve", "--soak", "1r"];
+    assert_error(
+        unicorn(&[&soak[..], &["--concurrency", "1,2"]].concat()),
+        1,
+        &["--concurrency", "one number"],
+    );
+    assert_error(unicorn(&[&soak[..], &["--pid", "1000000000"]].concat()), 1, &["--pid 1000000000", "/proc"]);
 }
 
 /// The bytes that the demo model's steps read, computed by hand: 6 layers of 2 heads of 64, of which 4 see a window of

@@ -204,6 +204,32 @@ fn a_device_that_is_lost_amid_an_answer_comes_back_and_the_answer_goes_on() {
 }
 
 #[test]
+fn a_soak_that_loses_the_device_finds_every_answer_equal_and_nothing_left() {
+    let mut faulty = Faulty::start();
+    let (url, pid) = (faulty.server.url(), faulty.server.pid().to_string());
+    let faults = faulty.folder.path().join("faults");
+    let soak =
+        ["bench", "serve", "--url", &url, "--soak", "1r", "--concurrency", "1", "--pid", &pid, "--json"];
+    let faults = ["--fault-file", faults.to_str().expect("UTF-8")];
+    let (code, stdout, stderr) = output(unicorn_on_software(&[&soak[..], &faults].concat()));
+    let report: Value = serde_json::from_str(&stdout).unwrap_or_else(|_| panic!("{stdout}{stderr}"));
+    assert_eq!((code, &report["failures"]), (0, &json!([])), "{report:#}{stderr}");
+    let said = |what: &str| {
+        let checks = report["checks"].as_array().expect("checks").iter();
+        checks.clone().find(|check| check["check"] == what).expect(what)["said"].as_str().expect("words")
+    };
+    assert!(
+        said("losses").starts_with("1 faults, 1 of which lost the device; the server counts 1"),
+        "{report:#}"
+    );
+    assert!(!said("answers").contains(" 0 streams left midway"), "{report:#}");
+    assert!(said("memory of the device process at the soak's end").contains("MiB"), "{report:#}");
+    faulty.server.wait_for_line("the GPU computes again");
+    faulty.server.signal("TERM");
+    assert_eq!(faulty.server.exit_code(), Some(0), "{:#?}", faulty.server.log);
+}
+
+#[test]
 fn a_prompt_that_loses_the_device_again_fails_alone() {
     let mut faulty = Faulty::start();
     let expected = faulty.answer(json!({"max_tokens": 60}));

@@ -125,6 +125,16 @@ def health_within_a_second(server):
     assert status == 200 and took < 1, f"/health: {status} after {took:.2f} s"
 
 
+def with_faults(file):
+    """The environment of a server whose Vulkan calls fail as `file` says (the head of tests/fault_layer/lib.rs)."""
+    libraries = BINARY.parent / "examples"
+    assert (libraries / "libfault_layer.so").exists(), "no fault layer: cargo build --example fault_layer"
+    return {
+        "VK_INSTANCE_LAYERS": "VK_LAYER_UNICORN_fault", "VK_ADD_LAYER_PATH": str(ROOT / "tests/fault_layer"),
+        "LD_LIBRARY_PATH": str(libraries), "FAULT_LAYER_FILE": str(file),
+    }
+
+
 def children(process):
     """The ids of a process's children."""
     found = []

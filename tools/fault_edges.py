@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from edge_server import ANSWER_SECONDS, BINARY, ROOT, Server, children, health_within_a_second, open_files, resident, text_of
+from edge_server import ANSWER_SECONDS, BINARY, ROOT, Server, children, health_within_a_second, open_files, resident, text_of, with_faults
 
 STREAMS = 8
 TOKENS = 60
@@ -31,22 +31,16 @@ TOKENS = 60
 MEMORY_SHARE = 0.02
 KILLS = 50
 HANG_SECONDS = 8
-DEVICE_EXIT = 75
+DEVICE_EXIT, WRONG_EXIT = 75, 76
 
 
 @contextmanager
 def faulty_server(options="", arguments=(), environment=None):
     """A server, and a function that lets its Vulkan calls fail from now on, as the head of the layer's source says."""
-    libraries = BINARY.parent / "examples"
-    assert (libraries / "libfault_layer.so").exists(), "no fault layer: cargo build --example fault_layer"
     with tempfile.TemporaryDirectory() as folder:
         faults = Path(folder) / "faults"
         faults.write_text("")
-        layer = {
-            "VK_INSTANCE_LAYERS": "VK_LAYER_UNICORN_fault", "VK_ADD_LAYER_PATH": str(ROOT / "tests/fault_layer"),
-            "LD_LIBRARY_PATH": str(libraries), "FAULT_LAYER_FILE": str(faults),
-            "UNICORN_HARDWARE_HANG_TIMEOUT_S": str(HANG_SECONDS),
-        }
+        layer = {**with_faults(faults), "UNICORN_HARDWARE_HANG_TIMEOUT_S": str(HANG_SECONDS)}
 
         def arm(text):
             partial = faults.with_suffix(".partial")
@@ -250,6 +244,37 @@ def oom_at_50():
         changed = compare(before, memory(server))
         assert server.end(30) == 0, server.process.returncode
         return f"8 of 8 texts are the same, 1 shortage counted, nothing ended; memory: {changed}"
+
+
+def wrong_at_start():
+    """A device that computes nothing, from the first submit on."""
+    with faulty_server(environment={"FAULT_LAYER": "submit:1+=DROPPED"}) as (server, _):
+        status = server.end(ANSWER_SECONDS, None)
+        error = server.logged().splitlines()[-1]
+        assert status == WRONG_EXIT and "computes wrong: kernel " in error, (status, error)
+        return f"refuses to serve, exit status {status}: {error[:120]}"
+
+
+def wrong_while_serving():
+    """A device that stops computing later: the probe of /health finds it."""
+    with faulty_server() as (server, arm):
+        streams(server)
+        expected, _ = streams(server)
+        before, first = memory(server), device_process(server)
+        time.sleep(6)  # for five seconds the last step counts as a sign of life
+        arm("submit:1=DROPPED")
+        deadline = time.monotonic() + 30
+        seen = set()
+        while (health := server.send("GET", "/health"))[0] != 200 or "recovering" not in seen:
+            seen.add(json.loads(health[1])["status"])
+            assert time.monotonic() < deadline, f"/health said {seen}"
+            time.sleep(0.01)
+        assert "computes wrong: kernel " in server.logged(), server.logged()[-500:]
+        assert device_process(server) != first, "no other device process"
+        assert streams(server)[0] == expected, "texts after the fault differ"
+        changed = compare(before, memory(server))
+        assert server.end(30) == 0, server.process.returncode
+        return f"/health said {', '.join(sorted(seen))}; 8 of 8 texts are the same after it; memory: {changed}"
 
 
 def poison():
@@ -505,9 +530,9 @@ def kill_servers(folder, dice):
                 server.process.wait()
                 try:
                     running.result()
-                except OSError:
+                except (OSError, http.client.HTTPException):
                     pass  # the server is gone
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text().split()[2]:
             assert time.monotonic() < deadline, f"the device process {child} outlived its server"
             time.sleep(0.02)
@@ -518,6 +543,7 @@ def kill_servers(folder, dice):
 
 
 FAULT_EDGES = [
-    lost_at_50, segv_at_50, hang_at_50, hang_and_sigterm, lost_twice, lost_twice_then_sigterm, oom_at_50, poison,
-    lost_and_model_deleted, suspend, stopped_without_a_loss, device_process_killed, files_run_out, disk_full, kill9,
+    lost_at_50, segv_at_50, hang_at_50, hang_and_sigterm, lost_twice, lost_twice_then_sigterm, oom_at_50, wrong_at_start,
+    wrong_while_serving, poison, lost_and_model_deleted, suspend, stopped_without_a_loss, device_process_killed,
+    files_run_out, disk_full, kill9,
 ]

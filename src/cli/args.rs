@@ -1,6 +1,7 @@
 //! The command line, as clap parses it.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
 
@@ -617,6 +618,45 @@ impl Scenario {
     }
 }
 
+/// How long a soak asks: for a time, or until every client has sent all requests so many times.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SoakLength {
+    Time(Duration),
+    Rounds(u32),
+}
+
+impl std::str::FromStr for SoakLength {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        const DAY_S: u32 = 86_400;
+        let expected =
+            || format!("expected a time such as 30m, 90s or 2h, at most a day, or rounds: 1r to {DAY_S}r");
+        let (number, unit) = text.split_at(text.len() - text.chars().next_back().map_or(0, char::len_utf8));
+        let number: u32 = number.parse().map_err(|_| expected())?;
+        let factor = match unit {
+            "s" | "r" => 1,
+            "m" => 60,
+            "h" => 3600,
+            _ => return Err(expected()),
+        };
+        match number.checked_mul(factor) {
+            Some(n @ 1..=DAY_S) if unit == "r" => Ok(Self::Rounds(n)),
+            Some(seconds @ 1..=DAY_S) => Ok(Self::Time(Duration::from_secs(seconds.into()))),
+            _ => Err(expected()),
+        }
+    }
+}
+
+impl std::fmt::Display for SoakLength {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Time(time) => write!(f, "{} s", time.as_secs()),
+            Self::Rounds(1) => f.write_str("1 round"),
+            Self::Rounds(rounds) => write!(f, "{rounds} rounds"),
+        }
+    }
+}
+
 #[derive(Debug, Args)]
 pub struct BenchServe {
     /// Base address of the API, http or https; no proxy is used
@@ -652,7 +692,18 @@ pub struct BenchServe {
     /// Approximate length of a prompt; closed and mixed [default: 128]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub prompt_tokens: Option<u32>,
-    /// Numbers of streams; closed [default: 1,2,4,8,16,32,64]
+    /// Ask every route for so long (30m, 90s, 2h) or so many rounds (3r), of this project's server alone, and check that
+    /// answers stay equal and that nothing is lost or leaks
+    #[arg(long, value_name = "LENGTH", conflicts_with_all = ["scenario", "requests", "max_tokens", "ignore_eos",
+          "temperature", "seed", "prompt_tokens", "chats", "long_tokens", "long_requests", "history_tokens"])]
+    pub soak: Option<SoakLength>,
+    /// Process of the server on this machine: a soak watches its memory and descriptors, and sends it SIGHUP
+    #[arg(long, value_name = "PID", requires = "soak", value_parser = clap::value_parser!(u32).range(2..=1 << 30))]
+    pub pid: Option<u32>,
+    /// File of the server's fault layer (FAULT_LAYER_FILE): a soak loses the device through it, once a minute at most
+    #[arg(long, value_name = "FILE", requires = "soak")]
+    pub fault_file: Option<PathBuf>,
+    /// Numbers of streams; closed [default: 1,2,4,8,16,32,64]; with --soak one number, the clients [default: 8]
     #[arg(long, value_name = "N,...", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub concurrency: Option<Vec<u32>>,
     /// Number of chats; mixed [default: 16]

@@ -55,6 +55,8 @@ pub struct DeviceFacts {
     /// Bytes of the model and the draft together.
     pub sliding_block_bytes: u64,
     pub self_test: SelfTested,
+    /// How long the device may finish nothing, until it counts as hung.
+    pub hang_timeout: Duration,
 }
 
 /// What the self-test of a load has found right.
@@ -136,6 +138,7 @@ pub fn device_process(level: Level) -> Result<(), Error> {
         placements: model.placements().iter().map(placed).collect(),
         residency: model.residency().to_string(),
         sliding_block_bytes: load::sliding_block_bytes(&model, draft.as_ref()),
+        hang_timeout: model.device().hang_timeout(),
         self_test,
     };
     channel.send(&Loaded::Ok(facts)).map_err(Error::Channel)?;

@@ -354,7 +354,7 @@ fn policy(config: &Config, profile: bool) -> DevicePolicy {
         validation: config.hardware.validation,
         profile,
         queue: None,
-        hang_timeout: Some(Duration::from_secs(config.hardware.hang_timeout_s)),
+        hang_timeout: config.hardware.hang_timeout_s.map(|seconds| Duration::from_secs(seconds as u64)),
     }
 }
 

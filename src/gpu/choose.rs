@@ -20,8 +20,8 @@ pub struct DevicePolicy {
     /// The kind of queue to use. `None`: a compute queue without graphics if there is one, because the desktop shares
     /// no such queue.
     pub queue: Option<QueueKind>,
-    /// How long the device may finish nothing of what it was given, until a wait counts it as hung. `None`: two minutes,
-    /// since software Vulkan compiles a shader when it first runs it.
+    /// How long the device may finish nothing of what it was given, until a wait counts it as hung. `None`: 10 s for a
+    /// GPU, and two minutes for software Vulkan, which compiles a shader when it first runs it.
     pub hang_timeout: Option<Duration>,
 }
 

@@ -20,8 +20,9 @@ use super::rehearsal::Rehearsal;
 use super::residency::{self, MemoryUse};
 use super::shader::Shader;
 
-/// How long a device may finish nothing before it counts as hung, where the policy does not say.
-const HANG_TIMEOUT: Duration = Duration::from_secs(120);
+/// How long a GPU, and software Vulkan, may finish nothing before they count as hung, where the policy does not say.
+const HANG_TIMEOUT: Duration = Duration::from_secs(10);
+const SOFTWARE_HANG_TIMEOUT: Duration = Duration::from_secs(120);
 /// How often a wait looks whether the device gets on.
 const SLICE: Duration = Duration::from_millis(250);
 
@@ -124,6 +125,10 @@ impl Device {
             .inspect_err(|_| unsafe { pipelines.destroy(&raw) })
             .map_err(GpuError::of("vkCreateSemaphore"))?;
         let heaps = Heaps::new(&instance.raw, chosen.raw);
+        let hang_timeout = policy.hang_timeout.unwrap_or(match chosen.info.kind {
+            DeviceKind::Cpu => SOFTWARE_HANG_TIMEOUT,
+            _ => HANG_TIMEOUT,
+        });
         let profile = policy.profile && family.timestamp_bits > 0;
         if policy.profile && !profile {
             tracing::warn!(
@@ -146,7 +151,7 @@ impl Device {
             info: chosen.info,
             queue: Mutex::new(QueueState { raw: queue, last_value: 0 }),
             timeline,
-            hang_timeout: policy.hang_timeout.unwrap_or(HANG_TIMEOUT),
+            hang_timeout,
             lost: AtomicBool::new(false),
             rehearsal: Mutex::default(),
             counts: Mutex::default(),
@@ -329,6 +334,11 @@ impl Device {
     /// How many calls the driver had no memory for at first, and took later.
     pub fn memory_shortages(&self) -> u64 {
         self.short_of_memory.load(Ordering::Relaxed)
+    }
+
+    /// How long the device may finish nothing of what it was given, until it counts as hung.
+    pub fn hang_timeout(&self) -> Duration {
+        self.hang_timeout
     }
 
     /// How many submits the device has finished. A number that stands still while work is under way is that of a device

@@ -129,6 +129,15 @@ pub fn router_that_says(text: &str) -> (Router, usize) {
     (app_behind(AccessPolicy::default(), text).router, ids.len() + 1)
 }
 
+/// The routes of a server that answers everything with `text`, in a context for long prompts, and keeps many waiting.
+pub fn router_for_many(text: &str) -> Router {
+    let ids = tokenizer().encode(text, false).expect("encodes");
+    let kv = KvLimits { full_blocks: 2500, ..limits().kv };
+    let limits = Limits { max_sequences: 2, max_draws: 4, max_context: 4000, kv, ..limits() };
+    let server = Server::new(MODEL, OPTIONS, AccessPolicy::default());
+    loaded_with_queue(64, server, limits, DEFAULTS, says(&ids, END_OF_TURN)).router
+}
+
 /// A model that says `text`, and the ids of the last prompt that it saw.
 pub fn app_that_shows_its_prompt(text: &str) -> (App, Arc<Mutex<Vec<u32>>>) {
     let (script, seen) = shows_its_prompt(text);

@@ -66,6 +66,15 @@ impl Daemon {
         }
     }
 
+    /// The base address of its API.
+    pub fn url(&self) -> String {
+        format!("http://{}/v1", self.address)
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
     /// Nobody reads its log any more.
     pub fn close_log(&mut self) {
         self.stderr = None;

@@ -128,12 +128,12 @@ enum ModelObject {
 #[derive(Serialize, ToSchema)]
 struct ModelStatus {
     #[schema(inline)]
-    value: Loaded,
+    value: Stage,
 }
 
 #[derive(Serialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
-enum Loaded {
+enum Stage {
     Loaded,
     /// It is loaded for the first time, or again after the device was lost, or for a request.
     Loading,
@@ -141,7 +141,7 @@ enum Loaded {
     Unloaded,
 }
 
-impl Loaded {
+impl Stage {
     fn of(engine: Option<&EngineHandle>) -> Self {
         match engine.map(EngineHandle::state) {
             None | Some(EngineState::Loading | EngineState::Recovering) => Self::Loading,
@@ -183,7 +183,7 @@ impl Model {
             object: ModelObject::Model,
             created: server.created,
             owned_by: env!("CARGO_PKG_NAME"),
-            status: ModelStatus { value: Loaded::of(server.engine()) },
+            status: ModelStatus { value: Stage::of(server.engine()) },
             architecture: Architecture {
                 modality: "text->text",
                 input_modalities: ["text"],

@@ -3,18 +3,23 @@
 //! It relies on the standard's fields alone, so that every server is measured alike. Each request has its own
 //! connection, as with independent clients, and blocks its thread. It ends in an answer or in an error of one line,
 //! after [`Options::timeout`] at the latest. No request is repeated, no redirect is followed, no proxy is used.
+//!
+//! A soak asks every route, and sends what no well-behaved client does: [`Client::exchange`] and what follows it.
 
 use std::io::{BufRead, BufReader, Read};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
-use ureq::http::header::{ACCEPT, AUTHORIZATION, CONTENT_TYPE};
-use ureq::http::{Response, StatusCode};
-use ureq::{Agent, Body};
+use ureq::http::header::{ACCEPT, AUTHORIZATION, CONTENT_LENGTH, CONTENT_TYPE};
+use ureq::http::request::Builder;
+use ureq::http::{Method, Request, Response, StatusCode};
+use ureq::{Agent, AsSendBody, Body, SendBody};
 
 const CONNECT: Duration = Duration::from_secs(10);
 /// Longest body that is no stream.
 const MAX_BODY_BYTES: u64 = 1 << 20;
+/// Longest answer to [`Client::exchange`].
+const MAX_ANSWER_BYTES: u64 = 1 << 24;
 /// Longest stream, and longest event in it.
 const MAX_STREAM_BYTES: u64 = 1 << 28;
 const MAX_EVENT_BYTES: usize = 1 << 20;
@@ -101,6 +106,14 @@ impl Answer {
     pub fn tokens(&self) -> u64 {
         self.usage.map_or(self.pieces.len() as u64, |usage| usage.completion_tokens)
     }
+}
+
+/// The answer to any request, as it came.
+pub struct Exchanged {
+    pub status: u16,
+    /// Its content type without parameters; empty where there is none.
+    pub kind: String,
+    pub body: Vec<u8>,
 }
 
 impl Client {
@@ -220,6 +233,68 @@ impl Client {
         Ok(answer)
     }
 
+    /// Sends any request to a path that begins at the server's root, and reads the answer, whatever its status is.
+    pub fn exchange(&self, method: &Method, path: &str, body: Option<&str>) -> Result<Exchanged, AskError> {
+        let request = self.at(method, path);
+        let mut response = match body {
+            None => self.run(request, ()),
+            Some(body) => self.run(request.header(CONTENT_TYPE, "application/json"), body),
+        }?;
+        let kind = response.body().mime_type().unwrap_or_default().to_owned();
+        let body = response.body_mut().with_config().limit(MAX_ANSWER_BYTES).read_to_vec();
+        let body = body.map_err(|error| self.before_answer(&error))?;
+        Ok(Exchanged { status: response.status().as_u16(), kind, body })
+    }
+
+    /// Sends a request for a stream, and closes the connection behind the stream's first event.
+    pub fn leave_midway(&self, path: &str, body: &str) -> Result<(), AskError> {
+        let request = self.at(&Method::POST, path).header(CONTENT_TYPE, "application/json");
+        let mut response = self.run(request, body)?;
+        if !response.status().is_success() {
+            return Err(self.refusal(&mut response));
+        }
+        let stream = response.into_body().into_with_config().limit(MAX_STREAM_BYTES).reader();
+        match Events::new(stream).next() {
+            Ok(_) => Ok(()),
+            Err(EventError::TooLong) => {
+                Err(AskError::Foreign(format!("an event of more than {MAX_EVENT_BYTES} bytes")))
+            }
+            Err(EventError::Io(error)) => Err(self.before_answer(&ureq::Error::from(error))),
+        }
+    }
+
+    /// Announces a body, sends half of it, and closes the connection. There is nothing to be answered.
+    pub fn leave_amid_body(&self, path: &str, body: &str) {
+        struct Half<'a>(&'a [u8]);
+        impl Read for Half<'_> {
+            fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+                match self.0.read(buffer)? {
+                    0 => Err(std::io::Error::other("the client leaves")),
+                    n => Ok(n),
+                }
+            }
+        }
+        let mut half = Half(&body.as_bytes()[..body.len() / 2]);
+        let request = self.at(&Method::POST, path).header(CONTENT_LENGTH, body.len());
+        drop(self.run(request, SendBody::from_reader(&mut half)));
+    }
+
+    /// A request to a path that begins at the root: the base URL without its `/v1`.
+    fn at(&self, method: &Method, path: &str) -> Builder {
+        let url = &self.options.url;
+        let root = url.strip_suffix("/v1").unwrap_or(url);
+        let request = Request::builder().method(method).uri(format!("{root}{path}"));
+        match &self.options.api_key {
+            None => request,
+            Some(key) => request.header(AUTHORIZATION, format!("Bearer {key}")),
+        }
+    }
+
+    fn run(&self, request: Builder, body: impl AsSendBody) -> Result<Response<Body>, AskError> {
+        let request = request.body(body).map_err(|error| AskError::Transport(error.to_string()))?;
+        self.agent.run(request).map_err(|error| self.before_answer(&error))
+    }
+
     /// The error for a response whose status is no success.
     fn refusal(&self, response: &mut Response<Body>) -> AskError {
         // Where the body cannot be read, the status is the message.
@@ -272,7 +347,7 @@ fn message_of(error: &Value) -> String {
 }
 
 /// The beginning of a server's message, on one line.
-fn shown(bytes: &[u8]) -> String {
+pub fn shown(bytes: &[u8]) -> String {
     let text = String::from_utf8_lossy(bytes);
     let line: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
     let line = line.trim();
@@ -286,6 +361,12 @@ fn shown(bytes: &[u8]) -> String {
 enum EventError {
     Io(std::io::Error),
     TooLong,
+}
+
+/// The data of all events in a stream that has ended; none where an event is too long.
+pub fn events(stream: &[u8]) -> Option<Vec<String>> {
+    let mut events = Events::new(stream);
+    std::iter::from_fn(|| events.next().transpose()).collect::<Result<_, _>>().ok()
 }
 
 /// Reads the data of server-sent events, and ignores their other fields.

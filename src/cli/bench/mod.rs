@@ -9,6 +9,7 @@ mod model;
 mod prompts;
 mod report;
 mod serve;
+mod soak;
 mod statistics;
 
 use super::args::{self, Benchmarked};
@@ -20,7 +21,10 @@ pub fn bench(config: &Config, args: &args::Bench) -> Result<(), Error> {
         Benchmarked::Engine(args) => engine::engine(config, args),
         Benchmarked::Kernels(args) => kernels::kernels(config, args),
         Benchmarked::Model(args) => model::model(config, args),
-        Benchmarked::Serve(args) => serve::serve(args),
+        Benchmarked::Serve(args) => match args.soak {
+            None => serve::serve(args),
+            Some(length) => soak::soak(args, length),
+        },
         Benchmarked::Isa(args) => isa::isa(config, args),
     }
 }

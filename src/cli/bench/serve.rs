@@ -75,36 +75,9 @@ struct Generator {
 impl Generator {
     /// Finds the model. One request warms the server up, and shows how many tokens it makes of a text.
     fn start(args: &BenchServe) -> Result<Self, Error> {
-        let url = args.url.trim_end_matches('/').to_owned();
-        let parsed: Option<ureq::http::Uri> = url.parse().ok();
-        let sound = |uri: &ureq::http::Uri| {
-            matches!(uri.scheme_str(), Some("http" | "https"))
-                && uri.host().is_some()
-                && uri.query().is_none()
-        };
-        if !parsed.as_ref().is_some_and(sound) {
-            let problem = "is no address; expected one like http://127.0.0.1:8010/v1";
-            return Err(Error::Argument(format!("--url {:?} {problem}", args.url)));
-        }
-        if args.api_key.as_ref().is_some_and(|key| !key.bytes().all(|b| b.is_ascii_graphic())) {
-            return Err(Error::Argument(
-                "--api-key: a key is letters, digits and signs, without blanks".into(),
-            ));
-        }
-        let timeout = Duration::from_secs(args.timeout_s.into());
-        let options = Options {
-            url,
-            api_key: args.api_key.clone(),
-            temperature: args.temperature,
-            ignore_eos: args.ignore_eos,
-            timeout,
-        };
-        let client = Client::new(options);
+        let client = client(args)?;
         let _spinner = Spinner::start(format!("warming up {}", client.url()));
-        let model = match &args.model {
-            Some(model) => model.clone(),
-            None => the_model(&client)?,
-        };
+        let model = model(&client, args)?;
         let mut generator = Self {
             client,
             model,
@@ -223,6 +196,36 @@ impl Generator {
     fn heading(&self) -> String {
         format!("{} at {}, seed {}\n", self.model, self.client.url(), self.prompts.seed())
     }
+}
+
+/// A client of the server that the arguments name. Nothing is sent yet.
+pub fn client(args: &BenchServe) -> Result<Client, Error> {
+    let url = args.url.trim_end_matches('/').to_owned();
+    let parsed: Option<ureq::http::Uri> = url.parse().ok();
+    let sound = |uri: &ureq::http::Uri| {
+        matches!(uri.scheme_str(), Some("http" | "https")) && uri.host().is_some() && uri.query().is_none()
+    };
+    if !parsed.as_ref().is_some_and(sound) {
+        let problem = "is no address; expected one like http://127.0.0.1:8010/v1";
+        return Err(Error::Argument(format!("--url {:?} {problem}", args.url)));
+    }
+    if args.api_key.as_ref().is_some_and(|key| !key.bytes().all(|b| b.is_ascii_graphic())) {
+        return Err(Error::Argument("--api-key: a key is letters, digits and signs, without blanks".into()));
+    }
+    let timeout = Duration::from_secs(args.timeout_s.into());
+    let options = Options {
+        url,
+        api_key: args.api_key.clone(),
+        temperature: args.temperature,
+        ignore_eos: args.ignore_eos,
+        timeout,
+    };
+    Ok(Client::new(options))
+}
+
+/// The model that the arguments name, or the only one that the server lists.
+pub fn model(client: &Client, args: &BenchServe) -> Result<String, Error> {
+    args.model.clone().map_or_else(|| the_model(client), Ok)
 }
 
 /// The only model that the server lists.

@@ -21,8 +21,6 @@ pub struct DeviceFactory {
     options: String,
     model: ModelFiles,
     draft: Option<ModelFiles>,
-    /// How long a device may finish nothing.
-    patience: Duration,
     observer: Observer,
 }
 
@@ -37,7 +35,6 @@ impl DeviceFactory {
             options: config.to_toml(),
             model: model.hold()?,
             draft: draft.map(ModelFiles::hold).transpose()?,
-            patience: Duration::from_secs(config.hardware.hang_timeout_s),
             observer,
         })
     }
@@ -60,7 +57,7 @@ impl DeviceFactory {
         connection.send_files(&[socket])?;
         let facts = connection.receive::<Loaded>(None)?;
         let facts = facts.map_err(|refusal| Error::Device(refusal.message, refusal.exit_code))?;
-        let runner = connection.into_runner(self.patience)?;
+        let runner = connection.into_runner(facts.hang_timeout)?;
         self.observer.watch(observer);
         Ok((runner, facts))
     }

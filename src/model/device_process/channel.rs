@@ -158,7 +158,10 @@ impl Channel {
             self.memory.read_exact_at(&mut self.buffer, slot(!self.is_first, self.received))?;
             self.received += 1;
         }
-        postcard::from_bytes(&self.buffer).map(Some).map_err(io::Error::other)
+        match postcard::take_from_bytes(&self.buffer).map_err(io::Error::other)? {
+            (message, []) => Ok(Some(message)),
+            (_, rest) => Err(io::Error::other(format!("{} bytes behind a message", rest.len()))),
+        }
     }
 }
 

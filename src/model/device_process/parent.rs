@@ -124,10 +124,8 @@ impl Drop for Connection {
             );
             // Whenever it ends, nothing of it is to stay.
             let id = Pid::from_child(&self.child);
-            let wait = move || {
-                let _ = waitpid(Some(id), WaitOptions::empty());
-            };
-            let _ = thread::Builder::new().name("reaper".into()).spawn(wait);
+            let wait = move || waitpid(Some(id), WaitOptions::empty()).is_ok();
+            drop(thread::Builder::new().name("reaper".into()).spawn(wait));
         }
     }
 }

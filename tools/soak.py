@@ -1,0 +1,63 @@
+#!/usr/bin/env python3
+"""Soaks the shipped binary: every route for half an hour, with clients that leave, SIGHUPs and a lost device each minute.
+
+    tools/soak.py                    `unicorn bench serve --soak 30m` (`make soak` builds what it needs)
+    tools/soak.py --soak 5m ...      other options of `unicorn bench serve`
+
+The binary is target/debug/unicorn, or $UNICORN_BINARY; it serves the demo model on software Vulkan, above the fault
+layer. The exit status is 1 if the soak finds something, if the server does not end with status 0 afterwards, or if its
+log tells of a panic. The log stays in target/soak.log.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from edge_server import BINARY, ROOT, Server, with_faults
+
+LOG = ROOT / "target/soak.log"
+END_SECONDS = 60
+
+
+def main(arguments):
+    if not BINARY.exists():
+        sys.exit(f"soak: {BINARY} is not there: `make soak` builds it")
+    if "--soak" not in arguments:
+        arguments = ["--soak", "30m", *arguments]
+    with tempfile.TemporaryDirectory(prefix="unicorn-soak-") as folder:
+        faults = Path(folder) / "faults"
+        faults.write_text("")
+        with Server(environment=with_faults(faults)) as server:
+            try:
+                status = soak(server, faults, arguments)
+            finally:
+                shutil.copyfile(server.log.name, LOG)
+    print(f"the server's log is {LOG}")
+    return status
+
+
+def soak(server, faults, arguments):
+    if server.process.poll() is not None:
+        sys.exit(f"soak: the server ended with status {server.process.returncode}: {server.logged()[-1000:]}")
+    command = [BINARY, "bench", "serve", "--url", f"http://127.0.0.1:{server.port}/v1", "--pid", str(server.process.pid)]
+    # The program warns of variables that look like its options.
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("UNICORN_")}
+    failed = subprocess.run([*command, "--fault-file", faults, *arguments], env=clean).returncode != 0
+    if server.process.poll() is None:
+        server.process.send_signal(signal.SIGTERM)
+    try:
+        status = server.process.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        status = f"none {END_SECONDS} s after SIGTERM"
+    panics = sum("panicked" in line for line in server.logged().splitlines())
+    ended_well = status == 0 and panics == 0
+    print(f"{'ok    ' if ended_well else 'FAILED'} the server's end: exit status {status}, {panics} panics in its log")
+    return 1 if failed or not ended_well else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
