@@ -3,7 +3,6 @@
 import http.client
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -23,20 +22,20 @@ ANSWER_SECONDS = 60
 
 class Server:
     """A `unicorn serve` on a free port, stopped on leaving the context. `options` are the rest of the section `server` and
-    further sections of a configuration file; `stderr` is a file for the log, `limits` are of the process's resources."""
+    further sections of a configuration file; `stderr` is a file for the log, `wrapper` a command that runs the rest."""
 
-    def __init__(self, options="", keys=(), arguments=(), environment=None, log_pipe=False, stderr=None, limits=None):
+    def __init__(self, options="", keys=(), arguments=(), environment=None, log_pipe=False, stderr=None, wrapper=()):
         self.folder = Path(tempfile.mkdtemp(prefix="unicorn-edges-"))
         self.keys, self.config, self.options = self.folder / "keys", self.folder / "unicorn.toml", options
         self.set_keys(keys)
         self.port = free_port()
-        command = [BINARY, "serve", "--allow-software-vulkan", "--config", self.config, "--port", str(self.port), *arguments]
+        command = [*wrapper, BINARY, "serve", "--allow-software-vulkan", "--config", self.config, "--port", str(self.port), *arguments]
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("UNICORN_", "RUST_LOG"))}
         self.log = open(stderr or self.folder / "log", "wb")
         self.reader, writer = os.pipe() if log_pipe else (None, None)
         self.process = subprocess.Popen(
             command, env={**clean, **(environment or {})}, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-            stderr=writer if log_pipe else self.log, preexec_fn=lambda: limit(limits or {}),
+            stderr=writer if log_pipe else self.log,
         )
         if log_pipe:
             os.close(writer)
@@ -104,14 +103,6 @@ class Server:
 
     def logged(self):
         return (self.folder / "log").read_text(errors="replace")
-
-
-def limit(limits):
-    """Sets limits of this process's resources. A file that would grow too large is an error, and no signal."""
-    for kind, most in limits.items():
-        resource.setrlimit(kind, (most, most))
-    if resource.RLIMIT_FSIZE in limits:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
 
 def text_of(answer):

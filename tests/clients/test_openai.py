@@ -422,14 +422,25 @@ def the_server_binds_before_it_loads(_):
         assert loading.process.returncode == 75 and "Vulkan" in last_line(stderr), (loading.process.returncode, stderr)
 
 
-def a_signal_while_loading_does_not_leave_the_driver_running(_):
+def a_signal_while_loading_ends_the_process_that_is_inside_the_driver(_):
     with Loading() as loading:
         loading.first_health()
+        deadline = time.monotonic() + START_SECONDS
+        while not (children := child_processes(loading.process.pid)):
+            assert time.monotonic() < deadline, "no process loads"
+            time.sleep(0.02)
         loading.process.send_signal(signal.SIGTERM)
-        time.sleep(1)  # a server that does not wait for the load is gone by then
-        assert loading.process.poll() is None, "it ended while a thread was inside the driver"
-        stderr = loading.let_go()
+        # Both processes write to that pipe, so that it ends when both have ended.
+        _, stderr = loading.process.communicate(timeout=START_SECONDS)
         assert loading.process.returncode == 0 and last_line(stderr).endswith("stopped"), (loading.process.returncode, stderr)
+        states = [Path(f"/proc/{child}/stat") for child in children]
+        alive = [state for state in states if state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z"]
+        assert not alive, f"left running: {alive}"
+
+
+def child_processes(process):
+    tasks = Path(f"/proc/{process}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
 
 def health_and_models(server):
@@ -678,7 +689,7 @@ def ctrl_c_stops_the_answer_and_not_the_program(_):
 # --- running --------------------------------------------------------------------------------------------
 
 PLAIN = [
-    the_server_binds_before_it_loads, a_signal_while_loading_does_not_leave_the_driver_running,
+    the_server_binds_before_it_loads, a_signal_while_loading_ends_the_process_that_is_inside_the_driver,
     health_and_models, the_status_tells_where_the_model_lies, readme_curl_example_answers,
     the_docs_name_commands_and_options_that_exist, curl_streams_to_done, unknown_fields_and_an_empty_key_are_accepted,
     broken_bodies_are_400, an_unknown_route_is_404, a_disconnect_frees_the_server, requests_at_once_are_all_answered,
