@@ -443,7 +443,10 @@ class Hub(http.server.BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        try:
+            self.wfile.write(body)
+        except OSError:
+            pass  # the client was killed
 
 
 def killed(command, environment, most_seconds, dice):
@@ -475,9 +478,11 @@ def killed_and_whole(command, environment, folder, dice):
     kills = 0
     while kills < KILLS:
         shutil.rmtree(folder)
-        while kills < KILLS and not killed(command, environment, took, dice):
+        ended = False
+        while kills < KILLS and not (ended := killed(command, environment, took, dice)):
             kills += 1
-        run()
+        if not ended:
+            run()
         assert names_below(folder) == whole, f"after {kills} kills there is {set(names_below(folder)) ^ set(whole)}"
     return kills
 
