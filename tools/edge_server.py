@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests/clients"))
-from server import free_port
+from server import children, free_port, is_running
 
 BINARY = Path(os.environ.get("UNICORN_BINARY", ROOT / "target/debug/unicorn"))
 START_SECONDS = 120
@@ -116,6 +116,18 @@ def health_within_a_second(server):
     assert status == 200 and took < 1, f"/health: {status} after {took:.2f} s"
 
 
+def loses_its_log_and_nothing_else(server, answers):
+    """Asks a server whose log cannot be written, which must count the lines and answer nevertheless, and end well. Returns
+    how many lines it counted."""
+    whole = {text_of(server.answer()) for _ in range(answers)}
+    assert len(whole) == 1, whole
+    health_within_a_second(server)
+    lost = server.metric("unicorn_log_lines_lost_total")
+    assert lost > 0, "nothing was counted as lost"
+    assert server.end(30) == 0, server.process.returncode
+    return lost
+
+
 def with_faults(file):
     """The environment of a server whose Vulkan calls fail as `file` says (the head of tests/fault_layer/lib.rs)."""
     libraries = BINARY.parent / "examples"
@@ -124,14 +136,6 @@ def with_faults(file):
         "VK_INSTANCE_LAYERS": "VK_LAYER_UNICORN_fault", "VK_ADD_LAYER_PATH": str(ROOT / "tests/fault_layer"),
         "LD_LIBRARY_PATH": str(libraries), "FAULT_LAYER_FILE": str(file),
     }
-
-
-def children(process):
-    """The ids of a process's children."""
-    found = []
-    for task in Path(f"/proc/{process}/task").iterdir():
-        found += [int(child) for child in (task / "children").read_text().split()]
-    return found
 
 
 def resident(process):

@@ -22,7 +22,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from edge_server import ANSWER_SECONDS, BINARY, ROOT, Server, children, health_within_a_second, open_files, resident, text_of, with_faults
+from edge_server import (
+    ANSWER_SECONDS, BINARY, ROOT, Server, children, health_within_a_second, is_running, loses_its_log_and_nothing_else,
+    open_files, resident, text_of, with_faults,
+)
 
 STREAMS = 8
 TOKENS = 60
@@ -30,6 +33,7 @@ TOKENS = 60
 MEMORY_SHARE = 0.02
 KILLS = 50
 HANG_SECONDS = 8
+STOPPED_SECONDS = HANG_SECONDS + 3
 DEVICE_EXIT, WRONG_EXIT = 75, 76
 
 
@@ -80,6 +84,12 @@ def streams(server):
     with ThreadPoolExecutor(STREAMS) as pool:
         answers = list(pool.map(lambda i: stream(server, i), range(STREAMS)))
     return [text for text, _ in answers], max(pause for _, pause in answers)
+
+
+def expected_texts(server):
+    """The texts of all streams, from a server that has computed them before, so that its memory has settled."""
+    streams(server)
+    return streams(server)[0]
 
 
 def device_process(server):
@@ -133,8 +143,7 @@ def wait_for_files(server, files):
 def loses(fault, why, options="", arguments=(), meanwhile=lambda server: None):
     """Eight streams at a server whose device fails so. Their texts must be those of a run without it."""
     with faulty_server(options, arguments) as (server, arm):
-        streams(server)
-        expected, _ = streams(server)
+        expected = expected_texts(server)
         files, before = settled_files(server), memory(server)
         first = device_process(server)
         arm(fault)
@@ -231,8 +240,7 @@ def lost_twice_then_sigterm():
 
 def oom_at_50():
     with faulty_server() as (server, arm):
-        streams(server)
-        expected, _ = streams(server)
+        expected = expected_texts(server)
         before, first = memory(server), device_process(server)
         arm("submit:50=OUT_OF_DEVICE_MEMORY")
         assert streams(server)[0] == expected, "the texts differ"
@@ -257,8 +265,7 @@ def wrong_at_start():
 def wrong_while_serving():
     """A device that stops computing later: the probe of /health finds it."""
     with faulty_server() as (server, arm):
-        streams(server)
-        expected, _ = streams(server)
+        expected = expected_texts(server)
         before, first = memory(server), device_process(server)
         time.sleep(6)  # for five seconds the last step counts as a sign of life
         arm("submit:1=DROPPED")
@@ -278,8 +285,7 @@ def wrong_while_serving():
 
 def poison():
     with faulty_server() as (server, arm):
-        streams(server)
-        expected, _ = streams(server)
+        expected = expected_texts(server)
         before = memory(server)
         messages = [{"role": "user", "content": "Zebras quiz xylophones"}]
 
@@ -314,37 +320,32 @@ def lost_and_model_deleted():
         return said
 
 
+def stand_still(server):
+    """Stops both processes for longer than a device may finish nothing."""
+    both = [server.process.pid, device_process(server)]
+    for process in both:
+        os.kill(process, signal.SIGSTOP)
+    time.sleep(STOPPED_SECONDS)
+    for process in reversed(both):
+        os.kill(process, signal.SIGCONT)
+
+
 def suspend():
     """Both processes stop, and go on much later with a device that is lost, as after the suspend of a notebook."""
-    stopped = HANG_SECONDS + 3
-
-    def sleep(server):
-        both = [server.process.pid, device_process(server)]
-        for process in both:
-            os.kill(process, signal.SIGSTOP)
-        time.sleep(stopped)
-        for process in reversed(both):
-            os.kill(process, signal.SIGCONT)
-
-    return loses("submit:50=DEVICE_LOST", "the GPU was lost", meanwhile=sleep)
+    return loses("submit:50=DEVICE_LOST", "the GPU was lost", meanwhile=stand_still)
 
 
 def stopped_without_a_loss():
     """A device that is well when both processes go on again is not blamed for the time that they stood still."""
     with faulty_server() as (server, _):
-        expected, _ = streams(server)
+        expected = expected_texts(server)
         with ThreadPoolExecutor(1) as pool:
             running = pool.submit(streams, server)
             time.sleep(0.3)
-            both = [server.process.pid, device_process(server)]
-            for process in both:
-                os.kill(process, signal.SIGSTOP)
-            time.sleep(HANG_SECONDS + 3)
-            for process in reversed(both):
-                os.kill(process, signal.SIGCONT)
+            stand_still(server)
             assert running.result()[0] == expected
         assert server.metric("unicorn_device_losses_total") == 0
-        return f"stopped for {HANG_SECONDS + 3} s: 8 of 8 texts are the same, nothing counts as lost"
+        return f"stopped for {STOPPED_SECONDS} s: 8 of 8 texts are the same, nothing counts as lost"
 
 
 def device_process_killed():
@@ -360,8 +361,7 @@ def files_run_out():
     """As many clients as there may be, and as many that must wait, while the device is lost."""
     connections = 32
     with faulty_server(f"connections = {connections}\n") as (server, arm):
-        streams(server)
-        expected, _ = streams(server)
+        expected = expected_texts(server)
         files = settled_files(server)
         arm("submit:50=DEVICE_LOST")
         with ThreadPoolExecutor(1) as pool:
@@ -394,12 +394,7 @@ def disk_full():
         fill = f'mount -t tmpfs -o size=16k none {cache} && head -c 16384 /dev/zero > {cache}/filler && exec "$@"'
         full = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", fill, "sh"]
         with Server(environment={"UNICORN_CACHE_DIR": str(cache)}, stderr="/dev/full", wrapper=full) as server:
-            texts = {text_of(server.answer()) for _ in range(4)}
-            assert len(texts) == 1, texts
-            health_within_a_second(server)
-            lost = server.metric("unicorn_log_lines_lost_total")
-            assert lost > 0, "nothing was counted as lost"
-            assert server.end(30) == 0, server.process.returncode
+            lost = loses_its_log_and_nothing_else(server, 4)
         return f"4 of 4 answers, {lost:.0f} lines of the log lost and counted"
 
 
@@ -538,7 +533,7 @@ def kill_servers(folder, dice):
                 except (OSError, http.client.HTTPException):
                     pass  # the server is gone
         deadline = time.monotonic() + 30
-        while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text().split()[2]:
+        while is_running(child):
             assert time.monotonic() < deadline, f"the device process {child} outlived its server"
             time.sleep(0.02)
         # At another time, perhaps amid the load.

@@ -33,6 +33,8 @@ pub struct Task {
     pub options: String,
     pub model: HeldNames,
     pub draft: Option<HeldNames>,
+    /// The number of the tokenizer's ids. The texts are the server's: this process reads no tokenizer.
+    pub vocab_size: usize,
 }
 
 /// What the child says of a load: the model's facts, or why it was not loaded.
@@ -115,8 +117,9 @@ pub fn device_process(level: Level) -> Result<(), Error> {
     }
     let mut channel = Channel::from_stdin().map_err(Error::Channel)?;
     let Some(task) = channel.receive::<Task>().map_err(Error::Channel)? else { return Ok(()) };
-    let (task, files, observer) = take(&mut channel, task).map_err(Error::Channel)?;
-    let (model, draft, self_test) = match load(&task, files) {
+    let vocab_size = task.vocab_size;
+    let (config, files, observer) = take(&mut channel, task).map_err(Error::Channel)?;
+    let (model, draft, self_test) = match load(&config, files, vocab_size) {
         Ok(loaded) => loaded,
         Err(error) => {
             let refusal = Refusal { message: error.to_string(), exit_code: error.exit_code() };
@@ -169,11 +172,11 @@ fn take(channel: &mut Channel, task: Task) -> std::io::Result<(Config, [Option<M
 fn load(
     config: &Config,
     [model, draft]: [Option<ModelFiles>; 2],
+    vocab_size: usize,
 ) -> Result<(Gemma3, Option<Draft>, SelfTested), Error> {
     let model = model.expect("a task has a model");
     let watch = if config.gpu.profile { Watch::Kernels } else { Watch::Nothing };
-    let texts = load::texts(&model)?;
-    let (mut model, mut draft) = load::on_device(&model, draft.as_ref(), Some(&texts), config, watch)?;
+    let (mut model, mut draft) = load::on_device(&model, draft.as_ref(), Some(vocab_size), config, watch)?;
     let since = Instant::now();
     let own = model.self_test()?;
     let of_draft = draft.as_mut().map(Draft::self_test).transpose()?;

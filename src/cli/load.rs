@@ -119,7 +119,8 @@ pub fn texts(files: &ModelFiles) -> Result<Texts, Error> {
 pub fn model(files: &ModelFiles, config: &Config, watch: Watch) -> Result<Model, Error> {
     let texts = texts(files)?;
     let draft_files = draft_files(files, &texts.tokenizer, config)?;
-    let (runner, draft) = on_device(files, draft_files.as_ref(), Some(&texts), config, watch)?;
+    let sample_below = Some(texts.tokenizer.vocab_size());
+    let (runner, draft) = on_device(files, draft_files.as_ref(), sample_below, config, watch)?;
     Ok(Model { device: runner.device().info().clone(), runner, draft, texts })
 }
 
@@ -146,11 +147,12 @@ fn max_submit(config: &Config) -> Duration {
     }
 }
 
-/// Loads a model and its draft. Ids that the tokenizer does not know are never sampled.
+/// Loads a model and its draft. No id is sampled from `sample_below` on, where it is the number of the tokenizer's ids:
+/// further rows of the embedding are padding without text.
 pub fn on_device(
     files: &ModelFiles,
     draft_files: Option<&ModelFiles>,
-    texts: Option<&Texts>,
+    sample_below: Option<usize>,
     config: &Config,
     watch: Watch,
 ) -> Result<(Gemma3, Option<Draft>), Error> {
@@ -184,8 +186,7 @@ pub fn on_device(
         strict: config.hardware.strict,
         moments: watch == Watch::Activations,
         max_batch_tokens: config.engine.prefill_chunk,
-        // Rows of the embedding beyond the tokenizer's ids are padding without text.
-        sample_below: texts.map(|texts| texts.tokenizer.vocab_size()),
+        sample_below,
         ..LoadOptions::default()
     };
     let since = Instant::now();

@@ -25,6 +25,20 @@ def free_port():
         return s.getsockname()[1]
 
 
+def children(process):
+    """The ids of a process's children."""
+    tasks = Path(f"/proc/{process}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
+def is_running(process):
+    """Whether a process is there, and is none that has ended and that nobody has waited for."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 class Server:
     """A `unicorn serve` of our own on a free port, and what its first moments looked like."""
 

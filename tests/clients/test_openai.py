@@ -31,7 +31,10 @@ import llm_client
 import published_schemas
 import responses_sdk
 from raised import raised
-from server import ANSWER_SECONDS, BINARY, ENVIRONMENT, ROOT, START_SECONDS, Server, free_port, get, last_line, model_id, post, send
+from server import (
+    ANSWER_SECONDS, BINARY, ENVIRONMENT, ROOT, START_SECONDS, Server, children, free_port, get, is_running, last_line, model_id,
+    post, send,
+)
 from session import SCENARIO, Report
 
 try:
@@ -426,21 +429,14 @@ def a_signal_while_loading_ends_the_process_that_is_inside_the_driver(_):
     with Loading() as loading:
         loading.first_health()
         deadline = time.monotonic() + START_SECONDS
-        while not (children := child_processes(loading.process.pid)):
+        while not (loaders := children(loading.process.pid)):
             assert time.monotonic() < deadline, "no process loads"
             time.sleep(0.02)
         loading.process.send_signal(signal.SIGTERM)
         # Both processes write to that pipe, so that it ends when both have ended.
         _, stderr = loading.process.communicate(timeout=START_SECONDS)
         assert loading.process.returncode == 0 and last_line(stderr).endswith("stopped"), (loading.process.returncode, stderr)
-        states = [Path(f"/proc/{child}/stat") for child in children]
-        alive = [state for state in states if state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z"]
-        assert not alive, f"left running: {alive}"
-
-
-def child_processes(process):
-    tasks = Path(f"/proc/{process}/task").iterdir()
-    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+        assert not any(map(is_running, loaders)), f"left running: {loaders}"
 
 
 def health_and_models(server):

@@ -21,6 +21,7 @@ pub struct DeviceFactory {
     options: String,
     model: ModelFiles,
     draft: Option<ModelFiles>,
+    vocab_size: usize,
     observer: Observer,
 }
 
@@ -29,12 +30,14 @@ impl DeviceFactory {
         config: &Config,
         model: &ModelFiles,
         draft: Option<&ModelFiles>,
+        vocab_size: usize,
         observer: Observer,
     ) -> Result<Self, Error> {
         Ok(Self {
             options: config.to_toml(),
             model: model.hold()?,
             draft: draft.map(ModelFiles::hold).transpose()?,
+            vocab_size,
             observer,
         })
     }
@@ -51,7 +54,8 @@ impl DeviceFactory {
         let draft = self.draft.as_ref().map(parts);
         let (draft, more) = draft.unzip();
         files.extend(more.into_iter().flatten());
-        connection.send(&Task { options: self.options.clone(), model, draft })?;
+        let (options, vocab_size) = (self.options.clone(), self.vocab_size);
+        connection.send(&Task { options, model, draft, vocab_size })?;
         connection.send_files(&files)?;
         let (observer, socket) = Channel::new().map_err(Error::Channel)?;
         connection.send_files(&[socket])?;

@@ -172,7 +172,8 @@ fn served(
 ) -> Result<(Service, Facts), Error> {
     let texts = load::texts(files)?;
     let draft_files = load::draft_files(files, &texts.tokenizer, config)?;
-    let mut factory = DeviceFactory::new(config, files, draft_files.as_ref(), observer.clone())?;
+    let vocab_size = texts.tokenizer.vocab_size();
+    let mut factory = DeviceFactory::new(config, files, draft_files.as_ref(), vocab_size, observer.clone())?;
     let (runner, device) = factory.load(&cancelled)?;
     let queue = config.server.queue;
     let idle_unload = config.engine.idle_unload_s.map(|seconds| Duration::from_secs(seconds as u64));

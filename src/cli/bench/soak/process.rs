@@ -8,6 +8,7 @@ use std::time::Duration;
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::cli::bench::statistics::median;
+use crate::cli::process::status_field;
 
 /// Samples of one figure, and the time between two of them.
 const SAMPLES: usize = 5;
@@ -27,10 +28,7 @@ impl Held {
     pub fn of(pid: u32) -> Option<Self> {
         let folder = format!("/proc/{pid}");
         let status = std::fs::read_to_string(Path::new(&folder).join("status")).ok()?;
-        let field = |name: &str| -> Option<u64> {
-            let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
-            line.split_whitespace().next()?.parse().ok()
-        };
+        let field = |name: &str| status_field(&status, name);
         let descriptors = std::fs::read_dir(Path::new(&folder).join("fd")).ok()?.count() as u64;
         Some(Self {
             resident_kib: field("VmRSS")?,
