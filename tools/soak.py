@@ -5,11 +5,12 @@
     tools/soak.py --soak 5m ...      other options of `unicorn bench serve`
 
 The binary is target/debug/unicorn, or $UNICORN_BINARY; it serves the demo model on software Vulkan, above the fault
-layer. The exit status is 1 if the soak finds something, if the server does not end with status 0 afterwards, or if its
+layer, with malloc as the service's unit sets it. The exit status is 1 if the soak finds something, if the server does not end with status 0 afterwards, or if its
 log tells of a panic. The log stays in target/soak.log.
 """
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -31,13 +32,20 @@ def main(arguments):
     with tempfile.TemporaryDirectory(prefix="unicorn-soak-") as folder:
         faults = Path(folder) / "faults"
         faults.write_text("")
-        with Server(environment=with_faults(faults)) as server:
+        with Server(environment=with_faults(faults) | malloc_of_the_service()) as server:
             try:
                 status = soak(server, faults, arguments)
             finally:
                 shutil.copyfile(server.log.name, LOG)
     print(f"the server's log is {LOG}")
     return status
+
+
+def malloc_of_the_service():
+    unit = (ROOT / "config/unicorn.service").read_text()
+    settings = dict(re.findall(r"^Environment=(MALLOC_\w+)=(.*)$", unit, re.MULTILINE))
+    assert settings, "the unit no longer sets malloc"
+    return settings
 
 
 def soak(server, faults, arguments):

@@ -4,8 +4,6 @@
 //! Its standard input is the channel to the server. The server's options and open files come over it, so that a child that
 //! takes over after a loss loads the very files that the first one did.
 
-use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -162,8 +160,7 @@ fn take(channel: &mut Channel, task: Task) -> std::io::Result<(Config, [Option<M
         Ok::<_, std::io::Error>(Some(ModelFiles::from_parts(names, files, load::DEMO)))
     };
     let files = [receive(Some(task.model))?, receive(task.draft)?];
-    let observer = OwnedFd::from(channel.receive_files(1)?.remove(0));
-    let observer = Channel::from_socket(UnixStream::from(observer))?;
+    let observer = Channel::from_socket(channel.receive_files(1)?.remove(0).into())?;
     let config = Config::from_toml(&task.options).map_err(std::io::Error::other)?;
     Ok((config, files, observer))
 }

@@ -76,7 +76,7 @@ pub struct BlockCopy {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Input {
     /// Known ids: a prompt, or a chunk of one. Never empty.
-    Ids(Vec<u32>),
+    Ids(#[serde(with = "words")] Vec<u32>),
     /// The id last sampled for this sequence's slot; the host need not know it yet.
     LastSampled,
 }
@@ -103,9 +103,11 @@ pub struct BatchSequence {
     pub start: usize,
     pub input: Input,
     /// Blocks of full layers that hold positions `0..start + input.len()`, in order. There may be more of them.
+    #[serde(with = "words")]
     pub full_blocks: Vec<u32>,
     /// Blocks of sliding layers, from the block with index `sliding_first` on: all blocks that the input's positions
     /// see.
+    #[serde(with = "words")]
     pub sliding_blocks: Vec<u32>,
     pub sliding_first: usize,
     /// The ids at `0..start`, if the sequence's penalties count ids and this slot did not compute them. All histories
@@ -163,6 +165,26 @@ impl Draw {
     /// The biases for the id behind the first `tokens` tokens of the sequence.
     pub fn biases(&self, tokens: usize) -> Cow<'_, [(u32, f32)]> {
         self.params.biases(tokens.saturating_sub(self.prompt_len))
+    }
+}
+
+/// Words as one piece of bytes: to write and read thousands of numbers one by one would take longer than all else of a
+/// message.
+pub(super) mod words {
+    use serde::{Deserialize, Deserializer, Serializer, de::Error};
+
+    pub fn serialize<S: Serializer>(words: &[u32], serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_bytes(bytemuck::cast_slice(words))
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>, W: FromIterator<u32>>(
+        deserializer: D,
+    ) -> Result<W, D::Error> {
+        let (words, rest) = <&[u8]>::deserialize(deserializer)?.as_chunks();
+        if !rest.is_empty() {
+            return Err(D::Error::custom("bytes that are no words"));
+        }
+        Ok(words.iter().map(|&word| u32::from_ne_bytes(word)).collect())
     }
 }
 

@@ -1,22 +1,23 @@
-//! Messages between two processes of one machine: over a socket, and through shared memory if they are long.
+//! Messages between two processes of one machine: over a socket, each in one packet, and through shared memory if they are
+//! long.
 //!
 //! Long messages go through a file in memory that both processes have open. Both write and read it with system calls. A
 //! mapping would spare a copy, but a process that was killed in the middle of a write could then change memory that this
 //! process holds a reference to.
 
 use std::fs::File;
-use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read, Write};
+use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::net::Shutdown;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
-use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::{Errno, retry_on_intr};
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags, recvmsg, sendmsg,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, Shutdown, SocketFlags, SocketType, recv, recvmsg, send, sendmsg,
+    shutdown, socketpair,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -27,14 +28,12 @@ const INLINE_BYTES: usize = 8 << 10;
 const MAX_BYTES: usize = 64 << 20;
 /// Messages that one side may send before it hears from the other. Two steps with masks, and a wait, are five.
 const SLOTS: u64 = 8;
-/// A message is written as a whole, so its rest is there soon, or its writer is dead.
-const REST: Duration = Duration::from_secs(5);
 /// The most files that Linux sends in one message is 253.
 const FILES_AT_ONCE: usize = 200;
 
 /// One end of a channel.
 pub struct Channel {
-    socket: UnixStream,
+    socket: OwnedFd,
     /// This side writes the first half of the slots, or the second.
     memory: File,
     is_first: bool,
@@ -44,15 +43,17 @@ pub struct Channel {
     buffer: Vec<u8>,
 }
 
-/// Length of a message, and whether it is in a slot of the memory.
-const HEAD_BYTES: usize = 5;
+/// What the first byte of a packet says: the message follows, or its length does and it lies in a slot of the memory.
+const INLINE: u8 = 0;
+const IN_MEMORY: u8 = 1;
 
 impl Channel {
     /// The first end, and what the other process needs for the second: its socket.
-    pub fn new() -> io::Result<(Self, UnixStream)> {
-        let (socket, other) = UnixStream::pair()?;
+    pub fn new() -> io::Result<(Self, OwnedFd)> {
+        let (socket, other) =
+            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
         let memory = rustix::fs::memfd_create("unicorn-device", rustix::fs::MemfdFlags::CLOEXEC)?;
-        let mut channel = Self::over(socket, File::from(memory), true)?;
+        let mut channel = Self::over(socket, File::from(memory), true);
         let memory = channel.memory.try_clone()?;
         channel.send_files(std::slice::from_ref(&memory))?;
         Ok((channel, other))
@@ -60,22 +61,21 @@ impl Channel {
 
     /// The second end, in the process that has it as its standard input.
     pub fn from_stdin() -> io::Result<Self> {
-        Self::from_socket(UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?))
+        Self::from_socket(io::stdin().as_fd().try_clone_to_owned()?)
     }
 
-    pub fn from_socket(socket: UnixStream) -> io::Result<Self> {
+    pub fn from_socket(socket: OwnedFd) -> io::Result<Self> {
         let mut memory = receive_files(&socket, 1)?;
-        Self::over(socket, memory.remove(0), false)
+        Ok(Self::over(socket, memory.remove(0), false))
     }
 
-    fn over(socket: UnixStream, memory: File, is_first: bool) -> io::Result<Self> {
-        socket.set_read_timeout(Some(REST))?;
-        Ok(Self { socket, memory, is_first, sent: 0, received: 0, buffer: Vec::new() })
+    fn over(socket: OwnedFd, memory: File, is_first: bool) -> Self {
+        Self { socket, memory, is_first, sent: 0, received: 0, buffer: Vec::new() }
     }
 
     /// Tells the other side that nothing more comes.
     pub(super) fn end(&self) -> io::Result<()> {
-        self.socket.shutdown(Shutdown::Both)
+        Ok(shutdown(&self.socket, Shutdown::Both)?)
     }
 
     pub(super) fn progress_counter(&self) -> io::Result<ProgressCounter> {
@@ -108,20 +108,25 @@ impl Channel {
     /// Sends a message.
     pub fn send(&mut self, message: &impl Serialize) -> io::Result<()> {
         self.buffer.clear();
-        self.buffer.resize(HEAD_BYTES, 0);
+        self.buffer.push(INLINE);
         self.buffer =
             postcard::to_extend(message, std::mem::take(&mut self.buffer)).map_err(io::Error::other)?;
-        let bytes = self.buffer.len() - HEAD_BYTES;
+        let bytes = self.buffer.len() - 1;
         assert!(bytes <= MAX_BYTES, "a message of {bytes} bytes");
-        let is_long = bytes > INLINE_BYTES;
-        self.buffer[..4].copy_from_slice(&(bytes as u32).to_ne_bytes());
-        self.buffer[4] = is_long.into();
-        if is_long {
-            self.memory.write_all_at(&self.buffer[HEAD_BYTES..], slot(self.is_first, self.sent))?;
+        if bytes > INLINE_BYTES {
+            self.memory.write_all_at(&self.buffer[1..], slot(self.is_first, self.sent))?;
             self.sent += 1;
-            self.buffer.truncate(HEAD_BYTES);
+            self.buffer.clear();
+            self.buffer.push(IN_MEMORY);
+            self.buffer.extend((bytes as u32).to_ne_bytes());
         }
-        self.socket.write_all(&self.buffer)
+        self.send_packet(&self.buffer)
+    }
+
+    /// The kernel takes a packet whole.
+    fn send_packet(&self, packet: &[u8]) -> io::Result<()> {
+        retry_on_intr(|| send(&self.socket, packet, SendFlags::NOSIGNAL))?;
+        Ok(())
     }
 
     /// Whether a message, or the other side's end, comes within `patience`.
@@ -131,34 +136,39 @@ impl Channel {
         let mut polled = [PollFd::new(&self.socket, PollFlags::IN)];
         match poll(&mut polled, Some(&patience)) {
             Ok(ready) => Ok(ready > 0),
-            Err(rustix::io::Errno::INTR) => Ok(false),
+            Err(Errno::INTR) => Ok(false),
             Err(error) => Err(error.into()),
         }
     }
 
     /// The next message; none if the other side has ended. Blocks until it is there.
     pub fn receive<T: DeserializeOwned>(&mut self) -> io::Result<Option<T>> {
-        while !self.poll(Duration::from_secs(3600))? {}
-        let mut head = [0; HEAD_BYTES];
-        match self.socket.read_exact(&mut head) {
-            Ok(()) => {}
-            Err(error) if [ErrorKind::UnexpectedEof, ErrorKind::ConnectionReset].contains(&error.kind()) => {
-                return Ok(None);
+        self.buffer.resize(1 + INLINE_BYTES, 0);
+        let bytes = loop {
+            match recv(&self.socket, &mut self.buffer[..], RecvFlags::TRUNC) {
+                Ok((0, _)) => return Ok(None),
+                Ok((_, bytes)) => break bytes,
+                // The kernel says once that the other side ended before it had read everything. What it sent is behind that.
+                Err(Errno::INTR | Errno::CONNRESET) => {}
+                Err(error) => return Err(error.into()),
             }
-            Err(error) => return Err(error),
-        }
-        let bytes = u32::from_ne_bytes([head[0], head[1], head[2], head[3]]) as usize;
-        if bytes > MAX_BYTES {
-            return Err(io::Error::other(format!("a message of {bytes} bytes")));
-        }
-        self.buffer.resize(bytes, 0);
-        if head[4] == 0 {
-            self.socket.read_exact(&mut self.buffer)?;
-        } else {
-            self.memory.read_exact_at(&mut self.buffer, slot(!self.is_first, self.received))?;
-            self.received += 1;
-        }
-        match postcard::take_from_bytes(&self.buffer).map_err(io::Error::other)? {
+        };
+        let packet = self.buffer.get(..bytes);
+        let message = match packet {
+            Some([INLINE, message @ ..]) => message,
+            Some(&[IN_MEMORY, a, b, c, d]) => {
+                let bytes = u32::from_ne_bytes([a, b, c, d]) as usize;
+                if bytes > MAX_BYTES {
+                    return Err(io::Error::other(format!("a message of {bytes} bytes")));
+                }
+                self.buffer.resize(bytes, 0);
+                self.memory.read_exact_at(&mut self.buffer, slot(!self.is_first, self.received))?;
+                self.received += 1;
+                &self.buffer
+            }
+            _ => return Err(io::Error::other("a packet that is no message")),
+        };
+        match postcard::take_from_bytes(message).map_err(io::Error::other)? {
             (message, []) => Ok(Some(message)),
             (_, rest) => Err(io::Error::other(format!("{} bytes behind a message", rest.len()))),
         }
@@ -183,7 +193,7 @@ impl ProgressCounter {
     }
 }
 
-fn receive_files(socket: &UnixStream, count: usize) -> io::Result<Vec<File>> {
+fn receive_files(socket: &OwnedFd, count: usize) -> io::Result<Vec<File>> {
     let mut files: Vec<OwnedFd> = Vec::new();
     while files.len() < count {
         let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FILES_AT_ONCE))];
@@ -204,7 +214,7 @@ fn receive_files(socket: &UnixStream, count: usize) -> io::Result<Vec<File>> {
 
 #[cfg(test)]
 mod tests {
-    use std::io::Seek;
+    use std::io::{Read, Seek, Write};
 
     use super::*;
 
@@ -239,6 +249,13 @@ mod tests {
         assert!(one.poll(Duration::ZERO).unwrap());
         assert_eq!(one.receive::<u32>().unwrap(), None);
         assert_eq!(one.send(&7u32).unwrap_err().kind(), ErrorKind::BrokenPipe);
+        // Nor is it if one side has not read everything.
+        let (mut one, mut other) = pair();
+        one.send(&7u32).unwrap();
+        other.send(&"last words").unwrap();
+        drop(other);
+        assert_eq!(one.receive::<String>().unwrap().as_deref(), Some("last words"));
+        assert_eq!(one.receive::<u32>().unwrap(), None);
         let (one, mut other) = pair();
         one.end().unwrap();
         assert_eq!(other.receive::<u32>().unwrap(), None);
@@ -249,9 +266,13 @@ mod tests {
         let (mut one, mut other) = pair();
         one.send(&"text").unwrap();
         assert!(other.receive::<(u64, u64, u64)>().is_err());
-        let (mut one, mut other) = pair();
-        one.socket.write_all(&[0xff; 9]).unwrap();
-        assert!(other.receive::<u64>().is_err(), "a length beyond all messages");
+        for packet in
+            [&[0xff; 9][..], &[IN_MEMORY], &[IN_MEMORY, 0xff, 0xff, 0xff, 0xff], &[INLINE; 2 + INLINE_BYTES]]
+        {
+            let (one, mut other) = pair();
+            one.send_packet(packet).unwrap();
+            assert!(other.receive::<u64>().is_err(), "{packet:?}");
+        }
     }
 
     #[test]

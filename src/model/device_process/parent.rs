@@ -2,7 +2,7 @@
 
 use std::borrow::Cow::Borrowed;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, ExitStatus};
 use std::sync::Arc;
@@ -41,7 +41,7 @@ impl Connection {
     pub fn spawn(mut command: Command, cancelled: &Arc<AtomicBool>) -> io::Result<Self> {
         let (channel, other) = Channel::new()?;
         // The keys that interrupt this process are not for the child, which ends when this process does.
-        let child = command.stdin(OwnedFd::from(other)).process_group(0).spawn()?;
+        let child = command.stdin(other).process_group(0).spawn()?;
         Ok(Self { child, channel, cancelled: Arc::clone(cancelled), failed: false })
     }
 
