@@ -9,7 +9,7 @@ use unicorn::api::Connections;
 
 use crate::support::app::{MODEL, endless};
 use crate::support::fake_runner::HANG;
-use crate::support::http::{assert_at_rest, is_at_rest, status, until};
+use crate::support::http::{assert_at_rest, get, is_at_rest, send, status, until};
 use crate::support::json::with;
 use crate::support::server::{CONNECTIONS, Serving, blocking};
 
@@ -236,5 +236,10 @@ async fn whoever_stops_reading_is_given_up() {
         assert_eq!(finished("abort").await - before, answers, "{path}: given up, and not written to the end");
     }
     assert_eq!(finished("length").await, 0);
+    let (_, _, metrics) = send(&serving.app.router, get("/metrics")).await;
+    let metrics = String::from_utf8(metrics).expect("text");
+    let given_up =
+        metrics.lines().find(|line| line.starts_with("unicorn_slow_readers_total{")).expect("a count");
+    assert!(given_up.ends_with("} 3"), "{given_up}");
     serving.end().await;
 }

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use axum::body::Body;
 use axum::http::Request;
+use futures::StreamExt as _;
 use serde_json::{Value, json};
 use unicorn::api::{self, AccessPolicy, Keys, SUPPORTED_PARAMETERS, Server};
 
@@ -172,7 +173,14 @@ async fn metrics_add_up_to_what_was_asked() {
         ("unicorn_gpu_memory_bytes{class=\"KV cache\",heap=\"heap 0\"}", 7.0),
         ("unicorn_gpu_memory_bytes{class=\"norms\",heap=\"heap \\\"1\\\"\"}", 9.0),
         ("unicorn_gpu_memory_driver_bytes{kind=\"vram\"}", 11.0),
+        ("unicorn_request_refusals_total{reason=\"invalid_value\"}", 1.0),
+        ("unicorn_request_refusals_total{reason=\"not_found\"}", 1.0),
+        ("unicorn_slow_readers_total", 0.0),
+        ("unicorn_num_replays_total", 0.0),
         ("process_resident_memory_bytes", 13.0),
+        ("process_cpu_seconds_total", 1.5),
+        ("unicorn_device_process_cpu_seconds_total", 2.5),
+        ("process_open_fds", 31.0),
         ("unicorn_kernel_seconds_total{kernel=\"matmul\"}", 0.5),
         ("unicorn_gpu_dispatches_total", 3.0),
         ("unicorn_gpu_memory_shortages_total", 6.0),
@@ -196,6 +204,25 @@ async fn metrics_add_up_to_what_was_asked() {
     assert_eq!(pool("held") + pool("cached") + pool("free"), 150.0);
     // Counters only grow. A second scrape adds what was measured since the first.
     assert_eq!(metrics(&app).await["unicorn_kernel_seconds_total{kernel=\"matmul\"}"], 1.0);
+}
+
+#[tokio::test]
+async fn the_time_to_the_first_token_begins_when_a_request_arrives() {
+    const PAUSE: Duration = Duration::from_millis(50);
+    let app = app();
+    let text = chat("Hi").to_string();
+    let (first, rest) = text.split_at(5);
+    let pieces = [(Duration::ZERO, first.to_owned()), (PAUSE, rest.to_owned())];
+    let body = futures::stream::iter(pieces).then(async |(pause, piece)| {
+        tokio::time::sleep(pause).await;
+        Ok::<_, std::io::Error>(piece)
+    });
+    let request = Request::post("/v1/chat/completions").body(Body::from_stream(body)).expect("sound");
+    assert_eq!(send(&app.router, request).await.0, 200);
+    let m = metrics(&app).await;
+    for name in ["unicorn_time_to_first_token_seconds_sum", "unicorn_e2e_request_latency_seconds_sum"] {
+        assert!(m[name] >= PAUSE.as_secs_f64(), "{name}: {}", m[name]);
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -760,6 +760,47 @@ async fn streams_under_way_end_before_the_server_does() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn whoever_connects_while_the_server_ends_hears_why() {
+    let app = endless();
+    app.control.allow(12);
+    let (address, stop, serving) = stoppable(&app).await;
+    let socket = tokio::net::TcpStream::connect(address).await.expect("connects");
+    let mut client = Client::over(socket, &builder()).await;
+    let response = client.post(CHAT, &long_stream("Hi", 200)).await;
+    let mut body = in_time(response).await.expect("begun").into_body();
+    read_to(&mut body, Some(":\"a\"")).await.expect("text");
+    let ask = move |method: &'static str, path: &'static str, body: String| {
+        blocking(move || {
+            let mut late = crate::support::server::connect(address);
+            let length = body.len();
+            let head =
+                format!("{method} {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {length}\r\n\r\n");
+            late.write_all([head, body].concat().as_bytes()).expect("sent");
+            let mut reply = String::new();
+            // To the connection's end, which the server makes.
+            late.read_to_string(&mut reply).expect("read");
+            reply.to_ascii_lowercase()
+        })
+    };
+    stop.send(()).expect("it runs");
+    while !ask("GET", "/health", String::new()).await.contains("connection: close") {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    let health = ask("GET", "/health", String::new()).await;
+    assert!(health.starts_with("http/1.1 503") && health.contains("draining"), "{health}");
+    let live = ask("GET", "/live", String::new()).await;
+    assert!(live.starts_with("http/1.1 200") && live.contains("connection: close"), "{live}");
+    let refused = ask("POST", CHAT, chat("Hi").to_string()).await;
+    for part in ["http/1.1 503", "retry-after: ", "connection: close", "shutting_down"] {
+        assert!(refused.contains(part), "{part}: {refused}");
+    }
+    app.control.release();
+    let rest = read_to(&mut body, None).await.expect("a whole stream");
+    assert!(rest.ends_with("data: [DONE]\n\n") && !rest.contains("error"), "{rest}");
+    in_time(serving).await.expect("no panic");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_client_that_ignores_the_servers_end_does_not_delay_it() {
     let app = app_behind(AccessPolicy::default(), "ok");
     let (address, stop, serving) = stoppable(&app).await;

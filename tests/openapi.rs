@@ -403,7 +403,7 @@ async fn what_is_answered_is_as_documented() {
             assert_eq!(app.ask("post", path, path, Some(&other)).await, 200);
         }
     }
-    for path in ["/v1/models", "/models", "/health", "/status", "/metrics"] {
+    for path in ["/v1/models", "/models", "/health", "/live", "/status", "/metrics"] {
         assert_eq!(app.ask("get", path, path, None).await, 200);
     }
     for (id, status) in [(MODEL, 200), ("none", 404), ("%ff", 400)] {

@@ -137,7 +137,7 @@ fn that_panics(door: AccessPolicy) -> App {
     let ok = tokenizer().encode("ok", false).expect("encodes");
     let app = loaded(Server::new(MODEL, OPTIONS, door), limits(), DEFAULTS, says(&ok, END_OF_TURN));
     let broken = || panic!("the gauge broke:\nin two");
-    app.server.set_facts(Facts { memory: Box::new(broken), ..facts() });
+    app.server.set_facts(Facts { now: Box::new(broken), ..facts() });
     app
 }
 

@@ -49,6 +49,8 @@ pub(in crate::api) struct Client {
     pub id: ClientId,
     /// The connection that the request came on.
     pub connection: Option<Connection>,
+    /// When the request's head had come.
+    pub arrived: std::time::Instant,
 }
 
 impl<S: Sync> FromRequestParts<S> for Client {
@@ -146,7 +148,7 @@ pub(in crate::api) async fn ask<T: Send + 'static>(
         let n = 1 + engine.more_seeds.len();
         let tokens =
             service.engine().submit(engine).map_err(|error| ApiError::from(error).in_prompt(prompt))?;
-        answers.add(tokens, &text, n, server.metrics.follow(n));
+        answers.add(tokens, &text, n, server.metrics.follow(n, client.arrived));
     }
     server.metrics.taken(purpose);
     drop(arriving); // from here on the engine's queue is the bound

@@ -18,12 +18,30 @@ pub struct Facts {
     /// What the kernel driver reports of the placements.
     pub residency: String,
     pub self_test: SelfTested,
-    /// Reads how much memory is in use now.
-    pub memory: Box<dyn Fn() -> MemoryNow + Send + Sync>,
-    /// Reads what was submitted so far; none after the device was released.
-    pub submitted: Box<dyn Fn() -> Option<Submitted> + Send + Sync>,
-    /// Takes the kernels' times since the last call; empty if kernels are not measured.
-    pub kernels: Box<dyn Fn() -> Vec<KernelTime> + Send + Sync>,
+    /// Reads what changes.
+    pub now: Box<dyn Fn() -> Now + Send + Sync>,
+}
+
+/// What the processes and the device report at one moment.
+#[derive(Debug, Clone, Default)]
+pub struct Now {
+    pub memory: MemoryNow,
+    /// What was submitted so far; none after the device was released.
+    pub submitted: Option<Submitted>,
+    /// The kernels' times since the last call; empty if kernels are not measured.
+    pub kernels: Vec<KernelTime>,
+    pub process: ProcessNow,
+}
+
+/// What the processes use; none for what the system does not report.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct ProcessNow {
+    /// Processor time of the server, and of its device process.
+    pub processor: Option<Duration>,
+    pub device_processor: Option<Duration>,
+    /// Files that the server has open, and may have open.
+    pub open_files: Option<u64>,
+    pub most_files: Option<u64>,
 }
 
 /// What the self-test of the last start found right, and the seconds that it took.

@@ -44,8 +44,9 @@ mod tools;
 mod wire;
 
 pub use error::{ApiError, BodyGap};
-pub use facts::{Facts, HeapNow, KernelTime, MemoryNow, Placed, SelfTested, Submitted};
+pub use facts::{Facts, HeapNow, KernelTime, MemoryNow, Now, Placed, ProcessNow, SelfTested, Submitted};
 pub use http::auth::AccessPolicy;
+pub use http::health::Health;
 pub use http::keys::{Keys, KeysError};
 pub use http::listen::{Connections, FILES_PER_CONNECTION};
 pub use http::tls::{Tls, TlsError};
@@ -125,6 +126,7 @@ fn routes() -> OpenApiRouter<Arc<Server>> {
         .routes(routes!(llamacpp::load))
         .routes(routes!(llamacpp::unload))
         .routes(routes!(health::health))
+        .routes(routes!(health::live))
         .routes(routes!(status::status))
         .routes(routes!(metrics::metrics))
         .routes(routes!(openapi::document))
@@ -142,7 +144,7 @@ fn without_v1() -> Router<Arc<Server>> {
         .route("/embeddings", post(embeddings::embeddings))
 }
 
-/// Serves until `shutdown` resolves, and takes no request from then on. Requests under way have the time that it
+/// Serves until `shutdown` resolves, and refuses requests from then on. Requests under way have the time that it
 /// resolved to. Requests that have not ended by then are failed, and a few seconds later at most the call returns.
 pub async fn serve(
     listener: TcpListener,

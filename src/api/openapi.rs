@@ -128,7 +128,7 @@ fn refusals<E: ToSchema, const N: usize>(statuses: [(u16, &str); N]) -> Refusals
     statuses.into_iter().map(refusal).collect()
 }
 
-/// The errors of all routes but `/health`: the client is not allowed, or the server met a bug.
+/// The errors of all routes but `/health` and `/live`: the client is not allowed, or the server met a bug.
 pub(in crate::api) enum AuthErrors {}
 
 impl IntoResponses for AuthErrors {

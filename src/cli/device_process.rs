@@ -14,7 +14,7 @@ use tracing_subscriber::EnvFilter;
 use super::error::Error;
 use super::load::{self, Profiler, Watch};
 use super::log::Level;
-use super::process::resident_bytes;
+use super::process::{processor_time, resident_bytes};
 use crate::checkpoint::{HeldNames, ModelFiles};
 use crate::config::Config;
 use crate::gpu::placement::{Class, Placement};
@@ -93,6 +93,7 @@ pub struct Observed {
     pub vram: Option<u64>,
     pub gtt: Option<u64>,
     pub resident: Option<u64>,
+    pub processor: Duration,
     pub dispatches: u64,
     pub copies: u64,
     pub barriers: u64,
@@ -214,6 +215,7 @@ fn observe(mut channel: Channel, device: &Weak<Device>, level: &Level) {
             vram: used.map(|used| used.vram),
             gtt: used.map(|used| used.gtt),
             resident: resident_bytes().0,
+            processor: processor_time(),
             dispatches,
             copies,
             barriers,

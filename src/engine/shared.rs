@@ -32,6 +32,8 @@ pub struct Stats {
     pub host_ns: u64,
     /// How often the device was lost, and the time until it computed again.
     pub losses: u64,
+    /// How many answers were computed again behind those.
+    pub replays: u64,
     pub recovery_ns: u64,
 }
 

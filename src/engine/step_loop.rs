@@ -129,6 +129,7 @@ impl StepLoop {
             let answer = self.answers.remove(&id).expect("every sequence has an answer");
             answer.fail(EngineError::LostTwice(error.to_string()));
         }
+        self.stats.replays += self.answers.len() as u64;
         self.publish();
         let is_back = self.load();
         self.stats.recovery_ns += began.elapsed().as_nanos() as u64;

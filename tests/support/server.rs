@@ -10,7 +10,9 @@ use socket2::{Domain, Socket, Type};
 use tempfile::TempDir;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
-use unicorn::api::{self, Connections, Facts, HeapNow, KernelTime, MemoryNow, Placed, SelfTested, Submitted};
+use unicorn::api::{
+    self, Connections, Facts, HeapNow, KernelTime, MemoryNow, Now, Placed, ProcessNow, SelfTested, Submitted,
+};
 
 use super::app::App;
 use super::fake_runner::HANG;
@@ -118,17 +120,18 @@ pub fn facts() -> Facts {
         placements: vec![placed("KV cache", "heap 0", 7), placed("norms", "heap \"1\"", 9)],
         residency: "confirmed".into(),
         self_test: SelfTested { kernels: 21, layers: Some(6), seconds: 0.5 },
-        memory: Box::new(|| {
+        now: Box::new(|| {
             let heaps = vec![HeapNow { heap: "heap 0".into(), size_bytes: 23, free_bytes: 9 }];
-            MemoryNow { heaps, vram: Some(11), gtt: None, resident: Some(13) }
-        }),
-        submitted: Box::new(|| {
+            let memory = MemoryNow { heaps, vram: Some(11), gtt: None, resident: Some(13) };
             let declared = vec![("norms".into(), 17)];
-            Some(Submitted { dispatches: 3, copies: 5, barriers: 4, memory_shortages: 6, declared })
-        }),
-        kernels: Box::new(|| {
+            let submitted =
+                Submitted { dispatches: 3, copies: 5, barriers: 4, memory_shortages: 6, declared };
             let time = Duration::from_millis(500);
-            vec![KernelTime { kernel: "matmul".into(), dispatches: 2, time }]
+            let kernels = vec![KernelTime { kernel: "matmul".into(), dispatches: 2, time }];
+            let processor = [1500, 2500].map(|ms| Some(Duration::from_millis(ms)));
+            let [processor, device_processor] = processor;
+            let process = ProcessNow { processor, device_processor, open_files: Some(31), most_files: None };
+            Now { memory, submitted: Some(submitted), kernels, process }
         }),
     }
 }

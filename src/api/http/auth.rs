@@ -1,5 +1,5 @@
 //! Who may come in: API keys, the names the server answers to, origins of web pages, and how much one client may ask at
-//! once. Decided from a request's head, before its body is read; `/health` alone is open to all, and the page's files need
+//! once. Decided from a request's head, before its body is read; `/health` and `/live` alone are open to all, and the page's files need
 //! no key: a browser loads them before its user can give it one.
 //!
 //! With keys, a request needs one of them, and no web page has it unless its user gave it. Without keys whoever reaches

@@ -26,7 +26,8 @@ const LOOK_AGAIN: Duration = Duration::from_millis(5);
 const RECOVERING: &str = "the GPU was lost: the model is loaded again, and answers under way go on then";
 
 /// The states of the server that `/health` reports.
-pub(in crate::api) enum Health {
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Health {
     Ok,
     /// The model is loaded again when a request comes.
     Unloaded,
@@ -39,7 +40,15 @@ pub(in crate::api) enum Health {
 }
 
 impl Health {
-    pub fn of(engine: Option<&EngineHandle>) -> Self {
+    /// The state, as the device proves it just now.
+    pub async fn proven(server: &Server) -> Self {
+        match server.engine() {
+            Some(engine) => proof(engine, server.options.device_timeout).await,
+            None => Health::Loading,
+        }
+    }
+
+    pub(in crate::api) fn of(engine: Option<&EngineHandle>) -> Self {
         let Some(engine) = engine else { return Health::Loading };
         match (engine.health(), engine.state()) {
             (Err(EngineError::ShuttingDown), _) => Health::Draining,
@@ -66,7 +75,7 @@ impl Health {
     }
 
     /// The name of the state, and its message, if it has one.
-    pub fn report(self) -> (HealthName, Option<String>) {
+    pub(in crate::api) fn report(self) -> (HealthName, Option<String>) {
         match self {
             Health::Ok => (HealthName::Ok, None),
             Health::Unloaded => (HealthName::Unloaded, None),
@@ -121,10 +130,7 @@ pub(in crate::api) struct HealthReport {
     ),
 )]
 pub(in crate::api) async fn health(State(server): State<Arc<Server>>) -> Response {
-    let health = match server.engine() {
-        Some(engine) => proof(engine, server.options.device_timeout).await,
-        None => Health::Loading,
-    };
+    let health = Health::proven(&server).await;
     let why = health.why();
     let (name, message) = health.report();
     let report = Json(HealthReport { status: name, message });
@@ -132,6 +138,32 @@ pub(in crate::api) async fn health(State(server): State<Arc<Server>>) -> Respons
         None => report.into_response(),
         Some(why) => (StatusCode::SERVICE_UNAVAILABLE, Extension(Why(why)), report).into_response(),
     }
+}
+
+/// That the process answers, whatever its device does: for programs that would only end a process that does not.
+#[utoipa::path(
+    get,
+    path = "/live",
+    operation_id = "getLive",
+    tag = "server",
+    security(()),
+    responses((status = 200, description = "The process answers.", body = LiveReport)),
+)]
+pub(in crate::api) async fn live() -> Json<LiveReport> {
+    Json(LiveReport { status: Live::Alive })
+}
+
+#[derive(Serialize, ToSchema)]
+#[schema(as = Live)]
+pub(in crate::api) struct LiveReport {
+    status: Live,
+}
+
+#[derive(Serialize, ToSchema)]
+#[schema(as = LiveStatus)]
+#[serde(rename_all = "lowercase")]
+enum Live {
+    Alive,
 }
 
 /// Waits for a sign of the device, no longer than a probe may take.

@@ -40,9 +40,19 @@ pub enum KeysError {
 }
 
 impl Keys {
-    /// Reads a file with one key per line. Empty lines and lines that begin with `#` are no keys. A file without a key
-    /// is an error: a server that was told to ask for a key must not ask for none.
+    /// Reads a file with one key per line. A file without a key is an error: a server that was told to ask for a key
+    /// must not ask for none.
     pub fn read(path: &Path) -> Result<Self, KeysError> {
+        let keys = Self::read_any(path)?;
+        if keys.is_empty() {
+            let problem = "holds no key: expected one per line".into();
+            return Err(KeysError::Key { source_name: path.display().to_string(), problem });
+        }
+        Ok(keys)
+    }
+
+    /// Reads a file with one key per line, or none. Empty lines and lines that begin with `#` are no keys.
+    pub fn read_any(path: &Path) -> Result<Self, KeysError> {
         let bytes = read_secret(path).map_err(|error| KeysError::File { path: path.to_owned(), error })?;
         let source_name = path.display().to_string();
         let problem = |problem: String| KeysError::Key { source_name: source_name.clone(), problem };
@@ -53,9 +63,6 @@ impl Keys {
                 keys.add(line).map_err(|why| problem(format!("line {}: {why}", n + 1)))?;
                 short.extend((line.len() < LONG_ENOUGH).then_some(n + 1));
             }
-        }
-        if keys.is_empty() {
-            return Err(problem("holds no key: expected one per line".into()));
         }
         warn_of_short(&source_name, "line", &short);
         Ok(keys)
@@ -93,7 +100,7 @@ impl Keys {
         self
     }
 
-    pub(in crate::api) fn len(&self) -> usize {
+    pub fn len(&self) -> usize {
         self.0.len()
     }
 

@@ -17,12 +17,13 @@ use std::net::SocketAddr;
 use std::os::fd::AsFd;
 use std::pin::pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use axum::Router;
 use axum::body::Body;
 use axum::extract::ConnectInfo;
-use axum::http::{Request, Version};
+use axum::http::{HeaderValue, Request, Version, header};
 use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
@@ -106,18 +107,27 @@ fn second(stream: &TcpStream) -> io::Result<TcpStream> {
     TcpStream::from_std(stream.as_fd().try_clone_to_owned()?.into())
 }
 
-/// How many connections are open.
+/// How many connections are open, and how many of them, or of their streams, were given up since their clients did not
+/// read.
 #[derive(Debug, Clone, Default)]
-pub(in crate::api) struct Open(Arc<()>);
+pub(in crate::api) struct Open {
+    places: Arc<()>,
+    unread: Arc<AtomicU64>,
+}
 
 impl Open {
     pub fn count(&self) -> usize {
-        Arc::strong_count(&self.0) - 1
+        Arc::strong_count(&self.places) - 1
+    }
+
+    pub fn unread(&self) -> u64 {
+        self.unread.load(Ordering::Relaxed)
     }
 }
 
-/// Answers who connects until `stop`; then those under way get to their ends. Dropped, it breaks them off. Each connection
-/// counts as `open` while it has its place.
+/// Answers who connects until `stop`; then those under way get to their ends, and whoever connects meanwhile is answered
+/// as well, once a connection: the handlers refuse what cannot be done any more, and a load balancer that asks hears why.
+/// Dropped, it breaks all of them off. Each connection counts as `open` while it has its place.
 pub(in crate::api) async fn listen(
     listener: TcpListener,
     app: Router,
@@ -129,10 +139,14 @@ pub(in crate::api) async fn listen(
     let (stopping, stopped) = watch::channel(());
     let (crowded, is_crowded) = watch::channel(false);
     let places = Arc::new(Semaphore::new(options.most));
-    let mut open = JoinSet::new();
+    let (mut open, mut late) = (JoinSet::new(), JoinSet::new());
+    let mut draining = false;
+    // Never sent to: late connections have heard of the end before they begin.
+    let (_late, not_stopped) = watch::channel(());
     let mut warned: Option<Instant> = None;
     loop {
         while open.try_join_next().is_some() {}
+        while late.try_join_next().is_some() {}
         let full = places.available_permits() == 0;
         crowded.send_if_modified(|crowded| std::mem::replace(crowded, full) != full);
         if full && warned.is_none_or(|at| at.elapsed() > WARN_EVERY) {
@@ -145,15 +159,27 @@ pub(in crate::api) async fn listen(
         };
         let (place, accepted) = tokio::select! {
             biased;
-            () = &mut stop => break,
+            () = &mut stop, if !draining => {
+                draining = true;
+                let _ = stopping.send(());
+                continue;
+            }
+            ended = open.join_next(), if draining => match ended {
+                Some(_) => continue,
+                None => break,
+            },
             next = next => next,
         };
         match accepted {
             Ok((stream, peer)) => {
-                let signals = Signals { stopped: stopped.clone(), crowded: is_crowded.clone() };
-                let connection = connection(stream, peer, app.clone(), options.clone(), signals);
-                let counted = Arc::clone(&count.0);
-                open.spawn(async move {
+                let stopped = if draining { &not_stopped } else { &stopped };
+                let signals =
+                    Signals { stopped: stopped.clone(), crowded: is_crowded.clone(), late: draining };
+                let unread = Arc::clone(&count.unread);
+                let connection = connection(stream, peer, app.clone(), options.clone(), signals, unread);
+                let counted = Arc::clone(&count.places);
+                let connections = if draining { &mut late } else { &mut open };
+                connections.spawn(async move {
                     connection.await;
                     drop((place, counted));
                 });
@@ -166,9 +192,6 @@ pub(in crate::api) async fn listen(
             }
         }
     }
-    drop(listener);
-    let _ = stopping.send(());
-    while open.join_next().await.is_some() {}
 }
 
 fn is_the_clients(error: &io::Error) -> bool {
@@ -182,6 +205,8 @@ struct Signals {
     stopped: watch::Receiver<()>,
     /// There is no place left.
     crowded: watch::Receiver<bool>,
+    /// The server was ending already when the connection was opened.
+    late: bool,
 }
 
 async fn connection(
@@ -190,12 +215,13 @@ async fn connection(
     app: Router,
     options: Connections,
     mut signals: Signals,
+    unread: Arc<AtomicU64>,
 ) {
     // A token is a small packet, and the next one comes later than it should wait for.
     let _ = stream.set_nodelay(true);
     let seen = Connection { crowded: signals.crowded.clone(), socket: second(&stream).ok().map(Arc::new) };
     let Some(tls) = &options.tls else {
-        return http(stream, peer, seen, app, &options, signals).await;
+        return http(stream, peer, seen, app, &options, signals, unread).await;
     };
     let acceptor = tls.acceptor();
     let handshake = async {
@@ -218,7 +244,7 @@ async fn connection(
         _ = signals.stopped.changed() => return,
     };
     match secured {
-        Ok(stream) => http(stream, peer, seen, app, &options, signals).await,
+        Ok(stream) => http(stream, peer, seen, app, &options, signals, unread).await,
         Err(error) => tracing::debug!("{peer}: no TLS: {error}"),
     }
 }
@@ -229,9 +255,10 @@ async fn http<S: AsyncRead + AsyncWrite + Unpin + 'static>(
     seen: Connection,
     app: Router,
     options: &Connections,
-    Signals { mut stopped, mut crowded }: Signals,
+    Signals { mut stopped, mut crowded, late }: Signals,
+    unread: Arc<AtomicU64>,
 ) {
-    let requests = Arc::new(Requests::default());
+    let requests = Requests::new(Arc::clone(&unread));
     let &Connections { head_timeout, idle_timeout, write_timeout, .. } = options;
     let patience = Patience { head_timeout, idle_timeout, write_timeout };
     let io = TokioIo::new(Patient::new(stream, Arc::clone(&requests), crowded.clone(), patience));
@@ -245,12 +272,18 @@ async fn http<S: AsyncRead + AsyncWrite + Unpin + 'static>(
         let app = app.clone();
         async move {
             let response = app.oneshot(request).await.map(|response| hold(response, under_way));
+            let response = response.map(|mut response| {
+                if late && !is_stream {
+                    response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+                }
+                response
+            });
             if is_stream { response.map(streams::in_pieces) } else { response }
         }
     });
     // hyper itself answers a head that it refuses (400, 414, 431), before the service has a request, and that answer has no
     // body. hyper takes no other answer: an error object would need a stream that knows those bytes and changes them.
-    let mut protocols = auto::Builder::new(Streams { write_timeout });
+    let mut protocols = auto::Builder::new(Streams { write_timeout, unread });
     // hyper's own timeout for heads needs a timer, and gets none: `http::patient` says why.
     protocols.http1().max_buf_size(MAX_HEAD_BYTES);
     streams::bound(&mut protocols.http2(), MAX_HEAD_BYTES, write_timeout);

@@ -19,6 +19,7 @@ use axum::extract::State;
 use axum::http::header;
 use axum::response::{IntoResponse, Response};
 
+use crate::api::facts::Now;
 use crate::api::http::counters::{Histogram, locked};
 use crate::api::openapi::AuthErrors;
 use crate::api::server::Server;
@@ -122,6 +123,20 @@ fn exposition(server: &Server) -> String {
     for (reason, n) in &*locked(&m.finished) {
         out.sample(&[("finished_reason", reason)], n);
     }
+    out.family(
+        "unicorn_request_refusals_total",
+        "counter",
+        "Requests that were refused, by the error's code.",
+    );
+    for (code, n) in &*locked(&m.refused) {
+        out.sample(&[("reason", code)], n);
+    }
+    out.family(
+        "unicorn_slow_readers_total",
+        "counter",
+        "Requests given up, since their clients did not read.",
+    )
+    .sample(&[], m.slow_readers.load(Ordering::Relaxed) + server.connections.unread());
     let [prompt, cached, generated] = m.tokens();
     out.family("unicorn_prompt_tokens_total", "counter", "Tokens of prompts.").sample(&[], prompt);
     out.family("unicorn_generation_tokens_total", "counter", "Tokens generated.").sample(&[], generated);
@@ -130,12 +145,16 @@ fn exposition(server: &Server) -> String {
     out.family("unicorn_prefix_cache_hits_total", "counter", "Tokens found in the prefix cache.")
         .sample(&[], cached);
     for (name, help, histogram) in [
-        ("unicorn_time_to_first_token_seconds", "From submission to the first token.", &m.to_first_token),
+        (
+            "unicorn_time_to_first_token_seconds",
+            "From a request's arrival to the first token.",
+            &m.to_first_token,
+        ),
         ("unicorn_inter_token_latency_seconds", "Between two tokens of an answer.", &m.between_tokens),
         ("unicorn_request_queue_time_seconds", "From submission to the first step.", &m.queued),
         ("unicorn_request_prefill_time_seconds", "From the first step to the first token.", &m.prefilled),
         ("unicorn_request_decode_time_seconds", "From the first token to the last.", &m.decoded),
-        ("unicorn_e2e_request_latency_seconds", "From submission to the last token.", &m.answered),
+        ("unicorn_e2e_request_latency_seconds", "From a request's arrival to the last token.", &m.answered),
     ] {
         out.histogram(name, help, histogram);
     }
@@ -191,6 +210,7 @@ fn of_engine(out: &mut Exposition<'_>, server: &Server) {
     for (name, help, n) in [
         ("unicorn_num_preemptions_total", "Answers put off for want of blocks.", stats.preemptions),
         ("unicorn_device_losses_total", "Times that the device was lost.", stats.losses),
+        ("unicorn_num_replays_total", "Answers computed again behind losses of the device.", stats.replays),
         ("unicorn_steps_total", "Steps given to the device.", stats.steps),
         ("unicorn_step_tokens_total", "Tokens that those computed.", stats.step_tokens),
         ("unicorn_step_sequences_total", "Answers that had a share in those.", stats.step_shares),
@@ -217,7 +237,7 @@ fn of_device(out: &mut Exposition<'_>, server: &Server) {
     for placed in &facts.placements {
         out.sample(&[("class", &placed.class), ("heap", &placed.heap)], placed.bytes);
     }
-    let memory = (facts.memory)();
+    let Now { memory, submitted, kernels, process } = (facts.now)();
     if !memory.heaps.is_empty() {
         out.family("unicorn_gpu_heap_size_bytes", "gauge", "Memory of the device, by heap.");
         for heap in &memory.heaps {
@@ -239,7 +259,27 @@ fn of_device(out: &mut Exposition<'_>, server: &Server) {
         out.family("process_resident_memory_bytes", "gauge", "Host memory of the process.")
             .sample(&[], bytes);
     }
-    if let Some(submitted) = (facts.submitted)() {
+    for (name, help, time) in [
+        ("process_cpu_seconds_total", "Processor time of the server's process.", process.processor),
+        (
+            "unicorn_device_process_cpu_seconds_total",
+            "Processor time of the process that drives the device.",
+            process.device_processor,
+        ),
+    ] {
+        if let Some(time) = time {
+            out.family(name, "counter", help).sample(&[], time.as_secs_f64());
+        }
+    }
+    for (name, help, files) in [
+        ("process_open_fds", "Files that the server's process has open.", process.open_files),
+        ("process_max_fds", "Files that it may have open.", process.most_files),
+    ] {
+        if let Some(files) = files {
+            out.family(name, "gauge", help).sample(&[], files);
+        }
+    }
+    if let Some(submitted) = submitted {
         let counters = [
             ("unicorn_gpu_dispatches_total", "Dispatches given to the device.", submitted.dispatches),
             ("unicorn_gpu_copies_total", "Copies given to the device.", submitted.copies),
@@ -259,7 +299,7 @@ fn of_device(out: &mut Exposition<'_>, server: &Server) {
             out.sample(&[("class", class)], *bytes);
         }
     }
-    let kernels = server.metrics.kernels((facts.kernels)());
+    let kernels = server.metrics.kernels(kernels);
     if !kernels.is_empty() {
         out.family(
             "unicorn_kernel_seconds_total",

@@ -25,8 +25,8 @@ use crate::api::paths::documented;
 use crate::api::server::Server;
 use crate::api::wire::short;
 
-/// The path that needs no key and no name, because a program that watches a server knows neither.
-const OPEN: &str = "/health";
+/// The paths that need no key and no name, because a program that watches a server knows neither.
+const OPEN: [&str; 2] = ["/health", "/live"];
 
 /// Gives every request an id, in the log and in the response: the client's own id if it sent a valid one. Counts the
 /// response, and logs it if it is a failure.
@@ -47,6 +47,9 @@ pub(in crate::api) async fn identify(
         let mut response = next.run(request).await;
         tracing::debug!("{method} {path}: {}", response.status());
         server.metrics.responded(&route, response.status().as_u16());
+        if let Some(error) = response.extensions().get::<ApiError>() {
+            server.metrics.refused(error.code());
+        }
         if response.status().is_server_error() {
             failures::log_response(&response);
         }
@@ -94,10 +97,10 @@ pub(in crate::api) async fn authenticate(
     mut request: Request,
     next: Next,
 ) -> Response {
-    if request.uri().path() == OPEN {
+    if OPEN.contains(&request.uri().path()) {
         return next.run(request).await;
     }
-    let policy = server.access();
+    let (arrived, policy) = (Instant::now(), server.access());
     let peer = peer.map(|Extension(ConnectInfo(address))| address.ip());
     let connection = connection.map(|Extension(connection)| connection);
     let id = match policy.check(request.method(), request.uri(), request.headers()) {
@@ -120,7 +123,7 @@ pub(in crate::api) async fn authenticate(
         }
     };
     let takes_a_place = changes(request.method()) || is_kept(request.uri().path());
-    request.extensions_mut().insert(Client { id, connection });
+    request.extensions_mut().insert(Client { id, connection, arrived });
     if !takes_a_place {
         return next.run(request).await;
     }

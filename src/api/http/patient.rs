@@ -15,7 +15,7 @@
 use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
@@ -51,9 +51,16 @@ pub(in crate::api) struct Requests {
     stopping: AtomicBool,
     /// Wakes the stream when the last request ends.
     ended: AtomicWaker,
+    /// Counts connections that were given up, since nothing of what was sent was taken.
+    unread: Arc<AtomicU64>,
 }
 
 impl Requests {
+    /// The requests of one connection. It counts in `unread` if its client does not read.
+    pub fn new(unread: Arc<AtomicU64>) -> Arc<Self> {
+        Arc::new(Self { unread, ..Self::default() })
+    }
+
     /// Counts a request whose head has come, until the result is dropped.
     pub fn begin(self: &Arc<Self>, is_stream: bool) -> UnderWay {
         self.are_streams.store(is_stream, Ordering::Release);
@@ -154,6 +161,7 @@ impl<S> Patient<S> {
         let timeout = self.patience.write_timeout;
         let clock = self.write_clock.get_or_insert_with(|| Box::pin(tokio::time::sleep(timeout)));
         ready!(clock.as_mut().poll(cx));
+        self.requests.unread.fetch_add(1, Ordering::Relaxed);
         Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
     }
 }

@@ -210,6 +210,7 @@ pub(in crate::api) async fn status(State(server): State<Arc<Server>>) -> Json<St
     let (stats, limits) =
         (engine.as_ref().map(|(stats, _)| stats), engine.as_ref().map(|(_, limits)| limits));
     let facts = server.facts();
+    let (memory, kernels) = facts.map(|facts| (facts.now)()).map(|now| (now.memory, now.kernels)).unzip();
     let kernel = |KernelTime { kernel, dispatches, time }| StatusKernel {
         kernel,
         dispatches,
@@ -261,8 +262,8 @@ pub(in crate::api) async fn status(State(server): State<Arc<Server>>) -> Json<St
             driver: facts.driver.clone(),
             self_test: facts.self_test,
         }),
-        memory: facts.map(|facts| {
-            let MemoryNow { heaps, vram, gtt, resident } = (facts.memory)();
+        memory: facts.zip(memory).map(|(facts, memory)| {
+            let MemoryNow { heaps, vram, gtt, resident } = memory;
             StatusMemory {
                 heaps,
                 placed: facts.placements.clone(),
@@ -272,6 +273,6 @@ pub(in crate::api) async fn status(State(server): State<Arc<Server>>) -> Json<St
                 resident_bytes: resident,
             }
         }),
-        kernels: facts.map(|facts| m.kernels((facts.kernels)()).into_iter().map(kernel).collect()),
+        kernels: kernels.map(|kernels| m.kernels(kernels).into_iter().map(kernel).collect()),
     })
 }

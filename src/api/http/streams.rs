@@ -10,6 +10,8 @@
 use std::cell::Cell;
 use std::future::{Future, poll_fn};
 use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
@@ -73,15 +75,20 @@ tokio::task_local! {
 pub(in crate::api) struct Streams {
     /// While nothing of a piece is taken.
     pub write_timeout: Duration,
+    /// Counts streams that were given up for that.
+    pub unread: Arc<AtomicU64>,
 }
 
 impl<F: Future + Send + 'static> Executor<F> for Streams {
     fn execute(&self, stream: F) {
-        let timeout = self.write_timeout;
+        let (timeout, unread) = (self.write_timeout, Arc::clone(&self.unread));
         tokio::spawn(HANDED_OVER.scope(Cell::new(None), async move {
             tokio::select! {
                 _ = stream => {}
-                () = nothing_taken(timeout) => tracing::debug!("a stream is reset: nothing of it was taken"),
+                () = nothing_taken(timeout) => {
+                    unread.fetch_add(1, Ordering::Relaxed);
+                    tracing::debug!("a stream is reset: nothing of it was taken");
+                }
             }
         }));
     }

@@ -181,7 +181,9 @@ pub(in crate::api) async fn embeddings(
             let (client, priority) = (caller.id(), purpose.priority);
             let request = Request { client, priority, pooling: true, ..Request::new(ids.clone()) };
             match service.engine().submit(request) {
-                Ok(events) => under_way.push_back(embedding(events, server.metrics.follow(1))),
+                Ok(events) => {
+                    under_way.push_back(embedding(events, server.metrics.follow(1, caller.client.arrived)))
+                }
                 Err(SubmitError::QueueFull { .. }) if !under_way.is_empty() => break,
                 // Other requests took the places. Finished embeddings are not thrown away at once.
                 Err(SubmitError::QueueFull { .. }) if arriving.is_none() && waits < MAX_WAITS => {

@@ -1,9 +1,11 @@
 //! The facts about the loaded model that `/status` and `/metrics` report, with callbacks for the values that change.
 
+use rustix::process::{Resource, getrlimit};
+
 use super::device::Observer;
-use crate::api::{Facts, HeapNow, KernelTime, MemoryNow, Placed, SelfTested, Submitted};
+use crate::api::{Facts, HeapNow, KernelTime, MemoryNow, Now, Placed, ProcessNow, SelfTested, Submitted};
 use crate::cli::device_process::{DeviceFacts, Observed};
-use crate::cli::process::resident_bytes;
+use crate::cli::process::{open_files, processor_time, resident_bytes};
 use crate::config::Config;
 
 pub fn collect(layers: usize, device: DeviceFacts, observer: &Observer, config: &Config) -> Facts {
@@ -13,29 +15,30 @@ pub fn collect(layers: usize, device: DeviceFacts, observer: &Observer, config: 
         buffers: p.buffers,
         bytes: p.bytes,
     };
-    let (memory_now, counted, timed) = (observer.clone(), observer.clone(), observer.clone());
-    let memory = move || {
-        let now = memory_now.observe(false);
+    let observer = observer.clone();
+    let now = move || {
+        let device = observer.observe(true);
         let own = resident_bytes().0;
         // The sum of both processes.
-        let resident = now.as_ref().map_or(own, |now| Some(own? + now.resident?));
-        let (vram, gtt) = now.as_ref().map_or((None, None), |now| (now.vram, now.gtt));
+        let resident = device.as_ref().map_or(own, |now| Some(own? + now.resident?));
+        let device_processor = device.as_ref().map(|now| now.processor);
+        let most_files = getrlimit(Resource::Nofile).current;
+        let processor = Some(processor_time());
+        let process = ProcessNow { processor, device_processor, open_files: open_files(), most_files };
+        let Some(device) = device else {
+            let memory = MemoryNow { resident, ..MemoryNow::default() };
+            return Now { memory, process, ..Now::default() };
+        };
         let heap = |(heap, size_bytes, free_bytes)| HeapNow { heap, size_bytes, free_bytes };
-        MemoryNow {
-            heaps: now.into_iter().flat_map(|now| now.heaps).map(heap).collect(),
-            vram,
-            gtt,
-            resident,
+        let heaps = device.heaps.into_iter().map(heap).collect();
+        let kernel = |(kernel, dispatches, time)| KernelTime { kernel, dispatches, time };
+        let Observed { vram, gtt, dispatches, copies, barriers, memory_shortages, declared, .. } = device;
+        Now {
+            memory: MemoryNow { heaps, vram, gtt, resident },
+            submitted: Some(Submitted { dispatches, copies, barriers, memory_shortages, declared }),
+            kernels: device.kernels.into_iter().map(kernel).collect(),
+            process,
         }
-    };
-    let submitted = move || {
-        let now = counted.observe(false)?;
-        let Observed { dispatches, copies, barriers, memory_shortages, declared, .. } = now;
-        Some(Submitted { dispatches, copies, barriers, memory_shortages, declared })
-    };
-    let kernels = move || {
-        let each = timed.observe(true).into_iter().flat_map(|now| now.kernels);
-        each.map(|(kernel, dispatches, time)| KernelTime { kernel, dispatches, time }).collect()
     };
     Facts {
         layers,
@@ -50,8 +53,6 @@ pub fn collect(layers: usize, device: DeviceFacts, observer: &Observer, config: 
             layers: device.self_test.layers,
             seconds: device.self_test.seconds,
         },
-        memory: Box::new(memory),
-        submitted: Box::new(submitted),
-        kernels: Box::new(kernels),
+        now: Box::new(now),
     }
 }

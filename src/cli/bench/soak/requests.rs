@@ -349,6 +349,7 @@ fn facts(model: &str) -> impl Iterator<Item = Ask> {
         Ask::post("/models/load", "a load", json!({"model": model})),
         Ask::post("/models/unload", "an unload", json!({"model": model})).refused(400),
         Ask::get("/health", "health").compared(Compare::Health),
+        Ask::get("/live", "liveness"),
         Ask::get("/status", "status").compared(Compare::Success),
         Ask::get("/metrics", "metrics").compared(Compare::Success),
         Ask::get("/openapi.json", "the document"),
