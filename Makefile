@@ -20,6 +20,8 @@
 #   make bench-host                host time per token: scheduler, blocks, grammars, text; needs no GPU
 #   make gpu-bench                 a folder, target/gpu-bench, with a script that checks and times another machine's GPU
 #   make bench-serve               start a server, measure it under load, stop it; the server's options in SERVE_ARGS
+#   make release                   target/release-VERSION: an archive of the commit that is checked out, and its SHA-256
+#   make test-release              builds it in two folders, and compares the archives; half an hour
 #   make install                   after `make build`, as root: binary, systemd unit, user, /etc/unicorn/config.toml
 #   make uninstall                 remove binary, unit and the user's definition; configuration and models stay
 #   make setup-devices             devices that stand in for GPUs, in .cache/devices: 340 MB; leaves the system alone
@@ -37,7 +39,7 @@ ARGS ?=
 SERVE_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test setup-devices test-devices build serve bench bench-step bench-host bench-serve gpu-bench test test-clients test-lm-eval test-demo test-openwebui test-27b test-fresh test-service conformance edges test-faults soak install uninstall lint clean
+.PHONY: help setup setup-test setup-devices test-devices build serve bench bench-step bench-host bench-serve gpu-bench test test-clients test-lm-eval test-demo test-openwebui test-27b test-fresh test-service release test-release conformance edges test-faults soak install uninstall lint clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -61,12 +63,18 @@ serve: build
 	@tools/with_device.sh $(UNICORN) serve $(ARGS)
 
 # This target does not build, because root's cargo would leave files that belong to root.
+release: setup
+	@python3 tools/release.py
+
+test-release: setup
+	@python3 tools/release.py --twice
+
 install:
 	@PREFIX="$(PREFIX)" DESTDIR="$(DESTDIR)" tools/install.sh $(UNICORN)
 
 uninstall:
 	rm -f $(DESTDIR)$(PREFIX)/bin/unicorn $(DESTDIR)$(PREFIX)/lib/systemd/system/unicorn.service \
-	      $(DESTDIR)$(PREFIX)/lib/sysusers.d/unicorn.conf
+	      $(DESTDIR)$(PREFIX)/lib/systemd/system/unicorn.socket $(DESTDIR)$(PREFIX)/lib/sysusers.d/unicorn.conf
 
 bench: build
 	@tools/with_device.sh $(UNICORN) bench $(ARGS)

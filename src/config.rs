@@ -4,7 +4,7 @@
 //! `config/default.toml` is the one list of options and their defaults. The structs here mirror it, and every test
 //! fails if a field is missing there. An unknown option is an error that names the option and the layer it came from.
 
-use std::fmt::Display;
+use std::fmt::{Display, Write as _};
 use std::str::FromStr;
 
 use serde::Deserialize;
@@ -15,9 +15,9 @@ use crate::tensor::{KvDtype, Precision, QuantizeMode};
 /// The documented defaults, as TOML.
 pub const DEFAULT_TOML: &str = include_str!("../config/default.toml");
 const ENV_PREFIX: &str = "UNICORN_";
-/// Variables with that prefix that are no options: the configuration file's name, the keys, the commit that a binary
-/// was built from, and the variables of the project's own tools.
-const OUR_VARIABLES: [&str; 3] = ["CONFIG", "API_KEYS", "COMMIT"];
+/// Variables with that prefix that are no options: the names of the configuration file and of the folder with the
+/// system's, the keys, the commit that a binary was built from, and the variables of the project's own tools.
+const OUR_VARIABLES: [&str; 4] = ["CONFIG", "CONFIG_DIR", "API_KEYS", "COMMIT"];
 const OUR_PREFIXES: [&str; 2] = ["TEST_", "SKIP_"];
 /// Advice for variables that Kubernetes and Docker set for their services.
 const KUBERNETES: &str = " (a container platform sets it for a service of that name: rename the service, or set \
@@ -46,6 +46,39 @@ pub struct Log {
     /// A level or directives; `None` leaves the choice to the command.
     #[serde(deserialize_with = "unless_empty")]
     pub level: Option<String>,
+    /// `None` leaves the choice to whoever reads standard error.
+    #[serde(deserialize_with = "parsed_unless_empty")]
+    pub format: Option<LogFormat>,
+}
+
+/// The form of a line of the log.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LogFormat {
+    /// Text for people.
+    Text,
+    /// A JSON object.
+    Json,
+    /// Text behind a priority, for systemd's journal.
+    Journal,
+}
+
+impl LogFormat {
+    pub const fn name(self) -> &'static str {
+        match self {
+            LogFormat::Text => "text",
+            LogFormat::Json => "json",
+            LogFormat::Journal => "journal",
+        }
+    }
+}
+
+impl FromStr for LogFormat {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let found = [Self::Text, Self::Json, Self::Journal].into_iter().find(|format| format.name() == text);
+        found.ok_or_else(|| format!("expected text, json, journal or nothing, got {text:?}"))
+    }
 }
 
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -239,6 +272,7 @@ pub enum ConfigError {
     Syntax { source_name: String, problem: String },
     #[error("{source_name}: unknown option {option}; expected one of {expected}")]
     Unknown { source_name: String, option: String, expected: String },
+    /// An unknown option, and the option that was probably meant.
     #[error("{source_name}: unknown option {option}; {near} is one")]
     Misspelt { source_name: String, option: String, near: String },
     #[error("{source_name}: {option}: {problem}")]
@@ -270,13 +304,15 @@ impl Layer {
     ) -> Result<(Self, Vec<String>), ConfigError> {
         let source = || "environment".to_owned();
         let defaults = defaults();
+        let variable_of =
+            |section: &str, option: &str| format!("{ENV_PREFIX}{section}_{option}").to_ascii_uppercase();
         let (mut layer, mut warnings) = (Self { name: source(), options: Table::new() }, Vec::new());
         for (variable, text) in variables {
             let Some(path) = variable.strip_prefix(ENV_PREFIX).filter(|path| !is_ours(path)) else {
                 continue;
             };
             let path = path.to_ascii_lowercase();
-            let (mut options, near) = (options(&defaults), nearest(&path, &defaults));
+            let mut options = options(&defaults);
             match options.find(|(section, option, _)| path == format!("{section}_{option}")) {
                 Some((section, option, default)) => {
                     let value = parse_like(default, &text).map_err(|mut problem| {
@@ -287,8 +323,9 @@ impl Layer {
                     })?;
                     layer.set(section, option, value);
                 }
-                None => match near {
-                    Some(near) => {
+                None => match nearest(&path, &defaults, '_') {
+                    Some((section, option)) => {
+                        let near = variable_of(section, option);
                         return Err(ConfigError::Misspelt { source_name: source(), option: variable, near });
                     }
                     None => warnings.push(format!("{variable} in the environment is no option, and ignored")),
@@ -331,6 +368,21 @@ impl Config {
     /// All options as TOML, for another process of this binary; [`Config::from_toml`] reads them.
     pub fn to_toml(&self) -> String {
         toml::to_string(&self.options).expect("options are TOML")
+    }
+
+    /// All options as TOML, each with the name of its layer in a comment: the last of `layers` that sets it, or the default.
+    pub fn describe(&self, layers: &[Layer]) -> String {
+        let mut text = String::new();
+        for (section, options) in &self.options {
+            let _ = writeln!(text, "{}[{section}]", if text.is_empty() { "" } else { "\n" });
+            for (option, value) in options.as_table().expect("sections are tables") {
+                let sets =
+                    |layer: &&Layer| layer.options.get(section).is_some_and(|set| set.get(option).is_some());
+                let source = layers.iter().rfind(sets).map_or("default", |layer| &layer.name);
+                let _ = writeln!(text, "{:<40} # {source}", format!("{option} = {value}"));
+            }
+        }
+        text
     }
 
     pub fn from_toml(text: &str) -> Result<Self, ConfigError> {
@@ -463,18 +515,34 @@ fn options(defaults: &Table) -> impl Iterator<Item = (&str, &str, &Value)> {
     })
 }
 
-/// The variable of an option that `path` misses by a letter or two. `path` is a variable's name without the prefix.
-fn nearest(path: &str, defaults: &Table) -> Option<String> {
+/// The section and name of the option whose path, such as `server_port`, differs from `path` by a letter or two.
+fn nearest<'a>(path: &str, defaults: &'a Table, between: char) -> Option<(&'a str, &'a str)> {
     const NEAR: usize = 2;
-    let names = options(defaults).map(|(section, option, _)| format!("{section}_{option}"));
-    let near = names.map(|name| (strsim::damerau_levenshtein(path, &name), name)).min();
-    near.filter(|(distance, _)| *distance <= NEAR)
-        .map(|(_, name)| format!("{ENV_PREFIX}{}", name.to_ascii_uppercase()))
+    let paths = options(defaults).map(|(section, option, _)| (section, option));
+    let distance =
+        |section, option| strsim::damerau_levenshtein(path, &format!("{section}{between}{option}"));
+    let near = paths.map(|(section, option)| (distance(section, option), section, option)).min();
+    near.filter(|(distance, ..)| *distance <= NEAR).map(|(_, section, option)| (section, option))
+}
+
+/// The option that somebody meant who wrote this one: one with nearly that path, or one of that name in another section.
+fn meant(section: &str, option: &str, defaults: &Table) -> Option<String> {
+    let elsewhere = || {
+        let mut named = options(defaults).filter(|(_, name, _)| *name == option);
+        named.next().map(|(section, name, _)| (section, name)).filter(|_| named.next().is_none())
+    };
+    let near = nearest(&format!("{section}.{option}"), defaults, '.').or_else(elsewhere);
+    near.map(|(section, option)| format!("{section}.{option}"))
 }
 
 fn overlay(merged: &mut Table, source_name: &str, section: &str, options: &Value) -> Result<(), ConfigError> {
     if !merged.contains_key(section) {
-        return Err(unknown(source_name, section.to_owned(), &Value::Table(merged.clone())));
+        let first = options.as_table().and_then(|options| options.keys().next());
+        let (option, near) = match first {
+            Some(first) => (format!("{section}.{first}"), meant(section, first, merged)),
+            None => (section.to_owned(), meant("", section, merged)),
+        };
+        return Err(unknown(source_name, option, near, &Value::Table(merged.clone())));
     }
     let Value::Table(options) = options else {
         let problem = format!("expected a section, [{section}], got a value");
@@ -482,10 +550,11 @@ fn overlay(merged: &mut Table, source_name: &str, section: &str, options: &Value
     };
     for (option, value) in options {
         let table = merged[section].as_table_mut().expect("sections are tables");
-        if table.insert(option.clone(), value.clone()).is_none() {
-            table.remove(option);
-            return Err(unknown(source_name, format!("{section}.{option}"), &merged[section]));
+        if !table.contains_key(option) {
+            let near = meant(section, option, merged);
+            return Err(unknown(source_name, format!("{section}.{option}"), near, &merged[section]));
         }
+        table.insert(option.clone(), value.clone());
     }
     Ok(())
 }
@@ -505,9 +574,13 @@ fn section<T: serde::de::DeserializeOwned>(merged: &Table, name: &str) -> Result
     })
 }
 
-fn unknown(source_name: &str, option: String, among: &Value) -> ConfigError {
+fn unknown(source_name: &str, option: String, near: Option<String>, among: &Value) -> ConfigError {
+    let source_name = source_name.to_owned();
+    if let Some(near) = near {
+        return ConfigError::Misspelt { source_name, option, near };
+    }
     let names: Vec<&str> = among.as_table().into_iter().flat_map(|t| t.keys()).map(String::as_str).collect();
-    ConfigError::Unknown { source_name: source_name.to_owned(), option, expected: names.join(", ") }
+    ConfigError::Unknown { source_name, option, expected: names.join(", ") }
 }
 
 /// Parses a variable's text as the type of the option's default.

@@ -60,7 +60,116 @@ fn a_command_line_that_cannot_be_read_is_exit_code_2() {
         assert_error(unicorn(&[command, &stops[..]].concat()), 1, &["stop", "at most 16"]);
     }
     assert_eq!(output(unicorn(&[])).0, 2);
-    assert_eq!(output(unicorn(&["--version"])).0, 0);
+    let (code, short, _) = output(unicorn(&["-V"]));
+    assert_eq!((code, short.trim_end()), (0, concat!("unicorn ", env!("CARGO_PKG_VERSION"))));
+    let (code, version, _) = output(unicorn(&["--version"]));
+    assert!(code == 0 && version.starts_with(&short), "{version}");
+    for part in ["commit", "features", "kernels", "driver    "] {
+        assert!(version.contains(part), "{part}: {version}");
+    }
+}
+
+#[test]
+fn the_systems_configuration_is_read_in_its_order_checked_and_shown() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let write = |name: &str, text: &str| {
+        let path = folder.path().join(name);
+        std::fs::create_dir_all(path.parent().expect("a folder")).expect("made");
+        std::fs::write(&path, text).expect("written");
+        path.to_str().expect("UTF-8").to_owned()
+    };
+    let system = |args: &[&str]| {
+        let mut command = unicorn(args);
+        command.env("UNICORN_CONFIG_DIR", folder.path());
+        command
+    };
+    let (code, stdout, stderr) = output(system(&["config", "check"]));
+    assert_eq!(code, 0, "{stderr}");
+    assert!(
+        stdout.contains("good") && stdout.contains("files   none") && stdout.contains("unicorn-demo"),
+        "{stdout}"
+    );
+
+    let main = write("config.toml", "[server]\nport = 1\nqueue = 1\nconnections = 10\nhead_timeout_s = 1");
+    write("conf.d/10.toml", "[server]\nqueue = 2\nconnections = 20");
+    let last = write("conf.d/20.toml", "[server]\nconnections = 30");
+    for ignored in ["conf.d/30.toml.orig", "conf.d/.40.toml", "conf.d/README"] {
+        write(ignored, "no TOML");
+    }
+    let shown = |mut command: Command| {
+        command.env("UNICORN_SERVER_HEAD_TIMEOUT_S", "9").env("UNICORN_API_KEYS", "sk-0123456789abcdef");
+        let (code, stdout, stderr) = output(command);
+        assert_eq!(code, 0, "{stderr}");
+        assert!(!stdout.contains("sk-0123") && !stderr.contains("sk-0123"), "a key is shown");
+        stdout
+    };
+    let whole = shown(system(&["config", "show"]));
+    for (option, source) in [
+        ("port = 1", main.as_str()),
+        ("queue = 2", "10.toml"),
+        ("connections = 30", &last),
+        ("head_timeout_s = 9", "environment"),
+    ] {
+        assert!(
+            whole.lines().any(|line| line.starts_with(option) && line.ends_with(source)),
+            "{option}: {whole}"
+        );
+    }
+    let other = write("other.toml", "[server]\nport = 5");
+    let alone = shown(system(&["config", "show", "--config", &other]));
+    assert!(alone.contains("port = 5") && alone.contains("queue = 256"), "{alone}");
+
+    let (code, stdout, stderr) = output(system(&["config", "check"]));
+    assert_eq!(code, 0, "{stderr}");
+    assert!(stdout.contains(&format!("{main}, ")) && stdout.contains(&last), "{stdout}");
+    for (text, parts) in [
+        ("[server]\nprt = 1", &["server.port is one"][..]),
+        ("[server]\nhost = \"0.0.0.0\"", &["other machines", "API key"]),
+        ("[server]\napi_key_file = \"/nonexistent/keys\"", &["/nonexistent/keys", "No such file"]),
+        (
+            "[server]\ntls_cert = \"/nonexistent/cert\"\ntls_key = \"/nonexistent/key\"",
+            &["/nonexistent/cert"],
+        ),
+        ("[model]\npath = \"/nonexistent/model\"", &["/nonexistent/model"]),
+    ] {
+        write("conf.d/20.toml", text);
+        assert_error(system(&["config", "check"]), 78, parts);
+    }
+    std::fs::remove_file(&last).expect("removed");
+    std::fs::create_dir(&last).expect("made");
+    assert_error(system(&["config", "show"]), 78, &[&last, "directory"]);
+}
+
+/// The server's own lines, its device process's, and the error behind them.
+#[test]
+fn every_line_of_a_log_has_its_format() {
+    let logged = |format: &str| {
+        let mut command = unicorn(&["serve", "--port", "0"]);
+        command.env("UNICORN_LOG_FORMAT", format);
+        let (code, _, stderr) = output(command);
+        assert_eq!(code, 75, "without a driver: {stderr}");
+        stderr
+    };
+    let json = logged("json");
+    let lines: Vec<Value> = json
+        .lines()
+        .map(|line| serde_json::from_str(line).unwrap_or_else(|e| panic!("{line}: {e}")))
+        .collect();
+    let has = |level: &str, part: &str| {
+        let is_it = |line: &Value| {
+            line["level"] == level && line["message"].as_str().is_some_and(|m| m.contains(part))
+        };
+        assert!(lines.iter().any(is_it), "{level} {part}: {json}");
+    };
+    has("INFO", "listening on");
+    has("WARN", "demo model");
+    has("ERROR", "error: ");
+    let journal = logged("journal");
+    for (priority, part) in [("<6>", "listening on"), ("<4>", "demo model"), ("<3>", "error: ")] {
+        let is_it = |line: &str| line.starts_with(priority) && line.contains(part);
+        assert!(journal.lines().any(is_it), "{priority} {part}: {journal}");
+    }
+    assert!(journal.lines().all(|line| line.starts_with('<') && !line.contains("T2")), "times: {journal}");
 }
 
 #[test]

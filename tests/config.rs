@@ -44,9 +44,19 @@ fn later_layers_win() {
 #[test]
 fn errors_name_the_option_and_its_source() {
     for (text, parts) in [
-        ("[server]\nprt = 1", &["unicorn.toml", "server.prt", "port"][..]),
-        ("[sever]\nport = 1", &["unicorn.toml", "sever", "server"]),
-        ("port = 1", &["unicorn.toml", "port", "server"]),
+        ("[server]\nprt = 1", &["unicorn.toml", "option server.prt; server.port is one"][..]),
+        ("[sever]\nport = 1", &["unicorn.toml", "option sever.port; server.port is one"]),
+        ("port = 1", &["unicorn.toml", "option port; server.port is one"]),
+        ("[server]\ncontext = 1", &["unicorn.toml", "option server.context; engine.context is one"]),
+        (
+            "[server]\nmodle = \"x\"",
+            &["unicorn.toml", "option server.modle; expected one of", "host, idle_timeout_s"],
+        ),
+        (
+            "[gpus]\nwatts = 1",
+            &["unicorn.toml", "option gpus.watts; expected one of", "engine, gpu, hardware"],
+        ),
+        ("[colour]", &["unicorn.toml", "option colour; expected one of"]),
         ("server = 1", &["unicorn.toml", "server", "section"]),
         ("[server]\nport = 65536", &["unicorn.toml", "server.port", "65536"]),
         ("[server]\nport = \"x\"", &["unicorn.toml", "server.port", "string"]),
@@ -58,6 +68,7 @@ fn errors_name_the_option_and_its_source() {
         ("[memory]\nreserve = 5", &["unicorn.toml", "memory.reserve", "string"]),
         ("[memory]\nffn_heap = \"host\"", &["unicorn.toml", "memory.ffn_heap", "host", "gtt or vram"]),
         ("[log]\nlevel = \"loud\"", &["unicorn.toml", "log.level", "loud", "info"]),
+        ("[log]\nformat = \"xml\"", &["unicorn.toml", "log.format", "xml", "text, json, journal"]),
         ("[server", &["unicorn.toml", "TOML"]),
     ] {
         let message = from_file(text).expect_err(text).to_string();
@@ -68,6 +79,31 @@ fn errors_name_the_option_and_its_source() {
     }
     let error = environment("UNICORN_SERVER_PORT", "http").expect_err("no number").to_string();
     assert!(error.contains("UNICORN_SERVER_PORT") && error.contains("integer"), "{error}");
+}
+
+#[test]
+fn every_option_is_shown_with_the_last_place_that_sets_it() {
+    let one = Layer::file("one.toml", "[server]\nport = 1\nqueue = 7").expect("TOML");
+    let other = Layer::file("other.toml", "[server]\nport = 2\nmodel_aliases = [\"a # b\"]").expect("TOML");
+    let (environment, _) = environment("UNICORN_ENGINE_CONTEXT", "512").expect("an option");
+    let mut flags = Layer::flags();
+    flags.set("server", "host", "::1");
+    let layers = [one, other, environment, flags];
+    let config = Config::from_layers(&layers).expect("valid");
+    let shown = config.describe(&layers);
+    for (option, source) in [
+        ("port = 2", "other.toml"),
+        ("queue = 7", "one.toml"),
+        ("model_aliases = [\"a # b\"]", "other.toml"),
+        ("context = 512", "environment"),
+        ("host = \"::1\"", "command line"),
+        ("connections = 512", "default"),
+    ] {
+        let is_it =
+            |line: &str| line.strip_prefix(option).is_some_and(|rest| rest.trim() == format!("# {source}"));
+        assert!(shown.lines().any(is_it), "{option} of {source} is not in\n{shown}");
+    }
+    assert_eq!(from_file(&shown).expect("what is shown can be read"), config);
 }
 
 fn environment(variable: &str, value: &str) -> Result<(Layer, Vec<String>), ConfigError> {

@@ -5,6 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
+use std::time::Duration;
 
 use serde_json::{Value, json};
 
@@ -12,6 +13,7 @@ use crate::support::checkpoints::tiny_model;
 use crate::support::daemon::Daemon;
 use crate::support::program::{output, unicorn_on_software};
 use crate::support::root;
+use crate::support::systemd::Systemd;
 
 /// The layer's library, built with the profile of this test. `cargo test --test suite` builds no examples, and an older
 /// library would test an older layer.
@@ -57,12 +59,18 @@ struct Faulty {
 
 impl Faulty {
     fn start() -> Faulty {
+        Self::start_as(|command| {
+            command.env("UNICORN_HARDWARE_HANG_TIMEOUT_S", "5");
+        })
+    }
+
+    fn start_as(with: impl FnOnce(&mut Command)) -> Faulty {
         let folder = tempfile::tempdir().expect("a folder");
         let faults = folder.path().join("faults");
         let server = Daemon::start_as(&[], |command| {
             with_layer(command);
             command.env("FAULT_LAYER_FILE", faults);
-            command.env("UNICORN_HARDWARE_HANG_TIMEOUT_S", "5");
+            with(command);
         });
         Faulty { folder, server }
     }
@@ -345,4 +353,22 @@ fn a_device_that_does_not_come_back_ends_all_answers_and_then_the_server() {
         let error = log.lines().last().expect("a line");
         assert!(error.starts_with("error: ") && error.contains(why), "{faults}: {log}");
     }
+}
+
+#[test]
+fn a_device_that_hangs_gives_systemd_no_sign_of_life() {
+    let (systemd, watchdog) = (Systemd::new(), Duration::from_secs(3));
+    let faulty = Faulty::start_as(|command| {
+        systemd.supervise(command, watchdog);
+        command.env("UNICORN_HARDWARE_HANG_TIMEOUT_S", "600");
+    });
+    systemd.wait_for("READY=1");
+    systemd.wait_for("WATCHDOG=1");
+    faulty.arm("submit:1+=HANG");
+    // The last step counts as a sign of life for five seconds.
+    while faulty.health().1["status"] != "unresponsive" {
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    while systemd.hears(Duration::from_millis(1)).is_some() {}
+    assert_eq!(systemd.hears(2 * watchdog), None);
 }

@@ -52,6 +52,7 @@ mod self_test;
 mod server_errors;
 mod structured_output;
 mod support;
+mod systemd;
 mod target_compile;
 mod text;
 mod tidy;

@@ -158,6 +158,7 @@ def loses(fault, why, options="", arguments=(), meanwhile=lambda server: None):
         assert streams(server)[0] == expected, "texts after the fault differ"
         health_within_a_second(server)
         assert server.metric("unicorn_device_losses_total") == 1
+        assert 1 <= server.metric("unicorn_num_replays_total") <= STREAMS
         changed = compare(before, memory(server))
         wait_for_files(server, files)
         assert server.end(30) == 0, server.process.returncode

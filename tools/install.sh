@@ -2,7 +2,7 @@
 # Installs the built binary as a service; `make install` calls it.
 #
 #   $PREFIX/bin/unicorn              the binary
-#   $PREFIX/lib/systemd/system       the unit, with that path in it
+#   $PREFIX/lib/systemd/system       the unit, with that path in it, and a socket that may start it
 #   $PREFIX/lib/sysusers.d           the user `unicorn`, in the groups render and video
 #   /etc/unicorn/config.toml         every option with its default, commented out; an existing file stays as it is
 #
@@ -26,6 +26,7 @@ install -D -m 755 "$binary" "$root$prefix/bin/unicorn"
 unit=$root$prefix/lib/systemd/system/unicorn.service
 install -D -m 644 "$here/config/unicorn.service" "$unit"
 sed -i "s|^ExecStart=/usr/local/bin/|ExecStart=$prefix/bin/|" "$unit"
+install -D -m 644 "$here/config/unicorn.socket" "$root$prefix/lib/systemd/system/unicorn.socket"
 install -D -m 644 "$here/config/unicorn.sysusers" "$root$prefix/lib/sysusers.d/unicorn.conf"
 
 config=$root/etc/unicorn/config.toml
@@ -51,9 +52,9 @@ fi
 if [ -d /run/systemd/system ]; then
     systemctl daemon-reload
 fi
-cat <<NEXT
+cat <<'NEXT'
 installed. Next:
-  edit /etc/unicorn/config.toml           which model ([model] path), keys, address
+  edit /etc/unicorn/config.toml           which model ([model] path), address; `unicorn config check` says what is wrong
   systemctl enable --now unicorn          start it, now and at every boot
   journalctl -u unicorn -f                see what it says
 NEXT

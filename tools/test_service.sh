@@ -61,18 +61,30 @@ within() {
 }
 healthy() { curl -fsS "$base/health"; }
 answers() { curl -fsS "$base/v1/chat/completions" -d '{"model": "unicorn-demo", "messages": [{"role": "user", "content": "What is the capital of France?"}]}' | grep Paris; }
+refuses() { [ "$(curl -s -o /dev/null -w '%{http_code}' "$base/v1/models")" = 401 ]; }
 is() { [ "$(systemctl show --value -p "$1" unicorn)" = "$2" ]; }
 says() { journalctl -q -u unicorn --no-pager | grep "$1"; }
 main_pid() { systemctl show --value -p MainPID unicorn; }
 
-must "it starts and is ready" systemctl enable --now unicorn
-must "it is healthy" within 300 healthy
+must "it starts" systemctl enable --now unicorn
+must "systemd waited until it was ready" healthy
+must "and is told what it serves" sh -c "systemctl show --value -p StatusText unicorn | grep 'unicorn-demo at'"
+must "and watches it" is WatchdogUSec 1min
 must "it answers" answers
 must "it runs as its own user" test "$(ps -o user= -p "$(main_pid)")" = unicorn
 must "it is a member of render and video" sh -c "id -nG unicorn | grep -w render | grep -w video"
 must "it reloads" systemctl reload unicorn
 must "and says so" within 10 says "read the configuration again"
 must "it goes on answering" answers
+must "the configuration is good" unicorn config check
+echo "sk-0123456789abcdef0123" >/etc/unicorn/api-keys
+chmod 600 /etc/unicorn/api-keys
+systemctl restart unicorn
+must "keys in a file that only root may read are asked for" refuses
+must "and are let in" curl -fsS -H "authorization: Bearer sk-0123456789abcdef0123" "$base/v1/models"
+rm /etc/unicorn/api-keys
+systemctl restart unicorn
+must "without that file there are none" answers
 kill -KILL "$(main_pid)"
 must "killed, it is started again" within 60 is NRestarts 1
 must "and answers again" within 300 answers
@@ -88,6 +100,10 @@ must "and answers" within 300 answers
 must "it stops" systemctl stop unicorn
 must "with status 0" is ExecMainStatus 0
 must "and success" is Result success
+must "systemd listens for it" systemctl start unicorn.socket
+must "who asks has it started, and is answered" answers
+must "and it runs" is ActiveState active
+must "both stop" systemctl stop unicorn.socket unicorn
 echo "all of it holds"
 CHECK
 chmod +x "$machine/src/check.sh"

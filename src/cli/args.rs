@@ -24,7 +24,8 @@ pub struct CommandLine {
 /// defaults.
 #[derive(Debug, Clone, Args)]
 pub struct Global {
-    /// Configuration file; `config/default.toml` in the source lists every option
+    /// Configuration file, instead of /etc/unicorn/config.toml and /etc/unicorn/conf.d/*.toml; `unicorn config show` lists
+    /// every option
     #[arg(long, global = true, env = "UNICORN_CONFIG", value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// Vulkan device: its index, or a part of its name, as `unicorn devices` shows them
@@ -91,9 +92,20 @@ pub enum Command {
     /// List or remove pulled models
     #[command(subcommand)]
     Models(Models),
+    /// Check the configuration, or show it
+    #[command(subcommand)]
+    Config(ConfigCommand),
     /// Drive the GPU for a server, which starts this
     #[command(hide = true)]
     DeviceProcess,
+}
+
+#[derive(Debug, Clone, Copy, Subcommand)]
+pub enum ConfigCommand {
+    /// Check files, environment and options as `serve` does before it loads the model; exit status 78 says what is wrong
+    Check,
+    /// Show every option as TOML, with the place that set it
+    Show,
 }
 
 #[derive(Debug, Clone, Args)]

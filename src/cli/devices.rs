@@ -15,6 +15,15 @@ pub fn devices() -> Result<(), Error> {
     print(&devices.iter().map(describe).collect::<String>())
 }
 
+/// A line for each Vulkan device: its name and its driver.
+pub fn drivers() -> Vec<String> {
+    match gpu::list_devices() {
+        Ok(devices) if devices.is_empty() => vec!["no Vulkan device was found".into()],
+        Ok(devices) => devices.iter().map(|device| format!("{}, {}", device.name, device.driver)).collect(),
+        Err(error) => vec![error.to_string()],
+    }
+}
+
 fn describe(device: &DeviceInfo) -> String {
     let caps = &device.caps;
     let (major, minor) = caps.api_version;

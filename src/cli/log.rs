@@ -2,9 +2,9 @@
 //!
 //! A thread that logs never waits for the reader, and nothing here panics. Where the reader is gone, or does not read,
 //! lines are lost and counted, and the log reports their number once somebody reads again. [`say`] prints messages
-//! outside the log.
+//! outside the log, in the log's format.
 
-use std::fmt::Display;
+use std::fmt::{self, Display};
 use std::io::{self, IsTerminal, Stderr, Write};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,12 +12,18 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use serde_json::json;
+use tracing::{Event, Subscriber};
 use tracing_appender::non_blocking::{ErrorCounter, NonBlockingBuilder, WorkerGuard};
+use tracing_subscriber::fmt::format::{FormatEvent, FormatFields, Writer};
+use tracing_subscriber::fmt::{FmtContext, layer};
 use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::registry::LookupSpan;
 use tracing_subscriber::reload::{self, Handle};
 use tracing_subscriber::util::SubscriberInitExt;
-use tracing_subscriber::{EnvFilter, Registry, fmt};
+use tracing_subscriber::{EnvFilter, Layer as _, Registry};
 
+use crate::config::LogFormat;
 use crate::text::panic_message;
 
 /// Most lines that wait for the thread; further lines are lost. A line has some hundred bytes, so these are about a
@@ -30,6 +36,8 @@ const LOOK_AGAIN: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
 /// Longest time for writing the waiting lines when the process ends and nobody reads.
 const LAST_LINES: Duration = Duration::from_millis(500);
 
+/// Set when the log starts.
+static FORMAT: OnceLock<LogFormat> = OnceLock::new();
 /// Counter of the lines that did not fit into the queue; set when the log starts.
 static QUEUE: OnceLock<ErrorCounter> = OnceLock::new();
 /// Number of lines that could not be written.
@@ -50,24 +58,27 @@ pub struct Log {
 }
 
 impl Log {
-    /// Starts the log, once in a process. Panics are logged too.
-    pub fn start(filter: EnvFilter, with_time: bool) -> Self {
+    /// Starts the log, once in a process. Panics are logged too. Text for people has times if `with_time`; the journal has
+    /// its own, and JSON always has them.
+    pub fn start(filter: EnvFilter, format: Option<LogFormat>, with_time: bool) -> Self {
+        let format = *FORMAT.get_or_init(|| format.unwrap_or_else(fitting));
         let queue = NonBlockingBuilder::default().buffered_lines_limit(WAITING_LINES).lossy(true);
         let (lines, writer) = queue.thread_name("log").finish(Patient { reported: 0 });
         let _ = QUEUE.set(lines.error_counter());
         let (filter, handle) = reload::Layer::new(filter);
-        let format = fmt::layer()
+        let text = layer()
             .with_target(false)
-            .with_ansi(io::stderr().is_terminal())
+            .with_ansi(format == LogFormat::Text && io::stderr().is_terminal())
             .with_writer(lines)
             // The subscriber would print them to standard error, where the log could not be written.
             .log_internal_errors(false);
-        let log = tracing_subscriber::registry().with(filter);
-        if with_time {
-            log.with(format).init()
-        } else {
-            log.with(format.without_time()).init()
-        }
+        let written = match format {
+            LogFormat::Text if with_time => text.boxed(),
+            LogFormat::Text => text.without_time().boxed(),
+            LogFormat::Journal => text.without_time().map_event_format(Prioritized).boxed(),
+            LogFormat::Json => text.json().flatten_event(true).with_current_span(false).boxed(),
+        };
+        tracing_subscriber::registry().with(filter).with(written).init();
         std::panic::set_hook(Box::new(|panic| {
             let thread = thread::current();
             let name = thread.name().unwrap_or("without a name");
@@ -101,10 +112,56 @@ impl Drop for Log {
     }
 }
 
+/// The format for whoever reads standard error: the journal's if systemd connected it, text for people otherwise.
+fn fitting() -> LogFormat {
+    match std::env::var_os("JOURNAL_STREAM") {
+        Some(_) => LogFormat::Journal,
+        None => LogFormat::Text,
+    }
+}
+
+/// An event behind its priority, as systemd reads it (sd-daemon(3)).
+struct Prioritized<F>(F);
+
+impl<S, N, F> FormatEvent<S, N> for Prioritized<F>
+where
+    S: Subscriber + for<'a> LookupSpan<'a>,
+    N: for<'a> FormatFields<'a> + 'static,
+    F: FormatEvent<S, N>,
+{
+    fn format_event(
+        &self,
+        context: &FmtContext<'_, S, N>,
+        mut to: Writer<'_>,
+        event: &Event<'_>,
+    ) -> fmt::Result {
+        to.write_str(priority(*event.metadata().level()))?;
+        self.0.format_event(context, to, event)
+    }
+}
+
+const fn priority(level: tracing::Level) -> &'static str {
+    match level {
+        tracing::Level::ERROR => "<3>",
+        tracing::Level::WARN => "<4>",
+        tracing::Level::INFO => "<6>",
+        tracing::Level::DEBUG | tracing::Level::TRACE => "<7>",
+    }
+}
+
 /// Writes a line to standard error, outside the log. The line is lost where standard error is gone, or where nobody
 /// reads while the process ends.
 pub fn say(line: impl Display) {
-    let _ = write_whole(format!("{line}\n").as_bytes());
+    let _ = write_whole(outside(tracing::Level::ERROR, &line.to_string()).as_bytes());
+}
+
+/// A line outside the log, in its format.
+fn outside(level: tracing::Level, line: &str) -> String {
+    match FORMAT.get() {
+        Some(LogFormat::Json) => format!("{}\n", json!({ "level": level.as_str(), "message": line })),
+        Some(LogFormat::Journal) => format!("{}{line}\n", priority(level)),
+        Some(LogFormat::Text) | None => format!("{line}\n"),
+    }
 }
 
 /// Standard error for the log's thread: a write waits until somebody reads, or until the process ends, and never fails.
@@ -132,7 +189,11 @@ impl Write for Patient {
 }
 
 fn lost_note(lines: u64) -> String {
-    format!(" WARN {lines} lines of the log were lost here: nobody read them in time\n")
+    let note = format!("{lines} lines of the log were lost here: nobody read them in time");
+    match FORMAT.get() {
+        Some(LogFormat::Json | LogFormat::Journal) => outside(tracing::Level::WARN, &note),
+        Some(LogFormat::Text) | None => format!(" WARN {note}\n"),
+    }
 }
 
 fn write_whole(mut text: &[u8]) -> io::Result<()> {

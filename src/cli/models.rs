@@ -7,7 +7,7 @@ use std::path::Path;
 
 use serde_json::json;
 
-use super::args::{Benchmarked, Command};
+use super::args::{Benchmarked, Command, ConfigCommand};
 use super::error::Error;
 use super::log;
 use super::terminal::{bytes, print};
@@ -55,7 +55,11 @@ pub fn locate(config: &mut Config, command: &mut Command) -> Result<(), Error> {
             config.model.draft = None;
             None
         }
-        Command::Serve(_) | Command::Generate(_) | Command::Chat(_) | Command::Bench(_) => {
+        Command::Serve(_)
+        | Command::Generate(_)
+        | Command::Chat(_)
+        | Command::Bench(_)
+        | Command::Config(ConfigCommand::Check) => {
             let mut draft = config.model.draft.take();
             draft.as_mut().map(|text| find(config, text)).transpose()?;
             config.model.draft = draft;
@@ -66,6 +70,7 @@ pub fn locate(config: &mut Config, command: &mut Command) -> Result<(), Error> {
         | Command::Synth(_)
         | Command::Pull(_)
         | Command::Models(_)
+        | Command::Config(ConfigCommand::Show)
         | Command::DeviceProcess => None,
     };
     draft.map(|text| find(config, text)).transpose()?;
@@ -74,6 +79,7 @@ pub fn locate(config: &mut Config, command: &mut Command) -> Result<(), Error> {
         | Command::Synth(_)
         | Command::Pull(_)
         | Command::Models(_)
+        | Command::Config(ConfigCommand::Show)
         | Command::DeviceProcess => return Ok(()),
         // These benchmarks use the server's model, or none.
         Command::Bench(args)
@@ -94,7 +100,8 @@ pub fn locate(config: &mut Config, command: &mut Command) -> Result<(), Error> {
         | Command::Generate(_)
         | Command::Chat(_)
         | Command::Eval(_)
-        | Command::Bench(_) => {
+        | Command::Bench(_)
+        | Command::Config(ConfigCommand::Check) => {
             let Some(mut text) = config.model.path.take() else { return Ok(()) };
             // The folder of a snapshot is named by a commit, so the model's name comes from the repository.
             let name = find(config, &mut text)?.map(|name| name.repo.name().to_owned());

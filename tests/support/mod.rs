@@ -28,6 +28,7 @@ pub mod packed_files;
 pub mod program;
 pub mod reference;
 pub mod server;
+pub mod systemd;
 pub mod texts;
 pub mod tokenizers;
 pub mod tools;

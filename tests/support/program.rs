@@ -22,6 +22,8 @@ pub fn unicorn_on_software(args: &[&str]) -> Command {
             command.env_remove(name);
         }
     }
+    // A machine may have the service installed.
+    command.env("UNICORN_CONFIG_DIR", "/nonexistent");
     command.env("UNICORN_HARDWARE_VALIDATION", policy().validation.to_string());
     command
 }

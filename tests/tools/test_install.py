@@ -42,7 +42,7 @@ class Install(unittest.TestCase):
         self.assertEqual((status, said), (0, ""))
         self.assertTrue(os.access(self.root(self.prefix / "bin/unicorn"), os.X_OK))
         unit = self.root(self.prefix / "lib/systemd/system/unicorn.service").read_text()
-        self.assertIn(f"ExecStart={self.prefix}/bin/unicorn serve --config /etc/unicorn/config.toml\n", unit)
+        self.assertIn(f"ExecStart={self.prefix}/bin/unicorn serve\n", unit)
         self.assertNotIn("/usr/local", re.sub(r"(?m)^#.*$", "", unit))
         user = self.root(self.prefix / "lib/sysusers.d/unicorn.conf").read_text()
         for line in ["m unicorn render", "m unicorn video"]:
@@ -93,12 +93,12 @@ class Install(unittest.TestCase):
         target.parent.mkdir(parents=True)
         target.write_text("#!/bin/sh\n")
         target.chmod(0o755)
-        status, said = run("systemd-analyze", "verify", "--man=no", str(unit))
+        status, said = run("systemd-analyze", "verify", "--man=no", str(unit), str(unit.with_suffix(".socket")))
         self.assertEqual((status, said), (0, ""))
 
     def test_what_another_start_does_not_mend_is_not_started_again(self):
         unit = (ROOT / "config/unicorn.service").read_text()
-        for line in ["Restart=on-failure", "RestartPreventExitStatus=2 76 78", "ExecReload=/bin/kill -HUP $MAINPID",
+        for line in ["Type=notify", "WatchdogSec=60", "Restart=on-failure", "RestartPreventExitStatus=2 76 78", "ExecReload=/bin/kill -HUP $MAINPID",
                      "LimitMEMLOCK=infinity", "LimitCORE=0", "SupplementaryGroups=render video"]:
             self.assertIn(f"\n{line}\n", unit)
         # The software driver compiles while it runs.

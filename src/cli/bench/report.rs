@@ -10,19 +10,29 @@ use serde_json::{Map, Value, json};
 
 use super::statistics::ratio;
 use crate::cli::error::Error;
+use crate::cli::version::COMMIT;
 
 /// Fields that must be equal for a comparison. If one differs, a ratio does not tell how the code changed.
 const SAME: [&str; 6] = ["device", "driver", "model", "weights", "kv", "profile"];
 
-/// The commit of the source tree in which this binary was built, if the tree is still there; `+` marks uncommitted
-/// changes. On another machine, `UNICORN_COMMIT` gives the commit.
+/// The source tree in which this binary was built. A release knows its commit instead, and names no folder.
+const SOURCES: Option<&str> = match COMMIT {
+    Some(_) => None,
+    None => Some(env!("CARGO_MANIFEST_DIR")),
+};
+
+/// The commit that this binary was built from: a release's own, or that of the source tree, if the tree is still there;
+/// `+` marks uncommitted changes. On another machine, `UNICORN_COMMIT` gives the commit.
 pub fn commit() -> String {
-    let describe =
-        ["-C", env!("CARGO_MANIFEST_DIR"), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"];
-    let output = std::process::Command::new("git").args(describe).output();
-    let described = output.ok().filter(|o| o.status.success()).and_then(|o| String::from_utf8(o.stdout).ok());
+    let described = || {
+        let describe = ["describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"];
+        let output =
+            std::process::Command::new("git").arg("-C").arg(SOURCES?).args(describe).output().ok()?;
+        let text = String::from_utf8(output.stdout).ok().filter(|_| output.status.success())?;
+        Some(text.trim().to_owned())
+    };
     let said = || std::env::var("UNICORN_COMMIT").ok().filter(|commit| !commit.is_empty());
-    described.map(|text| text.trim().to_owned()).or_else(said).unwrap_or_else(|| "unknown".into())
+    COMMIT.map(str::to_owned).or_else(described).or_else(said).unwrap_or_else(|| "unknown".into())
 }
 
 /// An earlier report compared with a new one.

@@ -1,6 +1,7 @@
 //! The server's access policy from a configuration, at the start and at each reload.
 
 use std::net::SocketAddr;
+use std::path::Path;
 
 use super::super::error::Error;
 use crate::api::{AccessPolicy, Keys};
@@ -9,9 +10,17 @@ use crate::config;
 /// API keys in addition to the file's, separated by commas or blanks.
 const KEYS_VARIABLE: &str = "UNICORN_API_KEYS";
 
-/// The access policy, with the keys of the file and of the environment together.
+/// The file of keys that systemd gives the service (`LoadCredential=`), in the folder that this variable names. It may hold
+/// no key, as it does where there is no `/etc/unicorn/api-keys`.
+const CREDENTIAL: &str = "api-keys";
+const CREDENTIALS_VARIABLE: &str = "CREDENTIALS_DIRECTORY";
+
+/// The access policy, with the keys of the file, of the credential and of the environment together.
 pub fn access_policy(options: &config::Server) -> Result<AccessPolicy, Error> {
     let file_keys = options.api_key_file.as_ref().map(|path| Keys::read(path.as_ref())).transpose()?;
+    let credential = std::env::var_os(CREDENTIALS_VARIABLE).map(|folder| Path::new(&folder).join(CREDENTIAL));
+    let credential = credential.filter(|path| path.exists());
+    let credential_keys = credential.map(|path| Keys::read_any(&path)).transpose()?;
     let variable_keys = match std::env::var(KEYS_VARIABLE) {
         Ok(text) => Keys::from_variable(KEYS_VARIABLE, &text)?,
         Err(std::env::VarError::NotPresent) => Keys::default(),
@@ -20,7 +29,7 @@ pub fn access_policy(options: &config::Server) -> Result<AccessPolicy, Error> {
     let mut allowed_hosts = options.allowed_hosts.clone();
     allowed_hosts.push(options.host.clone());
     let cors_origins = options.cors_origins.clone();
-    let keys = variable_keys.and(file_keys.unwrap_or_default());
+    let keys = variable_keys.and(file_keys.unwrap_or_default()).and(credential_keys.unwrap_or_default());
     if keys.is_empty() && cors_origins.iter().any(|origin| origin == "*") {
         tracing::warn!(
             "every web page that somebody here opens may use this server: server.cors_origins is \"*\", and it asks for no API key"

@@ -9,7 +9,7 @@ use std::time::Duration;
 use crate::checkpoint::{HeldNames, ModelFiles};
 use crate::cli::device_process::{DeviceFacts, Loaded, Observed, Question, Task};
 use crate::cli::error::Error;
-use crate::config::Config;
+use crate::config::{Config, LogFormat};
 use crate::model::device_process::{Channel, Connection, DeviceProcess};
 use crate::model::{Runner, RunnerError, RunnerFactory};
 
@@ -19,6 +19,7 @@ const OBSERVE: Duration = Duration::from_millis(500);
 /// Starts device processes for one model, whose files it holds open.
 pub struct DeviceFactory {
     options: String,
+    log_format: Option<LogFormat>,
     model: ModelFiles,
     draft: Option<ModelFiles>,
     vocab_size: usize,
@@ -35,6 +36,7 @@ impl DeviceFactory {
     ) -> Result<Self, Error> {
         Ok(Self {
             options: config.to_toml(),
+            log_format: config.log.format,
             model: model.hold()?,
             draft: draft.map(ModelFiles::hold).transpose()?,
             vocab_size,
@@ -47,6 +49,9 @@ impl DeviceFactory {
         // A package that was upgraded meanwhile has put another program at this one's path.
         let mut command = Command::new("/proc/self/exe");
         command.arg("device-process").env("RUST_LOG", self.observer.log_filter());
+        if let Some(format) = self.log_format {
+            command.env("UNICORN_LOG_FORMAT", format.name());
+        }
         let mut connection = Connection::spawn(command, cancelled).map_err(Error::Channel)?;
         let parts =
             |files: &ModelFiles| files.to_parts().expect("files that are held, of a disk or of this binary");

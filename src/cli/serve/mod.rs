@@ -4,7 +4,9 @@ mod auth;
 mod device;
 mod facts;
 mod reload;
+mod systemd;
 
+use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
@@ -96,7 +98,10 @@ pub fn serve(config: &Config, reload: Reload, log_filter: String) -> Result<(), 
     let cancelled = Arc::new(AtomicBool::new(false));
     let observer = Observer::new(log_filter);
     let result = runtime.block_on(async {
-        let listener = bind(&config.server.host, config.server.port).await?;
+        let listener = match systemd::socket().map_err(Error::Serve)? {
+            Some(socket) => TcpListener::from_std(socket).map_err(Error::Serve)?,
+            None => bind(&config.server.host, config.server.port).await?,
+        };
         let address = listener.local_addr().map_err(Error::Serve)?;
         let base = format!("{scheme}://{address}/v1");
         check_keyless(address, keyless, &config.server)?;
@@ -123,11 +128,17 @@ pub fn serve(config: &Config, reload: Reload, log_filter: String) -> Result<(), 
         let stop = stop(Arc::clone(&engine), lost, grace)?;
         let serving = api::serve(listener, Arc::clone(&server), connections, stop);
         let loading = async {
-            match loaded.await {
+            let loaded = tokio::select! {
+                loaded = loaded => loaded,
+                () = systemd::loading(&model_id) => unreachable!("it has no end"),
+            };
+            match loaded {
                 Ok(Ok((service, facts))) => {
                     say_ready(&service, &base);
                     server.set_facts(facts);
                     let service = server.set_ready(service);
+                    systemd::ready(&model_id, &base);
+                    tokio::spawn(systemd::watchdog(Arc::clone(&server)));
                     watch(service.engine().clone(), lose);
                     // In parallel with the first answers, so that the first request with a schema does not wait.
                     std::thread::spawn(move || service.prepare_grammars());
@@ -161,6 +172,14 @@ pub fn serve(config: &Config, reload: Reload, log_filter: String) -> Result<(), 
         Some(error) => Err(error.into()),
         None => result,
     }
+}
+
+/// Checks the options for clients and connections. Returns how many API keys there are.
+pub fn check(options: &config::Server, addresses: &[SocketAddr]) -> Result<usize, Error> {
+    let keys = access_policy(options)?.keys;
+    addresses.iter().try_for_each(|&address| check_keyless(address, keys.is_empty(), options))?;
+    connections(options)?;
+    Ok(keys.len())
 }
 
 /// Has a device process load `files`, and starts the engine; also returns the facts about the model.
@@ -279,6 +298,7 @@ fn stop(
             }
             () = either(&mut interrupt, &mut terminate) => {}
         }
+        systemd::stopping();
         tracing::info!("stopping: answers under way are finished first; once more to stop at once");
         tokio::spawn(async move {
             either(&mut interrupt, &mut terminate).await;

@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use tokio::signal::unix::Signal;
 
+use super::super::configuration::Configured;
 use super::super::error::Error;
 use super::auth::{access_policy, check_keyless};
 use super::device::Observer;
@@ -27,8 +28,8 @@ pub const LIVE: [&str; 9] = [
     "server.tls_key",
 ];
 
-/// Reads the configuration again; returns it with its warnings.
-type Reread = dyn Fn() -> Result<(Config, Vec<String>), Error> + Send;
+/// Reads the configuration again.
+type Reread = dyn Fn() -> Result<Configured, Error> + Send;
 
 /// Callbacks that read the configuration again, and apply its log level, whose filter the latter returns.
 pub struct Reload {
@@ -70,7 +71,7 @@ impl Running {
     }
 
     fn reload(&mut self) -> Result<(), Error> {
-        let (config, warnings) = (self.reload.reread)()?;
+        let Configured { config, warnings, .. } = (self.reload.reread)()?;
         let access = access_policy(&config.server)?;
         check_keyless(self.address, access.keys.is_empty(), &config.server)?;
         // The certificate comes last of the steps that may fail, since reloading it takes effect at once.

@@ -1,0 +1,27 @@
+//! `unicorn --version`: what a bug report should say of a build and of the machine's Vulkan drivers.
+
+use std::fmt::Write as _;
+
+use super::devices;
+use super::error::Error;
+use super::terminal::print;
+
+/// The commit that this was built from; `make release` sets the variable. A variable that changed with every commit would
+/// have everything compiled again.
+pub const COMMIT: Option<&str> = option_env!("UNICORN_BUILD_COMMIT");
+
+pub fn version() -> Result<(), Error> {
+    let mut text = format!("unicorn {}\n", env!("CARGO_PKG_VERSION"));
+    let mut line = |name: &str, value: &str| {
+        let _ = writeln!(text, "   {name:<9} {value}");
+    };
+    line("commit", COMMIT.unwrap_or("not recorded: `make release` records it"));
+    line("platform", &format!("{} {}", std::env::consts::OS, std::env::consts::ARCH));
+    // There are no features of cargo's yet.
+    line("features", "none");
+    line("kernels", env!("SHADER_HASH"));
+    for driver in devices::drivers() {
+        line("driver", &driver);
+    }
+    print(&text)
+}

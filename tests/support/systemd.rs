@@ -1,0 +1,69 @@
+//! The other end of sd_notify(3), and of socket activation: what systemd is to a service.
+
+use std::net::TcpListener;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixDatagram;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use tempfile::TempDir;
+
+use super::fake_runner::HANG;
+
+/// A socket that a service tells its state.
+pub struct Systemd {
+    folder: TempDir,
+    socket: UnixDatagram,
+}
+
+impl Systemd {
+    pub fn new() -> Self {
+        let folder = tempfile::tempdir().expect("a folder");
+        let socket = UnixDatagram::bind(folder.path().join("notify")).expect("bound");
+        Self { folder, socket }
+    }
+
+    /// Gives a command the socket, and asks for a sign of life within `watchdog`.
+    pub fn supervise(&self, command: &mut Command, watchdog: Duration) {
+        command.env("NOTIFY_SOCKET", self.folder.path().join("notify"));
+        command.env("WATCHDOG_USEC", watchdog.as_micros().to_string());
+    }
+
+    /// The next message, if one comes within `patience`.
+    pub fn hears(&self, patience: Duration) -> Option<String> {
+        self.socket.set_read_timeout(Some(patience)).expect("set");
+        let mut message = vec![0; 4096];
+        let bytes = self.socket.recv(&mut message).ok()?;
+        message.truncate(bytes);
+        Some(String::from_utf8(message).expect("UTF-8"))
+    }
+
+    /// All messages up to the first with this line, which is the last of them.
+    #[track_caller]
+    pub fn wait_for(&self, line: &str) -> Vec<String> {
+        let mut heard = Vec::new();
+        loop {
+            let Some(message) = self.hears(HANG) else { panic!("{line} was never told: {heard:#?}") };
+            let is_it = message.lines().any(|told| told == line);
+            heard.push(message);
+            if is_it {
+                return heard;
+            }
+        }
+    }
+}
+
+/// Has a command get a socket as a service gets it: as its fourth file, and announced to its process.
+pub fn hand_over(listener: TcpListener, command: &mut Command) {
+    let mut shell = Command::new("sh");
+    shell.args(["-c", "exec 3<&0 </dev/null; LISTEN_PID=$$ LISTEN_FDS=1 exec \"$@\"", "sh"]);
+    shell.arg(command.get_program()).args(command.get_args());
+    for (name, value) in command.get_envs() {
+        match value {
+            Some(value) => shell.env(name, value),
+            None => shell.env_remove(name),
+        };
+    }
+    shell.stdin(Stdio::from(OwnedFd::from(listener)));
+    *command = shell;
+}

@@ -1,0 +1,56 @@
+//! `unicorn serve` as a service of systemd: what it tells, and what it is handed.
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::time::Duration;
+
+use crate::support::daemon::Daemon;
+use crate::support::fake_runner::HANG;
+use crate::support::systemd::{Systemd, hand_over};
+
+#[test]
+fn systemd_hears_of_the_load_of_every_sign_of_life_and_of_the_end() {
+    let systemd = Systemd::new();
+    let mut server = Daemon::start_as(&[], |command| systemd.supervise(command, Duration::from_secs(3)));
+    let told = systemd.wait_for("READY=1");
+    assert!(server.log.iter().any(|line| line.contains("self-test")), "ready before it: {:#?}", server.log);
+    let (ready, loading) = told.split_last().expect("a message");
+    assert!(ready.contains("STATUS=a/b at http://"), "{ready}");
+    assert!(
+        !loading.is_empty() && !loading.iter().any(|message| message.contains("WATCHDOG")),
+        "{loading:#?}"
+    );
+    for message in loading {
+        assert!(
+            message.contains("EXTEND_TIMEOUT_USEC=30000000") && message.contains("STATUS=loading a/b"),
+            "{message}"
+        );
+    }
+    // A step counts as a sign of life for five seconds. The later ones of these need a probe.
+    for _ in 0..9 {
+        assert_eq!(systemd.wait_for("WATCHDOG=1").len(), 1);
+    }
+    assert_eq!(server.ask(&[], false).0, 200);
+    systemd.wait_for("WATCHDOG=1");
+    server.signal("TERM");
+    systemd.wait_for("STOPPING=1");
+    assert_eq!(server.exit_code(), Some(0));
+}
+
+#[test]
+fn a_socket_of_systemds_is_listened_on_and_who_connected_before_is_answered() {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let address = listener.local_addr().expect("bound");
+    let mut early = TcpStream::connect(address).expect("connects");
+    early.set_read_timeout(Some(HANG)).expect("set");
+    early.write_all(b"GET /live HTTP/1.0\r\n\r\n").expect("sent");
+    // The port that the options name is not listened on.
+    let mut server = Daemon::start_as(&["--host", "192.0.2.1"], |command| hand_over(listener, command));
+    assert_eq!(server.url(), format!("http://{address}/v1"));
+    let mut reply = String::new();
+    early.read_to_string(&mut reply).expect("answered");
+    assert!(reply.starts_with("HTTP/1.0 200") && reply.ends_with(r#"{"status":"alive"}"#), "{reply}");
+    assert_eq!(server.ask(&[], false).0, 200);
+    server.signal("TERM");
+    assert_eq!(server.exit_code(), Some(0));
+}
