@@ -43,13 +43,18 @@ fn a_socket_of_systemds_is_listened_on_and_who_connected_before_is_answered() {
     let address = listener.local_addr().expect("bound");
     let mut early = TcpStream::connect(address).expect("connects");
     early.set_read_timeout(Some(HANG)).expect("set");
-    early.write_all(b"GET /live HTTP/1.0\r\n\r\n").expect("sent");
+    let body = r#"{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}"#;
+    let head = format!("POST /v1/chat/completions HTTP/1.0\r\ncontent-length: {}\r\n\r\n", body.len());
+    early.write_all([&head, body].concat().as_bytes()).expect("sent");
     // The port that the options name is not listened on.
     let mut server = Daemon::start_as(&["--host", "192.0.2.1"], |command| hand_over(listener, command));
     assert_eq!(server.url(), format!("http://{address}/v1"));
     let mut reply = String::new();
     early.read_to_string(&mut reply).expect("answered");
-    assert!(reply.starts_with("HTTP/1.0 200") && reply.ends_with(r#"{"status":"alive"}"#), "{reply}");
+    assert!(
+        reply.starts_with("HTTP/1.0 200") && reply.contains("chat.completion"),
+        "waited for the model: {reply}"
+    );
     assert_eq!(server.ask(&[], false).0, 200);
     server.signal("TERM");
     assert_eq!(server.exit_code(), Some(0));

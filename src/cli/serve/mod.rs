@@ -12,10 +12,11 @@ use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use futures::FutureExt as _;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::net::TcpListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
-use tokio::sync::oneshot;
+use tokio::sync::{Notify, oneshot};
 
 use self::auth::{access_policy, check_keyless, is_public};
 use self::device::{DeviceFactory, Observer};
@@ -98,7 +99,9 @@ pub fn serve(config: &Config, reload: Reload, log_filter: String) -> Result<(), 
     let cancelled = Arc::new(AtomicBool::new(false));
     let observer = Observer::new(log_filter);
     let result = runtime.block_on(async {
-        let listener = match systemd::socket().map_err(Error::Serve)? {
+        let socket = systemd::socket().map_err(Error::Serve)?;
+        let is_handed_over = socket.is_some();
+        let listener = match socket {
             Some(socket) => TcpListener::from_std(socket).map_err(Error::Serve)?,
             None => bind(&config.server.host, config.server.port).await?,
         };
@@ -125,8 +128,19 @@ pub fn serve(config: &Config, reload: Reload, log_filter: String) -> Result<(), 
         let running = Running { config: asked, server: server_there, tls, address, reload, observer };
         tokio::spawn(running.reload_on(hangup));
         let (lose, lost) = oneshot::channel();
-        let stop = stop(Arc::clone(&engine), lost, grace)?;
-        let serving = api::serve(listener, Arc::clone(&server), connections, stop);
+        let stop = stop(Arc::clone(&engine), lost, grace)?.boxed().shared();
+        let is_ready = Notify::new();
+        let serving = async {
+            // A client whose connection started the server waits for its answer: to be told to come again later would be
+            // no help to it.
+            if is_handed_over {
+                tokio::select! {
+                    () = is_ready.notified() => {}
+                    _ = stop.clone() => return,
+                }
+            }
+            api::serve(listener, Arc::clone(&server), connections, stop).await
+        };
         let loading = async {
             let loaded = tokio::select! {
                 loaded = loaded => loaded,
@@ -137,6 +151,7 @@ pub fn serve(config: &Config, reload: Reload, log_filter: String) -> Result<(), 
                     say_ready(&service, &base);
                     server.set_facts(facts);
                     let service = server.set_ready(service);
+                    is_ready.notify_one();
                     systemd::ready(&model_id, &base);
                     tokio::spawn(systemd::watchdog(Arc::clone(&server)));
                     watch(service.engine().clone(), lose);
