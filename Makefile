@@ -5,6 +5,7 @@
 #   make test                      everything the tests need, then all tests; the last line counts them
 #   make test-clients              only the tests in which clients from the package registries ask a server
 #   make test-lm-eval              lm-eval asks a server, and is compared with `unicorn eval`; a GiB of Python packages
+#   make test-scaling              two servers behind HAProxy and the LiteLLM proxy, one killed; 750 MB of packages, minutes
 #   make test-demo                 all questions of the demo model's set, where `make test` asks the quick ones
 #   make test-openwebui            Open WebUI, which it installs (2 GB of disk), and a browser against a server: minutes
 #   make conformance               the tests of llama.cpp's and vLLM's servers ask a server: docs/conformance.md; minutes
@@ -39,7 +40,7 @@ ARGS ?=
 SERVE_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test setup-devices test-devices build serve bench bench-step bench-host bench-serve gpu-bench test test-clients test-lm-eval test-demo test-openwebui test-27b test-fresh test-service release test-release conformance edges test-faults soak install uninstall lint clean
+.PHONY: help setup setup-test setup-devices test-devices build serve bench bench-step bench-host bench-serve gpu-bench test test-clients test-lm-eval test-scaling test-demo test-openwebui test-27b test-fresh test-service release test-release conformance edges test-faults soak install uninstall lint clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -102,6 +103,9 @@ test-clients: setup-test
 test-lm-eval: setup-test
 	cargo build --locked --all-targets
 	@python3 tools/test.py lm-eval
+
+test-scaling: build setup-test
+	@python3 tools/test.py all-scaling
 
 test-demo: setup-test
 	UNICORN_TEST_DEMO=all cargo test --locked --test suite demo:: -- --nocapture

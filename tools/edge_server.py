@@ -21,14 +21,15 @@ ANSWER_SECONDS = 60
 
 
 class Server:
-    """A `unicorn serve` on a free port, stopped on leaving the context. `options` are the rest of the section `server` and
-    further sections of a configuration file; `stderr` is a file for the log, `wrapper` a command that runs the rest."""
+    """A `unicorn serve` on `port`, or else on a free one, stopped on leaving the context. `options` are the rest of the section
+    `server` and further sections of a configuration file; `stderr` is a file for the log, `wrapper` a command that runs the
+    rest."""
 
-    def __init__(self, options="", keys=(), arguments=(), environment=None, log_pipe=False, stderr=None, wrapper=()):
+    def __init__(self, options="", keys=(), arguments=(), environment=None, log_pipe=False, stderr=None, wrapper=(), port=None):
         self.folder = Path(tempfile.mkdtemp(prefix="unicorn-edges-"))
         self.keys, self.config, self.options = self.folder / "keys", self.folder / "unicorn.toml", options
         self.set_keys(keys)
-        self.port = free_port()
+        self.port = port or free_port()
         command = [*wrapper, BINARY, "serve", "--allow-software-vulkan", "--config", self.config, "--port", str(self.port), *arguments]
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("UNICORN_", "RUST_LOG"))}
         self.log = open(stderr or self.folder / "log", "wb")

@@ -2,8 +2,9 @@
 """Installs the packages that running or testing Unicorn needs and this machine lacks.
 
     tools/setup.py run     the Vulkan loader and Mesa's Vulkan drivers, version 24 or later
-    tools/setup.py test    also the validation layers, curl, Python's venv module and systemd-analyze; and Chromium,
-                           Node.js and npm for the tests of the page and of clients, which are skipped without them
+    tools/setup.py test    also the validation layers, curl, HAProxy, Python's venv module and systemd-analyze; and
+                           Chromium, Node.js and npm for the tests of the page and of clients, which are skipped
+                           without them
     tools/setup.py measure the packages of `run`, and fio, which measures the disk's speed
     tools/setup.py service the packages of `run`, and tools that make and boot a container with systemd
     tools/setup.py devices nothing on the machine: devices that stand in for GPUs, in .cache/devices (tools/devices.py)
@@ -54,6 +55,8 @@ RUN = [Need("libvulkan1"), Need("mesa-vulkan-drivers", MESA_MAJOR)]
 TEST = RUN + [
     Need("vulkan-validationlayers"), Need("curl"), Need("ca-certificates"), Need("python3-venv"),
     Need("systemd", command="systemd-analyze"),
+    # A test puts two servers behind it. The service that Debian's package starts listens nowhere.
+    Need("haproxy", command="haproxy"),
 ]
 # Ubuntu has Chromium only as a snap, on which tests cannot rely. tests/skips.toml lists the tests that need these
 # packages.
@@ -326,7 +329,7 @@ def main(arguments):
     if release.get("ID") not in ("debian", "ubuntu") or not shutil.which("apt-get"):
         raise SetupError(
             f"{release.get('PRETTY_NAME', 'this system')} is neither Debian nor Ubuntu: install the Vulkan loader, Mesa's Vulkan "
-            f"drivers {MESA_MAJOR} or later and (for tests) the validation layers, curl and Python's venv yourself, "
+            f"drivers {MESA_MAJOR} or later and (for tests) the validation layers, curl, HAProxy and Python's venv yourself, "
             "then set UNICORN_SKIP_SETUP=1"
         )
     lacking = missing(needs)

@@ -7,7 +7,7 @@ prints no result counts as a failure.
 
     tools/test.py            all parts
     tools/test.py NAME ...   only the named parts (for work on the project; the last line names them); `lm-eval`,
-                             `openwebui` and `all-devices` run only if they are named
+                             `openwebui`, `all-devices` and `all-scaling` run only if they are named
 """
 
 import contextlib
@@ -34,6 +34,7 @@ VENV = ROOT / ".venv"
 CLIENTS = ROOT / "tests/clients"
 CLIENT_MODULES = ROOT / ".cache/clients/node"
 LITELLM = ROOT / ".cache/clients/litellm"
+LITELLM_PROXY = ROOT / ".cache/clients/litellm-proxy"
 LM_EVAL = ROOT / ".cache/clients/lm-eval"
 SCHEMATHESIS = ROOT / ".cache/clients/schemathesis"
 PAGE = ROOT / "tests/page"
@@ -142,8 +143,8 @@ def clippy():
 
 
 def rust():
-    """Unit tests, the integration suite and the documentation's examples. Also builds the server for `clients` and
-    `page`."""
+    """Unit tests, the integration suite and the documentation's examples. Also builds the server for `clients`, `scaling`
+    and `page`."""
     fetched, _ = run([str(ROOT / "tools/fetch_real_tokenizer.sh")], FETCH_SECONDS)
     if fetched not in (0, 3, 4, None):  # 3 and 4: the tokenizer is not available here, and its cases are skipped
         return Result(failures=[f"rust: tools/fetch_real_tokenizer.sh: {ended(fetched)}"])
@@ -272,6 +273,20 @@ def lm_eval():
     return counted("lm-eval", *run([python, str(CLIENTS / "test_lm_eval.py")]))
 
 
+def scaling():
+    """Two real servers behind HAProxy, of which one is killed and drained under load."""
+    return counted("scaling", *run([sys.executable, str(ROOT / "tools/scaling.py"), "haproxy"]))
+
+
+def all_scaling():
+    """Two real servers behind HAProxy, and behind the LiteLLM proxy, whose packages take 750 MB."""
+    python = python_with(CLIENTS / "requirements-litellm-proxy.txt", LITELLM_PROXY, FETCH_MANY_SECONDS)
+    if not python:
+        return Result(failures=["all-scaling: the packages of the LiteLLM proxy could not be fetched"])
+    environment = {"LITELLM_PROXY": str(LITELLM_PROXY / "bin/litellm")}
+    return counted("scaling", *run([sys.executable, str(ROOT / "tools/scaling.py"), "haproxy", "litellm"], env=environment))
+
+
 def page():
     """A browser on the page of a real server. Without Chromium, Node.js or playwright-core the part is skipped."""
     lacks = page_lacks()
@@ -380,12 +395,13 @@ def pins(requirements):
     return re.findall(r"^([a-z0-9_-]+)(?:\[[a-z0-9,-]+\])?==(\S+)$", requirements, re.MULTILINE)
 
 
-# Cheap checks first; `clients` and `page` start the server that `rust` built.
+# Cheap checks first; `clients`, `scaling` and `page` start the server that `rust` built.
 PARTS = {
-    "tools": tools, "demo": demo, "rustfmt": rustfmt, "rust": rust, "devices": devices_cheap, "clients": clients, "page": page, "clippy": clippy,
+    "tools": tools, "demo": demo, "rustfmt": rustfmt, "rust": rust, "devices": devices_cheap, "clients": clients,
+    "scaling": scaling, "page": page, "clippy": clippy,
 }
 # These parts are too heavy for every run.
-NAMED_ONLY = {"lm-eval": lm_eval, "openwebui": openwebui, "all-devices": devices_all}
+NAMED_ONLY = {"lm-eval": lm_eval, "openwebui": openwebui, "all-devices": devices_all, "all-scaling": all_scaling}
 
 
 def main(names):
