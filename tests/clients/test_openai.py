@@ -28,6 +28,7 @@ from pathlib import Path
 import anthropic_sdk
 import langchain_client
 import llm_client
+import observers
 import published_schemas
 import responses_sdk
 from raised import raised
@@ -715,7 +716,8 @@ def main():
         if report.attempt("the_server_starts", server.wait):
             report.attempt_all(PLAIN, server)
             for package, tests in [(openai, SDK + responses_sdk.TESTS + published_schemas.TESTS), (anthropic_sdk.anthropic, anthropic_sdk.TESTS),
-                                   (langchain_client.langchain_openai, langchain_client.TESTS), (llm_client.llm, llm_client.TESTS)]:
+                                   (langchain_client.langchain_openai, langchain_client.TESTS), (llm_client.llm, llm_client.TESTS),
+                                   (observers.promql, observers.TESTS)]:
                 if package is not None:
                     report.attempt_all(tests, server)
                     continue
