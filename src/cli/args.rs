@@ -73,7 +73,13 @@ pub enum Command {
     /// Converse on the terminal
     Chat(Chat),
     /// List the Vulkan devices, and what each of them lacks
-    Devices,
+    Devices {
+        /// Print one JSON object
+        #[arg(long)]
+        json: bool,
+    },
+    /// Check this machine: drivers, rights, memory, kernel parameters, NPU; say what to do about each finding
+    Doctor(Doctor),
     /// Evaluate a model on given tokens or text
     #[command(subcommand)]
     Eval(Eval),
@@ -412,6 +418,32 @@ pub struct Plan {
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct Doctor {
+    /// The model that is to be served, to check whether it fits [default: that of the configuration]
+    #[arg(long, value_name = "FOLDER|FILE|ORG/NAME", conflicts_with = "shape")]
+    pub model: Option<String>,
+    /// Check a published shape for its fit: gemma-3-270m, gemma-3-1b, gemma-3-4b, gemma-3-12b or gemma-3-27b
+    #[arg(long, value_parser = Shape::named, requires = "scheme")]
+    pub shape: Option<Shape>,
+    /// Scheme of the shape's matrices, as `unicorn plan` takes it
+    #[arg(long, value_name = "SCHEME", value_parser = stored, requires = "shape")]
+    pub scheme: Option<Target>,
+    /// Read up to 256 MiB of the model past the page cache, and say how long a load takes at that speed
+    #[arg(long)]
+    pub disk: bool,
+    /// Print the commands and settings of all findings, and run none of them
+    #[arg(long)]
+    pub fix: bool,
+    /// Print one JSON object
+    #[arg(long, conflicts_with = "fix")]
+    pub json: bool,
+    /// Check the machine whose /sys, /proc, /dev, /etc, /usr and /lib lie in this folder, and whose
+    /// `unicorn devices --json` is its vulkan.json
+    #[arg(long, value_name = "FOLDER")]
+    pub root: Option<PathBuf>,
 }
 
 /// A benchmark; the engine's where none is named.

@@ -143,12 +143,13 @@ fn set_model(flags: &mut Layer, command: &Command) {
     let model = match command {
         Command::Serve(args::Serve { model, .. }) => model.model.as_deref(),
         Command::Generate(args::Generate { model, .. }) => model.model.as_deref(),
+        Command::Doctor(args::Doctor { model, .. }) => model.as_deref(),
         Command::Chat(args::Chat { model, .. }) => model.model.as_deref(),
         Command::Bench(args) => args.model(),
         Command::Eval(args::Eval::Logits { model, .. } | args::Eval::Perplexity { model, .. }) => {
             Some(model.as_str())
         }
-        Command::Devices
+        Command::Devices { .. }
         | Command::Quantize(_)
         | Command::Inspect(_)
         | Command::Synth(_)

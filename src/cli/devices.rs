@@ -1,14 +1,120 @@
 //! `unicorn devices`: lists the devices that the Vulkan loader finds, with their memory and the features that each
-//! lacks.
+//! lacks. `--json` prints what the doctor goes by, so that it can judge a machine from elsewhere.
 
 use std::fmt::Write as _;
 
-use super::error::Error;
-use super::terminal::{bytes, print};
-use crate::gpu::{self, DeviceInfo, DeviceKind, Need};
+use serde::{Deserialize, Serialize};
 
-pub fn devices() -> Result<(), Error> {
+use super::error::Error;
+use super::load::{self, Room};
+use super::terminal::{bytes, print};
+use crate::config::Config;
+use crate::gpu::placement::Machine;
+use crate::gpu::{self, Caps, DeviceInfo, DeviceKind, GpuError, HeapInfo, Need};
+
+/// What the Vulkan loader says: its devices, or why it names none.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Loader {
+    Devices(Vec<Listed>),
+    Error(String),
+}
+
+/// A Vulkan device, without the features that only running needs.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Listed {
+    pub name: String,
+    pub kind: DeviceKind,
+    /// Driver name and version, e.g. `radv Mesa 25.0.7`.
+    pub driver: String,
+    pub vulkan: (u32, u32),
+    pub heaps: Vec<HeapInfo>,
+    pub max_allocation_bytes: u64,
+    /// The names of what this program needs and the device lacks.
+    pub missing: Vec<String>,
+}
+
+impl Listed {
+    fn of(device: DeviceInfo) -> Listed {
+        Listed {
+            name: device.name,
+            kind: device.kind,
+            driver: device.driver,
+            vulkan: device.caps.api_version,
+            heaps: device.heaps,
+            max_allocation_bytes: device.max_allocation_bytes,
+            missing: device.missing,
+        }
+    }
+
+    /// As much of a device as choosing one and planning for it take.
+    fn info(&self, index: usize) -> DeviceInfo {
+        DeviceInfo {
+            index,
+            name: self.name.clone(),
+            kind: self.kind,
+            driver: self.driver.clone(),
+            vendor_id: 0,
+            queues: Vec::new(),
+            heaps: self.heaps.clone(),
+            caps: Caps::default(),
+            max_allocation_bytes: self.max_allocation_bytes,
+            max_storage_buffer_bytes: 0,
+            pci: None,
+            missing: self.missing.clone(),
+        }
+    }
+
+    pub fn is_software(&self) -> bool {
+        self.kind == DeviceKind::Cpu
+    }
+
+    pub fn is_integrated(&self) -> bool {
+        self.kind == DeviceKind::Integrated
+    }
+
+    /// The memory that a load would plan for.
+    pub fn room(&self, config: &Config) -> Room {
+        let machine = Machine::of(&self.heaps, self.kind, self.max_allocation_bytes);
+        Room { machine, limits: load::limits(&config.memory) }
+    }
+}
+
+impl Loader {
+    pub fn ask() -> Loader {
+        match gpu::list_devices() {
+            Ok(devices) => Loader::Devices(devices.into_iter().map(Listed::of).collect()),
+            Err(error) => Loader::Error(error.to_string()),
+        }
+    }
+
+    pub fn devices(&self) -> &[Listed] {
+        match self {
+            Loader::Devices(devices) => devices,
+            Loader::Error(_) => &[],
+        }
+    }
+
+    /// The device that a load would open, or why none.
+    pub fn chosen(&self, config: &Config) -> Result<&Listed, String> {
+        if let Loader::Error(error) = self {
+            return Err(error.clone());
+        }
+        let listed = self.devices();
+        let seen: Vec<DeviceInfo> =
+            listed.iter().enumerate().map(|(index, device)| device.info(index)).collect();
+        let chosen = gpu::choose(&load::policy(config, false), &seen);
+        chosen.map(|index| &listed[index]).map_err(|error: GpuError| error.to_string())
+    }
+}
+
+pub fn devices(json: bool) -> Result<(), Error> {
     let devices = gpu::list_devices()?;
+    if json {
+        let loader = Loader::Devices(devices.into_iter().map(Listed::of).collect());
+        let json = serde_json::to_string_pretty(&loader).expect("strings and numbers");
+        return print(&format!("{json}\n"));
+    }
     if devices.is_empty() {
         return print(&format!("no Vulkan device was found: {}\n", gpu::NO_DRIVER_HINT));
     }

@@ -90,6 +90,9 @@ pub enum Error {
     Channel(std::io::Error),
     #[error("loading the model met a bug (see the messages above)")]
     LoadPanicked,
+    /// The number of problems that the doctor found, which its report lists.
+    #[error("{}", unfit(*.0))]
+    Unfit(usize),
     #[error("unicorn met a bug (see the messages above)")]
     Panicked,
 }
@@ -121,7 +124,8 @@ impl Error {
             | Self::Channel(_)
             | Self::Terminal(_)
             | Self::Measured { .. }
-            | Self::Compiler { .. } => SYSTEM,
+            | Self::Compiler { .. }
+            | Self::Unfit(_) => SYSTEM,
             Self::File { .. }
             | Self::PortTaken { .. }
             | Self::Listen { .. }
@@ -139,6 +143,13 @@ impl Error {
             | Self::Text(_)
             | Self::Argument(_) => CONFIGURATION,
         }
+    }
+}
+
+fn unfit(problems: usize) -> String {
+    match problems {
+        1 => "a problem of this machine keeps `unicorn serve` from serving: see above".into(),
+        n => format!("{n} problems of this machine keep `unicorn serve` from serving: see above"),
     }
 }
 

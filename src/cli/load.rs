@@ -147,6 +147,11 @@ fn max_submit(config: &Config) -> Duration {
     }
 }
 
+/// The longest submit where amdgpu's `lockup_timeout` is `parameter`; `None` if that is no limit.
+pub fn longest_submit(parameter: &str) -> Option<Duration> {
+    gpu::quarter_of_timeout(parameter)
+}
+
 /// Loads a model and its draft. No id is sampled from `sample_below` on, where it is the number of the tokenizer's ids:
 /// further rows of the embedding are padding without text.
 pub fn on_device(
@@ -327,18 +332,24 @@ pub fn find_device(config: &Config) -> Result<(), Error> {
     Ok(())
 }
 
-/// The memory to plan for, and the limits on its use. `paper` describes a machine by its VRAM and GTT, all of which may
-/// be used. Without it, the machine is the device that a load would choose.
-pub fn machine(config: &Config, paper: Option<(u64, u64)>) -> Result<(Machine, Limits), Error> {
+/// The memory to plan for, and the limits on its use.
+pub struct Room {
+    pub machine: Machine,
+    pub limits: Limits,
+}
+
+/// The room of a device. `paper` describes a machine by its VRAM and GTT, all of which may be used. Without it, the
+/// machine is the device that a load would choose.
+pub fn room(config: &Config, paper: Option<(u64, u64)>) -> Result<Room, Error> {
     match paper {
         Some((vram, gtt)) => {
             let config::Memory { reserve, ffn_heap, .. } = config.memory;
             let limits = Limits { reserve: Some(reserve.unwrap_or(0)), ffn_heap, ..Limits::default() };
-            Ok((Machine::on_paper(vram, gtt), limits))
+            Ok(Room { machine: Machine::on_paper(vram, gtt), limits })
         }
         None => {
             let device = gpu::chosen_device(&policy(config, false)).map_err(Error::NoMachine)?;
-            Ok((Machine::of_device(&device), limits(&config.memory)))
+            Ok(Room { machine: Machine::of_device(&device), limits: limits(&config.memory) })
         }
     }
 }
@@ -348,7 +359,8 @@ pub fn device(config: &Config) -> Result<Arc<Device>, Error> {
     Ok(Device::open(&policy(config, false))?)
 }
 
-fn policy(config: &Config, profile: bool) -> DevicePolicy {
+/// The policy by which a load chooses its device.
+pub fn policy(config: &Config, profile: bool) -> DevicePolicy {
     DevicePolicy {
         device: config.hardware.device.clone(),
         allow_software: config.hardware.allow_software_vulkan,
@@ -360,7 +372,7 @@ fn policy(config: &Config, profile: bool) -> DevicePolicy {
 }
 
 /// The limits that the user set on a device's memory.
-fn limits(memory: &config::Memory) -> Limits {
+pub fn limits(memory: &config::Memory) -> Limits {
     let config::Memory { vram, gtt, reserve, ffn_heap } = *memory;
     Limits { vram, gtt, reserve, ffn_heap }
 }

@@ -11,6 +11,7 @@ mod config_command;
 mod configuration;
 mod device_process;
 mod devices;
+mod doctor;
 mod error;
 mod eval;
 mod generate;
@@ -101,7 +102,8 @@ fn run(global: &Global, mut command: Command, mut configured: Configured, log: &
         }
         Command::Generate(args) => generate::generate(config, args),
         Command::Chat(args) => generate::chat(config, args),
-        Command::Devices => devices::devices(),
+        Command::Devices { json } => devices::devices(json),
+        Command::Doctor(args) => doctor::doctor(config, &args),
         Command::Eval(args) => eval::eval(config, args),
         Command::Quantize(args) => quantize::quantize(config, &args),
         Command::Inspect(args) => inspect::inspect(config, &args),

@@ -59,13 +59,14 @@ pub fn locate(config: &mut Config, command: &mut Command) -> Result<(), Error> {
         | Command::Generate(_)
         | Command::Chat(_)
         | Command::Bench(_)
+        | Command::Doctor(_)
         | Command::Config(ConfigCommand::Check) => {
             let mut draft = config.model.draft.take();
             draft.as_mut().map(|text| find(config, text)).transpose()?;
             config.model.draft = draft;
             None
         }
-        Command::Devices
+        Command::Devices { .. }
         | Command::Inspect(_)
         | Command::Synth(_)
         | Command::Pull(_)
@@ -75,7 +76,7 @@ pub fn locate(config: &mut Config, command: &mut Command) -> Result<(), Error> {
     };
     draft.map(|text| find(config, text)).transpose()?;
     let text = match command {
-        Command::Devices
+        Command::Devices { .. }
         | Command::Synth(_)
         | Command::Pull(_)
         | Command::Models(_)
@@ -101,6 +102,7 @@ pub fn locate(config: &mut Config, command: &mut Command) -> Result<(), Error> {
         | Command::Chat(_)
         | Command::Eval(_)
         | Command::Bench(_)
+        | Command::Doctor(_)
         | Command::Config(ConfigCommand::Check) => {
             let Some(mut text) = config.model.path.take() else { return Ok(()) };
             // The folder of a snapshot is named by a commit, so the model's name comes from the repository.

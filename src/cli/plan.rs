@@ -7,7 +7,7 @@ use serde_json::json;
 
 use super::args::{self, Class, Target};
 use super::error::Error;
-use super::load;
+use super::load::{self, Room};
 use super::terminal::{bytes, print};
 use crate::checkpoint::{Checkpoint, ModelFiles};
 use crate::config::Config;
@@ -45,6 +45,40 @@ const SEVERAL: usize = 16;
 type Largest = (usize, usize, Option<u64>);
 
 pub fn plan(config: &Config, args: &args::Plan) -> Result<(), Error> {
+    let subject = subject(config, args)?;
+    let args::Memory { vram, gtt, .. } = args.memory;
+    let paper = (vram.is_some() || gtt.is_some()).then(|| (vram.unwrap_or(0), gtt.unwrap_or(0)));
+    let room = load::room(config, paper)?;
+    let Room { machine, limits } = &room;
+    let demand = demand(&subject, config, &room);
+    let sequences = args.sequences as usize;
+    let wanted = config.engine.context;
+    let outcome = demand.fit(machine, limits, wanted, sequences, &subject.others);
+
+    let mut counts = vec![1, SEVERAL, sequences];
+    counts.sort_unstable();
+    counts.dedup();
+    let largest = counts.into_iter().map(|n| {
+        let context = demand.largest_context(machine, limits, n);
+        (n, context, demand.allocation_limit(machine, limits, context, n))
+    });
+    let largest: Vec<Largest> = largest.collect();
+    let text = match args.json {
+        true => as_json(&subject, &demand, sequences, wanted, &outcome, &largest),
+        false => as_text(&subject, &demand, sequences, wanted, &outcome, &largest),
+    };
+    print(&text)?;
+    outcome.map(drop).map_err(|error| Box::new(error).into())
+}
+
+/// Whether the model of `args` fits into `room`, for one sequence of the configured context.
+pub fn fit(config: &Config, args: &args::Plan, room: &Room) -> Result<Result<Fit, DoesNotFit>, Error> {
+    let subject = subject(config, args)?;
+    let demand = demand(&subject, config, room);
+    Ok(demand.fit(&room.machine, &room.limits, config.engine.context, 1, &subject.others))
+}
+
+fn subject(config: &Config, args: &args::Plan) -> Result<Subject, Error> {
     let mut subject = match (&args.model, args.shape) {
         (Some(model), _) => checkpoint(model, config)?,
         (None, Some(shape)) => published(shape, args),
@@ -55,37 +89,20 @@ pub fn plan(config: &Config, args: &args::Plan) -> Result<(), Error> {
     if let Some(path) = &args.draft {
         subject.draft = Some(draft(path, &subject.config)?);
     }
-    let args::Memory { vram, gtt, .. } = args.memory;
-    let paper = (vram.is_some() || gtt.is_some()).then(|| (vram.unwrap_or(0), gtt.unwrap_or(0)));
-    let (machine, limits) = load::machine(config, paper)?;
-    let demand = Demand {
+    Ok(subject)
+}
+
+fn demand<'a>(subject: &'a Subject, config: &Config, room: &Room) -> Demand<'a> {
+    Demand {
         config: &subject.config,
         schemes: subject.schemes.clone(),
         kv: config.kv.dtype,
         block_size: config.kv.block_size,
         max_batch_tokens: config.engine.prefill_chunk,
-        max_shard_bytes: machine.max_allocation_bytes / 2,
+        max_shard_bytes: room.machine.max_allocation_bytes / 2,
         moments: false,
         draft: subject.draft.as_ref().map(|d| DraftDemand { config: &d.config, schemes: d.schemes.clone() }),
-    };
-    let sequences = args.sequences as usize;
-    let wanted = config.engine.context;
-    let outcome = demand.fit(&machine, &limits, wanted, sequences, &subject.others);
-
-    let mut counts = vec![1, SEVERAL, sequences];
-    counts.sort_unstable();
-    counts.dedup();
-    let largest = counts.into_iter().map(|n| {
-        let context = demand.largest_context(&machine, &limits, n);
-        (n, context, demand.allocation_limit(&machine, &limits, context, n))
-    });
-    let largest: Vec<Largest> = largest.collect();
-    let text = match args.json {
-        true => as_json(&subject, &demand, sequences, wanted, &outcome, &largest),
-        false => as_text(&subject, &demand, sequences, wanted, &outcome, &largest),
-    };
-    print(&text)?;
-    outcome.map(drop).map_err(|error| Box::new(error).into())
+    }
 }
 
 fn checkpoint(model: &str, config: &Config) -> Result<Subject, Error> {

@@ -27,7 +27,7 @@ pub struct DevicePolicy {
 
 /// Advice for users whose loader shows no device.
 pub const NO_DRIVER_HINT: &str = "is a driver installed (mesa-vulkan-drivers), and may this user open /dev/dri/renderD* \
-                                  (group render)?";
+                                  (group render)? `unicorn doctor` checks both";
 
 /// The device that [`Device::open`](super::Device::open) would open. The device stays closed.
 pub fn chosen_device(policy: &DevicePolicy) -> Result<DeviceInfo, GpuError> {
@@ -37,7 +37,7 @@ pub fn chosen_device(policy: &DevicePolicy) -> Result<DeviceInfo, GpuError> {
 }
 
 /// The index of the device to open. The error lists the devices seen, and why each is refused.
-pub(super) fn choose(policy: &DevicePolicy, seen: &[DeviceInfo]) -> Result<usize, GpuError> {
+pub fn choose(policy: &DevicePolicy, seen: &[DeviceInfo]) -> Result<usize, GpuError> {
     let refusal = |d: &DeviceInfo| -> Option<String> {
         if d.kind == DeviceKind::Cpu && !policy.allow_software {
             Some("software Vulkan, refused without --allow-software-vulkan".into())

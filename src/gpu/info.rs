@@ -25,7 +25,8 @@ impl fmt::Display for QueueKind {
     }
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum DeviceKind {
     Discrete,
     Integrated,
@@ -55,7 +56,7 @@ impl fmt::Display for DeviceKind {
 }
 
 /// One memory heap as the driver reports it.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct HeapInfo {
     pub device_local: bool,
     /// Whether the host may write and read the heap without flushing.

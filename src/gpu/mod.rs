@@ -30,7 +30,7 @@ mod upload;
 mod watchdog;
 
 pub use caps::Caps;
-pub use choose::{DevicePolicy, NO_DRIVER_HINT, chosen_device};
+pub use choose::{DevicePolicy, NO_DRIVER_HINT, choose, chosen_device};
 pub use counts::{Counts, Profile};
 pub use device::Device;
 pub use enumerate::list_devices;
@@ -45,4 +45,4 @@ pub use recorder::{Arguments, CommandBuffer, INDIRECT_BYTES, Recorder, Submissio
 pub use rehearsal::{Order, Rehearsal};
 pub use shader::{Access, Shader};
 pub use upload::Uploader;
-pub use watchdog::longest_submit;
+pub use watchdog::{longest_submit, quarter_of_timeout};

@@ -11,13 +11,13 @@ const DEFAULT: Duration = Duration::from_secs(2);
 /// The longest time that a submit should take: under a quarter of the driver's timeout, since an estimate may be far
 /// off. `None` if amdgpu is not loaded, or has no timeout.
 pub fn longest_submit() -> Option<Duration> {
-    quarter(&std::fs::read_to_string(Path::new(LOCKUP_TIMEOUT)).ok()?)
+    quarter_of_timeout(&std::fs::read_to_string(Path::new(LOCKUP_TIMEOUT)).ok()?)
 }
 
 /// A quarter of the least timeout in the parameter. The parameter is a number of milliseconds for all queues, or a list
 /// by kind of queue, in an order that differs between kernels. 0, or nothing, is the default; a negative number is no
 /// limit.
-fn quarter(parameter: &str) -> Option<Duration> {
+pub fn quarter_of_timeout(parameter: &str) -> Option<Duration> {
     let values = parameter.trim().split(',').map(|value| value.trim().parse::<i64>().unwrap_or(0));
     let patience = values.filter(|ms| *ms >= 0).map(|ms| match ms {
         0 => DEFAULT,
@@ -45,7 +45,7 @@ mod tests {
             ("-1", None),
         ];
         for (parameter, ms) in cases {
-            let got = quarter(parameter).map(|longest| longest.as_millis());
+            let got = quarter_of_timeout(parameter).map(|longest| longest.as_millis());
             assert_eq!(got, ms, "{parameter:?}");
         }
     }

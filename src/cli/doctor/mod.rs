@@ -1,0 +1,125 @@
+//! `unicorn doctor`: checks a machine for everything that keeps a server from serving or makes it slow, and says of
+//! each finding its cause and what to do. It changes nothing, and starts nothing but Vulkan's loader.
+//!
+//! The checks read files below a root (`machine.rs`), and what the loader says. `--root` puts another folder in the
+//! place of `/`, and its `vulkan.json` in the place of the loader, so that a machine can be judged from elsewhere and a
+//! broken one can be a test case. A fact that cannot be read is a note that says so, and never taken for good.
+
+mod finding;
+mod gpu;
+mod machine;
+mod memory;
+mod model;
+mod npu;
+mod service;
+mod vulkan;
+
+use std::path::Path;
+
+use finding::{Finding, Report, Severity};
+use machine::Machine;
+
+use super::args;
+use super::devices::Loader;
+use super::error::Error;
+use super::terminal::print;
+use crate::config::Config;
+
+/// The loader's answer, below a redirected root.
+const VULKAN: &str = "vulkan.json";
+/// Sizes in a file may be anything; no machine has more memory than this.
+const MOST_BYTES: u64 = 1 << 48;
+const LEAST_ALLOCATION: u64 = 1 << 20;
+
+pub fn doctor(config: &Config, args: &args::Doctor) -> Result<(), Error> {
+    let machine = Machine::new(args.root.as_deref());
+    if let Some(root) = &args.root
+        && !root.is_dir()
+    {
+        return Err(Error::Argument(format!("--root {}: there is no such folder", root.display())));
+    }
+    let root = args.root.as_deref().unwrap_or(Path::new("/"));
+    let report = Report::new(root.display().to_string(), findings(&machine, config, args));
+    print(&match (args.json, args.fix) {
+        (true, _) => report.as_json(),
+        (false, true) => report.as_script(),
+        (false, false) => report.as_text(),
+    })?;
+    match report.problems() {
+        0 => Ok(()),
+        n => Err(Error::Unfit(n)),
+    }
+}
+
+fn findings(machine: &Machine, config: &Config, args: &args::Doctor) -> Vec<Finding> {
+    let log = machine.kernel_log();
+    let gpus = gpu::gpus(machine);
+    let gpu = gpus.first();
+    let is_amd = gpu.is_some_and(|gpu| gpu.vendor == gpu::AMD);
+    let mut findings = vec![computer(machine)];
+
+    let mut of_gpu = gpu::check(machine, gpu, &log, config);
+    let loader = match loader(machine) {
+        Ok(loader) => {
+            of_gpu.extend(vulkan::check(machine, &loader, config, is_amd));
+            loader
+        }
+        Err(finding) => {
+            of_gpu.push(*finding);
+            Loader::Devices(Vec::new())
+        }
+    };
+    // Where a load finds its device, nothing of this keeps a server from serving.
+    if loader.chosen(config).is_ok() {
+        for finding in of_gpu.iter_mut().filter(|finding| finding.severity == Severity::Problem) {
+            finding.severity = Severity::Warning;
+        }
+    }
+    findings.extend(of_gpu);
+    findings.extend(memory::check(machine, gpu.filter(|_| is_amd)));
+    findings.extend(model::check(machine, &loader, gpu.filter(|_| is_amd), config, args));
+    findings.extend(service::check(machine, config));
+    findings.extend(npu::check(machine, &log));
+    findings
+}
+
+/// The answer of Vulkan's loader, or of the file in its place.
+fn loader(machine: &Machine) -> Result<Loader, Box<Finding>> {
+    if !machine.is_redirected() {
+        return Ok(Loader::ask());
+    }
+    let text = machine.read(VULKAN).map_err(|error| Box::new(Finding::unread("vulkan", VULKAN, &error)))?;
+    let mut loader: Loader = serde_json::from_str(&text).map_err(|error| {
+        let found = format!("not known: /{VULKAN} is not of `unicorn devices --json`: {error}");
+        Box::new(Finding::note("vulkan-unread", found))
+    })?;
+    if let Loader::Devices(devices) = &mut loader {
+        for device in devices {
+            device.max_allocation_bytes = device.max_allocation_bytes.clamp(LEAST_ALLOCATION, MOST_BYTES);
+            for heap in &mut device.heaps {
+                heap.size_bytes = heap.size_bytes.min(MOST_BYTES);
+                heap.free_bytes = heap.free_bytes.min(heap.size_bytes);
+            }
+        }
+    }
+    Ok(loader)
+}
+
+/// What the machine is, for whoever reads the report elsewhere.
+fn computer(machine: &Machine) -> Finding {
+    let cpu = machine.read("proc/cpuinfo").ok().and_then(|text| {
+        let line = text.lines().find(|line| line.starts_with("model name"))?;
+        Some(line.split_once(':')?.1.trim().to_owned())
+    });
+    let parts = [
+        machine.read("sys/class/dmi/id/product_name").ok(),
+        cpu,
+        machine.system("PRETTY_NAME"),
+        machine.read("proc/sys/kernel/osrelease").ok().map(|release| format!("Linux {release}")),
+    ];
+    let known: Vec<String> = parts.into_iter().flatten().filter(|part| !part.is_empty()).collect();
+    match known.is_empty() {
+        true => Finding::note("machine-unread", "not known: which machine this is"),
+        false => Finding::ok("machine", known.join(", ")),
+    }
+}

@@ -1,0 +1,196 @@
+//! Checks of a model on this machine: whether it fits, by the plan that a load follows, and how fast the disk reads it.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read};
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use super::finding::Finding;
+use super::machine::{Machine, Pci};
+use super::memory::{Sizes, pages_limit};
+use crate::cli::args;
+use crate::cli::devices::Loader;
+use crate::cli::load;
+use crate::cli::plan;
+use crate::cli::terminal::bytes;
+use crate::config::Config;
+
+/// The most that is read to measure the disk, and the longest that it takes.
+const DISK_BYTES: u64 = 256 << 20;
+const DISK_TIME: Duration = Duration::from_secs(5);
+/// Reads past the page cache begin and end at multiples of this, in the file and in memory.
+const SECTOR: usize = 4096;
+const PIECE: usize = 4 << 20;
+/// A disk of fewer bytes per second than this makes a start long.
+const SLOW: f64 = 500e6;
+
+pub fn check(
+    machine: &Machine,
+    loader: &Loader,
+    gpu: Option<&Pci>,
+    config: &Config,
+    args: &args::Doctor,
+) -> Vec<Finding> {
+    let path = config.model.path.as_deref().filter(|_| args.shape.is_none());
+    let mut findings = Vec::new();
+    if path.is_some() || args.shape.is_some() {
+        findings.extend(fit(machine, loader, gpu, config, args, path));
+    }
+    match (args.disk, path) {
+        (true, Some(path)) => findings.push(disk(Path::new(path))),
+        (true, None) => {
+            findings.push(Finding::note("disk-unread", "not measured: --disk reads the files of --model"))
+        }
+        (false, _) => {}
+    }
+    findings
+}
+
+fn fit(
+    machine: &Machine,
+    loader: &Loader,
+    gpu: Option<&Pci>,
+    config: &Config,
+    args: &args::Doctor,
+    path: Option<&str>,
+) -> Vec<Finding> {
+    let Ok(device) = loader.chosen(config) else {
+        return vec![Finding::note(
+            "fit-unknown",
+            "not known: whether the model fits, for there is no device",
+        )];
+    };
+    let plan = args::Plan {
+        model: path.map(str::to_owned),
+        shape: args.shape,
+        scheme: args.scheme,
+        attention: None,
+        feed_forward: None,
+        embedding: None,
+        draft: config.model.draft.clone().filter(|_| path.is_some()),
+        sequences: 1,
+        memory: args::Memory { vram: None, gtt: None, reserve: None, ffn_heap: None },
+        json: false,
+    };
+    let sizes = gpu.and_then(|gpu| Sizes::read(machine, gpu));
+    let fit = match plan::fit(config, &plan, &device.room(config)) {
+        Ok(outcome) => outcome,
+        Err(error) => return vec![Finding::problem("model-unreadable", error.to_string())],
+    };
+    let fit = match fit {
+        Ok(fit) => fit,
+        Err(error) => {
+            let mut finding = Finding::problem("does-not-fit", error.to_string());
+            if let Some(sizes) = sizes
+                && fits_with(config, &plan, &sizes)
+            {
+                finding = finding.cause(format!(
+                    "the GPU reaches {} of host memory, and could reach {}",
+                    bytes(sizes.gtt),
+                    bytes(sizes.reachable_gtt())
+                ));
+                finding = machine.add_parameter(finding, pages_limit(sizes.reachable_gtt()));
+            }
+            if error.largest_context > 0 {
+                finding = finding.option(format!("--context {}", error.largest_context));
+            } else if let Some((option, _)) = &error.smaller {
+                finding = finding.option(option.as_str());
+            }
+            return vec![finding];
+        }
+    };
+    let placed = fit.plan.bytes();
+    let found = format!("the model takes {} with a context of {} tokens", bytes(placed), fit.context);
+    let mut findings = vec![Finding::ok("fit", found)];
+    let free = sizes.map(|sizes| sizes.free + sizes.carve_out.saturating_sub(sizes.carve_out_used));
+    if let Some(free) = free.filter(|free| *free < placed) {
+        let found = format!("the model takes {}, and {} are free now", bytes(placed), bytes(free));
+        let finding = Finding::warning("memory-taken", found)
+            .cause("RADV gives out memory that other programs hold, and the first use of it loses the device")
+            .command("ps -eo rss,pid,comm --sort=-rss | head")
+            .read("proc/meminfo");
+        findings.push(finding);
+    }
+    findings
+}
+
+/// Whether the model fits if GTT is as large as it should be. A tenth stays for other programs, as at a load.
+fn fits_with(config: &Config, plan: &args::Plan, sizes: &Sizes) -> bool {
+    let gtt = sizes.reachable_gtt();
+    if gtt <= sizes.gtt {
+        return false;
+    }
+    let room = load::room(config, Some((sizes.carve_out / 10 * 9, gtt / 10 * 9)));
+    room.is_ok_and(|room| plan::fit(config, plan, &room).is_ok_and(|outcome| outcome.is_ok()))
+}
+
+/// Measures the disk that the model's largest file lies on.
+fn disk(model: &Path) -> Finding {
+    let Some((file, total)) = largest(model) else {
+        return Finding::note("disk-unread", format!("not measured: {} has no files", model.display()));
+    };
+    let (read, time, past_cache) = match speed(&file) {
+        Ok(measured) => measured,
+        Err(error) => {
+            return Finding::note("disk-unread", format!("not measured: {}: {error}", file.display()));
+        }
+    };
+    let rate = read as f64 / time.as_secs_f64().max(1e-9);
+    let how =
+        if past_cache { "past the page cache" } else { "through the page cache, which may have had them" };
+    let found = format!(
+        "{} in {:.2} s, {:.2} GB/s, {how}: {} take {:.0} s at that speed",
+        bytes(read),
+        time.as_secs_f64(),
+        rate / 1e9,
+        bytes(total),
+        total as f64 / rate.max(1.0)
+    );
+    match past_cache && rate < SLOW {
+        false => Finding::ok("disk", found),
+        true => Finding::warning("disk-slow", found)
+            .cause("a load reads every byte of the model once")
+            .act("put the model onto an NVMe disk"),
+    }
+}
+
+/// The largest file of a model, and the bytes of all its files.
+fn largest(model: &Path) -> Option<(PathBuf, u64)> {
+    if model.is_file() {
+        return Some((model.to_owned(), fs::metadata(model).ok()?.len()));
+    }
+    let files = fs::read_dir(model).ok()?.filter_map(|entry| {
+        let path = entry.ok()?.path();
+        // The files of a pulled model are links.
+        let metadata = fs::metadata(&path).ok()?;
+        metadata.is_file().then_some((metadata.len(), path))
+    });
+    let files: Vec<(u64, PathBuf)> = files.collect();
+    let total = files.iter().map(|(size, _)| size).sum();
+    Some((files.into_iter().max()?.1, total))
+}
+
+/// Bytes read, the time they took, and whether the page cache was passed by.
+fn speed(path: &Path) -> io::Result<(u64, Duration, bool)> {
+    let direct = OpenOptions::new().read(true).custom_flags(libc::O_DIRECT).open(path);
+    // Some file systems have no direct reads, and say so at the opening or at the first read.
+    match direct.and_then(read_pieces) {
+        Ok((read, time)) => Ok((read, time, true)),
+        Err(_) => File::open(path).and_then(read_pieces).map(|(read, time)| (read, time, false)),
+    }
+}
+
+fn read_pieces(mut file: File) -> io::Result<(u64, Duration)> {
+    let mut memory = vec![0; PIECE + SECTOR];
+    let start = memory.as_ptr().align_offset(SECTOR).min(SECTOR);
+    let since = Instant::now();
+    let mut read = 0;
+    while read < DISK_BYTES && since.elapsed() < DISK_TIME {
+        match file.read(&mut memory[start..start + PIECE])? {
+            0 => break,
+            n => read += n as u64,
+        }
+    }
+    Ok((read, since.elapsed()))
+}

@@ -1,0 +1,131 @@
+//! Checks of what a server needs beside its GPU: a free port, and processors that are not held back.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+use super::finding::Finding;
+use super::machine::Machine;
+use crate::config::Config;
+
+/// `/proc/net/tcp` calls the state of a socket that listens so.
+const LISTEN: &str = "0A";
+
+/// The folder in which systemd has a link to each socket that is enabled.
+const SOCKETS: &str = "etc/systemd/system/sockets.target.wants";
+
+pub fn check(machine: &Machine, config: &Config) -> Vec<Finding> {
+    vec![port(machine, config), governor(machine)]
+}
+
+fn port(machine: &Machine, config: &Config) -> Finding {
+    const TABLES: [&str; 2] = ["proc/net/tcp", "proc/net/tcp6"];
+    let (host, port) = (config.server.host.as_str(), config.server.port);
+    let address = match host {
+        "localhost" => Some(IpAddr::V4(Ipv4Addr::LOCALHOST)),
+        host => host.parse().ok(),
+    };
+    let mut taken = false;
+    for (i, table) in TABLES.iter().enumerate() {
+        match machine.read(table) {
+            Ok(text) => {
+                taken |= text.lines().filter_map(listener).any(|(ip, at)| at == port && clashes(ip, address))
+            }
+            // A kernel without IPv6 has no second table.
+            Err(error) if i == 0 => return Finding::unread("port", table, &error),
+            Err(_) => {}
+        }
+    }
+    if !taken || port == 0 {
+        return Finding::ok("port", format!("port {port} of {host} is free")).read(TABLES[0]);
+    }
+    if !machine.names(SOCKETS, "unicorn.socket").is_empty() {
+        return Finding::note(
+            "already-serving",
+            format!("systemd listens on port {port}, by unicorn.socket"),
+        )
+        .cause("the socket is enabled: systemd starts the service when the first client connects")
+        .command("systemctl status unicorn.socket unicorn.service")
+        .read(SOCKETS);
+    }
+    if serves(machine) {
+        return Finding::note("already-serving", format!("port {port} is taken, and a `unicorn serve` runs"))
+            .cause("one server is enough, if it is this one")
+            .command(format!("curl http://127.0.0.1:{port}/health"))
+            .read(TABLES[0]);
+    }
+    Finding::problem("port-taken", format!("port {port} of {host} is taken"))
+        .cause("another program listens there")
+        .command(format!("sudo ss -ltnp 'sport = :{port}'"))
+        .option("--port takes another one")
+        .read(TABLES[0])
+}
+
+/// The address and port of a line of `/proc/net/tcp`, if it is a socket that listens.
+fn listener(line: &str) -> Option<(IpAddr, u16)> {
+    let mut fields = line.split_whitespace().skip(1);
+    let (ip, port) = fields.next()?.split_once(':')?;
+    if fields.nth(1)? != LISTEN {
+        return None;
+    }
+    // Addresses are words of 32 bits, in the order of the machine's bytes.
+    let word = |at: usize| u32::from_str_radix(ip.get(at..at + 8)?, 16).ok().map(u32::to_le_bytes);
+    let ip = match ip.len() {
+        8 => IpAddr::from(word(0)?),
+        32 => {
+            let mut bytes = [0; 16];
+            for i in 0..4 {
+                bytes[4 * i..4 * i + 4].copy_from_slice(&word(8 * i)?);
+            }
+            IpAddr::from(Ipv6Addr::from(bytes))
+        }
+        _ => return None,
+    };
+    Some((ip, u16::from_str_radix(port, 16).ok()?))
+}
+
+/// Whether a listener on `ip` keeps a server from `address`; a name that is no address is taken for every address.
+fn clashes(ip: IpAddr, address: Option<IpAddr>) -> bool {
+    address.is_none_or(|address| ip == address || ip.is_unspecified() || address.is_unspecified())
+}
+
+/// Whether a process of this program serves.
+fn serves(machine: &Machine) -> bool {
+    machine.names("proc", "").iter().filter(|name| name.bytes().all(|b| b.is_ascii_digit())).any(|pid| {
+        let is_ours = machine.read(&format!("proc/{pid}/comm")).is_ok_and(|name| name == "unicorn");
+        is_ours
+            && machine
+                .read(&format!("proc/{pid}/cmdline"))
+                .is_ok_and(|line| line.split('\0').any(|arg| arg == "serve"))
+    })
+}
+
+fn governor(machine: &Machine) -> Finding {
+    const FOLDER: &str = "sys/devices/system/cpu/cpufreq";
+    let Some(policy) = machine.names(FOLDER, "policy").into_iter().next() else {
+        return Finding::ok("governor", "the kernel sets no frequencies here");
+    };
+    let path = |name: &str| format!("{FOLDER}/{policy}/{name}");
+    let read = |name: &str| machine.read(&path(name)).unwrap_or_default();
+    let governor = match machine.read(&path("scaling_governor")) {
+        Ok(governor) => governor,
+        Err(error) => return Finding::unread("governor", &path("scaling_governor"), &error),
+    };
+    let (driver, preference) = (read("scaling_driver"), read("energy_performance_preference"));
+    // These drivers' `powersave` lets the hardware choose, by a preference.
+    let hardware_chooses = matches!(driver.as_str(), "amd-pstate-epp" | "intel_pstate");
+    let found = format!("governor {governor} of {driver}");
+    let set = |finding: Finding, name: &str, value: &str| {
+        finding.command(format!("echo {value} | sudo tee /{FOLDER}/policy*/{name}")).read(&path(name))
+    };
+    if governor == "powersave" && !hardware_chooses {
+        let finding = Finding::warning("governor-powersave", found)
+            .cause("the processors stay at their lowest frequency, and every token waits for them");
+        let has_schedutil = read("scaling_available_governors").split_whitespace().any(|g| g == "schedutil");
+        return set(finding, "scaling_governor", if has_schedutil { "schedutil" } else { "performance" });
+    }
+    if hardware_chooses && preference == "power" {
+        let finding = Finding::warning("governor-powersave", format!("{found}, preference {preference}"))
+            .cause("the preference `power` keeps the processors slow, and every token waits for them");
+        return set(finding, "energy_performance_preference", "balance_performance");
+    }
+    Finding::ok("governor", found)
+}

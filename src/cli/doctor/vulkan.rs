@@ -1,0 +1,203 @@
+//! Checks of Vulkan: loader, drivers' manifests, version of Mesa, the device and its heaps.
+
+use serde_json::Value;
+
+use super::finding::Finding;
+use super::machine::{Machine, Package, version};
+use crate::cli::devices::{Listed, Loader};
+use crate::cli::terminal::bytes;
+use crate::config::Config;
+
+/// The least Mesa that this project is tested with.
+pub const LEAST_MESA: u32 = 24;
+/// Folders of the manifests that the loader reads, in its order.
+const MANIFESTS: [&str; 3] = ["usr/local/share/vulkan/icd.d", "etc/vulkan/icd.d", "usr/share/vulkan/icd.d"];
+/// The library of Mesa's driver for AMD's GPUs.
+const RADV: &str = "libvulkan_radeon.so";
+
+/// The manifest of a driver.
+struct Manifest {
+    path: String,
+    library: String,
+}
+
+/// The fitness of a driver's library.
+enum Library {
+    Sound,
+    Absent,
+    Is32Bit,
+}
+
+/// All checks of Vulkan. `amd` is whether the machine has a GPU of AMD.
+pub fn check(machine: &Machine, loader: &Loader, config: &Config, amd: bool) -> Vec<Finding> {
+    let mut findings =
+        vec![loader_library(machine, loader), drivers(machine, amd), device(machine, loader, config)];
+    if let Ok(device) = loader.chosen(config) {
+        findings.push(mesa(machine, device));
+        findings.push(heaps(device));
+    }
+    findings
+}
+
+fn loader_library(machine: &Machine, loader: &Loader) -> Finding {
+    const CODE: &str = "loader";
+    match (machine.libraries("libvulkan.so.1").first(), loader) {
+        (Some(path), _) => Finding::ok(CODE, format!("Vulkan loader /{path}")).read(path),
+        (None, Loader::Devices(_)) => Finding::ok(CODE, "the Vulkan loader works, wherever it lies"),
+        (None, Loader::Error(error)) => {
+            let finding = Finding::problem("no-loader", error.as_str())
+                .cause("Vulkan programs find their driver through libvulkan.so.1, which is not installed");
+            machine.install(finding, Package::VulkanLoader)
+        }
+    }
+}
+
+fn manifests(machine: &Machine) -> Vec<Manifest> {
+    let in_folder = |folder: &&str| {
+        let names = machine.names(folder, "").into_iter().filter(|name| name.ends_with(".json"));
+        let paths = names.map(|name| format!("{folder}/{name}"));
+        let read = paths.filter_map(|path| {
+            let json: Value = serde_json::from_str(&machine.read(&path).ok()?).ok()?;
+            let library = json["ICD"]["library_path"].as_str()?.to_owned();
+            Some(Manifest { path, library })
+        });
+        read.collect::<Vec<_>>()
+    };
+    MANIFESTS.iter().flat_map(in_folder).collect()
+}
+
+/// The library that a manifest names: by an absolute path, by one relative to the manifest, or by a name for the
+/// dynamic linker.
+fn library(machine: &Machine, manifest: &Manifest) -> Library {
+    let path = match &manifest.library {
+        path if path.starts_with('/') => Some(path.trim_start_matches('/').to_owned()),
+        path if path.contains('/') => {
+            manifest.path.rsplit_once('/').map(|(folder, _)| format!("{folder}/{path}"))
+        }
+        name => machine.libraries(name).into_iter().find(|path| path.ends_with(name.as_str())),
+    };
+    // The fifth byte of an ELF file is 1 where it has 32 bits, and 2 where it has 64.
+    match path.and_then(|path| machine.head::<5>(&path).ok()) {
+        None => Library::Absent,
+        Some([0x7f, b'E', b'L', b'F', 1]) => Library::Is32Bit,
+        Some(_) => Library::Sound,
+    }
+}
+
+/// The driver of an AMD GPU, or any driver where there is none.
+fn drivers(machine: &Machine, amd: bool) -> Finding {
+    const CODE: &str = "vulkan-driver";
+    let all = manifests(machine);
+    let names = |all: &[Manifest]| all.iter().map(|m| m.library.clone()).collect::<Vec<_>>().join(", ");
+    let install = |finding: Finding| machine.install(finding, Package::Radv);
+    if all.is_empty() {
+        let finding = Finding::problem("no-vulkan-driver", "no Vulkan driver is installed")
+            .cause(format!("/{} and /{} hold no manifest", MANIFESTS[1], MANIFESTS[2]))
+            .read(MANIFESTS[1])
+            .read(MANIFESTS[2]);
+        return install(finding);
+    }
+    if !amd {
+        return Finding::ok(CODE, format!("drivers: {}", names(&all)));
+    }
+    let radv: Vec<&Manifest> = all.iter().filter(|manifest| manifest.library.ends_with(RADV)).collect();
+    let Some(first) = radv.first() else {
+        let finding = Finding::problem("no-radv", "Mesa's driver for AMD's GPUs (RADV) is not installed")
+            .cause(format!("the manifests name {} alone", names(&all)))
+            .read(&all[0].path);
+        return install(finding);
+    };
+    let libraries: Vec<Library> = radv.iter().map(|manifest| library(machine, manifest)).collect();
+    if libraries.iter().any(|library| matches!(library, Library::Sound)) {
+        return Finding::ok(CODE, format!("RADV, by /{}", first.path)).read(&first.path);
+    }
+    let finding = if libraries.iter().any(|library| matches!(library, Library::Is32Bit)) {
+        Finding::problem("radv-32-bit", "RADV is installed for 32-bit programs alone")
+            .cause(format!("{} is a 32-bit library, which a 64-bit program cannot load", first.library))
+    } else {
+        Finding::problem("radv-library", format!("/{} names a library that is not there", first.path))
+            .cause(format!("{} is in no folder of the dynamic linker", first.library))
+    };
+    install(finding.read(&first.path))
+}
+
+fn device(machine: &Machine, loader: &Loader, config: &Config) -> Finding {
+    let reason = match loader.chosen(config) {
+        Ok(device) => {
+            let (major, minor) = device.vulkan;
+            let found =
+                format!("{} ({}), {}, Vulkan {major}.{minor}", device.name, device.kind, device.driver);
+            return match device.is_software() {
+                false => Finding::ok("device", found),
+                true => Finding::warning("software-device", found)
+                    .cause("hardware.allow_software_vulkan lets the CPU compute, which is slow")
+                    .option("without --allow-software-vulkan, a GPU computes or nothing does"),
+            };
+        }
+        Err(reason) => reason,
+    };
+    let devices = loader.devices();
+    let lacking: Vec<&Listed> = devices.iter().filter(|device| !device.missing.is_empty()).collect();
+    if let Some(device) = lacking.iter().find(|device| !device.is_software()) {
+        let found = format!("{} ({}) lacks {}", device.name, device.driver, device.missing.join(", "));
+        let finding = Finding::problem("device-lacks", found);
+        return match mesa_version(&device.driver) {
+            Some(mesa) if mesa < LEAST_MESA => {
+                machine.install(finding.cause(format!("Mesa {mesa} is too old")), Package::NewerRadv)
+            }
+            _ => finding
+                .cause("the GPU or its driver does not have it")
+                .act("update the driver, or use another GPU"),
+        };
+    }
+    let finding = if devices.is_empty() {
+        Finding::problem("no-device", "Vulkan's loader shows no device")
+            .cause("no driver found a GPU that it may open; see the other findings")
+    } else if devices.iter().all(Listed::is_software) {
+        let names: Vec<&str> = devices.iter().map(|device| device.name.as_str()).collect();
+        Finding::problem("software-only", format!("the only Vulkan device is software: {}", names.join(", ")))
+            .cause("no driver found a GPU that it may open; see the other findings")
+    } else {
+        Finding::problem("device-not-chosen", reason).cause("hardware.device names no usable device")
+    };
+    finding.option("--allow-software-vulkan serves from the CPU, slowly")
+}
+
+/// The major version of Mesa in a driver's name and version.
+fn mesa_version(driver: &str) -> Option<u32> {
+    Some(version(driver.split_once("Mesa ")?.1)?.0)
+}
+
+fn mesa(machine: &Machine, device: &Listed) -> Finding {
+    match mesa_version(&device.driver) {
+        None => Finding::ok("mesa", format!("the driver is not Mesa's: {}", device.driver)),
+        Some(mesa) if mesa >= LEAST_MESA => Finding::ok("mesa", device.driver.clone()),
+        Some(_) => {
+            let finding = Finding::warning("mesa-old", device.driver.clone())
+                .cause(format!("this program is tested with Mesa {LEAST_MESA} and later"));
+            machine.install(finding, Package::NewerRadv)
+        }
+    }
+}
+
+fn heaps(device: &Listed) -> Finding {
+    let name = |local| if local { "device-local" } else { "host" };
+    let each =
+        device.heaps.iter().map(|heap| format!("{} {}", bytes(heap.size_bytes), name(heap.device_local)));
+    let total: u64 = device.heaps.iter().map(|heap| heap.size_bytes).fold(0, u64::saturating_add);
+    let split = device.is_integrated() && device.driver.starts_with("radv") && device.heaps.len() > 1;
+    let why = if split {
+        "; RADV shows an APU's memory as two thirds and one third, and both are used"
+    } else {
+        ""
+    };
+    let largest = bytes(device.max_allocation_bytes);
+    Finding::ok(
+        "heaps",
+        format!(
+            "{}, {} together, at most {largest} in one piece{why}",
+            each.collect::<Vec<_>>().join(" and "),
+            bytes(total)
+        ),
+    )
+}
