@@ -20,6 +20,7 @@ mod daemon;
 mod demo;
 mod disconnect;
 mod docs;
+mod doctor;
 mod draft;
 mod embeddings;
 mod encodings;

@@ -1,0 +1,353 @@
+//! `unicorn doctor` on composed machines: the trees of files in `tests/data/machines`, which
+//! `tests/data/machines/README.md` describes, and mutations of them. `docs/doctor.md` shows what it says of each.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::Path;
+
+use rand::rngs::StdRng;
+use rand::seq::IndexedRandom as _;
+use rand::{Rng as _, SeedableRng as _};
+use serde::Deserialize;
+use serde_json::Value;
+use tempfile::TempDir;
+
+use crate::support::program::{output, unicorn, unicorn_on_software};
+use crate::support::{data, root};
+
+const PAGE: &str = "docs/doctor.md";
+/// The machine that has no finding but good ones.
+const HEALTHY: &str = "healthy-8945hs";
+
+/// A file of `tests/data/machines`.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Case {
+    /// The machine that this one is made from.
+    base: Option<String>,
+    #[serde(default)]
+    args: Vec<String>,
+    /// Files, links and folders of the base that this machine does not have.
+    #[serde(default)]
+    remove: Vec<String>,
+    /// All findings that are not good, in the order of the checks: `severity code`.
+    expected: Vec<String>,
+    exit_status: i32,
+    #[serde(default)]
+    files: BTreeMap<String, String>,
+    #[serde(default)]
+    links: BTreeMap<String, String>,
+}
+
+fn case(name: &str) -> (Case, String) {
+    let path = data("machines").join(format!("{name}.toml"));
+    let text = fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    (toml::from_str(&text).unwrap_or_else(|error| panic!("{}: {error}", path.display())), text)
+}
+
+fn names() -> Vec<String> {
+    let entries = fs::read_dir(data("machines")).unwrap();
+    let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let mut names: Vec<String> =
+        names.filter_map(|name| name.strip_suffix(".toml").map(str::to_owned)).collect();
+    names.sort_by_key(|name| (name != HEALTHY, name.clone()));
+    names
+}
+
+/// Makes a machine's tree, its base's first.
+fn make(case: &Case, tree: &Path) {
+    if let Some(base) = &case.base {
+        make(&self::case(base).0, tree);
+    }
+    for path in &case.remove {
+        let path = tree.join(path);
+        match path.symlink_metadata().unwrap_or_else(|error| panic!("{}: {error}", path.display())).is_dir() {
+            true => fs::remove_dir_all(&path).unwrap(),
+            false => fs::remove_file(&path).unwrap(),
+        }
+    }
+    for (path, text) in &case.files {
+        let path = tree.join(path);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(&path, text).unwrap();
+    }
+    for (path, target) in &case.links {
+        let path = tree.join(path);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        let _ = fs::remove_file(&path);
+        symlink(target, &path).unwrap();
+    }
+}
+
+fn tree(case: &Case) -> TempDir {
+    let tree = TempDir::new().unwrap();
+    make(case, tree.path());
+    tree
+}
+
+/// Exit code, stdout and stderr of the doctor on a tree.
+fn doctor(tree: &Path, args: &[&str]) -> (i32, String, String) {
+    let root = tree.to_str().unwrap();
+    output(unicorn(&[&["doctor", "--root", root], args].concat()))
+}
+
+fn args<'a>(case: &'a Case, more: &[&'a str]) -> Vec<&'a str> {
+    case.args.iter().map(String::as_str).chain(more.iter().copied()).collect()
+}
+
+fn text<'a>(value: &'a Value, name: &str) -> &'a str {
+    value[name].as_str().unwrap_or_else(|| panic!("no {name} in {value}"))
+}
+
+#[test]
+fn each_machine_has_its_findings() {
+    let mut codes = BTreeSet::new();
+    for name in names() {
+        let (case, source) = case(&name);
+        assert!(source.starts_with("# "), "{name}: the head of the file names no source");
+        let tree = tree(&case);
+        let (status, json, stderr) = doctor(tree.path(), &args(&case, &["--json"]));
+        let report: Value =
+            serde_json::from_str(&json).unwrap_or_else(|error| panic!("{name}: {error}: {stderr}"));
+        let findings = report["findings"].as_array().unwrap();
+        let bad = findings.iter().filter(|finding| finding["severity"] != "ok");
+        let got: Vec<String> =
+            bad.clone().map(|f| format!("{} {}", text(f, "severity"), text(f, "code"))).collect();
+        assert_eq!(got, case.expected, "{name}: {json}");
+        assert_eq!(
+            (status, &report["exit_status"]),
+            (case.exit_status, &Value::from(case.exit_status)),
+            "{name}"
+        );
+        assert_eq!(stderr.starts_with("error: "), status == 1, "{name}: {stderr}");
+        for finding in bad {
+            codes.insert(text(finding, "code").to_owned());
+            // What is wrong has a cause and an end.
+            let severity = text(finding, "severity");
+            let has_remedy = !finding["remedies"].as_array().unwrap().is_empty();
+            let is_told = finding["cause"].is_string()
+                || severity == "problem"
+                || text(finding, "code").ends_with("unread");
+            assert!(is_told, "{name}: no cause in {finding}");
+            assert!(has_remedy || severity == "note", "{name}: no remedy in {finding}");
+        }
+
+        // `--fix` prints the lines of all remedies, and nothing else.
+        let remedies = findings.iter().flat_map(|finding| finding["remedies"].as_array().unwrap());
+        let lines: Vec<&str> = remedies.map(|remedy| text(remedy, "line")).collect();
+        let (fix_status, script, _) = doctor(tree.path(), &args(&case, &["--fix"]));
+        assert_eq!((fix_status, script.lines().collect::<Vec<_>>()), (case.exit_status, lines), "{name}");
+    }
+    // The page has every code that a machine shows, and shows each machine.
+    let page = fs::read_to_string(root().join(PAGE)).unwrap();
+    let absent: Vec<&String> = codes.iter().filter(|code| !page.contains(&format!("`{code}`"))).collect();
+    assert!(absent.is_empty(), "{PAGE} does not explain {absent:?}");
+}
+
+#[test]
+fn remedies_are_exact() {
+    for (name, code, line) in [
+        ("no-render-group", "render-group", "sudo usermod -aG render \"$USER\""),
+        (
+            "gtt-default-27b",
+            "does-not-fit",
+            "# kernel parameter to add: ttm.pages_limit=5767168 (docs/doctor.md says how)",
+        ),
+        (
+            "gttsize-set",
+            "gttsize-set",
+            "# kernel parameter to add: ttm.pages_limit=16777216 (docs/doctor.md says how)",
+        ),
+        ("nomodeset", "nomodeset", "# kernel parameter to take off: nomodeset (docs/doctor.md says how)"),
+        ("debian-12-mesa", "mesa-old", "sudo apt install -t bookworm-backports mesa-vulkan-drivers"),
+        ("llvmpipe-only", "no-radv", "sudo pacman -S vulkan-radeon"),
+        (
+            "blacklisted",
+            "no-amdgpu",
+            "sudo sed -i '/^ *blacklist  *amdgpu/d' /etc/modprobe.d/vfio.conf && sudo modprobe amdgpu",
+        ),
+    ] {
+        let (case, _) = case(name);
+        let tree = tree(&case);
+        let (_, json, _) = doctor(tree.path(), &args(&case, &["--json"]));
+        let report: Value = serde_json::from_str(&json).unwrap();
+        let finding = report["findings"].as_array().unwrap().iter().find(|f| f["code"] == code).unwrap();
+        let lines: Vec<&str> =
+            finding["remedies"].as_array().unwrap().iter().map(|remedy| text(remedy, "line")).collect();
+        assert!(lines.contains(&line), "{name}: {lines:?}");
+    }
+    // Fedora has a command for kernel parameters.
+    let (mut case, _) = case("nomodeset");
+    case.files.insert("etc/os-release".into(), "ID=fedora\n".into());
+    let (_, script, _) = doctor(tree(&case).path(), &["--fix"]);
+    assert!(script.contains("sudo grubby --update-kernel=ALL --remove-args=\"nomodeset\"\n"), "{script}");
+}
+
+#[test]
+fn what_a_user_configures_counts() {
+    let (case, _) = case("port-taken");
+    let tree = tree(&case);
+    let root = tree.path().to_str().unwrap();
+    let run = |variable: (&str, &str)| {
+        let mut command = unicorn(&["doctor", "--root", root]);
+        command.env(variable.0, variable.1);
+        output(command)
+    };
+    // A listener on [::] has the port on every address; another port is free.
+    assert_eq!(run(("UNICORN_SERVER_PORT", "8011")).0, 0);
+    let (status, _, stderr) = run(("UNICORN_SERVER_HOST", "0.0.0.0"));
+    assert_eq!(status, 1);
+    assert!(stderr.contains("a problem of this machine keeps `unicorn serve` from serving"), "{stderr}");
+
+    // Software Vulkan is accepted where it is allowed, and slow.
+    let tree = self::tree(&self::case("no-render-group").0);
+    let (status, text, _) = doctor(tree.path(), &["--allow-software-vulkan"]);
+    assert_eq!(status, 0, "{text}");
+    assert!(text.contains("warning  software-device") && text.contains("warning  render-group"), "{text}");
+}
+
+#[test]
+fn a_model_is_planned_and_its_disk_measured() {
+    let tree = tree(&case(HEALTHY).0);
+    let model = root().join("models/demo");
+    let (status, text, stderr) = doctor(tree.path(), &["--model", model.to_str().unwrap(), "--disk"]);
+    assert_eq!(status, 0, "{text}{stderr}");
+    assert!(text.contains("ok       fit ") && text.contains(" tokens\n"), "{text}");
+    let line = text.lines().find(|line| line.contains(" disk")).unwrap_or_else(|| panic!("{text}"));
+    let words: Vec<&str> = line.split_whitespace().collect();
+    let rate: f64 = words[words.iter().position(|word| *word == "GB/s,").unwrap() - 1].parse().unwrap();
+    assert!(rate > 0.0, "{line}");
+
+    let (status, _, stderr) = doctor(tree.path(), &["--model", "/nonexistent"]);
+    assert_eq!(status, 1);
+    assert!(stderr.starts_with("error: "), "{stderr}");
+    let (_, text, _) = doctor(tree.path(), &["--disk"]);
+    assert!(text.contains("disk-unread            not measured"), "{text}");
+}
+
+#[test]
+fn this_machine_has_findings() {
+    let (_, json, stderr) = output(unicorn_on_software(&["doctor", "--json", "--allow-software-vulkan"]));
+    let report: Value = serde_json::from_str(&json).unwrap_or_else(|error| panic!("{error}: {stderr}"));
+    let codes: Vec<&str> =
+        report["findings"].as_array().unwrap().iter().map(|finding| text(finding, "code")).collect();
+    assert!(codes.contains(&"machine") && codes.contains(&"memory"), "{codes:?}");
+    // The tests' own device, which may be software.
+    assert!(codes.contains(&"device") || codes.contains(&"software-device"), "{json}");
+
+    let (status, _, stderr) = output(unicorn(&["doctor"]));
+    assert_eq!(status, 1, "without a Vulkan device: {stderr}");
+    let (status, _, stderr) = output(unicorn(&["doctor", "--root", "/nonexistent"]));
+    assert_eq!((status, stderr.contains("there is no such folder")), (1, true), "{stderr}");
+}
+
+#[test]
+fn the_doctor_reads_what_devices_prints() {
+    let (status, json, stderr) = output(unicorn_on_software(&["devices", "--json"]));
+    assert_eq!(status, 0, "{stderr}");
+    let (mut case, _) = case("no-render-group");
+    case.files.insert("vulkan.json".into(), json);
+    let (_, text, _) = doctor(tree(&case).path(), &[]);
+    assert!(!text.contains("vulkan-unread"), "{text}");
+}
+
+/// Changes a tree at random: files lose their ends, hold garbage or far too much, or are gone or folders.
+fn mutate(tree: &Path, paths: &[String], random: &mut StdRng) {
+    for _ in 0..random.random_range(1..8) {
+        let path = tree.join(paths.choose(random).unwrap());
+        let bytes = fs::read(&path).unwrap_or_default();
+        let garbage = |random: &mut StdRng, n| (0..n).map(|_| random.random()).collect::<Vec<u8>>();
+        let new: Vec<u8> = match random.random_range(0..7) {
+            0 => bytes[..random.random_range(0..=bytes.len())].to_vec(),
+            1 => garbage(random, 100),
+            2 => b"9".repeat(random.random_range(1..2 << 20)),
+            3 => {
+                let mut bytes = bytes;
+                for _ in 0..4 {
+                    if let Some(at) = bytes.len().checked_sub(1).map(|last| random.random_range(0..=last)) {
+                        bytes[at] = random.random();
+                    }
+                }
+                bytes
+            }
+            // A digit more in each number, up to the end of 64 bits and beyond.
+            4 => {
+                let n = random.random_range(1..20);
+                let text = String::from_utf8_lossy(&bytes);
+                text.chars()
+                    .flat_map(|c| std::iter::repeat_n(c, if c.is_ascii_digit() { n } else { 1 }))
+                    .collect::<String>()
+                    .into()
+            }
+            kind => {
+                let _ = fs::remove_file(&path);
+                if kind == 5 {
+                    let _ = fs::create_dir_all(&path);
+                }
+                continue;
+            }
+        };
+        // A folder that an earlier change left here stays one.
+        let _ = fs::write(&path, new);
+    }
+}
+
+#[test]
+fn a_mutated_machine_is_reported_and_never_a_bug() {
+    let seed = rand::random();
+    println!("seed {seed}");
+    let mut random = StdRng::seed_from_u64(seed);
+    let names = names();
+    for _ in 0..150 {
+        let name = names.choose(&mut random).unwrap();
+        let (case, _) = case(name);
+        let tree = tree(&case);
+        let mut paths: Vec<String> = case.files.keys().chain(case.links.keys()).cloned().collect();
+        paths.extend(self::case(HEALTHY).0.files.into_keys());
+        mutate(tree.path(), &paths, &mut random);
+        let args = ["--shape", "gemma-3-4b", "--scheme", "int4-g128", "--json"];
+        let (status, json, stderr) = doctor(tree.path(), &args);
+        assert!(matches!(status, 0 | 1), "seed {seed}, {name}: {status}: {stderr}");
+        assert!(
+            !stderr.contains("panicked") && !stderr.contains("met a bug"),
+            "seed {seed}, {name}: {stderr}"
+        );
+        let report: Value =
+            serde_json::from_str(&json).unwrap_or_else(|error| panic!("seed {seed}, {name}: {error}"));
+        assert_eq!(report["exit_status"], status, "seed {seed}, {name}");
+    }
+}
+
+/// The block of the page for a machine: the command, and what it says; the good findings of the healthy one alone.
+fn block(name: &str) -> String {
+    let (case, source) = case(name);
+    let tree = tree(&case);
+    let (status, text, _) = doctor(tree.path(), &args(&case, &[]));
+    let lines = text.lines().filter(|line| name == HEALTHY || !line.starts_with("ok "));
+    let told: Vec<&str> = source.lines().map_while(|line| line.strip_prefix("# ")).collect();
+    let shown: Vec<&str> = lines.collect();
+    let args = case.args.iter().map(|arg| format!(" {arg}")).collect::<String>();
+    format!(
+        "### {name}\n\n{}\n\n```text\n$ unicorn doctor{args}\n{}\n```\n\nExit status {status}.\n",
+        told.join("\n"),
+        shown.join("\n").trim_start_matches('\n')
+    )
+}
+
+#[test]
+fn the_page_shows_each_machine() {
+    const BEGIN: &str =
+        "<!-- composed machines: written by the test `doctor::the_page_shows_each_machine` -->\n";
+    let path = root().join(PAGE);
+    let page = fs::read_to_string(&path).unwrap();
+    let (head, shown) = page.split_once(BEGIN).expect("the mark of the composed machines");
+    let blocks: Vec<String> = names().iter().map(|name| block(name)).collect();
+    let wanted = format!("\n{}", blocks.join("\n"));
+    if std::env::var_os("UNICORN_TEST_RECORD").is_some() {
+        fs::write(&path, format!("{head}{BEGIN}{wanted}")).unwrap();
+    } else {
+        let hint = "UNICORN_TEST_RECORD=1 cargo test --test suite doctor:: writes it anew";
+        assert_eq!(shown, wanted, "{PAGE} is not what the doctor says; {hint}");
+    }
+}
