@@ -24,7 +24,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from edge_server import ANSWER_SECONDS, BINARY, ROOT, Server, health_within_a_second, loses_its_log_and_nothing_else
+from edge_server import ANSWER_SECONDS, BINARY, ROOT, START_SECONDS, Server, health_within_a_second, loses_its_log_and_nothing_else
 from fault_edges import FAULT_EDGES
 
 ALICE, BOB = "sk-alice-0123456789abcdef", "sk-bob-0123456789abcdef"
@@ -205,9 +205,32 @@ def large_tools():
         return f"refused in {1000 * took:.0f} ms, 0 grammars compiled"
 
 
+# --- systemd --------------------------------------------------------------------------------------------
+
+
+def watched_while_idle():
+    """systemd ends a service that gives no sign of life within the time that it names."""
+    within, idle = 10, 60
+    with tempfile.TemporaryDirectory(prefix="unicorn-notify-") as folder, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(f"{folder}/notify")
+        environment = {"NOTIFY_SOCKET": f"{folder}/notify", "WATCHDOG_USEC": str(within * 1_000_000)}
+        with Server(environment=environment) as server:
+            systemd.settimeout(START_SECONDS)
+            while "READY=1" not in systemd.recv(4096).decode().splitlines():
+                pass
+            steps = server.metric("unicorn_steps_total")
+            systemd.settimeout(within)
+            began, signs = time.monotonic(), 0
+            while time.monotonic() - began < idle:
+                signs += "WATCHDOG=1" in systemd.recv(4096).decode().splitlines()  # a timeout is none in time
+            assert server.metric("unicorn_steps_total") == steps, "it was not idle"
+            assert server.end(30) == 0, server.process.returncode
+        return f"{signs} signs of life in {idle} idle seconds, none more than {within} s behind the one before"
+
+
 EDGES = [
     log_reader_gone, log_pipe_full, sighup_without_tls, dribbling_bodies, key_rotation, two_keys_and_one_text, burst,
-    doubling_template, large_tools, *FAULT_EDGES,
+    doubling_template, large_tools, watched_while_idle, *FAULT_EDGES,
 ]
 
 
