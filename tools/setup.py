@@ -2,9 +2,9 @@
 """Installs the packages that running or testing Unicorn needs and this machine lacks.
 
     tools/setup.py run     the Vulkan loader and Mesa's Vulkan drivers, version 24 or later
-    tools/setup.py test    also the validation layers, curl, HAProxy, Python's venv module and systemd-analyze; and
-                           Chromium, Node.js and npm for the tests of the page and of clients, which are skipped
-                           without them
+    tools/setup.py test    also the validation layers, curl, Python's venv module and systemd-analyze; and Chromium,
+                           Node.js, npm and HAProxy for the tests of the page, of clients and of several servers,
+                           which are skipped without them
     tools/setup.py measure the packages of `run`, and fio, which measures the disk's speed
     tools/setup.py service the packages of `run`, and tools that make and boot a container with systemd
     tools/setup.py devices nothing on the machine: devices that stand in for GPUs, in .cache/devices (tools/devices.py)
@@ -55,16 +55,16 @@ RUN = [Need("libvulkan1"), Need("mesa-vulkan-drivers", MESA_MAJOR)]
 TEST = RUN + [
     Need("vulkan-validationlayers"), Need("curl"), Need("ca-certificates"), Need("python3-venv"),
     Need("systemd", command="systemd-analyze"),
-    # A test puts two servers behind it. The service that Debian's package starts listens nowhere.
-    Need("haproxy", command="haproxy"),
 ]
 # Ubuntu has Chromium only as a snap, on which tests cannot rely. tests/skips.toml lists the tests that need these
 # packages.
 BROWSER = [Need("chromium", command="chromium"), Need("nodejs", command="node"), Need("npm", command="npm")]
+# A test puts two servers behind it. The service that Debian's package starts listens nowhere.
+PROXY = [Need("haproxy", command="haproxy")]
 MEASURE = RUN + [Need("fio")]
 SERVICE = RUN + [Need("debootstrap", command="debootstrap"), Need("systemd-container", command="systemd-nspawn")]
 NEEDS = {"run": RUN, "test": TEST, "measure": MEASURE, "service": SERVICE}
-WISHES = {"test": BROWSER}
+WISHES = {"test": BROWSER + PROXY}
 
 
 # --- what the machine has -------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import on_devices
 from devices import DevicesError
+from scaling import haproxy_path
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache" / "test"
@@ -274,7 +275,9 @@ def lm_eval():
 
 
 def scaling():
-    """Two real servers behind HAProxy, of which one is killed and drained under load."""
+    """Two real servers behind HAProxy, of which one is killed and drained under load. Without HAProxy the part is skipped."""
+    if not haproxy_path():
+        return Result(skipped=[("haproxy", "tools/scaling.py haproxy")])
     return counted("scaling", *run([sys.executable, str(ROOT / "tools/scaling.py"), "haproxy"]))
 
 
