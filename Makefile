@@ -12,6 +12,7 @@
 #   make edges                     the shipped binary at its edges: lost log readers and devices, hostile clients; slow
 #   make test-faults               those of a device that fails and of processes that are killed; with the suites; slow
 #   make soak                      every route for half an hour, with lost devices and clients; ARGS="--soak 5m" is shorter
+#   make test-packages             install the Debian package, the archive and the container on new machines; as root, minutes
 #   make test-service              install and test the service in a container that boots systemd; as root, minutes
 #   make test-fresh RELEASE=bookworm  `make serve` and `make test` on a new machine, in a chroot; as root, an hour
 #   make test-27b                  write, load and ask a 27B of random weights; 16 GB of disk and of memory, minutes
@@ -21,8 +22,8 @@
 #   make bench-host                host time per token: scheduler, blocks, grammars, text; needs no GPU
 #   make gpu-bench                 a folder, target/gpu-bench, with a script that checks and times another machine's GPU
 #   make bench-serve               start a server, measure it under load, stop it; the server's options in SERVE_ARGS
-#   make release                   target/release-VERSION: an archive of the commit that is checked out, and its SHA-256
-#   make test-release              builds it in two folders, and compares the archives; half an hour
+#   make release                   target/release-VERSION: archive and Debian package of the commit that is checked out
+#   make test-release              builds both in two folders, and compares them; half an hour
 #   make install                   after `make build`, as root: binary, systemd unit, user, /etc/unicorn/config.toml
 #   make uninstall                 remove binary, unit and the user's definition; configuration and models stay
 #   make setup-devices             devices that stand in for GPUs, in .cache/devices: 340 MB; leaves the system alone
@@ -40,7 +41,7 @@ ARGS ?=
 SERVE_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test setup-devices test-devices build serve bench bench-step bench-host bench-serve gpu-bench test test-clients test-lm-eval test-scaling test-demo test-openwebui test-27b test-fresh test-service release test-release conformance edges test-faults soak install uninstall lint clean
+.PHONY: help setup setup-test setup-devices test-devices build serve bench bench-step bench-host bench-serve gpu-bench test test-clients test-lm-eval test-scaling test-demo test-openwebui test-27b test-fresh test-service test-packages release test-release conformance edges test-faults soak install uninstall lint clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -64,10 +65,12 @@ serve: build
 	@tools/with_device.sh $(UNICORN) serve $(ARGS)
 
 # This target does not build, because root's cargo would leave files that belong to root.
-release: setup
+release:
+	@python3 tools/setup.py release
 	@python3 tools/release.py
 
-test-release: setup
+test-release:
+	@python3 tools/setup.py release
 	@python3 tools/release.py --twice
 
 install:
@@ -75,7 +78,11 @@ install:
 
 uninstall:
 	rm -f $(DESTDIR)$(PREFIX)/bin/unicorn $(DESTDIR)$(PREFIX)/lib/systemd/system/unicorn.service \
-	      $(DESTDIR)$(PREFIX)/lib/systemd/system/unicorn.socket $(DESTDIR)$(PREFIX)/lib/sysusers.d/unicorn.conf
+	      $(DESTDIR)$(PREFIX)/lib/systemd/system/unicorn.socket $(DESTDIR)$(PREFIX)/lib/sysusers.d/unicorn.conf \
+	      $(DESTDIR)$(PREFIX)/share/man/man1/unicorn.1 $(DESTDIR)$(PREFIX)/share/man/man1/unicorn-*.1 \
+	      $(DESTDIR)$(PREFIX)/share/bash-completion/completions/unicorn \
+	      $(DESTDIR)$(PREFIX)/share/zsh/site-functions/_unicorn \
+	      $(DESTDIR)$(PREFIX)/share/fish/vendor_completions.d/unicorn.fish
 
 bench: build
 	@tools/with_device.sh $(UNICORN) bench $(ARGS)
@@ -136,6 +143,10 @@ soak: build
 test-service: build
 	@python3 tools/setup.py service
 	@tools/test_service.sh $(UNICORN) $(MIRROR)
+
+test-packages: build
+	@python3 tools/setup.py packages
+	@python3 tools/test_packages.py $(UNICORN) $(ARGS)
 
 test-fresh:
 	@python3 tools/setup.py service

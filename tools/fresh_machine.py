@@ -38,13 +38,14 @@ mount --bind "$fresh" "$fresh"
 mount -t proc proc "$fresh/proc"
 mount --rbind /dev "$fresh/dev"
 mount --rbind /sys "$fresh/sys"
-mount --bind "$RUSTUP" "$fresh$FOLDER/.rustup"
-mount --bind "$CARGO/bin" "$fresh$FOLDER/.cargo/bin"
+for bind in $BINDS; do
+    mount --bind "${bind%%=*}" "$fresh${bind#*=}"
+done
 cd "$fresh"
 mkdir -p .before
 pivot_root . .before
 umount -l .before
-exec /usr/bin/env -i HOME="$FOLDER" LANG=C.UTF-8 PATH=/usr/sbin:/usr/bin:/sbin:/bin sh -c "cd /src && $*"
+exec /usr/bin/env -i HOME="$FOLDER" LANG=C.UTF-8 PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin sh -c "cd /src && $*"
 """
 ADDRESS = "http://localhost:8010"
 QUESTION = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
@@ -83,37 +84,48 @@ def sources(release, address):
     return "\n".join(lines) + "\n"
 
 
-def make(release, fresh):
+def bootstrap(release, fresh, packages):
+    """Makes a machine of that release in a folder, with this machine's network and certificates."""
     address = archive(release)
     if fresh.exists():
         shutil.rmtree(fresh)
     components = "main,universe" if "ubuntu" in address else "main"
     subprocess.run(
-        ["debootstrap", "--variant=minbase", f"--components={components}", f"--include={','.join(PACKAGES)}", release, fresh,
-         address],
+        ["debootstrap", "--variant=minbase", f"--components={components}", f"--include={','.join(packages)}", release, fresh, address],
         check=True, stdout=subprocess.DEVNULL,
     )
     if components == "main":
         (fresh / "etc/apt/sources.list").write_text(sources(release, address))
+    for path in NETWORK:
+        (fresh / path[1:]).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, fresh / path[1:])
+
+
+def toolchain():
+    """This machine's Rust: the folder of toolchains, and that of cargo's programs."""
+    home = Path.home()
+    return os.environ.get("RUSTUP_HOME", home / ".rustup"), Path(os.environ.get("CARGO_HOME", home / ".cargo")) / "bin"
+
+
+def make(release, fresh):
+    bootstrap(release, fresh, PACKAGES)
     for folder in [fresh / "src", fresh / HOME / ".rustup", fresh / HOME / ".cargo" / "bin"]:
         folder.mkdir(parents=True)
     files = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, check=True, capture_output=True).stdout
     subprocess.run(["tar", "x", "-C", fresh / "src"], input=files, check=True)
-    for path in NETWORK:
-        shutil.copy(path, fresh / path[1:])
 
 
-def start(fresh, command):
-    """Starts `command` in the chroot. Its processes and mounts end with it."""
-    home = Path.home()
-    env = {
-        **os.environ,
-        "FOLDER": f"/{HOME}",
-        "RUSTUP": os.environ.get("RUSTUP_HOME", str(home / ".rustup")),
-        "CARGO": os.environ.get("CARGO_HOME", str(home / ".cargo")),
-    }
+def start(fresh, command, binds=None, **options):
+    """Starts `command` in the machine. Its processes and mounts end with it. `binds` are folders of this machine, by their
+    place there."""
+    env = {**os.environ, "FOLDER": f"/{HOME}", "BINDS": " ".join(f"{here}={there}" for there, here in (binds or {}).items())}
     inside = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", MOUNTS, "sh", str(fresh), command]
-    return subprocess.Popen(inside, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
+    return subprocess.Popen(inside, env=env, stdin=subprocess.DEVNULL, start_new_session=True, **options)
+
+
+def start_with_rust(fresh, command):
+    rustup, programs = toolchain()
+    return start(fresh, command, {f"/{HOME}/.rustup": rustup, f"/{HOME}/.cargo/bin": programs})
 
 
 def stop(process):
@@ -122,16 +134,16 @@ def stop(process):
         process.wait()
 
 
-def ask(path, body=None, seconds=60):
-    request = urllib.request.Request(ADDRESS + path, json.dumps(body).encode() if body else None,
-                                     {"content-type": "application/json"})
+def ask(path, body=None, seconds=60, key=None):
+    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+    request = urllib.request.Request(ADDRESS + path, json.dumps(body).encode() if body else None, headers)
     with urllib.request.urlopen(request, timeout=seconds) as response:
         return json.load(response)
 
 
 def serve(fresh):
     """Runs `make serve` until it has answered one question; returns the answer."""
-    process = start(fresh, "make serve")
+    process = start_with_rust(fresh, "make serve")
     try:
         end = time.monotonic() + SERVE_SECONDS
         while True:
@@ -150,7 +162,7 @@ def serve(fresh):
 
 
 def test(fresh):
-    process = start(fresh, "make test")
+    process = start_with_rust(fresh, "make test")
     try:
         if process.wait(TEST_SECONDS) != 0:
             raise SystemExit(f"`make test` ended with {process.returncode}")

@@ -4,6 +4,7 @@
 #   $PREFIX/bin/unicorn              the binary
 #   $PREFIX/lib/systemd/system       the unit, with that path in it, and a socket that may start it
 #   $PREFIX/lib/sysusers.d           the user `unicorn`, in the groups render and video
+#   $PREFIX/share                    a manual page for each command, and completions for bash, zsh and fish
 #   /etc/unicorn/config.toml         every option with its default, commented out; an existing file stays as it is
 #
 # With DESTDIR, as packagers set it, all files go below that folder, and the running system is not told of them.
@@ -17,6 +18,7 @@ fail() {
     exit 1
 }
 
+case $binary in */*) ;; *) binary=./$binary ;; esac
 [ -x "$binary" ] || fail "$binary is not there: \`make build\` first, as yourself, then \`sudo make install\`"
 if [ -z "$root" ] && [ "$(id -u)" -ne 0 ]; then
     fail "to install below $prefix and /etc takes root: \`sudo make install\`, or set DESTDIR"
@@ -28,6 +30,15 @@ install -D -m 644 "$here/config/unicorn.service" "$unit"
 sed -i "s|^ExecStart=/usr/local/bin/|ExecStart=$prefix/bin/|" "$unit"
 install -D -m 644 "$here/config/unicorn.socket" "$root$prefix/lib/systemd/system/unicorn.socket"
 install -D -m 644 "$here/config/unicorn.sysusers" "$root$prefix/lib/sysusers.d/unicorn.conf"
+
+share=$root$prefix/share
+rm -f "$share/man/man1/unicorn.1" "$share/man/man1"/unicorn-*.1
+"$binary" man-pages "$share/man/man1"
+for completion in bash:bash-completion/completions/unicorn zsh:zsh/site-functions/_unicorn fish:fish/vendor_completions.d/unicorn.fish; do
+    file=$share/${completion#*:}
+    mkdir -p "$(dirname "$file")"
+    "$binary" completions "${completion%%:*}" >"$file"
+done
 
 config=$root/etc/unicorn/config.toml
 if [ -e "$config" ]; then

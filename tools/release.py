@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Builds a release of the commit that is checked out: target/release-VERSION/unicorn-VERSION-linux-ARCH.tar.gz.
+"""Builds a release of the commit that is checked out, in target/release-VERSION: an archive,
+unicorn-VERSION-linux-ARCH.tar.gz, and a Debian package, unicorn-execution-engine_VERSION-1_ARCH.deb.
 
-    tools/release.py           one archive, and its SHA-256 (`make release`)
-    tools/release.py --twice   builds it in two folders, and fails unless both archives are the same to the bit
+    tools/release.py           both, and their SHA-256 (`make release`)
+    tools/release.py --twice   builds them in two folders, and fails unless both are the same to the bit
 
 The sources are those of the commit, whatever else lies in the working tree. Nothing of the machine gets into the
 archive: paths are replaced, times are the commit's, files belong to root, and the order is fixed. Whoever has the same
-toolchain (`rust-version` and the linker of the same distribution) gets the same archive.
+toolchain (`rust-version` and the linker of the same distribution) gets the same files.
 """
 
 import gzip
@@ -22,14 +23,15 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+CARGO_DEB, CARGO_DEB_VERSION = ROOT / ".cache/cargo-deb", "3.8.0"
 # What `make install` needs, and what its reader wants to read.
 FILES = ["LICENSE", "README.md", "CHANGELOG.md", "config", "docs/operations.md", "tools/install.sh"]
 # Where sources and dependencies seem to lie.
 SOURCES, DEPENDENCIES, TOOLCHAIN = "/unicorn", "/cargo", "/rust"
 
 
-def said(*command, folder=ROOT):
-    return subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+def said(*command, folder=ROOT, environment=None):
+    return subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
 
 
 def build(commit, time, folder):
@@ -56,8 +58,8 @@ def build(commit, time, folder):
     return sources, folder / "target/debug/unicorn"
 
 
-def pack(sources, binary, time, name, archive):
-    """Writes the archive, and returns its SHA-256."""
+def archive(sources, binary, time, name, path):
+    """Writes the archive."""
 
     def plain(entry):
         entry.uid = entry.gid = 0
@@ -66,11 +68,31 @@ def pack(sources, binary, time, name, archive):
         entry.mode = 0o755 if entry.isdir() or entry.mode & 0o100 else 0o644
         return entry
 
-    with gzip.GzipFile(archive, "wb", 9, mtime=0) as packed, tarfile.open(fileobj=packed, mode="w") as tar:
+    with gzip.GzipFile(path, "wb", 9, mtime=0) as packed, tarfile.open(fileobj=packed, mode="w") as tar:
         tar.add(binary, f"{name}/unicorn", filter=plain)
         for file in FILES:
             tar.add(sources / file, f"{name}/{file}", filter=plain)
-    return hashlib.sha256(archive.read_bytes()).hexdigest()
+
+
+def cargo_deb():
+    """The path of the program, which is built at the first call."""
+    program = CARGO_DEB / "bin/cargo-deb"
+    if not program.exists() or CARGO_DEB_VERSION not in said(program, "--version"):
+        subprocess.run(["cargo", "install", "--quiet", "--locked", f"--version={CARGO_DEB_VERSION}", f"--root={CARGO_DEB}", "cargo-deb"],
+                       check=True)
+    return program
+
+
+def deb(sources, binary, time, folder, version=None):
+    """Writes the Debian package into a folder, and returns its path. Its files are those that `make install` writes."""
+    stage = sources / "target/package"
+    shutil.rmtree(stage, ignore_errors=True)
+    stage.mkdir(parents=True)
+    subprocess.run(["sh", sources / "tools/install.sh", binary], env={**os.environ, "DESTDIR": str(stage), "PREFIX": "/usr"}, check=True)
+    version = [f"--deb-version={version}"] if version else []
+    out = said(cargo_deb(), "--quiet", "--no-build", "--no-strip", f"--output={folder}/", *version, folder=sources,
+               environment={**os.environ, "SOURCE_DATE_EPOCH": time})
+    return Path(out.splitlines()[-1])
 
 
 def main(arguments):
@@ -85,15 +107,18 @@ def main(arguments):
     sums = []
     for turn in ["one", "another"][: 1 + len(arguments)]:
         with tempfile.TemporaryDirectory(prefix=f"unicorn-{turn}-") as folder:
-            sources, binary = build(commit, time, Path(folder))
-            archive = Path(folder) / "archive.tar.gz"
-            sums.append(pack(sources, binary, time, name, archive))
-            shutil.copyfile(archive, result / f"{name}.tar.gz")
-        print(f"{sums[-1]}  {name}.tar.gz of commit {commit}")
+            folder = Path(folder)
+            sources, binary = build(commit, time, folder)
+            archive(sources, binary, time, name, folder / f"{name}.tar.gz")
+            files = [folder / f"{name}.tar.gz", deb(sources, binary, time, folder)]
+            sums.append("".join(f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files))
+            for file in files:
+                shutil.copyfile(file, result / file.name)
+        print(f"{sums[-1]}of commit {commit}")
     if len(set(sums)) != 1:
         sys.exit("error: two builds of one commit differ")
-    (result / f"{name}.tar.gz.sha256").write_text(f"{sums[0]}  {name}.tar.gz\n")
-    print(f"it lies in {os.path.relpath(result)}")
+    (result / "SHA256SUMS").write_text(sums[0])
+    print(f"they lie in {os.path.relpath(result)}")
 
 
 if __name__ == "__main__":

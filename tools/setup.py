@@ -7,6 +7,8 @@
                            which are skipped without them
     tools/setup.py measure the packages of `run`, and fio, which measures the disk's speed
     tools/setup.py service the packages of `run`, and tools that make and boot a container with systemd
+    tools/setup.py release the packages of `run`, and the tool with which cargo-deb finds a package's dependencies
+    tools/setup.py packages those of `release`, and tools that make a new machine in a folder and build a container
     tools/setup.py devices nothing on the machine: devices that stand in for GPUs, in .cache/devices (tools/devices.py)
 
 Works on Debian 12, Debian 13 and Ubuntu (24.04 or later), as root or with sudo. Where the release's own Mesa is too old
@@ -63,7 +65,9 @@ BROWSER = [Need("chromium", command="chromium"), Need("nodejs", command="node"),
 PROXY = [Need("haproxy", command="haproxy")]
 MEASURE = RUN + [Need("fio")]
 SERVICE = RUN + [Need("debootstrap", command="debootstrap"), Need("systemd-container", command="systemd-nspawn")]
-NEEDS = {"run": RUN, "test": TEST, "measure": MEASURE, "service": SERVICE}
+RELEASE = RUN + [Need("dpkg-dev", command="dpkg-shlibdeps")]
+PACKAGES = RELEASE + [Need("debootstrap", command="debootstrap"), Need("buildah", command="buildah")]
+NEEDS = {"run": RUN, "test": TEST, "measure": MEASURE, "service": SERVICE, "release": RELEASE, "packages": PACKAGES}
 WISHES = {"test": BROWSER + PROXY}
 
 

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
+use clap_complete::Shell;
 
 use crate::config::{FfnHeap, parse_bytes};
 use crate::hub::ModelName;
@@ -101,6 +102,11 @@ pub enum Command {
     /// Check the configuration, or show it
     #[command(subcommand)]
     Config(ConfigCommand),
+    /// Print the completions of a shell, for `source <(unicorn completions bash)`; packages install them
+    Completions { shell: Shell },
+    /// Write a manual page for each command into a folder
+    #[command(hide = true)]
+    ManPages { folder: PathBuf },
     /// Drive the GPU for a server, which starts this
     #[command(hide = true)]
     DeviceProcess,

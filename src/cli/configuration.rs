@@ -30,6 +30,8 @@ pub fn configure(global: &Global, command: &Command) -> Result<Configured, Error
     let files = match &global.config {
         // The server sends its options. A file that has changed since is not to end a process that drives its GPU.
         _ if matches!(command, Command::DeviceProcess) => Vec::new(),
+        // A package writes these, whatever the machine's configuration is.
+        _ if matches!(command, Command::Completions { .. } | Command::ManPages { .. }) => Vec::new(),
         Some(path) => vec![path.clone()],
         None => system_files(&std::env::var_os(SYSTEM_VARIABLE).map_or(SYSTEM.into(), PathBuf::from))?,
     };
@@ -157,6 +159,8 @@ fn set_model(flags: &mut Layer, command: &Command) {
         | Command::Pull(_)
         | Command::Config(_)
         | Command::Models(_)
+        | Command::Completions { .. }
+        | Command::ManPages { .. }
         | Command::DeviceProcess => None,
     };
     if let Some(model) = model {

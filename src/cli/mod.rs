@@ -18,6 +18,7 @@ mod generate;
 mod inspect;
 mod load;
 mod log;
+mod manual;
 mod models;
 mod plan;
 mod process;
@@ -112,6 +113,8 @@ fn run(global: &Global, mut command: Command, mut configured: Configured, log: &
         Command::Bench(args) => bench::bench(config, &args),
         Command::Pull(args) => pull::pull(config, &args.name),
         Command::Config(command) => config_command::config(&configured, &command),
+        Command::Completions { shell } => manual::completions(shell),
+        Command::ManPages { folder } => manual::pages(&folder),
         Command::DeviceProcess => device_process::device_process(log.level.clone()),
         Command::Models(args::Models::List { json }) => models::list(config, json),
         Command::Models(args::Models::Rm { name, yes }) => models::remove(config, &name, yes),

@@ -72,6 +72,8 @@ pub fn locate(config: &mut Config, command: &mut Command) -> Result<(), Error> {
         | Command::Pull(_)
         | Command::Models(_)
         | Command::Config(ConfigCommand::Show)
+        | Command::Completions { .. }
+        | Command::ManPages { .. }
         | Command::DeviceProcess => None,
     };
     draft.map(|text| find(config, text)).transpose()?;
@@ -81,6 +83,8 @@ pub fn locate(config: &mut Config, command: &mut Command) -> Result<(), Error> {
         | Command::Pull(_)
         | Command::Models(_)
         | Command::Config(ConfigCommand::Show)
+        | Command::Completions { .. }
+        | Command::ManPages { .. }
         | Command::DeviceProcess => return Ok(()),
         // These benchmarks use the server's model, or none.
         Command::Bench(args)
