@@ -142,6 +142,7 @@ soak: build
 
 test-service: build
 	@python3 tools/setup.py service
+	@python3 tools/setup.py release
 	@tools/test_service.sh $(UNICORN) $(MIRROR)
 
 test-packages: build

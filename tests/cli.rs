@@ -266,6 +266,48 @@ fn without_a_device_there_is_an_error_and_no_fallback() {
     }
 }
 
+#[test]
+fn every_command_has_a_manual_page_and_is_completed() {
+    // A configuration with a mistake in it keeps no package from being built.
+    let with_mistake = |args: &[&str]| {
+        let mut command = unicorn(args);
+        command.env("UNICORN_CONFIG", "/nonexistent/config.toml");
+        let (code, stdout, stderr) = output(command);
+        assert_eq!(code, 0, "{args:?}: {stderr}");
+        stdout
+    };
+    let help = succeed(&["--help"]);
+    let commands = help.split("Commands:").nth(1).unwrap().split("Options:").next().unwrap();
+    let commands: Vec<&str> = commands
+        .lines()
+        .filter(|line| line.starts_with("  ") && !line.starts_with("   "))
+        .filter_map(|line| line.split_whitespace().next())
+        .filter(|name| *name != "help")
+        .collect();
+    assert!(commands.contains(&"serve") && !commands.contains(&"device-process"), "{commands:?}");
+
+    let folder = tempfile::tempdir().unwrap();
+    with_mistake(&["man-pages", folder.path().to_str().unwrap()]);
+    let page = |name: &str| {
+        std::fs::read_to_string(folder.path().join(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
+    };
+    for command in &commands {
+        assert!(page("unicorn.1").contains(&format!("unicorn\\-{command}(1)")), "{command}");
+        page(&format!("unicorn-{command}.1"));
+    }
+    assert!(page("unicorn-serve.1").contains("api\\-key\\-file"));
+    assert!(page("unicorn-models-rm.1").contains("unicorn models rm"));
+    assert!(!folder.path().join("unicorn-device-process.1").exists());
+
+    for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
+        let script = with_mistake(&["completions", shell]);
+        for word in commands.iter().copied().chain(["allow-software-vulkan"]) {
+            assert!(script.contains(word), "{shell} does not complete {word}");
+        }
+    }
+    assert_error(unicorn(&["man-pages", "/proc/none"]), 1, &["/proc/none"]);
+}
+
 fn succeed(args: &[&str]) -> String {
     let mut command = unicorn_on_software(args);
     command.arg("--allow-software-vulkan");

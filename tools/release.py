@@ -4,6 +4,8 @@ unicorn-VERSION-linux-ARCH.tar.gz, and a Debian package, unicorn-execution-engin
 
     tools/release.py           both, and their SHA-256 (`make release`)
     tools/release.py --twice   builds them in two folders, and fails unless both are the same to the bit
+    tools/release.py --deb BINARY FOLDER
+                               writes a Debian package of a binary that is built already, for tests
 
 The sources are those of the commit, whatever else lies in the working tree. Nothing of the machine gets into the
 archive: paths are replaced, times are the commit's, files belong to root, and the order is fixed. Whoever has the same
@@ -25,7 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 CARGO_DEB, CARGO_DEB_VERSION = ROOT / ".cache/cargo-deb", "3.8.0"
 # What `make install` needs, and what its reader wants to read.
-FILES = ["LICENSE", "README.md", "CHANGELOG.md", "config", "docs/operations.md", "tools/install.sh"]
+FILES = ["LICENSE", "README.md", "CHANGELOG.md", "config", "docs/install.md", "docs/operations.md", "tools/install.sh"]
 # Where sources and dependencies seem to lie.
 SOURCES, DEPENDENCIES, TOOLCHAIN = "/unicorn", "/cargo", "/rust"
 
@@ -96,6 +98,8 @@ def deb(sources, binary, time, folder, version=None):
 
 
 def main(arguments):
+    if arguments[:1] == ["--deb"] and len(arguments) == 3:
+        return print(deb(ROOT, Path(arguments[1]).resolve(), said("git", "show", "-s", "--format=%ct", "HEAD"), Path(arguments[2]).resolve()))
     if arguments not in ([], ["--twice"]):
         sys.exit(__doc__)
     version = tomllib.loads((ROOT / "Cargo.toml").read_text())["package"]["version"]

@@ -17,6 +17,7 @@ Prints a line for each fact, and for each way to install how long it took until 
 
 import json
 import os
+import resource
 import shutil
 import socket
 import subprocess
@@ -250,13 +251,13 @@ def composed(machine):
     version = webui["image"].rpartition(":v")[2]
     must(f"\nopen-webui=={version}\n" in pinned, f"Open WebUI is the version that is tested, {version}", webui["image"])
     must(webui["environment"]["OPENAI_API_BASE_URL"] == "http://unicorn:8010/v1", "Open WebUI asks the server", webui)
-    return unicorn["environment"], webui["environment"]["OPENAI_API_KEY"]
+    return unicorn, webui["environment"]["OPENAI_API_KEY"]
 
 
 def test_container(_binary):
     machine = Machine("container")
     machine.run("apt-get -q update")
-    environment, key = composed(machine)
+    service, key = composed(machine)
     images = Images(FOLDER)
     images.make(DEBIAN_IMAGE, FOLDER / DEBIAN)
     machine.does(f"{QUIET_APT} g++", "the image that compiles has a compiler")
@@ -273,9 +274,11 @@ def test_container(_binary):
 
     about = json.loads(images.buildah("inspect", "--type", "image", "unicorn"))["OCIv1"]["config"]
     must(about["User"] == "unicorn", "the image has a user of its own", about)
-    container = images.buildah("from", "--pull-never", "unicorn")
+    # This machine may itself be held to fewer.
+    files = min(service["ulimits"]["nofile"], resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    container = images.buildah("from", "--pull-never", f"--ulimit=nofile={files}:{files}", "unicorn")
     port = free_port()
-    variables = [f"--env={name}={value}" for name, value in {**environment, "UNICORN_SERVER_PORT": port}.items()]
+    variables = [f"--env={name}={value}" for name, value in {**service["environment"], "UNICORN_SERVER_PORT": port}.items()]
     command = ["buildah", "run", *variables, container, "--", *about["Entrypoint"], *about["Cmd"]]
     with (FOLDER / "server.log").open("w") as log:
         serve = subprocess.Popen(command, env=images.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)

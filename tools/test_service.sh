@@ -1,6 +1,6 @@
 #!/bin/sh
-# Installs the service on a new machine where systemd runs it, and tests that it starts, answers, reloads, comes back
-# after a kill, and stays down where another start does not help. The machine is a container that boots Debian's
+# Installs the Debian package on a new machine where systemd runs the service, and tests that it starts, answers, reloads,
+# comes back after a kill and an upgrade, and stays down where another start does not help. The machine is a container that boots Debian's
 # systemd (needs root, debootstrap, systemd-nspawn and a Debian mirror; takes minutes). The service computes on software
 # Vulkan, under all restrictions of the unit.
 #
@@ -27,9 +27,11 @@ fi
 
 rm -rf "$machine/src" "$machine/etc/unicorn" "$machine/said"
 mkdir -p "$machine/src"
-cp -r config tools "$machine/src/"
-cp "$binary" "$machine/src/unicorn"
-chroot "$machine" /usr/bin/env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin /src/tools/install.sh /src/unicorn
+python3 tools/release.py --deb "$binary" "$machine/src"
+inside="chroot $machine /usr/bin/env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin"
+# A machine that a run has left has the package.
+$inside dpkg --purge unicorn-execution-engine
+$inside sh -c "dpkg -i /src/*.deb"
 # A user without a GPU would set this option.
 sed -i 's/^#allow_software_vulkan = false/allow_software_vulkan = true/' "$machine/etc/unicorn/config.toml"
 
@@ -64,9 +66,14 @@ answers() { curl -fsS "$base/v1/chat/completions" -d '{"model": "unicorn-demo", 
 refuses() { [ "$(curl -s -o /dev/null -w '%{http_code}' "$base/v1/models")" = 401 ]; }
 is() { [ "$(systemctl show --value -p "$1" unicorn)" = "$2" ]; }
 says() { journalctl -q -u unicorn --no-pager | grep "$1"; }
+is_not_enabled() { ! systemctl -q is-enabled "$1"; }
+is_not() { [ "$(systemctl show --value -p "$1" unicorn)" != "$2" ]; }
+is_not_there() { ! pgrep -x unicorn && ! systemctl -q is-active unicorn; }
 main_pid() { systemctl show --value -p MainPID unicorn; }
 
-must "it starts" systemctl enable --now unicorn
+must "the package has it started at every boot" systemctl -q is-enabled unicorn
+must "and not by a socket" is_not_enabled unicorn.socket
+must "it starts" systemctl start unicorn
 must "systemd waited until it was ready" healthy
 must "and is told what it serves" sh -c "systemctl show --value -p StatusText unicorn | grep 'unicorn-demo at'"
 must "and watches it" is WatchdogUSec 1min
@@ -77,6 +84,10 @@ must "it reloads" systemctl reload unicorn
 must "and says so" within 10 says "read the configuration again"
 must "it goes on answering" answers
 must "the configuration is good" unicorn config check
+before=$(main_pid)
+must "an upgrade installs" sh -c "dpkg -i /src/*.deb"
+must "and has it started again" is_not MainPID "$before"
+must "with the configuration that was there" answers
 echo "sk-0123456789abcdef0123" >/etc/unicorn/api-keys
 chmod 600 /etc/unicorn/api-keys
 systemctl restart unicorn
@@ -104,6 +115,12 @@ must "systemd listens for it" systemctl start unicorn.socket
 must "who asks has it started, and is answered" answers
 must "and it runs" is ActiveState active
 must "both stop" systemctl stop unicorn.socket unicorn
+systemctl -q disable unicorn
+must "an upgrade of a service that is disabled installs" sh -c "dpkg -i /src/*.deb"
+must "and leaves it stopped" is ActiveState inactive
+systemctl start unicorn
+must "the package is removed" dpkg --remove unicorn-execution-engine
+must "and takes the running service along" is_not_there
 echo "all of it holds"
 CHECK
 chmod +x "$machine/src/check.sh"
@@ -117,7 +134,6 @@ TimeoutStartSec=20min
 WantedBy=multi-user.target
 UNIT
 chroot "$machine" systemctl -q enable check.service
-chroot "$machine" systemctl -q disable unicorn.service 2>/dev/null || true
 systemd-nspawn --quiet --directory="$machine" --boot --private-network --register=no --keep-unit >"$machine/src/console" 2>&1 ||
     tail -n 20 "$machine/src/console" >&2
 cat "$machine/said"

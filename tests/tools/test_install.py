@@ -12,6 +12,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 # systemd's exposure level, out of 100: it calls levels up to 20 safe, and levels up to 50 OK.
 MOST_EXPOSED = 30
+# Writes what the binary would of its own command line.
+BINARY = """#!/bin/sh
+case $1 in
+man-pages) mkdir -p "$2" && touch "$2/unicorn.1" "$2/unicorn-serve.1" ;;
+completions) echo "of $2" ;;
+esac
+"""
 
 
 def run(*command, **variables):
@@ -25,7 +32,7 @@ class Install(unittest.TestCase):
         self.addCleanup(folder.cleanup)
         self.folder = Path(folder.name)
         self.binary = self.folder / "built"
-        self.binary.write_text("#!/bin/sh\n")
+        self.binary.write_text(BINARY)
         self.binary.chmod(0o755)
         # A prefix outside the machine's own, because systemd-analyze checks that the binary exists.
         self.prefix = self.folder / "usr"
@@ -47,6 +54,36 @@ class Install(unittest.TestCase):
         user = self.root(self.prefix / "lib/sysusers.d/unicorn.conf").read_text()
         for line in ["m unicorn render", "m unicorn video"]:
             self.assertIn(line, user)
+
+    def test_manual_pages_and_completions_lie_where_shells_look(self):
+        stale = self.root(self.prefix / "share/man/man1/unicorn-fly.1")
+        stale.parent.mkdir(parents=True)
+        stale.touch()
+        self.install()
+        share = self.root(self.prefix / "share")
+        self.assertEqual(sorted(p.name for p in (share / "man/man1").iterdir()), ["unicorn-serve.1", "unicorn.1"])
+        for path, shell in [("bash-completion/completions/unicorn", "bash"), ("zsh/site-functions/_unicorn", "zsh"),
+                            ("fish/vendor_completions.d/unicorn.fish", "fish")]:
+            self.assertEqual((share / path).read_text(), f"of {shell}\n")
+
+    def test_the_debian_package_has_what_is_installed_and_its_scripts_are_shell(self):
+        self.install(PREFIX="/usr")
+        about = tomllib.loads((ROOT / "Cargo.toml").read_text())["package"]["metadata"]["deb"]
+        stage = "target/package/"
+        installed = {str(p.relative_to(self.folder / "root")) for p in (self.folder / "root").rglob("*") if p.is_file()}
+        packed = set()
+        for source, _, _ in about["assets"]:
+            found = {str(p.relative_to(self.folder / "root")) for p in (self.folder / "root").glob(source.removeprefix(stage))} \
+                if source.startswith(stage) else set(map(str, ROOT.glob(source)))
+            self.assertTrue(found, f"no file is {source}")
+            packed |= found
+        self.assertEqual(installed - packed, set())
+        for script in ["postinst", "prerm", "postrm"]:
+            self.assertEqual(run("sh", "-n", f"{about['maintainer-scripts']}/{script}"), (0, ""))
+
+    def test_compose_runs_the_open_webui_that_is_tested(self):
+        version = re.search(r"(?m)^open-webui==(.*)$", (ROOT / "tests/openwebui/requirements.txt").read_text())[1]
+        self.assertIn(f"image: ghcr.io/open-webui/open-webui:v{version}\n", (ROOT / "compose.yaml").read_text())
 
     def test_the_configuration_has_every_option_and_pins_none_but_the_folder_of_models(self):
         self.install()
