@@ -84,7 +84,10 @@ impl StepLoop {
                 return;
             }
             self.remove_ended();
-            if !self.runner.is_loaded() && !self.scheduler.is_idle() {
+            if !self.runner.is_loaded() {
+                if self.scheduler.is_idle() {
+                    continue; // whoever asked has left
+                }
                 self.shared.enter(EngineState::Loading);
                 tracing::info!("a request has come: the model is loaded again");
                 if !self.load() {
