@@ -64,6 +64,7 @@ answers() { curl -fsS "$base/v1/chat/completions" -d '{"model": "unicorn-demo", 
 refuses() { [ "$(curl -s -o /dev/null -w '%{http_code}' "$base/v1/models")" = 401 ]; }
 is() { [ "$(systemctl show --value -p "$1" unicorn)" = "$2" ]; }
 says() { journalctl -q -u unicorn --no-pager | grep "$1"; }
+courteous() { curl -fsS "$base/status" | grep '"holds":true'; }
 main_pid() { systemctl show --value -p MainPID unicorn; }
 
 must "it starts" systemctl enable --now unicorn
@@ -77,6 +78,13 @@ must "it reloads" systemctl reload unicorn
 must "and says so" within 10 says "read the configuration again"
 must "it goes on answering" answers
 must "the configuration is good" unicorn config check
+mkdir -p /run/systemd/sessions /etc/unicorn/conf.d
+printf 'STATE=active\nTYPE=wayland\nCLASS=user\nSEAT=seat0\n' >/run/systemd/sessions/of-a-test
+printf '[engine]\ncourtesy = 0.5\n' >/etc/unicorn/conf.d/courtesy.toml
+systemctl reload unicorn
+must "it sees who works at the machine" within 10 courteous
+rm /run/systemd/sessions/of-a-test /etc/unicorn/conf.d/courtesy.toml
+systemctl reload unicorn
 echo "sk-0123456789abcdef0123" >/etc/unicorn/api-keys
 chmod 600 /etc/unicorn/api-keys
 systemctl restart unicorn
