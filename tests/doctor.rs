@@ -207,6 +207,39 @@ fn what_a_user_configures_counts() {
     assert!(text.contains("warning  software-device") && text.contains("warning  render-group"), "{text}");
 }
 
+/// Writes a file of a tree.
+fn write(tree: &Path, path: &str, text: &str) {
+    let path = tree.join(path);
+    fs::create_dir_all(path.parent().unwrap()).unwrap();
+    fs::write(path, text).unwrap();
+}
+
+#[test]
+fn the_configuration_is_that_of_the_machine_below_the_root() {
+    const MAIN: &str = "etc/unicorn/config.toml";
+    let tree = tree(&case("port-taken").0);
+    let tree = tree.path();
+    let status = |args: &[&str]| {
+        let mut command = unicorn(&[&["doctor", "--root", tree.to_str().unwrap()], args].concat());
+        // This machine's own configuration, which counts for nothing.
+        command.env("UNICORN_CONFIG_DIR", tree.join("other"));
+        let (status, text, stderr) = output(command);
+        assert!(text.contains("port 80"), "{text}{stderr}");
+        status
+    };
+    write(tree, "other/config.toml", "[server]\nport = 8011\n");
+    assert_eq!(status(&[]), 1, "port 8010 is taken");
+    write(tree, MAIN, "[server]\nport = 8011\n");
+    assert_eq!(status(&[]), 0);
+    write(tree, "etc/unicorn/conf.d/10-port.toml", "[server]\nport = 8010\n");
+    assert_eq!(status(&[]), 1);
+    let other = tree.join("other/config.toml");
+    assert_eq!(status(&["--config", other.to_str().unwrap()]), 0, "it is named");
+    write(tree, MAIN, "[server]\nport = \"x\"\n");
+    let (status, _, stderr) = doctor(tree, &[]);
+    assert!(status == 1 && stderr.contains(MAIN) && stderr.contains("server.port"), "{stderr}");
+}
+
 #[test]
 fn a_model_is_planned_and_its_disk_measured() {
     let tree = tree(&case(HEALTHY).0);
