@@ -13,6 +13,7 @@ use divan::counter::{BytesCount, ItemsCount};
 use divan::{Bencher, black_box};
 use serde::Deserialize;
 use serde_json::json;
+use unicorn::config::Courtesy;
 use unicorn::engine::{
     BlockManager, BlockTable, CacheSalt, Pace, Priority, Scheduler, SchedulerConfig, Sequence,
 };
@@ -46,6 +47,10 @@ impl Runner for Immediate {
     }
 
     fn masks(&mut self, _: &Ticket, _: &[Arc<[u32]>]) -> Result<(), RunnerError> {
+        Ok(())
+    }
+
+    fn set_courtesy(&mut self, _: Courtesy) -> Result<(), RunnerError> {
         Ok(())
     }
 

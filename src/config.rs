@@ -7,7 +7,7 @@
 use std::fmt::{Display, Write as _};
 use std::str::FromStr;
 
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
 
 use crate::tensor::{KvDtype, Precision, QuantizeMode};
@@ -16,8 +16,9 @@ use crate::tensor::{KvDtype, Precision, QuantizeMode};
 pub const DEFAULT_TOML: &str = include_str!("../config/default.toml");
 const ENV_PREFIX: &str = "UNICORN_";
 /// Variables with that prefix that are no options: the names of the configuration file and of the folder with the
-/// system's, the keys, the commit that a binary was built from, and the variables of the project's own tools.
-const OUR_VARIABLES: [&str; 4] = ["CONFIG", "CONFIG_DIR", "API_KEYS", "COMMIT"];
+/// system's, the folder in the place of `/run`, the keys, the commit that a binary was built from, and the variables of
+/// the project's own tools.
+const OUR_VARIABLES: [&str; 5] = ["CONFIG", "CONFIG_DIR", "RUN_DIR", "API_KEYS", "COMMIT"];
 const OUR_PREFIXES: [&str; 2] = ["TEST_", "SKIP_"];
 /// Advice for variables that Kubernetes and Docker set for their services.
 const KUBERNETES: &str = " (a container platform sets it for a service of that name: rename the service, or set \
@@ -227,6 +228,58 @@ pub struct Engine {
     /// Seconds; `None` keeps an idle model loaded.
     #[serde(deserialize_with = "unless_zero")]
     pub idle_unload_s: Option<usize>,
+    pub courtesy: Courtesy,
+}
+
+/// The share of the GPU's time that a process may take, [`Courtesy::LEAST`] to 1. 1 is no bound.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(try_from = "f64", into = "f64")]
+pub struct Courtesy(f64);
+
+impl Courtesy {
+    pub const NONE: Courtesy = Courtesy(1.0);
+    /// With less, a token of a 27B would take longer than two seconds on an integrated GPU.
+    pub const LEAST: f64 = 0.1;
+
+    pub fn share(self) -> f64 {
+        self.0
+    }
+
+    /// Whether the share is less than the whole.
+    pub fn is_bound(self) -> bool {
+        self.0 < 1.0
+    }
+}
+
+impl TryFrom<f64> for Courtesy {
+    type Error = String;
+
+    fn try_from(share: f64) -> Result<Self, String> {
+        match (Self::LEAST..=1.0).contains(&share) {
+            true => Ok(Self(share)),
+            false => Err(format!(
+                "expected a share of the GPU's time from {} to 1, got {share}; 1 is no bound, and with less than {} \
+                 answers would hardly get on",
+                Self::LEAST,
+                Self::LEAST
+            )),
+        }
+    }
+}
+
+impl From<Courtesy> for f64 {
+    fn from(courtesy: Courtesy) -> f64 {
+        courtesy.share()
+    }
+}
+
+impl FromStr for Courtesy {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let share: f64 = text.parse().map_err(|_| format!("expected a number, got {text:?}"))?;
+        share.try_into()
+    }
 }
 
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -591,6 +644,9 @@ fn parse_like(default: &Value, text: &str) -> Result<Value, String> {
         }
         Value::Integer(_) => {
             text.parse().map(Value::Integer).map_err(|_| format!("expected an integer, got {text:?}"))
+        }
+        Value::Float(_) => {
+            text.parse().map(Value::Float).map_err(|_| format!("expected a number, got {text:?}"))
         }
         Value::Array(_) => {
             let items = text.split(',').map(str::trim).filter(|item| !item.is_empty());

@@ -29,6 +29,7 @@ fn a_command_line_that_cannot_be_read_is_exit_code_2() {
         (&["eval", "logits", "m", "--output", "o", "--tokens", "2,x"], "--tokens"),
         (&["bench", "--generate-tokens", "1"], "generate-tokens"),
         (&["bench", "engine", "--streams", "65"], "streams"),
+        (&["bench", "engine", "--courtesy", "0.5,0.05"], "from 0.1 to 1, got 0.05"),
         (&["bench", "--runs", "2", "serve"], "serve"),
         (&["bench", "model", "--batch", "65"], "batch"),
         (&["bench", "model", "--draft", "x"], "draft"),
@@ -449,6 +450,8 @@ fn generate_chat_and_bench_run_on_a_small_model() {
         "1",
         "--streams",
         "1,3",
+        "--courtesy",
+        "1,0.5",
         "--json",
     ]);
     let report: Value = serde_json::from_str(&line).expect(&line);
@@ -464,6 +467,13 @@ fn generate_chat_and_bench_run_on_a_small_model() {
     for streams in streams {
         for name in ["decode_tokens_per_s", "steps", "host_us_per_step", "host_us_per_sequence_step"] {
             assert!(streams[name].as_f64().is_some_and(|n| n > 0.0), "{name}: {line}");
+        }
+    }
+    let courtesy = report["courtesy"].as_array().expect(&line);
+    assert_eq!(courtesy.iter().map(|c| c["courtesy"].as_f64()).collect::<Vec<_>>(), [Some(1.0), Some(0.5)]);
+    for shares in courtesy {
+        for name in ["busy", "prefill_tokens_per_s", "decode_tokens_per_s"] {
+            assert!(shares[name].as_f64().is_some_and(|n| n > 0.0), "{name}: {line}");
         }
     }
     for name in ["device", "driver", "commit"] {

@@ -28,6 +28,30 @@ fn prefixes_are_shared_by_key_or_with_all() {
 }
 
 #[test]
+fn courtesy_is_a_share_from_a_tenth_to_the_whole() {
+    for (text, share) in [("0.1", 0.1), ("0.5", 0.5), ("1", 1.0), ("1.0", 1.0)] {
+        let config = from_file(&format!("[engine]\ncourtesy = {text}")).expect("valid");
+        assert_eq!((config.engine.courtesy.share(), config.engine.courtesy.is_bound()), (share, share < 1.0));
+        let variable = [("UNICORN_ENGINE_COURTESY".to_owned(), text.to_owned())];
+        let (env, _) = Layer::environment(variable).expect("a number");
+        let config = Config::from_layers(&[env]).expect("valid");
+        assert_eq!(config.engine.courtesy.share(), share);
+        // A device process reads the same.
+        assert_eq!(Config::from_toml(&config.to_toml()).expect("valid").engine, config.engine);
+    }
+    assert!(!Config::from_layers(&[]).expect("valid").engine.courtesy.is_bound(), "no bound by default");
+    for text in ["0.09", "0", "-0.5", "1.01", "nan", "inf", "\"half\"", "true"] {
+        let error = from_file(&format!("[engine]\ncourtesy = {text}")).expect_err(text).to_string();
+        assert!(error.starts_with("unicorn.toml: engine.courtesy: "), "{error}");
+    }
+    let error = from_file("[engine]\ncourtesy = 0.05").expect_err("too little").to_string();
+    assert!(error.contains("from 0.1 to 1, got 0.05; 1 is no bound"), "{error}");
+    let half = [("UNICORN_ENGINE_COURTESY".to_owned(), "half".to_owned())];
+    let error = Layer::environment(half).expect_err("no number").to_string();
+    assert!(error.contains("expected a number, got \"half\""), "{error}");
+}
+
+#[test]
 fn later_layers_win() {
     let file =
         Layer::file("f", "[server]\nport = 1\nqueue = 7\n[model]\nquantize = \"int8-row\"").expect("TOML");

@@ -207,6 +207,115 @@ fn what_a_user_configures_counts() {
     assert!(text.contains("warning  software-device") && text.contains("warning  render-group"), "{text}");
 }
 
+/// Writes a file of a tree.
+fn write(tree: &Path, path: &str, text: &str) {
+    let path = tree.join(path);
+    fs::create_dir_all(path.parent().unwrap()).unwrap();
+    fs::write(path, text).unwrap();
+}
+
+#[test]
+fn the_configuration_is_that_of_the_machine_below_the_root() {
+    const MAIN: &str = "etc/unicorn/config.toml";
+    let tree = tree(&case("port-taken").0);
+    let tree = tree.path();
+    let status = |args: &[&str]| {
+        let mut command = unicorn(&[&["doctor", "--root", tree.to_str().unwrap()], args].concat());
+        // This machine's own configuration, which counts for nothing.
+        command.env("UNICORN_CONFIG_DIR", tree.join("other"));
+        let (status, text, stderr) = output(command);
+        assert!(text.contains("port 80"), "{text}{stderr}");
+        status
+    };
+    write(tree, "other/config.toml", "[server]\nport = 8011\n");
+    assert_eq!(status(&[]), 1, "port 8010 is taken");
+    write(tree, MAIN, "[server]\nport = 8011\n");
+    assert_eq!(status(&[]), 0);
+    write(tree, "etc/unicorn/conf.d/10-port.toml", "[server]\nport = 8010\n");
+    assert_eq!(status(&[]), 1);
+    let other = tree.join("other/config.toml");
+    assert_eq!(status(&["--config", other.to_str().unwrap()]), 0, "it is named");
+    write(tree, MAIN, "[server]\nport = \"x\"\n");
+    let (status, _, stderr) = doctor(tree, &[]);
+    assert!(status == 1 && stderr.contains(MAIN) && stderr.contains("server.port"), "{stderr}");
+}
+
+#[test]
+fn a_model_that_is_not_there_is_a_finding_of_a_whole_report() {
+    const MAIN: &str = "etc/unicorn/config.toml";
+    let tree = tree(&case(HEALTHY).0);
+    let tree = tree.path();
+    let found = |args: &[&str], expected: i32| {
+        let (status, json, stderr) = doctor(tree, &[args, &["--json"]].concat());
+        let report: Value = serde_json::from_str(&json).unwrap_or_else(|error| panic!("{error}: {stderr}"));
+        assert_eq!((status, &report["exit_status"]), (expected, &Value::from(expected)), "{json}");
+        let findings = report["findings"].as_array().unwrap().clone();
+        // The report goes on behind it.
+        assert!(
+            ["device", "port", "npu"].iter().all(|code| findings.iter().any(|f| f["code"] == *code)),
+            "{json}"
+        );
+        let bad: Vec<Value> = findings.into_iter().filter(|f| f["severity"] != "ok").collect();
+        assert!(bad.len() <= 1, "{json}");
+        bad.into_iter().next().unwrap_or_default()
+    };
+    let configure = |model: &str, dir: &str| {
+        write(tree, MAIN, &format!("[model]\npath = {model:?}\n[models]\ndir = {dir:?}\n"));
+    };
+    let lines = |finding: &Value| -> Vec<String> {
+        let remedies = finding["remedies"].as_array().unwrap();
+        remedies.iter().map(|remedy| text(remedy, "line").to_owned()).collect()
+    };
+
+    configure("google/gemma-3-1b-it", "/srv/models");
+    let finding = found(&[], 1);
+    assert_eq!((text(&finding, "severity"), text(&finding, "code")), ("problem", "model-not-pulled"));
+    assert!(text(&finding, "found").contains("google/gemma-3-1b-it"), "{finding}");
+    let root = tree.join("srv/models").display().to_string();
+    assert_eq!(text(&finding, "cause"), format!("nothing of it lies in {root}"));
+    assert_eq!(lines(&finding), ["unicorn pull google/gemma-3-1b-it"]);
+    assert_eq!(found(&["--disk"], 1)["code"], "model-not-pulled", "nothing is measured");
+    let (status, script, _) = doctor(tree, &["--fix"]);
+    assert_eq!((status, script.as_str()), (1, "unicorn pull google/gemma-3-1b-it\n"));
+    let (_, plain, stderr) = doctor(tree, &[]);
+    assert!(plain.contains("problem  model-not-pulled") && plain.contains("1 problem, "), "{plain}");
+    assert!(stderr.starts_with("error: a problem of this machine"), "{stderr}");
+    // A published shape asks for no model.
+    assert_eq!(found(&["--shape", "gemma-3-1b", "--scheme", "int4-g128"], 0), Value::Null);
+
+    // A file's name is quoted for the shell.
+    configure("a/b:it's one.gguf", "/srv/models");
+    assert_eq!(lines(&found(&[], 1)), [r"unicorn pull 'a/b:it'\''s one.gguf'"]);
+    fs::create_dir_all(tree.join("srv/models/models--google--gemma-3-1b-it/blobs")).unwrap();
+    write(tree, "srv/models/models--google--gemma-3-1b-it/blobs/0123.incomplete", "some");
+    configure("google/gemma-3-1b-it", "/srv/models");
+    let finding = found(&[], 1);
+    assert_eq!(text(&finding, "code"), "model-partial");
+    assert_eq!(lines(&finding), ["unicorn pull google/gemma-3-1b-it"]);
+
+    // Nobody knows whose cache a server there would look into.
+    configure("google/gemma-3-1b-it", "");
+    let finding = found(&[], 0);
+    assert_eq!((text(&finding, "severity"), text(&finding, "code")), ("note", "fit-unknown"));
+
+    // A path is one of that machine.
+    fs::create_dir_all(tree.join("opt")).unwrap();
+    symlink(self::root().join("models/demo"), tree.join("opt/demo")).unwrap();
+    configure("/opt/demo", "");
+    assert_eq!(found(&[], 0), Value::Null);
+    configure("/opt/nothing", "");
+    assert_eq!(found(&[], 1)["code"], "model-unreadable");
+
+    // On this machine the caches of this user count.
+    let mut command = unicorn(&["doctor", "--json", "--model", "google/gemma-3-1b-it"]);
+    command.env("HF_HUB_CACHE", tree.join("srv/nothing"));
+    let (status, json, stderr) = output(command);
+    let report: Value = serde_json::from_str(&json).unwrap_or_else(|error| panic!("{error}: {stderr}"));
+    let mut findings = report["findings"].as_array().unwrap().iter();
+    let finding = findings.find(|f| f["code"] == "model-not-pulled").unwrap_or_else(|| panic!("{json}"));
+    assert_eq!((status, lines(finding)), (1, vec!["unicorn pull google/gemma-3-1b-it".to_owned()]));
+}
+
 #[test]
 fn a_model_is_planned_and_its_disk_measured() {
     let tree = tree(&case(HEALTHY).0);

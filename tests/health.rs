@@ -186,6 +186,9 @@ async fn metrics_add_up_to_what_was_asked() {
         ("unicorn_gpu_memory_shortages_total", 6.0),
         ("unicorn_gpu_copies_total", 5.0),
         ("unicorn_gpu_barriers_total", 4.0),
+        ("unicorn_gpu_busy_seconds_total", 0.75),
+        ("unicorn_courtesy_share", 0.5),
+        ("unicorn_courtesy_held_seconds_total", 0.25),
         ("unicorn_gpu_declared_bytes_total{class=\"norms\"}", 17.0),
         ("unicorn_kernel_dispatches_total{kernel=\"matmul\"}", 2.0),
     ] {
@@ -274,6 +277,7 @@ async fn the_status_tells_of_model_device_and_memory_and_of_no_prompt() {
         ("/device/name", json!("a \"device\"")),
         ("/device/driver", json!("a driver")),
         ("/device/self_test", json!({"kernels": 21, "layers": 6, "seconds": 0.5})),
+        ("/courtesy", json!({"share": 0.5, "holds": true, "sessions_known": true})),
         ("/memory/placed/0", json!({"class": "KV cache", "heap": "heap 0", "buffers": 1, "bytes": 7})),
         ("/memory/heaps/0", json!({"heap": "heap 0", "size_bytes": 23, "free_bytes": 9})),
         ("/memory/vram_bytes", json!(11)),

@@ -255,6 +255,20 @@ fn an_idle_model_is_unloaded_and_loaded_again_for_the_next_request() {
         assert_eq!(control.starts(), round as usize);
     }
     assert_eq!((control.probes(), engine.stats().losses), (0, 0));
+    // Whoever leaves at once leaves it unloaded, or has it loaded for nobody, by chance.
+    for _ in 0..50 {
+        wait_for(&engine, EngineState::Unloaded);
+        drop(engine.submit(request(&[1; 20], 9)).expect("accepted"));
+        let since = Instant::now();
+        while engine.stats().waiting > 0 {
+            assert!(since.elapsed() < HANG, "never taken off the queue");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+    assert_eq!(
+        collect(&mut engine.submit(request(&[1; 20], 9)).expect("accepted")).0,
+        answer_to(&[1; 20], 9)
+    );
 
     let (engine, control) = start(FOUR, false, Some(MINUTES));
     collect(&mut engine.submit(request(&[1; 20], 9)).expect("accepted"));

@@ -69,6 +69,7 @@ says() { journalctl -q -u unicorn --no-pager | grep "$1"; }
 is_not_enabled() { ! systemctl -q is-enabled "$1"; }
 is_not() { [ "$(systemctl show --value -p "$1" unicorn)" != "$2" ]; }
 is_not_there() { ! pgrep -x unicorn && ! systemctl -q is-active unicorn; }
+courteous() { curl -fsS "$base/status" | grep '"holds":true'; }
 main_pid() { systemctl show --value -p MainPID unicorn; }
 
 must "the package has it started at every boot" systemctl -q is-enabled unicorn
@@ -88,6 +89,13 @@ before=$(main_pid)
 must "an upgrade installs" sh -c "dpkg -i /src/*.deb"
 must "and has it started again" is_not MainPID "$before"
 must "with the configuration that was there" answers
+mkdir -p /run/systemd/sessions /etc/unicorn/conf.d
+printf 'STATE=active\nTYPE=wayland\nCLASS=user\nSEAT=seat0\n' >/run/systemd/sessions/of-a-test
+printf '[engine]\ncourtesy = 0.5\n' >/etc/unicorn/conf.d/courtesy.toml
+systemctl reload unicorn
+must "it sees who works at the machine" within 10 courteous
+rm /run/systemd/sessions/of-a-test /etc/unicorn/conf.d/courtesy.toml
+systemctl reload unicorn
 echo "sk-0123456789abcdef0123" >/etc/unicorn/api-keys
 chmod 600 /etc/unicorn/api-keys
 systemctl restart unicorn

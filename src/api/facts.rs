@@ -31,6 +31,20 @@ pub struct Now {
     /// The kernels' times since the last call; empty if kernels are not measured.
     pub kernels: Vec<KernelTime>,
     pub process: ProcessNow,
+    /// None if no bound is configured.
+    pub courtesy: Option<CourtesyNow>,
+}
+
+/// The bound on the share of the device's time while somebody works at the machine.
+#[derive(Debug, Clone, Copy, Serialize, ToSchema)]
+#[schema(as = Courtesy)]
+pub struct CourtesyNow {
+    /// The share of the device's time that steps take at most while the bound holds.
+    pub share: f64,
+    /// Whether the bound holds now, because somebody works at the machine.
+    pub holds: bool,
+    /// Whether this machine tells who works at it. If it does not, the bound never holds.
+    pub sessions_known: bool,
 }
 
 /// What the processes use; none for what the system does not report.
@@ -63,6 +77,10 @@ pub struct Submitted {
     pub barriers: u64,
     /// Calls that the driver had no memory for at first, and took later.
     pub memory_shortages: u64,
+    /// Time in which the device computed steps, by its own clock; none if its queue has no clock.
+    pub busy: Option<Duration>,
+    /// Time for which submits were held back, so that others have the device.
+    pub rested: Duration,
     /// Bytes that commands declared to read or write, by class.
     pub declared: Vec<(String, u64)>,
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::{Args, Parser, Subcommand};
 use clap_complete::Shell;
 
-use crate::config::{FfnHeap, parse_bytes};
+use crate::config::{Courtesy, FfnHeap, parse_bytes};
 use crate::hub::ModelName;
 use crate::model::SamplingOptions;
 use crate::model::shapes::Shape;
@@ -545,6 +545,10 @@ pub struct BenchEngine {
     /// Also decode this many sequences together, each after its own prompt; several numbers, separated by commas
     #[arg(long, value_name = "N,...", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=64))]
     pub streams: Vec<u32>,
+    /// Also measure with so much of the device's time, as `engine.courtesy` has it, by turns; several shares, separated by
+    /// commas
+    #[arg(long, value_name = "SHARE,...", value_delimiter = ',')]
+    pub courtesy: Vec<Courtesy>,
     /// Also time every kernel on the device; the timestamps cost a little speed
     #[arg(long)]
     pub profile: bool,

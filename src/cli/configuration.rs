@@ -1,7 +1,8 @@
 //! The configuration of a command: the files, the environment and the command line in their order.
 //!
 //! Without `--config` the files are the system's: `/etc/unicorn/config.toml`, and then `/etc/unicorn/conf.d/*.toml` in the
-//! order of their names. `UNICORN_CONFIG_DIR` names another folder for both.
+//! order of their names. `UNICORN_CONFIG_DIR` names another folder for both. `unicorn doctor --root FOLDER` reads those of
+//! the machine whose files lie in that folder.
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -33,7 +34,7 @@ pub fn configure(global: &Global, command: &Command) -> Result<Configured, Error
         // A package writes these, whatever the machine's configuration is.
         _ if matches!(command, Command::Completions { .. } | Command::ManPages { .. }) => Vec::new(),
         Some(path) => vec![path.clone()],
-        None => system_files(&std::env::var_os(SYSTEM_VARIABLE).map_or(SYSTEM.into(), PathBuf::from))?,
+        None => system_files(&system_folder(command))?,
     };
     let mut layers = Vec::new();
     for path in &files {
@@ -48,6 +49,14 @@ pub fn configure(global: &Global, command: &Command) -> Result<Configured, Error
     layers.push(flags(global, command));
     let config = Config::from_layers(&layers)?;
     Ok(Configured { config, layers, files, warnings })
+}
+
+/// The folder of the system's files, on this machine or on the one that the doctor is to check.
+fn system_folder(command: &Command) -> PathBuf {
+    match command {
+        Command::Doctor(args::Doctor { root: Some(root), .. }) => root.join(SYSTEM.trim_start_matches('/')),
+        _ => std::env::var_os(SYSTEM_VARIABLE).map_or(SYSTEM.into(), PathBuf::from),
+    }
 }
 
 /// The files in the system's folder, in the order in which they are read. None of them must be there.

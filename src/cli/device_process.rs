@@ -98,6 +98,9 @@ pub struct Observed {
     pub copies: u64,
     pub barriers: u64,
     pub memory_shortages: u64,
+    /// How long the device computed steps, by its own clock, and how long submits were held back for courtesy.
+    pub busy: Option<Duration>,
+    pub rested: Duration,
     /// Bytes that commands declared to read or write, by class.
     pub declared: Vec<(String, u64)>,
     /// Times of kernels since they were last asked for; empty if they were not asked for.
@@ -220,6 +223,8 @@ fn observe(mut channel: Channel, device: &Weak<Device>, level: &Level) {
             copies,
             barriers,
             memory_shortages: device.memory_shortages(),
+            busy: device.busy(),
+            rested: device.rested(),
             declared: Class::ALL.map(|class| (class.name().to_owned(), declared[class as usize])).into(),
             kernels: if kernels { Profiler(Arc::clone(&device)).take() } else { Vec::new() },
         };

@@ -34,7 +34,7 @@ pub fn show_choice(error: &HubError) {
 }
 
 /// The caches in which pulled models are looked for.
-fn caches(config: &Config) -> Vec<Cache> {
+pub fn caches(config: &Config) -> Vec<Cache> {
     let own = config.models.dir.as_ref().map(Cache::system);
     let standard = standard_cache(|name| std::env::var_os(name)).map(Cache::of_user);
     let mut all: Vec<Cache> = own.into_iter().chain(standard).collect();
@@ -59,10 +59,9 @@ pub fn locate(config: &mut Config, command: &mut Command) -> Result<(), Error> {
         | Command::Generate(_)
         | Command::Chat(_)
         | Command::Bench(_)
-        | Command::Doctor(_)
         | Command::Config(ConfigCommand::Check) => {
             let mut draft = config.model.draft.take();
-            draft.as_mut().map(|text| find(config, text)).transpose()?;
+            draft.as_mut().map(|text| find(&caches(config), text)).transpose()?;
             config.model.draft = draft;
             None
         }
@@ -74,9 +73,10 @@ pub fn locate(config: &mut Config, command: &mut Command) -> Result<(), Error> {
         | Command::Config(ConfigCommand::Show)
         | Command::Completions { .. }
         | Command::ManPages { .. }
+        | Command::Doctor(_)
         | Command::DeviceProcess => None,
     };
-    draft.map(|text| find(config, text)).transpose()?;
+    draft.map(|text| find(&caches(config), text)).transpose()?;
     let text = match command {
         Command::Devices { .. }
         | Command::Synth(_)
@@ -85,6 +85,8 @@ pub fn locate(config: &mut Config, command: &mut Command) -> Result<(), Error> {
         | Command::Config(ConfigCommand::Show)
         | Command::Completions { .. }
         | Command::ManPages { .. }
+        // A model that is not here is a finding of its report.
+        | Command::Doctor(_)
         | Command::DeviceProcess => return Ok(()),
         // These benchmarks use the server's model, or none.
         Command::Bench(args)
@@ -106,28 +108,27 @@ pub fn locate(config: &mut Config, command: &mut Command) -> Result<(), Error> {
         | Command::Chat(_)
         | Command::Eval(_)
         | Command::Bench(_)
-        | Command::Doctor(_)
         | Command::Config(ConfigCommand::Check) => {
             let Some(mut text) = config.model.path.take() else { return Ok(()) };
             // The folder of a snapshot is named by a commit, so the model's name comes from the repository.
-            let name = find(config, &mut text)?.map(|name| name.repo.name().to_owned());
+            let name = find(&caches(config), &mut text)?.map(|name| name.repo.name().to_owned());
             config.model.name = config.model.name.take().or(name);
             config.model.path = Some(text);
             return Ok(());
         }
     };
-    find(config, text).map(drop)
+    find(&caches(config), text).map(drop)
 }
 
-/// Replaces `text` with the path of the pulled model that it names. `None` where it is a path, or no valid name.
-fn find(config: &Config, text: &mut String) -> Result<Option<ModelName>, Error> {
+/// Replaces `text` with the path of the pulled model that it names, by the first of `caches` that has it. `None` where it
+/// is a path, or no valid name.
+pub fn find(caches: &[Cache], text: &mut String) -> Result<Option<ModelName>, Error> {
     if Path::new(&text).exists() {
         return Ok(None);
     }
     let Ok(name) = text.parse::<ModelName>() else { return Ok(None) };
-    let caches = caches(config);
     let mut partial = None;
-    for cache in &caches {
+    for cache in caches {
         match cache.find(&name) {
             Ok(Some(path)) => {
                 *text = path.into_os_string().into_string().map_err(|path| {

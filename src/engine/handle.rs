@@ -20,6 +20,7 @@ use super::sequence::{Fork, Sequence};
 use super::shared::{EngineState, Permit, Shared, Signs, Stats};
 use super::step_loop::{EndGuard, Message, StepLoop, Submitted};
 use super::supervised::SupervisedRunner;
+use crate::config::Courtesy;
 use crate::model::{Limits, MAX_BIASES, MAX_LOGPROBS, Runner, RunnerFactory, SamplingParams};
 
 #[derive(Debug, Clone, Copy)]
@@ -74,6 +75,7 @@ impl Engine {
             stats: Mutex::new(Stats::default()),
             signs: Mutex::new(Signs::default()),
             state: Mutex::new(EngineState::default()),
+            courtesy: Mutex::new(Courtesy::NONE),
             probe: AtomicBool::new(false),
             next_id: AtomicU64::new(0),
             draining: AtomicBool::new(false),
@@ -246,6 +248,16 @@ impl EngineHandle {
     pub fn set_queue(&self, queue: usize) {
         assert!((1..=MAX_QUEUE).contains(&queue), "a queue of {queue} requests");
         self.shared.queue.store(queue, Ordering::Relaxed);
+    }
+
+    /// Bounds the share of the device's time that steps take, from the next step on. A bound step takes longer by as much,
+    /// and no step is prepared while another one runs: the device would be left idle between them in any case.
+    pub fn set_courtesy(&self, courtesy: Courtesy) {
+        *self.shared.courtesy.lock().expect("nothing panics under this lock") = courtesy;
+    }
+
+    pub fn courtesy(&self) -> Courtesy {
+        self.shared.courtesy()
     }
 
     /// Refuses new requests. The engine ends when all requests that it has are answered.

@@ -8,6 +8,8 @@
 //! While the device runs one step, the next one is already submitted: an id that is drawn feeds the next step on the
 //! device. The host checks stop ids and limits, and sends events, while the device computes.
 //!
+//! While [`EngineHandle::set_courtesy`] bounds the share of the device's time, steps do not overlap.
+//!
 //! With a draft model, steps do not overlap while a sequence wants draft tokens. The draft model drafts the ids behind
 //! the last known one, and one step of the model verifies all of them.
 //!

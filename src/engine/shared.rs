@@ -8,6 +8,7 @@ use super::block_manager::PoolUse;
 use super::error::{EngineError, SubmitError};
 use super::request::Priority;
 use super::speculation::DraftTotals;
+use crate::config::Courtesy;
 use crate::model::Limits;
 
 /// Counts at the end of the last step. Counts of events are counts since the start.
@@ -77,6 +78,8 @@ pub(super) struct Shared {
     pub(super) stats: Mutex<Stats>,
     pub(super) signs: Mutex<Signs>,
     pub(super) state: Mutex<EngineState>,
+    /// The share of the device's time that the next steps may take.
+    pub(super) courtesy: Mutex<Courtesy>,
     /// Whether a probe was asked for and has not begun.
     pub(super) probe: AtomicBool,
     pub(super) next_id: AtomicU64,
@@ -100,6 +103,10 @@ impl Shared {
     pub(super) fn finished(&self) {
         let signs = Signs { last: Some(Instant::now()), work: None };
         *self.signs.lock().expect("nothing panics under this lock") = signs;
+    }
+
+    pub(super) fn courtesy(&self) -> Courtesy {
+        *self.courtesy.lock().expect("nothing panics under this lock")
     }
 
     pub(super) fn enter(&self, state: EngineState) {

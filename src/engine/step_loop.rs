@@ -84,7 +84,10 @@ impl StepLoop {
                 return;
             }
             self.remove_ended();
-            if !self.runner.is_loaded() && !self.scheduler.is_idle() {
+            if !self.runner.is_loaded() {
+                if self.scheduler.is_idle() {
+                    continue; // whoever asked has left
+                }
                 self.shared.enter(EngineState::Loading);
                 tracing::info!("a request has come: the model is loaded again");
                 if !self.load() {
@@ -241,9 +244,9 @@ impl StepLoop {
         self.answers.remove(&id).expect("every sequence has an answer")
     }
 
-    /// A failure of the device, with the step that failed and those in flight behind it.
-    fn failure(&self, error: RunnerError, step: &Step) -> Failure {
-        let steps = self.in_flight.iter().map(|in_flight| &in_flight.step).chain([step]);
+    /// A failure of the device, with the step that failed, if one did, and those in flight.
+    fn failure(&self, error: RunnerError, step: Option<&Step>) -> Failure {
+        let steps = self.in_flight.iter().map(|in_flight| &in_flight.step).chain(step);
         Failure { error, sequences: self.scheduler.sequences_in(steps) }
     }
 
@@ -251,7 +254,16 @@ impl StepLoop {
     fn step(&mut self) -> Result<Duration, Failure> {
         let mut drafting = Duration::ZERO;
         self.shared.begins(Work::Step);
-        while self.in_flight.len() < self.shared.limits.max_in_flight {
+        let courtesy = self.shared.courtesy();
+        match self.runner.set_courtesy(courtesy) {
+            Ok(false) => {}
+            // Steps take longer or shorter from now on than what was learnt.
+            Ok(true) => self.pace = Pace::new(),
+            Err(error) => return Err(self.failure(error, None)),
+        }
+        // A second step's submits would wait for gaps while the first one's results lie there.
+        let most = if courtesy.is_bound() { 1 } else { self.shared.limits.max_in_flight };
+        while self.in_flight.len() < most {
             match draft(&mut self.scheduler, self.runner.loaded(), self.in_flight.len()) {
                 Ok(Some(took)) => drafting += took,
                 Ok(None) => break,
@@ -271,7 +283,7 @@ impl StepLoop {
             }
             let ticket = match step.submit(self.runner.loaded()) {
                 Ok(ticket) => ticket,
-                Err(error) => return Err(self.failure(error, &step)),
+                Err(error) => return Err(self.failure(error, Some(&step))),
             };
             self.stats.steps += 1;
             self.stats.step_tokens += step.load.tokens as u64;
@@ -285,7 +297,7 @@ impl StepLoop {
             return Ok(drafting);
         };
         let before = Instant::now();
-        let sampled = self.runner.loaded().wait(ticket).map_err(|error| self.failure(error, &step))?;
+        let sampled = self.runner.loaded().wait(ticket).map_err(|error| self.failure(error, Some(&step)))?;
         self.shared.finished();
         let done = Instant::now();
         self.pace.observe(step.load, done - submitted.max(self.last_done));

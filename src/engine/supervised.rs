@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
+use crate::config::Courtesy;
 use crate::model::{Limits, Runner, RunnerError, RunnerFactory};
 
 /// Two losses within this time that are no sequence's fault are one too many: the device does not recover.
@@ -16,6 +17,8 @@ pub(super) struct SupervisedRunner {
     idle_unload: Option<Duration>,
     limits: Limits,
     has_draft: bool,
+    /// What the present runner was told.
+    courtesy: Courtesy,
     /// When the device was last lost by no sequence's fault.
     lost: Option<Instant>,
 }
@@ -27,7 +30,15 @@ impl SupervisedRunner {
         idle_unload: Option<Duration>,
     ) -> Self {
         let (limits, has_draft) = (runner.limits(), runner.has_draft());
-        Self { runner: Some(runner), factory, idle_unload, limits, has_draft, lost: None }
+        Self {
+            runner: Some(runner),
+            factory,
+            idle_unload,
+            limits,
+            has_draft,
+            courtesy: Courtesy::NONE,
+            lost: None,
+        }
     }
 
     pub(super) fn limits(&self) -> Limits {
@@ -41,6 +52,17 @@ impl SupervisedRunner {
     /// The runner, which is loaded.
     pub(super) fn loaded(&mut self) -> &mut dyn Runner {
         &mut **self.runner.as_mut().expect("the model is loaded")
+    }
+
+    /// Tells the runner, which is loaded, what share of the device's time it may take. Returns whether that is another one
+    /// than before.
+    pub(super) fn set_courtesy(&mut self, courtesy: Courtesy) -> Result<bool, RunnerError> {
+        if self.courtesy == courtesy {
+            return Ok(false);
+        }
+        self.loaded().set_courtesy(courtesy)?;
+        self.courtesy = courtesy;
+        Ok(true)
     }
 
     pub(super) fn is_loaded(&self) -> bool {
@@ -81,6 +103,7 @@ impl SupervisedRunner {
             )));
         }
         self.runner = Some(runner);
+        self.courtesy = Courtesy::NONE;
         Ok(())
     }
 }

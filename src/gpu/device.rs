@@ -10,6 +10,7 @@ use super::GpuError;
 use super::cache::Cache;
 use super::choose::{DevicePolicy, choose};
 use super::counts::{Counts, Profile};
+use super::courtesy::Pacer;
 use super::enumerate::enumerate;
 use super::heaps::{Heaps, heap_infos};
 use super::info::{DeviceInfo, DeviceKind, QueueKind};
@@ -19,10 +20,13 @@ use super::placement::Machine;
 use super::rehearsal::Rehearsal;
 use super::residency::{self, MemoryUse};
 use super::shader::Shader;
+use crate::config::Courtesy;
 
 /// How long a GPU, and software Vulkan, may finish nothing before they count as hung, where the policy does not say.
 const HANG_TIMEOUT: Duration = Duration::from_secs(10);
 const SOFTWARE_HANG_TIMEOUT: Duration = Duration::from_secs(120);
+/// How often a gap between submits is told as progress. Whoever watches [`Device::progress`] waits for much longer.
+const REST: Duration = Duration::from_millis(50);
 /// How often a wait looks whether the device gets on.
 const SLICE: Duration = Duration::from_millis(250);
 
@@ -57,6 +61,12 @@ pub struct Device {
     short_of_memory: AtomicU64,
     /// The highest value that the timeline is known to have reached.
     reached: AtomicU64,
+    pacer: Mutex<Pacer>,
+    /// Slices of gaps between submits that have passed.
+    rests: AtomicU64,
+    /// Nanoseconds for which submits were held back, and for which the device computed timed submissions.
+    rested_ns: AtomicU64,
+    busy_ns: AtomicU64,
     // The last fields, in this order, because the logical device must be dropped before the instance.
     pub(super) raw: RawDevice,
     instance: Instance,
@@ -157,6 +167,10 @@ impl Device {
             counts: Mutex::default(),
             short_of_memory: AtomicU64::new(0),
             reached: AtomicU64::new(0),
+            pacer: Mutex::default(),
+            rests: AtomicU64::new(0),
+            rested_ns: AtomicU64::new(0),
+            busy_ns: AtomicU64::new(0),
             raw,
             instance,
         };
@@ -341,15 +355,65 @@ impl Device {
         self.hang_timeout
     }
 
-    /// How many submits the device has finished. A number that stands still while work is under way is that of a device
-    /// that hangs.
+    /// A number that grows with each submit that the device finishes, and while a gap keeps it idle. If it stands still
+    /// while work is under way, the device hangs.
     pub fn progress(&self) -> u64 {
+        self.finished() + self.rests.load(Ordering::Relaxed)
+    }
+
+    /// How many submits the device has finished.
+    fn finished(&self) -> u64 {
         // SAFETY: the semaphore is this device's.
         unsafe { self.raw.get_semaphore_counter_value(self.timeline) }.unwrap_or(0)
     }
 
-    /// Puts recorded command buffers on the queue, behind everything submitted before. Returns the timeline value that
-    /// the device reaches when they have run.
+    /// Bounds the share of the device's time that the submits from now on take. Each submit then waits until the device
+    /// has finished all others, and for a gap behind them. Results do not depend on it.
+    pub fn set_courtesy(&self, courtesy: Courtesy) {
+        self.pacer.lock().unwrap().set(courtesy);
+    }
+
+    pub fn courtesy(&self) -> Courtesy {
+        self.pacer.lock().unwrap().courtesy()
+    }
+
+    /// How long submits were held back for the sake of courtesy, since the device was opened.
+    pub fn rested(&self) -> Duration {
+        Duration::from_nanos(self.rested_ns.load(Ordering::Relaxed))
+    }
+
+    /// How long the device computed steps, by its own clock, since it was opened; `None` if its queue has no clock.
+    pub fn busy(&self) -> Option<Duration> {
+        (self.timestamp_bits > 0).then(|| Duration::from_nanos(self.busy_ns.load(Ordering::Relaxed)))
+    }
+
+    pub(super) fn count_busy(&self, took: Duration) {
+        self.busy_ns.fetch_add(took.as_nanos() as u64, Ordering::Relaxed);
+    }
+
+    /// Leaves the device idle for as long as courtesy wants before the next submit.
+    fn rest(&self) -> Result<(), GpuError> {
+        if !self.courtesy().is_bound() {
+            return Ok(());
+        }
+        let last = self.queue.lock().unwrap().last_value;
+        self.wait(last, "the submit before this one")?;
+        let Some(until) = self.pacer.lock().unwrap().idle_until() else { return Ok(()) };
+        let began = Instant::now();
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            std::thread::sleep(left.min(REST));
+            self.rests.fetch_add(1, Ordering::Relaxed);
+        }
+        self.rested_ns.fetch_add(began.elapsed().as_nanos() as u64, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Puts recorded command buffers on the queue, behind everything submitted before, and at once unless courtesy wants
+    /// a gap ([`Device::set_courtesy`]). Returns the timeline value that the device reaches when they have run.
     pub(super) fn submit_to_queue(
         &self,
         commands: &[vk::CommandBuffer],
@@ -357,6 +421,7 @@ impl Device {
     ) -> Result<u64, GpuError> {
         let info = |raw: &vk::CommandBuffer| vk::CommandBufferSubmitInfo::default().command_buffer(*raw);
         let commands: Vec<_> = commands.iter().map(info).collect();
+        self.rest()?;
         let attempt = || {
             // The queue is not locked during the pauses between attempts. Other threads submit with values of their own
             // meanwhile.
@@ -368,10 +433,12 @@ impl Device {
                 .stage_mask(vk::PipelineStageFlags2::ALL_COMMANDS)];
             let submit =
                 [vk::SubmitInfo2::default().command_buffer_infos(&commands).signal_semaphore_infos(&signal)];
+            let began = Instant::now();
             // SAFETY: the queue is locked; the recorder keeps what the commands use alive until `value` passes.
             unsafe { self.raw.queue_submit2(queue.raw, &submit, vk::Fence::null()) }
                 .map_err(GpuError::of(what))?;
             queue.last_value = value;
+            self.pacer.lock().unwrap().submitted(value, began);
             Ok(value)
         };
         self.retry_out_of_memory(attempt).inspect_err(|error| {
@@ -391,14 +458,14 @@ impl Device {
         let info = vk::SemaphoreWaitInfo::default().semaphores(&semaphores).values(&values);
         let wait = || {
             // Slices are counted instead of time, so that a process that was stopped meanwhile does not blame the device.
-            let (mut reached, mut still) = (self.progress(), Duration::ZERO);
+            let (mut reached, mut still) = (self.finished(), Duration::ZERO);
             loop {
                 // SAFETY: the semaphore is this device's.
                 match unsafe { self.raw.wait_semaphores(&info, SLICE.as_nanos() as u64) } {
                     Err(vk::Result::TIMEOUT) => {}
                     result => return result.map_err(GpuError::of(what)),
                 }
-                let now = self.progress();
+                let now = self.finished();
                 still = if now == reached { still + SLICE } else { Duration::ZERO };
                 reached = now;
                 if still >= self.hang_timeout {
@@ -410,6 +477,7 @@ impl Device {
         // Whatever the error was, the work may still run.
         self.retry_out_of_memory(wait).inspect_err(|_| self.mark_lost())?;
         self.reached.fetch_max(value, Ordering::AcqRel);
+        self.pacer.lock().unwrap().finished(value, Instant::now());
         self.instance.log.check()
     }
 

@@ -9,6 +9,7 @@ mod choose;
 #[doc(hidden)]
 pub mod compiler;
 mod counts;
+mod courtesy;
 mod device;
 mod enumerate;
 mod error;

@@ -294,7 +294,9 @@ impl Submission {
         }
         let mut ticks = [0u64; 2];
         read_timestamps(&self.device, self.span, &mut ticks)?;
-        self.took = Some(Duration::from_nanos(self.device.nanoseconds(ticks[0], ticks[1])));
+        let took = Duration::from_nanos(self.device.nanoseconds(ticks[0], ticks[1]));
+        self.device.count_busy(took);
+        self.took = Some(took);
         Ok(())
     }
 

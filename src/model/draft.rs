@@ -26,6 +26,7 @@ use super::{
     Batch, BatchSequence, DraftRequest, Draw, Input, Limits, Runner, RunnerError, Sampled, Sampling, Ticket,
 };
 use crate::checkpoint::ModelFiles;
+use crate::config::Courtesy;
 use crate::gpu::Device;
 
 /// Loads a model and its draft model into device memory, for a context that both support. The options for weights apply
@@ -138,6 +139,11 @@ impl Runner for Drafted {
 
     fn masks(&mut self, ticket: &Ticket, words: &[Arc<[u32]>]) -> Result<(), RunnerError> {
         self.model.masks(ticket, words)
+    }
+
+    fn set_courtesy(&mut self, courtesy: Courtesy) -> Result<(), RunnerError> {
+        // Both models are on one device.
+        self.model.set_courtesy(courtesy)
     }
 
     fn wait(&mut self, ticket: Ticket) -> Result<Sampled, RunnerError> {

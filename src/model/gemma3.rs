@@ -17,6 +17,7 @@ use super::self_test::SelfTest;
 use super::step::{self, Frame, LayerWork, Part, PoolRequest, Submit, Wanted};
 use super::{Batch, BatchSequence, Limits, Runner, RunnerError, Sampled, Sampling, Ticket};
 use crate::checkpoint::LayerValues;
+use crate::config::Courtesy;
 use crate::gpu::placement::Placement;
 use crate::gpu::residency::Residency;
 use crate::gpu::{Buffer, Device, GpuError, Recorder};
@@ -91,9 +92,11 @@ pub struct Gemma3 {
     /// The rest of the step that was submitted last, while that step waits for its masks.
     pub(super) closing: Option<Closing>,
     pub(super) next_ticket: u64,
-    /// The rates of the device, learned from earlier submits, and the longest time that a submit may take.
+    /// The rates of the device, learned from earlier submits, and the longest time that a submit may take: in general,
+    /// and while courtesy bounds the share of the device's time.
     pub(super) rates: Rates,
     pub(super) max_submit: Duration,
+    pub(super) max_courteous_submit: Duration,
     pub(super) placements: Vec<Placement>,
     pub(super) loaded: Loaded,
     pub(super) residency: Residency,
@@ -306,7 +309,11 @@ impl Gemma3 {
         let logits = Work::draws((c.hidden_size * c.vocab_size) as u64, wanted.rows.len());
         let closing =
             (!wanted.rows.is_empty() || !wanted.pooling.is_empty()).then_some((logits, wanted.masks > 0));
-        step::plan(&layers, tokens, closing, &self.rates, self.max_submit)
+        let limit = match self.device.courtesy().is_bound() {
+            true => self.max_submit.min(self.max_courteous_submit),
+            false => self.max_submit,
+        };
+        step::plan(&layers, tokens, closing, &self.rates, limit)
     }
 }
 
@@ -353,6 +360,11 @@ impl Runner for Gemma3 {
         assert_eq!(self.in_flight.back(), Some(&ticket.0), "masks of another step than the last one");
         let closing = self.closing.take().expect("a step whose draws have masks");
         Ok(self.close(ticket.0 as usize % MAX_IN_FLIGHT, &closing, words)?)
+    }
+
+    fn set_courtesy(&mut self, courtesy: Courtesy) -> Result<(), RunnerError> {
+        self.device.set_courtesy(courtesy);
+        Ok(())
     }
 
     fn wait(&mut self, ticket: Ticket) -> Result<Sampled, RunnerError> {

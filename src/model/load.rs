@@ -42,6 +42,9 @@ pub struct LoadOptions {
     /// The longest GPU time of a submit, as predicted from earlier submits. Tests set less than any submit takes, so
     /// that steps of small models are cut too.
     pub max_submit: Duration,
+    /// The longest GPU time of a submit while courtesy bounds the share of the device's time. Half of a frame of a desktop
+    /// at 60 Hz by default: the desktop's own work then starts within the frame that it is for.
+    pub max_courteous_submit: Duration,
     /// Limits on the device's memory.
     pub memory: placement::Limits,
     /// Precision of products of matrices and activations.
@@ -69,6 +72,7 @@ impl Default for LoadOptions {
             kv: KvDtype::F32,
             block_size: DEFAULT_BLOCK_SIZE,
             max_submit: Duration::from_millis(200),
+            max_courteous_submit: Duration::from_millis(8),
             memory: placement::Limits::default(),
             precision: Precision::F32,
             tiles: None,
@@ -430,6 +434,7 @@ impl Load<'_> {
             next_ticket: 0,
             rates: Rates::default(),
             max_submit: options.max_submit,
+            max_courteous_submit: options.max_courteous_submit,
             placements: Vec::new(),
             loaded,
             residency: Residency::Unknown,

@@ -12,6 +12,7 @@ use std::sync::atomic::AtomicBool;
 use serde::{Deserialize, Serialize};
 
 use super::sampling::SamplingParams;
+use crate::config::Courtesy;
 pub use crate::kernels::MAX_LOGPROBS;
 
 /// The most biases of one draw.
@@ -283,14 +284,18 @@ pub enum RunnerError {
 pub trait Runner: Send {
     fn limits(&self) -> Limits;
 
-    /// Hands one step to the device and returns at once. Panics if the batch breaks [`Limits`], which is a bug of the
-    /// caller.
+    /// Hands one step to the device and returns at once, or with its last submit where courtesy is bound. Panics if the
+    /// batch breaks [`Limits`], which is a bug of the caller.
     fn submit(&mut self, batch: &Batch, sampling: &Sampling) -> Result<Ticket, RunnerError>;
 
     /// Gives the step that was submitted last the masks of its masked draws, in their order. A step with masked draws
     /// gets its masks once, before anything else is submitted or waited for; the device computes the step's layers
     /// meanwhile. Bit `id % 32` of word `id / 32` is set where an id may come, for the whole vocabulary.
     fn masks(&mut self, ticket: &Ticket, words: &[Arc<[u32]>]) -> Result<(), RunnerError>;
+
+    /// Bounds the share of the device's time that this runner takes from its next submit on: submits get shorter, and
+    /// gaps come between them. Results do not depend on it. A new runner has [`Courtesy::NONE`].
+    fn set_courtesy(&mut self, courtesy: Courtesy) -> Result<(), RunnerError>;
 
     /// Blocks until the step is done; bounded in time.
     fn wait(&mut self, ticket: Ticket) -> Result<Sampled, RunnerError>;

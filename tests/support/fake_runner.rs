@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
+use unicorn::config::Courtesy;
 use unicorn::model::{
     Batch, BatchSequence, BlockCopy, BlockPool, DraftRequest, Draw, Input, KvLimits, Limits, Logprobs,
     Runner, RunnerError, RunnerFactory, Sampled, Sampling, Ticket,
@@ -189,6 +190,8 @@ pub struct FakeRunner {
     /// By slot: sums of hidden states.
     sums: Vec<[f32; 3]>,
     tickets: u64,
+    /// Whether the share of the device's time is bounded.
+    is_bound: bool,
     pending: VecDeque<(Ticket, Sampled)>,
     /// The last step and the texts of its sequences, while it waits for masks.
     unmasked: Option<(Batch, Sampling, Vec<Vec<u32>>)>,
@@ -208,6 +211,7 @@ impl FakeRunner {
             history: vec![vec![u32::MAX; limits.max_context]; limits.max_sequences],
             sums: vec![[f32::NAN; 3]; limits.max_sequences],
             tickets: 0,
+            is_bound: false,
             pending: VecDeque::new(),
             unmasked: None,
             control: control.clone(),
@@ -307,7 +311,8 @@ impl Runner for FakeRunner {
     }
 
     fn submit(&mut self, batch: &Batch, sampling: &Sampling) -> Result<Ticket, RunnerError> {
-        assert!(self.pending.len() < self.limits.max_in_flight, "more in flight than there may be");
+        let most = if self.is_bound { 1 } else { self.limits.max_in_flight };
+        assert!(self.pending.len() < most, "more in flight than there may be");
         assert!(self.unmasked.is_none(), "a step before the masks of the last one");
         self.check_shape(batch, sampling);
         self.control.record(batch)?;
@@ -363,6 +368,12 @@ impl Runner for FakeRunner {
         assert_eq!(*ticket, Ticket(self.tickets), "masks of another step than the last one");
         let (batch, sampling, texts) = self.unmasked.take().expect("a step whose draws have masks");
         self.sample(&batch, &sampling, &texts, words);
+        Ok(())
+    }
+
+    fn set_courtesy(&mut self, courtesy: Courtesy) -> Result<(), RunnerError> {
+        self.is_bound = courtesy.is_bound();
+        self.control.set(|s| s.courtesies.push((s.batches.len(), courtesy)));
         Ok(())
     }
 
@@ -475,6 +486,7 @@ pub struct Control(Arc<(Mutex<ControlState>, Condvar)>);
 #[derive(Default)]
 struct ControlState {
     batches: Vec<Batch>,
+    courtesies: Vec<(usize, Courtesy)>,
     drafts: Vec<Vec<Vec<u32>>>,
     draws: usize,
     /// Steps that may finish; none is all.
@@ -597,6 +609,11 @@ impl Control {
 
     pub fn batches(&self) -> Vec<Batch> {
         self.lock().batches.clone()
+    }
+
+    /// Every courtesy that runners were told, and the number of steps submitted before.
+    pub fn courtesies(&self) -> Vec<(usize, Courtesy)> {
+        self.lock().courtesies.clone()
     }
 
     /// The draft tokens of each call of the draft model, by request.

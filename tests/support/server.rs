@@ -11,7 +11,8 @@ use tempfile::TempDir;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 use unicorn::api::{
-    self, Connections, Facts, HeapNow, KernelTime, MemoryNow, Now, Placed, ProcessNow, SelfTested, Submitted,
+    self, Connections, CourtesyNow, Facts, HeapNow, KernelTime, MemoryNow, Now, Placed, ProcessNow,
+    SelfTested, Submitted,
 };
 
 use super::app::App;
@@ -124,14 +125,23 @@ pub fn facts() -> Facts {
             let heaps = vec![HeapNow { heap: "heap 0".into(), size_bytes: 23, free_bytes: 9 }];
             let memory = MemoryNow { heaps, vram: Some(11), gtt: None, resident: Some(13) };
             let declared = vec![("norms".into(), 17)];
-            let submitted =
-                Submitted { dispatches: 3, copies: 5, barriers: 4, memory_shortages: 6, declared };
+            let [busy, rested] = [750, 250].map(Duration::from_millis);
+            let submitted = Submitted {
+                dispatches: 3,
+                copies: 5,
+                barriers: 4,
+                memory_shortages: 6,
+                busy: Some(busy),
+                rested,
+                declared,
+            };
             let time = Duration::from_millis(500);
             let kernels = vec![KernelTime { kernel: "matmul".into(), dispatches: 2, time }];
             let processor = [1500, 2500].map(|ms| Some(Duration::from_millis(ms)));
             let [processor, device_processor] = processor;
             let process = ProcessNow { processor, device_processor, open_files: Some(31), most_files: None };
-            Now { memory, submitted: Some(submitted), kernels, process }
+            let courtesy = Some(CourtesyNow { share: 0.5, holds: true, sessions_known: true });
+            Now { memory, submitted: Some(submitted), kernels, process, courtesy }
         }),
     }
 }

@@ -169,6 +169,8 @@ enum Live {
 /// Waits for a sign of the device, no longer than a probe may take.
 async fn proof(engine: &EngineHandle, patience: Duration) -> Health {
     let (asked, probe) = (Instant::now(), PROBE.min(patience));
+    // A step with gaps between its submits takes longer by as much.
+    let patience = patience.div_f64(engine.courtesy().share());
     loop {
         let health = Health::of(Some(engine));
         if !matches!(health, Health::Ok) {

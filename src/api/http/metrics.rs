@@ -237,7 +237,13 @@ fn of_device(out: &mut Exposition<'_>, server: &Server) {
     for placed in &facts.placements {
         out.sample(&[("class", &placed.class), ("heap", &placed.heap)], placed.bytes);
     }
-    let Now { memory, submitted, kernels, process } = (facts.now)();
+    let Now { memory, submitted, kernels, process, courtesy } = (facts.now)();
+    out.family(
+        "unicorn_courtesy_share",
+        "gauge",
+        "Share of the device's time that steps may take now; 1 is no bound.",
+    )
+    .sample(&[], courtesy.filter(|courtesy| courtesy.holds).map_or(1.0, |courtesy| courtesy.share));
     if !memory.heaps.is_empty() {
         out.family("unicorn_gpu_heap_size_bytes", "gauge", "Memory of the device, by heap.");
         for heap in &memory.heaps {
@@ -293,6 +299,16 @@ fn of_device(out: &mut Exposition<'_>, server: &Server) {
         for (name, help, value) in counters {
             out.family(name, "counter", help).sample(&[], value);
         }
+        if let Some(busy) = submitted.busy {
+            let help = "Time in which the device computed steps, by its own clock.";
+            out.family("unicorn_gpu_busy_seconds_total", "counter", help).sample(&[], busy.as_secs_f64());
+        }
+        out.family(
+            "unicorn_courtesy_held_seconds_total",
+            "counter",
+            "Time for which submits were held back, so that others have the device.",
+        )
+        .sample(&[], submitted.rested.as_secs_f64());
         let help = "Bytes that dispatches and copies declared to read or write, in whole ranges.";
         out.family("unicorn_gpu_declared_bytes_total", "counter", help);
         for (class, bytes) in &submitted.declared {

@@ -9,7 +9,7 @@ use axum::extract::State;
 use serde::Serialize;
 use utoipa::ToSchema;
 
-use crate::api::facts::{HeapNow, KernelTime, MemoryNow, Placed, SelfTested};
+use crate::api::facts::{CourtesyNow, HeapNow, KernelTime, MemoryNow, Placed, SelfTested};
 use crate::api::http::health::{Health, HealthName};
 use crate::api::openapi::AuthErrors;
 use crate::api::server::Server;
@@ -46,6 +46,10 @@ pub(in crate::api) struct Status {
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     device: Option<StatusDevice>,
+    /// Absent if `engine.courtesy` is 1.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    courtesy: Option<CourtesyNow>,
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     memory: Option<StatusMemory>,
@@ -210,7 +214,9 @@ pub(in crate::api) async fn status(State(server): State<Arc<Server>>) -> Json<St
     let (stats, limits) =
         (engine.as_ref().map(|(stats, _)| stats), engine.as_ref().map(|(_, limits)| limits));
     let facts = server.facts();
-    let (memory, kernels) = facts.map(|facts| (facts.now)()).map(|now| (now.memory, now.kernels)).unzip();
+    let now = facts.map(|facts| (facts.now)());
+    let courtesy = now.as_ref().and_then(|now| now.courtesy);
+    let (memory, kernels) = now.map(|now| (now.memory, now.kernels)).unzip();
     let kernel = |KernelTime { kernel, dispatches, time }| StatusKernel {
         kernel,
         dispatches,
@@ -262,6 +268,7 @@ pub(in crate::api) async fn status(State(server): State<Arc<Server>>) -> Json<St
             driver: facts.driver.clone(),
             self_test: facts.self_test,
         }),
+        courtesy,
         memory: facts.zip(memory).map(|(facts, memory)| {
             let MemoryNow { heaps, vram, gtt, resident } = memory;
             StatusMemory {

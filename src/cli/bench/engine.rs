@@ -19,7 +19,7 @@ use crate::cli::load::{self, EndEngine, Watch};
 use crate::cli::process::resident_bytes;
 use crate::cli::progress::Bar;
 use crate::cli::terminal::{bytes, print};
-use crate::config::Config;
+use crate::config::{Config, Courtesy};
 use crate::engine::{DraftTotals, Drafts, EngineHandle, Event, Request, Stats, Timings};
 
 /// The measurements of one `unicorn bench engine`.
@@ -38,6 +38,7 @@ struct Measured {
     /// Draft tokens, if there is a draft model.
     drafts: Option<DraftTotals>,
     together: Vec<Together>,
+    courteous: Vec<Courteous>,
     /// Resident memory in bytes: now, and at its peak.
     memory: (Option<u64>, Option<u64>),
     placement: Vec<(String, u64)>,
@@ -104,6 +105,7 @@ fn measure(config: &Config, args: &args::BenchEngine) -> Result<(Measured, EndEn
         windows.sort_by(|a, b| a.tokens_per_s.total_cmp(&b.tokens_per_s));
         together.push(windows.swap_remove(windows.len() / 2));
     }
+    let courteous = with_courtesy(&engine, args, prompts, &|| profiler.0.busy())?;
     let prompt_n = args.prompt_tokens as usize;
     let prefill = median(runs.iter().map(|t| rate(prompt_n, t.prefill)));
     // The prefill yields the first token.
@@ -121,6 +123,7 @@ fn measure(config: &Config, args: &args::BenchEngine) -> Result<(Measured, EndEn
         host,
         drafts,
         together,
+        courteous,
         memory: resident_bytes(),
         placement,
         kernels,
@@ -151,6 +154,7 @@ impl Measured {
             "host_us_per_sequence_step": host.per_share,
             "guesses": self.drafts.as_ref().map(drafts_json),
             "streams": self.together.iter().map(Together::json).collect::<Vec<_>>(),
+            "courtesy": self.courteous.iter().map(Courteous::json).collect::<Vec<_>>(),
             "rss_bytes": rss,
             "peak_rss_bytes": peak,
             "placement": placement,
@@ -203,6 +207,21 @@ impl Measured {
                 t.host.per_step,
                 t.host.per_share,
                 t.preemptions,
+            ));
+        }
+        if !self.courteous.is_empty() {
+            let runs = args.runs;
+            text.push_str(&format!(
+                "courtesy  device busy  prefill tokens/s  decode tokens/s (medians of {runs}, by turns)\n"
+            ));
+        }
+        for c in &self.courteous {
+            let busy = c.busy.map_or("unknown".into(), |busy| format!("{busy:.3}"));
+            text.push_str(&format!(
+                "{:8} {busy:>12} {:17.1} {:16.1}\n",
+                c.courtesy.share(),
+                c.prefill,
+                c.decode
             ));
         }
         if !self.kernels.is_empty() {
@@ -298,6 +317,62 @@ impl Together {
             "host_us_per_sequence_step": self.host.per_share,
         })
     }
+}
+
+/// Measurements of one stream with a bound on the share of the device's time.
+struct Courteous {
+    courtesy: Courtesy,
+    /// Share of the time, of prefill and decode together, in which the device computed by its own clock.
+    busy: Option<f64>,
+    prefill: f64,
+    decode: f64,
+}
+
+impl Courteous {
+    fn json(&self) -> Value {
+        json!({
+            "courtesy": self.courtesy.share(),
+            "busy": self.busy,
+            "prefill_tokens_per_s": self.prefill,
+            "decode_tokens_per_s": self.decode,
+        })
+    }
+}
+
+/// Runs one stream with each of the shares by turns. `busy` is how long the device has computed so far.
+fn with_courtesy(
+    engine: &EngineHandle,
+    args: &args::BenchEngine,
+    first_prompt: u32,
+    busy: &dyn Fn() -> Option<Duration>,
+) -> Result<Vec<Courteous>, Error> {
+    let shares = args.courtesy.len() as u32;
+    let mut runs: Vec<Vec<(Option<f64>, Timings)>> = vec![Vec::new(); args.courtesy.len()];
+    let bar = Bar::tokens("measuring courtesy", u64::from(args.runs * shares * args.generate_tokens));
+    let mut done = 0;
+    for turn in 0..args.runs {
+        for (i, courtesy) in (0..).zip(&args.courtesy) {
+            engine.set_courtesy(*courtesy);
+            let (since, before) = (Instant::now(), busy());
+            let prompt = first_prompt + turn * shares + i;
+            let timings = run(engine, args, prompt, &mut |n| bar.set(done + n as u64))?;
+            let computed = before.and_then(|before| Some(busy()? - before));
+            let share = computed.map(|computed| computed.as_secs_f64() / since.elapsed().as_secs_f64());
+            runs[i as usize].push((share, timings));
+            done += u64::from(args.generate_tokens);
+        }
+    }
+    engine.set_courtesy(Courtesy::NONE);
+    let measured = args.courtesy.iter().zip(runs).map(|(courtesy, runs)| Courteous {
+        courtesy: *courtesy,
+        busy: runs
+            .iter()
+            .all(|(busy, _)| busy.is_some())
+            .then(|| median(runs.iter().filter_map(|(busy, _)| *busy))),
+        prefill: median(runs.iter().map(|(_, t)| rate(args.prompt_tokens as usize, t.prefill))),
+        decode: median(runs.iter().map(|(_, t)| rate(t.predicted_n - 1, t.decode))),
+    });
+    Ok(measured.collect())
 }
 
 /// Decodes with `n` streams, and measures from the first token of the last stream on. Earlier streams go on meanwhile,

@@ -39,7 +39,9 @@ pub fn doctor(config: &Config, args: &args::Doctor) -> Result<(), Error> {
         return Err(Error::Argument(format!("--root {}: there is no such folder", root.display())));
     }
     let root = args.root.as_deref().unwrap_or(Path::new("/"));
-    let report = Report::new(root.display().to_string(), findings(&machine, config, args));
+    let mut config = config.clone();
+    let not_there = model::locate(&machine, &mut config, args);
+    let report = Report::new(root.display().to_string(), findings(&machine, &config, args, not_there));
     print(&match (args.json, args.fix) {
         (true, _) => report.as_json(),
         (false, true) => report.as_script(),
@@ -51,7 +53,13 @@ pub fn doctor(config: &Config, args: &args::Doctor) -> Result<(), Error> {
     }
 }
 
-fn findings(machine: &Machine, config: &Config, args: &args::Doctor) -> Vec<Finding> {
+/// Every finding. `not_there` is that of a model that is not on the machine, about which nothing else can be said.
+fn findings(
+    machine: &Machine,
+    config: &Config,
+    args: &args::Doctor,
+    not_there: Option<Finding>,
+) -> Vec<Finding> {
     let log = machine.kernel_log();
     let gpus = gpu::gpus(machine);
     let gpu = gpus.first();
@@ -77,7 +85,10 @@ fn findings(machine: &Machine, config: &Config, args: &args::Doctor) -> Vec<Find
     }
     findings.extend(of_gpu);
     findings.extend(memory::check(machine, gpu.filter(|_| is_amd)));
-    findings.extend(model::check(machine, &loader, gpu.filter(|_| is_amd), config, args));
+    match not_there {
+        Some(finding) => findings.push(finding),
+        None => findings.extend(model::check(machine, &loader, gpu.filter(|_| is_amd), config, args)),
+    }
     findings.extend(service::check(machine, config));
     findings.extend(npu::check(machine, &log));
     findings

@@ -1,4 +1,5 @@
-//! Checks of a model on this machine: whether it fits, by the plan that a load follows, and how fast the disk reads it.
+//! Checks of a model on this machine: whether it was pulled, whether it fits, by the plan that a load follows, and how fast
+//! the disk reads it.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read};
@@ -11,10 +12,13 @@ use super::machine::{Machine, Pci};
 use super::memory::{Sizes, pages_limit};
 use crate::cli::args;
 use crate::cli::devices::Loader;
+use crate::cli::error::Error;
 use crate::cli::load;
+use crate::cli::models;
 use crate::cli::plan;
 use crate::cli::terminal::bytes;
 use crate::config::Config;
+use crate::hub::{Cache, HubError, ModelName};
 
 /// The most that is read to measure the disk, and the longest that it takes.
 const DISK_BYTES: u64 = 256 << 20;
@@ -24,6 +28,68 @@ const SECTOR: usize = 4096;
 const PIECE: usize = 4 << 20;
 /// A disk of fewer bytes per second than this makes a start long.
 const SLOW: f64 = 500e6;
+
+/// Replaces the names of the model and its draft with the paths of the pulled models. Returns a finding if one of them is
+/// not there. What the configuration of a machine below another root names lies below that root, and what `--model` names
+/// on this machine.
+pub fn locate(machine: &Machine, config: &mut Config, args: &args::Doctor) -> Option<Finding> {
+    if args.shape.is_some() {
+        return None;
+    }
+    let is_below_root = machine.is_redirected() && args.model.is_none();
+    if is_below_root {
+        let Config { model, models, .. } = config;
+        for path in [&mut model.path, &mut model.draft, &mut models.dir].into_iter().flatten() {
+            if path.starts_with('/') {
+                *path = machine.path(path).to_string_lossy().into_owned();
+            }
+        }
+    }
+    let caches = match is_below_root {
+        // Which user's cache a server there would look into is not known.
+        true => config.models.dir.iter().map(Cache::system).collect(),
+        false => models::caches(config),
+    };
+    let mut names = [&mut config.model.path, &mut config.model.draft].into_iter().flatten();
+    names.find_map(|name| models::find(&caches, name).err()).map(not_there)
+}
+
+/// The finding of a model that cannot be served, since it is not on the machine.
+fn not_there(error: Error) -> Finding {
+    match error {
+        Error::Hub(HubError::NotPulled { name, roots }) if roots.is_empty() => Finding::note(
+            "fit-unknown",
+            format!("not known: whether {name} was pulled, and whether it fits"),
+        )
+        .cause(
+            "the configuration names no folder for models (models.dir), and whose cache has it is not known",
+        ),
+        Error::Hub(HubError::NotPulled { name, roots }) => {
+            let roots: Vec<String> = roots.iter().map(|root| root.display().to_string()).collect();
+            Finding::problem(
+                "model-not-pulled",
+                format!("{name} is to be served, and is not on this machine"),
+            )
+            .cause(format!("nothing of it lies in {}", roots.join(" or ")))
+            .command(pull(&name))
+        }
+        Error::Hub(HubError::Partial { name }) => {
+            Finding::problem("model-partial", format!("{name} is to be served, and is here only in part"))
+                .cause("a pull of it was interrupted, and goes on where it stopped")
+                .command(pull(&name))
+        }
+        error => Finding::problem("model-unreadable", error.to_string()),
+    }
+}
+
+/// The command that pulls a model, as the shell reads it.
+fn pull(name: &ModelName) -> String {
+    let name = name.to_string();
+    match name.chars().all(|c| c.is_ascii_alphanumeric() || "/@:._-+".contains(c)) {
+        true => format!("unicorn pull {name}"),
+        false => format!("unicorn pull '{}'", name.replace('\'', r"'\''")),
+    }
+}
 
 pub fn check(
     machine: &Machine,

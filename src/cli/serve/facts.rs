@@ -2,21 +2,29 @@
 
 use rustix::process::{Resource, getrlimit};
 
+use super::courtesy::CourtesyWatch;
 use super::device::Observer;
 use crate::api::{Facts, HeapNow, KernelTime, MemoryNow, Now, Placed, ProcessNow, SelfTested, Submitted};
 use crate::cli::device_process::{DeviceFacts, Observed};
 use crate::cli::process::{open_files, processor_time, resident_bytes};
 use crate::config::Config;
 
-pub fn collect(layers: usize, device: DeviceFacts, observer: &Observer, config: &Config) -> Facts {
+pub fn collect(
+    layers: usize,
+    device: DeviceFacts,
+    observer: &Observer,
+    courtesy: &CourtesyWatch,
+    config: &Config,
+) -> Facts {
     let placed = |p: crate::cli::device_process::Placed| Placed {
         class: p.class,
         heap: p.heap,
         buffers: p.buffers,
         bytes: p.bytes,
     };
-    let observer = observer.clone();
+    let (observer, courtesy) = (observer.clone(), courtesy.clone());
     let now = move || {
+        let courtesy = courtesy.now();
         let device = observer.observe(true);
         let own = resident_bytes().0;
         // The sum of both processes.
@@ -27,17 +35,27 @@ pub fn collect(layers: usize, device: DeviceFacts, observer: &Observer, config: 
         let process = ProcessNow { processor, device_processor, open_files: open_files(), most_files };
         let Some(device) = device else {
             let memory = MemoryNow { resident, ..MemoryNow::default() };
-            return Now { memory, process, ..Now::default() };
+            return Now { memory, process, courtesy, ..Now::default() };
         };
         let heap = |(heap, size_bytes, free_bytes)| HeapNow { heap, size_bytes, free_bytes };
         let heaps = device.heaps.into_iter().map(heap).collect();
         let kernel = |(kernel, dispatches, time)| KernelTime { kernel, dispatches, time };
-        let Observed { vram, gtt, dispatches, copies, barriers, memory_shortages, declared, .. } = device;
+        let Observed { vram, gtt, .. } = device;
+        let submitted = Submitted {
+            dispatches: device.dispatches,
+            copies: device.copies,
+            barriers: device.barriers,
+            memory_shortages: device.memory_shortages,
+            declared: device.declared,
+            busy: device.busy,
+            rested: device.rested,
+        };
         Now {
             memory: MemoryNow { heaps, vram, gtt, resident },
-            submitted: Some(Submitted { dispatches, copies, barriers, memory_shortages, declared }),
+            submitted: Some(submitted),
             kernels: device.kernels.into_iter().map(kernel).collect(),
             process,
+            courtesy,
         }
     };
     Facts {

@@ -1,6 +1,7 @@
 //! `unicorn serve`: binds its address, loads the model while it already answers, and ends when the engine does.
 
 mod auth;
+mod courtesy;
 mod device;
 mod facts;
 mod reload;
@@ -19,6 +20,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::{Notify, oneshot};
 
 use self::auth::{access_policy, check_keyless, is_public};
+use self::courtesy::CourtesyWatch;
 use self::device::{DeviceFactory, Observer};
 pub use self::reload::Reload;
 use self::reload::Running;
@@ -98,6 +100,7 @@ pub fn serve(config: &Config, reload: Reload, log_filter: String) -> Result<(), 
     // Ends the load, and every wait for the device.
     let cancelled = Arc::new(AtomicBool::new(false));
     let observer = Observer::new(log_filter);
+    let courtesy = CourtesyWatch::new(config.engine.courtesy);
     let result = runtime.block_on(async {
         let socket = systemd::socket().map_err(Error::Serve)?;
         let is_handed_over = socket.is_some();
@@ -117,15 +120,16 @@ pub fn serve(config: &Config, reload: Reload, log_filter: String) -> Result<(), 
         let (done, loaded) = oneshot::channel();
         let (load_config, started) = (config.clone(), Arc::clone(&engine));
         let (load_cancelled, load_observer) = (Arc::clone(&cancelled), observer.clone());
+        let load_courtesy = courtesy.clone();
         load = Some(std::thread::spawn(move || {
-            let served = served(&files, &load_config, load_observer, load_cancelled);
+            let served = served(&files, &load_config, load_observer, load_courtesy, load_cancelled);
             // The engine is stored here too, since the channel's receiver is gone after a signal.
             let served = served.inspect(|(service, _)| drop(started.set(service.engine().clone())));
             drop(done.send(served));
         }));
 
         let (server_there, tls) = (Arc::clone(&server), connections.tls.clone());
-        let running = Running { config: asked, server: server_there, tls, address, reload, observer };
+        let running = Running { config: asked, server: server_there, tls, address, reload, observer, courtesy };
         tokio::spawn(running.reload_on(hangup));
         let (lose, lost) = oneshot::channel();
         let stop = stop(Arc::clone(&engine), lost, grace)?.boxed().shared();
@@ -202,6 +206,7 @@ fn served(
     files: &ModelFiles,
     config: &Config,
     observer: Observer,
+    courtesy: CourtesyWatch,
     cancelled: Arc<AtomicBool>,
 ) -> Result<(Service, Facts), Error> {
     let texts = load::texts(files)?;
@@ -215,8 +220,9 @@ fn served(
         idle_unload,
         ..load::engine_config(runner.limits(), device.sliding_block_bytes, config, queue)
     };
-    let facts = facts::collect(texts.config.num_hidden_layers, device, &observer, config);
+    let facts = facts::collect(texts.config.num_hidden_layers, device, &observer, &courtesy, config);
     let engine = Engine::start_recoverable(Box::new(runner), Box::new(factory), cancelled, engine_config);
+    courtesy.start(engine.clone());
     Ok((texts.service(engine), facts))
 }
 

@@ -11,12 +11,14 @@ use tokio::signal::unix::Signal;
 use super::super::configuration::Configured;
 use super::super::error::Error;
 use super::auth::{access_policy, check_keyless};
+use super::courtesy::CourtesyWatch;
 use super::device::Observer;
 use crate::api::{Server, Tls};
 use crate::config::Config;
 
 /// Options that take effect in a running server; `config/default.toml` marks them.
-pub const LIVE: [&str; 9] = [
+pub const LIVE: [&str; 10] = [
+    "engine.courtesy",
     "log.level",
     "server.allow_keyless",
     "server.allowed_hosts",
@@ -47,6 +49,7 @@ pub struct Running {
     pub reload: Reload,
     /// The device process has a log of its own.
     pub observer: Observer,
+    pub courtesy: CourtesyWatch,
 }
 
 impl Running {
@@ -82,6 +85,7 @@ impl Running {
         }
         self.server.set_access(access);
         self.server.set_queue(config.server.queue);
+        self.courtesy.set(config.engine.courtesy);
         self.observer.set_log_filter((self.reload.set_log)(&config));
         warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
         let tls = |config: &Config| config.server.tls_cert.is_some();

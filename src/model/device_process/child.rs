@@ -14,7 +14,7 @@ use crate::model::{Runner, RunnerError};
 /// How often the parent hears of the device's progress.
 const EVERY: Duration = Duration::from_millis(50);
 
-/// A number that grows while the device gets on, such as the value of its timeline.
+/// A number that grows while the device gets on, or is left idle on purpose.
 pub type Progress = Box<dyn Fn() -> u64 + Send>;
 
 /// Runs steps until the parent ends, or until the runner fails, which the parent hears.
@@ -32,6 +32,7 @@ pub fn serve(mut channel: Channel, runner: &mut dyn Runner, progress: Progress) 
                 let words: Vec<Arc<[u32]>> = words.into_iter().map(|Words(words)| words).collect();
                 runner.masks(in_flight.back().expect("masks follow their step"), &words).map(|()| None)
             }
+            Call::Courtesy(courtesy) => runner.set_courtesy(courtesy).map(|()| None),
             Call::Wait => {
                 let ticket = in_flight.pop_front().expect("a wait follows its step");
                 runner.wait(ticket).map(|sampled| Some(Answer::Sampled(sampled)))

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
+use crate::config::Courtesy;
 use crate::model::runner::words;
 use crate::model::{Batch, DraftRequest, Limits, RunnerError, Sampled, Sampling};
 
@@ -14,6 +15,7 @@ use crate::model::{Batch, DraftRequest, Limits, RunnerError, Sampled, Sampling};
 pub(super) enum Call<'a> {
     Submit(Cow<'a, Batch>, Cow<'a, Sampling>),
     Masks(Vec<Words>),
+    Courtesy(Courtesy),
     /// Waits for the oldest step.
     Wait,
     Draft(Cow<'a, [DraftRequest]>),

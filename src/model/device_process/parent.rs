@@ -16,6 +16,7 @@ use serde::de::DeserializeOwned;
 
 use super::channel::Channel;
 use super::message::{Answer, Call, Ready, Words};
+use crate::config::Courtesy;
 use crate::model::{Batch, DraftRequest, Limits, Runner, RunnerError, Sampled, Sampling, Ticket};
 
 /// How often a wait looks at the device's progress, and whether it is cancelled.
@@ -178,6 +179,10 @@ impl Runner for DeviceProcess {
     fn masks(&mut self, ticket: &Ticket, words: &[Arc<[u32]>]) -> Result<(), RunnerError> {
         assert_eq!(ticket.0, self.next_ticket, "masks of another step than the last one");
         self.call(&Call::Masks(words.iter().map(|words| Words(Arc::clone(words))).collect()))
+    }
+
+    fn set_courtesy(&mut self, courtesy: Courtesy) -> Result<(), RunnerError> {
+        self.call(&Call::Courtesy(courtesy))
     }
 
     fn wait(&mut self, _: Ticket) -> Result<Sampled, RunnerError> {

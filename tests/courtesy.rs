@@ -1,0 +1,187 @@
+//! `engine.courtesy`: the share of the device's time that a server takes while somebody works at its machine.
+
+use std::fs;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use unicorn::checkpoint::ModelFiles;
+use unicorn::config::Courtesy;
+use unicorn::engine::{Engine, EngineConfig};
+use unicorn::gpu::Device;
+use unicorn::model::gemma3::Gemma3;
+use unicorn::model::load::LoadOptions;
+use unicorn::model::{Limits, Runner as _};
+
+use crate::support::daemon::Daemon;
+use crate::support::driver::greedy;
+use crate::support::engine::{END, collect, request};
+use crate::support::fake_runner::{FakeFactory, FakeRunner, HANG, LIMITS, mixed, mixed_answer};
+use crate::support::goldens::{Goldens, all_logits};
+use crate::support::{data, policy};
+
+fn share(share: f64) -> Courtesy {
+    share.try_into().expect("a share")
+}
+
+#[test]
+fn shorter_submits_and_gaps_between_them_change_no_bit() {
+    let folder = data("gemma3/tiny-a");
+    let tokens = Goldens::open(&folder).tokens("tokens.mid");
+    // Courtesy is the device's, which other tests share.
+    let device = Device::open(&policy()).unwrap();
+    let options = LoadOptions { max_courteous_submit: Duration::ZERO, ..LoadOptions::default() };
+    let files = ModelFiles::open(&folder).unwrap();
+    let mut model = Gemma3::load(&device, &files, &options, &mut |_| {}).unwrap();
+    let mut run = |courtesy| {
+        model.set_courtesy(courtesy).unwrap();
+        let (progress, rested) = (device.progress(), device.rested());
+        let answer = (all_logits(&mut model, &tokens), greedy(&mut model, &tokens, 12, 100, &[]));
+        (answer, device.progress() - progress, device.rested() - rested)
+    };
+    let (expected, submits, rested) = run(Courtesy::NONE);
+    assert_eq!(rested, Duration::ZERO, "nothing holds submits back");
+    for courtesy in [share(0.5), share(0.1)] {
+        let (answer, progress, rested) = run(courtesy);
+        assert!(answer == expected, "{courtesy:?}: {:?} and {:?}", answer.1, expected.1);
+        // Parts of layers are submitted alone, and each gap is progress for whoever looks for a hang.
+        assert!(progress > 2 * submits && rested > Duration::ZERO, "{courtesy:?}: {progress} and {submits}");
+    }
+    let (answer, again, rested) = run(Courtesy::NONE);
+    assert!(answer == expected);
+    assert_eq!((again, rested), (submits, Duration::ZERO), "as before");
+}
+
+#[test]
+fn a_bound_step_is_alone_and_every_runner_knows_the_bound() {
+    const IDS: usize = 500;
+    let limits = Limits { max_in_flight: 2, ..LIMITS };
+    let make = move || FakeRunner::new(limits, mixed(IDS));
+    let (runner, control) = make();
+    let factory = FakeFactory::new(&control, move || make().0);
+    let engine = Engine::start_recoverable(runner, factory, Arc::default(), EngineConfig::default());
+    let prompt: Vec<u32> = (0..40).collect();
+    let ask = || {
+        let (ids, _) = collect(&mut engine.submit(request(&prompt, 9)).expect("accepted"));
+        assert_eq!(ids, mixed_answer(&prompt, 9, 0, IDS, END));
+    };
+    ask();
+    assert_eq!(control.courtesies(), [], "a runner is told of a change alone");
+    // The fake refuses a second step in flight while it is bound.
+    engine.set_courtesy(share(0.5));
+    ask();
+    ask();
+    let told: Vec<Courtesy> = control.courtesies().into_iter().map(|(_, courtesy)| courtesy).collect();
+    assert_eq!(told, [share(0.5)]);
+    // The next runner begins without a bound, and is told of it before its first step.
+    let steps = control.batches().len();
+    control.fail_submit_at(steps + 1);
+    ask();
+    assert_eq!(control.starts(), 1);
+    assert_eq!(control.courtesies()[1..], [(steps + 1, share(0.5))]);
+    engine.set_courtesy(Courtesy::NONE);
+    ask();
+    assert_eq!(control.courtesies()[2].1, Courtesy::NONE);
+}
+
+/// A folder in the place of `/run`.
+struct Run(TempDir);
+
+impl Run {
+    fn new() -> Self {
+        Self(tempfile::tempdir().expect("a folder"))
+    }
+
+    /// Writes the file of a session, as systemd-logind does.
+    fn session(&self, state: &str) {
+        let folder = self.0.path().join("systemd/sessions");
+        fs::create_dir_all(&folder).expect("a folder");
+        let text =
+            format!("UID=1000\nACTIVE=1\nSTATE={state}\nREMOTE=0\nTYPE=wayland\nCLASS=user\nSEAT=seat0\n");
+        fs::write(folder.join("new"), text).expect("written");
+        fs::rename(folder.join("new"), folder.join("2")).expect("renamed");
+    }
+
+    fn daemon(&self, args: &[&str], more: &[(&str, &str)]) -> Daemon {
+        Daemon::start_as(args, |command| {
+            command.env("UNICORN_RUN_DIR", self.0.path()).envs(more.iter().copied());
+        })
+    }
+}
+
+fn courtesy(server: &Daemon) -> Value {
+    let (status, body) = server.exchange("GET", "/status", &[], "");
+    assert_eq!(status, 200, "{body}");
+    serde_json::from_str::<Value>(&body).expect("JSON")["courtesy"].clone()
+}
+
+fn becomes(server: &Daemon, expected: &Value) {
+    let since = Instant::now();
+    while courtesy(server) != *expected {
+        assert!(since.elapsed() < HANG, "{} never became {expected}", courtesy(server));
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+fn text(server: &Daemon) -> Value {
+    let (status, body) = server.ask(&[], false);
+    assert_eq!(status, 200, "{body}");
+    serde_json::from_str::<Value>(&body).expect("JSON")["choices"][0]["message"].clone()
+}
+
+#[test]
+fn a_server_is_courteous_while_a_session_is_active() {
+    let run = Run::new();
+    run.session("online");
+    let config = run.0.path().join("unicorn.toml");
+    let configure =
+        |share: &str| fs::write(&config, format!("[engine]\ncourtesy = {share}\n")).expect("written");
+    configure("0.5");
+    let mut server = run.daemon(&["--config", config.to_str().expect("UTF-8")], &[]);
+    let status = |share: f64, holds: bool| json!({"share": share, "holds": holds, "sessions_known": true});
+    becomes(&server, &status(0.5, false));
+    let expected = text(&server);
+    assert_eq!(server.metric("unicorn_courtesy_share"), 1.0);
+    assert_eq!(server.metric("unicorn_courtesy_held_seconds_total"), 0.0);
+    assert!(server.metric("unicorn_gpu_busy_seconds_total") > 0.0);
+
+    run.session("active");
+    server.wait_for_line("somebody works at this machine: at most 0.5 of the GPU's time");
+    becomes(&server, &status(0.5, true));
+    assert_eq!(server.metric("unicorn_courtesy_share"), 0.5);
+    assert_eq!(text(&server), expected, "the same answer");
+    let held = server.metric("unicorn_courtesy_held_seconds_total");
+    assert!(held > 0.0);
+    assert_eq!(server.exchange("GET", "/health", &[], "").0, 200);
+
+    // Another share is taken from a configuration that is read again.
+    configure("0.25");
+    server.signal("HUP");
+    becomes(&server, &status(0.25, true));
+
+    run.session("closing");
+    server.wait_for_line("nobody works at this machine");
+    becomes(&server, &status(0.25, false));
+    let held = server.metric("unicorn_courtesy_held_seconds_total");
+    assert_eq!(text(&server), expected, "the same answer");
+    assert_eq!(server.metric("unicorn_courtesy_held_seconds_total"), held, "no submit is held back");
+
+    // Without a bound nothing is told.
+    configure("1");
+    server.signal("HUP");
+    becomes(&server, &Value::Null);
+}
+
+#[test]
+fn a_machine_that_does_not_tell_who_works_there_is_told_of_at_the_start() {
+    let run = Run::new();
+    let server = run.daemon(&[], &[("UNICORN_ENGINE_COURTESY", "0.5")]);
+    let told = |line: &&String| line.contains("engine.courtesy bounds nothing, since no session is known");
+    assert_eq!(server.log.iter().filter(told).count(), 1, "{:#?}", server.log);
+    assert_eq!(courtesy(&server), json!({"share": 0.5, "holds": false, "sessions_known": false}));
+    // Nobody asked for it here.
+    let server = run.daemon(&[], &[]);
+    assert!(!server.log.iter().any(|line| line.contains("engine.courtesy")), "{:#?}", server.log);
+    assert_eq!(courtesy(&server), Value::Null);
+}
