@@ -3,15 +3,16 @@
 use std::collections::hash_map::DefaultHasher;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::hash::{Hash, Hasher};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use unicorn::engine::{
-    CacheSalt, EVENTS, Engine, EngineConfig, EngineError, EngineHandle, Event, FinishReason, Fork, Pace,
-    Priority, Request, Scheduler, SchedulerConfig, Sequence, SharedMask, SubmitError, TokenMask, draft,
+    CacheSalt, EVENTS, Energy, EnergyCounter, Engine, EngineConfig, EngineError, EngineHandle, Event,
+    FinishReason, Fork, Joules, Pace, Priority, Request, Scheduler, SchedulerConfig, Sequence, SharedMask,
+    SubmitError, TokenMask, draft,
 };
 use unicorn::model::{Batch, BlockPool, Draw, Input, KvLimits, Limits, Logprobs, Runner, SamplingParams};
 
@@ -26,6 +27,41 @@ fn start(limits: Limits, script: Script) -> (EngineHandle, Control) {
 
 fn start_on((runner, control): (Box<FakeRunner>, Control)) -> (EngineHandle, Control) {
     (Engine::start(runner, EngineConfig { queue: 4, ..EngineConfig::default() }), control)
+}
+
+/// A counter of energy that grows with every reading, by seeded random amounts.
+#[derive(Debug)]
+struct FakeCounter {
+    random: Mutex<ChaCha8Rng>,
+    readings: Mutex<Vec<f64>>,
+    /// Fails every reading from this one on.
+    fails_from: usize,
+}
+
+impl FakeCounter {
+    fn new(seed: u64, fails_from: usize) -> Arc<Self> {
+        let random = Mutex::new(ChaCha8Rng::seed_from_u64(seed));
+        Arc::new(Self { random, readings: Mutex::default(), fails_from })
+    }
+
+    /// The energy between the first reading and the last.
+    fn used(&self) -> f64 {
+        let readings = self.readings.lock().expect("no panic");
+        readings.last().expect("readings") - readings[0]
+    }
+}
+
+impl EnergyCounter for FakeCounter {
+    fn source(&self) -> &'static str {
+        "fake"
+    }
+
+    fn read(&self) -> Option<Energy> {
+        let mut readings = self.readings.lock().expect("no panic");
+        let joules = readings.last().unwrap_or(&1e3) + self.random.lock().expect("no panic").random::<f64>();
+        readings.push(joules);
+        (readings.len() <= self.fails_from).then_some(Energy { joules, gaps: 0 })
+    }
 }
 
 /// Limits whose slots let one sequence run at a time.
@@ -83,6 +119,83 @@ fn an_answer_is_prefilled_in_chunks_and_then_decoded_from_the_device() {
     // One more step may have been under way when the end was read.
     assert!(decodes == inputs.len() - 3 && (3..=4).contains(&decodes), "{inputs:?}");
     assert_all_free(&engine);
+}
+
+/// The energy of every answer to `requests`, which are all there before the first step ends.
+fn energies(
+    limits: Limits,
+    counter: &Arc<FakeCounter>,
+    requests: impl IntoIterator<Item = Request>,
+) -> Vec<Option<Joules>> {
+    let (runner, control) = FakeRunner::new(limits, mixed(limits.vocab_size));
+    let energy = Some(Arc::clone(counter) as Arc<dyn EnergyCounter>);
+    let engine = Engine::start(runner, EngineConfig { energy, ..EngineConfig::default() });
+    control.allow(0);
+    let streams: Vec<_> = requests.into_iter().map(|r| engine.submit(r).expect("accepted")).collect();
+    control.release();
+    let mut energies = Vec::new();
+    for mut stream in streams {
+        while let Some(event) = stream.blocking_next() {
+            match event {
+                Event::Finished { timings, .. } => energies.push(timings.energy),
+                Event::Failed(error) => panic!("{error}"),
+                _ => {}
+            }
+        }
+    }
+    assert_all_free(&engine);
+    energies
+}
+
+#[test]
+fn the_energy_of_all_answers_is_that_of_the_machine() {
+    let kv = KvLimits { full_blocks: 1000, sliding_blocks: 500, ..LIMITS.kv };
+    for (seed, sequences, in_flight) in [(1, 1, 1), (2, 1, 2), (3, 4, 2), (4, 16, 1), (5, 16, 2)] {
+        let limits = Limits {
+            max_sequences: sequences,
+            max_draws: 2 * sequences,
+            max_in_flight: in_flight,
+            kv,
+            ..LIMITS
+        };
+        let counter = FakeCounter::new(seed, usize::MAX);
+        let requests = (0..24).map(|i| Request {
+            seed: i,
+            more_seeds: if sequences > 1 && i % 5 == 0 { vec![100 + i, 200 + i] } else { Vec::new() },
+            ..request(&(0..3 + 5 * i as u32).collect::<Vec<_>>(), 1 + i as usize)
+        });
+        let shown = format!("seed {seed}, {sequences} sequences, {in_flight} steps in flight");
+        let energies: Option<Vec<Joules>> = energies(limits, &counter, requests).into_iter().collect();
+        let energies = energies.expect("all of it is known");
+        let sum: f64 = energies.iter().map(|energy| energy.prompt + energy.predicted).sum();
+        assert!((sum - counter.used()).abs() < 1e-6, "{shown}: {sum} J beside {} J", counter.used());
+        assert!(energies.iter().any(|energy| energy.prompt > 0.0 && energy.predicted > 0.0), "{shown}");
+        // The answer of one token has nothing behind its first.
+        assert_eq!(
+            energies.iter().filter(|energy| energy.predicted == 0.0).count(),
+            if sequences > 1 { 3 } else { 1 },
+            "{shown}"
+        );
+    }
+}
+
+#[test]
+fn an_answer_is_told_no_energy_that_is_not_known_in_full() {
+    // Without a counter there is none.
+    let (engine, _) = start(LIMITS, says(&[207], END));
+    let (_, last) = collect(&mut engine.submit(request(&[1, 2], 5)).expect("accepted"));
+    let Event::Finished { timings, .. } = last else { panic!("{last:?}") };
+    assert_eq!(timings.energy, None);
+
+    // The counter fails within the second answer.
+    let requests = || [request(&[1, 2], 3), request(&[3, 4], 3)];
+    let known = |fails_from| {
+        let energies = energies(one_slot(), &FakeCounter::new(7, fails_from), requests());
+        energies.iter().map(Option::is_some).collect::<Vec<_>>()
+    };
+    assert_eq!(known(usize::MAX), [true, true]);
+    assert_eq!(known(5), [true, false]);
+    assert_eq!(known(2), [false, false]);
 }
 
 #[test]

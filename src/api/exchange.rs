@@ -27,7 +27,7 @@ use crate::api::ids::{new_id, unix_time_s};
 use crate::api::server::{Options, Server};
 use crate::api::sharing::salt_of;
 use crate::api::tasks::{Purpose, PurposeHeaders};
-use crate::engine::{ClientId, Event, Request, Timings, TokenStream};
+use crate::engine::{ClientId, Event, Joules, Request, Timings, TokenStream};
 use crate::model::Logprobs;
 use crate::session::{AnswerText, Delta, End, GenerateRequest, Reason, Service};
 use crate::text::CallPiece;
@@ -356,7 +356,7 @@ impl Reply {
     }
 
     pub fn log(&self, reason: Reason, timings: &Timings) {
-        let Timings { queue, prefill, decode, prompt_n, cached_n, predicted_n, drafts } = timings;
+        let Timings { queue, prefill, decode, prompt_n, cached_n, predicted_n, drafts, .. } = timings;
         let (seed, reason) = (self.seed, reason.name());
         self.span.in_scope(|| {
             tracing::info!(
@@ -512,7 +512,9 @@ impl Answers {
 
     /// Timings of all answers together. Answers to one prompt share the prompt's time and tokens, which count once.
     pub fn timings(&self) -> Timings {
-        let mut all = Timings::default();
+        let every = || self.streams.iter().flat_map(|stream| stream.ends.iter().flatten());
+        let mut all =
+            Timings { energy: energy_of(every().map(|(_, timings)| timings)), ..Timings::default() };
         for stream in &self.streams {
             let ends = || stream.ends.iter().flatten().map(|(_, timings)| timings);
             if let Some(first) = ends().next() {
@@ -530,6 +532,16 @@ impl Answers {
         }
         all
     }
+}
+
+/// The energy of several answers; none if that of one is not known.
+fn energy_of<'a>(answers: impl Iterator<Item = &'a Timings>) -> Option<Joules> {
+    let add = |a: Joules, b: Joules| Joules {
+        source: a.source,
+        prompt: a.prompt + b.prompt,
+        predicted: a.predicted + b.predicted,
+    };
+    answers.map(|timings| timings.energy).reduce(|a, b| Some(add(a?, b?)))?
 }
 
 /// Why an answer ended, in OpenAI's words.
@@ -582,7 +594,7 @@ impl Usage {
 }
 
 /// Times of all answers together, as llama.cpp's server reports them. A rate is null if there were no tokens, or if no
-/// time passed.
+/// time passed. Energy is absent where the machine does not tell it.
 #[derive(Serialize, ToSchema)]
 #[schema(as = Timings)]
 pub(in crate::api) struct TimingsReport {
@@ -601,11 +613,29 @@ pub(in crate::api) struct TimingsReport {
     /// Tokens that prompt lookup or the draft model proposed.
     draft_n: usize,
     draft_n_accepted: usize,
+    /// What counted the energy: `rapl` or `amdgpu`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    energy_source: Option<&'static str>,
+    /// Energy up to the first token: the answers' share of what the machine used meanwhile.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    prompt_joules: Option<f64>,
+    /// Energy from the first token on.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    predicted_joules: Option<f64>,
+    /// All of that energy, divided by `predicted_n`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    joules_per_token: Option<f64>,
 }
 
 impl TimingsReport {
     pub fn new(timings: &Timings) -> Self {
-        let Timings { prefill, decode, prompt_n: whole_prompt, cached_n, predicted_n, drafts, .. } = *timings;
+        let Timings {
+            prefill, decode, prompt_n: whole_prompt, cached_n, predicted_n, drafts, energy, ..
+        } = *timings;
         let prompt_n = whole_prompt - cached_n;
         let rate =
             |n: usize, time: Duration| (n > 0 && !time.is_zero()).then(|| n as f64 / time.as_secs_f64());
@@ -619,6 +649,12 @@ impl TimingsReport {
             predicted_per_second: rate(predicted_n.saturating_sub(1), decode),
             draft_n: drafts.proposed,
             draft_n_accepted: drafts.accepted,
+            energy_source: energy.map(|energy| energy.source),
+            prompt_joules: energy.map(|energy| energy.prompt),
+            predicted_joules: energy.map(|energy| energy.predicted),
+            joules_per_token: energy
+                .filter(|_| predicted_n > 0)
+                .map(|energy| (energy.prompt + energy.predicted) / predicted_n as f64),
         }
     }
 }

@@ -33,6 +33,8 @@ pub struct Now {
     pub process: ProcessNow,
     /// None if no bound is configured.
     pub courtesy: Option<CourtesyNow>,
+    /// The machine's energy since the model was loaded; none if it cannot be read.
+    pub energy: Option<EnergyNow>,
 }
 
 /// The bound on the share of the device's time while somebody works at the machine.
@@ -45,6 +47,14 @@ pub struct CourtesyNow {
     pub holds: bool,
     /// Whether this machine tells who works at it. If it does not, the bound never holds.
     pub sessions_known: bool,
+}
+
+/// A reading of the machine's energy.
+#[derive(Debug, Clone, Copy)]
+pub struct EnergyNow {
+    /// What counted it: `rapl` or `amdgpu`.
+    pub source: &'static str,
+    pub joules: f64,
 }
 
 /// What the processes use; none for what the system does not report.

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc as events;
 
+use super::energy::Joules;
 use super::error::EngineError;
 use super::shared::Permit;
 use super::speculation::Drafts;
@@ -40,6 +41,8 @@ pub struct Timings {
     pub predicted_n: usize,
     /// How many draft tokens were proposed for the answer, and how many were accepted.
     pub drafts: Drafts,
+    /// The answer's share of the machine's energy; none if a part of it was not counted.
+    pub energy: Option<Joules>,
 }
 
 /// An event of a request. `choice` is the index of an answer: 0, and one for each of
@@ -113,7 +116,7 @@ impl Answer {
     }
 }
 
-/// The times at which the stages of a request began.
+/// The times at which the stages of a request began, and what it has had so far.
 pub(super) struct Clock {
     pub(super) submitted: Instant,
     pub(super) started: Option<Instant>,
@@ -122,6 +125,7 @@ pub(super) struct Clock {
     pub(super) cached_n: usize,
     pub(super) drafts: Drafts,
     pub(super) predicted_n: usize,
+    pub(super) energy: Option<Joules>,
 }
 
 impl Clock {
@@ -134,7 +138,25 @@ impl Clock {
             cached_n: 0,
             drafts: Drafts::default(),
             predicted_n: 0,
+            energy: None,
         }
+    }
+
+    /// Notes that the answer's first step begins, with the energy that it has had: nothing, or none if nothing counts it.
+    pub(super) fn start(&mut self, energy: impl FnOnce() -> Option<Joules>) {
+        if self.started.is_none() {
+            self.started = Some(Instant::now());
+            self.energy = energy();
+        }
+    }
+
+    /// Adds the energy of a step. Energy that is not known makes the sum unknown.
+    pub(super) fn charge(&mut self, joules: Option<f64>) {
+        let is_prompt = self.first.is_none();
+        self.energy = self.energy.zip(joules).map(|(mut energy, joules)| {
+            *(if is_prompt { &mut energy.prompt } else { &mut energy.predicted }) += joules;
+            energy
+        });
     }
 
     /// Counts `ids` as sampled, and returns the times so far.
@@ -151,6 +173,7 @@ impl Clock {
             cached_n: self.cached_n,
             predicted_n: self.predicted_n,
             drafts: self.drafts,
+            energy: self.energy,
         }
     }
 }

@@ -12,6 +12,7 @@ use std::time::Duration;
 use tokio::sync::mpsc as events;
 
 use super::answer::{Answer, Clock, Event};
+use super::energy::EnergyCounter;
 use super::error::{EngineError, SubmitError};
 use super::mask::SharedMask;
 use super::request::{EVENTS, MAX_QUEUE, Request};
@@ -23,18 +24,20 @@ use super::supervised::SupervisedRunner;
 use crate::config::Courtesy;
 use crate::model::{Limits, MAX_BIASES, MAX_LOGPROBS, Runner, RunnerFactory, SamplingParams};
 
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct EngineConfig {
     /// The most requests that wait beside those that run: 1 to [`MAX_QUEUE`].
     pub queue: usize,
     pub scheduler: SchedulerConfig,
     /// How long nobody asks before the model is unloaded; none keeps it. Needs a [`RunnerFactory`].
     pub idle_unload: Option<Duration>,
+    /// Counts the energy that answers are told of.
+    pub energy: Option<Arc<dyn EnergyCounter>>,
 }
 
 impl Default for EngineConfig {
     fn default() -> Self {
-        Self { queue: 256, scheduler: SchedulerConfig::default(), idle_unload: None }
+        Self { queue: 256, scheduler: SchedulerConfig::default(), idle_unload: None, energy: None }
     }
 }
 
@@ -85,7 +88,8 @@ impl Engine {
             end: Condvar::new(),
         });
         let runner = SupervisedRunner::new(runner, factory, config.idle_unload);
-        let mut engine = StepLoop::new(runner, config.scheduler, messages, Arc::clone(&shared));
+        let mut engine =
+            StepLoop::new(runner, config.scheduler, config.energy, messages, Arc::clone(&shared));
         let handle = EngineHandle { inbox, shared: Arc::clone(&shared) };
         thread::Builder::new()
             .name("engine".into())

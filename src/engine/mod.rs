@@ -30,6 +30,7 @@
 
 mod answer;
 mod block_manager;
+mod energy;
 mod error;
 mod handle;
 mod mask;
@@ -45,6 +46,7 @@ mod trial;
 
 pub use answer::{Ended, Event, FinishReason, Timings};
 pub use block_manager::{BlockManager, BlockTable, NoRoom, PoolUse};
+pub use energy::{Energy, EnergyCounter, Joules};
 pub use error::{EngineError, SubmitError};
 pub use handle::{Engine, EngineConfig, EngineHandle, TokenStream};
 pub use mask::{SharedMask, TokenMask};

@@ -7,9 +7,10 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use super::answer::{Answer, Event, FinishReason};
+use super::energy::{EnergyCounter, Ledger};
 use super::error::EngineError;
 use super::pace::Pace;
-use super::scheduler::{Output, Scheduler, SchedulerConfig, Step};
+use super::scheduler::{Output, Scheduler, SchedulerConfig, Share, Step};
 use super::sequence::{Sequence, SequenceId};
 use super::shared::{EngineState, Shared, Stats, Work};
 use super::supervised::SupervisedRunner;
@@ -44,6 +45,7 @@ pub(super) struct StepLoop {
     runner: SupervisedRunner,
     scheduler: Scheduler,
     pace: Pace,
+    ledger: Ledger,
     /// The steps in flight, the oldest first.
     in_flight: VecDeque<InFlight>,
     /// The time at which the last step ended. The next step had the device from then on.
@@ -58,6 +60,7 @@ impl StepLoop {
     pub(super) fn new(
         runner: SupervisedRunner,
         config: SchedulerConfig,
+        energy: Option<Arc<dyn EnergyCounter>>,
         messages: Receiver<Message>,
         shared: Arc<Shared>,
     ) -> Self {
@@ -66,6 +69,7 @@ impl StepLoop {
             scheduler: Scheduler::new(runner.limits(), config),
             runner,
             pace: Pace::new(),
+            ledger: Ledger::new(energy),
             in_flight: VecDeque::new(),
             last_done: Instant::now(),
             answers: HashMap::new(),
@@ -145,6 +149,7 @@ impl StepLoop {
     /// Starts the runner. False if the engine is to end.
     fn load(&mut self) -> bool {
         self.shared.begins_nothing();
+        self.ledger.end_span();
         match self.runner.start(&self.shared.aborted) {
             Ok(()) => {
                 self.last_done = Instant::now();
@@ -263,6 +268,7 @@ impl StepLoop {
         }
         // A second step's submits would wait for gaps while the first one's results lie there.
         let most = if courtesy.is_bound() { 1 } else { self.shared.limits.max_in_flight };
+        self.ledger.begin_span();
         while self.in_flight.len() < most {
             match draft(&mut self.scheduler, self.runner.loaded(), self.in_flight.len()) {
                 Ok(Some(took)) => drafting += took,
@@ -279,7 +285,7 @@ impl StepLoop {
             for share in &step.shares {
                 let answer = self.answers.get_mut(&share.id).expect("a scheduled sequence has an answer");
                 answer.permit = None;
-                answer.clock.started.get_or_insert_with(Instant::now);
+                answer.clock.start(|| self.ledger.nothing_yet());
             }
             let ticket = match step.submit(self.runner.loaded()) {
                 Ok(ticket) => ticket,
@@ -294,6 +300,7 @@ impl StepLoop {
         let Some(InFlight { ticket, step, submitted }) = self.in_flight.pop_front() else {
             self.scheduler.expect_idle();
             self.shared.begins_nothing();
+            self.ledger.end_span();
             return Ok(drafting);
         };
         let before = Instant::now();
@@ -302,10 +309,30 @@ impl StepLoop {
         let done = Instant::now();
         self.pace.observe(step.load, done - submitted.max(self.last_done));
         self.last_done = done;
+        self.charge(&step);
         for output in self.scheduler.commit(&step, &sampled) {
             self.tell(output);
         }
+        if self.is_idle() {
+            self.ledger.end_span();
+        }
         Ok(done - before + drafting)
+    }
+
+    /// Shares the energy of a step among its answers, by their tokens in it. An answer may have ended while the step was
+    /// under way; if all have, the next step gets the energy.
+    fn charge(&mut self, step: &Step) {
+        let is_there = |share: &&Share| self.answers.contains_key(&share.id);
+        let tokens: usize = step.shares.iter().filter(is_there).map(|share| share.tokens).sum();
+        if tokens == 0 {
+            return;
+        }
+        let joules = self.ledger.settle();
+        for share in &step.shares {
+            if let Some(answer) = self.answers.get_mut(&share.id) {
+                answer.clock.charge(joules.map(|joules| joules * share.tokens as f64 / tokens as f64));
+            }
+        }
     }
 
     /// Sends the events of one output.

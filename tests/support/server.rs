@@ -11,8 +11,8 @@ use tempfile::TempDir;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 use unicorn::api::{
-    self, Connections, CourtesyNow, Facts, HeapNow, KernelTime, MemoryNow, Now, Placed, ProcessNow,
-    SelfTested, Submitted,
+    self, Connections, CourtesyNow, EnergyNow, Facts, HeapNow, KernelTime, MemoryNow, Now, Placed,
+    ProcessNow, SelfTested, Submitted,
 };
 
 use super::app::App;
@@ -141,7 +141,8 @@ pub fn facts() -> Facts {
             let [processor, device_processor] = processor;
             let process = ProcessNow { processor, device_processor, open_files: Some(31), most_files: None };
             let courtesy = Some(CourtesyNow { share: 0.5, holds: true, sessions_known: true });
-            Now { memory, submitted: Some(submitted), kernels, process, courtesy }
+            let energy = Some(EnergyNow { source: "rapl", joules: 37.5 });
+            Now { memory, submitted: Some(submitted), kernels, process, courtesy, energy }
         }),
     }
 }

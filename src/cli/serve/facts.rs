@@ -1,13 +1,19 @@
 //! The facts about the loaded model that `/status` and `/metrics` report, with callbacks for the values that change.
 
+use std::sync::Arc;
+
 use rustix::process::{Resource, getrlimit};
 
 use super::courtesy::CourtesyWatch;
 use super::device::Observer;
-use crate::api::{Facts, HeapNow, KernelTime, MemoryNow, Now, Placed, ProcessNow, SelfTested, Submitted};
+use crate::api::{
+    EnergyNow, Facts, HeapNow, KernelTime, MemoryNow, Now, Placed, ProcessNow, SelfTested, Submitted,
+};
 use crate::cli::device_process::{DeviceFacts, Observed};
+use crate::cli::energy::Meter;
 use crate::cli::process::{open_files, processor_time, resident_bytes};
 use crate::config::Config;
+use crate::engine::EnergyCounter as _;
 
 pub fn collect(
     layers: usize,
@@ -15,6 +21,7 @@ pub fn collect(
     observer: &Observer,
     courtesy: &CourtesyWatch,
     config: &Config,
+    meter: Option<Arc<Meter>>,
 ) -> Facts {
     let placed = |p: crate::cli::device_process::Placed| Placed {
         class: p.class,
@@ -33,9 +40,11 @@ pub fn collect(
         let most_files = getrlimit(Resource::Nofile).current;
         let processor = Some(processor_time());
         let process = ProcessNow { processor, device_processor, open_files: open_files(), most_files };
+        let read = |meter: &Arc<Meter>| Some(EnergyNow { source: meter.source(), joules: meter.counted()? });
+        let energy = meter.as_ref().and_then(read);
         let Some(device) = device else {
             let memory = MemoryNow { resident, ..MemoryNow::default() };
-            return Now { memory, process, courtesy, ..Now::default() };
+            return Now { memory, process, courtesy, energy, ..Now::default() };
         };
         let heap = |(heap, size_bytes, free_bytes)| HeapNow { heap, size_bytes, free_bytes };
         let heaps = device.heaps.into_iter().map(heap).collect();
@@ -56,6 +65,7 @@ pub fn collect(
             kernels: device.kernels.into_iter().map(kernel).collect(),
             process,
             courtesy,
+            energy,
         }
     };
     Facts {

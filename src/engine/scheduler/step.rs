@@ -49,6 +49,9 @@ pub struct Share {
     life: u32,
     /// How many positions are computed when the step is done, draft tokens not counted.
     pub(super) end: usize,
+    /// Number of tokens that the step computes for the sequence, draft tokens counted: none for a fork, which draws
+    /// behind its parent's.
+    pub(in crate::engine) tokens: usize,
     pub(super) yields: Yields,
     pub(super) draft: DraftTokens,
 }
@@ -159,7 +162,7 @@ impl PendingStep {
         self.step.load = self.step.load.with(start, tokens);
         sequence.submit(len, draft.ids.len());
         let draws = matches!(yields, Yields::Ids(_));
-        self.share(sequence, start + len, yields, draft);
+        self.share(sequence, start + len, tokens, yields, draft);
         draws
     }
 
@@ -201,12 +204,12 @@ impl PendingStep {
         self.step.masks.extend(fork.pending_mask());
         self.draws -= 1;
         fork.drawn = 1;
-        self.share(fork, fork.submitted, yields, DraftTokens::NONE);
+        self.share(fork, fork.submitted, 0, yields, DraftTokens::NONE);
     }
 
-    fn share(&mut self, sequence: &Sequence, end: usize, yields: Yields, draft: DraftTokens) {
+    fn share(&mut self, sequence: &Sequence, end: usize, tokens: usize, yields: Yields, draft: DraftTokens) {
         let &Sequence { id, begun_as, life, .. } = sequence;
-        self.step.shares.push(Share { id, begun_as, life, end, yields, draft });
+        self.step.shares.push(Share { id, begun_as, life, end, tokens, yields, draft });
     }
 
     /// The step; none if no sequence is in it.
