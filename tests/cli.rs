@@ -9,9 +9,11 @@ use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
 use serde_json::Value;
+use tempfile::TempDir;
 use unicorn::text::Tokenizer;
 
 use crate::support::checkpoints::tiny_model;
+use crate::support::energy::{constant_power, no_power};
 use crate::support::program::{assert_error, output, unicorn, unicorn_on_software};
 use crate::support::{data, root};
 
@@ -395,20 +397,13 @@ fn generate_chat_and_bench_run_on_a_small_model() {
     assert_eq!(first, second, "after /new the same question is new");
     assert!(first.trim().len() > 1 && first.ends_with('\n'), "{first:?}");
 
-    let line = succeed(&[
-        "bench",
-        "--model",
-        model,
-        "--prompt-tokens",
-        "20",
-        "--generate-tokens",
-        "4",
-        "--runs",
-        "1",
-        "--streams",
-        "1,3",
-        "--json",
-    ]);
+    let machine = constant_power();
+    let bench = |machine: &TempDir, more: &[&str]| {
+        let root = machine.path().to_str().expect("UTF-8");
+        let short = ["--prompt-tokens", "20", "--generate-tokens", "4", "--runs", "1", "--root", root];
+        succeed(&[&["bench", "--model", model], &short[..], more].concat())
+    };
+    let line = bench(&machine, &["--streams", "1,3", "--json"]);
     let report: Value = serde_json::from_str(&line).expect(&line);
     for name in ["load_s", "prefill_tokens_per_s", "decode_tokens_per_s", "rss_bytes", "peak_rss_bytes"] {
         assert!(report[name].as_f64().is_some_and(|n| n > 0.0), "{name}: {line}");
@@ -420,11 +415,43 @@ fn generate_chat_and_bench_run_on_a_small_model() {
         "{line}"
     );
     for streams in streams {
-        for name in ["decode_tokens_per_s", "steps", "host_us_per_step", "host_us_per_sequence_step"] {
+        for name in [
+            "decode_tokens_per_s",
+            "steps",
+            "host_us_per_step",
+            "host_us_per_sequence_step",
+            "joules_per_token",
+        ] {
             assert!(streams[name].as_f64().is_some_and(|n| n > 0.0), "{name}: {line}");
         }
     }
     for name in ["device", "driver", "commit"] {
         assert!(report[name].as_str().is_some_and(|s| !s.is_empty()), "{name}: {line}");
     }
+    assert_eq!(
+        (&report["energy_source"], &report["no_energy_because"]),
+        (&"amdgpu".into(), &Value::Null),
+        "{line}"
+    );
+    for stage in ["prefill", "decode"] {
+        let number = |name: &str| report[format!("{stage}_{name}")].as_f64().expect(&line);
+        assert!(number("joules_per_token") > 0.0, "{stage}: {line}");
+    }
+    let text = bench(&machine, &[]);
+    assert!(
+        text.contains(" J a token of prefill, ") && text.contains("(by amdgpu: of the whole machine"),
+        "{text}"
+    );
+
+    // A machine that tells no energy has none reported, and the reason once.
+    let machine = no_power();
+    let line = bench(&machine, &["--streams", "1", "--json"]);
+    let report: Value = serde_json::from_str(&line).expect(&line);
+    for name in ["energy_source", "prefill_joules_per_token", "decode_joules_per_token"] {
+        assert_eq!(report[name], Value::Null, "{line}");
+    }
+    assert_eq!(report["streams"][0]["joules_per_token"], Value::Null, "{line}");
+    let why = report["no_energy_because"].as_str().expect(&line);
+    assert!(why.contains("/sys/class/powercap has no package of RAPL; amdgpu"), "{line}");
+    assert_eq!(bench(&machine, &[]).matches(why).count(), 1);
 }

@@ -1,10 +1,13 @@
 //! `unicorn serve` as a supervisor sees it: its log, its signals, its exit code.
 
 use std::path::Path;
+use std::time::Instant;
 
 use serde_json::Value;
 
 use crate::support::daemon::Daemon;
+use crate::support::energy::{WATTS, constant_power, no_power};
+use crate::support::fake_runner::HANG;
 use crate::support::program::{assert_error, unicorn};
 
 #[test]
@@ -31,6 +34,44 @@ fn serve_loads_answers_and_stops_on_sigterm() {
     assert_eq!(server.exit_code(), Some(0));
     let rest = server.rest_of_log();
     assert!(!rest.contains("ERROR") && rest.trim_end().ends_with("stopped"), "{rest}");
+}
+
+#[test]
+fn answers_and_metrics_tell_the_energy_of_a_machine_that_tells_it() {
+    const COUNTER: &str = "unicorn_energy_joules_total{model_name=\"a/b\",source=\"amdgpu\"}";
+    let machine = constant_power();
+    let mut server = Daemon::start(&["--root", machine.path().to_str().expect("UTF-8")]);
+    assert!(server.log.iter().any(|line| line.contains("energy   by amdgpu")), "{:#?}", server.log);
+    let counted = server.metric(COUNTER);
+    let since = Instant::now();
+    let (status, body) = server.ask(&[], false);
+    let most = WATTS * since.elapsed().as_secs_f64();
+    assert_eq!(status, 200, "{body}");
+    let timings = &serde_json::from_str::<Value>(&body).expect("JSON")["timings"];
+    let number = |name: &str| timings[name].as_f64().unwrap_or_else(|| panic!("{name}: {body}"));
+    assert_eq!(timings["energy_source"], "amdgpu", "{body}");
+    let joules = number("prompt_joules") + number("predicted_joules");
+    assert!(number("prompt_joules") > 0.0 && number("predicted_joules") > 0.0, "{body}");
+    assert!(joules <= most, "{joules} J, and the machine used {most} J meanwhile");
+    assert!((number("joules_per_token") * number("predicted_n") - joules).abs() < 1e-9, "{body}");
+    let (_, stream) = server.ask(&[], true);
+    assert_eq!(stream.matches("\"prompt_joules\":").count(), 1, "the last chunk has it: {stream}");
+    while server.metric(COUNTER) == counted {
+        assert!(since.elapsed() < HANG, "no reading comes");
+    }
+    server.signal("TERM");
+    assert_eq!(server.exit_code(), Some(0));
+
+    let machine = no_power();
+    let mut server = Daemon::start(&["--root", machine.path().to_str().expect("UTF-8")]);
+    let line = "energy   not known: /sys/class/powercap has no package of RAPL";
+    assert!(server.log.iter().any(|logged| logged.contains(line)), "{:#?}", server.log);
+    let (status, body) = server.ask(&[], false);
+    assert!(status == 200 && body.contains("timings") && !body.contains("joules"), "{body}");
+    let (status, metrics) = server.exchange("GET", "/metrics", &[], "");
+    assert!(status == 200 && !metrics.contains("energy"), "{metrics}");
+    server.signal("TERM");
+    assert_eq!(server.exit_code(), Some(0));
 }
 
 #[test]

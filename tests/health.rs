@@ -181,6 +181,7 @@ async fn metrics_add_up_to_what_was_asked() {
         ("process_cpu_seconds_total", 1.5),
         ("unicorn_device_process_cpu_seconds_total", 2.5),
         ("process_open_fds", 31.0),
+        ("unicorn_energy_joules_total{source=\"rapl\"}", 37.5),
         ("unicorn_kernel_seconds_total{kernel=\"matmul\"}", 0.5),
         ("unicorn_gpu_dispatches_total", 3.0),
         ("unicorn_gpu_memory_shortages_total", 6.0),

@@ -31,6 +31,16 @@ pub struct Now {
     /// The kernels' times since the last call; empty if kernels are not measured.
     pub kernels: Vec<KernelTime>,
     pub process: ProcessNow,
+    /// The machine's energy since the model was loaded; none if it cannot be read.
+    pub energy: Option<EnergyNow>,
+}
+
+/// A reading of the machine's energy.
+#[derive(Debug, Clone, Copy)]
+pub struct EnergyNow {
+    /// What counted it: `rapl` or `amdgpu`.
+    pub source: &'static str,
+    pub joules: f64,
 }
 
 /// What the processes use; none for what the system does not report.

@@ -44,7 +44,9 @@ mod tools;
 mod wire;
 
 pub use error::{ApiError, BodyGap};
-pub use facts::{Facts, HeapNow, KernelTime, MemoryNow, Now, Placed, ProcessNow, SelfTested, Submitted};
+pub use facts::{
+    EnergyNow, Facts, HeapNow, KernelTime, MemoryNow, Now, Placed, ProcessNow, SelfTested, Submitted,
+};
 pub use http::auth::AccessPolicy;
 pub use http::health::Health;
 pub use http::keys::{Keys, KeysError};

@@ -161,6 +161,9 @@ pub struct Serve {
     /// File of accepted API keys, one per line; needed where other machines can reach the address
     #[arg(long, value_name = "FILE")]
     pub api_key_file: Option<String>,
+    /// Read the machine's energy below this folder, in the place of /; for tests
+    #[arg(long, value_name = "FOLDER", hide = true)]
+    pub root: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]
@@ -545,6 +548,9 @@ pub struct BenchEngine {
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,
+    /// Read the machine's energy below this folder, in the place of /; for tests
+    #[arg(long, value_name = "FOLDER", hide = true)]
+    pub root: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]

@@ -12,7 +12,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use tracing_subscriber::EnvFilter;
 
 use super::error::Error;
-use super::load::{self, Profiler, Watch};
+use super::load::{self, Place, Profiler, Watch};
 use super::log::Level;
 use super::process::{processor_time, resident_bytes};
 use crate::checkpoint::{HeldNames, ModelFiles};
@@ -49,6 +49,7 @@ pub struct Refusal {
 pub struct DeviceFacts {
     pub device: String,
     pub driver: String,
+    pub place: Place,
     pub draft_layers: Option<usize>,
     pub placements: Vec<Placed>,
     pub residency: String,
@@ -136,6 +137,7 @@ pub fn device_process(level: Level) -> Result<(), Error> {
     let facts = DeviceFacts {
         device: info.name.clone(),
         driver: info.driver.clone(),
+        place: load::place(info),
         draft_layers: draft.as_ref().map(|draft| draft.config().num_hidden_layers),
         placements: model.placements().iter().map(placed).collect(),
         residency: model.residency().to_string(),

@@ -4,15 +4,17 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use serde::{Deserialize, Serialize};
+
 use super::error::Error;
 use super::process::resident_bytes;
 use super::progress::Bar;
 use super::terminal::bytes;
 use crate::checkpoint::{Manifest, ModelFiles};
 use crate::config::{self, Config};
-use crate::engine::{Engine, EngineConfig, EngineHandle, SchedulerConfig};
+use crate::engine::{EnergyCounter, Engine, EngineConfig, EngineHandle, SchedulerConfig};
 use crate::gpu::placement::{Limits, Machine, Placement};
-use crate::gpu::{self, Device, DeviceInfo, DevicePolicy};
+use crate::gpu::{self, Device, DeviceInfo, DeviceKind, DevicePolicy};
 use crate::model::config::Gemma3Config;
 use crate::model::draft::{self, Draft, Drafted};
 use crate::model::gemma3::{Gemma3, Loaded};
@@ -405,17 +407,37 @@ pub fn engine_config(limits: model::Limits, block_bytes: u64, config: &Config, q
     EngineConfig { queue, scheduler, ..EngineConfig::default() }
 }
 
-/// Starts the engine on a model, with its draft where it has one.
-pub fn engine(model: Gemma3, draft: Option<Draft>, config: &Config, queue: usize) -> EngineHandle {
+/// The place of the device that computes.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub struct Place {
+    /// Whether the device is a GPU of its own, which the processor's counters do not see.
+    pub discrete: bool,
+    /// The PCI address, if the driver reports one.
+    pub pci: Option<String>,
+}
+
+/// The place of a device, by which its energy is found.
+pub fn place(device: &DeviceInfo) -> Place {
+    Place { discrete: device.kind == DeviceKind::Discrete, pci: device.pci.clone() }
+}
+
+/// Starts the engine on a model, with its draft where it has one. `energy` is the counter that answers are told of.
+pub fn engine(
+    model: Gemma3,
+    draft: Option<Draft>,
+    config: &Config,
+    queue: usize,
+    energy: Option<Arc<dyn EnergyCounter>>,
+) -> EngineHandle {
     let block_bytes = sliding_block_bytes(&model, draft.as_ref());
-    let config = engine_config(model.limits(), block_bytes, config, queue);
+    let config = EngineConfig { energy, ..engine_config(model.limits(), block_bytes, config, queue) };
     Engine::start(runner_of(model, draft), config)
 }
 
 /// Loads `files` and starts the engine on it.
 pub fn service(files: &ModelFiles, config: &Config) -> Result<Service, Error> {
     let Model { runner, draft, texts, .. } = model(files, config, Watch::Nothing)?;
-    Ok(texts.service(engine(runner, draft, config, config.server.queue)))
+    Ok(texts.service(engine(runner, draft, config, config.server.queue, None)))
 }
 
 impl Texts {

@@ -12,6 +12,7 @@ mod configuration;
 mod device_process;
 mod devices;
 mod doctor;
+mod energy;
 mod error;
 mod eval;
 mod generate;
@@ -83,6 +84,7 @@ fn run(global: &Global, mut command: Command, mut configured: Configured, log: &
     let config = &configured.config;
     match command {
         Command::Serve(args) => {
+            let root = args.root.clone();
             let (level, global) = (log.level.clone(), global.clone());
             let set_log = {
                 let global = global.clone();
@@ -98,7 +100,12 @@ fn run(global: &Global, mut command: Command, mut configured: Configured, log: &
                 move || configure(&global, &Command::Serve(args.clone()))
             };
             let filter = log_filter(&global, true, config).to_string();
-            serve::serve(config, Reload { reread: Box::new(reread), set_log: Box::new(set_log) }, filter)
+            serve::serve(
+                config,
+                root.as_deref(),
+                Reload { reread: Box::new(reread), set_log: Box::new(set_log) },
+                filter,
+            )
         }
         Command::Generate(args) => generate::generate(config, args),
         Command::Chat(args) => generate::chat(config, args),

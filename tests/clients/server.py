@@ -39,6 +39,19 @@ def is_running(process):
         return False
 
 
+def machine_with_power(folder):
+    """Writes a machine whose integrated GPU reports 15 W: what `--root` reads the machine's energy from."""
+    gpu = folder / "sys/bus/pci/devices/0000:c5:00.0"
+    sensor = gpu / "hwmon/hwmon3"
+    sensor.mkdir(parents=True, exist_ok=True)
+    for name, text in [("vendor", "0x1002"), ("device", "0x15bf"), ("class", "0x030000")]:
+        (gpu / name).write_text(text)
+    (sensor / "power1_average").write_text("15000000\n")
+    if not (gpu / "driver").is_symlink():
+        (gpu / "driver").symlink_to("../../../drivers/amdgpu")
+    return folder
+
+
 class Server:
     """A `unicorn serve` of our own on a free port, and what its first moments looked like."""
 

@@ -13,6 +13,7 @@ pub mod damaged;
 pub mod demo;
 mod device;
 pub mod driver;
+pub mod energy;
 pub mod engine;
 pub mod fake_runner;
 #[allow(dead_code)]

@@ -11,7 +11,8 @@ use tempfile::TempDir;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 use unicorn::api::{
-    self, Connections, Facts, HeapNow, KernelTime, MemoryNow, Now, Placed, ProcessNow, SelfTested, Submitted,
+    self, Connections, EnergyNow, Facts, HeapNow, KernelTime, MemoryNow, Now, Placed, ProcessNow, SelfTested,
+    Submitted,
 };
 
 use super::app::App;
@@ -131,7 +132,8 @@ pub fn facts() -> Facts {
             let processor = [1500, 2500].map(|ms| Some(Duration::from_millis(ms)));
             let [processor, device_processor] = processor;
             let process = ProcessNow { processor, device_processor, open_files: Some(31), most_files: None };
-            Now { memory, submitted: Some(submitted), kernels, process }
+            let energy = Some(EnergyNow { source: "rapl", joules: 37.5 });
+            Now { memory, submitted: Some(submitted), kernels, process, energy }
         }),
     }
 }

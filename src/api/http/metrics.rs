@@ -237,7 +237,7 @@ fn of_device(out: &mut Exposition<'_>, server: &Server) {
     for placed in &facts.placements {
         out.sample(&[("class", &placed.class), ("heap", &placed.heap)], placed.bytes);
     }
-    let Now { memory, submitted, kernels, process } = (facts.now)();
+    let Now { memory, submitted, kernels, process, energy } = (facts.now)();
     if !memory.heaps.is_empty() {
         out.family("unicorn_gpu_heap_size_bytes", "gauge", "Memory of the device, by heap.");
         for heap in &memory.heaps {
@@ -278,6 +278,10 @@ fn of_device(out: &mut Exposition<'_>, server: &Server) {
         if let Some(files) = files {
             out.family(name, "gauge", help).sample(&[], files);
         }
+    }
+    if let Some(energy) = energy {
+        out.family("unicorn_energy_joules_total", "counter", "Energy that the machine used, idle or not.")
+            .sample(&[("source", energy.source)], energy.joules);
     }
     if let Some(submitted) = submitted {
         let counters = [

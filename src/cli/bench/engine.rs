@@ -1,9 +1,10 @@
 //! `unicorn bench engine`: load time, prefill and decode speed, memory, and the time of the engine's own thread in a
-//! step. The report names the device, the driver and the commit.
+//! step. The report names the device, the driver and the commit, and tells the machine's energy where it can be read.
 //!
 //! The requests go through the engine, one at a time, as in a chat, and then with `--streams` many at once. Prompts
 //! consist of ids, not of text, since the time does not depend on the ids.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures::StreamExt;
@@ -14,13 +15,15 @@ use serde_json::{Value, json};
 use super::report::commit;
 use super::statistics::median;
 use crate::cli::args;
+use crate::cli::doctor::Machine;
+use crate::cli::energy::Meter;
 use crate::cli::error::Error;
 use crate::cli::load::{self, EndEngine, Watch};
 use crate::cli::process::resident_bytes;
 use crate::cli::progress::Bar;
 use crate::cli::terminal::{bytes, print};
 use crate::config::Config;
-use crate::engine::{DraftTotals, Drafts, EngineHandle, Event, Request, Stats, Timings};
+use crate::engine::{DraftTotals, Drafts, EnergyCounter, EngineHandle, Event, Request, Stats, Timings};
 
 /// The measurements of one `unicorn bench engine`.
 struct Measured {
@@ -35,6 +38,7 @@ struct Measured {
     prefill: f64,
     decode: f64,
     host: HostTime,
+    energy: Result<Energy, String>,
     /// Draft tokens, if there is a draft model.
     drafts: Option<DraftTotals>,
     together: Vec<Together>,
@@ -71,7 +75,9 @@ fn measure(config: &Config, args: &args::BenchEngine) -> Result<(Measured, EndEn
     let name = config.model.name.clone().unwrap_or_else(|| files.name().to_owned());
 
     let profiler = model.profiler();
-    let engine = load::engine(model.runner, model.draft, config, widest);
+    let meter = Meter::open(&Machine::new(args.root.as_deref()), &load::place(&model.device));
+    let energy = meter.clone().ok().map(|meter| meter as Arc<dyn EnergyCounter>);
+    let engine = load::engine(model.runner, model.draft, config, widest, energy);
     let end = EndEngine(engine.clone());
     let mut runs = Vec::new();
     let per_run = u64::from(args.generate_tokens);
@@ -98,7 +104,8 @@ fn measure(config: &Config, args: &args::BenchEngine) -> Result<(Measured, EndEn
         let mut windows = Vec::new();
         for i in 0..u64::from(args.runs) {
             let done = i * u64::from(*n) * per_run;
-            windows.push(decode_together(&engine, args, prompts, *n, &mut |tokens| each.set(done + tokens))?);
+            let progress = &mut |tokens| each.set(done + tokens);
+            windows.push(decode_together(&engine, meter.as_deref().ok(), args, prompts, *n, progress)?);
             prompts += n;
         }
         windows.sort_by(|a, b| a.tokens_per_s.total_cmp(&b.tokens_per_s));
@@ -108,6 +115,10 @@ fn measure(config: &Config, args: &args::BenchEngine) -> Result<(Measured, EndEn
     let prefill = median(runs.iter().map(|t| rate(prompt_n, t.prefill)));
     // The prefill yields the first token.
     let decode = median(runs.iter().map(|t| rate(t.predicted_n - 1, t.decode)));
+    let energy = meter.and_then(|meter| {
+        let energy = Energy::of(&runs, meter.source(), args.prompt_tokens);
+        energy.ok_or_else(|| format!("{} was not readable all the time", meter.source()))
+    });
     let measured = Measured {
         name,
         quantize,
@@ -119,6 +130,7 @@ fn measure(config: &Config, args: &args::BenchEngine) -> Result<(Measured, EndEn
         prefill,
         decode,
         host,
+        energy,
         drafts,
         together,
         memory: resident_bytes(),
@@ -149,6 +161,10 @@ impl Measured {
             "runs": args.runs,
             "host_us_per_step": host.per_step,
             "host_us_per_sequence_step": host.per_share,
+            "energy_source": self.energy.as_ref().ok().map(|energy| energy.source),
+            "prefill_joules_per_token": self.energy.as_ref().ok().map(|energy| energy.prefill),
+            "decode_joules_per_token": self.energy.as_ref().ok().map(|energy| energy.decode),
+            "no_energy_because": self.energy.as_ref().err(),
             "guesses": self.drafts.as_ref().map(drafts_json),
             "streams": self.together.iter().map(Together::json).collect::<Vec<_>>(),
             "rss_bytes": rss,
@@ -179,6 +195,13 @@ impl Measured {
             runs = args.runs,
             generate = args.generate_tokens,
         );
+        text.push_str(&match &self.energy {
+            Ok(Energy { source, prefill, decode }) => format!(
+                "energy   {prefill:.4} J a token of prefill, {decode:.4} J a token of decode \
+                 (by {source}: of the whole machine, idle draw and other programs too)\n"
+            ),
+            Err(why) => format!("energy   not known: {why}\n"),
+        });
         if let Some(DraftTotals { lookup, model }) = &self.drafts {
             text.push_str(&format!(
                 "guesses  {} of {} by the draft model came true, {} of {} by prompt lookup\n",
@@ -191,18 +214,19 @@ impl Measured {
         if !self.together.is_empty() {
             let runs = args.runs;
             text.push_str(&format!(
-                "streams  decode tokens/s  of one  us of host a step  and sequence  preempted (median of {runs})\n"
+                "streams  decode tokens/s  of one  us of host a step  and sequence  preempted  J a token (median of {runs})\n"
             ));
         }
         for t in &self.together {
             text.push_str(&format!(
-                "{:7} {:16.1} {:7.2} {:18.1} {:13.1} {:10}\n",
+                "{:7} {:16.1} {:7.2} {:18.1} {:13.1} {:10} {:>10}\n",
                 t.streams,
                 t.tokens_per_s,
                 t.tokens_per_s / decode,
                 t.host.per_step,
                 t.host.per_share,
                 t.preemptions,
+                t.joules_per_token.map_or("-".into(), |joules| format!("{joules:.4}")),
             ));
         }
         if !self.kernels.is_empty() {
@@ -245,6 +269,26 @@ fn prompt(engine: &EngineHandle, args: &args::BenchEngine, run: u32) -> Vec<u32>
     (0..args.prompt_tokens).map(|i| i.wrapping_mul(7919).wrapping_add(run) % vocab).collect()
 }
 
+/// The machine's energy, in joules per token: medians of the runs.
+struct Energy {
+    source: &'static str,
+    prefill: f64,
+    decode: f64,
+}
+
+impl Energy {
+    /// None if the energy of a run is not known.
+    fn of(runs: &[Timings], source: &'static str, prompt_tokens: u32) -> Option<Self> {
+        let known: Option<Vec<_>> = runs.iter().map(|run| Some((run.energy?, run.predicted_n))).collect();
+        let known = known?;
+        Some(Self {
+            source,
+            prefill: median(known.iter().map(|(energy, _)| energy.prompt / f64::from(prompt_tokens))),
+            decode: median(known.iter().map(|(energy, n)| energy.predicted / (n - 1) as f64)),
+        })
+    }
+}
+
 /// Time of the engine's thread without the waiting for the device, in microseconds.
 struct HostTime {
     per_step: f64,
@@ -285,6 +329,8 @@ struct Together {
     steps: u64,
     preemptions: u64,
     host: HostTime,
+    /// The machine's energy; none if it is not known.
+    joules_per_token: Option<f64>,
 }
 
 impl Together {
@@ -296,6 +342,7 @@ impl Together {
             "preemptions": self.preemptions,
             "host_us_per_step": self.host.per_step,
             "host_us_per_sequence_step": self.host.per_share,
+            "joules_per_token": self.joules_per_token,
         })
     }
 }
@@ -304,6 +351,7 @@ impl Together {
 /// as long as the context allows. `progress` is called with the number of measured tokens.
 fn decode_together(
     engine: &EngineHandle,
+    meter: Option<&Meter>,
     args: &args::BenchEngine,
     first_prompt: u32,
     n: u32,
@@ -316,13 +364,13 @@ fn decode_together(
     let mut events = select_all(streams.collect::<Result<Vec<_>, Error>>()?);
     let mut begun = vec![false; n as usize];
     let (mut waiting, mut tokens, wanted) = (n, 0, u64::from(n) * u64::from(args.generate_tokens));
-    let (mut since, mut before) = (Instant::now(), Stats::default());
+    let (mut since, mut before, mut energy) = (Instant::now(), Stats::default(), None);
     loop {
         let (i, event) = block_on(events.next()).expect("no stream ends before it is dropped");
         match event {
             Event::Token { .. } if waiting > 0 => {
                 waiting -= u32::from(!std::mem::replace(&mut begun[i], true));
-                (since, before) = (Instant::now(), engine.stats());
+                (since, before, energy) = (Instant::now(), engine.stats(), meter.and_then(Meter::read));
             }
             Event::Token { .. } => {
                 tokens += 1;
@@ -341,12 +389,14 @@ fn decode_together(
         }
     }
     let (time, after) = (since.elapsed(), engine.stats());
+    let used = energy.zip(meter.and_then(Meter::read)).filter(|(from, to)| from.gaps == to.gaps);
     Ok(Together {
         streams: n,
         tokens_per_s: rate(tokens as usize, time),
         steps: after.steps - before.steps,
         preemptions: after.preemptions - before.preemptions,
         host: HostTime::between(&before, &after),
+        joules_per_token: used.map(|(from, to)| (to.joules - from.joules).max(0.0) / tokens as f64),
     })
 }
 

@@ -17,7 +17,8 @@ mod vulkan;
 use std::path::Path;
 
 use finding::{Finding, Report, Severity};
-use machine::Machine;
+pub use gpu::{gpus, integrated};
+pub use machine::{Machine, Pci};
 
 use super::args;
 use super::devices::Loader;

@@ -1,14 +1,26 @@
 //! The facts about the loaded model that `/status` and `/metrics` report, with callbacks for the values that change.
 
+use std::sync::Arc;
+
 use rustix::process::{Resource, getrlimit};
 
 use super::device::Observer;
-use crate::api::{Facts, HeapNow, KernelTime, MemoryNow, Now, Placed, ProcessNow, SelfTested, Submitted};
+use crate::api::{
+    EnergyNow, Facts, HeapNow, KernelTime, MemoryNow, Now, Placed, ProcessNow, SelfTested, Submitted,
+};
 use crate::cli::device_process::{DeviceFacts, Observed};
+use crate::cli::energy::Meter;
 use crate::cli::process::{open_files, processor_time, resident_bytes};
 use crate::config::Config;
+use crate::engine::EnergyCounter as _;
 
-pub fn collect(layers: usize, device: DeviceFacts, observer: &Observer, config: &Config) -> Facts {
+pub fn collect(
+    layers: usize,
+    device: DeviceFacts,
+    observer: &Observer,
+    config: &Config,
+    meter: Option<Arc<Meter>>,
+) -> Facts {
     let placed = |p: crate::cli::device_process::Placed| Placed {
         class: p.class,
         heap: p.heap,
@@ -25,9 +37,11 @@ pub fn collect(layers: usize, device: DeviceFacts, observer: &Observer, config: 
         let most_files = getrlimit(Resource::Nofile).current;
         let processor = Some(processor_time());
         let process = ProcessNow { processor, device_processor, open_files: open_files(), most_files };
+        let read = |meter: &Arc<Meter>| Some(EnergyNow { source: meter.source(), joules: meter.counted()? });
+        let energy = meter.as_ref().and_then(read);
         let Some(device) = device else {
             let memory = MemoryNow { resident, ..MemoryNow::default() };
-            return Now { memory, process, ..Now::default() };
+            return Now { memory, process, energy, ..Now::default() };
         };
         let heap = |(heap, size_bytes, free_bytes)| HeapNow { heap, size_bytes, free_bytes };
         let heaps = device.heaps.into_iter().map(heap).collect();
@@ -38,6 +52,7 @@ pub fn collect(layers: usize, device: DeviceFacts, observer: &Observer, config: 
             submitted: Some(Submitted { dispatches, copies, barriers, memory_shortages, declared }),
             kernels: device.kernels.into_iter().map(kernel).collect(),
             process,
+            energy,
         }
     };
     Facts {

@@ -7,6 +7,7 @@ mod reload;
 mod systemd;
 
 use std::net::SocketAddr;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
@@ -22,13 +23,15 @@ use self::auth::{access_policy, check_keyless, is_public};
 use self::device::{DeviceFactory, Observer};
 pub use self::reload::Reload;
 use self::reload::Running;
+use super::doctor::Machine;
+use super::energy::Meter;
 use super::error::Error;
 use super::load::{self, EndEngine};
 use super::log;
 use crate::api::{self, Connections, FILES_PER_CONNECTION, Facts, ModelNames, Options, Server, Tls};
 use crate::checkpoint::ModelFiles;
 use crate::config::{self, Config};
-use crate::engine::{Engine, EngineConfig, EngineHandle};
+use crate::engine::{EnergyCounter, Engine, EngineConfig, EngineHandle};
 use crate::model::Runner;
 use crate::session::Service;
 
@@ -57,8 +60,8 @@ const LOAD_END: Duration = Duration::from_secs(20);
 const LOST_END: Duration = Duration::from_secs(2);
 
 /// Serves until SIGINT or SIGTERM, until the model cannot be loaded, or until the engine ends. The latter two return
-/// their reason, even if a signal follows.
-pub fn serve(config: &Config, reload: Reload, log_filter: String) -> Result<(), Error> {
+/// their reason, even if a signal follows. The machine's energy is read below `root`.
+pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: String) -> Result<(), Error> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(Error::Runtime)?;
     // The handler comes first: a SIGHUP before it would end the process.
     let hangup = {
@@ -66,6 +69,7 @@ pub fn serve(config: &Config, reload: Reload, log_filter: String) -> Result<(), 
         signal(SignalKind::hangup()).map_err(Error::Runtime)?
     };
     let asked = config.clone();
+    let machine = Machine::new(root);
     let files = load::files(&config.model)?;
     let model_id = config.model.name.clone().unwrap_or_else(|| files.name().to_owned());
     let options = Options {
@@ -118,7 +122,7 @@ pub fn serve(config: &Config, reload: Reload, log_filter: String) -> Result<(), 
         let (load_config, started) = (config.clone(), Arc::clone(&engine));
         let (load_cancelled, load_observer) = (Arc::clone(&cancelled), observer.clone());
         load = Some(std::thread::spawn(move || {
-            let served = served(&files, &load_config, load_observer, load_cancelled);
+            let served = served(&files, &load_config, &machine, load_observer, load_cancelled);
             // The engine is stored here too, since the channel's receiver is gone after a signal.
             let served = served.inspect(|(service, _)| drop(started.set(service.engine().clone())));
             drop(done.send(served));
@@ -201,6 +205,7 @@ pub fn check(options: &config::Server, addresses: &[SocketAddr]) -> Result<usize
 fn served(
     files: &ModelFiles,
     config: &Config,
+    machine: &Machine,
     observer: Observer,
     cancelled: Arc<AtomicBool>,
 ) -> Result<(Service, Facts), Error> {
@@ -209,13 +214,22 @@ fn served(
     let vocab_size = texts.tokenizer.vocab_size();
     let mut factory = DeviceFactory::new(config, files, draft_files.as_ref(), vocab_size, observer.clone())?;
     let (runner, device) = factory.load(&cancelled)?;
+    let meter = Meter::open(machine, &device.place);
+    match &meter {
+        Ok(meter) => {
+            tracing::info!("energy   by {}: of the whole machine, and shared among answers", meter.source())
+        }
+        Err(why) => tracing::info!("energy   not known: {why}"),
+    }
+    let meter = meter.ok();
     let queue = config.server.queue;
     let idle_unload = config.engine.idle_unload_s.map(|seconds| Duration::from_secs(seconds as u64));
     let engine_config = EngineConfig {
         idle_unload,
+        energy: meter.clone().map(|meter| meter as Arc<dyn EnergyCounter>),
         ..load::engine_config(runner.limits(), device.sliding_block_bytes, config, queue)
     };
-    let facts = facts::collect(texts.config.num_hidden_layers, device, &observer, config);
+    let facts = facts::collect(texts.config.num_hidden_layers, device, &observer, config, meter);
     let engine = Engine::start_recoverable(Box::new(runner), Box::new(factory), cancelled, engine_config);
     Ok((texts.service(engine), facts))
 }
