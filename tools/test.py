@@ -144,8 +144,8 @@ def clippy():
 
 
 def rust():
-    """Unit tests, the integration suite and the documentation's examples. Also builds the server for `clients`, `scaling`
-    and `page`."""
+    """Unit tests, the integration suite and the documentation's examples. Also builds the server for `clients`, `scaling`,
+    `service` and `page`."""
     fetched, _ = run([str(ROOT / "tools/fetch_real_tokenizer.sh")], FETCH_SECONDS)
     if fetched not in (0, 3, 4, None):  # 3 and 4: the tokenizer is not available here, and its cases are skipped
         return Result(failures=[f"rust: tools/fetch_real_tokenizer.sh: {ended(fetched)}"])
@@ -290,6 +290,11 @@ def all_scaling():
     return counted("scaling", *run([sys.executable, str(ROOT / "tools/scaling.py"), "haproxy", "litellm"], env=environment))
 
 
+def service():
+    """A real server under the restrictions of its systemd unit, as far as the machine can apply them without systemd."""
+    return counted("service", *run([sys.executable, str(ROOT / "tests/service/test_restricted.py")]))
+
+
 def page():
     """A browser on the page of a real server. Without Chromium, Node.js or playwright-core the part is skipped."""
     lacks = page_lacks()
@@ -398,10 +403,10 @@ def pins(requirements):
     return re.findall(r"^([a-z0-9_-]+)(?:\[[a-z0-9,-]+\])?==(\S+)$", requirements, re.MULTILINE)
 
 
-# Cheap checks first; `clients`, `scaling` and `page` start the server that `rust` built.
+# Cheap checks first; `clients`, `scaling`, `service` and `page` start the server that `rust` built.
 PARTS = {
     "tools": tools, "demo": demo, "rustfmt": rustfmt, "rust": rust, "devices": devices_cheap, "clients": clients,
-    "scaling": scaling, "page": page, "clippy": clippy,
+    "scaling": scaling, "service": service, "page": page, "clippy": clippy,
 }
 # These parts are too heavy for every run.
 NAMED_ONLY = {"lm-eval": lm_eval, "openwebui": openwebui, "all-devices": devices_all, "all-scaling": all_scaling}
