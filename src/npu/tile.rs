@@ -248,7 +248,7 @@ fn exp(x: bf16) -> bf16 {
 #[derive(Debug, Clone)]
 pub struct Reference {
     values: Vec<f64>,
-    /// 0 in the rows beyond the job's.
+    /// Infinite in the rows beyond the job's.
     bounds: Vec<f64>,
 }
 
@@ -263,7 +263,7 @@ impl Reference {
         let rounded = inputs.rounded();
         let width = job.head_dim() as usize;
         let mut values = vec![0.0; inputs.queries.len()];
-        let mut bounds = values.clone();
+        let mut bounds = vec![f64::INFINITY; values.len()];
         for (group, head) in heads(job) {
             for row in 0..job.rows() {
                 let at = row_at(job, group, head, row);
@@ -293,10 +293,16 @@ impl Reference {
             return f64::INFINITY;
         }
         let numbers = output.iter().zip(&self.values).zip(&self.bounds);
-        let parts = numbers.filter(|(_, bound)| **bound > 0.0).map(|((output, value), bound)| {
-            let part = (f64::from(*output) - value).abs() / bound;
-            if part.is_nan() { f64::INFINITY } else { part }
-        });
+        let parts =
+            numbers.filter(|(_, bound)| bound.is_finite()).map(|((output, value), bound)| match (f64::from(
+                *output,
+            ) - value)
+                .abs()
+            {
+                0.0 => 0.0,
+                error if error.is_nan() => f64::INFINITY,
+                error => error / bound,
+            });
         parts.fold(0.0, f64::max)
     }
 
@@ -328,6 +334,7 @@ fn exact_row(scores: &[Score], vectors: &[(&[f32], &[bf16])], value: &mut [f64],
             *o += p * f64::from(*v);
         }
     }
+    bound.fill(0.0);
     let (mut least_sum, mut magnitude) = (0.0, 0f64);
     for ((p, error), (v, rounded)) in weights.iter().zip(&errors).zip(vectors) {
         least_sum += p * (-error).exp();
@@ -637,12 +644,27 @@ mod tests {
         assert!(low > -4.05 / 256.0 && high < 3.05 / 256.0);
     }
 
+    #[test]
+    fn what_is_surely_zero_has_to_be_zero() {
+        let job = small(10, 20);
+        let mut inputs = Inputs::random(&job, 50, 3.0);
+        inputs.values.fill(0.0);
+        let reference = Reference::new(&job, &inputs);
+        let mut output = attend(&job, &inputs.rounded());
+        assert_eq!(reference.worst(&output), 0.0);
+        // Row 20 is none of the job's.
+        output[row_at(&job, 1, 1, 20)] = f32::NAN;
+        assert_eq!(reference.worst(&output), 0.0);
+        output[row_at(&job, 1, 1, 19)] = 1e-30;
+        assert_eq!(reference.worst(&output), f64::INFINITY);
+    }
+
     /// The bound is small beside what it bounds: a tolerance that lets everything pass would check nothing.
     #[test]
     fn the_bound_is_a_few_hundredths_of_the_values() {
         let job = planned(256, 2, None, 1, 300, 60);
         let reference = Reference::new(&job, &Inputs::random(&job, 40, 3.0));
-        let real = reference.bounds.iter().filter(|b| **b > 0.0);
+        let real = reference.bounds.iter().filter(|b| b.is_finite());
         let mean = real.clone().sum::<f64>() / real.count() as f64;
         println!("the mean bound is {mean:.4}, of values of deviation 1");
         assert!(mean < 0.04, "{mean}");
