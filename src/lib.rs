@@ -22,8 +22,10 @@
 //! | 4 | [`engine`] |
 //! | 3 | [`model`] |
 //! | 2 | [`kernels`], [`quantize`] |
-//! | 1 | [`gpu`], [`checkpoint`], [`text`], [`hub`] |
+//! | 1 | [`gpu`], `npu`, [`checkpoint`], [`text`], [`hub`] |
 //! | 0 | [`tensor`], [`config`] |
+//!
+//! `npu` is there with the feature of its name, which is on by default.
 //!
 //! Some modules may not name a module below them either: the engine, for one, names neither [`text`] nor [`gpu`].
 //! `tests/tidy.rs` has the list, and checks all of this from the paths that the code names.
@@ -35,6 +37,8 @@
 pub mod tensor;
 pub mod config;
 pub mod gpu;
+#[cfg(feature = "npu")]
+pub mod npu;
 pub mod checkpoint;
 pub mod text;
 pub mod hub;

@@ -11,10 +11,11 @@ use std::path::{Component, Path, PathBuf};
 use crate::support::root;
 
 /// The floors of lib.rs: a module may name those below it.
-const FLOORS: [(&str, u32); 14] = [
+const FLOORS: [(&str, u32); 15] = [
     ("tensor", 0),
     ("config", 0),
     ("gpu", 1),
+    ("npu", 1),
     ("checkpoint", 1),
     ("text", 1),
     ("hub", 1),
@@ -64,7 +65,7 @@ const HIDDEN: [(&str, &str, &[&str]); 22] = [
 ];
 
 /// Words of other crates and of the language that a module must not contain.
-const FOREIGN: [(&str, &[&str]); 8] = [
+const FOREIGN: [(&str, &[&str]); 9] = [
     ("tensor", &["std::fs", "std::net", "File", "tokio"]),
     ("config", &["std::fs", "std::net", "File", "tokio"]),
     ("model", &["Instant", "SystemTime", "tokio", "axum", "tokenizers", "minijinja"]),
@@ -72,6 +73,7 @@ const FOREIGN: [(&str, &[&str]); 8] = [
     ("engine", &["async", "await", "tokio", "axum", "tokenizers", "minijinja", "llguidance", "safetensors"]),
     ("kernels", &["tokio", "axum", "tokenizers"]),
     ("gpu", &["tokio", "axum", "tokenizers", "safetensors"]),
+    ("npu", &["tokio", "axum", "tokenizers", "safetensors"]),
     ("hub", &["tokio", "axum", "tokenizers", "safetensors"]),
 ];
 
@@ -512,12 +514,12 @@ fn anyhow_stays_in_the_binary(file: &str, source: &str) -> Vec<String> {
 
 fn unsafe_has_its_place(file: &str, source: &str) -> Vec<String> {
     let code = layers(source).code;
-    let allowed = !file.starts_with("src/") || matches!(module(file), "gpu" | "checkpoint");
+    let allowed = !file.starts_with("src/") || matches!(module(file), "gpu" | "npu" | "checkpoint");
     let hits = find_word(&code, "unsafe");
     hits.into_iter()
         .filter(|_| !allowed)
         .map(|at| {
-            format!("{file}:{}: unsafe belongs in gpu/ and the mmap of checkpoint/", line_of(&code, at))
+            format!("{file}:{}: unsafe belongs in gpu/, npu/ and the mmap of checkpoint/", line_of(&code, at))
         })
         .collect()
 }
@@ -596,16 +598,17 @@ fn nothing_unfinished(file: &str, source: &str) -> Vec<String> {
 const NO_SUBJECT: [&str; 5] = ["Of", "That of", "Those", "The same", "Whose"];
 
 /// Folders and files whose comments are held to [`comments_name_a_subject`].
-const WITH_SUBJECTS: [&str; 8] =
-    ["Makefile", "benches/", "build.rs", "fuzz/", "shaders/", "src/", "tests/", "tools/"];
+const WITH_SUBJECTS: [&str; 9] =
+    ["Makefile", "benches/", "build.rs", "fuzz/", "npu/", "shaders/", "src/", "tests/", "tools/"];
 
-/// No comment, and no paragraph of one, begins with one of [`NO_SUBJECT`]. Comments are `//` in Rust and GLSL, and `#`
-/// at the beginning of a line elsewhere.
+/// No comment, and no paragraph of one, begins with one of [`NO_SUBJECT`]. Comments are `//` in Rust, C++ and GLSL, and
+/// `#` at the beginning of a line elsewhere.
 fn comments_name_a_subject(file: &str, source: &str) -> Vec<String> {
     let is_rust = file.ends_with(".rs");
     let Layers { code, comments } =
         if is_rust { layers(source) } else { Layers { code: String::new(), comments: source.to_string() } };
-    let marker = if is_rust || file.starts_with("shaders/") { "//" } else { "#" };
+    let is_c = [".cc", ".comp", ".glsl"].iter().any(|end| file.ends_with(end));
+    let marker = if is_rust || is_c { "//" } else { "#" };
     let (mut complaints, mut continues) = (Vec::new(), false);
     for (n, (line, code)) in comments.lines().zip(code.lines().chain(std::iter::repeat(""))).enumerate() {
         let has_code = !code.trim().is_empty();
@@ -1088,6 +1091,7 @@ fn comments_begin_with_their_subject() {
         ("a.rs", "let a = 1; // Those that are left\n"),
         ("a.rs", "/// A row.\n///\n/// Whose it is.\nstruct A;"),
         ("shaders/a.comp", "// Of the row\n"),
+        ("npu/kernels/a.cc", "// Of the row\n"),
         ("a.py", "    # The same, again\n"),
         ("Makefile", "# Whose it is\n"),
     ] {
@@ -1103,7 +1107,7 @@ fn comments_begin_with_their_subject() {
     ] {
         assert_eq!(comments_name_a_subject(file, fine), [""; 0]);
     }
-    let mut all = files("", &[".rs", ".py", ".comp", ".glsl", "Makefile"]);
+    let mut all = files("", &[".rs", ".py", ".cc", ".comp", ".glsl", "Makefile"]);
     all.retain(|file| WITH_SUBJECTS.iter().any(|place| file.starts_with(place)));
     check(&all, comments_name_a_subject);
 }

@@ -1,0 +1,11 @@
+//! The NPU of a Ryzen AI as a second place for attention of prompts: what a dispatch is, and what its results may be.
+//!
+//! | file | what it is |
+//! |---|---|
+//! | `contract.rs` | shapes, buckets, parameters and buffers of a dispatch; which keys a kernel reads |
+//! | `tile.rs` | the kernel's arithmetic, step by step, and how far it may be from exact attention |
+//!
+//! The kernel's source is in `npu/kernels`. It knows no Vulkan, no model and no engine, and neither does this room.
+
+pub mod contract;
+pub mod tile;
