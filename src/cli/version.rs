@@ -17,8 +17,7 @@ pub fn version() -> Result<(), Error> {
     };
     line("commit", COMMIT.unwrap_or("not recorded: `make release` records it"));
     line("platform", &format!("{} {}", std::env::consts::OS, std::env::consts::ARCH));
-    // There are no features of cargo's yet.
-    line("features", "none");
+    line("features", if cfg!(feature = "npu") { "npu" } else { "none" });
     line("kernels", env!("SHADER_HASH"));
     for driver in devices::drivers() {
         line("driver", &driver);
