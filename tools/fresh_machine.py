@@ -134,31 +134,42 @@ def stop(process):
         process.wait()
 
 
-def ask(path, body=None, seconds=60, key=None):
+class NoServer(Exception):
+    """What a server did instead of getting ready."""
+
+
+def ask(url, body=None, seconds=60, key=None):
     headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
-    request = urllib.request.Request(ADDRESS + path, json.dumps(body).encode() if body else None, headers)
+    request = urllib.request.Request(url, json.dumps(body).encode() if body else None, headers)
     with urllib.request.urlopen(request, timeout=seconds) as response:
         return json.load(response)
 
 
-def serve(fresh):
-    """Runs `make serve` until it has answered one question; returns the answer."""
-    process = start_with_rust(fresh, "make serve")
+def first_answer(process, address, seconds, key=None):
+    """Waits until a server that is being started is ready, and asks it one question; ends it, and returns the answer."""
     try:
-        end = time.monotonic() + SERVE_SECONDS
+        end = time.monotonic() + seconds
         while True:
             if process.poll() is not None:
-                raise SystemExit(f"`make serve` ended with {process.returncode}")
+                raise NoServer(f"it ended with {process.returncode}")
             try:
-                ask("/health")
+                ask(f"{address}/health")
                 break
-            except OSError:
+            except OSError as error:
                 if time.monotonic() > end:
-                    raise SystemExit(f"`make serve` was not ready after {SERVE_SECONDS} s") from None
-                time.sleep(1)
-        return ask("/v1/chat/completions", QUESTION)["choices"][0]["message"]["content"]
+                    raise NoServer(f"it was not ready after {seconds} s ({error})") from error
+                time.sleep(0.2)
+        return ask(f"{address}/v1/chat/completions", QUESTION, key=key)["choices"][0]["message"]["content"]
     finally:
         stop(process)
+
+
+def serve(fresh):
+    """Runs `make serve` until it has answered one question; returns the answer."""
+    try:
+        return first_answer(start_with_rust(fresh, "make serve"), ADDRESS, SERVE_SECONDS)
+    except NoServer as why:
+        raise SystemExit(f"`make serve`: {why}") from why
 
 
 def test(fresh):

@@ -19,7 +19,6 @@ import json
 import os
 import resource
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from pathlib import Path
 
 import fresh_machine
 import release
+from edge_server import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".cache/packages"
@@ -52,12 +52,6 @@ def must(holds, fact, seen=""):
     if not holds:
         raise Failed(f"{fact}: {seen}")
     print(f"ok: {fact}", flush=True)
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 class Machine:
@@ -108,21 +102,11 @@ def port_of(folder):
 
 def answers_at(serve, fact, port, key=None):
     """Holds that a server that is being started answers, and ends it."""
-    fresh_machine.ADDRESS = f"http://127.0.0.1:{port}"
-    end = time.monotonic() + READY_SECONDS
     try:
-        while True:
-            try:
-                fresh_machine.ask("/health")
-                break
-            except OSError as error:
-                if serve.poll() is not None or time.monotonic() > end:
-                    raise Failed(f"{fact}: {error}; {FOLDER / 'server.log'} has what it said") from error
-                time.sleep(0.2)
-        answer = fresh_machine.ask("/v1/chat/completions", fresh_machine.QUESTION, key=key)["choices"][0]["message"]["content"]
-        must("Paris" in answer, fact, answer)
-    finally:
-        fresh_machine.stop(serve)
+        answer = fresh_machine.first_answer(serve, f"http://127.0.0.1:{port}", READY_SECONDS, key)
+    except fresh_machine.NoServer as why:
+        raise Failed(f"{fact}: {why}; {FOLDER / 'server.log'} has what it said") from why
+    must("Paris" in answer, fact, answer)
 
 
 def write(path, text):

@@ -2,9 +2,9 @@
 //! amdgpu's sensor reports, added up over time. The two are never added: an integrated GPU is in both.
 //!
 //! A thread of its own reads the files, because a sensor may answer late: each 20 ms while the engine asks, and each
-//! second once it has not asked for a second. Until the next reading the power counts as that between the last two, for 2 s at most. What cannot be read
-//! has no value, and a reading that cannot follow on the one before begins a new count. This file changes nothing of the
-//! machine.
+//! second once it has not asked for a second. Until the next reading the power counts as that between the last two, for
+//! 2 s at most. What cannot be read has no value, and a reading that cannot follow on the one before begins a new count.
+//! This file changes nothing of the machine.
 
 use std::fs::File;
 use std::io;
