@@ -17,7 +17,8 @@ use unicorn::config::Courtesy;
 use unicorn::engine::{
     BlockManager, BlockTable, CacheSalt, Pace, Priority, Scheduler, SchedulerConfig, Sequence,
 };
-use unicorn::model::device_process::{self, Channel, Connection};
+use unicorn::model::child_process::{Channel, Connection};
+use unicorn::model::device_process::{self, DeviceProcess};
 use unicorn::model::{
     Batch, KvLimits, Limits, Runner, RunnerError, Sampled, Sampling, SamplingParams, Ticket,
 };
@@ -154,8 +155,8 @@ fn decoding(sequences: usize, config: SchedulerConfig, pace: &Pace) -> Scheduler
 fn device_process_step(bencher: Bencher, sequences: usize) {
     let mut command = Command::new(std::env::current_exe().expect("this program"));
     command.env(CHILD, "");
-    let child = Connection::spawn(command, &Arc::default()).expect("a process");
-    let mut runner = child.into_runner(Duration::from_secs(60)).expect("it is ready");
+    let child = Connection::spawn(command, "GPU", &Arc::default()).expect("a process");
+    let mut runner = DeviceProcess::new(child, Duration::from_secs(60)).expect("it is ready");
     let pace = Pace::new();
     let mut scheduler = decoding(sequences, SchedulerConfig::default(), &pace);
     let step = scheduler.schedule(&pace).expect("somebody is there");

@@ -19,7 +19,8 @@ use crate::checkpoint::{HeldNames, ModelFiles};
 use crate::config::Config;
 use crate::gpu::placement::{Class, Placement};
 use crate::gpu::{Counts, Device};
-use crate::model::device_process::{Channel, serve};
+use crate::model::child_process::Channel;
+use crate::model::device_process::serve;
 use crate::model::draft::Draft;
 use crate::model::gemma3::Gemma3;
 

@@ -9,6 +9,7 @@ use crate::engine::{EngineError, SubmitError};
 use crate::gpu::GpuError;
 use crate::hub::HubError;
 use crate::model::RunnerError;
+use crate::model::child_process::ConnectionError;
 use crate::model::load::LoadError;
 use crate::session::SessionError;
 use crate::text::TextError;
@@ -95,6 +96,12 @@ pub enum Error {
     Unfit(usize),
     #[error("unicorn met a bug (see the messages above)")]
     Panicked,
+}
+
+impl From<ConnectionError> for Error {
+    fn from(error: ConnectionError) -> Self {
+        Self::Runner(error.into())
+    }
 }
 
 impl Error {

@@ -2,6 +2,7 @@
 //!
 //! This module refuses to know requests, queues or clocks: the engine above hands it a [`Batch`] of plain arrays.
 
+pub mod child_process;
 pub mod config;
 pub mod device_process;
 pub mod draft;

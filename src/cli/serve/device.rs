@@ -10,7 +10,8 @@ use crate::checkpoint::{HeldNames, ModelFiles};
 use crate::cli::device_process::{DeviceFacts, Loaded, Observed, Question, Task};
 use crate::cli::error::Error;
 use crate::config::{Config, LogFormat};
-use crate::model::device_process::{Channel, Connection, DeviceProcess};
+use crate::model::child_process::{Channel, Connection};
+use crate::model::device_process::DeviceProcess;
 use crate::model::{Runner, RunnerError, RunnerFactory};
 
 /// The longest time for an answer about how the GPU does.
@@ -52,7 +53,7 @@ impl DeviceFactory {
         if let Some(format) = self.log_format {
             command.env("UNICORN_LOG_FORMAT", format.name());
         }
-        let mut connection = Connection::spawn(command, cancelled).map_err(Error::Channel)?;
+        let mut connection = Connection::spawn(command, "GPU", cancelled).map_err(Error::Channel)?;
         let parts =
             |files: &ModelFiles| files.to_parts().expect("files that are held, of a disk or of this binary");
         let (model, mut files): (HeldNames, Vec<Arc<File>>) = parts(&self.model);
@@ -66,7 +67,7 @@ impl DeviceFactory {
         connection.send_files(&[socket])?;
         let facts = connection.receive::<Loaded>(None)?;
         let facts = facts.map_err(|refusal| Error::Device(refusal.message, refusal.exit_code))?;
-        let runner = connection.into_runner(facts.hang_timeout)?;
+        let runner = DeviceProcess::new(connection, facts.hang_timeout)?;
         self.observer.watch(observer);
         Ok((runner, facts))
     }

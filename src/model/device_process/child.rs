@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use rustix::process::{Signal, getpid, getppid, kill_process};
 
-use super::channel::{Channel, ProgressCounter};
 use super::message::{Answer, Call, Ready, Words};
+use crate::model::child_process::{Channel, ProgressCounter};
 use crate::model::{Runner, RunnerError};
 
 /// How often the parent hears of the device's progress.

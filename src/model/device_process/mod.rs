@@ -8,11 +8,9 @@
 //! The parent submits without waiting for an answer, so steps overlap as they do within one process. The child says how
 //! far the device is by a counter in the shared memory; a device whose counter stands still for too long hangs.
 
-mod channel;
 mod child;
 mod message;
 mod parent;
 
-pub use channel::Channel;
 pub use child::{Progress, serve};
-pub use parent::{Connection, DeviceProcess};
+pub use parent::DeviceProcess;

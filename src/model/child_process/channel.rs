@@ -52,7 +52,7 @@ impl Channel {
     pub fn new() -> io::Result<(Self, OwnedFd)> {
         let (socket, other) =
             socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
-        let memory = rustix::fs::memfd_create("unicorn-device", rustix::fs::MemfdFlags::CLOEXEC)?;
+        let memory = rustix::fs::memfd_create("unicorn-channel", rustix::fs::MemfdFlags::CLOEXEC)?;
         let mut channel = Self::over(socket, File::from(memory), true);
         let memory = channel.memory.try_clone()?;
         channel.send_files(std::slice::from_ref(&memory))?;
@@ -78,7 +78,7 @@ impl Channel {
         Ok(shutdown(&self.socket, Shutdown::Both)?)
     }
 
-    pub(super) fn progress_counter(&self) -> io::Result<ProgressCounter> {
+    pub fn progress_counter(&self) -> io::Result<ProgressCounter> {
         self.memory.try_clone().map(ProgressCounter)
     }
 
