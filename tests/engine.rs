@@ -804,6 +804,23 @@ fn a_prompt_is_found_again_under_its_own_salt_alone() {
     assert_all_free(&engine);
 }
 
+/// What one attention path computed, no other path's answers are built on: they are equal within a tolerance alone.
+#[test]
+fn a_prompt_is_found_again_on_its_own_attention_path_alone() {
+    let kv = KvLimits { full_blocks: 512, sliding_blocks: 256, ..LIMITS.kv };
+    let (engine, control) = start(Limits { kv, ..LIMITS }, mixed(512));
+    let prompt: Vec<u32> = (0..61).collect();
+    let found = [0, 0, 8, 8, 0, 8, 3].map(|path| {
+        control.set_attention_path(path);
+        match collect(&mut engine.submit(request(&prompt, 20)).expect("accepted")).1 {
+            Event::Finished { timings, .. } => timings.cached_n,
+            other => panic!("{other:?}"),
+        }
+    });
+    assert_eq!(found, [0, 60, 0, 60, 60, 60, 0]);
+    assert_all_free(&engine);
+}
+
 #[test]
 fn answers_to_one_prompt_part_behind_it() {
     let limits = Limits { max_sequences: 4, max_draws: 4, max_in_flight: 2, ..LIMITS };

@@ -11,19 +11,30 @@ pub type ClientId = u64;
 
 /// A salt of the prefix cache: a prompt finds only blocks that were computed under the same salt. Salts are compared
 /// byte by byte. The default is the empty salt, which has no special meaning.
+///
+/// The attention path is a part of it ([`Runner::attention_path`](crate::model::Runner::attention_path)), so that an
+/// answer of one path is never built on blocks of another.
 #[derive(Clone, Default, PartialEq, Eq, Hash)]
-pub struct CacheSalt(Arc<[u8]>);
+pub struct CacheSalt {
+    bytes: Arc<[u8]>,
+    attention_path: u32,
+}
 
 impl CacheSalt {
     pub fn new(bytes: impl Into<Arc<[u8]>>) -> Self {
-        Self(bytes.into())
+        Self { bytes: bytes.into(), attention_path: 0 }
+    }
+
+    /// The salt of the same bytes on another attention path.
+    pub(super) fn on_path(&self, attention_path: u32) -> Self {
+        Self { bytes: Arc::clone(&self.bytes), attention_path }
     }
 }
 
 /// The bytes are hidden, because anyone who knows a salt can find out what others have asked.
 impl fmt::Debug for CacheSalt {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "CacheSalt({} bytes)", self.0.len())
+        write!(f, "CacheSalt({} bytes, path {})", self.bytes.len(), self.attention_path)
     }
 }
 

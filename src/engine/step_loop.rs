@@ -281,6 +281,7 @@ impl StepLoop {
                     });
                 }
             }
+            self.scheduler.set_attention_path(self.runner.loaded().attention_path());
             let Some(step) = self.scheduler.schedule(&self.pace) else { break };
             for share in &step.shares {
                 let answer = self.answers.get_mut(&share.id).expect("a scheduled sequence has an answer");

@@ -156,6 +156,10 @@ impl Runner for Drafted {
         self.model.probe()
     }
 
+    fn attention_path(&self) -> u32 {
+        self.model.attention_path()
+    }
+
     fn has_draft(&self) -> bool {
         true
     }

@@ -300,6 +300,12 @@ pub trait Runner: Send {
     /// Blocks until the step is done; bounded in time.
     fn wait(&mut self, ticket: Ticket) -> Result<Sampled, RunnerError>;
 
+    /// What computes attention: 0 is the device alone. A path with another number gives results that are equal within a
+    /// tolerance, and not to the bit. It changes where the runner loses what helped it.
+    fn attention_path(&self) -> u32 {
+        0
+    }
+
     /// Whether there is a draft model, which drafts what this model will draw.
     fn has_draft(&self) -> bool {
         false

@@ -310,6 +310,10 @@ impl Runner for FakeRunner {
         self.limits
     }
 
+    fn attention_path(&self) -> u32 {
+        self.control.lock().attention_path
+    }
+
     fn submit(&mut self, batch: &Batch, sampling: &Sampling) -> Result<Ticket, RunnerError> {
         let most = if self.is_bound { 1 } else { self.limits.max_in_flight };
         assert!(self.pending.len() < most, "more in flight than there may be");
@@ -488,6 +492,7 @@ struct ControlState {
     batches: Vec<Batch>,
     courtesies: Vec<(usize, Courtesy)>,
     drafts: Vec<Vec<Vec<u32>>>,
+    attention_path: u32,
     draws: usize,
     /// Steps that may finish; none is all.
     allowed: Option<usize>,
@@ -517,6 +522,10 @@ impl Control {
     fn set(&self, change: impl FnOnce(&mut ControlState)) {
         change(&mut self.lock());
         self.0.1.notify_all();
+    }
+
+    pub fn set_attention_path(&self, path: u32) {
+        self.set(|s| s.attention_path = path);
     }
 
     fn wait_until(&self, what: &str, ready: impl Fn(&ControlState) -> bool) -> MutexGuard<'_, ControlState> {

@@ -97,6 +97,8 @@ pub struct Scheduler {
     /// Number of calls of [`Scheduler::schedule`] so far: the scheduler's clock.
     steps: u64,
     preemptions: u64,
+    /// The runner's, which a sequence's blocks belong to from its start on.
+    attention_path: u32,
     /// Whether there may be a suspect, for which all others wait.
     has_suspects: bool,
     drafts: DraftTotals,
@@ -131,10 +133,16 @@ impl Scheduler {
             arrivals: 0,
             steps: 0,
             preemptions: 0,
+            attention_path: 0,
             has_suspects: false,
             drafts: DraftTotals::default(),
             drafting: Duration::ZERO,
         }
+    }
+
+    /// Says by what attention is computed from now on: sequences that start find only blocks of this path.
+    pub fn set_attention_path(&mut self, path: u32) {
+        self.attention_path = path;
     }
 
     pub fn num_waiting(&self) -> usize {

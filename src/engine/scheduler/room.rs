@@ -89,7 +89,8 @@ impl Scheduler {
         if sequence.is_computed_afresh() {
             return false;
         }
-        wanted[0] -= self.blocks.held_prefix(&sequence.tokens, &sequence.cache_salt);
+        wanted[0] -=
+            self.blocks.held_prefix(&sequence.tokens, &sequence.cache_salt.on_path(self.attention_path));
         self.blocks.has_room(wanted)
     }
 
@@ -102,6 +103,7 @@ impl Scheduler {
     /// prefix cache has.
     pub(super) fn start(&mut self, index: usize) -> SequenceId {
         let mut sequence = self.waiting.remove(index);
+        sequence.cache_salt = sequence.cache_salt.on_path(self.attention_path);
         let known: &[u32] = if sequence.is_computed_afresh() { &[] } else { &sequence.tokens };
         let (table, cached) = self.blocks.admit(known, sequence.priority, &sequence.cache_salt);
         sequence.table = table;

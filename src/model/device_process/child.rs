@@ -19,7 +19,8 @@ pub type Progress = Box<dyn Fn() -> u64 + Send>;
 
 /// Runs steps until the parent ends, or until the runner fails, which the parent hears.
 pub fn serve(mut channel: Channel, runner: &mut dyn Runner, progress: Progress) -> io::Result<()> {
-    channel.send(&Ready { limits: runner.limits(), has_draft: runner.has_draft() })?;
+    let attention_path = runner.attention_path();
+    channel.send(&Ready { limits: runner.limits(), has_draft: runner.has_draft(), attention_path })?;
     let counter = channel.progress_counter()?;
     thread::Builder::new().name("progress".into()).spawn(move || report(&counter, &progress))?;
     let mut in_flight = std::collections::VecDeque::new();
@@ -35,7 +36,8 @@ pub fn serve(mut channel: Channel, runner: &mut dyn Runner, progress: Progress) 
             Call::Courtesy(courtesy) => runner.set_courtesy(courtesy).map(|()| None),
             Call::Wait => {
                 let ticket = in_flight.pop_front().expect("a wait follows its step");
-                runner.wait(ticket).map(|sampled| Some(Answer::Sampled(sampled)))
+                let sampled = runner.wait(ticket);
+                sampled.map(|sampled| Some(Answer::Sampled(sampled, runner.attention_path())))
             }
             Call::Draft(requests) => runner.draft(&requests).map(|tokens| Some(Answer::Drafted(tokens))),
             Call::Probe => runner.probe().map(|()| Some(Answer::Probed)),

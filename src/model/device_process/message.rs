@@ -27,11 +27,13 @@ pub(super) enum Call<'a> {
 pub(super) struct Ready {
     pub limits: Limits,
     pub has_draft: bool,
+    pub attention_path: u32,
 }
 
 #[derive(Serialize, Deserialize)]
 pub(super) enum Answer {
-    Sampled(Sampled),
+    /// A step's results, and the attention path from then on.
+    Sampled(Sampled, u32),
     Drafted(Vec<Vec<u32>>),
     Probed,
     Failed(RunnerError),

@@ -14,6 +14,7 @@ pub struct DeviceProcess {
     connection: Connection,
     limits: Limits,
     has_draft: bool,
+    attention_path: u32,
     next_ticket: u64,
     patience: Duration,
 }
@@ -22,8 +23,8 @@ impl DeviceProcess {
     /// The runner that a child has, once it has loaded it. A device that finishes nothing for `patience` while a step is
     /// under way hangs.
     pub fn new(mut connection: Connection, patience: Duration) -> Result<Self, RunnerError> {
-        let Ready { limits, has_draft } = connection.receive(None)?;
-        Ok(Self { connection, limits, has_draft, next_ticket: 0, patience })
+        let Ready { limits, has_draft, attention_path } = connection.receive(None)?;
+        Ok(Self { connection, limits, has_draft, attention_path, next_ticket: 0, patience })
     }
 
     fn answer(&mut self) -> Result<Answer, RunnerError> {
@@ -73,9 +74,16 @@ impl Runner for DeviceProcess {
     fn wait(&mut self, _: Ticket) -> Result<Sampled, RunnerError> {
         self.call(&Call::Wait)?;
         match self.answer()? {
-            Answer::Sampled(sampled) => Ok(sampled),
+            Answer::Sampled(sampled, attention_path) => {
+                self.attention_path = attention_path;
+                Ok(sampled)
+            }
             _ => Err(self.unexpected()),
         }
+    }
+
+    fn attention_path(&self) -> u32 {
+        self.attention_path
     }
 
     fn has_draft(&self) -> bool {
