@@ -4,8 +4,12 @@
 //! |---|---|
 //! | `contract.rs` | shapes, buckets, parameters and buffers of a dispatch; which keys a kernel reads |
 //! | `tile.rs` | the kernel's arithmetic, step by step, and how far it may be from exact attention |
+//! | `error.rs` | why the NPU does not compute, in a code and a line |
+//! | `transport.rs` | the way to an NPU: kernels go in once, then dispatches |
 //!
 //! The kernel's source is in `npu/kernels`. It knows no Vulkan, no model and no engine, and neither does this room.
 
 pub mod contract;
+pub mod error;
 pub mod tile;
+pub mod transport;

@@ -1,0 +1,59 @@
+//! The way to an NPU: kernels go in once, then dispatches. The shim over XRT takes it ([`super::shim`]), and so does the
+//! double of the tests.
+//!
+//! An implementor returns from each call within a bound, or its process is to be ended from outside: a driver that
+//! hangs cannot be interrupted.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use super::contract::{Bucket, Job, Shape};
+use super::error::NpuError;
+
+/// A kernel on disk, whose files were validated.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KernelFiles {
+    pub shape: Shape,
+    pub bucket: Bucket,
+    /// The container that XRT registers.
+    pub xclbin: PathBuf,
+    /// The stream of instructions for the NPU's controller, in words.
+    pub instructions: Vec<u32>,
+}
+
+/// What answers.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NpuFacts {
+    /// The version of XRT.
+    pub xrt: String,
+    /// The device, as XRT names it.
+    pub device: String,
+    /// Whether it is the double of the tests, which computes on the CPU, and no NPU.
+    pub is_double: bool,
+}
+
+pub trait NpuTransport: Send {
+    fn facts(&self) -> &NpuFacts;
+
+    /// Registers the xclbin, and makes its context, kernel, instruction buffer and five data buffers. Returns the index
+    /// that [`attend`](NpuTransport::attend) takes.
+    fn load(&mut self, kernel: &KernelFiles) -> Result<usize, NpuError>;
+
+    /// One dispatch. Copies the arrays and the parameters into the buffers, syncs, runs, waits for `deadline` at most,
+    /// syncs back, and copies O to `output`. The arrays have the bytes of the job's layout exactly: bo0 to bo2, and bo3
+    /// for `output`. `Ok` means that the command completed.
+    ///
+    /// After an error with [`Timeout`](super::error::NpuCode::Timeout), every later call gives an error too.
+    // The arrays of a dispatch are what it takes; a struct of them would be made and taken apart beside each call.
+    #[allow(clippy::too_many_arguments)]
+    fn attend(
+        &mut self,
+        kernel: usize,
+        job: &Job,
+        queries: &[u8],
+        keys: &[u8],
+        values: &[u8],
+        output: &mut [u8],
+        deadline: Duration,
+    ) -> Result<(), NpuError>;
+}
