@@ -27,7 +27,7 @@ const ARRAY_COLUMNS: u32 = 5;
 
 /// Offsets in the header, whose own offset is 304.
 const LENGTH: usize = 304;
-const SECTIONS: usize = 304 + 148;
+const SECTIONS: usize = 304 + 144;
 const HEADER_BYTES: usize = 304 + 152;
 const SECTION_BYTES: usize = 40;
 const MAX_SECTIONS: u32 = 64;
@@ -505,7 +505,7 @@ mod tests {
         refused(&[(at + 8, &[1])], "an instance of type 1");
         refused(&[(at + 8 + 16, b"OTHERAIE")], "an instance of the kernel \"OTHERAIE\"; MLIR_AIE");
         refused_metadata("kernel name=\"MLIR_AIE", "kernel name=\"MLIR\nAIE", "kernel 1 \"MLIR\\nAIE\"");
-        refused_metadata("</kernel>\n", "<kernel />\n", "kernel 2 \"\"");
+        refused_metadata("</kernel>\n", "<kernel/>\n", "kernel 2 \"\"");
         refused_metadata("<kernel name", "<colonel name", "0 kernels with 0 arguments");
         refused_metadata(
             "<arg name=\"bo4\"",

@@ -11,6 +11,7 @@
 //! A kernel is offered after both files were checked. One that fails a check is kept aside with the reason: it stops no
 //! other.
 
+use std::ffi::OsString;
 use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -199,6 +200,13 @@ impl Store {
     }
 }
 
+/// The folder in the user's cache in which kernels are kept, by the environment.
+pub fn standard_folder(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
+    let path = |name| variable(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let cache = path("XDG_CACHE_HOME").or_else(|| Some(path("HOME")?.join(".cache")));
+    Some(cache?.join("unicorn/npu"))
+}
+
 /// The record of a kernel; none if there is none, or another program's.
 pub fn record(dir: &Path, stem: &str) -> Option<Record> {
     let bytes = contents(&dir.join(format!("{stem}.json")), MAX_RECORD_BYTES).ok()?;
@@ -260,8 +268,9 @@ mod tests {
     use super::*;
 
     const CONTAINER: &[u8] = include_bytes!("../../tests/data/npu/xclbin/placeholder.xclbin");
+    const INSTRUCTIONS: &[u8] = include_bytes!("../../tests/data/npu/xclbin/placeholder.bin");
 
-    /// A stored kernel that no NPU can run: its container has the right width, and its instructions only the patches.
+    /// A stored kernel that no NPU can run.
     fn put(dir: &Path, shape: Shape, bucket: Bucket) -> String {
         let stem = file_stem(shape, bucket);
         let [xclbin, bin, _] = paths(dir, &stem);
@@ -270,6 +279,7 @@ mod tests {
         stem
     }
 
+    /// The placeholder for another number of columns.
     fn container(columns: u32) -> Vec<u8> {
         let mut bytes = CONTAINER.to_vec();
         let header = 456 + 40;
@@ -279,12 +289,9 @@ mod tests {
     }
 
     fn instructions(columns: u32) -> Vec<u8> {
-        let patches = (0..5).flat_map(|argument| [0x81, 48, 0, 0, 0, 0, 0x1d004, 0, argument, 0, 0, 0]);
-        let words: Vec<u32> = [6 << 24 | 3 << 16 | 1 << 8, 1 << 8 | columns, 5, 16 + 5 * 48]
-            .into_iter()
-            .chain(patches)
-            .collect();
-        words.iter().flat_map(|word| word.to_le_bytes()).collect()
+        let mut bytes = INSTRUCTIONS.to_vec();
+        bytes[4] = columns as u8;
+        bytes
     }
 
     fn shape(window: Option<u32>) -> Shape {
@@ -396,6 +403,17 @@ mod tests {
         let built = Record::new("key".into(), vec![], &container(4), &instructions(4));
         std::fs::write(&record, serde_json::to_vec(&built).unwrap()).unwrap();
         assert_eq!(Store::open(dir.path()).unwrap().kernels().len(), 2);
+    }
+
+    #[test]
+    fn the_standard_folder_is_in_the_users_cache() {
+        let folder = |set: &[(&str, &str)]| {
+            let set = set.to_vec();
+            standard_folder(move |name| set.iter().find(|(n, _)| *n == name).map(|(_, value)| value.into()))
+        };
+        assert_eq!(folder(&[("HOME", "/h")]), Some("/h/.cache/unicorn/npu".into()));
+        assert_eq!(folder(&[("HOME", "/h"), ("XDG_CACHE_HOME", "/c")]), Some("/c/unicorn/npu".into()));
+        assert_eq!(folder(&[("XDG_CACHE_HOME", "")]), None);
     }
 
     #[test]

@@ -291,7 +291,7 @@ mod tests {
         assert!(with(2, 9).contains("12 words after the last of 9 operations; the end"));
         assert!(with(2, 11).contains("the end, after 10 operations; 11 operations"));
         assert!(
-            with(3, 0).contains("word 3 of the instructions: a size of 0 bytes; the file's 420"),
+            with(3, 0).contains("word 3 of the instructions: a size of 0 bytes; the file's 384"),
             "{}",
             with(3, 0)
         );
@@ -307,7 +307,7 @@ mod tests {
         refused(0, 3, 1, 3, "0x1; 0");
         refused(0, 5, 28, 5, "opcode 0x0 and 28 bytes; 24");
         refused(1, 1, 2, 1, "a block write to tile 0x2; its address's 0x1");
-        refused(1, 3, 16, 3, "opcode 0x1 and 16 bytes; 20 to 396");
+        refused(1, 3, 16, 3, "opcode 0x1 and 16 bytes; 20 to 344");
         refused(1, 3, 30, 3, "30 bytes");
         refused(1, 3, u32::MAX - 3, 3, "4294967292 bytes");
         refused(2, 2, 7 << 25, 2, "of column 7");
