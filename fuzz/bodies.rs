@@ -2,13 +2,16 @@
 //! end.
 //!
 //! Each body holds what must be true of any input: no panic, a refusal of one line, and of what is accepted, rows that
-//! can be dequantized. A grammar is compiled, and followed for a few ids.
+//! can be dequantized. A grammar is compiled, and followed for a few ids. An NPU's kernel is checked.
 
 use std::sync::LazyLock;
 
 use unicorn::checkpoint::{Checkpoint, ModelFiles};
 use unicorn::model::config::Gemma3Config;
 use unicorn::model::weights::Gemma3Weights;
+use unicorn::npu::container::Container;
+use unicorn::npu::contract::{Bucket, Layout, Shape};
+use unicorn::npu::transaction;
 use unicorn::tensor::QuantizedRow;
 use unicorn::text::{ChatFiles, ChatTemplate, GrammarSource, Grammars, Tokenizer};
 
@@ -99,6 +102,37 @@ pub fn gbnf(bytes: Vec<u8>) -> bool {
         }
     }
     true
+}
+
+/// The container of an NPU's kernel. Whether it was accepted.
+pub fn npu_container(bytes: Vec<u8>) -> bool {
+    match Container::parse(&bytes) {
+        Ok(Container { columns, start_columns, .. }) => {
+            let fits = |start: &u16| u32::from(*start) + columns <= 5;
+            assert!(columns >= 1 && !start_columns.is_empty() && start_columns.iter().all(fits));
+            true
+        }
+        Err(error) => {
+            assert!(error.at <= bytes.len().max(456), "{error}");
+            one_line(&error);
+            false
+        }
+    }
+}
+
+/// The instructions of an NPU's kernel of two columns. Whether they were accepted.
+pub fn npu_transaction(bytes: Vec<u8>) -> bool {
+    let shape = Shape::new(64, 2, None).expect("a shape of the contract");
+    let bucket = Bucket::new(256, 512, 2).expect("a bucket of the contract");
+    let checked = transaction::words(&bytes).and_then(|words| {
+        assert_eq!(words.len() * 4, bytes.len());
+        transaction::check(&words, 2, &Layout::of(shape, bucket))
+    });
+    if let Err(error) = &checked {
+        assert!(error.at <= bytes.len() / 4, "{error}");
+        one_line(error);
+    }
+    checked.is_ok()
 }
 
 /// Everything that a loader asks of a model's files.

@@ -5,7 +5,7 @@
 // the arithmetic step by step, and the bound on its error; npu/kernels/schedule.py has what calls these functions, and
 // in which order.
 //
-// Compile it with -DHEAD_DIM (128 or 256), -DTILE (32 or 16), -DPASS_ROWS and -DWALK_STEP: schedule.py's `tile`,
+// Compile it with -DHEAD_DIM (64, 128 or 256), -DTILE (32, 32 or 16), -DPASS_ROWS and -DWALK_STEP: schedule.py's `tile`,
 // `pass_rows` and `walk_step`. exp_tables.h is what tables.py prints.
 //
 // Tensors in the core's memory, as the matrix unit reads them (`aie::mmul<4, 8, 4>` of bf16):

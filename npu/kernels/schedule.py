@@ -69,7 +69,7 @@ class Kernel:
     groups: int
 
     def __post_init__(self):
-        if self.head_dim not in (128, 256) or self.heads_per_group not in (2, 4):
+        if self.head_dim not in (64, 128, 256) or self.heads_per_group not in (2, 4):
             raise ScheduleError(f"no kernel has head_dim {self.head_dim} and {self.heads_per_group} heads in a group")
         is_bucket = 512 <= self.keys <= 131072 and self.keys & (self.keys - 1) == 0
         if self.rows not in (256, 512) or not is_bucket or not 1 <= self.groups <= 4:
@@ -82,7 +82,7 @@ class Kernel:
     @property
     def tile(self):
         """Rows of a block of queries, and keys of a tile."""
-        return 32 if self.head_dim == 128 else 16
+        return 32 if self.head_dim <= 128 else 16
 
     @property
     def blocks(self):
@@ -413,8 +413,8 @@ def check_sequence(operations):
 
 
 def walks():
-    """The walks of kernels for every Gemma-3, which tests/data/npu/walks.json holds for the tests in Rust."""
-    shapes = [(256, 4, 512), (256, 2, 1024), (128, 2, 1024)]
+    """The walks of kernels for every Gemma-3 and for the demo model, which tests/data/npu/walks.json holds for the tests in Rust."""
+    shapes = [(256, 4, 512), (256, 2, 1024), (128, 2, 1024), (64, 2, 64)]
     for head_dim, heads_per_group, window in shapes:
         full = [(256, 512, None), (512, 4096, None), (512, 131072, None)]
         for rows, keys, walked in [*full, (256, 2048, window), (512, 2048, window)]:

@@ -99,6 +99,10 @@ pub enum Command {
     /// List or remove pulled models
     #[command(subcommand)]
     Models(Models),
+    /// Build the kernels of a Ryzen AI's NPU, or list them
+    #[cfg(feature = "npu")]
+    #[command(subcommand)]
+    Npu(Npu),
     /// Check the configuration, or show it
     #[command(subcommand)]
     Config(ConfigCommand),
@@ -807,6 +811,70 @@ pub enum Models {
         #[arg(long, short)]
         yes: bool,
     },
+}
+
+#[cfg(feature = "npu")]
+#[derive(Debug, Subcommand)]
+pub enum Npu {
+    /// Compile the NPU's attention kernels for a model, with mlir-aie, Peano and XRT of this machine
+    BuildKernels(BuildKernels),
+    /// Show the kernels that were built, and what is wrong with those that cannot be used
+    List {
+        #[command(flatten)]
+        folder: KernelFolder,
+    },
+}
+
+#[cfg(feature = "npu")]
+#[derive(Debug, Args)]
+pub struct KernelFolder {
+    /// Folder of the NPU's kernels [default: unicorn/npu in the user's cache]
+    #[arg(long, value_name = "FOLDER")]
+    pub kernels: Option<PathBuf>,
+}
+
+#[cfg(feature = "npu")]
+#[derive(Debug, Args)]
+#[command(group = clap::ArgGroup::new("what").required(true))]
+pub struct BuildKernels {
+    /// The model whose attention is computed: a folder of a Gemma-3 checkpoint, a GGUF file, or the name of a pulled
+    /// model
+    #[arg(long, value_name = "FOLDER|FILE|ORG/NAME", group = "what",
+          conflicts_with_all = ["heads_per_group", "window"])]
+    pub model: Option<String>,
+    /// Without --model, the dimension of a head: 64, 128, 256
+    #[arg(long, value_name = "N", group = "what", requires = "heads_per_group")]
+    pub head_dim: Option<u32>,
+    /// Without --model, the query heads for each KV head: 2, 4
+    #[arg(long, value_name = "N", requires = "head_dim")]
+    pub heads_per_group: Option<u32>,
+    /// Without --model, the sliding window of its layers [default: no layer has one]
+    #[arg(long, value_name = "TOKENS", requires = "head_dim")]
+    pub window: Option<u32>,
+    /// KV heads of a dispatch, 1 to 4: a kernel for each number [default: as many as the model has, 4 at most]
+    #[arg(long, value_name = "N,...", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=4))]
+    pub groups: Vec<u32>,
+    /// Prompt tokens of a dispatch, 256 or 512: a kernel for each number
+    #[arg(long, value_name = "N,...", value_delimiter = ',', default_values_t = [256, 512])]
+    pub rows: Vec<u32>,
+    /// Keys of a dispatch of a layer without a window, a power of two from 512 to 131072: a kernel for each number
+    #[arg(long, value_name = "N,...", value_delimiter = ',', default_values_t = [2048])]
+    pub keys: Vec<u32>,
+    #[command(flatten)]
+    pub folder: KernelFolder,
+    /// The Python that has mlir-aie [default: python3]
+    #[arg(long, value_name = "FILE")]
+    pub python: Option<PathBuf>,
+    /// Folder of Peano, the compiler for the NPU's cores [default: PEANO_INSTALL_DIR, or that of the Python package
+    /// llvm-aie]
+    #[arg(long, value_name = "FOLDER")]
+    pub peano: Option<PathBuf>,
+    /// Build what is built already too
+    #[arg(long)]
+    pub force: bool,
+    /// Longest time for one tool
+    #[arg(long, value_name = "SECONDS", default_value_t = 3600, value_parser = clap::value_parser!(u32).range(1..=86_400))]
+    pub tool_limit_s: u32,
 }
 
 fn in_range<const LOW: u8, const HIGH: u8>(text: &str) -> Result<f32, String> {

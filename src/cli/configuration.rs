@@ -171,6 +171,8 @@ fn set_model(flags: &mut Layer, command: &Command) {
         | Command::Completions { .. }
         | Command::ManPages { .. }
         | Command::DeviceProcess => None,
+        #[cfg(feature = "npu")]
+        Command::Npu(_) => None,
     };
     if let Some(model) = model {
         flags.set("model", "path", model);

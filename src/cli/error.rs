@@ -84,6 +84,10 @@ pub enum Error {
     /// A compiler for `bench isa`, and the problem with it.
     #[error("{compiler}: {problem}")]
     Compiler { compiler: &'static str, problem: String },
+    /// A tool that builds the NPU's kernels, and the problem with it.
+    #[cfg(feature = "npu")]
+    #[error("{tool}: {problem}")]
+    Tool { tool: String, problem: String },
     /// The device process refused the model; its words and its exit code.
     #[error("{0}")]
     Device(String, u8),
@@ -133,6 +137,8 @@ impl Error {
             | Self::Measured { .. }
             | Self::Compiler { .. }
             | Self::Unfit(_) => SYSTEM,
+            #[cfg(feature = "npu")]
+            Self::Tool { .. } => SYSTEM,
             Self::File { .. }
             | Self::PortTaken { .. }
             | Self::Listen { .. }

@@ -21,6 +21,8 @@ mod load;
 mod log;
 mod manual;
 mod models;
+#[cfg(feature = "npu")]
+mod npu;
 mod plan;
 mod process;
 mod progress;
@@ -123,6 +125,10 @@ fn run(global: &Global, mut command: Command, mut configured: Configured, log: &
         Command::Completions { shell } => manual::completions(shell),
         Command::ManPages { folder } => manual::pages(&folder),
         Command::DeviceProcess => device_process::device_process(log.level.clone()),
+        #[cfg(feature = "npu")]
+        Command::Npu(args::Npu::BuildKernels(args)) => npu::build_kernels(config, &args),
+        #[cfg(feature = "npu")]
+        Command::Npu(args::Npu::List { folder }) => npu::list(&folder),
         Command::Models(args::Models::List { json }) => models::list(config, json),
         Command::Models(args::Models::Rm { name, yes }) => models::remove(config, &name, yes),
     }

@@ -7,6 +7,8 @@ use std::path::Path;
 
 use serde_json::json;
 
+#[cfg(feature = "npu")]
+use super::args::Npu;
 use super::args::{Benchmarked, Command, ConfigCommand};
 use super::error::Error;
 use super::log;
@@ -75,6 +77,8 @@ pub fn locate(config: &mut Config, command: &mut Command) -> Result<(), Error> {
         | Command::ManPages { .. }
         | Command::Doctor(_)
         | Command::DeviceProcess => None,
+        #[cfg(feature = "npu")]
+        Command::Npu(_) => None,
     };
     draft.map(|text| find(&caches(config), text)).transpose()?;
     let text = match command {
@@ -99,6 +103,13 @@ pub fn locate(config: &mut Config, command: &mut Command) -> Result<(), Error> {
         }
         Command::Quantize(args) => &mut args.source,
         Command::Inspect(args) => &mut args.model,
+        #[cfg(feature = "npu")]
+        Command::Npu(Npu::BuildKernels(args)) => match &mut args.model {
+            Some(model) => model,
+            None => return Ok(()),
+        },
+        #[cfg(feature = "npu")]
+        Command::Npu(Npu::List { .. }) => return Ok(()),
         Command::Plan(args) => match &mut args.model {
             Some(model) => model,
             None => return Ok(()),

@@ -42,7 +42,7 @@ const CORES: u32 = 4;
 /// Why no kernel computes this, in words for a person.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ContractError {
-    #[error("the NPU's kernel has head_dim 128 or 256, and this model has {0}")]
+    #[error("the NPU's kernel has head_dim 64, 128 or 256, and this model has {0}")]
     HeadDim(u32),
     #[error("the NPU's kernel has 2 or 4 query heads for each KV head, and this model has {0}")]
     HeadsPerGroup(u32),
@@ -94,7 +94,7 @@ pub struct Shape {
 impl Shape {
     pub fn new(head_dim: u32, heads_per_group: u32, window: Option<u32>) -> Result<Shape, ContractError> {
         let shape = Shape { head_dim, heads_per_group, window };
-        if !matches!(head_dim, 128 | 256) {
+        if !matches!(head_dim, 64 | 128 | 256) {
             return Err(ContractError::HeadDim(head_dim));
         }
         if !matches!(heads_per_group, 2 | 4) {
@@ -122,7 +122,7 @@ impl Shape {
 
     /// Rows of a block of queries, and keys of a tile: what fits into the 64 KB of a core.
     pub fn tile(&self) -> u32 {
-        if self.head_dim == 128 { 32 } else { 16 }
+        if self.head_dim <= 128 { 32 } else { 16 }
     }
 
     /// Rows that a column computes at a time: its cores share the query heads, and each has one block of rows.
@@ -502,13 +502,15 @@ impl Layout {
 mod tests {
     use super::*;
 
-    /// The sizes of Gemma-3: name, head_dim, heads in a group, KV heads, window (their `config.json`).
-    const GEMMA_3: [(&str, u32, u32, u32, u32); 5] = [
+    /// The sizes of Gemma-3, and of the demo model: name, head_dim, heads in a group, KV heads, window (their
+    /// `config.json`).
+    const GEMMA_3: [(&str, u32, u32, u32, u32); 6] = [
         ("270M", 256, 4, 1, 512),
         ("1B", 256, 4, 1, 512),
         ("4B", 256, 2, 4, 1024),
         ("12B", 256, 2, 8, 1024),
         ("27B", 128, 2, 16, 1024),
+        ("demo", 64, 2, 2, 64),
     ];
 
     fn rows(first: u32, len: u32) -> RowRange {
@@ -579,7 +581,7 @@ mod tests {
         }
         let goldens: Vec<Golden> =
             serde_json::from_str(include_str!("../../tests/data/npu/walks.json")).unwrap();
-        assert_eq!(goldens.len(), 15);
+        assert_eq!(goldens.len(), 20);
         for golden in goldens {
             let shape = Shape::new(golden.head_dim, golden.heads_per_group, golden.window).unwrap();
             let bucket = Bucket::new(golden.rows, golden.keys, 1).unwrap();
@@ -693,7 +695,10 @@ mod tests {
 
     #[test]
     fn shapes_of_other_models_are_refused() {
-        assert_eq!(Shape::new(64, 2, None), Err(ContractError::HeadDim(64)));
+        let error = Shape::new(32, 2, None).unwrap_err();
+        assert_eq!(error.to_string(), "the NPU's kernel has head_dim 64, 128 or 256, and this model has 32");
+        assert_eq!(Shape::new(64, 3, None), Err(ContractError::HeadsPerGroup(3)));
+        assert_eq!(Shape::new(64, 2, Some(16)), Err(ContractError::Window(16, 32)));
         assert_eq!(Shape::new(128, 8, None), Err(ContractError::HeadsPerGroup(8)));
         assert_eq!(Shape::new(256, 2, Some(1000)), Err(ContractError::Window(1000, 16)));
         assert_eq!(Shape::new(256, 2, Some(0)), Err(ContractError::Window(0, 16)));

@@ -382,13 +382,15 @@ mod tests {
     use super::super::contract::{Bucket, RowRange, Shape};
     use super::*;
 
-    /// The shapes of Gemma-3: name, head_dim, heads in a group, KV heads of a dispatch, window (their `config.json`).
-    const GEMMA_3: [(&str, u32, u32, u32, u32); 5] = [
+    /// The shapes of Gemma-3, and of the demo model: name, head_dim, heads in a group, KV heads of a dispatch, window
+    /// (their `config.json`).
+    const GEMMA_3: [(&str, u32, u32, u32, u32); 6] = [
         ("270M", 256, 4, 1, 512),
         ("1B", 256, 4, 1, 512),
         ("4B", 256, 2, 2, 1024),
         ("12B", 256, 2, 1, 1024),
         ("27B", 128, 2, 2, 1024),
+        ("demo", 64, 2, 2, 64),
     ];
 
     /// On random data no error is more than two thirds of its bound. Rows that see few keys come nearest, where errors

@@ -152,6 +152,7 @@ KERNELS = [
     Kernel(256, 4, None, 256, 1024, 1),
     Kernel(256, 2, 1024, 512, 2048, 4),
     Kernel(128, 2, None, 512, 512, 3),
+    Kernel(64, 2, 64, 256, 512, 2),
 ]
 
 
@@ -244,10 +245,10 @@ class Design(unittest.TestCase):
 
     def test_what_cannot_be_is_refused_in_one_line(self):
         stand_in = StandIn()
-        arguments = "attention.py --head-dim 64 --heads-per-group 2 --rows 256 --keys 512 --groups 1".split()
+        arguments = "attention.py --head-dim 32 --heads-per-group 2 --rows 256 --keys 512 --groups 1".split()
         with mock.patch.dict(sys.modules, stand_in.modules()), mock.patch.object(sys, "argv", arguments):
             attention = importlib.import_module("attention")
-            with self.assertRaisesRegex(SystemExit, "error: no kernel has head_dim 64"):
+            with self.assertRaisesRegex(SystemExit, "error: no kernel has head_dim 32"):
                 attention.main()
             arguments[2] = "256"
             with contextlib.redirect_stdout(io.StringIO()) as printed:

@@ -171,6 +171,9 @@ class KernelOnTheHost(unittest.TestCase):
             (Kernel(256, 4, 512, 256, 1024, 1), (200, 715, 1027, 512, 512), [0, 15, 100, 199]),
             # 4B: the first rows of a text, which see few keys.
             (Kernel(256, 2, None, 256, 512, 1), (40, 40, 0, 0, 1024), [0, 1, 2, 16, 39]),
+            # The demo model: the windowed walk, and four heads in a group.
+            (Kernel(64, 2, 64, 256, 512, 1), (170, 250, 1040, 960, 64), [0, 31, 32, 64, 169]),
+            (Kernel(64, 4, None, 256, 512, 1), (60, 130, 70, 0, None), [0, 31, 32, 59]),
         ]
         for seed, (kernel, job, rows) in enumerate(cases):
             with self.subTest(kernel=kernel, job=job):
