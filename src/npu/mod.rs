@@ -6,10 +6,15 @@
 //! | `tile.rs` | the kernel's arithmetic, step by step, and how far it may be from exact attention |
 //! | `error.rs` | why the NPU does not compute, in a code and a line |
 //! | `transport.rs` | the way to an NPU: kernels go in once, then dispatches |
+//! | `shim.h`, `shim.cpp` | a C interface to what XRT has in C++ alone; a shared object of its own (`make npu-shim`) |
+//! | `abi.rs` | the names and types of `shim.h` in Rust |
+//! | `shim.rs` | the way over that shared object, which the program starts without |
 //!
 //! The kernel's source is in `npu/kernels`. It knows no Vulkan, no model and no engine, and neither does this room.
 
+pub mod abi;
 pub mod contract;
 pub mod error;
+pub mod shim;
 pub mod tile;
 pub mod transport;
