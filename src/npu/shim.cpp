@@ -222,7 +222,8 @@ int32_t unicorn_npu_run(unicorn_npu_kernel *kernel, uint64_t opcode, unicorn_npu
             case ERT_CMD_STATE_RUNNING:
             case ERT_CMD_STATE_SUBMITTED:
             case ERT_CMD_STATE_TIMEOUT:
-                say(error, "the command did not end within " + std::to_string(deadline_ms) + " ms");
+                say(error, "the command is in state " + std::to_string(*state) + ", after " +
+                               std::to_string(deadline_ms) + " ms at most");
                 code = UNICORN_NPU_TIMEOUT;
                 break;
             default:
