@@ -2,53 +2,22 @@
 //! the driver that the other suites run on.
 
 use std::fs;
-use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::OnceLock;
 use std::time::Duration;
 
 use serde_json::{Value, json};
 
 use crate::support::checkpoints::tiny_model;
 use crate::support::daemon::Daemon;
-use crate::support::program::{output, unicorn_on_software};
+use crate::support::program::{example, output, unicorn_on_software};
 use crate::support::root;
 use crate::support::systemd::Systemd;
-
-/// The layer's library, built with the profile of this test. `cargo test --test suite` builds no examples, and an older
-/// library would test an older layer.
-fn layer() -> &'static Path {
-    static BUILT: OnceLock<PathBuf> = OnceLock::new();
-    BUILT.get_or_init(|| {
-        // The path of the suite is TARGET/PROFILE/deps/suite-HASH.
-        let own = std::env::current_exe().expect("a path");
-        let folder = own.ancestors().nth(2).and_then(Path::file_name).expect("the folder of a profile");
-        let profile = if folder == "debug" { "dev".as_ref() } else { folder };
-        let mut cargo = Command::new(env!("CARGO"));
-        cargo.current_dir(root()).args(["build", "--locked", "--offline", "--example", "fault_layer"]);
-        cargo.args(["--message-format", "json", "--profile"]).arg(profile);
-        // Build scripts of dependencies would take the variables that cargo gives a test for another build.
-        for (name, _) in std::env::vars_os() {
-            let text = name.to_string_lossy();
-            if text.starts_with("CARGO_PKG_") || text.starts_with("CARGO_MANIFEST_") || text == "OUT_DIR" {
-                cargo.env_remove(&name);
-            }
-        }
-        let (code, messages, stderr) = output(cargo);
-        assert_eq!(code, 0, "`cargo build --example fault_layer`: {stderr}");
-        let built = messages.lines().map(|line| serde_json::from_str::<Value>(line).expect(line));
-        let library = built
-            .filter(|message| message["target"]["name"] == "fault_layer")
-            .find_map(|message| Some(PathBuf::from(message["filenames"][0].as_str()?)));
-        library.unwrap_or_else(|| panic!("cargo names no library: {messages}"))
-    })
-}
 
 /// Puts the layer between a command and its driver.
 fn with_layer(command: &mut Command) {
     command.env("VK_INSTANCE_LAYERS", "VK_LAYER_UNICORN_fault");
     command.env("VK_ADD_LAYER_PATH", root().join("tests/fault_layer"));
-    command.env("LD_LIBRARY_PATH", layer().parent().expect("a folder"));
+    command.env("LD_LIBRARY_PATH", example("fault_layer").parent().expect("a folder"));
 }
 
 /// A server whose driver's calls fail from the moment that the test says so.

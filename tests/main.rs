@@ -40,7 +40,10 @@ mod jinja;
 mod kernels;
 mod messages;
 mod model_names;
+#[cfg(feature = "npu")]
 mod npu_kernels;
+#[cfg(feature = "npu")]
+mod npu_shim;
 mod openapi;
 mod other_fields;
 mod page;

@@ -8,12 +8,17 @@
 //! | `container.rs`, `transaction.rs` | the two files of a kernel, checked before XRT or the driver sees them |
 //! | `store.rs` | the kernels in a folder, and which of them computes a job |
 //! | `transport.rs` | the way to an NPU: kernels go in once, then dispatches |
+//! | `shim.h`, `shim.cpp` | a C interface to what XRT has in C++ alone; a shared object of its own (`make npu-shim`) |
+//! | `abi.rs` | the names and types of `shim.h` in Rust |
+//! | `shim.rs` | the way over that shared object, which the program starts without |
 //!
 //! The kernel's source is in `npu/kernels`. It knows no Vulkan, no model and no engine, and neither does this room.
 
+pub mod abi;
 pub mod container;
 pub mod contract;
 pub mod error;
+pub mod shim;
 pub mod store;
 pub mod tile;
 pub mod transaction;

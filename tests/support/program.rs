@@ -1,9 +1,14 @@
-//! Runs of the program: with and without a Vulkan device, its output, and the one line of its errors.
+//! Runs of the program: with and without a Vulkan device, its output, and the one line of its errors; and the examples
+//! that stand beside it.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+use std::sync::{Mutex, PoisonError};
 
-use super::policy;
+use serde_json::Value;
+
+use super::{policy, root};
 
 /// The program without any Vulkan device, for what must fail before it needs one.
 pub fn unicorn(args: &[&str]) -> Command {
@@ -55,4 +60,36 @@ pub fn binary() -> PathBuf {
         Some(root) => Path::new(&root).join("unicorn"),
         None => env!("CARGO_BIN_EXE_unicorn").into(),
     }
+}
+
+/// An example of `Cargo.toml`, built with the profile of this test: the path of its library or program. `cargo test --test
+/// suite` builds no examples, and an older one would test what is no longer there.
+pub fn example(name: &str) -> PathBuf {
+    static BUILT: Mutex<BTreeMap<String, PathBuf>> = Mutex::new(BTreeMap::new());
+    let mut built = BUILT.lock().unwrap_or_else(PoisonError::into_inner);
+    built.entry(name.to_owned()).or_insert_with(|| build_example(name)).clone()
+}
+
+fn build_example(name: &str) -> PathBuf {
+    // The path of the suite is TARGET/PROFILE/deps/suite-HASH.
+    let own = std::env::current_exe().expect("a path");
+    let folder = own.ancestors().nth(2).and_then(Path::file_name).expect("the folder of a profile");
+    let profile = if folder == "debug" { "dev".as_ref() } else { folder };
+    let mut cargo = Command::new(env!("CARGO"));
+    cargo.current_dir(root()).args(["build", "--locked", "--offline", "--example", name]);
+    cargo.args(["--message-format", "json", "--profile"]).arg(profile);
+    // Build scripts of dependencies would take the variables that cargo gives a test for another build.
+    for (variable, _) in std::env::vars_os() {
+        let text = variable.to_string_lossy();
+        if text.starts_with("CARGO_PKG_") || text.starts_with("CARGO_MANIFEST_") || text == "OUT_DIR" {
+            cargo.env_remove(&variable);
+        }
+    }
+    let (code, messages, stderr) = output(cargo);
+    assert_eq!(code, 0, "`cargo build --example {name}`: {stderr}");
+    let built = messages.lines().map(|line| serde_json::from_str::<Value>(line).expect(line));
+    let path = built
+        .filter(|message| message["target"]["name"] == name)
+        .find_map(|message| Some(PathBuf::from(message["filenames"][0].as_str()?)));
+    path.unwrap_or_else(|| panic!("cargo names no file: {messages}"))
 }

@@ -1,0 +1,441 @@
+//! The way to an NPU over XRT, through `libunicorn_npu.so` (`shim.cpp`), a shared object that is loaded when it is asked
+//! for. So the program starts on a machine without XRT, and says there what is missing.
+//!
+//! What a dispatch needs is decided here: the instructions lie in a cacheable buffer of bank `group_id(1)`, the data in
+//! host-only buffers of banks `group_id(3)` to `group_id(7)`, the opcode is 3, and every buffer is synced in the
+//! direction that it moves, before the run and after it.
+//!
+//! After a dispatch that did not end in time, the device may still read and write the buffers. The shim keeps them for as
+//! long as the process lives, and gives every later call the same error. The process is then to be ended.
+
+use std::ffi::{CStr, CString, c_char};
+use std::fs;
+use std::mem::ManuallyDrop;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::ptr;
+use std::time::Duration;
+
+use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
+use rustix::process::{Resource, getrlimit};
+
+use super::abi::{self, Functions};
+use super::contract::{Bucket, Job, Layout, Shape};
+use super::error::{NpuCode, NpuError};
+use super::transport::{KernelFiles, NpuFacts, NpuTransport};
+
+/// The file's name, in the folder of the build and where it is installed.
+pub const FILE: &str = "libunicorn_npu.so";
+
+/// XRT's library, by the name that 2.13 and all later versions share.
+const XRT: &str = "libxrt_coreutil.so.2";
+
+/// The data buffers of a dispatch: Q, K, V, O and the parameters.
+const BUFFERS: usize = 5;
+const OUTPUT: usize = 3;
+
+/// An NPU behind the shim.
+pub struct Shim {
+    functions: Functions,
+    facts: NpuFacts,
+    // Its buffers and kernels are closed before the device.
+    kernels: Vec<Loaded>,
+    device: Owned<abi::Device>,
+}
+
+// SAFETY: the shim's functions may be called by any thread, by one at a time, and what they open is reached through
+// `&mut self` alone.
+unsafe impl Send for Shim {}
+
+struct Loaded {
+    shape: Shape,
+    bucket: Bucket,
+    words: u32,
+    // They are closed before the kernel.
+    instructions: Buffer,
+    buffers: [Buffer; BUFFERS],
+    kernel: Owned<abi::Kernel>,
+}
+
+/// What the shim opened, which is closed with this.
+struct Owned<T> {
+    raw: *mut T,
+    close: unsafe extern "C" fn(*mut T),
+}
+
+impl<T> Drop for Owned<T> {
+    fn drop(&mut self) {
+        // SAFETY: the shim opened it, and nobody uses it any longer. The library is never unloaded.
+        unsafe { (self.close)(self.raw) }
+    }
+}
+
+/// A buffer, and where this process sees its bytes.
+struct Buffer {
+    bo: Owned<abi::Bo>,
+    mapped: *mut u8,
+    bytes: usize,
+}
+
+impl Buffer {
+    fn write(&mut self, bytes: &[u8]) {
+        assert_eq!(bytes.len(), self.bytes);
+        // SAFETY: the shim mapped so many bytes, which no slice of this program overlaps; no command is under way.
+        unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), self.mapped, self.bytes) }
+    }
+
+    fn read(&self, bytes: &mut [u8]) {
+        assert_eq!(bytes.len(), self.bytes);
+        // SAFETY: as in `write`.
+        unsafe { ptr::copy_nonoverlapping(self.mapped, bytes.as_mut_ptr(), self.bytes) }
+    }
+}
+
+impl Shim {
+    /// The shim beside the program, as a build has it, or else where `make install` puts it.
+    pub fn path(program: &Path) -> PathBuf {
+        let folder = program.parent().unwrap_or(Path::new("."));
+        let beside = folder.join(FILE);
+        if beside.exists() { beside } else { folder.join("../lib/unicorn").join(FILE) }
+    }
+
+    /// Loads a shim, and opens the machine's first NPU.
+    pub fn open(path: &Path) -> Result<Shim, NpuError> {
+        let library = load(path)?;
+        let shown = path.display();
+        // SAFETY: the function's type is that of every version of the interface.
+        let abi =
+            unsafe { library.get::<unsafe extern "C" fn() -> u32>(b"unicorn_npu_abi\0").map(|abi| abi()) };
+        let mismatch = |what: String| NpuError::new(NpuCode::ShimMismatch, what);
+        let abi =
+            abi.map_err(|_| mismatch(format!("{shown} is no shim of this program: `make npu-shim`")))?;
+        if abi != abi::ABI {
+            return Err(mismatch(format!(
+                "{shown} is of another version of this program: its interface is {abi}, not {}: `make npu-shim`",
+                abi::ABI
+            )));
+        }
+        // Its XRT has threads, which unloading it would leave without code.
+        let library = ManuallyDrop::new(libloading::Library::from(library));
+        // SAFETY: the version says that it has the types of `shim.h`, and the library stays loaded.
+        let functions = unsafe { Functions::of(&library) };
+        let functions = functions.map_err(|error| mismatch(format!("{shown}: {error}: `make npu-shim`")))?;
+
+        let mut version = Text::new();
+        // SAFETY: the texts have the room that `shim.h` asks for.
+        called(|error| unsafe { (functions.xrt_version)(version.room(), error) })?;
+        let (mut raw, mut name) = (ptr::null_mut(), Text::new());
+        // SAFETY: as above, and `raw` is written before it is read.
+        called(|error| unsafe { (functions.device_open)(0, &mut raw, name.room(), error) })?;
+        let device = Owned { raw, close: functions.device_close };
+        // SAFETY: it takes nothing.
+        let is_double = unsafe { (functions.is_double)() } != 0;
+        let facts = NpuFacts { xrt: version.read(), device: name.read(), is_double };
+        Ok(Shim { functions, facts, kernels: Vec::new(), device })
+    }
+
+    /// A buffer for an argument of the kernel, in the bank that the kernel has for it.
+    fn buffer(
+        &self,
+        kernel: &Owned<abi::Kernel>,
+        argument: i32,
+        flags: u32,
+        bytes: u64,
+    ) -> Result<Buffer, NpuError> {
+        let mut group = 0;
+        // SAFETY: the kernel is open, `group` has room, and so has the text.
+        called(|error| unsafe { (self.functions.group_id)(kernel.raw, argument, &mut group, error) })?;
+        let (mut raw, mut mapped) = (ptr::null_mut(), ptr::null_mut());
+        // SAFETY: the device is open, and the pointers are written before they are read.
+        called(|error| unsafe {
+            (self.functions.bo_open)(self.device.raw, bytes, flags, group, &mut raw, &mut mapped, error)
+        })?;
+        let bo = Owned { raw, close: self.functions.bo_close };
+        let bytes = usize::try_from(bytes).expect("it is mapped");
+        Ok(Buffer { bo, mapped: mapped.cast(), bytes })
+    }
+
+    fn sync(&self, buffer: &Buffer, direction: u32) -> Result<(), NpuError> {
+        // SAFETY: the buffer is open.
+        called(|error| unsafe { (self.functions.bo_sync)(buffer.bo.raw, direction, error) })
+    }
+}
+
+impl NpuTransport for Shim {
+    fn facts(&self) -> &NpuFacts {
+        &self.facts
+    }
+
+    fn load(&mut self, files: &KernelFiles) -> Result<usize, NpuError> {
+        let bad =
+            |what: &str| NpuError::new(NpuCode::KernelInvalid, format!("{}: {what}", files.xclbin.display()));
+        let words = u32::try_from(files.instructions.len()).map_err(|_| bad("too many instructions"))?;
+        if words == 0 {
+            return Err(bad("its instructions are empty"));
+        }
+        let path = CString::new(files.xclbin.as_os_str().as_bytes()).map_err(|_| bad("a path with a 0"))?;
+        let mut raw = ptr::null_mut();
+        let name = abi::KERNEL_NAME.as_ptr();
+        // SAFETY: the device is open, both texts end in a 0, and `raw` is written before it is read.
+        called(|error| unsafe {
+            (self.functions.kernel_open)(self.device.raw, path.as_ptr(), name, &mut raw, error)
+        })?;
+        let kernel = Owned { raw, close: self.functions.kernel_close };
+        let bytes = u64::from(words) * 4;
+        let mut instructions = self.buffer(&kernel, abi::INSTRUCTIONS_ARGUMENT, abi::CACHEABLE, bytes)?;
+        instructions.write(bytemuck::cast_slice(&files.instructions));
+        self.sync(&instructions, abi::TO_DEVICE)?;
+        let arguments = abi::FIRST_BUFFER_ARGUMENT..;
+        let mut buffers = Vec::with_capacity(BUFFERS);
+        for (argument, bytes) in arguments.zip(Layout::of(files.shape, files.bucket).bytes()) {
+            buffers.push(self.buffer(&kernel, argument, abi::HOST_ONLY, bytes)?);
+        }
+        let buffers = buffers.try_into().unwrap_or_else(|_| unreachable!("a layout has five buffers"));
+        let (shape, bucket) = (files.shape, files.bucket);
+        self.kernels.push(Loaded { shape, bucket, words, instructions, buffers, kernel });
+        Ok(self.kernels.len() - 1)
+    }
+
+    fn attend(
+        &mut self,
+        kernel: usize,
+        job: &Job,
+        queries: &[u8],
+        keys: &[u8],
+        values: &[u8],
+        output: &mut [u8],
+        deadline: Duration,
+    ) -> Result<(), NpuError> {
+        let bad = |what: String| NpuError::new(NpuCode::BadArgument, what);
+        let loaded = self.kernels.get(kernel).ok_or_else(|| bad(format!("kernel {kernel} is not loaded")))?;
+        job.runs_on(loaded.shape).map_err(|error| bad(error.to_string()))?;
+        if job.bucket() != loaded.bucket {
+            return Err(bad(format!("kernel {kernel} is for another bucket than the job's")));
+        }
+        let parameters = job.to_words();
+        let inputs = [(0, queries), (1, keys), (2, values), (4, bytemuck::cast_slice(&parameters))];
+        let sizes = inputs.iter().map(|(n, input)| (*n, input.len())).chain([(OUTPUT, output.len())]);
+        for (n, len) in sizes {
+            let expected = loaded.buffers[n].bytes;
+            if len != expected {
+                return Err(bad(format!("array {n} of a dispatch has {len} bytes, not {expected}")));
+            }
+        }
+        for (n, input) in inputs {
+            self.kernels[kernel].buffers[n].write(input);
+            self.sync(&self.kernels[kernel].buffers[n], abi::TO_DEVICE)?;
+        }
+        let loaded = &self.kernels[kernel];
+        let raws = loaded.buffers.each_ref().map(|buffer| buffer.bo.raw);
+        let deadline_ms = u32::try_from(deadline.as_millis()).unwrap_or(u32::MAX).max(1);
+        let mut state = 0;
+        // SAFETY: the kernel and all buffers are open; the shim keeps those of a command that does not end.
+        called(|error| unsafe {
+            (self.functions.run)(
+                loaded.kernel.raw,
+                abi::OPCODE,
+                loaded.instructions.bo.raw,
+                loaded.words,
+                raws.as_ptr(),
+                BUFFERS as u32,
+                deadline_ms,
+                &mut state,
+                error,
+            )
+        })?;
+        if state != abi::STATE_COMPLETED {
+            let what = format!("the NPU's command ended in state {state}, not {}", abi::STATE_COMPLETED);
+            return Err(NpuError::new(NpuCode::CommandState, what));
+        }
+        self.sync(&loaded.buffers[OUTPUT], abi::FROM_DEVICE)?;
+        loaded.buffers[OUTPUT].read(output);
+        Ok(())
+    }
+}
+
+/// Room for a text of the shim's.
+struct Text([c_char; abi::TEXT]);
+
+impl Text {
+    fn new() -> Text {
+        Text([0; abi::TEXT])
+    }
+
+    fn room(&mut self) -> *mut c_char {
+        self.0.as_mut_ptr()
+    }
+
+    /// The text, in one line.
+    fn read(&self) -> String {
+        let bytes: &[u8] = bytemuck::cast_slice(&self.0);
+        let text = CStr::from_bytes_until_nul(bytes).unwrap_or_default().to_string_lossy();
+        text.split_whitespace().collect::<Vec<_>>().join(" ")
+    }
+}
+
+/// Calls the shim, and makes an error of what it returns.
+fn called(call: impl FnOnce(*mut c_char) -> i32) -> Result<(), NpuError> {
+    let mut text = Text::new();
+    let code = call(text.room());
+    if code == abi::OK { Ok(()) } else { Err(explained(code, &text.read())) }
+}
+
+/// A code of the shim in the words of the doctor, with what XRT said.
+fn explained(code: i32, said: &str) -> NpuError {
+    let (code, what) = match code {
+        abi::MEMLOCK => {
+            let limit = getrlimit(Resource::Memlock).current;
+            let limit = limit.map_or("not limited".into(), |limit| format!("{limit} bytes"));
+            (
+                NpuCode::MemlockLow,
+                format!(
+                    "no more memory can be locked for the NPU (the limit is {limit}): `ulimit -l unlimited`, or \
+                     `* - memlock unlimited` in /etc/security/limits.d and a new login; in a unit of systemd \
+                     LimitMEMLOCK=infinity"
+                ),
+            )
+        }
+        abi::NO_COLUMNS => (
+            NpuCode::NoColumns,
+            "other programs hold the NPU's columns (it has room for 6 contexts): end one of them".into(),
+        ),
+        abi::GROUP => (
+            NpuCode::NpuGroup,
+            "this user may not open the NPU: `sudo usermod -aG render $USER`, and log in again".into(),
+        ),
+        abi::NO_DEVICE => (
+            NpuCode::NoDevice,
+            "XRT finds no NPU: `unicorn doctor` says whether the driver or XRT's plugin is missing".into(),
+        ),
+        abi::TIMEOUT => (
+            NpuCode::Timeout,
+            "the NPU did not answer in time, and this process cannot use it again; if it comes again: \
+             `sudo modprobe -r amdxdna && sudo modprobe amdxdna`"
+                .into(),
+        ),
+        abi::COMMAND_STATE => (NpuCode::CommandState, "the NPU's command failed".into()),
+        abi::BAD_ARGUMENT => (NpuCode::BadArgument, "the NPU's shim refuses a call of this program".into()),
+        _ => (NpuCode::Xrt, "XRT refused".into()),
+    };
+    let said = if said.is_empty() { "it gave no reason" } else { said };
+    NpuError::new(code, format!("{what}: {said}"))
+}
+
+/// Loads a shared object with everything that it needs.
+fn load(path: &Path) -> Result<Library, NpuError> {
+    let shown = path.display();
+    if !fs::exists(path).unwrap_or(true) {
+        return Err(NpuError::new(
+            NpuCode::ShimMissing,
+            format!("there is no {shown}, through which this program reaches XRT: `make npu-shim` builds it"),
+        ));
+    }
+    // A path without a folder would be searched for among the system's libraries.
+    let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+    // SAFETY: the file is one that the machine's owner put there, as the program's own libraries are. Symbols that XRT
+    // lacks are found now, and not by the first call.
+    let loaded = unsafe { Library::open(Some(&path), RTLD_NOW | RTLD_LOCAL) };
+    loaded.map_err(|error| unloadable(&shown.to_string(), &error.to_string(), loaded_xrt))
+}
+
+/// Why a shared object does not load, from what the dynamic linker said.
+fn unloadable(shim: &str, said: &str, xrt: impl FnOnce() -> Option<String>) -> NpuError {
+    let (code, what) = if said.contains("cannot open shared object file") {
+        let what = format!("XRT is not installed, or not all of it; the NPU is reached through its {XRT}");
+        (NpuCode::XrtMissing, what)
+    } else if said.contains("undefined symbol: _ZN") && said.contains("3xrt") {
+        let version = xrt().map_or("this machine's XRT".into(), |version| format!("XRT {version}"));
+        let what = format!(
+            "{version} is too old: it has not all that the NPU needs (hw_context); take 2.25 or later"
+        );
+        (NpuCode::XrtOld, what)
+    } else {
+        let what = format!(
+            "{shim} was built for another machine's libraries; rebuild it on this one: `make npu-shim`"
+        );
+        (NpuCode::ShimMismatch, what)
+    };
+    NpuError::new(code, format!("{what}: {said}"))
+}
+
+/// The version in the name of the file that the linker takes for XRT's library.
+fn loaded_xrt() -> Option<String> {
+    // SAFETY: loading XRT runs its initialisers, as loading the shim would have.
+    let _library = unsafe { Library::open(Some(XRT), RTLD_NOW | RTLD_LOCAL) }.ok()?;
+    let maps = fs::read_to_string("/proc/self/maps").ok()?;
+    let (_, version) = maps.lines().find_map(|line| line.split_once(&format!("{XRT}.")))?;
+    Some(version.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What glibc's linker says, and what the person reads.
+    #[test]
+    fn a_shim_that_does_not_load_says_what_is_missing() {
+        let code = |said: &str| unloadable("shim.so", said, || Some("2.13.466".into())).code;
+        let missing = "libxrt_coreutil.so.2: cannot open shared object file: No such file or directory";
+        assert_eq!(code(missing), NpuCode::XrtMissing);
+        let old =
+            "shim.so: undefined symbol: _ZN3xrt10hw_contextC1ERKNS_6deviceERKNS_4uuidENS0_11access_modeE";
+        assert_eq!(code(old), NpuCode::XrtOld);
+        assert!(
+            unloadable("shim.so", old, || Some("2.13.466".into()))
+                .message
+                .starts_with("XRT 2.13.466 is too old")
+        );
+        let libraries = "libstdc++.so.6: version `GLIBCXX_3.4.33' not found (required by shim.so)";
+        assert_eq!(code(libraries), NpuCode::ShimMismatch);
+        assert_eq!(
+            code("libc.so.6: version `GLIBC_2.43' not found (required by shim.so)"),
+            NpuCode::ShimMismatch
+        );
+        assert_eq!(code("shim.so: file too short"), NpuCode::ShimMismatch);
+    }
+
+    #[test]
+    fn the_codes_are_those_of_the_header() {
+        let header = include_str!("shim.h");
+        let all = [
+            ("OK", abi::OK),
+            ("XRT", abi::XRT),
+            ("COMMAND_STATE", abi::COMMAND_STATE),
+            ("TIMEOUT", abi::TIMEOUT),
+            ("MEMLOCK", abi::MEMLOCK),
+            ("NO_COLUMNS", abi::NO_COLUMNS),
+            ("GROUP", abi::GROUP),
+            ("NO_DEVICE", abi::NO_DEVICE),
+            ("BAD_ARGUMENT", abi::BAD_ARGUMENT),
+        ];
+        for (name, value) in all {
+            let line = format!("    UNICORN_NPU_{name} = {value},\n");
+            assert!(header.contains(&line), "{line}");
+        }
+        for (name, value) in [("ABI", abi::ABI as usize), ("TEXT", abi::TEXT)] {
+            assert!(header.contains(&format!("#define UNICORN_NPU_{name} {value}\n")), "{name}");
+        }
+        let enums = format!(
+            "UNICORN_NPU_CACHEABLE = {}, UNICORN_NPU_HOST_ONLY = {} }}",
+            abi::CACHEABLE,
+            abi::HOST_ONLY
+        );
+        assert!(header.contains(&enums));
+        let enums = format!(
+            "UNICORN_NPU_TO_DEVICE = {}, UNICORN_NPU_FROM_DEVICE = {} }}",
+            abi::TO_DEVICE,
+            abi::FROM_DEVICE
+        );
+        assert!(header.contains(&enums));
+    }
+
+    #[test]
+    fn a_shim_that_is_not_there_is_named() {
+        let error = Shim::open(Path::new("nowhere/libunicorn_npu.so")).err().unwrap();
+        assert_eq!(error.code, NpuCode::ShimMissing);
+        assert!(
+            error.to_string().contains("nowhere/libunicorn_npu.so")
+                && error.to_string().contains("make npu-shim")
+        );
+    }
+}

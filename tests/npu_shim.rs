@@ -1,0 +1,377 @@
+//! The shim's C ABI and what stands on it, over the double of `tests/npu/double`; and what a shim says that cannot be
+//! loaded. `tests/npu/real_xrt.py` has the other side, the shim over the real XRT.
+
+use std::ffi::{CString, c_char, c_void};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::ptr;
+use std::time::Duration;
+
+use serde_json::Value;
+use unicorn::npu::abi::{self, Functions};
+use unicorn::npu::contract::{Job, RowRange};
+use unicorn::npu::error::NpuCode;
+use unicorn::npu::shim::Shim;
+use unicorn::npu::tile::{self, Inputs};
+use unicorn::npu::transport::{KernelFiles, NpuTransport};
+
+use crate::support::program::{example, output};
+
+const DEADLINE: Duration = Duration::from_secs(60);
+
+/// Jobs of the smallest bucket of each kind: head_dim, heads in a group, window, groups, first row, rows.
+const JOBS: [(u32, u32, Option<u32>, u32, u32, u32); 5] = [
+    (128, 2, None, 4, 0, 70),
+    (128, 2, None, 1, 100, 17),
+    (256, 4, None, 1, 0, 16),
+    (256, 2, Some(512), 2, 1000, 33),
+    (128, 2, Some(512), 3, 20, 5),
+];
+
+fn double() -> PathBuf {
+    example("npu_double")
+}
+
+/// A file that takes the place of a container.
+fn container() -> tempfile::NamedTempFile {
+    tempfile::NamedTempFile::new().expect("a file")
+}
+
+fn planned(
+    (head_dim, heads, window, groups, first, len): (u32, u32, Option<u32>, u32, u32, u32),
+    xclbin: &Path,
+) -> (Job, KernelFiles) {
+    let (shape, job) =
+        Job::plan(head_dim, heads, window, groups, RowRange { first, len }).expect("a job that there is");
+    let (xclbin, instructions) = (xclbin.to_owned(), (0..64).collect());
+    (job, KernelFiles { shape, bucket: job.bucket(), xclbin, instructions })
+}
+
+#[test]
+fn what_comes_back_is_the_models_to_the_bit() {
+    let container = container();
+    let mut shim = Shim::open(&double()).expect("the double opens");
+    assert!(shim.facts().is_double && shim.facts().device.contains("double"), "{:?}", shim.facts());
+    for (seed, job) in JOBS.into_iter().enumerate() {
+        let (job, files) = planned(job, container.path());
+        let kernel = shim.load(&files).expect("a kernel");
+        assert_eq!(kernel, seed);
+        // The second dispatch finds the first one's arrays in the buffers.
+        for again in 0..2 {
+            let inputs = Inputs::random(&job, 2 * seed as u64 + again, 3.0).rounded();
+            let mut output = vec![f32::NAN; inputs.queries.len()];
+            shim.attend(
+                kernel,
+                &job,
+                bytemuck::cast_slice(&inputs.queries),
+                bytemuck::cast_slice(&inputs.keys),
+                bytemuck::cast_slice(&inputs.values),
+                bytemuck::cast_slice_mut(&mut output),
+                DEADLINE,
+            )
+            .expect("it computes");
+            let bits = |numbers: &[f32]| numbers.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+            assert!(bits(&output) == bits(&tile::attend(&job, &inputs)), "{job:?}, seed {seed}");
+        }
+    }
+}
+
+#[test]
+fn a_dispatch_that_is_not_the_kernels_is_refused() {
+    let container = container();
+    let mut shim = Shim::open(&double()).expect("the double opens");
+    let (job, files) = planned(JOBS[1], container.path());
+    let kernel = shim.load(&files).expect("a kernel");
+    let sizes = job.layout().bytes().map(|bytes| bytes as usize);
+    let [queries, keys, values, output, _] = sizes.map(|bytes| vec![0u8; bytes]);
+    let mut refused = |kernel: usize, job: &Job, queries: &[u8], output: &[u8], part: &str| {
+        let error = shim.attend(kernel, job, queries, &keys, &values, &mut output.to_vec(), DEADLINE);
+        let error = error.expect_err(part);
+        assert_eq!(error.code, NpuCode::BadArgument);
+        assert!(error.message.contains(part), "{error}");
+    };
+    refused(kernel + 1, &job, &queries, &output, "kernel 1 is not loaded");
+    refused(kernel, &job, &queries[2..], &output, "array 0 of a dispatch has 131070 bytes, not 131072");
+    refused(kernel, &job, &queries, &output[4..], "array 3");
+    refused(kernel, &planned(JOBS[0], container.path()).0, &queries, &output, "another bucket");
+    refused(kernel, &planned(JOBS[2], container.path()).0, &queries, &output, "another kernel");
+    let none = KernelFiles { instructions: Vec::new(), ..files.clone() };
+    assert_eq!(shim.load(&none).expect_err("no instructions").code, NpuCode::KernelInvalid);
+    let nowhere = KernelFiles { xclbin: "nowhere.xclbin".into(), ..files };
+    assert_eq!(shim.load(&nowhere).expect_err("no container").code, NpuCode::Xrt);
+}
+
+// --- the C ABI, called wrongly --------------------------------------------------------------------------
+
+/// The double's functions, and a dispatch by hand.
+struct Raw {
+    functions: Functions,
+    device: *mut abi::Device,
+    kernel: *mut abi::Kernel,
+    job: Job,
+    inputs: Inputs<half::bf16>,
+    _container: tempfile::NamedTempFile,
+}
+
+/// A dispatch that is wrong in one point, or in none.
+#[derive(Clone, Copy, PartialEq, Debug)]
+enum Mistake {
+    Nothing,
+    /// The instructions (0), or the buffer behind argument 3 to 7, do not move.
+    NoSync(i32),
+    WrongFlags(i32),
+    WrongBank(i32),
+    Opcode,
+    Words,
+}
+
+impl Raw {
+    fn open() -> Raw {
+        // SAFETY: the double's initialisers are those of any Rust library.
+        let library = unsafe { libloading::Library::new(double()) }.expect("it loads");
+        // SAFETY: the double has the types of shim.h.
+        let functions = unsafe { Functions::of(&library) }.expect("all functions");
+        // The functions are called until the process ends.
+        std::mem::forget(library);
+        let container = container();
+        let (job, _) = planned(JOBS[1], container.path());
+        let (mut device, mut kernel, mut text) = (ptr::null_mut(), ptr::null_mut(), [0 as c_char; abi::TEXT]);
+        let path = CString::new(container.path().as_os_str().as_bytes()).expect("a path");
+        let (path, name) = (path.as_ptr(), abi::KERNEL_NAME.as_ptr());
+        let (text, mut device_name) = (text.as_mut_ptr(), [0 as c_char; abi::TEXT]);
+        // SAFETY: all pointers have the room that shim.h asks for, and the device is open when the kernel is asked for.
+        unsafe {
+            assert_eq!((functions.device_open)(0, &mut device, device_name.as_mut_ptr(), text), abi::OK);
+            assert_eq!((functions.kernel_open)(device, path, name, &mut kernel, text), abi::OK);
+        }
+        let inputs = Inputs::random(&job, 3, 3.0).rounded();
+        Raw { functions, device, kernel, job, inputs, _container: container }
+    }
+
+    /// The code of the run, and what the host's copy of O has afterwards.
+    fn dispatch(&self, mistake: Mistake) -> (i32, Vec<f32>) {
+        let words: Vec<u32> = (0..64).collect();
+        let parameters = self.job.to_words();
+        let output = vec![0f32; self.inputs.queries.len()];
+        let contents: [(i32, &[u8]); 6] = [
+            (abi::INSTRUCTIONS_ARGUMENT, bytemuck::cast_slice(&words)),
+            (3, bytemuck::cast_slice(&self.inputs.queries)),
+            (4, bytemuck::cast_slice(&self.inputs.keys)),
+            (5, bytemuck::cast_slice(&self.inputs.values)),
+            (6, bytemuck::cast_slice(&output)),
+            (7, bytemuck::cast_slice(&parameters)),
+        ];
+        let mut room = [0 as c_char; abi::TEXT];
+        let text = room.as_mut_ptr();
+        let mut bos: Vec<(*mut abi::Bo, *mut c_void)> = Vec::new();
+        for (argument, bytes) in contents {
+            let is_instructions = argument == abi::INSTRUCTIONS_ARGUMENT;
+            let flags = match is_instructions != (mistake == Mistake::WrongFlags(argument)) {
+                true => abi::CACHEABLE,
+                false => abi::HOST_ONLY,
+            };
+            let (mut group, mut bo, mut mapped) = (0, ptr::null_mut(), ptr::null_mut());
+            // SAFETY: the kernel and the device are open, and all pointers have their room.
+            unsafe {
+                assert_eq!((self.functions.group_id)(self.kernel, argument, &mut group, text), abi::OK);
+                group += u32::from(mistake == Mistake::WrongBank(argument));
+                let size = bytes.len() as u64;
+                let code =
+                    (self.functions.bo_open)(self.device, size, flags, group, &mut bo, &mut mapped, text);
+                assert_eq!(code, abi::OK);
+                // O is not written by the host.
+                if argument != 6 {
+                    ptr::copy_nonoverlapping(bytes.as_ptr(), mapped.cast(), bytes.len());
+                    if mistake != Mistake::NoSync(argument) {
+                        assert_eq!((self.functions.bo_sync)(bo, abi::TO_DEVICE, text), abi::OK);
+                    }
+                }
+            }
+            bos.push((bo, mapped));
+        }
+        let data: Vec<*mut abi::Bo> = bos[1..].iter().map(|(bo, _)| *bo).collect();
+        let opcode = abi::OPCODE + u64::from(mistake == Mistake::Opcode);
+        let count = words.len() as u32 - u32::from(mistake == Mistake::Words);
+        let (mut state, mut found) = (0, output);
+        // SAFETY: the kernel and the buffers are open, and O has so many bytes.
+        let code = unsafe {
+            let code = (self.functions.run)(
+                self.kernel,
+                opcode,
+                bos[0].0,
+                count,
+                data.as_ptr(),
+                data.len() as u32,
+                60_000,
+                &mut state,
+                text,
+            );
+            if mistake != Mistake::NoSync(6) {
+                assert_eq!((self.functions.bo_sync)(bos[4].0, abi::FROM_DEVICE, text), abi::OK);
+            }
+            let into: &mut [u8] = bytemuck::cast_slice_mut(&mut found);
+            ptr::copy_nonoverlapping(bos[4].1.cast(), into.as_mut_ptr(), into.len());
+            bos.iter().for_each(|(bo, _)| (self.functions.bo_close)(*bo));
+            code
+        };
+        assert_eq!(state == abi::STATE_COMPLETED, code == abi::OK, "{mistake:?}");
+        (code, found)
+    }
+}
+
+#[test]
+fn what_is_not_synced_does_not_move() {
+    let raw = Raw::open();
+    let expected = tile::attend(&raw.job, &raw.inputs);
+    let equal = |found: &[f32]| found.iter().zip(&expected).all(|(f, e)| f.to_bits() == e.to_bits());
+    let (code, found) = raw.dispatch(Mistake::Nothing);
+    assert!(code == abi::OK && equal(&found));
+    for argument in 3..=6 {
+        let (code, found) = raw.dispatch(Mistake::NoSync(argument));
+        assert!(code == abi::OK && !equal(&found), "argument {argument}: {code}");
+        assert!(found.iter().any(|x| x.is_nan()), "argument {argument}");
+    }
+    // The device finds no parameters, and no instructions.
+    for argument in [7, abi::INSTRUCTIONS_ARGUMENT] {
+        assert_eq!(raw.dispatch(Mistake::NoSync(argument)).0, abi::COMMAND_STATE, "argument {argument}");
+    }
+}
+
+#[test]
+fn flags_banks_and_words_are_checked() {
+    let raw = Raw::open();
+    let arguments = [abi::INSTRUCTIONS_ARGUMENT, 3, 4, 5, 6, 7];
+    let mistakes = arguments.into_iter().flat_map(|a| [Mistake::WrongFlags(a), Mistake::WrongBank(a)]);
+    for mistake in mistakes.chain([Mistake::Opcode, Mistake::Words]) {
+        assert_eq!(raw.dispatch(mistake).0, abi::BAD_ARGUMENT, "{mistake:?}");
+    }
+}
+
+// --- faults ---------------------------------------------------------------------------------------------
+
+/// The lines of `npu_host` over a shim, behind that of what was opened.
+fn host(shim: &Path, faults: &str, jobs: &[&str]) -> Vec<Value> {
+    let container = container();
+    let mut command = Command::new(example("npu_host"));
+    command.arg(shim).arg(container.path()).args(jobs).env("NPU_DOUBLE", faults).env("DEADLINE_MS", "200");
+    let (code, lines, stderr) = output(command);
+    assert_eq!(code, 0, "{stderr}");
+    let lines: Vec<Value> = lines.lines().map(|line| serde_json::from_str(line).expect(line)).collect();
+    let opened = usize::from(lines[0]["is_double"].is_boolean());
+    lines[opened..].to_vec()
+}
+
+/// What became of each job: `ok`, `wrong`, or a code.
+fn outcomes(faults: &str, jobs: &[&str]) -> Vec<String> {
+    let outcome = |line: &Value| match (line["code"].as_str(), line["wrong"].as_u64()) {
+        (Some(code), _) => code.to_owned(),
+        (None, Some(0)) => "ok".to_owned(),
+        (None, wrong) => format!("{} wrong", wrong.expect("a count")),
+    };
+    host(&double(), faults, jobs).iter().map(outcome).collect()
+}
+
+#[test]
+fn faults_have_the_doctors_codes() {
+    const JOB: &str = "128/2/0/1/0/9";
+    const OTHER: &str = "256/4/0/1/0/9";
+    let three = [JOB, OTHER, JOB];
+    for (faults, expected) in [
+        ("", ["ok", "ok", "ok"].as_slice()),
+        ("open:1=no-device", &["npu-no-device"]),
+        ("open:1=group", &["npu-group"]),
+        ("open:1=memlock", &["memlock-low"]),
+        ("load:1=enospc", &["npu-no-columns", "ok", "ok"]),
+        ("load:2=xrt", &["ok", "npu-xrt", "ok"]),
+        ("bo:1=memlock", &["memlock-low", "ok", "ok"]),
+        ("run:2=state", &["ok", "npu-command-state", "ok"]),
+        ("run:2+=state", &["ok", "npu-command-state", "npu-command-state"]),
+        // After a command that did not end, nothing does.
+        ("run:2=timeout", &["ok", "npu-timeout", "npu-timeout"]),
+        ("run:1=wrong; run:3=wrong", &["1 wrong", "ok", "1 wrong"]),
+        // Only the first dispatch finds what nobody wrote; the third finds the first one's output.
+        ("run:1=poison", &["65536 wrong", "ok", "ok"]),
+    ] {
+        assert_eq!(outcomes(faults, &three), expected, "{faults}");
+    }
+    let low = &host(&double(), "open:1=memlock", &[])[0];
+    let low = low["error"].as_str().expect("an error");
+    assert!(low.contains("LimitMEMLOCK=infinity") && low.ends_with("(memlock-low)"), "{low}");
+}
+
+// --- shims that do not load -----------------------------------------------------------------------------
+
+/// A shared object from C, linked with what `arguments` say.
+fn library(folder: &Path, name: &str, source: &str, arguments: &[&str]) -> PathBuf {
+    let (file, built) = (folder.join(format!("{name}.c")), folder.join(format!("{name}.so")));
+    std::fs::write(&file, source).expect("a file");
+    let mut command = Command::new("c++");
+    command.args(["-x", "c", "-shared", "-fPIC", "-nostdlib", "-o"]).arg(&built).arg(&file);
+    command.args(["-x", "none"]).args(arguments).current_dir(folder);
+    let (code, _, stderr) = output(command);
+    assert_eq!(code, 0, "{stderr}");
+    built
+}
+
+#[test]
+fn a_shim_that_cannot_be_loaded_says_what_is_missing() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let folder = folder.path();
+    let error = |shim: &Path| host(shim, "", &[])[0].clone();
+    let told = |shim: &Path, code: &str, parts: &[&str]| {
+        let error = error(shim);
+        assert_eq!(error["code"], code, "{error}");
+        let text = error["error"].as_str().expect("an error");
+        assert!(parts.iter().all(|part| text.contains(part)), "{text}");
+    };
+    const XRT: &str = "-Wl,-soname,libxrt_coreutil.so.2";
+    const ORIGIN: &str = "-Wl,-rpath,$ORIGIN";
+
+    told(&folder.join("none.so"), "npu-shim-missing", &["none.so", "make npu-shim"]);
+
+    let text = folder.join("text.so");
+    std::fs::write(&text, "no library").expect("a file");
+    told(&text, "npu-shim-mismatch", &["make npu-shim"]);
+
+    let other = library(folder, "other", "int other;", &[]);
+    told(&other, "npu-shim-mismatch", &["is no shim of this program"]);
+
+    let partial = library(folder, "partial", "unsigned unicorn_npu_abi(void) { return 1; }", &[]);
+    told(&partial, "npu-shim-mismatch", &["unicorn_npu_is_double"]);
+
+    // XRT as it is, and then as it is not.
+    let xrt = library(folder, "xrt", "int xrt;", &[XRT]);
+    let shim = "extern int xrt; int *uses(void) { return &xrt; }";
+    let shim = library(folder, "shim", shim, &["xrt.so", ORIGIN]);
+    std::fs::remove_file(&xrt).expect("it was built");
+    told(&shim, "xrt-missing", &["XRT is not installed", "libxrt_coreutil.so.2"]);
+
+    // XRT 2.13 has the name of 2.25, and no hw_context.
+    library(folder, "libxrt_coreutil.so.2.13.466", "int xrt;", &[XRT]);
+    std::fs::rename(folder.join("libxrt_coreutil.so.2.13.466.so"), folder.join("libxrt_coreutil.so.2"))
+        .expect("it was built");
+    let context = "_ZN3xrt10hw_contextC1ERKNS_6deviceERKNS_4uuidENS0_11access_modeE";
+    let shim = format!("extern int {context}(void); int uses(void) {{ return {context}(); }}");
+    let shim =
+        library(folder, "old", &shim, &["libxrt_coreutil.so.2", ORIGIN, "-Wl,--allow-shlib-undefined"]);
+    told(&shim, "xrt-old", &["is too old", "hw_context"]);
+
+    // A C++ library that lacks a version that the shim was built against.
+    let versions = |folder: &Path, version: &str| {
+        std::fs::write(folder.join("map"), format!("{version} {{ global: cxx; }};")).expect("a file");
+        library(folder, "cxx", "int cxx(void) { return 0; }", &["-Wl,--version-script=map"]);
+    };
+    versions(folder, "GLIBCXX_9.9.9");
+    let shim = "extern int cxx(void); int uses(void) { return cxx(); }";
+    let shim = library(folder, "newer", shim, &["./cxx.so", ORIGIN]);
+    versions(folder, "GLIBCXX_1.0.0");
+    told(&shim, "npu-shim-mismatch", &["GLIBCXX_9.9.9", "rebuild it on this one", "make npu-shim"]);
+}
+
+#[test]
+fn a_shim_of_another_version_is_refused() {
+    let error = host(&double(), "abi=7", &[])[0].clone();
+    assert_eq!(error["code"], "npu-shim-mismatch", "{error}");
+    assert!(error["error"].as_str().expect("an error").contains("its interface is 7, not 1"), "{error}");
+}
