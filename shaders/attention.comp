@@ -7,11 +7,11 @@
 //   partials  f32 [slots, num_kv_heads * GROUP, HEAD_DIM / 4 + 1, 4]: values; then largest score, sum of weights
 //   window  keys that a token sees, including its own; 0: all
 //
-// A workgroup takes an item and a KV head. An item is some neighbouring tokens of one sequence and some neighbouring
-// splits of its keys. The workgroup walks the splits in order, and computes one partial for each token. Each of its
-// TEAMS teams of 64 lanes takes ROWS rows of the item, which are query heads of its tokens. Lane j of a team scores key
-// j of a tile for these rows. Then LANES lanes hold WIDTH fours of dimensions each, and add up the values of every
-// PARTS-th key. Every loaded number serves all rows of the lane.
+// A workgroup takes an item and a KV head, counted from `first_kv_head` on. An item is some neighbouring tokens of one
+// sequence and some neighbouring splits of its keys. The workgroup walks the splits in order, and computes one partial
+// for each token. Each of its TEAMS teams of 64 lanes takes ROWS rows of the item, which are query heads of its tokens.
+// Lane j of a team scores key j of a tile for these rows. Then LANES lanes hold WIDTH fours of dimensions each, and add
+// up the values of every PARTS-th key. Every loaded number serves all rows of the lane.
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #extension GL_KHR_shader_subgroup_basic : require
@@ -63,6 +63,8 @@ layout(push_constant, std430) uniform Push {
     uint max_blocks;
     uint window;
     uint split_unit;
+    // The KV head of the first row of workgroups.
+    uint first_kv_head;
 };
 
 shared float subgroup_maximum[TEAMS * MOST_SUBGROUPS * ROWS];
@@ -95,7 +97,7 @@ void load_value(uint row, uint dim, uint key, out vec4 fours[WIDTH]) {
 
 void main() {
     const Item item = items.at[gl_WorkGroupID.x];
-    const uint kv_head = gl_WorkGroupID.y;
+    const uint kv_head = first_kv_head + gl_WorkGroupID.y;
     // A subgroup belongs to one team. The broadcast tells the compiler, so that the data of a team's rows is loaded
     // once for all lanes.
     const uint before = subgroupBroadcastFirst(gl_LocalInvocationIndex);

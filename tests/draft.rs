@@ -186,6 +186,7 @@ fn a_model_and_its_draft_are_planned_together() {
         max_batch_tokens: 128,
         max_shard_bytes: 0xffff_fffc / 2,
         moments: false,
+        offload: None,
         draft: None,
     };
     let draft = DraftDemand { config: &small, schemes: schemes(&small) };
@@ -237,6 +238,7 @@ fn a_load_of_both_takes_what_was_planned() {
         max_batch_tokens: options.max_batch_tokens,
         max_shard_bytes: device().info().max_allocation_bytes / 2,
         moments: false,
+        offload: None,
         draft: Some(DraftDemand { config: &configs[1], schemes: bf16(&configs[1]) }),
     };
     let plan = demand.place(&device().machine(), &options.memory, 100, demand.pools(100, 1)).unwrap();

@@ -85,6 +85,7 @@ fn demand(config: &Gemma3Config) -> Demand<'_> {
         max_batch_tokens: 256,
         max_shard_bytes: 0xffff_fffc / 2,
         moments: false,
+        offload: None,
         draft: None,
     }
 }
@@ -502,6 +503,7 @@ fn a_load_takes_what_was_planned() {
         max_batch_tokens: options.max_batch_tokens,
         max_shard_bytes: device.info().max_allocation_bytes / 2,
         moments: false,
+        offload: None,
         draft: None,
     };
     let plan = demand.place(&device.machine(), &options.memory, 100, demand.pools(100, 1)).unwrap();

@@ -13,6 +13,7 @@ layout(buffer_reference, std430, buffer_reference_align = 16) readonly buffer Re
 layout(buffer_reference, std430, buffer_reference_align = 4) buffer Floats { float at[]; };
 layout(buffer_reference, std430, buffer_reference_align = 4) writeonly buffer WriteFloats { float at[]; };
 layout(buffer_reference, std430, buffer_reference_align = 4) writeonly buffer WriteUints { uint at[]; };
+layout(buffer_reference, std430, buffer_reference_align = 8) writeonly buffer WriteUvec2s { uvec2 at[]; };
 layout(buffer_reference, std430, buffer_reference_align = 16) writeonly buffer WriteUvec4s { uvec4 at[]; };
 // For atomics.
 layout(buffer_reference, std430, buffer_reference_align = 4) coherent buffer Words { uint at[]; };

@@ -101,6 +101,7 @@ fn demand<'a>(subject: &'a Subject, config: &Config, room: &Room) -> Demand<'a> 
         max_batch_tokens: config.engine.prefill_chunk,
         max_shard_bytes: room.machine.max_allocation_bytes / 2,
         moments: false,
+        offload: None,
         draft: subject.draft.as_ref().map(|d| DraftDemand { config: &d.config, schemes: d.schemes.clone() }),
     }
 }

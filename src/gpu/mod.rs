@@ -27,6 +27,7 @@ mod recorder;
 mod rehearsal;
 pub mod residency;
 mod shader;
+mod stopwatch;
 mod upload;
 mod watchdog;
 
@@ -45,5 +46,6 @@ pub use placement::{Class, MemoryKind, Placement};
 pub use recorder::{Arguments, CommandBuffer, INDIRECT_BYTES, Recorder, Submission};
 pub use rehearsal::{Order, Rehearsal};
 pub use shader::{Access, Shader};
+pub use stopwatch::timed;
 pub use upload::Uploader;
 pub use watchdog::{longest_submit, quarter_of_timeout};

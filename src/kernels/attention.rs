@@ -170,8 +170,7 @@ impl Span {
 }
 
 impl Shares {
-    /// Shares out a step of `tokens` tokens, some of which may be in no run. No item spans two parts of `rows_per_part`
-    /// rows. Panics if there is no room for one partial of each token.
+    /// [`Shares::in_parts`] for a step of `tokens` tokens, in parts of `rows_per_part` rows.
     pub fn new(
         shape: &AttentionShape,
         runs: &[Run],
@@ -179,13 +178,22 @@ impl Shares {
         rows_per_part: usize,
         room: Room,
     ) -> Shares {
+        let starts = (0..tokens).step_by(rows_per_part);
+        let parts = starts.map(|first| first..(first + rows_per_part).min(tokens)).collect::<Vec<_>>();
+        Shares::in_parts(shape, runs, &parts, room)
+    }
+
+    /// Shares out a step whose rows are these parts, one behind the other. Some of the rows may be in no run. No item
+    /// spans two parts. Panics if there is no room for one partial of each token.
+    pub fn in_parts(shape: &AttentionShape, runs: &[Run], parts: &[Range<usize>], room: Room) -> Shares {
+        let tokens = parts.last().map_or(0, |part| part.end);
         let mut shares = Shares { merges: vec![[0; 2]; tokens], ..Shares::default() };
         let (mut single, mut tiles) = (Vec::new(), Vec::new());
         for run in runs {
             let end = run.row + run.tokens;
             let mut row = run.row;
             while row < end {
-                let part_end = (row / rows_per_part + 1) * rows_per_part;
+                let part_end = parts.iter().find(|part| part.contains(&row)).expect("a part has the row").end;
                 let count = (end.min(part_end) - row).min(shape.tile_tokens());
                 let run = Run { row, start: run.start + row - run.row, tokens: count, ..*run };
                 let splits = shape.splits();
@@ -207,8 +215,7 @@ impl Shares {
         split_longest(&mut tiles, room.tiles, TILE_WORKGROUPS_WANTED.div_ceil(shape.num_kv_heads));
 
         let mut slots = [0; 2];
-        for first in (0..tokens).step_by(rows_per_part) {
-            let rows = first..(first + rows_per_part).min(tokens);
+        for rows in parts {
             let (single_first, tiles_first) = (shares.single.len(), shares.tiles.len());
             let is_in = |span: &&Span| rows.contains(&span.run.row);
             for span in single.iter().filter(is_in) {
@@ -218,7 +225,7 @@ impl Shares {
                 emit(span, &mut slots[1], IN_TILES, &mut shares.tiles, &mut shares.merges);
             }
             let (single, tiles) = (single_first..shares.single.len(), tiles_first..shares.tiles.len());
-            shares.parts.push(PartItems { rows, single, tiles });
+            shares.parts.push(PartItems { rows: rows.clone(), single, tiles });
         }
         shares
     }
@@ -273,31 +280,38 @@ fn emit(span: &Span, next: &mut usize, flag: u32, items: &mut Vec<Item>, merges:
     }
 }
 
+/// Some of the items of a buffer.
+pub(super) fn items_of(items: &Buffer, some: &Range<usize>) -> Buffer {
+    let bytes = |n: usize| (n * size_of::<Item>()) as u64;
+    items.slice(bytes(some.start), bytes(some.len()))
+}
+
 impl StepArrays {
     /// The arrays of the part `part`, which has the index `index` among the step's parts.
     pub fn part(&self, part: &PartItems, index: usize) -> StepArrays {
-        let rows = &part.rows;
-        let some = |array: &Buffer| array.slice(4 * rows.start as u64, 4 * rows.len() as u64);
-        let items = |items: &Option<Buffer>, some: &Range<usize>| {
-            let bytes = |n: usize| (n * size_of::<Item>()) as u64;
-            // A part without items still needs a range, which no workgroup reads.
-            let some = if some.is_empty() { 0..1 } else { some.clone() };
-            items.as_ref().map(|items| items.slice(bytes(some.start), bytes(some.len())))
+        // A part without items still needs a range, which no workgroup reads.
+        let some = |items: &Option<Buffer>, some: &Range<usize>| {
+            items.as_ref().map(|items| items_of(items, if some.is_empty() { &(0..1) } else { some }))
         };
-        let ShareArrays { single, tiles, groups, merges } = &self.shares;
         let groups_bytes = 2 * INDIRECT_BYTES;
+        let StepArrays { shares, .. } = self;
+        let (single, tiles) = (some(&shares.single, &part.single), some(&shares.tiles, &part.tiles));
+        let groups = shares.groups.slice((1 + index as u64) * groups_bytes, groups_bytes);
+        let of_rows = self.rows(&part.rows);
+        StepArrays { shares: ShareArrays { single, tiles, groups, ..of_rows.shares }, ..of_rows }
+    }
+
+    /// The arrays of some rows. The items, and the numbers of workgroups, remain those of the whole step.
+    pub fn rows(&self, rows: &Range<usize>) -> StepArrays {
+        let some = |array: &Buffer| array.slice(4 * rows.start as u64, 4 * rows.len() as u64);
+        let merges = self.shares.merges.slice(8 * rows.start as u64, 8 * rows.len() as u64);
         StepArrays {
             ids: some(&self.ids),
             positions: some(&self.positions),
             sequence_of: some(&self.sequence_of),
             slot_mapping: some(&self.slot_mapping),
             block_tables: self.block_tables.clone(),
-            shares: ShareArrays {
-                single: items(single, &part.single),
-                tiles: items(tiles, &part.tiles),
-                groups: groups.slice((1 + index as u64) * groups_bytes, groups_bytes),
-                merges: merges.slice(8 * rows.start as u64, 8 * rows.len() as u64),
-            },
+            shares: ShareArrays { merges, ..self.shares.clone() },
         }
     }
 }

@@ -6,6 +6,7 @@
 
 mod arrays;
 mod attention;
+mod offload;
 mod operand;
 mod peak;
 mod pipelines;
@@ -22,6 +23,7 @@ pub use arrays::{
     RmsNorm, ShareArrays, StepArrays,
 };
 pub use attention::{Item, PartItems, Room, Run, Shares, Splits, partial_width};
+pub use offload::{GatheredKeys, OffloadKernels};
 pub(crate) use operand::share_pipeline;
 pub use operand::{ActivationsFrom, GpuTiles, Matrices, Operand, Quantized, SubgroupTile, Tiles, Wants};
 pub use peak::Peak;
@@ -32,9 +34,11 @@ pub use sampling::{
 };
 pub use weights::{Embedding, Matrix, UploadError};
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use self::arrays::words;
+use self::attention::items_of;
 use self::operand::Products;
 use self::pipelines::{attention_constants, attention_of};
 use self::shaders::shaders_of;
@@ -366,36 +370,61 @@ impl Kernels {
         y: &Operand,
         tokens: usize,
     ) {
-        let Attention { shape, cache, .. } = attention;
+        let shape = &attention.shape;
         let ShareArrays { single, tiles, groups, .. } = &step.shares;
-        self.check_heads(shape);
-        assert_eq!(q.width, shape.num_heads * shape.head_dim, "attention: q");
-        let kinds =
-            [(single, &partials.single, &self.attention), (tiles, &partials.tiles, &self.attention_tile)];
-        for (kind, (items, partials, pipeline)) in (0..).zip(kinds) {
+        for (kind, items) in (0..).zip([single, tiles]) {
             let Some(items) = items else { continue };
-            assert_eq!(partials.width, shape.partial_width(), "attention: partials");
-            let arguments = shaders::Attention {
-                q: &q.buffer,
-                k_cache: &cache.keys,
-                v_cache: &cache.values,
-                items,
-                block_tables: &step.block_tables,
-                partials: &partials.buffer,
-                num_kv_heads: shape.num_kv_heads as u32,
-                block_size: shape.block_size as u32,
-                max_blocks: shape.max_blocks as u32,
-                window: shape.window.unwrap_or(0) as u32,
-                split_unit: shape.splits().unit as u32,
-            };
-            let groups = groups.slice(kind * INDIRECT_BYTES, INDIRECT_BYTES);
+            let (partials, pipeline) = self.attending(shape, q, partials, kind);
+            let arguments = attention_arguments(attention, q, partials, step, items, 0);
+            let groups = groups.slice(kind as u64 * INDIRECT_BYTES, INDIRECT_BYTES);
             recorder.dispatch_indirect(pipeline, &arguments, &groups);
         }
         self.attention_merge(recorder, shape, step, partials, y, tokens);
     }
 
-    /// Merges the partials of each token.
-    fn attention_merge(
+    /// Computes the partials of a part's items, for some of the KV heads: what [`Kernels::attention`] does for all of
+    /// them before it merges. `step` has the arrays of all parts. A recording of this is for one step alone.
+    pub fn attention_partials(
+        &self,
+        recorder: &mut Recorder<'_>,
+        attention: &Attention,
+        (q, partials): (&Activations, &Partials),
+        step: &StepArrays,
+        part: &PartItems,
+        kv_heads: &Range<usize>,
+    ) {
+        let shape = &attention.shape;
+        assert!(kv_heads.end <= shape.num_kv_heads, "attention: KV heads {kv_heads:?}");
+        let ShareArrays { single, tiles, .. } = &step.shares;
+        for (kind, (items, some)) in [(single, &part.single), (tiles, &part.tiles)].into_iter().enumerate() {
+            if some.is_empty() || kv_heads.is_empty() {
+                continue;
+            }
+            let items = items_of(items.as_ref().expect("a part with items"), some);
+            let (partials, pipeline) = self.attending(shape, q, partials, kind);
+            let arguments = attention_arguments(attention, q, partials, step, &items, kv_heads.start);
+            recorder.dispatch(pipeline, &arguments, [some.len() as u32, kv_heads.len() as u32, 1]);
+        }
+    }
+
+    /// The partials and the pipeline for items of single tokens (0), or of tiles (1), after checks of the shapes.
+    fn attending<'a>(
+        &'a self,
+        shape: &AttentionShape,
+        q: &Activations,
+        partials: &'a Partials,
+        kind: usize,
+    ) -> (&'a Activations, &'a Pipeline) {
+        self.check_heads(shape);
+        let Partials { single, tiles } = partials;
+        let (partials, pipeline) = [(single, &self.attention), (tiles, &self.attention_tile)][kind];
+        assert_eq!(q.width, shape.num_heads * shape.head_dim, "attention: q");
+        assert_eq!(partials.width, shape.partial_width(), "attention: partials");
+        (partials, pipeline)
+    }
+
+    /// Merges the partials of each token, and writes 0 for padding.
+    pub fn attention_merge(
         &self,
         recorder: &mut Recorder<'_>,
         shape: &AttentionShape,
@@ -483,6 +512,30 @@ impl Kernels {
             fresh: u32::from(fresh),
         };
         recorder.dispatch(&self.pool, &arguments, [(x.width as u32).div_ceil(64), 1, 1]);
+    }
+}
+
+fn attention_arguments<'a>(
+    Attention { shape, cache, .. }: &'a Attention,
+    q: &'a Activations,
+    partials: &'a Activations,
+    step: &'a StepArrays,
+    items: &'a Buffer,
+    first_kv_head: usize,
+) -> shaders::Attention<'a> {
+    shaders::Attention {
+        q: &q.buffer,
+        k_cache: &cache.keys,
+        v_cache: &cache.values,
+        items,
+        block_tables: &step.block_tables,
+        partials: &partials.buffer,
+        num_kv_heads: shape.num_kv_heads as u32,
+        block_size: shape.block_size as u32,
+        max_blocks: shape.max_blocks as u32,
+        window: shape.window.unwrap_or(0) as u32,
+        split_unit: shape.splits().unit as u32,
+        first_kv_head: first_kv_head as u32,
     }
 }
 

@@ -135,45 +135,80 @@ impl Gemma3 {
         step: &StepArrays,
         rows: Range<usize>,
     ) {
-        let layer = &self.layers[index];
-        let (kernels, attention, tokens) = (&self.kernels, &layer.attention, rows.len());
-        let scratch = self.scratch.rows(&rows);
-        let Scratch { hidden, normed, delta, q, k, v, partials, attended, gate, up, .. } = &scratch;
-        // The form in which each group of matrices wants its input: f32, int8, or both.
-        let [qkv_form, o_form, gate_up_form, down_form] = layer.wants;
-        let normed_in = |form| Operand::new(form, normed, &scratch.normed_blocks);
-        let attended_in = Operand::new(o_form, attended, &scratch.attended_blocks);
-        let gated_in = Operand::new(down_form, gate, &scratch.gated_blocks);
-        let add_squares = |recorder: &mut Recorder<'_>, group: usize, input: &Activations| {
-            if let Some(moments) = &layer.moments {
-                kernels.moments(recorder, input, &moments[group], tokens);
-            }
-        };
+        self.record_projections(recorder, index, step, rows.clone());
+        let attention = &self.layers[index].attention;
+        // The items of attention count rows from the step's first token, so the queries are not cut to `rows`.
+        let (all_queries, partials) = (&self.scratch.q, &self.scratch.partials);
+        let attended = self.attended(index, &rows);
+        self.kernels.attention(recorder, attention, (all_queries, partials), step, &attended, rows.len());
+        self.record_rest(recorder, index, rows);
+    }
 
+    /// The result of a layer's attention for some rows, in the form in which the output projection wants it.
+    pub(super) fn attended(&self, index: usize, rows: &Range<usize>) -> Operand {
+        let Scratch { attended, attended_blocks, .. } = &self.scratch;
+        Operand::new(self.layers[index].wants[1], &attended.rows(rows), attended_blocks)
+    }
+
+    /// Adds the squares of a matrix's input to the sums of a layer, if they are wanted.
+    fn add_squares(
+        &self,
+        recorder: &mut Recorder<'_>,
+        index: usize,
+        group: usize,
+        input: &Activations,
+        rows: usize,
+    ) {
+        if let Some(moments) = &self.layers[index].moments {
+            self.kernels.moments(recorder, input, &moments[group], rows);
+        }
+    }
+
+    /// What a layer computes before attention: queries, keys and values.
+    pub(super) fn record_projections(
+        &self,
+        recorder: &mut Recorder<'_>,
+        index: usize,
+        step: &StepArrays,
+        rows: Range<usize>,
+    ) {
+        let layer = &self.layers[index];
+        let (kernels, tokens) = (&self.kernels, rows.len());
+        let Scratch { hidden, normed, delta, q, k, v, normed_blocks, .. } = &self.scratch.rows(&rows);
+        let normed_in = Operand::new(layer.wants[0], normed, normed_blocks);
         let first_norm = &layer.input_layernorm;
         match index.checked_sub(1).map(|before| &self.layers[before].post_feedforward_layernorm) {
-            None => kernels.rms_norm(recorder, hidden, first_norm, &normed_in(qkv_form), tokens),
+            None => kernels.rms_norm(recorder, hidden, first_norm, &normed_in, tokens),
             Some(norm) => {
-                kernels.residual(recorder, delta, norm, (hidden, first_norm), &normed_in(qkv_form), tokens);
+                kernels.residual(recorder, delta, norm, (hidden, first_norm), &normed_in, tokens);
             }
         }
-        add_squares(recorder, 0, normed);
+        self.add_squares(recorder, index, 0, normed, tokens);
         let products = [(&layer.q_proj, q), (&layer.k_proj, k), (&layer.v_proj, v)];
-        kernels.matmul(recorder, &products, &normed_in(qkv_form), tokens);
-        kernels.qkv_store(recorder, attention, [q, k, v], step, tokens);
-        // The items of attention count rows from the step's first token, so the queries are not cut to `rows`.
-        let all_queries = &self.scratch.q;
-        kernels.attention(recorder, attention, (all_queries, partials), step, &attended_in, tokens);
-        add_squares(recorder, 1, attended);
-        kernels.matmul(recorder, &[(&layer.o_proj, delta)], &attended_in, tokens);
+        kernels.matmul(recorder, &products, &normed_in, tokens);
+        kernels.qkv_store(recorder, &layer.attention, [q, k, v], step, tokens);
+    }
+
+    /// What a layer computes behind attention.
+    pub(super) fn record_rest(&self, recorder: &mut Recorder<'_>, index: usize, rows: Range<usize>) {
+        let layer = &self.layers[index];
+        let (kernels, tokens) = (&self.kernels, rows.len());
+        let scratch = self.scratch.rows(&rows);
+        let Scratch { hidden, normed, delta, attended, gate, up, .. } = &scratch;
+        // The form in which each group of matrices wants its input: f32, int8, or both.
+        let [_, _, gate_up_form, down_form] = layer.wants;
+        let normed_in = Operand::new(gate_up_form, normed, &scratch.normed_blocks);
+        let gated_in = Operand::new(down_form, gate, &scratch.gated_blocks);
+        self.add_squares(recorder, index, 1, attended, tokens);
+        kernels.matmul(recorder, &[(&layer.o_proj, delta)], &self.attended(index, &rows), tokens);
 
         let norm = &layer.post_attention_layernorm;
         let next = (hidden, &layer.pre_feedforward_layernorm);
-        kernels.residual(recorder, delta, norm, next, &normed_in(gate_up_form), tokens);
-        add_squares(recorder, 2, normed);
+        kernels.residual(recorder, delta, norm, next, &normed_in, tokens);
+        self.add_squares(recorder, index, 2, normed, tokens);
         let products = [&layer.gate_proj, &layer.up_proj];
-        kernels.gated(recorder, products, &normed_in(gate_up_form), [gate, up], &gated_in, tokens);
-        add_squares(recorder, 3, gate);
+        kernels.gated(recorder, products, &normed_in, [gate, up], &gated_in, tokens);
+        self.add_squares(recorder, index, 3, gate, tokens);
         kernels.matmul(recorder, &[(&layer.down_proj, delta)], &gated_in, tokens);
         if index + 1 == self.layers.len() {
             kernels.rms_norm_add(recorder, delta, &layer.post_feedforward_layernorm, hidden, tokens);

@@ -12,9 +12,11 @@ use std::time::Duration;
 use super::config::{Gemma3Config, GenerationConfig, LayerType};
 use super::layers::{Layer, Scratch};
 use super::memory::{self, MAX_IN_FLIGHT};
+use super::offload::{Attached, OffloadBuffers, Share};
 use super::rates::{Rates, Work};
 use super::self_test::SelfTest;
-use super::step::{self, Frame, LayerWork, Part, PoolRequest, Submit, Wanted};
+use super::step::{self, Frame, PoolRequest, Wanted};
+use super::submits::{self, LayerWork, Part, SharedWork, Submit};
 use super::{Batch, BatchSequence, Limits, Runner, RunnerError, Sampled, Sampling, Ticket};
 use crate::checkpoint::LayerValues;
 use crate::config::Courtesy;
@@ -88,6 +90,9 @@ pub struct Gemma3 {
     pub(super) logits_readback: Buffer,
     pub(super) self_test: SelfTest,
     pub(super) layer_values: Result<Arc<LayerValues>, NotCompared>,
+    /// The room for a unit that computes some of the attention of prompts, and the unit that is attached.
+    pub(super) offload_buffers: Option<OffloadBuffers>,
+    pub(super) offload: Option<Attached>,
     pub(super) in_flight: VecDeque<u64>,
     /// The rest of the step that was submitted last, while that step waits for its masks.
     pub(super) closing: Option<Closing>,
@@ -184,13 +189,25 @@ impl Gemma3 {
     }
 
     /// Submits one step on frame `index`, which has no step in flight. If draws have masks, the closing stays behind
-    /// until [`Runner::masks`].
-    pub(super) fn run(&mut self, index: usize, batch: &Batch, wanted: Wanted) -> Result<(), GpuError> {
-        self.run_keeping(index, batch, wanted, None)
+    /// until [`Runner::masks`]. If a unit is attached, it may compute some of the attention; then this returns with the
+    /// step's last submit.
+    pub(super) fn run(&mut self, index: usize, batch: &Batch, wanted: Wanted) -> Result<(), RunnerError> {
+        let Some(mut unit) = self.offload.take() else {
+            return Ok(self.run_keeping(index, batch, wanted, None)?);
+        };
+        let result = unit.check().and_then(|()| {
+            let limits = &self.offload_buffers.as_ref().expect("room for the unit").limits;
+            match unit.share(batch, self.config.sliding_window, limits) {
+                Some(share) => self.run_shared(index, batch, wanted, &share, &mut unit),
+                None => Ok(self.run_keeping(index, batch, wanted, None)?),
+            }
+        });
+        self.offload = Some(unit);
+        result
     }
 
-    /// As [`Gemma3::run`]. `keep` records something behind the embedding (0), and behind each layer (from 1 on) or each
-    /// part of its rows.
+    /// As [`Gemma3::run`], without the unit. `keep` records something behind the embedding (0), and behind each layer
+    /// (from 1 on) or each part of its rows.
     pub(super) fn run_keeping(
         &mut self,
         index: usize,
@@ -200,12 +217,12 @@ impl Gemma3 {
     ) -> Result<(), GpuError> {
         let padded = self.padded_tokens(batch.num_tokens());
         self.frames[index].fill(&self.limits, batch, padded, &wanted);
-        let mut submits = self.plan(batch, padded, &wanted);
+        let mut submits = self.plan(batch, padded, &wanted, None);
         if keep.is_some() {
             // A recording that other steps run again must not hold what this one keeps.
-            submits = step::layer_by_layer(submits, padded);
+            submits = submits::layer_by_layer(submits, padded);
         }
-        self.share_out(index, batch, padded, &submits);
+        self.share_out(index, batch, padded, &submits, None);
         let closing = if wanted.masks > 0 { submits.pop() } else { None };
         let mut commands = std::mem::take(&mut self.frames[index].commands);
         let frame = &self.frames[index];
@@ -215,11 +232,32 @@ impl Gemma3 {
             }
         };
         commands.begin();
-        let result = commands.run(&self.device, padded, &submits, &mut |r, part| match part {
-            Part::Opening => {
-                self.record_opening(r, frame, batch, padded);
-                keep(r, 0, &(0..padded));
+        let result = commands.run(&self.device, padded, &submits, &mut |r, part| {
+            self.record_part(r, frame, part, batch, &wanted, padded);
+            match part {
+                Part::Opening => keep(r, 0, &(0..padded)),
+                Part::Layer { layer, rows } => keep(r, layer + 1, rows),
+                _ => {}
             }
+        });
+        self.frames[index].commands = commands;
+        result?;
+        self.leave_closing(closing, batch, wanted, padded);
+        Ok(())
+    }
+
+    /// Records a part of a step. Parts of layers that are shared with a unit are recorded by [`Gemma3::run_shared`].
+    pub(super) fn record_part(
+        &self,
+        r: &mut Recorder<'_>,
+        frame: &Frame,
+        part: &Part,
+        batch: &Batch,
+        wanted: &Wanted,
+        padded: usize,
+    ) {
+        match part {
+            Part::Opening => self.record_opening(r, frame, batch, padded),
             Part::Segment(layers) => {
                 for layer in layers.clone() {
                     let step = frame.arrays(self.layers[layer].kind, padded, None);
@@ -229,15 +267,22 @@ impl Gemma3 {
             Part::Layer { layer, rows } => {
                 let step = frame.arrays(self.layers[*layer].kind, padded, Some(rows));
                 self.record_layer(r, *layer, &step, rows.clone());
-                keep(r, layer + 1, rows);
             }
-            Part::Closing => self.record_closing(r, frame, &wanted, batch.num_tokens()),
-        });
-        self.frames[index].commands = commands;
-        result?;
+            Part::Closing => self.record_closing(r, frame, wanted, batch.num_tokens()),
+            shared => unreachable!("{shared:?} in a step that is not shared"),
+        }
+    }
+
+    /// Leaves a step's closing, if it waits for masks, to [`Runner::masks`].
+    pub(super) fn leave_closing(
+        &mut self,
+        closing: Option<Submit>,
+        batch: &Batch,
+        wanted: Wanted,
+        padded: usize,
+    ) {
         let tokens = batch.num_tokens();
         self.closing = closing.map(|submit| Closing { submit, wanted, tokens, padded });
-        Ok(())
     }
 
     /// Submits the rest of the step on frame `index`, with the masks of its draws.
@@ -255,17 +300,36 @@ impl Gemma3 {
     }
 
     /// Shares out the attention of a step on a frame over workgroups, by the parts of the step's submits.
-    fn share_out(&mut self, index: usize, batch: &Batch, tokens: usize, submits: &[Submit]) {
+    pub(super) fn share_out(
+        &mut self,
+        index: usize,
+        batch: &Batch,
+        tokens: usize,
+        submits: &[Submit],
+        share: Option<&Share>,
+    ) {
         for kind in [LayerType::SlidingAttention, LayerType::FullAttention] {
             let Some(layer) = self.layers.iter().find(|layer| layer.kind == kind) else { continue };
             let parts = submits.iter().flat_map(|submit| &submit.parts).filter_map(|part| match part {
-                Part::Layer { layer, rows } if self.layers[*layer].kind == kind => Some(rows.len()),
+                Part::Layer { layer, rows } | Part::Attention { layer, rows }
+                    if self.layers[*layer].kind == kind =>
+                {
+                    Some(rows.len())
+                }
                 _ => None,
             });
             // The last part may be shorter than the others.
             let rows_per_part = parts.max().unwrap_or(tokens);
+            // The rows that are shared are in parts of their own.
+            let mut starts: Vec<usize> = (0..tokens).step_by(rows_per_part).chain([tokens]).collect();
+            if let Some(share) = share.filter(|share| share.room(kind).is_some()) {
+                starts.extend([share.rows.start, share.rows.end]);
+                starts.sort_unstable();
+                starts.dedup();
+            }
+            let rows: Vec<Range<usize>> = starts.windows(2).map(|ends| ends[0]..ends[1]).collect();
             let shape = &layer.attention.shape;
-            self.frames[index].share_out(kind, shape, &self.limits, batch, tokens, rows_per_part);
+            self.frames[index].share_out(kind, shape, &self.limits, batch, &rows);
         }
     }
 
@@ -276,33 +340,57 @@ impl Gemma3 {
     }
 
     /// The number of tokens that a step of `tokens` tokens is padded to.
-    fn padded_tokens(&self, tokens: usize) -> usize {
+    pub(super) fn padded_tokens(&self, tokens: usize) -> usize {
         // Sums over tokens must not count padding.
         let sums = self.layers.iter().any(|layer| layer.moments.is_some());
         if sums { tokens } else { step::padded_tokens(tokens, self.limits.max_batch_tokens) }
     }
 
-    /// Cuts a step into submits.
-    fn plan(&self, batch: &Batch, tokens: usize, wanted: &Wanted) -> Vec<Submit> {
+    /// Cuts a step into submits. `share` is what of its attention a unit computes.
+    pub(super) fn plan(
+        &self,
+        batch: &Batch,
+        tokens: usize,
+        wanted: &Wanted,
+        share: Option<&Share>,
+    ) -> Vec<Submit> {
         let c = &self.config;
         let heads = (c.num_attention_heads * c.head_dim) as u64;
         // Sum of the keys that the step's tokens see: over the tokens that are alone of their sequence, or over all
         // others.
+        let seen_by = |s: &BatchSequence, window: u64| window.min((s.start + s.input.len()) as u64);
         let seen = |window: u64, alone: bool| -> u64 {
-            let each =
-                |s: &BatchSequence| s.input.len() as u64 * window.min((s.start + s.input.len()) as u64);
+            let each = |s: &BatchSequence| s.input.len() as u64 * seen_by(s, window);
             batch.sequences.iter().filter(|s| (s.input.len() == 1) == alone).map(each).sum()
         };
         let weights = memory::macs_per_token_and_layer(c);
         let row = 2 * memory::kv_block_bytes(c, self.kv, 1);
-        let [sliding, full] = [c.sliding_window as u64, u64::MAX].map(|window| LayerWork {
+        let shared = |kind: LayerType, window: u64| {
+            let share = share?;
+            let room = share.room(kind)?;
+            let kv_heads = c.num_key_value_heads as u64;
+            let keys = seen_by(&batch.sequences[share.sequence], window);
+            let all = 2 * heads * share.rows.len() as u64 * keys;
+            Some(SharedWork {
+                rows: share.rows.clone(),
+                projections: memory::projections_per_token_and_layer(c),
+                gathered: row * room.keys as u64 * share.kv_heads as u64 / kv_heads,
+                all,
+                own: (u128::from(all) * u128::from(kv_heads - share.kv_heads as u64) / u128::from(kv_heads))
+                    as u64,
+            })
+        };
+        let kinds =
+            [(LayerType::SlidingAttention, c.sliding_window as u64), (LayerType::FullAttention, u64::MAX)];
+        let [sliding, full] = kinds.map(|(kind, window)| LayerWork {
             weights,
             reading: row * seen(window, true),
             attention: 2 * heads * seen(window, false),
+            shared: shared(kind, window),
         });
         let layer = |kind: &LayerType| match kind {
-            LayerType::SlidingAttention => sliding,
-            LayerType::FullAttention => full,
+            LayerType::SlidingAttention => sliding.clone(),
+            LayerType::FullAttention => full.clone(),
         };
         let layers: Vec<LayerWork> = c.layer_types.iter().map(layer).collect();
         // A step with masks submits its closing alone, because grammars compute the masks while the layers run.
@@ -313,7 +401,7 @@ impl Gemma3 {
             true => self.max_submit.min(self.max_courteous_submit),
             false => self.max_submit,
         };
-        step::plan(&layers, tokens, closing, &self.rates, limit)
+        submits::plan(&layers, tokens, closing, &self.rates, limit)
     }
 }
 

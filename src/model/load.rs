@@ -12,6 +12,7 @@ use super::config::{ConfigError, Gemma3Config, GenerationConfig, LayerType};
 use super::gemma3::{Gemma3, Loaded, NotCompared};
 use super::layers::{Layer, Scratch, device_buffer};
 use super::memory::{self, DEFAULT_BLOCK_SIZE, Demand, DoesNotFit, DraftDemand, MAX_IN_FLIGHT, Schemes};
+use super::offload::{OffloadBuffers, OffloadLimits};
 use super::rates::Rates;
 use super::self_test::{self, SelfTest, Traits};
 use super::step::Frame;
@@ -61,6 +62,8 @@ pub struct LoadOptions {
     pub moments: bool,
     /// The largest allocation of weights. Tests use it to cut small matrices into shards.
     pub max_shard_bytes: Option<u64>,
+    /// The room for a unit that computes some of the attention of prompts ([`Gemma3::attach_offload`]); none by default.
+    pub offload: Option<OffloadLimits>,
 }
 
 impl Default for LoadOptions {
@@ -81,6 +84,7 @@ impl Default for LoadOptions {
             sample_below: None,
             moments: false,
             max_shard_bytes: None,
+            offload: None,
         }
     }
 }
@@ -176,6 +180,7 @@ impl Gemma3 {
                 .unwrap_or(u64::MAX)
                 .min(device.info().max_allocation_bytes / 2),
             moments: options.moments,
+            offload: options.offload,
             draft: draft.as_ref().map(|(.., demand)| demand.clone()),
         };
         // Everything is placed before memory is allocated, and allocated before tensors are read.
@@ -368,6 +373,10 @@ impl Load<'_> {
             Some(model) => Shared::of(model, config, tokens),
             None => Shared::new(arena, demand, &limits)?,
         };
+        let offload_buffers = match (options.offload, of) {
+            (Some(limits), None) => Some(OffloadBuffers::new(device, arena, config, heads, limits)?),
+            _ => None,
+        };
         // The draft model draws no id that the model has no row for.
         let sample_below = options.sample_below.unwrap_or(usize::MAX).min(config.vocab_size);
         shared.scratch.logits.vocab =
@@ -429,6 +438,8 @@ impl Load<'_> {
             logits_readback: shared.logits_readback,
             self_test,
             layer_values: source.layer_values(options)?,
+            offload_buffers,
+            offload: None,
             in_flight: VecDeque::new(),
             closing: None,
             next_ticket: 0,

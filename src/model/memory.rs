@@ -6,6 +6,7 @@
 //! complete; a load that asks for another buffer panics.
 
 use super::config::{Gemma3Config, LayerType};
+use super::offload::OffloadLimits;
 use super::self_test;
 use super::weights::Gemma3Weights;
 use super::{KvLimits, Limits, MAX_BIASES};
@@ -95,6 +96,8 @@ pub struct Demand<'a> {
     pub max_shard_bytes: u64,
     /// Whether the load makes room for the sums of squares of each layer's matrix inputs.
     pub moments: bool,
+    /// The room for a unit that computes some of the attention of prompts, if there is one.
+    pub offload: Option<OffloadLimits>,
     /// The draft model, if there is one.
     pub draft: Option<DraftDemand<'a>>,
 }
@@ -274,6 +277,9 @@ impl<'a> Demand<'a> {
 
             if !is_draft {
                 add(Class::Staging, MemoryKind::Readback, logits_bytes(c), "logits readback".into());
+                for (name, kind, bytes) in self.offload.iter().flat_map(|offload| offload.buffers(c)) {
+                    add(Class::Staging, kind, bytes, name.into());
+                }
             }
             let limits = Limits { vocab_size: c.vocab_size, ..limits };
             for step in 0..MAX_IN_FLIGHT {
@@ -637,7 +643,8 @@ pub(super) const LEAST_ROWS: usize = 8;
 pub(super) fn shares_bytes(limits: &Limits) -> [u64; 4] {
     let (tokens, room) = (limits.max_batch_tokens, partials(limits.max_batch_tokens));
     let items = |slots: usize| (slots * size_of::<Item>()) as u64;
-    let parts = 1 + tokens.div_ceil(LEAST_ROWS) as u64;
+    // The rows that are shared with another unit begin and end anywhere, which makes two parts more.
+    let parts = 3 + tokens.div_ceil(LEAST_ROWS) as u64;
     [items(room.single), items(room.tiles), 2 * INDIRECT_BYTES * parts, 8 * tokens as u64]
         .map(|bytes| bytes.next_multiple_of(256))
 }
@@ -658,6 +665,11 @@ pub(super) fn step_input_bytes(limits: &Limits) -> [u64; 15] {
     let (t, s) = (tokens, shares);
     [t, t, t, t, tables, t, tables, s, s, rows, requests, slots, history, biases, masks]
         .map(|bytes| bytes.next_multiple_of(256))
+}
+
+/// Multiply-adds of one layer's matrices before attention for one token.
+pub(super) fn projections_per_token_and_layer(c: &Gemma3Config) -> u64 {
+    (c.hidden_size * (c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim) as u64
 }
 
 /// Multiply-adds of one layer's matrices for one token.

@@ -16,13 +16,16 @@ mod layer_check;
 mod layers;
 pub mod load;
 pub mod memory;
+pub mod offload;
 mod rates;
 mod runner;
 mod sampling;
 #[doc(hidden)]
 pub mod self_test;
 pub mod shapes;
+mod sharing;
 mod step;
+mod submits;
 pub mod tune;
 pub mod twin;
 pub mod weights;

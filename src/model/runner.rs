@@ -263,7 +263,7 @@ pub struct Logprobs {
     pub top: Vec<(u32, f32)>,
 }
 
-/// A failure of the device, after which the runner is of no use. The engine never computes elsewhere instead; a
+/// A failure of the device, or of a unit beside it that must be used, after which the runner is of no use. The engine never computes elsewhere instead; a
 /// [`RunnerFactory`] may start another runner on the same device.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 pub enum RunnerError {
@@ -278,6 +278,9 @@ pub enum RunnerError {
     /// The device computed a wrong result.
     #[error("the GPU computes wrong: {0}")]
     Wrong(String),
+    /// A unit that must compute some of the attention has failed; the text begins with the failure's code.
+    #[error("{0}")]
+    Offload(String),
 }
 
 /// Runs steps on a device. Steps execute in submission order.

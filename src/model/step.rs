@@ -1,15 +1,12 @@
-//! One step on its way through the device: its input arrays, its recorded commands, and the submits that it is cut
-//! into.
+//! One step on its way through the device: its input arrays, and its recorded commands.
 //!
 //! The layers of a step are recorded once for each number of tokens, in segments of a few layers, and submitted again
 //! and again. Each step writes its arrays anew, and records its opening and its closing. Steps are padded so that few
 //! numbers of tokens occur. Padding tokens belong to no sequence: they read and write a KV block of their own, which no
 //! sequence reads.
 //!
-//! No submit is to take longer than the device's driver, or a desktop on the same device, can wait. If a segment takes
-//! too long, its layers are submitted one by one; if a layer takes too long, its tokens are submitted in parts. A layer
-//! can be cut by tokens because a token needs only the keys and values of the tokens before it. Single layers and parts
-//! of layers are recorded for each step.
+//! The commands go to the device in the submits that `submits.rs` cuts a step into. Single layers and parts of layers
+//! are recorded for each step.
 //!
 //! This file does not know what a layer computes.
 
@@ -18,8 +15,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::config::{Gemma3Config, LayerType};
-use super::memory::{self, LEAST_ROWS, LOGIT_ROWS};
-use super::rates::{Rates, Work};
+use super::memory::{self, LOGIT_ROWS};
+use super::rates::Work;
+use super::submits::{Part, SEGMENT_LAYERS, Submit};
 use super::{Batch, BatchSequence, Draw, Input, Limits, Logprobs, MAX_BIASES, MAX_LOGPROBS, Sampled};
 use crate::gpu::placement::{Class, MemoryKind};
 use crate::gpu::{Arena, Buffer, CommandBuffer, Device, GpuError, Recorder, Submission};
@@ -28,8 +26,6 @@ use crate::kernels::{
     SampleRequest, ShareArrays, Shares, StepArrays, mask_words,
 };
 
-/// Number of layers in a segment.
-const SEGMENT_LAYERS: usize = 4;
 /// Numbers of tokens whose layers stay recorded. The least recently run recording gives way to a new one.
 const RECORDED: usize = 16;
 /// The number of tokens, at most `most`, that a step of `tokens` tokens is padded to. Few numbers occur, and a step
@@ -37,109 +33,6 @@ const RECORDED: usize = 16;
 pub(super) fn padded_tokens(tokens: usize, most: usize) -> usize {
     let multiple = if tokens <= 8 { 1 } else { (tokens.next_power_of_two() / 16).max(8) };
     tokens.next_multiple_of(multiple).min(most)
-}
-
-/// A part of a step that is recorded by itself.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Part {
-    /// The work before the layers.
-    Opening,
-    /// Some layers, for all tokens. A layer is in the same segment in every step.
-    Segment(Range<usize>),
-    /// One layer, for some of the step's tokens.
-    Layer { layer: usize, rows: Range<usize> },
-    /// The work behind the layers: the logits, and the draws from them.
-    Closing,
-}
-
-/// The parts of one submit, and their work together.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(super) struct Submit {
-    pub parts: Vec<Part>,
-    pub work: Work,
-}
-
-/// The work of one layer for all tokens of a step.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct LayerWork {
-    /// Number of weights in the layer's matrices.
-    pub weights: u64,
-    /// Bytes of keys and values that attention reads for the tokens that are the only ones of their sequence in the
-    /// step.
-    pub reading: u64,
-    /// Multiply-adds of attention for all other tokens.
-    pub attention: u64,
-}
-
-impl LayerWork {
-    /// The layer's work for `rows` of the step's `tokens` tokens.
-    fn of(&self, rows: usize, tokens: usize) -> Work {
-        let share = |of: u64| (u128::from(of) * rows as u128 / tokens as u128) as u64;
-        Work::products(self.weights, rows)
-            + Work::reading(share(self.reading))
-            + Work::attention(share(self.attention))
-    }
-
-    /// The number of tokens of each part, such that no part is expected to take longer than `limit`.
-    fn rows(&self, tokens: usize, rates: &Rates, limit: Duration) -> usize {
-        let fits = |rows: usize| rates.time(self.of(rows, tokens)) <= limit;
-        let most = (1..=tokens / LEAST_ROWS).rev().map(|n| n * LEAST_ROWS).find(|rows| fits(*rows));
-        let most = most.unwrap_or(LEAST_ROWS);
-        // The parts have about equal sizes, and are no more than parts of `most` tokens would be.
-        tokens.div_ceil(tokens.div_ceil(most)).next_multiple_of(LEAST_ROWS).min(tokens)
-    }
-}
-
-/// Cuts a step of `tokens` tokens into submits that are expected to take no longer than `limit`. A smallest part that
-/// takes longer is a submit of its own. `closing` holds the work behind the layers, if any, and whether it is submitted
-/// alone.
-pub(super) fn plan(
-    layers: &[LayerWork],
-    tokens: usize,
-    closing: Option<(Work, bool)>,
-    rates: &Rates,
-    limit: Duration,
-) -> Vec<Submit> {
-    let mut submits = vec![Submit { parts: vec![Part::Opening], work: Work::default() }];
-    let mut add = |part, work| match submits.last_mut() {
-        Some(last) if last.work.is_nothing() || rates.time(last.work + work) <= limit => {
-            last.parts.push(part);
-            last.work += work;
-        }
-        _ => submits.push(Submit { parts: vec![part], work }),
-    };
-    for (first, segment) in (0..).step_by(SEGMENT_LAYERS).zip(layers.chunks(SEGMENT_LAYERS)) {
-        let whole = segment.iter().fold(Work::default(), |sum, layer| sum + layer.of(tokens, tokens));
-        if rates.time(whole) <= limit {
-            add(Part::Segment(first..first + segment.len()), whole);
-            continue;
-        }
-        for (layer, work) in (first..).zip(segment) {
-            let each = work.rows(tokens, rates, limit);
-            for first in (0..tokens).step_by(each) {
-                let rows = first..(first + each).min(tokens);
-                let share = work.of(rows.len(), tokens);
-                add(Part::Layer { layer, rows }, share);
-            }
-        }
-    }
-    match closing {
-        None => {}
-        Some((work, false)) => add(Part::Closing, work),
-        Some((work, true)) => submits.push(Submit { parts: vec![Part::Closing], work }),
-    }
-    submits
-}
-
-/// Submits of the same parts, in which every layer is a part of its own, which is recorded for one step.
-pub(super) fn layer_by_layer(submits: Vec<Submit>, tokens: usize) -> Vec<Submit> {
-    let parts_of = |part: Part| match part {
-        Part::Segment(layers) => layers.map(|layer| Part::Layer { layer, rows: 0..tokens }).collect(),
-        part => vec![part],
-    };
-    let each =
-        |Submit { parts, work }| Submit { parts: parts.into_iter().flat_map(parts_of).collect(), work };
-    submits.into_iter().map(each).collect()
 }
 
 /// The rows of a step whose logits are computed, and the requests for the ids to draw from them. The requests are empty
@@ -257,12 +150,24 @@ impl Commands {
         submits: &[Submit],
         record: &mut dyn FnMut(&mut Recorder<'_>, &Part),
     ) -> Result<(), GpuError> {
-        let parts = || submits.iter().flat_map(|submit| &submit.parts);
         let segment_of = |layers: &Range<usize>| layers.start / SEGMENT_LAYERS;
+        let parts = submits.iter().flat_map(|submit| &submit.parts);
         let segments =
-            parts().filter_map(|p| if let Part::Segment(l) = p { Some(1 + segment_of(l)) } else { None });
+            parts.filter_map(|p| if let Part::Segment(l) = p { Some(1 + segment_of(l)) } else { None });
         let segments = segments.max().unwrap_or(0);
-        let fresh = parts().filter(|part| !matches!(part, Part::Segment(_))).count();
+        // Neighbouring parts that are recorded for this step share a command buffer.
+        let is_fresh = |part: &Part| !matches!(part, Part::Segment(_));
+        let buffers = |submit: &'_ Submit| -> Vec<Range<usize>> {
+            let together = submit.parts.chunk_by(|a, b| is_fresh(a) && is_fresh(b));
+            let end = together.scan(0, |end, parts| {
+                *end += parts.len();
+                Some(*end - parts.len()..*end)
+            });
+            end.collect()
+        };
+        let starts =
+            submits.iter().flat_map(|submit| buffers(submit).into_iter().map(|b| &submit.parts[b.start]));
+        let fresh = starts.filter(|part| is_fresh(part)).count();
         while self.fresh.len() < self.taken + fresh {
             self.fresh.push(CommandBuffer::new(device, "a part of a step")?);
         }
@@ -280,21 +185,24 @@ impl Commands {
         let mut unused = self.fresh[self.taken..].iter_mut();
         self.taken += fresh;
         for (submit, submission) in submits.iter().zip(&mut self.submissions[submitted..]) {
-            let mut all = Vec::with_capacity(submit.parts.len());
-            for part in &submit.parts {
-                let commands = match part {
+            let mut all = Vec::new();
+            for parts in buffers(submit).into_iter().map(|parts| &submit.parts[parts]) {
+                let mut record_all = |recorder: &mut Recorder<'_>| {
+                    parts.iter().for_each(|part| record(recorder, part));
+                };
+                let commands = match &parts[0] {
                     Part::Segment(layers) => {
                         let (commands, is_recorded) =
                             recorded[segment_of(layers)].take().expect("each segment runs once");
                         if !*is_recorded {
-                            commands.record_for_many_submits(&mut |recorder| record(recorder, part))?;
+                            commands.record_for_many_submits(&mut record_all)?;
                             *is_recorded = true;
                         }
                         commands
                     }
-                    part => {
+                    _ => {
                         let commands = unused.next().expect("counted");
-                        commands.record_for_one_submit(&mut |recorder| record(recorder, part))?;
+                        commands.record_for_one_submit(&mut record_all)?;
                         commands
                     }
                 };
@@ -326,6 +234,11 @@ impl Commands {
         };
         self.recorded[at].used = self.steps;
         at
+    }
+
+    /// Waits for the submits so far: the host sees what they wrote.
+    pub fn wait_so_far(&mut self) -> Result<(), GpuError> {
+        self.work.len().checked_sub(1).map_or(Ok(()), |last| self.submissions[last].wait())
     }
 
     /// Waits for the step in flight. `each` gets the work of each submit, and the time it took if the device has a
@@ -488,16 +401,14 @@ impl Frame {
         self.sums = wanted.pooling.iter().filter(|pooling| pooling.last).count();
     }
 
-    /// Writes how attention is shared out over workgroups in the layers of one kind, whose tokens go in parts of
-    /// `rows_per_part` rows.
+    /// Writes how attention is shared out over workgroups in the layers of one kind, whose tokens go in these parts.
     pub fn share_out(
         &mut self,
         kind: LayerType,
         shape: &AttentionShape,
         limits: &Limits,
         batch: &Batch,
-        padded: usize,
-        rows_per_part: usize,
+        rows: &[Range<usize>],
     ) {
         let mut row = 0;
         let run = |(i, sequence): (usize, &BatchSequence)| {
@@ -507,7 +418,7 @@ impl Frame {
         };
         let runs: Vec<Run> = batch.sequences.iter().enumerate().map(run).collect();
         let room = memory::partials(limits.max_batch_tokens);
-        let shares = Shares::new(shape, &runs, padded, rows_per_part, room);
+        let shares = Shares::in_parts(shape, &runs, rows, room);
         let (arrays, parts) = match kind {
             LayerType::SlidingAttention => (&self.sliding.shares, &mut self.sliding_parts),
             LayerType::FullAttention => (&self.full.shares, &mut self.full_parts),
@@ -521,12 +432,25 @@ impl Frame {
         *parts = shares.parts;
     }
 
+    /// The arrays of the whole step for the layers of one kind.
+    pub fn whole(&self, kind: LayerType) -> &StepArrays {
+        match kind {
+            LayerType::SlidingAttention => &self.sliding,
+            LayerType::FullAttention => &self.full,
+        }
+    }
+
+    /// The parts that [`Frame::share_out`] made for the layers of one kind.
+    pub fn parts(&self, kind: LayerType) -> &[kernels::PartItems] {
+        match kind {
+            LayerType::SlidingAttention => &self.sliding_parts,
+            LayerType::FullAttention => &self.full_parts,
+        }
+    }
+
     /// The arrays of a step of `tokens` tokens, or of one part of its rows that [`Frame::share_out`] made.
     pub fn arrays(&self, kind: LayerType, tokens: usize, rows: Option<&Range<usize>>) -> StepArrays {
-        let (arrays, parts) = match kind {
-            LayerType::SlidingAttention => (&self.sliding, &self.sliding_parts),
-            LayerType::FullAttention => (&self.full, &self.full_parts),
-        };
+        let (arrays, parts) = (self.whole(kind), self.parts(kind));
         let mut arrays = match rows {
             None => arrays.clone(),
             Some(rows) => {
@@ -592,148 +516,6 @@ fn share_arrays(input: &Buffer, limits: &Limits) -> ShareArrays {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    const MS: Duration = Duration::from_millis(1);
-
-    /// The rates of a device that takes a second for `narrow` weights of few tokens, for `wide` multiply-adds of many
-    /// tokens, and for `attention` multiply-adds of attention.
-    fn rates(narrow: f64, wide: f64, attention: f64) -> Rates {
-        let mut rates = Rates::default();
-        let second = Some(Duration::from_secs(1));
-        rates.learn(Work::products(narrow as u64, 1), second);
-        rates.learn(Work::products(wide as u64 / 64, 64), second);
-        rates.learn(Work::attention(attention as u64), second);
-        rates
-    }
-
-    #[test]
-    fn work_is_cut_where_it_exceeds_the_limit() {
-        use Part::{Closing, Opening, Segment};
-        let layer = |layer, rows| Part::Layer { layer, rows };
-        // Each of these takes a millisecond: 10 weights of few tokens, 10 multiply-adds of many tokens, one of
-        // attention.
-        let rates = rates(10_000.0, 10_000.0, 1000.0);
-        let works = |attention: &[u64]| -> Vec<LayerWork> {
-            attention.iter().map(|&attention| LayerWork { weights: 0, reading: 0, attention }).collect()
-        };
-        let parts = |layers: &[LayerWork], tokens, closing: Option<u64>, ms| -> Vec<Vec<Part>> {
-            let closing = closing.map(|ms| (Work::attention(ms), false));
-            plan(layers, tokens, closing, &rates, ms * MS).into_iter().map(|submit| submit.parts).collect()
-        };
-        assert_eq!(
-            parts(&works(&[1; 9]), 5, Some(2), 100),
-            [[Opening, Segment(0..4), Segment(4..8), Segment(8..9), Closing]],
-            "in one go"
-        );
-        assert_eq!(
-            parts(&works(&[3; 9]), 5, Some(9), 24),
-            [vec![Opening, Segment(0..4), Segment(4..8)], vec![Segment(8..9), Closing]]
-        );
-        // The third layer exceeds the limit of a segment, but not of a submit.
-        let third = vec![layer(2, 0..40), layer(3, 0..40)];
-        assert_eq!(
-            parts(&works(&[3, 3, 20, 3, 3]), 40, None, 25),
-            [vec![Opening, layer(0, 0..40), layer(1, 0..40)], third, vec![Segment(4..5)]]
-        );
-        // One layer alone exceeds the limit: its tokens go in parts of about one size, none smaller than the least
-        // size.
-        assert_eq!(
-            parts(&works(&[50]), 40, None, 21),
-            [vec![Opening, layer(0, 0..16)], vec![layer(0, 16..32)], vec![layer(0, 32..40)]]
-        );
-        assert_eq!(parts(&works(&[9000]), 7, Some(1), 1), [vec![Opening, layer(0, 0..7)], vec![Closing]]);
-        // Eight tokens read the weights once, and the ninth reads them again: smaller parts would read them as often.
-        let weights = [LayerWork { weights: 100, reading: 0, attention: 0 }];
-        assert_eq!(parts(&weights, 9, None, 25), [[Opening, Segment(0..1)]]);
-        assert_eq!(parts(&weights, 9, None, 1), [vec![Opening, layer(0, 0..8)], vec![layer(0, 8..9)]]);
-        let all = plan(&works(&[50; 7]), 40, Some((Work::attention(3), true)), &rates, 21 * MS);
-        let sum = all.iter().fold(Work::default(), |sum, submit| sum + submit.work);
-        assert_eq!(sum, Work::attention(353));
-        assert_eq!(all.last().expect("some").parts, [Closing], "alone");
-    }
-
-    /// A device with a scripted clock: the time of a submit is what `truth` says, whatever was expected.
-    struct Clock {
-        /// How many times slower the device is than the machine that this program is made for.
-        slowness: f64,
-        rates: Rates,
-        submits: usize,
-        longest: Duration,
-    }
-
-    impl Clock {
-        const LIMIT: Duration = Duration::from_millis(200);
-        const LAYERS: usize = 62;
-        const WEIGHTS: u64 = 412_900_000;
-        const HEADS: u64 = 32 * 128;
-
-        /// Runs a step of a 27B with `tokens` tokens at the end of `depth` keys each. Every sixth layer sees all keys.
-        fn step(&mut self, tokens: usize, depth: u64) {
-            let layers: Vec<LayerWork> = (1..=Self::LAYERS)
-                .map(|i| if i % 6 == 0 { depth } else { depth.min(1024) })
-                .map(|keys| LayerWork {
-                    weights: Self::WEIGHTS,
-                    reading: 0,
-                    attention: 2 * Self::HEADS * keys * tokens as u64,
-                })
-                .collect();
-            let closing = (Work::draws(1_409_000_000, 1), false);
-            for Submit { parts, work } in plan(&layers, tokens, Some(closing), &self.rates, Self::LIMIT) {
-                let seconds: f64 = parts.iter().map(|part| self.truth(part, &layers, tokens)).sum();
-                let took = Duration::from_secs_f64(seconds * self.slowness);
-                self.rates.learn(work, Some(took));
-                self.submits += 1;
-                self.longest = self.longest.max(took);
-            }
-        }
-
-        fn truth(&self, part: &Part, layers: &[LayerWork], tokens: usize) -> f64 {
-            let one = |layer: usize, rows: usize| {
-                let attention = layers[layer].attention as f64 * rows as f64 / tokens as f64;
-                // Few tokens use a sixteenth of the GPU.
-                let attending = if rows < 16 { 2e11 } else { 6e11 };
-                let (reading, computing) = (rows.div_ceil(8) as f64 / 130e9, rows as f64 / 0.9e12);
-                f64::max(reading, computing) * Self::WEIGHTS as f64 + attention / attending + 2e-4
-            };
-            match part {
-                Part::Opening => 1e-4,
-                Part::Closing => 0.03,
-                Part::Segment(layers) => layers.clone().map(|layer| one(layer, tokens)).sum(),
-                Part::Layer { layer, rows } => one(*layer, rows.len()),
-            }
-        }
-    }
-
-    /// Guards against one rate for all kinds of work. With one rate, a step of 128 tokens at 131,072 keys went uncut
-    /// after decodes: it took the device two seconds, as long as a driver waits before it resets the device.
-    #[test]
-    fn no_submit_is_far_beyond_the_limit_when_a_deep_prefill_follows_decodes() {
-        for slowness in [0.05, 0.3, 1.0, 3.0] {
-            let mut clock = Clock { slowness, rates: Rates::default(), submits: 0, longest: Duration::ZERO };
-            (0..300).for_each(|i| clock.step(1, 100 + i));
-            (0..300).for_each(|i| clock.step(16, 100 + i));
-            for n in 0..16 {
-                clock.step(128, 131_072 - 128 * (16 - n));
-            }
-            let limit = Clock::LIMIT;
-            assert!(clock.longest <= 2 * limit, "{slowness}: {:?}", clock.longest);
-            // The limit is also made use of: submits of the last step take about as long as they may.
-            clock.submits = 0;
-            (0..4).for_each(|_| clock.step(128, 131_072));
-            let wide = Clock { slowness, rates: Rates::default(), submits: 0, longest: Duration::ZERO };
-            let deep = LayerWork {
-                weights: Clock::WEIGHTS,
-                reading: 0,
-                attention: 2 * Clock::HEADS * 131_072 * 128,
-            };
-            let near =
-                LayerWork { weights: Clock::WEIGHTS, reading: 0, attention: 2 * Clock::HEADS * 1024 * 128 };
-            let [deep, near] = [deep, near].map(|layer| wide.truth(&Part::Segment(0..1), &[layer], 128));
-            let seconds = 4.0 * (10.0 * deep + 52.0 * near + 0.03) * slowness;
-            let needed = (seconds / limit.as_secs_f64()).max(4.0);
-            assert!(clock.submits as f64 <= 4.0 * needed, "{slowness}: {} submits, {needed}", clock.submits);
-        }
-    }
 
     #[test]
     fn steps_are_padded_to_few_numbers_of_tokens() {

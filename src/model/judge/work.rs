@@ -170,6 +170,7 @@ pub fn batch_tokens(config: &Gemma3Config, schemes: &Schemes, kv: KvDtype, wante
         max_batch_tokens: wanted,
         max_shard_bytes: u64::MAX,
         moments: false,
+        offload: None,
         draft: None,
     };
     demand.batch_tokens()

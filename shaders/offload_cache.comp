@@ -1,0 +1,60 @@
+// Keys and values of neighbouring positions of one sequence, gathered from its blocks in bf16, for the unit that
+// computes the attention of some KV heads.
+//
+//   k_cache, v_cache  blocks of rows [kv_head][token in block][head_dim] (common/kv.glsl)
+//   blocks            the sequence's row of the block tables
+//   keys, values      bf16 [KV heads of the unit][key_stride][head_dim], from position `first_key` on; 0 before
+//                     `first_seen`, where the sequence may have given its blocks back, and behind the last key
+//
+// A column of workgroups takes a KV head's keys or its values; a lane takes four dimensions of one.
+#version 460
+#extension GL_GOOGLE_include_directive : require
+#include "memory.glsl"
+#include "kv.glsl"
+#include "bf16.glsl"
+
+layout(local_size_x = 256) in;
+
+layout(push_constant, std430) uniform Push {
+    ReadCache k_cache;
+    ReadCache v_cache;
+    ReadUints blocks;
+    WriteUvec2s keys;
+    WriteUvec2s values;
+    uint num_kv_heads;
+    uint block_size;
+    uint fours;
+    uint first_key;
+    uint first_seen;
+    // Number of keys, and the distance of two heads in keys.
+    uint count;
+    uint key_stride;
+};
+
+void main() {
+    const uint index = gl_GlobalInvocationID.x, kv_head = gl_WorkGroupID.y;
+    const bool is_value = gl_WorkGroupID.z == 1;
+    if (index >= key_stride * fours) return;
+    const uint key = index / fours, position = first_key + key;
+    vec4 four = vec4(0);
+    if (key < count && position >= first_seen) {
+        const uint block = blocks.at[position / block_size], rows = num_kv_heads * block_size;
+        const uint row = kv_head * block_size + position % block_size;
+        const uint from = cache_row(block, rows, row, fours) + index % fours;
+        if (is_value)
+            four = cache_four(v_cache, from);
+        else
+            four = cache_four(k_cache, from);
+#if defined(KV_INT8)
+        if (is_value)
+            four *= cache_scale(v_cache, block, rows, row, fours);
+        else
+            four *= cache_scale(k_cache, block, rows, row, fours);
+#endif
+    }
+    const uint to = kv_head * key_stride * fours + index;
+    if (is_value)
+        values.at[to] = bf16_four(four);
+    else
+        keys.at[to] = bf16_four(four);
+}

@@ -1,0 +1,51 @@
+// What another unit computed as the attention of some heads, as partials (common/softmax.glsl) for attention_merge.comp.
+// The whole result of a token is one partial: its values, a largest score of 0 and a sum of weights of 1. The token's
+// other partials of these heads are over no keys.
+//
+//   attended       f32 [heads of the unit][row_stride][head_dim]
+//   merges         [tokens] of (first slot, number of slots), as attention_merge.comp has them
+//   single, tiles  f32 [slots, num_heads, head_dim / 4 + 1, 4]
+//
+// A row of workgroups takes a token; a lane takes four dimensions of a head, or its score and sum.
+#version 460
+#extension GL_GOOGLE_include_directive : require
+#include "memory.glsl"
+#include "softmax.glsl"
+
+layout(local_size_x = 256) in;
+layout(buffer_reference, std430, buffer_reference_align = 8) readonly buffer Merges { uvec2 at[]; };
+
+layout(push_constant, std430) uniform Push {
+    ReadVec4s attended;
+    Merges merges;
+    WriteVec4s single;
+    WriteVec4s tiles;
+    uint num_heads;
+    uint heads;
+    uint fours;
+    uint row_stride;
+};
+
+const uint IN_TILES = 0x80000000u;
+
+void main() {
+    const uint token = gl_WorkGroupID.y, index = gl_GlobalInvocationID.x;
+    const uint head = index / (fours + 1), lane = index % (fours + 1);
+    if (head >= heads) return;
+    const uvec2 merge = merges.at[token];
+    const bool in_tiles = (merge.x & IN_TILES) != 0;
+    const uint first = merge.x & ~IN_TILES;
+    vec4 all = vec4(0.0, 1.0, 0.0, 0.0), none = vec4(LOWEST, 0.0, 0.0, 0.0);
+    if (lane < fours) {
+        all = attended.at[(head * row_stride + token) * fours + lane];
+        none = vec4(0);
+    }
+    for (uint n = 0; n < merge.y; n++) {
+        const uint at = ((first + n) * num_heads + head) * (fours + 1) + lane;
+        const vec4 partial = n == 0 ? all : none;
+        if (in_tiles)
+            tiles.at[at] = partial;
+        else
+            single.at[at] = partial;
+    }
+}

@@ -1,0 +1,422 @@
+//! A unit that computes the attention of prompt tokens for some KV heads of a layer, beside the device.
+//!
+//! This file has the unit's interface, the choice of what it computes, and the account of what it did. `sharing.rs` runs
+//! a step that is shared with it. The choice depends on the batch alone, never on how fast the unit was. So an answer
+//! has the same bits each time, as long as the unit does not fail. Its attention is in bf16: an answer with a unit is
+//! another one than an answer without, within a bound.
+//!
+//! This file refuses to know what the unit is. A unit that failed once is used no more.
+
+use std::ops::Range;
+
+use serde::{Deserialize, Serialize};
+
+use super::config::{Gemma3Config, LayerType};
+use super::{Batch, Input, RunnerError};
+use crate::gpu::placement::{Class, MemoryKind};
+use crate::gpu::{Arena, Buffer, Device, GpuError, timed};
+use crate::kernels::{AttentionShape, Heads, OffloadKernels};
+
+/// The fewest and the most neighbouring prompt tokens of a sequence whose attention is shared with a unit.
+pub const LEAST_TOKENS: usize = 32;
+pub const MOST_TOKENS: usize = 512;
+
+/// One layer's attention of neighbouring prompt tokens of one sequence, for the KV heads from 0 to `kv_heads`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OffloadJob {
+    /// The number of keys that a token sees, its own included; `None` for all.
+    pub window: Option<usize>,
+    /// The position of row 0, and the number of rows.
+    pub first: usize,
+    pub rows: usize,
+    pub kv_heads: usize,
+}
+
+/// The form in which a unit wants the arrays of a job: queries bf16 `[kv_head][head][row_stride][head_dim]`; keys and
+/// values bf16 `[kv_head][key_stride][head_dim]`, whose key 0 is at position `first_key`; output f32 as queries. Queries
+/// are scaled already. The inputs are 0 behind the last row and key, and at keys that no row sees.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OffloadRoom {
+    pub first_key: usize,
+    pub keys: usize,
+    pub key_stride: usize,
+    pub row_stride: usize,
+}
+
+/// A failure of a unit, which is final.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[error("{code}: {message}")]
+pub struct OffloadError {
+    pub code: String,
+    pub message: String,
+}
+
+/// Computes softmax(q K) V.
+pub trait AttentionUnit: Send {
+    /// The form of the arrays for this job; `None` if the unit cannot compute it, and the device computes all of it.
+    /// The answer to one job is always the same.
+    fn room(&self, job: &OffloadJob) -> Option<OffloadRoom>;
+
+    /// Hands the arrays over, and returns. [`AttentionUnit::finish`] gives the output. Both are bounded in time. After
+    /// an error the unit is called no more.
+    fn begin(
+        &mut self,
+        job: &OffloadJob,
+        queries: &[u8],
+        keys: &[u8],
+        values: &[u8],
+    ) -> Result<(), OffloadError>;
+
+    /// Waits for what was begun, and writes all of the output. Rows behind the job's last may hold anything.
+    fn finish(&mut self, output: &mut [u8]) -> Result<(), OffloadError>;
+}
+
+/// What happens if the unit fails.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum OffloadPolicy {
+    /// The device computes the unit's share, then and from then on.
+    Auto,
+    /// The runner fails, then and from then on.
+    Require,
+}
+
+/// A unit, and how it is to be used.
+pub struct Offload {
+    pub unit: Box<dyn AttentionUnit>,
+    /// The number of KV heads that the unit computes, in every job.
+    pub kv_heads: usize,
+    pub policy: OffloadPolicy,
+}
+
+/// The account of what a unit did so far.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct OffloadCounts {
+    /// Layers whose output came back and was used, and the tokens of all of them: a token counts in each layer.
+    pub dispatches: u64,
+    pub tokens: u64,
+    /// Failures by code, after each of which the device computes the unit's share.
+    pub fallbacks: Vec<(String, u64)>,
+    /// Layers that were planned for the unit, and whose share the device computed because the unit had failed.
+    pub recomputed: u64,
+    /// Seconds that the host spent in calls of the unit.
+    pub seconds: f64,
+    /// The failure after which the unit is used no more.
+    pub quarantined: Option<String>,
+}
+
+/// The largest job that a load makes room for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OffloadLimits {
+    pub kv_heads: usize,
+    /// The largest [`OffloadRoom::key_stride`].
+    pub keys: usize,
+}
+
+impl OffloadLimits {
+    /// The buffers that the host and the device share, by name: queries, keys, values, and the unit's output.
+    pub(super) fn buffers(&self, config: &Gemma3Config) -> [(&'static str, MemoryKind, u64); 4] {
+        let heads = self.kv_heads * (config.num_attention_heads / config.num_key_value_heads);
+        let queries = (heads * MOST_TOKENS * config.head_dim) as u64;
+        let keys = (self.kv_heads * self.keys * config.head_dim) as u64;
+        [
+            ("queries for the unit", MemoryKind::Readback, 2 * queries),
+            ("keys for the unit", MemoryKind::Readback, 2 * keys),
+            ("values for the unit", MemoryKind::Readback, 2 * keys),
+            ("output of the unit", MemoryKind::Upload, 4 * queries),
+        ]
+    }
+}
+
+/// The buffers and kernels of a load that made room for a unit.
+pub(super) struct OffloadBuffers {
+    pub queries: Buffer,
+    pub keys: Buffer,
+    pub values: Buffer,
+    pub output: Buffer,
+    pub kernels: OffloadKernels,
+    pub limits: OffloadLimits,
+}
+
+impl OffloadBuffers {
+    pub fn new(
+        device: &Device,
+        arena: &mut Arena,
+        config: &Gemma3Config,
+        heads: Heads,
+        limits: OffloadLimits,
+    ) -> Result<OffloadBuffers, GpuError> {
+        let [queries, keys, values, output] =
+            limits.buffers(config).map(|(name, kind, bytes)| arena.alloc(kind, Class::Staging, bytes, name));
+        Ok(OffloadBuffers {
+            queries: queries?,
+            keys: keys?,
+            values: values?,
+            output: output?,
+            kernels: OffloadKernels::new(device, heads)?,
+            limits,
+        })
+    }
+}
+
+/// What of a step's attention is shared with the unit.
+#[derive(Debug, Clone)]
+pub(super) struct Share {
+    /// The rows of the step, and the index of their sequence.
+    pub rows: Range<usize>,
+    pub sequence: usize,
+    /// The position of the first row.
+    pub first: usize,
+    pub kv_heads: usize,
+    /// The form of the arrays for each kind of layer; `None` if the device computes all of such layers.
+    sliding: Option<OffloadRoom>,
+    full: Option<OffloadRoom>,
+}
+
+impl Share {
+    pub fn room(&self, kind: LayerType) -> Option<OffloadRoom> {
+        match kind {
+            LayerType::SlidingAttention => self.sliding,
+            LayerType::FullAttention => self.full,
+        }
+    }
+
+    pub fn job(&self, window: Option<usize>) -> OffloadJob {
+        OffloadJob { window, first: self.first, rows: self.rows.len(), kv_heads: self.kv_heads }
+    }
+}
+
+/// A unit that is attached to a model.
+pub(super) struct Attached {
+    offload: Offload,
+    counts: OffloadCounts,
+    /// The inputs and the output of a job, for the unit.
+    inputs: [Vec<u8>; 3],
+    output: Vec<u8>,
+    /// The first failure.
+    failure: Option<OffloadError>,
+}
+
+impl Attached {
+    pub fn new(offload: Offload, buffers: &OffloadBuffers) -> Attached {
+        let OffloadBuffers { queries, keys, values, output, .. } = buffers;
+        let room = |buffer: &Buffer| vec![0; buffer.size() as usize];
+        let inputs = [queries, keys, values].map(room);
+        Attached { offload, counts: OffloadCounts::default(), inputs, output: room(output), failure: None }
+    }
+
+    pub fn counts(&self) -> OffloadCounts {
+        self.counts.clone()
+    }
+
+    pub fn is_usable(&self) -> bool {
+        self.failure.is_none()
+    }
+
+    /// Refuses a step if the unit must be used and has failed.
+    pub fn check(&self) -> Result<(), RunnerError> {
+        match (&self.failure, self.offload.policy) {
+            (Some(failure), OffloadPolicy::Require) => Err(RunnerError::Offload(failure.to_string())),
+            _ => Ok(()),
+        }
+    }
+
+    /// What of a batch's attention the unit computes: that of the longest prompt, or of a part of it.
+    pub fn share(&self, batch: &Batch, window: usize, limits: &OffloadLimits) -> Option<Share> {
+        if !self.is_usable() {
+            return None;
+        }
+        let mut longest: Option<(usize, Range<usize>)> = None;
+        let mut row = 0;
+        for (i, sequence) in batch.sequences.iter().enumerate() {
+            let tokens = sequence.input.len();
+            let rows = row..row + tokens.min(MOST_TOKENS);
+            row += tokens;
+            let is_prompt = matches!(sequence.input, Input::Ids(_)) && tokens >= LEAST_TOKENS;
+            if is_prompt && longest.as_ref().is_none_or(|(_, longest)| longest.len() < rows.len()) {
+                longest = Some((i, rows));
+            }
+        }
+        let (sequence, rows) = longest?;
+        let (first, kv_heads) = (batch.sequences[sequence].start, self.offload.kv_heads);
+        let mut share = Share { rows, sequence, first, kv_heads, sliding: None, full: None };
+        share.sliding = self.room(&share.job(Some(window)), limits);
+        share.full = self.room(&share.job(None), limits);
+        (share.sliding.is_some() || share.full.is_some()).then_some(share)
+    }
+
+    /// The form of a job's arrays, if the unit takes the job, and if the buffers hold them.
+    fn room(&self, job: &OffloadJob, limits: &OffloadLimits) -> Option<OffloadRoom> {
+        let room = self.offload.unit.room(job)?;
+        let OffloadRoom { first_key, keys, key_stride, row_stride } = room;
+        let seen = job.window.map_or(0, |window| (job.first + 1).saturating_sub(window));
+        assert!(first_key <= seen && first_key + keys == job.first + job.rows, "{room:?} for {job:?}");
+        assert!(keys <= key_stride && job.rows <= row_stride, "{room:?} for {job:?}");
+        (row_stride <= MOST_TOKENS && key_stride <= limits.keys).then_some(room)
+    }
+
+    /// Reads the inputs that the device wrote, and hands them to the unit. The error is one that the runner fails with.
+    pub fn begin(
+        &mut self,
+        job: &OffloadJob,
+        room: &OffloadRoom,
+        shape: &AttentionShape,
+        buffers: &OffloadBuffers,
+    ) -> Result<(), RunnerError> {
+        let (queries, keys) =
+            (2 * outputs(job, room, shape), 2 * job.kv_heads * room.key_stride * shape.head_dim);
+        let OffloadBuffers { queries: q, keys: k, values: v, .. } = buffers;
+        for ((from, to), bytes) in [q, k, v].into_iter().zip(&mut self.inputs).zip([queries, keys, keys]) {
+            from.read(0, &mut to[..bytes]);
+        }
+        let (unit, [q, k, v]) = (&mut self.offload.unit, &self.inputs);
+        let (result, took) = timed(|| unit.begin(job, &q[..queries], &k[..keys], &v[..keys]));
+        self.counts.seconds += took.as_secs_f64();
+        result.or_else(|error| self.fail(error))
+    }
+
+    /// Waits for the unit's output, and writes it where the device reads it. False if the unit failed.
+    pub fn finish(
+        &mut self,
+        job: &OffloadJob,
+        room: &OffloadRoom,
+        shape: &AttentionShape,
+        buffers: &OffloadBuffers,
+    ) -> Result<bool, RunnerError> {
+        let output = &mut self.output[..4 * outputs(job, room, shape)];
+        let (result, took) = timed(|| self.offload.unit.finish(output));
+        self.counts.seconds += took.as_secs_f64();
+        match result {
+            Ok(()) => buffers.output.write(0, output),
+            Err(error) => self.fail(error)?,
+        }
+        Ok(self.is_usable())
+    }
+
+    /// Counts a job whose output the device was given.
+    pub fn used(&mut self, job: &OffloadJob) {
+        self.counts.dispatches += 1;
+        self.counts.tokens += job.rows as u64;
+    }
+
+    /// Counts a layer whose share of the unit the device computes.
+    pub fn recomputed(&mut self) {
+        self.counts.recomputed += 1;
+    }
+
+    /// Notes the unit's failure. The unit is used no more.
+    fn fail(&mut self, error: OffloadError) -> Result<(), RunnerError> {
+        tracing::warn!("the unit that computes some of the attention is used no more: {error}");
+        self.counts.quarantined = Some(error.to_string());
+        let is_required = self.offload.policy == OffloadPolicy::Require;
+        if !is_required {
+            let counted = self.counts.fallbacks.iter_mut().find(|(code, _)| *code == error.code);
+            match counted {
+                Some((_, count)) => *count += 1,
+                None => self.counts.fallbacks.push((error.code.clone(), 1)),
+            }
+        }
+        self.failure = Some(error);
+        self.check()
+    }
+}
+
+/// The number of elements of a job's queries, and of its output.
+fn outputs(job: &OffloadJob, room: &OffloadRoom, shape: &AttentionShape) -> usize {
+    job.kv_heads * (shape.num_heads / shape.num_kv_heads) * room.row_stride * shape.head_dim
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::BatchSequence;
+    use super::*;
+
+    /// A unit without arithmetic.
+    struct Idle {
+        row_stride: usize,
+        key_stride: usize,
+    }
+
+    impl AttentionUnit for Idle {
+        fn room(&self, job: &OffloadJob) -> Option<OffloadRoom> {
+            let keys = job.first + job.rows;
+            let Idle { row_stride, key_stride } = *self;
+            (keys <= key_stride).then_some(OffloadRoom { first_key: 0, keys, key_stride, row_stride })
+        }
+
+        fn begin(&mut self, _: &OffloadJob, _: &[u8], _: &[u8], _: &[u8]) -> Result<(), OffloadError> {
+            Ok(())
+        }
+
+        fn finish(&mut self, _: &mut [u8]) -> Result<(), OffloadError> {
+            Ok(())
+        }
+    }
+
+    fn attached(unit: Idle, policy: OffloadPolicy) -> Attached {
+        Attached {
+            offload: Offload { unit: Box::new(unit), kv_heads: 2, policy },
+            counts: OffloadCounts::default(),
+            inputs: Default::default(),
+            output: Vec::new(),
+            failure: None,
+        }
+    }
+
+    /// A batch of sequences, each with `(start, known ids)`; 0 ids stand for the id last sampled.
+    fn batch(sequences: &[(usize, usize)]) -> Batch {
+        let each = sequences.iter().map(|&(start, ids)| BatchSequence {
+            slot: 0,
+            start,
+            input: if ids == 0 { Input::LastSampled } else { Input::Ids(vec![7; ids]) },
+            full_blocks: Vec::new(),
+            sliding_blocks: Vec::new(),
+            sliding_first: 0,
+            history: None,
+        });
+        Batch { sequences: each.collect(), ..Batch::default() }
+    }
+
+    const LIMITS: OffloadLimits = OffloadLimits { kv_heads: 2, keys: 4096 };
+
+    #[test]
+    fn the_longest_prompt_of_a_batch_is_shared() {
+        let unit = attached(Idle { row_stride: 512, key_stride: 4096 }, OffloadPolicy::Auto);
+        let share = |sequences: &[(usize, usize)]| {
+            let share = unit.share(&batch(sequences), 64, &LIMITS)?;
+            Some((share.sequence, share.rows, share.first))
+        };
+        assert_eq!(share(&[(0, 31), (900, 0)]), None, "too few tokens");
+        assert_eq!(share(&[(0, 32)]), Some((0, 0..32, 0)));
+        assert_eq!(share(&[(5, 0), (70, 40), (3, 41), (9, 41)]), Some((2, 41..82, 3)));
+        assert_eq!(share(&[(1, 2), (0, 700), (0, 800)]), Some((1, 2..514, 0)), "512 tokens at most");
+        assert_eq!(share(&[(4080, 40)]), None, "the unit has no room");
+    }
+
+    #[test]
+    fn a_job_that_the_buffers_cannot_hold_is_the_devices_own() {
+        let share = |row_stride, key_stride| {
+            let unit = attached(Idle { row_stride, key_stride }, OffloadPolicy::Auto);
+            unit.share(&batch(&[(0, 100)]), 64, &LIMITS).is_some()
+        };
+        assert!(share(512, 4096) && share(100, 100));
+        assert!(!share(513, 4096) && !share(512, 4097));
+    }
+
+    #[test]
+    fn a_unit_that_failed_is_used_no_more() {
+        let error = || OffloadError { code: "broken".into(), message: "it smokes".into() };
+        let mut unit = attached(Idle { row_stride: 512, key_stride: 4096 }, OffloadPolicy::Auto);
+        assert_eq!((unit.fail(error()), unit.check()), (Ok(()), Ok(())));
+        assert!(!unit.is_usable() && unit.share(&batch(&[(0, 100)]), 64, &LIMITS).is_none());
+        let counts = unit.counts();
+        assert_eq!(counts.fallbacks, [("broken".to_owned(), 1)]);
+        assert_eq!(counts.quarantined.as_deref(), Some("broken: it smokes"));
+        let mut unit = attached(Idle { row_stride: 512, key_stride: 4096 }, OffloadPolicy::Require);
+        let failure = Err(RunnerError::Offload("broken: it smokes".into()));
+        assert_eq!((unit.fail(error()), unit.check()), (failure.clone(), failure.clone()));
+        assert_eq!(
+            (unit.counts().fallbacks, failure.unwrap_err().to_string()),
+            (vec![], "broken: it smokes".into())
+        );
+    }
+}

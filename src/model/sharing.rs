@@ -1,0 +1,256 @@
+//! Runs a step some of whose attention a unit computes beside the device (`offload.rs`).
+//!
+//! In each layer that is shared, the device computes queries, keys and values, and gathers what the unit needs in memory
+//! that the host reads. The host waits for that, and hands it to the unit. The device computes its own share of
+//! attention meanwhile. Then the host waits for the unit, and the device joins both shares and goes on. So the submits
+//! of a step are in order, and all of them are on the queue before the next step's.
+//!
+//! If the unit fails, the device computes the unit's share of that layer, and of the step's later layers.
+
+use std::ops::Range;
+
+use super::gemma3::Gemma3;
+use super::load::LoadError;
+use super::offload::{Attached, Offload, OffloadBuffers, OffloadCounts, OffloadJob, OffloadRoom, Share};
+use super::rates::Work;
+use super::step::{Commands, Frame, Wanted};
+use super::submits::{Part, Submit};
+use super::{Batch, RunnerError};
+use crate::gpu::{GpuError, Recorder};
+use crate::kernels::GatheredKeys;
+
+impl Gemma3 {
+    /// Has a unit compute some of the attention of prompts from the next step on, beside the device. The load must have
+    /// made room for it, and no step may be in flight.
+    pub fn attach_offload(&mut self, offload: Offload) -> Result<(), LoadError> {
+        assert!(self.in_flight.is_empty(), "a unit is attached beside a step");
+        let Some(buffers) = &self.offload_buffers else {
+            return Err(LoadError::Option(
+                "the model was loaded without room for a unit that computes attention: load it with \
+                 LoadOptions::offload"
+                    .into(),
+            ));
+        };
+        if self.layers.iter().any(|layer| layer.moments.is_some()) {
+            return Err(LoadError::Option(
+                "the model was loaded for calibration, where no other unit computes attention: load it without \
+                 LoadOptions::moments"
+                    .into(),
+            ));
+        }
+        let most = buffers.limits.kv_heads.min(self.config.num_key_value_heads);
+        if !(1..=most).contains(&offload.kv_heads) {
+            return Err(LoadError::Option(format!(
+                "the unit is to compute {} KV heads; expected 1 to {most}, which the model has and the load made room for",
+                offload.kv_heads
+            )));
+        }
+        self.offload = Some(Attached::new(offload, buffers));
+        Ok(())
+    }
+
+    /// The account of the unit that is attached.
+    pub fn offload_counts(&self) -> Option<OffloadCounts> {
+        self.offload.as_ref().map(Attached::counts)
+    }
+
+    /// Submits a step on frame `index`, some of whose attention `unit` computes. All of its submits are on the queue
+    /// when this returns, but for a closing that waits for masks.
+    pub(super) fn run_shared(
+        &mut self,
+        index: usize,
+        batch: &Batch,
+        wanted: Wanted,
+        share: &Share,
+        unit: &mut Attached,
+    ) -> Result<(), RunnerError> {
+        let padded = self.padded_tokens(batch.num_tokens());
+        self.frames[index].fill(&self.limits, batch, padded, &wanted);
+        let mut submits = self.plan(batch, padded, &wanted, Some(share));
+        self.share_out(index, batch, padded, &submits, Some(share));
+        let closing = if wanted.masks > 0 { submits.pop() } else { None };
+        let mut commands = std::mem::take(&mut self.frames[index].commands);
+        let frame = &self.frames[index];
+        commands.begin();
+        let buffers = self.offload_buffers.as_ref().expect("room for the unit");
+        let shared = Shared { model: self, frame, share, buffers };
+        let result = shared.drive(&mut commands, padded, submits, unit, &mut |r, part| {
+            if !shared.record(r, part) {
+                self.record_part(r, frame, part, batch, &wanted, padded);
+            }
+        });
+        self.frames[index].commands = commands;
+        result?;
+        self.leave_closing(closing, batch, wanted, padded);
+        Ok(())
+    }
+}
+
+/// A step that is shared.
+struct Shared<'a> {
+    model: &'a Gemma3,
+    frame: &'a Frame,
+    share: &'a Share,
+    buffers: &'a OffloadBuffers,
+}
+
+impl Shared<'_> {
+    /// The job of a layer, and the form of its arrays.
+    fn job(&self, layer: usize) -> (OffloadJob, OffloadRoom) {
+        let layer = &self.model.layers[layer];
+        let room = self.share.room(layer.kind).expect("a layer that is shared");
+        (self.share.job(layer.attention.shape.window), room)
+    }
+
+    /// Hands the submits to the device, one after the other, and meanwhile the layers' jobs to the unit.
+    fn drive(
+        &self,
+        commands: &mut Commands,
+        padded: usize,
+        submits: Vec<Submit>,
+        unit: &mut Attached,
+        record: &mut dyn FnMut(&mut Recorder<'_>, &Part),
+    ) -> Result<(), RunnerError> {
+        let mut run = |commands: &mut Commands, submit: Submit| -> Result<(), GpuError> {
+            commands.run(&self.model.device, padded, &[submit], record)
+        };
+        // The parts of the device's own share of the layer that the unit was handed last.
+        let mut own: Vec<Range<usize>> = Vec::new();
+        for mut submit in submits {
+            let joined = match submit.parts.first() {
+                Some(&Part::Join { layer }) => Some(layer),
+                _ => None,
+            };
+            let mut used = None;
+            if let Some(layer) = joined {
+                let (job, room) = self.job(layer);
+                let shape = &self.model.layers[layer].attention.shape;
+                if unit.is_usable() && unit.finish(&job, &room, shape, self.buffers)? {
+                    used = Some(job);
+                } else {
+                    unit.recomputed();
+                    submit.parts.remove(0);
+                    for rows in own.drain(..) {
+                        let parts = vec![Part::Recompute { layer, rows }];
+                        run(commands, Submit { parts, work: Work::default() })?;
+                    }
+                }
+                own.clear();
+            }
+            let mut gathered = match submit.parts.last() {
+                Some(&Part::Gather { layer }) => Some(layer),
+                _ => None,
+            };
+            if gathered.is_some() && !unit.is_usable() {
+                submit.parts.pop();
+                gathered = None;
+            }
+            own.extend(submit.parts.iter().filter_map(|part| match part {
+                Part::Attention { rows, .. } => Some(rows.clone()),
+                _ => None,
+            }));
+            // The unit may have all there is to compute.
+            let is_idle = submit.work.is_nothing()
+                && submit.parts.iter().all(|part| matches!(part, Part::Attention { .. }));
+            if is_idle {
+                continue;
+            }
+            run(commands, submit)?;
+            if let Some(job) = used {
+                unit.used(&job);
+            }
+            if let Some(layer) = gathered {
+                commands.wait_so_far()?;
+                let (job, room) = self.job(layer);
+                let shape = &self.model.layers[layer].attention.shape;
+                unit.begin(&job, &room, shape, self.buffers)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Records a part of a layer that is shared; false if the part is none.
+    fn record(&self, r: &mut Recorder<'_>, part: &Part) -> bool {
+        let Shared { model, frame, share, .. } = *self;
+        match part {
+            Part::Projections { layer, rows } => {
+                let step = frame.whole(model.layers[*layer].kind).rows(rows);
+                model.record_projections(r, *layer, &step, rows.clone());
+            }
+            Part::Gather { layer } => self.record_gather(r, *layer),
+            Part::Attention { layer, rows } => {
+                let all = model.config.num_key_value_heads;
+                self.record_attention(r, *layer, rows, 0..all, share.kv_heads..all);
+            }
+            Part::Recompute { layer, rows } => {
+                self.record_attention(r, *layer, rows, 0..0, 0..share.kv_heads);
+            }
+            Part::Join { layer } => self.record_join(r, *layer),
+            Part::Rest { layer, rows } => {
+                let (layer, index) = (&model.layers[*layer], *layer);
+                let step = frame.whole(layer.kind).rows(rows);
+                let (shape, partials) = (&layer.attention.shape, &model.scratch.partials);
+                let attended = model.attended(index, rows);
+                model.kernels.attention_merge(r, shape, &step, partials, &attended, rows.len());
+                model.record_rest(r, index, rows.clone());
+            }
+            _ => return false,
+        }
+        true
+    }
+
+    /// Attention of some rows: over the KV heads `others` for rows that are not shared, and over `shared` for those that
+    /// are.
+    fn record_attention(
+        &self,
+        r: &mut Recorder<'_>,
+        layer: usize,
+        rows: &Range<usize>,
+        others: Range<usize>,
+        shared: Range<usize>,
+    ) {
+        let Shared { model, frame, share, .. } = *self;
+        let layer = &model.layers[layer];
+        let (q, step) = ((&model.scratch.q, &model.scratch.partials), frame.whole(layer.kind));
+        for part in frame.parts(layer.kind).iter().filter(|part| rows.contains(&part.rows.start)) {
+            let heads = if share.rows.contains(&part.rows.start) { &shared } else { &others };
+            model.kernels.attention_partials(r, &layer.attention, q, step, part, heads);
+        }
+    }
+
+    /// Writes the unit's inputs.
+    fn record_gather(&self, r: &mut Recorder<'_>, layer: usize) {
+        let Shared { model, frame, share, buffers } = *self;
+        let (_, room) = self.job(layer);
+        let layer = &model.layers[layer];
+        let (shape, kernels) = (&layer.attention.shape, &buffers.kernels);
+        let q = model.scratch.q.rows(&share.rows);
+        let queries = (&buffers.queries, room.row_stride);
+        kernels.queries(r, shape, (&q, share.rows.len()), share.kv_heads, queries);
+        let table = 4 * shape.max_blocks as u64;
+        let blocks = frame.whole(layer.kind).block_tables.slice(share.sequence as u64 * table, table);
+        let span = GatheredKeys {
+            first: room.first_key,
+            count: room.keys,
+            first_seen: shape.first_key(share.first),
+            stride: room.key_stride,
+        };
+        let to = [&buffers.keys, &buffers.values];
+        kernels.cache(r, &layer.attention, (&blocks, &span), share.kv_heads, to);
+    }
+
+    /// Makes partials of the unit's output.
+    fn record_join(&self, r: &mut Recorder<'_>, layer: usize) {
+        let Shared { model, frame, share, buffers } = *self;
+        let (_, room) = self.job(layer);
+        let layer = &model.layers[layer];
+        let merges = frame
+            .whole(layer.kind)
+            .shares
+            .merges
+            .slice(8 * share.rows.start as u64, 8 * share.rows.len() as u64);
+        let (output, partials) = ((&buffers.output, room.row_stride), &model.scratch.partials);
+        let merges = (&merges, share.rows.len());
+        buffers.kernels.partials(r, &layer.attention.shape, output, share.kv_heads, merges, partials);
+    }
+}
