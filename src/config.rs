@@ -36,6 +36,7 @@ pub struct Config {
     pub memory: Memory,
     pub engine: Engine,
     pub kv: Kv,
+    pub npu: Npu,
     /// All merged options.
     #[serde(skip)]
     options: Table,
@@ -318,6 +319,77 @@ impl FromStr for SharePrefixes {
     }
 }
 
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Npu {
+    #[serde(deserialize_with = "parsed")]
+    pub mode: NpuMode,
+    #[serde(deserialize_with = "parsed")]
+    pub prefer: NpuPreference,
+    /// KV heads whose attention the NPU computes; `None` measures what is fastest.
+    #[serde(deserialize_with = "unless_zero")]
+    pub kv_heads: Option<usize>,
+    /// The most keys of a chunk.
+    pub keys: usize,
+    pub deadline_ms: u64,
+    /// `None` looks beside the binary.
+    #[serde(deserialize_with = "unless_empty")]
+    pub shim: Option<String>,
+    /// `None` is the folder that `unicorn npu build-kernels` writes to.
+    #[serde(deserialize_with = "unless_empty")]
+    pub kernels: Option<String>,
+}
+
+/// Whether the NPU takes a part in the attention of prompts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NpuMode {
+    Off,
+    /// Where it can, and is no slower.
+    Auto,
+    /// Always; whatever keeps it from that is an error.
+    Require,
+}
+
+impl NpuMode {
+    pub const fn name(self) -> &'static str {
+        match self {
+            NpuMode::Off => "off",
+            NpuMode::Auto => "auto",
+            NpuMode::Require => "require",
+        }
+    }
+}
+
+impl FromStr for NpuMode {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let found = [Self::Off, Self::Auto, Self::Require].into_iter().find(|mode| mode.name() == text);
+        found.ok_or_else(|| format!("expected off, auto or require, got {text:?}"))
+    }
+}
+
+/// What the NPU is used for in mode auto.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NpuPreference {
+    /// Only where prompts are computed no slower with it.
+    Speed,
+    /// Also where they are computed slower: it takes less power than the GPU.
+    Energy,
+}
+
+impl FromStr for NpuPreference {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "speed" => Ok(Self::Speed),
+            "energy" => Ok(Self::Energy),
+            other => Err(format!("expected speed or energy, got {other:?}")),
+        }
+    }
+}
+
 /// An error in one line, which names the option and the place it was set.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ConfigError {
@@ -462,9 +534,10 @@ impl Config {
             memory: section(merged, "memory")?,
             engine: section(merged, "engine")?,
             kv: section(merged, "kv")?,
+            npu: section(merged, "npu")?,
             options: merged.clone(),
         };
-        let Config { log, server, engine, gpu, kv, .. } = &config;
+        let Config { log, server, engine, gpu, kv, npu, .. } = &config;
         if let Some(level) = &log.level {
             check_level(level).map_err(|problem| ("log.level".to_owned(), problem))?;
         }
@@ -489,6 +562,9 @@ impl Config {
         in_range("engine.idle_unload_s", engine.idle_unload_s.unwrap_or(0) as u64, 0, 604_800)?;
         in_range("engine.speculation_tokens", engine.speculation_tokens as u64, 0, 64)?;
         in_range("kv.block_size", kv.block_size as u64, 1, 256)?;
+        in_range("npu.kv_heads", npu.kv_heads.unwrap_or(0) as u64, 0, 64)?;
+        in_range("npu.keys", npu.keys as u64, 512, 16_384)?;
+        in_range("npu.deadline_ms", npu.deadline_ms, 100, 5000)?;
         if server.host.is_empty() {
             return Err(("server.host".into(), "expected an address or a host name, got nothing".into()));
         }

@@ -43,6 +43,8 @@ mod model_names;
 #[cfg(feature = "npu")]
 mod npu_kernels;
 #[cfg(feature = "npu")]
+mod npu_process;
+#[cfg(feature = "npu")]
 mod npu_shim;
 mod openapi;
 mod other_fields;

@@ -1,5 +1,6 @@
 //! What `/status` and `/metrics` report of a loaded model and its device. The code that loads the model fills it in.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use serde::Serialize;
@@ -35,6 +36,37 @@ pub struct Now {
     pub courtesy: Option<CourtesyNow>,
     /// The machine's energy since the model was loaded; none if it cannot be read.
     pub energy: Option<EnergyNow>,
+    /// None if `npu.mode` is off, and while there is no device process.
+    pub npu: Option<NpuNow>,
+}
+
+/// What the NPU does, and did since the device process started.
+#[derive(Debug, Clone, Serialize, ToSchema)]
+#[schema(as = Npu)]
+pub struct NpuNow {
+    /// `npu.mode`: `auto` or `require`.
+    pub mode: String,
+    /// Whether prompts' attention goes to the NPU now.
+    pub in_use: bool,
+    /// Why it does not: the doctor's code and a sentence; null if it does.
+    #[schema(required)]
+    pub reason: Option<String>,
+    /// The device, as XRT names it, and XRT's version; null if it was not opened.
+    #[schema(required)]
+    pub device: Option<String>,
+    #[schema(required)]
+    pub xrt: Option<String>,
+    /// Whether the tests' double answers, which computes on the CPU, and no NPU.
+    pub is_double: bool,
+    /// KV heads of each layer whose attention of prompts the NPU computes.
+    pub kv_heads: usize,
+    /// Attention of a layer that the NPU completed, and whose result was used; and the tokens of its rows.
+    pub completed: u64,
+    pub tokens: u64,
+    /// Failures that the GPU stepped in for, by the doctor's code.
+    pub fallbacks: BTreeMap<String, u64>,
+    /// Time for which steps waited for the NPU, in seconds.
+    pub waited_s: f64,
 }
 
 /// The bound on the share of the device's time while somebody works at the machine.

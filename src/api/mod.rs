@@ -45,8 +45,8 @@ mod wire;
 
 pub use error::{ApiError, BodyGap};
 pub use facts::{
-    CourtesyNow, EnergyNow, Facts, HeapNow, KernelTime, MemoryNow, Now, Placed, ProcessNow, SelfTested,
-    Submitted,
+    CourtesyNow, EnergyNow, Facts, HeapNow, KernelTime, MemoryNow, Now, NpuNow, Placed, ProcessNow,
+    SelfTested, Submitted,
 };
 pub use http::auth::AccessPolicy;
 pub use http::health::Health;

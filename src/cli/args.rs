@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::{Args, Parser, Subcommand};
 use clap_complete::Shell;
 
-use crate::config::{Courtesy, FfnHeap, parse_bytes};
+use crate::config::{Courtesy, FfnHeap, NpuMode, parse_bytes};
 use crate::hub::ModelName;
 use crate::model::SamplingOptions;
 use crate::model::shapes::Shape;
@@ -38,6 +38,9 @@ pub struct Global {
     /// Do not measure which kernels the GPU is fastest with; choose them by instruction counts
     #[arg(long, global = true)]
     pub no_tune: bool,
+    /// Have the NPU compute a part of the attention of prompts: off, auto (where it can and is no slower), require
+    #[arg(long, global = true, value_name = "MODE")]
+    pub npu: Option<NpuMode>,
     /// Quantize the weights while loading: none, int8-row, int4-g32, int4-g128, int4-g128-emb8, emb8
     #[arg(long, global = true, value_name = "MODE")]
     pub quantize: Option<QuantizeMode>,
@@ -114,6 +117,9 @@ pub enum Command {
     /// Drive the GPU for a server, which starts this
     #[command(hide = true)]
     DeviceProcess,
+    /// Drive the NPU for a process with a model, which starts this
+    #[command(hide = true)]
+    NpuProcess,
 }
 
 #[derive(Debug, Clone, Copy, Subcommand)]
@@ -475,6 +481,8 @@ pub enum Benchmark {
     Engine(BenchEngine),
     /// Measure the steps of a model alone: prompts of several lengths, decodes of several sequences at several depths
     Model(BenchModel),
+    /// Compute a prompt with and without the NPU, by turns: time, the GPU's share of it, and energy
+    Npu(BenchNpu),
     /// Measure each hot kernel alone at the shapes of published models, next to the limits of the device
     Kernels(BenchKernels),
     /// Measure a server with the OpenAI API from its clients' side
@@ -492,6 +500,7 @@ pub enum Benchmark {
 pub enum Benchmarked<'a> {
     Engine(&'a BenchEngine),
     Model(&'a BenchModel),
+    Npu(&'a BenchNpu),
     Kernels(&'a BenchKernels),
     Serve(&'a BenchServe),
     Isa(&'a BenchIsa),
@@ -503,6 +512,7 @@ impl Bench {
             None => Benchmarked::Engine(&self.engine),
             Some(Benchmark::Engine(args)) => Benchmarked::Engine(args),
             Some(Benchmark::Model(args)) => Benchmarked::Model(args),
+            Some(Benchmark::Npu(args)) => Benchmarked::Npu(args),
             Some(Benchmark::Kernels(args)) => Benchmarked::Kernels(args),
             Some(Benchmark::Serve(args)) => Benchmarked::Serve(args),
             Some(Benchmark::Isa(args)) => Benchmarked::Isa(args),
@@ -514,6 +524,7 @@ impl Bench {
         match self.benchmarked() {
             Benchmarked::Engine(args) => args.model.model.as_deref(),
             Benchmarked::Model(args) => args.model.as_deref(),
+            Benchmarked::Npu(args) => args.model.as_deref(),
             Benchmarked::Kernels(_) | Benchmarked::Serve(_) | Benchmarked::Isa(_) => None,
         }
     }
@@ -521,9 +532,11 @@ impl Bench {
     pub fn draft(&self) -> Option<&str> {
         match self.benchmarked() {
             Benchmarked::Engine(args) => args.model.draft.as_deref(),
-            Benchmarked::Model(_) | Benchmarked::Kernels(_) | Benchmarked::Serve(_) | Benchmarked::Isa(_) => {
-                None
-            }
+            Benchmarked::Model(_)
+            | Benchmarked::Npu(_)
+            | Benchmarked::Kernels(_)
+            | Benchmarked::Serve(_)
+            | Benchmarked::Isa(_) => None,
         }
     }
 
@@ -531,6 +544,7 @@ impl Bench {
         match self.benchmarked() {
             Benchmarked::Engine(args) => Some(&args.model.memory),
             Benchmarked::Model(args) => Some(&args.memory),
+            Benchmarked::Npu(args) => Some(&args.memory),
             Benchmarked::Kernels(_) | Benchmarked::Serve(_) | Benchmarked::Isa(_) => None,
         }
     }
@@ -605,6 +619,28 @@ pub struct BenchModel {
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct BenchNpu {
+    /// Folder of a Gemma-3 checkpoint, a GGUF file, or the name of a pulled model; without it, the demo model in this
+    /// binary
+    #[arg(long, value_name = "FOLDER|FILE|ORG/NAME")]
+    pub model: Option<String>,
+    #[command(flatten)]
+    pub memory: Memory,
+    /// Tokens of the prompt
+    #[arg(long, value_name = "N", default_value_t = 2048, value_parser = clap::value_parser!(u32).range(32..=131_072))]
+    pub prompt_tokens: u32,
+    /// Measured runs of each share, after one to warm up; medians are reported
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=100))]
+    pub runs: u32,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+    /// Read the counters of energy below this folder instead of /
+    #[arg(long, value_name = "FOLDER", hide = true)]
+    pub root: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]

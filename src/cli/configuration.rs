@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use super::args::{self, Command, Global};
 use super::error::Error;
-use crate::config::{Config, Layer};
+use crate::config::{Config, Layer, NpuMode};
 use crate::tensor::{KvDtype, Precision};
 
 const SYSTEM: &str = "/etc/unicorn";
@@ -30,7 +30,7 @@ pub struct Configured {
 pub fn configure(global: &Global, command: &Command) -> Result<Configured, Error> {
     let files = match &global.config {
         // The server sends its options. A file that has changed since is not to end a process that drives its GPU.
-        _ if matches!(command, Command::DeviceProcess) => Vec::new(),
+        _ if matches!(command, Command::DeviceProcess | Command::NpuProcess) => Vec::new(),
         // A package writes these, whatever the machine's configuration is.
         _ if matches!(command, Command::Completions { .. } | Command::ManPages { .. }) => Vec::new(),
         Some(path) => vec![path.clone()],
@@ -125,6 +125,11 @@ fn set_global(flags: &mut Layer, global: &Global, command: &Command) {
     if global.allow_software_vulkan {
         flags.set("hardware", "allow_software_vulkan", true);
     }
+    // Comparisons with other implementations need exact f32. Explicit options override that, to measure the loss.
+    let is_exact = matches!(command, Command::Eval(_) | Command::Quantize(_));
+    if let Some(mode) = global.npu.or(is_exact.then_some(NpuMode::Off)) {
+        flags.set("npu", "mode", mode.name());
+    }
     if let Some(mode) = global.quantize {
         flags.set("model", "quantize", mode.name());
     }
@@ -139,8 +144,6 @@ fn set_global(flags: &mut Layer, global: &Global, command: &Command) {
     if let Some(context) = global.context {
         flags.set("engine", "context", i64::from(context));
     }
-    // Comparisons with other implementations need exact f32. Explicit options override that, to measure the loss.
-    let is_exact = matches!(command, Command::Eval(_) | Command::Quantize(_));
     if let Some(dtype) = global.kv.or(is_exact.then_some(KvDtype::F32)) {
         flags.set("kv", "dtype", dtype.name());
     }
@@ -170,7 +173,8 @@ fn set_model(flags: &mut Layer, command: &Command) {
         | Command::Models(_)
         | Command::Completions { .. }
         | Command::ManPages { .. }
-        | Command::DeviceProcess => None,
+        | Command::DeviceProcess
+        | Command::NpuProcess => None,
         #[cfg(feature = "npu")]
         Command::Npu(_) => None,
     };

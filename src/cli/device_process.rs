@@ -8,13 +8,13 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
-use tokio::signal::unix::{SignalKind, signal};
 use tracing_subscriber::EnvFilter;
 
 use super::error::Error;
-use super::load::{self, Place, Profiler, Watch};
+use super::load::{self, OnDevice, Place, Profiler, Watch};
 use super::log::Level;
-use super::process::{processor_time, resident_bytes};
+use super::offload::NpuStart;
+use super::process::{outlive_signals, processor_time, resident_bytes};
 use crate::checkpoint::{HeldNames, ModelFiles};
 use crate::config::Config;
 use crate::gpu::placement::{Class, Placement};
@@ -22,7 +22,7 @@ use crate::gpu::{Counts, Device};
 use crate::model::child_process::Channel;
 use crate::model::device_process::serve;
 use crate::model::draft::Draft;
-use crate::model::gemma3::Gemma3;
+use crate::model::offload::{OffloadCounts, OffloadWatch};
 
 /// What the server sends first. The files of `model` and `draft` follow, then the socket of the second channel, over which
 /// the server asks for [`Observed`].
@@ -105,25 +105,20 @@ pub struct Observed {
     pub rested: Duration,
     /// Bytes that commands declared to read or write, by class.
     pub declared: Vec<(String, u64)>,
+    /// What became of the NPU at the load, and what it did since; none where none is wanted.
+    pub npu: Option<(NpuStart, OffloadCounts)>,
     /// Times of kernels since they were last asked for; empty if they were not asked for.
     pub kernels: Vec<(String, u64, Duration)>,
 }
 
 pub fn device_process(level: Level) -> Result<(), Error> {
-    let runtime =
-        tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(Error::Runtime)?;
-    {
-        // A service's manager may signal all of its processes. The server decides when this one ends.
-        let _within = runtime.enter();
-        for kind in [SignalKind::terminate(), SignalKind::interrupt(), SignalKind::hangup()] {
-            drop(signal(kind).map_err(Error::Runtime)?);
-        }
-    }
+    // A service's manager may signal all of its processes. The server decides when this one ends.
+    let _runtime = outlive_signals()?;
     let mut channel = Channel::from_stdin().map_err(Error::Channel)?;
     let Some(task) = channel.receive::<Task>().map_err(Error::Channel)? else { return Ok(()) };
     let vocab_size = task.vocab_size;
     let (config, files, observer) = take(&mut channel, task).map_err(Error::Channel)?;
-    let (model, draft, self_test) = match load(&config, files, vocab_size) {
+    let (OnDevice { runner: model, draft, npu }, self_test) = match load(&config, files, vocab_size) {
         Ok(loaded) => loaded,
         Err(error) => {
             let refusal = Refusal { message: error.to_string(), exit_code: error.exit_code() };
@@ -153,7 +148,8 @@ pub fn device_process(level: Level) -> Result<(), Error> {
     // Weak references, so that the device is destroyed with the runner.
     let device = Arc::downgrade(model.device());
     let timeline = Weak::clone(&device);
-    std::thread::spawn(move || observe(observer, &device, &level));
+    let npu = npu.map(|start| (start, model.offload_watch()));
+    std::thread::spawn(move || observe(observer, &device, npu.as_ref(), &level));
     let progress = Box::new(move || timeline.upgrade().map_or(0, |device| device.progress()));
     let mut runner = load::runner_of(model, draft);
     serve(channel, &mut *runner, progress).map_err(Error::Channel)
@@ -177,13 +173,13 @@ fn load(
     config: &Config,
     [model, draft]: [Option<ModelFiles>; 2],
     vocab_size: usize,
-) -> Result<(Gemma3, Option<Draft>, SelfTested), Error> {
+) -> Result<(OnDevice, SelfTested), Error> {
     let model = model.expect("a task has a model");
     let watch = if config.gpu.profile { Watch::Kernels } else { Watch::Nothing };
-    let (mut model, mut draft) = load::on_device(&model, draft.as_ref(), Some(vocab_size), config, watch)?;
+    let mut loaded = load::on_device(&model, draft.as_ref(), Some(vocab_size), config, watch)?;
     let since = Instant::now();
-    let own = model.self_test()?;
-    let of_draft = draft.as_mut().map(Draft::self_test).transpose()?;
+    let own = loaded.runner.self_test()?;
+    let of_draft = loaded.draft.as_mut().map(Draft::self_test).transpose()?;
     let of_both = || std::iter::once(&own).chain(&of_draft);
     let layers: Vec<usize> = of_both().filter_map(|tested| tested.layers.ok()).collect();
     let tested = SelfTested {
@@ -200,11 +196,16 @@ fn load(
     for kernel in own.untested.iter().chain(of_draft.iter().flat_map(|draft| &draft.untested)) {
         tracing::warn!("the self-test holds no results of {kernel}: the device was not tested for them");
     }
-    Ok((model, draft, tested))
+    Ok((loaded, tested))
 }
 
 /// Answers the server's questions.
-fn observe(mut channel: Channel, device: &Weak<Device>, level: &Level) {
+fn observe(
+    mut channel: Channel,
+    device: &Weak<Device>,
+    npu: Option<&(NpuStart, Option<OffloadWatch>)>,
+    level: &Level,
+) {
     while let Ok(Some(question)) = channel.receive::<Question>() {
         let Some(device) = device.upgrade() else { return };
         let kernels = match question {
@@ -229,6 +230,9 @@ fn observe(mut channel: Channel, device: &Weak<Device>, level: &Level) {
             busy: device.busy(),
             rested: device.rested(),
             declared: Class::ALL.map(|class| (class.name().to_owned(), declared[class as usize])).into(),
+            npu: npu.map(|(start, watch)| {
+                (start.clone(), watch.as_ref().map(OffloadWatch::counts).unwrap_or_default())
+            }),
             kernels: if kernels { Profiler(Arc::clone(&device)).take() } else { Vec::new() },
         };
         drop(device);

@@ -91,6 +91,9 @@ pub enum Error {
     /// The device process refused the model; its words and its exit code.
     #[error("{0}")]
     Device(String, u8),
+    /// The NPU is required, and does not compute: the doctor's code, and the words.
+    #[error("the NPU is required (npu.mode), and is not used: {message} ({code})")]
+    Npu { code: String, message: String },
     #[error("the channel to the process that drives the GPU: {0}")]
     Channel(std::io::Error),
     #[error("loading the model met a bug (see the messages above)")]
@@ -120,6 +123,14 @@ impl Error {
         const CONFIGURATION: u8 = 78;
         match self {
             Self::Device(_, code) => *code,
+            Self::Npu { code, .. } if code == "npu-self-test" => WRONG,
+            // Another start may find the NPU free, or awake.
+            Self::Npu { code, .. }
+                if ["npu-timeout", "npu-command-state", "npu-no-columns", "npu-process"]
+                    .contains(&code.as_str()) =>
+            {
+                DEVICE
+            }
             Self::Runner(RunnerError::Wrong(_)) => WRONG,
             Self::Gpu(_)
             | Self::NoMachine(_)
@@ -154,6 +165,7 @@ impl Error {
             | Self::Hub(_)
             | Self::Load(_)
             | Self::Text(_)
+            | Self::Npu { .. }
             | Self::Argument(_) => CONFIGURATION,
         }
     }

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use super::error::Error;
+use super::offload::{Npu, NpuStart};
 use super::process::resident_bytes;
 use super::progress::Bar;
 use super::terminal::bytes;
@@ -80,6 +81,8 @@ pub struct Texts {
 pub struct Model {
     pub runner: Gemma3,
     pub draft: Option<Draft>,
+    /// What became of the NPU; none where none is wanted.
+    pub npu: Option<NpuStart>,
     pub device: DeviceInfo,
     pub texts: Texts,
 }
@@ -122,14 +125,15 @@ pub fn model(files: &ModelFiles, config: &Config, watch: Watch) -> Result<Model,
     let texts = texts(files)?;
     let draft_files = draft_files(files, &texts.tokenizer, config)?;
     let sample_below = Some(texts.tokenizer.vocab_size());
-    let (runner, draft) = on_device(files, draft_files.as_ref(), sample_below, config, watch)?;
-    Ok(Model { device: runner.device().info().clone(), runner, draft, texts })
+    let OnDevice { runner, draft, npu } =
+        on_device(files, draft_files.as_ref(), sample_below, config, watch)?;
+    Ok(Model { device: runner.device().info().clone(), runner, draft, npu, texts })
 }
 
 /// Loads only the model, for callers that have ids and want logits: no tokenizer, no draft.
 pub fn runner(files: &ModelFiles, config: &Config) -> Result<Gemma3, Error> {
     Gemma3Config::load(files)?;
-    Ok(on_device(files, None, None, config, Watch::Nothing)?.0)
+    Ok(on_device(files, None, None, config, Watch::Nothing)?.runner)
 }
 
 /// The longest time of one submit: the configured time, limited by the driver's timeout.
@@ -154,6 +158,13 @@ pub fn longest_submit(parameter: &str) -> Option<Duration> {
     gpu::quarter_of_timeout(parameter)
 }
 
+/// A model on its device.
+pub struct OnDevice {
+    pub runner: Gemma3,
+    pub draft: Option<Draft>,
+    pub npu: Option<NpuStart>,
+}
+
 /// Loads a model and its draft. No id is sampled from `sample_below` on, where it is the number of the tokenizer's ids:
 /// further rows of the embedding are padding without text.
 pub fn on_device(
@@ -162,7 +173,7 @@ pub fn on_device(
     sample_below: Option<usize>,
     config: &Config,
     watch: Watch,
-) -> Result<(Gemma3, Option<Draft>), Error> {
+) -> Result<OnDevice, Error> {
     if let Some(manifest) = Manifest::read(files)?
         && let Some(synthetic) = manifest.synthetic
     {
@@ -172,6 +183,8 @@ pub fn on_device(
             files.location()
         );
     }
+    // An NPU that is required and missing refuses the start at once, and not behind a minute of loading.
+    let npu = if watch == Watch::Activations { None } else { Npu::open(files, config)? };
     let policy = policy(config, watch == Watch::Kernels);
     let mut device = Device::open(&policy)?;
     let mut tiles = None;
@@ -194,6 +207,7 @@ pub fn on_device(
         moments: watch == Watch::Activations,
         max_batch_tokens: config.engine.prefill_chunk,
         sample_below,
+        offload: npu.as_ref().and_then(Npu::limits),
         ..LoadOptions::default()
     };
     let since = Instant::now();
@@ -208,13 +222,14 @@ pub fn on_device(
             .map(|(model, draft)| (model, Some(draft))),
     };
     drop(bar);
-    let (runner, draft) = loaded.inspect_err(|error| {
+    let (mut runner, draft) = loaded.inspect_err(|error| {
         if let LoadError::DoesNotFit(error) = error {
             error.refusal.table().iter().for_each(|row| tracing::warn!("memory   {row}"));
         }
     })?;
     log(files, draft_files, config, &runner, draft.as_ref(), since.elapsed().as_secs_f64());
-    Ok((runner, draft))
+    let npu = npu.map(|npu| npu.attach(&mut runner, config)).transpose()?;
+    Ok(OnDevice { runner, draft, npu })
 }
 
 /// The files of the draft model, if one is configured. Its tokenizer must be the model's.

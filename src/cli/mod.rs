@@ -23,6 +23,9 @@ mod manual;
 mod models;
 #[cfg(feature = "npu")]
 mod npu;
+#[cfg(feature = "npu")]
+mod npu_process;
+mod offload;
 mod plan;
 mod process;
 mod progress;
@@ -60,7 +63,7 @@ pub fn main() -> ExitCode {
         };
     }
     let CommandLine { global, command } = CommandLine::parse();
-    let serving = matches!(command, Command::Serve(_) | Command::DeviceProcess);
+    let serving = matches!(command, Command::Serve(_) | Command::DeviceProcess | Command::NpuProcess);
     // The exit codes of `serve`, by which a supervisor judges.
     let with_codes = serving || matches!(command, Command::Config(_));
     let ended = configure(&global, &command).and_then(|configured| {
@@ -128,7 +131,11 @@ fn run(global: &Global, mut command: Command, mut configured: Configured, log: &
         #[cfg(feature = "npu")]
         Command::Npu(args::Npu::BuildKernels(args)) => npu::build_kernels(config, &args),
         #[cfg(feature = "npu")]
-        Command::Npu(args::Npu::List { folder }) => npu::list(&folder),
+        Command::Npu(args::Npu::List { folder }) => npu::list(config, &folder),
+        #[cfg(feature = "npu")]
+        Command::NpuProcess => npu_process::npu_process(),
+        #[cfg(not(feature = "npu"))]
+        Command::NpuProcess => Err(Error::Argument("this program was built without the feature npu".into())),
         Command::Models(args::Models::List { json }) => models::list(config, json),
         Command::Models(args::Models::Rm { name, yes }) => models::remove(config, &name, yes),
     }

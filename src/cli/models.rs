@@ -76,7 +76,8 @@ pub fn locate(config: &mut Config, command: &mut Command) -> Result<(), Error> {
         | Command::Completions { .. }
         | Command::ManPages { .. }
         | Command::Doctor(_)
-        | Command::DeviceProcess => None,
+        | Command::DeviceProcess
+        | Command::NpuProcess => None,
         #[cfg(feature = "npu")]
         Command::Npu(_) => None,
     };
@@ -91,7 +92,8 @@ pub fn locate(config: &mut Config, command: &mut Command) -> Result<(), Error> {
         | Command::ManPages { .. }
         // A model that is not here is a finding of its report.
         | Command::Doctor(_)
-        | Command::DeviceProcess => return Ok(()),
+        | Command::DeviceProcess
+        | Command::NpuProcess => return Ok(()),
         // These benchmarks use the server's model, or none.
         Command::Bench(args)
             if matches!(

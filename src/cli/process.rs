@@ -3,6 +3,23 @@
 use std::time::Duration;
 
 use rustix::time::{ClockId, clock_gettime};
+use tokio::runtime::{Builder, Runtime};
+use tokio::signal::unix::{SignalKind, signal};
+
+use super::error::Error;
+
+/// Has the signals by which a service's manager ends its processes do nothing: the parent decides when this one ends.
+/// They have no effect for good, and the runtime is for what else it may do.
+pub fn outlive_signals() -> Result<Runtime, Error> {
+    let runtime = Builder::new_current_thread().enable_all().build().map_err(Error::Runtime)?;
+    {
+        let _within = runtime.enter();
+        for kind in [SignalKind::terminate(), SignalKind::interrupt(), SignalKind::hangup()] {
+            drop(signal(kind).map_err(Error::Runtime)?);
+        }
+    }
+    Ok(runtime)
+}
 
 /// The number of a line of `/proc/PID/status`, in KiB where it is one of memory.
 pub fn status_field(status: &str, name: &str) -> Option<u64> {

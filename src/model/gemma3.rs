@@ -93,6 +93,8 @@ pub struct Gemma3 {
     /// The room for a unit that computes some of the attention of prompts, and the unit that is attached.
     pub(super) offload_buffers: Option<OffloadBuffers>,
     pub(super) offload: Option<Attached>,
+    /// The layers that a step computes: all, but in [`Gemma3::trial`].
+    pub(super) trial_layers: usize,
     pub(super) in_flight: VecDeque<u64>,
     /// The rest of the step that was submitted last, while that step waits for its masks.
     pub(super) closing: Option<Closing>,
@@ -392,7 +394,7 @@ impl Gemma3 {
             LayerType::SlidingAttention => sliding.clone(),
             LayerType::FullAttention => full.clone(),
         };
-        let layers: Vec<LayerWork> = c.layer_types.iter().map(layer).collect();
+        let layers: Vec<LayerWork> = c.layer_types.iter().take(self.trial_layers).map(layer).collect();
         // A step with masks submits its closing alone, because grammars compute the masks while the layers run.
         let logits = Work::draws((c.hidden_size * c.vocab_size) as u64, wanted.rows.len());
         let closing =
@@ -408,6 +410,11 @@ impl Gemma3 {
 impl Runner for Gemma3 {
     fn limits(&self) -> Limits {
         self.limits
+    }
+
+    fn attention_path(&self) -> u32 {
+        let usable = self.offload.as_ref().filter(|unit| unit.is_usable());
+        usable.map_or(0, |unit| unit.kv_heads() as u32)
     }
 
     fn submit(&mut self, batch: &Batch, sampling: &Sampling) -> Result<Ticket, RunnerError> {

@@ -440,6 +440,7 @@ impl Load<'_> {
             layer_values: source.layer_values(options)?,
             offload_buffers,
             offload: None,
+            trial_layers: usize::MAX,
             in_flight: VecDeque::new(),
             closing: None,
             next_ticket: 0,

@@ -16,6 +16,8 @@ mod layer_check;
 mod layers;
 pub mod load;
 pub mod memory;
+#[cfg(feature = "npu")]
+pub mod npu_process;
 pub mod offload;
 mod rates;
 mod runner;

@@ -8,6 +8,7 @@
 //! This file refuses to know what the unit is. A unit that failed once is used no more.
 
 use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use serde::{Deserialize, Serialize};
 
@@ -104,6 +105,20 @@ pub struct OffloadCounts {
     pub quarantined: Option<String>,
 }
 
+/// The account of a unit, which others may read while steps run.
+#[derive(Clone)]
+pub struct OffloadWatch(Arc<Mutex<OffloadCounts>>);
+
+impl OffloadWatch {
+    pub fn counts(&self) -> OffloadCounts {
+        self.lock().clone()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, OffloadCounts> {
+        self.0.lock().expect("nothing panics under this lock")
+    }
+}
+
 /// The largest job that a load makes room for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OffloadLimits {
@@ -188,7 +203,7 @@ impl Share {
 /// A unit that is attached to a model.
 pub(super) struct Attached {
     offload: Offload,
-    counts: OffloadCounts,
+    counts: OffloadWatch,
     /// The inputs and the output of a job, for the unit.
     inputs: [Vec<u8>; 3],
     output: Vec<u8>,
@@ -201,11 +216,21 @@ impl Attached {
         let OffloadBuffers { queries, keys, values, output, .. } = buffers;
         let room = |buffer: &Buffer| vec![0; buffer.size() as usize];
         let inputs = [queries, keys, values].map(room);
-        Attached { offload, counts: OffloadCounts::default(), inputs, output: room(output), failure: None }
+        let counts = OffloadWatch(Arc::default());
+        Attached { offload, counts, inputs, output: room(output), failure: None }
     }
 
-    pub fn counts(&self) -> OffloadCounts {
+    pub fn watch(&self) -> OffloadWatch {
         self.counts.clone()
+    }
+
+    pub fn kv_heads(&self) -> usize {
+        self.offload.kv_heads
+    }
+
+    /// Sets the number of KV heads that the unit computes, 0 for none.
+    pub fn set_kv_heads(&mut self, kv_heads: usize) {
+        self.offload.kv_heads = kv_heads;
     }
 
     pub fn is_usable(&self) -> bool {
@@ -222,7 +247,7 @@ impl Attached {
 
     /// What of a batch's attention the unit computes: that of the longest prompt, or of a part of it.
     pub fn share(&self, batch: &Batch, window: usize, limits: &OffloadLimits) -> Option<Share> {
-        if !self.is_usable() {
+        if !self.is_usable() || self.offload.kv_heads == 0 {
             return None;
         }
         let mut longest: Option<(usize, Range<usize>)> = None;
@@ -270,7 +295,7 @@ impl Attached {
         }
         let (unit, [q, k, v]) = (&mut self.offload.unit, &self.inputs);
         let (result, took) = timed(|| unit.begin(job, &q[..queries], &k[..keys], &v[..keys]));
-        self.counts.seconds += took.as_secs_f64();
+        self.counts.lock().seconds += took.as_secs_f64();
         result.or_else(|error| self.fail(error))
     }
 
@@ -284,7 +309,7 @@ impl Attached {
     ) -> Result<bool, RunnerError> {
         let output = &mut self.output[..4 * outputs(job, room, shape)];
         let (result, took) = timed(|| self.offload.unit.finish(output));
-        self.counts.seconds += took.as_secs_f64();
+        self.counts.lock().seconds += took.as_secs_f64();
         match result {
             Ok(()) => buffers.output.write(0, output),
             Err(error) => self.fail(error)?,
@@ -294,27 +319,30 @@ impl Attached {
 
     /// Counts a job whose output the device was given.
     pub fn used(&mut self, job: &OffloadJob) {
-        self.counts.dispatches += 1;
-        self.counts.tokens += job.rows as u64;
+        let mut counts = self.counts.lock();
+        counts.dispatches += 1;
+        counts.tokens += job.rows as u64;
     }
 
     /// Counts a layer whose share of the unit the device computes.
     pub fn recomputed(&mut self) {
-        self.counts.recomputed += 1;
+        self.counts.lock().recomputed += 1;
     }
 
     /// Notes the unit's failure. The unit is used no more.
     fn fail(&mut self, error: OffloadError) -> Result<(), RunnerError> {
         tracing::warn!("the unit that computes some of the attention is used no more: {error}");
-        self.counts.quarantined = Some(error.to_string());
+        let mut counts = self.counts.lock();
+        counts.quarantined = Some(error.to_string());
         let is_required = self.offload.policy == OffloadPolicy::Require;
         if !is_required {
-            let counted = self.counts.fallbacks.iter_mut().find(|(code, _)| *code == error.code);
+            let counted = counts.fallbacks.iter_mut().find(|(code, _)| *code == error.code);
             match counted {
                 Some((_, count)) => *count += 1,
-                None => self.counts.fallbacks.push((error.code.clone(), 1)),
+                None => counts.fallbacks.push((error.code.clone(), 1)),
             }
         }
+        drop(counts);
         self.failure = Some(error);
         self.check()
     }
@@ -355,7 +383,7 @@ mod tests {
     fn attached(unit: Idle, policy: OffloadPolicy) -> Attached {
         Attached {
             offload: Offload { unit: Box::new(unit), kv_heads: 2, policy },
-            counts: OffloadCounts::default(),
+            counts: OffloadWatch(Arc::default()),
             inputs: Default::default(),
             output: Vec::new(),
             failure: None,
@@ -408,14 +436,14 @@ mod tests {
         let mut unit = attached(Idle { row_stride: 512, key_stride: 4096 }, OffloadPolicy::Auto);
         assert_eq!((unit.fail(error()), unit.check()), (Ok(()), Ok(())));
         assert!(!unit.is_usable() && unit.share(&batch(&[(0, 100)]), 64, &LIMITS).is_none());
-        let counts = unit.counts();
+        let counts = unit.watch().counts();
         assert_eq!(counts.fallbacks, [("broken".to_owned(), 1)]);
         assert_eq!(counts.quarantined.as_deref(), Some("broken: it smokes"));
         let mut unit = attached(Idle { row_stride: 512, key_stride: 4096 }, OffloadPolicy::Require);
         let failure = Err(RunnerError::Offload("broken: it smokes".into()));
         assert_eq!((unit.fail(error()), unit.check()), (failure.clone(), failure.clone()));
         assert_eq!(
-            (unit.counts().fallbacks, failure.unwrap_err().to_string()),
+            (unit.watch().counts().fallbacks, failure.unwrap_err().to_string()),
             (vec![], "broken: it smokes".into())
         );
     }

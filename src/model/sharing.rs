@@ -11,11 +11,13 @@ use std::ops::Range;
 
 use super::gemma3::Gemma3;
 use super::load::LoadError;
-use super::offload::{Attached, Offload, OffloadBuffers, OffloadCounts, OffloadJob, OffloadRoom, Share};
+use super::offload::{
+    Attached, Offload, OffloadBuffers, OffloadCounts, OffloadJob, OffloadRoom, OffloadWatch, Share,
+};
 use super::rates::Work;
 use super::step::{Commands, Frame, Wanted};
-use super::submits::{Part, Submit};
-use super::{Batch, RunnerError};
+use super::submits::{Part, SEGMENT_LAYERS, Submit};
+use super::{Batch, BatchSequence, Input, RunnerError};
 use crate::gpu::{GpuError, Recorder};
 use crate::kernels::GatheredKeys;
 
@@ -49,9 +51,63 @@ impl Gemma3 {
         Ok(())
     }
 
+    /// Drops the unit that is attached. No step may be in flight.
+    pub fn detach_offload(&mut self) {
+        assert!(self.in_flight.is_empty(), "a unit is detached beside a step");
+        self.offload = None;
+    }
+
+    /// Sets the number of KV heads that the attached unit computes from the next step on, 0 for none. Panics if that is
+    /// more than the load made room for.
+    pub fn set_offload_heads(&mut self, kv_heads: usize) {
+        let room = self.offload_buffers.as_ref().map_or(0, |buffers| buffers.limits.kv_heads);
+        assert!(kv_heads <= room.min(self.config.num_key_value_heads), "{kv_heads} KV heads for the unit");
+        if let Some(unit) = &mut self.offload {
+            unit.set_kv_heads(kv_heads);
+        }
+    }
+
     /// The account of the unit that is attached.
     pub fn offload_counts(&self) -> Option<OffloadCounts> {
-        self.offload.as_ref().map(Attached::counts)
+        self.offload_watch().map(|watch| watch.counts())
+    }
+
+    /// Reads that account while steps run.
+    pub fn offload_watch(&self) -> Option<OffloadWatch> {
+        self.offload.as_ref().map(Attached::watch)
+    }
+
+    /// Computes the first `layers` layers, or a few more, of a chunk of a prompt with `depth` tokens before it, for
+    /// nothing but the time that this takes: what the KV cache holds counts for nothing, before and after. False if the
+    /// chunk does not fit the limits. No step may be in flight, and no sequence may be in the cache.
+    pub fn trial(&mut self, depth: usize, tokens: usize, layers: usize) -> Result<bool, RunnerError> {
+        assert!(self.in_flight.is_empty(), "a trial beside a step");
+        let (kv, context) = (self.limits.kv, depth + tokens);
+        let blocks = context.div_ceil(kv.block_size);
+        let sliding_first =
+            kv.sliding_window.map_or(0, |window| (depth + 1).saturating_sub(window) / kv.block_size);
+        let fits = tokens <= self.limits.max_batch_tokens
+            && context <= self.limits.max_context
+            && blocks <= kv.full_blocks
+            && (kv.sliding_window.is_none() || blocks - sliding_first <= kv.sliding_blocks);
+        if !fits || tokens == 0 {
+            return Ok(false);
+        }
+        let sequence = BatchSequence {
+            slot: 0,
+            start: depth,
+            input: Input::Ids(vec![1; tokens]),
+            full_blocks: (0..blocks as u32).collect(),
+            sliding_blocks: (0..(blocks - sliding_first) as u32).collect(),
+            sliding_first,
+            history: None,
+        };
+        let batch = Batch { sequences: vec![sequence], ..Batch::default() };
+        // Whole segments, because a segment is recorded once for all steps.
+        self.trial_layers = layers.next_multiple_of(SEGMENT_LAYERS);
+        let ran = self.run(0, &batch, Wanted::default()).and_then(|()| Ok(self.wait_for(0)?));
+        self.trial_layers = usize::MAX;
+        ran.map(|()| true)
     }
 
     /// Submits a step on frame `index`, some of whose attention `unit` computes. All of its submits are on the queue

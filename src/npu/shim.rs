@@ -39,7 +39,7 @@ pub struct Shim {
     functions: Functions,
     facts: NpuFacts,
     // Its buffers and kernels are closed before the device.
-    kernels: Vec<Loaded>,
+    kernels: Vec<Option<Loaded>>,
     device: Owned<abi::Device>,
 }
 
@@ -154,11 +154,6 @@ impl Shim {
         let bytes = usize::try_from(bytes).expect("it is mapped");
         Ok(Buffer { bo, mapped: mapped.cast(), bytes })
     }
-
-    fn sync(&self, buffer: &Buffer, direction: u32) -> Result<(), NpuError> {
-        // SAFETY: the buffer is open.
-        called(|error| unsafe { (self.functions.bo_sync)(buffer.bo.raw, direction, error) })
-    }
 }
 
 impl NpuTransport for Shim {
@@ -184,7 +179,7 @@ impl NpuTransport for Shim {
         let bytes = u64::from(words) * 4;
         let mut instructions = self.buffer(&kernel, abi::INSTRUCTIONS_ARGUMENT, abi::CACHEABLE, bytes)?;
         instructions.write(bytemuck::cast_slice(&files.instructions));
-        self.sync(&instructions, abi::TO_DEVICE)?;
+        sync(&self.functions, &instructions, abi::TO_DEVICE)?;
         let arguments = abi::FIRST_BUFFER_ARGUMENT..;
         let mut buffers = Vec::with_capacity(BUFFERS);
         for (argument, bytes) in arguments.zip(Layout::of(files.shape, files.bucket).bytes()) {
@@ -192,8 +187,13 @@ impl NpuTransport for Shim {
         }
         let buffers = buffers.try_into().unwrap_or_else(|_| unreachable!("a layout has five buffers"));
         let (shape, bucket) = (files.shape, files.bucket);
-        self.kernels.push(Loaded { shape, bucket, words, instructions, buffers, kernel });
+        self.kernels.push(Some(Loaded { shape, bucket, words, instructions, buffers, kernel }));
         Ok(self.kernels.len() - 1)
+    }
+
+    fn unload(&mut self, kernel: usize) -> Result<(), NpuError> {
+        let loaded = self.kernels.get_mut(kernel).and_then(Option::take);
+        loaded.map(drop).ok_or_else(|| not_loaded(kernel))
     }
 
     fn attend(
@@ -207,7 +207,8 @@ impl NpuTransport for Shim {
         deadline: Duration,
     ) -> Result<(), NpuError> {
         let bad = |what: String| NpuError::new(NpuCode::BadArgument, what);
-        let loaded = self.kernels.get(kernel).ok_or_else(|| bad(format!("kernel {kernel} is not loaded")))?;
+        let loaded = self.kernels.get_mut(kernel).and_then(Option::as_mut);
+        let loaded = loaded.ok_or_else(|| not_loaded(kernel))?;
         job.runs_on(loaded.shape).map_err(|error| bad(error.to_string()))?;
         if job.bucket() != loaded.bucket {
             return Err(bad(format!("kernel {kernel} is for another bucket than the job's")));
@@ -222,10 +223,9 @@ impl NpuTransport for Shim {
             }
         }
         for (n, input) in inputs {
-            self.kernels[kernel].buffers[n].write(input);
-            self.sync(&self.kernels[kernel].buffers[n], abi::TO_DEVICE)?;
+            loaded.buffers[n].write(input);
+            sync(&self.functions, &loaded.buffers[n], abi::TO_DEVICE)?;
         }
-        let loaded = &self.kernels[kernel];
         let raws = loaded.buffers.each_ref().map(|buffer| buffer.bo.raw);
         let deadline_ms = u32::try_from(deadline.as_millis()).unwrap_or(u32::MAX).max(1);
         let mut state = 0;
@@ -247,10 +247,19 @@ impl NpuTransport for Shim {
             let what = format!("the NPU's command ended in state {state}, not {}", abi::STATE_COMPLETED);
             return Err(NpuError::new(NpuCode::CommandState, what));
         }
-        self.sync(&loaded.buffers[OUTPUT], abi::FROM_DEVICE)?;
+        sync(&self.functions, &loaded.buffers[OUTPUT], abi::FROM_DEVICE)?;
         loaded.buffers[OUTPUT].read(output);
         Ok(())
     }
+}
+
+fn sync(functions: &Functions, buffer: &Buffer, direction: u32) -> Result<(), NpuError> {
+    // SAFETY: the buffer is open.
+    called(|error| unsafe { (functions.bo_sync)(buffer.bo.raw, direction, error) })
+}
+
+fn not_loaded(kernel: usize) -> NpuError {
+    NpuError::new(NpuCode::BadArgument, format!("kernel {kernel} is not loaded"))
 }
 
 /// Room for a text of the shim's.

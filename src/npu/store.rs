@@ -203,8 +203,9 @@ impl Store {
 /// The folder in the user's cache in which kernels are kept, by the environment.
 pub fn standard_folder(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
     let path = |name| variable(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    let cache = path("XDG_CACHE_HOME").or_else(|| Some(path("HOME")?.join(".cache")));
-    Some(cache?.join("unicorn/npu"))
+    let user =
+        || Some(path("XDG_CACHE_HOME").or_else(|| Some(path("HOME")?.join(".cache")))?.join("unicorn"));
+    Some(path("UNICORN_CACHE_DIR").or_else(user)?.join("npu"))
 }
 
 /// The record of a kernel; none if there is none, or another program's.

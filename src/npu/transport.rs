@@ -39,6 +39,9 @@ pub trait NpuTransport: Send {
     /// that [`attend`](NpuTransport::attend) takes.
     fn load(&mut self, kernel: &KernelFiles) -> Result<usize, NpuError>;
 
+    /// Takes a kernel and its buffers off the NPU, which has room for few. Its index is of no more use.
+    fn unload(&mut self, kernel: usize) -> Result<(), NpuError>;
+
     /// One dispatch. Copies the arrays and the parameters into the buffers, syncs, runs, waits for `deadline` at most,
     /// syncs back, and copies O to `output`. The arrays have the bytes of the job's layout exactly: bo0 to bo2, and bo3
     /// for `output`. `Ok` means that the command completed.

@@ -2,6 +2,7 @@
 
 use std::io::{PipeReader, PipeWriter, Read, Write};
 use std::net::TcpStream;
+use std::path::Path;
 use std::process::{Child, Command};
 use std::time::Instant;
 
@@ -19,7 +20,7 @@ pub struct Daemon {
     /// What it has said so far, and where the rest comes from.
     pub log: Vec<String>,
     stderr: Option<PipeReader>,
-    _model: TempDir,
+    _model: Option<TempDir>,
 }
 
 impl Daemon {
@@ -30,7 +31,14 @@ impl Daemon {
     /// Waits until it is ready. `with` may change how it is started.
     pub fn start_as(args: &[&str], with: impl FnOnce(&mut Command)) -> Self {
         let model = tiny_model();
-        let path = model.path().to_str().expect("UTF-8");
+        let mut daemon = Self::start_model(model.path(), args, with);
+        daemon._model = Some(model);
+        daemon
+    }
+
+    /// A server on another model.
+    pub fn start_model(model: &Path, args: &[&str], with: impl FnOnce(&mut Command)) -> Self {
+        let path = model.to_str().expect("UTF-8");
         let all =
             [&["serve", "--model", path, "--name", "a/b", "--port", "0", "--allow-software-vulkan"], args];
         let mut command = unicorn_on_software(&all.concat());
@@ -41,7 +49,7 @@ impl Daemon {
         // The command has the pipe's other end, which is to close with the child.
         drop(command);
         let mut daemon =
-            Self { child, address: String::new(), log: Vec::new(), stderr: Some(reader), _model: model };
+            Self { child, address: String::new(), log: Vec::new(), stderr: Some(reader), _model: None };
         let ready = daemon.wait_for_line("ready: http");
         let (_, rest) = ready.split_once("://").expect("an address");
         daemon.address = rest.split('/').next().expect("an address").to_owned();

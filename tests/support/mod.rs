@@ -25,6 +25,8 @@ pub mod http;
 pub mod json;
 pub mod kernel_bench;
 pub mod legacy_files;
+#[cfg(feature = "npu")]
+pub mod npu;
 pub mod packed_files;
 pub mod program;
 pub mod reference;

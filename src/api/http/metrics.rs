@@ -11,6 +11,7 @@
 //! Every label has few values, which are known beforehand: a path that is no route is `other`. No value comes from a
 //! request's text, and no client or key is named.
 
+use std::collections::BTreeMap;
 use std::fmt::{Display, Write};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -19,7 +20,7 @@ use axum::extract::State;
 use axum::http::header;
 use axum::response::{IntoResponse, Response};
 
-use crate::api::facts::Now;
+use crate::api::facts::{Now, NpuNow};
 use crate::api::http::counters::{Histogram, locked};
 use crate::api::openapi::AuthErrors;
 use crate::api::server::Server;
@@ -231,13 +232,34 @@ fn of_engine(out: &mut Exposition<'_>, server: &Server) {
     .sample(&[], stats.host_ns as f64 / 1e9);
 }
 
+/// The counts are 0 where no NPU is wanted, so that queries find them.
+fn of_npu(out: &mut Exposition<'_>, npu: Option<&NpuNow>) {
+    const REASONS: [&str; 3] = ["npu-timeout", "npu-command-state", "npu-process"];
+    let heads = npu.filter(|npu| npu.in_use).map_or(0, |npu| npu.kv_heads);
+    let help = "KV heads of each layer whose attention of prompts the NPU computes now.";
+    out.family("unicorn_npu_kv_heads", "gauge", help).sample(&[], heads);
+    let help = "Attention of a layer that the NPU completed, and whose result was used.";
+    out.family("unicorn_npu_completed_total", "counter", help)
+        .sample(&[], npu.map_or(0, |npu| npu.completed));
+    let mut fallbacks: BTreeMap<&str, u64> = REASONS.map(|reason| (reason, 0)).into();
+    fallbacks.extend(npu.iter().flat_map(|npu| &npu.fallbacks).map(|(reason, count)| (&**reason, *count)));
+    let help = "Failures of the NPU that the GPU stepped in for, by the doctor's code.";
+    out.family("unicorn_npu_fallback_total", "counter", help);
+    for (reason, count) in fallbacks {
+        out.sample(&[("reason", reason)], count);
+    }
+    let help = "Time for which steps waited for the NPU.";
+    out.family("unicorn_npu_waited_seconds_total", "counter", help)
+        .sample(&[], npu.map_or(0.0, |npu| npu.waited_s));
+}
+
 fn of_device(out: &mut Exposition<'_>, server: &Server) {
     let Some(facts) = server.facts() else { return };
     out.family("unicorn_gpu_memory_bytes", "gauge", "What was placed on the device, by class and heap.");
     for placed in &facts.placements {
         out.sample(&[("class", &placed.class), ("heap", &placed.heap)], placed.bytes);
     }
-    let Now { memory, submitted, kernels, process, courtesy, energy } = (facts.now)();
+    let Now { memory, submitted, kernels, process, courtesy, energy, npu } = (facts.now)();
     out.family(
         "unicorn_courtesy_share",
         "gauge",
@@ -289,6 +311,7 @@ fn of_device(out: &mut Exposition<'_>, server: &Server) {
         out.family("unicorn_energy_joules_total", "counter", "Energy that the machine used, idle or not.")
             .sample(&[("source", energy.source)], energy.joules);
     }
+    of_npu(out, npu.as_ref());
     if let Some(submitted) = submitted {
         let counters = [
             ("unicorn_gpu_dispatches_total", "Dispatches given to the device.", submitted.dispatches),

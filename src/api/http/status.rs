@@ -9,7 +9,7 @@ use axum::extract::State;
 use serde::Serialize;
 use utoipa::ToSchema;
 
-use crate::api::facts::{CourtesyNow, HeapNow, KernelTime, MemoryNow, Placed, SelfTested};
+use crate::api::facts::{CourtesyNow, HeapNow, KernelTime, MemoryNow, NpuNow, Placed, SelfTested};
 use crate::api::http::health::{Health, HealthName};
 use crate::api::openapi::AuthErrors;
 use crate::api::server::Server;
@@ -50,6 +50,10 @@ pub(in crate::api) struct Status {
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     courtesy: Option<CourtesyNow>,
+    /// Absent if `npu.mode` is off.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    npu: Option<NpuNow>,
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     memory: Option<StatusMemory>,
@@ -216,6 +220,7 @@ pub(in crate::api) async fn status(State(server): State<Arc<Server>>) -> Json<St
     let facts = server.facts();
     let now = facts.map(|facts| (facts.now)());
     let courtesy = now.as_ref().and_then(|now| now.courtesy);
+    let npu = now.as_ref().and_then(|now| now.npu.clone());
     let (memory, kernels) = now.map(|now| (now.memory, now.kernels)).unzip();
     let kernel = |KernelTime { kernel, dispatches, time }| StatusKernel {
         kernel,
@@ -269,6 +274,7 @@ pub(in crate::api) async fn status(State(server): State<Arc<Server>>) -> Json<St
             self_test: facts.self_test,
         }),
         courtesy,
+        npu,
         memory: facts.zip(memory).map(|(facts, memory)| {
             let MemoryNow { heaps, vram, gtt, resident } = memory;
             StatusMemory {

@@ -6,6 +6,7 @@ mod engine;
 mod isa;
 mod kernels;
 mod model;
+mod npu;
 mod prompts;
 mod report;
 mod serve;
@@ -21,6 +22,7 @@ pub fn bench(config: &Config, args: &args::Bench) -> Result<(), Error> {
         Benchmarked::Engine(args) => engine::engine(config, args),
         Benchmarked::Kernels(args) => kernels::kernels(config, args),
         Benchmarked::Model(args) => model::model(config, args),
+        Benchmarked::Npu(args) => npu::npu(config, args),
         Benchmarked::Serve(args) => match args.soak {
             None => serve::serve(args),
             Some(length) => soak::soak(args, length),

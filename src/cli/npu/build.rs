@@ -35,7 +35,7 @@ const STEPS: &str = include_str!("build.rs");
 
 pub fn build_kernels(config: &Config, args: &BuildKernels) -> Result<(), Error> {
     let wanted = wanted(config, args)?;
-    let folder = super::folder(&args.folder)?;
+    let folder = super::folder(config, &args.folder)?;
     let at = |path: &Path| {
         let path = path.to_owned();
         move |error| Error::File { path, error }

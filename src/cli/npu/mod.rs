@@ -8,17 +8,18 @@ use std::path::PathBuf;
 
 use super::args::{BuildKernels, KernelFolder};
 use super::error::Error;
+use super::offload::kernels_folder;
 use super::terminal::print;
 use crate::config::Config;
-use crate::npu::store::{Store, file_stem, record, standard_folder};
+use crate::npu::store::{Store, file_stem, record};
 
 pub fn build_kernels(config: &Config, args: &BuildKernels) -> Result<(), Error> {
     build::build_kernels(config, args)
 }
 
 /// Prints a line for each stored kernel.
-pub fn list(args: &KernelFolder) -> Result<(), Error> {
-    let folder = folder(args)?;
+pub fn list(config: &Config, args: &KernelFolder) -> Result<(), Error> {
+    let folder = folder(config, args)?;
     let store = Store::open(&folder).map_err(|error| Error::Argument(error.to_string()))?;
     let mut text = String::new();
     for kernel in store.kernels() {
@@ -37,9 +38,8 @@ pub fn list(args: &KernelFolder) -> Result<(), Error> {
     print(&text)
 }
 
-fn folder(args: &KernelFolder) -> Result<PathBuf, Error> {
-    let standard = || standard_folder(|name| std::env::var_os(name));
-    args.kernels.clone().or_else(standard).ok_or_else(|| {
+fn folder(config: &Config, args: &KernelFolder) -> Result<PathBuf, Error> {
+    args.kernels.clone().or_else(|| kernels_folder(config)).ok_or_else(|| {
         Error::Argument("no folder for the NPU's kernels: HOME is not set; name one with --kernels".into())
     })
 }

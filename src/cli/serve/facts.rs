@@ -7,13 +7,15 @@ use rustix::process::{Resource, getrlimit};
 use super::courtesy::CourtesyWatch;
 use super::device::Observer;
 use crate::api::{
-    EnergyNow, Facts, HeapNow, KernelTime, MemoryNow, Now, Placed, ProcessNow, SelfTested, Submitted,
+    EnergyNow, Facts, HeapNow, KernelTime, MemoryNow, Now, NpuNow, Placed, ProcessNow, SelfTested, Submitted,
 };
 use crate::cli::device_process::{DeviceFacts, Observed};
 use crate::cli::energy::Meter;
+use crate::cli::offload::NpuStart;
 use crate::cli::process::{open_files, processor_time, resident_bytes};
 use crate::config::Config;
 use crate::engine::EnergyCounter as _;
+use crate::model::offload::OffloadCounts;
 
 pub fn collect(
     layers: usize,
@@ -66,6 +68,7 @@ pub fn collect(
             process,
             courtesy,
             energy,
+            npu: device.npu.map(|(start, counts)| npu_now(start, counts)),
         }
     };
     Facts {
@@ -82,5 +85,24 @@ pub fn collect(
             seconds: device.self_test.seconds,
         },
         now: Box::new(now),
+    }
+}
+
+/// What the NPU does now.
+fn npu_now(start: NpuStart, counts: OffloadCounts) -> NpuNow {
+    let NpuStart { mode, device, xrt, is_double, kv_heads, reason, .. } = start;
+    let reason = counts.quarantined.or(reason);
+    NpuNow {
+        mode,
+        in_use: reason.is_none(),
+        reason,
+        device,
+        xrt,
+        is_double,
+        kv_heads,
+        completed: counts.dispatches,
+        tokens: counts.tokens,
+        fallbacks: counts.fallbacks.into_iter().collect(),
+        waited_s: counts.seconds,
     }
 }

@@ -1,0 +1,120 @@
+//! The child's end: opens the NPU, and runs the dispatches that the parent asks for.
+
+use std::collections::VecDeque;
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+
+use super::message::{ARRAYS, Attend, Attended, Kernel, Opened, Ready, Start};
+use crate::model::child_process::Channel;
+use crate::npu::contract::Job;
+use crate::npu::error::{NpuCode, NpuError};
+use crate::npu::store::Store;
+use crate::npu::transport::{KernelFiles, NpuTransport};
+
+/// The most kernels that are on the NPU at once. Each holds a context, of which an NPU of the first generation has six
+/// for all programs together.
+const MOST_CONTEXTS: usize = 4;
+
+/// Serves the parent until it ends. `open` opens the library that calls XRT.
+pub fn serve(
+    mut channel: Channel,
+    open: impl FnOnce(&Start) -> Result<Box<dyn NpuTransport>, NpuError>,
+) -> io::Result<()> {
+    let Some(start) = channel.receive::<Start>()? else { return Ok(()) };
+    let arrays = channel.receive_files(1)?.remove(0);
+    let opened = open(&start).and_then(|transport| Ok((transport, Store::open(&start.kernels)?)));
+    let (transport, store) = match opened {
+        Ok(opened) => opened,
+        Err(error) => return channel.send(&Opened::Err(error)),
+    };
+    let facts = transport.facts().clone();
+    let kernels = store.kernels().iter().map(|files| Kernel::new(files.shape, files.bucket)).collect();
+    let ready = Ready { xrt: facts.xrt, device: facts.device, is_double: facts.is_double, kernels };
+    channel.send(&Opened::Ok(ready))?;
+    let mut npu = Npu {
+        contexts: Contexts { transport, loaded: VecDeque::new() },
+        store,
+        arrays,
+        buffers: [const { Vec::new() }; 4],
+    };
+    while let Some(attend) = channel.receive::<Attend>()? {
+        let attended: Attended = npu.attend(&attend);
+        channel.send(&attended)?;
+        if attended.is_err_and(|error| error.code == NpuCode::Timeout) {
+            // The driver still owns the buffers of that dispatch. Only the end of this process gives them back.
+            break;
+        }
+    }
+    Ok(())
+}
+
+struct Npu {
+    contexts: Contexts,
+    store: Store,
+    arrays: File,
+    /// Queries, keys, values and outputs of a dispatch.
+    buffers: [Vec<u8>; 4],
+}
+
+impl Npu {
+    fn attend(&mut self, Attend { kernel, words, dispatches, deadline }: &Attend) -> Result<(), NpuError> {
+        let bad = |problem: String| NpuError::new(NpuCode::BadArgument, problem);
+        let job = Job::from_words(words).map_err(|error| bad(error.to_string()))?;
+        let files = self.store.kernels().get(*kernel);
+        let files = files.ok_or_else(|| bad(format!("there is no kernel {kernel}")))?;
+        if files.bucket != job.bucket() {
+            return Err(bad(format!(
+                "the job is of {:?}, and the kernel of {:?}",
+                job.bucket(),
+                files.bucket
+            )));
+        }
+        job.runs_on(files.shape).map_err(|error| bad(error.to_string()))?;
+        let context = self.contexts.get(*kernel, files)?;
+        let [queries, keys, values, output, _] = job.layout().bytes();
+        let sizes = [queries, keys, values, output];
+        for (buffer, bytes) in self.buffers.iter_mut().zip(sizes) {
+            buffer.resize(bytes as usize, 0);
+        }
+        let lost =
+            |error: io::Error| NpuError::new(NpuCode::Process, format!("the file of the arrays: {error}"));
+        for dispatch in 0..u64::from(*dispatches) {
+            let at = |array: usize| ARRAYS[array] + dispatch * sizes[array];
+            for (array, buffer) in self.buffers[..3].iter_mut().enumerate() {
+                self.arrays.read_exact_at(buffer, at(array)).map_err(lost)?;
+            }
+            let [queries, keys, values, output] = &mut self.buffers;
+            self.contexts.transport.attend(context, &job, queries, keys, values, output, *deadline)?;
+            self.arrays.write_all_at(output, at(3)).map_err(lost)?;
+        }
+        Ok(())
+    }
+}
+
+/// The kernels that are on the NPU, the last one that ran at the end.
+struct Contexts {
+    transport: Box<dyn NpuTransport>,
+    /// The index of a kernel, and that of its context.
+    loaded: VecDeque<(usize, usize)>,
+}
+
+impl Contexts {
+    /// The context of a kernel. The kernel that ran longest ago gives way to a new one.
+    fn get(&mut self, kernel: usize, files: &KernelFiles) -> Result<usize, NpuError> {
+        let found = self.loaded.iter().position(|(loaded, _)| *loaded == kernel);
+        let context = match found.and_then(|at| self.loaded.remove(at)) {
+            Some((_, context)) => context,
+            None => {
+                if self.loaded.len() == MOST_CONTEXTS
+                    && let Some((_, oldest)) = self.loaded.pop_front()
+                {
+                    self.transport.unload(oldest)?;
+                }
+                self.transport.load(files)?
+            }
+        };
+        self.loaded.push_back((kernel, context));
+        Ok(context)
+    }
+}

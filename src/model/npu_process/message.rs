@@ -1,0 +1,71 @@
+//! The messages between a runner's process and its NPU's.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use crate::npu::contract::{Bucket, ContractError, PARAM_WORDS, Shape};
+use crate::npu::error::NpuError;
+
+/// What the parent sends first. The file of the arrays follows.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Start {
+    /// The library that calls XRT.
+    pub shim: PathBuf,
+    /// The folder of compiled kernels.
+    pub kernels: PathBuf,
+}
+
+/// What the child says once.
+pub(super) type Opened = Result<Ready, NpuError>;
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct Ready {
+    pub xrt: String,
+    pub device: String,
+    pub is_double: bool,
+    pub kernels: Vec<Kernel>,
+}
+
+/// The numbers of a kernel's shape and bucket; a window of 0 is none.
+#[derive(Serialize, Deserialize)]
+pub(super) struct Kernel([u32; 6]);
+
+impl Kernel {
+    pub fn new(shape: Shape, bucket: Bucket) -> Kernel {
+        let window = shape.window().unwrap_or(0);
+        Kernel([
+            shape.head_dim(),
+            shape.heads_per_group(),
+            window,
+            bucket.rows(),
+            bucket.keys(),
+            bucket.groups(),
+        ])
+    }
+
+    pub fn parts(&self) -> Result<(Shape, Bucket), ContractError> {
+        let [head_dim, heads_per_group, window, rows, keys, groups] = self.0;
+        let window = (window > 0).then_some(window);
+        Ok((Shape::new(head_dim, heads_per_group, window)?, Bucket::new(rows, keys, groups)?))
+    }
+}
+
+/// A job for some KV heads: dispatches that differ in their KV heads alone. The child answers with [`Attended`].
+#[derive(Serialize, Deserialize)]
+pub(super) struct Attend {
+    /// The index of the kernel in [`Ready::kernels`].
+    pub kernel: usize,
+    /// The parameters of each dispatch.
+    pub words: [u32; PARAM_WORDS],
+    pub dispatches: u32,
+    /// The longest time of each dispatch.
+    pub deadline: Duration,
+}
+
+pub(super) type Attended = Result<(), NpuError>;
+
+/// Where queries, keys, values and outputs begin in the file of the arrays; the parts of each dispatch follow one
+/// another. The file has holes, which take no memory.
+pub(super) const ARRAYS: [u64; 4] = [0, 1 << 32, 2 << 32, 3 << 32];

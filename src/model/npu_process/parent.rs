@@ -1,0 +1,266 @@
+//! The parent's end: an [`AttentionUnit`] that the NPU's process computes.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
+
+use rustix::fs::{MemfdFlags, memfd_create};
+
+use super::message::{ARRAYS, Attend, Attended, Opened, Ready, Start};
+use crate::model::child_process::{Connection, ConnectionError};
+use crate::model::offload::{AttentionUnit, OffloadError, OffloadJob, OffloadRoom};
+use crate::npu::contract::{Bucket, Job, RowRange, Shape};
+use crate::npu::error::{NpuCode, NpuError};
+use crate::npu::tile::{Inputs, Reference};
+use crate::npu::transport::NpuFacts;
+
+/// How long opening the NPU and reading the kernels may take.
+const OPEN: Duration = Duration::from_secs(60);
+/// How long a kernel may take to get onto the NPU before its first dispatch.
+const LOAD: Duration = Duration::from_secs(3);
+/// The self-test compares every so many rows with exact attention. Its sum over the keys is what takes time there.
+const ROWS_APART: u32 = 17;
+/// The deviation of the self-test's scores: a missing key shows in some row.
+const SCORE_DEVIATION: f32 = 5.0;
+
+/// The heads of a model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HeadShape {
+    pub head_dim: usize,
+    /// Query heads for each KV head.
+    pub heads_per_group: usize,
+}
+
+/// An NPU that another process drives.
+pub struct NpuProcess {
+    connection: Connection,
+    arrays: File,
+    facts: NpuFacts,
+    /// The kernels for the model's heads: the index that the child knows, and what they were made for.
+    kernels: Vec<(usize, Shape, Bucket)>,
+    /// The longest time of a job.
+    deadline: Duration,
+}
+
+/// How a job runs: the kernel's index, the parameters of each dispatch, and how many there are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Plan {
+    kernel: usize,
+    job: Job,
+    dispatches: u32,
+}
+
+impl NpuProcess {
+    /// The numbers of KV heads up to `most` that there are kernels for, in ascending order.
+    pub fn kv_head_counts(&self, most: usize) -> Vec<usize> {
+        let is_computed = |kv_heads: &usize| {
+            self.kernels.iter().any(|(.., bucket)| kv_heads.is_multiple_of(bucket.groups() as usize))
+        };
+        (1..=most).filter(is_computed).collect()
+    }
+
+    /// Starts `command`, whose standard input is its end of the channel, and has it open the NPU. `most_keys` is the most
+    /// keys of a job, and `deadline` its longest time.
+    pub fn start(
+        command: Command,
+        start: &Start,
+        heads: HeadShape,
+        most_keys: usize,
+        deadline: Duration,
+        cancelled: &Arc<AtomicBool>,
+    ) -> Result<NpuProcess, NpuError> {
+        let broken = |error: std::io::Error| {
+            NpuError::new(NpuCode::Process, format!("the NPU's process cannot be started: {error}"))
+        };
+        let mut connection = Connection::spawn(command, "NPU", cancelled).map_err(broken)?;
+        let arrays = memfd_create("unicorn-npu", MemfdFlags::CLOEXEC).map(File::from);
+        let arrays = arrays.map_err(|error| broken(error.into()))?;
+        connection.send(start)?;
+        connection.send_files(std::slice::from_ref(&arrays))?;
+        let Ready { xrt, device, is_double, kernels } = connection.receive::<Opened>(Some(OPEN))??;
+        let facts = NpuFacts { xrt, device, is_double };
+        let mut fitting = Vec::new();
+        for (index, kernel) in kernels.iter().enumerate() {
+            let parts = kernel.parts();
+            let (shape, bucket) =
+                parts.map_err(|error| NpuError::new(NpuCode::KernelInvalid, error.to_string()))?;
+            let is_of_heads = shape.head_dim() as usize == heads.head_dim
+                && shape.heads_per_group() as usize == heads.heads_per_group;
+            if is_of_heads && bucket.keys() as usize <= most_keys {
+                fitting.push((index, shape, bucket));
+            }
+        }
+        if fitting.is_empty() {
+            let HeadShape { head_dim, heads_per_group } = heads;
+            return Err(NpuError::new(
+                NpuCode::KernelMissing,
+                format!(
+                    "{}: none of its {} kernels is for head_dim {head_dim}, {heads_per_group} query heads for each KV head, \
+                     and at most {most_keys} keys (npu.keys): build them with `unicorn npu build-kernels`",
+                    start.kernels.display(),
+                    kernels.len()
+                ),
+            ));
+        }
+        Ok(NpuProcess { connection, arrays, facts, kernels: fitting, deadline })
+    }
+
+    /// What answers.
+    pub fn facts(&self) -> &NpuFacts {
+        &self.facts
+    }
+
+    /// The process's id.
+    pub fn id(&self) -> u32 {
+        self.connection.id()
+    }
+
+    /// Has the NPU prove that each kernel computes attention of random numbers within the bound of its arithmetic. The
+    /// outputs are poisoned before. Returns the number of kernels.
+    pub fn self_test(&mut self) -> Result<usize, NpuError> {
+        for (index, (kernel, shape, bucket)) in self.kernels.clone().into_iter().enumerate() {
+            let job = test_job(shape, bucket);
+            let inputs = Inputs::random(&job, index as u64, SCORE_DEVIATION);
+            let rounded = inputs.rounded();
+            let numbers = (job.layout().bytes()[3] / 4) as usize;
+            let mut output = vec![f32::NAN; numbers];
+            self.write(3, bytemuck::cast_slice(&output))?;
+            let [queries, keys, values] = [&rounded.queries, &rounded.keys, &rounded.values]
+                .map(|numbers| bytemuck::cast_slice(numbers));
+            let plan = Plan { kernel, job, dispatches: 1 };
+            self.send(&plan, [queries, keys, values])?;
+            self.receive(bytemuck::cast_slice_mut(&mut output))?;
+            let reference = Reference::of_rows(&job, &inputs, ROWS_APART);
+            let worst = reference.worst(&output);
+            if worst > 1.0 {
+                self.connection.give_up();
+                return Err(NpuError::new(
+                    NpuCode::SelfTest,
+                    format!(
+                        "the NPU computes wrong: attention of random numbers is {worst:.1} times as far from exact attention \
+                         as its arithmetic allows, with the kernel of {shape:?} and {bucket:?}"
+                    ),
+                ));
+            }
+        }
+        Ok(self.kernels.len())
+    }
+
+    /// The kernel with the least work that computes the job, and as many KV heads in a dispatch as there are kernels for.
+    fn plan(&self, job: &OffloadJob) -> Option<Plan> {
+        let kv_heads = u32::try_from(job.kv_heads).ok()?;
+        let plans = self.kernels.iter().filter_map(|&(kernel, shape, bucket)| {
+            if !kv_heads.is_multiple_of(bucket.groups()) {
+                return None;
+            }
+            let dispatches = kv_heads / bucket.groups();
+            let planned = job_on(shape, bucket, job)?;
+            let tiles = (0..shape.passes(bucket)).map(|pass| u64::from(shape.walk(bucket, pass).tiles));
+            let work = u64::from(dispatches) * tiles.sum::<u64>() * u64::from(shape.pass_rows());
+            Some((work, Plan { kernel, job: planned, dispatches }))
+        });
+        plans.min_by_key(|(work, plan)| (*work, plan.kernel)).map(|(_, plan)| plan)
+    }
+
+    fn write(&self, array: usize, bytes: &[u8]) -> Result<(), NpuError> {
+        let written = self.arrays.write_all_at(bytes, ARRAYS[array]);
+        written.map_err(|error| NpuError::new(NpuCode::Process, format!("the file of the arrays: {error}")))
+    }
+
+    fn send(&mut self, plan: &Plan, arrays: [&[u8]; 3]) -> Result<(), NpuError> {
+        for (array, bytes) in arrays.into_iter().enumerate() {
+            self.write(array, bytes)?;
+        }
+        let Plan { kernel, job, dispatches } = *plan;
+        let attend =
+            Attend { kernel, words: job.to_words(), dispatches, deadline: self.deadline / dispatches };
+        Ok(self.connection.send(&attend)?)
+    }
+
+    fn receive(&mut self, output: &mut [u8]) -> Result<(), NpuError> {
+        // The child keeps the deadline. This patience is for a child that does not.
+        self.connection.receive::<Attended>(Some(LOAD + self.deadline))??;
+        let read = self.arrays.read_exact_at(output, ARRAYS[3]);
+        read.map_err(|error| NpuError::new(NpuCode::Process, format!("the file of the arrays: {error}")))
+    }
+}
+
+/// The job on a kernel, if it walks over all keys that the job sees.
+fn job_on(shape: Shape, bucket: Bucket, job: &OffloadJob) -> Option<Job> {
+    let first = u32::try_from(job.first).ok()?;
+    let len = u32::try_from(job.rows).ok()?;
+    let window = job.window.map(u32::try_from).transpose().ok()?;
+    let key0 = match shape.window() {
+        None => 0,
+        Some(window) => {
+            let before = first.checked_sub(window - 1)?;
+            before - before % shape.tile()
+        }
+    };
+    let keys = RowRange { first: key0, len: first.checked_add(len)? - key0 };
+    Job::new(shape, bucket, RowRange { first, len }, keys, window).ok()
+}
+
+/// A job that uses nearly all of a kernel's bucket.
+fn test_job(shape: Shape, bucket: Bucket) -> Job {
+    let rows = bucket.rows() - 3;
+    let offset = match shape.window() {
+        None => bucket.keys() - bucket.rows(),
+        Some(window) => window + 1,
+    };
+    let job = OffloadJob {
+        window: shape.window().map(|window| window as usize),
+        first: offset as usize,
+        rows: rows as usize,
+        kv_heads: bucket.groups() as usize,
+    };
+    job_on(shape, bucket, &job).expect("a kernel computes the job that it was made for")
+}
+
+impl AttentionUnit for NpuProcess {
+    fn room(&self, job: &OffloadJob) -> Option<OffloadRoom> {
+        let Plan { job, .. } = self.plan(job)?;
+        Some(OffloadRoom {
+            first_key: job.key0() as usize,
+            keys: job.keys() as usize,
+            key_stride: job.bucket().keys() as usize,
+            row_stride: job.bucket().rows() as usize,
+        })
+    }
+
+    fn begin(
+        &mut self,
+        job: &OffloadJob,
+        queries: &[u8],
+        keys: &[u8],
+        values: &[u8],
+    ) -> Result<(), OffloadError> {
+        let plan = self.plan(job).expect("a job that has room");
+        Ok(self.send(&plan, [queries, keys, values])?)
+    }
+
+    fn finish(&mut self, output: &mut [u8]) -> Result<(), OffloadError> {
+        Ok(self.receive(output)?)
+    }
+}
+
+impl From<NpuError> for OffloadError {
+    fn from(error: NpuError) -> Self {
+        OffloadError { code: error.code.name().to_owned(), message: error.message }
+    }
+}
+
+impl From<ConnectionError> for NpuError {
+    fn from(error: ConnectionError) -> Self {
+        match error {
+            ConnectionError::Hung { seconds } => NpuError::new(
+                NpuCode::Timeout,
+                format!("the NPU hangs: its process has said nothing for {seconds} s, and is ended"),
+            ),
+            gone => NpuError::new(NpuCode::Process, format!("the NPU was lost: {gone}")),
+        }
+    }
+}

@@ -1,0 +1,314 @@
+//! The NPU in its process, with the double of `tests/npu/double` behind it: the demo model's prompts, what happens where
+//! the NPU fails, and the server around that.
+//!
+//! The double computes as the kernel does (`npu::tile`), and no NPU is here.
+
+use std::path::Path;
+use std::process::Command;
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use unicorn::model::gemma3::Gemma3;
+use unicorn::model::load::LoadOptions;
+use unicorn::model::npu_process::{HeadShape, NpuProcess, Start};
+use unicorn::model::offload::{LEAST_TOKENS, Offload, OffloadLimits, OffloadPolicy};
+use unicorn::model::{Runner, RunnerError};
+use unicorn::npu::error::{NpuCode, NpuError};
+
+use crate::support::daemon::Daemon;
+use crate::support::demo;
+use crate::support::goldens::{all_logits, load, max_difference};
+use crate::support::npu::{demo_kernels, double};
+use crate::support::program::{binary, output, unicorn_on_software};
+
+/// The demo model's heads, and the most keys of a job.
+const HEADS: HeadShape = HeadShape { head_dim: 64, heads_per_group: 2 };
+const KEYS: usize = 1024;
+/// Longer than a dispatch of the double takes on a machine that does much else.
+const PATIENT: Duration = Duration::from_secs(60);
+/// The deadline where the double hangs on purpose: what takes time is a test that waits for it.
+const SHORT: Duration = Duration::from_millis(500);
+
+/// The NPU's process over the double, with its faults.
+fn start(faults: &str, deadline: Duration) -> Result<NpuProcess, NpuError> {
+    start_with(&double(), demo_kernels(), faults, deadline)
+}
+
+fn start_with(shim: &Path, kernels: &Path, faults: &str, deadline: Duration) -> Result<NpuProcess, NpuError> {
+    let mut command = Command::new(binary());
+    command.arg("npu-process").env("NPU_DOUBLE", faults);
+    let start = Start { shim: shim.to_owned(), kernels: kernels.to_owned() };
+    NpuProcess::start(command, &start, HEADS, KEYS, deadline, &Arc::default())
+}
+
+fn options() -> LoadOptions {
+    let offload = Some(OffloadLimits { kv_heads: 2, keys: KEYS });
+    LoadOptions { offload, max_context: Some(512), ..LoadOptions::default() }
+}
+
+fn attach(model: &mut Gemma3, npu: NpuProcess, kv_heads: usize, policy: OffloadPolicy) {
+    model.attach_offload(Offload { unit: Box::new(npu), kv_heads, policy }).expect("there is room");
+}
+
+/// The longest quick question of the demo model's set, and the chunks of its logits that are long enough to be shared.
+fn question(model: &Gemma3) -> (&'static [u32], u64) {
+    let prompt = demo::quick_prompts(220).max_by_key(|prompt| prompt.len()).expect("a question");
+    (prompt, (prompt.len() / LEAST_TOKENS * model.config().num_hidden_layers) as u64)
+}
+
+/// How far logits may be off with attention in bf16. `tests/offload.rs` has the arithmetic: the inputs' rounding moves a
+/// layer's result by 2^-8 of its size. The kernel rounds its weights to bf16 too, and looks exponentials up, which adds
+/// as much again (`npu::tile` has both).
+fn bound(model: &Gemma3, logits: &[f32]) -> f32 {
+    let largest = logits.iter().fold(0f32, |most, x| most.max(x.abs()));
+    model.config().num_hidden_layers as f32 * 2.0 * 2f32.powi(-8) * largest
+}
+
+#[test]
+fn logits_of_the_demo_model_keep_to_the_bound_of_bf16_attention() {
+    let mut model = load(&demo::folder(), &options());
+    let (tokens, jobs) = question(&model);
+    let plain = all_logits(&mut model, tokens);
+    let (bound, vocab) = (bound(&model, &plain), model.config().vocab_size);
+    for kv_heads in [1, 2] {
+        let npu = start("", PATIENT).expect("the double is there");
+        assert!(npu.facts().is_double && npu.facts().device.contains("double"), "{:?}", npu.facts());
+        assert_eq!(npu.kv_head_counts(2), [1, 2]);
+        attach(&mut model, npu, kv_heads, OffloadPolicy::Require);
+        assert_eq!(model.attention_path(), kv_heads as u32);
+        let got = all_logits(&mut model, tokens);
+        let difference = max_difference(&got, &plain);
+        println!("{} tokens, {kv_heads} of 2 KV heads: {difference:.1e} of {bound:.1e}", tokens.len());
+        assert!(difference > 0.0 && difference <= bound, "{kv_heads} KV heads: {difference} of {bound}");
+        let counts = model.offload_counts().expect("a unit");
+        assert_eq!((counts.dispatches, counts.quarantined), (jobs, None));
+        // What is drawn greedily is the same wherever the likeliest id leads by more than both may be off.
+        let mut decided = 0;
+        for (plain, got) in plain.chunks(vocab).zip(got.chunks(vocab)) {
+            let [first, second] = top_two(plain);
+            if first.1 - second.1 > 2.0 * bound {
+                assert_eq!(top_two(got)[0].0, first.0);
+                decided += 1;
+            }
+        }
+        assert!(decided > tokens.len() / 4, "{decided} of {} positions say something", tokens.len());
+    }
+}
+
+fn top_two(logits: &[f32]) -> [(usize, f32); 2] {
+    let mut top = [(0, f32::MIN); 2];
+    for (id, logit) in logits.iter().copied().enumerate() {
+        if logit > top[0].1 {
+            top = [(id, logit), top[0]];
+        } else if logit > top[1].1 {
+            top[1] = (id, logit);
+        }
+    }
+    top
+}
+
+/// In the middle of the prompt the NPU stops: with its deadline kept and not kept, its process gone, its command failed.
+#[test]
+fn an_npu_that_fails_amid_a_prompt_is_stepped_in_for() {
+    let mut model = load(&demo::folder(), &options());
+    let (tokens, _) = question(&model);
+    let plain = all_logits(&mut model, tokens);
+    let bound = bound(&model, &plain);
+    for (fault, code) in [
+        ("timeout", "npu-timeout"),
+        ("hang", "npu-timeout"),
+        ("exit", "npu-process"),
+        ("state", "npu-command-state"),
+    ] {
+        let npu = start(&format!("run:9={fault}"), SHORT).expect("the double is there");
+        let id = npu.id();
+        attach(&mut model, npu, 1, OffloadPolicy::Auto);
+        let difference = max_difference(&all_logits(&mut model, tokens), &plain);
+        assert!(difference > 0.0 && difference <= bound, "{fault}: {difference} of {bound}");
+        let counts = model.offload_counts().expect("a unit");
+        assert_eq!((counts.dispatches, counts.fallbacks), (8, vec![(code.to_owned(), 1)]), "{fault}");
+        assert!(counts.quarantined.expect("a reason").starts_with(code), "{fault}");
+        assert_eq!(model.attention_path(), 0, "{fault}: prefixes are the GPU's own from now on");
+        assert!(all_logits(&mut model, tokens) == plain, "{fault}: the GPU alone");
+        model.detach_offload();
+        assert!(!Path::new(&format!("/proc/{id}/fd/0")).exists(), "{fault}: its process is gone");
+    }
+}
+
+#[test]
+fn an_npu_that_is_required_fails_the_step_with_its_code() {
+    let mut model = load(&demo::folder(), &options());
+    let (tokens, _) = question(&model);
+    attach(&mut model, start("run:9=timeout", SHORT).expect("the double"), 1, OffloadPolicy::Require);
+    let error = model.logits(tokens, &mut |_, _| {}).expect_err("the NPU is required");
+    let RunnerError::Offload(words) = &error else { panic!("{error:?}") };
+    assert!(words.starts_with("npu-timeout: "), "{words}");
+}
+
+#[test]
+fn the_self_test_finds_an_npu_that_computes_wrong() {
+    let mut npu = start("", PATIENT).expect("the double");
+    // With and without the window, for 512 and 1024 keys without, for one and two KV heads.
+    assert_eq!(npu.self_test(), Ok(6));
+    for fault in ["run:1=wrong", "run:6=wrong", "run:3=poison"] {
+        let error = start(fault, PATIENT).expect("the double").self_test().expect_err(fault);
+        assert_eq!(error.code, NpuCode::SelfTest, "{fault}: {error}");
+        assert!(error.message.contains("computes wrong"), "{error}");
+    }
+}
+
+#[test]
+fn what_keeps_the_npu_from_starting_has_a_code() {
+    let empty = tempfile::tempdir().expect("a folder");
+    let missing = empty.path().join("libunicorn_npu.so");
+    for (shim, kernels, faults, code, part) in [
+        (&*missing, demo_kernels(), "", NpuCode::ShimMissing, "make npu-shim"),
+        (&*double(), demo_kernels(), "open:1=no-device", NpuCode::NoDevice, "NPU"),
+        (&*double(), demo_kernels(), "open:1=memlock", NpuCode::MemlockLow, "LimitMEMLOCK"),
+        (&*double(), demo_kernels(), "abi=7", NpuCode::ShimMismatch, "make npu-shim"),
+        (&*double(), empty.path(), "", NpuCode::KernelMissing, "unicorn npu build-kernels"),
+    ] {
+        let error = start_with(shim, kernels, faults, PATIENT).err().expect(faults);
+        assert_eq!(error.code, code, "{faults}: {error}");
+        assert!(error.message.contains(part), "{part:?} is not in {error}");
+    }
+    // Other programs may take the columns between the start and the first dispatch.
+    let error = start("load:1=enospc", PATIENT).expect("the double").self_test().expect_err("no columns");
+    assert_eq!(error.code, NpuCode::NoColumns, "{error}");
+}
+
+/// A server of the demo model whose NPU is the double.
+fn serve(mode: &str, faults: &str) -> Daemon {
+    Daemon::start_model(&demo::folder(), &["--npu", mode, "--context", "1024"], |command| {
+        with_double(command);
+        command.env("NPU_DOUBLE", faults).env("UNICORN_NPU_KV_HEADS", "1");
+    })
+}
+
+fn with_double(command: &mut Command) {
+    command.env("UNICORN_NPU_SHIM", double()).env("UNICORN_NPU_KERNELS", demo_kernels());
+    command.env("UNICORN_NPU_KEYS", "1024").env("UNICORN_NPU_DEADLINE_MS", "2000");
+}
+
+/// Asks with a prompt that is long enough to be shared. `n` makes it another one.
+fn ask(server: &Daemon, n: usize) -> (u16, Value) {
+    let text = format!("Tell me about the number {n}. ") + &"What is the capital of France? ".repeat(12);
+    let body = json!({"model": "a/b", "messages": [{"role": "user", "content": text}], "max_tokens": 5, "temperature": 0});
+    let (status, body) = server.exchange("POST", "/v1/chat/completions", &[], &body.to_string());
+    (status, serde_json::from_str(&body).unwrap_or_else(|_| panic!("{body}")))
+}
+
+fn status(server: &Daemon) -> Value {
+    let (code, body) = server.exchange("GET", "/status", &[], "");
+    assert_eq!(code, 200, "{body}");
+    serde_json::from_str::<Value>(&body).expect("JSON")["npu"].clone()
+}
+
+#[test]
+fn a_server_says_what_its_npu_does() {
+    let server = serve("auto", "");
+    let npu = status(&server);
+    assert_eq!(
+        (&npu["mode"], &npu["in_use"], &npu["kv_heads"]),
+        (&json!("auto"), &json!(true), &json!(1)),
+        "{npu}"
+    );
+    assert_eq!(
+        (&npu["is_double"], &npu["reason"], &npu["completed"]),
+        (&json!(true), &json!(null), &json!(0)),
+        "{npu}"
+    );
+    let (code, answer) = ask(&server, 1);
+    assert_eq!(code, 200, "{answer}");
+    let npu = status(&server);
+    let completed = npu["completed"].as_u64().expect("a number");
+    assert!(completed >= 6 && npu["waited_s"].as_f64() > Some(0.0), "six layers at least: {npu}");
+    assert_eq!(server.metric("unicorn_npu_completed_total"), completed as f64);
+    assert_eq!(server.metric("unicorn_npu_kv_heads"), 1.0);
+    assert_eq!(server.metric("unicorn_npu_fallback_total{reason=\"npu-timeout\""), 0.0);
+}
+
+#[test]
+fn a_server_answers_though_its_npu_hangs_amid_a_prompt() {
+    // The self-test has six runs.
+    let mut server = serve("auto", "run:9=hang");
+    let (code, answer) = ask(&server, 1);
+    assert_eq!((code, &answer["choices"][0]["finish_reason"]), (200, &json!("length")), "{answer}");
+    let npu = status(&server);
+    assert_eq!((&npu["in_use"], &npu["fallbacks"]), (&json!(false), &json!({"npu-timeout": 1})), "{npu}");
+    assert!(npu["reason"].as_str().expect("a reason").starts_with("npu-timeout"), "{npu}");
+    assert_eq!(server.metric("unicorn_npu_fallback_total{reason=\"npu-timeout\""), 1.0);
+    assert_eq!(server.metric("unicorn_npu_kv_heads"), 0.0);
+    assert_eq!(server.metric("unicorn_device_losses_total"), 0.0);
+    assert_eq!(ask(&server, 2).0, 200);
+    server.signal("TERM");
+    assert_eq!(server.exit_code(), Some(0), "{:#?}", server.log);
+}
+
+#[test]
+fn a_server_that_requires_its_npu_fails_the_request_with_the_code() {
+    // Behind the self-test, each of its NPUs hangs at the second layer.
+    let mut server = serve("require", "run:8=timeout");
+    let (code, answer) = ask(&server, 1);
+    assert_eq!(code, 500, "{answer}");
+    let message = answer["error"]["message"].as_str().expect("a message");
+    assert!(message.contains("npu-timeout"), "{answer}");
+    assert_eq!(server.metric("unicorn_npu_fallback_total{reason=\"npu-timeout\""), 0.0);
+    server.signal("TERM");
+    assert_eq!(server.exit_code(), Some(0), "{:#?}", server.log);
+}
+
+#[test]
+fn a_server_starts_without_its_npu_or_refuses_to_as_it_was_told() {
+    let mut server = serve("auto", "open:1+=no-device");
+    let npu = status(&server);
+    assert_eq!((&npu["in_use"], &npu["device"]), (&json!(false), &json!(null)), "{npu}");
+    assert!(npu["reason"].as_str().expect("a reason").starts_with("npu-no-device"), "{npu}");
+    assert_eq!(ask(&server, 1).0, 200);
+    server.signal("TERM");
+    assert_eq!(server.exit_code(), Some(0));
+    let folder = demo::folder();
+    let model = ["--model", folder.to_str().expect("UTF-8"), "--allow-software-vulkan", "--npu", "require"];
+    for (faults, code, exit) in [
+        ("open:1+=no-device", "npu-no-device", 78),
+        ("load:1+=enospc", "npu-no-columns", 75),
+        ("run:1=wrong", "npu-self-test", 76),
+    ] {
+        for (what, exit) in [(&["serve", "--port", "0"][..], exit), (&["generate", "--prompt", "Hello"], 1)] {
+            let mut command = unicorn_on_software(&[what, &model].concat());
+            with_double(&mut command);
+            command.env("NPU_DOUBLE", faults);
+            let (got, stdout, stderr) = output(command);
+            assert_eq!((got, stdout.as_str()), (exit, ""), "{faults}: {stderr}");
+            let error = stderr.lines().last().expect("a line");
+            assert!(
+                error.starts_with("error: the NPU is required") && error.contains(code),
+                "{faults}: {error}"
+            );
+        }
+    }
+}
+
+#[test]
+fn the_benchmark_of_the_npu_has_a_line_for_each_share() {
+    let folder = demo::folder();
+    let bench =
+        ["bench", "npu", "--model", folder.to_str().expect("UTF-8"), "--allow-software-vulkan", "--json"];
+    let mut command = unicorn_on_software(&[&bench[..], &["--prompt-tokens", "96", "--runs", "1"]].concat());
+    with_double(&mut command);
+    let (code, stdout, stderr) = output(command);
+    assert_eq!(code, 0, "{stderr}");
+    let report: Value = serde_json::from_str(&stdout).expect(&stdout);
+    let shares: Vec<u64> =
+        report["shares"].as_array().expect("shares").iter().filter_map(|s| s["kv_heads"].as_u64()).collect();
+    assert_eq!((shares, &report["is_double"]), (vec![0, 1, 2], &json!(true)), "{report}");
+    assert!(report["shares"][1]["tokens_per_s"].as_f64() > Some(0.0), "{report}");
+    // Where the NPU does not compute, nothing is measured in its place.
+    let mut command = unicorn_on_software(&bench);
+    with_double(&mut command);
+    command.env("NPU_DOUBLE", "open:1=no-device");
+    let (code, stdout, stderr) = output(command);
+    assert_eq!((code, stdout.as_str()), (1, ""), "{stderr}");
+    assert!(stderr.contains("npu-no-device"), "{stderr}");
+}
