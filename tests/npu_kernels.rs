@@ -88,7 +88,7 @@ impl Machine {
         let path = std::env::var_os("PATH").unwrap();
         let folders = [toolchain.join("bin")].into_iter().chain(std::env::split_paths(&path));
         command.env("PATH", std::env::join_paths(folders).unwrap());
-        command.env("STAND_IN_LOG", self.log());
+        command.env("STAND_IN_LOG", self.log()).env("PYTHONDONTWRITEBYTECODE", "1");
         command
     }
 
@@ -284,29 +284,64 @@ fn what_a_tool_writes_wrong_is_refused_and_the_old_kernel_stays() {
     assert_eq!(after, before);
 }
 
+/// Waits until what the hanging stand-in started is gone.
+#[track_caller]
+fn assert_child_ended(machine: &Machine) {
+    let child = std::fs::read_to_string(machine.log().with_extension("child")).unwrap();
+    // A child that was killed may wait for its new parent to look.
+    let state = || std::fs::read_to_string(format!("/proc/{child}/stat")).unwrap_or_default();
+    let ended = until(|| state().is_empty() || state().contains(") Z "));
+    assert!(ended, "{}", state());
+}
+
+/// Waits until it is so, or for long.
+fn until(so: impl Fn() -> bool) -> bool {
+    (0..3000).any(|_| {
+        let is_so = so();
+        if !is_so {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        is_so
+    })
+}
+
 #[test]
 fn a_tool_that_hangs_is_ended_with_what_it_started() {
     let machine = Machine::new();
-    let mut command = machine.build(&["--rows", "256", "--tool-limit-s", "1"]);
+    let mut command = machine.build(&["--rows", "256", "--tool-limit-s", "2"]);
     command.env("STAND_IN_HANG", "aiecc.py");
     let (code, _, stderr) = output(command);
     assert_eq!(code, 1);
     let error = stderr.lines().last().unwrap();
-    assert!(error.starts_with("error: aiecc.py: not done after 1 s, and ended; --tool-limit-s"), "{error}");
-    let child = std::fs::read_to_string(machine.log().with_extension("child")).unwrap();
-    // A child that was killed may wait for its new parent to look.
-    let state = || std::fs::read_to_string(format!("/proc/{child}/stat")).unwrap_or_default();
-    assert!(
-        (0..500).any(|_| {
-            let ended = state().is_empty() || state().contains(") Z ");
-            if !ended {
-                std::thread::sleep(std::time::Duration::from_millis(20));
-            }
-            ended
-        }),
-        "{}",
-        state()
+    assert!(error.starts_with("error: aiecc.py: not done after 2 s, and ended; --tool-limit-s"), "{error}");
+    assert_child_ended(&machine);
+}
+
+#[test]
+fn an_interrupted_build_leaves_no_tool_behind() {
+    let machine = Machine::new();
+    // What a killed build has left.
+    std::fs::create_dir_all(machine.kernels().join(".build-left")).unwrap();
+    let mut command = machine.build(&["--rows", "256"]);
+    command.env("STAND_IN_HANG", "aiecc.py").stderr(Stdio::piped());
+    let build = command.spawn().unwrap();
+    assert!(until(|| machine.log().with_extension("child").exists()));
+    assert!(!machine.kernels().join(".build-left").exists());
+    // One build at a time.
+    assert_error(
+        machine.build(&["--rows", "256"]),
+        1,
+        &["another `unicorn npu build-kernels` builds into this folder"],
     );
+    rustix::process::kill_process(rustix::process::Pid::from_child(&build), rustix::process::Signal::INT)
+        .unwrap();
+    let ended = build.wait_with_output().unwrap();
+    assert_eq!(ended.status.code(), Some(1));
+    let stderr = String::from_utf8(ended.stderr).unwrap();
+    assert!(stderr.contains("error: aiecc.py: ended, since this command was interrupted"), "{stderr}");
+    assert_child_ended(&machine);
+    let names = machine.names();
+    assert!(names.iter().all(|name| !name.starts_with(".build-")), "{names:?}");
 }
 
 #[test]

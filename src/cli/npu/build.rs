@@ -33,6 +33,9 @@ const SOURCE: [(&str, &str); 4] = [
 /// The steps are this file, so that its text stands for them in the hash.
 const STEPS: &str = include_str!("build.rs");
 
+/// The beginning of the names of folders in which kernels are built.
+const WORK_PREFIX: &str = ".build-";
+
 pub fn build_kernels(config: &Config, args: &BuildKernels) -> Result<(), Error> {
     let wanted = wanted(config, args)?;
     let folder = super::folder(config, &args.folder)?;
@@ -46,7 +49,8 @@ pub fn build_kernels(config: &Config, args: &BuildKernels) -> Result<(), Error> 
         let problem = "another `unicorn npu build-kernels` builds into this folder; wait until it is done";
         return Err(Error::Argument(format!("{}: {problem}", folder.display())));
     }
-    let work = || tempfile::Builder::new().prefix(".build-").tempdir_in(&folder).map_err(at(&folder));
+    remove_remains(&folder);
+    let work = || tempfile::Builder::new().prefix(WORK_PREFIX).tempdir_in(&folder).map_err(at(&folder));
     let tools = Toolchain::find(args, work()?.path())?;
     let mut built = 0;
     for (index, (shape, bucket)) in wanted.iter().enumerate() {
@@ -80,6 +84,15 @@ pub fn build_kernels(config: &Config, args: &BuildKernels) -> Result<(), Error> 
     }
     let there = wanted.len() - built;
     print(&format!("{}: {built} kernels built, {there} were there\n", folder.display()))
+}
+
+/// Removes the folders of builds that were killed. Nobody builds here now: the lock is held.
+fn remove_remains(folder: &Path) {
+    for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
+        if entry.file_name().as_encoded_bytes().starts_with(WORK_PREFIX.as_bytes()) {
+            let _ = std::fs::remove_dir_all(entry.path());
+        }
+    }
 }
 
 /// The kernels that were asked for: for each number of rows and groups, one that walks over all keys for each number of
