@@ -17,6 +17,7 @@
 #   make test-fresh RELEASE=bookworm  `make serve` and `make test` on a new machine, in a chroot; as root, an hour
 #   make test-27b                  write, load and ask a 27B of random weights; 16 GB of disk and of memory, minutes
 #   make test-devices              kernels and goldens on every device that stands in for a GPU: a table; half an hour
+#   make npu-shim                  libunicorn_npu.so, through which the program reaches this machine's XRT and its NPU
 #   make bench                     load time, prefill and decode speed, memory
 #   make bench-step                host time of a decode step of 62 layers
 #   make bench-host                host time per token: scheduler, blocks, grammars, text; needs no GPU
@@ -41,7 +42,7 @@ ARGS ?=
 SERVE_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test setup-devices test-devices build serve bench bench-step bench-host bench-serve gpu-bench test test-clients test-lm-eval test-scaling test-demo test-openwebui test-27b test-fresh test-service test-packages release test-release conformance edges test-faults soak install uninstall lint clean
+.PHONY: help setup setup-test setup-devices test-devices npu-shim build serve bench bench-step bench-host bench-serve gpu-bench test test-clients test-lm-eval test-scaling test-demo test-openwebui test-27b test-fresh test-service test-packages release test-release conformance edges test-faults soak install uninstall lint clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -57,6 +58,9 @@ test-devices: setup-test
 
 setup-devices:
 	@python3 tools/setup.py devices
+
+npu-shim:
+	@tools/npu_shim.sh
 
 build: setup
 	cargo build --locked
@@ -77,7 +81,8 @@ install:
 	@PREFIX="$(PREFIX)" DESTDIR="$(DESTDIR)" tools/install.sh $(UNICORN)
 
 uninstall:
-	rm -f $(DESTDIR)$(PREFIX)/bin/unicorn $(DESTDIR)$(PREFIX)/lib/systemd/system/unicorn.service \
+	rm -f $(DESTDIR)$(PREFIX)/bin/unicorn $(DESTDIR)$(PREFIX)/lib/unicorn/libunicorn_npu.so \
+	      $(DESTDIR)$(PREFIX)/lib/systemd/system/unicorn.service \
 	      $(DESTDIR)$(PREFIX)/lib/systemd/system/unicorn.socket $(DESTDIR)$(PREFIX)/lib/sysusers.d/unicorn.conf \
 	      $(DESTDIR)$(PREFIX)/share/man/man1/unicorn.1 $(DESTDIR)$(PREFIX)/share/man/man1/unicorn-*.1 \
 	      $(DESTDIR)$(PREFIX)/share/bash-completion/completions/unicorn \

@@ -2,6 +2,7 @@
 # Installs the built binary as a service; `make install` calls it.
 #
 #   $PREFIX/bin/unicorn              the binary
+#   $PREFIX/lib/unicorn              libunicorn_npu.so, if `make npu-shim` has built it beside the binary
 #   $PREFIX/lib/systemd/system       the unit, with that path in it, and a socket that may start it
 #   $PREFIX/lib/sysusers.d           the user `unicorn`, in the groups render and video
 #   $PREFIX/share                    a manual page for each command, and completions for bash, zsh and fish
@@ -25,6 +26,10 @@ if [ -z "$root" ] && [ "$(id -u)" -ne 0 ]; then
 fi
 
 install -D -m 755 "$binary" "$root$prefix/bin/unicorn"
+shim=$(dirname "$binary")/libunicorn_npu.so
+if [ -e "$shim" ]; then
+    install -D -m 644 "$shim" "$root$prefix/lib/unicorn/libunicorn_npu.so"
+fi
 unit=$root$prefix/lib/systemd/system/unicorn.service
 install -D -m 644 "$here/config/unicorn.service" "$unit"
 sed -i "s|^ExecStart=/usr/local/bin/|ExecStart=$prefix/bin/|" "$unit"

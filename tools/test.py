@@ -145,7 +145,7 @@ def clippy():
 
 def rust():
     """Unit tests, the integration suite and the documentation's examples. Also builds the server for `clients`, `scaling`,
-    `service` and `page`."""
+    `service` and `page`, and the examples for `npu`."""
     fetched, _ = run([str(ROOT / "tools/fetch_real_tokenizer.sh")], FETCH_SECONDS)
     if fetched not in (0, 3, 4, None):  # 3 and 4: the tokenizer is not available here, and its cases are skipped
         return Result(failures=[f"rust: tools/fetch_real_tokenizer.sh: {ended(fetched)}"])
@@ -295,6 +295,11 @@ def service():
     return counted("service", *run([sys.executable, str(ROOT / "tests/service/test_restricted.py")]))
 
 
+def npu():
+    """The shim and the real XRT over a kernel driver that is none. Without mount namespaces or Debian's XRT the part is skipped."""
+    return counted("npu", *run([sys.executable, str(ROOT / "tests/npu/real_xrt.py")]))
+
+
 def page():
     """A browser on the page of a real server. Without Chromium, Node.js or playwright-core the part is skipped."""
     lacks = page_lacks()
@@ -403,10 +408,10 @@ def pins(requirements):
     return re.findall(r"^([a-z0-9_-]+)(?:\[[a-z0-9,-]+\])?==(\S+)$", requirements, re.MULTILINE)
 
 
-# Cheap checks first; `clients`, `scaling`, `service` and `page` start the server that `rust` built.
+# Cheap checks first; `clients`, `scaling`, `service` and `page` start the server that `rust` built, and `npu` its examples.
 PARTS = {
     "tools": tools, "demo": demo, "rustfmt": rustfmt, "rust": rust, "devices": devices_cheap, "clients": clients,
-    "scaling": scaling, "service": service, "page": page, "clippy": clippy,
+    "scaling": scaling, "service": service, "npu": npu, "page": page, "clippy": clippy,
 }
 # These parts are too heavy for every run.
 NAMED_ONLY = {"lm-eval": lm_eval, "openwebui": openwebui, "all-devices": devices_all, "all-scaling": all_scaling}

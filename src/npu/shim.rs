@@ -352,7 +352,7 @@ fn unloadable(shim: &str, said: &str, xrt: impl FnOnce() -> Option<String>) -> N
     let (code, what) = if said.contains("cannot open shared object file") {
         let what = format!("XRT is not installed, or not all of it; the NPU is reached through its {XRT}");
         (NpuCode::XrtMissing, what)
-    } else if said.contains("undefined symbol: _ZN") && said.contains("3xrt") {
+    } else if said.contains("undefined symbol: _Z") && said.contains("3xrt") {
         let version = xrt().map_or("this machine's XRT".into(), |version| format!("XRT {version}"));
         let what = format!(
             "{version} is too old: it has not all that the NPU needs (hw_context); take 2.25 or later"
@@ -394,6 +394,7 @@ mod tests {
                 .message
                 .starts_with("XRT 2.13.466 is too old")
         );
+        assert_eq!(code("shim.so: undefined symbol: _ZTIN3xrt3run13command_errorE"), NpuCode::XrtOld);
         let libraries = "libstdc++.so.6: version `GLIBCXX_3.4.33' not found (required by shim.so)";
         assert_eq!(code(libraries), NpuCode::ShimMismatch);
         assert_eq!(

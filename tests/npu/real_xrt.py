@@ -141,14 +141,14 @@ class Machine:
         self.shim = folder / "libunicorn_npu.so"
         self.xclbin = make_xclbin(folder)
 
-    def compute(self, jobs, fault="", script=MACHINE, deadline_ms=30000, xclbin=None):
+    def compute(self, jobs, fault="", script=MACHINE, deadline_ms=30000, xclbin=None, before=()):
         """The lines of npu_host, and the calls that its driver saw."""
         self.log.unlink(missing_ok=True)
         environment = {
             **os.environ, "FAKE_AMDXDNA_LOG": str(self.log), "FAKE_AMDXDNA_MODEL": str(MODEL), "FAKE_AMDXDNA_FAULT": fault,
             "DEADLINE_MS": str(deadline_ms),
         }
-        program = xrt.command([HOST, self.shim, xclbin or self.xclbin, *jobs], preload=[self.driver])
+        program = xrt.command([HOST, self.shim, xclbin or self.xclbin, *jobs], [self.driver], before)
         done = subprocess.run(
             [*self.unshare, "sh", "-c", script, "sh", *program], env=environment, stdin=subprocess.DEVNULL, capture_output=True,
             text=True, errors="replace", timeout=SECONDS, check=False,
@@ -255,6 +255,11 @@ def a_machine_without_an_npu_is_named(machine):
     fails(machine, "npu-no-device", "unicorn doctor", script=NO_MACHINE)
 
 
+def an_xrt_without_hw_context_is_named(machine):
+    """XRT 2.13, whose library has the name of 2.25's."""
+    fails(machine, "xrt-old", "XRT 2.13.0 is too old", before=[xrt.OLD])
+
+
 def a_command_that_never_ends_poisons_what_comes_after(machine):
     after, calls = fails(machine, "npu-timeout", "did not answer in time", jobs=JOBS[:3], fault="silence", deadline_ms=300)
     expect([line["code"] for line in after], ["npu-timeout"] * 2)
@@ -282,8 +287,8 @@ def a_container_that_is_none_is_refused(machine):
 CHECKS = [
     attention_comes_back_to_the_bit, the_calls_have_their_order, flags_and_banks_decide_where_buffers_lie, the_packet_has_its_words,
     low_memlock_is_named, held_columns_are_named, the_seventh_context_is_refused, a_closed_node_is_named,
-    a_machine_without_an_npu_is_named, a_command_that_never_ends_poisons_what_comes_after, a_reset_of_the_driver_is_a_timeout,
-    a_failed_command_is_no_timeout, a_container_that_is_none_is_refused,
+    a_machine_without_an_npu_is_named, an_xrt_without_hw_context_is_named, a_command_that_never_ends_poisons_what_comes_after,
+    a_reset_of_the_driver_is_a_timeout, a_failed_command_is_no_timeout, a_container_that_is_none_is_refused,
 ]
 
 
@@ -297,6 +302,7 @@ def main():
     try:
         if unshare:
             xrt.make(print)
+            xrt.make_old(print)
     except DevicesError as error:
         lacks = str(error)
     if lacks:

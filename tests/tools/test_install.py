@@ -66,6 +66,17 @@ class Install(unittest.TestCase):
                             ("fish/vendor_completions.d/unicorn.fish", "fish")]:
             self.assertEqual((share / path).read_text(), f"of {shell}\n")
 
+    def test_the_shim_of_the_npu_is_installed_where_it_was_built(self):
+        shim = self.prefix / "lib/unicorn/libunicorn_npu.so"
+        self.install()
+        self.assertFalse(self.root(shim).exists())
+        (self.folder / "libunicorn_npu.so").write_text("built")
+        self.assertEqual(self.install()[0], 0)
+        self.assertEqual(self.root(shim).read_text(), "built")
+        destination = {"DESTDIR": str(self.folder / "root"), "PREFIX": str(self.prefix)}
+        self.assertEqual(run("make", "--no-print-directory", "uninstall", **destination)[0], 0)
+        self.assertFalse(self.root(shim).exists())
+
     def test_the_debian_package_has_what_is_installed_and_its_scripts_are_shell(self):
         self.install(PREFIX="/usr")
         about = tomllib.loads((ROOT / "Cargo.toml").read_text())["package"]["metadata"]["deb"]
