@@ -40,6 +40,7 @@ mod jinja;
 mod kernels;
 mod messages;
 mod model_names;
+mod offload;
 mod openapi;
 mod other_fields;
 mod page;
