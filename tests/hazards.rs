@@ -9,8 +9,8 @@ use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 use unicorn::checkpoint::ModelFiles;
 use unicorn::gpu::{Buffer, Device, DevicePolicy, Order, Recorder, Rehearsal};
 use unicorn::kernels::{
-    Attention, History, Kernels, KvCache, LAST_SAMPLED, LOGPROB_WORDS, Operand, Peak, Quantized, RmsNorm,
-    Shares, StepArrays, Tiles, Wants, shaders,
+    Attention, GatheredKeys, Heads, History, Kernels, KvCache, LAST_SAMPLED, LOGPROB_WORDS, OffloadKernels,
+    Operand, Peak, Quantized, RmsNorm, Shares, StepArrays, Tiles, Wants, shaders,
 };
 use unicorn::model::draft::{self, Drafted};
 use unicorn::model::gemma3::Gemma3;
@@ -163,7 +163,11 @@ fn chain(b: &mut Bench, which: usize) -> Option<Chain> {
         Some(0) => quantizing(b),
         // The store has attention of single tokens behind it, or attention of tiles, or none, for the same reason.
         Some(n) => {
-            let kv = *KvDtype::ALL.get((n - 1) / 3)?;
+            let Some(kv) = KvDtype::ALL.get((n - 1) / 3) else {
+                let kv = *KvDtype::ALL.get(n - 1 - 3 * KvDtype::ALL.len())?;
+                return Some(on(bodies, offload(b, kv)));
+            };
+            let kv = *kv;
             let tokens = [&[(3, 1), (21, 1), (5, 1)][..], &[(3, 3), (21, 21)]];
             attention(b, kv, tokens.get((n - 1) % 3).copied())
         }
@@ -420,6 +424,47 @@ fn attention(b: &mut Bench, kv: KvDtype, attending: Option<&[(usize, usize)]>) -
     Chain { name: format!("keys, values {what}, {kv}"), record: Box::new(record), written }
 }
 
+/// Queries, keys and values for a unit, and partials of its output.
+fn offload(b: &mut Bench, kv: KvDtype) -> Chain {
+    let shape = shape(4, 2, 32, 16, None);
+    b.make_heads(&shape, kv);
+    // The second sequence's tokens are a tile, and one that is left over.
+    let paged = Paged::new(b, shape, &[(3, 1), (30, 17)]);
+    let (tokens, rows) = (paged.tokens().len(), 1..18);
+    let [q, k, v] = [4 * 32, 2 * 32, 2 * 32].map(|width| {
+        let rows = b.random(tokens * width, 1.0);
+        b.activations(&rows, width)
+    });
+    let zeros = vec![0u8; paged.empty_cache(kv).len()];
+    let cache = KvCache { keys: b.upload(&zeros), values: b.upload(&zeros) };
+    let norm = RmsNorm { weight: b.upload(&[1f32; 32]), eps: 1e-6 };
+    let rope: Vec<f32> = (0..64 * 16).flat_map(|i| [(i as f32).cos(), (i as f32).sin()]).collect();
+    let (rope, step) = (b.upload(&rope), paged.arrays(b));
+    let partials = b.partials(&shape, paged.room());
+    let heads = Heads { group: 2, head_dim: 32, kv };
+    let kernels = OffloadKernels::new(&b.device, heads).unwrap();
+    let (offloaded, row_stride, stride) = (2, 20, 32);
+    let [queries, output] = [2, 4].map(|bytes| b.poisoned(bytes * 4 * row_stride * 32));
+    let keys = [(); 2].map(|()| b.poisoned(2 * offloaded * stride * 32));
+    let span = GatheredKeys { first: 0, count: 30, first_seen: 0, stride };
+    let written = [&queries, &keys[0], &keys[1], &partials.single.buffer, &partials.tiles.buffer];
+    let written = written.map(Clone::clone).to_vec();
+    let [q_norm, k_norm] = [norm.clone(), norm];
+    let attention = Attention { shape, q_norm, k_norm, rope, q_scale: 0.2, cache };
+    let of_rows = step.rows(&rows);
+    let table = 4 * shape.max_blocks as u64;
+    let record = move |of_model: &Kernels, r: &mut Recorder<'_>| {
+        r.fill(&output, 0x3f80_0000);
+        of_model.qkv_store(r, &attention, [&q, &k, &v], &step, tokens);
+        kernels.queries(r, &shape, (&q.rows(&rows), rows.len()), offloaded, (&queries, row_stride));
+        let blocks = step.block_tables.slice(table, table);
+        kernels.cache(r, &attention, (&blocks, &span), offloaded, [&keys[0], &keys[1]]);
+        let merges = (&of_rows.shares.merges, rows.len());
+        kernels.partials(r, &shape, (&output, row_stride), offloaded, merges, &partials);
+    };
+    Chain { name: format!("offload, {kv}"), record: Box::new(record), written }
+}
+
 /// Runs every chain of kernels on a device that rehearses orders.
 struct Chains {
     device: Arc<Device>,
@@ -505,6 +550,7 @@ fn chains_of(shader: &str) -> String {
         "history" => "history",
         "copy" | "fill" => "copies",
         "qkv" | "attention" => "keys, values",
+        "offload" => "offload",
         other => panic!("which chain has {other}?"),
     };
     format!("{on_cpu}{chains}")

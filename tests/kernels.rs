@@ -7,9 +7,9 @@ use rayon::prelude::*;
 use unicorn::checkpoint::{Encoding, Tensor};
 use unicorn::gpu::{Arena, Class, CommandBuffer, Device, DevicePolicy, GpuError, MemoryKind, Uploader};
 use unicorn::kernels::{
-    Activations, Attention, AttentionShape, Bias, DrawScratch, Embedding, History, Item, KvCache,
-    LAST_SAMPLED, LOGPROB_WORDS, MAX_LOGPROBS, Matrix, NO_TOKEN, Operand, Peak, RmsNorm, Room, SampleRequest,
-    Shares, StepArrays,
+    Activations, Attention, AttentionShape, Bias, DrawScratch, Embedding, GatheredKeys, Heads, History, Item,
+    KvCache, LAST_SAMPLED, LOGPROB_WORDS, MAX_LOGPROBS, Matrix, NO_TOKEN, OffloadKernels, Operand, Peak,
+    RmsNorm, Room, SampleRequest, Shares, StepArrays,
 };
 use unicorn::model::kernel_cases::{Choice, Rig, Work};
 use unicorn::model::shapes::Shape;
@@ -17,7 +17,7 @@ use unicorn::quantize::{grouping, quantize_row};
 use unicorn::tensor::{DType, KvDtype, Precision, Scheme};
 
 use crate::support::kernel_bench::{
-    Adjusted, BODIES, Bench, Drawing, Paged, SCHEMES, STORED, adjusted, shape, with_each_body,
+    Adjusted, BODIES, Bench, Drawing, HEADS, Paged, SCHEMES, STORED, adjusted, shape, with_each_body,
 };
 use crate::support::reference::dequantize_row;
 use crate::support::{policy, reference};
@@ -619,6 +619,184 @@ fn tokens_of_nobody_attend_to_nothing() {
     let known = 2 * 4 * 32;
     assert_eq!(some[..known], all[..known]);
     assert!(some[known..].iter().all(|bits| *bits == 0));
+}
+
+/// Numbers whose rounding to bf16 differs: ties to both sides, ends of the range, and what is no number.
+const ROUNDED: [f32; 12] = [
+    f32::from_bits(0x3f80_8000),
+    f32::from_bits(0x3f81_8000),
+    f32::from_bits(0x3f80_8001),
+    f32::from_bits(0xbf80_7fff),
+    f32::MAX,
+    f32::MIN,
+    f32::INFINITY,
+    f32::NEG_INFINITY,
+    0.0,
+    -0.0,
+    f32::NAN,
+    1e-30,
+];
+
+fn bf16_bits(value: &f32) -> u16 {
+    half::bf16::from_f32(*value).to_bits()
+}
+
+/// Heads, KV heads, dimension, and the number of KV heads that a unit computes.
+const OFFLOADED: [(usize, usize, usize, usize); 5] =
+    [(2, 1, 32, 1), (6, 3, 128, 2), (3, 1, 100, 1), (4, 4, 256, 4), (16, 2, 36, 1)];
+
+#[test]
+fn a_units_queries_are_rounded_to_bf16_by_heads() {
+    let mut b = Bench::new(41);
+    let kernels = OffloadKernels::new(&b.device, HEADS).unwrap();
+    for (case, (heads, kv_heads, d, offloaded)) in OFFLOADED.into_iter().enumerate() {
+        for (rows, stride) in [(1, 1), (1, 7), (33, 40), (32, 32), (50, 64)] {
+            let shape = shape(heads, kv_heads, d, 16, None);
+            let mut q = b.random(rows * heads * d, 3.0);
+            for (i, value) in ROUNDED.into_iter().enumerate() {
+                let at = (7 * i + 5 * case) % q.len();
+                q[at] = value;
+            }
+            let input = b.activations(&q, heads * d);
+            let count = heads / kv_heads * offloaded;
+            // What lies behind the last head is left alone.
+            let to = b.poisoned(2 * count * stride * d + 64);
+            b.run(|_, r| kernels.queries(r, &shape, (&input, rows), offloaded, (&to, stride)));
+            let got = b.download::<u16>(&to, count * stride * d + 32);
+            let mut expected = vec![0u16; count * stride * d];
+            for (head, row) in (0..count).flat_map(|head| (0..rows).map(move |row| (head, row))) {
+                let from = q[(row * heads + head) * d..][..d].iter().map(bf16_bits);
+                let to = (head * stride + row) * d;
+                expected[to..to + d].iter_mut().zip(from).for_each(|(to, from)| *to = from);
+            }
+            expected.extend([0xdead, 0x7fc0].repeat(16));
+            assert!(got == expected, "{shape:?}, {rows} rows of {stride}");
+        }
+    }
+}
+
+#[test]
+fn a_units_keys_are_gathered_from_the_blocks_of_a_sequence() {
+    let mut b = Bench::new(42);
+    for ((heads, kv_heads, d, offloaded), kv) in
+        OFFLOADED.into_iter().flat_map(|heads| KvDtype::ALL.map(|kv| (heads, kv)))
+    {
+        for block_size in [1, 5, 16, 32] {
+            let shape = AttentionShape { max_blocks: 80, ..shape(heads, kv_heads, d, block_size, None) };
+            let group = heads / kv_heads;
+            let kernels = OffloadKernels::new(&b.device, Heads { group, head_dim: d, kv }).unwrap();
+            let mut paged = Paged::new(&mut b, shape, &[(21, 1), (70, 9)]);
+            let mut cached = [paged.empty_cache(kv), paged.empty_cache(kv)];
+            let mut kept = [vec![Vec::new(); 70 * kv_heads], vec![Vec::new(); 70 * kv_heads]];
+            for (position, head) in (0..70).flat_map(|p| (0..kv_heads).map(move |head| (p, head))) {
+                for (cached, kept) in cached.iter_mut().zip(&mut kept) {
+                    let mut random = b.random(d, 2.0);
+                    random[position % d] = ROUNDED[position % 4];
+                    let row = paged.row(1, position, head);
+                    kept[position * kv_heads + head] = paged.file_away(cached, kv, row, &random);
+                }
+            }
+            let cache = KvCache { keys: b.upload(&cached[0]), values: b.upload(&cached[1]) };
+            let nothing = b.poisoned(4 * d);
+            let norm = RmsNorm { weight: nothing.clone(), eps: 0.0 };
+            let (q_norm, k_norm) = (norm.clone(), norm);
+            let attention = Attention { shape, q_norm, k_norm, rope: nothing, q_scale: f32::NAN, cache };
+            for (first, first_seen, count, stride) in
+                [(0, 0, 70, 70), (0, 0, 1, 3), (13, 13, 50, 64), (32, 39, 38, 40), (3, 66, 67, 67)]
+            {
+                // Blocks that no row sees have been given back: another sequence's are there, full of NaNs.
+                let table = paged.tables[1].clone();
+                let free = (0..paged.num_blocks as u32).find(|block| !table.contains(block)).unwrap();
+                paged.tables[1][..first_seen / block_size].fill(free);
+                let blocks = paged.arrays(&mut b).block_tables;
+                paged.tables[1] = table;
+                let row = 4 * shape.max_blocks as u64;
+                let span = GatheredKeys { first, count, first_seen, stride };
+                let to = [(); 2].map(|()| b.poisoned(2 * offloaded * stride * d + 64));
+                b.run(|_, r| {
+                    let blocks = blocks.slice(row, row);
+                    kernels.cache(r, &attention, (&blocks, &span), offloaded, [&to[0], &to[1]]);
+                });
+                for (to, kept) in to.iter().zip(&kept) {
+                    let mut expected = vec![0u16; offloaded * stride * d];
+                    for position in first_seen..first + count {
+                        for head in 0..offloaded {
+                            let to = (head * stride + position - first) * d;
+                            let from = kept[position * kv_heads + head].iter().map(bf16_bits);
+                            expected[to..to + d].iter_mut().zip(from).for_each(|(to, from)| *to = from);
+                        }
+                    }
+                    expected.extend([0xdead, 0x7fc0].repeat(16));
+                    let got = b.download::<u16>(to, expected.len());
+                    assert!(got == expected, "{shape:?}, {kv}, {span:?}");
+                }
+            }
+        }
+    }
+}
+
+/// The device computes some KV heads of the tokens in the middle, and all heads of the others. The rest comes from a
+/// unit.
+#[test]
+fn a_units_output_takes_the_place_of_the_heads_that_it_computed() {
+    let mut b = Bench::new(43);
+    // The middle has tiles that are split, tiles that are not, and a last tile of one token.
+    let cases = [
+        (shape(4, 2, 32, 16, None), &[(300, 1), (293, 33), (260, 20)][..], 1),
+        (shape(4, 2, 64, 16, Some(70)), &[(130, 1), (101, 17), (90, 1)], 2),
+        (shape(16, 2, 36, 16, None), &[(7, 7), (210, 9), (64, 1)], 1),
+        (shape(3, 1, 100, 5, None), &[(5, 2), (101, 1), (90, 1)], 1),
+        (shape(6, 3, 128, 16, Some(9)), &[(40, 3), (80, 50), (9, 9)], 2),
+    ];
+    for ((shape, sequences, offloaded), kv) in cases.into_iter().zip(KvDtype::ALL.into_iter().cycle()) {
+        let attended = Attended::new(&mut b, shape, kv, 1.0, sequences);
+        let (tokens, runs) = (attended.tokens(), attended.paged.runs());
+        let room = Room { single: tokens + 60, tiles: tokens + 400 };
+        let shares = Shares::new(&shape, &runs, tokens, tokens, room);
+        let whole = attended.run(&mut b, &shares, room);
+        let middle = runs[1].row..runs[2].row;
+        let parts = [0..middle.start, middle.clone(), middle.end..tokens];
+        let shares = Shares::in_parts(&shape, &runs, &parts, room);
+        assert_eq!(shares.parts.iter().map(|part| part.rows.clone()).collect::<Vec<_>>(), parts);
+
+        let Attended { attention, arrays, q, .. } = &attended;
+        let heads = Heads { group: shape.num_heads / shape.num_kv_heads, head_dim: shape.head_dim, kv };
+        let kernels = OffloadKernels::new(&b.device, heads).unwrap();
+        let (count, stride) = (heads.group * offloaded, middle.len() + 3);
+        let output = b.random(count * stride * shape.head_dim, 2.0);
+        let uploaded = b.upload(&output);
+        let step = StepArrays { shares: b.shares(&shares, shape.num_kv_heads), ..arrays.clone() };
+        let of_middle = step.rows(&middle);
+        let all = 0..shape.num_kv_heads;
+        let mut run = |from_unit: bool| {
+            let (partials, y) = (b.partials(&shape, room), b.empty(tokens, q.width));
+            b.run(|k, r| {
+                for (i, part) in shares.parts.iter().enumerate() {
+                    let heads = if i == 1 { offloaded..all.end } else { all.clone() };
+                    k.attention_partials(r, attention, (q, &partials), &step, part, &heads);
+                }
+                if from_unit {
+                    let merges = (&of_middle.shares.merges, middle.len());
+                    kernels.partials(r, &shape, (&uploaded, stride), offloaded, merges, &partials);
+                } else {
+                    let part = &shares.parts[1];
+                    k.attention_partials(r, attention, (q, &partials), &step, part, &(0..offloaded));
+                }
+                k.attention_merge(r, &shape, &step, &partials, &Operand::floats(&y), tokens);
+            });
+            b.rows(&y, tokens).into_iter().map(f32::to_bits).collect::<Vec<u32>>()
+        };
+        assert!(run(false) == whole, "{shape:?}, {kv}: heads by heads");
+        let got = run(true);
+        for (at, (got, whole)) in got.iter().zip(&whole).enumerate() {
+            let (token, head, i) = (at / q.width, at % q.width / shape.head_dim, at % shape.head_dim);
+            let expected = match middle.contains(&token) && head < count {
+                true => output[(head * stride + token - middle.start) * shape.head_dim + i].to_bits(),
+                false => *whole,
+            };
+            assert_eq!(*got, expected, "{shape:?}, {kv}: token {token}, head {head}, {i}");
+        }
+    }
 }
 
 #[test]

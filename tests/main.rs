@@ -46,6 +46,7 @@ mod npu_kernels;
 mod npu_process;
 #[cfg(feature = "npu")]
 mod npu_shim;
+mod offload;
 mod openapi;
 mod other_fields;
 mod page;

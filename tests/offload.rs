@@ -1,0 +1,496 @@
+//! Attention that is shared with a unit beside the device. The unit here is a twin on the CPU, which computes in f64
+//! what the arrays hold in bf16. It checks the arrays that it gets, and can be told to fail.
+//!
+//! # The bound
+//!
+//! Queries, keys, values are rounded to bf16, to 2^-9 of each number. A score of one query and one key is a sum of
+//! products of which each is off by 2 · 2^-9 of itself; rounding is as likely up as down, so a score is off by about
+//! 2^-8 of its size, and scores of a normed query and key are a few units. A weight is off by as much as its score, in
+//! parts of itself, and the weighted sum of values averages that. So attention of a layer is off by about 2^-8 of its
+//! size, and the norm behind it passes that on to the residual stream. The errors of layers are independent: they add up
+//! to less than one of 2^-8 for each layer. [`bound`] allows that share of the largest logit. A unit that computes
+//! something else must exceed it, which a test shows for each kind of mistake.
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use half::bf16;
+use unicorn::checkpoint::ModelFiles;
+use unicorn::engine::Sequence;
+use unicorn::gpu::Device;
+use unicorn::model::draft::{self, Drafted};
+use unicorn::model::gemma3::Gemma3;
+use unicorn::model::load::LoadOptions;
+use unicorn::model::offload::{
+    AttentionUnit, LEAST_TOKENS, MOST_TOKENS, Offload, OffloadError, OffloadJob, OffloadLimits,
+    OffloadPolicy, OffloadRoom,
+};
+use unicorn::model::{Batch, BatchSequence, Input, Runner, RunnerError, Sampling, SamplingParams};
+use unicorn::tensor::KvDtype;
+
+use crate::support::driver::{Driver, Run};
+use crate::support::goldens::{Goldens, all_logits, load, max_difference};
+use crate::support::{data, demo, policy};
+
+/// What a twin does wrong.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Fault {
+    None,
+    /// The job of this number fails when it begins, or when it ends.
+    Begin(usize),
+    Finish(usize),
+    /// The output is zeros; the first row's in every row; that of the heads in another order; without a window.
+    Zeros,
+    FirstRow,
+    OtherHeads,
+    NoWindow,
+}
+
+/// Jobs that a twin was given.
+type Jobs = Arc<Mutex<Vec<OffloadJob>>>;
+
+struct Twin {
+    /// Query heads of a KV head, and their dimension.
+    group: usize,
+    head_dim: usize,
+    fault: Fault,
+    /// The kinds of layers that the twin computes: with a window, and without.
+    kinds: [bool; 2],
+    jobs: Jobs,
+    output: Option<Vec<f32>>,
+}
+
+fn room(job: &OffloadJob) -> OffloadRoom {
+    let seen = job.window.map_or(0, |window| (job.first + 1).saturating_sub(window));
+    // The first key is at a multiple that has nothing to do with blocks, so keys are there that no row sees.
+    let first_key = seen / 7 * 7;
+    let keys = job.first + job.rows - first_key;
+    let row_stride = (job.rows + 3).min(MOST_TOKENS);
+    OffloadRoom { first_key, keys, key_stride: keys.next_multiple_of(20), row_stride }
+}
+
+fn numbers(bytes: &[u8]) -> Vec<f64> {
+    let all = bytes.as_chunks().0.iter();
+    all.map(|bytes| f64::from(bf16::from_le_bytes(*bytes).to_f32())).collect()
+}
+
+impl AttentionUnit for Twin {
+    fn room(&self, job: &OffloadJob) -> Option<OffloadRoom> {
+        self.kinds[usize::from(job.window.is_none())].then(|| room(job))
+    }
+
+    fn begin(
+        &mut self,
+        job: &OffloadJob,
+        queries: &[u8],
+        keys: &[u8],
+        values: &[u8],
+    ) -> Result<(), OffloadError> {
+        assert!(self.output.is_none(), "a job beside another");
+        let mut jobs = self.jobs.lock().unwrap();
+        jobs.push(*job);
+        if self.fault == Fault::Begin(jobs.len() - 1) {
+            return Err(OffloadError { code: "twin-begin".into(), message: "it does not begin".into() });
+        }
+        let OffloadRoom { first_key, keys: count, key_stride, row_stride } = room(job);
+        let (d, heads) = (self.head_dim, job.kv_heads * self.group);
+        let [queries, keys, values] = [queries, keys, values].map(numbers);
+        assert_eq!(queries.len(), heads * row_stride * d);
+        assert_eq!([keys.len(), values.len()], [job.kv_heads * key_stride * d; 2]);
+        // What nobody needs is 0.
+        let seen = job.window.map_or(0, |window| (job.first + 1).saturating_sub(window));
+        for (at, head) in keys.chunks(key_stride * d).chain(values.chunks(key_stride * d)).enumerate() {
+            let (before, rest) = head.split_at((seen - first_key) * d);
+            let behind = &rest[(count - (seen - first_key)) * d..];
+            assert!(before.iter().chain(behind).all(|value| *value == 0.0), "array {at} of {job:?}");
+            assert!(head.iter().all(|value| value.is_finite()), "array {at} of {job:?}");
+        }
+        let mut output = vec![f32::NAN; queries.len()];
+        for head in 0..heads {
+            let rows = &queries[head * row_stride * d..][..row_stride * d];
+            assert!(rows[job.rows * d..].iter().all(|value| *value == 0.0), "queries behind the last row");
+            let of_head = |all: &[f64], key: usize| {
+                let at = (head / self.group * key_stride + key) * d;
+                all[at..at + d].to_vec()
+            };
+            for row in 0..job.rows {
+                let position = job.first + row;
+                let window = if self.fault == Fault::NoWindow { None } else { job.window };
+                let first = window.map_or(seen, |window| (position + 1).saturating_sub(window));
+                let query = &rows[row * d..][..d];
+                let scores: Vec<f64> = (first..=position)
+                    .map(|key| of_head(&keys, key - first_key).iter().zip(query).map(|(k, q)| k * q).sum())
+                    .collect();
+                let most = scores.iter().copied().fold(f64::MIN, f64::max);
+                let weights: Vec<f64> = scores.iter().map(|score| (score - most).exp()).collect();
+                let sum: f64 = weights.iter().sum();
+                let mut result = vec![0.0; d];
+                for (key, weight) in (first..).zip(&weights) {
+                    let value = of_head(&values, key - first_key);
+                    result.iter_mut().zip(value).for_each(|(to, value)| *to += weight / sum * value);
+                }
+                let head = if self.fault == Fault::OtherHeads { heads - 1 - head } else { head };
+                let to = &mut output[(head * row_stride + row) * d..][..d];
+                to.iter_mut().zip(result).for_each(|(to, from)| *to = from as f32);
+            }
+            if self.fault == Fault::FirstRow {
+                let first = output[head * row_stride * d..][..d].to_vec();
+                let rows = output[head * row_stride * d..][..job.rows * d].chunks_exact_mut(d);
+                rows.for_each(|row| row.copy_from_slice(&first));
+            }
+        }
+        if self.fault == Fault::Zeros {
+            output.fill(0.0);
+        }
+        self.output = Some(output);
+        Ok(())
+    }
+
+    fn finish(&mut self, output: &mut [u8]) -> Result<(), OffloadError> {
+        let result = self.output.take().expect("a job was begun");
+        if self.fault == Fault::Finish(self.jobs.lock().unwrap().len() - 1) {
+            output.fill(0xff);
+            return Err(OffloadError { code: "twin-finish".into(), message: "it does not end".into() });
+        }
+        output.copy_from_slice(bytemuck::cast_slice(&result));
+        Ok(())
+    }
+}
+
+/// Room for any job of the models here.
+fn options(options: LoadOptions) -> LoadOptions {
+    LoadOptions { offload: Some(OffloadLimits { kv_heads: 4, keys: 4096 }), ..options }
+}
+
+fn twin(model: &Gemma3, fault: Fault) -> (Twin, Jobs) {
+    let (c, jobs) = (model.config(), Jobs::default());
+    let group = c.num_attention_heads / c.num_key_value_heads;
+    let twin =
+        Twin { group, head_dim: c.head_dim, fault, kinds: [true; 2], jobs: jobs.clone(), output: None };
+    (twin, jobs)
+}
+
+fn attach(model: &mut Gemma3, fault: Fault, kv_heads: usize, policy: OffloadPolicy) -> Jobs {
+    let (unit, jobs) = twin(model, fault);
+    model.attach_offload(Offload { unit: Box::new(unit), kv_heads, policy }).unwrap();
+    jobs
+}
+
+/// See the head of this file.
+fn bound(model: &Gemma3, logits: &[f32]) -> f32 {
+    let largest = logits.iter().fold(0f32, |a, b| a.max(b.abs()));
+    model.config().num_hidden_layers as f32 * 2f32.powi(-8) * largest
+}
+
+fn prompt(variant: &str) -> Vec<u32> {
+    Goldens::open(&data("gemma3").join(variant)).tokens("tokens.long")
+}
+
+/// Jobs of a prompt that is computed in chunks: one in each layer for each chunk that is long enough.
+fn jobs_of(model: &Gemma3, tokens: usize, chunk: usize) -> (u64, u64) {
+    let layers = model.config().num_hidden_layers;
+    let chunks = (0..tokens).step_by(chunk).map(|first| chunk.min(tokens - first));
+    let long: Vec<usize> = chunks.filter(|tokens| *tokens >= LEAST_TOKENS).collect();
+    ((layers * long.len()) as u64, (layers * long.iter().sum::<usize>()) as u64)
+}
+
+#[test]
+fn logits_with_a_unit_are_those_of_bf16_attention() {
+    for variant in ["tiny-a", "tiny-b", "tiny-27b-ratio"] {
+        let folder = data("gemma3").join(variant);
+        let tokens = prompt(variant);
+        for kv in KvDtype::ALL {
+            let mut model = load(&folder, &options(LoadOptions { kv, ..LoadOptions::default() }));
+            let plain = all_logits(&mut model, &tokens);
+            let bound = bound(&model, &plain);
+            let groups = model.config().num_key_value_heads;
+            for kv_heads in [groups.div_ceil(2), groups] {
+                let jobs = attach(&mut model, Fault::None, kv_heads, OffloadPolicy::Require);
+                let got = all_logits(&mut model, &tokens);
+                let difference = max_difference(&got, &plain);
+                println!("{variant}, {kv}, {kv_heads} of {groups} KV heads: {difference:.1e} of {bound:.1e}");
+                assert!(difference <= bound, "{variant}, {kv}, {kv_heads}: {difference} of {bound}");
+                assert!(difference > 0.0, "{variant}, {kv}, {kv_heads}: no bit of the unit's is used");
+                let counts = model.offload_counts().unwrap();
+                // Logits come in chunks of 32 tokens; what is left of the prompt is too short.
+                assert_eq!((counts.dispatches, counts.tokens), jobs_of(&model, tokens.len(), 32));
+                assert_eq!((counts.recomputed, counts.quarantined), (0, None));
+                let jobs = jobs.lock().unwrap();
+                assert_eq!(jobs.len() as u64, counts.dispatches);
+                let layers = model.config().num_hidden_layers;
+                assert_eq!((jobs[0].first, jobs[layers].first, jobs[layers].rows), (0, 32, 32));
+                assert!(jobs.iter().all(|job| job.kv_heads == kv_heads));
+            }
+        }
+    }
+}
+
+#[test]
+fn whatever_a_unit_computes_wrong_shows_in_the_logits() {
+    let tokens = prompt("tiny-a");
+    let mut model = load(&data("gemma3/tiny-a"), &options(LoadOptions::default()));
+    let plain = all_logits(&mut model, &tokens);
+    let bound = bound(&model, &plain);
+    for fault in [Fault::Zeros, Fault::FirstRow, Fault::OtherHeads, Fault::NoWindow] {
+        attach(&mut model, fault, 2, OffloadPolicy::Require);
+        let difference = max_difference(&all_logits(&mut model, &tokens), &plain);
+        println!("{fault:?}: {difference:.1e}, and {bound:.1e} is allowed");
+        assert!(difference > 2.0 * bound, "{fault:?}: {difference}");
+    }
+}
+
+#[test]
+fn the_demo_model_keeps_to_the_bound_too() {
+    let tokens = demo::quick_prompts(220).max_by_key(|prompt| prompt.len()).unwrap();
+    let mut model =
+        load(&demo::folder(), &options(LoadOptions { max_context: Some(512), ..LoadOptions::default() }));
+    let plain = all_logits(&mut model, tokens);
+    let bound = bound(&model, &plain);
+    for kv_heads in [1, 2] {
+        attach(&mut model, Fault::None, kv_heads, OffloadPolicy::Auto);
+        let difference = max_difference(&all_logits(&mut model, tokens), &plain);
+        println!("{} tokens, {kv_heads} KV heads: {difference:.1e} of {bound:.1e}", tokens.len());
+        assert!(difference > 0.0 && difference <= bound, "{kv_heads} KV heads: {difference}");
+        assert_eq!(model.offload_counts().unwrap().dispatches, jobs_of(&model, tokens.len(), 32).0);
+    }
+}
+
+fn sequence(id: u64, tokens: &[u32], answer: usize) -> Sequence {
+    let params = SamplingParams { logprobs: Some(0), ..SamplingParams::GREEDY };
+    Sequence::new(id, tokens.to_vec(), params, answer)
+}
+
+/// A prompt whose final hidden states are added up.
+fn pooled(id: u64, tokens: &[u32]) -> Sequence {
+    let mut sequence = sequence(id, tokens, 1);
+    sequence.pooling = true;
+    sequence
+}
+
+/// Sequences that arrive one after the other, while the ones before are computed.
+fn run(model: &mut dyn Runner, chunk: usize, sequences: Vec<Sequence>) -> Run {
+    let mut limits = model.limits();
+    limits.max_batch_tokens = chunk.min(limits.max_batch_tokens);
+    Driver::new(model, limits).run_staggered(sequences, |i| 2 * i)
+}
+
+/// Prompts in chunks, beside others and beside decodes. What is not shared keeps its bits.
+#[test]
+fn sequences_beside_a_shared_prompt_have_the_bits_that_they_have_alone() {
+    let tokens = prompt("tiny-a");
+    let load_options =
+        options(LoadOptions { sequences: 8, max_context: Some(512), ..LoadOptions::default() });
+    let mut model = load(&data("gemma3/tiny-a"), &load_options);
+    let sequences = || {
+        vec![
+            sequence(0, &tokens[..20], 40),
+            pooled(1, &tokens),
+            sequence(2, &tokens[50..81], 30),
+            pooled(3, &tokens[3..150]),
+            sequence(4, &tokens[90..100], 20),
+        ]
+    };
+    for chunk in [256, 100] {
+        let plain = run(&mut model, chunk, sequences());
+        for kv_heads in [1, 2] {
+            let jobs = attach(&mut model, Fault::None, kv_heads, OffloadPolicy::Require);
+            let got = run(&mut model, chunk, sequences());
+            assert!(got.widest >= 3, "{} sequences in a step", got.widest);
+            for id in [0, 2, 4] {
+                assert_eq!(got.answers[&id], plain.answers[&id], "chunks of {chunk}, sequence {id}");
+                assert_eq!(got.logprobs[&id], plain.logprobs[&id], "chunks of {chunk}, sequence {id}");
+            }
+            for id in [1, 3] {
+                let bound = bound(&model, &plain.pooled[&id]);
+                let difference = max_difference(&got.pooled[&id], &plain.pooled[&id]);
+                println!(
+                    "chunks of {chunk}, {kv_heads} KV heads, sequence {id}: {difference:.1e} of {bound:.1e}"
+                );
+                assert!(difference > 0.0 && difference <= bound, "chunks of {chunk}, sequence {id}");
+            }
+            // Some chunk began in the middle of a prompt, where earlier chunks wrote the keys.
+            let jobs = jobs.lock().unwrap();
+            assert!(jobs.iter().any(|job| job.first > 0 && job.rows > LEAST_TOKENS), "{jobs:?}");
+        }
+        // The next plain run has a unit that has room for nothing.
+        let (unit, _) = twin(&model, Fault::None);
+        let unit = Box::new(Twin { kinds: [false; 2], ..unit });
+        model.attach_offload(Offload { unit, kv_heads: 1, policy: OffloadPolicy::Require }).unwrap();
+    }
+}
+
+/// A layer's submits are cut in every way: in one piece, each part by itself, and by rows.
+#[test]
+fn the_cut_of_a_shared_step_changes_no_bit() {
+    let tokens = prompt("tiny-27b-ratio");
+    let all = |max_submit: Duration, kv_heads: usize| {
+        let load_options =
+            LoadOptions { max_submit, max_context: Some(512), sequences: 4, ..LoadOptions::default() };
+        let mut model = load(&data("gemma3/tiny-27b-ratio"), &options(load_options));
+        attach(&mut model, Fault::None, kv_heads, OffloadPolicy::Require);
+        let sequences = vec![sequence(0, &tokens[..9], 12), pooled(1, &tokens), pooled(2, &tokens[5..60])];
+        let got = run(&mut model, 256, sequences);
+        assert!(model.offload_counts().unwrap().dispatches > 0);
+        (got.answers[&0].clone(), got.pooled[&1].clone(), got.pooled[&2].clone())
+    };
+    for kv_heads in [1, 3, 4] {
+        let whole = all(LoadOptions::default().max_submit, kv_heads);
+        assert!(all(Duration::ZERO, kv_heads) == whole, "{kv_heads} KV heads");
+    }
+}
+
+#[test]
+fn a_unit_that_fails_is_replaced_by_the_device() {
+    let tokens = prompt("tiny-a");
+    for max_submit in [LoadOptions::default().max_submit, Duration::ZERO] {
+        let load_options = options(LoadOptions { max_submit, ..LoadOptions::default() });
+        let mut model = load(&data("gemma3/tiny-a"), &load_options);
+        let plain = all_logits(&mut model, &tokens);
+        let (bound, layers) = (bound(&model, &plain), model.config().num_hidden_layers);
+        for (fault, at, code) in [
+            (Fault::Begin(0), 0, "twin-begin"),
+            (Fault::Finish(0), 0, "twin-finish"),
+            (Fault::Begin(layers + 3), layers + 3, "twin-begin"),
+            (Fault::Finish(2 * layers - 1), 2 * layers - 1, "twin-finish"),
+        ] {
+            for kv_heads in [1, 2] {
+                let jobs = attach(&mut model, fault, kv_heads, OffloadPolicy::Auto);
+                let got = all_logits(&mut model, &tokens);
+                let difference = max_difference(&got, &plain);
+                match at {
+                    // The device has computed all there is.
+                    0 => assert!(got == plain, "{fault:?}, {kv_heads} KV heads: {difference}"),
+                    _ => assert!(difference > 0.0 && difference <= bound, "{fault:?}: {difference}"),
+                }
+                let counts = model.offload_counts().unwrap();
+                assert_eq!(counts.dispatches, at as u64, "{fault:?}");
+                assert_eq!(counts.fallbacks, [(code.to_owned(), 1)], "{fault:?}");
+                // The layer of the failure, and the later ones of its step.
+                assert_eq!(counts.recomputed as usize, layers - at % layers, "{fault:?}");
+                assert!(counts.quarantined.unwrap().starts_with(code), "{fault:?}");
+                assert_eq!(jobs.lock().unwrap().len(), at + 1, "{fault:?}: the unit is used no more");
+                assert!(all_logits(&mut model, &tokens) == plain, "{fault:?}: afterwards");
+            }
+        }
+    }
+}
+
+fn prompt_batch(model: &Gemma3, tokens: &[u32]) -> Batch {
+    let blocks: Vec<u32> = (0..tokens.len().div_ceil(model.limits().kv.block_size) as u32).collect();
+    let sequence = BatchSequence {
+        slot: 0,
+        start: 0,
+        input: Input::Ids(tokens.to_vec()),
+        full_blocks: blocks.clone(),
+        sliding_blocks: blocks,
+        sliding_first: 0,
+        history: None,
+    };
+    Batch { sequences: vec![sequence], ..Batch::default() }
+}
+
+#[test]
+fn a_unit_that_is_required_and_fails_ends_the_runner() {
+    let tokens = prompt("tiny-a");
+    for (fault, failure) in [
+        (Fault::Begin(2), "twin-begin: it does not begin"),
+        (Fault::Finish(2), "twin-finish: it does not end"),
+    ] {
+        let mut model = load(&data("gemma3/tiny-a"), &options(LoadOptions::default()));
+        attach(&mut model, fault, 2, OffloadPolicy::Require);
+        let failure = RunnerError::Offload(failure.into());
+        // What the unit does not compute is computed before the failure, and not after it.
+        let short = prompt_batch(&model, &tokens[..LEAST_TOKENS - 1]);
+        let ticket = model.submit(&short, &Sampling::default()).unwrap();
+        model.wait(ticket).unwrap();
+        let long = prompt_batch(&model, &tokens[..LEAST_TOKENS]);
+        assert_eq!(model.submit(&long, &Sampling::default()).unwrap_err(), failure);
+        assert_eq!(model.submit(&long, &Sampling::default()).unwrap_err(), failure);
+        assert_eq!(model.submit(&short, &Sampling::default()).unwrap_err(), failure);
+        let counts = model.offload_counts().unwrap();
+        assert_eq!((counts.dispatches, counts.recomputed, counts.fallbacks), (2, 0, vec![]));
+        assert_eq!(counts.quarantined, Some(failure.to_string()));
+    }
+}
+
+#[test]
+fn layers_that_a_unit_has_no_room_for_are_the_devices_own() {
+    let tokens = prompt("tiny-a");
+    let mut model = load(&data("gemma3/tiny-a"), &options(LoadOptions::default()));
+    let plain = all_logits(&mut model, &tokens);
+    let windowed = model.config().layer_types.len() - 1;
+    for (kinds, layers) in [([false, false], 0), ([true, false], windowed), ([false, true], 1)] {
+        let (unit, jobs) = twin(&model, Fault::None);
+        let unit = Box::new(Twin { kinds, ..unit });
+        model.attach_offload(Offload { unit, kv_heads: 2, policy: OffloadPolicy::Require }).unwrap();
+        let got = all_logits(&mut model, &tokens);
+        let difference = max_difference(&got, &plain);
+        assert_eq!(got == plain, layers == 0, "{kinds:?}");
+        assert!(difference <= bound(&model, &plain), "{kinds:?}: {difference}");
+        let chunks = (tokens.len() / 32) as u64;
+        assert_eq!(model.offload_counts().unwrap().dispatches, chunks * layers as u64, "{kinds:?}");
+        let jobs = jobs.lock().unwrap();
+        assert!(jobs.iter().all(|job| kinds[usize::from(job.window.is_none())]), "{kinds:?}");
+    }
+}
+
+/// A draft model, the self-test, and calibration compute on the device alone.
+#[test]
+fn what_is_no_prompt_of_the_model_is_not_shared() {
+    let tokens = prompt("tiny-a");
+    let [files, draft_files] =
+        ["tiny-a", "tiny-b"].map(|variant| ModelFiles::open(&data("gemma3").join(variant)).unwrap());
+    let device = Device::open(&policy()).unwrap();
+    let load_options = options(LoadOptions { max_context: Some(512), ..LoadOptions::default() });
+    let (mut model, draft_model) =
+        draft::load(&device, &files, &draft_files, &load_options, &mut |_| {}).unwrap();
+    let jobs = attach(&mut model, Fault::None, 2, OffloadPolicy::Require);
+    model.self_test().unwrap();
+    assert_eq!(model.offload_counts().unwrap().dispatches, 0);
+    let layers = model.config().num_hidden_layers;
+    let got = run(&mut Drafted::new(model, draft_model), 256, vec![sequence(0, &tokens[..100], 12)]);
+    assert_eq!(got.answers[&0].len(), 12);
+    let jobs = jobs.lock().unwrap();
+    assert_eq!(jobs.len(), layers, "{jobs:?}");
+    assert!(jobs.iter().all(|job| (job.first, job.rows) == (0, 100)));
+}
+
+#[test]
+fn a_unit_needs_room_that_the_load_made() {
+    let folder = data("gemma3/tiny-a");
+    let attach = |load_options: &LoadOptions, kv_heads: usize| {
+        let mut model = load(&folder, load_options);
+        let (unit, _) = twin(&model, Fault::None);
+        let offload = Offload { unit: Box::new(unit), kv_heads, policy: OffloadPolicy::Auto };
+        model.attach_offload(offload).map_err(|error| error.to_string())
+    };
+    let refusal = attach(&LoadOptions::default(), 1).unwrap_err();
+    assert!(refusal.contains("without room") && refusal.contains("LoadOptions::offload"), "{refusal}");
+    let calibrating = options(LoadOptions { moments: true, ..LoadOptions::default() });
+    assert!(attach(&calibrating, 1).unwrap_err().contains("calibration"));
+    let small =
+        LoadOptions { offload: Some(OffloadLimits { kv_heads: 1, keys: 64 }), ..LoadOptions::default() };
+    assert!(attach(&small, 2).unwrap_err().contains("2 KV heads; expected 1 to 1"));
+    assert!(attach(&options(LoadOptions::default()), 3).unwrap_err().contains("expected 1 to 2"));
+    assert!(attach(&options(LoadOptions::default()), 0).is_err());
+    assert_eq!(attach(&small, 1), Ok(()));
+}
+
+#[test]
+fn a_shared_step_takes_no_memory_after_the_load() {
+    let tokens = prompt("tiny-a");
+    // The test has a device of its own, because other tests allocate on the shared one meanwhile.
+    let device = Device::open(&policy()).unwrap();
+    let files = ModelFiles::open(&data("gemma3/tiny-a")).unwrap();
+    // Deep in the prompt a job has more keys than there is room for.
+    let limits = OffloadLimits { kv_heads: 2, keys: 100 };
+    let load_options = LoadOptions { offload: Some(limits), ..LoadOptions::default() };
+    let mut model = Gemma3::load(&device, &files, &load_options, &mut |_| {}).unwrap();
+    let jobs = attach(&mut model, Fault::None, 2, OffloadPolicy::Require);
+    let before = device.allocations();
+    all_logits(&mut model, &tokens);
+    assert_eq!(device.allocations(), before);
+    let jobs = jobs.lock().unwrap();
+    assert!(jobs.iter().all(|job| room(job).key_stride <= 100));
+    assert!(jobs.iter().any(|job| job.first > 100), "layers with a window");
+}
