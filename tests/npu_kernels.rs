@@ -1,11 +1,18 @@
 //! The kernels of the NPU on disk: their parsers on damaged files, and `unicorn npu`, which builds and lists them, with
 //! stand-ins for the toolchain (tests/npu/toolchain).
 
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+use tempfile::TempDir;
 
-use crate::support::data;
 use crate::support::fuzz_bodies::{npu_container, npu_transaction};
+use crate::support::npu::with_toolchain;
+use crate::support::program::{assert_error, output, unicorn};
+use crate::support::{data, root};
 
 /// Numbers that a wrong offset, size or count may be.
 const NUMBERS: [u32; 12] = [0, 1, 2, 3, 5, 7, 16, 0xff, 0xffff, 1 << 31, u32::MAX - 3, u32::MAX];
@@ -80,14 +87,9 @@ impl Machine {
     }
 
     fn build_for(&self, model: &[&str], options: &[&str]) -> Command {
-        let toolchain = root().join("tests/npu/toolchain");
         let mut command = unicorn(&["npu", "build-kernels"]);
         command.args(model).args(options).arg("--kernels").arg(self.kernels());
-        command.arg("--python").arg(toolchain.join("bin/python3"));
-        command.env("PEANO_INSTALL_DIR", toolchain.join("llvm-aie"));
-        let path = std::env::var_os("PATH").unwrap();
-        let folders = [toolchain.join("bin")].into_iter().chain(std::env::split_paths(&path));
-        command.env("PATH", std::env::join_paths(folders).unwrap());
+        with_toolchain(&mut command);
         command.env("STAND_IN_LOG", self.log()).env("PYTHONDONTWRITEBYTECODE", "1");
         command
     }

@@ -300,7 +300,7 @@ mod with_npu {
 
 /// The library that calls XRT.
 #[cfg(feature = "npu")]
-fn shim(config: &Config) -> PathBuf {
+pub fn shim(config: &Config) -> PathBuf {
     let program = std::env::current_exe().unwrap_or_default();
     config.npu.shim.as_ref().map_or_else(|| crate::npu::shim::Shim::path(Path::new(&program)), PathBuf::from)
 }

@@ -13,7 +13,7 @@ use super::{demo, root};
 /// Options of `unicorn npu build-kernels` and an environment in which it finds the stand-ins.
 pub fn with_toolchain(command: &mut Command) {
     let toolchain = root().join("tests/npu/toolchain");
-    command.arg("--python").arg(toolchain.join("bin/python3"));
+    command.arg("--python").arg(toolchain.join("bin/python-with-mlir-aie"));
     command.env("PEANO_INSTALL_DIR", toolchain.join("llvm-aie"));
     let path = std::env::var_os("PATH").expect("a PATH");
     let folders = [toolchain.join("bin")].into_iter().chain(std::env::split_paths(&path));

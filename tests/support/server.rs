@@ -11,7 +11,7 @@ use tempfile::TempDir;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 use unicorn::api::{
-    self, Connections, CourtesyNow, EnergyNow, Facts, HeapNow, KernelTime, MemoryNow, Now, Placed,
+    self, Connections, CourtesyNow, EnergyNow, Facts, HeapNow, KernelTime, MemoryNow, Now, NpuNow, Placed,
     ProcessNow, SelfTested, Submitted,
 };
 
@@ -142,7 +142,20 @@ pub fn facts() -> Facts {
             let process = ProcessNow { processor, device_processor, open_files: Some(31), most_files: None };
             let courtesy = Some(CourtesyNow { share: 0.5, holds: true, sessions_known: true });
             let energy = Some(EnergyNow { source: "rapl", joules: 37.5 });
-            Now { memory, submitted: Some(submitted), kernels, process, courtesy, energy }
+            let npu = Some(NpuNow {
+                mode: "auto".into(),
+                in_use: true,
+                reason: None,
+                device: Some("RyzenAI-npu1".into()),
+                xrt: Some("2.25.0".into()),
+                is_double: false,
+                kv_heads: 2,
+                completed: 12,
+                tokens: 3072,
+                fallbacks: [("npu-timeout".to_owned(), 1)].into(),
+                waited_s: 0.5,
+            });
+            Now { memory, submitted: Some(submitted), kernels, process, courtesy, energy, npu }
         }),
     }
 }

@@ -91,7 +91,7 @@ fn findings(
         None => findings.extend(model::check(machine, &loader, gpu.filter(|_| is_amd), config, args)),
     }
     findings.extend(service::check(machine, config));
-    findings.extend(npu::check(machine, &log));
+    findings.extend(npu::check(machine, config, &log));
     findings
 }
 

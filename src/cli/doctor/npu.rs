@@ -1,13 +1,16 @@
 //! Checks of the NPU: the PCI bus, kernel and driver, the device node, the IOMMU, locked memory, XRT's libraries, and
-//! what the driver said in the kernel's log.
+//! what the driver said in the kernel's log. Where `npu.mode` wants the NPU, the shim and the kernels are looked for too.
 //!
-//! Nothing of this program computes on the NPU, so no finding here is a problem: what was never set up is a note, and
-//! what was set up and cannot work is a warning.
+//! A server computes without the NPU, so no finding here is a problem: what was never set up is a note, and what was set
+//! up and cannot work is a warning. `npu.mode = "require"` makes each of them a problem, since the start is refused then.
 
-use super::finding::Finding;
+use super::finding::{Finding, Severity};
 use super::gpu::denied;
 use super::machine::{Machine, Package, Pci, version};
+#[cfg(feature = "npu")]
+use crate::cli::offload;
 use crate::cli::terminal::bytes;
+use crate::config::{Config, NpuMode};
 
 const AMD: u64 = 0x1022;
 const XDNA1: u64 = 0x1502;
@@ -55,16 +58,32 @@ const SYMPTOMS: [(&str, &str, &str, &str); 5] = [
     ),
 ];
 
-pub fn check(machine: &Machine, log: &std::io::Result<Vec<String>>) -> Vec<Finding> {
+pub fn check(machine: &Machine, config: &Config, log: &std::io::Result<Vec<String>>) -> Vec<Finding> {
+    let mut findings = found(machine, config, log);
+    if config.npu.mode == NpuMode::Require {
+        let keeps = |finding: &&mut Finding| {
+            finding.severity > Severity::Ok && !finding.code.ends_with("-unread") || finding.code == "no-npu"
+        };
+        findings.iter_mut().filter(keeps).for_each(|finding| finding.severity = Severity::Problem);
+    }
+    findings
+}
+
+fn found(machine: &Machine, config: &Config, log: &std::io::Result<Vec<String>>) -> Vec<Finding> {
     const FOLDER: &str = "sys/bus/pci/devices";
     let is_npu = |pci: &Pci| pci.vendor == AMD && matches!(pci.device, XDNA1 | XDNA2);
     let Some(npu) = machine.pci().into_iter().find(is_npu) else {
         let ryzen_ai = machine.read("proc/cpuinfo").unwrap_or_default();
         let has_one = ["7840", "7940", "8840", "8845", "8940", "8945", "Ryzen AI"];
+        let is_wanted = config.npu.mode == NpuMode::Require;
         return vec![match has_one.iter().any(|model| ryzen_ai.contains(model)) {
             true => Finding::note("no-npu", "the processor has an NPU, and the PCI bus does not")
                 .cause("the firmware has it switched off")
                 .firmware("IPU (also NPU, AI engine): enabled")
+                .read(FOLDER),
+            false if is_wanted => Finding::note("no-npu", "there is no NPU, and npu.mode requires one")
+                .cause("neither the PCI bus nor the processor's name shows one")
+                .act("set npu.mode to auto or off")
                 .read(FOLDER),
             false => Finding::ok("npu", "there is no NPU"),
         }];
@@ -80,6 +99,10 @@ pub fn check(machine: &Machine, log: &std::io::Result<Vec<String>>) -> Vec<Findi
     findings.push(iommu(machine));
     findings.push(locked_memory(machine));
     findings.push(libraries(machine));
+    #[cfg(feature = "npu")]
+    if config.npu.mode != NpuMode::Off {
+        findings.extend([shim(machine, config), kernels(machine, config)]);
+    }
     findings.extend(log.iter().flat_map(|log| symptoms(log)));
     findings
 }
@@ -204,6 +227,46 @@ fn libraries(machine: &Machine) -> Finding {
             Finding::ok("xrt", format!("XRT {} with its plugin for the NPU", shown(core))).read(&path)
         }
     }
+}
+
+/// The library that calls XRT.
+#[cfg(feature = "npu")]
+fn shim(machine: &Machine, config: &Config) -> Finding {
+    let path = offload::shim(config);
+    let shown = path.display();
+    if machine.exists(&below_root(&path)) {
+        return Finding::ok("npu-shim", format!("{shown} is there"));
+    }
+    Finding::warning("npu-shim-missing", format!("there is no {shown}"))
+        .cause("programs reach XRT through C++ alone, and this library does so for unicorn")
+        .command("make npu-shim install")
+        .act("in the repository's folder, with libxrt-dev of the XRT that is installed; or set npu.shim")
+}
+
+/// The compiled kernels. Whether they are sound, and for which models, `unicorn npu list` says.
+#[cfg(feature = "npu")]
+fn kernels(machine: &Machine, config: &Config) -> Finding {
+    let Some(folder) = offload::kernels_folder(config) else {
+        return Finding::warning("npu-kernel-missing", "there is no folder for the NPU's kernels")
+            .cause("neither HOME nor UNICORN_CACHE_DIR is set")
+            .act("set npu.kernels");
+    };
+    let names = machine.names(&below_root(&folder), "attention-");
+    let count = names.iter().filter(|name| name.ends_with(".xclbin")).count();
+    let shown = folder.display();
+    match count {
+        0 => Finding::warning("npu-kernel-missing", format!("{shown} has no kernels"))
+            .cause("the NPU's programs are compiled on the machine that runs them")
+            .command("unicorn npu build-kernels --model MODEL")
+            .act("see docs/npu.md for its tools; or set npu.kernels"),
+        count => Finding::ok("npu-kernels", format!("{shown} has {count} kernels")),
+    }
+}
+
+/// A path of the configuration as the machine's files are named: below its root.
+#[cfg(feature = "npu")]
+fn below_root(path: &std::path::Path) -> String {
+    path.to_string_lossy().trim_start_matches('/').to_owned()
 }
 
 /// The last line of each symptom. "smu still busy" alone is noise, and is none.
