@@ -5,9 +5,8 @@
 //! opens it as it opens the shim over XRT.
 //!
 //! It is stricter than an NPU. The device has its own copy of every buffer, which moves by a sync alone: without one, the
-//! device computes with what was there before, and a new buffer's bytes are all 0xff, which no parameters are and which
-//! makes a NaN of every number. Flags, banks and sizes of buffers, the opcode and the instructions are checked at each
-//! run.
+//! device computes with what was there before, and a new buffer's bytes are all 0xff: no parameters, and no numbers.
+//! Flags, banks and sizes of buffers, the opcode and the instructions are checked at each run.
 //!
 //! `NPU_DOUBLE` makes calls fail. It is read when the device is opened, and the calls on that device count from there:
 //!
