@@ -230,7 +230,6 @@ fn what_is_not_synced_does_not_move() {
     for argument in 3..=6 {
         let (code, found) = raw.dispatch(Mistake::NoSync(argument));
         assert!(code == abi::OK && !equal(&found), "argument {argument}: {code}");
-        assert!(found.iter().any(|x| x.is_nan()), "argument {argument}");
     }
     // The device finds no parameters, and no instructions.
     for argument in [7, abi::INSTRUCTIONS_ARGUMENT] {
@@ -360,11 +359,11 @@ fn a_shim_that_cannot_be_loaded_says_what_is_missing() {
     // A C++ library that lacks a version that the shim was built against.
     let versions = |folder: &Path, version: &str| {
         std::fs::write(folder.join("map"), format!("{version} {{ global: cxx; }};")).expect("a file");
-        library(folder, "cxx", "int cxx(void) { return 0; }", &["-Wl,--version-script=map"]);
+        library(folder, "cxx", "int cxx(void) { return 0; }", &["-Wl,--version-script=map,-soname,cxx.so"]);
     };
     versions(folder, "GLIBCXX_9.9.9");
     let shim = "extern int cxx(void); int uses(void) { return cxx(); }";
-    let shim = library(folder, "newer", shim, &["./cxx.so", ORIGIN]);
+    let shim = library(folder, "newer", shim, &["cxx.so", ORIGIN]);
     versions(folder, "GLIBCXX_1.0.0");
     told(&shim, "npu-shim-mismatch", &["GLIBCXX_9.9.9", "rebuild it on this one", "make npu-shim"]);
 }

@@ -237,7 +237,8 @@ int32_t unicorn_npu_run(unicorn_npu_kernel *kernel, uint64_t opcode, unicorn_npu
                 *state = run->state();
             } catch (...) {
             }
-            bool ended = *state == ERT_CMD_STATE_ERROR || *state == ERT_CMD_STATE_ABORT || *state > ERT_CMD_STATE_TIMEOUT;
+            bool ended = *state == ERT_CMD_STATE_ERROR || *state == ERT_CMD_STATE_ABORT ||
+                         *state > ERT_CMD_STATE_TIMEOUT;
             if (started && !ended)
                 code = UNICORN_NPU_TIMEOUT;
         }

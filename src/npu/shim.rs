@@ -372,8 +372,13 @@ fn loaded_xrt() -> Option<String> {
     // SAFETY: loading XRT runs its initialisers, as loading the shim would have.
     let _library = unsafe { Library::open(Some(XRT), RTLD_NOW | RTLD_LOCAL) }.ok()?;
     let maps = fs::read_to_string("/proc/self/maps").ok()?;
-    let (_, version) = maps.lines().find_map(|line| line.split_once(&format!("{XRT}.")))?;
-    Some(version.to_owned())
+    file_version(&maps)
+}
+
+/// What follows the library's name in its path: `2.13.0` of `libxrt_coreutil.so.2.13.0`.
+fn file_version(maps: &str) -> Option<String> {
+    let (_, version) = maps.lines().find_map(|line| line.split_once("libxrt_coreutil.so."))?;
+    Some(version.trim_end().to_owned())
 }
 
 #[cfg(test)]
@@ -402,6 +407,13 @@ mod tests {
             NpuCode::ShimMismatch
         );
         assert_eq!(code("shim.so: file too short"), NpuCode::ShimMismatch);
+    }
+
+    #[test]
+    fn the_version_is_that_of_the_file() {
+        let maps = "7f00-7f01 r--p 0 08:01 7 /usr/lib/libc.so.6\n7f02-7f03 r--p 0 08:01 9 /usr/lib/libxrt_coreutil.so.2.13.0\n";
+        assert_eq!(file_version(maps).as_deref(), Some("2.13.0"));
+        assert_eq!(file_version("7f00-7f01 r--p 0 08:01 7 /usr/lib/libc.so.6\n"), None);
     }
 
     #[test]

@@ -5,9 +5,8 @@
 //! opens it as it opens the shim over XRT.
 //!
 //! It is stricter than an NPU. The device has its own copy of every buffer, which moves by a sync alone: without one, the
-//! device computes with what was there before, and a new buffer's bytes are all 0xff, which no parameters are and which
-//! makes a NaN of every number. Flags, banks and sizes of buffers, the opcode and the instructions are checked at each
-//! run.
+//! device computes with what was there before, and a new buffer's bytes are all 0xff: no parameters, and no numbers.
+//! Flags, banks and sizes of buffers, the opcode and the instructions are checked at each run.
 //!
 //! `NPU_DOUBLE` makes calls fail. It is read when the device is opened, and the calls on that device count from there:
 //!
@@ -281,7 +280,7 @@ impl Command<'_> {
 /// # Safety
 ///
 /// Each of the five buffers has its number of bytes.
-#[unsafe(no_mangle)]
+#[unsafe(no_mangle)] // SAFETY: no other function of a process has the name.
 unsafe extern "C" fn npu_double_attend(buffers: *const *mut u8, bytes: *const u64) -> i32 {
     // SAFETY: the caller has five of each.
     let (buffers, bytes) =
@@ -338,25 +337,25 @@ fn live(device: *mut Device) -> Result<&'static mut Device, Refusal> {
     if device.lost { refuse(abi::TIMEOUT, "an earlier command did not end in time") } else { Ok(device) }
 }
 
-#[unsafe(no_mangle)]
+#[unsafe(no_mangle)] // SAFETY: no other function of a process has the name.
 extern "C" fn unicorn_npu_abi() -> u32 {
     let words = words();
     let told = words.split(';').find_map(|word| word.trim().strip_prefix("abi=")?.parse().ok());
     told.unwrap_or(abi::ABI)
 }
 
-#[unsafe(no_mangle)]
+#[unsafe(no_mangle)] // SAFETY: no other function of a process has the name.
 extern "C" fn unicorn_npu_is_double() -> i32 {
     1
 }
 
-#[unsafe(no_mangle)]
+#[unsafe(no_mangle)] // SAFETY: no other function of a process has the name.
 unsafe extern "C" fn unicorn_npu_xrt_version(version: *mut c_char, _error: *mut c_char) -> i32 {
     write(version, "none");
     abi::OK
 }
 
-#[unsafe(no_mangle)]
+#[unsafe(no_mangle)] // SAFETY: no other function of a process has the name.
 unsafe extern "C" fn unicorn_npu_device_open(
     index: u32,
     device: *mut *mut Device,
@@ -376,7 +375,7 @@ unsafe extern "C" fn unicorn_npu_device_open(
     answer(error, result)
 }
 
-#[unsafe(no_mangle)]
+#[unsafe(no_mangle)] // SAFETY: no other function of a process has the name.
 unsafe extern "C" fn unicorn_npu_kernel_open(
     device: *mut Device,
     xclbin: *const c_char,
@@ -402,7 +401,7 @@ unsafe extern "C" fn unicorn_npu_kernel_open(
     answer(error, result)
 }
 
-#[unsafe(no_mangle)]
+#[unsafe(no_mangle)] // SAFETY: no other function of a process has the name.
 unsafe extern "C" fn unicorn_npu_group_id(
     kernel: *mut Kernel,
     argument: i32,
@@ -422,7 +421,7 @@ unsafe extern "C" fn unicorn_npu_group_id(
     answer(error, result)
 }
 
-#[unsafe(no_mangle)]
+#[unsafe(no_mangle)] // SAFETY: no other function of a process has the name.
 unsafe extern "C" fn unicorn_npu_bo_open(
     device: *mut Device,
     bytes: u64,
@@ -450,7 +449,7 @@ unsafe extern "C" fn unicorn_npu_bo_open(
     answer(error, result)
 }
 
-#[unsafe(no_mangle)]
+#[unsafe(no_mangle)] // SAFETY: no other function of a process has the name.
 unsafe extern "C" fn unicorn_npu_bo_sync(bo: *mut Bo, direction: u32, error: *mut c_char) -> i32 {
     // SAFETY: the caller opened it.
     let bo = unsafe { &mut *bo };
@@ -468,7 +467,7 @@ unsafe extern "C" fn unicorn_npu_bo_sync(bo: *mut Bo, direction: u32, error: *mu
     answer(error, result)
 }
 
-#[unsafe(no_mangle)]
+#[unsafe(no_mangle)] // SAFETY: no other function of a process has the name.
 unsafe extern "C" fn unicorn_npu_run(
     kernel: *mut Kernel,
     opcode: u64,
@@ -503,17 +502,17 @@ unsafe extern "C" fn unicorn_npu_run(
     answer(error, result)
 }
 
-#[unsafe(no_mangle)]
+#[unsafe(no_mangle)] // SAFETY: no other function of a process has the name.
 unsafe extern "C" fn unicorn_npu_bo_close(bo: *mut Bo) {
     close(bo);
 }
 
-#[unsafe(no_mangle)]
+#[unsafe(no_mangle)] // SAFETY: no other function of a process has the name.
 unsafe extern "C" fn unicorn_npu_kernel_close(kernel: *mut Kernel) {
     close(kernel);
 }
 
-#[unsafe(no_mangle)]
+#[unsafe(no_mangle)] // SAFETY: no other function of a process has the name.
 unsafe extern "C" fn unicorn_npu_device_close(device: *mut Device) {
     close(device);
 }

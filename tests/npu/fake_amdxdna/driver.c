@@ -198,7 +198,8 @@ static int get_bo_info(struct bo_info *call) {
 }
 
 static int create_context(struct create_hwctx *call) {
-    note("{\"call\":\"create_hwctx\",\"has_qos\":%d,\"max_opc\":%u,\"tiles\":%u}", call->qos != 0, call->max_opc, call->tiles);
+    note("{\"call\":\"create_hwctx\",\"has_qos\":%d,\"max_opc\":%u,\"tiles\":%u}", call->qos != 0, call->max_opc,
+         call->tiles);
     if (!call->qos)
         return fails(EFAULT);
     if (faulty("enospc") || contexts == MAX_CONTEXTS)
@@ -237,7 +238,8 @@ static uint32_t compute(const struct arguments *arguments) {
             return STATE_ERROR;
         memory[i] = (uint8_t *)bo->memory + offset;
         bytes[i] = bo->bytes - offset;
-        note("{\"call\":\"buffer\",\"argument\":%d,\"type\":%u,\"bytes\":%lu,\"offset\":%lu}", i + 3, bo->type, bo->bytes, offset);
+        note("{\"call\":\"buffer\",\"argument\":%d,\"type\":%u,\"bytes\":%lu,\"offset\":%lu}", i + 3, bo->type, bo->bytes,
+             offset);
     }
     int status = attend(memory, bytes);
     note("{\"call\":\"attend\",\"status\":%d}", status);
