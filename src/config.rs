@@ -565,6 +565,9 @@ impl Config {
         in_range("npu.kv_heads", npu.kv_heads.unwrap_or(0) as u64, 0, 64)?;
         in_range("npu.keys", npu.keys as u64, 512, 16_384)?;
         in_range("npu.deadline_ms", npu.deadline_ms, 100, 5000)?;
+        if !cfg!(feature = "npu") && npu.mode != NpuMode::Off {
+            return Err(("npu.mode".into(), "this program was built without the feature npu".into()));
+        }
         if server.host.is_empty() {
             return Err(("server.host".into(), "expected an address or a host name, got nothing".into()));
         }

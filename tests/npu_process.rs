@@ -226,7 +226,7 @@ fn a_server_says_what_its_npu_does() {
     assert!(completed >= 6 && npu["waited_s"].as_f64() > Some(0.0), "six layers at least: {npu}");
     assert_eq!(server.metric("unicorn_npu_completed_total"), completed as f64);
     assert_eq!(server.metric("unicorn_npu_kv_heads"), 1.0);
-    assert_eq!(server.metric("unicorn_npu_fallback_total{reason=\"npu-timeout\""), 0.0);
+    assert_eq!(server.metric("unicorn_npu_fallback_total{model_name=\"a/b\",reason=\"npu-timeout\""), 0.0);
 }
 
 #[test]
@@ -238,7 +238,7 @@ fn a_server_answers_though_its_npu_hangs_amid_a_prompt() {
     let npu = status(&server);
     assert_eq!((&npu["in_use"], &npu["fallbacks"]), (&json!(false), &json!({"npu-timeout": 1})), "{npu}");
     assert!(npu["reason"].as_str().expect("a reason").starts_with("npu-timeout"), "{npu}");
-    assert_eq!(server.metric("unicorn_npu_fallback_total{reason=\"npu-timeout\""), 1.0);
+    assert_eq!(server.metric("unicorn_npu_fallback_total{model_name=\"a/b\",reason=\"npu-timeout\""), 1.0);
     assert_eq!(server.metric("unicorn_npu_kv_heads"), 0.0);
     assert_eq!(server.metric("unicorn_device_losses_total"), 0.0);
     assert_eq!(ask(&server, 2).0, 200);
@@ -254,7 +254,7 @@ fn a_server_that_requires_its_npu_fails_the_request_with_the_code() {
     assert_eq!(code, 500, "{answer}");
     let message = answer["error"]["message"].as_str().expect("a message");
     assert!(message.contains("npu-timeout"), "{answer}");
-    assert_eq!(server.metric("unicorn_npu_fallback_total{reason=\"npu-timeout\""), 0.0);
+    assert_eq!(server.metric("unicorn_npu_fallback_total{model_name=\"a/b\",reason=\"npu-timeout\""), 0.0);
     server.signal("TERM");
     assert_eq!(server.exit_code(), Some(0), "{:#?}", server.log);
 }

@@ -92,6 +92,7 @@ pub enum Error {
     #[error("{0}")]
     Device(String, u8),
     /// The NPU is required, and does not compute: the doctor's code, and the words.
+    #[cfg_attr(not(feature = "npu"), expect(dead_code, reason = "the configuration requires none then"))]
     #[error("the NPU is required (npu.mode), and is not used: {message} ({code})")]
     Npu { code: String, message: String },
     #[error("the channel to the process that drives the GPU: {0}")]

@@ -25,6 +25,10 @@ mod models;
 mod npu;
 #[cfg(feature = "npu")]
 mod npu_process;
+#[cfg(feature = "npu")]
+mod offload;
+#[cfg(not(feature = "npu"))]
+#[path = "without_npu.rs"]
 mod offload;
 mod plan;
 mod process;

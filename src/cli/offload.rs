@@ -1,15 +1,32 @@
 //! The NPU's part in the attention of prompts: opens the NPU before a model is loaded, since that may refuse the start,
 //! and gives the model its share behind the load.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
 use super::error::Error;
 use crate::checkpoint::ModelFiles;
-use crate::config::{Config, NpuMode};
+use crate::config::{Config, NpuMode, NpuPreference};
+use crate::model::Runner;
+use crate::model::config::Gemma3Config;
 use crate::model::gemma3::Gemma3;
-use crate::model::offload::{OffloadError, OffloadLimits};
+use crate::model::npu_process::{HeadShape, NpuProcess, Start};
+use crate::model::offload::{Offload, OffloadError, OffloadLimits, OffloadPolicy};
+use crate::npu::error::{NpuCode, NpuError};
+use crate::npu::shim::Shim;
+use crate::npu::store::standard_folder;
+
+/// Tokens of the prompt that shares are measured with, and the tokens before them.
+const TRIAL_TOKENS: usize = 256;
+const TRIAL_DEPTH: usize = 1024;
+/// Layers of the measured steps: a full layer and the sliding layers before it.
+const TRIAL_LAYERS: usize = 6;
+/// Measured steps for each number of KV heads. The median counts.
+const TRIALS: usize = 3;
 
 /// What became of the NPU at a load.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -30,18 +47,22 @@ pub struct NpuStart {
 }
 
 /// The folder of compiled kernels.
-#[cfg(feature = "npu")]
 pub fn kernels_folder(config: &Config) -> Option<PathBuf> {
-    let standard = || crate::npu::store::standard_folder(|name| std::env::var_os(name));
+    let standard = || standard_folder(|name| std::env::var_os(name));
     config.npu.kernels.as_ref().map(PathBuf::from).or_else(standard)
+}
+
+/// The library that calls XRT.
+pub fn shim(config: &Config) -> PathBuf {
+    let beside = || Shim::path(&std::env::current_exe().unwrap_or_default());
+    config.npu.shim.as_ref().map_or_else(beside, PathBuf::from)
 }
 
 /// A load's NPU, which is open or gave a reason.
 pub struct Npu {
     start: NpuStart,
-    #[cfg(feature = "npu")]
-    process: Option<crate::model::npu_process::NpuProcess>,
-    limits: Option<OffloadLimits>,
+    process: Option<NpuProcess>,
+    limits: OffloadLimits,
 }
 
 impl Npu {
@@ -50,10 +71,10 @@ impl Npu {
         if config.npu.mode == NpuMode::Off {
             return Ok(None);
         }
-        #[cfg(feature = "npu")]
-        let opened = with_npu::open(files, config)?;
-        #[cfg(not(feature = "npu"))]
-        let opened = without_npu(files);
+        let (model, _) = Gemma3Config::load(files)?;
+        let most = model.num_key_value_heads;
+        let limits =
+            OffloadLimits { kv_heads: config.npu.kv_heads.unwrap_or(most).min(most), keys: config.npu.keys };
         let mut start = NpuStart {
             mode: config.npu.mode.name().to_owned(),
             device: None,
@@ -63,140 +84,37 @@ impl Npu {
             choices: Vec::new(),
             reason: None,
         };
-        match opened {
-            #[cfg(feature = "npu")]
-            Ok((process, limits)) => {
-                let facts = process.facts();
-                (start.device, start.xrt) = (Some(facts.device.clone()), Some(facts.xrt.clone()));
-                start.is_double = facts.is_double;
-                if facts.is_double {
-                    tracing::warn!("npu      the tests' double stands in for an NPU: it computes on the CPU");
-                }
-                Ok(Some(Npu { start, process: Some(process), limits: Some(limits) }))
-            }
-            #[cfg(not(feature = "npu"))]
-            Ok(never) => match never {},
+        let process = match process(&model, config) {
+            Ok(process) => Some(process),
             Err(error) => {
-                refuse(config, &mut start, error)?;
-                Ok(Some(Npu {
-                    start,
-                    #[cfg(feature = "npu")]
-                    process: None,
-                    limits: None,
-                }))
+                refuse(config, &mut start, error.into())?;
+                None
+            }
+        };
+        if let Some(process) = &process {
+            let facts = process.facts();
+            (start.device, start.xrt) = (Some(facts.device.clone()), Some(facts.xrt.clone()));
+            (start.is_double, start.choices) = (facts.is_double, process.kv_head_counts(limits.kv_heads));
+            if facts.is_double {
+                tracing::warn!("npu      the tests' double stands in for an NPU: it computes on the CPU");
             }
         }
+        Ok(Some(Npu { start, process, limits }))
     }
 
     /// The buffers that a load reserves for the NPU.
     pub fn limits(&self) -> Option<OffloadLimits> {
-        self.limits
+        self.process.as_ref().map(|_| self.limits)
     }
 
     /// Gives the model's prompts to the NPU: as many KV heads as configured, or as a measurement finds best.
     pub fn attach(self, model: &mut Gemma3, config: &Config) -> Result<NpuStart, Error> {
-        #[cfg(feature = "npu")]
-        return with_npu::attach(self, model, config);
-        #[cfg(not(feature = "npu"))]
-        {
-            let _ = (model, config);
-            Ok(self.start)
-        }
-    }
-}
-
-/// Notes why the NPU is not used. Where it is required, that is an error.
-fn refuse(config: &Config, start: &mut NpuStart, error: OffloadError) -> Result<(), Error> {
-    if config.npu.mode == NpuMode::Require {
-        return Err(Error::Npu { code: error.code, message: error.message });
-    }
-    tracing::warn!("npu      not used, the GPU computes all of the attention: {error}");
-    start.reason = Some(error.to_string());
-    Ok(())
-}
-
-#[cfg(not(feature = "npu"))]
-fn without_npu(_: &ModelFiles) -> Result<std::convert::Infallible, OffloadError> {
-    let message = "this program was built without the feature npu";
-    Err(OffloadError { code: "npu-shim-missing".into(), message: message.into() })
-}
-
-#[cfg(feature = "npu")]
-mod with_npu {
-    use std::process::Command;
-    use std::sync::Arc;
-    use std::time::{Duration, Instant};
-
-    use super::{Error, Npu, NpuStart, kernels_folder, refuse, shim};
-    use crate::checkpoint::ModelFiles;
-    use crate::config::{Config, NpuMode, NpuPreference};
-    use crate::model::Runner;
-    use crate::model::config::Gemma3Config;
-    use crate::model::gemma3::Gemma3;
-    use crate::model::npu_process::{HeadShape, NpuProcess, Start};
-    use crate::model::offload::{Offload, OffloadError, OffloadLimits, OffloadPolicy};
-    use crate::npu::error::{NpuCode, NpuError};
-
-    /// Tokens of the prompt that shares are measured with, and the tokens before them.
-    const TRIAL_TOKENS: usize = 256;
-    const TRIAL_DEPTH: usize = 1024;
-    /// Layers of the measured steps: a full layer and the sliding layers before it.
-    const TRIAL_LAYERS: usize = 6;
-    /// Measured steps for each number of KV heads. The median counts.
-    const TRIALS: usize = 3;
-
-    pub fn open(
-        files: &ModelFiles,
-        config: &Config,
-    ) -> Result<Result<(NpuProcess, OffloadLimits), OffloadError>, Error> {
-        let (model, _) = Gemma3Config::load(files)?;
-        let limits = OffloadLimits {
-            kv_heads: config.npu.kv_heads.unwrap_or(model.num_key_value_heads).min(model.num_key_value_heads),
-            keys: config.npu.keys,
-        };
-        Ok(process(&model, config).map(|process| (process, limits)).map_err(OffloadError::from))
-    }
-
-    /// Starts the NPU's process, and has it pass the self-test.
-    fn process(model: &Gemma3Config, config: &Config) -> Result<NpuProcess, NpuError> {
-        let Some(kernels) = kernels_folder(config) else {
-            let problem = "there is no folder of kernels: neither HOME nor UNICORN_CACHE_DIR is set";
-            return Err(NpuError::new(NpuCode::KernelMissing, problem));
-        };
-        let start = Start { shim: shim(config), kernels };
-        let heads = HeadShape {
-            head_dim: model.head_dim,
-            heads_per_group: model.num_attention_heads / model.num_key_value_heads,
-        };
-        // A package that was upgraded meanwhile has put another program at this one's path.
-        let mut command = Command::new("/proc/self/exe");
-        command.arg("npu-process");
-        if let Some(format) = config.log.format {
-            command.env("UNICORN_LOG_FORMAT", format.name());
-        }
-        let deadline = Duration::from_millis(config.npu.deadline_ms);
-        let since = Instant::now();
-        let mut process =
-            NpuProcess::start(command, &start, heads, config.npu.keys, deadline, &Arc::default())?;
-        let kernels = process.self_test()?;
-        let facts = process.facts();
-        tracing::info!(
-            "npu      {}, XRT {}: self-test {kernels} kernels in {:.2} s",
-            facts.device,
-            facts.xrt,
-            since.elapsed().as_secs_f64()
-        );
-        Ok(process)
-    }
-
-    pub fn attach(npu: Npu, model: &mut Gemma3, config: &Config) -> Result<NpuStart, Error> {
-        let Npu { mut start, process, limits } = npu;
-        let (Some(process), Some(limits)) = (process, limits) else { return Ok(start) };
+        let Npu { mut start, process, limits } = self;
+        let Some(process) = process else { return Ok(start) };
         let policy = match config.npu.mode {
             NpuMode::Require => OffloadPolicy::Require,
             NpuMode::Auto | NpuMode::Off => OffloadPolicy::Auto,
         };
-        start.choices = process.kv_head_counts(limits.kv_heads);
         model.attach_offload(Offload { unit: Box::new(process), kv_heads: limits.kv_heads, policy })?;
         match choose(model, config, &start.choices) {
             Ok(kv_heads) => {
@@ -214,93 +132,122 @@ mod with_npu {
         }
         Ok(start)
     }
-
-    /// The number of KV heads that the NPU gets: that with which prompts are computed fastest.
-    fn choose(model: &mut Gemma3, config: &Config, candidates: &[usize]) -> Result<usize, OffloadError> {
-        if let Some(wanted) = config.npu.kv_heads {
-            let wanted = wanted.min(model.config().num_key_value_heads);
-            if candidates.contains(&wanted) {
-                return Ok(wanted);
-            }
-            let message = format!(
-                "no kernel computes npu.kv_heads = {wanted} KV heads; {candidates:?} can be computed"
-            );
-            return Err(NpuError::new(NpuCode::KernelMissing, message).into());
-        }
-        let limits = model.limits();
-        let tokens = TRIAL_TOKENS.min(limits.max_batch_tokens).min(config.npu.keys / 2);
-        let depth = TRIAL_DEPTH.min(limits.max_context.saturating_sub(tokens)).min(config.npu.keys - tokens);
-        let Some(alone) = time(model, 0, depth, tokens)? else {
-            let message = "the context is too short to measure its share: set npu.kv_heads";
-            return Err(OffloadError { code: "npu-slower".into(), message: message.into() });
-        };
-        let mut best: Option<(Duration, usize)> = None;
-        for &kv_heads in candidates {
-            let Some(took) = time(model, kv_heads, depth, tokens)? else { continue };
-            tracing::debug!(
-                "npu      {kv_heads} KV heads: {took:.2?} for a trial; the GPU alone: {alone:.2?}"
-            );
-            if best.is_none_or(|(least, _)| took < least) {
-                best = Some((took, kv_heads));
-            }
-        }
-        let Some((took, kv_heads)) = best else {
-            return Err(
-                NpuError::new(NpuCode::KernelMissing, "no kernel computes a prompt of this model").into()
-            );
-        };
-        let must = config.npu.mode == NpuMode::Require || config.npu.prefer == NpuPreference::Energy;
-        if took > alone && !must {
-            return Err(OffloadError {
-                code: "npu-slower".into(),
-                message: format!(
-                    "prompts are slower with it: {took:.2?} for a trial with {kv_heads} KV heads on the NPU, {alone:.2?} \
-                     without (npu.prefer = \"energy\" uses it nevertheless)"
-                ),
-            });
-        }
-        Ok(kv_heads)
-    }
-
-    /// The time of a chunk with so many KV heads on the NPU; none if it does not fit, or the NPU has no kernel for it.
-    fn time(
-        model: &mut Gemma3,
-        kv_heads: usize,
-        depth: usize,
-        tokens: usize,
-    ) -> Result<Option<Duration>, OffloadError> {
-        model.set_offload_heads(kv_heads);
-        let completed = |model: &Gemma3| model.offload_counts().unwrap_or_default();
-        let (before, mut times) = (completed(model).dispatches, Vec::new());
-        // The first step compiles and records.
-        for _ in 0..=TRIALS {
-            let since = Instant::now();
-            let fits = model.trial(depth, tokens, TRIAL_LAYERS).map_err(|error| OffloadError {
-                code: NpuCode::Process.name().into(),
-                message: format!("the measurement of its share failed: {error}"),
-            })?;
-            if !fits {
-                return Ok(None);
-            }
-            times.push(since.elapsed());
-        }
-        let after = completed(model);
-        if let Some(failure) = after.quarantined {
-            let (code, message) = failure.split_once(": ").unwrap_or(("npu-process", &failure));
-            return Err(OffloadError { code: code.into(), message: message.into() });
-        }
-        if kv_heads > 0 && after.dispatches == before {
-            return Ok(None);
-        }
-        times.remove(0);
-        times.sort();
-        Ok(Some(times[TRIALS / 2]))
-    }
 }
 
-/// The library that calls XRT.
-#[cfg(feature = "npu")]
-pub fn shim(config: &Config) -> PathBuf {
-    let program = std::env::current_exe().unwrap_or_default();
-    config.npu.shim.as_ref().map_or_else(|| crate::npu::shim::Shim::path(Path::new(&program)), PathBuf::from)
+/// Notes why the NPU is not used. Where it is required, that is an error.
+fn refuse(config: &Config, start: &mut NpuStart, error: OffloadError) -> Result<(), Error> {
+    if config.npu.mode == NpuMode::Require {
+        return Err(Error::Npu { code: error.code, message: error.message });
+    }
+    tracing::warn!("npu      not used, the GPU computes all of the attention: {error}");
+    start.reason = Some(error.to_string());
+    Ok(())
+}
+
+/// Starts the NPU's process, and has it pass the self-test.
+fn process(model: &Gemma3Config, config: &Config) -> Result<NpuProcess, NpuError> {
+    let Some(kernels) = kernels_folder(config) else {
+        let problem = "there is no folder of kernels: neither HOME nor UNICORN_CACHE_DIR is set";
+        return Err(NpuError::new(NpuCode::KernelMissing, problem));
+    };
+    let start = Start { shim: shim(config), kernels };
+    let heads = HeadShape {
+        head_dim: model.head_dim,
+        heads_per_group: model.num_attention_heads / model.num_key_value_heads,
+    };
+    // A package that was upgraded meanwhile has put another program at this one's path.
+    let mut command = Command::new("/proc/self/exe");
+    command.arg("npu-process");
+    if let Some(format) = config.log.format {
+        command.env("UNICORN_LOG_FORMAT", format.name());
+    }
+    let deadline = Duration::from_millis(config.npu.deadline_ms);
+    let since = Instant::now();
+    let mut process = NpuProcess::start(command, &start, heads, config.npu.keys, deadline, &Arc::default())?;
+    let kernels = process.self_test()?;
+    let facts = process.facts();
+    tracing::info!(
+        "npu      {}, XRT {}: self-test {kernels} kernels in {:.2} s",
+        facts.device,
+        facts.xrt,
+        since.elapsed().as_secs_f64()
+    );
+    Ok(process)
+}
+
+/// The number of KV heads that the NPU gets: that with which prompts are computed fastest.
+fn choose(model: &mut Gemma3, config: &Config, candidates: &[usize]) -> Result<usize, OffloadError> {
+    if let Some(wanted) = config.npu.kv_heads {
+        let wanted = wanted.min(model.config().num_key_value_heads);
+        if candidates.contains(&wanted) {
+            return Ok(wanted);
+        }
+        let message =
+            format!("no kernel computes npu.kv_heads = {wanted} KV heads; {candidates:?} can be computed");
+        return Err(NpuError::new(NpuCode::KernelMissing, message).into());
+    }
+    let limits = model.limits();
+    let tokens = TRIAL_TOKENS.min(limits.max_batch_tokens).min(config.npu.keys / 2);
+    let depth = TRIAL_DEPTH.min(limits.max_context.saturating_sub(tokens)).min(config.npu.keys - tokens);
+    let Some(alone) = time(model, 0, depth, tokens)? else {
+        let message = "the context is too short to measure its share: set npu.kv_heads";
+        return Err(OffloadError { code: "npu-slower".into(), message: message.into() });
+    };
+    let mut best: Option<(Duration, usize)> = None;
+    for &kv_heads in candidates {
+        let Some(took) = time(model, kv_heads, depth, tokens)? else { continue };
+        tracing::debug!("npu      {kv_heads} KV heads: {took:.2?} for a trial; the GPU alone: {alone:.2?}");
+        if best.is_none_or(|(least, _)| took < least) {
+            best = Some((took, kv_heads));
+        }
+    }
+    let Some((took, kv_heads)) = best else {
+        return Err(NpuError::new(NpuCode::KernelMissing, "no kernel computes a prompt of this model").into());
+    };
+    let must = config.npu.mode == NpuMode::Require || config.npu.prefer == NpuPreference::Energy;
+    if took > alone && !must {
+        return Err(OffloadError {
+            code: "npu-slower".into(),
+            message: format!(
+                "prompts are slower with it: {took:.2?} for a trial with {kv_heads} KV heads on the NPU, {alone:.2?} \
+                 without (npu.prefer = \"energy\" uses it nevertheless)"
+            ),
+        });
+    }
+    Ok(kv_heads)
+}
+
+/// The time of a chunk with so many KV heads on the NPU; none if it does not fit, or the NPU has no kernel for it.
+fn time(
+    model: &mut Gemma3,
+    kv_heads: usize,
+    depth: usize,
+    tokens: usize,
+) -> Result<Option<Duration>, OffloadError> {
+    model.set_offload_heads(kv_heads);
+    let completed = |model: &Gemma3| model.offload_counts().unwrap_or_default();
+    let (before, mut times) = (completed(model).dispatches, Vec::new());
+    // The first step compiles and records.
+    for _ in 0..=TRIALS {
+        let since = Instant::now();
+        let fits = model.trial(depth, tokens, TRIAL_LAYERS).map_err(|error| OffloadError {
+            code: NpuCode::Process.name().into(),
+            message: format!("the measurement of its share failed: {error}"),
+        })?;
+        if !fits {
+            return Ok(None);
+        }
+        times.push(since.elapsed());
+    }
+    let after = completed(model);
+    if let Some(failure) = after.quarantined {
+        let (code, message) = failure.split_once(": ").unwrap_or(("npu-process", &failure));
+        return Err(OffloadError { code: code.into(), message: message.into() });
+    }
+    if kv_heads > 0 && after.dispatches == before {
+        return Ok(None);
+    }
+    times.remove(0);
+    times.sort();
+    Ok(Some(times[TRIALS / 2]))
 }
