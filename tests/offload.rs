@@ -25,7 +25,9 @@ use unicorn::model::offload::{
     AttentionUnit, LEAST_TOKENS, MOST_TOKENS, Offload, OffloadError, OffloadJob, OffloadLimits,
     OffloadPolicy, OffloadRoom,
 };
-use unicorn::model::{Batch, BatchSequence, Input, Runner, RunnerError, Sampling, SamplingParams};
+use unicorn::model::{
+    Batch, BatchSequence, Draw, Input, Runner, RunnerError, Sampling, SamplingParams, Ticket,
+};
 use unicorn::tensor::KvDtype;
 
 use crate::support::driver::{Driver, Run};
@@ -267,55 +269,94 @@ fn pooled(id: u64, tokens: &[u32]) -> Sequence {
     sequence
 }
 
-/// Sequences that arrive one after the other, while the ones before are computed.
-fn run(model: &mut dyn Runner, chunk: usize, sequences: Vec<Sequence>) -> Run {
-    let mut limits = model.limits();
-    limits.max_batch_tokens = chunk.min(limits.max_batch_tokens);
-    Driver::new(model, limits).run_staggered(sequences, |i| 2 * i)
+fn run(model: &mut dyn Runner, sequences: Vec<Sequence>) -> Run {
+    let limits = model.limits();
+    Driver::new(model, limits).run(sequences)
 }
 
-/// Prompts in chunks, beside others and beside decodes. What is not shared keeps its bits.
+/// A step's share of a sequence: its slot, the tokens before, and its ids; none for the id last sampled.
+type Piece<'a> = (u32, usize, &'a [u32]);
+
+/// Submits a step in which every sequence draws the likeliest id behind its last token. The last draw has a mask that
+/// allows every id, so the step's closing waits for it.
+fn submit(model: &mut Gemma3, pieces: &[Piece<'_>]) -> Ticket {
+    let blocks = 256 / model.limits().kv.block_size as u32;
+    let sequence = |&(slot, start, ids): &Piece<'_>| BatchSequence {
+        slot,
+        start,
+        input: if ids.is_empty() { Input::LastSampled } else { Input::Ids(ids.to_vec()) },
+        full_blocks: (slot * blocks..(slot + 1) * blocks).collect(),
+        sliding_blocks: (slot * blocks..(slot + 1) * blocks).rev().collect(),
+        sliding_first: 0,
+        history: None,
+    };
+    let batch = Batch { sequences: pieces.iter().map(sequence).collect(), ..Batch::default() };
+    let draw = |(sequence, &(slot, ..)): (usize, &Piece<'_>)| Draw {
+        sequence,
+        token: batch.sequences[sequence].input.len() - 1,
+        slot,
+        params: Arc::new(SamplingParams::GREEDY),
+        seed: 0,
+        prompt_len: 1,
+        masked: sequence + 1 == pieces.len(),
+        logprobs: Some(9),
+    };
+    let draws = pieces.iter().enumerate().map(draw).collect();
+    let ticket = model.submit(&batch, &Sampling { draws, ..Sampling::default() }).unwrap();
+    let all = vec![u32::MAX; model.limits().vocab_size.div_ceil(32)];
+    model.masks(&ticket, &[all.into()]).unwrap();
+    ticket
+}
+
+/// Two prompts at once in chunks, beside a short prompt and a decode, with two steps in flight. What is not shared keeps
+/// its bits.
 #[test]
 fn sequences_beside_a_shared_prompt_have_the_bits_that_they_have_alone() {
     let tokens = prompt("tiny-a");
-    let load_options =
-        options(LoadOptions { sequences: 8, max_context: Some(512), ..LoadOptions::default() });
-    let mut model = load(&data("gemma3/tiny-a"), &load_options);
-    let sequences = || {
-        vec![
-            sequence(0, &tokens[..20], 40),
-            pooled(1, &tokens),
-            sequence(2, &tokens[50..81], 30),
-            pooled(3, &tokens[3..150]),
-            sequence(4, &tokens[90..100], 20),
-        ]
-    };
-    for chunk in [256, 100] {
-        let plain = run(&mut model, chunk, sequences());
+    for kv in KvDtype::ALL {
+        let load_options = LoadOptions { kv, sequences: 4, max_context: Some(256), ..LoadOptions::default() };
+        let mut model = load(&data("gemma3/tiny-a"), &options(load_options));
+        let logits = all_logits(&mut model, &tokens);
+        let bound = 2.0 * bound(&model, &logits);
+        let steps = |model: &mut Gemma3| {
+            let first = submit(model, &[(0, 0, &tokens[..20]), (1, 0, &tokens[..10])]);
+            let second = submit(
+                model,
+                &[(0, 20, &[]), (1, 10, &tokens[10..110]), (2, 0, &tokens[30..90]), (3, 0, &tokens[..31])],
+            );
+            let first = model.wait(first).unwrap();
+            let third =
+                submit(model, &[(2, 60, &tokens[90..180]), (0, 21, &[]), (1, 110, &tokens[110..151])]);
+            let second = model.wait(second).unwrap();
+            [first, second, model.wait(third).unwrap()]
+        };
+        let plain = steps(&mut model);
         for kv_heads in [1, 2] {
             let jobs = attach(&mut model, Fault::None, kv_heads, OffloadPolicy::Require);
-            let got = run(&mut model, chunk, sequences());
-            assert!(got.widest >= 3, "{} sequences in a step", got.widest);
-            for id in [0, 2, 4] {
-                assert_eq!(got.answers[&id], plain.answers[&id], "chunks of {chunk}, sequence {id}");
-                assert_eq!(got.logprobs[&id], plain.logprobs[&id], "chunks of {chunk}, sequence {id}");
+            let got = steps(&mut model);
+            // The rows of a step whose own attention was shared, in this step or before.
+            let shared = [vec![], vec![1], vec![0, 2]];
+            for (step, (got, plain)) in got.iter().zip(&plain).enumerate() {
+                for row in 0..plain.ids.len() {
+                    let what = format!("{kv}, {kv_heads} KV heads, step {step}, row {row}");
+                    let [got_top, plain_top] = [got, plain].map(|all| all.logprobs[row].clone().unwrap().top);
+                    if !shared[step].contains(&row) {
+                        assert_eq!((got.ids[row], &got_top), (plain.ids[row], &plain_top), "{what}");
+                        continue;
+                    }
+                    // The nth largest log probability is off by no more than the logits are, and their sum.
+                    let [got, plain] =
+                        [got_top, plain_top].map(|top| top.iter().map(|(_, l)| *l).collect::<Vec<_>>());
+                    let difference = max_difference(&got, &plain);
+                    println!("{what}: {difference:.1e} of {bound:.1e}");
+                    assert!(difference > 0.0 && difference <= bound, "{what}: {difference}");
+                }
             }
-            for id in [1, 3] {
-                let bound = bound(&model, &plain.pooled[&id]);
-                let difference = max_difference(&got.pooled[&id], &plain.pooled[&id]);
-                println!(
-                    "chunks of {chunk}, {kv_heads} KV heads, sequence {id}: {difference:.1e} of {bound:.1e}"
-                );
-                assert!(difference > 0.0 && difference <= bound, "chunks of {chunk}, sequence {id}");
-            }
-            // Some chunk began in the middle of a prompt, where earlier chunks wrote the keys.
+            let layers = model.config().num_hidden_layers;
             let jobs = jobs.lock().unwrap();
-            assert!(jobs.iter().any(|job| job.first > 0 && job.rows > LEAST_TOKENS), "{jobs:?}");
+            let spans: Vec<_> = jobs.iter().map(|job| (job.first, job.rows)).collect();
+            assert_eq!(spans, [vec![(10, 100); layers], vec![(60, 90); layers]].concat());
         }
-        // The next plain run has a unit that has room for nothing.
-        let (unit, _) = twin(&model, Fault::None);
-        let unit = Box::new(Twin { kinds: [false; 2], ..unit });
-        model.attach_offload(Offload { unit, kv_heads: 1, policy: OffloadPolicy::Require }).unwrap();
     }
 }
 
@@ -329,7 +370,7 @@ fn the_cut_of_a_shared_step_changes_no_bit() {
         let mut model = load(&data("gemma3/tiny-27b-ratio"), &options(load_options));
         attach(&mut model, Fault::None, kv_heads, OffloadPolicy::Require);
         let sequences = vec![sequence(0, &tokens[..9], 12), pooled(1, &tokens), pooled(2, &tokens[5..60])];
-        let got = run(&mut model, 256, sequences);
+        let got = run(&mut model, sequences);
         assert!(model.offload_counts().unwrap().dispatches > 0);
         (got.answers[&0].clone(), got.pooled[&1].clone(), got.pooled[&2].clone())
     };
@@ -448,7 +489,7 @@ fn what_is_no_prompt_of_the_model_is_not_shared() {
     model.self_test().unwrap();
     assert_eq!(model.offload_counts().unwrap().dispatches, 0);
     let layers = model.config().num_hidden_layers;
-    let got = run(&mut Drafted::new(model, draft_model), 256, vec![sequence(0, &tokens[..100], 12)]);
+    let got = run(&mut Drafted::new(model, draft_model), vec![sequence(0, &tokens[..100], 12)]);
     assert_eq!(got.answers[&0].len(), 12);
     let jobs = jobs.lock().unwrap();
     assert_eq!(jobs.len(), layers, "{jobs:?}");

@@ -287,8 +287,8 @@ pub enum RunnerError {
 pub trait Runner: Send {
     fn limits(&self) -> Limits;
 
-    /// Hands one step to the device and returns at once, or with its last submit where courtesy is bound. Panics if the
-    /// batch breaks [`Limits`], which is a bug of the caller.
+    /// Hands one step to the device and returns at once, or with its last submit where courtesy is bound or where another
+    /// unit computes some of the step's attention. Panics if the batch breaks [`Limits`], which is a bug of the caller.
     fn submit(&mut self, batch: &Batch, sampling: &Sampling) -> Result<Ticket, RunnerError>;
 
     /// Gives the step that was submitted last the masks of its masked draws, in their order. A step with masked draws
