@@ -1,6 +1,6 @@
-// What another unit computed as the attention of some heads, as partials (common/softmax.glsl) for attention_merge.comp.
-// The whole result of a token is one partial: its values, a largest score of 0 and a sum of weights of 1. The token's
-// other partials of these heads are over no keys.
+// What another unit computed as the attention of some heads, as partials (common/softmax.glsl) for
+// attention_merge.comp. The whole result of a token is one partial: its values, a largest score of 0 and a sum of
+// weights of 1. The token's other partials of these heads are over no keys.
 //
 //   attended       f32 [heads of the unit][row_stride][head_dim]
 //   merges         [tokens] of (first slot, number of slots), as attention_merge.comp has them

@@ -7,8 +7,8 @@
 //! products of which each is off by 2 · 2^-9 of itself; rounding is as likely up as down, so a score is off by about
 //! 2^-8 of its size, and scores of a normed query and key are a few units. A weight is off by as much as its score, in
 //! parts of itself, and the weighted sum of values averages that. So attention of a layer is off by about 2^-8 of its
-//! size, and the norm behind it passes that on to the residual stream. The errors of layers are independent: they add up
-//! to less than one of 2^-8 for each layer. [`bound`] allows that share of the largest logit. A unit that computes
+//! size, and the norm behind it passes that on to the residual stream. The errors of layers are independent: they add
+//! up to less than one of 2^-8 for each layer. [`bound`] allows that share of the largest logit. A unit that computes
 //! something else must exceed it, which a test shows for each kind of mistake.
 
 use std::sync::{Arc, Mutex};
@@ -308,15 +308,16 @@ fn submit(model: &mut Gemma3, pieces: &[Piece<'_>]) -> Ticket {
     ticket
 }
 
-/// Two prompts at once in chunks, beside a short prompt and a decode, with two steps in flight. What is not shared keeps
-/// its bits.
+/// Two prompts at once in chunks, beside a short prompt and a decode, with two steps in flight. What is not shared
+/// keeps its bits.
 #[test]
 fn sequences_beside_a_shared_prompt_have_the_bits_that_they_have_alone() {
     let tokens = prompt("tiny-a");
     for kv in KvDtype::ALL {
         let load_options = LoadOptions { kv, sequences: 4, max_context: Some(256), ..LoadOptions::default() };
         let mut model = load(&data("gemma3/tiny-a"), &options(load_options));
-        let bound = 2.0 * bound(&model, &all_logits(&mut model, &tokens));
+        let logits = all_logits(&mut model, &tokens);
+        let bound = 2.0 * bound(&model, &logits);
         let steps = |model: &mut Gemma3| {
             let first = submit(model, &[(0, 0, &tokens[..20]), (1, 0, &tokens[..10])]);
             let second = submit(

@@ -1,9 +1,9 @@
 //! A unit that computes the attention of prompt tokens for some KV heads of a layer, beside the device.
 //!
-//! This file has the unit's interface, the choice of what it computes, and the account of what it did. `sharing.rs` runs
-//! a step that is shared with it. The choice depends on the batch alone, never on how fast the unit was. So an answer
-//! has the same bits each time, as long as the unit does not fail. Its attention is in bf16: an answer with a unit is
-//! another one than an answer without, within a bound.
+//! This file has the unit's interface, the choice of what it computes, and the account of what it did. `sharing.rs`
+//! runs a step that is shared with it. The choice depends on the batch alone, never on how fast the unit was. So an
+//! answer has the same bits each time, as long as the unit does not fail. Its attention is in bf16: an answer with a
+//! unit is another one than an answer without, within a bound.
 //!
 //! This file refuses to know what the unit is. A unit that failed once is used no more.
 
@@ -34,8 +34,8 @@ pub struct OffloadJob {
 }
 
 /// The form in which a unit wants the arrays of a job: queries bf16 `[kv_head][head][row_stride][head_dim]`; keys and
-/// values bf16 `[kv_head][key_stride][head_dim]`, whose key 0 is at position `first_key`; output f32 as queries. Queries
-/// are scaled already. The inputs are 0 behind the last row and key, and at keys that no row sees.
+/// values bf16 `[kv_head][key_stride][head_dim]`, whose key 0 is at position `first_key`; output f32 as queries.
+/// Queries are scaled already. The inputs are 0 behind the last row and key, and at keys that no row sees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OffloadRoom {
     pub first_key: usize,

@@ -1,7 +1,7 @@
 //! Runs a step some of whose attention a unit computes beside the device (`offload.rs`).
 //!
-//! In each layer that is shared, the device computes queries, keys and values, and gathers what the unit needs in memory
-//! that the host reads. The host waits for that, and hands it to the unit. The device computes its own share of
+//! In each layer that is shared, the device computes queries, keys and values, and gathers what the unit needs in
+//! memory that the host reads. The host waits for that, and hands it to the unit. The device computes its own share of
 //! attention meanwhile. Then the host waits for the unit, and the device joins both shares and goes on. So the submits
 //! of a step are in order, and all of them are on the queue before the next step's.
 //!
@@ -255,8 +255,8 @@ impl Shared<'_> {
         true
     }
 
-    /// Attention of some rows: over the KV heads `others` for rows that are not shared, and over `shared` for those that
-    /// are.
+    /// Attention of some rows: over the KV heads `others` for rows that are not shared, and over `shared` for those
+    /// that are.
     fn record_attention(
         &self,
         r: &mut Recorder<'_>,
