@@ -83,7 +83,7 @@ impl Machine {
         let toolchain = root().join("tests/npu/toolchain");
         let mut command = unicorn(&["npu", "build-kernels"]);
         command.args(model).args(options).arg("--kernels").arg(self.kernels());
-        command.arg("--python").arg(toolchain.join("bin/python3"));
+        command.arg("--python").arg(toolchain.join("bin/python-with-mlir-aie"));
         command.env("PEANO_INSTALL_DIR", toolchain.join("llvm-aie"));
         let path = std::env::var_os("PATH").unwrap();
         let folders = [toolchain.join("bin")].into_iter().chain(std::env::split_paths(&path));
