@@ -1,11 +1,17 @@
 //! The kernels of the NPU on disk: their parsers on damaged files, and `unicorn npu`, which builds and lists them, with
 //! stand-ins for the toolchain (tests/npu/toolchain).
 
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+use tempfile::TempDir;
 
-use crate::support::data;
 use crate::support::fuzz_bodies::{npu_container, npu_transaction};
+use crate::support::program::{assert_error, output, unicorn};
+use crate::support::{data, root};
 
 /// Numbers that a wrong offset, size or count may be.
 const NUMBERS: [u32; 12] = [0, 1, 2, 3, 5, 7, 16, 0xff, 0xffff, 1 << 31, u32::MAX - 3, u32::MAX];
