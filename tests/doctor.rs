@@ -414,6 +414,8 @@ fn a_mutated_machine_is_reported_and_never_a_bug() {
         let tree = tree(&case);
         let mut paths: Vec<String> = case.files.keys().chain(case.links.keys()).cloned().collect();
         paths.extend(self::case(HEALTHY).0.files.into_keys());
+        // A configuration that cannot be read ends every command with a line that says so, and no report.
+        paths.retain(|path| !path.starts_with("etc/unicorn/"));
         mutate(tree.path(), &paths, &mut random);
         let args = ["--shape", "gemma-3-4b", "--scheme", "int4-g128", "--json"];
         let (status, json, stderr) = doctor(tree.path(), &args);

@@ -255,10 +255,14 @@ fn kernels(machine: &Machine, config: &Config) -> Finding {
     let count = names.iter().filter(|name| name.ends_with(".xclbin")).count();
     let shown = folder.display();
     match count {
-        0 => Finding::warning("npu-kernel-missing", format!("{shown} has no kernels"))
-            .cause("the NPU's programs are compiled on the machine that runs them")
-            .command("unicorn npu build-kernels --model MODEL")
-            .act("see docs/npu.md for its tools; or set npu.kernels"),
+        0 => {
+            let finding = Finding::warning("npu-kernel-missing", format!("{shown} has no kernels"))
+                .cause("the NPU's programs are compiled on the machine that runs them");
+            match &config.model.path {
+                Some(model) => finding.command(format!("unicorn npu build-kernels --model {model}")),
+                None => finding.act("unicorn npu build-kernels --model, with the model's path or name"),
+            }
+        }
         count => Finding::ok("npu-kernels", format!("{shown} has {count} kernels")),
     }
 }

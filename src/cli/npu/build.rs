@@ -36,29 +36,29 @@ const STEPS: &str = include_str!("build.rs");
 /// The beginning of the names of folders in which kernels are built.
 const WORK_PREFIX: &str = ".build-";
 
-pub fn build_kernels(config: &Config, args: &BuildKernels) -> Result<(), Error> {
+/// Builds into `folder` what is not there yet.
+pub fn build_kernels(config: &Config, args: &BuildKernels, folder: &Path) -> Result<(), Error> {
     let wanted = wanted(config, args)?;
-    let folder = super::folder(config, &args.folder)?;
     let at = |path: &Path| {
         let path = path.to_owned();
         move |error| Error::File { path, error }
     };
-    std::fs::create_dir_all(&folder).map_err(at(&folder))?;
-    let lock = File::create(folder.join(".lock")).map_err(at(&folder))?;
+    std::fs::create_dir_all(folder).map_err(at(folder))?;
+    let lock = File::create(folder.join(".lock")).map_err(at(folder))?;
     if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
         let problem = "another `unicorn npu build-kernels` builds into this folder; wait until it is done";
         return Err(Error::Argument(format!("{}: {problem}", folder.display())));
     }
-    remove_remains(&folder);
-    let work = || tempfile::Builder::new().prefix(WORK_PREFIX).tempdir_in(&folder).map_err(at(&folder));
+    remove_remains(folder);
+    let work = || tempfile::Builder::new().prefix(WORK_PREFIX).tempdir_in(folder).map_err(at(folder));
     let tools = Toolchain::find(args, work()?.path())?;
     let mut built = 0;
     for (index, (shape, bucket)) in wanted.iter().enumerate() {
         let (stem, since) = (file_stem(*shape, *bucket), Instant::now());
         let key = key(&stem, &tools);
         let progress = format!("[{}/{}] {stem}", index + 1, wanted.len());
-        let stored = store::record(&folder, &stem).filter(|record| record.key == key);
-        if !args.force && stored.is_some() && store::read(&folder, &stem).is_ok() {
+        let stored = store::record(folder, &stem).filter(|record| record.key == key);
+        if !args.force && stored.is_some() && store::read(folder, &stem).is_ok() {
             log::say(format_args!("{progress}: built before"));
             continue;
         }
@@ -77,7 +77,7 @@ pub fn build_kernels(config: &Config, args: &BuildKernels) -> Result<(), Error> 
             },
             error => error,
         })?;
-        kernel.keep(work.path(), &folder, key)?;
+        kernel.keep(work.path(), folder, key)?;
         let _ = std::fs::remove_file(&log);
         built += 1;
         log::say(format_args!("{progress}: built in {:.0} s", since.elapsed().as_secs_f64()));

@@ -14,7 +14,7 @@ use crate::config::Config;
 use crate::npu::store::{Store, file_stem, record};
 
 pub fn build_kernels(config: &Config, args: &BuildKernels) -> Result<(), Error> {
-    build::build_kernels(config, args)
+    build::build_kernels(config, args, &folder(config, &args.folder)?)
 }
 
 /// Prints a line for each stored kernel.
