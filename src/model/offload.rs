@@ -440,10 +440,10 @@ mod tests {
         assert_eq!(counts.fallbacks, [("broken".to_owned(), 1)]);
         assert_eq!(counts.quarantined.as_deref(), Some("broken: it smokes"));
         let mut unit = attached(Idle { row_stride: 512, key_stride: 4096 }, OffloadPolicy::Require);
-        let failure = Err(RunnerError::Offload("broken: it smokes".into()));
-        assert_eq!((unit.fail(error()), unit.check()), (failure.clone(), failure.clone()));
+        let failure = RunnerError::Offload("broken: it smokes".into());
+        assert_eq!((unit.fail(error()), unit.check()), (Err(failure.clone()), Err(failure.clone())));
         assert_eq!(
-            (unit.watch().counts().fallbacks, failure.unwrap_err().to_string()),
+            (unit.watch().counts().fallbacks, failure.to_string()),
             (vec![], "broken: it smokes".into())
         );
     }

@@ -336,10 +336,10 @@ mod tests {
         ];
         assert_eq!(parts(&layers, 100), expected);
         // The parts of attention are so small that all of it keeps to the limit, not the device's own share alone.
-        let cut = parts(&[shared.clone()], 5);
+        let cut = parts(std::slice::from_ref(&shared), 5);
         let attention = |from: usize, to: usize| vec![Attention { layer: 0, rows: from..to }];
         assert!(cut.len() > 4 && cut.contains(&attention(0, 16)), "{cut:?}");
-        let own: Vec<Work> = plan(&[shared.clone()], tokens, None, &rates, 5 * MS)
+        let own: Vec<Work> = plan(std::slice::from_ref(&shared), tokens, None, &rates, 5 * MS)
             .into_iter()
             .filter(|submit| matches!(submit.parts[0], Attention { .. }))
             .map(|submit| submit.work)
