@@ -506,7 +506,7 @@ mod tests {
         refused(&[(at + 8 + 16, b"OTHERAIE")], "an instance of the kernel \"OTHERAIE\"; MLIR_AIE");
         refused_metadata("kernel name=\"MLIR_AIE", "kernel name=\"MLIR\nAIE", "kernel 1 \"MLIR\\nAIE\"");
         refused_metadata("</kernel>\n", "<kernel/>\n", "kernel 2 \"\"");
-        refused_metadata("<kernel name", "<colonel name", "0 kernels with 0 arguments");
+        refused_metadata("<kernel name", "<hernel name", "0 kernels with 0 arguments");
         refused_metadata(
             "<arg name=\"bo4\"",
             "<are name=\"bo4\"",
