@@ -565,6 +565,18 @@ impl Config {
         in_range("npu.kv_heads", npu.kv_heads.unwrap_or(0) as u64, 0, 64)?;
         in_range("npu.keys", npu.keys as u64, 512, 16_384)?;
         in_range("npu.deadline_ms", npu.deadline_ms, 100, 5000)?;
+        // A hang of the NPU must not look like one of the GPU, which waits for it meanwhile.
+        const AROUND_MS: u64 = 4000;
+        if let Some(hang) = config.hardware.hang_timeout_s
+            && npu.mode != NpuMode::Off
+            && hang as u64 * 1000 <= npu.deadline_ms + AROUND_MS
+        {
+            let problem = format!(
+                "expected more than npu.deadline_ms and {} s, since the GPU waits for the NPU; got {hang} s",
+                AROUND_MS / 1000
+            );
+            return Err(("hardware.hang_timeout_s".into(), problem));
+        }
         if !cfg!(feature = "npu") && npu.mode != NpuMode::Off {
             return Err(("npu.mode".into(), "this program was built without the feature npu".into()));
         }

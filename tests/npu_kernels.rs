@@ -83,7 +83,15 @@ impl Machine {
 
     /// `unicorn npu build-kernels` for the demo model, with more options.
     fn build(&self, options: &[&str]) -> Command {
-        self.build_for(&["--model", root().join("models/demo").to_str().unwrap()], options)
+        let model = root().join("models/demo");
+        let mut what = vec!["--model", model.to_str().unwrap()];
+        if !options.contains(&"--groups") {
+            what.extend(["--groups", "2"]);
+        }
+        if !options.contains(&"--rows") {
+            what.extend(["--rows", "256,512"]);
+        }
+        self.build_for(&what, options)
     }
 
     fn build_for(&self, model: &[&str], options: &[&str]) -> Command {
@@ -408,8 +416,11 @@ fn shapes_are_checked_before_tools_are_looked_for() {
     let machine = Machine::new();
     let shape = ["--head-dim", "128", "--heads-per-group", "2", "--window", "1024"];
     let (stdout, _) = built(machine.build_for(&shape, &["--rows", "512", "--keys", "2048,8192"]));
-    assert!(stdout.contains(": 3 kernels built"), "{stdout}");
-    assert!(machine.names().contains(&"attention-d128-h2-w1024-r512-k2048-g4.xclbin".into()));
+    assert!(stdout.contains(": 6 kernels built"), "{stdout}");
+    for groups in [2, 4] {
+        let name = format!("attention-d128-h2-w1024-r512-k2048-g{groups}.xclbin");
+        assert!(machine.names().contains(&name), "{name}");
+    }
     for (model, part) in [
         (
             &["--head-dim", "96", "--heads-per-group", "2"][..],

@@ -887,11 +887,12 @@ pub struct BuildKernels {
     /// Without --model, the sliding window of its layers [default: no layer has one]
     #[arg(long, value_name = "TOKENS", requires = "head_dim")]
     pub window: Option<u32>,
-    /// KV heads of a dispatch, 1 to 4: a kernel for each number [default: as many as the model has, 4 at most]
+    /// KV heads of a dispatch, 1 to 4: a kernel for each number [default: half of the model's and all of them, 4 at
+    /// most]
     #[arg(long, value_name = "N,...", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=4))]
     pub groups: Vec<u32>,
-    /// Prompt tokens of a dispatch, 256 or 512: a kernel for each number
-    #[arg(long, value_name = "N,...", value_delimiter = ',', default_values_t = [256, 512])]
+    /// Prompt tokens of a dispatch, 256 or 512: a kernel for each number; 512 is for an engine.prefill_chunk above 256
+    #[arg(long, value_name = "N,...", value_delimiter = ',', default_values_t = [256])]
     pub rows: Vec<u32>,
     /// Keys of a dispatch of a layer without a window, a power of two from 512 to 131072: a kernel for each number
     #[arg(long, value_name = "N,...", value_delimiter = ',', default_values_t = [2048])]

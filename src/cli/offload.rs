@@ -11,11 +11,11 @@ use serde::{Deserialize, Serialize};
 use super::error::Error;
 use crate::checkpoint::ModelFiles;
 use crate::config::{Config, NpuMode, NpuPreference};
-use crate::model::Runner;
 use crate::model::config::Gemma3Config;
 use crate::model::gemma3::Gemma3;
 use crate::model::npu_process::{HeadShape, NpuProcess, Start};
-use crate::model::offload::{Offload, OffloadError, OffloadLimits, OffloadPolicy};
+use crate::model::offload::{LEAST_TOKENS, Offload, OffloadError, OffloadLimits, OffloadPolicy};
+use crate::model::{Runner, RunnerError};
 use crate::npu::error::{NpuCode, NpuError};
 use crate::npu::shim::Shim;
 use crate::npu::store::standard_folder;
@@ -58,6 +58,16 @@ pub fn shim(config: &Config) -> PathBuf {
     config.npu.shim.as_ref().map_or_else(beside, PathBuf::from)
 }
 
+fn limits_of(config: &Config, model: &Gemma3Config) -> OffloadLimits {
+    let most = model.num_key_value_heads;
+    OffloadLimits { kv_heads: config.npu.kv_heads.unwrap_or(most).min(most), keys: config.npu.keys }
+}
+
+/// The buffers that a load of this model would reserve.
+pub fn planned(config: &Config, model: &Gemma3Config) -> Option<OffloadLimits> {
+    (config.npu.mode != NpuMode::Off).then(|| limits_of(config, model))
+}
+
 /// A load's NPU, which is open or gave a reason.
 pub struct Npu {
     start: NpuStart,
@@ -72,9 +82,7 @@ impl Npu {
             return Ok(None);
         }
         let (model, _) = Gemma3Config::load(files)?;
-        let most = model.num_key_value_heads;
-        let limits =
-            OffloadLimits { kv_heads: config.npu.kv_heads.unwrap_or(most).min(most), keys: config.npu.keys };
+        let limits = limits_of(config, &model);
         let mut start = NpuStart {
             mode: config.npu.mode.name().to_owned(),
             device: None,
@@ -102,9 +110,10 @@ impl Npu {
         Ok(Some(Npu { start, process, limits }))
     }
 
-    /// The buffers that a load reserves for the NPU.
+    /// The buffers that a load reserves for the NPU, whether it is there or not: a load after a loss must find the room
+    /// that the first one had, even if the NPU comes or goes.
     pub fn limits(&self) -> Option<OffloadLimits> {
-        self.process.as_ref().map(|_| self.limits)
+        Some(self.limits)
     }
 
     /// Gives the model's prompts to the NPU: as many KV heads as configured, or as a measurement finds best.
@@ -125,10 +134,11 @@ impl Npu {
                     model.config().num_key_value_heads
                 );
             }
-            Err(error) => {
+            Err(Failure::Npu(error)) => {
                 model.detach_offload();
                 refuse(config, &mut start, error)?;
             }
+            Err(Failure::Gpu(error)) => return Err(error.into()),
         }
         Ok(start)
     }
@@ -175,8 +185,26 @@ fn process(model: &Gemma3Config, config: &Config) -> Result<NpuProcess, NpuError
     Ok(process)
 }
 
+/// Why a share was not measured.
+enum Failure {
+    Npu(OffloadError),
+    Gpu(RunnerError),
+}
+
+impl<E: Into<OffloadError>> From<E> for Failure {
+    fn from(error: E) -> Failure {
+        Failure::Npu(error.into())
+    }
+}
+
+/// An error of the NPU from its words, `code: message`.
+fn said(words: &str) -> OffloadError {
+    let (code, message) = words.split_once(": ").unwrap_or((NpuCode::Process.name(), words));
+    OffloadError { code: code.into(), message: message.into() }
+}
+
 /// The number of KV heads that the NPU gets: that with which prompts are computed fastest.
-fn choose(model: &mut Gemma3, config: &Config, candidates: &[usize]) -> Result<usize, OffloadError> {
+fn choose(model: &mut Gemma3, config: &Config, candidates: &[usize]) -> Result<usize, Failure> {
     if let Some(wanted) = config.npu.kv_heads {
         let wanted = wanted.min(model.config().num_key_value_heads);
         if candidates.contains(&wanted) {
@@ -189,9 +217,11 @@ fn choose(model: &mut Gemma3, config: &Config, candidates: &[usize]) -> Result<u
     let limits = model.limits();
     let tokens = TRIAL_TOKENS.min(limits.max_batch_tokens).min(config.npu.keys / 2);
     let depth = TRIAL_DEPTH.min(limits.max_context.saturating_sub(tokens)).min(config.npu.keys - tokens);
-    let Some(alone) = time(model, 0, depth, tokens)? else {
-        let message = "the context is too short to measure its share: set npu.kv_heads";
-        return Err(OffloadError { code: "npu-slower".into(), message: message.into() });
+    let alone = if tokens < LEAST_TOKENS { None } else { time(model, 0, depth, tokens)? };
+    let Some(alone) = alone else {
+        let message =
+            "the context, or engine.prefill_chunk, is too short to measure its share: set npu.kv_heads";
+        return Err(OffloadError { code: "npu-unmeasured".into(), message: message.into() }.into());
     };
     let mut best: Option<(Duration, usize)> = None;
     for &kv_heads in candidates {
@@ -206,13 +236,13 @@ fn choose(model: &mut Gemma3, config: &Config, candidates: &[usize]) -> Result<u
     };
     let must = config.npu.mode == NpuMode::Require || config.npu.prefer == NpuPreference::Energy;
     if took > alone && !must {
-        return Err(OffloadError {
+        return Err(Failure::Npu(OffloadError {
             code: "npu-slower".into(),
             message: format!(
                 "prompts are slower with it: {took:.2?} for a trial with {kv_heads} KV heads on the NPU, {alone:.2?} \
                  without (npu.prefer = \"energy\" uses it nevertheless)"
             ),
-        });
+        }));
     }
     Ok(kv_heads)
 }
@@ -223,16 +253,16 @@ fn time(
     kv_heads: usize,
     depth: usize,
     tokens: usize,
-) -> Result<Option<Duration>, OffloadError> {
+) -> Result<Option<Duration>, Failure> {
     model.set_offload_heads(kv_heads);
     let completed = |model: &Gemma3| model.offload_counts().unwrap_or_default();
     let (before, mut times) = (completed(model).dispatches, Vec::new());
     // The first step compiles and records.
     for _ in 0..=TRIALS {
         let since = Instant::now();
-        let fits = model.trial(depth, tokens, TRIAL_LAYERS).map_err(|error| OffloadError {
-            code: NpuCode::Process.name().into(),
-            message: format!("the measurement of its share failed: {error}"),
+        let fits = model.trial(depth, tokens, TRIAL_LAYERS).map_err(|error| match error {
+            RunnerError::Offload(words) => Failure::Npu(said(&words)),
+            error => Failure::Gpu(error),
         })?;
         if !fits {
             return Ok(None);
@@ -241,8 +271,7 @@ fn time(
     }
     let after = completed(model);
     if let Some(failure) = after.quarantined {
-        let (code, message) = failure.split_once(": ").unwrap_or(("npu-process", &failure));
-        return Err(OffloadError { code: code.into(), message: message.into() });
+        return Err(Failure::Npu(said(&failure)));
     }
     if kv_heads > 0 && after.dispatches == before {
         return Ok(None);

@@ -8,6 +8,7 @@ use serde_json::json;
 use super::args::{self, Class, Target};
 use super::error::Error;
 use super::load::{self, Room};
+use super::offload;
 use super::terminal::{bytes, print};
 use crate::checkpoint::{Checkpoint, ModelFiles};
 use crate::config::Config;
@@ -101,7 +102,7 @@ fn demand<'a>(subject: &'a Subject, config: &Config, room: &Room) -> Demand<'a> 
         max_batch_tokens: config.engine.prefill_chunk,
         max_shard_bytes: room.machine.max_allocation_bytes / 2,
         moments: false,
-        offload: None,
+        offload: offload::planned(config, &subject.config),
         draft: subject.draft.as_ref().map(|d| DraftDemand { config: &d.config, schemes: d.schemes.clone() }),
     }
 }

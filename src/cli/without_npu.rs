@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 use super::error::Error;
 use crate::checkpoint::ModelFiles;
 use crate::config::Config;
+use crate::model::config::Gemma3Config;
 use crate::model::gemma3::Gemma3;
 use crate::model::offload::OffloadLimits;
 
@@ -19,6 +20,10 @@ pub struct NpuStart {
     pub kv_heads: usize,
     pub choices: Vec<usize>,
     pub reason: Option<String>,
+}
+
+pub fn planned(_: &Config, _: &Gemma3Config) -> Option<OffloadLimits> {
+    None
 }
 
 /// No NPU.

@@ -199,7 +199,9 @@ impl Gemma3 {
         };
         let result = unit.check().and_then(|()| {
             let limits = &self.offload_buffers.as_ref().expect("room for the unit").limits;
-            match unit.share(batch, self.config.sliding_window, limits) {
+            // `eval` takes the logits of a prompt's rows, and draws nothing.
+            let drawn = if wanted.requests.is_empty() { &[][..] } else { &wanted.rows };
+            match unit.share(batch, drawn, self.config.sliding_window, limits) {
                 Some(share) => self.run_shared(index, batch, wanted, &share, &mut unit),
                 None => Ok(self.run_keeping(index, batch, wanted, None)?),
             }

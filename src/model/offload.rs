@@ -9,6 +9,7 @@
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::thread;
 
 use serde::{Deserialize, Serialize};
 
@@ -202,7 +203,10 @@ impl Share {
 
 /// A unit that is attached to a model.
 pub(super) struct Attached {
-    offload: Offload,
+    /// None after a failure.
+    unit: Option<Box<dyn AttentionUnit>>,
+    kv_heads: usize,
+    policy: OffloadPolicy,
     counts: OffloadWatch,
     /// The inputs and the output of a job, for the unit.
     inputs: [Vec<u8>; 3],
@@ -216,8 +220,9 @@ impl Attached {
         let OffloadBuffers { queries, keys, values, output, .. } = buffers;
         let room = |buffer: &Buffer| vec![0; buffer.size() as usize];
         let inputs = [queries, keys, values].map(room);
+        let Offload { unit, kv_heads, policy } = offload;
         let counts = OffloadWatch(Arc::default());
-        Attached { offload, counts, inputs, output: room(output), failure: None }
+        Attached { unit: Some(unit), kv_heads, policy, counts, inputs, output: room(output), failure: None }
     }
 
     pub fn watch(&self) -> OffloadWatch {
@@ -225,29 +230,38 @@ impl Attached {
     }
 
     pub fn kv_heads(&self) -> usize {
-        self.offload.kv_heads
+        self.kv_heads
     }
 
     /// Sets the number of KV heads that the unit computes, 0 for none.
     pub fn set_kv_heads(&mut self, kv_heads: usize) {
-        self.offload.kv_heads = kv_heads;
+        self.kv_heads = kv_heads;
     }
 
     pub fn is_usable(&self) -> bool {
-        self.failure.is_none()
+        self.unit.is_some()
     }
 
     /// Refuses a step if the unit must be used and has failed.
     pub fn check(&self) -> Result<(), RunnerError> {
-        match (&self.failure, self.offload.policy) {
+        match (&self.failure, self.policy) {
             (Some(failure), OffloadPolicy::Require) => Err(RunnerError::Offload(failure.to_string())),
             _ => Ok(()),
         }
     }
 
     /// What of a batch's attention the unit computes: that of the longest prompt, or of a part of it.
-    pub fn share(&self, batch: &Batch, window: usize, limits: &OffloadLimits) -> Option<Share> {
-        if !self.is_usable() || self.offload.kv_heads == 0 {
+    ///
+    /// `drawn` has the rows behind which ids are drawn. A sequence with several of them checks drafts, or scores its
+    /// text: the device computes all of that.
+    pub fn share(
+        &self,
+        batch: &Batch,
+        drawn: &[u32],
+        window: usize,
+        limits: &OffloadLimits,
+    ) -> Option<Share> {
+        if !self.is_usable() || self.kv_heads == 0 {
             return None;
         }
         let mut longest: Option<(usize, Range<usize>)> = None;
@@ -256,13 +270,15 @@ impl Attached {
             let tokens = sequence.input.len();
             let rows = row..row + tokens.min(MOST_TOKENS);
             row += tokens;
-            let is_prompt = matches!(sequence.input, Input::Ids(_)) && tokens >= LEAST_TOKENS;
+            let draws =
+                drawn.iter().filter(|drawn| (row - tokens..row).contains(&(**drawn as usize))).count();
+            let is_prompt = matches!(sequence.input, Input::Ids(_)) && tokens >= LEAST_TOKENS && draws <= 1;
             if is_prompt && longest.as_ref().is_none_or(|(_, longest)| longest.len() < rows.len()) {
                 longest = Some((i, rows));
             }
         }
         let (sequence, rows) = longest?;
-        let (first, kv_heads) = (batch.sequences[sequence].start, self.offload.kv_heads);
+        let (first, kv_heads) = (batch.sequences[sequence].start, self.kv_heads);
         let mut share = Share { rows, sequence, first, kv_heads, sliding: None, full: None };
         share.sliding = self.room(&share.job(Some(window)), limits);
         share.full = self.room(&share.job(None), limits);
@@ -271,7 +287,7 @@ impl Attached {
 
     /// The form of a job's arrays, if the unit takes the job, and if the buffers hold them.
     fn room(&self, job: &OffloadJob, limits: &OffloadLimits) -> Option<OffloadRoom> {
-        let room = self.offload.unit.room(job)?;
+        let room = self.unit.as_ref()?.room(job)?;
         let OffloadRoom { first_key, keys, key_stride, row_stride } = room;
         let seen = job.window.map_or(0, |window| (job.first + 1).saturating_sub(window));
         assert!(first_key <= seen && first_key + keys == job.first + job.rows, "{room:?} for {job:?}");
@@ -293,7 +309,8 @@ impl Attached {
         for ((from, to), bytes) in [q, k, v].into_iter().zip(&mut self.inputs).zip([queries, keys, keys]) {
             from.read(0, &mut to[..bytes]);
         }
-        let (unit, [q, k, v]) = (&mut self.offload.unit, &self.inputs);
+        let Some(unit) = &mut self.unit else { return Ok(()) };
+        let [q, k, v] = &self.inputs;
         let (result, took) = timed(|| unit.begin(job, &q[..queries], &k[..keys], &v[..keys]));
         self.counts.lock().seconds += took.as_secs_f64();
         result.or_else(|error| self.fail(error))
@@ -308,7 +325,8 @@ impl Attached {
         buffers: &OffloadBuffers,
     ) -> Result<bool, RunnerError> {
         let output = &mut self.output[..4 * outputs(job, room, shape)];
-        let (result, took) = timed(|| self.offload.unit.finish(output));
+        let Some(unit) = &mut self.unit else { return Ok(false) };
+        let (result, took) = timed(|| unit.finish(output));
         self.counts.lock().seconds += took.as_secs_f64();
         match result {
             Ok(()) => buffers.output.write(0, output),
@@ -334,7 +352,7 @@ impl Attached {
         tracing::warn!("the unit that computes some of the attention is used no more: {error}");
         let mut counts = self.counts.lock();
         counts.quarantined = Some(error.to_string());
-        let is_required = self.offload.policy == OffloadPolicy::Require;
+        let is_required = self.policy == OffloadPolicy::Require;
         if !is_required {
             let counted = counts.fallbacks.iter_mut().find(|(code, _)| *code == error.code);
             match counted {
@@ -343,6 +361,10 @@ impl Attached {
             }
         }
         drop(counts);
+        // The end of what hangs may take seconds, for which no step is to wait.
+        if let Some(unit) = self.unit.take() {
+            thread::spawn(move || drop(unit));
+        }
         self.failure = Some(error);
         self.check()
     }
@@ -382,7 +404,9 @@ mod tests {
 
     fn attached(unit: Idle, policy: OffloadPolicy) -> Attached {
         Attached {
-            offload: Offload { unit: Box::new(unit), kv_heads: 2, policy },
+            unit: Some(Box::new(unit)),
+            kv_heads: 2,
+            policy,
             counts: OffloadWatch(Arc::default()),
             inputs: Default::default(),
             output: Vec::new(),
@@ -410,7 +434,7 @@ mod tests {
     fn the_longest_prompt_of_a_batch_is_shared() {
         let unit = attached(Idle { row_stride: 512, key_stride: 4096 }, OffloadPolicy::Auto);
         let share = |sequences: &[(usize, usize)]| {
-            let share = unit.share(&batch(sequences), 64, &LIMITS)?;
+            let share = unit.share(&batch(sequences), &[], 64, &LIMITS)?;
             Some((share.sequence, share.rows, share.first))
         };
         assert_eq!(share(&[(0, 31), (900, 0)]), None, "too few tokens");
@@ -418,13 +442,16 @@ mod tests {
         assert_eq!(share(&[(5, 0), (70, 40), (3, 41), (9, 41)]), Some((2, 41..82, 3)));
         assert_eq!(share(&[(1, 2), (0, 700), (0, 800)]), Some((1, 2..514, 0)), "512 tokens at most");
         assert_eq!(share(&[(4080, 40)]), None, "the unit has no room");
+        // One id is drawn behind a prompt, and several behind drafts that are checked.
+        let of = |drawn: &[u32]| Some(unit.share(&batch(&[(3, 40), (0, 33)]), drawn, 64, &LIMITS)?.sequence);
+        assert_eq!([of(&[39, 72]), of(&[38, 39, 72]), of(&[3, 4, 40, 72])], [Some(0), Some(1), None]);
     }
 
     #[test]
     fn a_job_that_the_buffers_cannot_hold_is_the_devices_own() {
         let share = |row_stride, key_stride| {
             let unit = attached(Idle { row_stride, key_stride }, OffloadPolicy::Auto);
-            unit.share(&batch(&[(0, 100)]), 64, &LIMITS).is_some()
+            unit.share(&batch(&[(0, 100)]), &[], 64, &LIMITS).is_some()
         };
         assert!(share(512, 4096) && share(100, 100));
         assert!(!share(513, 4096) && !share(512, 4097));
@@ -435,7 +462,7 @@ mod tests {
         let error = || OffloadError { code: "broken".into(), message: "it smokes".into() };
         let mut unit = attached(Idle { row_stride: 512, key_stride: 4096 }, OffloadPolicy::Auto);
         assert_eq!((unit.fail(error()), unit.check()), (Ok(()), Ok(())));
-        assert!(!unit.is_usable() && unit.share(&batch(&[(0, 100)]), 64, &LIMITS).is_none());
+        assert!(!unit.is_usable() && unit.share(&batch(&[(0, 100)]), &[], 64, &LIMITS).is_none());
         let counts = unit.watch().counts();
         assert_eq!(counts.fallbacks, [("broken".to_owned(), 1)]);
         assert_eq!(counts.quarantined.as_deref(), Some("broken: it smokes"));

@@ -263,8 +263,8 @@ pub struct Logprobs {
     pub top: Vec<(u32, f32)>,
 }
 
-/// A failure of the device, or of a unit beside it that must be used, after which the runner is of no use. The engine never computes elsewhere instead; a
-/// [`RunnerFactory`] may start another runner on the same device.
+/// A failure of the device, or of a unit beside it that must be used, after which the runner is of no use. The engine
+/// never computes elsewhere instead; a [`RunnerFactory`] may start another runner on the same device.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 pub enum RunnerError {
     /// The driver lacked memory for longer than the runner waits for memory.

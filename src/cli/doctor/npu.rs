@@ -270,6 +270,7 @@ fn kernels(machine: &Machine, config: &Config) -> Finding {
 /// A path of the configuration as the machine's files are named: below its root.
 #[cfg(feature = "npu")]
 fn below_root(path: &std::path::Path) -> String {
+    let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
     path.to_string_lossy().trim_start_matches('/').to_owned()
 }
 

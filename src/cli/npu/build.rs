@@ -115,7 +115,7 @@ fn wanted(config: &Config, args: &BuildKernels) -> Result<Vec<(Shape, Bucket)>, 
     let full = Shape::new(head_dim, heads, None).map_err(refused)?;
     let windowed =
         window.map(|window| Shape::new(head_dim, heads, Some(window))).transpose().map_err(refused)?;
-    let groups = if args.groups.is_empty() { vec![kv_heads.min(MAX_GROUPS)] } else { args.groups.clone() };
+    let groups = if args.groups.is_empty() { standard_groups(kv_heads) } else { args.groups.clone() };
     let mut wanted = Vec::new();
     for &groups in &groups {
         for &rows in &args.rows {
@@ -133,6 +133,13 @@ fn wanted(config: &Config, args: &BuildKernels) -> Result<Vec<(Shape, Bucket)>, 
     let mut stems = std::collections::HashSet::new();
     wanted.retain(|(shape, bucket)| stems.insert(file_stem(*shape, *bucket)));
     Ok(wanted)
+}
+
+/// KV heads of a dispatch, so that the NPU can have half of a model's KV heads, and all of them.
+fn standard_groups(kv_heads: u32) -> Vec<u32> {
+    let mut groups = vec![(kv_heads / 2).clamp(1, MAX_GROUPS), kv_heads.min(MAX_GROUPS)];
+    groups.dedup();
+    groups
 }
 
 /// What a kernel is built from, and how.

@@ -44,6 +44,8 @@ pub struct Connection {
     /// What the child drives, in words.
     device: &'static str,
     cancelled: Arc<AtomicBool>,
+    /// How long the end of a child that closed its channel is waited for, to say how it ended.
+    last_wait: Duration,
     /// Whether the child is of no more use.
     failed: bool,
 }
@@ -59,7 +61,20 @@ impl Connection {
         let (channel, other) = Channel::new()?;
         // The keys that interrupt this process are not for the child, which ends when this process does.
         let child = command.stdin(other).process_group(0).spawn()?;
-        Ok(Self { child, channel, device, cancelled: Arc::clone(cancelled), failed: false })
+        Ok(Self {
+            child,
+            channel,
+            device,
+            cancelled: Arc::clone(cancelled),
+            last_wait: KILLED,
+            failed: false,
+        })
+    }
+
+    /// Waits no longer than this for the end of a child that closed its channel.
+    pub fn with_last_wait(mut self, last_wait: Duration) -> Self {
+        self.last_wait = last_wait;
+        self
     }
 
     /// The child's process id.
@@ -73,15 +88,20 @@ impl Connection {
     }
 
     pub fn send(&mut self, message: &impl Serialize) -> Result<(), ConnectionError> {
-        match self.channel.send(message) {
-            Ok(()) => Ok(()),
-            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Err(self.ended()),
-            Err(error) => Err(self.broken(&error)),
-        }
+        let sent = self.channel.send(message);
+        self.checked(sent)
     }
 
     pub fn send_files(&mut self, files: &[impl AsFd]) -> Result<(), ConnectionError> {
-        self.channel.send_files(files).map_err(|error| self.broken(&error))
+        let sent = self.channel.send_files(files);
+        self.checked(sent)
+    }
+
+    fn checked(&mut self, sent: io::Result<()>) -> Result<(), ConnectionError> {
+        sent.map_err(|error| match error.kind() {
+            io::ErrorKind::BrokenPipe => self.ended(),
+            _ => self.broken(&error),
+        })
     }
 
     /// The child's next message. With `patience`, the device must get on meanwhile.
@@ -116,7 +136,7 @@ impl Connection {
     /// The child has closed its end, which only its end does.
     fn ended(&mut self) -> ConnectionError {
         self.failed = true;
-        let how = reap(&mut self.child, KILLED).map_or("closed its channel".to_owned(), describe);
+        let how = reap(&mut self.child, self.last_wait).map_or("closed its channel".to_owned(), describe);
         ConnectionError::Ended(how)
     }
 

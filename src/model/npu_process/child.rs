@@ -6,6 +6,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 
 use super::message::{ARRAYS, Attend, Attended, Kernel, Opened, Ready, Start};
+use crate::gpu::timed;
 use crate::model::child_process::Channel;
 use crate::npu::contract::Job;
 use crate::npu::error::{NpuCode, NpuError};
@@ -30,7 +31,13 @@ pub fn serve(
     };
     let facts = transport.facts().clone();
     let kernels = store.kernels().iter().map(|files| Kernel::new(files.shape, files.bucket)).collect();
-    let ready = Ready { xrt: facts.xrt, device: facts.device, is_double: facts.is_double, kernels };
+    let ready = Ready {
+        xrt: facts.xrt,
+        device: facts.device,
+        is_double: facts.is_double,
+        kernels,
+        refused: store.refused().to_vec(),
+    };
     channel.send(&Opened::Ok(ready))?;
     let mut npu = Npu {
         contexts: Contexts { transport, loaded: VecDeque::new() },
@@ -79,13 +86,18 @@ impl Npu {
         }
         let lost =
             |error: io::Error| NpuError::new(NpuCode::Process, format!("the file of the arrays: {error}"));
+        let mut left = *deadline;
         for dispatch in 0..u64::from(*dispatches) {
             let at = |array: usize| ARRAYS[array] + dispatch * sizes[array];
             for (array, buffer) in self.buffers[..3].iter_mut().enumerate() {
                 self.arrays.read_exact_at(buffer, at(array)).map_err(lost)?;
             }
             let [queries, keys, values, output] = &mut self.buffers;
-            self.contexts.transport.attend(context, &job, queries, keys, values, output, *deadline)?;
+            let transport = &mut self.contexts.transport;
+            let (attended, took) =
+                timed(|| transport.attend(context, &job, queries, keys, values, output, left));
+            attended?;
+            left = left.saturating_sub(took);
             self.arrays.write_all_at(output, at(3)).map_err(lost)?;
         }
         Ok(())

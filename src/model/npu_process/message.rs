@@ -26,6 +26,8 @@ pub(super) struct Ready {
     pub device: String,
     pub is_double: bool,
     pub kernels: Vec<Kernel>,
+    /// Stored kernels that are not valid: names and reasons.
+    pub refused: Vec<(String, NpuError)>,
 }
 
 /// The numbers of a kernel's shape and bucket; a window of 0 is none.
@@ -60,7 +62,7 @@ pub(super) struct Attend {
     /// The parameters of each dispatch.
     pub words: [u32; PARAM_WORDS],
     pub dispatches: u32,
-    /// The longest time of each dispatch.
+    /// The longest time of all dispatches.
     pub deadline: Duration,
 }
 

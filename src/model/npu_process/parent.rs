@@ -21,6 +21,8 @@ use crate::npu::transport::NpuFacts;
 const OPEN: Duration = Duration::from_secs(60);
 /// How long a kernel may take to get onto the NPU before its first dispatch.
 const LOAD: Duration = Duration::from_secs(3);
+/// How long the end of a process that closed its channel is waited for amid a step.
+const LAST_WAIT: Duration = Duration::from_millis(200);
 /// The self-test compares every so many rows with exact attention. Its sum over the keys is what takes time there.
 const ROWS_APART: u32 = 17;
 /// The deviation of the self-test's scores: a missing key shows in some row.
@@ -75,13 +77,18 @@ impl NpuProcess {
         let broken = |error: std::io::Error| {
             NpuError::new(NpuCode::Process, format!("the NPU's process cannot be started: {error}"))
         };
-        let mut connection = Connection::spawn(command, "NPU", cancelled).map_err(broken)?;
+        let connection = Connection::spawn(command, "NPU", cancelled).map_err(broken)?;
+        let mut connection = connection.with_last_wait(LAST_WAIT);
         let arrays = memfd_create("unicorn-npu", MemfdFlags::CLOEXEC).map(File::from);
         let arrays = arrays.map_err(|error| broken(error.into()))?;
         connection.send(start)?;
         connection.send_files(std::slice::from_ref(&arrays))?;
-        let Ready { xrt, device, is_double, kernels } = connection.receive::<Opened>(Some(OPEN))??;
+        let Ready { xrt, device, is_double, kernels, refused } =
+            connection.receive::<Opened>(Some(OPEN))??;
         let facts = NpuFacts { xrt, device, is_double };
+        for (name, error) in &refused {
+            tracing::warn!("npu      the kernel {name} is not used: {error}");
+        }
         let mut fitting = Vec::new();
         for (index, kernel) in kernels.iter().enumerate() {
             let parts = kernel.parts();
@@ -92,6 +99,13 @@ impl NpuProcess {
             if is_of_heads && bucket.keys() as usize <= most_keys {
                 fitting.push((index, shape, bucket));
             }
+        }
+        if let ([], Some((name, error))) = (&fitting[..], refused.first()) {
+            let folder = start.kernels.display();
+            return Err(NpuError::new(
+                NpuCode::KernelInvalid,
+                format!("{folder}: {name}: {}", error.message),
+            ));
         }
         if fitting.is_empty() {
             let HeadShape { head_dim, heads_per_group } = heads;
@@ -133,15 +147,16 @@ impl NpuProcess {
             let plan = Plan { kernel, job, dispatches: 1 };
             self.send(&plan, [queries, keys, values])?;
             self.receive(bytemuck::cast_slice_mut(&mut output))?;
-            let reference = Reference::of_rows(&job, &inputs, ROWS_APART);
-            let worst = reference.worst(&output);
-            if worst > 1.0 {
+            let is_finite = finite_rows(&job, &output);
+            let worst = Reference::of_rows(&job, &inputs, ROWS_APART).worst(&output);
+            if !is_finite || worst > 1.0 {
                 self.connection.give_up();
                 return Err(NpuError::new(
                     NpuCode::SelfTest,
                     format!(
-                        "the NPU computes wrong: attention of random numbers is {worst:.1} times as far from exact attention \
-                         as its arithmetic allows, with the kernel of {shape:?} and {bucket:?}"
+                        "the NPU computes wrong: attention of random numbers is {:.1} times as far from exact attention as its \
+                         arithmetic allows, with the kernel of {shape:?} and {bucket:?}",
+                        if is_finite { worst } else { f64::INFINITY }
                     ),
                 ));
             }
@@ -175,17 +190,27 @@ impl NpuProcess {
             self.write(array, bytes)?;
         }
         let Plan { kernel, job, dispatches } = *plan;
-        let attend =
-            Attend { kernel, words: job.to_words(), dispatches, deadline: self.deadline / dispatches };
+        let attend = Attend { kernel, words: job.to_words(), dispatches, deadline: self.deadline };
         Ok(self.connection.send(&attend)?)
     }
 
     fn receive(&mut self, output: &mut [u8]) -> Result<(), NpuError> {
         // The child keeps the deadline. This patience is for a child that does not.
-        self.connection.receive::<Attended>(Some(LOAD + self.deadline))??;
+        let attended = self.connection.receive::<Attended>(Some(LOAD + self.deadline))?;
+        attended.inspect_err(|_| self.connection.give_up())?;
         let read = self.arrays.read_exact_at(output, ARRAYS[3]);
         read.map_err(|error| NpuError::new(NpuCode::Process, format!("the file of the arrays: {error}")))
     }
+}
+
+/// Whether every row of a job has an output: what was not written is still no number.
+fn finite_rows(job: &Job, output: &[f32]) -> bool {
+    let (groups, heads) = (job.bucket().groups(), job.heads_per_group());
+    let all = (0..groups).flat_map(|group| (0..heads).map(move |head| (group, head)));
+    all.into_iter().all(|(group, head)| {
+        let at = |row: u32| (job.layout().output(group, head, row) / 4) as usize;
+        output[at(0)..at(job.rows())].iter().all(|number| number.is_finite())
+    })
 }
 
 /// The job on a kernel, if it walks over all keys that the job sees.
