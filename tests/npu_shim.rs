@@ -2,19 +2,23 @@
 //! loaded. `tests/npu/real_xrt.py` has the other side, the shim over the real XRT.
 
 use std::ffi::{CString, c_char, c_void};
+use std::fs::File;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::ptr;
 use std::time::Duration;
 
+use rustix::fs::{MemfdFlags, memfd_create};
 use serde_json::Value;
 use unicorn::npu::abi::{self, Functions};
 use unicorn::npu::contract::{Job, RowRange};
 use unicorn::npu::error::NpuCode;
 use unicorn::npu::shim::Shim;
 use unicorn::npu::tile::{self, Inputs};
-use unicorn::npu::transport::{KernelFiles, NpuTransport};
+use unicorn::npu::transport::{KernelFiles, NpuTransport, SHARED_ALIGN};
 
 use crate::support::program::{example, output};
 
@@ -48,6 +52,11 @@ fn planned(
     (job, KernelFiles { shape, bucket: job.bucket(), xclbin, instructions })
 }
 
+fn is_the_models(output: &[f32], job: &Job, inputs: &Inputs<half::bf16>) -> bool {
+    let bits = |numbers: &[f32]| numbers.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+    bits(output) == bits(&tile::attend(job, inputs))
+}
+
 #[test]
 fn what_comes_back_is_the_models_to_the_bit() {
     let container = container();
@@ -71,8 +80,7 @@ fn what_comes_back_is_the_models_to_the_bit() {
                 DEADLINE,
             )
             .expect("it computes");
-            let bits = |numbers: &[f32]| numbers.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
-            assert!(bits(&output) == bits(&tile::attend(&job, &inputs)), "{job:?}, seed {seed}");
+            assert!(is_the_models(&output, &job, &inputs), "{job:?}, seed {seed}");
         }
     }
 }
@@ -102,6 +110,163 @@ fn a_dispatch_that_is_not_the_kernels_is_refused() {
     assert_eq!(shim.load(&nowhere).expect_err("no container").code, NpuCode::Xrt);
 }
 
+// --- shared memory --------------------------------------------------------------------------------------
+
+/// A byte of shared memory that nobody wrote.
+const UNWRITTEN: u8 = 0xff;
+
+/// A file that takes the place of another device's memory.
+fn memory(name: &str, bytes: u64) -> File {
+    let file = File::from(memfd_create(name, MemfdFlags::CLOEXEC).expect("a file"));
+    file.write_all_at(&vec![UNWRITTEN; bytes as usize], 0).expect("room");
+    file
+}
+
+fn descriptor(file: &File) -> OwnedFd {
+    file.try_clone().expect("a file").into()
+}
+
+/// Memory for queries, keys, values and outputs, and what is shared of it.
+struct Memory {
+    files: [File; 4],
+    /// The bytes of each file before the memory.
+    header: u64,
+}
+
+impl Memory {
+    fn new(bytes: [u64; 4]) -> Memory {
+        Memory { files: bytes.map(|bytes| memory("shared", bytes)), header: 0 }
+    }
+
+    fn shared(&self, bytes: [u64; 4]) -> [(OwnedFd, u64); 4] {
+        std::array::from_fn(|n| (descriptor(&self.files[n]), bytes[n]))
+    }
+
+    /// Computes a job in the memory, and says whether the result is the model's and all that was written.
+    fn computes(&self, shim: &mut Shim, kernel: usize, job: &Job, offsets: [u64; 4], seed: u64) -> bool {
+        let inputs = Inputs::random(job, seed, 3.0).rounded();
+        let arrays: [&[u8]; 3] = [
+            bytemuck::cast_slice(&inputs.queries),
+            bytemuck::cast_slice(&inputs.keys),
+            bytemuck::cast_slice(&inputs.values),
+        ];
+        for (n, array) in arrays.into_iter().enumerate() {
+            self.files[n].write_all_at(array, self.header + offsets[n]).expect("room");
+        }
+        let len = self.files[3].metadata().expect("a file").len() - self.header;
+        let mut all = vec![UNWRITTEN; len as usize];
+        self.files[3].write_all_at(&all, self.header).expect("room");
+        shim.attend_shared(kernel, job, offsets, DEADLINE).expect("it computes");
+        self.files[3].read_exact_at(&mut all, self.header).expect("it is there");
+        let output = offsets[3] as usize..(offsets[3] + job.layout().bytes()[3]) as usize;
+        let numbers: Vec<f32> = all[output.clone()]
+            .chunks_exact(4)
+            .map(|bytes| f32::from_ne_bytes(bytes.try_into().expect("four bytes")))
+            .collect();
+        all[output].fill(UNWRITTEN);
+        is_the_models(&numbers, job, &inputs) && all.iter().all(|byte| *byte == UNWRITTEN)
+    }
+}
+
+#[test]
+fn shared_memory_is_read_and_written_in_place() {
+    let container = container();
+    let mut shim = Shim::open(&double()).expect("the double opens");
+    let planned: Vec<_> = JOBS.iter().map(|job| planned(*job, container.path())).collect();
+    let most = |n: usize| planned.iter().map(|(job, _)| job.layout().bytes()[n]).max().expect("a job");
+    let bytes = std::array::from_fn(|n| 2 * most(n) + SHARED_ALIGN);
+    let memory = Memory::new(bytes);
+    shim.share(memory.shared(bytes)).expect("it is shared");
+    for (seed, (job, files)) in planned.iter().enumerate() {
+        let kernel = shim.load(files).expect("a kernel");
+        let layout = job.layout().bytes();
+        for (again, offsets) in
+            [[0; 4], std::array::from_fn(|n| layout[n] + SHARED_ALIGN)].into_iter().enumerate()
+        {
+            let seed = (2 * seed + again) as u64;
+            assert!(memory.computes(&mut shim, kernel, job, offsets, seed), "{job:?}, {offsets:?}");
+        }
+    }
+    // Other memory takes the place of the first, and copies go on beside it.
+    let memory = Memory::new(bytes);
+    shim.share(memory.shared(bytes)).expect("it is shared");
+    let (job, _) = &planned[0];
+    assert!(memory.computes(&mut shim, 0, job, [64, 0, 128, 64], 7));
+    let inputs = Inputs::random(job, 8, 3.0).rounded();
+    let mut output = vec![f32::NAN; inputs.queries.len()];
+    let [queries, keys, values] =
+        [&inputs.queries, &inputs.keys, &inputs.values].map(|x| bytemuck::cast_slice(x));
+    shim.attend(0, job, queries, keys, values, bytemuck::cast_slice_mut(&mut output), DEADLINE)
+        .expect("a copy");
+    assert!(is_the_models(&output, job, &inputs));
+    assert!(memory.computes(&mut shim, 0, job, [0; 4], 9));
+}
+
+/// The files that Mesa's software Vulkan shares begin with a header: their size, and where the memory begins.
+#[test]
+fn memory_of_the_software_device_begins_behind_its_header() {
+    let container = container();
+    let mut shim = Shim::open(&double()).expect("the double opens");
+    let (job, files) = planned(JOBS[1], container.path());
+    let [queries, keys, values, output, _] = job.layout().bytes();
+    let bytes = [queries, keys, values, output].map(|bytes| bytes + 64);
+    let header = 4096 + 64;
+    let files_of_mesa = bytes.map(|bytes| {
+        let file = memory("llvmpipe memory fd", header + bytes);
+        let words = [header + bytes, header].map(u64::to_ne_bytes);
+        file.write_all_at(words.as_flattened(), 0).expect("room");
+        file
+    });
+    let memory = Memory { files: files_of_mesa, header };
+    shim.share(memory.shared(bytes)).expect("it is shared");
+    let kernel = shim.load(&files).expect("a kernel");
+    assert!(memory.computes(&mut shim, kernel, &job, [64; 4], 1));
+    let error = shim.share(memory.shared(bytes.map(|bytes| bytes + 1))).expect_err("the header is no memory");
+    assert_eq!(error.code, NpuCode::DmaBuf);
+}
+
+#[test]
+fn what_is_not_shared_is_refused() {
+    let container = container();
+    let mut shim = Shim::open(&double()).expect("the double opens");
+    let (job, files) = planned(JOBS[1], container.path());
+    let kernel = shim.load(&files).expect("a kernel");
+    let [queries, keys, values, output, _] = job.layout().bytes();
+    let bytes = [queries, keys, values, output].map(|bytes| bytes + 64);
+    let refused = |shim: &mut Shim, kernel: usize, job: &Job, offsets: [u64; 4], part: &str| {
+        let error = shim.attend_shared(kernel, job, offsets, DEADLINE).expect_err(part);
+        assert_eq!(error.code, NpuCode::BadArgument);
+        assert!(error.message.contains(part), "{error}");
+    };
+    refused(&mut shim, kernel, &job, [0; 4], "no memory is shared");
+    let memory = Memory::new(bytes);
+    shim.share(memory.shared(bytes)).expect("it is shared");
+    for n in 0..4 {
+        for offset in [63, 128, u64::MAX - 63] {
+            let mut offsets = [0; 4];
+            offsets[n] = offset;
+            refused(&mut shim, kernel, &job, offsets, &format!("array {n} of a dispatch"));
+        }
+    }
+    refused(&mut shim, kernel + 1, &job, [0; 4], "kernel 1 is not loaded");
+    refused(&mut shim, kernel, &planned(JOBS[0], container.path()).0, [0; 4], "another bucket");
+    refused(&mut shim, kernel, &planned(JOBS[2], container.path()).0, [0; 4], "another kernel");
+    assert!(memory.computes(&mut shim, kernel, &job, [64; 4], 1));
+
+    // Memory that is smaller than it was said to be, and a descriptor of no memory.
+    let error = shim.share(memory.shared(bytes.map(|bytes| bytes + 64))).expect_err("too small");
+    assert_eq!(error.code, NpuCode::DmaBuf);
+    assert!(
+        error.message.contains("npu.sharing = \"copy\"") && error.to_string().ends_with("(npu-dma-buf)"),
+        "{error}"
+    );
+    let (pipe, _) = std::io::pipe().expect("a pipe");
+    let mut buffers = memory.shared(bytes);
+    buffers[2].0 = pipe.into();
+    assert_eq!(shim.share(buffers).expect_err("no memory").code, NpuCode::DmaBuf);
+    refused(&mut shim, kernel, &job, [0; 4], "no memory is shared");
+}
+
 // --- the C ABI, called wrongly --------------------------------------------------------------------------
 
 /// The double's functions, and a dispatch by hand.
@@ -126,6 +291,15 @@ enum Mistake {
     Words,
 }
 
+/// Where the host sees a buffer.
+enum Host {
+    Mapped(*mut c_void),
+    File(File),
+}
+
+/// The bytes of shared memory before the part of a dispatch.
+const BEFORE: u64 = 64;
+
 impl Raw {
     fn open() -> Raw {
         // SAFETY: the double's initialisers are those of any Rust library.
@@ -149,8 +323,39 @@ impl Raw {
         Raw { functions, device, kernel, job, inputs, _container: container }
     }
 
+    /// A part of shared memory that has these bytes.
+    fn part(&self, bytes: &[u8]) -> (*mut abi::Bo, File) {
+        let file = memory("shared", BEFORE + bytes.len() as u64);
+        file.write_all_at(bytes, BEFORE).expect("room");
+        let (mut whole, mut part, mut room) = (ptr::null_mut(), ptr::null_mut(), [0 as c_char; abi::TEXT]);
+        let (text, size) = (room.as_mut_ptr(), bytes.len() as u64);
+        // SAFETY: the device and the descriptor are open, and all pointers have their room. A part outlives the whole.
+        unsafe {
+            let code =
+                (self.functions.bo_import)(self.device, file.as_raw_fd(), BEFORE + size, &mut whole, text);
+            assert_eq!(code, abi::OK);
+            assert_eq!((self.functions.bo_part)(whole, BEFORE, size, &mut part, text), abi::OK);
+            for (offset, bytes) in [(BEFORE, size + 1), (BEFORE + 1, size), (u64::MAX, 2), (0, 0)] {
+                let mut none = ptr::null_mut();
+                let code = (self.functions.bo_part)(whole, offset, bytes, &mut none, text);
+                assert_eq!(code, abi::BAD_ARGUMENT, "{bytes} bytes from {offset} on");
+            }
+            (self.functions.bo_close)(whole);
+        }
+        (part, file)
+    }
+
+    /// As `dispatch`, with all four arrays in shared memory.
+    fn dispatch_shared(&self, mistake: Mistake) -> (i32, Vec<f32>) {
+        self.dispatch_with(mistake, true)
+    }
+
     /// The code of the run, and what the host's copy of O has afterwards.
     fn dispatch(&self, mistake: Mistake) -> (i32, Vec<f32>) {
+        self.dispatch_with(mistake, false)
+    }
+
+    fn dispatch_with(&self, mistake: Mistake, shared: bool) -> (i32, Vec<f32>) {
         let words: Vec<u32> = (0..64).collect();
         let parameters = self.job.to_words();
         let output = vec![0f32; self.inputs.queries.len()];
@@ -164,8 +369,17 @@ impl Raw {
         ];
         let mut room = [0 as c_char; abi::TEXT];
         let text = room.as_mut_ptr();
-        let mut bos: Vec<(*mut abi::Bo, *mut c_void)> = Vec::new();
+        let mut bos: Vec<(*mut abi::Bo, Host)> = Vec::new();
         for (argument, bytes) in contents {
+            if shared && (3..=6).contains(&argument) {
+                let (bo, file) = self.part(bytes);
+                if mistake != Mistake::NoSync(argument) {
+                    // SAFETY: the part is open, and the text has its room.
+                    assert_eq!(unsafe { (self.functions.bo_sync)(bo, abi::TO_DEVICE, text) }, abi::OK);
+                }
+                bos.push((bo, Host::File(file)));
+                continue;
+            }
             let is_instructions = argument == abi::INSTRUCTIONS_ARGUMENT;
             let flags = match is_instructions != (mistake == Mistake::WrongFlags(argument)) {
                 true => abi::CACHEABLE,
@@ -188,7 +402,7 @@ impl Raw {
                     }
                 }
             }
-            bos.push((bo, mapped));
+            bos.push((bo, Host::Mapped(mapped)));
         }
         let data: Vec<*mut abi::Bo> = bos[1..].iter().map(|(bo, _)| *bo).collect();
         let opcode = abi::OPCODE + u64::from(mistake == Mistake::Opcode);
@@ -211,7 +425,12 @@ impl Raw {
                 assert_eq!((self.functions.bo_sync)(bos[4].0, abi::FROM_DEVICE, text), abi::OK);
             }
             let into: &mut [u8] = bytemuck::cast_slice_mut(&mut found);
-            ptr::copy_nonoverlapping(bos[4].1.cast(), into.as_mut_ptr(), into.len());
+            match &bos[4].1 {
+                Host::Mapped(mapped) => {
+                    ptr::copy_nonoverlapping(mapped.cast(), into.as_mut_ptr(), into.len())
+                }
+                Host::File(file) => file.read_exact_at(into, BEFORE).expect("it is there"),
+            }
             bos.iter().for_each(|(bo, _)| (self.functions.bo_close)(*bo));
             code
         };
@@ -230,6 +449,12 @@ fn what_is_not_synced_does_not_move() {
     for argument in 3..=6 {
         let (code, found) = raw.dispatch(Mistake::NoSync(argument));
         assert!(code == abi::OK && !equal(&found), "argument {argument}: {code}");
+    }
+    let (code, found) = raw.dispatch_shared(Mistake::Nothing);
+    assert!(code == abi::OK && equal(&found));
+    for argument in 3..=6 {
+        let (code, found) = raw.dispatch_shared(Mistake::NoSync(argument));
+        assert!(code == abi::OK && !equal(&found), "shared argument {argument}: {code}");
     }
     // The device finds no parameters, and no instructions.
     for argument in [7, abi::INSTRUCTIONS_ARGUMENT] {
@@ -294,6 +519,24 @@ fn faults_have_the_doctors_codes() {
     ] {
         assert_eq!(outcomes(faults, &three), expected, "{faults}");
     }
+    // The arrays of the first and the third job lie in shared memory, and the second one's are copied.
+    const SHARED: &str = "128/2/0/1/0/9@64";
+    let three = [SHARED, OTHER, SHARED];
+    for (faults, expected) in [
+        ("", ["ok", "ok", "ok"].as_slice()),
+        // Nothing is computed in other memory than was asked for.
+        ("import:1=refused", &["npu-dma-buf"]),
+        ("import:4=refused", &["npu-dma-buf"]),
+        ("run:1=state", &["npu-command-state", "ok", "ok"]),
+        ("run:1=timeout", &["npu-timeout", "npu-timeout", "npu-timeout"]),
+        ("run:3=wrong", &["ok", "ok", "1 wrong"]),
+        ("run:1=poison", &["65536 wrong", "ok", "ok"]),
+        // Shared memory takes the place of buffers: these are the instructions and parameters of the first kernel, six
+        // buffers of the second one, and no more.
+        ("bo:9+=memlock", &["ok", "ok", "ok"]),
+    ] {
+        assert_eq!(outcomes(faults, &three), expected, "{faults}, shared");
+    }
     let low = &host(&double(), "open:1=memlock", &[])[0];
     let low = low["error"].as_str().expect("an error");
     assert!(low.contains("LimitMEMLOCK=infinity") && low.ends_with("(memlock-low)"), "{low}");
@@ -336,7 +579,8 @@ fn a_shim_that_cannot_be_loaded_says_what_is_missing() {
     let other = library(folder, "other", "int other;", &[]);
     told(&other, "npu-shim-mismatch", &["is no shim of this program"]);
 
-    let partial = library(folder, "partial", "unsigned unicorn_npu_abi(void) { return 1; }", &[]);
+    let version = format!("unsigned unicorn_npu_abi(void) {{ return {}; }}", abi::ABI);
+    let partial = library(folder, "partial", &version, &[]);
     told(&partial, "npu-shim-mismatch", &["unicorn_npu_is_double"]);
 
     // XRT as it is, and then as it is not.
@@ -372,5 +616,8 @@ fn a_shim_that_cannot_be_loaded_says_what_is_missing() {
 fn a_shim_of_another_version_is_refused() {
     let error = host(&double(), "abi=7", &[])[0].clone();
     assert_eq!(error["code"], "npu-shim-mismatch", "{error}");
-    assert!(error["error"].as_str().expect("an error").contains("its interface is 7, not 1"), "{error}");
+    assert!(
+        error["error"].as_str().expect("an error").contains(&format!("its interface is 7, not {}", abi::ABI)),
+        "{error}"
+    );
 }

@@ -7,7 +7,7 @@ use std::ffi::{c_char, c_void};
 use libloading::Library;
 
 /// `UNICORN_NPU_ABI`.
-pub const ABI: u32 = 1;
+pub const ABI: u32 = 2;
 
 /// The bytes of each text, its 0 included.
 pub const TEXT: usize = 1024;
@@ -21,6 +21,7 @@ pub const NO_COLUMNS: i32 = -5;
 pub const GROUP: i32 = -6;
 pub const NO_DEVICE: i32 = -7;
 pub const BAD_ARGUMENT: i32 = -8;
+pub const DMA_BUF: i32 = -9;
 
 pub const CACHEABLE: u32 = 1;
 pub const HOST_ONLY: u32 = 2;
@@ -86,6 +87,10 @@ functions! {
     group_id = b"unicorn_npu_group_id\0": unsafe extern "C" fn(*mut Kernel, i32, *mut u32, *mut c_char) -> i32;
     bo_open = b"unicorn_npu_bo_open\0":
         unsafe extern "C" fn(*mut Device, u64, u32, u32, *mut *mut Bo, *mut *mut c_void, *mut c_char) -> i32;
+    bo_import = b"unicorn_npu_bo_import\0":
+        unsafe extern "C" fn(*mut Device, i32, u64, *mut *mut Bo, *mut c_char) -> i32;
+    bo_part = b"unicorn_npu_bo_part\0":
+        unsafe extern "C" fn(*mut Bo, u64, u64, *mut *mut Bo, *mut c_char) -> i32;
     bo_sync = b"unicorn_npu_bo_sync\0": unsafe extern "C" fn(*mut Bo, u32, *mut c_char) -> i32;
     run = b"unicorn_npu_run\0": unsafe extern "C" fn(
         *mut Kernel, u64, *mut Bo, u32, *const *mut Bo, u32, u32, *mut u32, *mut c_char,

@@ -27,6 +27,8 @@ pub enum NpuCode {
     CommandState,
     /// This program asked for what the shim refuses: a fault of the program.
     BadArgument,
+    /// The NPU cannot use the GPU's memory in place.
+    DmaBuf,
     /// No kernel is stored for this.
     KernelMissing,
     /// A stored kernel is not what its name says.
@@ -53,6 +55,7 @@ impl NpuCode {
             NpuCode::Timeout => "npu-timeout",
             NpuCode::CommandState => "npu-command-state",
             NpuCode::BadArgument => "npu-bad-argument",
+            NpuCode::DmaBuf => "npu-dma-buf",
             NpuCode::KernelMissing => "npu-kernel-missing",
             NpuCode::KernelInvalid => "npu-kernel-invalid",
             NpuCode::SelfTest => "npu-self-test",

@@ -7,7 +7,7 @@
 //! | `error.rs` | why the NPU does not compute, in a code and a line |
 //! | `container.rs`, `transaction.rs` | the two files of a kernel, checked before XRT or the driver sees them |
 //! | `store.rs` | the kernels in a folder, and which of them computes a job |
-//! | `transport.rs` | the way to an NPU: kernels go in once, then dispatches |
+//! | `transport.rs` | the way to an NPU: kernels go in once, then dispatches, with arrays that are copied or shared |
 //! | `shim.h`, `shim.cpp` | a C interface to what XRT has in C++ alone; a shared object of its own (`make npu-shim`) |
 //! | `abi.rs` | the names and types of `shim.h` in Rust |
 //! | `shim.rs` | the way over that shared object, which the program starts without |

@@ -6,10 +6,12 @@
 
 #include "shim.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstdio>
+#include <cstring>
 #include <exception>
 #include <new>
 #include <string>
@@ -34,6 +36,8 @@ struct unicorn_npu_kernel {
 
 struct unicorn_npu_bo {
     xrt::bo bo;
+    // Whether the memory is another device's.
+    bool imported;
 };
 
 namespace {
@@ -99,6 +103,54 @@ int32_t caught(char *error) {
     } catch (...) {
         say(error, "an exception that is none of the C++ library's");
         return UNICORN_NPU_XRT;
+    }
+}
+
+// As `caught`, for another device's memory: whatever XRT or the driver have against it, copies need none.
+int32_t caught_import(char *error) {
+    int32_t code = caught(error);
+    return code == UNICORN_NPU_MEMLOCK || code == UNICORN_NPU_TIMEOUT ? code : UNICORN_NPU_DMA_BUF;
+}
+
+// Whether the command has the addresses of these buffers, one behind the other, as MLIR_AIE takes them.
+//
+// XRT compares the bank of each buffer with those that the argument is connected to. Where they differ, it logs a line,
+// gives the command a copy in the argument's bank, and never copies back what was written there. 2.25 spares imported
+// buffers from that, and parts of them not: those have bank 0, which is HOST where mlir-aie made the container. In
+// another container 2.25 fails to make the copy, and throws. Another version may succeed.
+bool has_addresses(const xrt::run &run, unicorn_npu_bo *const *buffers, uint32_t count) {
+    const ert_packet *packet = run.get_ert_packet();
+    for (uint32_t first = 0; first + 2 * count <= packet->count; first++) {
+        uint32_t equal = 0;
+        while (equal < count) {
+            uint64_t address;
+            std::memcpy(&address, packet->data + first + 2 * equal, sizeof address);
+            if (address != buffers[equal]->bo.address())
+                break;
+            equal++;
+        }
+        if (equal == count)
+            return true;
+    }
+    return false;
+}
+
+// The code of the state that a command is in after a wait.
+int32_t code_of_state(uint32_t state, uint32_t deadline_ms, char *error) {
+    switch (state) {
+    case ERT_CMD_STATE_COMPLETED:
+        return UNICORN_NPU_OK;
+    case ERT_CMD_STATE_NEW:
+    case ERT_CMD_STATE_QUEUED:
+    case ERT_CMD_STATE_RUNNING:
+    case ERT_CMD_STATE_SUBMITTED:
+    case ERT_CMD_STATE_TIMEOUT:
+        say(error, "the command is in state " + std::to_string(state) + ", after " + std::to_string(deadline_ms) +
+                       " ms at most");
+        return UNICORN_NPU_TIMEOUT;
+    default:
+        say(error, "the command's state is " + std::to_string(state));
+        return UNICORN_NPU_COMMAND_STATE;
     }
 }
 
@@ -182,8 +234,43 @@ int32_t unicorn_npu_bo_open(unicorn_npu_device *device, uint64_t bytes, uint32_t
         }
         xrt::bo made{device->device, bytes, kind, group};
         *mapped = made.map<void *>();
-        *bo = new unicorn_npu_bo{made};
+        *bo = new unicorn_npu_bo{made, false};
         return UNICORN_NPU_OK;
+    });
+}
+
+int32_t unicorn_npu_bo_import(unicorn_npu_device *device, int32_t descriptor, uint64_t bytes, unicorn_npu_bo **bo,
+                              char *error) {
+    return guarded(error, [&]() -> int32_t {
+        try {
+            xrt::bo made{device->device, static_cast<xrt::bo::export_handle>(descriptor)};
+            if (made.size() < bytes) {
+                say(error, "the shared memory has " + std::to_string(made.size()) + " bytes, not " +
+                               std::to_string(bytes));
+                return UNICORN_NPU_DMA_BUF;
+            }
+            *bo = new unicorn_npu_bo{made, true};
+            return UNICORN_NPU_OK;
+        } catch (...) {
+            return caught_import(error);
+        }
+    });
+}
+
+int32_t unicorn_npu_bo_part(unicorn_npu_bo *whole, uint64_t offset, uint64_t bytes, unicorn_npu_bo **bo, char *error) {
+    return guarded(error, [&]() -> int32_t {
+        uint64_t size = whole->bo.size();
+        if (bytes == 0 || offset > size || bytes > size - offset) {
+            say(error, std::to_string(bytes) + " bytes from " + std::to_string(offset) + " on, of a buffer of " +
+                           std::to_string(size));
+            return UNICORN_NPU_BAD_ARGUMENT;
+        }
+        try {
+            *bo = new unicorn_npu_bo{xrt::bo{whole->bo, bytes, offset}, whole->imported};
+            return UNICORN_NPU_OK;
+        } catch (...) {
+            return whole->imported ? caught_import(error) : caught(error);
+        }
     });
 }
 
@@ -202,6 +289,9 @@ int32_t unicorn_npu_run(unicorn_npu_kernel *kernel, uint64_t opcode, unicorn_npu
         // Nothing deletes a run whose command may still be under way.
         auto run = new xrt::run{kernel->kernel};
         bool started = false;
+        // Where XRT takes no command with these buffers, copies of what is imported may still do.
+        bool imported = std::any_of(buffers, buffers + count, [](auto bo) { return bo->imported; });
+        int32_t refusal = imported ? UNICORN_NPU_DMA_BUF : UNICORN_NPU_XRT;
         int32_t code;
         try {
             run->set_arg(0, opcode);
@@ -209,26 +299,15 @@ int32_t unicorn_npu_run(unicorn_npu_kernel *kernel, uint64_t opcode, unicorn_npu
             run->set_arg(2, words);
             for (uint32_t i = 0; i < count; i++)
                 run->set_arg(static_cast<int>(3 + i), buffers[i]->bo);
-            run->start();
-            started = true;
-            // XRT waits for ever if it is asked to wait for 0 ms.
-            *state = run->wait(std::chrono::milliseconds{deadline_ms ? deadline_ms : 1});
-            switch (*state) {
-            case ERT_CMD_STATE_COMPLETED:
-                code = UNICORN_NPU_OK;
-                break;
-            case ERT_CMD_STATE_NEW:
-            case ERT_CMD_STATE_QUEUED:
-            case ERT_CMD_STATE_RUNNING:
-            case ERT_CMD_STATE_SUBMITTED:
-            case ERT_CMD_STATE_TIMEOUT:
-                say(error, "the command is in state " + std::to_string(*state) + ", after " +
-                               std::to_string(deadline_ms) + " ms at most");
-                code = UNICORN_NPU_TIMEOUT;
-                break;
-            default:
-                say(error, "the command's state is " + std::to_string(*state));
-                code = UNICORN_NPU_COMMAND_STATE;
+            if (has_addresses(*run, buffers, count)) {
+                run->start();
+                started = true;
+                // XRT waits for ever if it is asked to wait for 0 ms.
+                *state = run->wait(std::chrono::milliseconds{deadline_ms ? deadline_ms : 1});
+                code = code_of_state(*state, deadline_ms, error);
+            } else {
+                say(error, "XRT puts a copy of a buffer into the command: the kernel takes it in another bank");
+                code = refusal;
             }
         } catch (...) {
             code = caught(error);
@@ -241,6 +320,8 @@ int32_t unicorn_npu_run(unicorn_npu_kernel *kernel, uint64_t opcode, unicorn_npu
                          *state > ERT_CMD_STATE_TIMEOUT;
             if (started && !ended)
                 code = UNICORN_NPU_TIMEOUT;
+            else if (!started && code == UNICORN_NPU_XRT)
+                code = refusal;
         }
         if (code == UNICORN_NPU_TIMEOUT)
             lost = true;

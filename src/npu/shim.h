@@ -16,7 +16,7 @@ extern "C" {
 #endif
 
 /* Changes with every change of this file. */
-#define UNICORN_NPU_ABI 1
+#define UNICORN_NPU_ABI 2
 
 /* The bytes of each text, its 0 included. */
 #define UNICORN_NPU_TEXT 1024
@@ -37,6 +37,8 @@ enum {
     UNICORN_NPU_GROUP = -6,
     UNICORN_NPU_NO_DEVICE = -7,
     UNICORN_NPU_BAD_ARGUMENT = -8,
+    /* The memory of another device cannot be used in place. */
+    UNICORN_NPU_DMA_BUF = -9,
 };
 
 /* How a buffer lies in memory, and which way it moves. */
@@ -69,11 +71,20 @@ int32_t unicorn_npu_group_id(unicorn_npu_kernel *kernel, int32_t argument, uint3
 int32_t unicorn_npu_bo_open(unicorn_npu_device *device, uint64_t bytes, uint32_t flags, uint32_t group,
                             unicorn_npu_bo **bo, void **mapped, char *error);
 
+/* Memory of another device, which it shares as a dma-buf of at least so many bytes. The descriptor stays the caller's, who
+ * may close it afterwards. Nothing is mapped for the caller. */
+int32_t unicorn_npu_bo_import(unicorn_npu_device *device, int32_t descriptor, uint64_t bytes, unicorn_npu_bo **bo,
+                              char *error);
+
+/* Bytes of a buffer as a buffer of their own, which keeps the whole one's memory. */
+int32_t unicorn_npu_bo_part(unicorn_npu_bo *whole, uint64_t offset, uint64_t bytes, unicorn_npu_bo **bo, char *error);
+
 /* Moves the whole buffer between this process and the device. */
 int32_t unicorn_npu_bo_sync(unicorn_npu_bo *bo, uint32_t direction, char *error);
 
 /* Runs the kernel with the arguments opcode, instructions, their count in words, and then the buffers; returns once it
  * completed, failed, or the deadline passed. `state` is the command's last state (ert_cmd_state), 0 if there is none.
+ * Nothing runs if XRT would give the command other memory than these buffers.
  *
  * After UNICORN_NPU_TIMEOUT the device may still use the buffers: this run and all buffers stay until the process ends,
  * whatever is closed, and every later call but close returns UNICORN_NPU_TIMEOUT. */

@@ -5,12 +5,16 @@
 //! host-only buffers of banks `group_id(3)` to `group_id(7)`, the opcode is 3, and every buffer is synced in the
 //! direction that it moves, before the run and after it.
 //!
+//! Q, K, V and O may also lie in memory that the GPU shares. A dispatch then takes parts of it, made for that dispatch
+//! alone, and syncs the parts as it would its own buffers. A kernel that has no other dispatches has no bo0 to bo3.
+//!
 //! After a dispatch that did not end in time, the device may still read and write the buffers. The shim keeps them for as
 //! long as the process lives, and gives every later call the same error. The process is then to be ended.
 
 use std::ffi::{CStr, CString, c_char};
 use std::fs;
 use std::mem::ManuallyDrop;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::ptr;
@@ -22,7 +26,7 @@ use rustix::process::{Resource, getrlimit};
 use super::abi::{self, Functions};
 use super::contract::{Bucket, Job, Layout, Shape};
 use super::error::{NpuCode, NpuError};
-use super::transport::{KernelFiles, NpuFacts, NpuTransport};
+use super::transport::{KernelFiles, NpuFacts, NpuTransport, SHARED_ALIGN};
 
 /// The file's name, in the folder of the build and where it is installed.
 pub const FILE: &str = "libunicorn_npu.so";
@@ -30,8 +34,9 @@ pub const FILE: &str = "libunicorn_npu.so";
 /// XRT's library, by the name that 2.13 and all later versions share.
 const XRT: &str = "libxrt_coreutil.so.2";
 
-/// The data buffers of a dispatch: Q, K, V, O and the parameters.
-const BUFFERS: usize = 5;
+/// The data buffers of a dispatch: Q, K, V, O, and then the parameters.
+const BUFFERS: usize = ARRAYS + 1;
+const ARRAYS: usize = 4;
 const OUTPUT: usize = 3;
 
 /// An NPU behind the shim.
@@ -40,6 +45,7 @@ pub struct Shim {
     facts: NpuFacts,
     // Its buffers and kernels are closed before the device.
     kernels: Vec<Option<Loaded>>,
+    shared: Option<[Shared; ARRAYS]>,
     device: Owned<abi::Device>,
 }
 
@@ -50,10 +56,17 @@ unsafe impl Send for Shim {}
 struct Loaded {
     shape: Shape,
     bucket: Bucket,
+    /// Q, K, V and O, once a dispatch copied its arrays. They are closed before the kernel.
+    arrays: Option<[Buffer; ARRAYS]>,
+    program: Program,
+}
+
+/// What every dispatch of a kernel has.
+struct Program {
     words: u32,
     // They are closed before the kernel.
     instructions: Buffer,
-    buffers: [Buffer; BUFFERS],
+    parameters: Buffer,
     kernel: Owned<abi::Kernel>,
 }
 
@@ -75,6 +88,12 @@ struct Buffer {
     bo: Owned<abi::Bo>,
     mapped: *mut u8,
     bytes: usize,
+}
+
+/// Memory of another device, of which dispatches use parts.
+struct Shared {
+    bo: Owned<abi::Bo>,
+    bytes: u64,
 }
 
 impl Buffer {
@@ -131,28 +150,7 @@ impl Shim {
         // SAFETY: it takes nothing.
         let is_double = unsafe { (functions.is_double)() } != 0;
         let facts = NpuFacts { xrt: version.read(), device: name.read(), is_double };
-        Ok(Shim { functions, facts, kernels: Vec::new(), device })
-    }
-
-    /// A buffer for an argument of the kernel, in the bank that the kernel has for it.
-    fn buffer(
-        &self,
-        kernel: &Owned<abi::Kernel>,
-        argument: i32,
-        flags: u32,
-        bytes: u64,
-    ) -> Result<Buffer, NpuError> {
-        let mut group = 0;
-        // SAFETY: the kernel is open, `group` has room, and so has the text.
-        called(|error| unsafe { (self.functions.group_id)(kernel.raw, argument, &mut group, error) })?;
-        let (mut raw, mut mapped) = (ptr::null_mut(), ptr::null_mut());
-        // SAFETY: the device is open, and the pointers are written before they are read.
-        called(|error| unsafe {
-            (self.functions.bo_open)(self.device.raw, bytes, flags, group, &mut raw, &mut mapped, error)
-        })?;
-        let bo = Owned { raw, close: self.functions.bo_close };
-        let bytes = usize::try_from(bytes).expect("it is mapped");
-        Ok(Buffer { bo, mapped: mapped.cast(), bytes })
+        Ok(Shim { functions, facts, kernels: Vec::new(), shared: None, device })
     }
 }
 
@@ -176,24 +174,39 @@ impl NpuTransport for Shim {
             (self.functions.kernel_open)(self.device.raw, path.as_ptr(), name, &mut raw, error)
         })?;
         let kernel = Owned { raw, close: self.functions.kernel_close };
-        let bytes = u64::from(words) * 4;
-        let mut instructions = self.buffer(&kernel, abi::INSTRUCTIONS_ARGUMENT, abi::CACHEABLE, bytes)?;
+        let Shim { functions, device, .. } = self;
+        let open = |argument, flags, bytes| buffer(functions, device, &kernel, argument, flags, bytes);
+        let mut instructions = open(abi::INSTRUCTIONS_ARGUMENT, abi::CACHEABLE, u64::from(words) * 4)?;
         instructions.write(bytemuck::cast_slice(&files.instructions));
-        sync(&self.functions, &instructions, abi::TO_DEVICE)?;
-        let arguments = abi::FIRST_BUFFER_ARGUMENT..;
-        let mut buffers = Vec::with_capacity(BUFFERS);
-        for (argument, bytes) in arguments.zip(Layout::of(files.shape, files.bucket).bytes()) {
-            buffers.push(self.buffer(&kernel, argument, abi::HOST_ONLY, bytes)?);
-        }
-        let buffers = buffers.try_into().unwrap_or_else(|_| unreachable!("a layout has five buffers"));
+        sync(functions, &instructions.bo, abi::TO_DEVICE)?;
         let (shape, bucket) = (files.shape, files.bucket);
-        self.kernels.push(Some(Loaded { shape, bucket, words, instructions, buffers, kernel }));
+        let argument = abi::FIRST_BUFFER_ARGUMENT + ARRAYS as i32;
+        let parameters = open(argument, abi::HOST_ONLY, Layout::of(shape, bucket).bytes()[ARRAYS])?;
+        let program = Program { words, instructions, parameters, kernel };
+        self.kernels.push(Some(Loaded { shape, bucket, arrays: None, program }));
         Ok(self.kernels.len() - 1)
     }
 
     fn unload(&mut self, kernel: usize) -> Result<(), NpuError> {
         let loaded = self.kernels.get_mut(kernel).and_then(Option::take);
         loaded.map(drop).ok_or_else(|| not_loaded(kernel))
+    }
+
+    fn share(&mut self, buffers: [(OwnedFd, u64); ARRAYS]) -> Result<(), NpuError> {
+        // After an error nothing is shared, rather than some of the old memory and some of the new.
+        self.shared = None;
+        let mut shared = Vec::with_capacity(ARRAYS);
+        for (descriptor, bytes) in &buffers {
+            let mut raw = ptr::null_mut();
+            // SAFETY: the device and the descriptor are open, and `raw` is written before it is read.
+            called(|error| unsafe {
+                (self.functions.bo_import)(self.device.raw, descriptor.as_raw_fd(), *bytes, &mut raw, error)
+            })?;
+            let bo = Owned { raw, close: self.functions.bo_close };
+            shared.push(Shared { bo, bytes: *bytes });
+        }
+        self.shared = Some(shared.try_into().unwrap_or_else(|_| unreachable!("each buffer was imported")));
+        Ok(())
     }
 
     fn attend(
@@ -206,60 +219,159 @@ impl NpuTransport for Shim {
         output: &mut [u8],
         deadline: Duration,
     ) -> Result<(), NpuError> {
-        let bad = |what: String| NpuError::new(NpuCode::BadArgument, what);
-        let loaded = self.kernels.get_mut(kernel).and_then(Option::as_mut);
-        let loaded = loaded.ok_or_else(|| not_loaded(kernel))?;
-        job.runs_on(loaded.shape).map_err(|error| bad(error.to_string()))?;
-        if job.bucket() != loaded.bucket {
-            return Err(bad(format!("kernel {kernel} is for another bucket than the job's")));
-        }
-        let parameters = job.to_words();
-        let inputs = [(0, queries), (1, keys), (2, values), (4, bytemuck::cast_slice(&parameters))];
-        let sizes = inputs.iter().map(|(n, input)| (*n, input.len())).chain([(OUTPUT, output.len())]);
-        for (n, len) in sizes {
-            let expected = loaded.buffers[n].bytes;
-            if len != expected {
-                return Err(bad(format!("array {n} of a dispatch has {len} bytes, not {expected}")));
+        let Shim { functions, device, kernels, .. } = self;
+        let Loaded { arrays, program, .. } = loaded(kernels, kernel, job)?;
+        let inputs = [(0, queries), (1, keys), (2, values)];
+        let layout = job.layout().bytes();
+        for (n, len) in inputs.iter().map(|(n, input)| (*n, input.len())).chain([(OUTPUT, output.len())]) {
+            let expected = layout[n];
+            if len as u64 != expected {
+                return Err(bad_argument(format!("array {n} of a dispatch has {len} bytes, not {expected}")));
             }
         }
+        let arrays = match arrays {
+            Some(arrays) => arrays,
+            none => {
+                let open = |n: usize| {
+                    let argument = abi::FIRST_BUFFER_ARGUMENT + n as i32;
+                    buffer(functions, device, &program.kernel, argument, abi::HOST_ONLY, layout[n])
+                };
+                none.insert([open(0)?, open(1)?, open(2)?, open(3)?])
+            }
+        };
         for (n, input) in inputs {
-            loaded.buffers[n].write(input);
-            sync(&self.functions, &loaded.buffers[n], abi::TO_DEVICE)?;
+            arrays[n].write(input);
+            sync(functions, &arrays[n].bo, abi::TO_DEVICE)?;
         }
-        let raws = loaded.buffers.each_ref().map(|buffer| buffer.bo.raw);
-        let deadline_ms = u32::try_from(deadline.as_millis()).unwrap_or(u32::MAX).max(1);
-        let mut state = 0;
-        // SAFETY: the kernel and all buffers are open; the shim keeps those of a command that does not end.
-        called(|error| unsafe {
-            (self.functions.run)(
-                loaded.kernel.raw,
-                abi::OPCODE,
-                loaded.instructions.bo.raw,
-                loaded.words,
-                raws.as_ptr(),
-                BUFFERS as u32,
-                deadline_ms,
-                &mut state,
-                error,
-            )
-        })?;
-        if state != abi::STATE_COMPLETED {
-            let what = format!("the NPU's command ended in state {state}, not {}", abi::STATE_COMPLETED);
-            return Err(NpuError::new(NpuCode::CommandState, what));
-        }
-        sync(&self.functions, &loaded.buffers[OUTPUT], abi::FROM_DEVICE)?;
-        loaded.buffers[OUTPUT].read(output);
+        run(functions, program, job, arrays.each_ref().map(|array| &array.bo), deadline)?;
+        sync(functions, &arrays[OUTPUT].bo, abi::FROM_DEVICE)?;
+        arrays[OUTPUT].read(output);
         Ok(())
+    }
+
+    fn attend_shared(
+        &mut self,
+        kernel: usize,
+        job: &Job,
+        offsets: [u64; ARRAYS],
+        deadline: Duration,
+    ) -> Result<(), NpuError> {
+        let Shim { functions, kernels, shared, .. } = self;
+        let program = &mut loaded(kernels, kernel, job)?.program;
+        let shared = shared.as_ref().ok_or_else(|| bad_argument("no memory is shared".into()))?;
+        let layout = job.layout().bytes();
+        for (n, (whole, offset)) in shared.iter().zip(offsets).enumerate() {
+            let bytes = layout[n];
+            if offset.checked_add(bytes).is_none_or(|end| end > whole.bytes) || offset % SHARED_ALIGN != 0 {
+                return Err(bad_argument(format!(
+                    "array {n} of a dispatch is {bytes} bytes from {offset} on, in {} shared bytes",
+                    whole.bytes
+                )));
+            }
+        }
+        let open = |n: usize| part(functions, &shared[n], offsets[n], layout[n]);
+        let parts = [open(0)?, open(1)?, open(2)?, open(3)?];
+        // O too: what a CPU wrote there and still holds in its cache would be written over the result by the sync after
+        // the run.
+        for part in &parts {
+            sync(functions, part, abi::TO_DEVICE)?;
+        }
+        run(functions, program, job, parts.each_ref(), deadline)?;
+        sync(functions, &parts[OUTPUT], abi::FROM_DEVICE)
     }
 }
 
-fn sync(functions: &Functions, buffer: &Buffer, direction: u32) -> Result<(), NpuError> {
+/// A buffer for an argument of the kernel, in the bank that the kernel has for it.
+fn buffer(
+    functions: &Functions,
+    device: &Owned<abi::Device>,
+    kernel: &Owned<abi::Kernel>,
+    argument: i32,
+    flags: u32,
+    bytes: u64,
+) -> Result<Buffer, NpuError> {
+    let mut group = 0;
+    // SAFETY: the kernel is open, `group` has room, and so has the text.
+    called(|error| unsafe { (functions.group_id)(kernel.raw, argument, &mut group, error) })?;
+    let (mut raw, mut mapped) = (ptr::null_mut(), ptr::null_mut());
+    // SAFETY: the device is open, and the pointers are written before they are read.
+    called(|error| unsafe {
+        (functions.bo_open)(device.raw, bytes, flags, group, &mut raw, &mut mapped, error)
+    })?;
+    let bo = Owned { raw, close: functions.bo_close };
+    let bytes = usize::try_from(bytes).expect("it is mapped");
+    Ok(Buffer { bo, mapped: mapped.cast(), bytes })
+}
+
+/// Bytes of the memory that another device shares.
+fn part(functions: &Functions, whole: &Shared, offset: u64, bytes: u64) -> Result<Owned<abi::Bo>, NpuError> {
+    let mut raw = ptr::null_mut();
+    // SAFETY: the buffer is open, and `raw` is written before it is read.
+    called(|error| unsafe { (functions.bo_part)(whole.bo.raw, offset, bytes, &mut raw, error) })?;
+    Ok(Owned { raw, close: functions.bo_close })
+}
+
+/// The kernel of this index, which computes this job.
+fn loaded<'a>(
+    kernels: &'a mut [Option<Loaded>],
+    kernel: usize,
+    job: &Job,
+) -> Result<&'a mut Loaded, NpuError> {
+    let loaded = kernels.get_mut(kernel).and_then(Option::as_mut);
+    let loaded = loaded.ok_or_else(|| not_loaded(kernel))?;
+    job.runs_on(loaded.shape).map_err(|error| bad_argument(error.to_string()))?;
+    if job.bucket() != loaded.bucket {
+        return Err(bad_argument(format!("kernel {kernel} is for another bucket than the job's")));
+    }
+    Ok(loaded)
+}
+
+/// Runs a kernel with the job's parameters and with these arrays, which were synced.
+fn run(
+    functions: &Functions,
+    program: &mut Program,
+    job: &Job,
+    arrays: [&Owned<abi::Bo>; ARRAYS],
+    deadline: Duration,
+) -> Result<(), NpuError> {
+    program.parameters.write(bytemuck::cast_slice(&job.to_words()));
+    sync(functions, &program.parameters.bo, abi::TO_DEVICE)?;
+    let [queries, keys, values, output] = arrays.map(|bo| bo.raw);
+    let raws: [*mut abi::Bo; BUFFERS] = [queries, keys, values, output, program.parameters.bo.raw];
+    let deadline_ms = u32::try_from(deadline.as_millis()).unwrap_or(u32::MAX).max(1);
+    let mut state = 0;
+    // SAFETY: the kernel and all buffers are open; the shim keeps those of a command that does not end.
+    called(|error| unsafe {
+        (functions.run)(
+            program.kernel.raw,
+            abi::OPCODE,
+            program.instructions.bo.raw,
+            program.words,
+            raws.as_ptr(),
+            BUFFERS as u32,
+            deadline_ms,
+            &mut state,
+            error,
+        )
+    })?;
+    if state != abi::STATE_COMPLETED {
+        let what = format!("the NPU's command ended in state {state}, not {}", abi::STATE_COMPLETED);
+        return Err(NpuError::new(NpuCode::CommandState, what));
+    }
+    Ok(())
+}
+
+fn sync(functions: &Functions, bo: &Owned<abi::Bo>, direction: u32) -> Result<(), NpuError> {
     // SAFETY: the buffer is open.
-    called(|error| unsafe { (functions.bo_sync)(buffer.bo.raw, direction, error) })
+    called(|error| unsafe { (functions.bo_sync)(bo.raw, direction, error) })
+}
+
+fn bad_argument(what: String) -> NpuError {
+    NpuError::new(NpuCode::BadArgument, what)
 }
 
 fn not_loaded(kernel: usize) -> NpuError {
-    NpuError::new(NpuCode::BadArgument, format!("kernel {kernel} is not loaded"))
+    bad_argument(format!("kernel {kernel} is not loaded"))
 }
 
 /// Room for a text of the shim's.
@@ -324,6 +436,10 @@ fn explained(code: i32, said: &str) -> NpuError {
         ),
         abi::COMMAND_STATE => (NpuCode::CommandState, "the NPU's command failed".into()),
         abi::BAD_ARGUMENT => (NpuCode::BadArgument, "the NPU's shim refuses a call of this program".into()),
+        abi::DMA_BUF => (
+            NpuCode::DmaBuf,
+            "the NPU cannot use the GPU's memory in place; npu.sharing = \"copy\" works without it".into(),
+        ),
         _ => (NpuCode::Xrt, "XRT refused".into()),
     };
     let said = if said.is_empty() { "it gave no reason" } else { said };
@@ -429,6 +545,7 @@ mod tests {
             ("GROUP", abi::GROUP),
             ("NO_DEVICE", abi::NO_DEVICE),
             ("BAD_ARGUMENT", abi::BAD_ARGUMENT),
+            ("DMA_BUF", abi::DMA_BUF),
         ];
         for (name, value) in all {
             let line = format!("    UNICORN_NPU_{name} = {value},\n");

@@ -8,17 +8,22 @@
 //! device computes with what was there before, and a new buffer's bytes are all 0xff: no parameters, and no numbers.
 //! Flags, banks and sizes of buffers, the opcode and the instructions are checked at each run.
 //!
+//! Memory that another device shares is any file that can be mapped; no dma-buf is needed. The device has a copy of it
+//! too, into which a part's sync moves that part alone. What Mesa's software Vulkan shares (`OPAQUE_FD`) is a file with a
+//! header, behind which the memory begins.
+//!
 //! `NPU_DOUBLE` makes calls fail. It is read when the device is opened, and the calls on that device count from there:
 //!
 //! ```text
 //! NPU_DOUBLE="run:2=timeout;load:1=enospc"
 //!
 //! CALL:WHICH=FAULT, with semicolons between several
-//!   CALL    open, load (a kernel), bo (a buffer), run
+//!   CALL    open, load (a kernel), bo (a buffer), import (of shared memory), run
 //!   WHICH   2: the second call, once; 2+: that one and all after it. The first is 1
 //!   FAULT   of open:  no-device, group, memlock
 //!           of load:  enospc, memlock, xrt (a reason that no code has)
 //!           of bo:    memlock
+//!           of import: refused
 //!           of run:   timeout (the deadline passes; every later call fails, as with XRT), state (the command ends and
 //!                     failed), wrong (one number of the output is wrong), poison (the output is not written), hang (the
 //!                     call never returns), exit (the process ends)
@@ -30,11 +35,18 @@
 //! `npu_double_attend` computes one dispatch from the addresses of its buffers. The fake kernel driver below the real XRT
 //! (tests/npu/fake_amdxdna) calls it, so that there is one model of the kernel.
 
+use std::any::Any;
+use std::cell::UnsafeCell;
 use std::ffi::{CStr, c_char, c_void};
+use std::fs::File;
 use std::io::Write;
+use std::os::fd::BorrowedFd;
+use std::os::unix::fs::FileExt;
+use std::rc::Rc;
 use std::time::Duration;
 
 use half::bf16;
+use memmap2::MmapRaw;
 use unicorn::npu::abi;
 use unicorn::npu::contract::{Job, PARAM_WORDS};
 use unicorn::npu::tile::{self, Inputs};
@@ -46,11 +58,17 @@ enum Call {
     Open,
     Load,
     Bo,
+    Import,
     Run,
 }
 
-const CALLS: [(&str, Call); 4] =
-    [("open", Call::Open), ("load", Call::Load), ("bo", Call::Bo), ("run", Call::Run)];
+const CALLS: [(&str, Call); 5] = [
+    ("open", Call::Open),
+    ("load", Call::Load),
+    ("bo", Call::Bo),
+    ("import", Call::Import),
+    ("run", Call::Run),
+];
 
 #[derive(Clone, Copy, PartialEq)]
 enum Effect {
@@ -61,12 +79,13 @@ enum Effect {
     Exit,
 }
 
-const EFFECTS: [(&str, Effect, &[Call]); 11] = [
+const EFFECTS: [(&str, Effect, &[Call]); 12] = [
     ("no-device", Effect::Fails(abi::NO_DEVICE), &[Call::Open]),
     ("group", Effect::Fails(abi::GROUP), &[Call::Open]),
     ("memlock", Effect::Fails(abi::MEMLOCK), &[Call::Open, Call::Load, Call::Bo]),
     ("enospc", Effect::Fails(abi::NO_COLUMNS), &[Call::Load]),
     ("xrt", Effect::Fails(abi::XRT), &[Call::Load]),
+    ("refused", Effect::Fails(abi::DMA_BUF), &[Call::Import]),
     ("timeout", Effect::Fails(abi::TIMEOUT), &[Call::Run]),
     ("state", Effect::Fails(abi::COMMAND_STATE), &[Call::Run]),
     ("wrong", Effect::Wrong, &[Call::Run]),
@@ -170,21 +189,102 @@ struct Kernel {
     name: String,
 }
 
+/// A buffer, or a part of one.
 struct Bo {
     device: *mut Device,
-    flags: u32,
-    group: u32,
-    host: Vec<u64>,
-    on_device: Vec<u64>,
+    /// The flags and the bank of what was opened. Imported memory has none.
+    place: Option<(u32, u32)>,
+    memory: Rc<Memory>,
+    /// Where it begins in the memory, and its bytes.
+    offset: usize,
     bytes: usize,
 }
 
-/// Memory that nobody wrote.
-const UNWRITTEN: u64 = u64::MAX;
+/// What the host sees, and what the device has.
+struct Memory {
+    host: *mut u8,
+    on_device: UnsafeCell<Vec<u8>>,
+    /// The room that `host` points into, or the map of a file.
+    _owner: Box<dyn Any>,
+}
+
+/// A byte of memory that nobody wrote.
+const UNWRITTEN: u8 = u8::MAX;
+
+impl Memory {
+    fn opened(bytes: usize) -> Memory {
+        let mut words = vec![u64::from_ne_bytes([UNWRITTEN; 8]); bytes.div_ceil(8)];
+        let host = words.as_mut_ptr().cast();
+        Memory::new(host, bytes, Box::new(words))
+    }
+
+    /// Memory that another device shares as a file.
+    fn imported(descriptor: i32, least: u64) -> Result<Memory, Refusal> {
+        let lost = |error: std::io::Error| Refusal(abi::DMA_BUF, format!("descriptor {descriptor}: {error}"));
+        // SAFETY: the caller holds the descriptor, and it is cloned before this function returns.
+        let file = unsafe { BorrowedFd::borrow_raw(descriptor) };
+        let file = File::from(file.try_clone_to_owned().map_err(lost)?);
+        let skipped = header_of(&file, descriptor).map_err(lost)?;
+        let bytes = file.metadata().map_err(lost)?.len().saturating_sub(skipped);
+        if bytes < least.max(1) {
+            return refuse(abi::DMA_BUF, format!("the shared memory has {bytes} bytes, not {least}"));
+        }
+        let map = MmapRaw::map_raw(&file).map_err(lost)?;
+        // SAFETY: the file is longer than what is skipped.
+        let host = unsafe { map.as_mut_ptr().add(skipped as usize) };
+        Ok(Memory::new(host, bytes as usize, Box::new(map)))
+    }
+
+    fn new(host: *mut u8, bytes: usize, owner: Box<dyn Any>) -> Memory {
+        Memory { host, on_device: UnsafeCell::new(vec![UNWRITTEN; bytes]), _owner: owner }
+    }
+
+    fn bytes(&self) -> usize {
+        // SAFETY: the double is called by one thread at a time, and nothing borrowed of it is left.
+        unsafe { (*self.on_device.get()).len() }
+    }
+}
+
+/// The bytes before the memory in a file that Mesa's software Vulkan shares: two words, the file's size and then this, and
+/// more (`src/util/os_memory_fd.c` in Mesa). Other files have none.
+fn header_of(file: &File, descriptor: i32) -> std::io::Result<u64> {
+    let name = std::fs::read_link(format!("/proc/self/fd/{descriptor}"))?;
+    if !name.to_string_lossy().contains("llvmpipe memory fd") {
+        return Ok(0);
+    }
+    let mut words = [0; 16];
+    file.read_exact_at(&mut words, 0)?;
+    Ok(u64::from_ne_bytes(words[8..].try_into().expect("eight bytes")))
+}
 
 impl Bo {
-    fn on_device<T: bytemuck::Pod>(&self) -> &[T] {
-        bytemuck::cast_slice(&bytemuck::cast_slice::<u64, u8>(&self.on_device)[..self.bytes])
+    /// The device's copy.
+    fn on_device<T: bytemuck::Pod>(&self) -> Vec<T> {
+        // SAFETY: the double is called by one thread at a time, and nothing borrowed of it is left.
+        let all = unsafe { &*self.memory.on_device.get() };
+        let mut numbers = vec![T::zeroed(); self.bytes / size_of::<T>()];
+        let into: &mut [u8] = bytemuck::cast_slice_mut(&mut numbers);
+        into.copy_from_slice(&all[self.offset..][..into.len()]);
+        numbers
+    }
+
+    fn write_on_device(&self, bytes: &[u8]) {
+        // SAFETY: as in `on_device`.
+        let all = unsafe { &mut *self.memory.on_device.get() };
+        all[self.offset..][..bytes.len()].copy_from_slice(bytes);
+    }
+
+    fn sync_to_device(&self) {
+        // SAFETY: the host's copy has the bytes of the device's, in which every part lies, and no other thread of this
+        // process writes there during the call.
+        let host = unsafe { std::slice::from_raw_parts(self.memory.host.add(self.offset), self.bytes) };
+        self.write_on_device(host);
+    }
+
+    fn sync_from_device(&self) {
+        let bytes: Vec<u8> = self.on_device();
+        // SAFETY: as in `sync_to_device`.
+        unsafe { self.memory.host.add(self.offset).copy_from_nonoverlapping(bytes.as_ptr(), self.bytes) };
     }
 }
 
@@ -218,8 +318,9 @@ impl Command<'_> {
             .chain(arguments.map(|(argument, bo)| (argument, abi::HOST_ONLY, *bo)));
         for (argument, flags, bo) in all {
             let expected = (flags, group_of(argument));
-            if (bo.flags, bo.group) != expected {
-                let found = (bo.flags, bo.group);
+            let may_be_imported = flags == abi::HOST_ONLY;
+            if bo.place.map_or(!may_be_imported, |found| found != expected) {
+                let found = bo.place;
                 return refuse(format!(
                     "argument {argument} has the flags and bank {found:?}, not {expected:?}"
                 ));
@@ -247,7 +348,7 @@ impl Command<'_> {
             say("the device reads instructions that nobody wrote: they were not synced");
             return Ok(abi::STATE_ERROR);
         }
-        let job = match Job::from_words(data[4].on_device()) {
+        let job = match Job::from_words(&data[4].on_device::<u32>()) {
             Ok(job) => job,
             Err(error) => {
                 say(&format!("the device refuses its parameters: {error}"));
@@ -259,17 +360,14 @@ impl Command<'_> {
                 return refuse(format!("bo{n} has {} bytes, and the job's has {expected}", bo.bytes));
             }
         }
-        let [queries, keys, values] = [0, 1, 2].map(|n| data[n].on_device::<bf16>().to_vec());
+        let [queries, keys, values] = [0, 1, 2].map(|n| data[n].on_device::<bf16>());
         let mut output = tile::attend(&job, &Inputs { queries, keys, values });
         match effect {
             Some(Effect::Wrong) => output[0] += 1.0,
             Some(Effect::Poison) => return Ok(abi::STATE_COMPLETED),
             _ => {}
         }
-        let bytes: &[u8] = bytemuck::cast_slice(&output);
-        // SAFETY: as above, and what was borrowed of it is used no more.
-        let written = unsafe { &mut *self.buffers[3].cast_mut() };
-        bytemuck::cast_slice_mut::<u64, u8>(&mut written.on_device)[..bytes.len()].copy_from_slice(bytes);
+        data[3].write_on_device(bytemuck::cast_slice(&output));
         Ok(abi::STATE_COMPLETED)
     }
 }
@@ -433,17 +531,61 @@ unsafe extern "C" fn unicorn_npu_bo_open(
 ) -> i32 {
     let result = live(device).and_then(|live| {
         Effect::check(live.faults.strike(Call::Bo))?;
-        let words = usize::try_from(bytes.div_ceil(8)).unwrap_or(usize::MAX);
         if !(1..=1 << 32).contains(&bytes) || !matches!(flags, abi::CACHEABLE | abi::HOST_ONLY) {
             return refuse(abi::BAD_ARGUMENT, format!("a buffer of {bytes} bytes with the flags {flags}"));
         }
-        let (host, on_device) = (vec![UNWRITTEN; words], vec![UNWRITTEN; words]);
-        let mut made = Box::new(Bo { device, flags, group, host, on_device, bytes: bytes as usize });
+        let (bytes, place) = (bytes as usize, Some((flags, group)));
+        let memory = Rc::new(Memory::opened(bytes));
         // SAFETY: the caller has room for both.
         unsafe {
-            *mapped = made.host.as_mut_ptr().cast();
-            *bo = Box::into_raw(made);
+            *mapped = memory.host.cast();
+            *bo = Box::into_raw(Box::new(Bo { device, place, memory, offset: 0, bytes }));
         }
+        Ok(())
+    });
+    answer(error, result)
+}
+
+#[unsafe(no_mangle)] // SAFETY: no other function of a process has the name.
+unsafe extern "C" fn unicorn_npu_bo_import(
+    device: *mut Device,
+    descriptor: i32,
+    bytes: u64,
+    bo: *mut *mut Bo,
+    error: *mut c_char,
+) -> i32 {
+    let result = live(device).and_then(|live| {
+        Effect::check(live.faults.strike(Call::Import))?;
+        let memory = Rc::new(Memory::imported(descriptor, bytes)?);
+        let bytes = memory.bytes();
+        // SAFETY: the caller has room for it.
+        unsafe { *bo = Box::into_raw(Box::new(Bo { device, place: None, memory, offset: 0, bytes })) };
+        Ok(())
+    });
+    answer(error, result)
+}
+
+#[unsafe(no_mangle)] // SAFETY: no other function of a process has the name.
+unsafe extern "C" fn unicorn_npu_bo_part(
+    whole: *mut Bo,
+    offset: u64,
+    bytes: u64,
+    bo: *mut *mut Bo,
+    error: *mut c_char,
+) -> i32 {
+    // SAFETY: the caller opened it.
+    let whole = unsafe { &*whole };
+    let result = live(whole.device).and_then(|_| {
+        let end = offset.checked_add(bytes).filter(|end| bytes > 0 && *end <= whole.bytes as u64);
+        if end.is_none() {
+            let what = format!("{bytes} bytes from {offset} on, of a buffer of {}", whole.bytes);
+            return refuse(abi::BAD_ARGUMENT, what);
+        }
+        let (offset, bytes) = (whole.offset + offset as usize, bytes as usize);
+        let part =
+            Bo { device: whole.device, place: whole.place, memory: whole.memory.clone(), offset, bytes };
+        // SAFETY: the caller has room for it.
+        unsafe { *bo = Box::into_raw(Box::new(part)) };
         Ok(())
     });
     answer(error, result)
@@ -452,14 +594,14 @@ unsafe extern "C" fn unicorn_npu_bo_open(
 #[unsafe(no_mangle)] // SAFETY: no other function of a process has the name.
 unsafe extern "C" fn unicorn_npu_bo_sync(bo: *mut Bo, direction: u32, error: *mut c_char) -> i32 {
     // SAFETY: the caller opened it.
-    let bo = unsafe { &mut *bo };
+    let bo = unsafe { &*bo };
     let result = live(bo.device).and_then(|_| match direction {
         abi::TO_DEVICE => {
-            bo.on_device.copy_from_slice(&bo.host);
+            bo.sync_to_device();
             Ok(())
         }
         abi::FROM_DEVICE => {
-            bo.host.copy_from_slice(&bo.on_device);
+            bo.sync_from_device();
             Ok(())
         }
         _ => refuse(abi::BAD_ARGUMENT, format!("{direction} is no direction")),

@@ -5,15 +5,22 @@
 //! rows from position 100, of 2 query heads for each of 4 KV heads. `DEADLINE_MS` is the time for each dispatch, 60000 if
 //! it is not set.
 //!
+//! The arrays of a job with `@OFFSET` behind it lie in memory that is shared with the NPU: Q from that byte on, K 4096
+//! behind it in K's memory, V and O 4096 further each in theirs. The memory is four files, which take the place of
+//! another device's; `LACKING` bytes of each are not there, none if it is not set.
+//!
 //! Each line of the output is an object: first what was opened, then a line for each job, with the error where one came
 //! up. The exit status is 0 if the program got to its end, whatever the lines say.
 
 use std::collections::HashMap;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use rustix::fs::{MemfdFlags, memfd_create};
 use serde_json::{Value, json};
-use unicorn::npu::contract::{Job, RowRange};
+use unicorn::npu::contract::{Job, RowRange, Shape};
 use unicorn::npu::error::NpuError;
 use unicorn::npu::shim::Shim;
 use unicorn::npu::tile::{self, Inputs};
@@ -22,63 +29,147 @@ use unicorn::npu::transport::{KernelFiles, NpuTransport};
 /// The fake driver recognises the instructions by their first word.
 const FIRST_INSTRUCTION: u32 = 0x0605_0403;
 
+/// How far behind the last one's offset in its memory each array begins in its own.
+const APART: u64 = 4096;
+/// A byte of shared memory that nobody wrote.
+const UNWRITTEN: u8 = 0xff;
+
 fn main() {
     let arguments: Vec<String> = std::env::args().collect();
     let [_, shim, xclbin, jobs @ ..] = &arguments[..] else { panic!("usage: npu_host SHIM XCLBIN JOB...") };
-    let deadline = std::env::var("DEADLINE_MS").map_or(60_000, |text| text.parse().expect("a number"));
-    let mut shim = match Shim::open(Path::new(shim)) {
+    let number =
+        |name, otherwise| std::env::var(name).map_or(otherwise, |text| text.parse().expect("a number"));
+    let deadline = Duration::from_millis(number("DEADLINE_MS", 60_000));
+    let jobs: Vec<Request> = jobs.iter().map(|job| Request::read(job)).collect();
+    let shim = match Shim::open(Path::new(shim)) {
         Ok(shim) => shim,
         Err(error) => return say(&failed(&error)),
     };
     let facts = shim.facts();
     say(&json!({ "xrt": facts.xrt, "device": facts.device, "is_double": facts.is_double }));
-    let mut loaded = HashMap::new();
-    for (seed, text) in jobs.iter().enumerate() {
-        let outcome =
-            compute(&mut shim, &mut loaded, xclbin, text, seed as u64, Duration::from_millis(deadline));
-        say(&outcome.unwrap_or_else(|error| failed(&error)));
+    let mut host =
+        Host { shim, xclbin: PathBuf::from(xclbin), loaded: HashMap::new(), shared: None, deadline };
+    if jobs.iter().any(|job| job.offset.is_some())
+        && let Err(error) = host.share(&jobs, number("LACKING", 0))
+    {
+        return say(&failed(&error));
+    }
+    for (seed, job) in jobs.iter().enumerate() {
+        say(&host.compute(job, seed as u64).unwrap_or_else(|error| failed(&error)));
     }
 }
 
-/// Computes a job, and says in how many numbers it is not what the kernel's model says, to the bit.
-fn compute(
-    shim: &mut Shim,
-    loaded: &mut HashMap<String, usize>,
-    xclbin: &str,
-    text: &str,
-    seed: u64,
+/// A job of the command line.
+struct Request {
+    text: String,
+    shape: Shape,
+    job: Job,
+    /// Where its first array lies in shared memory.
+    offset: Option<u64>,
+}
+
+impl Request {
+    fn read(text: &str) -> Request {
+        let (numbers, offset) = match text.split_once('@') {
+            Some((numbers, offset)) => (numbers, Some(offset.parse().expect("an offset"))),
+            None => (text, None),
+        };
+        let numbers: Vec<u32> =
+            numbers.split('/').map(|number| number.parse().expect("a job of numbers")).collect();
+        let [head_dim, heads, window, groups, first, len] = numbers[..] else {
+            panic!("a job has six numbers")
+        };
+        let window = (window != 0).then_some(window);
+        let (shape, job) =
+            Job::plan(head_dim, heads, window, groups, RowRange { first, len }).expect("a job that there is");
+        Request { text: text.to_owned(), shape, job, offset }
+    }
+
+    /// Where each array lies in shared memory, and its bytes.
+    fn arrays(&self) -> Option<[(u64, u64); 4]> {
+        let bytes = self.job.layout().bytes();
+        self.offset.map(|offset| std::array::from_fn(|n| (offset + n as u64 * APART, bytes[n])))
+    }
+}
+
+struct Host {
+    shim: Shim,
+    xclbin: PathBuf,
+    loaded: HashMap<String, usize>,
+    shared: Option<[File; 4]>,
     deadline: Duration,
-) -> Result<Value, NpuError> {
-    let numbers: Vec<u32> = text.split('/').map(|number| number.parse().expect("a job of numbers")).collect();
-    let [head_dim, heads, window, groups, first, len] = numbers[..] else { panic!("a job has six numbers") };
-    let window = (window != 0).then_some(window);
-    let (shape, job) =
-        Job::plan(head_dim, heads, window, groups, RowRange { first, len }).expect("a job that there is");
-    let bucket = job.bucket();
-    let kernel = match loaded.get(&format!("{shape:?} {bucket:?}")) {
-        Some(kernel) => *kernel,
-        None => {
-            let instructions = (0..64).map(|n| FIRST_INSTRUCTION + n).collect();
-            let kernel =
-                shim.load(&KernelFiles { shape, bucket, xclbin: PathBuf::from(xclbin), instructions })?;
-            loaded.insert(format!("{shape:?} {bucket:?}"), kernel);
-            kernel
+}
+
+impl Host {
+    /// Shares memory that has room for all jobs, but for the bytes that are lacking.
+    fn share(&mut self, jobs: &[Request], lacking: u64) -> Result<(), NpuError> {
+        let ends = |n: usize| {
+            jobs.iter().filter_map(move |job| job.arrays()).map(move |arrays| arrays[n].0 + arrays[n].1)
+        };
+        let bytes: [u64; 4] = std::array::from_fn(|n| ends(n).max().expect("a job").next_multiple_of(APART));
+        let files = bytes.map(|bytes| {
+            let file = File::from(memfd_create("shared", MemfdFlags::CLOEXEC).expect("a file"));
+            file.set_len(bytes - lacking).expect("room");
+            file
+        });
+        let descriptors = std::array::from_fn(|n| (files[n].try_clone().expect("a file").into(), bytes[n]));
+        self.shim.share(descriptors)?;
+        self.shared = Some(files);
+        Ok(())
+    }
+
+    /// Computes a job, and says in how many numbers it is not what the kernel's model says, to the bit.
+    fn compute(&mut self, request: &Request, seed: u64) -> Result<Value, NpuError> {
+        let Request { text, shape, job, .. } = request;
+        let (shape, bucket) = (*shape, job.bucket());
+        let key = format!("{shape:?} {bucket:?}");
+        let kernel = match self.loaded.get(&key) {
+            Some(kernel) => *kernel,
+            None => {
+                let instructions = (0..64).map(|n| FIRST_INSTRUCTION + n).collect();
+                let xclbin = self.xclbin.clone();
+                let kernel = self.shim.load(&KernelFiles { shape, bucket, xclbin, instructions })?;
+                self.loaded.insert(key, kernel);
+                kernel
+            }
+        };
+        let inputs = Inputs::random(job, seed, 3.0).rounded();
+        let mut output = vec![f32::NAN; inputs.queries.len()];
+        let (queries, keys, values) = (
+            bytemuck::cast_slice(&inputs.queries),
+            bytemuck::cast_slice(&inputs.keys),
+            bytemuck::cast_slice(&inputs.values),
+        );
+        let into: &mut [u8] = bytemuck::cast_slice_mut(&mut output);
+        let mut beside = None;
+        match request.arrays() {
+            None => self.shim.attend(kernel, job, queries, keys, values, into, self.deadline)?,
+            Some(arrays) => {
+                let files = self.shared.as_ref().expect("memory is shared before the first job");
+                for (n, input) in [queries, keys, values].into_iter().enumerate() {
+                    files[n].write_all_at(input, arrays[n].0).expect("the memory is written");
+                }
+                let (offset, _) = arrays[3];
+                let mut all = vec![UNWRITTEN; files[3].metadata().expect("a file").len() as usize];
+                files[3].write_all_at(&all, 0).expect("the memory is written");
+                self.shim.attend_shared(kernel, job, arrays.map(|(offset, _)| offset), self.deadline)?;
+                files[3].read_exact_at(&mut all, 0).expect("the memory is read");
+                let (before, rest) = all.split_at(offset as usize);
+                let (written, behind) = rest.split_at(into.len());
+                into.copy_from_slice(written);
+                beside = Some(before.iter().chain(behind).filter(|byte| **byte != UNWRITTEN).count());
+            }
         }
-    };
-    let inputs = Inputs::random(&job, seed, 3.0).rounded();
-    let mut output = vec![f32::NAN; inputs.queries.len()];
-    shim.attend(
-        kernel,
-        &job,
-        bytemuck::cast_slice(&inputs.queries),
-        bytemuck::cast_slice(&inputs.keys),
-        bytemuck::cast_slice(&inputs.values),
-        bytemuck::cast_slice_mut(&mut output),
-        deadline,
-    )?;
-    let expected = tile::attend(&job, &inputs);
-    let wrong = output.iter().zip(&expected).filter(|(o, e)| o.to_bits() != e.to_bits()).count();
-    Ok(json!({ "job": text, "bytes": job.layout().bytes(), "numbers": output.len(), "wrong": wrong }))
+        let expected = tile::attend(job, &inputs);
+        let wrong = output.iter().zip(&expected).filter(|(o, e)| o.to_bits() != e.to_bits()).count();
+        let bytes = job.layout().bytes();
+        let mut line = json!({ "job": text, "bytes": bytes, "numbers": output.len(), "wrong": wrong });
+        if let Some(beside) = beside {
+            // The bytes of O's memory that the dispatch wrote, and that are none of its output.
+            line["beside"] = beside.into();
+        }
+        Ok(line)
+    }
 }
 
 fn failed(error: &NpuError) -> Value {
