@@ -11,6 +11,9 @@ kernel's model says, to the bit. They say nothing about the NPU itself.
 
 Needs a mount namespace, where a node and a folder of sysfs can be put; without one, or without Debian's archive, the checks
 are skipped.
+
+Memory that another device shares is a file here, which the driver imports as it would a dma-buf. So the checks of it prove
+which memory a command names and what XRT does on the way; that a GPU's memory can be imported, only a GPU and an NPU show.
 """
 
 import json
@@ -36,7 +39,13 @@ SECONDS = 120
 JOBS = ["128/2/0/4/0/64", "128/2/0/1/100/17", "256/4/0/1/0/16", "256/2/512/2/1000/33", "128/2/0/4/0/64"]
 # The layout of the first job: Q, K, V, O in bytes, and the 16 words.
 FIRST_BYTES = [4 * 2 * 256 * 128 * 2, 4 * 512 * 128 * 2, 4 * 512 * 128 * 2, 4 * 2 * 256 * 128 * 4, 64]
+# Where the arrays of the first job lie in shared memory, in two dispatches: Q at the offset, and K, V and O each this much
+# further in memory of their own.
+APART = 4096
+SHARED_OFFSETS = [64, 1 << 20]
+SHARED_JOBS = [f"{JOBS[0]}@{offset}" for offset in SHARED_OFFSETS]
 BO_SHARE, BO_HEAP, BO_DEVICE, BO_COMMAND = 1, 2, 3, 4
+TO_DEVICE, FROM_DEVICE = 0, 1
 # A command of type ERT_START_CU in its first state, with 16 words behind it: one of compute units, and 15 of arguments.
 HEADER = 0x30010001
 INSTRUCTION_WORDS, FIRST_INSTRUCTION = 64, 0x06050403
@@ -76,14 +85,14 @@ def argument(name, offset, kind, place=None):
     )
 
 
-def sections():
+def sections(banks):
     """What an xclbin of MLIR_AIE says: memories, the kernel's arguments, and the partition of four columns."""
     arguments = [argument("opcode", 0, "uint64_t"), argument("instr", 8, "char *", "SRAM"), argument("ninstr", 0x10, "uint32_t")]
     arguments += [argument(f"bo{n}", 0x14 + 8 * n, "void*", "HOST") for n in range(5)]
     group = {"name": "DPU", "type": "PRIMARY", "pdi_id": PDI_ID, "dpu_kernel_ids": [UNIT_ID], "pre_cdo_groups": ["0xC1"]}
     pdi = {"uuid": "00000000-0000-0000-0000-000000001234", "file_name": "./placeholder.pdi", "cdo_groups": [group]}
     return {
-        "MEM_TOPOLOGY": {"mem_topology": {"m_count": "2", "m_mem_data": [memory("HOST", "0x10000"), memory("SRAM", "0xc000")]}},
+        "MEM_TOPOLOGY": {"mem_topology": {"m_count": "2", "m_mem_data": [memory(*bank) for bank in banks]}},
         "AIE_PARTITION": {"aie_partition": {
             "name": "QoS", "operations_per_cycle": "2048", "inference_fingerprint": "23423", "pre_post_fingerprint": "12345",
             "partition": {"column_width": 4, "start_columns": [1]}, "PDIs": [pdi],
@@ -95,10 +104,10 @@ def sections():
     }
 
 
-def make_xclbin(folder):
+def make_xclbin(folder, banks=(("HOST", "0x10000"), ("SRAM", "0xc000"))):
     """A container that XRT takes, whose configuration of the NPU is a placeholder."""
     (folder / "placeholder.pdi").write_bytes(bytes(4096))
-    for name, section in sections().items():
+    for name, section in sections(banks).items():
         (folder / f"{name}.json").write_text(json.dumps(section))
     path = folder / "kernel.xclbin"
     run(xrt.command([
@@ -141,14 +150,20 @@ class Machine:
         self.shim = folder / "libunicorn_npu.so"
         self.xclbin = make_xclbin(folder)
 
-    def compute(self, jobs, fault="", script=MACHINE, deadline_ms=30000, xclbin=None, before=()):
-        """The lines of npu_host, and the calls that its driver saw."""
+    def compute(self, jobs, fault="", script=MACHINE, deadline_ms=30000, xclbin=None, before=(), lacking=0, ini=""):
+        """The lines of npu_host, and the calls that its driver saw. `ini` is XRT's configuration."""
         self.log.unlink(missing_ok=True)
         environment = {
             **os.environ, "FAKE_AMDXDNA_LOG": str(self.log), "FAKE_AMDXDNA_MODEL": str(MODEL), "FAKE_AMDXDNA_FAULT": fault,
-            "DEADLINE_MS": str(deadline_ms),
+            "DEADLINE_MS": str(deadline_ms), "LACKING": str(lacking),
         }
         program = xrt.command([HOST, self.shim, xclbin or self.xclbin, *jobs], [self.driver], before)
+        if ini:
+            # Root's XRT looks for it beside the program alone, which is the linker here.
+            place = self.folder / "with_ini"
+            place.mkdir(exist_ok=True)
+            program[0] = shutil.copy(program[0], place)
+            (place / "xrt.ini").write_text(ini)
         done = subprocess.run(
             [*self.unshare, "sh", "-c", script, "sh", *program], env=environment, stdin=subprocess.DEVNULL, capture_output=True,
             text=True, errors="replace", timeout=SECONDS, check=False,
@@ -284,11 +299,79 @@ def a_container_that_is_none_is_refused(machine):
     fails(machine, "npu-xrt", "XRT refused", xclbin=broken)
 
 
+def shared_memory_is_used_in_place(machine):
+    jobs, offsets = [*SHARED_JOBS, f"{JOBS[2]}@4096"], [*SHARED_OFFSETS, 4096]
+    (_, *results), calls = machine.compute(jobs)
+    for job, result in zip(jobs, results, strict=True):
+        assert result.get("job") == job and result["numbers"] > 0, result
+        expect((result["wrong"], result["beside"]), (0, 0))
+    memory = [call["handle"] for call in named(calls, "import")]
+    expect(len(memory), 4)
+    buffers = named(calls, "buffer")
+    for n, offset in enumerate(offsets):
+        *arrays, parameters = buffers[5 * n:5 * n + 5]
+        expect([(call["handle"], call["offset"]) for call in arrays], [(bo, offset + APART * k) for k, bo in enumerate(memory)])
+        expect((parameters["imported"], parameters["offset"]), (0, 0))
+    # The driver keeps in place what a call names.
+    expect({call["pinned"] for call in buffers}, {1})
+    # What else is shared with the device are the parameters of the two kernels.
+    expect([call["bytes"] for call in named(calls, "create_bo") if call["type"] == BO_SHARE], [FIRST_BYTES[4]] * 2)
+    expect(sorted(call["handle"] for call in named(calls, "close_bo") if call["imported"]), memory)
+
+
+def copies_go_on_beside_shared_memory(machine):
+    jobs = [JOBS[0], SHARED_JOBS[0], JOBS[0]]
+    (_, *results), calls = machine.compute(jobs)
+    expect([(result["job"], result["wrong"]) for result in results], [(job, 0) for job in jobs])
+    expect([call["imported"] for call in named(calls, "buffer")], [0] * 5 + [1] * 4 + [0] * 6)
+
+
+def parts_of_shared_memory_are_synced(machine):
+    """XRT flushes the CPU's cache by itself, and no driver sees that; left to the driver, the same syncs are calls."""
+    _, calls = machine.compute(SHARED_JOBS, ini="[Debug]\nforce_driver_sync=true\n")
+    memory = [call["handle"] for call in named(calls, "import")]
+    found = [
+        call["call"] if call["call"] == "exec_cmd" else tuple(call[name] for name in ("handle", "direction", "offset", "bytes"))
+        for call in calls if call["call"] == "exec_cmd" or call["call"] == "sync_bo" and call["handle"] in memory
+    ]
+    expected = []
+    for offset in SHARED_OFFSETS:
+        parts = [(bo, offset + APART * n, FIRST_BYTES[n]) for n, bo in enumerate(memory)]
+        expected += [(bo, TO_DEVICE, at, size) for bo, at, size in parts] + ["exec_cmd"]
+        expected += [(bo, FROM_DEVICE, at, size) for bo, at, size in parts[3:]]
+    expect(found, expected)
+
+
+def memory_that_cannot_be_imported_is_named(machine):
+    for options, part in (({"fault": "import"}, "Invalid argument"), ({"lacking": 64}, "the shared memory has")):
+        after, calls = fails(machine, "npu-dma-buf", part, jobs=SHARED_JOBS, **options)
+        expect((after, named(calls, "exec_cmd"), bos_of(calls, BO_SHARE)), ([], [], 0))
+
+
+def a_kernel_of_another_bank_is_refused(machine):
+    """Imported memory has the first bank. For an argument in another one XRT makes a copy, which nothing would bring back."""
+    folder = machine.folder / "other_banks"
+    folder.mkdir()
+    xclbin = make_xclbin(folder, (("SRAM", "0xc000"), ("HOST", "0x10000")))
+    after, calls = fails(machine, "npu-dma-buf", 'npu.sharing = "copy" works', jobs=[SHARED_JOBS[0], JOBS[0]], xclbin=xclbin)
+    expect([(line["job"], line["wrong"]) for line in after], [(JOBS[0], 0)])
+    expect(len(named(calls, "exec_cmd")), 1)
+
+
+def shared_memory_outlives_a_command_that_never_ends(machine):
+    """The device may still write there, so nothing gives the memory back before the process ends."""
+    after, calls = fails(machine, "npu-timeout", "did not answer in time", jobs=SHARED_JOBS, fault="silence", deadline_ms=300)
+    expect([line["code"] for line in after], ["npu-timeout"])
+    expect((len(named(calls, "import")), named(calls, "close_bo")), (4, []))
+
+
 CHECKS = [
     attention_comes_back_to_the_bit, the_calls_have_their_order, flags_and_banks_decide_where_buffers_lie, the_packet_has_its_words,
     low_memlock_is_named, held_columns_are_named, the_seventh_context_is_refused, a_closed_node_is_named,
     a_machine_without_an_npu_is_named, an_xrt_without_hw_context_is_named, a_command_that_never_ends_poisons_what_comes_after,
     a_reset_of_the_driver_is_a_timeout, a_failed_command_is_no_timeout, a_container_that_is_none_is_refused,
+    shared_memory_is_used_in_place, copies_go_on_beside_shared_memory, parts_of_shared_memory_are_synced,
+    memory_that_cannot_be_imported_is_named, a_kernel_of_another_bank_is_refused, shared_memory_outlives_a_command_that_never_ends,
 ]
 
 

@@ -3,12 +3,15 @@
 //
 // A command is decoded as the firmware decodes it, and the attention that it asks for is computed at once, from the
 // addresses in its packet, by the kernel's own model: `npu_double_attend` of the library that FAKE_AMDXDNA_MODEL names.
-// The numbers and layouts are those of the kernel's include/uapi/drm/amdxdna_accel.h, and of XRT's ert.h.
+// The numbers and layouts are those of the kernel's include/uapi/drm/amdxdna_accel.h and drm.h, and of XRT's ert.h.
+//
+// Any file that can be mapped takes the place of a dma-buf.
 //
 //   FAKE_AMDXDNA_LOG    a file; each call appends an object to it, as a line of JSON
 //   FAKE_AMDXDNA_FAULT  group    the node may not be opened
 //                       memlock  no memory can be locked
 //                       enospc   other programs hold all columns
+//                       import   no dma-buf can be imported
 //                       silence  commands never end
 //                       timeout  commands end in the state TIMEOUT, as after the driver's own reset
 //                       error    commands end in the state ERROR
@@ -24,12 +27,14 @@
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #define NODE "/dev/accel/accel0"
 
 // --- the interface of the driver ------------------------------------------------------------------------
 
+enum { GEM_CLOSE = 0x09, PRIME_FD_TO_HANDLE = 0x2e };
 enum { FIRST_DRIVER_CALL = 0x40, LAST_DRIVER_CALL = 0x9f, SYNCOBJ_WAIT = 0xc3, SYNCOBJ_TIMELINE_WAIT = 0xca };
 enum { CREATE_HWCTX, DESTROY_HWCTX, CONFIG_HWCTX, CREATE_BO, GET_BO_INFO, SYNC_BO, EXEC_CMD, GET_INFO };
 enum { BO_SHARE = 1, BO_HEAP = 2, BO_DEVICE = 3, BO_COMMAND = 4 };
@@ -56,6 +61,16 @@ struct bo_info {
     uint64_t ext, ext_flags;
     uint32_t handle, pad;
     uint64_t map_offset, vaddr, device_address;
+};
+
+struct sync_bo {
+    uint32_t handle, direction;
+    uint64_t offset, bytes;
+};
+
+struct prime_handle {
+    uint32_t handle, flags;
+    int32_t file;
 };
 
 struct exec_cmd {
@@ -100,6 +115,7 @@ enum { BUFFERS = 5, MAX_BOS = 1024, MAX_CONTEXTS = 6 };
 struct bo {
     int file;
     uint32_t type;
+    int imported;
     uint64_t bytes, address;
     char *memory;
 };
@@ -189,11 +205,59 @@ static int create_bo(struct create_bo *call) {
     return 0;
 }
 
+// The same file gets the same handle, as from DRM, as long as that is open.
+static int import_bo(struct prime_handle *call) {
+    if (faulty("import"))
+        return fails(EINVAL);
+    struct stat wanted, found;
+    if (fstat(call->file, &wanted))
+        return fails(EBADF);
+    for (uint32_t i = 1; i <= bo_count; i++)
+        if (bos[i].imported && !fstat(bos[i].file, &found) && found.st_dev == wanted.st_dev &&
+            found.st_ino == wanted.st_ino) {
+            call->handle = i;
+            return 0;
+        }
+    if (bo_count + 1 == MAX_BOS)
+        return fails(ENOMEM);
+    struct bo *bo = &bos[bo_count + 1];
+    bo->file = fcntl(call->file, F_DUPFD_CLOEXEC, 0);
+    bo->bytes = wanted.st_size;
+    bo->memory = mmap(NULL, bo->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, bo->file, 0);
+    if (bo->file < 0 || bo->memory == MAP_FAILED)
+        return fails(EINVAL);
+    bo->type = BO_SHARE;
+    bo->imported = 1;
+    bo->address = (uint64_t)bo->memory;
+    call->handle = ++bo_count;
+    note("{\"call\":\"import\",\"bytes\":%lu,\"handle\":%u}", bo->bytes, bo_count);
+    return 0;
+}
+
+static int close_bo(const uint32_t *handle) {
+    struct bo *bo = &bos[*handle];
+    note("{\"call\":\"close_bo\",\"handle\":%u,\"imported\":%d}", *handle, bo->imported);
+    if (bo->imported) {
+        munmap(bo->memory, bo->bytes);
+        close(bo->file);
+        // No address is in it any longer.
+        memset(bo, 0, sizeof *bo);
+    }
+    return 0;
+}
+
 static int get_bo_info(struct bo_info *call) {
     struct bo *bo = &bos[call->handle];
     call->map_offset = bo->type == BO_DEVICE ? UINT64_MAX : (uint64_t)call->handle << 32;
     call->vaddr = 0;
     call->device_address = bo->address;
+    return 0;
+}
+
+// XRT itself flushes the lines of the cache, unless it is told to leave that to the driver (Debug.force_driver_sync).
+static int sync_bo(const struct sync_bo *call) {
+    note("{\"call\":\"sync_bo\",\"handle\":%u,\"direction\":%u,\"offset\":%lu,\"bytes\":%lu}", call->handle,
+         call->direction, call->offset, call->bytes);
     return 0;
 }
 
@@ -217,8 +281,17 @@ static int config_context(const struct config_hwctx *call) {
     return 0;
 }
 
+// Whether a call names a buffer, whose memory the driver then keeps in place until the command ends.
+static int is_pinned(const struct exec_cmd *call, const struct bo *bo) {
+    const uint32_t *handles = (const uint32_t *)call->arguments;
+    for (uint32_t i = 0; i < call->argument_count; i++)
+        if (&bos[handles[i]] == bo)
+            return 1;
+    return 0;
+}
+
 // Computes what a packet asks for, and returns the state that the command ends in.
-static uint32_t compute(const struct arguments *arguments) {
+static uint32_t compute(const struct exec_cmd *call, const struct arguments *arguments) {
     int (*attend)(uint8_t *const *, const uint64_t *) = NULL;
     const char *path = getenv("FAKE_AMDXDNA_MODEL");
     void *model = path ? dlopen(path, RTLD_NOW | RTLD_LOCAL) : NULL;
@@ -238,8 +311,9 @@ static uint32_t compute(const struct arguments *arguments) {
             return STATE_ERROR;
         memory[i] = (uint8_t *)bo->memory + offset;
         bytes[i] = bo->bytes - offset;
-        note("{\"call\":\"buffer\",\"argument\":%d,\"type\":%u,\"bytes\":%lu,\"offset\":%lu}", i + 3, bo->type, bo->bytes,
-             offset);
+        note("{\"call\":\"buffer\",\"argument\":%d,\"type\":%u,\"bytes\":%lu,\"offset\":%lu,\"handle\":%u,"
+             "\"imported\":%d,\"pinned\":%d}",
+             i + 3, bo->type, bo->bytes, offset, (uint32_t)(bo - bos), bo->imported, is_pinned(call, bo));
     }
     int status = attend(memory, bytes);
     note("{\"call\":\"attend\",\"status\":%d}", status);
@@ -263,7 +337,7 @@ static int execute(struct exec_cmd *call) {
     call->sequence = sequence++;
     if (faulty("silence"))
         return 0;
-    uint32_t state = faulty("timeout") ? STATE_TIMEOUT : faulty("error") ? STATE_ERROR : compute(&arguments);
+    uint32_t state = faulty("timeout") ? STATE_TIMEOUT : faulty("error") ? STATE_ERROR : compute(call, &arguments);
     packet[0] = (packet[0] & ~0xfu) | state;
     return 0;
 }
@@ -294,6 +368,10 @@ int ioctl(int file, unsigned long request, ...) {
     if (_IOC_TYPE(request) != 'd' || !is_node(file))
         return next(file, request, argument);
     unsigned number = _IOC_NR(request);
+    if (number == PRIME_FD_TO_HANDLE)
+        return import_bo(argument);
+    if (number == GEM_CLOSE)
+        return close_bo(argument);
     if (number < FIRST_DRIVER_CALL || number > LAST_DRIVER_CALL) {
         int waits = number == SYNCOBJ_WAIT || number == SYNCOBJ_TIMELINE_WAIT;
         note("{\"call\":\"%s\",\"number\":%u}", waits ? "wait" : "drm", number);
@@ -313,8 +391,7 @@ int ioctl(int file, unsigned long request, ...) {
     case GET_BO_INFO:
         return get_bo_info(argument);
     case SYNC_BO:
-        note("{\"call\":\"sync_bo\"}");
-        return 0;
+        return sync_bo(argument);
     case EXEC_CMD:
         return execute(argument);
     case GET_INFO:
