@@ -1,9 +1,10 @@
 //! Runs a step some of whose attention a unit computes beside the device (`offload.rs`).
 //!
 //! In each layer that is shared, the device computes queries, keys and values, and gathers what the unit needs in
-//! memory that the host reads. The host waits for that, and hands it to the unit. The device computes its own share of
-//! attention meanwhile. Then the host waits for the unit, and the device joins both shares and goes on. So the submits
-//! of a step are in order, and all of them are on the queue before the next step's.
+//! memory that the host reads. The device's own share of attention is on its queue behind that. The host waits for what
+//! was gathered, and hands it to the unit, while the device computes. Then the host waits for the unit, and the device
+//! joins both shares and goes on. So the submits of a step are in order, and all of them are on the queue before the
+//! next step's.
 //!
 //! If the unit fails, the device computes the unit's share of that layer, and of the step's later layers.
 
@@ -170,6 +171,8 @@ impl Shared<'_> {
         let mut run = |commands: &mut Commands, submit: Submit| -> Result<(), GpuError> {
             commands.run(&self.model.device, padded, &[submit], record)
         };
+        // The layer whose inputs are being gathered for the unit, and the number of submits up to that.
+        let mut gathering: Option<(usize, usize)> = None;
         // The parts of the device's own share of the layer that the unit was handed last.
         let mut own: Vec<Range<usize>> = Vec::new();
         for mut submit in submits {
@@ -179,6 +182,7 @@ impl Shared<'_> {
             };
             let mut used = None;
             if let Some(layer) = joined {
+                self.hand_over(gathering.take(), commands, unit)?;
                 let (job, room) = self.job(layer);
                 let shape = &self.model.layers[layer].attention.shape;
                 if unit.is_usable() && unit.finish(&job, &room, shape, self.buffers)? {
@@ -215,14 +219,25 @@ impl Shared<'_> {
             if let Some(job) = used {
                 unit.used(&job);
             }
-            if let Some(layer) = gathered {
-                commands.wait_so_far()?;
-                let (job, room) = self.job(layer);
-                let shape = &self.model.layers[layer].attention.shape;
-                unit.begin(&job, &room, shape, self.buffers)?;
-            }
+            // The device's own share is on the queue before the host waits for the inputs: the device does not idle
+            // while they are handed over.
+            self.hand_over(gathering.take(), commands, unit)?;
+            gathering = gathered.map(|layer| (layer, commands.submitted()));
         }
         Ok(())
+    }
+
+    /// Hands the unit the inputs of a layer, once they are gathered.
+    fn hand_over(
+        &self,
+        gathering: Option<(usize, usize)>,
+        commands: &mut Commands,
+        unit: &mut Attached,
+    ) -> Result<(), RunnerError> {
+        let Some((layer, submits)) = gathering else { return Ok(()) };
+        commands.wait_for_first(submits)?;
+        let (job, room) = self.job(layer);
+        unit.begin(&job, &room, &self.model.layers[layer].attention.shape, self.buffers)
     }
 
     /// Records a part of a layer that is shared; false if the part is none.

@@ -236,9 +236,14 @@ impl Commands {
         at
     }
 
-    /// Waits for the submits so far: the host sees what they wrote.
-    pub fn wait_so_far(&mut self) -> Result<(), GpuError> {
-        self.work.len().checked_sub(1).map_or(Ok(()), |last| self.submissions[last].wait())
+    /// The number of submits of the step so far.
+    pub fn submitted(&self) -> usize {
+        self.work.len()
+    }
+
+    /// Waits for the step's first `submits` submits: the host sees what they wrote.
+    pub fn wait_for_first(&mut self, submits: usize) -> Result<(), GpuError> {
+        self.submissions[..submits].last_mut().map_or(Ok(()), Submission::wait)
     }
 
     /// Waits for the step in flight. `each` gets the work of each submit, and the time it took if the device has a
