@@ -803,10 +803,24 @@ fn on_the_780m_the_ffn_weights_lie_write_combined_in_gtt() {
         let chosen = table.suitable(device, kind, Some(heap), buffers)[0];
         (heap, table.types[chosen as usize].flags)
     };
-    use MemoryKind::{Device, Readback, Upload};
+    use MemoryKind::{Device, Readback, Shared, Upload};
     assert_eq!(place(Class::Ffn, Device, FfnHeap::Gtt), (0, 0x06));
     assert_eq!(place(Class::Ffn, Device, FfnHeap::Vram), (1, 0x07));
     assert_eq!(place(Class::KvCache, Device, FfnHeap::Gtt), (1, 0x07));
     assert_eq!(place(Class::Staging, Upload, FfnHeap::Gtt), (0, 0x06));
     assert_eq!(place(Class::Staging, Readback, FfnHeap::Gtt), (0, 0x0e));
+    assert_eq!(place(Class::Staging, Shared, FfnHeap::Gtt), (0, 0x06));
+}
+
+/// What is exported is an allocation: nothing else may lie in it.
+#[test]
+fn memory_that_is_shared_with_another_device_has_an_allocation_of_its_own() {
+    let staging = |kind| Request { kind, ..request(Class::Staging, 3 * MIB) };
+    let requests =
+        [MemoryKind::Upload, MemoryKind::Shared, MemoryKind::Upload, MemoryKind::Shared].map(staging);
+    let plan = place(&Machine::on_paper(GIB, GIB), &ALL, requests.to_vec()).expect("it fits");
+    let [first, shared, second, other] = [0, 1, 2, 3].map(|i| plan.slots[i].chunk);
+    assert_eq!((first, plan.chunks.len()), (second, 3), "{plan:?}");
+    assert!(shared != other && shared != first && other != first, "{plan:?}");
+    assert_eq!((plan.chunks[shared].used, plan.slots[3].offset), (3 * MIB, 0));
 }

@@ -20,6 +20,7 @@ use super::placement::Machine;
 use super::rehearsal::Rehearsal;
 use super::residency::{self, MemoryUse};
 use super::shader::Shader;
+use super::sharing::Handles;
 use crate::config::Courtesy;
 
 /// How long a GPU, and software Vulkan, may finish nothing before they count as hung, where the policy does not say.
@@ -42,6 +43,8 @@ pub struct Device {
     pub(super) queue_family: u32,
     queue_kind: QueueKind,
     memory_budget: bool,
+    /// How memory is shared with a device outside Vulkan, if it can be.
+    pub(super) handles: Option<Handles>,
     timestamp_period_ns: f32,
     pub(super) timestamp_bits: u32,
     pub(super) heaps: Heaps,
@@ -69,7 +72,7 @@ pub struct Device {
     busy_ns: AtomicU64,
     // The last fields, in this order, because the logical device must be dropped before the instance.
     pub(super) raw: RawDevice,
-    instance: Instance,
+    pub(super) instance: Instance,
 }
 
 /// The logical device. It is destroyed on every way out of [`Device::open`], too.
@@ -108,9 +111,10 @@ impl Device {
             })?,
         };
 
-        let extensions: &[_] = if chosen.memory_budget { &[ext::memory_budget::NAME] } else { &[] };
+        let mut extensions = if chosen.memory_budget { vec![ext::memory_budget::NAME] } else { Vec::new() };
+        extensions.extend(chosen.handles.iter().flat_map(|handles| handles.extensions()));
         let caps = &chosen.info.caps;
-        let raw = caps.create_device(&instance.raw, chosen.raw, family.index, extensions, false)?;
+        let raw = caps.create_device(&instance.raw, chosen.raw, family.index, &extensions, false)?;
         let raw = RawDevice(raw);
         // SAFETY: family and index were asked for above.
         let queue = unsafe { raw.get_device_queue(family.index, 0) };
@@ -152,6 +156,7 @@ impl Device {
             queue_family: family.index,
             queue_kind: family.kind,
             memory_budget: chosen.memory_budget,
+            handles: chosen.handles,
             timestamp_period_ns: chosen.timestamp_period_ns,
             timestamp_bits: family.timestamp_bits,
             heaps,
@@ -186,6 +191,11 @@ impl Device {
 
     pub fn info(&self) -> &DeviceInfo {
         &self.info
+    }
+
+    /// Whether memory of this device can be shared with a device outside Vulkan.
+    pub fn can_share(&self) -> bool {
+        self.handles.is_some()
     }
 
     /// The kind of queue in use; the desktop may share a graphics queue.

@@ -7,6 +7,7 @@ use super::caps::Caps;
 use super::heaps::heap_infos;
 use super::info::{DeviceInfo, DeviceKind, QueueKind};
 use super::instance::Instance;
+use super::sharing::Handles;
 
 /// The version of Vulkan that brought `VK_KHR_cooperative_matrix`.
 const COOPERATIVE_MATRIX_SINCE: u32 = vk::make_api_version(0, 1, 3, 255);
@@ -31,6 +32,8 @@ pub(super) struct Candidate {
     /// The first family of each kind. A family without graphics comes first: the desktop does not share its queue.
     pub queues: Vec<QueueFamily>,
     pub memory_budget: bool,
+    /// How its memory is shared with a device outside Vulkan, if it can be.
+    pub handles: Option<Handles>,
     pub pipeline_cache_uuid: [u8; 16],
     pub driver_version: u32,
     pub device_id: u32,
@@ -74,6 +77,7 @@ fn inspect(instance: &Instance, index: usize, raw: vk::PhysicalDevice) -> Candid
         let (domain, bus, slot, function) = (pci.pci_domain, pci.pci_bus, pci.pci_device, pci.pci_function);
         format!("{domain:04x}:{bus:02x}:{slot:02x}.{function}")
     });
+    let handles = Handles::of(vk_instance, raw, properties.device_type, &has);
     let heaps = heap_infos(vk_instance, raw, memory_budget);
     let mut queues: Vec<QueueFamily> = Vec::new();
     for (index, family) in families.iter().enumerate() {
@@ -110,6 +114,7 @@ fn inspect(instance: &Instance, index: usize, raw: vk::PhysicalDevice) -> Candid
     Candidate {
         raw,
         memory_budget,
+        handles,
         pipeline_cache_uuid: properties.pipeline_cache_uuid,
         driver_version: properties.driver_version,
         device_id: properties.device_id,

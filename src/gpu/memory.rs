@@ -10,14 +10,16 @@
 //! as the last buffer in it.
 
 use std::collections::VecDeque;
+use std::os::fd::{FromRawFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use ash::vk;
+use ash::{khr, vk};
 
 use super::GpuError;
 use super::device::Device;
 use super::placement::{self, ALIGNMENT, CHUNK_BYTES, Class, MemoryKind, Placement, Plan, heap_name};
+use super::sharing::{Handles, USAGE};
 
 /// One `VkDeviceMemory` with the one `VkBuffer` that covers it.
 pub(super) struct Chunk {
@@ -30,6 +32,8 @@ pub(super) struct Chunk {
     allocated: u64,
     heap: usize,
     pub class: Class,
+    /// Whether a device outside Vulkan may have the memory, too.
+    pub(super) is_shared: bool,
     /// The persistent mapping of a chunk that the host can reach; null for other chunks.
     mapped: *mut u8,
 }
@@ -55,18 +59,19 @@ impl Chunk {
         if size > limit {
             return Err(GpuError::TooLarge { name: name.to_string(), asked: size, limit });
         }
-        let info = vk::BufferCreateInfo::default().size(size).usage(
-            vk::BufferUsageFlags::STORAGE_BUFFER
-                | vk::BufferUsageFlags::INDIRECT_BUFFER
-                | vk::BufferUsageFlags::TRANSFER_SRC
-                | vk::BufferUsageFlags::TRANSFER_DST
-                | vk::BufferUsageFlags::SHADER_DEVICE_ADDRESS,
-        );
+        let shared = if kind == MemoryKind::Shared { Some(shared_handles(device, name)?) } else { None };
+        let mut external = vk::ExternalMemoryBufferCreateInfo::default();
+        let mut info = vk::BufferCreateInfo::default().size(size).usage(USAGE);
+        if let Some(handles) = shared {
+            external = external.handle_types(handles.flags());
+            info = info.push_next(&mut external);
+        }
         // SAFETY: the device is alive; the handle is destroyed below or in Drop.
         let raw = unsafe { device.raw.create_buffer(&info, None) }.map_err(GpuError::of("vkCreateBuffer"))?;
         // SAFETY: the buffer was just made.
         let needs = unsafe { device.raw.get_buffer_memory_requirements(raw) };
-        let (memory, memory_type) = match allocate(device, kind, heap, &needs, name) {
+        let exported = shared.map(|handles| (handles, raw));
+        let (memory, memory_type) = match allocate(device, kind, heap, &needs, exported, name) {
             Ok(memory) => memory,
             Err(e) => {
                 // SAFETY: nothing uses the buffer yet.
@@ -84,6 +89,7 @@ impl Chunk {
             allocated: needs.size,
             heap: memory_type.heap,
             class,
+            is_shared: shared.is_some(),
             mapped: std::ptr::null_mut(),
         };
         // SAFETY: buffer and memory are fresh, of this device, and sized for each other; host-visible memory is
@@ -105,13 +111,21 @@ impl Chunk {
     }
 }
 
+/// The handles of shared memory, which a device may lack.
+fn shared_handles(device: &Device, name: &str) -> Result<Handles, GpuError> {
+    device.handles.ok_or_else(|| {
+        GpuError::NoDevice(format!("{name}: {} shares no memory with other devices", device.info().name))
+    })
+}
+
 /// Allocates from the first suitable memory type whose heap has room by the driver's own budget. Drivers over-commit,
-/// and a submit would then fail long after "loaded" was printed.
+/// and a submit would then fail long after "loaded" was printed. `exported` is the buffer that shared memory is for.
 fn allocate(
     device: &Device,
     kind: MemoryKind,
     wanted: Option<usize>,
     needs: &vk::MemoryRequirements,
+    exported: Option<(Handles, vk::Buffer)>,
     name: &str,
 ) -> Result<(vk::DeviceMemory, u32), GpuError> {
     let mut full: Option<GpuError> = None;
@@ -132,10 +146,18 @@ fn allocate(
             continue;
         }
         let mut flags = vk::MemoryAllocateFlagsInfo::default().flags(vk::MemoryAllocateFlags::DEVICE_ADDRESS);
-        let info = vk::MemoryAllocateInfo::default()
+        let (mut export, mut dedicated) =
+            (vk::ExportMemoryAllocateInfo::default(), vk::MemoryDedicatedAllocateInfo::default());
+        let mut info = vk::MemoryAllocateInfo::default()
             .allocation_size(needs.size)
             .memory_type_index(memory_type)
             .push_next(&mut flags);
+        if let Some((handles, buffer)) = exported {
+            export = export.handle_types(handles.flags());
+            // Some drivers export only memory that is one buffer's own.
+            dedicated = dedicated.buffer(buffer);
+            info = info.push_next(&mut export).push_next(&mut dedicated);
+        }
         // SAFETY: size and type come from the device's own answers.
         match unsafe { device.raw.allocate_memory(&info, None) } {
             Ok(memory) => {
@@ -208,6 +230,22 @@ impl Buffer {
         let from = self.host_range(offset, bytes.len() as u64);
         // SAFETY: as in `write`.
         unsafe { std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), bytes.len()) }
+    }
+
+    /// A descriptor of the buffer's memory, which stays as long as the descriptor does. Panics if the memory is not
+    /// [`MemoryKind::Shared`].
+    pub fn export(&self) -> Result<OwnedFd, GpuError> {
+        let Chunk { device, memory, is_shared, .. } = &*self.chunk;
+        let (Some(handles), true, 0) = (device.handles, *is_shared, self.offset) else {
+            panic!("a buffer that is not shared is exported");
+        };
+        let functions = khr::external_memory_fd::Device::new(&device.instance.raw, &device.raw);
+        let info = vk::MemoryGetFdInfoKHR::default().memory(*memory).handle_type(handles.flags());
+        // SAFETY: the device has the extension, and the memory was allocated for handles of this type.
+        let descriptor =
+            unsafe { functions.get_memory_fd(&info) }.map_err(GpuError::of("vkGetMemoryFdKHR"))?;
+        // SAFETY: the driver has just made it, and keeps no claim to it.
+        Ok(unsafe { OwnedFd::from_raw_fd(descriptor) })
     }
 
     /// The host's mapping, which the host may write and must not read: the memory may be write-combined. `None` if the
@@ -307,7 +345,7 @@ impl Arena {
         if let Some(planned) = &mut self.planned {
             return Ok(planned.hand_out(kind, class, size, name));
         }
-        if self.device.rehearsed().separate_buffers {
+        if kind == MemoryKind::Shared || self.device.rehearsed().separate_buffers {
             let chunk = Arc::new(Chunk::new(&self.device, kind, class, None, size, name)?);
             self.note(class, &chunk, size, chunk.allocated);
             return Ok(Buffer { chunk, offset: 0, size });

@@ -10,6 +10,7 @@
 //! | device, elsewhere | the GPU's own heap | not mapped, since that window may be small, and others want it; write-combined |
 //! | upload | mapped | the host's heap; write-combined: the host never reads it, and the GPU need not snoop the CPU's caches |
 //! | readback | mapped | cached: the host reads other memory word by word; the host's heap |
+//! | shared | mapped | as upload: the other device reaches the host's heap, and not a window of the GPU's own |
 //!
 //! This module refuses types with properties that it does not know: device-coherent types are uncached on the GPU and
 //! slow; protected and lazily allocated types need features that are off.
@@ -89,7 +90,7 @@ impl MemoryTable {
             match kind {
                 MemoryKind::Device if unified => Some([!local, !mapped, cached]),
                 MemoryKind::Device => local.then_some([mapped, cached, false]),
-                MemoryKind::Upload => mapped.then_some([local, cached, false]),
+                MemoryKind::Upload | MemoryKind::Shared => mapped.then_some([local, cached, false]),
                 MemoryKind::Readback => mapped.then_some([!cached, local, false]),
             }
         };

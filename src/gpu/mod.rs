@@ -27,6 +27,7 @@ mod recorder;
 mod rehearsal;
 pub mod residency;
 mod shader;
+mod sharing;
 mod stopwatch;
 mod upload;
 mod watchdog;

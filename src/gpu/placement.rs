@@ -41,6 +41,9 @@ pub enum MemoryKind {
     Upload,
     /// Memory that the device writes and the host reads.
     Readback,
+    /// Memory that a device outside Vulkan reads and writes, too ([`Buffer::export`](super::Buffer::export)). Such a
+    /// buffer has an allocation of its own, because all of an allocation is shared.
+    Shared,
 }
 
 /// The purpose of a buffer. The purposes are the rows of the placement table, in the order in which they are placed.
@@ -181,7 +184,7 @@ impl Machine {
     fn preference(&self, class: Class, kind: MemoryKind, ffn_heap: FfnHeap) -> Vec<usize> {
         let (vram, gtt) = (self.largest_first(true), self.largest_first(false));
         match (kind, class) {
-            (MemoryKind::Upload | MemoryKind::Readback, _) => {
+            (MemoryKind::Upload | MemoryKind::Readback | MemoryKind::Shared, _) => {
                 [gtt, vram].concat().into_iter().filter(|&i| self.heaps[i].host_visible).collect()
             }
             (MemoryKind::Device, _) if !self.unified => vram,
@@ -427,7 +430,7 @@ pub fn place(machine: &Machine, limits: &Limits, requests: Vec<Request>) -> Resu
             return Err(refuse(Obstacle::TooLarge { limit }, heaps));
         }
         let bytes = bytes.next_multiple_of(ALIGNMENT);
-        let shares = bytes <= CHUNK_BYTES.min(limit) / 2;
+        let shares = kind != MemoryKind::Shared && bytes <= CHUNK_BYTES.min(limit) / 2;
         let found = machine.preference(class, kind, limits.ffn_heap).into_iter().find_map(|h| {
             let left = heaps[h].usable - heaps[h].placed;
             let shared = open[h].filter(|&c| shares && chunks[c].used + bytes <= CHUNK_BYTES.min(limit));

@@ -523,6 +523,49 @@ impl Recorder<'_> {
         self.add(Command::Fill { buffer: buffer.chunk.raw, offset, bytes, word });
     }
 
+    /// Gives buffers that are shared to the device outside, behind all commands so far.
+    pub fn release(&mut self, buffers: &[&Buffer]) {
+        self.transfer(buffers, |own, other| (own, other));
+    }
+
+    /// Takes buffers that are shared back from the device outside, before the commands to come.
+    pub fn acquire(&mut self, buffers: &[&Buffer]) {
+        self.transfer(buffers, |own, other| (other, own));
+    }
+
+    /// Moves shared buffers to the second queue family that `way` makes of this one and the one outside.
+    fn transfer(&mut self, buffers: &[&Buffer], way: impl Fn(u32, u32) -> (u32, u32)) {
+        assert!(
+            buffers.iter().all(|buffer| buffer.chunk.is_shared),
+            "a buffer that is not shared is transferred"
+        );
+        self.order_after_conflicts(buffers, Accesses::default());
+        self.barrier();
+        let device = &self.commands.device;
+        let handles = device.handles.expect("a device that shares memory");
+        let (from, to) = way(device.queue_family, handles.family());
+        let stages = vk::PipelineStageFlags2::ALL_COMMANDS;
+        let all = vk::AccessFlags2::MEMORY_READ | vk::AccessFlags2::MEMORY_WRITE;
+        let barriers: Vec<_> = buffers
+            .iter()
+            .map(|buffer| {
+                vk::BufferMemoryBarrier2::default()
+                    .src_stage_mask(stages)
+                    .src_access_mask(all)
+                    .dst_stage_mask(stages)
+                    .dst_access_mask(all)
+                    .src_queue_family_index(from)
+                    .dst_queue_family_index(to)
+                    .buffer(buffer.chunk.raw)
+                    .offset(buffer.offset)
+                    .size(buffer.size())
+            })
+            .collect();
+        let info = vk::DependencyInfo::default().buffer_memory_barriers(&barriers);
+        // SAFETY: recording is open, and the buffers are retained.
+        unsafe { device.raw.cmd_pipeline_barrier2(self.commands.raw, &info) }
+    }
+
     /// Ends the recording and submits it by itself, for this once. The writes of its commands are visible to the host
     /// once the timeline has reached the value returned.
     pub fn submit_alone(mut self, what: &str) -> Result<u64, GpuError> {
