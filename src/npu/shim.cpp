@@ -42,7 +42,7 @@ struct unicorn_npu_bo {
 
 namespace {
 
-// Whether a command did not end in time. What it uses is then never freed.
+// Whether a command, or another call, did not end in time. What it uses is then never freed.
 std::atomic<bool> lost{false};
 
 void say(char *text, const std::string &line) {
@@ -145,6 +145,8 @@ int32_t code_of_state(uint32_t state, uint32_t deadline_ms, char *error) {
     case ERT_CMD_STATE_RUNNING:
     case ERT_CMD_STATE_SUBMITTED:
     case ERT_CMD_STATE_TIMEOUT:
+    // The driver could not even reset the device.
+    case ERT_CMD_STATE_NORESPONSE:
         say(error, "the command is in state " + std::to_string(state) + ", after " + std::to_string(deadline_ms) +
                        " ms at most");
         return UNICORN_NPU_TIMEOUT;
@@ -154,17 +156,21 @@ int32_t code_of_state(uint32_t state, uint32_t deadline_ms, char *error) {
     }
 }
 
-// Calls XRT, unless a command is lost.
+// Calls XRT, unless something is lost: a command, or another call that the driver did not end in time.
 template <typename Body> int32_t guarded(char *error, Body &&body) {
     if (lost) {
-        say(error, "an earlier command did not end in time");
+        say(error, "an earlier call did not end in time");
         return UNICORN_NPU_TIMEOUT;
     }
+    int32_t code;
     try {
-        return body();
+        code = body();
     } catch (...) {
-        return caught(error);
+        code = caught(error);
     }
+    if (code == UNICORN_NPU_TIMEOUT)
+        lost = true;
+    return code;
 }
 
 // A destructor of XRT that waits for a lost command would not return, and one that throws would end the process.
@@ -317,15 +323,13 @@ int32_t unicorn_npu_run(unicorn_npu_kernel *kernel, uint64_t opcode, unicorn_npu
             } catch (...) {
             }
             bool ended = *state == ERT_CMD_STATE_ERROR || *state == ERT_CMD_STATE_ABORT ||
-                         *state > ERT_CMD_STATE_TIMEOUT;
+                         *state > ERT_CMD_STATE_NORESPONSE;
             if (started && !ended)
                 code = UNICORN_NPU_TIMEOUT;
             else if (!started && code == UNICORN_NPU_XRT)
                 code = refusal;
         }
-        if (code == UNICORN_NPU_TIMEOUT)
-            lost = true;
-        else
+        if (code != UNICORN_NPU_TIMEOUT)
             delete run;
         return code;
     });

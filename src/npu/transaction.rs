@@ -13,7 +13,9 @@
 //! | patch of an address | 0x81 | opcode, bytes, 3 unused, 0, address, 0, argument, 0, offset, 0 |
 //!
 //! A patch puts the address of a buffer into a DMA's descriptor. An address has the column from bit 25 on, and the row
-//! from bit 20 on.
+//! from bit 20 on. A patch must begin within its buffer. How far the transfer reaches from there is not checked, because
+//! the descriptor's strides decide that: a kernel that was built wrong may reach beyond a buffer, in the memory of the
+//! process that has the NPU and of nobody else, since the IOMMU gives the NPU that process's pages.
 
 use super::contract::{Layout, MAX_GROUPS};
 
