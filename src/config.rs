@@ -332,6 +332,8 @@ pub struct Npu {
     /// The most keys of a chunk.
     pub keys: usize,
     pub deadline_ms: u64,
+    #[serde(deserialize_with = "parsed")]
+    pub sharing: NpuSharing,
     /// `None` looks beside the binary.
     #[serde(deserialize_with = "unless_empty")]
     pub shim: Option<String>,
@@ -386,6 +388,27 @@ impl FromStr for NpuPreference {
             "speed" => Ok(Self::Speed),
             "energy" => Ok(Self::Energy),
             other => Err(format!("expected speed or energy, got {other:?}")),
+        }
+    }
+}
+
+/// How the GPU and the NPU pass arrays to each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NpuSharing {
+    /// The host copies them.
+    Copy,
+    /// The NPU reads and writes the GPU's buffers, which are dma-bufs.
+    DmaBuf,
+}
+
+impl FromStr for NpuSharing {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "copy" => Ok(Self::Copy),
+            "dma-buf" => Ok(Self::DmaBuf),
+            other => Err(format!("expected copy or dma-buf, got {other:?}")),
         }
     }
 }

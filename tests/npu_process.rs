@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 use unicorn::model::gemma3::Gemma3;
-use unicorn::model::load::LoadOptions;
+use unicorn::model::load::{LoadError, LoadOptions};
 use unicorn::model::npu_process::{HeadShape, NpuProcess, Start};
 use unicorn::model::offload::{LEAST_TOKENS, Offload, OffloadLimits, OffloadPolicy};
 use unicorn::model::{Runner, RunnerError};
@@ -29,6 +29,8 @@ const KEYS: usize = 512;
 const PATIENT: Duration = Duration::from_secs(60);
 /// The deadline where the double hangs on purpose: what takes time is a test that waits for it.
 const SHORT: Duration = Duration::from_millis(500);
+/// As [`SHORT`], where the self-test is under the deadline, too.
+const SHORT_OF_SHARING: Duration = Duration::from_secs(10);
 
 /// The NPU's process over the double, with its faults.
 fn start(faults: &str, deadline: Duration) -> Result<NpuProcess, NpuError> {
@@ -42,8 +44,18 @@ fn start_with(shim: &Path, kernels: &Path, faults: &str, deadline: Duration) -> 
     NpuProcess::start(command, &start, HEADS, KEYS, deadline, &Arc::default())
 }
 
+/// Runs of the double in a self-test of the demo model's kernels: two for each that walks over all keys, one for each of
+/// the others.
+const SELF_TEST: usize = 6;
+/// Runs of the double in the trial of a share at a start, one for each layer of the demo model.
+const TRIAL: usize = 6;
+
 fn options() -> LoadOptions {
-    let offload = Some(OffloadLimits { kv_heads: 2, keys: KEYS });
+    options_with(false)
+}
+
+fn options_with(shared: bool) -> LoadOptions {
+    let offload = Some(OffloadLimits { kv_heads: 2, keys: KEYS, shared });
     LoadOptions { offload, max_context: Some(512), ..LoadOptions::default() }
 }
 
@@ -162,7 +174,7 @@ fn the_self_test_finds_an_npu_that_computes_wrong() {
     let mut npu = start("", PATIENT).expect("the double");
     // With and without the window, for one and two KV heads.
     assert_eq!(npu.self_test(), Ok(4));
-    for fault in ["run:1=wrong", "run:4=wrong", "run:3=poison"] {
+    for fault in ["run:1=wrong", "run:4=wrong", "run:6=wrong", "run:3=poison"] {
         let error = start(fault, PATIENT).expect("the double").self_test().expect_err(fault);
         assert_eq!(error.code, NpuCode::SelfTest, "{fault}: {error}");
         assert!(error.message.contains("computes wrong"), "{error}");
@@ -189,11 +201,72 @@ fn what_keeps_the_npu_from_starting_has_a_code() {
     assert_eq!(error.code, NpuCode::NoColumns, "{error}");
 }
 
+/// Where the NPU reads and writes the device's own buffers, an answer has the bits that it has with copies.
+#[test]
+fn shared_memory_changes_no_bit() {
+    let mut model = load(&demo::folder(), &options());
+    let (tokens, jobs) = question(&model);
+    let [copied, shared] = [false, true].map(|shared| {
+        if shared {
+            model = load(&demo::folder(), &options_with(true));
+        }
+        [1, 2].map(|kv_heads| {
+            attach(&mut model, start("", PATIENT).expect("the double"), kv_heads, OffloadPolicy::Require);
+            let logits = all_logits(&mut model, tokens);
+            let counts = model.offload_counts().expect("a unit");
+            assert_eq!((counts.dispatches, counts.quarantined), (jobs, None), "shared: {shared}");
+            logits
+        })
+    });
+    assert!(copied[0] != copied[1], "the NPU computes something");
+    assert!(copied == shared);
+}
+
+/// A unit that shares memory and fails is stepped in for, as one that copies; and one that shares none is refused.
+#[test]
+fn an_npu_that_cannot_share_memory_or_fails_with_it_has_its_code() {
+    let mut model = load(&demo::folder(), &options());
+    let (tokens, _) = question(&model);
+    let plain = all_logits(&mut model, tokens);
+    let bound = bound(&model, &plain);
+    let mut model = load(&demo::folder(), &options_with(true));
+    let mut attached = |faults: &str| {
+        let unit = Box::new(start(faults, SHORT_OF_SHARING).expect("the double"));
+        let offload = Offload { unit, kv_heads: 1, policy: OffloadPolicy::Auto };
+        let attached = model.attach_offload(offload).map_err(|error| match error {
+            LoadError::Offload(error) => error.code,
+            error => panic!("{faults}: {error}"),
+        });
+        attached.map(|()| {
+            let difference = max_difference(&all_logits(&mut model, tokens), &plain);
+            assert!(difference > 0.0 && difference <= bound, "{faults}: {difference} of {bound}");
+            model.offload_counts().expect("a unit").fallbacks
+        })
+    };
+    assert_eq!(attached("import:1=refused"), Err("npu-dma-buf".into()));
+    // What is tested is the memory that is shared: no self-test ran before it.
+    assert_eq!(attached("run:2=wrong"), Err("npu-self-test".into()));
+    assert_eq!(attached("run:5=poison"), Err("npu-self-test".into()));
+    for (fault, code) in [("timeout", "npu-timeout"), ("exit", "npu-process"), ("state", "npu-command-state")]
+    {
+        let fallbacks = attached(&format!("run:{}={fault}", SELF_TEST + 9));
+        assert_eq!(fallbacks, Ok(vec![(code.to_owned(), 1)]), "{fault}");
+    }
+}
+
 /// A server of the demo model whose NPU is the double.
 fn serve(mode: &str, faults: &str) -> Daemon {
+    serve_with(mode, faults, &[("KV_HEADS", "1")])
+}
+
+/// As [`serve`], with options of the NPU.
+fn serve_with(mode: &str, faults: &str, options: &[(&str, &str)]) -> Daemon {
     Daemon::start_model(&demo::folder(), &["--npu", mode, "--context", "1024"], |command| {
         with_double(command);
-        command.env("NPU_DOUBLE", faults).env("UNICORN_NPU_KV_HEADS", "1");
+        command.env("NPU_DOUBLE", faults);
+        for (name, value) in options {
+            command.env(format!("UNICORN_NPU_{name}"), value);
+        }
     })
 }
 
@@ -242,8 +315,7 @@ fn a_server_says_what_its_npu_does() {
 
 #[test]
 fn a_server_answers_though_its_npu_hangs_amid_a_prompt() {
-    // The self-test has four runs.
-    let mut server = serve("auto", "run:7=hang");
+    let mut server = serve("auto", &format!("run:{}=hang", SELF_TEST + TRIAL + 3));
     let (code, answer) = ask(&server, 1);
     assert_eq!((code, &answer["choices"][0]["finish_reason"]), (200, &json!("length")), "{answer}");
     let npu = status(&server);
@@ -259,8 +331,8 @@ fn a_server_answers_though_its_npu_hangs_amid_a_prompt() {
 
 #[test]
 fn a_server_that_requires_its_npu_fails_the_request_with_the_code() {
-    // Behind the self-test, each of its NPUs hangs at the second layer.
-    let mut server = serve("require", "run:6=timeout");
+    // Each of its NPUs hangs at the second layer of a prompt.
+    let mut server = serve("require", &format!("run:{}=timeout", SELF_TEST + TRIAL + 2));
     let (code, answer) = ask(&server, 1);
     assert_eq!(code, 500, "{answer}");
     let message = answer["error"]["message"].as_str().expect("a message");
@@ -284,12 +356,13 @@ fn a_server_starts_without_its_npu_or_refuses_to_as_it_was_told() {
     for (faults, code, exit) in [
         ("open:1+=no-device", "npu-no-device", 78),
         ("load:1+=enospc", "npu-no-columns", 75),
+        ("import:1=refused", "npu-dma-buf", 78),
         ("run:1=wrong", "npu-self-test", 76),
     ] {
         for (what, exit) in [(&["serve", "--port", "0"][..], exit), (&["generate", "--prompt", "Hello"], 1)] {
             let mut command = unicorn_on_software(&[what, &model].concat());
             with_double(&mut command);
-            command.env("NPU_DOUBLE", faults);
+            command.env("NPU_DOUBLE", faults).env("UNICORN_NPU_SHARING", "dma-buf");
             let (got, stdout, stderr) = output(command);
             assert_eq!((got, stdout.as_str()), (exit, ""), "{faults}: {stderr}");
             let error = stderr.lines().last().expect("a line");
@@ -298,6 +371,68 @@ fn a_server_starts_without_its_npu_or_refuses_to_as_it_was_told() {
                 "{faults}: {error}"
             );
         }
+    }
+}
+
+/// The share is measured at the first start, and kept by every load of that server: an answer keeps its bits.
+#[test]
+fn a_load_after_a_loss_keeps_the_share_of_the_first() {
+    let mut server = serve_with("auto", "", &[("PREFER", "energy"), ("SHARING", "dma-buf")]);
+    let first = status(&server);
+    let kv_heads = first["kv_heads"].as_u64().expect("a number");
+    assert!(kv_heads >= 1 && first["in_use"] == json!(true), "{first}");
+    assert_eq!(first["completed"], json!(0), "what was measured counts for nobody: {first}");
+    let (code, before) = ask(&server, 1);
+    assert_eq!(code, 200, "{before}");
+    kill_the_device_process_of(&server);
+    let (code, after) = ask(&server, 1);
+    assert_eq!((code, &after["choices"]), (200, &before["choices"]), "{after}");
+    server.wait_for_line(&format!("computes {kv_heads} of 2 KV heads of prompts, as before"));
+    let again = status(&server);
+    assert_eq!((&again["kv_heads"], &again["in_use"]), (&first["kv_heads"], &json!(true)), "{again}");
+    // An NPU that was not used at the first start is not used by a later load.
+    let server = serve_with("auto", "open:1=no-device", &[("KV_HEADS", "1")]);
+    let reason = status(&server)["reason"].clone();
+    assert!(reason.as_str().expect("a reason").starts_with("npu-no-device"), "{reason}");
+    kill_the_device_process_of(&server);
+    assert_eq!(ask(&server, 2).0, 200);
+    assert_eq!(status(&server)["reason"], reason);
+}
+
+fn kill_the_device_process_of(server: &Daemon) {
+    let threads = std::fs::read_dir(format!("/proc/{}/task", server.pid())).expect("threads");
+    let all =
+        threads.flatten().filter_map(|thread| std::fs::read_to_string(thread.path().join("children")).ok());
+    let all = all.collect::<Vec<_>>().join(" ");
+    let is_device_process = |pid: &&str| {
+        let line = std::fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        line.contains("device-process")
+    };
+    let pid = all.split_whitespace().find(is_device_process).expect("a device process");
+    let killed = Command::new("kill").args(["-KILL", pid]).status().expect("kill");
+    assert!(killed.success());
+}
+
+/// What no kernel computes is no share: neither with a number that was configured, nor with one that is to be measured.
+#[test]
+fn a_share_that_is_never_computed_is_refused() {
+    let folder = demo::folder();
+    let model = ["--model", folder.to_str().expect("UTF-8"), "--allow-software-vulkan", "--npu", "require"];
+    // Only the kernels that walk over all keys, of which they have 512: the chunks of the trial see more.
+    let kernels = tempfile::tempdir().expect("a folder");
+    for entry in std::fs::read_dir(demo_kernels()).expect("kernels").flatten() {
+        if entry.file_name().to_string_lossy().contains("-w0-") {
+            std::fs::copy(entry.path(), kernels.path().join(entry.file_name())).expect("a copy");
+        }
+    }
+    for kv_heads in ["0", "1"] {
+        let mut command = unicorn_on_software(&[&["generate", "--prompt", "Hello"][..], &model].concat());
+        with_double(&mut command);
+        command.env("UNICORN_NPU_KERNELS", kernels.path());
+        command.env("UNICORN_NPU_KV_HEADS", kv_heads).env("UNICORN_NPU_KEYS", "2048");
+        let (code, _, stderr) = output(command);
+        let error = stderr.lines().last().expect("a line");
+        assert!(code == 1 && error.contains("npu-kernel-missing"), "{kv_heads}: {stderr}");
     }
 }
 
@@ -315,6 +450,8 @@ fn the_benchmark_of_the_npu_has_a_line_for_each_share() {
         report["shares"].as_array().expect("shares").iter().filter_map(|s| s["kv_heads"].as_u64()).collect();
     assert_eq!((shares, &report["is_double"]), (vec![0, 1, 2], &json!(true)), "{report}");
     assert!(report["shares"][1]["tokens_per_s"].as_f64() > Some(0.0), "{report}");
+    let covered = [0, 1, 2].map(|share| report["shares"][share]["npu_part_of_tokens"].as_f64());
+    assert_eq!(covered, [Some(0.0), Some(1.0), Some(1.0)], "{report}");
     // Where the NPU does not compute, nothing is measured in its place.
     let mut command = unicorn_on_software(&bench);
     with_double(&mut command);

@@ -81,13 +81,7 @@ impl AttentionUnit for Twin {
         self.kinds[usize::from(job.window.is_none())].then(|| room(job))
     }
 
-    fn begin(
-        &mut self,
-        job: &OffloadJob,
-        queries: &[u8],
-        keys: &[u8],
-        values: &[u8],
-    ) -> Result<(), OffloadError> {
+    fn begin(&mut self, job: &OffloadJob, inputs: Option<[&[u8]; 3]>) -> Result<(), OffloadError> {
         assert!(self.output.is_none(), "a job beside another");
         let mut jobs = self.jobs.lock().unwrap();
         jobs.push(*job);
@@ -96,7 +90,7 @@ impl AttentionUnit for Twin {
         }
         let OffloadRoom { first_key, keys: count, key_stride, row_stride } = room(job);
         let (d, heads) = (self.head_dim, job.kv_heads * self.group);
-        let [queries, keys, values] = [queries, keys, values].map(numbers);
+        let [queries, keys, values] = inputs.expect("the twin shares no memory").map(numbers);
         assert_eq!(queries.len(), heads * row_stride * d);
         assert_eq!([keys.len(), values.len()], [job.kv_heads * key_stride * d; 2]);
         // What nobody needs is 0.
@@ -148,7 +142,8 @@ impl AttentionUnit for Twin {
         Ok(())
     }
 
-    fn finish(&mut self, output: &mut [u8]) -> Result<(), OffloadError> {
+    fn finish(&mut self, output: Option<&mut [u8]>) -> Result<(), OffloadError> {
+        let output = output.expect("the twin shares no memory");
         let result = self.output.take().expect("a job was begun");
         if self.fault == Fault::Finish(self.jobs.lock().unwrap().len() - 1) {
             output.fill(0xff);
@@ -161,7 +156,7 @@ impl AttentionUnit for Twin {
 
 /// Room for any job of the models here.
 fn options(options: LoadOptions) -> LoadOptions {
-    LoadOptions { offload: Some(OffloadLimits { kv_heads: 4, keys: 4096 }), ..options }
+    LoadOptions { offload: Some(OffloadLimits { kv_heads: 4, keys: 4096, shared: false }), ..options }
 }
 
 fn twin(model: &Gemma3, fault: Fault) -> (Twin, Jobs) {
@@ -509,8 +504,10 @@ fn a_unit_needs_room_that_the_load_made() {
     assert!(refusal.contains("without room") && refusal.contains("LoadOptions::offload"), "{refusal}");
     let calibrating = options(LoadOptions { moments: true, ..LoadOptions::default() });
     assert!(attach(&calibrating, 1).unwrap_err().contains("calibration"));
-    let small =
-        LoadOptions { offload: Some(OffloadLimits { kv_heads: 1, keys: 64 }), ..LoadOptions::default() };
+    let small = LoadOptions {
+        offload: Some(OffloadLimits { kv_heads: 1, keys: 64, shared: false }),
+        ..LoadOptions::default()
+    };
     assert!(attach(&small, 2).unwrap_err().contains("2 KV heads; expected 1 to 1"));
     assert!(attach(&options(LoadOptions::default()), 3).unwrap_err().contains("expected 1 to 2"));
     assert!(attach(&options(LoadOptions::default()), 0).is_err());
@@ -524,7 +521,7 @@ fn a_shared_step_takes_no_memory_after_the_load() {
     let device = Device::open(&policy()).unwrap();
     let files = ModelFiles::open(&data("gemma3/tiny-a")).unwrap();
     // Deep in the prompt a job has more keys than there is room for.
-    let limits = OffloadLimits { kv_heads: 2, keys: 100 };
+    let limits = OffloadLimits { kv_heads: 2, keys: 100, shared: false };
     let load_options = LoadOptions { offload: Some(limits), ..LoadOptions::default() };
     let mut model = Gemma3::load(&device, &files, &load_options, &mut |_| {}).unwrap();
     let jobs = attach(&mut model, Fault::None, 2, OffloadPolicy::Require);

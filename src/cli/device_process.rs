@@ -13,7 +13,7 @@ use tracing_subscriber::EnvFilter;
 use super::error::Error;
 use super::load::{self, OnDevice, Place, Profiler, Watch};
 use super::log::Level;
-use super::offload::NpuStart;
+use super::npu_start::NpuStart;
 use super::process::{outlive_signals, processor_time, resident_bytes};
 use crate::checkpoint::{HeldNames, ModelFiles};
 use crate::config::Config;
@@ -34,6 +34,8 @@ pub struct Task {
     pub draft: Option<HeldNames>,
     /// The number of the tokenizer's ids. The texts are the server's: this process reads no tokenizer.
     pub vocab_size: usize,
+    /// What became of the NPU at the first load of this model, where this is another one.
+    pub npu: Option<NpuStart>,
 }
 
 /// What the child says of a load: the model's facts, or why it was not loaded.
@@ -59,6 +61,8 @@ pub struct DeviceFacts {
     pub self_test: SelfTested,
     /// How long the device may finish nothing, until it counts as hung.
     pub hang_timeout: Duration,
+    /// What became of the NPU; none where none is wanted.
+    pub npu: Option<NpuStart>,
 }
 
 /// What the self-test of a load has found right.
@@ -116,16 +120,17 @@ pub fn device_process(level: Level) -> Result<(), Error> {
     let _runtime = outlive_signals()?;
     let mut channel = Channel::from_stdin().map_err(Error::Channel)?;
     let Some(task) = channel.receive::<Task>().map_err(Error::Channel)? else { return Ok(()) };
-    let vocab_size = task.vocab_size;
+    let (vocab_size, before) = (task.vocab_size, task.npu.clone());
     let (config, files, observer) = take(&mut channel, task).map_err(Error::Channel)?;
-    let (OnDevice { runner: model, draft, npu }, self_test) = match load(&config, files, vocab_size) {
-        Ok(loaded) => loaded,
-        Err(error) => {
-            let refusal = Refusal { message: error.to_string(), exit_code: error.exit_code() };
-            channel.send(&Loaded::Err(refusal)).map_err(Error::Channel)?;
-            return Ok(());
-        }
-    };
+    let (OnDevice { runner: model, draft, npu }, self_test) =
+        match load(&config, files, vocab_size, before.as_ref()) {
+            Ok(loaded) => loaded,
+            Err(error) => {
+                let refusal = Refusal { message: error.to_string(), exit_code: error.exit_code() };
+                channel.send(&Loaded::Err(refusal)).map_err(Error::Channel)?;
+                return Ok(());
+            }
+        };
     let placed = |p: &Placement| Placed {
         class: p.class.name().to_owned(),
         heap: p.heap.clone(),
@@ -143,6 +148,7 @@ pub fn device_process(level: Level) -> Result<(), Error> {
         sliding_block_bytes: load::sliding_block_bytes(&model, draft.as_ref()),
         hang_timeout: model.device().hang_timeout(),
         self_test,
+        npu: npu.clone(),
     };
     channel.send(&Loaded::Ok(facts)).map_err(Error::Channel)?;
     // Weak references, so that the device is destroyed with the runner.
@@ -173,10 +179,11 @@ fn load(
     config: &Config,
     [model, draft]: [Option<ModelFiles>; 2],
     vocab_size: usize,
+    before: Option<&NpuStart>,
 ) -> Result<(OnDevice, SelfTested), Error> {
     let model = model.expect("a task has a model");
     let watch = if config.gpu.profile { Watch::Kernels } else { Watch::Nothing };
-    let mut loaded = load::on_device(&model, draft.as_ref(), Some(vocab_size), config, watch)?;
+    let mut loaded = load::on_device(&model, draft.as_ref(), Some(vocab_size), config, watch, before)?;
     let since = Instant::now();
     let own = loaded.runner.self_test()?;
     let of_draft = loaded.draft.as_mut().map(Draft::self_test).transpose()?;

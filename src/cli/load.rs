@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use super::error::Error;
-use super::offload::{Npu, NpuStart};
+use super::npu_start::NpuStart;
+use super::offload::Npu;
 use super::process::resident_bytes;
 use super::progress::Bar;
 use super::terminal::bytes;
@@ -126,14 +127,14 @@ pub fn model(files: &ModelFiles, config: &Config, watch: Watch) -> Result<Model,
     let draft_files = draft_files(files, &texts.tokenizer, config)?;
     let sample_below = Some(texts.tokenizer.vocab_size());
     let OnDevice { runner, draft, npu } =
-        on_device(files, draft_files.as_ref(), sample_below, config, watch)?;
+        on_device(files, draft_files.as_ref(), sample_below, config, watch, None)?;
     Ok(Model { device: runner.device().info().clone(), runner, draft, npu, texts })
 }
 
 /// Loads only the model, for callers that have ids and want logits: no tokenizer, no draft.
 pub fn runner(files: &ModelFiles, config: &Config) -> Result<Gemma3, Error> {
     Gemma3Config::load(files)?;
-    Ok(on_device(files, None, None, config, Watch::Nothing)?.runner)
+    Ok(on_device(files, None, None, config, Watch::Nothing, None)?.runner)
 }
 
 /// The longest time of one submit: the configured time, limited by the driver's timeout.
@@ -166,13 +167,15 @@ pub struct OnDevice {
 }
 
 /// Loads a model and its draft. No id is sampled from `sample_below` on, where it is the number of the tokenizer's ids:
-/// further rows of the embedding are padding without text.
+/// further rows of the embedding are padding without text. `before` is what became of the NPU at the first load of this
+/// model, where this is another one.
 pub fn on_device(
     files: &ModelFiles,
     draft_files: Option<&ModelFiles>,
     sample_below: Option<usize>,
     config: &Config,
     watch: Watch,
+    before: Option<&NpuStart>,
 ) -> Result<OnDevice, Error> {
     if let Some(manifest) = Manifest::read(files)?
         && let Some(synthetic) = manifest.synthetic
@@ -184,9 +187,10 @@ pub fn on_device(
         );
     }
     // An NPU that is required and missing refuses the start at once, and not behind a minute of loading.
-    let npu = if watch == Watch::Activations { None } else { Npu::open(files, config)? };
+    let mut npu = if watch == Watch::Activations { None } else { Npu::open(files, config, before)? };
     let policy = policy(config, watch == Watch::Kernels);
     let mut device = Device::open(&policy)?;
+    npu.as_mut().map_or(Ok(()), |npu| npu.meet(device.can_share(), config))?;
     let mut tiles = None;
     // Products in f32 have no kernels to choose from.
     if config.gpu.tune && config.model.precision == Precision::Fast {

@@ -25,6 +25,7 @@ mod models;
 mod npu;
 #[cfg(feature = "npu")]
 mod npu_process;
+mod npu_start;
 #[cfg(feature = "npu")]
 mod offload;
 #[cfg(not(feature = "npu"))]

@@ -1,50 +1,38 @@
 //! The NPU's part in the attention of prompts: opens the NPU before a model is loaded, since that may refuse the start,
 //! and gives the model its share behind the load.
 
+use std::io;
+use std::os::fd::AsFd;
 use std::path::PathBuf;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::sync::Arc;
+use std::thread;
 use std::time::{Duration, Instant};
 
-use serde::{Deserialize, Serialize};
-
 use super::error::Error;
+use super::npu_start::NpuStart;
 use crate::checkpoint::ModelFiles;
-use crate::config::{Config, NpuMode, NpuPreference};
+use crate::config::{Config, NpuMode, NpuPreference, NpuSharing};
 use crate::model::config::Gemma3Config;
 use crate::model::gemma3::Gemma3;
+use crate::model::load::LoadError;
 use crate::model::npu_process::{HeadShape, NpuProcess, Start};
-use crate::model::offload::{LEAST_TOKENS, Offload, OffloadError, OffloadLimits, OffloadPolicy};
+use crate::model::offload::{
+    LEAST_TOKENS, MOST_TOKENS, Offload, OffloadError, OffloadLimits, OffloadPolicy, not_shared,
+};
 use crate::model::{Runner, RunnerError};
 use crate::npu::error::{NpuCode, NpuError};
 use crate::npu::shim::Shim;
 use crate::npu::store::standard_folder;
 
-/// Tokens of the prompt that shares are measured with, and the tokens before them.
-const TRIAL_TOKENS: usize = 256;
+/// Tokens before those that shares are measured with.
 const TRIAL_DEPTH: usize = 1024;
 /// Layers of the measured steps: a full layer and the sliding layers before it.
 const TRIAL_LAYERS: usize = 6;
 /// Measured steps for each number of KV heads. The median counts.
 const TRIALS: usize = 3;
-
-/// What became of the NPU at a load.
-#[derive(Debug, Clone, Serialize, Deserialize)]
-pub struct NpuStart {
-    /// `npu.mode`.
-    pub mode: String,
-    /// The device, as XRT names it, and XRT's version, if the NPU was opened.
-    pub device: Option<String>,
-    pub xrt: Option<String>,
-    /// Whether the tests' double answers, and no NPU.
-    pub is_double: bool,
-    /// KV heads of each layer that the NPU computes.
-    pub kv_heads: usize,
-    /// The numbers of KV heads that there are kernels for.
-    pub choices: Vec<usize>,
-    /// Why the NPU is not used: the doctor's code and a sentence.
-    pub reason: Option<String>,
-}
+/// How long a load after the first waits for the NPU's columns. The process that had them may still be ending.
+const COLUMNS: Duration = Duration::from_secs(10);
 
 /// The folder of compiled kernels.
 pub fn kernels_folder(config: &Config) -> Option<PathBuf> {
@@ -60,7 +48,11 @@ pub fn shim(config: &Config) -> PathBuf {
 
 fn limits_of(config: &Config, model: &Gemma3Config) -> OffloadLimits {
     let most = model.num_key_value_heads;
-    OffloadLimits { kv_heads: config.npu.kv_heads.unwrap_or(most).min(most), keys: config.npu.keys }
+    OffloadLimits {
+        kv_heads: config.npu.kv_heads.unwrap_or(most).min(most),
+        keys: config.npu.keys,
+        shared: config.npu.sharing == NpuSharing::DmaBuf,
+    }
 }
 
 /// The buffers that a load of this model would reserve.
@@ -73,11 +65,18 @@ pub struct Npu {
     start: NpuStart,
     process: Option<NpuProcess>,
     limits: OffloadLimits,
+    /// The KV heads that the first load of this model fixed.
+    fixed: Option<usize>,
 }
 
 impl Npu {
-    /// Opens the NPU and tests it, if one is wanted. An NPU that is required and cannot compute is an error.
-    pub fn open(files: &ModelFiles, config: &Config) -> Result<Option<Npu>, Error> {
+    /// Opens the NPU and tests it, if one is wanted. An NPU that is required and cannot compute is an error. `before` is
+    /// what became of it at the first load, where this is another one: an NPU that was not used then is not used now.
+    pub fn open(
+        files: &ModelFiles,
+        config: &Config,
+        before: Option<&NpuStart>,
+    ) -> Result<Option<Npu>, Error> {
         if config.npu.mode == NpuMode::Off {
             return Ok(None);
         }
@@ -92,7 +91,11 @@ impl Npu {
             choices: Vec::new(),
             reason: None,
         };
-        let process = match process(&model, config) {
+        if let Some(before) = before.filter(|before| before.kv_heads == 0) {
+            let start = before.clone();
+            return Ok(Some(Npu { start, process: None, limits, fixed: None }));
+        }
+        let process = match process_with_columns(&model, config, before.is_some()) {
             Ok(process) => Some(process),
             Err(error) => {
                 refuse(config, &mut start, error.into())?;
@@ -107,7 +110,21 @@ impl Npu {
                 tracing::warn!("npu      the tests' double stands in for an NPU: it computes on the CPU");
             }
         }
-        Ok(Some(Npu { start, process, limits }))
+        Ok(Some(Npu { start, process, limits, fixed: before.map(|before| before.kv_heads) }))
+    }
+
+    /// Gives the NPU up if it is to share memory with the GPU, and the GPU cannot.
+    pub fn meet(&mut self, gpu_can_share: bool, config: &Config) -> Result<(), Error> {
+        if !self.limits.shared || gpu_can_share {
+            return Ok(());
+        }
+        self.limits.shared = false;
+        if self.process.take().is_none() {
+            return Ok(());
+        }
+        let lacks = "the GPU's driver makes no dma-bufs of its memory (VK_EXT_external_memory_dma_buf, \
+                     VK_KHR_external_memory_fd and VK_EXT_queue_family_foreign)";
+        refuse(config, &mut self.start, not_shared(lacks))
     }
 
     /// The buffers that a load reserves for the NPU, whether it is there or not: a load after a loss must find the room
@@ -118,20 +135,31 @@ impl Npu {
 
     /// Gives the model's prompts to the NPU: as many KV heads as configured, or as a measurement finds best.
     pub fn attach(self, model: &mut Gemma3, config: &Config) -> Result<NpuStart, Error> {
-        let Npu { mut start, process, limits } = self;
+        let Npu { mut start, process, limits, fixed } = self;
         let Some(process) = process else { return Ok(start) };
         let policy = match config.npu.mode {
             NpuMode::Require => OffloadPolicy::Require,
             NpuMode::Auto | NpuMode::Off => OffloadPolicy::Auto,
         };
-        model.attach_offload(Offload { unit: Box::new(process), kv_heads: limits.kv_heads, policy })?;
-        match choose(model, config, &start.choices) {
+        let unit = Box::new(process);
+        match model.attach_offload(Offload { unit, kv_heads: limits.kv_heads, policy }) {
+            Ok(()) => {}
+            Err(LoadError::Offload(error)) => {
+                refuse(config, &mut start, error)?;
+                return Ok(start);
+            }
+            Err(error) => return Err(error.into()),
+        }
+        match choose(model, config, &start.choices, fixed) {
             Ok(kv_heads) => {
                 model.set_offload_heads(kv_heads);
+                // What was measured is no prompt of anybody.
+                model.forget_offload_counts();
                 start.kv_heads = kv_heads;
                 tracing::info!(
-                    "npu      computes {kv_heads} of {} KV heads of prompts",
-                    model.config().num_key_value_heads
+                    "npu      computes {kv_heads} of {} KV heads of prompts{}",
+                    model.config().num_key_value_heads,
+                    if fixed.is_some() { ", as before" } else { "" }
                 );
             }
             Err(Failure::Npu(error)) => {
@@ -154,6 +182,19 @@ fn refuse(config: &Config, start: &mut NpuStart, error: OffloadError) -> Result<
     Ok(())
 }
 
+/// Starts the NPU's process, and has it pass the self-test. With `again`, waits until its columns are free.
+fn process_with_columns(model: &Gemma3Config, config: &Config, again: bool) -> Result<NpuProcess, NpuError> {
+    let since = Instant::now();
+    loop {
+        match process(model, config) {
+            Err(error) if error.code == NpuCode::NoColumns && again && since.elapsed() < COLUMNS => {
+                thread::sleep(Duration::from_millis(500));
+            }
+            result => return result,
+        }
+    }
+}
+
 /// Starts the NPU's process, and has it pass the self-test.
 fn process(model: &Gemma3Config, config: &Config) -> Result<NpuProcess, NpuError> {
     let Some(kernels) = kernels_folder(config) else {
@@ -168,6 +209,8 @@ fn process(model: &Gemma3Config, config: &Config) -> Result<NpuProcess, NpuError
     // A package that was upgraded meanwhile has put another program at this one's path.
     let mut command = Command::new("/proc/self/exe");
     command.arg("npu-process");
+    // XRT writes lines of its own to the standard output, where this program's results go.
+    command.stdout(io::stderr().as_fd().try_clone_to_owned().map_or_else(|_| Stdio::null(), Stdio::from));
     if let Some(format) = config.log.format {
         command.env("UNICORN_LOG_FORMAT", format.name());
     }
@@ -203,37 +246,55 @@ fn said(words: &str) -> OffloadError {
     OffloadError { code: code.into(), message: message.into() }
 }
 
-/// The number of KV heads that the NPU gets: that with which prompts are computed fastest.
-fn choose(model: &mut Gemma3, config: &Config, candidates: &[usize]) -> Result<usize, Failure> {
-    if let Some(wanted) = config.npu.kv_heads {
-        let wanted = wanted.min(model.config().num_key_value_heads);
-        if candidates.contains(&wanted) {
-            return Ok(wanted);
-        }
-        let message =
-            format!("no kernel computes npu.kv_heads = {wanted} KV heads; {candidates:?} can be computed");
-        return Err(NpuError::new(NpuCode::KernelMissing, message).into());
-    }
+/// The number of KV heads that the NPU gets: that of the first load, or the configured one, or that with which prompts are
+/// computed fastest.
+fn choose(
+    model: &mut Gemma3,
+    config: &Config,
+    candidates: &[usize],
+    fixed: Option<usize>,
+) -> Result<usize, Failure> {
     let limits = model.limits();
-    let tokens = TRIAL_TOKENS.min(limits.max_batch_tokens).min(config.npu.keys / 2);
+    let tokens = MOST_TOKENS.min(limits.max_batch_tokens).min(config.npu.keys / 2);
     let depth = TRIAL_DEPTH.min(limits.max_context.saturating_sub(tokens)).min(config.npu.keys - tokens);
-    let alone = if tokens < LEAST_TOKENS { None } else { time(model, 0, depth, tokens)? };
-    let Some(alone) = alone else {
+    let mut time = |kv_heads: usize, trials: usize| -> Result<Tried, Failure> {
+        if tokens < LEAST_TOKENS {
+            return Ok(Tried::DoesNotFit);
+        }
+        time(model, kv_heads, (depth, tokens), trials)
+    };
+    let no_kernel = |which: String| {
+        let message = format!(
+            "no kernel computes {which} of a prompt's chunks of {tokens} tokens: `unicorn npu build-kernels` builds \
+             some, and engine.prefill_chunk and npu.keys decide which are needed"
+        );
+        Failure::from(NpuError::new(NpuCode::KernelMissing, message))
+    };
+    if let Some(wanted) = fixed.or(config.npu.kv_heads) {
+        if !candidates.contains(&wanted) {
+            let message = format!("no kernel computes {wanted} KV heads; {candidates:?} can be computed");
+            return Err(NpuError::new(NpuCode::KernelMissing, message).into());
+        }
+        // A share that nobody measures is tried once: it must not be one that is never computed.
+        return match time(wanted, 0)? {
+            Tried::Unused => Err(no_kernel(format!("{wanted} KV heads"))),
+            Tried::DoesNotFit | Tried::Took(_) => Ok(wanted),
+        };
+    }
+    let Tried::Took(alone) = time(0, TRIALS)? else {
         let message =
             "the context, or engine.prefill_chunk, is too short to measure its share: set npu.kv_heads";
         return Err(OffloadError { code: "npu-unmeasured".into(), message: message.into() }.into());
     };
     let mut best: Option<(Duration, usize)> = None;
     for &kv_heads in candidates {
-        let Some(took) = time(model, kv_heads, depth, tokens)? else { continue };
+        let Tried::Took(took) = time(kv_heads, TRIALS)? else { continue };
         tracing::debug!("npu      {kv_heads} KV heads: {took:.2?} for a trial; the GPU alone: {alone:.2?}");
         if best.is_none_or(|(least, _)| took < least) {
             best = Some((took, kv_heads));
         }
     }
-    let Some((took, kv_heads)) = best else {
-        return Err(NpuError::new(NpuCode::KernelMissing, "no kernel computes a prompt of this model").into());
-    };
+    let Some((took, kv_heads)) = best else { return Err(no_kernel("any KV head".into())) };
     let must = config.npu.mode == NpuMode::Require || config.npu.prefer == NpuPreference::Energy;
     if took > alone && !must {
         return Err(Failure::Npu(OffloadError {
@@ -247,25 +308,35 @@ fn choose(model: &mut Gemma3, config: &Config, candidates: &[usize]) -> Result<u
     Ok(kv_heads)
 }
 
-/// The time of a chunk with so many KV heads on the NPU; none if it does not fit, or the NPU has no kernel for it.
+/// What came of a trial.
+enum Tried {
+    /// The chunk does not fit the model's limits.
+    DoesNotFit,
+    /// The NPU has no kernel for it.
+    Unused,
+    /// The median of the trials.
+    Took(Duration),
+}
+
+/// Tries a chunk with so many KV heads on the NPU: once, and then `trials` times for the time.
 fn time(
     model: &mut Gemma3,
     kv_heads: usize,
-    depth: usize,
-    tokens: usize,
-) -> Result<Option<Duration>, Failure> {
+    (depth, tokens): (usize, usize),
+    trials: usize,
+) -> Result<Tried, Failure> {
     model.set_offload_heads(kv_heads);
     let completed = |model: &Gemma3| model.offload_counts().unwrap_or_default();
     let (before, mut times) = (completed(model).dispatches, Vec::new());
     // The first step compiles and records.
-    for _ in 0..=TRIALS {
+    for _ in 0..=trials {
         let since = Instant::now();
         let fits = model.trial(depth, tokens, TRIAL_LAYERS).map_err(|error| match error {
             RunnerError::Offload(words) => Failure::Npu(said(&words)),
             error => Failure::Gpu(error),
         })?;
         if !fits {
-            return Ok(None);
+            return Ok(Tried::DoesNotFit);
         }
         times.push(since.elapsed());
     }
@@ -274,9 +345,9 @@ fn time(
         return Err(Failure::Npu(said(&failure)));
     }
     if kv_heads > 0 && after.dispatches == before {
-        return Ok(None);
+        return Ok(Tried::Unused);
     }
-    times.remove(0);
-    times.sort();
-    Ok(Some(times[TRIALS / 2]))
+    let measured = &mut times[trials.min(1)..];
+    measured.sort();
+    Ok(Tried::Took(measured[measured.len() / 2]))
 }

@@ -1,26 +1,13 @@
 //! What stands in the place of `offload.rs` in a program without the feature `npu`, whose configuration refuses every
 //! `npu.mode` but `off`.
 
-use serde::{Deserialize, Serialize};
-
 use super::error::Error;
+use super::npu_start::NpuStart;
 use crate::checkpoint::ModelFiles;
 use crate::config::Config;
 use crate::model::config::Gemma3Config;
 use crate::model::gemma3::Gemma3;
 use crate::model::offload::OffloadLimits;
-
-/// What became of the NPU at a load. There is no such load.
-#[derive(Debug, Clone, Serialize, Deserialize)]
-pub struct NpuStart {
-    pub mode: String,
-    pub device: Option<String>,
-    pub xrt: Option<String>,
-    pub is_double: bool,
-    pub kv_heads: usize,
-    pub choices: Vec<usize>,
-    pub reason: Option<String>,
-}
 
 pub fn planned(_: &Config, _: &Gemma3Config) -> Option<OffloadLimits> {
     None
@@ -30,8 +17,12 @@ pub fn planned(_: &Config, _: &Gemma3Config) -> Option<OffloadLimits> {
 pub enum Npu {}
 
 impl Npu {
-    pub fn open(_: &ModelFiles, _: &Config) -> Result<Option<Npu>, Error> {
+    pub fn open(_: &ModelFiles, _: &Config, _: Option<&NpuStart>) -> Result<Option<Npu>, Error> {
         Ok(None)
+    }
+
+    pub fn meet(&mut self, _: bool, _: &Config) -> Result<(), Error> {
+        match *self {}
     }
 
     pub fn limits(&self) -> Option<OffloadLimits> {

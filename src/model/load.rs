@@ -12,7 +12,7 @@ use super::config::{ConfigError, Gemma3Config, GenerationConfig, LayerType};
 use super::gemma3::{Gemma3, Loaded, NotCompared};
 use super::layers::{Layer, Scratch, device_buffer};
 use super::memory::{self, DEFAULT_BLOCK_SIZE, Demand, DoesNotFit, DraftDemand, MAX_IN_FLIGHT, Schemes};
-use super::offload::{OffloadBuffers, OffloadLimits};
+use super::offload::{OffloadBuffers, OffloadError, OffloadLimits};
 use super::rates::Rates;
 use super::self_test::{self, SelfTest, Traits};
 use super::step::Frame;
@@ -111,12 +111,16 @@ pub enum LoadError {
     #[error(transparent)]
     DoesNotFit(#[from] Box<DoesNotFit>),
     #[error(
-        "the model is not where it was placed: {0}; other programs may have pushed it out, or the driver failed \
-         (`dmesg` tells): free memory, or set hardware.strict = false to serve nevertheless"
+        "the model is not where it was placed: {0}; other programs may have pushed it out, or the driver failed: \
+         `unicorn doctor` tells (memory-taken, gpu-reset); free memory, or set hardware.strict = false to serve \
+         nevertheless"
     )]
     NotResident(Residency),
     #[error("{0}")]
     Option(String),
+    /// A unit that computes attention cannot be attached.
+    #[error(transparent)]
+    Offload(#[from] OffloadError),
 }
 
 impl From<UploadError> for LoadError {

@@ -7,6 +7,7 @@
 //!
 //! This file refuses to know what the unit is. A unit that failed once is used no more.
 
+use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread;
@@ -55,22 +56,29 @@ pub struct OffloadError {
 
 /// Computes softmax(q K) V.
 pub trait AttentionUnit: Send {
+    /// Has the unit read and write the device's own buffers from now on: queries, keys, values, and the output, each from
+    /// its start. The unit proves that it does. No job is under way.
+    fn share(&mut self, _buffers: [&Buffer; 4]) -> Result<(), OffloadError> {
+        Err(not_shared("the unit reads and writes no memory but its own"))
+    }
+
     /// The form of the arrays for this job; `None` if the unit cannot compute it, and the device computes all of it.
     /// The answer to one job is always the same.
     fn room(&self, job: &OffloadJob) -> Option<OffloadRoom>;
 
-    /// Hands the arrays over, and returns. [`AttentionUnit::finish`] gives the output. Both are bounded in time. After
-    /// an error the unit is called no more.
-    fn begin(
-        &mut self,
-        job: &OffloadJob,
-        queries: &[u8],
-        keys: &[u8],
-        values: &[u8],
-    ) -> Result<(), OffloadError>;
+    /// Hands queries, keys and values over, and returns; `None` where they lie in shared buffers.
+    /// [`AttentionUnit::finish`] gives the output. Both are bounded in time. After an error the unit is called no more.
+    fn begin(&mut self, job: &OffloadJob, inputs: Option<[&[u8]; 3]>) -> Result<(), OffloadError>;
 
-    /// Waits for what was begun, and writes all of the output. Rows behind the job's last may hold anything.
-    fn finish(&mut self, output: &mut [u8]) -> Result<(), OffloadError>;
+    /// Waits for what was begun, and writes all of the output; `None` where that is a shared buffer. Rows behind the
+    /// job's last may hold anything.
+    fn finish(&mut self, output: Option<&mut [u8]>) -> Result<(), OffloadError>;
+}
+
+/// The error where a unit and a device cannot share memory.
+pub fn not_shared(why: impl fmt::Display) -> OffloadError {
+    let message = format!("{why}; npu.sharing = \"copy\" needs no shared memory");
+    OffloadError { code: "npu-dma-buf".into(), message }
 }
 
 /// What happens if the unit fails.
@@ -126,6 +134,8 @@ pub struct OffloadLimits {
     pub kv_heads: usize,
     /// The largest [`OffloadRoom::key_stride`].
     pub keys: usize,
+    /// Whether the unit is to read and write the device's buffers. If not, the host copies.
+    pub shared: bool,
 }
 
 impl OffloadLimits {
@@ -134,11 +144,15 @@ impl OffloadLimits {
         let heads = self.kv_heads * (config.num_attention_heads / config.num_key_value_heads);
         let queries = (heads * MOST_TOKENS * config.head_dim) as u64;
         let keys = (self.kv_heads * self.keys * config.head_dim) as u64;
+        let [input, output] = match self.shared {
+            true => [MemoryKind::Shared; 2],
+            false => [MemoryKind::Readback, MemoryKind::Upload],
+        };
         [
-            ("queries for the unit", MemoryKind::Readback, 2 * queries),
-            ("keys for the unit", MemoryKind::Readback, 2 * keys),
-            ("values for the unit", MemoryKind::Readback, 2 * keys),
-            ("output of the unit", MemoryKind::Upload, 4 * queries),
+            ("queries for the unit", input, 2 * queries),
+            ("keys for the unit", input, 2 * keys),
+            ("values for the unit", input, 2 * keys),
+            ("output of the unit", output, 4 * queries),
         ]
     }
 }
@@ -201,6 +215,19 @@ impl Share {
     }
 }
 
+struct Copies {
+    inputs: [Vec<u8>; 3],
+    output: Vec<u8>,
+}
+
+impl Copies {
+    fn of(buffers: &OffloadBuffers) -> Copies {
+        let OffloadBuffers { queries, keys, values, output, .. } = buffers;
+        let room = |buffer: &Buffer| vec![0; buffer.size() as usize];
+        Copies { inputs: [queries, keys, values].map(room), output: room(output) }
+    }
+}
+
 /// A unit that is attached to a model.
 pub(super) struct Attached {
     /// None after a failure.
@@ -208,25 +235,32 @@ pub(super) struct Attached {
     kv_heads: usize,
     policy: OffloadPolicy,
     counts: OffloadWatch,
-    /// The inputs and the output of a job, for the unit.
-    inputs: [Vec<u8>; 3],
-    output: Vec<u8>,
+    /// The host's copies of a job's inputs and output; none where the unit shares the device's buffers.
+    copies: Option<Copies>,
     /// The first failure.
     failure: Option<OffloadError>,
 }
 
 impl Attached {
-    pub fn new(offload: Offload, buffers: &OffloadBuffers) -> Attached {
-        let OffloadBuffers { queries, keys, values, output, .. } = buffers;
-        let room = |buffer: &Buffer| vec![0; buffer.size() as usize];
-        let inputs = [queries, keys, values].map(room);
-        let Offload { unit, kv_heads, policy } = offload;
+    pub fn new(offload: Offload, buffers: &OffloadBuffers) -> Result<Attached, OffloadError> {
+        let Offload { mut unit, kv_heads, policy } = offload;
+        let copies = if buffers.limits.shared {
+            let OffloadBuffers { queries, keys, values, output, .. } = buffers;
+            unit.share([queries, keys, values, output])?;
+            None
+        } else {
+            Some(Copies::of(buffers))
+        };
         let counts = OffloadWatch(Arc::default());
-        Attached { unit: Some(unit), kv_heads, policy, counts, inputs, output: room(output), failure: None }
+        Ok(Attached { unit: Some(unit), kv_heads, policy, counts, copies, failure: None })
     }
 
     pub fn watch(&self) -> OffloadWatch {
         self.counts.clone()
+    }
+
+    pub fn forget_counts(&self) {
+        *self.counts.lock() = OffloadCounts::default();
     }
 
     pub fn kv_heads(&self) -> usize {
@@ -264,11 +298,26 @@ impl Attached {
         if !self.is_usable() || self.kv_heads == 0 {
             return None;
         }
+        // A unit may have no kernel for as many rows as a job may have.
+        [MOST_TOKENS, MOST_TOKENS / 2]
+            .into_iter()
+            .find_map(|most| self.share_of(most, batch, drawn, window, limits))
+    }
+
+    /// As [`Attached::share`], of `most` tokens at most.
+    fn share_of(
+        &self,
+        most: usize,
+        batch: &Batch,
+        drawn: &[u32],
+        window: usize,
+        limits: &OffloadLimits,
+    ) -> Option<Share> {
         let mut longest: Option<(usize, Range<usize>)> = None;
         let mut row = 0;
         for (i, sequence) in batch.sequences.iter().enumerate() {
             let tokens = sequence.input.len();
-            let rows = row..row + tokens.min(MOST_TOKENS);
+            let rows = row..row + tokens.min(most);
             row += tokens;
             let draws =
                 drawn.iter().filter(|drawn| (row - tokens..row).contains(&(**drawn as usize))).count();
@@ -295,7 +344,7 @@ impl Attached {
         (row_stride <= MOST_TOKENS && key_stride <= limits.keys).then_some(room)
     }
 
-    /// Reads the inputs that the device wrote, and hands them to the unit. The error is one that the runner fails with.
+    /// Hands the unit the inputs that the device wrote. The error is one that the runner fails with.
     pub fn begin(
         &mut self,
         job: &OffloadJob,
@@ -305,13 +354,16 @@ impl Attached {
     ) -> Result<(), RunnerError> {
         let (queries, keys) =
             (2 * outputs(job, room, shape), 2 * job.kv_heads * room.key_stride * shape.head_dim);
-        let OffloadBuffers { queries: q, keys: k, values: v, .. } = buffers;
-        for ((from, to), bytes) in [q, k, v].into_iter().zip(&mut self.inputs).zip([queries, keys, keys]) {
-            from.read(0, &mut to[..bytes]);
-        }
         let Some(unit) = &mut self.unit else { return Ok(()) };
-        let [q, k, v] = &self.inputs;
-        let (result, took) = timed(|| unit.begin(job, &q[..queries], &k[..keys], &v[..keys]));
+        let inputs = self.copies.as_mut().map(|copies| {
+            let OffloadBuffers { queries: q, keys: k, values: v, .. } = buffers;
+            let [to_q, to_k, to_v] = &mut copies.inputs;
+            [(q, to_q, queries), (k, to_k, keys), (v, to_v, keys)].map(|(from, to, bytes)| {
+                from.read(0, &mut to[..bytes]);
+                &to[..bytes]
+            })
+        });
+        let (result, took) = timed(|| unit.begin(job, inputs));
         self.counts.lock().seconds += took.as_secs_f64();
         result.or_else(|error| self.fail(error))
     }
@@ -324,13 +376,15 @@ impl Attached {
         shape: &AttentionShape,
         buffers: &OffloadBuffers,
     ) -> Result<bool, RunnerError> {
-        let output = &mut self.output[..4 * outputs(job, room, shape)];
         let Some(unit) = &mut self.unit else { return Ok(false) };
-        let (result, took) = timed(|| unit.finish(output));
+        let bytes = 4 * outputs(job, room, shape);
+        let mut output = self.copies.as_mut().map(|copies| &mut copies.output[..bytes]);
+        let (result, took) = timed(|| unit.finish(output.as_deref_mut()));
         self.counts.lock().seconds += took.as_secs_f64();
-        match result {
-            Ok(()) => buffers.output.write(0, output),
-            Err(error) => self.fail(error)?,
+        match (result, output) {
+            (Ok(()), Some(output)) => buffers.output.write(0, output),
+            (Ok(()), None) => {}
+            (Err(error), _) => self.fail(error)?,
         }
         Ok(self.is_usable())
     }
@@ -390,14 +444,15 @@ mod tests {
         fn room(&self, job: &OffloadJob) -> Option<OffloadRoom> {
             let keys = job.first + job.rows;
             let Idle { row_stride, key_stride } = *self;
-            (keys <= key_stride).then_some(OffloadRoom { first_key: 0, keys, key_stride, row_stride })
+            let fits = keys <= key_stride && job.rows <= row_stride;
+            fits.then_some(OffloadRoom { first_key: 0, keys, key_stride, row_stride })
         }
 
-        fn begin(&mut self, _: &OffloadJob, _: &[u8], _: &[u8], _: &[u8]) -> Result<(), OffloadError> {
+        fn begin(&mut self, _: &OffloadJob, _: Option<[&[u8]; 3]>) -> Result<(), OffloadError> {
             Ok(())
         }
 
-        fn finish(&mut self, _: &mut [u8]) -> Result<(), OffloadError> {
+        fn finish(&mut self, _: Option<&mut [u8]>) -> Result<(), OffloadError> {
             Ok(())
         }
     }
@@ -408,8 +463,7 @@ mod tests {
             kv_heads: 2,
             policy,
             counts: OffloadWatch(Arc::default()),
-            inputs: Default::default(),
-            output: Vec::new(),
+            copies: None,
             failure: None,
         }
     }
@@ -428,7 +482,7 @@ mod tests {
         Batch { sequences: each.collect(), ..Batch::default() }
     }
 
-    const LIMITS: OffloadLimits = OffloadLimits { kv_heads: 2, keys: 4096 };
+    const LIMITS: OffloadLimits = OffloadLimits { kv_heads: 2, keys: 4096, shared: false };
 
     #[test]
     fn the_longest_prompt_of_a_batch_is_shared() {
@@ -455,6 +509,14 @@ mod tests {
         };
         assert!(share(512, 4096) && share(100, 100));
         assert!(!share(513, 4096) && !share(512, 4097));
+    }
+
+    #[test]
+    fn a_chunk_that_is_too_long_for_the_unit_is_shared_in_part() {
+        let unit = attached(Idle { row_stride: 256, key_stride: 4096 }, OffloadPolicy::Auto);
+        let rows = |start, tokens| Some(unit.share(&batch(&[(start, tokens)]), &[], 64, &LIMITS)?.rows);
+        assert_eq!([rows(0, 200), rows(0, 256), rows(9, 257)], [Some(0..200), Some(0..256), Some(0..256)]);
+        assert_eq!(rows(4000, 512), None, "too many keys");
     }
 
     #[test]

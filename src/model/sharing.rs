@@ -48,7 +48,7 @@ impl Gemma3 {
                 offload.kv_heads
             )));
         }
-        self.offload = Some(Attached::new(offload, buffers));
+        self.offload = Some(Attached::new(offload, buffers)?);
         Ok(())
     }
 
@@ -71,6 +71,13 @@ impl Gemma3 {
     /// The account of the unit that is attached.
     pub fn offload_counts(&self) -> Option<OffloadCounts> {
         self.offload_watch().map(|watch| watch.counts())
+    }
+
+    /// Begins that account anew.
+    pub fn forget_offload_counts(&mut self) {
+        if let Some(unit) = &self.offload {
+            unit.forget_counts();
+        }
     }
 
     /// Reads that account while steps run.
@@ -308,6 +315,9 @@ impl Shared<'_> {
         };
         let to = [&buffers.keys, &buffers.values];
         kernels.cache(r, &layer.attention, (&blocks, &span), share.kv_heads, to);
+        if buffers.limits.shared {
+            r.release(&[&buffers.queries, &buffers.keys, &buffers.values]);
+        }
     }
 
     /// Makes partials of the unit's output.
@@ -320,6 +330,9 @@ impl Shared<'_> {
             .shares
             .merges
             .slice(8 * share.rows.start as u64, 8 * share.rows.len() as u64);
+        if buffers.limits.shared {
+            r.acquire(&[&buffers.output]);
+        }
         let (output, partials) = ((&buffers.output, room.row_stride), &model.scratch.partials);
         let merges = (&merges, share.rows.len());
         buffers.kernels.partials(r, &layer.attention.shape, output, share.kv_heads, merges, partials);

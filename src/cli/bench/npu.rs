@@ -1,7 +1,8 @@
 //! `unicorn bench npu`: judges the NPU against the GPU of this machine. The same prompt is computed by the GPU alone and
 //! with each share of the NPU, by turns; time and the machine's energy decide.
 //!
-//! A share counts only if the NPU completed its part of every trial. One that failed is an error with its code.
+//! A share counts only if the NPU took part, and its line says in how much of the prompt: a token counts once in each
+//! layer. An NPU that failed is an error with its code.
 
 use std::time::{Duration, Instant};
 
@@ -14,7 +15,7 @@ use crate::cli::doctor::Machine;
 use crate::cli::energy::Meter;
 use crate::cli::error::Error;
 use crate::cli::load::{self, Watch};
-use crate::cli::offload::NpuStart;
+use crate::cli::npu_start::NpuStart;
 use crate::cli::progress::Bar;
 use crate::cli::terminal::print;
 use crate::config::{Config, NpuMode};
@@ -34,6 +35,8 @@ struct Run {
     joules: Option<f64>,
     /// How long the GPU computed, by its own clock.
     gpu: Option<Duration>,
+    /// The part of the tokens of all layers that the NPU took part in.
+    covered: f64,
 }
 
 impl Share {
@@ -46,6 +49,10 @@ impl Share {
         known.map(|joules| median(joules.into_iter()))
     }
 
+    fn covered(&self) -> f64 {
+        median(self.runs.iter().map(|run| run.covered))
+    }
+
     fn gpu_seconds(&self) -> Option<f64> {
         let known: Option<Vec<f64>> = self.runs.iter().map(|run| Some(run.gpu?.as_secs_f64())).collect();
         known.map(|seconds| median(seconds.into_iter()))
@@ -53,6 +60,9 @@ impl Share {
 }
 
 pub fn npu(config: &Config, args: &args::BenchNpu) -> Result<(), Error> {
+    if !cfg!(feature = "npu") {
+        return Err(Error::Argument("this program was built without the feature npu".into()));
+    }
     let mut config = config.clone();
     // What is measured must run: a substitute would be measured in its place.
     config.npu.mode = NpuMode::Require;
@@ -74,7 +84,7 @@ pub fn npu(config: &Config, args: &args::BenchNpu) -> Result<(), Error> {
         let places = shares.len();
         for (i, share) in shares.iter_mut().enumerate() {
             bar.set((round * places + i) as u64);
-            let run = measure(&mut runner, trial, share.kv_heads, meter.as_deref().ok())?;
+            let run = measure(&mut runner, args.prompt_tokens, share.kv_heads, meter.as_deref().ok())?;
             // The first round warms up.
             if round > 0 {
                 share.runs.push(run);
@@ -86,15 +96,22 @@ pub fn npu(config: &Config, args: &args::BenchNpu) -> Result<(), Error> {
     print(&if args.json { format!("{}\n", report.json()) } else { report.text() })
 }
 
-fn measure(runner: &mut Gemma3, trial: Trial, kv_heads: usize, meter: Option<&Meter>) -> Result<Run, Error> {
+fn measure(
+    runner: &mut Gemma3,
+    prompt_tokens: u32,
+    kv_heads: usize,
+    meter: Option<&Meter>,
+) -> Result<Run, Error> {
+    let trial = Trial::Prefill { tokens: prompt_tokens as usize };
     runner.set_offload_heads(kv_heads);
-    let completed = |runner: &Gemma3| runner.offload_counts().map_or(0, |counts| counts.dispatches);
+    let completed = |runner: &Gemma3| runner.offload_counts().map_or(0, |counts| counts.tokens);
     let (before, busy) = (completed(runner), runner.device().busy());
     let (energy, since) = (meter.and_then(EnergyCounter::read), Instant::now());
     trial.run(runner)?;
     let took = since.elapsed();
     let used = energy.zip(meter.and_then(EnergyCounter::read)).filter(|(from, to)| from.gaps == to.gaps);
-    if kv_heads > 0 && completed(runner) == before {
+    let tokens = completed(runner) - before;
+    if kv_heads > 0 && tokens == 0 {
         return Err(Error::Argument(format!(
             "the NPU computed nothing of this prompt with {kv_heads} KV heads: no kernel is for its chunks, see \
              engine.prefill_chunk and npu.keys"
@@ -104,6 +121,7 @@ fn measure(runner: &mut Gemma3, trial: Trial, kv_heads: usize, meter: Option<&Me
         took,
         joules: used.map(|(from, to)| (to.joules - from.joules).max(0.0)),
         gpu: runner.device().busy().zip(busy).map(|(after, before)| after.saturating_sub(before)),
+        covered: tokens as f64 / (prompt_tokens as usize * runner.config().num_hidden_layers) as f64,
     })
 }
 
@@ -126,6 +144,7 @@ impl Report<'_> {
                 "tokens_per_s": tokens / share.seconds(),
                 "joules_per_token": share.joules().map(|joules| joules / tokens),
                 "gpu_seconds": share.gpu_seconds(),
+                "npu_part_of_tokens": share.covered(),
                 "seconds": share.runs.iter().map(|run| run.took.as_secs_f64()).collect::<Vec<_>>(),
             })
         });
@@ -166,14 +185,17 @@ impl Report<'_> {
         if let Err(why) = &self.meter {
             text.push_str(&format!("energy   not known: {why}\n"));
         }
-        text.push_str("KV heads on the NPU   tokens/s   of the GPU alone   GPU computes   J a token\n");
+        text.push_str(
+            "KV heads on the NPU   of the prompt   tokens/s   of the GPU alone   GPU computes   J a token\n",
+        );
         let alone = self.shares[0].seconds();
         for share in &self.shares {
             let joules = share.joules().map_or("-".into(), |joules| format!("{:.4}", joules / tokens));
             let gpu = share.gpu_seconds().map_or("-".into(), |seconds| format!("{seconds:.2} s"));
             text.push_str(&format!(
-                "{:19} {:10.1} {:18.3} {gpu:>14} {joules:>11}\n",
+                "{:19} {:13.0} % {:10.1} {:18.3} {gpu:>14} {joules:>11}\n",
                 share.kv_heads,
+                100.0 * share.covered(),
                 tokens / share.seconds(),
                 alone / share.seconds(),
             ));

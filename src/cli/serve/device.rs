@@ -9,6 +9,7 @@ use std::time::Duration;
 use crate::checkpoint::{HeldNames, ModelFiles};
 use crate::cli::device_process::{DeviceFacts, Loaded, Observed, Question, Task};
 use crate::cli::error::Error;
+use crate::cli::npu_start::NpuStart;
 use crate::config::{Config, LogFormat};
 use crate::model::child_process::{Channel, Connection};
 use crate::model::device_process::DeviceProcess;
@@ -25,6 +26,8 @@ pub struct DeviceFactory {
     draft: Option<ModelFiles>,
     vocab_size: usize,
     observer: Observer,
+    /// What became of the NPU at the first load. Every later one keeps to it.
+    npu: Option<NpuStart>,
 }
 
 impl DeviceFactory {
@@ -42,6 +45,7 @@ impl DeviceFactory {
             draft: draft.map(ModelFiles::hold).transpose()?,
             vocab_size,
             observer,
+            npu: None,
         })
     }
 
@@ -61,12 +65,13 @@ impl DeviceFactory {
         let (draft, more) = draft.unzip();
         files.extend(more.into_iter().flatten());
         let (options, vocab_size) = (self.options.clone(), self.vocab_size);
-        connection.send(&Task { options, model, draft, vocab_size })?;
+        connection.send(&Task { options, model, draft, vocab_size, npu: self.npu.clone() })?;
         connection.send_files(&files)?;
         let (observer, socket) = Channel::new().map_err(Error::Channel)?;
         connection.send_files(&[socket])?;
         let facts = connection.receive::<Loaded>(None)?;
         let facts = facts.map_err(|refusal| Error::Device(refusal.message, refusal.exit_code))?;
+        self.npu = self.npu.take().or_else(|| facts.npu.clone());
         let runner = DeviceProcess::new(connection, facts.hang_timeout)?;
         self.observer.watch(observer);
         Ok((runner, facts))

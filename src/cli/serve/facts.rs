@@ -11,7 +11,7 @@ use crate::api::{
 };
 use crate::cli::device_process::{DeviceFacts, Observed};
 use crate::cli::energy::Meter;
-use crate::cli::offload::NpuStart;
+use crate::cli::npu_start::NpuStart;
 use crate::cli::process::{open_files, processor_time, resident_bytes};
 use crate::config::Config;
 use crate::engine::EnergyCounter as _;

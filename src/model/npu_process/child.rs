@@ -3,9 +3,11 @@
 use std::collections::VecDeque;
 use std::fs::File;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
+use std::time::Duration;
 
-use super::message::{ARRAYS, Attend, Attended, Kernel, Opened, Ready, Start};
+use super::message::{ARRAYS, Attend, Done, Kernel, Opened, Ready, Request, Start};
 use crate::gpu::timed;
 use crate::model::child_process::Channel;
 use crate::npu::contract::Job;
@@ -16,6 +18,11 @@ use crate::npu::transport::{KernelFiles, NpuTransport};
 /// The most kernels that are on the NPU at once. Each holds a context, of which an NPU of the first generation has six
 /// for all programs together.
 const MOST_CONTEXTS: usize = 4;
+
+/// How long an NPU stays awake that computes nothing, and how long it may take to wake. Linux suspends it after 5 s
+/// (drivers/accel/amdxdna, autosuspend).
+const AWAKE: Duration = Duration::from_secs(4);
+const WAKE: Duration = Duration::from_secs(1);
 
 /// Serves the parent until it ends. `open` opens the library that calls XRT.
 pub fn serve(
@@ -45,10 +52,23 @@ pub fn serve(
         arrays,
         buffers: [const { Vec::new() }; 4],
     };
-    while let Some(attend) = channel.receive::<Attend>()? {
-        let attended: Attended = npu.attend(&attend);
-        channel.send(&attended)?;
-        if attended.is_err_and(|error| error.code == NpuCode::Timeout) {
+    loop {
+        let (request, idle) = timed(|| channel.receive::<Request>());
+        let Some(request) = request? else { break };
+        let done: Done = match request {
+            Request::Share(bytes) => {
+                let files = channel.receive_files(bytes.len())?;
+                npu.share(files, bytes)
+            }
+            Request::Attend(mut attend) => {
+                if idle > AWAKE {
+                    attend.deadline += WAKE;
+                }
+                npu.attend(&attend)
+            }
+        };
+        channel.send(&done)?;
+        if done.is_err_and(|error| error.code == NpuCode::Timeout) {
             // The driver still owns the buffers of that dispatch. Only the end of this process gives them back.
             break;
         }
@@ -65,7 +85,14 @@ struct Npu {
 }
 
 impl Npu {
-    fn attend(&mut self, Attend { kernel, words, dispatches, deadline }: &Attend) -> Result<(), NpuError> {
+    fn share(&mut self, files: Vec<File>, bytes: [u64; 4]) -> Result<(), NpuError> {
+        let mut files = files.into_iter().map(OwnedFd::from);
+        let buffers = bytes.map(|bytes| (files.next().expect("as many as were waited for"), bytes));
+        self.contexts.transport.share(buffers)
+    }
+
+    fn attend(&mut self, attend: &Attend) -> Result<(), NpuError> {
+        let Attend { kernel, words, dispatches, deadline, shared } = attend;
         let bad = |problem: String| NpuError::new(NpuCode::BadArgument, problem);
         let job = Job::from_words(words).map_err(|error| bad(error.to_string()))?;
         let files = self.store.kernels().get(*kernel);
@@ -81,12 +108,22 @@ impl Npu {
         let context = self.contexts.get(*kernel, files)?;
         let [queries, keys, values, output, _] = job.layout().bytes();
         let sizes = [queries, keys, values, output];
+        let mut left = *deadline;
+        if *shared {
+            for dispatch in 0..u64::from(*dispatches) {
+                let offsets = sizes.map(|bytes| dispatch * bytes);
+                let transport = &mut self.contexts.transport;
+                let (attended, took) = timed(|| transport.attend_shared(context, &job, offsets, left));
+                attended?;
+                left = left.saturating_sub(took);
+            }
+            return Ok(());
+        }
         for (buffer, bytes) in self.buffers.iter_mut().zip(sizes) {
             buffer.resize(bytes as usize, 0);
         }
         let lost =
             |error: io::Error| NpuError::new(NpuCode::Process, format!("the file of the arrays: {error}"));
-        let mut left = *deadline;
         for dispatch in 0..u64::from(*dispatches) {
             let at = |array: usize| ARRAYS[array] + dispatch * sizes[array];
             for (array, buffer) in self.buffers[..3].iter_mut().enumerate() {

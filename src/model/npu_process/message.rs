@@ -50,11 +50,21 @@ impl Kernel {
     pub fn parts(&self) -> Result<(Shape, Bucket), ContractError> {
         let [head_dim, heads_per_group, window, rows, keys, groups] = self.0;
         let window = (window > 0).then_some(window);
-        Ok((Shape::new(head_dim, heads_per_group, window)?, Bucket::new(rows, keys, groups)?))
+        let shape = Shape::new(head_dim, heads_per_group, window)?;
+        let bucket = Bucket::new(rows, keys, groups)?;
+        shape.fits(bucket).map(|()| (shape, bucket))
     }
 }
 
-/// A job for some KV heads: dispatches that differ in their KV heads alone. The child answers with [`Attended`].
+/// What the parent asks for. The child answers with [`Done`].
+#[derive(Serialize, Deserialize)]
+pub(super) enum Request {
+    /// To share memory from now on: the bytes of queries, keys, values and outputs, whose descriptors follow.
+    Share([u64; 4]),
+    Attend(Attend),
+}
+
+/// A job for some KV heads: dispatches that differ in their KV heads alone.
 #[derive(Serialize, Deserialize)]
 pub(super) struct Attend {
     /// The index of the kernel in [`Ready::kernels`].
@@ -64,9 +74,11 @@ pub(super) struct Attend {
     pub dispatches: u32,
     /// The longest time of all dispatches.
     pub deadline: Duration,
+    /// Whether the arrays lie in the memory that is shared, each from its start. If not, they lie in the file.
+    pub shared: bool,
 }
 
-pub(super) type Attended = Result<(), NpuError>;
+pub(super) type Done = Result<(), NpuError>;
 
 /// Where queries, keys, values and outputs begin in the file of the arrays; the parts of each dispatch follow one
 /// another. The file has holes, which take no memory.

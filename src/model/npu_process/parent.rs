@@ -9,10 +9,11 @@ use std::time::Duration;
 
 use rustix::fs::{MemfdFlags, memfd_create};
 
-use super::message::{ARRAYS, Attend, Attended, Opened, Ready, Start};
+use super::message::{ARRAYS, Attend, Done, Opened, Ready, Request, Start};
+use crate::gpu::Buffer;
 use crate::model::child_process::{Connection, ConnectionError};
-use crate::model::offload::{AttentionUnit, OffloadError, OffloadJob, OffloadRoom};
-use crate::npu::contract::{Bucket, Job, RowRange, Shape};
+use crate::model::offload::{AttentionUnit, OffloadError, OffloadJob, OffloadRoom, not_shared};
+use crate::npu::contract::{Bucket, Job, Layout, RowRange, Shape};
 use crate::npu::error::{NpuCode, NpuError};
 use crate::npu::tile::{Inputs, Reference};
 use crate::npu::transport::NpuFacts;
@@ -45,6 +46,8 @@ pub struct NpuProcess {
     kernels: Vec<(usize, Shape, Bucket)>,
     /// The longest time of a job.
     deadline: Duration,
+    /// Whether the child reads and writes the device's buffers. If not, the arrays go through the file.
+    shared: bool,
 }
 
 /// How a job runs: the kernel's index, the parameters of each dispatch, and how many there are.
@@ -119,7 +122,7 @@ impl NpuProcess {
                 ),
             ));
         }
-        Ok(NpuProcess { connection, arrays, facts, kernels: fitting, deadline })
+        Ok(NpuProcess { connection, arrays, facts, kernels: fitting, deadline, shared: false })
     }
 
     /// What answers.
@@ -135,33 +138,56 @@ impl NpuProcess {
     /// Has the NPU prove that each kernel computes attention of random numbers within the bound of its arithmetic. The
     /// outputs are poisoned before. Returns the number of kernels.
     pub fn self_test(&mut self) -> Result<usize, NpuError> {
-        for (index, (kernel, shape, bucket)) in self.kernels.clone().into_iter().enumerate() {
-            let job = test_job(shape, bucket);
-            let inputs = Inputs::random(&job, index as u64, SCORE_DEVIATION);
-            let rounded = inputs.rounded();
-            let numbers = (job.layout().bytes()[3] / 4) as usize;
-            let mut output = vec![f32::NAN; numbers];
-            self.write(3, bytemuck::cast_slice(&output))?;
-            let [queries, keys, values] = [&rounded.queries, &rounded.keys, &rounded.values]
-                .map(|numbers| bytemuck::cast_slice(numbers));
-            let plan = Plan { kernel, job, dispatches: 1 };
-            self.send(&plan, [queries, keys, values])?;
-            self.receive(bytemuck::cast_slice_mut(&mut output))?;
-            let is_finite = finite_rows(&job, &output);
-            let worst = Reference::of_rows(&job, &inputs, ROWS_APART).worst(&output);
-            if !is_finite || worst > 1.0 {
-                self.connection.give_up();
-                return Err(NpuError::new(
-                    NpuCode::SelfTest,
-                    format!(
-                        "the NPU computes wrong: attention of random numbers is {:.1} times as far from exact attention as its \
-                         arithmetic allows, with the kernel of {shape:?} and {bucket:?}",
-                        if is_finite { worst } else { f64::INFINITY }
-                    ),
-                ));
-            }
+        for index in 0..self.kernels.len() {
+            self.test(index, None)?;
         }
         Ok(self.kernels.len())
+    }
+
+    /// Tests one kernel; over the device's buffers, which are shared already, if they are given.
+    fn test(&mut self, index: usize, buffers: Option<[&Buffer; 4]>) -> Result<(), NpuError> {
+        let (_, shape, bucket) = self.kernels[index];
+        test_jobs(shape, bucket).into_iter().try_for_each(|job| self.test_on(index, job, buffers))
+    }
+
+    fn test_on(&mut self, index: usize, job: Job, buffers: Option<[&Buffer; 4]>) -> Result<(), NpuError> {
+        let (kernel, shape, bucket) = self.kernels[index];
+        let inputs = Inputs::random(&job, index as u64, SCORE_DEVIATION);
+        let rounded = inputs.rounded();
+        let arrays: [&[u8]; 3] =
+            [&rounded.queries, &rounded.keys, &rounded.values].map(|numbers| bytemuck::cast_slice(numbers));
+        let numbers = (job.layout().bytes()[3] / 4) as usize;
+        let mut output = vec![f32::NAN; numbers];
+        let plan = Plan { kernel, job, dispatches: 1 };
+        match buffers {
+            Some(buffers) => {
+                let poison = bytemuck::cast_slice(&output);
+                arrays.into_iter().chain([poison]).zip(buffers).for_each(|(bytes, to)| to.write(0, bytes));
+                self.send(&plan, None)?;
+                self.receive(None)?;
+                buffers[3].read(0, &mut output);
+            }
+            None => {
+                self.write(3, bytemuck::cast_slice(&output))?;
+                self.send(&plan, Some(arrays))?;
+                self.receive(Some(bytemuck::cast_slice_mut(&mut output)))?;
+            }
+        }
+        let is_finite = finite_rows(&job, &output);
+        let worst = Reference::of_rows(&job, &inputs, ROWS_APART).worst(&output);
+        if is_finite && worst <= 1.0 {
+            return Ok(());
+        }
+        self.connection.give_up();
+        let place = if buffers.is_some() { " in memory that it shares with the GPU" } else { "" };
+        let worst = if is_finite { worst } else { f64::INFINITY };
+        Err(NpuError::new(
+            NpuCode::SelfTest,
+            format!(
+                "the NPU computes wrong{place}: attention of random numbers is {worst:.1} times as far from exact attention \
+                 as its arithmetic allows, with the kernel of {shape:?} and {bucket:?}"
+            ),
+        ))
     }
 
     /// The kernel with the least work that computes the job, and as many KV heads in a dispatch as there are kernels for.
@@ -185,20 +211,23 @@ impl NpuProcess {
         written.map_err(|error| NpuError::new(NpuCode::Process, format!("the file of the arrays: {error}")))
     }
 
-    fn send(&mut self, plan: &Plan, arrays: [&[u8]; 3]) -> Result<(), NpuError> {
-        for (array, bytes) in arrays.into_iter().enumerate() {
+    /// Sends a job, whose inputs are `None` where they lie in shared memory.
+    fn send(&mut self, plan: &Plan, inputs: Option<[&[u8]; 3]>) -> Result<(), NpuError> {
+        for (array, bytes) in inputs.into_iter().flatten().enumerate() {
             self.write(array, bytes)?;
         }
         let Plan { kernel, job, dispatches } = *plan;
-        let attend = Attend { kernel, words: job.to_words(), dispatches, deadline: self.deadline };
-        Ok(self.connection.send(&attend)?)
+        let (deadline, shared) = (self.deadline, inputs.is_none());
+        let attend = Attend { kernel, words: job.to_words(), dispatches, deadline, shared };
+        Ok(self.connection.send(&Request::Attend(attend))?)
     }
 
-    fn receive(&mut self, output: &mut [u8]) -> Result<(), NpuError> {
+    /// Waits for the end of what was asked for, and reads the output of a job that has one in the file.
+    fn receive(&mut self, output: Option<&mut [u8]>) -> Result<(), NpuError> {
         // The child keeps the deadline. This patience is for a child that does not.
-        let attended = self.connection.receive::<Attended>(Some(LOAD + self.deadline))?;
-        attended.inspect_err(|_| self.connection.give_up())?;
-        let read = self.arrays.read_exact_at(output, ARRAYS[3]);
+        let done = self.connection.receive::<Done>(Some(LOAD + self.deadline))?;
+        done.inspect_err(|_| self.connection.give_up())?;
+        let read = output.map_or(Ok(()), |output| self.arrays.read_exact_at(output, ARRAYS[3]));
         read.map_err(|error| NpuError::new(NpuCode::Process, format!("the file of the arrays: {error}")))
     }
 }
@@ -229,20 +258,24 @@ fn job_on(shape: Shape, bucket: Bucket, job: &OffloadJob) -> Option<Job> {
     Job::new(shape, bucket, RowRange { first, len }, keys, window).ok()
 }
 
-/// A job that uses nearly all of a kernel's bucket.
-fn test_job(shape: Shape, bucket: Bucket) -> Job {
+/// Jobs that use nearly all of a kernel's bucket. A kernel that walks over all keys has two: it computes the first tokens
+/// of windowed layers too, with the window in its mask.
+fn test_jobs(shape: Shape, bucket: Bucket) -> Vec<Job> {
     let rows = bucket.rows() - 3;
-    let offset = match shape.window() {
-        None => bucket.keys() - bucket.rows(),
-        Some(window) => window + 1,
+    let (offset, windows) = match shape.window() {
+        None => (bucket.keys() - bucket.rows(), vec![None, Some(4 * shape.tile())]),
+        Some(window) => (window + 1, vec![Some(window)]),
     };
-    let job = OffloadJob {
-        window: shape.window().map(|window| window as usize),
-        first: offset as usize,
-        rows: rows as usize,
-        kv_heads: bucket.groups() as usize,
+    let job = |window: Option<u32>| {
+        let job = OffloadJob {
+            window: window.map(|window| window as usize),
+            first: offset as usize,
+            rows: rows as usize,
+            kv_heads: bucket.groups() as usize,
+        };
+        job_on(shape, bucket, &job).expect("a kernel computes the jobs that it was made for")
     };
-    job_on(shape, bucket, &job).expect("a kernel computes the job that it was made for")
+    windows.into_iter().map(job).collect()
 }
 
 impl AttentionUnit for NpuProcess {
@@ -256,18 +289,35 @@ impl AttentionUnit for NpuProcess {
         })
     }
 
-    fn begin(
-        &mut self,
-        job: &OffloadJob,
-        queries: &[u8],
-        keys: &[u8],
-        values: &[u8],
-    ) -> Result<(), OffloadError> {
-        let plan = self.plan(job).expect("a job that has room");
-        Ok(self.send(&plan, [queries, keys, values])?)
+    fn share(&mut self, buffers: [&Buffer; 4]) -> Result<(), OffloadError> {
+        let mut descriptors = Vec::with_capacity(buffers.len());
+        for buffer in buffers {
+            descriptors.push(buffer.export().map_err(not_shared)?);
+        }
+        let request = Request::Share(buffers.map(Buffer::size));
+        self.connection.send(&request).map_err(NpuError::from)?;
+        self.connection.send_files(&descriptors).map_err(NpuError::from)?;
+        self.receive(None)?;
+        self.shared = true;
+        // What passed through the NPU's own buffers is tested again here: caches of two devices are between now.
+        for index in 0..self.kernels.len() {
+            let (_, shape, bucket) = self.kernels[index];
+            let bytes = Layout::of(shape, bucket).bytes();
+            // A kernel for more KV heads than the buffers hold computes no job of theirs.
+            if bytes.iter().zip(buffers).all(|(bytes, buffer)| *bytes <= buffer.size()) {
+                self.test(index, Some(buffers))?;
+            }
+        }
+        Ok(())
     }
 
-    fn finish(&mut self, output: &mut [u8]) -> Result<(), OffloadError> {
+    fn begin(&mut self, job: &OffloadJob, inputs: Option<[&[u8]; 3]>) -> Result<(), OffloadError> {
+        assert_eq!(inputs.is_none(), self.shared, "where the inputs lie");
+        let plan = self.plan(job).expect("a job that has room");
+        Ok(self.send(&plan, inputs)?)
+    }
+
+    fn finish(&mut self, output: Option<&mut [u8]>) -> Result<(), OffloadError> {
         Ok(self.receive(output)?)
     }
 }

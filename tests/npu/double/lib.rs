@@ -467,6 +467,8 @@ unsafe extern "C" fn unicorn_npu_device_open(
     });
     if result.is_ok() {
         write(name, "a double, which computes on the CPU");
+        // As XRT does: such lines must not get among a program's results.
+        let _ = writeln!(std::io::stdout(), "npu_double: a line on the standard output");
         // SAFETY: the caller has room for it.
         unsafe { *device = Box::into_raw(Box::new(Device { faults, lost: false })) };
     }
