@@ -354,6 +354,23 @@ fn an_interrupted_build_leaves_no_tool_behind() {
     assert!(names.iter().all(|name| !name.starts_with(".build-")), "{names:?}");
 }
 
+/// Tools run in folders of their own, where a path of the person's folder leads nowhere.
+#[test]
+fn relative_paths_are_those_of_the_persons_folder() {
+    let folder = tempfile::tempdir().unwrap();
+    std::os::unix::fs::symlink(root().join("tests/npu/toolchain"), folder.path().join("tools")).unwrap();
+    let mut command = unicorn(&["npu", "build-kernels", "--head-dim", "64", "--heads-per-group", "2"]);
+    command.args(["--groups", "1", "--rows", "256", "--kernels", "kernels"]);
+    command.args(["--python", "tools/bin/python-with-mlir-aie", "--peano", "tools/llvm-aie"]);
+    let path = std::env::var_os("PATH").unwrap();
+    let tools = [root().join("tests/npu/toolchain/bin")];
+    let folders = tools.into_iter().chain(std::env::split_paths(&path));
+    command.env("PATH", std::env::join_paths(folders).unwrap()).current_dir(&folder);
+    command.env("PYTHONDONTWRITEBYTECODE", "1");
+    built(command);
+    assert!(folder.path().join("kernels/attention-d64-h2-w0-r256-k2048-g1.xclbin").exists());
+}
+
 #[test]
 fn missing_and_old_tools_are_named_with_what_to_install() {
     let machine = Machine::new();

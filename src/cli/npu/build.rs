@@ -43,6 +43,8 @@ pub fn build_kernels(config: &Config, args: &BuildKernels, folder: &Path) -> Res
         let path = path.to_owned();
         move |error| Error::File { path, error }
     };
+    // The tools run in folders of their own.
+    let folder = &std::path::absolute(folder).map_err(at(folder))?;
     std::fs::create_dir_all(folder).map_err(at(folder))?;
     let lock = File::create(folder.join(".lock")).map_err(at(folder))?;
     if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {

@@ -72,12 +72,13 @@ type Found = Result<(String, PathBuf), String>;
 impl Toolchain {
     /// Looks for the tools, and says what it finds. `work` is a folder for the tools' output.
     pub fn find(args: &BuildKernels, work: &Path) -> Result<Toolchain, Error> {
-        let python = args.python.clone().unwrap_or("python3".into());
+        let python = args.python.clone().map_or("python3".into(), |python| from_anywhere(&python));
         let probed = probe(&python, work);
         let none = Probed::default();
         let places = probed.as_ref().unwrap_or(&none);
         let mlir_aie = probed.as_ref().map_err(String::clone).and_then(|probed| mlir_aie(&python, probed));
         let peano = args.peano.clone().or_else(|| std::env::var_os("PEANO_INSTALL_DIR").map(PathBuf::from));
+        let peano = peano.map(|peano| std::path::absolute(&peano).unwrap_or(peano));
         let peano = peano_at(peano.or_else(|| places.peano.clone()), work);
         let xclbinutil = xclbinutil(work);
         let found = [("mlir-aie", &mlir_aie), ("Peano", &peano), ("xclbinutil", &xclbinutil)];
@@ -142,6 +143,13 @@ impl Toolchain {
         command.env("PEANO_INSTALL_DIR", &self.peano).env("MLIR_AIE_INSTALL_DIR", &self.root);
         command
     }
+}
+
+/// A program that is run in other folders than this process's. A name without a folder is looked for in PATH.
+fn from_anywhere(program: &Path) -> PathBuf {
+    let has_folder = program.components().nth(1).is_some();
+    let absolute = if has_folder { std::path::absolute(program).ok() } else { None };
+    absolute.unwrap_or_else(|| program.to_owned())
 }
 
 fn parent(path: &Path) -> PathBuf {
