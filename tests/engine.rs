@@ -14,6 +14,7 @@ use unicorn::engine::{
     FinishReason, Fork, Joules, Pace, Priority, Request, Scheduler, SchedulerConfig, Sequence, SharedMask,
     SubmitError, TokenMask, draft,
 };
+use unicorn::model::offload::LEAST_TOKENS;
 use unicorn::model::{Batch, BlockPool, Draw, Input, KvLimits, Limits, Logprobs, Runner, SamplingParams};
 
 use crate::support::engine::{END, assert_all_free, collect, request};
@@ -819,6 +820,66 @@ fn a_prompt_is_found_again_on_its_own_attention_path_alone() {
     });
     assert_eq!(found, [0, 60, 0, 60, 60, 60, 0]);
     assert_all_free(&engine);
+}
+
+/// The runner waits for a unit while it takes a step that is shared. A decode that is in flight would be told as late as
+/// that.
+#[test]
+fn a_prompt_that_a_unit_shares_is_submitted_beside_no_other_step() {
+    let kv = KvLimits { full_blocks: 200, sliding_blocks: 100, ..LIMITS.kv };
+    let limits =
+        Limits { max_batch_tokens: 64, max_sequences: 3, max_draws: 3, max_in_flight: 2, kv, ..LIMITS };
+    let script = || Box::new(|tokens: &[u32], _: &Draw| 200 + tokens.len() as u32);
+    let is_long = |batch: &Batch| batch.sequences.iter().any(|s| s.input.len() >= LEAST_TOKENS);
+    for path in [0, 2] {
+        let (runner, control) = FakeRunner::new(limits, script());
+        // No step takes as long as this gap, so chunks do not depend on how busy the machine is.
+        let scheduler = SchedulerConfig { gap: Duration::from_secs(600), ..SchedulerConfig::default() };
+        let engine = Engine::start(runner, EngineConfig { scheduler, ..EngineConfig::default() });
+        control.set_attention_path(path);
+        control.allow(6);
+        let mut decoded = engine.submit(request(&[1, 2, 3], 120)).expect("accepted");
+        control.submitted(7);
+        // None begins as another does.
+        let prompts = [150, 31, 90].map(|len| (len..2 * len).collect::<Vec<u32>>());
+        let streams = prompts.each_ref().map(|prompt| engine.submit(request(prompt, 20)).expect("accepted"));
+        control.release();
+        for (mut stream, prompt) in streams.into_iter().zip(&prompts) {
+            let first = 200 + prompt.len() as u32;
+            assert_eq!(collect(&mut stream).0, (first..first + 20).collect::<Vec<u32>>());
+        }
+        assert_eq!(collect(&mut decoded).0, (203..323).collect::<Vec<u32>>());
+        assert_all_free(&engine);
+        let (long, short): (Vec<_>, Vec<_>) =
+            control.batches_beside().into_iter().partition(|(batch, _)| is_long(batch));
+        let overlap = |steps: &[(Batch, usize)]| steps.iter().filter(|(_, beside)| *beside > 0).count();
+        assert!(long.len() >= 3 && long.iter().all(|(batch, _)| batch.sequences.len() > 1), "{}", long.len());
+        assert_eq!(overlap(&long) > 0, path == 0, "{} of {}, path {path}", overlap(&long), long.len());
+        assert!(overlap(&short) > short.len() / 2, "{} of {}", overlap(&short), short.len());
+    }
+}
+
+/// A step that is held back is nobody's any more when its readers have left.
+#[test]
+fn a_step_that_is_held_back_may_lose_its_readers() {
+    let kv = KvLimits { full_blocks: 200, sliding_blocks: 100, ..LIMITS.kv };
+    let limits = Limits { max_batch_tokens: 64, max_in_flight: 2, kv, ..LIMITS };
+    let (engine, control) = start(limits, mixed(512));
+    control.set_attention_path(1);
+    for round in 0..8 {
+        let steps = control.batches().len();
+        control.allow(steps);
+        let decoded = engine.submit(request(&[round, 2, 3], 100)).expect("accepted");
+        control.submitted(steps + 1);
+        let long = engine.submit(request(&[round; 100], 100)).expect("accepted");
+        control.allow(steps + round as usize % 4);
+        drop((decoded, long));
+        control.release();
+        assert_all_free(&engine);
+    }
+    let prompt: Vec<u32> = (0..100).collect();
+    let (ids, _) = collect(&mut engine.submit(request(&prompt, 50)).expect("accepted"));
+    assert_eq!(ids, mixed_answer(&prompt, 50, 0, 512, END));
 }
 
 #[test]

@@ -10,6 +10,9 @@
 //!
 //! While [`EngineHandle::set_courtesy`] bounds the share of the device's time, steps do not overlap.
 //!
+//! Where a unit beside the device computes some of the attention of prompts, a step with such a prompt is submitted when no
+//! other is in flight: the runner waits for the unit while it takes that step, and nobody else is to wait for that.
+//!
 //! With a draft model, steps do not overlap while a sequence wants draft tokens. The draft model drafts the ids behind
 //! the last known one, and one step of the model verifies all of them.
 //!

@@ -48,6 +48,8 @@ pub(super) struct StepLoop {
     ledger: Ledger,
     /// The steps in flight, the oldest first.
     in_flight: VecDeque<InFlight>,
+    /// A step that is scheduled, and submitted when no other is in flight.
+    held: Option<Step>,
     /// The time at which the last step ended. The next step had the device from then on.
     last_done: Instant,
     answers: HashMap<SequenceId, Answer>,
@@ -71,6 +73,7 @@ impl StepLoop {
             pace: Pace::new(),
             ledger: Ledger::new(energy),
             in_flight: VecDeque::new(),
+            held: None,
             last_done: Instant::now(),
             answers: HashMap::new(),
             messages,
@@ -120,6 +123,7 @@ impl StepLoop {
             return false; // the wait was cut short
         }
         self.in_flight.clear();
+        self.held = None;
         self.stats.losses += 1;
         let at_fault = self.scheduler.restart(sequences);
         if !self.runner.may_recover(!at_fault.is_empty()) {
@@ -176,7 +180,7 @@ impl StepLoop {
     }
 
     fn is_idle(&self) -> bool {
-        self.scheduler.is_idle() && self.in_flight.is_empty()
+        self.scheduler.is_idle() && self.in_flight.is_empty() && self.held.is_none()
     }
 
     /// Takes in the messages that arrived, and waits for one if there is nothing else to do. False if the engine is to
@@ -270,21 +274,24 @@ impl StepLoop {
         let most = if courtesy.is_bound() { 1 } else { self.shared.limits.max_in_flight };
         self.ledger.begin_span();
         while self.in_flight.len() < most {
-            match draft(&mut self.scheduler, self.runner.loaded(), self.in_flight.len()) {
-                Ok(Some(took)) => drafting += took,
-                Ok(None) => break,
-                Err(error) => {
-                    let requests = self.scheduler.draft_requests();
-                    return Err(Failure {
-                        error,
-                        sequences: requests.into_iter().map(|(id, _)| id).collect(),
-                    });
+            let step = match self.held.take() {
+                Some(step) => step,
+                None => {
+                    let Some((step, took)) = self.schedule()? else { break };
+                    drafting += took;
+                    step
                 }
+            };
+            // The runner waits for the unit while such a step is submitted: a step that is in flight would be told as late
+            // as all of that, with the time and the energy of both.
+            let has_unit = self.runner.loaded().attention_path() != 0;
+            if has_unit && !self.in_flight.is_empty() && step.shared_prompt().is_some() {
+                self.held = Some(step);
+                break;
             }
-            self.scheduler.set_attention_path(self.runner.loaded().attention_path());
-            let Some(step) = self.scheduler.schedule(&self.pace) else { break };
             for share in &step.shares {
-                let answer = self.answers.get_mut(&share.id).expect("a scheduled sequence has an answer");
+                // Readers may have left while the step was held back.
+                let Some(answer) = self.answers.get_mut(&share.id) else { continue };
                 answer.permit = None;
                 answer.clock.start(|| self.ledger.nothing_yet());
             }
@@ -318,6 +325,21 @@ impl StepLoop {
             self.ledger.end_span();
         }
         Ok(done - before + drafting)
+    }
+
+    /// The next step, and the time that its draft tokens took; none if nobody gets on before a step in flight is
+    /// committed.
+    fn schedule(&mut self) -> Result<Option<(Step, Duration)>, Failure> {
+        let took = match draft(&mut self.scheduler, self.runner.loaded(), self.in_flight.len()) {
+            Ok(Some(took)) => took,
+            Ok(None) => return Ok(None),
+            Err(error) => {
+                let requests = self.scheduler.draft_requests();
+                return Err(Failure { error, sequences: requests.into_iter().map(|(id, _)| id).collect() });
+            }
+        };
+        self.scheduler.set_attention_path(self.runner.loaded().attention_path());
+        Ok(self.scheduler.schedule(&self.pace).map(|step| (step, took)))
     }
 
     /// Shares the energy of a step among its answers, by their tokens in it. An answer may have ended while the step was

@@ -319,7 +319,7 @@ impl Runner for FakeRunner {
         assert!(self.pending.len() < most, "more in flight than there may be");
         assert!(self.unmasked.is_none(), "a step before the masks of the last one");
         self.check_shape(batch, sampling);
-        self.control.record(batch)?;
+        self.control.record(batch, self.pending.len())?;
         self.cache.copy(&batch.copies);
         // All read what was there before the step.
         let before: Vec<_> = batch.sequences.iter().map(|s| self.cache.tokens_before(s)).collect();
@@ -490,6 +490,8 @@ pub struct Control(Arc<(Mutex<ControlState>, Condvar)>);
 #[derive(Default)]
 struct ControlState {
     batches: Vec<Batch>,
+    /// For each batch, the number of steps that were in flight when it was submitted.
+    beside: Vec<usize>,
     courtesies: Vec<(usize, Courtesy)>,
     drafts: Vec<Vec<Vec<u32>>>,
     attention_path: u32,
@@ -620,6 +622,12 @@ impl Control {
         self.lock().batches.clone()
     }
 
+    /// Every batch, with the number of steps that were in flight when it was submitted.
+    pub fn batches_beside(&self) -> Vec<(Batch, usize)> {
+        let state = self.lock();
+        state.batches.iter().cloned().zip(state.beside.iter().copied()).collect()
+    }
+
     /// Every courtesy that runners were told, and the number of steps submitted before.
     pub fn courtesies(&self) -> Vec<(usize, Courtesy)> {
         self.lock().courtesies.clone()
@@ -640,7 +648,7 @@ impl Control {
         state.not_finite_at == Some(state.draws - 1)
     }
 
-    fn record(&self, batch: &Batch) -> Result<(), RunnerError> {
+    fn record(&self, batch: &Batch, beside: usize) -> Result<(), RunnerError> {
         let mut state = self.lock();
         let submitted = state.batches.len();
         if state.fail_submit_at.take_if(|at| *at == submitted).is_some() {
@@ -652,6 +660,7 @@ impl Control {
         let has = |id: u32| move |s: &BatchSequence| matches!(&s.input, Input::Ids(ids) if ids.contains(&id));
         state.poisoned |= state.poison.is_some_and(|id| batch.sequences.iter().any(has(id)));
         state.batches.push(batch.clone());
+        state.beside.push(beside);
         self.0.1.notify_all();
         Ok(())
     }

@@ -9,6 +9,7 @@ use crate::engine::mask::PendingMask;
 use crate::engine::pace::Load;
 use crate::engine::sequence::{Sequence, SequenceId};
 use crate::engine::speculation::{Drafter, Drafts};
+use crate::model::offload::{LEAST_TOKENS, MOST_TOKENS};
 use crate::model::{
     Batch, BatchSequence, HistoryCopy, Input, Limits, Logprobs, Pooling, Runner, RunnerError, Sampling,
     Ticket,
@@ -37,6 +38,15 @@ impl Step {
             runner.masks(&ticket, &words)?;
         }
         Ok(ticket)
+    }
+
+    /// The share whose prompt's attention a unit beside the device computes a part of, if the runner has a unit and it has
+    /// room. By the rule of `model/offload.rs` a unit gets the longest prompt, and nothing of drafts that are checked and
+    /// of texts that are scored.
+    pub(in crate::engine) fn shared_prompt(&self) -> Option<&Share> {
+        // The first, if several are as long.
+        let prompts = self.shares.iter().rev().filter(|share| share.is_prompt());
+        prompts.max_by_key(|share| share.tokens.min(MOST_TOKENS))
     }
 }
 
@@ -120,6 +130,13 @@ impl Share {
     /// Whether the share belongs to a sequence. A share from before a preemption belongs to none.
     pub(super) fn belongs_to(&self, sequence: &Sequence) -> bool {
         self.begun_as == sequence.begun_as && self.life == sequence.life
+    }
+
+    /// Whether the share is a chunk of a prompt that a unit beside the device may get: one of known tokens, with one draw
+    /// behind it at most.
+    fn is_prompt(&self) -> bool {
+        let is_scored = matches!(&self.yields, Yields::Scores(draws) if draws.len() > 1);
+        self.tokens >= LEAST_TOKENS && self.draft.ids.is_empty() && !is_scored
     }
 }
 
