@@ -276,7 +276,7 @@ fn with_double(command: &mut Command) {
 }
 
 /// Asks with a prompt that is long enough to be shared. `n` makes it another one.
-fn ask(server: &Daemon, n: usize) -> (u16, Value) {
+fn ask(server: &Daemon, n: u32) -> (u16, Value) {
     let text = format!("Tell me about the number {n}. ") + &"What is the capital of France? ".repeat(12);
     let body = json!({"model": "a/b", "messages": [{"role": "user", "content": text}], "max_tokens": 5, "temperature": 0});
     let (status, body) = server.exchange("POST", "/v1/chat/completions", &[], &body.to_string());
@@ -331,13 +331,24 @@ fn a_server_answers_though_its_npu_hangs_amid_a_prompt() {
 
 #[test]
 fn a_server_that_requires_its_npu_fails_the_request_with_the_code() {
-    // Each of its NPUs hangs at the second layer of a prompt.
+    // Each of its NPUs hangs at the second layer of a prompt, and another one takes over.
     let mut server = serve("require", &format!("run:{}=timeout", SELF_TEST + TRIAL + 2));
-    let (code, answer) = ask(&server, 1);
-    assert_eq!(code, 500, "{answer}");
-    let message = answer["error"]["message"].as_str().expect("a message");
-    assert!(message.contains("npu-timeout"), "{answer}");
-    assert_eq!(server.metric("unicorn_npu_fallback_total{model_name=\"a/b\",reason=\"npu-timeout\""), 0.0);
+    for n in 1..=3 {
+        let (code, answer) = ask(&server, n);
+        assert_eq!((code, &answer["error"]["code"]), (500, &json!("npu_failed")), "{answer}");
+        let message = answer["error"]["message"].as_str().expect("a message");
+        assert!(message.contains("npu-timeout: ") && !message.contains("GPU"), "{answer}");
+    }
+    server.wait_for_line("the NPU failed: npu-timeout: ");
+    assert_eq!(server.metric("unicorn_device_losses_total"), 0.0);
+    // Prompts that are too short for an NPU are answered.
+    let short = json!({"model": "a/b", "prompt": "Hello", "max_tokens": 3}).to_string();
+    let (code, answer) = server.exchange("POST", "/v1/completions", &[], &short);
+    assert_eq!(code, 200, "{answer}");
+    // The NPU that is there now is used, and no GPU has stepped in for one.
+    let npu = status(&server);
+    assert_eq!((&npu["mode"], &npu["fallbacks"]), (&json!("require"), &json!({})), "{npu}");
+    assert_eq!((&npu["in_use"], &npu["reason"]), (&json!(true), &json!(null)), "{npu}");
     server.signal("TERM");
     assert_eq!(server.exit_code(), Some(0), "{:#?}", server.log);
 }

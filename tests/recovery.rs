@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use unicorn::engine::{
-    Engine, EngineConfig, EngineError, EngineHandle, EngineState, Event, Request, TokenMask,
+    Engine, EngineConfig, EngineError, EngineHandle, EngineState, Event, Request, SchedulerConfig, TokenMask,
 };
 use unicorn::model::{Batch, KvLimits, Limits};
 
@@ -32,7 +32,9 @@ fn start(limits: Limits, with_draft: bool, idle_unload: Option<Duration>) -> (En
     };
     let (runner, control) = make();
     let factory = FakeFactory::new(&control, move || make().0);
-    let config = EngineConfig { queue: 16, idle_unload, ..EngineConfig::default() };
+    // No step takes as long as this gap, so chunks do not depend on how busy the machine is.
+    let scheduler = SchedulerConfig { gap: MINUTES, ..SchedulerConfig::default() };
+    let config = EngineConfig { queue: 16, scheduler, idle_unload, ..EngineConfig::default() };
     (Engine::start_recoverable(runner, factory, Arc::default(), config), control)
 }
 
@@ -190,6 +192,75 @@ fn a_poisonous_prompt_with_several_answers_fails_with_all_of_them() {
     assert_eq!(answers, vec![Vec::<u32>::new(); 3]);
     assert!(matches!(last, Event::Failed(EngineError::LostTwice(_))), "{last:?}");
     assert_all_free(&engine);
+}
+
+/// The limits of [`FOUR`] with steps that hold prompts that a unit gets.
+const LONG: Limits =
+    Limits { max_batch_tokens: 128, kv: KvLimits { sliding_blocks: 200, ..FOUR.kv }, ..FOUR };
+
+/// However many requests the unit fails at, and however soon: each ends at once, and the device is not lost.
+#[test]
+fn a_prompt_that_a_unit_fails_at_ends_at_once_and_the_others_go_on() {
+    let (engine, control) = start(LONG, false, None);
+    let poison = 511;
+    control.set_attention_path(2);
+    control.fail_unit_at(poison);
+    let failing: Vec<u32> = (100..160).map(|i| if i == 150 { poison } else { i }).collect();
+    let (early, beside): (Vec<u32>, Vec<u32>) = ([5; 3].into(), (0..45).collect());
+    // Chunks beside a decode are short until the engine knows how long steps take.
+    assert_eq!(collect(&mut engine.submit(request(&early, 9)).expect("accepted")).0, answer_to(&early, 9));
+    for round in 1..=4 {
+        // What was computed so far is not taken away: a decode has its tokens, and more of them.
+        let steps = control.batches().len();
+        control.allow(0);
+        let mut decoded = engine.submit(request(&early, 60)).expect("accepted");
+        control.submitted(steps + 1);
+        let mut failed = engine.submit(request(&failing, 20)).expect("accepted");
+        let mut other = engine.submit(request(&beside, 20)).expect("accepted");
+        control.release();
+        let (ids, last) = collect(&mut failed);
+        assert_eq!(
+            (ids, last),
+            (vec![], Event::Failed(EngineError::Offload("npu-timeout: it hangs".into())))
+        );
+        for (stream, prompt, n) in [(&mut decoded, &early, 60), (&mut other, &beside, 20)] {
+            let (ids, last) = collect(stream);
+            assert!(matches!(last, Event::Finished { .. }), "{last:?}");
+            assert_eq!(ids, answer_to(prompt, n), "round {round}");
+        }
+        assert_all_free(&engine);
+        assert_eq!((control.starts(), engine.stats().losses, engine.health()), (round, 0, Ok(())));
+    }
+    // Nobody was alone meanwhile, as those are who may have lost a device.
+    let replays = control.batches();
+    let wide = replays.iter().filter(|batch| batch.sequences.len() > 1 && batch.sequences[0].start == 0);
+    assert!(wide.count() >= 4, "they share steps at once");
+    // A unit's failures are no reason to give a device up that is lost later.
+    control.fail_probes();
+    engine.probe();
+    let since = Instant::now();
+    while engine.stats().losses == 0 {
+        assert!(since.elapsed() < HANG, "the probe never fails");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(collect(&mut engine.submit(request(&early, 9)).expect("accepted")).0, answer_to(&early, 9));
+}
+
+#[test]
+fn a_prompt_with_several_answers_that_a_unit_fails_at_fails_with_all_of_them() {
+    let (engine, control) = start(LONG, false, None);
+    control.set_attention_path(1);
+    control.fail_unit_at(511);
+    // The answers part in the step that fails, or in the one behind it.
+    for len in [60, 150] {
+        let (answers, last) =
+            answers(&engine, Request { more_seeds: vec![1, 2], ..request(&vec![511; len], 9) });
+        assert_eq!(answers, vec![Vec::<u32>::new(); 3]);
+        assert!(matches!(last, Event::Failed(EngineError::Offload(_))), "{last:?}");
+        wait_for(&engine, EngineState::Ready);
+        assert_all_free(&engine);
+    }
+    assert_eq!((engine.stats().losses, control.starts()), (0, 2));
 }
 
 #[test]

@@ -338,6 +338,9 @@ impl ApiError {
             Self::Engine(EngineError::LostTwice(_)) => {
                 server(StatusCode::INTERNAL_SERVER_ERROR, "server_error", Some("lost_twice"), None)
             }
+            Self::Engine(EngineError::Offload(_)) => {
+                server(StatusCode::INTERNAL_SERVER_ERROR, "server_error", Some("npu_failed"), None)
+            }
             Self::Engine(EngineError::SlowReader) => {
                 request(StatusCode::REQUEST_TIMEOUT, None, Some("not_read"))
             }

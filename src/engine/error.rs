@@ -52,6 +52,10 @@ pub enum EngineError {
     /// The device was lost while it computed this request among others, and again while it computed this request alone.
     #[error("the GPU was lost twice while it computed this request, the second time alone: {0}")]
     LostTwice(String),
+    /// A unit beside the device, which must compute some of the attention, failed at this request's prompt. The text begins
+    /// with the failure's code.
+    #[error("the NPU failed while it computed this request: {0}")]
+    Offload(String),
     #[error("the server is shutting down")]
     ShuttingDown,
     #[error("the answer was not read: {EVENTS} tokens for each answer of the request waited for the client")]

@@ -25,7 +25,9 @@
 //! have had. The sequences of the failed steps are computed alone at first; one that loses the device a second time then
 //! gets [`EngineError::LostTwice`], and the others go on. Two losses within a minute that are no sequence's fault end the
 //! engine, and so does the first one where there is no factory: all requests that run or wait get [`EngineError::Lost`],
-//! and so does every later [`EngineHandle::submit`]. Nothing is computed elsewhere.
+//! and so does every later [`EngineHandle::submit`]. Nothing is computed elsewhere. A unit that must be used and fails is no
+//! loss of the device: the request with the prompt that it failed at gets [`EngineError::Offload`] at once, and the others
+//! go on with another runner.
 //!
 //! A panic of the engine's thread ends the engine with [`EngineError::Bug`]; the scheduler panics if a request waits and
 //! nothing can be scheduled for it. Clients get either error before the runner is dropped, and [`EngineHandle::ended`]

@@ -31,9 +31,10 @@ pub struct Stats {
     pub step_shares: u64,
     /// Time that the engine's thread worked, and waited neither for the device nor for requests.
     pub host_ns: u64,
-    /// How often the device was lost, and the time until it computed again.
+    /// How often the device was lost.
     pub losses: u64,
-    /// How many answers were computed again behind those.
+    /// How many answers were computed again behind losses and behind failures of a unit beside the device, and the time
+    /// from those until the device computed again.
     pub replays: u64,
     pub recovery_ns: u64,
 }
@@ -47,7 +48,8 @@ pub enum EngineState {
     Unloaded,
     /// The model is loaded again, for a request that waits.
     Loading,
-    /// The device was lost. The model is loaded again, and the answers under way go on then.
+    /// The device was lost, or a unit that it must have beside it failed. The model is loaded again, and the answers under
+    /// way go on then.
     Recovering,
     /// The engine has ended, for the reason that [`EngineHandle::ended`](super::EngineHandle::ended) says.
     Lost,

@@ -34,10 +34,12 @@ struct InFlight {
     submitted: Instant,
 }
 
-/// A failure of the device, and the sequences of the steps that it had.
+/// A failure of the device or of a unit beside it, and the sequences of the steps that the device had.
 struct Failure {
     error: RunnerError,
     sequences: Vec<SequenceId>,
+    /// The sequences whose prompt a unit failed at: nobody else has to do with the failure.
+    at_unit: Vec<SequenceId>,
 }
 
 /// The engine thread's state.
@@ -118,34 +120,53 @@ impl StepLoop {
     }
 
     /// Goes on with another runner, if there may be one. False if the engine is to end.
-    fn recover(&mut self, Failure { error, sequences }: &Failure) -> bool {
+    fn recover(&mut self, Failure { error, sequences, at_unit }: &Failure) -> bool {
         if self.shared.aborted.load(Ordering::Acquire) {
             return false; // the wait was cut short
         }
         self.in_flight.clear();
         self.held = None;
-        self.stats.losses += 1;
-        let at_fault = self.scheduler.restart(sequences);
+        let is_units = matches!(error, RunnerError::Offload(_));
+        self.stats.losses += u64::from(!is_units);
+        let at_fault = match at_unit.is_empty() {
+            true => self.scheduler.restart(sequences),
+            false => self.scheduler.restart_without(at_unit),
+        };
         if !self.runner.may_recover(!at_fault.is_empty()) {
             self.lose(error);
             return false;
         }
         let began = Instant::now();
         self.shared.enter(EngineState::Recovering);
-        tracing::error!(
-            "{error}: the model is loaded again, and then {} answers go on, those that were computed just now one by one",
-            self.answers.len() - at_fault.len()
-        );
         for id in at_fault {
             let answer = self.answers.remove(&id).expect("every sequence has an answer");
-            answer.fail(EngineError::LostTwice(error.to_string()));
+            answer.fail(match error {
+                RunnerError::Offload(words) => EngineError::Offload(words.clone()),
+                lost => EngineError::LostTwice(lost.to_string()),
+            });
         }
+        // A request that has failed gets no more of its other answers, which may have parted since.
+        let has_failed = |answer: &Answer| answer.failure.get().is_some();
+        let parted: Vec<_> = self.answers.iter().filter(|(_, a)| has_failed(a)).map(|(id, _)| *id).collect();
+        for id in parted {
+            self.remove(id);
+        }
+        let who = if is_units { "the NPU failed: " } else { "" };
+        let how = if at_unit.is_empty() { ", those that were computed just now one by one" } else { "" };
+        tracing::error!(
+            "{who}{error}: the model is loaded again, and then {} answers go on{how}",
+            self.answers.len()
+        );
         self.stats.replays += self.answers.len() as u64;
         self.publish();
         let is_back = self.load();
         self.stats.recovery_ns += began.elapsed().as_nanos() as u64;
         if is_back {
-            tracing::info!("the GPU computes again, {:.1} s later", began.elapsed().as_secs_f64());
+            let seconds = began.elapsed().as_secs_f64();
+            match is_units {
+                true => tracing::info!("the model is there again with its NPU, {seconds:.1} s later"),
+                false => tracing::info!("the GPU computes again, {seconds:.1} s later"),
+            }
         }
         is_back
     }
@@ -232,7 +253,7 @@ impl StepLoop {
                 self.shared.finished();
                 true
             }
-            Err(error) => self.recover(&Failure { error, sequences: Vec::new() }),
+            Err(error) => self.recover(&Failure { error, sequences: Vec::new(), at_unit: Vec::new() }),
         }
     }
 
@@ -255,8 +276,13 @@ impl StepLoop {
 
     /// A failure of the device, with the step that failed, if one did, and those in flight.
     fn failure(&self, error: RunnerError, step: Option<&Step>) -> Failure {
-        let steps = self.in_flight.iter().map(|in_flight| &in_flight.step).chain(step);
-        Failure { error, sequences: self.scheduler.sequences_in(steps) }
+        let steps = || self.in_flight.iter().map(|in_flight| &in_flight.step).chain(step);
+        let sequences = self.scheduler.sequences_in(steps());
+        // No more than one of the steps has a prompt that is shared.
+        let shared =
+            steps().filter(|_| matches!(error, RunnerError::Offload(_))).find_map(Step::shared_prompt);
+        let at_unit = self.scheduler.sequences_of(shared);
+        Failure { error, sequences, at_unit }
     }
 
     /// Submits as many steps as may be in flight, waits for the oldest one, and commits it. Returns how long it waited.
@@ -334,8 +360,8 @@ impl StepLoop {
             Ok(Some(took)) => took,
             Ok(None) => return Ok(None),
             Err(error) => {
-                let requests = self.scheduler.draft_requests();
-                return Err(Failure { error, sequences: requests.into_iter().map(|(id, _)| id).collect() });
+                let sequences = self.scheduler.draft_requests().into_iter().map(|(id, _)| id).collect();
+                return Err(Failure { error, sequences, at_unit: Vec::new() });
             }
         };
         self.scheduler.set_attention_path(self.runner.loaded().attention_path());

@@ -11,6 +11,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
 use unicorn::config::Courtesy;
+use unicorn::model::offload::LEAST_TOKENS;
 use unicorn::model::{
     Batch, BatchSequence, BlockCopy, BlockPool, DraftRequest, Draw, Input, KvLimits, Limits, Logprobs,
     Runner, RunnerError, RunnerFactory, Sampled, Sampling, Ticket,
@@ -505,6 +506,9 @@ struct ControlState {
     /// A step that has this id in its input is lost.
     poison: Option<u32>,
     poisoned: bool,
+    /// The unit fails at a prompt that has this id in its input.
+    unit_poison: Option<u32>,
+    unit_failed: bool,
     starts: usize,
     hold_starts: bool,
     fail_starts: bool,
@@ -557,6 +561,11 @@ impl Control {
     /// Every step that has this id in its input is lost under way.
     pub fn poison(&self, id: u32) {
         self.set(|s| s.poison = Some(id));
+    }
+
+    /// A unit beside the device fails at every chunk of a prompt that has this id, if it is the longest in its step.
+    pub fn fail_unit_at(&self, id: u32) {
+        self.set(|s| s.unit_poison = Some(id));
     }
 
     /// How often a factory was asked for a runner.
@@ -657,8 +666,11 @@ impl Control {
             drop(self.wait_until("a step to be allowed", |s| s.allowed.is_none_or(|n| s.finished < n)));
             return Err(RunnerError::Lost("out of rings".into()));
         }
-        let has = |id: u32| move |s: &BatchSequence| matches!(&s.input, Input::Ids(ids) if ids.contains(&id));
-        state.poisoned |= state.poison.is_some_and(|id| batch.sequences.iter().any(has(id)));
+        let has = |s: &BatchSequence, id: u32| matches!(&s.input, Input::Ids(ids) if ids.contains(&id));
+        state.poisoned |= state.poison.is_some_and(|id| batch.sequences.iter().any(|s| has(s, id)));
+        let shared = batch.sequences.iter().rev().max_by_key(|s| s.input.len());
+        let shared = shared.filter(|s| s.input.len() >= LEAST_TOKENS && state.attention_path != 0);
+        state.unit_failed |= state.unit_poison.is_some_and(|id| shared.is_some_and(|s| has(s, id)));
         state.batches.push(batch.clone());
         state.beside.push(beside);
         self.0.1.notify_all();
@@ -675,6 +687,9 @@ impl Control {
         let mut state = self.wait_until("a step to be allowed", |s| s.allowed.is_none_or(|n| s.finished < n));
         let finished = state.finished;
         let is_lost = state.fail_wait_at.take_if(|at| *at == finished).is_some();
+        if std::mem::take(&mut state.unit_failed) {
+            return Err(RunnerError::Offload("npu-timeout: it hangs".into()));
+        }
         if std::mem::take(&mut state.poisoned) || is_lost {
             return Err(RunnerError::Lost("ring timeout".into()));
         }

@@ -23,7 +23,8 @@ const FRESH: Duration = Duration::from_secs(5);
 /// The time that a probe may take. A probe is microseconds of work.
 const PROBE: Duration = Duration::from_secs(2);
 const LOOK_AGAIN: Duration = Duration::from_millis(5);
-const RECOVERING: &str = "the GPU was lost: the model is loaded again, and answers under way go on then";
+const RECOVERING: &str =
+    "the GPU was lost, or the NPU failed: the model is loaded again, and answers under way go on then";
 
 /// The states of the server that `/health` reports.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -96,7 +97,8 @@ pub(in crate::api) enum HealthName {
     /// Nobody asked for long, so the device's memory is given back. The next request has the model loaded again.
     Unloaded,
     Loading,
-    /// The device was lost. The model is loaded again, and the answers under way go on then.
+    /// The device was lost, or a unit that it must have beside it failed. The model is loaded again, and the
+    /// answers under way go on then.
     Recovering,
     Draining,
     /// The device is lost, or its driver failed.

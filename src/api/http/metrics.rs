@@ -211,7 +211,11 @@ fn of_engine(out: &mut Exposition<'_>, server: &Server) {
     for (name, help, n) in [
         ("unicorn_num_preemptions_total", "Answers put off for want of blocks.", stats.preemptions),
         ("unicorn_device_losses_total", "Times that the device was lost.", stats.losses),
-        ("unicorn_num_replays_total", "Answers computed again behind losses of the device.", stats.replays),
+        (
+            "unicorn_num_replays_total",
+            "Answers computed again behind losses of the device, and failures of its NPU.",
+            stats.replays,
+        ),
         ("unicorn_steps_total", "Steps given to the device.", stats.steps),
         ("unicorn_step_tokens_total", "Tokens that those computed.", stats.step_tokens),
         ("unicorn_step_sequences_total", "Answers that had a share in those.", stats.step_shares),
@@ -221,7 +225,7 @@ fn of_engine(out: &mut Exposition<'_>, server: &Server) {
     out.family(
         "unicorn_recovery_seconds_total",
         "counter",
-        "Time from losses of the device until it computed again.",
+        "Time from losses of the device, and failures of its NPU, until it computed again.",
     )
     .sample(&[], stats.recovery_ns as f64 / 1e9);
     out.family(

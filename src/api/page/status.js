@@ -28,7 +28,7 @@ const STATES = {
 };
 const TROUBLES = {
   loading: "The model is loading. Questions are answered as soon as it is there.",
-  recovering: "The device was lost. The model is loaded again, and answers go on then.",
+  recovering: "The device was lost, or its NPU failed. The model is loaded again, and answers go on then.",
   draining: "The server is shutting down: it finishes what it has begun, and takes nothing new.",
   lost: "The server lost its device and answers nothing until it is started again.",
   failed: "The server met a bug and answers nothing until it is started again.",

@@ -4,18 +4,29 @@
 //! A prompt may be what kills the device. So a sequence that was in a lost step is a suspect, and no step has another
 //! sequence beside a suspect's, until the suspect is as far as it was. A device that is lost meanwhile is lost by that
 //! suspect: it ends with an error, and the others go on.
+//!
+//! A unit beside the device that fails does so at one prompt, which is known. So that prompt ends at once, and nobody is a
+//! suspect.
 
 use std::iter;
 
 use super::Scheduler;
-use super::step::Step;
+use super::step::{Share, Step};
 use crate::engine::block_manager::BlockManager;
 use crate::engine::sequence::{Sequence, SequenceId};
 
 impl Scheduler {
     /// The running sequences that have a share in one of these steps.
     pub fn sequences_in<'a>(&self, steps: impl IntoIterator<Item = &'a Step>) -> Vec<SequenceId> {
-        let shares: Vec<_> = steps.into_iter().flat_map(|step| &step.shares).collect();
+        self.sequences_of(steps.into_iter().flat_map(|step| &step.shares))
+    }
+
+    /// The running sequences that these shares belong to.
+    pub(in crate::engine) fn sequences_of<'a>(
+        &self,
+        shares: impl IntoIterator<Item = &'a Share>,
+    ) -> Vec<SequenceId> {
+        let shares: Vec<_> = shares.into_iter().collect();
         let is_in = |s: &&Sequence| shares.iter().any(|share| share.belongs_to(s));
         self.running.iter().filter(is_in).map(|s| s.id).collect()
     }
@@ -33,6 +44,11 @@ impl Scheduler {
                 sequence.suspect = Some(sequence.submitted);
             }
         }
+        self.restart_without(&faulty)
+    }
+
+    /// Begins anew as [`Scheduler::restart`] does, after a failure that these sequences are at fault for and no others.
+    pub fn restart_without(&mut self, faulty: &[SequenceId]) -> Vec<SequenceId> {
         while let Some(last) = self.running.len().checked_sub(1) {
             self.put_back(last);
         }
