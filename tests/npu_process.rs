@@ -256,16 +256,16 @@ fn an_npu_that_cannot_share_memory_or_fails_with_it_has_its_code() {
 
 /// A server of the demo model whose NPU is the double.
 fn serve(mode: &str, faults: &str) -> Daemon {
-    serve_with(mode, faults, &[("KV_HEADS", "1")])
+    serve_with(mode, faults, &[("NPU_KV_HEADS", "1")])
 }
 
-/// As [`serve`], with options of the NPU.
+/// As [`serve`], with these options.
 fn serve_with(mode: &str, faults: &str, options: &[(&str, &str)]) -> Daemon {
     Daemon::start_model(&demo::folder(), &["--npu", mode, "--context", "1024"], |command| {
         with_double(command);
         command.env("NPU_DOUBLE", faults);
         for (name, value) in options {
-            command.env(format!("UNICORN_NPU_{name}"), value);
+            command.env(format!("UNICORN_{name}"), value);
         }
     })
 }
@@ -329,6 +329,34 @@ fn a_server_answers_though_its_npu_hangs_amid_a_prompt() {
     assert_eq!(server.exit_code(), Some(0), "{:#?}", server.log);
 }
 
+/// A model that is unloaded takes its processes with it, and neither that nor the next ones take the counts back.
+#[test]
+fn the_counts_of_an_npu_outlive_its_process() {
+    const FALLBACKS: &str = "unicorn_npu_fallback_total{model_name=\"a/b\",reason=\"npu-command-state\"";
+    let faults = format!("run:{}=state", SELF_TEST + TRIAL + 3);
+    let server = serve_with("auto", &faults, &[("NPU_KV_HEADS", "1"), ("ENGINE_IDLE_UNLOAD_S", "4")]);
+    let (mut completed, mut waited) = (0.0, 0.0);
+    for n in 1..=2 {
+        assert_eq!(ask(&server, n).0, 200);
+        let npu = status(&server);
+        assert_eq!((&npu["fallbacks"], &npu["in_use"]), (&json!({"npu-command-state": n}), &json!(false)));
+        assert!(npu["reason"].as_str().expect("a reason").starts_with("npu-command-state"), "{npu}");
+        let now =
+            ["unicorn_npu_completed_total", "unicorn_npu_waited_seconds_total"].map(|n| server.metric(n));
+        assert!(now[0] > completed && now[1] > waited, "{now:?} behind {completed} and {waited}");
+        [completed, waited] = now;
+        while !server.exchange("GET", "/health", &[], "").1.contains("unloaded") {
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        assert_eq!((server.metric(FALLBACKS), server.metric("unicorn_npu_kv_heads")), (f64::from(n), 0.0));
+        assert_eq!(server.metric("unicorn_npu_completed_total"), completed);
+        assert_eq!(server.metric("unicorn_npu_waited_seconds_total"), waited);
+        let npu = status(&server);
+        assert_eq!((&npu["in_use"], &npu["kv_heads"]), (&json!(false), &json!(1)), "{npu}");
+        assert!(npu["reason"].as_str().expect("a reason").contains("is not there"), "{npu}");
+    }
+}
+
 #[test]
 fn a_server_that_requires_its_npu_fails_the_request_with_the_code() {
     // Each of its NPUs hangs at the second layer of a prompt, and another one takes over.
@@ -388,7 +416,7 @@ fn a_server_starts_without_its_npu_or_refuses_to_as_it_was_told() {
 /// The share is measured at the first start, and kept by every load of that server: an answer keeps its bits.
 #[test]
 fn a_load_after_a_loss_keeps_the_share_of_the_first() {
-    let mut server = serve_with("auto", "", &[("PREFER", "energy"), ("SHARING", "dma-buf")]);
+    let mut server = serve_with("auto", "", &[("NPU_PREFER", "energy"), ("NPU_SHARING", "dma-buf")]);
     let first = status(&server);
     let kv_heads = first["kv_heads"].as_u64().expect("a number");
     assert!(kv_heads >= 1 && first["in_use"] == json!(true), "{first}");
@@ -402,7 +430,7 @@ fn a_load_after_a_loss_keeps_the_share_of_the_first() {
     let again = status(&server);
     assert_eq!((&again["kv_heads"], &again["in_use"]), (&first["kv_heads"], &json!(true)), "{again}");
     // An NPU that was not used at the first start is not used by a later load.
-    let server = serve_with("auto", "open:1=no-device", &[("KV_HEADS", "1")]);
+    let server = serve_with("auto", "open:1=no-device", &[("NPU_KV_HEADS", "1")]);
     let reason = status(&server)["reason"].clone();
     assert!(reason.as_str().expect("a reason").starts_with("npu-no-device"), "{reason}");
     kill_the_device_process_of(&server);

@@ -36,11 +36,11 @@ pub struct Now {
     pub courtesy: Option<CourtesyNow>,
     /// The machine's energy since the model was loaded; none if it cannot be read.
     pub energy: Option<EnergyNow>,
-    /// None if `npu.mode` is off, and while there is no device process.
+    /// None if `npu.mode` is off, and until a device process has answered.
     pub npu: Option<NpuNow>,
 }
 
-/// What the NPU does, and did since the device process started.
+/// What the NPU does, and did since the server started.
 #[derive(Debug, Clone, Serialize, ToSchema)]
 #[schema(as = Npu)]
 pub struct NpuNow {
@@ -48,7 +48,7 @@ pub struct NpuNow {
     pub mode: String,
     /// Whether prompts' attention goes to the NPU now.
     pub in_use: bool,
-    /// Why it does not: the doctor's code and a sentence; null if it does.
+    /// Why it does not: the doctor's code and a sentence, or that the model's process does not answer; null if it does.
     #[schema(required)]
     pub reason: Option<String>,
     /// The device, as XRT names it, and XRT's version; null if it was not opened.

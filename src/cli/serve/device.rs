@@ -1,11 +1,13 @@
 //! The device process of a server: starts it, again and again where that must be, and asks it how the GPU does.
 
 use std::fs::File;
+use std::io;
 use std::process::Command;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
+use super::npu::NpuAccount;
 use crate::checkpoint::{HeldNames, ModelFiles};
 use crate::cli::device_process::{DeviceFacts, Loaded, Observed, Question, Task};
 use crate::cli::error::Error;
@@ -13,6 +15,7 @@ use crate::cli::npu_start::NpuStart;
 use crate::config::{Config, LogFormat};
 use crate::model::child_process::{Channel, Connection};
 use crate::model::device_process::DeviceProcess;
+use crate::model::offload::OffloadCounts;
 use crate::model::{Runner, RunnerError, RunnerFactory};
 
 /// The longest time for an answer about how the GPU does.
@@ -94,12 +97,16 @@ pub struct Observer(Arc<Mutex<Observing>>);
 
 struct Observing {
     channel: Option<Channel>,
+    /// Whether an answer is on its way that was not waited for.
+    owes: bool,
+    npu: NpuAccount,
     log_filter: String,
 }
 
 impl Observer {
     pub fn new(log_filter: String) -> Self {
-        Self(Arc::new(Mutex::new(Observing { channel: None, log_filter })))
+        let npu = NpuAccount::default();
+        Self(Arc::new(Mutex::new(Observing { channel: None, owes: false, npu, log_filter })))
     }
 
     fn lock(&self) -> MutexGuard<'_, Observing> {
@@ -109,7 +116,8 @@ impl Observer {
     fn watch(&self, channel: Channel) {
         let filter = {
             let mut observing = self.lock();
-            observing.channel = Some(channel);
+            (observing.channel, observing.owes) = (Some(channel), false);
+            observing.npu.process_started();
             observing.log_filter.clone()
         };
         // It may be another one than when the process was started.
@@ -133,15 +141,104 @@ impl Observer {
     /// None while there is no process, or where it does not answer in time. `kernels` takes the kernels' times.
     pub fn observe(&self, kernels: bool) -> Option<Observed> {
         let mut observing = self.lock();
-        let observed = observing.channel.as_mut().and_then(|channel| {
-            channel.send(&Question::Observe { kernels }).ok()?;
-            channel.poll(OBSERVE).ok().filter(|there| *there)?;
-            channel.receive().ok()?
-        });
-        if observed.is_none() {
-            // A late answer would be taken for that to the next question.
-            observing.channel = None;
+        let Observing { channel, owes, npu, .. } = &mut *observing;
+        match ask(channel.as_mut()?, owes, kernels) {
+            Ok(observed) => {
+                observed.iter().filter_map(|observed| observed.npu.clone()).for_each(|said| npu.take(said));
+                observed
+            }
+            Err(_) => {
+                *channel = None;
+                None
+            }
         }
-        observed
+    }
+
+    /// What became of the NPU at the last load, and what NPUs did since the server started, as far as device processes
+    /// answered; none where no NPU is wanted.
+    pub fn npu(&self) -> Option<(NpuStart, OffloadCounts)> {
+        self.lock().npu.total()
+    }
+}
+
+/// Asks a device process how the GPU does; none if it does not answer in time. An answer that it `owes` since is read
+/// before it is asked again, since it would be taken for that to the next question.
+fn ask(channel: &mut Channel, owes: &mut bool, kernels: bool) -> io::Result<Option<Observed>> {
+    loop {
+        let is_late = *owes;
+        if !is_late {
+            channel.send(&Question::Observe { kernels })?;
+            *owes = true;
+        }
+        if !channel.poll(OBSERVE)? {
+            return Ok(None);
+        }
+        let observed = channel.receive()?.ok_or(io::ErrorKind::UnexpectedEof)?;
+        *owes = false;
+        if !is_late {
+            return Ok(Some(observed));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+    use std::thread;
+
+    use super::*;
+
+    /// What a process says that has submitted this much.
+    fn observed(dispatches: u64) -> Observed {
+        Observed {
+            heaps: Vec::new(),
+            vram: None,
+            gtt: None,
+            resident: None,
+            processor: Duration::ZERO,
+            dispatches,
+            copies: 0,
+            barriers: 0,
+            memory_shortages: 0,
+            busy: None,
+            rested: Duration::ZERO,
+            declared: Vec::new(),
+            npu: None,
+            kernels: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn a_process_that_answered_too_late_is_asked_again() {
+        let (channel, socket) = Channel::new().expect("a channel");
+        let (let_go, go) = mpsc::channel::<()>();
+        let process = thread::spawn(move || {
+            let mut channel = Channel::from_socket(socket).expect("the other end");
+            let mut asked = 0;
+            while let Ok(Some(question)) = channel.receive::<Question>() {
+                if !matches!(question, Question::Observe { .. }) {
+                    continue;
+                }
+                asked += 1;
+                if asked == 1 {
+                    go.recv().expect("the test lets it go on");
+                }
+                channel.send(&observed(asked)).expect("it is asked");
+            }
+            asked
+        });
+        let observer = Observer::new(String::new());
+        assert!(observer.observe(false).is_none(), "there is no process");
+        observer.watch(channel);
+        let ask = || observer.observe(false).map(|observed| observed.dispatches);
+        assert_eq!([ask(), ask()], [None, None], "it is busy, and asked once");
+        let_go.send(()).expect("it waits");
+        let answered = (0..100).find_map(|_| ask());
+        assert!(
+            answered >= Some(2),
+            "{answered:?}: the answer to the first question is not that to the next"
+        );
+        drop(observer);
+        assert!(process.join().expect("it ends") >= 2);
     }
 }

@@ -44,9 +44,10 @@ pub fn collect(
         let process = ProcessNow { processor, device_processor, open_files: open_files(), most_files };
         let read = |meter: &Arc<Meter>| Some(EnergyNow { source: meter.source(), joules: meter.counted()? });
         let energy = meter.as_ref().and_then(read);
+        let npu = observer.npu().map(|(start, counts)| npu_now(start, counts, device.is_some()));
         let Some(device) = device else {
             let memory = MemoryNow { resident, ..MemoryNow::default() };
-            return Now { memory, process, courtesy, energy, ..Now::default() };
+            return Now { memory, process, courtesy, energy, npu, ..Now::default() };
         };
         let heap = |(heap, size_bytes, free_bytes)| HeapNow { heap, size_bytes, free_bytes };
         let heaps = device.heaps.into_iter().map(heap).collect();
@@ -68,7 +69,7 @@ pub fn collect(
             process,
             courtesy,
             energy,
-            npu: device.npu.map(|(start, counts)| npu_now(start, counts)),
+            npu,
         }
     };
     Facts {
@@ -88,10 +89,12 @@ pub fn collect(
     }
 }
 
-/// What the NPU does now.
-fn npu_now(start: NpuStart, counts: OffloadCounts) -> NpuNow {
+/// What the NPU does now, and did. `answers` is whether the device process was heard just now.
+fn npu_now(start: NpuStart, counts: OffloadCounts, answers: bool) -> NpuNow {
+    const SILENT: &str =
+        "the process with the model is not there or does not answer: the counts are the last known";
     let NpuStart { mode, device, xrt, is_double, kv_heads, reason, .. } = start;
-    let reason = counts.quarantined.or(reason);
+    let reason = if answers { counts.quarantined.or(reason) } else { Some(SILENT.into()) };
     NpuNow {
         mode,
         in_use: reason.is_none(),

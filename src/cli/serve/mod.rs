@@ -4,6 +4,7 @@ mod auth;
 mod courtesy;
 mod device;
 mod facts;
+mod npu;
 mod reload;
 mod systemd;
 
