@@ -298,7 +298,10 @@ impl StepLoop {
         }
         // A second step's submits would wait for gaps while the first one's results lie there.
         let most = if courtesy.is_bound() { 1 } else { self.shared.limits.max_in_flight };
-        self.ledger.begin_span();
+        // A message may come that brings no work, such as that a reader left.
+        if !self.is_idle() {
+            self.ledger.begin_span();
+        }
         while self.in_flight.len() < most {
             let step = match self.held.take() {
                 Some(step) => step,
