@@ -7,6 +7,7 @@
 //!
 //! This file refuses to know what the unit is. A unit that failed once is used no more.
 
+use std::cmp::Reverse;
 use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -15,7 +16,7 @@ use std::thread;
 use serde::{Deserialize, Serialize};
 
 use super::config::{Gemma3Config, LayerType};
-use super::{Batch, Input, RunnerError};
+use super::{Batch, BatchSequence, Input, RunnerError};
 use crate::gpu::placement::{Class, MemoryKind};
 use crate::gpu::{Arena, Buffer, Device, GpuError, timed};
 use crate::kernels::{AttentionShape, Heads, OffloadKernels};
@@ -23,6 +24,14 @@ use crate::kernels::{AttentionShape, Heads, OffloadKernels};
 /// The fewest and the most neighbouring prompt tokens of a sequence whose attention is shared with a unit.
 pub const LEAST_TOKENS: usize = 32;
 pub const MOST_TOKENS: usize = 512;
+
+/// The chunk of a step that a unit shares: the longest, as far as a job reaches, and the first of several. Each chunk is a
+/// number of tokens; `None` is no part of a prompt.
+pub fn longest_chunk(chunks: impl IntoIterator<Item = Option<usize>>) -> Option<usize> {
+    let chunks = chunks.into_iter().enumerate();
+    let long = chunks.filter_map(|(i, tokens)| Some((i, tokens.filter(|tokens| *tokens >= LEAST_TOKENS)?)));
+    long.max_by_key(|(i, tokens)| ((*tokens).min(MOST_TOKENS), Reverse(*i))).map(|(i, _)| i)
+}
 
 /// One layer's attention of neighbouring prompt tokens of one sequence, for the KV heads from 0 to `kv_heads`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -298,40 +307,25 @@ impl Attached {
         if !self.is_usable() || self.kv_heads == 0 {
             return None;
         }
+        let mut ends = Vec::with_capacity(batch.sequences.len());
+        let chunks = batch.sequences.iter().map(|sequence| {
+            let (tokens, first) = (sequence.input.len(), ends.last().copied().unwrap_or(0));
+            ends.push(first + tokens);
+            let rows = first..first + tokens;
+            let draws = drawn.iter().filter(|drawn| rows.contains(&(**drawn as usize))).count();
+            (matches!(sequence.input, Input::Ids(_)) && draws <= 1).then_some(tokens)
+        });
+        let sequence = longest_chunk(chunks)?;
+        let BatchSequence { start: first, input, .. } = &batch.sequences[sequence];
+        let (row, kv_heads) = (ends[sequence] - input.len(), self.kv_heads);
         // A unit may have no kernel for as many rows as a job may have.
-        [MOST_TOKENS, MOST_TOKENS / 2]
-            .into_iter()
-            .find_map(|most| self.share_of(most, batch, drawn, window, limits))
-    }
-
-    /// As [`Attached::share`], of `most` tokens at most.
-    fn share_of(
-        &self,
-        most: usize,
-        batch: &Batch,
-        drawn: &[u32],
-        window: usize,
-        limits: &OffloadLimits,
-    ) -> Option<Share> {
-        let mut longest: Option<(usize, Range<usize>)> = None;
-        let mut row = 0;
-        for (i, sequence) in batch.sequences.iter().enumerate() {
-            let tokens = sequence.input.len();
-            let rows = row..row + tokens.min(most);
-            row += tokens;
-            let draws =
-                drawn.iter().filter(|drawn| (row - tokens..row).contains(&(**drawn as usize))).count();
-            let is_prompt = matches!(sequence.input, Input::Ids(_)) && tokens >= LEAST_TOKENS && draws <= 1;
-            if is_prompt && longest.as_ref().is_none_or(|(_, longest)| longest.len() < rows.len()) {
-                longest = Some((i, rows));
-            }
-        }
-        let (sequence, rows) = longest?;
-        let (first, kv_heads) = (batch.sequences[sequence].start, self.kv_heads);
-        let mut share = Share { rows, sequence, first, kv_heads, sliding: None, full: None };
-        share.sliding = self.room(&share.job(Some(window)), limits);
-        share.full = self.room(&share.job(None), limits);
-        (share.sliding.is_some() || share.full.is_some()).then_some(share)
+        [MOST_TOKENS, MOST_TOKENS / 2].into_iter().find_map(|most| {
+            let rows = row..row + input.len().min(most);
+            let mut share = Share { rows, sequence, first: *first, kv_heads, sliding: None, full: None };
+            share.sliding = self.room(&share.job(Some(window)), limits);
+            share.full = self.room(&share.job(None), limits);
+            (share.sliding.is_some() || share.full.is_some()).then_some(share)
+        })
     }
 
     /// The form of a job's arrays, if the unit takes the job, and if the buffers hold them.
@@ -431,7 +425,6 @@ fn outputs(job: &OffloadJob, room: &OffloadRoom, shape: &AttentionShape) -> usiz
 
 #[cfg(test)]
 mod tests {
-    use super::super::BatchSequence;
     use super::*;
 
     /// A unit without arithmetic.

@@ -9,7 +9,7 @@ use crate::engine::mask::PendingMask;
 use crate::engine::pace::Load;
 use crate::engine::sequence::{Sequence, SequenceId};
 use crate::engine::speculation::{Drafter, Drafts};
-use crate::model::offload::{LEAST_TOKENS, MOST_TOKENS};
+use crate::model::offload::longest_chunk;
 use crate::model::{
     Batch, BatchSequence, HistoryCopy, Input, Limits, Logprobs, Pooling, Runner, RunnerError, Sampling,
     Ticket,
@@ -41,12 +41,10 @@ impl Step {
     }
 
     /// The share whose prompt's attention a unit beside the device computes a part of, if the runner has a unit and it has
-    /// room. By the rule of `model/offload.rs` a unit gets the longest prompt, and nothing of drafts that are checked and
-    /// of texts that are scored.
+    /// room. A unit gets nothing of drafts that are checked and of texts that are scored.
     pub(in crate::engine) fn shared_prompt(&self) -> Option<&Share> {
-        // The first, if several are as long.
-        let prompts = self.shares.iter().rev().filter(|share| share.is_prompt());
-        prompts.max_by_key(|share| share.tokens.min(MOST_TOKENS))
+        let chunk = |share: &Share| share.is_prompt().then_some(share.tokens);
+        longest_chunk(self.shares.iter().map(chunk)).map(|i| &self.shares[i])
     }
 }
 
@@ -136,7 +134,7 @@ impl Share {
     /// behind it at most.
     fn is_prompt(&self) -> bool {
         let is_scored = matches!(&self.yields, Yields::Scores(draws) if draws.len() > 1);
-        self.tokens >= LEAST_TOKENS && self.draft.ids.is_empty() && !is_scored
+        self.draft.ids.is_empty() && !is_scored
     }
 }
 
