@@ -305,7 +305,7 @@ int32_t unicorn_npu_run(unicorn_npu_kernel *kernel, uint64_t opcode, unicorn_npu
             run->set_arg(2, words);
             for (uint32_t i = 0; i < count; i++)
                 run->set_arg(static_cast<int>(3 + i), buffers[i]->bo);
-            if (has_addresses(*run, buffers, count)) {
+            if (!imported || has_addresses(*run, buffers, count)) {
                 run->start();
                 started = true;
                 // XRT waits for ever if it is asked to wait for 0 ms.

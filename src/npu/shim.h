@@ -84,7 +84,7 @@ int32_t unicorn_npu_bo_sync(unicorn_npu_bo *bo, uint32_t direction, char *error)
 
 /* Runs the kernel with the arguments opcode, instructions, their count in words, and then the buffers; returns once it
  * completed, failed, or the deadline passed. `state` is the command's last state (ert_cmd_state), 0 if there is none.
- * Nothing runs if XRT would give the command other memory than these buffers.
+ * Nothing runs if a buffer is another device's memory, and XRT would give the command other memory than that.
  *
  * After UNICORN_NPU_TIMEOUT the device may still use the buffers: this run and all buffers stay until the process ends,
  * whatever is closed, and every later call but close returns UNICORN_NPU_TIMEOUT. */
