@@ -8,6 +8,7 @@
 //! This file refuses to know what the unit is. A unit that failed once is used no more.
 
 use std::cmp::Reverse;
+use std::collections::BTreeSet;
 use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -312,8 +313,10 @@ impl Attached {
             let (tokens, first) = (sequence.input.len(), ends.last().copied().unwrap_or(0));
             ends.push(first + tokens);
             let rows = first..first + tokens;
-            let draws = drawn.iter().filter(|drawn| rows.contains(&(**drawn as usize))).count();
-            (matches!(sequence.input, Input::Ids(_)) && draws <= 1).then_some(tokens)
+            // Several answers to one prompt draw behind the same row.
+            let drawn: BTreeSet<usize> =
+                drawn.iter().map(|row| *row as usize).filter(|row| rows.contains(row)).collect();
+            (matches!(sequence.input, Input::Ids(_)) && drawn.len() <= 1).then_some(tokens)
         });
         let sequence = longest_chunk(chunks)?;
         let BatchSequence { start: first, input, .. } = &batch.sequences[sequence];
@@ -492,6 +495,7 @@ mod tests {
         // One id is drawn behind a prompt, and several behind drafts that are checked.
         let of = |drawn: &[u32]| Some(unit.share(&batch(&[(3, 40), (0, 33)]), drawn, 64, &LIMITS)?.sequence);
         assert_eq!([of(&[39, 72]), of(&[38, 39, 72]), of(&[3, 4, 40, 72])], [Some(0), Some(1), None]);
+        assert_eq!(of(&[39, 39, 39, 72]), Some(0), "three answers to the first prompt");
     }
 
     #[test]
