@@ -195,6 +195,8 @@ impl NpuTransport for Shim {
     fn share(&mut self, buffers: [(OwnedFd, u64); ARRAYS]) -> Result<(), NpuError> {
         // After an error nothing is shared, rather than some of the old memory and some of the new.
         self.shared = None;
+        // Buffers that the self-test's copies needed are locked memory, and so is what is imported.
+        self.kernels.iter_mut().flatten().for_each(|loaded| loaded.arrays = None);
         let mut shared = Vec::with_capacity(ARRAYS);
         for (descriptor, bytes) in &buffers {
             let mut raw = ptr::null_mut();
