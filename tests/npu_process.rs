@@ -368,6 +368,7 @@ fn a_server_that_requires_its_npu_fails_the_request_with_the_code() {
         assert!(message.contains("npu-timeout: ") && !message.contains("GPU"), "{answer}");
     }
     server.wait_for_line("the NPU failed: npu-timeout: ");
+    assert_eq!(server.metric("unicorn_npu_failures_total"), 3.0);
     assert_eq!(server.metric("unicorn_device_losses_total"), 0.0);
     // Prompts that are too short for an NPU are answered.
     let short = json!({"model": "a/b", "prompt": "Hello", "max_tokens": 3}).to_string();

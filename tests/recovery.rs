@@ -246,6 +246,32 @@ fn a_prompt_that_a_unit_fails_at_ends_at_once_and_the_others_go_on() {
     assert_eq!(collect(&mut engine.submit(request(&early, 9)).expect("accepted")).0, answer_to(&early, 9));
 }
 
+/// A step that is held back goes to the unit also where its prompt's reader has left. Whoever is beside it is no suspect,
+/// and no number of such failures ends the engine.
+#[test]
+fn a_prompt_whose_reader_left_may_be_what_a_unit_fails_at() {
+    let (engine, control) = start(LONG, false, None);
+    let poison = 511;
+    control.set_attention_path(2);
+    control.fail_unit_at(poison);
+    let failing: Vec<u32> = (100..160).map(|i| if i == 150 { poison } else { i }).collect();
+    for round in 0..16 {
+        let steps = control.batches().len();
+        control.allow(steps);
+        let mut decoded = engine.submit(request(&[5; 3], 60)).expect("accepted");
+        control.submitted(steps + 1);
+        let failed = engine.submit(request(&failing, 20)).expect("accepted");
+        control.allow(steps + round % 4);
+        std::thread::sleep(Duration::from_millis(round as u64 / 4));
+        drop(failed);
+        control.release();
+        assert_eq!(collect(&mut decoded).0, answer_to(&[5; 3], 60), "round {round}");
+        assert_all_free(&engine);
+        assert_eq!((engine.stats().losses, engine.health()), (0, Ok(())), "round {round}");
+    }
+    println!("the unit failed {} times", engine.stats().unit_failures);
+}
+
 #[test]
 fn a_prompt_with_several_answers_that_a_unit_fails_at_fails_with_all_of_them() {
     let (engine, control) = start(LONG, false, None);

@@ -33,6 +33,8 @@ pub struct Stats {
     pub host_ns: u64,
     /// How often the device was lost.
     pub losses: u64,
+    /// How often a unit beside the device failed that must be used.
+    pub unit_failures: u64,
     /// How many answers were computed again behind losses and behind failures of a unit beside the device, and the time
     /// from those until the device computed again.
     pub replays: u64,

@@ -128,11 +128,13 @@ impl StepLoop {
         self.held = None;
         let is_units = matches!(error, RunnerError::Offload(_));
         self.stats.losses += u64::from(!is_units);
-        let at_fault = match at_unit.is_empty() {
-            true => self.scheduler.restart(sequences),
-            false => self.scheduler.restart_without(at_unit),
+        self.stats.unit_failures += u64::from(is_units);
+        let at_fault = match is_units {
+            true => self.scheduler.restart_without(at_unit),
+            false => self.scheduler.restart(sequences),
         };
-        if !self.runner.may_recover(!at_fault.is_empty()) {
+        // The reader of the prompt that a unit failed at may have left: that prompt is explained, and gone.
+        if !self.runner.may_recover(!at_fault.is_empty() || is_units && !sequences.is_empty()) {
             self.lose(error);
             return false;
         }
@@ -152,7 +154,7 @@ impl StepLoop {
             self.remove(id);
         }
         let who = if is_units { "the NPU failed: " } else { "" };
-        let how = if at_unit.is_empty() { ", those that were computed just now one by one" } else { "" };
+        let how = if is_units { "" } else { ", those that were computed just now one by one" };
         tracing::error!(
             "{who}{error}: the model is loaded again, and then {} answers go on{how}",
             self.answers.len()

@@ -204,13 +204,18 @@ fn of_engine(out: &mut Exposition<'_>, server: &Server) {
     for (drafter, drafts) in drafters {
         out.sample(&[("guesser", drafter)], drafts.proposed);
     }
-    out.family("unicorn_spec_decode_num_accepted_tokens_total", "counter", "DraftTotals that were right.");
+    out.family("unicorn_spec_decode_num_accepted_tokens_total", "counter", "Draft tokens that were right.");
     for (drafter, drafts) in drafters {
         out.sample(&[("guesser", drafter)], drafts.accepted);
     }
     for (name, help, n) in [
         ("unicorn_num_preemptions_total", "Answers put off for want of blocks.", stats.preemptions),
         ("unicorn_device_losses_total", "Times that the device was lost.", stats.losses),
+        (
+            "unicorn_npu_failures_total",
+            "Failures of an NPU that is required, each of which had the model loaded again.",
+            stats.unit_failures,
+        ),
         (
             "unicorn_num_replays_total",
             "Answers computed again behind losses of the device, and failures of its NPU.",
