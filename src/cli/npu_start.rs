@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 /// What became of the NPU at a load. A load that follows on one, after a loss or after idle time, keeps to it: the share is
-/// fixed when the server starts, and answers keep their bits.
+/// fixed when the server starts. So answers keep their bits, as long as the NPU neither fails nor stays away.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct NpuStart {
     /// `npu.mode`.
