@@ -218,10 +218,16 @@ impl StepLoop {
                 if self.shared.probe.swap(false, Ordering::AcqRel) && !self.probe() {
                     return false;
                 }
-                let message = match self.runner.idle_unload() {
-                    None => self.messages.recv().map_err(|_| RecvTimeoutError::Disconnected),
-                    Some(most) => self.messages.recv_timeout(most.saturating_sub(self.last_done.elapsed())),
-                };
+                // Where a request is there already, the span of energy goes on.
+                let message = self.messages.try_recv().or_else(|_| {
+                    self.ledger.end_span();
+                    match self.runner.idle_unload() {
+                        None => self.messages.recv().map_err(|_| RecvTimeoutError::Disconnected),
+                        Some(most) => {
+                            self.messages.recv_timeout(most.saturating_sub(self.last_done.elapsed()))
+                        }
+                    }
+                });
                 match message {
                     Ok(message) => message,
                     Err(RecvTimeoutError::Timeout) => {
@@ -300,10 +306,7 @@ impl StepLoop {
         }
         // A second step's submits would wait for gaps while the first one's results lie there.
         let most = if courtesy.is_bound() { 1 } else { self.shared.limits.max_in_flight };
-        // A message may come that brings no work, such as that a reader left.
-        if !self.is_idle() {
-            self.ledger.begin_span();
-        }
+        self.ledger.begin_span();
         while self.in_flight.len() < most {
             let step = match self.held.take() {
                 Some(step) => step,
@@ -351,9 +354,6 @@ impl StepLoop {
         self.charge(&step);
         for output in self.scheduler.commit(&step, &sampled) {
             self.tell(output);
-        }
-        if self.is_idle() {
-            self.ledger.end_span();
         }
         Ok(done - before + drafting)
     }
