@@ -4,7 +4,7 @@
 use super::error::Error;
 use super::npu_start::NpuStart;
 use crate::checkpoint::ModelFiles;
-use crate::config::Config;
+use crate::config::{Config, NpuMode};
 use crate::model::config::Gemma3Config;
 use crate::model::gemma3::Gemma3;
 use crate::model::offload::OffloadLimits;
@@ -17,8 +17,12 @@ pub fn planned(_: &Config, _: &Gemma3Config) -> Option<OffloadLimits> {
 pub enum Npu {}
 
 impl Npu {
-    pub fn open(_: &ModelFiles, _: &Config, _: Option<&NpuStart>) -> Result<Option<Npu>, Error> {
-        Ok(None)
+    /// `unicorn bench npu` requires the NPU, whatever is configured.
+    pub fn open(_: &ModelFiles, config: &Config, _: Option<&NpuStart>) -> Result<Option<Npu>, Error> {
+        match config.npu.mode {
+            NpuMode::Off => Ok(None),
+            _ => Err(Error::Argument("this program was built without the feature npu".into())),
+        }
     }
 
     pub fn meet(&mut self, _: bool, _: &Config) -> Result<(), Error> {

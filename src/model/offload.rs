@@ -8,7 +8,6 @@
 //! This file refuses to know what the unit is. A unit that failed once is used no more.
 
 use std::cmp::Reverse;
-use std::collections::BTreeSet;
 use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -122,6 +121,16 @@ pub struct OffloadCounts {
     pub seconds: f64,
     /// The failure after which the unit is used no more.
     pub quarantined: Option<String>,
+}
+
+impl OffloadCounts {
+    /// Counts so many failures with this code.
+    pub fn add_fallbacks(&mut self, code: &str, count: u64) {
+        match self.fallbacks.iter_mut().find(|(counted, _)| counted == code) {
+            Some((_, sum)) => *sum += count,
+            None => self.fallbacks.push((code.to_owned(), count)),
+        }
+    }
 }
 
 /// The account of a unit, which others may read while steps run.
@@ -314,9 +323,9 @@ impl Attached {
             ends.push(first + tokens);
             let rows = first..first + tokens;
             // Several answers to one prompt draw behind the same row.
-            let drawn: BTreeSet<usize> =
-                drawn.iter().map(|row| *row as usize).filter(|row| rows.contains(row)).collect();
-            (matches!(sequence.input, Input::Ids(_)) && drawn.len() <= 1).then_some(tokens)
+            let mut drawn = drawn.iter().filter(|row| rows.contains(&(**row as usize)));
+            let is_one = drawn.next().is_none_or(|first| drawn.all(|row| row == first));
+            (matches!(sequence.input, Input::Ids(_)) && is_one).then_some(tokens)
         });
         let sequence = longest_chunk(chunks)?;
         let BatchSequence { start: first, input, .. } = &batch.sequences[sequence];
@@ -405,11 +414,7 @@ impl Attached {
         counts.quarantined = Some(error.to_string());
         let is_required = self.policy == OffloadPolicy::Require;
         if !is_required {
-            let counted = counts.fallbacks.iter_mut().find(|(code, _)| *code == error.code);
-            match counted {
-                Some((_, count)) => *count += 1,
-                None => counts.fallbacks.push((error.code.clone(), 1)),
-            }
+            counts.add_fallbacks(&error.code, 1);
         }
         drop(counts);
         // The end of what hangs may take seconds, for which no step is to wait.

@@ -60,9 +60,6 @@ impl Share {
 }
 
 pub fn npu(config: &Config, args: &args::BenchNpu) -> Result<(), Error> {
-    if !cfg!(feature = "npu") {
-        return Err(Error::Argument("this program was built without the feature npu".into()));
-    }
     let mut config = config.clone();
     // What is measured must run: a substitute would be measured in its place.
     config.npu.mode = NpuMode::Require;

@@ -36,12 +36,7 @@ fn sum(earlier: &OffloadCounts, mut later: OffloadCounts) -> OffloadCounts {
     later.tokens += earlier.tokens;
     later.recomputed += earlier.recomputed;
     later.seconds += earlier.seconds;
-    for (code, count) in &earlier.fallbacks {
-        match later.fallbacks.iter_mut().find(|(other, _)| other == code) {
-            Some((_, sum)) => *sum += count,
-            None => later.fallbacks.push((code.clone(), *count)),
-        }
-    }
+    earlier.fallbacks.iter().for_each(|(code, count)| later.add_fallbacks(code, *count));
     later
 }
 
