@@ -261,9 +261,7 @@ fn a_device_that_computes_nothing_does_not_serve() {
 #[test]
 fn a_device_that_goes_wrong_is_noticed_by_the_probe_and_comes_back() {
     let mut faulty = Faulty::start();
-    // The device process writes this line, so that it may come behind the server's own.
-    let started = faulty.server.log.iter().find(|line| line.contains("self-test ")).cloned();
-    let started = started.unwrap_or_else(|| faulty.server.wait_for_line("self-test "));
+    let started = faulty.server.line("self-test ");
     assert!(started.contains(" kernels in ") && started.contains("no layer values"), "{started}");
     // No step was yet, so that health sends a probe.
     faulty.arm("submit:1=DROPPED");

@@ -10,7 +10,7 @@ use rand_chacha::ChaCha8Rng;
 use tempfile::TempDir;
 
 use crate::support::fuzz_bodies::{npu_container, npu_transaction};
-use crate::support::npu::with_toolchain;
+use crate::support::npu::{with_toolchain, with_tools_in_path};
 use crate::support::program::{assert_error, output, unicorn};
 use crate::support::{data, root};
 
@@ -362,11 +362,8 @@ fn relative_paths_are_those_of_the_persons_folder() {
     let mut command = unicorn(&["npu", "build-kernels", "--head-dim", "64", "--heads-per-group", "2"]);
     command.args(["--groups", "1", "--rows", "256", "--kernels", "kernels"]);
     command.args(["--python", "tools/bin/python-with-mlir-aie", "--peano", "tools/llvm-aie"]);
-    let path = std::env::var_os("PATH").unwrap();
-    let tools = [root().join("tests/npu/toolchain/bin")];
-    let folders = tools.into_iter().chain(std::env::split_paths(&path));
-    command.env("PATH", std::env::join_paths(folders).unwrap()).current_dir(&folder);
-    command.env("PYTHONDONTWRITEBYTECODE", "1");
+    with_tools_in_path(&mut command);
+    command.current_dir(&folder).env("PYTHONDONTWRITEBYTECODE", "1");
     built(command);
     assert!(folder.path().join("kernels/attention-d64-h2-w0-r256-k2048-g1.xclbin").exists());
 }

@@ -74,6 +74,13 @@ impl Daemon {
         }
     }
 
+    /// The first line of the log with `part` in it, which may have come already: the device process and the server write
+    /// to one log, in no order.
+    pub fn line(&mut self, part: &str) -> String {
+        let said = self.log.iter().find(|line| line.contains(part)).cloned();
+        said.unwrap_or_else(|| self.wait_for_line(part))
+    }
+
     /// The base address of its API.
     pub fn url(&self) -> String {
         format!("http://{}/v1", self.address)

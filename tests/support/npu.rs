@@ -15,8 +15,14 @@ pub fn with_toolchain(command: &mut Command) {
     let toolchain = root().join("tests/npu/toolchain");
     command.arg("--python").arg(toolchain.join("bin/python-with-mlir-aie"));
     command.env("PEANO_INSTALL_DIR", toolchain.join("llvm-aie"));
+    with_tools_in_path(command);
+}
+
+/// Has the stand-ins' folder of programs before the others.
+pub fn with_tools_in_path(command: &mut Command) {
     let path = std::env::var_os("PATH").expect("a PATH");
-    let folders = [toolchain.join("bin")].into_iter().chain(std::env::split_paths(&path));
+    let tools = root().join("tests/npu/toolchain/bin");
+    let folders = [tools].into_iter().chain(std::env::split_paths(&path));
     command.env("PATH", std::env::join_paths(folders).expect("folders without colons"));
 }
 
