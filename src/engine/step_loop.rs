@@ -133,6 +133,8 @@ impl StepLoop {
             true => self.scheduler.restart_without(at_unit),
             false => self.scheduler.restart(sequences),
         };
+        // Whoever is told of the failure finds it counted.
+        self.publish();
         // The reader of the prompt that a unit failed at may have left: that prompt is explained, and gone.
         if !self.runner.may_recover(!at_fault.is_empty() || is_units && !sequences.is_empty()) {
             self.lose(error);
@@ -352,9 +354,10 @@ impl StepLoop {
         self.pace.observe(step.load, done - submitted.max(self.last_done));
         self.last_done = done;
         self.charge(&step);
-        for output in self.scheduler.commit(&step, &sampled) {
-            self.tell(output);
-        }
+        let outputs = self.scheduler.commit(&step, &sampled);
+        // Whoever is told of the answer's end finds the answer no longer running.
+        self.publish();
+        outputs.into_iter().for_each(|output| self.tell(output));
         Ok(done - before + drafting)
     }
 
