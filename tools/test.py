@@ -45,6 +45,8 @@ OPENWEBUI = ROOT / "tests/openwebui"
 OPENWEBUI_VENV = ROOT / ".cache/openwebui"
 
 PART_SECONDS = 40 * 60
+# Lines of a panic that are repeated beside the failed test's name.
+PANIC_LINES = 20
 FETCH_SECONDS = 180
 FETCH_DEVICES_SECONDS = 10 * 60
 # Time limit for installing one client and its dependencies.
@@ -180,7 +182,7 @@ def cargo_result(status, output, skips):
             result.failures.append(f"rust: {ignored} ignored and {filtered} filtered tests: neither is allowed")
         result.failures += [f"rust: {failed} failed in one binary, unnamed"] * (int(failed) > 0 and "... FAILED" not in output)
     result.passed -= len(skips)
-    result.failures += [f"rust: {name}" for name in re.findall(r"^test (.+) \.\.\. FAILED$", output, re.MULTILINE)]
+    result.failures += [f"rust: {name}{said(name, output)}" for name in re.findall(r"^test (.+) \.\.\. FAILED$", output, re.MULTILINE)]
     began = len(re.findall(r"^running \d+ tests?$", output, re.MULTILINE))
     finished = len(re.findall(r"^test result: ", output, re.MULTILINE))
     if began != finished or finished == 0:
@@ -190,6 +192,14 @@ def cargo_result(status, output, skips):
     if result.passed <= 0:
         result.failures.append("rust: no test passed")
     return result
+
+
+def said(name, output):
+    """The first lines of a failed test's panic, indented, for the end of a log that is long."""
+    section = re.search(rf"^---- {re.escape(name)} stdout ----$(.*?)(?=^---- |^failures:$|\Z)", output, re.MULTILINE | re.DOTALL)
+    panicked = re.search(r"^[^\n]*panicked at .*?(?=^stack backtrace:|^note: |\Z)", section[1], re.MULTILINE | re.DOTALL) if section else None
+    lines = panicked[0].strip().splitlines() if panicked else []
+    return "".join(f"\n    {line}" for line in lines[:PANIC_LINES])
 
 
 def make_devices():

@@ -36,6 +36,14 @@ class Cargo(unittest.TestCase):
         bad = GOOD.replace("a::y ... ok", "a::y ... FAILED").replace("ok. 2 passed; 0 failed", "FAILED. 1 passed; 1 failed")
         self.assertEqual(self.failures(101, bad), ["rust: a::y"])
 
+    def test_a_failed_test_says_why_beside_its_name(self):
+        panic = "thread 'a::y' panicked at tests/a.rs:3:5:\nassertion `left == right` failed\n  left: 1\n right: 2\n"
+        section = f"failures:\n\n---- a::y stdout ----\na line before\n\n{panic}stack backtrace:\n   0: main\n\n\nfailures:\n    a::y\n\n"
+        bad = GOOD.replace("a::y ... ok", "a::y ... FAILED").replace("ok. 2 passed; 0 failed", "FAILED. 1 passed; 1 failed")
+        bad = bad.replace("test result:", section + "test result:", 1)
+        expected = "rust: a::y" + "".join(f"\n    {line}" for line in panic.splitlines())
+        self.assertEqual(self.failures(101, bad), [expected])
+
     def test_ignored_filtered_empty_crashed_killed_and_unbuilt_runs_fail(self):
         for status, output in [
             (0, GOOD.replace("0 ignored", "1 ignored")),
