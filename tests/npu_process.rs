@@ -132,6 +132,7 @@ fn an_npu_that_fails_amid_a_prompt_is_stepped_in_for() {
         ("hang", "npu-timeout"),
         ("exit", "npu-process"),
         ("state", "npu-command-state"),
+        ("poison", "npu-no-output"),
     ] {
         let npu = start(&format!("run:9={fault}"), SHORT).expect("the double is there");
         let id = npu.id();
@@ -174,11 +175,14 @@ fn the_self_test_finds_an_npu_that_computes_wrong() {
     let mut npu = start("", PATIENT).expect("the double");
     // With and without the window, for one and two KV heads.
     assert_eq!(npu.self_test(), Ok(4));
-    for fault in ["run:1=wrong", "run:4=wrong", "run:6=wrong", "run:3=poison"] {
+    for fault in ["run:1=wrong", "run:4=wrong", "run:6=wrong"] {
         let error = start(fault, PATIENT).expect("the double").self_test().expect_err(fault);
         assert_eq!(error.code, NpuCode::SelfTest, "{fault}: {error}");
         assert!(error.message.contains("computes wrong"), "{error}");
     }
+    // The buffer of the outputs has those of the first two dispatches.
+    let error = start("run:3=poison", PATIENT).expect("the double").self_test().expect_err("no output");
+    assert!(error.code == NpuCode::NoOutput && error.message.contains("32 of 32 blocks"), "{error}");
 }
 
 #[test]
@@ -246,9 +250,13 @@ fn an_npu_that_cannot_share_memory_or_fails_with_it_has_its_code() {
     assert_eq!(attached("import:1=refused"), Err("npu-dma-buf".into()));
     // What is tested is the memory that is shared: no self-test ran before it.
     assert_eq!(attached("run:2=wrong"), Err("npu-self-test".into()));
-    assert_eq!(attached("run:5=poison"), Err("npu-self-test".into()));
-    for (fault, code) in [("timeout", "npu-timeout"), ("exit", "npu-process"), ("state", "npu-command-state")]
-    {
+    assert_eq!(attached("run:5=poison"), Err("npu-no-output".into()));
+    for (fault, code) in [
+        ("timeout", "npu-timeout"),
+        ("exit", "npu-process"),
+        ("state", "npu-command-state"),
+        ("poison", "npu-no-output"),
+    ] {
         let fallbacks = attached(&format!("run:{}={fault}", SELF_TEST + 9));
         assert_eq!(fallbacks, Ok(vec![(code.to_owned(), 1)]), "{fault}");
     }
@@ -415,6 +423,7 @@ fn a_server_starts_without_its_npu_or_refuses_to_as_it_was_told() {
         ("load:1+=enospc", "npu-no-columns", 75),
         ("import:1=refused", "npu-dma-buf", 78),
         ("run:1=wrong", "npu-self-test", 76),
+        ("run:1=poison", "npu-no-output", 76),
     ] {
         for (what, exit) in [(&["serve", "--port", "0"][..], exit), (&["generate", "--prompt", "Hello"], 1)] {
             let mut command = unicorn_on_software(&[what, &model].concat());

@@ -516,8 +516,8 @@ fn faults_have_the_doctors_codes() {
         // After a command that did not end, nothing does.
         ("run:2=timeout", &["ok", "npu-timeout", "npu-timeout"]),
         ("run:1=wrong; run:3=wrong", &["1 wrong", "ok", "1 wrong"]),
-        // Only the first dispatch finds what nobody wrote; the third finds the first one's output.
-        ("run:1=poison", &["65536 wrong", "ok", "ok"]),
+        // What the third one did not write is the first one's output, which would be right.
+        ("run:1=poison; run:3=poison", &["npu-no-output", "ok", "npu-no-output"]),
     ] {
         assert_eq!(outcomes(faults, &three), expected, "{faults}");
     }

@@ -124,7 +124,7 @@ impl Error {
         const CONFIGURATION: u8 = 78;
         match self {
             Self::Device(_, code) => *code,
-            Self::Npu { code, .. } if code == "npu-self-test" => WRONG,
+            Self::Npu { code, .. } if ["npu-self-test", "npu-no-output"].contains(&code.as_str()) => WRONG,
             // Another start may find the NPU free, or awake.
             Self::Npu { code, .. }
                 if ["npu-timeout", "npu-command-state", "npu-no-columns", "npu-process"]

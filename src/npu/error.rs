@@ -25,6 +25,8 @@ pub enum NpuCode {
     Timeout,
     /// A dispatch ended, and not completed.
     CommandState,
+    /// A dispatch completed, and did not write its output.
+    NoOutput,
     /// This program asked for what the shim refuses: a fault of the program.
     BadArgument,
     /// The NPU cannot use the GPU's memory in place.
@@ -54,6 +56,7 @@ impl NpuCode {
             NpuCode::NoDevice => "npu-no-device",
             NpuCode::Timeout => "npu-timeout",
             NpuCode::CommandState => "npu-command-state",
+            NpuCode::NoOutput => "npu-no-output",
             NpuCode::BadArgument => "npu-bad-argument",
             NpuCode::DmaBuf => "npu-dma-buf",
             NpuCode::KernelMissing => "npu-kernel-missing",

@@ -6,6 +6,7 @@
 //! | `tile.rs` | the kernel's arithmetic, step by step, and how far it may be from exact attention |
 //! | `error.rs` | why the NPU does not compute, in a code and a line |
 //! | `container.rs`, `transaction.rs` | the two files of a kernel, checked before XRT or the driver sees them |
+//! | `marks.rs` | how a host sees what a dispatch did not write |
 //! | `store.rs` | the kernels in a folder, and which of them computes a job |
 //! | `transport.rs` | the way to an NPU: kernels go in once, then dispatches, with arrays that are copied or shared |
 //! | `shim.h`, `shim.cpp` | a C interface to what XRT has in C++ alone; a shared object of its own (`make npu-shim`) |
@@ -18,6 +19,7 @@ pub mod abi;
 pub mod container;
 pub mod contract;
 pub mod error;
+pub mod marks;
 pub mod shim;
 pub mod store;
 pub mod tile;

@@ -26,6 +26,7 @@ use rustix::process::{Resource, getrlimit};
 use super::abi::{self, Functions};
 use super::contract::{Bucket, Job, Layout, Shape};
 use super::error::{NpuCode, NpuError};
+use super::marks;
 use super::transport::{KernelFiles, NpuFacts, NpuTransport, SHARED_ALIGN};
 
 /// The file's name, in the folder of the build and where it is installed.
@@ -101,6 +102,13 @@ impl Buffer {
         assert_eq!(bytes.len(), self.bytes);
         // SAFETY: the shim mapped so many bytes, which no slice of this program overlaps; no command is under way.
         unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), self.mapped, self.bytes) }
+    }
+
+    fn write_word(&mut self, offset: u64, word: u32) {
+        let offset = usize::try_from(offset).expect("it is mapped");
+        assert!(offset.checked_add(size_of_val(&word)).is_some_and(|end| end <= self.bytes));
+        // SAFETY: as in `write`, and the word lies within the bytes.
+        unsafe { self.mapped.add(offset).cast::<u32>().write_unaligned(word) }
     }
 
     fn read(&self, bytes: &mut [u8]) {
@@ -245,10 +253,12 @@ impl NpuTransport for Shim {
             arrays[n].write(input);
             sync(functions, &arrays[n].bo, abi::TO_DEVICE)?;
         }
+        marks::put(job, |at, word| arrays[OUTPUT].write_word(at, word));
+        sync(functions, &arrays[OUTPUT].bo, abi::TO_DEVICE)?;
         run(functions, program, job, arrays.each_ref().map(|array| &array.bo), deadline)?;
         sync(functions, &arrays[OUTPUT].bo, abi::FROM_DEVICE)?;
         arrays[OUTPUT].read(output);
-        Ok(())
+        marks::check(job, |at| bytemuck::pod_read_unaligned(&output[at as usize..][..4]))
     }
 
     fn attend_shared(

@@ -53,7 +53,8 @@ pub trait NpuTransport: Send {
 
     /// One dispatch. Copies the arrays and the parameters into the buffers, syncs, runs, waits for `deadline` at most,
     /// syncs back, and copies O to `output`. The arrays have the bytes of the job's layout exactly: bo0 to bo2, and bo3
-    /// for `output`. `Ok` means that the command completed. The kernel's first such dispatch makes its bo0 to bo3.
+    /// for `output`. `Ok` means that the command completed, and wrote O ([`marks`](super::marks)). The kernel's first such
+    /// dispatch makes its bo0 to bo3.
     ///
     /// After an error with [`Timeout`](super::error::NpuCode::Timeout), every later call gives an error too.
     // The arrays of a dispatch are what it takes; a struct of them would be made and taken apart beside each call.
@@ -70,7 +71,8 @@ pub trait NpuTransport: Send {
     ) -> Result<(), NpuError>;
 
     /// A dispatch as [`attend`](NpuTransport::attend), whose arrays lie in the shared buffers from these bytes on, and
-    /// whose output is written there. Each offset is a multiple of [`SHARED_ALIGN`].
+    /// whose output is written there. Each offset is a multiple of [`SHARED_ALIGN`]. `Ok` means that the command completed;
+    /// whether it wrote O is for the caller to see, who has the buffers mapped.
     fn attend_shared(
         &mut self,
         kernel: usize,

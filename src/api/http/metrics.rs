@@ -243,7 +243,7 @@ fn of_engine(out: &mut Exposition<'_>, server: &Server) {
 
 /// The counts are 0 where no NPU is wanted, so that queries find them.
 fn of_npu(out: &mut Exposition<'_>, npu: Option<&NpuNow>) {
-    const REASONS: [&str; 3] = ["npu-timeout", "npu-command-state", "npu-process"];
+    const REASONS: [&str; 4] = ["npu-timeout", "npu-command-state", "npu-no-output", "npu-process"];
     let heads = npu.filter(|npu| npu.in_use).map_or(0, |npu| npu.kv_heads);
     let help = "KV heads of each layer whose attention of prompts the NPU computes now.";
     out.family("unicorn_npu_kv_heads", "gauge", help).sample(&[], heads);

@@ -15,6 +15,7 @@ use crate::model::child_process::{Connection, ConnectionError};
 use crate::model::offload::{AttentionUnit, OffloadError, OffloadJob, OffloadRoom, not_shared};
 use crate::npu::contract::{Bucket, Job, Layout, RowRange, Shape};
 use crate::npu::error::{NpuCode, NpuError};
+use crate::npu::marks;
 use crate::npu::tile::{Inputs, Reference};
 use crate::npu::transport::NpuFacts;
 
@@ -46,8 +47,11 @@ pub struct NpuProcess {
     kernels: Vec<(usize, Shape, Bucket)>,
     /// The longest time of a job.
     deadline: Duration,
-    /// Whether the child reads and writes the device's buffers. If not, the arrays go through the file.
-    shared: bool,
+    /// The device's buffer with the outputs, where the child reads and writes the device's buffers. If it does not, the
+    /// arrays go through the file.
+    shared: Option<Buffer>,
+    /// What was begun, and is not finished.
+    under_way: Option<Plan>,
 }
 
 /// How a job runs: the kernel's index, the parameters of each dispatch, and how many there are.
@@ -56,6 +60,31 @@ struct Plan {
     kernel: usize,
     job: Job,
     dispatches: u32,
+}
+
+impl Plan {
+    /// Marks the outputs of the dispatches in memory that the child writes.
+    fn mark(&self, outputs: &Buffer) {
+        for first in self.outputs() {
+            marks::put(&self.job, |at, word| outputs.write(first + at, &[word]));
+        }
+    }
+
+    /// Whether the dispatches wrote their outputs.
+    fn check_marks(&self, outputs: &Buffer) -> Result<(), NpuError> {
+        let word = |at: u64| {
+            let mut word = [0];
+            outputs.read(at, &mut word);
+            word[0]
+        };
+        self.outputs().try_for_each(|first| marks::check(&self.job, |at| word(first + at)))
+    }
+
+    /// The first byte of each dispatch's output.
+    fn outputs(&self) -> impl Iterator<Item = u64> + use<> {
+        let bytes = self.job.layout().bytes()[3];
+        (0..u64::from(self.dispatches)).map(move |dispatch| dispatch * bytes)
+    }
 }
 
 impl NpuProcess {
@@ -122,7 +151,15 @@ impl NpuProcess {
                 ),
             ));
         }
-        Ok(NpuProcess { connection, arrays, facts, kernels: fitting, deadline, shared: false })
+        Ok(NpuProcess {
+            connection,
+            arrays,
+            facts,
+            kernels: fitting,
+            deadline,
+            shared: None,
+            under_way: None,
+        })
     }
 
     /// What answers.
@@ -135,8 +172,8 @@ impl NpuProcess {
         self.connection.id()
     }
 
-    /// Has the NPU prove that each kernel computes attention of random numbers within the bound of its arithmetic. The
-    /// outputs are poisoned before. Returns the number of kernels.
+    /// Has the NPU prove that each kernel computes attention of random numbers within the bound of its arithmetic.
+    /// Returns the number of kernels.
     pub fn self_test(&mut self) -> Result<usize, NpuError> {
         for index in 0..self.kernels.len() {
             self.test(index, None)?;
@@ -163,12 +200,13 @@ impl NpuProcess {
             Some(buffers) => {
                 let poison = bytemuck::cast_slice(&output);
                 arrays.into_iter().chain([poison]).zip(buffers).for_each(|(bytes, to)| to.write(0, bytes));
+                plan.mark(buffers[3]);
                 self.send(&plan, None)?;
                 self.receive(None)?;
+                plan.check_marks(buffers[3]).inspect_err(|_| self.connection.give_up())?;
                 buffers[3].read(0, &mut output);
             }
             None => {
-                self.write(3, bytemuck::cast_slice(&output))?;
                 self.send(&plan, Some(arrays))?;
                 self.receive(Some(bytemuck::cast_slice_mut(&mut output)))?;
             }
@@ -298,7 +336,7 @@ impl AttentionUnit for NpuProcess {
         self.connection.send(&request).map_err(NpuError::from)?;
         self.connection.send_files(&descriptors).map_err(NpuError::from)?;
         self.receive(None)?;
-        self.shared = true;
+        self.shared = Some(buffers[3].slice(0, buffers[3].size()));
         // What passed through the NPU's own buffers is tested again here: caches of two devices are between now.
         for index in 0..self.kernels.len() {
             let (_, shape, bucket) = self.kernels[index];
@@ -312,13 +350,20 @@ impl AttentionUnit for NpuProcess {
     }
 
     fn begin(&mut self, job: &OffloadJob, inputs: Option<[&[u8]; 3]>) -> Result<(), OffloadError> {
-        assert_eq!(inputs.is_none(), self.shared, "where the inputs lie");
+        assert_eq!(inputs.is_none(), self.shared.is_some(), "where the inputs lie");
         let plan = self.plan(job).expect("a job that has room");
-        Ok(self.send(&plan, inputs)?)
+        // In memory of its own, the child's transport does the same.
+        self.shared.iter().for_each(|outputs| plan.mark(outputs));
+        self.send(&plan, inputs)?;
+        self.under_way = Some(plan);
+        Ok(())
     }
 
     fn finish(&mut self, output: Option<&mut [u8]>) -> Result<(), OffloadError> {
-        Ok(self.receive(output)?)
+        let plan = self.under_way.take().expect("a job was begun");
+        self.receive(output)?;
+        let written = self.shared.as_ref().map_or(Ok(()), |outputs| plan.check_marks(outputs));
+        Ok(written.inspect_err(|_| self.connection.give_up())?)
     }
 }
 

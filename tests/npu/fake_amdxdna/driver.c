@@ -337,7 +337,10 @@ static int execute(struct exec_cmd *call) {
     call->sequence = sequence++;
     if (faulty("silence"))
         return 0;
-    uint32_t state = faulty("timeout") ? STATE_TIMEOUT : faulty("error") ? STATE_ERROR : compute(call, &arguments);
+    uint32_t state = faulty("timeout") ? STATE_TIMEOUT
+                     : faulty("error") ? STATE_ERROR
+                     : faulty("idle")  ? STATE_COMPLETED
+                                       : compute(call, &arguments);
     packet[0] = (packet[0] & ~0xfu) | state;
     return 0;
 }
