@@ -325,6 +325,8 @@ impl StepLoop {
                 self.held = Some(step);
                 break;
             }
+            // They run before they no longer wait: nobody finds them nowhere.
+            self.publish();
             for share in &step.shares {
                 // Readers may have left while the step was held back.
                 let Some(answer) = self.answers.get_mut(&share.id) else { continue };
@@ -427,7 +429,9 @@ impl StepLoop {
             }
         }
         if !told {
-            self.remove(sequence).fail(EngineError::SlowReader);
+            let answer = self.remove(sequence);
+            self.publish();
+            answer.fail(EngineError::SlowReader);
         }
     }
 
@@ -436,19 +440,17 @@ impl StepLoop {
     pub(super) fn end(mut self) {
         self.shared.draining.store(true, Ordering::Release);
         let error = self.shared.why_ended();
-        for (id, answer) in self.answers.drain() {
-            answer.fail(error.clone());
-            // After a panic the scheduler may be in the middle of a change.
-            if !matches!(error, EngineError::Bug(_)) {
-                self.scheduler.remove(id);
-            }
+        // After a panic the scheduler may be in the middle of a change.
+        if !matches!(error, EngineError::Bug(_)) {
+            self.answers.keys().for_each(|id| self.scheduler.remove(*id));
         }
+        self.publish();
+        self.answers.drain().for_each(|(_, answer)| answer.fail(error.clone()));
         while let Ok(message) = self.messages.try_recv() {
             if let Message::Submit(submitted) = message {
                 submitted.answers.into_iter().for_each(|answer| answer.fail(error.clone()));
             }
         }
-        self.publish();
         let Self { runner, messages, .. } = self;
         // Dropping the inbox fails the requests that arrived since then, and refuses later ones, with the same error.
         drop(messages);
