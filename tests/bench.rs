@@ -339,8 +339,8 @@ fn a_server_that_hangs_is_given_up() {
         std::thread::sleep(HANG);
         Say(&["late"])
     });
-    let args = ["--concurrency", "1", "--requests", "1", "--timeout-s", "1"];
-    assert_error(server.command(&args), 1, &["no whole answer within 1 s", "--timeout-s"]);
+    let args = ["--concurrency", "1", "--requests", "1", "--timeout-s", "5"];
+    assert_error(server.command(&args), 1, &["no whole answer within 5 s", "--timeout-s"]);
     assert_eq!(hanging.load(Ordering::Relaxed), 1, "it is not asked again");
 }
 

@@ -495,7 +495,7 @@ async fn a_crowd_makes_idle_connections_give_way() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_client_that_answers_no_ping_loses_its_connection_and_its_answer() {
-    let connections = Connections { write_timeout: Duration::from_secs(1), ..PATIENT };
+    let connections = Connections { write_timeout: Duration::from_secs(3), ..PATIENT };
     let serving = Serving::start(endless(), connections).await;
     serving.app.control.allow(12);
     let mut honest = Client::connect(&serving).await;
@@ -555,7 +555,7 @@ async fn a_stream_that_is_not_read_is_given_up_alone() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_stream_that_is_read_slowly_is_not_given_up() {
-    let connections = Connections { write_timeout: Duration::from_millis(500), ..PATIENT };
+    let connections = Connections { write_timeout: Duration::from_secs(2), ..PATIENT };
     let serving = Serving::start(endless(), connections).await;
     let mut client = Client::over(socket(&serving), builder().initial_window_size(600)).await;
     let response = in_time(client.post(CHAT, &long_stream("Hi", 40)).await).await.expect("begun");

@@ -11,7 +11,7 @@ use crate::support::app::{
     shows_its_prompt,
 };
 use crate::support::fake_runner::says;
-use crate::support::http::{assert_all_free, events_of, post_to, send, send_json};
+use crate::support::http::{assert_all_free, events_of, post_to, send, send_json, until};
 use crate::support::json::with;
 use crate::support::tokenizers::tokenizer;
 use crate::support::tools::{self, ROME, babbling, now, roll, weather};
@@ -616,21 +616,16 @@ async fn a_full_queue_is_an_overloaded_server() {
     let app = app_that_says("ok");
     app.control.allow(0);
     // One request runs, and the queue holds two.
-    let mut refused = None;
     let mut waiting = Vec::new();
-    for _ in 0..200 {
+    for n in 0..3 {
         let router = app.router.clone();
-        let mut request =
-            tokio::spawn(async move { send_json(&router, post_to(PATH, ask("Hi").to_string())).await });
-        match tokio::time::timeout(std::time::Duration::from_millis(50), &mut request).await {
-            Ok(answer) => {
-                refused = Some(answer.unwrap());
-                break;
-            }
-            Err(_) => waiting.push(request),
-        }
+        waiting.push(tokio::spawn(
+            async move { send_json(&router, post_to(PATH, ask("Hi").to_string())).await },
+        ));
+        let is_taken = |seen: &Value| seen["requests"]["running"] == 1 && seen["requests"]["waiting"] == n;
+        until(&app, "it is taken", is_taken, || {}).await;
     }
-    let (status, headers, body) = refused.expect("the queue is bounded");
+    let (status, headers, body) = send_json(&app.router, post_to(PATH, ask("Hi").to_string())).await;
     assert_eq!((status.as_u16(), &body["error"]["type"]), (529, &json!("overloaded_error")), "{body}");
     assert!(headers.contains_key("retry-after"));
     app.control.release();

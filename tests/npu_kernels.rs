@@ -318,12 +318,12 @@ fn until(so: impl Fn() -> bool) -> bool {
 #[test]
 fn a_tool_that_hangs_is_ended_with_what_it_started() {
     let machine = Machine::new();
-    let mut command = machine.build(&["--rows", "256", "--tool-limit-s", "2"]);
+    let mut command = machine.build(&["--rows", "256", "--tool-limit-s", "15"]);
     command.env("STAND_IN_HANG", "aiecc.py");
     let (code, _, stderr) = output(command);
     assert_eq!(code, 1);
     let error = stderr.lines().last().unwrap();
-    assert!(error.starts_with("error: aiecc.py: not done after 2 s, and ended; --tool-limit-s"), "{error}");
+    assert!(error.starts_with("error: aiecc.py: not done after 15 s, and ended; --tool-limit-s"), "{error}");
     assert_child_ended(&machine);
 }
 

@@ -334,7 +334,7 @@ fn a_server_says_what_its_npu_does() {
     let completed = npu["completed"].as_u64().expect("a number");
     assert!(completed >= 6 && npu["waited_s"].as_f64() > Some(0.0), "six layers at least: {npu}");
     assert_eq!(server.metric("unicorn_npu_completed_total"), completed as f64);
-    assert_eq!(server.metric("unicorn_npu_kv_heads"), 1.0);
+    assert_eq!(server.metric_of_device("unicorn_npu_kv_heads"), 1.0);
     assert_eq!(server.metric("unicorn_npu_fallback_total{model_name=\"a/b\",reason=\"npu-timeout\""), 0.0);
 }
 
@@ -347,7 +347,7 @@ fn a_server_answers_though_its_npu_hangs_amid_a_prompt() {
     assert_eq!((&npu["in_use"], &npu["fallbacks"]), (&json!(false), &json!({"npu-timeout": 1})), "{npu}");
     assert!(npu["reason"].as_str().expect("a reason").starts_with("npu-timeout"), "{npu}");
     assert_eq!(server.metric("unicorn_npu_fallback_total{model_name=\"a/b\",reason=\"npu-timeout\""), 1.0);
-    assert_eq!(server.metric("unicorn_npu_kv_heads"), 0.0);
+    assert_eq!(server.metric_of_device("unicorn_npu_kv_heads"), 0.0);
     assert_eq!(server.metric("unicorn_device_losses_total"), 0.0);
     assert_eq!(ask(&server, 2).0, 200);
     server.signal("TERM");

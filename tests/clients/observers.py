@@ -5,9 +5,8 @@ The manifest for Kubernetes is held to itself as well: what refers to something 
 
 import json
 import re
-import urllib.request
 
-from server import ANSWER_SECONDS, ROOT, post
+from server import ROOT, get, post, scrape
 
 try:
     import promql_parser as promql
@@ -114,8 +113,7 @@ def scraped(server):
     """What /metrics says behind an answer and a refusal: a sample with a reason is there once the reason was."""
     for body, status in [({"prompt": "Hello", "max_tokens": 2}, 200), ({"prompt": "Hello", "model": "none"}, 404)]:
         assert post(server.url + "/v1/completions", body)[0] == status
-    with urllib.request.urlopen(server.url + "/metrics", timeout=ANSWER_SECONDS) as answer:
-        return Metrics(answer.read().decode())
+    return Metrics(scrape(server))
 
 
 def complaints(queries, metrics):
@@ -249,8 +247,7 @@ def the_pods_are_started_as_the_server_takes_it(server):
     for probe, wanted in [("startupProbe", "/health"), ("readinessProbe", "/health"), ("livenessProbe", "/live")]:
         path = container[probe]["httpGet"]["path"]
         assert path == wanted, probe
-        with urllib.request.urlopen(server.url + path, timeout=ANSWER_SECONDS) as answer:
-            assert answer.status == 200, path
+        assert get(server.url + path)[0] == 200, path
 
 
 # --- the page, and the check itself ---------------------------------------------------------------------

@@ -27,8 +27,14 @@ def free_port():
 
 def children(process):
     """The ids of a process's children."""
-    tasks = Path(f"/proc/{process}/task").iterdir()
-    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    while True:
+        try:
+            tasks = list(Path(f"/proc/{process}/task").iterdir())
+            return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+        except (FileNotFoundError, ProcessLookupError):
+            # A thread ended meanwhile. Its children are another thread's now.
+            if not is_running(process):
+                raise
 
 
 def is_running(process):
@@ -117,6 +123,20 @@ def send(request):
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
+
+
+def scrape(server):
+    """What /metrics says, as text, while the process with the model answers: on a busy machine it may be late, and then a
+    scrape goes without what only that process knows."""
+    deadline = time.monotonic() + ANSWER_SECONDS
+    while time.monotonic() < deadline:
+        with urllib.request.urlopen(server.url + "/metrics", timeout=ANSWER_SECONDS) as answer:
+            assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4"), answer.headers
+            text = answer.read().decode()
+        if "\nunicorn_gpu_dispatches_total{" in text:
+            return text
+        time.sleep(0.05)
+    raise AssertionError(f"the process with the model has not answered for {ANSWER_SECONDS} s")
 
 
 def model_id(server):

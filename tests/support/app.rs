@@ -32,7 +32,7 @@ pub const DEFAULTS: SamplingOptions = SamplingOptions {
 /// Bounds of the server, short enough for a test to reach them.
 pub const OPTIONS: Options = Options {
     max_body_bytes: 64 << 10,
-    body_stall: Duration::from_millis(200),
+    body_stall: Duration::from_secs(2),
     body_grace: Duration::from_secs(10),
     turn_timeout: Duration::from_secs(150),
     wrong_key_pause: Duration::ZERO,
@@ -40,7 +40,7 @@ pub const OPTIONS: Options = Options {
     stored_response_bytes: 1 << 20,
     share_prefixes: None,
     keep_alive: Duration::from_millis(20),
-    device_timeout: Duration::from_millis(500),
+    device_timeout: Duration::from_secs(3),
     lost_log_lines: || 0,
 };
 

@@ -4,7 +4,7 @@ use std::io::{PipeReader, PipeWriter, Read, Write};
 use std::net::TcpStream;
 use std::path::Path;
 use std::process::{Child, Command};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use serde_json::json;
 use tempfile::TempDir;
@@ -145,11 +145,28 @@ impl Daemon {
 
     /// A number that `/metrics` has.
     pub fn metric(&self, name: &str) -> f64 {
-        let (status, text) = self.exchange("GET", "/metrics", &[], "");
-        assert_eq!(status, 200, "{text}");
-        let line =
-            text.lines().find(|line| line.starts_with(name)).unwrap_or_else(|| panic!("{name}: {text}"));
-        line.rsplit(' ').next().and_then(|value| value.parse().ok()).expect(line)
+        self.metric_beside(name, name)
+    }
+
+    /// A number that `/metrics` has while the process with the model answers.
+    pub fn metric_of_device(&self, name: &str) -> f64 {
+        self.metric_beside(name, "unicorn_gpu_dispatches_total")
+    }
+
+    /// A number of a scrape that has `other`, too. On a busy machine the device process may be late with what it knows, and
+    /// then a scrape goes without.
+    fn metric_beside(&self, name: &str, other: &str) -> f64 {
+        let since = Instant::now();
+        loop {
+            let (status, text) = self.exchange("GET", "/metrics", &[], "");
+            assert_eq!(status, 200, "{text}");
+            let find = |name: &str| text.lines().find(|line| line.starts_with(name));
+            if let (Some(line), Some(_)) = (find(name), find(other)) {
+                return line.rsplit(' ').next().and_then(|value| value.parse().ok()).expect(line);
+            }
+            assert!(since.elapsed() < HANG, "{name} beside {other}: {text}");
+            std::thread::sleep(Duration::from_millis(50));
+        }
     }
 }
 

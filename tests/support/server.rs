@@ -18,12 +18,12 @@ use unicorn::api::{
 use super::app::App;
 use super::fake_runner::HANG;
 
-/// So short that a test sees them pass, and longer than this machine takes to answer.
+/// So short that a test sees them pass, and longer than a busy machine lets a thread wait.
 pub const CONNECTIONS: Connections = Connections {
     most: 64,
-    head_timeout: Duration::from_millis(500),
-    idle_timeout: Duration::from_millis(700),
-    write_timeout: Duration::from_millis(500),
+    head_timeout: Duration::from_millis(2000),
+    idle_timeout: Duration::from_millis(2500),
+    write_timeout: Duration::from_millis(2000),
     tls: None,
 };
 

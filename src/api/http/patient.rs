@@ -267,14 +267,14 @@ mod tests {
         let patience = Patience {
             head_timeout: Duration::from_secs(60),
             idle_timeout: Duration::from_secs(60),
-            write_timeout: Duration::from_millis(200),
+            write_timeout: Duration::from_secs(2),
         };
         let (ours, mut theirs) = tokio::io::duplex(8);
         let mut stream = Patient::new(ours, Arc::default(), watch::channel(false).1, patience);
         let reader = async {
             let mut little = [0; 8];
             for _ in 0..10 {
-                tokio::time::sleep(Duration::from_millis(40)).await;
+                tokio::time::sleep(Duration::from_millis(400)).await;
                 theirs.read_exact(&mut little).await.unwrap();
             }
         };
