@@ -110,7 +110,9 @@ impl Answer {
 
     /// Ends the answer with an error. If the channel has no room for the event, the reader finds the error in `failure`
     /// once it has read the other events.
-    pub(super) fn fail(self, error: EngineError) {
+    pub(super) fn fail(mut self, error: EngineError) {
+        // Whoever is told does not wait any longer.
+        self.permit = None;
         let _ = self.failure.set(error.clone());
         let _ = self.send(Event::Failed(error));
     }

@@ -231,8 +231,10 @@ impl EngineHandle {
     }
 
     pub fn stats(&self) -> Stats {
+        // What waits is read first: a request is published as running before it no longer waits.
+        let waiting = self.shared.waiting.load(Ordering::Acquire);
         let stats = *self.shared.stats.lock().expect("nothing panics under this lock");
-        Stats { waiting: self.shared.waiting.load(Ordering::Acquire), ..stats }
+        Stats { waiting, ..stats }
     }
 
     pub fn signs(&self) -> Signs {

@@ -325,7 +325,7 @@ impl StepLoop {
                 self.held = Some(step);
                 break;
             }
-            // They run before they no longer wait: nobody finds them nowhere.
+            // It is published that they run before they no longer wait: a reader finds them in one of the two.
             self.publish();
             for share in &step.shares {
                 // Readers may have left while the step was held back.
