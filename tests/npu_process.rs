@@ -180,8 +180,8 @@ fn the_self_test_finds_an_npu_that_computes_wrong() {
         assert_eq!(error.code, NpuCode::SelfTest, "{fault}: {error}");
         assert!(error.message.contains("computes wrong"), "{error}");
     }
-    // The buffer of the outputs has those of the first two dispatches.
-    let error = start("run:3=poison", PATIENT).expect("the double").self_test().expect_err("no output");
+    // The buffer has the output of this kernel's first run.
+    let error = start("run:4=poison", PATIENT).expect("the double").self_test().expect_err("no output");
     assert!(error.code == NpuCode::NoOutput && error.message.contains("32 of 32 blocks"), "{error}");
 }
 
@@ -259,6 +259,37 @@ fn an_npu_that_cannot_share_memory_or_fails_with_it_has_its_code() {
     ] {
         let fallbacks = attached(&format!("run:{}={fault}", SELF_TEST + 9));
         assert_eq!(fallbacks, Ok(vec![(code.to_owned(), 1)]), "{fault}");
+    }
+}
+
+/// Kernels for one KV head compute two in two dispatches, whose outputs lie behind one another.
+#[test]
+fn each_dispatch_of_a_job_writes_its_output_or_the_job_fails() {
+    let kernels = tempfile::tempdir().expect("a folder");
+    for entry in std::fs::read_dir(demo_kernels()).expect("kernels").flatten() {
+        if entry.file_name().to_string_lossy().contains("-g1.") {
+            std::fs::copy(entry.path(), kernels.path().join(entry.file_name())).expect("a copy");
+        }
+    }
+    let mut models = [false, true].map(|shared| load(&demo::folder(), &options_with(shared)));
+    let (tokens, jobs) = question(&models[0]);
+    let in_one = {
+        attach(&mut models[0], start("", PATIENT).expect("the double"), 2, OffloadPolicy::Require);
+        all_logits(&mut models[0], tokens)
+    };
+    for model in &mut models {
+        let mut counts = |faults: &str| {
+            let npu = start_with(&double(), kernels.path(), faults, PATIENT).expect("the double");
+            attach(model, npu, 2, OffloadPolicy::Auto);
+            (all_logits(model, tokens) == in_one, model.offload_counts().expect("a unit"))
+        };
+        let (is_equal, sound) = counts("");
+        assert!(is_equal && sound.dispatches == jobs, "{sound:?}");
+        // The first or the second dispatch of a job; where memory is shared, three runs of a self-test come first.
+        for run in [6, 7] {
+            let (_, failed) = counts(&format!("run:{run}=poison"));
+            assert_eq!(failed.fallbacks, [("npu-no-output".to_owned(), 1)], "run {run}: {failed:?}");
+        }
     }
 }
 

@@ -73,7 +73,7 @@ mod tests {
             without[mark] = output[mark];
             assert!(check(&without).is_err_and(|error| error.message.contains("1 of 12 blocks")));
         }
-        // A number that is none is a number: it may be the model's.
+        // Another NaN is an output: the model may have computed it.
         assert_eq!(check(&vec![f32::NAN; output.len()]), Ok(()));
     }
 }

@@ -260,6 +260,14 @@ impl NpuProcess {
         Ok(self.connection.send(&Request::Attend(attend))?)
     }
 
+    /// After an error the process may take long to end, and does not keep the device's memory meanwhile.
+    fn checked(&mut self, result: Result<(), NpuError>) -> Result<(), OffloadError> {
+        if result.is_err() {
+            self.shared = None;
+        }
+        Ok(result?)
+    }
+
     /// Waits for the end of what was asked for, and reads the output of a job that has one in the file.
     fn receive(&mut self, output: Option<&mut [u8]>) -> Result<(), NpuError> {
         // The child keeps the deadline. This patience is for a child that does not.
@@ -270,7 +278,7 @@ impl NpuProcess {
     }
 }
 
-/// Whether every row of a job has an output: what was not written is still no number.
+/// Whether every row of a job has an output: in shared memory, what was not written is still NaN.
 fn finite_rows(job: &Job, output: &[f32]) -> bool {
     let (groups, heads) = (job.bucket().groups(), job.heads_per_group());
     let all = (0..groups).flat_map(|group| (0..heads).map(move |head| (group, head)));
@@ -336,7 +344,7 @@ impl AttentionUnit for NpuProcess {
         self.connection.send(&request).map_err(NpuError::from)?;
         self.connection.send_files(&descriptors).map_err(NpuError::from)?;
         self.receive(None)?;
-        self.shared = Some(buffers[3].slice(0, buffers[3].size()));
+        self.shared = Some(buffers[3].clone());
         // What passed through the NPU's own buffers is tested again here: caches of two devices are between now.
         for index in 0..self.kernels.len() {
             let (_, shape, bucket) = self.kernels[index];
@@ -354,16 +362,19 @@ impl AttentionUnit for NpuProcess {
         let plan = self.plan(job).expect("a job that has room");
         // In memory of its own, the child's transport does the same.
         self.shared.iter().for_each(|outputs| plan.mark(outputs));
-        self.send(&plan, inputs)?;
+        let sent = self.send(&plan, inputs);
         self.under_way = Some(plan);
-        Ok(())
+        self.checked(sent)
     }
 
     fn finish(&mut self, output: Option<&mut [u8]>) -> Result<(), OffloadError> {
         let plan = self.under_way.take().expect("a job was begun");
-        self.receive(output)?;
-        let written = self.shared.as_ref().map_or(Ok(()), |outputs| plan.check_marks(outputs));
-        Ok(written.inspect_err(|_| self.connection.give_up())?)
+        let received = self.receive(output);
+        let written = received.and_then(|()| match &self.shared {
+            Some(outputs) => plan.check_marks(outputs).inspect_err(|_| self.connection.give_up()),
+            None => Ok(()),
+        });
+        self.checked(written)
     }
 }
 

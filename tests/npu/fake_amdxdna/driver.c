@@ -15,6 +15,7 @@
 //                       silence  commands never end
 //                       timeout  commands end in the state TIMEOUT, as after the driver's own reset
 //                       error    commands end in the state ERROR
+//                       idle     commands end in the state COMPLETED, and nothing was computed
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
