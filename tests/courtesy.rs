@@ -143,15 +143,15 @@ fn a_server_is_courteous_while_a_session_is_active() {
     becomes(&server, &status(0.5, false));
     let expected = text(&server);
     assert_eq!(server.metric("unicorn_courtesy_share"), 1.0);
-    assert_eq!(server.metric("unicorn_courtesy_held_seconds_total"), 0.0);
-    assert!(server.metric("unicorn_gpu_busy_seconds_total") > 0.0);
+    assert_eq!(server.metric_of_device("unicorn_courtesy_held_seconds_total"), 0.0);
+    assert!(server.metric_of_device("unicorn_gpu_busy_seconds_total") > 0.0);
 
     run.session("active");
     server.wait_for_line("somebody works at this machine: at most 0.5 of the GPU's time");
     becomes(&server, &status(0.5, true));
     assert_eq!(server.metric("unicorn_courtesy_share"), 0.5);
     assert_eq!(text(&server), expected, "the same answer");
-    let held = server.metric("unicorn_courtesy_held_seconds_total");
+    let held = server.metric_of_device("unicorn_courtesy_held_seconds_total");
     assert!(held > 0.0);
     assert_eq!(server.exchange("GET", "/health", &[], "").0, 200);
 
@@ -163,9 +163,13 @@ fn a_server_is_courteous_while_a_session_is_active() {
     run.session("closing");
     server.wait_for_line("nobody works at this machine");
     becomes(&server, &status(0.25, false));
-    let held = server.metric("unicorn_courtesy_held_seconds_total");
+    let held = server.metric_of_device("unicorn_courtesy_held_seconds_total");
     assert_eq!(text(&server), expected, "the same answer");
-    assert_eq!(server.metric("unicorn_courtesy_held_seconds_total"), held, "no submit is held back");
+    assert_eq!(
+        server.metric_of_device("unicorn_courtesy_held_seconds_total"),
+        held,
+        "no submit is held back"
+    );
 
     // Without a bound nothing is told.
     configure("1");

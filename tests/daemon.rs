@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use serde_json::Value;
 
-use crate::support::daemon::Daemon;
+use crate::support::daemon::{Daemon, number_of};
 use crate::support::energy::{WATTS, constant_power, no_power};
 use crate::support::fake_runner::HANG;
 use crate::support::program::{assert_error, unicorn};
@@ -42,7 +42,7 @@ fn answers_and_metrics_tell_the_energy_of_a_machine_that_tells_it() {
     let machine = constant_power();
     let mut server = Daemon::start(&["--root", machine.path().to_str().expect("UTF-8")]);
     assert!(server.log.iter().any(|line| line.contains("energy   by amdgpu")), "{:#?}", server.log);
-    let counted = server.metric(COUNTER);
+    let counted = number_of(COUNTER, &server.scrape_with(COUNTER));
     let since = Instant::now();
     let (status, body) = server.ask(&[], false);
     let most = WATTS * since.elapsed().as_secs_f64();
@@ -56,7 +56,7 @@ fn answers_and_metrics_tell_the_energy_of_a_machine_that_tells_it() {
     assert!((number("joules_per_token") * number("predicted_n") - joules).abs() < 1e-9, "{body}");
     let (_, stream) = server.ask(&[], true);
     assert_eq!(stream.matches("\"prompt_joules\":").count(), 1, "the last chunk has it: {stream}");
-    while server.metric(COUNTER) == counted {
+    while number_of(COUNTER, &server.scrape_with(COUNTER)) == counted {
         assert!(since.elapsed() < HANG, "no reading comes");
     }
     server.signal("TERM");

@@ -145,29 +145,39 @@ impl Daemon {
 
     /// A number that `/metrics` has.
     pub fn metric(&self, name: &str) -> f64 {
-        self.metric_beside(name, name)
+        number_of(name, &self.scrape())
     }
 
-    /// A number that `/metrics` has while the process with the model answers.
+    /// A number that `/metrics` has from the process with the model, which may be late on a busy machine.
     pub fn metric_of_device(&self, name: &str) -> f64 {
-        self.metric_beside(name, "unicorn_gpu_dispatches_total")
+        number_of(name, &self.scrape_with("unicorn_gpu_dispatches_total"))
     }
 
-    /// A number of a scrape that has `other`, too. On a busy machine the device process may be late with what it knows, and
-    /// then a scrape goes without.
-    fn metric_beside(&self, name: &str, other: &str) -> f64 {
+    /// The first scrape with this metric, which waits for another process, or for a reading.
+    pub fn scrape_with(&self, metric: &str) -> String {
         let since = Instant::now();
         loop {
-            let (status, text) = self.exchange("GET", "/metrics", &[], "");
-            assert_eq!(status, 200, "{text}");
-            let find = |name: &str| text.lines().find(|line| line.starts_with(name));
-            if let (Some(line), Some(_)) = (find(name), find(other)) {
-                return line.rsplit(' ').next().and_then(|value| value.parse().ok()).expect(line);
+            let text = self.scrape();
+            if text.lines().any(|line| line.starts_with(metric)) {
+                return text;
             }
-            assert!(since.elapsed() < HANG, "{name} beside {other}: {text}");
+            assert!(since.elapsed() < HANG, "never {metric}: {text}");
             std::thread::sleep(Duration::from_millis(50));
         }
     }
+
+    fn scrape(&self) -> String {
+        let (status, text) = self.exchange("GET", "/metrics", &[], "");
+        assert_eq!(status, 200, "{text}");
+        text
+    }
+}
+
+/// A metric's number in a scrape.
+pub fn number_of(name: &str, scrape: &str) -> f64 {
+    let line = scrape.lines().find(|line| line.starts_with(name));
+    let line = line.unwrap_or_else(|| panic!("{name}: {scrape}"));
+    line.rsplit(' ').next().and_then(|value| value.parse().ok()).expect(line)
 }
 
 impl Drop for Daemon {
