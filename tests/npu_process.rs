@@ -6,7 +6,7 @@
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use unicorn::model::gemma3::Gemma3;
@@ -18,8 +18,9 @@ use unicorn::npu::error::{NpuCode, NpuError};
 
 use crate::support::daemon::Daemon;
 use crate::support::demo;
+use crate::support::fake_runner::HANG;
 use crate::support::goldens::{all_logits, load, max_difference};
-use crate::support::npu::{demo_kernels, double};
+use crate::support::npu::{demo_kernels, demo_kernels_with, double};
 use crate::support::program::{binary, output, unicorn_on_software};
 
 /// The demo model's heads, and the most keys of a job.
@@ -265,12 +266,7 @@ fn an_npu_that_cannot_share_memory_or_fails_with_it_has_its_code() {
 /// Kernels for one KV head compute two in two dispatches, whose outputs lie behind one another.
 #[test]
 fn each_dispatch_of_a_job_writes_its_output_or_the_job_fails() {
-    let kernels = tempfile::tempdir().expect("a folder");
-    for entry in std::fs::read_dir(demo_kernels()).expect("kernels").flatten() {
-        if entry.file_name().to_string_lossy().contains("-g1.") {
-            std::fs::copy(entry.path(), kernels.path().join(entry.file_name())).expect("a copy");
-        }
-    }
+    let kernels = demo_kernels_with("-g1.");
     let mut models = [false, true].map(|shared| load(&demo::folder(), &options_with(shared)));
     let (tokens, jobs) = question(&models[0]);
     let in_one = {
@@ -324,14 +320,15 @@ fn ask(server: &Daemon, n: u32) -> (u16, Value) {
 
 /// What the server says of its NPU, from a device process that answers: on a busy machine it may be late.
 fn status(server: &Daemon) -> Value {
-    for _ in 0..600 {
+    let since = Instant::now();
+    loop {
         let npu = status_now(server);
         if !is_silent(&npu) {
             return npu;
         }
-        std::thread::sleep(Duration::from_millis(100));
+        assert!(since.elapsed() < HANG, "the device process never answers: {npu}");
+        std::thread::sleep(Duration::from_millis(50));
     }
-    panic!("the device process never answers: {:#?}", server.log);
 }
 
 fn status_now(server: &Daemon) -> Value {
@@ -516,12 +513,7 @@ fn a_share_that_is_never_computed_is_refused() {
     let folder = demo::folder();
     let model = ["--model", folder.to_str().expect("UTF-8"), "--allow-software-vulkan", "--npu", "require"];
     // Only the kernels that walk over all keys, of which they have 512: the chunks of the trial see more.
-    let kernels = tempfile::tempdir().expect("a folder");
-    for entry in std::fs::read_dir(demo_kernels()).expect("kernels").flatten() {
-        if entry.file_name().to_string_lossy().contains("-w0-") {
-            std::fs::copy(entry.path(), kernels.path().join(entry.file_name())).expect("a copy");
-        }
-    }
+    let kernels = demo_kernels_with("-w0-");
     for kv_heads in ["0", "1"] {
         let mut command = unicorn_on_software(&[&["generate", "--prompt", "Hello"][..], &model].concat());
         with_double(&mut command);

@@ -381,6 +381,12 @@ impl Job {
         self.bucket
     }
 
+    /// All query heads, each as its group and its place there.
+    pub fn heads(&self) -> impl Iterator<Item = (u32, u32)> + use<> {
+        let heads = self.heads_per_group;
+        (0..self.bucket.groups).flat_map(move |group| (0..heads).map(move |head| (group, head)))
+    }
+
     /// Real rows; the bucket's others are read by nobody.
     pub fn rows(&self) -> u32 {
         self.rows

@@ -32,9 +32,8 @@ pub fn check(job: &Job, mut read: impl FnMut(u64) -> u32) -> Result<(), NpuError
 
 /// The first bytes of the blocks in the job's output that have a row of the job. A core writes one block at a time.
 fn blocks(job: &Job) -> impl Iterator<Item = u64> {
-    let (layout, heads, rows, tile) = (job.layout(), job.heads_per_group(), job.rows(), job.tile());
-    let all = (0..job.bucket().groups()).flat_map(move |group| (0..heads).map(move |head| (group, head)));
-    all.flat_map(move |(group, head)| {
+    let (layout, rows, tile) = (job.layout(), job.rows(), job.tile());
+    job.heads().flat_map(move |(group, head)| {
         (0..rows).step_by(tile as usize).map(move |row| layout.output(group, head, row))
     })
 }

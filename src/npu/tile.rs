@@ -109,7 +109,7 @@ pub fn attend(job: &Job, inputs: &Inputs<bf16>) -> Vec<f32> {
 fn attend_where(job: &Job, inputs: &Inputs<bf16>, sees: impl Fn(u32, u32) -> bool + Copy) -> Vec<f32> {
     let (width, tile) = (job.head_dim() as usize, job.tile());
     let mut output = vec![0.0; inputs.queries.len()];
-    for (group, head) in heads(job) {
+    for (group, head) in job.heads() {
         for first_row in (0..job.rows()).step_by(tile as usize) {
             let at = row_at(job, group, head, first_row);
             let span = at..at + tile as usize * width;
@@ -125,11 +125,6 @@ fn attend_where(job: &Job, inputs: &Inputs<bf16>, sees: impl Fn(u32, u32) -> boo
         output[beyond].fill(0.0);
     }
     output
-}
-
-fn heads(job: &Job) -> impl Iterator<Item = (u32, u32)> {
-    let heads = job.heads_per_group();
-    (0..job.bucket().groups()).flat_map(move |group| (0..heads).map(move |head| (group, head)))
 }
 
 /// The index of a row's first number in Q and in O.
@@ -274,7 +269,7 @@ impl Reference {
         let width = job.head_dim() as usize;
         let mut values = vec![0.0; inputs.queries.len()];
         let mut bounds = vec![f64::INFINITY; values.len()];
-        for (group, head) in heads(job) {
+        for (group, head) in job.heads() {
             for row in (0..job.rows()).filter(|row| row % apart == 0 || row + 1 == job.rows()) {
                 let at = row_at(job, group, head, row);
                 let seen: Vec<usize> = (0..job.keys())

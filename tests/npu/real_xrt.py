@@ -374,7 +374,8 @@ CHECKS = [
     attention_comes_back_to_the_bit, the_calls_have_their_order, flags_and_banks_decide_where_buffers_lie, the_packet_has_its_words,
     low_memlock_is_named, held_columns_are_named, the_seventh_context_is_refused, a_closed_node_is_named,
     a_machine_without_an_npu_is_named, an_xrt_without_hw_context_is_named, a_command_that_never_ends_poisons_what_comes_after,
-    a_reset_of_the_driver_is_a_timeout, a_failed_command_is_no_timeout, a_command_that_wrote_nothing_has_not_computed, a_container_that_is_none_is_refused,
+    a_reset_of_the_driver_is_a_timeout, a_failed_command_is_no_timeout, a_command_that_wrote_nothing_has_not_computed,
+    a_container_that_is_none_is_refused,
     shared_memory_is_used_in_place, copies_go_on_beside_shared_memory, parts_of_shared_memory_are_synced,
     memory_that_cannot_be_imported_is_named, a_kernel_of_another_bank_is_refused, shared_memory_outlives_a_command_that_never_ends,
 ]

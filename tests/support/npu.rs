@@ -43,6 +43,17 @@ pub fn demo_kernels() -> &'static Path {
     folder.path()
 }
 
+/// The demo model's kernels with `part` in their names.
+pub fn demo_kernels_with(part: &str) -> TempDir {
+    let kernels = tempfile::tempdir().expect("a folder");
+    for entry in std::fs::read_dir(demo_kernels()).expect("kernels").flatten() {
+        if entry.file_name().to_string_lossy().contains(part) {
+            std::fs::copy(entry.path(), kernels.path().join(entry.file_name())).expect("a copy");
+        }
+    }
+    kernels
+}
+
 /// The shared object that stands in for the shim over XRT.
 pub fn double() -> PathBuf {
     example("npu_double")

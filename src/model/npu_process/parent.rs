@@ -200,15 +200,13 @@ impl NpuProcess {
             Some(buffers) => {
                 let poison = bytemuck::cast_slice(&output);
                 arrays.into_iter().chain([poison]).zip(buffers).for_each(|(bytes, to)| to.write(0, bytes));
-                plan.mark(buffers[3]);
-                self.send(&plan, None)?;
-                self.receive(None)?;
-                plan.check_marks(buffers[3]).inspect_err(|_| self.connection.give_up())?;
+                self.hand_over(plan, None)?;
+                self.take_back(None)?;
                 buffers[3].read(0, &mut output);
             }
             None => {
-                self.send(&plan, Some(arrays))?;
-                self.receive(Some(bytemuck::cast_slice_mut(&mut output)))?;
+                self.hand_over(plan, Some(arrays))?;
+                self.take_back(Some(bytemuck::cast_slice_mut(&mut output)))?;
             }
         }
         let is_finite = finite_rows(&job, &output);
@@ -260,12 +258,31 @@ impl NpuProcess {
         Ok(self.connection.send(&Request::Attend(attend))?)
     }
 
+    /// Sends a job. In shared memory its output is marked; in memory of its own, the child's transport does the same.
+    fn hand_over(&mut self, plan: Plan, inputs: Option<[&[u8]; 3]>) -> Result<(), NpuError> {
+        let shared = self.shared.as_ref().filter(|_| inputs.is_none());
+        shared.into_iter().for_each(|outputs| plan.mark(outputs));
+        self.under_way = Some(plan);
+        let sent = self.send(&plan, inputs);
+        self.checked(sent)
+    }
+
+    /// Waits for the job, and reads or checks its output.
+    fn take_back(&mut self, output: Option<&mut [u8]>) -> Result<(), NpuError> {
+        let plan = self.under_way.take().expect("a job was handed over");
+        let is_shared = output.is_none();
+        let written = self.receive(output).and_then(|()| match &self.shared {
+            Some(outputs) if is_shared => {
+                plan.check_marks(outputs).inspect_err(|_| self.connection.give_up())
+            }
+            _ => Ok(()),
+        });
+        self.checked(written)
+    }
+
     /// After an error the process may take long to end, and does not keep the device's memory meanwhile.
-    fn checked(&mut self, result: Result<(), NpuError>) -> Result<(), OffloadError> {
-        if result.is_err() {
-            self.shared = None;
-        }
-        Ok(result?)
+    fn checked(&mut self, result: Result<(), NpuError>) -> Result<(), NpuError> {
+        result.inspect_err(|_| self.shared = None)
     }
 
     /// Waits for the end of what was asked for, and reads the output of a job that has one in the file.
@@ -280,9 +297,7 @@ impl NpuProcess {
 
 /// Whether every row of a job has an output: in shared memory, what was not written is still NaN.
 fn finite_rows(job: &Job, output: &[f32]) -> bool {
-    let (groups, heads) = (job.bucket().groups(), job.heads_per_group());
-    let all = (0..groups).flat_map(|group| (0..heads).map(move |head| (group, head)));
-    all.into_iter().all(|(group, head)| {
+    job.heads().all(|(group, head)| {
         let at = |row: u32| (job.layout().output(group, head, row) / 4) as usize;
         output[at(0)..at(job.rows())].iter().all(|number| number.is_finite())
     })
@@ -360,21 +375,11 @@ impl AttentionUnit for NpuProcess {
     fn begin(&mut self, job: &OffloadJob, inputs: Option<[&[u8]; 3]>) -> Result<(), OffloadError> {
         assert_eq!(inputs.is_none(), self.shared.is_some(), "where the inputs lie");
         let plan = self.plan(job).expect("a job that has room");
-        // In memory of its own, the child's transport does the same.
-        self.shared.iter().for_each(|outputs| plan.mark(outputs));
-        let sent = self.send(&plan, inputs);
-        self.under_way = Some(plan);
-        self.checked(sent)
+        Ok(self.hand_over(plan, inputs)?)
     }
 
     fn finish(&mut self, output: Option<&mut [u8]>) -> Result<(), OffloadError> {
-        let plan = self.under_way.take().expect("a job was begun");
-        let received = self.receive(output);
-        let written = received.and_then(|()| match &self.shared {
-            Some(outputs) => plan.check_marks(outputs).inspect_err(|_| self.connection.give_up()),
-            None => Ok(()),
-        });
-        self.checked(written)
+        Ok(self.take_back(output)?)
     }
 }
 
