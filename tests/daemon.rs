@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use serde_json::Value;
 
+use crate::support::checkpoints::tiny_model;
 use crate::support::daemon::{Daemon, number_of};
 use crate::support::energy::{WATTS, constant_power, no_power};
 use crate::support::fake_runner::HANG;
@@ -34,6 +35,26 @@ fn serve_loads_answers_and_stops_on_sigterm() {
     assert_eq!(server.exit_code(), Some(0));
     let rest = server.rest_of_log();
     assert!(!rest.contains("ERROR") && rest.trim_end().ends_with("stopped"), "{rest}");
+}
+
+#[test]
+fn serve_with_a_draft_model_answers_as_without_it() {
+    const ACCEPTED: &str =
+        "unicorn_spec_decode_num_accepted_tokens_total{model_name=\"a/b\",guesser=\"draft_model\"}";
+    let content = |server: &Daemon| -> Value {
+        let (status, body) = server.ask(&[], false);
+        assert_eq!(status, 200, "{body}");
+        serde_json::from_str::<Value>(&body).expect("JSON")["choices"][0]["message"]["content"].clone()
+    };
+    let model = tiny_model();
+    let alone = content(&Daemon::start_model(model.path(), &[], |_| {}));
+    let draft = model.path().to_str().expect("UTF-8");
+    let mut server = Daemon::start_model(model.path(), &["--draft", draft], |_| {});
+    server.line("draft    ");
+    assert_eq!(content(&server), alone);
+    assert!(server.metric(ACCEPTED) > 0.0, "a model accepts what it drafts itself");
+    server.signal("TERM");
+    assert_eq!(server.exit_code(), Some(0), "{:#?}", server.log);
 }
 
 #[test]

@@ -66,17 +66,6 @@ pub struct HeldNames {
     links_out: BTreeMap<PathBuf, PathBuf>,
 }
 
-impl HeldNames {
-    /// How many files belong to the names.
-    pub fn len(&self) -> usize {
-        self.paths.len()
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.paths.is_empty()
-    }
-}
-
 #[derive(Debug, Serialize, Deserialize)]
 enum HeldSource {
     Folder(PathBuf),
@@ -350,15 +339,23 @@ impl ModelFiles {
         names: HeldNames,
         files: Vec<File>,
         embedded: &'static [(&'static str, &'static [u8])],
-    ) -> Self {
+    ) -> Result<Self, CheckpointError> {
         let HeldNames { name, source, elsewhere, paths, links_out } = names;
+        if files.len() != paths.len() {
+            let problem = format!(
+                "{} files came from the process that holds them; expected {}",
+                files.len(),
+                paths.len()
+            );
+            return Err(CheckpointError::file(name, problem));
+        }
         let source = match source {
             HeldSource::Folder(folder) => Source::Folder(folder),
             HeldSource::Gguf(parts) => Source::Gguf(parts),
             HeldSource::Embedded => Source::Embedded(embedded),
         };
         let held = Held::from_parts(paths, links_out, files);
-        Self { elsewhere, held: Some(Arc::new(held)), ..Self::new(name, source) }
+        Ok(Self { elsewhere, held: Some(Arc::new(held)), ..Self::new(name, source) })
     }
 
     /// Where a file is read: at its path, or at the file that was opened there.

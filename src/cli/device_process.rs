@@ -165,11 +165,11 @@ pub fn device_process(level: Level) -> Result<(), Error> {
 fn take(channel: &mut Channel, task: Task) -> std::io::Result<(Config, [Option<ModelFiles>; 2], Channel)> {
     let mut receive = |names: Option<HeldNames>| {
         let Some(names) = names else { return Ok(None) };
-        let files = channel.receive_files(names.len())?;
-        Ok::<_, std::io::Error>(Some(ModelFiles::from_parts(names, files, load::DEMO)))
+        let files = channel.receive_files()?;
+        ModelFiles::from_parts(names, files, load::DEMO).map(Some).map_err(std::io::Error::other)
     };
     let files = [receive(Some(task.model))?, receive(task.draft)?];
-    let observer = Channel::from_socket(channel.receive_files(1)?.remove(0).into())?;
+    let observer = Channel::from_socket(channel.receive_file()?.into())?;
     let config = Config::from_toml(&task.options).map_err(std::io::Error::other)?;
     Ok((config, files, observer))
 }

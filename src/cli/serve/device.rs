@@ -63,13 +63,14 @@ impl DeviceFactory {
         let mut connection = Connection::spawn(command, "GPU", cancelled).map_err(Error::Channel)?;
         let parts =
             |files: &ModelFiles| files.to_parts().expect("files that are held, of a disk or of this binary");
-        let (model, mut files): (HeldNames, Vec<Arc<File>>) = parts(&self.model);
-        let draft = self.draft.as_ref().map(parts);
-        let (draft, more) = draft.unzip();
-        files.extend(more.into_iter().flatten());
+        let (model, files): (HeldNames, Vec<Arc<File>>) = parts(&self.model);
+        let (draft, draft_files) = self.draft.as_ref().map(parts).unzip();
         let (options, vocab_size) = (self.options.clone(), self.vocab_size);
         connection.send(&Task { options, model, draft, vocab_size, npu: self.npu.clone() })?;
         connection.send_files(&files)?;
+        if let Some(files) = draft_files {
+            connection.send_files(&files)?;
+        }
         let (observer, socket) = Channel::new().map_err(Error::Channel)?;
         connection.send_files(&[socket])?;
         let facts = connection.receive::<Loaded>(None)?;

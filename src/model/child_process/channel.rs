@@ -43,9 +43,11 @@ pub struct Channel {
     buffer: Vec<u8>,
 }
 
-/// What the first byte of a packet says: the message follows, or its length does and it lies in a slot of the memory.
+/// The first byte of a packet. A message follows; or its length, and the message lies in a slot of the memory; or the
+/// number of files that are left to come, some of which are attached to the packet.
 const INLINE: u8 = 0;
 const IN_MEMORY: u8 = 1;
+const FILES: u8 = 2;
 
 impl Channel {
     /// The first end, and what the other process needs for the second: its socket.
@@ -65,8 +67,8 @@ impl Channel {
     }
 
     pub fn from_socket(socket: OwnedFd) -> io::Result<Self> {
-        let mut memory = receive_files(&socket, 1)?;
-        Ok(Self::over(socket, memory.remove(0), false))
+        let memory = receive_file(&socket)?;
+        Ok(Self::over(socket, memory, false))
     }
 
     fn over(socket: OwnedFd, memory: File, is_first: bool) -> Self {
@@ -89,20 +91,38 @@ impl Channel {
         Ok(u64::from_ne_bytes(bytes))
     }
 
-    /// Sends files, which [`Channel::receive_files`] takes.
+    /// Sends files, all of which one [`Channel::receive_files`] takes.
     pub fn send_files(&mut self, files: &[impl AsFd]) -> io::Result<()> {
-        for files in files.chunks(FILES_AT_ONCE) {
-            let files: Vec<_> = files.iter().map(AsFd::as_fd).collect();
+        let mut left = files;
+        loop {
+            let (now, later) = left.split_at(left.len().min(FILES_AT_ONCE));
+            let now: Vec<_> = now.iter().map(AsFd::as_fd).collect();
             let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FILES_AT_ONCE))];
             let mut control = SendAncillaryBuffer::new(&mut space);
-            assert!(control.push(SendAncillaryMessage::ScmRights(&files)), "there is room");
-            sendmsg(&self.socket, &[IoSlice::new(&[0])], &mut control, SendFlags::NOSIGNAL)?;
+            if !now.is_empty() {
+                assert!(control.push(SendAncillaryMessage::ScmRights(&now)), "there is room");
+            }
+            let count = u32::try_from(left.len()).expect("a process has fewer files open");
+            let [a, b, c, d] = count.to_ne_bytes();
+            let packet = [FILES, a, b, c, d];
+            retry_on_intr(|| {
+                sendmsg(&self.socket, &[IoSlice::new(&packet)], &mut control, SendFlags::NOSIGNAL)
+            })?;
+            left = later;
+            if left.is_empty() {
+                return Ok(());
+            }
         }
-        Ok(())
     }
 
-    pub fn receive_files(&mut self, count: usize) -> io::Result<Vec<File>> {
-        receive_files(&self.socket, count)
+    /// The files of one [`Channel::send_files`].
+    pub fn receive_files(&mut self) -> io::Result<Vec<File>> {
+        receive_files(&self.socket)
+    }
+
+    /// The file that was sent alone.
+    pub fn receive_file(&mut self) -> io::Result<File> {
+        receive_file(&self.socket)
     }
 
     /// Sends a message.
@@ -193,23 +213,46 @@ impl ProgressCounter {
     }
 }
 
-fn receive_files(socket: &OwnedFd, count: usize) -> io::Result<Vec<File>> {
-    let mut files: Vec<OwnedFd> = Vec::new();
-    while files.len() < count {
+/// Each packet says how many files are left to come, its own included. So what belongs to one send is known here, and
+/// files that the kernel dropped are missed: it drops those for which this process has no descriptor left.
+fn receive_files(socket: &OwnedFd) -> io::Result<Vec<File>> {
+    let mut files: Vec<File> = Vec::new();
+    loop {
+        let mut packet = [0; 5];
         let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FILES_AT_ONCE))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
-        let received =
-            recvmsg(socket, &mut [IoSliceMut::new(&mut [0])], &mut control, RecvFlags::CMSG_CLOEXEC)?;
-        if received.bytes == 0 {
-            return Err(ErrorKind::UnexpectedEof.into());
-        }
+        let mut into = [IoSliceMut::new(&mut packet)];
+        let received = retry_on_intr(|| recvmsg(socket, &mut into, &mut control, RecvFlags::CMSG_CLOEXEC))?;
+        let left = match (received.bytes, packet) {
+            (0, _) => return Err(ErrorKind::UnexpectedEof.into()),
+            (5, [FILES, a, b, c, d]) => u32::from_ne_bytes([a, b, c, d]) as usize,
+            _ => return Err(io::Error::other("a packet without files; expected files")),
+        };
+        let expected = left.min(FILES_AT_ONCE);
+        let before = files.len();
         for message in control.drain() {
             if let RecvAncillaryMessage::ScmRights(rights) = message {
-                files.extend(rights);
+                files.extend(rights.map(File::from));
             }
         }
+        let came = files.len() - before;
+        if came != expected {
+            return Err(io::Error::other(format!(
+                "{came} of {expected} files arrived: this process may not open more (`ulimit -n`)"
+            )));
+        }
+        if left == expected {
+            return Ok(files);
+        }
     }
-    Ok(files.into_iter().map(File::from).collect())
+}
+
+fn receive_file(socket: &OwnedFd) -> io::Result<File> {
+    let mut files = receive_files(socket)?;
+    match (files.pop(), files.len()) {
+        (Some(file), 0) => Ok(file),
+        (_, others) => Err(io::Error::other(format!("{others} files arrived besides the one expected"))),
+    }
 }
 
 #[cfg(test)]
@@ -288,13 +331,37 @@ mod tests {
         one.send_files(&files).unwrap();
         one.send(&"behind them").unwrap();
         drop(files);
-        let came = other.receive_files(FILES_AT_ONCE + 7).unwrap();
+        let came = other.receive_files().unwrap();
+        assert_eq!(came.len(), FILES_AT_ONCE + 7);
         for (i, mut file) in came.into_iter().enumerate() {
             let mut text = String::new();
             file.read_to_string(&mut text).unwrap();
             assert_eq!(text, i.to_string());
         }
         assert_eq!(other.receive::<String>().unwrap().as_deref(), Some("behind them"));
+    }
+
+    #[test]
+    fn each_send_of_files_is_received_alone() {
+        let (mut one, mut other) = pair();
+        let files = |n: usize| -> Vec<File> { (0..n).map(|_| tempfile::tempfile().unwrap()).collect() };
+        let counts = [3, 0, FILES_AT_ONCE, 1, FILES_AT_ONCE + 1];
+        for n in counts {
+            one.send_files(&files(n)).unwrap();
+        }
+        for n in counts {
+            assert_eq!(other.receive_files().unwrap().len(), n);
+        }
+        one.send_files(&files(1)).unwrap();
+        other.receive_file().unwrap();
+        for n in [0, 2] {
+            one.send_files(&files(n)).unwrap();
+            assert!(other.receive_file().is_err(), "{n} files are not one");
+        }
+        one.send_files(&files(1)).unwrap();
+        assert!(other.receive::<Vec<u8>>().is_err(), "files are no message");
+        one.send(&7u32).unwrap();
+        assert!(other.receive_files().is_err(), "a message is no file");
     }
 
     #[test]

@@ -30,7 +30,7 @@ pub fn serve(
     open: impl FnOnce(&Start) -> Result<Box<dyn NpuTransport>, NpuError>,
 ) -> io::Result<()> {
     let Some(start) = channel.receive::<Start>()? else { return Ok(()) };
-    let arrays = channel.receive_files(1)?.remove(0);
+    let arrays = channel.receive_file()?;
     let opened = open(&start).and_then(|transport| Ok((transport, Store::open(&start.kernels)?)));
     let (transport, store) = match opened {
         Ok(opened) => opened,
@@ -57,7 +57,7 @@ pub fn serve(
         let Some(request) = request? else { break };
         let done: Done = match request {
             Request::Share(bytes) => {
-                let files = channel.receive_files(bytes.len())?;
+                let files = channel.receive_files()?;
                 npu.share(files, bytes)
             }
             Request::Attend(mut attend) => {
@@ -86,8 +86,11 @@ struct Npu {
 
 impl Npu {
     fn share(&mut self, files: Vec<File>, bytes: [u64; 4]) -> Result<(), NpuError> {
-        let mut files = files.into_iter().map(OwnedFd::from);
-        let buffers = bytes.map(|bytes| (files.next().expect("as many as were waited for"), bytes));
+        let buffers: Vec<_> = files.into_iter().map(OwnedFd::from).zip(bytes).collect();
+        let buffers = <[_; 4]>::try_from(buffers).map_err(|buffers| {
+            let problem = format!("{} buffers to share; expected {}", buffers.len(), bytes.len());
+            NpuError::new(NpuCode::BadArgument, problem)
+        })?;
         self.contexts.transport.share(buffers)
     }
 
