@@ -220,3 +220,16 @@ async fn texts_become_tokens_and_tokens_texts() {
         assert_eq!((status, &value["error"]["param"]), (400, &json!(param)), "{body}: {value}");
     }
 }
+
+#[tokio::test]
+async fn a_finish_reason_comes_alone_in_a_stream() {
+    let (router, _) = router_that_says(SAYS);
+    // All of the text is held back until its end, as it may be the beginning of the stop text.
+    let fields = json!({"max_tokens": 100, "stop": format!("{SAYS}!"), "logprobs": 1});
+    let chunks = stream(&router, fields).await;
+    let choice = |i: usize| (&chunks[i]["choices"][0]["text"], &chunks[i]["choices"][0]["finish_reason"]);
+    let (last, n) = (chunks.len() - 1, chunks.len());
+    assert_eq!(choice(last), (&json!(""), &json!("stop")));
+    let before: String = chunks[..last].iter().filter_map(|c| c["choices"][0]["text"].as_str()).collect();
+    assert!(before == SAYS && (0..n - 1).all(|i| choice(i).1.is_null()), "{chunks:?}");
+}

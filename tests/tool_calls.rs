@@ -248,6 +248,63 @@ async fn a_call_is_a_tool_call_in_openais_shape_also_in_a_stream() {
     }
 }
 
+/// Several clients read only the first entry of a chunk's `tool_calls`, and stop at a finish reason without a look at
+/// what else is in that chunk: `openai` before 3.0, LlamaIndex, Home Assistant.
+#[tokio::test]
+async fn a_chunk_has_a_piece_of_one_call_and_a_finish_reason_comes_alone() {
+    let args = ["{\"city\": \"Rome\", \"unit\": \"c\"}", "{\"count\": 3}"];
+    let both = format!("[{ROME}, {{\"name\": \"roll\", \"parameters\": {}}}]", args[1]);
+    let limits = Limits { max_sequences: 2, max_draws: 2, ..limits() };
+    // The second request holds back all from inside the first call on, until the answer ends.
+    let held_back = format!("{}?", &both[both.find("Rome").expect("a city")..]);
+    for fields in [json!({}), json!({"stop": held_back}), json!({"logprobs": true, "return_token_ids": true})]
+    {
+        let script = says(&tokenizer().encode(&both, false).unwrap(), END_OF_TURN);
+        let mut scripts = [script, says(&tokenizer().encode("It is.", false).unwrap(), END_OF_TURN)];
+        let script: Script = Box::new(move |tokens, draw| scripts[draw.seed as usize - 7](tokens, draw));
+        let app = app_with(limits.clone(), OPTIONS, DEFAULTS, script);
+        let body = ask(with(fields, json!({"stream": true, "n": 2, "seed": 7})));
+        let (lines, _) = stream(&app, body.clone()).await;
+        let (mut calls, mut text, mut ends) = (Vec::<(u64, Value, String)>::new(), String::new(), Vec::new());
+        let (mut ids, mut scored) = (0, 0);
+        for chunk in parse(&lines) {
+            let [choice] = chunk["choices"].as_array().expect("a list").as_slice() else { panic!("{chunk}") };
+            let delta = &choice["delta"];
+            ids += choice["token_ids"].as_array().map_or(0, Vec::len);
+            scored += choice["logprobs"]["content"].as_array().map_or(0, Vec::len);
+            if !choice["finish_reason"].is_null() {
+                assert_eq!(delta, &json!({}), "{chunk}");
+                ends.push((choice["index"].clone(), choice["finish_reason"].clone()));
+                continue;
+            }
+            text.push_str(delta["content"].as_str().unwrap_or_default());
+            let Some(entries) = delta["tool_calls"].as_array() else { continue };
+            assert!(entries.len() == 1 && choice["index"] == 0, "{chunk}");
+            let (entry, function) = (&entries[0], &entries[0]["function"]);
+            let (index, more) = (entry["index"].as_u64().unwrap(), function["arguments"].as_str().unwrap());
+            match calls.last_mut() {
+                Some((last, _, arguments)) if *last == index => arguments.push_str(more),
+                _ => calls.push((index, function["name"].clone(), more.to_owned())),
+            }
+        }
+        let call = |index: u64, name: &str| (index, json!(name), args[index as usize].to_owned());
+        assert_eq!(calls, [call(0, "get_weather"), call(1, "roll")], "{body}");
+        ends.sort_by_key(|(index, _)| index.as_u64());
+        let wanted = [(json!(0), json!("tool_calls")), (json!(1), json!("stop"))];
+        assert_eq!((text.as_str(), ends.as_slice()), ("It is.", wanted.as_slice()), "{body}");
+        if body["logprobs"] == true {
+            let (_, whole) = complete(&app, with(body, json!({"stream": false}))).await;
+            let count = |name: &str| {
+                whole["choices"].as_array().unwrap().iter().map(|c| c[name].clone()).collect::<Vec<_>>()
+            };
+            let told: usize = count("token_ids").iter().map(|ids| ids.as_array().unwrap().len()).sum();
+            let judged: usize =
+                count("logprobs").iter().map(|found| found["content"].as_array().unwrap().len()).sum();
+            assert_eq!((ids, scored), (told, judged), "each token once");
+        }
+    }
+}
+
 #[tokio::test]
 async fn text_stays_text_and_is_not_held_to_anything() {
     for text in ["Yes, it is { warm }.", " \n\nWarm", "It is.", "½", "\"quoted\""] {

@@ -279,7 +279,7 @@ struct ChatChunkChoice {
     token_ids: Option<Vec<u32>>,
 }
 
-/// What a chunk adds: first the role, with `content` null; then text or pieces of tool calls. A chunk with a finish
+/// What a chunk adds: first the role, with `content` null; then text or a piece of one tool call. A chunk with a finish
 /// reason adds nothing, and so does a token that is no whole character yet.
 #[derive(Default, Serialize, ToSchema)]
 struct ChatDelta {
@@ -289,8 +289,10 @@ struct ChatDelta {
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<String>, required = false)]
     content: Option<Option<String>>,
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    tool_calls: Vec<ToolCallDelta>,
+    /// One piece at most: some clients read only the first entry of a chunk.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    tool_calls: Option<[ToolCallDelta; 1]>,
 }
 
 /// A piece of one tool call: first its id and name, then its arguments piece by piece.
@@ -338,6 +340,14 @@ impl ChatDelta {
     fn role() -> Self {
         Self { role: Some(Assistant::Assistant), content: Some(None), ..Self::default() }
     }
+
+    fn text(text: String) -> Self {
+        Self { content: Some(Some(text)), ..Self::default() }
+    }
+
+    fn call(call: CallPiece) -> Self {
+        Self { tool_calls: Some([call.into()]), ..Self::default() }
+    }
 }
 
 impl ChatChunkChoice {
@@ -364,8 +374,7 @@ impl ChatCompletionChunk {
 pub fn text_chunks(model: &str) -> impl Fn(&str) -> String {
     let reply = Reply::unasked(model);
     move |text| {
-        let delta = ChatDelta { content: Some(Some(text.to_owned())), ..ChatDelta::default() };
-        let choice = ChatChunkChoice::new(0, delta);
+        let choice = ChatChunkChoice::new(0, ChatDelta::text(text.to_owned()));
         json_text(&ChatCompletionChunk::new(&reply, vec![choice], Form::default()))
     }
 }
@@ -442,19 +451,21 @@ fn stream_chunks(
         }
         while let Some(piece) = answers.next().await {
             let Piece { choice: index, text, calls, id, logprobs, end, timings, .. } = piece?;
-            // A token may add neither text nor calls. Its log probabilities or its id come all the same.
             let mut token_ids = form.return_token_ids.then(|| Vec::from_iter(id));
             let has_id = token_ids.as_ref().is_some_and(|ids| !ids.is_empty()) && end.is_none();
-            if !text.is_empty() || !calls.is_empty() || logprobs.is_some() || has_id {
-                let delta = ChatDelta {
-                    role: None,
-                    content: (!text.is_empty()).then_some(Some(text)),
-                    tool_calls: calls.into_iter().map(ToolCallDelta::from).collect(),
-                };
+            let mut deltas: Vec<ChatDelta> = calls.into_iter().map(ChatDelta::call).collect();
+            if !text.is_empty() {
+                deltas.push(ChatDelta::text(text));
+            } else if deltas.is_empty() && (logprobs.is_some() || has_id) {
+                // A token may add neither text nor calls. Its log probabilities or its id come all the same.
+                deltas.push(ChatDelta::default());
+            }
+            let token = logprobs.map(|(id, logprobs)| TokenLogprob::new(&answers.service, id, &logprobs));
+            let mut token = token.map(|token| ChatLogprobs::new(vec![token]));
+            for delta in deltas {
                 let mut choice = ChatChunkChoice::new(index, delta);
-                let token = logprobs.map(|(id, logprobs)| TokenLogprob::new(&answers.service, id, &logprobs));
-                choice.logprobs = token.map(|token| ChatLogprobs::new(vec![token]));
-                choice.token_ids = token_ids.take();
+                choice.logprobs = token.take();
+                choice.token_ids = token_ids.as_mut().map(std::mem::take);
                 let mut next = chunk(&reply, choice);
                 (next.usage, next.timings) = form.progress(&timings);
                 yield json_text(&next);

@@ -404,17 +404,20 @@ fn stream_chunks(
         while let Some(piece) = answers.next().await {
             let piece = piece?;
             let (index, end) = (piece.choice, piece.end.map(|end| reason(&form, end)));
-            let progress = form.options.progress(&piece.timings);
+            let timings = piece.timings;
             builder.take(&service, piece);
-            if builder.is_empty(index) && end.is_none() {
-                continue;
+            if !builder.is_empty(index) {
+                let mut chunk = Completion::new(&reply, vec![builder.choice(index, None)]);
+                (chunk.usage, chunk.timings) = form.options.progress(&timings);
+                yield json_text(&chunk);
             }
-            let mut chunk = Completion::new(&reply, vec![builder.choice(index, end)]);
-            (chunk.usage, chunk.timings) = progress;
-            let Some(end) = end.filter(|_| answers.is_done()) else {
+            let Some(end) = end else { continue };
+            let mut chunk = Completion::new(&reply, vec![builder.choice(index, Some(end))]);
+            (chunk.usage, chunk.timings) = form.options.progress(&timings);
+            if !answers.is_done() {
                 yield json_text(&chunk);
                 continue;
-            };
+            }
             let (usage, timings) = finish(&reply, &answers, &form, end);
             if form.options.include_usage {
                 yield json_text(&chunk);
