@@ -35,6 +35,8 @@ VENV = ROOT / ".venv"
 CLIENTS = ROOT / "tests/clients"
 CLIENT_MODULES = ROOT / ".cache/clients/node"
 LITELLM = ROOT / ".cache/clients/litellm"
+LLAMA_INDEX = ROOT / ".cache/clients/llama-index"
+OPENAI_1 = ROOT / ".cache/clients/openai-1"
 LITELLM_PROXY = ROOT / ".cache/clients/litellm-proxy"
 LM_EVAL = ROOT / ".cache/clients/lm-eval"
 SCHEMATHESIS = ROOT / ".cache/clients/schemathesis"
@@ -252,6 +254,8 @@ def clients():
     python = python_with(CLIENTS / "requirements.txt", VENV) or sys.executable
     environment = {
         "LITELLM_PYTHON": python_with(CLIENTS / "requirements-litellm.txt", LITELLM) or "",
+        "LLAMA_INDEX_PYTHON": python_with(CLIENTS / "requirements-llama-index.txt", LLAMA_INDEX) or "",
+        "OPENAI_1_PYTHON": python_with(CLIENTS / "requirements-openai-1.txt", OPENAI_1) or "",
         "SCHEMATHESIS_PYTHON": python_with(CLIENTS / "requirements-schemathesis.txt", SCHEMATHESIS) or "",
         "NODE_PATH": "",
     }

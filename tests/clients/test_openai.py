@@ -3,8 +3,9 @@
 
 tools/test.py starts it with the interpreter of .venv. Alone: `.venv/bin/python tests/clients/test_openai.py`,
 after `cargo build`. Prints one line per test and at the end `clients: N passed, N failed, N skipped`. Where a client's
-package is not installed, its tests are skipped and the others run; so are those of litellm without LITELLM_PYTHON, an interpreter
-that has it, those of schemathesis without SCHEMATHESIS_PYTHON, and those of the openai package for Node.js without NODE_PATH, where that is.
+package is not installed, its tests are skipped and the others run. So are those of litellm, LlamaIndex, openai 1 and schemathesis
+without LITELLM_PYTHON, LLAMA_INDEX_PYTHON, OPENAI_1_PYTHON and SCHEMATHESIS_PYTHON, interpreters that have them, and those of the
+openai package for Node.js without NODE_PATH, where that is.
 """
 
 import concurrent.futures
@@ -730,11 +731,11 @@ def main():
                 for test in tests:
                     report.skip("client-packages", test.__name__)
             here = Path(__file__).parent
-            for needs, session, command in [
-                ("LITELLM_PYTHON", "litellm_client", [os.environ.get("LITELLM_PYTHON"), here / "session.py", "litellm_client", server.url]),
-                ("SCHEMATHESIS_PYTHON", "described", [os.environ.get("SCHEMATHESIS_PYTHON"), here / "session.py", "described", server.url]),
-                ("NODE_PATH", "openai_node", ["node", here / "openai_node.js", server.url]),
-            ]:
+            # Interpreters of environments of their own, and the sessions that run in them.
+            pythons = [("LITELLM_PYTHON", "litellm_client"), ("LLAMA_INDEX_PYTHON", "llama_index_client"),
+                       ("OPENAI_1_PYTHON", "older_openai"), ("SCHEMATHESIS_PYTHON", "described")]
+            sessions = [(needs, session, [os.environ.get(needs), here / "session.py", session, server.url]) for needs, session in pythons]
+            for needs, session, command in [*sessions, ("NODE_PATH", "openai_node", ["node", here / "openai_node.js", server.url])]:
                 if os.environ.get(needs):
                     report.relay(session, command)
                 else:
