@@ -1,5 +1,7 @@
 //! What requests may call the model: its id, its aliases, and any name where the configuration allows that.
 
+use axum::body::Body;
+use axum::http::Request;
 use serde_json::{Value, json};
 use unicorn::api::{AccessPolicy, ModelNames, Server};
 use unicorn::config::{Config, Layer};
@@ -60,7 +62,10 @@ async fn an_alias_is_answered_by_the_model_under_its_own_id() {
     for (path, body) in bodies("gpt-4") {
         let (status, _, answer) = send_json(&app.router, post_to(path, body.to_string())).await;
         assert_eq!(status, 404, "{path}: {answer}");
-        let message = format!("the model \"gpt-4\" does not exist; this server serves {MODEL:?}");
+        let message = format!(
+            "the model \"gpt-4\" does not exist; this server serves {MODEL:?}: ask for that, or allow yours with \
+             server.model_aliases or server.any_model_name"
+        );
         assert_eq!(answer["error"]["message"], json!(message), "{path}");
     }
     assert_eq!(ask(&app, "/v1/models/gpt-4").await.0, 404);
@@ -80,6 +85,41 @@ async fn any_name_will_do_where_that_is_allowed() {
         let (status, model) = ask(&app, &format!("/v1/models/{asked}")).await;
         assert_eq!((status, &model["id"]), (200, &json!(id)));
     }
+}
+
+#[tokio::test]
+async fn anthropics_clients_find_their_fields_in_the_list_and_their_errors() {
+    let app = app_called(&["claude-sonnet"], false);
+    let ask = async |path: &str| {
+        let request =
+            Request::get(path).header("anthropic-version", "2023-06-01").header("x-request-id", "abc");
+        let (status, headers, answer) = send_json(&app.router, request.body(Body::empty()).unwrap()).await;
+        assert_eq!(headers["request-id"], "abc", "{path}");
+        (status.as_u16(), answer)
+    };
+    let (status, list) = ask("/v1/models?limit=1").await;
+    assert_eq!(status, 200, "{list}");
+    let page = ["has_more", "first_id", "last_id"].map(|name| &list[name]);
+    assert_eq!(page, [&json!(false), &json!(MODEL), &json!("claude-sonnet")]);
+    let (_, one) = ask("/v1/models/claude-sonnet").await;
+    assert_eq!(one, list["data"][1]);
+    let fixed =
+        ["type", "display_name", "lifecycle", "max_input_tokens", "max_tokens"].map(|name| &one[name]);
+    let context = json!(limits().max_context);
+    assert_eq!(fixed, [&json!("model"), &json!(MODEL), &json!("active"), &context, &context]);
+    let time: jiff::Timestamp = one["created_at"].as_str().expect("text").parse().expect("RFC 3339");
+    assert_eq!(json!(time.as_second()), one["created"]);
+    for (path, status) in [("/v1/models/claude-opus", 404), ("/v1/files", 404), ("/v1/messages", 405)] {
+        let (got, answer) = ask(path).await;
+        let kind = if status == 404 { "not_found_error" } else { "invalid_request_error" };
+        let told = (got, &answer["type"], &answer["error"]["type"], &answer["request_id"]);
+        assert_eq!(told, (status, &json!("error"), &json!(kind), &json!("abc")), "{path}: {answer}");
+    }
+    let (_, answer) = ask("/v1/models/claude-opus").await;
+    assert!(
+        answer["error"]["message"].as_str().is_some_and(|m| m.contains("server.model_aliases")),
+        "{answer}"
+    );
 }
 
 #[test]

@@ -45,7 +45,10 @@ pub enum ApiError {
     /// The answer left its grammar while it was written.
     #[error("the answer could not be held to its grammar: {0}")]
     Grammar(String),
-    #[error("the model {asked:?} does not exist; this server serves {served:?}")]
+    #[error(
+        "the model {asked:?} does not exist; this server serves {served:?}: ask for that, or allow yours with \
+         server.model_aliases or server.any_model_name"
+    )]
     UnknownModel { asked: String, served: String },
     // The next three messages are OpenAI's.
     #[error("Response with id '{0}' not found.")]

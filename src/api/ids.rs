@@ -27,6 +27,11 @@ pub(in crate::api) fn unix_time_s() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs())
 }
 
+/// A Unix time as RFC 3339 writes it.
+pub(in crate::api) fn rfc3339(unix_time_s: u64) -> String {
+    jiff::Timestamp::from_second(unix_time_s as i64).unwrap_or_default().to_string()
+}
+
 /// An id that is unique to one reply.
 pub(in crate::api) fn new_id(prefix: &str) -> String {
     format!("{prefix}{:016x}{:016x}", random_u64(), random_u64())

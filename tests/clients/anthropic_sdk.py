@@ -1,5 +1,7 @@
 """What users of the official anthropic package see; test_openai.py runs these against its server."""
 
+import time
+
 from raised import raised
 from server import ANSWER_SECONDS
 from session import SCENARIO
@@ -25,6 +27,15 @@ def model_id(server):
 def create(server, **fields):
     fields = {"messages": FRANCE, "max_tokens": 48, **GREEDY, **fields}
     return sdk(server).messages.create(model=model_id(server), **fields)
+
+
+def anthropic_lists_and_retrieves_the_model(server):
+    (model,) = sdk(server).models.list(limit=1)  # which asks for further pages until there are none
+    assert (model.type, model.lifecycle, model.display_name) == ("model", "active", model.id) and model.max_input_tokens > 0, model
+    assert abs(model.created_at.timestamp() - time.time()) < 86400, model
+    assert sdk(server).models.retrieve(model.id) == model
+    error = raised(anthropic.NotFoundError, lambda: sdk(server).models.retrieve("claude-opus-4-5"))
+    assert error.type == "not_found_error" and "server.model_aliases" in error.api_message and error.request_id, error.body
 
 
 def anthropic_answers_paris(server):
@@ -185,7 +196,7 @@ def anthropic_errors_are_of_their_class(server):
 
 
 TESTS = [
-    anthropic_answers_paris, anthropic_streams_the_same_answer, anthropic_counts_the_tokens_of_a_prompt,
+    anthropic_lists_and_retrieves_the_model, anthropic_answers_paris, anthropic_streams_the_same_answer, anthropic_counts_the_tokens_of_a_prompt,
     anthropic_goes_on_from_what_it_is_given, anthropic_is_told_what_stopped_it, anthropic_parses_into_a_pydantic_model,
     anthropic_calls_a_tool_and_reads_its_result, anthropic_streams_the_same_calls, anthropic_runs_tools_by_itself,
     anthropic_obeys_the_tool_choice, anthropic_is_told_what_is_wrong_with_tools,

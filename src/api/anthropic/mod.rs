@@ -34,6 +34,8 @@ use crate::text::{CallPiece, whole_parameters};
 
 /// The header in which Anthropic's clients expect a request's id.
 const ANTHROPIC_REQUEST_ID: HeaderName = HeaderName::from_static("request-id");
+/// The header that every request of Anthropic's clients has.
+const ANTHROPIC_VERSION: HeaderName = HeaderName::from_static("anthropic-version");
 const TOOL_ID_PREFIX: &str = "toolu_";
 
 type MessageEvents = Events<MessageEvent>;
@@ -99,10 +101,11 @@ pub(in crate::api) async fn count_tokens(
 }
 
 /// Rewrites the errors of these routes, wherever they arose, in Anthropic's form, and adds the request's id in
-/// Anthropic's header.
+/// Anthropic's header. Anthropic's clients, which send [`ANTHROPIC_VERSION`], have both on every route.
 pub(in crate::api) async fn rewrite_errors(request: Request, next: Next) -> Response {
     let path = documented(request.uri().path());
-    if path != "/v1/messages" && !path.starts_with("/v1/messages/") {
+    let is_ours = path == "/v1/messages" || path.starts_with("/v1/messages/");
+    if !is_ours && !request.headers().contains_key(ANTHROPIC_VERSION) {
         return next.run(request).await;
     }
     let id = request.headers().get(REQUEST_ID).cloned().unwrap_or(HeaderValue::from_static(""));

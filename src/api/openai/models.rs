@@ -1,4 +1,4 @@
-//! `/v1/models`: the served model, with the fields of OpenAI, OpenRouter, vLLM and llama.cpp.
+//! `/v1/models`: the served model, with the fields of OpenAI, Anthropic, OpenRouter, vLLM and llama.cpp.
 
 use std::sync::Arc;
 
@@ -9,6 +9,7 @@ use serde::Serialize;
 use utoipa::ToSchema;
 
 use crate::api::error::{ApiError, ErrorBody};
+use crate::api::ids::rfc3339;
 use crate::api::openapi::AuthErrors;
 use crate::api::server::Server;
 use crate::engine::{EngineHandle, EngineState};
@@ -84,6 +85,12 @@ pub(in crate::api) struct ModelList {
     #[schema(inline)]
     object: List,
     data: Vec<Model>,
+    /// Anthropic's pages: there is one, which has all names.
+    has_more: bool,
+    #[schema(required)]
+    first_id: Option<String>,
+    #[schema(required)]
+    last_id: Option<String>,
 }
 
 #[derive(Serialize, ToSchema)]
@@ -98,21 +105,36 @@ pub(in crate::api) struct Model {
     id: String,
     #[schema(inline)]
     object: ModelObject,
+    /// Anthropic's name for `object`.
+    #[schema(inline)]
+    r#type: ModelObject,
+    /// The model's id, also where `id` is an alias.
+    display_name: String,
     /// When the server started: Unix time, in seconds.
     created: u64,
+    /// That time in RFC 3339, as Anthropic has it.
+    created_at: String,
+    #[schema(inline)]
+    lifecycle: Lifecycle,
     owned_by: &'static str,
     status: ModelStatus,
     architecture: Architecture,
     /// Parameters of chat completions, as OpenRouter's list of models names them.
     supported_parameters: [&'static str; SUPPORTED_PARAMETERS.len()],
-    /// The most tokens of prompt and answer together. The same number has three names: `max_model_len` (vLLM),
-    /// `context_length` (OpenRouter), and `n_ctx` in `meta` (llama.cpp).
+    /// The most tokens of prompt and answer together. The same number has several names: `max_model_len` (vLLM),
+    /// `context_length` (OpenRouter), `max_input_tokens` and `max_tokens` (Anthropic), and `n_ctx` in `meta` (llama.cpp).
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     max_model_len: Option<usize>,
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     context_length: Option<usize>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    max_input_tokens: Option<usize>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    max_tokens: Option<usize>,
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     meta: Option<ModelMeta>,
@@ -122,6 +144,13 @@ pub(in crate::api) struct Model {
 #[serde(rename_all = "lowercase")]
 enum ModelObject {
     Model,
+}
+
+/// Whether a model will be served for long, as Anthropic's list says it.
+#[derive(Serialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+enum Lifecycle {
+    Active,
 }
 
 /// The status of a model, as llama.cpp's server reports it for several models.
@@ -169,8 +198,9 @@ struct ModelMeta {
 
 impl ModelList {
     pub fn of(server: &Server) -> Self {
-        let data = server.model_names().map(|name| Model::of(server, name)).collect();
-        Self { object: List::List, data }
+        let data: Vec<Model> = server.model_names().map(|name| Model::of(server, name)).collect();
+        let [first_id, last_id] = [data.first(), data.last()].map(|model| Some(model?.id.clone()));
+        Self { object: List::List, data, has_more: false, first_id, last_id }
     }
 }
 
@@ -181,7 +211,11 @@ impl Model {
         Self {
             id: name.to_owned(),
             object: ModelObject::Model,
+            r#type: ModelObject::Model,
+            display_name: server.model_id.clone(),
             created: server.created,
+            created_at: rfc3339(server.created),
+            lifecycle: Lifecycle::Active,
             owned_by: env!("CARGO_PKG_NAME"),
             status: ModelStatus { value: Stage::of(server.engine()) },
             architecture: Architecture {
@@ -192,6 +226,8 @@ impl Model {
             supported_parameters: SUPPORTED_PARAMETERS,
             max_model_len: context,
             context_length: context,
+            max_input_tokens: context,
+            max_tokens: context,
             meta: limits.map(|limits| ModelMeta {
                 n_ctx: limits.max_context,
                 n_vocab: limits.vocab_size,
