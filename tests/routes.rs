@@ -9,27 +9,117 @@ use crate::support::app::{MODEL, app_behind, app_that_says};
 use crate::support::http::{chat, get, post_to, send, send_json};
 
 #[tokio::test]
-async fn an_unknown_path_names_the_route_that_is_near() {
+async fn an_unknown_path_says_what_to_ask_instead() {
     let app = app_that_says("Hello");
-    for (path, near) in [
-        ("/v1/v1/chat/completions", "; the nearest route is /v1/chat/completions"),
-        ("/v1/chat/completion", "; the nearest route is /v1/chat/completions"),
-        ("/v1/embeding", "; the nearest route is /v1/embeddings"),
-        ("/v1/models/", "; the nearest route is /v1/models"),
-        ("/openai/v1/responses", "; the nearest route is /v1/responses"),
-        ("/healthz", "; the nearest route is /health"),
-        ("/v1/messages/count_token", "; the nearest route is /v1/messages/count_tokens"),
-        ("/api/chat/completions", "; the nearest route is /chat/completions"),
-        ("/v1/nothing", ""),
-        ("/v1", ""),
+    let near = |route: &str| format!("the nearest route is {route}");
+    for (path, instead) in [
+        ("/v1/v1/chat/completions", near("/v1/chat/completions: the client's base URL has one /v1 too many")),
+        ("/v1//models", near("/v1/models: the client's base URL has one / too many")),
+        ("/v1/chat/completion", near("/v1/chat/completions")),
+        ("/v1/embeding", near("/v1/embeddings")),
+        ("/v1/models/", near("/v1/models")),
+        ("/openai/v1/responses", near("/v1/responses")),
+        ("/healthz", near("/health")),
+        ("/v1/messages/count_token", near("/v1/messages/count_tokens")),
+        ("/api/chat/completions", near("/chat/completions")),
+        ("/v1/nothing", "GET /openapi.json lists the routes".to_owned()),
     ] {
         for method in ["GET", "POST"] {
             let request = Request::builder().method(method).uri(path).body(Body::empty()).expect("sound");
             let (status, _, answer) = send_json(&app.router, request).await;
             assert_eq!(status, 404, "{path}: {answer}");
-            let message = format!("there is nothing at {path}{near}");
+            let message = format!("there is nothing at {path}; {instead}");
             assert_eq!(answer["error"]["message"], json!(message));
         }
+    }
+}
+
+/// Paths that clients of other servers ask, and what they are pointed to: a route, an option, or a command.
+const ELSEWHERE: [(&str, &str); 45] = [
+    ("/v1", "GET /v1/models"),
+    ("/v1/", "GET /v1/models"),
+    ("/api/chat", "POST /v1/chat/completions"),
+    ("/api/generate", "POST /v1/completions"),
+    ("/api/embed", "POST /v1/embeddings"),
+    ("/api/embeddings", "POST /v1/embeddings"),
+    ("/api/tags", "GET /v1/models"),
+    ("/api/show", "GET /v1/models"),
+    ("/api/ps", "GET /v1/models"),
+    ("/api/version", "GET /status"),
+    ("/api/pull", "`unicorn pull`"),
+    ("/api/blobs/sha256:0", "`unicorn pull`"),
+    ("/api/anything", "POST /v1/chat/completions"),
+    ("/props", "GET /v1/models"),
+    ("/slots", "GET /status"),
+    ("/slots/0", "GET /status"),
+    ("/completion", "POST /v1/completions"),
+    ("/infill", "POST /v1/completions"),
+    ("/apply-template", "POST /tokenize"),
+    ("/embedding", "POST /v1/embeddings"),
+    ("/rerank", "POST /v1/embeddings"),
+    ("/v1/rerank", "POST /v1/embeddings"),
+    ("/v2/rerank", "POST /v1/embeddings"),
+    ("/v1/score", "POST /v1/embeddings"),
+    ("/lora-adapters", "adapter"),
+    ("/v1/load_lora_adapter", "adapter"),
+    ("/version", "GET /status"),
+    ("/ping", "GET /health"),
+    ("/sleep", "engine.idle_unload_s"),
+    ("/reset_prefix_cache", "cache_salt"),
+    ("/v1/audio/transcriptions", "POST /v1/chat/completions"),
+    ("/v1/images/generations", "POST /v1/chat/completions"),
+    ("/v1/realtime", "POST /v1/chat/completions"),
+    ("/v1/moderations", "POST /v1/chat/completions"),
+    ("/v1/assistants", "POST /v1/responses"),
+    ("/v1/threads/t/runs", "POST /v1/responses"),
+    ("/v1/files", "POST /v1/chat/completions"),
+    ("/v1/vector_stores/v/search", "POST /v1/chat/completions"),
+    ("/v1/batches", "X-Unicorn-Priority"),
+    ("/v1/messages/batches", "X-Unicorn-Priority"),
+    ("/v1/fine_tuning/jobs", "`unicorn serve --model`"),
+    ("/v1/evals", "`unicorn serve --model`"),
+    ("/v1/engines", "GET /v1/models"),
+    ("/v1/edits", "POST /v1/chat/completions"),
+    ("/v1/complete", "POST /v1/messages"),
+];
+
+#[tokio::test]
+async fn paths_of_other_servers_say_what_this_one_has_in_their_place() {
+    let app = app_that_says("Hello");
+    let (_, _, document) = send_json(&app.router, get("/openapi.json")).await;
+    for (path, told) in ELSEWHERE {
+        let (status, _, answer) = send_json(&app.router, get(path)).await;
+        let message = answer["error"]["message"].as_str().unwrap_or_default();
+        assert!(status == 404 && message.contains(told) && message.len() < 250, "{path}: {answer}");
+        // What a sentence names is there.
+        for (named, [method, route]) in
+            message.split(' ').zip(message.split(' ').skip(1)).filter_map(|(a, b)| {
+                let route = b.trim_end_matches([',', ':', ';']);
+                ["GET", "POST"].contains(&a).then(|| (b, [a.to_lowercase(), route.to_owned()]))
+            })
+        {
+            assert!(document["paths"][&route][&method].is_object(), "{path}: {named} in {message}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_method_that_a_route_lacks_says_which_it_has() {
+    let app = app_that_says("Hello");
+    for (method, path, told, allow) in [
+        ("GET", "/v1/completions", "send POST", "POST"),
+        ("GET", "/v1/chat/completions", "send POST", "POST"),
+        ("GET", "/completions", "send POST", "POST"),
+        ("POST", "/v1/models", "send GET", "GET,HEAD"),
+        ("DELETE", "/v1/models/makers/tiny-gemma", "send GET", "GET,HEAD"),
+        ("PUT", "/v1/responses/resp_1", "send GET or DELETE", "GET,HEAD,DELETE"),
+        ("POST", "/", "send GET", "GET,HEAD"),
+    ] {
+        let request = Request::builder().method(method).uri(path).body(Body::empty()).expect("sound");
+        let (status, headers, answer) = send_json(&app.router, request).await;
+        let message = format!("{method} is not allowed at {path}: {told}");
+        assert_eq!((status.as_u16(), &answer["error"]["message"]), (405, &json!(message)));
+        assert_eq!(headers["allow"], allow, "{path}");
     }
 }
 

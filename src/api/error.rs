@@ -65,11 +65,12 @@ pub enum ApiError {
     BodyBroken,
     #[error("the body is encoded as {0:?}: send it as it is, without Content-Encoding")]
     BodyEncoded(String),
-    /// `near` is the route that was probably meant.
-    #[error("there is nothing at {path}{}", near.as_ref().map_or(String::new(), |near| format!("; the nearest route is {near}")))]
-    NoRoute { path: String, near: Option<String> },
-    #[error("{0} is not allowed at {1}")]
-    Method(String, String),
+    /// `instead` is what the client should do.
+    #[error("there is nothing at {path}; {instead}")]
+    NoRoute { path: String, instead: String },
+    /// `allowed` names the methods that the route has.
+    #[error("{method} is not allowed at {path}: send {allowed}")]
+    Method { method: String, path: String, allowed: String },
     #[error("this server asks for an API key: send one as `Authorization: Bearer KEY` or `x-api-key: KEY`")]
     NoKey,
     #[error("the API key is none of this server's")]
@@ -306,7 +307,7 @@ impl ApiError {
             Self::BodyBroken => request(bad, None, Some("body_incomplete")),
             Self::BodyEncoded(_) => request(StatusCode::UNSUPPORTED_MEDIA_TYPE, None, Some("body_encoded")),
             Self::NoRoute { .. } => request(StatusCode::NOT_FOUND, None, Some("not_found")),
-            Self::Method(..) => request(StatusCode::METHOD_NOT_ALLOWED, None, Some("method_not_allowed")),
+            Self::Method { .. } => request(StatusCode::METHOD_NOT_ALLOWED, None, Some("method_not_allowed")),
             Self::NoKey | Self::WrongKey => request(StatusCode::UNAUTHORIZED, None, Some("invalid_api_key")),
             Self::ForeignHost(_) => request(StatusCode::FORBIDDEN, None, Some("host_not_allowed")),
             Self::ForeignOrigin(_) => request(StatusCode::FORBIDDEN, None, Some("origin_not_allowed")),

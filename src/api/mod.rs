@@ -15,7 +15,7 @@
 //! | `openai`, `anthropic`, `llamacpp` | the wire formats: bodies in, answers out | name each other's handlers |
 //! | `openapi` | the API as a document | answer anything else |
 //! | `page` | the page at `/` | ask anybody but this server |
-//! | `paths` | routes without `/v1`, and the route that an unknown path is near to | know a handler |
+//! | `paths` | routes without `/v1`, and what to ask instead of an unknown path | know a handler |
 //!
 //! The [`AccessPolicy`] decides who may ask. It can be replaced while the server runs ([`Server::set_access`]).
 //!
@@ -63,7 +63,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
-use axum::extract::State;
+use axum::extract::{MatchedPath, State};
 use axum::http::{Method, Uri};
 use axum::middleware;
 use axum::routing::post;
@@ -87,9 +87,7 @@ fn around(routes: Router<Arc<Server>>, server: Arc<Server>) -> Router {
     routes
         .route_layer(middleware::from_fn(refuse_encoded))
         .fallback(no_route)
-        .method_not_allowed_fallback(async |method: Method, uri: Uri| {
-            ApiError::Method(method.to_string(), uri.path().to_owned())
-        })
+        .method_not_allowed_fallback(no_method)
         .with_state(Arc::clone(&server))
         .layer(middleware::from_fn_with_state(Arc::clone(&server), authenticate))
         .layer(middleware::from_fn(failures::catch))
@@ -101,10 +99,21 @@ fn around(routes: Router<Arc<Server>>, server: Arc<Server>) -> Router {
         .layer(middleware::from_fn_with_state(server, identify))
 }
 
-/// Says that a path is no route, and which route is near to it.
+/// Says that a path is no route, and what to ask instead.
 async fn no_route(State(server): State<Arc<Server>>, uri: Uri) -> ApiError {
-    let near = paths::nearest(uri.path(), server.documented_paths().chain(paths::WITHOUT_V1));
-    ApiError::NoRoute { path: uri.path().to_owned(), near: near.map(str::to_owned) }
+    let instead = paths::instead(uri.path(), server.documented_paths().chain(paths::WITHOUT_V1));
+    ApiError::NoRoute { path: uri.path().to_owned(), instead: instead.into_owned() }
+}
+
+/// Says which methods a route has. The router says the same in the header `Allow`.
+async fn no_method(
+    State(server): State<Arc<Server>>,
+    route: MatchedPath,
+    method: Method,
+    uri: Uri,
+) -> ApiError {
+    let allowed = server.methods_at(&paths::documented(route.as_str())).join(" or ");
+    ApiError::Method { method: method.to_string(), path: uri.path().to_owned(), allowed }
 }
 
 /// The routes of the API, with their entries for [`openapi`].

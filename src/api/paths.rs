@@ -1,4 +1,4 @@
-//! Paths beside those that the document names: routes without `/v1`, and the route that an unknown path is near to.
+//! Paths beside those that the document names: routes without `/v1`, and what to ask instead of a path that is no route.
 
 use std::borrow::Cow;
 
@@ -20,9 +20,129 @@ pub(in crate::api) fn documented(path: &str) -> Cow<'_, str> {
     if WITHOUT_V1.contains(&path) { format!("/v1{path}").into() } else { path.into() }
 }
 
+/// Routes of other servers and mistakes in base URLs, each with what to do here instead. A path that ends with `/*` stands
+/// for all paths below it. All but the first few are known with and without `/v1`.
+const ELSEWHERE: [(&[&str], &str); 28] = [
+    (&["/v1"], "this is a base URL: GET /v1/models names the model, and POST /v1/chat/completions asks it"),
+    // Ollama.
+    (&["/api/chat"], OLLAMAS),
+    (&["/api/generate"], "Ollama's API is not served: send POST /v1/completions, as to OpenAI"),
+    (
+        &["/api/embed", "/api/embeddings"],
+        "Ollama's API is not served: send POST /v1/embeddings, as to OpenAI",
+    ),
+    (
+        &["/api/tags", "/api/show", "/api/ps"],
+        "Ollama's API is not served: GET /v1/models describes the model",
+    ),
+    (&["/api/version"], "Ollama's API is not served: GET /status has the server's version"),
+    (
+        &["/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete", "/api/blobs/*"],
+        "the server keeps the model that it was started with: `unicorn pull` fetches another, and `unicorn serve --model` serves it",
+    ),
+    // llama.cpp.
+    (
+        &["/props"],
+        "GET /v1/models has the model's name and context, and GET /status what the server does and holds",
+    ),
+    (
+        &["/slots", "/slots/*"],
+        "answers share the cache by blocks, and there are no slots: GET /status has what runs",
+    ),
+    (&["/completion", "/generate", "/generate_stream"], "send POST /v1/completions, as to OpenAI"),
+    (
+        &["/infill"],
+        "the model was not trained to fill in between two texts: POST /v1/completions goes on with one",
+    ),
+    (
+        &["/apply-template"],
+        "POST /tokenize with messages has a conversation's tokens, and POST /detokenize their text",
+    ),
+    (&["/embedding"], "send POST /v1/embeddings, as to OpenAI"),
+    (
+        &["/rerank", "/reranking", "/score", "/classify", "/pooling", "/v2/rerank"],
+        "the model was not trained to judge texts: POST /v1/embeddings has vectors to compare",
+    ),
+    (
+        &["/lora-adapters", "/load_lora_adapter", "/unload_lora_adapter"],
+        "no adapters are served: merge the adapter into the checkpoint, and start the server with that",
+    ),
+    // vLLM and other servers.
+    (
+        &["/version", "/server_info", "/info", "/load"],
+        "GET /status has the server's version, and what it does and holds",
+    ),
+    (&["/ping"], "GET /live says whether the server runs, and GET /health whether it can answer"),
+    (
+        &["/sleep", "/wake_up", "/is_sleeping"],
+        "with engine.idle_unload_s the server unloads a model that nobody asks, and the next request loads it again",
+    ),
+    (
+        &["/reset_prefix_cache"],
+        "the prefix cache stays: a request with a cache_salt of its own starts without it",
+    ),
+    (&["/invocations"], "send POST /v1/chat/completions, as to OpenAI"),
+    // OpenAI and Anthropic.
+    (
+        &["/audio/*", "/images/*", "/videos", "/videos/*", "/realtime", "/realtime/*"],
+        "the model reads and writes text alone: POST /v1/chat/completions answers that",
+    ),
+    (
+        &["/moderations"],
+        "no model for moderation is served: POST /v1/chat/completions can ask this one for its opinion",
+    ),
+    (
+        &["/assistants", "/assistants/*", "/threads", "/threads/*", "/conversations", "/conversations/*"],
+        "POST /v1/responses keeps a conversation, which goes on from its previous_response_id",
+    ),
+    (
+        &["/files", "/files/*", "/uploads", "/uploads/*", "/vector_stores", "/vector_stores/*"],
+        "the server keeps no files: put their text into the messages of POST /v1/chat/completions",
+    ),
+    (
+        &["/batches", "/batches/*", "/messages/batches", "/messages/batches/*"],
+        "there are no batches: send the requests by themselves, with the header `X-Unicorn-Priority: background`",
+    ),
+    (
+        &["/fine_tuning/*", "/fine-tunes", "/evals", "/evals/*"],
+        "the server trains and judges no models: `unicorn serve --model` serves a checkpoint that was tuned elsewhere",
+    ),
+    (
+        &["/engines", "/engines/*", "/edits"],
+        "OpenAI has removed it: GET /v1/models and POST /v1/chat/completions replace it",
+    ),
+    (&["/complete"], "Anthropic has replaced it: send POST /v1/messages"),
+];
+
+/// What to do instead of a path of Ollama's that [`ELSEWHERE`] does not have.
+const OLLAMAS: &str = "Ollama's API is not served: send POST /v1/chat/completions, as to OpenAI";
+
+/// What whoever asked for `path`, which is none of `routes`, should do instead.
+pub(in crate::api) fn instead<'a>(path: &str, routes: impl Iterator<Item = &'a str>) -> Cow<'static, str> {
+    let asked = path.strip_suffix('/').unwrap_or(path);
+    let bare = asked.strip_prefix("/v1").filter(|bare| !bare.is_empty());
+    let is_asked = |known: &str| match known.strip_suffix('*') {
+        Some(above) => [Some(asked), bare].iter().flatten().any(|asked| asked.starts_with(above)),
+        None => asked == known || bare == Some(known),
+    };
+    if let Some((_, what)) = ELSEWHERE.iter().find(|(known, _)| known.iter().any(|known| is_asked(known))) {
+        return Cow::Borrowed(what);
+    }
+    let Some(near) = nearest(path, routes) else {
+        let is_ollamas = path.starts_with("/api/");
+        return Cow::Borrowed(if is_ollamas { OLLAMAS } else { "GET /openapi.json lists the routes" });
+    };
+    let base_url = match path {
+        _ if path.starts_with("/v1/v1/") => ": the client's base URL has one /v1 too many",
+        _ if path.contains("//") => ": the client's base URL has one / too many",
+        _ => "",
+    };
+    format!("the nearest route is {near}{base_url}").into()
+}
+
 /// The route that whoever asked for `path` probably meant. Either `path` differs from the route by a letter or two, or
 /// it has something before the route, as after a base URL that has `/v1` already.
-pub(in crate::api) fn nearest<'a>(path: &str, routes: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+fn nearest<'a>(path: &str, routes: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     const NEAR: usize = 2;
     let (mut inner, mut near): (Option<&str>, Option<(usize, &str)>) = (None, None);
     for route in routes {

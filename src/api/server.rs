@@ -179,6 +179,15 @@ impl Server {
         paths.map(String::as_str).filter(|path| !path.contains('{'))
     }
 
+    /// The methods of a route. The document does not have the page's files, which are there to be read.
+    pub(in crate::api) fn methods_at(&self, path: &str) -> Vec<&'static str> {
+        let Some(route) = self.document.get().and_then(|document| document.paths.paths.get(path)) else {
+            return vec!["GET"];
+        };
+        let has = [("GET", &route.get), ("POST", &route.post), ("DELETE", &route.delete)];
+        has.into_iter().filter(|(_, operation)| operation.is_some()).map(|(method, _)| method).collect()
+    }
+
     fn fit_queue(&self) {
         let queue = self.queue.load(Ordering::Relaxed);
         if let Some(engine) = self.engine().filter(|_| queue > 0) {
