@@ -23,7 +23,7 @@
 //! | 3 | [`model`] |
 //! | 2 | [`kernels`], [`quantize`] |
 //! | 1 | [`gpu`], `npu`, [`checkpoint`], [`text`], [`hub`] |
-//! | 0 | [`tensor`], [`config`] |
+//! | 0 | [`tensor`], [`config`], [`file`] |
 //!
 //! `npu` is there with the feature of its name, which is on by default.
 //!
@@ -36,6 +36,7 @@
 // In reading order: from the machine up to the request.
 pub mod tensor;
 pub mod config;
+pub mod file;
 pub mod gpu;
 #[cfg(feature = "npu")]
 pub mod npu;

@@ -1013,14 +1013,14 @@ fn links_and_strange_files_are_refused() {
     assert_eq!(
         problem_of(&directory),
         "model.safetensors.index.json: tensor a: names \"1.safetensors\", which cannot be used: 1.safetensors: is \
-         not a regular file"
+         not a regular file, but a folder"
     );
     // Opening a pipe would wait for ever.
     let pipe = root.join("pipe");
     fs::create_dir(&pipe).unwrap();
     let made = std::process::Command::new("mkfifo").arg(pipe.join("model.safetensors")).status().unwrap();
     assert!(made.success());
-    assert_eq!(problem_of(&pipe), "model.safetensors: is not a regular file");
+    assert_eq!(problem_of(&pipe), "model.safetensors: is not a regular file, but a pipe");
 
     let files = ModelFiles::open(&outside).unwrap();
     let big = outside.join("tokenizer.json");

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use rustls::pki_types::ServerName;
 use serde_json::json;
-use unicorn::api::{AccessPolicy, Connections, Tls};
+use unicorn::api::{AccessPolicy, Connections, Tls, TlsError};
 
 use crate::support::app::{MODEL, app_behind};
 use crate::support::fake_runner::HANG;
@@ -230,7 +230,10 @@ async fn a_renewed_certificate_is_shown_to_whoever_connects_then() {
         .await
     };
     assert!(proves(&first).await && !proves(&second).await);
-    let reload = || tls.reload(&folder.path().join("cert.pem"), &folder.path().join("key.pem"));
+    let reload = || -> Result<(), TlsError> {
+        tls.renew(&Tls::read(&folder.path().join("cert.pem"), &folder.path().join("key.pem"))?);
+        Ok(())
+    };
     // Half of the file is there. The server refuses it, and keeps its certificate.
     std::fs::copy(other.path().join("cert.pem"), folder.path().join("cert.pem")).expect("copied");
     assert!(reload().expect_err("not its key").to_string().contains("is not the key"));

@@ -199,6 +199,92 @@ fn sighup_reads_the_configuration_again_and_never_ends_the_server() {
     assert_eq!(server.exit_code(), Some(0));
 }
 
+/// Opening a pipe waits for a writer, and reading a device need not end. The server must do neither, whichever of its
+/// files such a thing has replaced.
+#[test]
+fn a_file_that_became_a_pipe_is_refused_at_sighup_and_the_next_reload_works() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let keys = folder.path().join("keys");
+    let (old, new) = ("sk-the-old-key-0123456789", "sk-the-new-key-0123456789");
+    std::fs::write(&keys, old).expect("written");
+    let text = format!("[server]\napi_key_file = {:?}", keys.to_str().expect("UTF-8"));
+    let path = configuration(folder.path(), &text);
+    let mut server = Daemon::start(&["--config", &path]);
+    let with = |server: &Daemon, key: &str| {
+        server.exchange("GET", "/v1/models", &[("authorization", &format!("Bearer {key}"))], "").0
+    };
+    let refused = |server: &mut Daemon, part: &str| {
+        server.signal("HUP");
+        let line = server.wait_for_line("stays what it was");
+        assert!(line.contains(part), "{line}");
+        assert_eq!(with(server, old), 200, "nothing has changed");
+    };
+    std::fs::remove_file(&keys).expect("removed");
+    pipe(&keys);
+    refused(&mut server, "keys: is not a regular file, but a pipe");
+    std::fs::remove_file(&path).expect("removed");
+    std::os::unix::fs::symlink("/dev/zero", &path).expect("linked");
+    refused(&mut server, "unicorn.toml: is not a regular file, but a device");
+
+    // The old key is revoked as soon as the files are in order again.
+    std::fs::remove_file(&keys).expect("removed");
+    std::fs::write(&keys, new).expect("written");
+    std::fs::remove_file(&path).expect("removed");
+    configuration(folder.path(), &text);
+    server.signal("HUP");
+    server.wait_for_line("read the configuration again");
+    assert_eq!((with(&server, old), with(&server, new)), (401, 200));
+    server.signal("TERM");
+    assert_eq!(server.exit_code(), Some(0));
+}
+
+/// A start reads the same files, and a cache that may be anything.
+#[test]
+fn a_start_waits_for_no_pipe() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let fifo = folder.path().join("pipe");
+    pipe(&fifo);
+    let fifo = fifo.to_str().expect("UTF-8");
+    let zero = "/dev/zero: is not a regular file, but a device";
+    assert_error(unicorn(&["config", "check", "--config", "/dev/zero"]), 78, &[zero]);
+    let written = |option: &str| configuration(folder.path(), &format!("[server]\n{option}"));
+    for options in [format!("api_key_file = {fifo:?}"), format!("tls_cert = {fifo:?}\ntls_key = {fifo:?}")] {
+        let path = written(&options);
+        assert_error(unicorn(&["config", "check", "--config", &path]), 78, &["pipe: is not a regular file"]);
+    }
+    for option in ["--model-config", "--tokenizer"] {
+        let model = tiny_model();
+        let model = model.path().to_str().expect("UTF-8");
+        let command = unicorn(&["serve", "--port", "0", "--model", model, option, fifo]);
+        assert_error(command, 78, &["pipe: is no file and no folder"]);
+    }
+
+    // A first start writes the names of the files that the second one finds to be pipes.
+    let cache = tempfile::tempdir().expect("a folder");
+    let serve = || {
+        Daemon::start_as(&[], |command| {
+            command.env("UNICORN_CACHE_DIR", cache.path());
+        })
+    };
+    drop(serve());
+    let kept: Vec<_> =
+        std::fs::read_dir(cache.path()).expect("there").map(|file| file.expect("read").path()).collect();
+    assert!(!kept.is_empty(), "a start leaves its pipelines");
+    for file in &kept {
+        std::fs::remove_file(file).expect("removed");
+        pipe(file);
+    }
+    let mut server = serve();
+    assert_eq!(server.ask(&[], false).0, 200);
+    server.signal("TERM");
+    assert_eq!(server.exit_code(), Some(0));
+    assert!(kept.iter().any(|file| file.is_file()), "the next start finds a cache again");
+}
+
+fn pipe(path: &Path) {
+    rustix::fs::mkfifoat(rustix::fs::CWD, path, 0o600.into()).expect("a pipe");
+}
+
 #[test]
 fn exit_codes_tell_whether_another_start_helps() {
     const CONFIGURATION: i32 = 78;

@@ -11,9 +11,10 @@ use std::path::{Component, Path, PathBuf};
 use crate::support::root;
 
 /// The floors of lib.rs: a module may name those below it.
-const FLOORS: [(&str, u32); 15] = [
+const FLOORS: [(&str, u32); 16] = [
     ("tensor", 0),
     ("config", 0),
+    ("file", 0),
     ("gpu", 1),
     ("npu", 1),
     ("checkpoint", 1),

@@ -20,6 +20,7 @@ use super::direct::DirectFile;
 use super::error::{CheckpointError, one_line};
 use super::gguf;
 use super::held::Held;
+use crate::file;
 
 /// Largest file that is read into memory; Gemma-3's tokenizer.json, the largest in use, has 33 MB.
 pub const MAX_READ_BYTES: u64 = 64 << 20;
@@ -608,17 +609,12 @@ pub(crate) fn parse_config(bytes: &[u8], file_name: &str) -> Result<Value, Check
     serde_json::from_slice(bytes).map_err(|e| fail(format!("is no valid JSON: {}", one_line(&e))))
 }
 
-/// `None` if there is no such file. Checks the type before opening: opening a pipe waits for a writer.
+/// The file and its length; `None` if there is no such file.
 fn open_regular(path: &Path) -> Result<Option<(File, u64)>, String> {
-    let metadata = match fs::metadata(path) {
-        Ok(metadata) => metadata,
-        Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
-        Err(e) => return Err(format!("cannot be opened: {e}")),
-    };
-    if !metadata.is_file() {
-        return Err("is not a regular file".into());
+    match file::open(path) {
+        Ok((file, metadata)) => Ok(Some((file, metadata.len()))),
+        Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
+        Err(e) if e.kind() == ErrorKind::InvalidInput => Err(e.to_string()),
+        Err(e) => Err(format!("cannot be opened: {e}")),
     }
-    let file = File::open(path).map_err(|e| format!("cannot be opened: {e}"))?;
-    let len = file.metadata().map_err(|e| format!("cannot be opened: {e}"))?.len();
-    Ok(Some((file, len)))
 }

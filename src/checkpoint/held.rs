@@ -9,6 +9,8 @@ use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use crate::file;
+
 /// The most files of one model that are held. A process may have 1024 open by default.
 const MAX_FILES: usize = 512;
 
@@ -24,14 +26,13 @@ impl Held {
     pub(super) fn open(paths: Vec<PathBuf>, links_out: BTreeMap<PathBuf, PathBuf>) -> Result<Self, String> {
         let mut files = BTreeMap::new();
         for path in paths {
-            // Opening a pipe would wait for its writer.
             if !fs::metadata(&path).is_ok_and(|metadata| metadata.is_file()) {
                 continue;
             }
             if files.len() == MAX_FILES {
                 return Err(format!("has more than {MAX_FILES} files; expected those of a model alone"));
             }
-            let file = File::open(&path)
+            let (file, _) = file::open(&path)
                 .map_err(|error| format!("{}: cannot be opened: {error}", path.display()))?;
             files.insert(path, Arc::new(file));
         }

@@ -22,6 +22,7 @@ use super::files::{FileSlice, ModelFiles};
 use super::layer_values::{self, LayerValues};
 use super::safetensors::TensorInfo;
 use super::table::{Span, Stored};
+use crate::file;
 use crate::tensor::{DType, LAYOUT_VERSION, QuantizedRow, Scheme, TILE_ROWS, unpack_plain_row, unpack_row};
 
 pub(super) const MANIFEST_FILE: &str = "unicorn.json";
@@ -36,6 +37,7 @@ const BLOCKS: &str = ".blocks";
 const SCALES: &str = ".scales";
 /// The 435 matrices of a 27B take 0.1 MB.
 const MAX_MANIFEST_BYTES: usize = 2 << 20;
+const MAX_PROGRESS_BYTES: u64 = 64 << 20;
 /// Bytes hashed at once.
 const HASH_BYTES: usize = 8 << 20;
 
@@ -401,7 +403,7 @@ impl NativeWriter {
         let progress = match has_progress {
             false => Progress { job, files: [].into(), tensors: [].into(), notes: [].into() },
             true => {
-                let bytes = fs::read(folder.join(PROGRESS_FILE)).map_err(io)?;
+                let bytes = file::read(&folder.join(PROGRESS_FILE), MAX_PROGRESS_BYTES).map_err(io)?;
                 let progress: Progress = serde_json::from_slice(&bytes)
                     .map_err(|e| fail(format!("{PROGRESS_FILE} cannot be read: {}", one_line(&e))))?;
                 if progress.job != job {

@@ -10,10 +10,13 @@ use std::path::{Path, PathBuf};
 use super::args::{self, Command, Global};
 use super::error::Error;
 use crate::config::{Config, Layer, NpuMode};
+use crate::file;
 use crate::tensor::{KvDtype, Precision};
 
 const SYSTEM: &str = "/etc/unicorn";
 const SYSTEM_VARIABLE: &str = "UNICORN_CONFIG_DIR";
+/// The most bytes of a file.
+const MAX_BYTES: u64 = 1 << 20;
 /// The most files in `conf.d`.
 const MAX_FILES: usize = 256;
 
@@ -39,7 +42,7 @@ pub fn configure(global: &Global, command: &Command) -> Result<Configured, Error
     let mut layers = Vec::new();
     for path in &files {
         let text =
-            std::fs::read_to_string(path).map_err(|error| Error::File { path: path.clone(), error })?;
+            file::read_text(path, MAX_BYTES).map_err(|error| Error::File { path: path.clone(), error })?;
         layers.push(Layer::file(&path.display().to_string(), &text)?);
     }
     let variables =

@@ -43,6 +43,14 @@ pub enum Error {
     Serve(std::io::Error),
     #[error("cannot start the runtime: {0}")]
     Runtime(std::io::Error),
+    #[error(
+        "{what} could not be read within {seconds} s: the disk or the network that the files lie on does not answer"
+    )]
+    ReloadHangs { what: &'static str, seconds: u64 },
+    #[error(
+        "nothing was read: {0} earlier readings of the configuration still wait for their disk or network"
+    )]
+    ReloadsHang(usize),
     #[error("cannot write the answer: {0}")]
     Output(std::io::Error),
     #[error("the terminal: {0}")]
@@ -143,6 +151,8 @@ impl Error {
             }
             Self::Serve(_)
             | Self::Runtime(_)
+            | Self::ReloadHangs { .. }
+            | Self::ReloadsHang(_)
             | Self::Output(_)
             | Self::Channel(_)
             | Self::Terminal(_)

@@ -10,19 +10,27 @@ use super::load::{self, Model, Watch};
 use super::progress::Bar;
 use super::terminal::print;
 use crate::config::Config;
+use crate::file;
 use crate::model::gemma3::Gemma3;
 use crate::model::{Limits, Runner};
+
+/// The most bytes of a text to evaluate.
+const MAX_TEXT_BYTES: u64 = 256 << 20;
 
 pub fn eval(config: &Config, args: args::Eval) -> Result<(), Error> {
     let files = load::files(&config.model)?;
     match args {
         args::Eval::Logits { tokens, output, .. } => logits(load::runner(&files, config)?, &tokens, &output),
         args::Eval::Perplexity { text, .. } => {
-            let read =
-                std::fs::read_to_string(&text).map_err(|error| Error::File { path: text.clone(), error })?;
+            let read = read_text(&text)?;
             perplexity(load::model(&files, config, Watch::Nothing)?, &read, &text)
         }
     }
+}
+
+/// The text that a command evaluates.
+pub fn read_text(path: &Path) -> Result<String, Error> {
+    file::read_input(path, MAX_TEXT_BYTES).map_err(|error| Error::File { path: path.to_owned(), error })
 }
 
 /// Writes the logits. A file that cannot be written to its end is removed; a device like /dev/null is not.

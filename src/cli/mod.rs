@@ -114,7 +114,7 @@ fn run(global: &Global, mut command: Command, mut configured: Configured, log: &
             serve::serve(
                 config,
                 root.as_deref(),
-                Reload { reread: Box::new(reread), set_log: Box::new(set_log) },
+                Reload { reread: std::sync::Arc::new(reread), set_log: Box::new(set_log) },
                 filter,
             )
         }

@@ -12,7 +12,7 @@ use sha2::{Digest, Sha256};
 
 use super::args::{self, Class, RoundingMethod, Schemes, Target};
 use super::error::Error;
-use super::eval::{divergence, each_prediction, negative_log_likelihood, text_ids};
+use super::eval::{divergence, each_prediction, negative_log_likelihood, read_text, text_ids};
 use super::load::{self, Watch};
 use super::process::resident_bytes;
 use super::progress::Bar;
@@ -52,9 +52,7 @@ pub fn quantize(config: &Config, args: &args::Quantize) -> Result<(), Error> {
     // The texts and a device are checked before minutes of work depend on them.
     let text = |path: &Option<PathBuf>| {
         let Some(path) = path else { return Ok(None) };
-        let text =
-            std::fs::read_to_string(path).map_err(|error| Error::File { path: path.clone(), error })?;
-        Ok::<_, Error>(Some((text, path.clone())))
+        Ok::<_, Error>(Some((read_text(path)?, path.clone())))
     };
     let (calibration, eval) = (text(&args.calibrate)?, text(&args.eval)?);
     if calibration.is_some() || eval.is_some() {

@@ -7,6 +7,8 @@ use sha2::{Digest, Sha256};
 
 /// The extension of a file that is being written begins so, and ends with the id of the process that writes it.
 const PARTIAL: &str = "tmp";
+/// The most bytes of a file. A driver's pipelines take some megabytes.
+const MAX_BYTES: u64 = 256 << 20;
 
 /// The files of one device.
 pub(super) struct Cache {
@@ -49,9 +51,9 @@ fn cache_dir() -> Option<PathBuf> {
         .or_else(|| Some(var("HOME")?.join(".cache/unicorn")))
 }
 
-/// The contents of a file, if the file is whole. It begins with the SHA-256 of the rest.
+/// The contents of a file, if the file is whole. Anything else at its path, a pipe for one, is what a write replaces. A file begins with the SHA-256 of the rest.
 fn read_whole(file: &Path) -> Option<Vec<u8>> {
-    let bytes = fs::read(file).ok()?;
+    let bytes = crate::file::read(file, MAX_BYTES).ok()?;
     let (hash, data) = bytes.split_at_checked(32)?;
     (Sha256::digest(data).as_slice() == hash).then(|| data.to_vec())
 }

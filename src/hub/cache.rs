@@ -15,7 +15,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
 use std::io::{self, ErrorKind, Write as _};
-use std::os::unix::fs::{DirBuilderExt as _, PermissionsExt as _, symlink};
+use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _, PermissionsExt as _, symlink};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -24,6 +24,7 @@ use rustix::fs::{FlockOperation, flock, statvfs};
 use super::HubError;
 use super::name::{ModelName, RepoId, is_commit};
 use super::select::{self, is_weights, part_of};
+use crate::file;
 
 /// Deepest folder inside a repository, and most files of one snapshot. No model has more.
 const MAX_DEPTH: usize = 8;
@@ -339,7 +340,8 @@ impl Cache {
     /// Opens or creates a file of the cache. In a shared cache everyone may read it.
     pub(super) fn create(&self, path: &Path, options: &mut OpenOptions) -> Result<File, HubError> {
         let mut create = || {
-            let file = options.create(true).open(path)?;
+            // A pipe at the path would be waited for.
+            let file = options.create(true).custom_flags(libc::O_NONBLOCK).open(path)?;
             // The umask removed permissions at the creation.
             if self.shared && file.metadata()?.permissions().mode() & 0o777 != SHARED_FILE {
                 file.set_permissions(Permissions::from_mode(SHARED_FILE))?;
@@ -382,7 +384,7 @@ impl Cache {
             return Ok(());
         }
         let path = self.repository(repo).join("refs").join(revision);
-        if fs::read(&path).is_ok_and(|there| there == commit.as_bytes()) {
+        if file::read(&path, MAX_REF_BYTES).is_ok_and(|there| there == commit.as_bytes()) {
             return Ok(());
         }
         self.make_folder(path.parent().expect("a reference lies in a folder"))?;
@@ -455,8 +457,7 @@ impl Cache {
         let mut all = BTreeMap::new();
         for entry in entries(&folder)? {
             let Some(path) = &entry.target else { continue };
-            if entry.bytes <= MAX_REF_BYTES
-                && let Ok(commit) = fs::read_to_string(path)
+            if let Ok(commit) = file::read_text(path, MAX_REF_BYTES)
                 && is_commit(commit.trim())
             {
                 all.insert(entry.path, commit.trim().to_owned());
@@ -482,7 +483,7 @@ impl Removal {
         let mut taken = Vec::new();
         for name in names_in(&self.locks)? {
             let lock = self.locks.join(name);
-            let Ok(handle) = File::open(&lock) else { continue };
+            let Ok((handle, _)) = file::open(&lock) else { continue };
             match Lock::take(handle).map_err(|error| failed("lock", &lock, error))? {
                 Some(lock) => taken.push(lock),
                 None => return Err(HubError::Busy { file: self.folder.display().to_string(), lock }),

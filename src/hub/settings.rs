@@ -11,6 +11,7 @@ use ureq::tls::{Certificate, PemItem, parse_pem};
 
 use super::HubError;
 use super::url::Url;
+use crate::file;
 
 const HUGGING_FACE: &str = "https://huggingface.co";
 /// Longest token file; tokens have about 40 characters.
@@ -154,21 +155,14 @@ fn authorities(
     }
 }
 
-/// Reads a file of at most `limit` bytes; `None` where there is no such file.
-fn read_small(file: &Path, limit: u64) -> Result<Option<String>, std::io::Error> {
-    use std::io::{ErrorKind, Read as _};
-    // The check comes before opening, since opening a pipe waits for a writer.
-    match std::fs::metadata(file) {
-        Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => return Ok(None),
-        Err(e) => return Err(e),
-        Ok(metadata) if !metadata.is_file() => {
-            return Err(std::io::Error::new(ErrorKind::InvalidInput, "it is no regular file"));
-        }
-        Ok(_) => {}
+/// Reads a file of at most `max_bytes`; `None` where there is no such file.
+fn read_small(path: &Path, max_bytes: u64) -> Result<Option<String>, std::io::Error> {
+    use std::io::ErrorKind;
+    match file::read_text(path, max_bytes) {
+        Ok(text) => Ok(Some(text)),
+        Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => Ok(None),
+        Err(e) => Err(e),
     }
-    let mut text = String::new();
-    std::fs::File::open(file)?.take(limit).read_to_string(&mut text)?;
-    Ok(Some(text))
 }
 
 fn text(variable: &impl Fn(&str) -> Option<OsString>, name: &str) -> Option<String> {

@@ -12,8 +12,7 @@
 //! other.
 
 use std::ffi::OsString;
-use std::fs::File;
-use std::io::Read;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -24,6 +23,7 @@ use super::contract::{Bucket, Job, Layout, RowRange, Shape};
 use super::error::{NpuCode, NpuError};
 use super::transaction;
 use super::transport::KernelFiles;
+use crate::file;
 
 /// The most kernels of a folder.
 const MAX_KERNELS: usize = 256;
@@ -249,14 +249,13 @@ fn contents(path: &Path, most: u64) -> Result<Vec<u8>, NpuError> {
     let unreadable = |error: std::io::Error| {
         NpuError::new(NpuCode::KernelMissing, format!("{} cannot be read: {error}", name()))
     };
-    let file = File::open(path).map_err(unreadable)?;
-    let mut bytes = Vec::new();
-    file.take(most + 1).read_to_end(&mut bytes).map_err(unreadable)?;
-    if bytes.len() as u64 > most {
-        let message = format!("{} is larger than {most} bytes, the most that a kernel has", name());
-        return Err(NpuError::new(NpuCode::KernelInvalid, message));
-    }
-    Ok(bytes)
+    file::read(path, most).map_err(|error| match error.kind() {
+        ErrorKind::InvalidData => {
+            let message = format!("{} is larger than {most} bytes, the most that a kernel has", name());
+            NpuError::new(NpuCode::KernelInvalid, message)
+        }
+        _ => unreadable(error),
+    })
 }
 
 /// The files of a kernel, for messages.

@@ -6,8 +6,7 @@
 //! a digest keeps nobody from trying all short keys.
 
 use std::fmt;
-use std::fs::File;
-use std::io::{self, Read};
+use std::io;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
@@ -15,8 +14,10 @@ use sha2::Digest as _;
 use sha2::Sha256;
 use subtle::{Choice, ConstantTimeEq};
 
+use crate::file;
+
 /// The most bytes of a file of keys, of certificates, or of one private key.
-const MAX_FILE_BYTES: u64 = 1 << 20;
+pub(in crate::api) const MAX_FILE_BYTES: u64 = 1 << 20;
 const MAX_KEYS: usize = 1024;
 /// The least number of characters of a key that the server does not warn of: 16 hexadecimal digits are 64 bits, which
 /// nobody tries out over a network.
@@ -147,20 +148,11 @@ fn digest(key: &[u8]) -> Digest {
 
 /// Reads a file that other users should not be able to read, and warns if they can.
 pub(in crate::api) fn read_secret(path: &Path) -> io::Result<Vec<u8>> {
-    let bytes = read_bounded(path)?;
-    if std::fs::metadata(path)?.permissions().mode() & 0o007 != 0 {
+    let (file, metadata) = file::open(path)?;
+    let bytes = file::read_to_end(file, MAX_FILE_BYTES)?;
+    if metadata.permissions().mode() & 0o007 != 0 {
         let path = path.display();
         tracing::warn!("{path}: every user of this machine can open it: `chmod o= {path}`");
-    }
-    Ok(bytes)
-}
-
-pub(in crate::api) fn read_bounded(path: &Path) -> io::Result<Vec<u8>> {
-    let mut bytes = Vec::new();
-    File::open(path)?.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes)?;
-    if bytes.len() as u64 > MAX_FILE_BYTES {
-        let problem = format!("larger than {MAX_FILE_BYTES} bytes: is it the right file?");
-        return Err(io::Error::new(io::ErrorKind::InvalidData, problem));
     }
     Ok(bytes)
 }

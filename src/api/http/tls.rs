@@ -9,7 +9,7 @@ use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use tokio_rustls::rustls::{self, ServerConfig, crypto};
 
-use crate::api::http::keys::{read_bounded, read_secret};
+use crate::api::http::keys::{MAX_FILE_BYTES, read_secret};
 
 /// What a server proves its name with. TLS 1.2 and 1.3, HTTP/2 and HTTP/1.1. Clones are one.
 #[derive(Clone)]
@@ -31,11 +31,9 @@ impl Tls {
         Ok(Self(Arc::new(RwLock::new(Self::acceptor_of(cert, key)?))))
     }
 
-    /// Takes these files for connections from now on. Where they will not do, nothing changes.
-    pub fn reload(&self, cert: &Path, key: &Path) -> Result<(), TlsError> {
-        let acceptor = Self::acceptor_of(cert, key)?;
-        *self.0.write().expect("nothing panics under this lock") = acceptor;
-        Ok(())
+    /// Uses the other's certificate and key for connections from now on.
+    pub fn renew(&self, other: &Self) {
+        *self.0.write().expect("nothing panics under this lock") = other.acceptor();
     }
 
     pub(in crate::api) fn acceptor(&self) -> TlsAcceptor {
@@ -49,7 +47,7 @@ impl Tls {
         };
         let file = |path: &Path, error| TlsError::File { path: path.to_owned(), error };
 
-        let pem = read_bounded(cert).map_err(|error| file(cert, error))?;
+        let pem = crate::file::read(cert, MAX_FILE_BYTES).map_err(|error| file(cert, error))?;
         let chain: Vec<_> = CertificateDer::pem_slice_iter(&pem)
             .collect::<Result<_, _>>()
             .map_err(|error| content(cert, &format!("not sound PEM: {error}")))?;

@@ -11,7 +11,10 @@ use serde_json::{Map, Value, json};
 use super::statistics::ratio;
 use crate::cli::error::Error;
 use crate::cli::version::COMMIT;
+use crate::file;
 
+/// The most bytes of a report.
+const MAX_BYTES: u64 = 64 << 20;
 /// Fields that must be equal for a comparison. If one differs, a ratio does not tell how the code changed.
 const SAME: [&str; 6] = ["device", "driver", "model", "weights", "kv", "profile"];
 
@@ -50,7 +53,7 @@ impl Comparison {
     /// Reads `file` and compares `report` with it.
     pub fn read(file: &Path, report: &Value) -> Result<Self, Error> {
         let problem = |problem: String| Error::Argument(format!("--compare {}: {problem}", file.display()));
-        let text = std::fs::read_to_string(file).map_err(|e| problem(e.to_string()))?;
+        let text = file::read_input(file, MAX_BYTES).map_err(|e| problem(e.to_string()))?;
         let before = serde_json::from_str(&text)
             .map_err(|e| problem(format!("{e}; expected a report that --json printed")))?;
         Self::of(&before, report).map_err(problem)

@@ -9,8 +9,8 @@
 //! The files are read by a thread of its own, which never holds the engine. `UNICORN_RUN_DIR` puts another folder in the
 //! place of `/run`.
 
-use std::fs::{self, File};
-use std::io::{self, Read as _};
+use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
@@ -18,6 +18,7 @@ use std::time::Duration;
 use crate::api::CourtesyNow;
 use crate::config::Courtesy;
 use crate::engine::EngineHandle;
+use crate::file;
 
 const RUN: &str = "/run";
 const RUN_VARIABLE: &str = "UNICORN_RUN_DIR";
@@ -140,9 +141,8 @@ fn has_active_session(folder: &Path) -> io::Result<bool> {
         if !entry.file_type()?.is_file() {
             continue;
         }
-        let mut bytes = Vec::new();
-        match File::open(entry.path()).and_then(|file| file.take(MOST_BYTES).read_to_end(&mut bytes)) {
-            Ok(_) if is_active(&String::from_utf8_lossy(&bytes)) => return Ok(true),
+        match file::read(&entry.path(), MOST_BYTES) {
+            Ok(bytes) if is_active(&String::from_utf8_lossy(&bytes)) => return Ok(true),
             Ok(_) => {}
             // A session that ended just now.
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}

@@ -2,19 +2,32 @@
 //!
 //! An error in any of them changes nothing, and the log names it. The log also names changed options that do not take
 //! effect in a running server, because ignoring a change silently would be worse.
+//!
+//! The files may lie on a mount that does not answer. So a thread reads them that is given up after a while. Each signal
+//! starts a reading of its own, and what a reading that was given up finds later is not used: the files of a later signal
+//! may be in effect by then.
 
 use std::net::SocketAddr;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Duration;
 
 use tokio::signal::unix::Signal;
+use tokio::sync::oneshot;
+use tokio::time::timeout;
 
 use super::super::configuration::Configured;
 use super::super::error::Error;
 use super::auth::{access_policy, check_keyless};
 use super::courtesy::CourtesyWatch;
 use super::device::Observer;
-use crate::api::{Server, Tls};
+use crate::api::{AccessPolicy, Server, Tls};
 use crate::config::Config;
+
+/// How long the reading of all files may take.
+const READING: Duration = Duration::from_secs(10);
+/// The most readings that were given up and have not ended. Each holds a thread.
+const MAX_HUNG: usize = 8;
 
 /// Options that take effect in a running server; `config/default.toml` marks them.
 pub const LIVE: [&str; 10] = [
@@ -31,11 +44,11 @@ pub const LIVE: [&str; 10] = [
 ];
 
 /// Reads the configuration again.
-type Reread = dyn Fn() -> Result<Configured, Error> + Send;
+type Reread = dyn Fn() -> Result<Configured, Error> + Send + Sync;
 
 /// Callbacks that read the configuration again, and apply its log level, whose filter the latter returns.
 pub struct Reload {
-    pub reread: Box<Reread>,
+    pub reread: Arc<Reread>,
     pub set_log: Box<dyn Fn(&Config) -> String + Send>,
 }
 
@@ -52,13 +65,23 @@ pub struct Running {
     pub courtesy: CourtesyWatch,
 }
 
+/// What the files say now. Nothing of it is in effect yet.
+struct Fresh {
+    configured: Configured,
+    access: AccessPolicy,
+    tls: Option<Tls>,
+}
+
 impl Running {
     /// Reads the configuration again at each signal.
     pub async fn reload_on(mut self, mut hangup: Signal) {
+        let readings = Readings::default();
         while hangup.recv().await.is_some() {
-            // On a blocking thread, not one that answers: reading files may be slow.
+            let (reread, has_tls) = (Arc::clone(&self.reload.reread), self.tls.is_some());
+            let fresh = readings.read(READING, move |step| read(&*reread, has_tls, step)).await;
+            // On a blocking thread, not one that answers: the device process may be slow to take its log filter.
             let reloaded = tokio::task::spawn_blocking(move || {
-                match self.reload() {
+                match fresh.and_then(|fresh| self.apply(fresh)) {
                     Ok(()) => tracing::info!("read the configuration again"),
                     Err(error) => tracing::warn!("{error}: the configuration stays what it was"),
                 }
@@ -73,15 +96,11 @@ impl Running {
         }
     }
 
-    fn reload(&mut self) -> Result<(), Error> {
-        let Configured { config, warnings, .. } = (self.reload.reread)()?;
-        let access = access_policy(&config.server)?;
+    fn apply(&mut self, fresh: Fresh) -> Result<(), Error> {
+        let Fresh { configured: Configured { config, warnings, .. }, access, tls: renewed } = fresh;
         check_keyless(self.address, access.keys.is_empty(), &config.server)?;
-        // The certificate comes last of the steps that may fail, since reloading it takes effect at once.
-        if let (Some(tls), Some(cert), Some(key)) =
-            (&self.tls, &config.server.tls_cert, &config.server.tls_key)
-        {
-            tls.reload(cert.as_ref(), key.as_ref())?;
+        if let (Some(tls), Some(renewed)) = (&self.tls, &renewed) {
+            tls.renew(renewed);
         }
         self.server.set_access(access);
         self.server.set_queue(config.server.queue);
@@ -100,10 +119,114 @@ impl Running {
     }
 }
 
+/// Reads all files. A certificate is read only by a server that speaks HTTPS (`has_tls`).
+fn read(reread: &Reread, has_tls: bool, step: &Step) -> Result<Fresh, Error> {
+    step.begin("the configuration");
+    let configured = reread()?;
+    let options = &configured.config.server;
+    step.begin("the API keys");
+    let access = access_policy(options)?;
+    step.begin("the certificate and its key");
+    let tls = match (&options.tls_cert, &options.tls_key) {
+        (Some(cert), Some(key)) if has_tls => Some(Tls::read(cert.as_ref(), key.as_ref())?),
+        _ => None,
+    };
+    Ok(Fresh { configured, access, tls })
+}
+
+/// What a reading is at, for the message about one that does not end.
+#[derive(Default)]
+struct Step(Mutex<&'static str>);
+
+impl Step {
+    fn begin(&self, what: &'static str) {
+        *self.0.lock().expect("nothing panics under this lock") = what;
+    }
+
+    fn what(&self) -> &'static str {
+        *self.0.lock().expect("nothing panics under this lock")
+    }
+}
+
+/// Readings, each in a thread of its own. A thread of the runtime would keep the server from ending.
+#[derive(Default)]
+struct Readings(
+    /// Each reading holds a clone.
+    Arc<()>,
+);
+
+impl Readings {
+    /// What `read` returns, if it does so within `patience`.
+    async fn read<T: Send + 'static>(
+        &self,
+        patience: Duration,
+        read: impl FnOnce(&Step) -> Result<T, Error> + Send + 'static,
+    ) -> Result<T, Error> {
+        let hung = Arc::strong_count(&self.0) - 1;
+        if hung >= MAX_HUNG {
+            return Err(Error::ReloadsHang(hung));
+        }
+        let (done, result) = oneshot::channel();
+        let step = Arc::new(Step::default());
+        let (held, of_reader) = (Arc::clone(&self.0), Arc::clone(&step));
+        let reader = move || {
+            let result = read(&of_reader);
+            drop(held);
+            drop(done.send(result));
+        };
+        thread::Builder::new().name("reload".into()).spawn(reader).map_err(Error::Runtime)?;
+        match timeout(patience, result).await {
+            Ok(Ok(result)) => result,
+            Ok(Err(_)) => Err(Error::Panicked),
+            Err(_) => Err(Error::ReloadHangs { what: step.what(), seconds: patience.as_secs() }),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use std::sync::mpsc;
+
     use super::*;
     use crate::config::DEFAULT_TOML;
+
+    /// As on a mount that does not answer: the reading of one signal hangs, and those of later ones do not.
+    #[tokio::test]
+    async fn a_reading_that_hangs_is_named_and_keeps_no_later_one_from_its_files() {
+        const BRIEF: Duration = Duration::from_millis(20);
+        const LONG: Duration = Duration::from_secs(60);
+        let readings = Readings::default();
+        let (mut held, mut lets_go) = (Vec::new(), Vec::new());
+        for n in 0..MAX_HUNG {
+            let (let_go, wait) = mpsc::channel::<()>();
+            let (gone, ended) = mpsc::channel::<()>();
+            let hangs = move |step: &Step| {
+                step.begin("the API keys");
+                let _ = wait.recv();
+                drop(gone);
+                Ok(())
+            };
+            let error = readings.read(BRIEF, hangs).await.unwrap_err().to_string();
+            assert!(error.contains("the API keys"), "{error}");
+            lets_go.push(let_go);
+            held.push(ended);
+            if n + 1 < MAX_HUNG {
+                assert_eq!(readings.read(LONG, move |_| Ok(n)).await.unwrap(), n);
+            }
+        }
+        let refused = readings.read(LONG, |_| Ok(())).await.unwrap_err();
+        assert!(matches!(refused, Error::ReloadsHang(MAX_HUNG)), "{refused}");
+        drop(lets_go);
+        for ended in held {
+            ended.recv().expect_err("it ends, and sends nothing");
+        }
+        while Arc::strong_count(&readings.0) > 1 {
+            thread::yield_now();
+        }
+        readings.read(LONG, |_| Ok(())).await.expect("all have ended");
+        let panics = readings.read(LONG, |_| -> Result<(), Error> { panic!("as the test wants") }).await;
+        assert!(matches!(panics, Err(Error::Panicked)));
+    }
 
     /// In the file a comment stands before the options that it describes, one or several.
     #[test]
