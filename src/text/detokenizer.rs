@@ -1,9 +1,13 @@
 //! Token ids to text, one at a time.
 //!
-//! Invariant: the texts of all pushes and of `finish`, joined, equal [`Tokenizer::decode`] of all ids. `decode` turns a
-//! run of byte tokens that is not UTF-8 as a whole into one U+FFFD per byte. So the first character of a run is not
-//! known before its last byte, and the run is held back until it ends or is found to be broken. Each token costs O(its
-//! length); nothing is decoded twice.
+//! Invariant: the texts of all pushes and of `finish`, joined, equal [`Tokenizer::decode`] of all ids, which is what
+//! `String::from_utf8_lossy` makes of the tokens' bytes. Byte tokens may cut a character, or be none. Each maximal part
+//! of a character then becomes one U+FFFD, as Unicode recommends. A character comes with its last byte, so at most three
+//! bytes are held back.
+//!
+//! The `ByteFallback` of transformers differs: it turns a run of byte tokens that is not UTF-8 as a whole into one
+//! U+FFFD per byte, the complete characters of the run included. An answer that ends within a character would lose
+//! those before it, and a stream would have to hold them back. llama.cpp joins bytes as this module does.
 
 use super::tokenizer::{Piece, Tokenizer};
 
@@ -12,18 +16,14 @@ use super::tokenizer::{Piece, Tokenizer};
 pub struct Detokenizer {
     tokenizer: Tokenizer,
     skip_special: bool,
-    /// The current run of byte tokens as long as it may be UTF-8; empty once the run is broken.
-    run: Vec<u8>,
-    /// Length of the part of `run` that is complete characters.
-    complete: usize,
-    /// Whether the current run can no longer be UTF-8. Its bytes were then given out as U+FFFD.
-    broken: bool,
+    /// The first bytes of a character, from byte tokens.
+    begun: Vec<u8>,
     out: String,
 }
 
 impl Tokenizer {
-    /// The text of `ids`. Ids that the tokenizer does not know add nothing. A run of byte tokens that is not UTF-8 adds
-    /// one U+FFFD per byte.
+    /// The text of `ids`. Ids that the tokenizer does not know add nothing. Bytes of an incomplete character add one
+    /// U+FFFD.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> String {
         let mut detokenizer = self.detokenizer(skip_special);
         let mut text = String::new();
@@ -42,23 +42,23 @@ impl Tokenizer {
 
 impl Detokenizer {
     fn new(tokenizer: Tokenizer, skip_special: bool) -> Self {
-        Self { tokenizer, skip_special, run: Vec::new(), complete: 0, broken: false, out: String::new() }
+        Self { tokenizer, skip_special, begun: Vec::new(), out: String::new() }
     }
 
     /// Takes the next token and returns the text it completes: whole characters, perhaps none.
     ///
     /// Ids that the tokenizer does not know are ignored, and so are special tokens if `skip_special` is set. Neither
-    /// ends a run of byte tokens.
+    /// ends a character.
     pub fn push(&mut self, id: u32) -> &str {
         self.out.clear();
         match self.tokenizer.piece(id) {
-            None => {}
+            // A token without text does not end a character either.
+            None | Some(Piece::Text("")) => {}
             Some(_) if self.skip_special && self.tokenizer.is_special(id) => {}
-            Some(Piece::Byte(_)) if self.broken => self.out.push(char::REPLACEMENT_CHARACTER),
-            Some(Piece::Byte(byte)) => self.extend_run(byte),
+            Some(Piece::Byte(byte)) => self.take_byte(byte),
             Some(Piece::Text(_)) => {
-                self.end_run();
-                // A second lookup, because `end_run` borrows all of `self`.
+                self.end_character();
+                // A second lookup, because `end_character` borrows all of `self`.
                 if let Some(Piece::Text(text)) = self.tokenizer.piece(id) {
                     self.out.push_str(text);
                 }
@@ -67,36 +67,36 @@ impl Detokenizer {
         &self.out
     }
 
-    /// Ends the stream and returns the text held back: the last run of byte tokens, as `decode` would show it.
+    /// Ends the stream and returns the text held back: U+FFFD, if the last character is incomplete.
     pub fn finish(&mut self) -> &str {
         self.out.clear();
-        self.end_run();
+        self.end_character();
         &self.out
     }
 
-    fn extend_run(&mut self, byte: u8) {
-        self.run.push(byte);
-        match std::str::from_utf8(&self.run[self.complete..]) {
-            Ok(_) => self.complete = self.run.len(),
-            Err(error) if error.error_len().is_none() => self.complete += error.valid_up_to(),
+    fn take_byte(&mut self, byte: u8) {
+        self.begun.push(byte);
+        // `begun` was the beginning of a character. The byte goes on with it, ends it, or stands after a cut.
+        match std::str::from_utf8(&self.begun) {
+            Ok(character) => {
+                self.out.push_str(character);
+                self.begun.clear();
+            }
+            Err(error) if error.error_len().is_none() => {}
+            Err(_) if self.begun.len() == 1 => self.end_character(),
             Err(_) => {
-                self.broken = true;
-                self.give_out_run();
+                self.begun.pop();
+                self.end_character();
+                self.take_byte(byte);
             }
         }
     }
 
-    fn end_run(&mut self) {
-        self.give_out_run();
-        self.broken = false;
-    }
-
-    fn give_out_run(&mut self) {
-        match std::str::from_utf8(&self.run) {
-            Ok(text) => self.out.push_str(text),
-            Err(_) => self.out.extend(std::iter::repeat_n(char::REPLACEMENT_CHARACTER, self.run.len())),
+    /// Ends a character that is incomplete.
+    fn end_character(&mut self) {
+        if !self.begun.is_empty() {
+            self.out.push(char::REPLACEMENT_CHARACTER);
+            self.begun.clear();
         }
-        self.run.clear();
-        self.complete = 0;
     }
 }
