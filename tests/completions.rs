@@ -4,7 +4,8 @@ use axum::http::{Request, StatusCode, header};
 use axum::{Router, body::Body};
 use serde_json::{Value, json};
 
-use crate::support::app::{MODEL, router_that_says};
+use crate::support::app::{END_OF_TURN, MODEL, app, router_that_says};
+use crate::support::fake_runner::says;
 use crate::support::http::{send, send_json};
 use crate::support::json::with;
 use crate::support::tokenizers::tokenizer;
@@ -58,6 +59,39 @@ async fn a_text_goes_on_without_a_template() {
     assert_eq!(body["usage"]["completion_tokens"], 16);
 }
 
+/// The ids of a text's bytes, as a model writes characters that its vocabulary lacks.
+fn byte_tokens(text: &str) -> Vec<u32> {
+    let id = |byte: u8| tokenizer().token_id(&format!("<{byte:#04X}>")).expect("a byte token");
+    text.bytes().map(id).collect()
+}
+
+/// The routes of a model that answers with `ids`.
+fn router_that_draws(ids: &[u32]) -> Router {
+    app(says(ids, END_OF_TURN)).router
+}
+
+#[tokio::test]
+async fn a_cut_within_a_character_leaves_those_before_it() {
+    let ids = byte_tokens("春眠不覺曉處處聞啼鳥");
+    let router = router_that_draws(&ids);
+    let fields = json!({"max_tokens": 28});
+    let (_, body) = complete(&router, fields.clone()).await;
+    let text = "春眠不覺曉處處聞啼\u{fffd}";
+    assert_eq!(body["choices"][0]["text"], text);
+    assert_eq!(body["choices"][0]["finish_reason"], "length");
+    // A stream has each character when its last byte is drawn.
+    let chunks = stream(&router, fields).await;
+    let texts = chunks.iter().filter_map(|chunk| chunk["choices"][0]["text"].as_str());
+    let texts: Vec<&str> = texts.filter(|text| !text.is_empty()).collect();
+    assert_eq!(texts, text.split("").filter(|c| !c.is_empty()).collect::<Vec<_>>());
+    let asked = post("/detokenize", &json!({"tokens": ids[..28]}));
+    assert_eq!(send_json(&router, asked).await.2["content"], text);
+
+    // A stop string ends an answer between two byte tokens.
+    let (_, body) = complete(&router, json!({"max_tokens": 28, "stop": ["不覺"]})).await;
+    assert_eq!((&body["choices"][0]["text"], &body["choices"][0]["finish_reason"]), (&json!("春眠"), &json!("stop")));
+}
+
 #[tokio::test]
 async fn prompts_are_scored_for_evaluations() {
     let (router, _) = router_that_says(SAYS);
@@ -76,7 +110,6 @@ async fn prompts_are_scored_for_evaluations() {
     let pieces: String = list("tokens")[..ids.len()].iter().map(|t| t.as_str().expect("text")).collect();
     let text = body["choices"][0]["text"].as_str().expect("text");
     assert!(text.starts_with(&pieces), "{text:?}, {pieces:?}");
-    assert_eq!(list("text_offset")[1], list("tokens")[0].as_str().expect("text").chars().count());
 
     // The request asks for no token of an answer.
     let (_, alone) = complete(&router, with(fields.clone(), json!({"max_tokens": 0}))).await;
@@ -113,6 +146,54 @@ async fn prompts_are_scored_for_evaluations() {
     };
     for name in ["tokens", "token_logprobs", "top_logprobs", "text_offset"] {
         assert_eq!(all(name), list(name), "{name}");
+    }
+}
+
+#[tokio::test]
+async fn offsets_index_the_returned_text() {
+    let says = [byte_tokens("é🦄"), tokenizer().encode(" b c", false).expect("encodes")].concat();
+    let router = router_that_draws(&says);
+    let text = "a 🦄 <start_of_turn>b";
+    let ids = tokenizer().encode(text, true).expect("encodes");
+    for (fields, begin) in [
+        (json!({}), ""),
+        (json!({"prompt": text, "echo": true}), text),
+        (json!({"prompt": "", "echo": true}), ""),
+        (json!({"prompt": ids, "echo": true}), &*format!("<bos>{text}")),
+        (json!({"prompt": ids[1..], "echo": true}), text),
+        // What is left of a text that is cut has no control tokens.
+        (json!({"prompt": text, "echo": true, "truncate_prompt_tokens": ids.len() - 1}), "a 🦄 b"),
+    ] {
+        let fields = with(json!({"logprobs": 0, "max_tokens": 100}), fields);
+        let (status, body) = complete(&router, fields.clone()).await;
+        assert_eq!(status, 200, "{body}");
+        let choice = &body["choices"][0];
+        let whole = choice["text"].as_str().expect("text");
+        assert_eq!(whole, format!("{begin}é🦄 b c"), "{fields}");
+        let whole: Vec<char> = whole.chars().collect();
+        let logprobs = &choice["logprobs"];
+        let tokens: Vec<&str> =
+            logprobs["tokens"].as_array().expect("tokens").iter().filter_map(Value::as_str).collect();
+        let offsets: Vec<usize> =
+            logprobs["text_offset"].as_array().expect("offsets").iter().filter_map(|n| Some(n.as_u64()? as usize)).collect();
+        assert!(offsets.is_sorted() && offsets.len() == tokens.len(), "{fields}: {logprobs}");
+        assert_eq!((tokens.last(), offsets.last()), (Some(&"<end_of_turn>"), Some(&whole.len())), "{fields}");
+        // Each token but bytes, and control tokens that the text lacks, stands where its offset says.
+        let mut found = 0;
+        for (token, offset) in tokens.iter().zip(&offsets) {
+            let length = token.chars().count();
+            let there: String = whole[*offset..].iter().take(length).collect();
+            let is_absent = token.starts_with('<') && there != *token;
+            assert!(there == *token || *token == "\u{fffd}" || is_absent, "{fields}: {token:?} at {offset} is {there:?}");
+            found += if there == *token { length } else { 0 };
+        }
+        let is_byte = |c: &&char| !c.is_ascii();
+        assert_eq!(found, whole.len() - whole.iter().filter(is_byte).count(), "{fields}: {logprobs}");
+        // The bytes of a character begin where it does.
+        let base = begin.chars().count();
+        let answer: Vec<usize> = offsets.iter().filter(|at| **at >= base).copied().collect();
+        let answer = &answer[answer.len() - says.len() - 1..];
+        assert_eq!(answer[..7].iter().map(|at| at - base).collect::<Vec<_>>(), [0, 0, 1, 1, 1, 1, 2], "{fields}");
     }
 }
 

@@ -33,6 +33,8 @@ struct Inner {
     text: String,
     /// Largest id that is not a special added token.
     largest_regular: u32,
+    /// How many ids the post-processor puts in front of a text's own.
+    ids_in_front: usize,
 }
 
 struct Entry {
@@ -77,8 +79,12 @@ impl Tokenizer {
             .rposition(regular)
             .ok_or_else(|| fail("the vocabulary holds no token but special ones".to_owned()))?
             as u32;
-        let inner = Inner { file: file_name.to_owned(), encoder, entries, text, largest_regular };
-        Ok(Self { inner: Arc::new(inner) })
+        let inner =
+            Inner { file: file_name.to_owned(), encoder, entries, text, largest_regular, ids_in_front: 0 };
+        let probe = |special: bool| inner.encode("a", special);
+        let (own, all) = (probe(false)?, probe(true)?);
+        let ids_in_front = (0..all.len()).find(|at| all[*at..].starts_with(&own)).unwrap_or(0);
+        Ok(Self { inner: Arc::new(Inner { ids_in_front, ..inner }) })
     }
 
     /// The ids of `text`. Control tokens in the text (`<start_of_turn>`) become their own ids.
@@ -90,10 +96,12 @@ impl Tokenizer {
         if text.len() > MAX_TEXT_BYTES {
             return Err(TextError::TooLong { bytes: text.len(), limit: MAX_TEXT_BYTES });
         }
-        let encoding = self.inner.encoder.encode_fast(text, add_special_tokens).map_err(|e| {
-            TextError::Encode { file: self.inner.file.clone(), problem: one_line(&e.to_string()) }
-        })?;
-        Ok(encoding.get_ids().to_vec())
+        self.inner.encode(text, add_special_tokens)
+    }
+
+    /// How many ids [`Self::encode`] with `add_special_tokens` puts in front of a text's own.
+    pub fn ids_in_front(&self) -> usize {
+        self.inner.ids_in_front
     }
 
     /// Largest id + 1. Some smaller ids may have no token ([`Self::contains`]).
@@ -167,6 +175,16 @@ impl Tokenizer {
                 Some(Piece::Text(&self.inner.text[range.start as usize..range.end as usize]))
             }
         }
+    }
+}
+
+impl Inner {
+    fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, TextError> {
+        let encoding = self
+            .encoder
+            .encode_fast(text, add_special_tokens)
+            .map_err(|e| TextError::Encode { file: self.file.clone(), problem: one_line(&e.to_string()) })?;
+        Ok(encoding.get_ids().to_vec())
     }
 }
 

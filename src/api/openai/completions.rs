@@ -30,6 +30,7 @@ use crate::api::wire::union::Events;
 use crate::engine::Request;
 use crate::model::Logprobs;
 use crate::session::{AnswerText, GenerateRequest, Reason, Service};
+use crate::text::Detokenizer;
 
 /// The most tokens of an answer if the request has no `max_tokens`, as OpenAI has it.
 const MAX_TOKENS: usize = 16;
@@ -172,11 +173,25 @@ fn prepare(
         }
         if form.echo {
             engine.prompt_logprobs = form.logprobs;
+            let tokenizer = service.tokenizer();
+            let is_whole = request.truncate.is_none();
             echo.text = match prompt {
-                Prompt::Text(text) if request.truncate.is_none() => text.clone(),
-                Prompt::Text(_) => service.tokenizer().decode(&engine.prompt, true),
-                Prompt::Ids(_) => service.tokenizer().decode(&engine.prompt, false),
+                Prompt::Text(text) if is_whole => text.clone(),
+                Prompt::Text(_) => tokenizer.decode(&engine.prompt, true),
+                Prompt::Ids(_) => tokenizer.decode(&engine.prompt, false),
             };
+            if form.logprobs.is_some() {
+                let skips_special = matches!(prompt, Prompt::Text(_)) && !is_whole;
+                let in_front = match prompt {
+                    Prompt::Text(_) if is_whole => tokenizer.ids_in_front(),
+                    _ => 0,
+                };
+                let mut offsets = Offsets::new(tokenizer.detokenizer(skips_special), 0);
+                let end = echo.text.chars().count();
+                let (added, ids) = engine.prompt.split_at(in_front.min(engine.prompt.len()));
+                echo.offsets = vec![0; added.len()];
+                echo.offsets.extend(ids.iter().map(|id| offsets.next(*id).min(end)));
+            }
         }
         form.echoes.push(echo);
         prepared.push((engine, answer));
@@ -189,6 +204,29 @@ fn prepare(
 struct Echo {
     text: String,
     ids: Vec<u32>,
+    /// Where each id begins in the text, in characters, if the reply scores the prompt. The text lacks the ids that the
+    /// tokenizer puts in front of it.
+    offsets: Vec<usize>,
+}
+
+/// Follows tokens through their text.
+struct Offsets {
+    detokenizer: Detokenizer,
+    /// The number of whole characters so far.
+    chars: usize,
+}
+
+impl Offsets {
+    fn new(detokenizer: Detokenizer, chars: usize) -> Self {
+        Self { detokenizer, chars }
+    }
+
+    /// Where the next token begins, in characters. Tokens that are bytes of one character all begin where it does.
+    fn next(&mut self, id: u32) -> usize {
+        let begin = self.chars;
+        self.chars += self.detokenizer.push(id).chars().count();
+        begin
+    }
 }
 
 /// A completion, or one event of its stream.
@@ -244,50 +282,41 @@ struct CompletionLogprobs {
     token_logprobs: Vec<Option<f64>>,
     #[schema(value_type = Vec<Option<HashMap<String, f64>>>)]
     top_logprobs: Vec<Option<Map<String, Value>>>,
-    /// Where each token begins in the text, in characters.
+    /// Where each token begins in the text, in characters. A token that the text lacks, as the one that ended the
+    /// answer, has the place where it would stand.
     text_offset: Vec<usize>,
 }
 
-/// The scored tokens of one answer.
-#[derive(Default)]
-struct Scores {
-    new: CompletionLogprobs,
-    /// The number of characters so far.
-    offset: usize,
-}
-
-impl Scores {
-    fn push(&mut self, service: &Service, id: u32, logprobs: Option<&Logprobs>) {
-        let piece = service.piece(id);
-        self.new.text_offset.push(self.offset);
-        self.offset += piece.chars().count();
-        self.new.tokens.push(piece);
-        self.new.token_logprobs.push(logprobs.map(|found| finite(found.drawn)));
-        self.new.top_logprobs.push(logprobs.map(|found| {
+impl CompletionLogprobs {
+    fn push(&mut self, service: &Service, id: u32, offset: usize, logprobs: Option<&Logprobs>) {
+        self.text_offset.push(offset);
+        self.tokens.push(service.piece(id));
+        self.token_logprobs.push(logprobs.map(|found| finite(found.drawn)));
+        self.top_logprobs.push(logprobs.map(|found| {
             let mut top = Map::new();
             for (id, logprob) in &found.top {
                 // Two tokens may have the same text: the likelier one is reported.
                 top.entry(service.piece(*id)).or_insert_with(|| json!(finite(*logprob)));
             }
             // The token itself is among them, as OpenAI has it, also where it is none of the likeliest.
-            top.entry(self.new.tokens.last().expect("just pushed"))
+            top.entry(self.tokens.last().expect("just pushed"))
                 .or_insert_with(|| json!(finite(found.drawn)));
             top
         }));
     }
 
-    fn prompt(&mut self, service: &Service, ids: &[u32], logprobs: &[Logprobs]) {
-        for (i, id) in ids.iter().enumerate() {
-            self.push(service, *id, i.checked_sub(1).and_then(|before| logprobs.get(before)));
+    fn prompt(&mut self, service: &Service, echo: &Echo, logprobs: &[Logprobs]) {
+        for (i, (id, offset)) in echo.ids.iter().zip(&echo.offsets).enumerate() {
+            self.push(service, *id, *offset, i.checked_sub(1).and_then(|before| logprobs.get(before)));
         }
     }
 }
 
 /// What pieces have added to one answer since its last choice.
-#[derive(Default)]
 struct PartialAnswer {
     text: String,
-    scores: Scores,
+    scores: CompletionLogprobs,
+    offsets: Offsets,
     /// The tokens' ids, if the request asks for them.
     ids: Vec<u32>,
     begun: bool,
@@ -301,9 +330,17 @@ struct CompletionBuilder<'a> {
 }
 
 impl<'a> CompletionBuilder<'a> {
-    fn new(form: &'a CompletionForm) -> Self {
-        let answers = form.n * form.prompts.len();
-        Self { form, answers: (0..answers).map(|_| PartialAnswer::default()).collect() }
+    fn new(form: &'a CompletionForm, service: &Service) -> Self {
+        let answer = |echo: &Echo| PartialAnswer {
+            text: String::new(),
+            scores: CompletionLogprobs::default(),
+            offsets: Offsets::new(service.tokenizer().detokenizer(true), echo.text.chars().count()),
+            ids: Vec::new(),
+            begun: false,
+            prompt_told: false,
+        };
+        let answers = form.echoes.iter().flat_map(|echo| std::iter::repeat_n(echo, form.n)).map(answer);
+        Self { form, answers: answers.collect() }
     }
 
     /// Adds a piece to its answer.
@@ -314,7 +351,7 @@ impl<'a> CompletionBuilder<'a> {
         // answers.
         for (sibling, logprobs) in prompt.iter().flat_map(|p| (0..self.form.n).map(move |i| (choice + i, p)))
         {
-            self.answers[sibling].scores.prompt(service, &echo.ids, logprobs);
+            self.answers[sibling].scores.prompt(service, echo, logprobs);
         }
         let answer = &mut self.answers[choice];
         if !std::mem::replace(&mut answer.begun, true) {
@@ -326,7 +363,8 @@ impl<'a> CompletionBuilder<'a> {
             // The token that ends an answer is scored as well, as OpenAI has it: lm-eval asks for one token beside its
             // prompt, and takes the last entry for that token's.
             for (id, logprobs) in logprobs.into_iter().chain(stop) {
-                answer.scores.push(service, id, Some(&logprobs));
+                let offset = answer.offsets.next(id);
+                answer.scores.push(service, id, offset, Some(&logprobs));
             }
         }
     }
@@ -334,7 +372,7 @@ impl<'a> CompletionBuilder<'a> {
     /// Whether nothing was added to the answer since its last choice.
     fn is_empty(&self, choice: usize) -> bool {
         let PartialAnswer { text, scores, ids, .. } = &self.answers[choice];
-        text.is_empty() && ids.is_empty() && (self.form.logprobs.is_none() || scores.new.tokens.is_empty())
+        text.is_empty() && ids.is_empty() && (self.form.logprobs.is_none() || scores.tokens.is_empty())
     }
 
     /// What was added to the answer since its last choice. `end` is why the answer ended, if it did.
@@ -346,7 +384,7 @@ impl<'a> CompletionBuilder<'a> {
         CompletionChoice {
             index,
             text: std::mem::take(&mut answer.text),
-            logprobs: self.form.logprobs.map(|_| std::mem::take(&mut answer.scores.new)),
+            logprobs: self.form.logprobs.map(|_| std::mem::take(&mut answer.scores)),
             finish_reason: end.map(FinishReason::from),
             prompt_token_ids: (returns_ids && is_first).then(|| prompt.clone()),
             token_ids: returns_ids.then(|| std::mem::take(&mut answer.ids)),
@@ -378,7 +416,7 @@ fn finish(reply: &Reply, answers: &Answers, form: &CompletionForm, last: Reason)
 
 async fn collect(reply: Reply, mut answers: Answers, form: CompletionForm) -> Result<Completion, ApiError> {
     let service = Arc::clone(&answers.service);
-    let mut builder = CompletionBuilder::new(&form);
+    let mut builder = CompletionBuilder::new(&form, &service);
     while let Some(piece) = answers.next().await {
         builder.take(&service, piece.map_err(ApiError::while_collecting)?);
     }
@@ -400,7 +438,7 @@ fn stream_chunks(
 ) -> impl Stream<Item = Result<String, ApiError>> {
     async_stream::try_stream! {
         let service = Arc::clone(&answers.service);
-        let mut builder = CompletionBuilder::new(&form);
+        let mut builder = CompletionBuilder::new(&form, &service);
         while let Some(piece) = answers.next().await {
             let piece = piece?;
             let (index, end) = (piece.choice, piece.end.map(|end| reason(&form, end)));
