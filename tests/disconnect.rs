@@ -2,7 +2,7 @@
 //! `/status` tells.
 
 use std::io::{Read, Write};
-use std::net::TcpStream;
+use std::net::{Shutdown, TcpStream};
 
 use serde_json::{Value, json};
 use unicorn::api::Connections;
@@ -111,11 +111,19 @@ fn read_to(client: &mut TcpStream, mark: &str, what: &str) {
     }
 }
 
+/// How a client leaves.
+#[derive(Debug, Clone, Copy)]
+enum How {
+    Closes,
+    /// Closes its side for sending, and goes on reading.
+    HalfCloses,
+}
+
 /// One client, which comes and leaves.
-async fn comes_and_leaves(serving: &Serving, stage: &Stage) {
+async fn comes_and_leaves(serving: &Serving, stage: &Stage, how: How) {
     let Stage { name, path, sent, when } = stage;
     let (app, control) = (&serving.app, &serving.app.control);
-    let what = format!("{path}, {name}");
+    let what = format!("{path}, {name}, {how:?}");
     let steps = control.batches().len();
     let mut allowed = steps
         + match when {
@@ -150,7 +158,14 @@ async fn comes_and_leaves(serving: &Serving, stage: &Stage) {
             .await;
         }
     }
-    drop(client);
+    let mut kept = None;
+    match how {
+        How::Closes => drop(client),
+        How::HalfCloses => {
+            client.shutdown(Shutdown::Write).expect("shut");
+            kept = Some(client);
+        }
+    }
     // The steps run one by one, so that an answer for a client that left would show.
     let most = allowed + STEPS;
     let mut step = || {
@@ -164,6 +179,7 @@ async fn comes_and_leaves(serving: &Serving, stage: &Stage) {
         drop(other);
     }
     until(app, &what, is_at_rest, &mut step).await;
+    drop(kept);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -172,7 +188,8 @@ async fn whoever_leaves_leaves_nothing_behind() {
     let serving = Serving::start(endless(), patient).await;
     let stages = stages();
     for stage in &stages {
-        comes_and_leaves(&serving, stage).await;
+        comes_and_leaves(&serving, stage, How::Closes).await;
+        comes_and_leaves(&serving, stage, How::HalfCloses).await;
     }
     println!("{} stages", stages.len());
     serving.end().await;

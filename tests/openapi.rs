@@ -513,3 +513,115 @@ async fn what_it_calls_invalid_is_refused() {
     let valid: usize = refused_though_valid.values().sum();
     assert!(valid < TIMES / 5, "the document says little: {refused_though_valid:?}");
 }
+
+/// A step to a place of a body.
+#[derive(Debug, Clone, PartialEq)]
+enum Step {
+    Field(String),
+    Item,
+}
+
+/// Adds the places where a schema has an integer, each with an integer that it allows.
+fn integers(
+    document: &Value,
+    schema: &Value,
+    at: &mut Vec<Step>,
+    open: &mut Vec<String>,
+    found: &mut Vec<(Vec<Step>, i64)>,
+) {
+    if let Some(name) = schema["$ref"].as_str() {
+        if open.iter().any(|other| other == name) {
+            return;
+        }
+        open.push(name.to_owned());
+        let target = document.pointer(name.trim_start_matches('#')).expect("a target");
+        integers(document, target, at, open, found);
+        open.pop();
+        return;
+    }
+    let kind = &schema["type"];
+    if kind == "integer" || kind.as_array().is_some_and(|kinds| kinds.contains(&json!("integer"))) {
+        let one_of = schema["enum"][0].as_i64();
+        let least = schema["minimum"].as_i64().unwrap_or(1);
+        let place = (at.clone(), one_of.unwrap_or(least.max(1)));
+        if !found.contains(&place) {
+            found.push(place);
+        }
+    }
+    for (name, field) in schema["properties"].as_object().into_iter().flatten() {
+        at.push(Step::Field(name.clone()));
+        integers(document, field, at, open, found);
+        at.pop();
+    }
+    if schema["items"].is_object() {
+        at.push(Step::Item);
+        integers(document, &schema["items"], at, open, found);
+        at.pop();
+    }
+    for union in ["allOf", "anyOf", "oneOf"] {
+        for part in schema[union].as_array().into_iter().flatten() {
+            integers(document, part, at, open, found);
+        }
+    }
+}
+
+/// Puts `value` at a place, in objects and lists that are made where there are none.
+fn put(body: &mut Value, place: &[Step], value: Value) {
+    match place {
+        [] => *body = value,
+        [Step::Field(name), rest @ ..] => {
+            if !body.is_object() {
+                *body = json!({});
+            }
+            put(&mut body[name], rest, value);
+        }
+        [Step::Item, rest @ ..] => {
+            let mut item = body.get(0).cloned().unwrap_or_default();
+            put(&mut item, rest, value);
+            *body = json!([item]);
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_whole_float_is_an_integer_wherever_the_document_has_one() {
+    let app = Described::new().await;
+    let sound = bodies("none");
+    let mut places = 0;
+    for (path, item) in app.document["paths"].as_object().expect("paths") {
+        let schema = &item["post"]["requestBody"]["content"]["application/json"]["schema"];
+        let (mut at, mut open, mut found) = (Vec::new(), Vec::new(), Vec::new());
+        integers(&app.document, schema, &mut at, &mut open, &mut found);
+        for (place, n) in found {
+            // What counts the tokens of a body has the route of that body in front.
+            let like = sound.iter().filter(|(of, _)| path.starts_with(of)).max_by_key(|(of, _)| of.len());
+            let mut body = like.map_or(json!({}), |(_, body)| body.clone());
+            if body.get("stream").is_some() {
+                body = with(body, json!({"stream": false, "stream_options": null}));
+            }
+            if body.get("previous_response_id").is_some() {
+                body["previous_response_id"] = json!(null);
+            }
+            put(&mut body, &place, json!("@here@"));
+            let ask = async |spelling: &str| {
+                let text = body.to_string().replace("\"@here@\"", spelling);
+                let request = Request::post(path.as_str()).header(header::CONTENT_TYPE, "application/json");
+                let sent = request.body(Body::from(text)).expect("a sound request");
+                let (status, _, answer) = send_json(&app.router, sent).await;
+                // What differs from one answer to the next is left out.
+                (status.as_u16(), answer["error"].clone())
+            };
+            let what = format!("{path}, {place:?}");
+            let whole = ask(&n.to_string()).await;
+            for spelling in [format!("{n}.0"), format!("{n}e0"), format!("{n}.0E+0"), format!("{n}0e-1")] {
+                assert_eq!(ask(&spelling).await, whole, "{what}: {spelling}");
+            }
+            // What is no whole number is none, so the field is read.
+            let (status, error) = ask(&format!("{n}.5")).await;
+            assert!(status == 400 && whole.1 != error, "{what}: {status} {error}, and for {n} {whole:?}");
+            places += 1;
+        }
+    }
+    println!("{places} places");
+    assert!(places > 50, "only {places} places");
+}

@@ -43,7 +43,7 @@ impl Number for i64 {
     const NAME: &str = "an integer";
 
     fn from_float(float: f64) -> Option<Self> {
-        (float.fract() == 0.0 && float.abs() < 2f64.powi(53)).then_some(float as i64)
+        whole(float).and_then(|n| n.try_into().ok())
     }
 
     fn from_integer(integer: i64) -> Option<Self> {
@@ -56,6 +56,43 @@ impl Number for i64 {
         let integer = ObjectBuilder::new().schema_type(Type::Integer);
         integer.minimum(Some(bound(least))).maximum(Some(bound(most)))
     }
+}
+
+/// The integer that a float is, if it is whole and has 64 bits.
+fn whole(float: f64) -> Option<i128> {
+    (float.fract() == 0.0 && float.abs() < 2f64.powi(64)).then_some(float as i128)
+}
+
+/// Reads an integer, which may be written as a whole float. `make` says what it stands for, if anything. `expected` is
+/// what errors call it.
+fn read_integer<'de, T, D: Deserializer<'de>>(
+    deserializer: D,
+    expected: &'static str,
+    make: fn(i128) -> Option<T>,
+) -> Result<T, D::Error> {
+    struct Read<T>(&'static str, fn(i128) -> Option<T>);
+
+    impl<T> Visitor<'_> for Read<T> {
+        type Value = T;
+
+        fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+            f.write_str(self.0)
+        }
+
+        fn visit_i64<E: de::Error>(self, n: i64) -> Result<T, E> {
+            self.1(n.into()).ok_or_else(|| E::invalid_type(de::Unexpected::Signed(n), &self))
+        }
+
+        fn visit_u64<E: de::Error>(self, n: u64) -> Result<T, E> {
+            self.1(n.into()).ok_or_else(|| E::invalid_type(de::Unexpected::Unsigned(n), &self))
+        }
+
+        fn visit_f64<E: de::Error>(self, n: f64) -> Result<T, E> {
+            whole(n).and_then(self.1).ok_or_else(|| E::invalid_type(de::Unexpected::Float(n), &self))
+        }
+    }
+
+    deserializer.deserialize_any(Read(expected, make))
 }
 
 /// Reads a number that must lie in `range`.
@@ -201,25 +238,8 @@ pub(in crate::api) struct Seed(pub u64);
 
 impl<'de> Deserialize<'de> for Seed {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Read;
-
-        impl Visitor<'_> for Read {
-            type Value = Seed;
-
-            fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
-                f.write_str("an integer of 64 bits")
-            }
-
-            fn visit_i64<E>(self, n: i64) -> Result<Seed, E> {
-                Ok(Seed(n.cast_unsigned()))
-            }
-
-            fn visit_u64<E>(self, n: u64) -> Result<Seed, E> {
-                Ok(Seed(n))
-            }
-        }
-
-        deserializer.deserialize_any(Read)
+        let of = |n: i128| n.try_into().ok().or_else(|| i64::try_from(n).ok().map(i64::cast_unsigned));
+        read_integer(deserializer, "an integer of 64 bits", of).map(Self)
     }
 }
 
@@ -238,22 +258,7 @@ pub(in crate::api) struct TokenId(pub u32);
 
 impl<'de> Deserialize<'de> for TokenId {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Read;
-
-        impl Visitor<'_> for Read {
-            type Value = TokenId;
-
-            fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
-                f.write_str("a token id")
-            }
-
-            fn visit_u64<E: de::Error>(self, n: u64) -> Result<TokenId, E> {
-                let id = u32::try_from(n).ok();
-                id.map(TokenId).ok_or_else(|| E::invalid_type(de::Unexpected::Unsigned(n), &self))
-            }
-        }
-
-        deserializer.deserialize_any(Read)
+        read_integer(deserializer, "a token id", |n| n.try_into().ok()).map(Self)
     }
 }
 
