@@ -205,6 +205,7 @@ fn tokenizer(files: &ModelFiles) -> Option<Tokenizer> {
             for text in ["", "a", "<bos>ab c\n\n  \u{2581}abc<end_of_turn>", "\u{1f984}\0\u{e9}"] {
                 if let Ok(ids) = tokenizer.encode(text, true) {
                     assert!(ids.iter().all(|id| tokenizer.contains(*id)), "{text:?}: {ids:?}");
+                    assert!(ids.len() <= 16 * text.len() + 64, "{text:?} becomes {} ids", ids.len());
                     tokenizer.decode(&ids, true);
                 }
             }

@@ -20,13 +20,15 @@ use unicorn::quantize::{quantize_row, quantize_row_searching};
 use unicorn::tensor::{
     QuantizeMode, QuantizedRow, Scheme, pack_plain_row, pack_row, unpack_plain_row, unpack_row,
 };
+use unicorn::text::{ChatFiles, ChatTemplate, Message, Tokenizer};
 
-use crate::support::checkpoints::{ByName as _, integers, mutate};
+use crate::support::checkpoints::{ByName as _, integers, mutate, tiny_model};
 use crate::support::damaged::DamagedReadings;
 use crate::support::goldens::{Goldens, all_logits, max_difference};
+use crate::support::json::replace_somewhere;
 use crate::support::program::{assert_error, output, unicorn, unicorn_on_software};
 use crate::support::reference::{dequantize_row, rms_norm};
-use crate::support::{data, device, root};
+use crate::support::{bounded_allocation, data, device, root};
 
 fn text(path: &Path) -> &str {
     path.to_str().expect("UTF-8")
@@ -560,6 +562,193 @@ fn read_to_the_end(folder: &Path) -> Result<(), String> {
         }
     }
     Ok(())
+}
+
+/// Mutates the small files of a native checkpoint, and uses what is accepted as a server does.
+#[test]
+fn mutated_small_files_of_native_checkpoints_are_refused_or_used() {
+    const SEED: u64 = 12;
+    const ROUNDS: usize = 800;
+    println!("seed {SEED}");
+    let mut rng = ChaCha8Rng::seed_from_u64(SEED);
+    let (source, folder) = (tiny_model(), tempfile::tempdir().unwrap());
+    let sound = folder.path().join("sound");
+    quantize(source.path(), &sound, &["--scheme", "int4-g32"]);
+    let originals = contents(&sound);
+    use_small_files(&sound).expect("a sound folder");
+    let step = |kind: &str, content: &str| json!({"type": kind, "pattern": {"String": "e"}, "content": content, "prepend": content, "replacement": "▁"});
+    let nested = |list: &str, step: &Value| json!({"type": "Sequence", list: vec![step; 40]});
+    let junk = [
+        json!(null),
+        json!(true),
+        json!(0),
+        json!(1),
+        json!(-1),
+        json!(512),
+        json!(2.5),
+        json!(1e300),
+        json!(u64::MAX),
+        json!(""),
+        json!("A"),
+        json!("\u{202e}\u{fdfa}\n"),
+        json!("x".repeat(5000)),
+        json!("{% for m in messages %}{{ m['content'] * 9 }}{% endfor %}"),
+        json!("{{ bos_token }}{% for m in messages %}{{ m }}{% endfor %}"),
+        json!([]),
+        json!({}),
+        json!([[0, 1], "a b", {"a": 1}]),
+        step("Replace", &"e".repeat(40)),
+        step("Prepend", "▁"),
+        step("NFKC", ""),
+        step("Metaspace", ""),
+        step("Precompiled", ""),
+        nested("normalizers", &step("Replace", "ee")),
+        nested("pretokenizers", &step("Metaspace", "")),
+        nested("processors", &json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true})),
+        json!({"Sequence": {"id": "A", "type_id": 0}}),
+        json!({"Sequence": {"id": "B", "type_id": 0}}),
+        json!({"SpecialToken": {"id": "<none>", "type_id": 0}}),
+    ];
+    let names =
+        ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "unicorn.json"];
+    let names = [&names[..], &["layer-values.bin"]].concat();
+    let whole: usize = originals.values().map(Vec::len).sum();
+    let (mut read, mut refused) = (BTreeMap::new(), BTreeMap::new());
+    for round in 0..ROUNDS {
+        let name = names[rng.random_range(0..names.len())];
+        let mut bytes = originals[name].clone();
+        if name == "layer-values.bin" || rng.random_ratio(1, 8) {
+            let at = rng.random_range(0..bytes.len());
+            match rng.random_range(0..3) {
+                0 => bytes.truncate(at),
+                1 => bytes.insert(at, rng.random()),
+                _ => bytes[at] ^= 1 << rng.random_range(0..8),
+            }
+        } else {
+            let mut file: Value = serde_json::from_slice(&bytes).unwrap();
+            // A tokenizer's vocabulary is most of its file, and its steps are what this is about.
+            let steps = ["normalizer", "pre_tokenizer", "post_processor", "decoder", "model", "added_tokens"];
+            let part = steps[rng.random_range(0..steps.len())];
+            let part = if name == "tokenizer.json" { &mut file[part] } else { &mut file };
+            replace_somewhere(part, &junk[rng.random_range(0..junk.len())], &mut rng);
+            if name == "config.json" {
+                let mut manifest: Value = serde_json::from_slice(&originals["unicorn.json"]).unwrap();
+                manifest["config"] = file.clone();
+                fs::write(sound.join("unicorn.json"), manifest.to_string()).unwrap();
+            }
+            bytes = file.to_string().into_bytes();
+        }
+        fs::write(sound.join(name), &bytes).unwrap();
+        // What a text becomes takes memory as well as what the files hold.
+        let what = format!("round {round}, {name}");
+        let (outcome, _) =
+            bounded_allocation(whole, 32 << 20, format_args!("{what}"), || use_small_files(&sound));
+        if let Err(error) = &outcome {
+            assert!(!error.is_empty() && !error.contains('\n') && error.len() < 2000, "{what}: {error:?}");
+        }
+        *if outcome.is_ok() { &mut read } else { &mut refused }.entry(name).or_insert(0) += 1;
+        for name in [name, "unicorn.json"] {
+            fs::write(sound.join(name), &originals[name]).unwrap();
+        }
+    }
+    println!("{read:?} read, {refused:?} refused");
+    for name in &names[..5] {
+        assert!(
+            read.contains_key(name) && refused.contains_key(name),
+            "{name}: {read:?} read, {refused:?} refused"
+        );
+    }
+}
+
+/// Reads the files that a server reads before the weights, and has them make ids of a conversation, and text of the ids.
+fn use_small_files(folder: &Path) -> Result<(), String> {
+    let line = |error: &dyn std::fmt::Display| error.to_string();
+    let files = ModelFiles::open(folder).map_err(|e| line(&e))?;
+    let (config, generation) = Gemma3Config::load(&files).map_err(|e| line(&e))?;
+    generation.sampling_defaults();
+    let manifest = Manifest::read(&files).map_err(|e| line(&e))?.ok_or("no manifest")?;
+    manifest.layer_values(&files).map_err(|e| line(&e))?;
+    let [tokenizer_json, tokenizer_config, jinja] =
+        ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"].map(|name| files.read(name));
+    let json = tokenizer_json.map_err(|e| line(&e))?.ok_or("no tokenizer")?;
+    let tokenizer = Tokenizer::from_bytes(&json, "tokenizer.json").map_err(|e| line(&e))?;
+    tokenizer.fits(config.vocab_size).map_err(|e| line(&e))?;
+    let (tokenizer_config, jinja) = (tokenizer_config.map_err(|e| line(&e))?, jinja.map_err(|e| line(&e))?);
+    let template = ChatTemplate::from_checkpoint(ChatFiles {
+        tokenizer_config: tokenizer_config.as_deref(),
+        chat_template_jinja: jinja.as_deref(),
+    });
+    let messages: Vec<Message> = serde_json::from_value(json!([
+        {"role": "user", "content": "Hello there, the vim\u{fdfa} 🦄 help é ½ ".repeat(20)},
+        {"role": "assistant", "content": "e"},
+        {"role": "user", "content": " eee\n\n"},
+    ]))
+    .unwrap();
+    let text = template.and_then(|template| template.render(&messages, true)).map_err(|e| line(&e))?;
+    for special in [false, true] {
+        let ids = tokenizer.encode(&text, special).map_err(|e| line(&e))?;
+        assert!(ids.len() <= 16 * text.len() + 64, "{} ids of {} bytes", ids.len(), text.len());
+        tokenizer.check_ids(&ids, config.vocab_size).map_err(|e| line(&e))?;
+        tokenizer.decode(&ids, true);
+    }
+    Ok(())
+}
+
+/// Damage that only the device shows, and damage that a server meets before it has a device.
+#[test]
+fn a_damaged_native_checkpoint_does_not_serve() {
+    let (source, folder) = (tiny_model(), tempfile::tempdir().unwrap());
+    let sound = folder.path().join("sound");
+    quantize(source.path(), &sound, &["--scheme", "int4-g32"]);
+    let change_json = |name: &'static str, change: fn(&mut Value)| {
+        move |folder: &Path| {
+            let path = folder.join(name);
+            let mut json: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+            change(&mut json);
+            fs::write(path, json.to_string()).unwrap();
+        }
+    };
+    let grow = change_json("tokenizer.json", |json| {
+        let step = json!({"type": "Replace", "pattern": {"String": "h"}, "content": "hhhhhhhhhh"});
+        json["normalizer"] = json!({"type": "Sequence", "normalizers": vec![step; 9]});
+    });
+    let post = change_json("tokenizer.json", |json| {
+        json["post_processor"]["single"] = json!([{"Sequence": {"id": "B", "type_id": 0}}]);
+    });
+    let flip = |folder: &Path| {
+        let path = folder.join("layer-005.safetensors");
+        let mut bytes = fs::read(&path).unwrap();
+        let data = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+        bytes[data..].iter_mut().step_by(7).for_each(|byte| *byte ^= 0x11);
+        fs::write(path, bytes).unwrap();
+    };
+    let eps = |folder: &Path| {
+        change_json("config.json", |json| json["rms_norm_eps"] = json!(0.5))(folder);
+        change_json("unicorn.json", |json| json["config"]["rms_norm_eps"] = json!(0.5))(folder);
+    };
+    type Damage<'a> = &'a dyn Fn(&Path);
+    let cases: [(Damage, bool, &[&str]); 4] = [
+        (&grow, false, &["tokenizer.json: normalizer.normalizers[1] (Replace)", "100.0 times"]),
+        (&post, false, &["tokenizer.json: post_processor.single: expected"]),
+        (&flip, true, &["layer 5 is off by", "unicorn inspect --verify"]),
+        (&eps, true, &["layer 0 is off by"]),
+    ];
+    for (i, (damage, on_device, parts)) in cases.into_iter().enumerate() {
+        let copy = folder.path().join(format!("damaged-{i}"));
+        fs::create_dir(&copy).unwrap();
+        contents(&sound).iter().for_each(|(name, bytes)| fs::write(copy.join(name), bytes).unwrap());
+        damage(&copy);
+        let args = ["serve", "--port", "0", "--allow-software-vulkan", "--model", text(&copy)];
+        let command = if on_device { unicorn_on_software(&args) } else { unicorn(&args) };
+        let (code, _, stderr) = output(command);
+        assert!(code != 0 && parts.iter().all(|part| stderr.contains(part)), "{code}: {parts:?}: {stderr}");
+        assert!(!stderr.contains("panic"), "{stderr}");
+        let (code, _, stderr) = output(unicorn(&["inspect", "--verify", text(&copy)]));
+        assert!(
+            code == 1 && stderr.contains("the file is damaged") || code == 1 && stderr.contains("has "),
+            "{stderr}"
+        );
+    }
 }
 
 #[test]

@@ -85,7 +85,10 @@ fn check_decoded(tokenizer: &Tokenizer, ids: &[u32], golden: [&String; 2], folde
         if !decoded.contains(char::REPLACEMENT_CHARACTER) {
             assert_eq!(&decoded, golden, "{what}");
         } else {
-            assert!(golden.contains(char::REPLACEMENT_CHARACTER), "{what}: {decoded:?} instead of {golden:?}");
+            assert!(
+                golden.contains(char::REPLACEMENT_CHARACTER),
+                "{what}: {decoded:?} instead of {golden:?}"
+            );
         }
     }
 }
@@ -272,6 +275,233 @@ fn a_tokenizer_that_cannot_be_followed_is_refused_by_field() {
     assert_eq!(cutting.encode("a", false).unwrap().len(), 1);
 }
 
+/// A step that puts `content` for each `pattern`.
+fn replace(pattern: &str, content: &str) -> serde_json::Value {
+    serde_json::json!({"type": "Replace", "pattern": {"String": pattern}, "content": content})
+}
+
+/// The steps as one, under the name that their kind has for its list.
+fn in_sequence(list: &str, steps: &[serde_json::Value]) -> serde_json::Value {
+    serde_json::json!({"type": "Sequence", list: steps})
+}
+
+#[test]
+fn steps_that_make_a_text_many_times_as_long_are_refused_by_name() {
+    use serde_json::{Value, json};
+    let tenfold = replace("h", "hhhhhhhhhh");
+    let metaspace =
+        json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": true});
+    let regex = |regex: &str, content: &str| json!({"type": "Replace", "pattern": {"Regex": regex}, "content": content});
+    let normalizers = |steps: &[Value]| in_sequence("normalizers", steps);
+    let a = json!({"Sequence": {"id": "A", "type_id": 0}});
+    let bos = json!({"SpecialToken": {"id": "<bos>", "type_id": 0}});
+    let template = |pieces: &[&Value], ids: Value| {
+        json!({"type": "TemplateProcessing", "single": pieces, "pair": [a, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"<bos>": {"id": "<bos>", "ids": ids, "tokens": vec!["<bos>"; ids.as_array().map_or(0, Vec::len)]}}})
+    };
+    let sound = template(&[&bos, &a], json!([2]));
+    let byte_level =
+        json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true});
+    for (field, steps, expected) in [
+        // One letter became a gigabyte.
+        (
+            "normalizer",
+            normalizers(&vec![tenfold.clone(); 9]),
+            "normalizer.normalizers[1] (Replace) makes a text, with the steps before it, up to 100.0 times as long; expected at most 16 times",
+        ),
+        (
+            "normalizer",
+            normalizers(&[normalizers(&[tenfold.clone()]), tenfold.clone()]),
+            "normalizer.normalizers[1] (Replace)",
+        ),
+        (
+            "normalizer",
+            replace("", "12345678"),
+            "normalizer (Replace) makes a text, with the steps before it, up to 17.0",
+        ),
+        (
+            "normalizer",
+            regex("x*", "12345678"),
+            "normalizer (Replace) makes a text, with the steps before it, up to 17.0",
+        ),
+        (
+            "normalizer",
+            regex("a(?=b)", ""),
+            "normalizer.pattern.Regex is no regular expression without look-around",
+        ),
+        ("normalizer", regex("(?:a++|aa|a)*c", ""), "normalizer.pattern.Regex has a possessive repetition"),
+        ("normalizer", json!({"type": "Prepend", "prepend": "x".repeat(16)}), "normalizer (Prepend)"),
+        (
+            "normalizer",
+            normalizers(&vec![json!({"type": "NFKC"}); 2]),
+            "normalizers[1] (NFKC) makes a text, with the steps before it, up to 121.0",
+        ),
+        (
+            "normalizer",
+            normalizers(&vec![json!({"type": "Strip", "strip_left": true, "strip_right": false}); 33]),
+            "normalizer.normalizers[32] (Strip) is step 33 of a chain; expected at most 32",
+        ),
+        (
+            "normalizer",
+            json!({"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
+            "normalizer is a \"Precompiled\", a kind of step",
+        ),
+        // The crate would read it by its fields.
+        ("normalizer", json!({"prepend": "x".repeat(1000)}), "normalizer has no type"),
+        ("normalizer", json!({"type": "Other", "prepend": "x".repeat(1000)}), "normalizer is a \"Other\""),
+        (
+            "pre_tokenizer",
+            in_sequence("pretokenizers", &vec![metaspace.clone(); 2]),
+            "pre_tokenizer.pretokenizers[0] (Metaspace) makes a text, with the steps before it, up to 18.0",
+        ),
+        (
+            "pre_tokenizer",
+            in_sequence("pretokenizers", &vec![byte_level.clone(); 3]),
+            "pre_tokenizer.pretokenizers[1] (ByteLevel) makes a text, with the steps before it, up to 48.0",
+        ),
+        ("pre_tokenizer", json!({"type": "FixedLength", "length": 0}), "pre_tokenizer.length is 0"),
+        (
+            "pre_tokenizer",
+            json!({"type": "Split", "pattern": {"Regex": "(a)\\1"}, "behavior": "Isolated", "invert": false}),
+            "pre_tokenizer.pattern.Regex",
+        ),
+        ("post_processor", template(&[&a, &a], json!([2])), "post_processor.single has the text 2 times"),
+        ("post_processor", template(&[&bos], json!([2])), "post_processor.single has the text 0 times"),
+        (
+            "post_processor",
+            template(&[&bos, &a], json!(vec![2; 65])),
+            "post_processor.single adds 65 ids; expected at most 64",
+        ),
+        (
+            "post_processor",
+            template(&[&a, &json!({"Sequence": {"id": "B", "type_id": 0}})], json!([2])),
+            "post_processor.single: expected special tokens and the sequence A",
+        ),
+        (
+            "post_processor",
+            template(&[&json!({"SpecialToken": {"id": "<none>", "type_id": 0}}), &a], json!([2])),
+            "post_processor.special_tokens lacks \"<none>\"",
+        ),
+        (
+            "post_processor",
+            in_sequence("processors", &[sound.clone(), sound.clone()]),
+            "post_processor has 2 steps that add ids",
+        ),
+        (
+            "post_processor",
+            json!({"type": "ByteLevel", "single": [a, a], "pair": [], "special_tokens": {}}),
+            "post_processor (ByteLevel) has the field single",
+        ),
+        (
+            "decoder",
+            in_sequence(
+                "decoders",
+                &[replace("▁", &" ".repeat(49)), json!({"type": "ByteFallback"}), json!({"type": "Fuse"})],
+            ),
+            "decoder.decoders[0] (Replace)",
+        ),
+    ] {
+        let Err(error) =
+            Tokenizer::from_bytes(&edited(|json| json[field] = steps.clone()), "dir/tokenizer.json")
+        else {
+            panic!("{steps}: accepted");
+        };
+        let error = error.to_string();
+        assert!(error.starts_with("dir/tokenizer.json: ") && error.contains(expected), "{expected}: {error}");
+        assert!(!error.contains('\n') && error.len() < 2000, "{error}");
+    }
+
+    // A field that comes twice is one to this program, and may be the other to the crate.
+    let text = String::from_utf8(bytes("tokenizer-mini/tokenizer.json")).unwrap();
+    let twice = r#""normalizer":{"type":"NFC","type":"Prepend","prepend":"xxxxxxxxxxxxxxxxxxxxxxxxx","#;
+    let at = text.find("\"normalizer\"").expect("a normalizer");
+    let open = text[at..].find('{').expect("an object") + at;
+    let twice = format!("{}{twice}{}", &text[..at], &text[open + 1..]);
+    let error = Tokenizer::from_bytes(twice.as_bytes(), "t").map(|_| ()).unwrap_err().to_string();
+    assert!(error.contains("duplicate field `type`"), "{error}");
+
+    // The tokens themselves are short.
+    let long = edited(|json| json["model"]["vocab"]["x".repeat(300)] = json!(512));
+    let error = Tokenizer::from_bytes(&long, "t").map(|_| ()).unwrap_err().to_string();
+    assert!(error.contains("token 512 has 300 bytes; expected at most 256"), "{error}");
+}
+
+#[test]
+fn steps_within_the_bound_never_exceed_it() {
+    use serde_json::json;
+    const SEED: u64 = 0x6704;
+    println!("seed {SEED}");
+    let mut rng = ChaCha8Rng::seed_from_u64(SEED);
+    let regex = |regex: &str, content: &str| json!({"type": "Replace", "pattern": {"Regex": regex}, "content": content});
+    let normalizers = [
+        replace(" ", "▁"),
+        replace("", "-"),
+        replace("ab", "aabb"),
+        regex("x*", "y"),
+        regex("[ab]{2,}", "é"),
+        json!({"type": "Prepend", "prepend": "▁"}),
+        json!({"type": "NFC"}),
+        json!({"type": "NFD"}),
+        json!({"type": "NFKC"}),
+        json!({"type": "NFKD"}),
+        json!({"type": "Lowercase"}),
+        json!({"type": "Strip", "strip_left": true, "strip_right": true}),
+        json!({"type": "StripAccents"}),
+        json!({"type": "Nmt"}),
+        json!({"type": "ByteLevel"}),
+    ];
+    let split =
+        json!({"type": "Split", "pattern": {"Regex": "[a-z]?"}, "behavior": "Isolated", "invert": false});
+    let pre_tokenizers = [
+        json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": true}),
+        json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true}),
+        split,
+        json!({"type": "Digits", "individual_digits": true}),
+        json!({"type": "Punctuation", "behavior": "Isolated"}),
+        json!({"type": "BertPreTokenizer"}),
+        json!({"type": "WhitespaceSplit"}),
+        json!({"type": "UnicodeScripts"}),
+        json!({"type": "FixedLength", "length": 1}),
+    ];
+    let pick = |rng: &mut ChaCha8Rng, list: &str, of: &[serde_json::Value]| {
+        let steps: Vec<_> =
+            (0..rng.random_range(0..4)).map(|_| of[rng.random_range(0..of.len())].clone()).collect();
+        in_sequence(list, &steps)
+    };
+    // What grows most under each kind, pieces of one character, and a text that no piece fits.
+    let texts =
+        ["\u{fdfa}", "\u{390}\u{1d160}", "\u{130}\u{23a}", "a\nb\n \n\u{fdfa}\n", " ", "xababx", "🦄<bos>é½"];
+    let (mut accepted, mut most) = (0, 0.0f64);
+    for round in 0..400 {
+        let normalizer = pick(&mut rng, "normalizers", &normalizers);
+        let pre_tokenizer = pick(&mut rng, "pretokenizers", &pre_tokenizers);
+        let what = format!("round {round}: {normalizer}, {pre_tokenizer}");
+        let json = edited(|json| (json["normalizer"], json["pre_tokenizer"]) = (normalizer, pre_tokenizer));
+        let Ok(tokenizer) = Tokenizer::from_bytes(&json, "t") else { continue };
+        accepted += 1;
+        for text in texts.iter().map(|text| text.repeat(20)) {
+            let Ok(ids) = tokenizer.encode(&text, true) else { continue };
+            // An id stands for a byte at least.
+            let factor = (ids.len() - 1) as f64 / text.len() as f64;
+            most = most.max(factor);
+            assert!(factor <= 16.0, "{what}: {factor} ids for each byte of {text:?}");
+        }
+    }
+    println!("{accepted} accepted, at most {most:.1} ids for each byte");
+    assert!(accepted > 100 && most > 3.0, "{accepted} accepted, {most}");
+
+    // Where a byte may become more, the longest text is shorter. Gemma's steps leave it as it was.
+    let prefixed = edited(|json| {
+        let steps = [json!({"type": "Prepend", "prepend": "▁"}), replace(" ", "▁")];
+        json["normalizer"] = in_sequence("normalizers", &steps);
+    });
+    let prefixed = Tokenizer::from_bytes(&prefixed, "t").unwrap();
+    assert_eq!((prefixed.max_text_bytes(), tokenizer().max_text_bytes()), ((8 << 20) / 12, MAX_TEXT_BYTES));
+    let bytes = prefixed.max_text_bytes() + 1;
+    let error = prefixed.encode(&"a".repeat(bytes), false).unwrap_err();
+    assert_eq!(error, TextError::TooLong { bytes, limit: bytes - 1 });
+}
+
 #[test]
 fn mutated_tokenizer_files_end_in_a_result() {
     const SEED: u64 = 0x70c3;
@@ -443,7 +673,10 @@ fn compare_detokenizer(tokenizer: &Tokenizer, reference: &tokenizers::Tokenizer,
             let expected = text_of_bytes(tokenizer, &ids, skip_special);
             let golden = reference.decode(&ids, skip_special).unwrap();
             let cut = golden.contains(char::REPLACEMENT_CHARACTER);
-            assert!(cut || golden == expected, "seed {seed}, round {round}, {ids:?}: the crate says {golden:?}");
+            assert!(
+                cut || golden == expected,
+                "seed {seed}, round {round}, {ids:?}: the crate says {golden:?}"
+            );
             assert_eq!(text, expected, "seed {seed}, round {round}, skip {skip_special}, {ids:?}");
             assert_eq!(tokenizer.decode(&ids, skip_special), expected);
             // A finished detokenizer is empty, so it can be used again.
@@ -457,7 +690,8 @@ fn text_comes_as_soon_as_it_is_certain() {
     let tokenizer = tokenizer();
     let byte = |byte: u8| tokenizer.token_id(&format!("<{byte:#04X}>")).unwrap();
     let mut detokenizer = tokenizer.detokenizer(true);
-    let mut push = |ids: &[u32]| -> String { ids.iter().map(|id| detokenizer.push(*id).to_owned()).collect() };
+    let mut push =
+        |ids: &[u32]| -> String { ids.iter().map(|id| detokenizer.push(*id).to_owned()).collect() };
     let bytes = |bytes: &[u8]| -> Vec<u32> { bytes.iter().map(|b| byte(*b)).collect() };
     assert_eq!(push(&[369]), "a");
     let unicorn = bytes("🦄".as_bytes());

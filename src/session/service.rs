@@ -10,8 +10,7 @@ use super::request::{GenerateRequest, PromptEnding, Truncation};
 use crate::engine::{EngineHandle, Request};
 use crate::model::{SamplingOptions, SamplingParams};
 use crate::text::{
-    CallReader, ChatTemplate, Constraint, Grammars, MAX_TEXT_BYTES, Message, StopMatcher, TextError,
-    Tokenizer, normalize,
+    CallReader, ChatTemplate, Constraint, Grammars, Message, StopMatcher, TextError, Tokenizer, normalize,
 };
 
 /// The tokenizer, the template and the engine of one loaded model.
@@ -242,7 +241,7 @@ impl Service {
         let (context, least) = (self.engine.limits().max_context, self.least_tokens(bytes));
         let size = match least >= context {
             true => format!("at least {least} tokens"),
-            false => format!("more than the {MAX_TEXT_BYTES} that are read"),
+            false => format!("more than the {} that are read", self.tokenizer.max_text_bytes()),
         };
         SessionError::Context(format!(
             "the prompt is too long: {bytes} bytes, {size}, and this model's maximum context length is {context} tokens"

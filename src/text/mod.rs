@@ -21,6 +21,7 @@ mod gbnf;
 mod grammar;
 mod jinja;
 mod panics;
+mod steps;
 mod stop;
 mod template;
 mod tokenizer;

@@ -5,18 +5,29 @@
 //! `ByteFallback` and `Fuse`. Everything else is refused while loading.
 //!
 //! A file's `truncation` and `padding` are ignored, as transformers ignores them: a prompt is never cut without notice.
-//! Settings that would lose characters or draw random numbers are refused.
+//! Settings that would lose characters or draw random numbers are refused, and steps that could make a text many times
+//! as long ([`super::steps`]).
 
 use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use serde::Deserialize;
-use serde_json::Value;
 
 use super::error::{MAX_TEXT_BYTES, TextError};
+use super::panics::panic_message;
+use super::steps::{Step, check_post_processor, decoder_replacements, growth};
 
 /// Largest vocabulary accepted, which bounds the decoding table. Gemma's is a quarter of it.
 const MAX_VOCAB: usize = 1 << 20;
+/// Longest token accepted, as the file writes it and decoded. Gemma's longest has 93 bytes. Bounds what a list of ids
+/// stands for.
+const MAX_TOKEN_BYTES: usize = 256;
+/// Most bytes that a text may become before it is cut into tokens. The normalizer of Gemma makes three bytes of a space,
+/// so [`MAX_TEXT_BYTES`] is reached first there.
+const MAX_NORMALIZED_BYTES: usize = 8 << 20;
+/// Longest error about a file, in characters. It may quote names of the file.
+const MAX_PROBLEM_CHARS: usize = 400;
 
 /// A tokenizer. Cloning shares it.
 #[derive(Clone)]
@@ -35,6 +46,8 @@ struct Inner {
     largest_regular: u32,
     /// How many ids the post-processor puts in front of a text's own.
     ids_in_front: usize,
+    /// Longest text that is encoded.
+    max_text_bytes: usize,
 }
 
 struct Entry {
@@ -59,16 +72,21 @@ pub(super) enum Piece<'a> {
 impl Tokenizer {
     /// Reads a tokenizer.json. `file_name` is what errors call it.
     pub fn from_bytes(tokenizer_json: &[u8], file_name: &str) -> Result<Self, TextError> {
-        let fail = |problem: String| TextError::Tokenizer { file: file_name.to_owned(), problem };
+        let fail = |problem: String| TextError::Tokenizer {
+            file: file_name.to_owned(),
+            problem: one_line(&problem),
+        };
 
         let header: Header = serde_json::from_slice(tokenizer_json)
             .map_err(|e| fail(format!("not a tokenizer.json as the tokenizers library writes it: {e}")))?;
         header.model.check().map_err(&fail)?;
         let replacements = decoder_replacements(&header.decoder).map_err(&fail)?;
+        let growth = growth(&header.normalizer, &header.pre_tokenizer).map_err(&fail)?;
+        check_post_processor(&header.post_processor).map_err(&fail)?;
 
-        let mut encoder =
-            tokenizers::Tokenizer::from_bytes(tokenizer_json).map_err(|e| fail(one_line(&e.to_string())))?;
-        encoder.with_truncation(None).map_err(|e| fail(one_line(&e.to_string())))?;
+        let read = || tokenizers::Tokenizer::from_bytes(tokenizer_json).map_err(|e| e.to_string());
+        let mut encoder = without_panics(read).map_err(&fail)?;
+        encoder.with_truncation(None).map_err(|e| fail(e.to_string()))?;
         encoder.with_padding(None);
         header.check_against(&encoder).map_err(&fail)?;
 
@@ -79,8 +97,15 @@ impl Tokenizer {
             .rposition(regular)
             .ok_or_else(|| fail("the vocabulary holds no token but special ones".to_owned()))?
             as u32;
-        let inner =
-            Inner { file: file_name.to_owned(), encoder, entries, text, largest_regular, ids_in_front: 0 };
+        let inner = Inner {
+            file: file_name.to_owned(),
+            encoder,
+            entries,
+            text,
+            largest_regular,
+            ids_in_front: 0,
+            max_text_bytes: MAX_TEXT_BYTES.min((MAX_NORMALIZED_BYTES as f64 / growth) as usize),
+        };
         let probe = |special: bool| inner.encode("a", special);
         let (own, all) = (probe(false)?, probe(true)?);
         let ids_in_front = (0..all.len()).find(|at| all[*at..].starts_with(&own)).unwrap_or(0);
@@ -91,12 +116,18 @@ impl Tokenizer {
     ///
     /// With `add_special_tokens` the file's post-processor adds its tokens (Gemma's adds `<bos>` in front). That is
     /// right for plain text, and wrong for a rendered chat template, which already holds `<bos>`. A text over
-    /// [`MAX_TEXT_BYTES`] is [`TextError::TooLong`].
+    /// [`Self::max_text_bytes`] is [`TextError::TooLong`].
     pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, TextError> {
-        if text.len() > MAX_TEXT_BYTES {
-            return Err(TextError::TooLong { bytes: text.len(), limit: MAX_TEXT_BYTES });
+        let limit = self.max_text_bytes();
+        if text.len() > limit {
+            return Err(TextError::TooLong { bytes: text.len(), limit });
         }
         self.inner.encode(text, add_special_tokens)
+    }
+
+    /// Longest text that is encoded: [`MAX_TEXT_BYTES`], or less where the file's steps make much of a byte.
+    pub fn max_text_bytes(&self) -> usize {
+        self.inner.max_text_bytes
     }
 
     /// How many ids [`Self::encode`] with `add_special_tokens` puts in front of a text's own.
@@ -180,12 +211,19 @@ impl Tokenizer {
 
 impl Inner {
     fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, TextError> {
-        let encoding = self
-            .encoder
-            .encode_fast(text, add_special_tokens)
-            .map_err(|e| TextError::Encode { file: self.file.clone(), problem: one_line(&e.to_string()) })?;
-        Ok(encoding.get_ids().to_vec())
+        let encode = || self.encoder.encode_fast(text, add_special_tokens).map_err(|error| error.to_string());
+        match without_panics(encode) {
+            Ok(encoding) => Ok(encoding.get_ids().to_vec()),
+            Err(problem) => Err(TextError::Encode { file: self.file.clone(), problem: one_line(&problem) }),
+        }
     }
+}
+
+/// Runs a part of the crate, some of whose steps panic on texts that they did not expect.
+fn without_panics<T>(run: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
+    catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|panic| {
+        Err(format!("the tokenizers library met a bug in itself: {}", panic_message(&*panic)))
+    })
 }
 
 /// The fields of a tokenizer.json that decide whether it can be used. The crate reads the vocabulary.
@@ -194,7 +232,13 @@ struct Header {
     #[serde(default)]
     added_tokens: Vec<AddedToken>,
     #[serde(default)]
-    decoder: Value,
+    normalizer: Step,
+    #[serde(default)]
+    pre_tokenizer: Step,
+    #[serde(default)]
+    post_processor: Step,
+    #[serde(default)]
+    decoder: Step,
     model: ModelHeader,
 }
 
@@ -279,35 +323,6 @@ fn in_model(encoder: &tokenizers::Tokenizer, token: &str) -> bool {
     tokenizers::Model::token_to_id(encoder.get_model(), token).is_some()
 }
 
-/// The `Replace` steps of a decoder of the form `[Replace..., ByteFallback, Fuse]`, as (pattern, content).
-fn decoder_replacements(decoder: &Value) -> Result<Vec<(String, String)>, String> {
-    const EXPECTED: &str = "expected a Sequence of Replace (with a String pattern), ByteFallback, Fuse";
-    let steps = match (decoder["type"].as_str(), decoder["decoders"].as_array()) {
-        (Some("Sequence"), Some(steps)) => steps,
-        (Some(kind), _) => return Err(format!("decoder is a {kind}; {EXPECTED}")),
-        (None, _) => return Err(format!("decoder is missing; {EXPECTED}")),
-    };
-    let kind = |step: &Value| step["type"].as_str().unwrap_or("(no type)").to_owned();
-    let [replaces @ .., fallback, fuse] = steps.as_slice() else {
-        return Err(format!("decoder has {} steps; {EXPECTED}", steps.len()));
-    };
-    if kind(fallback) != "ByteFallback" || kind(fuse) != "Fuse" {
-        return Err(format!("decoder ends with {}, {}; {EXPECTED}", kind(fallback), kind(fuse)));
-    }
-    replaces
-        .iter()
-        .map(|step| {
-            let pattern = step["pattern"]["String"].as_str().filter(|pattern| !pattern.is_empty());
-            match (kind(step).as_str(), pattern, step["content"].as_str()) {
-                ("Replace", Some(pattern), Some(content)) => Ok((pattern.to_owned(), content.to_owned())),
-                (kind, ..) => {
-                    Err(format!("decoder step {kind} cannot be followed token by token; {EXPECTED}"))
-                }
-            }
-        })
-        .collect()
-}
-
 /// The decoding table: for each id, the result of the crate's decoder steps on that one token.
 fn decoding_table(
     encoder: &tokenizers::Tokenizer,
@@ -317,6 +332,7 @@ fn decoding_table(
     if largest >= MAX_VOCAB {
         return Err(format!("a token has id {largest}; ids below {MAX_VOCAB} are expected"));
     }
+    let expected = format!("expected at most {MAX_TOKEN_BYTES} in a token");
     let mut entries = Vec::with_capacity(largest + 1);
     let mut text = String::new();
     for id in 0..=largest as u32 {
@@ -324,10 +340,16 @@ fn decoding_table(
             entries.push(Entry { decoded: Decoded::Absent, special: false });
             continue;
         };
+        if token.len() > MAX_TOKEN_BYTES {
+            return Err(format!("token {id} has {} bytes; {expected}", token.len()));
+        }
         let special = encoder.get_added_vocabulary().is_special_token(&token);
         let replaced = replacements
             .iter()
             .fold(token, |token, (pattern, content)| token.replace(pattern.as_str(), content));
+        if replaced.len() > MAX_TOKEN_BYTES {
+            return Err(format!("token {id} stands for {} bytes; {expected}", replaced.len()));
+        }
         let decoded = match byte_token(&replaced) {
             Some(byte) => Decoded::Byte(byte),
             None => {
@@ -348,6 +370,8 @@ fn byte_token(token: &str) -> Option<u8> {
     if digits.len() == 2 { u8::from_str_radix(digits, 16).ok() } else { None }
 }
 
+/// A message on one line of bounded length.
 fn one_line(message: &str) -> String {
-    message.split_whitespace().collect::<Vec<_>>().join(" ")
+    let line = message.split_whitespace().collect::<Vec<_>>().join(" ");
+    line.chars().take(MAX_PROBLEM_CHARS).collect()
 }

@@ -1,0 +1,321 @@
+//! What the steps of a tokenizer.json may make of a text: how much longer, and how many ids more.
+//!
+//! Each step writes text for the next one. A hundred bytes of nested `Replace` steps make gigabytes of one letter, so
+//! the factor of a whole chain is computed from the file, before any text goes through it. A chain whose factor exceeds
+//! [`MAX_GROWTH`] is refused, and so is a kind of step that is not known here: nothing bounds it. Patterns must be such
+//! as can be matched in linear time.
+
+use std::fmt;
+
+use serde::de::{self, Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
+use serde_json::{Map, Value};
+
+/// The most bytes that a chain of steps may make of one byte. Gemma's needs 3: a space becomes `▁`. With `▁` put before
+/// each piece, as older converters had it, the factor is 12. `NFKC` alone has 11.
+pub(super) const MAX_GROWTH: f64 = 16.0;
+/// Most steps of a chain. Each takes time for every text. Gemma's has one.
+const MAX_STEPS: usize = 32;
+/// Most ids that a post-processor may add to a text. Gemma's adds one.
+const MAX_ADDED_IDS: usize = 64;
+
+/// JSON in which no object has a field twice. Readers differ in which of the two they take, so what is checked here
+/// might not be what is used.
+#[derive(Default)]
+pub(super) struct Step(Value);
+
+impl<'de> Deserialize<'de> for Step {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Read;
+
+        impl<'de> Visitor<'de> for Read {
+            type Value = Step;
+
+            fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+                f.write_str("JSON")
+            }
+
+            fn visit_unit<E>(self) -> Result<Step, E> {
+                Ok(Step(Value::Null))
+            }
+
+            fn visit_bool<E>(self, value: bool) -> Result<Step, E> {
+                Ok(Step(value.into()))
+            }
+
+            fn visit_i64<E>(self, value: i64) -> Result<Step, E> {
+                Ok(Step(value.into()))
+            }
+
+            fn visit_u64<E>(self, value: u64) -> Result<Step, E> {
+                Ok(Step(value.into()))
+            }
+
+            fn visit_f64<E>(self, value: f64) -> Result<Step, E> {
+                Ok(Step(value.into()))
+            }
+
+            fn visit_str<E>(self, value: &str) -> Result<Step, E> {
+                Ok(Step(value.into()))
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Step, A::Error> {
+                let mut list = Vec::new();
+                while let Some(Step(item)) = items.next_element()? {
+                    list.push(item);
+                }
+                Ok(Step(list.into()))
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut fields: A) -> Result<Step, A::Error> {
+                let mut map = Map::new();
+                while let Some((name, Step(value))) = fields.next_entry::<String, Step>()? {
+                    if map.contains_key(&name) {
+                        return Err(de::Error::custom(format_args!("duplicate field `{name}`")));
+                    }
+                    map.insert(name, value);
+                }
+                Ok(Step(map.into()))
+            }
+        }
+
+        deserializer.deserialize_any(Read)
+    }
+}
+
+/// A chain of steps that each read what the one before wrote.
+struct Chain {
+    growth: f64,
+    steps: usize,
+}
+
+impl Chain {
+    fn new() -> Self {
+        Self { growth: 1.0, steps: 0 }
+    }
+
+    /// Adds the step at the place `at` of the file, which makes at most `factor` bytes of one.
+    fn add(&mut self, at: &str, kind: &str, factor: f64) -> Result<(), String> {
+        self.steps += 1;
+        self.growth *= factor.max(1.0);
+        if self.steps > MAX_STEPS {
+            return Err(format!(
+                "{at} ({kind}) is step {} of a chain; expected at most {MAX_STEPS}",
+                self.steps
+            ));
+        }
+        if self.growth > MAX_GROWTH {
+            return Err(format!(
+                "{at} ({kind}) makes a text, with the steps before it, up to {:.1} times as long; expected at most {MAX_GROWTH} times",
+                self.growth
+            ));
+        }
+        Ok(())
+    }
+
+    /// Adds a normalizer.
+    fn normalizer(&mut self, at: &str, step: &Value) -> Result<(), String> {
+        let kind = kind(at, step)?;
+        let factor = match kind {
+            "Sequence" => return self.sequence(at, step, "normalizers", Self::normalizer),
+            "Replace" => {
+                let (content, pattern) = (text(at, step, "content")?.len() as f64, shortest_match(at, step)?);
+                match pattern {
+                    // Before and after each character, and thus twice for a text of one.
+                    0 => 1.0 + 2.0 * content,
+                    least => content / least as f64,
+                }
+            }
+            // Added tokens cut a text into pieces of at least a byte, and each piece is normalized by itself.
+            "Prepend" => 1.0 + text(at, step, "prepend")?.len() as f64,
+            // The largest factors in UTF-8, by the Unicode Consortium's FAQ on normalization.
+            "NFC" | "NFD" => 3.0,
+            "NFKC" | "NFKD" => 11.0,
+            // U+0130 and U+023A have two bytes, and three in lower case.
+            "Lowercase" => 1.5,
+            "ByteLevel" => 2.0,
+            "Strip" | "StripAccents" | "Nmt" => 1.0,
+            _ => return Err(unknown(at, kind)),
+        };
+        self.add(at, kind, factor)
+    }
+
+    /// Adds a pre-tokenizer. Most only cut.
+    fn pre_tokenizer(&mut self, at: &str, step: &Value) -> Result<(), String> {
+        let kind = kind(at, step)?;
+        let factor = match kind {
+            "Sequence" => return self.sequence(at, step, "pretokenizers", Self::pre_tokenizer),
+            "ByteLevel" if step["add_prefix_space"] == false => 2.0,
+            "ByteLevel" => 4.0,
+            // For each space, and once more before each piece.
+            "Metaspace" => 2.0 * text(at, step, "replacement")?.len() as f64,
+            "Split" => {
+                shortest_match(at, step)?;
+                1.0
+            }
+            "FixedLength" if step["length"] == 0 => {
+                return Err(format!("{at}.length is 0; expected at least 1"));
+            }
+            "BertPreTokenizer" | "Delimiter" | "Digits" | "FixedLength" | "Punctuation"
+            | "UnicodeScripts" | "Whitespace" | "WhitespaceSplit" => 1.0,
+            _ => return Err(unknown(at, kind)),
+        };
+        self.add(at, kind, factor)
+    }
+
+    fn sequence(
+        &mut self,
+        at: &str,
+        step: &Value,
+        name: &str,
+        add: fn(&mut Self, &str, &Value) -> Result<(), String>,
+    ) -> Result<(), String> {
+        let steps = list(at, step, name)?;
+        steps.iter().enumerate().try_for_each(|(i, step)| add(self, &format!("{at}.{name}[{i}]"), step))
+    }
+}
+
+/// How many bytes a normalizer and a pre-tokenizer make of one byte at most.
+pub(super) fn growth(normalizer: &Step, pre_tokenizer: &Step) -> Result<f64, String> {
+    let mut chain = Chain::new();
+    if !normalizer.0.is_null() {
+        chain.normalizer("normalizer", &normalizer.0)?;
+    }
+    if !pre_tokenizer.0.is_null() {
+        chain.pre_tokenizer("pre_tokenizer", &pre_tokenizer.0)?;
+    }
+    Ok(chain.growth)
+}
+
+/// Checks that a post-processor keeps a text's ids as they are, once, and adds few. The crate panics where a template
+/// names a second text, or follows another one.
+pub(super) fn check_post_processor(post_processor: &Step) -> Result<(), String> {
+    let Step(step) = post_processor;
+    if step.is_null() {
+        return Ok(());
+    }
+    let steps = match step["type"].as_str() {
+        Some("Sequence") => list("post_processor", step, "processors")?,
+        _ => std::slice::from_ref(step),
+    };
+    let mut adding = 0;
+    for step in steps {
+        let kind = kind("post_processor", step)?;
+        match kind {
+            "ByteLevel" => {}
+            "TemplateProcessing" => check_template(step)?,
+            "BertProcessing" | "RobertaProcessing" => {}
+            _ => return Err(unknown("post_processor", kind)),
+        }
+        adding += usize::from(kind != "ByteLevel");
+        // The crate tells the kinds by their fields.
+        let own: &[&str] = match kind {
+            "TemplateProcessing" => &["single", "pair"],
+            "ByteLevel" => &[],
+            _ => &["sep", "cls"],
+        };
+        let mut telling = ["single", "pair", "processors", "sep", "cls"].into_iter();
+        if let Some(name) = telling.find(|name| step.get(name).is_some() && !own.contains(name)) {
+            return Err(format!(
+                "post_processor ({kind}) has the field {name}, which belongs to another kind"
+            ));
+        }
+    }
+    if adding > 1 || steps.len() > MAX_STEPS {
+        return Err(format!("post_processor has {adding} steps that add ids; expected at most 1"));
+    }
+    Ok(())
+}
+
+fn check_template(step: &Value) -> Result<(), String> {
+    let (mut texts, mut added) = (0, 0);
+    for piece in list("post_processor", step, "single")? {
+        let special = &piece["SpecialToken"]["id"];
+        match (piece["Sequence"]["id"].as_str(), special.as_str()) {
+            (Some("A"), None) => texts += 1,
+            (None, Some(name)) => {
+                let ids = step["special_tokens"][name]["ids"].as_array();
+                let ids = ids.ok_or_else(|| format!("post_processor.special_tokens lacks {name:?}"))?;
+                added += ids.len();
+            }
+            _ => return Err("post_processor.single: expected special tokens and the sequence A".to_owned()),
+        }
+    }
+    if texts != 1 {
+        return Err(format!("post_processor.single has the text {texts} times; expected it once"));
+    }
+    if added > MAX_ADDED_IDS {
+        return Err(format!("post_processor.single adds {added} ids; expected at most {MAX_ADDED_IDS}"));
+    }
+    Ok(())
+}
+
+/// The `Replace` steps of a decoder of the form `[Replace..., ByteFallback, Fuse]`, as (pattern, content). Together they
+/// make a token at most [`MAX_GROWTH`] times as long.
+pub(super) fn decoder_replacements(decoder: &Step) -> Result<Vec<(String, String)>, String> {
+    const EXPECTED: &str = "expected a Sequence of Replace (with a String pattern), ByteFallback, Fuse";
+    let Step(decoder) = decoder;
+    let steps = match (decoder["type"].as_str(), decoder["decoders"].as_array()) {
+        (Some("Sequence"), Some(steps)) => steps,
+        (Some(kind), _) => return Err(format!("decoder is a {kind}; {EXPECTED}")),
+        (None, _) => return Err(format!("decoder is missing; {EXPECTED}")),
+    };
+    let kind = |step: &Value| step["type"].as_str().unwrap_or("(no type)").to_owned();
+    let [replaces @ .., fallback, fuse] = steps.as_slice() else {
+        return Err(format!("decoder has {} steps; {EXPECTED}", steps.len()));
+    };
+    if kind(fallback) != "ByteFallback" || kind(fuse) != "Fuse" {
+        return Err(format!("decoder ends with {}, {}; {EXPECTED}", kind(fallback), kind(fuse)));
+    }
+    let mut chain = Chain::new();
+    let mut replacements = Vec::new();
+    for (i, step) in replaces.iter().enumerate() {
+        let pattern = step["pattern"]["String"].as_str().filter(|pattern| !pattern.is_empty());
+        match (kind(step).as_str(), pattern, step["content"].as_str()) {
+            ("Replace", Some(pattern), Some(content)) => {
+                let factor = content.len() as f64 / pattern.len() as f64;
+                chain.add(&format!("decoder.decoders[{i}]"), "Replace", factor)?;
+                replacements.push((pattern.to_owned(), content.to_owned()));
+            }
+            (kind, ..) => {
+                return Err(format!("decoder step {kind} cannot be followed token by token; {EXPECTED}"));
+            }
+        }
+    }
+    Ok(replacements)
+}
+
+/// The bytes of the shortest text that a step's pattern matches.
+fn shortest_match(at: &str, step: &Value) -> Result<usize, String> {
+    let pattern = &step["pattern"];
+    match (pattern["String"].as_str(), pattern["Regex"].as_str()) {
+        (Some(text), None) => Ok(text.len()),
+        (None, Some(regex)) => {
+            let problem = |problem: &str| Err(format!("{at}.pattern.Regex {problem}"));
+            // The crate takes `a++` for possessive, and backtracks.
+            if ["++", "*+", "?+", "}+"].iter().any(|possessive| regex.contains(possessive)) {
+                return problem("has a possessive repetition, which is not supported");
+            }
+            match regex_syntax::parse(regex) {
+                Ok(parsed) => Ok(parsed.properties().minimum_len().unwrap_or(0)),
+                Err(_) => problem("is no regular expression without look-around and backreferences"),
+            }
+        }
+        _ => Err(format!("{at}.pattern: expected one of String and Regex, with a text")),
+    }
+}
+
+fn kind<'a>(at: &str, step: &'a Value) -> Result<&'a str, String> {
+    step["type"].as_str().ok_or_else(|| format!("{at} has no type"))
+}
+
+fn text<'a>(at: &str, step: &'a Value, name: &str) -> Result<&'a str, String> {
+    step[name].as_str().ok_or_else(|| format!("{at}.{name}: expected a text"))
+}
+
+fn list<'a>(at: &str, step: &'a Value, name: &str) -> Result<&'a [Value], String> {
+    step[name].as_array().map(Vec::as_slice).ok_or_else(|| format!("{at}.{name}: expected a list"))
+}
+
+fn unknown(at: &str, kind: &str) -> String {
+    format!("{at} is a {kind:?}, a kind of step that this server does not support")
+}
