@@ -89,7 +89,10 @@ async fn a_cut_within_a_character_leaves_those_before_it() {
 
     // A stop string ends an answer between two byte tokens.
     let (_, body) = complete(&router, json!({"max_tokens": 28, "stop": ["不覺"]})).await;
-    assert_eq!((&body["choices"][0]["text"], &body["choices"][0]["finish_reason"]), (&json!("春眠"), &json!("stop")));
+    assert_eq!(
+        (&body["choices"][0]["text"], &body["choices"][0]["finish_reason"]),
+        (&json!("春眠"), &json!("stop"))
+    );
 }
 
 #[tokio::test]
@@ -174,8 +177,12 @@ async fn offsets_index_the_returned_text() {
         let logprobs = &choice["logprobs"];
         let tokens: Vec<&str> =
             logprobs["tokens"].as_array().expect("tokens").iter().filter_map(Value::as_str).collect();
-        let offsets: Vec<usize> =
-            logprobs["text_offset"].as_array().expect("offsets").iter().filter_map(|n| Some(n.as_u64()? as usize)).collect();
+        let offsets: Vec<usize> = logprobs["text_offset"]
+            .as_array()
+            .expect("offsets")
+            .iter()
+            .filter_map(|n| Some(n.as_u64()? as usize))
+            .collect();
         assert!(offsets.is_sorted() && offsets.len() == tokens.len(), "{fields}: {logprobs}");
         assert_eq!((tokens.last(), offsets.last()), (Some(&"<end_of_turn>"), Some(&whole.len())), "{fields}");
         // Each token but bytes, and control tokens that the text lacks, stands where its offset says.
@@ -184,7 +191,10 @@ async fn offsets_index_the_returned_text() {
             let length = token.chars().count();
             let there: String = whole[*offset..].iter().take(length).collect();
             let is_absent = token.starts_with('<') && there != *token;
-            assert!(there == *token || *token == "\u{fffd}" || is_absent, "{fields}: {token:?} at {offset} is {there:?}");
+            assert!(
+                there == *token || *token == "\u{fffd}" || is_absent,
+                "{fields}: {token:?} at {offset} is {there:?}"
+            );
             found += if there == *token { length } else { 0 };
         }
         let is_byte = |c: &&char| !c.is_ascii();
@@ -193,7 +203,11 @@ async fn offsets_index_the_returned_text() {
         let base = begin.chars().count();
         let answer: Vec<usize> = offsets.iter().filter(|at| **at >= base).copied().collect();
         let answer = &answer[answer.len() - says.len() - 1..];
-        assert_eq!(answer[..7].iter().map(|at| at - base).collect::<Vec<_>>(), [0, 0, 1, 1, 1, 1, 2], "{fields}");
+        assert_eq!(
+            answer[..7].iter().map(|at| at - base).collect::<Vec<_>>(),
+            [0, 0, 1, 1, 1, 1, 2],
+            "{fields}"
+        );
     }
 }
 
@@ -284,6 +298,11 @@ async fn texts_become_tokens_and_tokens_texts() {
     assert_eq!(pieces[0]["id"], full[0]);
     let joined: String = pieces[1..].iter().map(|p| p["piece"].as_str().expect("text")).collect();
     assert_eq!(joined, "twice upon");
+    // A part of a character is no text, and comes as llama.cpp's server has it.
+    let (_, parts) = ask("/tokenize", json!({"content": "é", "with_pieces": true})).await;
+    let parts: Vec<&Value> =
+        parts["tokens"].as_array().expect("pieces").iter().map(|p| &p["piece"]).collect();
+    assert_eq!(parts, [&json!([0xc3]), &json!([0xa9])]);
     let (_, chat) = ask("/tokenize", json!({"messages": [{"role": "user", "content": "hi"}]})).await;
     assert!(chat["count"].as_u64() > Some(5), "{chat}");
 

@@ -888,7 +888,13 @@ fn check_tokens(asked: &Value, reply: &Value) -> Checked {
     if asked["content"].is_string() {
         let pieces = asked["with_pieces"] == true;
         let is_token = |token: &Value| {
-            if pieces { is_count(&token["id"]) && token["piece"].is_string() } else { is_count(token) }
+            if pieces {
+                let piece = &token["piece"];
+                is_count(&token["id"])
+                    && (piece.is_string() || piece.as_array().is_some_and(|bytes| bytes.iter().all(is_count)))
+            } else {
+                is_count(token)
+            }
         };
         ensure!(tokens.iter().all(is_token));
         return Ok(());

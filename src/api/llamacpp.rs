@@ -29,6 +29,7 @@ use crate::api::server::Server;
 use crate::api::wire;
 use crate::api::wire::bounded::TokenId;
 use crate::api::wire::union::{reference, with_reference};
+use crate::session::Service;
 
 /// A body that names a model.
 #[derive(Debug, Deserialize, ToSchema)]
@@ -124,7 +125,7 @@ pub(in crate::api) struct TokenizeFields {
     add_special: Option<bool>,
     /// With `prompt`: add the ids that begin a text; true by default.
     add_special_tokens: Option<bool>,
-    /// With `content`: return each id with its text.
+    /// With `content`: return each id with its text, or with a list of its bytes where they are no whole characters.
     with_pieces: Option<bool>,
     /// With `prompt` or `messages`: return the text of each id as well.
     return_token_strs: Option<bool>,
@@ -174,7 +175,23 @@ pub(in crate::api) struct PromptTokens {
 #[derive(Serialize, ToSchema)]
 pub(in crate::api) struct TokenPiece {
     id: u32,
-    piece: String,
+    #[schema(inline)]
+    piece: PieceText,
+}
+
+/// The text of a token, or its bytes where they are no whole characters.
+#[derive(Serialize, ToSchema)]
+#[serde(untagged)]
+enum PieceText {
+    Text(String),
+    Bytes(Vec<u8>),
+}
+
+impl PieceText {
+    fn of(service: &Service, id: u32) -> Self {
+        let bytes = service.tokenizer().token_bytes(id).unwrap_or_default();
+        String::from_utf8(bytes).map_or_else(|error| Self::Bytes(error.into_bytes()), Self::Text)
+    }
 }
 
 /// The text, as `prompt` for vLLM's clients and as `content` for llama.cpp's.
@@ -237,7 +254,7 @@ pub(in crate::api) async fn tokenize(
                 Ok(match text.with_pieces {
                     None | Some(false) => Tokenized::Ids(TokenIds { tokens: ids }),
                     Some(true) => {
-                        let piece = |id: u32| TokenPiece { id, piece: service.piece(id) };
+                        let piece = |id: u32| TokenPiece { id, piece: PieceText::of(&service, id) };
                         Tokenized::Pieces(TokenPieces { tokens: ids.into_iter().map(piece).collect() })
                     }
                 })

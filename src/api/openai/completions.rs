@@ -299,8 +299,7 @@ impl CompletionLogprobs {
                 top.entry(service.piece(*id)).or_insert_with(|| json!(finite(*logprob)));
             }
             // The token itself is among them, as OpenAI has it, also where it is none of the likeliest.
-            top.entry(self.tokens.last().expect("just pushed"))
-                .or_insert_with(|| json!(finite(found.drawn)));
+            top.entry(self.tokens.last().expect("just pushed")).or_insert_with(|| json!(finite(found.drawn)));
             top
         }));
     }
