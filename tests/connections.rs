@@ -11,7 +11,7 @@ use rustls::pki_types::ServerName;
 use serde_json::json;
 use unicorn::api::{AccessPolicy, Connections, Tls, TlsError};
 
-use crate::support::app::{MODEL, app_behind};
+use crate::support::app::{MODEL, OPTIONS, app_behind};
 use crate::support::fake_runner::HANG;
 use crate::support::server::{CONNECTIONS, Serving, blocking, certificate, connect, read_answer};
 
@@ -283,4 +283,55 @@ fn a_certificate_that_will_not_do_is_named_with_its_file() {
     }
     std::fs::remove_file(&key).expect("removed");
     assert!(tls(path).expect_err("gone").contains("key.pem"));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_body_that_is_too_long_is_refused_by_its_announced_length() {
+    let serving = Serving::start(app_behind(AccessPolicy::default(), "ok"), CONNECTIONS).await;
+    let address = serving.address;
+    blocking(move || {
+        let head = |length: &str, more: &str| {
+            format!("POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n{more}\r\n")
+        };
+        let expects = "Expect: 100-continue\r\n";
+        let too_long = OPTIONS.max_body_bytes + 1;
+        // A client that waits for leave to send gets the refusal and nothing else.
+        let mut client = connect(address);
+        client.write_all(head(&too_long.to_string(), expects).as_bytes()).expect("sent");
+        let all = read_to_end(&mut client);
+        assert!(all.starts_with("HTTP/1.1 413 "), "{all}");
+        let message = format!("the body is larger than {} bytes", OPTIONS.max_body_bytes);
+        assert!(all.contains(&message) && !all.contains("100 Continue"), "{all}");
+        // A client that gets leave is answered.
+        let body = json!({"messages": [{"role": "user", "content": "Hi"}]}).to_string();
+        let mut client = connect(address);
+        client.write_all(head(&body.len().to_string(), expects).as_bytes()).expect("sent");
+        let leave = b"HTTP/1.1 100 Continue\r\n\r\n";
+        let mut first = vec![0; leave.len()];
+        client.read_exact(&mut first).expect("read");
+        assert_eq!(first, leave);
+        client.write_all(body.as_bytes()).expect("sent");
+        assert!(read_answer(&mut client).0.starts_with("http/1.1 200"));
+        // A client that sends all the same reads the answer.
+        let mut client = connect(address);
+        client.write_all(head(&too_long.to_string(), "").as_bytes()).expect("sent");
+        client.write_all(&vec![b' '; too_long]).expect("sent");
+        assert!(read_answer(&mut client).0.starts_with("http/1.1 413"));
+        // The largest lengths there are, and one that is none.
+        for (length, status) in [
+            ("18446744073709551613", 413),
+            ("18446744073709551614", 413),
+            ("18446744073709551615", 413),
+            ("18446744073709551616", 400),
+            ("99999999999999999999999", 400),
+            ("-1", 400),
+        ] {
+            let mut client = connect(address);
+            client.write_all(head(length, expects).as_bytes()).expect("sent");
+            let all = read_to_end(&mut client);
+            assert!(all.starts_with(&format!("HTTP/1.1 {status} ")), "{length}: {all}");
+        }
+    })
+    .await;
+    serving.end().await;
 }

@@ -71,7 +71,7 @@ use tokio::net::TcpListener;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use self::http::middleware::{authenticate, cors, identify, refuse_encoded};
+use self::http::middleware::{authenticate, cors, identify, refuse_bodies};
 use self::http::{failures, health, metrics, status};
 use self::openai::{chat, completions, embeddings, input_tokens, models, responses};
 
@@ -85,7 +85,7 @@ pub fn router(server: Arc<Server>) -> Router {
 /// Wraps routes in the steps that every request goes through.
 fn around(routes: Router<Arc<Server>>, server: Arc<Server>) -> Router {
     routes
-        .route_layer(middleware::from_fn(refuse_encoded))
+        .route_layer(middleware::from_fn_with_state(Arc::clone(&server), refuse_bodies))
         .fallback(no_route)
         .method_not_allowed_fallback(no_method)
         .with_state(Arc::clone(&server))

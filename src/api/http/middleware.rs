@@ -1,13 +1,13 @@
-//! The steps of every request on its way to a handler: an id, CORS, authentication, and the check that its body is not
-//! compressed.
+//! The steps of every request on its way to a handler: an id, CORS, authentication, and what its head says of its body.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Instant;
 
 use axum::Extension;
+use axum::body::HttpBody;
 use axum::extract::{ConnectInfo, MatchedPath, Request, State};
-use axum::http::{HeaderValue, header};
+use axum::http::{HeaderValue, Version, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use tower::{Layer, ServiceExt};
@@ -19,6 +19,7 @@ use crate::api::http::auth::changes;
 use crate::api::http::failures;
 use crate::api::http::guarded::hold;
 use crate::api::http::listen::Connection;
+use crate::api::http::streams;
 use crate::api::ids::{REQUEST_ID, request_id};
 use crate::api::openai::responses::store::is_kept;
 use crate::api::paths::documented;
@@ -75,9 +76,16 @@ pub(in crate::api) async fn cors(
     }
 }
 
-/// Refuses a compressed body. The bound on bodies applies to the bytes that arrive, and their unpacked size would have
-/// none.
-pub(in crate::api) async fn refuse_encoded(request: Request, next: Next) -> Response {
+/// Refuses a body by its head: one that is compressed, and one whose announced length exceeds the bound. The bound applies
+/// to the bytes that arrive, and the unpacked size of a compressed body would have none.
+///
+/// A client that waits for `100 Continue` gets the refusal instead, and sends nothing. Of a client that sends its body
+/// anyway, some is read: closing the connection on unread bytes would reset it, and the client would lose the answer.
+pub(in crate::api) async fn refuse_bodies(
+    State(server): State<Arc<Server>>,
+    request: Request,
+    next: Next,
+) -> Response {
     let encodings = request.headers().get_all(header::CONTENT_ENCODING);
     let identity = |value: &&HeaderValue| {
         let encoding = value.as_bytes().trim_ascii();
@@ -85,6 +93,14 @@ pub(in crate::api) async fn refuse_encoded(request: Request, next: Next) -> Resp
     };
     if let Some(encoding) = encodings.iter().find(|value| !identity(value)) {
         return ApiError::BodyEncoded(short(&String::from_utf8_lossy(encoding.as_bytes()))).into_response();
+    }
+    let limit = server.options.max_body_bytes;
+    if request.body().size_hint().lower() > limit as u64 {
+        // The body of a stream of HTTP/2 is read on wherever it is dropped.
+        if request.version() < Version::HTTP_2 && !request.headers().contains_key(header::EXPECT) {
+            streams::read_rest(request.into_body());
+        }
+        return ApiError::BodyTooLarge { limit }.into_response();
     }
     next.run(request).await
 }

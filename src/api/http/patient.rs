@@ -205,6 +205,9 @@ impl<S: AsyncRead + Unpin> AsyncRead for Patient<S> {
         if read.is_ready() {
             let more = buffer.filled().len() > before;
             let begins = more && !this.requests.are_streams.load(Ordering::Acquire);
+            if begins {
+                spare_reserved_lengths(&mut buffer.filled_mut()[before..]);
+            }
             if begins && !this.waits.is_some_and(|(wait, _)| wait == Wait::Head) {
                 this.waits = Some((Wait::Head, Instant::now()));
             }
@@ -212,6 +215,26 @@ impl<S: AsyncRead + Unpin> AsyncRead for Patient<S> {
         }
         ready!(this.poll_silence(cx));
         Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
+    }
+}
+
+/// Makes the two largest `Content-Length`s of 64 bits the next smaller one, in a head that has just been read. hyper keeps
+/// these two for its own purposes, and would answer that the head is too long. No body is that long, and a handler refuses
+/// the length as what it is. In a head that comes in pieces, a length that is cut stays as it is.
+fn spare_reserved_lengths(head: &mut [u8]) {
+    for line in head.split_mut(|byte| *byte == b'\n') {
+        if line.trim_ascii().is_empty() {
+            return;
+        }
+        let Some(colon) = line.iter().position(|byte| *byte == b':') else { continue };
+        let (name, value) = line.split_at_mut(colon);
+        let is_reserved = [u64::MAX, u64::MAX - 1]
+            .iter()
+            .any(|length| value[1..].trim_ascii() == length.to_string().as_bytes());
+        if is_reserved && name.eq_ignore_ascii_case(b"content-length") {
+            let last = value.iter_mut().rfind(|byte| byte.is_ascii_digit());
+            *last.expect("a digit") = b'3';
+        }
     }
 }
 

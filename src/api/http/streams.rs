@@ -118,12 +118,18 @@ struct ReadOn(Option<Incoming>);
 
 impl Drop for ReadOn {
     fn drop(&mut self) {
-        let rest = self.0.take().filter(|body| !body.is_end_stream());
-        if let (Some(mut body), Ok(runtime)) = (rest, Handle::try_current()) {
-            runtime.spawn(timeout(REST_OF_BODY, async move {
-                while let Some(Ok(_)) = poll_fn(|cx| Pin::new(&mut body).poll_frame(cx)).await {}
-            }));
+        if let Some(body) = self.0.take().filter(|body| !body.is_end_stream()) {
+            read_rest(body);
         }
+    }
+}
+
+/// Reads a body that nobody wants, and drops it, for up to a second.
+pub(in crate::api) fn read_rest(mut body: impl HttpBody<Data: Send, Error: Send> + Send + Unpin + 'static) {
+    if let Ok(runtime) = Handle::try_current() {
+        runtime.spawn(timeout(REST_OF_BODY, async move {
+            while let Some(Ok(_)) = poll_fn(|cx| Pin::new(&mut body).poll_frame(cx)).await {}
+        }));
     }
 }
 
