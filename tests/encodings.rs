@@ -1,10 +1,11 @@
-//! The encodings of bodies: a byte order mark is skipped, and a compressed body is refused.
+//! The encodings of bodies: a byte order mark is skipped, and a compressed body is refused. Characters that are not seen
+//! are escaped where an error quotes them.
 
 use axum::http::{HeaderValue, header};
 use serde_json::{Value, json};
 
 use crate::support::app::{MODEL, app_that_says};
-use crate::support::http::{chat, post_to, send_json};
+use crate::support::http::{chat, get, post_to, send, send_json};
 
 /// A sound body for each of the routes that have one.
 fn bodies() -> [(&'static str, Value); 5] {
@@ -60,5 +61,56 @@ async fn a_compressed_body_is_refused_by_the_name_of_its_encoding() {
             let (status, _, answer) = send_json(&app.router, request).await;
             assert_eq!(status, 200, "{path}: {answer}");
         }
+    }
+}
+
+#[tokio::test]
+async fn an_error_shows_the_characters_that_its_names_hide() {
+    let app = app_that_says("Hello");
+    // Overrides and isolates of direction, no width, a mark, a separator, a tag, and a control character.
+    for hidden in ["\u{202e}", "\u{2066}", "\u{200b}", "\u{feff}", "\u{2028}", "\u{e0041}", "\u{1b}"] {
+        let name = format!("a{hidden}b");
+        let encoded: String = name.bytes().map(|byte| format!("%{byte:02x}")).collect();
+        let message = json!([{"role": "user", "content": "Hi"}]);
+        let tool = json!({"type": "function", "function": {"name": "look", "parameters": {}}});
+        let call = json!({"id": name, "type": "function", "function": {"name": "look", "arguments": "{}"}});
+        let requests = [
+            post_to("/v1/chat/completions", json!({"model": name, "messages": message}).to_string()),
+            post_to("/v1/messages", json!({"model": name, "max_tokens": 1, "messages": message}).to_string()),
+            post_to("/v1/chat/completions", json!({"messages": message, "logit_bias": {&*name: 1}}).to_string()),
+            post_to("/v1/chat/completions", json!({"messages": [{"role": name, "content": ""}]}).to_string()),
+            post_to(
+                "/v1/chat/completions",
+                json!({"messages": message, "tools": [tool], "tool_choice": {"type": "function", "function": {"name": name}}}).to_string(),
+            ),
+            post_to(
+                "/v1/chat/completions",
+                json!({"messages": message, "response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": true, "schema": {"type": "object", "properties": {&*name: {"type": "none"}}}}}}).to_string(),
+            ),
+            post_to("/v1/chat/completions", json!({"messages": message, "guided_regex": format!("({name}")}).to_string()),
+            post_to("/v1/completions", json!({"prompt": "Hi", "guided_grammar": format!("root ::= {name}")}).to_string()),
+            post_to(
+                "/v1/chat/completions",
+                json!({"messages": [message[0], {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": format!("{name}2"), "content": ""}]}).to_string(),
+            ),
+            post_to("/v1/responses", json!({"input": "Hi", "previous_response_id": name}).to_string()),
+            post_to("/v1/responses", json!({"input": [{"type": name}]}).to_string()),
+            get(&format!("/v1/responses/{encoded}")),
+            get(&format!("/v1/models/{encoded}")),
+            get(&format!("/v1/{encoded}")),
+        ];
+        let mut shown = 0;
+        for request in requests {
+            let what = format!("{} for {name:?}", request.uri());
+            let (status, _, bytes) = send(&app.router, request).await;
+            let answer: Value = serde_json::from_slice(&bytes).expect("JSON");
+            assert!(status.is_client_error(), "{what}: {status} {answer}");
+            let error = &answer["error"];
+            let texts = [&error["message"], &error["param"]].map(|text| text.as_str().unwrap_or_default());
+            assert!(!texts.iter().any(|text| text.contains(hidden)), "{what}: {texts:?}");
+            let escaped: String = hidden.chars().flat_map(char::escape_unicode).collect();
+            shown += usize::from(texts.iter().any(|text| text.contains(&escaped)));
+        }
+        assert!(shown >= 8, "{hidden:?} is shown in {shown} errors");
     }
 }

@@ -11,6 +11,7 @@ use utoipa::ToSchema;
 
 use crate::engine::{EngineError, SubmitError};
 use crate::session::SessionError;
+use crate::text::visible;
 
 /// Seconds after which a refused client should ask again.
 const RETRY_LOADING_S: u32 = 5;
@@ -238,6 +239,11 @@ impl ApiError {
         }
     }
 
+    /// The text for the client. It may quote names that the client chose.
+    fn message(&self) -> String {
+        visible(&self.to_string()).into_owned()
+    }
+
     /// The error's name, for programs.
     pub(in crate::api) fn code(&self) -> &'static str {
         self.wire().code.unwrap_or("error")
@@ -246,8 +252,8 @@ impl ApiError {
     /// The body of a response, or a line of a stream that had begun.
     pub(in crate::api) fn body(&self) -> ErrorBody {
         let Wire { kind, param, code, .. } = self.wire();
-        let param = param.map(str::to_owned);
-        ErrorBody { error: ErrorObject { message: self.to_string(), r#type: kind, param, code } }
+        let param = param.map(|param| visible(param).into_owned());
+        ErrorBody { error: ErrorObject { message: self.message(), r#type: kind, param, code } }
     }
 
     /// The status and the error in Anthropic's form.
@@ -268,7 +274,7 @@ impl ApiError {
         let error_code = "thread_unsupported_request";
         let details = (*self == Self::Thread).then_some(ErrorDetails { error_code });
         let status = StatusCode::from_u16(status).expect("a status of three digits");
-        (status, AnthropicErrorObject { r#type: kind, message: self.to_string(), details })
+        (status, AnthropicErrorObject { r#type: kind, message: self.message(), details })
     }
 
     fn wire(&self) -> Wire<'_> {

@@ -14,6 +14,7 @@ use crate::checkpoint::{self, Checkpoint, Manifest, ModelFiles};
 use crate::config::Config;
 use crate::model::config::{Gemma3Config, LayerType};
 use crate::model::weights::Gemma3Weights;
+use crate::text::visible;
 
 /// An opened checkpoint, to be reported.
 struct Inspected<'a> {
@@ -110,7 +111,9 @@ impl Inspected<'_> {
         let Self { files, config, checkpoint, weights, manifest, by_scheme } = self;
         let global = self.full_attention_layers();
         let mut text = format!("{}\n", files.location());
-        let mut line = |name: &str, value: String| text.push_str(&format!("  {name:<10} {value}\n"));
+        let mut line = |name: &str, value: String| {
+            text.push_str(&format!("  {name:<10} {}\n", visible(&value)));
+        };
         line("format", checkpoint.format().to_string());
         if let Some(synthetic) = checkpoint.synthetic() {
             line(
@@ -182,7 +185,7 @@ impl Inspected<'_> {
                     t.scheme()?.to_string(),
                     format!("{:?}", t.shape),
                     bytes(t.stored_bytes()),
-                    t.name
+                    visible(t.name)
                 ));
             }
         }

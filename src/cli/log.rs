@@ -4,6 +4,7 @@
 //! lines are lost and counted, and the log reports their number once somebody reads again. [`say`] prints messages
 //! outside the log, in the log's format.
 
+use std::borrow::Cow;
 use std::fmt::{self, Display};
 use std::io::{self, IsTerminal, Stderr, Write};
 use std::sync::OnceLock;
@@ -24,7 +25,7 @@ use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer as _, Registry};
 
 use crate::config::LogFormat;
-use crate::text::panic_message;
+use crate::text::{is_unseen, panic_message, visible};
 
 /// Most lines that wait for the thread; further lines are lost. A line has some hundred bytes, so these are about a
 /// MiB.
@@ -152,7 +153,8 @@ const fn priority(level: tracing::Level) -> &'static str {
 /// Writes a line to standard error, outside the log. The line is lost where standard error is gone, or where nobody
 /// reads while the process ends.
 pub fn say(line: impl Display) {
-    let _ = write_whole(outside(tracing::Level::ERROR, &line.to_string()).as_bytes());
+    let line = line.to_string();
+    let _ = write_whole(outside(tracing::Level::ERROR, &visible(&line)).as_bytes());
 }
 
 /// A line outside the log, in its format.
@@ -177,7 +179,7 @@ impl Write for Patient {
         if lost > self.reported && write_whole(lost_note(lost - self.reported).as_bytes()).is_ok() {
             self.reported = lost;
         }
-        if write_whole(line).is_err() {
+        if write_whole(&readable(line, FORMAT.get() == Some(&LogFormat::Json))).is_err() {
             UNWRITTEN.fetch_add(1, Ordering::Relaxed);
         }
         Ok(line.len())
@@ -186,6 +188,26 @@ impl Write for Patient {
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
     }
+}
+
+/// A line of the log with its unseen characters escaped, in JSON as JSON has it. A line may quote names from requests and
+/// files. Control characters are the formatter's business: it writes some itself.
+fn readable(line: &[u8], is_json: bool) -> Cow<'_, [u8]> {
+    let Ok(text) = std::str::from_utf8(line) else { return line.into() };
+    if text.is_ascii() || !text.contains(is_unseen) {
+        return line.into();
+    }
+    let mut shown = String::with_capacity(2 * text.len());
+    for c in text.chars() {
+        match (is_unseen(c), is_json) {
+            (false, _) => shown.push(c),
+            (true, false) => shown.extend(c.escape_unicode()),
+            (true, true) => {
+                c.encode_utf16(&mut [0; 2]).iter().for_each(|unit| shown += &format!("\\u{unit:04x}"));
+            }
+        }
+    }
+    shown.into_bytes().into()
 }
 
 fn lost_note(lines: u64) -> String {
@@ -222,4 +244,21 @@ fn is_writable(error: &Stderr, patience: &Timespec) -> bool {
     let mut polled = [PollFd::new(error, PollFlags::OUT)];
     // If polling itself fails, the write is attempted.
     !matches!(poll(&mut polled, Some(patience)), Ok(0) | Err(rustix::io::Errno::INTR))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_shows_what_its_names_hide() {
+        let line = " WARN \u{1b}[2mmodel\u{1b}[0m a\u{202e}b\u{e0041} ü\n".as_bytes();
+        let text = " WARN \u{1b}[2mmodel\u{1b}[0m a\\u{202e}b\\u{e0041} ü\n";
+        assert_eq!(readable(line, false), text.as_bytes());
+        let json = json!({"message": "a\u{202e}b\u{e0041} ü"}).to_string();
+        let shown = readable(json.as_bytes(), true);
+        assert_eq!(shown, r#"{"message":"a\u202eb\udb40\udc41 ü"}"#.as_bytes());
+        assert_eq!(serde_json::from_slice::<serde_json::Value>(&shown).expect("JSON").to_string(), json);
+        assert!(matches!(readable("ü\n".as_bytes(), false), Cow::Borrowed(_)));
+    }
 }

@@ -25,6 +25,7 @@ mod steps;
 mod stop;
 mod template;
 mod tokenizer;
+mod visible;
 
 pub use calls::{AnswerPiece, CallPiece, CallReader, whole_parameters};
 pub use chat::{Content, Message, Part, normalize};
@@ -35,3 +36,4 @@ pub use panics::panic_message;
 pub use stop::{MAX_STOP_BYTES, MAX_STOPS, StopMatcher, Stopped};
 pub use template::{ChatFiles, ChatTemplate};
 pub use tokenizer::Tokenizer;
+pub use visible::{is_unseen, visible};
