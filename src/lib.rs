@@ -1,11 +1,10 @@
 //! Unicorn Execution Engine: a local LLM server for Gemma-3. Vulkan compute shaders compute every layer.
 //!
-//! `unicorn serve` loads a checkpoint once, keeps it in GPU memory until the server ends, and answers the APIs of
-//! OpenAI and Anthropic on `127.0.0.1:8010`. Nothing here computes an answer on the CPU: what the device cannot hold or
-//! compute is an error that says so. The plain loops that tests compare kernels with are in
-//! `tests/support/reference.rs`; those that a device's layers are compared with at the start, in [`model::twin`]. The
-//! first target is the GPU of an AMD Ryzen 9 8945HS, a Radeon 780M. Any Vulkan 1.3 device will do that has the features
-//! and limits of [`gpu::Caps`].
+//! `unicorn serve` loads a checkpoint into GPU memory, and answers the APIs of OpenAI and Anthropic on
+//! `127.0.0.1:8010`. Nothing here computes an answer on the CPU: what the device cannot hold or compute is an error
+//! that says so. The plain loops that tests compare kernels with are in `tests/support/reference.rs`; those that a
+//! device's layers are compared with at the start, in [`model::twin`]. The first target is the GPU of an AMD Ryzen 9
+//! 8945HS, a Radeon 780M. Any Vulkan 1.3 device will do that has the features and limits of [`gpu::Caps`].
 //!
 //! # Floors
 //!

@@ -15,10 +15,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use axum::body::Body;
 use axum::http::Request;
 use serde_json::{Value, json};
-use unicorn::api::AccessPolicy;
+use unicorn::api::{AccessPolicy, Keys};
 
 use crate::support::app::app_behind;
-use crate::support::http::send_json;
+use crate::support::http::{get, send_json};
 use crate::support::root;
 
 const PAGE: &str = "docs/api.md";
@@ -378,6 +378,28 @@ async fn the_pages_routes_and_fields_are_those_of_the_document() {
     let page = std::fs::read_to_string(root().join(PAGE)).expect(PAGE);
     let complaints = [complaints(&page, &document), complaints_of_others(&page, &document)].concat();
     assert!(complaints.is_empty(), "\n{}", complaints.join("\n"));
+}
+
+#[tokio::test]
+async fn the_docs_name_every_route_that_needs_no_key() {
+    let keys = Keys::from_variable("test", &"k".repeat(32)).expect("a key");
+    let router = app_behind(AccessPolicy { keys, ..AccessPolicy::default() }, "Hello there").router;
+    let keyless = app_behind(AccessPolicy::default(), "Hello there").router;
+    let (_, _, document) = send_json(&keyless, get("/openapi.json")).await;
+    let mut open = Vec::new();
+    for path in document["paths"].as_object().expect("paths").keys() {
+        let (status, _, _) = send_json(&router, get(&path.replace("{id}", "x"))).await;
+        if status != 401 {
+            open.push(path.as_str());
+        }
+    }
+    let sentence = format!("every route but {} and the page's files ask", open.join(", "));
+    for file in [PAGE, "docs/operations.md", "config/default.toml"] {
+        let text = std::fs::read_to_string(root().join(file)).expect(file).replace(['`', '#'], " ");
+        let words: Vec<&str> = text.split_whitespace().collect();
+        let text = words.join(" ").replace(" ,", ",");
+        assert!(text.contains(&sentence), "{file} does not say {sentence:?}");
+    }
 }
 
 #[test]

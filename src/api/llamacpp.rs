@@ -1,6 +1,7 @@
 //! Routes of llama.cpp's server outside `/v1`: models, and tokens.
 //!
-//! One model is loaded at the start and stays. A request to load it succeeds without doing anything, and a request to
+//! There is one model. The server loads it at the start, unloads it by itself (`engine.idle_unload_s`), and loads it
+//! again for the next request that needs it. So a request to load it succeeds without doing anything, and a request to
 //! unload it is refused.
 //!
 //! `/tokenize` and `/detokenize` have the fields of both vLLM and llama.cpp's server. A text comes as `prompt` (vLLM:
@@ -38,7 +39,7 @@ pub(in crate::api) struct NamedModel {
     model: Option<String>,
 }
 
-/// The model is loaded.
+/// The model is loaded, or will be for the next request.
 #[derive(Serialize, ToSchema)]
 pub(in crate::api) struct Done {
     success: bool,
@@ -56,14 +57,14 @@ pub(in crate::api) async fn models(State(server): State<Arc<Server>>) -> Json<Mo
     Json(ModelList::of(&server))
 }
 
-/// Accepts a request to load the model, which is loaded already.
+/// Accepts a request to load the model, which is loaded already, or will be for the next request.
 #[utoipa::path(
     post,
     path = "/models/load",
     operation_id = "loadModel",
     tag = "llama.cpp",
     request_body = NamedModel,
-    responses((status = 200, description = "The model is loaded.", body = Done), BodyErrors),
+    responses((status = 200, description = "The model is loaded, or will be for the next request.", body = Done), BodyErrors),
 )]
 pub(in crate::api) async fn load(
     State(server): State<Arc<Server>>,
@@ -74,7 +75,7 @@ pub(in crate::api) async fn load(
     Ok(Json(Done { success: true }))
 }
 
-/// Refuses to unload the model, which stays loaded.
+/// Refuses to unload the model, which the server does by itself.
 #[utoipa::path(
     post,
     path = "/models/unload",
@@ -89,7 +90,7 @@ pub(in crate::api) async fn unload(
     body: Body,
 ) -> Result<Infallible, ApiError> {
     check_model(&server, &client, body).await?;
-    let problem = "this server has one model as long as it runs; stop the server to free its memory";
+    let problem = "no request unloads the model; engine.idle_unload_s has the server unload it when nobody asks for so long";
     Err(ApiError::unsupported("model", problem))
 }
 

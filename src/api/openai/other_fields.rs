@@ -105,7 +105,7 @@ const NO_THOUGHTS: &str = "Gemma-3 has no separate thoughts";
 const SPECULATION: &str = "speculation changes how fast an answer comes, and not the answer";
 const CACHING: &str = "the prefix cache is always on";
 const STORES_NOTHING: &str = "the server keeps no chats";
-const ONE_MODEL: &str = "the model is always loaded";
+const ONE_MODEL: &str = "engine.idle_unload_s says when the model is unloaded";
 const NO_MEDIA: &str = "the server reads text only";
 const OWN_TEMPLATE: &str =
     "the checkpoint's own chat template is used; use /v1/completions for a prompt of your own";
