@@ -28,7 +28,11 @@ except ImportError:
 OURS = {
     "chat": {"timings"},
     "completion": {"timings"},
-    "model": {"architecture", "supported_parameters", "max_model_len", "context_length", "meta", "status"},
+    "model": {
+        "architecture", "supported_parameters", "max_model_len", "context_length", "meta", "status",
+        # Anthropic's list of models, which is the same route.
+        "type", "display_name", "created_at", "lifecycle", "max_input_tokens", "max_tokens", "has_more", "first_id", "last_id",
+    },
     # OpenAI's document has them elsewhere: `store` in requests, `bytes` in the log probabilities of whole texts and not of deltas,
     # `name` in calls and not in the event that ends one's arguments.
     "response": {"store", "bytes", "name"},
