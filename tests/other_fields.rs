@@ -10,11 +10,12 @@ use crate::support::json::with;
 const ANSWER: &str = "Hello there";
 
 /// The routes whose bodies have a table, each with a body that is answered.
-fn bodies() -> [(&'static str, Value); 3] {
+fn bodies() -> [(&'static str, Value); 4] {
     [
         ("/v1/chat/completions", json!({"messages": [{"role": "user", "content": "Hi"}]})),
         ("/v1/completions", json!({"prompt": "Hi", "max_tokens": 40})),
         ("/v1/responses", json!({"input": "Hi", "store": false})),
+        ("/v1/messages", json!({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 40})),
     ]
 }
 
@@ -37,6 +38,7 @@ fn other_fields<'a>(document: &'a Value, route: &str) -> &'a Vec<Value> {
 fn said(route: &str, answer: &Value) -> Value {
     match route {
         "/v1/responses" => answer["output"][0]["content"].clone(),
+        "/v1/messages" => answer["content"].clone(),
         _ => answer["choices"].clone(),
     }
 }
@@ -76,12 +78,13 @@ async fn each_field_is_treated_as_the_table_says() {
             for value in &strange {
                 let (status, answer) = ask(name, value).await;
                 let error = &answer["error"];
-                assert_eq!(
-                    (status.as_u16(), &error["code"]),
-                    (400, &json!("unsupported_value")),
-                    "{name}: {answer}"
-                );
-                assert_eq!(error["param"], *name);
+                assert_eq!(status, 400, "{name}: {answer}");
+                if route == "/v1/messages" {
+                    assert_eq!(error["type"], "invalid_request_error", "{name}: {answer}");
+                } else {
+                    assert_eq!(error["code"], "unsupported_value", "{name}: {answer}");
+                    assert_eq!(error["param"], *name);
+                }
                 let (message, about) = (error["message"].as_str().unwrap(), field["about"].as_str().unwrap());
                 assert!(message.starts_with(name) && message.ends_with(about), "{message}");
             }

@@ -12,6 +12,7 @@ use utoipa::ToSchema;
 use crate::api::error::ApiError;
 use crate::api::exchange::Parsed;
 use crate::api::openai::conversation::no_text;
+use crate::api::openai::other_fields::{self, OtherFields};
 use crate::api::tools::{Choice, Definition, ParametersSchema, TOOL_CHOICE, add_result, chosen, tool_list};
 use crate::api::wire;
 use crate::api::wire::bounded::{List, MaxTokens, Probability, Salt, ToolName, numbers, texts, wrong_length};
@@ -54,6 +55,7 @@ wire::composed! {
     MessagesRequest {
         conversation: ConversationFields,
         options: MessagesOptions,
+        other: OtherFields<other_fields::Message>,
     }
 }
 
@@ -195,7 +197,7 @@ pub(in crate::api) struct Form {
 }
 
 pub(in crate::api) fn parse(body: &[u8]) -> Result<Parsed<Form>, ApiError> {
-    let MessagesRequest { conversation, options } = MessagesRequest::read(&wire::object(body)?)?;
+    let MessagesRequest { conversation, options, .. } = MessagesRequest::read(&wire::object(body)?)?;
     let (model, conversation) = conversation.request()?;
     let max_tokens = options.max_tokens.get();
     let stops: Vec<String> =

@@ -1,6 +1,7 @@
-//! Fields of other servers' requests that this server does not have, and what becomes of each.
+//! Fields of other servers' requests that this server does not have, and what becomes of each. Fields that another route
+//! of this server has are among them.
 //!
-//! A client that sends such a field was written for another server. A field that would change the answer is refused by
+//! A client that sends such a field was written for another server, or for another route. A field that would change the answer is refused by
 //! name, unless its value turns it off: an answer without it would answer another request. A field that cannot change
 //! the answer is ignored, so that the client works. Names that stand in no table are ignored as well.
 //!
@@ -84,6 +85,8 @@ const OPENAI: &str = "OpenAI";
 const VLLM: &str = "vLLM";
 const LLAMA: &str = "llama.cpp";
 const OLLAMA: &str = "Ollama";
+const ANTHROPIC: &str = "Anthropic";
+const TGI: &str = "TGI";
 
 const ZERO: &[Off] = &[Off::Number(0.0)];
 const ONE: &[Off] = &[Off::Number(1.0)];
@@ -94,6 +97,7 @@ const TRUE: &[Off] = &[Off::True];
 const NO_TEXT: &[Off] = &[Off::EmptyText];
 const NO_LIST: &[Off] = &[Off::EmptyList];
 const NO_OBJECT: &[Off] = &[Off::EmptyObject];
+const NO_TEXTS: &[Off] = &[Off::EmptyList, Off::EmptyText];
 const NEVER_OFF: &[Off] = &[];
 
 const SAMPLERS: &str = "this server samples with temperature, top_k, top_p and min_p";
@@ -110,6 +114,7 @@ const NO_MEDIA: &str = "the server reads text only";
 const OWN_TEMPLATE: &str =
     "the checkpoint's own chat template is used; use /v1/completions for a prompt of your own";
 const ONLY_IN_CHATS: &str = "chats and completions have it";
+const AS_A_MESSAGE: &str = "send it as a message of the role system";
 const IN_THE_BODY: &str = "put the options into the body itself: temperature, top_k, max_tokens";
 
 /// Fields of every body that asks for an answer.
@@ -132,7 +137,7 @@ const OF_ANSWERS: &[OtherField] = &[
     refused("adaptive_target", LLAMA, MINUS_ONE, SAMPLERS),
     ignored("adaptive_decay", LLAMA, "it belongs to adaptive_target, which is refused"),
     refused("min_keep", LLAMA, ZERO, SAMPLERS),
-    refused("samplers", LLAMA, &[Off::EmptyList, Off::EmptyText], "the order is min_p, top_k, top_p"),
+    refused("samplers", LLAMA, NO_TEXTS, "the order is min_p, top_k, top_p"),
     refused("repeat_last_n", LLAMA, MINUS_ONE, "penalties look at the whole text; leave it out"),
     refused("n_probs", LLAMA, ZERO, "use logprobs"),
     refused("post_sampling_probs", LLAMA, FALSE, "logprobs are those before sampling"),
@@ -185,11 +190,21 @@ const OF_ANSWERS: &[OtherField] = &[
     ignored("think", OLLAMA, NO_THOUGHTS),
 ];
 
-/// Fields of chats and completions, which responses have themselves.
-const OF_CHATS_AND_COMPLETIONS: &[OtherField] =
-    &[ignored("user", OPENAI, "it names the client's own user"), ignored("metadata", OPENAI, STORES_NOTHING)];
+/// Fields of chats and completions, which other bodies have themselves or cannot have.
+const OF_CHATS_AND_COMPLETIONS: &[OtherField] = &[
+    ignored("user", OPENAI, "it names the client's own user"),
+    ignored("metadata", OPENAI, STORES_NOTHING),
+    refused("num_predict", OLLAMA, MINUS_ONE, "use max_tokens"),
+    refused("max_new_tokens", TGI, NEVER_OFF, "use max_tokens"),
+    refused("max_output_tokens", OPENAI, NEVER_OFF, "use max_tokens"),
+    refused("stop_sequences", ANTHROPIC, NO_LIST, "use stop"),
+];
 
 const OF_CHATS: &[OtherField] = &[
+    refused("instructions", OPENAI, NO_TEXT, AS_A_MESSAGE),
+    refused("previous_response_id", OPENAI, NEVER_OFF, "use /v1/responses"),
+    refused("system", ANTHROPIC, NO_TEXTS, AS_A_MESSAGE),
+    refused("output_config", ANTHROPIC, NO_OBJECT, "use response_format"),
     refused("audio", OPENAI, NEVER_OFF, "this server answers with text only"),
     refused("web_search_options", OPENAI, NEVER_OFF, "this server searches nothing"),
     ignored("store", OPENAI, STORES_NOTHING),
@@ -211,9 +226,24 @@ const OF_CHATS: &[OtherField] = &[
 ];
 
 const OF_COMPLETIONS: &[OtherField] = &[
+    refused("max_completion_tokens", OPENAI, NEVER_OFF, "use max_tokens"),
+    refused("top_logprobs", OPENAI, ZERO, "use logprobs"),
+    refused("tools", OPENAI, NO_LIST, "use /v1/chat/completions"),
     refused("prompt_embeds", VLLM, NEVER_OFF, "send a text or token ids as prompt"),
     refused("add_special_tokens", VLLM, TRUE, "send token ids as prompt"),
     refused("raw", OLLAMA, &[Off::False, Off::True], "a prompt is always raw"),
+];
+
+/// What chats and completions have, and responses and Anthropic's messages do not.
+const OF_RESPONSES_AND_MESSAGES: &[OtherField] = &[
+    refused("n", OPENAI, ONE, ONLY_IN_CHATS),
+    refused("seed", OPENAI, NEVER_OFF, ONLY_IN_CHATS),
+    refused("logit_bias", OPENAI, NO_OBJECT, ONLY_IN_CHATS),
+    refused("presence_penalty", OPENAI, ZERO, ONLY_IN_CHATS),
+    refused("frequency_penalty", OPENAI, ZERO, ONLY_IN_CHATS),
+    refused("repetition_penalty", VLLM, ONE, ONLY_IN_CHATS),
+    refused("min_p", VLLM, ZERO, ONLY_IN_CHATS),
+    refused("ignore_eos", VLLM, FALSE, ONLY_IN_CHATS),
 ];
 
 /// What a chat has, and a response has under another name or not at all.
@@ -225,17 +255,23 @@ const OF_RESPONSES: &[OtherField] = &[
     refused("max_tokens", OPENAI, NEVER_OFF, "use max_output_tokens"),
     refused("max_completion_tokens", OPENAI, NEVER_OFF, "use max_output_tokens"),
     refused("response_format", OPENAI, NEVER_OFF, "use text.format"),
-    refused("n", OPENAI, ONE, ONLY_IN_CHATS),
-    refused("stop", OPENAI, &[Off::EmptyList, Off::EmptyText], ONLY_IN_CHATS),
-    refused("seed", OPENAI, NEVER_OFF, ONLY_IN_CHATS),
-    refused("logit_bias", OPENAI, NO_OBJECT, ONLY_IN_CHATS),
-    refused("presence_penalty", OPENAI, ZERO, ONLY_IN_CHATS),
-    refused("frequency_penalty", OPENAI, ZERO, ONLY_IN_CHATS),
-    refused("repetition_penalty", VLLM, ONE, ONLY_IN_CHATS),
+    refused("stop", OPENAI, NO_TEXTS, ONLY_IN_CHATS),
     refused("top_k", VLLM, ZERO_OR_LESS, ONLY_IN_CHATS),
-    refused("min_p", VLLM, ZERO, ONLY_IN_CHATS),
-    refused("ignore_eos", VLLM, FALSE, ONLY_IN_CHATS),
     refused("structured_outputs", VLLM, NEVER_OFF, "use text.format"),
+    refused("stop_sequences", ANTHROPIC, NO_LIST, "chats and completions have stop"),
+    refused("system", ANTHROPIC, NO_TEXTS, "use instructions"),
+];
+
+/// What a chat has, and one of Anthropic's messages has under another name or not at all.
+const OF_MESSAGES: &[OtherField] = &[
+    refused("max_completion_tokens", OPENAI, NEVER_OFF, "use max_tokens"),
+    refused("max_output_tokens", OPENAI, NEVER_OFF, "use max_tokens"),
+    refused("response_format", OPENAI, NEVER_OFF, "use output_config.format"),
+    refused("stop", OPENAI, NO_TEXTS, "use stop_sequences"),
+    refused("instructions", OPENAI, NO_TEXT, "use system"),
+    refused("logprobs", OPENAI, FALSE, ONLY_IN_CHATS),
+    refused("top_logprobs", OPENAI, ZERO, ONLY_IN_CHATS),
+    refused("structured_outputs", VLLM, NEVER_OFF, "use output_config.format"),
 ];
 
 /// The tables of one body.
@@ -246,6 +282,7 @@ pub(in crate::api) trait Tables {
 pub(in crate::api) struct Chat;
 pub(in crate::api) struct Completion;
 pub(in crate::api) struct Response;
+pub(in crate::api) struct Message;
 
 impl Tables for Chat {
     const TABLES: &[&[OtherField]] = &[OF_ANSWERS, OF_CHATS_AND_COMPLETIONS, OF_CHATS];
@@ -256,7 +293,11 @@ impl Tables for Completion {
 }
 
 impl Tables for Response {
-    const TABLES: &[&[OtherField]] = &[OF_ANSWERS, OF_RESPONSES];
+    const TABLES: &[&[OtherField]] = &[OF_ANSWERS, OF_RESPONSES_AND_MESSAGES, OF_RESPONSES];
+}
+
+impl Tables for Message {
+    const TABLES: &[&[OtherField]] = &[OF_ANSWERS, OF_RESPONSES_AND_MESSAGES, OF_MESSAGES];
 }
 
 /// The fields of a body that stand in the tables `T`. Reading them refuses the body, or keeps nothing.
