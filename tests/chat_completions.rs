@@ -336,10 +336,12 @@ async fn absent_sampling_fields_are_the_models_and_a_seed_repeats() {
         json!({}),
         json!({}),
         json!({"temperature": 0.5, "top_p": 0.25, "top_k": 3, "min_p": 0.125, "seed": 7}),
-        json!({"temperature": null, "top_p": 0, "top_k": -1, "seed": -1}),
-        json!({"temperature": 1e-30, "top_k": 5.0, "seed": 18446744073709551615u64}),
+        json!({"temperature": null, "top_p": 0, "top_k": -1, "seed": -2}),
+        json!({"temperature": 1e-30, "top_k": 5.0, "seed": 18446744073709551614u64}),
         json!({"seed": 8, "presence_penalty": -1.5, "frequency_penalty": 2, "repetition_penalty": 0.5}),
         json!({"seed": 8, "repeat_penalty": 1}),
+        json!({"seed": -1}),
+        json!({"seed": -1}),
     ] {
         let (status, body) = complete(&app, with(chat("Hi"), fields)).await;
         assert_eq!(status, 200, "{body}");
@@ -360,14 +362,15 @@ async fn absent_sampling_fields_are_the_models_and_a_seed_repeats() {
     assert_eq!(seen[2], (asked, 7));
     assert_eq!(
         seen[3],
-        (SamplingParams { top_k: 1, top_p: 0.0, ..default() }, u64::MAX),
+        (SamplingParams { top_k: 1, top_p: 0.0, ..default() }, u64::MAX - 1),
         "top_p 0 is the likeliest"
     );
-    assert_eq!(seen[4], (SamplingParams { temperature: 0.0, top_k: 5, ..default() }, u64::MAX));
+    assert_eq!(seen[4], (SamplingParams { temperature: 0.0, top_k: 5, ..default() }, u64::MAX - 1));
     let asked = &seen[5].0;
     let penalties = (asked.presence_penalty, asked.frequency_penalty, asked.repetition_penalty);
     assert_eq!(penalties, (-1.5, 2.0, 0.5));
     assert_eq!(seen[6], (SamplingParams { repetition_penalty: 1.0, ..default() }, 8), "llama.cpp's name");
+    assert_ne!(seen[7].1, seen[8].1, "-1 is no seed, as in llama.cpp, vLLM and Ollama");
 }
 
 #[tokio::test]

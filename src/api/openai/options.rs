@@ -21,6 +21,8 @@ use crate::session::{GenerateRequest, Truncation};
 /// The most stop strings, as OpenAI has it.
 const MAX_STOPS: usize = 4;
 
+/// What -1 is read as. In llama.cpp, vLLM and Ollama it stands for a seed that is drawn.
+const DRAWN_SEED: Seed = Seed(u64::MAX);
 /// The most stop ids.
 const MAX_STOP_IDS: usize = 1024;
 /// The most texts that an answer may not have. Each is compared with every token of the vocabulary.
@@ -51,7 +53,7 @@ pub(in crate::api) struct AnswerOptions {
     repeat_penalty: Option<RepetitionPenalty>,
     /// What to add to the logits of tokens, by token id.
     logit_bias: Option<BTreeMap<String, LogitBias>>,
-    /// The seed of the draws: the same request with the same seed gets the same answer.
+    /// The seed of the draws: the same request with the same seed gets the same answer. -1 draws one, as no seed does.
     seed: Option<Seed>,
     /// The answer ends before the first of these texts.
     #[schema(inline)]
@@ -170,7 +172,7 @@ impl AnswerOptions {
                 repetition_penalty: self.repetition_penalty.or(self.repeat_penalty).map(|p| p.0 as f32),
             },
             logit_bias: biases(self.logit_bias.unwrap_or_default())?,
-            seed: self.seed.map(|seed| seed.0),
+            seed: self.seed.filter(|seed| *seed != DRAWN_SEED).map(|seed| seed.0),
             stop,
             min_tokens: self.min_tokens.map(|n| n.0 as usize),
             ignore_eos: self.ignore_eos.unwrap_or(false),
