@@ -32,7 +32,7 @@ fn main() {
         return divan::main();
     }
     let channel = Channel::from_stdin().expect("the parent's channel");
-    device_process::serve(channel, &mut Immediate, Box::new(|| 0)).expect("until the parent ends");
+    device_process::serve(channel, &mut Immediate).expect("until the parent ends");
 }
 
 /// A runner whose steps take no time.

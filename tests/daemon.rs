@@ -58,6 +58,29 @@ fn serve_with_a_draft_model_answers_as_without_it() {
 }
 
 #[test]
+fn a_load_tells_how_far_it_is_and_ends_cleanly_at_sigterm() {
+    let model = tiny_model();
+    let mut server = Daemon::begin(model.path(), &[], |_| {});
+    // A load that takes its time.
+    server.signal_device("STOP");
+    let line = server.wait_for_line("loading  ");
+    assert!(line.contains("INFO") && line.contains(" for "), "{line}");
+    for _ in 0..3 {
+        let (status, body) = server.exchange("GET", "/health", &[], "");
+        let health: Value = serde_json::from_str(&body).expect(&body);
+        assert_eq!((status, &health["status"]), (503, &"loading".into()), "{body}");
+        assert!(line.contains(health["message"].as_str().expect("what it does")), "{body}: {line}");
+    }
+    server.signal("TERM");
+    assert_eq!(server.exit_code(), Some(0), "{:#?}", server.log);
+    let log = server.log.join("\n") + &server.rest_of_log();
+    assert!(log.trim_end().ends_with("stopped"), "{log}");
+    for part in ["WARN status", "ERROR", "error", "channel"] {
+        assert!(!log.contains(part), "{part}: {log}");
+    }
+}
+
+#[test]
 fn answers_and_metrics_tell_the_energy_of_a_machine_that_tells_it() {
     const COUNTER: &str = "unicorn_energy_joules_total{model_name=\"a/b\",source=\"amdgpu\"}";
     let machine = constant_power();

@@ -478,7 +478,7 @@ fn a_load_after_a_loss_keeps_the_share_of_the_first() {
     assert_eq!(first["completed"], json!(0), "what was measured counts for nobody: {first}");
     let (code, before) = ask(&server, 1);
     assert_eq!(code, 200, "{before}");
-    kill_the_device_process_of(&server);
+    server.signal_device("KILL");
     let (code, after) = ask(&server, 1);
     assert_eq!((code, &after["choices"]), (200, &before["choices"]), "{after}");
     server.wait_for_line(&format!("computes {kv_heads} of 2 KV heads of prompts, as before"));
@@ -488,23 +488,9 @@ fn a_load_after_a_loss_keeps_the_share_of_the_first() {
     let server = serve_with("auto", "open:1=no-device", &[("NPU_KV_HEADS", "1")]);
     let reason = status(&server)["reason"].clone();
     assert!(reason.as_str().expect("a reason").starts_with("npu-no-device"), "{reason}");
-    kill_the_device_process_of(&server);
+    server.signal_device("KILL");
     assert_eq!(ask(&server, 2).0, 200);
     assert_eq!(status(&server)["reason"], reason);
-}
-
-fn kill_the_device_process_of(server: &Daemon) {
-    let threads = std::fs::read_dir(format!("/proc/{}/task", server.pid())).expect("threads");
-    let all =
-        threads.flatten().filter_map(|thread| std::fs::read_to_string(thread.path().join("children")).ok());
-    let all = all.collect::<Vec<_>>().join(" ");
-    let is_device_process = |pid: &&str| {
-        let line = std::fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-        line.contains("device-process")
-    };
-    let pid = all.split_whitespace().find(is_device_process).expect("a device process");
-    let killed = Command::new("kill").args(["-KILL", pid]).status().expect("kill");
-    assert!(killed.success());
 }
 
 /// What no kernel computes is no share: neither with a number that was configured, nor with one that is to be measured.

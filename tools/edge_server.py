@@ -23,13 +23,15 @@ ANSWER_SECONDS = 60
 class Server:
     """A `unicorn serve` on `port`, or else on a free one, stopped on leaving the context. `options` are the rest of the section
     `server` and further sections of a configuration file; `stderr` is a file for the log, `wrapper` a command that runs the
-    rest."""
+    rest. Where it `is_awaited`, the context begins when it is ready."""
 
-    def __init__(self, options="", keys=(), arguments=(), environment=None, log_pipe=False, stderr=None, wrapper=(), port=None):
+    def __init__(self, options="", keys=(), arguments=(), environment=None, log_pipe=False, stderr=None, wrapper=(), port=None,
+                 is_awaited=True):
         self.folder = Path(tempfile.mkdtemp(prefix="unicorn-edges-"))
         self.keys, self.config, self.options = self.folder / "keys", self.folder / "unicorn.toml", options
         self.set_keys(keys)
         self.port = port or free_port()
+        self.is_awaited = is_awaited
         command = [*wrapper, BINARY, "serve", "--allow-software-vulkan", "--config", self.config, "--port", str(self.port), *arguments]
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("UNICORN_", "RUST_LOG"))}
         self.log = open(stderr or self.folder / "log", "wb")
@@ -47,6 +49,8 @@ class Server:
         self.config.write_text(file + self.options)
 
     def __enter__(self):
+        if not self.is_awaited:
+            return self
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             if self.process.poll() is not None:

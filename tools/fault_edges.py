@@ -140,9 +140,9 @@ def wait_for_files(server, files):
         time.sleep(0.05)
 
 
-def loses(fault, why, options="", arguments=(), meanwhile=lambda server: None):
+def loses(fault, why, options="", arguments=(), meanwhile=lambda server: None, environment=None):
     """Eight streams at a server whose device fails so. Their texts must be those of a run without it."""
-    with faulty_server(options, arguments) as (server, arm):
+    with faulty_server(options, arguments, environment) as (server, arm):
         expected = expected_texts(server)
         files, before = settled_files(server), memory(server)
         first = device_process(server)
@@ -358,6 +358,27 @@ def device_process_killed():
     return loses("", "was ended by SIGKILL", meanwhile=kill)
 
 
+def device_process_stopped():
+    """A process that does not run is replaced long before a slow device counts as hung."""
+    def stop(server):
+        time.sleep(0.5)
+        os.kill(device_process(server), signal.SIGSTOP)
+
+    return loses("", "has not run for 10 s", meanwhile=stop, environment={"UNICORN_HARDWARE_HANG_TIMEOUT_S": "600"})
+
+
+def stopped_amid_the_load():
+    """The server ends with what the load was at."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        with Server(stderr=log, arguments=("--model", str(ROOT / "models/demo")), is_awaited=False) as server:
+            os.kill(device_process(server), signal.SIGSTOP)
+            code = server.process.wait(timeout=60)
+        assert code == DEVICE_EXIT, code
+        assert "has not run for 10 s" in log.read_text().splitlines()[-1], log.read_text()
+        return log.read_text().splitlines()[-1]
+
+
 def files_run_out():
     """As many clients as there may be, and as many that must wait, while the device is lost."""
     connections = 32
@@ -546,5 +567,5 @@ def kill_servers(folder, dice):
 FAULT_EDGES = [
     lost_at_50, segv_at_50, hang_at_50, hang_and_sigterm, lost_twice, lost_twice_then_sigterm, oom_at_50, wrong_at_start,
     wrong_while_serving, poison, lost_and_model_deleted, suspend, stopped_without_a_loss, device_process_killed,
-    files_run_out, disk_full, kill9,
+    device_process_stopped, stopped_amid_the_load, files_run_out, disk_full, kill9,
 ]

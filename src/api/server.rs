@@ -88,6 +88,8 @@ pub struct Server {
     pub(in crate::api) queue: AtomicUsize,
     pub(in crate::api) service: OnceLock<Arc<Service>>,
     pub(in crate::api) facts: OnceLock<Facts>,
+    /// What a load does that is under way, in words.
+    load: OnceLock<Box<dyn Fn() -> Option<String> + Send + Sync>>,
     pub(in crate::api) metrics: Arc<Metrics>,
     /// Turns to have a body read and to wait for a processor, held until the request is in the engine's queue.
     pub(in crate::api) arriving: Turns,
@@ -119,6 +121,7 @@ impl Server {
             queue: AtomicUsize::new(0),
             service: OnceLock::new(),
             facts: OnceLock::new(),
+            load: OnceLock::new(),
             metrics: Arc::default(),
             arriving: Turns::new(MAX_ARRIVING, MAX_ARRIVING_OF_ONE),
             tokenizing: Turns::new(processors, processors),
@@ -140,6 +143,15 @@ impl Server {
 
     pub(in crate::api) fn access(&self) -> Arc<AccessPolicy> {
         Arc::clone(&self.access.read().expect("nothing panics under this lock"))
+    }
+
+    /// Has `/health` and `/status` say by `doing` what a load does. Panics at a second call.
+    pub fn set_load(&self, doing: impl Fn() -> Option<String> + Send + Sync + 'static) {
+        assert!(self.load.set(Box::new(doing)).is_ok(), "the load was told twice");
+    }
+
+    pub(in crate::api) fn loading(&self) -> Option<String> {
+        self.load.get().and_then(|doing| doing())
     }
 
     /// Lets the server answer with the loaded model, and returns its service. Panics at a second call.

@@ -4,7 +4,7 @@
 //! Its standard input is the channel to the server. The server's options and open files come over it, so that a child that
 //! takes over after a loss loads the very files that the first one did.
 
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
@@ -12,6 +12,7 @@ use tracing_subscriber::EnvFilter;
 
 use super::error::Error;
 use super::load::{self, OnDevice, Place, Profiler, Watch};
+use super::loading::Loading;
 use super::log::Level;
 use super::npu_start::NpuStart;
 use super::process::{outlive_signals, processor_time, resident_bytes};
@@ -38,8 +39,17 @@ pub struct Task {
     pub npu: Option<NpuStart>,
 }
 
-/// What the child says of a load: the model's facts, or why it was not loaded.
-pub type Loaded = Result<DeviceFacts, Refusal>;
+/// How often the child says how far a load is.
+const TELL: Duration = Duration::from_millis(250);
+
+/// What the child says of a load. The last message is one of the other two.
+#[derive(Serialize, Deserialize)]
+pub enum Load {
+    Doing(Loading),
+    Done(Box<DeviceFacts>),
+    /// Why the model was not loaded.
+    Refused(Refusal),
+}
 
 #[derive(Serialize, Deserialize)]
 pub struct Refusal {
@@ -116,18 +126,43 @@ pub struct Observed {
 }
 
 pub fn device_process(level: Level) -> Result<(), Error> {
+    match run(level) {
+        // The server has ended: there is nobody to report to.
+        Err(Error::Channel(error)) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
+        ended => ended,
+    }
+}
+
+fn run(level: Level) -> Result<(), Error> {
     // A service's manager may signal all of its processes. The server decides when this one ends.
     let _runtime = outlive_signals()?;
     let mut channel = Channel::from_stdin().map_err(Error::Channel)?;
     let Some(task) = channel.receive::<Task>().map_err(Error::Channel)? else { return Ok(()) };
+    let timeline: Arc<Mutex<Weak<Device>>> = Arc::default();
+    let of_load = Arc::clone(&timeline);
+    let progress = move || {
+        let device = locked(&timeline).upgrade();
+        device.map_or(0, |device| device.progress())
+    };
+    channel.show_progress(progress).map_err(Error::Channel)?;
     let (vocab_size, before) = (task.vocab_size, task.npu.clone());
     let (config, files, observer) = take(&mut channel, task).map_err(Error::Channel)?;
+    let mut told: Option<(Loading, Instant)> = None;
+    let mut report = |doing: Loading, device: Option<&Arc<Device>>| {
+        *locked(&of_load) = device.map(Arc::downgrade).unwrap_or_default();
+        let is_news = |(before, at): (Loading, Instant)| !before.is_same_part(doing) || at.elapsed() >= TELL;
+        if told.is_none_or(is_news) {
+            told = Some((doing, Instant::now()));
+            // A server that has ended ends this process, too.
+            let _ = channel.send(&Load::Doing(doing));
+        }
+    };
     let (OnDevice { runner: model, draft, npu }, self_test) =
-        match load(&config, files, vocab_size, before.as_ref()) {
+        match load(&config, files, vocab_size, before.as_ref(), &mut report) {
             Ok(loaded) => loaded,
             Err(error) => {
                 let refusal = Refusal { message: error.to_string(), exit_code: error.exit_code() };
-                channel.send(&Loaded::Err(refusal)).map_err(Error::Channel)?;
+                channel.send(&Load::Refused(refusal)).map_err(Error::Channel)?;
                 return Ok(());
             }
         };
@@ -150,15 +185,17 @@ pub fn device_process(level: Level) -> Result<(), Error> {
         self_test,
         npu: npu.clone(),
     };
-    channel.send(&Loaded::Ok(facts)).map_err(Error::Channel)?;
+    channel.send(&Load::Done(Box::new(facts))).map_err(Error::Channel)?;
     // Weak references, so that the device is destroyed with the runner.
     let device = Arc::downgrade(model.device());
-    let timeline = Weak::clone(&device);
     let npu = npu.map(|start| (start, model.offload_watch()));
     std::thread::spawn(move || observe(observer, &device, npu.as_ref(), &level));
-    let progress = Box::new(move || timeline.upgrade().map_or(0, |device| device.progress()));
     let mut runner = load::runner_of(model, draft);
-    serve(channel, &mut *runner, progress).map_err(Error::Channel)
+    serve(channel, &mut *runner).map_err(Error::Channel)
+}
+
+fn locked(timeline: &Mutex<Weak<Device>>) -> MutexGuard<'_, Weak<Device>> {
+    timeline.lock().expect("nothing panics under this lock")
 }
 
 /// Receives what belongs to a task.
@@ -180,11 +217,14 @@ fn load(
     [model, draft]: [Option<ModelFiles>; 2],
     vocab_size: usize,
     before: Option<&NpuStart>,
+    report: &mut dyn FnMut(Loading, Option<&Arc<Device>>),
 ) -> Result<(OnDevice, SelfTested), Error> {
     let model = model.expect("a task has a model");
     let watch = if config.gpu.profile { Watch::Kernels } else { Watch::Nothing };
-    let mut loaded = load::on_device(&model, draft.as_ref(), Some(vocab_size), config, watch, before)?;
+    let mut loaded =
+        load::on_device(&model, draft.as_ref(), Some(vocab_size), config, watch, before, report)?;
     let since = Instant::now();
+    report(Loading::SelfTest, Some(loaded.runner.device()));
     let own = loaded.runner.self_test()?;
     let of_draft = loaded.draft.as_mut().map(Draft::self_test).transpose()?;
     let of_both = || std::iter::once(&own).chain(&of_draft);

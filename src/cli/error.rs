@@ -105,6 +105,11 @@ pub enum Error {
     Npu { code: String, message: String },
     #[error("the channel to the process that drives the GPU: {0}")]
     Channel(std::io::Error),
+    #[error(
+        "the load has not got on for {seconds} s, and is given up ({doing}): `dmesg` may say why the disk or the driver does \
+         not answer; where they are only slow, raise hardware.hang_timeout_s"
+    )]
+    LoadHung { doing: String, seconds: u64 },
     #[error("loading the model met a bug (see the messages above)")]
     LoadPanicked,
     /// The number of problems that the doctor found, which its report lists.
@@ -144,6 +149,7 @@ impl Error {
             Self::Gpu(_)
             | Self::NoMachine(_)
             | Self::Runner(_)
+            | Self::LoadHung { .. }
             | Self::Load(LoadError::Gpu(_) | LoadError::NotResident(_))
             | Self::Engine(EngineError::Lost(_)) => DEVICE,
             Self::LoadPanicked | Self::Panicked | Self::Engine(_) | Self::Submit(_) | Self::Session(_) => {

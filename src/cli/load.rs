@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use super::error::Error;
+use super::loading::Loading;
 use super::npu_start::NpuStart;
 use super::offload::Npu;
 use super::process::resident_bytes;
@@ -127,14 +128,14 @@ pub fn model(files: &ModelFiles, config: &Config, watch: Watch) -> Result<Model,
     let draft_files = draft_files(files, &texts.tokenizer, config)?;
     let sample_below = Some(texts.tokenizer.vocab_size());
     let OnDevice { runner, draft, npu } =
-        on_device(files, draft_files.as_ref(), sample_below, config, watch, None)?;
+        on_device(files, draft_files.as_ref(), sample_below, config, watch, None, &mut |_, _| {})?;
     Ok(Model { device: runner.device().info().clone(), runner, draft, npu, texts })
 }
 
 /// Loads only the model, for callers that have ids and want logits: no tokenizer, no draft.
 pub fn runner(files: &ModelFiles, config: &Config) -> Result<Gemma3, Error> {
     Gemma3Config::load(files)?;
-    Ok(on_device(files, None, None, config, Watch::Nothing, None)?.runner)
+    Ok(on_device(files, None, None, config, Watch::Nothing, None, &mut |_, _| {})?.runner)
 }
 
 /// The longest time of one submit: the configured time, limited by the driver's timeout.
@@ -168,7 +169,7 @@ pub struct OnDevice {
 
 /// Loads a model and its draft. No id is sampled from `sample_below` on, where it is the number of the tokenizer's ids:
 /// further rows of the embedding are padding without text. `before` is what became of the NPU at the first load of this
-/// model, where this is another one.
+/// model, where this is another one. `report` is told what the load does, and with which device.
 pub fn on_device(
     files: &ModelFiles,
     draft_files: Option<&ModelFiles>,
@@ -176,6 +177,7 @@ pub fn on_device(
     config: &Config,
     watch: Watch,
     before: Option<&NpuStart>,
+    report: &mut dyn FnMut(Loading, Option<&Arc<Device>>),
 ) -> Result<OnDevice, Error> {
     if let Some(manifest) = Manifest::read(files)?
         && let Some(synthetic) = manifest.synthetic
@@ -186,6 +188,7 @@ pub fn on_device(
             files.location()
         );
     }
+    report(Loading::Device, None);
     // An NPU that is required and missing refuses the start at once, and not behind a minute of loading.
     let mut npu = if watch == Watch::Activations { None } else { Npu::open(files, config, before)? };
     let policy = policy(config, watch == Watch::Kernels);
@@ -194,6 +197,7 @@ pub fn on_device(
     let mut tiles = None;
     // Products in f32 have no kernels to choose from.
     if config.gpu.tune && config.model.precision == Precision::Fast {
+        report(Loading::Tuning, Some(&device));
         let tuned = tune::tuned(device, &policy)?;
         (device, tiles) = (tuned.0, Some(tuned.1));
     }
@@ -216,9 +220,13 @@ pub fn on_device(
     };
     let since = Instant::now();
     let bar = Bar::bytes("loading");
-    let mut progress = |p: Progress| {
-        bar.set_total(p.total);
-        bar.set(p.done);
+    let mut progress = |progress: Progress| match progress {
+        Progress::Kernels => report(Loading::Kernels, Some(&device)),
+        Progress::Weights { done, total } => {
+            bar.set_total(total);
+            bar.set(done);
+            report(Loading::Weights { done, total }, Some(&device));
+        }
     };
     let loaded = match draft_files {
         None => Gemma3::load(&device, files, &options, &mut progress).map(|model| (model, None)),

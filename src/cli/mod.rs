@@ -18,6 +18,7 @@ mod eval;
 mod generate;
 mod inspect;
 mod load;
+mod loading;
 mod log;
 mod manual;
 mod models;

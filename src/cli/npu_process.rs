@@ -2,8 +2,6 @@
 //!
 //! Its standard input is the channel to the process that has the model.
 
-use rustix::process::{Signal, set_parent_process_death_signal};
-
 use super::error::Error;
 use super::process::outlive_signals;
 use crate::model::child_process::Channel;
@@ -13,8 +11,6 @@ use crate::npu::transport::NpuTransport;
 
 pub fn npu_process() -> Result<(), Error> {
     let _runtime = outlive_signals()?;
-    // A call that hangs in the driver does not notice that the channel has closed.
-    set_parent_process_death_signal(Some(Signal::KILL)).map_err(|error| Error::Channel(error.into()))?;
     let channel = Channel::from_stdin().map_err(Error::Channel)?;
     let open = |start: &crate::model::npu_process::Start| {
         Ok(Box::new(Shim::open(&start.shim)?) as Box<dyn NpuTransport>)

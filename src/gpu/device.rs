@@ -65,8 +65,8 @@ pub struct Device {
     /// The highest value that the timeline is known to have reached.
     reached: AtomicU64,
     pacer: Mutex<Pacer>,
-    /// Slices of gaps between submits that have passed.
-    rests: AtomicU64,
+    /// What the host got done for the device: slices of gaps between submits, pipelines, pieces of weights.
+    done_by_host: AtomicU64,
     /// Nanoseconds for which submits were held back, and for which the device computed timed submissions.
     rested_ns: AtomicU64,
     busy_ns: AtomicU64,
@@ -173,7 +173,7 @@ impl Device {
             short_of_memory: AtomicU64::new(0),
             reached: AtomicU64::new(0),
             pacer: Mutex::default(),
-            rests: AtomicU64::new(0),
+            done_by_host: AtomicU64::new(0),
             rested_ns: AtomicU64::new(0),
             busy_ns: AtomicU64::new(0),
             raw,
@@ -228,8 +228,11 @@ impl Device {
 
     /// The pipeline of `shader` with `constants` (in the order of `Shader::constants`), made at first use.
     pub fn pipeline(&self, shader: &'static Shader, constants: &[u32]) -> Result<Arc<Pipeline>, GpuError> {
-        self.pipelines
-            .get(&self.raw, &self.info, shader, constants, |pipeline, name| self.name(pipeline, name))
+        let made = |pipeline, name: &str| {
+            self.get_on();
+            self.name(pipeline, name);
+        };
+        self.pipelines.get(&self.raw, &self.info, shader, constants, made)
     }
 
     /// Keeps the pipeline cache for the next start.
@@ -365,10 +368,15 @@ impl Device {
         self.hang_timeout
     }
 
-    /// A number that grows with each submit that the device finishes, and while a gap keeps it idle. If it stands still
-    /// while work is under way, the device hangs.
+    /// A number that grows with each submit that the device finishes, while a gap keeps it idle, and with each pipeline
+    /// and each piece of a load. If it stands still while work is under way, the device hangs.
     pub fn progress(&self) -> u64 {
-        self.finished() + self.rests.load(Ordering::Relaxed)
+        self.finished() + self.done_by_host.load(Ordering::Relaxed)
+    }
+
+    /// Counts a piece of the host's work for the device as progress.
+    pub(super) fn get_on(&self) {
+        self.done_by_host.fetch_add(1, Ordering::Relaxed);
     }
 
     /// How many submits the device has finished.
@@ -416,7 +424,7 @@ impl Device {
                 break;
             }
             std::thread::sleep(left.min(REST));
-            self.rests.fetch_add(1, Ordering::Relaxed);
+            self.get_on();
         }
         self.rested_ns.fetch_add(began.elapsed().as_nanos() as u64, Ordering::Relaxed);
         Ok(())

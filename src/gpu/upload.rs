@@ -29,6 +29,7 @@ struct Reading<'a, E> {
 
 /// The staging buffers and queued reads of a load, which are dropped when the load is over. Reads fail with an `E`.
 pub struct Uploader<'a, E> {
+    device: Arc<Device>,
     readings: Vec<Reading<'a, E>>,
     halves: [(Buffer, CommandBuffer); 2],
     next: usize,
@@ -48,6 +49,7 @@ impl<'a, E: From<GpuError> + Send> Uploader<'a, E> {
             rayon::ThreadPoolBuilder::new().num_threads(READERS).thread_name(|i| format!("reader {i}"));
         let readers = readers.build().expect("the system starts a few threads");
         Ok(Uploader {
+            device: Arc::clone(device),
             readings: Vec::new(),
             halves: [half()?, half()?],
             next: 0,
@@ -89,6 +91,7 @@ impl<'a, E: From<GpuError> + Send> Uploader<'a, E> {
             recorder.copy(staging, &to.slice(offset, bytes), bytes);
             recorder.submit_alone("upload")?;
             offset += bytes;
+            self.device.get_on();
         }
         Ok(())
     }
@@ -122,7 +125,7 @@ impl<'a, E: From<GpuError> + Send> Uploader<'a, E> {
                 );
             }
         }
-        read_all(&self.readers, straight)?;
+        read_all(&self.readers, &self.device, straight)?;
         let mut rest = &staged[..];
         while !rest.is_empty() {
             // Each round reads as many pieces as fit a staging buffer.
@@ -140,7 +143,7 @@ impl<'a, E: From<GpuError> + Send> Uploader<'a, E> {
                 let piece = mapped.split_off_mut(..bytes as usize).expect("counted above");
                 (read, offset, piece)
             });
-            read_all(&self.readers, pieces.collect())?;
+            read_all(&self.readers, &self.device, pieces.collect())?;
             let (staging, commands) = &mut self.halves[half];
             let mut recorder = commands.begin()?;
             let mut at = 0;
@@ -171,7 +174,13 @@ impl<'a, E: From<GpuError> + Send> Uploader<'a, E> {
 }
 
 /// Runs the reads. Threads take the pieces in order, which disks read faster.
-fn read_all<E: Send>(readers: &ThreadPool, pieces: Vec<(&Read<E>, u64, &mut [u8])>) -> Result<(), E> {
+fn read_all<E: Send>(
+    readers: &ThreadPool,
+    device: &Device,
+    pieces: Vec<(&Read<E>, u64, &mut [u8])>,
+) -> Result<(), E> {
     let pieces = pieces.into_iter().par_bridge();
-    readers.install(|| pieces.try_for_each(|(read, offset, piece)| read(offset, piece)))
+    readers.install(|| {
+        pieces.try_for_each(|(read, offset, piece)| read(offset, piece).inspect(|()| device.get_on()))
+    })
 }

@@ -91,10 +91,11 @@ impl Default for LoadOptions {
 
 /// Progress of a load.
 #[derive(Debug, Clone, Copy)]
-pub struct Progress {
-    /// Bytes of the checkpoint that are loaded, of `total`.
-    pub done: u64,
-    pub total: u64,
+pub enum Progress {
+    /// Kernels are compiled.
+    Kernels,
+    /// Bytes of the checkpoint are loaded, of `total`.
+    Weights { done: u64, total: u64 },
 }
 
 /// A model could not be loaded. One line: the problem, its file or tensor, what was expected.
@@ -358,6 +359,7 @@ impl Load<'_> {
             progress: &mut **progress,
         };
 
+        (loader.progress)(Progress::Kernels);
         let heads = memory::heads_of(config, options.kv);
         // The squares of matrices' inputs are summed up in f32.
         let precision = if options.moments { Precision::F32 } else { options.precision };
@@ -617,7 +619,8 @@ impl<'a> Loader<'a> {
         let before = self.done + self.queued_bytes();
         let Loader { uploader, max_shard_bytes, total, progress, .. } = self;
         let row_bytes = tensor.stored_bytes() / tensor.rows() as u64;
-        let each = &mut |rows| progress(Progress { done: before + rows as u64 * row_bytes, total: *total });
+        let each =
+            &mut |rows| progress(Progress::Weights { done: before + rows as u64 * row_bytes, total: *total });
         let matrix = Matrix::upload(arena, uploader, tensor, scheme, class, *max_shard_bytes, each)?;
         self.queued.push(*tensor);
         if self.queued_bytes() >= READ_TOGETHER_BYTES {
@@ -683,7 +686,7 @@ impl<'a> Loader<'a> {
             // Memory must not hold the model twice, so bytes that are on the device leave the page cache.
             self.checkpoint.release(&tensor);
         }
-        (self.progress)(Progress { done: self.done, total: self.total });
+        (self.progress)(Progress::Weights { done: self.done, total: self.total });
         Ok(())
     }
 
@@ -697,7 +700,7 @@ impl<'a> Loader<'a> {
         self.uploader.upload(&buffer, &values)?;
         self.done += tensor.stored_bytes();
         let done = self.done + self.queued_bytes();
-        (self.progress)(Progress { done, total: self.total });
+        (self.progress)(Progress::Weights { done, total: self.total });
         Ok(RmsNorm { weight: buffer, eps })
     }
 }

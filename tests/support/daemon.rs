@@ -38,6 +38,13 @@ impl Daemon {
 
     /// A server on another model.
     pub fn start_model(model: &Path, args: &[&str], with: impl FnOnce(&mut Command)) -> Self {
+        let mut daemon = Self::begin(model, args, with);
+        daemon.wait_for_line("ready: http");
+        daemon
+    }
+
+    /// A server that listens and has not loaded its model yet.
+    pub fn begin(model: &Path, args: &[&str], with: impl FnOnce(&mut Command)) -> Self {
         let path = model.to_str().expect("UTF-8");
         let all =
             [&["serve", "--model", path, "--name", "a/b", "--port", "0", "--allow-software-vulkan"], args];
@@ -50,8 +57,8 @@ impl Daemon {
         drop(command);
         let mut daemon =
             Self { child, address: String::new(), log: Vec::new(), stderr: Some(reader), _model: None };
-        let ready = daemon.wait_for_line("ready: http");
-        let (_, rest) = ready.split_once("://").expect("an address");
+        let listening = daemon.wait_for_line("listening on http");
+        let (_, rest) = listening.split_once("://").expect("an address");
         daemon.address = rest.split('/').next().expect("an address").to_owned();
         daemon
     }
@@ -90,6 +97,30 @@ impl Daemon {
         self.child.id()
     }
 
+    /// The process id of its device process, once that was started.
+    pub fn device_process(&self) -> String {
+        let is_device_process = |pid: &&str| {
+            let line = std::fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            line.contains("device-process")
+        };
+        let since = Instant::now();
+        loop {
+            let threads = std::fs::read_dir(format!("/proc/{}/task", self.pid())).expect("threads").flatten();
+            let children = threads.map(|thread| std::fs::read_to_string(thread.path().join("children")));
+            let children = children.filter_map(Result::ok).collect::<Vec<_>>().join(" ");
+            if let Some(pid) = children.split_whitespace().find(is_device_process) {
+                return pid.to_owned();
+            }
+            assert!(since.elapsed() < HANG, "no device process: {:#?}", self.log);
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// `SIGNAL`, as `kill` has it, for its device process.
+    pub fn signal_device(&self, signal: &str) {
+        signal_process(signal, &self.device_process());
+    }
+
     /// Nobody reads its log any more.
     pub fn close_log(&mut self) {
         self.stderr = None;
@@ -97,9 +128,7 @@ impl Daemon {
 
     /// `SIGNAL` as `kill` has it.
     pub fn signal(&self, signal: &str) {
-        // The shell's own: a program of that name is not on every machine.
-        let kill = format!("kill -{signal} {}", self.child.id());
-        assert!(Command::new("sh").args(["-c", &kill]).status().expect("sh runs").success());
+        signal_process(signal, &self.child.id().to_string());
     }
 
     /// Its exit code, once it has ended.
@@ -171,6 +200,12 @@ impl Daemon {
         assert_eq!(status, 200, "{text}");
         text
     }
+}
+
+fn signal_process(signal: &str, pid: &str) {
+    // The shell's own: a program of that name is not on every machine.
+    let kill = format!("kill -{signal} {pid}");
+    assert!(Command::new("sh").args(["-c", &kill]).status().expect("sh runs").success());
 }
 
 /// A metric's number in a scrape.

@@ -18,7 +18,11 @@ use crate::text::panic_message;
 
 /// The log's text for a failed response whose body is no [`ApiError`].
 #[derive(Clone)]
-pub(in crate::api) struct Why(pub String);
+pub(in crate::api) struct Why {
+    pub words: String,
+    /// Whether the log tells of it without this response, however many of them there are.
+    pub is_expected: bool,
+}
 
 /// Answers in place of a handler that panicked.
 pub(in crate::api) async fn catch(request: Request, next: Next) -> Response {
@@ -34,9 +38,15 @@ pub(in crate::api) fn panicked(doing: &str, panic: &(dyn Any + Send)) -> ApiErro
 
 /// Logs a response that reports a failure of the server.
 pub(in crate::api) fn log_response(response: &Response) {
-    let error = response.extensions().get::<ApiError>().map(ApiError::logged);
-    let why = error.or_else(|| response.extensions().get::<Why>().map(|Why(why)| why.clone()));
-    log(response.status(), why.as_deref().unwrap_or("failed, and says no more"));
+    let status = response.status();
+    match (response.extensions().get::<ApiError>(), response.extensions().get::<Why>()) {
+        (Some(error), _) => log(status, &error.logged()),
+        (None, Some(Why { words, is_expected: true })) => {
+            tracing::debug!(status = status.as_u16(), "{words}");
+        }
+        (None, Some(Why { words, is_expected: false })) => log(status, words),
+        (None, None) => log(status, "failed, and says no more"),
+    }
 }
 
 /// Logs an error that ended a stream. The stream's headers had reported no error.

@@ -13,7 +13,6 @@ use axum::{Extension, Json};
 use serde::Serialize;
 use utoipa::ToSchema;
 
-use crate::api::error::ApiError;
 use crate::api::http::failures::Why;
 use crate::api::server::Server;
 use crate::engine::{EngineError, EngineHandle, EngineState, Work};
@@ -32,7 +31,8 @@ pub enum Health {
     Ok,
     /// The model is loaded again when a request comes.
     Unloaded,
-    Loading,
+    /// What the load does, where that is known.
+    Loading(Option<String>),
     Recovering,
     Draining,
     Lost(String),
@@ -44,19 +44,19 @@ impl Health {
     /// The state, as the device proves it just now.
     pub async fn proven(server: &Server) -> Self {
         match server.engine() {
-            Some(engine) => proof(engine, server.options.device_timeout).await,
-            None => Health::Loading,
+            Some(engine) => proof(server, engine).await,
+            None => Health::Loading(server.loading()),
         }
     }
 
-    pub(in crate::api) fn of(engine: Option<&EngineHandle>) -> Self {
-        let Some(engine) = engine else { return Health::Loading };
+    pub(in crate::api) fn of(server: &Server) -> Self {
+        let Some(engine) = server.engine() else { return Health::Loading(server.loading()) };
         match (engine.health(), engine.state()) {
             (Err(EngineError::ShuttingDown), _) => Health::Draining,
             (Err(bug @ EngineError::Bug(_)), _) => Health::Failed(bug.to_string()),
             (Err(lost), _) => Health::Lost(lost.to_string()),
             (Ok(()), EngineState::Recovering) => Health::Recovering,
-            (Ok(()), EngineState::Loading) => Health::Loading,
+            (Ok(()), EngineState::Loading) => Health::Loading(server.loading()),
             (Ok(()), EngineState::Unloaded) => Health::Unloaded,
             (Ok(()), EngineState::Ready | EngineState::Lost) => Health::Ok,
         }
@@ -66,7 +66,10 @@ impl Health {
     fn why(&self) -> Option<String> {
         match self {
             Health::Ok | Health::Unloaded => None,
-            Health::Loading => Some(ApiError::Loading.to_string()),
+            Health::Loading(doing) => {
+                let doing = doing.as_ref().map(|doing| format!(" ({doing})"));
+                Some(format!("the model is still loading{}", doing.unwrap_or_default()))
+            }
             Health::Recovering => Some(RECOVERING.to_owned()),
             Health::Draining => Some(EngineError::ShuttingDown.to_string()),
             Health::Lost(message) | Health::Failed(message) | Health::Unresponsive(message) => {
@@ -80,7 +83,7 @@ impl Health {
         match self {
             Health::Ok => (HealthName::Ok, None),
             Health::Unloaded => (HealthName::Unloaded, None),
-            Health::Loading => (HealthName::Loading, None),
+            Health::Loading(doing) => (HealthName::Loading, doing),
             Health::Recovering => (HealthName::Recovering, Some(RECOVERING.to_owned())),
             Health::Draining => (HealthName::Draining, None),
             Health::Lost(message) => (HealthName::Lost, Some(message)),
@@ -113,7 +116,7 @@ pub(in crate::api) enum HealthName {
 #[schema(as = Health)]
 pub(in crate::api) struct HealthReport {
     status: HealthName,
-    /// Present if the state is recovering, lost, failed or unresponsive.
+    /// Present if the state is recovering, lost, failed or unresponsive; while loading, what the load does.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     message: Option<String>,
@@ -133,12 +136,12 @@ pub(in crate::api) struct HealthReport {
 )]
 pub(in crate::api) async fn health(State(server): State<Arc<Server>>) -> Response {
     let health = Health::proven(&server).await;
-    let why = health.why();
+    let why = health.why().map(|words| Why { words, is_expected: matches!(health, Health::Loading(_)) });
     let (name, message) = health.report();
     let report = Json(HealthReport { status: name, message });
     match why {
         None => report.into_response(),
-        Some(why) => (StatusCode::SERVICE_UNAVAILABLE, Extension(Why(why)), report).into_response(),
+        Some(why) => (StatusCode::SERVICE_UNAVAILABLE, Extension(why), report).into_response(),
     }
 }
 
@@ -169,12 +172,13 @@ enum Live {
 }
 
 /// Waits for a sign of the device, no longer than a probe may take.
-async fn proof(engine: &EngineHandle, patience: Duration) -> Health {
+async fn proof(server: &Server, engine: &EngineHandle) -> Health {
+    let patience = server.options.device_timeout;
     let (asked, probe) = (Instant::now(), PROBE.min(patience));
     // A step with gaps between its submits takes longer by as much.
     let patience = patience.div_f64(engine.courtesy().share());
     loop {
-        let health = Health::of(Some(engine));
+        let health = Health::of(server);
         if !matches!(health, Health::Ok) {
             return health;
         }

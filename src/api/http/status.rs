@@ -213,7 +213,7 @@ impl From<PoolUse> for Pool {
 pub(in crate::api) async fn status(State(server): State<Arc<Server>>) -> Json<Status> {
     let m = &server.metrics;
     let [prompt, cached, generated] = m.tokens();
-    let (name, message) = Health::of(server.engine()).report();
+    let (name, message) = Health::of(&server).report();
     let engine = server.engine().map(|engine| (engine.stats(), engine.limits()));
     let (stats, limits) =
         (engine.as_ref().map(|(stats, _)| stats), engine.as_ref().map(|(_, limits)| limits));

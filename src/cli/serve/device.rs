@@ -9,15 +9,19 @@ use std::time::Duration;
 
 use super::npu::NpuAccount;
 use crate::checkpoint::{HeldNames, ModelFiles};
-use crate::cli::device_process::{DeviceFacts, Loaded, Observed, Question, Task};
+use crate::cli::device_process::{DeviceFacts, Load, Observed, Question, Task};
 use crate::cli::error::Error;
+use crate::cli::loading::{LoadLog, Loading};
 use crate::cli::npu_start::NpuStart;
 use crate::config::{Config, LogFormat};
-use crate::model::child_process::{Channel, Connection};
+use crate::model::child_process::{Channel, Connection, ConnectionError};
 use crate::model::device_process::DeviceProcess;
 use crate::model::offload::OffloadCounts;
 use crate::model::{Runner, RunnerError, RunnerFactory};
 
+/// How long a load may not get on, unless the device may take longer (`hardware.hang_timeout_s`). Software Vulkan takes
+/// seconds for a kernel, and a slow disk for 2 MiB, which are the smallest pieces of a load.
+const LOAD_STALL: Duration = Duration::from_secs(120);
 /// The longest time for an answer about how the GPU does.
 const OBSERVE: Duration = Duration::from_millis(500);
 
@@ -28,6 +32,8 @@ pub struct DeviceFactory {
     model: ModelFiles,
     draft: Option<ModelFiles>,
     vocab_size: usize,
+    /// How long a load may not get on.
+    patience: Duration,
     observer: Observer,
     /// What became of the NPU at the first load. Every later one keeps to it.
     npu: Option<NpuStart>,
@@ -47,6 +53,10 @@ impl DeviceFactory {
             model: model.hold()?,
             draft: draft.map(ModelFiles::hold).transpose()?,
             vocab_size,
+            patience: config
+                .hardware
+                .hang_timeout_s
+                .map_or(LOAD_STALL, |s| LOAD_STALL.max(Duration::from_secs(s as u64))),
             observer,
             npu: None,
         })
@@ -73,12 +83,31 @@ impl DeviceFactory {
         }
         let (observer, socket) = Channel::new().map_err(Error::Channel)?;
         connection.send_files(&[socket])?;
-        let facts = connection.receive::<Loaded>(None)?;
-        let facts = facts.map_err(|refusal| Error::Device(refusal.message, refusal.exit_code))?;
+        let facts = self.loaded(&mut connection)?;
         self.npu = self.npu.take().or_else(|| facts.npu.clone());
         let runner = DeviceProcess::new(connection, facts.hang_timeout)?;
         self.observer.watch(observer);
         Ok((runner, facts))
+    }
+
+    /// Waits until the model is loaded, as long as the load gets on.
+    fn loaded(&self, connection: &mut Connection) -> Result<DeviceFacts, Error> {
+        let mut log = LoadLog::begin();
+        loop {
+            self.observer.set_loading(Some(log.doing()));
+            match connection.receive_meanwhile(self.patience, || log.look()) {
+                Ok(Load::Doing(doing)) => log.take(doing),
+                Ok(Load::Done(facts)) => {
+                    self.observer.set_loading(None);
+                    return Ok(*facts);
+                }
+                Ok(Load::Refused(refusal)) => return Err(Error::Device(refusal.message, refusal.exit_code)),
+                Err(ConnectionError::Hung { seconds }) => {
+                    return Err(Error::LoadHung { doing: log.doing().to_string(), seconds });
+                }
+                Err(gone) => return Err(gone.into()),
+            }
+        }
     }
 }
 
@@ -98,6 +127,8 @@ pub struct Observer(Arc<Mutex<Observing>>);
 
 struct Observing {
     channel: Option<Channel>,
+    /// What a load is doing that is under way.
+    loading: Option<Loading>,
     /// Whether an answer is on its way that was not waited for.
     owes: bool,
     npu: NpuAccount,
@@ -107,7 +138,7 @@ struct Observing {
 impl Observer {
     pub fn new(log_filter: String) -> Self {
         let npu = NpuAccount::default();
-        Self(Arc::new(Mutex::new(Observing { channel: None, owes: false, npu, log_filter })))
+        Self(Arc::new(Mutex::new(Observing { channel: None, loading: None, owes: false, npu, log_filter })))
     }
 
     fn lock(&self) -> MutexGuard<'_, Observing> {
@@ -123,6 +154,15 @@ impl Observer {
         };
         // It may be another one than when the process was started.
         self.set_log_filter(filter);
+    }
+
+    fn set_loading(&self, loading: Option<Loading>) {
+        self.lock().loading = loading;
+    }
+
+    /// What the load that is under way does, in words.
+    pub fn loading(&self) -> Option<String> {
+        self.lock().loading.map(|loading| loading.to_string())
     }
 
     fn log_filter(&self) -> String {

@@ -59,6 +59,8 @@ const WRITE_STALL: Duration = Duration::from_secs(60);
 const OTHER_FILES: u64 = 256;
 /// Longest wait for a load that a signal interrupts, since a load cannot be cancelled.
 const LOAD_END: Duration = Duration::from_secs(20);
+/// How much later than another process this one may get a signal that was sent to both.
+const SIGNALS_APART: Duration = Duration::from_millis(200);
 /// Longest wait for an engine that ended by itself to give the device back.
 const LOST_END: Duration = Duration::from_secs(2);
 
@@ -125,6 +127,11 @@ pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: S
         let (done, loaded) = oneshot::channel();
         let (load_config, started) = (config.clone(), Arc::clone(&engine));
         let (load_cancelled, load_observer) = (Arc::clone(&cancelled), observer.clone());
+        let doing = {
+            let observer = observer.clone();
+            move || observer.loading()
+        };
+        server.set_load(doing.clone());
         let load_courtesy = courtesy.clone();
         load = Some(std::thread::spawn(move || {
             let served = served(&files, &load_config, &machine, load_observer, load_courtesy, load_cancelled);
@@ -137,7 +144,8 @@ pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: S
         let running = Running { config: asked, server: server_there, tls, address, reload, observer, courtesy };
         tokio::spawn(running.reload_on(hangup));
         let (lose, lost) = oneshot::channel();
-        let stop = stop(Arc::clone(&engine), lost, grace)?.boxed().shared();
+        let stop = stop(Arc::clone(&engine), Arc::clone(&cancelled), lost, grace)?.boxed().shared();
+        let stopped = stop.clone();
         let is_ready = Notify::new();
         let serving = async {
             // A client whose connection started the server waits for its answer: to be told to come again later would be
@@ -153,7 +161,7 @@ pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: S
         let loading = async {
             let loaded = tokio::select! {
                 loaded = loaded => loaded,
-                () = systemd::loading(&model_id) => unreachable!("it has no end"),
+                () = systemd::loading(&model_id, doing) => unreachable!("it has no end"),
             };
             match loaded {
                 Ok(Ok((service, facts))) => {
@@ -168,7 +176,14 @@ pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: S
                     std::thread::spawn(move || service.prepare_grammars());
                     std::future::pending().await
                 }
-                Ok(Err(error)) => error,
+                Ok(Err(error)) => {
+                    // A load that a signal ended has not failed. Who signals all processes of a service signals the device
+                    // process too, perhaps first.
+                    if tokio::time::timeout(SIGNALS_APART, stopped).await.is_ok() {
+                        std::future::pending::<()>().await;
+                    }
+                    error
+                }
                 Err(_) => Error::LoadPanicked,
             }
         };
@@ -304,9 +319,10 @@ fn watch(engine: EngineHandle, lose: oneshot::Sender<()>) {
 }
 
 /// Resolves at the first SIGINT or SIGTERM, or when the engine is `lost`, to the grace period for requests under way. A
-/// second signal ends the process at once.
+/// load that is under way is `cancelled`. A second signal ends the process at once.
 fn stop(
     engine: Arc<OnceLock<EngineHandle>>,
+    cancelled: Arc<AtomicBool>,
     lost: oneshot::Receiver<()>,
     grace: Duration,
 ) -> Result<impl Future<Output = Duration> + Send + 'static, Error> {
@@ -335,7 +351,15 @@ fn stop(
             () = either(&mut interrupt, &mut terminate) => {}
         }
         systemd::stopping();
-        tracing::info!("stopping: answers under way are finished first; once more to stop at once");
+        match engine.get() {
+            Some(_) => {
+                tracing::info!("stopping: answers under way are finished first; once more to stop at once");
+            }
+            None => {
+                tracing::info!("stopping: the load is given up");
+                cancelled.store(true, Ordering::Release);
+            }
+        }
         tokio::spawn(async move {
             either(&mut interrupt, &mut terminate).await;
             let ended = engine.get().and_then(EngineHandle::ended);

@@ -48,11 +48,12 @@ fn send(states: &[NotifyState]) {
 }
 
 /// Asks for more time as long as the model is loaded. To be dropped when it is.
-pub async fn loading(model: &str) {
+pub async fn loading(model: &str, doing: impl Fn() -> Option<String>) {
     let since = Instant::now();
     while since.elapsed() < LONGEST_LOAD {
         let extension = NotifyState::ExtendTimeoutUsec(EXTENSION.as_micros() as u32);
-        tell(extension, &format!("loading {model} for {} s", since.elapsed().as_secs()));
+        let doing = doing().map(|doing| format!(": {doing}")).unwrap_or_default();
+        tell(extension, &format!("loading {model} for {} s{doing}", since.elapsed().as_secs()));
         tokio::time::sleep(EXTEND_EVERY).await;
     }
     std::future::pending().await
@@ -77,7 +78,7 @@ pub async fn watchdog(server: Arc<Server>) {
                 last_ready = Instant::now();
                 true
             }
-            Health::Loading | Health::Recovering => last_ready.elapsed() < LONGEST_LOAD,
+            Health::Loading(_) | Health::Recovering => last_ready.elapsed() < LONGEST_LOAD,
             Health::Lost(_) | Health::Failed(_) | Health::Unresponsive(_) => false,
         };
         if is_alive {

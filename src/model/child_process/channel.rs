@@ -61,11 +61,7 @@ impl Channel {
         Ok((channel, other))
     }
 
-    /// The second end, in the process that has it as its standard input.
-    pub fn from_stdin() -> io::Result<Self> {
-        Self::from_socket(io::stdin().as_fd().try_clone_to_owned()?)
-    }
-
+    /// The second end, over a socket of [`Channel::new`].
     pub fn from_socket(socket: OwnedFd) -> io::Result<Self> {
         let memory = receive_file(&socket)?;
         Ok(Self::over(socket, memory, false))
@@ -80,15 +76,16 @@ impl Channel {
         Ok(shutdown(&self.socket, Shutdown::Both)?)
     }
 
-    pub fn progress_counter(&self) -> io::Result<ProgressCounter> {
-        self.memory.try_clone().map(ProgressCounter)
+    /// Writes the second side's number of this sign.
+    pub(super) fn counter(&self, sign: Sign) -> io::Result<Counter> {
+        Ok(Counter { memory: self.memory.try_clone()?, at: sign.place() })
     }
 
-    /// The last number of the other side's [`ProgressCounter`].
-    pub(super) fn read_progress(&self) -> io::Result<u64> {
+    /// The last number of the other side's [`Counter`]; none if it has written none.
+    pub(super) fn read(&self, sign: Sign) -> Option<u64> {
         let mut bytes = [0; 8];
-        self.memory.read_exact_at(&mut bytes, PROGRESS)?;
-        Ok(u64::from_ne_bytes(bytes))
+        self.memory.read_exact_at(&mut bytes, sign.place()).ok()?;
+        Some(u64::from_ne_bytes(bytes))
     }
 
     /// Sends files, all of which one [`Channel::receive_files`] takes.
@@ -201,15 +198,31 @@ fn slot(is_first: bool, number: u64) -> u64 {
     (side + number % SLOTS) * MAX_BYTES as u64
 }
 
-/// Where the progress of the second side's device lies: behind all slots.
-const PROGRESS: u64 = 2 * SLOTS * MAX_BYTES as u64;
+/// A number by which the second side shows that it goes on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Sign {
+    /// Its device gets on.
+    Progress,
+    /// The process runs, whatever its device does.
+    Beat,
+}
 
-/// The number by which the second side says how far its device is.
-pub struct ProgressCounter(File);
+impl Sign {
+    /// Where the number lies in the memory: after all slots.
+    fn place(self) -> u64 {
+        2 * SLOTS * MAX_BYTES as u64 + 8 * self as u64
+    }
+}
 
-impl ProgressCounter {
+/// Writes the number of a sign.
+pub(super) struct Counter {
+    memory: File,
+    at: u64,
+}
+
+impl Counter {
     pub fn write(&self, value: u64) -> io::Result<()> {
-        self.0.write_all_at(&value.to_ne_bytes(), PROGRESS)
+        self.memory.write_all_at(&value.to_ne_bytes(), self.at)
     }
 }
 
@@ -365,10 +378,13 @@ mod tests {
     }
 
     #[test]
-    fn progress_is_read_as_it_was_written() {
+    fn each_sign_is_read_as_it_was_written() {
         let (one, other) = pair();
-        assert!(one.read_progress().is_err(), "nothing was written yet");
-        other.progress_counter().unwrap().write(77).unwrap();
-        assert_eq!(one.read_progress().unwrap(), 77);
+        other.counter(Sign::Beat).unwrap().write(77).unwrap();
+        assert_eq!(one.read(Sign::Beat), Some(77));
+        let (one, other) = pair();
+        assert_eq!((one.read(Sign::Progress), one.read(Sign::Beat)), (None, None));
+        other.counter(Sign::Progress).unwrap().write(78).unwrap();
+        assert_eq!((one.read(Sign::Progress), one.read(Sign::Beat)), (Some(78), None));
     }
 }

@@ -14,9 +14,12 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::Channel;
+use super::channel::Sign;
 
-/// How often a wait looks at the device's progress, and whether it is cancelled.
+/// How often a wait looks at the child's signs of life, and whether it is cancelled.
 const SLICE: Duration = Duration::from_millis(100);
+/// How long a child that runs may show no sign of that. It shows twenty in a second.
+const STOPPED: Duration = Duration::from_secs(10);
 /// How long a child that was told to end may take, until it is killed.
 const END: Duration = Duration::from_secs(3);
 /// How long a child that was killed, or that died, may take to be gone. One that is stuck in its driver cannot even be
@@ -30,6 +33,10 @@ pub enum ConnectionError {
     Cancelled,
     #[error("it has finished nothing for {seconds} s")]
     Hung { seconds: u64 },
+    #[error(
+        "the process that drives it has not run for {seconds} s: a signal has stopped it, or the machine is overloaded"
+    )]
+    Stopped { seconds: u64 },
     /// How the process ended.
     #[error("the process that drives it {0}")]
     Ended(String),
@@ -104,22 +111,34 @@ impl Connection {
         })
     }
 
-    /// The child's next message. With `patience`, the device must get on meanwhile.
-    pub fn receive<T: DeserializeOwned>(&mut self, patience: Option<Duration>) -> Result<T, ConnectionError> {
-        // Slices are counted instead of time, so that a server that was stopped meanwhile does not blame the device.
-        let (mut progress, mut still) = (None, Duration::ZERO);
+    /// The child's next message. Its device must get on meanwhile, and may not finish anything for `patience` at most; the
+    /// process itself must run.
+    pub fn receive<T: DeserializeOwned>(&mut self, patience: Duration) -> Result<T, ConnectionError> {
+        self.receive_meanwhile(patience, || {})
+    }
+
+    /// As [`Connection::receive`]. `meanwhile` is called several times in a second.
+    pub fn receive_meanwhile<T: DeserializeOwned>(
+        &mut self,
+        patience: Duration,
+        mut meanwhile: impl FnMut(),
+    ) -> Result<T, ConnectionError> {
+        let [mut progress, mut beats] = [Still::default(), Still::default()];
         while !self.channel.poll(SLICE).map_err(|error| self.broken(&error))? {
-            let now = self.channel.read_progress().ok();
-            still = if now == progress { still + SLICE } else { Duration::ZERO };
-            progress = now;
-            if self.cancelled.load(Ordering::Acquire) {
-                self.failed = true;
-                return Err(ConnectionError::Cancelled);
-            }
-            if let Some(patience) = patience.filter(|patience| still >= *patience) {
-                self.failed = true;
-                return Err(ConnectionError::Hung { seconds: patience.as_secs() });
-            }
+            meanwhile();
+            progress.look(self.channel.read(Sign::Progress));
+            beats.look(self.channel.read(Sign::Beat));
+            let failed = if self.cancelled.load(Ordering::Acquire) {
+                ConnectionError::Cancelled
+            } else if beats.last.is_some() && beats.since >= STOPPED {
+                ConnectionError::Stopped { seconds: STOPPED.as_secs() }
+            } else if progress.since >= patience {
+                ConnectionError::Hung { seconds: patience.as_secs() }
+            } else {
+                continue;
+            };
+            self.failed = true;
+            return Err(failed);
         }
         match self.channel.receive() {
             Ok(Some(message)) => Ok(message),
@@ -171,6 +190,22 @@ impl Drop for Connection {
     }
 }
 
+/// For how long a sign has stood still. Slices are counted instead of time, so that a server that was stopped meanwhile does
+/// not blame the child.
+#[derive(Default)]
+struct Still {
+    last: Option<u64>,
+    since: Duration,
+}
+
+impl Still {
+    /// Takes what the sign says a slice later.
+    fn look(&mut self, now: Option<u64>) {
+        self.since = if now == self.last { self.since + SLICE } else { Duration::ZERO };
+        self.last = now;
+    }
+}
+
 /// Waits for a child's end, for `patience` at least.
 fn reap(child: &mut Child, patience: Duration) -> Option<ExitStatus> {
     const PAUSE: Duration = Duration::from_millis(2);
@@ -204,4 +239,38 @@ fn name_of(signal: i32) -> String {
     ];
     let named = names.iter().find(|(known, _)| known.as_raw() == signal);
     named.map_or_else(|| format!("signal {signal}"), |(_, name)| (*name).to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A child that says nothing, and shows no sign of life.
+    fn silent(cancelled: &Arc<AtomicBool>) -> Connection {
+        let mut command = Command::new("sleep");
+        command.arg("600");
+        Connection::spawn(command, "GPU", cancelled).unwrap()
+    }
+
+    #[test]
+    fn a_child_that_says_nothing_is_waited_for_no_longer_than_it_may_take() {
+        let mut child = silent(&Arc::default());
+        let mut looks = 0;
+        let patience = 3 * SLICE;
+        let error = child.receive_meanwhile::<u8>(patience, || looks += 1).unwrap_err();
+        assert_eq!((error, looks), (ConnectionError::Hung { seconds: 0 }, 3));
+        let cancelled = Arc::new(AtomicBool::new(true));
+        assert_eq!(silent(&cancelled).receive::<u8>(KILLED), Err(ConnectionError::Cancelled));
+    }
+
+    #[test]
+    fn a_sign_stands_still_for_as_long_as_it_says_the_same() {
+        let mut still = Still::default();
+        let mut since = |sign| {
+            still.look(sign);
+            still.since / SLICE.as_millis() as u32
+        };
+        let said = [None, None, Some(5), Some(5), Some(5), Some(6), None].map(&mut since);
+        assert_eq!(said, [1, 2, 0, 1, 2, 0, 0].map(Duration::from_millis));
+    }
 }

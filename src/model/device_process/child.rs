@@ -2,27 +2,15 @@
 
 use std::io;
 use std::sync::Arc;
-use std::thread;
-use std::time::Duration;
-
-use rustix::process::{Signal, getpid, getppid, kill_process};
 
 use super::message::{Answer, Call, Ready, Words};
-use crate::model::child_process::{Channel, ProgressCounter};
+use crate::model::child_process::Channel;
 use crate::model::{Runner, RunnerError};
 
-/// How often the parent hears of the device's progress.
-const EVERY: Duration = Duration::from_millis(50);
-
-/// A number that grows while the device gets on, or is left idle on purpose.
-pub type Progress = Box<dyn Fn() -> u64 + Send>;
-
 /// Runs steps until the parent ends, or until the runner fails, which the parent hears.
-pub fn serve(mut channel: Channel, runner: &mut dyn Runner, progress: Progress) -> io::Result<()> {
+pub fn serve(mut channel: Channel, runner: &mut dyn Runner) -> io::Result<()> {
     let attention_path = runner.attention_path();
     channel.send(&Ready { limits: runner.limits(), has_draft: runner.has_draft(), attention_path })?;
-    let counter = channel.progress_counter()?;
-    thread::Builder::new().name("progress".into()).spawn(move || report(&counter, &progress))?;
     let mut in_flight = std::collections::VecDeque::new();
     while let Some(call) = channel.receive::<Call>()? {
         let answer = match call {
@@ -57,15 +45,4 @@ fn fail(channel: &mut Channel, error: RunnerError) -> io::Result<()> {
     // Until the parent has read that, a closed channel would be the news.
     while channel.receive::<Call>()?.is_some() {}
     Ok(())
-}
-
-/// Writes the device's progress into the shared memory, and ends the process when its parent has ended: a call of the
-/// driver, which may not return, would keep the main thread from noticing. (The kernel's own signal at a parent's death
-/// comes at the end of the thread that started the child.)
-fn report(counter: &ProgressCounter, progress: &Progress) {
-    let parent = getppid();
-    while getppid() == parent && counter.write(progress()).is_ok() {
-        thread::sleep(EVERY);
-    }
-    let _ = kill_process(getpid(), Signal::KILL);
 }

@@ -6,11 +6,12 @@
 //! masks and draws on as plain data, and bounds every wait. [`serve`] is the loop of the child, around any runner.
 //!
 //! The parent submits without waiting for an answer, so steps overlap as they do within one process. The child says how
-//! far the device is by a counter in the shared memory; a device whose counter stands still for too long hangs.
+//! far the device is by a counter in the shared memory; a device whose counter stands still for too long hangs. A process
+//! that does not even run is noticed sooner ([`child_process`](super::child_process)).
 
 mod child;
 mod message;
 mod parent;
 
-pub use child::{Progress, serve};
+pub use child::serve;
 pub use parent::DeviceProcess;

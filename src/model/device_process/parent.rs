@@ -23,12 +23,12 @@ impl DeviceProcess {
     /// The runner that a child has, once it has loaded it. A device that finishes nothing for `patience` while a step is
     /// under way hangs.
     pub fn new(mut connection: Connection, patience: Duration) -> Result<Self, RunnerError> {
-        let Ready { limits, has_draft, attention_path } = connection.receive(None)?;
+        let Ready { limits, has_draft, attention_path } = connection.receive(patience)?;
         Ok(Self { connection, limits, has_draft, attention_path, next_ticket: 0, patience })
     }
 
     fn answer(&mut self) -> Result<Answer, RunnerError> {
-        match self.connection.receive(Some(self.patience))? {
+        match self.connection.receive(self.patience)? {
             Answer::Failed(error) => {
                 self.connection.give_up();
                 Err(error)

@@ -115,8 +115,7 @@ impl NpuProcess {
         let arrays = arrays.map_err(|error| broken(error.into()))?;
         connection.send(start)?;
         connection.send_files(std::slice::from_ref(&arrays))?;
-        let Ready { xrt, device, is_double, kernels, refused } =
-            connection.receive::<Opened>(Some(OPEN))??;
+        let Ready { xrt, device, is_double, kernels, refused } = connection.receive::<Opened>(OPEN)??;
         let facts = NpuFacts { xrt, device, is_double };
         for (name, error) in &refused {
             tracing::warn!("npu      the kernel {name} is not used: {error}");
@@ -288,7 +287,7 @@ impl NpuProcess {
     /// Waits for the end of what was asked for, and reads the output of a job that has one in the file.
     fn receive(&mut self, output: Option<&mut [u8]>) -> Result<(), NpuError> {
         // The child keeps the deadline. This patience is for a child that does not.
-        let done = self.connection.receive::<Done>(Some(LOAD + self.deadline))?;
+        let done = self.connection.receive::<Done>(LOAD + self.deadline)?;
         done.inspect_err(|_| self.connection.give_up())?;
         let read = output.map_or(Ok(()), |output| self.arrays.read_exact_at(output, ARRAYS[3]));
         read.map_err(|error| NpuError::new(NpuCode::Process, format!("the file of the arrays: {error}")))
