@@ -9,7 +9,7 @@ use crate::support::checkpoints::tiny_model;
 use crate::support::daemon::{Daemon, number_of};
 use crate::support::energy::{WATTS, constant_power, no_power};
 use crate::support::fake_runner::HANG;
-use crate::support::program::{assert_error, unicorn};
+use crate::support::program::{assert_error, unicorn, unicorn_on_software};
 
 #[test]
 fn serve_loads_answers_and_stops_on_sigterm() {
@@ -161,6 +161,24 @@ fn lines_that_nobody_read_in_time_are_told_of_when_somebody_does() {
     }
     let note = server.wait_for_line("of the log were lost");
     assert!(note.contains("WARN"), "{note}");
+}
+
+#[test]
+fn what_a_model_cannot_have_is_refused_or_said() {
+    const WANTED: &str = "99999999";
+    let model = tiny_model();
+    let path = model.path().to_str().expect("UTF-8");
+    for command in [&["serve", "--port", "0"][..], &["generate", "--prompt", "Hello"]] {
+        let (serves, more) =
+            (command[0] == "serve", ["--model", path, "--allow-software-vulkan", "--context", WANTED]);
+        let parts = [WANTED, "engine.context, --context", "the model was made for 4096 at most"];
+        assert_error(unicorn_on_software(&[command, &more].concat()), if serves { 78 } else { 1 }, &parts);
+    }
+    // A prompt is read in pieces that are no longer than the context.
+    let mut server = Daemon::start_model(model.path(), &["--context", "64"], |_| {});
+    server.line(
+        "prompts are read 64 tokens at once, and engine.prefill_chunk is 256: the context is no longer",
+    );
 }
 
 fn configuration(folder: &Path, text: &str) -> String {

@@ -81,6 +81,12 @@ impl Npu {
             return Ok(None);
         }
         let (model, _) = Gemma3Config::load(files)?;
+        let most = model.num_key_value_heads;
+        if let Some(wanted) = config.npu.kv_heads.filter(|wanted| *wanted > most) {
+            let problem =
+                format!("npu.kv_heads is {wanted}, and the model has {most} KV heads: set {most} or less");
+            return Err(Error::Argument(problem));
+        }
         let limits = limits_of(config, &model);
         let mut start = NpuStart {
             mode: config.npu.mode.name().to_owned(),

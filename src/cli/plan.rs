@@ -178,12 +178,6 @@ fn contexts(sequences: usize, context: usize) -> String {
     }
 }
 
-/// The requested context and the model's maximum, where the request is longer.
-fn cut(demand: &Demand<'_>, wanted: Option<usize>) -> Option<(usize, usize)> {
-    let longest = demand.longest_context();
-    wanted.filter(|wanted| *wanted > longest).map(|wanted| (wanted, longest))
-}
-
 fn as_text(
     subject: &Subject,
     demand: &Demand<'_>,
@@ -205,13 +199,8 @@ fn as_text(
         (Ok(_), None) => "the longest that fits",
         (Err(_), _) => "DOES NOT FIT",
     };
-    let cut = match cut(demand, wanted) {
-        Some((wanted, longest)) => {
-            let whose = if demand.longest_context() < demand.config.max_position_embeddings {
-                "the draft"
-            } else {
-                "the model"
-            };
+    let cut = match demand.beyond_model(wanted) {
+        Some((wanted, longest, whose)) => {
             format!(" ({wanted} were asked for; {whose}'s maximum is {longest})")
         }
         None => String::new(),
@@ -329,7 +318,7 @@ fn as_json(
         "error": refusal.map(ToString::to_string),
         "sequences": sequences,
         "requested_context": wanted,
-        "cut_to_model_maximum": cut(demand, wanted).is_some(),
+        "cut_to_model_maximum": demand.beyond_model(wanted).is_some(),
         "context": context,
         "largest_contexts": largest
             .iter()

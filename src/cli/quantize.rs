@@ -71,6 +71,11 @@ pub fn quantize(config: &Config, args: &args::Quantize) -> Result<(), Error> {
             // Both models get one context, since the longest that fits could differ between them.
             let context = config.engine.context.unwrap_or(usize::MAX).min(EVAL_TOKENS + 1);
             let context = context.min(shape.max_position_embeddings);
+            if let Some(wanted) = config.engine.context.filter(|wanted| *wanted > context) {
+                tracing::warn!(
+                    "--context is {wanted}, and the text is read in windows of {context} tokens at most"
+                );
+            }
             print(&compare(config, &files, &args.destination, context, text, path)?)
         }
     };

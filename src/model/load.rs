@@ -31,8 +31,8 @@ use crate::tensor::{KvDtype, Precision, QuantizeMode, Scheme};
 #[derive(Debug, Clone, Copy)]
 pub struct LoadOptions {
     pub quantize: QuantizeMode,
-    /// Tokens of the longest sequence, or the model's own maximum if that is less; refused if they do not fit. `None`:
-    /// as many as fit.
+    /// Tokens of the longest sequence; refused if they do not fit, or if the model was made for fewer. `None`: as many as
+    /// fit.
     pub max_context: Option<usize>,
     /// The most sequences that the KV cache gets room for; fewer if memory is short.
     pub sequences: usize,
@@ -117,6 +117,11 @@ pub enum LoadError {
          nevertheless"
     )]
     NotResident(Residency),
+    #[error(
+        "a context of {wanted} tokens was asked for (engine.context, --context), and {whose} was made for {longest} at most: ask \
+         for no more, or leave it out for the longest that fits"
+    )]
+    ContextTooLong { wanted: usize, longest: usize, whose: &'static str },
     #[error("{0}")]
     Option(String),
     /// A unit that computes attention cannot be attached.
@@ -188,6 +193,9 @@ impl Gemma3 {
             offload: options.offload,
             draft: draft.as_ref().map(|(.., demand)| demand.clone()),
         };
+        if let Some((wanted, longest, whose)) = demand.beyond_model(options.max_context) {
+            return Err(LoadError::ContextTooLong { wanted, longest, whose });
+        }
         // Everything is placed before memory is allocated, and allocated before tensors are read.
         let others = memory::quantize_modes(&weights)?;
         let machine = device.machine();
@@ -195,6 +203,27 @@ impl Gemma3 {
             .fit_to_serve(&machine, &options.memory, options.max_context, options.sequences, &others)
             .map_err(Box::new)?;
         let limits = demand.limits(fit.context, fit.pools);
+        let room = demand.sequences(&fit);
+        if room < options.sequences {
+            tracing::warn!(
+                "memory has room for {room} conversations at once beside a context of {} tokens, and engine.sequences is {}: \
+                 further ones wait for room",
+                fit.context,
+                options.sequences
+            );
+        }
+        if limits.max_batch_tokens < options.max_batch_tokens {
+            let why = if limits.max_batch_tokens == fit.context {
+                "the context is no longer"
+            } else {
+                "a layer of more would take the device for too long"
+            };
+            tracing::info!(
+                "prompts are read {} tokens at once, and engine.prefill_chunk is {}: {why}",
+                limits.max_batch_tokens,
+                options.max_batch_tokens
+            );
+        }
         let arena = Arena::with_plan(device, fit.plan)?;
         touch(device, &arena)?;
         let draft_weights = draft.iter().flat_map(|(_, weights, _)| weights.iter());

@@ -197,6 +197,20 @@ impl<'a> Demand<'a> {
         each.min().expect("a model at least")
     }
 
+    /// The context that is `wanted`, the longest that both models support, and which one supports no more, where it is too
+    /// long.
+    pub fn beyond_model(&self, wanted: Option<usize>) -> Option<(usize, usize, &'static str)> {
+        let longest = self.longest_context();
+        let is_drafts = longest < self.config.max_position_embeddings;
+        let whose = if is_drafts { "the draft model" } else { "the model" };
+        wanted.filter(|wanted| *wanted > longest).map(|wanted| (wanted, longest, whose))
+    }
+
+    /// How many sequences the pools of `fit` have windows for at once.
+    pub fn sequences(&self, fit: &Fit) -> usize {
+        fit.pools.sliding.checked_div(self.window_blocks(fit.context)).unwrap_or(MAX_SEQUENCES)
+    }
+
     /// The number of tokens that a step has room for.
     pub fn batch_tokens(&self) -> usize {
         let macs = self.models().map(|(_, config, _)| macs_per_token_and_layer(config)).max();

@@ -139,7 +139,7 @@ fn load(files: &ModelFiles, config: &Config, args: &args::BenchModel) -> Result<
     config.engine.context = wanted.or(deepest.max().map(|tokens| tokens as usize));
     match load::model(files, &config, Watch::Nothing) {
         // If no context was requested, load the longest one that fits; cases that need more are left out.
-        Err(Error::Load(LoadError::DoesNotFit(_))) if wanted.is_none() => {
+        Err(Error::Load(LoadError::DoesNotFit(_) | LoadError::ContextTooLong { .. })) if wanted.is_none() => {
             config.engine.context = None;
             load::model(files, &config, Watch::Nothing)
         }
