@@ -486,6 +486,10 @@ fn damaged_native_checkpoints_are_refused_by_name() {
     assert_eq!((shown["format"].as_str(), shown["verified"].as_bool()), (Some("native"), Some(true)));
     let source = data("gemma3/tiny-a");
     assert_error(unicorn(&["inspect", text(&source), "--verify"]), 1, &["no checksums"]);
+    // What the file says of itself is shown, and does nothing to the terminal.
+    let told = damaged(&manifest(&|m| m["source"] = json!("\u{1b}[2Jx\u{202e}y")));
+    let (code, stdout, stderr) = output(unicorn(&["inspect", text(&told)]));
+    assert!(code == 0 && stdout.contains(r"\u{1b}[2Jx\u{202e}y"), "{stderr}{stdout}");
 }
 
 /// Mutates manifests, headers and what lies behind them. Each result is refused, or read to the end within bounds.
@@ -597,7 +601,10 @@ fn mutated_small_files_of_native_checkpoints_are_refused_or_used() {
         json!([]),
         json!({}),
         json!([[0, 1], "a b", {"a": 1}]),
+        step("Replace", "éé"),
         step("Replace", &"e".repeat(40)),
+        step("Lowercase", ""),
+        step("WhitespaceSplit", ""),
         step("Prepend", "▁"),
         step("NFKC", ""),
         step("Metaspace", ""),
@@ -630,7 +637,11 @@ fn mutated_small_files_of_native_checkpoints_are_refused_or_used() {
             let steps = ["normalizer", "pre_tokenizer", "post_processor", "decoder", "model", "added_tokens"];
             let part = steps[rng.random_range(0..steps.len())];
             let part = if name == "tokenizer.json" { &mut file[part] } else { &mut file };
-            replace_somewhere(part, &junk[rng.random_range(0..junk.len())], &mut rng);
+            let junk = &junk[rng.random_range(0..junk.len())];
+            match name == "tokenizer.json" && rng.random() {
+                true => *part = junk.clone(),
+                false => replace_somewhere(part, junk, &mut rng),
+            }
             if name == "config.json" {
                 let mut manifest: Value = serde_json::from_slice(&originals["unicorn.json"]).unwrap();
                 manifest["config"] = file.clone();

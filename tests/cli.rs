@@ -226,6 +226,8 @@ fn models_that_are_none_are_named() {
         let parts = if *model == no_tokenizer { &["Vulkan"][..] } else { &[model, part] };
         assert_error(unicorn(&eval), 1, parts);
     }
+    // A name that would turn the text around it is shown as it is written.
+    assert_error(unicorn(&["inspect", "a\u{202e}b"]), 1, &[r"a\u{202e}b", "no such file or folder"]);
     let text = unicorn(&["eval", "perplexity", &no_tokenizer, "--text", &missing]);
     assert_error(text, 1, &[&missing, "No such file"]);
 }

@@ -314,16 +314,8 @@ fn steps_that_make_a_text_many_times_as_long_are_refused_by_name() {
             normalizers(&[normalizers(&[tenfold.clone()]), tenfold.clone()]),
             "normalizer.normalizers[1] (Replace)",
         ),
-        (
-            "normalizer",
-            replace("", "12345678"),
-            "normalizer (Replace) makes a text, with the steps before it, up to 17.0",
-        ),
-        (
-            "normalizer",
-            regex("x*", "12345678"),
-            "normalizer (Replace) makes a text, with the steps before it, up to 17.0",
-        ),
+        ("normalizer", replace("", "-"), "normalizer.pattern matches the empty text"),
+        ("normalizer", regex("x*", "y"), "normalizer.pattern matches the empty text"),
         (
             "normalizer",
             regex("a(?=b)", ""),
@@ -435,9 +427,8 @@ fn steps_within_the_bound_never_exceed_it() {
     let regex = |regex: &str, content: &str| json!({"type": "Replace", "pattern": {"Regex": regex}, "content": content});
     let normalizers = [
         replace(" ", "▁"),
-        replace("", "-"),
         replace("ab", "aabb"),
-        regex("x*", "y"),
+        regex("x+", "yy"),
         regex("[ab]{2,}", "é"),
         json!({"type": "Prepend", "prepend": "▁"}),
         json!({"type": "NFC"}),
@@ -451,7 +442,7 @@ fn steps_within_the_bound_never_exceed_it() {
         json!({"type": "ByteLevel"}),
     ];
     let split =
-        json!({"type": "Split", "pattern": {"Regex": "[a-z]?"}, "behavior": "Isolated", "invert": false});
+        json!({"type": "Split", "pattern": {"Regex": "[a-z]"}, "behavior": "Isolated", "invert": false});
     let pre_tokenizers = [
         json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": true}),
         json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true}),
@@ -480,7 +471,7 @@ fn steps_within_the_bound_never_exceed_it() {
         let Ok(tokenizer) = Tokenizer::from_bytes(&json, "t") else { continue };
         accepted += 1;
         for text in texts.iter().map(|text| text.repeat(20)) {
-            let Ok(ids) = tokenizer.encode(&text, true) else { continue };
+            let ids = tokenizer.encode(&text, true).unwrap_or_else(|error| panic!("{what}: {error}"));
             // An id stands for a byte at least.
             let factor = (ids.len() - 1) as f64 / text.len() as f64;
             most = most.max(factor);

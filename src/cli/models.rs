@@ -15,6 +15,7 @@ use super::log;
 use super::terminal::{bytes, print};
 use crate::config::Config;
 use crate::hub::{Cache, HubError, ModelName, standard_cache};
+use crate::text::visible;
 
 /// The cache that `unicorn pull` writes to.
 pub fn cache_to_pull_to(config: &Config) -> Result<Cache, Error> {
@@ -186,7 +187,7 @@ pub fn list(config: &Config, json: bool) -> Result<(), Error> {
         let size = bytes(m.bytes);
         format!("{name:<width$}  {:<11}  {size:>10}  {}\n", m.format.name(), m.path.display())
     };
-    print(&names.iter().zip(&all).map(row).collect::<String>())
+    print(&visible(&names.iter().zip(&all).map(row).collect::<String>()))
 }
 
 pub fn remove(config: &Config, name: &ModelName, yes: bool) -> Result<(), Error> {

@@ -117,14 +117,7 @@ impl Chain {
         let kind = kind(at, step)?;
         let factor = match kind {
             "Sequence" => return self.sequence(at, step, "normalizers", Self::normalizer),
-            "Replace" => {
-                let (content, pattern) = (text(at, step, "content")?.len() as f64, shortest_match(at, step)?);
-                match pattern {
-                    // Before and after each character, and thus twice for a text of one.
-                    0 => 1.0 + 2.0 * content,
-                    least => content / least as f64,
-                }
-            }
+            "Replace" => text(at, step, "content")?.len() as f64 / shortest_match(at, step)? as f64,
             // Added tokens cut a text into pieces of at least a byte, and each piece is normalized by itself.
             "Prepend" => 1.0 + text(at, step, "prepend")?.len() as f64,
             // The largest factors in UTF-8, by the Unicode Consortium's FAQ on normalization.
@@ -284,11 +277,12 @@ pub(super) fn decoder_replacements(decoder: &Step) -> Result<Vec<(String, String
     Ok(replacements)
 }
 
-/// The bytes of the shortest text that a step's pattern matches.
+/// The bytes of the shortest text that a step's pattern matches, at least 1. The crate loses count where a pattern matches
+/// the empty text, and panics in a later step.
 fn shortest_match(at: &str, step: &Value) -> Result<usize, String> {
     let pattern = &step["pattern"];
-    match (pattern["String"].as_str(), pattern["Regex"].as_str()) {
-        (Some(text), None) => Ok(text.len()),
+    let least = match (pattern["String"].as_str(), pattern["Regex"].as_str()) {
+        (Some(text), None) => text.len(),
         (None, Some(regex)) => {
             let problem = |problem: &str| Err(format!("{at}.pattern.Regex {problem}"));
             // The crate takes `a++` for possessive, and backtracks.
@@ -296,11 +290,15 @@ fn shortest_match(at: &str, step: &Value) -> Result<usize, String> {
                 return problem("has a possessive repetition, which is not supported");
             }
             match regex_syntax::parse(regex) {
-                Ok(parsed) => Ok(parsed.properties().minimum_len().unwrap_or(0)),
-                Err(_) => problem("is no regular expression without look-around and backreferences"),
+                Ok(parsed) => parsed.properties().minimum_len().unwrap_or(0),
+                Err(_) => return problem("is no regular expression without look-around and backreferences"),
             }
         }
-        _ => Err(format!("{at}.pattern: expected one of String and Regex, with a text")),
+        _ => return Err(format!("{at}.pattern: expected one of String and Regex, with a text")),
+    };
+    match least {
+        0 => Err(format!("{at}.pattern matches the empty text; expected a pattern of at least a character")),
+        least => Ok(least),
     }
 }
 
