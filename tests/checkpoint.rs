@@ -549,6 +549,12 @@ fn config_fields_are_read_as_transformers_does() {
         assert_eq!(full(base(json!({name: 2})).unwrap()), [false, true, false, true]);
         assert_eq!(full(base(json!({name: 1})).unwrap()), [true; 4]);
     }
+    // Without sliding layers there is no window to name.
+    let window = |pattern: u64| base(json!({"sliding_window_pattern": pattern, "sliding_window": null}));
+    assert_eq!(window(1).map(|config| config.window()), Ok(None));
+    let named = base(json!({"sliding_window_pattern": 1, "sliding_window": 512})).unwrap();
+    assert_eq!((named.window(), base(json!({})).unwrap().window()), (None, Some(4096)));
+    assert!(window(2).unwrap_err().contains("sliding_window is null"), "{:?}", window(2));
     // The key of the type was once `type`.
     let factor = |json: Value| base(json!({"rope_scaling": json})).map(|c| c.rope_scaling_factor);
     assert_eq!(factor(json!({"type": "linear", "factor": 4})), Ok(4.0));

@@ -13,6 +13,7 @@ use tempfile::TempDir;
 use unicorn::text::Tokenizer;
 
 use crate::support::checkpoints::tiny_model;
+use crate::support::daemon::Daemon;
 use crate::support::energy::{constant_power, no_power};
 use crate::support::program::{assert_error, output, unicorn, unicorn_on_software};
 use crate::support::{data, root};
@@ -323,6 +324,10 @@ fn succeed(args: &[&str]) -> String {
     stdout
 }
 
+fn floats(bytes: &[u8]) -> Vec<f32> {
+    bytes.chunks_exact(4).map(bytemuck::pod_read_unaligned).collect()
+}
+
 #[test]
 fn eval_writes_logits_and_perplexity_that_agree() {
     let folder = tiny_model();
@@ -331,8 +336,6 @@ fn eval_writes_logits_and_perplexity_that_agree() {
     let file_path = file.to_str().expect("UTF-8");
     let goldens = std::fs::read(data("gemma3/tiny-a/goldens.safetensors")).expect("goldens");
     let goldens = safetensors::SafeTensors::deserialize(&goldens).expect("goldens");
-    let floats =
-        |bytes: &[u8]| -> Vec<f32> { bytes.chunks_exact(4).map(bytemuck::pod_read_unaligned).collect() };
     let tokens: Vec<i32> = goldens
         .tensor("tokens.mid")
         .unwrap()
@@ -389,6 +392,51 @@ fn eval_writes_logits_and_perplexity_that_agree() {
         unicorn_on_software(&["eval", "perplexity", model, "--text", text_path, "--context", "1"]);
     short.arg("--allow-software-vulkan");
     assert_error(short, 1, &["--context", "at least 2"]);
+}
+
+/// Block tables, the memory plan and the report may not take for granted that a model has both kinds of layers.
+#[test]
+fn models_whose_layers_are_all_of_one_kind_run_everywhere() {
+    for (kind, says) in [
+        ("full_attention", "8, all of full attention"),
+        ("sliding_attention", "8 (0 of full attention, the others see 16 tokens)"),
+    ] {
+        let folder = tiny_model();
+        let at = |name: &str| folder.path().join(name);
+        let text = |path: &Path| path.to_str().expect("UTF-8").to_owned();
+        let config = std::fs::read(at("config.json")).expect("the config");
+        let mut config: Value = serde_json::from_slice(&config).expect("JSON");
+        config["layer_types"] = vec![kind; 8].into();
+        if kind == "full_attention" {
+            config["sliding_window"] = Value::Null;
+        }
+        std::fs::write(at("config.json"), config.to_string()).expect("written");
+        let model = text(folder.path());
+
+        let (code, inspected, stderr) = output(unicorn(&["inspect", &model]));
+        assert!(code == 0 && inspected.contains(says), "{inspected}{stderr}");
+        let (code, planned, stderr) = output(unicorn(&["plan", &model, "--vram", "1GiB"]));
+        assert!(code == 0 && planned.contains("KV cache"), "{planned}{stderr}");
+
+        // Several steps, and many windows.
+        let tokens = (0..100).map(|i| (4 + i * 7 % 500).to_string()).collect::<Vec<_>>().join(",");
+        let file = text(&at("logits"));
+        succeed(&["eval", "logits", &model, "--tokens", &tokens, "--output", &file]);
+        let written = std::fs::read(&file).expect("written");
+        let written = safetensors::SafeTensors::deserialize(&written).expect("a sound file");
+        let logits = floats(written.tensor("logits").expect("the tensor").data());
+        assert!(logits.len() == 100 * 512 && logits.iter().all(|logit| logit.is_finite()), "{kind}");
+
+        // A native checkpoint says what each layer computes, which a server compares with the device's layers.
+        let (native, words) = (at("native"), at("words"));
+        std::fs::write(&words, "Vim has two modes. ".repeat(20)).expect("written");
+        succeed(&["quantize", &model, &text(&native), "--calibrate", &text(&words)]);
+        let mut server = Daemon::start_model(&native, &["--context", "128"], |_| {});
+        assert!(server.line("self-test ").contains("and 8 layers in"), "{:#?}", server.log);
+        let (status, answer) = server.ask(&[], false);
+        assert_eq!(status, 200, "{kind}: {answer}");
+        assert!(server.metric("unicorn_generation_tokens_total") > 1.0, "{answer}");
+    }
 }
 
 #[test]

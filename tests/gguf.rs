@@ -1154,6 +1154,12 @@ fn the_keys_of_other_converters_are_known() {
         });
         assert_eq!(config.unwrap().layer_types, [expected], "{pattern:?}");
     }
+    // Without sliding layers there is no window to name.
+    let config = config_of(&|file| {
+        file.set("gemma3.attention.sliding_window_pattern", Val::U32(1));
+        file.remove("gemma3.attention.sliding_window");
+    });
+    assert_eq!(config.unwrap().window(), None);
     // One value for each layer stands in for one value for all.
     let config = config_of(&|file| {
         file.set("gemma3.feed_forward_length", Val::Ints(vec![256]));

@@ -92,7 +92,7 @@ impl Inspected<'_> {
             "num_attention_heads": config.num_attention_heads,
             "num_key_value_heads": config.num_key_value_heads,
             "head_dim": config.head_dim,
-            "sliding_window": config.sliding_window,
+            "sliding_window": config.window(),
             "vocab_size": config.vocab_size,
             "max_position_embeddings": config.max_position_embeddings,
             "skipped_vision_tensors": weights.skipped_vision,
@@ -127,10 +127,13 @@ impl Inspected<'_> {
         }
         line(
             "layers",
-            format!(
-                "{} ({global} of full attention, the others see {} tokens)",
-                config.num_hidden_layers, config.sliding_window
-            ),
+            match config.window() {
+                Some(window) => format!(
+                    "{} ({global} of full attention, the others see {window} tokens)",
+                    config.num_hidden_layers
+                ),
+                None => format!("{global}, all of full attention"),
+            },
         );
         line(
             "shape",

@@ -30,6 +30,8 @@ const MAX_INTERMEDIATE: u64 = 1 << 17;
 const MAX_LAYERS: u64 = 1024;
 const MAX_HEADS: u64 = 1024;
 const MAX_POSITIONS: u64 = 1 << 24;
+/// What transformers takes for `sliding_window` where a config has none.
+const DEFAULT_WINDOW: usize = 4096;
 
 /// A config describes no model that can be computed. One line: file, field, problem.
 #[derive(Debug, thiserror::Error)]
@@ -68,6 +70,7 @@ pub struct Gemma3Config {
     pub max_position_embeddings: usize,
     /// Attention scores are scaled by the inverse square root of this number, which differs from `head_dim` in the 27B.
     pub query_pre_attn_scalar: f64,
+    /// What sliding layers see. [`Gemma3Config::window`] says whether there are any.
     pub sliding_window: usize,
     /// The kind of each layer.
     pub layer_types: Vec<LayerType>,
@@ -86,6 +89,11 @@ pub struct Gemma3Config {
 }
 
 impl Gemma3Config {
+    /// The number of tokens that a sliding layer sees; `None` if no layer is one.
+    pub fn window(&self) -> Option<usize> {
+        self.layer_types.contains(&LayerType::SlidingAttention).then_some(self.sliding_window)
+    }
+
     /// Reads `config.json` and, if there is one, `generation_config.json`; the end tokens of both end an answer.
     pub fn load(files: &ModelFiles) -> Result<(Self, GenerationConfig), ConfigError> {
         let Some(config) = files.config()? else {
@@ -157,6 +165,13 @@ impl Gemma3Config {
             Ok(id)
         };
 
+        let layer_types = layer_types(&text, num_hidden_layers)?;
+        // A config of full layers alone may say `null`: there is nothing to slide.
+        let sliding_window = match text.get("sliding_window") {
+            None if !layer_types.contains(&LayerType::SlidingAttention) => DEFAULT_WINDOW,
+            _ => text.size("sliding_window", DEFAULT_WINDOW, 1..=MAX_POSITIONS)?,
+        };
+
         Ok(Self {
             vocab_size,
             hidden_size: text.size("hidden_size", 2304, 1..=MAX_HIDDEN)?,
@@ -168,8 +183,8 @@ impl Gemma3Config {
             rms_norm_eps: text.number("rms_norm_eps", 1e-6, 1e-30..=1.0)? as f32,
             max_position_embeddings: text.size("max_position_embeddings", 131_072, 1..=MAX_POSITIONS)?,
             query_pre_attn_scalar: text.number("query_pre_attn_scalar", 256.0, 1e-3..=1e6)?,
-            sliding_window: text.size("sliding_window", 4096, 1..=MAX_POSITIONS)?,
-            layer_types: layer_types(&text, num_hidden_layers)?,
+            sliding_window,
+            layer_types,
             rope_theta: rope.theta,
             rope_local_base_freq: rope.local_theta,
             rope_scaling_factor: rope.factor,

@@ -49,16 +49,20 @@ impl Gemma3 {
     pub(super) fn alone(&self, start: usize, ids: &[u32]) -> Batch {
         let kv = &self.limits.kv;
         let blocks = (start + ids.len()).div_ceil(kv.block_size) as u32;
-        let first = kv.sliding_window.map_or(0, |window| (start + 1).saturating_sub(window) / kv.block_size);
-        // The sliding layers' blocks form a ring: a block that is written again has left the window.
-        let ring = kv.sliding_blocks.max(1) as u32;
+        // Without sliding layers there are no blocks for them.
+        let (first, sliding_blocks) = kv.sliding_window.map_or((0, Vec::new()), |window| {
+            let first = (start + 1).saturating_sub(window) / kv.block_size;
+            // The sliding layers' blocks form a ring: a block that is written again has left the window.
+            let ring = kv.sliding_blocks as u32;
+            (first, (first as u32..blocks).map(|block| block % ring).collect())
+        });
         Batch {
             sequences: vec![BatchSequence {
                 slot: 0,
                 start,
                 input: Input::Ids(ids.to_vec()),
                 full_blocks: (0..blocks).collect(),
-                sliding_blocks: (first as u32..blocks).map(|block| block % ring).collect(),
+                sliding_blocks,
                 sliding_first: first,
                 history: None,
             }],

@@ -271,7 +271,7 @@ impl Gemma3 {
 
 /// Whether a model with the config `draft` can be the draft model of `model`. The error says why not.
 pub fn check_draft(model: &Gemma3Config, draft: &Gemma3Config) -> Result<(), String> {
-    match (memory::window(model), memory::window(draft)) {
+    match (model.window(), draft.window()) {
         (None, Some(draft)) => Err(format!(
             "its layers see a window of {draft} tokens, and the model has no such layers, so no blocks for them: it \
              cannot be that model's draft"

@@ -179,11 +179,6 @@ fn layers(config: &Gemma3Config) -> [usize; 2] {
     [config.num_hidden_layers - sliding, sliding]
 }
 
-/// The number of tokens that a sliding layer sees; `None` if there is no such layer.
-pub(super) fn window(config: &Gemma3Config) -> Option<usize> {
-    (layers(config)[1] > 0).then_some(config.sliding_window)
-}
-
 impl<'a> Demand<'a> {
     /// The model and its draft model, if any, each with the prefix of its buffers' names, its config and its schemes.
     fn models(&self) -> impl Iterator<Item = (&'static str, &'a Gemma3Config, &Schemes)> {
@@ -224,7 +219,7 @@ impl<'a> Demand<'a> {
             block_size: self.block_size,
             full_blocks: 0,
             sliding_blocks: 0,
-            sliding_window: window(self.config),
+            sliding_window: self.config.window(),
         };
         // All steps in flight hold their tokens' blocks at once.
         kv.window_blocks((MAX_IN_FLIGHT * self.batch_tokens()).min(context))
@@ -248,7 +243,7 @@ impl<'a> Demand<'a> {
                 block_size: self.block_size,
                 full_blocks: pools.full,
                 sliding_blocks: pools.sliding,
-                sliding_window: window(self.config),
+                sliding_window: self.config.window(),
             },
             max_context: context,
             vocab_size: self.config.vocab_size,
@@ -618,7 +613,7 @@ pub(super) fn logits_bytes(c: &Gemma3Config) -> u64 {
 /// Bytes of the keys and values that `tokens` tokens after `start` positions see, each once.
 pub(super) fn kv_bytes_seen(c: &Gemma3Config, dtype: KvDtype, start: usize, tokens: usize) -> u64 {
     let seen = start + tokens;
-    let left = window(c).map_or(0, |window| (start + 1).saturating_sub(window));
+    let left = c.window().map_or(0, |window| (start + 1).saturating_sub(window));
     let [full, sliding] = layers(c);
     let positions = (full * seen + sliding * (seen - left)) as u64;
     2 * positions * kv_block_bytes(c, dtype, 1)

@@ -24,6 +24,8 @@ const BLOCKS_27B: u64 = 62;
 const BLOCKS_1B: u64 = 26;
 /// Longest context without RoPE scaling; models with a longer one divide positions by 8.
 const UNSCALED_CONTEXT: u64 = 32_768;
+/// The name of a sliding layer in `layer_types`.
+const SLIDING: &str = "sliding_attention";
 
 /// `config.json`.
 pub(super) fn config(metadata: &Metadata, tensors: &[TensorInfo]) -> Result<Json, HeaderError> {
@@ -52,6 +54,12 @@ pub(super) fn config(metadata: &Metadata, tensors: &[TensorInfo]) -> Result<Json
     }
     let context = keys.whole("context_length")?.unwrap_or(131_072);
 
+    let layer_types = layer_types(&keys, blocks)?;
+    let window = match keys.whole("attention.sliding_window")? {
+        None if layer_types.contains(&SLIDING) => return Err(keys.missing("attention.sliding_window")),
+        window => window,
+    };
+
     let mut config = json!({
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
@@ -65,8 +73,8 @@ pub(super) fn config(metadata: &Metadata, tensors: &[TensorInfo]) -> Result<Json
         "max_position_embeddings": context,
         "rms_norm_eps": keys.number(&["attention.layer_norm_rms_epsilon"])?.unwrap_or(1e-6),
         "query_pre_attn_scalar": if blocks == BLOCKS_27B { hidden / heads } else { head_dim },
-        "sliding_window": keys.required("attention.sliding_window")?,
-        "layer_types": layer_types(&keys, blocks)?,
+        "sliding_window": window,
+        "layer_types": layer_types,
         "rope_theta": keys.number(&["rope.freq_base", "rope.global.freq_base"])?.unwrap_or(1e6),
         "rope_local_base_freq":
             keys.number(&["rope.freq_base_swa", "rope.local.freq_base", "rope.local_freq_base"])?.unwrap_or(1e4),
@@ -196,7 +204,7 @@ fn vocab_size(tensors: &[TensorInfo]) -> Result<usize, HeaderError> {
 /// full.
 fn layer_types(keys: &Keys, blocks: u64) -> Result<Vec<&'static str>, HeaderError> {
     const NAME: &str = "attention.sliding_window_pattern";
-    let name_of = |slides: bool| if slides { "sliding_attention" } else { "full_attention" };
+    let name_of = |slides: bool| if slides { SLIDING } else { "full_attention" };
     let key = keys.full(NAME);
     if keys.0.is_array(&key)
         && let Some(elements) = keys.0.elements(&key)?
