@@ -80,6 +80,28 @@ async fn an_answer_has_openais_shape() {
     }
 }
 
+/// The host may hear of a step late, so the time of one or two steps tells nothing: it once was 10938 tokens/s.
+#[tokio::test]
+async fn a_rate_is_told_of_answers_that_are_long_enough() {
+    let app = app_that_says("Vim has two modes.");
+    for (max_tokens, is_told) in [(1, false), (2, false), (4, false), (5, true)] {
+        let (_, body) = complete(&app, with(chat("Hi"), json!({"max_tokens": max_tokens}))).await;
+        let timings = &body["timings"];
+        assert_eq!(timings["predicted_n"], max_tokens, "{body}");
+        let rate = &timings["predicted_per_second"];
+        assert_eq!((rate.is_number(), rate.is_null()), (is_told, !is_told), "{max_tokens} tokens: {timings}");
+        if is_told {
+            let ms = timings["predicted_ms"].as_f64().unwrap();
+            assert!(
+                (rate.as_f64().unwrap() * ms / 4e3 - 1.0).abs() < 1e-9,
+                "four steps of a token: {timings}"
+            );
+        }
+        // All of the prompt but its end may come from the cache.
+        assert!(timings["prompt_per_second"].as_f64().unwrap().is_finite(), "{timings}");
+    }
+}
+
 #[tokio::test]
 async fn a_stream_is_role_content_reason_usage_and_done() {
     // Letters outside the vocabulary are several byte tokens each.

@@ -319,11 +319,22 @@ fn a_model_that_is_not_there_is_a_finding_of_a_whole_report() {
 #[test]
 fn a_model_is_planned_and_its_disk_measured() {
     let tree = tree(&case(HEALTHY).0);
-    let model = root().join("models/demo");
-    let (status, text, stderr) = doctor(tree.path(), &["--model", model.to_str().unwrap(), "--disk"]);
-    assert_eq!(status, 0, "{text}{stderr}");
-    assert!(text.contains("ok       fit ") && text.contains(" tokens\n"), "{text}");
-    let line = text.lines().find(|line| line.contains(" disk")).unwrap_or_else(|| panic!("{text}"));
+    let folder = tempfile::tempdir().unwrap();
+    for file in std::fs::read_dir(root().join("models/demo")).unwrap().map(Result::unwrap) {
+        std::fs::copy(file.path(), folder.path().join(file.file_name())).unwrap();
+    }
+    let measured = || {
+        let model = folder.path().to_str().unwrap();
+        let (status, text, stderr) = doctor(tree.path(), &["--model", model, "--disk"]);
+        assert_eq!(status, 0, "{text}{stderr}");
+        assert!(text.contains("ok       fit ") && text.contains(" tokens\n"), "{text}");
+        let line = text.lines().find(|line| line.contains(" disk"));
+        line.unwrap_or_else(|| panic!("{text}")).to_owned()
+    };
+    let line = measured();
+    assert!(line.contains("too little to tell the disk's speed"), "{line}");
+    std::fs::File::create(folder.path().join("more")).unwrap().set_len(64 << 20).unwrap();
+    let line = measured();
     let words: Vec<&str> = line.split_whitespace().collect();
     let rate: f64 = words[words.iter().position(|word| *word == "GB/s,").unwrap() - 1].parse().unwrap();
     assert!(rate > 0.0, "{line}");

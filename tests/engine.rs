@@ -1212,6 +1212,11 @@ fn a_draft_model_saves_passes_and_changes_no_answer() {
         println!("{wrong} of 4 wrong: {steps} steps, {accepted} of {proposed} draft tokens were accepted");
         assert!(steps <= most_steps, "{steps} steps for 100 ids, {wrong} of 4 draft tokens wrong");
         assert_eq!((timings.drafts.proposed, steps + accepted >= 100), (proposed, true));
+        // The prompt is one step; each later one counts for the rate, however many ids it yields.
+        let decoded = timings.predicted_n - timings.first_n;
+        assert!((1..=8).contains(&timings.first_n) && timings.decode_steps < steps, "{timings:?}");
+        let rate = decoded as f64 / timings.decode.as_secs_f64();
+        assert_eq!(timings.predicted_per_second(), Some(rate), "{timings:?}");
         assert_all_free(&engine);
         let stats = engine.stats();
         assert_eq!((stats.drafts.model, stats.drafts.lookup.proposed), (timings.drafts, 0));

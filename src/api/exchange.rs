@@ -525,7 +525,9 @@ impl Answers {
             }
             for timings in ends() {
                 all.decode = all.decode.max(timings.decode);
+                all.decode_steps = all.decode_steps.max(timings.decode_steps);
                 all.predicted_n += timings.predicted_n;
+                all.first_n += timings.first_n;
                 all.drafts.proposed += timings.drafts.proposed;
                 all.drafts.accepted += timings.drafts.accepted;
             }
@@ -593,8 +595,8 @@ impl Usage {
     }
 }
 
-/// Times of all answers together, as llama.cpp's server reports them. A rate is null if there were no tokens, or if no
-/// time passed. Energy is absent where the machine does not tell it.
+/// Times of all answers together, as llama.cpp's server reports them. A rate is null where there is too little to tell it
+/// from. Energy is absent where the machine does not tell it.
 #[derive(Serialize, ToSchema)]
 #[schema(as = Timings)]
 pub(in crate::api) struct TimingsReport {
@@ -607,7 +609,8 @@ pub(in crate::api) struct TimingsReport {
     prompt_per_second: Option<f64>,
     predicted_n: usize,
     predicted_ms: f64,
-    /// The rate of the tokens after the first, whose time is part of `prompt_ms`.
+    /// The rate of the tokens after those that came with the first, whose time is part of `prompt_ms`. Null in an answer
+    /// of fewer than five steps: the time of so few is not known well.
     #[schema(required)]
     predicted_per_second: Option<f64>,
     /// Tokens that prompt lookup or the draft model proposed.
@@ -636,17 +639,14 @@ impl TimingsReport {
         let Timings {
             prefill, decode, prompt_n: whole_prompt, cached_n, predicted_n, drafts, energy, ..
         } = *timings;
-        let prompt_n = whole_prompt - cached_n;
-        let rate =
-            |n: usize, time: Duration| (n > 0 && !time.is_zero()).then(|| n as f64 / time.as_secs_f64());
         Self {
-            prompt_n,
+            prompt_n: whole_prompt - cached_n,
             cache_n: cached_n,
             prompt_ms: prefill.as_secs_f64() * 1e3,
-            prompt_per_second: rate(prompt_n, prefill),
+            prompt_per_second: timings.prompt_per_second(),
             predicted_n,
             predicted_ms: decode.as_secs_f64() * 1e3,
-            predicted_per_second: rate(predicted_n.saturating_sub(1), decode),
+            predicted_per_second: timings.predicted_per_second(),
             draft_n: drafts.proposed,
             draft_n_accepted: drafts.accepted,
             energy_source: energy.map(|energy| energy.source),

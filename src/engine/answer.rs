@@ -39,10 +39,36 @@ pub struct Timings {
     pub cached_n: usize,
     /// Number of ids sampled so far, a stop id included.
     pub predicted_n: usize,
+    /// How many of those came from the step that sampled the first one: their time is that of the prompt.
+    pub first_n: usize,
+    /// Number of steps since then that sampled an id.
+    pub decode_steps: usize,
     /// How many draft tokens were proposed for the answer, and how many were accepted.
     pub drafts: Drafts,
     /// The answer's share of the machine's energy; none if a part of it was not counted.
     pub energy: Option<Joules>,
+}
+
+/// The least steps after the first id over which a rate is told. The host may hear of a step as late as the end of the
+/// next one, which the device computes meanwhile. So the time of these steps may be that of one step less, and their rate
+/// a third too high at most.
+const LEAST_RATED_STEPS: usize = 4;
+
+impl Timings {
+    /// Ids per second after the step that sampled the first one; none where there are too few steps to tell.
+    pub fn predicted_per_second(&self) -> Option<f64> {
+        let ids = self.predicted_n.saturating_sub(self.first_n);
+        (self.decode_steps >= LEAST_RATED_STEPS).then(|| per_second(ids, self.decode)).flatten()
+    }
+
+    /// Tokens of the prompt per second, without those of the prefix cache; none where none was computed.
+    pub fn prompt_per_second(&self) -> Option<f64> {
+        per_second(self.prompt_n - self.cached_n, self.prefill)
+    }
+}
+
+fn per_second(tokens: usize, time: Duration) -> Option<f64> {
+    (tokens > 0 && !time.is_zero()).then(|| tokens as f64 / time.as_secs_f64())
 }
 
 /// An event of a request. `choice` is the index of an answer: 0, and one for each of
@@ -122,11 +148,14 @@ impl Answer {
 pub(super) struct Clock {
     pub(super) submitted: Instant,
     pub(super) started: Option<Instant>,
-    pub(super) first: Option<Instant>,
+    /// The ends of the first step that sampled an id, and of the last one.
+    pub(super) sampled: Option<(Instant, Instant)>,
     pub(super) prompt_n: usize,
     pub(super) cached_n: usize,
     pub(super) drafts: Drafts,
     pub(super) predicted_n: usize,
+    pub(super) first_n: usize,
+    pub(super) decode_steps: usize,
     pub(super) energy: Option<Joules>,
 }
 
@@ -135,11 +164,13 @@ impl Clock {
         Self {
             submitted: Instant::now(),
             started: None,
-            first: None,
+            sampled: None,
             prompt_n,
             cached_n: 0,
             drafts: Drafts::default(),
             predicted_n: 0,
+            first_n: 0,
+            decode_steps: 0,
             energy: None,
         }
     }
@@ -154,26 +185,33 @@ impl Clock {
 
     /// Adds the energy of a step. Energy that is not known makes the sum unknown.
     pub(super) fn charge(&mut self, joules: Option<f64>) {
-        let is_prompt = self.first.is_none();
+        let is_prompt = self.sampled.is_none();
         self.energy = self.energy.zip(joules).map(|(mut energy, joules)| {
             *(if is_prompt { &mut energy.prompt } else { &mut energy.predicted }) += joules;
             energy
         });
     }
 
-    /// Counts `ids` as sampled, and returns the times so far.
-    pub(super) fn tick(&mut self, ids: usize) -> Timings {
-        let now = Instant::now();
-        let started = self.started.unwrap_or(now);
-        let first = *self.first.get_or_insert(now);
+    /// Counts `ids` as sampled by the step that ended `at`, and returns the times so far. A step may sample several ids:
+    /// all of them have its time.
+    pub(super) fn tick(&mut self, ids: usize, at: Instant) -> Timings {
+        let started = self.started.unwrap_or(at);
+        let (first, last) = self.sampled.unwrap_or((at, at));
+        self.sampled = Some((first, at));
         self.predicted_n += ids;
+        if at == first {
+            self.first_n += ids;
+        }
+        self.decode_steps += usize::from(at != last);
         Timings {
             queue: started - self.submitted,
             prefill: first - started,
-            decode: now - first,
+            decode: at - first,
             prompt_n: self.prompt_n,
             cached_n: self.cached_n,
             predicted_n: self.predicted_n,
+            first_n: self.first_n,
+            decode_steps: self.decode_steps,
             drafts: self.drafts,
             energy: self.energy,
         }

@@ -359,7 +359,7 @@ impl StepLoop {
         let outputs = self.scheduler.commit(&step, &sampled);
         // Whoever is told of the answer's end finds the answer no longer running.
         self.publish();
-        outputs.into_iter().for_each(|output| self.tell(output));
+        outputs.into_iter().for_each(|output| self.tell(output, done));
         Ok(done - before + drafting)
     }
 
@@ -394,15 +394,15 @@ impl StepLoop {
         }
     }
 
-    /// Sends the events of one output.
-    fn tell(&mut self, output: Output) {
+    /// Sends the events of one output of a step that ended `at`.
+    fn tell(&mut self, output: Output, at: Instant) {
         let Output { id: sequence, token, mut logprobs, prompt, pooled, end, cached_tokens, drafts } = output;
         // A step may yield several ids, and the answer may have been removed at the first of them, because its reader
         // was too far behind.
         let Some(answer) = self.answers.get_mut(&sequence) else { return };
         answer.clock.drafts = drafts;
         answer.clock.cached_n = cached_tokens;
-        let (choice, timings) = (answer.choice, answer.clock.tick(usize::from(pooled.is_none())));
+        let (choice, timings) = (answer.choice, answer.clock.tick(usize::from(pooled.is_none()), at));
         let mut told = prompt.is_none_or(|logprobs| answer.send(Event::Prompt { logprobs }));
         told &= pooled.is_none_or(|state| answer.send(Event::Pooled { state }));
         if let Some(id) = token {

@@ -143,6 +143,8 @@ function showFigures({ tokens = {}, requests = {}, kv = {}, memory = {}, kernels
 function showSpeed(tokens) {
   $("#speed").hidden = tokens === undefined;
   const now = { at: performance.now(), tokens };
+  // Who comes back to the page asks at once. So short a time tells no rate.
+  if (now.at - before?.at < EVERY_MS / 2) return;
   // A count that is smaller than before is another server's.
   const perSecond = tokens >= before?.tokens ? ((tokens - before.tokens) / (now.at - before.at)) * 1000 : undefined;
   before = now;

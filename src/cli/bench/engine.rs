@@ -115,8 +115,7 @@ fn measure(config: &Config, args: &args::BenchEngine) -> Result<(Measured, EndEn
     let courteous = with_courtesy(&engine, args, prompts, &|| profiler.0.busy())?;
     let prompt_n = args.prompt_tokens as usize;
     let prefill = median(runs.iter().map(|t| rate(prompt_n, t.prefill)));
-    // The prefill yields the first token.
-    let decode = median(runs.iter().map(|t| rate(t.predicted_n - 1, t.decode)));
+    let decode = median(runs.iter().map(decode_rate));
     let energy = meter.and_then(|meter| {
         let energy = Energy::of(&runs, meter.source(), args.prompt_tokens);
         energy.ok_or_else(|| format!("{} was not readable all the time", meter.source()))
@@ -417,7 +416,7 @@ fn with_courtesy(
             .all(|(busy, _)| busy.is_some())
             .then(|| median(runs.iter().filter_map(|(busy, _)| *busy))),
         prefill: median(runs.iter().map(|(_, t)| rate(args.prompt_tokens as usize, t.prefill))),
-        decode: median(runs.iter().map(|(_, t)| rate(t.predicted_n - 1, t.decode))),
+        decode: median(runs.iter().map(|(_, t)| decode_rate(t))),
     });
     Ok(measured.collect())
 }
@@ -473,6 +472,11 @@ fn decode_together(
         host: HostTime::between(&before, &after),
         joules_per_token: used.map(|(from, to)| (to.joules - from.joules).max(0.0) / tokens as f64),
     })
+}
+
+/// The rate of the tokens after those that the prefill's last step yielded.
+fn decode_rate(timings: &Timings) -> f64 {
+    rate(timings.predicted_n - timings.first_n, timings.decode)
 }
 
 fn rate(n: usize, time: Duration) -> f64 {

@@ -28,6 +28,8 @@ const SECTOR: usize = 4096;
 const PIECE: usize = 4 << 20;
 /// A disk of fewer bytes per second than this makes a start long.
 const SLOW: f64 = 500e6;
+/// Fewer bytes than this take a time that is mostly that of the first access, which tells nothing about the disk.
+const LEAST_RATED: u64 = 32 << 20;
 
 /// Replaces the names of the model and its draft with the paths of the pulled models. Returns a finding if one of them is
 /// not there. What the configuration of a machine below another root names lies below that root, and what `--model` names
@@ -202,6 +204,11 @@ fn disk(model: &Path) -> Finding {
             return Finding::note("disk-unread", format!("not measured: {}: {error}", file.display()));
         }
     };
+    if read < LEAST_RATED {
+        let found =
+            format!("{} in {:.2} s: too little to tell the disk's speed", bytes(read), time.as_secs_f64());
+        return Finding::ok("disk", found);
+    }
     let rate = read as f64 / time.as_secs_f64().max(1e-9);
     let how =
         if past_cache { "past the page cache" } else { "through the page cache, which may have had them" };
