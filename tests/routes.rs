@@ -15,6 +15,14 @@ async fn an_unknown_path_says_what_to_ask_instead() {
     for (path, instead) in [
         ("/v1/v1/chat/completions", near("/v1/chat/completions: the client's base URL has one /v1 too many")),
         ("/v1//models", near("/v1/models: the client's base URL has one / too many")),
+        (
+            "/v1/chat/completions/chat/completions",
+            near("/chat/completions: the client's base URL has a route at its end, and should end with /v1"),
+        ),
+        (
+            "/v1/chat/completions/models",
+            near("/models: the client's base URL has a route at its end, and should end with /v1"),
+        ),
         ("/v1/chat/completion", near("/v1/chat/completions")),
         ("/v1/embeding", near("/v1/embeddings")),
         ("/v1/models/", near("/v1/models")),

@@ -132,8 +132,12 @@ pub(in crate::api) fn instead<'a>(path: &str, routes: impl Iterator<Item = &'a s
         let is_ollamas = path.starts_with("/api/");
         return Cow::Borrowed(if is_ollamas { OLLAMAS } else { "GET /openapi.json lists the routes" });
     };
+    let before = path.strip_suffix(near).unwrap_or_default();
     let base_url = match path {
         _ if path.starts_with("/v1/v1/") => ": the client's base URL has one /v1 too many",
+        _ if WITHOUT_V1.iter().any(|route| before.ends_with(route)) => {
+            ": the client's base URL has a route at its end, and should end with /v1"
+        }
         _ if path.contains("//") => ": the client's base URL has one / too many",
         _ => "",
     };
