@@ -141,7 +141,7 @@ fn the_systems_configuration_is_read_in_its_order_checked_and_shown() {
     }
     std::fs::remove_file(&last).expect("removed");
     std::fs::create_dir(&last).expect("made");
-    assert_error(system(&["config", "show"]), 78, &[&last, "directory"]);
+    assert_error(system(&["config", "show"]), 78, &[&last, "not a regular file, but a folder"]);
 }
 
 /// The server's own lines, its device process's, and the error behind them.
