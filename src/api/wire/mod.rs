@@ -28,7 +28,7 @@ use crate::api::error::ApiError;
 pub(in crate::api) fn object(body: &[u8]) -> Result<Value, ApiError> {
     const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
     let body = body.strip_prefix(BYTE_ORDER_MARK).unwrap_or(body);
-    match serde_json::from_slice(body).map_err(|e| ApiError::Json(e.to_string()))? {
+    match serde_json::from_slice(body).map_err(|e| not_json(&e))? {
         fields @ Value::Object(_) => Ok(fields),
         other => Err(ApiError::NotAnObject(kind(&other))),
     }
@@ -55,6 +55,23 @@ fn param(at: &str, path: &Path) -> String {
         Segment::Seq { index } => format!("{at}[{index}]"),
         Segment::Map { key } => field(&at, &short(key)),
         Segment::Enum { .. } | Segment::Unknown => at,
+    })
+}
+
+/// JavaScript cuts a text between the two halves of a character, and then writes the half as `\ud83d`. serde_json speaks of
+/// hex escapes there.
+fn not_json(error: &serde_json::Error) -> ApiError {
+    const HALVES: [&str; 2] = ["unexpected end of hex escape", "lone leading surrogate in hex escape"];
+    let text = error.to_string();
+    let is_half = HALVES.iter().any(|half| text.starts_with(half));
+    ApiError::Json(match is_half {
+        true => format!(
+            "a string has half of a character (\\ud800 to \\udfff without its other half), as a text has that was cut inside \
+             one, at line {} column {}",
+            error.line(),
+            error.column()
+        ),
+        false => text,
     })
 }
 
