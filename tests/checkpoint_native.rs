@@ -572,7 +572,7 @@ fn read_to_the_end(folder: &Path) -> Result<(), String> {
 #[test]
 fn mutated_small_files_of_native_checkpoints_are_refused_or_used() {
     const SEED: u64 = 12;
-    const ROUNDS: usize = 800;
+    const ROUNDS: usize = 300;
     println!("seed {SEED}");
     let mut rng = ChaCha8Rng::seed_from_u64(SEED);
     let (source, folder) = (tiny_model(), tempfile::tempdir().unwrap());
@@ -601,20 +601,26 @@ fn mutated_small_files_of_native_checkpoints_are_refused_or_used() {
         json!([]),
         json!({}),
         json!([[0, 1], "a b", {"a": 1}]),
-        step("Replace", "éé"),
-        step("Replace", &"e".repeat(40)),
-        step("Lowercase", ""),
-        step("WhitespaceSplit", ""),
-        step("Prepend", "▁"),
-        step("NFKC", ""),
-        step("Metaspace", ""),
-        step("Precompiled", ""),
-        nested("normalizers", &step("Replace", "ee")),
-        nested("pretokenizers", &step("Metaspace", "")),
-        nested("processors", &json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true})),
         json!({"Sequence": {"id": "A", "type_id": 0}}),
         json!({"Sequence": {"id": "B", "type_id": 0}}),
         json!({"SpecialToken": {"id": "<none>", "type_id": 0}}),
+    ];
+    let byte_level = json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true});
+    let steps = [
+        ("normalizer", json!(null)),
+        ("normalizer", step("Replace", "éé")),
+        ("normalizer", step("Replace", &"e".repeat(40))),
+        ("normalizer", step("Lowercase", "")),
+        ("normalizer", step("Prepend", "▁")),
+        ("normalizer", step("NFKC", "")),
+        ("normalizer", step("Precompiled", "")),
+        ("normalizer", nested("normalizers", &step("Replace", "ee"))),
+        ("pre_tokenizer", json!(null)),
+        ("pre_tokenizer", step("WhitespaceSplit", "")),
+        ("pre_tokenizer", step("Metaspace", "")),
+        ("pre_tokenizer", nested("pretokenizers", &step("Metaspace", ""))),
+        ("post_processor", json!(null)),
+        ("post_processor", nested("processors", &byte_level)),
     ];
     let names =
         ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "unicorn.json"];
@@ -634,13 +640,11 @@ fn mutated_small_files_of_native_checkpoints_are_refused_or_used() {
         } else {
             let mut file: Value = serde_json::from_slice(&bytes).unwrap();
             // A tokenizer's vocabulary is most of its file, and its steps are what this is about.
-            let steps = ["normalizer", "pre_tokenizer", "post_processor", "decoder", "model", "added_tokens"];
-            let part = steps[rng.random_range(0..steps.len())];
-            let part = if name == "tokenizer.json" { &mut file[part] } else { &mut file };
-            let junk = &junk[rng.random_range(0..junk.len())];
-            match name == "tokenizer.json" && rng.random() {
-                true => *part = junk.clone(),
-                false => replace_somewhere(part, junk, &mut rng),
+            if name == "tokenizer.json" && rng.random() {
+                let (place, step) = &steps[rng.random_range(0..steps.len())];
+                file[place] = step.clone();
+            } else {
+                replace_somewhere(&mut file, &junk[rng.random_range(0..junk.len())], &mut rng);
             }
             if name == "config.json" {
                 let mut manifest: Value = serde_json::from_slice(&originals["unicorn.json"]).unwrap();
@@ -733,16 +737,11 @@ fn a_damaged_native_checkpoint_does_not_serve() {
         bytes[data..].iter_mut().step_by(7).for_each(|byte| *byte ^= 0x11);
         fs::write(path, bytes).unwrap();
     };
-    let eps = |folder: &Path| {
-        change_json("config.json", |json| json["rms_norm_eps"] = json!(0.5))(folder);
-        change_json("unicorn.json", |json| json["config"]["rms_norm_eps"] = json!(0.5))(folder);
-    };
     type Damage<'a> = &'a dyn Fn(&Path);
-    let cases: [(Damage, bool, &[&str]); 4] = [
+    let cases: [(Damage, bool, &[&str]); 3] = [
         (&grow, false, &["tokenizer.json: normalizer.normalizers[1] (Replace)", "100.0 times"]),
         (&post, false, &["tokenizer.json: post_processor.single: expected"]),
         (&flip, true, &["layer 5 is off by", "unicorn inspect --verify"]),
-        (&eps, true, &["layer 0 is off by"]),
     ];
     for (i, (damage, on_device, parts)) in cases.into_iter().enumerate() {
         let copy = folder.path().join(format!("damaged-{i}"));
@@ -754,11 +753,7 @@ fn a_damaged_native_checkpoint_does_not_serve() {
         let (code, _, stderr) = output(command);
         assert!(code != 0 && parts.iter().all(|part| stderr.contains(part)), "{code}: {parts:?}: {stderr}");
         assert!(!stderr.contains("panic"), "{stderr}");
-        let (code, _, stderr) = output(unicorn(&["inspect", "--verify", text(&copy)]));
-        assert!(
-            code == 1 && stderr.contains("the file is damaged") || code == 1 && stderr.contains("has "),
-            "{stderr}"
-        );
+        assert_error(unicorn(&["inspect", "--verify", text(&copy)]), 1, &["its manifest says"]);
     }
 }
 
