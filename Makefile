@@ -7,6 +7,7 @@
 #   make test-lm-eval              lm-eval asks a server, and is compared with `unicorn eval`; a GiB of Python packages
 #   make test-scaling              two servers behind HAProxy and the LiteLLM proxy, one killed; 750 MB of packages, minutes
 #   make test-demo                 all questions of the demo model's set, where `make test` asks the quick ones
+#   make page-libraries            build src/api/page/libraries anew, after a change in tools/page_libraries; needs npm
 #   make test-openwebui            Open WebUI, which it installs (2 GB of disk), and a browser against a server: minutes
 #   make conformance               the tests of llama.cpp's and vLLM's servers ask a server: docs/conformance.md; minutes
 #   make edges                     the shipped binary at its edges: lost log readers and devices, hostile clients; slow
@@ -42,7 +43,7 @@ ARGS ?=
 SERVE_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test setup-devices test-devices npu-shim build serve bench bench-step bench-host bench-serve gpu-bench test test-clients test-lm-eval test-scaling test-demo test-openwebui test-27b test-fresh test-service test-packages release test-release conformance edges test-faults soak install uninstall lint clean
+.PHONY: help setup setup-test setup-devices test-devices npu-shim build serve bench bench-step bench-host bench-serve gpu-bench test test-clients test-lm-eval test-scaling test-demo page-libraries test-openwebui test-27b test-fresh test-service test-packages release test-release conformance edges test-faults soak install uninstall lint clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -121,6 +122,9 @@ test-scaling: build setup-test
 
 test-demo: setup-test
 	UNICORN_TEST_DEMO=all cargo test --locked --test suite demo:: -- --nocapture
+
+page-libraries:
+	@python3 tools/test.py page-libraries
 
 test-openwebui: setup-test
 	@python3 tools/test.py openwebui

@@ -27,7 +27,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 CARGO_DEB, CARGO_DEB_VERSION = ROOT / ".cache/cargo-deb", "3.8.0"
 # What `make install` needs, and what its reader wants to read.
-FILES = ["LICENSE", "README.md", "CHANGELOG.md", "config", "docs/install.md", "docs/operations.md", "tools/install.sh"]
+FILES = ["LICENSE", "README.md", "CHANGELOG.md", "config", "docs/install.md", "docs/operations.md", "tools/install.sh",
+         "src/api/page/libraries/licences.txt"]
 # Where sources and dependencies seem to lie.
 SOURCES, DEPENDENCIES, TOOLCHAIN = "/unicorn", "/cargo", "/rust"
 

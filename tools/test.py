@@ -7,7 +7,7 @@ prints no result counts as a failure.
 
     tools/test.py            all parts
     tools/test.py NAME ...   only the named parts (for work on the project; the last line names them); `lm-eval`,
-                             `openwebui`, `all-devices` and `all-scaling` run only if they are named
+                             `openwebui`, `all-devices`, `all-scaling` and `page-libraries` run only if they are named
 """
 
 import contextlib
@@ -41,6 +41,8 @@ LITELLM_PROXY = ROOT / ".cache/clients/litellm-proxy"
 LM_EVAL = ROOT / ".cache/clients/lm-eval"
 SCHEMATHESIS = ROOT / ".cache/clients/schemathesis"
 PAGE = ROOT / "tests/page"
+PAGE_LIBRARIES = ROOT / "tools/page_libraries"
+PAGE_LIBRARIES_MODULES = ROOT / ".cache/page-libraries"
 PAGE_MODULES = ROOT / ".cache/page"
 BROWSER_ENVIRONMENT = {"NODE_PATH": str(PAGE_MODULES / "node_modules")}
 OPENWEBUI = ROOT / "tests/openwebui"
@@ -315,11 +317,31 @@ def npu():
 
 
 def page():
-    """A browser on the page of a real server. Without Chromium, Node.js or playwright-core the part is skipped."""
+    """A browser on the page of a real server, and whether the page's libraries are what their packages make. What Chromium,
+    Node.js or a package lacks for is skipped."""
+    result = page_libraries("--check")
     lacks = page_lacks()
     if lacks:
-        return Result(skipped=[("browser", f"tests/page ({lacks})")])
-    return browser_result("page", *run(["node", str(PAGE / "test_page.js")], env=BROWSER_ENVIRONMENT))
+        result.skipped.append(("browser", f"tests/page ({lacks})"))
+        return result
+    seen = browser_result("page", *run(["node", str(PAGE / "test_page.js")], env=BROWSER_ENVIRONMENT))
+    return Result(result.passed + seen.passed, result.failures + seen.failures, result.skipped)
+
+
+def page_libraries(*arguments):
+    """Builds the page's libraries from their packages, or checks them."""
+    lacks = node_lacks(PAGE_LIBRARIES, PAGE_LIBRARIES_MODULES, "esbuild")
+    if lacks:
+        return Result(skipped=[("page-libraries", f"tools/page_libraries ({lacks})")])
+    environment = {"NODE_PATH": str(PAGE_LIBRARIES_MODULES / "node_modules")}
+    status, _ = run(["node", str(PAGE_LIBRARIES / "build.js"), *arguments], env=environment)
+    return Result(passed=1) if status == 0 else Result(failures=[f"page libraries: {ended(status)}"])
+
+
+def page_libraries_written():
+    """Writes src/api/page/libraries anew."""
+    result = page_libraries()
+    return Result(failures=[what for _, what in result.skipped]) if result.skipped else result
 
 
 def openwebui():
@@ -427,8 +449,11 @@ PARTS = {
     "tools": tools, "demo": demo, "rustfmt": rustfmt, "rust": rust, "devices": devices_cheap, "clients": clients,
     "scaling": scaling, "service": service, "npu": npu, "page": page, "clippy": clippy,
 }
-# These parts are too heavy for every run.
-NAMED_ONLY = {"lm-eval": lm_eval, "openwebui": openwebui, "all-devices": devices_all, "all-scaling": all_scaling}
+# These parts are too heavy for every run, and the last one writes files.
+NAMED_ONLY = {
+    "lm-eval": lm_eval, "openwebui": openwebui, "all-devices": devices_all, "all-scaling": all_scaling,
+    "page-libraries": page_libraries_written,
+}
 
 
 def main(names):
