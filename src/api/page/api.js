@@ -41,13 +41,13 @@ async function call(path, options = {}) {
   if (response.ok) return response;
   if (response.status === 401 && sent === key) onKeyWanted(Boolean(sent));
   const body = await response.json().catch(() => null);
-  throw new ApiError(body?.error?.message ?? `The server answered ${response.status}.`, response.status);
+  throw new ApiError(body?.error?.message ?? `The server answered with HTTP status ${response.status}.`, response.status);
 }
 
 export async function getJson(path, signal) {
   const response = await call(path, { signal });
   return response.json().catch(() => {
-    throw new ApiError(`What came from ${path} is no JSON.`);
+    throw new ApiError(`The server's answer to ${path} is not JSON.`);
   });
 }
 
@@ -64,17 +64,17 @@ export async function* streamChat(body, signal) {
   try {
     for (;;) {
       const { value, done } = await reader.read();
-      if (done) throw new ApiError("The connection ended before the answer did.");
+      if (done) throw new ApiError("The connection was closed before the answer was complete.");
       for (const data of events.push(value)) {
         if (data === "[DONE]") return;
         const chunk = parse(data);
-        if (chunk.error) throw new ApiError(chunk.error.message ?? "The server failed without a word.");
+        if (chunk.error) throw new ApiError(chunk.error.message ?? "The server reported an error without a message.");
         yield chunk;
       }
     }
   } catch (error) {
     if (error instanceof ApiError || error.name === "AbortError") throw error;
-    throw new ApiError("The connection broke in the middle of the answer.");
+    throw new ApiError("The connection was lost in the middle of the answer.");
   } finally {
     reader.cancel().catch(() => {}); // nobody reads on
   }
@@ -84,7 +84,7 @@ function parse(data) {
   try {
     return JSON.parse(data);
   } catch {
-    throw new ApiError("The server sent a line that is no JSON.");
+    throw new ApiError("The server sent a line that is not JSON.");
   }
 }
 
@@ -99,7 +99,7 @@ export class Events {
     // A CR at the very end may be half of CR LF: it waits for what comes.
     const lines = this.#rest.split(/\r\n|\n|\r(?!$)/);
     this.#rest = lines.pop();
-    if (this.#rest.length > MAX_LINE) throw new ApiError("The server sent a line without end.");
+    if (this.#rest.length > MAX_LINE) throw new ApiError("The server sent a line that is too long.");
     const whole = [];
     for (const line of lines) {
       if (line.startsWith("data:")) this.#data.push(line.slice(line[5] === " " ? 6 : 5));

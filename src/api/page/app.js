@@ -1,7 +1,9 @@
-// Puts the page together: chat, status, parameters, the API key, and which of the two views a phone shows.
+// Puts the page together: conversations, chat, status, settings, the API key, and which view a phone shows.
 
 import { getJson, setKey, whenKeyIsWanted } from "./api.js";
 import * as chat from "./chat.js";
+import { whenChanged } from "./conversations.js";
+import * as list from "./list.js";
 import * as status from "./status.js";
 import { forget, recall, remember } from "./store.js";
 
@@ -14,7 +16,7 @@ whenKeyIsWanted((refused) => {
   if ($("#key-form").hidden) $("#key").value = "";
   $("#key-form").hidden = false;
   if (!$("#input").value) $("#key").focus();
-  $("#key-form label").textContent = refused ? "The server does not accept this API key." : "This server asks for an API key.";
+  $("#key-form label").textContent = refused ? "The server does not accept this API key." : "This server needs an API key.";
 });
 
 $("#key-form").addEventListener("submit", (event) => {
@@ -27,7 +29,7 @@ $("#key-form").addEventListener("submit", (event) => {
   $("#input").focus();
 });
 
-// --- parameters -----------------------------------------------------------------------------------------
+// --- settings -------------------------------------------------------------------------------------------
 
 const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
 const parameters = $("#parameters form");
@@ -45,7 +47,7 @@ function set() {
 
 function showWhetherSet() {
   const n = Object.keys(set()).length;
-  $("#open-parameters").textContent = n ? `Parameters (${n})` : "Parameters";
+  $("#open-parameters").textContent = n ? `Settings (${n})` : "Settings";
 }
 
 function recallParameters() {
@@ -66,7 +68,7 @@ $("#parameters").addEventListener("close", () => {
 
 // --- views ----------------------------------------------------------------------------------------------
 
-const tabs = [$("#tab-chat"), $("#tab-status")];
+const tabs = [$("#tab-history"), $("#tab-chat"), $("#tab-status")];
 
 function view(tab) {
   document.body.dataset.view = tab.getAttribute("aria-controls");
@@ -80,9 +82,11 @@ for (const tab of tabs) {
   tab.addEventListener("click", () => view(tab));
   tab.addEventListener("keydown", (event) => {
     if (!["ArrowLeft", "ArrowRight"].includes(event.key)) return;
-    const other = tabs.find((t) => t !== tab);
-    view(other);
-    other.focus();
+    // Tabs that this width does not need are not there.
+    const there = tabs.filter((one) => one.offsetParent);
+    const next = there.at((there.indexOf(tab) + (event.key === "ArrowRight" ? 1 : -1)) % there.length);
+    view(next);
+    next.focus();
   });
 }
 
@@ -103,8 +107,13 @@ const tryToNameModel = () => nameModel().catch(() => {});
 
 $("#new-chat").addEventListener("click", () => {
   view($("#tab-chat"));
-  chat.clear();
+  chat.startNew();
 });
 recallParameters();
-chat.start(set, nameModel);
+whenChanged((change, own) => {
+  chat.hear(change, own);
+  list.draw();
+});
+chat.start(set, nameModel, list.draw);
+list.start(() => view($("#tab-chat")));
 status.start(tryToNameModel);

@@ -1,17 +1,24 @@
-// The conversation: turns as data, one view of them, and the answer that is being written. The server keeps nothing
-// between requests, so every request carries all turns.
+// The conversation that is shown, and the answers that are being written: in this one, or in others that this tab has left
+// meanwhile. The server keeps nothing between requests, so every request carries all turns.
 //
-// A turn is {role, text} and, of an answer, also {state, note}: state is "done", "stopped" or "failed", note what is said
-// below it. Whatever was written before an answer was stopped or failed is part of the conversation.
+// A turn is {role, text} and, of an answer, also {state, note}: state is "writing", "done", "stopped" or "failed", note what
+// is said below it. Whatever was written before an answer was stopped or failed is part of the conversation.
+//
+// A conversation is {id, title, version, turns}. It is saved while its answer is being written, so that a tab that is
+// closed leaves what had come. A save that finds another tab's becomes a conversation of its own: neither is lost.
 
 import { streamChat } from "./api.js";
+import * as conversations from "./conversations.js";
 import { render } from "./markdown.js";
-import { forget, recall, remember } from "./store.js";
+import { say } from "./notice.js";
+import { forget, recall } from "./store.js";
 
-/** Characters of a conversation that a tab remembers; of a longer one, nothing. */
-const MAX_REMEMBERED = 1 << 20;
 /** Pixels from the end within which a reader counts as reading along. */
 const READING_ALONG = 80;
+const SAVE_EVERY_MS = 500;
+const ASK_WRITER_MS = 3000;
+/** Drawing an answer takes at most a quarter of the time, however long it is. */
+const REST = 3;
 
 const log = document.querySelector("#log");
 const welcome = document.querySelector("#welcome");
@@ -21,34 +28,43 @@ const send = document.querySelector("#send");
 const editing = document.querySelector("#editing");
 const said = document.querySelector("#said");
 
-let turns = remembered();
+/** Conversations whose answers this tab writes: conversation -> what stops the answer. */
+const writing = new Map();
+let shown = fresh();
 let model = "";
 let parameters = () => ({});
 let nameModel = async () => "";
-/** What stops the answer under way. */
-let writing;
+let onSwitch = () => {};
 /** Index of the turn that the composer holds for editing. */
 let edited;
 
-/** `fields` gives the request's fields beside model and messages, and {system}; `name` the model's, where nobody has set it. */
-export function start(fields, name) {
+function fresh(turns = []) {
+  return { id: conversations.newId(), title: "", version: 0, turns };
+}
+
+/**
+ * `fields` gives the request's fields beside model and messages, and {system}; `name` the model's, where nobody has set it.
+ * `switched` is called when another conversation is shown, or the answer in one begins or ends.
+ */
+export function start(fields, name, switched) {
   parameters = fields;
   nameModel = name;
+  onSwitch = switched;
   form.addEventListener("submit", (event) => {
     event.preventDefault();
-    if (writing) writing.abort();
+    if (writing.has(shown)) writing.get(shown).abort();
     else ask();
   });
   input.addEventListener("keydown", (event) => {
     // While an input method composes, Enter chooses a word.
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
-    if (!writing) ask();
+    if (!writing.has(shown)) ask();
   });
   input.addEventListener("input", grow);
   document.addEventListener("keydown", (event) => {
     if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
-    if (writing) writing.abort();
+    if (writing.has(shown)) writing.get(shown).abort();
     else if (edited !== undefined) edit();
   });
   document.querySelector("#stop-editing").addEventListener("click", () => edit());
@@ -59,7 +75,12 @@ export function start(fields, name) {
       ask();
     });
   }
-  turns.forEach(show);
+  addEventListener("hashchange", () => open(idInAddress()));
+  setInterval(expectWriter, ASK_WRITER_MS);
+  // A tab may be closed at any time that it is hidden.
+  document.addEventListener("visibilitychange", () => document.hidden && writing.forEach((_, one) => keep(one)));
+  takeOver();
+  if (idInAddress()) open(idInAddress());
 }
 
 export function setModel(id) {
@@ -67,38 +88,143 @@ export function setModel(id) {
   input.placeholder = id ? `Message ${id}` : "Message";
 }
 
-export function clear() {
-  writing?.abort();
-  cut(0);
-  edit();
-  forget("session", "turns");
+// --- which conversation is shown ------------------------------------------------------------------------
+
+// The address names the conversation, so that a page that is loaded again, a bookmark and the browser's way back find it.
+const idInAddress = () => location.hash.slice(1);
+
+export const shownId = () => shown.id;
+
+/** The ids of the conversations whose answers this tab writes. */
+export const beingWritten = () => new Set([...writing.keys()].map((one) => one.id));
+
+/** An empty conversation. Nothing is saved before the first question. */
+export function startNew() {
+  if (idInAddress()) history.pushState(null, "", location.pathname + location.search);
+  showConversation(fresh());
   input.focus();
 }
 
+/** Shows a conversation of the list; a new one where `id` is none. */
+export async function open(id) {
+  if (id === shown.id) return;
+  const here = [...writing.keys()].find((one) => one.id === id);
+  const found = here ?? (id ? await conversations.load(id).catch(() => undefined) : fresh());
+  if (!found) {
+    say("This conversation is not stored in this browser.");
+    return startNew();
+  }
+  if (idInAddress() !== id) history.pushState(null, "", `#${id}`);
+  if (!here) interrupt(found, false);
+  showConversation(found);
+  if (found.isInterrupted) conversations.askWhoWrites(id);
+}
+
+function showConversation(conversation) {
+  if (edited !== undefined) edit(); // what is written for a new turn stays
+  cut(0);
+  shown = conversation;
+  shown.turns.forEach(show);
+  showWriting();
+  follow(() => {}, true);
+}
+
+/** Ends what this tab does in a conversation that is being deleted. */
+export async function leave(id) {
+  for (const [one, own] of writing) {
+    if (one.id !== id) continue;
+    own.abort();
+    await own.ended;
+    one.isDeleted = true;
+  }
+  if (shown.id !== id) return;
+  shown.isDeleted = true;
+  startNew();
+}
+
+/** An answer that nobody writes any more ends where it stopped. */
+function interrupt(conversation, isBeingWritten) {
+  const last = conversation.turns.at(-1);
+  conversation.isWrittenElsewhere = isBeingWritten;
+  if (isBeingWritten || last?.state !== "writing" || writing.has(conversation)) return;
+  conversation.isInterrupted = true;
+  last.state = "stopped";
+  last.note = "Interrupted: the page was closed before the answer was complete";
+}
+
+/** Asks whether the tab that writes the answer is still there: without a reply to the last question, it is not. */
+function expectWriter() {
+  if (!shown.isWrittenElsewhere) return;
+  if (shown.isWriterAsked) {
+    interrupt(shown, false);
+    fill(log.lastElementChild, shown.turns.at(-1));
+    return;
+  }
+  shown.isWriterAsked = true;
+  conversations.askWhoWrites(shown.id);
+}
+
+/** Follows what other tabs do. */
+export async function hear({ id, version, asked, isBeingWritten }, own) {
+  for (const one of writing.keys()) if (one.id === asked) conversations.tell({ id: asked, version: one.version, isBeingWritten: true });
+  if (own || id === undefined || id !== shown.id || writing.has(shown) || shown.saving) return;
+  shown.isWriterAsked = false;
+  if (version === shown.version && (isBeingWritten ?? shown.isWrittenElsewhere) === shown.isWrittenElsewhere) return;
+  if (version === undefined) {
+    if (shown.version > 0) say("This conversation was deleted in another tab.");
+    return leave(id);
+  }
+  const conversation = shown;
+  const found = await conversations.load(id).catch(() => undefined);
+  if (!found || shown !== conversation || writing.has(shown)) return;
+  interrupt(found, isBeingWritten);
+  const sameUntil = found.turns.findIndex((turn, i) => turn.text !== shown.turns[i]?.text);
+  if (edited !== undefined && sameUntil >= 0 && sameUntil <= edited) edit();
+  follow(() => {
+    cut(Math.min(log.children.length, found.turns.length));
+    shown = found;
+    shown.turns.forEach((turn, i) => (log.children[i] ? fill(log.children[i], turn) : show(turn)));
+  });
+  onSwitch();
+}
+
+// --- asking ---------------------------------------------------------------------------------------------
+
 function ask() {
   const text = input.value.trim();
-  if (!text || writing) return;
-  if (edited !== undefined) cut(edited);
+  if (!text || writing.has(shown)) return;
+  if (shown.isWrittenElsewhere) {
+    say("Another tab is writing an answer in this conversation. Your question went into a copy of it.");
+    becomeOther(shown);
+    fill(log.lastElementChild, shown.turns.at(-1));
+  }
+  if (edited !== undefined) forgetFrom(edited);
   edit();
   add({ role: "user", text });
-  keep(); // a page that is loaded again in the middle of the answer has the question
   answer();
 }
 
-/** Has the last user turn answered. */
-async function answer() {
-  const { system, ...fields } = parameters();
-  const messages = turns.filter((turn) => turn.text).map(({ role, text }) => ({ role, content: text }));
-  if (system) messages.unshift({ role: "system", content: system });
-  const turn = { role: "assistant", text: "" };
-  const view = add(turn);
-  const draw = onFrames(() => follow(() => fill(view, turn)));
+/** Has the last user turn of the conversation that is shown answered. */
+function answer() {
   const own = new AbortController();
-  setWriting(own);
+  writing.set(shown, own);
+  own.ended = write(shown, own);
+}
+
+async function write(conversation, own) {
+  const { system, ...fields } = parameters();
+  const messages = conversation.turns.filter((turn) => turn.text).map(({ role, text }) => ({ role, content: text }));
+  if (system) messages.unshift({ role: "system", content: system });
+  const turn = { role: "assistant", text: "", state: "writing" };
+  add(turn);
+  const draw = onFrames(() => shown === conversation && follow(() => fill(log.lastElementChild, turn)));
+  showWriting();
   follow(() => {}, true);
+  keep(conversation);
 
   const began = performance.now();
   const seen = {};
+  let saved = began;
   try {
     // A question may come before the page has heard the model's name.
     const named = model || (await nameModel());
@@ -109,9 +235,13 @@ async function answer() {
       seen.usage = chunk.usage ?? seen.usage;
       const text = choice?.delta?.content;
       if (!text) continue;
-      seen.first ??= performance.now() - began;
+      const now = performance.now();
+      seen.first ??= now - began;
       turn.text += text;
       draw();
+      if (now - saved < SAVE_EVERY_MS) continue;
+      saved = now;
+      keep(conversation);
     }
     turn.state = "done";
     turn.note = summary(seen);
@@ -120,11 +250,11 @@ async function answer() {
     turn.state = stopped ? "stopped" : "failed";
     turn.note = stopped ? `Stopped after ${duration(performance.now() - began)}` : error.message;
   }
+  writing.delete(conversation);
   draw.end();
-  if (writing === own) setWriting(undefined);
-  if (!turns.includes(turn)) return; // another conversation began meanwhile
-  keep();
-  said.textContent = turn.state === "done" ? turn.text : `${turn.text} ${turn.note}`;
+  showWriting();
+  if (shown === conversation) said.textContent = turn.state === "done" ? turn.text : `${turn.text} ${turn.note}`;
+  await keep(conversation);
 }
 
 /** What the server measured of an answer; times to the first token as this page saw them. */
@@ -133,11 +263,11 @@ function summary({ first, timings, usage, reason }) {
   const tokens = timings?.predicted_n ?? usage?.completion_tokens;
   if (tokens !== undefined) parts.push(tokens === 1 ? "1 token" : `${tokens} tokens`);
   if (timings?.predicted_per_second) parts.push(`${rate(timings.predicted_per_second)} tokens/s`);
-  if (first !== undefined) parts.push(`first after ${duration(first)}`);
+  if (first !== undefined) parts.push(`first token after ${duration(first)}`);
   const cached = timings?.cache_n ?? usage?.prompt_tokens_details?.cached_tokens;
   const prompt = usage?.prompt_tokens ?? (timings && timings.prompt_n + timings.cache_n);
-  if (prompt) parts.push(`prompt of ${prompt}${cached ? `, ${cached} from the cache` : ""}`);
-  if (reason === "length") parts.push("cut at the token limit");
+  if (prompt) parts.push(`${prompt} prompt tokens${cached ? `, ${cached} of them cached` : ""}`);
+  if (reason === "length") parts.push("stopped at the token limit");
   return parts.join(" · ");
 }
 
@@ -151,10 +281,10 @@ export function rate(perSecond) {
 
 // --- the view -------------------------------------------------------------------------------------------
 
-/** Adds a turn to the conversation, and to the log; its node. */
+/** Adds a turn to the conversation that is shown, and to the log. */
 function add(turn) {
-  turns.push(turn);
-  return show(turn);
+  shown.turns.push(turn);
+  show(turn);
 }
 
 function show(turn) {
@@ -163,7 +293,6 @@ function show(turn) {
   fill(node, turn);
   log.append(node);
   welcome.hidden = true;
-  return node;
 }
 
 function fill(node, turn) {
@@ -172,16 +301,15 @@ function fill(node, turn) {
     text.textContent = turn.text;
     return;
   }
-  node.dataset.state = turn.state ?? "writing";
-  render(text, turn.text);
+  node.dataset.state = turn.state;
+  render(text, turn.text, turn.state === "writing");
   node.querySelector(".note").textContent = turn.note ?? "";
   node.querySelector("[data-act=copy]").hidden = !turn.text;
   node.querySelector("[data-act=again]").textContent = turn.state === "failed" ? "Try again" : "Regenerate";
 }
 
-/** Leaves the first `n` turns. */
+/** Leaves the first `n` turns of the log. */
 function cut(n) {
-  turns.length = n;
   while (log.children.length > n) log.lastElementChild.remove();
   welcome.hidden = n > 0;
 }
@@ -191,11 +319,11 @@ function act(event) {
   if (button?.dataset.copy === "code") copy(button, button.closest(".code").querySelector("code").textContent);
   const index = [...log.children].indexOf(button?.closest(".turn"));
   const act = button?.dataset.act;
-  if (act === "copy") copy(button, turns[index].text);
-  if (act === "edit" && !writing) edit(index);
-  if (act === "again" && !writing) {
+  if (act === "copy") copy(button, shown.turns[index].text);
+  if (act === "edit" && !writing.has(shown)) edit(index);
+  if (act === "again" && !writing.has(shown)) {
     edit();
-    cut(index);
+    forgetFrom(index);
     answer();
     input.focus();
   }
@@ -205,15 +333,21 @@ function act(event) {
 function edit(index) {
   edited = index;
   editing.hidden = index === undefined;
-  input.value = index === undefined ? "" : turns[index].text;
+  input.value = index === undefined ? "" : shown.turns[index].text;
   grow();
   if (index !== undefined) input.focus();
 }
 
-function setWriting(own) {
-  writing = own;
-  document.body.classList.toggle("writing", Boolean(own));
-  send.textContent = own ? "Stop" : "Send";
+/** Takes a turn and all that follow it from the conversation that is shown. */
+function forgetFrom(index) {
+  shown.turns.length = index;
+  cut(index);
+}
+
+function showWriting() {
+  document.body.classList.toggle("writing", writing.has(shown));
+  send.textContent = writing.has(shown) ? "Stop" : "Send";
+  onSwitch();
 }
 
 function grow() {
@@ -231,14 +365,22 @@ function follow(change, always = false) {
 
 /** `draw` at most once for each frame, and not at all where nobody looks; `end` draws what is left. */
 function onFrames(draw) {
-  let frame;
+  let [frame, timer, next] = [undefined, undefined, 0];
   const request = () => {
-    frame ??= requestAnimationFrame(() => {
-      frame = undefined;
-      draw();
-    });
+    if (frame !== undefined || timer !== undefined) return;
+    timer = setTimeout(() => {
+      timer = undefined;
+      frame = requestAnimationFrame(() => {
+        frame = undefined;
+        const began = performance.now();
+        draw();
+        const ended = performance.now();
+        next = ended + REST * (ended - began);
+      });
+    }, next - performance.now());
   };
   request.end = () => {
+    clearTimeout(timer);
     if (frame !== undefined) cancelAnimationFrame(frame);
     draw();
   };
@@ -260,20 +402,64 @@ async function copy(button, text) {
     button.focus();
   }
   const label = button.textContent;
-  button.textContent = done ? "Copied" : "Not allowed";
+  button.textContent = done ? "Copied" : "Copy failed";
   setTimeout(() => (button.textContent = label), 1500);
 }
 
-// --- memory ---------------------------------------------------------------------------------------------
+// --- what is kept ---------------------------------------------------------------------------------------
 
-function keep() {
-  const size = turns.reduce((sum, turn) => sum + turn.text.length, 0);
-  if (size <= MAX_REMEMBERED) remember("session", "turns", turns);
-  else forget("session", "turns");
+const NOT_SAVED = {
+  full: "This conversation is not saved: pinned conversations take all the space that this page uses. Unpin or delete some.",
+  refused: "This conversation is not saved: the browser refuses to store more for this page. Delete some conversations, or free disk space.",
+};
+
+/** Saves a conversation as it is now. Its saves follow each other, and one that waits stands for all that came before it. */
+async function keep(conversation) {
+  conversation.hasChanged = true;
+  while (conversation.saving) await conversation.saving;
+  if (!conversation.hasChanged || conversation.isDeleted) return;
+  conversation.hasChanged = false;
+  conversation.saving = save(conversation).finally(() => (conversation.saving = undefined));
+  await conversation.saving;
 }
 
-function remembered() {
+async function save(conversation) {
+  conversation.title ||= conversations.titleFrom(conversation.turns[0].text);
+  try {
+    const { version, dropped } = await conversations.save(conversation, writing.has(conversation));
+    conversation.version = version;
+    conversation.isUnsaved = false;
+    if (dropped.length) {
+      const what = dropped.length === 1 ? `the oldest conversation, “${dropped[0]}”, was` : `the ${dropped.length} oldest conversations were`;
+      say(`To make room, ${what} deleted. Pin the conversations that must stay.`);
+    }
+    if (conversation === shown && idInAddress() !== conversation.id) history.replaceState(null, "", `#${conversation.id}`);
+  } catch ({ why }) {
+    if (why === "conflict") {
+      if (conversation.isDeleted) return;
+      say("This conversation was changed in another tab. What you see here is kept as a second one.");
+      becomeOther(conversation);
+      await save(conversation);
+      return;
+    }
+    if (!conversation.isUnsaved) say(NOT_SAVED[why]); // once, and not at every save
+    conversation.isUnsaved = true;
+  }
+}
+
+/** From here on the conversation is another one, with the same beginning. */
+function becomeOther(conversation) {
+  conversation.id = conversations.newId();
+  conversation.version = 0;
+  interrupt(conversation, false);
+}
+
+/** Saves the conversation that an older page left in this tab's own storage. */
+function takeOver() {
   const turns = recall("session", "turns");
-  const sound = (t) => ["user", "assistant"].includes(t?.role) && typeof t.text === "string";
-  return Array.isArray(turns) && turns.every(sound) ? turns : [];
+  forget("session", "turns");
+  if (!conversations.areSound(turns) || turns.length === 0) return;
+  for (const turn of turns) if (turn.role === "assistant") turn.state ??= "stopped";
+  showConversation(fresh(turns));
+  keep(shown);
 }

@@ -1,165 +1,220 @@
-// The Markdown that models write, as DOM nodes. Text becomes text nodes and nothing else: no markup is ever parsed, and
-// no address is loaded. What is not understood stays as it was written.
+// The Markdown that models write, as DOM nodes. markdown-it says what the text consists of, and this file makes the
+// nodes: text becomes text nodes and nothing else, no markup is ever parsed, and no address is loaded. What is not
+// understood stays as it was written.
 
-const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^\s`]*)/;
-const HEADING = /^(#{1,6})\s+(.*?)\s*#*$/;
-const RULE = /^ {0,3}([-*_])(\s*\1){2,}\s*$/;
-const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/;
-const QUOTE = /^ {0,3}>\s?/;
-const TABLE_RULE = /^\s*\|?(\s*:?-+:?\s*\|)+\s*(:?-+:?)?\s*$/;
+import { MarkdownIt, lowlight } from "./libraries.js";
+import { addMath, formula } from "./math.js";
+
 /** Deeper lists and quotes stay text. */
-const MAX_DEPTH = 6;
+const MAX_DEPTH = 24;
+/** What a model wrote beyond this many characters stays text. */
+const MAX_TEXT = 200_000;
+/** Characters of one block of code that get colours, and of all code of an answer: a grammar may take a square of the length. */
+const MAX_COLOURED = 10_000;
+const MAX_COLOURED_IN_ALL = 60_000;
+/** Formulas of an answer that are set. */
+const MAX_FORMULAS = 1000;
 
-/** Shows `text` in `parent`, and leaves what is there of it already: the beginning of an answer does not change. */
-export function render(parent, text) {
-  const blocks = split(text);
-  blocks.forEach((lines, i) => {
-    const source = lines.join("\n");
-    const there = parent.children[i];
-    if (there?.source === source) return;
-    const node = block(lines, 0);
-    node.source = source;
-    if (there) there.replaceWith(node);
-    else parent.append(node);
-  });
-  while (parent.children.length > blocks.length) parent.lastElementChild.remove();
+const ADDRESS = /^(https?:\/\/|mailto:)\S+$/i;
+const TASK = /^\[([ xX])\]\s/;
+const LINE_BREAK = /^<br *\/?>/i;
+
+const markdown = new MarkdownIt({ html: false, linkify: true });
+markdown.validateLink = (address) => ADDRESS.test(address);
+markdown.linkify.set({ fuzzyLink: false, fuzzyEmail: false, fuzzyIP: false });
+// A line of dashes is a rule and makes no heading of what stands above it, where a list may be about to begin. A
+// definition of a link's address stays to be seen, and so no block depends on another.
+markdown.disable(["lheading", "reference", "html_block"]);
+markdown.block.ruler.before("table", "deep", deep);
+markdown.inline.ruler.before("autolink", "line_break", lineBreak);
+markdown.inline.ruler.before("emphasis", "product", product);
+addMath(markdown);
+
+function deep(state, start, end, silent) {
+  if (silent || state.level < MAX_DEPTH) return false;
+  let line = start + 1;
+  while (line < end && (state.isEmpty(line) || state.sCount[line] >= state.blkIndent)) line += 1;
+  const token = state.push("plain", "p", 0);
+  Object.assign(token, { content: state.getLines(start, line, state.blkIndent, false), map: [start, line] });
+  state.line = line;
+  return true;
 }
 
-/** Lines of each block: a fence, a list, a quote or a table to its end, or a paragraph. */
-function split(text) {
-  const blocks = [];
-  let lines = [];
-  let kind = "";
-  let fence = "";
-  const end = () => {
-    while (lines.length && lines.at(-1).trim() === "") lines.pop();
-    if (lines.length) blocks.push(lines);
-    [lines, kind] = [[], ""];
-  };
-  for (const line of text.split(/\r?\n/)) {
-    if (fence) {
-      lines.push(line);
-      if (line.trim().startsWith(fence) && line.trim().replaceAll(fence[0], "") === "") {
-        fence = "";
-        blocks.push(lines); // with the empty lines in it
-        [lines, kind] = [[], ""];
-      }
-      continue;
+/** The one piece of HTML that models write where Markdown has nothing else: in tables. */
+function lineBreak(state, silent) {
+  const found = state.src[state.pos] === "<" && state.src.slice(state.pos, state.pos + 12).match(LINE_BREAK);
+  if (!found) return false;
+  if (!silent) state.push("hardbreak", "br", 0);
+  state.pos += found[0].length;
+  return true;
+}
+
+/** A single star between letters or digits multiplies. */
+function product(state, silent) {
+  const { src, pos } = state;
+  if (src[pos] !== "*" || !/^[a-z0-9]\*[a-z0-9]$/i.test(src.slice(Math.max(0, pos - 1), pos + 2))) return false;
+  if (!silent) state.pending += "*";
+  state.pos += 1;
+  return true;
+}
+
+// --- what is shown already ------------------------------------------------------------------------------
+
+/** What `render` showed in a node: {text, blocks: [{start, source, unfinished, spent, node}]}. */
+const shown = new WeakMap();
+
+/**
+ * Shows `text` in `parent`. Where it goes on from what is there, only its last block is read again: with text that is
+ * added at the end, all before stays as it is. `unfinished` says that more is to come.
+ */
+export function render(parent, text, unfinished = false) {
+  const now = text.slice(0, MAX_TEXT).replace(/\r\n?/g, "\n");
+  const before = shown.get(parent) ?? { text: "", blocks: [] };
+  const kept = now.startsWith(before.text) ? unchanged(before) : [];
+  const rest = before.blocks.slice(kept.length);
+  const start = rest.length && kept.length ? rest[0].start : 0;
+  let spent = kept.at(-1)?.spent ?? { coloured: 0, formulas: 0 };
+  const blocks = [...kept];
+  for (const [i, block] of split(now, start, unfinished).entries()) {
+    const old = rest[i];
+    const same = old && old.source === block.source && !old.unfinished && !block.unfinished;
+    if (same) block.node = old.node;
+    else {
+      spent = { ...spent };
+      block.node = nodesOf(block.tokens, spent);
     }
-    const now = kindOf(line);
-    const inList = kind === "list" && /^\s/.test(line);
-    if (now === "fence" && !inList) {
-      end();
-      [lines, fence] = [[line], line.match(FENCE)[1]];
-      continue;
-    }
-    // An empty line ends what is not a list; a list goes on behind it with items and what is indented.
-    const emptyBefore = lines.length > 0 && lines.at(-1).trim() === "";
-    const goesOn = kind === "list"
-      ? now === "list" || now === "empty" || inList || (now === "text" && !emptyBefore)
-      : now === kind;
-    if (!goesOn) end();
-    if (now === "empty" && kind !== "list") continue;
-    if (lines.length === 0) kind = now;
-    lines.push(line);
-    if (now === "heading" || (now === "rule" && lines.length === 1)) end();
+    spent = block.spent = same ? old.spent : spent;
+    delete block.tokens;
+    blocks.push(block);
+    const there = parent.children[blocks.length - 1];
+    if (there === block.node) continue;
+    if (there) there.replaceWith(block.node);
+    else parent.append(block.node);
   }
-  if (fence) blocks.push(lines);
-  else end();
+  let count = blocks.length;
+  if (text.length > MAX_TEXT) {
+    const plain = element("p", text.slice(MAX_TEXT));
+    const there = parent.children[count];
+    if (there) there.replaceWith(plain);
+    else parent.append(plain);
+    count += 1;
+  }
+  while (parent.children.length > count) parent.lastElementChild.remove();
+  shown.set(parent, { text: now, blocks });
+}
+
+/**
+ * The blocks that no further text can change: those before the last one that had begun before the last line did. A formula that is
+ * unfinished may turn out to be the end of the paragraph above it.
+ */
+function unchanged({ text, blocks }) {
+  const lastLine = text.lastIndexOf("\n") + 1;
+  const last = blocks.findLastIndex((block) => block.start < lastLine && !block.unfinished);
+  return blocks.slice(0, Math.max(0, last));
+}
+
+/** The blocks of `text` from `start` on, where one begins, with their tokens. */
+function split(text, start, unfinished) {
+  const tokens = markdown.parse(text.slice(start), { unfinished });
+  const blocks = [];
+  let line = 0;
+  let at = start;
+  for (const token of tokens) {
+    if (token.level === 0 && token.nesting >= 0) {
+      for (; line < token.map[0]; line += 1) at = text.indexOf("\n", at) + 1;
+      blocks.push({ start: at, unfinished: false, tokens: [] });
+    }
+    const block = blocks.at(-1);
+    block.tokens.push(token);
+    block.unfinished ||= Boolean(token.meta?.unfinished);
+  }
+  blocks.forEach((block, i) => {
+    block.source = text.slice(block.start, blocks[i + 1]?.start);
+  });
   return blocks;
 }
 
-function kindOf(line) {
-  if (line.trim() === "") return "empty";
-  if (FENCE.test(line)) return "fence";
-  if (HEADING.test(line)) return "heading";
-  if (RULE.test(line)) return "rule";
-  if (ITEM.test(line)) return "list";
-  if (QUOTE.test(line)) return "quote";
-  return "text";
+// --- tokens to nodes ------------------------------------------------------------------------------------
+
+/** The node of one block. */
+function nodesOf(tokens, spent) {
+  const root = document.createDocumentFragment();
+  const open = [root];
+  for (const token of tokens) {
+    if (token.nesting < 0) {
+      if (!token.hidden) open.pop();
+      continue;
+    }
+    const parent = open.at(-1);
+    if (token.type === "inline") {
+      if (parent.localName === "li" && !parent.hasChildNodes()) showTask(parent, token.children);
+      if (parent.localName === "p" && parent.parentNode.localName === "li" && parent.parentNode.firstChild === parent) showTask(parent, token.children);
+      inlineNodes(parent, token.children, spent);
+      continue;
+    }
+    if (token.hidden) {
+      // A plain item's text stands without a paragraph around it, on a line of its own.
+      if (parent.lastChild?.nodeType === Node.TEXT_NODE) parent.append("\n");
+      continue;
+    }
+    const node = blockNode(token, spent);
+    parent.append(node);
+    if (token.nesting > 0) open.push(node.localName === "div" ? node.firstElementChild : node);
+  }
+  return root.firstElementChild;
 }
 
-function block(lines, depth) {
-  const kind = depth > MAX_DEPTH ? "text" : kindOf(lines[0]);
-  if (kind === "fence") return code(lines);
-  if (kind === "rule" && lines.length === 1) return element("hr");
-  if (kind === "list") return list(lines, depth);
-  if (kind === "heading") {
-    const [, marks, title] = lines[0].match(HEADING);
-    return element(`h${Math.min(6, marks.length + 2)}`, inline(title)); // below the page's own
+function blockNode(token, spent) {
+  const { type, tag } = token;
+  if (type === "fence" || type === "code_block") return code(token, spent);
+  if (type === "math") return formula(token, "div", MAX_FORMULAS - spent.formulas++);
+  if (type === "plain") return element("p", token.content);
+  if (type === "heading_open") return element(`h${Math.min(6, Number(tag[1]) + 2)}`); // below the page's own
+  if (type === "table_open") {
+    const box = element("div", element("table"));
+    box.className = "table";
+    box.tabIndex = 0; // it scrolls sideways, and a keyboard must reach that
+    return box;
   }
-  if (kind === "quote") {
-    const quote = element("blockquote");
-    for (const inner of split(lines.map((line) => line.replace(QUOTE, "")).join("\n"))) quote.append(block(inner, depth + 1));
-    return quote;
-  }
-  if (lines.length > 1 && lines[0].includes("|") && TABLE_RULE.test(lines[1])) return table(lines);
-  return element("p", inline(lines.join("\n")));
-}
-
-function code(lines) {
-  const [, fence, language] = lines[0].match(FENCE);
-  const closed = lines.length > 1 && lines.at(-1).trim().startsWith(fence);
-  const text = lines.slice(1, closed ? -1 : undefined).join("\n");
-  const copy = element("button", "Copy");
-  copy.type = "button";
-  copy.dataset.copy = "code";
-  const pre = element("pre", element("code", text));
-  pre.tabIndex = 0; // it scrolls sideways, and a keyboard must reach that
-  const box = element("div", element("div", element("span", language || "text"), copy), pre);
-  box.className = "code";
-  return box;
-}
-
-function list(lines, depth) {
-  const [, margin, mark] = lines[0].match(ITEM);
-  const node = element(/\d/.test(mark) ? "ol" : "ul");
-  if (/\d/.test(mark)) node.start = parseInt(mark, 10);
-  const items = [];
-  for (const line of lines) {
-    const found = line.match(ITEM);
-    if (found && found[1].length <= margin.length + 1) items.push([found[3]]);
-    else items.at(-1).push(line.replace(/^\s{1,4}/, ""));
-  }
-  for (const item of items) {
-    const [first, ...rest] = split(item.join("\n")).map((inner) => block(inner, depth + 1));
-    // A plain item's text stands without a paragraph around it.
-    node.append(element("li", ...(first?.tagName === "P" ? first.childNodes : [first ?? ""]), ...rest));
-  }
+  const node = element(tag);
+  if (type === "ordered_list_open") node.start = Number(token.attrGet("start") ?? 1);
+  const align = token.attrGet("style")?.match(/^text-align:(left|center|right)$/);
+  if (align) node.style.textAlign = align[1];
   return node;
 }
 
-function table(lines) {
-  const cells = (line) => line.trim().replace(/^\||\|$/g, "").split("|").map((cell) => cell.trim());
-  const row = (line, tag) => element("tr", ...cells(line).map((cell) => element(tag, inline(cell))));
-  const head = element("thead", row(lines[0], "th"));
-  const body = element("tbody", ...lines.slice(2).map((line) => row(line, "td")));
-  const box = element("div", element("table", head, body));
-  box.className = "table";
-  box.tabIndex = 0;
-  return box;
+/** A box in place of the `[ ]` or `[x]` that an item begins with. */
+function showTask(parent, children) {
+  const found = children[0]?.type === "text" && children[0].content.match(TASK);
+  if (!found) return;
+  children[0].content = children[0].content.slice(found[0].length);
+  const box = element("input");
+  Object.assign(box, { type: "checkbox", disabled: true, checked: found[1] !== " " });
+  box.ariaLabel = box.checked ? "Done" : "Not done";
+  parent.closest("li").classList.add("task");
+  parent.append(box, " ");
 }
 
-/** Code before all else, then links, bold, italic. Each tries a place once, so that a model in a loop costs no minutes. */
-const INLINE = /(?<!`)(`+)(?!`)([^]*?[^`])\1(?!`)|\[([^[\]\n]+)\]\((https?:\/\/[^\s)]+)\)|(\*\*|__)(?=\S)([^]+?)\5|(?<![\w*])\*(?=[^\s*])([^*\n]+?)\*(?!\w)|(?<!\w)_(?=\S)([^_\n]+?)_(?!\w)/g;
-
-function inline(text) {
-  const out = document.createDocumentFragment();
-  let at = 0;
-  for (const match of text.matchAll(INLINE)) {
-    out.append(text.slice(at, match.index));
-    const [whole, ticks, coded, label, address, , bold, italic, slanted] = match;
-    if (ticks) out.append(element("code", coded));
-    else if (address) out.append(link(label, address));
-    else if (bold) out.append(element("strong", inline(bold)));
-    else out.append(element("em", inline(italic ?? slanted)));
-    at = match.index + whole.length;
+function inlineNodes(parent, tokens, spent) {
+  const open = [parent];
+  for (const token of tokens) {
+    const { type, content } = token;
+    const parent = open.at(-1);
+    if (type === "text") parent.append(content);
+    else if (type === "softbreak") parent.append("\n");
+    else if (type === "code_inline") parent.append(element("code", content));
+    else if (type === "math") parent.append(formula(token, "span", MAX_FORMULAS - spent.formulas++));
+    else if (type === "image") parent.append(link(content || token.attrGet("src"), token.attrGet("src")));
+    else if (token.nesting < 0) open.pop();
+    else {
+      const node = type === "link_open" ? link("", token.attrGet("href")) : element(token.tag);
+      parent.append(node);
+      if (token.nesting > 0) open.push(node);
+    }
   }
-  out.append(text.slice(at));
-  return out;
 }
 
-/** Where it leads is shown, since a model wrote it. */
+/** Where it leads is shown, since a model wrote it. An image is a link as well: nothing is loaded from elsewhere. */
 function link(label, address) {
   const node = element("a", label);
   node.href = address;
@@ -167,6 +222,36 @@ function link(label, address) {
   node.target = "_blank";
   node.rel = "noopener noreferrer";
   return node;
+}
+
+function code({ info, content }, spent) {
+  const language = info.trim().split(/\s/)[0];
+  const text = content.replace(/\n$/, "");
+  const copy = element("button", "Copy");
+  copy.type = "button";
+  copy.dataset.copy = "code";
+  const pre = element("pre", element("code", ...coloured(text, language.toLowerCase(), spent)));
+  pre.tabIndex = 0; // it scrolls sideways, and a keyboard must reach that
+  const box = element("div", element("div", element("span", language || "text"), copy), pre);
+  box.className = "code";
+  return box;
+}
+
+/** Code with the parts that its language's grammar knows as spans; code of another language, or a long one, as it is. */
+function coloured(text, language, spent) {
+  if (!lowlight.registered(language) || text.length > Math.min(MAX_COLOURED, MAX_COLOURED_IN_ALL - spent.coloured)) return [text];
+  spent.coloured += text.length;
+  const nodeOf = ({ value, properties, children }) => {
+    if (value !== undefined) return value;
+    const node = element("span", ...children.map(nodeOf));
+    node.className = properties.className.join(" ");
+    return node;
+  };
+  try {
+    return lowlight.highlight(language, text).children.map(nodeOf);
+  } catch {
+    return [text]; // a grammar that fails, or that nests deeper than the stack
+  }
 }
 
 function element(tag, ...children) {

@@ -15,17 +15,25 @@ const HTML: &str = "text/html; charset=utf-8";
 const STYLE: &str = "text/css; charset=utf-8";
 const SCRIPT: &str = "text/javascript; charset=utf-8";
 const SVG: &str = "image/svg+xml";
+const TEXT: &str = "text/plain; charset=utf-8";
 
 /// Each file's name below `/page/`, its content type, and its content.
-const FILES: [(&str, &str, &str); 8] = [
+const FILES: [(&str, &str, &str); 15] = [
     ("style.css", STYLE, include_str!("style.css")),
     ("icon.svg", SVG, include_str!("icon.svg")),
     ("app.js", SCRIPT, include_str!("app.js")),
     ("api.js", SCRIPT, include_str!("api.js")),
     ("chat.js", SCRIPT, include_str!("chat.js")),
+    ("conversations.js", SCRIPT, include_str!("conversations.js")),
+    ("list.js", SCRIPT, include_str!("list.js")),
     ("markdown.js", SCRIPT, include_str!("markdown.js")),
+    ("math.js", SCRIPT, include_str!("math.js")),
+    ("notice.js", SCRIPT, include_str!("notice.js")),
     ("status.js", SCRIPT, include_str!("status.js")),
     ("store.js", SCRIPT, include_str!("store.js")),
+    ("libraries.js", SCRIPT, include_str!("libraries/libraries.js")),
+    ("libraries.css", STYLE, include_str!("libraries/libraries.css")),
+    ("licences.txt", TEXT, include_str!("libraries/licences.txt")),
 ];
 
 /// Trusted types, where a browser supports them, make every way from text to markup an error.

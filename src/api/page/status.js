@@ -16,25 +16,26 @@ const $ = (selector) => document.querySelector(selector);
 
 const STATES = {
   ok: "Ready",
-  unloaded: "Unloaded",
-  loading: "Loading",
+  unloaded: "Model unloaded",
+  loading: "Loading the model",
   recovering: "Recovering",
-  draining: "Stopping",
-  lost: "Device lost",
+  draining: "Shutting down",
+  lost: "GPU lost",
   failed: "Failed",
   away: "Unreachable",
-  locked: "Key needed",
-  unknown: "No status",
+  locked: "API key needed",
+  unknown: "Status unknown",
 };
 const TROUBLES = {
-  loading: "The model is loading. Questions are answered as soon as it is there.",
-  recovering: "The device was lost, or its NPU failed. The model is loaded again, and answers go on then.",
-  draining: "The server is shutting down: it finishes what it has begun, and takes nothing new.",
-  lost: "The server lost its device and answers nothing until it is started again.",
-  failed: "The server met a bug and answers nothing until it is started again.",
-  away: "Nobody answers at this address. This page asks again every few seconds.",
-  locked: "The server tells its status to those with an API key.",
-  unknown: "The server does not tell its status.",
+  unloaded: "The model was unloaded because nobody used it for a while. The next question loads it again.",
+  loading: "The model is loading. Questions are answered as soon as it is ready.",
+  recovering: "The GPU or the NPU failed. The server is loading the model again; answers in progress then continue.",
+  draining: "The server is shutting down. It finishes the answers in progress and accepts no new questions.",
+  lost: "The server has lost its GPU. It answers no questions until it is restarted.",
+  failed: "The server has stopped because of a bug. It answers no questions until it is restarted.",
+  away: "The server does not respond. This page tries again every few seconds.",
+  locked: "The server shows its status only with an API key.",
+  unknown: "The server does not report its status.",
 };
 
 let timer;
@@ -89,15 +90,15 @@ function showState({ state: now, message }) {
 function showFigures({ tokens = {}, requests = {}, kv = {}, memory = {}, kernels = [], model = {}, device = {}, ...server }) {
   showSpeed(tokens.generated);
   rows($("#requests"), [
-    ["Being answered", requests.running],
-    ["Waiting", requests.waiting],
+    ["Requests running", requests.running],
+    ["Requests waiting", requests.waiting],
   ]);
 
-  const pools = [["Full layers", kv.full], ["Sliding layers", kv.sliding]];
+  const pools = [["Full attention", kv.full], ["Sliding window", kv.sliding]];
   bars($("#pools"), pools.flatMap(([name, { held, cached, free } = {}]) => {
     const all = held + cached + free;
     if (!all) return [];
-    const below = `${count(held)} in use, ${count(cached)} kept for reuse, of ${count(all)} blocks`;
+    const below = `${count(held)} of ${count(all)} blocks in use, ${count(cached)} cached`;
     return { name, said: `${percent(held, all)} in use`, parts: [held / all, cached / all], below };
   }));
 
@@ -113,13 +114,13 @@ function showFigures({ tokens = {}, requests = {}, kv = {}, memory = {}, kernels
     const said = size ? `${bytes(all)} of ${bytes(size)}` : bytes(all);
     return { name, said, parts: parts.map((part) => part.bytes / (size || largest)), below: below.join(", ") };
   }));
-  const held = [["VRAM held", memory.vram_bytes], ["GTT held", memory.gtt_bytes], ["Process", memory.resident_bytes]];
+  const held = [["VRAM in use", memory.vram_bytes], ["GTT in use", memory.gtt_bytes], ["Host memory in use", memory.resident_bytes]];
   rows($("#held"), held.filter(([, n]) => n).map(([name, n]) => [name, bytes(n)]));
 
   const guesses = (what) => Object.values(server.guesses ?? {}).reduce((sum, guesser) => sum + guesser[what], 0);
   bars($("#saved"), [
-    ["Prompts from the prefix cache", tokens.cached, tokens.prompt],
-    ["Guessed tokens that were right", guesses("accepted"), guesses("proposed")],
+    ["Prompt tokens found in the cache", tokens.cached, tokens.prompt],
+    ["Draft tokens accepted", guesses("accepted"), guesses("proposed")],
   ].filter(([, , all]) => all).map(([name, part, all]) => (
     { name, said: percent(part, all), parts: [part / all], below: `${count(part)} of ${count(all)} tokens` }
   )));
@@ -134,7 +135,7 @@ function showFigures({ tokens = {}, requests = {}, kv = {}, memory = {}, kernels
     ["Weights", model.weights],
     ["Device", device.name],
     ["Driver", device.driver],
-    ["Up for", server.uptime_s !== undefined && time(server.uptime_s)],
+    ["Running for", server.uptime_s !== undefined && time(server.uptime_s)],
     ["Version", server.version],
     ["Last error", server.last_error?.message],
   ]);

@@ -1,6 +1,7 @@
 // What a tab remembers. Storage may be switched off or full: then nothing is remembered, and nothing breaks.
 //
-// "session" is of this tab alone and ends with it (conversation, API key); "local" outlives it (parameters).
+// "session" is of this tab alone and ends with it (API key); "local" outlives it (settings). Conversations lie elsewhere:
+// conversations.js.
 
 const area = (kind) => (kind === "local" ? window.localStorage : window.sessionStorage);
 
