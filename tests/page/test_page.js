@@ -212,6 +212,13 @@ const tests = {
     await ask(page, "What is the capital of Italy?");
     check((await answered(page)).includes("Rome"), "the edited question's answer");
     same(await page.locator(".turn").count(), 2, "turns");
+    const edited = page.url();
+    await page.click("#notice >> text=Keep a copy");
+    await until(async () => (await page.locator(".turn").count()) === 4, "the conversation as it was");
+    check((await page.locator(".answer").first().innerText()).includes("Paris"), "with its first answer");
+    await listed(page, ["What is the capital of France? (copy)", "What is the capital of France?"]);
+    await page.goto(edited);
+    await until(async () => (await page.locator(".turn").count()) === 2, "the edited one");
     // A page that is loaded again has its conversation, and a new chat has none.
     await page.reload();
     same(await page.locator(".turn").count(), 2, "turns after a reload");

@@ -338,8 +338,18 @@ function edit(index) {
   if (index !== undefined) input.focus();
 }
 
-/** Takes a turn and all that follow it from the conversation that is shown. */
+/** Takes a turn and all that follow it from the conversation that is shown; a copy with them is offered. */
 function forgetFrom(index) {
+  const turns = structuredClone(shown.turns);
+  const answers = turns.slice(index).filter(({ role, text }) => role === "assistant" && text).length;
+  if (answers) {
+    const { title } = shown;
+    say(answers === 1 ? "The earlier answer is being replaced." : `${answers} earlier answers are being replaced.`, "Keep a copy", async () => {
+      const copy = { ...fresh(turns), title: `${title} (copy)` };
+      await keep(copy);
+      if (copy.version > 0) await open(copy.id);
+    });
+  }
   shown.turns.length = index;
   cut(index);
 }
