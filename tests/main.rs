@@ -57,6 +57,7 @@ mod recorded_refusals;
 mod recovery;
 mod responses;
 mod routes;
+mod schemas;
 mod self_test;
 mod server_errors;
 mod structured_output;

@@ -602,7 +602,7 @@ async fn what_is_wrong_with_tools_is_said_by_field() {
                 json!({"name": "f", "parameters": {"type": "object", "properties": {"a": {"$ref": "#/$defs/x"}}}}),
             ),
             "tools[1].function.parameters",
-            "Reference",
+            "\"$ref\" of properties.a: \"#/$defs/x\" is not found",
         ),
         (json!({"tool_choice": "maybe"}), "tool_choice", "maybe"),
         (json!({"tool_choice": 1}), "tool_choice", "an object"),

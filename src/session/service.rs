@@ -173,15 +173,13 @@ impl Service {
         let Some((grammar, from_the_start)) = request.tools.grammar(request.grammar.as_ref())? else {
             return Ok(None);
         };
-        let refuse = |param: &str, error| match error {
-            TextError::Grammar(problem) => SessionError::invalid(param, problem),
+        let compiled = self.grammars.compile(&grammar.source).map_err(|error| match error {
+            TextError::Grammar(problem) => SessionError::invalid(&grammar.param, problem),
+            TextError::Schema { part, problem } => match request.tools.tool_of_part(part) {
+                Some(tool) => SessionError::invalid(&tool.param, format!("tool {:?}: {problem}", tool.name)),
+                None => SessionError::invalid(&grammar.param, problem),
+            },
             other => SessionError::text(other),
-        };
-        let compiled = self.grammars.compile(&grammar.source).map_err(|error| {
-            match self.grammars.blame(&grammar.source, request.tools.sources()) {
-                Some((param, error)) => refuse(param, error),
-                None => refuse(&grammar.param, error),
-            }
         })?;
         Ok(Some(if from_the_start { compiled.start() } else { compiled.start_if_opened() }))
     }

@@ -5,11 +5,11 @@
 //! a call to the parameters' schema. Where a call is required, the grammar holds from the first token. Otherwise it
 //! holds if the first token opens an object or an array; every other answer is free text.
 
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 use super::error::SessionError;
 use super::grammar::ResponseGrammar;
-use crate::text::{GrammarSource, Message};
+use crate::text::{GrammarSource, Message, SchemaPart};
 
 /// The largest number of tools in one request, as OpenAI has it, and of calls in one answer.
 pub const MAX_TOOLS: usize = 128;
@@ -94,20 +94,16 @@ impl Tools {
         if self.offered().is_empty() {
             return Ok(response.map(|response| (response.clone(), true)));
         }
-        let mut strict = self.callable().any(|(_, tool)| tool.strict);
-        let mut definitions = Map::new();
+        let mut parts = Vec::new();
         let mut options = Vec::new();
-        for (place, tool) in self.callable() {
-            let at = format!("t{place}");
+        for (_, tool) in self.callable() {
             options.push(json!({
                 "type": "object",
-                "properties": {"name": {"const": tool.name}, "parameters": {"$ref": format!("#/$defs/{at}")}},
+                "properties": {"name": {"const": tool.name}, "parameters": part_reference(&parts)},
                 "required": ["name", "parameters"],
                 "additionalProperties": false,
             }));
-            let mut parameters = closed(&tool.parameters);
-            move_references(&mut parameters, &at);
-            definitions.insert(at, parameters);
+            parts.push(SchemaPart { schema: closed(&tool.parameters), strict: tool.strict });
         }
         if self.parallel {
             let several =
@@ -117,31 +113,28 @@ impl Tools {
         let mut param = "tools".to_owned();
         let mut from_the_start = self.choice != ToolChoice::Auto;
         if let (ToolChoice::Auto, Some(response)) = (&self.choice, response) {
-            let GrammarSource::JsonSchema { schema, strict: both } = &response.source else {
+            let GrammarSource::JsonSchema { schema, strict } = &response.source else {
                 let problem = "beside tools, only a JSON schema can be had; set tool_choice to \"none\"";
                 return Err(SessionError::invalid(&response.param, problem));
             };
-            let mut schema = schema.clone();
-            move_references(&mut schema, "answer");
-            definitions.insert("answer".into(), schema);
-            options.push(json!({"$ref": "#/$defs/answer"}));
-            strict |= both;
+            options.push(part_reference(&parts));
+            parts.push(SchemaPart { schema: schema.clone(), strict: *strict });
             param.clone_from(&response.param);
             from_the_start = true;
         }
-        let schema = json!({"anyOf": options, "$defs": definitions});
-        let source = GrammarSource::JsonSchema { schema, strict };
+        let source = GrammarSource::JsonParts { form: json!({"anyOf": options}), parts };
         Ok(Some((ResponseGrammar { source, param }, from_the_start)))
     }
 
-    /// For each tool that may be called, the grammar of its parameters alone, and the field that has their schema.
-    pub fn sources(&self) -> impl Iterator<Item = (&str, GrammarSource)> {
-        let strict = self.callable().any(|(_, tool)| tool.strict);
-        self.callable().map(move |(_, tool)| {
-            let source = GrammarSource::JsonSchema { schema: closed(&tool.parameters), strict };
-            (tool.param.as_str(), source)
-        })
+    /// The tool whose parameters are this part of the grammar; none where it is the answer's schema.
+    pub fn tool_of_part(&self, part: usize) -> Option<&Tool> {
+        self.callable().nth(part).map(|(_, tool)| tool)
     }
+}
+
+/// A schema that refers to the next part of the grammar.
+fn part_reference(parts: &[SchemaPart]) -> Value {
+    json!({"$ref": format!("#/$defs/{}", parts.len())})
 }
 
 /// Forbids additional properties in a schema that names properties and says nothing of others: a function that gets an
@@ -156,28 +149,4 @@ fn closed(parameters: &Value) -> Value {
         }
     }
     parameters
-}
-
-/// Rewrites the references of a schema for its new place `#/$defs/{at}` in another schema.
-fn move_references(schema: &mut Value, at: &str) {
-    match schema {
-        Value::Object(map) => {
-            for (name, value) in map {
-                match (name.as_str(), value) {
-                    // These maps have names of the user's for keys, so no key in them is a keyword.
-                    ("properties" | "patternProperties" | "$defs" | "definitions", Value::Object(named)) => {
-                        named.values_mut().for_each(|schema| move_references(schema, at));
-                    }
-                    ("const" | "enum" | "default" | "examples", _) => {}
-                    ("$ref", Value::String(reference)) if reference.starts_with('#') => {
-                        let rest = reference.trim_start_matches('#').trim_end_matches('/');
-                        *reference = format!("#/$defs/{at}{rest}");
-                    }
-                    (_, value) => move_references(value, at),
-                }
-            }
-        }
-        Value::Array(items) => items.iter_mut().for_each(|item| move_references(item, at)),
-        _ => {}
-    }
 }

@@ -51,6 +51,10 @@ pub enum TextError {
     #[error("{0}")]
     Grammar(String),
 
+    /// One of several schemas of a grammar cannot be compiled; `part` is its index.
+    #[error("{problem}")]
+    Schema { part: usize, problem: String },
+
     /// The stop strings cannot be used.
     #[error("stop: {0}")]
     Stop(String),

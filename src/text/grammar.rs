@@ -9,7 +9,6 @@
 //! Compiling recurses along a schema's references, so it runs on a thread whose stack suffices for as many references
 //! as a grammar can hold. White space between tokens of JSON is bounded too: a model that pads would go on for ever.
 
-use std::collections::HashSet;
 use std::fmt::Display;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, sync_channel};
@@ -20,11 +19,13 @@ use std::time::{Duration, Instant};
 use llguidance::api::TopLevelGrammar;
 use llguidance::earley::SlicedBiasComputer;
 use llguidance::toktrie::{InferenceCapabilities, TokEnv, TokRxInfo, TokTrie, TokenId, TokenizerEnv};
-use llguidance::{CancellationHandle, JsonCompileOptions, Matcher, ParserFactory};
+use llguidance::{CancellationHandle, JsonCompileOptions, Matcher, ParserFactory, TokenParser};
 use serde_json::{Value, json};
 
 use super::error::TextError;
 use super::gbnf;
+use super::refusal::Refusal;
+use super::schema::{self, Problem, SchemaPart};
 use super::tokenizer::Tokenizer;
 
 /// Longest source of a grammar, in bytes.
@@ -41,8 +42,6 @@ const COMPILE_TIMEOUT: Duration = Duration::from_secs(10);
 /// busy machines.
 const TIME: Duration = Duration::from_secs(2);
 const TIME_PER_TOKEN: Duration = Duration::from_millis(20);
-/// Time limit for finding out which of several schemas cannot be compiled, for all of them together.
-const BLAME: Duration = Duration::from_secs(1);
 /// How often the clock thread looks for constraints whose time is over.
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
 /// Most grammars that are compiled at once. A compilation that has timed out counts until it ends.
@@ -55,8 +54,6 @@ const MAX_LEXER_STATES: usize = 50_000;
 /// property of an object is four items. An ambiguous grammar has one for each way to read the text, and the work for a
 /// mask grows with the square of their number.
 const MAX_ITEMS: usize = 2000;
-/// Most optional properties of one object. With more, [`MAX_ITEMS`] would end the answer behind the first of them.
-const MAX_OPTIONAL: usize = 480;
 /// Longest token that a grammar may use, because the trie's nodes count their depth in 10 bits.
 const MAX_TOKEN_BYTES: usize = 512;
 /// Most bytes of all tokens together, because the trie counts its nodes in 22 bits.
@@ -70,6 +67,9 @@ pub enum GrammarSource {
     /// JSON. With `strict`, every keyword of the schema is enforced, and one that cannot be enforced is an error.
     /// Otherwise such keywords are left to the model.
     JsonSchema { schema: Value, strict: bool },
+    /// JSON of the schema `form`, which refers to the schemas of a client in `parts`: "#/$defs/0" is the first. An error
+    /// that is one part's alone is a [`TextError::Schema`].
+    JsonParts { form: Value, parts: Vec<SchemaPart> },
     /// A regular expression that matches the whole answer, in the syntax of the `regex` crate, without look-around.
     Regex(String),
     /// A grammar in llguidance's dialect of Lark; the rule `start` is the answer.
@@ -91,6 +91,10 @@ impl GrammarSource {
         match self {
             Self::JsonSchema { schema, strict: true } => format!("strict {schema}"),
             Self::JsonSchema { schema, strict: false } => format!("json {schema}"),
+            Self::JsonParts { form, parts } => {
+                let parts = parts.iter().map(|SchemaPart { schema, strict }| format!(" {strict} {schema}"));
+                format!("parts {form}{}", parts.collect::<String>())
+            }
             Self::Regex(regex) => format!("regex {regex}"),
             Self::Lark(grammar) => format!("lark {grammar}"),
             Self::Gbnf(grammar) => format!("gbnf {grammar}"),
@@ -98,103 +102,76 @@ impl GrammarSource {
         }
     }
 
-    fn grammar(&self) -> Result<TopLevelGrammar, TextError> {
+    /// What the compiling thread gets, or the error that the text alone shows.
+    fn read(&self) -> Result<Read, TextError> {
         let refuse = |problem: String| Err(TextError::Grammar(problem));
-        match self {
+        let grammar = match self {
             Self::JsonSchema { schema, strict } => {
-                if let Some(n) = most_optional(schema).filter(|n| *n > MAX_OPTIONAL) {
-                    let problem = "properties of one object are optional";
+                let parts = vec![SchemaPart { schema: schema.clone(), strict: *strict }];
+                return Ok(Read::Schemas { form: json!({"$ref": "#/$defs/0"}), parts });
+            }
+            Self::JsonParts { form, parts } => {
+                return Ok(Read::Schemas { form: form.clone(), parts: parts.clone() });
+            }
+            Self::Regex(regex) => TopLevelGrammar::from_regex(regex),
+            Self::Lark(grammar) if grammar.contains("::=") => {
+                return refuse(
+                    "expected Lark, where a rule is written \"start: ...\", and not with \"::=\"".into(),
+                );
+            }
+            Self::Lark(grammar) => TopLevelGrammar::from_lark(grammar.clone()),
+            Self::Gbnf(grammar) => match gbnf::to_lark(grammar).map_err(TextError::Grammar)? {
+                lark if lark.len() > MAX_GRAMMAR_BYTES => {
+                    let bytes = lark.len();
                     return refuse(format!(
-                        "{n} {problem}, at most {MAX_OPTIONAL} are supported; require some of them"
+                        "{bytes} bytes long as Lark, at most {MAX_GRAMMAR_BYTES} are accepted"
                     ));
                 }
-                let mut schema = match schema {
-                    Value::Bool(true) => json!({}),
-                    Value::Object(_) => schema.clone(),
-                    Value::Bool(false) => return refuse("the schema is false: no JSON matches it".into()),
-                    _ => return refuse("a schema is an object".into()),
-                };
-                if *strict && let Some(problem) = unenforced_bound(&schema) {
-                    return refuse(problem);
-                }
-                let options = JsonCompileOptions {
-                    whitespace_pattern: Some(WHITESPACE.into()),
-                    lenient: !strict,
-                    ..JsonCompileOptions::default()
-                };
-                options.apply_to(&mut schema);
-                Ok(TopLevelGrammar::from_json_schema(schema))
-            }
-            Self::Regex(regex) => Ok(TopLevelGrammar::from_regex(regex)),
-            Self::Lark(grammar) if grammar.contains("::=") => {
-                refuse("expected Lark, where a rule is written \"start: ...\", and not with \"::=\"".into())
-            }
-            Self::Lark(grammar) => Ok(TopLevelGrammar::from_lark(grammar.clone())),
-            Self::Gbnf(grammar) => match gbnf::to_lark(grammar).map_err(TextError::Grammar)? {
-                lark if lark.len() > MAX_GRAMMAR_BYTES => refuse(format!(
-                    "{} bytes long as Lark, at most {MAX_GRAMMAR_BYTES} are accepted",
-                    lark.len()
-                )),
-                lark => Ok(TopLevelGrammar::from_lark(lark)),
+                lark => TopLevelGrammar::from_lark(lark),
             },
-            Self::Choice(choices) if choices.is_empty() => refuse("there is nothing to choose from".into()),
+            Self::Choice(choices) if choices.is_empty() => {
+                return refuse("there is nothing to choose from".into());
+            }
             Self::Choice(choices) if choices.len() > MAX_CHOICES => {
-                refuse(format!("{} choices, at most {MAX_CHOICES} are accepted", choices.len()))
+                return refuse(format!("{} choices, at most {MAX_CHOICES} are accepted", choices.len()));
             }
             Self::Choice(choices) => {
                 // Lark writes strings as JSON does.
                 let choices: Vec<String> = choices.iter().map(|choice| json!(choice).to_string()).collect();
-                Ok(TopLevelGrammar::from_lark(format!("start: {}", choices.join(" | "))))
+                TopLevelGrammar::from_lark(format!("start: {}", choices.join(" | ")))
+            }
+        };
+        Ok(Read::Grammar(grammar))
+    }
+}
+
+/// A source on its way to a parser.
+enum Read {
+    Grammar(TopLevelGrammar),
+    Schemas { form: Value, parts: Vec<SchemaPart> },
+}
+
+impl Read {
+    fn parser(self, factory: &ParserFactory) -> Result<TokenParser, TextError> {
+        let run = |grammar| factory.create_parser(grammar).map_err(|error| Refusal::new(&error.to_string()));
+        match self {
+            Self::Grammar(grammar) => run(grammar).map_err(|refusal| TextError::Grammar(refusal.text)),
+            Self::Schemas { form, parts } => {
+                let compiled = schema::compile(&form, &parts, |schema| run(json_grammar(schema)));
+                compiled.map_err(|Problem { part, text }| match part {
+                    Some(part) => TextError::Schema { part, problem: text },
+                    None => TextError::Grammar(text),
+                })
             }
         }
     }
 }
 
-/// The largest number of optional properties of any object that a schema describes.
-fn most_optional(schema: &Value) -> Option<usize> {
-    let largest = |schemas: &mut dyn Iterator<Item = &Value>| schemas.filter_map(most_optional).max();
-    match schema {
-        Value::Object(map) => {
-            let required = map.get("required").and_then(Value::as_array).into_iter().flatten();
-            let required: HashSet<&str> = required.filter_map(Value::as_str).collect();
-            let properties = map.get("properties").and_then(Value::as_object);
-            let own =
-                properties.map(|all| all.keys().filter(|name| !required.contains(name.as_str())).count());
-            let inner = map.iter().filter_map(|(keyword, value)| match (keyword.as_str(), value) {
-                // These keywords hold data, which is no schema even where it looks like one.
-                ("const" | "enum" | "default" | "examples", _) => None,
-                // These keywords hold schemas under names that the schema's author chose.
-                ("properties" | "patternProperties" | "$defs" | "definitions", Value::Object(named)) => {
-                    largest(&mut named.values())
-                }
-                (_, value) => most_optional(value),
-            });
-            inner.max().max(own)
-        }
-        Value::Array(items) => largest(&mut items.iter()),
-        _ => None,
-    }
-}
-
-/// The first place in a schema where llguidance 1.9 accepts a number that an exclusive bound excludes. That happens
-/// with a whole number as the exclusive bound, if the bound on the other side has the same integer part.
-fn unenforced_bound(schema: &Value) -> Option<String> {
-    let bound = |name: &str| schema.get(name).and_then(Value::as_f64);
-    for (excluded, others) in [
-        ("exclusiveMinimum", ["maximum", "exclusiveMaximum"]),
-        ("exclusiveMaximum", ["minimum", "exclusiveMinimum"]),
-    ] {
-        let Some(whole) = bound(excluded).filter(|bound| bound.fract() == 0.0) else { continue };
-        let near = |name: &&str| bound(name).is_some_and(|other| other.trunc() == whole);
-        if let Some(other) = others.into_iter().find(near) {
-            return Some(format!("{excluded} {whole} cannot be enforced beside a {other} within 1 of it"));
-        }
-    }
-    match schema {
-        Value::Object(map) => map.values().find_map(unenforced_bound),
-        Value::Array(items) => items.iter().find_map(unenforced_bound),
-        _ => None,
-    }
+/// A grammar of JSON in which every keyword of the schema is enforced.
+fn json_grammar(mut schema: Value) -> TopLevelGrammar {
+    let whitespace_pattern = Some(WHITESPACE.into());
+    JsonCompileOptions { whitespace_pattern, ..JsonCompileOptions::default() }.apply_to(&mut schema);
+    TopLevelGrammar::from_json_schema(schema)
 }
 
 /// Compiles grammars for one model, and caches the last few.
@@ -311,37 +288,14 @@ impl Grammars {
         if let Some(grammar) = self.cached(&key) {
             return Ok(grammar);
         }
-        let grammar = self.compiled_within(source.grammar()?, COMPILE_TIMEOUT)?;
+        let grammar = self.compiled_now(source.read()?).map_err(|error| match (source, error) {
+            (GrammarSource::JsonSchema { .. }, TextError::Schema { problem, .. }) => {
+                TextError::Grammar(problem)
+            }
+            (_, error) => error,
+        })?;
         self.keep(key, grammar.clone());
         Ok(grammar)
-    }
-
-    /// Finds the first of `parts` that cannot be compiled, and says why. `whole` is the grammar that has all parts and
-    /// failed. Returns `None` where no single part is at fault, or where [`BLAME`] is over first. Errors that the texts
-    /// alone show are found without compiling; where such an error is in `whole`, nothing is compiled. No part enters
-    /// the cache, since nobody asks for it again.
-    pub fn blame<T>(
-        &self,
-        whole: &GrammarSource,
-        parts: impl IntoIterator<Item = (T, GrammarSource)>,
-    ) -> Option<(T, TextError)> {
-        let mut sound = Vec::new();
-        for (part, source) in parts {
-            match read(&source) {
-                Ok(top) => sound.push((part, top)),
-                Err(error) => return Some((part, error)),
-            }
-        }
-        read(whole).ok()?;
-        let since = Instant::now();
-        for (part, top) in sound {
-            let left = BLAME.checked_sub(since.elapsed())?;
-            if let Err(error) = self.compiled_within(top, left) {
-                // A part that ran out of time may be sound.
-                return (since.elapsed() < BLAME).then_some((part, error));
-            }
-        }
-        None
     }
 
     /// Number of compilations since the start, failed ones included.
@@ -349,8 +303,8 @@ impl Grammars {
         self.compiled.load(Ordering::Relaxed)
     }
 
-    fn compiled_within(&self, top: TopLevelGrammar, patience: Duration) -> Result<Grammar, TextError> {
-        let matcher = self.matcher(self.factory()?, top, patience)?;
+    fn compiled_now(&self, read: Read) -> Result<Grammar, TextError> {
+        let matcher = self.matcher(self.factory()?, read)?;
         let grammar = Grammar { vocabulary: Arc::clone(&self.vocabulary), matcher: Arc::new(matcher) };
         // A grammar that allows no first id is an error, and the first mask names the reason.
         grammar.start().mask(true)?;
@@ -371,17 +325,12 @@ impl Grammars {
         cache.insert(0, (key, grammar));
     }
 
-    fn matcher(
-        &self,
-        factory: Arc<ParserFactory>,
-        grammar: TopLevelGrammar,
-        patience: Duration,
-    ) -> Result<Matcher, TextError> {
-        let turn = Turn::take(&self.compiling, patience)?;
+    fn matcher(&self, factory: Arc<ParserFactory>, read: Read) -> Result<Matcher, TextError> {
+        let turn = Turn::take(&self.compiling)?;
         self.compiled.fetch_add(1, Ordering::Relaxed);
         let (sender, receiver) = sync_channel(1);
         let work = move || {
-            let parser = factory.create_parser(grammar).map_err(|error| problem(&error.to_string()));
+            let parser = read.parser(&factory);
             drop(turn);
             // The receiver may have given up.
             let _ = sender.send(parser.map(|parser| Matcher::new(Ok(parser)).into_cancellable()));
@@ -389,10 +338,10 @@ impl Grammars {
         let thread = thread::Builder::new().name("grammar".into()).stack_size(COMPILE_STACK_BYTES);
         let refuse = |problem: String| TextError::Grammar(problem);
         thread.spawn(work).map_err(|error| refuse(format!("no thread to compile it: {error}")))?;
-        match receiver.recv_timeout(patience) {
+        match receiver.recv_timeout(COMPILE_TIMEOUT) {
             Ok(matcher) => matcher,
             Err(RecvTimeoutError::Timeout) => {
-                let seconds = patience.as_secs_f64();
+                let seconds = COMPILE_TIMEOUT.as_secs_f64();
                 Err(refuse(format!("it takes more than {seconds} s to compile; make it simpler")))
             }
             Err(RecvTimeoutError::Disconnected) => Err(refuse("it cannot be compiled".into())),
@@ -400,20 +349,22 @@ impl Grammars {
     }
 }
 
-/// The grammar of a source, or the error that its text alone shows.
-fn read(source: &GrammarSource) -> Result<TopLevelGrammar, TextError> {
-    bounded_key(source)?;
-    source.grammar()
-}
-
 /// The source's key in the cache. The key is as long as the source, so this check bounds both.
 fn bounded_key(source: &GrammarSource) -> Result<String, TextError> {
+    let problem = |bytes: usize| format!("{bytes} bytes long, at most {MAX_GRAMMAR_BYTES} are accepted");
     let key = source.key();
-    if key.len() > MAX_GRAMMAR_BYTES {
-        let problem = format!("{} bytes long, at most {MAX_GRAMMAR_BYTES} are accepted", key.len());
-        return Err(TextError::Grammar(problem));
+    if key.len() <= MAX_GRAMMAR_BYTES {
+        return Ok(key);
     }
-    Ok(key)
+    if let GrammarSource::JsonParts { parts, .. } = source {
+        for (part, SchemaPart { schema, .. }) in parts.iter().enumerate() {
+            let bytes = schema.to_string().len();
+            if bytes > MAX_GRAMMAR_BYTES {
+                return Err(TextError::Schema { part, problem: problem(bytes) });
+            }
+        }
+    }
+    Err(TextError::Grammar(problem(key.len())))
 }
 
 /// Counts the threads that compile a grammar now.
@@ -427,11 +378,11 @@ struct Compiling {
 struct Turn(Arc<Compiling>);
 
 impl Turn {
-    fn take(compiling: &Arc<Compiling>, patience: Duration) -> Result<Self, TextError> {
+    fn take(compiling: &Arc<Compiling>) -> Result<Self, TextError> {
         let threads = compiling.threads.lock().expect("nothing panics under this lock");
         let (mut threads, waited) = compiling
             .ended
-            .wait_timeout_while(threads, patience, |threads| *threads >= MAX_COMPILING)
+            .wait_timeout_while(threads, COMPILE_TIMEOUT, |threads| *threads >= MAX_COMPILING)
             .expect("nothing panics under this lock");
         if waited.timed_out() {
             return Err(TextError::Grammar("others take too long to compile; try again".into()));
@@ -539,7 +490,7 @@ impl Constraint {
         if left.is_none() || self.clock.handle.is_cancelled() {
             return Err(TextError::Grammar("it takes too long to follow; make it simpler".into()));
         }
-        done.map_err(|error| problem(&error.to_string()))
+        done.map_err(|error| TextError::Grammar(Refusal::new(&error.to_string()).text))
     }
 
     /// Takes the next id of the answer. The last mask must have allowed it.
@@ -675,31 +626,6 @@ fn words(rows: usize, ids: impl Iterator<Item = u32>) -> Vec<u32> {
 
 fn is_set(words: &[u32], id: u32) -> bool {
     words[id as usize / 32] >> (id % 32) & 1 == 1
-}
-
-/// Rewrites an error of llguidance for the person who wrote the grammar: one line, without the parser's state.
-fn problem(message: &str) -> TextError {
-    const MAX_CHARS: usize = 160;
-    // llguidance catches its own panics and reports them with this prefix.
-    if message.starts_with("panic:") {
-        return TextError::Grammar("it cannot be compiled: llguidance met a bug in itself".into());
-    }
-    let line = message.lines().next().unwrap_or_default().trim();
-    let said = if let Some(keywords) = line.strip_prefix("Unimplemented keys: ") {
-        format!("keywords that are not supported: {keywords}")
-    } else if line.starts_with("oneOf constraints") {
-        "oneOf is supported where types or constants tell its options apart; use anyOf".to_owned()
-    } else if line.starts_with("Only absolute $ref") {
-        let reference = line.rsplit("; ref ").next().unwrap_or_default();
-        format!("$ref is supported within the schema alone (\"#/...\"), not {reference}")
-    } else if line.contains("regex parse error") {
-        // The error of the regex crate has several lines, and this one gives the reason.
-        let why = message.lines().find_map(|line| line.trim().strip_prefix("error: "));
-        format!("a regular expression cannot be read: {}", why.unwrap_or("it is none"))
-    } else {
-        line.to_owned()
-    };
-    TextError::Grammar(said.chars().take(MAX_CHARS).collect())
 }
 
 #[cfg(test)]
