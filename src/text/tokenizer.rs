@@ -85,7 +85,7 @@ impl Tokenizer {
         check_post_processor(&header.post_processor).map_err(&fail)?;
 
         let read = || tokenizers::Tokenizer::from_bytes(tokenizer_json).map_err(|e| e.to_string());
-        let mut encoder = without_panics(read).map_err(&fail)?;
+        let mut encoder = without_panics(read).map_err(|problem| fail(unread(problem)))?;
         encoder.with_truncation(None).map_err(|e| fail(e.to_string()))?;
         encoder.with_padding(None);
         header.check_against(&encoder).map_err(&fail)?;
@@ -371,6 +371,16 @@ fn byte_token(token: &str) -> Option<u8> {
 }
 
 /// A message on one line of bounded length.
+/// What the tokenizers library says of a file that it cannot read. Its words for a form that it does not know name its own
+/// types.
+fn unread(problem: String) -> String {
+    if !problem.contains("untagged enum") {
+        return problem;
+    }
+    "a part of it has a form that this server cannot read; take the tokenizer.json that came with the weights"
+        .to_owned()
+}
+
 fn one_line(message: &str) -> String {
     let line = message.split_whitespace().collect::<Vec<_>>().join(" ");
     line.chars().take(MAX_PROBLEM_CHARS).collect()
