@@ -17,6 +17,7 @@ Prints a line for each fact, and for each way to install how long it took until 
 
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -33,7 +34,7 @@ from edge_server import free_port
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".cache/packages"
 DEBIAN = "trixie"
-RUST_IMAGE, DEBIAN_IMAGE = "docker.io/library/rust:1-trixie", "docker.io/library/debian:trixie-slim"
+RUST_IMAGE, DEBIAN_IMAGE = re.findall(r"(?m)^FROM (\S+)", (ROOT / "Containerfile").read_text())
 NAME = "unicorn-execution-engine"
 QUIET_APT = "DEBIAN_FRONTEND=noninteractive apt-get -q -o Dpkg::Use-Pty=0 install -y --no-install-recommends"
 # As the unit has it.
@@ -218,18 +219,26 @@ class Images:
 
 
 def composed(machine):
-    """compose.yaml as docker-compose reads it. Both services must say what they need."""
-    for file in ["compose.yaml", "Containerfile"]:
+    """compose.yaml as docker-compose reads it, on a host without a GPU and with one. The files must say what they need."""
+    for file in ["compose.yaml", "compose.gpu.yaml", "Containerfile"]:
         shutil.copy(ROOT / file, machine.root / "src")
     machine.does(f"{QUIET_APT} docker-compose", "docker-compose is installed")
     config = "docker-compose config --format json"
     status, said = machine.run(config)
-    must(status != 0 and "UNICORN_API_KEY" in said + machine.run(f"RENDER_GID=1 {config}")[1], "compose.yaml asks for a key and a group", said)
-    status, said = machine.run(f"UNICORN_API_KEY=0123456789abcdef UNICORN_ALLOW_SOFTWARE_VULKAN=true RENDER_GID=105 {config} 2>/dev/null")
-    must(status == 0, "docker-compose reads compose.yaml", said)
+    must(status != 0 and "UNICORN_API_KEY" in said, "compose.yaml asks for a key", said)
+    key, files = "UNICORN_API_KEY=0123456789abcdef", "COMPOSE_FILE=compose.yaml:compose.gpu.yaml"
+    status, said = machine.run(f"{key} {files} {config}")
+    must(status != 0 and "RENDER_GID" in said, "compose.gpu.yaml asks for a group", said)
+    status, said = machine.run(f"{key} {files} RENDER_GID=105 {config} 2>/dev/null")
+    must(status == 0, "docker-compose reads compose.yaml with compose.gpu.yaml", said)
+    unicorn = json.loads(said)["services"]["unicorn"]
+    must("/dev/dri" in json.dumps(unicorn["devices"]) and unicorn["group_add"] == ["105"], "the server is given /dev/dri and the host's group", unicorn)
+    status, said = machine.run(f"{key} UNICORN_ALLOW_SOFTWARE_VULKAN=true COMMIT=abc {config} 2>/dev/null")
+    must(status == 0, "docker-compose reads compose.yaml alone", said)
     services = json.loads(said)["services"]
     unicorn, webui = services["unicorn"], services["open-webui"]
-    must("/dev/dri" in json.dumps(unicorn["devices"]) and unicorn["group_add"] == ["105"], "the server is given /dev/dri and the host's group", unicorn)
+    must(not {"devices", "group_add"} & set(unicorn), "a host without a GPU need not have /dev/dri", unicorn)
+    must(unicorn["build"]["args"] == {"COMMIT": "abc"}, "the image is told its commit", unicorn)
     must(unicorn["ports"][0]["host_ip"] == "127.0.0.1", "only this machine reaches it", unicorn)
     pinned = (ROOT / "tests/openwebui/requirements.txt").read_text()
     version = webui["image"].rpartition(":v")[2]
@@ -252,7 +261,7 @@ def test_container(_binary):
         files = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout
         subprocess.run(["tar", "x", "-C", sources], input=files, check=True)
         begun = time.monotonic()
-        images.buildah("bud", "--pull-never", "--tag", "unicorn", sources, stderr=subprocess.DEVNULL)
+        images.buildah("bud", "--pull-never", "--build-arg", "COMMIT=abc", "--tag", "unicorn", sources, stderr=subprocess.DEVNULL)
     built = time.monotonic()
     must(True, "Containerfile builds")
 
@@ -268,6 +277,8 @@ def test_container(_binary):
         serve = subprocess.Popen(command, env=images.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
         answers_at(serve, "it answers, and takes the key that Open WebUI has", port, key)
     print(f"time: container: {built - begun:.0f} s to build, {time.monotonic() - built:.1f} s more to the first answer", flush=True)
+    said = images.buildah("run", container, "--", "sh", "-c", "unicorn --version; ls /var/cache/unicorn/*.bin")
+    must(re.search(r"(?m)^commit +abc$", said) and ".bin" in said, "it knows its commit, and has kept its pipelines in the volume", said)
     said = images.buildah("run", container, "--", "sh", "-c", "id -un; curl --version; touch /var/lib/unicorn/models/a /var/cache/unicorn/a")
     must(said.startswith("unicorn\n") and "curl" in said, "its user may write models and shaders, and curl is there", said)
     images.remove()

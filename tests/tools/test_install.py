@@ -1,6 +1,7 @@
 """`make install`: where files go, which files stay unchanged, and that systemd accepts the unit and rates it as
 closed."""
 
+import json
 import os
 import re
 import subprocess
@@ -95,6 +96,26 @@ class Install(unittest.TestCase):
     def test_compose_runs_the_open_webui_that_is_tested(self):
         version = re.search(r"(?m)^open-webui==(.*)$", (ROOT / "tests/openwebui/requirements.txt").read_text())[1]
         self.assertIn(f"image: ghcr.io/open-webui/open-webui:v{version}\n", (ROOT / "compose.yaml").read_text())
+
+    def test_the_container_keeps_what_it_measures_and_names_what_it_is_built_from(self):
+        recipe = (ROOT / "Containerfile").read_text()
+        compose, gpu = ((ROOT / name).read_text() for name in ["compose.yaml", "compose.gpu.yaml"])
+        for image in re.findall(r"(?m)^FROM (\S+)", recipe):
+            self.assertRegex(image, r":(\d+\.\d+\.\d+|[a-z]+-\d{8})-", "a tag that does not move")
+        # The container's root is read-only: whatever is written lies in a volume of both files.
+        self.assertIn("\n    read_only: true\n", compose)
+        volumes = json.loads(re.search(r"(?m)^VOLUME (.*)$", recipe)[1])
+        folders = dict(re.findall(r"(\w+_DIR)=(\S+)", recipe))
+        self.assertEqual(set(folders), {"UNICORN_CACHE_DIR", "MESA_SHADER_CACHE_DIR", "UNICORN_MODELS_DIR"})
+        for folder in folders.values():
+            self.assertIn(folder, volumes)
+            self.assertRegex(compose, rf"(?m)^      - \w+:{folder}$")
+        # A host without a GPU has neither the device nor the group.
+        for needs in ["/dev/dri\n", "RENDER_GID:?"]:
+            self.assertNotIn(needs, compose)
+            self.assertIn(needs, gpu)
+        self.assertIn("ARG COMMIT\n", recipe)
+        self.assertIn('COMMIT: "${COMMIT:-}"\n', compose)
 
     def test_the_configuration_has_every_option_and_pins_none_but_the_folder_of_models(self):
         self.install()
