@@ -4,7 +4,9 @@
 //! `config/default.toml` is the one list of options and their defaults. The structs here mirror it, and every test
 //! fails if a field is missing there. An unknown option is an error that names the option and the layer it came from.
 
+use std::ffi::OsString;
 use std::fmt::{Display, Write as _};
+use std::path::PathBuf;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
@@ -16,9 +18,10 @@ use crate::tensor::{KvDtype, Precision, QuantizeMode};
 pub const DEFAULT_TOML: &str = include_str!("../config/default.toml");
 const ENV_PREFIX: &str = "UNICORN_";
 /// Variables with that prefix that are no options: the names of the configuration file and of the folder with the
-/// system's, the folder in the place of `/run`, the keys, the commit that a binary was built from, and the variables of
+/// system's, the user's folders, the folder in the place of `/run`, the keys, the commit that a binary was built from, and the variables of
 /// the project's own tools.
-const OUR_VARIABLES: [&str; 5] = ["CONFIG", "CONFIG_DIR", "RUN_DIR", "API_KEYS", "COMMIT"];
+const OUR_VARIABLES: [&str; 7] =
+    ["CONFIG", "CONFIG_DIR", "CACHE_DIR", "STATE_DIR", "RUN_DIR", "API_KEYS", "COMMIT"];
 const OUR_PREFIXES: [&str; 2] = ["TEST_", "SKIP_"];
 /// Advice for variables that Kubernetes and Docker set for their services.
 const KUBERNETES: &str = " (a container platform sets it for a service of that name: rename the service, or set \
@@ -664,6 +667,29 @@ fn check_origin(origin: &str) -> Result<(), String> {
     Err(format!(
         "expected \"*\" or an origin such as http://localhost:3000, without a path or a slash at its end, got {origin:?}"
     ))
+}
+
+/// A folder of the user's for files that are not configuration.
+#[derive(Debug, Clone, Copy)]
+pub enum UserFolder {
+    /// What can be made again: measured kernels, compiled pipelines.
+    Cache,
+    /// What is to outlast a run: the history of the terminal chat.
+    State,
+}
+
+impl UserFolder {
+    /// Its path by the environment: the project's own variable, else the folder `unicorn` in the place that the XDG base
+    /// directory specification gives. `None` where the environment names neither that nor a home.
+    pub fn path(self, variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
+        let (own, xdg, in_home) = match self {
+            Self::Cache => ("UNICORN_CACHE_DIR", "XDG_CACHE_HOME", ".cache"),
+            Self::State => ("UNICORN_STATE_DIR", "XDG_STATE_HOME", ".local/state"),
+        };
+        let path = |name| variable(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+        let users = || path(xdg).or_else(|| Some(path("HOME")?.join(in_home)));
+        path(own).or_else(|| Some(users()?.join("unicorn")))
+    }
 }
 
 fn is_ours(path: &str) -> bool {

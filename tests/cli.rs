@@ -481,10 +481,15 @@ fn generate_chat_and_bench_run_on_a_small_model() {
         unicorn_on_software(&["chat", "--model", model, "--max-tokens", "8", "--temperature", "0"]);
     chat.arg("--allow-software-vulkan").stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut chat = chat.spawn().expect("runs");
-    chat.stdin.take().expect("piped").write_all(b"Hello\n\n/new\nHello\n").expect("typed");
+    chat.stdin
+        .take()
+        .expect("piped")
+        .write_all(b"Hello\n\n/nwe\n/new\n\"\"\"Hello\n\"\"\"\n")
+        .expect("typed");
     let Output { status, stdout, stderr } = chat.wait_with_output().expect("ends");
     let stderr = String::from_utf8_lossy(&stderr);
     assert!(status.success() && !stderr.contains("ERROR"), "{stderr}");
+    assert!(stderr.contains("unknown command \"/nwe\"") && !stderr.contains('\u{1b}'), "{stderr}");
     let answers = String::from_utf8(stdout).expect("UTF-8");
     let (first, second) = answers.split_at(answers.len() / 2);
     assert_eq!(first, second, "after /new the same question is new");

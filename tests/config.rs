@@ -1,6 +1,8 @@
 //! Layers of configuration: which layer wins, and what an error names.
 
-use unicorn::config::{Config, ConfigError, FfnHeap, Layer, Memory, SharePrefixes, parse_bytes, show_bytes};
+use unicorn::config::{
+    Config, ConfigError, FfnHeap, Layer, Memory, SharePrefixes, UserFolder, parse_bytes, show_bytes,
+};
 use unicorn::tensor::QuantizeMode;
 
 fn from_file(text: &str) -> Result<Config, ConfigError> {
@@ -130,6 +132,30 @@ fn every_option_is_shown_with_the_last_place_that_sets_it() {
     assert_eq!(from_file(&shown).expect("what is shown can be read"), config);
 }
 
+#[test]
+fn the_users_folders_are_those_of_the_xdg_base_directories() {
+    let path = |folder: UserFolder, set: &[(&str, &str)]| {
+        let value = |name: &str| set.iter().find(|(n, _)| *n == name).map(|(_, value)| value.into());
+        folder.path(value).map(|path| path.display().to_string())
+    };
+    let (home, xdg) = (("HOME", "/h"), ("XDG_STATE_HOME", "/s"));
+    for (folder, set, expected) in [
+        (UserFolder::State, &[home][..], Some("/h/.local/state/unicorn")),
+        (UserFolder::State, &[home, xdg], Some("/s/unicorn")),
+        (UserFolder::State, &[home, xdg, ("UNICORN_STATE_DIR", "/own")], Some("/own")),
+        (
+            UserFolder::State,
+            &[home, ("XDG_STATE_HOME", ""), ("UNICORN_STATE_DIR", "")],
+            Some("/h/.local/state/unicorn"),
+        ),
+        (UserFolder::Cache, &[home, xdg], Some("/h/.cache/unicorn")),
+        (UserFolder::Cache, &[("UNICORN_CACHE_DIR", "/own")], Some("/own")),
+        (UserFolder::State, &[], None),
+    ] {
+        assert_eq!(path(folder, set).as_deref(), expected, "{folder:?} {set:?}");
+    }
+}
+
 fn environment(variable: &str, value: &str) -> Result<(Layer, Vec<String>), ConfigError> {
     Layer::environment([(variable.to_owned(), value.to_owned())])
 }
@@ -163,7 +189,15 @@ fn a_misspelt_variable_is_an_error_and_a_strange_one_a_warning() {
     // Kubernetes sets this variable for a service that is called unicorn-server, which is an option's name.
     let error = environment("UNICORN_SERVER_PORT", "tcp://10.0.0.1:8010").expect_err("no port").to_string();
     assert!(error.contains("enableServiceLinks"), "{error}");
-    for ours in ["UNICORN_CONFIG", "UNICORN_API_KEYS", "UNICORN_TEST_DEVICE", "UNICORN_SKIP_LOG", "HOME"] {
+    for ours in [
+        "UNICORN_CONFIG",
+        "UNICORN_CACHE_DIR",
+        "UNICORN_STATE_DIR",
+        "UNICORN_API_KEYS",
+        "UNICORN_TEST_DEVICE",
+        "UNICORN_SKIP_LOG",
+        "HOME",
+    ] {
         assert_eq!(environment(ours, "x").expect(ours).1, [""; 0], "{ours}");
     }
 }

@@ -199,6 +199,9 @@ pub struct Chat {
     pub model: Model,
     #[command(flatten)]
     pub sampling: Sampling,
+    /// Read no lines of earlier conversations, and keep none of this one
+    #[arg(long)]
+    pub no_history: bool,
 }
 
 /// Sampling options. An option that is not given has the model's own default.

@@ -6,7 +6,7 @@
 
 use std::borrow::Cow;
 use std::fmt::{self, Display};
-use std::io::{self, IsTerminal, Stderr, Write};
+use std::io::{self, Stderr, Write};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
@@ -24,6 +24,7 @@ use tracing_subscriber::reload::{self, Handle};
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer as _, Registry};
 
+use super::terminal::{dim, has_colors};
 use crate::config::LogFormat;
 use crate::text::{is_unseen, panic_message, visible};
 
@@ -69,7 +70,7 @@ impl Log {
         let (filter, handle) = reload::Layer::new(filter);
         let text = layer()
             .with_target(false)
-            .with_ansi(format == LogFormat::Text && io::stderr().is_terminal())
+            .with_ansi(format == LogFormat::Text && has_colors(&io::stderr()))
             .with_writer(lines)
             // The subscriber would print them to standard error, where the log could not be written.
             .log_internal_errors(false);
@@ -155,6 +156,11 @@ const fn priority(level: tracing::Level) -> &'static str {
 pub fn say(line: impl Display) {
     let line = line.to_string();
     let _ = write_whole(outside(tracing::Level::ERROR, &visible(&line)).as_bytes());
+}
+
+/// Writes lines that stand back behind an answer to standard error, as [`say`] does.
+pub fn note(lines: impl Display) {
+    say(dim(&lines.to_string(), has_colors(&io::stderr())));
 }
 
 /// A line outside the log, in its format.

@@ -7,6 +7,7 @@
 
 mod args;
 mod bench;
+mod chat;
 mod config_command;
 mod configuration;
 mod device_process;
@@ -120,7 +121,7 @@ fn run(global: &Global, mut command: Command, mut configured: Configured, log: &
             )
         }
         Command::Generate(args) => generate::generate(config, args),
-        Command::Chat(args) => generate::chat(config, args),
+        Command::Chat(args) => chat::chat(config, args),
         Command::Devices { json } => devices::devices(json),
         Command::Doctor(args) => doctor::doctor(config, &args),
         Command::Eval(args) => eval::eval(config, args),

@@ -5,6 +5,8 @@ use std::path::{Path, PathBuf};
 
 use sha2::{Digest, Sha256};
 
+use crate::config::UserFolder;
+
 /// The extension of a file that is being written begins so, and ends with the id of the process that writes it.
 const PARTIAL: &str = "tmp";
 /// The most bytes of a file. A driver's pipelines take some megabytes.
@@ -20,7 +22,7 @@ pub(super) struct Cache {
 
 impl Cache {
     pub fn new(driver: String) -> Cache {
-        let dir = cache_dir();
+        let dir = UserFolder::Cache.path(|name| std::env::var_os(name));
         dir.iter().for_each(|dir| remove_partial(dir));
         Cache { dir, driver }
     }
@@ -41,14 +43,6 @@ impl Cache {
             tracing::warn!("{} not written: {e}", file.display());
         }
     }
-}
-
-/// The cache directory: `$UNICORN_CACHE_DIR`, or else the user's cache directory, if there is one.
-fn cache_dir() -> Option<PathBuf> {
-    let var = |name: &str| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
-    var("UNICORN_CACHE_DIR")
-        .or_else(|| Some(var("XDG_CACHE_HOME")?.join("unicorn")))
-        .or_else(|| Some(var("HOME")?.join(".cache/unicorn")))
 }
 
 /// The contents of a file, if the file is whole. Anything else at its path, a pipe for one, is what a write replaces. A file begins with the SHA-256 of the rest.

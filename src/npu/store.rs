@@ -23,6 +23,7 @@ use super::contract::{Bucket, Job, Layout, RowRange, Shape};
 use super::error::{NpuCode, NpuError};
 use super::transaction;
 use super::transport::KernelFiles;
+use crate::config::UserFolder;
 use crate::file;
 
 /// The most kernels of a folder.
@@ -202,10 +203,7 @@ impl Store {
 
 /// The folder in the user's cache in which kernels are kept, by the environment.
 pub fn standard_folder(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
-    let path = |name| variable(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    let user =
-        || Some(path("XDG_CACHE_HOME").or_else(|| Some(path("HOME")?.join(".cache")))?.join("unicorn"));
-    Some(path("UNICORN_CACHE_DIR").or_else(user)?.join("npu"))
+    Some(UserFolder::Cache.path(variable)?.join("npu"))
 }
 
 /// The record of a kernel; none if there is none, or another program's.

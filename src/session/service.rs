@@ -56,6 +56,11 @@ impl Service {
         self.grammars.prepare();
     }
 
+    /// How a request with these options draws its ids.
+    pub fn sampling_params(&self, options: &SamplingOptions) -> SamplingParams {
+        options.resolve(&self.defaults)
+    }
+
     /// The number of grammars compiled since the start.
     pub fn grammars_compiled(&self) -> u64 {
         self.grammars.compiled()
@@ -108,7 +113,7 @@ impl Service {
             stop_token_ids: self.stop_token_ids.iter().chain(&request.stop_token_ids).copied().collect(),
             // With `ignore_eos` no id that ends an answer is ever drawn: such an id has no text for the client.
             min_tokens: if request.ignore_eos { usize::MAX } else { request.min_tokens.unwrap_or(0) },
-            ..request.sampling.resolve(&self.defaults)
+            ..self.sampling_params(&request.sampling)
         };
         let more = request.n.unwrap_or(1).saturating_sub(1) as u64;
         let seed = request.seed.unwrap_or_else(random_u64);

@@ -11,9 +11,7 @@ openai package for Node.js without NODE_PATH, where that is.
 import concurrent.futures
 import json
 import os
-import pty
 import re
-import select
 import shutil
 import signal
 import socket
@@ -32,6 +30,7 @@ import llm_client
 import observers
 import published_schemas
 import responses_sdk
+import terminal_chat
 from raised import raised
 from server import (
     ANSWER_SECONDS, BINARY, ENVIRONMENT, ROOT, START_SECONDS, Server, children, free_port, get, is_running, last_line,
@@ -613,82 +612,6 @@ def a_taken_port_is_one_line(server):
     assert get(server.url + "/health")[0] == 200, "the first server no longer answers"
 
 
-# --- in a terminal --------------------------------------------------------------------------------------
-
-
-class Terminal:
-    """`unicorn chat` on a terminal of its own."""
-
-    def __init__(self, *options):
-        self.pid, self.terminal = pty.fork()
-        if self.pid == 0:
-            environment = {**ENVIRONMENT, "TERM": "xterm"}
-            os.execve(BINARY, [str(BINARY), "chat", "--allow-software-vulkan", *options], environment)
-        self.seen = ""
-
-    def type(self, text):
-        self.seen = ""
-        os.write(self.terminal, text.encode())
-
-    def expect(self, *texts):
-        """Reads until all of `texts` came, in this order, since the last key."""
-        self.expect_match(".*".join(map(re.escape, texts)))
-
-    def expect_match(self, pattern):
-        """Reads until what came since the last key matches `pattern`."""
-        deadline = time.monotonic() + ANSWER_SECONDS
-        while not re.search(pattern, self.seen, re.DOTALL):
-            ready, _, _ = select.select([self.terminal], [], [], max(0, deadline - time.monotonic()))
-            assert ready, f"{pattern!r} never came: {self.seen[-300:]!r}"
-            try:
-                more = os.read(self.terminal, 4096)
-            except OSError:  # how a terminal says that its other end is gone
-                more = b""
-            assert more, f"the program ended before {pattern!r}: {self.seen[-300:]!r}"
-            self.seen += more.decode(errors="replace")
-
-    def end(self):
-        """The exit status, of a program that was told to leave."""
-        try:
-            while os.read(self.terminal, 4096):
-                pass
-        except OSError:
-            pass
-        _, status = os.waitpid(self.pid, 0)
-        self.pid = None
-        return os.waitstatus_to_exitcode(status)
-
-    def close(self):
-        if self.pid is not None:
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-        os.close(self.terminal)
-
-
-def ctrl_c_stops_the_answer_and_not_the_program(_):
-    chat = Terminal("--temperature", "0")
-    try:
-        chat.expect("Ctrl-D leaves", "> ")
-        # An answer takes a fraction of a second: on a machine that stalls just then, it may be over before the key comes.
-        for _ in range(5):
-            chat.type("Tell me a story about a dragon.\r")
-            # The line editor gives the terminal back (that escape) before the answer: its first word, whichever it is.
-            chat.expect_match(r"\?2004l\s*\w")
-            chat.type("\x03")
-            chat.expect_match(r"(\(stopped\)|tokens read).*> ")
-            if "(stopped)" in chat.seen:
-                break
-        expect("(stopped)" in chat.seen, True)
-        chat.type("/new\r")
-        chat.expect("(a new conversation)", "> ")
-        chat.type("What is the capital of France?\r")
-        chat.expect("Paris", "> ")
-        chat.type("\x04")
-        expect(chat.end(), 0)
-    finally:
-        chat.close()
-
-
 # --- running --------------------------------------------------------------------------------------------
 
 PLAIN = [
@@ -697,7 +620,7 @@ PLAIN = [
     the_docs_name_commands_and_options_that_exist, curl_streams_to_done, unknown_fields_and_an_empty_key_are_accepted,
     broken_bodies_are_400, an_unknown_route_is_404, a_disconnect_frees_the_server, requests_at_once_are_all_answered,
     nothing_of_a_prompt_is_logged, a_key_is_asked_for_and_never_shown,
-    a_taken_port_is_one_line, ctrl_c_stops_the_answer_and_not_the_program,
+    a_taken_port_is_one_line,
 ]
 SDK = [
     sdk_lists_the_model, sdk_embeds, sdk_answers_paris, sdk_streams_the_same_answer, sdk_stream_carries_usage_when_asked,
@@ -721,7 +644,7 @@ def main():
     server = Server(LOG, "--root", machine_with_power(LOG.parent / "machine"))
     try:
         if report.attempt("the_server_starts", server.wait):
-            report.attempt_all(PLAIN, server)
+            report.attempt_all(PLAIN + terminal_chat.TESTS, server)
             for package, tests in [(openai, SDK + responses_sdk.TESTS + published_schemas.TESTS), (anthropic_sdk.anthropic, anthropic_sdk.TESTS),
                                    (langchain_client.langchain_openai, langchain_client.TESTS), (llm_client.llm, llm_client.TESTS),
                                    (observers.promql, observers.TESTS)]:

@@ -1,0 +1,236 @@
+//! What a person types into the terminal chat, or pipes into it, message by message.
+//!
+//! Typed lines are kept for the arrow keys, and from run to run in a file that only its owner can read. Piped input is
+//! kept nowhere.
+
+use std::borrow::Cow;
+use std::fs::{self, DirBuilder};
+use std::io::{BufRead, ErrorKind, Read};
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+
+use rustyline::completion::Completer;
+use rustyline::config::{Behavior, ColorMode};
+use rustyline::error::ReadlineError;
+use rustyline::highlight::Highlighter;
+use rustyline::hint::{Hint, Hinter};
+use rustyline::history::FileHistory;
+use rustyline::validate::{ValidationContext, ValidationResult, Validator};
+use rustyline::{Context, Editor, Helper};
+
+use super::command::{COMMANDS, PARAMETERS, is_open};
+use crate::cli::error::Error;
+use crate::cli::terminal::{dim, has_colors};
+use crate::config::UserFolder;
+
+/// The most texts that are kept, and the most bytes of one. Longer ones are not kept.
+const HISTORY_ENTRIES: usize = 1000;
+const ENTRY_BYTES: usize = 16 << 10;
+/// A larger file was not written by this program.
+const HISTORY_BYTES: u64 = 2 * (HISTORY_ENTRIES * ENTRY_BYTES) as u64;
+/// The most bytes of a piped message. Its tokens are far beyond every context.
+const PIPED_BYTES: usize = 16 << 20;
+
+pub enum Input {
+    Terminal(Box<Typist>),
+    Piped,
+}
+
+pub enum Typed {
+    Message(String),
+    /// Ctrl-C dropped the line.
+    Dropped,
+    End,
+}
+
+impl Input {
+    /// The editor of a terminal. `with_history`: texts of earlier runs are there, and those of this one will be.
+    pub fn terminal(with_history: bool) -> Result<Input, Error> {
+        let colors = has_colors(&std::io::stdout());
+        let config = rustyline::Config::builder()
+            // Where the answers go to a file, the prompt does not.
+            .behavior(Behavior::PreferTerm)
+            .color_mode(if colors { ColorMode::Enabled } else { ColorMode::Disabled })
+            .max_history_size(HISTORY_ENTRIES)
+            .map_err(Error::Terminal)?
+            .build();
+        let mut editor = Editor::with_config(config).map_err(Error::Terminal)?;
+        editor.set_helper(Some(Assistant { colors }));
+        let mut typist = Typist { editor, history: None };
+        if with_history {
+            typist.open_history();
+        }
+        Ok(Input::Terminal(Box::new(typist)))
+    }
+
+    /// The next message.
+    pub fn read(&mut self) -> Result<Typed, Error> {
+        match self {
+            Input::Terminal(typist) => match typist.editor.readline("> ") {
+                Ok(text) => Ok(Typed::Message(text)),
+                Err(ReadlineError::Interrupted) => Ok(Typed::Dropped),
+                Err(ReadlineError::Eof) => Ok(Typed::End),
+                Err(error) => Err(Error::Terminal(error)),
+            },
+            Input::Piped => {
+                let text = piped(&mut std::io::stdin().lock())?;
+                Ok(text.map_or(Typed::End, Typed::Message))
+            }
+        }
+    }
+
+    /// Keeps a text for the arrow keys, and for later runs.
+    pub fn remember(&mut self, text: &str) {
+        if let Input::Terminal(typist) = self
+            && text.len() <= ENTRY_BYTES
+        {
+            typist.remember(text);
+        }
+    }
+}
+
+/// A line, or the lines from three quotes to the next; none at the end of the input. What the end cuts off counts.
+fn piped(input: &mut impl BufRead) -> Result<Option<String>, Error> {
+    let refused = |problem: &str| Error::Argument(format!("standard input: {problem}"));
+    let mut text = String::new();
+    loop {
+        let room = PIPED_BYTES - text.len();
+        let mut line = Vec::new();
+        let read = input.take(room as u64).read_until(b'\n', &mut line);
+        read.map_err(|error| Error::Terminal(error.into()))?;
+        let is_whole = line.ends_with(b"\n");
+        if line.len() == room && !is_whole {
+            return Err(refused(&format!("a message is longer than {} MiB", PIPED_BYTES >> 20)));
+        }
+        let is_end = line.is_empty();
+        text += std::str::from_utf8(&line).map_err(|_| refused("a message is not UTF-8"))?;
+        if is_end && text.is_empty() {
+            return Ok(None);
+        }
+        if is_end || !is_open(&text) {
+            return Ok(Some(text.trim_end_matches(['\r', '\n']).to_owned()));
+        }
+    }
+}
+
+/// A person at a terminal.
+pub struct Typist {
+    editor: Editor<Assistant, FileHistory>,
+    /// The file that the texts are kept in; `None` if they are not.
+    history: Option<PathBuf>,
+}
+
+impl Typist {
+    /// Loads the texts of earlier runs. A history that cannot be had is no reason not to chat.
+    fn open_history(&mut self) {
+        let Some(folder) = UserFolder::State.path(|name| std::env::var_os(name)) else { return };
+        let file = folder.join("chat_history");
+        match self.load(&folder, &file) {
+            Ok(()) => self.history = Some(file),
+            Err(problem) => tracing::warn!("{}: {problem}: this conversation is not kept", file.display()),
+        }
+    }
+
+    fn load(&mut self, folder: &Path, file: &Path) -> Result<(), String> {
+        let created = DirBuilder::new().recursive(true).mode(0o700).create(folder);
+        created.map_err(|error| error.to_string())?;
+        match fs::metadata(file) {
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+            Err(error) => Err(error.to_string()),
+            Ok(found) if !found.is_file() => Err("is no regular file".into()),
+            Ok(found) if found.len() > HISTORY_BYTES => {
+                Err(format!("is larger than the {} MiB that a history may have", HISTORY_BYTES >> 20))
+            }
+            Ok(_) => self.editor.load_history(file).map_err(|error| error.to_string()),
+        }
+    }
+
+    fn remember(&mut self, text: &str) {
+        // A text that cannot be kept for the arrow keys is no reason to stop.
+        let _ = self.editor.add_history_entry(text);
+        let Some(file) = &self.history else { return };
+        if let Err(error) = self.editor.append_history(file) {
+            tracing::warn!("{}: {error}: what follows is not kept", file.display());
+            self.history = None;
+        }
+    }
+}
+
+/// Helps with typing: a placeholder, commands that Tab completes, and texts of several lines.
+struct Assistant {
+    colors: bool,
+}
+
+/// Shown in an empty line, and no part of it.
+struct Placeholder;
+
+impl Hint for Placeholder {
+    fn display(&self) -> &str {
+        "Message, or /help"
+    }
+
+    fn completion(&self) -> Option<&str> {
+        None
+    }
+}
+
+impl Hinter for Assistant {
+    type Hint = Placeholder;
+
+    fn hint(&self, line: &str, _: usize, _: &Context<'_>) -> Option<Placeholder> {
+        (self.colors && line.is_empty()).then_some(Placeholder)
+    }
+}
+
+impl Highlighter for Assistant {
+    fn highlight_hint<'h>(&self, hint: &'h str) -> Cow<'h, str> {
+        dim(hint, self.colors)
+    }
+}
+
+impl Validator for Assistant {
+    fn validate(&self, typed: &mut ValidationContext<'_>) -> rustyline::Result<ValidationResult> {
+        Ok(match is_open(typed.input()) {
+            true => ValidationResult::Incomplete,
+            false => ValidationResult::Valid(None),
+        })
+    }
+}
+
+impl Completer for Assistant {
+    type Candidate = String;
+
+    fn complete(&self, line: &str, at: usize, _: &Context<'_>) -> rustyline::Result<(usize, Vec<String>)> {
+        let typed = &line[..at];
+        let (start, words) = match typed.strip_prefix("/set ") {
+            Some(_) => ("/set ".len(), &PARAMETERS[..]),
+            None if typed.starts_with('/') => (0, &COMMANDS[..]),
+            None => return Ok((at, Vec::new())),
+        };
+        let fitting = words.iter().filter(|word| word.starts_with(&typed[start..]));
+        Ok((start, fitting.map(|word| format!("{word} ")).collect()))
+    }
+}
+
+impl Helper for Assistant {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn piped_lines_are_messages_and_quotes_hold_several() {
+        let all = "one\r\n\n\"\"\"two\nlines\"\"\"\n/new\n\"\"\"cut\noff";
+        let mut input = all.as_bytes();
+        let mut messages = Vec::new();
+        while let Some(message) = piped(&mut input).expect("sound") {
+            messages.push(message);
+        }
+        assert_eq!(messages, ["one", "", "\"\"\"two\nlines\"\"\"", "/new", "\"\"\"cut\noff"]);
+        for (input, part) in [(&b"\xff\n"[..], "not UTF-8"), (&vec![b'x'; PIPED_BYTES + 1], "16 MiB")] {
+            let mut input = input;
+            let Err(error) = piped(&mut input) else { panic!("{part}") };
+            assert!(error.to_string().contains(part), "{error}");
+        }
+    }
+}
