@@ -495,6 +495,13 @@ impl Layer {
         let table = self.options.entry(section).or_insert_with(|| Value::Table(Table::new()));
         table.as_table_mut().expect("sections are tables").insert(option.to_owned(), value.into());
     }
+
+    /// Sets an option of the command line, where it was given.
+    pub fn set_given(&mut self, section: &str, option: &str, value: Option<impl Into<Value>>) {
+        if let Some(value) = value {
+            self.set(section, option, value);
+        }
+    }
 }
 
 impl Config {

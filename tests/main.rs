@@ -48,6 +48,7 @@ mod npu_process;
 mod npu_shim;
 mod offload;
 mod openapi;
+mod options;
 mod other_fields;
 mod page;
 mod placement;

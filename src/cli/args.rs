@@ -15,57 +15,115 @@ use crate::tensor::{Bits, KvDtype, Precision, QuantizeMode, Scales, Scheme};
 #[derive(Debug, Parser)]
 #[command(name = "unicorn", version, about = "A local LLM server: Gemma-3 in Vulkan compute shaders", long_about = None)]
 pub struct CommandLine {
-    #[command(flatten)]
-    pub global: Global,
     #[command(subcommand)]
     pub command: Command,
 }
 
-/// Options of every command. An option that is not given comes from the environment, the configuration file, or the
-/// defaults.
+// A command has the groups of options that have an effect on it, and no others. An option that is not given comes from
+// the environment, the configuration file, or the defaults. `configuration.rs` has the same list once more, for what the
+// groups set.
+
+/// Options of every command that reads the configuration.
 #[derive(Debug, Clone, Args)]
-pub struct Global {
+pub struct Common {
     /// Configuration file, instead of /etc/unicorn/config.toml and /etc/unicorn/conf.d/*.toml; `unicorn config show` lists
     /// every option
-    #[arg(long, global = true, env = "UNICORN_CONFIG", value_name = "FILE")]
+    #[arg(long, env = "UNICORN_CONFIG", value_name = "FILE")]
     pub config: Option<PathBuf>,
+    /// Log more; given twice, log everything
+    #[arg(short, long, action = clap::ArgAction::Count)]
+    pub verbose: u8,
+}
+
+/// The device that computes.
+#[derive(Debug, Clone, Args)]
+pub struct DeviceOptions {
     /// Vulkan device: its index, or a part of its name, as `unicorn devices` shows them
-    #[arg(long, global = true, value_name = "NAME|INDEX")]
+    #[arg(long, value_name = "NAME|INDEX")]
     pub device: Option<String>,
     /// Accept a Vulkan device that is software on the CPU: slow, for tests and demonstrations
-    #[arg(long, global = true)]
+    #[arg(long)]
     pub allow_software_vulkan: bool,
-    /// Do not measure which kernels the GPU is fastest with; choose them by instruction counts
-    #[arg(long, global = true)]
-    pub no_tune: bool,
-    /// Have the NPU compute a part of the attention of prompts: off, auto (where it can and is no slower), require
-    #[arg(long, global = true, value_name = "MODE")]
-    pub npu: Option<NpuMode>,
+}
+
+/// Where pulled models are.
+#[derive(Debug, Clone, Args)]
+pub struct ModelsDirOption {
+    /// Folder of pulled models [default: the cache that tools of the Hugging Face hub share]
+    #[arg(long, value_name = "FOLDER")]
+    pub models_dir: Option<String>,
+}
+
+/// The files of a checkpoint.
+#[derive(Debug, Clone, Args)]
+pub struct FileOptions {
+    #[command(flatten)]
+    pub models_dir: ModelsDirOption,
+    /// config.json, or the folder that holds it, for a checkpoint that comes without one
+    #[arg(long, value_name = "PATH")]
+    pub model_config: Option<String>,
+}
+
+#[derive(Debug, Clone, Args)]
+pub struct TokenizerOption {
+    /// tokenizer.json, or the folder that holds it, for a checkpoint that comes without one
+    #[arg(long, value_name = "PATH")]
+    pub tokenizer: Option<String>,
+}
+
+#[derive(Debug, Clone, Args)]
+pub struct QuantizeOption {
     /// Quantize the weights while loading: none, int8-row, int4-g32, int4-g128, int4-g128-emb8, emb8
-    #[arg(long, global = true, value_name = "MODE")]
+    #[arg(long, value_name = "MODE")]
     pub quantize: Option<QuantizeMode>,
+}
+
+#[derive(Debug, Clone, Args)]
+pub struct PrecisionOption {
     /// Type of the activations in matrix products: fast (int8 where weights are integers), f32 [default: fast; eval and
     /// quantize: f32]
-    #[arg(long, global = true, value_name = "MODE")]
+    #[arg(long, value_name = "MODE")]
     pub precision: Option<Precision>,
-    /// config.json, or the folder that holds it, for a checkpoint that comes without one
-    #[arg(long, global = true, value_name = "PATH")]
-    pub model_config: Option<String>,
-    /// tokenizer.json, or the folder that holds it, for a checkpoint that comes without one
-    #[arg(long, global = true, value_name = "PATH")]
-    pub tokenizer: Option<String>,
-    /// Most tokens of a prompt and its answer together
-    #[arg(long, global = true, value_name = "TOKENS")]
-    pub context: Option<u32>,
+}
+
+#[derive(Debug, Clone, Args)]
+pub struct KvOption {
     /// Type of keys and values in the cache: f16, int8, f32 [default: f16; eval and quantize: f32]
-    #[arg(long, global = true, value_name = "TYPE")]
+    #[arg(long, value_name = "TYPE")]
     pub kv: Option<KvDtype>,
-    /// Folder of pulled models [default: the cache that tools of the Hugging Face hub share]
-    #[arg(long, global = true, value_name = "FOLDER")]
-    pub models_dir: Option<String>,
-    /// Log more; given twice, log everything
-    #[arg(short, long, global = true, action = clap::ArgAction::Count)]
-    pub verbose: u8,
+}
+
+#[derive(Debug, Clone, Args)]
+pub struct NpuOption {
+    /// Have the NPU compute a part of the attention of prompts: off, auto (where it can and is no slower), require
+    #[arg(long, value_name = "MODE")]
+    pub npu: Option<NpuMode>,
+}
+
+/// What decides whether a model fits.
+#[derive(Debug, Clone, Args)]
+pub struct FitOptions {
+    #[command(flatten)]
+    pub device: DeviceOptions,
+    #[command(flatten)]
+    pub files: FileOptions,
+    /// Most tokens of a prompt and its answer together
+    #[arg(long, value_name = "TOKENS")]
+    pub context: Option<u32>,
+    #[command(flatten)]
+    pub kv: KvOption,
+}
+
+/// How any model is loaded onto a device.
+#[derive(Debug, Clone, Args)]
+pub struct LoadOptions {
+    #[command(flatten)]
+    pub fit: FitOptions,
+    #[command(flatten)]
+    pub precision: PrecisionOption,
+    /// Do not measure which kernels the GPU is fastest with; choose them by instruction counts
+    #[arg(long)]
+    pub no_tune: bool,
 }
 
 #[derive(Debug, Subcommand)]
@@ -77,11 +135,7 @@ pub enum Command {
     /// Converse on the terminal
     Chat(Chat),
     /// List the Vulkan devices, and what each of them lacks
-    Devices {
-        /// Print one JSON object
-        #[arg(long)]
-        json: bool,
-    },
+    Devices(Devices),
     /// Check this machine: drivers, rights, memory, kernel parameters, NPU; say what to do about each finding
     Doctor(Doctor),
     /// Evaluate a model on given tokens or text
@@ -122,31 +176,47 @@ pub enum Command {
     NpuProcess,
 }
 
-#[derive(Debug, Clone, Copy, Subcommand)]
+#[derive(Debug, Subcommand)]
 pub enum ConfigCommand {
     /// Check files, environment and options as `serve` does before it loads the model; exit status 78 says what is wrong
-    Check,
+    Check(ServeOptions),
     /// Show every option as TOML, with the place that set it
-    Show,
+    Show(ServeOptions),
 }
 
+/// The configured model, loaded.
 #[derive(Debug, Clone, Args)]
-pub struct Model {
+pub struct ModelOptions {
     /// Folder of a Gemma-3 checkpoint, a GGUF file, or the name of a pulled model; without it, the demo model in this
     /// binary
     #[arg(long, value_name = "FOLDER|FILE|ORG/NAME")]
     pub model: Option<String>,
+    #[command(flatten)]
+    pub quantize: QuantizeOption,
+    #[command(flatten)]
+    pub tokenizer: TokenizerOption,
+    #[command(flatten)]
+    pub load: LoadOptions,
+    #[command(flatten)]
+    pub memory: MemoryOptions,
+}
+
+/// The configured model, and what helps it to answer.
+#[derive(Debug, Clone, Args)]
+pub struct EngineOptions {
+    #[command(flatten)]
+    pub model: ModelOptions,
     /// A smaller model with the same tokenizer, which guesses the next tokens: the answer does not change, and comes
     /// sooner where guesses are right
     #[arg(long, value_name = "FOLDER|FILE|ORG/NAME")]
     pub draft: Option<String>,
     #[command(flatten)]
-    pub memory: Memory,
+    pub npu: NpuOption,
 }
 
 /// Limits on the use of a device's memory: sizes such as 16GiB or 512MiB.
 #[derive(Debug, Clone, Args)]
-pub struct Memory {
+pub struct MemoryOptions {
     /// Use at most so much of the GPU's own memory
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     pub vram: Option<u64>,
@@ -161,10 +231,11 @@ pub struct Memory {
     pub ffn_heap: Option<FfnHeap>,
 }
 
+/// What `serve` does, and `config` checks and shows.
 #[derive(Debug, Clone, Args)]
-pub struct Serve {
+pub struct ServeOptions {
     #[command(flatten)]
-    pub model: Model,
+    pub engine: EngineOptions,
     /// Id of the model in the API [default: the folder's name]
     #[arg(long)]
     pub name: Option<String>,
@@ -177,6 +248,14 @@ pub struct Serve {
     /// File of accepted API keys, one per line; needed where other machines can reach the address
     #[arg(long, value_name = "FILE")]
     pub api_key_file: Option<String>,
+    #[command(flatten)]
+    pub common: Common,
+}
+
+#[derive(Debug, Clone, Args)]
+pub struct Serve {
+    #[command(flatten)]
+    pub options: ServeOptions,
     /// Read the machine's energy below this folder, in the place of /; for tests
     #[arg(long, value_name = "FOLDER", hide = true)]
     pub root: Option<PathBuf>,
@@ -185,23 +264,36 @@ pub struct Serve {
 #[derive(Debug, Args)]
 pub struct Generate {
     #[command(flatten)]
-    pub model: Model,
+    pub engine: EngineOptions,
     /// The prompt to answer
     #[arg(long, value_name = "TEXT")]
     pub prompt: String,
     #[command(flatten)]
     pub sampling: Sampling,
+    #[command(flatten)]
+    pub common: Common,
 }
 
 #[derive(Debug, Args)]
 pub struct Chat {
     #[command(flatten)]
-    pub model: Model,
+    pub engine: EngineOptions,
     #[command(flatten)]
     pub sampling: Sampling,
     /// Read no lines of earlier conversations, and keep none of this one
     #[arg(long)]
     pub no_history: bool,
+    #[command(flatten)]
+    pub common: Common,
+}
+
+#[derive(Debug, Args)]
+pub struct Devices {
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+    #[command(flatten)]
+    pub common: Common,
 }
 
 /// Sampling options. An option that is not given has the model's own default.
@@ -243,24 +335,47 @@ impl Sampling {
 #[derive(Debug, Subcommand)]
 pub enum Eval {
     /// Write the logits at every position: tensor `logits`, f32 [n, vocabulary]
-    Logits {
-        /// Folder of a Gemma-3 checkpoint, or the name of a pulled model
-        model: String,
-        /// Token ids, separated by commas
-        #[arg(long, value_delimiter = ',', required = true, value_name = "IDS")]
-        tokens: Vec<u32>,
-        /// Safetensors file to write
-        #[arg(long, value_name = "FILE")]
-        output: PathBuf,
-    },
+    Logits(EvalLogits),
     /// Report how well a model predicts a text: exp of the mean negative log likelihood per token
-    Perplexity {
-        /// Folder of a Gemma-3 checkpoint, or the name of a pulled model
-        model: String,
-        /// Text file in UTF-8
-        #[arg(long, value_name = "FILE")]
-        text: PathBuf,
-    },
+    Perplexity(EvalPerplexity),
+}
+
+#[derive(Debug, Args)]
+pub struct EvalLogits {
+    #[command(flatten)]
+    pub evaluated: Evaluated,
+    /// Token ids, separated by commas
+    #[arg(long, value_delimiter = ',', required = true, value_name = "IDS")]
+    pub tokens: Vec<u32>,
+    /// Safetensors file to write
+    #[arg(long, value_name = "FILE")]
+    pub output: PathBuf,
+}
+
+#[derive(Debug, Args)]
+pub struct EvalPerplexity {
+    #[command(flatten)]
+    pub evaluated: Evaluated,
+    /// Text file in UTF-8
+    #[arg(long, value_name = "FILE")]
+    pub text: PathBuf,
+    #[command(flatten)]
+    pub tokenizer: TokenizerOption,
+}
+
+/// A model, loaded to be compared with other implementations.
+#[derive(Debug, Args)]
+pub struct Evaluated {
+    /// Folder of a Gemma-3 checkpoint, or the name of a pulled model
+    pub model: String,
+    #[command(flatten)]
+    pub quantize: QuantizeOption,
+    #[command(flatten)]
+    pub load: LoadOptions,
+    #[command(flatten)]
+    pub npu: NpuOption,
+    #[command(flatten)]
+    pub common: Common,
 }
 
 /// The scheme of each class of matrices.
@@ -376,6 +491,14 @@ pub struct Quantize {
     /// that an earlier run has finished
     #[arg(long, value_name = "FILE")]
     pub eval: Option<PathBuf>,
+    #[command(flatten)]
+    pub tokenizer: TokenizerOption,
+    #[command(flatten)]
+    pub load: LoadOptions,
+    #[command(flatten)]
+    pub npu: NpuOption,
+    #[command(flatten)]
+    pub common: Common,
 }
 
 #[derive(Debug, Args)]
@@ -391,6 +514,10 @@ pub struct Inspect {
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,
+    #[command(flatten)]
+    pub files: FileOptions,
+    #[command(flatten)]
+    pub common: Common,
 }
 
 #[derive(Debug, Args)]
@@ -405,16 +532,41 @@ pub struct Synth {
     pub seed: u64,
     /// Folder to write
     pub destination: PathBuf,
+    #[command(flatten)]
+    pub common: Common,
 }
 
-/// A checkpoint or a published shape. The machine is this one, or one with the given --vram and --gtt.
+/// The machine is this one, or one with the given --vram and --gtt.
+#[derive(Debug, Args)]
+pub struct Plan {
+    #[command(flatten)]
+    pub planned: Planned,
+    /// Concurrent conversations, each with the whole context
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub sequences: u32,
+    #[command(flatten)]
+    pub quantize: QuantizeOption,
+    #[command(flatten)]
+    pub npu: NpuOption,
+    #[command(flatten)]
+    pub fit: FitOptions,
+    #[command(flatten)]
+    pub memory: MemoryOptions,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+    #[command(flatten)]
+    pub common: Common,
+}
+
+/// A checkpoint or a published shape, with a draft or none.
 #[derive(Debug, Args)]
 #[command(group(clap::ArgGroup::new("what").required(true).args(["model", "shape"])))]
-pub struct Plan {
-    /// A checkpoint in any format that can be read
+pub struct Planned {
+    /// A checkpoint in any format that can be read, or the name of a pulled model
     pub model: Option<String>,
     /// gemma-3-270m, gemma-3-1b, gemma-3-4b, gemma-3-12b or gemma-3-27b
-    #[arg(long, value_parser = Shape::named, requires = "scheme", conflicts_with = "quantize")]
+    #[arg(long, value_parser = Shape::named, requires = "scheme", conflicts_with_all = ["quantize", "model_config"])]
     pub shape: Option<Shape>,
     /// Attention and feed-forward matrices of the shape: int4-g32, int4-g128, int8-row, bf16 or another of
     /// docs/formats.md
@@ -432,14 +584,6 @@ pub struct Plan {
     /// A second checkpoint, loaded as the draft model
     #[arg(long, value_name = "MODEL")]
     pub draft: Option<String>,
-    /// Concurrent conversations, each with the whole context
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
-    pub sequences: u32,
-    #[command(flatten)]
-    pub memory: Memory,
-    /// Print one JSON object
-    #[arg(long)]
-    pub json: bool,
 }
 
 #[derive(Debug, Args)]
@@ -448,7 +592,7 @@ pub struct Doctor {
     #[arg(long, value_name = "FOLDER|FILE|ORG/NAME", conflicts_with = "shape")]
     pub model: Option<String>,
     /// Check a published shape for its fit: gemma-3-270m, gemma-3-1b, gemma-3-4b, gemma-3-12b or gemma-3-27b
-    #[arg(long, value_parser = Shape::named, requires = "scheme")]
+    #[arg(long, value_parser = Shape::named, requires = "scheme", conflicts_with_all = ["quantize", "model_config"])]
     pub shape: Option<Shape>,
     /// Scheme of the shape's matrices, as `unicorn plan` takes it
     #[arg(long, value_name = "SCHEME", value_parser = stored, requires = "shape")]
@@ -466,6 +610,14 @@ pub struct Doctor {
     /// `unicorn devices --json` is its vulkan.json
     #[arg(long, value_name = "FOLDER")]
     pub root: Option<PathBuf>,
+    #[command(flatten)]
+    pub quantize: QuantizeOption,
+    #[command(flatten)]
+    pub npu: NpuOption,
+    #[command(flatten)]
+    pub fit: FitOptions,
+    #[command(flatten)]
+    pub common: Common,
 }
 
 /// A benchmark; the engine's where none is named.
@@ -493,7 +645,6 @@ pub enum Benchmark {
     /// Compile every kernel for an AMD GPU that need not be here, and predict the speed of each size of Gemma-3 from
     /// the assembly
     ///
-    /// The GPU is the one in --device: phoenix (Radeon 780M, the default), gfx1150 (890M) or gfx1151 (8060S).
     /// --quantize gives the type of the weights [default: int4-g128-emb8], --kv that of keys and values. Mesa 26
     /// compiles too, if it is in the current folder (`make setup-devices`).
     Isa(BenchIsa),
@@ -521,42 +672,12 @@ impl Bench {
             Some(Benchmark::Isa(args)) => Benchmarked::Isa(args),
         }
     }
-
-    /// The model that the benchmark loads in this process.
-    pub fn model(&self) -> Option<&str> {
-        match self.benchmarked() {
-            Benchmarked::Engine(args) => args.model.model.as_deref(),
-            Benchmarked::Model(args) => args.model.as_deref(),
-            Benchmarked::Npu(args) => args.model.as_deref(),
-            Benchmarked::Kernels(_) | Benchmarked::Serve(_) | Benchmarked::Isa(_) => None,
-        }
-    }
-
-    pub fn draft(&self) -> Option<&str> {
-        match self.benchmarked() {
-            Benchmarked::Engine(args) => args.model.draft.as_deref(),
-            Benchmarked::Model(_)
-            | Benchmarked::Npu(_)
-            | Benchmarked::Kernels(_)
-            | Benchmarked::Serve(_)
-            | Benchmarked::Isa(_) => None,
-        }
-    }
-
-    pub fn memory(&self) -> Option<&Memory> {
-        match self.benchmarked() {
-            Benchmarked::Engine(args) => Some(&args.model.memory),
-            Benchmarked::Model(args) => Some(&args.memory),
-            Benchmarked::Npu(args) => Some(&args.memory),
-            Benchmarked::Kernels(_) | Benchmarked::Serve(_) | Benchmarked::Isa(_) => None,
-        }
-    }
 }
 
 #[derive(Debug, Args)]
 pub struct BenchEngine {
     #[command(flatten)]
-    pub model: Model,
+    pub engine: EngineOptions,
     /// Tokens to prefill
     #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..))]
     pub prompt_tokens: u32,
@@ -582,16 +703,14 @@ pub struct BenchEngine {
     /// Read the machine's energy below this folder, in the place of /; for tests
     #[arg(long, value_name = "FOLDER", hide = true)]
     pub root: Option<PathBuf>,
+    #[command(flatten)]
+    pub common: Common,
 }
 
 #[derive(Debug, Args)]
 pub struct BenchModel {
-    /// Folder of a Gemma-3 checkpoint, a GGUF file, or the name of a pulled model; without it, the demo model in this
-    /// binary
-    #[arg(long, value_name = "FOLDER|FILE|ORG/NAME")]
-    pub model: Option<String>,
     #[command(flatten)]
-    pub memory: Memory,
+    pub model: ModelOptions,
     /// Lengths of the prompts, in tokens
     #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "128,512,2048,8192",
           value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
@@ -622,16 +741,16 @@ pub struct BenchModel {
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,
+    #[command(flatten)]
+    pub npu: NpuOption,
+    #[command(flatten)]
+    pub common: Common,
 }
 
 #[derive(Debug, Args)]
 pub struct BenchNpu {
-    /// Folder of a Gemma-3 checkpoint, a GGUF file, or the name of a pulled model; without it, the demo model in this
-    /// binary
-    #[arg(long, value_name = "FOLDER|FILE|ORG/NAME")]
-    pub model: Option<String>,
     #[command(flatten)]
-    pub memory: Memory,
+    pub model: ModelOptions,
     /// Tokens of the prompt
     #[arg(long, value_name = "N", default_value_t = 2048, value_parser = clap::value_parser!(u32).range(32..=131_072))]
     pub prompt_tokens: u32,
@@ -644,6 +763,8 @@ pub struct BenchNpu {
     /// Read the counters of energy below this folder instead of /
     #[arg(long, value_name = "FOLDER", hide = true)]
     pub root: Option<PathBuf>,
+    #[command(flatten)]
+    pub common: Common,
 }
 
 #[derive(Debug, Args)]
@@ -678,10 +799,21 @@ pub struct BenchKernels {
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,
+    #[command(flatten)]
+    pub device: DeviceOptions,
+    #[command(flatten)]
+    pub precision: PrecisionOption,
+    #[command(flatten)]
+    pub kv: KvOption,
+    #[command(flatten)]
+    pub common: Common,
 }
 
 #[derive(Debug, Args)]
 pub struct BenchIsa {
+    /// The GPU: phoenix (Radeon 780M), gfx1150 (890M) or gfx1151 (8060S)
+    #[arg(long, value_name = "GPU", default_value = "phoenix")]
+    pub device: String,
     /// Predict only this size [default: all five]
     #[arg(long, value_parser = Shape::named)]
     pub shape: Option<Shape>,
@@ -698,6 +830,14 @@ pub struct BenchIsa {
     /// flag
     #[arg(long, hide = true)]
     pub compile: bool,
+    #[command(flatten)]
+    pub quantize: QuantizeOption,
+    #[command(flatten)]
+    pub precision: PrecisionOption,
+    #[command(flatten)]
+    pub kv: KvOption,
+    #[command(flatten)]
+    pub common: Common,
 }
 
 /// The way in which requests arrive.
@@ -824,6 +964,8 @@ pub struct BenchServe {
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,
+    #[command(flatten)]
+    pub common: Common,
 }
 
 #[derive(Debug, Args)]
@@ -832,24 +974,42 @@ pub struct Pull {
     /// its quantization (`Q4_0`)
     #[arg(value_name = "ORG/NAME[@REVISION][:FILE]")]
     pub name: ModelName,
+    #[command(flatten)]
+    pub models_dir: ModelsDirOption,
+    #[command(flatten)]
+    pub common: Common,
 }
 
 #[derive(Debug, Subcommand)]
 pub enum Models {
     /// Show the pulled models: name, format, size, place
-    List {
-        /// Print one JSON array
-        #[arg(long)]
-        json: bool,
-    },
+    List(ModelsList),
     /// Remove a pulled model, or a revision or a file of it, with the data that no other model needs
-    Rm {
-        #[arg(value_name = "ORG/NAME[@REVISION][:FILE]")]
-        name: ModelName,
-        /// Do not ask for confirmation
-        #[arg(long, short)]
-        yes: bool,
-    },
+    Rm(ModelsRm),
+}
+
+#[derive(Debug, Args)]
+pub struct ModelsList {
+    /// Print one JSON array
+    #[arg(long)]
+    pub json: bool,
+    #[command(flatten)]
+    pub models_dir: ModelsDirOption,
+    #[command(flatten)]
+    pub common: Common,
+}
+
+#[derive(Debug, Args)]
+pub struct ModelsRm {
+    #[arg(value_name = "ORG/NAME[@REVISION][:FILE]")]
+    pub name: ModelName,
+    /// Do not ask for confirmation
+    #[arg(long, short)]
+    pub yes: bool,
+    #[command(flatten)]
+    pub models_dir: ModelsDirOption,
+    #[command(flatten)]
+    pub common: Common,
 }
 
 #[cfg(feature = "npu")]
@@ -858,10 +1018,16 @@ pub enum Npu {
     /// Compile the NPU's attention kernels for a model, with mlir-aie, Peano and XRT of this machine
     BuildKernels(BuildKernels),
     /// Show the kernels that were built, and what is wrong with those that cannot be used
-    List {
-        #[command(flatten)]
-        folder: KernelFolder,
-    },
+    List(NpuList),
+}
+
+#[cfg(feature = "npu")]
+#[derive(Debug, Args)]
+pub struct NpuList {
+    #[command(flatten)]
+    pub folder: KernelFolder,
+    #[command(flatten)]
+    pub common: Common,
 }
 
 #[cfg(feature = "npu")]
@@ -915,6 +1081,10 @@ pub struct BuildKernels {
     /// Longest time for one tool
     #[arg(long, value_name = "SECONDS", default_value_t = 3600, value_parser = clap::value_parser!(u32).range(1..=86_400))]
     pub tool_limit_s: u32,
+    #[command(flatten)]
+    pub files: FileOptions,
+    #[command(flatten)]
+    pub common: Common,
 }
 
 fn in_range<const LOW: u8, const HIGH: u8>(text: &str) -> Result<f32, String> {

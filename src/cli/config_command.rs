@@ -11,14 +11,14 @@ use super::{load, serve};
 /// `unicorn config check` and `unicorn config show`.
 pub fn config(configured: &Configured, command: &ConfigCommand) -> Result<(), Error> {
     match command {
-        ConfigCommand::Check => check(configured),
-        ConfigCommand::Show => print(&configured.config.describe(&configured.layers)),
+        ConfigCommand::Check(_) => check(configured),
+        ConfigCommand::Show(_) => print(&configured.config.describe(&configured.layers)),
     }
 }
 
 /// Does what `serve` does before it loads the model, as far as another server that runs meanwhile does not matter.
-fn check(Configured { config, files, .. }: &Configured) -> Result<(), Error> {
-    let files: Vec<String> = files.iter().map(|file| file.display().to_string()).collect();
+fn check(configured: &Configured) -> Result<(), Error> {
+    let config = &configured.config;
     let (host, port) = (config.server.host.as_str(), config.server.port);
     let unusable = |error| Error::Listen { host: host.to_owned(), port, error };
     let addresses: Vec<_> = (host, port).to_socket_addrs().map_err(unusable)?.collect();
@@ -30,7 +30,7 @@ fn check(Configured { config, files, .. }: &Configured) -> Result<(), Error> {
     };
     print(&format!(
         "the configuration is good\n   files   {}\n   listens {host}, port {port}; {asks}\n   model   {}\n",
-        if files.is_empty() { "none: all options have their defaults".into() } else { files.join(", ") },
+        configured.sources(),
         model.name(),
     ))
 }

@@ -7,7 +7,7 @@
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-use super::args::{self, Command, Global};
+use super::args::{self, Bench, Benchmarked, Command, Common, ConfigCommand, Eval, Models};
 use super::error::Error;
 use crate::config::{Config, Layer, NpuMode};
 use crate::file;
@@ -29,15 +29,23 @@ pub struct Configured {
     pub warnings: Vec<String>,
 }
 
+impl Configured {
+    /// Its files, for a person.
+    pub fn sources(&self) -> String {
+        match self.files.is_empty() {
+            true => "none: all options have their defaults".into(),
+            false => self.files.iter().map(|file| file.display().to_string()).collect::<Vec<_>>().join(", "),
+        }
+    }
+}
+
 /// The configuration from defaults, files, environment and flags.
-pub fn configure(global: &Global, command: &Command) -> Result<Configured, Error> {
-    let files = match &global.config {
-        // The server sends its options. A file that has changed since is not to end a process that drives its GPU.
-        _ if matches!(command, Command::DeviceProcess | Command::NpuProcess) => Vec::new(),
-        // A package writes these, whatever the machine's configuration is.
-        _ if matches!(command, Command::Completions { .. } | Command::ManPages { .. }) => Vec::new(),
-        Some(path) => vec![path.clone()],
-        None => system_files(&system_folder(command))?,
+pub fn configure(command: &Command) -> Result<Configured, Error> {
+    let options = options(command);
+    let files = match &options {
+        None => Vec::new(),
+        Some((Common { config: Some(path), .. }, _)) => vec![path.clone()],
+        Some(_) => system_files(&system_folder(command))?,
     };
     let mut layers = Vec::new();
     for path in &files {
@@ -49,9 +57,16 @@ pub fn configure(global: &Global, command: &Command) -> Result<Configured, Error
         std::env::vars_os().filter_map(|(k, v)| Some((k.into_string().ok()?, v.into_string().ok()?)));
     let (environment, warnings) = Layer::environment(variables)?;
     layers.push(environment);
-    layers.push(flags(global, command));
+    let mut flags = Layer::flags();
+    options.into_iter().flat_map(|(_, groups)| groups).for_each(|group| group.set(&mut flags));
+    layers.push(flags);
     let config = Config::from_layers(&layers)?;
     Ok(Configured { config, layers, files, warnings })
+}
+
+/// How many times the command line asks for a longer log.
+pub fn verbosity(command: &Command) -> u8 {
+    options(command).map_or(0, |(common, _)| common.verbose)
 }
 
 /// The folder of the system's files, on this machine or on the one that the doctor is to check.
@@ -95,124 +110,195 @@ fn system_files(folder: &Path) -> Result<Vec<PathBuf>, Error> {
     Ok(files)
 }
 
-/// The options that the command line sets.
-fn flags(global: &Global, command: &Command) -> Layer {
-    let mut flags = Layer::flags();
-    set_global(&mut flags, global, command);
-    set_model(&mut flags, command);
-    set_memory(&mut flags, command);
-    if let Command::Serve(args::Serve { name, host, port, api_key_file, .. }) = command {
-        if let Some(name) = name {
-            flags.set("model", "name", name.clone());
-        }
-        if let Some(host) = host {
-            flags.set("server", "host", host.clone());
-        }
-        if let Some(port) = port {
-            flags.set("server", "port", i64::from(*port));
-        }
-        if let Some(file) = api_key_file {
-            flags.set("server", "api_key_file", file.clone());
-        }
-    }
-    flags
+/// Options of the command line that set options of the configuration.
+trait Sets {
+    fn set(&self, flags: &mut Layer);
 }
 
-fn set_global(flags: &mut Layer, global: &Global, command: &Command) {
-    if let Some(device) = &global.device {
-        flags.set("hardware", "device", device.clone());
-    }
-    if global.no_tune {
-        flags.set("gpu", "tune", false);
-    }
-    if global.allow_software_vulkan {
-        flags.set("hardware", "allow_software_vulkan", true);
-    }
-    // Comparisons with other implementations need exact f32. Explicit options override that, to measure the loss.
-    let is_exact = matches!(command, Command::Eval(_) | Command::Quantize(_));
-    if let Some(mode) = global.npu.or(is_exact.then_some(NpuMode::Off)) {
-        flags.set("npu", "mode", mode.name());
-    }
-    if let Some(mode) = global.quantize {
-        flags.set("model", "quantize", mode.name());
-    }
-    for (option, path) in [("config", &global.model_config), ("tokenizer", &global.tokenizer)] {
-        if let Some(path) = path {
-            flags.set("model", option, path.clone());
+/// The options of a command that concern its configuration, later ones winning; none where it reads no configuration.
+fn options(command: &Command) -> Option<(&Common, Vec<&dyn Sets>)> {
+    Some(match command {
+        Command::Serve(args) => (&args.options.common, vec![&args.options]),
+        Command::Config(ConfigCommand::Check(options) | ConfigCommand::Show(options)) => {
+            (&options.common, vec![options])
         }
-    }
-    if let Some(dir) = &global.models_dir {
-        flags.set("models", "dir", dir.clone());
-    }
-    if let Some(context) = global.context {
-        flags.set("engine", "context", i64::from(context));
-    }
-    if let Some(dtype) = global.kv.or(is_exact.then_some(KvDtype::F32)) {
-        flags.set("kv", "dtype", dtype.name());
-    }
-    if let Some(precision) = global.precision.or(is_exact.then_some(Precision::F32)) {
-        flags.set("model", "precision", precision.name());
-    }
-}
-
-/// The model and the draft that a command names.
-fn set_model(flags: &mut Layer, command: &Command) {
-    let model = match command {
-        Command::Serve(args::Serve { model, .. }) => model.model.as_deref(),
-        Command::Generate(args::Generate { model, .. }) => model.model.as_deref(),
-        Command::Doctor(args::Doctor { model, .. }) => model.as_deref(),
-        Command::Chat(args::Chat { model, .. }) => model.model.as_deref(),
-        Command::Bench(args) => args.model(),
-        Command::Eval(args::Eval::Logits { model, .. } | args::Eval::Perplexity { model, .. }) => {
-            Some(model.as_str())
+        Command::Generate(args) => (&args.common, vec![&args.engine]),
+        Command::Chat(args) => (&args.common, vec![&args.engine]),
+        Command::Devices(args) => (&args.common, vec![]),
+        Command::Doctor(args) => (&args.common, vec![args]),
+        Command::Eval(Eval::Logits(args)) => (&args.evaluated.common, vec![&Exact, &args.evaluated]),
+        Command::Eval(Eval::Perplexity(args)) => {
+            (&args.evaluated.common, vec![&Exact, &args.evaluated, &args.tokenizer])
         }
-        Command::Devices { .. }
-        | Command::Quantize(_)
-        | Command::Inspect(_)
-        | Command::Synth(_)
-        | Command::Plan(_)
-        | Command::Pull(_)
-        | Command::Config(_)
-        | Command::Models(_)
-        | Command::Completions { .. }
-        | Command::ManPages { .. }
-        | Command::DeviceProcess
-        | Command::NpuProcess => None,
+        Command::Quantize(args) => (&args.common, vec![&Exact, &args.tokenizer, &args.load, &args.npu]),
+        Command::Inspect(args) => (&args.common, vec![&args.files]),
+        Command::Synth(args) => (&args.common, vec![]),
+        Command::Plan(args) => (&args.common, vec![&args.quantize, &args.npu, &args.fit, &args.memory]),
+        Command::Bench(args) => options_of_benchmark(args),
+        Command::Pull(args) => (&args.common, vec![&args.models_dir]),
+        Command::Models(Models::List(args)) => (&args.common, vec![&args.models_dir]),
+        Command::Models(Models::Rm(args)) => (&args.common, vec![&args.models_dir]),
         #[cfg(feature = "npu")]
-        Command::Npu(_) => None,
-    };
-    if let Some(model) = model {
-        flags.set("model", "path", model);
-    }
-    let draft = match command {
-        Command::Serve(args::Serve { model, .. }) => model.draft.as_deref(),
-        Command::Generate(args::Generate { model, .. }) => model.draft.as_deref(),
-        Command::Chat(args::Chat { model, .. }) => model.draft.as_deref(),
-        Command::Bench(args) => args.draft(),
-        _ => None,
-    };
-    if let Some(draft) = draft {
-        flags.set("model", "draft", draft);
+        Command::Npu(args::Npu::BuildKernels(args)) => (&args.common, vec![&args.files]),
+        #[cfg(feature = "npu")]
+        Command::Npu(args::Npu::List(args)) => (&args.common, vec![]),
+        // A package writes these, whatever the machine's configuration is.
+        Command::Completions { .. } | Command::ManPages { .. } => return None,
+        // The server sends its options. A file that has changed since is not to end a process that drives its GPU.
+        Command::DeviceProcess | Command::NpuProcess => return None,
+    })
+}
+
+fn options_of_benchmark(args: &Bench) -> (&Common, Vec<&dyn Sets>) {
+    match args.benchmarked() {
+        Benchmarked::Engine(args) => (&args.common, vec![&args.engine]),
+        Benchmarked::Model(args) => (&args.common, vec![&args.model, &args.npu]),
+        Benchmarked::Npu(args) => (&args.common, vec![&args.model]),
+        Benchmarked::Kernels(args) => (&args.common, vec![&args.device, &args.precision, &args.kv]),
+        Benchmarked::Serve(args) => (&args.common, vec![]),
+        Benchmarked::Isa(args) => (&args.common, vec![&args.quantize, &args.precision, &args.kv]),
     }
 }
 
-fn set_memory(flags: &mut Layer, command: &Command) {
-    let memory = match command {
-        Command::Serve(args::Serve { model, .. }) => Some(&model.memory),
-        Command::Generate(args::Generate { model, .. }) => Some(&model.memory),
-        Command::Chat(args::Chat { model, .. }) => Some(&model.memory),
-        Command::Bench(args) => args.memory(),
-        Command::Plan(args::Plan { memory, .. }) => Some(memory),
-        _ => None,
-    };
-    if let Some(memory) = memory {
-        for (option, bytes) in [("vram", memory.vram), ("gtt", memory.gtt), ("reserve", memory.reserve)] {
-            if let Some(bytes) = bytes {
-                flags.set("memory", option, bytes.to_string());
-            }
+/// What commands that are compared with other implementations have in the place of the configuration's options, so that
+/// they compute in f32. Options of the command line override it, to measure the loss.
+struct Exact;
+
+impl Sets for Exact {
+    fn set(&self, flags: &mut Layer) {
+        flags.set("npu", "mode", NpuMode::Off.name());
+        flags.set("kv", "dtype", KvDtype::F32.name());
+        flags.set("model", "precision", Precision::F32.name());
+    }
+}
+
+impl Sets for args::ServeOptions {
+    fn set(&self, flags: &mut Layer) {
+        let Self { engine, name, host, port, api_key_file, common: _ } = self;
+        engine.set(flags);
+        flags.set_given("model", "name", name.clone());
+        flags.set_given("server", "host", host.clone());
+        flags.set_given("server", "port", port.map(i64::from));
+        flags.set_given("server", "api_key_file", api_key_file.clone());
+    }
+}
+
+impl Sets for args::EngineOptions {
+    fn set(&self, flags: &mut Layer) {
+        let Self { model, draft, npu } = self;
+        model.set(flags);
+        flags.set_given("model", "draft", draft.clone());
+        npu.set(flags);
+    }
+}
+
+impl Sets for args::ModelOptions {
+    fn set(&self, flags: &mut Layer) {
+        let Self { model, quantize, tokenizer, load, memory } = self;
+        flags.set_given("model", "path", model.clone());
+        quantize.set(flags);
+        tokenizer.set(flags);
+        load.set(flags);
+        memory.set(flags);
+    }
+}
+
+impl Sets for args::Evaluated {
+    fn set(&self, flags: &mut Layer) {
+        let Self { model, quantize, load, npu, common: _ } = self;
+        flags.set("model", "path", model.clone());
+        quantize.set(flags);
+        load.set(flags);
+        npu.set(flags);
+    }
+}
+
+impl Sets for args::Doctor {
+    fn set(&self, flags: &mut Layer) {
+        flags.set_given("model", "path", self.model.clone());
+        self.quantize.set(flags);
+        self.npu.set(flags);
+        self.fit.set(flags);
+    }
+}
+
+impl Sets for args::LoadOptions {
+    fn set(&self, flags: &mut Layer) {
+        let Self { fit, precision, no_tune } = self;
+        fit.set(flags);
+        precision.set(flags);
+        flags.set_given("gpu", "tune", no_tune.then_some(false));
+    }
+}
+
+impl Sets for args::FitOptions {
+    fn set(&self, flags: &mut Layer) {
+        let Self { device, files, context, kv } = self;
+        device.set(flags);
+        files.set(flags);
+        flags.set_given("engine", "context", context.map(i64::from));
+        kv.set(flags);
+    }
+}
+
+impl Sets for args::DeviceOptions {
+    fn set(&self, flags: &mut Layer) {
+        let Self { device, allow_software_vulkan } = self;
+        flags.set_given("hardware", "device", device.clone());
+        flags.set_given("hardware", "allow_software_vulkan", allow_software_vulkan.then_some(true));
+    }
+}
+
+impl Sets for args::FileOptions {
+    fn set(&self, flags: &mut Layer) {
+        let Self { models_dir, model_config } = self;
+        models_dir.set(flags);
+        flags.set_given("model", "config", model_config.clone());
+    }
+}
+
+impl Sets for args::MemoryOptions {
+    fn set(&self, flags: &mut Layer) {
+        let Self { vram, gtt, reserve, ffn_heap } = self;
+        for (option, bytes) in [("vram", vram), ("gtt", gtt), ("reserve", reserve)] {
+            flags.set_given("memory", option, bytes.map(|bytes| bytes.to_string()));
         }
-        if let Some(heap) = memory.ffn_heap {
-            flags.set("memory", "ffn_heap", heap.name());
-        }
+        flags.set_given("memory", "ffn_heap", ffn_heap.map(|heap| heap.name()));
+    }
+}
+
+impl Sets for args::ModelsDirOption {
+    fn set(&self, flags: &mut Layer) {
+        flags.set_given("models", "dir", self.models_dir.clone());
+    }
+}
+
+impl Sets for args::TokenizerOption {
+    fn set(&self, flags: &mut Layer) {
+        flags.set_given("model", "tokenizer", self.tokenizer.clone());
+    }
+}
+
+impl Sets for args::QuantizeOption {
+    fn set(&self, flags: &mut Layer) {
+        flags.set_given("model", "quantize", self.quantize.map(|mode| mode.name()));
+    }
+}
+
+impl Sets for args::PrecisionOption {
+    fn set(&self, flags: &mut Layer) {
+        flags.set_given("model", "precision", self.precision.map(|precision| precision.name()));
+    }
+}
+
+impl Sets for args::KvOption {
+    fn set(&self, flags: &mut Layer) {
+        flags.set_given("kv", "dtype", self.kv.map(|dtype| dtype.name()));
+    }
+}
+
+impl Sets for args::NpuOption {
+    fn set(&self, flags: &mut Layer) {
+        flags.set_given("npu", "mode", self.npu.map(|mode| mode.name()));
     }
 }

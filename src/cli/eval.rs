@@ -20,8 +20,8 @@ const MAX_TEXT_BYTES: u64 = 256 << 20;
 pub fn eval(config: &Config, args: args::Eval) -> Result<(), Error> {
     let files = load::files(&config.model)?;
     match args {
-        args::Eval::Logits { tokens, output, .. } => logits(load::runner(&files, config)?, &tokens, &output),
-        args::Eval::Perplexity { text, .. } => {
+        args::Eval::Logits(args) => logits(load::runner(&files, config)?, &args.tokens, &args.output),
+        args::Eval::Perplexity(args::EvalPerplexity { text, .. }) => {
             let read = read_text(&text)?;
             perplexity(load::model(&files, config, Watch::Nothing)?, &read, &text)
         }

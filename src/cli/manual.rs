@@ -23,7 +23,8 @@ pub fn pages(folder: &Path) -> Result<(), Error> {
     clap_mangen::generate_to(command_line(), folder).map_err(at)
 }
 
-/// The command line without the command `help`, which would be a page and a completion for every other command.
-fn command_line() -> clap::Command {
+/// The command line as clap describes it, without the command `help`, which would be a page and a completion for every
+/// other command.
+pub fn command_line() -> clap::Command {
     CommandLine::command().disable_help_subcommand(true)
 }

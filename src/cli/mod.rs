@@ -49,10 +49,11 @@ use std::process::ExitCode;
 use clap::Parser;
 use tracing_subscriber::EnvFilter;
 
-use args::{Command, CommandLine, Global};
-use configuration::{Configured, configure};
+use args::{Command, CommandLine, Models};
+use configuration::{Configured, configure, verbosity};
 use error::Error;
 use log::Log;
+pub use manual::command_line;
 use serve::Reload;
 
 use crate::config::Config;
@@ -69,16 +70,17 @@ pub fn main() -> ExitCode {
             }
         };
     }
-    let CommandLine { global, command } = CommandLine::parse();
+    let CommandLine { command } = CommandLine::parse();
     let serving = matches!(command, Command::Serve(_) | Command::DeviceProcess | Command::NpuProcess);
     // The exit codes of `serve`, by which a supervisor judges.
     let with_codes = serving || matches!(command, Command::Config(_));
-    let ended = configure(&global, &command).and_then(|configured| {
+    let ended = configure(&command).and_then(|configured| {
         // The log is dropped before the error is printed, so that the error is the last line.
         let format = configured.config.log.format;
-        let log = Log::start(log_filter(&global, serving, &configured.config), format, serving);
+        let log = Log::start(log_filter(verbosity(&command), serving, &configured.config), format, serving);
+        tracing::debug!("configuration files: {}", configured.sources());
         configured.warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
-        let run = AssertUnwindSafe(|| run(&global, command, configured, &log));
+        let run = AssertUnwindSafe(|| run(command, configured, &log));
         catch_unwind(run).unwrap_or(Err(Error::Panicked))
     });
     match ended {
@@ -92,27 +94,20 @@ pub fn main() -> ExitCode {
     }
 }
 
-fn run(global: &Global, mut command: Command, mut configured: Configured, log: &Log) -> Result<(), Error> {
+fn run(mut command: Command, mut configured: Configured, log: &Log) -> Result<(), Error> {
     models::locate(&mut configured.config, &mut command)?;
     let config = &configured.config;
     match command {
         Command::Serve(args) => {
-            let root = args.root.clone();
-            let (level, global) = (log.level.clone(), global.clone());
-            let set_log = {
-                let global = global.clone();
-                move |config: &Config| {
-                    let filter = log_filter(&global, true, config);
-                    let text = filter.to_string();
-                    level.set(filter);
-                    text
-                }
+            let (root, verbose, level) = (args.root.clone(), args.options.common.verbose, log.level.clone());
+            let set_log = move |config: &Config| {
+                let filter = log_filter(verbose, true, config);
+                let text = filter.to_string();
+                level.set(filter);
+                text
             };
-            let reread = {
-                let global = global.clone();
-                move || configure(&global, &Command::Serve(args.clone()))
-            };
-            let filter = log_filter(&global, true, config).to_string();
+            let reread = move || configure(&Command::Serve(args.clone()));
+            let filter = log_filter(verbose, true, config).to_string();
             serve::serve(
                 config,
                 root.as_deref(),
@@ -122,7 +117,7 @@ fn run(global: &Global, mut command: Command, mut configured: Configured, log: &
         }
         Command::Generate(args) => generate::generate(config, args),
         Command::Chat(args) => chat::chat(config, args),
-        Command::Devices { json } => devices::devices(json),
+        Command::Devices(args) => devices::devices(args.json),
         Command::Doctor(args) => doctor::doctor(config, &args),
         Command::Eval(args) => eval::eval(config, args),
         Command::Quantize(args) => quantize::quantize(config, &args),
@@ -138,20 +133,20 @@ fn run(global: &Global, mut command: Command, mut configured: Configured, log: &
         #[cfg(feature = "npu")]
         Command::Npu(args::Npu::BuildKernels(args)) => npu::build_kernels(config, &args),
         #[cfg(feature = "npu")]
-        Command::Npu(args::Npu::List { folder }) => npu::list(config, &folder),
+        Command::Npu(args::Npu::List(args)) => npu::list(config, &args.folder),
         #[cfg(feature = "npu")]
         Command::NpuProcess => npu_process::npu_process(),
         #[cfg(not(feature = "npu"))]
         Command::NpuProcess => Err(Error::Argument("this program was built without the feature npu".into())),
-        Command::Models(args::Models::List { json }) => models::list(config, json),
-        Command::Models(args::Models::Rm { name, yes }) => models::remove(config, &name, yes),
+        Command::Models(Models::List(args)) => models::list(config, args.json),
+        Command::Models(Models::Rm(args)) => models::remove(config, &args.name, args.yes),
     }
 }
 
 /// The log level: `info` for a server, `warn` for other commands. The option `log.level` overrides that, `-v` overrides
 /// the option, and `RUST_LOG` overrides everything.
-fn log_filter(global: &Global, serving: bool, config: &Config) -> EnvFilter {
-    let level = match (global.verbose, serving, &config.log.level) {
+fn log_filter(verbose: u8, serving: bool, config: &Config) -> EnvFilter {
+    let level = match (verbose, serving, &config.log.level) {
         (0, _, Some(level)) => level,
         (0, false, None) => "warn",
         (0, true, None) => "info",

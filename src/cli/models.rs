@@ -48,7 +48,7 @@ pub fn caches(config: &Config) -> Vec<Cache> {
 /// Replaces the names of the command's model and draft with the paths of the pulled models. Paths stay as they are.
 pub fn locate(config: &mut Config, command: &mut Command) -> Result<(), Error> {
     let draft = match command {
-        Command::Plan(args) => args.draft.as_mut(),
+        Command::Plan(args) => args.planned.draft.as_mut(),
         // These commands use no draft.
         Command::Eval(_) | Command::Quantize(_) => {
             config.model.draft = None;
@@ -62,18 +62,18 @@ pub fn locate(config: &mut Config, command: &mut Command) -> Result<(), Error> {
         | Command::Generate(_)
         | Command::Chat(_)
         | Command::Bench(_)
-        | Command::Config(ConfigCommand::Check) => {
+        | Command::Config(ConfigCommand::Check(_)) => {
             let mut draft = config.model.draft.take();
             draft.as_mut().map(|text| find(&caches(config), text)).transpose()?;
             config.model.draft = draft;
             None
         }
-        Command::Devices { .. }
+        Command::Devices(_)
         | Command::Inspect(_)
         | Command::Synth(_)
         | Command::Pull(_)
         | Command::Models(_)
-        | Command::Config(ConfigCommand::Show)
+        | Command::Config(ConfigCommand::Show(_))
         | Command::Completions { .. }
         | Command::ManPages { .. }
         | Command::Doctor(_)
@@ -84,11 +84,11 @@ pub fn locate(config: &mut Config, command: &mut Command) -> Result<(), Error> {
     };
     draft.map(|text| find(&caches(config), text)).transpose()?;
     let text = match command {
-        Command::Devices { .. }
+        Command::Devices(_)
         | Command::Synth(_)
         | Command::Pull(_)
         | Command::Models(_)
-        | Command::Config(ConfigCommand::Show)
+        | Command::Config(ConfigCommand::Show(_))
         | Command::Completions { .. }
         | Command::ManPages { .. }
         // A model that is not here is a finding of its report.
@@ -112,8 +112,8 @@ pub fn locate(config: &mut Config, command: &mut Command) -> Result<(), Error> {
             None => return Ok(()),
         },
         #[cfg(feature = "npu")]
-        Command::Npu(Npu::List { .. }) => return Ok(()),
-        Command::Plan(args) => match &mut args.model {
+        Command::Npu(Npu::List(_)) => return Ok(()),
+        Command::Plan(args) => match &mut args.planned.model {
             Some(model) => model,
             None => return Ok(()),
         },
@@ -122,7 +122,7 @@ pub fn locate(config: &mut Config, command: &mut Command) -> Result<(), Error> {
         | Command::Chat(_)
         | Command::Eval(_)
         | Command::Bench(_)
-        | Command::Config(ConfigCommand::Check) => {
+        | Command::Config(ConfigCommand::Check(_)) => {
             let Some(mut text) = config.model.path.take() else { return Ok(()) };
             // The folder of a snapshot is named by a commit, so the model's name comes from the repository.
             let name = find(&caches(config), &mut text)?.map(|name| name.repo.name().to_owned());

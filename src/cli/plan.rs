@@ -46,8 +46,8 @@ const SEVERAL: usize = 16;
 type Largest = (usize, usize, Option<u64>);
 
 pub fn plan(config: &Config, args: &args::Plan) -> Result<(), Error> {
-    let subject = subject(config, args)?;
-    let args::Memory { vram, gtt, .. } = args.memory;
+    let subject = subject(config, &args.planned)?;
+    let args::MemoryOptions { vram, gtt, .. } = args.memory;
     let paper = (vram.is_some() || gtt.is_some()).then(|| (vram.unwrap_or(0), gtt.unwrap_or(0)));
     let room = load::room(config, paper)?;
     let Room { machine, limits } = &room;
@@ -72,14 +72,14 @@ pub fn plan(config: &Config, args: &args::Plan) -> Result<(), Error> {
     outcome.map(drop).map_err(|error| Box::new(error).into())
 }
 
-/// Whether the model of `args` fits into `room`, for one sequence of the configured context.
-pub fn fit(config: &Config, args: &args::Plan, room: &Room) -> Result<Result<Fit, DoesNotFit>, Error> {
-    let subject = subject(config, args)?;
+/// Whether a model fits into `room`, for one sequence of the configured context.
+pub fn fit(config: &Config, planned: &args::Planned, room: &Room) -> Result<Result<Fit, DoesNotFit>, Error> {
+    let subject = subject(config, planned)?;
     let demand = demand(&subject, config, room);
     Ok(demand.fit(&room.machine, &room.limits, config.engine.context, 1, &subject.others))
 }
 
-fn subject(config: &Config, args: &args::Plan) -> Result<Subject, Error> {
+fn subject(config: &Config, args: &args::Planned) -> Result<Subject, Error> {
     let mut subject = match (&args.model, args.shape) {
         (Some(model), _) => checkpoint(model, config)?,
         (None, Some(shape)) => published(shape, args),
@@ -129,7 +129,7 @@ fn draft(path: &str, model: &Gemma3Config) -> Result<DraftSubject, Error> {
     Ok(DraftSubject { name: files.location(), stored: words(&schemes), config, schemes })
 }
 
-fn published(shape: Shape, args: &args::Plan) -> Subject {
+fn published(shape: Shape, args: &args::Planned) -> Subject {
     let config = shape.config();
     let of = |schemes: args::Schemes| {
         let [attention, ffn, embedding] =

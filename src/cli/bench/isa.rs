@@ -37,12 +37,11 @@ const MESA26: &str = ".cache/devices/mesa26";
 const WITH_MESA26: &str = "tools/with_mesa26.sh";
 
 pub fn isa(config: &Config, args: &args::BenchIsa) -> Result<(), Error> {
-    let name = config.hardware.device.as_deref().unwrap_or("phoenix");
     if args.compile {
-        let compilation = judge::compile(name)?;
+        let compilation = judge::compile(&args.device)?;
         return print(&serde_json::to_string(&compilation).expect("texts and numbers"));
     }
-    let chip = Chip::named(name).map_err(Error::Argument)?;
+    let chip = Chip::named(&args.device).map_err(Error::Argument)?;
     let (judges, left_out) = judges(&chip)?;
     if let Some(folder) = &args.assembly {
         write_assembly(folder, &judges)?;
@@ -80,12 +79,8 @@ fn judges(chip: &Chip) -> Result<(Vec<Judge>, Option<String>), Error> {
         problem: format!("this program is not found: {e}"),
     })?;
     let mut command = Command::new(&itself);
-    command
-        .env("VK_DRIVER_FILES", &icd)
-        .env("VK_ICD_FILENAMES", &icd)
-        .env("RADV_FORCE_FAMILY", chip.name)
-        .args(["--device", &chip.name.to_uppercase()]);
-    let mut judges = vec![run(null_device, command)?];
+    command.env("VK_DRIVER_FILES", &icd).env("VK_ICD_FILENAMES", &icd).env("RADV_FORCE_FAMILY", chip.name);
+    let mut judges = vec![run(null_device, command, chip.name)?];
 
     let shim = "RADV 26 over a shim";
     let left_out = match chip.shim {
@@ -94,8 +89,8 @@ fn judges(chip: &Chip) -> Result<(Vec<Judge>, Option<String>), Error> {
             Some(reason) => Some(format!("{shim}: {reason}")),
             None => {
                 let mut command = Command::new(WITH_MESA26);
-                command.env("MESA26_DEVICE", id).arg(&itself).args(["--device", &id.to_uppercase()]);
-                judges.push(run(shim, command)?);
+                command.env("MESA26_DEVICE", id).arg(&itself);
+                judges.push(run(shim, command, id)?);
                 None
             }
         },
@@ -115,11 +110,11 @@ fn without_mesa26() -> Option<String> {
     }
 }
 
-/// Starts this program again to compile; `command` has everything but the arguments for that.
-fn run(compiler: &'static str, mut command: Command) -> Result<Judge, Error> {
+/// Starts this program again to compile on a device; `command` has everything but the arguments for that.
+fn run(compiler: &'static str, mut command: Command, device: &str) -> Result<Judge, Error> {
     let failed = |problem: String| Error::Compiler { compiler, problem };
     command
-        .args(["bench", "isa", "--compile"])
+        .args(["bench", "isa", "--compile", "--device", &device.to_uppercase()])
         // Cached shaders were compiled without statistics.
         .env("MESA_SHADER_CACHE_DISABLE", "true")
         .stdin(Stdio::null())

@@ -129,7 +129,7 @@ fn fit(
             "not known: whether the model fits, for there is no device",
         )];
     };
-    let plan = args::Plan {
+    let planned = args::Planned {
         model: path.map(str::to_owned),
         shape: args.shape,
         scheme: args.scheme,
@@ -137,12 +137,9 @@ fn fit(
         feed_forward: None,
         embedding: None,
         draft: config.model.draft.clone().filter(|_| path.is_some()),
-        sequences: 1,
-        memory: args::Memory { vram: None, gtt: None, reserve: None, ffn_heap: None },
-        json: false,
     };
     let sizes = gpu.and_then(|gpu| Sizes::read(machine, gpu));
-    let fit = match plan::fit(config, &plan, &device.room(config)) {
+    let fit = match plan::fit(config, &planned, &device.room(config)) {
         Ok(outcome) => outcome,
         Err(error) => return vec![Finding::problem("model-unreadable", error.to_string())],
     };
@@ -151,7 +148,7 @@ fn fit(
         Err(error) => {
             let mut finding = Finding::problem("does-not-fit", error.to_string());
             if let Some(sizes) = sizes
-                && fits_with(config, &plan, &sizes)
+                && fits_with(config, &planned, &sizes)
             {
                 finding = finding.cause(format!(
                     "the GPU reaches {} of host memory, and could reach {}",
@@ -184,13 +181,13 @@ fn fit(
 }
 
 /// Whether the model fits if GTT is as large as it should be. A tenth stays for other programs, as at a load.
-fn fits_with(config: &Config, plan: &args::Plan, sizes: &Sizes) -> bool {
+fn fits_with(config: &Config, planned: &args::Planned, sizes: &Sizes) -> bool {
     let gtt = sizes.reachable_gtt();
     if gtt <= sizes.gtt {
         return false;
     }
     let room = load::room(config, Some((sizes.carve_out / 10 * 9, gtt / 10 * 9)));
-    room.is_ok_and(|room| plan::fit(config, plan, &room).is_ok_and(|outcome| outcome.is_ok()))
+    room.is_ok_and(|room| plan::fit(config, planned, &room).is_ok_and(|outcome| outcome.is_ok()))
 }
 
 /// Measures the disk that the model's largest file lies on.
