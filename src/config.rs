@@ -832,15 +832,21 @@ fn parsed_unless_empty<'de, D: serde::Deserializer<'de>, T: FromStr<Err: Display
 
 const BYTE_UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
 
-/// A size in bytes: a number with a binary unit, `16GiB`, `1.5 GiB`, `512MiB`, or a number alone.
+/// A size in bytes: a number with a binary unit, `16GiB`, `1.5 GiB`, `512MiB`, or a number alone. The letters K, M, G and
+/// T stand for KiB to TiB. `GB` is refused: to some it is 10^9 bytes, to others 2^30.
 pub fn parse_bytes(text: &str) -> Result<u64, String> {
-    let expected = || format!("expected a size such as 16GiB or 512MiB, got {text:?}");
+    let expected =
+        || format!("expected a size such as 16GiB (or 16G, which is the same) or 512MiB, got {text:?}");
     let trimmed = text.trim();
     let digits = trimmed.find(|c: char| !(c.is_ascii_digit() || c == '.')).unwrap_or(trimmed.len());
     let (number, unit) = (&trimmed[..digits], trimmed[digits..].trim());
     let power = match unit {
         "" => 0,
-        unit => BYTE_UNITS.iter().position(|u| *u == unit).ok_or_else(expected)?,
+        unit => {
+            let is_it =
+                |name: &&str| *name == unit || (unit.len() == 1 && name[..1].eq_ignore_ascii_case(unit));
+            BYTE_UNITS.iter().position(|name| is_it(&name)).ok_or_else(expected)?
+        }
     };
     let bytes = match number.parse::<u64>() {
         Ok(whole) => whole.checked_mul(1 << (10 * power)).ok_or_else(expected)?,

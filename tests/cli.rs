@@ -12,7 +12,7 @@ use serde_json::Value;
 use tempfile::TempDir;
 use unicorn::text::Tokenizer;
 
-use crate::support::checkpoints::tiny_model;
+use crate::support::checkpoints::{pulled, tiny_model};
 use crate::support::daemon::Daemon;
 use crate::support::energy::{constant_power, no_power};
 use crate::support::program::{assert_error, output, unicorn, unicorn_on_software};
@@ -40,12 +40,11 @@ fn a_command_line_that_cannot_be_read_is_exit_code_2() {
         (&["bench", "serve", "--scenario", "open"], "second-turn"),
         (&["plan"], "<MODEL|--shape <SHAPE>>"),
         (&["plan", "m", "--shape", "gemma-3-1b", "--scheme", "bf16"], "--shape"),
-        (&["plan", "--shape", "gemma-3-1b"], "required"),
         (&["plan", "--shape", "gemma-3-2b", "--scheme", "bf16"], "gemma-3-27b"),
         (&["plan", "--shape", "gemma-3-1b", "--scheme", "int3"], "int3"),
         (&["plan", "--shape", "gemma-3-1b", "--scheme", "bf16", "--quantize", "int8-row"], "--quantize"),
         (&["plan", "m", "--scheme", "bf16"], "--scheme"),
-        (&["plan", "m", "--vram", "16GB"], "16GiB"),
+        (&["plan", "m", "--vram", "16GB"], "16GiB (or 16G, which is the same)"),
         (&["plan", "m", "--sequences", "0"], "sequences"),
         (&["serve", "--gtt", "much"], "gtt"),
         (&["fly"], "fly"),
@@ -229,6 +228,18 @@ fn models_that_are_none_are_named() {
     }
     // A name that would turn the text around it is shown as it is written.
     assert_error(unicorn(&["inspect", "a\u{202e}b"]), 1, &[r"a\u{202e}b", "no such file or folder"]);
+    // A name as other programs have them: the error says how a model is pulled, and which ones were.
+    let cache = pulled(&[("config.json", b"{}"), ("model.safetensors", b"")]);
+    let (no_cache, cache) = (tempfile::tempdir().expect("a folder"), path(cache.path()));
+    for (dir, part) in
+        [(path(no_cache.path()), "no model was pulled here"), (cache, "pulled models are org/tiny")]
+    {
+        for name in ["gemma3", "gemma3:4b"] {
+            let mut serve = unicorn(&["serve", "--port", "0", "--model", name, "--models-dir", &dir]);
+            serve.env("HF_HUB_CACHE", "/nonexistent");
+            assert_error(serve, 78, &[name, part, "`unicorn pull ORG/NAME`"]);
+        }
+    }
     let text = unicorn(&["eval", "perplexity", &no_tokenizer, "--text", &missing]);
     assert_error(text, 1, &[&missing, "No such file"]);
 }

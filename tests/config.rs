@@ -224,12 +224,19 @@ fn sizes_are_read_and_shown_in_binary_units() {
         ("1.5GiB", 3 << 29),
         ("0.5KiB", 512),
         ("2TiB", 2 << 40),
+        ("16G", 16 << 30),
+        ("1.5g", 3 << 29),
+        ("512M", 512 << 20),
+        ("4k", 4096),
+        ("1 T", 1 << 40),
     ] {
         assert_eq!(parse_bytes(text), Ok(bytes), "{text}");
     }
     for text in [
         "",
         "GiB",
+        "G",
+        "16Gi",
         "16GB",
         "16gib",
         "-1GiB",

@@ -699,6 +699,29 @@ fn a_checkpoint_is_planned_with_its_own_schemes() {
     }
 }
 
+/// What `unicorn quantize` writes is assumed of a shape, and said to be.
+#[test]
+fn a_shape_without_a_scheme_has_the_default_one() {
+    let plan = |args: &[&str]| {
+        let (code, stdout, stderr) = output(unicorn(&[&["plan", "--shape", "gemma-3-27b"], args].concat()));
+        assert_eq!(code, 0, "{stderr}");
+        stdout
+    };
+    let json = |args: &[&str]| -> Value {
+        serde_json::from_str(&plan(&[args, &["--json"]].concat())).expect("JSON")
+    };
+    let assumed = json(&["--vram", "16G", "--gtt", "30g"]);
+    let mut said = json(&["--scheme", "int4-g32", "--vram", "16GiB", "--gtt", "30GiB"]);
+    assert_eq!((&said["assumption"], said["fits"].as_bool()), (&Value::Null, Some(true)), "{said}");
+    said["assumption"] = "int4-g32 is assumed, since no --scheme was given".into();
+    assert_eq!(assumed, said);
+    let text = plan(&["--vram", "16G", "--gtt", "30G"]);
+    assert!(text.contains("embedding int8-row (int4-g32 is assumed, since no --scheme was given)"), "{text}");
+    let doctor = ["doctor", "--shape", "gemma-3-270m", "--allow-software-vulkan"];
+    let (_, report, stderr) = output(unicorn_on_software(&doctor));
+    assert!(report.contains("int4-g32 is assumed"), "{report}{stderr}");
+}
+
 /// A driver's table of `tests/data/memory_types`, its kind of device, and the heaps that buffers may lie in.
 #[derive(serde::Deserialize)]
 struct DriverTable {

@@ -84,7 +84,7 @@ impl ModelFiles {
             Err(e) if e.kind() == ErrorKind::NotFound => {
                 return Err(fail(
                     "no such file or folder; a model is a folder with config.json, tokenizer.json and \
-                     model.safetensors, or a GGUF file"
+                     model.safetensors, a GGUF file, or the name of a model that `unicorn pull` got"
                         .into(),
                 ));
             }

@@ -214,10 +214,10 @@ pub struct EngineOptions {
     pub npu: NpuOption,
 }
 
-/// Limits on the use of a device's memory: sizes such as 16GiB or 512MiB.
+/// Limits on the use of a device's memory: sizes such as 16GiB (or 16G, which is the same) or 512MiB.
 #[derive(Debug, Clone, Args)]
 pub struct MemoryOptions {
-    /// Use at most so much of the GPU's own memory
+    /// Use at most so much of the GPU's own memory, such as 16GiB (or 16G, which is the same)
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     pub vram: Option<u64>,
     /// Use at most so much of the host memory that the GPU reaches
@@ -382,7 +382,7 @@ pub struct Evaluated {
 #[derive(Debug, Args)]
 pub struct Schemes {
     /// Attention and feed-forward matrices: int4-g32, int4-g128, int8-row, bf16, or keep (as the source has them)
-    #[arg(long, value_name = "SCHEME", default_value = "int4-g32")]
+    #[arg(long, value_name = "SCHEME", default_value_t = Target::DEFAULT)]
     pub scheme: Target,
     /// Matrices of attention, where their scheme differs from --scheme
     #[arg(long, value_name = "SCHEME")]
@@ -432,6 +432,11 @@ impl Class {
 /// A scheme to convert to; `None` keeps the scheme of the source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Target(pub Option<Scheme>);
+
+impl Target {
+    /// What `unicorn quantize` writes, and a plan of a shape assumes.
+    pub const DEFAULT: Target = Target(Some(Scheme::int4(32)));
+}
 
 impl std::str::FromStr for Target {
     type Err = String;
@@ -566,10 +571,10 @@ pub struct Planned {
     /// A checkpoint in any format that can be read, or the name of a pulled model
     pub model: Option<String>,
     /// gemma-3-270m, gemma-3-1b, gemma-3-4b, gemma-3-12b or gemma-3-27b
-    #[arg(long, value_parser = Shape::named, requires = "scheme", conflicts_with_all = ["quantize", "model_config"])]
+    #[arg(long, value_parser = Shape::named, conflicts_with_all = ["quantize", "model_config"])]
     pub shape: Option<Shape>,
     /// Attention and feed-forward matrices of the shape: int4-g32, int4-g128, int8-row, bf16 or another of
-    /// docs/formats.md
+    /// docs/formats.md [default: int4-g32]
     #[arg(long, value_name = "SCHEME", value_parser = stored, conflicts_with = "model")]
     pub scheme: Option<Target>,
     /// Matrices of attention, where their scheme differs from --scheme
@@ -586,15 +591,23 @@ pub struct Planned {
     pub draft: Option<String>,
 }
 
+impl Planned {
+    /// Says that the scheme of a shape is the default, where none was given.
+    pub fn assumption(&self) -> Option<String> {
+        let is_assumed = self.shape.is_some() && self.scheme.is_none();
+        is_assumed.then(|| format!("{} is assumed, since no --scheme was given", Target::DEFAULT))
+    }
+}
+
 #[derive(Debug, Args)]
 pub struct Doctor {
     /// The model that is to be served, to check whether it fits [default: that of the configuration]
     #[arg(long, value_name = "FOLDER|FILE|ORG/NAME", conflicts_with = "shape")]
     pub model: Option<String>,
     /// Check a published shape for its fit: gemma-3-270m, gemma-3-1b, gemma-3-4b, gemma-3-12b or gemma-3-27b
-    #[arg(long, value_parser = Shape::named, requires = "scheme", conflicts_with_all = ["quantize", "model_config"])]
+    #[arg(long, value_parser = Shape::named, conflicts_with_all = ["quantize", "model_config"])]
     pub shape: Option<Shape>,
-    /// Scheme of the shape's matrices, as `unicorn plan` takes it
+    /// Scheme of the shape's matrices, as `unicorn plan` takes it [default: int4-g32]
     #[arg(long, value_name = "SCHEME", value_parser = stored, requires = "shape")]
     pub scheme: Option<Target>,
     /// Read up to 256 MiB of the model past the page cache, and say how long a load takes at that speed

@@ -134,13 +134,33 @@ pub fn locate(config: &mut Config, command: &mut Command) -> Result<(), Error> {
     find(&caches(config), text).map(drop)
 }
 
+/// The error for a text that is no path, and a word without an organisation, as other programs name models.
+fn nameless(caches: &[Cache], text: &str) -> Error {
+    const SHOWN: usize = 8;
+    // A cache that cannot be read is no reason to say less of the name.
+    let pulled: Vec<String> =
+        caches.iter().filter_map(|cache| cache.list().ok()).flatten().map(|m| m.name.to_string()).collect();
+    let more = if pulled.len() > SHOWN { " and more (`unicorn models list`)" } else { "" };
+    let here = match pulled.is_empty() {
+        true => "no model was pulled here".to_owned(),
+        false => format!("pulled models are {}{more}", pulled[..pulled.len().min(SHOWN)].join(", ")),
+    };
+    Error::Argument(format!(
+        "{text}: there is no such file or folder, and a model of the hub is named ORG/NAME; {here}; `unicorn pull ORG/NAME` \
+         gets one, such as google/gemma-3-4b-it"
+    ))
+}
+
 /// Replaces `text` with the path of the pulled model that it names, by the first of `caches` that has it. `None` where it
 /// is a path, or no valid name.
 pub fn find(caches: &[Cache], text: &mut String) -> Result<Option<ModelName>, Error> {
     if Path::new(&text).exists() {
         return Ok(None);
     }
-    let Ok(name) = text.parse::<ModelName>() else { return Ok(None) };
+    let Ok(name) = text.parse::<ModelName>() else {
+        let is_path = text.contains('/') || text.ends_with(".gguf");
+        return if is_path { Ok(None) } else { Err(nameless(caches, text)) };
+    };
     let mut partial = None;
     for cache in caches {
         match cache.find(&name) {

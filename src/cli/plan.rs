@@ -25,6 +25,8 @@ struct Subject {
     name: String,
     /// The schemes of its weights, in words.
     stored: String,
+    /// What of them was not asked for.
+    assumption: Option<String>,
     config: Gemma3Config,
     schemes: Schemes,
     /// Alternative schemes for its weights, each with the option that selects it.
@@ -84,7 +86,7 @@ fn subject(config: &Config, args: &args::Planned) -> Result<Subject, Error> {
         (Some(model), _) => checkpoint(model, config)?,
         (None, Some(shape)) => published(shape, args),
         (None, None) => {
-            return Err(Error::Argument("plan: give a checkpoint, or --shape and --scheme".into()));
+            return Err(Error::Argument("plan: give a checkpoint, or --shape".into()));
         }
     };
     if let Some(path) = &args.draft {
@@ -114,8 +116,16 @@ fn checkpoint(model: &str, config: &Config) -> Result<Subject, Error> {
     let weights = Gemma3Weights::collect(&checkpoint, &gemma)?;
     let schemes = Schemes::of(&weights, config.model.quantize)?;
     let others = quantize_modes(&weights)?;
-    let stored = words(&schemes);
-    Ok(Subject { draft: None, name: files.location(), stored, config: gemma, schemes, others })
+    let stored = schemes.to_string();
+    Ok(Subject {
+        draft: None,
+        name: files.location(),
+        stored,
+        assumption: None,
+        config: gemma,
+        schemes,
+        others,
+    })
 }
 
 /// A draft model's weights keep the schemes of its files.
@@ -126,7 +136,7 @@ fn draft(path: &str, model: &Gemma3Config) -> Result<DraftSubject, Error> {
         .map_err(|problem| Error::Argument(format!("{}: {problem}", files.display("config.json"))))?;
     let checkpoint = Checkpoint::open(&files)?;
     let schemes = Schemes::of(&Gemma3Weights::collect(&checkpoint, &config)?, QuantizeMode::None)?;
-    Ok(DraftSubject { name: files.location(), stored: words(&schemes), config, schemes })
+    Ok(DraftSubject { name: files.location(), stored: schemes.to_string(), config, schemes })
 }
 
 fn published(shape: Shape, args: &args::Planned) -> Subject {
@@ -139,7 +149,7 @@ fn published(shape: Shape, args: &args::Planned) -> Subject {
             });
         Schemes::uniform(&config, attention, ffn, embedding)
     };
-    let scheme = args.scheme.unwrap_or(Target(None));
+    let scheme = args.scheme.unwrap_or(Target::DEFAULT);
     let schemes = of(args::Schemes {
         scheme,
         attention: args.attention,
@@ -155,20 +165,17 @@ fn published(shape: Shape, args: &args::Planned) -> Subject {
         };
         (format!("--scheme {scheme}"), of(target))
     });
-    let stored = words(&schemes);
-    Subject { draft: None, name: shape.name.into(), stored, config, schemes, others: others.into() }
-}
-
-/// The schemes of each class of matrices, as text.
-fn words(schemes: &Schemes) -> String {
-    let of = |range: std::ops::Range<usize>| {
-        let mut names: Vec<String> =
-            schemes.layers.iter().flat_map(|layer| &layer[range.clone()]).map(Scheme::to_string).collect();
-        names.sort();
-        names.dedup();
-        names.join(" and ")
-    };
-    format!("attention {}, feed-forward {}, embedding {}", of(0..4), of(4..7), schemes.embedding)
+    let stored = schemes.to_string();
+    let assumption = args.assumption();
+    Subject {
+        draft: None,
+        name: shape.name.into(),
+        stored,
+        assumption,
+        config,
+        schemes,
+        others: others.into(),
+    }
 }
 
 fn contexts(sequences: usize, context: usize) -> String {
@@ -186,7 +193,8 @@ fn as_text(
     outcome: &Result<Fit, DoesNotFit>,
     largest: &[Largest],
 ) -> String {
-    let mut text = format!("{}: {}\n", subject.name, subject.stored);
+    let assumption = subject.assumption.as_ref().map(|text| format!(" ({text})")).unwrap_or_default();
+    let mut text = format!("{}: {}{assumption}\n", subject.name, subject.stored);
     if let Some(draft) = &subject.draft {
         text += &format!("draft {}: {}\n", draft.name, draft.stored);
     }
@@ -313,6 +321,7 @@ fn as_json(
     let line = json!({
         "model": subject.name,
         "schemes": subject.stored,
+        "assumption": subject.assumption,
         "draft": subject.draft.as_ref().map(|d| json!({"model": d.name, "schemes": d.stored})),
         "fits": outcome.is_ok(),
         "error": refusal.map(ToString::to_string),

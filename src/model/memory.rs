@@ -5,6 +5,10 @@
 //! and what is free, and names the largest context or the smaller scheme that would fit. Invariant: the list is
 //! complete; a load that asks for another buffer panics.
 
+use std::collections::BTreeSet;
+use std::fmt;
+use std::ops::Range;
+
 use super::config::{Gemma3Config, LayerType};
 use super::offload::OffloadLimits;
 use super::self_test;
@@ -78,6 +82,19 @@ impl Schemes {
     pub fn uniform(config: &Gemma3Config, attention: Scheme, ffn: Scheme, embedding: Scheme) -> Schemes {
         let layer = [attention, attention, attention, attention, ffn, ffn, ffn];
         Schemes { embedding, layers: vec![layer; config.num_hidden_layers] }
+    }
+}
+
+/// The schemes of attention, feed-forward networks and embedding, such as
+/// `attention int4-g32, feed-forward int4-g32, embedding int8-row`.
+impl fmt::Display for Schemes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let of = |range: Range<usize>| {
+            let layers = self.layers.iter().flat_map(|layer| &layer[range.clone()]);
+            let names: BTreeSet<String> = layers.map(Scheme::to_string).collect();
+            names.into_iter().collect::<Vec<_>>().join(" and ")
+        };
+        write!(f, "attention {}, feed-forward {}, embedding {}", of(0..4), of(4..7), self.embedding)
     }
 }
 

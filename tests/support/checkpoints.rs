@@ -24,6 +24,21 @@ pub fn tiny_model() -> tempfile::TempDir {
     folder
 }
 
+/// A folder of pulled models with `org/tiny`, whose snapshot has these files.
+pub fn pulled(files: &[(&str, &[u8])]) -> tempfile::TempDir {
+    let commit = "0123456789abcdef0123456789abcdef01234567";
+    let folder = tempfile::tempdir().expect("a folder");
+    let repository = folder.path().join("models--org--tiny");
+    let snapshot = repository.join("snapshots").join(commit);
+    std::fs::create_dir_all(&snapshot).expect("a folder");
+    std::fs::create_dir_all(repository.join("refs")).expect("a folder");
+    std::fs::write(repository.join("refs/main"), commit).expect("written");
+    for (name, bytes) in files {
+        std::fs::write(snapshot.join(name), bytes).expect("written");
+    }
+    folder
+}
+
 /// Little-endian bytes.
 pub fn le_bytes(values: &[f32]) -> Vec<u8> {
     values.iter().flat_map(|x| x.to_le_bytes()).collect()

@@ -166,7 +166,9 @@ fn fit(
         }
     };
     let placed = fit.plan.bytes();
-    let found = format!("the model takes {} with a context of {} tokens", bytes(placed), fit.context);
+    let assumption = planned.assumption().map(|text| format!(" ({text})")).unwrap_or_default();
+    let found =
+        format!("the model takes {} with a context of {} tokens{assumption}", bytes(placed), fit.context);
     let mut findings = vec![Finding::ok("fit", found)];
     let free = sizes.map(|sizes| sizes.free + sizes.carve_out.saturating_sub(sizes.carve_out_used));
     if let Some(free) = free.filter(|free| *free < placed) {
