@@ -17,6 +17,12 @@ fn serve_loads_answers_and_stops_on_sigterm() {
     for part in ["a/b", "device", "context", "weights in heap", "KV cache in heap"] {
         assert!(server.log.iter().any(|l| l.contains(part)), "{part}: {:#?}", server.log);
     }
+    // The weights have the schemes of their files, and no mode of --quantize.
+    let schemes = "attention bf16, feed-forward bf16, embedding bf16";
+    assert!(server.log.iter().any(|line| line.contains(schemes)), "{:#?}", server.log);
+    let (_, status) = server.exchange("GET", "/status", &[], "");
+    let status: Value = serde_json::from_str(&status).expect(&status);
+    assert_eq!(status["model"]["weights"], schemes, "{status}");
     // The log says what the kernel sees of the memory, or that the kernel reports nothing.
     let verdict = |l: &&String| l.contains("the kernel sees") || l.contains("cannot be verified here");
     assert_eq!(server.log.iter().filter(verdict).count(), 1, "{:#?}", server.log);

@@ -64,6 +64,8 @@ pub struct DeviceFacts {
     pub driver: String,
     pub place: Place,
     pub draft_layers: Option<usize>,
+    /// The schemes of the model's weights.
+    pub schemes: String,
     pub placements: Vec<Placed>,
     pub residency: String,
     /// Bytes of the model and the draft together.
@@ -178,6 +180,7 @@ fn run(level: Level) -> Result<(), Error> {
         driver: info.driver.clone(),
         place: load::place(info),
         draft_layers: draft.as_ref().map(|draft| draft.config().num_hidden_layers),
+        schemes: model.schemes().to_string(),
         placements: model.placements().iter().map(placed).collect(),
         residency: model.residency().to_string(),
         sliding_block_bytes: load::sliding_block_bytes(&model, draft.as_ref()),

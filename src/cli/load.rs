@@ -239,7 +239,7 @@ pub fn on_device(
             error.refusal.table().iter().for_each(|row| tracing::warn!("memory   {row}"));
         }
     })?;
-    log(files, draft_files, config, &runner, draft.as_ref(), since.elapsed().as_secs_f64());
+    log(files, draft_files, &runner, draft.as_ref(), since.elapsed().as_secs_f64());
     let npu = npu.map(|npu| npu.attach(&mut runner, config)).transpose()?;
     Ok(OnDevice { runner, draft, npu })
 }
@@ -300,13 +300,13 @@ fn placement(runner: &Gemma3) -> Vec<(String, u64)> {
 fn log(
     files: &ModelFiles,
     draft_files: Option<&ModelFiles>,
-    config: &Config,
     runner: &Gemma3,
     draft: Option<&Draft>,
     seconds: f64,
 ) {
     let (context, layers) = (runner.limits().max_context, runner.config().num_hidden_layers);
-    tracing::info!("model    {}: {layers} layers, weights {}", files.location(), config.model.quantize);
+    let (schemes, precision) = (runner.schemes(), runner.precision());
+    tracing::info!("model    {}: {layers} layers; {schemes}; precision {precision}", files.location());
     if let (Some(draft), Some(files)) = (draft, draft_files) {
         let (layers, weights) = (draft.config().num_hidden_layers, bytes(draft.weight_bytes()));
         tracing::info!("draft    {}: {layers} layers, {weights} of weights", files.location());
@@ -335,7 +335,8 @@ fn log(
         Some(short) if short == context && short < longest(runner.config()) => ", the draft's maximum",
         _ => "",
     };
-    tracing::info!("context  {context} tokens, prompt and answer together{why}");
+    let kv = runner.kv_dtype();
+    tracing::info!("context  {context} tokens, prompt and answer together{why}; keys and values {kv}");
     for (what, n) in placement(runner) {
         tracing::info!("memory   {} {what}", bytes(n));
     }

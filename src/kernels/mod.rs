@@ -102,6 +102,10 @@ pub struct Kernels {
 }
 
 impl Kernels {
+    pub fn precision(&self) -> Precision {
+        self.precision
+    }
+
     /// Compiles the kernels for these matrices, precision and heads.
     pub fn new(
         device: &Device,

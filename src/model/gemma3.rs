@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use super::config::{Gemma3Config, GenerationConfig, LayerType};
 use super::layers::{Layer, Scratch};
-use super::memory::{self, MAX_IN_FLIGHT};
+use super::memory::{self, MAX_IN_FLIGHT, Schemes};
 use super::offload::{Attached, OffloadBuffers, Share};
 use super::rates::{Rates, Work};
 use super::self_test::SelfTest;
@@ -24,7 +24,7 @@ use crate::gpu::placement::Placement;
 use crate::gpu::residency::Residency;
 use crate::gpu::{Buffer, Device, GpuError, Recorder};
 use crate::kernels::{Embedding, History, Kernels, RmsNorm};
-use crate::tensor::KvDtype;
+use crate::tensor::{KvDtype, Precision};
 
 /// Counts of the bytes that a load read, and of those that remain in memory.
 #[derive(Debug, Clone, Copy)]
@@ -108,6 +108,7 @@ pub struct Gemma3 {
     pub(super) loaded: Loaded,
     pub(super) residency: Residency,
     pub(super) weight_bytes: u64,
+    pub(super) schemes: Schemes,
 }
 
 /// The part behind the layers of a step whose draws have masks. It is submitted when the masks are there.
@@ -186,6 +187,15 @@ impl Gemma3 {
     }
 
     /// The element type of keys and values.
+    pub fn precision(&self) -> Precision {
+        self.kernels.precision()
+    }
+
+    /// The schemes of the weights on the device.
+    pub fn schemes(&self) -> &Schemes {
+        &self.schemes
+    }
+
     pub fn kv_dtype(&self) -> KvDtype {
         self.kv
     }

@@ -486,6 +486,7 @@ impl Load<'_> {
             loaded,
             residency: Residency::Unknown,
             weight_bytes: demand.weight_bytes_of(config, schemes),
+            schemes: schemes.clone(),
         })
     }
 }

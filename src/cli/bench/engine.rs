@@ -28,7 +28,8 @@ use crate::engine::{DraftTotals, Drafts, EnergyCounter, EngineHandle, Event, Req
 /// The measurements of one `unicorn bench engine`.
 struct Measured {
     name: String,
-    quantize: &'static str,
+    /// The schemes of its weights.
+    weights: String,
     device: String,
     driver: String,
     commit: String,
@@ -72,7 +73,7 @@ fn measure(config: &Config, args: &args::BenchEngine) -> Result<(Measured, EndEn
     let model = load::model(&files, config, watch)?;
     let load_time = since.elapsed();
     let (device, placement) = (model.device.clone(), model.placement());
-    let quantize = config.model.quantize.name();
+    let weights = model.runner.schemes().to_string();
     let name = config.model.name.clone().unwrap_or_else(|| files.name().to_owned());
 
     let profiler = model.profiler();
@@ -122,7 +123,7 @@ fn measure(config: &Config, args: &args::BenchEngine) -> Result<(Measured, EndEn
     });
     let measured = Measured {
         name,
-        quantize,
+        weights,
         device: device.name,
         driver: device.driver,
         commit: commit(),
@@ -144,14 +145,14 @@ fn measure(config: &Config, args: &args::BenchEngine) -> Result<(Measured, EndEn
 
 impl Measured {
     fn json(&self, args: &args::BenchEngine) -> String {
-        let Self { name, quantize, device, driver, commit, load_s, prompt_n, prefill, decode, host, .. } =
+        let Self { name, weights, device, driver, commit, load_s, prompt_n, prefill, decode, host, .. } =
             self;
         let (rss, peak) = self.memory;
         let placement: Vec<_> =
             self.placement.iter().map(|(what, bytes)| json!({"what": what, "bytes": bytes})).collect();
         let line = json!({
             "model": name,
-            "quantize": quantize,
+            "weights": weights,
             "device": device,
             "driver": driver,
             "commit": commit,
@@ -182,11 +183,11 @@ impl Measured {
     }
 
     fn text(&self, args: &args::BenchEngine) -> String {
-        let Self { name, quantize, device, driver, commit, load_s, prompt_n, prefill, decode, .. } = self;
+        let Self { name, weights, device, driver, commit, load_s, prompt_n, prefill, decode, .. } = self;
         let (rss, peak) = self.memory;
         let or_unknown = |n: Option<u64>| n.map_or("unknown".into(), bytes);
         let mut text = format!(
-            "{name}, weights {quantize}\n{device}, {driver}, commit {commit}\n\
+            "{name}, weights {weights}\n{device}, {driver}, commit {commit}\n\
              load     {load_s:.2} s\n\
              prefill  {prefill:.1} tokens/s ({prompt_n} tokens, median of {runs})\n\
              decode   {decode:.1} tokens/s ({generate} tokens, median of {runs})\n\

@@ -96,7 +96,7 @@ pub fn model(config: &Config, args: &args::BenchModel) -> Result<(), Error> {
     }
     drop(bar);
 
-    let (weights, kv) = (config.model.quantize.name(), runner.kv_dtype().name());
+    let (weights, kv) = (runner.schemes().to_string(), runner.kv_dtype().name());
     let mut report = json!({
         "benchmark": "model",
         "model": name,

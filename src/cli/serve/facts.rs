@@ -13,7 +13,6 @@ use crate::cli::device_process::{DeviceFacts, Observed};
 use crate::cli::energy::Meter;
 use crate::cli::npu_start::NpuStart;
 use crate::cli::process::{open_files, processor_time, resident_bytes};
-use crate::config::Config;
 use crate::engine::EnergyCounter as _;
 use crate::model::offload::OffloadCounts;
 
@@ -22,7 +21,6 @@ pub fn collect(
     device: DeviceFacts,
     observer: &Observer,
     courtesy: &CourtesyWatch,
-    config: &Config,
     meter: Option<Arc<Meter>>,
 ) -> Facts {
     let placed = |p: crate::cli::device_process::Placed| Placed {
@@ -75,7 +73,7 @@ pub fn collect(
     Facts {
         layers,
         draft_layers: device.draft_layers,
-        weights: config.model.quantize.to_string(),
+        weights: device.schemes,
         device: device.device,
         driver: device.driver,
         placements: device.placements.into_iter().map(placed).collect(),

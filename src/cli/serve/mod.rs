@@ -250,7 +250,7 @@ fn served(
         energy: meter.clone().map(|meter| meter as Arc<dyn EnergyCounter>),
         ..load::engine_config(runner.limits(), device.sliding_block_bytes, config, queue)
     };
-    let facts = facts::collect(texts.config.num_hidden_layers, device, &observer, &courtesy, config, meter);
+    let facts = facts::collect(texts.config.num_hidden_layers, device, &observer, &courtesy, meter);
     let engine = Engine::start_recoverable(Box::new(runner), Box::new(factory), cancelled, engine_config);
     courtesy.start(engine.clone());
     Ok((texts.service(engine), facts))
