@@ -14,9 +14,11 @@ a failure may be the machine's.
 import http.client
 import json
 import os
+import pty
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -228,9 +230,69 @@ def watched_while_idle():
         return f"{signs} signs of life in {idle} idle seconds, none more than {within} s behind the one before"
 
 
+# --- the configuration's bounds --------------------------------------------------------------------------
+
+
+def bounds_of_the_configuration():
+    """Options whose effect is a time, or takes more requests than a test sends."""
+    options = "head_timeout_s = 1\nidle_timeout_s = 1\nqueue = 1\nrequests_per_client = 4096\nshutdown_grace_s = 0\n"
+
+    def closed_within(server, sent, seconds):
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            client.sendall(sent)
+            client.settimeout(seconds)
+            while client.recv(4096):
+                pass  # an answer, and then the end
+
+    with Server(options) as server:
+        closed_within(server, b"GET /live HTTP/1.1\r\nHost: x\r\n", 5)  # a head without an end; by default 10 s
+        closed_within(server, b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n", 5)  # and silence after an answer; 75 s
+        with ThreadPoolExecutor(96) as pool:
+            fields = {"max_tokens": 200, "ignore_eos": True}
+            statuses = list(pool.map(lambda i: server.chat(f"Tell me story {i}", **fields)[0], range(96)))
+        refused = statuses.count(429)
+        assert refused > 0 and statuses.count(200) + refused == 96, statuses
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(server.chat, "Tell me a story", max_tokens=2000, ignore_eos=True)
+            while server.metric("unicorn_num_requests_running") == 0:
+                time.sleep(0.05)
+            assert server.end(10) == 0, server.process.returncode  # an answer of 2000 tokens takes longer
+            answer.exception(ANSWER_SECONDS)
+        return f"closed within 5 s twice, {refused} of 96 refused, ended amid an answer"
+
+
+# --- progress on a terminal ------------------------------------------------------------------------------
+
+
+def interrupted_on_a_terminal():
+    """Ctrl-C erases the bar, and says that the same command goes on."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [BINARY, "synth", "--shape", "gemma-3-1b", "--scheme", "bf16", f"{folder}/model"]
+        for _ in range(2):
+            terminal, end = pty.openpty()
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=end)
+            os.close(end)
+            text, deadline = b"", time.monotonic() + 60
+            while b" left" not in text:
+                assert time.monotonic() < deadline, text[-300:]
+                text += os.read(terminal, 4096)
+            process.send_signal(signal.SIGINT)
+            try:
+                while more := os.read(terminal, 4096):
+                    text += more
+            except OSError:
+                pass  # the other end is closed
+            os.close(terminal)
+            assert process.wait(10) == -signal.SIGINT, process.returncode
+            assert b"0 B/0 B" not in text, text[:300]
+            last = text[text.rindex(b"\x1b[2K"):]
+            assert b"goes on where this one stopped" in last and b"B/s" not in last, text[-300:]
+        return "twice erased, and told how it goes on"
+
+
 EDGES = [
     log_reader_gone, log_pipe_full, sighup_without_tls, dribbling_bodies, key_rotation, two_keys_and_one_text, burst,
-    doubling_template, large_tools, watched_while_idle, *FAULT_EDGES,
+    doubling_template, large_tools, watched_while_idle, bounds_of_the_configuration, interrupted_on_a_terminal, *FAULT_EDGES,
 ]
 
 

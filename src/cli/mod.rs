@@ -54,6 +54,7 @@ use configuration::{Configured, configure, verbosity};
 use error::Error;
 use log::Log;
 pub use manual::command_line;
+use progress::EraseOnInterrupt;
 use serve::Reload;
 
 use crate::config::Config;
@@ -95,6 +96,14 @@ pub fn main() -> ExitCode {
 }
 
 fn run(mut command: Command, mut configured: Configured, log: &Log) -> Result<(), Error> {
+    let _erased = match &command {
+        Command::Pull(_) | Command::Quantize(_) | Command::Synth(_) => Some(EraseOnInterrupt::watch(Some(
+            "interrupted: the same command goes on where this one stopped",
+        ))),
+        // These have a use of their own for Ctrl-C.
+        Command::Serve(_) | Command::Chat(_) | Command::DeviceProcess | Command::NpuProcess => None,
+        _ => Some(EraseOnInterrupt::watch(None)),
+    };
     models::locate(&mut configured.config, &mut command)?;
     let config = &configured.config;
     match command {

@@ -1,44 +1,168 @@
 //! Progress bars for work that takes longer than a second. Nothing is shown where standard error is no terminal.
+//!
+//! A bar says only what is known: no rate before something was done, no time left before there is a rate, and no total
+//! before there is one. Work that an earlier run of the command did counts as done, and not for the rate.
 
+use std::fmt::Write as _;
 use std::io::IsTerminal;
 use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::{HumanBytes, HumanDuration, ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
+use signal_hook::consts::SIGINT;
+use signal_hook::iterator::Signals;
+use signal_hook::low_level::emulate_default_handler;
+
+use super::log;
 
 /// Work that ends sooner shows no bar.
 pub const PATIENCE: Duration = Duration::from_secs(1);
 /// How often a bar is redrawn, so that it moves during long steps too.
 const TICK: Duration = Duration::from_millis(100);
+/// A rate over a shorter time would jump.
+const LEAST_TIME: Duration = Duration::from_secs(1);
+
+/// The bars and spinners that there are, for whoever interrupts the program. None where it is not watched.
+static SHOWN: Mutex<Option<Vec<ProgressBar>>> = Mutex::new(None);
+
+/// Erases bars at Ctrl-C, and then ends the process as Ctrl-C does. While it exists, that is: `chat` has another use for
+/// the key once its model is loaded.
+pub struct EraseOnInterrupt(());
+
+impl EraseOnInterrupt {
+    /// `advice` is said below the erased bar: what the person may do now.
+    pub fn watch(advice: Option<&'static str>) -> Self {
+        *SHOWN.lock().unwrap_or_else(PoisonError::into_inner) = Some(Vec::new());
+        // Without the handler, Ctrl-C still ends the process.
+        if let Ok(mut signals) = Signals::new([SIGINT]) {
+            std::thread::spawn(move || {
+                for signal in &mut signals {
+                    let shown = SHOWN.lock().unwrap_or_else(PoisonError::into_inner);
+                    let Some(bars) = &*shown else { continue };
+                    bars.iter().for_each(ProgressBar::finish_and_clear);
+                    if let Some(advice) = advice {
+                        log::say(advice);
+                    }
+                    let _ = emulate_default_handler(signal);
+                }
+            });
+        }
+        Self(())
+    }
+}
+
+impl Drop for EraseOnInterrupt {
+    fn drop(&mut self) {
+        *SHOWN.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+}
+
+/// Has an interrupt erase the bar.
+fn show(bar: &ProgressBar) {
+    if let Some(bars) = &mut *SHOWN.lock().unwrap_or_else(PoisonError::into_inner) {
+        bars.retain(|bar| !bar.is_finished());
+        bars.push(bar.clone());
+    }
+}
+
+/// The unit of a bar's work.
+#[derive(Debug, Clone, Copy)]
+enum Unit {
+    Bytes,
+    /// Things of this name.
+    Each(&'static str),
+}
+
+impl Unit {
+    fn of_total(self, done: u64, total: u64) -> String {
+        match self {
+            Unit::Bytes => format!("{}/{}", HumanBytes(done), HumanBytes(total)),
+            Unit::Each(name) => format!("{done}/{total} {name}"),
+        }
+    }
+
+    fn rate(self, per_s: f64) -> String {
+        match self {
+            Unit::Bytes => format!("{}/s", HumanBytes(per_s as u64)),
+            Unit::Each(_) => format!("{per_s:.1}/s"),
+        }
+    }
+}
+
+/// The work that this run has done, for its rate.
+struct Pace {
+    /// When this run began to work, and what was done by then or without work.
+    since: Instant,
+    not_worked: u64,
+}
+
+impl Pace {
+    fn new(now: Instant) -> Self {
+        Self { since: now, not_worked: 0 }
+    }
+
+    /// Work per second, once there is some.
+    fn per_s(&self, done: u64, now: Instant) -> Option<f64> {
+        let (worked, time) =
+            (done.saturating_sub(self.not_worked), now.saturating_duration_since(self.since));
+        (worked > 0 && time >= LEAST_TIME).then(|| worked as f64 / time.as_secs_f64())
+    }
+
+    /// What a bar says of `done` of `total`.
+    fn describe(&self, unit: Unit, done: u64, total: u64, now: Instant) -> String {
+        let mut text = unit.of_total(done, total);
+        if let Some(per_s) = self.per_s(done, now) {
+            let left = Duration::from_secs_f64((total.saturating_sub(done) as f64 / per_s).min(1e9));
+            let _ = write!(text, ", {}, {:#} left", unit.rate(per_s), HumanDuration(left));
+        }
+        text
+    }
+}
 
 /// A progress bar, which erases itself when dropped.
 pub struct Bar {
     bar: ProgressBar,
+    unit: Unit,
+    pace: Arc<Mutex<Pace>>,
     /// The thread that shows the bar once it is due, even if nothing is reported; `None` where standard error is no
     /// terminal.
     shower: Option<(mpsc::Sender<()>, JoinHandle<()>)>,
 }
 
 impl Bar {
+    /// A bar whose total comes with [`Bar::set_total`]. Until then it says what is going on, and no more.
     pub fn bytes(what: impl Into<String>) -> Self {
-        Self::new(what, 0, "{spinner} {msg} [{bar:30}] {bytes}/{total_bytes}, {bytes_per_sec}, {eta} left")
+        Self::new(what, Unit::Bytes)
     }
 
     /// `total`: tokens of the whole work.
     pub fn tokens(what: impl Into<String>, total: u64) -> Self {
-        Self::new(what, total, "{spinner} {msg} [{bar:30}] {pos}/{len} tokens, {per_sec}, {eta} left")
+        Self::each("tokens", what, total)
     }
 
     /// `total`: requests of the whole work.
     pub fn requests(what: impl Into<String>, total: u64) -> Self {
-        Self::new(what, total, "{spinner} {msg} [{bar:30}] {pos}/{len} requests, {eta} left")
+        Self::each("requests", what, total)
     }
 
-    fn new(what: impl Into<String>, total: u64, template: &str) -> Self {
-        let style = ProgressStyle::with_template(template).expect("the templates of this file are valid");
-        let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::hidden());
-        let bar = bar.with_style(style).with_message(what.into());
+    /// `total`: cases of a benchmark.
+    pub fn cases(what: impl Into<String>, total: u64) -> Self {
+        Self::each("cases", what, total)
+    }
+
+    fn each(name: &'static str, what: impl Into<String>, total: u64) -> Self {
+        let bar = Self::new(what, Unit::Each(name));
+        bar.set_total(total);
+        bar
+    }
+
+    fn new(what: impl Into<String>, unit: Unit) -> Self {
+        let waiting = ProgressStyle::with_template("{spinner} {msg}").expect("the template is valid");
+        let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden());
+        let bar = bar.with_style(waiting).with_message(what.into());
+        let pace = Arc::new(Mutex::new(Pace::new(Instant::now())));
         let shower = std::io::stderr().is_terminal().then(|| {
             let (ended, end) = mpsc::channel::<()>();
             let bar = bar.clone();
@@ -46,17 +170,29 @@ impl Bar {
                 if end.recv_timeout(PATIENCE) == Err(RecvTimeoutError::Timeout) {
                     bar.set_draw_target(ProgressDrawTarget::stderr());
                     bar.enable_steady_tick(TICK);
+                    show(&bar);
                 }
             };
             (ended, std::thread::spawn(show))
         });
-        Self { bar, shower }
+        Self { bar, unit, pace, shower }
     }
 
-    /// Sets the work that was done before the start, which does not count for the rate.
-    pub fn begin_at(&self, done: u64) {
-        self.bar.set_position(done);
-        self.bar.reset_eta();
+    fn style(&self) -> ProgressStyle {
+        let (unit, pace) = (self.unit, Arc::clone(&self.pace));
+        let describe = move |state: &ProgressState, out: &mut dyn std::fmt::Write| {
+            let pace = pace.lock().unwrap_or_else(PoisonError::into_inner);
+            let text = pace.describe(unit, state.pos(), state.len().unwrap_or(0), Instant::now());
+            let _ = out.write_str(&text);
+        };
+        let style = ProgressStyle::with_template("{spinner} {msg} [{bar:30}] {work}");
+        style.expect("the template is valid").with_key("work", describe)
+    }
+
+    /// Counts work as done that this run has not to do, or had not: it says nothing of the rate.
+    pub fn skip(&self, work: u64) {
+        self.pace.lock().unwrap_or_else(PoisonError::into_inner).not_worked += work;
+        self.bar.inc(work);
     }
 
     /// Sets the text in front of the bar.
@@ -69,8 +205,12 @@ impl Bar {
         self.bar.set_position(done);
     }
 
-    /// Sets the total, where it was not known at first.
+    /// Sets the total, where it was not known at first. The time until then does not count for the rate.
     pub fn set_total(&self, total: u64) {
+        if self.bar.length().is_none() {
+            self.pace.lock().unwrap_or_else(PoisonError::into_inner).since = Instant::now();
+            self.bar.set_style(self.style());
+        }
         self.bar.set_length(total);
     }
 }
@@ -94,6 +234,7 @@ impl Spinner {
         // The bar is hidden where standard error is no terminal.
         let bar = ProgressBar::new_spinner().with_message(what);
         bar.enable_steady_tick(TICK);
+        show(&bar);
         Self(bar)
     }
 }
@@ -101,5 +242,42 @@ impl Spinner {
 impl Drop for Spinner {
     fn drop(&mut self) {
         self.0.finish_and_clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn drawn(pace: &Pace, unit: Unit, done: u64, total: u64, after_s: u64) -> String {
+        pace.describe(unit, done, total, pace.since + Duration::from_secs(after_s))
+    }
+
+    #[test]
+    fn nothing_is_said_of_a_rate_before_there_is_one() {
+        let pace = Pace::new(Instant::now());
+        assert_eq!(drawn(&pace, Unit::Each("tokens"), 0, 64, 60), "0/64 tokens");
+        assert_eq!(drawn(&pace, Unit::Bytes, 1 << 20, 4 << 20, 0), "1.00 MiB/4.00 MiB");
+        assert_eq!(drawn(&pace, Unit::Each("tokens"), 16, 64, 8), "16/64 tokens, 2.0/s, 24s left");
+    }
+
+    /// A conversion or a pull that goes on where an earlier one stopped.
+    #[test]
+    fn what_an_earlier_run_did_is_no_speed_of_this_one() {
+        let bar = Bar::bytes("quantizing");
+        bar.set_total(100 << 20);
+        bar.skip(60 << 20);
+        let said = |done| drawn(&bar.pace.lock().expect("sound"), Unit::Bytes, done, 100 << 20, 10);
+        assert_eq!(said(bar.bar.position()), "60.00 MiB/100.00 MiB");
+        bar.set(80 << 20);
+        assert_eq!(said(bar.bar.position()), "80.00 MiB/100.00 MiB, 2.00 MiB/s, 10s left");
+    }
+
+    #[test]
+    fn a_bar_without_a_total_draws_none() {
+        let bar = Bar::bytes("pulling");
+        assert_eq!(bar.bar.length(), None);
+        bar.set_total(0);
+        assert_eq!(bar.bar.length(), Some(0));
     }
 }

@@ -16,7 +16,7 @@ pub fn pull(config: &Config, name: &ModelName) -> Result<(), Error> {
     let pulled = hub::pull(&settings, &cache, name, &mut |progress| match progress {
         Progress::Start { total, here } => {
             bar.set_total(total);
-            bar.begin_at(here);
+            bar.skip(here);
         }
         Progress::File { path } => bar.say(path),
         Progress::Done { bytes } => bar.set(bytes),

@@ -352,8 +352,9 @@ impl Conversion<'_> {
             for (sum, (error, total)) in self.losses.iter_mut().zip(losses) {
                 *sum = *sum + Loss { error, total };
             }
-            self.done += sources.iter().map(|s| s.tensor.stored_bytes()).sum::<u64>();
-            self.bar.set(self.done);
+            let finished = sources.iter().map(|s| s.tensor.stored_bytes()).sum::<u64>();
+            self.done += finished;
+            self.bar.skip(finished);
             return Ok(());
         }
         let schemes = sources.iter().map(|s| self.scheme(s)).collect::<Result<Vec<_>, _>>()?;

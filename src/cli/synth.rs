@@ -55,7 +55,10 @@ pub fn synth(args: &args::Synth) -> Result<(), Error> {
             }
             index += 1;
             done += stored_bytes(tensor);
-            bar.set(done);
+            match finished {
+                true => bar.skip(stored_bytes(tensor)),
+                false => bar.set(done),
+            }
         }
         if let Some(file) = file {
             writer.finish_file(file, json!(null))?;

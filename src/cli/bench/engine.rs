@@ -83,14 +83,16 @@ fn measure(config: &Config, args: &args::BenchEngine) -> Result<(Measured, EndEn
     let end = EndEngine(engine.clone());
     let mut runs = Vec::new();
     let per_run = u64::from(args.generate_tokens);
-    let bar = Bar::tokens("measuring", (u64::from(args.runs) + 1) * per_run);
+    let turns = args.runs + 1;
+    let bar = Bar::tokens("measuring", u64::from(turns) * work_of_run(args));
     let mut before = Stats::default();
     for i in 0..=u64::from(args.runs) {
         if i == 1 {
             profiler.take(); // drop the times of the warm-up
             before = engine.stats();
         }
-        runs.push(run(&engine, args, i as u32, &mut |n| bar.set(i * per_run + n as u64))?);
+        let progress = &mut |n| show_run(&bar, args, i as u32, turns, n);
+        runs.push(run(&engine, args, i as u32, progress)?);
     }
     drop(bar);
     let after = engine.stats();
@@ -102,11 +104,15 @@ fn measure(config: &Config, args: &args::BenchEngine) -> Result<(Measured, EndEn
     let mut together = Vec::new();
     for n in &args.streams {
         let each =
-            Bar::tokens(format!("measuring {n} streams"), u64::from(args.runs) * u64::from(*n) * per_run);
+            Bar::tokens(format!("reading {n} prompts"), u64::from(args.runs) * u64::from(*n) * per_run);
         let mut windows = Vec::new();
         for i in 0..u64::from(args.runs) {
             let done = i * u64::from(*n) * per_run;
-            let progress = &mut |tokens| each.set(done + tokens);
+            each.say(format!("reading {n} prompts, run {} of {}", i + 1, args.runs));
+            let progress = &mut |tokens| {
+                each.say(format!("decoding {n} streams, run {} of {}", i + 1, args.runs));
+                each.set(done + tokens);
+            };
             windows.push(decode_together(&engine, meter.as_deref().ok(), args, prompts, *n, progress)?);
             prompts += n;
         }
@@ -259,7 +265,23 @@ impl Measured {
     }
 }
 
-/// Runs one request and returns its timings; `progress` is called at each token.
+/// Tokens of a run: those of its prompt, and those that are decoded.
+fn work_of_run(args: &args::BenchEngine) -> u64 {
+    u64::from(args.prompt_tokens) + u64::from(args.generate_tokens)
+}
+
+/// Shows how far a run is, of `turns` that begin with 0: it has read its prompt when it has decoded the first token.
+fn show_run(bar: &Bar, args: &args::BenchEngine, turn: u32, turns: u32, decoded: usize) {
+    let (prompt, run) = (args.prompt_tokens, turn + 1);
+    let (what, done) = match decoded {
+        0 => (format!("reading a prompt of {prompt} tokens"), 0),
+        n => ("decoding".to_owned(), u64::from(prompt) + n as u64),
+    };
+    bar.say(format!("{what}, run {run} of {turns}"));
+    bar.set(u64::from(turn) * work_of_run(args) + done);
+}
+
+/// Runs one request and returns its timings; `progress` is called with the number of decoded tokens, 0 first.
 fn run(
     engine: &EngineHandle,
     args: &args::BenchEngine,
@@ -270,6 +292,7 @@ fn run(
         max_tokens: Some(args.generate_tokens as usize),
         ..Request::new(prompt(engine, args, run))
     };
+    progress(0);
     let mut stream = engine.submit(request)?;
     loop {
         match stream.blocking_next() {
@@ -395,18 +418,18 @@ fn with_courtesy(
 ) -> Result<Vec<Courteous>, Error> {
     let shares = args.courtesy.len() as u32;
     let mut runs: Vec<Vec<(Option<f64>, Timings)>> = vec![Vec::new(); args.courtesy.len()];
-    let bar = Bar::tokens("measuring courtesy", u64::from(args.runs * shares * args.generate_tokens));
-    let mut done = 0;
+    let turns = args.runs * shares;
+    let bar = Bar::tokens("measuring courtesy", u64::from(turns) * work_of_run(args));
     for turn in 0..args.runs {
         for (i, courtesy) in (0..).zip(&args.courtesy) {
             engine.set_courtesy(*courtesy);
             let (since, before) = (Instant::now(), busy());
-            let prompt = first_prompt + turn * shares + i;
-            let timings = run(engine, args, prompt, &mut |n| bar.set(done + n as u64))?;
+            let place = turn * shares + i;
+            let progress = &mut |n| show_run(&bar, args, place, turns, n);
+            let timings = run(engine, args, first_prompt + place, progress)?;
             let computed = before.and_then(|before| Some(busy()? - before));
             let share = computed.map(|computed| computed.as_secs_f64() / since.elapsed().as_secs_f64());
             runs[i as usize].push((share, timings));
-            done += u64::from(args.generate_tokens);
         }
     }
     engine.set_courtesy(Courtesy::NONE);

@@ -87,9 +87,10 @@ pub fn kernels(config: &Config, args: &args::BenchKernels) -> Result<(), Error> 
     let peak = rig.ops_per_s(runs)?.ok_or_else(no_clock)?;
 
     let (mut measured, mut left_out) = (Vec::<Measured>::new(), Vec::new());
-    let bar = Bar::tokens("measuring", cases.len() as u64);
+    let bar = Bar::cases("measuring", cases.len() as u64);
     for (i, case) in cases.into_iter().enumerate() {
         bar.set(i as u64);
+        bar.say(format!("measuring {}", case.name));
         tracing::info!("{}", case.name);
         let span = rig.prepare(&case).and_then(|prepared| rig.time(runs, &mut |r, i| prepared.record(r, i)));
         match span {

@@ -84,9 +84,10 @@ pub fn model(config: &Config, args: &args::BenchModel) -> Result<(), Error> {
         Some(format!("the {budget} s of --budget-s are over"))
     };
     let (mut measured, mut left_out) = (Vec::<Measured>::new(), Vec::new());
-    let bar = Bar::tokens("measuring", cases.len() as u64);
+    let bar = Bar::cases("measuring", cases.len() as u64);
     for (i, (case, trial)) in cases.into_iter().enumerate() {
         bar.set(i as u64);
+        bar.say(format!("measuring {case}"));
         let obstacle = trial.obstacle(&runner.limits()).or_else(over);
         let obstacle = obstacle.or_else(|| too_long(trial, &measured, limit));
         match obstacle {

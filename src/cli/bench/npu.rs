@@ -76,7 +76,7 @@ pub fn npu(config: &Config, args: &args::BenchNpu) -> Result<(), Error> {
     let counts = std::iter::once(0).chain(npu.choices.iter().copied());
     let mut shares: Vec<Share> = counts.map(|kv_heads| Share { kv_heads, runs: Vec::new() }).collect();
     let rounds = 1 + args.runs as usize;
-    let bar = Bar::tokens("measuring", (rounds * shares.len()) as u64);
+    let bar = Bar::cases("measuring", (rounds * shares.len()) as u64);
     for round in 0..rounds {
         let places = shares.len();
         for (i, share) in shares.iter_mut().enumerate() {

@@ -14,6 +14,7 @@ use super::error::Error;
 use super::generate::{answer, request, runtime};
 use super::load::{self, EndEngine};
 use super::log::{note, say};
+use super::progress::EraseOnInterrupt;
 use crate::checkpoint::ModelFiles;
 use crate::config::Config;
 use crate::engine::{EngineError, SubmitError};
@@ -28,7 +29,9 @@ pub fn chat(config: &Config, args: args::Chat) -> Result<(), Error> {
     let args::Chat { sampling, no_history, .. } = args;
     request(&sampling)?; // fails before a model is loaded in vain
     let files = load::files(&config.model)?;
+    let loading = EraseOnInterrupt::watch(None);
     let service = load::service(&files, config)?;
+    drop(loading);
     let _end = EndEngine(service.engine().clone());
     let runtime = runtime()?;
     let is_terminal = std::io::stdin().is_terminal();
