@@ -167,6 +167,8 @@ fn a_closed_loop_counts_what_was_asked_and_answered() {
         "--max-tokens",
         "9",
         "--ignore-eos",
+        "--temperature",
+        "0.5",
         "--api-key",
         "secret",
     ];
@@ -208,7 +210,7 @@ fn a_closed_loop_counts_what_was_asked_and_answered() {
             ("model", json!("a/b")),
             ("stream", json!(true)),
             ("max_tokens", json!(9)),
-            ("temperature", json!(0.0)),
+            ("temperature", json!(0.5)),
             ("ignore_eos", json!(true)),
             ("stream_options", json!({"include_usage": true})),
         ] {

@@ -1,7 +1,125 @@
-//! The options of the command line and of the configuration file: a command has those that have an effect on it, and no
-//! others.
+//! The options of the command line and of the configuration file. A command has those that have an effect on it, and no
+//! others; and each has a run of the program that sees the effect.
+//!
+//! `tests/options.md` is the table of these runs. It has every option, or this suite fails. Many options share a run.
 
-use crate::support::program::{assert_error, unicorn};
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use unicorn::cli::command_line;
+use unicorn::config::DEFAULT_TOML;
+
+use crate::support::checkpoints::{pulled, tiny_model};
+use crate::support::daemon::Daemon;
+use crate::support::program::{assert_error, output, unicorn, unicorn_on_software};
+use crate::support::{data, demo, device, root};
+
+const TABLE: &str = "tests/options.md";
+
+// --- the table ------------------------------------------------------------------------------------------
+
+/// Every option of a command, as `serve --port`; and what has no name, as `inspect MODEL`. `bench` alone has the options of
+/// `bench engine`.
+fn options_of_commands() -> BTreeSet<String> {
+    fn walk(command: &clap::Command, path: &str, all: &mut BTreeSet<String>) {
+        for argument in command.get_arguments().filter(|_| path != "bench") {
+            match argument.get_long() {
+                Some("help" | "version") => {}
+                Some(long) => drop(all.insert(format!("{path} --{long}"))),
+                None => drop(all.insert(format!("{path} {}", argument.get_id().as_str().to_uppercase()))),
+            }
+        }
+        for command in command.get_subcommands() {
+            walk(command, format!("{path} {}", command.get_name()).trim_start(), all);
+        }
+    }
+    let mut all = BTreeSet::new();
+    walk(&command_line(), "", &mut all);
+    all
+}
+
+/// Every option of the configuration, as `server.port`.
+fn options_of_configuration() -> BTreeSet<String> {
+    let defaults: toml::Table = DEFAULT_TOML.parse().expect("TOML");
+    let of = |(section, options): (&String, &toml::Value)| -> Vec<String> {
+        options.as_table().expect("a section").keys().map(|option| format!("{section}.{option}")).collect()
+    };
+    defaults.iter().flat_map(of).collect()
+}
+
+/// The rows of the table: the options, those of a command with its name; the run; and what the run sees.
+fn rows() -> Vec<(Vec<String>, String, String)> {
+    let text = std::fs::read_to_string(root().join(TABLE)).expect("readable");
+    let names =
+        |cell: &str| -> Vec<String> { cell.split('`').skip(1).step_by(2).map(str::to_owned).collect() };
+    let lines = text.lines().filter(|line| line.starts_with("| `"));
+    lines
+        .map(|line| {
+            let cells: Vec<&str> = line.trim_matches('|').split('|').map(str::trim).collect();
+            let [options, commands, run, sees] = cells[..] else { panic!("expected four cells: {line}") };
+            let (options, commands) = (names(options), names(commands));
+            let all = match commands.is_empty() {
+                true => options,
+                false => commands
+                    .iter()
+                    .flat_map(|command| options.iter().map(move |option| format!("{command} {option}")))
+                    .collect(),
+            };
+            (all, run.trim_matches('`').to_owned(), sees.to_owned())
+        })
+        .collect()
+}
+
+#[test]
+fn every_option_has_a_run_that_sees_its_effect_or_a_reason() {
+    let mut without: BTreeSet<String> = &options_of_commands() | &options_of_configuration();
+    let mut complaints = Vec::new();
+    for (options, run, sees) in rows() {
+        assert!(!sees.is_empty(), "{options:?}: the table does not say what is seen");
+        for option in &options {
+            let is_built = cfg!(feature = "npu") || !option.starts_with("npu ");
+            if is_built && !without.remove(option) {
+                complaints.push(format!("{option}: is no option, or has two rows"));
+            }
+        }
+        // What no run can see has a reason in the place of the run.
+        if run == "none" {
+            continue;
+        }
+        let (file, function, place) = match run.split_once("::") {
+            Some((suite, test)) => (format!("tests/{suite}.rs"), format!("fn {test}("), "a test"),
+            None => ("tools/edges.py".to_owned(), format!("def {run}("), "an edge"),
+        };
+        let text = std::fs::read_to_string(root().join(&file)).unwrap_or_default();
+        if !text.contains(&function) {
+            complaints.push(format!("{run}: is not {place} in {file}"));
+        }
+        for option in &options {
+            let name = option.rsplit(' ').next().expect("a name");
+            // A variable of the environment, a line of a file, or an option of the command line.
+            let spelled = match name.rsplit_once('.') {
+                Some((_, key)) => {
+                    vec![name.replace('.', "_").to_uppercase(), format!("{key} ="), key.to_uppercase()]
+                }
+                None if name.starts_with('-') => vec![name.to_owned()],
+                None => vec![],
+            };
+            if !spelled.is_empty() && !spelled.iter().any(|name| text.contains(name)) {
+                complaints.push(format!("{run}: {file} does not name {name}"));
+            }
+        }
+    }
+    complaints.extend(without.iter().map(|option| format!("{option}: has no row in {TABLE}")));
+    assert!(complaints.is_empty(), "{}", complaints.join("\n"));
+}
+
+// --- what a command does not take ------------------------------------------------------------------------
 
 #[test]
 fn an_option_that_has_no_effect_on_a_command_is_refused() {
@@ -28,4 +146,760 @@ fn an_option_that_has_no_effect_on_a_command_is_refused() {
     ] {
         assert_error(unicorn(&[command, option].concat()), 2, &[option[0], "argument"]);
     }
+}
+
+// --- every command ---------------------------------------------------------------------------------------
+
+/// A command line that each command accepts. What it then does need not succeed.
+fn accepted(folder: &Path) -> BTreeMap<&'static str, Vec<String>> {
+    let at = |name: &str| folder.join(name).to_str().expect("UTF-8").to_owned();
+    let nothing = at("nothing");
+    let command = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>();
+    BTreeMap::from([
+        ("serve", command(&["serve", "--model", &nothing])),
+        ("generate", command(&["generate", "--prompt", "x", "--model", &nothing])),
+        ("chat", command(&["chat", "--model", &nothing])),
+        ("devices", command(&["devices"])),
+        ("doctor", command(&["doctor", "--root", &nothing])),
+        ("eval logits", command(&["eval", "logits", &nothing, "--tokens", "2", "--output", &nothing])),
+        ("eval perplexity", command(&["eval", "perplexity", &nothing, "--text", &nothing])),
+        ("quantize", command(&["quantize", &nothing, &nothing])),
+        ("inspect", command(&["inspect", &nothing])),
+        ("synth", command(&["synth", "--shape", "gemma-3-270m", "/dev/null/x"])),
+        ("plan", command(&["plan", &nothing])),
+        ("bench engine", command(&["bench", "engine", "--model", &nothing])),
+        ("bench model", command(&["bench", "model", "--model", &nothing])),
+        ("bench npu", command(&["bench", "npu", "--model", &nothing])),
+        ("bench kernels", command(&["bench", "kernels", "--only", "nothing"])),
+        ("bench serve", command(&["bench", "serve", "--url", "http://127.0.0.1:9/v1"])),
+        ("bench isa", command(&["bench", "isa", "--device", "nothing"])),
+        ("pull", command(&["pull", "org/nothing"])),
+        ("models list", command(&["models", "list", "--models-dir", &nothing])),
+        ("models rm", command(&["models", "rm", "org/nothing", "--models-dir", &nothing])),
+        ("npu build-kernels", command(&["npu", "build-kernels", "--model", &nothing])),
+        ("npu list", command(&["npu", "list", "--kernels", &nothing])),
+        ("config check", command(&["config", "check", "--model", &nothing])),
+        ("config show", command(&["config", "show"])),
+    ])
+}
+
+#[test]
+fn every_command_reads_the_file_that_config_names_and_logs_more_when_asked() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("a.toml");
+    std::fs::write(&file, "[log]\nlevel = \"debug\"\n").expect("written");
+    let file = file.to_str().expect("UTF-8");
+    let mut accepted = accepted(folder.path());
+    accepted.retain(|command, _| cfg!(feature = "npu") || !command.starts_with("npu "));
+    let said = |words: &[String], more: &[&str]| {
+        let words: Vec<&str> = words.iter().map(String::as_str).chain(more.iter().copied()).collect();
+        let mut command = unicorn(&words);
+        command.env("HF_HUB_OFFLINE", "1").env("HF_HUB_CACHE", "/nonexistent");
+        output(command).2
+    };
+    let mut tried = BTreeSet::new();
+    for option in options_of_commands() {
+        let Some(command) = option.strip_suffix(" --config") else { continue };
+        let words = accepted.get(command).unwrap_or_else(|| panic!("{command}: has no command line here"));
+        let stderr = said(words, &["--config", file]);
+        assert!(stderr.contains(&format!("configuration files: {file}")), "{command}: {stderr}");
+        let stderr = said(words, &["--verbose"]);
+        assert!(stderr.contains("configuration files: none"), "{command}: {stderr}");
+        assert!(!said(words, &[]).contains("configuration files"), "{command}");
+        tried.insert(command.to_owned());
+    }
+    assert_eq!(tried.len(), accepted.len(), "{tried:?}");
+}
+
+#[test]
+fn config_show_shows_every_option_of_the_command_line() {
+    let given = [
+        ("--model", "m", "path = \"m\""),
+        ("--quantize", "int8-row", "quantize = \"int8-row\""),
+        ("--tokenizer", "t", "tokenizer = \"t\""),
+        ("--device", "d", "device = \"d\""),
+        ("--models-dir", "f", "dir = \"f\""),
+        ("--model-config", "c", "config = \"c\""),
+        ("--context", "77", "context = 77"),
+        ("--kv", "int8", "dtype = \"int8\""),
+        ("--precision", "f32", "precision = \"f32\""),
+        ("--vram", "1G", "vram = \"1073741824\""),
+        ("--gtt", "2M", "gtt = \"2097152\""),
+        ("--reserve", "3K", "reserve = \"3072\""),
+        ("--ffn-heap", "vram", "ffn_heap = \"vram\""),
+        ("--draft", "g", "draft = \"g\""),
+        ("--npu", "auto", "mode = \"auto\""),
+        ("--name", "n", "name = \"n\""),
+        ("--host", "::1", "host = \"::1\""),
+        ("--port", "9", "port = 9"),
+        ("--api-key-file", "k", "api_key_file = \"k\""),
+        ("--allow-software-vulkan", "", "allow_software_vulkan = true"),
+        ("--no-tune", "", "tune = false"),
+    ];
+    let words = given.iter().flat_map(|(option, value, _)| [*option, *value]).filter(|word| !word.is_empty());
+    let (code, shown, stderr) =
+        output(unicorn(&["config", "show"].into_iter().chain(words).collect::<Vec<_>>()));
+    assert_eq!(code, 0, "{stderr}");
+    for (option, _, line) in given {
+        let is_it = |shown: &str| shown.starts_with(line) && shown.ends_with("# command line");
+        assert!(shown.lines().any(is_it), "{option}: {shown}");
+    }
+    let shown = given.map(|(option, ..)| option);
+    for option in options_of_commands() {
+        let Some(option) = option.strip_prefix("config show ") else { continue };
+        assert!(shown.contains(&option) || ["--config", "--verbose"].contains(&option), "{option}");
+    }
+    // `config check` merges and reads the same ones, and looks at what some of them name.
+    let check = |words: &[&str]| {
+        let mut command = unicorn(&[&["config", "check"], words].concat());
+        command.env("HF_HUB_CACHE", "/nonexistent");
+        output(command)
+    };
+    let (code, good, stderr) = check(&["--host", "127.0.0.3", "--port", "9"]);
+    assert!(code == 0 && good.contains("127.0.0.3, port 9"), "{good}{stderr}");
+    for (option, part) in [
+        ("--model", "/nonexistent/a"),
+        ("--draft", "org/nonexistent"),
+        ("--model-config", "/nonexistent/b"),
+        ("--tokenizer", "/nonexistent/c"),
+        ("--api-key-file", "/nonexistent/d"),
+    ] {
+        // The demo model in the binary has a config and a tokenizer of its own.
+        let model = demo::folder();
+        let model = ["--model", model.to_str().expect("UTF-8")];
+        let words =
+            if option == "--model" { vec![option, part] } else { [&model[..], &[option, part]].concat() };
+        let (code, _, stderr) = check(&words);
+        assert!(code == 78 && stderr.contains(part), "{option}: {stderr}");
+    }
+    for option in ["--model-config", "--tokenizer"] {
+        let (code, _, stderr) = check(&[option, "/nonexistent"]);
+        assert!(code == 78 && stderr.contains("no model is named"), "{option}: {stderr}");
+    }
+    assert_eq!(check(&["--host", "0.0.0.0"]).0, 78, "an open door");
+}
+
+// --- what is loaded --------------------------------------------------------------------------------------
+
+/// A pulled model whose config is not its own and that has no tokenizer, so that only --models-dir, --model-config and
+/// --tokenizer together find it whole.
+struct Scattered {
+    cache: TempDir,
+    whole: TempDir,
+    text: String,
+}
+
+impl Scattered {
+    fn new() -> Self {
+        let whole = tiny_model();
+        let weights = std::fs::read(whole.path().join("model.safetensors")).expect("weights");
+        let cache = pulled(&[("config.json", b"{}"), ("model.safetensors", &weights)]);
+        let text = whole.path().join("text");
+        std::fs::write(&text, "Vim has two modes. Vim has two modes.").expect("written");
+        let text = text.to_str().expect("UTF-8").to_owned();
+        Self { cache, whole, text }
+    }
+
+    fn whole(&self) -> String {
+        self.whole.path().to_str().expect("UTF-8").to_owned()
+    }
+
+    fn files(&self) -> Vec<String> {
+        let cache = self.cache.path().to_str().expect("UTF-8");
+        ["--models-dir", cache, "--model-config", &self.whole()].map(str::to_owned).into()
+    }
+
+    fn device(&self) -> Vec<String> {
+        ["--device", &device().info().name, "--allow-software-vulkan"].map(str::to_owned).into()
+    }
+
+    /// The commands that load a model, with what they need, and whether they read a tokenizer, quantize while loading, and
+    /// compute in f32 where nothing else is said.
+    fn commands(&self) -> Vec<(&'static str, Vec<String>, [bool; 3])> {
+        let output = self.whole.path().join("logits").to_str().expect("UTF-8").to_owned();
+        let folder = self.whole.path().join("native").to_str().expect("UTF-8").to_owned();
+        let words = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>();
+        let model = ["--model", "org/tiny"];
+        let generate = [&["generate", "--prompt", "Hello", "--max-tokens", "2"][..], &model].concat();
+        let chat = [&["chat", "--max-tokens", "2"][..], &model].concat();
+        let sizes = ["--prompt-tokens", "8", "--generate-tokens", "2", "--runs", "1"];
+        let engine = [&["bench", "engine"][..], &model, &sizes].concat();
+        let sizes = ["--prefill", "8", "--depth", "0", "--batch", "1", "--steps", "1", "--runs", "1"];
+        let steps = [&["bench", "model"][..], &model, &sizes].concat();
+        let logits = ["eval", "logits", "org/tiny", "--tokens", "2,5", "--output", &output];
+        let perplexity = ["eval", "perplexity", "org/tiny", "--text", &self.text];
+        let quantize = ["quantize", "org/tiny", &folder, "--scheme", "keep", "--eval", &self.text];
+        vec![
+            ("generate", words(&generate), [true, true, false]),
+            ("chat", words(&chat), [true, true, false]),
+            ("bench engine", words(&engine), [true, true, false]),
+            ("bench model", words(&steps), [true, true, false]),
+            ("eval logits", words(&logits), [false, true, true]),
+            ("eval perplexity", words(&perplexity), [true, true, true]),
+            ("quantize", words(&quantize), [true, false, true]),
+        ]
+    }
+
+    /// Runs a command; `chat` is asked one thing.
+    fn run(&self, words: &[String]) -> (i32, String, String) {
+        let words: Vec<&str> = words.iter().map(String::as_str).collect();
+        let mut command = unicorn_on_software(&words);
+        command.env("HF_HUB_CACHE", "/nonexistent");
+        let input = self.whole.path().join("question");
+        std::fs::write(&input, "Hello\n").expect("written");
+        command.stdin(Stdio::from(std::fs::File::open(input).expect("opened")));
+        output(command)
+    }
+}
+
+fn owned(words: &[&str]) -> Vec<String> {
+    words.iter().map(|word| (*word).to_owned()).collect()
+}
+
+#[test]
+fn every_command_that_loads_a_model_does_it_as_its_options_say() {
+    let scattered = Scattered::new();
+    let whole = scattered.whole();
+    for (name, command, [texts, quantizes, is_exact]) in scattered.commands() {
+        let precision = if is_exact { "fast" } else { "f32" };
+        let mut words = [command, scattered.files(), scattered.device()].concat();
+        words.extend(owned(&[
+            "-v",
+            "--context",
+            "70",
+            "--kv",
+            "int8",
+            "--npu",
+            "off",
+            "--precision",
+            precision,
+        ]));
+        if texts {
+            words.extend(owned(&["--tokenizer", &whole]));
+        }
+        if quantizes {
+            words.extend(owned(&["--quantize", "int8-row"]));
+        }
+        if ["generate", "chat", "bench engine"].contains(&name) {
+            words.extend(owned(&["--draft", &whole]));
+        }
+        let (code, _, stderr) = scattered.run(&words);
+        assert_eq!(code, 0, "{name}: {stderr}");
+        let scheme = if quantizes { "int8-row" } else { "bf16" };
+        let device = format!("device   {}", device().info().name);
+        let precision = format!("embedding {scheme}; precision {precision}");
+        let mut parts = vec!["context  70 tokens", "keys and values int8", &precision, &device];
+        let draft = format!("draft    {whole}: 8 layers");
+        if words.contains(&"--draft".to_owned()) {
+            parts.push(&draft);
+        }
+        for part in parts {
+            assert!(stderr.contains(part), "{name}: {part:?} is not in {stderr}");
+        }
+    }
+}
+
+/// Each option is left out, or says something else, and the command fails for that.
+#[test]
+fn without_an_option_of_its_load_a_command_fails_for_the_want_of_it() {
+    let scattered = Scattered::new();
+    let whole = scattered.whole();
+    let empty = tempfile::tempdir().expect("a folder");
+    let empty = empty.path().to_str().expect("UTF-8");
+    let mut commands = scattered.commands();
+    commands.push(("serve", owned(&["serve", "--port", "0", "--model", "org/tiny"]), [true, true, false]));
+    let checked = |command: &[String], others: &[Vec<String>], option: &[&str], parts: &[&str]| {
+        let words = [command, &others.concat(), &owned(option)].concat();
+        let (code, _, stderr) = scattered.run(&words);
+        let error = stderr.lines().find(|line| line.contains("error: ")).unwrap_or_default();
+        assert!(code != 0 && parts.iter().all(|part| error.contains(part)), "{words:?}: {parts:?}: {stderr}");
+    };
+    for (name, command, [texts, ..]) in commands {
+        let (files, device) = (scattered.files(), scattered.device());
+        let tokenizer = if texts { owned(&["--tokenizer", &whole]) } else { vec![] };
+        let [dir, config] = [files[..2].to_vec(), files[2..].to_vec()];
+        checked(
+            &command,
+            &[config.clone(), device.clone(), tokenizer.clone()],
+            &["--models-dir", empty],
+            &["org/tiny"],
+        );
+        checked(&command, &[dir.clone(), device.clone(), tokenizer.clone()], &[], &["config.json"]);
+        if texts {
+            checked(&command, &[files.clone(), device.clone()], &[], &["tokenizer.json", "--tokenizer"]);
+        }
+        let software = "--allow-software-vulkan";
+        checked(
+            &command,
+            &[files.clone(), tokenizer.clone()],
+            &["--device", "no such", software],
+            &["no such"],
+        );
+        if device_is_software() {
+            checked(&command, &[files.clone(), tokenizer.clone()], &[], &["allow"]);
+        }
+        if cfg!(feature = "npu") {
+            checked(
+                &command,
+                &[files.clone(), device.clone(), tokenizer.clone()],
+                &["--npu", "require"],
+                &["NPU"],
+            );
+        }
+        if ["generate", "chat", "bench engine", "bench model", "serve"].contains(&name) {
+            for limit in [&["--vram", "64K"][..], &["--reserve", "1000T"]] {
+                checked(
+                    &command,
+                    &[files.clone(), device.clone(), tokenizer.clone()],
+                    limit,
+                    &["does not fit"],
+                );
+            }
+        }
+    }
+}
+
+fn device_is_software() -> bool {
+    device().info().kind == unicorn::gpu::DeviceKind::Cpu
+}
+
+// --- what is planned and shown ---------------------------------------------------------------------------
+
+#[test]
+fn plan_inspect_and_doctor_go_by_their_options() {
+    let demo = demo::folder();
+    let folder = demo.to_str().expect("UTF-8");
+    let weights = std::fs::read(demo.join("model.safetensors")).expect("weights");
+    let cache = pulled(&[("config.json", b"{}"), ("model.safetensors", &weights)]);
+    let cache = cache.path().to_str().expect("UTF-8");
+    let run = |words: &[&str]| {
+        let mut command = unicorn_on_software(words);
+        command.env("HF_HUB_CACHE", "/nonexistent");
+        output(command)
+    };
+    let files = ["--models-dir", cache, "--model-config", folder];
+    let json = |words: &[&str]| -> Value {
+        let (_, stdout, stderr) = run(&[words, &files, &["--json"]].concat());
+        serde_json::from_str(&stdout).unwrap_or_else(|_| panic!("{words:?}: {stderr}"))
+    };
+    // Without them the model is not found, and its config is none.
+    for command in [&["inspect", "org/tiny"][..], &["plan", "org/tiny", "--vram", "1G"]] {
+        assert_ne!(run(&[command, &files[2..]].concat()).0, 0, "{command:?}");
+        assert_ne!(run(&[command, &files[..2]].concat()).0, 0, "{command:?}");
+    }
+    assert_eq!(json(&["inspect", "org/tiny"])["num_hidden_layers"], json!(6));
+    if cfg!(feature = "npu") {
+        let build = ["npu", "build-kernels", "--model", "org/tiny", "--python", "/nonexistent"];
+        for (files, part) in [(&files[2..], "org/tiny"), (&files[..2], "config.json"), (&files[..], "python")]
+        {
+            let (code, _, stderr) = run(&[&build, files].concat());
+            assert!(code != 0 && stderr.contains(part), "{part}: {stderr}");
+        }
+    }
+
+    let name = device().info().name.clone();
+    let on_device = ["plan", "org/tiny", "--device", &name, "--allow-software-vulkan"];
+    let on_paper = ["plan", "org/tiny", "--vram", "1G"];
+    assert_eq!(json(&on_device)["fits"], json!(true));
+    let nowhere = ["plan", "org/tiny", "--device", "no such", "--allow-software-vulkan"];
+    assert!(run(&[&nowhere[..], &files].concat()).2.contains("no such"));
+    if device_is_software() {
+        assert_ne!(run(&[&["plan", "org/tiny"][..], &files].concat()).0, 0, "software that is not allowed");
+    }
+    let planned = |more: &[&str], field: &str| json(&[&on_paper[..], more].concat())[field].clone();
+    let number = |more: &[&str], field: &str| planned(more, field).as_u64().expect("a number");
+    assert_eq!(planned(&["--context", "96"], "context"), json!(96));
+    assert!(number(&["--kv", "int8"], "kv_bytes_per_token") < number(&[], "kv_bytes_per_token"));
+    assert!(number(&["--quantize", "int8-row"], "weight_bytes") < number(&[], "weight_bytes"));
+    assert_eq!(planned(&["--sequences", "3"], "sequences"), json!(3));
+    assert_eq!(planned(&["--draft", folder], "draft")["model"], json!(folder));
+    let usable = |more: &[&str]| planned(more, "heaps")[0]["usable_bytes"].as_u64().expect("a number");
+    assert_eq!(usable(&[]) - usable(&["--reserve", "512M"]), 512 << 20);
+    let shape =
+        ["plan", "--shape", "gemma-3-270m", "--scheme", "bf16", "--attention", "int8-row", "--vram", "2G"];
+    let (_, shape, stderr) = run(&shape);
+    assert!(shape.contains("attention int8-row, feed-forward bf16"), "{shape}{stderr}");
+    if cfg!(feature = "npu") {
+        assert!(number(&["--npu", "auto"], "asked_bytes") > number(&["--npu", "off"], "asked_bytes"));
+    }
+
+    // The doctor's machine is a folder, so that nothing but the option makes the difference.
+    let machine = tempfile::tempdir().expect("a folder");
+    std::fs::write(machine.path().join("vulkan.json"), run(&["devices", "--json"]).1).expect("written");
+    let root = machine.path().to_str().expect("UTF-8");
+    let report =
+        |words: &[&str]| run(&[&["doctor", "--json", "--root", root, "--model", "org/tiny"], words].concat());
+    let software = "--allow-software-vulkan";
+    let plain = report(&[&files[..], &[software]].concat()).1;
+    assert!(plain.contains("the model takes"), "{plain}");
+    for other in [
+        &[&files[2..], &[software]].concat()[..],
+        &[&files[..2], &[software]].concat(),
+        &[&files[..], &[software, "--device", "no such"]].concat(),
+        &[&files[..], &[software, "--context", "96"]].concat(),
+        &[&files[..], &[software, "--kv", "int8"]].concat(),
+        &[&files[..], &[software, "--quantize", "int8-row"]].concat(),
+        &[&files[..], &[software, "--npu", "require"]].concat(),
+    ] {
+        assert_ne!(report(other).1, plain, "{other:?}");
+    }
+    if device_is_software() {
+        assert_ne!(report(&files).1, plain, "software that is not allowed");
+    }
+}
+
+#[test]
+fn models_are_those_of_the_folder_and_tensors_are_listed() {
+    let weights = std::fs::read(data("gemma3/tiny-a/model.safetensors")).expect("weights");
+    let config = std::fs::read(data("gemma3/tiny-a/config.json")).expect("a config");
+    let cache = pulled(&[("config.json", &config), ("model.safetensors", &weights)]);
+    let cache = cache.path().to_str().expect("UTF-8");
+    let run = |words: &[&str]| {
+        let mut command = unicorn(words);
+        command.env("HF_HUB_CACHE", "/nonexistent");
+        let (code, stdout, stderr) = output(command);
+        assert_eq!(code, 0, "{words:?}: {stderr}");
+        stdout
+    };
+    let (few, all) =
+        (&["inspect", "org/tiny", "--models-dir", cache][..], "model.layers.7.mlp.up_proj.weight");
+    assert!(!run(few).contains(all) && run(&[few, &["--tensors"]].concat()).contains(all));
+    assert!(run(&["models", "list", "--models-dir", cache]).contains("org/tiny"));
+    run(&["models", "rm", "org/tiny", "--yes", "--models-dir", cache]);
+    assert!(!run(&["models", "list", "--models-dir", cache]).contains("org/tiny"));
+}
+
+/// Each class of matrices has the scheme that was asked for it.
+#[test]
+fn classes_of_matrices_have_their_schemes() {
+    let (model, folder) = (tiny_model(), tempfile::tempdir().expect("a folder"));
+    let at = |name: &str| folder.path().join(name).to_str().expect("UTF-8").to_owned();
+    let schemes =
+        ["--scheme", "bf16", "--attention", "int8-row", "--feed-forward", "int4-g32", "--embedding", "bf16"];
+    let (quantized, made) = (at("quantized"), at("made"));
+    let source = model.path().to_str().expect("UTF-8");
+    let quantize = ["quantize", source, &quantized];
+    let synth = ["synth", "--shape", "gemma-3-270m", &made];
+    for (command, folder) in [(&quantize[..], &quantized), (&synth, &made)] {
+        let (code, _, stderr) = output(unicorn(&[command, &schemes].concat()));
+        assert_eq!(code, 0, "{stderr}");
+        let (code, shown, stderr) = output(unicorn(&["inspect", folder, "--tensors", "--json"]));
+        assert_eq!(code, 0, "{stderr}");
+        let shown: Value = serde_json::from_str(&shown).expect(&shown);
+        let scheme = |part: &str| {
+            let tensors = shown["tensors"].as_array().expect("tensors").iter();
+            let of = tensors.filter(|tensor| tensor["name"].as_str().expect("a name").contains(part));
+            of.map(|tensor| tensor["scheme"].as_str().expect("a scheme").to_owned()).collect::<BTreeSet<_>>()
+        };
+        let one = |scheme: &str| BTreeSet::from([scheme.to_owned()]);
+        assert_eq!(scheme("_proj.weight"), &one("int8-row") | &one("int4-g32"), "{command:?}");
+        assert_eq!((scheme("q_proj"), scheme("up_proj")), (one("int8-row"), one("int4-g32")), "{command:?}");
+        assert_eq!(scheme("embed_tokens"), one("bf16"), "{command:?}");
+    }
+}
+
+/// What leaves the likeliest token alone makes a sampled answer the greedy one.
+#[test]
+fn answers_are_sampled_as_the_options_say() {
+    let model = tiny_model();
+    let model = model.path().to_str().expect("UTF-8");
+    let question = model.to_owned() + "/question";
+    std::fs::write(&question, "Hello\n").expect("written");
+    for command in [&["generate", "--prompt", "Hello"][..], &["chat"]] {
+        let answer = |more: &[&str]| {
+            let fixed = ["--model", model, "--max-tokens", "12", "--allow-software-vulkan"];
+            let mut run = unicorn_on_software(&[command, &fixed, more].concat());
+            run.stdin(Stdio::from(std::fs::File::open(&question).expect("opened")));
+            let (code, stdout, stderr) = output(run);
+            assert_eq!(code, 0, "{command:?} {more:?}: {stderr}");
+            stdout
+        };
+        let greedy = answer(&["--temperature", "0"]);
+        let hot = ["--temperature", "2", "--seed", "5"];
+        let sampled = answer(&hot);
+        assert_ne!(sampled, greedy);
+        assert_eq!(answer(&hot), sampled, "the same seed");
+        assert_ne!(answer(&["--temperature", "2", "--seed", "6"]), sampled, "another seed");
+        for alone in [["--top-k", "1"], ["--top-p", "0.000001"], ["--min-p", "1"]] {
+            assert_eq!(answer(&[&hot[..], &alone].concat()), greedy, "{alone:?}");
+        }
+        assert_ne!(answer(&["--temperature", "0", "--system", "Vim has two modes."]), greedy);
+        let end: String =
+            greedy.trim_end().chars().rev().take(2).collect::<Vec<_>>().into_iter().rev().collect();
+        let stopped = answer(&["--temperature", "0", "--stop", &end]);
+        assert!(
+            stopped.len() < greedy.len() && greedy.starts_with(stopped.trim_end()),
+            "{stopped:?}, {greedy:?}"
+        );
+        assert!(answer(&["--temperature", "0", "--max-tokens", "3"]).len() < greedy.len());
+    }
+}
+
+#[test]
+fn kernels_are_those_of_their_types() {
+    let name = device().info().name.clone();
+    let cases = |more: &[&str]| {
+        let sizes = [
+            "--shape",
+            "gemma-3-270m",
+            "--scheme",
+            "int8-row",
+            "--tokens",
+            "1",
+            "--depth",
+            "64",
+            "--runs",
+            "1",
+        ];
+        let fixed = ["bench", "kernels", "--json", "--allow-software-vulkan", "--device", &name];
+        let (code, stdout, stderr) = output(unicorn_on_software(&[&fixed[..], &sizes, more].concat()));
+        assert_eq!(code, 0, "{stderr}");
+        let report: Value = serde_json::from_str(&stdout).expect(&stdout);
+        let bytes = |case: &Value| (case["case"].to_string(), case["bytes"].as_u64().expect("a number"));
+        report["cases"].as_array().expect("cases").iter().map(bytes).collect::<BTreeMap<_, _>>()
+    };
+    let attention = |kv| cases(&["--only", "atten", "--kv", kv]).into_values().sum::<u64>();
+    assert!(attention("int8") < attention("f16"));
+    let products = |precision| cases(&["--only", "k_proj", "--precision", precision]);
+    assert_ne!(products("fast"), products("f32"));
+    let embedding = cases(&["--only", "embed", "--embedding", "bf16"]);
+    assert!(embedding.keys().all(|name| name.contains("embed bf16")), "{embedding:?}");
+    let none = ["bench", "kernels", "--only", "k_proj", "--allow-software-vulkan", "--device", "no such"];
+    assert_error(unicorn_on_software(&none), 1, &["no such"]);
+}
+
+#[cfg(feature = "npu")]
+#[test]
+fn the_benchmark_of_the_npu_loads_as_its_options_say() {
+    use crate::support::npu::{demo_kernels, double};
+    let demo = demo::folder();
+    let folder = demo.to_str().expect("UTF-8");
+    let weights = std::fs::read(demo.join("model.safetensors")).expect("weights");
+    let cache = pulled(&[("config.json", b"{}"), ("model.safetensors", &weights)]);
+    let machine = crate::support::energy::constant_power();
+    let bench = |more: &[&str]| {
+        let sizes = ["--prompt-tokens", "64", "--runs", "1", "-v"];
+        let mut command =
+            unicorn_on_software(&[&["bench", "npu", "--model", "org/tiny"][..], &sizes, more].concat());
+        command.env("UNICORN_NPU_SHIM", double()).env("UNICORN_NPU_KERNELS", demo_kernels());
+        command.env("UNICORN_NPU_KEYS", "512").env("UNICORN_NPU_DEADLINE_MS", "5000");
+        command.env("HF_HUB_CACHE", "/nonexistent");
+        output(command)
+    };
+    let files = [
+        "--models-dir",
+        cache.path().to_str().expect("UTF-8"),
+        "--model-config",
+        folder,
+        "--tokenizer",
+        folder,
+    ];
+    let name = device().info().name.clone();
+    let on = ["--device", &name, "--allow-software-vulkan"];
+    let types = ["--quantize", "int8-row", "--precision", "f32", "--kv", "int8", "--context", "200"];
+    let energy = ["--root", machine.path().to_str().expect("UTF-8")];
+    let (code, stdout, stderr) = bench(&[&files[..], &on, &types, &energy].concat());
+    assert_eq!(code, 0, "{stderr}");
+    for part in ["embedding int8-row; precision f32", "keys and values int8", "context  200 tokens"] {
+        assert!(stderr.contains(part), "{part}: {stderr}");
+    }
+    assert!(stdout.contains("amdgpu"), "{stdout}");
+    for (without, part) in [
+        ([&files[2..], &on].concat(), "org/tiny"),
+        ([&files[..2], &files[4..], &on].concat(), "config.json"),
+        ([&files[..4], &on].concat(), "tokenizer.json"),
+        ([&files[..], &["--device", "no such", "--allow-software-vulkan"]].concat(), "no such"),
+        ([&files[..], &on, &["--vram", "64K"]].concat(), "does not fit"),
+        ([&files[..], &on, &["--reserve", "1000T"]].concat(), "does not fit"),
+    ] {
+        let (code, _, stderr) = bench(&without);
+        assert!(code == 1 && stderr.contains(part), "{part}: {stderr}");
+    }
+    if device_is_software() {
+        assert_eq!(bench(&files).0, 1, "software that is not allowed");
+    }
+}
+
+// --- the server ------------------------------------------------------------------------------------------
+
+fn json_of(server: &Daemon, path: &str) -> Value {
+    let (status, body) = server.exchange("GET", path, &[], "");
+    assert_eq!(status, 200, "{path}: {body}");
+    serde_json::from_str(&body).expect(&body)
+}
+
+/// The options of its command line.
+#[test]
+fn a_server_is_what_its_command_line_says() {
+    let scattered = Scattered::new();
+    let whole = scattered.whole();
+    let keys = scattered.whole.path().join("keys");
+    std::fs::write(&keys, KEY).expect("written");
+    let files = [scattered.files(), scattered.device()].concat();
+    let mut words: Vec<&str> = files.iter().map(String::as_str).collect();
+    words.extend(["--tokenizer", &whole, "--draft", &whole, "--quantize", "int8-row", "--precision", "f32"]);
+    words.extend(["--context", "70", "--kv", "int8", "--host", "127.0.0.2", "-v"]);
+    words.extend(["--api-key-file", keys.to_str().expect("UTF-8")]);
+    let mut server = Daemon::start_model(Path::new("org/tiny"), &words, |command| {
+        command.env("HF_HUB_CACHE", "/nonexistent");
+    });
+    assert!(server.url().starts_with("http://127.0.0.2:"), "{}", server.url());
+    let draft = format!("draft    {whole}: 8 layers");
+    for part in ["embedding int8-row; precision f32", "context  70 tokens", "keys and values int8", &draft] {
+        server.line(part);
+    }
+    assert_eq!(server.exchange("GET", "/status", &[], "").0, 401);
+    let key = [("authorization", format!("Bearer {KEY}"))];
+    let key = key.each_ref().map(|(name, value)| (*name, value.as_str()));
+    let (status, body) = server.exchange("GET", "/status", &key, "");
+    let body: Value = serde_json::from_str(&body).expect(&body);
+    let model = &body["model"];
+    assert_eq!((status, &model["id"], &model["context"]), (200, &json!("a/b"), &json!(70)), "{body}");
+    assert_eq!(model["draft_layers"], json!(8), "{body}");
+    assert!(model["weights"].as_str().expect("a text").contains("attention int8-row"), "{body}");
+    assert_eq!(server.ask(&key, false).0, 200);
+    let (_, body) = server.exchange("GET", "/status", &key, "");
+    let body: Value = serde_json::from_str(&body).expect(&body);
+    assert!(body["guesses"]["draft_model"]["proposed"].as_u64() > Some(0), "{body}");
+}
+
+const KEY: &str = "sk-0123456789abcdef";
+const OTHER_KEY: &str = "sk-fedcba9876543210";
+
+fn server_with(options: &[(&str, &str)]) -> Daemon {
+    let variables = options.iter().map(|(option, value)| (format!("UNICORN_{option}"), *value));
+    Daemon::start_as(&["--context", "400"], |command: &mut Command| {
+        command.envs(variables);
+    })
+}
+
+/// The steps of a prompt of about 300 tokens, and the ids that were guessed of an answer that goes round in circles.
+fn steps_and_guesses(server: &Daemon) -> (u64, u64) {
+    let ask = |text: String, max_tokens: u32| {
+        let messages = json!([{"role": "user", "content": text}]);
+        let body = json!({"messages": messages, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": true, "model": "a/b"});
+        let (status, body) = server.exchange("POST", "/v1/chat/completions", &[], &body.to_string());
+        assert_eq!(status, 200, "{body}");
+    };
+    let steps = || json_of(server, "/status")["engine"]["steps"].as_u64().expect("a number");
+    let before = steps();
+    ask("Vim has two modes. ".repeat(20), 1);
+    let taken = steps() - before;
+    ask("Vim has two modes. ".repeat(8), 100);
+    let guessed = json_of(server, "/status")["guesses"]["lookup"]["proposed"].as_u64().expect("a number");
+    (taken, guessed)
+}
+
+/// The options of its configuration: two servers, one with most options at their defaults.
+#[test]
+fn a_server_is_what_its_configuration_says() {
+    let bounded = server_with(&[
+        ("SERVER_MAX_BODY_BYTES", "2048"),
+        ("SERVER_STORED_RESPONSES", "0"),
+        ("SERVER_MODEL_ALIASES", "alias"),
+        ("SERVER_ALLOWED_HOSTS", "box.lan"),
+        ("SERVER_CORS_ORIGINS", "http://page.test"),
+        ("SERVER_CONNECTIONS", "2"),
+        ("ENGINE_SEQUENCES", "1"),
+        ("ENGINE_PREFILL_CHUNK", "16"),
+        ("ENGINE_SPECULATION_TOKENS", "0"),
+        ("KV_BLOCK_SIZE", "8"),
+        ("GPU_PROFILE", "true"),
+    ]);
+    let other = server_with(&[("SERVER_ANY_MODEL_NAME", "true"), ("SERVER_STORED_RESPONSE_BYTES", "100")]);
+
+    let ask = |server: &Daemon, model: &str, field: (&str, &str), padding: usize| {
+        let body = json!({"model": model, "prompt": "Hello", "max_tokens": 1}).to_string();
+        server.exchange("POST", "/v1/completions", &[field], &(body + &" ".repeat(padding))).0
+    };
+    let plain = ("accept", "*/*");
+    let sized = |server: &Daemon, bytes: usize| ask(server, "a/b", plain, bytes);
+    assert_eq!((sized(&bounded, 3000), sized(&other, 3000)), (413, 200));
+    let named = |server: &Daemon, model: &str| ask(server, model, plain, 0);
+    assert_eq!((named(&bounded, "alias"), named(&bounded, "unknown")), (200, 404));
+    assert_eq!(named(&other, "unknown"), 200);
+    for server in [&bounded, &other] {
+        let body = json!({"model": "a/b", "input": "Hello", "max_output_tokens": 16}).to_string();
+        let (status, body) = server.exchange("POST", "/v1/responses", &[], &body);
+        assert_eq!(status, 200, "{body}");
+        let id = serde_json::from_str::<Value>(&body).expect(&body)["id"].as_str().expect("an id").to_owned();
+        // Neither keeps it: one keeps none, the other not so many bytes.
+        assert_eq!(server.exchange("GET", &format!("/v1/responses/{id}"), &[], "").0, 404);
+    }
+    let from = |server: &Daemon, field: (&str, &str)| ask(server, "a/b", field, 0);
+    assert_eq!((from(&bounded, ("host", "box.lan")), from(&other, ("host", "box.lan"))), (200, 403));
+    let page = ("origin", "http://page.test");
+    assert_eq!((from(&bounded, page), from(&other, page)), (200, 403));
+
+    let status = [&bounded, &other].map(|server| json_of(server, "/status"));
+    assert_eq!(status.each_ref().map(|status| status["kv"]["block_size"].as_u64()), [Some(8), Some(16)]);
+    let [few, many] = status.each_ref().map(|status| {
+        let pool = &status["kv"]["sliding"];
+        let blocks: u64 =
+            ["held", "cached", "free"].map(|name| pool[name].as_u64().expect("a number")).iter().sum();
+        blocks * status["kv"]["block_size"].as_u64().expect("a number")
+    });
+    assert!(few < many, "windows of one sequence: {few} tokens, of 16: {many}");
+    let (steps, guesses) = steps_and_guesses(&bounded);
+    let (steps_of_other, guesses_of_other) = steps_and_guesses(&other);
+    assert!(steps > steps_of_other, "{steps} steps in small chunks, {steps_of_other} in one");
+    assert!(guesses == 0 && guesses_of_other > 0, "{guesses}, {guesses_of_other}");
+    let kernels = |server: &Daemon| json_of(server, "/status")["kernels"].as_array().expect("a list").len();
+    assert!(kernels(&bounded) > 0 && kernels(&other) == 0);
+
+    // Of three connections, the third waits until one of the others is closed.
+    let connect = || {
+        let address = bounded.url().trim_start_matches("http://").trim_end_matches("/v1").to_owned();
+        TcpStream::connect(address).expect("connects")
+    };
+    let held = [connect(), connect()];
+    std::thread::sleep(Duration::from_millis(300));
+    let mut third = connect();
+    third.write_all(b"GET /live HTTP/1.0\r\n\r\n").expect("sent");
+    third.set_read_timeout(Some(Duration::from_millis(500))).expect("set");
+    assert!(third.read(&mut [0]).is_err(), "a third connection is answered");
+    drop(held);
+    third.set_read_timeout(Some(crate::support::fake_runner::HANG)).expect("set");
+    assert_eq!(third.read(&mut [0]).expect("answered"), 1);
+}
+
+#[test]
+fn a_server_shares_prefixes_and_unloads_as_its_configuration_says() {
+    let keys = format!("{KEY},{OTHER_KEY}");
+    let cached = |share: &str| {
+        let server = server_with(&[("KV_SHARE_PREFIXES", share), ("API_KEYS", &keys)]);
+        let ask = |key: &str| {
+            let messages = json!([{"role": "user", "content": "Vim has two modes. ".repeat(8)}]);
+            let body = json!({"model": "a/b", "messages": messages, "max_tokens": 1}).to_string();
+            let key = format!("Bearer {key}");
+            let (status, body) =
+                server.exchange("POST", "/v1/chat/completions", &[("authorization", &key)], &body);
+            assert_eq!(status, 200, "{body}");
+            let body: Value = serde_json::from_str(&body).expect(&body);
+            body["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap_or(0)
+        };
+        ask(KEY);
+        ask(OTHER_KEY)
+    };
+    assert_eq!(cached("key"), 0);
+    assert!(cached("all") > 0);
+
+    let mut server = server_with(&[("ENGINE_IDLE_UNLOAD_S", "1")]);
+    server.line("the model is unloaded until the next request");
+    assert_eq!(server.ask(&[], false).0, 200);
+}
+
+/// A layer that is not there is an error, where it is wanted.
+#[test]
+fn validation_wants_its_layer() {
+    let generate = ["generate", "--prompt", "x", "--max-tokens", "1", "--allow-software-vulkan"];
+    let run = |wanted: &str| {
+        let mut command = unicorn_on_software(&generate);
+        command.env("UNICORN_HARDWARE_VALIDATION", wanted).env("VK_LAYER_PATH", data("gemma3"));
+        command.env("VK_ADD_LAYER_PATH", data("gemma3"));
+        output(command)
+    };
+    let (code, _, stderr) = run("true");
+    assert!(code == 1 && stderr.contains("validation"), "{stderr}");
+    assert_eq!(run("false").0, 0);
 }

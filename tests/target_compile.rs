@@ -396,6 +396,42 @@ fn the_relatives_of_a_780m_are_judged_too() {
     }
 }
 
+/// Types and depth change the bytes of a token, and the precision the kernels.
+#[test]
+fn the_judge_goes_by_its_options() {
+    let Some(plain) = of_780m() else { return skip("radv") };
+    let folder = tempfile::tempdir().expect("a folder");
+    let assembly = folder.path().to_str().expect("UTF-8");
+    let types = ["--quantize", "int8-row", "--kv", "int8", "--precision", "f32", "--depth", "4096"];
+    let other =
+        judged(judge("phoenix", &[&types[..], &["--shape", "gemma-3-1b", "--assembly", assembly]].concat()));
+    let one = |judged: &Value| {
+        let predictions = judged["compilers"][0]["predictions"].as_array().expect("a list");
+        let is_it = |p: &&Value| p["shape"] == "gemma-3-1b" && p["what"] == "batch 1";
+        predictions.iter().find(is_it).expect("predicted").clone()
+    };
+    let sum = |judged: &Value, field: &str| -> f64 {
+        let lines = one(judged)["lines"].as_array().expect("a list").clone();
+        lines.iter().map(|line| line[field].as_f64().expect("a figure")).sum()
+    };
+    let shapes = other["compilers"][0]["predictions"].as_array().expect("a list");
+    assert!(shapes.iter().all(|p| p["shape"] == "gemma-3-1b"), "one size");
+    assert!(sum(&other, "weight_bytes") > 1.5 * sum(plain, "weight_bytes"), "int8 for int4");
+    // 8 times the keys in a quarter of the layers, at half the size.
+    assert!(sum(&other, "kv_bytes") > sum(plain, "kv_bytes"), "4096 tokens for 512");
+    assert_eq!(
+        (&other["kv"], &other["depth"], &other["quantize"]),
+        (&"int8".into(), &4096.into(), &"int8-row".into())
+    );
+    let kernels = |judged: &Value| -> Vec<String> {
+        let lines = one(judged)["lines"].as_array().expect("a list").clone();
+        lines.iter().map(|line| line["pipeline"].to_string()).collect()
+    };
+    assert_ne!(kernels(&other), kernels(plain), "products in f32");
+    let drivers = std::fs::read_dir(folder.path()).expect("a folder").count();
+    assert_eq!(drivers, other["compilers"].as_array().expect("a list").len(), "a folder for each compiler");
+}
+
 #[test]
 fn every_size_and_batch_is_predicted_with_its_arithmetic() {
     let Some(judged) = of_780m() else { return skip("radv") };

@@ -45,6 +45,12 @@ pub fn files(model: &config::Model) -> Result<ModelFiles, Error> {
     match &model.path {
         Some(path) => files_at(path.as_ref(), model),
         None => {
+            let misplaced = [("config", &model.config), ("tokenizer", &model.tokenizer)];
+            if let Some((name, Some(path))) = misplaced.into_iter().find(|(_, path)| path.is_some()) {
+                return Err(Error::Argument(format!(
+                    "model.{name} is {path}, and no model is named that it belongs to; give one with --model (model.path)"
+                )));
+            }
             tracing::warn!(
                 "no model was given: this is the small demo model in the binary (give one with --model)"
             );
