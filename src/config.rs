@@ -33,6 +33,7 @@ pub struct Config {
     pub log: Log,
     pub server: Server,
     pub model: Model,
+    pub tokenizer: Tokenizer,
     pub models: Models,
     pub hardware: Hardware,
     pub gpu: Gpu,
@@ -142,6 +143,13 @@ pub struct Model {
     pub quantize: QuantizeMode,
     #[serde(deserialize_with = "parsed")]
     pub precision: Precision,
+}
+
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Tokenizer {
+    /// Whether control tokens that the text of a message spells become control tokens.
+    pub special_in_content: bool,
 }
 
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -561,6 +569,7 @@ impl Config {
             log: section(merged, "log")?,
             server: section(merged, "server")?,
             model: section(merged, "model")?,
+            tokenizer: section(merged, "tokenizer")?,
             models: section(merged, "models")?,
             hardware: section(merged, "hardware")?,
             gpu: section(merged, "gpu")?,

@@ -602,6 +602,7 @@ struct TokenizerCases {
 struct EncodeCase {
     text: String,
     ids_parse_special: Vec<u32>,
+    ids_no_parse_special: Vec<u32>,
 }
 
 #[derive(Deserialize)]
@@ -620,6 +621,12 @@ fn check_tokenizer_cases(tokenizer: &Tokenizer) {
         assert_eq!(tokenizer.encode(&case.text, false).unwrap(), case.ids_parse_special, "{:?}", case.text);
         let with_bos = [&[2], &case.ids_parse_special[..]].concat();
         assert_eq!(tokenizer.encode(&case.text, true).unwrap(), with_bos, "{:?}", case.text);
+        assert_eq!(
+            tokenizer.encode_text(&case.text, false).unwrap(),
+            case.ids_no_parse_special,
+            "{:?}",
+            case.text
+        );
     }
     for case in &cases.decode {
         let bytes = |special: bool| -> Vec<u8> {

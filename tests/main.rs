@@ -16,6 +16,7 @@ mod cli;
 mod completions;
 mod config;
 mod connections;
+mod control_tokens;
 mod courtesy;
 mod daemon;
 mod demo;

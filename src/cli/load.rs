@@ -471,13 +471,14 @@ pub fn engine(
 /// Loads `files` and starts the engine on it.
 pub fn service(files: &ModelFiles, config: &Config) -> Result<Service, Error> {
     let Model { runner, draft, texts, .. } = model(files, config, Watch::Nothing)?;
-    Ok(texts.service(engine(runner, draft, config, config.server.queue, None)))
+    Ok(texts.service(engine(runner, draft, config, config.server.queue, None), config))
 }
 
 impl Texts {
     /// The service of a model whose engine runs.
-    pub fn service(self, engine: EngineHandle) -> Service {
-        Service::new(engine, self.tokenizer, self.template, self.defaults, self.stop_token_ids)
+    pub fn service(self, engine: EngineHandle, config: &Config) -> Service {
+        let service = Service::new(engine, self.tokenizer, self.template, self.defaults, self.stop_token_ids);
+        service.with_special_in_content(config.tokenizer.special_in_content)
     }
 }
 

@@ -18,6 +18,6 @@ pub use answer::{AnswerText, Delta, End, Reason};
 pub use conversation::{Call, Conversation};
 pub use error::SessionError;
 pub use grammar::ResponseGrammar;
-pub use request::{GenerateRequest, PromptEnding, Truncation};
+pub use request::{GenerateRequest, Truncation};
 pub use service::{Service, random_u64, truncate};
 pub use tools::{MAX_TOOLS, Tool, ToolChoice, Tools};

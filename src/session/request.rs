@@ -3,7 +3,7 @@
 use super::grammar::ResponseGrammar;
 use super::tools::Tools;
 use crate::model::SamplingOptions;
-use crate::text::Message;
+use crate::text::{Message, PromptEnding};
 
 /// A conversation and how to answer it. Absent options take the model's defaults. For a prompt that is no conversation,
 /// `messages` is empty and the prompt is given beside the request.
@@ -37,18 +37,6 @@ pub struct GenerateRequest {
     pub grammar: Option<ResponseGrammar>,
     pub tools: Tools,
     pub ending: PromptEnding,
-}
-
-/// How the prompt ends.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum PromptEnding {
-    /// With the beginning of a new turn of the assistant.
-    #[default]
-    Answer,
-    /// Within the last message, which is the assistant's: the answer continues it.
-    Continued,
-    /// With the last message, and no new turn.
-    Closed,
 }
 
 /// How much of a prompt is kept: the last ids.

@@ -6,11 +6,12 @@ use std::sync::Arc;
 use super::answer::AnswerText;
 use super::error::SessionError;
 use super::mask::{AnswerMask, Failure, TokenRules};
-use super::request::{GenerateRequest, PromptEnding, Truncation};
+use super::request::{GenerateRequest, Truncation};
 use crate::engine::{EngineHandle, Request};
 use crate::model::{SamplingOptions, SamplingParams};
 use crate::text::{
-    CallReader, ChatTemplate, Constraint, Grammars, Message, StopMatcher, TextError, Tokenizer, normalize,
+    CallReader, ChatTemplate, Constraint, Grammars, Message, PromptEnding, StopMatcher, TextError, Tokenizer,
+    normalize,
 };
 
 /// The tokenizer, the template and the engine of one loaded model.
@@ -22,12 +23,15 @@ pub struct Service {
     /// Sampling options for what a request leaves out.
     defaults: SamplingOptions,
     stop_token_ids: Vec<u32>,
+    /// Whether control tokens that a client's text spells become control tokens.
+    special_in_content: bool,
     /// The largest number of bytes of text that one token stands for.
     longest_token_bytes: usize,
 }
 
 impl Service {
-    /// `stop_token_ids` end an answer (`<end_of_turn>`, `<eos>`).
+    /// `stop_token_ids` end an answer (`<end_of_turn>`, `<eos>`). The text of messages never becomes a control token,
+    /// unless [`Self::with_special_in_content`] says so.
     pub fn new(
         engine: EngineHandle,
         tokenizer: Tokenizer,
@@ -43,7 +47,22 @@ impl Service {
         let longest = (0..tokenizer.vocab_size() as u32).map(bytes).max();
         let longest_token_bytes = longest.unwrap_or(1).max(1);
         let grammars = Grammars::new(tokenizer.clone(), engine.limits().vocab_size, &stop_token_ids);
-        Self { engine, tokenizer, template, grammars, defaults, stop_token_ids, longest_token_bytes }
+        Self {
+            engine,
+            tokenizer,
+            template,
+            grammars,
+            defaults,
+            stop_token_ids,
+            special_in_content: false,
+            longest_token_bytes,
+        }
+    }
+
+    /// The service, which reads control tokens in the text of messages as transformers does if `special_in_content`.
+    #[must_use]
+    pub fn with_special_in_content(self, special_in_content: bool) -> Self {
+        Self { special_in_content, ..self }
     }
 
     pub fn engine(&self) -> &EngineHandle {
@@ -203,22 +222,42 @@ impl Service {
         keep: Option<usize>,
     ) -> Result<Vec<u32>, SessionError> {
         let turns = normalize(messages);
-        let text = match ending {
-            PromptEnding::Answer => self.template.render(&turns, true),
-            PromptEnding::Closed => self.template.render(&turns, false),
-            PromptEnding::Continued => self.template.render_continued(&turns),
-        };
-        self.encode(&text.map_err(|error| self.refusal(error))?, false, keep)
+        if self.special_in_content {
+            let text = self.template.text(&turns, ending).map_err(|error| self.refusal(error))?;
+            return self.encode(&text, false, keep);
+        }
+        let prompt = self.template.prompt(&self.tokenizer, &turns, ending);
+        let prompt = prompt.map_err(|error| self.refusal(error))?;
+        self.ids(prompt.text.len(), keep, || prompt.ids(&self.tokenizer))
     }
 
-    /// The token ids of a text; `special` adds the ids that begin a text, and with `keep` only the last so many ids are
-    /// kept. Else a text that must be too long, whatever its tokens are, is refused before it is tokenized.
+    /// The token ids of a raw prompt, whose control tokens are control tokens; `special` adds the ids that begin a text,
+    /// and with `keep` only the last so many ids are kept.
     pub fn encode(&self, text: &str, special: bool, keep: Option<usize>) -> Result<Vec<u32>, SessionError> {
-        let limits = self.engine.limits();
-        if keep.is_none() && self.least_tokens(text.len()) >= limits.max_context {
-            return Err(self.overflow(text.len()));
+        self.ids(text.len(), keep, || self.tokenizer.encode(text, special))
+    }
+
+    /// The token ids of a text that is read as text alone, with the ids that begin a text.
+    pub fn encode_text(&self, text: &str, keep: Option<usize>) -> Result<Vec<u32>, SessionError> {
+        match self.special_in_content {
+            true => self.encode(text, true, keep),
+            false => self.ids(text.len(), keep, || self.tokenizer.encode_text(text, true)),
         }
-        let mut ids = self.tokenizer.encode(text, special).map_err(|error| self.refusal(error))?;
+    }
+
+    /// The ids that `encode` makes of a text of so many bytes. Without `keep`, a text that must be too long, whatever its
+    /// tokens are, is refused before it is tokenized.
+    fn ids(
+        &self,
+        bytes: usize,
+        keep: Option<usize>,
+        encode: impl FnOnce() -> Result<Vec<u32>, TextError>,
+    ) -> Result<Vec<u32>, SessionError> {
+        let limits = self.engine.limits();
+        if keep.is_none() && self.least_tokens(bytes) >= limits.max_context {
+            return Err(self.overflow(bytes));
+        }
+        let mut ids = encode().map_err(|error| self.refusal(error))?;
         self.tokenizer.check_ids(&ids, limits.vocab_size).map_err(|error| self.refusal(error))?;
         truncate(&mut ids, keep);
         Ok(ids)

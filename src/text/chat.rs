@@ -1,8 +1,7 @@
 //! Messages as clients send them, and the order in which Gemma accepts them.
 //!
-//! Control tokens typed into a message (`<start_of_turn>`) are not escaped, as in the upstream template. Whoever may
-//! send a conversation may set every role in it, so escaping would protect nothing. A caller that pastes text from
-//! strangers into a message should remove control tokens there.
+//! A message may spell control tokens (`<start_of_turn>`): documents and the results of tools come from strangers. The
+//! text goes to the template as it is, and `provenance.rs` keeps it from becoming control tokens.
 
 use serde::{Deserialize, Serialize};
 
@@ -36,6 +35,22 @@ pub enum Part {
 impl Message {
     pub fn new(role: &str, text: &str) -> Self {
         Self { role: role.to_owned(), content: Content::Text(text.to_owned()) }
+    }
+
+    /// The message with each of its texts changed by `change`.
+    pub(super) fn map_texts(&self, change: impl Fn(&str) -> String) -> Self {
+        let content = match &self.content {
+            Content::Null => Content::Null,
+            Content::Text(text) => Content::Text(change(text)),
+            Content::Parts(parts) => {
+                let part = |part: &Part| match part {
+                    Part::Text { text } => Part::Text { text: change(text) },
+                    Part::Image => Part::Image,
+                };
+                Content::Parts(parts.iter().map(part).collect())
+            }
+        };
+        Self { role: self.role.clone(), content }
     }
 
     /// Bytes of the message's text, plus an estimate of the memory that the message and each of its parts take in a

@@ -43,6 +43,21 @@ pub enum TextError {
     #[error("the chat template refused the conversation: {0}")]
     Raised(String),
 
+    /// The template's own control tokens cannot be told from those that messages spell.
+    #[error(
+        "{origin}: this chat template reads the text of messages, so its own control tokens cannot be told from those \
+         that a message spells; leave control tokens out of the messages, or set tokenizer.special_in_content = true \
+         to have them read as control tokens"
+    )]
+    Unclear { origin: String },
+
+    /// Plain text would become a control token.
+    #[error(
+        "{file}: the text holds {token:?}, and this tokenizer has no other way to write it than the control token; \
+         leave it out of the text, or set tokenizer.special_in_content = true to have it read as a control token"
+    )]
+    ControlToken { file: String, token: String },
+
     /// The conversation has no message.
     #[error("messages is empty: a conversation needs at least one message")]
     NoMessages,

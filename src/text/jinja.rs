@@ -32,6 +32,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use jiff::Timestamp;
 use minijinja::machinery::{
     CompiledTemplate, Instruction, Instructions, TemplateConfig, Token, Vm, WhitespaceConfig,
     make_string_output, tokenize,
@@ -118,15 +119,18 @@ impl Program {
         }
     }
 
-    /// Renders the template with `context` into `out`. The conversation in `context` takes `conversation_bytes`.
+    /// Renders the template with `context` into `out`. The conversation in `context` takes `conversation_bytes`. Functions
+    /// that write the time write `now`.
     pub(super) fn render(
         &self,
         environment: &Environment<'static>,
         context: Value,
         conversation_bytes: usize,
+        now: Timestamp,
         out: impl io::Write,
     ) -> Result<(), Error> {
-        self.render_by(environment, context, Meter::new(conversation_bytes, Instant::now() + TIME), out)
+        let meter = Meter { now, ..Meter::new(conversation_bytes, Instant::now() + TIME) };
+        self.render_by(environment, context, meter, out)
     }
 
     fn render_by(
@@ -337,9 +341,15 @@ struct Meter {
     /// How deep filters are nested now.
     filters: AtomicUsize,
     until: Instant,
+    now: Timestamp,
 }
 
 impl Object for Meter {}
+
+/// The time at which `state`'s rendering takes place.
+pub(super) fn now(state: &State) -> Timestamp {
+    Meter::of(state).now
+}
 
 #[derive(Debug)]
 struct Budget {
@@ -364,7 +374,8 @@ impl Meter {
     fn new(conversation_bytes: usize, until: Instant) -> Self {
         let work = Budget::new(MAX_WORK_BYTES + WORK_PER_BYTE * conversation_bytes);
         let written = Budget::new(MAX_WRITTEN_BYTES + WRITTEN_PER_BYTE * conversation_bytes);
-        Self { largest: MAX_VALUE_BYTES + conversation_bytes, work, written, filters: 0.into(), until }
+        let largest = MAX_VALUE_BYTES + conversation_bytes;
+        Self { largest, work, written, filters: 0.into(), until, now: Timestamp::UNIX_EPOCH }
     }
 
     fn of(state: &State) -> Arc<Self> {

@@ -16,7 +16,7 @@ use std::sync::LazyLock;
 
 use jiff::Timestamp;
 use minijinja::value::Value;
-use minijinja::{Environment, Error, ErrorKind};
+use minijinja::{Environment, Error, ErrorKind, State};
 use serde::Deserialize;
 
 use super::chat::Message;
@@ -47,6 +47,18 @@ pub struct ChatFiles<'a> {
     pub tokenizer_config: Option<&'a [u8]>,
     /// `chat_template.jinja`, which takes precedence over the template in `tokenizer_config.json`.
     pub chat_template_jinja: Option<&'a [u8]>,
+}
+
+/// How a prompt ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum PromptEnding {
+    /// With the beginning of a new turn of the assistant.
+    #[default]
+    Answer,
+    /// Within the last message, which is the assistant's: the answer continues it.
+    Continued,
+    /// With the last message, and no new turn.
+    Closed,
 }
 
 /// A compiled chat template.
@@ -98,11 +110,42 @@ impl ChatTemplate {
         &self.origin
     }
 
-    /// The prompt of a conversation. It already holds `<bos>`, so encode it without adding special tokens.
+    /// The text of a conversation. It already holds `<bos>`, so encode it without adding special tokens.
     ///
     /// Messages go to the template as they are. Call [`super::normalize`] first: Gemma's template refuses a
     /// conversation whose roles do not alternate. `add_generation_prompt` opens the model's turn at the end.
     pub fn render(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String, TextError> {
+        let ending = if add_generation_prompt { PromptEnding::Answer } else { PromptEnding::Closed };
+        self.text(messages, ending)
+    }
+
+    /// The text of a conversation that ends as `ending` says.
+    pub fn text(&self, messages: &[Message], ending: PromptEnding) -> Result<String, TextError> {
+        self.write(messages, ending, Timestamp::now(), MAX_TEXT_BYTES)
+    }
+
+    /// The text of a conversation at the time `now`, of at most `limit` bytes.
+    pub(super) fn write(
+        &self,
+        messages: &[Message],
+        ending: PromptEnding,
+        now: Timestamp,
+        limit: usize,
+    ) -> Result<String, TextError> {
+        match ending {
+            PromptEnding::Answer => self.run(messages, true, now, limit),
+            PromptEnding::Closed => self.run(messages, false, now, limit),
+            PromptEnding::Continued => self.continued(messages, now, limit),
+        }
+    }
+
+    fn run(
+        &self,
+        messages: &[Message],
+        add_generation_prompt: bool,
+        now: Timestamp,
+        limit: usize,
+    ) -> Result<String, TextError> {
         if messages.is_empty() {
             return Err(TextError::NoMessages);
         }
@@ -119,37 +162,35 @@ impl ChatTemplate {
             ..context
         };
         let conversation_bytes = messages.iter().map(Message::bytes).sum();
-        let mut out = BoundedText::default();
+        let mut out = BoundedText { text: Vec::new(), overflow: 0, limit };
         // The engine may panic: `loop.cycle()` divides by the number of its arguments.
-        let render = || self.program.render(&ENVIRONMENT, context, conversation_bytes, &mut out);
+        let render = || self.program.render(&ENVIRONMENT, context, conversation_bytes, now, &mut out);
         let rendered = catch_unwind(AssertUnwindSafe(render))
             .map_err(|panic| template_error(&self.origin, describe_panic(&*panic)))?;
         match rendered {
-            _ if out.overflow > 0 => {
-                Err(TextError::TooLong { bytes: out.text.len() + out.overflow, limit: MAX_TEXT_BYTES })
-            }
+            _ if out.overflow > 0 => Err(TextError::TooLong { bytes: out.text.len() + out.overflow, limit }),
             Ok(_) => Ok(String::from_utf8(out.text).expect("minijinja writes whole strings")),
             Err(error) => Err(raised_message(&error)
                 .map_or_else(|| template_error(&self.origin, describe(&error)), TextError::Raised)),
         }
     }
 
-    /// The prompt of a conversation whose last turn the model continues. The prompt ends where that turn's text ends.
-    pub fn render_continued(&self, messages: &[Message]) -> Result<String, TextError> {
+    /// The text of a conversation whose last turn the model continues. It ends where that turn's text ends.
+    fn continued(&self, messages: &[Message], now: Timestamp, limit: usize) -> Result<String, TextError> {
         // Stands in for the last turn's text while the template renders, since the template may change a text or repeat
         // it.
         const MARK: &str = "\u{2}the text to continue\u{3}";
         let Some((last, before)) = messages.split_last() else { return Err(TextError::NoMessages) };
         let marked = [before, &[Message::new(&last.role, MARK)]].concat();
-        let mut rendered = self.render(&marked, false)?;
+        let mut rendered = self.run(&marked, false, now, limit)?;
         let Some(at) = rendered.rfind(MARK) else {
             let problem = "does not write the last turn as it is, which so cannot be continued";
             return Err(template_error(&self.origin, problem));
         };
         rendered.truncate(at);
         rendered.push_str(&last.content.turn_text());
-        if rendered.len() > MAX_TEXT_BYTES {
-            return Err(TextError::TooLong { bytes: rendered.len(), limit: MAX_TEXT_BYTES });
+        if rendered.len() > limit {
+            return Err(TextError::TooLong { bytes: rendered.len(), limit });
         }
         Ok(rendered)
     }
@@ -227,16 +268,16 @@ fn default_template(field: &serde_json::Value) -> Result<&str, String> {
     }
 }
 
-/// The rendered text, up to [`MAX_TEXT_BYTES`]. `overflow` is the length of the write that exceeded the limit.
-#[derive(Default)]
+/// The rendered text, of at most `limit` bytes. `overflow` is the length of the write that exceeded the limit.
 struct BoundedText {
     text: Vec<u8>,
     overflow: usize,
+    limit: usize,
 }
 
 impl io::Write for BoundedText {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        if self.text.len() + bytes.len() > MAX_TEXT_BYTES {
+        if self.text.len() + bytes.len() > self.limit {
             self.overflow = bytes.len();
             return Err(io::Error::other("rendered text too long"));
         }
@@ -302,8 +343,8 @@ fn describe_panic(panic: &(dyn Any + Send)) -> String {
     format!("the template engine failed: {}", panic_text(panic).unwrap_or("unknown"))
 }
 
-fn strftime_now(format: String) -> Result<String, Error> {
-    strftime(&format, Timestamp::now())
+fn strftime_now(state: &State, format: String) -> Result<String, Error> {
+    strftime(&format, jinja::now(state))
 }
 
 /// The date and time in UTC, by the directives of C's strftime, in English.

@@ -10,10 +10,12 @@
 
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use serde::Deserialize;
+use tokenizers::{Encoding, Model, Normalizer, OffsetType, PreTokenizedString, PreTokenizer};
 
+use super::added::{AddedTokens, Placed};
 use super::error::{MAX_TEXT_BYTES, TextError};
 use super::panics::panic_message;
 use super::steps::{Step, check_post_processor, decoder_replacements, growth};
@@ -38,6 +40,10 @@ pub struct Tokenizer {
 struct Inner {
     file: String,
     encoder: tokenizers::Tokenizer,
+    /// Made when a prompt first needs it.
+    added: OnceLock<AddedTokens>,
+    /// The token for a character that the vocabulary lacks.
+    unknown: Option<u32>,
     /// Indexed by id. An id without a token is `Absent`.
     entries: Vec<Entry>,
     /// The decoded texts of all tokens. `Entry::Text` is a range of it.
@@ -97,9 +103,12 @@ impl Tokenizer {
             .rposition(regular)
             .ok_or_else(|| fail("the vocabulary holds no token but special ones".to_owned()))?
             as u32;
+        let unknown = header.model.unk_token.and_then(|token| encoder.token_to_id(&token));
         let inner = Inner {
             file: file_name.to_owned(),
             encoder,
+            added: OnceLock::new(),
+            unknown,
             entries,
             text,
             largest_regular,
@@ -112,17 +121,57 @@ impl Tokenizer {
         Ok(Self { inner: Arc::new(Inner { ids_in_front, ..inner }) })
     }
 
-    /// The ids of `text`. Control tokens in the text (`<start_of_turn>`) become their own ids.
+    /// The ids of a raw prompt. Control tokens in the text (`<start_of_turn>`) become their own ids.
     ///
     /// With `add_special_tokens` the file's post-processor adds its tokens (Gemma's adds `<bos>` in front). That is
     /// right for plain text, and wrong for a rendered chat template, which already holds `<bos>`. A text over
     /// [`Self::max_text_bytes`] is [`TextError::TooLong`].
     pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, TextError> {
-        let limit = self.max_text_bytes();
-        if text.len() > limit {
-            return Err(TextError::TooLong { bytes: text.len(), limit });
-        }
+        self.check_length(text)?;
         self.inner.encode(text, add_special_tokens)
+    }
+
+    /// The ids of a text that is nothing but text: where it spells a control token, it is tokenized as any other text.
+    /// With `add_special_tokens` the file's post-processor adds its tokens.
+    pub fn encode_text(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, TextError> {
+        self.encode_around(text, &[], add_special_tokens)
+    }
+
+    /// The control tokens that `text` spells, in order.
+    pub(super) fn control_tokens(&self, text: &str) -> Vec<Placed> {
+        self.added().control(text)
+    }
+
+    /// The ids of `text`, in which only the tokens of `placed` are control tokens.
+    pub(super) fn encode_around(
+        &self,
+        text: &str,
+        placed: &[Placed],
+        add_special_tokens: bool,
+    ) -> Result<Vec<u32>, TextError> {
+        self.check_length(text)?;
+        let (inner, added) = (&self.inner, self.added());
+        let encoding = inner.run(|| inner.tokenize_around(text, added, placed))?;
+        // A vocabulary may have ways to join letters to a control token. The unknown token is no sign of that.
+        let is_control = |id: &u32| added.is_control(*id) && Some(*id) != inner.unknown;
+        let mut expected = placed.iter().map(|token| token.id).filter(is_control);
+        for id in encoding.get_ids().iter().filter(|id| is_control(id)) {
+            if expected.next() != Some(*id) {
+                let token = self.token(*id).unwrap_or_default();
+                return Err(TextError::ControlToken { file: inner.file.clone(), token });
+            }
+        }
+        let processed = inner.run(|| inner.encoder.post_process(encoding, None, add_special_tokens))?;
+        Ok(processed.get_ids().to_vec())
+    }
+
+    fn check_length(&self, text: &str) -> Result<(), TextError> {
+        let (bytes, limit) = (text.len(), self.max_text_bytes());
+        if bytes > limit { Err(TextError::TooLong { bytes, limit }) } else { Ok(()) }
+    }
+
+    fn added(&self) -> &AddedTokens {
+        self.inner.added.get_or_init(|| AddedTokens::new(&self.inner.encoder))
     }
 
     /// Longest text that is encoded: [`MAX_TEXT_BYTES`], or less where the file's steps make much of a byte.
@@ -211,11 +260,37 @@ impl Tokenizer {
 
 impl Inner {
     fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, TextError> {
-        let encode = || self.encoder.encode_fast(text, add_special_tokens).map_err(|error| error.to_string());
-        match without_panics(encode) {
-            Ok(encoding) => Ok(encoding.get_ids().to_vec()),
-            Err(problem) => Err(TextError::Encode { file: self.file.clone(), problem: one_line(&problem) }),
+        let encoding = self.run(|| self.encoder.encode_fast(text, add_special_tokens))?;
+        Ok(encoding.get_ids().to_vec())
+    }
+
+    /// The crate's own steps, but for the choice of control tokens.
+    fn tokenize_around(
+        &self,
+        text: &str,
+        added: &AddedTokens,
+        placed: &[Placed],
+    ) -> tokenizers::Result<Encoding> {
+        let mut pieces = PreTokenizedString::from(text);
+        pieces.split(|_, piece| Ok(added.cut_at(piece, placed)))?;
+        pieces.split(|_, piece| Ok(added.cut(piece, false)))?;
+        pieces.split(|_, mut piece| {
+            if let Some(normalizer) = self.encoder.get_normalizer() {
+                normalizer.normalize(&mut piece)?;
+            }
+            Ok(added.cut(piece, true))
+        })?;
+        if let Some(pre_tokenizer) = self.encoder.get_pre_tokenizer() {
+            pre_tokenizer.pre_tokenize(&mut pieces)?;
         }
+        pieces.tokenize(|piece| self.encoder.get_model().tokenize(piece.get()))?;
+        pieces.into_encoding(None, 0, OffsetType::None)
+    }
+
+    fn run<T>(&self, step: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, TextError> {
+        let run = || step().map_err(|error| error.to_string());
+        without_panics(run)
+            .map_err(|problem| TextError::Encode { file: self.file.clone(), problem: one_line(&problem) })
     }
 }
 

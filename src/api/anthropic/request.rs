@@ -19,8 +19,8 @@ use crate::api::wire::bounded::{List, MaxTokens, Probability, Salt, ToolName, nu
 use crate::api::wire::union::{Anything, ListedBesideText, Refused, TextOr, words};
 use crate::api::wire::{JsonObject, field, required, short};
 use crate::model::SamplingOptions;
-use crate::session::{Call, Conversation, GenerateRequest, MAX_TOOLS, PromptEnding, ResponseGrammar, Tools};
-use crate::text::{GrammarSource, MAX_STOP_BYTES, MAX_STOPS};
+use crate::session::{Call, Conversation, GenerateRequest, MAX_TOOLS, ResponseGrammar, Tools};
+use crate::text::{GrammarSource, MAX_STOP_BYTES, MAX_STOPS, PromptEnding};
 
 numbers! {
     /// Anthropic's range is narrower than OpenAI's.

@@ -9,8 +9,8 @@ use crate::api::tools::add_result;
 use crate::api::wire::bounded::List;
 use crate::api::wire::union::{ListedBesideText, Refused, TextOr, expected, words};
 use crate::api::wire::{JsonObject, field, required};
-use crate::session::{Call, Conversation, MAX_TOOLS, PromptEnding};
-use crate::text::Message;
+use crate::session::{Call, Conversation, MAX_TOOLS};
+use crate::text::{Message, PromptEnding};
 
 words! {
     ChatRole {

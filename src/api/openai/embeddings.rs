@@ -159,7 +159,7 @@ pub(in crate::api) async fn embeddings(
         // One token of the context is the answer's.
         let whole_context = service.engine().limits().max_context - 1;
         let keep = truncate_prompt_tokens.map(|limit| limit.get().unwrap_or(whole_context));
-        let ids = inputs.iter().map(|(at, text)| text.ids(&service, at, keep));
+        let ids = inputs.iter().map(|(at, text)| text.text_ids(&service, at, keep));
         let ids = ids.collect::<Result<Vec<_>, _>>().map_err(|error| error.in_prompt(INPUT))?;
         // The engine would refuse a long text when its turn comes, after others were embedded for nothing.
         let context = service.engine().limits().max_context;

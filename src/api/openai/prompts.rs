@@ -11,7 +11,7 @@ use utoipa::{PartialSchema, ToSchema};
 
 use crate::api::error::ApiError;
 use crate::api::wire::bounded::TokenId;
-use crate::session::{Service, truncate};
+use crate::session::{Service, SessionError, truncate};
 
 /// A text, or the token ids that a client has made of one.
 #[derive(Debug, PartialEq)]
@@ -21,11 +21,26 @@ pub(in crate::api) enum Prompt {
 }
 
 impl Prompt {
-    /// The prompt's token ids, at least one; with `keep`, only the last so many. A text gets the ids that begin a text.
-    /// `at` is the prompt's field.
+    /// The token ids of a prompt, whose control tokens are control tokens: at least one id; with `keep`, only the last so
+    /// many. A text gets the ids that begin a text. `at` is the prompt's field.
     pub fn ids(&self, service: &Service, at: &str, keep: Option<usize>) -> Result<Vec<u32>, ApiError> {
+        self.ids_by(service, at, keep, |text| service.encode(text, true, keep))
+    }
+
+    /// The token ids of a prompt that is data, and in which control tokens are text; otherwise as [`Self::ids`].
+    pub fn text_ids(&self, service: &Service, at: &str, keep: Option<usize>) -> Result<Vec<u32>, ApiError> {
+        self.ids_by(service, at, keep, |text| service.encode_text(text, keep))
+    }
+
+    fn ids_by(
+        &self,
+        service: &Service,
+        at: &str,
+        keep: Option<usize>,
+        encode: impl FnOnce(&str) -> Result<Vec<u32>, SessionError>,
+    ) -> Result<Vec<u32>, ApiError> {
         let ids = match self {
-            Prompt::Text(text) => service.encode(text, true, keep)?,
+            Prompt::Text(text) => encode(text)?,
             Prompt::Ids(ids) => {
                 service.check_ids(at, ids)?;
                 let mut ids = ids.clone();

@@ -253,7 +253,7 @@ fn served(
     let facts = facts::collect(texts.config.num_hidden_layers, device, &observer, &courtesy, meter);
     let engine = Engine::start_recoverable(Box::new(runner), Box::new(factory), cancelled, engine_config);
     courtesy.start(engine.clone());
-    Ok((texts.service(engine), facts))
+    Ok((texts.service(engine, config), facts))
 }
 
 /// The options for connections. Makes sure that the process may open enough files.

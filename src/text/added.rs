@@ -1,0 +1,184 @@
+//! Added tokens: texts that become one token each, wherever they stand, before the rest of a text is tokenized.
+//!
+//! Some added tokens are control tokens: they are syntax of a conversation (`<start_of_turn>`), and not text. The
+//! `tokenizers` crate recognizes every control token in a text or none, whoever wrote it. Here the caller says which
+//! ones count. In all else this search is the crate's.
+
+use std::collections::HashMap;
+use std::ops::Range;
+
+use aho_corasick::{AhoCorasick, MatchKind};
+use tokenizers::normalizer::Range as Slice;
+use tokenizers::{AddedToken, NormalizedString, Normalizer, Split, Token};
+
+/// Control tokens that a file may list without `special`. They separate turns, so no answer's text holds them.
+const BETWEEN_TURNS: [&str; 2] = ["<start_of_turn>", "<end_of_turn>"];
+
+/// Control tokens that models of other families write into their answers, and that the text of an answer shows.
+const IN_ANSWERS: [&str; 4] = ["<think>", "</think>", "<tool_call>", "</tool_call>"];
+
+/// What an added token is in a conversation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// Text: a run of newlines, an HTML tag.
+    Text,
+    /// A control token that an answer's text may show.
+    Shown,
+    /// A control token that no answer's text shows.
+    Hidden,
+}
+
+impl Kind {
+    fn of(token: &AddedToken) -> Self {
+        // A text of one character is no name of a control token, and could not be marked inside.
+        if token.content.chars().nth(1).is_none() {
+            return Self::Text;
+        }
+        match token.content.as_str() {
+            name if token.special || BETWEEN_TURNS.contains(&name) => Self::Hidden,
+            name if IN_ANSWERS.contains(&name) => Self::Shown,
+            _ => Self::Text,
+        }
+    }
+}
+
+/// A control token at its place in a text.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Placed {
+    /// What becomes the token: its name, with the white space around it that the token takes in.
+    pub range: Range<usize>,
+    /// Where the name begins.
+    pub name: usize,
+    pub id: u32,
+    pub kind: Kind,
+}
+
+/// The added tokens of one tokenizer.
+pub(super) struct AddedTokens {
+    /// Every token that is searched for in a text as it is, and every control token: where two overlap, the longer one
+    /// counts, whatever it is.
+    all: Search,
+    /// Tokens that are searched for in a text as it is, and are text.
+    text: Search,
+    /// The tokens that are searched for in a normalized text, and are text.
+    normalized: Search,
+    control: HashMap<u32, Kind>,
+}
+
+impl AddedTokens {
+    pub fn new(encoder: &tokenizers::Tokenizer) -> Self {
+        let mut tokens: Vec<_> = encoder.get_added_tokens_decoder().into_iter().collect();
+        tokens.sort_by_key(|(id, _)| *id);
+        let is_text = |token: &AddedToken| Kind::of(token) == Kind::Text;
+        let search = |wanted: &dyn Fn(&AddedToken) -> bool, pattern: &dyn Fn(&AddedToken) -> String| {
+            let wanted = tokens.iter().filter(|(_, token)| wanted(token));
+            Search::new(wanted.map(|(id, token)| (*id, token.clone(), pattern(token))))
+        };
+        let as_it_is = |token: &AddedToken| token.content.clone();
+        let normal = |token: &AddedToken| {
+            let mut content = NormalizedString::from(token.content.as_str());
+            // The crate has normalized the same text while it read the file.
+            let _ = encoder.get_normalizer().map(|normalizer| normalizer.normalize(&mut content));
+            content.get().to_owned()
+        };
+        Self {
+            all: search(&|token| !token.normalized || !is_text(token), &as_it_is),
+            text: search(&|token| !token.normalized && is_text(token), &as_it_is),
+            normalized: search(&|token| token.normalized && is_text(token), &normal),
+            control: tokens
+                .iter()
+                .map(|(id, token)| (*id, Kind::of(token)))
+                .filter(|(_, kind)| *kind != Kind::Text)
+                .collect(),
+        }
+    }
+
+    pub fn is_control(&self, id: u32) -> bool {
+        self.control.contains_key(&id)
+    }
+
+    /// The control tokens in `text`, in order, whoever wrote it.
+    pub fn control(&self, text: &str) -> Vec<Placed> {
+        let found = self.all.find(text).into_iter();
+        let placed = |found: Found| {
+            let kind = *self.control.get(&found.id)?;
+            Some(Placed { range: found.range, name: found.name, id: found.id, kind })
+        };
+        found.filter_map(placed).collect()
+    }
+
+    /// Cuts a text at the tokens of `placed`.
+    pub fn cut_at(&self, text: NormalizedString, placed: &[Placed]) -> Vec<Split> {
+        cut(text, placed.iter().map(|token| (token.range.clone(), token.id)))
+    }
+
+    /// Cuts a text at the added tokens that are text, before it is normalized and after.
+    pub fn cut(&self, text: NormalizedString, is_normalized: bool) -> Vec<Split> {
+        let search = if is_normalized { &self.normalized } else { &self.text };
+        let found = search.find(text.get());
+        cut(text, found.into_iter().map(|found| (found.range, found.id)))
+    }
+}
+
+fn cut(text: NormalizedString, tokens: impl Iterator<Item = (Range<usize>, u32)>) -> Vec<Split> {
+    let slice = |range: Range<usize>| text.slice(Slice::Normalized(range)).expect("a part of the text");
+    let mut splits = Vec::new();
+    let mut from = 0;
+    for (range, id) in tokens {
+        if from < range.start {
+            splits.push(Split::from(slice(from..range.start)));
+        }
+        from = range.end;
+        let part = slice(range);
+        let token = Token::new(id, part.get().to_owned(), (0, part.len()));
+        splits.push(Split::from((part, Some(vec![token]))));
+    }
+    if from < text.len() {
+        splits.push(Split::from(slice(from..text.len())));
+    }
+    splits
+}
+
+/// Finds tokens in a text: the leftmost one first, and of several there the longest.
+struct Search {
+    automaton: AhoCorasick,
+    tokens: Vec<(u32, AddedToken)>,
+}
+
+struct Found {
+    range: Range<usize>,
+    name: usize,
+    id: u32,
+}
+
+impl Search {
+    fn new(tokens: impl Iterator<Item = (u32, AddedToken, String)>) -> Self {
+        let (tokens, patterns): (Vec<_>, Vec<_>) =
+            tokens.map(|(id, token, pattern)| ((id, token), pattern)).unzip();
+        let automaton = AhoCorasick::builder().match_kind(MatchKind::LeftmostLongest).build(patterns);
+        Self { automaton: automaton.expect("the crate has built one of these patterns"), tokens }
+    }
+
+    fn find(&self, text: &str) -> Vec<Found> {
+        let is_word = |c: char| c.is_alphanumeric() || c == '_';
+        let mut found: Vec<Found> = Vec::new();
+        for name in self.automaton.find_iter(text) {
+            let (id, token) = &self.tokens[name.pattern()];
+            let (before, after) = (&text[..name.start()], &text[name.end()..]);
+            let in_word = before.ends_with(is_word) || after.starts_with(is_word);
+            if token.single_word && in_word {
+                continue;
+            }
+            let mut range = name.range();
+            if token.lstrip {
+                // The token before may have taken the same white space.
+                range.start = before.trim_end().len().max(found.last().map_or(0, |found| found.range.end));
+            }
+            if token.rstrip {
+                range.end += after.len() - after.trim_start().len();
+            }
+            found.push(Found { range, name: name.start(), id: *id });
+        }
+        found
+    }
+}

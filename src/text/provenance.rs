@@ -1,0 +1,142 @@
+//! Which control tokens of a prompt its template wrote, and which of them a message only spells.
+//!
+//! A template is a program, so its output does not say where a part of it came from. The template therefore writes the
+//! conversation twice: once as it is, which is the prompt, and once with a mark on both sides of each character of the
+//! messages. A control token without a mark in it is then the template's own, and where the marks stand in the second
+//! text, the messages' text stands in the first. That holds as long as both texts are the same without marks. They are
+//! not if the template looks into a message (`'x' in message.content`) or changes one by more than its letters' case.
+//! Then marks go only into the control tokens that messages spell, and the template must write the same control tokens
+//! of its own both times. Where it does not, the conversation is refused.
+
+use std::collections::BTreeSet;
+
+use jiff::Timestamp;
+
+use super::added::{Kind, Placed};
+use super::chat::{Message, is_python_space};
+use super::error::{MAX_TEXT_BYTES, TextError};
+use super::template::{ChatTemplate, PromptEnding};
+use super::tokenizer::Tokenizer;
+
+/// Longest text with marks: two marks of three bytes for a character and a space after it.
+const MAX_MARKED_BYTES: usize = 4 * MAX_TEXT_BYTES + 8;
+
+/// A conversation as the template writes it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Prompt {
+    pub text: String,
+    /// The control tokens that the template wrote.
+    pub(super) placed: Vec<Placed>,
+}
+
+impl Prompt {
+    /// The token ids of the prompt. Its control tokens are exactly those that the template wrote.
+    pub fn ids(&self, tokenizer: &Tokenizer) -> Result<Vec<u32>, TextError> {
+        tokenizer.encode_around(&self.text, &self.placed, false)
+    }
+}
+
+#[derive(Clone, Copy)]
+enum Marks {
+    AroundCharacters,
+    InControlTokens,
+}
+
+impl ChatTemplate {
+    /// The prompt of a conversation, in which the text of a message never is a control token. An answer may have
+    /// written control tokens that its text shows (`<think>`): in the assistant's messages those stay.
+    pub fn prompt(
+        &self,
+        tokenizer: &Tokenizer,
+        messages: &[Message],
+        ending: PromptEnding,
+    ) -> Result<Prompt, TextError> {
+        // A template may write the time: the same one each time.
+        let now = Timestamp::now();
+        let text = self.write(messages, ending, now, MAX_TEXT_BYTES)?;
+        let unclear = || TextError::Unclear { origin: self.origin().to_owned() };
+        let mark = unused_character(&text).ok_or_else(unclear)?;
+        let mut own: Option<Vec<u32>> = None;
+        for marks in [Marks::AroundCharacters, Marks::InControlTokens] {
+            let with_marks = |message: &Message| {
+                let keep_shown = message.role == "assistant";
+                message.map_texts(|text| marked(text, tokenizer, keep_shown, marks, mark))
+            };
+            let messages: Vec<Message> = messages.iter().map(with_marks).collect();
+            let marked = self.write(&messages, ending, now, MAX_MARKED_BYTES).map_err(|_| unclear())?;
+            let found = tokenizer.control_tokens(&marked);
+            let ids: Vec<u32> = found.iter().map(|token| token.id).collect();
+            if *own.get_or_insert_with(|| ids.clone()) == ids
+                && let Some(placed) = without_marks(found, &marked, mark, &text)
+            {
+                return Ok(Prompt { text, placed });
+            }
+        }
+        Err(unclear())
+    }
+}
+
+/// A character that `text` does not have, of those to which Unicode gives no meaning.
+fn unused_character(text: &str) -> Option<char> {
+    let mut all = ('\u{fdd0}'..='\u{fdef}').chain('\u{e000}'..='\u{f8ff}');
+    let used: BTreeSet<char> = text.chars().filter(|c| *c >= '\u{e000}').collect();
+    all.find(|c| !used.contains(c))
+}
+
+/// `text` with marks. With `keep_shown`, tokens that answers show get none inside.
+fn marked(text: &str, tokenizer: &Tokenizer, keep_shown: bool, marks: Marks, mark: char) -> String {
+    let spelled = tokenizer.control_tokens(text);
+    let (kept, broken): (Vec<_>, Vec<_>) =
+        spelled.into_iter().partition(|token| keep_shown && token.kind == Kind::Shown);
+    let mut out = String::with_capacity(text.len());
+    let mut from = 0;
+    match marks {
+        Marks::AroundCharacters => {
+            for token in kept {
+                push_marked(&mut out, &text[from..token.range.start], mark);
+                out.push_str(&text[token.range.clone()]);
+                from = token.range.end;
+            }
+            push_marked(&mut out, &text[from..], mark);
+        }
+        Marks::InControlTokens => {
+            for token in broken {
+                let inside = token.name + text[token.name..].chars().next().map_or(0, char::len_utf8);
+                out.extend([&text[from..inside], mark.encode_utf8(&mut [0; 4])]);
+                from = inside;
+            }
+            out.push_str(&text[from..]);
+        }
+    }
+    out
+}
+
+/// White space gets no marks, since templates trim it.
+fn push_marked(out: &mut String, text: &str, mark: char) {
+    for c in text.chars() {
+        if is_python_space(c) {
+            out.push(c);
+            continue;
+        }
+        if !out.ends_with(mark) {
+            out.push(mark);
+        }
+        out.extend([c, mark]);
+    }
+}
+
+/// The tokens `found` in `marked`, at their places in `text`; none if `marked` is not `text` with marks.
+fn without_marks(found: Vec<Placed>, marked: &str, mark: char, text: &str) -> Option<Vec<Placed>> {
+    let rest = marked.split(mark).try_fold(text, |rest, piece| rest.strip_prefix(piece))?;
+    if !rest.is_empty() {
+        return None;
+    }
+    let (mut at, mut marks) = (0, 0);
+    let unmarked = |token: Placed| {
+        marks += marked[at..token.range.start].matches(mark).count() * mark.len_utf8();
+        at = token.range.start;
+        let range = token.range.start - marks..token.range.end - marks;
+        Placed { range, name: token.name - marks, ..token }
+    };
+    Some(found.into_iter().map(unmarked).collect())
+}
