@@ -1,6 +1,7 @@
 //! `unicorn serve` as a supervisor sees it: its log, its signals, its exit code.
 
 use std::path::Path;
+use std::process::Command;
 use std::time::Instant;
 
 use serde_json::Value;
@@ -9,7 +10,7 @@ use crate::support::checkpoints::tiny_model;
 use crate::support::daemon::{Daemon, number_of};
 use crate::support::energy::{WATTS, constant_power, no_power};
 use crate::support::fake_runner::HANG;
-use crate::support::program::{assert_error, unicorn, unicorn_on_software};
+use crate::support::program::{assert_error, binary, output, unicorn, unicorn_on_software};
 
 #[test]
 fn serve_loads_answers_and_stops_on_sigterm() {
@@ -185,6 +186,28 @@ fn what_a_model_cannot_have_is_refused_or_said() {
     server.line(
         "prompts are read 64 tokens at once, and engine.prefill_chunk is 256: the context is no longer",
     );
+}
+
+/// Other places of a start meet the bound of memory at other numbers: none of them names anything else, or keeps a
+/// supervisor from starting the server again.
+#[test]
+fn a_server_without_enough_memory_says_so_and_may_be_started_again() {
+    let model = tiny_model();
+    let (path, program) = (model.path().to_str().expect("UTF-8"), binary());
+    for mib in [400, 700] {
+        let mut command = Command::new("sh");
+        // The words behind the script are $0 and further.
+        let script = format!(
+            "ulimit -v {}; exec \"$0\" serve --port 0 --allow-software-vulkan --model \"$1\"",
+            mib << 10
+        );
+        command.arg("-c").arg(script).arg(&program).arg(path).env("UNICORN_CONFIG_DIR", "/nonexistent");
+        let (code, _, stderr) = output(command);
+        let error = stderr.lines().last().expect("a line");
+        assert!(error.starts_with("error: ") && error.contains("memory"), "{mib} MiB: {stderr}");
+        assert!([1, 75].contains(&code), "{mib} MiB: exit code {code}: {stderr}");
+        assert!(!stderr.contains("overflow"), "{mib} MiB: {stderr}");
+    }
 }
 
 fn configuration(folder: &Path, text: &str) -> String {

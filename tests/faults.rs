@@ -144,6 +144,23 @@ fn a_driver_that_has_no_memory_for_long_ends_a_command_that_says_so() {
 }
 
 #[test]
+fn an_address_where_no_memory_can_be_is_a_driver_without_memory() {
+    const DEVICE: i32 = 75;
+    let folder = tiny_model();
+    let model = folder.path().to_str().expect("UTF-8");
+    for nth in [1, 5] {
+        let mut command =
+            unicorn_on_software(&["serve", "--model", model, "--port", "0", "--allow-software-vulkan"]);
+        with_layer(&mut command);
+        command.env("FAULT_LAYER", format!("address:{nth}=OUT_OF_HOST_MEMORY"));
+        let (code, _, stderr) = output(command);
+        let error = stderr.lines().last().expect("a line");
+        assert!(error.starts_with("error: ") && error.contains("the driver had no memory for "), "{stderr}");
+        assert_eq!(code, DEVICE, "{stderr}");
+    }
+}
+
+#[test]
 fn a_device_that_is_lost_amid_an_answer_comes_back_and_the_answer_goes_on() {
     const STREAMS: u32 = 8;
 

@@ -104,6 +104,9 @@ pub enum ApiError {
     /// The server could not keep up with an answer that it collects before it replies.
     #[error("the server is too busy: it could not keep up with this answer; try again in a few seconds")]
     Behind,
+    /// The system gave the server too few threads, or too little memory.
+    #[error("{0}; try again in a few seconds")]
+    Shortage(String),
     #[error("the server met a bug: {0}")]
     Bug(String),
     /// A panic. Its message goes to the log alone.
@@ -354,6 +357,7 @@ impl ApiError {
             Self::Engine(EngineError::SlowReader) => {
                 request(StatusCode::REQUEST_TIMEOUT, None, Some("not_read"))
             }
+            Self::Shortage(_) => server(unavailable, "server_error", Some("no_memory"), Some(RETRY_QUEUE_S)),
             Self::Behind => server(unavailable, "server_error", Some("behind"), Some(RETRY_QUEUE_S)),
             Self::Bug(_) | Self::Panic(_) => {
                 server(StatusCode::INTERNAL_SERVER_ERROR, "server_error", Some("internal_error"), None)
@@ -385,6 +389,7 @@ impl From<SessionError> for ApiError {
             SessionError::Invalid { param, problem } => Self::Invalid { param, problem },
             SessionError::Context(problem) => Self::context(problem),
             SessionError::Text(problem) => Self::text(problem),
+            SessionError::Shortage(problem) => Self::Shortage(problem),
             SessionError::Grammar(problem) => Self::Grammar(problem),
         }
     }

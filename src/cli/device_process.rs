@@ -192,7 +192,8 @@ fn run(level: Level) -> Result<(), Error> {
     // Weak references, so that the device is destroyed with the runner.
     let device = Arc::downgrade(model.device());
     let npu = npu.map(|start| (start, model.offload_watch()));
-    std::thread::spawn(move || observe(observer, &device, npu.as_ref(), &level));
+    let watch = std::thread::Builder::new().name("observer".into());
+    watch.spawn(move || observe(observer, &device, npu.as_ref(), &level)).map_err(Error::Channel)?;
     let mut runner = load::runner_of(model, draft);
     serve(channel, &mut *runner).map_err(Error::Channel)
 }

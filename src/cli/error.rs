@@ -128,7 +128,8 @@ impl From<ConnectionError> for Error {
 impl Error {
     /// The exit code of `serve`, in the sense of sysexits.h. It tells a supervisor whether another start may help. 78
     /// means that it does not help: configuration, model, port or keys are wrong. 76 means so too: the device computes
-    /// wrong. 75 stands for a device that is lost or not there, 70 for a bug, 1 for an error of the system.
+    /// wrong. 75 stands for a device that is lost, not there, or short of memory, 70 for a bug, 1 for what the system
+    /// refuses: threads, memory, files.
     pub fn exit_code(&self) -> u8 {
         const SYSTEM: u8 = 1;
         const SOFTWARE: u8 = 70;
@@ -155,7 +156,9 @@ impl Error {
             Self::LoadPanicked | Self::Panicked | Self::Engine(_) | Self::Submit(_) | Self::Session(_) => {
                 SOFTWARE
             }
-            Self::Serve(_)
+            // Memory or threads are short, which another start may find otherwise.
+            Self::Text(TextError::NoThread { .. })
+            | Self::Serve(_)
             | Self::Runtime(_)
             | Self::ReloadHangs { .. }
             | Self::ReloadsHang(_)

@@ -163,7 +163,7 @@ impl Bar {
         let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden());
         let bar = bar.with_style(waiting).with_message(what.into());
         let pace = Arc::new(Mutex::new(Pace::new(Instant::now())));
-        let shower = std::io::stderr().is_terminal().then(|| {
+        let shower = std::io::stderr().is_terminal().then_some(()).and_then(|()| {
             let (ended, end) = mpsc::channel::<()>();
             let bar = bar.clone();
             let show = move || {
@@ -173,7 +173,9 @@ impl Bar {
                     show(&bar);
                 }
             };
-            (ended, std::thread::spawn(show))
+            // Without a thread there is no bar, which is no reason to fail.
+            let shower = std::thread::Builder::new().name("bar".into()).spawn(show);
+            Some((ended, shower.ok()?))
         });
         Self { bar, unit, pace, shower }
     }

@@ -91,20 +91,23 @@ impl Engine {
         let mut engine =
             StepLoop::new(runner, config.scheduler, config.energy, messages, Arc::clone(&shared));
         let handle = EngineHandle { inbox, shared: Arc::clone(&shared) };
-        thread::Builder::new()
-            .name("engine".into())
-            .spawn(move || {
-                // The guard is dropped after the runner. If it were dropped first, `join` would return while the
-                // runner's destructor runs.
-                let _end = EndGuard(shared);
-                // The panic hook has logged the message and the place.
-                if catch_unwind(AssertUnwindSafe(|| engine.run())).is_err() {
-                    engine.shared.end_for(EngineError::Bug("the engine met a bug (see the log)".into()));
-                    tracing::error!("the engine met a bug and stops");
-                }
-                engine.end();
-            })
-            .expect("spawn the engine thread");
+        let spawned = thread::Builder::new().name("engine".into()).spawn(move || {
+            // The guard is dropped after the runner. If it were dropped first, `join` would return while the
+            // runner's destructor runs.
+            let _end = EndGuard(shared);
+            // The panic hook has logged the message and the place.
+            if catch_unwind(AssertUnwindSafe(|| engine.run())).is_err() {
+                engine.shared.end_for(EngineError::Bug("the engine met a bug (see the log)".into()));
+                tracing::error!("the engine met a bug and stops");
+            }
+            engine.end();
+        });
+        if let Err(error) = spawned {
+            let why =
+                format!("the system starts no thread for the engine: {error}; memory or threads are short");
+            handle.shared.end_for(EngineError::Lost(why));
+            drop(EndGuard(Arc::clone(&handle.shared)));
+        }
         handle
     }
 }

@@ -32,6 +32,16 @@ pub enum GpuError {
          that use the GPU or much memory, or raise memory.reserve"
     )]
     NoMemory { during: String, attempts: u64, seconds: u64, result: vk::Result },
+    #[error(
+        "{name}: the driver had no memory for {asked} bytes, and reported none at {at:#x}: this process has too little memory \
+         (`ulimit -v`, MemoryMax=)"
+    )]
+    NoAddress { name: String, asked: u64, at: u64 },
+    #[error(
+        "the system starts no thread for {doing}: {error}; this process has too little memory or too many threads (`ulimit -v`, \
+         `ulimit -u`, MemoryMax=, TasksMax=)"
+    )]
+    NoThread { doing: &'static str, error: String },
     #[error("validation: {0}")]
     Validation(String),
     #[error("{call} failed: {result}")]
@@ -41,7 +51,7 @@ pub enum GpuError {
 impl GpuError {
     /// Whether an allocation did not fit; the device is still usable.
     pub fn is_out_of_memory(&self) -> bool {
-        matches!(self, GpuError::OutOfMemory { .. } | GpuError::TooLarge { .. })
+        matches!(self, GpuError::OutOfMemory { .. } | GpuError::TooLarge { .. } | GpuError::NoAddress { .. })
     }
 
     /// Names the call that returned `result`.

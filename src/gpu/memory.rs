@@ -106,6 +106,13 @@ impl Chunk {
             chunk.address =
                 device.raw.get_buffer_device_address(&vk::BufferDeviceAddressInfo::default().buffer(raw));
         }
+        // Mesa's software driver does not look whether its own mmap failed, and takes MAP_FAILED for an address.
+        let addresses = [Some(chunk.address), memory_type.is_mapped().then_some(chunk.mapped as u64)];
+        for at in addresses.into_iter().flatten() {
+            if at == 0 || at.checked_add(size).is_none() {
+                return Err(GpuError::NoAddress { name: name.to_string(), asked: size, at });
+            }
+        }
         device.name(raw, name);
         Ok(chunk)
     }

@@ -47,7 +47,9 @@ impl<'a, E: From<GpuError> + Send> Uploader<'a, E> {
         };
         let readers =
             rayon::ThreadPoolBuilder::new().num_threads(READERS).thread_name(|i| format!("reader {i}"));
-        let readers = readers.build().expect("the system starts a few threads");
+        let readers = readers
+            .build()
+            .map_err(|error| GpuError::NoThread { doing: "reading weights", error: error.to_string() })?;
         Ok(Uploader {
             device: Arc::clone(device),
             readings: Vec::new(),

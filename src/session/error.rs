@@ -1,5 +1,7 @@
 //! Errors of preparing a request, and of answering it.
 
+use crate::text::TextError;
+
 /// Each wire format words these errors itself, and names the field that holds the prompt there.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum SessionError {
@@ -13,6 +15,9 @@ pub enum SessionError {
     /// A text of the prompt cannot be tokenized.
     #[error("{0}")]
     Text(String),
+    /// The system gave the server too little for it.
+    #[error("{0}")]
+    Shortage(String),
     /// The answer left its grammar while it was written.
     #[error("the answer could not be held to its grammar: {0}")]
     Grammar(String),
@@ -23,7 +28,10 @@ impl SessionError {
         Self::Invalid { param: param.into(), problem: problem.into() }
     }
 
-    pub(super) fn text(problem: impl ToString) -> Self {
-        Self::Text(problem.to_string())
+    pub(super) fn text(error: TextError) -> Self {
+        match error {
+            error @ TextError::NoThread { .. } => Self::Shortage(error.to_string()),
+            error => Self::Text(error.to_string()),
+        }
     }
 }

@@ -69,6 +69,12 @@ pub enum TextError {
     /// One of several schemas of a grammar cannot be compiled; `part` is its index.
     #[error("{problem}")]
     Schema { part: usize, problem: String },
+    /// The system gives this process no thread, for want of memory mostly.
+    #[error(
+        "the system starts no thread for {doing}: {error}; this process has too little memory or too many threads (`ulimit -v`, \
+         `ulimit -u`, MemoryMax=, TasksMax=)"
+    )]
+    NoThread { doing: &'static str, error: String },
 
     /// The stop strings cannot be used.
     #[error("stop: {0}")]

@@ -337,7 +337,11 @@ impl Grammars {
         };
         let thread = thread::Builder::new().name("grammar".into()).stack_size(COMPILE_STACK_BYTES);
         let refuse = |problem: String| TextError::Grammar(problem);
-        thread.spawn(work).map_err(|error| refuse(format!("no thread to compile it: {error}")))?;
+        let no_thread = |error: std::io::Error| TextError::NoThread {
+            doing: "compiling a grammar",
+            error: error.to_string(),
+        };
+        thread.spawn(work).map_err(no_thread)?;
         match receiver.recv_timeout(COMPILE_TIMEOUT) {
             Ok(matcher) => matcher,
             Err(RecvTimeoutError::Timeout) => {

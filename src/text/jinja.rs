@@ -106,17 +106,14 @@ self_cell!(
 );
 
 impl Program {
-    pub(super) fn compile(source: &str) -> Result<Self, Error> {
+    /// The outer error is that there is no thread to compile it.
+    pub(super) fn compile(source: &str) -> io::Result<Result<Self, Error>> {
         let compile = || Self::try_new(source.into(), |source| compile(source));
         let program = thread::scope(|scope| {
             let thread = thread::Builder::new().name("template".into()).stack_size(COMPILE_STACK_BYTES);
             thread.spawn_scoped(scope, compile).map(|thread| thread.join())
         });
-        match program {
-            Ok(Ok(program)) => program,
-            Ok(Err(_)) => Err(exceeded("minijinja met a bug in itself")),
-            Err(error) => Err(exceeded(format!("there is no thread to compile it: {error}"))),
-        }
+        Ok(program?.unwrap_or_else(|_| Err(exceeded("minijinja met a bug in itself"))))
     }
 
     /// Renders the template with `context` into `out`. The conversation in `context` takes `conversation_bytes`. Functions
@@ -787,7 +784,7 @@ mod unit_tests {
     use super::*;
 
     fn stop(source: &str, meter: Meter) -> String {
-        let program = Program::compile(source).unwrap();
+        let program = Program::compile(source).unwrap().unwrap();
         let error = program.render_by(&environment(), Value::UNDEFINED, meter, io::sink()).unwrap_err();
         std::error::Error::source(&error).expect("a reason").to_string()
     }

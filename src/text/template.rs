@@ -200,7 +200,12 @@ impl ChatTemplate {
             let problem = format!("{} bytes long, at most {MAX_TEMPLATE_BYTES} are accepted", source.len());
             return Err(template_error(origin, problem));
         }
-        let program = Program::compile(source).map_err(|e| template_error(origin, describe(&e)))?;
+        let no_thread = |error: std::io::Error| TextError::NoThread {
+            doing: "compiling the chat template",
+            error: error.to_string(),
+        };
+        let program = Program::compile(source).map_err(no_thread)?;
+        let program = program.map_err(|e| template_error(origin, describe(&e)))?;
         Ok(Self { program, origin: origin.to_owned(), special_tokens })
     }
 }

@@ -15,11 +15,13 @@
 //!
 //! ```text
 //! CALL:WHICH=FAULT
-//!   CALL    submit (vkQueueSubmit2), wait (vkWaitSemaphores), begin, end (vkBeginCommandBuffer, vkEndCommandBuffer)
+//!   CALL    submit (vkQueueSubmit2), wait (vkWaitSemaphores), begin, end (vkBeginCommandBuffer, vkEndCommandBuffer),
+//!           address (vkGetBufferDeviceAddress)
 //!   WHICH   40: the 40th call, once; 40-42: three of them; 40+: that one and all after it. The first is 1.
 //!           Or, of a submit, words:7.8.9: those that find these 32-bit words one after the other in memory that the
 //!           program has mapped, such as a prompt with these token ids
 //!   FAULT   what it returns: OUT_OF_HOST_MEMORY, OUT_OF_DEVICE_MEMORY, DEVICE_LOST, UNKNOWN, or TIMEOUT;
+//!           an address is MAP_FAILED then, as Mesa's software driver has it where its own mmap failed;
 //!           SEGV: the process gets that signal; of a submit also HANG: it is taken and never ends, nor does any submit
 //!           after it; and DROPPED: it ends and has computed nothing
 //! ```
@@ -51,10 +53,16 @@ enum Call {
     Wait,
     Begin,
     End,
+    Address,
 }
 
-const CALLS: [(&str, Call); 4] =
-    [("submit", Call::Submit), ("wait", Call::Wait), ("begin", Call::Begin), ("end", Call::End)];
+const CALLS: [(&str, Call); 5] = [
+    ("submit", Call::Submit),
+    ("wait", Call::Wait),
+    ("begin", Call::Begin),
+    ("end", Call::End),
+    ("address", Call::Address),
+];
 
 #[derive(Clone, Copy, PartialEq)]
 enum Effect {
@@ -375,6 +383,20 @@ unsafe extern "system" fn end_command_buffer(commands: vk::CommandBuffer) -> vk:
     }
 }
 
+unsafe extern "system" fn get_buffer_device_address(
+    device: vk::Device,
+    info: *const vk::BufferDeviceAddressInfo<'_>,
+) -> vk::DeviceAddress {
+    match strike(Call::Address) {
+        Some(_) => u64::MAX,
+        // SAFETY: the program's own call, handed on.
+        None => unsafe {
+            let below = device_below(device).get_buffer_device_address.expect("the device has it");
+            below(device, info)
+        },
+    }
+}
+
 /// This layer's own functions.
 fn own(name: &CStr) -> vk::PFN_vkVoidFunction {
     let function: *const () = match name.to_str().ok()? {
@@ -401,6 +423,7 @@ fn own_of_device(name: &CStr) -> vk::PFN_vkVoidFunction {
         "vkUnmapMemory" => unmap_memory as *const (),
         "vkBeginCommandBuffer" => begin_command_buffer as *const (),
         "vkEndCommandBuffer" => end_command_buffer as *const (),
+        "vkGetBufferDeviceAddress" | "vkGetBufferDeviceAddressKHR" => get_buffer_device_address as *const (),
         _ => return None,
     };
     // SAFETY: as above.
@@ -463,9 +486,10 @@ struct DeviceBelow {
     key: usize,
     get_device_proc_addr: vk::PFN_vkGetDeviceProcAddr,
     destroy_device: vk::PFN_vkDestroyDevice,
-    /// Not every device has these two; a program that found them here has one that does.
+    /// Not every device has these three; a program that found them here has one that does.
     queue_submit2: Option<vk::PFN_vkQueueSubmit2>,
     wait_semaphores: Option<vk::PFN_vkWaitSemaphores>,
+    get_buffer_device_address: Option<vk::PFN_vkGetBufferDeviceAddress>,
     allocate_memory: vk::PFN_vkAllocateMemory,
     free_memory: vk::PFN_vkFreeMemory,
     map_memory: vk::PFN_vkMapMemory,
@@ -674,12 +698,14 @@ unsafe extern "system" fn create_device(
         // By their extensions alone, before Vulkan 1.3 and 1.2.
         let submit = find(c"vkQueueSubmit2").or(find(c"vkQueueSubmit2KHR"));
         let wait = find(c"vkWaitSemaphores").or(find(c"vkWaitSemaphoresKHR"));
+        let address = find(c"vkGetBufferDeviceAddress").or(find(c"vkGetBufferDeviceAddressKHR"));
         let below = DeviceBelow {
             key: key(device),
             get_device_proc_addr,
             destroy_device: typed(find(c"vkDestroyDevice")).expect("every device has it"),
             queue_submit2: typed(submit),
             wait_semaphores: typed(wait),
+            get_buffer_device_address: typed(address),
             allocate_memory: typed(find(c"vkAllocateMemory")).expect("every device has it"),
             free_memory: typed(find(c"vkFreeMemory")).expect("every device has it"),
             map_memory: typed(find(c"vkMapMemory")).expect("every device has it"),

@@ -87,7 +87,7 @@ impl CourtesyWatch {
     pub fn start(&self, engine: EngineHandle) {
         let watch = self.clone();
         let mut applied = watch.look(&engine);
-        std::thread::spawn(move || {
+        let looks = std::thread::Builder::new().name("courtesy".into()).spawn(move || {
             while engine.health().is_ok() {
                 // Without a bound there is nothing to look for.
                 let pause = if applied.is_bound() { EVERY } else { Duration::MAX };
@@ -96,6 +96,9 @@ impl CourtesyWatch {
                 applied = watch.look(&engine);
             }
         });
+        if let Err(error) = looks {
+            tracing::warn!("no thread that looks who works at this machine (engine.courtesy): {error}");
+        }
     }
 
     /// Reads the sessions, and bounds the engine's share by them. Returns the configured share that this applied.

@@ -18,6 +18,7 @@ use std::time::{Duration, Instant};
 use futures::FutureExt as _;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::net::TcpListener;
+use tokio::runtime::Runtime;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::{Notify, oneshot};
 
@@ -37,6 +38,7 @@ use crate::config::{self, Config};
 use crate::engine::{EnergyCounter, Engine, EngineConfig, EngineHandle};
 use crate::model::Runner;
 use crate::session::Service;
+use crate::text::panic_message;
 
 /// How often a stream that waits for its first token carries a comment.
 const KEEP_ALIVE: Duration = Duration::from_secs(5);
@@ -67,7 +69,7 @@ const LOST_END: Duration = Duration::from_secs(2);
 /// Serves until SIGINT or SIGTERM, until the model cannot be loaded, or until the engine ends. The latter two return
 /// their reason, even if a signal follows. The machine's energy is read below `root`.
 pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: String) -> Result<(), Error> {
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(Error::Runtime)?;
+    let runtime = runtime()?;
     // The handler comes first: a SIGHUP before it would end the process.
     let hangup = {
         let _within = runtime.enter();
@@ -133,12 +135,13 @@ pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: S
         };
         server.set_load(doing.clone());
         let load_courtesy = courtesy.clone();
-        load = Some(std::thread::spawn(move || {
+        let loader = std::thread::Builder::new().name("load".into()).spawn(move || {
             let served = served(&files, &load_config, &machine, load_observer, load_courtesy, load_cancelled);
             // The engine is stored here too, since the channel's receiver is gone after a signal.
             let served = served.inspect(|(service, _)| drop(started.set(service.engine().clone())));
             drop(done.send(served));
-        }));
+        });
+        load = Some(loader.map_err(Error::Runtime)?);
 
         let (server_there, tls) = (Arc::clone(&server), connections.tls.clone());
         let running = Running { config: asked, server: server_there, tls, address, reload, observer, courtesy };
@@ -171,9 +174,13 @@ pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: S
                     is_ready.notify_one();
                     systemd::ready(&model_id, &base);
                     tokio::spawn(systemd::watchdog(Arc::clone(&server)));
-                    watch(service.engine().clone(), lose);
+                    if let Err(error) = watch(service.engine().clone(), lose) {
+                        return Error::Runtime(error);
+                    }
                     // In parallel with the first answers, so that the first request with a schema does not wait.
-                    std::thread::spawn(move || service.prepare_grammars());
+                    let prepare = std::thread::Builder::new().name("grammars".into());
+                    // Without a thread the first request with a schema prepares them.
+                    drop(prepare.spawn(move || service.prepare_grammars()));
                     std::future::pending().await
                 }
                 Ok(Err(error)) => {
@@ -256,6 +263,14 @@ fn served(
     Ok((texts.service(engine, config), facts))
 }
 
+/// The threads that serve. tokio panics where the system starts one of them no more.
+fn runtime() -> Result<Runtime, Error> {
+    let build = || tokio::runtime::Builder::new_multi_thread().enable_all().build();
+    let built = std::panic::catch_unwind(build);
+    let built = built.unwrap_or_else(|panic| Err(std::io::Error::other(panic_message(&*panic))));
+    built.map_err(Error::Runtime)
+}
+
 /// The options for connections. Makes sure that the process may open enough files.
 fn connections(options: &config::Server) -> Result<Connections, Error> {
     let needed = options.connections as u64 * FILES_PER_CONNECTION + OTHER_FILES;
@@ -303,9 +318,10 @@ async fn bind(host: &str, port: u16) -> Result<TcpListener, Error> {
 }
 
 /// Waits for the engine's end in a separate thread, and signals `lose` if the end was not requested.
-fn watch(engine: EngineHandle, lose: oneshot::Sender<()>) {
+fn watch(engine: EngineHandle, lose: oneshot::Sender<()>) -> std::io::Result<()> {
     const LOOK_AGAIN: Duration = Duration::from_millis(250);
-    std::thread::spawn(move || {
+    let watch = std::thread::Builder::new().name("engine's end".into());
+    watch.spawn(move || {
         // This does not wait for the runner's end, which a lost device may delay.
         while engine.ended().is_none() {
             if engine.join(LOOK_AGAIN) {
@@ -315,7 +331,8 @@ fn watch(engine: EngineHandle, lose: oneshot::Sender<()>) {
         if engine.ended().is_some() {
             let _ = lose.send(());
         }
-    });
+    })?;
+    Ok(())
 }
 
 /// Resolves at the first SIGINT or SIGTERM, or when the engine is `lost`, to the grace period for requests under way. A

@@ -232,7 +232,7 @@ fn name_of(signal: i32) -> String {
     let names = [
         (Signal::SEGV, "SIGSEGV"),
         (Signal::BUS, "SIGBUS"),
-        (Signal::ABORT, "SIGABRT"),
+        (Signal::ABORT, "SIGABRT, which is also how a program ends that gets no memory"),
         (Signal::ILL, "SIGILL"),
         (Signal::FPE, "SIGFPE"),
         (Signal::KILL, "SIGKILL, which is also how Linux ends a process where memory is short"),
