@@ -312,7 +312,7 @@ fn steps_that_make_a_text_many_times_as_long_are_refused_by_name() {
         ),
         (
             "normalizer",
-            normalizers(&[normalizers(&[tenfold.clone()]), tenfold.clone()]),
+            normalizers(&[normalizers(std::slice::from_ref(&tenfold)), tenfold.clone()]),
             "normalizer.normalizers[1] (Replace)",
         ),
         ("normalizer", replace("", "-"), "normalizer.pattern matches the empty text"),
