@@ -499,6 +499,43 @@ async fn every_wire_format_tells_the_model_the_same() {
 }
 
 #[tokio::test]
+async fn results_of_calls_with_one_id_are_paired_in_order() {
+    let function =
+        |name: &str| json!({"id": "a", "type": "function", "function": {"name": name, "arguments": "{}"}});
+    let result = |text: &str| json!({"role": "tool", "tool_call_id": "a", "content": text});
+    let turn = |names: &[&str]| {
+        let calls: Vec<Value> = names.iter().map(|name| function(name)).collect();
+        json!({"role": "assistant", "tool_calls": calls})
+    };
+    let user = json!({"role": "user", "content": "Hi"});
+    // The id comes again in a later turn, and of its calls the last one has two results.
+    let chat = json!({"model": MODEL, "messages": [user, turn(&["now", "roll"]), result("10:00"), result("7"),
+        turn(&["now", "get_weather"]), result("11:00"), result("warm"), result("dry")]});
+    let blocks = |role: &str, blocks: Vec<Value>| json!({"role": role, "content": blocks});
+    let used = |name: &str| json!({"type": "tool_use", "id": "a", "name": name, "input": {}});
+    let gave = |text: &str| json!({"type": "tool_result", "tool_use_id": "a", "content": text});
+    let messages = json!({"model": MODEL, "max_tokens": 9, "messages": [user,
+        blocks("assistant", vec![used("now"), used("roll")]), blocks("user", vec![gave("10:00"), gave("7")]),
+        blocks("assistant", vec![used("now"), used("get_weather")]),
+        blocks("user", vec![gave("11:00"), gave("warm"), gave("dry")])]});
+    let call = |name: &str| json!({"type": "function_call", "call_id": "a", "name": name, "arguments": "{}"});
+    let output = |text: &str| json!({"type": "function_call_output", "call_id": "a", "output": text});
+    let responses = json!({"model": MODEL, "input": [user, call("now"), call("roll"), output("10:00"), output("7"),
+        call("now"), call("get_weather"), output("11:00"), output("warm"), output("dry")]});
+    for (path, body) in
+        [("/v1/chat/completions", chat), ("/v1/messages", messages), ("/v1/responses", responses)]
+    {
+        let told = prompt_at(path, body).await;
+        for results in [
+            "user\nResult of now: 10:00\nResult of roll: 7<",
+            "user\nResult of now: 11:00\nResult of get_weather: warm\nResult of get_weather: dry<",
+        ] {
+            assert!(told.contains(results), "{path}: {results:?} is not in {told:?}");
+        }
+    }
+}
+
+#[tokio::test]
 async fn the_model_is_told_of_tools_calls_and_results() {
     let call = |id: &str, name: &str, arguments: &str| json!({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}});
     let messages = json!([

@@ -22,13 +22,21 @@ pub struct Call {
 #[derive(Debug, Default)]
 pub struct Conversation {
     messages: Vec<Message>,
-    /// The place and the tool of each call, by the call's id. Where an id comes again, the later call counts.
-    by_id: HashMap<String, (usize, String)>,
+    /// The calls of each id. Where an id comes again in a later turn, the calls of that turn count.
+    by_id: HashMap<String, Calls>,
     /// The number of calls so far.
     calls: usize,
     /// Calls that are no message yet. At most one of `called` and `results` has entries.
     called: Vec<Call>,
     results: Vec<(usize, String, String)>,
+}
+
+/// Calls of one turn that have the same id.
+#[derive(Debug)]
+struct Calls {
+    /// The calls' places among all calls, and their tools; at least one.
+    list: Vec<(usize, String)>,
+    results: usize,
 }
 
 impl Conversation {
@@ -41,15 +49,23 @@ impl Conversation {
         if !self.results.is_empty() {
             self.write();
         }
-        self.by_id.insert(id.to_owned(), (self.calls, call.name.clone()));
+        let begin = self.calls - self.called.len();
+        let same = self.by_id.entry(id.to_owned()).or_insert(Calls { list: Vec::new(), results: 0 });
+        if same.list.iter().any(|(place, _)| *place < begin) {
+            *same = Calls { list: Vec::new(), results: 0 };
+        }
+        same.list.push((self.calls, call.name.clone()));
         self.calls += 1;
         self.called.push(call);
     }
 
-    /// Adds the result of the call with the id `id`; false if no call before has that id.
+    /// Adds the result of the call with the id `id`; false if no call before has that id. Where several calls of one turn
+    /// have it, their results come in the order of the calls; what comes after these is the last call's, too.
     #[must_use]
     pub fn result(&mut self, id: &str, text: String) -> bool {
-        let Some((place, name)) = self.by_id.get(id).cloned() else { return false };
+        let Some(Calls { list, results }) = self.by_id.get_mut(id) else { return false };
+        let (place, name) = list[(*results).min(list.len() - 1)].clone();
+        *results += 1;
         if !self.called.is_empty() {
             self.write();
         }
