@@ -221,7 +221,7 @@ const tests = {
     await until(async () => (await page.locator(".turn").count()) === 2, "the edited one");
     // A page that is loaded again has its conversation, and a new chat has none.
     await page.reload();
-    same(await page.locator(".turn").count(), 2, "turns after a reload");
+    await until(async () => (await page.locator(".turn").count()) === 2, "two turns after a reload");
     await page.click("#new-chat");
     await page.reload();
     same(await page.locator(".turn").count(), 0, "turns of a new chat");
@@ -259,7 +259,8 @@ const tests = {
     check((await answered(other)).includes("Rome"), "the other");
     for (const one of [page, other]) {
       await one.reload();
-      same([await one.locator(".turn").count(), one.problems], [2, []], "turns and complaints");
+      await until(async () => (await one.locator(".turn").count()) === 2, "two turns after a reload");
+      same(one.problems, [], "complaints");
     }
   },
 
@@ -470,7 +471,7 @@ const tests = {
     await ask(page, "What is the capital of Italy?");
     await answered(page);
     await page.reload();
-    same(await page.locator(".turn").count(), 4, "turns that are saved later");
+    await until(async () => (await page.locator(".turn").count()) === 4, "four turns that are saved later");
     const context = await browser.newContext();
     context.setDefaultTimeout(WAIT_MS);
     const without = await openIn(context, (one) => one.addInitScript(() => Object.defineProperty(window, "indexedDB", { get: () => undefined })));
