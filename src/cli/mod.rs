@@ -102,6 +102,8 @@ fn run(mut command: Command, mut configured: Configured, log: &Log) -> Result<()
         ))),
         // These have a use of their own for Ctrl-C.
         Command::Serve(_) | Command::Chat(_) | Command::DeviceProcess | Command::NpuProcess => None,
+        #[cfg(feature = "npu")]
+        Command::Npu(_) => None,
         _ => Some(EraseOnInterrupt::watch(None)),
     };
     models::locate(&mut configured.config, &mut command)?;
