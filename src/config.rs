@@ -854,7 +854,7 @@ pub fn parse_bytes(text: &str) -> Result<u64, String> {
         unit => {
             let is_it =
                 |name: &&str| *name == unit || (unit.len() == 1 && name[..1].eq_ignore_ascii_case(unit));
-            BYTE_UNITS.iter().position(|name| is_it(&name)).ok_or_else(expected)?
+            BYTE_UNITS.iter().position(is_it).ok_or_else(expected)?
         }
     };
     let bytes = match number.parse::<u64>() {

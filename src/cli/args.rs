@@ -150,7 +150,7 @@ pub enum Command {
     /// Show where a model would lie in memory, and the longest context that fits; needs no GPU
     Plan(Plan),
     /// Measure the engine, load time and memory, or a server under load
-    Bench(Bench),
+    Bench(Box<Bench>),
     /// Pull a model from the Hugging Face hub, or the missing rest of one
     Pull(Pull),
     /// List or remove pulled models
@@ -1029,7 +1029,7 @@ pub struct ModelsRm {
 #[derive(Debug, Subcommand)]
 pub enum Npu {
     /// Compile the NPU's attention kernels for a model, with mlir-aie, Peano and XRT of this machine
-    BuildKernels(BuildKernels),
+    BuildKernels(Box<BuildKernels>),
     /// Show the kernels that were built, and what is wrong with those that cannot be used
     List(NpuList),
 }
