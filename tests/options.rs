@@ -93,6 +93,9 @@ fn every_option_has_a_run_that_sees_its_effect_or_a_reason() {
             continue;
         }
         let (file, function, place) = match run.split_once("::") {
+            Some((suite, test)) if suite.ends_with(".py") => {
+                (format!("tests/clients/{suite}"), format!("def {test}("), "a test")
+            }
             Some((suite, test)) => (format!("tests/{suite}.rs"), format!("fn {test}("), "a test"),
             None => ("tools/edges.py".to_owned(), format!("def {run}("), "an edge"),
         };
