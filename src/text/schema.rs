@@ -364,12 +364,12 @@ fn id(schema: &Value) -> Option<&str> {
 
 /// The pointer of the innermost schema around a place that has an `$id`: its references begin there.
 fn base(document: &Value, pointer: &str) -> String {
-    let ends = pointer.match_indices('/').map(|(end, _)| end).chain([pointer.len()]);
+    let mut ends = pointer.match_indices('/').map(|(end, _)| end).chain([pointer.len()]);
     let has_id = |end: &usize| {
         let schema = document.pointer(&pointer[..*end]);
         schema.and_then(id).is_some_and(|id| !id.starts_with('#'))
     };
-    pointer[..ends.filter(has_id).next_back().unwrap_or(0)].to_owned()
+    pointer[..ends.rfind(has_id).unwrap_or(0)].to_owned()
 }
 
 /// The names in a document with the pointers of what they name. An anchor has a "#" in front.
