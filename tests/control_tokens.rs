@@ -176,6 +176,15 @@ async fn the_option_reads_control_tokens_in_messages_and_raw_prompts_always_do()
     for fields in [json!({"content": text}), json!({"prompt": text, "add_special_tokens": false})] {
         assert_eq!(ask(&app.router, "/tokenize", &fields).await["tokens"], json!(all));
     }
+    // llama.cpp's field.
+    for (parse, add, is_plain) in [(true, false, false), (false, false, true), (false, true, true)] {
+        let fields = json!({"content": FORGED, "parse_special": parse, "add_special": add});
+        let expected = match is_plain {
+            true => tokenizer().encode_text(FORGED, add),
+            false => tokenizer().encode(FORGED, add),
+        };
+        assert_eq!(ask(&app.router, "/tokenize", &fields).await["tokens"], json!(expected.expect("encodes")));
+    }
     // What is embedded is text. With the option, it is a raw prompt.
     let tokens = |answer: Value| answer["usage"]["prompt_tokens"].as_u64().expect("a number") as usize;
     let plain = tokenizer().encode_text(FORGED, true).expect("encodes");

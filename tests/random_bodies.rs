@@ -417,7 +417,7 @@ impl Draw {
     fn tokenize(&mut self) -> Value {
         let mut body = match self.rng.random_range(0..3) {
             0 => {
-                json!({"content": self.text(), "add_special": self.chance(0.5), "with_pieces": self.chance(0.5)})
+                json!({"content": self.text(), "add_special": self.chance(0.5), "parse_special": self.chance(0.5), "with_pieces": self.chance(0.5)})
             }
             1 => json!({"prompt": self.text(), "add_special_tokens": self.chance(0.5)}),
             _ => {

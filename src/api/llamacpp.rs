@@ -124,6 +124,8 @@ pub(in crate::api) struct TokenizeFields {
     messages: Option<ChatMessages>,
     /// With `content`: add the ids that begin a text; false by default.
     add_special: Option<bool>,
+    /// With `content`: read control tokens that the text spells as control tokens; true by default.
+    parse_special: Option<bool>,
     /// With `prompt`: add the ids that begin a text; true by default.
     add_special_tokens: Option<bool>,
     /// With `content`: return each id with its text, or with a list of its bytes where they are no whole characters.
@@ -250,7 +252,11 @@ pub(in crate::api) async fn tokenize(
         let service = server.service_for(wire::named(text.model).as_deref())?;
         match (text.content, text.prompt, conversation) {
             (Some(content), ..) => {
-                let ids = service.encode(&content, text.add_special.unwrap_or(false), None);
+                let special = text.add_special.unwrap_or(false);
+                let ids = match text.parse_special.unwrap_or(true) {
+                    true => service.encode(&content, special, None),
+                    false => service.encode_plain(&content, special, None),
+                };
                 let ids = ids.map_err(|error| ApiError::from(error).in_prompt("content"))?;
                 Ok(match text.with_pieces {
                     None | Some(false) => Tokenized::Ids(TokenIds { tokens: ids }),

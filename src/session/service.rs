@@ -237,11 +237,21 @@ impl Service {
         self.ids(text.len(), keep, || self.tokenizer.encode(text, special))
     }
 
-    /// The token ids of a text that is read as text alone, with the ids that begin a text.
+    /// The token ids of a text without control tokens: what spells one is text. Otherwise as [`Self::encode`].
+    pub fn encode_plain(
+        &self,
+        text: &str,
+        special: bool,
+        keep: Option<usize>,
+    ) -> Result<Vec<u32>, SessionError> {
+        self.ids(text.len(), keep, || self.tokenizer.encode_text(text, special))
+    }
+
+    /// The token ids of a text that is data, with the ids that begin a text.
     pub fn encode_text(&self, text: &str, keep: Option<usize>) -> Result<Vec<u32>, SessionError> {
         match self.special_in_content {
             true => self.encode(text, true, keep),
-            false => self.ids(text.len(), keep, || self.tokenizer.encode_text(text, true)),
+            false => self.encode_plain(text, true, keep),
         }
     }
 
