@@ -160,7 +160,10 @@ pub fn say(line: impl Display) {
 
 /// Writes lines that stand back behind an answer to standard error, as [`say`] does.
 pub fn note(lines: impl Display) {
-    say(dim(&lines.to_string(), has_colors(&io::stderr())));
+    let lines = lines.to_string();
+    let colors = FORMAT.get() == Some(&LogFormat::Text) && has_colors(&io::stderr());
+    // What is dimmed has no escapes of its own left.
+    let _ = write_whole(outside(tracing::Level::INFO, &dim(&visible(&lines), colors)).as_bytes());
 }
 
 /// A line outside the log, in its format.

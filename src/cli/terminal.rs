@@ -19,5 +19,5 @@ pub fn has_colors(stream: &impl IsTerminal) -> bool {
 
 /// A text that stands back behind others, where there are colours.
 pub fn dim(text: &str, colors: bool) -> Cow<'_, str> {
-    if colors { format!("\x1b[2m{text}\x1b[0m").into() } else { text.into() }
+    if colors && !text.is_empty() { format!("\x1b[2m{text}\x1b[0m").into() } else { text.into() }
 }

@@ -117,7 +117,7 @@ def the_terminal_chat_obeys_its_commands(_):
             assert f'unknown command "{word}"' in said and answers() == 0, said
         assert "expected a number from 0 to 2" in say("/set temperature 3").seen
         assert "expected one of temperature" in say("/set heat 3").seen
-        assert "0.5" in say("/set temperature 0.5").seen and "(the model's)" in say("/set temperature default").seen
+        assert "0.5" in say("/set temperature 0.5").seen and "(default)" in say("/set temperature default").seen
         say("/set parameter temperature 0"), say("/set seed 7")
 
         # A rate of so few tokens would be nonsense.
@@ -159,7 +159,7 @@ def typed_lines_are_kept_for_their_owner_alone(_):
 
         # The next run finds them, without colours where nobody wants any.
         with Terminal(home, NO_COLOR="1") as chat:
-            chat.type(UP + UP).expect("What is the capital of Spain?")
+            chat.type(UP).expect("What is the capital of Spain?")
             chat.type("\r").expect("Madrid", "first after", "> ")
             assert "\x1b[2m" not in chat.seen, chat.seen
         with Terminal(home, "--no-history") as chat:

@@ -16,17 +16,20 @@ pub const PARAMETERS: [&str; 7] = ["temperature", "top_p", "top_k", "min_p", "se
 pub const COMMANDS: [&str; 10] =
     ["/help", "/new", "/clear", "/system", "/set", "/show", "/bye", "/exit", "/quit", "/?"];
 
+/// No line is longer than the 80 columns of a small terminal.
 pub const HELP: &str = "\
 /new, /clear       begin a new conversation
 /system [TEXT]     show the system prompt, or set it; \"\" removes it
-/set NAME VALUE    set temperature, top_p, top_k, min_p, seed, max_tokens or stop; the value `default` takes it back
-/show              the model, the context in use, the parameters and the system prompt
+/set NAME VALUE    temperature, top_p, top_k, min_p, seed, max_tokens or stop;
+                   the value `default` takes it back
+/show              the model, the context in use, parameters and system prompt
 /bye, /exit        leave, as Ctrl-D does
 /help, /?          this list
-\"\"\"                begin a message of several lines, and end it with the same three quotes
+\"\"\"                begin a message of several lines; the same quotes end it
 Ctrl-C             stop the answer, or drop the line
 
-A pasted text of several lines is one message. Put a space in front of a line to send it although it begins with /.";
+A pasted text of several lines is one message. To send a line that begins
+with /, put a space in front of it.";
 
 #[derive(Debug, PartialEq, Eq)]
 pub enum Command {
@@ -103,7 +106,7 @@ pub fn unquoted(text: &str) -> &str {
     rest.strip_suffix('\n').unwrap_or(rest)
 }
 
-/// A system prompt, which may also stand in single quotes; empty ones remove it.
+/// A system prompt, which may also stand in one pair of quotes; an empty pair removes it.
 fn system(text: &str) -> Command {
     let inner = text.strip_prefix('"').and_then(|rest| rest.strip_suffix('"'));
     let plain = inner.filter(|inner| !inner.starts_with('"') && !inner.ends_with('"'));
@@ -159,6 +162,8 @@ fn texts(value: &str) -> Result<Vec<String>, String> {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use clap::CommandFactory;
 
     use super::*;
@@ -220,12 +225,12 @@ mod tests {
     #[test]
     fn parameters_are_the_options_of_the_command_line_with_their_bounds() {
         let options = Options::command();
-        let names = options.get_arguments().map(|option| option.get_id().as_str().to_owned());
-        let names: Vec<String> = names.filter(|name| name != "system").collect();
-        assert_eq!(names.iter().collect::<std::collections::BTreeSet<_>>(), {
-            let known: Vec<String> = PARAMETERS.map(str::to_owned).to_vec();
-            known.leak().iter().collect()
-        });
+        let names = options.get_arguments().map(|option| option.get_id().as_str());
+        let names: BTreeSet<&str> = names.filter(|name| *name != "system").collect();
+        assert_eq!(names, BTreeSet::from(PARAMETERS));
+        assert!(
+            PARAMETERS.iter().all(|name| HELP.contains(name)) && HELP.lines().all(|line| line.len() <= 80)
+        );
         let mut sampling = sampling();
         for (name, value) in [
             ("temperature", "0.5"),

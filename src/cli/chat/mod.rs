@@ -78,6 +78,9 @@ pub fn chat(config: &Config, args: args::Chat) -> Result<(), Error> {
                         say(format_args!("error: {error} (/new starts a new conversation)"));
                     }
                 }
+                if is_terminal {
+                    note("");
+                }
             }
             Some(Ok(Command::Leave)) => return Ok(()),
             Some(Ok(command)) => {
@@ -159,13 +162,13 @@ impl Chat {
     fn parameter(&self, name: &str) -> String {
         let set = &self.sampling;
         let params = self.service.sampling_params(&set.options());
-        let of_model = |is_set: bool| if is_set { "" } else { " (the model's)" };
+        let default = |is_set: bool| if is_set { "" } else { " (default)" };
         let off = |value: String, is_off: bool| if is_off { format!("{value}, off") } else { value };
         let value = match name {
-            "temperature" => format!("{}{}", params.temperature, of_model(set.temperature.is_some())),
-            "top_p" => off(params.top_p.to_string(), params.top_p == 1.0) + of_model(set.top_p.is_some()),
-            "top_k" => off(params.top_k.to_string(), params.top_k == 0) + of_model(set.top_k.is_some()),
-            "min_p" => off(params.min_p.to_string(), params.min_p == 0.0) + of_model(set.min_p.is_some()),
+            "temperature" => format!("{}{}", params.temperature, default(set.temperature.is_some())),
+            "top_p" => off(params.top_p.to_string(), params.top_p == 1.0) + default(set.top_p.is_some()),
+            "top_k" => off(params.top_k.to_string(), params.top_k == 0) + default(set.top_k.is_some()),
+            "min_p" => off(params.min_p.to_string(), params.min_p == 0.0) + default(set.min_p.is_some()),
             "seed" => set.seed.map_or("another one for each answer".into(), |seed| seed.to_string()),
             "max_tokens" => set.max_tokens.map_or("what the context holds".into(), |n| n.to_string()),
             "stop" if set.stop.is_empty() => "none".into(),
