@@ -29,13 +29,15 @@ pub fn chat(config: &Config, args: args::Chat) -> Result<(), Error> {
     let args::Chat { sampling, no_history, .. } = args;
     request(&sampling)?; // fails before a model is loaded in vain
     let files = load::files(&config.model)?;
+    let is_terminal = std::io::stdin().is_terminal();
+    // Before anything else asks for SIGINT: the line editor's handler takes the place of others, which those that come
+    // later do not.
+    let mut input = if is_terminal { Input::terminal(!no_history)? } else { Input::Piped };
     let loading = EraseOnInterrupt::watch(None);
     let service = load::service(&files, config)?;
     drop(loading);
     let _end = EndEngine(service.engine().clone());
     let runtime = runtime()?;
-    let is_terminal = std::io::stdin().is_terminal();
-    let mut input = if is_terminal { Input::terminal(!no_history)? } else { Input::Piped };
     let mut chat = Chat { service, model: name(&files, config), sampling, turns: Vec::new() };
     if is_terminal {
         note(format_args!(
