@@ -1036,8 +1036,8 @@ fn links_and_strange_files_are_refused() {
     for (path, expected) in [
         (
             root.join("none"),
-            "no such file or folder; a model is a folder with config.json, tokenizer.json and model.safetensors, or a \
-             GGUF file",
+            "no such file or folder; a model is a folder with config.json, tokenizer.json and model.safetensors, a \
+             GGUF file, or the name of a model that `unicorn pull` got",
         ),
         (big.clone(), "is no GGUF file; of other formats, give the folder that holds it"),
     ] {
