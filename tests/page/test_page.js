@@ -455,7 +455,10 @@ const tests = {
     await ask(page, "What is the capital of France?");
     await answered(page);
     await until(async () => (await page.innerText("#notice")).includes("“Number 1”"), "it says what was deleted");
-    const titles = await page.locator("#conversations li").allInnerTexts();
+    // The list is drawn after the notice.
+    const listed = () => page.locator("#conversations li").allInnerTexts();
+    await until(async () => !(await listed()).includes("Number 1"), "the list is without it");
+    const titles = await listed();
     same([titles.length, titles[0], titles.includes("Number 1"), titles.includes("Number 2")], [most, "Number 0", false, true], "conversations");
     same(page.problems, [], "complaints");
   },
