@@ -456,9 +456,9 @@ const tests = {
     await answered(page);
     await until(async () => (await page.innerText("#notice")).includes("“Number 1”"), "it says what was deleted");
     // The list is drawn after the notice.
-    const listed = () => page.locator("#conversations li").allInnerTexts();
-    await until(async () => !(await listed()).includes("Number 1"), "the list is without it");
-    const titles = await listed();
+    const rows = () => page.locator("#conversations li").allInnerTexts();
+    await until(async () => !(await rows()).includes("Number 1"), "the list is without it");
+    const titles = await rows();
     same([titles.length, titles[0], titles.includes("Number 1"), titles.includes("Number 2")], [most, "Number 0", false, true], "conversations");
     same(page.problems, [], "complaints");
   },
