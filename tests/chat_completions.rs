@@ -819,7 +819,7 @@ async fn a_body_that_dribbles_is_given_up() {
 
 #[tokio::test]
 async fn a_request_whose_turn_does_not_come_is_told_so() {
-    let options = Options { body_stall: 4 * HANG, turn_timeout: Duration::from_millis(50), ..OPTIONS };
+    let options = Options { body_stall: 4 * HANG, permit_timeout: Duration::from_millis(50), ..OPTIONS };
     let app = app_with(limits(), options, DEFAULTS, says(&[], END_OF_TURN));
     let stalled = || Body::from_stream(futures::stream::pending::<Result<Vec<u8>, std::io::Error>>());
     let mut reading: Vec<_> =

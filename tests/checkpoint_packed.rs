@@ -21,7 +21,7 @@ use unicorn::tensor::{Bits, Scales, Scheme};
 use crate::support::checkpoints::{ByName as _, mutate, read_all, sha256, values_both_ways};
 use crate::support::damaged::DamagedReadings;
 use crate::support::goldens::Goldens;
-use crate::support::packed_files::{Part, f16s, file, gptq, gptq_parts, words};
+use crate::support::packed_files::{PackedPart, f16s, file, gptq, gptq_parts, words};
 use crate::support::{data, goldens};
 
 const BOUND: f32 = 1e-3;
@@ -106,7 +106,7 @@ fn bf16s(scales: &[f32]) -> Vec<u8> {
     scales.iter().flat_map(|s| bf16::from_f32(*s).to_le_bytes()).collect()
 }
 
-fn folder(quantization: Option<Value>, parts: &[Part]) -> TempDir {
+fn folder(quantization: Option<Value>, parts: &[PackedPart]) -> TempDir {
     let folder = TempDir::new().unwrap();
     let config = quantization.map_or(json!({}), |q| json!({"quantization_config": q}));
     fs::write(folder.path().join("config.json"), config.to_string()).unwrap();
@@ -124,7 +124,7 @@ fn compressed() -> Value {
         "weights": {"num_bits": 4, "type": "int", "symmetric": false, "strategy": "group", "group_size": 32}}}})
 }
 
-fn awq_parts() -> Vec<Part> {
+fn awq_parts() -> Vec<PackedPart> {
     vec![
         ("p.qweight", "I32", vec![64, 1], words(0..64)),
         ("p.qzeros", "I32", vec![2, 1], words([0x7654_3210, 0x0123_4567])),
@@ -133,7 +133,7 @@ fn awq_parts() -> Vec<Part> {
 }
 
 /// There are 10 rows, so the last word of zero points is padded.
-fn compressed_parts() -> Vec<Part> {
+fn compressed_parts() -> Vec<PackedPart> {
     let shape = [10i64, 64].iter().flat_map(|n| n.to_le_bytes()).collect();
     vec![
         ("p.weight_packed", "I32", vec![10, 8], words(0..80)),
@@ -233,7 +233,7 @@ fn modules_may_differ_where_the_config_says_so() {
     let mut quantization = gptq();
     quantization["dynamic"] = json!({"+:.*p": {"bits": 8, "group_size": 64}});
     // 8 rows of 32 columns in 8 bits, one group.
-    let parts: Vec<Part> = vec![
+    let parts: Vec<PackedPart> = vec![
         ("p.qweight", "I32", vec![8, 8], words([0x0302_01FF; 64])),
         ("p.qzeros", "I32", vec![1, 2], words([0x0403_0201; 2])),
         ("p.scales", "F16", vec![1, 8], f16s(&[0.5; 8])),
@@ -386,8 +386,9 @@ fn configs_of_other_packings_are_refused_by_name() {
 
 #[test]
 fn parts_that_disagree_are_refused_by_name() {
-    type Change = Box<dyn Fn(&mut Vec<Part>)>;
-    let change = |i: usize, change: fn(&mut Part)| -> Change { Box::new(move |parts| change(&mut parts[i])) };
+    type Change = Box<dyn Fn(&mut Vec<PackedPart>)>;
+    let change =
+        |i: usize, change: fn(&mut PackedPart)| -> Change { Box::new(move |parts| change(&mut parts[i])) };
     let remove = |i: usize| -> Change { Box::new(move |parts| drop(parts.remove(i))) };
     let gptq_cases: Vec<(Change, &str)> = vec![
         (remove(0), "p.qweight: is missing"),

@@ -14,7 +14,7 @@ use unicorn::model::draft::{self, Draft, Drafted};
 use unicorn::model::gemma3::Gemma3;
 use unicorn::model::load::check_draft;
 use unicorn::model::load::{LoadError, LoadOptions};
-use unicorn::model::memory::{Demand, DraftDemand, Schemes};
+use unicorn::model::memory::{DraftRequest, MemoryRequest, Schemes};
 use unicorn::model::shapes::Shape;
 use unicorn::model::{Runner, SamplingParams, self_test};
 use unicorn::tensor::{KvDtype, QuantizeMode, Scheme};
@@ -178,7 +178,7 @@ fn what_cannot_be_a_draft_is_refused_with_its_numbers() {
 fn a_model_and_its_draft_are_planned_together() {
     let [model, small] = ["gemma-3-27b", "gemma-3-1b"].map(|name| Shape::named(name).unwrap().config());
     let schemes = |c| Schemes::uniform(c, Scheme::int4(128), Scheme::int4(128), Scheme::Int8Row);
-    let alone = |config| Demand {
+    let alone = |config| MemoryRequest {
         config,
         schemes: schemes(config),
         kv: KvDtype::F16,
@@ -189,13 +189,13 @@ fn a_model_and_its_draft_are_planned_together() {
         offload: None,
         draft: None,
     };
-    let draft = DraftDemand { config: &small, schemes: schemes(&small) };
-    let both = Demand { draft: Some(draft), ..alone(&model) };
+    let draft = DraftRequest { config: &small, schemes: schemes(&small) };
+    let both = MemoryRequest { draft: Some(draft), ..alone(&model) };
     assert_eq!((both.longest_context(), both.batch_tokens()), (32_768, 128));
     let pools = both.pools(4096, 2);
     assert_eq!(pools, alone(&model).pools(4096, 2), "blocks are those of the model");
-    let sum = |demand: &Demand<'_>, class| -> u64 {
-        let requests = demand.requests(4096, pools).into_iter();
+    let sum = |request: &MemoryRequest<'_>, class| -> u64 {
+        let requests = request.requests(4096, pools).into_iter();
         requests.filter(|request| request.class == class).map(|request| request.bytes).sum()
     };
     for class in [Class::Attention, Class::Ffn, Class::Embedding, Class::Norms, Class::KvCache] {
@@ -209,7 +209,7 @@ fn a_model_and_its_draft_are_planned_together() {
     let own = tables + self_test::buffer_bytes(&heads, &[Scheme::Int8Row, Scheme::int4(128)]);
     assert_eq!(sum(&both, Class::Activations), sum(&alone(&model), Class::Activations) + own);
     let [of_both, of_model, of_draft] = [&both, &alone(&model), &alone(&small)]
-        .map(|demand| (demand.weight_bytes(), demand.kv_bytes_per_token()));
+        .map(|request| (request.weight_bytes(), request.kv_bytes_per_token()));
     assert_eq!(of_both, (of_model.0 + of_draft.0, of_model.1 + of_draft.1));
     let staged = both.requests(4096, pools).into_iter().filter(|r| r.kind == MemoryKind::Readback).count();
     assert_eq!(staged, 1 + 2 * 3, "the logits' way back, and of each what two steps draw, and the self-test");
@@ -230,7 +230,7 @@ fn a_load_of_both_takes_what_was_planned() {
     let options = LoadOptions { max_context: Some(100), ..LoadOptions::default() };
     let configs = folders.each_ref().map(|f| Gemma3Config::load(&ModelFiles::open(f).unwrap()).unwrap().0);
     let bf16 = |c| Schemes::uniform(c, Scheme::Bf16, Scheme::Bf16, Scheme::Bf16);
-    let demand = Demand {
+    let request = MemoryRequest {
         config: &configs[0],
         schemes: bf16(&configs[0]),
         kv: options.kv,
@@ -239,9 +239,9 @@ fn a_load_of_both_takes_what_was_planned() {
         max_shard_bytes: device().info().max_allocation_bytes / 2,
         moments: false,
         offload: None,
-        draft: Some(DraftDemand { config: &configs[1], schemes: bf16(&configs[1]) }),
+        draft: Some(DraftRequest { config: &configs[1], schemes: bf16(&configs[1]) }),
     };
-    let plan = demand.place(&device().machine(), &options.memory, 100, demand.pools(100, 1)).unwrap();
+    let plan = request.place(&device().machine(), &options.memory, 100, request.pools(100, 1)).unwrap();
     let (model, _draft) = load_both(&folders[0], &folders[1], &options).unwrap();
     assert_eq!(model.placements(), plan.placements());
     assert_eq!(model.weight_bytes(), goldens::load(&folders[0], &options).weight_bytes());

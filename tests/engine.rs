@@ -1017,7 +1017,7 @@ fn an_answer_that_is_not_wanted_any_more_leaves_the_others_their_prompt() {
 }
 
 #[test]
-fn an_answer_that_leaves_amid_a_step_of_its_prompt_leaves_the_others_what_the_step_yields() {
+fn an_answer_cancelled_during_a_prompt_step_leaves_other_results_alone() {
     let limits = Limits { max_draws: 16, ..LIMITS };
     let prompt: Vec<u32> = (0..37).collect();
     let (interactive, background) = (Priority::Interactive, Priority::Background);

@@ -11,7 +11,7 @@ use unicorn::kernels::{
     KvCache, LAST_SAMPLED, LOGPROB_WORDS, MAX_LOGPROBS, Matrix, NO_TOKEN, OffloadKernels, Operand, Peak,
     RmsNorm, Room, SampleRequest, Shares, StepArrays,
 };
-use unicorn::model::kernel_cases::{Choice, Rig, Work};
+use unicorn::model::kernel_cases::{Choice, KernelWork, Rig};
 use unicorn::model::shapes::Shape;
 use unicorn::quantize::{grouping, quantize_row};
 use unicorn::tensor::{DType, KvDtype, Precision, Scheme};
@@ -1537,15 +1537,15 @@ fn the_cases_that_are_measured_run_and_write_numbers() {
             b.run(|_, r| (0..2).for_each(|i| prepared.record(r, i)));
             let after = b.download::<u32>(&prepared.output, words);
             match case.work {
-                Work::Sample { vocab, .. } => {
+                KernelWork::Sample { vocab, .. } => {
                     assert!(after.iter().all(|id| (*id as usize) < vocab), "{}: {after:?}", case.name);
                 }
                 // Other tests check int8 results, where the results are multiplied with.
-                Work::Gated { .. }
-                | Work::Attention { .. }
-                | Work::RmsNorm { .. }
-                | Work::Residual { .. }
-                | Work::Geglu { .. }
+                KernelWork::Gated { .. }
+                | KernelWork::Attention { .. }
+                | KernelWork::RmsNorm { .. }
+                | KernelWork::Residual { .. }
+                | KernelWork::Geglu { .. }
                     if precision == Precision::Fast =>
                 {
                     assert!(before != after, "{}: nothing was written", case.name);
@@ -1567,7 +1567,8 @@ fn the_cases_that_are_measured_run_and_write_numbers() {
         tokens: vec![1],
         depths: vec![],
     };
-    let case = choice.cases().into_iter().find(|case| matches!(case.work, Work::RmsNorm { .. })).unwrap();
+    let case =
+        choice.cases().into_iter().find(|case| matches!(case.work, KernelWork::RmsNorm { .. })).unwrap();
     let prepared = rig.prepare(&case).unwrap();
     let mut recorded = 0;
     let span = rig.time(1, &mut |r, i| {

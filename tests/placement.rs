@@ -13,7 +13,7 @@ use unicorn::kernels::Heads;
 use unicorn::model::config::Gemma3Config;
 use unicorn::model::gemma3::Gemma3;
 use unicorn::model::load::{LoadError, LoadOptions};
-use unicorn::model::memory::{DEFAULT_BLOCK_SIZE, Demand, Schemes};
+use unicorn::model::memory::{DEFAULT_BLOCK_SIZE, MemoryRequest, Schemes};
 use unicorn::model::shapes::Shape;
 use unicorn::model::{Runner, self_test};
 use unicorn::tensor::{KvDtype, Scheme};
@@ -76,8 +76,8 @@ fn split(plan: &Plan, class: Class) -> (u64, u64) {
 }
 
 /// A shape in the schemes that `unicorn synth --scheme int4-g128` writes.
-fn demand(config: &Gemma3Config) -> Demand<'_> {
-    Demand {
+fn request(config: &Gemma3Config) -> MemoryRequest<'_> {
+    MemoryRequest {
         config,
         schemes: Schemes::uniform(config, Scheme::int4(128), Scheme::int4(128), Scheme::Int8Row),
         kv: KvDtype::F16,
@@ -130,7 +130,7 @@ fn check(machine: &Machine, limits: &Limits, plan: &Plan) {
 fn on_an_integrated_gpu_ffn_weights_go_to_gtt_and_the_rest_to_vram() {
     let config = Shape::named("gemma-3-27b").unwrap().config();
     let machine = Machine::on_paper(16 * GIB, 30 * GIB);
-    let plan = demand(&config).place(&machine, &ALL, 8192, demand(&config).pools(8192, 1)).unwrap();
+    let plan = request(&config).place(&machine, &ALL, 8192, request(&config).pools(8192, 1)).unwrap();
     check(&machine, &ALL, &plan);
     for class in [Class::Attention, Class::Embedding, Class::Norms, Class::Activations, Class::KvCache] {
         assert_eq!(split(&plan, class).1, 0, "{}", class.name());
@@ -143,7 +143,7 @@ fn on_an_integrated_gpu_ffn_weights_go_to_gtt_and_the_rest_to_vram() {
     // The driver's own heaps split 48 GiB in the same way: two thirds and one third.
     let machine = apu(48 * GIB);
     let plan =
-        demand(&config).place(&machine, &Limits::default(), 8192, demand(&config).pools(8192, 1)).unwrap();
+        request(&config).place(&machine, &Limits::default(), 8192, request(&config).pools(8192, 1)).unwrap();
     check(&machine, &Limits::default(), &plan);
     assert_eq!((split(&plan, Class::Attention).1, split(&plan, Class::Ffn).0), (0, 0));
 }
@@ -153,7 +153,7 @@ fn ffn_weights_go_to_vram_where_the_user_says_so() {
     let config = Shape::named("gemma-3-27b").unwrap().config();
     let limits = Limits { ffn_heap: FfnHeap::Vram, ..ALL };
     let plan = |machine: &Machine| {
-        let plan = demand(&config).place(machine, &limits, 8192, demand(&config).pools(8192, 1)).unwrap();
+        let plan = request(&config).place(machine, &limits, 8192, request(&config).pools(8192, 1)).unwrap();
         check(machine, &limits, &plan);
         plan
     };
@@ -183,7 +183,7 @@ fn what_spills_is_in_the_table() {
     // GTT holds 4 GiB of FFN weights, the rest lies in VRAM; a KV cache larger than VRAM lies in both.
     let config = Shape::named("gemma-3-27b").unwrap().config();
     let machine = Machine::on_paper(20 * GIB, 4 * GIB);
-    let plan = demand(&config).place(&machine, &ALL, 1024, demand(&config).pools(1024, 1)).unwrap();
+    let plan = request(&config).place(&machine, &ALL, 1024, request(&config).pools(1024, 1)).unwrap();
     check(&machine, &ALL, &plan);
     let (vram, gtt) = split(&plan, Class::Ffn);
     assert!(gtt > 3 * GIB && vram > 6 * GIB, "{gtt} in GTT, {vram} in VRAM");
@@ -191,7 +191,7 @@ fn what_spills_is_in_the_table() {
     assert_eq!(rows.iter().filter(|row| row.class == Class::Ffn).count(), 2, "{rows:?}");
 
     let machine = Machine::on_paper(8 * GIB, 38 * GIB);
-    let plan = demand(&config).place(&machine, &ALL, 16_384, demand(&config).pools(16_384, 8)).unwrap();
+    let plan = request(&config).place(&machine, &ALL, 16_384, request(&config).pools(16_384, 8)).unwrap();
     check(&machine, &ALL, &plan);
     let (vram, gtt) = split(&plan, Class::KvCache);
     assert!(vram > 3 * GIB && gtt > 8 * GIB, "{vram} in VRAM, {gtt} in GTT");
@@ -203,14 +203,14 @@ fn on_a_discrete_gpu_weights_stay_out_of_host_memory() {
     let machine = discrete();
     let config = Shape::named("gemma-3-4b").unwrap().config();
     let plan =
-        demand(&config).place(&machine, &Limits::default(), 8192, demand(&config).pools(8192, 1)).unwrap();
+        request(&config).place(&machine, &Limits::default(), 8192, request(&config).pools(8192, 1)).unwrap();
     check(&machine, &Limits::default(), &plan);
     let host: Vec<_> = plan.placements().into_iter().filter(|p| p.heap.contains("host")).collect();
     assert!(host.iter().all(|p| p.class == Class::Staging) && !host.is_empty(), "{host:?}");
 
     // The host's 16 GiB would hold the 27B, but the card does not.
     let config = Shape::named("gemma-3-27b").unwrap().config();
-    let refusal = demand(&config).place(&machine, &ALL, 16, demand(&config).pools(16, 1)).unwrap_err();
+    let refusal = request(&config).place(&machine, &ALL, 16, request(&config).pools(16, 1)).unwrap_err();
     assert_eq!((refusal.obstacle, refusal.request.class), (Obstacle::Full, Class::Ffn));
 }
 
@@ -219,7 +219,7 @@ fn with_one_heap_everything_lies_there() {
     let machine = one_heap(23 * GIB);
     let config = Shape::named("gemma-3-27b").unwrap().config();
     let plan =
-        demand(&config).place(&machine, &Limits::default(), 512, demand(&config).pools(512, 1)).unwrap();
+        request(&config).place(&machine, &Limits::default(), 512, request(&config).pools(512, 1)).unwrap();
     check(&machine, &Limits::default(), &plan);
     assert_eq!(plan.placements().len(), Class::ALL.len(), "one row for each class");
 }
@@ -227,15 +227,15 @@ fn with_one_heap_everything_lies_there() {
 #[test]
 fn what_does_not_fit_is_refused_with_the_table_and_a_way_out() {
     let config = Shape::named("gemma-3-27b").unwrap().config();
-    let demand = demand(&config);
+    let request = request(&config);
     let machine = Machine::on_paper(16 * GIB, 4 * GIB);
 
     // For a context that is too long, the error names the largest one, which is the largest that fits.
-    let error = demand.fit(&machine, &ALL, Some(100_000), 1, &[]).unwrap_err();
+    let error = request.fit(&machine, &ALL, Some(100_000), 1, &[]).unwrap_err();
     let largest = error.largest_context;
     assert!(largest > 1000 && largest.is_multiple_of(16), "{largest}");
-    demand.fit(&machine, &ALL, Some(largest), 1, &[]).unwrap();
-    demand.fit(&machine, &ALL, Some(largest + 16), 1, &[]).unwrap_err();
+    request.fit(&machine, &ALL, Some(largest), 1, &[]).unwrap();
+    request.fit(&machine, &ALL, Some(largest + 16), 1, &[]).unwrap_err();
     let message = error.to_string();
     let parts = [
         "100000 tokens",
@@ -253,9 +253,9 @@ fn what_does_not_fit_is_refused_with_the_table_and_a_way_out() {
     assert_eq!(table.len(), Class::ALL.len() + 2, "{table:#?}");
 
     // If no context fits, the error names the largest scheme that would fit, and not one that would not.
-    let bf16 = Demand {
+    let bf16 = MemoryRequest {
         schemes: Schemes::uniform(&config, Scheme::Bf16, Scheme::Bf16, Scheme::Bf16),
-        ..demand.clone()
+        ..request.clone()
     };
     let others =
         [("a", Scheme::Int8Row), ("b", Scheme::int4(128)), ("c", Scheme::int4(32)), ("d", Scheme::F32)].map(
@@ -284,20 +284,20 @@ fn no_allocation_is_larger_than_the_device_allows() {
 
     // The 27B's embedding in bf16 is more than half of it, and is cut; a context's keys are not.
     let config = Shape::named("gemma-3-27b").unwrap().config();
-    let demand = Demand {
+    let request = MemoryRequest {
         schemes: Schemes::uniform(&config, Scheme::int4(32), Scheme::int4(32), Scheme::Bf16),
-        ..demand(&config)
+        ..request(&config)
     };
-    let requests = demand.requests(16, demand.pools(16, 1));
+    let requests = request.requests(16, request.pools(16, 1));
     let embedding: Vec<u64> =
         requests.iter().filter(|r| r.class == Class::Embedding).map(|r| r.bytes).collect();
     assert_eq!(embedding.len(), 3, "two shards and their table: {embedding:?}");
     assert_eq!(embedding[..2].iter().sum::<u64>(), 262_208 * 5376 * 2);
     let machine = Machine { max_allocation_bytes: 128 * MIB, ..Machine::on_paper(1 << 50, 0) };
-    let demand = Demand { max_shard_bytes: 64 * MIB, ..demand };
+    let request = MemoryRequest { max_shard_bytes: 64 * MIB, ..request };
     // 16 heads of 128 in f16 take 4 KiB for a token's keys. One block of 16 is for padding tokens.
-    assert_eq!(demand.largest_context(&machine, &ALL, 1), 128 * 1024 / 4 - 16);
-    assert_eq!(demand.largest_context(&machine, &ALL, 16), (128 * 1024 / 4 / 16 - 1) / 16 * 16);
+    assert_eq!(request.largest_context(&machine, &ALL, 1), 128 * 1024 / 4 - 16);
+    assert_eq!(request.largest_context(&machine, &ALL, 16), (128 * 1024 / 4 / 16 - 1) / 16 * 16);
 }
 
 #[test]
@@ -424,10 +424,10 @@ fn in_order(machine: &Machine, limits: &Limits, plan: &Plan, round: u64) {
 #[test]
 fn the_27b_takes_what_is_counted_by_hand() {
     let config = Shape::named("gemma-3-27b").unwrap().config();
-    let demand = demand(&config);
+    let request = request(&config);
     let bytes = |class| -> u64 {
-        demand
-            .requests(8192, demand.pools(8192, 1))
+        request
+            .requests(8192, request.pools(8192, 1))
             .iter()
             .filter(|r| r.class == class)
             .map(|r| r.bytes)
@@ -444,10 +444,10 @@ fn the_27b_takes_what_is_counted_by_hand() {
     assert_eq!(bytes(Class::Norms), 4 * (62 * (4 * 5376 + 2 * 128) + 5376));
     // 10 full layers have keys and values of 16 heads of 128 in f16. The 52 other layers have a window, the tokens of
     // two steps, and the rest of two blocks. Each layer has one more block, for padding tokens.
-    assert_eq!(demand.kv_bytes_per_token(), 10 * 2 * 16 * 128 * 2);
-    assert_eq!(demand.kv_bytes_per_token(), 80 * KIB);
+    assert_eq!(request.kv_bytes_per_token(), 10 * 2 * 16 * 128 * 2);
+    assert_eq!(request.kv_bytes_per_token(), 80 * KIB);
     let blocks = (1024u64 + 2 * 256).div_ceil(16) + 1;
-    assert_eq!(demand.window_bytes(8192), 52 * 2 * blocks * 64 * KIB);
+    assert_eq!(request.window_bytes(8192), 52 * 2 * blocks * 64 * KIB);
     assert_eq!(bytes(Class::KvCache), (10 * 2 * (8192 / 16 + 1) + 52 * 2 * (blocks + 1)) * 64 * KIB);
     // 110e9 multiply-adds leave 266 tokens a layer, and a step is asked for 256. There are partials of attention, one
     // for each of 64 sequences and 448 more, and one for each token and 256 more; 64 rows of logits, and as many that
@@ -455,7 +455,7 @@ fn the_27b_takes_what_is_counted_by_hand() {
     // one more slot.
     assert_eq!(110_000_000_000 / (attention + 3 * 5376 * 21_504), 266);
     let tokens = 256;
-    assert_eq!(demand.batch_tokens() as u64, tokens);
+    assert_eq!(request.batch_tokens() as u64, tokens);
     let row = 3 * 5376 + 2 * 4096 + 2 * 2048 + 2 * 21_504;
     let partials = (64 + 448 + tokens + 256) * 32 * (128 + 4);
     // Int8 inputs take two digits of 32 bytes, and 8 bytes more, for each 32 columns. 64 rows are padded to 128.
@@ -464,7 +464,7 @@ fn the_27b_takes_what_is_counted_by_hand() {
     // 4096 ids, eight tallies, and three histograms of 1024.
     let draws = (65 * (8 + 42) + 3 * 4096 + 8 + 3 * 1024u64).next_multiple_of(4);
     let floats = tokens * row + partials + 64 * (2 * 5376 + 2 * 262_208 + draws) + 2 * 8192 * 128 + 65 * 8192;
-    let heads = Heads { group: 2, head_dim: 128, kv: demand.kv };
+    let heads = Heads { group: 2, head_dim: 128, kv: request.kv };
     let self_test = self_test::buffer_bytes(&heads, &[Scheme::Int8Row, Scheme::int4(128)]);
     assert!((MIB / 2..2 * MIB).contains(&self_test), "{self_test}");
     let expected = 4 * floats + 256 + int8 + self_test;
@@ -473,8 +473,8 @@ fn the_27b_takes_what_is_counted_by_hand() {
     // The cache gets what memory leaves, in whole blocks of 16. A token also takes 1 KiB of RoPE tables, 4 bytes for 65
     // rows of history and for two arrays that feed it, and 4 bytes for each block and row of the four block tables,
     // which have 64 sequences and one. Rounding to chunks costs less than some blocks.
-    let fixed: u64 = demand
-        .requests(16, demand.pools(16, 1))
+    let fixed: u64 = request
+        .requests(16, request.pools(16, 1))
         .iter()
         .filter(|r| r.class != Class::KvCache)
         .map(|r| r.bytes)
@@ -482,9 +482,9 @@ fn the_27b_takes_what_is_counted_by_hand() {
     for (gib, sequences) in [(22, 1), (30, 16)] {
         let machine = Machine::on_paper(16 * GIB, (gib - 16) * GIB);
         let unread = (10 + 52) * 2 * 64 * KIB;
-        let left = gib * GIB - fixed - unread - sequences * demand.window_bytes(8192);
+        let left = gib * GIB - fixed - unread - sequences * request.window_bytes(8192);
         let counted = left / (sequences * 80 * KIB + KIB + 4 * 67 + 4 * 4 * 65 / 16);
-        let largest = demand.largest_context(&machine, &ALL, sequences as usize) as u64;
+        let largest = request.largest_context(&machine, &ALL, sequences as usize) as u64;
         assert!(largest <= counted && largest + 300 > counted, "{largest}, by hand {counted}");
     }
 }
@@ -495,7 +495,7 @@ fn a_load_takes_what_was_planned() {
     let files = ModelFiles::open(&data("gemma3/tiny-a")).unwrap();
     let config = Gemma3Config::load(&files).unwrap().0;
     let options = LoadOptions { max_context: Some(100), ..LoadOptions::default() };
-    let demand = Demand {
+    let request = MemoryRequest {
         config: &config,
         schemes: Schemes::uniform(&config, Scheme::Bf16, Scheme::Bf16, Scheme::Bf16),
         kv: options.kv,
@@ -506,7 +506,7 @@ fn a_load_takes_what_was_planned() {
         offload: None,
         draft: None,
     };
-    let plan = demand.place(&device.machine(), &options.memory, 100, demand.pools(100, 1)).unwrap();
+    let plan = request.place(&device.machine(), &options.memory, 100, request.pools(100, 1)).unwrap();
     let model = Gemma3::load(&device, &files, &options, &mut |_| {}).unwrap();
     assert_eq!(model.placements(), plan.placements());
     assert_eq!(model.limits().max_context, 100);

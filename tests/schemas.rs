@@ -105,7 +105,7 @@ fn refused((status, body): (u16, Value), what: &str) -> String {
 }
 
 #[tokio::test]
-async fn what_cannot_be_enforced_of_one_tool_breaks_no_request_and_is_named_if_it_is_strict() {
+async fn an_unenforceable_schema_of_one_tool_is_refused_only_if_strict() {
     let app = app_that_says("{\"name\": \"now\", \"parameters\": {}}");
     for (keyword, property) in unenforceable() {
         for (path, body, _) in offers(&parameters(&property), false) {

@@ -14,7 +14,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tower::ServiceExt;
 use tracing::Dispatch;
 use tracing::dispatcher::DefaultGuard;
-use unicorn::api::{self, AccessPolicy, Facts, Server};
+use unicorn::api::{self, AccessPolicy, ModelReport, Server};
 use unicorn::engine::EVENTS;
 use unicorn::model::{KvLimits, Limits};
 
@@ -24,7 +24,7 @@ use crate::support::app::{
 use crate::support::fake_runner::{HANG, Script, says};
 use crate::support::http::{assert_all_free, chat, get, post_to, send, status};
 use crate::support::json::with;
-use crate::support::server::{CONNECTIONS, facts};
+use crate::support::server::{CONNECTIONS, report};
 use crate::support::tokenizers::tokenizer;
 
 /// A word that stands in every prompt here, and in no line of a log.
@@ -137,7 +137,7 @@ fn that_panics(door: AccessPolicy) -> App {
     let ok = tokenizer().encode("ok", false).expect("encodes");
     let app = loaded(Server::new(MODEL, OPTIONS, door), limits(), DEFAULTS, says(&ok, END_OF_TURN));
     let broken = || panic!("the gauge broke:\nin two");
-    app.server.set_facts(Facts { now: Box::new(broken), ..facts() });
+    app.server.set_report(ModelReport { live: Box::new(broken), ..report() });
     app
 }
 

@@ -10,8 +10,8 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
 use unicorn::text::{
-    ChatFiles, ChatTemplate, Content, MAX_STOP_BYTES, MAX_STOPS, MAX_TEXT_BYTES, Message, Part, StopMatcher,
-    TextError, Tokenizer, normalize,
+    ChatFiles, ChatTemplate, Content, ContentPart, MAX_STOP_BYTES, MAX_STOPS, MAX_TEXT_BYTES, Message,
+    StopMatcher, TextError, Tokenizer, normalize,
 };
 
 use crate::support;
@@ -1040,12 +1040,14 @@ fn conversations_as_clients_send_them_are_brought_into_order() {
         assert_eq!(normalize(&messages(given)), messages(expected), "{given:?}");
     }
 
-    let part = |text: &str| Part::Text { text: text.to_owned() };
-    let parts =
-        |role: &str, parts: Vec<Part>| Message { role: role.to_owned(), content: Content::Parts(parts) };
+    let part = |text: &str| ContentPart::Text { text: text.to_owned() };
+    let parts = |role: &str, parts: Vec<ContentPart>| Message {
+        role: role.to_owned(),
+        content: Content::Parts(parts),
+    };
     let given = [
         parts("system", vec![part("Be kind. "), part("Be brief.")]),
-        parts("user", vec![part(" look: "), Part::Image, part(" what is it? ")]),
+        parts("user", vec![part(" look: "), ContentPart::Image, part(" what is it? ")]),
         Message { role: "assistant".to_owned(), content: Content::Null },
     ];
     let expected =
@@ -1074,7 +1076,10 @@ fn a_normal_conversation_always_renders_and_a_good_one_is_not_changed() {
                 let (first, second) = (text(), text());
                 let content = match rng.random_range(0..5) {
                     0 => Content::Null,
-                    1 => Content::Parts(vec![Part::Text { text: first }, Part::Text { text: second }]),
+                    1 => Content::Parts(vec![
+                        ContentPart::Text { text: first },
+                        ContentPart::Text { text: second },
+                    ]),
                     _ => Content::Text(first),
                 };
                 Message { role: roles[rng.random_range(0..roles.len())].to_owned(), content }

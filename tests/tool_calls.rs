@@ -852,7 +852,7 @@ async fn tools_that_are_too_large_compile_nothing_and_push_nothing_out_of_the_ca
 }
 
 #[tokio::test]
-async fn the_one_of_many_tools_that_cannot_be_compiled_is_named_and_the_others_are_not_kept() {
+async fn an_uncompilable_tool_among_many_is_named_and_no_grammar_is_kept() {
     let app = app_for_many_tools("{\"name\": \"tool_0\", \"parameters\": {}}");
     let mut tools: Vec<Value> = (0..40).map(|n| wide(&format!("tool_{n}"), 1)).collect();
     tools[7]["function"]["parameters"]["properties"]["when"] = json!({"type": "string", "pattern": "("});

@@ -18,14 +18,14 @@ use serde::Serialize;
 use tokio::time::{Instant, timeout, timeout_at};
 use utoipa::ToSchema;
 
+use crate::api::cache_salt::salt_of;
 use crate::api::error::{ApiError, BodyGap};
-use crate::api::http::admission::{Turn, Turns};
 use crate::api::http::counters::Followed;
 use crate::api::http::failures::{log_in_stream, panicked};
+use crate::api::http::fair_semaphore::{FairPermit, FairSemaphore};
 use crate::api::http::listen::Connection;
 use crate::api::ids::{new_id, unix_time_s};
 use crate::api::server::{Options, Server};
-use crate::api::sharing::salt_of;
 use crate::api::tasks::{Purpose, PurposeHeaders};
 use crate::engine::{ClientId, Event, Joules, Request, Timings, TokenStream};
 use crate::model::Logprobs;
@@ -34,7 +34,7 @@ use crate::text::CallPiece;
 
 /// The longest time for a whole body, however steadily it comes: for 8 MiB that is 70 KB/s, which an uplink of 0.6
 /// Mbit/s reaches. Many clients at once may hold their places for so long, so a wait for a place may be longer than
-/// that ([`Options::turn_timeout`]).
+/// that ([`Options::permit_timeout`]).
 const BODY_TIMEOUT: Duration = Duration::from_secs(120);
 /// Bytes per second that a body must reach on the average, once [`Options::body_grace`] is over: the rate of a
 /// telephone modem. A client that holds a place for as long as it can must send half a megabyte, and not forty bytes.
@@ -187,35 +187,35 @@ pub(in crate::api) async fn process_body<T: Send + 'static>(
     client: &Client,
     body: Body,
     work: impl FnOnce(&Server, &[u8]) -> Result<T, ApiError> + Send + 'static,
-) -> Result<(Turn, T), ApiError> {
+) -> Result<(FairPermit, T), ApiError> {
     let arriving = tokio::select! {
         biased;
-        turn = in_turn(server, &server.arriving, client.id, "reading") => turn?,
+        turn = permit(server, &server.arriving, client.id, "reading") => turn?,
         // The client has gone, so nobody reads this error.
         () = Connection::left(client.connection.as_ref()) => return Err(ApiError::BodyBroken),
     };
     let body = read_body(body, &server.options).await?;
 
     let worker = Arc::clone(server);
-    let worked = apart(server, client.id, "preparing a prompt", move || work(&worker, &body)).await?;
+    let worked = on_worker(server, client.id, "preparing a prompt", move || work(&worker, &body)).await?;
     Ok((arriving, worked))
 }
 
-/// Waits for a client's turn, up to `turn_timeout`. `doing` says, for the error, what other requests have their turns
+/// Waits for a client's turn, up to `permit_timeout`. `doing` says, for the error, what other requests have their turns
 /// for.
-async fn in_turn(
+async fn permit(
     server: &Server,
-    turns: &Turns,
+    turns: &FairSemaphore,
     client: ClientId,
     doing: &'static str,
-) -> Result<Turn, ApiError> {
-    let waited = server.options.turn_timeout;
+) -> Result<FairPermit, ApiError> {
+    let waited = server.options.permit_timeout;
     timeout(waited, turns.take(client)).await.map_err(|_| ApiError::NoTurn { doing, waited })
 }
 
 /// Runs work that takes a processor for seconds, as rendering and tokenizing a long conversation or compiling a grammar
 /// does. The work runs outside the threads that answer other clients, and on no more threads than there are processors.
-/// Turns go to the client that has used the least processor time. `what` names the work if it panics.
+/// Permits go to the client that has used the least processor time. `what` names the work if it panics.
 pub(in crate::api) async fn apart<T: Send + 'static>(
     server: &Server,
     client: ClientId,
@@ -223,7 +223,7 @@ pub(in crate::api) async fn apart<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
 ) -> Result<T, ApiError> {
     /// Charges the client for the time until the drop, be it the drop of a panic.
-    struct Timed(Turn, Instant);
+    struct Timed(FairPermit, Instant);
 
     impl Drop for Timed {
         fn drop(&mut self) {
@@ -231,7 +231,7 @@ pub(in crate::api) async fn apart<T: Send + 'static>(
         }
     }
 
-    let turn = in_turn(server, &server.tokenizing, client, "preparing").await?;
+    let turn = permit(server, &server.tokenizing, client, "preparing").await?;
     let worked = tokio::task::spawn_blocking(move || {
         let _timed = Timed(turn, Instant::now());
         work()
@@ -670,7 +670,7 @@ pub(in crate::api) mod tests {
         max_body_bytes: 8 << 20,
         body_stall: Duration::from_secs(5),
         body_grace: Duration::from_secs(10),
-        turn_timeout: Duration::from_secs(150),
+        permit_timeout: Duration::from_secs(150),
         wrong_key_pause: Duration::ZERO,
         stored_responses: 0,
         stored_response_bytes: 0,
@@ -733,7 +733,7 @@ pub(in crate::api) mod tests {
                     std::thread::sleep(Duration::from_millis(if client == 1 { 500 } else { 0 }));
                     if client == 1 { panic!("which costs what it took") } else { Ok(()) }
                 };
-                Box::pin(apart(&server, client, "working", work))
+                Box::pin(on_worker(&server, client, "working", work))
             })
             .into();
         for waiting in &mut line {

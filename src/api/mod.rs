@@ -22,14 +22,14 @@
 //! The bounds are: connections, their silence and their streams ([`Connections`]); requests of one client
 //! ([`AccessPolicy::requests_per_client`]); bodies ([`Options::max_body_bytes`]), how many are read at once, a quarter
 //! of them for one client, and the time they may take; prompts tokenized at once (one per processor); the time that a
-//! request waits for either, in turns that are fair between clients (`http::admission`); requests waiting (the engine's
+//! request waits for either, in turns that are fair between clients (`http::fair_semaphore`); requests waiting (the engine's
 //! queue); the text of one answer (the context). A request that exceeds a bound is refused by the client's bound, by
 //! the queue's, or because its turn did not come in time. The refusal says which.
 
 mod anthropic;
 mod error;
 mod exchange;
-mod facts;
+mod report;
 mod http;
 mod ids;
 mod llamacpp;
@@ -38,16 +38,12 @@ mod openapi;
 mod page;
 mod paths;
 mod server;
-mod sharing;
+mod cache_salt;
 mod tasks;
 mod tools;
 mod wire;
 
 pub use error::{ApiError, BodyGap};
-pub use facts::{
-    CourtesyNow, EnergyNow, Facts, HeapNow, KernelTime, MemoryNow, Now, NpuNow, Placed, ProcessNow,
-    SelfTested, Submitted,
-};
 pub use http::auth::AccessPolicy;
 pub use http::health::Health;
 pub use http::keys::{Keys, KeysError};
@@ -56,6 +52,10 @@ pub use http::tls::{Tls, TlsError};
 #[doc(hidden)] // for benches/
 pub use openai::chat::text_chunks;
 pub use openai::models::SUPPORTED_PARAMETERS;
+pub use report::{
+    CourtesyReport, EnergyReport, HeapReport, KernelTime, LiveReport, MemoryReport, ModelReport, NpuReport,
+    Placed, ProcessReport, SelfTested, Submitted,
+};
 pub use server::{ModelNames, Options, Server};
 
 use std::future::Future;

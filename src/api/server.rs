@@ -7,14 +7,14 @@ use std::time::{Duration, Instant};
 use utoipa::openapi::OpenApi;
 
 use crate::api::error::ApiError;
-use crate::api::facts::Facts;
-use crate::api::http::admission::Turns;
 use crate::api::http::auth::{AccessPolicy, Identities, Places};
 use crate::api::http::counters::Metrics;
+use crate::api::http::fair_semaphore::FairSemaphore;
 use crate::api::http::listen::Open as OpenConnections;
 use crate::api::http::wrong_keys::WrongKeys;
 use crate::api::ids::unix_time_s;
 use crate::api::openai::responses::store::Responses as StoredResponses;
+use crate::api::report::ModelReport;
 use crate::api::wire::short;
 use crate::config::SharePrefixes;
 use crate::engine::EngineHandle;
@@ -35,7 +35,7 @@ pub struct Options {
     pub body_grace: Duration,
     /// The longest wait of a request for its turn to be read, and again for its turn on a processor. It exceeds the
     /// longest time of a body, so a request that waits for the slowest bodies gets a place.
-    pub turn_timeout: Duration,
+    pub permit_timeout: Duration,
     /// The longest delay of the refusal of a wrong key after others from the same address; zero never delays.
     pub wrong_key_pause: Duration,
     /// The number of responses that are stored for later requests, and about how many bytes of memory they may take; 0
@@ -87,14 +87,14 @@ pub struct Server {
     /// The most requests that may wait in the engine's queue; 0 keeps the engine's own bound.
     pub(in crate::api) queue: AtomicUsize,
     pub(in crate::api) service: OnceLock<Arc<Service>>,
-    pub(in crate::api) facts: OnceLock<Facts>,
+    pub(in crate::api) report: OnceLock<ModelReport>,
     /// What a load does that is under way, in words.
     load: OnceLock<Box<dyn Fn() -> Option<String> + Send + Sync>>,
     pub(in crate::api) metrics: Arc<Metrics>,
-    /// Turns to have a body read and to wait for a processor, held until the request is in the engine's queue.
-    pub(in crate::api) arriving: Turns,
-    /// Turns on a processor, charged by microseconds of work.
-    pub(in crate::api) tokenizing: Turns,
+    /// Permits to have a body read and to wait for a processor, held until the request is in the engine's queue.
+    pub(in crate::api) arriving: FairSemaphore,
+    /// Permits for a processor, charged by microseconds of work.
+    pub(in crate::api) tokenizing: FairSemaphore,
     pub(in crate::api) responses: StoredResponses,
     /// The OpenAPI document of the router's routes.
     document: OnceLock<OpenApi>,
@@ -120,11 +120,11 @@ impl Server {
             connections: OpenConnections::default(),
             queue: AtomicUsize::new(0),
             service: OnceLock::new(),
-            facts: OnceLock::new(),
+            report: OnceLock::new(),
             load: OnceLock::new(),
             metrics: Arc::default(),
-            arriving: Turns::new(MAX_ARRIVING, MAX_ARRIVING_OF_ONE),
-            tokenizing: Turns::new(processors, processors),
+            arriving: FairSemaphore::new(MAX_ARRIVING, MAX_ARRIVING_OF_ONE),
+            tokenizing: FairSemaphore::new(processors, processors),
             responses: StoredResponses::new(
                 options.stored_responses,
                 options.stored_response_bytes,
@@ -162,9 +162,9 @@ impl Server {
         service
     }
 
-    /// Gives `/status` and `/metrics` the facts of the loaded model. Panics at a second call.
-    pub fn set_facts(&self, facts: Facts) {
-        assert!(self.facts.set(facts).is_ok(), "the model was loaded twice");
+    /// Gives `/status` and `/metrics` the report of the loaded model. Panics at a second call.
+    pub fn set_report(&self, report: ModelReport) {
+        assert!(self.report.set(report).is_ok(), "the model was loaded twice");
     }
 
     /// Lets so many requests wait in the engine's queue, from now on or from when the engine is there.
@@ -207,8 +207,8 @@ impl Server {
         }
     }
 
-    pub(in crate::api) fn facts(&self) -> Option<&Facts> {
-        self.facts.get()
+    pub(in crate::api) fn report(&self) -> Option<&ModelReport> {
+        self.report.get()
     }
 
     /// The names that lists of models have: the id, and the aliases.

@@ -57,7 +57,7 @@ pub struct Refusal {
     pub exit_code: u8,
 }
 
-/// Facts of a loaded model that stay as they are.
+/// What stays as it is in a loaded model.
 #[derive(Serialize, Deserialize)]
 pub struct DeviceFacts {
     pub device: String,

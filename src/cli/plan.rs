@@ -14,7 +14,7 @@ use crate::checkpoint::{Checkpoint, ModelFiles};
 use crate::config::Config;
 use crate::model::config::Gemma3Config;
 use crate::model::load::check_draft;
-use crate::model::memory::{Demand, DoesNotFit, DraftDemand, Fit, Schemes, quantize_modes};
+use crate::model::memory::{DoesNotFit, DraftRequest, Fit, MemoryRequest, Schemes, quantize_modes};
 use crate::model::shapes::Shape;
 use crate::model::weights::Gemma3Weights;
 use crate::tensor::{QuantizeMode, Scheme};
@@ -53,22 +53,22 @@ pub fn plan(config: &Config, args: &args::Plan) -> Result<(), Error> {
     let paper = (vram.is_some() || gtt.is_some()).then(|| (vram.unwrap_or(0), gtt.unwrap_or(0)));
     let room = load::room(config, paper)?;
     let Room { machine, limits } = &room;
-    let demand = demand(&subject, config, &room);
+    let request = request(&subject, config, &room);
     let sequences = args.sequences as usize;
     let wanted = config.engine.context;
-    let outcome = demand.fit(machine, limits, wanted, sequences, &subject.others);
+    let outcome = request.fit(machine, limits, wanted, sequences, &subject.others);
 
     let mut counts = vec![1, SEVERAL, sequences];
     counts.sort_unstable();
     counts.dedup();
     let largest = counts.into_iter().map(|n| {
-        let context = demand.largest_context(machine, limits, n);
-        (n, context, demand.allocation_limit(machine, limits, context, n))
+        let context = request.largest_context(machine, limits, n);
+        (n, context, request.allocation_limit(machine, limits, context, n))
     });
     let largest: Vec<Largest> = largest.collect();
     let text = match args.json {
-        true => as_json(&subject, &demand, sequences, wanted, &outcome, &largest),
-        false => as_text(&subject, &demand, sequences, wanted, &outcome, &largest),
+        true => as_json(&subject, &request, sequences, wanted, &outcome, &largest),
+        false => as_text(&subject, &request, sequences, wanted, &outcome, &largest),
     };
     print(&text)?;
     outcome.map(drop).map_err(|error| Box::new(error).into())
@@ -77,8 +77,8 @@ pub fn plan(config: &Config, args: &args::Plan) -> Result<(), Error> {
 /// Whether a model fits into `room`, for one sequence of the configured context.
 pub fn fit(config: &Config, planned: &args::Planned, room: &Room) -> Result<Result<Fit, DoesNotFit>, Error> {
     let subject = subject(config, planned)?;
-    let demand = demand(&subject, config, room);
-    Ok(demand.fit(&room.machine, &room.limits, config.engine.context, 1, &subject.others))
+    let request = request(&subject, config, room);
+    Ok(request.fit(&room.machine, &room.limits, config.engine.context, 1, &subject.others))
 }
 
 fn subject(config: &Config, args: &args::Planned) -> Result<Subject, Error> {
@@ -95,8 +95,8 @@ fn subject(config: &Config, args: &args::Planned) -> Result<Subject, Error> {
     Ok(subject)
 }
 
-fn demand<'a>(subject: &'a Subject, config: &Config, room: &Room) -> Demand<'a> {
-    Demand {
+fn request<'a>(subject: &'a Subject, config: &Config, room: &Room) -> MemoryRequest<'a> {
+    MemoryRequest {
         config: &subject.config,
         schemes: subject.schemes.clone(),
         kv: config.kv.dtype,
@@ -105,7 +105,7 @@ fn demand<'a>(subject: &'a Subject, config: &Config, room: &Room) -> Demand<'a> 
         max_shard_bytes: room.machine.max_allocation_bytes / 2,
         moments: false,
         offload: offload::planned(config, &subject.config),
-        draft: subject.draft.as_ref().map(|d| DraftDemand { config: &d.config, schemes: d.schemes.clone() }),
+        draft: subject.draft.as_ref().map(|d| DraftRequest { config: &d.config, schemes: d.schemes.clone() }),
     }
 }
 
@@ -187,7 +187,7 @@ fn contexts(sequences: usize, context: usize) -> String {
 
 fn as_text(
     subject: &Subject,
-    demand: &Demand<'_>,
+    request: &MemoryRequest<'_>,
     sequences: usize,
     wanted: Option<usize>,
     outcome: &Result<Fit, DoesNotFit>,
@@ -207,7 +207,7 @@ fn as_text(
         (Ok(_), None) => "the longest that fits",
         (Err(_), _) => "DOES NOT FIT",
     };
-    let cut = match demand.beyond_model(wanted) {
+    let cut = match request.beyond_model(wanted) {
         Some((wanted, longest, whose)) => {
             format!(" ({wanted} were asked for; {whose}'s maximum is {longest})")
         }
@@ -216,7 +216,7 @@ fn as_text(
     text += &format!("{}: {verdict}{cut}\n\n", contexts(sequences, context));
 
     text += &memory_table(outcome);
-    let (per_token, window) = (demand.kv_bytes_per_token(), demand.window_bytes(context));
+    let (per_token, window) = (request.kv_bytes_per_token(), request.window_bytes(context));
     text += &format!(
         "\nKV cache         {} per token and {} per window, {} for a sequence of {context} tokens\n",
         bytes(per_token),
@@ -278,7 +278,7 @@ fn memory_table(outcome: &Result<Fit, DoesNotFit>) -> String {
 
 fn as_json(
     subject: &Subject,
-    demand: &Demand<'_>,
+    request: &MemoryRequest<'_>,
     sequences: usize,
     wanted: Option<usize>,
     outcome: &Result<Fit, DoesNotFit>,
@@ -288,8 +288,8 @@ fn as_json(
         Ok(fit) => (fit.context, &fit.plan.heaps),
         Err(error) => (error.context, &error.refusal.heaps),
     };
-    let (per_token, window) = (demand.kv_bytes_per_token(), demand.window_bytes(context));
-    let asked = demand.requests(context, demand.pools(context, sequences));
+    let (per_token, window) = (request.kv_bytes_per_token(), request.window_bytes(context));
+    let asked = request.requests(context, request.pools(context, sequences));
     let heaps: Vec<_> = heaps
         .iter()
         .map(|heap| {
@@ -327,7 +327,7 @@ fn as_json(
         "error": refusal.map(ToString::to_string),
         "sequences": sequences,
         "requested_context": wanted,
-        "cut_to_model_maximum": demand.beyond_model(wanted).is_some(),
+        "cut_to_model_maximum": request.beyond_model(wanted).is_some(),
         "context": context,
         "largest_contexts": largest
             .iter()
@@ -341,7 +341,7 @@ fn as_json(
         "kv_bytes_per_token": per_token,
         "kv_bytes_per_window": window,
         "bytes_per_sequence": per_token * context as u64 + window,
-        "weight_bytes": demand.weight_bytes(),
+        "weight_bytes": request.weight_bytes(),
         "asked_bytes": asked.iter().map(|request| request.bytes).sum::<u64>(),
         "placed_bytes": outcome.as_ref().ok().map(|fit| fit.plan.bytes()),
         "heaps": heaps,

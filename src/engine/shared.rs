@@ -59,7 +59,7 @@ pub enum EngineState {
 
 /// The kind of work that the engine gives the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Work {
+pub enum DeviceTask {
     Step,
     Probe,
 }
@@ -70,7 +70,7 @@ pub struct Signs {
     /// The time at which the device last finished something.
     pub last: Option<Instant>,
     /// The work that the device has now, and since when.
-    pub work: Option<(Work, Instant)>,
+    pub work: Option<(DeviceTask, Instant)>,
 }
 
 /// EngineState that the handles share with the engine's thread. A step takes only locks that are held briefly.
@@ -96,7 +96,7 @@ pub(super) struct Shared {
 }
 
 impl Shared {
-    pub(super) fn begins(&self, work: Work) {
+    pub(super) fn begins(&self, work: DeviceTask) {
         self.signs.lock().expect("nothing panics under this lock").work = Some((work, Instant::now()));
     }
 

@@ -10,9 +10,9 @@ use super::answer::{Answer, Event, FinishReason};
 use super::energy::{EnergyCounter, Ledger};
 use super::error::EngineError;
 use super::pace::Pace;
-use super::scheduler::{Output, Scheduler, SchedulerConfig, Share, Step};
+use super::scheduler::{Output, Scheduler, SchedulerConfig, SequenceShare, Step};
 use super::sequence::{Sequence, SequenceId};
-use super::shared::{EngineState, Shared, Stats, Work};
+use super::shared::{DeviceTask, EngineState, Shared, Stats};
 use super::supervised::SupervisedRunner;
 use crate::model::{BlockPool, Runner, RunnerError, Ticket};
 
@@ -257,7 +257,7 @@ impl StepLoop {
         if !self.runner.is_loaded() {
             return true;
         }
-        self.shared.begins(Work::Probe);
+        self.shared.begins(DeviceTask::Probe);
         match self.runner.loaded().probe() {
             Ok(()) => {
                 self.shared.finished();
@@ -298,7 +298,7 @@ impl StepLoop {
     /// Submits as many steps as may be in flight, waits for the oldest one, and commits it. Returns how long it waited.
     fn step(&mut self) -> Result<Duration, Failure> {
         let mut drafting = Duration::ZERO;
-        self.shared.begins(Work::Step);
+        self.shared.begins(DeviceTask::Step);
         let courtesy = self.shared.courtesy();
         match self.runner.set_courtesy(courtesy) {
             Ok(false) => {}
@@ -381,7 +381,7 @@ impl StepLoop {
     /// Shares the energy of a step among its answers, by their tokens in it. An answer may have ended while the step was
     /// under way; if all have, the next step gets the energy.
     fn charge(&mut self, step: &Step) {
-        let is_there = |share: &&Share| self.answers.contains_key(&share.id);
+        let is_there = |share: &&SequenceShare| self.answers.contains_key(&share.id);
         let tokens: usize = step.shares.iter().filter(is_there).map(|share| share.tokens).sum();
         if tokens == 0 {
             return;

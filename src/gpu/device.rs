@@ -12,6 +12,7 @@ use super::choose::{DevicePolicy, choose};
 use super::counts::{Counts, Profile};
 use super::courtesy::Pacer;
 use super::enumerate::enumerate;
+use super::external_memory::Handles;
 use super::heaps::{Heaps, heap_infos};
 use super::info::{DeviceInfo, DeviceKind, QueueKind};
 use super::instance::{Instance, ValidationLog};
@@ -20,7 +21,6 @@ use super::placement::Machine;
 use super::rehearsal::Rehearsal;
 use super::residency::{self, MemoryUse};
 use super::shader::Shader;
-use super::sharing::Handles;
 use crate::config::Courtesy;
 
 /// How long a GPU, and software Vulkan, may finish nothing before they count as hung, where the policy does not say.

@@ -4,10 +4,10 @@ use ash::{ext, khr, vk};
 
 use super::GpuError;
 use super::caps::Caps;
+use super::external_memory::Handles;
 use super::heaps::heap_infos;
 use super::info::{DeviceInfo, DeviceKind, QueueKind};
 use super::instance::Instance;
-use super::sharing::Handles;
 
 /// The version of Vulkan that brought `VK_KHR_cooperative_matrix`.
 const COOPERATIVE_MATRIX_SINCE: u32 = vk::make_api_version(0, 1, 3, 255);

@@ -18,8 +18,8 @@ use ash::{khr, vk};
 
 use super::GpuError;
 use super::device::Device;
+use super::external_memory::{Handles, USAGE};
 use super::placement::{self, ALIGNMENT, CHUNK_BYTES, Class, MemoryKind, Placement, Plan, heap_name};
-use super::sharing::{Handles, USAGE};
 
 /// One `VkDeviceMemory` with the one `VkBuffer` that covers it.
 pub(super) struct Chunk {

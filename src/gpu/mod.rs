@@ -27,7 +27,7 @@ mod recorder;
 mod rehearsal;
 pub mod residency;
 mod shader;
-mod sharing;
+mod external_memory;
 mod stopwatch;
 mod upload;
 mod watchdog;

@@ -3,7 +3,7 @@
 
 use super::gemma3::Gemma3;
 use super::memory::READBACK_ROWS;
-use super::step::Wanted;
+use super::step::StepOutputs;
 use super::{Batch, BatchSequence, Input, RunnerError};
 use crate::gpu::{Buffer, CommandBuffer, GpuError};
 
@@ -15,7 +15,7 @@ impl Gemma3 {
         assert!(tokens.len() <= self.limits.max_context, "{} tokens", tokens.len());
         let chunk = self.limits.max_batch_tokens;
         for (i, ids) in tokens.chunks(chunk).enumerate() {
-            self.run(0, &self.alone(i * chunk, ids), Wanted::default())?;
+            self.run(0, &self.alone(i * chunk, ids), StepOutputs::default())?;
             self.wait_for(0)?;
             each(i * chunk + ids.len());
         }
@@ -83,7 +83,7 @@ impl Gemma3 {
         for (i, ids) in tokens.chunks(chunk).enumerate() {
             let start = i * chunk;
             let batch = self.alone(start, ids);
-            let all = Wanted { rows: (0..ids.len() as u32).collect(), ..Wanted::default() };
+            let all = StepOutputs { rows: (0..ids.len() as u32).collect(), ..StepOutputs::default() };
             self.run(0, &batch, all)?;
             self.wait_for(0)?;
             let n = ids.len();

@@ -8,7 +8,7 @@ use super::config::LayerType;
 use super::gemma3::Gemma3;
 use super::layers::Scratch;
 use super::memory;
-use super::step::{Frame, PoolRequest, Wanted};
+use super::step::{Frame, PoolRequest, StepOutputs};
 use super::{Batch, BlockCopy, BlockPool};
 use crate::gpu::Recorder;
 use crate::kernels::{Activations, KvCache, Operand, SampleRequest, StepArrays};
@@ -37,7 +37,7 @@ impl Gemma3 {
         &self,
         recorder: &mut Recorder<'_>,
         frame: &Frame,
-        wanted: &Wanted,
+        wanted: &StepOutputs,
         tokens: usize,
     ) {
         let (kernels, scratch, rows) = (&self.kernels, &self.scratch, wanted.rows.len());

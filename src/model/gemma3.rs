@@ -12,11 +12,11 @@ use std::time::Duration;
 use super::config::{Gemma3Config, GenerationConfig, LayerType};
 use super::layers::{Layer, Scratch};
 use super::memory::{self, MAX_IN_FLIGHT, Schemes};
-use super::offload::{Attached, OffloadBuffers, Share};
-use super::rates::{Rates, Work};
+use super::offload::{Attached, NpuShare, OffloadBuffers};
+use super::rates::{Rates, WorkAmount};
 use super::self_test::SelfTest;
-use super::step::{self, Frame, PoolRequest, Wanted};
-use super::submits::{self, LayerWork, Part, SharedWork, Submit};
+use super::step::{self, Frame, PoolRequest, StepOutputs};
+use super::submits::{self, LayerWork, SharedWork, StepPart, Submit};
 use super::{Batch, BatchSequence, Limits, Runner, RunnerError, Sampled, Sampling, Ticket};
 use crate::checkpoint::LayerValues;
 use crate::config::Courtesy;
@@ -114,7 +114,7 @@ pub struct Gemma3 {
 /// The part behind the layers of a step whose draws have masks. It is submitted when the masks are there.
 pub(super) struct Closing {
     submit: Submit,
-    wanted: Wanted,
+    wanted: StepOutputs,
     /// The number of the step's tokens, without padding and with it.
     tokens: usize,
     padded: usize,
@@ -203,7 +203,12 @@ impl Gemma3 {
     /// Submits one step on frame `index`, which has no step in flight. If draws have masks, the closing stays behind
     /// until [`Runner::masks`]. If a unit is attached, it may compute some of the attention; then this returns with the
     /// step's last submit.
-    pub(super) fn run(&mut self, index: usize, batch: &Batch, wanted: Wanted) -> Result<(), RunnerError> {
+    pub(super) fn run(
+        &mut self,
+        index: usize,
+        batch: &Batch,
+        wanted: StepOutputs,
+    ) -> Result<(), RunnerError> {
         let Some(mut unit) = self.offload.take() else {
             return Ok(self.run_keeping(index, batch, wanted, None)?);
         };
@@ -226,7 +231,7 @@ impl Gemma3 {
         &mut self,
         index: usize,
         batch: &Batch,
-        wanted: Wanted,
+        wanted: StepOutputs,
         keep: Option<Keep<'_>>,
     ) -> Result<(), GpuError> {
         let padded = self.padded_tokens(batch.num_tokens());
@@ -249,8 +254,8 @@ impl Gemma3 {
         let result = commands.run(&self.device, padded, &submits, &mut |r, part| {
             self.record_part(r, frame, part, batch, &wanted, padded);
             match part {
-                Part::Opening => keep(r, 0, &(0..padded)),
-                Part::Layer { layer, rows } => keep(r, layer + 1, rows),
+                StepPart::Opening => keep(r, 0, &(0..padded)),
+                StepPart::Layer { layer, rows } => keep(r, layer + 1, rows),
                 _ => {}
             }
         });
@@ -265,24 +270,24 @@ impl Gemma3 {
         &self,
         r: &mut Recorder<'_>,
         frame: &Frame,
-        part: &Part,
+        part: &StepPart,
         batch: &Batch,
-        wanted: &Wanted,
+        wanted: &StepOutputs,
         padded: usize,
     ) {
         match part {
-            Part::Opening => self.record_opening(r, frame, batch, padded),
-            Part::Segment(layers) => {
+            StepPart::Opening => self.record_opening(r, frame, batch, padded),
+            StepPart::Segment(layers) => {
                 for layer in layers.clone() {
                     let step = frame.arrays(self.layers[layer].kind, padded, None);
                     self.record_layer(r, layer, &step, 0..padded);
                 }
             }
-            Part::Layer { layer, rows } => {
+            StepPart::Layer { layer, rows } => {
                 let step = frame.arrays(self.layers[*layer].kind, padded, Some(rows));
                 self.record_layer(r, *layer, &step, rows.clone());
             }
-            Part::Closing => self.record_closing(r, frame, wanted, batch.num_tokens()),
+            StepPart::Closing => self.record_closing(r, frame, wanted, batch.num_tokens()),
             shared => unreachable!("{shared:?} in a step that is not shared"),
         }
     }
@@ -292,7 +297,7 @@ impl Gemma3 {
         &mut self,
         closing: Option<Submit>,
         batch: &Batch,
-        wanted: Wanted,
+        wanted: StepOutputs,
         padded: usize,
     ) {
         let tokens = batch.num_tokens();
@@ -320,12 +325,12 @@ impl Gemma3 {
         batch: &Batch,
         tokens: usize,
         submits: &[Submit],
-        share: Option<&Share>,
+        share: Option<&NpuShare>,
     ) {
         for kind in [LayerType::SlidingAttention, LayerType::FullAttention] {
             let Some(layer) = self.layers.iter().find(|layer| layer.kind == kind) else { continue };
             let parts = submits.iter().flat_map(|submit| &submit.parts).filter_map(|part| match part {
-                Part::Layer { layer, rows } | Part::Attention { layer, rows }
+                StepPart::Layer { layer, rows } | StepPart::Attention { layer, rows }
                     if self.layers[*layer].kind == kind =>
                 {
                     Some(rows.len())
@@ -365,8 +370,8 @@ impl Gemma3 {
         &self,
         batch: &Batch,
         tokens: usize,
-        wanted: &Wanted,
-        share: Option<&Share>,
+        wanted: &StepOutputs,
+        share: Option<&NpuShare>,
     ) -> Vec<Submit> {
         let c = &self.config;
         let heads = (c.num_attention_heads * c.head_dim) as u64;
@@ -408,7 +413,7 @@ impl Gemma3 {
         };
         let layers: Vec<LayerWork> = c.layer_types.iter().take(self.trial_layers).map(layer).collect();
         // A step with masks submits its closing alone, because grammars compute the masks while the layers run.
-        let logits = Work::draws((c.hidden_size * c.vocab_size) as u64, wanted.rows.len());
+        let logits = WorkAmount::draws((c.hidden_size * c.vocab_size) as u64, wanted.rows.len());
         let closing =
             (!wanted.rows.is_empty() || !wanted.pooling.is_empty()).then_some((logits, wanted.masks > 0));
         let limit = match self.device.courtesy().is_bound() {
@@ -438,7 +443,7 @@ impl Runner for Gemma3 {
             end += sequence.input.len();
             ends.push(end as u32);
         }
-        let mut wanted = Wanted::default();
+        let mut wanted = StepOutputs::default();
         for draw in &sampling.draws {
             let sequence = &batch.sequences[draw.sequence];
             let tokens = sequence.input.len();

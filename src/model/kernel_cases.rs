@@ -36,7 +36,7 @@ const BLOCK_SIZE: usize = 16;
 
 /// One kernel at one shape. `tokens` is the number of rows of activations.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Work {
+pub enum KernelWork {
     Matmul {
         scheme: Scheme,
         rows: usize,
@@ -109,7 +109,7 @@ pub struct Case {
     pub shape: Shape,
     pub kv: KvDtype,
     pub precision: Precision,
-    pub work: Work,
+    pub work: KernelWork,
 }
 
 impl Choice {
@@ -126,44 +126,48 @@ impl Choice {
             ("gate_proj", s.intermediate_size, s.hidden_size),
             ("down_proj", s.hidden_size, s.intermediate_size),
         ];
-        let mut works: Vec<(String, Work)> = Vec::new();
+        let mut works: Vec<(String, KernelWork)> = Vec::new();
         for &tokens in &self.tokens {
             for &scheme in &self.schemes {
                 for (name, rows, cols) in matrices {
-                    let work = Work::Matmul { scheme, rows, cols, tokens };
+                    let work = KernelWork::Matmul { scheme, rows, cols, tokens };
                     works.push((format!("matmul {name} {scheme} x {tokens}"), work));
                 }
                 if self.precision.quantizes(scheme) {
                     let (rows, cols) = (s.intermediate_size, s.hidden_size);
-                    let work = Work::Gated { scheme, rows, cols, tokens };
+                    let work = KernelWork::Gated { scheme, rows, cols, tokens };
                     works.push((format!("gated {scheme} x {tokens}"), work));
                 }
             }
             let (scheme, rows, cols) = (self.embedding, s.vocab_size, s.hidden_size);
             let name = |what: &str| format!("{what} {scheme} x {tokens}");
-            works.push((name("embed"), Work::Embed { scheme, rows, cols, tokens }));
+            works.push((name("embed"), KernelWork::Embed { scheme, rows, cols, tokens }));
             // More tokens than a step has sequences are a prompt, from whose last row one id is drawn.
             if tokens <= MAX_SEQUENCES {
-                works.push((name("matmul head"), Work::Matmul { scheme, rows, cols, tokens }));
-                let decode = |depth, window| Work::Attention { sequences: tokens, tokens: 1, depth, window };
+                works.push((name("matmul head"), KernelWork::Matmul { scheme, rows, cols, tokens }));
+                let decode =
+                    |depth, window| KernelWork::Attention { sequences: tokens, tokens: 1, depth, window };
                 for &depth in &self.depths {
                     works.push((format!("attention of {tokens} at {depth}"), decode(depth, None)));
                 }
                 let windowed = decode(2 * s.sliding_window, Some(s.sliding_window));
                 works.push((format!("attention of {tokens} in a window"), windowed));
-                let draw = |top_k, top_p| Work::Sample { vocab: rows, rows: tokens, top_k, top_p };
+                let draw = |top_k, top_p| KernelWork::Sample { vocab: rows, rows: tokens, top_k, top_p };
                 works.push((format!("sample greedy x {tokens}"), draw(0, 1.0)));
                 works.push((format!("sample top_k top_p x {tokens}"), draw(64, 0.95)));
             }
             if tokens > 1 {
-                let prompt = Work::Attention { sequences: 1, tokens, depth: 0, window: None };
+                let prompt = KernelWork::Attention { sequences: 1, tokens, depth: 0, window: None };
                 works.push((format!("attention of a prompt of {tokens}"), prompt));
             }
             let width = s.hidden_size;
-            works.push((format!("qkv_store x {tokens}"), Work::QkvStore { tokens }));
-            works.push((format!("rms_norm x {tokens}"), Work::RmsNorm { width, tokens }));
-            works.push((format!("residual x {tokens}"), Work::Residual { width, tokens }));
-            works.push((format!("geglu x {tokens}"), Work::Geglu { width: s.intermediate_size, tokens }));
+            works.push((format!("qkv_store x {tokens}"), KernelWork::QkvStore { tokens }));
+            works.push((format!("rms_norm x {tokens}"), KernelWork::RmsNorm { width, tokens }));
+            works.push((format!("residual x {tokens}"), KernelWork::Residual { width, tokens }));
+            works.push((
+                format!("geglu x {tokens}"),
+                KernelWork::Geglu { width: s.intermediate_size, tokens },
+            ));
         }
         let case = |(name, work)| Case {
             name: format!("{} {name}, {}", s.name, self.precision),
@@ -187,12 +191,12 @@ impl Case {
             kv: self.kv,
         };
         let dispatch = match self.work {
-            Work::Matmul { scheme, rows, cols, tokens } => {
+            KernelWork::Matmul { scheme, rows, cols, tokens } => {
                 cost::matmul(self.precision, scheme, &[rows], cols, tokens)
             }
-            Work::Gated { scheme, rows, cols, tokens } => cost::gated(scheme, rows, cols, tokens),
-            Work::Embed { scheme, cols, tokens, .. } => cost::embed(scheme, cols, tokens),
-            Work::Attention { sequences, tokens, depth, window } => {
+            KernelWork::Gated { scheme, rows, cols, tokens } => cost::gated(scheme, rows, cols, tokens),
+            KernelWork::Embed { scheme, cols, tokens, .. } => cost::embed(scheme, cols, tokens),
+            KernelWork::Attention { sequences, tokens, depth, window } => {
                 let (all, positions) = (sequences * tokens, depth..depth + tokens);
                 let of_all = cost::attention(
                     &heads,
@@ -206,11 +210,11 @@ impl Case {
                 // Partials between the dispatches are neither input nor output.
                 return kv + (2 * 4 * all * s.num_attention_heads * s.head_dim) as u64;
             }
-            Work::QkvStore { tokens } => cost::qkv_store(&heads, tokens),
-            Work::RmsNorm { width, tokens } => cost::rms_norm(tokens, width, self.wants()),
-            Work::Residual { width, tokens } => cost::residual(tokens, width, self.wants()),
-            Work::Geglu { width, tokens } => cost::geglu(tokens, width, self.wants()),
-            Work::Sample { vocab, rows, top_k, .. } => {
+            KernelWork::QkvStore { tokens } => cost::qkv_store(&heads, tokens),
+            KernelWork::RmsNorm { width, tokens } => cost::rms_norm(tokens, width, self.wants()),
+            KernelWork::Residual { width, tokens } => cost::residual(tokens, width, self.wants()),
+            KernelWork::Geglu { width, tokens } => cost::geglu(tokens, width, self.wants()),
+            KernelWork::Sample { vocab, rows, top_k, .. } => {
                 let drawn = if top_k > 0 { cost::Drawn::Filtered } else { cost::Drawn::Greedy };
                 return cost::sample(rows, vocab, drawn).iter().map(|each| each.activation_bytes).sum();
             }
@@ -221,9 +225,9 @@ impl Case {
     /// Operations of products, where a multiply-add counts as two. `None` for kernels that memory bounds.
     pub fn ops(&self) -> Option<u64> {
         match self.work {
-            Work::Matmul { rows, cols, tokens, .. } => Some(2 * (rows * cols * tokens) as u64),
-            Work::Gated { rows, cols, tokens, .. } => Some(4 * (rows * cols * tokens) as u64),
-            Work::Attention { sequences, tokens, depth, window } => {
+            KernelWork::Matmul { rows, cols, tokens, .. } => Some(2 * (rows * cols * tokens) as u64),
+            KernelWork::Gated { rows, cols, tokens, .. } => Some(4 * (rows * cols * tokens) as u64),
+            KernelWork::Attention { sequences, tokens, depth, window } => {
                 let keys = |position: usize| (position + 1).min(window.unwrap_or(usize::MAX));
                 let seen: usize = (depth..depth + tokens).map(keys).sum();
                 Some(4 * (sequences * seen * self.shape.num_attention_heads * self.shape.head_dim) as u64)
@@ -396,7 +400,7 @@ impl Rig {
         let heads = s.num_attention_heads * s.head_dim;
         let kv_heads = s.num_key_value_heads * s.head_dim;
         let (record, output): (Record, Buffer) = match case.work {
-            Work::Matmul { scheme, rows, cols, tokens } => {
+            KernelWork::Matmul { scheme, rows, cols, tokens } => {
                 let matrices = make.matrices(scheme, rows, cols, case.bytes())?;
                 let wants = kernels.wants(&matrices);
                 let (x, y) = (make.operand(&kernels, wants, tokens, cols)?, make.activations(tokens, rows)?);
@@ -406,7 +410,7 @@ impl Rig {
                 };
                 (Box::new(record), output)
             }
-            Work::Gated { scheme, rows, cols, tokens } => {
+            KernelWork::Gated { scheme, rows, cols, tokens } => {
                 let pairs = make.matrices(scheme, rows, cols, case.bytes())?;
                 let pairs = [pairs, make.matrices(scheme, rows, cols, case.bytes())?];
                 let x = make.operand(&kernels, case.wants(), tokens, cols)?;
@@ -418,7 +422,7 @@ impl Rig {
                 };
                 (Box::new(record), output)
             }
-            Work::Embed { scheme, rows, cols, tokens } => {
+            KernelWork::Embed { scheme, rows, cols, tokens } => {
                 let matrix = make.matrices(scheme, rows, cols, ROTATED_BYTES)?.remove(0);
                 let ids: Vec<u32> = (0..tokens).map(|_| make.rng.random_range(0..rows as u32)).collect();
                 let (ids, sampled) = (make.words(&ids)?, make.words(&[0u32])?);
@@ -430,7 +434,7 @@ impl Rig {
                 };
                 (Box::new(record), output)
             }
-            Work::Attention { sequences, tokens, depth, window } => {
+            KernelWork::Attention { sequences, tokens, depth, window } => {
                 let layers = make.attention(case, sequences, depth + tokens, window, case.bytes())?;
                 let shape = layers[0].shape;
                 let step = make.step(&shape, sequences, tokens, depth)?;
@@ -445,7 +449,7 @@ impl Rig {
                 };
                 (Box::new(record), output)
             }
-            Work::QkvStore { tokens } => {
+            KernelWork::QkvStore { tokens } => {
                 let layer = make.attention(case, tokens, 1, None, ROTATED_BYTES)?.remove(0);
                 let step = make.step(&layer.shape, tokens, 1, 0)?;
                 let q = make.activations(tokens, heads)?;
@@ -456,18 +460,18 @@ impl Rig {
                 };
                 (Box::new(record), output)
             }
-            Work::RmsNorm { width, tokens } | Work::Residual { width, tokens } => {
+            KernelWork::RmsNorm { width, tokens } | KernelWork::Residual { width, tokens } => {
                 let (x, hidden) = (make.activations(tokens, width)?, make.activations(tokens, width)?);
                 let (y, output) = make.result(case.wants(), tokens, width)?;
                 let norm = make.norm(width)?;
-                let adds = matches!(case.work, Work::Residual { .. });
+                let adds = matches!(case.work, KernelWork::Residual { .. });
                 let record = move |r: &mut Recorder<'_>, _| match adds {
                     true => kernels.residual(r, &x, &norm, (&hidden, &norm), &y, tokens),
                     false => kernels.rms_norm(r, &x, &norm, &y, tokens),
                 };
                 (Box::new(record), output)
             }
-            Work::Geglu { width, tokens } => {
+            KernelWork::Geglu { width, tokens } => {
                 let (gate, up) = (make.activations(tokens, width)?, make.activations(tokens, width)?);
                 let (mut y, mut output) = make.result(case.wants(), tokens, width)?;
                 if y.floats.is_some() {
@@ -477,7 +481,7 @@ impl Rig {
                 let record = move |r: &mut Recorder<'_>, _| kernels.geglu(r, &gate, &up, &y, tokens);
                 (Box::new(record), output)
             }
-            Work::Sample { vocab, rows, top_k, top_p } => {
+            KernelWork::Sample { vocab, rows, top_k, top_p } => {
                 let (logits, draws, requests) = make.draws(vocab, rows, top_k, top_p)?;
                 let sampled = make.words(&vec![0u32; rows])?;
                 let output = draws.ids.clone();
@@ -492,7 +496,9 @@ impl Rig {
     fn kernels(&mut self, case: &Case) -> Result<Arc<Kernels>, GpuError> {
         let heads = case.heads();
         let scheme = match case.work {
-            Work::Matmul { scheme, .. } | Work::Embed { scheme, .. } | Work::Gated { scheme, .. } => scheme,
+            KernelWork::Matmul { scheme, .. }
+            | KernelWork::Embed { scheme, .. }
+            | KernelWork::Gated { scheme, .. } => scheme,
             _ => Scheme::F32,
         };
         let precision = case.precision;
@@ -500,7 +506,7 @@ impl Rig {
         if let Some(kernels) = self.kernels.get(&key) {
             return Ok(kernels.clone());
         }
-        let gated = matches!(case.work, Work::Gated { .. }).then_some(scheme).into_iter().collect();
+        let gated = matches!(case.work, KernelWork::Gated { .. }).then_some(scheme).into_iter().collect();
         let matrices = Matrices { gated, embedding: Some(scheme), ..Matrices::default() };
         let kernels = Arc::new(Kernels::new(&self.device, &matrices, heads, precision)?);
         self.kernels.insert(key, kernels.clone());
@@ -741,7 +747,7 @@ fn gpu_error(error: UploadError) -> GpuError {
 mod tests {
     use super::*;
 
-    fn case(work: Work) -> Case {
+    fn case(work: KernelWork) -> Case {
         let shape = Shape::named("gemma-3-27b").expect("a shape");
         Case { name: "x".into(), shape, kv: KvDtype::F16, precision: Precision::F32, work }
     }
@@ -749,7 +755,8 @@ mod tests {
     #[test]
     fn bytes_and_operations_are_those_of_the_arithmetic() {
         // gate_proj of the 27B in int4-g128 has half a byte for each weight, and 2 bytes for each 128 of them.
-        let gate = case(Work::Matmul { scheme: Scheme::int4(128), rows: 21_504, cols: 5376, tokens: 1 });
+        let gate =
+            case(KernelWork::Matmul { scheme: Scheme::int4(128), rows: 21_504, cols: 5376, tokens: 1 });
         let weights = 21_504 * 5376;
         assert_eq!(gate.bytes(), weights / 2 + weights / 64 + 4 * (21_504 + 5376));
         assert_eq!(gate.ops(), Some(2 * weights));
@@ -757,19 +764,20 @@ mod tests {
         // result in int8.
         let gate = Case { precision: Precision::Fast, ..gate };
         assert_eq!(gate.bytes(), weights / 2 + weights / 64 + 4 * 21_504 + 5376 / 32 * 40);
-        let work = Work::Gated { scheme: Scheme::int4(128), rows: 21_504, cols: 5376, tokens: 1 };
+        let work = KernelWork::Gated { scheme: Scheme::int4(128), rows: 21_504, cols: 5376, tokens: 1 };
         let gated = Case { work, ..gate };
         assert_eq!(gated.bytes(), 2 * (weights / 2 + weights / 64) + (21_504 + 5376) / 32 * 40);
         assert_eq!(gated.ops(), Some(4 * weights));
         // The case moves 16 KV heads of 128 in f16, keys and values, for 2049 positions, and 32 heads of queries and of
         // results.
-        let deep = case(Work::Attention { sequences: 3, tokens: 1, depth: 2048, window: None });
+        let deep = case(KernelWork::Attention { sequences: 3, tokens: 1, depth: 2048, window: None });
         assert_eq!(deep.bytes(), 3 * (2049 * 16 * 128 * 2 * 2 + 2 * 4 * 32 * 128));
         assert_eq!(deep.ops(), Some(3 * 2049 * 32 * 128 * 4));
-        let windowed = case(Work::Attention { sequences: 1, tokens: 1, depth: 2048, window: Some(1024) });
+        let windowed =
+            case(KernelWork::Attention { sequences: 1, tokens: 1, depth: 2048, window: Some(1024) });
         assert_eq!(windowed.bytes(), 1024 * 16 * 128 * 2 * 2 + 2 * 4 * 32 * 128);
         assert_eq!(windowed.ops(), Some(1024 * 32 * 128 * 4));
-        let prompt = case(Work::Attention { sequences: 1, tokens: 4, depth: 0, window: None });
+        let prompt = case(KernelWork::Attention { sequences: 1, tokens: 4, depth: 0, window: None });
         assert_eq!(prompt.ops(), Some((1 + 2 + 3 + 4) * 32 * 128 * 4));
     }
 

@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use super::RunnerError;
 use super::gemma3::Gemma3;
-use super::step::Wanted;
+use super::step::StepOutputs;
 use crate::checkpoint::{Deviation, Expected, LayerValues};
 use crate::gpu::{Buffer, Recorder};
 use crate::kernels::Activations;
@@ -81,7 +81,7 @@ impl Gemma3 {
         places: &[(usize, Buffer)],
     ) -> Result<(), RunnerError> {
         let (batch, last) = (self.alone(start, ids), ids.len() - 1);
-        let mut wanted = Wanted::default();
+        let mut wanted = StepOutputs::default();
         if !places.is_empty() {
             wanted.rows.push(last as u32);
         }

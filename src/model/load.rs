@@ -11,7 +11,9 @@ use super::Limits;
 use super::config::{ConfigError, Gemma3Config, GenerationConfig, LayerType};
 use super::gemma3::{Gemma3, Loaded, NotCompared};
 use super::layers::{Layer, Scratch, device_buffer};
-use super::memory::{self, DEFAULT_BLOCK_SIZE, Demand, DoesNotFit, DraftDemand, MAX_IN_FLIGHT, Schemes};
+use super::memory::{
+    self, DEFAULT_BLOCK_SIZE, DoesNotFit, DraftRequest, MAX_IN_FLIGHT, MemoryRequest, Schemes,
+};
 use super::offload::{OffloadBuffers, OffloadError, OffloadLimits};
 use super::rates::Rates;
 use super::self_test::{self, SelfTest, Traits};
@@ -175,11 +177,11 @@ impl Gemma3 {
                     .map_err(|problem| LoadError::Option(format!("{}: {problem}", name())))?;
                 let weights = draft.weights()?;
                 let schemes = Schemes::of(&weights, QuantizeMode::None)?;
-                Some((draft, weights, DraftDemand { config: &draft.config, schemes }))
+                Some((draft, weights, DraftRequest { config: &draft.config, schemes }))
             }
         };
         let used_before = device.memory_use();
-        let demand = Demand {
+        let request = MemoryRequest {
             config: &source.config,
             schemes: Schemes::of(&weights, options.quantize)?,
             kv: options.kv,
@@ -191,19 +193,19 @@ impl Gemma3 {
                 .min(device.info().max_allocation_bytes / 2),
             moments: options.moments,
             offload: options.offload,
-            draft: draft.as_ref().map(|(.., demand)| demand.clone()),
+            draft: draft.as_ref().map(|(.., request)| request.clone()),
         };
-        if let Some((wanted, longest, whose)) = demand.beyond_model(options.max_context) {
+        if let Some((wanted, longest, whose)) = request.beyond_model(options.max_context) {
             return Err(LoadError::ContextTooLong { wanted, longest, whose });
         }
         // Everything is placed before memory is allocated, and allocated before tensors are read.
         let others = memory::quantize_modes(&weights)?;
         let machine = device.machine();
-        let fit = demand
+        let fit = request
             .fit_to_serve(&machine, &options.memory, options.max_context, options.sequences, &others)
             .map_err(Box::new)?;
-        let limits = demand.limits(fit.context, fit.pools);
-        let room = demand.sequences(&fit);
+        let limits = request.limits(fit.context, fit.pools);
+        let room = request.sequences(&fit);
         if room < options.sequences {
             tracing::warn!(
                 "memory has room for {room} conversations at once beside a context of {} tokens, and engine.sequences is {}: \
@@ -230,18 +232,18 @@ impl Gemma3 {
         let mut load = Load {
             device,
             options,
-            demand: &demand,
+            request: &request,
             arena,
             done: 0,
             total: weights.iter().chain(draft_weights).map(|t| t.stored_bytes()).sum(),
             progress,
         };
-        let mut model = load.model(&source, &weights, &demand.schemes, limits, None)?;
+        let mut model = load.model(&source, &weights, &request.schemes, limits, None)?;
         let mut draft_model = match &draft {
             None => None,
-            Some((source, weights, demand)) => {
+            Some((source, weights, request)) => {
                 let limits = Limits { vocab_size: source.config.vocab_size, ..limits };
-                Some(load.model(source, weights, &demand.schemes, limits, Some(&model))?)
+                Some(load.model(source, weights, &request.schemes, limits, Some(&model))?)
             }
         };
         let arena = load.arena;
@@ -356,7 +358,7 @@ impl<'a> Source<'a> {
 struct Load<'a> {
     device: &'a Arc<Device>,
     options: &'a LoadOptions,
-    demand: &'a Demand<'a>,
+    request: &'a MemoryRequest<'a>,
     arena: Arena,
     /// Bytes of the checkpoints that are loaded.
     done: u64,
@@ -375,14 +377,14 @@ impl Load<'_> {
         limits: Limits,
         of: Option<&Gemma3>,
     ) -> Result<Gemma3, LoadError> {
-        let Load { device, options, demand, arena, done, total, progress } = self;
+        let Load { device, options, request, arena, done, total, progress } = self;
         let Source { config, checkpoint, .. } = source;
-        let tokens = demand.batch_tokens();
+        let tokens = request.batch_tokens();
         let mut loader = Loader {
             checkpoint,
             uploader: Uploader::new(device)?,
             queued: Vec::new(),
-            max_shard_bytes: demand.max_shard_bytes,
+            max_shard_bytes: request.max_shard_bytes,
             done: *done,
             total: *total,
             progress: &mut **progress,
@@ -406,7 +408,7 @@ impl Load<'_> {
         loader.read_queued()?;
         let mut shared = match of {
             Some(model) => Shared::of(model, config, tokens),
-            None => Shared::new(arena, demand, &limits)?,
+            None => Shared::new(arena, request, &limits)?,
         };
         let offload_buffers = match (options.offload, of) {
             (Some(limits), None) => Some(OffloadBuffers::new(device, arena, config, heads, limits)?),
@@ -485,7 +487,7 @@ impl Load<'_> {
             placements: Vec::new(),
             loaded,
             residency: Residency::Unknown,
-            weight_bytes: demand.weight_bytes_of(config, schemes),
+            weight_bytes: request.weight_bytes_of(config, schemes),
             schemes: schemes.clone(),
         })
     }
@@ -520,9 +522,9 @@ struct Shared {
 }
 
 impl Shared {
-    fn new(arena: &mut Arena, demand: &Demand<'_>, limits: &Limits) -> Result<Shared, GpuError> {
-        let config = demand.config;
-        let scratch = Scratch::new(arena, config, demand.batch_tokens(), demand.activation_bytes())?;
+    fn new(arena: &mut Arena, request: &MemoryRequest<'_>, limits: &Limits) -> Result<Shared, GpuError> {
+        let config = request.config;
+        let scratch = Scratch::new(arena, config, request.batch_tokens(), request.activation_bytes())?;
         let sampled = device_buffer(arena, memory::SAMPLED_BYTES, "sampled ids")?;
         let ids = device_buffer(arena, memory::history_bytes(limits), "history")?;
         let history = History { ids, slot_len: limits.max_context };

@@ -100,7 +100,7 @@ impl fmt::Display for Schemes {
 
 /// All that determines a model's size.
 #[derive(Debug, Clone)]
-pub struct Demand<'a> {
+pub struct MemoryRequest<'a> {
     pub config: &'a Gemma3Config,
     pub schemes: Schemes,
     /// Element type of the KV cache.
@@ -116,13 +116,13 @@ pub struct Demand<'a> {
     /// The room for a unit that computes some of the attention of prompts, if there is one.
     pub offload: Option<OffloadLimits>,
     /// The draft model, if there is one.
-    pub draft: Option<DraftDemand<'a>>,
+    pub draft: Option<DraftRequest<'a>>,
 }
 
 /// A draft model, which drafts tokens for the model (`draft.rs`). It has as many KV blocks as the model, runs in the
 /// same steps, and shares the model's activations.
 #[derive(Debug, Clone)]
-pub struct DraftDemand<'a> {
+pub struct DraftRequest<'a> {
     pub config: &'a Gemma3Config,
     pub schemes: Schemes,
 }
@@ -196,7 +196,7 @@ fn layers(config: &Gemma3Config) -> [usize; 2] {
     [config.num_hidden_layers - sliding, sliding]
 }
 
-impl<'a> Demand<'a> {
+impl<'a> MemoryRequest<'a> {
     /// The model and its draft model, if any, each with the prefix of its buffers' names, its config and its schemes.
     fn models(&self) -> impl Iterator<Item = (&'static str, &'a Gemma3Config, &Schemes)> {
         let draft = self.draft.as_ref().map(|draft| ("draft ", draft.config, &draft.schemes));
@@ -327,7 +327,7 @@ impl<'a> Demand<'a> {
         requests
     }
 
-    /// The weights of one of the models, as [`Demand::requests`] lists them.
+    /// The weights of one of the models, as [`MemoryRequest::requests`] lists them.
     fn weights(&self, c: &Gemma3Config, schemes: &Schemes, add: &mut dyn FnMut(Class, u64, String)) {
         let matrix = |(rows, cols): (usize, usize), scheme: Scheme| {
             Matrix::buffer_bytes(scheme, rows, cols, self.max_shard_bytes)
@@ -412,7 +412,7 @@ impl<'a> Demand<'a> {
 
     /// Places a model to serve: a context of `wanted` tokens, or the longest that fits, and windows for up to
     /// `sequences` sequences. Memory that is left goes to blocks of full layers, which the sequences share, up to a
-    /// full context for each. `others` has the meaning that it has in [`Demand::fit`].
+    /// full context for each. `others` has the meaning that it has in [`MemoryRequest::fit`].
     pub fn fit_to_serve(
         &self,
         machine: &Machine,
@@ -468,7 +468,7 @@ impl<'a> Demand<'a> {
                 } else {
                     self.first_smaller(machine, limits, sequences, others)
                 };
-                let alone = self.draft.is_some().then(|| Demand { draft: None, ..self.clone() });
+                let alone = self.draft.is_some().then(|| MemoryRequest { draft: None, ..self.clone() });
                 let without_draft = alone.map(|alone| alone.largest_context(machine, limits, sequences));
                 DoesNotFit { context, sequences, refusal, largest_context, smaller, without_draft }
             },
@@ -502,7 +502,7 @@ impl<'a> Demand<'a> {
         sequences: usize,
         others: &[(String, Schemes)],
     ) -> Option<(String, usize)> {
-        let with = |schemes: &Schemes| Demand { schemes: schemes.clone(), ..self.clone() };
+        let with = |schemes: &Schemes| MemoryRequest { schemes: schemes.clone(), ..self.clone() };
         let mut others: Vec<_> = others
             .iter()
             .map(|(option, schemes)| (option, with(schemes)))
@@ -510,8 +510,8 @@ impl<'a> Demand<'a> {
             .collect();
         others.retain(|(bytes, ..)| *bytes < self.weight_bytes());
         others.sort_by_key(|(bytes, ..)| std::cmp::Reverse(*bytes));
-        others.into_iter().find_map(|(_, option, demand)| {
-            let context = demand.largest_context(machine, limits, sequences);
+        others.into_iter().find_map(|(_, option, request)| {
+            let context = request.largest_context(machine, limits, sequences);
             (context > 0).then(|| (option.clone(), context))
         })
     }

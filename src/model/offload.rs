@@ -209,7 +209,7 @@ impl OffloadBuffers {
 
 /// What of a step's attention is shared with the unit.
 #[derive(Debug, Clone)]
-pub(super) struct Share {
+pub(super) struct NpuShare {
     /// The rows of the step, and the index of their sequence.
     pub rows: Range<usize>,
     pub sequence: usize,
@@ -221,7 +221,7 @@ pub(super) struct Share {
     full: Option<OffloadRoom>,
 }
 
-impl Share {
+impl NpuShare {
     pub fn room(&self, kind: LayerType) -> Option<OffloadRoom> {
         match kind {
             LayerType::SlidingAttention => self.sliding,
@@ -313,7 +313,7 @@ impl Attached {
         drawn: &[u32],
         window: usize,
         limits: &OffloadLimits,
-    ) -> Option<Share> {
+    ) -> Option<NpuShare> {
         if !self.is_usable() || self.kv_heads == 0 {
             return None;
         }
@@ -333,7 +333,7 @@ impl Attached {
         // A unit may have no kernel for as many rows as a job may have.
         [MOST_TOKENS, MOST_TOKENS / 2].into_iter().find_map(|most| {
             let rows = row..row + input.len().min(most);
-            let mut share = Share { rows, sequence, first: *first, kv_heads, sliding: None, full: None };
+            let mut share = NpuShare { rows, sequence, first: *first, kv_heads, sliding: None, full: None };
             share.sliding = self.room(&share.job(Some(window)), limits);
             share.full = self.room(&share.job(None), limits);
             (share.sliding.is_some() || share.full.is_some()).then_some(share)

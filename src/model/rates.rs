@@ -43,12 +43,12 @@ const SHORTEST_TIMED: Duration = Duration::from_millis(1);
 
 /// An amount of work: the units of each kind.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct Work([u64; KINDS]);
+pub(super) struct WorkAmount([u64; KINDS]);
 
-impl Work {
+impl WorkAmount {
     /// The products of `tokens` tokens with matrices that have `weights` weights together.
-    pub fn products(weights: u64, tokens: usize) -> Work {
-        let mut work = Work::default();
+    pub fn products(weights: u64, tokens: usize) -> WorkAmount {
+        let mut work = WorkAmount::default();
         if tokens <= FEW {
             work.0[Kind::Narrow as usize] = weights * passes(tokens);
         } else {
@@ -58,27 +58,27 @@ impl Work {
     }
 
     /// Attention of single tokens to `bytes` bytes of keys and values.
-    pub fn reading(bytes: u64) -> Work {
-        let mut work = Work::default();
+    pub fn reading(bytes: u64) -> WorkAmount {
+        let mut work = WorkAmount::default();
         work.0[Kind::Reading as usize] = bytes;
         work
     }
 
-    pub fn attention(multiply_adds: u64) -> Work {
-        let mut work = Work::default();
+    pub fn attention(multiply_adds: u64) -> WorkAmount {
+        let mut work = WorkAmount::default();
         work.0[Kind::Attention as usize] = multiply_adds;
         work
     }
 
     /// The logits of `rows` tokens by an embedding of `weights` weights, and the draws from them.
-    pub fn draws(weights: u64, rows: usize) -> Work {
-        let mut work = Work::default();
+    pub fn draws(weights: u64, rows: usize) -> WorkAmount {
+        let mut work = WorkAmount::default();
         work.0[Kind::Draws as usize] = weights * passes(rows);
         work
     }
 
     pub fn is_nothing(self) -> bool {
-        self == Work::default()
+        self == WorkAmount::default()
     }
 }
 
@@ -86,16 +86,16 @@ fn passes(tokens: usize) -> u64 {
     tokens.div_ceil(TOKENS_PER_PASS) as u64
 }
 
-impl AddAssign for Work {
-    fn add_assign(&mut self, other: Work) {
+impl AddAssign for WorkAmount {
+    fn add_assign(&mut self, other: WorkAmount) {
         self.0.iter_mut().zip(other.0).for_each(|(sum, units)| *sum += units);
     }
 }
 
-impl std::ops::Add for Work {
-    type Output = Work;
+impl std::ops::Add for WorkAmount {
+    type Output = WorkAmount;
 
-    fn add(mut self, other: Work) -> Work {
+    fn add(mut self, other: WorkAmount) -> WorkAmount {
         self += other;
         self
     }
@@ -116,19 +116,19 @@ impl Default for Rates {
 
 impl Rates {
     /// The time that `work` is expected to take.
-    pub fn time(&self, work: Work) -> Duration {
+    pub fn time(&self, work: WorkAmount) -> Duration {
         Duration::from_secs_f64(self.shares(work).iter().sum::<f64>().min(1e9))
     }
 
     /// The seconds that each kind of work is expected to take.
-    fn shares(&self, Work(units): Work) -> [f64; KINDS] {
+    fn shares(&self, WorkAmount(units): WorkAmount) -> [f64; KINDS] {
         std::array::from_fn(|kind| units[kind] as f64 * self.seconds[kind])
     }
 
     /// Learns from the time that a submit `took`; `None` if the device has no timestamps. The difference from the
     /// expected time is divided among the kinds by their shares of it. A rate gets slower at once and faster gradually.
     /// If a kind was never timed, its rate gets faster at once, too.
-    pub fn learn(&mut self, work: Work, took: Option<Duration>) {
+    pub fn learn(&mut self, work: WorkAmount, took: Option<Duration>) {
         let Some(took) = took.map(|took| took.max(SHORTEST_TIMED)) else { return };
         let shares = self.shares(work);
         let expected: f64 = shares.iter().sum();
@@ -151,15 +151,16 @@ mod tests {
 
     const MS: Duration = Duration::from_millis(1);
 
-    fn ms(rates: &Rates, work: Work) -> f64 {
+    fn ms(rates: &Rates, work: WorkAmount) -> f64 {
         rates.time(work).as_secs_f64() * 1e3
     }
 
     #[test]
     fn one_kind_learns_nothing_from_another() {
         let mut rates = Rates::default();
-        let (decode, prefill) = (Work::products(1_000_000_000, 1), Work::products(1_000_000_000, 128));
-        let deep = Work::attention(1_000_000_000_000);
+        let (decode, prefill) =
+            (WorkAmount::products(1_000_000_000, 1), WorkAmount::products(1_000_000_000, 128));
+        let deep = WorkAmount::attention(1_000_000_000_000);
         let before = [prefill, deep].map(|work| ms(&rates, work));
         for _ in 0..1000 {
             rates.learn(decode, Some(7 * MS));
@@ -171,7 +172,7 @@ mod tests {
     #[test]
     fn what_was_never_timed_is_slow_and_known_after_one_submit() {
         let mut rates = Rates::default();
-        let work = Work::products(10_000_000_000, 8);
+        let work = WorkAmount::products(10_000_000_000, 8);
         let careful = ms(&rates, work);
         assert!((careful - 8.0 * 1e10 / 146e9 * 1e3).abs() < 1.0, "{careful}");
         rates.learn(work, Some(60 * MS));
@@ -183,8 +184,8 @@ mod tests {
         assert!((ms(&rates, work) - 80.0).abs() < 1e-6);
         // A submit without a time changes nothing, nor does a submit too short to tell.
         rates.learn(work, None);
-        rates.learn(Work::products(1000, 8), Some(MS / 2));
-        rates.learn(Work::default(), Some(50 * MS));
+        rates.learn(WorkAmount::products(1000, 8), Some(MS / 2));
+        rates.learn(WorkAmount::default(), Some(50 * MS));
         assert!((ms(&rates, work) - 80.0).abs() < 1e-6);
         // Short submits of a kind that was expected to take long make its rate faster: on a fast device nothing else
         // would.
@@ -196,7 +197,8 @@ mod tests {
 
     #[test]
     fn two_kinds_in_one_submit_share_the_error() {
-        let (products, attention) = (Work::products(1_000_000_000, 64), Work::attention(40_000_000_000));
+        let (products, attention) =
+            (WorkAmount::products(1_000_000_000, 64), WorkAmount::attention(40_000_000_000));
         let truth = |parts: [f64; 2]| Duration::from_secs_f64(parts[0] * 0.1 + parts[1] * 0.05);
         let mut rates = Rates::default();
         for _ in 0..200 {

@@ -13,11 +13,11 @@ use std::ops::Range;
 use super::gemma3::Gemma3;
 use super::load::LoadError;
 use super::offload::{
-    Attached, Offload, OffloadBuffers, OffloadCounts, OffloadJob, OffloadRoom, OffloadWatch, Share,
+    Attached, NpuShare, Offload, OffloadBuffers, OffloadCounts, OffloadJob, OffloadRoom, OffloadWatch,
 };
-use super::rates::Work;
-use super::step::{Commands, Frame, Wanted};
-use super::submits::{Part, SEGMENT_LAYERS, Submit};
+use super::rates::WorkAmount;
+use super::step::{Commands, Frame, StepOutputs};
+use super::submits::{SEGMENT_LAYERS, StepPart, Submit};
 use super::{Batch, BatchSequence, Input, RunnerError};
 use crate::gpu::{GpuError, Recorder};
 use crate::kernels::GatheredKeys;
@@ -113,7 +113,7 @@ impl Gemma3 {
         let batch = Batch { sequences: vec![sequence], ..Batch::default() };
         // Whole segments, because a segment is recorded once for all steps.
         self.trial_layers = layers.next_multiple_of(SEGMENT_LAYERS);
-        let ran = self.run(0, &batch, Wanted::default()).and_then(|()| Ok(self.wait_for(0)?));
+        let ran = self.run(0, &batch, StepOutputs::default()).and_then(|()| Ok(self.wait_for(0)?));
         self.trial_layers = usize::MAX;
         ran.map(|()| true)
     }
@@ -124,8 +124,8 @@ impl Gemma3 {
         &mut self,
         index: usize,
         batch: &Batch,
-        wanted: Wanted,
-        share: &Share,
+        wanted: StepOutputs,
+        share: &NpuShare,
         unit: &mut Attached,
     ) -> Result<(), RunnerError> {
         let padded = self.padded_tokens(batch.num_tokens());
@@ -154,7 +154,7 @@ impl Gemma3 {
 struct Shared<'a> {
     model: &'a Gemma3,
     frame: &'a Frame,
-    share: &'a Share,
+    share: &'a NpuShare,
     buffers: &'a OffloadBuffers,
 }
 
@@ -173,7 +173,7 @@ impl Shared<'_> {
         padded: usize,
         submits: Vec<Submit>,
         unit: &mut Attached,
-        record: &mut dyn FnMut(&mut Recorder<'_>, &Part),
+        record: &mut dyn FnMut(&mut Recorder<'_>, &StepPart),
     ) -> Result<(), RunnerError> {
         let mut run = |commands: &mut Commands, submit: Submit| -> Result<(), GpuError> {
             commands.run(&self.model.device, padded, &[submit], record)
@@ -184,7 +184,7 @@ impl Shared<'_> {
         let mut own: Vec<Range<usize>> = Vec::new();
         for mut submit in submits {
             let joined = match submit.parts.first() {
-                Some(&Part::Join { layer }) => Some(layer),
+                Some(&StepPart::Join { layer }) => Some(layer),
                 _ => None,
             };
             let mut used = None;
@@ -198,14 +198,14 @@ impl Shared<'_> {
                     unit.recomputed();
                     submit.parts.remove(0);
                     for rows in own.drain(..) {
-                        let parts = vec![Part::Recompute { layer, rows }];
-                        run(commands, Submit { parts, work: Work::default() })?;
+                        let parts = vec![StepPart::Recompute { layer, rows }];
+                        run(commands, Submit { parts, work: WorkAmount::default() })?;
                     }
                 }
                 own.clear();
             }
             let mut gathered = match submit.parts.last() {
-                Some(&Part::Gather { layer }) => Some(layer),
+                Some(&StepPart::Gather { layer }) => Some(layer),
                 _ => None,
             };
             if gathered.is_some() && !unit.is_usable() {
@@ -213,12 +213,12 @@ impl Shared<'_> {
                 gathered = None;
             }
             own.extend(submit.parts.iter().filter_map(|part| match part {
-                Part::Attention { rows, .. } => Some(rows.clone()),
+                StepPart::Attention { rows, .. } => Some(rows.clone()),
                 _ => None,
             }));
             // The unit may have all there is to compute.
             let is_idle = submit.work.is_nothing()
-                && submit.parts.iter().all(|part| matches!(part, Part::Attention { .. }));
+                && submit.parts.iter().all(|part| matches!(part, StepPart::Attention { .. }));
             if is_idle {
                 continue;
             }
@@ -248,23 +248,23 @@ impl Shared<'_> {
     }
 
     /// Records a part of a layer that is shared; false if the part is none.
-    fn record(&self, r: &mut Recorder<'_>, part: &Part) -> bool {
+    fn record(&self, r: &mut Recorder<'_>, part: &StepPart) -> bool {
         let Shared { model, frame, share, .. } = *self;
         match part {
-            Part::Projections { layer, rows } => {
+            StepPart::Projections { layer, rows } => {
                 let step = frame.whole(model.layers[*layer].kind).rows(rows);
                 model.record_projections(r, *layer, &step, rows.clone());
             }
-            Part::Gather { layer } => self.record_gather(r, *layer),
-            Part::Attention { layer, rows } => {
+            StepPart::Gather { layer } => self.record_gather(r, *layer),
+            StepPart::Attention { layer, rows } => {
                 let all = model.config.num_key_value_heads;
                 self.record_attention(r, *layer, rows, 0..all, share.kv_heads..all);
             }
-            Part::Recompute { layer, rows } => {
+            StepPart::Recompute { layer, rows } => {
                 self.record_attention(r, *layer, rows, 0..0, 0..share.kv_heads);
             }
-            Part::Join { layer } => self.record_join(r, *layer),
-            Part::Rest { layer, rows } => {
+            StepPart::Join { layer } => self.record_join(r, *layer),
+            StepPart::Rest { layer, rows } => {
                 let (layer, index) = (&model.layers[*layer], *layer);
                 let step = frame.whole(layer.kind).rows(rows);
                 let (shape, partials) = (&layer.attention.shape, &model.scratch.partials);

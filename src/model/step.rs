@@ -16,8 +16,8 @@ use std::time::Duration;
 
 use super::config::{Gemma3Config, LayerType};
 use super::memory::{self, LOGIT_ROWS};
-use super::rates::Work;
-use super::submits::{Part, SEGMENT_LAYERS, Submit};
+use super::rates::WorkAmount;
+use super::submits::{SEGMENT_LAYERS, StepPart, Submit};
 use super::{Batch, BatchSequence, Draw, Input, Limits, Logprobs, MAX_BIASES, MAX_LOGPROBS, Sampled};
 use crate::gpu::placement::{Class, MemoryKind};
 use crate::gpu::{Arena, Buffer, CommandBuffer, Device, GpuError, Recorder, Submission};
@@ -38,7 +38,7 @@ pub(super) fn padded_tokens(tokens: usize, most: usize) -> usize {
 /// The rows of a step whose logits are computed, and the requests for the ids to draw from them. The requests are empty
 /// if the logits are copied to the host instead.
 #[derive(Default)]
-pub(super) struct Wanted {
+pub(super) struct StepOutputs {
     pub rows: Vec<u32>,
     pub requests: Vec<SampleRequest>,
     pub bias: Vec<Bias>,
@@ -85,7 +85,7 @@ pub(super) struct Commands {
     /// The submissions of the step, one for each submit.
     submissions: Vec<Submission>,
     /// The work of each submit of the step in flight, and the number of `fresh` command buffers that these submits use.
-    work: Vec<Work>,
+    work: Vec<WorkAmount>,
     taken: usize,
     steps: u64,
 }
@@ -98,7 +98,7 @@ struct Recorded {
     segments: Vec<(CommandBuffer, bool)>,
 }
 
-impl Wanted {
+impl StepOutputs {
     /// Adds the request for one id, with its biases and its mask. Panics if the draw exceeds a bound.
     pub fn draw(&mut self, limits: &Limits, draw: &Draw, sequence: &BatchSequence) {
         let (p, position) = (&draw.params, sequence.start + draw.token + 1);
@@ -148,15 +148,15 @@ impl Commands {
         device: &Arc<Device>,
         tokens: usize,
         submits: &[Submit],
-        record: &mut dyn FnMut(&mut Recorder<'_>, &Part),
+        record: &mut dyn FnMut(&mut Recorder<'_>, &StepPart),
     ) -> Result<(), GpuError> {
         let segment_of = |layers: &Range<usize>| layers.start / SEGMENT_LAYERS;
         let parts = submits.iter().flat_map(|submit| &submit.parts);
         let segments =
-            parts.filter_map(|p| if let Part::Segment(l) = p { Some(1 + segment_of(l)) } else { None });
+            parts.filter_map(|p| if let StepPart::Segment(l) = p { Some(1 + segment_of(l)) } else { None });
         let segments = segments.max().unwrap_or(0);
         // Neighbouring parts that are recorded for this step share a command buffer.
-        let is_fresh = |part: &Part| !matches!(part, Part::Segment(_));
+        let is_fresh = |part: &StepPart| !matches!(part, StepPart::Segment(_));
         let buffers = |submit: &'_ Submit| -> Vec<Range<usize>> {
             let together = submit.parts.chunk_by(|a, b| is_fresh(a) && is_fresh(b));
             let end = together.scan(0, |end, parts| {
@@ -191,7 +191,7 @@ impl Commands {
                     parts.iter().for_each(|part| record(recorder, part));
                 };
                 let commands = match &parts[0] {
-                    Part::Segment(layers) => {
+                    StepPart::Segment(layers) => {
                         let (commands, is_recorded) =
                             recorded[segment_of(layers)].take().expect("each segment runs once");
                         if !*is_recorded {
@@ -248,7 +248,7 @@ impl Commands {
 
     /// Waits for the step in flight. `each` gets the work of each submit, and the time it took if the device has a
     /// clock.
-    pub fn wait(&mut self, each: &mut dyn FnMut(Work, Option<Duration>)) -> Result<(), GpuError> {
+    pub fn wait(&mut self, each: &mut dyn FnMut(WorkAmount, Option<Duration>)) -> Result<(), GpuError> {
         for (submission, work) in self.submissions.iter_mut().zip(self.work.drain(..)) {
             submission.wait()?;
             each(work, submission.took());
@@ -324,8 +324,8 @@ impl Frame {
 
     /// Writes the arrays of a step that is padded to `padded` tokens. Panics if the batch breaks the limits, which is a
     /// bug of the caller.
-    pub fn fill(&mut self, limits: &Limits, batch: &Batch, padded: usize, wanted: &Wanted) {
-        let Wanted { rows: logit_rows, requests, bias, .. } = wanted;
+    pub fn fill(&mut self, limits: &Limits, batch: &Batch, padded: usize, wanted: &StepOutputs) {
+        let StepOutputs { rows: logit_rows, requests, bias, .. } = wanted;
         let tokens = batch.num_tokens();
         assert!(tokens > 0 && tokens <= padded, "{tokens} tokens in a step of {padded}");
         assert!(padded <= limits.max_batch_tokens, "{padded} tokens in a step");

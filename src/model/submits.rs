@@ -5,7 +5,7 @@
 //! can be cut by tokens because a token needs only the keys and values of the tokens before it.
 //!
 //! A layer whose attention is shared with another unit is cut where the host hands the unit its inputs, and where it
-//! takes the unit's output: a submit ends behind [`Part::Gather`], and one begins with [`Part::Join`].
+//! takes the unit's output: a submit ends behind [`StepPart::Gather`], and one begins with [`StepPart::Join`].
 //!
 //! This file does not know what a layer computes.
 
@@ -13,14 +13,14 @@ use std::ops::Range;
 use std::time::Duration;
 
 use super::memory::LEAST_ROWS;
-use super::rates::{Rates, Work};
+use super::rates::{Rates, WorkAmount};
 
 /// Number of layers in a segment.
 pub(super) const SEGMENT_LAYERS: usize = 4;
 
 /// A part of a step that is recorded by itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Part {
+pub(super) enum StepPart {
     /// The work before the layers.
     Opening,
     /// Some layers, for all tokens. A layer is in the same segment in every step.
@@ -46,8 +46,8 @@ pub(super) enum Part {
 /// The parts of one submit, and their work together.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Submit {
-    pub parts: Vec<Part>,
-    pub work: Work,
+    pub parts: Vec<StepPart>,
+    pub work: WorkAmount,
 }
 
 /// The work of one layer for all tokens of a step.
@@ -80,11 +80,11 @@ pub(super) struct SharedWork {
 
 impl LayerWork {
     /// The layer's work for `rows` of the step's `tokens` tokens.
-    fn of(&self, rows: usize, tokens: usize) -> Work {
+    fn of(&self, rows: usize, tokens: usize) -> WorkAmount {
         let share = |of: u64| (u128::from(of) * rows as u128 / tokens as u128) as u64;
-        Work::products(self.weights, rows)
-            + Work::reading(share(self.reading))
-            + Work::attention(share(self.attention))
+        WorkAmount::products(self.weights, rows)
+            + WorkAmount::reading(share(self.reading))
+            + WorkAmount::attention(share(self.attention))
     }
 
     /// The number of tokens of each part, such that no part is expected to take longer than `limit`.
@@ -93,17 +93,17 @@ impl LayerWork {
     }
 
     /// The attention of `rows` of the step's `tokens` tokens, all of it, and the device's own share.
-    fn attention(&self, shared: &SharedWork, rows: &Range<usize>, tokens: usize) -> [Work; 2] {
+    fn attention(&self, shared: &SharedWork, rows: &Range<usize>, tokens: usize) -> [WorkAmount; 2] {
         let share = |of: u64, some: usize, all: usize| match all {
             0 => 0,
             all => (u128::from(of) * some as u128).div_ceil(all as u128) as u64,
         };
         let inside = rows.end.min(shared.rows.end).saturating_sub(rows.start.max(shared.rows.start));
         let (outside, others) = (rows.len() - inside, tokens - shared.rows.len());
-        let reading = Work::reading(share(self.reading, outside, others));
+        let reading = WorkAmount::reading(share(self.reading, outside, others));
         [shared.all, shared.own].map(|of_shared| {
             let of_others = share(self.attention - shared.all, outside, others);
-            reading + Work::attention(of_others + share(of_shared, inside, shared.rows.len()))
+            reading + WorkAmount::attention(of_others + share(of_shared, inside, shared.rows.len()))
         })
     }
 }
@@ -130,7 +130,7 @@ struct Cutting<'a> {
 }
 
 impl Cutting<'_> {
-    fn add(&mut self, part: Part, work: Work) {
+    fn add(&mut self, part: StepPart, work: WorkAmount) {
         match self.submits.last_mut() {
             Some(last)
                 if !self.is_closed
@@ -145,7 +145,11 @@ impl Cutting<'_> {
     }
 
     /// Adds a part for all tokens, cut such that none takes longer than the limit.
-    fn add_rows(&mut self, part: impl Fn(Range<usize>) -> Part, work: impl Fn(Range<usize>) -> Work) {
+    fn add_rows(
+        &mut self,
+        part: impl Fn(Range<usize>) -> StepPart,
+        work: impl Fn(Range<usize>) -> WorkAmount,
+    ) {
         let each = rows_of_parts(self.tokens, &|rows| self.rates.time(work(0..rows)) <= self.limit);
         for first in (0..self.tokens).step_by(each) {
             let rows = first..(first + each).min(self.tokens);
@@ -156,11 +160,11 @@ impl Cutting<'_> {
     /// Adds a layer whose attention is shared.
     fn add_shared(&mut self, layer: usize, work: &LayerWork, shared: &SharedWork) {
         let tokens = self.tokens;
-        let products = |weights: u64| move |rows: Range<usize>| Work::products(weights, rows.len());
-        self.add_rows(|rows| Part::Projections { layer, rows }, products(shared.projections));
+        let products = |weights: u64| move |rows: Range<usize>| WorkAmount::products(weights, rows.len());
+        self.add_rows(|rows| StepPart::Projections { layer, rows }, products(shared.projections));
         let last = self.submits.last_mut().expect("just added");
-        last.parts.push(Part::Gather { layer });
-        last.work += Work::reading(shared.gathered);
+        last.parts.push(StepPart::Gather { layer });
+        last.work += WorkAmount::reading(shared.gathered);
         self.is_closed = true;
         // The parts are small enough for all of attention, because the device computes it if the unit fails.
         let most = |rows: usize| {
@@ -172,11 +176,11 @@ impl Cutting<'_> {
         for first in (0..tokens).step_by(each) {
             let rows = first..(first + each).min(tokens);
             let [_, own] = work.attention(shared, &rows, tokens);
-            self.add(Part::Attention { layer, rows }, own);
+            self.add(StepPart::Attention { layer, rows }, own);
         }
         self.is_closed = true;
-        self.add(Part::Join { layer }, Work::default());
-        self.add_rows(|rows| Part::Rest { layer, rows }, products(work.weights - shared.projections));
+        self.add(StepPart::Join { layer }, WorkAmount::default());
+        self.add_rows(|rows| StepPart::Rest { layer, rows }, products(work.weights - shared.projections));
     }
 }
 
@@ -186,17 +190,17 @@ impl Cutting<'_> {
 pub(super) fn plan(
     layers: &[LayerWork],
     tokens: usize,
-    closing: Option<(Work, bool)>,
+    closing: Option<(WorkAmount, bool)>,
     rates: &Rates,
     limit: Duration,
 ) -> Vec<Submit> {
-    let submits = vec![Submit { parts: vec![Part::Opening], work: Work::default() }];
+    let submits = vec![Submit { parts: vec![StepPart::Opening], work: WorkAmount::default() }];
     let mut cutting = Cutting { submits, is_closed: false, tokens, rates, limit };
     for (first, segment) in (0..).step_by(SEGMENT_LAYERS).zip(layers.chunks(SEGMENT_LAYERS)) {
         let is_shared = segment.iter().any(|layer| layer.shared.is_some());
-        let whole = segment.iter().fold(Work::default(), |sum, layer| sum + layer.of(tokens, tokens));
+        let whole = segment.iter().fold(WorkAmount::default(), |sum, layer| sum + layer.of(tokens, tokens));
         if !is_shared && rates.time(whole) <= limit {
-            cutting.add(Part::Segment(first..first + segment.len()), whole);
+            cutting.add(StepPart::Segment(first..first + segment.len()), whole);
             continue;
         }
         for (layer, work) in (first..).zip(segment) {
@@ -208,22 +212,22 @@ pub(super) fn plan(
             for first in (0..tokens).step_by(each) {
                 let rows = first..(first + each).min(tokens);
                 let share = work.of(rows.len(), tokens);
-                cutting.add(Part::Layer { layer, rows }, share);
+                cutting.add(StepPart::Layer { layer, rows }, share);
             }
         }
     }
     match closing {
         None => {}
-        Some((work, false)) => cutting.add(Part::Closing, work),
-        Some((work, true)) => cutting.submits.push(Submit { parts: vec![Part::Closing], work }),
+        Some((work, false)) => cutting.add(StepPart::Closing, work),
+        Some((work, true)) => cutting.submits.push(Submit { parts: vec![StepPart::Closing], work }),
     }
     cutting.submits
 }
 
 /// Submits of the same parts, in which every layer is a part of its own, which is recorded for one step.
 pub(super) fn layer_by_layer(submits: Vec<Submit>, tokens: usize) -> Vec<Submit> {
-    let parts_of = |part: Part| match part {
-        Part::Segment(layers) => layers.map(|layer| Part::Layer { layer, rows: 0..tokens }).collect(),
+    let parts_of = |part: StepPart| match part {
+        StepPart::Segment(layers) => layers.map(|layer| StepPart::Layer { layer, rows: 0..tokens }).collect(),
         part => vec![part],
     };
     let each =
@@ -242,16 +246,16 @@ mod tests {
     fn rates(narrow: f64, wide: f64, attention: f64) -> Rates {
         let mut rates = Rates::default();
         let second = Some(Duration::from_secs(1));
-        rates.learn(Work::products(narrow as u64, 1), second);
-        rates.learn(Work::products(wide as u64 / 64, 64), second);
-        rates.learn(Work::attention(attention as u64), second);
+        rates.learn(WorkAmount::products(narrow as u64, 1), second);
+        rates.learn(WorkAmount::products(wide as u64 / 64, 64), second);
+        rates.learn(WorkAmount::attention(attention as u64), second);
         rates
     }
 
     #[test]
     fn work_is_cut_where_it_exceeds_the_limit() {
-        use Part::{Closing, Opening, Segment};
-        let layer = |layer, rows| Part::Layer { layer, rows };
+        use StepPart::{Closing, Opening, Segment};
+        let layer = |layer, rows| StepPart::Layer { layer, rows };
         // Each of these takes a millisecond: 10 weights of few tokens, 10 multiply-adds of many tokens, one of
         // attention.
         let rates = rates(10_000.0, 10_000.0, 1000.0);
@@ -261,8 +265,8 @@ mod tests {
                 .map(|&attention| LayerWork { weights: 0, reading: 0, attention, shared: None })
                 .collect()
         };
-        let parts = |layers: &[LayerWork], tokens, closing: Option<u64>, ms| -> Vec<Vec<Part>> {
-            let closing = closing.map(|ms| (Work::attention(ms), false));
+        let parts = |layers: &[LayerWork], tokens, closing: Option<u64>, ms| -> Vec<Vec<StepPart>> {
+            let closing = closing.map(|ms| (WorkAmount::attention(ms), false));
             plan(layers, tokens, closing, &rates, ms * MS).into_iter().map(|submit| submit.parts).collect()
         };
         assert_eq!(
@@ -291,30 +295,30 @@ mod tests {
         let weights = [LayerWork { weights: 100, reading: 0, attention: 0, shared: None }];
         assert_eq!(parts(&weights, 9, None, 25), [[Opening, Segment(0..1)]]);
         assert_eq!(parts(&weights, 9, None, 1), [vec![Opening, layer(0, 0..8)], vec![layer(0, 8..9)]]);
-        let all = plan(&works(&[50; 7]), 40, Some((Work::attention(3), true)), &rates, 21 * MS);
-        let sum = all.iter().fold(Work::default(), |sum, submit| sum + submit.work);
-        assert_eq!(sum, Work::attention(353));
+        let all = plan(&works(&[50; 7]), 40, Some((WorkAmount::attention(3), true)), &rates, 21 * MS);
+        let sum = all.iter().fold(WorkAmount::default(), |sum, submit| sum + submit.work);
+        assert_eq!(sum, WorkAmount::attention(353));
         assert_eq!(all.last().expect("some").parts, [Closing], "alone");
     }
 
     #[test]
     fn a_layer_that_is_shared_is_cut_where_the_host_hands_over() {
-        use Part::{Attention, Closing, Gather, Join, Opening, Projections, Rest, Segment};
+        use StepPart::{Attention, Closing, Gather, Join, Opening, Projections, Rest, Segment};
         let rates = rates(10_000.0, 10_000.0, 1000.0);
         let plain = |attention| LayerWork { weights: 0, reading: 0, attention, shared: None };
         // Attention has 10 multiply-adds, 6 of them for the shared rows, and half of those are the device's own.
         let shared = SharedWork { rows: 3..36, projections: 0, gathered: 0, all: 6, own: 3 };
         let shared = LayerWork { shared: Some(shared), ..plain(10) };
         let layers = [plain(1), shared.clone(), shared.clone(), plain(2), plain(3)];
-        let (tokens, closing) = (40, Some((Work::attention(1), false)));
-        let parts = |layers: &[LayerWork], ms| -> Vec<Vec<Part>> {
+        let (tokens, closing) = (40, Some((WorkAmount::attention(1), false)));
+        let parts = |layers: &[LayerWork], ms| -> Vec<Vec<StepPart>> {
             plan(layers, tokens, closing, &rates, ms * MS).into_iter().map(|submit| submit.parts).collect()
         };
         let [rows, layer] = [|| 0..40, || 0..40];
         let expected = [
             vec![
                 Opening,
-                Part::Layer { layer: 0, rows: layer() },
+                StepPart::Layer { layer: 0, rows: layer() },
                 Projections { layer: 1, rows: rows() },
                 Gather { layer: 1 },
             ],
@@ -329,7 +333,7 @@ mod tests {
             vec![
                 Join { layer: 2 },
                 Rest { layer: 2, rows: rows() },
-                Part::Layer { layer: 3, rows: layer() },
+                StepPart::Layer { layer: 3, rows: layer() },
                 Segment(4..5),
                 Closing,
             ],
@@ -339,18 +343,18 @@ mod tests {
         let cut = parts(std::slice::from_ref(&shared), 5);
         let attention = |from: usize, to: usize| vec![Attention { layer: 0, rows: from..to }];
         assert!(cut.len() > 4 && cut.contains(&attention(0, 16)), "{cut:?}");
-        let own: Vec<Work> = plan(std::slice::from_ref(&shared), tokens, None, &rates, 5 * MS)
+        let own: Vec<WorkAmount> = plan(std::slice::from_ref(&shared), tokens, None, &rates, 5 * MS)
             .into_iter()
             .filter(|submit| matches!(submit.parts[0], Attention { .. }))
             .map(|submit| submit.work)
             .collect();
-        let sum = own.iter().fold(Work::default(), |sum, work| sum + *work);
+        let sum = own.iter().fold(WorkAmount::default(), |sum, work| sum + *work);
         assert!(rates.time(sum) >= 7 * MS && rates.time(sum) <= 11 * MS, "{own:?}");
         // A unit with all heads leaves no attention of its rows to the device.
         let all = SharedWork { rows: 0..40, own: 0, all: 10, ..shared.shared.clone().expect("it is") };
         let all = LayerWork { shared: Some(all), ..shared };
         let nothing = plan(&[all], tokens, None, &rates, 100 * MS);
-        assert_eq!(nothing[1], Submit { parts: attention(0, 40), work: Work::default() });
+        assert_eq!(nothing[1], Submit { parts: attention(0, 40), work: WorkAmount::default() });
     }
 
     /// A device with a scripted clock: the time of a submit is what `truth` says, whatever was expected.
@@ -379,7 +383,7 @@ mod tests {
                     shared: None,
                 })
                 .collect();
-            let closing = (Work::draws(1_409_000_000, 1), false);
+            let closing = (WorkAmount::draws(1_409_000_000, 1), false);
             for Submit { parts, work } in plan(&layers, tokens, Some(closing), &self.rates, Self::LIMIT) {
                 let seconds: f64 = parts.iter().map(|part| self.truth(part, &layers, tokens)).sum();
                 let took = Duration::from_secs_f64(seconds * self.slowness);
@@ -389,7 +393,7 @@ mod tests {
             }
         }
 
-        fn truth(&self, part: &Part, layers: &[LayerWork], tokens: usize) -> f64 {
+        fn truth(&self, part: &StepPart, layers: &[LayerWork], tokens: usize) -> f64 {
             let one = |layer: usize, rows: usize| {
                 let attention = layers[layer].attention as f64 * rows as f64 / tokens as f64;
                 // Few tokens use a sixteenth of the GPU.
@@ -398,10 +402,10 @@ mod tests {
                 f64::max(reading, computing) * Self::WEIGHTS as f64 + attention / attending + 2e-4
             };
             match part {
-                Part::Opening => 1e-4,
-                Part::Closing => 0.03,
-                Part::Segment(layers) => layers.clone().map(|layer| one(layer, tokens)).sum(),
-                Part::Layer { layer, rows } => one(*layer, rows.len()),
+                StepPart::Opening => 1e-4,
+                StepPart::Closing => 0.03,
+                StepPart::Segment(layers) => layers.clone().map(|layer| one(layer, tokens)).sum(),
+                StepPart::Layer { layer, rows } => one(*layer, rows.len()),
                 other => panic!("nothing is shared here: {other:?}"),
             }
         }
@@ -431,7 +435,7 @@ mod tests {
                 shared: None,
             };
             let near = LayerWork { attention: 2 * Clock::HEADS * 1024 * 128, ..deep.clone() };
-            let [deep, near] = [deep, near].map(|layer| wide.truth(&Part::Segment(0..1), &[layer], 128));
+            let [deep, near] = [deep, near].map(|layer| wide.truth(&StepPart::Segment(0..1), &[layer], 128));
             let seconds = 4.0 * (10.0 * deep + 52.0 * near + 0.03) * slowness;
             let needed = (seconds / limit.as_secs_f64()).max(4.0);
             assert!(clock.submits as f64 <= 4.0 * needed, "{slowness}: {} submits, {needed}", clock.submits);

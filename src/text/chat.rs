@@ -18,13 +18,13 @@ pub struct Message {
 pub enum Content {
     Null,
     Text(String),
-    Parts(Vec<Part>),
+    Parts(Vec<ContentPart>),
 }
 
 /// One part of a message's content.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
-pub enum Part {
+pub enum ContentPart {
     Text {
         text: String,
     },
@@ -43,9 +43,9 @@ impl Message {
             Content::Null => Content::Null,
             Content::Text(text) => Content::Text(change(text)),
             Content::Parts(parts) => {
-                let part = |part: &Part| match part {
-                    Part::Text { text } => Part::Text { text: change(text) },
-                    Part::Image => Part::Image,
+                let part = |part: &ContentPart| match part {
+                    ContentPart::Text { text } => ContentPart::Text { text: change(text) },
+                    ContentPart::Image => ContentPart::Image,
                 };
                 Content::Parts(parts.iter().map(part).collect())
             }
@@ -63,8 +63,8 @@ impl Message {
             Content::Parts(parts) => parts
                 .iter()
                 .map(|part| match part {
-                    Part::Text { text } => text.len() + OVERHEAD_BYTES,
-                    Part::Image => OVERHEAD_BYTES,
+                    ContentPart::Text { text } => text.len() + OVERHEAD_BYTES,
+                    ContentPart::Image => OVERHEAD_BYTES,
                 })
                 .sum(),
         };
@@ -81,8 +81,8 @@ impl Content {
             Content::Parts(parts) => parts
                 .iter()
                 .map(|part| match part {
-                    Part::Text { text } => python_trim(text),
-                    Part::Image => "<start_of_image>",
+                    ContentPart::Text { text } => python_trim(text),
+                    ContentPart::Image => "<start_of_image>",
                 })
                 .collect(),
         }
@@ -97,8 +97,8 @@ impl Content {
             Content::Parts(parts) => parts
                 .iter()
                 .map(|part| match part {
-                    Part::Text { text } => text.as_str(),
-                    Part::Image => "<start_of_image>",
+                    ContentPart::Text { text } => text.as_str(),
+                    ContentPart::Image => "<start_of_image>",
                 })
                 .collect(),
         }

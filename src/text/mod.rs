@@ -33,7 +33,7 @@ mod tokenizer;
 mod visible;
 
 pub use calls::{AnswerPiece, CallPiece, CallReader, whole_parameters};
-pub use chat::{Content, Message, Part, normalize};
+pub use chat::{Content, ContentPart, Message, normalize};
 pub use detokenizer::Detokenizer;
 pub use error::{MAX_TEXT_BYTES, TextError};
 pub use grammar::{Constraint, Grammar, GrammarSource, Grammars, MAX_CHOICES, MAX_GRAMMAR_BYTES};

@@ -34,7 +34,7 @@ pub const OPTIONS: Options = Options {
     max_body_bytes: 64 << 10,
     body_stall: Duration::from_secs(2),
     body_grace: Duration::from_secs(10),
-    turn_timeout: Duration::from_secs(150),
+    permit_timeout: Duration::from_secs(150),
     wrong_key_pause: Duration::ZERO,
     stored_responses: 9,
     stored_response_bytes: 1 << 20,

@@ -7,7 +7,7 @@ use super::checkpoints::with_header;
 use super::fuzz_bodies::joined;
 
 /// A tensor of a file: name, element type, shape, bytes.
-pub type Part = (&'static str, &'static str, Vec<usize>, Vec<u8>);
+pub type PackedPart = (&'static str, &'static str, Vec<usize>, Vec<u8>);
 
 /// Little-endian bytes of words.
 pub fn words(words: impl IntoIterator<Item = u32>) -> Vec<u8> {
@@ -20,7 +20,7 @@ pub fn f16s(scales: &[f32]) -> Vec<u8> {
 }
 
 /// A safetensors file of these tensors.
-pub fn file(parts: &[Part]) -> Vec<u8> {
+pub fn file(parts: &[PackedPart]) -> Vec<u8> {
     let (mut header, mut bytes) = (Map::new(), Vec::new());
     for (name, dtype, shape, data) in parts {
         let offsets = [bytes.len(), bytes.len() + data.len()];
@@ -36,7 +36,7 @@ pub fn gptq() -> Value {
 }
 
 /// A matrix of 8 rows of 64 columns in groups of 32.
-pub fn gptq_parts() -> Vec<Part> {
+pub fn gptq_parts() -> Vec<PackedPart> {
     vec![
         ("p.qweight", "I32", vec![8, 8], words(1..65)),
         ("p.qzeros", "I32", vec![2, 1], words([0x7654_3210, 0x0123_4567])),

@@ -11,8 +11,8 @@ use tempfile::TempDir;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 use unicorn::api::{
-    self, Connections, CourtesyNow, EnergyNow, Facts, HeapNow, KernelTime, MemoryNow, Now, NpuNow, Placed,
-    ProcessNow, SelfTested, Submitted,
+    self, Connections, CourtesyReport, EnergyReport, HeapReport, KernelTime, LiveReport, MemoryReport,
+    ModelReport, NpuReport, Placed, ProcessReport, SelfTested, Submitted,
 };
 
 use super::app::App;
@@ -109,10 +109,10 @@ pub fn certificate() -> (TempDir, rustls::pki_types::CertificateDer<'static>) {
 }
 
 /// What a server is told of a device that is not there.
-pub fn facts() -> Facts {
+pub fn report() -> ModelReport {
     let placed =
         |class: &str, heap: &str, bytes| Placed { class: class.into(), heap: heap.into(), buffers: 1, bytes };
-    Facts {
+    ModelReport {
         layers: 6,
         draft_layers: Some(2),
         weights: "none".into(),
@@ -121,9 +121,9 @@ pub fn facts() -> Facts {
         placements: vec![placed("KV cache", "heap 0", 7), placed("norms", "heap \"1\"", 9)],
         residency: "confirmed".into(),
         self_test: SelfTested { kernels: 21, layers: Some(6), seconds: 0.5 },
-        now: Box::new(|| {
-            let heaps = vec![HeapNow { heap: "heap 0".into(), size_bytes: 23, free_bytes: 9 }];
-            let memory = MemoryNow { heaps, vram: Some(11), gtt: None, resident: Some(13) };
+        live: Box::new(|| {
+            let heaps = vec![HeapReport { heap: "heap 0".into(), size_bytes: 23, free_bytes: 9 }];
+            let memory = MemoryReport { heaps, vram: Some(11), gtt: None, resident: Some(13) };
             let declared = vec![("norms".into(), 17)];
             let [busy, rested] = [750, 250].map(Duration::from_millis);
             let submitted = Submitted {
@@ -139,10 +139,11 @@ pub fn facts() -> Facts {
             let kernels = vec![KernelTime { kernel: "matmul".into(), dispatches: 2, time }];
             let processor = [1500, 2500].map(|ms| Some(Duration::from_millis(ms)));
             let [processor, device_processor] = processor;
-            let process = ProcessNow { processor, device_processor, open_files: Some(31), most_files: None };
-            let courtesy = Some(CourtesyNow { share: 0.5, holds: true, sessions_known: true });
-            let energy = Some(EnergyNow { source: "rapl", joules: 37.5 });
-            let npu = Some(NpuNow {
+            let process =
+                ProcessReport { processor, device_processor, open_files: Some(31), most_files: None };
+            let courtesy = Some(CourtesyReport { share: 0.5, holds: true, sessions_known: true });
+            let energy = Some(EnergyReport { source: "rapl", joules: 37.5 });
+            let npu = Some(NpuReport {
                 mode: "auto".into(),
                 in_use: true,
                 reason: None,
@@ -155,7 +156,7 @@ pub fn facts() -> Facts {
                 fallbacks: [("npu-timeout".to_owned(), 1)].into(),
                 waited_s: 0.5,
             });
-            Now { memory, submitted: Some(submitted), kernels, process, courtesy, energy, npu }
+            LiveReport { memory, submitted: Some(submitted), kernels, process, courtesy, energy, npu }
         }),
     }
 }

@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use crate::api::facts::KernelTime;
 use crate::api::ids::unix_time_s;
+use crate::api::report::KernelTime;
 use crate::api::tasks::Purpose;
 use crate::engine::{EngineError, Event, Timings};
 use crate::session::Reason;

@@ -182,7 +182,8 @@ mod tests {
     async fn a_panic_of_work_apart_is_an_error_that_says_what_was_done() {
         let server = server();
         let work = || -> Result<(), _> { panic!("of {}", 1) };
-        let error = exchange::apart(&server, 1, "preparing a prompt", work).await.expect_err("it panicked");
+        let error =
+            exchange::on_worker(&server, 1, "preparing a prompt", work).await.expect_err("it panicked");
         assert_eq!(error, ApiError::Panic("preparing a prompt: of 1".into()));
         assert_eq!(
             (error.status().as_u16(), error.logged()),

@@ -15,7 +15,7 @@ use utoipa::ToSchema;
 
 use crate::api::http::failures::Why;
 use crate::api::server::Server;
-use crate::engine::{EngineError, EngineHandle, EngineState, Work};
+use crate::engine::{DeviceTask, EngineError, EngineHandle, EngineState};
 
 /// The time for which a sign of life from the device counts.
 const FRESH: Duration = Duration::from_secs(5);
@@ -191,10 +191,10 @@ async fn proof(server: &Server, engine: &EngineHandle) -> Health {
             Health::Unresponsive(format!("the device has not finished {what} in {seconds:.1} s"))
         };
         match signs.work {
-            Some((Work::Step, since)) if since.elapsed() > patience => return silent("a step", since),
-            Some((Work::Step, _)) => return Health::Ok,
-            Some((Work::Probe, since)) if since.elapsed() > probe => return silent("a probe", since),
-            Some((Work::Probe, _)) => {}
+            Some((DeviceTask::Step, since)) if since.elapsed() > patience => return silent("a step", since),
+            Some((DeviceTask::Step, _)) => return Health::Ok,
+            Some((DeviceTask::Probe, since)) if since.elapsed() > probe => return silent("a probe", since),
+            Some((DeviceTask::Probe, _)) => {}
             None if asked.elapsed() > probe => return silent("what it was asked", asked),
             None => engine.probe(),
         }

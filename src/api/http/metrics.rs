@@ -20,9 +20,9 @@ use axum::extract::State;
 use axum::http::header;
 use axum::response::{IntoResponse, Response};
 
-use crate::api::facts::{Now, NpuNow};
 use crate::api::http::counters::{Histogram, locked};
 use crate::api::openapi::AuthErrors;
+use crate::api::report::{LiveReport, NpuReport};
 use crate::api::server::Server;
 use crate::engine::PoolUse;
 
@@ -242,7 +242,7 @@ fn of_engine(out: &mut Exposition<'_>, server: &Server) {
 }
 
 /// The counts are 0 where no NPU is wanted, so that queries find them.
-fn of_npu(out: &mut Exposition<'_>, npu: Option<&NpuNow>) {
+fn of_npu(out: &mut Exposition<'_>, npu: Option<&NpuReport>) {
     const REASONS: [&str; 4] = ["npu-timeout", "npu-command-state", "npu-no-output", "npu-process"];
     let heads = npu.filter(|npu| npu.in_use).map_or(0, |npu| npu.kv_heads);
     let help = "KV heads of each layer whose attention of prompts the NPU computes now.";
@@ -263,12 +263,12 @@ fn of_npu(out: &mut Exposition<'_>, npu: Option<&NpuNow>) {
 }
 
 fn of_device(out: &mut Exposition<'_>, server: &Server) {
-    let Some(facts) = server.facts() else { return };
+    let Some(report) = server.report() else { return };
     out.family("unicorn_gpu_memory_bytes", "gauge", "What was placed on the device, by class and heap.");
-    for placed in &facts.placements {
+    for placed in &report.placements {
         out.sample(&[("class", &placed.class), ("heap", &placed.heap)], placed.bytes);
     }
-    let Now { memory, submitted, kernels, process, courtesy, energy, npu } = (facts.now)();
+    let LiveReport { memory, submitted, kernels, process, courtesy, energy, npu } = (report.live)();
     out.family(
         "unicorn_courtesy_share",
         "gauge",

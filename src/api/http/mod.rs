@@ -1,6 +1,6 @@
 //! HTTP beneath the wire formats: connections, TLS, authentication, admission, and the state of the server.
 
-pub(in crate::api) mod admission;
+pub(in crate::api) mod fair_semaphore;
 pub(in crate::api) mod auth;
 pub(in crate::api) mod counters;
 pub(in crate::api) mod failures;

@@ -9,9 +9,11 @@ use axum::extract::State;
 use serde::Serialize;
 use utoipa::ToSchema;
 
-use crate::api::facts::{CourtesyNow, HeapNow, KernelTime, MemoryNow, NpuNow, Placed, SelfTested};
 use crate::api::http::health::{Health, HealthName};
 use crate::api::openapi::AuthErrors;
+use crate::api::report::{
+    CourtesyReport, HeapReport, KernelTime, MemoryReport, NpuReport, Placed, SelfTested,
+};
 use crate::api::server::Server;
 use crate::engine::{Drafts, PoolUse};
 
@@ -49,11 +51,11 @@ pub(in crate::api) struct Status {
     /// Absent if `engine.courtesy` is 1.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
-    courtesy: Option<CourtesyNow>,
+    courtesy: Option<CourtesyReport>,
     /// Absent if `npu.mode` is off.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
-    npu: Option<NpuNow>,
+    npu: Option<NpuReport>,
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     memory: Option<StatusMemory>,
@@ -167,7 +169,7 @@ struct StatusDevice {
 /// Memory of the device and of the process. A number is null if the system does not report it.
 #[derive(Serialize, ToSchema)]
 struct StatusMemory {
-    heaps: Vec<HeapNow>,
+    heaps: Vec<HeapReport>,
     placed: Vec<Placed>,
     /// What the kernel reports of the placements.
     residency: String,
@@ -217,11 +219,11 @@ pub(in crate::api) async fn status(State(server): State<Arc<Server>>) -> Json<St
     let engine = server.engine().map(|engine| (engine.stats(), engine.limits()));
     let (stats, limits) =
         (engine.as_ref().map(|(stats, _)| stats), engine.as_ref().map(|(_, limits)| limits));
-    let facts = server.facts();
-    let now = facts.map(|facts| (facts.now)());
-    let courtesy = now.as_ref().and_then(|now| now.courtesy);
-    let npu = now.as_ref().and_then(|now| now.npu.clone());
-    let (memory, kernels) = now.map(|now| (now.memory, now.kernels)).unzip();
+    let report = server.report();
+    let live = report.map(|report| (report.live)());
+    let courtesy = live.as_ref().and_then(|live| live.courtesy);
+    let npu = live.as_ref().and_then(|live| live.npu.clone());
+    let (memory, kernels) = live.map(|live| (live.memory, live.kernels)).unzip();
     let kernel = |KernelTime { kernel, dispatches, time }| StatusKernel {
         kernel,
         dispatches,
@@ -236,9 +238,9 @@ pub(in crate::api) async fn status(State(server): State<Arc<Server>>) -> Json<St
             id: server.model_id.clone(),
             context: limits.map(|limits| limits.max_context),
             vocab_size: limits.map(|limits| limits.vocab_size),
-            layers: facts.map(|facts| facts.layers),
-            draft_layers: facts.map(|facts| facts.draft_layers),
-            weights: facts.map(|facts| facts.weights.clone()),
+            layers: report.map(|report| report.layers),
+            draft_layers: report.map(|report| report.draft_layers),
+            weights: report.map(|report| report.weights.clone()),
         },
         connections: server.connections.count(),
         requests: StatusRequests {
@@ -268,19 +270,19 @@ pub(in crate::api) async fn status(State(server): State<Arc<Server>>) -> Json<St
             device_losses: stats.losses,
             recovery_s: stats.recovery_ns as f64 / 1e9,
         }),
-        device: facts.map(|facts| StatusDevice {
-            name: facts.device.clone(),
-            driver: facts.driver.clone(),
-            self_test: facts.self_test,
+        device: report.map(|report| StatusDevice {
+            name: report.device.clone(),
+            driver: report.driver.clone(),
+            self_test: report.self_test,
         }),
         courtesy,
         npu,
-        memory: facts.zip(memory).map(|(facts, memory)| {
-            let MemoryNow { heaps, vram, gtt, resident } = memory;
+        memory: report.zip(memory).map(|(report, memory)| {
+            let MemoryReport { heaps, vram, gtt, resident } = memory;
             StatusMemory {
                 heaps,
-                placed: facts.placements.clone(),
-                residency: facts.residency.clone(),
+                placed: report.placements.clone(),
+                residency: report.residency.clone(),
                 vram_bytes: vram,
                 gtt_bytes: gtt,
                 resident_bytes: resident,

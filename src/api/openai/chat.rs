@@ -242,7 +242,7 @@ pub(in crate::api) struct ChatCompletionChunk {
     #[serde(flatten)]
     head: Head,
     #[schema(inline)]
-    object: Part,
+    object: ChunkObject,
     /// Empty in the chunk that brings `usage`.
     choices: Vec<ChatChunkChoice>,
     /// Present if `stream_options` asks for it; null in every chunk but the last, except with `continuous_usage_stats`.
@@ -260,7 +260,7 @@ pub(in crate::api) struct ChatCompletionChunk {
 }
 
 #[derive(Serialize, ToSchema)]
-enum Part {
+enum ChunkObject {
     #[serde(rename = "chat.completion.chunk")]
     ChatCompletionChunk,
 }
@@ -361,7 +361,7 @@ impl ChatCompletionChunk {
     fn new(reply: &Reply, choices: Vec<ChatChunkChoice>, form: Form) -> Self {
         Self {
             head: reply.head(),
-            object: Part::ChatCompletionChunk,
+            object: ChunkObject::ChatCompletionChunk,
             choices,
             usage: form.include_usage.then_some(None),
             timings: None,

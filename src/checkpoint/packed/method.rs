@@ -373,13 +373,13 @@ impl PartKind {
 
 /// A part as its file stores it.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Part<'a> {
+pub(super) struct StoredPart<'a> {
     pub dtype: DType,
     pub shape: &'a [usize],
     pub data: &'a [u8],
 }
 
-impl Part<'_> {
+impl StoredPart<'_> {
     fn expect(&self, dtypes: &[DType], shape: &[usize]) -> Result<(), String> {
         if dtypes.contains(&self.dtype) && self.shape == shape {
             return Ok(());
@@ -397,14 +397,14 @@ impl Part<'_> {
 
 /// The parts of one matrix, by [`PartKind`].
 #[derive(Debug, Default)]
-pub(super) struct Parts<'a>(pub [Option<Part<'a>>; 5]);
+pub(super) struct Parts<'a>(pub [Option<StoredPart<'a>>; 5]);
 
 impl<'a> Parts<'a> {
-    fn get(&self, kind: PartKind) -> Option<Part<'a>> {
+    fn get(&self, kind: PartKind) -> Option<StoredPart<'a>> {
         self.0[kind as usize]
     }
 
-    fn required(&self, kind: PartKind) -> Result<Part<'a>, PartError> {
+    fn required(&self, kind: PartKind) -> Result<StoredPart<'a>, PartError> {
         self.get(kind).ok_or((kind, "is missing".into()))
     }
 }

@@ -31,7 +31,7 @@ mod method;
 pub(super) use matrix::Layout;
 pub use matrix::PackedMatrix;
 
-use method::{Method, Part, PartKind, Parts};
+use method::{Method, PartKind, Parts, StoredPart};
 
 /// Joins the parts of each packed matrix to one tensor, by the method that config.json names. Reads their scales and
 /// zero points. Returns the format; `None` where nothing is packed.
@@ -86,7 +86,7 @@ fn join_parts(
     for kind in PartKind::ALL {
         if let Some(Entry { shape, stored: Stored::Plain { dtype, data }, .. }) = entry(kind) {
             let data = &table.files[data.file].bytes[data.range.clone()];
-            parts.0[kind as usize] = Some(Part { dtype: *dtype, shape, data });
+            parts.0[kind as usize] = Some(StoredPart { dtype: *dtype, shape, data });
         }
     }
     let layout = method.layout(&parts).map_err(|(kind, problem)| {

@@ -24,7 +24,7 @@ use crate::model::Runner;
 use crate::model::gemma3::Gemma3;
 
 /// What one share took: the KV heads that the NPU computes, 0 for the GPU alone, and a run's figures each.
-struct Share {
+struct ShareRuns {
     kv_heads: usize,
     runs: Vec<Run>,
 }
@@ -39,7 +39,7 @@ struct Run {
     covered: f64,
 }
 
-impl Share {
+impl ShareRuns {
     fn seconds(&self) -> f64 {
         median(self.runs.iter().map(|run| run.took.as_secs_f64()))
     }
@@ -74,7 +74,8 @@ pub fn npu(config: &Config, args: &args::BenchNpu) -> Result<(), Error> {
     }
     let meter = Meter::open(&Machine::new(args.root.as_deref()), &load::place(&device));
     let counts = std::iter::once(0).chain(npu.choices.iter().copied());
-    let mut shares: Vec<Share> = counts.map(|kv_heads| Share { kv_heads, runs: Vec::new() }).collect();
+    let mut shares: Vec<ShareRuns> =
+        counts.map(|kv_heads| ShareRuns { kv_heads, runs: Vec::new() }).collect();
     let rounds = 1 + args.runs as usize;
     let bar = Bar::cases("measuring", (rounds * shares.len()) as u64);
     for round in 0..rounds {
@@ -127,7 +128,7 @@ struct Report<'a> {
     device: String,
     driver: String,
     npu: NpuStart,
-    shares: Vec<Share>,
+    shares: Vec<ShareRuns>,
     args: &'a args::BenchNpu,
     meter: Result<std::sync::Arc<Meter>, String>,
 }

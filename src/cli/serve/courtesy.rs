@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
-use crate::api::CourtesyNow;
+use crate::api::CourtesyReport;
 use crate::config::Courtesy;
 use crate::engine::EngineHandle;
 use crate::file;
@@ -74,9 +74,9 @@ impl CourtesyWatch {
     }
 
     /// What is bounded now; `None` if nothing is configured.
-    pub fn now(&self) -> Option<CourtesyNow> {
+    pub fn now(&self) -> Option<CourtesyReport> {
         let state = self.lock();
-        state.courtesy.is_bound().then(|| CourtesyNow {
+        state.courtesy.is_bound().then(|| CourtesyReport {
             share: state.courtesy.share(),
             holds: state.sessions == Some(Sessions::Active),
             sessions_known: matches!(state.sessions, Some(Sessions::Active | Sessions::NoneActive)),

@@ -83,11 +83,11 @@ impl DeviceFactory {
         }
         let (observer, socket) = Channel::new().map_err(Error::Channel)?;
         connection.send_files(&[socket])?;
-        let facts = self.loaded(&mut connection)?;
-        self.npu = self.npu.take().or_else(|| facts.npu.clone());
-        let runner = DeviceProcess::new(connection, facts.hang_timeout)?;
+        let loaded = self.loaded(&mut connection)?;
+        self.npu = self.npu.take().or_else(|| loaded.npu.clone());
+        let runner = DeviceProcess::new(connection, loaded.hang_timeout)?;
         self.observer.watch(observer);
-        Ok((runner, facts))
+        Ok((runner, loaded))
     }
 
     /// Waits until the model is loaded, as long as the load gets on.
@@ -97,9 +97,9 @@ impl DeviceFactory {
             self.observer.set_loading(Some(log.doing()));
             match connection.receive_meanwhile(self.patience, || log.look()) {
                 Ok(Load::Doing(doing)) => log.take(doing),
-                Ok(Load::Done(facts)) => {
+                Ok(Load::Done(loaded)) => {
                     self.observer.set_loading(None);
-                    return Ok(*facts);
+                    return Ok(*loaded);
                 }
                 Ok(Load::Refused(refusal)) => return Err(Error::Device(refusal.message, refusal.exit_code)),
                 Err(ConnectionError::Hung { seconds }) => {

@@ -3,7 +3,7 @@
 mod auth;
 mod courtesy;
 mod device;
-mod facts;
+mod report;
 mod npu;
 mod reload;
 mod systemd;
@@ -32,7 +32,7 @@ use super::energy::Meter;
 use super::error::Error;
 use super::load::{self, EndEngine};
 use super::log;
-use crate::api::{self, Connections, FILES_PER_CONNECTION, Facts, ModelNames, Options, Server, Tls};
+use crate::api::{self, Connections, FILES_PER_CONNECTION, ModelNames, ModelReport, Options, Server, Tls};
 use crate::checkpoint::ModelFiles;
 use crate::config::{self, Config};
 use crate::engine::{EnergyCounter, Engine, EngineConfig, EngineHandle};
@@ -86,7 +86,7 @@ pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: S
         share_prefixes: config.kv.share_prefixes,
         body_stall: BODY_STALL,
         body_grace: BODY_GRACE,
-        turn_timeout: TURN_TIMEOUT,
+        permit_timeout: TURN_TIMEOUT,
         wrong_key_pause: WRONG_KEY_PAUSE,
         keep_alive: KEEP_ALIVE,
         device_timeout: DEVICE_TIMEOUT,
@@ -167,9 +167,9 @@ pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: S
                 () = systemd::loading(&model_id, doing) => unreachable!("it has no end"),
             };
             match loaded {
-                Ok(Ok((service, facts))) => {
+                Ok(Ok((service, report))) => {
                     say_ready(&service, &base);
-                    server.set_facts(facts);
+                    server.set_report(report);
                     let service = server.set_ready(service);
                     is_ready.notify_one();
                     systemd::ready(&model_id, &base);
@@ -228,7 +228,7 @@ pub fn check(options: &config::Server, addresses: &[SocketAddr]) -> Result<usize
     Ok(keys.len())
 }
 
-/// Has a device process load `files`, and starts the engine; also returns the facts about the model.
+/// Has a device process load `files`, and starts the engine; also returns the report about the model.
 fn served(
     files: &ModelFiles,
     config: &Config,
@@ -236,7 +236,7 @@ fn served(
     observer: Observer,
     courtesy: CourtesyWatch,
     cancelled: Arc<AtomicBool>,
-) -> Result<(Service, Facts), Error> {
+) -> Result<(Service, ModelReport), Error> {
     let texts = load::texts(files)?;
     let draft_files = load::draft_files(files, &texts.tokenizer, config)?;
     let vocab_size = texts.tokenizer.vocab_size();
@@ -257,10 +257,10 @@ fn served(
         energy: meter.clone().map(|meter| meter as Arc<dyn EnergyCounter>),
         ..load::engine_config(runner.limits(), device.sliding_block_bytes, config, queue)
     };
-    let facts = facts::collect(texts.config.num_hidden_layers, device, &observer, &courtesy, meter);
+    let report = report::collect(texts.config.num_hidden_layers, device, &observer, &courtesy, meter);
     let engine = Engine::start_recoverable(Box::new(runner), Box::new(factory), cancelled, engine_config);
     courtesy.start(engine.clone());
-    Ok((texts.service(engine, config), facts))
+    Ok((texts.service(engine, config), report))
 }
 
 /// The threads that serve. tokio panics where the system starts one of them no more.

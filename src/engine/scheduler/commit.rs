@@ -1,7 +1,7 @@
 //! Commit: the results of a step go to its sequences, and the blocks that it computed to the prefix cache.
 
 use super::Scheduler;
-use super::step::{Output, Share, Step, Yields};
+use super::step::{Output, SequenceShare, Step, Yields};
 use crate::engine::answer::Ended;
 use crate::engine::sequence::Sequence;
 use crate::model::Sampled;
@@ -39,7 +39,7 @@ impl Scheduler {
     }
 
     /// Takes in how many draft tokens were accepted. The next step overwrites the positions of the rejected ones.
-    fn judge_draft(&mut self, index: usize, share: &Share, accepted: usize) {
+    fn judge_draft(&mut self, index: usize, share: &SequenceShare, accepted: usize) {
         let sequence = &mut self.running[index];
         sequence.drafts.accepted += accepted;
         self.drafts.of(share.draft.by).accepted += accepted;
@@ -69,7 +69,7 @@ impl Scheduler {
 }
 
 /// Takes in the results of one share, and appends the outputs for its reader.
-fn take_in(sequence: &mut Sequence, share: &Share, sampled: &Sampled, outputs: &mut Vec<Output>) {
+fn take_in(sequence: &mut Sequence, share: &SequenceShare, sampled: &Sampled, outputs: &mut Vec<Output>) {
     let id = sequence.id;
     match &share.yields {
         Yields::Nothing => {}

@@ -43,7 +43,7 @@ mod step;
 use std::time::Duration;
 
 use self::fairness::Served;
-pub use self::step::{Output, Share, Step};
+pub use self::step::{Output, SequenceShare, Step};
 use super::block_manager::{BlockManager, PoolUse};
 use super::request::{ClientId, Priority};
 use super::sequence::{Sequence, SequenceId};

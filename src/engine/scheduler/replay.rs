@@ -11,7 +11,7 @@
 use std::iter;
 
 use super::Scheduler;
-use super::step::{Share, Step};
+use super::step::{SequenceShare, Step};
 use crate::engine::block_manager::BlockManager;
 use crate::engine::sequence::{Sequence, SequenceId};
 
@@ -24,7 +24,7 @@ impl Scheduler {
     /// The running sequences that these shares belong to.
     pub(in crate::engine) fn sequences_of<'a>(
         &self,
-        shares: impl IntoIterator<Item = &'a Share>,
+        shares: impl IntoIterator<Item = &'a SequenceShare>,
     ) -> Vec<SequenceId> {
         let shares: Vec<_> = shares.into_iter().collect();
         let is_in = |s: &&Sequence| shares.iter().any(|share| share.belongs_to(s));

@@ -24,7 +24,7 @@ pub struct Step {
     pub(in crate::engine) masks: Vec<PendingMask>,
     pub load: Load,
     /// One share for each sequence of the batch, and one for each fork that draws its first id in the step.
-    pub shares: Vec<Share>,
+    pub shares: Vec<SequenceShare>,
 }
 
 impl Step {
@@ -42,15 +42,15 @@ impl Step {
 
     /// The share whose prompt's attention a unit beside the device computes a part of, if the runner has a unit and it has
     /// room. A unit gets nothing of drafts that are checked and of texts that are scored.
-    pub(in crate::engine) fn shared_prompt(&self) -> Option<&Share> {
-        let chunk = |share: &Share| share.is_prompt().then_some(share.tokens);
+    pub(in crate::engine) fn shared_prompt(&self) -> Option<&SequenceShare> {
+        let chunk = |share: &SequenceShare| share.is_prompt().then_some(share.tokens);
         longest_chunk(self.shares.iter().map(chunk)).map(|i| &self.shares[i])
     }
 }
 
 /// The part of a step that belongs to one sequence.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Share {
+pub struct SequenceShare {
     pub id: SequenceId,
     /// Copies of the sequence's fields, by which the share is recognized when the step is done.
     begun_as: SequenceId,
@@ -69,7 +69,7 @@ pub struct Share {
 pub(super) enum Yields {
     /// No result but keys and values.
     Nothing,
-    /// Log probabilities of the prompt's ids up to position [`Share::end`], itself included: a range of
+    /// Log probabilities of the prompt's ids up to position [`SequenceShare::end`], itself included: a range of
     /// [`Sampling::draws`].
     Scores(Range<usize>),
     /// Ids of the answer: the id due, and one more behind each draft token. The number is the index of the first draw
@@ -79,7 +79,7 @@ pub(super) enum Yields {
     Pooled(usize),
 }
 
-/// The draft tokens of a share, in the order of their positions. The first is fed at position [`Share::end`].
+/// The draft tokens of a share, in the order of their positions. The first is fed at position [`SequenceShare::end`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct DraftTokens {
     pub(super) ids: Vec<u32>,
@@ -124,7 +124,7 @@ impl DraftTokens {
     pub(super) const NONE: Self = Self { ids: Vec::new(), by: Drafter::Lookup };
 }
 
-impl Share {
+impl SequenceShare {
     /// Whether the share belongs to a sequence. A share from before a preemption belongs to none.
     pub(super) fn belongs_to(&self, sequence: &Sequence) -> bool {
         self.begun_as == sequence.begun_as && self.life == sequence.life
@@ -224,7 +224,7 @@ impl PendingStep {
 
     fn share(&mut self, sequence: &Sequence, end: usize, tokens: usize, yields: Yields, draft: DraftTokens) {
         let &Sequence { id, begun_as, life, .. } = sequence;
-        self.step.shares.push(Share { id, begun_as, life, end, tokens, yields, draft });
+        self.step.shares.push(SequenceShare { id, begun_as, life, end, tokens, yields, draft });
     }
 
     /// The step; none if no sequence is in it.

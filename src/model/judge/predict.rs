@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 
 use serde_json::{Value, json};
 
-use super::work::{self, Work};
+use super::work::{self, StepDispatches};
 use super::{Judge, Pipeline, pipeline_name};
 use crate::gpu::isa::Counts;
 use crate::kernels::cost::{self, Body, Dispatch, Drawn};
@@ -149,7 +149,7 @@ pub struct Line {
 }
 
 impl Line {
-    fn new(chip: &Chip, work: &Work, compiled: Compiled<'_>) -> Line {
+    fn new(chip: &Chip, work: &StepDispatches, compiled: Compiled<'_>) -> Line {
         let Dispatch {
             shader,
             workgroups,
@@ -232,7 +232,7 @@ impl Prediction {
         shape: &'static str,
         what: String,
         tokens: u64,
-        steps: &[Vec<Work>],
+        steps: &[Vec<StepDispatches>],
         find: &dyn Fn(&Dispatch) -> Compiled<'a>,
     ) -> Prediction {
         let all = || steps.iter().flatten();
@@ -438,7 +438,11 @@ mod tests {
         let once = Counts { cycles: 50, ..Counts::default() };
         let body = Body { trip, unrolled: 1, weights: 32, once };
         let compiled = Compiled { subgroup_size: 64, total: &Counts::default(), body: Some(&body) };
-        Line::new(&CHIPS[0], &Work { what: "gate_proj", times: 62, barriers: 62, dispatch }, compiled)
+        Line::new(
+            &CHIPS[0],
+            &StepDispatches { what: "gate_proj", times: 62, barriers: 62, dispatch },
+            compiled,
+        )
     }
 
     #[test]
@@ -462,15 +466,18 @@ mod tests {
         let small = cost::matmul(Precision::F32, Scheme::int4(128), &[1024], 640, 512);
         assert_eq!(small.weight_passes, 2);
         let compiled = Compiled { subgroup_size: 64, total: &Counts::default(), body: None };
-        let line =
-            Line::new(&CHIPS[0], &Work { what: "k_proj", times: 1, barriers: 0, dispatch: small }, compiled);
+        let line = Line::new(
+            &CHIPS[0],
+            &StepDispatches { what: "k_proj", times: 1, barriers: 0, dispatch: small },
+            compiled,
+        );
         assert_eq!(line.weight_reads, 1);
     }
 
     #[test]
     fn a_step_is_the_sum_of_its_dispatches_and_what_each_costs_beside() {
         let dispatch = cost::rms_norm(1, 5376, Wants { floats: true, blocks: false });
-        let work = vec![Work { what: "norm", times: 62, barriers: 31, dispatch }];
+        let work = vec![StepDispatches { what: "norm", times: 62, barriers: 31, dispatch }];
         let total = Counts { cycles: 2700, ..Counts::default() };
         let find = |_: &Dispatch| Compiled { subgroup_size: 64, total: &total, body: None };
         let step =

@@ -6,13 +6,13 @@ use std::ops::Range;
 use crate::kernels::cost::{self, Dispatch, Drawn, Heads};
 use crate::kernels::{Wants, share_pipeline};
 use crate::model::config::{Gemma3Config, LayerType};
-use crate::model::memory::{DEFAULT_BLOCK_SIZE, Demand, Schemes, partials};
+use crate::model::memory::{DEFAULT_BLOCK_SIZE, MemoryRequest, Schemes, partials};
 use crate::model::step::padded_tokens;
 use crate::tensor::{KvDtype, Precision, Scheme};
 
 /// Dispatches of one kind in a step.
 #[derive(Debug, Clone)]
-pub struct Work {
+pub struct StepDispatches {
     /// The name of the dispatches, e.g. `q_proj`.
     pub what: &'static str,
     /// Number of dispatches.
@@ -32,7 +32,7 @@ pub fn step(
     sequences: &[Range<usize>],
     (draws, drawn): (usize, Drawn),
     most: usize,
-) -> Vec<Work> {
+) -> Vec<StepDispatches> {
     let c = config;
     let known: usize = sequences.iter().map(|positions| positions.len()).sum();
     let n = padded_tokens(known, most);
@@ -46,7 +46,8 @@ pub fn step(
     };
     let layers = c.num_hidden_layers as u64;
     let mut all = Vec::new();
-    let mut add = |what, times, barriers, dispatch| all.push(Work { what, times, barriers, dispatch });
+    let mut add =
+        |what, times, barriers, dispatch| all.push(StepDispatches { what, times, barriers, dispatch });
 
     // Each command buffer begins with a barrier; the opening's barrier serves the first layer's norm too.
     add("embed", 1, 1, cost::embed(schemes.embedding, hidden, n));
@@ -140,7 +141,7 @@ pub fn prompt(
     precision: Precision,
     tokens: usize,
     most: usize,
-) -> Vec<Vec<Work>> {
+) -> Vec<Vec<StepDispatches>> {
     let starts = (0..tokens).step_by(most);
     starts
         .map(|start| {
@@ -162,7 +163,7 @@ pub fn prompt(
 
 /// The number of tokens of a step of this model, at most `wanted`.
 pub fn batch_tokens(config: &Gemma3Config, schemes: &Schemes, kv: KvDtype, wanted: usize) -> usize {
-    let demand = Demand {
+    let request = MemoryRequest {
         config,
         schemes: schemes.clone(),
         kv,
@@ -173,7 +174,7 @@ pub fn batch_tokens(config: &Gemma3Config, schemes: &Schemes, kv: KvDtype, wante
         offload: None,
         draft: None,
     };
-    demand.batch_tokens()
+    request.batch_tokens()
 }
 
 #[cfg(test)]
@@ -181,7 +182,7 @@ mod tests {
     use super::*;
     use crate::model::shapes::Shape;
 
-    fn of_27b(sequences: &[Range<usize>]) -> Vec<Work> {
+    fn of_27b(sequences: &[Range<usize>]) -> Vec<StepDispatches> {
         let config = Shape::named("gemma-3-27b").unwrap().config();
         let int4 = Scheme::int4(128);
         let schemes = Schemes::uniform(&config, int4, int4, Scheme::Int8Row);
@@ -199,7 +200,7 @@ mod tests {
     #[test]
     fn a_layer_is_nine_dispatches_behind_nine_barriers() {
         let work = of_27b(std::slice::from_ref(&(512..513)));
-        let sum = |of: fn(&Work) -> u64| work.iter().map(of).sum::<u64>();
+        let sum = |of: fn(&StepDispatches) -> u64| work.iter().map(of).sum::<u64>();
         assert_eq!(sum(|w| w.times), 62 * 9 + 7);
         assert_eq!(sum(|w| w.barriers), 62 * 9 + 6);
         let times = |what| work.iter().find(|w| w.what == what).unwrap().times;

@@ -41,7 +41,7 @@ pub struct Traits {
 
 /// A place in the buffer of all cases.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Part {
+enum CaseBuffer {
     X,
     XBlocks,
     Y,
@@ -95,8 +95,8 @@ enum Part {
 }
 
 /// Bytes of each part.
-fn sizes(heads: &Heads) -> Vec<(Part, u64)> {
-    use Part::*;
+fn sizes(heads: &Heads) -> Vec<(CaseBuffer, u64)> {
+    use CaseBuffer::*;
     let (floats, blocks) = (Activations::bytes, Quantized::bytes);
     let kv_width = KV_HEADS * heads.head_dim;
     let width = heads.group * kv_width;
@@ -333,21 +333,21 @@ impl Case {
 /// The buffer of all cases, and what the host writes into it.
 struct Space {
     buffer: Buffer,
-    parts: Vec<(Part, Range<u64>)>,
+    parts: Vec<(CaseBuffer, Range<u64>)>,
     image: Vec<u8>,
 }
 
 impl Space {
-    fn part(&self, part: Part) -> Buffer {
+    fn part(&self, part: CaseBuffer) -> Buffer {
         let (_, range) = self.parts.iter().find(|(of, _)| *of == part).expect("every part has a size");
         self.buffer.slice(range.start, range.end - range.start)
     }
 
-    fn floats(&self, part: Part, width: usize) -> Activations {
+    fn floats(&self, part: CaseBuffer, width: usize) -> Activations {
         Activations::new(self.part(part), width)
     }
 
-    fn blocks(&self, part: Part, width: usize) -> Quantized {
+    fn blocks(&self, part: CaseBuffer, width: usize) -> Quantized {
         Quantized::new(self.part(part), width)
     }
 
@@ -358,7 +358,7 @@ impl Space {
         self.image[at..at + bytes.len()].copy_from_slice(bytes);
     }
 
-    fn put_rows(&mut self, part: Part, width: usize, rows: usize, value: impl Fn(usize, usize) -> f32) {
+    fn put_rows(&mut self, part: CaseBuffer, width: usize, rows: usize, value: impl Fn(usize, usize) -> f32) {
         let stride = Activations::stride_of(width);
         let mut all = vec![0f32; rows * stride];
         for (row, to) in all.chunks_exact_mut(stride).enumerate() {
@@ -456,14 +456,15 @@ impl Make<'_> {
     /// Lookups and products in every scheme.
     fn products(&mut self, matrices: &[[Range<u64>; 2]]) {
         let space = &mut self.space;
-        space.put_rows(Part::X, COLS, TOKENS, inputs::activation);
+        space.put_rows(CaseBuffer::X, COLS, TOKENS, inputs::activation);
         let [first, .., sampled] = inputs::EMBEDDED_IDS.map(|id| id as u32);
         let ids = [first, inputs::EMBEDDED_IDS[1] as u32, inputs::EMBEDDED_IDS[2] as u32, LAST_SAMPLED | 1];
-        space.put(&space.part(Part::EmbedIds), &ids);
-        space.put(&space.part(Part::EmbedSampled), &[7, sampled]);
-        let [x, y, second] = [(Part::X, COLS), (Part::Y, ROWS), (Part::SecondY, ROWS)]
+        space.put(&space.part(CaseBuffer::EmbedIds), &ids);
+        space.put(&space.part(CaseBuffer::EmbedSampled), &[7, sampled]);
+        let [x, y, second] = [(CaseBuffer::X, COLS), (CaseBuffer::Y, ROWS), (CaseBuffer::SecondY, ROWS)]
             .map(|(part, width)| space.floats(part, width));
-        let (x_blocks, y_blocks) = (space.blocks(Part::XBlocks, COLS), space.blocks(Part::YBlocks, ROWS));
+        let (x_blocks, y_blocks) =
+            (space.blocks(CaseBuffer::XBlocks, COLS), space.blocks(CaseBuffer::YBlocks, ROWS));
 
         let set = self.stored.get("quantize");
         let places: Vec<_> = (1..COLS).step_by(36).map(|col| (0, col)).collect();
@@ -553,11 +554,12 @@ impl Make<'_> {
     }
 
     fn embed(&mut self, scheme: Scheme, matrix: Matrix, set: &Set) {
-        let table = self.space.part(Part::Table);
+        let table = self.space.part(CaseBuffer::Table);
         let (embedding, addresses) = Embedding::of_one_shard(matrix, table.clone(), inputs::EMBEDDING_SCALE);
         self.space.put(&table, &addresses);
-        let [ids, sampled] = [Part::EmbedIds, Part::EmbedSampled].map(|part| self.space.part(part));
-        let (to, tokens) = (self.space.floats(Part::Embedded, COLS), inputs::EMBEDDED_IDS.len());
+        let [ids, sampled] =
+            [CaseBuffer::EmbedIds, CaseBuffer::EmbedSampled].map(|part| self.space.part(part));
+        let (to, tokens) = (self.space.floats(CaseBuffer::Embedded, COLS), inputs::EMBEDDED_IDS.len());
         let places: Vec<_> =
             (0..tokens).flat_map(|row| inputs::EMBEDDED_COLS.map(|col| (row, col))).collect();
         let outputs = vec![self.rows("embedded", &to, tokens, set, &places)];
@@ -571,18 +573,19 @@ impl Make<'_> {
     /// Norms in every form, what they are added to, GeGLU, and sums of states.
     fn norms(&mut self) {
         let space = &mut self.space;
-        space.put_rows(Part::Normed, WIDTH, NORM_ROWS, inputs::normed);
-        space.put_rows(Part::Hidden, WIDTH, NORM_ROWS, inputs::hidden);
-        space.put(&space.part(Part::NormRows), &[2u32, 0]);
-        for (part, next) in [(Part::NormWeight, false), (Part::NextWeight, true)] {
+        space.put_rows(CaseBuffer::Normed, WIDTH, NORM_ROWS, inputs::normed);
+        space.put_rows(CaseBuffer::Hidden, WIDTH, NORM_ROWS, inputs::hidden);
+        space.put(&space.part(CaseBuffer::NormRows), &[2u32, 0]);
+        for (part, next) in [(CaseBuffer::NormWeight, false), (CaseBuffer::NextWeight, true)] {
             space.put(&space.part(part), &inputs::norm_weights(next));
         }
         let [x, hidden, work, y] =
-            [Part::Normed, Part::Hidden, Part::Work, Part::Norm].map(|part| space.floats(part, WIDTH));
-        let blocks = space.blocks(Part::NormBlocks, WIDTH);
-        let [norm, next] = [Part::NormWeight, Part::NextWeight]
+            [CaseBuffer::Normed, CaseBuffer::Hidden, CaseBuffer::Work, CaseBuffer::Norm]
+                .map(|part| space.floats(part, WIDTH));
+        let blocks = space.blocks(CaseBuffer::NormBlocks, WIDTH);
+        let [norm, next] = [CaseBuffer::NormWeight, CaseBuffer::NextWeight]
             .map(|part| RmsNorm { weight: space.part(part), eps: inputs::EPS });
-        let (index, pooled) = (space.part(Part::NormRows), space.floats(Part::Pooled, WIDTH));
+        let (index, pooled) = (space.part(CaseBuffer::NormRows), space.floats(CaseBuffer::Pooled, WIDTH));
         let places = |rows: &[usize]| -> Vec<(usize, usize)> {
             rows.iter().flat_map(|row| inputs::NORM_COLS.map(|col| (*row, col))).collect()
         };
@@ -733,36 +736,40 @@ impl Make<'_> {
         let width = group * kv_width;
         let class = |col: usize| inputs::class(col % head_dim, head_dim);
         let space = &mut self.space;
-        space.put_rows(Part::RawQueries, width, tokens, |t, col| {
+        space.put_rows(CaseBuffer::RawQueries, width, tokens, |t, col| {
             inputs::raw_query(t, col / head_dim % 4, class(col))
         });
-        space.put_rows(Part::RawKeys, kv_width, tokens, |t, col| {
+        space.put_rows(CaseBuffer::RawKeys, kv_width, tokens, |t, col| {
             inputs::raw_key(t, col / head_dim, class(col))
         });
-        space.put_rows(Part::RawValues, kv_width, tokens, |t, col| {
+        space.put_rows(CaseBuffer::RawValues, kv_width, tokens, |t, col| {
             inputs::value(t, col / head_dim, class(col))
         });
-        for (part, keys) in [(Part::QueryNorm, false), (Part::KeyNorm, true)] {
+        for (part, keys) in [(CaseBuffer::QueryNorm, false), (CaseBuffer::KeyNorm, true)] {
             let weights: Vec<f32> = (0..head_dim).map(|d| inputs::head_norm(keys, class(d))).collect();
             space.put(&space.part(part), &weights);
         }
         let angles = (0..4).flat_map(|p| (0..head_dim / 2).map(move |i| inputs::angle(p, i % 2)));
         let rope: Vec<f32> = angles.flat_map(|angle| [angle.cos() as f32, angle.sin() as f32]).collect();
-        space.put(&space.part(Part::Rope), &rope);
-        space.put(&space.part(Part::Positions), &inputs::STORED.map(|(position, _)| position as u32));
-        space.put(&space.part(Part::Slots), &inputs::STORED.map(|(_, slot)| slot as u32));
+        space.put(&space.part(CaseBuffer::Rope), &rope);
+        space.put(&space.part(CaseBuffer::Positions), &inputs::STORED.map(|(position, _)| position as u32));
+        space.put(&space.part(CaseBuffer::Slots), &inputs::STORED.map(|(_, slot)| slot as u32));
 
-        let [raw, q] = [Part::RawQueries, Part::StoredQueries].map(|part| space.floats(part, width));
-        let [k, v] = [Part::RawKeys, Part::RawValues].map(|part| space.floats(part, kv_width));
-        let [q_norm, k_norm] = [Part::QueryNorm, Part::KeyNorm]
+        let [raw, q] =
+            [CaseBuffer::RawQueries, CaseBuffer::StoredQueries].map(|part| space.floats(part, width));
+        let [k, v] = [CaseBuffer::RawKeys, CaseBuffer::RawValues].map(|part| space.floats(part, kv_width));
+        let [q_norm, k_norm] = [CaseBuffer::QueryNorm, CaseBuffer::KeyNorm]
             .map(|part| RmsNorm { weight: space.part(part), eps: inputs::EPS });
-        let cache = KvCache { keys: space.part(Part::StoredKeys), values: space.part(Part::StoredValues) };
-        let (rope, unused) = (space.part(Part::Rope), space.part(Part::Positions));
+        let cache = KvCache {
+            keys: space.part(CaseBuffer::StoredKeys),
+            values: space.part(CaseBuffer::StoredValues),
+        };
+        let (rope, unused) = (space.part(CaseBuffer::Rope), space.part(CaseBuffer::Positions));
         let step = StepArrays {
             ids: unused.clone(),
-            positions: space.part(Part::Positions),
+            positions: space.part(CaseBuffer::Positions),
             sequence_of: unused.clone(),
-            slot_mapping: space.part(Part::Slots),
+            slot_mapping: space.part(CaseBuffer::Slots),
             block_tables: unused.clone(),
             shares: ShareArrays { single: None, tiles: None, groups: unused.clone(), merges: unused },
         };
@@ -811,14 +818,14 @@ impl Make<'_> {
         // The token by itself is the sequence's last.
         let position = |row: usize| (first + row).min(inputs::KEYS - 1);
         let part_of_score = 4.0 / head_dim as f32;
-        self.space.put_rows(Part::Queries, width, QUERIES, |row, col| {
+        self.space.put_rows(CaseBuffer::Queries, width, QUERIES, |row, col| {
             let class = inputs::class(col % head_dim, head_dim);
             inputs::query(position(row), col / head_dim % 4, class) * part_of_score
         });
         // Blocks lie in the opposite order.
         let table: Vec<u32> = (0..KV_BLOCKS as u32).rev().collect();
-        self.space.put(&self.space.part(Part::BlockTable), &table);
-        let [keys, values] = [Part::Keys, Part::Values].map(|part| self.space.part(part));
+        self.space.put(&self.space.part(CaseBuffer::BlockTable), &table);
+        let [keys, values] = [CaseBuffer::Keys, CaseBuffer::Values].map(|part| self.space.part(part));
         for (at, head) in (0..inputs::KEYS).flat_map(|at| (0..KV_HEADS).map(move |head| (at, head))) {
             let (block, token) = (at / inputs::BLOCK_SIZE, at % inputs::BLOCK_SIZE);
             let block = table[block] as usize;
@@ -829,14 +836,15 @@ impl Make<'_> {
             self.put_cache_row(&values, block, head, token, &row(inputs::value));
         }
         let space = &self.space;
-        let (q, floats) = (space.floats(Part::Queries, width), space.floats(Part::Attended, width));
-        let blocks = space.blocks(Part::AttendedBlocks, width);
+        let (q, floats) =
+            (space.floats(CaseBuffer::Queries, width), space.floats(CaseBuffer::Attended, width));
+        let blocks = space.blocks(CaseBuffer::AttendedBlocks, width);
         let partial = partial_width(KV_HEADS * group, head_dim);
         let partials = Partials {
-            single: space.floats(Part::PartialsSingle, partial),
-            tiles: space.floats(Part::PartialsTiles, partial),
+            single: space.floats(CaseBuffer::PartialsSingle, partial),
+            tiles: space.floats(CaseBuffer::PartialsTiles, partial),
         };
-        let (lists, block_tables) = (space.part(Part::Items), space.part(Part::BlockTable));
+        let (lists, block_tables) = (space.part(CaseBuffer::Items), space.part(CaseBuffer::BlockTable));
         let runs = [
             Run { row: 0, start: first, tokens: NEW_TOKENS, sequence: 0 },
             Run { row: NEW_TOKENS, start: inputs::KEYS - 1, tokens: 1, sequence: 0 },
@@ -915,7 +923,7 @@ impl Make<'_> {
     /// The ids of a step in the histories of two sequences.
     fn history(&mut self) {
         const SLOT_LEN: usize = 8;
-        let step = self.space.part(Part::HistoryStep);
+        let step = self.space.part(CaseBuffer::HistoryStep);
         let quarter = |n: u64| step.slice(n * ALIGNMENT, ALIGNMENT);
         let [ids, positions, sequence_of, slots] = [0, 1, 2, 3].map(quarter);
         self.space.put(&ids, &[100u32, 101, 102, LAST_SAMPLED | 1]);
@@ -924,7 +932,7 @@ impl Make<'_> {
         // Behind the slots of the sequences lie the ids last sampled.
         self.space.put(&slots, &[2u32, 0, 7, 55]);
         let sampled = slots.slice(8, 8);
-        let to = self.space.part(Part::History);
+        let to = self.space.part(CaseBuffer::History);
         let (step, history) = (
             StepArrays {
                 ids,
@@ -989,30 +997,30 @@ impl Make<'_> {
         };
         let requests = vec![greedy, filtered, penalized];
         let space = &mut self.space;
-        space.put_rows(Part::Raw, VOCAB, DRAWS, inputs::logit);
-        space.put(&space.part(Part::Requests), &requests);
-        space.put(&space.part(Part::Biases), &inputs::BIASES.map(|(id, bias)| Bias { id, bias }));
-        space.put(&space.part(Part::DrawHistory), &inputs::HISTORY);
+        space.put_rows(CaseBuffer::Raw, VOCAB, DRAWS, inputs::logit);
+        space.put(&space.part(CaseBuffer::Requests), &requests);
+        space.put(&space.part(CaseBuffer::Biases), &inputs::BIASES.map(|(id, bias)| Bias { id, bias }));
+        space.put(&space.part(CaseBuffer::DrawHistory), &inputs::HISTORY);
         let mut masks = vec![0u32; mask_words(VOCAB)];
         (0..VOCAB).filter(|id| inputs::allowed(*id)).for_each(|id| masks[id / 32] |= 1 << (id % 32));
-        space.put(&space.part(Part::Masks), &masks);
+        space.put(&space.part(CaseBuffer::Masks), &masks);
 
         let words = draw_words(VOCAB);
         let logits = Logits {
-            raw: space.floats(Part::Raw, VOCAB),
-            adjusted: space.floats(Part::Adjusted, VOCAB),
-            scratch: space.floats(Part::DrawScratch, words),
+            raw: space.floats(CaseBuffer::Raw, VOCAB),
+            adjusted: space.floats(CaseBuffer::Adjusted, VOCAB),
+            scratch: space.floats(CaseBuffer::DrawScratch, words),
             vocab: VOCAB,
         };
         let arrays = DrawArrays {
-            requests: space.part(Part::Requests),
-            bias: space.part(Part::Biases),
-            masks: space.part(Part::Masks),
-            ids: space.part(Part::Ids),
-            logprobs: space.part(Part::Logprobs),
+            requests: space.part(CaseBuffer::Requests),
+            bias: space.part(CaseBuffer::Biases),
+            masks: space.part(CaseBuffer::Masks),
+            ids: space.part(CaseBuffer::Ids),
+            logprobs: space.part(CaseBuffer::Logprobs),
         };
-        let history = History { ids: space.part(Part::DrawHistory), slot_len: inputs::HISTORY.len() };
-        let slots = space.part(Part::DrawSlots);
+        let history = History { ids: space.part(CaseBuffer::DrawHistory), slot_len: inputs::HISTORY.len() };
+        let slots = space.part(CaseBuffer::DrawSlots);
         let ids = self.stored.get("sample");
         let drawn = || elements(ids, 0..DRAWS, ids.bound);
         let changed = inputs::BIASES.map(|(id, _)| u64::from(id));

@@ -15,7 +15,7 @@ use std::rc::Rc;
 use super::chars::CharSet;
 use super::syntax::{DepthFirst, Node, Syntax};
 
-/// Most ranges of a [`Facts::first`] or [`Facts::more`]; a larger set is taken for every character.
+/// Most ranges of a [`FirstSets::first`] or [`FirstSets::more`]; a larger set is taken for every character.
 const MAX_RANGES: usize = 256;
 /// Most places, and pairs of places, that are looked at; beyond that every terminal is a single character.
 const MAX_STEPS: usize = 2_000_000;
@@ -28,14 +28,14 @@ const MAX_STATES: usize = 20_000;
 /// For each node, whether it becomes a terminal wherever it stands outside of another terminal. A reference has no
 /// entry of its own: [`Syntax::target`] has.
 pub fn choose(syntax: &Syntax) -> Vec<bool> {
-    let facts = Facts::of_all(syntax);
+    let sets = FirstSets::of_all(syntax);
     let mut terminals: Vec<bool> =
-        facts.iter().map(|facts| facts.as_ref().is_some_and(|facts| !facts.nullable)).collect();
+        sets.iter().map(|sets| sets.as_ref().is_some_and(|sets| !sets.nullable)).collect();
     let mut steps = MAX_STEPS;
     loop {
-        let places = Places::new(syntax, &facts, &terminals);
+        let places = Places::new(syntax, &sets, &terminals);
         steps = steps.saturating_sub(syntax.nodes.len());
-        match places.unsafe_terminals(syntax, &facts, &mut steps) {
+        match places.unsafe_terminals(syntax, &sets, &mut steps) {
             Some(nodes) if nodes.is_empty() => return terminals,
             Some(nodes) => nodes.into_iter().for_each(|node| terminals[node] = false),
             None => return syntax.nodes.iter().map(|node| matches!(node, Node::Chars(_))).collect(),
@@ -45,7 +45,7 @@ pub fn choose(syntax: &Syntax) -> Vec<bool> {
 
 /// What is known of the texts of a node without recursion.
 #[derive(Clone)]
-struct Facts {
+struct FirstSets {
     nullable: bool,
     /// The characters that a text may begin with.
     first: CharSet,
@@ -53,8 +53,8 @@ struct Facts {
     more: CharSet,
 }
 
-impl Facts {
-    /// Facts of each node; `None` for a node from which a recursive rule is reached.
+impl FirstSets {
+    /// The sets of each node; `None` for a node from which a recursive rule is reached.
     fn of_all(syntax: &Syntax) -> Vec<Option<Self>> {
         let mut all: Vec<Option<Self>> = vec![None; syntax.nodes.len()];
         // A rule stands behind those it refers to, unless they are recursive.
@@ -67,7 +67,7 @@ impl Facts {
     }
 
     fn of<'a>(node: &Node, part: impl Fn(usize) -> Option<&'a Self>) -> Option<Self> {
-        let facts = match node {
+        let sets = match node {
             Node::Chars(set) => Self { nullable: false, first: set.clone(), more: CharSet::default() },
             Node::Rule(_) => return None,
             Node::Seq(parts) => {
@@ -82,7 +82,7 @@ impl Facts {
             }
             Node::Repeat { node, min, max } => part(*node)?.repeated(*max == Some(*min)),
         };
-        Some(facts.bounded())
+        Some(sets.bounded())
     }
 
     fn empty() -> Self {
@@ -158,11 +158,11 @@ impl Places {
     /// Where every answer begins.
     const START: usize = 0;
 
-    fn new(syntax: &Syntax, facts: &[Option<Facts>], terminals: &[bool]) -> Self {
+    fn new(syntax: &Syntax, sets: &[Option<FirstSets>], terminals: &[bool]) -> Self {
         let mut places = Self { skips: Vec::new(), begins: Vec::new(), places: Vec::new() };
         let start = places.state();
         let mut build =
-            Build { syntax, facts, terminals, places, rules: HashMap::new(), pending: Vec::new(), copied: 0 };
+            Build { syntax, sets, terminals, places, rules: HashMap::new(), pending: Vec::new(), copied: 0 };
         let (begin, _) = build.ends(syntax.root);
         build.places.skips[start].push(begin);
         while let Some(rule) = build.pending.pop() {
@@ -197,11 +197,11 @@ impl Places {
     fn unsafe_terminals(
         &self,
         syntax: &Syntax,
-        facts: &[Option<Facts>],
+        sets: &[Option<FirstSets>],
         steps: &mut usize,
     ) -> Option<BTreeSet<usize>> {
-        let facts =
-            |place: usize| facts[self.places[place].node].as_ref().expect("a terminal is not recursive");
+        let sets =
+            |place: usize| sets[self.places[place].node].as_ref().expect("a terminal is not recursive");
         let single = |place: usize| matches!(syntax.nodes[self.places[place].node], Node::Chars(_));
         let mut known: HashMap<usize, Rc<[usize]>> = HashMap::new();
         let mut behind = |state: usize, steps: &mut usize| -> Option<Rc<[usize]>> {
@@ -228,7 +228,7 @@ impl Places {
             let Some((a, b)) = pending.pop() else { return Some(found) };
             let nodes = [a, b].map(|place| self.places[place].node);
             if nodes[0] != nodes[1] {
-                if !facts(a).first.intersects(&facts(b).first) {
+                if !sets(a).first.intersects(&sets(b).first) {
                     continue;
                 }
                 if !(single(a) && single(b)) {
@@ -238,9 +238,9 @@ impl Places {
             }
             let next = [behind(self.places[a].to, steps)?, behind(self.places[b].to, steps)?];
             // Only one terminal, or characters, which nothing in them can follow.
-            let more = &facts(a).more;
+            let more = &sets(a).more;
             *steps = steps.checked_sub(next[0].len() + next[1].len())?;
-            if next.iter().any(|next| next.iter().any(|place| facts(*place).first.intersects(more))) {
+            if next.iter().any(|next| next.iter().any(|place| sets(*place).first.intersects(more))) {
                 found.insert(nodes[0]);
                 continue;
             }
@@ -253,7 +253,7 @@ impl Places {
 /// Makes the graph of a grammar.
 struct Build<'a> {
     syntax: &'a Syntax,
-    facts: &'a [Option<Facts>],
+    sets: &'a [Option<FirstSets>],
     terminals: &'a [bool],
     places: Places,
     /// Begin and end of each rule that is referred to.
@@ -293,7 +293,7 @@ impl Build<'_> {
             Node::Chars(_) => unreachable!("a character is a terminal"),
             // Each reference gets a copy of a rule without recursion. White space is such a rule, and stands almost
             // everywhere: with one begin and one end, anything might follow anything.
-            Node::Rule(_) if self.facts[target].is_some() && self.may_copy() => {
+            Node::Rule(_) if self.sets[target].is_some() && self.may_copy() => {
                 self.copied += 1;
                 let to = self.span(target, from);
                 self.copied -= 1;

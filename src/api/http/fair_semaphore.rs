@@ -27,21 +27,21 @@ use crate::engine::ClientId;
 const MAX_REMEMBERED: usize = 1024;
 
 #[derive(Clone)]
-pub(in crate::api) struct Turns(Arc<Mutex<Lines>>);
+pub(in crate::api) struct FairSemaphore(Arc<Mutex<Lines>>);
 
 /// A taken place. Dropping it frees the place.
-pub(in crate::api) struct Turn {
-    turns: Turns,
+pub(in crate::api) struct FairPermit {
+    turns: FairSemaphore,
     client: ClientId,
     cost: u64,
 }
 
 /// A request that waits for a place, or that was given one and was not polled since.
 struct Waiting<'a> {
-    turns: &'a Turns,
+    turns: &'a FairSemaphore,
     client: ClientId,
     ticket: Ticket,
-    given: oneshot::Receiver<Turn>,
+    given: oneshot::Receiver<FairPermit>,
 }
 
 /// Number of a request in the order of arrival.
@@ -70,10 +70,10 @@ struct Lines {
 struct Client {
     served: u64,
     held: usize,
-    line: BTreeMap<Ticket, oneshot::Sender<Turn>>,
+    line: BTreeMap<Ticket, oneshot::Sender<FairPermit>>,
 }
 
-impl Turns {
+impl FairSemaphore {
     /// A number of places, of which one client may take `most`. Both numbers are at least 1.
     pub fn new(places: usize, most: usize) -> Self {
         assert!(places > 0 && most > 0, "nobody would ever get a turn");
@@ -93,7 +93,7 @@ impl Turns {
 
     /// Waits for the client's turn. The request stands in line from the first poll of the future until the future is
     /// dropped.
-    pub async fn take(&self, client: ClientId) -> Turn {
+    pub async fn take(&self, client: ClientId) -> FairPermit {
         let (give, given) = oneshot::channel();
         let ticket = self.change(|lines| lines.line_up(client, give));
         let mut waiting = Waiting { turns: self, client, ticket, given };
@@ -113,20 +113,20 @@ impl Turns {
         drop(lines);
         for (client, give) in given {
             // If the request waits no more, this drops the turn, which frees the place for the next request.
-            drop(give.send(Turn { turns: self.clone(), client, cost: 0 }));
+            drop(give.send(FairPermit { turns: self.clone(), client, cost: 0 }));
         }
         result
     }
 }
 
-impl Turn {
+impl FairPermit {
     /// Adds to the cost of the turn. The client counts as served that much more from the turn's end on.
     pub fn charge(&mut self, cost: u64) {
         self.cost = self.cost.saturating_add(cost);
     }
 }
 
-impl Drop for Turn {
+impl Drop for FairPermit {
     fn drop(&mut self) {
         self.turns.change(|lines| lines.take_back(self.client, self.cost));
     }
@@ -140,7 +140,7 @@ impl Drop for Waiting<'_> {
 }
 
 impl Lines {
-    fn line_up(&mut self, client: ClientId, give: oneshot::Sender<Turn>) -> Ticket {
+    fn line_up(&mut self, client: ClientId, give: oneshot::Sender<FairPermit>) -> Ticket {
         self.tickets += 1;
         let ticket = self.tickets;
         self.waiting += 1;
@@ -154,7 +154,7 @@ impl Lines {
 
     /// Takes a free place for the first client in the order, and returns the channel to its request. `None` if no place
     /// is free, or if no client may have one.
-    fn give(&mut self) -> Option<(ClientId, oneshot::Sender<Turn>)> {
+    fn give(&mut self) -> Option<(ClientId, oneshot::Sender<FairPermit>)> {
         let &(_, ticket, client) = self.next.first().filter(|_| self.free > 0)?;
         self.free -= 1;
         self.waiting -= 1;
@@ -174,7 +174,7 @@ impl Lines {
         });
     }
 
-    fn leave(&mut self, client: ClientId, ticket: Ticket) -> Option<oneshot::Sender<Turn>> {
+    fn leave(&mut self, client: ClientId, ticket: Ticket) -> Option<oneshot::Sender<FairPermit>> {
         let is_there = self.clients.get(&client).is_some_and(|client| client.line.contains_key(&ticket));
         if !is_there {
             return None;
@@ -261,13 +261,13 @@ mod tests {
     /// A request that waits, as a task would.
     struct Waiter {
         client: ClientId,
-        turn: Pin<Box<dyn Future<Output = Turn>>>,
+        turn: Pin<Box<dyn Future<Output = FairPermit>>>,
         bell: Arc<Bell>,
     }
 
     impl Waiter {
         /// Joins the line.
-        fn new(turns: &Turns, client: ClientId) -> (Self, Poll<Turn>) {
+        fn new(turns: &FairSemaphore, client: ClientId) -> (Self, Poll<FairPermit>) {
             let turns = turns.clone();
             let turn = Box::pin(async move { turns.take(client).await });
             let mut waiter = Self { client, turn, bell: Arc::default() };
@@ -275,7 +275,7 @@ mod tests {
             (waiter, first)
         }
 
-        fn look(&mut self) -> Poll<Turn> {
+        fn look(&mut self) -> Poll<FairPermit> {
             let waker = Waker::from(Arc::clone(&self.bell));
             self.turn.as_mut().poll(&mut Context::from_waker(&waker))
         }
@@ -340,7 +340,7 @@ mod tests {
     fn holds_to_the_model(rng: &mut ChaCha8Rng) {
         let (places, most) = (rng.random_range(1..6), rng.random_range(1..4));
         let clients = rng.random_range(1..6);
-        let turns = Turns::new(places, most);
+        let turns = FairSemaphore::new(places, most);
         let mut model = Model { places, most, ..Model::default() };
         // The waiters by number. A waiter that was given a turn and was not polled since is among those that wait.
         let (mut waiting, mut holding) = (BTreeMap::new(), BTreeMap::new());
@@ -358,7 +358,7 @@ mod tests {
                     let held: Vec<usize> = holding.keys().copied().collect();
                     let Some(&number) = held.get(rng.random_range(0..held.len().max(1))) else { continue };
                     let cost = rng.random_range(0..20);
-                    let mut turn: Turn = holding.remove(&number).expect("held");
+                    let mut turn: FairPermit = holding.remove(&number).expect("held");
                     turn.charge(cost);
                     drop(turn);
                     model.take_back(number, cost);
@@ -420,7 +420,7 @@ mod tests {
     }
 
     /// The clients in the order in which they get their turns. A turn costs what `cost` says.
-    fn order(turns: &Turns, mut line: Vec<Waiter>, cost: impl Fn(ClientId) -> u64) -> Vec<ClientId> {
+    fn order(turns: &FairSemaphore, mut line: Vec<Waiter>, cost: impl Fn(ClientId) -> u64) -> Vec<ClientId> {
         let mut order = Vec::new();
         while !line.is_empty() {
             let at = line.iter().position(|waiter| waiter.bell.rang()).expect("somebody's turn it is");
@@ -434,7 +434,7 @@ mod tests {
     }
 
     /// Lets client 9 take all places, and these clients wait for them.
-    fn line_of(turns: &Turns, clients: &[ClientId]) -> Vec<Waiter> {
+    fn line_of(turns: &FairSemaphore, clients: &[ClientId]) -> Vec<Waiter> {
         let (_first, Poll::Ready(taken)) = Waiter::new(turns, 9) else { panic!("a place is free") };
         let line = clients.iter().map(|client| Waiter::new(turns, *client).0).collect();
         drop(taken);
@@ -443,14 +443,14 @@ mod tests {
 
     #[test]
     fn clients_take_turns_and_each_is_served_in_its_order() {
-        let turns = Turns::new(1, 1);
+        let turns = FairSemaphore::new(1, 1);
         let line = line_of(&turns, &[1, 1, 1, 1, 2, 2, 3]);
         assert_eq!(order(&turns, line, |_| 0), [1, 2, 3, 1, 2, 1, 1]);
     }
 
     #[test]
     fn who_had_the_least_is_next() {
-        let turns = Turns::new(1, 1);
+        let turns = FairSemaphore::new(1, 1);
         let line = line_of(&turns, &[1, 1, 1, 2, 2, 2, 2, 2, 2]);
         let cost = |client| if client == 1 { 299 } else { 99 };
         assert_eq!(order(&turns, line, cost), [1, 2, 2, 2, 1, 2, 2, 2, 1]);
@@ -458,7 +458,7 @@ mod tests {
 
     #[test]
     fn who_comes_back_has_what_it_owes_and_nothing_for_its_absence() {
-        let turns = Turns::new(1, 1);
+        let turns = FairSemaphore::new(1, 1);
         let (_a, Poll::Ready(mut costly)) = Waiter::new(&turns, 1) else { panic!("free") };
         let second = Waiter::new(&turns, 2).0;
         costly.charge(1000);
@@ -477,7 +477,7 @@ mod tests {
 
     #[test]
     fn a_client_that_waits_for_its_own_places_keeps_nobody_waiting() {
-        let turns = Turns::new(4, 2);
+        let turns = FairSemaphore::new(4, 2);
         let mut mine: Vec<_> = (0..5).map(|_| Waiter::new(&turns, 1)).collect();
         assert_eq!(mine.iter().filter(|(_, turn)| turn.is_ready()).count(), 2);
         let (_other, turn) = Waiter::new(&turns, 2);
@@ -490,7 +490,7 @@ mod tests {
 
     #[test]
     fn so_many_are_remembered_and_no_more() {
-        let turns = Turns::new(2, 2);
+        let turns = FairSemaphore::new(2, 2);
         let (_here, here) = Waiter::new(&turns, 0);
         for client in 1..3000 {
             let (_waiter, Poll::Ready(mut turn)) = Waiter::new(&turns, client) else { panic!("free") };
@@ -506,7 +506,7 @@ mod tests {
 
     #[test]
     fn threads_that_come_and_leave_at_once_lose_no_place() {
-        let turns = Turns::new(3, 2);
+        let turns = FairSemaphore::new(3, 2);
         std::thread::scope(|scope| {
             for thread in 0..8 {
                 let turns = &turns;

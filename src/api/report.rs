@@ -7,7 +7,7 @@ use serde::Serialize;
 use utoipa::ToSchema;
 
 /// A loaded model and its device, apart from what the engine reports.
-pub struct Facts {
+pub struct ModelReport {
     pub layers: usize,
     /// Layers of the draft model, if there is one.
     pub draft_layers: Option<usize>,
@@ -20,30 +20,30 @@ pub struct Facts {
     pub residency: String,
     pub self_test: SelfTested,
     /// Reads what changes.
-    pub now: Box<dyn Fn() -> Now + Send + Sync>,
+    pub live: Box<dyn Fn() -> LiveReport + Send + Sync>,
 }
 
 /// What the processes and the device report at one moment.
 #[derive(Debug, Clone, Default)]
-pub struct Now {
-    pub memory: MemoryNow,
+pub struct LiveReport {
+    pub memory: MemoryReport,
     /// What was submitted so far; none after the device was released.
     pub submitted: Option<Submitted>,
     /// The kernels' times since the last call; empty if kernels are not measured.
     pub kernels: Vec<KernelTime>,
-    pub process: ProcessNow,
+    pub process: ProcessReport,
     /// None if no bound is configured.
-    pub courtesy: Option<CourtesyNow>,
+    pub courtesy: Option<CourtesyReport>,
     /// The machine's energy since the model was loaded; none if it cannot be read.
-    pub energy: Option<EnergyNow>,
+    pub energy: Option<EnergyReport>,
     /// None if `npu.mode` is off, and until a device process has answered.
-    pub npu: Option<NpuNow>,
+    pub npu: Option<NpuReport>,
 }
 
 /// What the NPU does, and did since the server started.
 #[derive(Debug, Clone, Serialize, ToSchema)]
 #[schema(as = Npu)]
-pub struct NpuNow {
+pub struct NpuReport {
     /// `npu.mode`: `auto` or `require`.
     pub mode: String,
     /// Whether prompts' attention goes to the NPU now.
@@ -72,7 +72,7 @@ pub struct NpuNow {
 /// The bound on the share of the device's time while somebody works at the machine.
 #[derive(Debug, Clone, Copy, Serialize, ToSchema)]
 #[schema(as = Courtesy)]
-pub struct CourtesyNow {
+pub struct CourtesyReport {
     /// The share of the device's time that steps take at most while the bound holds.
     pub share: f64,
     /// Whether the bound holds now, because somebody works at the machine.
@@ -83,7 +83,7 @@ pub struct CourtesyNow {
 
 /// A reading of the machine's energy.
 #[derive(Debug, Clone, Copy)]
-pub struct EnergyNow {
+pub struct EnergyReport {
     /// What counted it: `rapl` or `amdgpu`.
     pub source: &'static str,
     pub joules: f64,
@@ -91,7 +91,7 @@ pub struct EnergyNow {
 
 /// What the processes use; none for what the system does not report.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct ProcessNow {
+pub struct ProcessReport {
     /// Processor time of the server, and of its device process.
     pub processor: Option<Duration>,
     pub device_processor: Option<Duration>,
@@ -139,7 +139,7 @@ pub struct Placed {
 /// A heap of the device's memory. `free_bytes` is how much of it this process may still allocate by the driver's
 /// budget.
 #[derive(Debug, Clone, Serialize, ToSchema)]
-pub struct HeapNow {
+pub struct HeapReport {
     /// The heap's name, as in `placed`.
     pub heap: String,
     pub size_bytes: u64,
@@ -148,8 +148,8 @@ pub struct HeapNow {
 
 /// Memory in use, in bytes; none for what the system does not report.
 #[derive(Debug, Clone, Default)]
-pub struct MemoryNow {
-    pub heaps: Vec<HeapNow>,
+pub struct MemoryReport {
+    pub heaps: Vec<HeapReport>,
     /// Device memory of the process, as its driver reports it.
     pub vram: Option<u64>,
     pub gtt: Option<u64>,

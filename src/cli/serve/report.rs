@@ -7,7 +7,8 @@ use rustix::process::{Resource, getrlimit};
 use super::courtesy::CourtesyWatch;
 use super::device::Observer;
 use crate::api::{
-    EnergyNow, Facts, HeapNow, KernelTime, MemoryNow, Now, NpuNow, Placed, ProcessNow, SelfTested, Submitted,
+    EnergyReport, HeapReport, KernelTime, LiveReport, MemoryReport, ModelReport, NpuReport, Placed,
+    ProcessReport, SelfTested, Submitted,
 };
 use crate::cli::device_process::{DeviceFacts, Observed};
 use crate::cli::energy::Meter;
@@ -22,7 +23,7 @@ pub fn collect(
     observer: &Observer,
     courtesy: &CourtesyWatch,
     meter: Option<Arc<Meter>>,
-) -> Facts {
+) -> ModelReport {
     let placed = |p: crate::cli::device_process::Placed| Placed {
         class: p.class,
         heap: p.heap,
@@ -39,15 +40,16 @@ pub fn collect(
         let device_processor = device.as_ref().map(|now| now.processor);
         let most_files = getrlimit(Resource::Nofile).current;
         let processor = Some(processor_time());
-        let process = ProcessNow { processor, device_processor, open_files: open_files(), most_files };
-        let read = |meter: &Arc<Meter>| Some(EnergyNow { source: meter.source(), joules: meter.counted()? });
+        let process = ProcessReport { processor, device_processor, open_files: open_files(), most_files };
+        let read =
+            |meter: &Arc<Meter>| Some(EnergyReport { source: meter.source(), joules: meter.counted()? });
         let energy = meter.as_ref().and_then(read);
         let npu = observer.npu().map(|(start, counts)| npu_now(start, counts, device.is_some()));
         let Some(device) = device else {
-            let memory = MemoryNow { resident, ..MemoryNow::default() };
-            return Now { memory, process, courtesy, energy, npu, ..Now::default() };
+            let memory = MemoryReport { resident, ..MemoryReport::default() };
+            return LiveReport { memory, process, courtesy, energy, npu, ..LiveReport::default() };
         };
-        let heap = |(heap, size_bytes, free_bytes)| HeapNow { heap, size_bytes, free_bytes };
+        let heap = |(heap, size_bytes, free_bytes)| HeapReport { heap, size_bytes, free_bytes };
         let heaps = device.heaps.into_iter().map(heap).collect();
         let kernel = |(kernel, dispatches, time)| KernelTime { kernel, dispatches, time };
         let Observed { vram, gtt, .. } = device;
@@ -60,8 +62,8 @@ pub fn collect(
             busy: device.busy,
             rested: device.rested,
         };
-        Now {
-            memory: MemoryNow { heaps, vram, gtt, resident },
+        LiveReport {
+            memory: MemoryReport { heaps, vram, gtt, resident },
             submitted: Some(submitted),
             kernels: device.kernels.into_iter().map(kernel).collect(),
             process,
@@ -70,7 +72,7 @@ pub fn collect(
             npu,
         }
     };
-    Facts {
+    ModelReport {
         layers,
         draft_layers: device.draft_layers,
         weights: device.schemes,
@@ -83,17 +85,17 @@ pub fn collect(
             layers: device.self_test.layers,
             seconds: device.self_test.seconds,
         },
-        now: Box::new(now),
+        live: Box::new(now),
     }
 }
 
 /// What the NPU does now, and did. `answers` is whether the device process was heard just now.
-fn npu_now(start: NpuStart, counts: OffloadCounts, answers: bool) -> NpuNow {
+fn npu_now(start: NpuStart, counts: OffloadCounts, answers: bool) -> NpuReport {
     const SILENT: &str =
         "the process with the model is not there or does not answer: the counts are the last known";
     let NpuStart { mode, device, xrt, is_double, kv_heads, reason, .. } = start;
     let reason = if answers { counts.quarantined.or(reason) } else { Some(SILENT.into()) };
-    NpuNow {
+    NpuReport {
         mode,
         in_use: reason.is_none(),
         reason,
