@@ -14,7 +14,7 @@ use unicorn::model::draft::{self, Draft, Drafted};
 use unicorn::model::gemma3::Gemma3;
 use unicorn::model::load::check_draft;
 use unicorn::model::load::{LoadError, LoadOptions};
-use unicorn::model::memory::{DraftRequest, MemoryRequest, Schemes};
+use unicorn::model::memory::{DraftMemoryRequest, MemoryRequest, Schemes};
 use unicorn::model::shapes::Shape;
 use unicorn::model::{Runner, SamplingParams, self_test};
 use unicorn::tensor::{KvDtype, QuantizeMode, Scheme};
@@ -189,7 +189,7 @@ fn a_model_and_its_draft_are_planned_together() {
         offload: None,
         draft: None,
     };
-    let draft = DraftRequest { config: &small, schemes: schemes(&small) };
+    let draft = DraftMemoryRequest { config: &small, schemes: schemes(&small) };
     let both = MemoryRequest { draft: Some(draft), ..alone(&model) };
     assert_eq!((both.longest_context(), both.batch_tokens()), (32_768, 128));
     let pools = both.pools(4096, 2);
@@ -239,7 +239,7 @@ fn a_load_of_both_takes_what_was_planned() {
         max_shard_bytes: device().info().max_allocation_bytes / 2,
         moments: false,
         offload: None,
-        draft: Some(DraftRequest { config: &configs[1], schemes: bf16(&configs[1]) }),
+        draft: Some(DraftMemoryRequest { config: &configs[1], schemes: bf16(&configs[1]) }),
     };
     let plan = request.place(&device().machine(), &options.memory, 100, request.pools(100, 1)).unwrap();
     let (model, _draft) = load_both(&folders[0], &folders[1], &options).unwrap();

@@ -7,9 +7,11 @@ use clap::{Args, Parser, Subcommand};
 use clap_complete::Shell;
 
 use crate::config::{Courtesy, FfnHeap, NpuMode, parse_bytes};
+use crate::gpu::placement;
 use crate::hub::ModelName;
 use crate::model::SamplingOptions;
 use crate::model::shapes::Shape;
+use crate::model::tensors::TensorSpec;
 use crate::tensor::{Bits, KvDtype, Precision, QuantizeMode, Scales, Scheme};
 
 #[derive(Debug, Parser)]
@@ -419,6 +421,16 @@ pub enum Class {
 
 impl Class {
     pub const ALL: [Class; 3] = [Class::Attention, Class::FeedForward, Class::Embedding];
+
+    /// The class of a tensor; `None` for a norm.
+    pub fn of(spec: &TensorSpec) -> Option<Class> {
+        match spec.class {
+            placement::Class::Attention => Some(Class::Attention),
+            placement::Class::Ffn => Some(Class::FeedForward),
+            placement::Class::Embedding => Some(Class::Embedding),
+            _ => None,
+        }
+    }
 
     pub const fn name(self) -> &'static str {
         match self {

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use tracing_subscriber::EnvFilter;
 
 use super::error::Error;
-use super::load::{self, OnDevice, Place, Profiler, Watch};
+use super::load::{self, OnDevice, Place, Profiler, Source, Watch};
 use super::loading::Loading;
 use super::log::Level;
 use super::npu_start::NpuStart;
@@ -225,8 +225,11 @@ fn load(
 ) -> Result<(OnDevice, SelfTested), Error> {
     let model = model.expect("a task has a model");
     let watch = if config.gpu.profile { Watch::Kernels } else { Watch::Nothing };
+    let source = Source::open(&model)?;
+    let draft = draft.as_ref().map(Source::open).transpose()?;
     let mut loaded =
-        load::on_device(&model, draft.as_ref(), Some(vocab_size), config, watch, before, report)?;
+        load::on_device(&source, draft.as_ref(), Some(vocab_size), config, watch, before, report)?;
+    drop((source, draft));
     let since = Instant::now();
     report(Loading::SelfTest, Some(loaded.runner.device()));
     let own = loaded.runner.self_test()?;

@@ -13,7 +13,7 @@ use super::terminal::{bytes, print};
 use crate::checkpoint::{self, Checkpoint, Manifest, ModelFiles};
 use crate::config::Config;
 use crate::model::config::{Gemma3Config, LayerType};
-use crate::model::weights::Gemma3Weights;
+use crate::model::weights::Weights;
 use crate::text::visible;
 
 /// An opened checkpoint, to be reported.
@@ -21,7 +21,7 @@ struct Inspected<'a> {
     files: &'a ModelFiles,
     config: &'a Gemma3Config,
     checkpoint: &'a Checkpoint,
-    weights: &'a Gemma3Weights<'a>,
+    weights: &'a Weights<'a>,
     manifest: Option<&'a Manifest>,
     /// (tensors, weights, bytes) by scheme.
     by_scheme: BTreeMap<String, (u64, u64, u64)>,
@@ -29,9 +29,8 @@ struct Inspected<'a> {
 
 pub fn inspect(options: &Config, args: &args::Inspect) -> Result<(), Error> {
     let files = load::files_at(Path::new(&args.model), &options.model)?;
-    let (config, _) = Gemma3Config::load(&files)?;
-    let checkpoint = Checkpoint::open(&files)?;
-    let weights = Gemma3Weights::collect(&checkpoint, &config)?;
+    let source = load::Source::open(&files)?;
+    let weights = source.weights()?;
     let manifest = Manifest::read(&files)?;
     if args.verify {
         let Some(manifest) = &manifest else {
@@ -48,14 +47,14 @@ pub fn inspect(options: &Config, args: &args::Inspect) -> Result<(), Error> {
     }
 
     let mut by_scheme: BTreeMap<String, (u64, u64, u64)> = BTreeMap::new();
-    for tensor in weights.iter() {
+    for tensor in weights.tensors.iter() {
         let sum = by_scheme.entry(tensor.scheme()?.to_string()).or_default();
         *sum = (sum.0 + 1, sum.1 + tensor.num_elements() as u64, sum.2 + tensor.stored_bytes());
     }
     let inspected = Inspected {
         files: &files,
-        config: &config,
-        checkpoint: &checkpoint,
+        config: &source.config,
+        checkpoint: &source.checkpoint,
         weights: &weights,
         manifest: manifest.as_ref(),
         by_scheme,
@@ -76,6 +75,7 @@ impl Inspected<'_> {
     fn json(&self, args: &args::Inspect) -> Result<String, Error> {
         let Self { files, config, checkpoint, weights, by_scheme, .. } = self;
         let tensors: Vec<_> = weights
+            .tensors
             .iter()
             .map(|t| Ok(json!({"name": t.name, "shape": t.shape, "scheme": t.scheme()?.to_string(), "bytes": t.stored_bytes(), "file": t.file})))
             .collect::<Result<_, Error>>()?;
@@ -182,7 +182,7 @@ impl Inspected<'_> {
             },
         );
         if args.tensors {
-            for t in weights.iter() {
+            for t in weights.tensors.iter() {
                 text.push_str(&format!(
                     "  {:<14} {:>14} {:>10}  {}\n",
                     t.scheme()?.to_string(),

@@ -13,14 +13,15 @@ use super::offload::Npu;
 use super::process::resident_bytes;
 use super::progress::Bar;
 use super::terminal::bytes;
-use crate::checkpoint::{Manifest, ModelFiles};
+use crate::checkpoint::ModelFiles;
 use crate::config::{self, Config};
 use crate::engine::{EnergyCounter, Engine, EngineConfig, EngineHandle, SchedulerConfig};
 use crate::gpu::placement::{Limits, Machine, Placement};
 use crate::gpu::{self, Device, DeviceInfo, DeviceKind, DevicePolicy};
-use crate::model::config::Gemma3Config;
+use crate::model::config::{Gemma3Config, GenerationConfig};
 use crate::model::draft::{self, Draft, Drafted};
 use crate::model::gemma3::{Gemma3, Loaded};
+pub use crate::model::load::Source;
 use crate::model::load::{LoadError, LoadOptions, Progress};
 use crate::model::{self, Runner, SamplingOptions, tune};
 use crate::session::Service;
@@ -106,8 +107,11 @@ pub enum Watch {
 }
 
 /// Reads the small files. Most errors of a model are found here, before the large files are read.
-pub fn texts(files: &ModelFiles) -> Result<Texts, Error> {
-    let (config, generation) = Gemma3Config::load(files)?;
+pub fn texts(
+    files: &ModelFiles,
+    config: Gemma3Config,
+    generation: &GenerationConfig,
+) -> Result<Texts, Error> {
     let read = |name: &str| files.read(name);
     let Some(tokenizer_json) = read("tokenizer.json")? else {
         let problem = "holds no tokenizer.json; give that of the original model with --tokenizer";
@@ -130,18 +134,23 @@ pub fn texts(files: &ModelFiles) -> Result<Texts, Error> {
 
 /// Loads `files`.
 pub fn model(files: &ModelFiles, config: &Config, watch: Watch) -> Result<Model, Error> {
-    let texts = texts(files)?;
-    let draft_files = draft_files(files, &texts.tokenizer, config)?;
+    let source = Source::open(files)?;
+    let texts = texts(files, source.config.clone(), &source.generation)?;
+    let draft_files = draft_files(config)?;
+    let draft = draft_files.as_ref().map(Source::open).transpose()?;
+    if let Some(draft) = &draft {
+        check_draft_tokenizer(files, &texts.tokenizer, draft.files, &draft.config)?;
+    }
     let sample_below = Some(texts.tokenizer.vocab_size());
     let OnDevice { runner, draft, npu } =
-        on_device(files, draft_files.as_ref(), sample_below, config, watch, None, &mut |_, _| {})?;
+        on_device(&source, draft.as_ref(), sample_below, config, watch, None, &mut |_, _| {})?;
     Ok(Model { device: runner.device().info().clone(), runner, draft, npu, texts })
 }
 
 /// Loads only the model, for callers that have ids and want logits: no tokenizer, no draft.
 pub fn runner(files: &ModelFiles, config: &Config) -> Result<Gemma3, Error> {
-    Gemma3Config::load(files)?;
-    Ok(on_device(files, None, None, config, Watch::Nothing, None, &mut |_, _| {})?.runner)
+    let source = Source::open(files)?;
+    Ok(on_device(&source, None, None, config, Watch::Nothing, None, &mut |_, _| {})?.runner)
 }
 
 /// The longest time of one submit: the configured time, limited by the driver's timeout.
@@ -177,18 +186,17 @@ pub struct OnDevice {
 /// further rows of the embedding are padding without text. `before` is what became of the NPU at the first load of this
 /// model, where this is another one. `report` is told what the load does, and with which device.
 pub fn on_device(
-    files: &ModelFiles,
-    draft_files: Option<&ModelFiles>,
+    source: &Source<'_>,
+    draft_source: Option<&Source<'_>>,
     sample_below: Option<usize>,
     config: &Config,
     watch: Watch,
     before: Option<&NpuStart>,
     report: &mut dyn FnMut(Loading, Option<&Arc<Device>>),
 ) -> Result<OnDevice, Error> {
-    if let Some(manifest) = Manifest::read(files)?
-        && let Some(synthetic) = manifest.synthetic
-    {
-        let shape = synthetic.shape;
+    let files = source.files;
+    if let Some(synthetic) = source.checkpoint.synthetic() {
+        let shape = &synthetic.shape;
         tracing::warn!(
             "{}: random weights in the shape of {shape}: what it answers means nothing",
             files.location()
@@ -196,7 +204,7 @@ pub fn on_device(
     }
     report(Loading::Device, None);
     // An NPU that is required and missing refuses the start at once, and not behind a minute of loading.
-    let mut npu = if watch == Watch::Activations { None } else { Npu::open(files, config, before)? };
+    let mut npu = if watch == Watch::Activations { None } else { Npu::open(&source.config, config, before)? };
     let policy = policy(config, watch == Watch::Kernels);
     let mut device = Device::open(&policy)?;
     npu.as_mut().map_or(Ok(()), |npu| npu.meet(device.can_share(), config))?;
@@ -234,9 +242,9 @@ pub fn on_device(
             report(Loading::Weights { done, total }, Some(&device));
         }
     };
-    let loaded = match draft_files {
-        None => Gemma3::load(&device, files, &options, &mut progress).map(|model| (model, None)),
-        Some(draft) => draft::load(&device, files, draft, &options, &mut progress)
+    let loaded = match draft_source {
+        None => Gemma3::load(&device, source, &options, &mut progress).map(|model| (model, None)),
+        Some(draft) => draft::load(&device, source, draft, &options, &mut progress)
             .map(|(model, draft)| (model, Some(draft))),
     };
     drop(bar);
@@ -245,24 +253,27 @@ pub fn on_device(
             error.refusal.table().iter().for_each(|row| tracing::warn!("memory   {row}"));
         }
     })?;
-    log(files, draft_files, &runner, draft.as_ref(), since.elapsed().as_secs_f64());
+    log(files, draft_source.map(|draft| draft.files), &runner, draft.as_ref(), since.elapsed().as_secs_f64());
     let npu = npu.map(|npu| npu.attach(&mut runner, config)).transpose()?;
     Ok(OnDevice { runner, draft, npu })
 }
 
-/// The files of the draft model, if one is configured. Its tokenizer must be the model's.
-pub fn draft_files(
+/// The files of the draft model, if one is configured.
+pub fn draft_files(config: &Config) -> Result<Option<ModelFiles>, Error> {
+    Ok(config.model.draft.as_ref().map(|path| ModelFiles::open(path.as_ref())).transpose()?)
+}
+
+/// Checks that a draft model has the tokenizer of the model whose files are `files`.
+pub fn check_draft_tokenizer(
     files: &ModelFiles,
     tokenizer: &Tokenizer,
-    config: &Config,
-) -> Result<Option<ModelFiles>, Error> {
-    let Some(path) = &config.model.draft else { return Ok(None) };
-    let draft = ModelFiles::open(path.as_ref())?;
-    let vocab_size = Gemma3Config::load(&draft)?.0.vocab_size;
+    draft: &ModelFiles,
+    draft_config: &Gemma3Config,
+) -> Result<(), Error> {
+    let vocab_size = draft_config.vocab_size;
     let Some(json) = draft.read("tokenizer.json")? else {
         // A draft without a tokenizer is assumed to have the model's, if it has rows for the model's tokens.
-        tokenizer.fits(vocab_size)?;
-        return Ok(Some(draft));
+        return Ok(tokenizer.fits(vocab_size)?);
     };
     let name = draft.display("tokenizer.json");
     let own = Tokenizer::from_bytes(&json, &name)?;
@@ -274,7 +285,7 @@ pub fn draft_files(
             files.display("tokenizer.json")
         )));
     }
-    Ok(Some(draft))
+    Ok(())
 }
 
 impl Model {

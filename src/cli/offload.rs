@@ -11,7 +11,6 @@ use std::time::{Duration, Instant};
 
 use super::error::Error;
 use super::npu_start::NpuStart;
-use crate::checkpoint::ModelFiles;
 use crate::config::{Config, NpuMode, NpuPreference, NpuSharing};
 use crate::model::config::Gemma3Config;
 use crate::model::gemma3::Gemma3;
@@ -73,21 +72,20 @@ impl Npu {
     /// Opens the NPU and tests it, if one is wanted. An NPU that is required and cannot compute is an error. `before` is
     /// what became of it at the first load, where this is another one: an NPU that was not used then is not used now.
     pub fn open(
-        files: &ModelFiles,
+        model: &Gemma3Config,
         config: &Config,
         before: Option<&NpuStart>,
     ) -> Result<Option<Npu>, Error> {
         if config.npu.mode == NpuMode::Off {
             return Ok(None);
         }
-        let (model, _) = Gemma3Config::load(files)?;
         let most = model.num_key_value_heads;
         if let Some(wanted) = config.npu.kv_heads.filter(|wanted| *wanted > most) {
             let problem =
                 format!("npu.kv_heads is {wanted}, and the model has {most} KV heads: set {most} or less");
             return Err(Error::Argument(problem));
         }
-        let limits = limits_of(config, &model);
+        let limits = limits_of(config, model);
         let mut start = NpuStart {
             mode: config.npu.mode.name().to_owned(),
             device: None,
@@ -101,7 +99,7 @@ impl Npu {
             let start = before.clone();
             return Ok(Some(Npu { start, process: None, limits, fixed: None }));
         }
-        let process = match process_with_columns(&model, config, before.is_some()) {
+        let process = match process_with_columns(model, config, before.is_some()) {
             Ok(process) => Some(process),
             Err(error) => {
                 refuse(config, &mut start, error.into())?;

@@ -10,13 +10,12 @@ use super::error::Error;
 use super::load::{self, Room};
 use super::offload;
 use super::terminal::{bytes, print};
-use crate::checkpoint::{Checkpoint, ModelFiles};
+use crate::checkpoint::ModelFiles;
 use crate::config::Config;
 use crate::model::config::Gemma3Config;
 use crate::model::load::check_draft;
-use crate::model::memory::{DoesNotFit, DraftRequest, Fit, MemoryRequest, Schemes, quantize_modes};
+use crate::model::memory::{DoesNotFit, DraftMemoryRequest, Fit, MemoryRequest, Schemes, quantize_modes};
 use crate::model::shapes::Shape;
-use crate::model::weights::Gemma3Weights;
 use crate::tensor::{QuantizeMode, Scheme};
 
 /// The model to plan for.
@@ -105,15 +104,17 @@ fn request<'a>(subject: &'a Subject, config: &Config, room: &Room) -> MemoryRequ
         max_shard_bytes: room.machine.max_allocation_bytes / 2,
         moments: false,
         offload: offload::planned(config, &subject.config),
-        draft: subject.draft.as_ref().map(|d| DraftRequest { config: &d.config, schemes: d.schemes.clone() }),
+        draft: subject
+            .draft
+            .as_ref()
+            .map(|d| DraftMemoryRequest { config: &d.config, schemes: d.schemes.clone() }),
     }
 }
 
 fn checkpoint(model: &str, config: &Config) -> Result<Subject, Error> {
     let files = load::files_at(Path::new(model), &config.model)?;
-    let (gemma, _) = Gemma3Config::load(&files)?;
-    let checkpoint = Checkpoint::open(&files)?;
-    let weights = Gemma3Weights::collect(&checkpoint, &gemma)?;
+    let source = load::Source::open(&files)?;
+    let weights = source.weights()?;
     let schemes = Schemes::of(&weights, config.model.quantize)?;
     let others = quantize_modes(&weights)?;
     let stored = schemes.to_string();
@@ -122,21 +123,20 @@ fn checkpoint(model: &str, config: &Config) -> Result<Subject, Error> {
         name: files.location(),
         stored,
         assumption: None,
-        config: gemma,
         schemes,
         others,
+        config: source.config,
     })
 }
 
 /// A draft model's weights keep the schemes of its files.
 fn draft(path: &str, model: &Gemma3Config) -> Result<DraftSubject, Error> {
     let files = ModelFiles::open(Path::new(path))?;
-    let (config, _) = Gemma3Config::load(&files)?;
-    check_draft(model, &config)
+    let source = load::Source::open(&files)?;
+    check_draft(model, &source.config)
         .map_err(|problem| Error::Argument(format!("{}: {problem}", files.display("config.json"))))?;
-    let checkpoint = Checkpoint::open(&files)?;
-    let schemes = Schemes::of(&Gemma3Weights::collect(&checkpoint, &config)?, QuantizeMode::None)?;
-    Ok(DraftSubject { name: files.location(), stored: schemes.to_string(), config, schemes })
+    let schemes = Schemes::of(&source.weights()?, QuantizeMode::None)?;
+    Ok(DraftSubject { name: files.location(), stored: schemes.to_string(), config: source.config, schemes })
 }
 
 fn published(shape: Shape, args: &args::Planned) -> Subject {

@@ -20,8 +20,9 @@ use super::terminal::{bytes, print};
 use crate::checkpoint::{Checkpoint, Manifest, ModelFiles, NativeWriter, NewTensor, Tensor};
 use crate::config::Config;
 use crate::model::config::Gemma3Config;
+use crate::model::tensors::{Inputs, ModelTensors, Role, TensorSpec};
 use crate::model::twin;
-use crate::model::weights::Gemma3Weights;
+use crate::model::weights::Weights;
 use crate::quantize::{Loss, Rounding, write_tensor};
 use crate::tensor::{Bits, QuantizeMode, Scheme};
 
@@ -42,12 +43,11 @@ const SMALL_FILES: [&str; 6] = [
 pub fn quantize(config: &Config, args: &args::Quantize) -> Result<(), Error> {
     let since = Instant::now();
     let files = load::files_at(Path::new(&args.source), &config.model)?;
-    let (shape, _) = Gemma3Config::load(&files)?;
-    let checkpoint = Checkpoint::open(&files)?;
-    let weights = Gemma3Weights::collect(&checkpoint, &shape)?;
+    let source = load::Source::open(&files)?;
+    let (shape, checkpoint, weights) = (&source.config, &source.checkpoint, source.weights()?);
     if args.calibrate.is_none() && args.eval.is_none() {
         // Loading the model warns of them otherwise.
-        weights.warn_of_defects(&checkpoint);
+        weights.warn_of_defects(checkpoint);
     }
     // The texts and a device are checked before minutes of work depend on them.
     let text = |path: &Option<PathBuf>| {
@@ -96,10 +96,10 @@ pub fn quantize(config: &Config, args: &args::Quantize) -> Result<(), Error> {
         Some((text, path)) => calibrate(config, &files, text, path)?,
         None => Vec::new(),
     };
-    let (written, losses) = convert(&files, &checkpoint, &weights, &moments, writer, args)?;
+    let (written, losses) = convert(&files, checkpoint, shape, &weights, &moments, writer, args)?;
 
     add_layer_values(&args.destination)?;
-    let parameters: usize = weights.iter().map(|t| t.num_elements()).sum();
+    let parameters: usize = weights.tensors.iter().map(|t| t.num_elements()).sum();
     let seconds = since.elapsed().as_secs_f64();
     let mut text = format!(
         "{}: {}, {:.2} bits per weight, in {seconds:.1} s ({:.1} s per billion weights)\n",
@@ -127,13 +127,14 @@ pub fn quantize(config: &Config, args: &args::Quantize) -> Result<(), Error> {
 fn convert(
     files: &ModelFiles,
     checkpoint: &Checkpoint,
-    weights: &Gemma3Weights,
-    moments: &[[Vec<f32>; 4]],
+    config: &Gemma3Config,
+    weights: &Weights,
+    moments: &[Inputs<Vec<f32>>],
     writer: NativeWriter,
     args: &args::Quantize,
 ) -> Result<(u64, [Loss; 3]), Error> {
     let bar = Bar::bytes("quantizing");
-    bar.set_total(weights.iter().map(|t| t.stored_bytes()).sum());
+    bar.set_total(weights.stored_bytes());
     let mut conversion = Conversion {
         writer,
         checkpoint,
@@ -144,30 +145,17 @@ fn convert(
         bar,
     };
     let json = conversion.copy_small_files(files)?;
-    conversion.file(
-        "shared.safetensors",
-        vec![
-            Source::matrix("model.embed_tokens", weights.embed_tokens, Class::Embedding),
-            Source::norm("model.norm", weights.norm),
-        ],
-    )?;
-    for (i, layer) in weights.layers.iter().enumerate() {
-        let full = |name: &str| format!("model.layers.{i}.{name}");
-        let moments = moments.get(i).map(|[a, b, c, d]| [a, a, a, b, c, c, d]);
-        let of = |which: usize| moments.map(|moments| &moments[which][..]);
-        let attention = layer
-            .attention()
-            .into_iter()
-            .enumerate()
-            .map(|(m, (n, t))| Source::matrix(&full(n), t, Class::Attention).weighed(of(m)));
-        let ffn = layer
-            .feed_forward()
-            .into_iter()
-            .enumerate()
-            .map(|(m, (n, t))| Source::matrix(&full(n), t, Class::FeedForward).weighed(of(4 + m)));
-        let norms = layer.norms().map(|(n, t)| Source::norm(&full(n), t));
-        let tensors = attention.chain(ffn).chain(norms).collect();
-        conversion.file(&format!("layer-{i:03}.safetensors"), tensors)?;
+    let tensors = ModelTensors::of(config).zip(weights.tensors.clone());
+    for (name, tensors) in tensors.files() {
+        let sources = tensors.into_iter().map(|(spec, tensor)| Source {
+            spec,
+            tensor,
+            importance: match (spec.role, spec.layer) {
+                (Role::Projection(group), Some(layer)) => moments.get(layer).map(|inputs| &inputs[group][..]),
+                _ => None,
+            },
+        });
+        conversion.file(&name, sources.collect())?;
     }
     let Conversion { writer, losses, bar, .. } = conversion;
     drop(bar);
@@ -190,15 +178,13 @@ fn lacks_layer_values(folder: &Path) -> Result<bool, Error> {
 /// more, from the files that a server reads.
 fn add_layer_values(folder: &Path) -> Result<(), Error> {
     let files = ModelFiles::open(folder)?;
-    let (config, _) = Gemma3Config::load(&files)?;
-    let checkpoint = Checkpoint::open(&files)?;
-    let weights = Gemma3Weights::collect(&checkpoint, &config)?;
+    let source = load::Source::open(&files)?;
+    let weights = source.weights()?;
     let bar = Bar::bytes("computing layers");
-    bar.set_total(
-        weights.layers.iter().flat_map(|layer| layer.projections()).map(|t| t.stored_bytes()).sum(),
-    );
+    let layers = weights.tensors.layers.iter();
+    bar.set_total(layers.flat_map(|layer| layer.projections.iter()).map(|t| t.stored_bytes()).sum());
     let mut done = 0;
-    let values = twin::layer_values(&checkpoint, &weights, &config, &mut |bytes| {
+    let values = twin::layer_values(&source.checkpoint, &weights, &source.config, &mut |bytes| {
         done += bytes;
         bar.set(done);
     })?;
@@ -211,7 +197,7 @@ fn calibrate(
     source: &ModelFiles,
     text: &str,
     path: &Path,
-) -> Result<Vec<[Vec<f32>; 4]>, Error> {
+) -> Result<Vec<Inputs<Vec<f32>>>, Error> {
     let mut model = load::model(source, &as_stored(config), Watch::Activations)?;
     let mut ids = text_ids(&model, text, path)?;
     ids.truncate(CALIBRATION_TOKENS);
@@ -293,26 +279,10 @@ fn compare(
 
 /// A tensor to convert.
 struct Source<'a> {
-    name: String,
-    tensor: Tensor<'a>,
-    /// `None` for norms, which stay f32.
-    class: Option<Class>,
+    spec: &'a TensorSpec,
+    tensor: &'a Tensor<'a>,
     /// Weight of each column's error; `None` weighs all equally.
     importance: Option<&'a [f32]>,
-}
-
-impl<'a> Source<'a> {
-    fn matrix(name: &str, tensor: Tensor<'a>, class: Class) -> Self {
-        Source { name: format!("{name}.weight"), tensor, class: Some(class), importance: None }
-    }
-
-    fn weighed(self, importance: Option<&'a [f32]>) -> Self {
-        Source { importance, ..self }
-    }
-
-    fn norm(name: &str, tensor: Tensor<'a>) -> Self {
-        Source { name: format!("{name}.weight"), tensor, class: None, importance: None }
-    }
 }
 
 struct Conversion<'a> {
@@ -359,7 +329,7 @@ impl Conversion<'_> {
         }
         let schemes = sources.iter().map(|s| self.scheme(s)).collect::<Result<Vec<_>, _>>()?;
         let tensors = sources.iter().zip(&schemes).map(|(source, scheme)| NewTensor {
-            name: source.name.clone(),
+            name: source.spec.full_name(),
             shape: source.tensor.shape.to_vec(),
             scheme: *scheme,
         });
@@ -374,14 +344,14 @@ impl Conversion<'_> {
                 }
                 _ => Rounding::Nearest,
             };
-            let loss = write_tensor(&mut writer, &source.tensor, scheme, rounding, &mut |rows| {
+            let loss = write_tensor(&mut writer, source.tensor, scheme, rounding, &mut |rows| {
                 self.bar.set(done + rows as u64 * row_bytes);
             })?;
-            if let Some(class) = source.class {
+            if let Some(class) = Class::of(source.spec) {
                 losses[class as usize] = losses[class as usize] + loss;
             }
             self.done += source.tensor.stored_bytes();
-            self.checkpoint.release(&source.tensor);
+            self.checkpoint.release(source.tensor);
         }
         let note = losses.map(|loss| (loss.error, loss.total));
         self.writer.finish_file(writer, json!(note))?;
@@ -392,7 +362,7 @@ impl Conversion<'_> {
     }
 
     fn scheme(&self, source: &Source) -> Result<Option<Scheme>, Error> {
-        Ok(match source.class.map(|class| self.schemes.of(class)) {
+        Ok(match Class::of(source.spec).map(|class| self.schemes.of(class)) {
             None => None,
             Some(Target(Some(scheme))) => Some(scheme),
             Some(Target(None)) => Some(source.tensor.scheme()?),

@@ -17,6 +17,7 @@ use super::progress::Bar;
 use super::terminal::{bytes, print};
 use crate::checkpoint::{FileWriter, NativeWriter, NewTensor, Synthetic};
 use crate::model::config::Gemma3Config;
+use crate::model::tensors::{ModelTensors, TensorSpec};
 use crate::tensor::{Bits, Scheme, TILE_ROWS};
 
 /// Tiles of a piece that one core fills, and pieces made at once.
@@ -78,42 +79,16 @@ pub fn synth(args: &args::Synth) -> Result<(), Error> {
 
 /// The files of a checkpoint, each with its tensors.
 fn files(config: &Gemma3Config, schemes: &Schemes) -> Vec<(String, Vec<NewTensor>)> {
-    let (hidden, ffn) = (config.hidden_size, config.intermediate_size);
-    let q = config.num_attention_heads * config.head_dim;
-    let kv = config.num_key_value_heads * config.head_dim;
-    let matrix = |name: String, rows, cols, class| {
-        let Target(scheme) = schemes.of(class);
-        let scheme = scheme.unwrap_or(Scheme::Bf16);
-        NewTensor { name: format!("{name}.weight"), shape: vec![rows, cols], scheme: Some(scheme) }
+    let tensor = |spec: &TensorSpec| {
+        let scheme = Class::of(spec).map(|class| {
+            let Target(scheme) = schemes.of(class);
+            scheme.unwrap_or(Scheme::Bf16)
+        });
+        NewTensor { name: spec.full_name(), shape: spec.shape.clone(), scheme }
     };
-    let norm = |name: String, n| NewTensor { name: format!("{name}.weight"), shape: vec![n], scheme: None };
-    let mut files = vec![(
-        "shared.safetensors".to_string(),
-        vec![
-            matrix("model.embed_tokens".into(), config.vocab_size, hidden, Class::Embedding),
-            norm("model.norm".into(), hidden),
-        ],
-    )];
-    for i in 0..config.num_hidden_layers {
-        let full = |name: &str| format!("model.layers.{i}.{name}");
-        let tensors = vec![
-            matrix(full("self_attn.q_proj"), q, hidden, Class::Attention),
-            matrix(full("self_attn.k_proj"), kv, hidden, Class::Attention),
-            matrix(full("self_attn.v_proj"), kv, hidden, Class::Attention),
-            matrix(full("self_attn.o_proj"), hidden, q, Class::Attention),
-            matrix(full("mlp.gate_proj"), ffn, hidden, Class::FeedForward),
-            matrix(full("mlp.up_proj"), ffn, hidden, Class::FeedForward),
-            matrix(full("mlp.down_proj"), hidden, ffn, Class::FeedForward),
-            norm(full("input_layernorm"), hidden),
-            norm(full("post_attention_layernorm"), hidden),
-            norm(full("pre_feedforward_layernorm"), hidden),
-            norm(full("post_feedforward_layernorm"), hidden),
-            norm(full("self_attn.q_norm"), config.head_dim),
-            norm(full("self_attn.k_norm"), config.head_dim),
-        ];
-        files.push((format!("layer-{i:03}.safetensors"), tensors));
-    }
-    files
+    let specs = ModelTensors::of(config);
+    let files = specs.files().into_iter();
+    files.map(|(name, specs)| (name, specs.into_iter().map(tensor).collect())).collect()
 }
 
 fn stored_bytes(tensor: &NewTensor) -> u64 {

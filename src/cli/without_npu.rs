@@ -3,7 +3,6 @@
 
 use super::error::Error;
 use super::npu_start::NpuStart;
-use crate::checkpoint::ModelFiles;
 use crate::config::{Config, NpuMode};
 use crate::model::config::Gemma3Config;
 use crate::model::gemma3::Gemma3;
@@ -18,7 +17,7 @@ pub enum Npu {}
 
 impl Npu {
     /// `unicorn bench npu` requires the NPU, whatever is configured.
-    pub fn open(_: &ModelFiles, config: &Config, _: Option<&NpuStart>) -> Result<Option<Npu>, Error> {
+    pub fn open(_: &Gemma3Config, config: &Config, _: Option<&NpuStart>) -> Result<Option<Npu>, Error> {
         match config.npu.mode {
             NpuMode::Off => Ok(None),
             _ => Err(Error::Argument("this program was built without the feature npu".into())),

@@ -21,11 +21,10 @@ use std::sync::Arc;
 
 use super::config::Gemma3Config;
 use super::gemma3::{Gemma3, Loaded, SelfTested};
-use super::load::{LoadError, LoadOptions, Progress};
+use super::load::{LoadError, LoadOptions, Progress, Source};
 use super::{
     Batch, BatchSequence, DraftRequest, Draw, Input, Limits, Runner, RunnerError, Sampled, Sampling, Ticket,
 };
-use crate::checkpoint::ModelFiles;
 use crate::config::Courtesy;
 use crate::gpu::Device;
 
@@ -33,12 +32,12 @@ use crate::gpu::Device;
 /// to the model; the draft model's weights are stored as in its files.
 pub fn load(
     device: &Arc<Device>,
-    files: &ModelFiles,
-    draft_files: &ModelFiles,
+    source: &Source<'_>,
+    draft_source: &Source<'_>,
     options: &LoadOptions,
     progress: &mut dyn FnMut(Progress),
 ) -> Result<(Gemma3, Draft), LoadError> {
-    let (model, draft) = Gemma3::load_with_draft(device, files, Some(draft_files), options, progress)?;
+    let (model, draft) = Gemma3::load_with_draft(device, source, Some(draft_source), options, progress)?;
     Ok((model, Draft(draft.expect("one was asked for"))))
 }
 

@@ -4,6 +4,7 @@
 use super::gemma3::Gemma3;
 use super::memory::READBACK_ROWS;
 use super::step::StepOutputs;
+use super::tensors::Inputs;
 use super::{Batch, BatchSequence, Input, RunnerError};
 use crate::gpu::{Buffer, CommandBuffer, GpuError};
 
@@ -22,9 +23,9 @@ impl Gemma3 {
         Ok(())
     }
 
-    /// The sums of squares of the matrices' inputs over all tokens that ran, for each layer, by column: inputs of q, k
-    /// and v; of o; of gate and up; of down. Panics unless the model was loaded with `moments`.
-    pub fn take_moments(&mut self) -> Result<Vec<[Vec<f32>; 4]>, RunnerError> {
+    /// The sums of squares of the matrices' inputs over all tokens that ran, for each layer, by column. Panics unless the
+    /// model was loaded with `moments`.
+    pub fn take_moments(&mut self) -> Result<Vec<Inputs<Vec<f32>>>, RunnerError> {
         assert!(self.in_flight.is_empty(), "reading beside a step in flight");
         let mut commands = CommandBuffer::new(&self.device, "moments")?;
         let readback = &self.logits_readback;
@@ -39,8 +40,8 @@ impl Gemma3 {
         };
         let mut all = Vec::new();
         for layer in &self.layers {
-            let [a, b, c, d] = layer.moments.as_ref().expect("a model loaded with moments").each_ref();
-            all.push([read(a)?, read(b)?, read(c)?, read(d)?]);
+            let moments = layer.moments.as_ref().expect("a model loaded with moments");
+            all.push(moments.as_ref().try_map(&mut read)?);
         }
         Ok(all)
     }

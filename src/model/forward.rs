@@ -9,6 +9,7 @@ use super::gemma3::Gemma3;
 use super::layers::Scratch;
 use super::memory;
 use super::step::{Frame, PoolRequest, StepOutputs};
+use super::tensors::{InputGroup, Projections};
 use super::{Batch, BlockCopy, BlockPool};
 use crate::gpu::Recorder;
 use crate::kernels::{Activations, KvCache, Operand, SampleRequest, StepArrays};
@@ -147,7 +148,7 @@ impl Gemma3 {
     /// The result of a layer's attention for some rows, in the form in which the output projection wants it.
     pub(super) fn attended(&self, index: usize, rows: &Range<usize>) -> Operand {
         let Scratch { attended, attended_blocks, .. } = &self.scratch;
-        Operand::new(self.layers[index].wants[1], &attended.rows(rows), attended_blocks)
+        Operand::new(self.layers[index].wants.output, &attended.rows(rows), attended_blocks)
     }
 
     /// Adds the squares of a matrix's input to the sums of a layer, if they are wanted.
@@ -155,7 +156,7 @@ impl Gemma3 {
         &self,
         recorder: &mut Recorder<'_>,
         index: usize,
-        group: usize,
+        group: InputGroup,
         input: &Activations,
         rows: usize,
     ) {
@@ -175,16 +176,17 @@ impl Gemma3 {
         let layer = &self.layers[index];
         let (kernels, tokens) = (&self.kernels, rows.len());
         let Scratch { hidden, normed, delta, q, k, v, normed_blocks, .. } = &self.scratch.rows(&rows);
-        let normed_in = Operand::new(layer.wants[0], normed, normed_blocks);
-        let first_norm = &layer.input_layernorm;
-        match index.checked_sub(1).map(|before| &self.layers[before].post_feedforward_layernorm) {
+        let normed_in = Operand::new(layer.wants.qkv, normed, normed_blocks);
+        let first_norm = &layer.norms.input_layernorm;
+        match index.checked_sub(1).map(|before| &self.layers[before].norms.post_feedforward_layernorm) {
             None => kernels.rms_norm(recorder, hidden, first_norm, &normed_in, tokens),
             Some(norm) => {
                 kernels.residual(recorder, delta, norm, (hidden, first_norm), &normed_in, tokens);
             }
         }
-        self.add_squares(recorder, index, 0, normed, tokens);
-        let products = [(&layer.q_proj, q), (&layer.k_proj, k), (&layer.v_proj, v)];
+        self.add_squares(recorder, index, InputGroup::Qkv, normed, tokens);
+        let Projections { q_proj, k_proj, v_proj, .. } = &layer.projections;
+        let products = [(q_proj, q), (k_proj, k), (v_proj, v)];
         kernels.matmul(recorder, &products, &normed_in, tokens);
         kernels.qkv_store(recorder, &layer.attention, [q, k, v], step, tokens);
     }
@@ -195,23 +197,21 @@ impl Gemma3 {
         let (kernels, tokens) = (&self.kernels, rows.len());
         let scratch = self.scratch.rows(&rows);
         let Scratch { hidden, normed, delta, attended, gate, up, .. } = &scratch;
-        // The form in which each group of matrices wants its input: f32, int8, or both.
-        let [_, _, gate_up_form, down_form] = layer.wants;
-        let normed_in = Operand::new(gate_up_form, normed, &scratch.normed_blocks);
-        let gated_in = Operand::new(down_form, gate, &scratch.gated_blocks);
-        self.add_squares(recorder, index, 1, attended, tokens);
-        kernels.matmul(recorder, &[(&layer.o_proj, delta)], &self.attended(index, &rows), tokens);
+        let Projections { o_proj, gate_proj, up_proj, down_proj, .. } = &layer.projections;
+        let normed_in = Operand::new(layer.wants.gate_up, normed, &scratch.normed_blocks);
+        let gated_in = Operand::new(layer.wants.down, gate, &scratch.gated_blocks);
+        self.add_squares(recorder, index, InputGroup::Output, attended, tokens);
+        kernels.matmul(recorder, &[(o_proj, delta)], &self.attended(index, &rows), tokens);
 
-        let norm = &layer.post_attention_layernorm;
-        let next = (hidden, &layer.pre_feedforward_layernorm);
+        let norm = &layer.norms.post_attention_layernorm;
+        let next = (hidden, &layer.norms.pre_feedforward_layernorm);
         kernels.residual(recorder, delta, norm, next, &normed_in, tokens);
-        self.add_squares(recorder, index, 2, normed, tokens);
-        let products = [&layer.gate_proj, &layer.up_proj];
-        kernels.gated(recorder, products, &normed_in, [gate, up], &gated_in, tokens);
-        self.add_squares(recorder, index, 3, gate, tokens);
-        kernels.matmul(recorder, &[(&layer.down_proj, delta)], &gated_in, tokens);
+        self.add_squares(recorder, index, InputGroup::GateUp, normed, tokens);
+        kernels.gated(recorder, [gate_proj, up_proj], &normed_in, [gate, up], &gated_in, tokens);
+        self.add_squares(recorder, index, InputGroup::Down, gate, tokens);
+        kernels.matmul(recorder, &[(down_proj, delta)], &gated_in, tokens);
         if index + 1 == self.layers.len() {
-            kernels.rms_norm_add(recorder, delta, &layer.post_feedforward_layernorm, hidden, tokens);
+            kernels.rms_norm_add(recorder, delta, &layer.norms.post_feedforward_layernorm, hidden, tokens);
         }
     }
 }

@@ -98,7 +98,7 @@ impl Gemma3 {
             // `normed`.
             let sum = model.scratch.normed.rows(&(0..1));
             recorder.copy(&hidden.buffer, &sum.buffer, place.size());
-            let norm = &model.layers[behind - 1].post_feedforward_layernorm;
+            let norm = &model.layers[behind - 1].norms.post_feedforward_layernorm;
             model.kernels.rms_norm_add(recorder, &delta, norm, &sum, 1);
             recorder.copy(&sum.buffer, place, place.size());
         };

@@ -3,31 +3,22 @@
 use std::ops::Range;
 
 use super::config::{Gemma3Config, LayerType};
-use super::memory::{self};
+use super::memory;
+use super::tensors::{Inputs, Norms, Projections};
 use crate::gpu::placement::{Class, MemoryKind};
 use crate::gpu::{Arena, Buffer, GpuError};
 use crate::kernels::{Activations, Attention, Logits, Matrix, Partials, Quantized, RmsNorm, Wants};
 
-/// The weights of one layer on the device.
-pub(super) struct Layer {
+/// The weights of one layer on the device, with its KV cache.
+pub(super) struct DeviceLayer {
     pub(super) kind: LayerType,
-    pub(super) input_layernorm: RmsNorm,
-    pub(super) post_attention_layernorm: RmsNorm,
-    pub(super) pre_feedforward_layernorm: RmsNorm,
-    pub(super) post_feedforward_layernorm: RmsNorm,
     pub(super) attention: Attention,
-    pub(super) q_proj: Matrix,
-    pub(super) k_proj: Matrix,
-    pub(super) v_proj: Matrix,
-    pub(super) o_proj: Matrix,
-    pub(super) gate_proj: Matrix,
-    pub(super) up_proj: Matrix,
-    pub(super) down_proj: Matrix,
-    /// The form in which each group of matrices wants its input: q, k and v; o; gate and up; down.
-    pub(super) wants: [Wants; 4],
-    /// For calibration: sums of the squares of the inputs of q, k and v; of o; of gate and up; of down. f32 for each
-    /// column.
-    pub(super) moments: Option<[Buffer; 4]>,
+    pub(super) projections: Projections<Matrix>,
+    pub(super) norms: Norms<RmsNorm>,
+    /// The form in which each group of matrices takes its input.
+    pub(super) wants: Inputs<Wants>,
+    /// For calibration: sums of the squares of each group's input, an f32 for each column.
+    pub(super) moments: Option<Inputs<Buffer>>,
 }
 
 /// Activations of a step, `[max_batch_tokens, ..]` f32 each.

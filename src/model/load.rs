@@ -10,17 +10,18 @@ use std::time::Duration;
 use super::Limits;
 use super::config::{ConfigError, Gemma3Config, GenerationConfig, LayerType};
 use super::gemma3::{Gemma3, Loaded, NotCompared};
-use super::layers::{Layer, Scratch, device_buffer};
+use super::layers::{DeviceLayer, Scratch, device_buffer};
 use super::memory::{
-    self, DEFAULT_BLOCK_SIZE, DoesNotFit, DraftRequest, MAX_IN_FLIGHT, MemoryRequest, Schemes,
+    self, DEFAULT_BLOCK_SIZE, DoesNotFit, DraftMemoryRequest, MAX_IN_FLIGHT, MemoryRequest, Schemes,
 };
 use super::offload::{OffloadBuffers, OffloadError, OffloadLimits};
 use super::rates::Rates;
 use super::self_test::{self, SelfTest, Traits};
 use super::step::Frame;
-use super::weights::{Gemma3Weights, LayerWeights, WeightsError};
+use super::tensors::{Inputs, Layer, ModelTensors, Projections, TensorSpec};
+use super::weights::{Weights, WeightsError};
 use crate::checkpoint::{Checkpoint, CheckpointError, LayerValues, Manifest, ModelFiles, Tensor};
-use crate::gpu::placement::{self, Class, MemoryKind};
+use crate::gpu::placement::{self, Class, MemoryKind, Plan};
 use crate::gpu::residency::{self, Residency};
 use crate::gpu::{Arena, Buffer, CommandBuffer, Device, GpuError, Uploader};
 use crate::kernels::{
@@ -144,20 +145,19 @@ impl Gemma3 {
     /// Loads a checkpoint into device memory. `progress` is called every few megabytes.
     pub fn load(
         device: &Arc<Device>,
-        files: &ModelFiles,
+        source: &Source<'_>,
         options: &LoadOptions,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Gemma3, LoadError> {
-        Gemma3::load_with_draft(device, files, None, options, progress).map(|(model, _)| model)
+        Gemma3::load_with_draft(device, source, None, options, progress).map(|(model, _)| model)
     }
 
-    /// Loads a checkpoint, and beside it a second model as its draft model, stored as its files have it. The draft
-    /// model shares the first model's blocks, slots and activations, so nothing but [`super::draft::Drafted`] may run
-    /// it.
+    /// Loads a checkpoint, and a second one as its draft model, stored as its files have it. The draft model shares the
+    /// first model's blocks, slots and activations, so only [`super::draft::Drafted`] may run it.
     pub(super) fn load_with_draft(
         device: &Arc<Device>,
-        files: &ModelFiles,
-        draft_files: Option<&ModelFiles>,
+        source: &Source<'_>,
+        draft_source: Option<&Source<'_>>,
         options: &LoadOptions,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<(Gemma3, Option<Gemma3>), LoadError> {
@@ -166,18 +166,16 @@ impl Gemma3 {
                 "the context and the prefill chunk must be at least 1 token".into(),
             ));
         }
-        let source = Source::open(files)?;
-        let weights = source.weights()?;
-        let draft_source = draft_files.map(Source::open).transpose()?;
-        let draft = match &draft_source {
+        let weights = source.computable_weights()?;
+        let draft = match draft_source {
             None => None,
             Some(draft) => {
-                let name = || draft.files.display("config.json");
-                check_draft(&source.config, &draft.config)
-                    .map_err(|problem| LoadError::Option(format!("{}: {problem}", name())))?;
-                let weights = draft.weights()?;
+                check_draft(&source.config, &draft.config).map_err(|problem| {
+                    LoadError::Option(format!("{}: {problem}", draft.files.display("config.json")))
+                })?;
+                let weights = draft.computable_weights()?;
                 let schemes = Schemes::of(&weights, QuantizeMode::None)?;
-                Some((draft, weights, DraftRequest { config: &draft.config, schemes }))
+                Some((draft, weights, DraftMemoryRequest { config: &draft.config, schemes }))
             }
         };
         let used_before = device.memory_use();
@@ -195,50 +193,22 @@ impl Gemma3 {
             offload: options.offload,
             draft: draft.as_ref().map(|(.., request)| request.clone()),
         };
-        if let Some((wanted, longest, whose)) = request.beyond_model(options.max_context) {
-            return Err(LoadError::ContextTooLong { wanted, longest, whose });
-        }
-        // Everything is placed before memory is allocated, and allocated before tensors are read.
-        let others = memory::quantize_modes(&weights)?;
-        let machine = device.machine();
-        let fit = request
-            .fit_to_serve(&machine, &options.memory, options.max_context, options.sequences, &others)
-            .map_err(Box::new)?;
-        let limits = request.limits(fit.context, fit.pools);
-        let room = request.sequences(&fit);
-        if room < options.sequences {
-            tracing::warn!(
-                "memory has room for {room} conversations at once beside a context of {} tokens, and engine.sequences is {}: \
-                 further ones wait for room",
-                fit.context,
-                options.sequences
-            );
-        }
-        if limits.max_batch_tokens < options.max_batch_tokens {
-            let why = if limits.max_batch_tokens == fit.context {
-                "the context is no longer"
-            } else {
-                "a layer of more would take the device for too long"
-            };
-            tracing::info!(
-                "prompts are read {} tokens at once, and engine.prefill_chunk is {}: {why}",
-                limits.max_batch_tokens,
-                options.max_batch_tokens
-            );
-        }
-        let arena = Arena::with_plan(device, fit.plan)?;
+        let (plan, limits) = place(device, &request, &weights, options)?;
+        let arena = Arena::with_plan(device, plan)?;
         touch(device, &arena)?;
-        let draft_weights = draft.iter().flat_map(|(_, weights, _)| weights.iter());
+        let draft_bytes = draft.as_ref().map_or(0, |(_, weights, _)| weights.stored_bytes());
         let mut load = Load {
             device,
             options,
             request: &request,
             arena,
+            uploader: Uploader::new(device)?,
+            queued: Vec::new(),
             done: 0,
-            total: weights.iter().chain(draft_weights).map(|t| t.stored_bytes()).sum(),
+            total: weights.stored_bytes() + draft_bytes,
             progress,
         };
-        let mut model = load.model(&source, &weights, &request.schemes, limits, None)?;
+        let mut model = load.model(source, &weights, &request.schemes, limits, None)?;
         let mut draft_model = match &draft {
             None => None,
             Some((source, weights, request)) => {
@@ -246,8 +216,9 @@ impl Gemma3 {
                 Some(load.model(source, weights, &request.schemes, limits, Some(&model))?)
             }
         };
-        let arena = load.arena;
-        assert!(arena.is_exhausted(), "something was planned that nobody asked for");
+        let Load { arena, uploader, .. } = load;
+        uploader.finish()?;
+        assert!(arena.is_exhausted(), "the plan has a buffer that the load does not use");
         let residency = residency::compare(arena.allocated(), used_before, device.memory_use());
         if let Residency::Denied { .. } = residency {
             if options.strict {
@@ -271,6 +242,46 @@ impl Gemma3 {
     }
 }
 
+/// Places all buffers of the request in the device's memory, before anything is allocated.
+fn place(
+    device: &Device,
+    request: &MemoryRequest<'_>,
+    weights: &Weights<'_>,
+    options: &LoadOptions,
+) -> Result<(Plan, Limits), LoadError> {
+    if let Some((wanted, longest, whose)) = request.beyond_model(options.max_context) {
+        return Err(LoadError::ContextTooLong { wanted, longest, whose });
+    }
+    let others = memory::quantize_modes(weights)?;
+    let machine = device.machine();
+    let fit = request
+        .fit_to_serve(&machine, &options.memory, options.max_context, options.sequences, &others)
+        .map_err(Box::new)?;
+    let limits = request.limits(fit.context, fit.pools);
+    let room = request.sequences(&fit);
+    if room < options.sequences {
+        tracing::warn!(
+            "memory has room for {room} conversations at once beside a context of {} tokens, and engine.sequences is {}: \
+             further ones wait for room",
+            fit.context,
+            options.sequences
+        );
+    }
+    if limits.max_batch_tokens < options.max_batch_tokens {
+        let why = if limits.max_batch_tokens == fit.context {
+            "the context is no longer"
+        } else {
+            "a layer of more would take the device for too long"
+        };
+        tracing::info!(
+            "prompts are read {} tokens at once, and engine.prefill_chunk is {}: {why}",
+            limits.max_batch_tokens,
+            options.max_batch_tokens
+        );
+    }
+    Ok((fit.plan, limits))
+}
+
 /// Whether a model with the config `draft` can be the draft model of `model`. The error says why not.
 pub fn check_draft(model: &Gemma3Config, draft: &Gemma3Config) -> Result<(), String> {
     match (model.window(), draft.window()) {
@@ -285,21 +296,26 @@ pub fn check_draft(model: &Gemma3Config, draft: &Gemma3Config) -> Result<(), Str
     }
 }
 
-/// A checkpoint that is about to be loaded.
-struct Source<'a> {
-    files: &'a ModelFiles,
-    config: Gemma3Config,
-    generation: GenerationConfig,
-    checkpoint: Checkpoint,
+/// An opened checkpoint with its configs, which are read once.
+pub struct Source<'a> {
+    pub files: &'a ModelFiles,
+    pub config: Gemma3Config,
+    pub generation: GenerationConfig,
+    pub checkpoint: Checkpoint,
 }
 
 impl<'a> Source<'a> {
-    fn open(files: &'a ModelFiles) -> Result<Source<'a>, LoadError> {
+    pub fn open(files: &'a ModelFiles) -> Result<Source<'a>, LoadError> {
         let (config, generation) = Gemma3Config::load(files)?;
         Ok(Source { files, config, generation, checkpoint: Checkpoint::open(files)? })
     }
 
-    /// What the layers are to compute, unless the weights are rounded anew.
+    /// All tensors of the model.
+    pub fn weights(&self) -> Result<Weights<'_>, WeightsError> {
+        Weights::collect(&self.checkpoint, &self.config)
+    }
+
+    /// The values that the layers are to compute, unless the weights are rounded when they are loaded.
     fn layer_values(
         &self,
         options: &LoadOptions,
@@ -330,10 +346,11 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// All tensors of the model; refuses a shape that the kernels cannot compute.
-    fn weights(&self) -> Result<Gemma3Weights<'_>, LoadError> {
+    /// All tensors of the model, with a log line about defects and skipped tensors. Refuses a shape that the kernels
+    /// cannot compute.
+    fn computable_weights(&self) -> Result<Weights<'_>, LoadError> {
         let Source { files, config, checkpoint, .. } = self;
-        let weights = Gemma3Weights::collect(checkpoint, config)?;
+        let weights = self.weights()?;
         weights.warn_of_defects(checkpoint);
         if weights.skipped_vision > 0 {
             tracing::info!(
@@ -354,112 +371,134 @@ impl<'a> Source<'a> {
     }
 }
 
-/// A load in progress: all memory is allocated, and the load hands it to one model after the other.
+/// Bytes of tensors that are read together: enough to keep the disk busy, and few enough to show progress.
+const READ_TOGETHER_BYTES: u64 = 256 << 20;
+
+/// A load in progress. All memory is allocated; the load gives it to one model after the other.
 struct Load<'a> {
     device: &'a Arc<Device>,
     options: &'a LoadOptions,
     request: &'a MemoryRequest<'a>,
     arena: Arena,
-    /// Bytes of the checkpoints that are loaded.
+    uploader: Uploader<'a, UploadError>,
+    /// Tensors that are queued, or that were read since the last release.
+    queued: Vec<Tensor<'a>>,
+    /// Bytes of the checkpoints that are loaded, and of all tensors.
     done: u64,
     total: u64,
     progress: &'a mut dyn FnMut(Progress),
 }
 
-impl Load<'_> {
+impl<'a> Load<'a> {
     /// Loads the next model. If `of` is a model, the next model is its draft model. The caller sets the fields that
     /// concern the whole load at its end.
     fn model(
         &mut self,
-        source: &Source<'_>,
-        weights: &Gemma3Weights<'_>,
+        source: &'a Source<'_>,
+        weights: &Weights<'a>,
         schemes: &Schemes,
         limits: Limits,
         of: Option<&Gemma3>,
     ) -> Result<Gemma3, LoadError> {
-        let Load { device, options, request, arena, done, total, progress } = self;
         let Source { config, checkpoint, .. } = source;
-        let tokens = request.batch_tokens();
-        let mut loader = Loader {
-            checkpoint,
-            uploader: Uploader::new(device)?,
-            queued: Vec::new(),
-            max_shard_bytes: request.max_shard_bytes,
-            done: *done,
-            total: *total,
-            progress: &mut **progress,
-        };
-
-        (loader.progress)(Progress::Kernels);
+        let options = self.options;
+        (self.progress)(Progress::Kernels);
         let heads = memory::heads_of(config, options.kv);
         // The squares of matrices' inputs are summed up in f32.
         let precision = if options.moments { Precision::F32 } else { options.precision };
-        let kernels = Kernels::new(device, &matrices_of(schemes, options.tiles), heads, precision)?;
+        let kernels = Kernels::new(self.device, &matrices_of(schemes, options.tiles), heads, precision)?;
 
-        let embedding = loader.matrix(arena, &weights.embed_tokens, schemes.embedding, Class::Embedding)?;
+        let specs = ModelTensors::of(config);
+        let tensors = &weights.tensors;
+        let embedding =
+            self.matrix(checkpoint, tensors.embed_tokens, &specs.embed_tokens, schemes.embedding)?;
         let embed_scale = (config.hidden_size as f64).sqrt() as f32;
-        let embedding = Embedding::new(arena, &mut loader.uploader, embedding, embed_scale)?;
-        let eps = config.rms_norm_eps;
-        let norm = loader.norm(arena, &weights.norm, eps)?;
-        let layers = weights.layers.iter().zip(&schemes.layers);
-        let layers: Vec<_> = layers
-            .map(|(weights, schemes)| loader.layer(arena, weights, *schemes, eps))
-            .collect::<Result<_, _>>()?;
-        loader.read_queued()?;
-        let mut shared = match of {
-            Some(model) => Shared::of(model, config, tokens),
-            None => Shared::new(arena, request, &limits)?,
+        let embedding = Embedding::new(&mut self.arena, &mut self.uploader, embedding, embed_scale)?;
+        let norm = self.norm(source, tensors.norm, &specs.norm)?;
+        let mut matrices_and_norms = Vec::new();
+        for ((tensors, specs), schemes) in tensors.layers.iter().zip(&specs.layers).zip(&schemes.layers) {
+            let projections = tensors.projections.zip(specs.projections.as_ref()).zip(*schemes);
+            let projections = projections
+                .try_map(|((tensor, spec), scheme)| self.matrix(checkpoint, tensor, spec, scheme))?;
+            let norms = tensors.norms.zip(specs.norms.as_ref());
+            let norms = norms.try_map(|(tensor, spec)| self.norm(source, tensor, spec))?;
+            matrices_and_norms.push(Layer { projections, norms });
+        }
+        self.read_queued(checkpoint)?;
+        let tokens = self.request.batch_tokens();
+        let arena = &mut self.arena;
+        // A draft model has the buffers of its model, in shapes of its own.
+        let (mut scratch, sampled, history, logits_readback) = match of {
+            Some(model) => (
+                model.scratch.shared_with(config, tokens),
+                model.sampled.clone(),
+                model.history.clone(),
+                model.logits_readback.clone(),
+            ),
+            None => {
+                let scratch = Scratch::new(arena, config, tokens, self.request.activation_bytes())?;
+                let sampled = device_buffer(arena, memory::SAMPLED_BYTES, "sampled ids")?;
+                let ids = device_buffer(arena, memory::history_bytes(&limits), "history")?;
+                let history = History { ids, slot_len: limits.max_context };
+                let bytes = memory::logits_bytes(config);
+                let readback = arena.alloc(MemoryKind::Readback, Class::Staging, bytes, "logits readback")?;
+                (scratch, sampled, history, readback)
+            }
         };
         let offload_buffers = match (options.offload, of) {
-            (Some(limits), None) => Some(OffloadBuffers::new(device, arena, config, heads, limits)?),
+            (Some(limits), None) => Some(OffloadBuffers::new(self.device, arena, config, heads, limits)?),
             _ => None,
         };
         // The draft model draws no id that the model has no row for.
         let sample_below = options.sample_below.unwrap_or(usize::MAX).min(config.vocab_size);
-        shared.scratch.logits.vocab =
-            of.map_or(sample_below, |model| sample_below.min(model.scratch.logits.vocab));
-        let ropes = loader.rope_tables(arena, config, limits.max_context)?;
+        scratch.logits.vocab = of.map_or(sample_below, |model| sample_below.min(model.scratch.logits.vocab));
+        let ropes = self.rope_tables(config, limits.max_context)?;
+        let arena = &mut self.arena;
         let distinct = schemes.distinct();
         let cases =
             device_buffer(arena, self_test::buffer_bytes(&heads, &distinct), "the cases of the self-test")?;
         let moments = match options.moments && of.is_none() {
-            true => (0..layers.len())
-                .map(|i| layer_moments(arena, config, i).map(Some))
+            true => specs
+                .layers
+                .iter()
+                .map(|specs| layer_moments(arena, specs).map(Some))
                 .collect::<Result<_, _>>()?,
-            false => vec![None; layers.len()],
+            false => vec![None; specs.layers.len()],
         };
-        let place = LayerPlace { config, kv: options.kv, limits: &limits, kernels: &kernels, ropes };
-        let layers = layers.into_iter().zip(moments).enumerate();
-        let layers: Vec<Layer> = layers
-            .map(|(i, (weights, moments))| place.layer(arena, i, weights, moments))
-            .collect::<Result<_, _>>()?;
+        let mut layers = Vec::new();
+        for (i, (loaded, moments)) in matrices_and_norms.into_iter().zip(moments).enumerate() {
+            let kind = config.layer_types[i];
+            let bytes = memory::kv_pool_bytes(config, options.kv, &limits.kv, kind);
+            let mut half = |what: &str| {
+                arena.alloc(MemoryKind::Device, Class::KvCache, bytes, &format!("layer {i} {what} cache"))
+            };
+            let cache = KvCache { keys: half("key")?, values: half("value")? };
+            layers.push(device_layer(config, kind, &limits, &kernels, &ropes, cache, loaded, moments));
+        }
 
         let frames = (0..MAX_IN_FLIGHT)
             .map(|i| Frame::new(arena, config, &limits, i))
             .collect::<Result<Vec<_>, GpuError>>()?;
         let bytes = self_test::result_bytes(&heads);
         let results = arena.alloc(MemoryKind::Readback, Class::Staging, bytes, "results of the self-test")?;
-        let traits =
-            Traits {
-                heads,
-                schemes: distinct,
-                gated: each_once(layers.iter().zip(&schemes.layers).filter_map(
-                    |(layer, [.., gate, up, _])| (gate == up).then_some((*gate, layer.wants[3])),
-                )),
-                normed: each_once(layers.iter().flat_map(|layer| [layer.wants[0], layer.wants[2]])),
-                attended: each_once(layers.iter().map(|layer| layer.wants[1])),
-                activated: each_once(layers.iter().map(|layer| layer.wants[3])),
-                last: kernels.wants([embedding.matrix()]),
-            };
-        let (self_test, image) = SelfTest::new(device, &kernels, &traits, &cases, results);
-        loader.uploader.upload(&cases, &image)?;
+        let gated = layers.iter().zip(&schemes.layers).filter_map(|(layer, schemes)| {
+            (schemes.gate_proj == schemes.up_proj).then_some((schemes.gate_proj, layer.wants.down))
+        });
+        let traits = Traits {
+            heads,
+            schemes: distinct,
+            gated: each_once(gated),
+            normed: each_once(layers.iter().flat_map(|layer| [layer.wants.qkv, layer.wants.gate_up])),
+            attended: each_once(layers.iter().map(|layer| layer.wants.output)),
+            activated: each_once(layers.iter().map(|layer| layer.wants.down)),
+            last: kernels.wants([embedding.matrix()]),
+        };
+        let (self_test, image) = SelfTest::new(self.device, &kernels, &traits, &cases, results);
+        self.uploader.upload(&cases, &image)?;
         checkpoint.release_all();
-        *done = loader.done;
-        let bytes = weights.iter().map(|t| t.stored_bytes()).sum();
-        let loaded = Loaded { bytes, resident_bytes: checkpoint.resident_bytes() };
-        loader.uploader.finish()?;
+        let loaded = Loaded { bytes: weights.stored_bytes(), resident_bytes: checkpoint.resident_bytes() };
         Ok(Gemma3 {
-            device: device.clone(),
+            device: self.device.clone(),
             config: config.clone(),
             generation: source.generation.clone(),
             limits,
@@ -468,11 +507,11 @@ impl Load<'_> {
             embedding,
             norm,
             layers,
-            scratch: shared.scratch,
+            scratch,
             frames,
-            sampled: shared.sampled,
-            history: shared.history,
-            logits_readback: shared.logits_readback,
+            sampled,
+            history,
+            logits_readback,
             self_test,
             layer_values: source.layer_values(options)?,
             offload_buffers,
@@ -487,10 +526,123 @@ impl Load<'_> {
             placements: Vec::new(),
             loaded,
             residency: Residency::Unknown,
-            weight_bytes: request.weight_bytes_of(config, schemes),
+            weight_bytes: self.request.weight_bytes_of(config, schemes),
             schemes: schemes.clone(),
         })
     }
+
+    fn matrix(
+        &mut self,
+        checkpoint: &Checkpoint,
+        tensor: Tensor<'a>,
+        spec: &TensorSpec,
+        scheme: Scheme,
+    ) -> Result<Matrix, LoadError> {
+        let before = self.done + self.queued_bytes();
+        let Load { arena, uploader, request, total, progress, .. } = self;
+        let row_bytes = tensor.stored_bytes() / tensor.rows() as u64;
+        let each =
+            &mut |rows| progress(Progress::Weights { done: before + rows as u64 * row_bytes, total: *total });
+        let max_shard_bytes = request.max_shard_bytes;
+        let matrix = Matrix::upload(arena, uploader, &tensor, scheme, spec.class, max_shard_bytes, each)?;
+        self.queued.push(tensor);
+        if self.queued_bytes() >= READ_TOGETHER_BYTES {
+            self.read_queued(checkpoint)?;
+        }
+        Ok(matrix)
+    }
+
+    fn norm(
+        &mut self,
+        source: &Source<'_>,
+        tensor: Tensor<'_>,
+        spec: &TensorSpec,
+    ) -> Result<RmsNorm, LoadError> {
+        let mut values = source.checkpoint.read_f32(&tensor)?;
+        if !source.checkpoint.norms_hold_one() {
+            values.iter_mut().for_each(|w| *w += 1.0);
+        }
+        let bytes = (4 * values.len()) as u64;
+        let weight = self.arena.alloc(MemoryKind::Device, spec.class, bytes, tensor.name)?;
+        self.uploader.upload(&weight, &values)?;
+        self.done += tensor.stored_bytes();
+        let done = self.done + self.queued_bytes();
+        (self.progress)(Progress::Weights { done, total: self.total });
+        Ok(RmsNorm { weight, eps: source.config.rms_norm_eps })
+    }
+
+    /// The RoPE tables of sliding and of full layers.
+    fn rope_tables(&mut self, config: &Gemma3Config, positions: usize) -> Result<[Buffer; 2], LoadError> {
+        let mut table = |base, factor, name| {
+            let table = rope_table(config.head_dim, positions, base, factor);
+            let bytes = memory::rope_table_bytes(config, positions);
+            let buffer = device_buffer(&mut self.arena, bytes, name)?;
+            self.uploader.upload(&buffer, &table)?;
+            Ok::<_, LoadError>(buffer)
+        };
+        Ok([
+            table(config.rope_local_base_freq, 1.0, "rope table (sliding layers)")?,
+            table(config.rope_theta, config.rope_scaling_factor, "rope table (full layers)")?,
+        ])
+    }
+
+    fn queued_bytes(&self) -> u64 {
+        self.queued.iter().map(|tensor| tensor.stored_bytes()).sum()
+    }
+
+    /// Reads all queued tensors, which are `checkpoint`'s.
+    fn read_queued(&mut self, checkpoint: &Checkpoint) -> Result<(), LoadError> {
+        self.uploader.read_queued()?;
+        for tensor in self.queued.drain(..) {
+            self.done += tensor.stored_bytes();
+            // Memory must not hold the model twice, so bytes that are on the device leave the page cache.
+            checkpoint.release(&tensor);
+        }
+        (self.progress)(Progress::Weights { done: self.done, total: self.total });
+        Ok(())
+    }
+}
+
+/// A layer with its KV cache. `ropes` are the tables of sliding and of full layers.
+#[expect(clippy::too_many_arguments, reason = "a layer has so many parts, and one caller")]
+fn device_layer(
+    config: &Gemma3Config,
+    kind: LayerType,
+    limits: &Limits,
+    kernels: &Kernels,
+    ropes: &[Buffer; 2],
+    cache: KvCache,
+    Layer { projections, norms }: Layer<Matrix, RmsNorm>,
+    moments: Option<Inputs<Buffer>>,
+) -> DeviceLayer {
+    let (window, rope) = match kind {
+        LayerType::SlidingAttention => (Some(config.sliding_window), &ropes[0]),
+        LayerType::FullAttention => (None, &ropes[1]),
+    };
+    let shape = AttentionShape {
+        num_heads: config.num_attention_heads,
+        num_kv_heads: config.num_key_value_heads,
+        head_dim: config.head_dim,
+        block_size: limits.kv.block_size,
+        max_blocks: memory::table_blocks(limits),
+        window,
+    };
+    let Projections { q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj } = projections.as_ref();
+    let wants = Inputs {
+        qkv: kernels.wants([q_proj, k_proj, v_proj]),
+        output: kernels.wants([o_proj]),
+        gate_up: kernels.wants([gate_proj, up_proj]),
+        down: kernels.wants([down_proj]),
+    };
+    let attention = Attention {
+        shape,
+        q_norm: norms.q_norm.clone(),
+        k_norm: norms.k_norm.clone(),
+        rope: rope.clone(),
+        q_scale: config.query_pre_attn_scalar.powf(-0.5) as f32,
+        cache,
+    };
+    DeviceLayer { kind, attention, projections, norms, wants, moments }
 }
 
 fn each_once<T: PartialEq>(all: impl Iterator<Item = T>) -> Vec<T> {
@@ -506,235 +658,17 @@ fn each_once<T: PartialEq>(all: impl Iterator<Item = T>) -> Vec<T> {
 /// The matrices that kernels must be able to multiply by.
 fn matrices_of(schemes: &Schemes, tiles: Option<Tiles>) -> Matrices {
     let mut matrices = Matrices { embedding: Some(schemes.embedding), tiles, ..Matrices::default() };
-    for &[q, k, v, o, gate, up, down] in &schemes.layers {
-        matrices.products.extend([q, k, v, o, gate, up, down]);
-        matrices.gated.extend([gate, up]);
+    for layer in &schemes.layers {
+        matrices.products.extend(*layer);
+        matrices.gated.extend([layer.gate_proj, layer.up_proj]);
     }
     matrices
 }
 
-/// Buffers that a model and its draft model share. The two models compute one after the other.
-struct Shared {
-    scratch: Scratch,
-    sampled: Buffer,
-    history: History,
-    logits_readback: Buffer,
-}
-
-impl Shared {
-    fn new(arena: &mut Arena, request: &MemoryRequest<'_>, limits: &Limits) -> Result<Shared, GpuError> {
-        let config = request.config;
-        let scratch = Scratch::new(arena, config, request.batch_tokens(), request.activation_bytes())?;
-        let sampled = device_buffer(arena, memory::SAMPLED_BYTES, "sampled ids")?;
-        let ids = device_buffer(arena, memory::history_bytes(limits), "history")?;
-        let history = History { ids, slot_len: limits.max_context };
-        let bytes = memory::logits_bytes(config);
-        let logits_readback = arena.alloc(MemoryKind::Readback, Class::Staging, bytes, "logits readback")?;
-        Ok(Shared { scratch, sampled, history, logits_readback })
-    }
-
-    /// The buffers of `model`, in the shapes of a draft model with the config `draft`.
-    fn of(model: &Gemma3, draft: &Gemma3Config, tokens: usize) -> Shared {
-        Shared {
-            scratch: model.scratch.shared_with(draft, tokens),
-            sampled: model.sampled.clone(),
-            history: model.history.clone(),
-            logits_readback: model.logits_readback.clone(),
-        }
-    }
-}
-
 /// Sums of the squares of the inputs of a layer's matrices, for calibration.
-fn layer_moments(arena: &mut Arena, config: &Gemma3Config, layer: usize) -> Result<[Buffer; 4], GpuError> {
-    let [a, b, c, d] = memory::moment_widths(config)
-        .map(|width| device_buffer(arena, 4 * width as u64, &format!("layer {layer} moments")));
-    Ok([a?, b?, c?, d?])
-}
-
-/// The matrices and norms of a layer on the device.
-struct LoadedLayer {
-    /// The matrices q, k, v, o, gate, up and down.
-    matrices: [Matrix; 7],
-    /// The norms before and behind attention, before and behind the feed-forward network, of queries, and of keys.
-    norms: [RmsNorm; 6],
-}
-
-/// What the layers of one model have in common.
-struct LayerPlace<'a> {
-    config: &'a Gemma3Config,
-    kv: KvDtype,
-    limits: &'a Limits,
-    kernels: &'a Kernels,
-    /// The RoPE tables of sliding and of full layers.
-    ropes: [Buffer; 2],
-}
-
-impl LayerPlace<'_> {
-    /// Loads layer `i`, with its KV cache.
-    fn layer(
-        &self,
-        arena: &mut Arena,
-        i: usize,
-        loaded: LoadedLayer,
-        moments: Option<[Buffer; 4]>,
-    ) -> Result<Layer, GpuError> {
-        let LayerPlace { config, limits, kernels, ropes: [rope_sliding, rope_full], .. } = self;
-        let kind = config.layer_types[i];
-        let bytes = memory::kv_pool_bytes(config, self.kv, &limits.kv, kind);
-        let mut half = |what: &str| {
-            arena.alloc(MemoryKind::Device, Class::KvCache, bytes, &format!("layer {i} {what} cache"))
-        };
-        let cache = KvCache { keys: half("key")?, values: half("value")? };
-        let (window, rope) = match kind {
-            LayerType::SlidingAttention => (Some(config.sliding_window), rope_sliding),
-            LayerType::FullAttention => (None, rope_full),
-        };
-        let shape = AttentionShape {
-            num_heads: config.num_attention_heads,
-            num_kv_heads: config.num_key_value_heads,
-            head_dim: config.head_dim,
-            block_size: limits.kv.block_size,
-            max_blocks: memory::table_blocks(limits),
-            window,
-        };
-        let [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj] = loaded.matrices;
-        let [n1, n2, n3, n4, q_norm, k_norm] = loaded.norms;
-        let q_scale = config.query_pre_attn_scalar.powf(-0.5) as f32;
-        let wants = [
-            kernels.wants([&q_proj, &k_proj, &v_proj]),
-            kernels.wants([&o_proj]),
-            kernels.wants([&gate_proj, &up_proj]),
-            kernels.wants([&down_proj]),
-        ];
-        Ok(Layer {
-            kind,
-            input_layernorm: n1,
-            post_attention_layernorm: n2,
-            pre_feedforward_layernorm: n3,
-            post_feedforward_layernorm: n4,
-            attention: Attention { shape, q_norm, k_norm, rope: rope.clone(), q_scale, cache },
-            q_proj,
-            k_proj,
-            v_proj,
-            o_proj,
-            gate_proj,
-            up_proj,
-            down_proj,
-            wants,
-            moments,
-        })
-    }
-}
-
-/// Bytes of tensors that are read together: enough to keep the disk busy, and few enough to show progress.
-const READ_TOGETHER_BYTES: u64 = 256 << 20;
-
-struct Loader<'a> {
-    checkpoint: &'a Checkpoint,
-    uploader: Uploader<'a, UploadError>,
-    /// Tensors that are queued, or that were read since the last release.
-    queued: Vec<Tensor<'a>>,
-    max_shard_bytes: u64,
-    done: u64,
-    total: u64,
-    progress: &'a mut dyn FnMut(Progress),
-}
-
-impl<'a> Loader<'a> {
-    fn matrix(
-        &mut self,
-        arena: &mut Arena,
-        tensor: &Tensor<'a>,
-        scheme: Scheme,
-        class: Class,
-    ) -> Result<Matrix, LoadError> {
-        let before = self.done + self.queued_bytes();
-        let Loader { uploader, max_shard_bytes, total, progress, .. } = self;
-        let row_bytes = tensor.stored_bytes() / tensor.rows() as u64;
-        let each =
-            &mut |rows| progress(Progress::Weights { done: before + rows as u64 * row_bytes, total: *total });
-        let matrix = Matrix::upload(arena, uploader, tensor, scheme, class, *max_shard_bytes, each)?;
-        self.queued.push(*tensor);
-        if self.queued_bytes() >= READ_TOGETHER_BYTES {
-            self.read_queued()?;
-        }
-        Ok(matrix)
-    }
-
-    /// The matrices and norms of a layer.
-    fn layer(
-        &mut self,
-        arena: &mut Arena,
-        w: &LayerWeights<'a>,
-        [q, k, v, o, gate, up, down]: [Scheme; 7],
-        eps: f32,
-    ) -> Result<LoadedLayer, LoadError> {
-        let mut attention = |t, scheme| self.matrix(arena, t, scheme, Class::Attention);
-        let [q_proj, k_proj] = [attention(&w.q_proj, q)?, attention(&w.k_proj, k)?];
-        let [v_proj, o_proj] = [attention(&w.v_proj, v)?, attention(&w.o_proj, o)?];
-        let mut ffn = |t, scheme| self.matrix(arena, t, scheme, Class::Ffn);
-        let [gate_proj, up_proj, down_proj] =
-            [ffn(&w.gate_proj, gate)?, ffn(&w.up_proj, up)?, ffn(&w.down_proj, down)?];
-        let mut norm = |t: &Tensor| self.norm(arena, t, eps);
-        let norms = [
-            norm(&w.input_layernorm)?,
-            norm(&w.post_attention_layernorm)?,
-            norm(&w.pre_feedforward_layernorm)?,
-            norm(&w.post_feedforward_layernorm)?,
-            norm(&w.q_norm)?,
-            norm(&w.k_norm)?,
-        ];
-        Ok(LoadedLayer { matrices: [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj], norms })
-    }
-
-    /// The RoPE tables of sliding and of full layers.
-    fn rope_tables(
-        &mut self,
-        arena: &mut Arena,
-        config: &Gemma3Config,
-        positions: usize,
-    ) -> Result<[Buffer; 2], LoadError> {
-        let mut table = |base, factor, name| {
-            let table = rope_table(config.head_dim, positions, base, factor);
-            let buffer = device_buffer(arena, memory::rope_table_bytes(config, positions), name)?;
-            self.uploader.upload(&buffer, &table)?;
-            Ok::<_, LoadError>(buffer)
-        };
-        Ok([
-            table(config.rope_local_base_freq, 1.0, "rope table (sliding layers)")?,
-            table(config.rope_theta, config.rope_scaling_factor, "rope table (full layers)")?,
-        ])
-    }
-
-    fn queued_bytes(&self) -> u64 {
-        self.queued.iter().map(|tensor| tensor.stored_bytes()).sum()
-    }
-
-    /// Reads all queued tensors.
-    fn read_queued(&mut self) -> Result<(), LoadError> {
-        self.uploader.read_queued()?;
-        for tensor in self.queued.drain(..) {
-            self.done += tensor.stored_bytes();
-            // Memory must not hold the model twice, so bytes that are on the device leave the page cache.
-            self.checkpoint.release(&tensor);
-        }
-        (self.progress)(Progress::Weights { done: self.done, total: self.total });
-        Ok(())
-    }
-
-    fn norm(&mut self, arena: &mut Arena, tensor: &Tensor, eps: f32) -> Result<RmsNorm, LoadError> {
-        let mut values = self.checkpoint.read_f32(tensor)?;
-        if !self.checkpoint.norms_hold_one() {
-            values.iter_mut().for_each(|w| *w += 1.0);
-        }
-        let bytes = (4 * values.len()) as u64;
-        let buffer = arena.alloc(MemoryKind::Device, Class::Norms, bytes, tensor.name)?;
-        self.uploader.upload(&buffer, &values)?;
-        self.done += tensor.stored_bytes();
-        let done = self.done + self.queued_bytes();
-        (self.progress)(Progress::Weights { done, total: self.total });
-        Ok(RmsNorm { weight: buffer, eps })
-    }
+fn layer_moments(arena: &mut Arena, specs: &Layer<TensorSpec>) -> Result<Inputs<Buffer>, GpuError> {
+    let widths = specs.projections.input_widths();
+    widths.try_map(|width| device_buffer(arena, 4 * width as u64, "moments"))
 }
 
 /// (cos, sin) of position * base^(-2i / head_dim) / factor, `[positions][head_dim / 2][2]`, computed in f64.

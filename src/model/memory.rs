@@ -7,14 +7,14 @@
 
 use std::collections::BTreeSet;
 use std::fmt;
-use std::ops::Range;
 
 use super::config::{Gemma3Config, LayerType};
 use super::offload::OffloadLimits;
 use super::self_test;
-use super::weights::Gemma3Weights;
+use super::tensors::{ModelTensors, Projections, TensorSpec};
+use super::weights::Weights;
 use super::{KvLimits, Limits, MAX_BIASES};
-use crate::checkpoint::CheckpointError;
+use crate::checkpoint::{CheckpointError, Tensor};
 use crate::gpu::INDIRECT_BYTES;
 use crate::gpu::placement::{self, Class, Machine, MemoryKind, Plan, Refusal, Request};
 use crate::kernels::{
@@ -48,29 +48,25 @@ const MIN_BATCH_TOKENS: usize = 2 * MAX_SEQUENCES;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Schemes {
     pub embedding: Scheme,
-    /// In the order of `LayerWeights::projections`: q, k, v, o; gate, up, down.
-    pub layers: Vec<[Scheme; 7]>,
+    pub layers: Vec<Projections<Scheme>>,
 }
 
 impl Schemes {
     /// The schemes of a checkpoint that is loaded with `mode`.
-    pub fn of(weights: &Gemma3Weights<'_>, mode: QuantizeMode) -> Result<Schemes, CheckpointError> {
-        let mut layers = Vec::with_capacity(weights.layers.len());
-        for layer in &weights.layers {
-            let mut schemes = [Scheme::F32; 7];
-            for (scheme, tensor) in schemes.iter_mut().zip(layer.projections()) {
-                *scheme = mode.projections().map_or_else(|| tensor.scheme(), Ok)?;
-            }
-            layers.push(schemes);
-        }
-        let embedding = mode.embedding().map_or_else(|| weights.embed_tokens.scheme(), Ok)?;
-        Ok(Schemes { embedding, layers })
+    pub fn of(weights: &Weights<'_>, mode: QuantizeMode) -> Result<Schemes, CheckpointError> {
+        let in_mode = |mode: Option<Scheme>, tensor: &Tensor<'_>| mode.map_or_else(|| tensor.scheme(), Ok);
+        let layers =
+            weights.tensors.layers.iter().map(|layer| {
+                layer.projections.as_ref().try_map(|tensor| in_mode(mode.projections(), tensor))
+            });
+        let layers = layers.collect::<Result<_, _>>()?;
+        Ok(Schemes { embedding: in_mode(mode.embedding(), &weights.tensors.embed_tokens)?, layers })
     }
 
     /// Each scheme once, the embedding's first.
     pub fn distinct(&self) -> Vec<Scheme> {
         let mut distinct = vec![self.embedding];
-        for scheme in self.layers.iter().flatten() {
+        for scheme in self.layers.iter().flat_map(Projections::iter) {
             if !distinct.contains(scheme) {
                 distinct.push(*scheme);
             }
@@ -80,8 +76,10 @@ impl Schemes {
 
     /// The schemes of a model whose layers all have the same ones: for attention, feed-forward network and embedding.
     pub fn uniform(config: &Gemma3Config, attention: Scheme, ffn: Scheme, embedding: Scheme) -> Schemes {
-        let layer = [attention, attention, attention, attention, ffn, ffn, ffn];
-        Schemes { embedding, layers: vec![layer; config.num_hidden_layers] }
+        let layers = ModelTensors::of(config).layers.into_iter().map(|layer| {
+            layer.projections.map(|spec| if spec.class == Class::Ffn { ffn } else { attention })
+        });
+        Schemes { embedding, layers: layers.collect() }
     }
 }
 
@@ -89,12 +87,14 @@ impl Schemes {
 /// `attention int4-g32, feed-forward int4-g32, embedding int8-row`.
 impl fmt::Display for Schemes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let of = |range: Range<usize>| {
-            let layers = self.layers.iter().flat_map(|layer| &layer[range.clone()]);
-            let names: BTreeSet<String> = layers.map(Scheme::to_string).collect();
+        let names = |of: fn(&Projections<Scheme>) -> Vec<Scheme>| {
+            let names: BTreeSet<String> =
+                self.layers.iter().flat_map(of).map(|scheme| scheme.to_string()).collect();
             names.into_iter().collect::<Vec<_>>().join(" and ")
         };
-        write!(f, "attention {}, feed-forward {}, embedding {}", of(0..4), of(4..7), self.embedding)
+        let attention = names(|p| vec![p.q_proj, p.k_proj, p.v_proj, p.o_proj]);
+        let feed_forward = names(|p| vec![p.gate_proj, p.up_proj, p.down_proj]);
+        write!(f, "attention {attention}, feed-forward {feed_forward}, embedding {}", self.embedding)
     }
 }
 
@@ -116,13 +116,13 @@ pub struct MemoryRequest<'a> {
     /// The room for a unit that computes some of the attention of prompts, if there is one.
     pub offload: Option<OffloadLimits>,
     /// The draft model, if there is one.
-    pub draft: Option<DraftRequest<'a>>,
+    pub draft: Option<DraftMemoryRequest<'a>>,
 }
 
 /// A draft model, which drafts tokens for the model (`draft.rs`). It has as many KV blocks as the model, runs in the
 /// same steps, and shares the model's activations.
 #[derive(Debug, Clone)]
-pub struct DraftRequest<'a> {
+pub struct DraftMemoryRequest<'a> {
     pub config: &'a Gemma3Config,
     pub schemes: Schemes,
 }
@@ -294,8 +294,8 @@ impl<'a> MemoryRequest<'a> {
             let bytes = self_test::buffer_bytes(&heads, &schemes.distinct());
             add(Class::Activations, device, bytes, "self-test".into());
             if self.moments && !is_draft {
-                for i in 0..c.num_hidden_layers {
-                    for width in moment_widths(c) {
+                for (i, layer) in ModelTensors::of(c).layers.iter().enumerate() {
+                    for width in layer.projections.input_widths() {
                         add(Class::Activations, device, 4 * width as u64, format!("layers.{i} moments"));
                     }
                 }
@@ -329,45 +329,34 @@ impl<'a> MemoryRequest<'a> {
 
     /// The weights of one of the models, as [`MemoryRequest::requests`] lists them.
     fn weights(&self, c: &Gemma3Config, schemes: &Schemes, add: &mut dyn FnMut(Class, u64, String)) {
-        let matrix = |(rows, cols): (usize, usize), scheme: Scheme| {
-            Matrix::buffer_bytes(scheme, rows, cols, self.max_shard_bytes)
+        let matrix = |spec: &TensorSpec, scheme: Scheme| {
+            Matrix::buffer_bytes(scheme, spec.rows(), spec.cols(), self.max_shard_bytes)
         };
+        let specs = ModelTensors::of(c);
+        let embedding = &specs.embed_tokens;
         let (mut bytes, mut shards) = (Vec::new(), 0);
-        for (blocks, scales) in matrix((c.vocab_size, c.hidden_size), schemes.embedding) {
+        for (blocks, scales) in matrix(embedding, schemes.embedding) {
             shards += 1;
             bytes.push(blocks);
             bytes.extend(scales);
         }
         bytes.push(Embedding::table_bytes(shards));
         for bytes in bytes {
-            add(Class::Embedding, bytes, "embed_tokens".into());
+            add(embedding.class, bytes, embedding.name.clone());
         }
-
-        let (hidden, head_dim) = (c.hidden_size as u64, c.head_dim as u64);
-        let norms = [hidden, hidden, hidden, hidden, head_dim, head_dim];
-        add(Class::Norms, 4 * hidden, "norm".into());
-        let (q, kv) = (c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim);
-        let (attention, ffn) = (Class::Attention, Class::Ffn);
-        let projections = [
-            ("q_proj", attention, (q, c.hidden_size)),
-            ("k_proj", attention, (kv, c.hidden_size)),
-            ("v_proj", attention, (kv, c.hidden_size)),
-            ("o_proj", attention, (c.hidden_size, q)),
-            ("gate_proj", ffn, (c.intermediate_size, c.hidden_size)),
-            ("up_proj", ffn, (c.intermediate_size, c.hidden_size)),
-            ("down_proj", ffn, (c.hidden_size, c.intermediate_size)),
-        ];
-        for (i, schemes) in schemes.layers.iter().enumerate() {
-            for ((name, class, shape), scheme) in projections.iter().zip(schemes) {
-                for (blocks, scales) in matrix(*shape, *scheme) {
-                    add(*class, blocks, format!("layers.{i}.{name}"));
+        let norm_bytes = |spec: &TensorSpec| 4 * spec.shape[0] as u64;
+        add(specs.norm.class, norm_bytes(&specs.norm), specs.norm.name.clone());
+        for (layer, schemes) in specs.layers.iter().zip(&schemes.layers) {
+            for (spec, scheme) in layer.projections.iter().zip(schemes.iter()) {
+                for (blocks, scales) in matrix(spec, *scheme) {
+                    add(spec.class, blocks, spec.name.clone());
                     if let Some(scales) = scales {
-                        add(*class, scales, format!("layers.{i}.{name} scales"));
+                        add(spec.class, scales, format!("{} scales", spec.name));
                     }
                 }
             }
-            for elements in norms {
-                add(Class::Norms, 4 * elements, format!("layers.{i} norm"));
+            for spec in layer.norms.iter() {
+                add(spec.class, norm_bytes(spec), spec.name.clone());
             }
         }
     }
@@ -611,11 +600,6 @@ pub(super) fn quantized(c: &Gemma3Config, tokens: usize) -> [(&'static str, usiz
     ]
 }
 
-/// Widths of the inputs of a layer's matrices: of q, k and v; of o; of gate and up; of down.
-pub(super) fn moment_widths(c: &Gemma3Config) -> [usize; 4] {
-    [c.hidden_size, c.num_attention_heads * c.head_dim, c.hidden_size, c.intermediate_size]
-}
-
 /// The heads that the kernels of a model are made for.
 pub(super) fn heads_of(c: &Gemma3Config, kv: KvDtype) -> Heads {
     Heads { group: c.num_attention_heads / c.num_key_value_heads, head_dim: c.head_dim, kv }
@@ -705,7 +689,7 @@ pub(super) fn macs_per_token_and_layer(c: &Gemma3Config) -> u64 {
 }
 
 /// The schemes that each mode of `--quantize` gives a checkpoint, by option.
-pub fn quantize_modes(weights: &Gemma3Weights<'_>) -> Result<Vec<(String, Schemes)>, CheckpointError> {
+pub fn quantize_modes(weights: &Weights<'_>) -> Result<Vec<(String, Schemes)>, CheckpointError> {
     let each = QuantizeMode::ALL.into_iter();
     each.map(|mode| Ok((format!("--quantize {mode}"), Schemes::of(weights, mode)?))).collect()
 }

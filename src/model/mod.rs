@@ -28,6 +28,7 @@ pub mod shapes;
 mod sharing;
 mod step;
 mod submits;
+pub mod tensors;
 pub mod tune;
 pub mod twin;
 pub mod weights;

@@ -11,7 +11,8 @@
 use rayon::prelude::*;
 
 use super::config::{Gemma3Config, LayerType};
-use super::weights::{Gemma3Weights, LayerWeights};
+use super::tensors::{Layer, Norms, Projections};
+use super::weights::Weights;
 use crate::checkpoint::{Checkpoint, CheckpointError, Deviation, Expected, LayerValues, Tensor};
 use crate::tensor::Precision;
 
@@ -31,7 +32,7 @@ const LEAST_MAGNITUDES: f32 = 14.0 * 32.0;
 /// weights that were read since the last call.
 pub fn layer_values(
     checkpoint: &Checkpoint,
-    weights: &Gemma3Weights<'_>,
+    weights: &Weights<'_>,
     config: &Gemma3Config,
     each: &mut dyn FnMut(u64),
 ) -> Result<LayerValues, CheckpointError> {
@@ -41,7 +42,7 @@ pub fn layer_values(
 /// What the layers compute of `tokens`, and `logits` of the logits behind the last one.
 pub fn values_of(
     checkpoint: &Checkpoint,
-    weights: &Gemma3Weights<'_>,
+    weights: &Weights<'_>,
     config: &Gemma3Config,
     tokens: Vec<u32>,
     logits: usize,
@@ -57,23 +58,22 @@ pub fn values_of(
     let scale = f64::from((config.hidden_size as f64).sqrt() as f32);
     let mut hidden = Vec::new();
     for id in tokens.iter().chain(&tokens) {
-        let row = weights.embed_tokens.rows_f32(*id as usize..*id as usize + 1)?;
+        let row = weights.tensors.embed_tokens.rows_f32(*id as usize..*id as usize + 1)?;
         hidden.push(row.into_iter().map(|x| f64::from(x) * scale).collect());
     }
     keep(&hidden);
-    for (layer, kind) in weights.layers.iter().zip(&config.layer_types) {
+    for (layer, kind) in weights.tensors.layers.iter().zip(&config.layer_types) {
         twin.layer(layer, *kind, &mut hidden)?;
         keep(&hidden);
-        let matrices: Vec<Tensor<'_>> = layer.projections().collect();
-        each(matrices.iter().map(|tensor| tensor.stored_bytes()).sum());
+        each(layer.projections.iter().map(|tensor| tensor.stored_bytes()).sum());
         // The file was read once, and is as large as memory.
-        matrices.iter().for_each(|tensor| checkpoint.release(tensor));
+        layer.projections.iter().for_each(|tensor| checkpoint.release(tensor));
     }
     let last: Vec<Vec<f64>> =
         [0, 1].map(|pass| hidden[(pass + 1) * tokens.len() - 1].clone()).into_iter().collect();
-    let normed = twin.normed(&last, &weights.norm)?;
+    let normed = twin.normed(&last, &weights.tensors.norm)?;
     let ids: Vec<usize> = LayerValues::logit_ids(logits, config.vocab_size).collect();
-    let logits = Twin { tokens: 1, ..twin }.products(&weights.embed_tokens, &normed, &ids)?;
+    let logits = Twin { tokens: 1, ..twin }.products(&weights.tensors.embed_tokens, &normed, &ids)?;
     let [exact, rounded] = [0, 1].map(|pass| logits[pass].iter().map(|x| *x as f32).collect());
     let expected = |[exact, rounded]: [Vec<f32>; 2]| {
         let Deviation { relative, largest } = Deviation::of(&rounded, &exact);
@@ -109,28 +109,29 @@ struct Twin<'a> {
 impl Twin<'_> {
     fn layer(
         &self,
-        layer: &LayerWeights<'_>,
+        layer: &Layer<Tensor<'_>>,
         kind: LayerType,
         hidden: &mut [Vec<f64>],
     ) -> Result<(), CheckpointError> {
-        let normed = self.normed(hidden, &layer.input_layernorm)?;
+        let Layer { projections, norms } = layer;
+        let normed = self.normed(hidden, &norms.input_layernorm)?;
         let attended = self.attention(layer, kind, &normed)?;
-        let result = self.product(&layer.o_proj, &attended)?;
-        add(hidden, &self.normed(&result, &layer.post_attention_layernorm)?);
-        let normed = self.normed(hidden, &layer.pre_feedforward_layernorm)?;
-        let mut gate = self.product(&layer.gate_proj, &normed)?;
-        let up = self.product(&layer.up_proj, &normed)?;
+        let result = self.product(&projections.o_proj, &attended)?;
+        add(hidden, &self.normed(&result, &norms.post_attention_layernorm)?);
+        let normed = self.normed(hidden, &norms.pre_feedforward_layernorm)?;
+        let mut gate = self.product(&projections.gate_proj, &normed)?;
+        let up = self.product(&projections.up_proj, &normed)?;
         for (gate, up) in gate.iter_mut().flatten().zip(up.iter().flatten()) {
             *gate = gelu(*gate) * up;
         }
-        let result = self.product(&layer.down_proj, &gate)?;
-        add(hidden, &self.normed(&result, &layer.post_feedforward_layernorm)?);
+        let result = self.product(&projections.down_proj, &gate)?;
+        add(hidden, &self.normed(&result, &norms.post_feedforward_layernorm)?);
         Ok(())
     }
 
     fn attention(
         &self,
-        layer: &LayerWeights<'_>,
+        layer: &Layer<Tensor<'_>>,
         kind: LayerType,
         normed: &[Vec<f64>],
     ) -> Result<Vec<Vec<f64>>, CheckpointError> {
@@ -140,10 +141,12 @@ impl Twin<'_> {
             LayerType::SlidingAttention => (c.rope_local_base_freq, 1.0, c.sliding_window),
             LayerType::FullAttention => (c.rope_theta, c.rope_scaling_factor, usize::MAX),
         };
-        let mut queries = self.product(&layer.q_proj, normed)?;
-        let mut keys = self.product(&layer.k_proj, normed)?;
-        let mut values = self.product(&layer.v_proj, normed)?;
-        for (rows, norm) in [(&mut queries, &layer.q_norm), (&mut keys, &layer.k_norm)] {
+        let Projections { q_proj, k_proj, v_proj, .. } = &layer.projections;
+        let Norms { q_norm, k_norm, .. } = &layer.norms;
+        let mut queries = self.product(q_proj, normed)?;
+        let mut keys = self.product(k_proj, normed)?;
+        let mut values = self.product(v_proj, normed)?;
+        for (rows, norm) in [(&mut queries, q_norm), (&mut keys, k_norm)] {
             let weight = self.norm_weight(norm)?;
             for (row, of_token) in rows.iter_mut().enumerate() {
                 for head in of_token.chunks_exact_mut(dim) {

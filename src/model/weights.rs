@@ -1,15 +1,15 @@
-//! The tensors of a Gemma-3 checkpoint by their role, checked against the config.
+//! The tensors of a checkpoint, found by name and checked against the table of the model ([`super::tensors`]).
 //!
 //! Names come with one of three prefixes: `model.` (text only), `language_model.model.` (the published multimodal
 //! checkpoints), `model.language_model.` (transformers 5's internal names). The tensors of the vision side are skipped
 //! by rule and counted; a saved copy of the tied head is compared and dropped. Any other tensor is refused: an unknown
 //! tensor means an unknown model.
 
-use std::collections::{HashMap, HashSet};
-
-use crate::checkpoint::{Checkpoint, CheckpointError, Tensor, short};
+use std::collections::HashMap;
 
 use super::config::Gemma3Config;
+use super::tensors::{ModelTensors, TensorSpec};
+use crate::checkpoint::{Checkpoint, CheckpointError, Tensor, short};
 
 /// A checkpoint's tensors do not match its config. One line: file, tensor, what was expected.
 #[derive(Debug, thiserror::Error)]
@@ -43,122 +43,35 @@ fn and(more: usize, one: &str, many: &str) -> String {
     if more == 0 { format!(" {one}") } else { format!(" and {more} more {many}") }
 }
 
-/// The weights of a language model; shapes are `[out, in]`, norms `[n]`.
+/// The weights of a language model.
 #[derive(Debug, Clone)]
-pub struct Gemma3Weights<'a> {
-    /// `[vocab_size, hidden_size]`; also the output projection.
-    pub embed_tokens: Tensor<'a>,
-    /// `[hidden_size]`
-    pub norm: Tensor<'a>,
-    pub layers: Vec<LayerWeights<'a>>,
+pub struct Weights<'a> {
+    pub tensors: ModelTensors<Tensor<'a>>,
     /// Number of tensors of the vision tower and its projector, which are not read.
     pub skipped_vision: usize,
     /// Bytes of the skipped tensors.
     pub skipped_bytes: u64,
 }
 
-/// The weights of one layer. With q = num_attention_heads * head_dim, kv = num_key_value_heads * head_dim:
-#[derive(Debug, Clone)]
-pub struct LayerWeights<'a> {
-    /// The norm before attention, `[hidden_size]`; the three norms after it have the same shape.
-    pub input_layernorm: Tensor<'a>,
-    pub post_attention_layernorm: Tensor<'a>,
-    pub pre_feedforward_layernorm: Tensor<'a>,
-    pub post_feedforward_layernorm: Tensor<'a>,
-    /// `[head_dim]`
-    pub q_norm: Tensor<'a>,
-    /// `[head_dim]`
-    pub k_norm: Tensor<'a>,
-    /// `[q, hidden_size]`
-    pub q_proj: Tensor<'a>,
-    /// `[kv, hidden_size]`
-    pub k_proj: Tensor<'a>,
-    /// `[kv, hidden_size]`
-    pub v_proj: Tensor<'a>,
-    /// `[hidden_size, q]`
-    pub o_proj: Tensor<'a>,
-    /// `[intermediate_size, hidden_size]`
-    pub gate_proj: Tensor<'a>,
-    /// `[intermediate_size, hidden_size]`
-    pub up_proj: Tensor<'a>,
-    /// `[hidden_size, intermediate_size]`
-    pub down_proj: Tensor<'a>,
-}
-
-impl<'a> LayerWeights<'a> {
-    /// The four matrices of attention, by their names in a layer.
-    pub fn attention(&self) -> [(&'static str, Tensor<'a>); 4] {
-        [
-            ("self_attn.q_proj", self.q_proj),
-            ("self_attn.k_proj", self.k_proj),
-            ("self_attn.v_proj", self.v_proj),
-            ("self_attn.o_proj", self.o_proj),
-        ]
-    }
-
-    /// The three matrices of the feed-forward network.
-    pub fn feed_forward(&self) -> [(&'static str, Tensor<'a>); 3] {
-        [("mlp.gate_proj", self.gate_proj), ("mlp.up_proj", self.up_proj), ("mlp.down_proj", self.down_proj)]
-    }
-
-    /// The six norms.
-    pub fn norms(&self) -> [(&'static str, Tensor<'a>); 6] {
-        [
-            ("input_layernorm", self.input_layernorm),
-            ("post_attention_layernorm", self.post_attention_layernorm),
-            ("pre_feedforward_layernorm", self.pre_feedforward_layernorm),
-            ("post_feedforward_layernorm", self.post_feedforward_layernorm),
-            ("self_attn.q_norm", self.q_norm),
-            ("self_attn.k_norm", self.k_norm),
-        ]
-    }
-
-    /// The seven matrices, which quantization modes apply to.
-    pub fn projections(&self) -> impl Iterator<Item = Tensor<'a>> {
-        self.attention().into_iter().chain(self.feed_forward()).map(|(_, tensor)| tensor)
-    }
-}
-
-impl<'a> Gemma3Weights<'a> {
-    /// Finds every weight that `config` asks for, and refuses any other tensor.
+impl<'a> Weights<'a> {
+    /// Finds every weight that `config` requires, and refuses any other tensor.
     pub fn collect(checkpoint: &'a Checkpoint, config: &Gemma3Config) -> Result<Self, WeightsError> {
         let mut found = Found::default();
         for tensor in checkpoint.iter() {
             found.add(tensor)?;
         }
-        found.check(checkpoint, config)?;
-
-        // Every name below was checked above, and is taken once.
-        let Found { mut by_name, skipped_vision, skipped_bytes, .. } = found;
-        let mut take = |name: String| by_name.remove(&name).expect("a checked weight");
-        let embed_tokens = take("embed_tokens.weight".into());
-        let norm = take("norm.weight".into());
-        let layers = (0..config.num_hidden_layers).map(|layer| {
-            let mut take = |name| take(format!("layers.{layer}.{name}.weight"));
-            LayerWeights {
-                input_layernorm: take("input_layernorm"),
-                post_attention_layernorm: take("post_attention_layernorm"),
-                pre_feedforward_layernorm: take("pre_feedforward_layernorm"),
-                post_feedforward_layernorm: take("post_feedforward_layernorm"),
-                q_norm: take("self_attn.q_norm"),
-                k_norm: take("self_attn.k_norm"),
-                q_proj: take("self_attn.q_proj"),
-                k_proj: take("self_attn.k_proj"),
-                v_proj: take("self_attn.v_proj"),
-                o_proj: take("self_attn.o_proj"),
-                gate_proj: take("mlp.gate_proj"),
-                up_proj: take("mlp.up_proj"),
-                down_proj: take("mlp.down_proj"),
-            }
-        });
-        let layers = layers.collect();
-        Ok(Self { embed_tokens, norm, layers, skipped_vision, skipped_bytes })
+        let specs = ModelTensors::of(config);
+        found.check(checkpoint, &specs)?;
+        // The check found a tensor for each name.
+        let tensors = specs.map(|spec| found.by_name[&stored_name(&spec)]);
+        Ok(Self { tensors, skipped_vision: found.skipped_vision, skipped_bytes: found.skipped_bytes })
     }
 
-    /// Defects of the language model by tensor: what the checkpoint's writer lost, as far as the stored data shows it.
+    /// Defects of the language model by tensor: values that the checkpoint's writer lost, as far as the stored data shows
+    /// it.
     pub fn defects(&self) -> Vec<String> {
-        let of = |tensor: Tensor| Some(format!("{}: {}", short(tensor.name), tensor.defect()?));
-        self.iter().filter_map(of).collect()
+        let of = |tensor: &Tensor| Some(format!("{}: {}", short(tensor.name), tensor.defect()?));
+        self.tensors.iter().filter_map(of).collect()
     }
 
     /// Logs one line about the defects of a checkpoint that is going to be used.
@@ -168,12 +81,15 @@ impl<'a> Gemma3Weights<'a> {
         }
     }
 
-    /// Every tensor of the language model.
-    pub fn iter(&self) -> impl Iterator<Item = Tensor<'a>> {
-        let layers =
-            self.layers.iter().flat_map(|l| l.projections().chain(l.norms().map(|(_, tensor)| tensor)));
-        [self.embed_tokens, self.norm].into_iter().chain(layers)
+    /// Bytes of all tensors in the checkpoint.
+    pub fn stored_bytes(&self) -> u64 {
+        self.tensors.iter().map(|tensor| tensor.stored_bytes()).sum()
     }
+}
+
+/// The name of a tensor without the prefix of the language model.
+fn stored_name(spec: &TensorSpec) -> String {
+    format!("{}.weight", spec.name)
 }
 
 /// One line that names the first defect; `None` if there are none.
@@ -190,41 +106,6 @@ fn defects_warning(location: &str, defects: &[String]) -> Option<String> {
              read as they are: {first}{more}. To have what was lost, quantize the original model anew (`unicorn quantize`)"
         )
     })
-}
-
-/// A tensor's name without prefix, its shape, and the meaning of the shape in the config's words.
-type Expected = (String, Vec<usize>, &'static str);
-
-/// Every weight of a model with that config.
-fn expected(config: &Gemma3Config) -> Vec<Expected> {
-    let (hidden, ffn, head_dim) = (config.hidden_size, config.intermediate_size, config.head_dim);
-    let (q, kv) = (config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim);
-    let per_layer = [
-        ("input_layernorm", vec![hidden], "hidden_size"),
-        ("post_attention_layernorm", vec![hidden], "hidden_size"),
-        ("pre_feedforward_layernorm", vec![hidden], "hidden_size"),
-        ("post_feedforward_layernorm", vec![hidden], "hidden_size"),
-        ("self_attn.q_norm", vec![head_dim], "head_dim"),
-        ("self_attn.k_norm", vec![head_dim], "head_dim"),
-        ("self_attn.q_proj", vec![q, hidden], "num_attention_heads * head_dim, hidden_size"),
-        ("self_attn.k_proj", vec![kv, hidden], "num_key_value_heads * head_dim, hidden_size"),
-        ("self_attn.v_proj", vec![kv, hidden], "num_key_value_heads * head_dim, hidden_size"),
-        ("self_attn.o_proj", vec![hidden, q], "hidden_size, num_attention_heads * head_dim"),
-        ("mlp.gate_proj", vec![ffn, hidden], "intermediate_size, hidden_size"),
-        ("mlp.up_proj", vec![ffn, hidden], "intermediate_size, hidden_size"),
-        ("mlp.down_proj", vec![hidden, ffn], "hidden_size, intermediate_size"),
-    ];
-    let mut all = vec![
-        ("embed_tokens.weight".into(), vec![config.vocab_size, hidden], "vocab_size, hidden_size"),
-        ("norm.weight".into(), vec![hidden], "hidden_size"),
-    ];
-    for layer in 0..config.num_hidden_layers {
-        let of_layer = |(name, shape, meaning): &(&str, Vec<usize>, &'static str)| {
-            (format!("layers.{layer}.{name}.weight"), shape.clone(), *meaning)
-        };
-        all.extend(per_layer.iter().map(of_layer));
-    }
-    all
 }
 
 /// A checkpoint's tensors by their role.
@@ -269,38 +150,43 @@ impl<'a> Found<'a> {
         }
     }
 
-    fn check(&mut self, checkpoint: &Checkpoint, config: &Gemma3Config) -> Result<(), WeightsError> {
-        let expected = expected(config);
-        let mut missing = expected.iter().filter(|(name, ..)| !self.by_name.contains_key(name));
-        if let Some((first, shape, _)) = missing.next() {
+    fn check(
+        &mut self,
+        checkpoint: &Checkpoint,
+        specs: &ModelTensors<TensorSpec>,
+    ) -> Result<(), WeightsError> {
+        let known: HashMap<String, &TensorSpec> =
+            specs.iter().map(|spec| (stored_name(spec), spec)).collect();
+        let mut missing = specs.iter().filter(|spec| !self.by_name.contains_key(&stored_name(spec)));
+        if let Some(first) = missing.next() {
             return Err(WeightsError::Missing {
                 location: checkpoint.location().into(),
-                first: format!("{}{first}", self.prefix.unwrap_or("model.")),
+                first: format!("{}{}", self.prefix.unwrap_or("model."), stored_name(first)),
                 more: missing.count(),
-                expected: shape.clone(),
+                expected: first.shape.clone(),
             });
         }
-        for (name, shape, meaning) in &expected {
-            let tensor = &self.by_name[name];
-            let (file, name) = (tensor.file.to_string(), tensor.name.to_string());
-            if tensor.shape != shape {
-                let (found, expected) = (tensor.shape.to_vec(), shape.clone());
-                return Err(WeightsError::Shape { file, tensor: name, found, expected, meaning });
+        for spec in specs.iter() {
+            let tensor = &self.by_name[&stored_name(spec)];
+            if tensor.shape != spec.shape {
+                return Err(WeightsError::Shape {
+                    file: tensor.file.to_string(),
+                    tensor: tensor.name.to_string(),
+                    found: tensor.shape.to_vec(),
+                    expected: spec.shape.clone(),
+                    meaning: spec.shape_in_config,
+                });
             }
             tensor.scheme()?;
         }
 
-        let known: HashSet<&str> = expected.iter().map(|(name, ..)| name.as_str()).collect();
-        for (name, tensor) in &self.by_name {
-            if !known.contains(name.as_str()) {
-                self.unexpected.push(*tensor);
-            }
-        }
+        let unknown = self.by_name.iter().filter(|(name, _)| !known.contains_key(*name));
+        self.unexpected.extend(unknown.map(|(_, tensor)| *tensor));
         // The list is sorted, so that messages do not depend on the map's order.
         self.unexpected.sort_by_key(|t| (t.file, t.name));
         if let Some(tensor) = self.unexpected.first() {
             let (file, name, more) = (tensor.file.into(), short(tensor.name), self.unexpected.len() - 1);
-            let num_hidden_layers = config.num_hidden_layers;
+            let num_hidden_layers = specs.layers.len();
             return Err(match layer_of(tensor.name) {
                 Some(layer) if layer >= num_hidden_layers => {
                     WeightsError::Layer { file, tensor: name, more, num_hidden_layers }

@@ -237,8 +237,13 @@ fn served(
     courtesy: CourtesyWatch,
     cancelled: Arc<AtomicBool>,
 ) -> Result<(Service, ModelReport), Error> {
-    let texts = load::texts(files)?;
-    let draft_files = load::draft_files(files, &texts.tokenizer, config)?;
+    let (model_config, generation) = Gemma3Config::load(files)?;
+    let texts = load::texts(files, model_config, &generation)?;
+    let draft_files = load::draft_files(config)?;
+    if let Some(draft) = &draft_files {
+        let (draft_config, _) = Gemma3Config::load(draft)?;
+        load::check_draft_tokenizer(files, &texts.tokenizer, draft, &draft_config)?;
+    }
     let vocab_size = texts.tokenizer.vocab_size();
     let mut factory = DeviceFactory::new(config, files, draft_files.as_ref(), vocab_size, observer.clone())?;
     let (runner, device) = factory.load(&cancelled)?;

@@ -8,6 +8,7 @@ use crate::kernels::{Wants, share_pipeline};
 use crate::model::config::{Gemma3Config, LayerType};
 use crate::model::memory::{DEFAULT_BLOCK_SIZE, MemoryRequest, Schemes, partials};
 use crate::model::step::padded_tokens;
+use crate::model::tensors::Projections;
 use crate::tensor::{KvDtype, Precision, Scheme};
 
 /// Dispatches of one kind in a step.
@@ -54,7 +55,7 @@ pub fn step(
     add("history", 1, 0, cost::history(known));
 
     // Layers with equal schemes are listed as one kind.
-    let mut kinds: Vec<([Scheme; 7], u64)> = Vec::new();
+    let mut kinds: Vec<(Projections<Scheme>, u64)> = Vec::new();
     for layer in &schemes.layers {
         match kinds.iter_mut().find(|(schemes, _)| schemes == layer) {
             Some((_, times)) => *times += 1,
@@ -66,11 +67,13 @@ pub fn step(
         Wants { floats: is_one(false), blocks: is_one(true) }
     };
     // The first layer's norm adds no sublayer's output, because no sublayer comes before it.
-    let first_wants = wants(&schemes.layers[0][..3]);
+    let first = schemes.layers[0];
+    let first_wants = wants(&[first.q_proj, first.k_proj, first.v_proj]);
     add("input norm", 1, 1, cost::rms_norm(n, hidden, first_wants));
-    for ([q_proj, k_proj, v_proj, o_proj, gate, up, down], times) in kinds {
-        let residuals =
-            times - u64::from([q_proj, k_proj, v_proj, o_proj, gate, up, down] == schemes.layers[0]);
+    for (kind, times) in kinds {
+        let residuals = times - u64::from(kind == first);
+        let Projections { q_proj, k_proj, v_proj, o_proj, gate_proj: gate, up_proj: up, down_proj: down } =
+            kind;
         let input = wants(&[q_proj, k_proj, v_proj]);
         if residuals > 0 {
             add("input norm", residuals, residuals, cost::residual(n, hidden, input));
@@ -114,7 +117,7 @@ pub fn step(
         }
         let room = partials(most);
         // All layers count with the form that the first layer's attention result has.
-        let attended = wants(&schemes.layers[0][3..4]);
+        let attended = wants(&[first.o_proj]);
         let [single, tiles, merge] = cost::attention(&heads, sequences, window, n, room, attended);
         add(names[0], times, times, single);
         // Tiles run beside single tokens, with no barrier between them.
