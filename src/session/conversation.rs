@@ -59,8 +59,8 @@ impl Conversation {
         self.called.push(call);
     }
 
-    /// Adds the result of the call with the id `id`; false if no call before has that id. Where several calls of one turn
-    /// have it, their results come in the order of the calls; what comes after these is the last call's, too.
+    /// Adds the result of the call with the id `id`; false if no call before has that id. Where several calls of one
+    /// turn have it, their results come in the order of the calls; what comes after these is the last call's, too.
     #[must_use]
     pub fn result(&mut self, id: &str, text: String) -> bool {
         let Some(Calls { list, results }) = self.by_id.get_mut(id) else { return false };

@@ -231,8 +231,8 @@ impl Service {
         self.ids(prompt.text.len(), keep, || prompt.ids(&self.tokenizer))
     }
 
-    /// The token ids of a raw prompt, whose control tokens are control tokens; `special` adds the ids that begin a text,
-    /// and with `keep` only the last so many ids are kept.
+    /// The token ids of a raw prompt, whose control tokens are control tokens; `special` adds the ids that begin a
+    /// text, and with `keep` only the last so many ids are kept.
     pub fn encode(&self, text: &str, special: bool, keep: Option<usize>) -> Result<Vec<u32>, SessionError> {
         self.ids(text.len(), keep, || self.tokenizer.encode(text, special))
     }
@@ -255,8 +255,8 @@ impl Service {
         }
     }
 
-    /// The ids that `encode` makes of a text of so many bytes. Without `keep`, a text that must be too long, whatever its
-    /// tokens are, is refused before it is tokenized.
+    /// The ids that `encode` makes of a text of so many bytes. Without `keep`, a text that must be too long, whatever
+    /// its tokens are, is refused before it is tokenized.
     fn ids(
         &self,
         bytes: usize,
@@ -288,7 +288,8 @@ impl Service {
         bytes / self.longest_token_bytes
     }
 
-    /// Refuses text that is too long by its bytes, in the words of [`SubmitError::ContextExceeded`](crate::engine::SubmitError).
+    /// Refuses text that is too long by its bytes, in the words of
+    /// [`SubmitError::ContextExceeded`](crate::engine::SubmitError).
     fn overflow(&self, bytes: usize) -> SessionError {
         let (context, least) = (self.engine.limits().max_context, self.least_tokens(bytes));
         let size = match least >= context {

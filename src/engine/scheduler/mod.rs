@@ -28,8 +28,8 @@
 //! Progress is certain: if no step is under way and a sequence is there, a step is scheduled
 //! ([`Scheduler::expect_idle`]).
 //!
-//! Invariants, checked after each commit with [`SchedulerConfig::checks`]: the invariants of [`BlockManager::check`] and
-//! of [`Sequence`]; a slot has at most one sequence; a step keeps within [`Limits`].
+//! Invariants, checked after each commit with [`SchedulerConfig::checks`]: the invariants of [`BlockManager::check`]
+//! and of [`Sequence`]; a slot has at most one sequence; a step keeps within [`Limits`].
 
 mod check;
 mod commit;

@@ -1,12 +1,12 @@
-//! What becomes of the sequences when the device was lost: all are computed again, and those that the lost steps had are
-//! computed alone.
+//! What becomes of the sequences when the device was lost: all are computed again, and those that the lost steps had
+//! are computed alone.
 //!
 //! A prompt may be what kills the device. So a sequence that was in a lost step is a suspect, and no step has another
 //! sequence beside a suspect's, until the suspect is as far as it was. A device that is lost meanwhile is lost by that
 //! suspect: it ends with an error, and the others go on.
 //!
-//! A unit beside the device that fails does so at one prompt, which is known. So that prompt ends at once, and nobody is a
-//! suspect.
+//! A unit beside the device that fails does so at one prompt, which is known. So that prompt ends at once, and nobody
+//! is a suspect.
 
 use std::iter;
 
@@ -31,8 +31,9 @@ impl Scheduler {
         self.running.iter().filter(is_in).map(|s| s.id).collect()
     }
 
-    /// Begins anew after the device was lost with these sequences in its steps: no block holds anything, no step is under
-    /// way, and every sequence waits to be computed again. Returns the answers that are at fault, which are removed.
+    /// Begins anew after the device was lost with these sequences in its steps: no block holds anything, no step is
+    /// under way, and every sequence waits to be computed again. Returns the answers that are at fault, which are
+    /// removed.
     pub fn restart(&mut self, under_way: &[SequenceId]) -> Vec<SequenceId> {
         let is_under_way = |s: &Sequence| under_way.contains(&s.id);
         let was_alone = self.replaying().is_some();

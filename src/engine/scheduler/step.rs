@@ -40,8 +40,8 @@ impl Step {
         Ok(ticket)
     }
 
-    /// The share whose prompt's attention a unit beside the device computes a part of, if the runner has a unit and it has
-    /// room. A unit gets nothing of drafts that are checked and of texts that are scored.
+    /// The share whose prompt's attention a unit beside the device computes a part of, if the runner has a unit and it
+    /// has room. A unit gets nothing of drafts that are checked and of texts that are scored.
     pub(in crate::engine) fn shared_prompt(&self) -> Option<&SequenceShare> {
         let chunk = |share: &SequenceShare| share.is_prompt().then_some(share.tokens);
         longest_chunk(self.shares.iter().map(chunk)).map(|i| &self.shares[i])
@@ -130,8 +130,8 @@ impl SequenceShare {
         self.begun_as == sequence.begun_as && self.life == sequence.life
     }
 
-    /// Whether the share is a chunk of a prompt that a unit beside the device may get: one of known tokens, with one draw
-    /// behind it at most.
+    /// Whether the share is a chunk of a prompt that a unit beside the device may get: one of known tokens, with one
+    /// draw behind it at most.
     fn is_prompt(&self) -> bool {
         let is_scored = matches!(&self.yields, Yields::Scores(draws) if draws.len() > 1);
         self.draft.ids.is_empty() && !is_scored
