@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use super::Scheduler;
-use super::step::{DraftTokens, PendingStep, share_of};
+use super::step::{DraftTokens, PendingStep, batch_entry};
 use crate::engine::sequence::{Sequence, SequenceId};
 use crate::engine::speculation::Drafter;
 use crate::model::{DraftRequest, Draw, Input};
@@ -39,9 +39,9 @@ impl Scheduler {
             assert!(grown.is_ok(), "there was room");
             let input = Input::Ids(sequence.tokens[start..].to_vec());
             let draw = Draw { logprobs: None, ..sequence.draw(0, 0) };
-            let own = share_of(sequence, start, input, None);
+            let entry = batch_entry(sequence, start, input, None);
             draft_requests
-                .push((sequence.id, DraftRequest { sequence: own, draw, num_draft_tokens: wanted }));
+                .push((sequence.id, DraftRequest { sequence: entry, draw, num_draft_tokens: wanted }));
         }
         draft_requests
     }
@@ -87,7 +87,7 @@ impl Scheduler {
         let left = s.max_tokens.saturating_sub(s.generated() + s.drawn + 1);
         let wanted = share.min(left).min(s.draft_length.length(known));
         let decodes = s.submitted >= s.prompt_len && s.submitted + 1 == known;
-        if wanted == 0 || !decodes || s.mask.is_some() || s.unseen() > 0 {
+        if wanted == 0 || !decodes || s.mask.is_some() || s.missing_history() > 0 {
             return 0;
         }
         let is_unshared = self.blocks.shared_at(&s.table, s.submitted) == [None, None];
