@@ -504,7 +504,7 @@ impl BlockManager {
     }
 
     /// The node with the parent `parent` and these tokens, whose chain is `chain`. Different texts may have the same
-    /// hash, so parent and tokens are compared too. The parent stands for all earlier tokens and the salt: they were
+    /// hash, so parent and tokens are compared too. The parent represents all earlier tokens and the salt: they were
     /// compared when the parent was looked up.
     fn find(&self, chain: u64, parent: &Parent, tokens: &[u32]) -> Result<Option<NodeId>, Collision> {
         let Some(&id) = self.by_chain.get(&chain) else { return Ok(None) };
