@@ -3,7 +3,7 @@
 //!
 //! A span is a period in which the engine always has work. The first step of a span gets the energy from the beginning
 //! of the span to the end of the step. Every other step gets the energy since the end of the step before. So the shares
-//! of all answers of a span add up to the energy of the span, also if steps overlap. If an answer ends while a step
+//! of all answers of a span add up to the energy of the span, even if steps overlap. If an answer ends while a step
 //! computes it, the step's other answers get its share; without others, the next step gets the energy. A cancelled
 //! answer keeps the energy that it got until then.
 //!

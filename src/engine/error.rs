@@ -55,8 +55,8 @@ pub enum EngineError {
         "the GPU was lost twice while it computed this request; the second time, it computed nothing else: {0}"
     )]
     LostTwice(String),
-    /// An NPU that is required failed while it computed attention of this request's prompt. The text begins with the
-    /// code of the failure.
+    /// A required NPU failed while it computed the attention of this request's prompt. The text begins with the code of
+    /// the failure.
     #[error("the NPU failed while it computed this request: {0}")]
     Offload(String),
     #[error("the server is shutting down")]

@@ -28,7 +28,7 @@
 //! losses within a minute that no sequence explains. Without a factory, it ends after the first loss. Then all requests
 //! that run or wait get [`EngineError::Lost`], and so does every later [`EngineHandle::submit`].
 //!
-//! The failure of an NPU that is required is not a loss of the device. The request whose prompt the NPU failed to
+//! The failure of a required NPU is not a loss of the device. The request whose prompt the NPU failed to
 //! compute gets [`EngineError::Offload`] immediately. The others continue with another runner.
 //!
 //! A panic of the engine's thread ends the engine with [`EngineError::Bug`]. The scheduler panics if a request waits

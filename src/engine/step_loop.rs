@@ -123,7 +123,7 @@ impl StepLoop {
     /// Starts another runner, if that is allowed. Returns false if the engine must end.
     fn recover(&mut self, Failure { error, sequences, failed_on_npu }: &Failure) -> bool {
         if self.shared.aborted.load(Ordering::Acquire) {
-            return false; // the abort ended the wait, so this is not a failure
+            return false; // the error is a result of the abort
         }
         self.in_flight.clear();
         self.held = None;

@@ -96,7 +96,7 @@ impl Service {
         self.prompt(&request.tools.describe_in(&request.messages), request.ending, self.kept(request))
     }
 
-    /// The number of last ids of the prompt to keep. `None` = all.
+    /// How many of the prompt's last ids to keep. `None` = all.
     fn kept(&self, request: &GenerateRequest) -> Option<usize> {
         request.truncate.map(|truncation| match truncation {
             Truncation::Last(most) => most,
@@ -107,8 +107,8 @@ impl Service {
         })
     }
 
-    /// Like [`Self::prepare`], but `prompt` makes the ids of the prompt. Its argument is the number of last ids to
-    /// keep, if there is a limit. All other fields are checked before `prompt` is called.
+    /// Like [`Self::prepare`], but `prompt` makes the ids of the prompt. Its argument is how many of the last
+    /// ids to keep, if there is a limit. All other fields are checked before `prompt` is called.
     pub fn prepare_with<E: From<SessionError>>(
         &self,
         request: &GenerateRequest,
@@ -297,7 +297,7 @@ impl Service {
         let (context, least) = (self.engine.limits().max_context, self.least_tokens(bytes));
         let size = match least >= context {
             true => format!("at least {least} tokens"),
-            false => format!("more than the {} that are read", self.tokenizer.max_text_bytes()),
+            false => format!("more than the maximum of {}", self.tokenizer.max_text_bytes()),
         };
         SessionError::Context(format!(
             "the prompt is too long: {bytes} bytes, {size}, and this model's maximum context length is {context} tokens"
