@@ -584,7 +584,7 @@ fn the_steps_of_a_model_are_measured_and_compared() {
     assert_eq!(names("cases"), ["prefill 8", "prefill 100", "decode 1 at 128", "decode 3 at 128"]);
     assert_eq!(names("left_out"), ["prefill 9000", "decode 1 at 8192", "decode 3 at 8192"]);
     let why = report["left_out"][0]["why"].as_str().expect("a reason");
-    assert!(why.contains("a context of 9000 tokens, and there is one of 8192"), "{why}");
+    assert!(why.contains("a context of 9000 tokens, but the context has 8192"), "{why}");
     let case = |name: &str| report["cases"].as_array().unwrap().iter().find(|c| c["case"] == name).unwrap();
     let weights = report["weight_bytes"].as_u64().expect("a number");
     let position = 2 * 2 * 64 * 2; // bytes of a position in a layer: keys and values, heads, elements, bytes

@@ -719,7 +719,7 @@ async fn a_bug_of_the_engine_is_503_and_no_lost_device() {
     for _ in 0..2 {
         let (status, body) = complete(&app, chat("Hi")).await;
         assert_eq!((status.as_u16(), &body["error"]["code"]), (503, &json!("engine_failed")));
-        assert_eq!(body["error"]["message"], "the engine met a bug (see the log); restart unicorn");
+        assert_eq!(body["error"]["message"], "internal error in the engine (see the log); restart unicorn");
     }
     let (status, _, body) = send_json(&app.router, get("/health")).await;
     assert_eq!((status.as_u16(), &body["status"]), (503, &json!("failed")));

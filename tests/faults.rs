@@ -190,7 +190,7 @@ fn a_device_that_is_lost_amid_an_answer_comes_back_and_the_answer_goes_on() {
         faulty.arm(faults);
         assert_eq!(all(), expected, "{faults}");
         faulty.server.wait_for_line(why);
-        faulty.server.wait_for_line("the GPU computes again");
+        faulty.server.wait_for_line("the GPU works again");
         assert_eq!(faulty.health(), (200, json!({"status": "ok"})), "{faults}");
         faulty.server.signal("TERM");
         assert_eq!(faulty.server.exit_code(), Some(0), "{faults}: {:#?}", faulty.server.log);
@@ -218,7 +218,7 @@ fn a_soak_that_loses_the_device_finds_every_answer_equal_and_nothing_left() {
     );
     assert!(!said("answers").contains(" 0 streams left midway"), "{report:#}");
     assert!(said("memory of the device process at the soak's end").contains("MiB"), "{report:#}");
-    faulty.server.wait_for_line("the GPU computes again");
+    faulty.server.wait_for_line("the GPU works again");
     faulty.server.signal("TERM");
     assert_eq!(faulty.server.exit_code(), Some(0), "{:#?}", faulty.server.log);
 }
@@ -285,7 +285,7 @@ fn a_device_that_goes_wrong_is_noticed_by_the_probe_and_comes_back() {
     let (status, health) = faulty.health();
     assert_eq!((status, &health["status"]), (503, &json!("recovering")), "{health}");
     faulty.server.wait_for_line("the GPU computes wrong: kernel ");
-    faulty.server.wait_for_line("the GPU computes again");
+    faulty.server.wait_for_line("the GPU works again");
     assert_eq!(faulty.health(), (200, json!({"status": "ok"})));
     assert!(!faulty.answer(json!({})).is_empty());
     faulty.server.signal("TERM");

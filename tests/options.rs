@@ -897,7 +897,7 @@ fn a_server_shares_prefixes_and_unloads_as_its_configuration_says() {
     assert!(cached("all") > 0);
 
     let mut server = server_with(&[("ENGINE_IDLE_UNLOAD_S", "1")]);
-    server.line("the model is unloaded until the next request");
+    server.line("unloading the idle model until the next request");
     assert_eq!(server.ask(&[], false).0, 200);
 }
 

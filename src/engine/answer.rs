@@ -1,4 +1,4 @@
-//! The events that a client gets for its answers, and the engine's end of the channel that carries them.
+//! The events that a client gets for its answers, and the sending side of their channel.
 
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
@@ -12,19 +12,19 @@ use super::shared::Permit;
 use super::speculation::Drafts;
 use crate::model::Logprobs;
 
-/// The reason for which an answer is whole.
+/// Why an answer is complete.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FinishReason {
-    /// The model yielded this stop id. The id is counted, and not handed out.
+    /// The model drew this stop id. The id counts as generated, but the client does not get it.
     Stop(u32),
-    /// The answer has all that was wanted: `max_tokens` ids, or the mean of a prompt's hidden states.
+    /// The answer has everything that was requested: `max_tokens` ids, or the mean of the prompt's hidden states.
     Length,
 }
 
-/// How an answer ended: whole, or with an error that is this answer's alone.
+/// How an answer ended: complete, or with an error that concerns this answer only.
 pub type Ended = Result<FinishReason, EngineError>;
 
-/// The times of a request's stages, up to the event that carries them.
+/// Durations of a request's stages and its counts, up to the event that carries them.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Timings {
     /// Time from submission to the first step.
@@ -35,33 +35,34 @@ pub struct Timings {
     pub decode: Duration,
     /// Number of tokens of the prompt.
     pub prompt_n: usize,
-    /// Number of tokens of the prompt that the prefix cache had.
+    /// Number of tokens of the prompt that the prefix cache had, so that they were not computed.
     pub cached_n: usize,
-    /// Number of ids sampled so far, a stop id included.
+    /// Number of ids sampled until now, including a stop id.
     pub predicted_n: usize,
-    /// How many of those came from the step that sampled the first one: their time is that of the prompt.
+    /// How many of those ids came from the step that sampled the first one. Their time counts as prefill.
     pub first_n: usize,
-    /// Number of steps since then that sampled an id.
+    /// Number of later steps that sampled an id.
     pub decode_steps: usize,
     /// How many draft tokens were proposed for the answer, and how many were accepted.
     pub drafts: Drafts,
-    /// The answer's share of the machine's energy; none if a part of it was not counted.
+    /// The answer's share of the machine's energy. `None` if a part of it was not measured.
     pub energy: Option<Joules>,
 }
 
-/// The least steps after the first id over which a rate is told. The host may hear of a step as late as the end of the
-/// next one, which the device computes meanwhile. So the time of these steps may be that of one step less, and their rate
-/// a third too high at most.
-const LEAST_RATED_STEPS: usize = 4;
+/// Minimum number of steps after the first id before a rate is reported. Steps overlap, so the host may notice the end
+/// of the first step only at the end of the next one. Then the measured time is one step too short. With 4 steps, the
+/// rate is at most a third too high.
+const MIN_STEPS_FOR_RATE: usize = 4;
 
 impl Timings {
-    /// Ids per second after the step that sampled the first one; none where there are too few steps to tell.
+    /// Ids per second after the step that sampled the first one. `None` if there are too few steps for a rate.
     pub fn predicted_per_second(&self) -> Option<f64> {
         let ids = self.predicted_n.saturating_sub(self.first_n);
-        (self.decode_steps >= LEAST_RATED_STEPS).then(|| per_second(ids, self.decode)).flatten()
+        (self.decode_steps >= MIN_STEPS_FOR_RATE).then(|| per_second(ids, self.decode)).flatten()
     }
 
-    /// Tokens of the prompt per second, without those of the prefix cache; none where none was computed.
+    /// Computed tokens of the prompt per second. Tokens from the prefix cache do not count. `None` if none was
+    /// computed.
     pub fn prompt_per_second(&self) -> Option<f64> {
         per_second(self.prompt_n - self.cached_n, self.prefill)
     }
@@ -75,16 +76,15 @@ fn per_second(tokens: usize, time: Duration) -> Option<f64> {
 /// [`Request::more_seeds`](super::Request::more_seeds).
 #[derive(Debug, Clone, PartialEq)]
 pub enum Event {
-    /// Log probabilities of the prompt's ids but the first. If the request asked for them, this event comes before all
-    /// others.
+    /// Log probabilities of all ids of the prompt except the first. If they were requested, this is the first event.
     Prompt { logprobs: Vec<Logprobs> },
-    /// The answer to a request with [`Request::pooling`](super::Request::pooling): the mean over its tokens of the
-    /// hidden states behind the final norm, `[hidden_size]`.
+    /// The answer to a request with [`Request::pooling`](super::Request::pooling): the hidden states after the final
+    /// norm, averaged over the prompt's tokens, `[hidden_size]`.
     Pooled { state: Vec<f32> },
     Token {
         choice: usize,
         id: u32,
-        /// Present if the request asked for log probabilities.
+        /// Set if log probabilities were requested.
         logprobs: Option<Logprobs>,
         timings: Timings,
     },
@@ -92,17 +92,17 @@ pub enum Event {
     Finished {
         choice: usize,
         reason: FinishReason,
-        /// The stop id that ended the answer and its log probabilities, if the request asked for those. The stop id is
-        /// no token of the answer.
+        /// The stop id that ended the answer with its log probabilities, if these were requested. The stop id is not
+        /// part of the answer.
         stop: Option<(u32, Logprobs)>,
         timings: Timings,
     },
-    /// The last event of a request that ended without all its answers.
+    /// The last event of a request that ended before all its answers were complete.
     Failed(EngineError),
 }
 
 impl Event {
-    /// The answer that the event belongs to; `None` if it belongs to all answers.
+    /// The index of the answer that the event belongs to. `None` if it belongs to all answers of the request.
     pub fn choice(&self) -> Option<usize> {
         match self {
             Event::Token { choice, .. } | Event::Finished { choice, .. } => Some(*choice),
@@ -111,24 +111,24 @@ impl Event {
     }
 }
 
-/// One answer's reader, as the engine thread knows it.
+/// One answer, as the engine thread knows it.
 pub(super) struct Answer {
     pub(super) choice: usize,
     pub(super) events: events::Sender<Event>,
     /// Whether the reader stopped each answer with [`TokenStream::stop`](super::TokenStream::stop).
     pub(super) stopped: Arc<[AtomicBool]>,
     pub(super) failure: Arc<OnceLock<EngineError>>,
-    /// The request's place in the queue, which the first answer holds while the request waits.
+    /// The request's place in the queue. The first answer has it while the request waits.
     pub(super) permit: Option<Permit>,
     pub(super) clock: Clock,
 }
 
 impl Answer {
-    /// Sends an event; false if the channel is full, because the reader is too far behind.
+    /// Sends an event. Returns false if the channel is full, because the reader is too slow.
     #[must_use]
     pub(super) fn send(&self, event: Event) -> bool {
         match self.events.try_send(event) {
-            // A closed channel means that the reader left. The step loop removes the request before the next step.
+            // A closed channel means that the client left. The step loop removes the request before the next step.
             Ok(()) | Err(events::error::TrySendError::Closed(_)) => true,
             Err(events::error::TrySendError::Full(_)) => false,
         }
@@ -137,14 +137,14 @@ impl Answer {
     /// Ends the answer with an error. If the channel has no room for the event, the reader finds the error in `failure`
     /// once it has read the other events.
     pub(super) fn fail(mut self, error: EngineError) {
-        // Whoever is told does not wait any longer.
+        // A client that gets the error must not find the request in the queue any longer.
         self.permit = None;
         let _ = self.failure.set(error.clone());
         let _ = self.send(Event::Failed(error));
     }
 }
 
-/// The times at which the stages of a request began, and what it has had so far.
+/// The times at which the stages of an answer began, and its counts until now.
 pub(super) struct Clock {
     pub(super) submitted: Instant,
     pub(super) started: Option<Instant>,
@@ -175,7 +175,8 @@ impl Clock {
         }
     }
 
-    /// Notes that the answer's first step begins, with the energy that it has had: nothing, or none if nothing counts it.
+    /// Records that the answer's first step begins. `energy` returns the initial energy: zero, or `None` if the energy
+    /// is not measured.
     pub(super) fn start(&mut self, energy: impl FnOnce() -> Option<Joules>) {
         if self.started.is_none() {
             self.started = Some(Instant::now());
@@ -183,7 +184,7 @@ impl Clock {
         }
     }
 
-    /// Adds the energy of a step. Energy that is not known makes the sum unknown.
+    /// Adds the energy of a step. Unknown energy makes the sum unknown.
     pub(super) fn charge(&mut self, joules: Option<f64>) {
         let is_prompt = self.sampled.is_none();
         self.energy = self.energy.zip(joules).map(|(mut energy, joules)| {
@@ -192,8 +193,8 @@ impl Clock {
         });
     }
 
-    /// Counts `ids` as sampled by the step that ended `at`, and returns the times so far. A step may sample several ids:
-    /// all of them have its time.
+    /// Counts `ids` ids as sampled by the step that ended at `at`, and returns the timings until then. A step may
+    /// sample several ids; all of them get the time of the step's end.
     pub(super) fn tick(&mut self, ids: usize, at: Instant) -> Timings {
         let started = self.started.unwrap_or(at);
         let (first, last) = self.sampled.unwrap_or((at, at));

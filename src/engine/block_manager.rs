@@ -1,8 +1,8 @@
-//! The pools of KV blocks, the tables that hold them, and the prefix cache.
+//! The pools of KV blocks, the sequences' block tables, and the prefix cache.
 //!
-//! There are two pools, because Gemma-3 has two kinds of layers: a full layer keeps every token of a sequence, a
-//! sliding layer only a window. The [`BlockTable`] of a sequence names a block of each pool for every `block_size`
-//! positions. Sliding blocks before the window are let go while the sequence runs.
+//! There are two pools, because Gemma-3 has two kinds of layers: a full layer needs every token of a sequence, a
+//! sliding layer only those of a window. The [`BlockTable`] of a sequence has a block of each pool for every
+//! `block_size` positions. Sliding blocks before the window are released while the sequence runs.
 //!
 //! ```text
 //! positions   0   16   32   48   64   80        window of 32, at position 80
@@ -11,24 +11,30 @@
 //! ```
 //!
 //! A block whose tokens are all computed is *registered*: it becomes part of a [`Node`] of the prefix cache. A node is
-//! found by its salt, its tokens, and all tokens before them. Registered blocks are never written again. Every sequence
-//! of that salt that starts with the same tokens shares them. They stay when the last such sequence ends, until the
-//! room is needed. No sequence can find out what another salt has, nor whether a text is there. A hit at position `p`
-//! needs all full blocks before `p`, and the sliding blocks of the window before `p`. Fewer sliding blocks would not
-//! do: sliding layers feed each other, so the window alone cannot be computed again.
+//! found by its salt, its tokens, and all tokens before them. Registered blocks are never written again. All sequences
+//! of that salt that start with the same tokens share them. They stay in the cache after the last such sequence ends,
+//! until their room is needed. No sequence can find out what other salts have, nor whether a text is cached there.
 //!
-//! A text whose logits are not finite is forgotten from its first block on ([`BlockManager::forget`]), with all texts
-//! that build on it, because any of its blocks may be wrong.
+//! A cache hit at position `p` needs all full blocks before `p`, and all sliding blocks of the window before `p`.
+//! Missing sliding blocks cannot be computed from the window alone, because each sliding layer depends on earlier
+//! layers, whose windows reach further back.
 //!
-//! The order of eviction is this. Blocks that only background sequences have used go first, then all others. In either
-//! group, the least recently used full block goes first among those that no other block builds on. Sliding blocks in
-//! which no turn of a conversation ended go first, and then the sliding blocks of the oldest turn. So background
-//! sequences take room from one another, once they have some.
+//! If the logits of a text are not finite, any of its blocks may be wrong. So the cache drops the text from its first
+//! block on, with all texts that begin with that block ([`BlockManager::forget`]).
 //!
-//! Invariants, checked by [`BlockManager::check`]: a block is free, cached (registered and held by no table) or held,
-//! and its count of holders is the number of tables that name it; a table that holds a full block holds all full blocks
-//! before it; a sliding block is registered only beside its full block; tables that share a block have one salt; a
-//! block that an interactive sequence has used builds only on such blocks.
+//! The order of eviction: blocks that only background sequences have used are evicted first. So background sequences
+//! take room from each other before they take it from interactive ones. In each of the two groups, the least recently
+//! used full block without child blocks is evicted first. Of the sliding blocks, those in which no turn of a
+//! conversation ended are evicted first, and then those of the oldest turn.
+//!
+//! Invariants, checked by [`BlockManager::check`]:
+//!
+//! - A block is free, cached (registered, but in no table) or held (in a table). Its count of holders is the number of
+//!   tables that have it.
+//! - A table that has a full block has all full blocks before it.
+//! - A sliding block is registered only together with its full block.
+//! - Tables that share a block have the same salt.
+//! - All blocks before a block that an interactive sequence has used were also used by an interactive sequence.
 
 use std::cmp::Reverse;
 use std::collections::hash_map::RandomState;
@@ -38,20 +44,20 @@ use std::hash::BuildHasher;
 use super::request::{CacheSalt, Priority};
 use crate::model::{BlockCopy, BlockPool, KvLimits};
 
-/// The blocks of one sequence. [`BlockManager::admit`] gives a table, and [`BlockManager::release`] takes it back.
+/// The blocks of one sequence. [`BlockManager::admit`] creates a table, and [`BlockManager::release`] frees its blocks.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct BlockTable {
-    /// Block `i` holds positions `i * block_size ..`.
+    /// Block `i` has the positions from `i * block_size` on.
     full: Vec<u32>,
-    /// The blocks of the sliding layers, from the block of index `sliding_first` on.
+    /// The blocks of the sliding layers, from block index `sliding_first` on.
     sliding: VecDeque<u32>,
     sliding_first: usize,
-    /// The nodes of the registered blocks of `full`, from the first on.
+    /// The nodes of the registered blocks of `full`, from the first block on.
     nodes: Vec<NodeId>,
     /// The priority and the salt of the sequence.
     priority: Priority,
     salt: CacheSalt,
-    /// Whether the text was forgotten. None of its blocks is registered from then on.
+    /// Whether the cache dropped the text. Its blocks are not registered from then on.
     forgotten: bool,
 }
 
@@ -61,7 +67,7 @@ impl BlockTable {
         &self.full
     }
 
-    /// The index of the first sliding block among the sequence's blocks, and the sliding blocks.
+    /// The block index of the first sliding block, and the sliding blocks.
     pub fn sliding(&self) -> (usize, impl Iterator<Item = u32> + '_) {
         (self.sliding_first, self.sliding.iter().copied())
     }
@@ -70,12 +76,13 @@ impl BlockTable {
         &self.salt
     }
 
-    /// The place of the next block to be registered.
-    fn end(&self) -> Behind {
-        self.nodes.last().map_or_else(|| Behind::Nothing(self.salt.clone()), |id| Behind::Node(*id))
+    /// The parent of the next block to be registered.
+    fn next_parent(&self) -> Parent {
+        self.nodes.last().map_or_else(|| Parent::Root(self.salt.clone()), |id| Parent::Node(*id))
     }
 
-    fn of(&self, pool: BlockPool) -> usize {
+    /// The number of blocks of a pool, including released sliding blocks.
+    fn num_blocks(&self, pool: BlockPool) -> usize {
         match pool {
             BlockPool::Full => self.full.len(),
             BlockPool::Sliding => self.sliding_first + self.sliding.len(),
@@ -85,19 +92,20 @@ impl BlockTable {
 
 type NodeId = u32;
 
-/// The place of a block in the prefix cache: at the beginning of a text, or behind another block.
+/// What comes before a block in the prefix cache.
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum Behind {
-    /// The beginning of a text with this salt. All nodes behind it have the same salt.
-    Nothing(CacheSalt),
+enum Parent {
+    /// Nothing: the block begins a text with this salt. All descendants have the same salt.
+    Root(CacheSalt),
+    /// The block of another node.
     Node(NodeId),
 }
 
-impl Behind {
-    fn parent(&self) -> Option<NodeId> {
+impl Parent {
+    fn node(&self) -> Option<NodeId> {
         match self {
-            Behind::Nothing(_) => None,
-            Behind::Node(id) => Some(*id),
+            Parent::Root(_) => None,
+            Parent::Node(id) => Some(*id),
         }
     }
 }
@@ -105,25 +113,25 @@ impl Behind {
 /// A registered block of `block_size` tokens.
 #[derive(Debug)]
 struct Node {
-    behind: Behind,
-    /// The hash of the tokens, and of the parent's chain or the salt.
+    parent: Parent,
+    /// The hash of the tokens together with the parent's chain or the salt.
     chain: u64,
     tokens: Box<[u32]>,
-    /// Number of nodes directly behind this one.
+    /// Number of child nodes.
     children: u32,
     full: u32,
     sliding: Option<u32>,
-    /// The times at which the full block, and the sliding block, were last let go.
+    /// When the last table released the full block, and the sliding block.
     used: [u64; 2],
-    /// The newest turn whose end needs the sliding block; 0 if no turn does.
+    /// The newest turn whose end needs the sliding block; 0 if there is none.
     turn: u64,
-    /// The first class, in the order of [`Priority`], that has used the node.
+    /// The highest priority of the sequences that have used the node.
     priority: Priority,
 }
 
-/// The order in which full blocks are evicted, the lowest first.
+/// Full blocks are evicted in this order, the lowest key first.
 type FullKey = (Reverse<Priority>, u64, NodeId);
-/// The order in which sliding blocks are evicted, the lowest first.
+/// Sliding blocks are evicted in this order, the lowest key first.
 type SlidingKey = (Reverse<Priority>, u64, u64, NodeId);
 
 impl Node {
@@ -139,12 +147,12 @@ impl Node {
 /// One of the two pools.
 #[derive(Debug)]
 struct Pool {
-    /// The number of tables that name each block.
+    /// For each block, the number of tables that have it.
     holders: Vec<u32>,
-    /// The node that each block is registered with.
+    /// For each block, the node that it is registered with.
     node: Vec<Option<NodeId>>,
     free: Vec<u32>,
-    /// The number of registered blocks that no table holds.
+    /// The number of registered blocks that are in no table.
     cached: usize,
 }
 
@@ -158,7 +166,7 @@ impl Pool {
         self.free.len() + self.cached
     }
 
-    /// Unregisters a block. It stays with the tables that hold it, or becomes free.
+    /// Unregisters a block. It stays in the tables that have it, or becomes free.
     fn unregister(&mut self, block: u32) {
         self.node[block as usize] = None;
         if self.holders[block as usize] == 0 {
@@ -172,40 +180,40 @@ impl Pool {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct PoolUse {
     pub free: usize,
-    /// Blocks that only the prefix cache has. They become free if they are needed.
+    /// Blocks that only the prefix cache has. They are evicted if they are needed.
     pub cached: usize,
     pub held: usize,
 }
 
-/// A pool has no free block, and none can be evicted.
+/// A pool has no free block, and no block can be evicted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NoRoom;
 
 #[derive(Debug)]
 pub struct BlockManager {
     limits: KvLimits,
-    /// The most sliding blocks that the ends of turns may protect from being evicted first.
+    /// Maximum number of sliding blocks that the ends of turns may protect from being evicted first.
     turn_blocks: usize,
     full: Pool,
     sliding: Pool,
     nodes: Vec<Node>,
     unused_nodes: Vec<NodeId>,
     by_chain: HashMap<u64, NodeId>,
-    /// The keys of the chains' hashes, which are random in each process.
+    /// The keys of the hashes of chains. They are random in each process.
     hasher: RandomState,
-    /// The nodes whose full block can be evicted, because no table holds it and no node builds on it.
+    /// The nodes whose full block can be evicted, because no table has it and the node has no children.
     full_order: BTreeSet<FullKey>,
     /// The nodes whose sliding block can be evicted.
     sliding_order: BTreeSet<SlidingKey>,
-    /// The ends of turns with their nodes, the oldest first.
+    /// The turns whose ends protect blocks, with their nodes; the oldest first.
     turns: VecDeque<(u64, Vec<NodeId>)>,
     next_turn: u64,
     clock: u64,
 }
 
 impl BlockManager {
-    /// A manager whose blocks are all free. `turn_blocks` is the most sliding blocks that are kept because a turn ended
-    /// in them.
+    /// A manager whose blocks are all free. `turn_blocks` is the maximum number of sliding blocks that are protected
+    /// because a turn ended there.
     pub fn new(limits: KvLimits, turn_blocks: usize) -> Self {
         assert!(limits.block_size > 0, "a KV block holds at least one token");
         Self {
@@ -231,9 +239,9 @@ impl BlockManager {
         PoolUse { free: pool.free.len(), cached: pool.cached, held }
     }
 
-    /// A table for a sequence that starts with `tokens`, and the number of tokens that the sequence need not compute.
-    /// Those tokens are whole blocks that were computed under the same salt. They are never all of `tokens`, because
-    /// the logits of the last token are wanted.
+    /// A table for a sequence that starts with `tokens`, and the number of tokens that need not be computed: whole
+    /// blocks that were computed under the same salt. These are never all of `tokens`, because the logits of the last
+    /// token are needed.
     pub fn admit(&mut self, tokens: &[u32], priority: Priority, salt: &CacheSalt) -> (BlockTable, usize) {
         let path = self.longest_path(tokens, salt);
         let blocks = self.usable(&path);
@@ -243,7 +251,7 @@ impl BlockManager {
             table.sliding_first = self.first_needed(blocks * self.limits.block_size);
         }
         for (i, id) in nodes.iter().enumerate() {
-            self.use_as(*id, priority);
+            self.mark_used(*id, priority);
             let block = self.nodes[*id as usize].full;
             self.hold(BlockPool::Full, block);
             table.full.push(block);
@@ -257,7 +265,7 @@ impl BlockManager {
         (table, blocks * self.limits.block_size)
     }
 
-    /// The number of full blocks that [`BlockManager::admit`] would find for `tokens` and that a table holds already.
+    /// The number of full blocks that [`BlockManager::admit`] would find for `tokens` and that are already in a table.
     pub fn held_prefix(&self, tokens: &[u32], salt: &CacheSalt) -> usize {
         let path = self.longest_path(tokens, salt);
         let held = |id: &&NodeId| self.full.holders[self.nodes[**id as usize].full as usize] > 0;
@@ -267,36 +275,37 @@ impl BlockManager {
     /// The number of blocks of each pool that `table` lacks for positions `..tokens`.
     pub fn missing(&self, table: &BlockTable, tokens: usize) -> [usize; 2] {
         let blocks = tokens.div_ceil(self.limits.block_size);
-        let missing = |pool| blocks.saturating_sub(table.of(pool));
+        let missing = |pool| blocks.saturating_sub(table.num_blocks(pool));
         [
             missing(BlockPool::Full),
             if self.limits.sliding_window.is_some() { missing(BlockPool::Sliding) } else { 0 },
         ]
     }
 
-    /// Whether each pool has these numbers of blocks that are free or can be evicted.
+    /// Whether each pool has this number of blocks that are free or can be evicted.
     pub fn has_room(&self, [full, sliding]: [usize; 2]) -> bool {
         full <= self.full.available() && sliding <= self.sliding.available()
     }
 
-    /// Grows `table` until it holds positions `..tokens`. If a pool lacks blocks, the table stays as it is.
+    /// Grows `table` until it has blocks for positions `..tokens`. If a pool has too few blocks, the table does not
+    /// change.
     pub fn grow(&mut self, table: &mut BlockTable, tokens: usize) -> Result<(), NoRoom> {
         let missing = self.missing(table, tokens);
         if !self.has_room(missing) {
             return Err(NoRoom);
         }
         for _ in 0..missing[0] {
-            let block = self.take(BlockPool::Full);
+            let block = self.allocate(BlockPool::Full);
             table.full.push(block);
         }
         for _ in 0..missing[1] {
-            let block = self.take(BlockPool::Sliding);
+            let block = self.allocate(BlockPool::Sliding);
             table.sliding.push_back(block);
         }
         Ok(())
     }
 
-    /// The block of `position` in each pool, if other tables name it too.
+    /// The block of `position` in each pool, if other tables have it too.
     pub fn shared_at(&self, table: &BlockTable, position: usize) -> [Option<u32>; 2] {
         let index = position / self.limits.block_size;
         let full = table.full.get(index).copied();
@@ -307,8 +316,8 @@ impl BlockManager {
         ]
     }
 
-    /// Makes the blocks of `position` the table's own, because they are about to be written. Returns the copies that
-    /// the device must make first.
+    /// Replaces shared blocks of `position` with the table's own ones, because the blocks are about to be written.
+    /// Returns the copies that the device must make first.
     pub fn make_writable(
         &mut self,
         table: &mut BlockTable,
@@ -326,8 +335,8 @@ impl BlockManager {
                 self.pool(pool).node[from as usize].is_none(),
                 "a registered block is about to be written"
             );
-            let to = self.take(pool);
-            self.let_go(pool, from);
+            let to = self.allocate(pool);
+            self.release_block(pool, from);
             match pool {
                 BlockPool::Full => table.full[index] = to,
                 BlockPool::Sliding => table.sliding[index - table.sliding_first] = to,
@@ -356,24 +365,24 @@ impl BlockManager {
         }
     }
 
-    /// Registers every block whose positions are all in `tokens`, which are computed, and lets go of blocks that the
-    /// window of the next position has left. If another sequence of the same salt registered the same tokens first, the
-    /// table takes that sequence's block in place of its own. No block of a forgotten text is registered.
+    /// Registers every block whose positions are all in `tokens`, which are computed. Releases the sliding blocks
+    /// before the window of the next position. If another sequence with the same salt registered the same tokens first,
+    /// the table gets that block instead of its own. Blocks of a dropped text are not registered.
     pub fn commit(&mut self, table: &mut BlockTable, tokens: &[u32]) {
         let size = self.limits.block_size;
         let whole = if table.forgotten { 0 } else { tokens.len() / size };
         for (index, tokens) in tokens.chunks_exact(size).enumerate().take(whole).skip(table.nodes.len()) {
-            let behind = table.end();
-            let chain = self.chain(&behind, tokens);
-            let id = match self.find(chain, &behind, tokens) {
+            let parent = table.next_parent();
+            let chain = self.chain(&parent, tokens);
+            let id = match self.find(chain, &parent, tokens) {
                 Ok(Some(id)) if self.share_full(table, index, id) => id,
-                // Forks share this block. If it were replaced here, the forks would not hold the registered block.
+                // Forks share this block. If it were replaced here, the forks would not have the registered block.
                 Ok(Some(_)) => break,
-                Ok(None) => self.register(behind, chain, tokens, table),
-                // Two chains have the same hash. The second chain is not cached.
+                Ok(None) => self.register(parent, chain, tokens, table),
+                // Two chains have the same hash. The second one is not cached.
                 Err(Collision) => break,
             };
-            self.use_as(id, table.priority);
+            self.mark_used(id, table.priority);
             table.nodes.push(id);
             if let Some(i) = index.checked_sub(table.sliding_first).filter(|i| *i < table.sliding.len()) {
                 self.share_sliding(table, i, id);
@@ -382,19 +391,19 @@ impl BlockManager {
         self.leave_window(table, tokens.len());
     }
 
-    /// Lets go of the sliding blocks that no position from `next` on sees.
+    /// Releases the sliding blocks that no position from `next` on needs.
     pub fn leave_window(&mut self, table: &mut BlockTable, next: usize) {
         self.clock += 1;
         let first = self.first_needed(next);
         while table.sliding_first < first {
             let Some(block) = table.sliding.pop_front() else { break };
             table.sliding_first += 1;
-            self.let_go(BlockPool::Sliding, block);
+            self.release_block(BlockPool::Sliding, block);
         }
     }
 
-    /// Notes that a turn of a conversation ends behind the registered tokens of `table`. The next turn starts there, so
-    /// the window there is evicted last. Background requests have no next turn.
+    /// Records that a turn of a conversation ends after the registered tokens of `table`. The next turn starts there,
+    /// so the window before that position is evicted last. Background requests have no next turn.
     pub fn end_turn(&mut self, table: &BlockTable) {
         if table.priority == Priority::Background {
             return;
@@ -412,32 +421,33 @@ impl BlockManager {
             self.set_turn(*id, turn);
         }
         self.turns.push_back((turn, nodes));
-        self.forget_turns();
+        self.limit_turns();
     }
 
-    /// Takes every block of `table` back. Registered blocks stay cached.
+    /// Releases every block of `table`. Registered blocks stay cached.
     pub fn release(&mut self, table: BlockTable) {
         self.clock += 1;
         for block in table.full.into_iter().rev() {
-            self.let_go(BlockPool::Full, block);
+            self.release_block(BlockPool::Full, block);
         }
         for block in table.sliding.into_iter().rev() {
-            self.let_go(BlockPool::Sliding, block);
+            self.release_block(BlockPool::Sliding, block);
         }
     }
 
-    /// Releases the table of a sequence whose logits are not finite, and forgets its text and all texts that build on
-    /// it: a sequence that starts with the same tokens computes them again. `others` are the tables of all other
-    /// sequences. Tables that share the first block keep what they hold, but no other sequence finds these blocks, nor
-    /// blocks that these sequences add. If the shared blocks are wrong, these sequences fail by themselves.
+    /// Releases the table of a sequence whose logits are not finite. Drops its text and all texts that begin with its
+    /// first block from the cache, so that sequences that start with the same tokens compute them again. `others` are
+    /// the tables of all other sequences. Tables that share the first block keep their blocks, but no other sequence
+    /// finds these blocks, nor blocks that these sequences add. If the shared blocks are wrong, these sequences fail
+    /// too.
     pub fn forget<'a>(&mut self, table: BlockTable, others: impl Iterator<Item = &'a mut BlockTable>) {
         if let Some(&first) = table.full.first() {
             for other in others.filter(|other| other.full.first() == Some(&first)) {
                 other.nodes.clear();
                 other.forgotten = true;
             }
-            // There is no node if the block was not whole yet, or if another sequence's block was registered in its
-            // place.
+            // There is no node if the block was not complete yet, or if another sequence's block was registered
+            // instead.
             if let Some(root) = self.full.node[first as usize] {
                 self.unregister_tree(root);
             }
@@ -447,25 +457,27 @@ impl BlockManager {
 
     // --- the prefix cache ---
 
-    /// The nodes of `tokens` under a salt, from the first block on. The block of the last token is never among them.
+    /// The cached nodes of `tokens` under a salt, from the first block on. The block of the last token is never
+    /// included.
     fn longest_path(&self, tokens: &[u32], salt: &CacheSalt) -> Vec<NodeId> {
         let mut path: Vec<NodeId> = Vec::new();
-        let mut behind = Behind::Nothing(salt.clone());
+        let mut parent = Parent::Root(salt.clone());
         let known = &tokens[..tokens.len().saturating_sub(1)];
         for tokens in known.chunks_exact(self.limits.block_size) {
-            let Ok(Some(id)) = self.find(self.chain(&behind, tokens), &behind, tokens) else { break };
+            let Ok(Some(id)) = self.find(self.chain(&parent, tokens), &parent, tokens) else { break };
             path.push(id);
-            behind = Behind::Node(id);
+            parent = Parent::Node(id);
         }
         path
     }
 
-    /// The number of blocks of `path` that a sequence can skip: the most behind which the window is whole.
+    /// The number of blocks of `path` that a sequence can skip: the largest number for which the window before the next
+    /// position is complete.
     fn usable(&self, path: &[NodeId]) -> usize {
         if self.limits.sliding_window.is_none() {
             return path.len();
         }
-        // The number of sliding blocks in a row that end at the block before.
+        // `row`: the number of successive sliding blocks up to the current block.
         let (mut row, mut usable) = (0, 0);
         for (i, id) in path.iter().enumerate() {
             row = if self.nodes[*id as usize].sliding.is_some() { row + 1 } else { 0 };
@@ -484,27 +496,28 @@ impl BlockManager {
             .map_or(0, |window| (position + 1).saturating_sub(window) / self.limits.block_size)
     }
 
-    fn chain(&self, behind: &Behind, tokens: &[u32]) -> u64 {
-        match behind {
-            Behind::Nothing(salt) => self.hasher.hash_one((salt, tokens)),
-            Behind::Node(id) => self.hasher.hash_one((self.nodes[*id as usize].chain, tokens)),
+    fn chain(&self, parent: &Parent, tokens: &[u32]) -> u64 {
+        match parent {
+            Parent::Root(salt) => self.hasher.hash_one((salt, tokens)),
+            Parent::Node(id) => self.hasher.hash_one((self.nodes[*id as usize].chain, tokens)),
         }
     }
 
-    /// The node of `tokens` at the place `behind`, whose chain is `chain`. A hash alone proves nothing, so tokens and
-    /// salt are compared too. The salt stands in the first node of a text; the nodes between were compared as parents.
-    fn find(&self, chain: u64, behind: &Behind, tokens: &[u32]) -> Result<Option<NodeId>, Collision> {
+    /// The node with the parent `parent` and these tokens, whose chain is `chain`. Different texts may have the same
+    /// hash, so parent and tokens are compared too. The parent represents all earlier tokens and the salt: they were
+    /// compared when the parent was looked up.
+    fn find(&self, chain: u64, parent: &Parent, tokens: &[u32]) -> Result<Option<NodeId>, Collision> {
         let Some(&id) = self.by_chain.get(&chain) else { return Ok(None) };
         let node = &self.nodes[id as usize];
-        if node.behind == *behind && *node.tokens == *tokens { Ok(Some(id)) } else { Err(Collision) }
+        if node.parent == *parent && *node.tokens == *tokens { Ok(Some(id)) } else { Err(Collision) }
     }
 
-    /// Registers the first block of `table` that is not registered.
-    fn register(&mut self, behind: Behind, chain: u64, tokens: &[u32], table: &BlockTable) -> NodeId {
-        let parent = behind.parent();
+    /// Registers the first unregistered block of `table`.
+    fn register(&mut self, parent: Parent, chain: u64, tokens: &[u32], table: &BlockTable) -> NodeId {
+        let parent_node = parent.node();
         let full = table.full[table.nodes.len()];
         let node = Node {
-            behind,
+            parent,
             chain,
             tokens: tokens.into(),
             children: 0,
@@ -524,7 +537,7 @@ impl BlockManager {
                 (self.nodes.len() - 1) as NodeId
             }
         };
-        if let Some(parent) = parent {
+        if let Some(parent) = parent_node {
             self.nodes[parent as usize].children += 1;
         }
         self.by_chain.insert(chain, id);
@@ -532,22 +545,22 @@ impl BlockManager {
         id
     }
 
-    /// Removes a node that begins a text from the cache, with all nodes that build on it.
+    /// Removes a root node and all its descendants from the cache.
     fn unregister_tree(&mut self, root: NodeId) {
-        let mut behind: HashMap<NodeId, Vec<NodeId>> = HashMap::new();
+        let mut children: HashMap<NodeId, Vec<NodeId>> = HashMap::new();
         for &id in self.by_chain.values() {
-            if let Some(parent) = self.nodes[id as usize].behind.parent() {
-                behind.entry(parent).or_default().push(id);
+            if let Some(parent) = self.nodes[id as usize].parent.node() {
+                children.entry(parent).or_default().push(id);
             }
         }
         let mut tree = vec![root];
         while let Some(id) = tree.pop() {
-            tree.extend(behind.remove(&id).into_iter().flatten());
+            tree.extend(children.remove(&id).into_iter().flatten());
             self.unregister(id);
         }
     }
 
-    /// Removes a node from the cache. Its blocks stay with the tables that hold them, or become free.
+    /// Removes a node from the cache. Its blocks stay in the tables that have them, or become free.
     fn unregister(&mut self, id: NodeId) {
         let node = &mut self.nodes[id as usize];
         self.full_order.remove(&node.full_key(id));
@@ -561,8 +574,8 @@ impl BlockManager {
         self.unused_nodes.push(id);
     }
 
-    /// Replaces the table's own full block by the registered block of `id`. False if other tables hold the own block
-    /// too.
+    /// Replaces the table's own full block by the registered block of `id`. Returns false if other tables have its own
+    /// block too.
     fn share_full(&mut self, table: &mut BlockTable, index: usize, id: NodeId) -> bool {
         let (own, shared) = (table.full[index], self.nodes[id as usize].full);
         if own != shared {
@@ -570,20 +583,20 @@ impl BlockManager {
                 return false;
             }
             self.hold(BlockPool::Full, shared);
-            self.let_go(BlockPool::Full, own);
+            self.release_block(BlockPool::Full, own);
             table.full[index] = shared;
         }
         true
     }
 
-    /// Registers the table's sliding block with `id`, or replaces it by the sliding block that is registered.
+    /// Registers the table's sliding block with `id`, or replaces it by the block that is already registered there.
     fn share_sliding(&mut self, table: &mut BlockTable, index: usize, id: NodeId) {
         let own = table.sliding[index];
         match self.nodes[id as usize].sliding {
             Some(shared) if shared == own => {}
             Some(shared) => {
                 self.hold(BlockPool::Sliding, shared);
-                self.let_go(BlockPool::Sliding, own);
+                self.release_block(BlockPool::Sliding, own);
                 table.sliding[index] = shared;
             }
             None => {
@@ -597,12 +610,12 @@ impl BlockManager {
         self.change(id, |node| node.turn = turn);
     }
 
-    /// Notes that a sequence of a class uses the node.
-    fn use_as(&mut self, id: NodeId, priority: Priority) {
+    /// Records that a sequence with this priority uses the node.
+    fn mark_used(&mut self, id: NodeId, priority: Priority) {
         self.change(id, |node| node.priority = node.priority.min(priority));
     }
 
-    /// Changes the fields of a node that decide when its blocks are evicted.
+    /// Changes fields of a node that are part of its eviction keys.
     fn change(&mut self, id: NodeId, change: impl FnOnce(&mut Node)) {
         let node = &mut self.nodes[id as usize];
         let full = self.full_order.remove(&node.full_key(id));
@@ -616,9 +629,9 @@ impl BlockManager {
         }
     }
 
-    /// Forgets the oldest turns until the rest is within the bound.
-    fn forget_turns(&mut self) {
-        // Blocks that were evicted are skipped, as are blocks that belong to a newer turn by now.
+    /// Ends the protection by the oldest turns until at most `turn_blocks` blocks are protected.
+    fn limit_turns(&mut self) {
+        // Skips blocks that were evicted, and blocks that belong to a newer turn by now.
         let nodes = &self.nodes;
         self.turns.retain_mut(|(turn, ids)| {
             ids.retain(|id| nodes[*id as usize].turn == *turn);
@@ -626,7 +639,7 @@ impl BlockManager {
         });
         let mut total: usize = self.turns.iter().map(|(_, ids)| ids.len()).sum();
         while total > self.turn_blocks {
-            let (_, ids) = self.turns.pop_front().expect("blocks are kept by turns");
+            let (_, ids) = self.turns.pop_front().expect("turns protect all these blocks");
             total -= ids.len();
             ids.into_iter().for_each(|id| self.set_turn(id, 0));
         }
@@ -648,8 +661,8 @@ impl BlockManager {
         }
     }
 
-    /// A block for one table. The caller has checked that there is room.
-    fn take(&mut self, pool: BlockPool) -> u32 {
+    /// Allocates a block for one table. The caller must check that there is room.
+    fn allocate(&mut self, pool: BlockPool) -> u32 {
         if self.pool(pool).free.is_empty() {
             match pool {
                 BlockPool::Full => self.evict_full(),
@@ -657,11 +670,12 @@ impl BlockManager {
             }
         }
         let pool = self.pool_mut(pool);
-        let block = pool.free.pop().expect("the caller has seen that there is room");
+        let block = pool.free.pop().expect("the caller has checked that there is room");
         pool.holders[block as usize] = 1;
         block
     }
 
+    /// Counts one more table that has the block.
     fn hold(&mut self, pool: BlockPool, block: u32) {
         let which = self.pool_mut(pool);
         let holders = &mut which.holders[block as usize];
@@ -669,7 +683,7 @@ impl BlockManager {
         if *holders > 1 {
             return;
         }
-        let id = which.node[block as usize].expect("a block that nobody holds is cached");
+        let id = which.node[block as usize].expect("a block without holders is cached");
         which.cached -= 1;
         let node = &self.nodes[id as usize];
         match pool {
@@ -678,7 +692,8 @@ impl BlockManager {
         };
     }
 
-    fn let_go(&mut self, pool: BlockPool, block: u32) {
+    /// Counts one table less that has the block. Without tables, the block becomes cached or free.
+    fn release_block(&mut self, pool: BlockPool, block: u32) {
         let clock = self.clock;
         let which = self.pool_mut(pool);
         let holders = &mut which.holders[block as usize];
@@ -706,11 +721,11 @@ impl BlockManager {
         }
     }
 
-    /// Evicts the first full block in the order, and its node with it.
+    /// Evicts the full block with the lowest key, and its node with it.
     fn evict_full(&mut self) {
-        let (.., id) = *self.full_order.first().expect("the caller has seen that there is room");
+        let (.., id) = *self.full_order.first().expect("the caller has checked that there is room");
         self.unregister(id);
-        if let Some(parent) = self.nodes[id as usize].behind.parent() {
+        if let Some(parent) = self.nodes[id as usize].parent.node() {
             let node = &mut self.nodes[parent as usize];
             node.children -= 1;
             if node.children == 0 && self.full.holders[node.full as usize] == 0 {
@@ -720,13 +735,13 @@ impl BlockManager {
     }
 
     fn evict_sliding(&mut self) {
-        let (.., id) = self.sliding_order.pop_first().expect("the caller has seen that there is room");
+        let (.., id) = self.sliding_order.pop_first().expect("the caller has checked that there is room");
         let node = &mut self.nodes[id as usize];
-        self.sliding.unregister(node.sliding.take().expect("what is listed has a block"));
+        self.sliding.unregister(node.sliding.take().expect("a listed node has a sliding block"));
         node.turn = 0;
     }
 
-    /// Panics unless every block is free, cached, or held as often as `tables` name it, and the cache is consistent.
+    /// Panics if an invariant is broken. `tables` are all tables.
     pub fn check<'a>(&self, tables: impl Iterator<Item = &'a BlockTable>) {
         let mut held = [vec![0; self.full.holders.len()], vec![0; self.sliding.holders.len()]];
         let mut salts = HashMap::new();
@@ -739,14 +754,14 @@ impl BlockManager {
                 let salt = *salts.entry(block).or_insert(&table.salt);
                 assert_eq!(*salt, table.salt, "block {block:?} is shared by two salts");
             }
-            assert!(table.nodes.len() <= table.full.len(), "more is registered than there is");
-            assert!(table.nodes.is_empty() || !table.forgotten, "what was forgotten is registered");
+            assert!(table.nodes.len() <= table.full.len(), "more blocks are registered than the table has");
+            assert!(table.nodes.is_empty() || !table.forgotten, "blocks of a dropped text are registered");
             for (index, id) in table.nodes.iter().enumerate() {
                 let node = &self.nodes[*id as usize];
                 assert_eq!(node.full, table.full[index], "block {index} is not the registered one");
-                let before = index.checked_sub(1).map(|i| Behind::Node(table.nodes[i]));
-                let expected = before.unwrap_or_else(|| Behind::Nothing(table.salt.clone()));
-                assert_eq!(node.behind, expected, "what block {index} stands behind");
+                let before = index.checked_sub(1).map(|i| Parent::Node(table.nodes[i]));
+                let expected = before.unwrap_or_else(|| Parent::Root(table.salt.clone()));
+                assert_eq!(node.parent, expected, "the parent of block {index}");
                 if let Some(own) = index.checked_sub(table.sliding_first).and_then(|i| table.sliding.get(i)) {
                     assert_eq!(node.sliding, Some(*own), "sliding block {index} is not the registered one");
                 }
@@ -765,7 +780,7 @@ impl BlockManager {
                     (true, held) => assert!(!held && !registered, "block {block} is free, and in use"),
                     (false, true) => {}
                     (false, false) => {
-                        assert!(registered, "block {block} is lost");
+                        assert!(registered, "block {block} is neither free, registered nor in a table");
                         cached += 1;
                     }
                 }
@@ -783,20 +798,20 @@ impl BlockManager {
             assert_eq!(node.chain, *chain);
             assert_eq!(self.full.node[node.full as usize], Some(id), "a node's full block");
             let held = self.full.holders[node.full as usize] > 0;
-            if let Some(parent) = node.behind.parent() {
+            if let Some(parent) = node.parent.node() {
                 children[parent as usize] += 1;
                 let parent = &self.nodes[parent as usize];
-                assert!(parent.priority <= node.priority, "what is kept builds on what goes first");
+                assert!(parent.priority <= node.priority, "the parent of a node is evicted before the node");
                 assert!(
                     !held || self.full.holders[parent.full as usize] > 0,
-                    "a block is held, and the one before is not"
+                    "a block is held, but its parent is not"
                 );
             }
             if !held && node.children == 0 {
                 leaves += 1;
                 assert!(
                     self.full_order.contains(&node.full_key(id)),
-                    "a full block that can go is not listed"
+                    "a full block that can be evicted is not listed"
                 );
             }
             if let Some(block) = node.sliding {
@@ -805,7 +820,7 @@ impl BlockManager {
                     windows += 1;
                     assert!(
                         self.sliding_order.contains(&node.sliding_key(id)),
-                        "a sliding block that can go is not listed"
+                        "a sliding block that can be evicted is not listed"
                     );
                 }
             }
@@ -813,7 +828,7 @@ impl BlockManager {
         assert_eq!(
             (leaves, windows),
             (self.full_order.len(), self.sliding_order.len()),
-            "blocks that can go"
+            "the numbers of blocks that can be evicted"
         );
         assert_eq!(self.by_chain.len() + self.unused_nodes.len(), self.nodes.len(), "nodes");
         for &id in self.by_chain.values() {
@@ -822,7 +837,7 @@ impl BlockManager {
     }
 }
 
-/// The error that another chain with the same hash is registered.
+/// The error that a different chain with the same hash is registered.
 struct Collision;
 
 #[cfg(test)]
@@ -843,7 +858,7 @@ mod tests {
     }
 
     #[test]
-    fn salts_whose_texts_have_one_hash_share_nothing() {
+    fn texts_with_the_same_hash_under_different_salts_share_no_blocks() {
         let mut blocks = BlockManager::new(LIMITS, 0);
         let text = [1, 2, 3, 4, 5];
         let compute = |blocks: &mut BlockManager, salt: &CacheSalt| {
@@ -856,7 +871,7 @@ mod tests {
         let [one, other] = [salt(1), salt(2)];
         assert_eq!([compute(&mut blocks, &one), compute(&mut blocks, &one)], [0, 4]);
         let [first, forged] =
-            [&one, &other].map(|salt| blocks.chain(&Behind::Nothing(salt.clone()), &text[..SIZE]));
+            [&one, &other].map(|salt| blocks.chain(&Parent::Root(salt.clone()), &text[..SIZE]));
         blocks.by_chain.insert(forged, blocks.by_chain[&first]);
         assert_eq!([compute(&mut blocks, &other), compute(&mut blocks, &other)], [0, 0]);
         assert_eq!(compute(&mut blocks, &one), 4);
@@ -870,8 +885,8 @@ mod tests {
         table: BlockTable,
     }
 
-    /// The contents of a block: the text up to its end, its salt, and a number that tells apart each time that the
-    /// text's beginning was computed.
+    /// The contents of a block: the text up to its end, its salt, and a number that is different each time that the
+    /// first block of the text is computed.
     #[derive(Debug, Clone)]
     struct Content {
         text: Vec<u32>,
@@ -913,7 +928,7 @@ mod tests {
             }
         }
 
-        /// Panics unless the blocks of a text hold that text, or one that begins alike under the same salt.
+        /// Panics unless the blocks of a text have the contents of that text under the same salt.
         fn check(&self, text: &Text) {
             let first = text.table.sliding_first;
             for index in 0..text.computed.div_ceil(SIZE) {
@@ -931,9 +946,9 @@ mod tests {
         }
     }
 
-    /// There are few tokens and few blocks, so that texts begin alike, part, and lose blocks.
+    /// There are few tokens and few blocks, so that texts have common beginnings, and lose blocks.
     #[test]
-    fn blocks_hold_the_text_and_the_salt_of_whoever_finds_them_and_nothing_forgotten() {
+    fn a_cache_hit_has_the_text_and_the_salt_of_its_sequence_and_is_never_dropped() {
         let seed = 0xb10c;
         println!("seed {seed}");
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
@@ -956,7 +971,7 @@ mod tests {
                         assert!(held * SIZE <= computed && computed < len);
                         if computed > 0 {
                             hits += 1;
-                            assert!(!forgotten.contains(&contents.beginning(&table)), "it was forgotten");
+                            assert!(!forgotten.contains(&contents.beginning(&table)), "the text was dropped");
                         }
                         texts.push(Text { tokens, computed, salt: salt_n, table });
                     }
@@ -1008,7 +1023,7 @@ mod tests {
                 texts.iter().for_each(|text| contents.check(text));
             }
         }
-        println!("{hits} found, {forks} forks, {dropped} forgotten that others would have found");
-        assert!(hits > 500 && forks > 500 && dropped > 100, "the test tests too little");
+        println!("{hits} hits, {forks} forks, {dropped} dropped texts that others would have found");
+        assert!(hits > 500 && forks > 500 && dropped > 100, "too few cases");
     }
 }

@@ -1,38 +1,41 @@
-//! The energy of answers: what the machine used for a step is shared among the step's sequences, by their tokens in it.
+//! The energy of answers. The energy that the machine uses for a step is shared among the step's sequences, in
+//! proportion to their tokens in the step.
 //!
-//! A span is a time in which the engine always has work. The first step of a span has what the machine used from the
-//! span's begin to the step's end, and every other step what it used since the end of the step before. So the shares of
-//! all answers of a span add up to what the machine used in it, however the steps overlap. A step may be under way when
-//! one of its answers ends: then the others have its energy, or the next step if there are no others. An answer that is
-//! cancelled takes along what it has had.
+//! A span is a period in which the engine always has work. The first step of a span gets the energy from the beginning
+//! of the span to the end of the step. Every other step gets the energy since the end of the step before. So the shares
+//! of all answers of a span add up to the energy of the span, even if steps overlap. If an answer ends while a step
+//! computes it, the step's other answers get its share; without others, the next step gets the energy. A cancelled
+//! answer keeps the energy that it got until then.
 //!
-//! What the machine uses between spans, for a load, and for a step that is lost belongs to no answer. The counter knows
-//! the machine and not the program: idle draw and other programs are in it.
+//! The energy between spans, of a load of the model, and of a step that is lost belongs to no answer. The counter
+//! measures the whole machine, so it includes the idle power and other programs.
 
 use std::fmt::Debug;
 use std::sync::Arc;
 
 /// Counts the energy that the machine uses.
 pub trait EnergyCounter: Debug + Send + Sync {
-    /// The name of what is counted, for reports.
+    /// The name of the measured source, for reports.
     fn source(&self) -> &'static str;
 
-    /// The energy up to now; none while it cannot be read. The engine calls this function at the begin of a span and at
-    /// the end of each step. It returns at once, or within 2 ms if it was not called for a second.
+    /// The energy until now, or `None` if it cannot be read. The engine calls this function at the beginning of a span
+    /// and at the end of each step. It does not block; only the first call after a second without calls may take up to
+    /// 2 ms.
     fn read(&self) -> Option<Energy>;
 }
 
 /// A reading of an [`EnergyCounter`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Energy {
-    /// Joules since the counter was opened. A reading may be a little less than the one before, where that one was
-    /// ahead of the counter.
+    /// Joules since the counter was opened. A reading may be slightly lower than the one before, if that one was an
+    /// estimate that was too high.
     pub joules: f64,
-    /// How often energy went by uncounted. Two readings with different numbers have no known difference.
+    /// How often energy was not measured. If two readings have different numbers of gaps, the energy between them is
+    /// unknown.
     pub gaps: u32,
 }
 
-/// The energy of an answer so far, in joules.
+/// The energy of an answer until now, in joules.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Joules {
     pub source: &'static str,
@@ -42,44 +45,44 @@ pub struct Joules {
     pub predicted: f64,
 }
 
-/// What of a counter's energy is given to steps already.
+/// Divides the energy of a counter into the energy of steps.
 #[derive(Debug)]
 pub(super) struct Ledger {
     counter: Option<Arc<dyn EnergyCounter>>,
-    /// The reading up to which energy is given to steps; none outside of a span. The inner one is none if the counter
-    /// could not be read.
-    given: Option<Option<Energy>>,
+    /// The reading up to which steps have got the energy. The outer `Option` is `None` outside a span. The inner one is
+    /// `None` if the counter could not be read.
+    last: Option<Option<Energy>>,
 }
 
 impl Ledger {
     pub(super) fn new(counter: Option<Arc<dyn EnergyCounter>>) -> Self {
-        Self { counter, given: None }
+        Self { counter, last: None }
     }
 
-    /// The energy of an answer that begins; none if nothing counts it.
-    pub(super) fn nothing_yet(&self) -> Option<Joules> {
+    /// The energy of an answer that begins, or `None` if there is no counter.
+    pub(super) fn zero(&self) -> Option<Joules> {
         let source = self.counter.as_ref()?.source();
         Some(Joules { source, prompt: 0.0, predicted: 0.0 })
     }
 
-    /// Begins a span, if none has begun.
+    /// Begins a span, if no span has begun.
     pub(super) fn begin_span(&mut self) {
         if let Some(counter) = &self.counter {
-            self.given.get_or_insert_with(|| counter.read());
+            self.last.get_or_insert_with(|| counter.read());
         }
     }
 
     pub(super) fn end_span(&mut self) {
-        self.given = None;
+        self.last = None;
     }
 
-    /// The joules of the step that has just ended; none if they are not known.
-    pub(super) fn settle(&mut self) -> Option<f64> {
+    /// The joules of the step that has just ended, or `None` if they are unknown.
+    pub(super) fn take_step(&mut self) -> Option<f64> {
         let now = self.counter.as_ref()?.read();
-        let before = self.given.replace(now)??;
+        let before = self.last.replace(now)??;
         let now = now.filter(|now| now.gaps == before.gaps)?;
         let spent = (now.joules - before.joules).max(0.0);
-        self.given = Some(Some(Energy { joules: before.joules + spent, ..now }));
+        self.last = Some(Some(Energy { joules: before.joules + spent, ..now }));
         Some(spent)
     }
 }
@@ -90,7 +93,7 @@ mod tests {
 
     use super::*;
 
-    /// A counter whose readings are written down.
+    /// A counter that returns the given readings in order.
     #[derive(Debug)]
     struct Scripted(Mutex<Vec<Option<Energy>>>);
 
@@ -110,28 +113,31 @@ mod tests {
     }
 
     #[test]
-    fn a_reading_that_was_ahead_is_made_up_for_by_the_next_steps() {
+    fn a_reading_below_the_one_before_counts_as_zero_and_reduces_later_steps() {
         let mut ledger = ledger(&[Some((10.0, 0)), Some((14.0, 0)), Some((13.0, 0)), Some((15.0, 0))]);
         ledger.begin_span();
         ledger.begin_span(); // changes nothing: the span has begun
-        assert_eq!([ledger.settle(), ledger.settle(), ledger.settle()], [Some(4.0), Some(0.0), Some(1.0)]);
+        assert_eq!(
+            [ledger.take_step(), ledger.take_step(), ledger.take_step()],
+            [Some(4.0), Some(0.0), Some(1.0)]
+        );
     }
 
     #[test]
-    fn no_energy_is_known_across_a_gap_or_beside_a_reading_that_failed() {
+    fn the_energy_is_unknown_across_a_gap_and_next_to_a_failed_reading() {
         let mut ledger =
             ledger(&[Some((1.0, 0)), Some((2.0, 1)), Some((4.0, 1)), None, Some((5.0, 2)), Some((7.0, 2))]);
         ledger.begin_span();
-        let settled: Vec<_> = (0..5).map(|_| ledger.settle()).collect();
-        assert_eq!(settled, [None, Some(2.0), None, None, Some(2.0)]);
+        let joules: Vec<_> = (0..5).map(|_| ledger.take_step()).collect();
+        assert_eq!(joules, [None, Some(2.0), None, None, Some(2.0)]);
     }
 
     #[test]
-    fn what_an_idle_machine_uses_is_in_no_step() {
+    fn the_energy_between_spans_belongs_to_no_step() {
         let mut ledger = ledger(&[Some((1.0, 0)), Some((2.0, 0)), Some((50.0, 0)), Some((53.0, 0))]);
         for joules in [1.0, 3.0] {
             ledger.begin_span();
-            assert_eq!(ledger.settle(), Some(joules));
+            assert_eq!(ledger.take_step(), Some(joules));
             ledger.end_span();
         }
     }

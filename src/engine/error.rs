@@ -1,12 +1,12 @@
-//! The errors of requests that are refused, or that get no whole answer.
+//! Errors of requests that are refused, or whose answer is not complete.
 
 use super::request::EVENTS;
 use crate::model::{MAX_BIASES, MAX_LOGPROBS};
 
-/// The reason for which a request was refused. The engine kept nothing of it.
+/// Why a request was refused. The engine keeps nothing of it.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum SubmitError {
-    #[error("{waiting} requests are waiting already")]
+    #[error("the queue is full: {waiting} requests are waiting")]
     QueueFull { waiting: usize },
     #[error("the prompt is empty")]
     EmptyPrompt,
@@ -17,17 +17,17 @@ pub enum SubmitError {
     ContextExceeded { prompt: usize, max_tokens: Option<usize>, context: usize },
     #[error("token id {id} is outside the vocabulary of {vocab_size}")]
     TokenOutOfRange { id: u32, vocab_size: usize },
-    #[error("{n} biases of ids, stop ids before min_tokens included, are more than {MAX_BIASES}")]
+    #[error("{n} biases of token ids exceed the limit of {MAX_BIASES}; stop ids before min_tokens count too")]
     TooManyBiases { n: usize },
-    #[error("{n} alternatives to an id are more than {MAX_LOGPROBS}")]
+    #[error("{n} alternatives for each token exceed the limit of {MAX_LOGPROBS}")]
     TooManyLogprobs { n: usize },
-    #[error("{n} answers were asked for, and {most} can run at once")]
+    #[error("{n} answers were requested, but at most {most} can run at the same time")]
     TooManyAnswers { n: usize, most: usize },
     #[error(transparent)]
     Engine(#[from] EngineError),
 }
 
-/// Clients recognize an overflow by the words of the message. langchain and Anthropic's SDK look for "prompt is too
+/// Clients recognize this error by the words of its message. langchain and Anthropic's SDK look for "prompt is too
 /// long", litellm looks for "this model's maximum context length is".
 fn overflow(prompt: usize, max_tokens: Option<usize>, context: usize) -> String {
     let most = format!("this model's maximum context length is {context} tokens");
@@ -37,8 +37,8 @@ fn overflow(prompt: usize, max_tokens: Option<usize>, context: usize) -> String 
     }
 }
 
-/// The reason for which a request got no whole answer. After `Lost`, `Bug` and `ShuttingDown`, the engine answers no
-/// more requests.
+/// Why a request got no complete answer. After `Lost`, `Bug` and `ShuttingDown`, the engine answers no further
+/// requests.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum EngineError {
     /// The device was lost, or its driver failed.
@@ -49,15 +49,18 @@ pub enum EngineError {
     Bug(String),
     #[error("the model's logits are not finite numbers: no answer can be sampled from them")]
     NotFinite,
-    /// The device was lost while it computed this request among others, and again while it computed this request alone.
-    #[error("the GPU was lost twice while it computed this request, the second time alone: {0}")]
+    /// The device was lost while it computed this request together with others, and again while it computed this
+    /// request alone.
+    #[error(
+        "the GPU was lost twice while it computed this request; the second time, it computed nothing else: {0}"
+    )]
     LostTwice(String),
-    /// A unit beside the device, which must compute some of the attention, failed at this request's prompt. The text begins
-    /// with the failure's code.
+    /// A required NPU failed while it computed the attention of this request's prompt. The text begins with the code of
+    /// the failure.
     #[error("the NPU failed while it computed this request: {0}")]
     Offload(String),
     #[error("the server is shutting down")]
     ShuttingDown,
-    #[error("the answer was not read: {EVENTS} tokens for each answer of the request waited for the client")]
+    #[error("the answer was not read fast enough: {EVENTS} tokens for each answer waited for the client")]
     SlowReader,
 }

@@ -1,4 +1,4 @@
-//! The handle through which the rest of the program starts the engine, submits requests to it, and ends it.
+//! The handle with which the rest of the program starts the engine, submits requests to it, and ends it.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
@@ -26,12 +26,12 @@ use crate::model::{Limits, MAX_BIASES, MAX_LOGPROBS, Runner, RunnerFactory, Samp
 
 #[derive(Debug, Clone)]
 pub struct EngineConfig {
-    /// The most requests that wait beside those that run: 1 to [`MAX_QUEUE`].
+    /// Maximum number of waiting requests: 1 to [`MAX_QUEUE`]. Running requests do not count.
     pub queue: usize,
     pub scheduler: SchedulerConfig,
-    /// How long nobody asks before the model is unloaded; none keeps it. Needs a [`RunnerFactory`].
+    /// How long the engine must be idle before it unloads the model. `None` = never. Needs a [`RunnerFactory`].
     pub idle_unload: Option<Duration>,
-    /// Counts the energy that answers are told of.
+    /// Measures the energy that answers report.
     pub energy: Option<Arc<dyn EnergyCounter>>,
 }
 
@@ -50,8 +50,8 @@ impl Engine {
         Self::start_with(runner, None, Arc::default(), config)
     }
 
-    /// Starts an engine that goes on with another runner of the factory when the device is lost. [`EngineHandle::abort`]
-    /// sets `cancelled`, with which the runner was started.
+    /// Starts an engine that gets another runner from the factory when the device is lost. `cancelled` is the flag with
+    /// which the runner was started; [`EngineHandle::abort`] sets it.
     pub fn start_recoverable(
         runner: Box<dyn Runner>,
         factory: Box<dyn RunnerFactory>,
@@ -69,7 +69,7 @@ impl Engine {
     ) -> EngineHandle {
         assert!((1..=MAX_QUEUE).contains(&config.queue), "a queue of {} requests", config.queue);
         let limits = runner.limits();
-        // The inbox has one place more than requests may wait, so that the wake-up of `drain` and `abort` always fits.
+        // One place more than the longest queue, so that the wake-up of `drain` and `abort` always fits.
         let (inbox, messages) = sync_channel(MAX_QUEUE + 1);
         let shared = Arc::new(Shared {
             limits,
@@ -92,19 +92,20 @@ impl Engine {
             StepLoop::new(runner, config.scheduler, config.energy, messages, Arc::clone(&shared));
         let handle = EngineHandle { inbox, shared: Arc::clone(&shared) };
         let spawned = thread::Builder::new().name("engine".into()).spawn(move || {
-            // The guard is dropped after the runner. If it were dropped first, `join` would return while the
-            // runner's destructor runs.
+            // The guard must be dropped after the runner. Otherwise `join` would return while the runner's destructor
+            // still runs.
             let _end = EndGuard(shared);
-            // The panic hook has logged the message and the place.
+            // The panic hook has logged the message and the source location.
             if catch_unwind(AssertUnwindSafe(|| engine.run())).is_err() {
-                engine.shared.end_for(EngineError::Bug("the engine met a bug (see the log)".into()));
-                tracing::error!("the engine met a bug and stops");
+                engine.shared.end_for(EngineError::Bug("internal error in the engine (see the log)".into()));
+                tracing::error!("internal error: the engine thread panicked, and the engine ends");
             }
             engine.end();
         });
         if let Err(error) = spawned {
-            let why =
-                format!("the system starts no thread for the engine: {error}; memory or threads are short");
+            let why = format!(
+                "cannot start the engine's thread: {error}; the system is short of memory or of threads"
+            );
             handle.shared.end_for(EngineError::Lost(why));
             drop(EndGuard(Arc::clone(&handle.shared)));
         }
@@ -112,7 +113,7 @@ impl Engine {
     }
 }
 
-/// A handle of the engine. It is cheap to clone. Every method may be called from any thread, and none but
+/// A handle of the engine. It is cheap to clone. Every method may be called from any thread. Only
 /// [`EngineHandle::join`] blocks.
 #[derive(Clone)]
 pub struct EngineHandle {
@@ -125,7 +126,7 @@ impl EngineHandle {
         self.shared.limits
     }
 
-    /// Puts a request on the queue, or returns at once why it is refused.
+    /// Puts a request on the queue, or returns the reason why it is refused.
     pub fn submit(&self, request: Request) -> Result<TokenStream, SubmitError> {
         self.health()?;
         let max_tokens = self.admissible(&request)?;
@@ -135,7 +136,7 @@ impl EngineHandle {
         let (sender, receiver) = events::channel(EVENTS * choices);
         let id = self.shared.next_id.fetch_add(choices as u64, Ordering::Relaxed);
         let prompt_n = request.prompt.len();
-        // The model never yields an id that it has no row for.
+        // Drops stop ids outside the vocabulary: the model can never draw them.
         let sampling = request.sampling.within(self.shared.limits.vocab_size);
         let mut sequence = Sequence::new(id, request.prompt, sampling, max_tokens);
         sequence.seed = request.seed;
@@ -173,10 +174,10 @@ impl EngineHandle {
         }
     }
 
-    /// The number of ids that `request` may generate, or the reason for which it is refused.
+    /// The number of ids that `request` may generate, or the reason why it is refused.
     fn admissible(&self, request: &Request) -> Result<usize, SubmitError> {
         let Limits { max_context: context, vocab_size, .. } = self.shared.limits;
-        assert!(!request.pooling || request.more_seeds.is_empty(), "several answers, and none");
+        assert!(!request.pooling || request.more_seeds.is_empty(), "a pooled request has exactly one answer");
         let prompt = request.prompt.len();
         if prompt == 0 {
             return Err(SubmitError::EmptyPrompt);
@@ -212,16 +213,17 @@ impl EngineHandle {
         }
     }
 
-    /// Ok while requests are taken.
+    /// `Ok` while the engine accepts requests.
     pub fn health(&self) -> Result<(), EngineError> {
         let shared = &self.shared;
         let ending = shared.draining.load(Ordering::Acquire) || shared.cause.get().is_some();
         if ending { Err(shared.why_ended()) } else { Ok(()) }
     }
 
-    /// The error with which the engine ended by itself: [`EngineError::Lost`] or [`EngineError::Bug`]. `None` while the
-    /// engine runs, and if it was asked to end. The cause is set before the first answer fails for it, and never
-    /// changes. The runner may live on for long after that; [`EngineHandle::join`] waits for it.
+    /// The error that ended the engine: [`EngineError::Lost`] or [`EngineError::Bug`]. `None` while the engine runs,
+    /// and if it ended because of [`EngineHandle::drain`] or [`EngineHandle::abort`]. The error is set before the first
+    /// answer fails with it, and never changes. The runner may exist for a long time after that; [`EngineHandle::join`]
+    /// waits for it.
     pub fn ended(&self) -> Option<EngineError> {
         self.shared.cause.get().cloned()
     }
@@ -234,7 +236,8 @@ impl EngineHandle {
     }
 
     pub fn stats(&self) -> Stats {
-        // What waits is read first: a request is published as running before it no longer waits.
+        // `waiting` is read first: a request is counted as running before it is no longer counted as waiting. So it is
+        // never missing in both counts.
         let waiting = self.shared.waiting.load(Ordering::Acquire);
         let stats = *self.shared.stats.lock().expect("nothing panics under this lock");
         Stats { waiting, ..stats }
@@ -244,23 +247,23 @@ impl EngineHandle {
         *self.shared.signs.lock().expect("nothing panics under this lock")
     }
 
-    /// Has the device run a tiny dispatch as soon as the engine is idle. [`EngineHandle::signs`] shows the result. A
-    /// device that fails the probe is lost.
+    /// Makes the device run a tiny dispatch as soon as the engine is idle. [`EngineHandle::signs`] shows the result. If
+    /// the probe fails, the device counts as lost.
     pub fn probe(&self) {
-        // Only the first call sends a message, because the inbox's places are for requests.
+        // Only the first call sends a message, because the places of the inbox are for requests.
         if !self.shared.probe.swap(true, Ordering::AcqRel) {
             let _ = self.inbox.try_send(Message::Wake);
         }
     }
 
-    /// Lets `queue` requests wait from now on, 1 to [`MAX_QUEUE`]. Requests that wait already stay in the queue.
+    /// Changes the length of the queue, 1 to [`MAX_QUEUE`]. Requests that already wait stay in the queue.
     pub fn set_queue(&self, queue: usize) {
         assert!((1..=MAX_QUEUE).contains(&queue), "a queue of {queue} requests");
         self.shared.queue.store(queue, Ordering::Relaxed);
     }
 
-    /// Bounds the share of the device's time that steps take, from the next step on. A bound step takes longer by as much,
-    /// and no step is prepared while another one runs: the device would be left idle between them in any case.
+    /// Limits the share of the device's time that steps take, from the next step on. Steps then take proportionally
+    /// longer and do not overlap: the device must be idle between them anyway.
     pub fn set_courtesy(&self, courtesy: Courtesy) {
         *self.shared.courtesy.lock().expect("nothing panics under this lock") = courtesy;
     }
@@ -269,20 +272,20 @@ impl EngineHandle {
         self.shared.courtesy()
     }
 
-    /// Refuses new requests. The engine ends when all requests that it has are answered.
+    /// Refuses new requests. The engine ends when all accepted requests are answered.
     pub fn drain(&self) {
         self.shared.draining.store(true, Ordering::Release);
-        // If the inbox is full, the engine is awake anyway.
+        // If the inbox is full, the engine does not sleep.
         let _ = self.inbox.try_send(Message::Wake);
     }
 
-    /// Refuses new requests, and fails the requests under way before the next step.
+    /// Refuses new requests, and fails all other requests before the next step.
     pub fn abort(&self) {
         self.shared.aborted.store(true, Ordering::Release);
         self.drain();
     }
 
-    /// Waits until the engine has ended and its runner is dropped; false after `timeout`.
+    /// Waits until the engine has ended and its runner is dropped. Returns false after `timeout`.
     pub fn join(&self, timeout: Duration) -> bool {
         let ended = self.shared.ended.lock().expect("nothing panics under this lock");
         let (ended, _) = self
@@ -294,21 +297,21 @@ impl EngineHandle {
     }
 }
 
-/// The events of one request. The last event is [`Event::Finished`] of its last answer, or [`Event::Failed`]; then the
-/// stream ends. Dropping the stream cancels the request.
+/// The events of one request. The last event is [`Event::Finished`] of the last unfinished answer, or
+/// [`Event::Failed`]. Dropping the stream cancels the request.
 pub struct TokenStream {
     events: events::Receiver<Event>,
     shared: Arc<Shared>,
-    /// Why the channel closed without a last event.
+    /// The error of a request whose channel had no room for the last event.
     failure: Arc<OnceLock<EngineError>>,
-    /// For each answer, whether its reader wants no more of it.
+    /// For each answer, whether [`TokenStream::stop`] was called.
     stopped: Arc<[AtomicBool]>,
-    /// For each answer, whether its last event is still to come.
+    /// For each answer, whether its last event has not arrived yet.
     unfinished: Vec<bool>,
 }
 
 impl TokenStream {
-    /// The next event. Async code must not call this function: there the stream is a [`futures::Stream`].
+    /// Waits for the next event. Async code must use the [`futures::Stream`] instead.
     pub fn blocking_next(&mut self) -> Option<Event> {
         while self.is_open() {
             let event = self.events.blocking_recv();
@@ -319,7 +322,7 @@ impl TokenStream {
         None
     }
 
-    /// Ends one of the answers before its next step. No event of that answer comes any more.
+    /// Ends one of the answers before its next step. The stream has no further event of that answer.
     pub fn stop(&mut self, choice: usize) {
         self.unfinished[choice] = false;
         self.stopped[choice].store(true, Ordering::Release);
@@ -329,8 +332,8 @@ impl TokenStream {
         self.unfinished.contains(&true)
     }
 
-    /// The event for the reader; `None` if it belongs to an answer that was stopped. If the channel closed before a
-    /// last event, the reader was too slow, or the engine ended.
+    /// The event for the reader, or `None` if it belongs to an answer that was stopped. `event` is `None` if the
+    /// channel closed before the last event: the reader was too slow, or the engine ended.
     fn deliver(&mut self, event: Option<Event>) -> Option<Event> {
         let why = || self.failure.get().cloned().unwrap_or_else(|| self.shared.why_ended());
         let event = event.unwrap_or_else(|| Event::Failed(why()));

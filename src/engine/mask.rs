@@ -1,30 +1,30 @@
-//! Masks say which ids may come next in an answer. A grammar is the usual reason for a mask.
+//! Masks that restrict the ids that may come next in an answer, for example to those that a grammar allows.
 
 use std::fmt;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// Says which ids may come next in one answer.
+/// Decides which ids may come next in one answer.
 ///
-/// The engine asks for a mask once for each id, and shows it all ids before: a sequence with a mask has no step in
-/// flight while its next step is prepared. The engine asks when the device computes the layers of that step.
+/// The engine requests a mask for each id, and passes all ids before it: a sequence with a mask has no step in flight
+/// while its next step is prepared. The engine requests the mask while the device computes the layers of that step.
 pub trait TokenMask: Send {
-    /// The ids that may follow `answer`: bit `id % 32` of word `id / 32` is set for each of them. At least one bit is
-    /// set, and the words cover the whole vocabulary. `answer` has one id more than at the last call, or the same ids
-    /// if that draw was lost.
+    /// The ids that may follow `answer`: bit `id % 32` of word `id / 32` is set for each of them. At least one bit must
+    /// be set, and the words must cover the whole vocabulary. `answer` has one id more than at the last call, or the
+    /// same ids if the draw was lost.
     fn mask(&mut self, answer: &[u32]) -> Arc<[u32]>;
 
-    /// Whether every id may follow `answer` from now on. The engine asks after each id. An answer that has become free
-    /// runs ahead of the host again, and may get draft tokens.
+    /// Whether every id may come from now on, after `answer`. The engine calls this function after each id. Once it
+    /// returns true, the engine drops the mask: the answer's steps overlap again, and it may get draft tokens.
     fn is_free(&mut self, answer: &[u32]) -> bool;
 
-    /// The time that this answer's masks took since the last call, with all work that they needed. All other answers
-    /// wait meanwhile, so the scheduler counts that time against the client.
+    /// The time that this answer's masks took since the last call, including all work for them. All other answers wait
+    /// in that time, so the scheduler charges it to the client.
     fn take_time(&mut self) -> Duration {
         Duration::ZERO
     }
 
-    /// A copy for another answer. The copy has taken no time yet.
+    /// A copy for another answer. Its time starts at 0.
     fn boxed_clone(&self) -> Box<dyn TokenMask>;
 }
 
@@ -40,7 +40,7 @@ impl fmt::Debug for dyn TokenMask {
     }
 }
 
-/// The mask of one answer, which all steps that draw its ids share.
+/// The mask of one answer. All steps that draw ids of the answer share it.
 #[derive(Debug)]
 pub struct SharedMask(Arc<Mutex<Box<dyn TokenMask>>>);
 
@@ -57,13 +57,13 @@ impl SharedMask {
         self.0.lock().expect("a grammar does not panic").take_time()
     }
 
-    /// The mask of the id behind `answer`, to be made later.
-    pub(super) fn behind(&self, answer: &[u32]) -> PendingMask {
+    /// The mask of the id after `answer`, which is computed later.
+    pub(super) fn after(&self, answer: &[u32]) -> PendingMask {
         PendingMask { mask: Arc::clone(&self.0), answer: answer.to_vec() }
     }
 }
 
-/// The mask of one draw of a step. The engine makes it when the layers of the step are under way.
+/// The mask of one draw of a step. The engine computes it while the device computes the layers of the step.
 #[derive(Debug)]
 pub(super) struct PendingMask {
     mask: Arc<Mutex<Box<dyn TokenMask>>>,
@@ -76,7 +76,7 @@ impl PendingMask {
     }
 }
 
-/// A clone belongs to another answer.
+/// A clone is the mask of another answer.
 impl Clone for SharedMask {
     fn clone(&self) -> Self {
         Self::new(self.0.lock().expect("a grammar does not panic").clone())

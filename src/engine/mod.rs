@@ -5,33 +5,35 @@
 //! submit -> bounded inbox -> | drain inbox -> schedule -> submit step N+1 -> wait for step N -> commit | -> events
 //! ```
 //!
-//! While the device runs one step, the next one is already submitted: an id that is drawn feeds the next step on the
-//! device. The host checks stop ids and limits, and sends events, while the device computes.
+//! Steps overlap: while the device runs one step, the next one is already submitted. An id that one step draws feeds
+//! the next step on the device. The host checks stop ids and limits, and sends events, while the device computes.
 //!
-//! While [`EngineHandle::set_courtesy`] bounds the share of the device's time, steps do not overlap.
+//! Steps do not overlap in three cases:
 //!
-//! Where a unit beside the device computes some of the attention of prompts, a step with such a prompt is submitted when no
-//! other is in flight: the runner waits for the unit while it takes that step, and nobody else is to wait for that.
+//! - [`EngineHandle::set_courtesy`] bounds the engine's share of the device's time.
+//! - An NPU computes part of the attention of a prompt. The runner waits for the NPU while it submits such a step. So
+//!   the engine submits the step only when no other step is in flight; otherwise the results of that other step would
+//!   be late.
+//! - A sequence wants tokens of a draft model. The draft model drafts the ids after the last known id, and one step of
+//!   the model verifies all of them.
 //!
-//! With a draft model, steps do not overlap while a sequence wants draft tokens. The draft model drafts the ids behind
-//! the last known one, and one step of the model verifies all of them.
+//! The engine works with token ids. It knows nothing about text, HTTP, devices or layers. It never waits for the reader
+//! of a stream: if [`EVENTS`] unread events for each answer of a request pile up, the engine cancels that request
+//! alone. Dropping a [`TokenStream`] cancels its request before the next step is scheduled, and frees its blocks.
 //!
-//! The engine speaks token ids, and refuses to know text, HTTP, the device or a layer. It never waits for a reader: a
-//! request whose reader falls [`EVENTS`] events behind, for each of its answers, is cancelled, and no other. Dropping a
-//! [`TokenStream`] cancels its request before the next step is scheduled, and frees its blocks.
+//! After a failure of the device, the engine starts another runner if it has a
+//! [`RunnerFactory`](crate::model::RunnerFactory). Every sequence is computed again, and gets the same ids as without
+//! the failure. The sequences of the failed steps are first computed alone. If the device fails again while it computes
+//! one of them alone, that sequence gets [`EngineError::LostTwice`], and the others continue. The engine ends after two
+//! losses within a minute that no sequence explains. Without a factory, it ends after the first loss. Then all requests
+//! that run or wait get [`EngineError::Lost`], and so does every later [`EngineHandle::submit`].
 //!
-//! After a failure of the device, the engine goes on with another runner if it has a
-//! [`RunnerFactory`](crate::model::RunnerFactory): every sequence is computed again, and its ids are those that it would
-//! have had. The sequences of the failed steps are computed alone at first; one that loses the device a second time then
-//! gets [`EngineError::LostTwice`], and the others go on. Two losses within a minute that are no sequence's fault end the
-//! engine, and so does the first one where there is no factory: all requests that run or wait get [`EngineError::Lost`],
-//! and so does every later [`EngineHandle::submit`]. Nothing is computed elsewhere. A unit that must be used and fails is no
-//! loss of the device: the request with the prompt that it failed at gets [`EngineError::Offload`] at once, and the others
-//! go on with another runner.
+//! The failure of a required NPU is not a loss of the device. The request whose prompt the NPU failed to
+//! compute gets [`EngineError::Offload`] immediately. The others continue with another runner.
 //!
-//! A panic of the engine's thread ends the engine with [`EngineError::Bug`]; the scheduler panics if a request waits and
-//! nothing can be scheduled for it. Clients get either error before the runner is dropped, and [`EngineHandle::ended`]
-//! says which one it was. A request whose logits are not finite fails alone, and the prefix cache forgets its text.
+//! A panic of the engine's thread ends the engine with [`EngineError::Bug`]. The scheduler panics if a request waits
+//! and nothing can be scheduled for it. Clients get either error before the runner is dropped. [`EngineHandle::ended`]
+//! returns the error. A request whose logits are not finite fails alone, and the prefix cache drops its text.
 
 mod answer;
 mod block_manager;

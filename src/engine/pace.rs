@@ -1,17 +1,17 @@
-//! Predicts how long a step takes from the steps before. The scheduler bounds prefill beside decodes with the
-//! prediction.
+//! Predicts the duration of a step from earlier steps. With the prediction, the scheduler limits prefill in steps with
+//! decodes.
 //!
-//! The model is linear: a step has a fixed cost (its weights are read once), a cost for each token, and a cost for each
-//! key that a token sees. The three costs are fitted to the steps seen, and newer steps count more. The average time of
-//! a token is kept apart from the fit. This file reads no clock: the engine tells it how long a step took.
+//! The model is linear: a step has a fixed cost (the weights are read once), a cost for each token, and a cost for each
+//! key that a token attends to. The three costs are fitted to the observed steps; newer steps count more. The average
+//! time of a token is computed separately. This file reads no clock: the engine passes the duration of each step.
 
 use std::time::Duration;
 
-/// The work of a step.
+/// The amount of work of a step.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Load {
     pub tokens: usize,
-    /// The number of keys that the step's tokens see, added up, as if every layer were full.
+    /// The sum over the step's tokens of the number of keys that each attends to, as if every layer were a full layer.
     pub keys: u64,
 }
 
@@ -28,15 +28,15 @@ impl Load {
     }
 }
 
-/// After this many newer steps, the weight of a step has fallen to a third.
+/// After this many newer steps, the weight of a step has fallen to about a third (1/e).
 const MEMORY_STEPS: f64 = 200.0;
-/// The largest entry that the covariance may have on its diagonal.
-const MOST_UNCERTAIN: f64 = 1e3;
+/// Maximum entry on the diagonal of the covariance.
+const MAX_VARIANCE: f64 = 1e3;
 /// The number of steps to observe before the fit is used.
 const LEARNING_STEPS: u64 = 4;
-/// The prefill tokens beside decodes while nothing is known. No step has fewer, because a prompt would never be done
-/// otherwise.
-pub(super) const CAREFUL_TOKENS: usize = 16;
+/// Minimum number of prefill tokens in a step with decodes, so that prompts always make progress. Used alone while
+/// there is no prediction.
+pub(super) const MIN_PREFILL_TOKENS: usize = 16;
 
 /// Recursive least squares with forgetting (Haykin, Adaptive Filter Theory, chapter 10).
 #[derive(Debug, Clone)]
@@ -44,7 +44,7 @@ pub struct Pace {
     seconds: [f64; 3],
     covariance: [[f64; 3]; 3],
     steps: u64,
-    /// Seconds and tokens of the steps seen, of which older steps count less.
+    /// Seconds and tokens of the observed steps. Older steps count less.
     recent: [f64; 2],
 }
 
@@ -56,12 +56,12 @@ impl Default for Pace {
 
 impl Pace {
     pub fn new() -> Self {
-        // Nothing is known yet, so every fit is equally likely. The entries are scaled to the features.
+        // Large prior variances relative to the scale of the features, because nothing is known yet.
         let covariance = [[1.0, 0.0, 0.0], [0.0, 1e-2, 0.0], [0.0, 0.0, 1e-2]];
         Self { seconds: [0.0; 3], covariance, steps: 0, recent: [0.0; 2] }
     }
 
-    /// Learns from a step and the time that it took.
+    /// Updates the fit with a step that took `took`.
     pub fn observe(&mut self, load: Load, took: Duration) {
         let x = load.features();
         let p = &self.covariance;
@@ -74,17 +74,17 @@ impl Pace {
         }
         let next: [[f64; 3]; 3] =
             std::array::from_fn(|i| std::array::from_fn(|j| (p[i][j] - px[i] * px[j] / scale) / forget));
-        // The whole matrix is scaled, so that it stays a covariance. A feature that does not vary would let it grow
-        // without bound.
+        // If a feature does not vary, the covariance grows without bound. So it is limited. The whole matrix is scaled,
+        // so that it stays a covariance.
         let largest = (0..3).map(|i| next[i][i]).fold(0.0, f64::max);
-        let bound = (MOST_UNCERTAIN / largest).min(1.0);
+        let bound = (MAX_VARIANCE / largest).min(1.0);
         self.covariance = next.map(|row| row.map(|p| p * bound));
         self.steps += 1;
         let new = [took.as_secs_f64(), load.tokens as f64];
         self.recent = std::array::from_fn(|i| forget * self.recent[i] + new[i]);
     }
 
-    /// The average time of a token, at least a nanosecond; `None` while too few steps were seen.
+    /// The average time of a token, at least a nanosecond. `None` after too few steps.
     pub fn per_token(&self) -> Option<Duration> {
         let [seconds, tokens] = self.recent;
         let known = self.steps >= LEARNING_STEPS && tokens > 0.0;
@@ -95,7 +95,7 @@ impl Pace {
         load.features().iter().zip(self.seconds).map(|(x, s)| x * s).sum()
     }
 
-    /// The expected time of a step; `None` while too few steps were seen.
+    /// The expected time of a step. `None` after too few steps.
     pub fn predict(&self, load: Load) -> Option<Duration> {
         (self.steps >= LEARNING_STEPS).then(|| {
             let cost = load.features().iter().zip(self.seconds).map(|(x, s)| x * s.max(0.0)).sum::<f64>();
@@ -103,8 +103,8 @@ impl Pace {
         })
     }
 
-    /// The number of the `wanted` tokens at positions `start..` that may join `load` for the step to stay within
-    /// `bound`. At least `least` tokens may, however slow the device is.
+    /// How many of the `wanted` tokens at positions `start..` can be added to `load` so that the step stays within
+    /// `bound`. At least `least` tokens (or all that are wanted), regardless of the time.
     pub fn room(&self, load: Load, start: usize, wanted: usize, least: usize, bound: Duration) -> usize {
         let least = least.min(wanted);
         let fits = |tokens: usize| self.predict(load.with(start, tokens)).is_some_and(|took| took <= bound);
@@ -125,13 +125,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_pace_of_a_linear_device_is_learnt_and_bounds_the_prefill() {
+    fn the_costs_of_a_linear_device_are_learnt_and_limit_the_prefill() {
         let took = |load: Load| {
             Duration::from_secs_f64(0.020 + 0.001 * load.tokens as f64 + 2e-6 * load.keys as f64)
         };
         let mut pace = Pace::new();
-        let room = |pace: &Pace, start, bound| pace.room(Load::default(), start, 500, CAREFUL_TOKENS, bound);
-        assert_eq!(room(&pace, 0, Duration::from_secs(1)), CAREFUL_TOKENS, "nothing is known");
+        let room =
+            |pace: &Pace, start, bound| pace.room(Load::default(), start, 500, MIN_PREFILL_TOKENS, bound);
+        assert_eq!(room(&pace, 0, Duration::from_secs(1)), MIN_PREFILL_TOKENS, "nothing is known");
         for i in 0..400usize {
             let load = Load::default().with(37 * i % 900, 1 + 29 * i % 64).with(11 * i % 300, 1 + i % 3);
             pace.observe(load, took(load));
@@ -144,13 +145,13 @@ mod tests {
         let bound = Duration::from_millis(120);
         let [near, far] = [0, 4000].map(|start| room(&pace, start, bound));
         assert!(took(Load::default().with(0, near)) <= bound * 21 / 20 && near > 60, "{near}");
-        assert!(far < near && far >= CAREFUL_TOKENS, "chunks shrink with depth: {near}, {far}");
-        assert_eq!(room(&pace, 0, Duration::ZERO), CAREFUL_TOKENS, "a prompt always gets on");
+        assert!(far < near && far >= MIN_PREFILL_TOKENS, "chunks shrink with depth: {near}, {far}");
+        assert_eq!(room(&pace, 0, Duration::ZERO), MIN_PREFILL_TOKENS, "a prompt always makes progress");
         assert_eq!(pace.room(Load::default(), 0, 500, 0, Duration::ZERO), 0, "but not every prompt");
     }
 
     #[test]
-    fn what_a_token_takes_is_that_of_the_steps_of_late() {
+    fn the_time_per_token_follows_the_latest_steps() {
         let mut pace = Pace::new();
         let steps = |pace: &mut Pace, n: usize, tokens: usize| {
             (0..n).for_each(|_| pace.observe(Load::default().with(0, tokens), Duration::from_millis(40)));
@@ -164,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn a_long_time_of_nothing_but_decodes_unlearns_nothing() {
+    fn many_steps_without_prefill_do_not_spoil_the_prediction_for_prefill() {
         for streams in [1, 8, 16, 64] {
             let took = |load: Load| {
                 Duration::from_secs_f64(0.050 + 0.004 * load.tokens as f64 + 1e-6 * load.keys as f64)

@@ -1,4 +1,4 @@
-//! A request to the engine, and the client that it belongs to.
+//! Requests to the engine, and the clients that they belong to.
 
 use std::fmt;
 use std::sync::Arc;
@@ -12,8 +12,8 @@ pub type ClientId = u64;
 /// A salt of the prefix cache: a prompt finds only blocks that were computed under the same salt. Salts are compared
 /// byte by byte. The default is the empty salt, which has no special meaning.
 ///
-/// The attention path is a part of it ([`Runner::attention_path`](crate::model::Runner::attention_path)), so that an
-/// answer of one path is never built on blocks of another.
+/// The salt includes the attention path ([`Runner::attention_path`](crate::model::Runner::attention_path)), so that an
+/// answer of one path never uses blocks of another.
 #[derive(Clone, Default, PartialEq, Eq, Hash)]
 pub struct CacheSalt {
     bytes: Arc<[u8]>,
@@ -25,23 +25,23 @@ impl CacheSalt {
         Self { bytes: bytes.into(), attention_path: 0 }
     }
 
-    /// The salt of the same bytes on another attention path.
+    /// The same bytes with another attention path.
     pub(super) fn on_path(&self, attention_path: u32) -> Self {
         Self { bytes: Arc::clone(&self.bytes), attention_path }
     }
 }
 
-/// The bytes are hidden, because anyone who knows a salt can find out what others have asked.
+/// Hides the bytes: a client that knows a salt can find out which prompts other clients sent under it.
 impl fmt::Debug for CacheSalt {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "CacheSalt({} bytes, path {})", self.bytes.len(), self.attention_path)
     }
 }
 
-/// The class of a request, which decides what goes first.
+/// The scheduling class of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub enum Priority {
-    /// A person waits for the answer.
+    /// A user waits for the answer.
     #[default]
     Interactive,
     /// The request runs only if no interactive request runs or waits. Its blocks in the prefix cache are evicted before
@@ -49,10 +49,10 @@ pub enum Priority {
     Background,
 }
 
-/// The most events of one answer that wait for the reader: some seconds of an answer, or a pause of the reader.
+/// Maximum number of unread events of one answer. This is enough for a reader that pauses for some seconds.
 pub const EVENTS: usize = 1024;
 
-/// The longest queue that an engine may have.
+/// Maximum length of an engine's queue.
 pub const MAX_QUEUE: usize = 4096;
 
 /// A prompt, and how to answer it. Ids are `0..limits.vocab_size`.
@@ -63,21 +63,21 @@ pub struct Request {
     pub sampling: Arc<SamplingParams>,
     /// The seed of the first answer.
     pub seed: u64,
-    /// The most ids to generate; `None` for all that the context leaves behind the prompt.
+    /// Maximum number of ids to generate. `None`: as many as the context has room for after the prompt.
     pub max_tokens: Option<usize>,
-    /// Says which ids may come next; each answer gets a copy of its own.
+    /// Decides which ids may come next. Each answer gets its own copy.
     pub mask: Option<Box<dyn TokenMask>>,
-    /// Asks for log probabilities of the prompt's ids but the first, and of this many of the most likely ids in their
-    /// places. The prefix cache does not help such a prompt.
+    /// Requests log probabilities of all ids of the prompt except the first, and of this many of the most likely
+    /// alternatives at each position. Such a prompt does not use blocks of the prefix cache.
     pub prompt_logprobs: Option<usize>,
-    /// Asks for the mean of the prompt's hidden states in place of an answer. All fields above but `prompt` are ignored
-    /// then.
+    /// Requests the mean of the prompt's hidden states instead of an answer. All fields above except `prompt` are then
+    /// ignored.
     pub pooling: bool,
-    /// The seeds of further answers to the same prompt, which is computed once.
+    /// The seeds of additional answers to the same prompt. The prompt is computed once.
     pub more_seeds: Vec<u64>,
-    /// The client, for fairness between clients.
+    /// The scheduler shares the device fairly between clients.
     pub client: ClientId,
-    /// The salt under which the prefix cache finds and keeps the prompt.
+    /// The salt under which the prefix cache finds and stores the prompt.
     pub cache_salt: CacheSalt,
     pub priority: Priority,
 }

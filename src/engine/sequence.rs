@@ -1,4 +1,4 @@
-//! One prompt and its answer, as the scheduler sees it: ids, lengths, blocks and limits.
+//! The scheduler's state of one prompt and its answer: ids, lengths, blocks and limits.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,10 +11,10 @@ use super::request::{CacheSalt, ClientId, Priority};
 use super::speculation::{Adaptive, Drafter, Drafts, Lookup};
 use crate::model::{Draw, Logprobs, SamplingParams};
 
-/// The id of an answer inside the engine; never reused.
+/// The id of an answer inside the engine. Ids are never reused.
 pub type SequenceId = u64;
 
-/// A further answer to a prompt (`n > 1`). It shares the prompt with the first answer, and has a seed of its own.
+/// An additional answer to a prompt (`n > 1`). It shares the prompt with the first answer, and has its own seed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Fork {
     pub id: SequenceId,
@@ -23,13 +23,13 @@ pub struct Fork {
 
 /// A prompt and its answer.
 ///
-/// Once anything was submitted, `computed <= submitted < tokens + drawn`. There are two exceptions: a sequence with
-/// draft tokens in flight, and a prompt that is pooled, which ends when all of it is submitted.
+/// After the first submission, `computed <= submitted < tokens + drawn`. There are two exceptions: a sequence with
+/// draft tokens in flight, and a pooled prompt, which ends when all of it is submitted.
 #[derive(Debug)]
 pub struct Sequence {
     pub id: SequenceId,
-    /// The id that the sequence began with, which steps under way know. If the answer of that id is removed, a fork
-    /// takes its place, and `id` changes.
+    /// The id that the sequence began with, by which steps in flight refer to it. `id` changes if the answer with that
+    /// id is removed and a fork takes its place.
     pub(super) begun_as: SequenceId,
     pub client: ClientId,
     pub priority: Priority,
@@ -42,57 +42,58 @@ pub struct Sequence {
     pub seed: u64,
     pub max_tokens: usize,
     pub mask: Option<SharedMask>,
-    /// As [`SamplingParams::logprobs`], for the ids of the prompt but the first. Forks leave these to their parent.
+    /// Like [`SamplingParams::logprobs`], for all ids of the prompt except the first. Only the parent of forks has
+    /// them.
     pub prompt_logprobs: Option<usize>,
-    /// Asks for the sum of the prompt's hidden states in place of an answer. Such a prompt bypasses the prefix cache:
-    /// the cache holds no hidden states, and an embedded text is rarely the beginning of a chat.
+    /// Requests the mean of the prompt's hidden states instead of an answer. Such a prompt bypasses the prefix cache:
+    /// the cache has no hidden states, and an embedded text is rarely the beginning of a chat.
     pub pooling: bool,
-    /// Further answers, which become sequences of their own when the prompt is submitted.
+    /// Additional answers, which become separate sequences when the prompt is submitted.
     pub forks: Vec<Fork>,
-    /// The number of the sequence in the order of arrival; forks have their parent's.
+    /// The number of the sequence in the order of arrival. Forks have the number of their parent.
     pub(super) arrival: u64,
     /// The device slot, while the sequence runs.
     pub(super) slot: Option<u32>,
-    /// Slots that are kept for `forks`.
+    /// Slots that are reserved for `forks`.
     pub(super) fork_slots: Vec<u32>,
     pub(super) table: BlockTable,
     /// The number of positions whose keys and values the committed steps have computed.
     pub(super) computed: usize,
-    /// The number of positions that are computed once the submitted steps are done.
+    /// The number of positions that are computed when the submitted steps are done.
     pub(super) submitted: usize,
     /// The number of ids that the submitted steps will draw.
     pub(super) drawn: usize,
-    /// Whether draft tokens are in flight. How many ids such a step draws is known when it is done.
+    /// Whether draft tokens are in flight. The number of ids that such a step draws is unknown until it is done.
     pub(super) speculating: bool,
-    /// Time of the mask that the sequence has dropped, if that time is not charged yet.
+    /// Time of the dropped mask that is not yet charged to the client.
     pub(super) mask_time: Duration,
     pub(super) lookup: Lookup,
-    /// How many ids to ask the draft model for.
+    /// How many tokens to request from the draft model.
     pub(super) draft_length: Adaptive,
-    /// The draft model's tokens for the next scheduled step. No step of the sequence is in flight while there are any.
+    /// The draft model's tokens for the next scheduled step. While there are any, no step of the sequence is in flight.
     pub(super) draft_tokens: Vec<u32>,
-    /// How many draft tokens were proposed so far, and how many were accepted.
+    /// How many draft tokens were proposed, and how many were accepted.
     pub(super) drafts: Drafts,
-    /// Log probabilities of the prompt's ids from the second on, as far as they are known.
+    /// The known log probabilities of the prompt's ids, from the second id on.
     pub(super) scores: Vec<Logprobs>,
-    /// Counts preemptions. A share of a step that was submitted in an earlier life is dropped.
+    /// Number of preemptions and restarts. Shares of steps that were submitted before the last one are dropped.
     pub(super) life: u32,
     /// The number of tokens that the prefix cache had when the sequence was first admitted.
     pub(super) cached: Option<usize>,
-    /// Whether no step since the admission has written tokens to the sequence's slot.
+    /// Whether no step has written tokens to the sequence's slot since it was admitted.
     pub(super) fresh: bool,
     /// The number of the scheduler's step in which the sequence last got tokens, or arrived.
     pub(super) last_step: u64,
-    /// Whether the sequence waited so long that it counts as interactive for good.
-    pub(super) raised: bool,
-    /// Set if the device was lost with the sequence in a step: how many positions must be computed again before the
-    /// sequence shares a step with others.
+    /// Whether the sequence is permanently interactive, because it was overdue or often preempted.
+    pub(super) promoted: bool,
+    /// Set if the device was lost while it computed the sequence: how many positions must be computed before the
+    /// sequence may share a step with others again.
     pub(super) suspect: Option<usize>,
 }
 
 impl Sequence {
-    /// An answer of at most `max_tokens` ids to `prompt`: of interactive priority, for client 0, with seed 0, without a
-    /// salt, and in one version.
+    /// One answer of at most `max_tokens` ids to `prompt`, with interactive priority, client 0, seed 0 and the empty
+    /// salt.
     pub fn new(
         id: SequenceId,
         prompt: Vec<u32>,
@@ -132,12 +133,12 @@ impl Sequence {
             cached: None,
             fresh: false,
             last_step: 0,
-            raised: false,
+            promoted: false,
             suspect: None,
         }
     }
 
-    /// The number of ids of the answer that are known, a stop id included.
+    /// The number of known ids of the answer, including a stop id.
     pub fn generated(&self) -> usize {
         self.tokens.len() - self.prompt_len
     }
@@ -157,7 +158,7 @@ impl Sequence {
         let kinds: String = kinds.into_iter().filter(|(is, _)| *is).map(|(_, name)| name).collect();
         format!(
             "sequence {}, {class}{kinds}, {} + {} of {} tokens, {} computed, {} submitted, {} drawn, {} + {} blocks, \
-             {} forks, {} times preempted, got on in step {}",
+             {} forks, {} times preempted, last in step {}",
             self.id,
             self.prompt_len,
             self.generated(),
@@ -173,13 +174,13 @@ impl Sequence {
         )
     }
 
-    /// The class by which the sequence is scheduled. Its blocks in the cache keep the class of its priority.
+    /// The class with which the sequence is scheduled. For its blocks in the cache, `priority` counts instead.
     pub(super) fn class(&self) -> Priority {
-        if self.raised { Priority::Interactive } else { self.priority }
+        if self.promoted { Priority::Interactive } else { self.priority }
     }
 
-    /// The place of the sequence in the line for blocks: the sequence with the larger place is preempted first. All
-    /// others wait for a suspect.
+    /// The sequence's position in the line for blocks: the sequence with the largest position is preempted first.
+    /// Suspects come before all others.
     pub(super) fn line(&self) -> (bool, Priority, u64, SequenceId) {
         (self.suspect.is_none(), self.class(), self.arrival, self.id)
     }
@@ -189,7 +190,7 @@ impl Sequence {
         step - self.last_step > patience
     }
 
-    /// Counts the next `len` tokens as submitted, and as many `draft_tokens` behind them.
+    /// Counts the next `len` tokens and `draft_tokens` draft tokens after them as submitted.
     pub(super) fn submit(&mut self, len: usize, draft_tokens: usize) {
         self.fresh = false;
         self.submitted += len + draft_tokens;
@@ -197,7 +198,7 @@ impl Sequence {
         self.drafts.proposed += draft_tokens;
     }
 
-    /// Forgets what was computed and submitted, because the sequence lost its blocks.
+    /// Resets what was computed and submitted, because the sequence lost its blocks.
     pub(super) fn start_over(&mut self) {
         (self.computed, self.submitted, self.drawn) = (0, 0, 0);
         self.speculating = false;
@@ -206,7 +207,7 @@ impl Sequence {
         self.life += 1;
     }
 
-    /// Makes a fork a sequence of its own, with one of the slots kept for forks, and the blocks of `table`.
+    /// Turns a fork into a separate sequence, with one of the slots reserved for forks and the blocks of `table`.
     pub(super) fn fork(&mut self, fork: Fork, table: BlockTable) -> Sequence {
         let sampling = Arc::clone(&self.sampling);
         let mut child = Sequence::new(fork.id, self.tokens.clone(), sampling, self.max_tokens);
@@ -216,17 +217,17 @@ impl Sequence {
         child.cache_salt = self.cache_salt.clone();
         child.mask.clone_from(&self.mask);
         child.arrival = self.arrival;
-        child.slot = Some(self.fork_slots.pop().expect("a slot was kept for each fork"));
+        child.slot = Some(self.fork_slots.pop().expect("a slot is reserved for each fork"));
         child.table = table;
         (child.computed, child.submitted) = (self.computed, self.submitted);
         child.cached = self.cached;
         child.last_step = self.last_step;
-        child.raised = self.raised;
+        child.promoted = self.promoted;
         child
     }
 
-    /// Takes in the id drawn behind the last token, `None` if the logits were not finite. Returns the id for the
-    /// reader, and the end if the id ends the answer.
+    /// Appends the id drawn after the last token; `None` means that the logits were not finite. Returns the id for the
+    /// client, and the end if this id ends the answer.
     pub(super) fn take(&mut self, drawn: Option<u32>) -> (Option<u32>, Option<Ended>) {
         let Some(id) = drawn else { return (None, Some(Err(EngineError::NotFinite))) };
         self.tokens.push(id);
@@ -247,10 +248,10 @@ impl Sequence {
         std::mem::take(&mut self.mask_time) + latest
     }
 
-    /// The number of tokens that the next steps must process before the sequence yields an id; 0 if it must wait for an
-    /// id under way.
+    /// The number of tokens that must be submitted before the next id is drawn. 0 if the sequence must first wait for
+    /// the results of a step in flight, or if all its ids are drawn.
     pub(super) fn pending(&self) -> usize {
-        // A mask is computed from known ids.
+        // A mask can only be computed from known ids.
         let masked = self.mask.is_some() && self.drawn > 0;
         if self.speculating || masked || self.generated() + self.drawn == self.max_tokens {
             return 0;
@@ -258,27 +259,27 @@ impl Sequence {
         self.tokens.len() + self.drawn - self.submitted
     }
 
-    /// The number of ids before the next tokens that penalties count and the slot's history lacks, because the prefix
-    /// cache had them.
-    pub(super) fn unseen(&self) -> usize {
+    /// The number of ids before the next tokens that the history of the slot lacks, because they came from the prefix
+    /// cache. 0 without penalties, which need the history.
+    pub(super) fn missing_history(&self) -> usize {
         if self.fresh && self.sampling.penalizes() { self.submitted } else { 0 }
     }
 
-    /// The number of next tokens that have an id of the prompt behind them that is to be scored.
+    /// The number of next tokens after which an id of the prompt must be scored.
     pub(super) fn unscored(&self) -> usize {
         let is_scored = self.prompt_logprobs.is_some() && !self.pooling;
         if is_scored { (self.prompt_len - 1).saturating_sub(self.submitted) } else { 0 }
     }
 
     /// Whether the rest of the prompt must be computed even if the prefix cache has it.
-    pub(super) fn is_computed_afresh(&self) -> bool {
+    pub(super) fn bypasses_cache(&self) -> bool {
         self.pooling || self.unscored() > 0
     }
 
-    /// A draw that scores the prompt's id at `position`, behind a token of the `sequence`-th of a batch. A bias forces
-    /// the id, so that its probability comes back.
+    /// A draw that scores the prompt's id at `position`. It follows token `token` of sequence `sequence` of a batch. A
+    /// bias forces the id, so that the draw returns its log probability.
     pub(super) fn score(&self, sequence: usize, token: usize, position: usize) -> Draw {
-        /// A bias that exceeds any logit.
+        /// A bias that is larger than any logit.
         const FORCED: f32 = 1e30;
         let logit_bias = vec![(self.tokens[position], FORCED)];
         Draw {
@@ -293,7 +294,7 @@ impl Sequence {
         }
     }
 
-    /// Takes in the log probability of the prompt's id at `position`.
+    /// Stores the log probability of the prompt's id at `position`.
     pub(super) fn take_score(
         &mut self,
         position: usize,
@@ -303,13 +304,13 @@ impl Sequence {
         let (Some(drawn), Some(logprobs)) = (drawn, logprobs) else { return Err(EngineError::NotFinite) };
         let mut logprobs = logprobs.clone();
         if drawn != self.tokens[position] {
-            logprobs.drawn = f32::NEG_INFINITY; // no bias can force an id of no text
+            logprobs.drawn = f32::NEG_INFINITY; // a bias cannot force an id that the model can never draw
         }
         self.scores.push(logprobs);
         Ok(())
     }
 
-    /// The mean of the prompt's hidden states from their sums, and the end of the sequence.
+    /// The mean of the prompt's hidden states, computed from their sums, and the end of the sequence.
     pub(super) fn take_pooled(&self, sums: &[f32]) -> (Option<Vec<f32>>, Ended) {
         let mean: Vec<f32> = sums.iter().map(|sum| sum / self.prompt_len as f32).collect();
         match mean.iter().all(|x| x.is_finite()) {
@@ -318,7 +319,7 @@ impl Sequence {
         }
     }
 
-    /// The log probabilities of the prompt's ids; only the first call returns them.
+    /// The log probabilities of the prompt's ids. Only the first call returns them.
     pub(super) fn take_scores(&mut self) -> Option<Vec<Logprobs>> {
         self.prompt_logprobs.take().map(|_| std::mem::take(&mut self.scores))
     }
@@ -332,10 +333,10 @@ impl Sequence {
 
     /// The mask of the next id, if the sequence has masks.
     pub(super) fn pending_mask(&self) -> Option<PendingMask> {
-        self.mask.as_ref().map(|mask| mask.behind(&self.tokens[self.prompt_len..]))
+        self.mask.as_ref().map(|mask| mask.after(&self.tokens[self.prompt_len..]))
     }
 
-    /// The draw of an id of the answer, behind a token of the `sequence`-th of a batch.
+    /// The draw of an id of the answer. It follows token `token` of sequence `sequence` of a batch.
     pub(super) fn draw(&self, sequence: usize, token: usize) -> Draw {
         Draw {
             sequence,

@@ -1,4 +1,4 @@
-//! EngineState that the handles share with the engine's thread.
+//! State that the handles share with the engine's thread.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
@@ -11,10 +11,10 @@ use super::speculation::DraftTotals;
 use crate::config::Courtesy;
 use crate::model::Limits;
 
-/// Counts at the end of the last step. Counts of events are counts since the start.
+/// Counts after the last step. Events and durations are totals since the start.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Stats {
-    /// Number of requests that are submitted and do not run yet.
+    /// Number of submitted requests that do not run yet.
     pub waiting: usize,
     pub running: usize,
     /// Blocks of full layers.
@@ -27,33 +27,33 @@ pub struct Stats {
     pub steps: u64,
     /// Number of tokens that the steps computed.
     pub step_tokens: u64,
-    /// Number of shares of sequences in the steps.
+    /// Number of [sequence shares](super::SequenceShare) in the steps.
     pub step_shares: u64,
-    /// Time that the engine's thread worked, and waited neither for the device nor for requests.
+    /// Time in which the engine's thread worked: it waited neither for the device nor for requests.
     pub host_ns: u64,
     /// How often the device was lost.
     pub losses: u64,
-    /// How often a unit beside the device failed that must be used.
+    /// How often a required NPU failed.
     pub unit_failures: u64,
-    /// How many answers were computed again behind losses and behind failures of a unit beside the device, and the time
-    /// from those until the device computed again.
+    /// How many answers were computed again after losses of the device and failures of the NPU.
     pub replays: u64,
+    /// Time from these failures until the device worked again.
     pub recovery_ns: u64,
 }
 
-/// What the engine does with requests.
+/// The state of the engine, and what happens to requests in it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum EngineState {
     #[default]
     Ready,
-    /// Nobody asked for long, so the device's memory is given back. The next request has the model loaded again.
+    /// The idle model was unloaded, and its device memory is free. The next request loads the model again.
     Unloaded,
-    /// The model is loaded again, for a request that waits.
+    /// The model is being loaded again for a waiting request.
     Loading,
-    /// The device was lost, or a unit that it must have beside it failed. The model is loaded again, and the answers under
-    /// way go on then.
+    /// The device was lost, or a required NPU failed. The model is being loaded again, and then the answers in
+    /// progress continue.
     Recovering,
-    /// The engine has ended, for the reason that [`EngineHandle::ended`](super::EngineHandle::ended) says.
+    /// The engine has ended. [`EngineHandle::ended`](super::EngineHandle::ended) returns the reason.
     Lost,
 }
 
@@ -64,19 +64,19 @@ pub enum DeviceTask {
     Probe,
 }
 
-/// Signs of life of the device.
+/// What the device does, so that a watchdog can detect that it hangs.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Signs {
-    /// The time at which the device last finished something.
+    /// When the device last finished work.
     pub last: Option<Instant>,
-    /// The work that the device has now, and since when.
+    /// The work that the device does now, and when it began.
     pub work: Option<(DeviceTask, Instant)>,
 }
 
-/// EngineState that the handles share with the engine's thread. A step takes only locks that are held briefly.
+/// State that the handles share with the engine's thread. All locks are held briefly, so they do not delay a step.
 pub(super) struct Shared {
     pub(super) limits: Limits,
-    /// The most requests that may wait.
+    /// Maximum number of waiting requests.
     pub(super) queue: AtomicUsize,
     pub(super) waiting: AtomicUsize,
     pub(super) stats: Mutex<Stats>,
@@ -84,27 +84,27 @@ pub(super) struct Shared {
     pub(super) state: Mutex<EngineState>,
     /// The share of the device's time that the next steps may take.
     pub(super) courtesy: Mutex<Courtesy>,
-    /// Whether a probe was asked for and has not begun.
+    /// Whether a probe was requested and has not begun.
     pub(super) probe: AtomicBool,
     pub(super) next_id: AtomicU64,
     pub(super) draining: AtomicBool,
     pub(super) aborted: Arc<AtomicBool>,
-    /// The reason for which the engine ends; empty if it was asked to end.
+    /// The error that ended the engine. Empty if the engine was told to end, or runs.
     pub(super) cause: OnceLock<EngineError>,
     pub(super) ended: Mutex<bool>,
     pub(super) end: Condvar,
 }
 
 impl Shared {
-    pub(super) fn begins(&self, work: DeviceTask) {
+    pub(super) fn set_working(&self, work: DeviceTask) {
         self.signs.lock().expect("nothing panics under this lock").work = Some((work, Instant::now()));
     }
 
-    pub(super) fn begins_nothing(&self) {
+    pub(super) fn set_idle(&self) {
         self.signs.lock().expect("nothing panics under this lock").work = None;
     }
 
-    pub(super) fn finished(&self) {
+    pub(super) fn set_finished(&self) {
         let signs = Signs { last: Some(Instant::now()), work: None };
         *self.signs.lock().expect("nothing panics under this lock") = signs;
     }
@@ -113,11 +113,11 @@ impl Shared {
         *self.courtesy.lock().expect("nothing panics under this lock")
     }
 
-    pub(super) fn enter(&self, state: EngineState) {
+    pub(super) fn set_state(&self, state: EngineState) {
         *self.state.lock().expect("nothing panics under this lock") = state;
     }
 
-    /// Sets the reason for which the engine ends. The first reason stays, and every later refusal names it.
+    /// Sets the error that ends the engine. Only the first call has an effect. Every later refusal has this error.
     pub(super) fn end_for(&self, cause: EngineError) {
         let _ = self.cause.set(cause);
     }

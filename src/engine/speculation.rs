@@ -1,26 +1,26 @@
 //! Speculative decoding: drafters propose the next ids as draft tokens, and one pass of the model verifies several of
 //! them. A draft token is accepted if it equals the id that the model draws, so speculation never changes an answer.
 //!
-//! Two drafters propose draft tokens. Prompt lookup needs no second model: its draft tokens are the ids that followed
-//! the last occurrence of the same n-gram (Saxena, Prompt Lookup Decoding, 2023). Prompt lookup helps if an answer
-//! repeats its prompt, as summaries, edits, code and JSON do. A draft model is asked if prompt lookup finds nothing
-//! ([`crate::model::Runner::draft`]).
+//! There are two drafters. Prompt lookup needs no second model: its draft tokens are the ids that followed the last
+//! occurrence of the same n-gram (Saxena, Prompt Lookup Decoding, 2023). It helps if an answer repeats its prompt, as
+//! summaries, edits, code and JSON do. The draft model ([`crate::model::Runner::draft`]) is used if prompt lookup finds
+//! nothing.
 //!
-//! [`Adaptive`] bounds the cost of rejected draft tokens: it asks for more while they are accepted, for fewer when some
-//! are rejected, and for none for a while after repeated failures.
+//! [`Adaptive`] limits the cost of rejected draft tokens: it requests more while they are accepted, fewer after some
+//! were rejected, and none for some time after repeated failures.
 
 use std::collections::HashMap;
 
 /// Lengths of the n-grams that are looked up, in this order.
 const GRAMS: [usize; 2] = [3, 2];
-/// The most draft tokens of one sequence in one step.
+/// Maximum number of draft tokens of one sequence in one step.
 const MAX_DRAFT_TOKENS: usize = 15;
-/// Draft tokens of a sequence's first attempt.
+/// Number of draft tokens of a sequence's first draft.
 const FIRST_DRAFT_TOKENS: usize = 4;
-/// The most tokens that one lookup adds to its index.
-const INDEXED_AT_ONCE: usize = 8192;
+/// Maximum number of tokens that one lookup adds to its index.
+const MAX_INDEXED_PER_LOOKUP: usize = 8192;
 /// Length of the pause after a draft whose first token was rejected, in ids of the answer. The pause doubles with each
-/// such failure in a row, from the first number up to the second.
+/// such failure in a row, from the first number to the second.
 const PAUSE: [usize; 2] = [2, 64];
 
 /// How many draft tokens were proposed to the model, and how many of them it accepted.
@@ -55,13 +55,13 @@ impl DraftTotals {
     }
 }
 
-/// How many draft tokens one drafter is asked for in one text, adapted to how many were accepted before.
+/// How many draft tokens to request from one drafter for one text. Adapts to how many were accepted before.
 #[derive(Debug)]
 pub struct Adaptive {
     length: usize,
-    /// Drafts in a row whose first token was rejected.
+    /// Number of successive drafts whose first token was rejected.
     failures: u32,
-    /// The length of the text up to which no draft tokens are asked for.
+    /// No draft tokens are requested until the text has this length.
     paused_until: usize,
 }
 
@@ -72,12 +72,12 @@ impl Default for Adaptive {
 }
 
 impl Adaptive {
-    /// How many draft tokens to ask for behind a text of `total` tokens; 0 during a pause.
+    /// How many draft tokens to request after a text of `total` tokens; 0 during a pause.
     pub fn length(&self, total: usize) -> usize {
         if total < self.paused_until { 0 } else { self.length }
     }
 
-    /// Learns how many of the proposed draft tokens were accepted. `total` is the length of the text now.
+    /// Adapts to how many of the proposed draft tokens were accepted. `total` is the new length of the text.
     pub fn judge(&mut self, proposed: usize, accepted: usize, total: usize) {
         if accepted == proposed {
             self.length = (2 * self.length).min(MAX_DRAFT_TOKENS);
@@ -97,7 +97,7 @@ impl Adaptive {
 /// The drafter that looks up n-grams in one text.
 #[derive(Debug, Default)]
 pub struct Lookup {
-    /// For each n-gram, the position behind its last occurrence.
+    /// For each n-gram, the position after its last occurrence.
     followed: [HashMap<[u32; 3], u32>; GRAMS.len()],
     /// How many tokens of the text `followed` covers.
     indexed: usize,
@@ -115,7 +115,8 @@ impl Lookup {
     /// them yet.
     fn index(&mut self, tokens: &[u32]) {
         // The index covers only the end of a long prompt, so that no sequence waits for the rest to be indexed.
-        for next in self.indexed.max(tokens.len().saturating_sub(INDEXED_AT_ONCE)).max(1)..tokens.len() {
+        for next in self.indexed.max(tokens.len().saturating_sub(MAX_INDEXED_PER_LOOKUP)).max(1)..tokens.len()
+        {
             for (followed, n) in self.followed.iter_mut().zip(GRAMS) {
                 if let Some(start) = next.checked_sub(n) {
                     followed.insert(gram(&tokens[start..next]), next as u32);
@@ -125,7 +126,7 @@ impl Lookup {
         self.indexed = tokens.len();
     }
 
-    /// Up to `most` draft tokens behind `tokens`; none if no n-gram at the end occurred before.
+    /// Up to `most` draft tokens that follow `tokens`. Empty if no n-gram at the end occurred before.
     pub fn draft(&mut self, tokens: &[u32], most: usize) -> Vec<u32> {
         self.index(tokens);
         let length = self.adaptive.length(tokens.len()).min(most);
@@ -136,7 +137,7 @@ impl Lookup {
         let found =
             self.followed.iter().zip(GRAMS).find_map(|(followed, n)| followed.get(&last(n)?).copied());
         let Some(next) = found else { return Vec::new() };
-        // A draft that reaches the end of the text goes on from its own beginning, because the text repeats itself.
+        // A draft that reaches the end of the text continues from its own beginning, as if the text repeated itself.
         let next = next as usize;
         let period = tokens.len() - next;
         (0..length).map(|i| tokens[next + i % period]).collect()
@@ -148,14 +149,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_followed_before_is_drafted_again() {
+    fn lookup_drafts_the_ids_after_the_last_occurrence_of_an_n_gram() {
         let text = [1, 2, 3, 4, 5, 6, 7, 9, 1, 2, 3];
         let mut lookup = Lookup::default();
         assert_eq!(lookup.draft(&text, 9), [4, 5, 6, 7], "three tokens agree");
-        assert_eq!(lookup.draft(&text, 2), [4, 5], "no more than wanted");
+        assert_eq!(lookup.draft(&text, 2), [4, 5], "not more than requested");
         lookup.adaptive.judge(4, 4, 15);
         let longer = [&text[..], &[4, 5, 6, 7]].concat();
-        assert_eq!(lookup.draft(&longer, 9), [9, 1, 2, 3, 4, 5, 6, 7], "on, and round again");
+        assert_eq!(
+            lookup.draft(&longer, 9),
+            [9, 1, 2, 3, 4, 5, 6, 7],
+            "the draft repeats itself at the end of the text"
+        );
         assert_eq!(Lookup::default().draft(&[8, 3, 4, 5, 7, 3, 4], 9), [5, 7, 3, 4], "two tokens agree");
         assert!(Lookup::default().draft(&[1, 2, 3, 4], 9).is_empty(), "nothing is repeated");
         assert!(Lookup::default().draft(&[1], 9).is_empty() && Lookup::default().draft(&[], 9).is_empty());
@@ -164,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn what_fails_again_and_again_is_drafted_less_and_less() {
+    fn drafts_that_are_always_rejected_become_rare() {
         let mut lookup = Lookup::default();
         let mut text = vec![1, 2, 3, 1, 2];
         let mut drafts = 0;
@@ -180,6 +185,10 @@ mod tests {
         assert!((5..20).contains(&drafts), "{drafts} of 200");
         lookup.adaptive.paused_until = 0;
         lookup.adaptive.judge(2, 1, text.len());
-        assert_eq!((lookup.adaptive.failures, lookup.adaptive.length), (0, 2), "one that comes true counts");
+        assert_eq!(
+            (lookup.adaptive.failures, lookup.adaptive.length),
+            (0, 2),
+            "one accepted token ends the failures"
+        );
     }
 }

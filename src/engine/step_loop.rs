@@ -1,4 +1,4 @@
-//! The engine's thread: it takes in requests, submits step after step to the runner, and sends the events that follow.
+//! The engine's thread: it receives requests, submits one step after another to the runner, and sends the events.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -23,23 +23,24 @@ pub(super) struct Submitted {
 
 pub(super) enum Message {
     Submit(Box<Submitted>),
-    /// Makes the thread look at the flags of [`Shared`].
+    /// Makes the thread read the flags of [`Shared`].
     Wake,
 }
 
-/// A step on the device.
+/// A step that was submitted to the device.
 struct InFlight {
     ticket: Ticket,
     step: Step,
     submitted: Instant,
 }
 
-/// A failure of the device or of a unit beside it, and the sequences of the steps that the device had.
+/// A failure of the device or the NPU.
 struct Failure {
     error: RunnerError,
+    /// The sequences of the steps that were submitted.
     sequences: Vec<SequenceId>,
-    /// The sequences whose prompt a unit failed at: nobody else has to do with the failure.
-    at_unit: Vec<SequenceId>,
+    /// The sequences whose prompt the NPU failed to compute. Only they are affected by a failure of the NPU.
+    failed_on_npu: Vec<SequenceId>,
 }
 
 /// The engine thread's state.
@@ -50,9 +51,9 @@ pub(super) struct StepLoop {
     ledger: Ledger,
     /// The steps in flight, the oldest first.
     in_flight: VecDeque<InFlight>,
-    /// A step that is scheduled, and submitted when no other is in flight.
+    /// A scheduled step that is submitted as soon as no other step is in flight.
     held: Option<Step>,
-    /// The time at which the last step ended. The next step had the device from then on.
+    /// The time at which the last step ended. The device has worked on the next step since then.
     last_done: Instant,
     answers: HashMap<SequenceId, Answer>,
     messages: Receiver<Message>,
@@ -86,7 +87,7 @@ impl StepLoop {
         new
     }
 
-    /// Runs until the engine is to end.
+    /// Runs until the engine must end.
     pub(super) fn run(&mut self) {
         loop {
             if !self.drain_inbox() {
@@ -95,10 +96,10 @@ impl StepLoop {
             self.remove_ended();
             if !self.runner.is_loaded() {
                 if self.scheduler.is_idle() {
-                    continue; // whoever asked has left
+                    continue; // the client has left
                 }
-                self.shared.enter(EngineState::Loading);
-                tracing::info!("a request has come: the model is loaded again");
+                self.shared.set_state(EngineState::Loading);
+                tracing::info!("a request arrived: loading the model again");
                 if !self.load() {
                     return;
                 }
@@ -114,34 +115,34 @@ impl StepLoop {
         }
     }
 
-    fn lose(&self, error: &RunnerError) {
-        tracing::error!("{error}: the engine stops");
+    fn end_lost(&self, error: &RunnerError) {
+        tracing::error!("{error}; the engine ends");
         self.shared.end_for(EngineError::Lost(error.to_string()));
     }
 
-    /// Goes on with another runner, if there may be one. False if the engine is to end.
-    fn recover(&mut self, Failure { error, sequences, at_unit }: &Failure) -> bool {
+    /// Starts another runner, if that is allowed. Returns false if the engine must end.
+    fn recover(&mut self, Failure { error, sequences, failed_on_npu }: &Failure) -> bool {
         if self.shared.aborted.load(Ordering::Acquire) {
-            return false; // the wait was cut short
+            return false; // the error is a result of the abort
         }
         self.in_flight.clear();
         self.held = None;
-        let is_units = matches!(error, RunnerError::Offload(_));
-        self.stats.losses += u64::from(!is_units);
-        self.stats.unit_failures += u64::from(is_units);
-        let at_fault = match is_units {
-            true => self.scheduler.restart_without(at_unit),
+        let is_npu = matches!(error, RunnerError::Offload(_));
+        self.stats.losses += u64::from(!is_npu);
+        self.stats.unit_failures += u64::from(is_npu);
+        let at_fault = match is_npu {
+            true => self.scheduler.restart_without(failed_on_npu),
             false => self.scheduler.restart(sequences),
         };
-        // Whoever is told of the failure finds it counted.
+        // A client that gets the error must find the failure in the counts.
         self.publish();
-        // The reader of the prompt that a unit failed at may have left: that prompt is explained, and gone.
-        if !self.runner.may_recover(!at_fault.is_empty() || is_units && !sequences.is_empty()) {
-            self.lose(error);
+        // A failure of the NPU is explained even if the client of its prompt has left and `at_fault` is empty.
+        if !self.runner.may_recover(!at_fault.is_empty() || is_npu && !sequences.is_empty()) {
+            self.end_lost(error);
             return false;
         }
         let began = Instant::now();
-        self.shared.enter(EngineState::Recovering);
+        self.shared.set_state(EngineState::Recovering);
         for id in at_fault {
             let answer = self.answers.remove(&id).expect("every sequence has an answer");
             answer.fail(match error {
@@ -149,16 +150,17 @@ impl StepLoop {
                 lost => EngineError::LostTwice(lost.to_string()),
             });
         }
-        // A request that has failed gets no more of its other answers, which may have parted since.
+        // If one answer of a request failed, its other answers end too. They may be separate sequences by now.
         let has_failed = |answer: &Answer| answer.failure.get().is_some();
-        let parted: Vec<_> = self.answers.iter().filter(|(_, a)| has_failed(a)).map(|(id, _)| *id).collect();
-        for id in parted {
+        let siblings: Vec<_> =
+            self.answers.iter().filter(|(_, a)| has_failed(a)).map(|(id, _)| *id).collect();
+        for id in siblings {
             self.remove(id);
         }
-        let who = if is_units { "the NPU failed: " } else { "" };
-        let how = if is_units { "" } else { ", those that were computed just now one by one" };
+        let prefix = if is_npu { "the NPU failed: " } else { "" };
+        let suffix = if is_npu { "" } else { ", those of the failed steps one at a time" };
         tracing::error!(
-            "{who}{error}: the model is loaded again, and then {} answers go on{how}",
+            "{prefix}{error}; loading the model again, then {} answers continue{suffix}",
             self.answers.len()
         );
         self.stats.replays += self.answers.len() as u64;
@@ -167,40 +169,40 @@ impl StepLoop {
         self.stats.recovery_ns += began.elapsed().as_nanos() as u64;
         if is_back {
             let seconds = began.elapsed().as_secs_f64();
-            match is_units {
-                true => tracing::info!("the model is there again with its NPU, {seconds:.1} s later"),
-                false => tracing::info!("the GPU computes again, {seconds:.1} s later"),
+            match is_npu {
+                true => tracing::info!("the model and its NPU work again after {seconds:.1} s"),
+                false => tracing::info!("the GPU works again after {seconds:.1} s"),
             }
         }
         is_back
     }
 
-    /// Starts the runner. False if the engine is to end.
+    /// Starts a runner. Returns false if the engine must end.
     fn load(&mut self) -> bool {
-        self.shared.begins_nothing();
+        self.shared.set_idle();
         self.ledger.end_span();
         match self.runner.start(&self.shared.aborted) {
             Ok(()) => {
                 self.last_done = Instant::now();
-                self.shared.enter(EngineState::Ready);
-                self.shared.finished();
+                self.shared.set_state(EngineState::Ready);
+                self.shared.set_finished();
                 true
             }
             Err(_) if self.shared.aborted.load(Ordering::Acquire) => false,
             Err(error) => {
-                self.lose(&error);
+                self.end_lost(&error);
                 false
             }
         }
     }
 
-    /// Gives the device's memory back until the next request.
+    /// Unloads the model until the next request, which frees its memory on the device.
     fn unload(&mut self) {
-        tracing::info!("nobody asked for long: the model is unloaded until the next request");
+        tracing::info!("unloading the idle model until the next request");
         self.scheduler.restart(&[]);
         self.runner.unload();
-        self.shared.begins_nothing();
-        self.shared.enter(EngineState::Unloaded);
+        self.shared.set_idle();
+        self.shared.set_state(EngineState::Unloaded);
         self.publish();
     }
 
@@ -208,8 +210,8 @@ impl StepLoop {
         self.scheduler.is_idle() && self.in_flight.is_empty() && self.held.is_none()
     }
 
-    /// Takes in the messages that arrived, and waits for one if there is nothing else to do. False if the engine is to
-    /// end.
+    /// Handles the messages that arrived. Waits for a message if there is nothing else to do. Returns false if the
+    /// engine must end.
     fn drain_inbox(&mut self) -> bool {
         loop {
             let draining = self.shared.draining.load(Ordering::Acquire);
@@ -220,7 +222,7 @@ impl StepLoop {
                 if self.shared.probe.swap(false, Ordering::AcqRel) && !self.probe() {
                     return false;
                 }
-                // Where a request is there already, the span of energy goes on.
+                // If a request waits already, the span of energy continues.
                 let message = self.messages.try_recv().or_else(|_| {
                     self.ledger.end_span();
                     match self.runner.idle_unload() {
@@ -236,7 +238,7 @@ impl StepLoop {
                         self.unload();
                         continue;
                     }
-                    Err(RecvTimeoutError::Disconnected) => return false, // no handle is left, and no work
+                    Err(RecvTimeoutError::Disconnected) => return false, // there is no handle and no work
                 }
             } else {
                 match self.messages.try_recv() {
@@ -252,22 +254,22 @@ impl StepLoop {
         }
     }
 
-    /// Has an idle device prove that it computes. False if the engine is to end.
+    /// Checks that an idle device computes. Returns false if the engine must end.
     fn probe(&mut self) -> bool {
         if !self.runner.is_loaded() {
             return true;
         }
-        self.shared.begins(DeviceTask::Probe);
+        self.shared.set_working(DeviceTask::Probe);
         match self.runner.loaded().probe() {
             Ok(()) => {
-                self.shared.finished();
+                self.shared.set_finished();
                 true
             }
-            Err(error) => self.recover(&Failure { error, sequences: Vec::new(), at_unit: Vec::new() }),
+            Err(error) => self.recover(&Failure { error, sequences: Vec::new(), failed_on_npu: Vec::new() }),
         }
     }
 
-    /// Removes the answers whose reader left or stopped them.
+    /// Removes the answers whose client left or stopped them.
     fn remove_ended(&mut self) {
         let left = |answer: &Answer| {
             answer.events.is_closed() || answer.stopped[answer.choice].load(Ordering::Acquire)
@@ -284,29 +286,31 @@ impl StepLoop {
         self.answers.remove(&id).expect("every sequence has an answer")
     }
 
-    /// A failure of the device, with the step that failed, if one did, and those in flight.
+    /// A failure with the sequences of the steps in flight and of `step`.
     fn failure(&self, error: RunnerError, step: Option<&Step>) -> Failure {
         let steps = || self.in_flight.iter().map(|in_flight| &in_flight.step).chain(step);
         let sequences = self.scheduler.sequences_in(steps());
-        // No more than one of the steps has a prompt that is shared.
-        let shared =
+        // At most one step in flight has a prompt that the NPU computes.
+        let on_npu =
             steps().filter(|_| matches!(error, RunnerError::Offload(_))).find_map(Step::shared_prompt);
-        let at_unit = self.scheduler.sequences_of(shared);
-        Failure { error, sequences, at_unit }
+        let failed_on_npu = self.scheduler.sequences_of(on_npu);
+        Failure { error, sequences, failed_on_npu }
     }
 
-    /// Submits as many steps as may be in flight, waits for the oldest one, and commits it. Returns how long it waited.
+    /// Submits as many steps as may be in flight, waits for the oldest one, and commits it. Returns the time that it
+    /// waited for the device.
     fn step(&mut self) -> Result<Duration, Failure> {
         let mut drafting = Duration::ZERO;
-        self.shared.begins(DeviceTask::Step);
+        self.shared.set_working(DeviceTask::Step);
         let courtesy = self.shared.courtesy();
         match self.runner.set_courtesy(courtesy) {
             Ok(false) => {}
-            // Steps take longer or shorter from now on than what was learnt.
+            // The steps' durations change now, so what was learnt about them is wrong.
             Ok(true) => self.pace = Pace::new(),
             Err(error) => return Err(self.failure(error, None)),
         }
-        // A second step's submits would wait for gaps while the first one's results lie there.
+        // With a bound, the submission of a second step would wait for its time slots and delay the results of the
+        // first.
         let most = if courtesy.is_bound() { 1 } else { self.shared.limits.max_in_flight };
         self.ledger.begin_span();
         while self.in_flight.len() < most {
@@ -318,20 +322,21 @@ impl StepLoop {
                     step
                 }
             };
-            // The runner waits for the unit while such a step is submitted: a step that is in flight would be told as late
-            // as all of that, with the time and the energy of both.
-            let has_unit = self.runner.loaded().attention_path() != 0;
-            if has_unit && !self.in_flight.is_empty() && step.shared_prompt().is_some() {
+            // While the runner submits such a step, it waits for the NPU. The results of a step in flight would be
+            // delayed by that wait, and its measured time and energy would include those of this step.
+            let has_npu = self.runner.loaded().attention_path() != 0;
+            if has_npu && !self.in_flight.is_empty() && step.shared_prompt().is_some() {
                 self.held = Some(step);
                 break;
             }
-            // It is published that they run before they no longer wait: a reader finds them in one of the two.
+            // Requests are published as running before their permits end, so that they are never missing in both
+            // counts.
             self.publish();
             for share in &step.shares {
-                // Readers may have left while the step was held back.
+                // The client may have left while the step was held back.
                 let Some(answer) = self.answers.get_mut(&share.id) else { continue };
                 answer.permit = None;
-                answer.clock.start(|| self.ledger.nothing_yet());
+                answer.clock.start(|| self.ledger.zero());
             }
             let ticket = match step.submit(self.runner.loaded()) {
                 Ok(ticket) => ticket,
@@ -345,48 +350,48 @@ impl StepLoop {
         }
         let Some(InFlight { ticket, step, submitted }) = self.in_flight.pop_front() else {
             self.scheduler.expect_idle();
-            self.shared.begins_nothing();
+            self.shared.set_idle();
             self.ledger.end_span();
             return Ok(drafting);
         };
         let before = Instant::now();
         let sampled = self.runner.loaded().wait(ticket).map_err(|error| self.failure(error, Some(&step)))?;
-        self.shared.finished();
+        self.shared.set_finished();
         let done = Instant::now();
         self.pace.observe(step.load, done - submitted.max(self.last_done));
         self.last_done = done;
         self.charge(&step);
         let outputs = self.scheduler.commit(&step, &sampled);
-        // Whoever is told of the answer's end finds the answer no longer running.
+        // A client that gets the end of its answer must not find the answer among those that run.
         self.publish();
-        outputs.into_iter().for_each(|output| self.tell(output, done));
+        outputs.into_iter().for_each(|output| self.send_output(output, done));
         Ok(done - before + drafting)
     }
 
-    /// The next step, and the time that its draft tokens took; none if nobody gets on before a step in flight is
-    /// committed.
+    /// The next step, and the time that its draft tokens took. `None` if no sequence can get tokens before a step in
+    /// flight is committed.
     fn schedule(&mut self) -> Result<Option<(Step, Duration)>, Failure> {
         let took = match draft(&mut self.scheduler, self.runner.loaded(), self.in_flight.len()) {
             Ok(Some(took)) => took,
             Ok(None) => return Ok(None),
             Err(error) => {
                 let sequences = self.scheduler.draft_requests().into_iter().map(|(id, _)| id).collect();
-                return Err(Failure { error, sequences, at_unit: Vec::new() });
+                return Err(Failure { error, sequences, failed_on_npu: Vec::new() });
             }
         };
         self.scheduler.set_attention_path(self.runner.loaded().attention_path());
         Ok(self.scheduler.schedule(&self.pace).map(|step| (step, took)))
     }
 
-    /// Shares the energy of a step among its answers, by their tokens in it. An answer may have ended while the step was
-    /// under way; if all have, the next step gets the energy.
+    /// Shares the energy of a step among its answers, in proportion to their tokens in the step. Answers that ended
+    /// while the step ran get nothing. If all of them ended, the energy counts for the next step.
     fn charge(&mut self, step: &Step) {
         let is_there = |share: &&SequenceShare| self.answers.contains_key(&share.id);
         let tokens: usize = step.shares.iter().filter(is_there).map(|share| share.tokens).sum();
         if tokens == 0 {
             return;
         }
-        let joules = self.ledger.settle();
+        let joules = self.ledger.take_step();
         for share in &step.shares {
             if let Some(answer) = self.answers.get_mut(&share.id) {
                 answer.clock.charge(joules.map(|joules| joules * share.tokens as f64 / tokens as f64));
@@ -394,19 +399,19 @@ impl StepLoop {
         }
     }
 
-    /// Sends the events of one output of a step that ended `at`.
-    fn tell(&mut self, output: Output, at: Instant) {
+    /// Sends the events of one output of a step that ended at `at`.
+    fn send_output(&mut self, output: Output, at: Instant) {
         let Output { id: sequence, token, mut logprobs, prompt, pooled, end, cached_tokens, drafts } = output;
-        // A step may yield several ids, and the answer may have been removed at the first of them, because its reader
-        // was too far behind.
+        // A step may yield several ids. The answer may have been removed at the first one, because its reader was too
+        // slow.
         let Some(answer) = self.answers.get_mut(&sequence) else { return };
         answer.clock.drafts = drafts;
         answer.clock.cached_n = cached_tokens;
         let (choice, timings) = (answer.choice, answer.clock.tick(usize::from(pooled.is_none()), at));
-        let mut told = prompt.is_none_or(|logprobs| answer.send(Event::Prompt { logprobs }));
-        told &= pooled.is_none_or(|state| answer.send(Event::Pooled { state }));
+        let mut sent = prompt.is_none_or(|logprobs| answer.send(Event::Prompt { logprobs }));
+        sent &= pooled.is_none_or(|state| answer.send(Event::Pooled { state }));
         if let Some(id) = token {
-            told &= answer.send(Event::Token { choice, id, logprobs: logprobs.take(), timings });
+            sent &= answer.send(Event::Token { choice, id, logprobs: logprobs.take(), timings });
         }
         let finished = match end {
             Some(Err(error)) => {
@@ -422,25 +427,25 @@ impl StepLoop {
                 FinishReason::Stop(id) => logprobs.map(|logprobs| (id, logprobs)),
                 FinishReason::Length => None,
             };
-            told &= answer.send(Event::Finished { choice, reason, stop, timings });
-            if told {
+            sent &= answer.send(Event::Finished { choice, reason, stop, timings });
+            if sent {
                 self.answers.remove(&sequence);
                 return;
             }
         }
-        if !told {
+        if !sent {
             let answer = self.remove(sequence);
             self.publish();
             answer.fail(EngineError::SlowReader);
         }
     }
 
-    /// Fails all requests that run, wait, or are in the inbox. The runner is dropped last: its destructor may take
-    /// long, or never end if the device hangs, and no client is to wait for it.
+    /// Fails all requests that run, wait, or are in the inbox. The runner is dropped last, because its destructor may
+    /// take long, or never return if the device hangs, and clients must not wait for it.
     pub(super) fn end(mut self) {
         self.shared.draining.store(true, Ordering::Release);
         let error = self.shared.why_ended();
-        // After a panic the scheduler may be in the middle of a change.
+        // After a panic, the scheduler's state may be inconsistent.
         if !matches!(error, EngineError::Bug(_)) {
             self.answers.keys().for_each(|id| self.scheduler.remove(*id));
         }
@@ -452,7 +457,8 @@ impl StepLoop {
             }
         }
         let Self { runner, messages, .. } = self;
-        // Dropping the inbox fails the requests that arrived since then, and refuses later ones, with the same error.
+        // Dropping the inbox fails the requests that arrived after the loop above, and refuses later ones, with the
+        // same error.
         drop(messages);
         drop(runner);
     }
@@ -470,8 +476,8 @@ impl StepLoop {
     }
 }
 
-/// Has the runner's draft model draft tokens for the next step, before that step is scheduled and with `in_flight`
-/// steps under way. Returns the time that drafting took. `None` if the steps in flight must be committed first.
+/// Gets tokens of the runner's draft model for the next step, before that step is scheduled. `in_flight` is the number
+/// of steps in flight. Returns the time that drafting took, or `None` if the steps in flight must be committed first.
 pub fn draft(
     scheduler: &mut Scheduler,
     runner: &mut dyn Runner,
@@ -490,12 +496,12 @@ pub fn draft(
     let before = Instant::now();
     let draft_tokens = runner.draft(&requests)?;
     let took = before.elapsed();
-    assert_eq!(draft_tokens.len(), ids.len(), "the runner drafted for others than asked");
+    assert_eq!(draft_tokens.len(), ids.len(), "the runner must answer each draft request");
     scheduler.take_draft_tokens(ids.into_iter().zip(draft_tokens), took);
     Ok(Some(took))
 }
 
-/// Tells [`EngineHandle::join`](super::EngineHandle::join) that the engine's thread has ended, after a panic too.
+/// Wakes [`EngineHandle::join`](super::EngineHandle::join) when the engine's thread ends, also after a panic.
 pub(super) struct EndGuard(pub(super) Arc<Shared>);
 
 impl Drop for EndGuard {

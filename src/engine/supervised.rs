@@ -1,4 +1,4 @@
-//! The runner, and the factory that starts another one after a loss or an unload.
+//! The runner, and the factory that starts another runner after a loss or an unload.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -7,20 +7,20 @@ use std::time::{Duration, Instant};
 use crate::config::Courtesy;
 use crate::model::{Limits, Runner, RunnerError, RunnerFactory};
 
-/// Two losses within this time that are no sequence's fault are one too many: the device does not recover.
-const LOSSES_WITHIN: Duration = Duration::from_secs(60);
+/// The device does not recover if it is lost twice within this time and no sequence explains the losses.
+const LOSS_WINDOW: Duration = Duration::from_secs(60);
 
 pub(super) struct SupervisedRunner {
-    /// None while the model is unloaded, and while it is loaded again.
+    /// `None` while the model is unloaded or is being loaded.
     runner: Option<Box<dyn Runner>>,
     factory: Option<Box<dyn RunnerFactory>>,
     idle_unload: Option<Duration>,
     limits: Limits,
     has_draft: bool,
-    /// What the present runner was told.
+    /// The courtesy that was last set on the current runner.
     courtesy: Courtesy,
-    /// When the device was last lost by no sequence's fault.
-    lost: Option<Instant>,
+    /// When the device was last lost and no sequence explained the loss.
+    last_unexplained_loss: Option<Instant>,
 }
 
 impl SupervisedRunner {
@@ -37,7 +37,7 @@ impl SupervisedRunner {
             limits,
             has_draft,
             courtesy: Courtesy::NONE,
-            lost: None,
+            last_unexplained_loss: None,
         }
     }
 
@@ -49,13 +49,13 @@ impl SupervisedRunner {
         self.has_draft
     }
 
-    /// The runner, which is loaded.
+    /// The runner. Panics if the model is not loaded.
     pub(super) fn loaded(&mut self) -> &mut dyn Runner {
         &mut **self.runner.as_mut().expect("the model is loaded")
     }
 
-    /// Tells the runner, which is loaded, what share of the device's time it may take. Returns whether that is another one
-    /// than before.
+    /// Sets the share of the device's time that the runner may take. Returns whether the share changed. Panics if the
+    /// model is not loaded.
     pub(super) fn set_courtesy(&mut self, courtesy: Courtesy) -> Result<bool, RunnerError> {
         if self.courtesy == courtesy {
             return Ok(false);
@@ -69,37 +69,36 @@ impl SupervisedRunner {
         self.runner.is_some()
     }
 
-    /// How long the engine waits for requests before it unloads the model; none waits for ever.
+    /// How long the engine must be idle before it unloads the model. `None` = never.
     pub(super) fn idle_unload(&self) -> Option<Duration> {
         self.idle_unload.filter(|_| self.runner.is_some() && self.factory.is_some())
     }
 
-    /// Drops the runner, which gives back all that the device has of the model.
+    /// Drops the runner, which frees the model's memory on the device.
     pub(super) fn unload(&mut self) {
         self.runner = None;
     }
 
-    /// Whether another runner may be started after a loss. `explained` is whether sequences are at fault.
+    /// Whether another runner may be started after a loss. `explained`: whether sequences caused the loss.
     pub(super) fn may_recover(&mut self, explained: bool) -> bool {
         let now = Instant::now();
-        let too_soon = self.lost.is_some_and(|before| now - before < LOSSES_WITHIN);
+        let too_soon = self.last_unexplained_loss.is_some_and(|before| now - before < LOSS_WINDOW);
         if !explained {
-            self.lost = Some(now);
+            self.last_unexplained_loss = Some(now);
         }
         self.factory.is_some() && (explained || !too_soon)
     }
 
-    /// Starts another runner in place of the last one.
+    /// Replaces the runner with a new one.
     pub(super) fn start(&mut self, cancelled: &Arc<AtomicBool>) -> Result<(), RunnerError> {
-        // Two runners would need twice the memory.
+        // The old runner is dropped first, because two runners would need twice the memory.
         self.runner = None;
-        let factory =
-            self.factory.as_mut().expect("a runner is unloaded only where a factory starts another");
+        let factory = self.factory.as_mut().expect("runners are replaced only if there is a factory");
         let runner = factory.start(cancelled)?;
         let (limits, expected) = (runner.limits(), self.limits);
         if limits != expected || runner.has_draft() != self.has_draft {
             return Err(RunnerError::Lost(format!(
-                "the model came back with {limits:?} instead of {expected:?}"
+                "the reloaded model is not the same: expected {expected:?}, got {limits:?}"
             )));
         }
         self.runner = Some(runner);

@@ -1,9 +1,10 @@
-//! Times steps of a runner without requests and without the scheduler: a prompt of some length, or a number of
+//! Measures the time of a runner's steps without requests and without the scheduler: a prompt of some length, or some
 //! sequences that decode at some depth of their contexts.
 //!
 //! The cost of a step depends neither on its ids nor on the contents of the cache. So a decode at depth 8192 needs no
-//! prompt of 8192 tokens: its blocks are allocated, and read as they are. Every sequence has blocks of its own. Steps
-//! overlap as the engine's do. A trial that does not fit the runner's limits is refused, in words.
+//! prompt of 8192 tokens: its blocks are allocated, and read without being written first. Every sequence has its own
+//! blocks. Steps overlap like the engine's steps. [`Trial::obstacle`] explains why a trial does not fit the runner's
+//! limits.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -15,26 +16,26 @@ use crate::model::{
     Batch, BatchSequence, Draw, Input, Limits, Runner, RunnerError, Sampling, SamplingParams,
 };
 
-/// The work to time.
+/// The work whose time is measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Trial {
-    /// A prompt of `tokens` tokens, at least 1, in steps as long as the runner takes.
+    /// A prompt of `tokens` tokens, at least 1, in steps of at most [`Limits::max_batch_tokens`] tokens.
     Prefill { tokens: usize },
-    /// Steps that decode, `steps` of them, at least 1. Each draws an id for each of `sequences` sequences, at least 1,
-    /// from position `depth` on.
+    /// `steps` steps that decode, at least 1. Each draws one id for each of `sequences` sequences, at least 1, from
+    /// position `depth` on.
     Decode { sequences: usize, depth: usize, steps: usize },
 }
 
 /// One step of a trial.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TrialStep {
-    /// For each sequence, the positions before its tokens, and the number of its tokens.
+    /// For each sequence, the number of positions before its tokens, and the number of its tokens.
     pub shares: Vec<(usize, usize)>,
     pub draws: bool,
 }
 
 impl Trial {
-    /// The timed steps in their order. A decode submits one more before them, to warm up.
+    /// The measured steps in their order. Before them, a decode submits one more step to warm up.
     pub fn steps(self, limits: &Limits) -> Vec<TrialStep> {
         match self {
             Trial::Prefill { tokens } => {
@@ -54,12 +55,12 @@ impl Trial {
         }
     }
 
-    /// The number of steps that [`Trial::run`] submits, with the one that warms up.
+    /// The number of steps that [`Trial::run`] submits, including the warm-up step.
     pub fn submitted(self, limits: &Limits) -> usize {
         self.steps(limits).len() + usize::from(matches!(self, Trial::Decode { .. }))
     }
 
-    /// The reason for which a runner with these limits cannot run the trial; `None` if it can.
+    /// The reason why a runner with these limits cannot run the trial. `None` if it can.
     pub fn obstacle(self, limits: &Limits) -> Option<String> {
         let (sequences, tokens) = match self {
             Trial::Prefill { tokens } => (1, tokens),
@@ -68,7 +69,7 @@ impl Trial {
         let most = limits.max_sequences.min(limits.max_draws).min(limits.max_batch_tokens);
         if tokens > limits.max_context {
             return Some(format!(
-                "it needs a context of {tokens} tokens, and there is one of {}",
+                "it needs a context of {tokens} tokens, but the context has {}",
                 limits.max_context
             ));
         }
@@ -78,16 +79,16 @@ impl Trial {
         let kv = &limits.kv;
         let full = sequences * tokens.div_ceil(kv.block_size);
         if full > kv.full_blocks {
-            return Some(format!("the KV cache has {} blocks, and it needs {full}", kv.full_blocks));
+            return Some(format!("it needs {full} blocks of the KV cache, which has {}", kv.full_blocks));
         }
         let window = kv.window_blocks(limits.max_batch_tokens).min(tokens.div_ceil(kv.block_size));
         let sliding = sequences * window;
         (kv.sliding_window.is_some() && sliding > kv.sliding_blocks).then(|| {
-            format!("the KV cache has {} blocks for windows, and it needs {sliding}", kv.sliding_blocks)
+            format!("it needs {sliding} sliding blocks of the KV cache, which has {}", kv.sliding_blocks)
         })
     }
 
-    /// Runs the trial, and returns the time of its steps together. Panics if there is an obstacle.
+    /// Runs the trial, and returns the total time of its steps. Panics if there is an obstacle.
     pub fn run(self, runner: &mut dyn Runner) -> Result<Duration, RunnerError> {
         let limits = runner.limits();
         if let Some(obstacle) = self.obstacle(&limits) {
@@ -104,12 +105,12 @@ impl Trial {
         let mut submit = |runner: &mut dyn Runner, step: &TrialStep, known: bool| {
             let shares = step.shares.iter().zip(&mut tables).enumerate();
             let sequences = shares.map(|(slot, (&(start, tokens), table))| {
-                // Any ids would do, but each sequence has its own.
+                // The ids do not matter, but each sequence has different ones.
                 let id = |i: usize| ((start + i) * 7919 + slot * 31 + 5) % limits.vocab_size;
                 let ids = (0..tokens).map(|i| id(i) as u32);
                 let input = if known { Input::Ids(ids.collect()) } else { Input::LastSampled };
                 extend(&mut blocks, table, start, tokens);
-                share(table, slot as u32, start, input)
+                batch_entry(table, slot as u32, start, input)
             });
             let batch = Batch { sequences: sequences.collect(), ..Batch::default() };
             let draws = if step.draws { step.shares.len() } else { 0 };
@@ -137,7 +138,7 @@ impl Trial {
     }
 }
 
-/// The table of a sequence whose first `depth` positions were computed in chunks, as a prompt is.
+/// The table of a sequence whose first `depth` positions were computed in chunks, like those of a prompt.
 fn table_at(blocks: &mut BlockManager, depth: usize, chunk: usize) -> BlockTable {
     let (mut table, _) = blocks.admit(&[], Priority::Interactive, &CacheSalt::default());
     for start in (0..depth).step_by(chunk) {
@@ -146,13 +147,13 @@ fn table_at(blocks: &mut BlockManager, depth: usize, chunk: usize) -> BlockTable
     table
 }
 
-/// Lets go of the blocks that positions from `start` on do not see, and grows the table by `tokens`.
+/// Releases the blocks that positions from `start` on do not need, and grows the table by `tokens` positions.
 fn extend(blocks: &mut BlockManager, table: &mut BlockTable, start: usize, tokens: usize) {
     blocks.leave_window(table, start);
-    blocks.grow(table, start + tokens).expect("there is room, by the limits");
+    blocks.grow(table, start + tokens).expect("the trial fits the limits");
 }
 
-fn share(table: &BlockTable, slot: u32, start: usize, input: Input) -> BatchSequence {
+fn batch_entry(table: &BlockTable, slot: u32, start: usize, input: Input) -> BatchSequence {
     let (sliding_first, sliding) = table.sliding();
     BatchSequence {
         slot,
@@ -195,14 +196,14 @@ mod tests {
     };
 
     #[test]
-    fn a_prompt_is_cut_into_steps_and_drawn_behind() {
+    fn a_prompt_is_split_into_steps_and_only_the_last_one_draws() {
         let steps = Trial::Prefill { tokens: 35 }.steps(&LIMITS);
         let shares: Vec<_> = steps.iter().map(|step| (step.shares[0], step.draws)).collect();
         assert_eq!(shares, [((0, 16), false), ((16, 16), false), ((32, 3), true)]);
     }
 
     #[test]
-    fn a_decode_begins_behind_its_depth_and_the_step_that_warms_up() {
+    fn a_decode_begins_after_its_depth_and_the_warm_up_step() {
         let trial = Trial::Decode { sequences: 3, depth: 20, steps: 2 };
         let steps = trial.steps(&LIMITS);
         assert_eq!((steps.len(), trial.submitted(&LIMITS)), (2, 3));
@@ -210,14 +211,14 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_said_and_what_fits_finds_its_blocks() {
+    fn a_trial_that_fits_finds_its_blocks_and_others_name_the_obstacle() {
         let decode = |sequences, depth| Trial::Decode { sequences, depth, steps: 3 };
         for (trial, why) in [
             (Trial::Prefill { tokens: 101 }, Some("context of 101 tokens")),
             (Trial::Prefill { tokens: 100 }, None),
             (decode(5, 0), Some("at most 4 sequences")),
-            (decode(4, 37), Some("40 blocks, and it needs 44")),
-            (decode(4, 36), Some("24 blocks for windows, and it needs 28")),
+            (decode(4, 37), Some("needs 44 blocks of the KV cache, which has 40")),
+            (decode(4, 36), Some("needs 28 sliding blocks of the KV cache, which has 24")),
             (decode(3, 36), None),
             (decode(4, 20), None),
         ] {

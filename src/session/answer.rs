@@ -5,14 +5,15 @@ use crate::engine::{EngineError, Event, FinishReason, Timings};
 use crate::model::Logprobs;
 use crate::text::{AnswerPiece, CallPiece, CallReader, Detokenizer, StopMatcher};
 
-/// Turns token events into text that never holds half a character, nor any byte of a stop string.
+/// Turns token events into text. The text never ends in the middle of a character, and never has any byte of a stop
+/// string.
 #[derive(Clone)]
 pub struct AnswerText {
     detokenizer: Detokenizer,
     stops: StopMatcher,
-    /// Parses tool calls out of the text; none if the request has no tools that the model may call.
+    /// Extracts tool calls from the text. `None` if the model may not call tools.
     calls: Option<CallReader>,
-    /// Set once the answer could not be held to its grammar any further.
+    /// Set if the answer cannot follow its grammar any longer.
     failure: Option<Failure>,
 }
 
@@ -23,28 +24,26 @@ pub struct Delta {
     pub text: String,
     /// New pieces of tool calls; empty if there is text.
     pub calls: Vec<CallPiece>,
-    /// The event's token id, of the answer or the one that ended it.
+    /// The event's token id: a token of the answer, or the stop id that ended it.
     pub id: Option<u32>,
-    /// The event's token with its log probabilities, if the request asks for them. The token's text may come with a
-    /// later delta.
+    /// The event's token with its log probabilities, if requested. The token's text may be in a later delta.
     pub logprobs: Option<(u32, Logprobs)>,
-    /// The token that ended the answer and is no part of it, with its log probabilities, if the request asks for them.
+    /// The stop id that ended the answer with its log probabilities, if requested. It is not part of the answer.
     pub stop: Option<(u32, Logprobs)>,
-    /// Log probabilities of all the prompt's ids but the first, if the request asks for them. They come before anything
-    /// else.
+    /// Log probabilities of all ids of the prompt except the first, if requested. They are in the first delta.
     pub prompt: Option<Vec<Logprobs>>,
-    /// Why the answer ended; set in its last delta. The engine may stop this answer then.
+    /// How the answer ended; set in its last delta. The caller may then stop this answer in the engine.
     pub end: Option<End>,
 }
 
-/// Why an answer is complete. Above the engine, no other type says this.
+/// Why an answer is complete. All code above the engine uses this type.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reason {
     /// The model ended the answer, or a stop string was found.
     Stop,
-    /// The limit of tokens or the context was reached.
+    /// The maximum number of tokens or the end of the context was reached.
     Length,
-    /// The answer calls tools, which the client is to run now.
+    /// The answer calls tools, which the client must run now.
     Called,
 }
 
@@ -58,7 +57,7 @@ impl From<FinishReason> for Reason {
 }
 
 impl Reason {
-    /// OpenAI's `finish_reason`, which metrics and the log use too.
+    /// OpenAI's `finish_reason`. Metrics and the log use the same names.
     pub fn name(self) -> &'static str {
         match self {
             Self::Stop => "stop",
@@ -75,7 +74,7 @@ pub enum End {
         timings: Timings,
     },
     Failed(EngineError),
-    /// The answer could not be held to its grammar any further; the text says why.
+    /// The answer could not follow its grammar any longer. The text is the reason.
     OffGrammar(String),
 }
 
@@ -84,12 +83,12 @@ impl AnswerText {
         Self { detokenizer, stops, calls: None, failure: None }
     }
 
-    /// Parses tool calls out of the text.
+    /// Extracts tool calls from the text.
     pub(super) fn with_calls(self, calls: CallReader) -> Self {
         Self { calls: Some(calls), ..self }
     }
 
-    /// Ends the answer with an error once `failure` is set.
+    /// If `failure` is set, the answer ends with that error.
     pub(super) fn with_failure(self, failure: Failure) -> Self {
         Self { failure: Some(failure), ..self }
     }
@@ -138,7 +137,7 @@ impl AnswerText {
         }
     }
 
-    /// Splits new text into plain text and pieces of tool calls. `last` is whether the answer ends with this text.
+    /// Splits new text into plain text and pieces of tool calls. `last`: whether the answer ends with this text.
     fn read(&mut self, text: String, last: bool) -> (String, Vec<CallPiece>) {
         let Some(reader) = &mut self.calls else { return (text, Vec::new()) };
         let mut pieces = reader.push(&text);

@@ -1,5 +1,5 @@
-//! Builds a conversation message by message. A turn that called tools is written as the JSON that the model wrote. The
-//! results of the calls are written as a turn of the user: a line `Result of NAME: TEXT` for each, in the order of the
+//! Builds a conversation message by message. A turn that called tools becomes the JSON that the model wrote. The
+//! results of the calls become one turn of the user, with a line `Result of NAME: TEXT` for each, in the order of the
 //! calls.
 
 use std::collections::HashMap;
@@ -9,33 +9,35 @@ use serde_json::json;
 
 use crate::text::Message;
 
-/// A call that an earlier answer made.
+/// A tool call of an earlier answer.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Call {
     pub name: String,
-    /// The JSON that the model wrote, which a client may have changed.
+    /// The JSON that the model wrote. A client may have changed it.
     pub arguments: String,
 }
 
-/// The messages so far. Consecutive calls become one turn of the assistant, and consecutive results one turn of the
+/// The messages until now. Successive calls become one turn of the assistant, and successive results one turn of the
 /// user.
 #[derive(Debug, Default)]
 pub struct Conversation {
     messages: Vec<Message>,
-    /// The calls of each id. Where an id comes again in a later turn, the calls of that turn count.
+    /// The calls of each id. If a later turn uses an id again, its calls replace the earlier ones.
     by_id: HashMap<String, Calls>,
-    /// The number of calls so far.
+    /// The number of calls until now.
     calls: usize,
-    /// Calls that are no message yet. At most one of `called` and `results` has entries.
+    /// Calls that are not yet a message. At most one of `called` and `results` has entries.
     called: Vec<Call>,
+    /// Results that are not yet a message: the index of the call among all calls, the tool and the text.
     results: Vec<(usize, String, String)>,
 }
 
 /// Calls of one turn that have the same id.
 #[derive(Debug)]
 struct Calls {
-    /// The calls' places among all calls, and their tools; at least one.
+    /// The index of each call among all calls, and its tool; at least one.
     list: Vec<(usize, String)>,
+    /// The number of results that have arrived.
     results: usize,
 }
 
@@ -59,8 +61,9 @@ impl Conversation {
         self.called.push(call);
     }
 
-    /// Adds the result of the call with the id `id`; false if no call before has that id. Where several calls of one turn
-    /// have it, their results come in the order of the calls; what comes after these is the last call's, too.
+    /// Adds the result of the call with the id `id`. Returns false if no earlier call has that id. If several calls of
+    /// a turn have the id, their results must come in the order of the calls. Surplus results belong to the last of
+    /// these calls.
     #[must_use]
     pub fn result(&mut self, id: &str, text: String) -> bool {
         let Some(Calls { list, results }) = self.by_id.get_mut(id) else { return false };
@@ -73,7 +76,7 @@ impl Conversation {
         true
     }
 
-    /// Whether the conversation so far ends with calls that have no results.
+    /// Whether the conversation ends with calls without results.
     pub fn ends_with_calls(&self) -> bool {
         !self.called.is_empty()
     }
@@ -98,10 +101,10 @@ impl Conversation {
     }
 }
 
-/// Calls as the model writes them.
+/// Calls in the form in which the model writes them.
 fn written_calls(calls: &[Call]) -> String {
     let call = |Call { name, arguments }: &Call| {
-        // Arguments that are not valid JSON are shown as a JSON string.
+        // Arguments that are not valid JSON become a JSON string.
         let parameters = match serde_json::from_str::<IgnoredAny>(arguments) {
             Ok(_) => arguments.trim().to_owned(),
             Err(_) if arguments.trim().is_empty() => "{}".to_owned(),

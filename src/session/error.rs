@@ -1,12 +1,12 @@
-//! Errors of preparing a request, and of answering it.
+//! Errors while a request is prepared or answered.
 
 use crate::text::TextError;
 
-/// Each wire format words these errors itself, and names the field that holds the prompt there.
+/// Each wire format translates these errors to its own texts, and adds the name of the field with the prompt.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum SessionError {
-    /// An option with an invalid value, or one that this server does not support. `param` is the option's name, which
-    /// is the same in every wire format.
+    /// An option that has an invalid value, or that is not supported. `param` is the option's name, which is the same
+    /// in every wire format.
     #[error("{param}: {problem}")]
     Invalid { param: String, problem: String },
     /// The prompt is longer than the context.
@@ -15,11 +15,11 @@ pub enum SessionError {
     /// A text of the prompt cannot be tokenized.
     #[error("{0}")]
     Text(String),
-    /// The system gave the server too little for it.
+    /// The system has too little memory or too few threads for the request.
     #[error("{0}")]
     Shortage(String),
-    /// The answer left its grammar while it was written.
-    #[error("the answer could not be held to its grammar: {0}")]
+    /// While the answer was generated, no token was left that its grammar allows.
+    #[error("the answer could not follow its grammar: {0}")]
     Grammar(String),
 }
 

@@ -6,6 +6,6 @@ use crate::text::GrammarSource;
 #[derive(Debug, Clone, PartialEq)]
 pub struct ResponseGrammar {
     pub source: GrammarSource,
-    /// The request's field that has the grammar; errors name it.
+    /// The request's field with the grammar, for errors.
     pub param: String,
 }

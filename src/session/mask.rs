@@ -1,4 +1,4 @@
-//! The token mask that holds an answer to its grammar, and to the token ids that its request allows.
+//! The token mask that restricts an answer to its grammar, and to the token ids that its request allows.
 
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -6,10 +6,11 @@ use std::time::{Duration, Instant};
 use crate::engine::TokenMask;
 use crate::text::{Constraint, TextError, Tokenizer};
 
-/// Why an answer could not be held to its request any further. All answers to one request share the value.
+/// Why an answer could not follow its grammar or the rules of its request any longer. All answers to a request share
+/// it.
 pub(super) type Failure = Arc<OnceLock<String>>;
 
-/// Token ids as a mask: bit `id % 32` of word `id / 32` is set for each of them.
+/// The mask of token ids: bit `id % 32` of word `id / 32` is set for each of them.
 fn mask_of(vocab_size: usize, ids: impl IntoIterator<Item = u32>) -> Arc<[u32]> {
     let mut words = vec![0; vocab_size.div_ceil(32)];
     for id in ids {
@@ -22,21 +23,21 @@ fn clear(words: &mut [u32], id: u32) {
     words[id as usize / 32] &= !(1 << (id % 32));
 }
 
-/// The bytes that an id adds to an answer's text.
+/// The bytes that an id adds to the text of an answer.
 fn text_of(tokenizer: &Tokenizer, id: u32) -> Vec<u8> {
     if tokenizer.is_special(id) { Vec::new() } else { tokenizer.token_bytes(id).unwrap_or_default() }
 }
 
-/// A text that an answer may not have, and the ids that would end it.
+/// A text that must not occur in an answer, and the ids that would complete it.
 #[derive(Debug)]
 struct BadWord {
     bytes: Vec<u8>,
-    /// At index `n`: the ids whose texts begin with all of the word but its first `n` bytes. At index 0: the ids whose
-    /// texts have the word.
-    ending: Vec<Vec<u32>>,
+    /// At index `n > 0`: the ids whose texts begin with the rest of the word after its first `n` bytes. At index 0: the
+    /// ids whose texts contain the word.
+    completing: Vec<Vec<u32>>,
 }
 
-/// Which ids may come in an answer, beside what its grammar allows.
+/// Rules for the ids of an answer, in addition to its grammar.
 pub(super) struct TokenRules {
     tokenizer: Tokenizer,
     allowed: Arc<[u32]>,
@@ -47,8 +48,8 @@ pub(super) struct TokenRules {
 }
 
 impl TokenRules {
-    /// Rules for the ids `0..vocab_size`. `allowed` are the ids that may come; none allows all. `bad_words` are texts
-    /// that may not come, none of them empty. `stop_token_ids` end the answer, from its `min_tokens` on.
+    /// Rules for the ids `0..vocab_size`. `allowed` are the ids that may come; `None` = all. `bad_words` are texts that
+    /// must not occur; none of them is empty. `stop_token_ids` may come only after `min_tokens` ids.
     pub(super) fn new(
         tokenizer: Tokenizer,
         vocab_size: usize,
@@ -64,21 +65,21 @@ impl TokenRules {
         };
         let word = |text: &String| BadWord {
             bytes: text.clone().into_bytes(),
-            ending: vec![Vec::new(); text.len()],
+            completing: vec![Vec::new(); text.len()],
         };
         let mut bad_words: Vec<BadWord> = bad_words.iter().map(word).collect();
-        // Each token's text is looked up once for all words, and compared only where it is long enough.
+        // The text of each token is looked up once for all words, and compared only where it is long enough.
         let compared = if bad_words.is_empty() { 0..0 } else { ids };
         for id in compared {
             let text = text_of(&tokenizer, id);
-            for BadWord { bytes, ending } in &mut bad_words {
+            for BadWord { bytes, completing } in &mut bad_words {
                 let shortest = bytes.len().saturating_sub(text.len());
                 if shortest == 0 && text.windows(bytes.len()).any(|part| part == bytes) {
-                    ending[0].push(id);
+                    completing[0].push(id);
                 }
-                for said in shortest.max(1)..bytes.len() {
-                    if text.starts_with(&bytes[said..]) {
-                        ending[said].push(id);
+                for begun in shortest.max(1)..bytes.len() {
+                    if text.starts_with(&bytes[begun..]) {
+                        completing[begun].push(id);
                     }
                 }
             }
@@ -86,7 +87,7 @@ impl TokenRules {
         Self { tokenizer, allowed, bad_words, stop_token_ids, min_tokens }
     }
 
-    /// The last bytes of the answer's text, as many as a bad word may have begun in.
+    /// The end of the answer's text, long enough for the beginning of every bad word.
     fn tail(&self, answer: &[u32]) -> Vec<u8> {
         let most = self.bad_words.iter().map(|word| word.bytes.len() - 1).max().unwrap_or(0);
         let mut tail = Vec::new();
@@ -99,15 +100,16 @@ impl TokenRules {
         tail
     }
 
-    /// The ids of `mask` that may follow `answer`; none if there is no such id. The ids of `too_early` are among them
-    /// only if no others are.
+    /// The ids of `mask` that may follow `answer`, or `None` if there are none. The ids of `too_early`, and of
+    /// `stop_token_ids` before `min_tokens`, are included only if there are no others.
     fn apply(&self, answer: &[u32], mask: &[u32], too_early: Option<&[u32]>) -> Option<Arc<[u32]>> {
         let mut words: Vec<u32> =
             mask.iter().zip(&*self.allowed).map(|(word, allowed)| word & allowed).collect();
         let tail = self.tail(answer);
-        for BadWord { bytes, ending } in &self.bad_words {
-            let ends = ending.iter().enumerate().filter(|(said, _)| tail.ends_with(&bytes[..*said]));
-            ends.flat_map(|(_, ids)| ids).for_each(|id| clear(&mut words, *id));
+        for BadWord { bytes, completing } in &self.bad_words {
+            let forbidden =
+                completing.iter().enumerate().filter(|(begun, _)| tail.ends_with(&bytes[..*begun]));
+            forbidden.flat_map(|(_, ids)| ids).for_each(|id| clear(&mut words, *id));
         }
         let mut others = words.clone();
         for (word, early) in others.iter_mut().zip(too_early.unwrap_or_default()) {
@@ -120,22 +122,23 @@ impl TokenRules {
     }
 }
 
-/// Holds one answer to a grammar, to rules, or to both. The engine must stop at the ids that end an answer, and must
-/// leave it to the mask when these ids may come. Where no other ids may come, the answer ends, however few ids it has.
+/// Restricts one answer to a grammar, to rules, or to both. The engine must stop at the ids that end an answer. Only
+/// the mask decides when these ids may come: the engine must not forbid them. If no other ids may come, the answer
+/// ends, even before its minimum length.
 #[derive(Clone)]
 pub(super) struct AnswerMask {
     constraint: Option<Constraint>,
     rules: Option<Arc<TokenRules>>,
     /// The ids that end an answer.
-    ends: Arc<[u32]>,
-    /// The least number of ids before one of `ends`.
+    end_ids: Arc<[u32]>,
+    /// Minimum number of ids before one of `end_ids`.
     min_tokens: usize,
     /// How many of the answer's ids `constraint` has consumed.
     taken: usize,
-    /// The mask for the next id, once it was computed.
+    /// The mask for the next id, if it was computed already.
     mask: Option<Arc<[u32]>>,
     failure: Failure,
-    /// The time spent on masks since the engine last asked.
+    /// The time spent on masks since the last call of `take_time`.
     took: Duration,
 }
 
@@ -146,7 +149,7 @@ impl AnswerMask {
         Self {
             constraint: None,
             rules: None,
-            ends: mask_of(vocab_size, ends),
+            end_ids: mask_of(vocab_size, ends),
             min_tokens,
             taken: 0,
             mask: None,
@@ -185,17 +188,17 @@ impl AnswerMask {
     /// The mask of the ids that may follow `answer`, which the constraint has consumed.
     fn computed(&mut self, answer: &[u32]) -> Result<Arc<[u32]>, String> {
         let may_end = answer.len() >= self.min_tokens;
-        // A grammar keeps its ends away by itself, and knows where nothing else may come.
+        // A grammar decides itself when end ids may come, and knows when nothing else may come.
         let grammar = self.constraint.as_mut().map(|constraint| constraint.mask(may_end));
         let grammar = grammar.transpose().map_err(|error| error.to_string())?;
         let Some(rules) = &self.rules else { return Ok(grammar.expect("a grammar or rules")) };
-        let too_early = (!may_end && grammar.is_none()).then_some(&*self.ends);
+        let too_early = (!may_end && grammar.is_none()).then_some(&*self.end_ids);
         let mask = grammar.as_deref().unwrap_or(&rules.allowed);
         let left = rules.apply(answer, mask, too_early);
         left.ok_or_else(|| "grammar, allowed_token_ids and bad_words together leave no token".to_owned())
     }
 
-    /// Feeds the new ids of `answer` to the constraint.
+    /// Passes the new ids of `answer` to the constraint.
     fn take(&mut self, answer: &[u32]) -> Result<(), TextError> {
         let new = &answer[self.taken..];
         self.taken = answer.len();
@@ -206,10 +209,11 @@ impl AnswerMask {
         new.iter().try_for_each(|id| constraint.push(*id))
     }
 
-    /// Records the problem for the reader of the answer, and masks everything but the ids that end it.
+    /// Records the problem, which ends the answer with an error. Returns a mask that allows only the ids that end the
+    /// answer.
     fn fail(&self, problem: String) -> Arc<[u32]> {
         let _ = self.failure.set(problem);
-        Arc::clone(&self.ends)
+        Arc::clone(&self.end_ids)
     }
 }
 
@@ -259,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_mask_took_is_told_once_and_is_no_other_answers() {
+    fn the_time_of_a_mask_is_returned_once_and_not_to_a_copy() {
         let start = tokenizer().encode("{", false).unwrap();
         let grammars = Grammars::new(tokenizer(), VOCAB, &[1]);
         let constraint = grammars.compile(&GrammarSource::json_object()).unwrap().start();
@@ -271,11 +275,11 @@ mod tests {
         assert!(mask.take_time() > Duration::ZERO, "a mask");
         assert_eq!([mask.take_time(), other.take_time()], [Duration::ZERO; 2]);
         assert!(!mask.is_free(&start));
-        assert!(mask.take_time() > Duration::ZERO, "what the next mask follows from");
+        assert!(mask.take_time() > Duration::ZERO, "the new id for the next mask");
     }
 
     #[test]
-    fn a_mask_has_every_id_that_ends_no_bad_word() {
+    fn a_mask_has_exactly_the_ids_that_complete_no_bad_word() {
         let tokenizer = tokenizer();
         let words = ["the", "a ", "½", "n\n", "there", "e"];
         let text =
@@ -287,33 +291,33 @@ mod tests {
             words.into_iter().flat_map(|word| ["", "t", "th", "a", "n", "½", "x th"].map(|b| (word, b)))
         {
             let answer = tokenizer.encode(begun, false).unwrap();
-            // What is said stays said: a word that is there already is no concern of the next id.
+            // A word that is in the answer already does not restrict the next id.
             if has(&answer, word) {
                 continue;
             }
             let allowed = ids(&ruled(None, &[word], &[], [0, 0]).mask(&answer));
             for id in 0..VOCAB as u32 {
                 let ends = has(&[answer.as_slice(), &[id]].concat(), word);
-                assert_eq!(allowed.contains(&id), !ends, "{id} behind {begun:?}, without {word:?}");
+                assert_eq!(allowed.contains(&id), !ends, "{id} after {begun:?}, bad word {word:?}");
                 forbidden += usize::from(ends);
             }
         }
-        assert!(forbidden > 50, "{forbidden} ids in all");
+        assert!(forbidden > 50, "{forbidden} forbidden ids in total");
     }
 
     #[test]
-    fn an_end_comes_early_only_if_nothing_else_may() {
+    fn an_end_id_may_come_early_only_if_no_other_id_may_come() {
         let ruled = |allowed: &[u32]| ruled(Some(allowed), &[], &[9], [2, 3]);
         let mut mask = ruled(&[1, 8, 9]);
         assert_eq!(ids(&mask.mask(&[])), [8]);
         assert_eq!(ids(&mask.mask(&[8, 8])), [8, 9], "a stop id after min_tokens");
-        assert_eq!(ids(&mask.mask(&[8, 8, 8])), [1, 8, 9], "and an end after the mask's own");
-        assert!(!mask.is_free(&[8, 8, 8]), "rules hold to the end");
+        assert_eq!(ids(&mask.mask(&[8, 8, 8])), [1, 8, 9], "an end id after the min_tokens of the mask");
+        assert!(!mask.is_free(&[8, 8, 8]), "rules apply until the end");
         assert_eq!(ids(&ruled(&[1, 9]).mask(&[])), [1, 9]);
     }
 
     #[test]
-    fn where_no_token_is_left_the_answer_ends_and_says_why() {
+    fn an_answer_without_allowed_ids_ends_with_a_reason() {
         let e = tokenizer().encode("e", false).unwrap()[0];
         let mut mask = ruled(Some(&[e]), &["e"], &[], [0, 0]);
         assert_eq!(ids(&mask.mask(&[])), [1, 2]);

@@ -1,9 +1,8 @@
-//! One generation between a client and the engine. A conversation or a text becomes a prompt (template, tools,
-//! grammar); the engine's events become text, tool calls and log probabilities.
+//! The layer between the clients' requests and the engine. It turns a conversation or a text into a prompt (template,
+//! tools, grammar), and the engine's events into text, tool calls and log probabilities.
 //!
-//! The terminal commands and every wire format generate through this module, so their answers are alike. The module
-//! knows no wire format: what is wrong with a request is a [`SessionError`], which each caller words for its own
-//! format.
+//! The terminal commands and all wire formats use this module, so they give the same answers. The module knows no wire
+//! format: each caller translates a [`SessionError`] to its own format.
 
 mod answer;
 mod conversation;

@@ -5,45 +5,46 @@ use super::tools::Tools;
 use crate::model::SamplingOptions;
 use crate::text::{Message, PromptEnding};
 
-/// A conversation and how to answer it. Absent options take the model's defaults. For a prompt that is no conversation,
-/// `messages` is empty and the prompt is given beside the request.
+/// A conversation and how to answer it. Absent options get the model's defaults. If the prompt is not a conversation,
+/// `messages` is empty, and the prompt is passed separately.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct GenerateRequest {
-    /// Roles are system, developer, user or assistant. Tool calls and their results are text in the messages.
+    /// The roles are system, developer, user and assistant. Tool calls and their results are text in the messages.
     pub messages: Vec<Message>,
     pub max_tokens: Option<usize>,
     pub sampling: SamplingOptions,
-    /// Token ids with what is added to their logits. No id comes twice, and no bias is 0.
+    /// Token ids, and the value to add to the logit of each. Ids are unique, and no value is 0.
     pub logit_bias: Vec<(u32, f32)>,
     pub seed: Option<u64>,
     pub stop: Vec<String>,
-    /// The least number of tokens of an answer; at most `max_tokens`, if that is set.
+    /// Minimum number of tokens of an answer. Not greater than `max_tokens`, if that is set.
     pub min_tokens: Option<usize>,
-    /// Never ends an answer with an id that ends the model's answers; `stop_token_ids` still end it.
+    /// The model's own stop ids do not end an answer. `stop_token_ids` still do.
     pub ignore_eos: bool,
-    /// Further ids that end an answer, and are no part of it.
+    /// Additional ids that end an answer. They are not part of it.
     pub stop_token_ids: Vec<u32>,
-    /// The ids that an answer may have; none allows all.
+    /// The ids that an answer may have. `None` = all.
     pub allowed_token_ids: Option<Vec<u32>>,
-    /// Texts that an answer may not have, none of them empty. Preparing a request takes some milliseconds for each.
+    /// Texts that must not occur in an answer. None of them is empty. Each costs some milliseconds when a request is
+    /// prepared.
     pub bad_words: Vec<String>,
-    /// How much of a prompt is kept; none keeps all of it.
+    /// How much of the prompt is kept. `None` = all of it.
     pub truncate: Option<Truncation>,
-    /// The number of alternatives whose log probabilities come with each token; none asks for no log probabilities.
+    /// The number of alternatives whose log probabilities are reported with each token. `None` = no log probabilities.
     pub logprobs: Option<usize>,
-    /// The number of answers, at least 1; none is 1.
+    /// The number of answers, at least 1. `None` = 1.
     pub n: Option<usize>,
-    /// The grammar of each answer that calls no tool.
+    /// The grammar of answers that do not call tools.
     pub grammar: Option<ResponseGrammar>,
     pub tools: Tools,
     pub ending: PromptEnding,
 }
 
-/// How much of a prompt is kept: the last ids.
+/// How many ids of a prompt are kept: always the last ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Truncation {
-    /// So many, at least 1.
+    /// This number, at least 1.
     Last(usize),
-    /// As many as the context holds before `max_tokens`.
+    /// As many as fit into the context together with `max_tokens`.
     ToContext,
 }

@@ -1,4 +1,4 @@
-//! Turns a validated request into ids for the engine, with one loaded model's tokenizer, chat template and defaults.
+//! Turns a validated request into a request to the engine, with the tokenizer, chat template and defaults of a model.
 
 use std::hash::{BuildHasher, Hasher};
 use std::sync::Arc;
@@ -20,18 +20,18 @@ pub struct Service {
     tokenizer: Tokenizer,
     template: ChatTemplate,
     grammars: Grammars,
-    /// Sampling options for what a request leaves out.
+    /// Default values of the sampling options.
     defaults: SamplingOptions,
     stop_token_ids: Vec<u32>,
-    /// Whether control tokens that a client's text spells become control tokens.
+    /// Whether the names of control tokens in the text of messages become control tokens.
     special_in_content: bool,
-    /// The largest number of bytes of text that one token stands for.
+    /// The largest number of text bytes in one token.
     longest_token_bytes: usize,
 }
 
 impl Service {
     /// `stop_token_ids` end an answer (`<end_of_turn>`, `<eos>`). The text of messages never becomes a control token,
-    /// unless [`Self::with_special_in_content`] says so.
+    /// unless [`Self::with_special_in_content`] enables it.
     pub fn new(
         engine: EngineHandle,
         tokenizer: Tokenizer,
@@ -39,7 +39,7 @@ impl Service {
         defaults: SamplingOptions,
         stop_token_ids: Vec<u32>,
     ) -> Self {
-        // The text of an added token may be longer where it is written than what the token decodes to.
+        // The name of an added token may be longer in a text than what the token decodes to.
         let bytes = |id| {
             let written = tokenizer.token(id).map_or(0, |t| t.len());
             written.max(tokenizer.token_bytes(id).map_or(0, |t| t.len()))
@@ -59,7 +59,7 @@ impl Service {
         }
     }
 
-    /// The service, which reads control tokens in the text of messages as transformers does if `special_in_content`.
+    /// Sets whether the names of control tokens in the text of messages become control tokens, as in transformers.
     #[must_use]
     pub fn with_special_in_content(self, special_in_content: bool) -> Self {
         Self { special_in_content, ..self }
@@ -69,13 +69,13 @@ impl Service {
         &self.engine
     }
 
-    /// Builds what all grammars share, which the first request with a grammar would wait for otherwise. For a large
-    /// vocabulary this takes a second of a processor.
+    /// Builds the tables that all grammars share, so that the first request with a grammar does not wait for them. For
+    /// a large vocabulary this takes a second of CPU time.
     pub fn prepare_grammars(&self) {
         self.grammars.prepare();
     }
 
-    /// How a request with these options draws its ids.
+    /// The sampling parameters of a request with these options. Absent options get their defaults.
     pub fn sampling_params(&self, options: &SamplingOptions) -> SamplingParams {
         options.resolve(&self.defaults)
     }
@@ -86,7 +86,7 @@ impl Service {
     }
 
     /// Renders and tokenizes a request. The caller passes the result to [`EngineHandle::submit`], and pushes the events
-    /// of each answer into its own copy of the [`AnswerText`]. A long conversation takes seconds of a processor.
+    /// of each answer into a separate copy of the [`AnswerText`]. A long conversation takes seconds of CPU time.
     pub fn prepare(&self, request: &GenerateRequest) -> Result<(Request, AnswerText), SessionError> {
         self.prepare_with(request, |_| self.conversation(request))
     }
@@ -96,7 +96,7 @@ impl Service {
         self.prompt(&request.tools.describe_in(&request.messages), request.ending, self.kept(request))
     }
 
-    /// The most ids of the request's prompt, of which the last are kept; none keeps all.
+    /// How many of the prompt's last ids to keep. `None` = all.
     fn kept(&self, request: &GenerateRequest) -> Option<usize> {
         request.truncate.map(|truncation| match truncation {
             Truncation::Last(most) => most,
@@ -107,8 +107,8 @@ impl Service {
         })
     }
 
-    /// Prepares a request whose prompt `prompt` makes; it gets the most ids to keep, if there is a limit. Errors of all
-    /// other fields are found before `prompt` is called.
+    /// Like [`Self::prepare`], but `prompt` makes the ids of the prompt. Its argument is how many of the last
+    /// ids to keep, if there is a limit. All other fields are checked before `prompt` is called.
     pub fn prepare_with<E: From<SessionError>>(
         &self,
         request: &GenerateRequest,
@@ -130,7 +130,8 @@ impl Service {
             logit_bias: request.logit_bias.clone(),
             logprobs: request.logprobs,
             stop_token_ids: self.stop_token_ids.iter().chain(&request.stop_token_ids).copied().collect(),
-            // With `ignore_eos` no id that ends an answer is ever drawn: such an id has no text for the client.
+            // With `ignore_eos`, no id that ends an answer is ever drawn, because such an id has no text for the
+            // client.
             min_tokens: if request.ignore_eos { usize::MAX } else { request.min_tokens.unwrap_or(0) },
             ..self.sampling_params(&request.sampling)
         };
@@ -148,8 +149,8 @@ impl Service {
             answer = answer.with_calls(CallReader::new(names));
         }
         if constraint.is_some() || rules.is_some() {
-            // Once a grammar is complete, only the ids that end the answer may follow. So the engine's minimum length
-            // must not forbid these ids; the mask enforces the minimum instead.
+            // When a grammar is complete, only the ids that end the answer may follow. So the engine must not forbid
+            // these ids because of the minimum length. The mask enforces that length instead.
             let least = std::mem::take(&mut sampling.min_tokens);
             let failure = Failure::default();
             answer = answer.with_failure(Arc::clone(&failure));
@@ -160,7 +161,7 @@ impl Service {
         Ok((engine, answer))
     }
 
-    /// The rules of each answer's ids, if a mask must hold the answer to any.
+    /// The rules for the ids of each answer, if a mask must enforce any.
     fn rules(
         &self,
         request: &GenerateRequest,
@@ -168,7 +169,8 @@ impl Service {
     ) -> Result<Option<TokenRules>, SessionError> {
         let GenerateRequest { allowed_token_ids: allowed, bad_words, stop_token_ids, .. } = request;
         self.check_ids("allowed_token_ids", allowed.as_deref().unwrap_or_default())?;
-        // The engine keeps the ends and the stop ids of a request away alike, until its `min_tokens`.
+        // The engine has one `min_tokens` for the model's stop ids and those of the request. If the two need different
+        // limits, a mask enforces the limit of the latter.
         let differ = request.ignore_eos || has_grammar;
         let differing_stops = differ && !stop_token_ids.is_empty();
         if allowed.is_none() && bad_words.is_empty() && !differing_stops {
@@ -180,7 +182,7 @@ impl Service {
         Ok(Some(TokenRules::new(tokenizer, vocab_size, allowed.as_deref(), bad_words, stops, least)))
     }
 
-    /// Refuses ids in the field `param` that the vocabulary does not have.
+    /// Returns an error if the field `param` has an id outside the vocabulary.
     pub fn check_ids(&self, param: &str, ids: &[u32]) -> Result<(), SessionError> {
         let vocab_size = self.engine.limits().vocab_size;
         match ids.iter().position(|id| *id as usize >= vocab_size) {
@@ -208,13 +210,13 @@ impl Service {
         Ok(Some(if from_the_start { compiled.start() } else { compiled.start_if_opened() }))
     }
 
-    /// The text of one token by itself. A part of a character is U+FFFD.
+    /// The text of a single token. An incomplete character becomes U+FFFD.
     pub fn piece(&self, id: u32) -> String {
         let bytes = self.tokenizer.token_bytes(id).unwrap_or_default();
         String::from_utf8_lossy(&bytes).into_owned()
     }
 
-    /// The token ids of a conversation, which ends as `ending` says; with `keep`, only the last so many.
+    /// The token ids of a conversation with the ending `ending`; only the last `keep` ids, if that is set.
     pub fn prompt(
         &self,
         messages: &[Message],
@@ -231,13 +233,13 @@ impl Service {
         self.ids(prompt.text.len(), keep, || prompt.ids(&self.tokenizer))
     }
 
-    /// The token ids of a raw prompt, whose control tokens are control tokens; `special` adds the ids that begin a text,
-    /// and with `keep` only the last so many ids are kept.
+    /// The token ids of a raw prompt. Names of control tokens become control tokens. `special` adds the ids that begin
+    /// a text. Only the last `keep` ids are kept, if that is set.
     pub fn encode(&self, text: &str, special: bool, keep: Option<usize>) -> Result<Vec<u32>, SessionError> {
         self.ids(text.len(), keep, || self.tokenizer.encode(text, special))
     }
 
-    /// The token ids of a text without control tokens: what spells one is text. Otherwise as [`Self::encode`].
+    /// Like [`Self::encode`], but the names of control tokens are ordinary text.
     pub fn encode_plain(
         &self,
         text: &str,
@@ -247,7 +249,8 @@ impl Service {
         self.ids(text.len(), keep, || self.tokenizer.encode_text(text, special))
     }
 
-    /// The token ids of a text that is data, with the ids that begin a text.
+    /// The token ids of a text that is data, including the ids that begin a text. Names of control tokens are treated
+    /// as in the text of messages.
     pub fn encode_text(&self, text: &str, keep: Option<usize>) -> Result<Vec<u32>, SessionError> {
         match self.special_in_content {
             true => self.encode(text, true, keep),
@@ -255,8 +258,8 @@ impl Service {
         }
     }
 
-    /// The ids that `encode` makes of a text of so many bytes. Without `keep`, a text that must be too long, whatever its
-    /// tokens are, is refused before it is tokenized.
+    /// The ids that `encode` makes of a text with this number of bytes. Without `keep`, a text that is too long for any
+    /// tokenization is refused before it is tokenized.
     fn ids(
         &self,
         bytes: usize,
@@ -288,12 +291,13 @@ impl Service {
         bytes / self.longest_token_bytes
     }
 
-    /// Refuses text that is too long by its bytes, in the words of [`SubmitError::ContextExceeded`](crate::engine::SubmitError).
+    /// The error of a text whose number of bytes shows that it is too long. It has the words of
+    /// [`SubmitError::ContextExceeded`](crate::engine::SubmitError).
     fn overflow(&self, bytes: usize) -> SessionError {
         let (context, least) = (self.engine.limits().max_context, self.least_tokens(bytes));
         let size = match least >= context {
             true => format!("at least {least} tokens"),
-            false => format!("more than the {} that are read", self.tokenizer.max_text_bytes()),
+            false => format!("more than the maximum of {}", self.tokenizer.max_text_bytes()),
         };
         SessionError::Context(format!(
             "the prompt is too long: {bytes} bytes, {size}, and this model's maximum context length is {context} tokens"
@@ -301,14 +305,14 @@ impl Service {
     }
 }
 
-/// Keeps the last `keep` ids, or all if none.
+/// Keeps the last `keep` ids. `None` = all.
 pub fn truncate(ids: &mut Vec<u32>, keep: Option<usize>) {
     let surplus = keep.map_or(0, |keep| ids.len().saturating_sub(keep));
     ids.drain(..surplus);
 }
 
-/// A random number for ids and for seeds, from the standard library's hasher, whose keys come from the system's
-/// randomness. Not for secrets.
+/// A random number for ids and seeds, not for secrets. It comes from the standard library's hasher, whose keys are
+/// random.
 pub fn random_u64() -> u64 {
     std::collections::hash_map::RandomState::new().build_hasher().finish()
 }

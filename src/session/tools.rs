@@ -1,9 +1,9 @@
-//! Tools for a model that has no tokens for them.
+//! Tool calls for a model without special tokens for tools.
 //!
 //! The first user turn begins with the system text, followed by the tools and how to call them. A reply that calls
-//! tools is JSON alone: one object `{"name": NAME, "parameters": {...}}`, or an array of such objects. A grammar holds
-//! a call to the parameters' schema. Where a call is required, the grammar holds from the first token. Otherwise it
-//! holds if the first token opens an object or an array; every other answer is free text.
+//! tools is only JSON: an object `{"name": NAME, "parameters": {...}}`, or an array of such objects. A grammar
+//! restricts a call to the schema of the parameters. If a call is required, the grammar applies from the first token.
+//! Otherwise it applies only if the first token opens an object or an array; every other answer is free text.
 
 use serde_json::{Value, json};
 
@@ -11,7 +11,7 @@ use super::error::SessionError;
 use super::grammar::ResponseGrammar;
 use crate::text::{GrammarSource, Message, SchemaPart};
 
-/// The largest number of tools in one request, as OpenAI has it, and of calls in one answer.
+/// Maximum number of tools in a request, and of calls in an answer. OpenAI has the same limit for tools.
 pub const MAX_TOOLS: usize = 128;
 
 /// A function that the model may call.
@@ -21,9 +21,9 @@ pub struct Tool {
     pub description: Option<String>,
     /// A JSON schema of an object.
     pub parameters: Value,
-    /// Whether every keyword of the schema must be enforced: one that cannot be is an error.
+    /// Whether every keyword of the schema must be enforced. A keyword that cannot be enforced is then an error.
     pub strict: bool,
-    /// The request's field that has the schema; errors name it.
+    /// The request's field with the schema, for errors.
     pub param: String,
 }
 
@@ -37,12 +37,12 @@ pub enum ToolChoice {
     Required,
 }
 
-/// The tools of a request. Names are unique. Where a call is required, `list` is not empty.
+/// The tools of a request. Names are unique. If a call is required, `list` is not empty.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Tools {
     pub list: Vec<Tool>,
     pub choice: ToolChoice,
-    /// Indices into `list` of the tools that may be called; none allows all.
+    /// Indices into `list` of the tools that may be called. `None` = all.
     pub only: Option<Vec<usize>>,
     /// Whether one answer may make several calls.
     pub parallel: bool,
@@ -60,8 +60,8 @@ impl Tools {
         self.offered().iter().enumerate().filter(move |(place, _)| may(place))
     }
 
-    /// The messages with a system message that describes the tools. Its text does not depend on the choice, so the
-    /// prefix cache serves requests with different choices.
+    /// The messages, with an additional system message that describes the tools. Its text does not depend on which
+    /// tools may be called, so that requests with different choices share blocks of the prefix cache.
     pub fn describe_in(&self, messages: &[Message]) -> Vec<Message> {
         let mut described = messages.to_vec();
         if self.offered().is_empty() {
@@ -80,13 +80,13 @@ impl Tools {
         text.push_str("If a tool is needed, reply only with JSON: {\"name\": NAME, \"parameters\": {...}}");
         text.push_str(&format!("{several}. Otherwise answer normally."));
         let system = |message: &Message| matches!(message.role.as_str(), "system" | "developer");
-        let behind = described.iter().position(|message| !system(message)).unwrap_or(described.len());
-        described.insert(behind, Message::new("system", &text));
+        let after_system = described.iter().position(|message| !system(message)).unwrap_or(described.len());
+        described.insert(after_system, Message::new("system", &text));
         described
     }
 
-    /// The grammar of an answer, and whether it holds from the first token; none if the answer may be any text.
-    /// `response` is the grammar of an answer that calls no tool.
+    /// The grammar of an answer, and whether it applies from the first token. `None` if the answer may be any text.
+    /// `response` is the grammar of an answer that does not call tools.
     pub fn grammar(
         &self,
         response: Option<&ResponseGrammar>,
@@ -114,7 +114,8 @@ impl Tools {
         let mut from_the_start = self.choice != ToolChoice::Auto;
         if let (ToolChoice::Auto, Some(response)) = (&self.choice, response) {
             let GrammarSource::JsonSchema { schema, strict } = &response.source else {
-                let problem = "beside tools, only a JSON schema can be had; set tool_choice to \"none\"";
+                let problem =
+                    "together with tools, only a JSON schema is supported; set tool_choice to \"none\"";
                 return Err(SessionError::invalid(&response.param, problem));
             };
             options.push(part_reference(&parts));
@@ -126,7 +127,8 @@ impl Tools {
         Ok(Some((ResponseGrammar { source, param }, from_the_start)))
     }
 
-    /// The tool whose parameters are this part of the grammar; none where it is the answer's schema.
+    /// The tool whose parameters are this part of the grammar. `None` if the part is the schema of an answer without
+    /// calls.
     pub fn tool_of_part(&self, part: usize) -> Option<&Tool> {
         self.callable().nth(part).map(|(_, tool)| tool)
     }
@@ -137,8 +139,8 @@ fn part_reference(parts: &[SchemaPart]) -> Value {
     json!({"$ref": format!("#/$defs/{}", parts.len())})
 }
 
-/// Forbids additional properties in a schema that names properties and says nothing of others: a function that gets an
-/// unknown argument fails.
+/// Forbids additional properties in a schema that has properties and no rule for others, because a function that gets
+/// an unknown argument fails.
 fn closed(parameters: &Value) -> Value {
     let mut parameters = parameters.clone();
     if let Value::Object(schema) = &mut parameters {

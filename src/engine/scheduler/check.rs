@@ -1,4 +1,4 @@
-//! The invariants of the scheduler, and the line that describes its state if one is broken.
+//! Checks the scheduler's invariants, and describes its state in the message of a panic.
 
 use super::Scheduler;
 use crate::engine::block_manager::{BlockTable, PoolUse};
@@ -6,42 +6,42 @@ use crate::engine::sequence::Sequence;
 use crate::model::{BlockPool, Limits};
 
 impl Scheduler {
-    /// Panics with the scheduler's state unless no sequence is there. The caller has scheduled nothing and has no step
-    /// under way, so any sequence would wait for ever.
+    /// Panics with a description of the scheduler's state unless it has no sequence. To be called when no step could be
+    /// scheduled and none is in flight: any sequence would then wait forever.
     pub fn expect_idle(&self) {
-        assert!(self.is_idle(), "nobody gets on, and somebody is there: {}", self.state());
+        assert!(self.is_idle(), "no step can be scheduled, but there are sequences: {}", self.state());
     }
 
-    /// The state for a panic's message: one line of bounded length, without a token of any sequence.
+    /// The state for the message of a panic: one line of limited length, without any token of a sequence.
     fn state(&self) -> String {
-        /// The most sequences of each list, running and waiting, that the state names.
-        const NAMED: usize = 6;
+        /// Maximum number of running and of waiting sequences that are described.
+        const MAX_DESCRIBED: usize = 6;
         let Limits { max_sequences, kv, .. } = self.limits;
-        let room = |pool, all: usize| {
+        let available = |pool, all: usize| {
             let PoolUse { free, cached, .. } = self.usage(pool);
             format!("{} of {all}", free + cached)
         };
-        let named = |sequences: &[Sequence]| {
-            let named: Vec<String> = sequences.iter().take(NAMED).map(Sequence::state).collect();
-            named.join("; ")
+        let describe = |sequences: &[Sequence]| {
+            let described: Vec<String> = sequences.iter().take(MAX_DESCRIBED).map(Sequence::state).collect();
+            described.join("; ")
         };
         format!(
-            "step {}, {} of {max_sequences} slots free, blocks that can be had: {} full, {} sliding; {} running: {}; \
+            "step {}, {} of {max_sequences} slots free, available blocks: {} full, {} sliding; {} running: {}; \
              {} waiting: {}; {:?}; {:?}",
             self.steps,
             self.free_slots.len(),
-            room(BlockPool::Full, kv.full_blocks),
-            room(BlockPool::Sliding, kv.sliding_blocks),
+            available(BlockPool::Full, kv.full_blocks),
+            available(BlockPool::Sliding, kv.sliding_blocks),
             self.running.len(),
-            named(&self.running),
+            describe(&self.running),
             self.waiting.len(),
-            named(&self.waiting),
+            describe(&self.waiting),
             self.limits,
             self.config,
         )
     }
 
-    /// Panics where an invariant of the scheduler is broken.
+    /// Panics if an invariant of the scheduler is broken.
     pub fn check(&self) {
         self.blocks.check(self.running.iter().map(|s| &s.table));
         let mut slots: Vec<u32> = self.free_slots.clone();
@@ -51,7 +51,11 @@ impl Scheduler {
             assert_eq!(s.forks.len(), s.fork_slots.len(), "sequence {}: slots of its forks", s.id);
             assert!(s.slot.is_some() && s.computed <= s.submitted, "sequence {}", s.id);
             let known = s.tokens.len() + s.drawn;
-            assert!(s.speculating || s.submitted <= known, "sequence {} submitted what is not there", s.id);
+            assert!(
+                s.speculating || s.submitted <= known,
+                "sequence {} submitted more than its known ids",
+                s.id
+            );
             assert!(
                 s.draft_tokens.is_empty() || s.pending() == 1 && s.drawn == 0,
                 "draft tokens of sequence {}",
@@ -69,15 +73,15 @@ impl Scheduler {
                     && s.slot.is_none()
                     && s.fork_slots.is_empty()
                     && s.draft_tokens.is_empty(),
-                "waiting {}",
+                "waiting sequence {}",
                 s.id
             );
-            assert_eq!((s.computed, s.submitted, s.drawn), (0, 0, 0), "waiting {}", s.id);
+            assert_eq!((s.computed, s.submitted, s.drawn), (0, 0, 0), "waiting sequence {}", s.id);
         }
         let order = |list: &[Sequence]| list.is_sorted_by_key(|s| s.arrival);
         assert!(order(&self.waiting) && order(&self.running), "order of arrival");
         for client in self.waiting.iter().chain(&self.running).map(|s| s.client) {
-            assert!(self.served.knows(client), "client {client} is forgotten");
+            assert!(self.served.knows(client), "client {client} has no token counter");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Commit: the results of a step go to its sequences, and the blocks that it computed to the prefix cache.
+//! Commit: the sequences get the results of a step, and the prefix cache gets the computed blocks.
 
 use super::Scheduler;
 use super::step::{Output, SequenceShare, Step, Yields};
@@ -7,9 +7,13 @@ use crate::engine::sequence::Sequence;
 use crate::model::Sampled;
 
 impl Scheduler {
-    /// Takes in the results of a step. `sampled` answers `step.sampling` entry by entry.
+    /// Applies the results of a step. `sampled` has one result for each entry of `step.sampling`.
     pub fn commit(&mut self, step: &Step, sampled: &Sampled) -> Vec<Output> {
-        assert_eq!(sampled.ids.len(), step.sampling.draws.len(), "the runner sampled for others than asked");
+        assert_eq!(
+            sampled.ids.len(),
+            step.sampling.draws.len(),
+            "the runner must return one id for each draw"
+        );
         let mut outputs = Vec::with_capacity(step.shares.len());
         for share in &step.shares {
             let Some(index) = self.running.iter().position(|s| share.belongs_to(s)) else { continue };
@@ -17,17 +21,17 @@ impl Scheduler {
             let was_prefill = sequence.computed < sequence.prompt_len;
             sequence.computed = share.end;
             let first = outputs.len();
-            take_in(sequence, share, sampled, &mut outputs);
+            apply_share(sequence, share, sampled, &mut outputs);
             if !share.draft.ids.is_empty() {
-                self.judge_draft(index, share, outputs.len() - first - 1);
+                self.count_accepted(index, share, outputs.len() - first - 1);
             }
             let drafts = self.running[index].drafts;
             outputs[first..].iter_mut().for_each(|output| output.drafts = drafts);
             let end = outputs[first..].last().and_then(|output| output.end.as_ref());
             self.commit_blocks(index, was_prefill, end);
-            self.clear(index);
+            self.clear_suspect(index);
             let sequence = &mut self.running[index];
-            self.served.took(sequence.client, sequence.take_mask_time());
+            self.served.add_mask_time(sequence.client, sequence.take_mask_time());
             if end.is_some() {
                 self.end(index);
             }
@@ -38,8 +42,8 @@ impl Scheduler {
         outputs
     }
 
-    /// Takes in how many draft tokens were accepted. The next step overwrites the positions of the rejected ones.
-    fn judge_draft(&mut self, index: usize, share: &SequenceShare, accepted: usize) {
+    /// Counts the accepted draft tokens. The next step overwrites the positions of the rejected ones.
+    fn count_accepted(&mut self, index: usize, share: &SequenceShare, accepted: usize) {
         let sequence = &mut self.running[index];
         sequence.drafts.accepted += accepted;
         self.drafts.of(share.draft.by).accepted += accepted;
@@ -49,8 +53,8 @@ impl Scheduler {
         sequence.speculating = false;
     }
 
-    /// Registers the computed blocks of a sequence with the prefix cache, or makes the cache forget the sequence if it
-    /// failed.
+    /// Registers the computed blocks of a sequence with the prefix cache. If the sequence failed, removes its text from
+    /// the cache instead.
     fn commit_blocks(&mut self, index: usize, was_prefill: bool, end: Option<&Ended>) {
         let sequence = &mut self.running[index];
         let computed = sequence.computed;
@@ -68,8 +72,8 @@ impl Scheduler {
     }
 }
 
-/// Takes in the results of one share, and appends the outputs for its reader.
-fn take_in(sequence: &mut Sequence, share: &SequenceShare, sampled: &Sampled, outputs: &mut Vec<Output>) {
+/// Applies the results of one share to its sequence, and appends its outputs.
+fn apply_share(sequence: &mut Sequence, share: &SequenceShare, sampled: &Sampled, outputs: &mut Vec<Output>) {
     let id = sequence.id;
     match &share.yields {
         Yields::Nothing => {}
@@ -86,8 +90,8 @@ fn take_in(sequence: &mut Sequence, share: &SequenceShare, sampled: &Sampled, ou
             sequence.drawn -= 1;
             for (i, draw) in (*first..=first + share.draft.ids.len()).enumerate() {
                 let (token, end) = sequence.take(sampled.ids[draw]);
-                // The next draw was made behind a draft token, and is valid only if that token was the one drawn here.
-                let goes_on = end.is_none() && share.draft.ids.get(i) == sampled.ids[draw].as_ref();
+                // The next draw follows a draft token. It is valid only if that token is the id that was drawn here.
+                let continues = end.is_none() && share.draft.ids.get(i) == sampled.ids[draw].as_ref();
                 outputs.push(Output {
                     id,
                     token,
@@ -97,7 +101,7 @@ fn take_in(sequence: &mut Sequence, share: &SequenceShare, sampled: &Sampled, ou
                     cached_tokens: sequence.cached.unwrap_or(0),
                     ..Output::default()
                 });
-                if !goes_on {
+                if !continues {
                     return;
                 }
                 sequence.computed += 1;

@@ -1,35 +1,35 @@
-//! Decides what the next step computes: a synchronous state machine without clock, I/O or GPU.
+//! Decides what the next step computes. The scheduler is a synchronous state machine without a clock, I/O or GPU.
 //!
 //! One cycle is [`Scheduler::schedule`] -> the step -> [`Scheduler::commit`]. A second step may be scheduled before the
-//! first is committed: an id that the first step draws feeds the second on the device. Steps are committed in their
-//! order.
+//! first is committed: an id that the first step draws feeds the second step on the device. Steps are committed in the
+//! order in which they were scheduled.
 //!
 //! Start with `policy`, which decides which sequences get tokens. The other files serve it: `room` finds slots and
 //! blocks, `draft` gets draft tokens, `fairness` counts the tokens of each client, `step` builds the arrays, `commit`
-//! takes in the results, `replay` begins anew after the device was lost, and `check` holds the invariants.
+//! applies the results, `replay` restarts all sequences after the device was lost, and `check` checks the invariants.
 //!
-//! A step has one budget of tokens. Prompts are cut into chunks. If other sequences decode in the same step, chunks are
-//! so short that the step stays within [`SchedulerConfig::gap`].
+//! A step has a budget of tokens. Prompts are split into chunks (chunked prefill). If other sequences decode in the
+//! same step, the chunks are short enough that the step stays within [`SchedulerConfig::gap`].
 //!
-//! Background sequences get tokens if no interactive one waits or runs. Their steps stay within the same gap and do not
-//! overlap, so an interactive request that arrives waits at most for the rest of one such step.
+//! Background sequences get tokens only if no interactive sequence waits or runs. Their steps stay within the same gap
+//! and do not overlap, so an interactive request that arrives waits at most for the rest of one such step.
 //!
-//! The first in line is the oldest request of the client that got the fewest tokens so far. No sequence starves: a
-//! sequence that got no tokens for [`SchedulerConfig::patience`] steps is interactive from then on, and first in line.
+//! The first in line is the oldest request of the client that got the fewest tokens until now. No sequence starves: a
+//! sequence that got no tokens for [`SchedulerConfig::patience`] steps becomes interactive and first in line.
 //!
 //! If blocks run out, a sequence of lower priority or later arrival is preempted: it loses its blocks, waits, and is
-//! computed again, except for what the prefix cache has. So the first in line always gets tokens.
+//! computed again, except for the blocks that the prefix cache has. So the first in line always gets tokens.
 //!
 //! With a draft model ([`SchedulerConfig::draft_model`]), a cycle begins with [`Scheduler::draft_requests`] and
 //! [`Scheduler::take_draft_tokens`]. No step is scheduled ahead while a sequence wants draft tokens
 //! ([`Scheduler::wants_draft`]): draft tokens follow known ids, and all sequences that want some share one pass of the
 //! draft model for each token.
 //!
-//! Progress is certain: if no step is under way and a sequence is there, a step is scheduled
+//! Progress is guaranteed: if no step is in flight and the scheduler has a sequence, it schedules a step
 //! ([`Scheduler::expect_idle`]).
 //!
-//! Invariants, checked after each commit with [`SchedulerConfig::checks`]: the invariants of [`BlockManager::check`] and
-//! of [`Sequence`]; a slot has at most one sequence; a step keeps within [`Limits`].
+//! Invariants, checked after each commit with [`SchedulerConfig::checks`]: the invariants of [`BlockManager::check`]
+//! and of [`Sequence`]; a slot has at most one sequence; a step stays within [`Limits`].
 
 mod check;
 mod commit;
@@ -52,20 +52,21 @@ use crate::model::{BlockPool, Limits};
 
 #[derive(Debug, Clone, Copy)]
 pub struct SchedulerConfig {
-    /// The longest time of a step that has prefill in it and that others wait for: a step with decodes, or a step of
-    /// background sequences.
+    /// Maximum duration of a step with prefill for which others wait: a step with decodes, or a step of background
+    /// sequences.
     pub gap: Duration,
-    /// A sequence that got no tokens for this many steps is first in line, whatever its priority and its client.
+    /// A sequence that got no tokens for more than this many steps is first in line, regardless of its priority and
+    /// client.
     pub patience: u64,
-    /// The number of sliding blocks that the prefix cache keeps for the ends of turns.
+    /// Maximum number of sliding blocks that the prefix cache protects because a turn ended there.
     pub turn_blocks: usize,
-    /// The most tokens of a step that has draft tokens in it, draft tokens included; 0 turns speculation off. One pass
-    /// over the weights serves more tokens at no cost, until arithmetic takes longer than memory.
+    /// Maximum number of tokens of a step with draft tokens, including the draft tokens; 0 turns speculation off. More
+    /// tokens share one pass over the weights at no cost, until the arithmetic takes longer than the memory accesses.
     pub speculation_tokens: usize,
-    /// Whether the runner has a draft model. The draft model is asked if prompt lookup finds nothing.
+    /// Whether the runner has a draft model. It makes draft tokens if prompt lookup finds none.
     pub draft_model: bool,
-    /// Whether every block, table and slot is checked behind each step, with a panic where one is wrong. A check takes
-    /// longer than all else that the scheduler does of a step.
+    /// Whether every block, table and slot is checked after each step; a panic follows if one is wrong. A check takes
+    /// longer than all other work of the scheduler for a step.
     pub checks: bool,
 }
 
@@ -94,12 +95,12 @@ pub struct Scheduler {
     free_slots: Vec<u32>,
     served: Served,
     arrivals: u64,
-    /// Number of calls of [`Scheduler::schedule`] so far: the scheduler's clock.
+    /// Counts calls of [`Scheduler::schedule`]: the scheduler's clock.
     steps: u64,
     preemptions: u64,
-    /// The runner's, which a sequence's blocks belong to from its start on.
+    /// The runner's attention path. When a sequence starts, it becomes a part of the salt of its blocks.
     attention_path: u32,
-    /// Whether there may be a suspect, for which all others wait.
+    /// Whether there may be a suspect (see `replay`). All other sequences wait for suspects.
     has_suspects: bool,
     drafts: DraftTotals,
     /// Time that the draft model took for the draft tokens of the step that is scheduled next.
@@ -107,20 +108,26 @@ pub struct Scheduler {
 }
 
 impl Scheduler {
-    /// Panics if the pools do not hold one sequence of full length, because the first long request could never run.
+    /// Panics if the pools have no room for one sequence of full length, because a long request could never run.
     pub fn new(limits: Limits, config: SchedulerConfig) -> Self {
         let kv = limits.kv;
-        assert!(limits.max_batch_tokens > 0 && limits.max_sequences > 0, "a step holds nothing: {limits:?}");
-        assert!(limits.max_draws >= limits.max_sequences, "not everybody can decode at once: {limits:?}");
+        assert!(
+            limits.max_batch_tokens > 0 && limits.max_sequences > 0,
+            "a step must have room for a token and a sequence: {limits:?}"
+        );
+        assert!(
+            limits.max_draws >= limits.max_sequences,
+            "max_draws must be at least max_sequences: {limits:?}"
+        );
         assert!(
             kv.full_blocks * kv.block_size >= limits.max_context,
-            "the KV pool holds no full context: {limits:?}"
+            "the KV pool must have room for max_context tokens: {limits:?}"
         );
         let window =
             kv.window_blocks(limits.max_batch_tokens).min(limits.max_context.div_ceil(kv.block_size));
         assert!(
             kv.sliding_window.is_none() || kv.sliding_blocks >= window,
-            "the KV pool of sliding layers holds no window and step, {window} blocks: {limits:?}"
+            "the KV pool must have {window} sliding blocks: {limits:?}"
         );
         Self {
             limits,
@@ -140,7 +147,7 @@ impl Scheduler {
         }
     }
 
-    /// Says by what attention is computed from now on: sequences that start find only blocks of this path.
+    /// Sets the attention path. Sequences that start from now on find only blocks of this path in the prefix cache.
     pub fn set_attention_path(&mut self, path: u32) {
         self.attention_path = path;
     }
@@ -163,12 +170,12 @@ impl Scheduler {
         all.any(|s| s.id == id || s.forks.iter().any(|fork| fork.id == id))
     }
 
-    /// How often a sequence lost its blocks to another.
+    /// Number of preemptions.
     pub fn preemptions(&self) -> u64 {
         self.preemptions
     }
 
-    /// Counts of the draft tokens of all sequences so far.
+    /// Counts of the draft tokens of all sequences.
     pub fn drafts(&self) -> DraftTotals {
         self.drafts
     }
@@ -177,7 +184,7 @@ impl Scheduler {
         self.running.is_empty() && self.waiting.is_empty()
     }
 
-    /// Adds a sequence. The caller has checked that it fits `max_context`, and that its forks fit the slots.
+    /// Adds a sequence. The caller must check that it fits into `max_context`, and that its forks fit into the slots.
     pub fn add(&mut self, mut sequence: Sequence) {
         debug_assert!(sequence.prompt_len + sequence.max_tokens <= self.limits.max_context);
         debug_assert!(sequence.prompt_len > 0 && sequence.max_tokens > 0);
@@ -189,9 +196,8 @@ impl Scheduler {
         self.waiting.push(sequence);
     }
 
-    /// Removes a sequence and frees its blocks. The results that a step under way has for the sequence are dropped. If
-    /// the sequence has forks that have not parted yet, the first fork takes its place, and gets what that step
-    /// computes.
+    /// Removes a sequence and frees its blocks. Results of steps in flight for the sequence are dropped. If the
+    /// sequence has forks that are not separate sequences yet, the first fork takes its place, and gets those results.
     pub fn remove(&mut self, id: SequenceId) {
         for sequence in self.waiting.iter_mut().chain(&mut self.running) {
             if let Some(index) = sequence.forks.iter().position(|fork| fork.id == id) {
@@ -224,11 +230,11 @@ impl Scheduler {
         self.running.iter().filter(move |s| s.class() == class && s.submitted >= s.prompt_len)
     }
 
-    /// Makes overdue sequences interactive for good. A sequence that was raised for one step only would be preempted in
-    /// the next step, and lose what it had computed.
-    fn raise_overdue(&mut self) {
+    /// Makes overdue sequences interactive permanently. If a sequence were promoted for one step only, it would be
+    /// preempted in the next step, and lose what was computed.
+    fn promote_overdue(&mut self) {
         for sequence in self.waiting.iter_mut().chain(&mut self.running) {
-            sequence.raised |= sequence.is_overdue(self.steps, self.config.patience);
+            sequence.promoted |= sequence.is_overdue(self.steps, self.config.patience);
         }
     }
 }

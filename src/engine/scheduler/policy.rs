@@ -1,36 +1,36 @@
-//! The policy: which sequences get tokens in the next step, and how many. This file makes all of these decisions.
+//! The policy: which sequences get tokens in the next step, and how many. All of these decisions are in this file.
 //!
 //! A step serves one class. Sequences that decode come first, then sequences in the middle of their prompts, then as
-//! many waiting sequences as find a slot and blocks. `room` finds, shares and takes away blocks; `fairness` counts the
-//! tokens of each client; `step` builds the arrays.
+//! many waiting sequences as there are slots and blocks for. `room` allocates, shares and takes away blocks; `fairness`
+//! counts the tokens of each client; `step` builds the arrays.
 
 use super::Scheduler;
 use super::step::{PendingStep, Step};
-use crate::engine::pace::{CAREFUL_TOKENS, Pace};
+use crate::engine::pace::{MIN_PREFILL_TOKENS, Pace};
 use crate::engine::request::Priority;
 use crate::engine::sequence::{Sequence, SequenceId};
 
 impl Scheduler {
-    /// The next step. `None` if no sequence is there, or if no sequence can get tokens before a step under way is
+    /// The next step. `None` if there is no sequence, or if no sequence can get tokens before a step in flight is
     /// committed.
     pub fn schedule(&mut self, pace: &Pace) -> Option<Step> {
         self.served.charge(pace);
-        self.look_for_suspects();
+        self.update_has_suspects();
         if self.waits_for_others() {
             return None;
         }
-        let is_under_way = self.running.iter().any(|s| s.submitted > s.computed);
-        if self.class() == Priority::Background && is_under_way {
-            return None; // an interactive request that arrives during this step must wait for no second one
+        let is_in_flight = self.running.iter().any(|s| s.submitted > s.computed);
+        if self.class() == Priority::Background && is_in_flight {
+            return None; // an interactive request that arrives now must not wait for a second background step
         }
         self.steps += 1;
-        self.raise_overdue();
+        self.promote_overdue();
         let class = self.class();
-        let hurries = class == Priority::Background || self.decoding(class).next().is_some();
-        let mut step = PendingStep::new(&self.limits, hurries);
+        let keeps_gap = class == Priority::Background || self.decoding(class).next().is_some();
+        let mut step = PendingStep::new(&self.limits, keeps_gap);
         for decodes in [true, false] {
-            for id in self.open(class, decodes) {
-                self.place(&mut step, id, pace);
+            for id in self.runnable(class, decodes) {
+                self.add_to_step(&mut step, id, pace);
             }
         }
         self.admit(class, &mut step, pace);
@@ -38,8 +38,8 @@ impl Scheduler {
         step.finish()
     }
 
-    /// The class that the next step serves: the background class only if no interactive sequence is there. While a
-    /// suspect is computed alone, the class is the suspect's.
+    /// The class of the sequences in the next step: background only if there is no interactive sequence. While a
+    /// suspect is computed alone, it is the suspect's class.
     pub(super) fn class(&self) -> Priority {
         if let Some(suspect) = self.replaying() {
             return suspect.class();
@@ -49,34 +49,34 @@ impl Scheduler {
         if has_interactive { Priority::Interactive } else { Priority::Background }
     }
 
-    /// The running sequences of a class that have pending tokens and are not in the step: the sequences that decode, or
-    /// the others. The list holds ids, because forks and preemptions change the indices while it is walked.
-    fn open(&self, class: Priority, decodes: bool) -> Vec<SequenceId> {
+    /// The running sequences of a class that have pending tokens and are not yet in the step: those that decode, or the
+    /// others. The list has ids, because forks and preemptions change the indices while the caller iterates over it.
+    fn runnable(&self, class: Priority, decodes: bool) -> Vec<SequenceId> {
         let is_in = |s: &Sequence| s.last_step == self.steps;
-        let is_open = |s: &Sequence| !is_in(s) && s.pending() > 0 && (s.pending() == 1) == decodes;
-        let may_run = |s: &&Sequence| s.class() == class && self.may_run(s) && is_open(s);
+        let is_runnable = |s: &Sequence| !is_in(s) && s.pending() > 0 && (s.pending() == 1) == decodes;
+        let may_run = |s: &&Sequence| s.class() == class && self.may_run(s) && is_runnable(s);
         self.running.iter().filter(may_run).map(|s| s.id).collect()
     }
 
-    /// Puts the next tokens of a running sequence into the step, as many as the step has room for. A sequence gets none
-    /// if it was preempted meanwhile, or if it waits for its last id to be known.
-    fn place(&mut self, step: &mut PendingStep, id: SequenceId, pace: &Pace) {
+    /// Puts the next tokens of a running sequence into the step, as many as the step has room for. The sequence gets
+    /// none if it was preempted in the meantime, or if the host must know its last id first.
+    fn add_to_step(&mut self, step: &mut PendingStep, id: SequenceId, pace: &Pace) {
         let Some(index) = self.index_of(id) else { return };
         let Some(draft) = self.draft_tokens(step, index) else { return };
         let sequence = &self.running[index];
         let len = self.next_tokens(step, sequence, pace);
-        if len == 0 || sequence.unseen() > step.history {
+        if len == 0 || sequence.missing_history() > step.history {
             return;
         }
-        // Making room may preempt other sequences, or this sequence itself.
+        // `make_room` may preempt other sequences, or this one.
         let end = sequence.submitted + len + draft.ids.len();
         let Some(index) = self.make_room(step, id, end) else { return };
         let sequence = &mut self.running[index];
         sequence.last_step = self.steps;
-        self.served.give(sequence.client, len);
+        self.served.add_tokens(sequence.client, len);
         self.drafts.of(draft.by).proposed += draft.ids.len();
         if step.push(sequence, len, draft) {
-            self.part(step, index);
+            self.split_forks(step, index);
         }
     }
 
@@ -89,30 +89,30 @@ impl Scheduler {
         };
         let draws = if sequence.pooling { 0 } else { 1 + sequence.forks.len() };
         match sequence.unscored() {
-            // The step has no room for the draw, so the last token waits for the next step.
+            // The step has no room for the draw after the last token, so that token waits for the next step.
             0 if len == pending && draws > step.draws => len - 1,
             0 => len,
-            // Each scored token needs a draw. The draw behind the prompt needs a step of its own, because all draws of
-            // a sequence write to one slot.
+            // Each scored token needs a draw. The draw after the prompt must be in a later step, because all draws of a
+            // sequence write to the same slot.
             unscored => len.min(unscored).min(step.draws),
         }
     }
 
     /// How many of the `pending` tokens of a prompt, from position `start` on, the step has room for. In a step that
-    /// hurries, the first prompt gets a few tokens even if the step then exceeds the gap; the other prompts get as many
-    /// as the gap allows.
+    /// must stay within the gap, the first prompt gets a few tokens even if the step then exceeds the gap. The other
+    /// prompts get as many as the gap allows.
     fn chunk(&self, step: &PendingStep, start: usize, pending: usize, pace: &Pace) -> usize {
         let wanted = pending.min(step.tokens);
-        if !step.hurries {
+        if !step.keeps_gap {
             return wanted;
         }
-        let least = if step.prefills { 0 } else { CAREFUL_TOKENS };
+        let least = if step.prefills { 0 } else { MIN_PREFILL_TOKENS };
         let gap = self.config.gap.saturating_sub(self.drafting);
         pace.room(step.step.load, start, wanted, least, gap)
     }
 
-    /// Lets waiting sequences of a class run, in the order of their turns. If the first in line finds no room, no other
-    /// sequence overtakes it.
+    /// Starts waiting sequences of a class, in the order of the line. If there is no room for the first in line, no
+    /// other sequence overtakes it.
     fn admit(&mut self, class: Priority, step: &mut PendingStep, pace: &Pace) {
         let replays = self.replaying().is_some();
         while let Some(index) = self.first_in_line(class) {
@@ -120,25 +120,25 @@ impl Scheduler {
                 return;
             }
             if !self.has_place(index, step) {
-                // A background sequence that runs makes way for an interactive sequence that waits, and every sequence
-                // for a suspect.
-                let makes_way = |victim: &usize| replays || class < self.running[*victim].class();
-                match self.last_in_line(step).filter(makes_way) {
+                // A waiting interactive sequence preempts running background sequences. A suspect preempts every other
+                // sequence.
+                let may_preempt = |victim: &usize| replays || class < self.running[*victim].class();
+                match self.last_in_line(step).filter(may_preempt) {
                     Some(victim) => self.preempt(victim),
                     None => return,
                 }
                 continue;
             }
             let id = self.start(index);
-            self.place(step, id, pace);
+            self.add_to_step(step, id, pace);
             if !step.has(id) {
                 return; // no room for its first tokens in this step
             }
         }
     }
 
-    /// The waiting sequence whose turn it is: an overdue sequence, or else the oldest sequence of the client that got
-    /// the fewest tokens.
+    /// The next waiting sequence to start: an overdue sequence, or else the oldest sequence of the client that got the
+    /// fewest tokens.
     fn first_in_line(&self, class: Priority) -> Option<usize> {
         let turn = |s: &Sequence| {
             let is_overdue = s.is_overdue(self.steps, self.config.patience);

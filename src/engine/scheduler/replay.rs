@@ -1,12 +1,10 @@
-//! What becomes of the sequences when the device was lost: all are computed again, and those that the lost steps had are
-//! computed alone.
+//! Restarts all sequences after the device was lost or the NPU failed: they are computed again.
 //!
-//! A prompt may be what kills the device. So a sequence that was in a lost step is a suspect, and no step has another
-//! sequence beside a suspect's, until the suspect is as far as it was. A device that is lost meanwhile is lost by that
-//! suspect: it ends with an error, and the others go on.
+//! A prompt may be the reason why the device fails. So each sequence of a lost step becomes a suspect: it is computed
+//! alone until it has as many positions as before the loss. If the device is lost again in that time, that suspect
+//! caused the loss: it ends with an error, and the other sequences continue.
 //!
-//! A unit beside the device that fails does so at one prompt, which is known. So that prompt ends at once, and nobody is a
-//! suspect.
+//! If the NPU fails, the prompt that it computed is known. So that prompt ends immediately, and there are no suspects.
 
 use std::iter;
 
@@ -31,13 +29,14 @@ impl Scheduler {
         self.running.iter().filter(is_in).map(|s| s.id).collect()
     }
 
-    /// Begins anew after the device was lost with these sequences in its steps: no block holds anything, no step is under
-    /// way, and every sequence waits to be computed again. Returns the answers that are at fault, which are removed.
-    pub fn restart(&mut self, under_way: &[SequenceId]) -> Vec<SequenceId> {
-        let is_under_way = |s: &Sequence| under_way.contains(&s.id);
+    /// Restarts after the device was lost while it computed the sequences `in_flight`. All blocks are empty, no step is
+    /// in flight, and every sequence waits to be computed again. Removes the sequences that caused the loss, and
+    /// returns their ids with those of their forks.
+    pub fn restart(&mut self, in_flight: &[SequenceId]) -> Vec<SequenceId> {
+        let is_in_flight = |s: &Sequence| in_flight.contains(&s.id);
         let was_alone = self.replaying().is_some();
         let mut faulty = Vec::new();
-        for sequence in self.running.iter_mut().filter(|s| is_under_way(s)) {
+        for sequence in self.running.iter_mut().filter(|s| is_in_flight(s)) {
             if was_alone {
                 faulty.push(sequence.id);
             } else {
@@ -47,7 +46,7 @@ impl Scheduler {
         self.restart_without(&faulty)
     }
 
-    /// Begins anew as [`Scheduler::restart`] does, after a failure that these sequences are at fault for and no others.
+    /// Restarts like [`Scheduler::restart`] after a failure that exactly these sequences caused, which are removed.
     pub fn restart_without(&mut self, faulty: &[SequenceId]) -> Vec<SequenceId> {
         while let Some(last) = self.running.len().checked_sub(1) {
             self.put_back(last);
@@ -61,7 +60,7 @@ impl Scheduler {
         ended.iter().flat_map(|s| iter::once(s.id).chain(s.forks.iter().map(|fork| fork.id))).collect()
     }
 
-    /// The suspect that is computed alone now: the first in line.
+    /// The suspect that is computed alone now: the first suspect in line.
     pub(super) fn replaying(&self) -> Option<&Sequence> {
         if !self.has_suspects {
             return None;
@@ -70,24 +69,24 @@ impl Scheduler {
         suspects.min_by_key(|s| s.line())
     }
 
-    /// Whether a suspect is to be computed alone, and a step of other sequences is under way.
+    /// Whether a suspect must be computed alone, but a step of other sequences is still in flight.
     pub(super) fn waits_for_others(&self) -> bool {
         let Some(suspect) = self.replaying().map(|suspect| suspect.id) else { return false };
         self.running.iter().any(|s| s.id != suspect && s.submitted > s.computed)
     }
 
-    /// Whether suspects let a sequence be in the next step.
+    /// Whether a sequence may be in the next step: while there is a suspect, only that suspect.
     pub(super) fn may_run(&self, sequence: &Sequence) -> bool {
         self.replaying().is_none_or(|suspect| suspect.id == sequence.id)
     }
 
-    /// Notices that no suspect is left.
-    pub(super) fn look_for_suspects(&mut self) {
+    /// Updates `has_suspects` when no suspect is left.
+    pub(super) fn update_has_suspects(&mut self) {
         self.has_suspects = self.replaying().is_some();
     }
 
-    /// Lets a suspect share steps again, if it is as far as it was.
-    pub(super) fn clear(&mut self, index: usize) {
+    /// Ends the suspicion of a sequence that has as many computed positions as before the loss.
+    pub(super) fn clear_suspect(&mut self, index: usize) {
         let sequence = &mut self.running[index];
         sequence.suspect = sequence.suspect.filter(|reached| sequence.computed < *reached);
     }

@@ -1,10 +1,10 @@
-//! Slots and blocks: which sequences get them, share them, and lose them.
+//! Slots and blocks: how sequences get, share and lose them.
 
 use super::Scheduler;
 use super::step::PendingStep;
 use crate::engine::sequence::{Sequence, SequenceId};
 
-/// A sequence that was preempted this often is interactive, whatever its priority.
+/// A sequence that was preempted this often becomes interactive.
 const MAX_PREEMPTIONS: u32 = 4;
 
 impl Scheduler {
@@ -12,8 +12,8 @@ impl Scheduler {
         self.running.iter().position(|s| s.id == id)
     }
 
-    /// Gives a running sequence blocks for positions `..tokens`, and preempts sequences behind it in line if blocks run
-    /// out. Returns the sequence's index then. `None` if the sequence must wait for others, or was preempted itself.
+    /// Gives a running sequence blocks for positions `..tokens`. If blocks run out, preempts sequences that come after
+    /// it in line. Returns the new index of the sequence, or `None` if it must wait for others or was preempted itself.
     pub(super) fn make_room(
         &mut self,
         step: &mut PendingStep,
@@ -24,7 +24,7 @@ impl Scheduler {
             let index = self.index_of(id)?;
             let sequence = &mut self.running[index];
             let mut wanted = self.blocks.missing(&sequence.table, tokens);
-            // A shared block that is about to be written is copied to another one.
+            // A shared block must be copied to a new block before it is written.
             let shared = self.blocks.shared_at(&sequence.table, sequence.submitted);
             wanted
                 .iter_mut()
@@ -45,8 +45,8 @@ impl Scheduler {
                 continue;
             }
             let is_last = self.running.iter().all(|s| s.line() <= own.line());
-            // The sequence waits if a sequence behind it is in the step, or if its own step under way will free blocks
-            // that the window has left. Otherwise no other sequence will make room for it, so it gives up its blocks.
+            // The sequence waits if a later sequence is in the step, or if its own step in flight will free blocks
+            // before the window. Otherwise no other sequence will free blocks for it, so it gives up its own.
             if own.submitted == own.computed && is_last {
                 self.preempt(index);
             }
@@ -60,8 +60,8 @@ impl Scheduler {
         candidates.max_by_key(|(_, s)| s.line()).map(|(index, _)| index)
     }
 
-    /// Whether slots are free for a waiting sequence and its forks, and blocks for all that it has to compute before
-    /// its first id.
+    /// Whether there are slots for a waiting sequence and its forks, and blocks for everything that must be computed
+    /// before its first id.
     pub(super) fn has_place(&self, index: usize, step: &PendingStep) -> bool {
         let sequence = &self.waiting[index];
         if self.free_slots.len() < 1 + sequence.forks.len() {
@@ -70,7 +70,7 @@ impl Scheduler {
         if self.running.is_empty() && step.step.shares.is_empty() {
             return true; // no other sequence holds a block
         }
-        // Running sequences have a claim to the blocks that the rest of their prompts needs.
+        // The blocks that running sequences need for the rest of their prompts are reserved.
         let mut wanted = [0, 0];
         for s in self.running.iter().filter(|s| s.submitted < s.tokens.len()) {
             let [full, sliding] = self.blocks.missing(&s.table, s.tokens.len());
@@ -78,15 +78,15 @@ impl Scheduler {
             wanted[0] += full;
             wanted[1] += sliding.min(window);
         }
-        // Cached blocks of the prefix count as wanted, because holding them makes them unavailable. One more block is
-        // wanted, because the first decode would preempt otherwise.
+        // Cached blocks of the prefix count too, because they become unavailable when the sequence holds them. One
+        // block more is needed for the first decode, which would otherwise preempt.
         let blocks = sequence.tokens.len().div_ceil(self.limits.kv.block_size) + 1;
         wanted[0] += blocks;
         wanted[1] += self.window_blocks(sequence.tokens.len()).min(blocks);
         if self.blocks.has_room(wanted) {
             return true;
         }
-        if sequence.is_computed_afresh() {
+        if sequence.bypasses_cache() {
             return false;
         }
         wanted[0] -=
@@ -94,17 +94,17 @@ impl Scheduler {
         self.blocks.has_room(wanted)
     }
 
-    /// The most sliding blocks that a sequence of `tokens` tokens holds.
+    /// Maximum number of sliding blocks of a sequence with `tokens` tokens.
     fn window_blocks(&self, tokens: usize) -> usize {
         self.limits.kv.window_blocks(self.limits.max_batch_tokens.min(tokens))
     }
 
-    /// Lets a waiting sequence run that has a place. The sequence gets slots, and the blocks of its text that the
-    /// prefix cache has.
+    /// Starts a waiting sequence for which there is room. It gets slots, and the blocks of its text that the prefix
+    /// cache has.
     pub(super) fn start(&mut self, index: usize) -> SequenceId {
         let mut sequence = self.waiting.remove(index);
         sequence.cache_salt = sequence.cache_salt.on_path(self.attention_path);
-        let known: &[u32] = if sequence.is_computed_afresh() { &[] } else { &sequence.tokens };
+        let known: &[u32] = if sequence.bypasses_cache() { &[] } else { &sequence.tokens };
         let (table, cached) = self.blocks.admit(known, sequence.priority, &sequence.cache_salt);
         sequence.table = table;
         (sequence.computed, sequence.submitted) = (cached, cached);
@@ -118,30 +118,30 @@ impl Scheduler {
         id
     }
 
-    /// Makes the forks of a sequence sequences of their own. The last token of the prompt was just put into the step.
-    /// Each fork draws its first id behind that token.
-    pub(super) fn part(&mut self, step: &mut PendingStep, index: usize) {
+    /// Turns the forks of a sequence into separate sequences. The last token of the prompt was just put into the step.
+    /// Each fork draws its first id after that token.
+    pub(super) fn split_forks(&mut self, step: &mut PendingStep, index: usize) {
         for fork in std::mem::take(&mut self.running[index].forks) {
             let parent = &mut self.running[index];
             let table = self.blocks.fork(&parent.table);
             let mut child = parent.fork(fork, table);
             step.push_fork(parent, &mut child);
-            // The fork is inserted behind its parent, whose index stays.
+            // The fork is inserted after its parent, so the index of the parent stays valid.
             insert_by_arrival(&mut self.running, child);
         }
     }
 
-    /// Takes the blocks and the slot of a running sequence. The sequence waits to be computed again.
+    /// Takes the blocks and the slot away from a running sequence, which waits to be computed again.
     pub(super) fn preempt(&mut self, index: usize) {
         let sequence = &mut self.running[index];
         tracing::debug!(sequence = sequence.id, tokens = sequence.submitted, "preempted");
-        // A sequence that is preempted again and again makes no progress, and never waits long enough to be overdue.
-        sequence.raised |= sequence.life + 1 >= MAX_PREEMPTIONS;
+        // A sequence that is preempted repeatedly makes no progress, but never waits long enough to be overdue.
+        sequence.promoted |= sequence.life + 1 >= MAX_PREEMPTIONS;
         self.preemptions += 1;
         self.put_back(index);
     }
 
-    /// Has a running sequence wait to be computed again, without blocks and slot.
+    /// Moves a running sequence back to the waiting sequences, without blocks and slot.
     pub(super) fn put_back(&mut self, index: usize) {
         let mut sequence = self.running.remove(index);
         self.take_resources(&mut sequence);
@@ -149,7 +149,7 @@ impl Scheduler {
         insert_by_arrival(&mut self.waiting, sequence);
     }
 
-    /// Removes a running sequence for good.
+    /// Removes a running sequence permanently.
     pub(super) fn end(&mut self, index: usize) {
         let mut sequence = self.running.remove(index);
         self.take_resources(&mut sequence);
@@ -157,7 +157,7 @@ impl Scheduler {
     }
 
     fn take_resources(&mut self, sequence: &mut Sequence) {
-        self.served.took(sequence.client, sequence.take_mask_time());
+        self.served.add_mask_time(sequence.client, sequence.take_mask_time());
         self.blocks.release(std::mem::take(&mut sequence.table));
         self.free_slots.extend(sequence.slot.take());
         self.free_slots.append(&mut sequence.fork_slots);
@@ -165,6 +165,6 @@ impl Scheduler {
 }
 
 fn insert_by_arrival(list: &mut Vec<Sequence>, sequence: Sequence) {
-    let behind = list.partition_point(|s| s.arrival <= sequence.arrival);
-    list.insert(behind, sequence);
+    let index = list.partition_point(|s| s.arrival <= sequence.arrival);
+    list.insert(index, sequence);
 }

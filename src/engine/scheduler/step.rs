@@ -1,4 +1,4 @@
-//! One step: the arrays for the runner, the shares of the sequences in it, and the builder of both.
+//! One step: the arrays for the runner, the sequences' shares, and the builder of both.
 
 use std::ops::Range;
 
@@ -15,7 +15,7 @@ use crate::model::{
     Ticket,
 };
 
-/// A step: the arrays for the runner, and the sequences that they belong to.
+/// A step: the arrays for the runner, and the shares of the sequences in it.
 #[derive(Debug, Default)]
 pub struct Step {
     pub batch: Batch,
@@ -28,20 +28,20 @@ pub struct Step {
 }
 
 impl Step {
-    /// Submits the step to the runner, and pushes the masks of its draws. The host makes the masks while the device
+    /// Submits the step to the runner, and then the masks of its draws. The host computes the masks while the device
     /// computes the layers.
     pub fn submit(&self, runner: &mut dyn Runner) -> Result<Ticket, RunnerError> {
         let ticket = runner.submit(&self.batch, &self.sampling)?;
         if !self.masks.is_empty() {
-            // Each mask is the work of a grammar, so they are made in parallel.
+            // A grammar takes long for a mask, so the masks are computed in parallel.
             let words: Vec<_> = self.masks.par_iter().map(PendingMask::words).collect();
             runner.masks(&ticket, &words)?;
         }
         Ok(ticket)
     }
 
-    /// The share whose prompt's attention a unit beside the device computes a part of, if the runner has a unit and it has
-    /// room. A unit gets nothing of drafts that are checked and of texts that are scored.
+    /// The share for whose prompt the NPU computes a part of the attention, if the runner has an NPU and the NPU has
+    /// room for it. The NPU computes nothing for shares with draft tokens and for scored texts.
     pub(in crate::engine) fn shared_prompt(&self) -> Option<&SequenceShare> {
         let chunk = |share: &SequenceShare| share.is_prompt().then_some(share.tokens);
         longest_chunk(self.shares.iter().map(chunk)).map(|i| &self.shares[i])
@@ -52,13 +52,13 @@ impl Step {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SequenceShare {
     pub id: SequenceId,
-    /// Copies of the sequence's fields, by which the share is recognized when the step is done.
+    /// Copies of the sequence's fields, which identify the sequence of the share when the step is done.
     begun_as: SequenceId,
     life: u32,
-    /// How many positions are computed when the step is done, draft tokens not counted.
+    /// How many positions are computed when the step is done, without draft tokens.
     pub(super) end: usize,
-    /// Number of tokens that the step computes for the sequence, draft tokens counted: none for a fork, which draws
-    /// behind its parent's.
+    /// Number of tokens that the step computes for the sequence, including draft tokens. 0 for a fork, which draws
+    /// after the tokens of its parent.
     pub(in crate::engine) tokens: usize,
     pub(super) yields: Yields,
     pub(super) draft: DraftTokens,
@@ -69,17 +69,17 @@ pub struct SequenceShare {
 pub(super) enum Yields {
     /// No result but keys and values.
     Nothing,
-    /// Log probabilities of the prompt's ids up to position [`SequenceShare::end`], itself included: a range of
+    /// Log probabilities of the prompt's ids up to and including position [`SequenceShare::end`]: a range of
     /// [`Sampling::draws`].
     Scores(Range<usize>),
-    /// Ids of the answer: the id due, and one more behind each draft token. The number is the index of the first draw
+    /// Ids of the answer: the next id, and one more after each draft token. The number is the index of the first draw
     /// in [`Sampling::draws`].
     Ids(usize),
     /// The sums of a prompt's hidden states: the index in [`Sampled::pooled`](crate::model::Sampled::pooled).
     Pooled(usize),
 }
 
-/// The draft tokens of a share, in the order of their positions. The first is fed at position [`SequenceShare::end`].
+/// The draft tokens of a share, in the order of their positions. The first is at position [`SequenceShare::end`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct DraftTokens {
     pub(super) ids: Vec<u32>,
@@ -90,16 +90,16 @@ pub(super) struct DraftTokens {
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Output {
     pub id: SequenceId,
-    /// The id for the reader; none if the sampled id is a stop id.
+    /// The id for the client. `None` if the sampled id is a stop id.
     pub token: Option<u32>,
-    /// Log probabilities of the sampled id, if they were wanted.
+    /// Log probabilities of the sampled id, if requested.
     pub logprobs: Option<Logprobs>,
-    /// Log probabilities of the prompt's ids but the first, if they were wanted. The output with the answer's first id
-    /// carries them.
+    /// Log probabilities of all ids of the prompt except the first, if requested. They are in the output of the
+    /// answer's first id.
     pub prompt: Option<Vec<Logprobs>>,
-    /// The mean of the prompt's hidden states, if it was wanted.
+    /// The mean of the prompt's hidden states, if requested.
     pub pooled: Option<Vec<f32>>,
-    /// Set if the sequence ended. The scheduler has removed the sequence then.
+    /// Set if the sequence ended. The scheduler has then removed it.
     pub end: Option<Ended>,
     /// Prompt tokens that the prefix cache had.
     pub cached_tokens: usize,
@@ -111,11 +111,11 @@ pub(super) struct PendingStep {
     pub(super) step: Step,
     pub(super) tokens: usize,
     pub(super) draws: usize,
-    /// How many more ids of histories the step may carry.
+    /// How many more ids of histories the step may have.
     pub(super) history: usize,
-    /// Whether the step is to stay within the gap: a reader waits for an id of the step, or an interactive request may
+    /// Whether the step must stay within the gap: a client waits for an id of the step, or an interactive request may
     /// arrive while the step runs.
-    pub(super) hurries: bool,
+    pub(super) keeps_gap: bool,
     /// Whether the step has a chunk of a prompt.
     pub(super) prefills: bool,
 }
@@ -125,13 +125,13 @@ impl DraftTokens {
 }
 
 impl SequenceShare {
-    /// Whether the share belongs to a sequence. A share from before a preemption belongs to none.
+    /// Whether the share belongs to `sequence`. A share from before the sequence was preempted does not.
     pub(super) fn belongs_to(&self, sequence: &Sequence) -> bool {
         self.begun_as == sequence.begun_as && self.life == sequence.life
     }
 
-    /// Whether the share is a chunk of a prompt that a unit beside the device may get: one of known tokens, with one draw
-    /// behind it at most.
+    /// Whether the share is a chunk of a prompt that the NPU may compute: known tokens with at most one draw after
+    /// them.
     fn is_prompt(&self) -> bool {
         let is_scored = matches!(&self.yields, Yields::Scores(draws) if draws.len() > 1);
         self.draft.ids.is_empty() && !is_scored
@@ -139,13 +139,13 @@ impl SequenceShare {
 }
 
 impl PendingStep {
-    pub(super) fn new(limits: &Limits, hurries: bool) -> Self {
+    pub(super) fn new(limits: &Limits, keeps_gap: bool) -> Self {
         Self {
             step: Step::default(),
             tokens: limits.max_batch_tokens,
             draws: limits.max_draws,
             history: limits.max_context,
-            hurries,
+            keeps_gap,
             prefills: false,
         }
     }
@@ -154,25 +154,28 @@ impl PendingStep {
         self.step.shares.iter().any(|share| share.id == id)
     }
 
-    /// Puts the next `len` tokens of a running sequence into the step, and draft tokens behind them. The step has room
-    /// for all of them, and the sequence has the blocks. Returns whether an id of the answer is drawn behind the `len`
-    /// tokens.
+    /// Puts the next `len` tokens of a running sequence and then the draft tokens into the step. The step must have
+    /// room for them, and the sequence must have the blocks. Returns whether an id of the answer is drawn after the
+    /// `len` tokens.
     pub(super) fn push(&mut self, sequence: &mut Sequence, len: usize, draft: DraftTokens) -> bool {
-        let (start, pending, unseen) = (sequence.submitted, sequence.pending(), sequence.unseen());
-        let history = (unseen > 0).then(|| sequence.tokens[..unseen].to_vec());
+        let (start, pending, missing) = (sequence.submitted, sequence.pending(), sequence.missing_history());
+        let history = (missing > 0).then(|| sequence.tokens[..missing].to_vec());
         let input = if start + len <= sequence.tokens.len() {
             Input::Ids([&sequence.tokens[start..start + len], &draft.ids].concat())
         } else {
-            assert!(len == 1 && start >= sequence.tokens.len(), "an id that is not known yet is fed alone");
+            assert!(
+                len == 1 && start >= sequence.tokens.len(),
+                "an unknown id must be the only token of its share"
+            );
             Input::LastSampled
         };
         let draws_before = self.step.sampling.draws.len();
-        let yields = self.ask(sequence, len, draft.ids.len());
-        self.step.batch.sequences.push(share_of(sequence, start, input, history));
+        let yields = self.add_draws(sequence, len, draft.ids.len());
+        self.step.batch.sequences.push(batch_entry(sequence, start, input, history));
         let tokens = len + draft.ids.len();
         self.tokens -= tokens;
         self.draws -= self.step.sampling.draws.len() - draws_before;
-        self.history -= unseen;
+        self.history -= missing;
         self.prefills |= pending > 1;
         self.step.load = self.step.load.with(start, tokens);
         sequence.submit(len, draft.ids.len());
@@ -181,9 +184,9 @@ impl PendingStep {
         draws
     }
 
-    /// Adds the draws and sums that the next `len` tokens of a sequence need. The sequence is about to become the last
-    /// one of the batch.
-    fn ask(&mut self, sequence: &mut Sequence, len: usize, draft_tokens: usize) -> Yields {
+    /// Adds the draws and sums for the next `len` tokens of a sequence, before the sequence becomes the last one of the
+    /// batch.
+    fn add_draws(&mut self, sequence: &mut Sequence, len: usize, draft_tokens: usize) -> Yields {
         let index = self.step.batch.sequences.len();
         let Sampling { draws, pooling } = &mut self.step.sampling;
         let first = draws.len();
@@ -206,9 +209,10 @@ impl PendingStep {
         }
     }
 
-    /// Draws the first id of a fork behind the last token of its parent. The parent was just put into the step.
+    /// Adds the draw of a fork's first id after the last token of its parent. The parent must be the last sequence of
+    /// the step.
     pub(super) fn push_fork(&mut self, parent: &Sequence, fork: &mut Sequence) {
-        let own = self.step.batch.sequences.last().expect("its parent is in the step");
+        let own = self.step.batch.sequences.last().expect("the parent is in the step");
         let (index, token) = (self.step.batch.sequences.len() - 1, own.input.len() - 1);
         if fork.sampling.penalizes() {
             let copy = HistoryCopy { from: slot_of(parent), to: slot_of(fork), tokens: fork.submitted };
@@ -227,7 +231,7 @@ impl PendingStep {
         self.step.shares.push(SequenceShare { id, begun_as, life, end, tokens, yields, draft });
     }
 
-    /// The step; none if no sequence is in it.
+    /// The step, or `None` if it has no sequence.
     pub(super) fn finish(self) -> Option<Step> {
         (!self.step.shares.is_empty()).then_some(self.step)
     }
@@ -237,8 +241,8 @@ fn slot_of(sequence: &Sequence) -> u32 {
     sequence.slot.expect("a running sequence has a slot")
 }
 
-/// The entry of a running sequence in a batch: `input` at positions `start..`, with the blocks that the sequence has.
-pub(super) fn share_of(
+/// The batch entry of a running sequence: `input` at positions `start..`, and the blocks of the sequence.
+pub(super) fn batch_entry(
     sequence: &Sequence,
     start: usize,
     input: Input,
