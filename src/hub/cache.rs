@@ -135,7 +135,8 @@ impl Cache {
         &self.root
     }
 
-    /// The folder of the snapshot that `name` means, or the GGUF file. `None` if the cache has no part of the repository.
+    /// The folder of the snapshot that `name` means, or the GGUF file. `None` if the cache has no part of the
+    /// repository.
     ///
     /// # Errors
     /// Fails if the cache has only a part of the model, or if `name` is ambiguous.
@@ -219,8 +220,8 @@ impl Cache {
         Ok(all)
     }
 
-    /// The paths to delete for `name`, which is a whole repository, one revision, or one file. Blobs that other revisions
-    /// or files use are not included. `None` if the cache has no such model.
+    /// The paths to delete for `name`, which is a whole repository, one revision, or one file. Blobs that other
+    /// revisions or files use are not included. `None` if the cache has no such model.
     pub fn removal(&self, name: &ModelName) -> Result<Option<Removal>, HubError> {
         let folder = self.repository(&name.repo);
         let locks = self.root.join(".locks").join(name.repo.folder());

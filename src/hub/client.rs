@@ -1,8 +1,8 @@
 //! The part of the hub's HTTP API that pulling needs: list a repository, describe a file, read a file from an offset.
 //!
 //! This module follows redirects itself instead of the HTTP library, because each hop matters. The token is sent to the
-//! endpoint's own origin only. The checksum is a header of the hub's redirect; the `ETag` of the CDN that it redirects to
-//! looks similar but has another value.
+//! endpoint's own origin only. The checksum is a header of the hub's redirect; the `ETag` of the CDN that it redirects
+//! to looks similar but has another value.
 //!
 //! The number of redirects, the bytes read into memory, and every wait ([`Patience`](super::Patience)) are bounded.
 

@@ -2,8 +2,8 @@
 //!
 //! An interrupted transfer is resumed, in this run or the next: the bytes that are downloaded stay in
 //! `CHECKSUM.incomplete`. A server that does not support ranges sends the file from the start. A file is renamed to its
-//! final name only if its hash is the one that the hub lists. That is SHA-256 for files in large-file storage, and git's
-//! object hash for the small files.
+//! final name only if its hash is the one that the hub lists. That is SHA-256 for files in large-file storage, and
+//! git's object hash for the small files.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{ErrorKind, Read, Seek as _, SeekFrom, Write as _};

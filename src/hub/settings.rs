@@ -112,7 +112,8 @@ fn token(variable: &impl Fn(&str) -> Option<OsString>) -> Result<Option<Token>, 
             return Ok(None);
         }
         if !value.bytes().all(|b| b.is_ascii_graphic()) {
-            let problem = "the token has characters that are not allowed in a token; copy it again from the hub's settings";
+            let problem =
+                "the token has characters that no token can have; copy it again from the hub's settings";
             return Err(HubError::Settings(format!("{origin}: {problem}")));
         }
         Ok(Some(Token { value: value.to_owned(), origin }))

@@ -2,8 +2,8 @@
 //!
 //! Invariant: the texts of all pushes and of `finish`, joined, equal [`Tokenizer::decode`] of all ids, which is what
 //! `String::from_utf8_lossy` makes of the tokens' bytes. Byte tokens may cut a character, or be none. Each maximal part
-//! of a character then becomes one U+FFFD, as Unicode recommends. A character comes with its last byte, so at most three
-//! bytes are held back.
+//! of a character then becomes one U+FFFD, as Unicode recommends. A character comes with its last byte, so at most
+//! three bytes are held back.
 //!
 //! The `ByteFallback` of transformers differs: it turns a run of byte tokens that is not UTF-8 as a whole into one
 //! U+FFFD per byte, the complete characters of the run included. An answer that ends within a character would lose

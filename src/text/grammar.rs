@@ -67,8 +67,8 @@ pub enum GrammarSource {
     /// JSON. With `strict`, every keyword of the schema is enforced, and one that cannot be enforced is an error.
     /// Otherwise such keywords are left to the model.
     JsonSchema { schema: Value, strict: bool },
-    /// JSON of the schema `form`, which refers to the schemas of a client in `parts`: "#/$defs/0" is the first. An error
-    /// that is one part's alone is a [`TextError::Schema`].
+    /// JSON of the schema `form`, which refers to the schemas of a client in `parts`: "#/$defs/0" is the first. An
+    /// error that is one part's alone is a [`TextError::Schema`].
     JsonParts { form: Value, parts: Vec<SchemaPart> },
     /// A regular expression that matches the whole answer, in the syntax of the `regex` crate, without look-around.
     Regex(String),

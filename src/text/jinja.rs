@@ -116,8 +116,8 @@ impl Program {
         Ok(program?.unwrap_or_else(|_| Err(exceeded("minijinja met a bug in itself"))))
     }
 
-    /// Renders the template with `context` into `out`. The conversation in `context` takes `conversation_bytes`. Functions
-    /// that write the time write `now`.
+    /// Renders the template with `context` into `out`. The conversation in `context` takes `conversation_bytes`.
+    /// Functions that write the time write `now`.
     pub(super) fn render(
         &self,
         environment: &Environment<'static>,

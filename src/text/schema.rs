@@ -1,8 +1,8 @@
 //! JSON schemas on their way to llguidance.
 //!
-//! [`compile`] checks schemas as clients write them, and leads each `$ref` to its schema. A keyword with a value that it
-//! cannot have is an error that names the place. A keyword that cannot be enforced is an error in a strict schema. In
-//! any other schema it is left out, and the model is free there.
+//! [`compile`] checks schemas as clients write them, and leads each `$ref` to its schema. A keyword with a value that
+//! it cannot have is an error that names the place. A keyword that cannot be enforced is an error in a strict schema.
+//! In any other schema it is left out, and the model is free there.
 //!
 //! Only llguidance can tell whether it takes a regular expression, a bound, or a combination of keywords. So the whole
 //! schema is compiled as it is. If that fails, its parts are compiled, from the outside in, until the keyword is found.

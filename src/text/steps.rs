@@ -242,8 +242,8 @@ fn check_template(step: &Value) -> Result<(), String> {
     Ok(())
 }
 
-/// The `Replace` steps of a decoder of the form `[Replace..., ByteFallback, Fuse]`, as (pattern, content). Together they
-/// make a token at most [`MAX_GROWTH`] times as long.
+/// The `Replace` steps of a decoder of the form `[Replace..., ByteFallback, Fuse]`, as (pattern, content). Together
+/// they make a token at most [`MAX_GROWTH`] times as long.
 pub(super) fn decoder_replacements(decoder: &Step) -> Result<Vec<(String, String)>, String> {
     const EXPECTED: &str = "expected a Sequence of Replace (with a String pattern), ByteFallback, Fuse";
     let Step(decoder) = decoder;
@@ -277,8 +277,8 @@ pub(super) fn decoder_replacements(decoder: &Step) -> Result<Vec<(String, String
     Ok(replacements)
 }
 
-/// The bytes of the shortest text that a step's pattern matches, at least 1. The crate loses count where a pattern matches
-/// the empty text, and panics in a later step.
+/// The bytes of the shortest text that a step's pattern matches, at least 1. The crate loses count where a pattern
+/// matches the empty text, and panics in a later step.
 fn shortest_match(at: &str, step: &Value) -> Result<usize, String> {
     let pattern = &step["pattern"];
     let least = match (pattern["String"].as_str(), pattern["Regex"].as_str()) {

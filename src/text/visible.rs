@@ -5,8 +5,8 @@
 
 use std::borrow::Cow;
 
-/// Whether a character is a format character (Unicode's Cf), which is not seen itself, or separates lines or paragraphs.
-/// Bidirectional controls and spaces of no width are among them.
+/// Whether a character is a format character (Unicode's Cf), which is not seen itself, or separates lines or
+/// paragraphs. Bidirectional controls and spaces of no width are among them.
 pub fn is_unseen(c: char) -> bool {
     matches!(
         c,

@@ -5,9 +5,9 @@
 //! where most tokens are allowed. The longest text may be the wrong one, though: of `"a" "bc" | "ab" "d"` the text
 //! "abc" begins with the terminals "a" and "ab", and only the shorter one leads on.
 //!
-//! [`choose`] therefore begins with the largest parts that no recursion reaches, and takes apart each terminal for which
-//! it cannot show that the longest text is the right one. The checks err on the safe side only. Single characters need
-//! no check, because all of them are equally long.
+//! [`choose`] therefore begins with the largest parts that no recursion reaches, and takes apart each terminal for
+//! which it cannot show that the longest text is the right one. The checks err on the safe side only. Single characters
+//! need no check, because all of them are equally long.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::rc::Rc;
@@ -136,8 +136,8 @@ impl FirstSets {
     }
 }
 
-/// The grammar as a graph of states between terminals. A recursive rule has one begin and one end for all references, so
-/// the graph allows more than the grammar: each order of terminals that the grammar has, the graph has too.
+/// The grammar as a graph of states between terminals. A recursive rule has one begin and one end for all references,
+/// so the graph allows more than the grammar: each order of terminals that the grammar has, the graph has too.
 struct Places {
     /// For each state, the states that are reached without a terminal.
     skips: Vec<Vec<usize>>,
