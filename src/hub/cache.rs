@@ -31,7 +31,7 @@ const MAX_DEPTH: usize = 8;
 const MAX_FILES: usize = 100_000;
 const MAX_REF_BYTES: u64 = 256;
 /// Longest wait while another process writes a link or a reference.
-const SMALL_WRITE: Duration = Duration::from_secs(5);
+const SMALL_WRITE_WAIT: Duration = Duration::from_secs(5);
 
 /// Permissions of a shared cache: all users may read, because a service may run as its own user.
 const SHARED_FOLDER: u32 = 0o755;
@@ -279,7 +279,7 @@ impl Cache {
         Ok(Some(Removal { bytes, folder, locks, whole, links, blobs }))
     }
 
-    // --- for pulling ------------------------------------------------------------------------------------------
+    // --- pulling ----------------------------------------------------------------------------------------------
 
     fn repository(&self, repo: &RepoId) -> PathBuf {
         self.root.join(repo.folder())
@@ -329,7 +329,7 @@ impl Cache {
         let since = Instant::now();
         loop {
             match self.lock(repo, "links", "a link") {
-                Err(HubError::Busy { .. }) if since.elapsed() < SMALL_WRITE => {
+                Err(HubError::Busy { .. }) if since.elapsed() < SMALL_WRITE_WAIT => {
                     std::thread::sleep(Duration::from_millis(5));
                 }
                 result => return result,
@@ -379,7 +379,12 @@ impl Cache {
     }
 
     /// Writes the reference from `revision` to `commit`.
-    pub(super) fn refer(&self, repo: &RepoId, revision: &str, commit: &str) -> Result<(), HubError> {
+    pub(super) fn write_reference(
+        &self,
+        repo: &RepoId,
+        revision: &str,
+        commit: &str,
+    ) -> Result<(), HubError> {
         if revision == commit {
             return Ok(());
         }

@@ -80,14 +80,14 @@ pub(super) struct Content {
 /// An error, and whether to retry.
 #[derive(Debug)]
 pub(super) enum Failure {
-    Final(HubError),
+    Permanent(HubError),
     /// A retry may succeed, after at least this long.
-    Passing(HubError, Duration),
+    Transient(HubError, Duration),
 }
 
 impl Failure {
-    pub fn passing(error: HubError) -> Self {
-        Self::Passing(error, Duration::ZERO)
+    pub fn transient(error: HubError) -> Self {
+        Self::Transient(error, Duration::ZERO)
     }
 }
 
@@ -133,13 +133,13 @@ impl<'a> Client<'a> {
         let (repo, revision) = (&name.repo, name.revision());
         let path =
             format!("api/models/{}/revision/{}?blobs=true", encode_path(repo.as_str()), encode(revision));
-        let url = self.settings.endpoint.below(&path);
+        let url = self.settings.endpoint.join(&path);
         let text = self.with_retries(|| {
             let (response, _) = self.send(Method::Get, &url, None, |_| false)?;
             let response = self.expect_success(response, true, name, "")?;
             let mut text = Vec::new();
             let mut body = response.into_body().into_reader().take(MAX_LISTING_BYTES + 1);
-            body.read_to_end(&mut text).map_err(|e| Failure::passing(self.unreachable(&e.to_string())))?;
+            body.read_to_end(&mut text).map_err(|e| Failure::transient(self.unreachable(&e.to_string())))?;
             Ok(text)
         })?;
         let fail = |problem: String| HubError::Answer { what: format!("{}: {name}", url.shown()), problem };
@@ -169,7 +169,7 @@ impl<'a> Client<'a> {
             }
             let fail = |problem: &str| {
                 let what = format!("{}: {file}", at.shown());
-                Failure::Final(HubError::Answer { what, problem: problem.into() })
+                Failure::Permanent(HubError::Answer { what, problem: problem.into() })
             };
             let checksum = checksum.ok_or_else(|| {
                 fail("the server gives no SHA-256 or git checksum, and files without a checksum are refused")
@@ -192,7 +192,7 @@ impl<'a> Client<'a> {
         let (response, at) = self.send(Method::Get, &url, range, |_| false)?;
         let response = self.expect_success(response, at.same_origin(&self.settings.endpoint), name, file)?;
         let fail = |problem: String| {
-            Failure::Final(HubError::Answer { what: format!("{}: {file}", at.shown()), problem })
+            Failure::Permanent(HubError::Answer { what: format!("{}: {file}", at.shown()), problem })
         };
         let headers = response.headers();
         let (start, total) = if response.status() == StatusCode::PARTIAL_CONTENT {
@@ -215,17 +215,17 @@ impl<'a> Client<'a> {
         Ok(Content { start, body: Box::new(response.into_body().into_reader().take(size - start)) })
     }
 
-    /// Runs `attempt`, and retries it after a [`Failure::Passing`] while attempts are left.
+    /// Runs `attempt`, and retries it after a [`Failure::Transient`] while attempts are left.
     fn with_retries<T>(&self, mut attempt: impl FnMut() -> Result<T, Failure>) -> Result<T, HubError> {
         let mut tries = 1;
         loop {
             match attempt() {
                 Ok(value) => return Ok(value),
-                Err(Failure::Final(error)) => return Err(error),
-                Err(Failure::Passing(error, _)) if tries >= self.settings.patience.attempts => {
+                Err(Failure::Permanent(error)) => return Err(error),
+                Err(Failure::Transient(error, _)) if tries >= self.settings.patience.attempts => {
                     return Err(error);
                 }
-                Err(Failure::Passing(error, at_least)) => {
+                Err(Failure::Transient(error, at_least)) => {
                     self.pause(tries, at_least, &error);
                     tries += 1;
                 }
@@ -243,7 +243,7 @@ impl<'a> Client<'a> {
 
     fn file_url(&self, repo: &RepoId, commit: &str, file: &str) -> Url {
         let path = format!("{}/resolve/{}/{}", encode_path(repo.as_str()), encode(commit), encode_path(file));
-        self.settings.endpoint.below(&path)
+        self.settings.endpoint.join(&path)
     }
 
     /// Sends a request and follows redirects. Returns the first answer that is not a redirect or that `enough` accepts,
@@ -278,11 +278,11 @@ impl<'a> Client<'a> {
             let Some(location) = location.filter(|_| !enough(headers)) else { return Ok((response, url)) };
             url = url.redirected(location).map_err(|problem| {
                 let problem = format!("the server redirects to a URL that is not followed: {problem}");
-                Failure::Final(HubError::Answer { what: url.shown(), problem })
+                Failure::Permanent(HubError::Answer { what: url.shown(), problem })
             })?;
         }
         let problem = format!("the server redirects more than {MAX_REDIRECTS} times");
-        Err(Failure::Final(HubError::Answer { what: url.shown(), problem }))
+        Err(Failure::Permanent(HubError::Answer { what: url.shown(), problem }))
     }
 
     /// Turns a status other than success into an error. `by_hub` says that the endpoint itself answered, not the target
@@ -299,17 +299,17 @@ impl<'a> Client<'a> {
             return Ok(response);
         }
         let error = self.status_error(status, response.headers(), by_hub, name, file);
-        let passing = status.is_server_error()
+        let transient = status.is_server_error()
             || matches!(status, StatusCode::REQUEST_TIMEOUT | StatusCode::TOO_MANY_REQUESTS)
             // The local part does not belong to this file, so the caller downloads the file from the start.
             || status == StatusCode::RANGE_NOT_SATISFIABLE
             // A signed URL has expired; the hub gives a new one.
             || (!by_hub && status == StatusCode::FORBIDDEN);
-        if !passing {
-            return Err(Failure::Final(error));
+        if !transient {
+            return Err(Failure::Permanent(error));
         }
         let seconds = text(response.headers(), "retry-after").and_then(|s| s.parse().ok()).unwrap_or(0);
-        Err(Failure::Passing(error, Duration::from_secs(seconds).min(MAX_RETRY_AFTER)))
+        Err(Failure::Transient(error, Duration::from_secs(seconds).min(MAX_RETRY_AFTER)))
     }
 
     fn status_error(
@@ -338,7 +338,7 @@ impl<'a> Client<'a> {
                     }
                     Some(token) => format!("with the account that owns the token from {}", token.origin),
                 };
-                let url = self.settings.endpoint.below(repo.as_str()).full();
+                let url = self.settings.endpoint.join(repo.as_str()).full();
                 HubError::Gated { repo, url, then }
             }
             (_, "RevisionNotFound", _) => HubError::NoRevision { repo, revision: name.revision().to_owned() },
@@ -364,7 +364,7 @@ impl<'a> Client<'a> {
             other => shown(&other.to_string()),
         };
         let unreachable = self.unreachable(&problem);
-        let passing = match error {
+        let transient = match error {
             ureq::Error::Timeout(_) | ureq::Error::Protocol(_) => true,
             ureq::Error::Io(e) => {
                 use io::ErrorKind::{
@@ -378,7 +378,7 @@ impl<'a> Client<'a> {
             // Retries do not help with an unknown host name, a closed port or an invalid certificate.
             _ => false,
         };
-        if passing { Failure::passing(unreachable) } else { Failure::Final(unreachable) }
+        if transient { Failure::transient(unreachable) } else { Failure::Permanent(unreachable) }
     }
 
     pub fn unreachable(&self, problem: &str) -> HubError {

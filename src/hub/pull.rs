@@ -104,7 +104,7 @@ pub fn pull(
         cache.link(&name.repo, commit, &task.path, task.checksum.hex())?;
         before += task.size;
     }
-    cache.refer(&name.repo, name.revision(), commit)?;
+    cache.write_reference(&name.repo, name.revision(), commit)?;
     let snapshot = cache.snapshot(&name.repo, commit);
     Ok(match chosen.model {
         Some(i) => snapshot.join(&listing.files[i].path),
@@ -161,11 +161,11 @@ impl Puller<'_> {
                 Ok(()) => continue,
                 // The server answered when the files were listed, so a retry may help.
                 Err(
-                    Failure::Final(HubError::Unreachable { problem, .. })
-                    | Failure::Passing(HubError::Unreachable { problem, .. }, _),
+                    Failure::Permanent(HubError::Unreachable { problem, .. })
+                    | Failure::Transient(HubError::Unreachable { problem, .. }, _),
                 ) => (HubError::Interrupted { file: task.path.clone(), problem }, Duration::ZERO),
-                Err(Failure::Final(error)) => return Err(error),
-                Err(Failure::Passing(error, pause)) => (error, pause),
+                Err(Failure::Permanent(error)) => return Err(error),
+                Err(Failure::Transient(error, pause)) => (error, pause),
             };
             if matches!(error, HubError::Status { status: RANGE_NOT_SATISFIABLE, .. }) {
                 partial.restart()?;
@@ -193,10 +193,10 @@ impl Puller<'_> {
         let Content { start, mut body } =
             self.client.open(self.name, self.commit, &task.path, partial.len, task.size)?;
         if start != partial.len {
-            partial.restart().map_err(Failure::Final)?;
+            partial.restart().map_err(Failure::Permanent)?;
         }
         let broken =
-            |problem: String| Failure::passing(HubError::Interrupted { file: task.path.clone(), problem });
+            |problem: String| Failure::transient(HubError::Interrupted { file: task.path.clone(), problem });
         let mut buffer = vec![0; BUFFER_BYTES];
         loop {
             report(partial.len);
@@ -208,7 +208,7 @@ impl Puller<'_> {
                         partial.len, task.size
                     )));
                 }
-                Ok(n) => partial.append(&buffer[..n]).map_err(Failure::Final)?,
+                Ok(n) => partial.append(&buffer[..n]).map_err(Failure::Permanent)?,
                 Err(e) if e.kind() == ErrorKind::Interrupted => {}
                 Err(e) => return Err(broken(e.to_string())),
             }

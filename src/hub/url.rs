@@ -30,7 +30,7 @@ impl Url {
     }
 
     /// The URL with `path` appended; `path` is already encoded.
-    pub fn below(&self, path: &str) -> Self {
+    pub fn join(&self, path: &str) -> Self {
         Self { origin: self.origin.clone(), path: format!("{}/{path}", self.path) }
     }
 

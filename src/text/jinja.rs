@@ -261,7 +261,7 @@ fn target<'a>(instruction: &'a mut Instruction) -> Option<&'a mut u32> {
     }
 }
 
-/// The constant that an instruction loads, if comparing with it takes no time.
+/// The constant that an instruction loads, if a comparison with it is cheap.
 fn small_constant<'a>(instruction: &'a Instruction) -> Option<&'a Value> {
     let Instruction::LoadConst(value) = instruction else { return None };
     let is_small = |value: &&Value| {
