@@ -177,7 +177,7 @@ fn json_grammar(mut schema: Value) -> TopLevelGrammar {
     TopLevelGrammar::from_json_schema(schema)
 }
 
-/// Compiles grammars for one model. Caches the last [`CACHED`] grammars.
+/// Compiles grammars for one model. Caches the most recently used ones.
 pub struct Grammars {
     vocabulary: Arc<Vocabulary>,
     /// Created by [`Grammars::prepare`] or for the first grammar. That takes a second for a large vocabulary.

@@ -473,7 +473,7 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// A rule's name for an error, cut to [`MOST`] bytes.
+/// A rule's name for an error. A long name is cut.
 fn quoted(name: &str) -> String {
     const MOST: usize = 40;
     if name.len() <= MOST { format!("{name:?}") } else { format!("\"{}...\"", &name[..MOST]) }
