@@ -829,7 +829,7 @@ fn refusals_say_what_to_do() {
     fails("org/tiny", &["gated", &licence, "accept", "HF_TOKEN"]);
     let settings = hub.settings_with(&[("HF_TOKEN", "hf_mine")]);
     let error = pull(&settings, &cache, &name("org/tiny"), &mut |_| {}).unwrap_err();
-    says(&error, &["gated", &licence, "the token of HF_TOKEN"]);
+    says(&error, &["gated", &licence, "the token from HF_TOKEN"]);
 
     // A refusal leaves nothing that looks like a model.
     assert_eq!(listed(&cache), []);

@@ -250,7 +250,7 @@ fn a_tokenizer_that_cannot_be_followed_is_refused_by_field() {
             let strip = json!({"type": "Strip", "content": " ", "start": 1, "stop": 0});
             json["decoder"]["decoders"].as_array_mut().unwrap().push(strip);
         }),
-        ("says id 7", |json| json["added_tokens"][6]["id"] = json!(7)),
+        ("has the id 7", |json| json["added_tokens"][6]["id"] = json!(7)),
         ("id 4000000000", |json| json["model"]["vocab"]["zz"] = json!(4_000_000_000u32)),
         ("not a tokenizer.json", |json| *json = json!([1, 2])),
         ("has a form that this server cannot read", |json| json["model"]["merges"] = json!([1])),
