@@ -231,8 +231,7 @@ fn models_that_are_none_are_named() {
     // A name as other programs have them: the error says how a model is pulled, and which ones were.
     let cache = pulled(&[("config.json", b"{}"), ("model.safetensors", b"")]);
     let (no_cache, cache) = (tempfile::tempdir().expect("a folder"), path(cache.path()));
-    for (dir, part) in
-        [(path(no_cache.path()), "no model was pulled here"), (cache, "pulled models are org/tiny")]
+    for (dir, part) in [(path(no_cache.path()), "no model was pulled"), (cache, "pulled models are org/tiny")]
     {
         for name in ["gemma3", "gemma3:4b"] {
             let mut serve = unicorn(&["serve", "--port", "0", "--model", name, "--models-dir", &dir]);

@@ -545,7 +545,7 @@ fn what_all_grammars_share_can_be_made_before_the_first() {
     // The first grammar reports an error of the vocabulary.
     let endless = Grammars::new(tokenizer(), ROWS, &[]);
     endless.prepare();
-    assert!(refusal(&endless, &GrammarSource::json_object()).contains("no token ends its answers"));
+    assert!(refusal(&endless, &GrammarSource::json_object()).contains("it has no stop token"));
 }
 
 /// An object with this many properties, all of them null. `others` are the properties that it does not name.

@@ -607,7 +607,7 @@ fn of_several_gguf_files_one_is_named() {
             [("org/tiny:bf16/tiny-bf16-00001-of-00002.gguf".to_owned(), Format::Gguf, 16)]
         );
         fs::remove_file(path.with_file_name("tiny-bf16-00002-of-00002.gguf")).expect("removed");
-        says(&cache.find(&name("org/tiny")).unwrap_err(), &["in part"]);
+        says(&cache.find(&name("org/tiny")).unwrap_err(), &["partly downloaded"]);
         assert_eq!(listed(&cache), [("org/tiny".to_owned(), Format::Partial, 10)]);
     }
 
@@ -615,7 +615,7 @@ fn of_several_gguf_files_one_is_named() {
     hub.set(|b| b.files.retain(|f| f.path == "tiny-Q4_0.gguf" || f.path.starts_with("mmproj")));
     assert!(hub.pull(&cache, "org/tiny").expect("pulled").ends_with("tiny-Q4_0.gguf"));
     hub.set(|b| b.files.retain(|f| f.path.starts_with("mmproj")));
-    says(&hub.pull(&cache, "org/tiny").unwrap_err(), &["nothing that can be served", "gguf"]);
+    says(&hub.pull(&cache, "org/tiny").unwrap_err(), &["no files that can be served", "gguf"]);
     says(&hub.pull(&cache, "org/tiny:none.txt").unwrap_err(), &["org/tiny", "none.txt"]);
 }
 
@@ -645,8 +645,8 @@ fn a_later_pull_goes_on_with_what_an_earlier_one_left() {
     let (_folder, cache) = temporary();
     hub.fault(&[Fault::Cut(50_000)]);
     let error = hub.pull(&cache, "org/tiny").unwrap_err();
-    says(&error, &["tiny.gguf", "broke off", "pull again"]);
-    says(&cache.find(&name("org/tiny")).unwrap_err(), &["in part"]);
+    says(&error, &["tiny.gguf", "was interrupted", "pull again"]);
+    says(&cache.find(&name("org/tiny")).unwrap_err(), &["partly downloaded"]);
     let incomplete = repository(&cache).join("blobs").join(sha256(&weights) + ".incomplete");
     let left = fs::metadata(&incomplete).expect("kept").len();
     assert!(left > 0 && left < 200_000, "{left}");
@@ -829,7 +829,7 @@ fn refusals_say_what_to_do() {
     fails("org/tiny", &["gated", &licence, "accept", "HF_TOKEN"]);
     let settings = hub.settings_with(&[("HF_TOKEN", "hf_mine")]);
     let error = pull(&settings, &cache, &name("org/tiny"), &mut |_| {}).unwrap_err();
-    says(&error, &["gated", &licence, "the token of HF_TOKEN"]);
+    says(&error, &["gated", &licence, "the token from HF_TOKEN"]);
 
     // A refusal leaves nothing that looks like a model.
     assert_eq!(listed(&cache), []);
@@ -876,7 +876,7 @@ fn a_hostile_listing_writes_nothing() {
         "..\\evil.gguf",
         "a\u{1b}[2J.gguf",
     ] {
-        says(&lists(path, COMMIT, &sum, 4), &["org/tiny", "nothing of it was written"]);
+        says(&lists(path, COMMIT, &sum, 4), &["org/tiny", "nothing was written"]);
     }
     for sha in ["../../evil", "main", "", "0123456789ABCDEF0123456789abcdef01234567"] {
         says(&lists("tiny.gguf", sha, &sum, 4), &["commit"]);
@@ -910,7 +910,7 @@ fn a_folder_that_cannot_be_written_is_named() {
     let file = folder.path().join("file");
     fs::write(&file, "x").expect("written");
     let cache = Cache::system(file.join("models"));
-    says(&hub.pull(&cache, "org/tiny").unwrap_err(), &["make the folder", file.to_str().unwrap()]);
+    says(&hub.pull(&cache, "org/tiny").unwrap_err(), &["create the folder", file.to_str().unwrap()]);
     // Even the superuser cannot write in /proc, though it can anywhere else.
     let cache = Cache::system("/proc/models");
     says(&hub.pull(&cache, "org/tiny").unwrap_err(), &["/proc/models"]);
@@ -929,10 +929,10 @@ fn one_writes_a_file_at_a_time() {
     fs::create_dir_all(&locks).expect("made");
     let lock = fs::File::create(locks.join(sha256(&weights) + ".lock")).expect("made");
     rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive).expect("locked");
-    says(&hub.pull(&cache, "org/tiny").unwrap_err(), &["tiny.gguf", "another program", ".lock"]);
+    says(&hub.pull(&cache, "org/tiny").unwrap_err(), &["tiny.gguf", "another process", ".lock"]);
     assert!(hub.cdn_requests().is_empty());
     let removal = cache.removal(&name("org/tiny")).expect("sound").expect("something");
-    says(&removal.apply().unwrap_err(), &["another program"]);
+    says(&removal.apply().unwrap_err(), &["another process"]);
     // A child that another test starts just now has the file open, too, and with it the lock.
     rustix::fs::flock(&lock, rustix::fs::FlockOperation::Unlock).expect("unlocked");
 
@@ -1011,8 +1011,11 @@ fn a_model_that_is_here_in_part_is_called_so() {
     let (_folder, cache) = temporary();
     let whole = Fault::Cut(usize::MAX);
     hub.fault(&[whole, whole, whole, Fault::Cut(0)]);
-    says(&hub.pull(&cache, "org/tiny").unwrap_err(), &["model-00002-of-00002.safetensors", "broke off"]);
-    says(&cache.find(&name("org/tiny")).unwrap_err(), &["in part", "unicorn pull org/tiny"]);
+    says(
+        &hub.pull(&cache, "org/tiny").unwrap_err(),
+        &["model-00002-of-00002.safetensors", "was interrupted"],
+    );
+    says(&cache.find(&name("org/tiny")).unwrap_err(), &["partly downloaded", "unicorn pull org/tiny"]);
     assert_eq!(
         listed(&cache),
         [("org/tiny".to_owned(), Format::Partial, 8)],
@@ -1219,14 +1222,14 @@ fn the_commands_pull_list_and_remove() {
     assert!(found.contains("a-Q4_0.gguf: "), "{found}");
     let elsewhere = tempfile::tempdir().expect("a folder");
     let found = inspect(elsewhere.path());
-    assert!(found.contains("org/tiny is here only in part; `unicorn pull org/tiny`"), "{found}");
+    assert!(found.contains("org/tiny is only partly downloaded; `unicorn pull org/tiny`"), "{found}");
 
     let (code, _, stderr) = output(unicorn(home.path(), &hub, &["models", "rm", "org/tiny"]));
     assert!(code == 1 && stderr.contains("--yes"), "{stderr}");
     let (code, _, stderr) = output(unicorn(home.path(), &hub, &["models", "rm", "org/tiny", "--yes"]));
     assert!(code == 0 && stderr.contains("removed org/tiny, 4 B"), "{stderr}");
     let (code, _, stderr) = output(unicorn(home.path(), &hub, &["models", "rm", "org/tiny", "--yes"]));
-    assert!(code == 1 && stderr.contains("no such model here"), "{stderr}");
+    assert!(code == 1 && stderr.contains("no such model was pulled"), "{stderr}");
     assert!(file.exists(), "the other folder was not named");
     let (_, stdout, _) = output(unicorn(home.path(), &hub, &["models", "list"]));
     assert!(stdout.contains("unicorn pull"), "{stdout}");

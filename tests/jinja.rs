@@ -50,8 +50,8 @@ fn a_template_that_doubles_a_string_is_refused() {
     let source = again("'aaaaaaaaaaaaaaaa'", "{% set ns.x = ns.x ~ ns.x %}") + "{{ ns.x | length }}";
     assert!(source.len() < 160, "{}", source.len());
     let problem = render(&source).unwrap_err().to_string();
-    assert_eq!(problem, "chat_template.jinja: takes a value of more than 8 MiB (line 1)");
-    assert_eq!(refused(&source, &["takes a value of more than 8 MiB"], 64 * MIB), Ok(()));
+    assert_eq!(problem, "chat_template.jinja: makes a value of more than 8 MiB (line 1)");
+    assert_eq!(refused(&source, &["makes a value of more than 8 MiB"], 64 * MIB), Ok(()));
 }
 
 /// Each way in which a value grows faster than the instructions that make it.
@@ -125,7 +125,7 @@ fn nothing_that_grows_by_itself_outgrows_its_bound() {
         twins + "{% for x in [ns.x, ns.y] %}{{ loop.changed(x) }}{% endfor %}",
     ];
     let expected = [
-        "takes a value of more than 8 MiB",
+        "makes a value of more than 8 MiB",
         "writes more than 32 MiB",
         "nests values more than 64 deep",
         "recursion limit exceeded",
@@ -158,22 +158,22 @@ fn what_would_take_time_or_the_stack_is_refused() {
             again("{'a': 1}", "{% for j in range(9999) %}{% set ns.x = {'a': ns.x}.items() %}{% endfor %}"),
             "nests values more than 64 deep",
         ),
-        ("{% set a = namespace(a=a) %}".repeat(9000), "only data can be kept"),
+        ("{% set a = namespace(a=a) %}".repeat(9000), "only data can be stored"),
         ("{% set a = dict(a=a) %}".repeat(9000), "nests values more than 64 deep"),
-        (again("1", "{% for j in [ns.x] %}{% set ns.x = loop %}{% endfor %}"), "only data can be kept"),
-        (again("1", "{% macro f() %}{{ ns }}{% endmacro %}{% set ns.x = f %}"), "only data can be kept"),
+        (again("1", "{% for j in [ns.x] %}{% set ns.x = loop %}{% endfor %}"), "only data can be stored"),
+        (again("1", "{% macro f() %}{{ ns }}{% endmacro %}{% set ns.x = f %}"), "only data can be stored"),
         // A value that holds itself is never freed.
-        (again("1", "{% set ns.x = ns %}{{ ns }}"), "only data can be kept"),
-        (again("1", "{% set ns.x = [{'a': ns}] %}{{ ns }}"), "only data can be kept"),
-        (again("1", "{{ loop.changed(loop) }}"), "only data can be kept"),
-        (again("1", "{{ loop.changed(1, [loop]) }}"), "only data can be kept"),
+        (again("1", "{% set ns.x = ns %}{{ ns }}"), "only data can be stored"),
+        (again("1", "{% set ns.x = [{'a': ns}] %}{{ ns }}"), "only data can be stored"),
+        (again("1", "{{ loop.changed(loop) }}"), "only data can be stored"),
+        (again("1", "{{ loop.changed(1, [loop]) }}"), "only data can be stored"),
         // The work is the product of the lengths of two texts.
         (
             format!("{mib}{}{{{{ a.t.strip(b.t ~ 'a') }}}}", long("b", MIB).replace("aaaaaaaa", "bcdefghi")),
             "reads and makes values of",
         ),
         (format!("{mib}{{{{ a.t|trim(a.t) }}}}"), "reads and makes values of"),
-        (format!("{mib}{{{{ a.t|map('replace', 'b', a.t)|list }}}}"), "takes a value"),
+        (format!("{mib}{{{{ a.t|map('replace', 'b', a.t)|list }}}}"), "makes a value"),
         (
             format!("{mib}{{% for i in range(9999) %}}{{{{ 'b' in a.t }}}}{{% endfor %}}"),
             "reads and makes values of",
@@ -213,7 +213,7 @@ fn what_would_take_time_or_the_stack_is_refused() {
             ),
             "writes more than 32 MiB",
         ),
-        (format!("{{{{ 'a'|map({}'upper') }}}}", "'map', ".repeat(1000)), "filters within each other"),
+        (format!("{{{{ 'a'|map({}'upper') }}}}", "'map', ".repeat(1000)), "nests filters"),
         // Compiling recurses along operators, and repeats some of its work at each.
         (format!("{{{{ x{} }}}}", " ~ x".repeat(60_000)), "line 1 is in a tag of more than 4096"),
         (

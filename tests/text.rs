@@ -250,7 +250,7 @@ fn a_tokenizer_that_cannot_be_followed_is_refused_by_field() {
             let strip = json!({"type": "Strip", "content": " ", "start": 1, "stop": 0});
             json["decoder"]["decoders"].as_array_mut().unwrap().push(strip);
         }),
-        ("says id 7", |json| json["added_tokens"][6]["id"] = json!(7)),
+        ("has the id 7", |json| json["added_tokens"][6]["id"] = json!(7)),
         ("id 4000000000", |json| json["model"]["vocab"]["zz"] = json!(4_000_000_000u32)),
         ("not a tokenizer.json", |json| *json = json!([1, 2])),
         ("has a form that this server cannot read", |json| json["model"]["merges"] = json!([1])),
@@ -308,7 +308,7 @@ fn steps_that_make_a_text_many_times_as_long_are_refused_by_name() {
         (
             "normalizer",
             normalizers(&vec![tenfold.clone(); 9]),
-            "normalizer.normalizers[1] (Replace) makes a text, with the steps before it, up to 100.0 times as long; expected at most 16 times",
+            "normalizer.normalizers[1] (Replace), with the steps before it, makes a text up to 100.0 times as long; expected at most 16 times",
         ),
         (
             "normalizer",
@@ -320,14 +320,14 @@ fn steps_that_make_a_text_many_times_as_long_are_refused_by_name() {
         (
             "normalizer",
             regex("a(?=b)", ""),
-            "normalizer.pattern.Regex is no regular expression without look-around",
+            "normalizer.pattern.Regex is not a regular expression without look-around",
         ),
         ("normalizer", regex("(?:a++|aa|a)*c", ""), "normalizer.pattern.Regex has a possessive repetition"),
         ("normalizer", json!({"type": "Prepend", "prepend": "x".repeat(16)}), "normalizer (Prepend)"),
         (
             "normalizer",
             normalizers(&vec![json!({"type": "NFKC"}); 2]),
-            "normalizers[1] (NFKC) makes a text, with the steps before it, up to 121.0",
+            "normalizers[1] (NFKC), with the steps before it, makes a text up to 121.0",
         ),
         (
             "normalizer",
@@ -345,12 +345,12 @@ fn steps_that_make_a_text_many_times_as_long_are_refused_by_name() {
         (
             "pre_tokenizer",
             in_sequence("pretokenizers", &vec![metaspace.clone(); 2]),
-            "pre_tokenizer.pretokenizers[0] (Metaspace) makes a text, with the steps before it, up to 18.0",
+            "pre_tokenizer.pretokenizers[0] (Metaspace), with the steps before it, makes a text up to 18.0",
         ),
         (
             "pre_tokenizer",
             in_sequence("pretokenizers", &vec![byte_level.clone(); 3]),
-            "pre_tokenizer.pretokenizers[1] (ByteLevel) makes a text, with the steps before it, up to 48.0",
+            "pre_tokenizer.pretokenizers[1] (ByteLevel), with the steps before it, makes a text up to 48.0",
         ),
         ("pre_tokenizer", json!({"type": "FixedLength", "length": 0}), "pre_tokenizer.length is 0"),
         (
@@ -820,7 +820,7 @@ fn the_template_is_taken_where_the_checkpoint_has_it() {
     }
     for (json, expected) in [
         (serde_json::json!({"chat_template": 3}), "chat_template is neither"),
-        (serde_json::json!({"chat_template": [{"name": "a"}]}), "without a name and a template"),
+        (serde_json::json!({"chat_template": [{"name": "a"}]}), "without a name or a template"),
         (
             serde_json::json!({"chat_template": [{"name": "a", "template": ""}, {"name": "b", "template": ""}]}),
             "[a, b]",

@@ -1,6 +1,6 @@
 //! `unicorn models`: lists and removes pulled models, and finds the files of a model by its name.
 //!
-//! The places are `models.dir` and the cache that tools of the Hugging Face hub share. The network is not used.
+//! It looks in `models.dir` and in the cache that tools of the Hugging Face hub share. The network is not used.
 
 use std::io::{BufRead as _, IsTerminal as _, Write as _};
 use std::path::Path;
@@ -21,12 +21,12 @@ use crate::text::visible;
 pub fn cache_to_pull_to(config: &Config) -> Result<Cache, Error> {
     caches(config).into_iter().next().ok_or_else(|| {
         Error::Argument(
-            "no folder for models: HOME is not set; name one with --models-dir or in HF_HUB_CACHE".into(),
+            "no folder for models, because HOME is not set; set one with --models-dir or HF_HUB_CACHE".into(),
         )
     })
 }
 
-/// Prints the files to choose from, above the error's line.
+/// Prints the files to choose from. Call this before the error is printed.
 pub fn show_choice(error: &HubError) {
     if let HubError::Choose { name, files, .. } = error {
         for (file, size) in files {
@@ -45,7 +45,7 @@ pub fn caches(config: &Config) -> Vec<Cache> {
     all
 }
 
-/// Replaces the names of the command's model and draft with the paths of the pulled models. Paths stay as they are.
+/// Replaces the names of the command's model and draft with the paths of the pulled models. Paths do not change.
 pub fn locate(config: &mut Config, command: &mut Command) -> Result<(), Error> {
     let draft = match command {
         Command::Plan(args) => args.planned.draft.as_mut(),
@@ -91,11 +91,11 @@ pub fn locate(config: &mut Config, command: &mut Command) -> Result<(), Error> {
         | Command::Config(ConfigCommand::Show(_))
         | Command::Completions { .. }
         | Command::ManPages { .. }
-        // A model that is not here is a finding of its report.
+        // Doctor itself reports a model that was not pulled.
         | Command::Doctor(_)
         | Command::DeviceProcess
         | Command::NpuProcess => return Ok(()),
-        // These benchmarks use the server's model, or none.
+        // These benchmarks use the model of a running server, or no model.
         Command::Bench(args)
             if matches!(
                 args.benchmarked(),
@@ -124,7 +124,7 @@ pub fn locate(config: &mut Config, command: &mut Command) -> Result<(), Error> {
         | Command::Bench(_)
         | Command::Config(ConfigCommand::Check(_)) => {
             let Some(mut text) = config.model.path.take() else { return Ok(()) };
-            // The folder of a snapshot is named by a commit, so the model's name comes from the repository.
+            // The folder of a snapshot is named after a commit, so the model gets the name of the repository.
             let name = find(&caches(config), &mut text)?.map(|name| name.repo.name().to_owned());
             config.model.name = config.model.name.take().or(name);
             config.model.path = Some(text);
@@ -134,32 +134,32 @@ pub fn locate(config: &mut Config, command: &mut Command) -> Result<(), Error> {
     find(&caches(config), text).map(drop)
 }
 
-/// The error for a text that is no path, and a word without an organisation, as other programs name models.
-fn nameless(caches: &[Cache], text: &str) -> Error {
+/// The error for a text that is neither a path nor `ORG/NAME`. Other programs have such names (`llama3`).
+fn not_a_model(caches: &[Cache], text: &str) -> Error {
     const SHOWN: usize = 8;
-    // A cache that cannot be read is no reason to say less of the name.
+    // A cache that cannot be read is skipped: the error about the name is more useful.
     let pulled: Vec<String> =
         caches.iter().filter_map(|cache| cache.list().ok()).flatten().map(|m| m.name.to_string()).collect();
     let more = if pulled.len() > SHOWN { " and more (`unicorn models list`)" } else { "" };
     let here = match pulled.is_empty() {
-        true => "no model was pulled here".to_owned(),
+        true => "no model was pulled".to_owned(),
         false => format!("pulled models are {}{more}", pulled[..pulled.len().min(SHOWN)].join(", ")),
     };
     Error::Argument(format!(
-        "{text}: there is no such file or folder, and a model of the hub is named ORG/NAME; {here}; `unicorn pull ORG/NAME` \
-         gets one, such as google/gemma-3-4b-it"
+        "{text}: there is no such file or folder, and a model of the hub has a name like ORG/NAME; {here}; \
+         `unicorn pull ORG/NAME` downloads one, for example google/gemma-3-4b-it"
     ))
 }
 
-/// Replaces `text` with the path of the pulled model that it names, by the first of `caches` that has it. `None` where it
-/// is a path, or no valid name.
+/// Replaces `text`, the name of a pulled model, with the model's path in the first of `caches` that has it. Returns
+/// `None` and changes nothing if `text` is a path.
 pub fn find(caches: &[Cache], text: &mut String) -> Result<Option<ModelName>, Error> {
     if Path::new(&text).exists() {
         return Ok(None);
     }
     let Ok(name) = text.parse::<ModelName>() else {
         let is_path = text.contains('/') || text.ends_with(".gguf");
-        return if is_path { Ok(None) } else { Err(nameless(caches, text)) };
+        return if is_path { Ok(None) } else { Err(not_a_model(caches, text)) };
     };
     let mut partial = None;
     for cache in caches {
@@ -199,7 +199,7 @@ pub fn list(config: &Config, json: bool) -> Result<(), Error> {
         return print(&format!("{}\n", serde_json::Value::from(rows)));
     }
     if all.is_empty() {
-        return print("no models here: get one with `unicorn pull ORG/NAME`\n");
+        return print("no models were pulled; download one with `unicorn pull ORG/NAME`\n");
     }
     let names: Vec<String> = all.iter().map(|m| m.name.to_string()).collect();
     let width = names.iter().map(String::len).max().unwrap_or(0);
@@ -223,14 +223,14 @@ pub fn remove(config: &Config, name: &ModelName, yes: bool) -> Result<(), Error>
         return Ok(());
     }
     Err(Error::Argument(format!(
-        "{name}: there is no such model here; `unicorn models list` shows those there are"
+        "{name}: no such model was pulled; `unicorn models list` shows the pulled models"
     )))
 }
 
 fn confirm(what: &str) -> Result<bool, Error> {
     let input = std::io::stdin();
     if !input.is_terminal() {
-        return Err(Error::Argument(format!("not removing {what} without being asked: add --yes")));
+        return Err(Error::Argument(format!("not removing {what} without a confirmation; add --yes")));
     }
     let mut question = std::io::stderr();
     write!(question, "remove {what}? [y/N] ").and_then(|()| question.flush()).map_err(Error::Output)?;

@@ -1,16 +1,16 @@
-//! The cache of pulled models, laid out as the hub's own tools lay theirs out, so that all of them share it:
+//! The cache of pulled models. It has the layout of the hub's own tools, so that all of them can share one cache:
 //!
 //! ```text
 //! ROOT/models--ORG--NAME/blobs/CHECKSUM               a file's bytes, named by their hash
-//!                       /blobs/CHECKSUM.incomplete    the part of a file that has arrived
+//!                       /blobs/CHECKSUM.incomplete    the part of a file that is downloaded
 //!                       /snapshots/COMMIT/PATH        a relative link to the blob
 //!                       /refs/REVISION                the commit of a branch or tag at the time of the pull
 //!     /.locks/models--ORG--NAME/CHECKSUM.lock         locked (`flock`) by the process that writes the blob
 //! ```
 //!
 //! A blob under its checksum is complete: it is written to another file, checked, and renamed. A reference is written
-//! after everything that it refers to, so an interrupted pull leaves the previous revision in use. Walks are bounded,
-//! and a link is never followed to delete.
+//! after everything that it refers to, so an interrupted pull leaves the previous revision in use. Folder walks are
+//! bounded. Deleting never follows a link.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
@@ -26,14 +26,14 @@ use super::name::{ModelName, RepoId, is_commit};
 use super::select::{self, is_weights, part_of};
 use crate::file;
 
-/// Deepest folder inside a repository, and most files of one snapshot. No model has more.
+/// Deepest nesting of folders in a repository, and most files of one snapshot. No model has more.
 const MAX_DEPTH: usize = 8;
 const MAX_FILES: usize = 100_000;
 const MAX_REF_BYTES: u64 = 256;
-/// Longest wait for another process's write of a link or a reference.
-const SMALL_WRITE: Duration = Duration::from_secs(5);
+/// Longest wait while another process writes a link or a reference.
+const SMALL_WRITE_WAIT: Duration = Duration::from_secs(5);
 
-/// Permissions of a shared cache: everyone may read, since a service may run as its own user.
+/// Permissions of a shared cache: all users may read, because a service may run as its own user.
 const SHARED_FOLDER: u32 = 0o755;
 const SHARED_FILE: u32 = 0o644;
 
@@ -41,7 +41,7 @@ const SHARED_FILE: u32 = 0o644;
 #[derive(Debug, Clone)]
 pub struct Cache {
     root: PathBuf,
-    /// Whether everyone may read the files that are written. Otherwise the user's umask decides.
+    /// Whether all users may read the files that are written. If not, the umask decides.
     shared: bool,
 }
 
@@ -60,7 +60,7 @@ pub struct Pulled {
 pub enum Format {
     Safetensors,
     Gguf,
-    /// A pull of it has begun and not finished.
+    /// A pull was started and did not finish.
     Partial,
     /// No format that can be served.
     Other,
@@ -84,7 +84,7 @@ pub struct Removal {
     folder: PathBuf,
     locks: PathBuf,
     whole: bool,
-    /// References and links. They go before the blobs, so that no link leads to a deleted blob.
+    /// References and links. They are deleted before the blobs, so that no link points to a deleted blob.
     links: Vec<PathBuf>,
     blobs: Vec<PathBuf>,
 }
@@ -94,7 +94,7 @@ pub struct Removal {
 pub(super) struct Lock(File);
 
 impl Lock {
-    /// Locks `file`; `None` where another process holds the lock.
+    /// Locks `file`; `None` if another process holds the lock.
     fn take(file: File) -> Result<Option<Lock>, std::io::Error> {
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => Ok(Some(Lock(file))),
@@ -106,7 +106,8 @@ impl Lock {
 
 impl Drop for Lock {
     fn drop(&mut self) {
-        // Closing the file does not release the lock while a process that another thread starts still has it open.
+        // Closing the file is not enough: a child process that another thread starts now may have inherited the file,
+        // which keeps the lock.
         let _ = flock(&self.0, FlockOperation::Unlock);
     }
 }
@@ -120,12 +121,12 @@ struct Entry {
 }
 
 impl Cache {
-    /// The cache in a folder of this machine, which every user may read.
+    /// A cache that all users of this machine may read.
     pub fn system(root: impl Into<PathBuf>) -> Self {
         Self { root: root.into(), shared: true }
     }
 
-    /// The cache of the user.
+    /// The current user's cache.
     pub fn of_user(root: impl Into<PathBuf>) -> Self {
         Self { root: root.into(), shared: false }
     }
@@ -134,11 +135,11 @@ impl Cache {
         &self.root
     }
 
-    /// The folder of a snapshot, or the GGUF file, that `name` means. `None` if the cache has no part of the
+    /// The folder of the snapshot that `name` means, or the GGUF file. `None` if the cache has no part of the
     /// repository.
     ///
     /// # Errors
-    /// Fails where the cache has only a part of the model, or where `name` is ambiguous.
+    /// Fails if the cache has only a part of the model, or if `name` is ambiguous.
     pub fn find(&self, name: &ModelName) -> Result<Option<PathBuf>, HubError> {
         let Some(commit) = self.commit(name)? else {
             let begun = !names_in(&self.repository(&name.repo).join("blobs"))?.is_empty();
@@ -162,7 +163,7 @@ impl Cache {
         }
         match select::gguf(name, &files) {
             Ok(gguf) => Ok(Some(snapshot.join(gguf.path))),
-            // The cache has other files of the repository only.
+            // The cache has only other files of the repository.
             Err(error) if is_absent(&error) => Ok(None),
             Err(HubError::NothingToServe { .. }) => Err(HubError::Partial { name: name.clone() }),
             Err(error) => Err(error),
@@ -175,7 +176,7 @@ impl Cache {
         for folder in names_in(&self.root)? {
             let Some(repo) = RepoId::from_folder(&folder) else { continue };
             let references = self.references(&repo)?;
-            // An interrupted pull is one row, however much of it has arrived.
+            // All interrupted pulls of a repository together make one row.
             let (mut begun, mut begun_bytes) = (false, self.incomplete_bytes(&repo)?);
             let snapshots = names_in(&self.repository(&repo).join("snapshots"))?;
             for commit in &snapshots {
@@ -219,8 +220,8 @@ impl Cache {
         Ok(all)
     }
 
-    /// The paths to delete for `name`, which is a whole repository, one revision of it, or one file. Blobs that other
-    /// names refer to are not among them. `None` if the cache has no such model.
+    /// The paths to delete for `name`, which is a whole repository, one revision, or one file. Blobs that other
+    /// revisions or files use are not included. `None` if the cache has no such model.
     pub fn removal(&self, name: &ModelName) -> Result<Option<Removal>, HubError> {
         let folder = self.repository(&name.repo);
         let locks = self.root.join(".locks").join(name.repo.folder());
@@ -237,7 +238,7 @@ impl Cache {
             return Ok(Some(Removal { bytes, folder, locks, whole, links: vec![], blobs: vec![] }));
         }
         let Some(commit) = self.commit(name)? else { return Ok(None) };
-        let (mut links, mut going, mut staying) = (Vec::new(), BTreeSet::new(), BTreeSet::new());
+        let (mut links, mut removed, mut kept) = (Vec::new(), BTreeSet::new(), BTreeSet::new());
         for other in names_in(&folder.join("snapshots"))? {
             let entries = entries(&self.snapshot(&name.repo, &other))?;
             let files: Vec<select::Entry> = entries.iter().map(|e| (e.path.clone(), None)).collect();
@@ -253,9 +254,9 @@ impl Cache {
             for (i, entry) in entries.into_iter().enumerate() {
                 if meant.contains(&i) {
                     links.push(entry.link);
-                    going.extend(entry.target);
+                    removed.extend(entry.target);
                 } else {
-                    staying.extend(entry.target);
+                    kept.extend(entry.target);
                 }
             }
         }
@@ -270,15 +271,15 @@ impl Cache {
             }
             links.push(self.snapshot(&name.repo, &commit));
         }
-        // A link may lead anywhere, so only blobs inside this folder are deleted.
+        // A link may point to any path, so only blobs inside this folder are deleted.
         let inside = fs::canonicalize(&blobs_folder).unwrap_or(blobs_folder);
         let blobs: Vec<PathBuf> =
-            going.difference(&staying).filter(|b| b.parent() == Some(inside.as_path())).cloned().collect();
+            removed.difference(&kept).filter(|b| b.parent() == Some(inside.as_path())).cloned().collect();
         let bytes = blobs.iter().map(|b| size(b)).sum();
         Ok(Some(Removal { bytes, folder, locks, whole, links, blobs }))
     }
 
-    // --- for pulling ------------------------------------------------------------------------------------------
+    // --- pulling ----------------------------------------------------------------------------------------------
 
     fn repository(&self, repo: &RepoId) -> PathBuf {
         self.root.join(repo.folder())
@@ -296,7 +297,7 @@ impl Cache {
         self.repository(repo).join("blobs").join(format!("{checksum}.incomplete"))
     }
 
-    /// Makes the folders of a repository, and the root if it does not exist.
+    /// Creates the folders of a repository, and the root if it does not exist.
     pub(super) fn prepare(&self, repo: &RepoId) -> Result<(), HubError> {
         let folder = self.repository(repo);
         let locks = self.root.join(".locks").join(repo.folder());
@@ -306,14 +307,13 @@ impl Cache {
         Ok(())
     }
 
-    /// Bytes that may still be written to the file system of the root.
+    /// Free bytes of the file system that holds the root.
     pub(super) fn free_bytes(&self) -> Result<u64, HubError> {
-        let space =
-            statvfs(&self.root).map_err(|e| failed("ask for the free space of", &self.root, e.into()))?;
+        let space = statvfs(&self.root).map_err(|e| failed("get the free space of", &self.root, e.into()))?;
         Ok(space.f_bavail.saturating_mul(space.f_frsize))
     }
 
-    /// Takes the lock for writing a blob. It never waits, since a download may take hours.
+    /// Takes the lock for writing a blob. Does not wait for another process, because a download may take hours.
     pub(super) fn lock(&self, repo: &RepoId, checksum: &str, file: &str) -> Result<Lock, HubError> {
         let lock = self.root.join(".locks").join(repo.folder()).join(format!("{checksum}.lock"));
         let handle = self.create(&lock, OpenOptions::new().write(true))?;
@@ -323,13 +323,13 @@ impl Cache {
         }
     }
 
-    /// Takes the lock for writing a repository's links and references. A writer that was killed leaves its file under the
-    /// one name that the next writer replaces.
+    /// Takes the lock for writing a repository's links and references. All writers use the same temporary file, so the
+    /// file of a writer that was killed is replaced by the next one.
     fn lock_small_writes(&self, repo: &RepoId) -> Result<Lock, HubError> {
         let since = Instant::now();
         loop {
             match self.lock(repo, "links", "a link") {
-                Err(HubError::Busy { .. }) if since.elapsed() < SMALL_WRITE => {
+                Err(HubError::Busy { .. }) if since.elapsed() < SMALL_WRITE_WAIT => {
                     std::thread::sleep(Duration::from_millis(5));
                 }
                 result => return result,
@@ -337,12 +337,12 @@ impl Cache {
         }
     }
 
-    /// Opens or creates a file of the cache. In a shared cache everyone may read it.
+    /// Opens or creates a file of the cache. In a shared cache all users may read it.
     pub(super) fn create(&self, path: &Path, options: &mut OpenOptions) -> Result<File, HubError> {
         let mut create = || {
-            // A pipe at the path would be waited for.
+            // `O_NONBLOCK`: if the path is a pipe, opening it must not wait for its other end.
             let file = options.create(true).custom_flags(libc::O_NONBLOCK).open(path)?;
-            // The umask removed permissions at the creation.
+            // The umask may have removed permissions when the file was created.
             if self.shared && file.metadata()?.permissions().mode() & 0o777 != SHARED_FILE {
                 file.set_permissions(Permissions::from_mode(SHARED_FILE))?;
             }
@@ -360,26 +360,31 @@ impl Cache {
         checksum: &str,
     ) -> Result<(), HubError> {
         let link = self.snapshot(repo, commit).join(file);
-        self.make_folder(link.parent().expect("a file lies in a folder"))?;
+        self.make_folder(link.parent().expect("a file is in a folder"))?;
         let up = "../".repeat(file.split('/').count() + 1);
         let target = PathBuf::from(format!("{up}blobs/{checksum}"));
         if fs::read_link(&link).is_ok_and(|there| there == target) {
             return Ok(());
         }
         let _lock = self.lock_small_writes(repo)?;
-        let beside = self.repository(repo).join("blobs").join("link.part");
+        let temporary = self.repository(repo).join("blobs").join("link.part");
         let make = || {
-            let _ = fs::remove_file(&beside);
-            symlink(&target, &beside)?;
-            fs::rename(&beside, &link)
+            let _ = fs::remove_file(&temporary);
+            symlink(&target, &temporary)?;
+            fs::rename(&temporary, &link)
         };
         make().map_err(|error| {
-            failed("make a symbolic link, which the layout of the hub's cache needs, at", &link, error)
+            failed("create a symbolic link, which the layout of the hub's cache needs, at", &link, error)
         })
     }
 
     /// Writes the reference from `revision` to `commit`.
-    pub(super) fn refer(&self, repo: &RepoId, revision: &str, commit: &str) -> Result<(), HubError> {
+    pub(super) fn write_reference(
+        &self,
+        repo: &RepoId,
+        revision: &str,
+        commit: &str,
+    ) -> Result<(), HubError> {
         if revision == commit {
             return Ok(());
         }
@@ -387,14 +392,14 @@ impl Cache {
         if file::read(&path, MAX_REF_BYTES).is_ok_and(|there| there == commit.as_bytes()) {
             return Ok(());
         }
-        self.make_folder(path.parent().expect("a reference lies in a folder"))?;
+        self.make_folder(path.parent().expect("a reference is in a folder"))?;
         let _lock = self.lock_small_writes(repo)?;
-        let beside = self.repository(repo).join("blobs").join("ref.part");
-        let mut file = self.create(&beside, OpenOptions::new().write(true).truncate(true))?;
+        let temporary = self.repository(repo).join("blobs").join("ref.part");
+        let mut file = self.create(&temporary, OpenOptions::new().write(true).truncate(true))?;
         let mut write = || {
             file.write_all(commit.as_bytes())?;
             file.sync_all()?;
-            fs::rename(&beside, &path)
+            fs::rename(&temporary, &path)
         };
         write().map_err(|error| failed("write", &path, error))
     }
@@ -418,14 +423,14 @@ impl Cache {
                 }
                 if self.shared { fs::set_permissions(folder, Permissions::from_mode(mode)) } else { Ok(()) }
             };
-            make().map_err(|error| failed("make the folder", folder, error))?;
+            make().map_err(|error| failed("create the folder", folder, error))?;
         }
         Ok(())
     }
 
-    // --- what is there ----------------------------------------------------------------------------------------
+    // --- local models -----------------------------------------------------------------------------------------
 
-    /// The commit of this cache that `name` means.
+    /// The commit that `name` means, if this cache has its snapshot.
     fn commit(&self, name: &ModelName) -> Result<Option<String>, HubError> {
         let references = self.references(&name.repo)?;
         let snapshots = names_in(&self.repository(&name.repo).join("snapshots"))?;
@@ -477,20 +482,20 @@ impl Removal {
     /// Deletes the paths.
     ///
     /// # Errors
-    /// Fails where another program pulls the model, or where the file system refuses. Paths deleted before that stay
-    /// deleted.
+    /// Fails if another process pulls the model, or if the file system reports an error. Paths deleted before the error
+    /// stay deleted.
     pub fn apply(self) -> Result<(), HubError> {
-        let mut taken = Vec::new();
+        let mut held_locks = Vec::new();
         for name in names_in(&self.locks)? {
             let lock = self.locks.join(name);
             let Ok((handle, _)) = file::open(&lock) else { continue };
             match Lock::take(handle).map_err(|error| failed("lock", &lock, error))? {
-                Some(lock) => taken.push(lock),
+                Some(lock) => held_locks.push(lock),
                 None => return Err(HubError::Busy { file: self.folder.display().to_string(), lock }),
             }
         }
-        let gone = |path: &Path| {
-            // `symlink_metadata` looks at the link itself, not at its target.
+        let delete = |path: &Path| {
+            // `symlink_metadata` reads the link, not its target.
             let remove = match fs::symlink_metadata(path) {
                 Ok(metadata) if metadata.is_dir() => fs::remove_dir_all(path),
                 Ok(_) => fs::remove_file(path),
@@ -502,15 +507,15 @@ impl Removal {
             }
         };
         for path in self.links.iter().chain(&self.blobs) {
-            gone(path)?;
+            delete(path)?;
         }
         if self.whole {
-            // After an interruption in this order, the rest does not look like a complete model.
+            // In this order, an interruption never leaves something that looks like a complete model.
             for part in ["refs", "snapshots", "blobs"] {
-                gone(&self.folder.join(part))?;
+                delete(&self.folder.join(part))?;
             }
-            gone(&self.folder)?;
-            gone(&self.locks)?;
+            delete(&self.folder)?;
+            delete(&self.locks)?;
         }
         Ok(())
     }
@@ -520,12 +525,12 @@ pub(super) fn failed(action: &'static str, path: &Path, error: io::Error) -> Hub
     HubError::File { action, path: path.to_path_buf(), error }
 }
 
-/// Size of the file that a path or a link leads to; 0 where there is none.
+/// Size of the file at a path, links followed; 0 if there is none.
 fn size(path: &Path) -> u64 {
     fs::metadata(path).map_or(0, |m| m.len())
 }
 
-/// Names of the entries of a folder, sorted; empty where there is no such folder.
+/// Names of the entries of a folder, sorted; empty if there is no such folder.
 fn names_in(folder: &Path) -> Result<Vec<String>, HubError> {
     let listing = match fs::read_dir(folder) {
         Ok(listing) => listing,
@@ -560,7 +565,7 @@ fn entries(folder: &Path) -> Result<Vec<Entry>, HubError> {
     Ok(all)
 }
 
-/// The format of a snapshot, and whether all its files are there.
+/// The format of a snapshot, or [`Format::Partial`] if files are missing.
 fn state(entries: &[Entry]) -> Format {
     let here: BTreeSet<&str> =
         entries.iter().filter(|e| e.target.is_some()).map(|e| e.path.as_str()).collect();
@@ -585,12 +590,12 @@ fn sibling_of(path: &str, name: &str, total: usize) -> bool {
     path.strip_suffix(".safetensors").and_then(part_of) == Some((name, total))
 }
 
-/// The files that are there, in the form that [`select`] takes.
+/// The files that exist, in the form that [`select`] takes.
 fn present(entries: &[Entry]) -> Vec<select::Entry> {
     entries.iter().filter(|e| e.target.is_some()).map(|e| (e.path.clone(), Some(e.bytes))).collect()
 }
 
-/// Whether the error says that the named file is not there, rather than that the name is ambiguous.
+/// Whether the error says that the named file does not exist (and not that the name is ambiguous).
 fn is_absent(error: &HubError) -> bool {
     matches!(error, HubError::NoFile { .. } | HubError::Choose { problem: select::NO_SUCH_FILE, .. })
 }

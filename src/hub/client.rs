@@ -1,11 +1,10 @@
-//! The part of the hub's HTTP interface that pulling needs: list a repository, describe a file, read a file from an
-//! offset.
+//! The part of the hub's HTTP API that pulling needs: list a repository, describe a file, read a file from an offset.
 //!
-//! This module follows redirects, not the HTTP library, because two things depend on each hop. The token goes to the
-//! endpoint's own origin and nowhere else. And the checksum stands on the hub's redirect, not on the answer of the CDN
-//! behind it, whose `ETag` looks similar and has another value.
+//! This module follows redirects itself instead of the HTTP library, because each hop matters. The token is sent to the
+//! endpoint's own origin only. The checksum is a header of the hub's redirect; the `ETag` of the CDN that it redirects
+//! to looks similar but has another value.
 //!
-//! Bounded are the number of redirects, the bytes read into memory, and every wait ([`Patience`](super::Patience)).
+//! The number of redirects, the bytes read into memory, and every wait ([`Patience`](super::Patience)) are bounded.
 
 use std::io::{self, Read};
 use std::time::Duration;
@@ -25,20 +24,20 @@ const MAX_REDIRECTS: usize = 5;
 const MAX_LISTING_BYTES: u64 = 16 << 20;
 /// Longest excerpt of a server's error message, in characters.
 const MAX_MESSAGE: usize = 200;
-/// The longest pause a server may ask for.
+/// The longest `Retry-After` pause that is accepted.
 const MAX_RETRY_AFTER: Duration = Duration::from_secs(60);
 
-/// The expected hash of a file, in lower-case hexadecimal, which makes it a safe file name.
+/// The expected hash of a file, in lower-case hexadecimal. It is also used as a file name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Checksum {
-    /// SHA-256 of the bytes, for files in large-file storage.
+    /// SHA-256 of the bytes, for files in large-file storage (LFS).
     Sha256(String),
     /// Hash of the git object, for files in the repository itself.
     Git(String),
 }
 
 impl Checksum {
-    /// Reads a checksum of the listing, or an `ETag`.
+    /// Parses a checksum of the listing, or an `ETag`.
     pub fn parse(text: &str) -> Option<Self> {
         let text = text.strip_prefix("W/").unwrap_or(text).trim_matches('"').to_ascii_lowercase();
         let hex = text.bytes().all(|b| b.is_ascii_hexdigit());
@@ -73,22 +72,22 @@ pub(super) struct Listed {
 
 /// A file's bytes from `start` to the end.
 pub(super) struct Content {
-    /// The requested offset, or 0 where the server cannot start in the middle of a file.
+    /// The requested offset, or 0 if the server does not support ranges.
     pub start: u64,
     pub body: Box<dyn Read>,
 }
 
-/// An error, and whether another attempt could help.
+/// An error, and whether to retry.
 #[derive(Debug)]
 pub(super) enum Failure {
-    Final(HubError),
-    /// Another attempt may succeed, after at least this long.
-    Passing(HubError, Duration),
+    Permanent(HubError),
+    /// A retry may succeed, after at least this long.
+    Transient(HubError, Duration),
 }
 
 impl Failure {
-    pub fn passing(error: HubError) -> Self {
-        Self::Passing(error, Duration::ZERO)
+    pub fn transient(error: HubError) -> Self {
+        Self::Transient(error, Duration::ZERO)
     }
 }
 
@@ -134,13 +133,13 @@ impl<'a> Client<'a> {
         let (repo, revision) = (&name.repo, name.revision());
         let path =
             format!("api/models/{}/revision/{}?blobs=true", encode_path(repo.as_str()), encode(revision));
-        let url = self.settings.endpoint.below(&path);
+        let url = self.settings.endpoint.join(&path);
         let text = self.with_retries(|| {
             let (response, _) = self.send(Method::Get, &url, None, |_| false)?;
             let response = self.expect_success(response, true, name, "")?;
             let mut text = Vec::new();
             let mut body = response.into_body().into_reader().take(MAX_LISTING_BYTES + 1);
-            body.read_to_end(&mut text).map_err(|e| Failure::passing(self.unreachable(&e.to_string())))?;
+            body.read_to_end(&mut text).map_err(|e| Failure::transient(self.unreachable(&e.to_string())))?;
             Ok(text)
         })?;
         let fail = |problem: String| HubError::Answer { what: format!("{}: {name}", url.shown()), problem };
@@ -150,12 +149,11 @@ impl<'a> Client<'a> {
         parse_listing(&text).map_err(fail)
     }
 
-    /// Asks for the size and checksum of a file that the listing does not give.
+    /// Requests the size and checksum of a file, if the listing does not give them.
     pub fn describe(&self, name: &ModelName, commit: &str, file: &str) -> Result<(u64, Checksum), HubError> {
         let url = self.file_url(&name.repo, commit, file);
         self.with_retries(|| {
-            // The first answer that describes the file comes from the hub; the answer behind a redirect comes from the
-            // CDN.
+            // The hub's answer describes the file, and is usually a redirect. The target of the redirect is the CDN.
             let described = |headers: &HeaderMap| headers.contains_key("x-linked-etag");
             let (response, at) = self.send(Method::Head, &url, None, described)?;
             let headers = response.headers();
@@ -171,16 +169,16 @@ impl<'a> Client<'a> {
             }
             let fail = |problem: &str| {
                 let what = format!("{}: {file}", at.shown());
-                Failure::Final(HubError::Answer { what, problem: problem.into() })
+                Failure::Permanent(HubError::Answer { what, problem: problem.into() })
             };
             let checksum = checksum.ok_or_else(|| {
-                fail("the server names no SHA-256 or git checksum, and what cannot be checked is not taken")
+                fail("the server gives no SHA-256 or git checksum, and files without a checksum are refused")
             })?;
-            Ok((size.ok_or_else(|| fail("the server does not say how large it is"))?, checksum))
+            Ok((size.ok_or_else(|| fail("the server does not give its size"))?, checksum))
         })
     }
 
-    /// Opens the file's bytes from `offset` on. `size` is the file's size.
+    /// Requests the file's bytes from `offset` to the end. `size` is the file's size.
     pub fn open(
         &self,
         name: &ModelName,
@@ -194,38 +192,40 @@ impl<'a> Client<'a> {
         let (response, at) = self.send(Method::Get, &url, range, |_| false)?;
         let response = self.expect_success(response, at.same_origin(&self.settings.endpoint), name, file)?;
         let fail = |problem: String| {
-            Failure::Final(HubError::Answer { what: format!("{}: {file}", at.shown()), problem })
+            Failure::Permanent(HubError::Answer { what: format!("{}: {file}", at.shown()), problem })
         };
         let headers = response.headers();
         let (start, total) = if response.status() == StatusCode::PARTIAL_CONTENT {
             let range = text(headers, "content-range").unwrap_or_default();
             let Some((start, total)) = content_range(range) else {
-                return Err(fail(format!("the server sends a part of the file that it names {range:?}")));
+                return Err(fail(format!(
+                    "the server sends a part of the file with the invalid range {range:?}"
+                )));
             };
             if start != offset {
-                return Err(fail(format!("the server sends byte {start} and following, not {offset}")));
+                return Err(fail(format!("the server sends the file from byte {start}, expected {offset}")));
             }
             (start, total)
         } else {
             (0, text(headers, "content-length").and_then(|s| s.parse().ok()))
         };
         if let Some(total) = total.filter(|total| *total != size) {
-            return Err(fail(format!("the server sends a file of {total} bytes, and the hub names {size}")));
+            return Err(fail(format!("the server sends a file of {total} bytes, but the hub lists {size}")));
         }
         Ok(Content { start, body: Box::new(response.into_body().into_reader().take(size - start)) })
     }
 
-    /// Repeats an attempt as long as another one could help and attempts are left.
+    /// Runs `attempt`, and retries it after a [`Failure::Transient`] while attempts are left.
     fn with_retries<T>(&self, mut attempt: impl FnMut() -> Result<T, Failure>) -> Result<T, HubError> {
         let mut tries = 1;
         loop {
             match attempt() {
                 Ok(value) => return Ok(value),
-                Err(Failure::Final(error)) => return Err(error),
-                Err(Failure::Passing(error, _)) if tries >= self.settings.patience.attempts => {
+                Err(Failure::Permanent(error)) => return Err(error),
+                Err(Failure::Transient(error, _)) if tries >= self.settings.patience.attempts => {
                     return Err(error);
                 }
-                Err(Failure::Passing(error, at_least)) => {
+                Err(Failure::Transient(error, at_least)) => {
                     self.pause(tries, at_least, &error);
                     tries += 1;
                 }
@@ -243,11 +243,11 @@ impl<'a> Client<'a> {
 
     fn file_url(&self, repo: &RepoId, commit: &str, file: &str) -> Url {
         let path = format!("{}/resolve/{}/{}", encode_path(repo.as_str()), encode(commit), encode_path(file));
-        self.settings.endpoint.below(&path)
+        self.settings.endpoint.join(&path)
     }
 
-    /// Sends a request and follows redirects. Returns the first answer that is no redirect, or that `enough` accepts,
-    /// and its address.
+    /// Sends a request and follows redirects. Returns the first answer that is not a redirect or that `enough` accepts,
+    /// and its URL.
     fn send(
         &self,
         method: Method,
@@ -262,7 +262,7 @@ impl<'a> Client<'a> {
                 Method::Get => agent.get(url.full()),
                 Method::Head => agent.head(url.full()),
             };
-            // An offset counts bytes of the file, not of a compressed form of it.
+            // No compression: an offset counts bytes of the file itself.
             request = request.header("accept-encoding", "identity");
             if let Some(token) = &self.settings.token
                 && url.same_origin(&self.settings.endpoint)
@@ -277,16 +277,16 @@ impl<'a> Client<'a> {
             let location = text(headers, "location").filter(|_| response.status().is_redirection());
             let Some(location) = location.filter(|_| !enough(headers)) else { return Ok((response, url)) };
             url = url.redirected(location).map_err(|problem| {
-                let problem = format!("the server redirects to an address that is not followed: {problem}");
-                Failure::Final(HubError::Answer { what: url.shown(), problem })
+                let problem = format!("the server redirects to a URL that is not followed: {problem}");
+                Failure::Permanent(HubError::Answer { what: url.shown(), problem })
             })?;
         }
         let problem = format!("the server redirects more than {MAX_REDIRECTS} times");
-        Err(Failure::Final(HubError::Answer { what: url.shown(), problem }))
+        Err(Failure::Permanent(HubError::Answer { what: url.shown(), problem }))
     }
 
-    /// Turns a status that is no success into an error. `by_hub` says that the endpoint itself answered, not a
-    /// redirect's target.
+    /// Turns a status other than success into an error. `by_hub` says that the endpoint itself answered, not the target
+    /// of a redirect.
     fn expect_success(
         &self,
         response: Response<Body>,
@@ -299,17 +299,17 @@ impl<'a> Client<'a> {
             return Ok(response);
         }
         let error = self.status_error(status, response.headers(), by_hub, name, file);
-        let passing = status.is_server_error()
+        let transient = status.is_server_error()
             || matches!(status, StatusCode::REQUEST_TIMEOUT | StatusCode::TOO_MANY_REQUESTS)
-            // The local part is no beginning of that file, so the file is read from the start.
+            // The local part does not belong to this file, so the caller downloads the file from the start.
             || status == StatusCode::RANGE_NOT_SATISFIABLE
-            // A signed address has expired; the hub gives a new one.
+            // A signed URL has expired; the hub gives a new one.
             || (!by_hub && status == StatusCode::FORBIDDEN);
-        if !passing {
-            return Err(Failure::Final(error));
+        if !transient {
+            return Err(Failure::Permanent(error));
         }
         let seconds = text(response.headers(), "retry-after").and_then(|s| s.parse().ok()).unwrap_or(0);
-        Err(Failure::Passing(error, Duration::from_secs(seconds).min(MAX_RETRY_AFTER)))
+        Err(Failure::Transient(error, Duration::from_secs(seconds).min(MAX_RETRY_AFTER)))
     }
 
     fn status_error(
@@ -333,11 +333,12 @@ impl<'a> Client<'a> {
             (401 | 403, "GatedRepo", token) => {
                 let then = match token {
                     None => {
-                        "then give a token of that account: `HF_TOKEN=hf_... unicorn pull`, or `hf auth login`".into()
+                        "then give a token of that account: `HF_TOKEN=hf_... unicorn pull` or `hf auth login`"
+                            .into()
                     }
-                    Some(token) => format!("with the account that the token of {} belongs to", token.origin),
+                    Some(token) => format!("with the account that owns the token from {}", token.origin),
                 };
-                let url = self.settings.endpoint.below(repo.as_str()).full();
+                let url = self.settings.endpoint.join(repo.as_str()).full();
                 HubError::Gated { repo, url, then }
             }
             (_, "RevisionNotFound", _) => HubError::NoRevision { repo, revision: name.revision().to_owned() },
@@ -363,7 +364,7 @@ impl<'a> Client<'a> {
             other => shown(&other.to_string()),
         };
         let unreachable = self.unreachable(&problem);
-        let passing = match error {
+        let transient = match error {
             ureq::Error::Timeout(_) | ureq::Error::Protocol(_) => true,
             ureq::Error::Io(e) => {
                 use io::ErrorKind::{
@@ -374,10 +375,10 @@ impl<'a> Client<'a> {
                     BrokenPipe | ConnectionAborted | ConnectionReset | TimedOut | UnexpectedEof
                 )
             }
-            // An unknown name, a port where nobody listens, or a bad certificate will not change within a moment.
+            // Retries do not help with an unknown host name, a closed port or an invalid certificate.
             _ => false,
         };
-        if passing { Failure::passing(unreachable) } else { Failure::Final(unreachable) }
+        if transient { Failure::transient(unreachable) } else { Failure::Permanent(unreachable) }
     }
 
     pub fn unreachable(&self, problem: &str) -> HubError {
@@ -406,7 +407,7 @@ fn parse_listing(text: &[u8]) -> Result<Listing, String> {
         size: Option<u64>,
     }
     let model: Model = serde_json::from_slice(text)
-        .map_err(|e| format!("the answer is not the hub's listing of a model: {e}"))?;
+        .map_err(|e| format!("the answer is not a model listing of the hub: {e}"))?;
     if !is_commit(&model.sha) {
         return Err(format!(
             "the listing is of commit {:?}; expected 40 hexadecimal digits",
@@ -415,7 +416,7 @@ fn parse_listing(text: &[u8]) -> Result<Listing, String> {
     }
     let files = model.siblings.into_iter().map(|s| {
         let (checksum, size) = match s.lfs {
-            // The blob of a file in large-file storage is only a pointer to it.
+            // For a file in large-file storage, the git blob is only a pointer to the file.
             Some(lfs) => (lfs.sha256, lfs.size.or(s.size)),
             None => (s.blob_id, s.size),
         };
@@ -436,7 +437,7 @@ fn text<'h>(headers: &'h HeaderMap, name: &str) -> Option<&'h str> {
     headers.get(name)?.to_str().ok()
 }
 
-/// A server's message, made fit for one line of a terminal.
+/// A server's message without control characters, cut to [`MAX_MESSAGE`] characters.
 fn shown(text: &str) -> String {
     text.chars().filter(|c| !c.is_control()).take(MAX_MESSAGE).collect()
 }

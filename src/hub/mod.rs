@@ -1,11 +1,11 @@
 //! Models from the Hugging Face hub: parses their names, pulls them, and finds, lists and removes pulled models.
 //!
-//! This module knows files and checksums, and nothing of what a model computes. Only [`pull()`] uses the network:
-//! pulled models are found and served without it. Files that cannot be checked, and paths outside the repository, are
-//! refused. Downloaded files are never executed.
+//! This module handles files and checksums; it does not interpret models. Only [`pull()`] uses the network: pulled
+//! models are found and served offline. Files without a checksum and paths outside the repository are refused.
+//! Downloaded files are never executed.
 //!
-//! Invariants: a file under its final name is complete and hashed; the token goes to the endpoint and to no host that
-//! the endpoint redirects to; every wait, redirect, listing and retry is bounded.
+//! Invariants: a file under its final name is complete, and its hash was verified. The token is sent to the endpoint
+//! only, never to a host that the endpoint redirects to. Every wait, redirect, listing and retry is bounded.
 
 mod cache;
 mod client;

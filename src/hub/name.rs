@@ -1,7 +1,7 @@
 //! Names of models of the hub as a user types them: `ORG/NAME`, `ORG/NAME@REVISION`, `ORG/NAME:FILE`.
 //!
 //! Every part of a name becomes part of a path on disk and of a URL, so this module checks each part, once. File names
-//! that the server sends go through [`check_file`] as well, since they deserve no more trust than typed names.
+//! from the server go through [`check_file`] as well, because the server is not trusted more than the user.
 
 use std::fmt;
 use std::str::FromStr;
@@ -11,10 +11,10 @@ const MAX_NAME: usize = 96;
 const MAX_COMPONENT: usize = 255;
 const MAX_PATH: usize = 1024;
 
-/// The branch that a name without a revision means.
+/// The revision of a name that does not give one.
 pub const MAIN: &str = "main";
 
-/// The error for a text that is no name of a model.
+/// The error for a text that is not the name of a model.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct NameError(String);
@@ -76,7 +76,7 @@ impl FromStr for RepoId {
         match text.split_once('/') {
             Some((org, name)) if good(org) && good(name) => Ok(Self(text.to_owned())),
             _ => Err(NameError(format!(
-                "{text:?} names no model of the hub; expected ORG/NAME, ORG/NAME@REVISION or ORG/NAME:FILE"
+                "{text:?} is not the name of a model on the hub; expected ORG/NAME, ORG/NAME@REVISION or ORG/NAME:FILE"
             ))),
         }
     }
@@ -100,7 +100,7 @@ impl FromStr for ModelName {
 }
 
 impl ModelName {
-    /// The revision, or `main` where none is named.
+    /// The revision, or `main` if the name has none.
     pub fn revision(&self) -> &str {
         self.revision.as_deref().unwrap_or(MAIN)
     }
@@ -141,24 +141,25 @@ fn check_revision(revision: &str) -> Result<(), String> {
         return Ok(());
     }
     Err(format!(
-        "{revision:?} is no revision; expected a branch, a tag or a commit (as in ORG/NAME@REVISION:FILE)"
+        "{revision:?} is not a revision; expected a branch, a tag or a commit (as in ORG/NAME@REVISION:FILE)"
     ))
 }
 
-/// Accepts a relative path of plain names. The error text continues a sentence that begins with the path.
+/// Checks that `path` is a relative path without `.` and `..`. The error text continues a sentence that begins with the
+/// path.
 pub(super) fn check_file(path: &str) -> Result<(), &'static str> {
     if path.is_empty() || path.len() > MAX_PATH {
-        return Err("is no file name: it is empty, or too long");
+        return Err("is not a file name: it is empty or too long");
     }
     if path.chars().any(|c| c.is_control() || c == '\\') {
-        return Err("is no file name: it has control characters or backslashes");
+        return Err("is not a file name: it has control characters or backslashes");
     }
     // An absolute path begins with an empty part.
     if path
         .split('/')
         .any(|part| part.is_empty() || part == "." || part == ".." || part.len() > MAX_COMPONENT)
     {
-        return Err("is no path inside the repository");
+        return Err("is not a path inside the repository");
     }
     Ok(())
 }

@@ -1,8 +1,8 @@
-//! Pulling: decides which files are needed, checks that they fit on the disk, and verifies each file before it counts.
+//! Pulling: selects the files, checks that they fit on the disk, downloads them, and verifies their checksums.
 //!
-//! An interrupted transfer is resumed, in this run or the next: the bytes that have arrived stay in
-//! `CHECKSUM.incomplete`. A server that cannot start in the middle sends the file from the start. A file is renamed
-//! into place only if its hash is the one that the hub named. That is SHA-256 for files in large-file storage, and
+//! An interrupted transfer is resumed, in this run or the next: the bytes that are downloaded stay in
+//! `CHECKSUM.incomplete`. A server that does not support ranges sends the file from the start. A file is renamed to its
+//! final name only if its hash is the one that the hub lists. That is SHA-256 for files in large-file storage, and
 //! git's object hash for the small files.
 
 use std::fs::{self, File, OpenOptions};
@@ -28,7 +28,7 @@ const RANGE_NOT_SATISFIABLE: u16 = 416;
 /// The state of a pull, for progress reports.
 #[derive(Debug, Clone, Copy)]
 pub enum Progress<'a> {
-    /// All bytes of the model, and how many of them were here before.
+    /// The total bytes of the model, and how many of them were downloaded before this pull.
     Start {
         total: u64,
         here: u64,
@@ -36,7 +36,7 @@ pub enum Progress<'a> {
     File {
         path: &'a str,
     },
-    /// Bytes that are here now, out of the total of all files.
+    /// Bytes of all files that are downloaded now.
     Done {
         bytes: u64,
     },
@@ -52,7 +52,7 @@ struct Task {
 /// Pulls the files that serving `name` needs into `cache`. Returns the folder, or the GGUF file.
 ///
 /// # Errors
-/// After an error the bytes that have arrived stay, and the next pull resumes from them.
+/// After an error, the downloaded bytes are kept and the next pull resumes from them.
 pub fn pull(
     settings: &Settings,
     cache: &Cache,
@@ -88,7 +88,7 @@ pub fn pull(
     cache.prepare(&name.repo)?;
     let puller = Puller { client, cache, name, commit, patience: settings.patience.attempts };
     let here: Vec<u64> = tasks.iter().map(|t| puller.bytes_on_disk(t)).collect();
-    // The server chose these sizes, which may be any numbers.
+    // The sizes come from the server and may be any numbers, so the sum saturates.
     let sum = |sizes: &mut dyn Iterator<Item = u64>| sizes.fold(0, u64::saturating_add);
     let (total, mut rest) = (sum(&mut tasks.iter().map(|t| t.size)), sum(&mut here.iter().copied()));
     let (needed, free) = (total.saturating_sub(rest), cache.free_bytes()?);
@@ -99,12 +99,12 @@ pub fn pull(
     let mut before = 0;
     for (task, here) in tasks.iter().zip(here) {
         report(Progress::File { path: &task.path });
-        rest -= here; // bytes already here of the files after this one
+        rest -= here; // now the bytes on disk of the files after this one
         puller.get(task, &mut |bytes| report(Progress::Done { bytes: before + bytes + rest }))?;
         cache.link(&name.repo, commit, &task.path, task.checksum.hex())?;
         before += task.size;
     }
-    cache.refer(&name.repo, name.revision(), commit)?;
+    cache.write_reference(&name.repo, name.revision(), commit)?;
     let snapshot = cache.snapshot(&name.repo, commit);
     Ok(match chosen.model {
         Some(i) => snapshot.join(&listing.files[i].path),
@@ -122,7 +122,7 @@ struct Puller<'a> {
 }
 
 impl Puller<'_> {
-    /// Bytes of this file that are here, whether it is complete or not.
+    /// Bytes of this file on the disk, complete or not.
     fn bytes_on_disk(&self, task: &Task) -> u64 {
         let (repo, checksum) = (&self.name.repo, task.checksum.hex());
         let bytes = |path| fs::metadata(path).map_or(0, |m| m.len());
@@ -130,11 +130,11 @@ impl Puller<'_> {
         if whole == task.size { whole } else { bytes(self.cache.incomplete(repo, checksum)).min(task.size) }
     }
 
-    /// Makes sure that the blob of `task` is there.
+    /// Downloads the blob of `task`, if it is missing.
     fn get(&self, task: &Task, report: &mut dyn FnMut(u64)) -> Result<(), HubError> {
         let (repo, checksum) = (&self.name.repo, task.checksum.hex());
         let blob = self.cache.blob(repo, checksum);
-        // A blob was checked before it got its name; one of another size was damaged later.
+        // A blob was verified before it got its name. If its size is wrong, it was damaged later.
         let is_here = || fs::metadata(&blob).is_ok_and(|m| m.is_file() && m.len() == task.size);
         if is_here() {
             return Ok(());
@@ -159,18 +159,18 @@ impl Puller<'_> {
         while partial.len < task.size {
             let (error, pause) = match self.transfer(partial, task, report) {
                 Ok(()) => continue,
-                // The server answered when the files were listed, so it is worth waiting for.
+                // The server answered when the files were listed, so a retry may help.
                 Err(
-                    Failure::Final(HubError::Unreachable { problem, .. })
-                    | Failure::Passing(HubError::Unreachable { problem, .. }, _),
+                    Failure::Permanent(HubError::Unreachable { problem, .. })
+                    | Failure::Transient(HubError::Unreachable { problem, .. }, _),
                 ) => (HubError::Interrupted { file: task.path.clone(), problem }, Duration::ZERO),
-                Err(Failure::Final(error)) => return Err(error),
-                Err(Failure::Passing(error, pause)) => (error, pause),
+                Err(Failure::Permanent(error)) => return Err(error),
+                Err(Failure::Transient(error, pause)) => (error, pause),
             };
             if matches!(error, HubError::Status { status: RANGE_NOT_SATISFIABLE, .. }) {
                 partial.restart()?;
             }
-            // Progress counts from the farthest point reached: a server that always starts over makes none.
+            // Progress counts from the farthest byte until now: a server that always starts over makes no progress.
             if partial.len >= reached + PROGRESS_BYTES {
                 tries = 1;
             } else if tries >= self.patience {
@@ -183,7 +183,7 @@ impl Puller<'_> {
         Ok(())
     }
 
-    /// Sends one request and appends its bytes; fails where the answer ends too early.
+    /// Sends one request and appends the bytes of its answer; fails if the answer ends too early.
     fn transfer(
         &self,
         partial: &mut Partial,
@@ -193,19 +193,22 @@ impl Puller<'_> {
         let Content { start, mut body } =
             self.client.open(self.name, self.commit, &task.path, partial.len, task.size)?;
         if start != partial.len {
-            partial.restart().map_err(Failure::Final)?;
+            partial.restart().map_err(Failure::Permanent)?;
         }
         let broken =
-            |problem: String| Failure::passing(HubError::Interrupted { file: task.path.clone(), problem });
+            |problem: String| Failure::transient(HubError::Interrupted { file: task.path.clone(), problem });
         let mut buffer = vec![0; BUFFER_BYTES];
         loop {
             report(partial.len);
             match body.read(&mut buffer) {
                 Ok(0) if partial.len == task.size => return Ok(()),
                 Ok(0) => {
-                    return Err(broken(format!("it ended after {} of {} bytes", partial.len, task.size)));
+                    return Err(broken(format!(
+                        "the answer ended after {} of {} bytes",
+                        partial.len, task.size
+                    )));
                 }
-                Ok(n) => partial.append(&buffer[..n]).map_err(Failure::Final)?,
+                Ok(n) => partial.append(&buffer[..n]).map_err(Failure::Permanent)?,
                 Err(e) if e.kind() == ErrorKind::Interrupted => {}
                 Err(e) => return Err(broken(e.to_string())),
             }
@@ -213,7 +216,7 @@ impl Puller<'_> {
     }
 }
 
-/// The incomplete file next to the blob, and the hash of its bytes so far.
+/// The incomplete file next to the blob, and the hash of the bytes in it.
 struct Partial {
     path: PathBuf,
     file: File,
@@ -222,7 +225,7 @@ struct Partial {
 }
 
 impl Partial {
-    /// Opens the incomplete file, and hashes what an earlier pull left in it.
+    /// Opens the incomplete file, and hashes the bytes that an earlier pull left in it.
     fn open(cache: &Cache, path: PathBuf, task: &Task) -> Result<Self, HubError> {
         let file = cache.create(&path, OpenOptions::new().read(true).write(true))?;
         let mut partial = Self { path, file, len: 0, hash: Hash::new(task) };
@@ -238,7 +241,7 @@ impl Partial {
             partial.hash.update(&buffer[..n]);
             partial.len += n as u64;
             if partial.len > task.size {
-                // More bytes than the file has cannot be a part of it.
+                // It is larger than the whole file, so it is not a part of the file.
                 partial.restart()?;
                 return Ok(partial);
             }
@@ -255,15 +258,15 @@ impl Partial {
     fn restart(&mut self) -> Result<(), HubError> {
         let empty = self.file.set_len(0).and_then(|()| self.file.seek(SeekFrom::Start(0)));
         empty.map_err(|e| failed("write", &self.path, e))?;
-        (self.len, self.hash) = (0, self.hash.again());
+        (self.len, self.hash) = (0, self.hash.restarted());
         Ok(())
     }
 
     /// Keeps the incomplete file for the next pull, or removes it if it is empty.
     fn leave(self) {
-        // The file's own size counts, because a failed write may have written a part.
+        // Not `self.len`: a failed write may have written a part.
         if self.file.metadata().is_ok_and(|m| m.len() == 0) {
-            // An empty file that cannot be removed does no harm.
+            // If this fails, an empty file stays, which is harmless.
             let _ = fs::remove_file(&self.path);
         }
     }
@@ -304,7 +307,7 @@ impl Hash {
     }
 
     /// A new hash of the same kind, over no bytes.
-    fn again(&self) -> Self {
+    fn restarted(&self) -> Self {
         match self {
             Self::Sha256(_) => Self::Sha256(Sha256::new()),
             Self::Git { size, .. } => Self::git(*size),

@@ -1,25 +1,24 @@
-//! Selects the files of a repository that serving needs, by their names alone: no network, no disk.
+//! Selects the files of a repository that serving needs, from the list of file names.
 //!
-//! Weights are safetensors or GGUF. Formats that run code when they are read (`.bin`, `.pth`, `.pt`) and formats of
-//! other programs are never selected. The projectors of vision models (`mmproj*`), which llama.cpp stores separately,
-//! are not selected either.
+//! Weights are safetensors or GGUF. Never selected are formats that can run code when they are read (`.bin`, `.pth`,
+//! `.pt`), formats of other programs, and the vision projectors that llama.cpp stores in separate files (`mmproj*`).
 
 use super::HubError;
 use super::name::ModelName;
 
-/// The problem of a [`HubError::Choose`] where no file has the given name.
-pub(super) const NO_SUCH_FILE: &str = "is no file of that name";
+/// The problem of a [`HubError::Choose`] if no file has the given name.
+pub(super) const NO_SUCH_FILE: &str = "matches no file";
 /// Most parts of a GGUF file. The largest models have a few dozen.
 const MAX_PARTS: usize = 1000;
 
-/// Path in the repository, and bytes where they are known.
+/// Path in the repository, and size in bytes if it is known.
 pub(super) type Entry = (String, Option<u64>);
 
 /// The files to pull.
 pub(super) struct Selection {
-    /// Indices of the files, small ones before weights.
+    /// Indices of the files. Small files come before weights.
     pub files: Vec<usize>,
-    /// The selected file that represents the model; `None` where the folder does.
+    /// The selected file that represents the model; `None` if the folder represents it.
     pub model: Option<usize>,
 }
 
@@ -32,7 +31,7 @@ pub(super) struct Gguf {
     pub parts: Vec<usize>,
 }
 
-/// Selects the files of `files` that `name` asks for.
+/// Selects the files that `name` means.
 pub(super) fn select(name: &ModelName, files: &[Entry]) -> Result<Selection, HubError> {
     if let Some(wanted) = &name.file
         && !wanted.ends_with(".gguf")
@@ -58,7 +57,7 @@ pub(super) fn gguf(name: &ModelName, files: &[Entry]) -> Result<Gguf, HubError> 
         return match all.len() {
             0 => Err(HubError::NothingToServe { name: name.clone(), found: kinds(files) }),
             1 => Ok(all.into_iter().next().expect("one")),
-            _ => Err(choose(name, "is several models", all)),
+            _ => Err(choose(name, "has several models", all)),
         };
     };
     if all.is_empty() {
@@ -66,16 +65,16 @@ pub(super) fn gguf(name: &ModelName, files: &[Entry]) -> Result<Gguf, HubError> 
     }
     let is_exact = |gguf: &Gguf| gguf.parts.iter().any(|i| files[*i].0 == *wanted);
     let exact = all.iter().any(is_exact);
-    let means = |gguf: &Gguf| if exact { is_exact(gguf) } else { ends_in_tag(&gguf.path, wanted) };
-    let (mut meant, others): (Vec<Gguf>, Vec<Gguf>) = all.into_iter().partition(means);
-    match meant.len() {
+    let matches_name = |gguf: &Gguf| if exact { is_exact(gguf) } else { ends_in_tag(&gguf.path, wanted) };
+    let (mut matching, others): (Vec<Gguf>, Vec<Gguf>) = all.into_iter().partition(matches_name);
+    match matching.len() {
         0 => Err(choose(name, NO_SUCH_FILE, others)),
-        1 => Ok(meant.remove(0)),
-        _ => Err(choose(name, "could be several files", meant)),
+        1 => Ok(matching.remove(0)),
+        _ => Err(choose(name, "matches several files", matching)),
     }
 }
 
-/// Every GGUF file whose parts are all there.
+/// Every GGUF file that has all its parts.
 pub(super) fn ggufs(files: &[Entry]) -> Vec<Gguf> {
     let mut all: Vec<Gguf> = Vec::new();
     for (i, (path, size)) in files.iter().enumerate() {
@@ -86,7 +85,7 @@ pub(super) fn ggufs(files: &[Entry]) -> Vec<Gguf> {
             all.push(Gguf { path: path.clone(), size: *size, parts: vec![i] });
             continue;
         };
-        // Part numbers have five digits. The first part leads to the others.
+        // Part numbers have five digits. Only the first part adds an entry, which includes the other parts.
         let number = |n: usize| format!("{stem}-{n:05}-of-{total:05}.gguf");
         if *path != number(1) || total > MAX_PARTS {
             continue;
@@ -131,10 +130,10 @@ pub(super) fn part_of(stem: &str) -> Option<(&str, usize)> {
     Some((name, total.parse().ok()?))
 }
 
-/// Whether a path is weights. Only the repository's own folder counts: subfolders hold an optimizer's state, or the
-/// weights in an original format.
+/// Whether a path is weights. Only the top folder of the repository counts: subfolders hold the state of an optimizer,
+/// or the weights in another format.
 pub(super) fn is_weights(path: &str) -> bool {
-    // Mistral repeats its weights in `consolidated*`; `adapter_*` is added to other weights.
+    // Mistral's repositories have a second copy of the weights in `consolidated*`. `adapter_*` is a LoRA adapter.
     let other = path.starts_with("consolidated") || path.starts_with("adapter_");
     path.ends_with(".safetensors") && !path.contains('/') && !other
 }
@@ -149,7 +148,7 @@ fn file_name(path: &str) -> &str {
     path.rsplit('/').next().unwrap_or(path)
 }
 
-/// The kinds of files that a repository holds, for the error that none of them can be served.
+/// The kinds of files in a repository, for the error that none of them can be served.
 fn kinds(files: &[Entry]) -> String {
     let mut kinds: Vec<&str> = files
         .iter()
@@ -161,6 +160,6 @@ fn kinds(files: &[Entry]) -> String {
     kinds.truncate(12);
     match kinds.is_empty() {
         true => "it has no files of a known kind".into(),
-        false => format!("its files are of the kinds {}", kinds.join(", ")),
+        false => format!("it has files of the kinds {}", kinds.join(", ")),
     }
 }

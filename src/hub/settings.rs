@@ -1,6 +1,7 @@
-//! Settings for the hub, from the environment variables that every tool of the hub reads: endpoint, token, patience.
+//! Settings for the hub: endpoint, token, certificates and timeouts. The environment variables are the same as for the
+//! hub's own tools.
 //!
-//! The token never appears in a message or in `Debug`; messages name the place it came from.
+//! The token never appears in a message or in `Debug`; messages name the variable or file that it came from.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -14,7 +15,7 @@ use super::url::Url;
 use crate::file;
 
 const HUGGING_FACE: &str = "https://huggingface.co";
-/// Longest token file; tokens have about 40 characters.
+/// Largest token file; tokens have about 40 characters.
 const MAX_TOKEN_BYTES: u64 = 4096;
 /// Largest file of certificates; a distribution's bundle has 220 KB.
 const MAX_CERTIFICATES_BYTES: u64 = 8 << 20;
@@ -24,20 +25,20 @@ pub struct Settings {
     pub(super) endpoint: Url,
     pub(super) token: Option<Token>,
     pub(super) offline: bool,
-    /// Trusted certificate authorities, in place of Mozilla's, which are in the binary.
+    /// Trusted certificate authorities, instead of Mozilla's list, which is in the binary.
     pub(super) authorities: Option<Vec<Certificate<'static>>>,
     pub patience: Patience,
 }
 
-/// How long to wait, and how often to try.
+/// Timeouts, and the number of attempts.
 #[derive(Debug, Clone)]
 pub struct Patience {
     pub connect: Duration,
-    /// Longest silence of a server.
+    /// Longest time without data from the server.
     pub stall: Duration,
-    /// Pause before the second attempt; doubled before each further one.
+    /// Pause before the second attempt; doubled before each later one.
     pub backoff: Duration,
-    /// Most attempts without progress between them.
+    /// Most attempts in a row that make no progress.
     pub attempts: u32,
 }
 
@@ -55,21 +56,22 @@ impl Default for Patience {
 #[derive(Clone)]
 pub(super) struct Token {
     pub value: String,
-    /// The variable or the file that the token came from, for messages.
+    /// The variable or file that holds the token, for messages.
     pub origin: String,
 }
 
 impl fmt::Debug for Token {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Token(of {})", self.origin)
+        write!(f, "Token(from {})", self.origin)
     }
 }
 
 impl Settings {
-    /// Reads the settings; `variable` looks up the environment. A token's file is read where no variable holds a token.
+    /// Reads the settings. `variable` looks up an environment variable. If no variable holds a token, the token file is
+    /// read.
     ///
     /// # Errors
-    /// Fails for a `HF_ENDPOINT` that is no URL, a token that cannot be sent, or a `SSL_CERT_FILE` without
+    /// Fails if `HF_ENDPOINT` is not a URL, if the token has invalid characters, or if `SSL_CERT_FILE` has no
     /// certificates.
     pub fn from_environment(variable: impl Fn(&str) -> Option<OsString>) -> Result<Self, HubError> {
         let text = |name: &str| text(&variable, name);
@@ -89,7 +91,7 @@ impl Settings {
     }
 }
 
-/// The cache folder that tools of the hub share; `None` where the environment names neither it nor a home.
+/// The cache folder that tools of the hub share; `None` if the environment names neither that folder nor a home folder.
 pub fn standard_cache(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
     let given = path(&variable, "HF_HUB_CACHE").or_else(|| path(&variable, "HUGGINGFACE_HUB_CACHE"));
     given.or_else(|| Some(hugging_face_home(&variable)?.join("hub")))
@@ -102,7 +104,7 @@ fn hugging_face_home(variable: &impl Fn(&str) -> Option<OsString>) -> Option<Pat
     })
 }
 
-/// The token from the first place that has one, in the order of the hub's own tools.
+/// The token from the first source that has one, in the same order as the hub's own tools.
 fn token(variable: &impl Fn(&str) -> Option<OsString>) -> Result<Option<Token>, HubError> {
     let usable = |value: &str, origin: String| {
         let value = value.trim();
@@ -111,7 +113,7 @@ fn token(variable: &impl Fn(&str) -> Option<OsString>) -> Result<Option<Token>, 
         }
         if !value.bytes().all(|b| b.is_ascii_graphic()) {
             let problem =
-                "the token holds characters that no token has; copy it again from the hub's settings";
+                "the token has characters that no token can have; copy it again from the hub's settings";
             return Err(HubError::Settings(format!("{origin}: {problem}")));
         }
         Ok(Some(Token { value: value.to_owned(), origin }))
@@ -131,7 +133,7 @@ fn token(variable: &impl Fn(&str) -> Option<OsString>) -> Result<Option<Token>, 
     }
 }
 
-/// The authorities of `SSL_CERT_FILE`, for networks whose proxy signs every certificate, and for private mirrors.
+/// The certificate authorities in `SSL_CERT_FILE`, for proxies that intercept TLS and for private mirrors.
 fn authorities(
     variable: &impl Fn(&str) -> Option<OsString>,
 ) -> Result<Option<Vec<Certificate<'static>>>, HubError> {
@@ -149,13 +151,13 @@ fn authorities(
         })
         .collect();
     if certificates.is_empty() {
-        Err(fail("it holds no certificates in PEM form"))
+        Err(fail("it has no certificates in PEM format"))
     } else {
         Ok(Some(certificates))
     }
 }
 
-/// Reads a file of at most `max_bytes`; `None` where there is no such file.
+/// Reads a file of at most `max_bytes`; `None` if there is no such file.
 fn read_small(path: &Path, max_bytes: u64) -> Result<Option<String>, std::io::Error> {
     use std::io::ErrorKind;
     match file::read_text(path, max_bytes) {
@@ -169,7 +171,8 @@ fn text(variable: &impl Fn(&str) -> Option<OsString>, name: &str) -> Option<Stri
     variable(name)?.into_string().ok().map(|v| v.trim().to_owned()).filter(|v| !v.is_empty())
 }
 
-/// A variable's path. A leading `~/` means the home folder, which service files and quoted assignments do not expand.
+/// The path in a variable. A leading `~/` is replaced by the home folder, because service files and quoted shell
+/// assignments do not expand it.
 fn path(variable: &impl Fn(&str) -> Option<OsString>, name: &str) -> Option<PathBuf> {
     let value = variable(name).filter(|v| !v.is_empty())?;
     match value.to_str().and_then(|v| v.strip_prefix("~/")) {

@@ -1,4 +1,4 @@
-//! The part of a URL that redirects need: the origin, which decides who gets the token, and the rest.
+//! A URL, split into the parts that redirects need: the origin, which decides whether the token is sent, and the rest.
 
 /// An `http` or `https` URL.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -10,9 +10,9 @@ pub(super) struct Url {
 }
 
 impl Url {
-    /// Parses a URL. The error text continues a sentence that begins with the place the URL came from.
+    /// Parses a URL. The error text continues a sentence that begins with the source of the URL.
     pub fn parse(text: &str) -> Result<Self, String> {
-        let problem = || format!("{text:?} is no address; expected one like https://huggingface.co");
+        let problem = || format!("{text:?} is not a URL; expected one like https://huggingface.co");
         if text.chars().any(|c| c.is_control() || c.is_whitespace()) {
             return Err(problem());
         }
@@ -29,12 +29,12 @@ impl Url {
         Ok(Self { origin: format!("{scheme}://{}", host.to_ascii_lowercase()), path })
     }
 
-    /// The address with `path` appended; `path` is already encoded.
-    pub fn below(&self, path: &str) -> Self {
+    /// The URL with `path` appended; `path` is already encoded.
+    pub fn join(&self, path: &str) -> Self {
         Self { origin: self.origin.clone(), path: format!("{}/{path}", self.path) }
     }
 
-    /// The address that a `Location` header means from here.
+    /// The target of a redirect from this URL, by its `Location` header.
     pub fn redirected(&self, location: &str) -> Result<Self, String> {
         let target = if let Some(rest) = location.strip_prefix("//") {
             Self::parse(&format!("{}://{rest}", self.scheme()))?
@@ -44,7 +44,7 @@ impl Url {
             Self::parse(location)?
         };
         if self.scheme() == "https" && target.scheme() != "https" {
-            return Err(format!("{} is not encrypted, and the way there was", target.origin));
+            return Err(format!("{} is not encrypted, but the request that led there was", target.origin));
         }
         Ok(target)
     }
@@ -53,7 +53,7 @@ impl Url {
         self.origin == other.origin
     }
 
-    /// The address for messages, without its query, which may hold a signature.
+    /// The URL for messages, without its query, which may hold a signature.
     pub fn shown(&self) -> String {
         format!("{}{}", self.origin, self.path.split('?').next().unwrap_or_default())
     }
@@ -66,7 +66,7 @@ impl Url {
         format!("{}{}", self.origin, self.path)
     }
 
-    /// Whether the host is this machine, which is reached without a proxy.
+    /// Whether the host is this machine. Such a host is reached without a proxy.
     pub fn is_local(&self) -> bool {
         let host = self.origin.split("://").nth(1).unwrap_or_default();
         let host = host.rsplit_once(':').map_or(host, |(host, _)| host);

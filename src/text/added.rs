@@ -1,8 +1,8 @@
-//! Added tokens: texts that become one token each, wherever they stand, before the rest of a text is tokenized.
+//! Added tokens: texts that become one token each, everywhere in a text, before the rest of the text is tokenized.
 //!
-//! Some added tokens are control tokens: they are syntax of a conversation (`<start_of_turn>`), and not text. The
-//! `tokenizers` crate recognizes every control token in a text or none, whoever wrote it. Here the caller says which
-//! ones count. In all else this search is the crate's.
+//! Some added tokens are control tokens: they are the syntax of a conversation (`<start_of_turn>`), not text. The
+//! `tokenizers` crate recognizes either all control tokens in a text or none. Here the caller chooses which ones become
+//! control tokens. In all other respects the search equals the crate's.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -11,26 +11,26 @@ use aho_corasick::{AhoCorasick, MatchKind};
 use tokenizers::normalizer::Range as Slice;
 use tokenizers::{AddedToken, NormalizedString, Normalizer, Split, Token};
 
-/// Control tokens that a file may list without `special`. They separate turns, so no answer's text holds them.
+/// Control tokens that a file may list without `special`. They separate turns, so the text of an answer never has them.
 const BETWEEN_TURNS: [&str; 2] = ["<start_of_turn>", "<end_of_turn>"];
 
-/// Control tokens that models of other families write into their answers, and that the text of an answer shows.
+/// Control tokens that models of other families write in their answers. The text of an answer shows them.
 const IN_ANSWERS: [&str; 4] = ["<think>", "</think>", "<tool_call>", "</tool_call>"];
 
-/// What an added token is in a conversation.
+/// The role of an added token in a conversation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     /// Text: a run of newlines, an HTML tag.
     Text,
-    /// A control token that an answer's text may show.
+    /// A control token that the text of an answer can show.
     Shown,
-    /// A control token that no answer's text shows.
+    /// A control token that the text of an answer never shows.
     Hidden,
 }
 
 impl Kind {
     fn of(token: &AddedToken) -> Self {
-        // A text of one character is no name of a control token, and could not be marked inside.
+        // Control tokens have longer names, and a mark cannot be put inside a single character (`provenance.rs`).
         if token.content.chars().nth(1).is_none() {
             return Self::Text;
         }
@@ -42,12 +42,12 @@ impl Kind {
     }
 }
 
-/// A control token at its place in a text.
+/// A control token and its position in a text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Placed {
-    /// What becomes the token: its name, with the white space around it that the token takes in.
+    /// The bytes that become the token: its name, and the white space around it that the token includes.
     pub range: Range<usize>,
-    /// Where the name begins.
+    /// The byte at which the name begins.
     pub name: usize,
     pub id: u32,
     pub kind: Kind,
@@ -55,12 +55,12 @@ pub(super) struct Placed {
 
 /// The added tokens of one tokenizer.
 pub(super) struct AddedTokens {
-    /// Every token that is searched for in a text as it is, and every control token: where two overlap, the longer one
-    /// counts, whatever it is.
+    /// All control tokens, and all tokens that are searched for before normalization. Of two matches that begin at the
+    /// same place, the longer one wins.
     all: Search,
-    /// Tokens that are searched for in a text as it is, and are text.
+    /// Tokens that are text, and that are searched for before normalization.
     text: Search,
-    /// The tokens that are searched for in a normalized text, and are text.
+    /// Tokens that are text, and that are searched for after normalization.
     normalized: Search,
     control: HashMap<u32, Kind>,
 }
@@ -74,16 +74,16 @@ impl AddedTokens {
             let wanted = tokens.iter().filter(|(_, token)| wanted(token));
             Search::new(wanted.map(|(id, token)| (*id, token.clone(), pattern(token))))
         };
-        let as_it_is = |token: &AddedToken| token.content.clone();
+        let literal = |token: &AddedToken| token.content.clone();
         let normal = |token: &AddedToken| {
             let mut content = NormalizedString::from(token.content.as_str());
-            // The crate has normalized the same text while it read the file.
+            // Cannot fail: the crate normalized the same text when it read the file.
             let _ = encoder.get_normalizer().map(|normalizer| normalizer.normalize(&mut content));
             content.get().to_owned()
         };
         Self {
-            all: search(&|token| !token.normalized || !is_text(token), &as_it_is),
-            text: search(&|token| !token.normalized && is_text(token), &as_it_is),
+            all: search(&|token| !token.normalized || !is_text(token), &literal),
+            text: search(&|token| !token.normalized && is_text(token), &literal),
             normalized: search(&|token| token.normalized && is_text(token), &normal),
             control: tokens
                 .iter()
@@ -97,7 +97,7 @@ impl AddedTokens {
         self.control.contains_key(&id)
     }
 
-    /// The control tokens in `text`, in order, whoever wrote it.
+    /// The control tokens whose names are in `text`, in order.
     pub fn control(&self, text: &str) -> Vec<Placed> {
         let found = self.all.find(text).into_iter();
         let placed = |found: Found| {
@@ -107,12 +107,12 @@ impl AddedTokens {
         found.filter_map(placed).collect()
     }
 
-    /// Cuts a text at the tokens of `placed`.
+    /// Splits a text at the tokens of `placed`.
     pub fn cut_at(&self, text: NormalizedString, placed: &[Placed]) -> Vec<Split> {
         cut(text, placed.iter().map(|token| (token.range.clone(), token.id)))
     }
 
-    /// Cuts a text at the added tokens that are text, before it is normalized and after.
+    /// Splits a text at the added tokens that are text. Called once before normalization, and once after it.
     pub fn cut(&self, text: NormalizedString, is_normalized: bool) -> Vec<Split> {
         let search = if is_normalized { &self.normalized } else { &self.text };
         let found = search.find(text.get());
@@ -139,7 +139,7 @@ fn cut(text: NormalizedString, tokens: impl Iterator<Item = (Range<usize>, u32)>
     splits
 }
 
-/// Finds tokens in a text: the leftmost one first, and of several there the longest.
+/// Finds tokens in a text: the leftmost one first, and the longest one if several begin at the same place.
 struct Search {
     automaton: AhoCorasick,
     tokens: Vec<(u32, AddedToken)>,
@@ -171,7 +171,7 @@ impl Search {
             }
             let mut range = name.range();
             if token.lstrip {
-                // The token before may have taken the same white space.
+                // The previous token may already include this white space.
                 range.start = before.trim_end().len().max(found.last().map_or(0, |found| found.range.end));
             }
             if token.rstrip {

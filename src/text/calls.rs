@@ -1,9 +1,9 @@
 //! Tool calls in a stream of text: `{"name": NAME, "parameters": {...}}`, or an array of such objects.
 //!
-//! An answer is either calls from its first character to its last, or text. The reader knows which once it has seen the
-//! name of a tool and the opening brace of its parameters. Until then it holds everything back, and gives it out as
-//! text where the answer turns out to be text. White space may stand wherever JSON allows it. Parameters are given out
-//! as they were written.
+//! An answer consists of calls only, or it is text. The reader decides this when it has seen the name of a tool and the
+//! opening brace of its parameters. Until then it holds everything back. If the answer turns out to be text, the reader
+//! returns what it held back as text. White space is allowed wherever JSON allows it. The JSON of parameters is
+//! returned unchanged.
 
 /// A piece of an answer: text, or a piece of a call.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -21,7 +21,7 @@ pub enum CallPiece {
     Parameters { index: usize, json: String },
 }
 
-/// Tells calls from text as they arrive, in O(1) per byte.
+/// Separates calls from text in a stream, in O(1) per byte.
 #[derive(Debug, Clone)]
 pub struct CallReader {
     names: Vec<String>,
@@ -30,20 +30,20 @@ pub struct CallReader {
     pending: String,
     /// The tool of the call that is being read.
     name: String,
-    /// Calls that have begun.
+    /// Number of calls that have begun.
     calls: usize,
 }
 
 #[derive(Debug, Clone, PartialEq)]
 enum State {
-    /// Only white space has come so far.
+    /// Only white space has arrived.
     Start,
     /// The answer is text, and so is everything that follows.
     Text,
-    /// Before a call, between two calls, or behind the last call.
+    /// Before a call, between two calls, or after the last call.
     Outside,
     BeforeKey,
-    /// Inside a string. `json` is the string so far with its opening quote; `key` says whether it is a key or a value.
+    /// Inside a string. `json` is the read part of the string with its opening quote. `key`: it is a key, not a value.
     Quoted {
         json: String,
         escaped: bool,
@@ -60,16 +60,16 @@ enum State {
         quoted: bool,
         escaped: bool,
     },
-    BehindValue,
+    AfterValue,
 }
 
 impl CallReader {
-    /// A reader of calls of the tools with these names.
+    /// A reader for answers that may call the tools with these names.
     pub fn new(names: Vec<String>) -> Self {
         Self { names, state: State::Start, pending: String::new(), name: String::new(), calls: 0 }
     }
 
-    /// Whether the answer held calls, and all of them are complete.
+    /// Whether the answer contained calls, and all of them are complete.
     pub fn called(&self) -> bool {
         self.calls > 0 && self.state == State::Outside
     }
@@ -87,7 +87,7 @@ impl CallReader {
             }
             match self.step(c, &mut pieces) {
                 Some(next) => self.state = next,
-                // The grammar allows nothing but calls behind a first call.
+                // After the first call, the grammar allows only more calls.
                 None if self.calls > 0 => self.state = State::Outside,
                 None => {
                     self.state = State::Text;
@@ -98,13 +98,13 @@ impl CallReader {
         pieces
     }
 
-    /// Ends the answer and returns the text held back, which did not become a call.
+    /// Ends the answer. Returns the text that was held back and did not become a call.
     pub fn finish(&mut self) -> Option<AnswerPiece> {
         let pending = std::mem::take(&mut self.pending);
         (!pending.is_empty()).then_some(AnswerPiece::Text(pending))
     }
 
-    /// The state behind `c`, or `None` where no call goes on with `c`.
+    /// The state after `c`, or `None` if no call can continue with `c`.
     fn step(&mut self, c: char, pieces: &mut Vec<AnswerPiece>) -> Option<State> {
         let blank = matches!(c, ' ' | '\n' | '\r' | '\t');
         match std::mem::replace(&mut self.state, State::Outside) {
@@ -132,7 +132,7 @@ impl CallReader {
                     return Some(State::Colon { key: text });
                 }
                 self.name = text;
-                self.names.contains(&self.name).then_some(State::BehindValue)
+                self.names.contains(&self.name).then_some(State::AfterValue)
             }
             State::Colon { key } if blank => Some(State::Colon { key }),
             State::Colon { key } => (c == ':').then_some(State::Value { key }),
@@ -161,12 +161,12 @@ impl CallReader {
                     _ => (depth, quoted, false),
                 };
                 let inside = State::Parameters { depth, quoted, escaped };
-                Some(if depth == 0 { State::BehindValue } else { inside })
+                Some(if depth == 0 { State::AfterValue } else { inside })
             }
-            State::BehindValue => match c {
+            State::AfterValue => match c {
                 ',' => Some(State::BeforeKey),
                 '}' if self.calls > 0 => Some(State::Outside),
-                _ => blank.then_some(State::BehindValue),
+                _ => blank.then_some(State::AfterValue),
             },
         }
     }
@@ -179,10 +179,10 @@ impl CallReader {
     }
 }
 
-/// Closes the JSON of parameters that were cut off. A member without a value, and a value that may be incomplete, are
-/// left out; open objects and arrays are closed.
+/// Completes the JSON of parameters that were cut off. Members without a value and values that may be incomplete are
+/// dropped. Open objects and arrays are closed.
 pub fn whole_parameters(json: &str) -> String {
-    // `end` stands behind the last complete value, or behind the opening of an object or array that has none.
+    // `end` is the byte after the last complete value, or after the opening bracket if no value follows it.
     let mut end = 0;
     let mut open = Vec::new();
     let (mut quoted, mut escaped, mut member_name) = (false, false, false);

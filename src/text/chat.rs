@@ -1,7 +1,8 @@
-//! Messages as clients send them, and the order in which Gemma accepts them.
+//! Messages as clients send them, and their conversion into the order that Gemma accepts.
 //!
-//! A message may spell control tokens (`<start_of_turn>`): documents and the results of tools come from strangers. The
-//! text goes to the template as it is, and `provenance.rs` keeps it from becoming control tokens.
+//! The text of a message may contain names of control tokens (`<start_of_turn>`), because documents and tool results
+//! are not trusted. The text is passed to the template unchanged. `provenance.rs` prevents it from becoming control
+//! tokens.
 
 use serde::{Deserialize, Serialize};
 
@@ -73,7 +74,7 @@ impl Message {
 }
 
 impl Content {
-    /// The text of a turn: parts trimmed and joined without a separator, as Gemma's template joins them.
+    /// The text of a turn: parts are trimmed and joined without a separator, as in Gemma's template.
     pub(super) fn turn_text(&self) -> String {
         match self {
             Content::Null => String::new(),
@@ -88,8 +89,8 @@ impl Content {
         }
     }
 
-    /// The text of a system message, untrimmed as in Gemma's template. For a list of parts the template takes the first
-    /// part and loses the rest; this function joins all of them.
+    /// The text of a system message, untrimmed as in Gemma's template. Of a list of parts, the template uses only the
+    /// first; this function joins all of them.
     fn system_text(&self) -> String {
         match self {
             Content::Null => String::new(),
@@ -105,22 +106,23 @@ impl Content {
     }
 }
 
-/// Brings any conversation into the order that Gemma's template accepts: at most one `system` message, which comes
-/// first, and then `user` and `assistant` in turn. It never fails, and no text is lost.
+/// Converts any conversation into the order that Gemma's template accepts: at most one `system` message, which is the
+/// first message, and then `user` and `assistant` alternately. It never fails, and no text is lost.
 ///
-/// A conversation that the template accepts renders to the same bytes before and after, with two exceptions, which are
-/// quirks of the template: it drops a system message that no user message follows, and it drops all but the first part
-/// of a system message with several parts.
+/// If the template accepts the original conversation, both render to the same bytes. There are two exceptions, which
+/// are quirks of the template: it drops a system message without a user message after it, and it drops all but the
+/// first part of a system message.
 ///
 /// - `developer` becomes `system`, `model` becomes `assistant`, and every other role (`tool`, `function`) becomes
 ///   `user`.
-/// - System messages at the start become one, joined by an empty line; the template folds it into the first
-///   user turn. Where no user turn follows, the system text becomes that turn.
-/// - A later system message becomes user text at its place: the model knows no system turn, and the turns
-///   before it keep their rendering, so that a cached prefix stays valid.
+/// - System messages at the start become one, joined by an empty line. The template adds it to the first user turn. If
+///   no user turn follows, the system text becomes a user turn.
+/// - A later system message becomes user text at the same position, because the model has no system turn. The turns
+///   before it render to the same text, so a cached prefix stays valid.
 /// - Consecutive turns of one role become one, joined by an empty line.
-/// - A conversation that begins with the assistant (a greeting) gets an empty user turn in front. The model was never
-///   trained on one that begins otherwise, and dropping the greeting would lose text that the client showed.
+/// - A conversation that begins with the assistant (a greeting) gets an empty user turn before it. The model was
+/// trained
+///   only on conversations that begin with the user, and dropping the greeting would lose text of the conversation.
 pub fn normalize(messages: &[Message]) -> Vec<Message> {
     let mut system: Option<String> = None;
     let mut turns: Vec<(&str, String)> = Vec::new();
@@ -168,7 +170,7 @@ fn join_paragraphs(mut before: String, text: &str) -> String {
     before
 }
 
-/// `str.strip()` of Python. Its whitespace is Unicode's, and the four separators U+001C..U+001F.
+/// Python's `str.strip()`. It removes Unicode's whitespace and the four separators U+001C..U+001F.
 pub(super) fn python_trim(text: &str) -> &str {
     text.trim_matches(is_python_space)
 }

@@ -1,13 +1,13 @@
-//! Token ids to text, one at a time.
+//! Decodes token ids to text, one at a time.
 //!
-//! Invariant: the texts of all pushes and of `finish`, joined, equal [`Tokenizer::decode`] of all ids, which is what
-//! `String::from_utf8_lossy` makes of the tokens' bytes. Byte tokens may cut a character, or be none. Each maximal part
-//! of a character then becomes one U+FFFD, as Unicode recommends. A character comes with its last byte, so at most three
-//! bytes are held back.
+//! Invariant: the texts of all pushes and of `finish`, joined, equal [`Tokenizer::decode`] of all ids, which equals
+//! `String::from_utf8_lossy` of the tokens' bytes. Byte tokens may form incomplete or invalid characters. Each maximal
+//! part of a character then becomes one U+FFFD, as Unicode recommends. A character is returned with its last byte, so
+//! at most three bytes are held back.
 //!
-//! The `ByteFallback` of transformers differs: it turns a run of byte tokens that is not UTF-8 as a whole into one
-//! U+FFFD per byte, the complete characters of the run included. An answer that ends within a character would lose
-//! those before it, and a stream would have to hold them back. llama.cpp joins bytes as this module does.
+//! The `ByteFallback` of transformers differs: if a run of byte tokens is not valid UTF-8 as a whole, every byte of the
+//! run becomes one U+FFFD, including complete characters. An answer that ends within a character would lose the
+//! complete characters before it, and a stream would have to hold them back. llama.cpp joins bytes like this module.
 
 use super::tokenizer::{Piece, Tokenizer};
 
@@ -45,7 +45,7 @@ impl Detokenizer {
         Self { tokenizer, skip_special, begun: Vec::new(), out: String::new() }
     }
 
-    /// Takes the next token and returns the text it completes: whole characters, perhaps none.
+    /// Takes the next token and returns the text that it completes: zero or more whole characters.
     ///
     /// Ids that the tokenizer does not know are ignored, and so are special tokens if `skip_special` is set. Neither
     /// ends a character.
@@ -67,7 +67,7 @@ impl Detokenizer {
         &self.out
     }
 
-    /// Ends the stream and returns the text held back: U+FFFD, if the last character is incomplete.
+    /// Ends the stream. Returns U+FFFD if the last character is incomplete, otherwise no text.
     pub fn finish(&mut self) -> &str {
         self.out.clear();
         self.end_character();
@@ -76,7 +76,8 @@ impl Detokenizer {
 
     fn take_byte(&mut self, byte: u8) {
         self.begun.push(byte);
-        // `begun` was the beginning of a character. The byte goes on with it, ends it, or stands after a cut.
+        // `begun` was the beginning of a character. The byte continues the character, completes it, or does not belong
+        // to it.
         match std::str::from_utf8(&self.begun) {
             Ok(character) => {
                 self.out.push_str(character);
@@ -92,7 +93,7 @@ impl Detokenizer {
         }
     }
 
-    /// Ends a character that is incomplete.
+    /// Writes U+FFFD for a character that stays incomplete.
     fn end_character(&mut self) {
         if !self.begun.is_empty() {
             self.out.push(char::REPLACEMENT_CHARACTER);

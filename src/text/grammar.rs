@@ -2,12 +2,13 @@
 //!
 //! A [`GrammarSource`] is compiled once ([`Grammars::compile`]). Each answer starts its own [`Constraint`], which takes
 //! the sampled ids and returns a mask of the ids that may come next. The only special tokens in a mask are the ones
-//! that end an answer, and only where the grammar may end. Parsing is the `llguidance` crate's.
+//! that end an answer, and only where the grammar may end. The `llguidance` crate parses grammars and computes masks.
 //!
-//! A grammar comes with a request, from strangers. Bounds apply to its size, the time and the threads for compiling it,
-//! its states, the work for one mask, and the time that an answer's masks take. Exceeding a bound is a [`TextError`].
-//! Compiling recurses along a schema's references, so it runs on a thread whose stack suffices for as many references
-//! as a grammar can hold. White space between tokens of JSON is bounded too: a model that pads would go on for ever.
+//! A grammar comes with a request and is not trusted. Bounds apply to its size, the time and the threads to compile it,
+//! its states, the work for one mask, and the total time for the masks of an answer. Exceeding a bound is a
+//! [`TextError`]. Compiling recurses along a schema's references, so it runs on a thread whose stack is large enough
+//! for the most references that a grammar can have. White space between tokens of JSON is also bounded, because
+//! otherwise a model may write white space without end.
 
 use std::fmt::Display;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -33,48 +34,50 @@ pub const MAX_GRAMMAR_BYTES: usize = 256 << 10;
 /// Most choices of a [`GrammarSource::Choice`].
 pub const MAX_CHOICES: usize = 4096;
 
-/// How many compiled grammars the cache keeps.
+/// Number of compiled grammars in the cache.
 const CACHED: usize = 32;
-/// Time limit for compiling one grammar. On any machine llguidance's own limit of steps usually ends it long before.
+/// Time limit for compiling one grammar. Usually llguidance's own limit of steps is reached long before.
 const COMPILE_TIMEOUT: Duration = Duration::from_secs(10);
-/// Limits for the time that one answer's grammar may take on the engine's thread, while all other requests wait: one
-/// for the whole answer, one for each token. A token usually takes some 50 µs; both limits are far beyond that, for
-/// busy machines.
+/// Time budget of one answer's grammar on the engine's thread, which all other requests wait for. The budget begins
+/// with
+/// `TIME`. Each token adds `TIME_PER_TOKEN`, up to `TIME`. A token usually takes about 50 µs; the limits are much
+/// larger,
+/// because the machine may be busy.
 const TIME: Duration = Duration::from_secs(2);
 const TIME_PER_TOKEN: Duration = Duration::from_millis(20);
-/// How often the clock thread looks for constraints whose time is over.
-const LOOK_AGAIN: Duration = Duration::from_millis(50);
-/// Most grammars that are compiled at once. A compilation that has timed out counts until it ends.
+/// How often the clock thread checks for constraints whose time is over.
+const CHECK_INTERVAL: Duration = Duration::from_millis(50);
+/// Most grammars that are compiled at the same time. A compilation that has timed out counts until it ends.
 const MAX_COMPILING: usize = 4;
-/// Each reference that follows another needs a few KiB, and a grammar has room for some 10,000 references.
+/// Nested references need a few KiB each, and a grammar can have about 10,000 references.
 const COMPILE_STACK_BYTES: usize = 256 << 20;
-/// Most states of one answer's lexer; each takes 1 to 2 KiB.
+/// Most states of one answer's lexer; each needs 1 to 2 KiB.
 const MAX_LEXER_STATES: usize = 50_000;
-/// Most items in one row of the parser, which are the possible continuations at one place in the text. An optional
-/// property of an object is four items. An ambiguous grammar has one for each way to read the text, and the work for a
-/// mask grows with the square of their number.
+/// Most items in one row of the parser. The items are the possible continuations at one position in the text. An
+/// optional property of an object is four items. An ambiguous grammar has one item for each way to parse the text. The
+/// work for a mask is quadratic in the number of items.
 const MAX_ITEMS: usize = 2000;
 /// Longest token that a grammar may use, because the trie's nodes count their depth in 10 bits.
 const MAX_TOKEN_BYTES: usize = 512;
 /// Most bytes of all tokens together, because the trie counts its nodes in 22 bits.
 const MAX_VOCABULARY_BYTES: usize = (1 << 22) - 1;
-/// White space allowed between two tokens of JSON: nothing, a space, or a line end and an indentation.
+/// White space allowed between two tokens of JSON: none, one space, or a line end and an indentation.
 const WHITESPACE: &str = r" |\r?\n[ \t]{0,40}";
 
-/// What an answer must match.
+/// The source of a grammar, which an answer must match.
 #[derive(Debug, Clone, PartialEq)]
 pub enum GrammarSource {
-    /// JSON. With `strict`, every keyword of the schema is enforced, and one that cannot be enforced is an error.
-    /// Otherwise such keywords are left to the model.
+    /// JSON. With `strict`, a keyword of the schema that cannot be enforced is an error. Otherwise such keywords are
+    /// ignored.
     JsonSchema { schema: Value, strict: bool },
-    /// JSON of the schema `form`, which refers to the schemas of a client in `parts`: "#/$defs/0" is the first. An error
-    /// that is one part's alone is a [`TextError::Schema`].
+    /// JSON of the schema `form`. It refers to the client's schemas in `parts`: "#/$defs/0" is the first. An error in a
+    /// single part is a [`TextError::Schema`].
     JsonParts { form: Value, parts: Vec<SchemaPart> },
     /// A regular expression that matches the whole answer, in the syntax of the `regex` crate, without look-around.
     Regex(String),
-    /// A grammar in llguidance's dialect of Lark; the rule `start` is the answer.
+    /// A grammar in llguidance's dialect of Lark. The rule `start` matches the whole answer.
     Lark(String),
-    /// A grammar in llama.cpp's GBNF; the rule `root` is the answer.
+    /// A grammar in llama.cpp's GBNF. The rule `root` matches the whole answer.
     Gbnf(String),
     /// One of the listed texts.
     Choice(Vec<String>),
@@ -102,16 +105,16 @@ impl GrammarSource {
         }
     }
 
-    /// What the compiling thread gets, or the error that the text alone shows.
-    fn read(&self) -> Result<Read, TextError> {
+    /// Checks the source and prepares it for the thread that compiles. Returns errors that are found without compiling.
+    fn prepared(&self) -> Result<Prepared, TextError> {
         let refuse = |problem: String| Err(TextError::Grammar(problem));
         let grammar = match self {
             Self::JsonSchema { schema, strict } => {
                 let parts = vec![SchemaPart { schema: schema.clone(), strict: *strict }];
-                return Ok(Read::Schemas { form: json!({"$ref": "#/$defs/0"}), parts });
+                return Ok(Prepared::Schemas { form: json!({"$ref": "#/$defs/0"}), parts });
             }
             Self::JsonParts { form, parts } => {
-                return Ok(Read::Schemas { form: form.clone(), parts: parts.clone() });
+                return Ok(Prepared::Schemas { form: form.clone(), parts: parts.clone() });
             }
             Self::Regex(regex) => TopLevelGrammar::from_regex(regex),
             Self::Lark(grammar) if grammar.contains("::=") => {
@@ -141,17 +144,17 @@ impl GrammarSource {
                 TopLevelGrammar::from_lark(format!("start: {}", choices.join(" | ")))
             }
         };
-        Ok(Read::Grammar(grammar))
+        Ok(Prepared::Grammar(grammar))
     }
 }
 
-/// A source on its way to a parser.
-enum Read {
+/// A source that was checked and can be compiled.
+enum Prepared {
     Grammar(TopLevelGrammar),
     Schemas { form: Value, parts: Vec<SchemaPart> },
 }
 
-impl Read {
+impl Prepared {
     fn parser(self, factory: &ParserFactory) -> Result<TokenParser, TextError> {
         let run = |grammar| factory.create_parser(grammar).map_err(|error| Refusal::new(&error.to_string()));
         match self {
@@ -174,15 +177,15 @@ fn json_grammar(mut schema: Value) -> TopLevelGrammar {
     TopLevelGrammar::from_json_schema(schema)
 }
 
-/// Compiles grammars for one model, and caches the last few.
+/// Compiles grammars for one model. Caches the most recently used ones.
 pub struct Grammars {
     vocabulary: Arc<Vocabulary>,
-    /// Made by [`Grammars::prepare`], or for the first grammar; takes a second for a large vocabulary.
+    /// Created by [`Grammars::prepare`] or for the first grammar. That takes a second for a large vocabulary.
     factory: OnceLock<Result<Arc<ParserFactory>, TextError>>,
     /// Most recently used first.
     cache: Mutex<Vec<(String, Grammar)>>,
     compiling: Arc<Compiling>,
-    /// Compilations since the start, failed ones included.
+    /// Number of compilations since the start, failed ones included.
     compiled: AtomicU64,
 }
 
@@ -193,7 +196,7 @@ struct Vocabulary {
     rows: usize,
     /// Ids that end an answer, as a list.
     stops: Vec<TokenId>,
-    /// Mask of the ids that stand for text. As in every mask here, `id` is bit `id % 32` of word `id / 32`.
+    /// Mask of the ids that are text. As in every mask here, `id` is bit `id % 32` of word `id / 32`.
     text: Vec<u32>,
     /// Mask of the ids that end an answer.
     ends: Arc<[u32]>,
@@ -210,7 +213,7 @@ struct Vocabulary {
 #[derive(Clone)]
 pub struct Grammar {
     vocabulary: Arc<Vocabulary>,
-    /// A matcher at the start of the grammar; each answer gets a copy.
+    /// A matcher at the start of the grammar. Each answer gets a copy.
     matcher: Arc<Matcher>,
 }
 
@@ -235,13 +238,13 @@ impl Clone for Constraint {
 #[derive(Clone, Copy, PartialEq)]
 enum Applies {
     Yes,
-    /// Undecided: nothing but white space has come so far.
+    /// Undecided: the answer has only white space until now.
     IfOpened,
     No,
 }
 
 impl Grammars {
-    /// For a model with `rows` ids. An id of `stop_token_ids` ends an answer.
+    /// `rows` is the number of the model's ids. Each of `stop_token_ids` ends an answer.
     pub fn new(tokenizer: Tokenizer, rows: usize, stop_token_ids: &[u32]) -> Self {
         let stops: Vec<TokenId> = stop_token_ids.iter().copied().filter(|id| (*id as usize) < rows).collect();
         let is_text = |id: u32| !tokenizer.is_special(id) && !stops.contains(&id) && tokenizer.contains(id);
@@ -266,8 +269,8 @@ impl Grammars {
         }
     }
 
-    /// Prepares the vocabulary, for which the first grammar would wait. If that fails, the first grammar gets the
-    /// error.
+    /// Prepares the vocabulary, so that the first grammar does not wait for it. If that fails, the first grammar gets
+    /// the error.
     pub fn prepare(&self) {
         let _ = self.factory();
     }
@@ -281,14 +284,14 @@ impl Grammars {
         self.factory.get_or_init(|| self.vocabulary.factory().map(Arc::new)).clone()
     }
 
-    /// Compiles a grammar within [`COMPILE_TIMEOUT`], usually in a few milliseconds. Returns at once where the cache
-    /// has the grammar, or where the text alone shows an error.
+    /// Compiles a grammar within [`COMPILE_TIMEOUT`], usually in a few milliseconds. Does not wait if the grammar is in
+    /// the cache, or if the source has an error that is found without compiling.
     pub fn compile(&self, source: &GrammarSource) -> Result<Grammar, TextError> {
         let key = bounded_key(source)?;
         if let Some(grammar) = self.cached(&key) {
             return Ok(grammar);
         }
-        let grammar = self.compiled_now(source.read()?).map_err(|error| match (source, error) {
+        let grammar = self.compile_uncached(source.prepared()?).map_err(|error| match (source, error) {
             (GrammarSource::JsonSchema { .. }, TextError::Schema { problem, .. }) => {
                 TextError::Grammar(problem)
             }
@@ -303,10 +306,10 @@ impl Grammars {
         self.compiled.load(Ordering::Relaxed)
     }
 
-    fn compiled_now(&self, read: Read) -> Result<Grammar, TextError> {
-        let matcher = self.matcher(self.factory()?, read)?;
+    fn compile_uncached(&self, prepared: Prepared) -> Result<Grammar, TextError> {
+        let matcher = self.matcher(self.factory()?, prepared)?;
         let grammar = Grammar { vocabulary: Arc::clone(&self.vocabulary), matcher: Arc::new(matcher) };
-        // A grammar that allows no first id is an error, and the first mask names the reason.
+        // A grammar that allows no first id is an error. The first mask gives the reason.
         grammar.start().mask(true)?;
         Ok(grammar)
     }
@@ -325,14 +328,14 @@ impl Grammars {
         cache.insert(0, (key, grammar));
     }
 
-    fn matcher(&self, factory: Arc<ParserFactory>, read: Read) -> Result<Matcher, TextError> {
-        let turn = Turn::take(&self.compiling)?;
+    fn matcher(&self, factory: Arc<ParserFactory>, prepared: Prepared) -> Result<Matcher, TextError> {
+        let permit = CompilePermit::take(&self.compiling)?;
         self.compiled.fetch_add(1, Ordering::Relaxed);
         let (sender, receiver) = sync_channel(1);
         let work = move || {
-            let parser = read.parser(&factory);
-            drop(turn);
-            // The receiver may have given up.
+            let parser = prepared.parser(&factory);
+            drop(permit);
+            // The receiver is gone if the compilation timed out.
             let _ = sender.send(parser.map(|parser| Matcher::new(Ok(parser)).into_cancellable()));
         };
         let thread = thread::Builder::new().name("grammar".into()).stack_size(COMPILE_STACK_BYTES);
@@ -353,7 +356,7 @@ impl Grammars {
     }
 }
 
-/// The source's key in the cache. The key is as long as the source, so this check bounds both.
+/// The source's key in the cache. The key has about the size of the source, so this check bounds both.
 fn bounded_key(source: &GrammarSource) -> Result<String, TextError> {
     let problem = |bytes: usize| format!("{bytes} bytes long, at most {MAX_GRAMMAR_BYTES} are accepted");
     let key = source.key();
@@ -371,17 +374,17 @@ fn bounded_key(source: &GrammarSource) -> Result<String, TextError> {
     Err(TextError::Grammar(problem(key.len())))
 }
 
-/// Counts the threads that compile a grammar now.
+/// Counts the threads that are compiling a grammar.
 #[derive(Default)]
 struct Compiling {
     threads: Mutex<usize>,
     ended: Condvar,
 }
 
-/// A permit to compile; dropping it frees the place.
-struct Turn(Arc<Compiling>);
+/// A permit to compile a grammar. Dropping it lets another thread compile.
+struct CompilePermit(Arc<Compiling>);
 
-impl Turn {
+impl CompilePermit {
     fn take(compiling: &Arc<Compiling>) -> Result<Self, TextError> {
         let threads = compiling.threads.lock().expect("nothing panics under this lock");
         let (mut threads, waited) = compiling
@@ -389,14 +392,14 @@ impl Turn {
             .wait_timeout_while(threads, COMPILE_TIMEOUT, |threads| *threads >= MAX_COMPILING)
             .expect("nothing panics under this lock");
         if waited.timed_out() {
-            return Err(TextError::Grammar("others take too long to compile; try again".into()));
+            return Err(TextError::Grammar("other grammars take too long to compile; try again".into()));
         }
         *threads += 1;
         Ok(Self(Arc::clone(compiling)))
     }
 }
 
-impl Drop for Turn {
+impl Drop for CompilePermit {
     fn drop(&mut self) {
         *self.0.threads.lock().expect("nothing panics under this lock") -= 1;
         self.0.ended.notify_one();
@@ -405,9 +408,11 @@ impl Drop for Turn {
 
 impl Vocabulary {
     fn factory(self: &Arc<Self>) -> Result<ParserFactory, TextError> {
-        let refuse = |problem: String| TextError::Grammar(format!("this model takes no grammars: {problem}"));
+        let refuse = |problem: String| {
+            TextError::Grammar(format!("this model cannot be used with grammars: {problem}"))
+        };
         if self.stops.is_empty() {
-            return Err(refuse("no token ends its answers".into()));
+            return Err(refuse("it has no stop token".into()));
         }
         let bytes = |id: u32| {
             let bytes = if is_set(&self.text, id) { self.tokenizer.token_bytes(id) } else { None };
@@ -416,7 +421,9 @@ impl Vocabulary {
         let tokens: Vec<Vec<u8>> = (0..self.rows as u32).map(bytes).collect();
         let total: usize = tokens.iter().map(Vec::len).sum();
         if total > MAX_VOCABULARY_BYTES {
-            return Err(refuse(format!("its vocabulary has {total} bytes, {MAX_VOCABULARY_BYTES} fit")));
+            return Err(refuse(format!(
+                "its vocabulary has {total} bytes; at most {MAX_VOCABULARY_BYTES} are supported"
+            )));
         }
         let info = TokRxInfo::new(self.rows as u32, self.stops[0]);
         let trie = TokTrie::from(&info, &tokens).with_eos_tokens(&self.stops);
@@ -433,7 +440,7 @@ impl Vocabulary {
     }
 }
 
-/// The tokenizer as llguidance sees it.
+/// The tokenizer for llguidance.
 struct Environment {
     vocabulary: Arc<Vocabulary>,
     trie: TokTrie,
@@ -444,12 +451,12 @@ impl TokenizerEnv for Environment {
         &self.trie
     }
 
-    /// Tokenizes a text that the grammar forces. The tokenizer's own ids are preferred, because the model was trained
-    /// on them.
+    /// Tokenizes a text that the grammar forces. The result of the real tokenizer is preferred to greedy tokenization,
+    /// because the model was trained on it.
     fn tokenize_bytes(&self, bytes: &[u8]) -> Vec<TokenId> {
         self.trie.tokenize_with_greedy_fallback(bytes, |text| {
             let ids = self.vocabulary.tokenizer.encode(text, false).unwrap_or_default();
-            // A control token written out in a grammar is text, and must not become that token's id.
+            // The name of a control token in a grammar is text, and must not become the id of that token.
             let is_text =
                 |id: &TokenId| (*id as usize) < self.vocabulary.rows && is_set(&self.vocabulary.text, *id);
             if ids.iter().all(is_text) && self.trie.decode_raw(&ids) == text.as_bytes() {
@@ -462,13 +469,13 @@ impl TokenizerEnv for Environment {
 }
 
 impl Grammar {
-    /// A constraint for a new answer, which shares no state with other answers.
+    /// A constraint for a new answer. It shares no state with other answers.
     pub fn start(&self) -> Constraint {
         Constraint::new(&self.vocabulary, self.matcher.deep_clone(), Applies::Yes, TIME)
     }
 
-    /// A constraint for a new answer that may be any text. The grammar applies only to an answer whose first character
-    /// other than white space is `{` or `[`, from that character on.
+    /// A constraint for a new answer that may be free text. The grammar applies only if the first character other than
+    /// white space is `{` or `[`. It applies from that character.
     pub fn start_if_opened(&self) -> Constraint {
         Constraint { applies: Applies::IfOpened, ..self.start() }
     }
@@ -480,7 +487,7 @@ impl Constraint {
         Self { vocabulary: Arc::clone(vocabulary), matcher, applies, time, clock }
     }
 
-    /// Runs the matcher, and charges the time to the answer; an error once the answer's time is over.
+    /// Runs the matcher, and subtracts the time from the answer's budget. Fails if the budget is used up.
     fn timed<T, E: Display>(
         &mut self,
         work: impl FnOnce(&mut Matcher) -> Result<T, E>,
@@ -506,14 +513,13 @@ impl Constraint {
         if self.applies != Applies::Yes {
             return Ok(());
         }
-        // The allowance does not accumulate beyond `TIME`: a token may not spend what a thousand tokens before it
-        // saved.
+        // The budget never exceeds `TIME`, so a single token cannot use the time that a thousand tokens did not need.
         self.time = (self.time + TIME_PER_TOKEN).min(TIME);
         self.timed(|matcher| matcher.consume_token(id))
     }
 
-    /// The ids that may come next, at least one: `id` is bit `id % 32` of word `id / 32`. Where the grammar may end,
-    /// the mask includes the ids that end the answer. `may_end = false` excludes them, unless nothing else may come.
+    /// The ids that may come next, at least one: `id` is bit `id % 32` of word `id / 32`. If the grammar may end here,
+    /// the mask includes the ids that end the answer. `may_end = false` excludes them, unless there are no others.
     pub fn mask(&mut self, may_end: bool) -> Result<Arc<[u32]>, TextError> {
         let vocabulary = Arc::clone(&self.vocabulary);
         let Vocabulary { text, ends, all, all_but_ends, openers, .. } = &*vocabulary;
@@ -536,12 +542,14 @@ impl Constraint {
         }
         let mask: Arc<[u32]> = texts.iter().zip(and(ends)).map(|(text, end)| text | end).collect();
         if mask.iter().all(|word| *word == 0) {
-            return Err(TextError::Grammar("no text of this model's vocabulary can follow it".into()));
+            return Err(TextError::Grammar(
+                "no token of this model's vocabulary can continue the answer".into(),
+            ));
         }
         Ok(mask)
     }
 
-    /// Whether the answer is free text, to which the grammar will never apply.
+    /// Whether the answer is free text, so that the grammar no longer applies.
     pub fn is_free(&self) -> bool {
         self.applies == Applies::No
     }
@@ -552,7 +560,7 @@ impl Constraint {
     }
 }
 
-/// Cancels one answer's grammar when its time is over. One thread watches the clocks of all answers.
+/// Cancels one answer's grammar when its time is over. One thread checks the clocks of all answers.
 struct Clock {
     /// The deadline in milliseconds since [`Clocks::start`], or `NEVER`.
     at: AtomicU64,
@@ -583,23 +591,23 @@ impl Clock {
 }
 
 impl Clocks {
-    /// The process's clocks; the first grammar creates them.
+    /// The clocks of the process, created when the first answer with a grammar starts.
     fn get() -> &'static Self {
         static CLOCKS: OnceLock<Clocks> = OnceLock::new();
         CLOCKS.get_or_init(|| {
             // The new thread waits in `get` until this initialization ends.
-            let look = thread::Builder::new().name("grammar clock".into()).spawn(|| Clocks::get().look());
-            if let Err(error) = look {
+            let thread = thread::Builder::new().name("grammar clock".into());
+            if let Err(error) = thread.spawn(|| Clocks::get().cancel_expired()) {
                 tracing::warn!(
-                    "no thread that stops a grammar under way: it is stopped behind a mask: {error}"
+                    "cannot start the thread that stops slow grammars, so they stop only after a mask: {error}"
                 );
             }
             Clocks { start: Instant::now(), all: Mutex::default(), more: Condvar::new() }
         })
     }
 
-    /// Cancels constraints whose time is over, at intervals, as long as there are any.
-    fn look(&self) {
+    /// Cancels constraints whose time is over, every [`CHECK_INTERVAL`].
+    fn cancel_expired(&self) {
         loop {
             let mut all = self.all.lock().expect("nothing panics under this lock");
             while all.is_empty() {
@@ -614,7 +622,7 @@ impl Clocks {
                 clock.is_some()
             });
             drop(all);
-            thread::sleep(LOOK_AGAIN);
+            thread::sleep(CHECK_INTERVAL);
         }
     }
 }
@@ -637,22 +645,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_clock_stops_what_it_is_for_and_nothing_else() {
+    fn a_clock_cancels_only_its_own_constraint() {
         let [late, never] = [CancellationHandle::default(), CancellationHandle::default()];
         let (clock, other) = (Clock::new(late.clone()), Clock::new(never.clone()));
-        clock.stop_at(Some(Instant::now() + 3 * LOOK_AGAIN));
+        clock.stop_at(Some(Instant::now() + 3 * CHECK_INTERVAL));
         assert!(!late.is_cancelled());
         let since = Instant::now();
         while !late.is_cancelled() {
-            assert!(since.elapsed() < Duration::from_secs(30), "nobody looks");
-            thread::sleep(LOOK_AGAIN);
+            assert!(since.elapsed() < Duration::from_secs(30), "the clock thread does not run");
+            thread::sleep(CHECK_INTERVAL);
         }
         assert!(!never.is_cancelled());
         drop((clock, other));
     }
 
     #[test]
-    fn an_answer_whose_time_is_over_ends_alone() {
+    fn an_answer_whose_time_is_over_does_not_end_others() {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/tokenizer-mini/tokenizer.json");
         let tokenizer = Tokenizer::from_bytes(&std::fs::read(path).unwrap(), "tokenizer.json").unwrap();
         let grammars = Grammars::new(tokenizer, 512, &[1]);

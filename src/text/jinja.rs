@@ -1,28 +1,30 @@
-//! Jinja with bounded cost: minijinja parses and runs a template, and this file limits what a rendering may take.
+//! Jinja with bounded cost: minijinja parses and runs a template, and this file limits the time and memory of a
+//! rendering.
 //!
-//! minijinja counts instructions, which is not enough. One instruction may double a string, print a list that holds one
-//! list twice, forty times over, or search one long text in another; and freeing a value recurses along the lists in
-//! its lists. So this file inserts instructions into a compiled template: before each instruction whose work depends on
-//! its operands, one that counts the size of the operands, and behind each instruction that makes a value, one that
-//! counts the value. The arguments of filters, tests, functions and methods are counted as well, and so is the output.
+//! minijinja limits the number of instructions, which is not enough: a single instruction may double a string, search a
+//! long text in another, or print a list that contains another list twice, nested forty times. Freeing a value recurses
+//! into nested lists. So this file inserts instructions into the compiled template. Before each instruction whose work
+//! depends on its operands, one counts the size of the operands. After each instruction that makes a value, one counts
+//! the value. The arguments of filters, tests, functions and methods are counted as well, and so is the output.
 //!
 //! | bound | on |
 //! |---|---|
-//! | [`MAX_VALUE_BYTES`] | one value: its text, and [`VALUE_BYTES`] for each value in it, as often as it is in it |
-//! | [`MAX_WORK_BYTES`] | all that one rendering reads and makes, in the same measure |
-//! | [`MAX_WRITTEN_BYTES`] | all that it writes, including captured output that becomes a value |
-//! | [`MAX_DEPTH`] | values within values |
-//! | [`FUEL`], [`MAX_RECURSION`] | instructions; macros, blocks and loops within each other |
+//! | [`MAX_VALUE_BYTES`] | one value: its text, plus [`VALUE_BYTES`] for each occurrence of a value in it |
+//! | [`MAX_WORK_BYTES`] | all values that one rendering reads and makes, measured in the same way |
+//! | [`MAX_WRITTEN_BYTES`] | all output of a rendering, including captured output that becomes a value |
+//! | [`MAX_DEPTH`] | nesting of values |
+//! | [`FUEL`], [`MAX_RECURSION`] | instructions; nesting of macros, blocks and loops |
 //! | [`MAX_TAG_TOKENS`], [`COMPILE_STACK_BYTES`] | the recursion of the compiler |
-//! | [`TIME`] | any cost that the other bounds miss |
+//! | [`TIME_LIMIT`] | any cost that the other bounds miss |
 //!
-//! So every value can be printed, compared and freed, and the memory that a rendering holds is within its budget of
-//! work. A namespace may hold data, but no namespace, loop or macro. So no value holds itself, and none outlives its
-//! rendering.
+//! Therefore every value can be printed, compared and freed at bounded cost, and the memory of a rendering is bounded
+//! by its budget of work. A namespace can contain data, but not a namespace, a loop or a macro. So values have no
+//! reference cycles, and all values are freed when the rendering ends.
 //!
-//! A list that minijinja would make lazily (a slice, a sum, the result of a filter) is made at once, because lazy lists
-//! of lazy lists are read by recursion. A template cannot include, import or extend another, because there is only one.
-//! minijinja does not keep its instructions stable, so `Cargo.toml` pins its version.
+//! minijinja makes some lists lazily (a slice, a sum, the result of a filter). This file evaluates them immediately,
+//! because minijinja reads lazy lists of lazy lists by recursion. A template cannot include, import or extend another
+//! one, because there is only one. minijinja's instructions may change in any release, so `Cargo.toml` pins its
+//! version.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -47,39 +49,39 @@ use self_cell::self_cell;
 use super::chat::{is_python_space, python_trim};
 use super::error::MAX_TEXT_BYTES;
 
-/// Largest value. The conversation's own bytes come on top of it.
+/// Largest value, plus the bytes of the conversation.
 const MAX_VALUE_BYTES: usize = 4 * MAX_TEXT_BYTES;
 /// Most bytes that one rendering reads and makes, plus [`WORK_PER_BYTE`] for each byte of the conversation. Gemma's
-/// template takes 3 per byte.
+/// template needs 3 per byte.
 const MAX_WORK_BYTES: usize = 512 << 20;
 const WORK_PER_BYTE: usize = 16;
 /// Most bytes that one rendering writes, plus [`WRITTEN_PER_BYTE`] for each byte of the conversation. The output of a
 /// macro is written twice: by the macro and by its caller.
 const MAX_WRITTEN_BYTES: usize = 32 << 20;
 const WRITTEN_PER_BYTE: usize = 8;
-/// The size that a value counts for within another value, in addition to its text.
+/// The size of a value within another value, in addition to its text.
 const VALUE_BYTES: usize = 64;
 const MAX_DEPTH: usize = 64;
-/// The cost of each pass of a loop, and of each outer name that a macro uses: both take work and memory in minijinja
-/// itself.
+/// The cost of each pass of a loop, and of each outer variable that a macro uses. Both need time and memory in
+/// minijinja itself.
 const STEP_BYTES: usize = 128;
-/// Most instructions of one rendering, inserted ones included. Gemma's template takes about 50 per message.
+/// Most instructions of one rendering, inserted ones included. Gemma's template runs about 50 per message.
 pub(super) const FUEL: u64 = 10_000_000;
-/// Deepest recursion; a thread's stack of 2 MiB holds more.
+/// Deepest recursion. A stack of 2 MiB is enough for more.
 const MAX_RECURSION: usize = 100;
 /// Deepest nesting of filters that apply filters (`map`).
 const MAX_FILTERS: usize = 8;
-/// Longest rendering. One usually takes some 100 µs.
-const TIME: Duration = Duration::from_secs(10);
-/// Most tokens of one tag. The longest tag in use, a table of languages, has some 2,500. The time to compile an
-/// expression grows with the square of its operators.
+/// Time limit of a rendering. A rendering usually takes about 100 µs.
+const TIME_LIMIT: Duration = Duration::from_secs(10);
+/// Most tokens of one tag. The longest known tag, a table of languages, has about 2,500. The time to compile an
+/// expression is quadratic in the number of its operators.
 const MAX_TAG_TOKENS: usize = 4096;
-/// Stack of the thread that compiles. Each operator of an expression, and each `elif`, needs a KiB or two.
+/// Stack size of the thread that compiles. Each operator of an expression, and each `elif`, needs one or two KiB.
 const COMPILE_STACK_BYTES: usize = 256 << 20;
 
 const NAME: &str = "chat";
-/// The block that stands for the whole template, under a name that no template can write.
-const WHOLE: &str = "";
+/// The block with the whole template. No template can use this name.
+const MAIN_BLOCK: &str = "";
 /// The name under which a rendering's state keeps its [`Meter`].
 const METER: &str = "meter";
 
@@ -106,18 +108,18 @@ self_cell!(
 );
 
 impl Program {
-    /// The outer error is that there is no thread to compile it.
+    /// Compiles a template in a thread with a large stack. The outer error is that the thread cannot be started.
     pub(super) fn compile(source: &str) -> io::Result<Result<Self, Error>> {
         let compile = || Self::try_new(source.into(), |source| compile(source));
         let program = thread::scope(|scope| {
             let thread = thread::Builder::new().name("template".into()).stack_size(COMPILE_STACK_BYTES);
             thread.spawn_scoped(scope, compile).map(|thread| thread.join())
         });
-        Ok(program?.unwrap_or_else(|_| Err(exceeded("minijinja met a bug in itself"))))
+        Ok(program?.unwrap_or_else(|_| Err(exceeded("internal error of minijinja"))))
     }
 
-    /// Renders the template with `context` into `out`. The conversation in `context` takes `conversation_bytes`. Functions
-    /// that write the time write `now`.
+    /// Renders the template with `context` into `out`. The conversation in `context` has `conversation_bytes`.
+    /// Functions of the template use `now` as the current time.
     pub(super) fn render(
         &self,
         environment: &Environment<'static>,
@@ -126,7 +128,7 @@ impl Program {
         now: Timestamp,
         out: impl io::Write,
     ) -> Result<(), Error> {
-        let meter = Meter { now, ..Meter::new(conversation_bytes, Instant::now() + TIME) };
+        let meter = Meter { now, ..Meter::new(conversation_bytes, Instant::now() + TIME_LIMIT) };
         self.render_by(environment, context, meter, out)
     }
 
@@ -137,19 +139,19 @@ impl Program {
         meter: Meter,
         out: impl io::Write,
     ) -> Result<(), Error> {
-        // minijinja offers no state before a rendering starts. So an empty template makes the state, the meter goes
-        // into it, and then the block that is the whole template is rendered to a writer that may fail.
+        // minijinja gives access to its state only after a rendering has started. So an empty template creates the
+        // state, the meter is stored in it, and then the block with the whole template is rendered to `out`.
         let (start, mut nothing) = (Instructions::new(NAME, ""), String::new());
         let nowhere = &mut make_string_output(&mut nothing);
         let vm = Vm::new(environment);
         let (_, mut state) = vm.eval(&start, context, self.borrow_dependent(), nowhere, AutoEscape::None)?;
         state.set_temp(METER, Value::from_object(meter));
-        state.render_block_to_write(WHOLE, out)
+        state.render_block_to_write(MAIN_BLOCK, out)
     }
 }
 
-/// Refuses what must not even be compiled: the operator `*`, which the compiler computes where its operands are
-/// constants, and tags that are too long.
+/// Refuses sources that must not be compiled: those with the operator `*`, which the compiler evaluates if its operands
+/// are constants, and those with a tag that is too long.
 fn check_tags(source: &str) -> Result<(), Error> {
     let mut tokens = 0;
     for token in tokenize(source, false, SyntaxConfig, whitespace()) {
@@ -161,11 +163,11 @@ fn check_tags(source: &str) -> Result<(), Error> {
             Token::VariableStart | Token::BlockStart => tokens = 0,
             Token::Mul | Token::Pow => {
                 let problem =
-                    "uses the operator *, which is refused because its cost has no bound; write it out";
+                    "uses the operator *, which is refused because its cost has no bound; write it without *";
                 return Err(exceeded(format!("line {line} {problem}")));
             }
             _ if tokens > MAX_TAG_TOKENS => {
-                let problem = format!("is in a tag of more than {MAX_TAG_TOKENS} words and signs; divide it");
+                let problem = format!("is in a tag of more than {MAX_TAG_TOKENS} tokens; split the tag");
                 return Err(exceeded(format!("line {line} {problem}")));
             }
             _ => {}
@@ -186,15 +188,15 @@ fn compile(source: &str) -> Result<Blocks<'_>, Error> {
         default_auto_escape: Arc::new(|_| AutoEscape::None),
     };
     let compiled = CompiledTemplate::new(NAME, source, &config)?;
-    let mut blocks = Blocks::from([(WHOLE, bounded(&compiled.instructions)?)]);
+    let mut blocks = Blocks::from([(MAIN_BLOCK, bounded(&compiled.instructions)?)]);
     for (name, code) in &compiled.blocks {
         blocks.insert(name, bounded(code)?);
     }
     Ok(blocks)
 }
 
-/// Names of the inserted instructions. Each is a filter, with a name that no template can write. The filters that count
-/// operands return those operands.
+/// Names of the inserted instructions. Each is a filter whose name no template can use. The filters that count operands
+/// return the operands unchanged.
 const READS: &str = "#reads";
 const JOINS: &str = "#joins";
 const SIZES: &str = "#sizes";
@@ -222,7 +224,7 @@ fn bounded<'source>(code: &Instructions<'source>) -> Result<Instructions<'source
         let before = at.checked_sub(1).filter(|_| !reached[at]);
         let constant = before.and_then(|before| small_constant(&instructions[before]));
         let line = code.get_line(at as u32);
-        let part = around(instruction, constant).map_err(|problem| {
+        let part = with_counting(instruction, constant).map_err(|problem| {
             exceeded(line.map_or(problem.to_owned(), |line| format!("line {line} {problem}")))
         })?;
         begins.push(length);
@@ -246,7 +248,7 @@ fn bounded<'source>(code: &Instructions<'source>) -> Result<Instructions<'source
     Ok(bounded)
 }
 
-/// The place to which an instruction may jump.
+/// The position to which an instruction may jump.
 fn target<'a>(instruction: &'a mut Instruction) -> Option<&'a mut u32> {
     match instruction {
         Instruction::Iterate(at)
@@ -259,7 +261,7 @@ fn target<'a>(instruction: &'a mut Instruction) -> Option<&'a mut u32> {
     }
 }
 
-/// The constant that an instruction loads, if comparing with it takes no time.
+/// The constant that an instruction loads, if a comparison with it is cheap.
 fn small_constant<'a>(instruction: &'a Instruction) -> Option<&'a Value> {
     let Instruction::LoadConst(value) = instruction else { return None };
     let is_small = |value: &&Value| {
@@ -268,16 +270,16 @@ fn small_constant<'a>(instruction: &'a Instruction) -> Option<&'a Value> {
     Some(value).filter(is_small)
 }
 
-/// An instruction with its counting instructions. `constant` is the operand on top of the stack, where it is a small
-/// constant.
-fn around<'source>(
+/// An instruction with its counting instructions. `constant` is the operand on top of the stack, if it is a small
+/// constant. The error text continues a sentence that begins with the line.
+fn with_counting<'source>(
     instruction: &Instruction<'source>,
     constant: Option<&Value>,
 ) -> Result<Vec<Instruction<'source>>, &'static str> {
     use Instruction as I;
-    // minijinja caches filters by a place in a table; this number is outside it.
-    const NO_PLACE: u8 = !0;
-    let count = |what: &'static str, operands: usize| I::ApplyFilter(what, Some(operands as u16), NO_PLACE);
+    // minijinja caches filters in a table. This index is outside the table, so the filter is not cached.
+    const NOT_CACHED: u8 = !0;
+    let count = |what: &'static str, operands: usize| I::ApplyFilter(what, Some(operands as u16), NOT_CACHED);
     let before = |what: &'static str, operands: usize| {
         let counted = vec![count(what, operands)];
         let more = (operands > 1).then(|| I::UnpackList(operands));
@@ -288,32 +290,32 @@ fn around<'source>(
         part
     };
     let same = vec![instruction.clone()];
-    let behind = |what: &'static str| and(vec![instruction.clone()], what);
+    let after = |what: &'static str| and(vec![instruction.clone()], what);
     Ok(match instruction {
         I::EmitRaw(text) => vec![I::LoadConst(Value::from_safe_string((*text).to_owned())), I::Emit],
         I::SetAttr(_) => before(KEEPS, 2),
         I::CallMethod("changed", Some(operands)) => before(CHANGES, (*operands).into()),
-        // A lookup by a constant name searches no text.
+        // A lookup by a constant name has a small fixed cost.
         I::GetItem if constant.is_none_or(|key| key.as_str().is_none()) => before(ITEM, 2),
         I::Slice => and(before(SIZES, 4), MADE),
         I::Add => and(before(SIZES, 2), MADE),
         I::StringConcat => vec![count(JOINS, 2)],
         I::In => before(CONTAINS, 2),
         I::Eq | I::Ne | I::Gt | I::Gte | I::Lt | I::Lte if constant.is_none() => before(COMPARES, 2),
-        // One of the comparisons above, or `in`: the public interface does not say which.
+        // One of the comparisons above, or `in`: minijinja's API does not say which.
         I::CompareAndPreserve(_) => before(READS, 2),
         I::PushLoop(_) => before(SIZES, 1),
-        I::BuildMap(_) | I::BuildKwargs(_) | I::BuildList(_) => behind(NESTED),
-        I::EndCapture => behind(MADE),
+        I::BuildMap(_) | I::BuildKwargs(_) | I::BuildList(_) => after(NESTED),
+        I::EndCapture => after(MADE),
         I::Iterate(_) => vec![instruction.clone(), count(STEP, 0), I::DiscardTop],
         I::Enclose(_) | I::BuildMacro(..) => vec![count(STEP, 0), I::DiscardTop, instruction.clone()],
         I::Include(_) | I::LoadBlocks | I::ExportLocals => {
             return Err(
-                "includes, imports or extends a template: there is but this one, so that is recursion",
+                "includes, imports or extends a template, but there is only one, so this is recursion",
             );
         }
         I::Mul | I::Pow | I::MergeKwargs(_) | I::UnpackLists(_) => return Err("uses the operator *"),
-        // All remaining instructions by name, so that the compiler points at any that a new version of minijinja adds.
+        // All other instructions are listed, so that the compiler reports those that a new version of minijinja adds.
         I::Lookup(_) | I::StoreLocal(_) | I::LoadConst(_) | I::GetAttr(_) | I::GetItem | I::UnpackList(_) => {
             same
         }
@@ -323,27 +325,28 @@ fn around<'source>(
         I::DupTop | I::DiscardTop | I::Swap | I::PushDidNotIterate | I::GetClosure | I::Return => same,
         I::PushWith | I::PopFrame | I::PopLoopFrame | I::PushAutoEscape | I::PopAutoEscape => same,
         I::CallBlock(_) | I::FastSuper | I::FastRecurse | I::BeginCapture(_) => same,
-        // The wrappers of these count arguments and results themselves.
+        // The functions that these call are wrapped, and the wrappers count arguments and results.
         I::Emit | I::ApplyFilter(..) | I::PerformTest(..) => same,
         I::CallFunction(..) | I::CallMethod(..) | I::CallObject(_) => same,
     })
 }
 
-/// What one rendering may still take. `largest` is the largest value it may make.
+/// The remaining budget of one rendering.
 #[derive(Debug)]
 struct Meter {
+    /// Largest size of a value, in bytes.
     largest: usize,
     work: Budget,
     written: Budget,
-    /// How deep filters are nested now.
+    /// Current nesting of filters.
     filters: AtomicUsize,
-    until: Instant,
+    deadline: Instant,
     now: Timestamp,
 }
 
 impl Object for Meter {}
 
-/// The time at which `state`'s rendering takes place.
+/// The time that the rendering of `state` uses as the current time.
 pub(super) fn now(state: &State) -> Timestamp {
     Meter::of(state).now
 }
@@ -361,18 +364,19 @@ impl Budget {
 
     fn take(&self, bytes: usize, what: &str) -> Result<(), Error> {
         let left = self.left.load(Ordering::Relaxed).checked_sub(bytes);
-        let left = left.ok_or_else(|| exceeded(format!("{what} more than {} MiB in all", self.all >> 20)))?;
+        let left =
+            left.ok_or_else(|| exceeded(format!("{what} more than {} MiB in total", self.all >> 20)))?;
         self.left.store(left, Ordering::Relaxed);
         Ok(())
     }
 }
 
 impl Meter {
-    fn new(conversation_bytes: usize, until: Instant) -> Self {
+    fn new(conversation_bytes: usize, deadline: Instant) -> Self {
         let work = Budget::new(MAX_WORK_BYTES + WORK_PER_BYTE * conversation_bytes);
         let written = Budget::new(MAX_WRITTEN_BYTES + WRITTEN_PER_BYTE * conversation_bytes);
         let largest = MAX_VALUE_BYTES + conversation_bytes;
-        Self { largest, work, written, filters: 0.into(), until, now: Timestamp::UNIX_EPOCH }
+        Self { largest, work, written, filters: 0.into(), deadline, now: Timestamp::UNIX_EPOCH }
     }
 
     fn of(state: &State) -> Arc<Self> {
@@ -383,7 +387,7 @@ impl Meter {
     /// Refuses a value larger than `largest`.
     fn check(&self, bytes: usize) -> Result<usize, Error> {
         if bytes > self.largest {
-            return Err(exceeded(format!("takes a value of more than {} MiB", self.largest >> 20)));
+            return Err(exceeded(format!("makes a value of more than {} MiB", self.largest >> 20)));
         }
         Ok(bytes)
     }
@@ -391,20 +395,20 @@ impl Meter {
     /// Charges `bytes` of work, and checks the time.
     fn take(&self, bytes: usize) -> Result<(), Error> {
         self.work.take(bytes, "reads and makes values of")?;
-        if Instant::now() > self.until {
-            return Err(exceeded(format!("takes more than {} s", TIME.as_secs())));
+        if Instant::now() > self.deadline {
+            return Err(exceeded(format!("takes more than {} s", TIME_LIMIT.as_secs())));
         }
         Ok(())
     }
 
     fn write(&self, value: &Value) -> Result<(), Error> {
-        let bytes = self.whole(value)?;
+        let bytes = self.deep_size(value)?;
         self.take(bytes)?;
         self.written.take(bytes, "writes")
     }
 
-    /// The size of a value with everything in it, each value counted as often as it occurs.
-    fn whole(&self, value: &Value) -> Result<usize, Error> {
+    /// The size of a value with all values in it. A value that occurs several times is counted several times.
+    fn deep_size(&self, value: &Value) -> Result<usize, Error> {
         let mut left = self.largest;
         self.subtract(value, MAX_DEPTH, &mut left)?;
         Ok(self.largest - left)
@@ -428,12 +432,12 @@ impl Meter {
         }
     }
 
-    fn wholes(&self, values: &[Value]) -> Result<usize, Error> {
-        values.iter().try_fold(0usize, |sum, value| Ok(sum.saturating_add(self.whole(value)?)))
+    fn deep_sizes(&self, values: &[Value]) -> Result<usize, Error> {
+        values.iter().try_fold(0usize, |sum, value| Ok(sum.saturating_add(self.deep_size(value)?)))
     }
 }
 
-/// The size of a value, counting the values in it but not their contents.
+/// The size of a value. The values in it count [`VALUE_BYTES`] each, without their contents.
 fn size(value: &Value) -> usize {
     value
         .as_str()
@@ -441,7 +445,7 @@ fn size(value: &Value) -> usize {
         .saturating_add(VALUE_BYTES)
 }
 
-/// How many items a value yields when it is iterated.
+/// Number of items of an iteration over the value.
 fn items(value: &Value) -> usize {
     match value.as_str() {
         Some(text) => text.chars().count(),
@@ -449,37 +453,37 @@ fn items(value: &Value) -> usize {
     }
 }
 
-/// The cost of a function or an instruction, as bytes, from its arguments.
+/// Computes the cost in bytes of a function or an instruction from its arguments.
 type Cost = fn(&Meter, &[Value]) -> Result<usize, Error>;
 
 /// For functions that read all arguments completely.
-const ALL: Cost = |meter, given| meter.wholes(given);
-/// For functions that look at the arguments themselves, and at the characters of texts.
+const ALL: Cost = |meter, given| meter.deep_sizes(given);
+/// For functions that read the characters of texts, but not the items of lists and maps.
 const TEXTS: Cost = |_, given| {
     Ok(given
         .iter()
         .map(|value| value.as_str().map_or(0, str::len) + VALUE_BYTES)
         .fold(0, usize::saturating_add))
 };
-/// For functions that take each argument's items without looking into them.
+/// For functions that read the items of each argument, but not the contents of the items.
 const EACH: Cost = |_, given| Ok(given.iter().map(size).fold(0, usize::saturating_add));
-/// For functions that take one item out of the first argument.
+/// For functions that read one item of the first argument.
 const ONE: Cost = |meter, given| {
     let (value, key) = first(given);
-    // An index into a text or a range is found by walking it.
+    // Indexing a text or an iterator walks it from the start.
     let is_walked = matches!(value.kind(), ValueKind::String | ValueKind::Iterable);
-    Ok(meter.wholes(key)?.saturating_add(if is_walked { size(value) } else { 0 }))
+    Ok(meter.deep_sizes(key)?.saturating_add(if is_walked { size(value) } else { 0 }))
 };
 /// For functions that apply all other arguments to each item of the first.
 const LISTED: Cost = |meter, given| {
     let (list, with) = first(given);
     let list = meter.check(items(list).saturating_mul(VALUE_BYTES))?;
-    Ok(list.saturating_add((list / VALUE_BYTES).saturating_mul(meter.wholes(with)?)))
+    Ok(list.saturating_add((list / VALUE_BYTES).saturating_mul(meter.deep_sizes(with)?)))
 };
 /// For functions that compare the items of the first argument with each other.
 const SORTED: Cost = |meter, given| {
     let (list, _) = first(given);
-    let all = LISTED(meter, given)?.saturating_add(meter.whole(list)?);
+    let all = LISTED(meter, given)?.saturating_add(meter.deep_size(list)?);
     Ok(all.saturating_mul(1 + items(list).max(1).ilog2() as usize))
 };
 /// For functions that compare two arguments up to the first difference.
@@ -489,25 +493,25 @@ const COMPARED: Cost = |meter, given| match given {
 };
 /// For functions that search the first argument in the second; a map is searched by key.
 const SOUGHT: Cost = |meter, given| match given {
-    [key, map] if map.kind() == ValueKind::Map => meter.whole(key),
+    [key, map] if map.kind() == ValueKind::Map => meter.deep_size(key),
     _ => ALL(meter, given),
 };
 /// For functions that write the items of the first argument with the second between them.
 const JOINED: Cost = |meter, given| {
     let (list, _) = first(given);
-    meter.check(LISTED(meter, given)?.saturating_add(meter.whole(list)?))
+    meter.check(LISTED(meter, given)?.saturating_add(meter.deep_size(list)?))
 };
 /// For functions that write the third argument in place of each occurrence of the second in the first.
 const REPLACED: Cost = |meter, given| {
     let times = match given {
         [text, from, ..] => match (text.as_str(), from.as_str()) {
             (Some(text), Some(from)) => text.matches(from).count(),
-            _ => meter.whole(text)?,
+            _ => meter.deep_size(text)?,
         },
         _ => 0,
     };
     let more = times.saturating_mul(given.get(2).and_then(Value::as_str).map_or(VALUE_BYTES, str::len));
-    meter.check(meter.wholes(given)?.saturating_add(more))
+    meter.check(meter.deep_sizes(given)?.saturating_add(more))
 };
 /// For functions that split the first argument at each occurrence of the second.
 const SPLIT: Cost = |meter, given| {
@@ -517,12 +521,12 @@ const SPLIT: Cost = |meter, given| {
         None => text.matches(char::is_whitespace).count(),
     });
     let pieces = meter.check(pieces.saturating_mul(VALUE_BYTES))?;
-    Ok(meter.wholes(given)?.saturating_add(pieces))
+    Ok(meter.deep_sizes(given)?.saturating_add(pieces))
 };
 /// For functions that search each character of the first argument in the second.
 const STRIPPED: Cost = |meter, given| {
     let chars = given.get(1).and_then(Value::as_str).map_or(1, |chars| chars.len().max(1));
-    Ok(meter.wholes(given)?.saturating_mul(chars))
+    Ok(meter.deep_sizes(given)?.saturating_mul(chars))
 };
 
 fn first(given: &[Value]) -> (&Value, &[Value]) {
@@ -532,14 +536,14 @@ fn first(given: &[Value]) -> (&Value, &[Value]) {
 /// The kind of a function's result.
 #[derive(Clone, Copy, PartialEq)]
 enum Gives {
-    /// A text, a number, or a value that existed before.
+    /// A text, a number, or an existing value.
     One,
     List,
     /// Values nested deeper than the arguments.
     Nested,
 }
 
-/// Checks the size of a new value, and makes a lazy list at once.
+/// Checks the size of a new value, and evaluates it if it is a lazy list.
 fn eager(meter: &Meter, value: Value) -> Result<Value, Error> {
     meter.check(size(&value))?;
     match value.kind() {
@@ -548,11 +552,11 @@ fn eager(meter: &Meter, value: Value) -> Result<Value, Error> {
     }
 }
 
-/// Checks a new value; the contents are counted too where the function nests values.
+/// Checks a new value. If the function nests values, their contents are counted as well.
 fn made(meter: &Meter, value: Value, gives: Gives) -> Result<Value, Error> {
     let value = eager(meter, value)?;
     if gives == Gives::Nested {
-        meter.take(meter.whole(&value)?)?;
+        meter.take(meter.deep_size(&value)?)?;
     }
     if is_data(&value) && !holds_data(&value) {
         return Err(exceeded(ONLY_DATA));
@@ -560,15 +564,15 @@ fn made(meter: &Meter, value: Value, gives: Gives) -> Result<Value, Error> {
     Ok(value)
 }
 
-const ONLY_DATA: &str = "keeps a namespace, a loop or a macro where only data can be kept";
+const ONLY_DATA: &str = "stores a namespace, a loop or a macro where only data can be stored";
 
-/// Whether the value is immutable data: no namespace, loop or macro. The values inside are data as well, because each
-/// new collection is checked when it is made.
+/// Whether the value is immutable data and not a namespace, loop or macro. The values in it are data as well, because
+/// each new collection is checked when it is made.
 fn is_data(value: &Value) -> bool {
     let Some(object) = value.as_object() else { return true };
     match value.kind() {
         ValueKind::Seq | ValueKind::Iterable => true,
-        // The types of maps in a template, and of minijinja's maps for structs.
+        // The type of maps in a template, and the type of minijinja's maps for structs.
         ValueKind::Map => {
             object.downcast_ref::<BTreeMap<Value, Value>>().is_some()
                 || object.type_name().ends_with("::StaticKeyMap")
@@ -599,18 +603,19 @@ fn call(
     let cost = cost(&meter, given)?;
     meter.take(cost)?;
     if meter.filters.fetch_add(1, Ordering::Relaxed) >= MAX_FILTERS {
-        return Err(exceeded(format!("applies filters within each other more than {MAX_FILTERS} deep")));
+        return Err(exceeded(format!("nests filters more than {MAX_FILTERS} deep")));
     }
     let value = function(given)?;
     meter.filters.fetch_sub(1, Ordering::Relaxed);
-    // Quotes and escapes may make the result larger than its arguments.
+    // Quotes and escapes may make a text larger than the arguments.
     meter.take(value.as_str().map_or(0, |text| text.len().saturating_sub(cost)))?;
     if gives == Gives::One { Ok(value) } else { made(&meter, value, gives) }
 }
 
-/// The filters of Jinja2 whose cost has a bound, its tests, and the functions and methods of Python that templates use.
+/// An environment with the filters of Jinja2 that have a bounded cost, its tests, and the functions and methods of
+/// Python that templates use.
 pub(super) fn environment() -> Environment<'static> {
-    // An empty environment with chosen entries: a new version of minijinja adds nothing by itself.
+    // Start from an empty environment, so that a new version of minijinja cannot add functions.
     let mut environment = Environment::empty();
     environment.set_debug(false);
     environment.set_fuel(Some(FUEL));
@@ -662,8 +667,8 @@ fn add_checks(environment: &mut Environment<'static>) {
             &given,
         )
     });
-    // `KEEPS` gets a value and the namespace that keeps it; `CHANGES` gets a loop and the values that it keeps for the
-    // next pass.
+    // `KEEPS` gets a value and the namespace that stores it. `CHANGES` gets a loop and the values that the loop stores
+    // for the next pass.
     for (name, kept) in [(KEEPS, 0..1), (CHANGES, 1..usize::MAX)] {
         environment.add_filter(name, move |given: Rest<Value>| {
             let is_kept = |(at, value): (usize, &Value)| !kept.contains(&at) || is_data(value);
@@ -727,7 +732,7 @@ fn add_tests(environment: &mut Environment<'static>) {
         "odd" is_odd, "safe" is_safe, "sequence" is_sequence, "string" is_string, "test" is_test, "true" is_true,
         "undefined" is_undefined, "upper" is_upper);
     add(TEXTS, &texts);
-    // minijinja iterates over none as over an empty list, and Gemma's template recognizes a null content by this test.
+    // minijinja can iterate over none, like over an empty list. Gemma's template uses this test to detect null content.
     let is_iterable = |value: &Value| !value.is_none() && value.try_iter().is_ok();
     add(TEXTS, &[("iterable", Value::from_function(is_iterable))]);
     let compared = named!(tests: "==" is_eq, "eq" is_eq, "equalto" is_eq, "!=" is_ne, "ne" is_ne, "<" is_lt, "lt" is_lt,
@@ -756,7 +761,7 @@ fn method(state: &State, value: &Value, name: &str, given: &[Value]) -> Result<V
         (ValueKind::Map, "get", _) => (ONE, Gives::One, with_value(given)),
         (ValueKind::Map, "items", _) => (LISTED, Gives::Nested, with_value(&[])),
         (ValueKind::Map, "keys" | "values", _) => (LISTED, Gives::List, with_value(&[])),
-        // The name may be a key of the map, whose value is called: a macro, for example.
+        // The name may be a key of the map, whose value (a macro, for example) is called.
         (ValueKind::Map, ..) => (TEXTS, Gives::One, with_value(&[])),
         _ => (ALL, Gives::One, with_value(given)),
     };
@@ -769,9 +774,9 @@ fn python_method(state: &State, value: &Value, name: &str, given: &[Value]) -> R
         (Some(text), "strip", []) => Ok(Value::from(python_trim(text))),
         (Some(text), "lstrip", []) => Ok(Value::from(text.trim_start_matches(is_python_space))),
         (Some(text), "rstrip", []) => Ok(Value::from(text.trim_end_matches(is_python_space))),
-        // `format` takes whatever memory its width asks for.
+        // The width in a `format` call can request any amount of memory.
         (Some(_), "format", _) => Err(Error::from(ErrorKind::UnknownMethod)),
-        // minijinja would search an empty string for ever.
+        // minijinja would search for an empty string forever.
         (Some(text), "count", [sought]) if sought.as_str() == Some("") => {
             Ok(Value::from(text.chars().count() + 1))
         }
@@ -798,12 +803,12 @@ mod unit_tests {
     }
 
     #[test]
-    fn what_is_held_at_once_is_within_the_work() {
-        // Values that exist on the stack alone, each below the largest size of one value.
+    fn values_on_the_stack_together_are_bounded() {
+        // Many values that exist only on the stack. Each is smaller than the largest size of one value.
         let many =
             format!("{{% set x = '{}' %}}{{{{ dict({}) }}}}", "x".repeat(10_000), "a=x~1, ".repeat(600));
-        let few = Meter { work: Budget::new(1 << 20), ..Meter::new(0, Instant::now() + TIME) };
-        assert_eq!(stop(&many, few), "reads and makes values of more than 1 MiB in all");
+        let few = Meter { work: Budget::new(1 << 20), ..Meter::new(0, Instant::now() + TIME_LIMIT) };
+        assert_eq!(stop(&many, few), "reads and makes values of more than 1 MiB in total");
     }
 
     #[test]

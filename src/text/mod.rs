@@ -1,18 +1,19 @@
-//! Text on its way in and out: tokenizer.json, the chat template, and incremental detokenization.
+//! Conversion between text and tokens: tokenizer.json, the chat template, and incremental detokenization. Also stop
+//! strings, tool calls and grammars.
 //!
 //! | from | to | by |
 //! |---|---|---|
 //! | messages | messages every Gemma template accepts | [`normalize`] |
-//! | messages | one prompt text, which already holds `<bos>` | [`ChatTemplate::prompt`] |
-//! | that prompt | token ids, in which only the template's control tokens are control tokens | [`Prompt::ids`] |
+//! | messages | one prompt text, which includes `<bos>` | [`ChatTemplate::prompt`] |
+//! | that prompt | token ids; only control tokens that the template wrote are control tokens | [`Prompt::ids`] |
 //! | text | token ids | [`Tokenizer::encode`], [`Tokenizer::encode_text`] |
 //! | one token id | the text it completes | [`Detokenizer::push`] |
 //! | text as it arrives | text before the first stop string | [`StopMatcher::push`] |
-//! | text as it arrives | calls of tools in it | [`CallReader::push`] |
+//! | text as it arrives | tool calls in it | [`CallReader::push`] |
 //! | a schema, a regex, a grammar | which ids may come next | [`Constraint::mask`] |
 //!
-//! This module gets bytes and opens no file. It knows no model, request or engine. Whatever a checkpoint's files or a
-//! client's text contain, the outcome is a result or a [`TextError`], never a panic.
+//! This module takes bytes and opens no files. It does not depend on the model, the API or the engine. For any content
+//! of a checkpoint's files or a client's text, the functions return a result or a [`TextError`] and do not panic.
 
 mod added;
 mod calls;

@@ -1,5 +1,5 @@
-//! Panic messages for the log. The standard library quotes the string that was sliced wrongly. Such a string may be a
-//! prompt, and the log shows no prompts, so the quote is cut.
+//! Panic messages for the log. For a wrong string slice, the standard library quotes the string. It may be a prompt,
+//! and prompts must not be logged, so the quote is removed.
 
 use std::any::Any;
 
@@ -12,13 +12,13 @@ pub fn panic_text(panic: &(dyn Any + Send)) -> Option<&str> {
     text.or_else(|| panic.downcast_ref::<String>().map(String::as_str))
 }
 
-/// The message of a panic as one line for the log, without the text that it quotes.
+/// The message of a panic as one line for the log, without quoted text.
 pub fn panic_message(panic: &(dyn Any + Send)) -> String {
     let text = panic_text(panic).map_or("without a message", without_quotes);
     text.lines().next().unwrap_or_default().chars().take(MAX_SHOWN_CHARS).collect()
 }
 
-/// The message up to the string that it quotes, if it is one of the standard library's messages about slicing a string.
+/// The message up to the quoted string, if it is one of the standard library's messages about slicing a string.
 fn without_quotes(message: &str) -> &str {
     let ends =
         [" of `", " slicing `"].iter().filter_map(|quote| Some(message.find(quote)? + quote.len() - 1));
@@ -30,8 +30,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_panic_quotes_of_a_text_is_not_told() {
-        // A cut within a character, one beyond the end, and one whose end stands before its start.
+    fn the_text_that_a_panic_quotes_is_removed() {
+        // A cut within a character, one beyond the end, and one whose end is before its start.
         for (from, to) in [(2, 3), (0, 99), (3, 1)] {
             let panic = std::panic::catch_unwind(|| "sécret"[from..to].len()).expect_err("it panics");
             let message = panic_message(&*panic);

@@ -1,12 +1,12 @@
-//! Which control tokens of a prompt its template wrote, and which of them a message only spells.
+//! Finds out which control tokens in a prompt were written by the template, and which are text of a message.
 //!
-//! A template is a program, so its output does not say where a part of it came from. The template therefore writes the
-//! conversation twice: once as it is, which is the prompt, and once with a mark on both sides of each character of the
-//! messages. A control token without a mark in it is then the template's own, and where the marks stand in the second
-//! text, the messages' text stands in the first. That holds as long as both texts are the same without marks. They are
-//! not if the template looks into a message (`'x' in message.content`) or changes one by more than its letters' case.
-//! Then marks go only into the control tokens that messages spell, and the template must write the same control tokens
-//! of its own both times. Where it does not, the conversation is refused.
+//! A template is a program, and its output does not show where each part came from. So the template renders the
+//! conversation twice: once unchanged, which gives the prompt, and once with a mark on both sides of each character of
+//! the messages. In the second text, a control token without a mark inside was written by the template. Its position in
+//! the prompt follows from the number of marks before it. This works if the second text without marks equals the
+//! prompt. It does not if the template searches a message (`'x' in message.content`) or changes more than the case of
+//! its letters. In that case a second method puts marks only into the control tokens in messages, and the template must
+//! write the same control tokens as with the first method. If both methods fail, the conversation is refused.
 
 use std::collections::BTreeSet;
 
@@ -18,10 +18,11 @@ use super::error::{MAX_TEXT_BYTES, TextError};
 use super::template::{ChatTemplate, PromptEnding};
 use super::tokenizer::Tokenizer;
 
-/// Longest text with marks: two marks of three bytes for a character and a space after it.
+/// Longest text with marks. The worst case is a one-byte character and a space after it: they become 8 bytes, because
+/// the character gets two marks of three bytes.
 const MAX_MARKED_BYTES: usize = 4 * MAX_TEXT_BYTES + 8;
 
-/// A conversation as the template writes it.
+/// A conversation as rendered by the template.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Prompt {
     pub text: String,
@@ -30,7 +31,7 @@ pub struct Prompt {
 }
 
 impl Prompt {
-    /// The token ids of the prompt. Its control tokens are exactly those that the template wrote.
+    /// The token ids of the prompt. Only control tokens that the template wrote are control tokens in them.
     pub fn ids(&self, tokenizer: &Tokenizer) -> Result<Vec<u32>, TextError> {
         tokenizer.encode_around(&self.text, &self.placed, false)
     }
@@ -43,15 +44,15 @@ enum Marks {
 }
 
 impl ChatTemplate {
-    /// The prompt of a conversation, in which the text of a message never is a control token. An answer may have
-    /// written control tokens that its text shows (`<think>`): in the assistant's messages those stay.
+    /// The prompt of a conversation. The text of a message never becomes a control token, with one exception: tokens
+    /// that the text of an answer can show (`<think>`) are kept in the assistant's messages.
     pub fn prompt(
         &self,
         tokenizer: &Tokenizer,
         messages: &[Message],
         ending: PromptEnding,
     ) -> Result<Prompt, TextError> {
-        // A template may write the time: the same one each time.
+        // A template may write the time, which must be the same in all renderings.
         let now = Timestamp::now();
         let text = self.write(messages, ending, now, MAX_TEXT_BYTES)?;
         let unclear = || TextError::Unclear { origin: self.origin().to_owned() };
@@ -76,14 +77,14 @@ impl ChatTemplate {
     }
 }
 
-/// A character that `text` does not have, of those to which Unicode gives no meaning.
+/// A noncharacter or private-use character that is not in `text`.
 fn unused_character(text: &str) -> Option<char> {
     let mut all = ('\u{fdd0}'..='\u{fdef}').chain('\u{e000}'..='\u{f8ff}');
     let used: BTreeSet<char> = text.chars().filter(|c| *c >= '\u{e000}').collect();
     all.find(|c| !used.contains(c))
 }
 
-/// `text` with marks. With `keep_shown`, tokens that answers show get none inside.
+/// `text` with marks. With `keep_shown`, tokens that answers can show ([`Kind::Shown`]) get no marks inside.
 fn marked(text: &str, tokenizer: &Tokenizer, keep_shown: bool, marks: Marks, mark: char) -> String {
     let spelled = tokenizer.control_tokens(text);
     let (kept, broken): (Vec<_>, Vec<_>) =
@@ -111,7 +112,7 @@ fn marked(text: &str, tokenizer: &Tokenizer, keep_shown: bool, marks: Marks, mar
     out
 }
 
-/// White space gets no marks, since templates trim it.
+/// White space gets no marks, because templates trim it.
 fn push_marked(out: &mut String, text: &str, mark: char) {
     for c in text.chars() {
         if is_python_space(c) {
@@ -125,7 +126,7 @@ fn push_marked(out: &mut String, text: &str, mark: char) {
     }
 }
 
-/// The tokens `found` in `marked`, at their places in `text`; none if `marked` is not `text` with marks.
+/// The tokens `found` in `marked`, with their positions in `text`; `None` if `marked` without marks is not `text`.
 fn without_marks(found: Vec<Placed>, marked: &str, mark: char, text: &str) -> Option<Vec<Placed>> {
     let rest = marked.split(mark).try_fold(text, |rest, piece| rest.strip_prefix(piece))?;
     if !rest.is_empty() {

@@ -1,11 +1,12 @@
-//! JSON schemas on their way to llguidance.
+//! Prepares JSON schemas of clients for llguidance, and compiles them.
 //!
-//! [`compile`] checks schemas as clients write them, and leads each `$ref` to its schema. A keyword with a value that it
-//! cannot have is an error that names the place. A keyword that cannot be enforced is an error in a strict schema. In
-//! any other schema it is left out, and the model is free there.
+//! [`compile`] checks the schemas and resolves each `$ref`. A keyword with an invalid value is an error that names the
+//! position in the schema. A keyword that cannot be enforced is an error in a strict schema. In any other schema it is
+//! left out, so it does not constrain the answer.
 //!
-//! Only llguidance can tell whether it takes a regular expression, a bound, or a combination of keywords. So the whole
-//! schema is compiled as it is. If that fails, its parts are compiled, from the outside in, until the keyword is found.
+//! Only llguidance itself knows whether it accepts a regular expression, a bound, or a combination of keywords. So
+//! first the whole schema is compiled. If that fails, its parts are compiled, from the outside to the inside, to find
+//! the keyword that is not accepted.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 
@@ -13,32 +14,32 @@ use serde_json::{Map, Number, Value, json};
 
 use super::refusal::{Kind, Refusal};
 
-/// Most optional properties of one object. With more, the bound of items in one row of the parser would end the answer
-/// after the first of them: an optional property is four items.
+/// Most optional properties of one object. Each adds four items to a row of the parser. With more, the answer would
+/// exceed the parser's limit of items in a row after its first optional property.
 const MAX_OPTIONAL: usize = 480;
-/// Most parts of schemas that are compiled to find what cannot be enforced.
+/// Most compilations of parts of a schema to find the keywords that cannot be enforced.
 const MAX_TRIALS: usize = 2000;
 /// Longest path, and longest value, in an error.
 const MAX_PATH_CHARS: usize = 80;
 const MAX_VALUE_CHARS: usize = 40;
-/// No answer has a text that is so long, or a list with so many items.
+/// No answer has a text of this length, or a list with this many items.
 const BEYOND_ANSWERS: u64 = 1 << 31;
-/// An f64 holds each whole number up to this one.
+/// An f64 represents every whole number up to this one exactly.
 const MAX_EXACT: f64 = 9_007_199_254_740_992.0;
 
 const TYPES: [&str; 7] = ["null", "boolean", "integer", "number", "string", "array", "object"];
 /// The formats that llguidance enforces.
 const FORMATS: [&str; 10] =
     ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"];
-/// Keywords that hold a schema, and are not supported.
+/// Keywords that contain a schema and are not supported.
 const SCHEMAS_UNSUPPORTED: [&str; 8] =
     ["not", "if", "then", "else", "contains", "propertyNames", "unevaluatedItems", "unevaluatedProperties"];
 const A_SCHEMA: &str = "a schema: an object, true or false";
-/// Keywords that hold one schema, that hold a list of schemas, and that hold schemas by name.
+/// Keywords that contain one schema, a list of schemas, or schemas by name.
 const ONE: [&str; 2] = ["additionalProperties", "items"];
 const LIST: [&str; 4] = ["prefixItems", "anyOf", "oneOf", "allOf"];
 const NAMED: [&str; 2] = ["properties", "patternProperties"];
-/// The order in which the keywords of a schema are tried. The first ones are kept where two do not go together.
+/// The order in which the keywords of a schema are tried. If two cannot be combined, the first one is kept.
 const TRIED: [&str; 26] = [
     "$ref",
     "type",
@@ -67,7 +68,7 @@ const TRIED: [&str; 26] = [
     "maxProperties",
     "patternProperties",
 ];
-/// The number of the first keywords in [`TRIED`] that are never left out, except next to a `$ref`.
+/// The number of keywords at the start of [`TRIED`] that are never left out, except in a schema with a `$ref`.
 const NEEDED: usize = 11;
 
 /// A schema of a request.
@@ -78,22 +79,22 @@ pub struct SchemaPart {
     pub strict: bool,
 }
 
-/// What is wrong with schemas.
+/// An error in the schemas of a request.
 #[derive(Debug)]
 pub(super) struct Problem {
-    /// The index of the part at fault; none if it is all of them together.
+    /// The index of the invalid part; `None` = the combination of all parts is invalid.
     pub part: Option<usize>,
     pub text: String,
 }
 
-/// A part's schema, or a schema that a `$ref` leads to.
+/// The schema of a part, or the target of a `$ref`.
 struct Definition {
     place: Place,
-    /// The schema as llguidance gets it. Its references are "#/$defs/" with the index of a definition.
+    /// The schema that llguidance gets. Its references are "#/$defs/" with the index of a definition.
     schema: Value,
 }
 
-/// Compiles the schema `form`, which refers to the first of `parts` as "#/$defs/0", and so on. `run` compiles a schema.
+/// Compiles the schema `form`. It refers to the first of `parts` as "#/$defs/0", and so on. `run` compiles one schema.
 pub(super) fn compile<T>(
     form: &Value,
     parts: &[SchemaPart],
@@ -103,17 +104,17 @@ pub(super) fn compile<T>(
     reader.read()?;
     let definitions = reader.definitions;
     refuse_endless(&definitions)?;
-    let mut schemas = Schemas { parts, definitions, run, trials: 0, mended: HashSet::new() };
+    let mut schemas = Schemas { parts, definitions, run, trials: 0, relaxed: HashSet::new() };
     if let Ok(compiled) = (schemas.run)(schemas.with_definitions(form)) {
         return Ok(compiled);
     }
     for part in 0..parts.len() {
-        schemas.mend_definition(part)?;
+        schemas.relax_definition(part)?;
     }
     (schemas.run)(schemas.with_definitions(form)).map_err(|refusal| schemas.located(refusal))
 }
 
-/// A place in a part.
+/// A position in a part.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Place {
     part: usize,
@@ -126,7 +127,7 @@ impl Place {
         Self { part: self.part, pointer: joined(&self.pointer, name) }
     }
 
-    /// A problem with a keyword of the schema at this place. An empty keyword is the schema itself.
+    /// A problem with a keyword of the schema at this place. An empty keyword means the schema itself.
     fn problem(&self, keyword: &str, text: &str) -> Problem {
         let path = path(&self.pointer);
         let subject = match (keyword, path.as_str()) {
@@ -147,7 +148,7 @@ fn joined(pointer: &str, name: &str) -> String {
     format!("{pointer}/{}", name.replace('~', "~0").replace('/', "~1"))
 }
 
-/// A JSON pointer as a path with dots. A long one loses its beginning.
+/// A JSON pointer as a path with dots. The beginning of a long path is cut.
 fn path(pointer: &str) -> String {
     let mut path = String::new();
     for step in pointer.split('/').skip(1) {
@@ -167,7 +168,7 @@ fn path(pointer: &str) -> String {
     }
 }
 
-/// A value in an error.
+/// A value as text for an error.
 fn shown(value: &Value) -> String {
     match value {
         Value::Array(_) => "a list".to_owned(),
@@ -182,7 +183,7 @@ fn target(schema: &Value) -> Option<usize> {
     schema.get("$ref")?.as_str()?.rsplit('/').next()?.parse().ok()
 }
 
-/// The schemas in a read schema, each with its pointer from there.
+/// The schemas directly in a read schema, each with its pointer relative to that schema.
 fn inner(schema: &Value) -> Vec<(String, &Value)> {
     let mut inner = Vec::new();
     for (keyword, value) in schema.as_object().into_iter().flatten() {
@@ -207,7 +208,7 @@ struct Reader<'a> {
     definitions: Vec<Definition>,
     /// The index of each place's definition.
     known: HashMap<Place, usize>,
-    /// For each part with references by name: the pointers of its `$id`s and `$anchor`s.
+    /// For each part that was searched for names: the pointers of its `$id`s and `$anchor`s.
     names: HashMap<usize, HashMap<String, String>>,
 }
 
@@ -220,15 +221,14 @@ impl Reader<'_> {
         while next < self.definitions.len() {
             let place = self.definitions[next].place.clone();
             let parts = self.parts;
-            let schema =
-                parts[place.part].schema.pointer(&place.pointer).expect("a reference leads somewhere");
+            let schema = parts[place.part].schema.pointer(&place.pointer).expect("references are resolved");
             self.definitions[next].schema = self.schema(schema, &place)?;
             next += 1;
         }
         Ok(())
     }
 
-    /// The index of a place's definition, which is read later.
+    /// The index of the definition of a place. A new definition is read later.
     fn define(&mut self, place: Place) -> usize {
         let new = self.definitions.len();
         let index = *self.known.entry(place.clone()).or_insert(new);
@@ -247,8 +247,8 @@ impl Reader<'_> {
         let strict = self.parts[place.part].strict;
         let types = types(map, place)?;
         let mut read = Map::new();
-        // Lists of alternatives beside `anyOf`.
-        let mut also = Vec::new();
+        // Further schemas for keywords that occur twice after the conversion (`anyOf` and `oneOf`). They go to `allOf`.
+        let mut repeated = Vec::new();
         for (keyword, value) in map {
             let at = place.at(keyword);
             let (keyword, value) = match keyword.as_str() {
@@ -256,7 +256,7 @@ impl Reader<'_> {
                 "properties" => ("properties", self.named(value, place, keyword)?),
                 "patternProperties" => ("patternProperties", self.named(value, place, keyword)?),
                 "additionalProperties" => ("additionalProperties", self.schema(value, &at)?),
-                // In drafts before 2020-12, the first items; `additionalItems` are the others.
+                // Drafts before 2020-12: a list in `items` is for the first items, `additionalItems` for the rest.
                 "items" if value.is_array() => ("prefixItems", self.list(value, place, keyword, 0)?),
                 "prefixItems" if map.get("items").is_some_and(Value::is_array) => continue,
                 "additionalItems" if !map.get("items").is_some_and(Value::is_array) => continue,
@@ -272,22 +272,22 @@ impl Reader<'_> {
                 }
                 name => match leaf(name, value, types.as_deref(), place)? {
                     Leaf::Enforced(value) => (name, value),
-                    Leaf::NoMatter => continue,
+                    Leaf::Ignored => continue,
                     Leaf::Unenforced { why, .. } if strict => return Err(unenforced(place, name, &why)),
                     Leaf::Unenforced { instead: None, .. } => continue,
                     Leaf::Unenforced { instead: Some(options), .. } => ("anyOf", options),
                 },
             };
             match read.contains_key(keyword) {
-                true => also.push(json!({keyword: value})),
+                true => repeated.push(json!({keyword: value})),
                 false => drop(read.insert(keyword.to_owned(), value)),
             }
         }
         let bounds = bounds(map, types.as_deref(), place, strict)?;
         read.extend(bounds.into_iter().map(|(keyword, bound)| (keyword.to_owned(), bound)));
-        if !also.is_empty() {
+        if !repeated.is_empty() {
             let all = read.entry("allOf").or_insert_with(|| json!([]));
-            all.as_array_mut().expect("a list of schemas").append(&mut also);
+            all.as_array_mut().expect("a list of schemas").append(&mut repeated);
         }
         check_optional(&read, place)?;
         Ok(Value::Object(read))
@@ -310,24 +310,24 @@ impl Reader<'_> {
         Ok(Value::Array(schemas.iter().enumerate().map(read).collect::<Result<_, _>>()?))
     }
 
-    /// The place that a `$ref` leads to.
+    /// The target of a `$ref`.
     fn resolve(&mut self, reference: &Value, place: &Place) -> Result<Place, Problem> {
         let text = reference.as_str().ok_or_else(|| place.wrong("$ref", "a text", reference))?;
         let (name, fragment) = text.split_once('#').unwrap_or((text, ""));
         let problem = |why: &str| place.problem("$ref", &format!("{} {why}", shown(reference)));
         let fragment =
-            decoded(fragment).ok_or_else(|| problem("has a % that no two hexadecimal digits follow"))?;
+            decoded(fragment).ok_or_else(|| problem("has a % without two hexadecimal digits after it"))?;
         let document = &self.parts[place.part].schema;
         let names = self.names.entry(place.part).or_insert_with(|| names(document));
         let root = match name {
             "" => base(document, &place.pointer),
             name => names.get(name).cloned().ok_or_else(|| {
-                problem("is outside of the schema, and this server fetches none; put it under \"$defs\"")
+                problem("is outside the schema, and this server does not fetch schemas; put it in \"$defs\"")
             })?,
         };
         let found = match fragment.as_str() {
             "" => Some(root),
-            // Many schemas have an `$id` and mean the document nevertheless.
+            // Many schemas have an `$id`, but their pointers still begin at the root of the document. Try both.
             pointer if pointer.starts_with('/') => [format!("{root}{pointer}"), pointer.to_owned()]
                 .into_iter()
                 .find(|pointer| document.pointer(pointer).is_some())
@@ -339,7 +339,7 @@ impl Reader<'_> {
     }
 }
 
-/// A reference's fragment without its percent-encoding, or none if that is broken.
+/// A reference's fragment with its percent-encoding decoded; `None` if the encoding is invalid.
 fn decoded(fragment: &str) -> Option<String> {
     let mut bytes = Vec::with_capacity(fragment.len());
     let mut rest = fragment.as_bytes();
@@ -356,13 +356,13 @@ fn decoded(fragment: &str) -> Option<String> {
     String::from_utf8(bytes).ok()
 }
 
-/// The name that a schema gives itself, without an empty fragment.
+/// The `$id` of a schema, without an empty fragment.
 fn id(schema: &Value) -> Option<&str> {
     let id = schema.get("$id").or_else(|| schema.get("id"))?.as_str()?;
     Some(id.strip_suffix('#').unwrap_or(id)).filter(|id| !id.is_empty())
 }
 
-/// The pointer of the innermost schema around a place that has an `$id`: its references begin there.
+/// The pointer of the innermost schema around `pointer` that has an `$id`. References resolve relative to that schema.
 fn base(document: &Value, pointer: &str) -> String {
     let mut ends = pointer.match_indices('/').map(|(end, _)| end).chain([pointer.len()]);
     let has_id = |end: &usize| {
@@ -372,7 +372,7 @@ fn base(document: &Value, pointer: &str) -> String {
     pointer[..ends.rfind(has_id).unwrap_or(0)].to_owned()
 }
 
-/// The names in a document with the pointers of what they name. An anchor has a "#" in front.
+/// The `$id`s and anchors in a document, with the pointers of their schemas. An anchor's name begins with "#".
 fn names(document: &Value) -> HashMap<String, String> {
     let mut names = HashMap::new();
     let mut left = vec![(String::new(), document)];
@@ -388,7 +388,7 @@ fn names(document: &Value) -> HashMap<String, String> {
         match value {
             Value::Object(map) => {
                 let schemas = map.iter().filter(|(keyword, _)| {
-                    // These keywords hold data, which is no schema even where it looks like one.
+                    // The values of these keywords are data, not schemas, even if they look like schemas.
                     !["const", "enum", "default", "examples"].contains(&keyword.as_str())
                 });
                 left.extend(schemas.map(|(keyword, value)| (joined(&pointer, keyword), value)));
@@ -402,13 +402,13 @@ fn names(document: &Value) -> HashMap<String, String> {
     names
 }
 
-/// A keyword that holds no schemas of the grammar.
+/// The result for a keyword that contains no supported schemas.
 enum Leaf {
-    /// The value as llguidance gets it.
+    /// The value that llguidance gets.
     Enforced(Value),
-    /// It says nothing of what matches.
-    NoMatter,
-    /// It cannot be enforced. `instead` has the alternatives that stand for it in a schema that is not strict.
+    /// The keyword has no effect on what matches.
+    Ignored,
+    /// It cannot be enforced. If the schema is not strict, the alternatives in `instead` replace it.
     Unenforced { why: String, instead: Option<Value> },
 }
 
@@ -436,8 +436,8 @@ fn leaf(keyword: &str, value: &Value, types: Option<&[String]>, place: &Place) -
             return match count(value) {
                 None => wrong("a whole number of at least 0"),
                 Some(n) if n < BEYOND_ANSWERS => Ok(Leaf::Enforced(json!(n))),
-                Some(_) if keyword.starts_with("max") => Ok(Leaf::NoMatter),
-                Some(_) => unenforced("no answer is so long".to_owned()),
+                Some(_) if keyword.starts_with("max") => Ok(Leaf::Ignored),
+                Some(_) => unenforced("no answer is that long".to_owned()),
             };
         }
         "format" => {
@@ -447,7 +447,7 @@ fn leaf(keyword: &str, value: &Value, types: Option<&[String]>, place: &Place) -
             return match FORMATS.contains(&format.as_str()) {
                 true => Ok(Leaf::Enforced(value.clone())),
                 false if of_text => unenforced(format!("unknown format: {format}")),
-                false => Ok(Leaf::NoMatter),
+                false => Ok(Leaf::Ignored),
             };
         }
         "required" => match value.as_array().is_some_and(|names| names.iter().all(Value::is_string)) {
@@ -461,13 +461,13 @@ fn leaf(keyword: &str, value: &Value, types: Option<&[String]>, place: &Place) -
         }
         "multipleOf" => return wrong("a number above 0"),
         // These are not supported.
-        "uniqueItems" if value == false => return Ok(Leaf::NoMatter),
+        "uniqueItems" if value == false => return Ok(Leaf::Ignored),
         "uniqueItems" => (value.is_boolean(), "true or false"),
         "minContains" | "maxContains" => (count(value).is_some(), "a whole number of at least 0"),
         "dependencies" | "dependentRequired" | "dependentSchemas" => (value.is_object(), "an object"),
         "$dynamicRef" | "$recursiveRef" => (value.is_string(), "a text"),
         _ if SCHEMAS_UNSUPPORTED.contains(&keyword) => (value.is_object() || value.is_boolean(), A_SCHEMA),
-        _ => return Ok(Leaf::NoMatter),
+        _ => return Ok(Leaf::Ignored),
     };
     match fits {
         (true, _) => unenforced("it is not supported".to_owned()),
@@ -476,7 +476,7 @@ fn leaf(keyword: &str, value: &Value, types: Option<&[String]>, place: &Place) -
 }
 
 fn unenforced(place: &Place, keyword: &str, why: &str) -> Problem {
-    place.problem(keyword, &format!("it cannot be enforced ({why}); leave it out, or ask without strict"))
+    place.problem(keyword, &format!("it cannot be enforced ({why}); leave it out, or set strict to false"))
 }
 
 /// The value of `type` as a list.
@@ -500,13 +500,13 @@ fn types(map: &Map<String, Value>, place: &Place) -> Result<Option<Vec<String>>,
     Ok(Some(types))
 }
 
-/// A length or a number of items.
+/// The value of a keyword that is a length or a number of items; `None` if it is not a whole number of at least 0.
 fn count(value: &Value) -> Option<u64> {
     let whole = |float: f64| (float >= 0.0 && float.fract() == 0.0).then_some(float as u64);
     value.as_u64().or_else(|| value.as_f64().and_then(whole))
 }
 
-/// Whether llguidance holds an answer to this very value: it computes with f64.
+/// Whether llguidance enforces exactly this value. It computes with f64, so large numbers are rounded.
 fn is_exact(value: &Value) -> bool {
     match value {
         Value::Number(number) => match (number.as_i64(), number.as_f64()) {
@@ -519,13 +519,12 @@ fn is_exact(value: &Value) -> bool {
     }
 }
 
-/// Whether llguidance can take a number for an integer, where the type says so. An integer that is larger becomes the
-/// largest one of 64 bits.
+/// Whether llguidance can use a number as an integer. A larger number would become the largest 64-bit integer.
 fn is_within_64_bits(float: f64) -> bool {
     float.abs() < i64::MAX as f64
 }
 
-/// A schema of this very value, or of its type where the value cannot be enforced.
+/// A schema for exactly this value, or for its type if the value cannot be enforced.
 fn loosened(value: &Value) -> Value {
     match value {
         exact if is_exact(exact) => json!({"const": exact}),
@@ -536,7 +535,7 @@ fn loosened(value: &Value) -> Value {
     }
 }
 
-/// The bounds of numbers. Where all numbers are integers, the bounds are whole and inclusive.
+/// The bounds of numbers. If the type allows only integers, the bounds are whole and inclusive.
 fn bounds(
     map: &Map<String, Value>,
     types: Option<&[String]>,
@@ -553,7 +552,7 @@ fn bounds(
         for keyword in [inclusive, exclusive] {
             let number = match map.get(keyword) {
                 None => continue,
-                // Draft 4: whether the other bound is excluded.
+                // Draft 4: the boolean says whether the other bound is exclusive.
                 Some(Value::Bool(excluded)) => match map.get(inclusive) {
                     Some(Value::Number(number)) if keyword == exclusive && *excluded => number,
                     Some(Value::Number(_)) if keyword == exclusive => continue,
@@ -568,7 +567,7 @@ fn bounds(
                     whole = Some(whole.map_or(bound, tighter));
                 })
             } else {
-                fits(number, keyword == exclusive)
+                is_exact_bound(number, keyword == exclusive)
                     .then(|| bounds.push((keyword, Value::Number(number.clone()))))
             };
             if enforced.is_none() && strict {
@@ -587,8 +586,8 @@ fn bounds(
     Ok(bounds)
 }
 
-/// The first integer that a bound allows, unless llguidance would take another one for it. `step` leads into what is
-/// allowed.
+/// The integer closest to a bound that the bound allows; `None` if llguidance would round it. `step` points into the
+/// allowed range: 1 for a minimum, -1 for a maximum.
 fn whole_bound(number: &Number, step: i128, excluded: bool) -> Option<i128> {
     let integer = number.as_i64().map(i128::from).or(number.as_u64().map(i128::from));
     let bound = match (integer, number.as_f64()?) {
@@ -602,15 +601,15 @@ fn whole_bound(number: &Number, step: i128, excluded: bool) -> Option<i128> {
     (i128::from((bound as f64) as i64) == bound).then_some(bound)
 }
 
-/// Whether llguidance holds a number to this very bound.
-fn fits(number: &Number, excluded: bool) -> bool {
-    // Where another schema gives the type, these may be integers. Then llguidance adds 1 to a bound that is excluded.
+/// Whether llguidance enforces exactly this bound.
+fn is_exact_bound(number: &Number, excluded: bool) -> bool {
+    // Another schema may restrict the type to integers. Then llguidance adds 1 to an exclusive bound.
     let is_next_exact = number.as_f64().is_some_and(|float| float.abs() < MAX_EXACT);
     is_exact(&Value::Number(number.clone())) && (!excluded || is_next_exact)
 }
 
-/// The first bound with which llguidance accepts a number that the bound excludes. That happens with a whole number as
-/// the exclusive bound, if the bound on the other side has the same integer part.
+/// The first bound that llguidance does not enforce: it accepts a number that the bound excludes. That happens if an
+/// exclusive bound is a whole number, and the bound on the other side has the same integer part.
 fn loose_bound(bounds: &[(&'static str, Value)]) -> Option<(&'static str, String)> {
     let bound = |name: &str| bounds.iter().find(|(keyword, _)| *keyword == name)?.1.as_f64();
     for (excluded, others) in [
@@ -620,7 +619,7 @@ fn loose_bound(bounds: &[(&'static str, Value)]) -> Option<(&'static str, String
         let Some(whole) = bound(excluded).filter(|bound| bound.fract() == 0.0) else { continue };
         let near = |name: &&str| bound(name).is_some_and(|other| other.trunc() == whole);
         if let Some(other) = others.into_iter().find(near) {
-            return Some((excluded, format!("{excluded} {whole} stands with a {other} within 1 of it")));
+            return Some((excluded, format!("{excluded} {whole} is combined with a {other} within 1 of it")));
         }
     }
     None
@@ -634,17 +633,17 @@ fn check_optional(schema: &Map<String, Value>, place: &Place) -> Result<(), Prob
     if optional <= MAX_OPTIONAL {
         return Ok(());
     }
-    let problem = format!("{optional} of one object are optional, at most {MAX_OPTIONAL} are supported");
-    Err(place.problem("properties", &format!("{problem}; require some of them")))
+    let problem = format!("{optional} of one object are optional, but at most {MAX_OPTIONAL} are supported");
+    Err(place.problem("properties", &format!("{problem}; make some of them required")))
 }
 
-/// Refuses references that lead back to themselves, so that no JSON of a finite length matches.
+/// Refuses references that refer back to themselves without an end, because no JSON of finite length matches them.
 fn refuse_endless(definitions: &[Definition]) -> Result<(), Problem> {
     let mut ends = vec![false; definitions.len()];
     let mut more = true;
     while more {
         more = false;
-        // A schema that is referred to comes after the one that refers to it, mostly.
+        // In reverse, because a schema usually comes after the schemas that refer to it.
         for (index, definition) in definitions.iter().enumerate().rev() {
             if !ends[index] && endless_in(&definition.schema, &ends).is_none() {
                 ends[index] = true;
@@ -653,28 +652,28 @@ fn refuse_endless(definitions: &[Definition]) -> Result<(), Problem> {
         }
     }
     let Some(first) = ends.iter().position(|ends| !ends) else { return Ok(()) };
-    let mut way = vec![first];
+    let mut chain = vec![first];
     let again = loop {
-        let next = endless_in(&definitions[way[way.len() - 1]].schema, &ends).expect("it has no end");
-        match way.iter().position(|index| *index == next) {
+        let next = endless_in(&definitions[chain[chain.len() - 1]].schema, &ends).expect("it has no end");
+        match chain.iter().position(|index| *index == next) {
             Some(again) => break again,
-            None => way.push(next),
+            None => chain.push(next),
         }
     };
-    way.push(way[again]);
+    chain.push(chain[again]);
     let names =
-        way[again..].iter().map(|index| format!("#{}", definitions[*index].place.pointer.escape_debug()));
+        chain[again..].iter().map(|index| format!("#{}", definitions[*index].place.pointer.escape_debug()));
     let names: Vec<String> = names.collect();
     let shown = match names.len() {
         0..=6 => names.join(" -> "),
         n => format!("{} -> ... {} more ... -> {}", names[..3].join(" -> "), n - 4, names[n - 1]),
     };
     let shown: String = shown.chars().take(2 * MAX_PATH_CHARS).collect();
-    let text = format!("the references {shown} have no end, so no JSON matches; make one of them optional");
-    Err(definitions[way[again]].place.problem("$ref", &text))
+    let text = format!("the references {shown} never end, so no JSON matches; make one of them optional");
+    Err(definitions[chain[again]].place.problem("$ref", &text))
 }
 
-/// A definition without an end that each JSON of this schema has in it.
+/// A definition without an end that every JSON of this schema must contain.
 fn endless_in(schema: &Value, ends: &[bool]) -> Option<usize> {
     if let Some(endless) = target(schema).filter(|index| !ends[*index]) {
         return Some(endless);
@@ -690,7 +689,7 @@ fn endless_in(schema: &Value, ends: &[bool]) -> Option<usize> {
             return Some(endless[0]);
         }
     }
-    // A value of another type needs no items and no properties.
+    // Only if no other type is allowed: values of other types have no items and no properties.
     let of_type = |kind: &str| match list("type") {
         [] => false,
         types => types.iter().all(|other| other == kind),
@@ -710,14 +709,14 @@ fn endless_in(schema: &Value, ends: &[bool]) -> Option<usize> {
     None
 }
 
-/// Read schemas, while the keywords that cannot be enforced are left out of them.
+/// Removes keywords that cannot be enforced from read schemas.
 struct Schemas<'a, F> {
     parts: &'a [SchemaPart],
     definitions: Vec<Definition>,
     run: F,
     trials: usize,
-    /// The definitions that were mended, or are being mended.
-    mended: HashSet<usize>,
+    /// The definitions whose unenforceable keywords were removed, or are being removed now.
+    relaxed: HashSet<usize>,
 }
 
 impl<T, F: Fn(Value) -> Result<T, Refusal>> Schemas<'_, F> {
@@ -740,7 +739,8 @@ impl<T, F: Fn(Value) -> Result<T, Refusal>> Schemas<'_, F> {
         whole
     }
 
-    /// Why a schema cannot be compiled by itself, if it cannot. What nothing can match was understood.
+    /// Compiles a schema alone. Returns the refusal if it cannot be compiled. A schema that nothing can match is not a
+    /// refusal here, because llguidance understood its keywords.
     fn trial(&mut self, schema: &Value, place: &Place) -> Result<Option<Refusal>, Problem> {
         if schema.is_boolean() {
             return Ok(None);
@@ -753,27 +753,27 @@ impl<T, F: Fn(Value) -> Result<T, Refusal>> Schemas<'_, F> {
         Ok(refusal.filter(|refusal| refusal.kind != Kind::Contradiction))
     }
 
-    fn mend_definition(&mut self, index: usize) -> Result<(), Problem> {
-        if self.mended.insert(index) { self.mend(index, "") } else { Ok(()) }
+    fn relax_definition(&mut self, index: usize) -> Result<(), Problem> {
+        if self.relaxed.insert(index) { self.relax(index, "") } else { Ok(()) }
     }
 
-    /// Leaves out what cannot be enforced of the schema at `pointer` of a definition.
-    fn mend(&mut self, index: usize, pointer: &str) -> Result<(), Problem> {
+    /// Removes the keywords that cannot be enforced from the schema at `pointer` of a definition.
+    fn relax(&mut self, index: usize, pointer: &str) -> Result<(), Problem> {
         let schema = self.read_at(index, pointer).clone();
         let place = self.place(index, pointer);
         if self.trial(&schema, &place)?.is_none() {
             return Ok(());
         }
         for (inner, _) in inner(&schema) {
-            self.mend(index, &format!("{pointer}{inner}"))?;
+            self.relax(index, &format!("{pointer}{inner}"))?;
         }
         if let Some(index) = target(&schema) {
-            self.mend_definition(index)?;
+            self.relax_definition(index)?;
         }
         let schema = self.read_at(index, pointer).clone();
         if self.trial(&schema, &place)?.is_some() {
-            let sifted = self.sifted(&schema, &place)?;
-            *self.definitions[index].schema.pointer_mut(pointer).expect("it was read there") = sifted;
+            let enforceable = self.enforceable(&schema, &place)?;
+            *self.definitions[index].schema.pointer_mut(pointer).expect("it was read there") = enforceable;
         }
         Ok(())
     }
@@ -787,9 +787,9 @@ impl<T, F: Fn(Value) -> Result<T, Refusal>> Schemas<'_, F> {
         Place { part: *part, pointer: format!("{origin}{pointer}") }
     }
 
-    /// As much of a schema as can be enforced together. The schemas in it are sound by themselves.
-    fn sifted(&mut self, schema: &Value, place: &Place) -> Result<Value, Problem> {
-        let all = schema.as_object().expect("true and false are enforced");
+    /// The schema with only the keywords that can be enforced together. Each schema in it must compile alone.
+    fn enforceable(&mut self, schema: &Value, place: &Place) -> Result<Value, Problem> {
+        let all = schema.as_object().expect("true and false always compile");
         let strict = self.parts[place.part].strict;
         let mut kept = Map::new();
         for (rank, keyword) in TRIED.into_iter().enumerate() {
@@ -817,7 +817,8 @@ impl<T, F: Fn(Value) -> Result<T, Refusal>> Schemas<'_, F> {
         Ok(Value::Object(kept))
     }
 
-    /// The problem of a refusal of all parts together: the innermost schema that nothing can match, if there is one.
+    /// The problem for a refusal of all parts together. If no JSON can match, it names the innermost schema that causes
+    /// it.
     fn located(&mut self, refusal: Refusal) -> Problem {
         if refusal.kind == Kind::Contradiction {
             for index in 0..self.parts.len() {
@@ -856,7 +857,7 @@ impl<T, F: Fn(Value) -> Result<T, Refusal>> Schemas<'_, F> {
     }
 }
 
-/// What of a keyword's value can be left out by itself.
+/// The pieces of a keyword's value that can be left out separately.
 fn pieces(keyword: &str, value: &Value) -> Vec<Value> {
     match (keyword, value) {
         ("allOf", Value::Array(list)) => list.clone(),
@@ -867,7 +868,7 @@ fn pieces(keyword: &str, value: &Value) -> Vec<Value> {
     }
 }
 
-/// The kept keywords with one piece more, in the order of the whole schema.
+/// The kept keywords and one more piece, in the order of the whole schema.
 fn with_piece(
     all: &Map<String, Value>,
     kept: &Map<String, Value>,
@@ -886,7 +887,8 @@ fn with_piece(
     all.keys().filter_map(|name| Some((name.clone(), value_of(name)?.clone()))).collect()
 }
 
-/// Lets each property that the schema does not name have a value of a pattern that was left out: its name may match.
+/// After a pattern of `patternProperties` was left out: allows its values for every property that the schema does not
+/// name, because the name may match the pattern.
 fn allow_by_value(kept: &mut Map<String, Value>, left_out: &Value) {
     let Some(others) = kept.get_mut("additionalProperties") else { return };
     let mut options: Vec<Value> = left_out.as_object().into_iter().flat_map(Map::values).cloned().collect();

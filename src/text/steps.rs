@@ -1,25 +1,26 @@
-//! What the steps of a tokenizer.json may make of a text: how much longer, and how many ids more.
+//! Bounds on the steps of a tokenizer.json: how much longer they can make a text, and how many ids they can add.
 //!
-//! Each step writes text for the next one. A hundred bytes of nested `Replace` steps make gigabytes of one letter, so
-//! the factor of a whole chain is computed from the file, before any text goes through it. A chain whose factor exceeds
-//! [`MAX_GROWTH`] is refused, and so is a kind of step that is not known here: nothing bounds it. Patterns must be such
-//! as can be matched in linear time.
+//! Each step writes text for the next one. A file with a hundred bytes of `Replace` steps can turn one letter into
+//! gigabytes. So the growth factor of the whole chain is computed from the file before any text is processed. A chain
+//! whose factor exceeds [`MAX_GROWTH`] is refused. Unknown kinds of steps are refused, because their growth is unknown.
+//! Patterns must be matchable in linear time.
 
 use std::fmt;
 
 use serde::de::{self, Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Value};
 
-/// The most bytes that a chain of steps may make of one byte. Gemma's needs 3: a space becomes `▁`. With `▁` put before
-/// each piece, as older converters had it, the factor is 12. `NFKC` alone has 11.
+/// Largest growth factor of a chain of steps, in bytes of output per byte of input. Gemma's factor is 3: a space
+/// becomes
+/// `▁`. Files of older converters, which also add `▁` before each piece, have 12. `NFKC` alone has 11.
 pub(super) const MAX_GROWTH: f64 = 16.0;
-/// Most steps of a chain. Each takes time for every text. Gemma's has one.
+/// Most steps of a chain, because each step takes time for every text. Gemma's has one.
 const MAX_STEPS: usize = 32;
 /// Most ids that a post-processor may add to a text. Gemma's adds one.
 const MAX_ADDED_IDS: usize = 64;
 
-/// JSON in which no object has a field twice. Readers differ in which of the two they take, so what is checked here
-/// might not be what is used.
+/// JSON in which no object has a duplicate field. Parsers differ in which of two equal fields they use, so this module
+/// and the tokenizers crate might read different values.
 #[derive(Default)]
 pub(super) struct Step(Value);
 
@@ -82,7 +83,7 @@ impl<'de> Deserialize<'de> for Step {
     }
 }
 
-/// A chain of steps that each read what the one before wrote.
+/// A chain of steps. Each step reads the output of the step before it.
 struct Chain {
     growth: f64,
     steps: usize,
@@ -93,7 +94,7 @@ impl Chain {
         Self { growth: 1.0, steps: 0 }
     }
 
-    /// Adds the step at the place `at` of the file, which makes at most `factor` bytes of one.
+    /// Adds the step at the path `at` of the file. It writes at most `factor` bytes per byte of its input.
     fn add(&mut self, at: &str, kind: &str, factor: f64) -> Result<(), String> {
         self.steps += 1;
         self.growth *= factor.max(1.0);
@@ -105,7 +106,8 @@ impl Chain {
         }
         if self.growth > MAX_GROWTH {
             return Err(format!(
-                "{at} ({kind}) makes a text, with the steps before it, up to {:.1} times as long; expected at most {MAX_GROWTH} times",
+                "{at} ({kind}), with the steps before it, makes a text up to {:.1} times as long; \
+                 expected at most {MAX_GROWTH} times",
                 self.growth
             ));
         }
@@ -118,9 +120,9 @@ impl Chain {
         let factor = match kind {
             "Sequence" => return self.sequence(at, step, "normalizers", Self::normalizer),
             "Replace" => text(at, step, "content")?.len() as f64 / shortest_match(at, step)? as f64,
-            // Added tokens cut a text into pieces of at least a byte, and each piece is normalized by itself.
+            // Added tokens cut a text into pieces of at least one byte, and each piece is normalized separately.
             "Prepend" => 1.0 + text(at, step, "prepend")?.len() as f64,
-            // The largest factors in UTF-8, by the Unicode Consortium's FAQ on normalization.
+            // The largest factors in UTF-8, from the Unicode Consortium's FAQ on normalization.
             "NFC" | "NFD" => 3.0,
             "NFKC" | "NFKD" => 11.0,
             // U+0130 and U+023A have two bytes, and three in lower case.
@@ -132,14 +134,14 @@ impl Chain {
         self.add(at, kind, factor)
     }
 
-    /// Adds a pre-tokenizer. Most only cut.
+    /// Adds a pre-tokenizer. Most kinds only split the text.
     fn pre_tokenizer(&mut self, at: &str, step: &Value) -> Result<(), String> {
         let kind = kind(at, step)?;
         let factor = match kind {
             "Sequence" => return self.sequence(at, step, "pretokenizers", Self::pre_tokenizer),
             "ByteLevel" if step["add_prefix_space"] == false => 2.0,
             "ByteLevel" => 4.0,
-            // For each space, and once more before each piece.
+            // The replacement is written for each space and before each piece.
             "Metaspace" => 2.0 * text(at, step, "replacement")?.len() as f64,
             "Split" => {
                 shortest_match(at, step)?;
@@ -167,7 +169,7 @@ impl Chain {
     }
 }
 
-/// How many bytes a normalizer and a pre-tokenizer make of one byte at most.
+/// Most bytes that a normalizer and a pre-tokenizer together write per byte of input.
 pub(super) fn growth(normalizer: &Step, pre_tokenizer: &Step) -> Result<f64, String> {
     let mut chain = Chain::new();
     if !normalizer.0.is_null() {
@@ -179,8 +181,8 @@ pub(super) fn growth(normalizer: &Step, pre_tokenizer: &Step) -> Result<f64, Str
     Ok(chain.growth)
 }
 
-/// Checks that a post-processor keeps a text's ids as they are, once, and adds few. The crate panics where a template
-/// names a second text, or follows another one.
+/// Checks that the output of a post-processor has the ids of the text exactly once and unchanged, and few other ids.
+/// The crate panics if a template uses a second text, or if one template follows another.
 pub(super) fn check_post_processor(post_processor: &Step) -> Result<(), String> {
     let Step(step) = post_processor;
     if step.is_null() {
@@ -200,14 +202,14 @@ pub(super) fn check_post_processor(post_processor: &Step) -> Result<(), String> 
             _ => return Err(unknown("post_processor", kind)),
         }
         adding += usize::from(kind != "ByteLevel");
-        // The crate tells the kinds by their fields.
+        // The crate distinguishes the kinds by their fields.
         let own: &[&str] = match kind {
             "TemplateProcessing" => &["single", "pair"],
             "ByteLevel" => &[],
             _ => &["sep", "cls"],
         };
-        let mut telling = ["single", "pair", "processors", "sep", "cls"].into_iter();
-        if let Some(name) = telling.find(|name| step.get(name).is_some() && !own.contains(name)) {
+        let mut kind_fields = ["single", "pair", "processors", "sep", "cls"].into_iter();
+        if let Some(name) = kind_fields.find(|name| step.get(name).is_some() && !own.contains(name)) {
             return Err(format!(
                 "post_processor ({kind}) has the field {name}, which belongs to another kind"
             ));
@@ -234,7 +236,7 @@ fn check_template(step: &Value) -> Result<(), String> {
         }
     }
     if texts != 1 {
-        return Err(format!("post_processor.single has the text {texts} times; expected it once"));
+        return Err(format!("post_processor.single has the text {texts} times; expected exactly once"));
     }
     if added > MAX_ADDED_IDS {
         return Err(format!("post_processor.single adds {added} ids; expected at most {MAX_ADDED_IDS}"));
@@ -242,8 +244,8 @@ fn check_template(step: &Value) -> Result<(), String> {
     Ok(())
 }
 
-/// The `Replace` steps of a decoder of the form `[Replace..., ByteFallback, Fuse]`, as (pattern, content). Together they
-/// make a token at most [`MAX_GROWTH`] times as long.
+/// The `Replace` steps of a decoder of the form `[Replace..., ByteFallback, Fuse]`, as (pattern, content). Steps that
+/// together make a token more than [`MAX_GROWTH`] times as long are refused.
 pub(super) fn decoder_replacements(decoder: &Step) -> Result<Vec<(String, String)>, String> {
     const EXPECTED: &str = "expected a Sequence of Replace (with a String pattern), ByteFallback, Fuse";
     let Step(decoder) = decoder;
@@ -270,34 +272,40 @@ pub(super) fn decoder_replacements(decoder: &Step) -> Result<Vec<(String, String
                 replacements.push((pattern.to_owned(), content.to_owned()));
             }
             (kind, ..) => {
-                return Err(format!("decoder step {kind} cannot be followed token by token; {EXPECTED}"));
+                return Err(format!(
+                    "decoder step {kind} cannot be applied to one token at a time; {EXPECTED}"
+                ));
             }
         }
     }
     Ok(replacements)
 }
 
-/// The bytes of the shortest text that a step's pattern matches, at least 1. The crate loses count where a pattern matches
-/// the empty text, and panics in a later step.
+/// Length in bytes of the shortest text that a step's pattern matches, at least 1. If a pattern matches the empty text,
+/// the crate computes wrong offsets and panics in a later step.
 fn shortest_match(at: &str, step: &Value) -> Result<usize, String> {
     let pattern = &step["pattern"];
     let least = match (pattern["String"].as_str(), pattern["Regex"].as_str()) {
         (Some(text), None) => text.len(),
         (None, Some(regex)) => {
             let problem = |problem: &str| Err(format!("{at}.pattern.Regex {problem}"));
-            // The crate takes `a++` for possessive, and backtracks.
+            // The crate's regex engine reads `a++` as a possessive repetition, and backtracks.
             if ["++", "*+", "?+", "}+"].iter().any(|possessive| regex.contains(possessive)) {
                 return problem("has a possessive repetition, which is not supported");
             }
             match regex_syntax::parse(regex) {
                 Ok(parsed) => parsed.properties().minimum_len().unwrap_or(0),
-                Err(_) => return problem("is no regular expression without look-around and backreferences"),
+                Err(_) => {
+                    return problem("is not a regular expression without look-around and backreferences");
+                }
             }
         }
-        _ => return Err(format!("{at}.pattern: expected one of String and Regex, with a text")),
+        _ => return Err(format!("{at}.pattern: expected either String or Regex, with a text")),
     };
     match least {
-        0 => Err(format!("{at}.pattern matches the empty text; expected a pattern of at least a character")),
+        0 => {
+            Err(format!("{at}.pattern matches the empty text; expected a pattern of at least one character"))
+        }
         least => Ok(least),
     }
 }

@@ -1,13 +1,13 @@
 //! Stop strings in a stream of text.
 //!
-//! The stop string that is complete first ends the answer. Where several are complete at one byte, the longest one
-//! counts. The rule looks at the text alone, so the result does not depend on how the text was cut into pushes. No byte
-//! of a stop string is ever given out. Text that may yet become a stop string is held back, so at most
-//! `MAX_STOP_BYTES - 1` bytes wait. Matching is Knuth-Morris-Pratt, O(1) amortised per byte and stop string.
+//! The stop string that is complete first ends the answer. If several are complete at the same byte, the longest one is
+//! reported. The result depends only on the text, not on how the text was divided into pushes. No byte of a stop string
+//! is returned. Text that may become a stop string is held back: at most `MAX_STOP_BYTES - 1` bytes. Matching is
+//! Knuth-Morris-Pratt, O(1) amortised per byte and stop string.
 
 use super::error::TextError;
 
-/// Most stop strings of one answer. Each takes some KiB of memory, and a little time for each byte of the answer.
+/// Most stop strings of one answer. Each needs a few KiB of memory and some time for each byte of the answer.
 pub const MAX_STOPS: usize = 16;
 /// Longest stop string, in bytes.
 pub const MAX_STOP_BYTES: usize = 1024;
@@ -27,7 +27,7 @@ struct Pattern {
     stop: String,
     /// `failure[n]`: length of the longest proper border of the first `n + 1` bytes.
     failure: Vec<usize>,
-    /// Length of the longest prefix of `stop` that ends the text seen so far.
+    /// Length of the longest prefix of `stop` that the text ends with until now.
     matched: usize,
 }
 
@@ -36,13 +36,13 @@ struct Pattern {
 pub struct Stopped {
     /// Text that belongs to the answer; may be empty.
     pub text: String,
-    /// Index of the stop string that was found; nothing follows it.
+    /// Index of the stop string that was found and ended the answer.
     pub stop: Option<usize>,
 }
 
 impl StopMatcher {
-    /// Accepts an empty list, which lets all text pass. An empty string, a string over [`MAX_STOP_BYTES`], or more than
-    /// [`MAX_STOPS`] strings are errors.
+    /// With an empty list, the matcher returns all text unchanged. An empty string, a string over [`MAX_STOP_BYTES`],
+    /// or more than [`MAX_STOPS`] strings are errors.
     pub fn new<S: AsRef<str>>(stops: &[S]) -> Result<Self, TextError> {
         if stops.len() > MAX_STOPS {
             let problem = format!("{} strings were given, at most {MAX_STOPS} are accepted", stops.len());
@@ -102,7 +102,7 @@ impl StopMatcher {
         self.found
     }
 
-    /// Ends the answer and returns the text held back, which did not become a stop string.
+    /// Ends the answer. Returns the text that was held back and did not become a stop string.
     pub fn finish(&mut self) -> String {
         self.stopped = true;
         std::mem::take(&mut self.pending)
@@ -130,7 +130,7 @@ impl Pattern {
         self.stop.len()
     }
 
-    /// Takes one byte. True when it completes the stop string; the caller then stops for good.
+    /// Takes one byte. Returns true if it completes the stop string; the caller must not call this again after that.
     fn step(&mut self, byte: u8) -> bool {
         let bytes = self.stop.as_bytes();
         while self.matched > 0 && bytes[self.matched] != byte {

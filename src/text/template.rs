@@ -1,13 +1,13 @@
 //! Chat templates: a checkpoint's own Jinja, or the built-in one for Gemma.
 //!
-//! The environment is the one that transformers renders in: `trim_blocks` and `lstrip_blocks`, Python's string methods,
+//! Templates run in the same environment as in transformers: `trim_blocks` and `lstrip_blocks`, Python's string
+//! methods,
 //! `raise_exception`, `strftime_now` (in UTC), `break` and `continue`, the special tokens as variables, and `tools` and
-//! `documents` as none.
+//! `documents` set to none.
 //!
-//! A template comes with a checkpoint, from strangers. Its source, its output and its work are bounded (`jinja.rs`); a
-//! panic of the engine is an error. Operations whose cost is set by a number are refused: the operator `*`, as in
-//! `[0] * 10**12`, and the filters `batch`, `format`, `indent` and `slice`, which take whatever memory they are asked
-//! for.
+//! A template comes with a checkpoint and is not trusted. Its source, its output and its work are bounded (`jinja.rs`).
+//! A panic of the engine becomes an error. Operations that can request any amount of memory with a single number are
+//! refused: the operator `*`, as in `[0] * 10**12`, and the filters `batch`, `format`, `indent` and `slice`.
 
 use std::any::Any;
 use std::io;
@@ -26,10 +26,10 @@ use super::panics::panic_text;
 
 const GEMMA: &str = include_str!("gemma.jinja");
 
-/// Longest template source, in bytes. The longest templates in use have some 20 KiB.
+/// Longest template source, in bytes. The longest templates in use have about 20 KiB.
 const MAX_TEMPLATE_BYTES: usize = 256 << 10;
 
-/// Longest message of a template that refuses a conversation, in characters.
+/// Longest message of `raise_exception`, in characters.
 const MAX_RAISED_CHARS: usize = 1000;
 
 /// The filters, tests and functions that every template can use.
@@ -40,7 +40,7 @@ static ENVIRONMENT: LazyLock<Environment<'static>> = LazyLock::new(|| {
     environment
 });
 
-/// The files of a checkpoint that define its chat format; each may be missing.
+/// The files of a checkpoint that define its chat format. Each may be missing.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct ChatFiles<'a> {
     /// `tokenizer_config.json`: `chat_template`, `bos_token`, `eos_token`.
@@ -55,9 +55,9 @@ pub enum PromptEnding {
     /// With the beginning of a new turn of the assistant.
     #[default]
     Answer,
-    /// Within the last message, which is the assistant's: the answer continues it.
+    /// Within the last message, which is from the assistant. The answer continues this message.
     Continued,
-    /// With the last message, and no new turn.
+    /// With the last message, without a new turn.
     Closed,
 }
 
@@ -77,9 +77,9 @@ struct SpecialTokens {
 
 impl ChatTemplate {
     /// The checkpoint's template, or the built-in one if the checkpoint has none. A template that does not compile is
-    /// an error: another template would give the model prompts it was not trained on.
+    /// an error, because the model was not trained on the prompts of another template.
     ///
-    /// A `bos_token` or `eos_token` that `tokenizer_config.json` does not mention gets Gemma's value.
+    /// If `tokenizer_config.json` has no `bos_token` or no `eos_token`, Gemma's value is used.
     pub fn from_checkpoint(files: ChatFiles<'_>) -> Result<Self, TextError> {
         const CONFIG: &str = "tokenizer_config.json";
         let config = match files.tokenizer_config {
@@ -105,15 +105,15 @@ impl ChatTemplate {
         }
     }
 
-    /// Where the template came from, for logs.
+    /// The source of the template, for logs.
     pub fn origin(&self) -> &str {
         &self.origin
     }
 
-    /// The text of a conversation. It already holds `<bos>`, so encode it without adding special tokens.
+    /// The text of a conversation. It already includes `<bos>`, so encode it without adding special tokens.
     ///
-    /// Messages go to the template as they are. Call [`super::normalize`] first: Gemma's template refuses a
-    /// conversation whose roles do not alternate. `add_generation_prompt` opens the model's turn at the end.
+    /// Messages are passed to the template unchanged. Call [`super::normalize`] first: Gemma's template refuses a
+    /// conversation whose roles do not alternate. `add_generation_prompt` begins a turn of the model at the end.
     pub fn render(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String, TextError> {
         let ending = if add_generation_prompt { PromptEnding::Answer } else { PromptEnding::Closed };
         self.text(messages, ending)
@@ -163,7 +163,7 @@ impl ChatTemplate {
         };
         let conversation_bytes = messages.iter().map(Message::bytes).sum();
         let mut out = BoundedText { text: Vec::new(), overflow: 0, limit };
-        // The engine may panic: `loop.cycle()` divides by the number of its arguments.
+        // minijinja may panic: `loop.cycle()` divides by the number of its arguments.
         let render = || self.program.render(&ENVIRONMENT, context, conversation_bytes, now, &mut out);
         let rendered = catch_unwind(AssertUnwindSafe(render))
             .map_err(|panic| template_error(&self.origin, describe_panic(&*panic)))?;
@@ -175,16 +175,15 @@ impl ChatTemplate {
         }
     }
 
-    /// The text of a conversation whose last turn the model continues. It ends where that turn's text ends.
+    /// The text of a conversation whose last turn the model continues. It ends with the text of that turn.
     fn continued(&self, messages: &[Message], now: Timestamp, limit: usize) -> Result<String, TextError> {
-        // Stands in for the last turn's text while the template renders, since the template may change a text or repeat
-        // it.
+        // The template renders this mark instead of the last turn's text, because it may change or repeat that text.
         const MARK: &str = "\u{2}the text to continue\u{3}";
         let Some((last, before)) = messages.split_last() else { return Err(TextError::NoMessages) };
         let marked = [before, &[Message::new(&last.role, MARK)]].concat();
         let mut rendered = self.run(&marked, false, now, limit)?;
         let Some(at) = rendered.rfind(MARK) else {
-            let problem = "does not write the last turn as it is, which so cannot be continued";
+            let problem = "changes the text of the last turn, so the model cannot continue that turn";
             return Err(template_error(&self.origin, problem));
         };
         rendered.truncate(at);
@@ -197,7 +196,7 @@ impl ChatTemplate {
 
     fn compile(source: &str, origin: &str, special_tokens: SpecialTokens) -> Result<Self, TextError> {
         if source.len() > MAX_TEMPLATE_BYTES {
-            let problem = format!("{} bytes long, at most {MAX_TEMPLATE_BYTES} are accepted", source.len());
+            let problem = format!("{} bytes long; at most {MAX_TEMPLATE_BYTES} are accepted", source.len());
             return Err(template_error(origin, problem));
         }
         let no_thread = |error: std::io::Error| TextError::NoThread {
@@ -216,7 +215,7 @@ const BUILT_IN: &str = "built-in Gemma template";
 #[derive(Deserialize, Default)]
 struct TokenizerConfig {
     chat_template: Option<serde_json::Value>,
-    // The outer `Option` says whether the key is there, the inner one whether it is null.
+    // `None` = no such key, `Some(Null)` = the key is null.
     #[serde(default, deserialize_with = "present")]
     bos_token: Option<serde_json::Value>,
     #[serde(default, deserialize_with = "present")]
@@ -227,7 +226,9 @@ fn present<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Option<s
     serde_json::Value::deserialize(deserializer).map(Some)
 }
 
-/// A special token is a string, an object with `content`, or null for a model without one.
+/// The text of a special token. The field is a string, an object with `content`, or null for a model without this
+/// token.
+/// `absent` is the text if there is no such field.
 fn special_token(
     field: &Option<serde_json::Value>,
     name: &str,
@@ -248,7 +249,8 @@ fn special_token(
     }
 }
 
-/// `chat_template` is a source, or a list of `{"name", "template"}`. The list's "default" counts, or its only template.
+/// The source in `chat_template`, which is a text or a list of `{"name", "template"}`. Of a list, the template
+/// "default" is used, or the only one.
 fn default_template(field: &serde_json::Value) -> Result<&str, String> {
     if let Some(source) = field.as_str() {
         return Ok(source);
@@ -258,7 +260,7 @@ fn default_template(field: &serde_json::Value) -> Result<&str, String> {
     for entry in list {
         match (entry["name"].as_str(), entry["template"].as_str()) {
             (Some(name), Some(template)) => named.push((name, template)),
-            _ => return Err("chat_template holds an entry without a name and a template".to_owned()),
+            _ => return Err("chat_template has an entry without a name or a template".to_owned()),
         }
     }
     if let Some((_, template)) = named.iter().find(|(name, _)| *name == "default") {
@@ -295,7 +297,7 @@ impl io::Write for BoundedText {
     }
 }
 
-/// The source of an error that the template raised itself; the message is the template's own.
+/// The source of an error that the template raised by `raise_exception`, with the template's message.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 struct Raised(String);
@@ -320,7 +322,7 @@ fn template_error(origin: &str, problem: impl ToString) -> TextError {
     TextError::Template { origin: origin.to_owned(), problem: problem.to_string() }
 }
 
-/// One line for an error: its innermost cause, and the template's line where it is known.
+/// One line for an error: its innermost cause, and the line of the template if it is known.
 fn describe(error: &Error) -> String {
     let mut error = error;
     while let Some(cause) = std::error::Error::source(error).and_then(|cause| cause.downcast_ref()) {
@@ -363,8 +365,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn dates_are_those_of_the_calendar() {
-        // The expected texts are those of `date -u -d @N +...` from GNU coreutils.
+    fn dates_equal_the_output_of_gnu_date() {
+        // The expected texts are the output of `date -u -d @N +...` from GNU coreutils.
         let format = "%Y-%m-%d %H:%M:%S|%d %b %Y|%A, %B %-d|%a %e %I %p %y 100%%";
         for (seconds, expected) in [
             (0, "1970-01-01 00:00:00|01 Jan 1970|Thursday, January 1|Thu  1 12 AM 70 100%"),

@@ -1,12 +1,12 @@
 //! A checkpoint's tokenizer.json: text to ids and back.
 //!
-//! Encoding is the `tokenizers` crate's. Decoding uses a table of what each id stands for, which decodes one id at a
-//! time exactly. So only the pipeline of Gemma's family is accepted: BPE, and a decoder made of `Replace`,
-//! `ByteFallback` and `Fuse`. Everything else is refused while loading.
+//! The `tokenizers` crate encodes. Decoding uses a table with the text of each id, so that ids can be decoded one at a
+//! time. This is exact only for the pipeline of Gemma's family: BPE, and a decoder of `Replace`, `ByteFallback` and
+//! `Fuse`. Other pipelines are refused at load.
 //!
-//! A file's `truncation` and `padding` are ignored, as transformers ignores them: a prompt is never cut without notice.
-//! Settings that would lose characters or draw random numbers are refused, and steps that could make a text many times
-//! as long ([`super::steps`]).
+//! A file's `truncation` and `padding` are ignored, as in transformers, so a prompt is never truncated silently. These
+//! are refused: settings that lose characters or use random numbers, and steps that can make a text many times longer
+//! ([`super::steps`]).
 
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -22,13 +22,13 @@ use super::steps::{Step, check_post_processor, decoder_replacements, growth};
 
 /// Largest vocabulary accepted, which bounds the decoding table. Gemma's is a quarter of it.
 const MAX_VOCAB: usize = 1 << 20;
-/// Longest token accepted, as the file writes it and decoded. Gemma's longest has 93 bytes. Bounds what a list of ids
-/// stands for.
+/// Longest token accepted, both as written in the file and decoded. Gemma's longest has 93 bytes. This bounds the text
+/// of a list of ids.
 const MAX_TOKEN_BYTES: usize = 256;
-/// Most bytes that a text may become before it is cut into tokens. The normalizer of Gemma makes three bytes of a space,
-/// so [`MAX_TEXT_BYTES`] is reached first there.
+/// Largest text after normalization and pre-tokenization. Gemma's normalizer turns a space into three bytes, so for
+/// Gemma [`MAX_TEXT_BYTES`] is the lower limit.
 const MAX_NORMALIZED_BYTES: usize = 8 << 20;
-/// Longest error about a file, in characters. It may quote names of the file.
+/// Longest error about a file, in characters. Errors may quote names from the file.
 const MAX_PROBLEM_CHARS: usize = 400;
 
 /// A tokenizer. Cloning shares it.
@@ -40,9 +40,9 @@ pub struct Tokenizer {
 struct Inner {
     file: String,
     encoder: tokenizers::Tokenizer,
-    /// Made when a prompt first needs it.
+    /// Created when a prompt first needs it.
     added: OnceLock<AddedTokens>,
-    /// The token for a character that the vocabulary lacks.
+    /// The token for a character that is not in the vocabulary.
     unknown: Option<u32>,
     /// Indexed by id. An id without a token is `Absent`.
     entries: Vec<Entry>,
@@ -50,9 +50,9 @@ struct Inner {
     text: String,
     /// Largest id that is not a special added token.
     largest_regular: u32,
-    /// How many ids the post-processor puts in front of a text's own.
+    /// Number of ids that the post-processor adds before the ids of a text.
     ids_in_front: usize,
-    /// Longest text that is encoded.
+    /// Longest text that can be encoded.
     max_text_bytes: usize,
 }
 
@@ -67,16 +67,16 @@ enum Decoded {
     Text(Range<u32>),
 }
 
-/// What one token stands for in decoded text.
+/// The decoded form of one token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Piece<'a> {
-    /// One byte of a character that the vocabulary lacks.
+    /// One byte of a character that is not in the vocabulary.
     Byte(u8),
     Text(&'a str),
 }
 
 impl Tokenizer {
-    /// Reads a tokenizer.json. `file_name` is what errors call it.
+    /// Parses a tokenizer.json. Errors use `file_name`.
     pub fn from_bytes(tokenizer_json: &[u8], file_name: &str) -> Result<Self, TextError> {
         let fail = |problem: String| TextError::Tokenizer {
             file: file_name.to_owned(),
@@ -84,14 +84,14 @@ impl Tokenizer {
         };
 
         let header: Header = serde_json::from_slice(tokenizer_json)
-            .map_err(|e| fail(format!("not a tokenizer.json as the tokenizers library writes it: {e}")))?;
+            .map_err(|e| fail(format!("not a tokenizer.json of the tokenizers library: {e}")))?;
         header.model.check().map_err(&fail)?;
         let replacements = decoder_replacements(&header.decoder).map_err(&fail)?;
         let growth = growth(&header.normalizer, &header.pre_tokenizer).map_err(&fail)?;
         check_post_processor(&header.post_processor).map_err(&fail)?;
 
         let read = || tokenizers::Tokenizer::from_bytes(tokenizer_json).map_err(|e| e.to_string());
-        let mut encoder = without_panics(read).map_err(|problem| fail(unread(problem)))?;
+        let mut encoder = without_panics(read).map_err(|problem| fail(parse_problem(problem)))?;
         encoder.with_truncation(None).map_err(|e| fail(e.to_string()))?;
         encoder.with_padding(None);
         header.check_against(&encoder).map_err(&fail)?;
@@ -101,7 +101,7 @@ impl Tokenizer {
         let largest_regular = entries
             .iter()
             .rposition(regular)
-            .ok_or_else(|| fail("the vocabulary holds no token but special ones".to_owned()))?
+            .ok_or_else(|| fail("the vocabulary has only special tokens".to_owned()))?
             as u32;
         let unknown = header.model.unk_token.and_then(|token| encoder.token_to_id(&token));
         let inner = Inner {
@@ -123,21 +123,21 @@ impl Tokenizer {
 
     /// The ids of a raw prompt. Control tokens in the text (`<start_of_turn>`) become their own ids.
     ///
-    /// With `add_special_tokens` the file's post-processor adds its tokens (Gemma's adds `<bos>` in front). That is
-    /// right for plain text, and wrong for a rendered chat template, which already holds `<bos>`. A text over
-    /// [`Self::max_text_bytes`] is [`TextError::TooLong`].
+    /// With `add_special_tokens` the file's post-processor adds its tokens (Gemma's adds `<bos>` at the start). That is
+    /// right for plain text, and wrong for the output of a chat template, which already includes `<bos>`. A text longer
+    /// than [`Self::max_text_bytes`] is [`TextError::TooLong`].
     pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, TextError> {
         self.check_length(text)?;
         self.inner.encode(text, add_special_tokens)
     }
 
-    /// The ids of a text that is nothing but text: where it spells a control token, it is tokenized as any other text.
-    /// With `add_special_tokens` the file's post-processor adds its tokens.
+    /// The ids of a text without control tokens: if the text contains the name of one, that name is tokenized like any
+    /// other text. With `add_special_tokens` the file's post-processor adds its tokens.
     pub fn encode_text(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, TextError> {
         self.encode_around(text, &[], add_special_tokens)
     }
 
-    /// The control tokens that `text` spells, in order.
+    /// The control tokens whose names are in `text`, in order.
     pub(super) fn control_tokens(&self, text: &str) -> Vec<Placed> {
         self.added().control(text)
     }
@@ -152,7 +152,8 @@ impl Tokenizer {
         self.check_length(text)?;
         let (inner, added) = (&self.inner, self.added());
         let encoding = inner.run(|| inner.tokenize_around(text, added, placed))?;
-        // A vocabulary may have ways to join letters to a control token. The unknown token is no sign of that.
+        // The merges of a vocabulary may build a control token from letters. Such a token is refused here. The unknown
+        // token is allowed, because it replaces characters that are not in the vocabulary.
         let is_control = |id: &u32| added.is_control(*id) && Some(*id) != inner.unknown;
         let mut expected = placed.iter().map(|token| token.id).filter(is_control);
         for id in encoding.get_ids().iter().filter(|id| is_control(id)) {
@@ -174,12 +175,12 @@ impl Tokenizer {
         self.inner.added.get_or_init(|| AddedTokens::new(&self.inner.encoder))
     }
 
-    /// Longest text that is encoded: [`MAX_TEXT_BYTES`], or less where the file's steps make much of a byte.
+    /// Longest text that can be encoded: [`MAX_TEXT_BYTES`], or less if the file's steps make a text much longer.
     pub fn max_text_bytes(&self) -> usize {
         self.inner.max_text_bytes
     }
 
-    /// How many ids [`Self::encode`] with `add_special_tokens` puts in front of a text's own.
+    /// Number of ids that [`Self::encode`] with `add_special_tokens` adds before the ids of the text.
     pub fn ids_in_front(&self) -> usize {
         self.inner.ids_in_front
     }
@@ -194,12 +195,12 @@ impl Tokenizer {
         self.piece(id).is_some()
     }
 
-    /// The id of the token with exactly this text, as the file writes it (`"<end_of_turn>"`, `"▁the"`).
+    /// The id of the token with exactly this text, as written in the file (`"<end_of_turn>"`, `"▁the"`).
     pub fn token_id(&self, token: &str) -> Option<u32> {
         self.inner.encoder.token_to_id(token)
     }
 
-    /// The token's text as the file writes it.
+    /// The token's text as written in the file.
     pub fn token(&self, id: u32) -> Option<String> {
         self.inner.encoder.id_to_token(id)
     }
@@ -212,16 +213,16 @@ impl Tokenizer {
         })
     }
 
-    /// Whether `id` is a control token (`<bos>`, `<end_of_turn>`), which `skip_special` leaves out.
+    /// Whether `id` is a control token (`<bos>`, `<end_of_turn>`). `skip_special` omits these.
     pub fn is_special(&self, id: u32) -> bool {
         self.inner.entries.get(id as usize).is_some_and(|entry| entry.special)
     }
 
-    /// Whether a model with `rows` embedding rows can take this tokenizer.
+    /// Whether a model with `rows` embedding rows can use this tokenizer.
     ///
-    /// Every regular token needs a row. A special token may lie beyond the rows: Gemma-3 1B has 262144 rows and ships
-    /// the tokenizer of the multimodal models, whose image token is 262144. [`Self::check_ids`] then refuses the texts
-    /// that hold that token. Rows without a token are padding, as in the multimodal models' 262208 rows.
+    /// Every regular token needs a row. The id of a special token may be `rows` or more: Gemma-3 1B has 262144 rows and
+    /// the tokenizer of the multimodal models, whose image token is 262144. [`Self::check_ids`] refuses texts with that
+    /// token. Rows without a token are padding; the multimodal models have 262208 rows.
     pub fn fits(&self, rows: usize) -> Result<(), TextError> {
         let largest = self.inner.largest_regular;
         if (largest as usize) < rows {
@@ -231,8 +232,8 @@ impl Tokenizer {
         Err(TextError::DoesNotFit { file: self.inner.file.clone(), token, largest, rows })
     }
 
-    /// The first id whose token differs from the one in `other`, with both tokens. Only ids that both vocabularies
-    /// cover are compared.
+    /// The first id that is another token in `other`, with both tokens. Only the ids of the smaller vocabulary are
+    /// compared.
     pub fn first_difference(&self, other: &Tokenizer) -> Option<(u32, [Option<String>; 2])> {
         let ids = 0..self.vocab_size().min(other.vocab_size()) as u32;
         let mut each = ids.map(|id| (id, [self.token(id), other.token(id)]));
@@ -264,7 +265,7 @@ impl Inner {
         Ok(encoding.get_ids().to_vec())
     }
 
-    /// The crate's own steps, but for the choice of control tokens.
+    /// The same steps as in the crate's `encode`, except that the caller chooses the control tokens.
     fn tokenize_around(
         &self,
         text: &str,
@@ -294,14 +295,14 @@ impl Inner {
     }
 }
 
-/// Runs a part of the crate, some of whose steps panic on texts that they did not expect.
+/// Runs code of the tokenizers crate, and turns its panics into errors. Some of its steps panic on unusual texts.
 fn without_panics<T>(run: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
     catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|panic| {
-        Err(format!("the tokenizers library met a bug in itself: {}", panic_message(&*panic)))
+        Err(format!("internal error of the tokenizers library: {}", panic_message(&*panic)))
     })
 }
 
-/// The fields of a tokenizer.json that decide whether it can be used. The crate reads the vocabulary.
+/// The fields of a tokenizer.json that are checked before it is used. The crate reads the vocabulary.
 #[derive(Deserialize)]
 struct Header {
     #[serde(default)]
@@ -342,7 +343,7 @@ impl ModelHeader {
             None => return Err("model.type is missing; expected \"BPE\"".to_owned()),
         }
         if self.dropout.is_some_and(|rate| rate != 0.0) {
-            return Err("model.dropout is set; it makes encoding random, set it to null".to_owned());
+            return Err("model.dropout is set, which makes encoding random; set it to null".to_owned());
         }
         for (field, value) in [
             ("continuing_subword_prefix", &self.continuing_subword_prefix),
@@ -358,13 +359,13 @@ impl ModelHeader {
 
 impl Header {
     fn check_against(&self, encoder: &tokenizers::Tokenizer) -> Result<(), String> {
-        // The crate numbers added tokens by their place in the list, whatever ids the file gives them.
+        // The crate numbers added tokens by their position in the list and ignores the ids in the file.
         for AddedToken { id, content } in &self.added_tokens {
             match encoder.token_to_id(content) {
                 Some(actual) if actual == *id => {}
                 Some(actual) => {
                     return Err(format!(
-                        "added token {content:?} says id {id}, but its place gives it {actual}"
+                        "added token {content:?} has the id {id}, but its position in the list gives it {actual}"
                     ));
                 }
                 None => return Err(format!("added token {id} is empty")),
@@ -376,7 +377,7 @@ impl Header {
         {
             return Err(format!("model.unk_token is {token:?}, which is not in the vocabulary"));
         }
-        // A model with neither `unk_token` nor `byte_fallback` would drop characters that the vocabulary lacks.
+        // Without `unk_token` and `byte_fallback`, the crate drops characters that are not in the vocabulary.
         let byte_fallback = self.model.byte_fallback == Some(true);
         let missing = (0..=255u8).find(|byte| !in_model(encoder, &format!("<{byte:#04X}>")));
         if unknown.is_none() && !(byte_fallback && missing.is_none()) {
@@ -386,26 +387,26 @@ impl Header {
                         "model.byte_fallback needs 256 byte tokens, but <{byte:#04X}> is not in the vocabulary"
                     )
                 }
-                _ => "model has neither byte_fallback nor unk_token: it would lose characters".to_owned(),
+                _ => "model has neither byte_fallback nor unk_token, so it would lose characters".to_owned(),
             });
         }
         Ok(())
     }
 }
 
-/// Whether the model itself, not the added tokens, knows `token`.
+/// Whether `token` is in the vocabulary of the model, without the added tokens.
 fn in_model(encoder: &tokenizers::Tokenizer, token: &str) -> bool {
     tokenizers::Model::token_to_id(encoder.get_model(), token).is_some()
 }
 
-/// The decoding table: for each id, the result of the crate's decoder steps on that one token.
+/// The decoding table: for each id, the result of the crate's decoder steps on that token alone.
 fn decoding_table(
     encoder: &tokenizers::Tokenizer,
     replacements: &[(String, String)],
 ) -> Result<(Vec<Entry>, String), String> {
     let largest = encoder.get_vocab(true).into_values().max().ok_or("the vocabulary is empty")? as usize;
     if largest >= MAX_VOCAB {
-        return Err(format!("a token has id {largest}; ids below {MAX_VOCAB} are expected"));
+        return Err(format!("a token has id {largest}; expected ids below {MAX_VOCAB}"));
     }
     let expected = format!("expected at most {MAX_TOKEN_BYTES} in a token");
     let mut entries = Vec::with_capacity(largest + 1);
@@ -423,7 +424,7 @@ fn decoding_table(
             .iter()
             .fold(token, |token, (pattern, content)| token.replace(pattern.as_str(), content));
         if replaced.len() > MAX_TOKEN_BYTES {
-            return Err(format!("token {id} stands for {} bytes; {expected}", replaced.len()));
+            return Err(format!("token {id} has {} bytes after decoding; {expected}", replaced.len()));
         }
         let decoded = match byte_token(&replaced) {
             Some(byte) => Decoded::Byte(byte),
@@ -445,17 +446,17 @@ fn byte_token(token: &str) -> Option<u8> {
     if digits.len() == 2 { u8::from_str_radix(digits, 16).ok() } else { None }
 }
 
-/// A message on one line of bounded length.
-/// What the tokenizers library says of a file that it cannot read. Its words for a form that it does not know name its own
-/// types.
-fn unread(problem: String) -> String {
+/// The error text for a file that the tokenizers library cannot parse. For an unknown form, the library's own message
+/// only names its Rust types, so it is replaced.
+fn parse_problem(problem: String) -> String {
     if !problem.contains("untagged enum") {
         return problem;
     }
-    "a part of it has a form that this server cannot read; take the tokenizer.json that came with the weights"
+    "a part of it has a form that this server cannot read; use the tokenizer.json that came with the weights"
         .to_owned()
 }
 
+/// A message on one line of bounded length.
 fn one_line(message: &str) -> String {
     let line = message.split_whitespace().collect::<Vec<_>>().join(" ");
     line.chars().take(MAX_PROBLEM_CHARS).collect()

@@ -1,12 +1,12 @@
-//! Text from elsewhere, as an error or a log line may show it.
+//! Makes untrusted text safe to show in an error or a log line.
 //!
-//! A name may hold characters that are not seen, or that change the order in which the text around them is shown. Who
-//! reads an error about such a name would read something else. These characters are escaped.
+//! A name may contain characters that are invisible, or that change the display order of the text around them. An error
+//! with such a name would be misleading, so these characters are escaped.
 
 use std::borrow::Cow;
 
-/// Whether a character is a format character (Unicode's Cf), which is not seen itself, or separates lines or paragraphs.
-/// Bidirectional controls and spaces of no width are among them.
+/// Whether a character is an invisible format character (Unicode's Cf), or a line or paragraph separator. This includes
+/// bidirectional controls and zero-width spaces.
 pub fn is_unseen(c: char) -> bool {
     matches!(
         c,
@@ -33,7 +33,7 @@ pub fn is_unseen(c: char) -> bool {
     )
 }
 
-/// `text` with its unseen and control characters escaped, but for line ends and tabs.
+/// `text` with its invisible and control characters escaped, except line ends and tabs.
 pub fn visible(text: &str) -> Cow<'_, str> {
     let hides = |c: char| is_unseen(c) || (c.is_control() && !matches!(c, '\n' | '\t'));
     if !text.contains(hides) {
@@ -51,7 +51,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_not_seen_is_escaped_and_all_else_stays() {
+    fn invisible_characters_are_escaped_and_others_are_not() {
         assert_eq!(visible("a\u{202e}b\u{200b}\u{2028}\u{1b}[0m"), r"a\u{202e}b\u{200b}\u{2028}\u{1b}[0m");
         for seen in ["", "Grüße 🦄", "e\u{301}", "naïve\tname\n", "한국어", "\\u{202e}", "\u{fffd}"] {
             assert!(matches!(visible(seen), Cow::Borrowed(same) if same == seen), "{seen:?}");

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-/// A set of code points; both ends of a range are in it. Ranges are sorted and do not touch, and hold no surrogates.
+/// A set of code points. Ranges include both ends. They are sorted, do not touch, and contain no surrogates.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct CharSet(Vec<(u32, u32)>);
 
@@ -12,7 +12,8 @@ impl CharSet {
         Self(vec![(0, 0xd7ff), (0xe000, 0x10ffff)])
     }
 
-    /// The characters of any ranges; surrogates, and numbers beyond Unicode, are left out.
+    /// The characters in the ranges, which may be unsorted and overlap. Surrogates and numbers that are not code points
+    /// are left out.
     pub fn new(mut ranges: Vec<(u32, u32)>) -> Self {
         ranges.sort_unstable();
         let mut merged: Vec<(u32, u32)> = Vec::with_capacity(ranges.len());
@@ -76,7 +77,7 @@ impl CharSet {
         false
     }
 
-    /// A regex that matches one character of the set. No slash and no line end stands in it.
+    /// A regex that matches one character of the set. It contains no slash and no line end.
     pub fn regex(&self) -> String {
         let character = |code: u32| match char::from_u32(code) {
             Some(letter) if letter.is_ascii_alphanumeric() => letter.to_string(),
@@ -91,7 +92,7 @@ impl CharSet {
         for &(from, to) in &self.0 {
             regex += &character(from);
             if from < to {
-                write!(regex, "-{}", character(to)).expect("a String takes all text");
+                write!(regex, "-{}", character(to)).expect("writing to a String cannot fail");
             }
         }
         regex + "]"
@@ -103,7 +104,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sets_hold_characters_and_nothing_else() {
+    fn set_operations_yield_only_characters() {
         let digits = CharSet::new(vec![(0x35, 0x39), (0x30, 0x34)]);
         assert_eq!(digits, CharSet(vec![(0x30, 0x39)]));
         assert_eq!(digits.negated().negated(), digits);

@@ -1,13 +1,13 @@
-//! llama.cpp's grammars (GBNF), translated into Lark as llguidance reads it.
+//! Translates llama.cpp's grammars (GBNF) into llguidance's dialect of Lark.
 //!
-//! [`to_lark`] is a function of the text alone. It opens nothing, and compiles nothing. The two grammars accept the
-//! same texts: nothing is skipped between tokens, and `root` is the whole answer.
+//! [`to_lark`] only translates text; it does not compile the grammar. Both grammars accept the same texts: no white
+//! space is skipped between terminals, and `root` is the whole answer.
 //!
-//! llguidance reads an answer in two layers: a lexer takes the longest terminal that fits, and a parser takes
-//! terminals. GBNF has one layer, of characters. `terminals` therefore decides which parts of a grammar may become
-//! terminals without a change of meaning; every other part becomes a rule over single characters.
+//! llguidance reads an answer in two layers: a lexer takes the longest terminal that matches, and a parser takes
+//! terminals. GBNF has one layer, of characters. So `terminals` decides which parts of a grammar can become terminals
+//! without a change of meaning. Every other part becomes a rule over single characters.
 //!
-//! Refused by name: token literals (`<think>`, `<[7]>`), left recursion, and what exceeds a bound.
+//! Errors: token literals (`<think>`, `<[7]>`), left recursion, and grammars that exceed a bound.
 
 mod chars;
 mod syntax;
@@ -18,7 +18,7 @@ use std::fmt::Write;
 
 use syntax::{Node, Syntax};
 
-/// The Lark grammar that accepts what a GBNF grammar accepts. An error names line and column, both from 1.
+/// The Lark grammar that accepts the same texts as a GBNF grammar. Errors give line and column, both from 1.
 pub fn to_lark(grammar: &str) -> Result<String, String> {
     let syntax = syntax::read(grammar)?;
     let terminals = terminals::choose(&syntax);
@@ -26,27 +26,28 @@ pub fn to_lark(grammar: &str) -> Result<String, String> {
     let mut lark = format!("start: {}\n", writer.atom(syntax.rules[syntax.root].body, false));
     while let Some((node, inside)) = writer.pending.pop() {
         let definition = writer.definition(node, inside);
-        writeln!(lark, "{}: {definition}", name(node, inside)).expect("a String takes all text");
+        writeln!(lark, "{}: {definition}", name(node, inside)).expect("writing to a String cannot fail");
     }
     Ok(lark)
 }
 
-/// The name of a node's definition in Lark, where rules are lower case and terminals upper case.
+/// The name of a node's definition in Lark. Names of rules are lower case, names of terminals are upper case.
 fn name(node: usize, terminal: bool) -> String {
     if terminal { format!("T{node}") } else { format!("r{node}") }
 }
 
-/// Writes each node as a definition of its own, since llguidance bounds how deep groups nest.
+/// Writes each node as a separate definition, because llguidance limits the nesting of groups.
 struct Writer<'a> {
     syntax: &'a Syntax,
     terminals: Vec<bool>,
-    /// Nodes that have a definition, or wait for one; the flag says whether as a terminal.
+    /// Nodes that have a definition or are in `pending`. The flag says whether the definition is a terminal.
     named: HashSet<(usize, bool)>,
     pending: Vec<(usize, bool)>,
 }
 
 impl Writer<'_> {
-    /// A node as part of another's definition; `inside` a terminal everything is one.
+    /// The text of a node in the definition of another node. `inside`: the other node is a terminal, so all its parts
+    /// are terminals too.
     fn atom(&mut self, node: usize, inside: bool) -> String {
         let node = self.syntax.target(node);
         let terminal = inside || self.terminals[node];
@@ -66,7 +67,7 @@ impl Writer<'_> {
         name(node, terminal)
     }
 
-    /// The regex of a sequence of characters, or `None` where a part is something else.
+    /// The regex of a sequence of characters, or `None` if a part is not a character.
     fn literal(&self, parts: &[usize]) -> Option<String> {
         let regex = |part: &usize| match &self.syntax.nodes[*part] {
             Node::Chars(set) => Some(set.regex()),
@@ -81,7 +82,7 @@ impl Writer<'_> {
             Node::Seq(parts) => self.atoms(parts, inside).join(" "),
             Node::Alt(choices) => self.atoms(choices, inside).join(" | "),
             Node::Repeat { node, min: 1, max: None } => format!("{}+", self.atom(*node, inside)),
-            // A rule's name before a brace would be a template.
+            // Parentheses, because Lark reads a rule's name before a brace as a template.
             Node::Repeat { node, min, max: None } => format!("({}){{{min},}}", self.atom(*node, inside)),
             Node::Repeat { node, min, max: Some(max) } => {
                 format!("({}){{{min},{max}}}", self.atom(*node, inside))

@@ -1,33 +1,34 @@
-//! The text of a GBNF grammar as rules, or an error with line and column.
+//! Parses the text of a GBNF grammar into rules. Errors give line and column.
 //!
-//! Every rule that is named is defined, once. No rule is left-recursive. Groups and repetitions nest to a bound, so
-//! that whoever walks the nodes of one rule may recurse.
+//! In the result, every referenced rule is defined exactly once, and no rule is left-recursive. The nesting of groups
+//! and repetitions is bounded, so that code may walk the nodes of a rule by recursion.
 
 use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
 
 use super::chars::CharSet;
 
-/// Most groups around each other.
+/// Deepest nesting of groups.
 const MAX_GROUPS: usize = 64;
-/// Most nodes around each other. A group takes up to three: alternatives, a sequence, and a repetition.
+/// Deepest nesting of nodes. A group has up to three: alternatives, a sequence, and a repetition.
 const MAX_DEPTH: usize = 3 * MAX_GROUPS;
-/// What a rule beyond these two bounds is told.
+/// The error for a rule that exceeds one of these two bounds.
 const TOO_DEEP: &str = "expected groups and repetitions that nest less deeply";
-/// Largest number in a repetition, as llama.cpp has it.
+/// Largest number in a repetition; llama.cpp has the same limit.
 const MAX_REPETITIONS: u32 = 2000;
 
-/// A part of a rule; the numbers are indices of [`Syntax::nodes`].
+/// A part of a rule. The numbers are indices into [`Syntax::nodes`].
 #[derive(Debug, PartialEq)]
 pub enum Node {
     /// One character of a set, which is not empty.
     Chars(CharSet),
-    /// What the rule of this index in [`Syntax::rules`] says.
+    /// A reference to a rule: an index into [`Syntax::rules`].
     Rule(usize),
-    /// One node behind another; a sequence of none is the empty text.
+    /// Nodes one after another. An empty sequence is the empty text.
     Seq(Vec<usize>),
     Alt(Vec<usize>),
-    /// A node so often; `min` is at least 1. An optional part is an [`Node::Alt`] of it and the empty text.
+    /// A node `min` to `max` times. `min` is at least 1; `max: None` = no limit. An optional part is a [`Node::Alt`] of
+    /// the part and the empty text.
     Repeat {
         node: usize,
         min: u32,
@@ -37,9 +38,9 @@ pub enum Node {
 
 #[derive(Debug)]
 pub struct Rule {
-    /// A node that is no [`Node::Rule`].
+    /// A node other than [`Node::Rule`].
     pub body: usize,
-    /// All nodes of the rule, each behind those it consists of.
+    /// All nodes of the rule. Each node comes after its parts.
     pub nodes: Range<usize>,
 }
 
@@ -52,7 +53,7 @@ pub struct Syntax {
 }
 
 impl Syntax {
-    /// The node that a reference stands for, or the node itself.
+    /// The body of the rule if the node is a reference, otherwise the node itself.
     pub fn target(&self, node: usize) -> usize {
         match self.nodes[node] {
             Node::Rule(rule) => self.rules[rule].body,
@@ -73,10 +74,10 @@ impl Syntax {
 
 /// Visits a graph depth first. `edges` are the successors of each vertex.
 pub struct DepthFirst {
-    /// All vertices; each stands behind its successors, except where an edge is in `back`.
+    /// All vertices. Each comes after its successors, except for successors along a back edge, which closes a cycle.
     pub order: Vec<usize>,
-    /// A vertex on each circle.
-    pub on_circles: Vec<usize>,
+    /// At least one vertex of each cycle.
+    pub on_cycles: Vec<usize>,
 }
 
 impl DepthFirst {
@@ -88,8 +89,8 @@ impl DepthFirst {
             Done,
         }
         let mut states = vec![State::New; edges.len()];
-        let mut visit = Self { order: Vec::with_capacity(edges.len()), on_circles: Vec::new() };
-        // The path to the present vertex, with the number of its successors that have been looked at.
+        let mut visit = Self { order: Vec::with_capacity(edges.len()), on_cycles: Vec::new() };
+        // The path to the current vertex. Each vertex has the number of its successors that were visited.
         let mut path: Vec<(usize, usize)> = Vec::new();
         for start in 0..edges.len() {
             if states[start] == State::New {
@@ -109,7 +110,7 @@ impl DepthFirst {
                         states[next] = State::Open;
                         path.push((next, 0));
                     }
-                    State::Open => visit.on_circles.push(next),
+                    State::Open => visit.on_cycles.push(next),
                     State::Done => {}
                 }
             }
@@ -118,7 +119,7 @@ impl DepthFirst {
     }
 }
 
-/// Reads a grammar.
+/// Parses a grammar.
 pub fn read(text: &str) -> Result<Syntax, String> {
     let mut reader = Reader {
         text,
@@ -135,10 +136,10 @@ pub fn read(text: &str) -> Result<Syntax, String> {
     reader.finish()
 }
 
-/// A rule that has been named.
+/// A rule that is defined or referenced.
 struct Named<'a> {
     name: &'a str,
-    /// Where the rule is defined, or first referred to.
+    /// The byte at which the rule is defined or, before that, first referenced.
     at: usize,
     rule: Option<Rule>,
 }
@@ -148,7 +149,7 @@ struct Reader<'a> {
     /// Bytes read.
     at: usize,
     nodes: Vec<Node>,
-    /// For each node, how many others are in it, one within the other.
+    /// For each node, the nesting depth of the nodes in it.
     depths: Vec<usize>,
     rules: Vec<Named<'a>>,
     indices: HashMap<&'a str, usize>,
@@ -171,7 +172,7 @@ impl<'a> Reader<'a> {
         is_next
     }
 
-    /// An error at a place in the text.
+    /// An error at a byte of the text.
     fn wrong<T>(&self, at: usize, problem: &str) -> Result<T, String> {
         let before = &self.text[..at];
         let line = before.matches('\n').count() + 1;
@@ -185,7 +186,7 @@ impl<'a> Reader<'a> {
         self.wrong(self.at, &format!("expected {expected}, found {found}"))
     }
 
-    /// Skips spaces, tabs and comments, and with `lines` the ends of lines.
+    /// Skips spaces, tabs and comments. With `lines`, also skips line ends.
     fn space(&mut self, lines: bool) {
         while let Some(next) = self.peek() {
             match next {
@@ -205,7 +206,7 @@ impl<'a> Reader<'a> {
         (!name.is_empty()).then_some(name)
     }
 
-    /// The index of the rule whose name stands at `at`.
+    /// The index of a rule. `at` is the position of its name in the text.
     fn index(&mut self, name: &'a str, at: usize) -> usize {
         *self.indices.entry(name).or_insert_with(|| {
             self.rules.push(Named { name, at, rule: None });
@@ -254,7 +255,7 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    /// Reads alternatives in `groups` groups, up to what is part of none.
+    /// Reads alternatives at the nesting depth `groups`, up to a character that cannot be part of them.
     fn alternatives(&mut self, groups: usize) -> Result<usize, String> {
         let mut choices = vec![self.sequence(groups)?];
         while self.take("|") {
@@ -320,7 +321,7 @@ impl<'a> Reader<'a> {
             let code = self.character("a character, or the closing '\"'")?;
             let set = CharSet::new(vec![(code, code)]);
             if set.is_empty() {
-                return self.wrong(at, "expected the number of a character");
+                return self.wrong(at, "expected the code point of a character");
             }
             parts.push(self.push(Node::Chars(set))?);
         }
@@ -335,14 +336,14 @@ impl<'a> Reader<'a> {
         while !self.take("]") {
             let at = self.at;
             let from = self.character("a character, or the closing ']'")?;
-            // A dash before the bracket is a character.
+            // A dash before the closing bracket is a character, not a range.
             let mut to = from;
             if self.rest().starts_with('-') && !self.rest().starts_with("-]") {
                 self.at += 1;
                 to = self.character("the last character of the range")?;
             }
             if to < from {
-                return self.wrong(at, "expected a range that ends behind its begin");
+                return self.wrong(at, "expected a range whose end is not before its start");
             }
             ranges.push((from, to));
         }
@@ -355,7 +356,7 @@ impl<'a> Reader<'a> {
         self.push(Node::Chars(set))
     }
 
-    /// The code point of the next character or escape; it may be a number that no character has.
+    /// The number of the next character or escape. It may be a number that is not a code point.
     fn character(&mut self, expected: &str) -> Result<u32, String> {
         let at = self.at;
         let Some(next) = self.peek() else { return self.expected(expected) };
@@ -392,7 +393,7 @@ impl<'a> Reader<'a> {
         Ok(character.into())
     }
 
-    /// The repetition that stands here, of a node.
+    /// Reads a repetition operator, and applies it to a node.
     fn repetition(&mut self, node: usize, lines: bool) -> Result<usize, String> {
         let at = self.at;
         let (min, max) = match self.peek() {
@@ -419,7 +420,7 @@ impl<'a> Reader<'a> {
         };
         self.at += 1;
         if max.is_some_and(|max| max < min) {
-            return self.wrong(at, "expected a repetition whose first number is not the larger one");
+            return self.wrong(at, "expected a repetition whose first number is not larger than the second");
         }
         match (min, max) {
             (_, Some(0)) => self.push(Node::Seq(Vec::new())),
@@ -448,7 +449,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Looks for what no single rule shows: rules that are missing, and left recursion.
+    /// Checks for errors that concern several rules: missing rules and left recursion.
     fn finish(mut self) -> Result<Syntax, String> {
         let Some(&root) = self.indices.get("root") else {
             return self.expected("a rule with the name \"root\"");
@@ -457,28 +458,28 @@ impl<'a> Reader<'a> {
         for named in &mut self.rules {
             let Some(rule) = named.rule.take() else {
                 let (at, name) = (named.at, quoted(named.name));
-                return self.wrong(at, &format!("the rule {name} is defined nowhere"));
+                return self.wrong(at, &format!("the rule {name} is not defined"));
             };
             rules.push(rule);
         }
         let syntax = Syntax { nodes: std::mem::take(&mut self.nodes), rules, root };
         let left = DepthFirst::visit(&begins(&syntax));
-        if let Some(rule) = left.on_circles.first() {
+        if let Some(rule) = left.on_cycles.first() {
             let (at, name) = (self.rules[*rule].at, quoted(self.rules[*rule].name));
-            let problem = "begins with itself; left recursion is not supported, write a repetition";
+            let problem = "begins with itself; left recursion is not supported, use a repetition";
             return self.wrong(at, &format!("the rule {name} {problem}"));
         }
         Ok(syntax)
     }
 }
 
-/// A rule's name in an error, which is one short line.
+/// A rule's name for an error. A long name is cut.
 fn quoted(name: &str) -> String {
     const MOST: usize = 40;
     if name.len() <= MOST { format!("{name:?}") } else { format!("\"{}...\"", &name[..MOST]) }
 }
 
-/// For each rule, the rules that its text may begin with.
+/// For each rule, the rules that it may begin with.
 fn begins(syntax: &Syntax) -> Vec<Vec<usize>> {
     let nullable = nullable(syntax);
     let mut edges = vec![Vec::new(); syntax.rules.len()];

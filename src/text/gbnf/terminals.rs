@@ -1,13 +1,13 @@
-//! Which parts of a grammar may become terminals of a lexer that takes the longest text.
+//! Decides which parts of a grammar become terminals. The lexer always takes the longest terminal that matches.
 //!
-//! A terminal that is a regex over many characters is fast: a mask for free text inside a string walks a table. A rule
-//! over single characters runs the parser for each character of each token of the vocabulary, which is too slow
-//! where most tokens are allowed. The longest text may be the wrong one, though: of `"a" "bc" | "ab" "d"` the text
-//! "abc" begins with the terminals "a" and "ab", and only the shorter one leads on.
+//! A terminal that is a regex over many characters is fast: to compute the mask for free text in a string, the lexer
+//! walks a table. A rule over single characters runs the parser for each character of each token of the vocabulary,
+//! which is too slow where most tokens are allowed. But the longest match may be the wrong one: with
+//! `"a" "bc" | "ab" "d"`, the text "abc" begins with the terminals "a" and "ab", and only "a" leads to a match.
 //!
-//! [`choose`] therefore begins with the largest parts that no recursion reaches, and takes apart each terminal for which
-//! it cannot show that the longest text is the right one. The checks err on the safe side only. Single characters need
-//! no check, because all of them are equally long.
+//! So [`choose`] begins with the largest parts without recursion, and splits each terminal for which it cannot prove
+//! that the longest match is right. The checks may split a terminal without need, but never keep a wrong one. Terminals
+//! of a single character need no check, because all of them have the same length.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::rc::Rc;
@@ -15,18 +15,18 @@ use std::rc::Rc;
 use super::chars::CharSet;
 use super::syntax::{DepthFirst, Node, Syntax};
 
-/// Most ranges of a [`FirstSets::first`] or [`FirstSets::more`]; a larger set is taken for every character.
+/// Most ranges of a [`FirstSets::first`] or [`FirstSets::more`]. A larger set is replaced by the set of all characters.
 const MAX_RANGES: usize = 256;
-/// Most places, and pairs of places, that are looked at; beyond that every terminal is a single character.
+/// Most places and pairs of places that are checked. If there are more, every terminal is a single character.
 const MAX_STEPS: usize = 2_000_000;
 
-/// Most copies of rules within each other.
+/// Deepest nesting of copied rules.
 const MAX_COPIED: usize = 8;
-/// Number of states from which on no more rules are copied.
+/// If the graph has this many states, rules are no longer copied.
 const MAX_STATES: usize = 20_000;
 
-/// For each node, whether it becomes a terminal wherever it stands outside of another terminal. A reference has no
-/// entry of its own: [`Syntax::target`] has.
+/// For each node, whether it becomes a terminal where it is not part of another terminal. For a reference, see the
+/// entry of its [`Syntax::target`].
 pub fn choose(syntax: &Syntax) -> Vec<bool> {
     let sets = FirstSets::of_all(syntax);
     let mut terminals: Vec<bool> =
@@ -43,21 +43,21 @@ pub fn choose(syntax: &Syntax) -> Vec<bool> {
     }
 }
 
-/// What is known of the texts of a node without recursion.
+/// Properties of the texts that a node without recursion matches.
 #[derive(Clone)]
 struct FirstSets {
     nullable: bool,
     /// The characters that a text may begin with.
     first: CharSet,
-    /// The characters that may follow a whole text within a longer one; every character where that is unknown.
+    /// The characters that may follow a text of the node within a longer text of the node; all characters if unknown.
     more: CharSet,
 }
 
 impl FirstSets {
-    /// The sets of each node; `None` for a node from which a recursive rule is reached.
+    /// The sets of each node; `None` for a node that refers, directly or indirectly, to a recursive rule.
     fn of_all(syntax: &Syntax) -> Vec<Option<Self>> {
         let mut all: Vec<Option<Self>> = vec![None; syntax.nodes.len()];
-        // A rule stands behind those it refers to, unless they are recursive.
+        // In this order, a rule comes after the rules that it refers to, unless they are recursive.
         for rule in DepthFirst::visit(&syntax.references()).order {
             for node in syntax.rules[rule].nodes.clone() {
                 all[node] = Self::of(&syntax.nodes[node], |part| all[syntax.target(part)].as_ref());
@@ -90,7 +90,7 @@ impl FirstSets {
     }
 
     fn then(&self, next: &Self) -> Self {
-        // A character that both goes on here and begins what is next leads to two places at once.
+        // Ambiguous: the same character may continue this part or begin the next one.
         let ambiguous =
             self.more.intersects(&next.first) || self.nullable && self.first.intersects(&next.first);
         let first =
@@ -109,13 +109,13 @@ impl FirstSets {
 
     fn either(choices: &[&Self]) -> Self {
         let first = CharSet::union(choices.iter().map(|choice| &choice.first));
-        // Where no two choices begin alike, each of their first characters counts once.
-        let apart = choices.iter().map(|choice| choice.first.len()).sum::<usize>() == first.len();
+        // The choices are disjoint if no two of them can begin with the same character.
+        let disjoint = choices.iter().map(|choice| choice.first.len()).sum::<usize>() == first.len();
         let more = CharSet::union(choices.iter().map(|choice| &choice.more));
         Self {
             nullable: choices.iter().any(|choice| choice.nullable),
             first,
-            more: if apart { more } else { CharSet::any() },
+            more: if disjoint { more } else { CharSet::any() },
         }
     }
 
@@ -136,26 +136,26 @@ impl FirstSets {
     }
 }
 
-/// The grammar as a graph of states between terminals. A recursive rule has one begin and one end for all references, so
-/// the graph allows more than the grammar: each order of terminals that the grammar has, the graph has too.
+/// The grammar as a graph of states between terminals. A recursive rule has one begin and one end for all references,
+/// so the graph allows all sequences of terminals that the grammar allows, and possibly more.
 struct Places {
-    /// For each state, the states that are reached without a terminal.
+    /// For each state, the states that can be reached without a terminal.
     skips: Vec<Vec<usize>>,
     /// For each state, the places that begin in it.
     begins: Vec<Vec<usize>>,
     places: Vec<Place>,
 }
 
-/// A place where a terminal stands.
+/// One occurrence of a terminal in the graph.
 struct Place {
     /// The node of the terminal.
     node: usize,
-    /// The state behind it.
+    /// The state after it.
     to: usize,
 }
 
 impl Places {
-    /// Where every answer begins.
+    /// The state in which every answer begins.
     const START: usize = 0;
 
     fn new(syntax: &Syntax, sets: &[Option<FirstSets>], terminals: &[bool]) -> Self {
@@ -179,7 +179,7 @@ impl Places {
         self.skips.len() - 1
     }
 
-    /// The places that may come in a state.
+    /// The places that may come next in a state; `None` if the steps are used up.
     fn next(&self, state: usize, steps: &mut usize) -> Option<Vec<usize>> {
         let (mut seen, mut pending, mut next) = (HashSet::from([state]), vec![state], Vec::new());
         while let Some(state) = pending.pop() {
@@ -190,10 +190,11 @@ impl Places {
         Some(next)
     }
 
-    /// Terminals for which the longest text may be the wrong one; `None` where the steps are used up.
+    /// Terminals for which the longest match may be wrong; `None` if the steps are used up.
     ///
-    /// Two places are a pair if the lexer may look for both at once. Any two of the first places are a pair. Where both
-    /// places of a pair may take the same text, each place behind the one and each behind the other are a pair again.
+    /// Two places are a pair if the lexer may try both at the same position. Any two of the first places are a pair. If
+    /// both places of a pair may match the same text, each place after the first and each place after the second are a
+    /// pair as well.
     fn unsafe_terminals(
         &self,
         syntax: &Syntax,
@@ -204,7 +205,7 @@ impl Places {
             |place: usize| sets[self.places[place].node].as_ref().expect("a terminal is not recursive");
         let single = |place: usize| matches!(syntax.nodes[self.places[place].node], Node::Chars(_));
         let mut known: HashMap<usize, Rc<[usize]>> = HashMap::new();
-        let mut behind = |state: usize, steps: &mut usize| -> Option<Rc<[usize]>> {
+        let mut following = |state: usize, steps: &mut usize| -> Option<Rc<[usize]>> {
             if let Some(next) = known.get(&state) {
                 return Some(Rc::clone(next));
             }
@@ -214,7 +215,7 @@ impl Places {
         };
         let mut found = BTreeSet::new();
         let (mut seen, mut pending) = (HashSet::new(), Vec::new());
-        let first = behind(Self::START, steps)?;
+        let first = following(Self::START, steps)?;
         let mut sets = vec![(Rc::clone(&first), first)];
         loop {
             for (some, others) in sets.drain(..) {
@@ -236,8 +237,8 @@ impl Places {
                     continue;
                 }
             }
-            let next = [behind(self.places[a].to, steps)?, behind(self.places[b].to, steps)?];
-            // Only one terminal, or characters, which nothing in them can follow.
+            let next = [following(self.places[a].to, steps)?, following(self.places[b].to, steps)?];
+            // Here both places have the same terminal, or both are single characters, whose `more` is empty.
             let more = &sets(a).more;
             *steps = steps.checked_sub(next[0].len() + next[1].len())?;
             if next.iter().any(|next| next.iter().any(|place| sets(*place).first.intersects(more))) {
@@ -250,7 +251,7 @@ impl Places {
     }
 }
 
-/// Makes the graph of a grammar.
+/// Builds the graph of a grammar.
 struct Build<'a> {
     syntax: &'a Syntax,
     sets: &'a [Option<FirstSets>],
@@ -258,9 +259,9 @@ struct Build<'a> {
     places: Places,
     /// Begin and end of each rule that is referred to.
     rules: HashMap<usize, (usize, usize)>,
-    /// Rules that have ends, and nothing between them yet.
+    /// Rules whose begin and end exist, but whose body is not in the graph yet.
     pending: Vec<usize>,
-    /// How many rules the present place is a copy of, one within the other.
+    /// Current nesting of copied rules.
     copied: usize,
 }
 
@@ -279,7 +280,7 @@ impl Build<'_> {
         self.copied < MAX_COPIED && self.places.skips.len() < MAX_STATES
     }
 
-    /// Puts a node behind a state; returns the state behind the node.
+    /// Adds a node after the state `from`. Returns the state after the node.
     fn span(&mut self, node: usize, from: usize) -> usize {
         let syntax = self.syntax;
         let target = syntax.target(node);
@@ -291,8 +292,8 @@ impl Build<'_> {
         }
         match &syntax.nodes[node] {
             Node::Chars(_) => unreachable!("a character is a terminal"),
-            // Each reference gets a copy of a rule without recursion. White space is such a rule, and stands almost
-            // everywhere: with one begin and one end, anything might follow anything.
+            // Each reference to a rule without recursion gets its own copy of the rule. Example: a rule for white space
+            // is used almost everywhere. With only one begin and one end, the graph would allow any order of terminals.
             Node::Rule(_) if self.sets[target].is_some() && self.may_copy() => {
                 self.copied += 1;
                 let to = self.span(target, from);
@@ -315,7 +316,7 @@ impl Build<'_> {
                 }
                 to
             }
-            // Any number of times, whatever the numbers say.
+            // The graph ignores the limits and allows one or more repetitions.
             Node::Repeat { node, .. } => {
                 let (begin, to) = (self.places.state(), self.places.state());
                 self.places.skips[from].push(begin);
