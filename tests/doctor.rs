@@ -159,7 +159,7 @@ fn remedies_are_exact() {
             "gttsize-set",
             "# kernel parameter to add: ttm.pages_limit=16777216 (docs/doctor.md says how)",
         ),
-        ("nomodeset", "nomodeset", "# kernel parameter to take off: nomodeset (docs/doctor.md says how)"),
+        ("nomodeset", "nomodeset", "# kernel parameter to remove: nomodeset (docs/doctor.md says how)"),
         ("debian-12-mesa", "mesa-old", "sudo apt install -t bookworm-backports mesa-vulkan-drivers"),
         ("llvmpipe-only", "no-radv", "sudo pacman -S vulkan-radeon"),
         (
@@ -272,7 +272,7 @@ fn a_model_that_is_not_there_is_a_finding_of_a_whole_report() {
     assert_eq!((text(&finding, "severity"), text(&finding, "code")), ("problem", "model-not-pulled"));
     assert!(text(&finding, "found").contains("google/gemma-3-1b-it"), "{finding}");
     let root = tree.join("srv/models").display().to_string();
-    assert_eq!(text(&finding, "cause"), format!("nothing of it lies in {root}"));
+    assert_eq!(text(&finding, "cause"), format!("it is not in {root}"));
     assert_eq!(lines(&finding), ["unicorn pull google/gemma-3-1b-it"]);
     assert_eq!(found(&["--disk"], 1)["code"], "model-not-pulled", "nothing is measured");
     let (status, script, _) = doctor(tree, &["--fix"]);
@@ -332,7 +332,7 @@ fn a_model_is_planned_and_its_disk_measured() {
         line.unwrap_or_else(|| panic!("{text}")).to_owned()
     };
     let line = measured();
-    assert!(line.contains("too little to tell the disk's speed"), "{line}");
+    assert!(line.contains("not enough data to measure the speed of the disk"), "{line}");
     std::fs::File::create(folder.path().join("more")).unwrap().set_len(64 << 20).unwrap();
     let line = measured();
     let words: Vec<&str> = line.split_whitespace().collect();
