@@ -115,7 +115,7 @@ fn answers_and_metrics_tell_the_energy_of_a_machine_that_tells_it() {
 
     let machine = no_power();
     let mut server = Daemon::start(&["--root", machine.path().to_str().expect("UTF-8")]);
-    let line = "energy   unknown: /sys/class/powercap has no package of RAPL";
+    let line = "energy   unknown: /sys/class/powercap has no RAPL package";
     assert!(server.log.iter().any(|logged| logged.contains(line)), "{:#?}", server.log);
     let (status, body) = server.ask(&[], false);
     assert!(status == 200 && body.contains("timings") && !body.contains("joules"), "{body}");
@@ -245,7 +245,8 @@ fn sighup_reads_the_configuration_again_and_never_ends_the_server() {
     std::fs::write(&keys, new).expect("written");
     written("debug", "queue = 7\nconnections = 7\n");
     server.signal("HUP");
-    server.wait_for_line("server.connections has changed; the change takes effect after a restart of unicorn");
+    server
+        .wait_for_line("server.connections has changed; the change takes effect after a restart of unicorn");
     server.wait_for_line("read the configuration again");
     assert_eq!((with(&server, old), with(&server, new)), (401, 200));
     server.wait_for_line("DEBUG");

@@ -94,7 +94,7 @@ impl DeviceFactory {
         let mut log = LoadLog::begin();
         loop {
             self.observer.set_loading(Some(log.doing()));
-            match connection.receive_meanwhile(self.patience, || log.look()) {
+            match connection.receive_meanwhile(self.patience, || log.log_if_due()) {
                 Ok(Load::Doing(doing)) => log.take(doing),
                 Ok(Load::Done(loaded)) => {
                     self.observer.set_loading(None);
