@@ -198,7 +198,7 @@ fn what_a_user_configures_counts() {
     assert_eq!(run(("UNICORN_SERVER_PORT", "8011")).0, 0);
     let (status, _, stderr) = run(("UNICORN_SERVER_HOST", "0.0.0.0"));
     assert_eq!(status, 1);
-    assert!(stderr.contains("a problem of this machine keeps `unicorn serve` from serving"), "{stderr}");
+    assert!(stderr.contains("1 problem of this machine prevents `unicorn serve` from running"), "{stderr}");
 
     // Software Vulkan is accepted where it is allowed, and slow.
     let tree = self::tree(&self::case("no-render-group").0);
@@ -279,7 +279,7 @@ fn a_model_that_is_not_there_is_a_finding_of_a_whole_report() {
     assert_eq!((status, script.as_str()), (1, "unicorn pull google/gemma-3-1b-it\n"));
     let (_, plain, stderr) = doctor(tree, &[]);
     assert!(plain.contains("problem  model-not-pulled") && plain.contains("1 problem, "), "{plain}");
-    assert!(stderr.starts_with("error: a problem of this machine"), "{stderr}");
+    assert!(stderr.starts_with("error: 1 problem of this machine"), "{stderr}");
     // A published shape asks for no model.
     assert_eq!(found(&["--shape", "gemma-3-1b", "--scheme", "int4-g128"], 0), Value::Null);
 

@@ -148,8 +148,8 @@ fn run(level: Level) -> Result<(), Error> {
         device.map_or(0, |device| device.progress())
     };
     channel.show_progress(progress).map_err(Error::Channel)?;
-    let (vocab_size, before) = (task.vocab_size, task.npu.clone());
-    let (config, files, observer) = take(&mut channel, task).map_err(Error::Channel)?;
+    let (vocab_size, first_npu) = (task.vocab_size, task.npu.clone());
+    let (config, files, observer) = receive_task(&mut channel, task).map_err(Error::Channel)?;
     let mut reported: Option<(Loading, Instant)> = None;
     let mut report = |doing: Loading, device: Option<&Arc<Device>>| {
         *locked(&of_load) = device.map(Arc::downgrade).unwrap_or_default();
@@ -162,7 +162,7 @@ fn run(level: Level) -> Result<(), Error> {
         }
     };
     let (OnDevice { runner: model, draft, npu }, self_test) =
-        match load(&config, files, vocab_size, before.as_ref(), &mut report) {
+        match load(&config, files, vocab_size, first_npu.as_ref(), &mut report) {
             Ok(loaded) => loaded,
             Err(error) => {
                 let refusal = Refusal { message: error.to_string(), exit_code: error.exit_code() };
@@ -205,7 +205,10 @@ fn locked(timeline: &Mutex<Weak<Device>>) -> MutexGuard<'_, Weak<Device>> {
 }
 
 /// Receives the files and the second channel of a task.
-fn take(channel: &mut Channel, task: Task) -> std::io::Result<(Config, [Option<ModelFiles>; 2], Channel)> {
+fn receive_task(
+    channel: &mut Channel,
+    task: Task,
+) -> std::io::Result<(Config, [Option<ModelFiles>; 2], Channel)> {
     let mut receive = |names: Option<HeldNames>| {
         let Some(names) = names else { return Ok(None) };
         let files = channel.receive_files()?;
@@ -222,13 +225,13 @@ fn load(
     config: &Config,
     [model, draft]: [Option<ModelFiles>; 2],
     vocab_size: usize,
-    before: Option<&NpuStart>,
+    first_npu: Option<&NpuStart>,
     report: &mut dyn FnMut(Loading, Option<&Arc<Device>>),
 ) -> Result<(OnDevice, SelfTested), Error> {
     let model = model.expect("a task has a model");
     let watch = if config.gpu.profile { Watch::Kernels } else { Watch::Nothing };
     let mut loaded =
-        load::on_device(&model, draft.as_ref(), Some(vocab_size), config, watch, before, report)?;
+        load::on_device(&model, draft.as_ref(), Some(vocab_size), config, watch, first_npu, report)?;
     let since = Instant::now();
     report(Loading::SelfTest, Some(loaded.runner.device()));
     let own = loaded.runner.self_test()?;

@@ -27,7 +27,7 @@ const REST: Duration = Duration::from_secs(1);
 const FRESH: Duration = Duration::from_millis(2);
 /// More than the power of any processor or GPU. If a counter has grown faster, it was reset or the machine was
 /// suspended.
-const MOST_WATTS: f64 = 2000.0;
+const MAX_WATTS: f64 = 2000.0;
 /// Maximum bytes of a file, which has one number.
 const FILE_BYTES: usize = 32;
 
@@ -245,7 +245,7 @@ impl Package {
             None => None,
         };
         let joules = grown.map(|microjoules| microjoules as f64 / 1e6);
-        let credible = joules.filter(|joules| *joules <= MOST_WATTS * elapsed.as_secs_f64());
+        let credible = joules.filter(|joules| *joules <= MAX_WATTS * elapsed.as_secs_f64());
         credible
             .map(Some)
             .ok_or_else(|| format!("/{}: implausible step from {last} to {now}", self.energy.path))
@@ -262,7 +262,7 @@ struct Sensor {
 impl Sensor {
     fn read(&mut self, elapsed: Option<Duration>) -> Result<Option<f64>, String> {
         let watts = self.power.read()? as f64 / 1e6;
-        if watts > MOST_WATTS {
+        if watts > MAX_WATTS {
             return Err(format!("/{}: {watts} W is too much for a GPU", self.power.path));
         }
         let mean = (watts + std::mem::replace(&mut self.last, watts)) / 2.0;

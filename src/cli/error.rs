@@ -44,9 +44,9 @@ pub enum Error {
     #[error("cannot start the runtime: {0}")]
     Runtime(std::io::Error),
     #[error("{what} could not be read within {seconds} s: the disk or network of the files does not answer")]
-    ReloadHangs { what: &'static str, seconds: u64 },
+    ReloadTimeout { what: &'static str, seconds: u64 },
     #[error("the configuration was not read: {0} earlier readings still wait for their disk or network")]
-    ReloadsHang(usize),
+    TooManyReloads(usize),
     #[error("cannot write to standard output: {0}")]
     Output(std::io::Error),
     #[error("terminal input failed: {0}")]
@@ -109,8 +109,8 @@ pub enum Error {
     #[error("internal error while loading the model (see the messages above)")]
     LoadPanicked,
     /// The number of problems that the doctor found, which its report lists.
-    #[error("{}", unfit(*.0))]
-    Unfit(usize),
+    #[error("{}", doctor_problems(*.0))]
+    DoctorProblems(usize),
     #[error("internal error (see the messages above)")]
     Panicked,
 }
@@ -158,14 +158,14 @@ impl Error {
             Self::Text(TextError::NoThread { .. })
             | Self::Serve(_)
             | Self::Runtime(_)
-            | Self::ReloadHangs { .. }
-            | Self::ReloadsHang(_)
+            | Self::ReloadTimeout { .. }
+            | Self::TooManyReloads(_)
             | Self::Output(_)
             | Self::Channel(_)
             | Self::Terminal(_)
             | Self::Measured { .. }
             | Self::Compiler { .. }
-            | Self::Unfit(_) => SYSTEM,
+            | Self::DoctorProblems(_) => SYSTEM,
             #[cfg(feature = "npu")]
             Self::Tool { .. } => SYSTEM,
             Self::File { .. }
@@ -189,10 +189,10 @@ impl Error {
     }
 }
 
-fn unfit(problems: usize) -> String {
+fn doctor_problems(problems: usize) -> String {
     match problems {
-        1 => "a problem of this machine keeps `unicorn serve` from serving: see above".into(),
-        n => format!("{n} problems of this machine keep `unicorn serve` from serving: see above"),
+        1 => "1 problem of this machine prevents `unicorn serve` from running: see above".into(),
+        n => format!("{n} problems of this machine prevent `unicorn serve` from running: see above"),
     }
 }
 

@@ -177,7 +177,7 @@ pub struct OnDevice {
 /// - `sample_below`: the number of token ids of the tokenizer. Only smaller ids are sampled, because further rows of
 /// the
 ///   embedding are padding without text.
-/// - `before`: the state of the NPU at the first load of this model; `None` at the first load.
+/// - `first_npu`: the state of the NPU at the first load of this model; `None` at the first load.
 /// - `report` is called with the present step of the load, and with the device once it is open.
 pub fn on_device(
     files: &ModelFiles,
@@ -185,7 +185,7 @@ pub fn on_device(
     sample_below: Option<usize>,
     config: &Config,
     watch: Watch,
-    before: Option<&NpuStart>,
+    first_npu: Option<&NpuStart>,
     report: &mut dyn FnMut(Loading, Option<&Arc<Device>>),
 ) -> Result<OnDevice, Error> {
     if let Some(manifest) = Manifest::read(files)?
@@ -199,7 +199,7 @@ pub fn on_device(
     }
     report(Loading::Device, None);
     // If a required NPU is missing, the load fails here, and not after a minute of loading.
-    let mut npu = if watch == Watch::Activations { None } else { Npu::open(files, config, before)? };
+    let mut npu = if watch == Watch::Activations { None } else { Npu::open(files, config, first_npu)? };
     let policy = policy(config, watch == Watch::Kernels);
     let mut device = Device::open(&policy)?;
     npu.as_mut().map_or(Ok(()), |npu| npu.meet(device.can_share(), config))?;

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 /// How often the log reports the progress of a load.
-const EVERY: Duration = Duration::from_secs(3);
+const LOG_EVERY: Duration = Duration::from_secs(3);
 
 /// The present step of a load.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -80,7 +80,7 @@ impl LoadLog {
     /// Writes a line if the last one is old enough.
     pub fn log_if_due(&mut self) {
         let now = Instant::now();
-        if self.is_silent || now - self.last.0 < EVERY {
+        if self.is_silent || now - self.last.0 < LOG_EVERY {
             return;
         }
         tracing::info!("loading  {}", self.line(now));

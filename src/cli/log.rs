@@ -34,9 +34,9 @@ const WAITING_LINES: usize = 4096;
 /// Bytes that a writable pipe accepts without blocking (POSIX: `PIPE_BUF`, at least 512; 4096 on Linux).
 const CHUNK_BYTES: usize = 4096;
 /// How often the thread checks whether the process ends, while the reader does not read.
-const LOOK_AGAIN: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
-/// Longest time for writing the waiting lines when the process ends and the reader does not read.
-const LAST_LINES: Duration = Duration::from_millis(500);
+const POLL_INTERVAL: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
+/// Longest time for writing the waiting lines at the end of the process, if the reader does not read.
+const FLUSH_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// Set when the log starts.
 static FORMAT: OnceLock<LogFormat> = OnceLock::new();
@@ -45,7 +45,7 @@ static QUEUE: OnceLock<ErrorCounter> = OnceLock::new();
 /// Number of lines that could not be written.
 static UNWRITTEN: AtomicU64 = AtomicU64::new(0);
 /// Deadline at the end of the process: after it, lines that cannot be written without blocking are lost.
-static END: OnceLock<Instant> = OnceLock::new();
+static DEADLINE: OnceLock<Instant> = OnceLock::new();
 
 /// Number of lines lost since the start.
 pub fn lost_lines() -> u64 {
@@ -53,7 +53,7 @@ pub fn lost_lines() -> u64 {
     queue as u64 + UNWRITTEN.load(Ordering::Relaxed)
 }
 
-/// The log of the process. Dropping it writes the waiting lines, for [`LAST_LINES`] at most.
+/// The log of the process. Dropping it writes the waiting lines, for [`FLUSH_TIMEOUT`] at most.
 pub struct Log {
     pub level: Level,
     writer: Option<WorkerGuard>,
@@ -65,7 +65,7 @@ impl Log {
     pub fn start(filter: EnvFilter, format: Option<LogFormat>, with_time: bool) -> Self {
         let format = *FORMAT.get_or_init(|| format.unwrap_or_else(default_format));
         let queue = NonBlockingBuilder::default().buffered_lines_limit(WAITING_LINES).lossy(true);
-        let (lines, writer) = queue.thread_name("log").finish(Patient { reported: 0 });
+        let (lines, writer) = queue.thread_name("log").finish(LogWriter { reported: 0 });
         let _ = QUEUE.set(lines.error_counter());
         let (filter, handle) = reload::Layer::new(filter);
         let text = layer()
@@ -105,7 +105,7 @@ impl Level {
 
 impl Drop for Log {
     fn drop(&mut self) {
-        let end = *END.get_or_init(|| Instant::now() + LAST_LINES);
+        let end = *DEADLINE.get_or_init(|| Instant::now() + FLUSH_TIMEOUT);
         if !is_writable(&io::stderr(), &Timespec::default()) {
             // The guard prints to standard output if the queue is full. After this pause the queue is empty.
             thread::sleep(end.saturating_duration_since(Instant::now()));
@@ -155,7 +155,7 @@ const fn priority(level: tracing::Level) -> &'static str {
 /// not read while the process ends.
 pub fn say(line: impl Display) {
     let line = line.to_string();
-    let _ = write_whole(outside(tracing::Level::ERROR, &visible(&line)).as_bytes());
+    let _ = write_whole(formatted(tracing::Level::ERROR, &visible(&line)).as_bytes());
 }
 
 /// Writes additional information to standard error as [`say`] does, dimmed to distinguish it from an answer.
@@ -163,11 +163,11 @@ pub fn note(lines: impl Display) {
     let lines = lines.to_string();
     let colors = FORMAT.get() == Some(&LogFormat::Text) && has_colors(&io::stderr());
     // `visible` has escaped all control characters, so the text cannot end the dimming.
-    let _ = write_whole(outside(tracing::Level::INFO, &dim(&visible(&lines), colors)).as_bytes());
+    let _ = write_whole(formatted(tracing::Level::INFO, &dim(&visible(&lines), colors)).as_bytes());
 }
 
 /// A line outside the log, in its format.
-fn outside(level: tracing::Level, line: &str) -> String {
+fn formatted(level: tracing::Level, line: &str) -> String {
     match FORMAT.get() {
         Some(LogFormat::Json) => format!("{}\n", json!({ "level": level.as_str(), "message": line })),
         Some(LogFormat::Journal) => format!("{}{line}\n", priority(level)),
@@ -176,12 +176,12 @@ fn outside(level: tracing::Level, line: &str) -> String {
 }
 
 /// Standard error for the log's thread: a write waits for the reader or for the end of the process, and never fails.
-struct Patient {
+struct LogWriter {
     /// The number of lost lines that the log has reported already.
     reported: u64,
 }
 
-impl Write for Patient {
+impl Write for LogWriter {
     /// Writes one whole line.
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         let lost = lost_lines();
@@ -223,7 +223,7 @@ fn readable(line: &[u8], is_json: bool) -> Cow<'_, [u8]> {
 fn lost_note(lines: u64) -> String {
     let note = format!("{lines} lines of the log were lost here: they were not read in time");
     match FORMAT.get() {
-        Some(LogFormat::Json | LogFormat::Journal) => outside(tracing::Level::WARN, &note),
+        Some(LogFormat::Json | LogFormat::Journal) => formatted(tracing::Level::WARN, &note),
         Some(LogFormat::Text) | None => format!(" WARN {note}\n"),
     }
 }
@@ -240,8 +240,8 @@ fn write_whole(mut text: &[u8]) -> io::Result<()> {
 
 /// Waits until some bytes can be written without blocking; fails if the process ends first.
 fn wait_for(error: &Stderr) -> io::Result<()> {
-    while !is_writable(error, &LOOK_AGAIN) {
-        if END.get().is_some_and(|end| *end <= Instant::now()) {
+    while !is_writable(error, &POLL_INTERVAL) {
+        if DEADLINE.get().is_some_and(|end| *end <= Instant::now()) {
             return Err(io::ErrorKind::TimedOut.into());
         }
     }

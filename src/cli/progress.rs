@@ -22,7 +22,7 @@ pub const PATIENCE: Duration = Duration::from_secs(1);
 /// How often a bar is redrawn, so that it moves during long steps too.
 const TICK: Duration = Duration::from_millis(100);
 /// No rate is shown for a shorter time, because it would fluctuate.
-const LEAST_TIME: Duration = Duration::from_secs(1);
+const MIN_TIME: Duration = Duration::from_secs(1);
 
 /// The present bars and spinners, which Ctrl-C must erase; `None` if Ctrl-C is not handled here.
 static SHOWN: Mutex<Option<Vec<ProgressBar>>> = Mutex::new(None);
@@ -96,19 +96,18 @@ struct Pace {
     /// When this run began to work.
     since: Instant,
     /// Work that counts as done, but that this run did not do.
-    not_worked: u64,
+    skipped: u64,
 }
 
 impl Pace {
     fn new(now: Instant) -> Self {
-        Self { since: now, not_worked: 0 }
+        Self { since: now, skipped: 0 }
     }
 
     /// Work per second; `None` if there is not enough work or time yet.
     fn per_s(&self, done: u64, now: Instant) -> Option<f64> {
-        let (worked, time) =
-            (done.saturating_sub(self.not_worked), now.saturating_duration_since(self.since));
-        (worked > 0 && time >= LEAST_TIME).then(|| worked as f64 / time.as_secs_f64())
+        let (worked, time) = (done.saturating_sub(self.skipped), now.saturating_duration_since(self.since));
+        (worked > 0 && time >= MIN_TIME).then(|| worked as f64 / time.as_secs_f64())
     }
 
     /// The text of a bar.
@@ -194,11 +193,11 @@ impl Bar {
 
     /// Counts work as done that this run did not have to do. It does not count for the rate.
     pub fn skip(&self, work: u64) {
-        self.pace.lock().unwrap_or_else(PoisonError::into_inner).not_worked += work;
+        self.pace.lock().unwrap_or_else(PoisonError::into_inner).skipped += work;
         self.bar.inc(work);
     }
 
-    /// Sets the text in front of the bar.
+    /// Sets the text before the bar.
     pub fn say(&self, what: impl Into<String>) {
         self.bar.set_message(what.into());
     }

@@ -7,7 +7,7 @@ use clap::Parser;
 use crate::cli::args::Sampling;
 use crate::text::StopMatcher;
 
-/// The quotes at the begin and the end of a text of several lines.
+/// The quotes at the start and the end of a text of several lines.
 const QUOTES: &str = "\"\"\"";
 
 /// The names that `/set` accepts. They are the names of the API.

@@ -32,7 +32,7 @@ const HISTORY_BYTES: u64 = 2 * (HISTORY_ENTRIES * ENTRY_BYTES) as u64;
 const PIPED_BYTES: usize = 16 << 20;
 
 pub enum Input {
-    Terminal(Box<Typist>),
+    Terminal(Box<LineEditor>),
     Piped,
 }
 
@@ -56,17 +56,17 @@ impl Input {
             .build();
         let mut editor = Editor::with_config(config).map_err(Error::Terminal)?;
         editor.set_helper(Some(Assistant { colors }));
-        let mut typist = Typist { editor, history: None };
+        let mut line_editor = LineEditor { editor, history: None };
         if with_history {
-            typist.open_history();
+            line_editor.open_history();
         }
-        Ok(Input::Terminal(Box::new(typist)))
+        Ok(Input::Terminal(Box::new(line_editor)))
     }
 
     /// The next message.
     pub fn read(&mut self) -> Result<Typed, Error> {
         match self {
-            Input::Terminal(typist) => match typist.editor.readline("> ") {
+            Input::Terminal(line_editor) => match line_editor.editor.readline("> ") {
                 Ok(text) => Ok(Typed::Message(text)),
                 Err(ReadlineError::Interrupted) => Ok(Typed::Discarded),
                 Err(ReadlineError::Eof) => Ok(Typed::End),
@@ -81,10 +81,10 @@ impl Input {
 
     /// Adds a text to the history.
     pub fn remember(&mut self, text: &str) {
-        if let Input::Terminal(typist) = self
+        if let Input::Terminal(line_editor) = self
             && text.len() <= ENTRY_BYTES
         {
-            typist.remember(text);
+            line_editor.remember(text);
         }
     }
 }
@@ -115,13 +115,13 @@ fn piped(input: &mut impl BufRead) -> Result<Option<String>, Error> {
 }
 
 /// The line editor of a terminal, and the history of typed texts.
-pub struct Typist {
+pub struct LineEditor {
     editor: Editor<Assistant, FileHistory>,
     /// The file of the history; `None` if texts are not kept.
     history: Option<PathBuf>,
 }
 
-impl Typist {
+impl LineEditor {
     /// Loads the texts of earlier runs. If this fails, the chat works without a history file.
     fn open_history(&mut self) {
         let Some(folder) = UserFolder::State.path(|name| std::env::var_os(name)) else { return };

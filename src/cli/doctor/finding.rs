@@ -9,9 +9,9 @@ pub enum Severity {
     Ok,
     /// Worth knowing; also a fact that could not be read.
     Note,
-    /// Costs speed or memory, or will fail later.
+    /// Costs speed or memory, or will cause a failure later.
     Warning,
-    /// Keeps `unicorn serve` from serving.
+    /// Prevents `unicorn serve` from running.
     Problem,
 }
 
@@ -95,7 +95,7 @@ impl Finding {
 
     /// A fact that could not be read. This is a note, and neither `ok` nor a problem.
     pub fn unread(code: &str, path: &str, error: &std::io::Error) -> Finding {
-        Finding::note(&format!("{code}-unread"), format!("unknown: /{path}: {error}")).read(path)
+        Finding::note(&format!("{code}-unread"), format!("unknown: /{path}: {error}")).read_from(path)
     }
 
     pub fn cause(mut self, cause: impl Into<String>) -> Finding {
@@ -104,7 +104,7 @@ impl Finding {
     }
 
     /// Names a file that the finding is based on, by its path relative to the root.
-    pub fn read(mut self, path: &str) -> Finding {
+    pub fn read_from(mut self, path: &str) -> Finding {
         self.read.push(format!("/{path}"));
         self
     }

@@ -4,7 +4,7 @@
 use std::io;
 
 use super::finding::Finding;
-use super::machine::{Closed, Machine, Pci};
+use super::machine::{Machine, NodeError, Pci};
 use crate::cli::load;
 use crate::config::Config;
 
@@ -49,7 +49,7 @@ pub fn check(
         let finding = Finding::problem("no-gpu", "there is no GPU on the PCI bus")
             .cause("a virtual machine or a container has only the GPUs that are passed through to it")
             .act("give this system the GPU, or run unicorn where the GPU is")
-            .read(FOLDER);
+            .read_from(FOLDER);
         return vec![finding];
     };
     let driver = gpu.driver.as_deref().unwrap_or("no driver");
@@ -57,11 +57,11 @@ pub fn check(
     if gpu.vendor != AMD {
         let finding = Finding::note("gpu-not-amd", format!("the GPU is not an AMD GPU: {id}"))
             .cause("the doctor can check the kernel driver and the memory only for amdgpu")
-            .read(&gpu.folder);
+            .read_from(&gpu.folder);
         return vec![finding, render_access(machine)];
     }
     let name = integrated(gpu).unwrap_or("AMD GPU");
-    let mut findings = vec![Finding::ok("gpu", format!("{name}, {id}")).read(&gpu.folder)];
+    let mut findings = vec![Finding::ok("gpu", format!("{name}, {id}")).read_from(&gpu.folder)];
     findings.push(kernel_driver(machine, gpu));
     if gpu.driver.as_deref() == Some("amdgpu") {
         findings.push(render_access(machine));
@@ -80,7 +80,7 @@ fn kernel_driver(machine: &Machine, gpu: &Pci) -> Finding {
         Some("vfio-pci") => Finding::problem("gpu-passed-through", "the GPU is bound to vfio-pci")
             .cause("the GPU is reserved for a virtual machine")
             .act("run unicorn in that virtual machine, or remove the GPU's id from vfio-pci.ids")
-            .read(&gpu.folder),
+            .read_from(&gpu.folder),
         driver => {
             let found = match driver {
                 None => "no driver is bound to the GPU".to_owned(),
@@ -89,15 +89,15 @@ fn kernel_driver(machine: &Machine, gpu: &Pci) -> Finding {
             if let Some(parameter) = has(&["nomodeset", "amdgpu.modeset=0"]) {
                 let finding = Finding::problem("nomodeset", found)
                     .cause(format!("the kernel parameter `{parameter}` disables amdgpu"))
-                    .read("proc/cmdline");
+                    .read_from("proc/cmdline");
                 return machine.remove_parameter(finding, parameter);
             }
-            let finding = Finding::problem("no-amdgpu", found).read(&gpu.folder);
+            let finding = Finding::problem("no-amdgpu", found).read_from(&gpu.folder);
             match blacklist(machine) {
                 Some(path) => finding
                     .cause(format!("/{path} prevents the loading of amdgpu"))
                     .command(format!("sudo sed -i '/^ *blacklist  *amdgpu/d' /{path} && sudo modprobe amdgpu"))
-                    .read(&path),
+                    .read_from(&path),
                 None => finding
                     .cause(
                         "amdgpu is not loaded, or does not support the GPU: the firmware is missing, or the kernel is too old",
@@ -128,32 +128,32 @@ fn render_access(machine: &Machine) -> Finding {
         return Finding::problem("no-render-node", "there is no /dev/dri/renderD*")
             .cause("the container has no access to the device, or udev did not create it")
             .act("in a container: docker run --device /dev/dri ..., or lxc's dev0: /dev/dri/renderD128")
-            .read(FOLDER);
+            .read_from(FOLDER);
     };
     match machine.may_open(&node) {
         Ok(()) => Finding::ok("render-access", format!("/{node} can be opened")),
-        Err(closed) => denied(
-            Finding::problem("render-group", format!("/{node} cannot be opened: {}", closed.error)),
-            &closed,
+        Err(node_error) => explain_node_error(
+            Finding::problem("render-group", format!("/{node} cannot be opened: {}", node_error.error)),
+            &node_error,
         )
-        .read("proc/self/status")
-        .read("etc/group"),
+        .read_from("proc/self/status")
+        .read_from("etc/group"),
     }
 }
 
 /// Adds why a device node cannot be opened, and what to do.
-pub fn denied(finding: Finding, closed: &Closed) -> Finding {
-    if closed.error.kind() != io::ErrorKind::PermissionDenied {
+pub fn explain_node_error(finding: Finding, node_error: &NodeError) -> Finding {
+    if node_error.error.kind() != io::ErrorKind::PermissionDenied {
         return finding
             .cause("the driver refuses to open it; the kernel log says why")
             .command("sudo dmesg | tail -50");
     }
-    match closed.group.as_deref() {
+    match node_error.group.as_deref() {
         // A bug of udev in systemd 258: https://github.com/systemd/systemd/issues/39110
         None | Some("root") => finding
             .cause("the node belongs to root only: udev did not give it to the group `render`")
             .command("sudo udevadm trigger --subsystem-match=drm --subsystem-match=accel"),
-        Some(group) if closed.joined_later => finding
+        Some(group) if node_error.joined_later => finding
             .cause(format!("the user was added to the group `{group}` after this login"))
             .act("log out and in again, or restart the service"),
         Some(group) => finding
@@ -177,19 +177,18 @@ fn lockup_timeout(machine: &Machine, config: &Config) -> Finding {
     match load::longest_submit(&parameter) {
         None => Finding::note("lockup-timeout-off", format!("amdgpu waits forever for a hung GPU: {shown}"))
             .cause("amdgpu.lockup_timeout is negative; only unicorn's hardware.hang_timeout_s ends the wait")
-            .read(LOCKUP_TIMEOUT),
+            .read_from(LOCKUP_TIMEOUT),
         Some(longest) if longest.as_millis() < u128::from(wanted) => {
             let longest = longest.as_millis();
             let finding = Finding::warning("lockup-timeout-low", format!("amdgpu resets the GPU early: {shown}"))
                 .cause(format!(
                     "unicorn limits a submit to a quarter of that, {longest} ms, although gpu.max_submit_ms is {wanted}"
                 ))
-                .read(LOCKUP_TIMEOUT);
+                .read_from(LOCKUP_TIMEOUT);
             machine.add_parameter(finding, "amdgpu.lockup_timeout=10000".into())
         }
-        Some(_) => {
-            Finding::ok(CODE, format!("amdgpu waits long enough for a submit: {shown}")).read(LOCKUP_TIMEOUT)
-        }
+        Some(_) => Finding::ok(CODE, format!("amdgpu waits long enough for a submit: {shown}"))
+            .read_from(LOCKUP_TIMEOUT),
     }
 }
 
@@ -207,10 +206,10 @@ fn resets(machine: &Machine, gpu: &Pci, log: &io::Result<Vec<String>>) -> Findin
     let finding = match (lines.last(), log) {
         (Some(line), _) => {
             let found = format!("the kernel log reports a hung or reset GPU {}: {line}", times(lines.len()));
-            Finding::warning("gpu-reset", found).read(LOG)
+            Finding::warning("gpu-reset", found).read_from(LOG)
         }
         (None, _) if machine.exists(&dump) => {
-            Finding::warning("gpu-reset", "the kernel has a dump of a hung GPU").read(&dump)
+            Finding::warning("gpu-reset", "the kernel has a dump of a hung GPU").read_from(&dump)
         }
         (None, Err(error)) => {
             let finding = Finding::unread(CODE, LOG, error);
@@ -223,7 +222,7 @@ fn resets(machine: &Machine, gpu: &Pci, log: &io::Result<Vec<String>>) -> Findin
                     .command("sudo unicorn doctor"),
             };
         }
-        (None, Ok(_)) => return Finding::ok(CODE, "the kernel log has no reset of the GPU").read(LOG),
+        (None, Ok(_)) => return Finding::ok(CODE, "the kernel log has no reset of the GPU").read_from(LOG),
     };
     finding
         .cause("a submit took longer than amdgpu's timeout, or the driver, firmware or memory failed")
@@ -242,8 +241,9 @@ mod tests {
     #[test]
     fn a_node_that_cannot_be_opened_has_a_cause() {
         let cause = |kind: io::ErrorKind, group: Option<&str>| {
-            let closed = Closed { error: kind.into(), group: group.map(str::to_owned), joined_later: false };
-            denied(Finding::problem("render-group", ""), &closed).cause.expect("a cause")
+            let node_error =
+                NodeError { error: kind.into(), group: group.map(str::to_owned), joined_later: false };
+            explain_node_error(Finding::problem("render-group", ""), &node_error).cause.expect("a cause")
         };
         use io::ErrorKind::{NotFound, PermissionDenied};
         assert!(cause(PermissionDenied, Some("video")).ends_with("not in the group `video`"));

@@ -46,7 +46,7 @@ pub struct Pci {
 
 /// A device node that cannot be opened.
 #[derive(Debug)]
-pub struct Closed {
+pub struct NodeError {
     pub error: io::Error,
     /// The group that the node belongs to.
     pub group: Option<String>,
@@ -59,7 +59,7 @@ pub struct Closed {
 pub enum Package {
     VulkanLoader,
     Radv,
-    /// Mesa, version [`super::vulkan::LEAST_MESA`] or later.
+    /// Mesa, version [`super::vulkan::MIN_MESA`] or later.
     NewerRadv,
     Xrt,
 }
@@ -210,7 +210,7 @@ impl Machine {
 
     /// Opens a device node for reading and writing. Below another root, the owner of the file is the user that created
     /// the copy. There, the node counts as owned by the group `render`, as udev sets it.
-    pub fn may_open(&self, node: &str) -> Result<(), Closed> {
+    pub fn may_open(&self, node: &str) -> Result<(), NodeError> {
         let (opened, gid) = if self.redirected {
             let gid = self.gid("render");
             let may = self.uid() == Some(0) || gid.is_some_and(|gid| self.gids().contains(&gid));
@@ -223,7 +223,7 @@ impl Machine {
         opened.map_err(|error| {
             let group = gid.and_then(|gid| self.group(gid));
             let joined_later = group.as_ref().is_some_and(|group| self.joined_later(group));
-            Closed { error, group, joined_later }
+            NodeError { error, group, joined_later }
         })
     }
 

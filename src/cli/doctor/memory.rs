@@ -11,7 +11,7 @@ const PAGE_BYTES: u64 = 4096;
 /// A carve-out of this size or more gets a note.
 const LARGE_CARVE_OUT: u64 = 8 * GIB;
 /// Less free memory than this is not enough for a server and a desktop.
-const LITTLE: u64 = 2 * GIB;
+const LOW_MEMORY: u64 = 2 * GIB;
 
 /// Sizes of a machine's memory in bytes.
 #[derive(Debug, Clone, Copy)]
@@ -64,12 +64,12 @@ pub fn check(machine: &Machine, gpu: Option<&Pci>) -> Vec<Finding> {
         }
         Some(sizes) => {
             let found = format!("{} VRAM, {} GTT", bytes(sizes.carve_out), bytes(sizes.gtt));
-            findings.push(Finding::ok("gpu-memory", found).read(&gpu.folder));
+            findings.push(Finding::ok("gpu-memory", found).read_from(&gpu.folder));
         }
         None => {
             let finding = Finding::note("gpu-memory-unread", "the size of the GPU's memory is unknown")
                 .cause("amdgpu's mem_info_vram_total or mem_info_gtt_total, or /proc/meminfo, has no number")
-                .read(&gpu.folder);
+                .read_from(&gpu.folder);
             findings.push(finding);
         }
     }
@@ -79,15 +79,15 @@ pub fn check(machine: &Machine, gpu: Option<&Pci>) -> Vec<Finding> {
 fn ram(machine: &Machine) -> Finding {
     const PATH: &str = "proc/meminfo";
     let (Some(total), Some(free)) = (machine.memory("MemTotal"), machine.memory("MemAvailable")) else {
-        return Finding::note("memory-unread", "unknown: /proc/meminfo has no sizes").read(PATH);
+        return Finding::note("memory-unread", "unknown: /proc/meminfo has no sizes").read_from(PATH);
     };
     let found = format!("{} of memory, {} free", bytes(total), bytes(free));
-    match free < LITTLE {
-        false => Finding::ok("memory", found).read(PATH),
+    match free < LOW_MEMORY {
+        false => Finding::ok("memory", found).read_from(PATH),
         true => Finding::warning("memory-low", found)
             .cause("other programs use the memory")
             .command("ps -eo rss,pid,comm --sort=-rss | head")
-            .read(PATH),
+            .read_from(PATH),
     }
 }
 
@@ -102,7 +102,7 @@ fn parameters(machine: &Machine) -> Vec<Finding> {
             .cause(
                 "the parameter is deprecated; if TTM's own limit is lower, allocations above that limit fail",
             )
-            .read(GTTSIZE);
+            .read_from(GTTSIZE);
         let finding = match machine.kernel_parameter("amdgpu.gttsize") {
             Some(value) => machine.remove_parameter(finding, format!("amdgpu.gttsize={value}")),
             None => finding.command("grep -rn gttsize /etc/modprobe.d"),
@@ -120,7 +120,7 @@ fn parameters(machine: &Machine) -> Vec<Finding> {
         };
         let finding = Finding::warning("parameter-ignored", format!("the kernel ignores `{name}={value}`"))
             .cause(cause)
-            .read(CMDLINE);
+            .read_from(CMDLINE);
         let finding = machine.remove_parameter(finding, format!("{name}={value}"));
         findings.push(match value.parse::<u64>() {
             Ok(pages) if module.is_some() => {
@@ -144,14 +144,14 @@ fn carve_out(sizes: &Sizes, gpu: &Pci) -> Finding {
     } else if carve_out >= LARGE_CARVE_OUT {
         Finding::note("carve-out-large", found)
     } else {
-        return Finding::ok("carve-out", found).read(&gpu.folder);
+        return Finding::ok("carve-out", found).read_from(&gpu.folder);
     };
     finding
         .cause(
             "no other program can use the reserved memory, and the GPU can access the rest at the same speed",
         )
         .firmware(SETTING)
-        .read(&gpu.folder)
+        .read_from(&gpu.folder)
 }
 
 fn gtt(machine: &Machine, sizes: &Sizes, gpu: &Pci) -> Finding {
@@ -169,8 +169,8 @@ fn gtt(machine: &Machine, sizes: &Sizes, gpu: &Pci) -> Finding {
             "by default, the kernel sets ttm.pages_limit to half of the memory; a large model needs more",
         )
     } else {
-        return Finding::ok("gtt", found).read(&gpu.folder);
+        return Finding::ok("gtt", found).read_from(&gpu.folder);
     };
-    let finding = finding.read(&gpu.folder).read("sys/module/ttm/parameters/pages_limit");
+    let finding = finding.read_from(&gpu.folder).read_from("sys/module/ttm/parameters/pages_limit");
     if wanted == 0 { finding } else { machine.add_parameter(finding, pages_limit(wanted)) }
 }

@@ -29,8 +29,8 @@ use crate::config::Config;
 /// The file with the loader's answer, below a redirected root.
 const VULKAN: &str = "vulkan.json";
 /// No machine has more memory than this. Larger sizes in `vulkan.json` are reduced to it.
-const MOST_BYTES: u64 = 1 << 48;
-const LEAST_ALLOCATION: u64 = 1 << 20;
+const MAX_BYTES: u64 = 1 << 48;
+const MIN_ALLOCATION: u64 = 1 << 20;
 
 pub fn doctor(config: &Config, args: &args::Doctor) -> Result<(), Error> {
     let machine = Machine::new(args.root.as_deref());
@@ -41,8 +41,8 @@ pub fn doctor(config: &Config, args: &args::Doctor) -> Result<(), Error> {
     }
     let root = args.root.as_deref().unwrap_or(Path::new("/"));
     let mut config = config.clone();
-    let not_there = model::locate(&machine, &mut config, args);
-    let report = Report::new(root.display().to_string(), findings(&machine, &config, args, not_there));
+    let missing_model = model::locate(&machine, &mut config, args);
+    let report = Report::new(root.display().to_string(), findings(&machine, &config, args, missing_model));
     print(&match (args.json, args.fix) {
         (true, _) => report.as_json(),
         (false, true) => report.as_script(),
@@ -50,23 +50,23 @@ pub fn doctor(config: &Config, args: &args::Doctor) -> Result<(), Error> {
     })?;
     match report.problems() {
         0 => Ok(()),
-        n => Err(Error::Unfit(n)),
+        n => Err(Error::DoctorProblems(n)),
     }
 }
 
-/// All findings. `not_there` is the finding about a model that is not on the machine; the checks of the model are
+/// All findings. `missing_model` is the finding about a model that is not on the machine; the checks of the model are
 /// skipped then.
 fn findings(
     machine: &Machine,
     config: &Config,
     args: &args::Doctor,
-    not_there: Option<Finding>,
+    missing_model: Option<Finding>,
 ) -> Vec<Finding> {
     let log = machine.kernel_log();
     let gpus = gpu::gpus(machine);
     let gpu = gpus.first();
     let is_amd = gpu.is_some_and(|gpu| gpu.vendor == gpu::AMD);
-    let mut findings = vec![computer(machine)];
+    let mut findings = vec![machine_summary(machine)];
 
     let mut of_gpu = gpu::check(machine, gpu, &log, config);
     let loader = match loader(machine) {
@@ -87,7 +87,7 @@ fn findings(
     }
     findings.extend(of_gpu);
     findings.extend(memory::check(machine, gpu.filter(|_| is_amd)));
-    match not_there {
+    match missing_model {
         Some(finding) => findings.push(finding),
         None => findings.extend(model::check(machine, &loader, gpu.filter(|_| is_amd), config, args)),
     }
@@ -108,9 +108,9 @@ fn loader(machine: &Machine) -> Result<Loader, Box<Finding>> {
     })?;
     if let Loader::Devices(devices) = &mut loader {
         for device in devices {
-            device.max_allocation_bytes = device.max_allocation_bytes.clamp(LEAST_ALLOCATION, MOST_BYTES);
+            device.max_allocation_bytes = device.max_allocation_bytes.clamp(MIN_ALLOCATION, MAX_BYTES);
             for heap in &mut device.heaps {
-                heap.size_bytes = heap.size_bytes.min(MOST_BYTES);
+                heap.size_bytes = heap.size_bytes.min(MAX_BYTES);
                 heap.free_bytes = heap.free_bytes.min(heap.size_bytes);
             }
         }
@@ -119,7 +119,7 @@ fn loader(machine: &Machine) -> Result<Loader, Box<Finding>> {
 }
 
 /// Product, processor, distribution and kernel, for a reader of the report who does not know the machine.
-fn computer(machine: &Machine) -> Finding {
+fn machine_summary(machine: &Machine) -> Finding {
     let cpu = machine.read("proc/cpuinfo").ok().and_then(|text| {
         let line = text.lines().find(|line| line.starts_with("model name"))?;
         Some(line.split_once(':')?.1.trim().to_owned())

@@ -27,9 +27,9 @@ const DISK_TIME: Duration = Duration::from_secs(5);
 const SECTOR: usize = 4096;
 const PIECE: usize = 4 << 20;
 /// Bytes per second. A slower disk makes the start of a server slow.
-const SLOW: f64 = 500e6;
+const SLOW_BYTES_PER_S: f64 = 500e6;
 /// The speed is not reported for fewer bytes than this, because the latency of the first access dominates their time.
-const LEAST_RATED: u64 = 32 << 20;
+const MIN_RATED_BYTES: u64 = 32 << 20;
 
 /// Replaces the names of the model and its draft with the paths of the pulled models. Returns a finding if one of them
 /// is missing. With another root, paths of that machine's configuration are below that root, but the path of `--model`
@@ -53,11 +53,11 @@ pub fn locate(machine: &Machine, config: &mut Config, args: &args::Doctor) -> Op
         false => models::caches(config),
     };
     let mut names = [&mut config.model.path, &mut config.model.draft].into_iter().flatten();
-    names.find_map(|name| models::find(&caches, name).err()).map(not_there)
+    names.find_map(|name| models::find(&caches, name).err()).map(missing_model)
 }
 
 /// The finding about a model that cannot be served because it is not on the machine.
-fn not_there(error: Error) -> Finding {
+fn missing_model(error: Error) -> Finding {
     match error {
         Error::Hub(HubError::NotPulled { name, roots }) if roots.is_empty() => Finding::note(
             "fit-unknown",
@@ -175,7 +175,7 @@ fn fit(
         let finding = Finding::warning("memory-taken", found)
             .cause("RADV lets unicorn allocate memory that other programs use; the device is lost at its first use")
             .command("ps -eo rss,pid,comm --sort=-rss | head")
-            .read("proc/meminfo");
+            .read_from("proc/meminfo");
         findings.push(finding);
     }
     findings
@@ -196,13 +196,13 @@ fn disk(model: &Path) -> Finding {
     let Some((file, total)) = largest(model) else {
         return Finding::note("disk-unread", format!("not measured: {} has no files", model.display()));
     };
-    let (read, time, past_cache) = match speed(&file) {
+    let (read, time, is_direct) = match speed(&file) {
         Ok(measured) => measured,
         Err(error) => {
             return Finding::note("disk-unread", format!("not measured: {}: {error}", file.display()));
         }
     };
-    if read < LEAST_RATED {
+    if read < MIN_RATED_BYTES {
         let found = format!(
             "{} in {:.2} s: not enough data to measure the speed of the disk",
             bytes(read),
@@ -211,7 +211,7 @@ fn disk(model: &Path) -> Finding {
         return Finding::ok("disk", found);
     }
     let rate = read as f64 / time.as_secs_f64().max(1e-9);
-    let how = if past_cache { "without the page cache" } else { "possibly from the page cache" };
+    let how = if is_direct { "without the page cache" } else { "possibly from the page cache" };
     let found = format!(
         "{} in {:.2} s, {:.2} GB/s, {how}: at that speed, {} take {:.0} s",
         bytes(read),
@@ -220,7 +220,7 @@ fn disk(model: &Path) -> Finding {
         bytes(total),
         total as f64 / rate.max(1.0)
     );
-    match past_cache && rate < SLOW {
+    match is_direct && rate < SLOW_BYTES_PER_S {
         false => Finding::ok("disk", found),
         true => Finding::warning("disk-slow", found)
             .cause("a load reads every byte of the model once")

@@ -6,7 +6,7 @@
 //! start.
 
 use super::finding::{Finding, Severity};
-use super::gpu::denied;
+use super::gpu::explain_node_error;
 use super::machine::{Machine, Package, Pci, version};
 #[cfg(feature = "npu")]
 use crate::cli::offload;
@@ -81,11 +81,11 @@ fn found(machine: &Machine, config: &Config, log: &std::io::Result<Vec<String>>)
             true => Finding::note("no-npu", "the processor has an NPU, but it is not on the PCI bus")
                 .cause("the NPU is disabled in the firmware")
                 .firmware("IPU (also NPU, AI engine): enabled")
-                .read(FOLDER),
+                .read_from(FOLDER),
             false if is_wanted => Finding::note("no-npu", "there is no NPU, but npu.mode requires one")
                 .cause("there is no NPU on the PCI bus, and the processor's name does not indicate one")
                 .act("set npu.mode to auto or off")
-                .read(FOLDER),
+                .read_from(FOLDER),
             false => Finding::ok("npu", "there is no NPU"),
         }];
     };
@@ -93,8 +93,8 @@ fn found(machine: &Machine, config: &Config, log: &std::io::Result<Vec<String>>)
     let mut findings = vec![match npu.device {
         XDNA2 => Finding::note("xdna2", format!("{found} is an NPU of the second generation (XDNA2)"))
             .cause("programs for XDNA1, the NPU of Phoenix and Hawk Point, do not run on it")
-            .read(&npu.folder),
-        _ => Finding::ok("npu", format!("{found}, XDNA1")).read(&npu.folder),
+            .read_from(&npu.folder),
+        _ => Finding::ok("npu", format!("{found}, XDNA1")).read_from(&npu.folder),
     }];
     findings.push(node(machine, &npu));
     findings.push(iommu(machine));
@@ -113,12 +113,12 @@ fn node(machine: &Machine, npu: &Pci) -> Finding {
     if machine.exists(NODE) {
         return match machine.may_open(NODE) {
             Ok(()) => Finding::ok("npu-node", format!("/{NODE} can be opened")),
-            Err(closed) => denied(
-                Finding::warning("npu-group", format!("/{NODE} cannot be opened: {}", closed.error)),
-                &closed,
+            Err(node_error) => explain_node_error(
+                Finding::warning("npu-group", format!("/{NODE} cannot be opened: {}", node_error.error)),
+                &node_error,
             )
-            .read("proc/self/status")
-            .read("etc/group"),
+            .read_from("proc/self/status")
+            .read_from("etc/group"),
         };
     }
     let found = format!("there is no /{NODE}");
@@ -129,7 +129,7 @@ fn node(machine: &Machine, npu: &Pci) -> Finding {
                     "Linux {major}.{minor} has no driver for the NPU; Linux 6.14 and later have amdxdna"
                 ))
                 .act("use Linux 6.14 or later, or AMD's driver package")
-                .read("proc/sys/kernel/osrelease")
+                .read_from("proc/sys/kernel/osrelease")
         }
         _ => {
             let cause = match npu.driver.as_deref() {
@@ -142,7 +142,7 @@ fn node(machine: &Machine, npu: &Pci) -> Finding {
                 .cause(cause)
                 .command("sudo modprobe amdxdna")
                 .command("sudo dmesg | grep amdxdna")
-                .read(&npu.folder)
+                .read_from(&npu.folder)
         }
     }
 }
@@ -150,14 +150,14 @@ fn node(machine: &Machine, npu: &Pci) -> Finding {
 fn iommu(machine: &Machine) -> Finding {
     const GROUPS: &str = "sys/kernel/iommu_groups";
     if !machine.names(GROUPS, "").is_empty() {
-        return Finding::ok("iommu", "the IOMMU is on").read(GROUPS);
+        return Finding::ok("iommu", "the IOMMU is on").read_from(GROUPS);
     }
-    let finding = Finding::warning("iommu-off", "the IOMMU is off").read(GROUPS);
+    let finding = Finding::warning("iommu-off", "the IOMMU is off").read_from(GROUPS);
     let cause = "amdxdna can access memory only through the IOMMU";
     match machine.kernel_parameters().into_iter().find(|p| p == "amd_iommu=off" || p == "iommu=off") {
         Some(parameter) => {
             let finding =
-                finding.cause(format!("kernel parameter `{parameter}`; {cause}")).read("proc/cmdline");
+                finding.cause(format!("kernel parameter `{parameter}`; {cause}")).read_from("proc/cmdline");
             machine.remove_parameter(finding, parameter)
         }
         None => finding.cause(format!("it is disabled in the firmware; {cause}")).firmware("IOMMU: enabled"),
@@ -173,9 +173,9 @@ fn locked_memory(machine: &Machine) -> Finding {
     let line = text.lines().find_map(|line| line.strip_prefix("Max locked memory"));
     let soft = line.and_then(|line| line.split_whitespace().next());
     match (soft, soft.and_then(|soft| soft.parse::<u64>().ok())) {
-        (Some("unlimited"), _) => Finding::ok("memlock", "memory may be locked without limit").read(LIMITS),
+        (Some("unlimited"), _) => Finding::ok("memlock", "memory may be locked without limit").read_from(LIMITS),
         (_, Some(limit)) if limit >= 4 * HEAP_BYTES => {
-            Finding::ok("memlock", format!("{} may be locked", bytes(limit))).read(LIMITS)
+            Finding::ok("memlock", format!("{} may be locked", bytes(limit))).read_from(LIMITS)
         }
         (_, Some(limit)) => Finding::warning("memlock-low", format!("{} may be locked", bytes(limit)))
             .cause(
@@ -183,8 +183,8 @@ fn locked_memory(machine: &Machine) -> Finding {
             )
             .command("echo '* - memlock unlimited' | sudo tee /etc/security/limits.d/memlock.conf")
             .act("log out and in again; for a systemd service: LimitMEMLOCK=infinity")
-            .read(LIMITS),
-        (_, None) => Finding::note("memlock-unread", "unknown: the limit of locked memory").read(LIMITS),
+            .read_from(LIMITS),
+        (_, None) => Finding::note("memlock-unread", "unknown: the limit of locked memory").read_from(LIMITS),
     }
 }
 
@@ -207,7 +207,7 @@ fn libraries(machine: &Machine) -> Finding {
         (Some((core, path)), _) if core < FIRST_XRT => {
             let finding = Finding::warning("xrt-old", format!("XRT is {}", shown(core)))
                 .cause("it has no hw_context, which every program for this NPU needs")
-                .read(&path);
+                .read_from(&path);
             machine.install(finding, Package::Xrt)
         }
         (Some((core, path)), None) => {
@@ -216,7 +216,7 @@ fn libraries(machine: &Machine) -> Finding {
                 format!("XRT {} has no libxrt_driver_xdna", shown(core)),
             )
             .cause("without this plugin, XRT finds no NPU (`0 devices found`)")
-            .read(&path);
+            .read_from(&path);
             machine.install(finding, Package::Xrt)
         }
         (Some((core, path)), Some((driver, plugin))) if core != driver => {
@@ -225,12 +225,12 @@ fn libraries(machine: &Machine) -> Finding {
                 .cause(
                     "both must have the same version; otherwise XRT finds no NPU, or symbols are undefined",
                 )
-                .read(&path)
-                .read(&plugin);
+                .read_from(&path)
+                .read_from(&plugin);
             machine.install(finding, Package::Xrt)
         }
         (Some((core, path)), Some(_)) => {
-            Finding::ok("xrt", format!("XRT {} with its plugin for the NPU", shown(core))).read(&path)
+            Finding::ok("xrt", format!("XRT {} with its plugin for the NPU", shown(core))).read_from(&path)
         }
     }
 }
@@ -291,7 +291,7 @@ fn symptoms(log: &[String]) -> Vec<Finding> {
         if let Some(line) = hit
             && !findings.iter().any(|finding| finding.code == code)
         {
-            findings.push(Finding::warning(code, line.as_str()).cause(cause).act(act).read("dev/kmsg"));
+            findings.push(Finding::warning(code, line.as_str()).cause(cause).act(act).read_from("dev/kmsg"));
         }
     }
     findings

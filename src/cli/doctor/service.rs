@@ -35,7 +35,7 @@ fn port(machine: &Machine, config: &Config) -> Finding {
         }
     }
     if !taken || port == 0 {
-        return Finding::ok("port", format!("port {port} of {host} is free")).read(TABLES[0]);
+        return Finding::ok("port", format!("port {port} of {host} is free")).read_from(TABLES[0]);
     }
     if !machine.names(SOCKETS, "unicorn.socket").is_empty() {
         return Finding::note(
@@ -44,7 +44,7 @@ fn port(machine: &Machine, config: &Config) -> Finding {
         )
         .cause("the socket is enabled: systemd starts the service when the first client connects")
         .command("systemctl status unicorn.socket unicorn.service")
-        .read(SOCKETS);
+        .read_from(SOCKETS);
     }
     if serves(machine) {
         return Finding::note(
@@ -53,13 +53,13 @@ fn port(machine: &Machine, config: &Config) -> Finding {
         )
         .cause("if that server uses the port, no second one is needed")
         .command(format!("curl http://127.0.0.1:{port}/health"))
-        .read(TABLES[0]);
+        .read_from(TABLES[0]);
     }
     Finding::problem("port-taken", format!("port {port} of {host} is in use"))
         .cause("another program listens on it")
         .command(format!("sudo ss -ltnp 'sport = :{port}'"))
         .option("--port selects another port")
-        .read(TABLES[0])
+        .read_from(TABLES[0])
 }
 
 /// The address and port of a line of `/proc/net/tcp`; `None` if it is not a listening socket.
@@ -118,7 +118,7 @@ fn governor(machine: &Machine) -> Finding {
     let hardware_chooses = matches!(driver.as_str(), "amd-pstate-epp" | "intel_pstate");
     let found = format!("governor {governor} of {driver}");
     let set = |finding: Finding, name: &str, value: &str| {
-        finding.command(format!("echo {value} | sudo tee /{FOLDER}/policy*/{name}")).read(&path(name))
+        finding.command(format!("echo {value} | sudo tee /{FOLDER}/policy*/{name}")).read_from(&path(name))
     };
     if governor == "powersave" && !hardware_chooses {
         let finding = Finding::warning("governor-powersave", found)

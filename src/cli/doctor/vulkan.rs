@@ -9,7 +9,7 @@ use crate::cli::terminal::bytes;
 use crate::config::Config;
 
 /// The oldest major version of Mesa that this project is tested with.
-pub const LEAST_MESA: u32 = 24;
+pub const MIN_MESA: u32 = 24;
 /// Folders of driver manifests, in the order in which the loader reads them.
 const MANIFESTS: [&str; 3] = ["usr/local/share/vulkan/icd.d", "etc/vulkan/icd.d", "usr/share/vulkan/icd.d"];
 /// The library of Mesa's driver for AMD GPUs.
@@ -42,7 +42,7 @@ pub fn check(machine: &Machine, loader: &Loader, config: &Config, amd: bool) -> 
 fn loader_library(machine: &Machine, loader: &Loader) -> Finding {
     const CODE: &str = "loader";
     match (machine.libraries("libvulkan.so.1").first(), loader) {
-        (Some(path), _) => Finding::ok(CODE, format!("Vulkan loader /{path}")).read(path),
+        (Some(path), _) => Finding::ok(CODE, format!("Vulkan loader /{path}")).read_from(path),
         (None, Loader::Devices(_)) => Finding::ok(CODE, "the Vulkan loader works; its file was not found"),
         (None, Loader::Error(error)) => {
             let finding = Finding::problem("no-loader", error.as_str())
@@ -93,8 +93,8 @@ fn drivers(machine: &Machine, amd: bool) -> Finding {
     if all.is_empty() {
         let finding = Finding::problem("no-vulkan-driver", "no Vulkan driver is installed")
             .cause(format!("/{} and /{} have no driver manifest", MANIFESTS[1], MANIFESTS[2]))
-            .read(MANIFESTS[1])
-            .read(MANIFESTS[2]);
+            .read_from(MANIFESTS[1])
+            .read_from(MANIFESTS[2]);
         return install(finding);
     }
     if !amd {
@@ -104,12 +104,12 @@ fn drivers(machine: &Machine, amd: bool) -> Finding {
     let Some(first) = radv.first() else {
         let finding = Finding::problem("no-radv", "Mesa's driver for AMD GPUs (RADV) is not installed")
             .cause(format!("the driver manifests name only {}", names(&all)))
-            .read(&all[0].path);
+            .read_from(&all[0].path);
         return install(finding);
     };
     let libraries: Vec<Library> = radv.iter().map(|manifest| library(machine, manifest)).collect();
     if libraries.iter().any(|library| matches!(library, Library::Usable)) {
-        return Finding::ok(CODE, format!("RADV, from /{}", first.path)).read(&first.path);
+        return Finding::ok(CODE, format!("RADV, from /{}", first.path)).read_from(&first.path);
     }
     let finding = if libraries.iter().any(|library| matches!(library, Library::Is32Bit)) {
         Finding::problem("radv-32-bit", "RADV is installed only for 32-bit programs")
@@ -118,7 +118,7 @@ fn drivers(machine: &Machine, amd: bool) -> Finding {
         Finding::problem("radv-library", format!("/{} names a library that does not exist", first.path))
             .cause(format!("{} is not in a folder of the dynamic linker", first.library))
     };
-    install(finding.read(&first.path))
+    install(finding.read_from(&first.path))
 }
 
 fn device(machine: &Machine, loader: &Loader, config: &Config) -> Finding {
@@ -142,7 +142,7 @@ fn device(machine: &Machine, loader: &Loader, config: &Config) -> Finding {
         let found = format!("{} ({}) lacks {}", device.name, device.driver, device.missing.join(", "));
         let finding = Finding::problem("device-lacks", found);
         return match mesa_version(&device.driver) {
-            Some(mesa) if mesa < LEAST_MESA => {
+            Some(mesa) if mesa < MIN_MESA => {
                 machine.install(finding.cause(format!("Mesa {mesa} is too old")), Package::NewerRadv)
             }
             _ => finding
@@ -171,10 +171,10 @@ fn mesa_version(driver: &str) -> Option<u32> {
 fn mesa(machine: &Machine, device: &Listed) -> Finding {
     match mesa_version(&device.driver) {
         None => Finding::ok("mesa", format!("the driver is not from Mesa: {}", device.driver)),
-        Some(mesa) if mesa >= LEAST_MESA => Finding::ok("mesa", device.driver.clone()),
+        Some(mesa) if mesa >= MIN_MESA => Finding::ok("mesa", device.driver.clone()),
         Some(_) => {
             let finding = Finding::warning("mesa-old", device.driver.clone())
-                .cause(format!("this program is tested with Mesa {LEAST_MESA} and later"));
+                .cause(format!("this program is tested with Mesa {MIN_MESA} and later"));
             machine.install(finding, Package::NewerRadv)
         }
     }

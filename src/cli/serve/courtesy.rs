@@ -24,10 +24,10 @@ const RUN_VARIABLE: &str = "UNICORN_RUN_DIR";
 /// Relative to the folder of run-time data (`/run`).
 const SESSIONS: &str = "systemd/sessions";
 /// How often the sessions are read, if a limit is configured.
-const EVERY: Duration = Duration::from_secs(2);
+const READ_EVERY: Duration = Duration::from_secs(2);
 /// Maximum number of files that are read, and maximum bytes of each. The file of a session has about 500 bytes.
-const MOST_SESSIONS: usize = 1024;
-const MOST_BYTES: u64 = 64 << 10;
+const MAX_SESSIONS: usize = 1024;
+const MAX_BYTES: u64 = 64 << 10;
 
 /// What is known of the sessions of this machine.
 #[derive(Debug, PartialEq, Eq)]
@@ -89,7 +89,7 @@ impl CourtesyWatch {
         let thread = std::thread::Builder::new().name("courtesy".into()).spawn(move || {
             while engine.health().is_ok() {
                 // Without a limit, the thread only waits for a new configuration.
-                let pause = if applied.is_bound() { EVERY } else { Duration::MAX };
+                let pause = if applied.is_bound() { READ_EVERY } else { Duration::MAX };
                 let is_applied = |state: &mut State| state.courtesy == applied;
                 drop(watch.0.changed.wait_timeout_while(watch.lock(), pause, is_applied));
                 applied = watch.update(&engine);
@@ -139,13 +139,13 @@ impl CourtesyWatch {
 
 /// Whether a file in `folder` describes an active session of a user on a seat.
 fn has_active_session(folder: &Path) -> io::Result<bool> {
-    for entry in fs::read_dir(folder)?.take(MOST_SESSIONS) {
+    for entry in fs::read_dir(folder)?.take(MAX_SESSIONS) {
         let entry = entry?;
         // The folder also has a pipe for each session, `ID.ref`.
         if !entry.file_type()?.is_file() {
             continue;
         }
-        match file::read(&entry.path(), MOST_BYTES) {
+        match file::read(&entry.path(), MAX_BYTES) {
             Ok(bytes) if is_active(&String::from_utf8_lossy(&bytes)) => return Ok(true),
             Ok(_) => {}
             // The session has just ended.

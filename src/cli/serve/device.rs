@@ -23,7 +23,7 @@ use crate::model::{Runner, RunnerError, RunnerFactory};
 /// kernel, which takes software Vulkan seconds to compile, and 2 MiB of weights, which may take a slow disk seconds.
 const LOAD_STALL: Duration = Duration::from_secs(120);
 /// Longest wait for an answer about the state of the GPU.
-const OBSERVE: Duration = Duration::from_millis(500);
+const ANSWER_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// Starts device processes for one model, whose files it keeps open.
 pub struct DeviceFactory {
@@ -221,7 +221,7 @@ fn ask(channel: &mut Channel, answer_is_late: &mut bool, kernels: bool) -> io::R
             *answer_is_late = true;
         }
         // A late answer was already waited for once, so this does not wait again.
-        if !channel.poll(if is_late { Duration::ZERO } else { OBSERVE })? {
+        if !channel.poll(if is_late { Duration::ZERO } else { ANSWER_TIMEOUT })? {
             return Ok(None);
         }
         let observed = channel.receive()?.ok_or(io::ErrorKind::UnexpectedEof)?;

@@ -62,7 +62,7 @@ const OTHER_FILES: u64 = 256;
 /// Longest wait for the end of a load after a signal, because a load cannot always be cancelled.
 const LOAD_END: Duration = Duration::from_secs(20);
 /// How much later this process may get a signal that was sent to it and to the device process.
-const SIGNALS_APART: Duration = Duration::from_millis(200);
+const SIGNAL_DELAY: Duration = Duration::from_millis(200);
 /// Longest wait until an engine that ended because of an error releases the device.
 const LOST_END: Duration = Duration::from_secs(2);
 
@@ -136,7 +136,7 @@ pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: S
         server.set_load(doing.clone());
         let load_courtesy = courtesy.clone();
         let loader = std::thread::Builder::new().name("load".into()).spawn(move || {
-            let served = served(&files, &load_config, &machine, load_observer, load_courtesy, load_cancelled);
+            let served = load_and_start(&files, &load_config, &machine, load_observer, load_courtesy, load_cancelled);
             // The engine is stored here too, because after a signal the receiver of the channel does not exist any
             // more.
             let served = served.inspect(|(service, _)| drop(started.set(service.engine().clone())));
@@ -168,13 +168,13 @@ pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: S
             };
             match loaded {
                 Ok(Ok((service, report))) => {
-                    say_ready(&service, &base);
+                    log_ready(&service, &base);
                     server.set_report(report);
                     let service = server.set_ready(service);
                     is_ready.notify_one();
                     systemd::ready(&model_id, &base);
                     tokio::spawn(systemd::watchdog(Arc::clone(&server)));
-                    if let Err(error) = watch(service.engine().clone(), lose) {
+                    if let Err(error) = watch_engine(service.engine().clone(), lose) {
                         return Error::Runtime(error);
                     }
                     // Runs in parallel with the first answers, so that the first request with a schema does not wait.
@@ -186,7 +186,7 @@ pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: S
                 Ok(Err(error)) => {
                     // A load that a signal ended has not failed. A service manager signals all processes of a service,
                     // and the device process may get the signal first.
-                    if tokio::time::timeout(SIGNALS_APART, stopped).await.is_ok() {
+                    if tokio::time::timeout(SIGNAL_DELAY, stopped).await.is_ok() {
                         std::future::pending::<()>().await;
                     }
                     error
@@ -202,7 +202,7 @@ pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: S
     if engine.get().is_none() {
         cancelled.store(true, Ordering::Release);
     }
-    if !load.is_none_or(ends) {
+    if !load.is_none_or(wait_for_load_end) {
         tracing::warn!("the model was still loading after {} s", LOAD_END.as_secs());
     }
     let ended = engine.get().and_then(EngineHandle::ended);
@@ -229,7 +229,7 @@ pub fn check(options: &config::Server, addresses: &[SocketAddr]) -> Result<usize
 }
 
 /// Loads `files` in a device process, and starts the engine; also returns the report about the model.
-fn served(
+fn load_and_start(
     files: &ModelFiles,
     config: &Config,
     machine: &Machine,
@@ -302,7 +302,7 @@ fn connections(options: &config::Server) -> Result<Connections, Error> {
 
 /// Waits until the load has ended, so that the process does not exit while a thread is inside the driver. Returns false
 /// after [`LOAD_END`].
-fn ends(load: JoinHandle<()>) -> bool {
+fn wait_for_load_end(load: JoinHandle<()>) -> bool {
     let since = Instant::now();
     while !load.is_finished() {
         if since.elapsed() > LOAD_END {
@@ -321,13 +321,13 @@ async fn bind(host: &str, port: u16) -> Result<TcpListener, Error> {
 }
 
 /// Waits for the engine's end in a separate thread, and sends to `lose` if the engine ended because of an error.
-fn watch(engine: EngineHandle, lose: oneshot::Sender<()>) -> std::io::Result<()> {
-    const LOOK_AGAIN: Duration = Duration::from_millis(250);
-    let watch = std::thread::Builder::new().name("engine's end".into());
-    watch.spawn(move || {
+fn watch_engine(engine: EngineHandle, lose: oneshot::Sender<()>) -> std::io::Result<()> {
+    const CHECK_EVERY: Duration = Duration::from_millis(250);
+    let thread = std::thread::Builder::new().name("engine's end".into());
+    thread.spawn(move || {
         // `join` alone would also wait for the end of the runner, which a lost device may delay.
         while engine.ended().is_none() {
-            if engine.join(LOOK_AGAIN) {
+            if engine.join(CHECK_EVERY) {
                 break;
             }
         }
@@ -391,7 +391,7 @@ fn stop(
     })
 }
 
-fn say_ready(service: &Service, base: &str) {
+fn log_ready(service: &Service, base: &str) {
     let context = service.engine().limits().max_context;
     tracing::info!("ready: {base}, context {context} tokens");
 }

@@ -25,7 +25,7 @@ use crate::api::{AccessPolicy, Server, Tls};
 use crate::config::Config;
 
 /// How long the reading of all files may take.
-const READING: Duration = Duration::from_secs(10);
+const READ_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum number of abandoned readings that still run. Each occupies a thread.
 const MAX_HUNG: usize = 8;
 
@@ -67,7 +67,7 @@ pub struct Running {
 }
 
 /// The contents of the files, which are not in effect yet.
-struct Fresh {
+struct NewFiles {
     configured: Configured,
     access: AccessPolicy,
     tls: Option<Tls>,
@@ -79,10 +79,10 @@ impl Running {
         let readings = Readings::default();
         while hangup.recv().await.is_some() {
             let (reread, has_tls) = (Arc::clone(&self.reload.reread), self.tls.is_some());
-            let fresh = readings.read(READING, move |step| read(&*reread, has_tls, step)).await;
+            let new_files = readings.read(READ_TIMEOUT, move |step| read(&*reread, has_tls, step)).await;
             // A blocking thread, because the device process may be slow to accept its log filter.
             let reloaded = tokio::task::spawn_blocking(move || {
-                match fresh.and_then(|fresh| self.apply(fresh)) {
+                match new_files.and_then(|new_files| self.apply(new_files)) {
                     Ok(()) => tracing::info!("read the configuration again"),
                     Err(error) => tracing::warn!("{error}: the configuration stays unchanged"),
                 }
@@ -97,8 +97,8 @@ impl Running {
         }
     }
 
-    fn apply(&mut self, fresh: Fresh) -> Result<(), Error> {
-        let Fresh { configured: Configured { config, warnings, .. }, access, tls: renewed } = fresh;
+    fn apply(&mut self, new_files: NewFiles) -> Result<(), Error> {
+        let NewFiles { configured: Configured { config, warnings, .. }, access, tls: renewed } = new_files;
         check_keyless(self.address, access.keys.is_empty(), &config.server)?;
         if let (Some(tls), Some(renewed)) = (&self.tls, &renewed) {
             tls.renew(renewed);
@@ -121,7 +121,7 @@ impl Running {
 }
 
 /// Reads all files. The certificate is read only if the server uses HTTPS (`has_tls`).
-fn read(reread: &Reread, has_tls: bool, step: &Step) -> Result<Fresh, Error> {
+fn read(reread: &Reread, has_tls: bool, step: &Step) -> Result<NewFiles, Error> {
     step.begin("the configuration");
     let configured = reread()?;
     let options = &configured.config.server;
@@ -132,7 +132,7 @@ fn read(reread: &Reread, has_tls: bool, step: &Step) -> Result<Fresh, Error> {
         (Some(cert), Some(key)) if has_tls => Some(Tls::read(cert.as_ref(), key.as_ref())?),
         _ => None,
     };
-    Ok(Fresh { configured, access, tls })
+    Ok(NewFiles { configured, access, tls })
 }
 
 /// What a reading reads at the moment, for the error message about a reading that hangs.
@@ -165,7 +165,7 @@ impl Readings {
     ) -> Result<T, Error> {
         let hung = Arc::strong_count(&self.0) - 1;
         if hung >= MAX_HUNG {
-            return Err(Error::ReloadsHang(hung));
+            return Err(Error::TooManyReloads(hung));
         }
         let (done, result) = oneshot::channel();
         let step = Arc::new(Step::default());
@@ -179,7 +179,7 @@ impl Readings {
         match timeout(patience, result).await {
             Ok(Ok(result)) => result,
             Ok(Err(_)) => Err(Error::Panicked),
-            Err(_) => Err(Error::ReloadHangs { what: step.what(), seconds: patience.as_secs() }),
+            Err(_) => Err(Error::ReloadTimeout { what: step.what(), seconds: patience.as_secs() }),
         }
     }
 }
@@ -216,7 +216,7 @@ mod tests {
             }
         }
         let refused = readings.read(LONG, |_| Ok(())).await.unwrap_err();
-        assert!(matches!(refused, Error::ReloadsHang(MAX_HUNG)), "{refused}");
+        assert!(matches!(refused, Error::TooManyReloads(MAX_HUNG)), "{refused}");
         drop(releases);
         for ended in ends {
             ended.recv().expect_err("the reading ends, and sends nothing");
