@@ -26,8 +26,8 @@ pub enum Error {
     #[error("cannot listen on {host}, port {port}: {error}")]
     Listen { host: String, port: u16, error: std::io::Error },
     #[error(
-        "other machines can reach {0}, and there is no API key: give a file of keys with --api-key-file, listen on 127.0.0.1, or \
-         set server.allow_keyless to allow clients without a key"
+        "other machines can reach {0}, and there is no API key: give a file of keys with --api-key-file, listen on \
+         127.0.0.1, or set server.allow_keyless to allow clients without a key"
     )]
     Keyless(std::net::SocketAddr),
     #[error(transparent)]
@@ -35,8 +35,8 @@ pub enum Error {
     #[error(transparent)]
     Tls(#[from] TlsError),
     #[error(
-        "server.connections = {connections} needs {needed} open files, but the limit of this process is {most}: raise the limit \
-         (`ulimit -n`, or LimitNOFILE= in systemd), or lower server.connections"
+        "server.connections = {connections} needs {needed} open files, but the limit of this process is {most}: \
+         raise the limit (`ulimit -n`, or LimitNOFILE= in systemd), or lower server.connections"
     )]
     OpenFiles { connections: usize, needed: u64, most: u64 },
     #[error("cannot serve: {0}")]
@@ -102,8 +102,8 @@ pub enum Error {
     #[error("the channel to the device process failed: {0}")]
     Channel(std::io::Error),
     #[error(
-        "the load was aborted: no progress for {seconds} s ({doing}). `dmesg` may say why the disk or the driver does not \
-         answer; if they are only slow, raise hardware.hang_timeout_s"
+        "the load was aborted: no progress for {seconds} s ({doing}). `dmesg` may say why the disk or the driver \
+         does not answer; if they are only slow, raise hardware.hang_timeout_s"
     )]
     LoadHung { doing: String, seconds: u64 },
     #[error("internal error while loading the model (see the messages above)")]

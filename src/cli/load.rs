@@ -150,8 +150,8 @@ fn max_submit(config: &Config) -> Duration {
     match gpu::longest_submit() {
         Some(longest) if longest < wanted => {
             tracing::warn!(
-                "gpu.max_submit_ms is {}, but {} is used: amdgpu resets the GPU after its lockup_timeout, and a submit must \
-                 take less than a quarter of that",
+                "gpu.max_submit_ms is {}, but {} is used: amdgpu resets the GPU after its lockup_timeout, and a \
+                 submit must take less than a quarter of that",
                 wanted.as_millis(),
                 longest.as_millis()
             );

@@ -205,8 +205,8 @@ fn add_layer_values(folder: &Path) -> Result<(), Error> {
     Ok(NativeWriter::add_layer_values(folder, &values)?)
 }
 
-/// Runs a text through the source model on the device. Returns, for each layer, the sums of squares of the inputs of its
-/// matrices.
+/// Runs a text through the source model on the device. Returns, for each layer, the sums of squares of the inputs of
+/// its matrices.
 fn calibrate(
     config: &Config,
     source: &ModelFiles,

@@ -29,7 +29,7 @@ pub const HELP: &str = "\
 Ctrl-C             stop the answer, or discard the line
 
 A pasted text of several lines is one message. To send a line that begins
-with /, put a space in front of it.";
+with /, put a space before it.";
 
 #[derive(Debug, PartialEq, Eq)]
 pub enum Command {
@@ -61,7 +61,7 @@ impl Command {
             _ if text.trim_end().contains('\n') => return None,
             _ => {
                 return Some(Err(format!(
-                    "unknown command {word:?}: /help lists the commands; put a space in front of the line to send it to \
+                    "unknown command {word:?}: /help lists the commands; put a space before the line to send it to \
                      the model"
                 )));
             }

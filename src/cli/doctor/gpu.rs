@@ -100,7 +100,7 @@ fn kernel_driver(machine: &Machine, gpu: &Pci) -> Finding {
                     .read_from(&path),
                 None => finding
                     .cause(
-                        "amdgpu is not loaded, or does not support the GPU: the firmware is missing, or the kernel is too old",
+                        "amdgpu is not loaded, or does not support the GPU: firmware is missing, or the kernel is old",
                     )
                     .command("sudo modprobe amdgpu")
                     .command("sudo dmesg | grep amdgpu"),

@@ -32,8 +32,8 @@ pub fn access_policy(options: &config::Server) -> Result<AccessPolicy, Error> {
     let keys = variable_keys.and(file_keys.unwrap_or_default()).and(credential_keys.unwrap_or_default());
     if keys.is_empty() && cors_origins.iter().any(|origin| origin == "*") {
         tracing::warn!(
-            "every web page that is opened in a browser on this machine can use this server: server.cors_origins is \"*\", and \
-             no API key is required"
+            "every web page that is opened in a browser on this machine can use this server: \
+             server.cors_origins is \"*\", and no API key is required"
         );
     }
     Ok(AccessPolicy { keys, allowed_hosts, cors_origins, requests_per_client: options.requests_per_client })

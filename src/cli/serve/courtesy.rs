@@ -129,8 +129,8 @@ impl CourtesyWatch {
                 tracing::info!("no user works at this machine: using all of the GPU's time")
             }
             Sessions::Unknown(why) => tracing::warn!(
-                "engine.courtesy has no effect, because the login sessions cannot be read ({why}): systemd-logind or elogind \
-                 must write them there"
+                "engine.courtesy has no effect, because the login sessions cannot be read ({why}): \
+                 systemd-logind or elogind must write them there"
             ),
         }
         courtesy

@@ -75,7 +75,7 @@ pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: S
         let _within = runtime.enter();
         signal(SignalKind::hangup()).map_err(Error::Runtime)?
     };
-    let running_config = config.clone();
+    let original = config.clone();
     let machine = Machine::new(root);
     let files = load::files(&config.model)?;
     let model_id = config.model.name.clone().unwrap_or_else(|| files.name().to_owned());
@@ -121,7 +121,9 @@ pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: S
         let base = format!("{scheme}://{address}/v1");
         check_keyless(address, keyless, &config.server)?;
         if is_public(address) && scheme == "http" {
-            tracing::warn!("prompts, answers and keys cross the network unencrypted: set server.tls_cert and server.tls_key");
+            tracing::warn!(
+                "prompts, answers and keys cross the network unencrypted: set server.tls_cert and server.tls_key"
+            );
         }
         tracing::info!("listening on {base}, model {model_id:?}; loading");
 
@@ -145,7 +147,7 @@ pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: S
         load = Some(loader.map_err(Error::Runtime)?);
 
         let (server_there, tls) = (Arc::clone(&server), connections.tls.clone());
-        let running = Running { config: running_config, server: server_there, tls, address, reload, observer, courtesy };
+        let running = Running { config: original, server: server_there, tls, address, reload, observer, courtesy };
         tokio::spawn(running.reload_on(hangup));
         let (lose, lost) = oneshot::channel();
         let stop = stop(Arc::clone(&engine), Arc::clone(&cancelled), lost, grace)?.boxed().shared();
