@@ -175,8 +175,7 @@ pub struct OnDevice {
 
 /// Loads a model and its draft.
 /// - `sample_below`: the number of token ids of the tokenizer. Only smaller ids are sampled, because further rows of
-/// the
-///   embedding are padding without text.
+///   the embedding are padding without text.
 /// - `first_npu`: the state of the NPU at the first load of this model; `None` at the first load.
 /// - `report` is called with the present step of the load, and with the device once it is open.
 pub fn on_device(

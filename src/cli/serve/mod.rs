@@ -139,8 +139,8 @@ pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: S
         let load_courtesy = courtesy.clone();
         let loader = std::thread::Builder::new().name("load".into()).spawn(move || {
             let served = load_and_start(&files, &load_config, &machine, load_observer, load_courtesy, load_cancelled);
-            // The engine is stored here too, because after a signal the receiver of the channel does not exist any
-            // more.
+            // The engine is stored here too, because after a signal the receiver of the channel no longer
+            // exists.
             let served = served.inspect(|(service, _)| drop(started.set(service.engine().clone())));
             drop(done.send(served));
         });
