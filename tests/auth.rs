@@ -593,7 +593,7 @@ fn a_door_that_stands_open_by_mistake_is_refused_at_the_start() {
     let mut open = serve(&["--host", "0.0.0.0"]);
     open.env("UNICORN_SERVER_ALLOW_KEYLESS", "true");
     let (_, _, stderr) = output(open);
-    assert!(stderr.contains("asks for no API key") && stderr.contains("listening on"), "{stderr}");
+    assert!(stderr.contains("no API key is required") && stderr.contains("listening on"), "{stderr}");
     let mut variable = serve(&["--host", "0.0.0.0"]);
     variable.env("UNICORN_API_KEYS", KEY);
     let (_, _, stderr) = output(variable);

@@ -924,7 +924,7 @@ fn an_evaluation_needs_no_context_and_is_repeated_alone() {
 
     let (code, stdout, stderr) = output(command("32MiB", "int4-g32"));
     assert_eq!(code, 0, "{stderr}");
-    assert!(stdout.contains("converted by this command before"), "{stdout}");
+    assert!(stdout.contains("already converted by this command"), "{stdout}");
     assert!(number(&stdout, "mean KL divergence") > 1e-5, "{stdout}");
     assert_eq!(stderr.matches("context  2049 tokens").count(), 2, "{stderr}");
     assert_eq!(contents(&destination), before);

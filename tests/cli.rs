@@ -408,8 +408,8 @@ fn eval_writes_logits_and_perplexity_that_agree() {
 #[test]
 fn models_whose_layers_are_all_of_one_kind_run_everywhere() {
     for (kind, says) in [
-        ("full_attention", "8, all of full attention"),
-        ("sliding_attention", "8 (0 of full attention, the others see 16 tokens)"),
+        ("full_attention", "8, all with full attention"),
+        ("sliding_attention", "8 (0 with full attention, the others with a sliding window of 16 tokens)"),
     ] {
         let folder = tiny_model();
         let at = |name: &str| folder.path().join(name);
@@ -567,6 +567,6 @@ fn generate_chat_and_bench_run_on_a_small_model() {
     }
     assert_eq!(report["streams"][0]["joules_per_token"], Value::Null, "{line}");
     let why = report["no_energy_because"].as_str().expect(&line);
-    assert!(why.contains("/sys/class/powercap has no package of RAPL; amdgpu"), "{line}");
+    assert!(why.contains("/sys/class/powercap has no RAPL package; amdgpu"), "{line}");
     assert_eq!(bench(&machine, &[]).matches(why).count(), 1);
 }

@@ -147,7 +147,7 @@ fn a_server_is_courteous_while_a_session_is_active() {
     assert!(server.metric_of_device("unicorn_gpu_busy_seconds_total") > 0.0);
 
     run.session("active");
-    server.wait_for_line("somebody works at this machine: at most 0.5 of the GPU's time");
+    server.wait_for_line("a user works at this machine: using at most 0.5 of the GPU's time");
     becomes(&server, &status(0.5, true));
     assert_eq!(server.metric("unicorn_courtesy_share"), 0.5);
     assert_eq!(text(&server), expected, "the same answer");
@@ -161,7 +161,7 @@ fn a_server_is_courteous_while_a_session_is_active() {
     becomes(&server, &status(0.25, true));
 
     run.session("closing");
-    server.wait_for_line("nobody works at this machine");
+    server.wait_for_line("no user works at this machine");
     becomes(&server, &status(0.25, false));
     let held = server.metric_of_device("unicorn_courtesy_held_seconds_total");
     assert_eq!(text(&server), expected, "the same answer");
@@ -181,8 +181,9 @@ fn a_server_is_courteous_while_a_session_is_active() {
 fn a_machine_that_does_not_tell_who_works_there_is_told_of_at_the_start() {
     let run = Run::new();
     let server = run.daemon(&[], &[("UNICORN_ENGINE_COURTESY", "0.5")]);
-    let told = |line: &&String| line.contains("engine.courtesy bounds nothing, since no session is known");
-    assert_eq!(server.log.iter().filter(told).count(), 1, "{:#?}", server.log);
+    let warning = "engine.courtesy has no effect, because the login sessions cannot be read";
+    let warnings = server.log.iter().filter(|line| line.contains(warning));
+    assert_eq!(warnings.count(), 1, "{:#?}", server.log);
     assert_eq!(courtesy(&server), json!({"share": 0.5, "holds": false, "sessions_known": false}));
     // Nobody asked for it here.
     let server = run.daemon(&[], &[]);

@@ -92,7 +92,7 @@ fn answers_and_metrics_tell_the_energy_of_a_machine_that_tells_it() {
     const COUNTER: &str = "unicorn_energy_joules_total{model_name=\"a/b\",source=\"amdgpu\"}";
     let machine = constant_power();
     let mut server = Daemon::start(&["--root", machine.path().to_str().expect("UTF-8")]);
-    assert!(server.log.iter().any(|line| line.contains("energy   by amdgpu")), "{:#?}", server.log);
+    assert!(server.log.iter().any(|line| line.contains("energy   from amdgpu")), "{:#?}", server.log);
     let counted = number_of(COUNTER, &server.scrape_with(COUNTER));
     let since = Instant::now();
     let (status, body) = server.ask(&[], false);
@@ -115,7 +115,7 @@ fn answers_and_metrics_tell_the_energy_of_a_machine_that_tells_it() {
 
     let machine = no_power();
     let mut server = Daemon::start(&["--root", machine.path().to_str().expect("UTF-8")]);
-    let line = "energy   not known: /sys/class/powercap has no package of RAPL";
+    let line = "energy   unknown: /sys/class/powercap has no RAPL package";
     assert!(server.log.iter().any(|logged| logged.contains(line)), "{:#?}", server.log);
     let (status, body) = server.ask(&[], false);
     assert!(status == 200 && body.contains("timings") && !body.contains("joules"), "{body}");
@@ -245,7 +245,8 @@ fn sighup_reads_the_configuration_again_and_never_ends_the_server() {
     std::fs::write(&keys, new).expect("written");
     written("debug", "queue = 7\nconnections = 7\n");
     server.signal("HUP");
-    server.wait_for_line("server.connections has changed, and takes effect when unicorn is started again");
+    server
+        .wait_for_line("server.connections has changed; the change takes effect after a restart of unicorn");
     server.wait_for_line("read the configuration again");
     assert_eq!((with(&server, old), with(&server, new)), (401, 200));
     server.wait_for_line("DEBUG");
@@ -261,7 +262,7 @@ fn sighup_reads_the_configuration_again_and_never_ends_the_server() {
             Some(text) => drop(configuration(folder.path(), text)),
         }
         server.signal("HUP");
-        let line = server.wait_for_line("stays what it was");
+        let line = server.wait_for_line("stays unchanged");
         assert!(line.contains(problem), "{line}");
         assert_eq!((with(&server, old), with(&server, new)), (401, 200));
     }
@@ -285,7 +286,7 @@ fn a_file_that_became_a_pipe_is_refused_at_sighup_and_the_next_reload_works() {
     };
     let refused = |server: &mut Daemon, part: &str| {
         server.signal("HUP");
-        let line = server.wait_for_line("stays what it was");
+        let line = server.wait_for_line("stays unchanged");
         assert!(line.contains(part), "{line}");
         assert_eq!(with(server, old), 200, "nothing has changed");
     };

@@ -339,7 +339,7 @@ fn status_now(server: &Daemon) -> Value {
 
 /// Whether the process with the model is not there, or did not answer.
 fn is_silent(npu: &Value) -> bool {
-    npu["reason"].as_str().is_some_and(|reason| reason.contains("is not there or does not answer"))
+    npu["reason"].as_str().is_some_and(|reason| reason.contains("is not running or does not answer"))
 }
 
 #[test]

@@ -633,7 +633,7 @@ fn a_plan_says_what_else_than_memory_bounds_a_context() {
     let json = |args: &[&str]| -> Value { serde_json::from_str(&plan(args)).expect("one JSON object") };
     // A context beyond the model's maximum is cut, and the plan says so.
     let text = plan(&["--context", "200000"]);
-    let cut = "131072 tokens for 1 sequence: fits (200000 were asked for; the model's maximum is 131072)";
+    let cut = "131072 tokens for 1 sequence: fits (200000 were requested; the model's maximum is 131072)";
     assert!(text.contains(cut), "{text}");
     let line = json(&["--json", "--context", "200000"]);
     assert_eq!((&line["context"], &line["cut_to_model_maximum"]), (&json!(131_072), &json!(true)));

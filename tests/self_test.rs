@@ -438,7 +438,7 @@ fn a_conversion_that_lacks_layer_values_gets_them_when_it_is_repeated() {
     ];
     let (code, stdout, stderr) = output(unicorn(&args));
     assert_eq!(code, 0, "{stderr}");
-    assert!(stdout.contains("converted by this command before"), "{stdout}");
+    assert!(stdout.contains("already converted by this command"), "{stdout}");
     let (again, before): (serde_json::Value, serde_json::Value) =
         (serde_json::from_str(&manifest()).expect("JSON"), serde_json::from_str(&whole).expect("JSON"));
     assert_eq!(again, before);

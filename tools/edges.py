@@ -286,7 +286,7 @@ def interrupted_on_a_terminal():
             assert process.wait(10) == -signal.SIGINT, process.returncode
             assert b"0 B/0 B" not in text, text[:300]
             last = text[text.rindex(b"\x1b[2K"):]
-            assert b"goes on where this one stopped" in last and b"B/s" not in last, text[-300:]
+            assert b"to continue where it stopped" in last and b"B/s" not in last, text[-300:]
         return "twice erased, and told how it goes on"
 
 

@@ -21,37 +21,37 @@ pub struct CommandLine {
     pub command: Command,
 }
 
-// A command has the groups of options that have an effect on it, and no others. An option that is not given comes from
-// the environment, the configuration file, or the defaults. `configuration.rs` has the same list once more, for what the
-// groups set.
+// Each command has only the groups of options that affect it. The value of an omitted option comes from the
+// environment, the configuration files, or the defaults. `configuration.rs` lists the groups of each command again,
+// because it copies their values into the configuration.
 
 /// Options of every command that reads the configuration.
 #[derive(Debug, Clone, Args)]
 pub struct Common {
-    /// Configuration file, instead of /etc/unicorn/config.toml and /etc/unicorn/conf.d/*.toml; `unicorn config show` lists
-    /// every option
+    /// Configuration file to read instead of /etc/unicorn/config.toml and /etc/unicorn/conf.d/*.toml; `unicorn config
+    /// show` lists every option
     #[arg(long, env = "UNICORN_CONFIG", value_name = "FILE")]
     pub config: Option<PathBuf>,
-    /// Log more; given twice, log everything
+    /// Log more; -vv logs everything
     #[arg(short, long, action = clap::ArgAction::Count)]
     pub verbose: u8,
 }
 
-/// The device that computes.
+/// The choice of the Vulkan device.
 #[derive(Debug, Clone, Args)]
 pub struct DeviceOptions {
     /// Vulkan device: its index, or a part of its name, as `unicorn devices` shows them
     #[arg(long, value_name = "NAME|INDEX")]
     pub device: Option<String>,
-    /// Accept a Vulkan device that is software on the CPU: slow, for tests and demonstrations
+    /// Accept a software Vulkan device, which runs on the CPU: slow, for tests and demonstrations
     #[arg(long)]
     pub allow_software_vulkan: bool,
 }
 
-/// Where pulled models are.
+/// The folder of pulled models.
 #[derive(Debug, Clone, Args)]
 pub struct ModelsDirOption {
-    /// Folder of pulled models [default: the cache that tools of the Hugging Face hub share]
+    /// Folder of pulled models [default: the cache that Hugging Face tools share]
     #[arg(long, value_name = "FOLDER")]
     pub models_dir: Option<String>,
 }
@@ -61,14 +61,14 @@ pub struct ModelsDirOption {
 pub struct FileOptions {
     #[command(flatten)]
     pub models_dir: ModelsDirOption,
-    /// config.json, or the folder that holds it, for a checkpoint that comes without one
+    /// config.json, or its folder, for a checkpoint without one
     #[arg(long, value_name = "PATH")]
     pub model_config: Option<String>,
 }
 
 #[derive(Debug, Clone, Args)]
 pub struct TokenizerOption {
-    /// tokenizer.json, or the folder that holds it, for a checkpoint that comes without one
+    /// tokenizer.json, or its folder, for a checkpoint without one
     #[arg(long, value_name = "PATH")]
     pub tokenizer: Option<String>,
 }
@@ -82,7 +82,7 @@ pub struct QuantizeOption {
 
 #[derive(Debug, Clone, Args)]
 pub struct PrecisionOption {
-    /// Type of the activations in matrix products: fast (int8 where weights are integers), f32 [default: fast; eval and
+    /// Type of the activations in matrix products: fast (int8 with integer weights), f32 [default: fast; eval and
     /// quantize: f32]
     #[arg(long, value_name = "MODE")]
     pub precision: Option<Precision>,
@@ -97,33 +97,33 @@ pub struct KvOption {
 
 #[derive(Debug, Clone, Args)]
 pub struct NpuOption {
-    /// Have the NPU compute a part of the attention of prompts: off, auto (where it can and is no slower), require
+    /// Compute part of the attention of prompts on the NPU: off, auto (if the NPU can and is not slower), require
     #[arg(long, value_name = "MODE")]
     pub npu: Option<NpuMode>,
 }
 
-/// What decides whether a model fits.
+/// The options that decide whether a model fits into memory.
 #[derive(Debug, Clone, Args)]
 pub struct FitOptions {
     #[command(flatten)]
     pub device: DeviceOptions,
     #[command(flatten)]
     pub files: FileOptions,
-    /// Most tokens of a prompt and its answer together
+    /// Maximum number of tokens of a prompt and its answer together
     #[arg(long, value_name = "TOKENS")]
     pub context: Option<u32>,
     #[command(flatten)]
     pub kv: KvOption,
 }
 
-/// How any model is loaded onto a device.
+/// The options of every command that loads a model onto a device.
 #[derive(Debug, Clone, Args)]
 pub struct LoadOptions {
     #[command(flatten)]
     pub fit: FitOptions,
     #[command(flatten)]
     pub precision: PrecisionOption,
-    /// Do not measure which kernels the GPU is fastest with; choose them by instruction counts
+    /// Do not measure which kernels are fastest on the GPU; choose them by instruction counts
     #[arg(long)]
     pub no_tune: bool,
 }
@@ -134,63 +134,64 @@ pub enum Command {
     Serve(Serve),
     /// Answer one prompt on the terminal
     Generate(Generate),
-    /// Converse on the terminal
+    /// Chat with the model on the terminal
     Chat(Chat),
-    /// List the Vulkan devices, and what each of them lacks
+    /// List the Vulkan devices, and the required features that each of them lacks
     Devices(Devices),
-    /// Check this machine: drivers, rights, memory, kernel parameters, NPU; say what to do about each finding
+    /// Check this machine (drivers, permissions, memory, kernel parameters, NPU), and say how to fix each finding
     Doctor(Doctor),
     /// Evaluate a model on given tokens or text
     #[command(subcommand)]
     Eval(Eval),
-    /// Convert a checkpoint to a quantized native one, the format that loads fastest
+    /// Convert a checkpoint to a quantized one in the native format, which loads fastest
     Quantize(Quantize),
-    /// Show what a checkpoint holds: format, shape, schemes, sizes
+    /// Show the contents of a checkpoint: format, shape, quantization schemes, sizes
     Inspect(Inspect),
-    /// Write a native checkpoint of random weights in a published shape, for measurements
+    /// Write a native checkpoint of random weights in the shape of a published model, for measurements
     Synth(Synth),
-    /// Show where a model would lie in memory, and the longest context that fits; needs no GPU
+    /// Show how a model would be placed in memory, and the longest context that fits; needs no GPU
     Plan(Plan),
     /// Measure the engine, load time and memory, or a server under load
     Bench(Box<Bench>),
-    /// Pull a model from the Hugging Face hub, or the missing rest of one
+    /// Pull a model from the Hugging Face hub, or resume an interrupted pull
     Pull(Pull),
     /// List or remove pulled models
     #[command(subcommand)]
     Models(Models),
-    /// Build the kernels of a Ryzen AI's NPU, or list them
+    /// Build the kernels for the NPU of a Ryzen AI processor, or list them
     #[cfg(feature = "npu")]
     #[command(subcommand)]
     Npu(Npu),
     /// Check the configuration, or show it
     #[command(subcommand)]
     Config(ConfigCommand),
-    /// Print the completions of a shell, for `source <(unicorn completions bash)`; packages install them
+    /// Print the completion script for a shell, for `source <(unicorn completions bash)`; packages install it
     Completions { shell: Shell },
     /// Write a manual page for each command into a folder
     #[command(hide = true)]
     ManPages { folder: PathBuf },
-    /// Drive the GPU for a server, which starts this
+    /// Run the GPU for `unicorn serve`, which starts this process
     #[command(hide = true)]
     DeviceProcess,
-    /// Drive the NPU for a process with a model, which starts this
+    /// Run the NPU for the process that holds the model, which starts this process
     #[command(hide = true)]
     NpuProcess,
 }
 
 #[derive(Debug, Subcommand)]
 pub enum ConfigCommand {
-    /// Check files, environment and options as `serve` does before it loads the model; exit status 78 says what is wrong
+    /// Check files, environment and options as `serve` does before it loads the model; exits with status 78 and an
+    /// error message if they are wrong
     Check(ServeOptions),
-    /// Show every option as TOML, with the place that set it
+    /// Show every option as TOML, with the file, variable or option that set it
     Show(ServeOptions),
 }
 
-/// The configured model, loaded.
+/// The options of a command that loads the configured model.
 #[derive(Debug, Clone, Args)]
 pub struct ModelOptions {
-    /// Folder of a Gemma-3 checkpoint, a GGUF file, or the name of a pulled model; without it, the demo model in this
-    /// binary
+    /// Folder of a Gemma-3 checkpoint, a GGUF file, or the name of a pulled model [default: the demo model in this
+    /// binary]
     #[arg(long, value_name = "FOLDER|FILE|ORG/NAME")]
     pub model: Option<String>,
     #[command(flatten)]
@@ -203,37 +204,37 @@ pub struct ModelOptions {
     pub memory: MemoryOptions,
 }
 
-/// The configured model, and what helps it to answer.
+/// The options of a command that generates text: the model, its draft model and the NPU.
 #[derive(Debug, Clone, Args)]
 pub struct EngineOptions {
     #[command(flatten)]
     pub model: ModelOptions,
-    /// A smaller model with the same tokenizer, which guesses the next tokens: the answer does not change, and comes
-    /// sooner where guesses are right
+    /// Draft model for speculative decoding: a smaller model with the same tokenizer. It speeds answers up and does not
+    /// change them
     #[arg(long, value_name = "FOLDER|FILE|ORG/NAME")]
     pub draft: Option<String>,
     #[command(flatten)]
     pub npu: NpuOption,
 }
 
-/// Limits on the use of a device's memory: sizes such as 16GiB (or 16G, which is the same) or 512MiB.
+/// Limits on the use of a device's memory.
 #[derive(Debug, Clone, Args)]
 pub struct MemoryOptions {
-    /// Use at most so much of the GPU's own memory, such as 16GiB (or 16G, which is the same)
+    /// Use at most this much of the GPU's own memory (VRAM), such as 16GiB or 512MiB; 16G means 16GiB
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     pub vram: Option<u64>,
-    /// Use at most so much of the host memory that the GPU reaches
+    /// Use at most this much of the host memory that the GPU can access (GTT)
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     pub gtt: Option<u64>,
-    /// Leave so much free for other programs
+    /// Leave this much memory free for other programs
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     pub reserve: Option<u64>,
-    /// The heap that feed-forward weights fill first on an integrated GPU: gtt, vram [default: gtt]
+    /// The heap in which an integrated GPU's feed-forward weights are placed first: gtt, vram [default: gtt]
     #[arg(long, value_name = "HEAP")]
     pub ffn_heap: Option<FfnHeap>,
 }
 
-/// What `serve` does, and `config` checks and shows.
+/// The options of `serve`, which `config` checks and shows.
 #[derive(Debug, Clone, Args)]
 pub struct ServeOptions {
     #[command(flatten)]
@@ -244,10 +245,10 @@ pub struct ServeOptions {
     /// Address to listen on [default: 127.0.0.1]
     #[arg(long)]
     pub host: Option<String>,
-    /// TCP port; 0 takes a free one [default: 8010]
+    /// TCP port; 0 selects a free port [default: 8010]
     #[arg(long)]
     pub port: Option<u16>,
-    /// File of accepted API keys, one per line; needed where other machines can reach the address
+    /// File of accepted API keys, one per line; required if other machines can reach the address
     #[arg(long, value_name = "FILE")]
     pub api_key_file: Option<String>,
     #[command(flatten)]
@@ -258,7 +259,7 @@ pub struct ServeOptions {
 pub struct Serve {
     #[command(flatten)]
     pub options: ServeOptions,
-    /// Read the machine's energy below this folder, in the place of /; for tests
+    /// Folder to read the energy counters from, instead of /; for tests
     #[arg(long, value_name = "FOLDER", hide = true)]
     pub root: Option<PathBuf>,
 }
@@ -282,7 +283,7 @@ pub struct Chat {
     pub engine: EngineOptions,
     #[command(flatten)]
     pub sampling: Sampling,
-    /// Read no lines of earlier conversations, and keep none of this one
+    /// Do not read or write the history of typed lines
     #[arg(long)]
     pub no_history: bool,
     #[command(flatten)]
@@ -298,28 +299,28 @@ pub struct Devices {
     pub common: Common,
 }
 
-/// Sampling options. An option that is not given has the model's own default.
+/// Sampling options. An omitted option has the model's own default.
 #[derive(Debug, Args)]
 pub struct Sampling {
-    /// Instructions in front of the conversation
+    /// System prompt: instructions before the conversation
     #[arg(long, value_name = "TEXT")]
     pub system: Option<String>,
-    /// Most tokens of the answer
+    /// Maximum number of tokens of the answer
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     pub max_tokens: Option<u32>,
     /// Sampling temperature, at most 2; 0 is greedy
     #[arg(long, value_parser = in_range::<0, 2>)]
     pub temperature: Option<f32>,
-    /// Sample from the likeliest tokens whose probabilities add up to this; 1 is off
+    /// Sample from the most likely tokens whose probabilities add up to this; 1 is off
     #[arg(long, value_parser = in_range::<0, 1>)]
     pub top_p: Option<f32>,
-    /// Sample from this many of the likeliest tokens; 0 is off
+    /// Sample from this many of the most likely tokens; 0 is off
     #[arg(long)]
     pub top_k: Option<u32>,
-    /// Leave out tokens less likely than this fraction of the likeliest token's probability; 0 is off
+    /// Leave out tokens less likely than this fraction of the most likely token's probability; 0 is off
     #[arg(long, value_parser = in_range::<0, 1>)]
     pub min_p: Option<f32>,
-    /// Seed of the sampling; the same seed gives the same answer
+    /// Random seed; the same seed gives the same answer
     #[arg(long)]
     pub seed: Option<u64>,
     /// End the answer before this text; may be given up to 16 times
@@ -336,9 +337,9 @@ impl Sampling {
 
 #[derive(Debug, Subcommand)]
 pub enum Eval {
-    /// Write the logits at every position: tensor `logits`, f32 [n, vocabulary]
+    /// Write the logits at every position as the tensor `logits`, f32 [n, vocabulary]
     Logits(EvalLogits),
-    /// Report how well a model predicts a text: exp of the mean negative log likelihood per token
+    /// Report the perplexity of a text: exp of the mean negative log likelihood per token
     Perplexity(EvalPerplexity),
 }
 
@@ -365,7 +366,7 @@ pub struct EvalPerplexity {
     pub tokenizer: TokenizerOption,
 }
 
-/// A model, loaded to be compared with other implementations.
+/// The model of `eval`, whose results are compared with other implementations.
 #[derive(Debug, Args)]
 pub struct Evaluated {
     /// Folder of a Gemma-3 checkpoint, or the name of a pulled model
@@ -380,20 +381,21 @@ pub struct Evaluated {
     pub common: Common,
 }
 
-/// The scheme of each class of matrices.
+/// The quantization scheme of each class of matrices.
 #[derive(Debug, Args)]
 pub struct Schemes {
-    /// Attention and feed-forward matrices: int4-g32, int4-g128, int8-row, bf16, or keep (as the source has them)
+    /// Scheme of attention and feed-forward matrices: int4-g32, int4-g128, int8-row, bf16, or keep (the source's
+    /// scheme)
     #[arg(long, value_name = "SCHEME", default_value_t = Target::DEFAULT)]
     pub scheme: Target,
-    /// Matrices of attention, where their scheme differs from --scheme
+    /// Scheme of the attention matrices [default: --scheme]
     #[arg(long, value_name = "SCHEME")]
     pub attention: Option<Target>,
-    /// Matrices of the feed-forward networks, where their scheme differs from --scheme
+    /// Scheme of the feed-forward matrices [default: --scheme]
     #[arg(long, value_name = "SCHEME")]
     pub feed_forward: Option<Target>,
-    /// The embedding, which is also the output head [default: int8-row; with --scheme bf16 or keep, the same as
-    /// --scheme]
+    /// Scheme of the embedding, which is also the output head [default: int8-row; with --scheme bf16 or keep, the same
+    /// as --scheme]
     #[arg(long, value_name = "SCHEME")]
     pub embedding: Option<Target>,
 }
@@ -411,7 +413,6 @@ impl Schemes {
     }
 }
 
-/// The class of a matrix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Class {
     Attention,
@@ -446,7 +447,7 @@ impl Class {
 pub struct Target(pub Option<Scheme>);
 
 impl Target {
-    /// What `unicorn quantize` writes, and a plan of a shape assumes.
+    /// The default of `unicorn quantize`, and of `unicorn plan --shape`.
     pub const DEFAULT: Target = Target(Some(Scheme::int4(32)));
 }
 
@@ -460,15 +461,15 @@ impl std::str::FromStr for Target {
             Scheme::Int { bits, scales, .. }
                 if scales != Scales::Symmetric || !matches!(bits, Bits::Four | Bits::Eight) =>
             {
-                Err(format!("{name} can be read, not written: nothing is rounded to it"))
+                Err(format!("{name} can be read, but not written: this program does not quantize to it"))
             }
             scheme => Ok(Target(Some(scheme))),
         }
     }
 }
 
-/// Parses any scheme that a checkpoint may have, including schemes that this program does not round to.
-fn stored(name: &str) -> Result<Target, String> {
+/// Parses any scheme that a checkpoint may have, including schemes that this program cannot quantize to.
+fn any_scheme(name: &str) -> Result<Target, String> {
     Ok(Target(Some(name.parse()?)))
 }
 
@@ -481,12 +482,12 @@ impl std::fmt::Display for Target {
     }
 }
 
-/// The method that turns values into integers.
+/// How values are rounded to integers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum RoundingMethod {
-    /// Search the scale of least squared error for each group
+    /// For each group, search the scale with the smallest squared error
     Search,
-    /// Scale by the largest value and round to nearest: faster, and less accurate
+    /// Scale by the largest value and round to the nearest integer: faster, and less accurate
     Nearest,
 }
 
@@ -494,18 +495,19 @@ pub enum RoundingMethod {
 pub struct Quantize {
     /// The checkpoint: a folder of safetensors, a GGUF file, or the name of a pulled model
     pub source: String,
-    /// Folder to write: a new one, an empty one, or one that an earlier run of this command wrote
+    /// Folder to write: new, empty, or written by an earlier run of this command
     pub destination: PathBuf,
     #[command(flatten)]
     pub schemes: Schemes,
     /// How int4 weights are rounded
     #[arg(long, value_enum, default_value = "search")]
     pub rounding: RoundingMethod,
-    /// Weigh errors by the size of activations, which the source model computes on the device from this text
+    /// Weight the rounding errors by the size of the activations, which the source model computes on the device from
+    /// this text
     #[arg(long, value_name = "FILE")]
     pub calibrate: Option<PathBuf>,
-    /// Compare the result with the source on this text: perplexity, and the mean KL divergence. Also evaluates a folder
-    /// that an earlier run has finished
+    /// Compare the result with the source on this text: perplexity, and the mean KL divergence. This also works for a
+    /// folder that an earlier run has finished
     #[arg(long, value_name = "FILE")]
     pub eval: Option<PathBuf>,
     #[command(flatten)]
@@ -553,12 +555,12 @@ pub struct Synth {
     pub common: Common,
 }
 
-/// The machine is this one, or one with the given --vram and --gtt.
+/// Plans for this machine, or for a machine with the given --vram and --gtt.
 #[derive(Debug, Args)]
 pub struct Plan {
     #[command(flatten)]
     pub planned: Planned,
-    /// Concurrent conversations, each with the whole context
+    /// Number of concurrent conversations, each with the whole context
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub sequences: u32,
     #[command(flatten)]
@@ -576,7 +578,7 @@ pub struct Plan {
     pub common: Common,
 }
 
-/// A checkpoint or a published shape, with a draft or none.
+/// A checkpoint or a published shape, with an optional draft model.
 #[derive(Debug, Args)]
 #[command(group(clap::ArgGroup::new("what").required(true).args(["model", "shape"])))]
 pub struct Planned {
@@ -585,26 +587,26 @@ pub struct Planned {
     /// gemma-3-270m, gemma-3-1b, gemma-3-4b, gemma-3-12b or gemma-3-27b
     #[arg(long, value_parser = Shape::named, conflicts_with_all = ["quantize", "model_config"])]
     pub shape: Option<Shape>,
-    /// Attention and feed-forward matrices of the shape: int4-g32, int4-g128, int8-row, bf16 or another of
-    /// docs/formats.md [default: int4-g32]
-    #[arg(long, value_name = "SCHEME", value_parser = stored, conflicts_with = "model")]
+    /// Scheme of the shape's attention and feed-forward matrices: int4-g32, int4-g128, int8-row, bf16 or another scheme
+    /// of docs/formats.md [default: int4-g32]
+    #[arg(long, value_name = "SCHEME", value_parser = any_scheme, conflicts_with = "model")]
     pub scheme: Option<Target>,
-    /// Matrices of attention, where their scheme differs from --scheme
-    #[arg(long, value_name = "SCHEME", value_parser = stored, conflicts_with = "model")]
+    /// Scheme of the attention matrices [default: --scheme]
+    #[arg(long, value_name = "SCHEME", value_parser = any_scheme, conflicts_with = "model")]
     pub attention: Option<Target>,
-    /// Matrices of the feed-forward networks, where their scheme differs from --scheme
-    #[arg(long, value_name = "SCHEME", value_parser = stored, conflicts_with = "model")]
+    /// Scheme of the feed-forward matrices [default: --scheme]
+    #[arg(long, value_name = "SCHEME", value_parser = any_scheme, conflicts_with = "model")]
     pub feed_forward: Option<Target>,
-    /// The embedding, which is also the output head [default: int8-row; with --scheme bf16, bf16]
-    #[arg(long, value_name = "SCHEME", value_parser = stored, conflicts_with = "model")]
+    /// Scheme of the embedding, which is also the output head [default: int8-row; with --scheme bf16, bf16]
+    #[arg(long, value_name = "SCHEME", value_parser = any_scheme, conflicts_with = "model")]
     pub embedding: Option<Target>,
-    /// A second checkpoint, loaded as the draft model
+    /// Checkpoint of a draft model
     #[arg(long, value_name = "MODEL")]
     pub draft: Option<String>,
 }
 
 impl Planned {
-    /// Says that the scheme of a shape is the default, where none was given.
+    /// A note for the output that the default scheme was assumed; `None` if `--scheme` was given.
     pub fn assumption(&self) -> Option<String> {
         let is_assumed = self.shape.is_some() && self.scheme.is_none();
         is_assumed.then(|| format!("{} is assumed, since no --scheme was given", Target::DEFAULT))
@@ -613,26 +615,26 @@ impl Planned {
 
 #[derive(Debug, Args)]
 pub struct Doctor {
-    /// The model that is to be served, to check whether it fits [default: that of the configuration]
+    /// Check whether this model fits [default: the configured model]
     #[arg(long, value_name = "FOLDER|FILE|ORG/NAME", conflicts_with = "shape")]
     pub model: Option<String>,
-    /// Check a published shape for its fit: gemma-3-270m, gemma-3-1b, gemma-3-4b, gemma-3-12b or gemma-3-27b
+    /// Check whether a published shape fits: gemma-3-270m, gemma-3-1b, gemma-3-4b, gemma-3-12b or gemma-3-27b
     #[arg(long, value_parser = Shape::named, conflicts_with_all = ["quantize", "model_config"])]
     pub shape: Option<Shape>,
-    /// Scheme of the shape's matrices, as `unicorn plan` takes it [default: int4-g32]
-    #[arg(long, value_name = "SCHEME", value_parser = stored, requires = "shape")]
+    /// Scheme of the shape's matrices, as in `unicorn plan` [default: int4-g32]
+    #[arg(long, value_name = "SCHEME", value_parser = any_scheme, requires = "shape")]
     pub scheme: Option<Target>,
-    /// Read up to 256 MiB of the model past the page cache, and say how long a load takes at that speed
+    /// Measure the disk: read up to 256 MiB of the model without the page cache, and estimate the time of a load
     #[arg(long)]
     pub disk: bool,
-    /// Print the commands and settings of all findings, and run none of them
+    /// Print the commands and settings that fix the findings, without running them
     #[arg(long)]
     pub fix: bool,
     /// Print one JSON object
     #[arg(long, conflicts_with = "fix")]
     pub json: bool,
-    /// Check the machine whose /sys, /proc, /dev, /etc, /usr and /lib lie in this folder, and whose
-    /// `unicorn devices --json` is its vulkan.json
+    /// Check another machine: this folder has copies of its /sys, /proc, /dev, /etc, /usr and /lib, and the output of
+    /// `unicorn devices --json` as vulkan.json
     #[arg(long, value_name = "FOLDER")]
     pub root: Option<PathBuf>,
     #[command(flatten)]
@@ -645,7 +647,7 @@ pub struct Doctor {
     pub common: Common,
 }
 
-/// A benchmark; the engine's where none is named.
+/// A benchmark; without a subcommand, that of the engine.
 #[derive(Debug, Args)]
 #[command(args_conflicts_with_subcommands = true)]
 pub struct Bench {
@@ -659,19 +661,20 @@ pub struct Bench {
 pub enum Benchmark {
     /// Measure the engine in this process (the default): load time, prefill and decode speed, memory
     Engine(BenchEngine),
-    /// Measure the steps of a model alone: prompts of several lengths, decodes of several sequences at several depths
+    /// Measure the steps of a model without the engine: prompts of several lengths, and decodes of several batch sizes
+    /// at several context depths
     Model(BenchModel),
-    /// Compute a prompt with and without the NPU, by turns: time, the GPU's share of it, and energy
+    /// Compute a prompt alternately with and without the NPU: time, the GPU's share of it, and energy
     Npu(BenchNpu),
-    /// Measure each hot kernel alone at the shapes of published models, next to the limits of the device
+    /// Measure each hot kernel alone at the shapes of published models, and compare it with the limits of the device
     Kernels(BenchKernels),
-    /// Measure a server with the OpenAI API from its clients' side
+    /// Measure a server with the OpenAI API, as its clients see it
     Serve(BenchServe),
-    /// Compile every kernel for an AMD GPU that need not be here, and predict the speed of each size of Gemma-3 from
-    /// the assembly
+    /// Compile every kernel for an AMD GPU, which this machine need not have, and predict the speed of each size of
+    /// Gemma-3 from the assembly
     ///
-    /// --quantize gives the type of the weights [default: int4-g128-emb8], --kv that of keys and values. Mesa 26
-    /// compiles too, if it is in the current folder (`make setup-devices`).
+    /// --quantize selects the type of the weights [default: int4-g128-emb8], --kv the type of keys and values. If Mesa
+    /// 26 is in the current folder (`make setup-devices`), it compiles the kernels too.
     Isa(BenchIsa),
 }
 
@@ -715,17 +718,17 @@ pub struct BenchEngine {
     /// Also decode this many sequences together, each after its own prompt; several numbers, separated by commas
     #[arg(long, value_name = "N,...", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=64))]
     pub streams: Vec<u32>,
-    /// Also measure with so much of the device's time, as `engine.courtesy` has it, by turns; several shares, separated by
-    /// commas
+    /// Also measure with these shares of the GPU's time, in the form of `engine.courtesy`, separated by commas; the
+    /// runs alternate
     #[arg(long, value_name = "SHARE,...", value_delimiter = ',')]
     pub courtesy: Vec<Courtesy>,
-    /// Also time every kernel on the device; the timestamps cost a little speed
+    /// Also measure the time of every kernel on the device; the timestamps cost a little speed
     #[arg(long)]
     pub profile: bool,
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,
-    /// Read the machine's energy below this folder, in the place of /; for tests
+    /// Folder to read the energy counters from, instead of /; for tests
     #[arg(long, value_name = "FOLDER", hide = true)]
     pub root: Option<PathBuf>,
     #[command(flatten)]
@@ -740,11 +743,11 @@ pub struct BenchModel {
     #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "128,512,2048,8192",
           value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub prefill: Vec<u32>,
-    /// Tokens in the context before the decoded ones
+    /// Context depths: tokens in the context before the decoded tokens
     #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "0,2048,8192",
           value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
     pub depth: Vec<u32>,
-    /// Numbers of sequences that are decoded together, at each depth
+    /// Batch sizes: numbers of sequences that are decoded together, at each depth
     #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "1,2,4,8,16,32,64",
           value_parser = clap::value_parser!(u32).range(1..=64))]
     pub batch: Vec<u32>,
@@ -754,10 +757,10 @@ pub struct BenchModel {
     /// Measured runs of each case, after a short one to warm up; the median is reported
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=100))]
     pub runs: u32,
-    /// Longest time for a case: one whose single run would take longer is left out, others get fewer runs
+    /// Longest time for a case. A case whose single run would take longer is skipped; others get fewer runs
     #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u32).range(1..=86_400))]
     pub limit_s: u32,
-    /// Longest time for the whole benchmark; cases that have not begun by then are left out
+    /// Longest time for the whole benchmark; cases that have not begun by then are skipped
     #[arg(long, value_name = "SECONDS")]
     pub budget_s: Option<u32>,
     /// Compare with an earlier report that --json printed
@@ -785,7 +788,7 @@ pub struct BenchNpu {
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,
-    /// Read the counters of energy below this folder instead of /
+    /// Folder to read the energy counters from, instead of /
     #[arg(long, value_name = "FOLDER", hide = true)]
     pub root: Option<PathBuf>,
     #[command(flatten)]
@@ -808,7 +811,7 @@ pub struct BenchKernels {
     #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "1,8,128",
           value_parser = clap::value_parser!(u32).range(1..=8192))]
     pub tokens: Vec<u32>,
-    /// Tokens in the context before the tokens of the step
+    /// Context depths: tokens in the context before the tokens of the step
     #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "2048,8192",
           value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
     pub depth: Vec<u32>,
@@ -842,7 +845,7 @@ pub struct BenchIsa {
     /// Predict only this size [default: all five]
     #[arg(long, value_parser = Shape::named)]
     pub shape: Option<Shape>,
-    /// Tokens in each sequence's KV cache when the predicted token is decoded
+    /// Tokens in each sequence's KV cache at the predicted decode step
     #[arg(long, value_name = "TOKENS", default_value_t = 512, value_parser = clap::value_parser!(u32).range(..=131_071))]
     pub depth: u32,
     /// Also write the assembly of every pipeline, one file each
@@ -851,8 +854,7 @@ pub struct BenchIsa {
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,
-    /// Compile on the device that the environment selects, and print the result. The command starts itself with this
-    /// flag
+    /// Compile on the device that the environment selects, and print the result. The command runs itself with this flag
     #[arg(long, hide = true)]
     pub compile: bool,
     #[command(flatten)]
@@ -868,11 +870,12 @@ pub struct BenchIsa {
 /// The way in which requests arrive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Scenario {
-    /// Streams that each send the next request as soon as the last is answered, at each --concurrency in turn
+    /// Streams that each send the next request as soon as the previous one is answered, at each --concurrency in turn
     Closed,
-    /// Chats alone, and then chats while long prompts arrive at half of the rate that the server can process by itself
+    /// First chats alone, then chats while long prompts arrive at half of the rate that the server can process without
+    /// chats
     Mixed,
-    /// Chats of two turns: how long the first token of the second turn takes
+    /// Chats of two turns: time to the first token of the second turn
     SecondTurn,
 }
 
@@ -886,7 +889,7 @@ impl Scenario {
     }
 }
 
-/// How long a soak asks: for a time, or until every client has sent all requests so many times.
+/// The length of a soak test: a time, or how many times every client sends all requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SoakLength {
     Time(Duration),
@@ -930,7 +933,7 @@ pub struct BenchServe {
     /// Base address of the API, http or https; no proxy is used
     #[arg(long, default_value = "http://127.0.0.1:8010/v1")]
     pub url: String,
-    /// Id of the model [default: the only one that the server lists]
+    /// Id of the model [default: the only model that the server lists]
     #[arg(long, value_name = "ID")]
     pub model: Option<String>,
     /// API key, sent as a bearer token
@@ -938,13 +941,13 @@ pub struct BenchServe {
     pub api_key: Option<String>,
     #[arg(long, value_enum, default_value_t = Scenario::Closed)]
     pub scenario: Scenario,
-    /// Requests of each stream, one after the other; with second-turn, number of chats
+    /// Requests of each stream, one after the other; with second-turn, the number of chats
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=10_000))]
     pub requests: u32,
-    /// Most tokens of an answer
+    /// Maximum number of tokens of an answer
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pub max_tokens: u32,
-    /// Make every answer exactly that long, by sending `ignore_eos`, which vLLM, SGLang and llama.cpp also know
+    /// Make every answer exactly that long, with the field `ignore_eos`, which vLLM, SGLang and llama.cpp also accept
     #[arg(long)]
     pub ignore_eos: bool,
     /// Sampling temperature, at most 2; 0 is greedy, so that every server does the same work
@@ -953,25 +956,26 @@ pub struct BenchServe {
     /// Longest time for one request
     #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u32).range(1..=86_400))]
     pub timeout_s: u32,
-    /// Seed of the prompts. With a seed that was used before, the server may have the prompts cached [default: a new
-    /// one]
+    /// Seed of the prompts. If a seed was used before, the server may have cached its prompts [default: a new seed]
     #[arg(long)]
     pub seed: Option<u64>,
     /// Approximate length of a prompt; closed and mixed [default: 128]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub prompt_tokens: Option<u32>,
-    /// Ask every route for so long (30m, 90s, 2h) or so many rounds (3r), of this project's server alone, and check that
-    /// answers stay equal and that nothing is lost or leaks
+    /// Soak test, only for this project's server: send requests to every route for this time (30m, 90s, 2h) or number
+    /// of rounds (3r), and check that equal requests get equal answers, and that nothing is lost or leaks
     #[arg(long, value_name = "LENGTH", conflicts_with_all = ["scenario", "requests", "max_tokens", "ignore_eos",
           "temperature", "seed", "prompt_tokens", "chats", "long_tokens", "long_requests", "history_tokens"])]
     pub soak: Option<SoakLength>,
-    /// Process of the server on this machine: a soak watches its memory and descriptors, and sends it SIGHUP
+    /// Process of the server on this machine: the soak test watches its memory and file descriptors, and sends it
+    /// SIGHUP
     #[arg(long, value_name = "PID", requires = "soak", value_parser = clap::value_parser!(u32).range(2..=1 << 30))]
     pub pid: Option<u32>,
-    /// File of the server's fault layer (FAULT_LAYER_FILE): a soak loses the device through it, once a minute at most
+    /// File of the server's fault layer (FAULT_LAYER_FILE): through it, the soak test causes the loss of the device, at
+    /// most once a minute
     #[arg(long, value_name = "FILE", requires = "soak")]
     pub fault_file: Option<PathBuf>,
-    /// Numbers of streams; closed [default: 1,2,4,8,16,32,64]; with --soak one number, the clients [default: 8]
+    /// Numbers of streams; closed [default: 1,2,4,8,16,32,64]; with --soak, the number of clients [default: 8]
     #[arg(long, value_name = "N,...", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub concurrency: Option<Vec<u32>>,
     /// Number of chats; mixed [default: 16]
@@ -995,8 +999,8 @@ pub struct BenchServe {
 
 #[derive(Debug, Args)]
 pub struct Pull {
-    /// The repository: safetensors with their configuration, or GGUF files. One GGUF file is chosen by its file name or
-    /// its quantization (`Q4_0`)
+    /// The repository, with safetensors and config.json, or with GGUF files. The file name or the quantization (`Q4_0`)
+    /// selects one of several GGUF files
     #[arg(value_name = "ORG/NAME[@REVISION][:FILE]")]
     pub name: ModelName,
     #[command(flatten)]
@@ -1007,9 +1011,9 @@ pub struct Pull {
 
 #[derive(Debug, Subcommand)]
 pub enum Models {
-    /// Show the pulled models: name, format, size, place
+    /// Show the pulled models: name, format, size, folder
     List(ModelsList),
-    /// Remove a pulled model, or a revision or a file of it, with the data that no other model needs
+    /// Remove a pulled model, or one revision or file of it, with the data that no other model needs
     Rm(ModelsRm),
 }
 
@@ -1040,9 +1044,9 @@ pub struct ModelsRm {
 #[cfg(feature = "npu")]
 #[derive(Debug, Subcommand)]
 pub enum Npu {
-    /// Compile the NPU's attention kernels for a model, with mlir-aie, Peano and XRT of this machine
+    /// Compile the NPU's attention kernels for a model, with this machine's mlir-aie, Peano and XRT
     BuildKernels(Box<BuildKernels>),
-    /// Show the kernels that were built, and what is wrong with those that cannot be used
+    /// Show the built kernels, and why some of them cannot be used
     List(NpuList),
 }
 
@@ -1067,43 +1071,44 @@ pub struct KernelFolder {
 #[derive(Debug, Args)]
 #[command(group = clap::ArgGroup::new("what").required(true))]
 pub struct BuildKernels {
-    /// The model whose attention is computed: a folder of a Gemma-3 checkpoint, a GGUF file, or the name of a pulled
-    /// model
+    /// The model to build for: the folder of a Gemma-3 checkpoint, a GGUF file, or the name of a pulled model
     #[arg(long, value_name = "FOLDER|FILE|ORG/NAME", group = "what",
           conflicts_with_all = ["heads_per_group", "window"])]
     pub model: Option<String>,
-    /// Without --model, the dimension of a head: 64, 128, 256
+    /// Without --model: the dimension of a head: 64, 128, 256
     #[arg(long, value_name = "N", group = "what", requires = "heads_per_group")]
     pub head_dim: Option<u32>,
-    /// Without --model, the query heads for each KV head: 2, 4
+    /// Without --model: the query heads for each KV head: 2, 4
     #[arg(long, value_name = "N", requires = "head_dim")]
     pub heads_per_group: Option<u32>,
-    /// Without --model, the sliding window of its layers [default: no layer has one]
+    /// Without --model: the sliding window of the layers [default: no sliding window]
     #[arg(long, value_name = "TOKENS", requires = "head_dim")]
     pub window: Option<u32>,
-    /// KV heads of a dispatch, 1 to 4: a kernel for each number [default: half of the model's and all of them, 4 at
-    /// most]
+    /// KV heads of a dispatch, 1 to 4; builds a kernel for each number [default: half of the model's KV heads, and all
+    /// of them; at most 4]
     #[arg(long, value_name = "N,...", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=4))]
     pub groups: Vec<u32>,
-    /// Prompt tokens of a dispatch, 256 or 512: a kernel for each number; 512 is for an engine.prefill_chunk above 256
+    /// Prompt tokens of a dispatch, 256 or 512; builds a kernel for each number; 512 is for an engine.prefill_chunk
+    /// above 256
     #[arg(long, value_name = "N,...", value_delimiter = ',', default_values_t = [256])]
     pub rows: Vec<u32>,
-    /// Keys of a dispatch of a layer without a window, a power of two from 512 to 131072: a kernel for each number
+    /// Keys of a dispatch of a layer without a sliding window, a power of two from 512 to 131072; builds a kernel for
+    /// each number
     #[arg(long, value_name = "N,...", value_delimiter = ',', default_values_t = [2048])]
     pub keys: Vec<u32>,
     #[command(flatten)]
     pub folder: KernelFolder,
-    /// The Python that has mlir-aie [default: python3]
+    /// The Python interpreter that has mlir-aie [default: python3]
     #[arg(long, value_name = "FILE")]
     pub python: Option<PathBuf>,
-    /// Folder of Peano, the compiler for the NPU's cores [default: PEANO_INSTALL_DIR, or that of the Python package
-    /// llvm-aie]
+    /// Folder of Peano, the compiler for the NPU's cores [default: PEANO_INSTALL_DIR, or the folder of the Python
+    /// package llvm-aie]
     #[arg(long, value_name = "FOLDER")]
     pub peano: Option<PathBuf>,
-    /// Build what is built already too
+    /// Build again the kernels that exist already
     #[arg(long)]
     pub force: bool,
-    /// Longest time for one tool
+    /// Longest run time of one tool
     #[arg(long, value_name = "SECONDS", default_value_t = 3600, value_parser = clap::value_parser!(u32).range(1..=86_400))]
     pub tool_limit_s: u32,
     #[command(flatten)]

@@ -16,7 +16,8 @@ pub fn config(configured: &Configured, command: &ConfigCommand) -> Result<(), Er
     }
 }
 
-/// Does what `serve` does before it loads the model, as far as another server that runs meanwhile does not matter.
+/// Does the checks of `serve` before it loads the model, except those that fail while another server runs on the
+/// address.
 fn check(configured: &Configured) -> Result<(), Error> {
     let config = &configured.config;
     let (host, port) = (config.server.host.as_str(), config.server.port);
@@ -24,12 +25,12 @@ fn check(configured: &Configured) -> Result<(), Error> {
     let addresses: Vec<_> = (host, port).to_socket_addrs().map_err(unusable)?.collect();
     let keys = serve::check(&config.server, &addresses)?;
     let model = load::files(&config.model)?;
-    let asks = match keys {
-        0 => "no API key is asked for".to_owned(),
+    let key_count = match keys {
+        0 => "no API key is required".to_owned(),
         keys => format!("API keys: {keys}"),
     };
     print(&format!(
-        "the configuration is good\n   files   {}\n   listens {host}, port {port}; {asks}\n   model   {}\n",
+        "the configuration is good\n   files   {}\n   listens {host}, port {port}; {key_count}\n   model   {}\n",
         configured.sources(),
         model.name(),
     ))

@@ -1,8 +1,7 @@
-//! The configuration of a command: the files, the environment and the command line in their order.
+//! The configuration of a command: from files, then the environment, then the command line. Later values win.
 //!
-//! Without `--config` the files are the system's: `/etc/unicorn/config.toml`, and then `/etc/unicorn/conf.d/*.toml` in the
-//! order of their names. `UNICORN_CONFIG_DIR` names another folder for both. `unicorn doctor --root FOLDER` reads those of
-//! the machine whose files lie in that folder.
+//! Without `--config`, the files are `/etc/unicorn/config.toml` and then `/etc/unicorn/conf.d/*.toml`, sorted by name.
+//! `UNICORN_CONFIG_DIR` replaces `/etc/unicorn`. `unicorn doctor --root FOLDER` reads `FOLDER/etc/unicorn`.
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -15,25 +14,25 @@ use crate::tensor::{KvDtype, Precision};
 
 const SYSTEM: &str = "/etc/unicorn";
 const SYSTEM_VARIABLE: &str = "UNICORN_CONFIG_DIR";
-/// The most bytes of a file.
+/// Maximum bytes of a configuration file.
 const MAX_BYTES: u64 = 1 << 20;
-/// The most files in `conf.d`.
+/// Maximum number of files in `conf.d`.
 const MAX_FILES: usize = 256;
 
-/// A configuration, where it came from, and the warnings about it.
+/// A configuration, its sources, and the warnings about it.
 pub struct Configured {
     pub config: Config,
-    /// Later ones win.
+    /// Later layers win.
     pub layers: Vec<Layer>,
     pub files: Vec<PathBuf>,
     pub warnings: Vec<String>,
 }
 
 impl Configured {
-    /// Its files, for a person.
+    /// A description of the configuration files for the user.
     pub fn sources(&self) -> String {
         match self.files.is_empty() {
-            true => "none: all options have their defaults".into(),
+            true => "none, all options have their defaults".into(),
             false => self.files.iter().map(|file| file.display().to_string()).collect::<Vec<_>>().join(", "),
         }
     }
@@ -64,12 +63,12 @@ pub fn configure(command: &Command) -> Result<Configured, Error> {
     Ok(Configured { config, layers, files, warnings })
 }
 
-/// How many times the command line asks for a longer log.
+/// How often the command line has `-v`.
 pub fn verbosity(command: &Command) -> u8 {
     options(command).map_or(0, |(common, _)| common.verbose)
 }
 
-/// The folder of the system's files, on this machine or on the one that the doctor is to check.
+/// The folder of the system's configuration files: of this machine, or of the machine that the doctor checks.
 fn system_folder(command: &Command) -> PathBuf {
     match command {
         Command::Doctor(args::Doctor { root: Some(root), .. }) => root.join(SYSTEM.trim_start_matches('/')),
@@ -77,7 +76,7 @@ fn system_folder(command: &Command) -> PathBuf {
     }
 }
 
-/// The files in the system's folder, in the order in which they are read. None of them must be there.
+/// The configuration files in the system's folder, in the order in which they are read. All of them are optional.
 fn system_files(folder: &Path) -> Result<Vec<PathBuf>, Error> {
     let at = |path: &Path| {
         let path = path.to_owned();
@@ -111,12 +110,13 @@ fn system_files(folder: &Path) -> Result<Vec<PathBuf>, Error> {
 }
 
 /// Options of the command line that set options of the configuration.
-trait Sets {
+trait ConfigOptions {
     fn set(&self, flags: &mut Layer);
 }
 
-/// The options of a command that concern its configuration, later ones winning; none where it reads no configuration.
-fn options(command: &Command) -> Option<(&Common, Vec<&dyn Sets>)> {
+/// The options of a command that set configuration options, of which later ones win; `None` if the command reads no
+/// configuration.
+fn options(command: &Command) -> Option<(&Common, Vec<&dyn ConfigOptions>)> {
     Some(match command {
         Command::Serve(args) => (&args.options.common, vec![&args.options]),
         Command::Config(ConfigCommand::Check(options) | ConfigCommand::Show(options)) => {
@@ -142,14 +142,14 @@ fn options(command: &Command) -> Option<(&Common, Vec<&dyn Sets>)> {
         Command::Npu(args::Npu::BuildKernels(args)) => (&args.common, vec![&args.files]),
         #[cfg(feature = "npu")]
         Command::Npu(args::Npu::List(args)) => (&args.common, vec![]),
-        // A package writes these, whatever the machine's configuration is.
+        // The build of a package runs these. Their output must not depend on the configuration of the machine.
         Command::Completions { .. } | Command::ManPages { .. } => return None,
-        // The server sends its options. A file that has changed since is not to end a process that drives its GPU.
+        // The server sends its options to these processes. They must not read a file that has changed since its start.
         Command::DeviceProcess | Command::NpuProcess => return None,
     })
 }
 
-fn options_of_benchmark(args: &Bench) -> (&Common, Vec<&dyn Sets>) {
+fn options_of_benchmark(args: &Bench) -> (&Common, Vec<&dyn ConfigOptions>) {
     match args.benchmarked() {
         Benchmarked::Engine(args) => (&args.common, vec![&args.engine]),
         Benchmarked::Model(args) => (&args.common, vec![&args.model, &args.npu]),
@@ -160,11 +160,11 @@ fn options_of_benchmark(args: &Bench) -> (&Common, Vec<&dyn Sets>) {
     }
 }
 
-/// What commands that are compared with other implementations have in the place of the configuration's options, so that
-/// they compute in f32. Options of the command line override it, to measure the loss.
+/// Overrides options of the configuration, so that commands whose results are compared with other implementations
+/// compute in f32. Options of the command line override these again, to measure the loss of other types.
 struct Exact;
 
-impl Sets for Exact {
+impl ConfigOptions for Exact {
     fn set(&self, flags: &mut Layer) {
         flags.set("npu", "mode", NpuMode::Off.name());
         flags.set("kv", "dtype", KvDtype::F32.name());
@@ -172,7 +172,7 @@ impl Sets for Exact {
     }
 }
 
-impl Sets for args::ServeOptions {
+impl ConfigOptions for args::ServeOptions {
     fn set(&self, flags: &mut Layer) {
         let Self { engine, name, host, port, api_key_file, common: _ } = self;
         engine.set(flags);
@@ -183,7 +183,7 @@ impl Sets for args::ServeOptions {
     }
 }
 
-impl Sets for args::EngineOptions {
+impl ConfigOptions for args::EngineOptions {
     fn set(&self, flags: &mut Layer) {
         let Self { model, draft, npu } = self;
         model.set(flags);
@@ -192,7 +192,7 @@ impl Sets for args::EngineOptions {
     }
 }
 
-impl Sets for args::ModelOptions {
+impl ConfigOptions for args::ModelOptions {
     fn set(&self, flags: &mut Layer) {
         let Self { model, quantize, tokenizer, load, memory } = self;
         flags.set_given("model", "path", model.clone());
@@ -203,7 +203,7 @@ impl Sets for args::ModelOptions {
     }
 }
 
-impl Sets for args::Evaluated {
+impl ConfigOptions for args::Evaluated {
     fn set(&self, flags: &mut Layer) {
         let Self { model, quantize, load, npu, common: _ } = self;
         flags.set("model", "path", model.clone());
@@ -213,7 +213,7 @@ impl Sets for args::Evaluated {
     }
 }
 
-impl Sets for args::Doctor {
+impl ConfigOptions for args::Doctor {
     fn set(&self, flags: &mut Layer) {
         flags.set_given("model", "path", self.model.clone());
         self.quantize.set(flags);
@@ -222,7 +222,7 @@ impl Sets for args::Doctor {
     }
 }
 
-impl Sets for args::LoadOptions {
+impl ConfigOptions for args::LoadOptions {
     fn set(&self, flags: &mut Layer) {
         let Self { fit, precision, no_tune } = self;
         fit.set(flags);
@@ -231,7 +231,7 @@ impl Sets for args::LoadOptions {
     }
 }
 
-impl Sets for args::FitOptions {
+impl ConfigOptions for args::FitOptions {
     fn set(&self, flags: &mut Layer) {
         let Self { device, files, context, kv } = self;
         device.set(flags);
@@ -241,7 +241,7 @@ impl Sets for args::FitOptions {
     }
 }
 
-impl Sets for args::DeviceOptions {
+impl ConfigOptions for args::DeviceOptions {
     fn set(&self, flags: &mut Layer) {
         let Self { device, allow_software_vulkan } = self;
         flags.set_given("hardware", "device", device.clone());
@@ -249,7 +249,7 @@ impl Sets for args::DeviceOptions {
     }
 }
 
-impl Sets for args::FileOptions {
+impl ConfigOptions for args::FileOptions {
     fn set(&self, flags: &mut Layer) {
         let Self { models_dir, model_config } = self;
         models_dir.set(flags);
@@ -257,7 +257,7 @@ impl Sets for args::FileOptions {
     }
 }
 
-impl Sets for args::MemoryOptions {
+impl ConfigOptions for args::MemoryOptions {
     fn set(&self, flags: &mut Layer) {
         let Self { vram, gtt, reserve, ffn_heap } = self;
         for (option, bytes) in [("vram", vram), ("gtt", gtt), ("reserve", reserve)] {
@@ -267,37 +267,37 @@ impl Sets for args::MemoryOptions {
     }
 }
 
-impl Sets for args::ModelsDirOption {
+impl ConfigOptions for args::ModelsDirOption {
     fn set(&self, flags: &mut Layer) {
         flags.set_given("models", "dir", self.models_dir.clone());
     }
 }
 
-impl Sets for args::TokenizerOption {
+impl ConfigOptions for args::TokenizerOption {
     fn set(&self, flags: &mut Layer) {
         flags.set_given("model", "tokenizer", self.tokenizer.clone());
     }
 }
 
-impl Sets for args::QuantizeOption {
+impl ConfigOptions for args::QuantizeOption {
     fn set(&self, flags: &mut Layer) {
         flags.set_given("model", "quantize", self.quantize.map(|mode| mode.name()));
     }
 }
 
-impl Sets for args::PrecisionOption {
+impl ConfigOptions for args::PrecisionOption {
     fn set(&self, flags: &mut Layer) {
         flags.set_given("model", "precision", self.precision.map(|precision| precision.name()));
     }
 }
 
-impl Sets for args::KvOption {
+impl ConfigOptions for args::KvOption {
     fn set(&self, flags: &mut Layer) {
         flags.set_given("kv", "dtype", self.kv.map(|dtype| dtype.name()));
     }
 }
 
-impl Sets for args::NpuOption {
+impl ConfigOptions for args::NpuOption {
     fn set(&self, flags: &mut Layer) {
         flags.set_given("npu", "mode", self.npu.map(|mode| mode.name()));
     }

@@ -1,8 +1,8 @@
-//! `unicorn device-process`: the child of a server that has the GPU. It loads the model, and runs steps until the server
-//! ends, or the GPU fails.
+//! `unicorn device-process`: the child process of a server that uses the GPU. It loads the model, and runs steps until
+//! the server ends or the GPU fails.
 //!
-//! Its standard input is the channel to the server. The server's options and open files come over it, so that a child that
-//! takes over after a loss loads the very files that the first one did.
+//! Its standard input is the channel to the server. The server sends its options and its open files over the channel.
+//! So a new child, after a loss of the device, loads the same files as the first one.
 
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::{Duration, Instant};
@@ -25,24 +25,24 @@ use crate::model::device_process::serve;
 use crate::model::draft::Draft;
 use crate::model::offload::{OffloadCounts, OffloadWatch};
 
-/// What the server sends first. The files of `model` and `draft` follow, then the socket of the second channel, over which
-/// the server asks for [`Observed`].
+/// The first message of the server. Then it sends the files of `model` and `draft`, and the socket of a second channel,
+/// on which it sends [`Question`]s.
 #[derive(Serialize, Deserialize)]
 pub struct Task {
     /// The server's options as TOML.
     pub options: String,
     pub model: HeldNames,
     pub draft: Option<HeldNames>,
-    /// The number of the tokenizer's ids. The texts are the server's: this process reads no tokenizer.
+    /// The number of token ids of the tokenizer. Only the server reads the tokenizer.
     pub vocab_size: usize,
-    /// What became of the NPU at the first load of this model, where this is another one.
+    /// The state of the NPU at the first load of this model; `None` at the first load.
     pub npu: Option<NpuStart>,
 }
 
-/// How often the child says how far a load is.
-const TELL: Duration = Duration::from_millis(250);
+/// How often the child reports the progress of a load.
+const REPORT_EVERY: Duration = Duration::from_millis(250);
 
-/// What the child says of a load. The last message is one of the other two.
+/// The child's messages during a load. The last message is `Done` or `Refused`.
 #[derive(Serialize, Deserialize)]
 pub enum Load {
     Doing(Loading),
@@ -57,7 +57,7 @@ pub struct Refusal {
     pub exit_code: u8,
 }
 
-/// What stays as it is in a loaded model.
+/// The facts about a loaded model that do not change.
 #[derive(Serialize, Deserialize)]
 pub struct DeviceFacts {
     pub device: String,
@@ -71,17 +71,18 @@ pub struct DeviceFacts {
     /// Bytes of the model and the draft together.
     pub sliding_block_bytes: u64,
     pub self_test: SelfTested,
-    /// How long the device may finish nothing, until it counts as hung.
+    /// How long the device may finish nothing before it counts as hung.
     pub hang_timeout: Duration,
-    /// What became of the NPU; none where none is wanted.
+    /// The state of the NPU after the load; `None` if `npu.mode` is off.
     pub npu: Option<NpuStart>,
 }
 
-/// What the self-test of a load has found right.
+/// What the self-test of a load has verified.
 #[derive(Serialize, Deserialize)]
 pub struct SelfTested {
     pub kernels: usize,
-    /// Layers whose values are those that the checkpoint holds; none if it holds none for these weights.
+    /// The number of layers whose output equals the values in the checkpoint; `None` if it has no values for these
+    /// weights.
     pub layers: Option<usize>,
     pub seconds: f64,
 }
@@ -94,12 +95,12 @@ pub struct Placed {
     pub bytes: u64,
 }
 
-/// What the server may send at any time.
+/// The messages that the server may send at any time.
 #[derive(Serialize, Deserialize)]
 pub enum Question {
-    /// Asks how the GPU does. `kernels` takes the kernels' times.
+    /// Asks for the state of the GPU. `kernels`: also for the times of the kernels, which resets them.
     Observe { kernels: bool },
-    /// Sets the log's filter. Nothing is answered.
+    /// Sets the log filter. This has no answer.
     Log(String),
 }
 
@@ -116,27 +117,27 @@ pub struct Observed {
     pub copies: u64,
     pub barriers: u64,
     pub memory_shortages: u64,
-    /// How long the device computed steps, by its own clock, and how long submits were held back for courtesy.
+    /// How long the device computed steps, by its own clock, and how long submits were delayed for `engine.courtesy`.
     pub busy: Option<Duration>,
     pub rested: Duration,
-    /// Bytes that commands declared to read or write, by class.
+    /// Bytes that the commands declared as read or written, by class.
     pub declared: Vec<(String, u64)>,
-    /// What became of the NPU at the load, and what it did since; none where none is wanted.
+    /// The state of the NPU at the load, and the counts of its work since; `None` if `npu.mode` is off.
     pub npu: Option<(NpuStart, OffloadCounts)>,
-    /// Times of kernels since they were last asked for; empty if they were not asked for.
+    /// Name, dispatches and time of each kernel since the last question for them; empty if not requested.
     pub kernels: Vec<(String, u64, Duration)>,
 }
 
 pub fn device_process(level: Level) -> Result<(), Error> {
     match run(level) {
-        // The server has ended: there is nobody to report to.
+        // The server has ended, so there is no receiver for a report.
         Err(Error::Channel(error)) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
         ended => ended,
     }
 }
 
 fn run(level: Level) -> Result<(), Error> {
-    // A service's manager may signal all of its processes. The server decides when this one ends.
+    // A service manager may signal all processes of the service. The server decides when this process ends.
     let _runtime = outlive_signals()?;
     let mut channel = Channel::from_stdin().map_err(Error::Channel)?;
     let Some(task) = channel.receive::<Task>().map_err(Error::Channel)? else { return Ok(()) };
@@ -147,20 +148,21 @@ fn run(level: Level) -> Result<(), Error> {
         device.map_or(0, |device| device.progress())
     };
     channel.show_progress(progress).map_err(Error::Channel)?;
-    let (vocab_size, before) = (task.vocab_size, task.npu.clone());
-    let (config, files, observer) = take(&mut channel, task).map_err(Error::Channel)?;
-    let mut told: Option<(Loading, Instant)> = None;
+    let (vocab_size, first_npu) = (task.vocab_size, task.npu.clone());
+    let (config, files, observer) = receive_task(&mut channel, task).map_err(Error::Channel)?;
+    let mut reported: Option<(Loading, Instant)> = None;
     let mut report = |doing: Loading, device: Option<&Arc<Device>>| {
         *locked(&of_load) = device.map(Arc::downgrade).unwrap_or_default();
-        let is_news = |(before, at): (Loading, Instant)| !before.is_same_part(doing) || at.elapsed() >= TELL;
-        if told.is_none_or(is_news) {
-            told = Some((doing, Instant::now()));
-            // A server that has ended ends this process, too.
+        let is_news =
+            |(before, at): (Loading, Instant)| !before.is_same_step(doing) || at.elapsed() >= REPORT_EVERY;
+        if reported.is_none_or(is_news) {
+            reported = Some((doing, Instant::now()));
+            // An error means that the server has ended. Then this process ends soon, too.
             let _ = channel.send(&Load::Doing(doing));
         }
     };
     let (OnDevice { runner: model, draft, npu }, self_test) =
-        match load(&config, files, vocab_size, before.as_ref(), &mut report) {
+        match load(&config, files, vocab_size, first_npu.as_ref(), &mut report) {
             Ok(loaded) => loaded,
             Err(error) => {
                 let refusal = Refusal { message: error.to_string(), exit_code: error.exit_code() };
@@ -189,7 +191,7 @@ fn run(level: Level) -> Result<(), Error> {
         npu: npu.clone(),
     };
     channel.send(&Load::Done(Box::new(facts))).map_err(Error::Channel)?;
-    // Weak references, so that the device is destroyed with the runner.
+    // A weak reference, so that the device is destroyed together with the runner.
     let device = Arc::downgrade(model.device());
     let npu = npu.map(|start| (start, model.offload_watch()));
     let watch = std::thread::Builder::new().name("observer".into());
@@ -202,8 +204,11 @@ fn locked(timeline: &Mutex<Weak<Device>>) -> MutexGuard<'_, Weak<Device>> {
     timeline.lock().expect("nothing panics under this lock")
 }
 
-/// Receives what belongs to a task.
-fn take(channel: &mut Channel, task: Task) -> std::io::Result<(Config, [Option<ModelFiles>; 2], Channel)> {
+/// Receives the files and the second channel of a task.
+fn receive_task(
+    channel: &mut Channel,
+    task: Task,
+) -> std::io::Result<(Config, [Option<ModelFiles>; 2], Channel)> {
     let mut receive = |names: Option<HeldNames>| {
         let Some(names) = names else { return Ok(None) };
         let files = channel.receive_files()?;
@@ -215,12 +220,12 @@ fn take(channel: &mut Channel, task: Task) -> std::io::Result<(Config, [Option<M
     Ok((config, files, observer))
 }
 
-/// Loads the model and its draft. A device that does not pass the self-test behind that is refused.
+/// Loads the model and its draft, and then runs the self-test, whose failure is an error.
 fn load(
     config: &Config,
     [model, draft]: [Option<ModelFiles>; 2],
     vocab_size: usize,
-    before: Option<&NpuStart>,
+    first_npu: Option<&NpuStart>,
     report: &mut dyn FnMut(Loading, Option<&Arc<Device>>),
 ) -> Result<(OnDevice, SelfTested), Error> {
     let model = model.expect("a task has a model");
@@ -228,7 +233,7 @@ fn load(
     let source = Source::open(&model)?;
     let draft = draft.as_ref().map(Source::open).transpose()?;
     let mut loaded =
-        load::on_device(&source, draft.as_ref(), Some(vocab_size), config, watch, before, report)?;
+        load::on_device(&source, draft.as_ref(), Some(vocab_size), config, watch, first_npu, report)?;
     drop((source, draft));
     let since = Instant::now();
     report(Loading::SelfTest, Some(loaded.runner.device()));
@@ -248,7 +253,9 @@ fn load(
     };
     tracing::info!("self-test {} kernels{compared}", tested.kernels);
     for kernel in own.untested.iter().chain(of_draft.iter().flat_map(|draft| &draft.untested)) {
-        tracing::warn!("the self-test holds no results of {kernel}: the device was not tested for them");
+        tracing::warn!(
+            "the self-test has no expected results for {kernel}: this kernel was not tested on the device"
+        );
     }
     Ok((loaded, tested))
 }

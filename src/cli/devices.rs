@@ -1,5 +1,5 @@
 //! `unicorn devices`: lists the devices that the Vulkan loader finds, with their memory and the features that each
-//! lacks. `--json` prints what the doctor goes by, so that it can judge a machine from elsewhere.
+//! lacks. The doctor on another machine can read the output of `--json`.
 
 use std::fmt::Write as _;
 
@@ -12,7 +12,7 @@ use crate::config::Config;
 use crate::gpu::placement::Machine;
 use crate::gpu::{self, Caps, DeviceInfo, DeviceKind, GpuError, HeapInfo, Need};
 
-/// What the Vulkan loader says: its devices, or why it names none.
+/// The devices of the Vulkan loader, or its error.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Loader {
@@ -20,7 +20,7 @@ pub enum Loader {
     Error(String),
 }
 
-/// A Vulkan device, without the features that only running needs.
+/// The facts about a Vulkan device that choosing it and planning for it need.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Listed {
     pub name: String,
@@ -30,7 +30,7 @@ pub struct Listed {
     pub vulkan: (u32, u32),
     pub heaps: Vec<HeapInfo>,
     pub max_allocation_bytes: u64,
-    /// The names of what this program needs and the device lacks.
+    /// The required features that the device lacks.
     pub missing: Vec<String>,
 }
 
@@ -47,7 +47,7 @@ impl Listed {
         }
     }
 
-    /// As much of a device as choosing one and planning for it take.
+    /// A [`DeviceInfo`] for choosing and planning; its other fields are empty.
     fn info(&self, index: usize) -> DeviceInfo {
         DeviceInfo {
             index,
@@ -95,7 +95,7 @@ impl Loader {
         }
     }
 
-    /// The device that a load would open, or why none.
+    /// The device that a load would open, or why there is none.
     pub fn chosen(&self, config: &Config) -> Result<&Listed, String> {
         if let Loader::Error(error) = self {
             return Err(error.clone());
@@ -147,9 +147,9 @@ fn describe(device: &DeviceInfo) -> String {
         );
     }
     line("allocation", format!("at most {}", bytes(device.max_allocation_bytes)));
-    line("buffer", format!("at most {} at once in a shader", bytes(device.max_storage_buffer_bytes)));
+    line("buffer", format!("at most {} per storage buffer binding", bytes(device.max_storage_buffer_bytes)));
     let (least, most) = caps.subgroup_sizes;
-    let sizes = if least == most { String::new() } else { format!("; {least} to {most} may be asked for") };
+    let sizes = if least == most { String::new() } else { format!("; {least} to {most} on request") };
     line("subgroup", format!("{} invocations{sizes}", caps.subgroup_size));
     let how = match (caps.has(Need::IntegerDotProduct), caps.integer_dot_accelerated) {
         (true, true) => "accelerated",

@@ -1,10 +1,10 @@
-//! The machine's energy as the kernel tells it: RAPL's counters of the processor's packages, or else the power that
-//! amdgpu's sensor reports, added up over time. The two are never added: an integrated GPU is in both.
+//! The energy that the machine uses, from the kernel: from RAPL's counters of the processor packages, or else from the
+//! power of amdgpu's sensor, integrated over time. The two are never added, because both include an integrated GPU.
 //!
-//! A thread of its own reads the files, because a sensor may answer late: each 20 ms while the engine asks, and each
-//! second once it has not asked for a second. Until the next reading the power counts as that between the last two, for
-//! 2 s at most. What cannot be read has no value, and a reading that cannot follow on the one before begins a new count.
-//! This file changes nothing of the machine.
+//! A separate thread reads the files, because a sensor may answer slowly. It reads every 20 ms while the engine
+//! requests the energy, and every second if the engine has not requested it for a second. Between readings, the power
+//! of the last interval is assumed, for at most 2 s. If a reading fails, the energy is unknown. If a reading cannot be
+//! compared with the previous one, a new count begins. This module only reads files.
 
 use std::fs::File;
 use std::io;
@@ -17,17 +17,18 @@ use super::doctor::{Machine, Pci, gpus, integrated};
 use super::load::Place;
 use crate::engine::{Energy, EnergyCounter};
 
-/// The time between two readings while the engine asks. RAPL's counters change each millisecond, so a reading is at most
-/// a twentieth off; a shorter time would cost more than it tells.
+/// The time between two readings while the engine requests the energy. RAPL's counters change every millisecond, so a
+/// reading is wrong by at most a twentieth. A shorter interval would cost more than the precision is worth.
 const BUSY: Duration = Duration::from_millis(20);
-/// The time between two readings while nobody asks, and the time without a question after which that is so. RAPL's
-/// counters may wrap within minutes.
+/// The time between two readings while the engine does not request the energy, and the time without a request after
+/// which this interval is used. It must be short enough for RAPL's counters, which may wrap within minutes.
 const REST: Duration = Duration::from_secs(1);
-/// Longest wait of the engine for a reading, when it asks for the first time in a second.
+/// Longest wait of the engine for a reading, at the first request after a second without one.
 const FRESH: Duration = Duration::from_millis(2);
-/// More than any processor or GPU takes. A counter that seems to have grown faster was reset, or the machine slept.
-const MOST_WATTS: f64 = 2000.0;
-/// A file of these has one number.
+/// More than the power of any processor or GPU. If a counter has grown faster, it was reset or the machine was
+/// suspended.
+const MAX_WATTS: f64 = 2000.0;
+/// Maximum bytes of a file, which has one number.
 const FILE_BYTES: usize = 32;
 
 /// Reads the machine's energy until it is dropped.
@@ -45,17 +46,17 @@ struct State {
     joules: f64,
     /// Mean power between the last two readings.
     watts: f64,
-    /// The time of the last reading; none before the second one, and after one that failed.
+    /// The time of the last reading; `None` before the second reading, and after a failed one.
     at: Option<Instant>,
     gaps: u32,
-    /// When the engine asked last.
+    /// The time of the engine's last request.
     asked: Option<Instant>,
     /// Whether the next reading is up to [`REST`] away.
     resting: bool,
 }
 
 impl Meter {
-    /// Opens the first source that can be read. The error names what was tried, and what is wrong with it.
+    /// Opens the first source that can be read. The error names all sources and why they cannot be read.
     pub fn open(machine: &Machine, place: &Place) -> Result<Arc<Self>, String> {
         let (source, name) = match rapl(machine, place) {
             Ok(packages) => (Source::Rapl(packages), "rapl"),
@@ -77,15 +78,16 @@ impl Meter {
                 thread::park_timeout(pause);
             }
         });
-        let thread = thread.map_err(|error| format!("no thread to read the energy: {error}"))?;
+        let thread =
+            thread.map_err(|error| format!("cannot start the thread that reads the energy: {error}"))?;
         meter.sampler.set(thread.thread().clone()).expect("set once");
-        // With two readings there is a power, which the first answer needs.
+        // The power for the first answer needs two readings.
         let waited = meter.sampled.wait_timeout_while(meter.locked(), 10 * BUSY, |state| state.at.is_none());
         drop(waited);
         Ok(meter)
     }
 
-    /// The joules that were read so far; none while they cannot be read.
+    /// The joules of all readings; `None` while they cannot be read.
     pub fn counted(&self) -> Option<f64> {
         let state = self.locked();
         state.at.map(|_| state.joules)
@@ -97,7 +99,7 @@ impl Meter {
 
     /// Takes a reading. Returns the time until the next one.
     fn tick(&self, sampler: &mut Sampler, now: Instant) -> Duration {
-        // A read of the files may take long, and comes before the lock.
+        // Reading the files may take long, so the lock is taken after it.
         let Some(sample) = sampler.sample(now) else { return BUSY };
         let mut state = self.locked();
         match &sample {
@@ -111,7 +113,7 @@ impl Meter {
                 state.at = None;
                 state.gaps += 1;
                 if state.gaps == 1 {
-                    tracing::warn!("the machine's energy is not known for now: {why}");
+                    tracing::warn!("the energy of the machine cannot be read at the moment: {why}");
                 }
             }
         }
@@ -152,16 +154,16 @@ impl Drop for Meter {
     }
 }
 
-/// The end of the meter that reads.
+/// The reading side of the meter, in its thread.
 struct Sampler {
     source: Source,
-    /// The time of the last reading; none if the next one has nothing to follow on.
+    /// The time of the last reading; `None` if the next reading begins a new count.
     before: Option<Instant>,
 }
 
 impl Sampler {
-    /// The joules since the last reading, and the time since then; none of both at a first reading. None at all if the
-    /// last reading is so young that the power since then would be a guess.
+    /// The joules and the time since the last reading; `Ok(None)` at the first reading. `None` if the last reading is
+    /// too recent for a precise power.
     fn sample(&mut self, now: Instant) -> Option<Result<Option<(f64, Duration)>, String>> {
         let elapsed = self.before.map(|before| now - before);
         if elapsed.is_some_and(|elapsed| elapsed < BUSY / 2) {
@@ -181,7 +183,7 @@ enum Source {
 }
 
 impl Source {
-    /// The joules of the time `elapsed` since the last reading.
+    /// The joules of the time `elapsed` since the last reading; `Ok(None)` if there was no last reading.
     fn read(&mut self, elapsed: Option<Duration>) -> Result<Option<f64>, String> {
         match self {
             Source::Rapl(packages) => packages
@@ -193,14 +195,14 @@ impl Source {
     }
 }
 
-/// A file of one number, which stays open.
+/// An open file that holds one number.
 struct Number {
     path: String,
     file: File,
 }
 
 impl Number {
-    /// Opens a file that holds a number now.
+    /// Opens a file, and checks that it holds a number.
     fn open(machine: &Machine, path: String) -> Result<Self, String> {
         let file = machine.open(&path).map_err(|error| unreadable(&path, &error))?;
         let number = Self { path, file };
@@ -212,21 +214,21 @@ impl Number {
         let mut bytes = [0; FILE_BYTES];
         let length = self.file.read_at(&mut bytes, 0).map_err(|error| unreadable(&self.path, &error))?;
         let text = String::from_utf8_lossy(&bytes[..length]);
-        text.trim().parse().map_err(|_| format!("/{}: {:?} is no number", self.path, text.trim()))
+        text.trim().parse().map_err(|_| format!("/{}: {:?} is not a number", self.path, text.trim()))
     }
 }
 
 fn unreadable(path: &str, error: &io::Error) -> String {
-    // Kernels let only root read RAPL's counters (CVE-2020-8694), and an administrator may let others.
+    // Only root may read RAPL's counters (CVE-2020-8694), unless an administrator has changed the permissions.
     let help =
         if error.kind() == io::ErrorKind::PermissionDenied { " (docs/operations.md: Energy)" } else { "" };
     format!("/{path}: {error}{help}")
 }
 
-/// RAPL's counter of one package: the processor with its memory controller and an integrated GPU.
+/// RAPL's counter of one package: a processor with its memory controller and integrated GPU.
 struct Package {
     energy: Number,
-    /// The value after which the counter begins at 0 again, in microjoules; none if it cannot be read.
+    /// The value after which the counter wraps to 0, in microjoules; `None` if it cannot be read.
     range: Option<u64>,
     /// The last reading, in microjoules.
     last: u64,
@@ -243,8 +245,10 @@ impl Package {
             None => None,
         };
         let joules = grown.map(|microjoules| microjoules as f64 / 1e6);
-        let credible = joules.filter(|joules| *joules <= MOST_WATTS * elapsed.as_secs_f64());
-        credible.map(Some).ok_or_else(|| format!("/{}: it went from {last} to {now}", self.energy.path))
+        let credible = joules.filter(|joules| *joules <= MAX_WATTS * elapsed.as_secs_f64());
+        credible
+            .map(Some)
+            .ok_or_else(|| format!("/{}: implausible step from {last} to {now}", self.energy.path))
     }
 }
 
@@ -258,23 +262,23 @@ struct Sensor {
 impl Sensor {
     fn read(&mut self, elapsed: Option<Duration>) -> Result<Option<f64>, String> {
         let watts = self.power.read()? as f64 / 1e6;
-        if watts > MOST_WATTS {
-            return Err(format!("/{}: {watts} W is no power of a GPU", self.power.path));
+        if watts > MAX_WATTS {
+            return Err(format!("/{}: {watts} W is too much for a GPU", self.power.path));
         }
         let mean = (watts + std::mem::replace(&mut self.last, watts)) / 2.0;
         Ok(elapsed.map(|elapsed| mean * elapsed.as_secs_f64()))
     }
 }
 
-/// The counters of all packages. The machine's energy is their sum, so one that cannot be read makes all of them useless.
-/// The driver is called intel-rapl on AMD's processors too.
+/// Opens the counters of all packages. It fails if one of them cannot be read, because the machine's energy is their
+/// sum. The driver is called intel-rapl on AMD processors too.
 fn rapl(machine: &Machine, place: &Place) -> Result<Vec<Package>, String> {
     const FOLDER: &str = "sys/class/powercap";
     if place.discrete {
-        return Err("RAPL counts the processor alone, and a discrete GPU computes".into());
+        return Err("RAPL does not include the discrete GPU that computes".into());
     }
     let zones = machine.names(FOLDER, "intel-rapl:").into_iter().map(|zone| format!("{FOLDER}/{zone}"));
-    // Other zones are parts of a package, or the whole platform.
+    // Other zones are parts of a package, or the platform as a whole.
     let is_package =
         |zone: &String| machine.read(&format!("{zone}/name")).is_ok_and(|name| name.starts_with("package"));
     let open = |zone: String| {
@@ -283,11 +287,11 @@ fn rapl(machine: &Machine, place: &Place) -> Result<Vec<Package>, String> {
         Ok(Package { energy, range, last: 0 })
     };
     let packages: Vec<Package> = zones.filter(is_package).map(open).collect::<Result<_, String>>()?;
-    if packages.is_empty() { Err(format!("/{FOLDER} has no package of RAPL")) } else { Ok(packages) }
+    if packages.is_empty() { Err(format!("/{FOLDER} has no RAPL package")) } else { Ok(packages) }
 }
 
-/// The sensor of the GPU that computes, or else of the integrated GPU, where a processor computes that is one chip with
-/// it: there the sensor's power is that of the whole chip (<https://docs.kernel.org/gpu/amdgpu/thermal.html>).
+/// Opens the power sensor of the GPU that computes. If the processor computes (software Vulkan), it opens the sensor of
+/// the integrated GPU, which reports the power of the whole chip (<https://docs.kernel.org/gpu/amdgpu/thermal.html>).
 fn amdgpu(machine: &Machine, place: &Place) -> Result<Sensor, String> {
     let gpus = gpus(machine).into_iter().filter(|gpu| gpu.driver.as_deref() == Some("amdgpu"));
     let computes = |gpu: &Pci| match &place.pci {
@@ -295,10 +299,10 @@ fn amdgpu(machine: &Machine, place: &Place) -> Result<Sensor, String> {
         None => !place.discrete && integrated(gpu).is_some(),
     };
     let Some(gpu) = gpus.into_iter().find(computes) else {
-        return Err("amdgpu drives no GPU here whose power would be this".into());
+        return Err("amdgpu has no GPU whose power sensor includes this device".into());
     };
     let folder = format!("{}/hwmon", gpu.folder);
-    let mut reason = format!("/{folder} has no sensor of power");
+    let mut reason = format!("/{folder} has no power sensor");
     for sensor in machine.names(&folder, "hwmon") {
         for name in ["power1_average", "power1_input"] {
             let path = format!("{folder}/{sensor}/{name}");
@@ -326,7 +330,7 @@ mod tests {
     const ZONE: &str = "sys/class/powercap/intel-rapl:0";
     const GPU: &str = "sys/bus/pci/devices/0000:c5:00.0";
 
-    /// A machine of these files.
+    /// A machine with these files.
     fn machine(files: &[(&str, &str, &str)]) -> (TempDir, Machine) {
         let folder = tempfile::tempdir().unwrap();
         files.iter().for_each(|(zone, name, text)| write(folder.path(), &format!("{zone}/{name}"), text));
@@ -372,7 +376,7 @@ mod tests {
     }
 
     #[test]
-    fn a_counter_is_followed_beyond_its_end() {
+    fn a_counter_that_wraps_keeps_its_count() {
         let (folder, machine) = machine(&package(ZONE, "100000\n"));
         let (mut sampler, start) = (sampler(&machine), Instant::now());
         let mut at = |ms: u64, microjoules: &str| {
@@ -381,7 +385,7 @@ mod tests {
         };
         assert_eq!(at(0, "100000\n"), Ok(None));
         assert_eq!(at(20, "900000\n"), Ok(Some(0.8)));
-        assert_eq!(at(40, "50000\n"), Ok(Some(0.15)), "it began anew at its range of a joule");
+        assert_eq!(at(40, "50000\n"), Ok(Some(0.15)), "the counter wrapped at its range of 1 J");
         assert_eq!(at(60, "50000\n"), Ok(Some(0.0)));
     }
 
@@ -396,22 +400,22 @@ mod tests {
             meter.tick(&mut sampler, start + Duration::from_millis(ms));
             meter.read().map(|energy| energy.gaps).zip(meter.counted())
         };
-        assert_eq!(at(0, "100000"), None, "one reading is no power");
+        assert_eq!(at(0, "100000"), None, "one reading gives no power");
         assert_eq!(at(20, "300000"), Some((0, 0.2)));
         for (ms, broken) in [
             (40, "200000"), // a counter whose range is not known has wrapped, or was reset
             (80, ""),
             (120, "garbage"),
-            (160, "99000000000"), // a suspend has gone by, or a reset: 99 kJ within 20 ms
+            (160, "99000000000"), // after a suspend or a reset: 99 kJ within 20 ms
         ] {
             assert_eq!(at(ms, broken), None, "{broken:?}");
-            assert_eq!(at(ms + 20, "500000"), None, "{broken:?}: the first reading behind it");
+            assert_eq!(at(ms + 20, "500000"), None, "{broken:?}: the first reading after it");
         }
         assert_eq!(at(200, "600000"), Some((4, 0.2 + 0.1)));
     }
 
     #[test]
-    fn a_young_reading_tells_no_power() {
+    fn a_reading_soon_after_the_last_one_gives_no_power() {
         let (_folder, machine) = machine(&package(ZONE, "1"));
         let (mut sampler, start) = (sampler(&machine), Instant::now());
         assert_eq!(joules(sampler.sample(start)), Ok(None));
@@ -420,7 +424,7 @@ mod tests {
     }
 
     #[test]
-    fn between_readings_the_power_counts_as_before_and_not_for_long() {
+    fn between_readings_the_last_power_counts_for_at_most_two_seconds() {
         let (folder, machine) = machine(&package(ZONE, "0"));
         let (meter, mut sampler) = (meter(), sampler(&machine));
         // The power was 2 W up to the last reading, a while ago.
@@ -430,11 +434,8 @@ mod tests {
             meter.tick(&mut sampler, now - Duration::from_millis(ago));
         }
         let energy = meter.read().unwrap();
-        assert!(
-            (energy.joules - (0.2 + 2.0 * 2.0)).abs() < 1e-9,
-            "{energy:?}: two seconds at 2 W, and no more"
-        );
-        assert_eq!(meter.counted(), Some(0.2), "nothing but readings");
+        assert!((energy.joules - (0.2 + 2.0 * 2.0)).abs() < 1e-9, "{energy:?}: at most two seconds at 2 W");
+        assert_eq!(meter.counted(), Some(0.2), "only readings are counted");
     }
 
     #[test]
@@ -475,12 +476,12 @@ mod tests {
         assert_eq!(
             joules(sampler.sample(start + Duration::from_millis(600))),
             Ok(Some(2.0)),
-            "20 W on the way to 30"
+            "the mean of 10 W and 30 W"
         );
     }
 
     #[test]
-    fn rapl_comes_first_and_what_was_tried_is_named() {
+    fn rapl_is_preferred_and_the_error_names_every_source() {
         let power = format!("{GPU}/hwmon/hwmon3");
         let mut files = package(ZONE, "1").to_vec();
         files.push((&power, "power1_average", "9000000"));
@@ -490,7 +491,7 @@ mod tests {
         assert_eq!(source(&place(false, Some("0000:c5:00.0"))), Ok("rapl"));
         assert_eq!(source(&place(true, Some("0000:C5:00.0"))), Ok("amdgpu"), "the discrete GPU's own");
         let error = source(&place(true, Some("0000:03:00.0"))).unwrap_err();
-        assert!(error.contains("a discrete GPU computes; amdgpu drives no GPU here"), "{error}");
+        assert!(error.contains("the discrete GPU that computes; amdgpu has no GPU"), "{error}");
 
         for broken in ["", "much\n"] {
             write(folder.path(), &format!("{ZONE}/energy_uj"), broken);
@@ -498,19 +499,16 @@ mod tests {
             write(folder.path(), &format!("{power}/power1_average"), broken);
             let error = source(&place(false, None)).unwrap_err();
             assert!(error.contains("energy_uj: ") && error.contains("power1_average: "), "{error}");
-            assert_eq!(error.matches("is no number").count(), 2, "{error}");
+            assert_eq!(error.matches("is not a number").count(), 2, "{error}");
             write(folder.path(), &format!("{power}/power1_average"), "9000000");
         }
         fs::remove_dir_all(folder.path().join("sys")).unwrap();
         let error = source(&place(false, None)).unwrap_err();
-        assert!(
-            error.starts_with("/sys/class/powercap has no package of RAPL; amdgpu drives no GPU"),
-            "{error}"
-        );
+        assert!(error.starts_with("/sys/class/powercap has no RAPL package; amdgpu has no GPU"), "{error}");
     }
 
     #[test]
-    fn a_counter_that_only_root_may_read_says_where_to_read_on() {
+    fn an_unreadable_counter_names_the_documentation() {
         let error = unreadable("sys/x", &io::ErrorKind::PermissionDenied.into());
         assert_eq!(error, "/sys/x: permission denied (docs/operations.md: Energy)");
         assert_eq!(unreadable("sys/x", &io::ErrorKind::NotFound.into()), "/sys/x: entity not found");

@@ -26,8 +26,8 @@ pub enum Error {
     #[error("cannot listen on {host}, port {port}: {error}")]
     Listen { host: String, port: u16, error: std::io::Error },
     #[error(
-        "other machines can reach {0}, and there is no API key: give a file of keys with --api-key-file, listen on 127.0.0.1, or \
-         set server.allow_keyless to let everybody in"
+        "other machines can reach {0}, and there is no API key: give a file of keys with --api-key-file, listen on \
+         127.0.0.1, or set server.allow_keyless to allow clients without a key"
     )]
     Keyless(std::net::SocketAddr),
     #[error(transparent)]
@@ -35,25 +35,21 @@ pub enum Error {
     #[error(transparent)]
     Tls(#[from] TlsError),
     #[error(
-        "server.connections = {connections} needs {needed} open files, and this process may have {most}: raise that \
-         (`ulimit -n`, or LimitNOFILE= in systemd), or lower server.connections"
+        "server.connections = {connections} needs {needed} open files, but the limit of this process is {most}: \
+         raise the limit (`ulimit -n`, or LimitNOFILE= in systemd), or lower server.connections"
     )]
     OpenFiles { connections: usize, needed: u64, most: u64 },
-    #[error("serving: {0}")]
+    #[error("cannot serve: {0}")]
     Serve(std::io::Error),
     #[error("cannot start the runtime: {0}")]
     Runtime(std::io::Error),
-    #[error(
-        "{what} could not be read within {seconds} s: the disk or the network that the files lie on does not answer"
-    )]
-    ReloadHangs { what: &'static str, seconds: u64 },
-    #[error(
-        "nothing was read: {0} earlier readings of the configuration still wait for their disk or network"
-    )]
-    ReloadsHang(usize),
-    #[error("cannot write the answer: {0}")]
+    #[error("{what} could not be read within {seconds} s: the disk or network of the files does not answer")]
+    ReloadTimeout { what: &'static str, seconds: u64 },
+    #[error("the configuration was not read: {0} earlier readings still wait for their disk or network")]
+    TooManyReloads(usize),
+    #[error("cannot write to standard output: {0}")]
     Output(std::io::Error),
-    #[error("the terminal: {0}")]
+    #[error("terminal input failed: {0}")]
     Terminal(rustyline::error::ReadlineError),
     #[error(transparent)]
     Config(#[from] ConfigError),
@@ -67,7 +63,7 @@ pub enum Error {
     Gpu(#[from] GpuError),
     #[error(transparent)]
     DoesNotFit(#[from] Box<crate::model::memory::DoesNotFit>),
-    #[error("{0}; or say what a machine has with --vram and --gtt")]
+    #[error("{0}; or describe a machine with --vram and --gtt")]
     NoMachine(GpuError),
     #[error(transparent)]
     Hub(#[from] HubError),
@@ -83,10 +79,10 @@ pub enum Error {
     Runner(#[from] RunnerError),
     #[error(transparent)]
     Session(#[from] SessionError),
-    /// An argument that only the loaded model shows to be wrong.
+    /// A wrong argument or input that the parser of the command line cannot detect.
     #[error("{0}")]
     Argument(String),
-    /// A measured server, and the problem with it.
+    /// The URL of a server that is measured, and the problem with it.
     #[error("{url}: {problem}")]
     Measured { url: String, problem: String },
     /// A compiler for `bench isa`, and the problem with it.
@@ -96,26 +92,26 @@ pub enum Error {
     #[cfg(feature = "npu")]
     #[error("{tool}: {problem}")]
     Tool { tool: String, problem: String },
-    /// The device process refused the model; its words and its exit code.
+    /// The device process could not load the model: its message and its exit code.
     #[error("{0}")]
     Device(String, u8),
-    /// The NPU is required, and does not compute: the doctor's code, and the words.
+    /// The NPU is required, and cannot be used: the doctor's code, and the message.
     #[cfg_attr(not(feature = "npu"), expect(dead_code, reason = "the configuration requires none then"))]
-    #[error("the NPU is required (npu.mode), and is not used: {message} ({code})")]
+    #[error("the NPU is required (npu.mode), but cannot be used: {message} ({code})")]
     Npu { code: String, message: String },
-    #[error("the channel to the process that drives the GPU: {0}")]
+    #[error("the channel to the device process failed: {0}")]
     Channel(std::io::Error),
     #[error(
-        "the load has not got on for {seconds} s, and is given up ({doing}): `dmesg` may say why the disk or the driver does \
-         not answer; where they are only slow, raise hardware.hang_timeout_s"
+        "the load was aborted: no progress for {seconds} s ({doing}). `dmesg` may say why the disk or the driver \
+         does not answer; if they are only slow, raise hardware.hang_timeout_s"
     )]
     LoadHung { doing: String, seconds: u64 },
-    #[error("loading the model met a bug (see the messages above)")]
+    #[error("internal error while loading the model (see the messages above)")]
     LoadPanicked,
     /// The number of problems that the doctor found, which its report lists.
-    #[error("{}", unfit(*.0))]
-    Unfit(usize),
-    #[error("unicorn met a bug (see the messages above)")]
+    #[error("{}", doctor_problems(*.0))]
+    DoctorProblems(usize),
+    #[error("internal error (see the messages above)")]
     Panicked,
 }
 
@@ -126,10 +122,12 @@ impl From<ConnectionError> for Error {
 }
 
 impl Error {
-    /// The exit code of `serve`, in the sense of sysexits.h. It tells a supervisor whether another start may help. 78
-    /// means that it does not help: configuration, model, port or keys are wrong. 76 means so too: the device computes
-    /// wrong. 75 stands for a device that is lost, not there, or short of memory, 70 for a bug, 1 for what the system
-    /// refuses: threads, memory, files.
+    /// The exit code of `serve`, similar to sysexits.h. It shows a supervisor whether a restart may help:
+    /// - 1: the system refuses threads, memory or files;
+    /// - 70: an internal error;
+    /// - 75: the device is lost, missing, or short of memory;
+    /// - 76: the device computes wrong results; a restart does not help;
+    /// - 78: configuration, model, port or keys are wrong; a restart does not help.
     pub fn exit_code(&self) -> u8 {
         const SYSTEM: u8 = 1;
         const SOFTWARE: u8 = 70;
@@ -139,7 +137,7 @@ impl Error {
         match self {
             Self::Device(_, code) => *code,
             Self::Npu { code, .. } if ["npu-self-test", "npu-no-output"].contains(&code.as_str()) => WRONG,
-            // Another start may find the NPU free, or awake.
+            // A restart may help: the NPU may be free or respond then.
             Self::Npu { code, .. }
                 if ["npu-timeout", "npu-command-state", "npu-no-columns", "npu-process"]
                     .contains(&code.as_str()) =>
@@ -156,18 +154,18 @@ impl Error {
             Self::LoadPanicked | Self::Panicked | Self::Engine(_) | Self::Submit(_) | Self::Session(_) => {
                 SOFTWARE
             }
-            // Memory or threads are short, which another start may find otherwise.
+            // A restart may help: more memory or threads may be available then.
             Self::Text(TextError::NoThread { .. })
             | Self::Serve(_)
             | Self::Runtime(_)
-            | Self::ReloadHangs { .. }
-            | Self::ReloadsHang(_)
+            | Self::ReloadTimeout { .. }
+            | Self::TooManyReloads(_)
             | Self::Output(_)
             | Self::Channel(_)
             | Self::Terminal(_)
             | Self::Measured { .. }
             | Self::Compiler { .. }
-            | Self::Unfit(_) => SYSTEM,
+            | Self::DoctorProblems(_) => SYSTEM,
             #[cfg(feature = "npu")]
             Self::Tool { .. } => SYSTEM,
             Self::File { .. }
@@ -191,10 +189,10 @@ impl Error {
     }
 }
 
-fn unfit(problems: usize) -> String {
+fn doctor_problems(problems: usize) -> String {
     match problems {
-        1 => "a problem of this machine keeps `unicorn serve` from serving: see above".into(),
-        n => format!("{n} problems of this machine keep `unicorn serve` from serving: see above"),
+        1 => "1 problem of this machine prevents `unicorn serve` from running: see above".into(),
+        n => format!("{n} problems of this machine prevent `unicorn serve` from running: see above"),
     }
 }
 

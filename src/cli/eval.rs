@@ -14,7 +14,7 @@ use crate::file;
 use crate::model::gemma3::Gemma3;
 use crate::model::{Limits, Runner};
 
-/// The most bytes of a text to evaluate.
+/// Maximum bytes of a text to evaluate.
 const MAX_TEXT_BYTES: u64 = 256 << 20;
 
 pub fn eval(config: &Config, args: args::Eval) -> Result<(), Error> {
@@ -28,12 +28,12 @@ pub fn eval(config: &Config, args: args::Eval) -> Result<(), Error> {
     }
 }
 
-/// The text that a command evaluates.
+/// Reads the text that a command evaluates.
 pub fn read_text(path: &Path) -> Result<String, Error> {
     file::read_input(path, MAX_TEXT_BYTES).map_err(|error| Error::File { path: path.to_owned(), error })
 }
 
-/// Writes the logits. A file that cannot be written to its end is removed; a device like /dev/null is not.
+/// Writes the logits. After an error, an incomplete file is removed, but not a device such as /dev/null.
 fn logits(mut runner: Gemma3, tokens: &[u32], output: &Path) -> Result<(), Error> {
     check(runner.limits(), tokens)?;
     write_logits(&mut runner, tokens, output).inspect_err(|_| {
@@ -43,7 +43,7 @@ fn logits(mut runner: Gemma3, tokens: &[u32], output: &Path) -> Result<(), Error
     })
 }
 
-/// Writes rows as they are computed: memory may not hold all logits of a long prompt.
+/// Writes the rows while they are computed, because all logits of a long prompt may not fit into memory.
 fn write_logits(runner: &mut Gemma3, tokens: &[u32], output: &Path) -> Result<(), Error> {
     let (n, vocab) = (tokens.len(), runner.limits().vocab_size);
     let failed = |error| Error::File { path: output.to_owned(), error };
@@ -62,7 +62,7 @@ fn write_logits(runner: &mut Gemma3, tokens: &[u32], output: &Path) -> Result<()
     written.and_then(|()| file.flush()).map_err(failed)
 }
 
-/// The header for one tensor `logits`, f32 [n, vocab]. Data is little endian and begins at a multiple of 8.
+/// The safetensors header of one tensor `logits`, f32 [n, vocab]. It is padded with blanks to a multiple of 8 bytes.
 fn safetensors_header(n: usize, vocab: usize) -> Vec<u8> {
     let end = n * vocab * size_of::<f32>();
     let mut json =
@@ -101,7 +101,7 @@ fn perplexity(mut model: Model, text: &str, path: &Path) -> Result<(), Error> {
     print(&format!("perplexity {:.4} (nll {mean:.5} per token, {total} tokens)\n", mean.exp()))
 }
 
-/// The ids of a text, without `<bos>`; at least one.
+/// The token ids of a text, without `<bos>`. An empty text is an error.
 pub fn text_ids(model: &Model, text: &str, path: &Path) -> Result<Vec<u32>, Error> {
     let mut ids = model.texts.tokenizer.encode(text, true)?;
     model.texts.tokenizer.check_ids(&ids, model.vocab_size())?;
@@ -114,14 +114,14 @@ pub fn text_ids(model: &Model, text: &str, path: &Path) -> Result<Vec<u32>, Erro
     Ok(ids)
 }
 
-/// Calls `each` with every id of `ids` and the logits in front of it, in order. The text is cut into windows as long as
-/// the context. Every window begins with `<bos>`, and no token is predicted twice.
+/// Calls `each` with every id of `ids` and the logits that predict it, in order. The text is split into windows of the
+/// context's length. Every window begins with `<bos>`, and every token is predicted once.
 pub fn each_prediction(
     model: &mut Model,
     ids: &[u32],
     each: &mut dyn FnMut(&[f32], u32),
 ) -> Result<(), Error> {
-    // One place of each window is for `<bos>`.
+    // One position of each window is for `<bos>`.
     let window_tokens = model.max_context().saturating_sub(1);
     if window_tokens == 0 {
         return Err(Error::Argument(
@@ -170,14 +170,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn likelihoods_are_those_of_the_softmax() {
+    fn negative_log_likelihood_equals_that_of_the_softmax() {
         let row = [1000.0, 1000.0, 1000.0 + 3f32.ln()];
         assert!((negative_log_likelihood(&row, 0) - 5f64.ln()).abs() < 1e-4);
         assert!((negative_log_likelihood(&row, 2) - (5.0 / 3.0f64).ln()).abs() < 1e-4);
     }
 
     #[test]
-    fn divergence_is_that_of_two_distributions() {
+    fn divergence_equals_the_kl_divergence_of_the_softmaxes() {
         let (p, q) = ([7.0, 7.0 + 3f32.ln()], [-2.0, -2.0]); // 1/4 and 3/4, against 1/2 and 1/2
         let expected = 0.25 * 0.5f64.ln() + 0.75 * 1.5f64.ln();
         assert!((divergence(&p, &q) - expected).abs() < 1e-6);
@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn the_header_is_what_safetensors_reads() {
+    fn the_safetensors_crate_reads_the_header() {
         let mut file = safetensors_header(2, 3);
         file.extend(bytemuck::cast_slice(&[1f32, 2., 3., 4., 5., 6.]));
         let read = safetensors::SafeTensors::deserialize(&file).expect("a sound file");

@@ -1,4 +1,4 @@
-//! `unicorn generate`: one answer on the terminal, which `unicorn chat` prints in the same way.
+//! `unicorn generate`: prints one answer to the terminal. `unicorn chat` uses it for its answers too.
 
 use std::io::IsTerminal;
 
@@ -30,8 +30,8 @@ pub fn runtime() -> Result<tokio::runtime::Runtime, Error> {
     tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(Error::Runtime)
 }
 
-/// Prints an answer while it is generated, and returns its text. `interrupt` ends the answer; its text so far is
-/// returned.
+/// Prints an answer while it is generated, and returns its text. `interrupt` stops the answer; then the text until now
+/// is returned.
 pub async fn answer(
     service: &Service,
     request: &GenerateRequest,
@@ -43,12 +43,12 @@ pub async fn answer(
     let mut text = String::new();
     let mut interrupt = std::pin::pin!(interrupt);
     let mut patience = std::pin::pin!(tokio::time::sleep(progress::PATIENCE));
-    let mut reading = true;
+    let mut is_prefill = true;
     let mut spinner = None;
     loop {
         let event = tokio::select! {
             event = tokens.next() => event,
-            () = &mut patience, if reading && spinner.is_none() => {
+            () = &mut patience, if is_prefill && spinner.is_none() => {
                 spinner = Some(Spinner::start(format!("reading {prompt_n} tokens")));
                 continue;
             }
@@ -57,7 +57,7 @@ pub async fn answer(
                 None
             }
         };
-        reading = false;
+        is_prefill = false;
         spinner = None;
         let Some(event) = event else {
             print("\n")?;
@@ -71,7 +71,7 @@ pub async fn answer(
             None => {}
             Some(End::Finished { reason, timings }) => {
                 print("\n")?;
-                say_how(reason, &timings);
+                print_statistics(reason, &timings);
                 return Ok(text);
             }
             Some(End::Failed(error)) => {
@@ -86,9 +86,9 @@ pub async fn answer(
     }
 }
 
-/// A request without messages but the system prompt.
+/// A request with only the system prompt, if there is one.
 pub fn request(args: &args::Sampling) -> Result<GenerateRequest, Error> {
-    StopMatcher::new(&args.stop)?; // fails before a model is loaded in vain
+    StopMatcher::new(&args.stop)?; // reports wrong stop texts before the model is loaded
     Ok(GenerateRequest {
         messages: args.system.iter().map(|text| Message::new("system", text)).collect(),
         max_tokens: args.max_tokens.map(|n| n as usize),
@@ -99,8 +99,8 @@ pub fn request(args: &args::Sampling) -> Result<GenerateRequest, Error> {
     })
 }
 
-/// Prints what an answer took, and whether it was cut, if a person watches the terminal.
-fn say_how(reason: Reason, timings: &Timings) {
+/// Prints the statistics of an answer, and whether it was cut, if standard error is a terminal.
+fn print_statistics(reason: Reason, timings: &Timings) {
     if !std::io::stderr().is_terminal() {
         return;
     }

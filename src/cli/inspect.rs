@@ -16,7 +16,7 @@ use crate::model::config::{Gemma3Config, LayerType};
 use crate::model::weights::Weights;
 use crate::text::visible;
 
-/// An opened checkpoint, to be reported.
+/// An opened checkpoint, and the facts to report about it.
 struct Inspected<'a> {
     files: &'a ModelFiles,
     config: &'a Gemma3Config,
@@ -35,7 +35,7 @@ pub fn inspect(options: &Config, args: &args::Inspect) -> Result<(), Error> {
     if args.verify {
         let Some(manifest) = &manifest else {
             return Err(Error::Argument(format!(
-                "--verify: {} carries no checksums; a checkpoint written by `unicorn quantize` does",
+                "--verify: {} has no checksums; only checkpoints written by `unicorn quantize` have them",
                 files.location()
             )));
         };
@@ -129,10 +129,10 @@ impl Inspected<'_> {
             "layers",
             match config.window() {
                 Some(window) => format!(
-                    "{} ({global} of full attention, the others see {window} tokens)",
+                    "{} ({global} with full attention, the others with a sliding window of {window} tokens)",
                     config.num_hidden_layers
                 ),
-                None => format!("{global}, all of full attention"),
+                None => format!("{global}, all with full attention"),
             },
         );
         line(
@@ -165,7 +165,7 @@ impl Inspected<'_> {
         if weights.skipped_vision > 0 {
             line(
                 "vision",
-                format!("{} tensors, {}, not read", weights.skipped_vision, bytes(weights.skipped_bytes)),
+                format!("{} tensors, {}, not used", weights.skipped_vision, bytes(weights.skipped_bytes)),
             );
         }
         for (i, defect) in weights.defects().into_iter().enumerate() {
@@ -176,9 +176,9 @@ impl Inspected<'_> {
             match (manifest, args.verify) {
                 (None, _) => "none".into(),
                 (Some(manifest), false) => {
-                    format!("of {} files; --verify compares them", manifest.files.len())
+                    format!("of {} files; --verify checks them", manifest.files.len())
                 }
-                (Some(manifest), true) => format!("of {} files: all right", manifest.files.len()),
+                (Some(manifest), true) => format!("of {} files, all correct", manifest.files.len()),
             },
         );
         if args.tensors {

@@ -1,4 +1,4 @@
-//! Loads a model onto a device: files, tokenizer, device, weights, engine. No other file of the commands does.
+//! Loads a model onto a device: files, tokenizer, device, weights, engine. All commands load their models here.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -28,7 +28,7 @@ use crate::session::Service;
 use crate::tensor::Precision;
 use crate::text::{ChatFiles, ChatTemplate, Tokenizer};
 
-/// Longest wait for the engine to give the device back.
+/// Longest wait until the engine releases the device.
 const ENGINE_END: Duration = Duration::from_secs(10);
 const DEMO_NAME: &str = "unicorn-demo";
 
@@ -49,18 +49,18 @@ pub fn files(model: &config::Model) -> Result<ModelFiles, Error> {
             let misplaced = [("config", &model.config), ("tokenizer", &model.tokenizer)];
             if let Some((name, Some(path))) = misplaced.into_iter().find(|(_, path)| path.is_some()) {
                 return Err(Error::Argument(format!(
-                    "model.{name} is {path}, and no model is named that it belongs to; give one with --model (model.path)"
+                    "model.{name} is {path}, but no model is named; name one with --model (model.path)"
                 )));
             }
             tracing::warn!(
-                "no model was given: this is the small demo model in the binary (give one with --model)"
+                "no model is configured: using the small demo model in the binary (name a model with --model)"
             );
             Ok(demo_files())
         }
     }
 }
 
-/// The files of the model at `path`. `model` may name other places for the config and the tokenizer.
+/// The files of the model at `path`. `model` may name other paths for config.json and tokenizer.json.
 pub fn files_at(path: &Path, model: &config::Model) -> Result<ModelFiles, Error> {
     let mut files = ModelFiles::open(path)?;
     if let Some(path) = &model.config {
@@ -77,7 +77,7 @@ pub fn demo_files() -> ModelFiles {
     ModelFiles::embedded(DEMO_NAME, DEMO)
 }
 
-/// What the small files of a model hold: everything that a server needs but the weights.
+/// The contents of a model's small files: everything that a server needs except the weights.
 pub struct Texts {
     pub tokenizer: Tokenizer,
     pub config: Gemma3Config,
@@ -90,13 +90,13 @@ pub struct Texts {
 pub struct Model {
     pub runner: Gemma3,
     pub draft: Option<Draft>,
-    /// What became of the NPU; none where none is wanted.
+    /// The state of the NPU; `None` if `npu.mode` is off.
     pub npu: Option<NpuStart>,
     pub device: DeviceInfo,
     pub texts: Texts,
 }
 
-/// The measurements that a loaded model takes while it runs.
+/// What a loaded model measures while it runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Watch {
     Nothing,
@@ -114,7 +114,7 @@ pub fn texts(
 ) -> Result<Texts, Error> {
     let read = |name: &str| files.read(name);
     let Some(tokenizer_json) = read("tokenizer.json")? else {
-        let problem = "holds no tokenizer.json; give that of the original model with --tokenizer";
+        let problem = "holds no tokenizer.json; give the original model's tokenizer.json with --tokenizer";
         return Err(Error::Argument(format!("{}: {problem}", files.location())));
     };
     let tokenizer = Tokenizer::from_bytes(&tokenizer_json, &files.display("tokenizer.json"))?;
@@ -126,7 +126,7 @@ pub fn texts(
     tracing::info!("template {}", template.origin());
 
     let mut stop_token_ids = config.eos_token_ids.clone();
-    // Configs that name only `<eos>` exist, but the model still ends its turns with `<end_of_turn>`.
+    // Some configs name only `<eos>`, but the model ends its turns with `<end_of_turn>`.
     let end_of_turn = tokenizer.token_id("<end_of_turn>");
     stop_token_ids.extend(end_of_turn.filter(|id| !config.eos_token_ids.contains(id)));
     Ok(Texts { tokenizer, template, defaults: generation.sampling_defaults(), stop_token_ids, config })
@@ -147,7 +147,7 @@ pub fn model(files: &ModelFiles, config: &Config, watch: Watch) -> Result<Model,
     Ok(Model { device: runner.device().info().clone(), runner, draft, npu, texts })
 }
 
-/// Loads only the model, for callers that have ids and want logits: no tokenizer, no draft.
+/// Loads only the model, without tokenizer and draft, for callers that have token ids and need logits.
 pub fn runner(files: &ModelFiles, config: &Config) -> Result<Gemma3, Error> {
     let source = Source::open(files)?;
     Ok(on_device(&source, None, None, config, Watch::Nothing, None, &mut |_, _| {})?.runner)
@@ -159,8 +159,8 @@ fn max_submit(config: &Config) -> Duration {
     match gpu::longest_submit() {
         Some(longest) if longest < wanted => {
             tracing::warn!(
-                "gpu.max_submit_ms is {}, and {} is taken: amdgpu resets the GPU after its lockup_timeout, and a submit stays \
-                 under a quarter of that",
+                "gpu.max_submit_ms is {}, but {} is used: amdgpu resets the GPU after its lockup_timeout, and a \
+                 submit must take less than a quarter of that",
                 wanted.as_millis(),
                 longest.as_millis()
             );
@@ -170,7 +170,7 @@ fn max_submit(config: &Config) -> Duration {
     }
 }
 
-/// The longest submit where amdgpu's `lockup_timeout` is `parameter`; `None` if that is no limit.
+/// The longest submit if amdgpu's parameter `lockup_timeout` has this value; `None` if the value means no limit.
 pub fn longest_submit(parameter: &str) -> Option<Duration> {
     gpu::quarter_of_timeout(parameter)
 }
@@ -182,34 +182,36 @@ pub struct OnDevice {
     pub npu: Option<NpuStart>,
 }
 
-/// Loads a model and its draft. No id is sampled from `sample_below` on, where it is the number of the tokenizer's ids:
-/// further rows of the embedding are padding without text. `before` is what became of the NPU at the first load of this
-/// model, where this is another one. `report` is told what the load does, and with which device.
+/// Loads a model and its draft.
+/// - `sample_below`: the number of token ids of the tokenizer. Only smaller ids are sampled, because further rows of
+///   the embedding are padding without text.
+/// - `first_npu`: the state of the NPU at the first load of this model; `None` at the first load.
+/// - `report` is called with the present step of the load, and with the device once it is open.
 pub fn on_device(
     source: &Source<'_>,
     draft_source: Option<&Source<'_>>,
     sample_below: Option<usize>,
     config: &Config,
     watch: Watch,
-    before: Option<&NpuStart>,
+    first_npu: Option<&NpuStart>,
     report: &mut dyn FnMut(Loading, Option<&Arc<Device>>),
 ) -> Result<OnDevice, Error> {
     let files = source.files;
     if let Some(synthetic) = source.checkpoint.synthetic() {
         let shape = &synthetic.shape;
         tracing::warn!(
-            "{}: random weights in the shape of {shape}: what it answers means nothing",
+            "{}: random weights in the shape of {shape}: its answers have no meaning",
             files.location()
         );
     }
     report(Loading::Device, None);
-    // An NPU that is required and missing refuses the start at once, and not behind a minute of loading.
-    let mut npu = if watch == Watch::Activations { None } else { Npu::open(&source.config, config, before)? };
+    // If a required NPU is missing, the load fails here, and not after a minute of loading.
+    let mut npu = if watch == Watch::Activations { None } else { Npu::open(&source.config, config, first_npu)? };
     let policy = policy(config, watch == Watch::Kernels);
     let mut device = Device::open(&policy)?;
     npu.as_mut().map_or(Ok(()), |npu| npu.meet(device.can_share(), config))?;
     let mut tiles = None;
-    // Products in f32 have no kernels to choose from.
+    // Matrix products in f32 have no alternative kernels.
     if config.gpu.tune && config.model.precision == Precision::Fast {
         report(Loading::Tuning, Some(&device));
         let tuned = tune::tuned(device, &policy)?;
@@ -272,7 +274,7 @@ pub fn check_draft_tokenizer(
 ) -> Result<(), Error> {
     let vocab_size = draft_config.vocab_size;
     let Some(json) = draft.read("tokenizer.json")? else {
-        // A draft without a tokenizer is assumed to have the model's, if it has rows for the model's tokens.
+        // A draft without a tokenizer is assumed to have the model's tokenizer, if its embedding has enough rows.
         return Ok(tokenizer.fits(vocab_size)?);
     };
     let name = draft.display("tokenizer.json");
@@ -281,7 +283,7 @@ pub fn check_draft_tokenizer(
     if let Some((id, tokens)) = tokenizer.first_difference(&own) {
         let [here, there] = tokens.map(|token| token.map_or("nothing".into(), |token| format!("{token:?}")));
         return Err(Error::Argument(format!(
-            "{name}: id {id} is {there}, and {here} in {}: a draft model must have the model's tokenizer",
+            "{name}: id {id} is {there}, but {here} in {}: a draft model must have the model's tokenizer",
             files.display("tokenizer.json")
         )));
     }
@@ -293,7 +295,7 @@ impl Model {
         self.runner.limits().vocab_size
     }
 
-    /// Most tokens of a prompt and its answer together.
+    /// Maximum number of tokens of a prompt and its answer together.
     pub fn max_context(&self) -> usize {
         self.runner.limits().max_context
     }
@@ -345,7 +347,7 @@ fn log(
         gb(peak.unwrap_or(0)),
         gb(loaded.resident_bytes),
     );
-    // The context is limited by the draft, if the draft's maximum is shorter.
+    // The draft limits the context if its maximum is shorter than the model's.
     let longest = |config: &Gemma3Config| config.max_position_embeddings;
     let short = draft.map(|draft| longest(draft.config()));
     let why = match short {
@@ -360,11 +362,12 @@ fn log(
     tracing::info!("memory   {}", runner.residency());
 }
 
-/// Reads the kernels' times from a device that the engine is using.
+/// Reads the times of the kernels from a device that the engine uses.
 pub struct Profiler(pub Arc<Device>);
 
 impl Profiler {
-    /// (kernel, dispatches, GPU time) since the last call, longest first; empty unless the model was loaded to profile.
+    /// (kernel, dispatches, GPU time) since the last call, the longest time first; empty unless the model was loaded
+    /// with [`Watch::Kernels`].
     pub fn take(&self) -> Vec<(String, u64, Duration)> {
         let each = self.0.take_profile().kernels.into_iter();
         let mut kernels: Vec<_> = each.map(|(name, (n, ns))| (name, n, Duration::from_nanos(ns))).collect();
@@ -373,7 +376,7 @@ impl Profiler {
     }
 }
 
-/// Checks that a load would find a device, for commands that load after long work.
+/// Checks that a load would find a device, for commands that load a model only after long work.
 pub fn find_device(config: &Config) -> Result<(), Error> {
     gpu::chosen_device(&policy(config, false))?;
     Ok(())
@@ -385,10 +388,10 @@ pub struct Room {
     pub limits: Limits,
 }
 
-/// The room of a device. `paper` describes a machine by its VRAM and GTT, all of which may be used. Without it, the
-/// machine is the device that a load would choose.
-pub fn room(config: &Config, paper: Option<(u64, u64)>) -> Result<Room, Error> {
-    match paper {
+/// The memory to plan for. `described` is a machine with these bytes of VRAM and GTT, all of which may be used. If it
+/// is `None`, the plan is for the device that a load would choose.
+pub fn room(config: &Config, described: Option<(u64, u64)>) -> Result<Room, Error> {
+    match described {
         Some((vram, gtt)) => {
             let config::Memory { reserve, ffn_heap, .. } = config.memory;
             let limits = Limits { reserve: Some(reserve.unwrap_or(0)), ffn_heap, ..Limits::default() };
@@ -406,7 +409,7 @@ pub fn device(config: &Config) -> Result<Arc<Device>, Error> {
     Ok(Device::open(&policy(config, false))?)
 }
 
-/// The policy by which a load chooses its device.
+/// How a load chooses its device.
 pub fn policy(config: &Config, profile: bool) -> DevicePolicy {
     DevicePolicy {
         device: config.hardware.device.clone(),
@@ -424,7 +427,7 @@ pub fn limits(memory: &config::Memory) -> Limits {
     Limits { vram, gtt, reserve, ffn_heap }
 }
 
-/// The runner of a loaded model, with its draft where it has one.
+/// The runner of a loaded model and its draft, if there is one.
 pub fn runner_of(model: Gemma3, draft: Option<Draft>) -> Box<dyn Runner> {
     match draft {
         None => Box::new(model),
@@ -437,7 +440,7 @@ pub fn sliding_block_bytes(model: &Gemma3, draft: Option<&Draft>) -> u64 {
     model.sliding_block_bytes() + draft.map_or(0, Draft::sliding_block_bytes)
 }
 
-/// The engine's options for a runner with these limits, whose sliding blocks have `block_bytes`.
+/// The engine's options for a runner with these limits, whose sliding blocks have `block_bytes` bytes.
 pub fn engine_config(limits: model::Limits, block_bytes: u64, config: &Config, queue: usize) -> EngineConfig {
     let gap = Duration::from_millis(config.engine.token_gap_ms);
     let turn_blocks = match (config.kv.snapshot_bytes, block_bytes) {
@@ -445,28 +448,29 @@ pub fn engine_config(limits: model::Limits, block_bytes: u64, config: &Config, q
         _ => limits.kv.sliding_blocks / 2,
     };
     let speculation_tokens = config.engine.speculation_tokens;
-    // Who has the driver's calls checked has the engine's blocks checked too: the tests, and whoever looks for a fault.
+    // Vulkan validation and the engine's own checks are both for tests and debugging, so one option turns on both.
     let checks = config.hardware.validation;
     let scheduler =
         SchedulerConfig { gap, turn_blocks, speculation_tokens, checks, ..SchedulerConfig::default() };
     EngineConfig { queue, scheduler, ..EngineConfig::default() }
 }
 
-/// The place of the device that computes.
+/// Where the device that computes is in the machine.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct Place {
-    /// Whether the device is a GPU of its own, which the processor's counters do not see.
+    /// Whether the device is a discrete GPU, whose energy the processor's counters do not include.
     pub discrete: bool,
     /// The PCI address, if the driver reports one.
     pub pci: Option<String>,
 }
 
-/// The place of a device, by which its energy is found.
+/// The place of a device, which selects the source of its energy readings.
 pub fn place(device: &DeviceInfo) -> Place {
     Place { discrete: device.kind == DeviceKind::Discrete, pci: device.pci.clone() }
 }
 
-/// Starts the engine on a model, with its draft where it has one. `energy` is the counter that answers are told of.
+/// Starts the engine on a model and its draft, if there is one. `energy` is the source of the energy that answers
+/// report.
 pub fn engine(
     model: Gemma3,
     draft: Option<Draft>,
@@ -486,15 +490,15 @@ pub fn service(files: &ModelFiles, config: &Config) -> Result<Service, Error> {
 }
 
 impl Texts {
-    /// The service of a model whose engine runs.
+    /// The service of a model with a running engine.
     pub fn service(self, engine: EngineHandle, config: &Config) -> Service {
         let service = Service::new(engine, self.tokenizer, self.template, self.defaults, self.stop_token_ids);
         service.with_special_in_content(config.tokenizer.special_in_content)
     }
 }
 
-/// Ends the engine when dropped, and waits until the engine has given the device back. A process that exits while
-/// another thread is inside the driver may crash there.
+/// Ends the engine when dropped, and waits until the engine has released the device. A process that exits while another
+/// thread is inside the driver may crash there.
 pub struct EndEngine(pub EngineHandle);
 
 impl Drop for EndEngine {

@@ -1,4 +1,4 @@
-//! What a load is doing, as the device process tells the server, and the server's log.
+//! The progress of a load, which the device process reports to the server, and the log lines about it.
 
 use std::fmt;
 use std::io::IsTerminal;
@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-/// How often the log says how far a load is.
-const EVERY: Duration = Duration::from_secs(3);
+/// How often the log reports the progress of a load.
+const LOG_EVERY: Duration = Duration::from_secs(3);
 
-/// What a load is doing.
+/// The present step of a load.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Loading {
     /// Starting the device process, opening the NPU and the GPU.
@@ -26,8 +26,8 @@ pub enum Loading {
 }
 
 impl Loading {
-    /// Whether the load is at no other part than before.
-    pub fn is_same_part(self, before: Self) -> bool {
+    /// Whether the load is still at the same step as before.
+    pub fn is_same_step(self, before: Self) -> bool {
         std::mem::discriminant(&self) == std::mem::discriminant(&before)
     }
 }
@@ -48,13 +48,13 @@ impl fmt::Display for Loading {
     }
 }
 
-/// Follows one load, and has the log say every few seconds how far it is. Where standard error is a terminal, the device
-/// process shows a bar there instead.
+/// Logs the progress of one load every few seconds. If standard error is a terminal, it logs nothing, because the
+/// device process shows a progress bar there.
 pub struct LoadLog {
     doing: Loading,
-    /// When this part of the load began, and with how many bytes.
+    /// When this step of the load began.
     since: Instant,
-    /// When the last line was written, and how many bytes were read then.
+    /// When the last line was written, and how many bytes were read by then.
     last: (Instant, u64),
     is_silent: bool,
 }
@@ -71,16 +71,16 @@ impl LoadLog {
     }
 
     pub fn take(&mut self, doing: Loading) {
-        if !doing.is_same_part(self.doing) {
+        if !doing.is_same_step(self.doing) {
             self.since = Instant::now();
         }
         self.doing = doing;
     }
 
-    /// Writes a line if it is time for one.
-    pub fn look(&mut self) {
+    /// Writes a line if the last one is old enough.
+    pub fn log_if_due(&mut self) {
         let now = Instant::now();
-        if self.is_silent || now - self.last.0 < EVERY {
+        if self.is_silent || now - self.last.0 < LOG_EVERY {
             return;
         }
         tracing::info!("loading  {}", self.line(now));
@@ -94,14 +94,14 @@ impl LoadLog {
         };
         let rate = done.saturating_sub(*had) as f64 / (now - *before.max(since)).as_secs_f64();
         if rate == 0.0 {
-            return format!("{doing}, none since {} s", (now - *before).as_secs());
+            return format!("{doing}, no progress for {} s", (now - *before).as_secs());
         }
         let left = total.saturating_sub(*done) as f64 / rate;
         format!("{doing}, {:.2} GB/s, {} s left", rate / 1e9, left.ceil())
     }
 }
 
-/// Bytes that were read when a load does this.
+/// Bytes of weights that were read at this step.
 fn read(doing: Loading) -> u64 {
     match doing {
         Loading::Weights { done, .. } => done,
@@ -114,7 +114,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_line_says_how_much_is_read_how_fast_and_how_long_the_rest_takes() {
+    fn a_line_has_progress_rate_and_remaining_time() {
         let mut log = LoadLog::begin();
         let at = |s: u64| log.since + Duration::from_secs(s);
         let times = [at(5), at(10), at(15)];
@@ -123,10 +123,10 @@ mod tests {
         log.doing = weights(5_000_000_000);
         assert_eq!(log.line(times[0]), "reading weights, 25 % of 20.00 GB, 1.00 GB/s, 15 s left");
         log.last = (times[0], 5_000_000_000);
-        assert_eq!(log.line(times[1]), "reading weights, 25 % of 20.00 GB, none since 5 s");
+        assert_eq!(log.line(times[1]), "reading weights, 25 % of 20.00 GB, no progress for 5 s");
         log.doing = weights(15_000_000_000);
         assert_eq!(log.line(times[1]), "reading weights, 75 % of 20.00 GB, 2.00 GB/s, 3 s left");
-        // What came before this part of the load does not slow it down.
+        // The time before this step does not count for its rate.
         (log.last, log.since) = ((times[0], 0), times[1]);
         log.doing = weights(10_000_000_000);
         assert_eq!(log.line(times[2]), "reading weights, 50 % of 20.00 GB, 2.00 GB/s, 5 s left");

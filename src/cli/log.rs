@@ -1,8 +1,8 @@
 //! The log: lines to standard error, written by a separate thread.
 //!
-//! A thread that logs never waits for the reader, and nothing here panics. Where the reader is gone, or does not read,
-//! lines are lost and counted, and the log reports their number once somebody reads again. [`say`] prints messages
-//! outside the log, in the log's format.
+//! A thread that logs never waits for the reader of standard error, and nothing here panics. If the reader is gone or
+//! does not read, lines are lost and counted. When it reads again, the log reports their number. [`say`] prints
+//! messages outside the log, in the log's format.
 
 use std::borrow::Cow;
 use std::fmt::{self, Display};
@@ -28,15 +28,15 @@ use super::terminal::{dim, has_colors};
 use crate::config::LogFormat;
 use crate::text::{is_unseen, panic_message, visible};
 
-/// Most lines that wait for the thread; further lines are lost. A line has some hundred bytes, so these are about a
-/// MiB.
+/// Maximum number of lines that wait for the thread; further lines are lost. A line has some hundred bytes, so this is
+/// about a MiB.
 const WAITING_LINES: usize = 4096;
-/// Bytes that a writable pipe takes at once (POSIX: `PIPE_BUF`, at least 512; 4096 on Linux).
+/// Bytes that a writable pipe accepts without blocking (POSIX: `PIPE_BUF`, at least 512; 4096 on Linux).
 const CHUNK_BYTES: usize = 4096;
-/// How often the thread checks whether the process ends while nobody reads.
-const LOOK_AGAIN: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
-/// Longest time for writing the waiting lines when the process ends and nobody reads.
-const LAST_LINES: Duration = Duration::from_millis(500);
+/// How often the thread checks whether the process ends, while the reader does not read.
+const POLL_INTERVAL: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
+/// Longest time for writing the waiting lines at the end of the process, if the reader does not read.
+const FLUSH_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// Set when the log starts.
 static FORMAT: OnceLock<LogFormat> = OnceLock::new();
@@ -44,8 +44,8 @@ static FORMAT: OnceLock<LogFormat> = OnceLock::new();
 static QUEUE: OnceLock<ErrorCounter> = OnceLock::new();
 /// Number of lines that could not be written.
 static UNWRITTEN: AtomicU64 = AtomicU64::new(0);
-/// Deadline when the process ends: from then on, lines that cannot be written at once are lost.
-static END: OnceLock<Instant> = OnceLock::new();
+/// Deadline at the end of the process: after it, lines that cannot be written without blocking are lost.
+static DEADLINE: OnceLock<Instant> = OnceLock::new();
 
 /// Number of lines lost since the start.
 pub fn lost_lines() -> u64 {
@@ -53,26 +53,26 @@ pub fn lost_lines() -> u64 {
     queue as u64 + UNWRITTEN.load(Ordering::Relaxed)
 }
 
-/// The log of the process. Dropping it writes the waiting lines, for [`LAST_LINES`] at most.
+/// The log of the process. Dropping it writes the waiting lines, for [`FLUSH_TIMEOUT`] at most.
 pub struct Log {
     pub level: Level,
     writer: Option<WorkerGuard>,
 }
 
 impl Log {
-    /// Starts the log, once in a process. Panics are logged too. Text for people has times if `with_time`; the journal has
-    /// its own, and JSON always has them.
+    /// Starts the log, once in a process. Panics are logged too. The text format has times if `with_time`. The journal
+    /// adds its own times, and JSON always has times.
     pub fn start(filter: EnvFilter, format: Option<LogFormat>, with_time: bool) -> Self {
-        let format = *FORMAT.get_or_init(|| format.unwrap_or_else(fitting));
+        let format = *FORMAT.get_or_init(|| format.unwrap_or_else(default_format));
         let queue = NonBlockingBuilder::default().buffered_lines_limit(WAITING_LINES).lossy(true);
-        let (lines, writer) = queue.thread_name("log").finish(Patient { reported: 0 });
+        let (lines, writer) = queue.thread_name("log").finish(LogWriter { reported: 0 });
         let _ = QUEUE.set(lines.error_counter());
         let (filter, handle) = reload::Layer::new(filter);
         let text = layer()
             .with_target(false)
             .with_ansi(format == LogFormat::Text && has_colors(&io::stderr()))
             .with_writer(lines)
-            // The subscriber would print them to standard error, where the log could not be written.
+            // The subscriber would print them to standard error, to which the log could not be written.
             .log_internal_errors(false);
         let written = match format {
             LogFormat::Text if with_time => text.boxed(),
@@ -98,31 +98,31 @@ pub struct Level(Handle<EnvFilter, Registry>);
 impl Level {
     /// Replaces the filter.
     pub fn set(&self, filter: EnvFilter) {
-        // It fails only where the log is gone.
+        // This fails only after the end of the log.
         let _ = self.0.reload(filter);
     }
 }
 
 impl Drop for Log {
     fn drop(&mut self) {
-        let end = *END.get_or_init(|| Instant::now() + LAST_LINES);
+        let end = *DEADLINE.get_or_init(|| Instant::now() + FLUSH_TIMEOUT);
         if !is_writable(&io::stderr(), &Timespec::default()) {
-            // The guard prints to standard output where the queue is full; after this pause the queue is empty.
+            // The guard prints to standard output if the queue is full. After this pause the queue is empty.
             thread::sleep(end.saturating_duration_since(Instant::now()));
         }
         drop(self.writer.take());
     }
 }
 
-/// The format for whoever reads standard error: the journal's if systemd connected it, text for people otherwise.
-fn fitting() -> LogFormat {
+/// The default format: that of the journal if systemd has connected standard error to it, text otherwise.
+fn default_format() -> LogFormat {
     match std::env::var_os("JOURNAL_STREAM") {
         Some(_) => LogFormat::Journal,
         None => LogFormat::Text,
     }
 }
 
-/// An event behind its priority, as systemd reads it (sd-daemon(3)).
+/// Writes the priority before an event, as systemd expects it (sd-daemon(3)).
 struct Prioritized<F>(F);
 
 impl<S, N, F> FormatEvent<S, N> for Prioritized<F>
@@ -151,23 +151,23 @@ const fn priority(level: tracing::Level) -> &'static str {
     }
 }
 
-/// Writes a line to standard error, outside the log. The line is lost where standard error is gone, or where nobody
-/// reads while the process ends.
+/// Writes a line to standard error, outside the log. The line is lost if the reader of standard error is gone, or does
+/// not read while the process ends.
 pub fn say(line: impl Display) {
     let line = line.to_string();
-    let _ = write_whole(outside(tracing::Level::ERROR, &visible(&line)).as_bytes());
+    let _ = write_whole(formatted(tracing::Level::ERROR, &visible(&line)).as_bytes());
 }
 
-/// Writes lines that stand back behind an answer to standard error, as [`say`] does.
+/// Writes additional information to standard error as [`say`] does, dimmed to distinguish it from an answer.
 pub fn note(lines: impl Display) {
     let lines = lines.to_string();
     let colors = FORMAT.get() == Some(&LogFormat::Text) && has_colors(&io::stderr());
-    // What is dimmed has no escapes of its own left.
-    let _ = write_whole(outside(tracing::Level::INFO, &dim(&visible(&lines), colors)).as_bytes());
+    // `visible` has escaped all control characters, so the text cannot end the dimming.
+    let _ = write_whole(formatted(tracing::Level::INFO, &dim(&visible(&lines), colors)).as_bytes());
 }
 
 /// A line outside the log, in its format.
-fn outside(level: tracing::Level, line: &str) -> String {
+fn formatted(level: tracing::Level, line: &str) -> String {
     match FORMAT.get() {
         Some(LogFormat::Json) => format!("{}\n", json!({ "level": level.as_str(), "message": line })),
         Some(LogFormat::Journal) => format!("{}{line}\n", priority(level)),
@@ -175,13 +175,13 @@ fn outside(level: tracing::Level, line: &str) -> String {
     }
 }
 
-/// Standard error for the log's thread: a write waits until somebody reads, or until the process ends, and never fails.
-struct Patient {
-    /// Number of lost lines that the log has reported.
+/// Standard error for the log's thread: a write waits for the reader or for the end of the process, and never fails.
+struct LogWriter {
+    /// The number of lost lines that the log has reported already.
     reported: u64,
 }
 
-impl Write for Patient {
+impl Write for LogWriter {
     /// Writes one whole line.
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         let lost = lost_lines();
@@ -199,8 +199,9 @@ impl Write for Patient {
     }
 }
 
-/// A line of the log with its unseen characters escaped, in JSON as JSON has it. A line may quote names from requests and
-/// files. Control characters are the formatter's business: it writes some itself.
+/// A line of the log with invisible characters escaped, in the syntax of JSON or Rust. A line may quote names from
+/// requests and files. The formatter escapes control characters; it also writes some itself, so they are not escaped
+/// here.
 fn readable(line: &[u8], is_json: bool) -> Cow<'_, [u8]> {
     let Ok(text) = std::str::from_utf8(line) else { return line.into() };
     if text.is_ascii() || !text.contains(is_unseen) {
@@ -220,9 +221,9 @@ fn readable(line: &[u8], is_json: bool) -> Cow<'_, [u8]> {
 }
 
 fn lost_note(lines: u64) -> String {
-    let note = format!("{lines} lines of the log were lost here: nobody read them in time");
+    let note = format!("{lines} lines of the log were lost here: they were not read in time");
     match FORMAT.get() {
-        Some(LogFormat::Json | LogFormat::Journal) => outside(tracing::Level::WARN, &note),
+        Some(LogFormat::Json | LogFormat::Journal) => formatted(tracing::Level::WARN, &note),
         Some(LogFormat::Text) | None => format!(" WARN {note}\n"),
     }
 }
@@ -237,18 +238,17 @@ fn write_whole(mut text: &[u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// Waits until some bytes can be written at once; fails where the process ends first.
+/// Waits until some bytes can be written without blocking; fails if the process ends first.
 fn wait_for(error: &Stderr) -> io::Result<()> {
-    while !is_writable(error, &LOOK_AGAIN) {
-        if END.get().is_some_and(|end| *end <= Instant::now()) {
+    while !is_writable(error, &POLL_INTERVAL) {
+        if DEADLINE.get().is_some_and(|end| *end <= Instant::now()) {
             return Err(io::ErrorKind::TimedOut.into());
         }
     }
     Ok(())
 }
 
-/// Whether a write would not block, within `patience`. Where the reader is gone a write fails, which is no blocking
-/// either.
+/// Waits at most `patience` until a write would not block. If the reader is gone, a write fails without blocking.
 fn is_writable(error: &Stderr, patience: &Timespec) -> bool {
     let mut polled = [PollFd::new(error, PollFlags::OUT)];
     // If polling itself fails, the write is attempted.
@@ -260,7 +260,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_line_shows_what_its_names_hide() {
+    fn a_line_shows_invisible_characters_as_escapes() {
         let line = " WARN \u{1b}[2mmodel\u{1b}[0m a\u{202e}b\u{e0041} ü\n".as_bytes();
         let text = " WARN \u{1b}[2mmodel\u{1b}[0m a\\u{202e}b\\u{e0041} ü\n";
         assert_eq!(readable(line, false), text.as_bytes());

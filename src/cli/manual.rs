@@ -1,5 +1,5 @@
-//! What a package installs beside the binary: manual pages, and completions for shells, both from the command line that
-//! clap parses.
+//! The manual pages and shell completions that a package installs. Both are generated from clap's description of the
+//! command line.
 
 use std::path::Path;
 
@@ -23,8 +23,8 @@ pub fn pages(folder: &Path) -> Result<(), Error> {
     clap_mangen::generate_to(command_line(), folder).map_err(at)
 }
 
-/// The command line as clap describes it, without the command `help`, which would be a page and a completion for every
-/// other command.
+/// clap's description of the command line, without the command `help`, which would add a page and a completion for
+/// every other command.
 pub fn command_line() -> clap::Command {
     CommandLine::command().disable_help_subcommand(true)
 }

@@ -1,9 +1,9 @@
 //! The commands of the binary: parses the command line, runs the command, and prints errors.
 //!
-//! Every failure is one line, `error: ...`, with exit code 1. A command line that cannot be parsed exits with code 2.
-//! `serve` has exit codes that tell a supervisor whether to start it again (`error::Error::exit_code`). Answers and
-//! results go to standard output, everything else to standard error. Only `load` brings a model onto a device. No
-//! file here names a Vulkan type.
+//! Every failure prints one line, `error: ...`, and exits with code 1. If the command line cannot be parsed, the exit
+//! code is 2. `serve` has more exit codes, which show a supervisor whether a restart may help
+//! (`error::Error::exit_code`). Answers and results go to standard output, everything else to standard error. Only
+//! `load` loads a model onto a device. No file here uses Vulkan types.
 
 mod args;
 mod bench;
@@ -61,7 +61,7 @@ use crate::config::Config;
 
 /// Runs the process's command line.
 pub fn main() -> ExitCode {
-    // clap knows the short text (`-V`) alone: the long one asks the machine's drivers.
+    // clap handles only the short version (`-V`). The long one queries the drivers of the machine.
     if std::env::args_os().nth(1).is_some_and(|argument| argument == "--version") {
         return match version::version() {
             Ok(()) => ExitCode::SUCCESS,
@@ -73,7 +73,7 @@ pub fn main() -> ExitCode {
     }
     let CommandLine { command } = CommandLine::parse();
     let serving = matches!(command, Command::Serve(_) | Command::DeviceProcess | Command::NpuProcess);
-    // The exit codes of `serve`, by which a supervisor judges.
+    // These commands use the exit codes of `serve`.
     let with_codes = serving || matches!(command, Command::Config(_));
     let ended = configure(&command).and_then(|configured| {
         // The log is dropped before the error is printed, so that the error is the last line.
@@ -86,7 +86,7 @@ pub fn main() -> ExitCode {
     });
     match ended {
         Ok(()) => ExitCode::SUCCESS,
-        // A reader that closed its end (`| head`) has read what it needed.
+        // The reader of a pipe has closed it (`| head`), which is not an error.
         Err(Error::Output(error)) if error.kind() == std::io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
         Err(error) => {
             log::say(format_args!("error: {error}"));
@@ -98,9 +98,9 @@ pub fn main() -> ExitCode {
 fn run(mut command: Command, mut configured: Configured, log: &Log) -> Result<(), Error> {
     let _erased = match &command {
         Command::Pull(_) | Command::Quantize(_) | Command::Synth(_) => Some(EraseOnInterrupt::watch(Some(
-            "interrupted: the same command goes on where this one stopped",
+            "interrupted: run the same command again to continue where it stopped",
         ))),
-        // These have a use of their own for Ctrl-C.
+        // These handle Ctrl-C themselves.
         Command::Serve(_) | Command::Chat(_) | Command::DeviceProcess | Command::NpuProcess => None,
         #[cfg(feature = "npu")]
         Command::Npu(_) => None,

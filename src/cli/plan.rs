@@ -1,5 +1,5 @@
-//! `unicorn plan`: shows where every byte of a model would lie, and the context that fits, by the arithmetic that a
-//! load uses. It allocates no device memory, and needs no device where `--vram` and `--gtt` describe one.
+//! `unicorn plan`: shows how a model would be placed in memory, and the longest context that fits, with the same
+//! calculation as a load. It allocates no device memory, and needs no device if `--vram` and `--gtt` describe one.
 
 use std::path::Path;
 
@@ -22,9 +22,9 @@ use crate::tensor::{QuantizeMode, Scheme};
 struct Subject {
     draft: Option<DraftSubject>,
     name: String,
-    /// The schemes of its weights, in words.
+    /// The schemes of its weights, as text.
     stored: String,
-    /// What of them was not asked for.
+    /// A note that the default scheme was assumed.
     assumption: Option<String>,
     config: Gemma3Config,
     schemes: Schemes,
@@ -32,7 +32,7 @@ struct Subject {
     others: Vec<(String, Schemes)>,
 }
 
-/// The draft model next to it.
+/// The draft model of a [`Subject`].
 struct DraftSubject {
     name: String,
     stored: String,
@@ -40,17 +40,17 @@ struct DraftSubject {
     schemes: Schemes,
 }
 
-/// Number of sequences that a plan also counts with, in addition to one and the requested number.
+/// A number of sequences for which a plan shows the longest context, in addition to one and the requested number.
 const SEVERAL: usize = 16;
 
-/// Sequences, the longest context of each, and the largest allocation where only that limits the context.
+/// Number of sequences, the longest context of each, and the largest allocation if only that limits the context.
 type Largest = (usize, usize, Option<u64>);
 
 pub fn plan(config: &Config, args: &args::Plan) -> Result<(), Error> {
     let subject = subject(config, &args.planned)?;
     let args::MemoryOptions { vram, gtt, .. } = args.memory;
-    let paper = (vram.is_some() || gtt.is_some()).then(|| (vram.unwrap_or(0), gtt.unwrap_or(0)));
-    let room = load::room(config, paper)?;
+    let described = (vram.is_some() || gtt.is_some()).then(|| (vram.unwrap_or(0), gtt.unwrap_or(0)));
+    let room = load::room(config, described)?;
     let Room { machine, limits } = &room;
     let request = request(&subject, config, &room);
     let sequences = args.sequences as usize;
@@ -209,7 +209,7 @@ fn as_text(
     };
     let cut = match request.beyond_model(wanted) {
         Some((wanted, longest, whose)) => {
-            format!(" ({wanted} were asked for; {whose}'s maximum is {longest})")
+            format!(" ({wanted} were requested; {whose}'s maximum is {longest})")
         }
         None => String::new(),
     };
@@ -231,7 +231,7 @@ fn as_text(
     text
 }
 
-/// The bytes of each class in each heap, or the bytes asked for where they do not fit.
+/// The bytes of each class in each heap, or the requested bytes of each class if they do not fit.
 fn memory_table(outcome: &Result<Fit, DoesNotFit>) -> String {
     let heaps = match outcome {
         Ok(fit) => &fit.plan.heaps,
@@ -268,7 +268,7 @@ fn memory_table(outcome: &Result<Fit, DoesNotFit>) -> String {
             for (class, n) in &error.refusal.asked {
                 row(class.name(), unplaced(), bytes(*n));
             }
-            row("asked", unplaced(), bytes(error.refusal.asked_bytes()));
+            row("requested", unplaced(), bytes(error.refusal.asked_bytes()));
         }
     }
     let usable: Vec<u64> = heaps.iter().map(|heap| heap.usable).collect();

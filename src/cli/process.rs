@@ -1,4 +1,4 @@
-//! What the kernel says of processes, of this one above all.
+//! Facts about processes, mainly this one, and their signals.
 
 use std::time::Duration;
 
@@ -8,8 +8,8 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use super::error::Error;
 
-/// Has the signals by which a service's manager ends its processes do nothing: the parent decides when this one ends.
-/// They have no effect for good, and the runtime is for what else it may do.
+/// Makes this process ignore SIGTERM, SIGINT and SIGHUP, with which a service manager ends all processes of a service.
+/// The parent decides when this process ends. The signals stay ignored after the returned runtime is dropped.
 pub fn outlive_signals() -> Result<Runtime, Error> {
     let runtime = Builder::new_current_thread().enable_all().build().map_err(Error::Runtime)?;
     {
@@ -21,7 +21,7 @@ pub fn outlive_signals() -> Result<Runtime, Error> {
     Ok(runtime)
 }
 
-/// The number of a line of `/proc/PID/status`, in KiB where it is one of memory.
+/// The number in a line of `/proc/PID/status`; in KiB if it is a size of memory.
 pub fn status_field(status: &str, name: &str) -> Option<u64> {
     let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
     line.split_whitespace().next()?.parse().ok()
@@ -35,7 +35,7 @@ pub fn processor_time() -> Duration {
 
 /// The number of files that this process has open.
 pub fn open_files() -> Option<u64> {
-    // One of them is the folder that is read.
+    // One of them is the folder itself, which is open while it is read.
     std::fs::read_dir("/proc/self/fd").ok().map(|files| files.count() as u64 - 1)
 }
 

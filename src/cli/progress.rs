@@ -1,7 +1,7 @@
-//! Progress bars for work that takes longer than a second. Nothing is shown where standard error is no terminal.
+//! Progress bars for work that takes longer than a second. Nothing is shown if standard error is not a terminal.
 //!
-//! A bar says only what is known: no rate before something was done, no time left before there is a rate, and no total
-//! before there is one. Work that an earlier run of the command did counts as done, and not for the rate.
+//! A bar shows only what is known: no rate before some work is done, no remaining time before there is a rate, and no
+//! total before it is known. The work of an earlier run of the command counts as done, but not for the rate.
 
 use std::fmt::Write as _;
 use std::io::IsTerminal;
@@ -17,22 +17,22 @@ use signal_hook::low_level::emulate_default_handler;
 
 use super::log;
 
-/// Work that ends sooner shows no bar.
+/// Shorter work shows no bar.
 pub const PATIENCE: Duration = Duration::from_secs(1);
 /// How often a bar is redrawn, so that it moves during long steps too.
 const TICK: Duration = Duration::from_millis(100);
-/// A rate over a shorter time would jump.
-const LEAST_TIME: Duration = Duration::from_secs(1);
+/// No rate is shown for a shorter time, because it would fluctuate.
+const MIN_TIME: Duration = Duration::from_secs(1);
 
-/// The bars and spinners that there are, for whoever interrupts the program. None where it is not watched.
+/// The present bars and spinners, which Ctrl-C must erase; `None` if Ctrl-C is not handled here.
 static SHOWN: Mutex<Option<Vec<ProgressBar>>> = Mutex::new(None);
 
-/// Erases bars at Ctrl-C, and then ends the process as Ctrl-C does. While it exists, that is: `chat` has another use for
-/// the key once its model is loaded.
+/// While this value exists, Ctrl-C erases the bars and then ends the process as usual. `chat` drops it after its model
+/// is loaded, because then Ctrl-C stops an answer.
 pub struct EraseOnInterrupt(());
 
 impl EraseOnInterrupt {
-    /// `advice` is said below the erased bar: what the person may do now.
+    /// `advice` is printed after the bar is erased: what the user can do now.
     pub fn watch(advice: Option<&'static str>) -> Self {
         *SHOWN.lock().unwrap_or_else(PoisonError::into_inner) = Some(Vec::new());
         // Without the handler, Ctrl-C still ends the process.
@@ -59,7 +59,7 @@ impl Drop for EraseOnInterrupt {
     }
 }
 
-/// Has an interrupt erase the bar.
+/// Registers a bar, so that an interrupt erases it.
 fn show(bar: &ProgressBar) {
     if let Some(bars) = &mut *SHOWN.lock().unwrap_or_else(PoisonError::into_inner) {
         bars.retain(|bar| !bar.is_finished());
@@ -71,7 +71,7 @@ fn show(bar: &ProgressBar) {
 #[derive(Debug, Clone, Copy)]
 enum Unit {
     Bytes,
-    /// Things of this name.
+    /// Items with this name.
     Each(&'static str),
 }
 
@@ -93,24 +93,24 @@ impl Unit {
 
 /// The work that this run has done, for its rate.
 struct Pace {
-    /// When this run began to work, and what was done by then or without work.
+    /// When this run began to work.
     since: Instant,
-    not_worked: u64,
+    /// Work that counts as done, but that this run did not do.
+    skipped: u64,
 }
 
 impl Pace {
     fn new(now: Instant) -> Self {
-        Self { since: now, not_worked: 0 }
+        Self { since: now, skipped: 0 }
     }
 
-    /// Work per second, once there is some.
+    /// Work per second; `None` if there is not enough work or time yet.
     fn per_s(&self, done: u64, now: Instant) -> Option<f64> {
-        let (worked, time) =
-            (done.saturating_sub(self.not_worked), now.saturating_duration_since(self.since));
-        (worked > 0 && time >= LEAST_TIME).then(|| worked as f64 / time.as_secs_f64())
+        let (worked, time) = (done.saturating_sub(self.skipped), now.saturating_duration_since(self.since));
+        (worked > 0 && time >= MIN_TIME).then(|| worked as f64 / time.as_secs_f64())
     }
 
-    /// What a bar says of `done` of `total`.
+    /// The text of a bar.
     fn describe(&self, unit: Unit, done: u64, total: u64, now: Instant) -> String {
         let mut text = unit.of_total(done, total);
         if let Some(per_s) = self.per_s(done, now) {
@@ -126,28 +126,28 @@ pub struct Bar {
     bar: ProgressBar,
     unit: Unit,
     pace: Arc<Mutex<Pace>>,
-    /// The thread that shows the bar once it is due, even if nothing is reported; `None` where standard error is no
+    /// The thread that shows the bar after [`PATIENCE`], even without any progress; `None` if standard error is not a
     /// terminal.
-    shower: Option<(mpsc::Sender<()>, JoinHandle<()>)>,
+    display: Option<(mpsc::Sender<()>, JoinHandle<()>)>,
 }
 
 impl Bar {
-    /// A bar whose total comes with [`Bar::set_total`]. Until then it says what is going on, and no more.
+    /// A bar whose total is set later by [`Bar::set_total`]. Until then it shows only `what`.
     pub fn bytes(what: impl Into<String>) -> Self {
         Self::new(what, Unit::Bytes)
     }
 
-    /// `total`: tokens of the whole work.
+    /// `total`: number of tokens of the whole work.
     pub fn tokens(what: impl Into<String>, total: u64) -> Self {
         Self::each("tokens", what, total)
     }
 
-    /// `total`: requests of the whole work.
+    /// `total`: number of requests of the whole work.
     pub fn requests(what: impl Into<String>, total: u64) -> Self {
         Self::each("requests", what, total)
     }
 
-    /// `total`: cases of a benchmark.
+    /// `total`: number of cases of a benchmark.
     pub fn cases(what: impl Into<String>, total: u64) -> Self {
         Self::each("cases", what, total)
     }
@@ -163,7 +163,7 @@ impl Bar {
         let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden());
         let bar = bar.with_style(waiting).with_message(what.into());
         let pace = Arc::new(Mutex::new(Pace::new(Instant::now())));
-        let shower = std::io::stderr().is_terminal().then_some(()).and_then(|()| {
+        let display = std::io::stderr().is_terminal().then_some(()).and_then(|()| {
             let (ended, end) = mpsc::channel::<()>();
             let bar = bar.clone();
             let show = move || {
@@ -173,11 +173,11 @@ impl Bar {
                     show(&bar);
                 }
             };
-            // Without a thread there is no bar, which is no reason to fail.
-            let shower = std::thread::Builder::new().name("bar".into()).spawn(show);
-            Some((ended, shower.ok()?))
+            // If the thread cannot be started, no bar is shown.
+            let display = std::thread::Builder::new().name("bar".into()).spawn(show);
+            Some((ended, display.ok()?))
         });
-        Self { bar, unit, pace, shower }
+        Self { bar, unit, pace, display }
     }
 
     fn style(&self) -> ProgressStyle {
@@ -191,23 +191,23 @@ impl Bar {
         style.expect("the template is valid").with_key("work", describe)
     }
 
-    /// Counts work as done that this run has not to do, or had not: it says nothing of the rate.
+    /// Counts work as done that this run did not have to do. It does not count for the rate.
     pub fn skip(&self, work: u64) {
-        self.pace.lock().unwrap_or_else(PoisonError::into_inner).not_worked += work;
+        self.pace.lock().unwrap_or_else(PoisonError::into_inner).skipped += work;
         self.bar.inc(work);
     }
 
-    /// Sets the text in front of the bar.
+    /// Sets the text before the bar.
     pub fn say(&self, what: impl Into<String>) {
         self.bar.set_message(what.into());
     }
 
-    /// Sets the work that is done.
+    /// Sets the amount of work that is done.
     pub fn set(&self, done: u64) {
         self.bar.set_position(done);
     }
 
-    /// Sets the total, where it was not known at first. The time until then does not count for the rate.
+    /// Sets the total. For a bar without a total, the time until now does not count for the rate.
     pub fn set_total(&self, total: u64) {
         if self.bar.length().is_none() {
             self.pace.lock().unwrap_or_else(PoisonError::into_inner).since = Instant::now();
@@ -219,21 +219,21 @@ impl Bar {
 
 impl Drop for Bar {
     fn drop(&mut self) {
-        if let Some((ended, shower)) = self.shower.take() {
+        if let Some((ended, display)) = self.display.take() {
             drop(ended);
-            // A bar that could not be shown is no reason to fail.
-            let _ = shower.join();
+            // A panic of the thread is ignored: only the bar was affected.
+            let _ = display.join();
         }
         self.bar.finish_and_clear();
     }
 }
 
-/// A sign that work of unknown length is under way; erases itself when dropped.
+/// A sign that work of unknown length is in progress; erases itself when dropped.
 pub struct Spinner(ProgressBar);
 
 impl Spinner {
     pub fn start(what: String) -> Self {
-        // The bar is hidden where standard error is no terminal.
+        // indicatif hides the bar if standard error is not a terminal.
         let bar = ProgressBar::new_spinner().with_message(what);
         bar.enable_steady_tick(TICK);
         show(&bar);
@@ -256,23 +256,23 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_said_of_a_rate_before_there_is_one() {
+    fn a_bar_shows_a_rate_only_after_some_work_and_time() {
         let pace = Pace::new(Instant::now());
         assert_eq!(drawn(&pace, Unit::Each("tokens"), 0, 64, 60), "0/64 tokens");
         assert_eq!(drawn(&pace, Unit::Bytes, 1 << 20, 4 << 20, 0), "1.00 MiB/4.00 MiB");
         assert_eq!(drawn(&pace, Unit::Each("tokens"), 16, 64, 8), "16/64 tokens, 2.0/s, 24s left");
     }
 
-    /// A conversion or a pull that goes on where an earlier one stopped.
+    /// A conversion or a pull that continues where an earlier one stopped.
     #[test]
-    fn what_an_earlier_run_did_is_no_speed_of_this_one() {
+    fn skipped_work_counts_as_done_and_not_for_the_rate() {
         let bar = Bar::bytes("quantizing");
         bar.set_total(100 << 20);
         bar.skip(60 << 20);
-        let said = |done| drawn(&bar.pace.lock().expect("sound"), Unit::Bytes, done, 100 << 20, 10);
-        assert_eq!(said(bar.bar.position()), "60.00 MiB/100.00 MiB");
+        let shown = |done| drawn(&bar.pace.lock().expect("sound"), Unit::Bytes, done, 100 << 20, 10);
+        assert_eq!(shown(bar.bar.position()), "60.00 MiB/100.00 MiB");
         bar.set(80 << 20);
-        assert_eq!(said(bar.bar.position()), "80.00 MiB/100.00 MiB, 2.00 MiB/s, 10s left");
+        assert_eq!(shown(bar.bar.position()), "80.00 MiB/100.00 MiB, 2.00 MiB/s, 10s left");
     }
 
     #[test]

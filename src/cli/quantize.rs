@@ -1,7 +1,7 @@
 //! `unicorn quantize`: converts any readable checkpoint to a native one.
 //!
-//! The work goes layer by layer, and memory holds only a piece of one tensor. An interrupted run resumes where it
-//! stopped.
+//! It converts layer by layer, with only a piece of one tensor in memory. After an interruption, the next run continues
+//! where the first one stopped.
 
 use std::io::{BufReader, BufWriter, Read, Seek, Write};
 use std::path::{Path, PathBuf};
@@ -26,11 +26,11 @@ use crate::model::weights::Weights;
 use crate::quantize::{Loss, Rounding, write_tensor};
 use crate::tensor::{Bits, QuantizeMode, Scheme};
 
-/// Most tokens of a text that `--eval` compares on. With a vocabulary of 262,208, their logits take 2 GB of disk.
+/// Maximum number of tokens of a text for `--eval`. With a vocabulary of 262,208, their logits take 2 GB of disk.
 const EVAL_TOKENS: usize = 2048;
-/// Most tokens of a text that `--calibrate` runs.
+/// Maximum number of tokens of a text for `--calibrate`.
 const CALIBRATION_TOKENS: usize = 16384;
-/// Files next to the weights, copied where they exist.
+/// Files that are copied if they exist.
 const SMALL_FILES: [&str; 6] = [
     "generation_config.json",
     "tokenizer.json",
@@ -46,10 +46,10 @@ pub fn quantize(config: &Config, args: &args::Quantize) -> Result<(), Error> {
     let source = load::Source::open(&files)?;
     let (shape, checkpoint, weights) = (&source.config, &source.checkpoint, source.weights()?);
     if args.calibrate.is_none() && args.eval.is_none() {
-        // Loading the model warns of them otherwise.
+        // With these options, the model is loaded, and the load warns about defects.
         weights.warn_of_defects(checkpoint);
     }
-    // The texts and a device are checked before minutes of work depend on them.
+    // Missing texts or a missing device are reported before minutes of work.
     let text = |path: &Option<PathBuf>| {
         let Some(path) = path else { return Ok(None) };
         Ok::<_, Error>(Some((read_text(path)?, path.clone())))
@@ -68,29 +68,29 @@ pub fn quantize(config: &Config, args: &args::Quantize) -> Result<(), Error> {
     let evaluate = || match &eval {
         None => Ok(()),
         Some((text, path)) => {
-            // Both models get one context, since the longest that fits could differ between them.
+            // Both models use the same context, because the longest context that fits could differ between them.
             let context = config.engine.context.unwrap_or(usize::MAX).min(EVAL_TOKENS + 1);
             let context = context.min(shape.max_position_embeddings);
             if let Some(wanted) = config.engine.context.filter(|wanted| *wanted > context) {
                 tracing::warn!(
-                    "--context is {wanted}, and the text is read in windows of {context} tokens at most"
+                    "--context is {wanted}, but the text is read in windows of at most {context} tokens"
                 );
             }
             print(&compare(config, &files, &args.destination, context, text, path)?)
         }
     };
-    // A repeated run does not convert again what is converted, and has the rest done.
+    // A repeated run does not convert again; it only does the steps that are missing.
     if NativeWriter::is_result(&args.destination, &job) {
         let lacks_values = lacks_layer_values(&args.destination)?;
         if eval.is_some() || lacks_values {
-            print(&format!("{}: converted by this command before\n", args.destination.display()))?;
+            print(&format!("{}: already converted by this command\n", args.destination.display()))?;
             if lacks_values {
                 add_layer_values(&args.destination)?;
             }
             return evaluate();
         }
     }
-    // The folder is checked before the source is read.
+    // Checks the folder before the source is read.
     let writer = NativeWriter::open(&args.destination, &job)?;
     let moments = match &calibration {
         Some((text, path)) => calibrate(config, &files, text, path)?,
@@ -174,8 +174,8 @@ fn lacks_layer_values(folder: &Path) -> Result<bool, Error> {
     Ok(manifest.is_some_and(|manifest| matches!(manifest.layer_values(&files), Ok(None))))
 }
 
-/// Computes what the layers of a finished folder compute, by which a server tests its device. The weights are read once
-/// more, from the files that a server reads.
+/// Adds reference outputs of the layers to a finished folder; a server tests its device with them. The weights are read
+/// again, from the files that a server reads.
 fn add_layer_values(folder: &Path) -> Result<(), Error> {
     let files = ModelFiles::open(folder)?;
     let source = load::Source::open(&files)?;
@@ -191,7 +191,8 @@ fn add_layer_values(folder: &Path) -> Result<(), Error> {
     Ok(NativeWriter::add_layer_values(folder, &values)?)
 }
 
-/// Runs a text through the source model on the device. Returns, for each layer, the size of the inputs of its matrices.
+/// Runs a text through the source model on the device. Returns, for each layer, the sums of squares of the inputs of
+/// its matrices.
 fn calibrate(
     config: &Config,
     source: &ModelFiles,
@@ -219,8 +220,8 @@ fn as_stored(config: &Config) -> Config {
 }
 
 /// The loss of the conversion on a text: both perplexities, and the mean KL divergence from the source's distributions.
-/// The two models are on the device one after the other, with equal contexts. The source's logits wait in an unnamed
-/// file.
+/// The two models are loaded one after the other, with the same context. The source's logits are kept in an unnamed
+/// file until then.
 fn compare(
     config: &Config,
     source: &ModelFiles,
@@ -281,7 +282,7 @@ fn compare(
 struct Source<'a> {
     spec: &'a TensorSpec,
     tensor: &'a Tensor<'a>,
-    /// Weight of each column's error; `None` weighs all equally.
+    /// Weight of each column's error; `None` = equal weights.
     importance: Option<&'a [f32]>,
 }
 
@@ -292,7 +293,7 @@ struct Conversion<'a> {
     rounding: RoundingMethod,
     /// Losses by class, in the order of [`Class::ALL`].
     losses: [Loss; 3],
-    /// Bytes of the source that are converted.
+    /// Bytes of the source that are converted already.
     done: u64,
     bar: Bar,
 }
@@ -307,18 +308,19 @@ impl Conversion<'_> {
         }
         let mut config = (*files.config()?.expect("a config that was loaded")).clone();
         if let Some(fields) = config.as_object_mut() {
-            // The source's quantization does not describe this checkpoint.
+            // It describes the source, and not this checkpoint.
             fields.shift_remove("quantization_config");
         }
         self.writer.copy("config.json", format!("{config:#}\n").as_bytes())?;
         Ok(config)
     }
 
-    /// Writes one file, or keeps the one that an earlier run has finished.
+    /// Writes one file, or keeps the file that an earlier run has finished.
     fn file(&mut self, name: &str, sources: Vec<Source>) -> Result<(), Error> {
         if let Some(note) = self.writer.finished(name) {
-            let losses: [(f64, f64); 3] = serde_json::from_value(note.clone())
-                .map_err(|e| Error::Argument(format!("{name}: the earlier run's notes: {e}")))?;
+            let losses: [(f64, f64); 3] = serde_json::from_value(note.clone()).map_err(|e| {
+                Error::Argument(format!("{name}: cannot read the notes of the earlier run: {e}"))
+            })?;
             for (sum, (error, total)) in self.losses.iter_mut().zip(losses) {
                 *sum = *sum + Loss { error, total };
             }
@@ -338,7 +340,7 @@ impl Conversion<'_> {
         for (source, scheme) in sources.iter().zip(schemes) {
             let (done, row_bytes) = (self.done, source.tensor.stored_bytes() / source.tensor.rows() as u64);
             let rounding = match (self.rounding, scheme) {
-                // Only int4 gains from a search; int8 rows are rounded to nearest.
+                // Only int4 benefits from a search; int8 rows are rounded to nearest.
                 (RoundingMethod::Search, Some(Scheme::Int { bits: Bits::Four, .. })) => {
                     Rounding::Search { importance: source.importance }
                 }

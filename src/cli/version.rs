@@ -1,4 +1,4 @@
-//! `unicorn --version`: what a bug report should say of a build and of the machine's Vulkan drivers.
+//! `unicorn --version`: the facts for a bug report about the build and the machine's Vulkan drivers.
 
 use std::fmt::Write as _;
 
@@ -6,8 +6,7 @@ use super::devices;
 use super::error::Error;
 use super::terminal::print;
 
-/// The commit that this was built from; `make release` sets the variable. A variable that changed with every commit would
-/// have everything compiled again.
+/// The commit of this build. Only `make release` sets the variable, because a change of it recompiles everything.
 pub const COMMIT: Option<&str> = option_env!("UNICORN_BUILD_COMMIT");
 
 pub fn version() -> Result<(), Error> {

@@ -1,4 +1,4 @@
-//! The commands of the terminal chat, and what of a typed text is the message.
+//! The commands of the terminal chat, and the message in a typed text.
 
 use std::error::Error as _;
 
@@ -7,29 +7,29 @@ use clap::Parser;
 use crate::cli::args::Sampling;
 use crate::text::StopMatcher;
 
-/// Three quotes begin and end a text of several lines.
+/// The quotes at the start and the end of a text of several lines.
 const QUOTES: &str = "\"\"\"";
 
-/// The names that `/set` knows, which are those of the API.
+/// The names that `/set` accepts. They are the names of the API.
 pub const PARAMETERS: [&str; 7] = ["temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "stop"];
 
 pub const COMMANDS: [&str; 10] =
     ["/help", "/new", "/clear", "/system", "/set", "/show", "/bye", "/exit", "/quit", "/?"];
 
-/// No line is longer than the 80 columns of a small terminal.
+/// Lines have at most 80 characters, the width of a small terminal.
 pub const HELP: &str = "\
 /new, /clear       begin a new conversation
 /system [TEXT]     show the system prompt, or set it; \"\" removes it
 /set NAME VALUE    temperature, top_p, top_k, min_p, seed, max_tokens or stop;
-                   the value `default` takes it back
-/show              the model, the context in use, parameters and system prompt
-/bye, /exit        leave, as Ctrl-D does
-/help, /?          this list
+                   the value `default` restores the model's default
+/show              show model, context in use, parameters and system prompt
+/bye, /exit        leave; also Ctrl-D
+/help, /?          show this list
 \"\"\"                begin a message of several lines; the same quotes end it
-Ctrl-C             stop the answer, or drop the line
+Ctrl-C             stop the answer, or discard the line
 
 A pasted text of several lines is one message. To send a line that begins
-with /, put a space in front of it.";
+with /, put a space before it.";
 
 #[derive(Debug, PartialEq, Eq)]
 pub enum Command {
@@ -43,8 +43,9 @@ pub enum Command {
 }
 
 impl Command {
-    /// The command that a text is, or why it is none; none if it is a message. What begins with `/` and is not known is no
-    /// message, because it was meant for the program. Only a text of several lines was not: no command has any.
+    /// Parses a text as a command. `None` means that the text is a message. A line that begins with `/` and is not a
+    /// known command is an error, because the user meant a command. A text of several lines is a message then: only the
+    /// known commands accept several lines.
     pub fn of(text: &str) -> Option<Result<Command, String>> {
         text.starts_with('/').then_some(())?;
         let (word, rest) = split(text);
@@ -60,7 +61,7 @@ impl Command {
             _ if text.trim_end().contains('\n') => return None,
             _ => {
                 return Some(Err(format!(
-                    "unknown command {word:?}: /help lists the commands; put a space in front of the line to send it to \
+                    "unknown command {word:?}: /help lists the commands; put a space before the line to send it to \
                      the model"
                 )));
             }
@@ -68,7 +69,8 @@ impl Command {
     }
 }
 
-/// What follows `/set`. `ollama run` has the word `parameter` in front of the name, and sets the system prompt so.
+/// Parses the arguments of `/set`. As in `ollama run`, the word `parameter` may precede the name, and the name `system`
+/// sets the system prompt.
 fn assignment(text: &str) -> Result<Command, String> {
     let (name, value) = match split(text) {
         ("parameter", rest) => split(rest.trim()),
@@ -79,7 +81,7 @@ fn assignment(text: &str) -> Result<Command, String> {
         "system" => Ok(system(value)),
         name if !PARAMETERS.contains(&name) => {
             let names = PARAMETERS.join(", ");
-            Err(format!("/set NAME VALUE: {name:?} is no parameter; expected one of {names}, or system"))
+            Err(format!("/set NAME VALUE: unknown parameter {name:?}; expected one of {names}, or system"))
         }
         name if value.is_empty() => Err(format!("/set {name}: expected a value, or the word `default`")),
         name => Ok(Command::Set(name.to_owned(), value.to_owned())),
@@ -90,7 +92,7 @@ fn split(text: &str) -> (&str, &str) {
     text.split_once(char::is_whitespace).unwrap_or((text, ""))
 }
 
-/// Whether a text began with three quotes, as a message or as a system prompt, and lacks those that end it.
+/// Whether a message or a system prompt began with three quotes, and the three quotes at its end are still missing.
 pub fn is_open(text: &str) -> bool {
     let text = text.trim_start();
     let prompt = ["/system", "/set system"].iter().find_map(|command| text.strip_prefix(command));
@@ -98,7 +100,7 @@ pub fn is_open(text: &str) -> bool {
     quoted.is_some_and(|rest| !rest.trim_end().ends_with(QUOTES))
 }
 
-/// A text without the three quotes around it, and without the line ends next to them.
+/// A text without the three quotes around it, and without the line breaks next to them.
 pub fn unquoted(text: &str) -> &str {
     let Some(rest) = text.trim().strip_prefix(QUOTES) else { return text };
     let rest = rest.strip_suffix(QUOTES).unwrap_or(rest);
@@ -106,14 +108,14 @@ pub fn unquoted(text: &str) -> &str {
     rest.strip_suffix('\n').unwrap_or(rest)
 }
 
-/// A system prompt, which may also stand in one pair of quotes; an empty pair removes it.
+/// A system prompt. It may also be in one pair of quotes. An empty pair removes the prompt.
 fn system(text: &str) -> Command {
     let inner = text.strip_prefix('"').and_then(|rest| rest.strip_suffix('"'));
     let plain = inner.filter(|inner| !inner.starts_with('"') && !inner.ends_with('"'));
     Command::System(plain.unwrap_or_else(|| unquoted(text)).to_owned())
 }
 
-/// The command line's options of sampling, which are read and checked there.
+/// The sampling options of the command line. `/set` parses and checks its values with them.
 #[derive(Parser)]
 #[command(no_binary_name = true)]
 struct Options {
@@ -121,11 +123,11 @@ struct Options {
     sampling: Sampling,
 }
 
-/// Sets a parameter, or takes it back to the model's own with the value `default`.
+/// Sets a parameter. The value `default` restores the model's default.
 pub fn set(sampling: &mut Sampling, name: &str, value: &str) -> Result<(), String> {
     let values = match (value, name) {
         ("default", _) => Vec::new(),
-        (_, "stop") => texts(value)?,
+        (_, "stop") => stop_texts(value)?,
         _ => vec![value.to_owned()],
     };
     let options = values.iter().map(|value| format!("--{}={value}", name.replace('_', "-")));
@@ -145,13 +147,13 @@ pub fn set(sampling: &mut Sampling, name: &str, value: &str) -> Result<(), Strin
             StopMatcher::new(&new.stop).map_err(|error| error.to_string())?;
             sampling.stop = new.stop;
         }
-        other => unreachable!("{other} is no parameter"),
+        other => unreachable!("{other} is not a parameter"),
     }
     Ok(())
 }
 
-/// Stop texts: one as it stands, or in JSON one or a list of several.
-fn texts(value: &str) -> Result<Vec<String>, String> {
+/// Parses stop texts: one plain text, a JSON string, or a JSON list of strings.
+fn stop_texts(value: &str) -> Result<Vec<String>, String> {
     let expected = |error| format!("stop: {error}; expected a text, a JSON string, or a JSON list of them");
     match value.as_bytes()[0] {
         b'[' => serde_json::from_str(value).map_err(expected),
@@ -173,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn what_begins_with_a_slash_is_a_command_or_refused_and_never_a_message() {
+    fn a_line_with_a_slash_is_a_command_or_an_error() {
         let of = |text: &str| Command::of(text).map(Result::ok);
         let set = |name: &str, value: &str| Some(Some(Command::Set(name.into(), value.into())));
         for (text, expected) in [
@@ -191,14 +193,14 @@ mod tests {
             ("/set parameter stop a b", set("stop", "a b")),
             ("/set system Be brief.", Some(Some(Command::System("Be brief.".into())))),
             ("/bye", Some(Some(Command::Leave))),
-            // As `ollama run` has it: a path is a word that is not known.
+            // As in `ollama run`, a path is an unknown command.
             ("/etc/passwd is what?", Some(None)),
             ("/hlep", Some(None)),
             ("/", Some(None)),
             ("/set", Some(None)),
             ("/set heat 3", Some(None)),
             ("/set temperature", Some(None)),
-            // No command has several lines, so a pasted text is a message.
+            // Only known commands accept several lines, so this pasted text is a message.
             ("// a comment\nfn main() {}", None),
         ] {
             assert_eq!(of(text), expected, "{text:?}");
@@ -206,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn three_quotes_hold_several_lines() {
+    fn three_quotes_delimit_several_lines() {
         for (text, open, message) in [
             ("\"\"\"", true, ""),
             ("\"\"\"a\nb", true, "a\nb"),
@@ -223,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn parameters_are_the_options_of_the_command_line_with_their_bounds() {
+    fn parameters_are_the_sampling_options_with_their_limits() {
         let options = Options::command();
         let names = options.get_arguments().map(|option| option.get_id().as_str());
         let names: BTreeSet<&str> = names.filter(|name| *name != "system").collect();
@@ -255,7 +257,11 @@ mod tests {
             let problem = set(&mut sampling, name, value).unwrap_err();
             assert!(problem.starts_with(name) && problem.contains(part), "{problem}");
         }
-        assert_eq!((sampling.temperature, sampling.max_tokens), (Some(0.5), Some(9)), "what was refused");
+        assert_eq!(
+            (sampling.temperature, sampling.max_tokens),
+            (Some(0.5), Some(9)),
+            "refused values change nothing"
+        );
         for name in PARAMETERS {
             set(&mut sampling, name, "default").unwrap();
         }

@@ -1,7 +1,7 @@
-//! What a person types into the terminal chat, or pipes into it, message by message.
+//! The input of the terminal chat, typed or piped, message by message.
 //!
-//! Typed lines are kept for the arrow keys, and from run to run in a file that only its owner can read. Piped input is
-//! kept nowhere.
+//! Typed lines are kept in a history for the arrow keys. A file, which only its owner can read, keeps them between
+//! runs. Piped input is not kept.
 
 use std::borrow::Cow;
 use std::fs::{self, DirBuilder};
@@ -23,32 +23,32 @@ use crate::cli::error::Error;
 use crate::cli::terminal::{dim, has_colors};
 use crate::config::UserFolder;
 
-/// The most texts that are kept, and the most bytes of one. Longer ones are not kept.
+/// Maximum number of texts in the history, and maximum bytes of one. Longer texts are not kept.
 const HISTORY_ENTRIES: usize = 1000;
 const ENTRY_BYTES: usize = 16 << 10;
-/// A larger file was not written by this program.
+/// Maximum bytes of the history file. This program writes no larger one.
 const HISTORY_BYTES: u64 = 2 * (HISTORY_ENTRIES * ENTRY_BYTES) as u64;
-/// The most bytes of a piped message. Its tokens are far beyond every context.
+/// Maximum bytes of a piped message, far more than fit into any context.
 const PIPED_BYTES: usize = 16 << 20;
 
 pub enum Input {
-    Terminal(Box<Typist>),
+    Terminal(Box<LineEditor>),
     Piped,
 }
 
 pub enum Typed {
     Message(String),
-    /// Ctrl-C dropped the line.
-    Dropped,
+    /// Ctrl-C discarded the line.
+    Discarded,
     End,
 }
 
 impl Input {
-    /// The editor of a terminal. `with_history`: texts of earlier runs are there, and those of this one will be.
+    /// The line editor of a terminal. `with_history`: read the texts of earlier runs, and keep those of this run.
     pub fn terminal(with_history: bool) -> Result<Input, Error> {
         let colors = has_colors(&std::io::stdout());
         let config = rustyline::Config::builder()
-            // Where the answers go to a file, the prompt does not.
+            // If the answers are redirected to a file, the prompt still goes to the terminal.
             .behavior(Behavior::PreferTerm)
             .color_mode(if colors { ColorMode::Enabled } else { ColorMode::Disabled })
             .max_history_size(HISTORY_ENTRIES)
@@ -56,19 +56,19 @@ impl Input {
             .build();
         let mut editor = Editor::with_config(config).map_err(Error::Terminal)?;
         editor.set_helper(Some(Assistant { colors }));
-        let mut typist = Typist { editor, history: None };
+        let mut line_editor = LineEditor { editor, history: None };
         if with_history {
-            typist.open_history();
+            line_editor.open_history();
         }
-        Ok(Input::Terminal(Box::new(typist)))
+        Ok(Input::Terminal(Box::new(line_editor)))
     }
 
     /// The next message.
     pub fn read(&mut self) -> Result<Typed, Error> {
         match self {
-            Input::Terminal(typist) => match typist.editor.readline("> ") {
+            Input::Terminal(line_editor) => match line_editor.editor.readline("> ") {
                 Ok(text) => Ok(Typed::Message(text)),
-                Err(ReadlineError::Interrupted) => Ok(Typed::Dropped),
+                Err(ReadlineError::Interrupted) => Ok(Typed::Discarded),
                 Err(ReadlineError::Eof) => Ok(Typed::End),
                 Err(error) => Err(Error::Terminal(error)),
             },
@@ -79,17 +79,18 @@ impl Input {
         }
     }
 
-    /// Keeps a text for the arrow keys, and for later runs.
+    /// Adds a text to the history.
     pub fn remember(&mut self, text: &str) {
-        if let Input::Terminal(typist) = self
+        if let Input::Terminal(line_editor) = self
             && text.len() <= ENTRY_BYTES
         {
-            typist.remember(text);
+            line_editor.remember(text);
         }
     }
 }
 
-/// A line, or the lines from three quotes to the next; none at the end of the input. What the end cuts off counts.
+/// Reads a line, or the lines between three quotes and the next three quotes; `None` at the end of the input. A last
+/// message without a line end or without closing quotes is returned too.
 fn piped(input: &mut impl BufRead) -> Result<Option<String>, Error> {
     let refused = |problem: &str| Error::Argument(format!("standard input: {problem}"));
     let mut text = String::new();
@@ -113,21 +114,23 @@ fn piped(input: &mut impl BufRead) -> Result<Option<String>, Error> {
     }
 }
 
-/// A person at a terminal.
-pub struct Typist {
+/// The line editor of a terminal, and the history of typed texts.
+pub struct LineEditor {
     editor: Editor<Assistant, FileHistory>,
-    /// The file that the texts are kept in; `None` if they are not.
+    /// The file of the history; `None` if texts are not kept.
     history: Option<PathBuf>,
 }
 
-impl Typist {
-    /// Loads the texts of earlier runs. A history that cannot be had is no reason not to chat.
+impl LineEditor {
+    /// Loads the texts of earlier runs. If this fails, the chat works without a history file.
     fn open_history(&mut self) {
         let Some(folder) = UserFolder::State.path(|name| std::env::var_os(name)) else { return };
         let file = folder.join("chat_history");
         match self.load(&folder, &file) {
             Ok(()) => self.history = Some(file),
-            Err(problem) => tracing::warn!("{}: {problem}: this conversation is not kept", file.display()),
+            Err(problem) => {
+                tracing::warn!("{}: {problem}: the lines of this chat are not kept", file.display())
+            }
         }
     }
 
@@ -137,31 +140,31 @@ impl Typist {
         match fs::metadata(file) {
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
             Err(error) => Err(error.to_string()),
-            Ok(found) if !found.is_file() => Err("is no regular file".into()),
+            Ok(found) if !found.is_file() => Err("not a regular file".into()),
             Ok(found) if found.len() > HISTORY_BYTES => {
-                Err(format!("is larger than the {} MiB that a history may have", HISTORY_BYTES >> 20))
+                Err(format!("larger than {} MiB, the limit of a history file", HISTORY_BYTES >> 20))
             }
             Ok(_) => self.editor.load_history(file).map_err(|error| error.to_string()),
         }
     }
 
     fn remember(&mut self, text: &str) {
-        // A text that cannot be kept for the arrow keys is no reason to stop.
+        // If this fails, only the arrow keys do not show the text.
         let _ = self.editor.add_history_entry(text);
         let Some(file) = &self.history else { return };
         if let Err(error) = self.editor.append_history(file) {
-            tracing::warn!("{}: {error}: what follows is not kept", file.display());
+            tracing::warn!("{}: {error}: further lines of this chat are not kept", file.display());
             self.history = None;
         }
     }
 }
 
-/// Helps with typing: a placeholder, commands that Tab completes, and texts of several lines.
+/// The helper of the line editor: a placeholder, completion of commands, and texts of several lines.
 struct Assistant {
     colors: bool,
 }
 
-/// Shown in an empty line, and no part of it.
+/// The hint that an empty line shows. It is not part of the line.
 struct Placeholder;
 
 impl Hint for Placeholder {
@@ -219,7 +222,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn piped_lines_are_messages_and_quotes_hold_several() {
+    fn a_piped_message_is_a_line_or_a_quoted_text() {
         let all = "one\r\n\n\"\"\"two\nlines\"\"\"\n/new\n\"\"\"cut\noff";
         let mut input = all.as_bytes();
         let mut messages = Vec::new();

@@ -1,7 +1,7 @@
-//! `unicorn chat`: a conversation on the terminal, in the way of `ollama run` and `llama-cli`.
+//! `unicorn chat`: a conversation on the terminal, similar to `ollama run` and `llama-cli`.
 //!
 //! A line that begins with `/` is a command to the program, and never a message to the model. Answers go to standard
-//! output, and everything else to standard error, so that a conversation that is piped in gives the answers alone.
+//! output, and everything else to standard error. So the output of a piped conversation has only the answers.
 
 mod command;
 mod input;
@@ -27,11 +27,11 @@ use input::{Input, Typed};
 /// Reads a message, answers it, and repeats until the input ends.
 pub fn chat(config: &Config, args: args::Chat) -> Result<(), Error> {
     let args::Chat { sampling, no_history, .. } = args;
-    request(&sampling)?; // fails before a model is loaded in vain
+    request(&sampling)?; // reports wrong options before the model is loaded
     let files = load::files(&config.model)?;
     let is_terminal = std::io::stdin().is_terminal();
-    // Before anything else asks for SIGINT: the line editor's handler takes the place of others, which those that come
-    // later do not.
+    // The line editor must be created before other code registers a handler for SIGINT. The editor replaces earlier
+    // handlers; the others are called in addition to it.
     let mut input = if is_terminal { Input::terminal(!no_history)? } else { Input::Piped };
     let loading = EraseOnInterrupt::watch(None);
     let service = load::service(&files, config)?;
@@ -48,7 +48,7 @@ pub fn chat(config: &Config, args: args::Chat) -> Result<(), Error> {
     loop {
         let message = match input.read()? {
             Typed::Message(message) => message,
-            Typed::Dropped => {
+            Typed::Discarded => {
                 note("(Ctrl-D leaves)");
                 continue;
             }
@@ -59,8 +59,8 @@ pub fn chat(config: &Config, args: args::Chat) -> Result<(), Error> {
             None => {
                 input.remember(&message);
                 chat.turns.push(Message::new("user", command::unquoted(&message)));
-                // The editor reads Ctrl-C as a key; it is a signal during an answer alone. Who pipes a conversation in
-                // ends the program with it.
+                // On a terminal, the editor reads Ctrl-C as a key while the user types. It is a signal only during an
+                // answer. With piped input, Ctrl-C ends the program.
                 let interrupt = async {
                     match is_terminal {
                         true => tokio::signal::ctrl_c().await,
@@ -68,7 +68,7 @@ pub fn chat(config: &Config, args: args::Chat) -> Result<(), Error> {
                     }
                 };
                 match runtime.block_on(answer(&chat.service, &chat.request()?, interrupt)) {
-                    // Nothing was said before the answer was stopped, so the question is taken back.
+                    // The answer was stopped before its first text, so the question is removed from the conversation.
                     Ok(text) if text.is_empty() => drop(chat.turns.pop()),
                     Ok(text) => chat.turns.push(Message::new("assistant", &text)),
                     Err(
@@ -87,7 +87,7 @@ pub fn chat(config: &Config, args: args::Chat) -> Result<(), Error> {
             Some(Ok(Command::Leave)) => return Ok(()),
             Some(Ok(command)) => {
                 input.remember(&message);
-                chat.obey(command);
+                chat.execute(command);
             }
             Some(Err(problem)) => {
                 input.remember(&message);
@@ -97,17 +97,17 @@ pub fn chat(config: &Config, args: args::Chat) -> Result<(), Error> {
     }
 }
 
-/// The name that the model would be served under.
+/// The id that the model has in the API of `serve`.
 fn name(files: &ModelFiles, config: &Config) -> String {
     config.model.name.clone().unwrap_or_else(|| files.name().to_owned())
 }
 
-/// A conversation, and how it is answered.
+/// A conversation, and what is needed to answer it.
 struct Chat {
     service: Service,
     model: String,
     sampling: args::Sampling,
-    /// The messages of user and assistant by turns.
+    /// The messages of user and assistant, alternating.
     turns: Vec<Message>,
 }
 
@@ -118,7 +118,7 @@ impl Chat {
         Ok(request)
     }
 
-    fn obey(&mut self, command: Command) {
+    fn execute(&mut self, command: Command) {
         match command {
             Command::Help => note(HELP),
             Command::New => {
@@ -154,7 +154,7 @@ impl Chat {
         text
     }
 
-    /// The tokens that the conversation so far takes, with the beginning of the next turn.
+    /// The number of tokens of the conversation, including the start of the next turn.
     fn used(&self) -> usize {
         let request = self.request().ok().filter(|request| !request.messages.is_empty());
         request.and_then(|request| self.service.conversation(&request).ok()).map_or(0, |ids| ids.len())
@@ -171,11 +171,11 @@ impl Chat {
             "top_p" => off(params.top_p.to_string(), params.top_p == 1.0) + default(set.top_p.is_some()),
             "top_k" => off(params.top_k.to_string(), params.top_k == 0) + default(set.top_k.is_some()),
             "min_p" => off(params.min_p.to_string(), params.min_p == 0.0) + default(set.min_p.is_some()),
-            "seed" => set.seed.map_or("another one for each answer".into(), |seed| seed.to_string()),
-            "max_tokens" => set.max_tokens.map_or("what the context holds".into(), |n| n.to_string()),
+            "seed" => set.seed.map_or("random for each answer".into(), |seed| seed.to_string()),
+            "max_tokens" => set.max_tokens.map_or("limited only by the context".into(), |n| n.to_string()),
             "stop" if set.stop.is_empty() => "none".into(),
             "stop" => set.stop.iter().map(|text| format!("{text:?}")).collect::<Vec<_>>().join(", "),
-            other => unreachable!("{other} is no parameter"),
+            other => unreachable!("{other} is not a parameter"),
         };
         format!("{name:<12} {value}")
     }

@@ -9,9 +9,9 @@ pub enum Severity {
     Ok,
     /// Worth knowing; also a fact that could not be read.
     Note,
-    /// Costs speed or memory, or will fail later.
+    /// Costs speed or memory, or will cause a failure later.
     Warning,
-    /// Keeps `unicorn serve` from serving.
+    /// Prevents `unicorn serve` from running.
     Problem,
 }
 
@@ -26,7 +26,7 @@ impl Severity {
     }
 }
 
-/// What ends a finding.
+/// How a user fixes a finding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum RemedyKind {
@@ -34,13 +34,13 @@ pub enum RemedyKind {
     Command,
     /// A parameter to add to the kernel's command line.
     KernelParameter,
-    /// A parameter to take off the kernel's command line.
+    /// A parameter to remove from the kernel's command line.
     KernelParameterRemoved,
     /// A setting of the machine's firmware (BIOS).
     Firmware,
     /// An option of `unicorn`.
     Option,
-    /// An act that no command does.
+    /// An action for which there is no command.
     Act,
 }
 
@@ -48,19 +48,19 @@ pub enum RemedyKind {
 pub struct Remedy {
     pub kind: RemedyKind,
     pub text: String,
-    /// The line of `--fix`: the command itself, or a comment of the shell.
+    /// The line that `--fix` prints: the command itself, or a shell comment.
     pub line: String,
 }
 
 #[derive(Debug, Clone, Serialize)]
 pub struct Finding {
     pub severity: Severity,
-    /// Stays the same from version to version; `docs/doctor.md` lists all.
+    /// Stable between versions; `docs/doctor.md` lists all codes.
     pub code: String,
     pub found: String,
     pub cause: Option<String>,
     pub remedies: Vec<Remedy>,
-    /// The files that the finding was read from, as paths of the machine.
+    /// The files that the finding is based on, as absolute paths of the machine.
     pub read: Vec<String>,
 }
 
@@ -69,7 +69,7 @@ impl Finding {
         Finding {
             severity,
             code: code.into(),
-            // Files hold whatever they hold; a terminal is not told to obey it.
+            // The text may come from a file. Control characters in it must not reach the terminal.
             found: found.into().replace(char::is_control, " "),
             cause: None,
             remedies: Vec::new(),
@@ -93,9 +93,9 @@ impl Finding {
         Finding::new(Severity::Problem, code, found)
     }
 
-    /// A fact that could not be read, which is neither good nor bad.
+    /// A fact that could not be read. This is a note, and neither `ok` nor a problem.
     pub fn unread(code: &str, path: &str, error: &std::io::Error) -> Finding {
-        Finding::note(&format!("{code}-unread"), format!("not known: /{path}: {error}")).read(path)
+        Finding::note(&format!("{code}-unread"), format!("unknown: /{path}: {error}")).read_from(path)
     }
 
     pub fn cause(mut self, cause: impl Into<String>) -> Finding {
@@ -103,8 +103,8 @@ impl Finding {
         self
     }
 
-    /// Names a file that the finding comes from, by its path below the root.
-    pub fn read(mut self, path: &str) -> Finding {
+    /// Names a file that the finding is based on, by its path relative to the root.
+    pub fn read_from(mut self, path: &str) -> Finding {
         self.read.push(format!("/{path}"));
         self
     }
@@ -134,10 +134,10 @@ impl Finding {
     }
 }
 
-/// All findings of a machine, in the order of the checks.
+/// All findings about a machine, in the order of the checks.
 #[derive(Debug, Serialize)]
 pub struct Report {
-    /// The form of this object; another one gets another number.
+    /// The version of the JSON format.
     version: u32,
     root: String,
     problems: usize,
@@ -170,7 +170,7 @@ impl Report {
         serde_json::to_string_pretty(self).expect("strings and numbers") + "\n"
     }
 
-    /// Findings for a person, what matters most last, so that it stands above the prompt.
+    /// Findings for a person. The most severe ones are last, so that they are directly above the shell prompt.
     pub fn as_text(&self) -> String {
         let mut sorted: Vec<&Finding> = self.findings.iter().collect();
         sorted.sort_by_key(|finding| finding.severity);
@@ -186,7 +186,7 @@ impl Report {
                 let name = match remedy.kind {
                     RemedyKind::Command => "  run",
                     RemedyKind::KernelParameter => "  kernel parameter",
-                    RemedyKind::KernelParameterRemoved => "  take off the kernel's",
+                    RemedyKind::KernelParameterRemoved => "  remove parameter",
                     RemedyKind::Firmware => "  in the firmware",
                     RemedyKind::Option => "  option",
                     RemedyKind::Act => "  do",
@@ -202,7 +202,7 @@ impl Report {
         text + &format!("\n{}\n", counts.map(|(n, what)| counted(n, what)).join(", "))
     }
 
-    /// The lines of all remedies, as a script for the shell to be read before it is run.
+    /// The lines of all remedies, as a shell script. The user is to read it before running it.
     pub fn as_script(&self) -> String {
         let lines = self.findings.iter().flat_map(|finding| &finding.remedies);
         lines.map(|remedy| format!("{}\n", remedy.line)).collect()

@@ -1,7 +1,8 @@
-//! The machine as files show it: `/sys`, `/proc`, `/dev`, `/etc`, `/usr`, `/lib` and `/opt`, below a root that may be
-//! another folder.
+//! The machine as its files describe it: `/sys`, `/proc`, `/dev`, `/etc`, `/usr`, `/lib` and `/opt`, below a root that
+//! may be another folder.
 //!
-//! Reads alone: nothing is written, loaded or started. Every read has a bound, and a file may hold anything.
+//! This module only reads: it writes, loads and starts nothing. Every read has a size limit. The contents of the files
+//! are not trusted.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read as _};
@@ -11,13 +12,13 @@ use std::path::{Path, PathBuf};
 use super::finding::{Finding, RemedyKind};
 use crate::cli::process::status_field;
 
-/// The most bytes that are read of a file. The files that are read here have a few lines.
+/// Maximum bytes read from a file. The files read here have a few lines.
 const FILE_BYTES: u64 = 256 << 10;
-/// The most bytes that are read of the kernel's log, whose buffer is some hundred KiB.
+/// Maximum bytes read from the kernel log, whose buffer has some hundred KiB.
 const LOG_BYTES: usize = 4 << 20;
-/// The most entries that are read of a folder.
+/// Maximum entries read from a folder.
 const ENTRIES: usize = 4096;
-/// Folders that the dynamic linker of a 64-bit x86 system looks into, and XRT's own.
+/// Folders that the dynamic linker of a 64-bit x86 system searches, and XRT's own.
 const LIBRARY_FOLDERS: [&str; 9] = [
     "usr/lib/x86_64-linux-gnu",
     "lib/x86_64-linux-gnu",
@@ -33,23 +34,23 @@ const LIBRARY_FOLDERS: [&str; 9] = [
 /// A device on the PCI bus.
 #[derive(Debug, Clone)]
 pub struct Pci {
-    /// The folder of the device below the root.
+    /// The folder of the device, relative to the root.
     pub folder: String,
     pub address: String,
     pub vendor: u64,
     pub device: u64,
     pub class: u64,
-    /// The kernel's driver that the device is bound to.
+    /// The kernel driver that the device is bound to.
     pub driver: Option<String>,
 }
 
 /// A device node that cannot be opened.
 #[derive(Debug)]
-pub struct Closed {
+pub struct NodeError {
     pub error: io::Error,
     /// The group that the node belongs to.
     pub group: Option<String>,
-    /// Whether the user is in the group since the last login only.
+    /// Whether the user was added to the group after the login of this session.
     pub joined_later: bool,
 }
 
@@ -58,7 +59,7 @@ pub struct Closed {
 pub enum Package {
     VulkanLoader,
     Radv,
-    /// Mesa of at least [`super::vulkan::LEAST_MESA`].
+    /// Mesa, version [`super::vulkan::MIN_MESA`] or later.
     NewerRadv,
     Xrt,
 }
@@ -82,14 +83,14 @@ impl Machine {
         self.root.join(path.trim_start_matches('/'))
     }
 
-    /// The text of a file, without white space around it. Bytes that are no UTF-8 are replaced.
+    /// The text of a file, without leading and trailing white space. Bytes that are not UTF-8 are replaced.
     pub fn read(&self, path: &str) -> io::Result<String> {
         let mut bytes = Vec::new();
         self.open(path)?.take(FILE_BYTES).read_to_end(&mut bytes)?;
         Ok(String::from_utf8_lossy(&bytes).trim().to_owned())
     }
 
-    /// A file that holds one number, decimal or hexadecimal.
+    /// Reads a file that holds one number, decimal or hexadecimal.
     pub fn number(&self, path: &str) -> io::Result<u64> {
         let text = self.read(path)?;
         let number = match text.strip_prefix("0x") {
@@ -98,11 +99,11 @@ impl Machine {
         };
         number.map_err(|_| {
             let start: String = text.chars().take(40).collect();
-            io::Error::new(io::ErrorKind::InvalidData, format!("{start:?} is no number"))
+            io::Error::new(io::ErrorKind::InvalidData, format!("{start:?} is not a number"))
         })
     }
 
-    /// The first bytes of a file.
+    /// The first `N` bytes of a file.
     pub fn head<const N: usize>(&self, path: &str) -> io::Result<[u8; N]> {
         let mut bytes = [0; N];
         self.open(path)?.read_exact(&mut bytes)?;
@@ -113,7 +114,7 @@ impl Machine {
         self.path(path).exists()
     }
 
-    /// Names of a folder's entries that begin with `prefix`, sorted; none if there is no such folder.
+    /// Names of a folder's entries that begin with `prefix`, sorted; empty if there is no such folder.
     pub fn names(&self, folder: &str, prefix: &str) -> Vec<String> {
         let Ok(entries) = fs::read_dir(self.path(folder)) else { return Vec::new() };
         let mut names: Vec<String> = entries
@@ -130,7 +131,7 @@ impl Machine {
         fs::read_link(self.path(path)).ok()?.file_name()?.to_str().map(str::to_owned)
     }
 
-    /// Opens a file without waiting, even where a pipe stands in its place.
+    /// Opens a file without blocking, even if the path is a pipe.
     pub fn open(&self, path: &str) -> io::Result<File> {
         OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(self.path(path))
     }
@@ -154,7 +155,7 @@ impl Machine {
         line.split_whitespace().map(str::to_owned).collect()
     }
 
-    /// The value of a kernel parameter; of several the last one, which counts.
+    /// The value of a kernel parameter. If it is given several times, the last value counts.
     pub fn kernel_parameter(&self, name: &str) -> Option<String> {
         let parameters = self.kernel_parameters();
         let mut values =
@@ -179,17 +180,17 @@ impl Machine {
         Some(value.trim_matches('"').to_owned())
     }
 
-    /// Messages of the kernel, the oldest first. Most systems show them to root alone.
+    /// The messages of the kernel log, the oldest first. On most systems only root may read them.
     pub fn kernel_log(&self) -> io::Result<Vec<String>> {
         let mut file = self.open("dev/kmsg")?;
         let (mut bytes, mut record) = (Vec::new(), vec![0; 64 << 10]);
-        // A read of the real file gives one record, and an error behind the last one.
+        // A read of the real file returns one record, and an error after the last one.
         while bytes.len() < LOG_BYTES {
             match file.read(&mut record) {
                 Ok(0) => break,
                 Ok(n) => bytes.extend_from_slice(&record[..n]),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
-                // The kernel has overwritten what was to be read next, and goes on behind it.
+                // The kernel has overwritten the next record. The next read returns the record after it.
                 Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {}
                 Err(error) => return Err(error),
             }
@@ -207,9 +208,9 @@ impl Machine {
         LIBRARY_FOLDERS.iter().flat_map(in_folder).collect()
     }
 
-    /// Opens a device node for reading and writing. Below another root, whose files belong to whoever made them, the
-    /// node counts as the group `render`'s, as udev makes it.
-    pub fn may_open(&self, node: &str) -> Result<(), Closed> {
+    /// Opens a device node for reading and writing. Below another root, the owner of the file is the user that created
+    /// the copy. There, the node counts as owned by the group `render`, as udev sets it.
+    pub fn may_open(&self, node: &str) -> Result<(), NodeError> {
         let (opened, gid) = if self.redirected {
             let gid = self.gid("render");
             let may = self.uid() == Some(0) || gid.is_some_and(|gid| self.gids().contains(&gid));
@@ -222,7 +223,7 @@ impl Machine {
         opened.map_err(|error| {
             let group = gid.and_then(|gid| self.group(gid));
             let joined_later = group.as_ref().is_some_and(|group| self.joined_later(group));
-            Closed { error, group, joined_later }
+            NodeError { error, group, joined_later }
         })
     }
 
@@ -230,7 +231,7 @@ impl Machine {
         status_field(&self.read("proc/self/status").ok()?, "Uid")
     }
 
-    /// The groups of this process.
+    /// The group ids of this process.
     fn gids(&self) -> Vec<u64> {
         let status = self.read("proc/self/status").unwrap_or_default();
         let lines =
@@ -238,7 +239,7 @@ impl Machine {
         lines.flat_map(str::split_whitespace).filter_map(|gid| gid.parse().ok()).collect()
     }
 
-    /// The lines of `/etc/passwd` or `/etc/group`, cut at their colons.
+    /// The lines of `/etc/passwd` or `/etc/group`, split at their colons.
     fn accounts(&self, path: &str) -> Vec<Vec<String>> {
         let text = self.read(path).unwrap_or_default();
         text.lines().map(|line| line.split(':').map(str::to_owned).collect()).collect()
@@ -254,7 +255,7 @@ impl Machine {
         self.accounts("etc/group").into_iter().find(|fields| fields.get(2) == Some(&gid))?.into_iter().next()
     }
 
-    /// Whether `/etc/group` has the user in a group that this process is not in.
+    /// Whether the user is in the group according to `/etc/group`, but this process is not.
     fn joined_later(&self, group: &str) -> bool {
         let found = || {
             let uid = self.uid()?.to_string();
@@ -284,7 +285,7 @@ impl Machine {
                 finding.command(format!("sudo apt install -t bookworm-backports {debian}"))
             }
             Package::NewerRadv if is("debian") || is("ubuntu") => {
-                finding.act("take a release of the distribution whose Mesa is of 24 or later")
+                finding.act("use a release of the distribution that has Mesa 24 or later")
             }
             _ if is("debian") || is("ubuntu") => finding.command(format!("sudo apt install {debian}")),
             Package::NewerRadv if is("fedora") => finding.command(format!("sudo dnf upgrade {fedora}")),
@@ -292,20 +293,20 @@ impl Machine {
             Package::NewerRadv if is("arch") => finding.command("sudo pacman -Syu"),
             _ if is("arch") => finding.command(format!("sudo pacman -S {arch}")),
             _ => {
-                finding.act(&format!("install the package that Debian calls {debian}, in its newest version"))
+                finding.act(&format!("install the newest version of the package that Debian calls {debian}"))
             }
         }
     }
 
-    /// Adds a kernel parameter to set, and how to on this distribution.
+    /// Adds a kernel parameter to set, and how to set it on this distribution.
     pub fn add_parameter(&self, finding: Finding, parameter: String) -> Finding {
         let line = self.parameter_line("--args", "add", &parameter);
         finding.remedy(RemedyKind::KernelParameter, parameter, line)
     }
 
-    /// Adds a kernel parameter to take away, and how to on this distribution.
+    /// Adds a kernel parameter to remove, and how to remove it on this distribution.
     pub fn remove_parameter(&self, finding: Finding, parameter: String) -> Finding {
-        let line = self.parameter_line("--remove-args", "take off", &parameter);
+        let line = self.parameter_line("--remove-args", "remove", &parameter);
         finding.remedy(RemedyKind::KernelParameterRemoved, parameter, line)
     }
 
@@ -319,12 +320,12 @@ impl Machine {
     }
 }
 
-/// The characters of a word that need no quoting inside `"`.
+/// The word without the characters that need quoting inside `"`.
 fn shell_word(text: &str) -> String {
     text.chars().filter(|c| c.is_ascii_alphanumeric() || "._=,:-".contains(*c)).collect()
 }
 
-/// The first two numbers of a version, such as `6.14.0-24-generic`.
+/// Major and minor number of a version such as `6.14.0-24-generic`.
 pub fn version(text: &str) -> Option<(u32, u32)> {
     let mut numbers = text.split(|c: char| !c.is_ascii_digit()).map(str::parse);
     Some((numbers.next()?.ok()?, numbers.next()?.ok()?))

@@ -1,4 +1,4 @@
-//! Checks of memory: the machine's, the GPU's share of it, and the kernel parameters that set the share.
+//! Checks of memory: the memory of the machine, the GPU's share of it, and the kernel parameters that set the share.
 
 use super::finding::Finding;
 use super::gpu::integrated;
@@ -8,20 +8,20 @@ use crate::cli::terminal::bytes;
 const GIB: u64 = 1 << 30;
 /// TTM counts in pages of this size on x86.
 const PAGE_BYTES: u64 = 4096;
-/// A carve-out of so much is worth a note.
+/// A carve-out of this size or more gets a note.
 const LARGE_CARVE_OUT: u64 = 8 * GIB;
-/// Less free memory than this is too little for a server and a desktop.
-const LITTLE: u64 = 2 * GIB;
+/// Less free memory than this is not enough for a server and a desktop.
+const LOW_MEMORY: u64 = 2 * GIB;
 
 /// Sizes of a machine's memory in bytes.
 #[derive(Debug, Clone, Copy)]
 pub struct Sizes {
     pub total: u64,
     pub free: u64,
-    /// What the firmware sets aside for the GPU: an APU's VRAM.
+    /// The memory that the firmware reserves for the GPU: an APU's VRAM.
     pub carve_out: u64,
     pub carve_out_used: u64,
-    /// Host memory that the GPU reaches.
+    /// The host memory that the GPU can access.
     pub gtt: u64,
 }
 
@@ -36,18 +36,19 @@ impl Sizes {
             carve_out_used: number("vram_used").unwrap_or(0),
             gtt: number("gtt_total")?,
         };
-        // Files may hold anything; sums of such sizes stay far from the end of 64 bits.
+        // The files are not trusted. With this limit, sums of the sizes cannot overflow.
         let all = [sizes.total, sizes.free, sizes.carve_out, sizes.carve_out_used, sizes.gtt];
         all.iter().all(|size| *size < 1 << 48).then_some(sizes)
     }
 
-    /// The GTT that leaves the rest of the system an eighth of the memory, and 8 GiB at least; whole GiB.
+    /// The proposed GTT size in bytes, a multiple of 1 GiB. It leaves an eighth of the memory, and at least 8 GiB, to
+    /// the rest of the system.
     pub fn reachable_gtt(&self) -> u64 {
         self.total.saturating_sub((self.total / 8).max(8 * GIB)) / GIB * GIB
     }
 }
 
-/// The kernel parameter that makes GTT so large.
+/// The kernel parameter that sets the GTT size to `gtt` bytes.
 pub fn pages_limit(gtt: u64) -> String {
     format!("ttm.pages_limit={}", gtt / PAGE_BYTES)
 }
@@ -62,13 +63,13 @@ pub fn check(machine: &Machine, gpu: Option<&Pci>) -> Vec<Finding> {
             findings.push(gtt(machine, &sizes, gpu));
         }
         Some(sizes) => {
-            let found = format!("{} of the GPU's own, {} GTT", bytes(sizes.carve_out), bytes(sizes.gtt));
-            findings.push(Finding::ok("gpu-memory", found).read(&gpu.folder));
+            let found = format!("{} VRAM, {} GTT", bytes(sizes.carve_out), bytes(sizes.gtt));
+            findings.push(Finding::ok("gpu-memory", found).read_from(&gpu.folder));
         }
         None => {
-            let finding = Finding::note("gpu-memory-unread", "the GPU's memory is not known")
-                .cause("mem_info_vram_total or mem_info_gtt_total of amdgpu has no number, or /proc/meminfo")
-                .read(&gpu.folder);
+            let finding = Finding::note("gpu-memory-unread", "the size of the GPU's memory is unknown")
+                .cause("amdgpu's mem_info_vram_total or mem_info_gtt_total, or /proc/meminfo, has no number")
+                .read_from(&gpu.folder);
             findings.push(finding);
         }
     }
@@ -78,19 +79,19 @@ pub fn check(machine: &Machine, gpu: Option<&Pci>) -> Vec<Finding> {
 fn ram(machine: &Machine) -> Finding {
     const PATH: &str = "proc/meminfo";
     let (Some(total), Some(free)) = (machine.memory("MemTotal"), machine.memory("MemAvailable")) else {
-        return Finding::note("memory-unread", "not known: /proc/meminfo has no sizes").read(PATH);
+        return Finding::note("memory-unread", "unknown: /proc/meminfo has no sizes").read_from(PATH);
     };
     let found = format!("{} of memory, {} free", bytes(total), bytes(free));
-    match free < LITTLE {
-        false => Finding::ok("memory", found).read(PATH),
+    match free < LOW_MEMORY {
+        false => Finding::ok("memory", found).read_from(PATH),
         true => Finding::warning("memory-low", found)
-            .cause("other programs hold the memory")
+            .cause("other programs use the memory")
             .command("ps -eo rss,pid,comm --sort=-rss | head")
-            .read(PATH),
+            .read_from(PATH),
     }
 }
 
-/// Parameters of the kernel that no longer do what was meant, or never did.
+/// Checks for kernel parameters that are deprecated, or that the kernel ignores.
 fn parameters(machine: &Machine) -> Vec<Finding> {
     const CMDLINE: &str = "proc/cmdline";
     const GTTSIZE: &str = "sys/module/amdgpu/parameters/gttsize";
@@ -99,9 +100,9 @@ fn parameters(machine: &Machine) -> Vec<Finding> {
     if let Some(mib) = live.and_then(|mib| u64::try_from(mib).ok()) {
         let finding = Finding::warning("gttsize-set", format!("amdgpu.gttsize is {mib} MiB"))
             .cause(
-                "the parameter is deprecated; where TTM's own limit is lower, allocations beyond that fail",
+                "the parameter is deprecated; if TTM's own limit is lower, allocations above that limit fail",
             )
-            .read(GTTSIZE);
+            .read_from(GTTSIZE);
         let finding = match machine.kernel_parameter("amdgpu.gttsize") {
             Some(value) => machine.remove_parameter(finding, format!("amdgpu.gttsize={value}")),
             None => finding.command("grep -rn gttsize /etc/modprobe.d"),
@@ -115,11 +116,11 @@ fn parameters(machine: &Machine) -> Vec<Finding> {
         }
         let cause = match module {
             None => "amdgpu has no such parameter",
-            Some(_) => "amdttm is the module of AMD's driver package; the kernel's own is ttm",
+            Some(_) => "the module amdttm belongs to AMD's driver package; the kernel's own module is ttm",
         };
         let finding = Finding::warning("parameter-ignored", format!("the kernel ignores `{name}={value}`"))
             .cause(cause)
-            .read(CMDLINE);
+            .read_from(CMDLINE);
         let finding = machine.remove_parameter(finding, format!("{name}={value}"));
         findings.push(match value.parse::<u64>() {
             Ok(pages) if module.is_some() => {
@@ -137,37 +138,39 @@ fn carve_out(sizes: &Sizes, gpu: &Pci) -> Finding {
         "UMA frame buffer size (also iGPU memory, dedicated graphics memory): Auto, or 512 MB";
     let Sizes { total, carve_out, .. } = *sizes;
     let found =
-        format!("the firmware sets {} aside for the GPU, and leaves {}", bytes(carve_out), bytes(total));
+        format!("the firmware reserves {} for the GPU, and leaves {}", bytes(carve_out), bytes(total));
     let finding = if carve_out > total {
         Finding::warning("carve-out-large", found)
     } else if carve_out >= LARGE_CARVE_OUT {
         Finding::note("carve-out-large", found)
     } else {
-        return Finding::ok("carve-out", found).read(&gpu.folder);
+        return Finding::ok("carve-out", found).read_from(&gpu.folder);
     };
     finding
         .cause(
-            "no other program gets memory that was set aside, and the GPU reaches the rest at the same speed",
+            "no other program can use the reserved memory, and the GPU can access the rest at the same speed",
         )
         .firmware(SETTING)
-        .read(&gpu.folder)
+        .read_from(&gpu.folder)
 }
 
 fn gtt(machine: &Machine, sizes: &Sizes, gpu: &Pci) -> Finding {
     let Sizes { total, carve_out, gtt, .. } = *sizes;
-    let found = format!("the GPU reaches {} of host memory (GTT) beside {}", bytes(gtt), bytes(carve_out));
+    let found =
+        format!("GTT: the GPU can access {} of host memory, plus {} VRAM", bytes(gtt), bytes(carve_out));
     let wanted = sizes.reachable_gtt();
     let finding = if gtt > total / 100 * 95 {
         Finding::warning("gtt-too-large", found).cause(format!(
-            "RADV gives out what it shows, and the system has {} for everything",
+            "RADV lets programs allocate all of this, but the whole system has only {}",
             bytes(total)
         ))
     } else if gtt <= total / 100 * 55 && wanted > gtt {
-        Finding::note("gtt-default", found)
-            .cause("the kernel's default of ttm.pages_limit is half of the memory; a large model needs more")
+        Finding::note("gtt-default", found).cause(
+            "by default, the kernel sets ttm.pages_limit to half of the memory; a large model needs more",
+        )
     } else {
-        return Finding::ok("gtt", found).read(&gpu.folder);
+        return Finding::ok("gtt", found).read_from(&gpu.folder);
     };
-    let finding = finding.read(&gpu.folder).read("sys/module/ttm/parameters/pages_limit");
+    let finding = finding.read_from(&gpu.folder).read_from("sys/module/ttm/parameters/pages_limit");
     if wanted == 0 { finding } else { machine.add_parameter(finding, pages_limit(wanted)) }
 }

@@ -1,9 +1,9 @@
-//! `unicorn doctor`: checks a machine for everything that keeps a server from serving or makes it slow, and says of
-//! each finding its cause and what to do. It changes nothing, and starts nothing but Vulkan's loader.
+//! `unicorn doctor`: checks a machine for everything that prevents a server from running or makes it slow. For each
+//! finding, it shows the cause and what to do. It changes nothing, and starts nothing except the Vulkan loader.
 //!
-//! The checks read files below a root (`machine.rs`), and what the loader says. `--root` puts another folder in the
-//! place of `/`, and its `vulkan.json` in the place of the loader, so that a machine can be judged from elsewhere and a
-//! broken one can be a test case. A fact that cannot be read is a note that says so, and never taken for good.
+//! The checks read files below a root (`machine.rs`), and ask the Vulkan loader. `--root` replaces `/` by another
+//! folder, and the loader by the `vulkan.json` in that folder. So a machine can be checked from another one, and a
+//! broken machine can be a test case. A fact that cannot be read becomes a note, and never counts as ok.
 
 mod finding;
 mod gpu;
@@ -26,11 +26,11 @@ use super::error::Error;
 use super::terminal::print;
 use crate::config::Config;
 
-/// The loader's answer, below a redirected root.
+/// The file with the loader's answer, below a redirected root.
 const VULKAN: &str = "vulkan.json";
-/// Sizes in a file may be anything; no machine has more memory than this.
-const MOST_BYTES: u64 = 1 << 48;
-const LEAST_ALLOCATION: u64 = 1 << 20;
+/// No machine has more memory than this. Larger sizes in `vulkan.json` are reduced to it.
+const MAX_BYTES: u64 = 1 << 48;
+const MIN_ALLOCATION: u64 = 1 << 20;
 
 pub fn doctor(config: &Config, args: &args::Doctor) -> Result<(), Error> {
     let machine = Machine::new(args.root.as_deref());
@@ -41,8 +41,8 @@ pub fn doctor(config: &Config, args: &args::Doctor) -> Result<(), Error> {
     }
     let root = args.root.as_deref().unwrap_or(Path::new("/"));
     let mut config = config.clone();
-    let not_there = model::locate(&machine, &mut config, args);
-    let report = Report::new(root.display().to_string(), findings(&machine, &config, args, not_there));
+    let missing_model = model::locate(&machine, &mut config, args);
+    let report = Report::new(root.display().to_string(), findings(&machine, &config, args, missing_model));
     print(&match (args.json, args.fix) {
         (true, _) => report.as_json(),
         (false, true) => report.as_script(),
@@ -50,22 +50,23 @@ pub fn doctor(config: &Config, args: &args::Doctor) -> Result<(), Error> {
     })?;
     match report.problems() {
         0 => Ok(()),
-        n => Err(Error::Unfit(n)),
+        n => Err(Error::DoctorProblems(n)),
     }
 }
 
-/// Every finding. `not_there` is that of a model that is not on the machine, about which nothing else can be said.
+/// All findings. `missing_model` is the finding about a model that is not on the machine; the checks of the model are
+/// skipped then.
 fn findings(
     machine: &Machine,
     config: &Config,
     args: &args::Doctor,
-    not_there: Option<Finding>,
+    missing_model: Option<Finding>,
 ) -> Vec<Finding> {
     let log = machine.kernel_log();
     let gpus = gpu::gpus(machine);
     let gpu = gpus.first();
     let is_amd = gpu.is_some_and(|gpu| gpu.vendor == gpu::AMD);
-    let mut findings = vec![computer(machine)];
+    let mut findings = vec![machine_summary(machine)];
 
     let mut of_gpu = gpu::check(machine, gpu, &log, config);
     let loader = match loader(machine) {
@@ -78,7 +79,7 @@ fn findings(
             Loader::Devices(Vec::new())
         }
     };
-    // Where a load finds its device, nothing of this keeps a server from serving.
+    // If a load finds its device, none of these findings prevents the server from running.
     if loader.chosen(config).is_ok() {
         for finding in of_gpu.iter_mut().filter(|finding| finding.severity == Severity::Problem) {
             finding.severity = Severity::Warning;
@@ -86,7 +87,7 @@ fn findings(
     }
     findings.extend(of_gpu);
     findings.extend(memory::check(machine, gpu.filter(|_| is_amd)));
-    match not_there {
+    match missing_model {
         Some(finding) => findings.push(finding),
         None => findings.extend(model::check(machine, &loader, gpu.filter(|_| is_amd), config, args)),
     }
@@ -95,21 +96,21 @@ fn findings(
     findings
 }
 
-/// The answer of Vulkan's loader, or of the file in its place.
+/// The answer of the Vulkan loader, or the contents of `vulkan.json` below a redirected root.
 fn loader(machine: &Machine) -> Result<Loader, Box<Finding>> {
     if !machine.is_redirected() {
         return Ok(Loader::ask());
     }
     let text = machine.read(VULKAN).map_err(|error| Box::new(Finding::unread("vulkan", VULKAN, &error)))?;
     let mut loader: Loader = serde_json::from_str(&text).map_err(|error| {
-        let found = format!("not known: /{VULKAN} is not of `unicorn devices --json`: {error}");
+        let found = format!("unknown: /{VULKAN} is not the output of `unicorn devices --json`: {error}");
         Box::new(Finding::note("vulkan-unread", found))
     })?;
     if let Loader::Devices(devices) = &mut loader {
         for device in devices {
-            device.max_allocation_bytes = device.max_allocation_bytes.clamp(LEAST_ALLOCATION, MOST_BYTES);
+            device.max_allocation_bytes = device.max_allocation_bytes.clamp(MIN_ALLOCATION, MAX_BYTES);
             for heap in &mut device.heaps {
-                heap.size_bytes = heap.size_bytes.min(MOST_BYTES);
+                heap.size_bytes = heap.size_bytes.min(MAX_BYTES);
                 heap.free_bytes = heap.free_bytes.min(heap.size_bytes);
             }
         }
@@ -117,8 +118,8 @@ fn loader(machine: &Machine) -> Result<Loader, Box<Finding>> {
     Ok(loader)
 }
 
-/// What the machine is, for whoever reads the report elsewhere.
-fn computer(machine: &Machine) -> Finding {
+/// Product, processor, distribution and kernel, for a reader of the report who does not know the machine.
+fn machine_summary(machine: &Machine) -> Finding {
     let cpu = machine.read("proc/cpuinfo").ok().and_then(|text| {
         let line = text.lines().find(|line| line.starts_with("model name"))?;
         Some(line.split_once(':')?.1.trim().to_owned())
@@ -131,7 +132,7 @@ fn computer(machine: &Machine) -> Finding {
     ];
     let known: Vec<String> = parts.into_iter().flatten().filter(|part| !part.is_empty()).collect();
     match known.is_empty() {
-        true => Finding::note("machine-unread", "not known: which machine this is"),
+        true => Finding::note("machine-unread", "unknown: which machine this is"),
         false => Finding::ok("machine", known.join(", ")),
     }
 }

@@ -1,5 +1,5 @@
-//! Checks of a model on this machine: whether it was pulled, whether it fits, by the plan that a load follows, and how fast
-//! the disk reads it.
+//! Checks of a model on this machine: whether it was pulled, whether it fits (with the same plan as a load), and how
+//! fast the disk reads it.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read};
@@ -20,20 +20,20 @@ use crate::cli::terminal::bytes;
 use crate::config::Config;
 use crate::hub::{Cache, HubError, ModelName};
 
-/// The most that is read to measure the disk, and the longest that it takes.
+/// Maximum bytes and time for the measurement of the disk.
 const DISK_BYTES: u64 = 256 << 20;
 const DISK_TIME: Duration = Duration::from_secs(5);
-/// Reads past the page cache begin and end at multiples of this, in the file and in memory.
+/// Alignment of direct reads (`O_DIRECT`), in the file and in memory.
 const SECTOR: usize = 4096;
 const PIECE: usize = 4 << 20;
-/// A disk of fewer bytes per second than this makes a start long.
-const SLOW: f64 = 500e6;
-/// Fewer bytes than this take a time that is mostly that of the first access, which tells nothing about the disk.
-const LEAST_RATED: u64 = 32 << 20;
+/// Bytes per second. A slower disk makes the start of a server slow.
+const SLOW_BYTES_PER_S: f64 = 500e6;
+/// The speed is not reported for fewer bytes than this, because the latency of the first access dominates their time.
+const MIN_RATED_BYTES: u64 = 32 << 20;
 
-/// Replaces the names of the model and its draft with the paths of the pulled models. Returns a finding if one of them is
-/// not there. What the configuration of a machine below another root names lies below that root, and what `--model` names
-/// on this machine.
+/// Replaces the names of the model and its draft with the paths of the pulled models. Returns a finding if one of them
+/// is missing. With another root, paths of that machine's configuration are below that root, but the path of `--model`
+/// is on this machine.
 pub fn locate(machine: &Machine, config: &mut Config, args: &args::Doctor) -> Option<Finding> {
     if args.shape.is_some() {
         return None;
@@ -48,43 +48,42 @@ pub fn locate(machine: &Machine, config: &mut Config, args: &args::Doctor) -> Op
         }
     }
     let caches = match is_below_root {
-        // Which user's cache a server there would look into is not known.
+        // It is not known which user's cache a server on that machine would use.
         true => config.models.dir.iter().map(Cache::system).collect(),
         false => models::caches(config),
     };
     let mut names = [&mut config.model.path, &mut config.model.draft].into_iter().flatten();
-    names.find_map(|name| models::find(&caches, name).err()).map(not_there)
+    names.find_map(|name| models::find(&caches, name).err()).map(missing_model)
 }
 
-/// The finding of a model that cannot be served, since it is not on the machine.
-fn not_there(error: Error) -> Finding {
+/// The finding about a model that cannot be served because it is not on the machine.
+fn missing_model(error: Error) -> Finding {
     match error {
         Error::Hub(HubError::NotPulled { name, roots }) if roots.is_empty() => Finding::note(
             "fit-unknown",
-            format!("not known: whether {name} was pulled, and whether it fits"),
+            format!("unknown: whether {name} was pulled, and whether it fits"),
         )
-        .cause(
-            "the configuration names no folder for models (models.dir), and whose cache has it is not known",
-        ),
+        .cause("the configuration has no models.dir, and it is not known which user's cache has the model"),
         Error::Hub(HubError::NotPulled { name, roots }) => {
             let roots: Vec<String> = roots.iter().map(|root| root.display().to_string()).collect();
             Finding::problem(
                 "model-not-pulled",
-                format!("{name} is to be served, and is not on this machine"),
+                format!("the configured model {name} is not on this machine"),
             )
-            .cause(format!("nothing of it lies in {}", roots.join(" or ")))
+            .cause(format!("it is not in {}", roots.join(" or ")))
             .command(pull(&name))
         }
-        Error::Hub(HubError::Partial { name }) => {
-            Finding::problem("model-partial", format!("{name} is to be served, and is here only in part"))
-                .cause("a pull of it was interrupted, and goes on where it stopped")
-                .command(pull(&name))
-        }
+        Error::Hub(HubError::Partial { name }) => Finding::problem(
+            "model-partial",
+            format!("the configured model {name} is only partly on this machine"),
+        )
+        .cause("its pull was interrupted; another pull continues where it stopped")
+        .command(pull(&name)),
         error => Finding::problem("model-unreadable", error.to_string()),
     }
 }
 
-/// The command that pulls a model, as the shell reads it.
+/// The command that pulls a model, quoted for the shell.
 fn pull(name: &ModelName) -> String {
     let name = name.to_string();
     match name.chars().all(|c| c.is_ascii_alphanumeric() || "/@:._-+".contains(c)) {
@@ -126,7 +125,7 @@ fn fit(
     let Ok(device) = loader.chosen(config) else {
         return vec![Finding::note(
             "fit-unknown",
-            "not known: whether the model fits, for there is no device",
+            "unknown: whether the model fits, because there is no device",
         )];
     };
     let planned = args::Planned {
@@ -151,7 +150,7 @@ fn fit(
                 && fits_with(config, &planned, &sizes)
             {
                 finding = finding.cause(format!(
-                    "the GPU reaches {} of host memory, and could reach {}",
+                    "the GPU can access only {} of host memory; {} are possible",
                     bytes(sizes.gtt),
                     bytes(sizes.reachable_gtt())
                 ));
@@ -172,17 +171,17 @@ fn fit(
     let mut findings = vec![Finding::ok("fit", found)];
     let free = sizes.map(|sizes| sizes.free + sizes.carve_out.saturating_sub(sizes.carve_out_used));
     if let Some(free) = free.filter(|free| *free < placed) {
-        let found = format!("the model takes {}, and {} are free now", bytes(placed), bytes(free));
+        let found = format!("the model takes {}, but only {} are free now", bytes(placed), bytes(free));
         let finding = Finding::warning("memory-taken", found)
-            .cause("RADV gives out memory that other programs hold, and the first use of it loses the device")
+            .cause("RADV lets unicorn allocate memory that other programs use; the device is lost at its first use")
             .command("ps -eo rss,pid,comm --sort=-rss | head")
-            .read("proc/meminfo");
+            .read_from("proc/meminfo");
         findings.push(finding);
     }
     findings
 }
 
-/// Whether the model fits if GTT is as large as it should be. A tenth stays for other programs, as at a load.
+/// Whether the model fits if GTT has the proposed size. A tenth stays free for other programs, as in a load.
 fn fits_with(config: &Config, planned: &args::Planned, sizes: &Sizes) -> bool {
     let gtt = sizes.reachable_gtt();
     if gtt <= sizes.gtt {
@@ -192,38 +191,40 @@ fn fits_with(config: &Config, planned: &args::Planned, sizes: &Sizes) -> bool {
     room.is_ok_and(|room| plan::fit(config, planned, &room).is_ok_and(|outcome| outcome.is_ok()))
 }
 
-/// Measures the disk that the model's largest file lies on.
+/// Measures the disk of the model's largest file.
 fn disk(model: &Path) -> Finding {
     let Some((file, total)) = largest(model) else {
         return Finding::note("disk-unread", format!("not measured: {} has no files", model.display()));
     };
-    let (read, time, past_cache) = match speed(&file) {
+    let (read, time, is_direct) = match speed(&file) {
         Ok(measured) => measured,
         Err(error) => {
             return Finding::note("disk-unread", format!("not measured: {}: {error}", file.display()));
         }
     };
-    if read < LEAST_RATED {
-        let found =
-            format!("{} in {:.2} s: too little to tell the disk's speed", bytes(read), time.as_secs_f64());
+    if read < MIN_RATED_BYTES {
+        let found = format!(
+            "{} in {:.2} s: not enough data to measure the speed of the disk",
+            bytes(read),
+            time.as_secs_f64()
+        );
         return Finding::ok("disk", found);
     }
     let rate = read as f64 / time.as_secs_f64().max(1e-9);
-    let how =
-        if past_cache { "past the page cache" } else { "through the page cache, which may have had them" };
+    let how = if is_direct { "without the page cache" } else { "possibly from the page cache" };
     let found = format!(
-        "{} in {:.2} s, {:.2} GB/s, {how}: {} take {:.0} s at that speed",
+        "{} in {:.2} s, {:.2} GB/s, {how}: at that speed, {} take {:.0} s",
         bytes(read),
         time.as_secs_f64(),
         rate / 1e9,
         bytes(total),
         total as f64 / rate.max(1.0)
     );
-    match past_cache && rate < SLOW {
+    match is_direct && rate < SLOW_BYTES_PER_S {
         false => Finding::ok("disk", found),
         true => Finding::warning("disk-slow", found)
             .cause("a load reads every byte of the model once")
-            .act("put the model onto an NVMe disk"),
+            .act("move the model to an NVMe disk"),
     }
 }
 
@@ -243,10 +244,10 @@ fn largest(model: &Path) -> Option<(PathBuf, u64)> {
     Some((files.into_iter().max()?.1, total))
 }
 
-/// Bytes read, the time they took, and whether the page cache was passed by.
+/// Bytes read, the time they took, and whether the reads bypassed the page cache.
 fn speed(path: &Path) -> io::Result<(u64, Duration, bool)> {
     let direct = OpenOptions::new().read(true).custom_flags(libc::O_DIRECT).open(path);
-    // Some file systems have no direct reads, and say so at the opening or at the first read.
+    // Some file systems do not support direct reads. They report this when the file is opened or first read.
     match direct.and_then(read_pieces) {
         Ok((read, time)) => Ok((read, time, true)),
         Err(_) => File::open(path).and_then(read_pieces).map(|(read, time)| (read, time, false)),

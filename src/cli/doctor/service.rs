@@ -1,4 +1,4 @@
-//! Checks of what a server needs beside its GPU: a free port, and processors that are not held back.
+//! Checks of what a server needs besides its GPU: a free port, and processors that are not throttled.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -6,10 +6,10 @@ use super::finding::Finding;
 use super::machine::Machine;
 use crate::config::Config;
 
-/// `/proc/net/tcp` calls the state of a socket that listens so.
+/// The state of a listening socket in `/proc/net/tcp`.
 const LISTEN: &str = "0A";
 
-/// The folder in which systemd has a link to each socket that is enabled.
+/// The folder in which systemd has a link to each enabled socket unit.
 const SOCKETS: &str = "etc/systemd/system/sockets.target.wants";
 
 pub fn check(machine: &Machine, config: &Config) -> Vec<Finding> {
@@ -35,38 +35,41 @@ fn port(machine: &Machine, config: &Config) -> Finding {
         }
     }
     if !taken || port == 0 {
-        return Finding::ok("port", format!("port {port} of {host} is free")).read(TABLES[0]);
+        return Finding::ok("port", format!("port {port} of {host} is free")).read_from(TABLES[0]);
     }
     if !machine.names(SOCKETS, "unicorn.socket").is_empty() {
         return Finding::note(
             "already-serving",
-            format!("systemd listens on port {port}, by unicorn.socket"),
+            format!("systemd listens on port {port} for unicorn.socket"),
         )
         .cause("the socket is enabled: systemd starts the service when the first client connects")
         .command("systemctl status unicorn.socket unicorn.service")
-        .read(SOCKETS);
+        .read_from(SOCKETS);
     }
     if serves(machine) {
-        return Finding::note("already-serving", format!("port {port} is taken, and a `unicorn serve` runs"))
-            .cause("one server is enough, if it is this one")
-            .command(format!("curl http://127.0.0.1:{port}/health"))
-            .read(TABLES[0]);
+        return Finding::note(
+            "already-serving",
+            format!("port {port} is in use, and a `unicorn serve` is running"),
+        )
+        .cause("if that server uses the port, no second one is needed")
+        .command(format!("curl http://127.0.0.1:{port}/health"))
+        .read_from(TABLES[0]);
     }
-    Finding::problem("port-taken", format!("port {port} of {host} is taken"))
-        .cause("another program listens there")
+    Finding::problem("port-taken", format!("port {port} of {host} is in use"))
+        .cause("another program listens on it")
         .command(format!("sudo ss -ltnp 'sport = :{port}'"))
-        .option("--port takes another one")
-        .read(TABLES[0])
+        .option("--port selects another port")
+        .read_from(TABLES[0])
 }
 
-/// The address and port of a line of `/proc/net/tcp`, if it is a socket that listens.
+/// The address and port of a line of `/proc/net/tcp`; `None` if it is not a listening socket.
 fn listener(line: &str) -> Option<(IpAddr, u16)> {
     let mut fields = line.split_whitespace().skip(1);
     let (ip, port) = fields.next()?.split_once(':')?;
     if fields.nth(1)? != LISTEN {
         return None;
     }
-    // Addresses are words of 32 bits, in the order of the machine's bytes.
+    // Addresses are 32-bit words in the byte order of the machine.
     let word = |at: usize| u32::from_str_radix(ip.get(at..at + 8)?, 16).ok().map(u32::to_le_bytes);
     let ip = match ip.len() {
         8 => IpAddr::from(word(0)?),
@@ -82,12 +85,13 @@ fn listener(line: &str) -> Option<(IpAddr, u16)> {
     Some((ip, u16::from_str_radix(port, 16).ok()?))
 }
 
-/// Whether a listener on `ip` keeps a server from `address`; a name that is no address is taken for every address.
+/// Whether a listener on `ip` prevents a server from listening on `address`. `None` (a host name) conflicts with every
+/// listener.
 fn clashes(ip: IpAddr, address: Option<IpAddr>) -> bool {
     address.is_none_or(|address| ip == address || ip.is_unspecified() || address.is_unspecified())
 }
 
-/// Whether a process of this program serves.
+/// Whether a `unicorn serve` process is running.
 fn serves(machine: &Machine) -> bool {
     machine.names("proc", "").iter().filter(|name| name.bytes().all(|b| b.is_ascii_digit())).any(|pid| {
         let is_ours = machine.read(&format!("proc/{pid}/comm")).is_ok_and(|name| name == "unicorn");
@@ -101,7 +105,7 @@ fn serves(machine: &Machine) -> bool {
 fn governor(machine: &Machine) -> Finding {
     const FOLDER: &str = "sys/devices/system/cpu/cpufreq";
     let Some(policy) = machine.names(FOLDER, "policy").into_iter().next() else {
-        return Finding::ok("governor", "the kernel sets no frequencies here");
+        return Finding::ok("governor", "the kernel does not control the processor frequency here");
     };
     let path = |name: &str| format!("{FOLDER}/{policy}/{name}");
     let read = |name: &str| machine.read(&path(name)).unwrap_or_default();
@@ -110,21 +114,21 @@ fn governor(machine: &Machine) -> Finding {
         Err(error) => return Finding::unread("governor", &path("scaling_governor"), &error),
     };
     let (driver, preference) = (read("scaling_driver"), read("energy_performance_preference"));
-    // These drivers' `powersave` lets the hardware choose, by a preference.
+    // With these drivers, `powersave` lets the hardware choose the frequency, guided by the energy preference.
     let hardware_chooses = matches!(driver.as_str(), "amd-pstate-epp" | "intel_pstate");
     let found = format!("governor {governor} of {driver}");
     let set = |finding: Finding, name: &str, value: &str| {
-        finding.command(format!("echo {value} | sudo tee /{FOLDER}/policy*/{name}")).read(&path(name))
+        finding.command(format!("echo {value} | sudo tee /{FOLDER}/policy*/{name}")).read_from(&path(name))
     };
     if governor == "powersave" && !hardware_chooses {
         let finding = Finding::warning("governor-powersave", found)
-            .cause("the processors stay at their lowest frequency, and every token waits for them");
+            .cause("the processors stay at their lowest frequency, which slows every token down");
         let has_schedutil = read("scaling_available_governors").split_whitespace().any(|g| g == "schedutil");
         return set(finding, "scaling_governor", if has_schedutil { "schedutil" } else { "performance" });
     }
     if hardware_chooses && preference == "power" {
         let finding = Finding::warning("governor-powersave", format!("{found}, preference {preference}"))
-            .cause("the preference `power` keeps the processors slow, and every token waits for them");
+            .cause("the preference `power` keeps the processors slow, which slows every token down");
         return set(finding, "energy_performance_preference", "balance_performance");
     }
     Finding::ok("governor", found)

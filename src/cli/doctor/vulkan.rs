@@ -1,4 +1,4 @@
-//! Checks of Vulkan: loader, drivers' manifests, version of Mesa, the device and its heaps.
+//! Checks of Vulkan: loader, driver manifests, version of Mesa, the device and its heaps.
 
 use serde_json::Value;
 
@@ -8,27 +8,27 @@ use crate::cli::devices::{Listed, Loader};
 use crate::cli::terminal::bytes;
 use crate::config::Config;
 
-/// The least Mesa that this project is tested with.
-pub const LEAST_MESA: u32 = 24;
-/// Folders of the manifests that the loader reads, in its order.
+/// The oldest major version of Mesa that this project is tested with.
+pub const MIN_MESA: u32 = 24;
+/// Folders of driver manifests, in the order in which the loader reads them.
 const MANIFESTS: [&str; 3] = ["usr/local/share/vulkan/icd.d", "etc/vulkan/icd.d", "usr/share/vulkan/icd.d"];
-/// The library of Mesa's driver for AMD's GPUs.
+/// The library of Mesa's driver for AMD GPUs.
 const RADV: &str = "libvulkan_radeon.so";
 
-/// The manifest of a driver.
+/// The manifest (ICD file) of a driver.
 struct Manifest {
     path: String,
     library: String,
 }
 
-/// The fitness of a driver's library.
+/// Whether a driver's library can be loaded.
 enum Library {
-    Sound,
-    Absent,
+    Usable,
+    Missing,
     Is32Bit,
 }
 
-/// All checks of Vulkan. `amd` is whether the machine has a GPU of AMD.
+/// All checks of Vulkan. `amd`: whether the machine has an AMD GPU.
 pub fn check(machine: &Machine, loader: &Loader, config: &Config, amd: bool) -> Vec<Finding> {
     let mut findings =
         vec![loader_library(machine, loader), drivers(machine, amd), device(machine, loader, config)];
@@ -42,8 +42,8 @@ pub fn check(machine: &Machine, loader: &Loader, config: &Config, amd: bool) -> 
 fn loader_library(machine: &Machine, loader: &Loader) -> Finding {
     const CODE: &str = "loader";
     match (machine.libraries("libvulkan.so.1").first(), loader) {
-        (Some(path), _) => Finding::ok(CODE, format!("Vulkan loader /{path}")).read(path),
-        (None, Loader::Devices(_)) => Finding::ok(CODE, "the Vulkan loader works, wherever it lies"),
+        (Some(path), _) => Finding::ok(CODE, format!("Vulkan loader /{path}")).read_from(path),
+        (None, Loader::Devices(_)) => Finding::ok(CODE, "the Vulkan loader works; its file was not found"),
         (None, Loader::Error(error)) => {
             let finding = Finding::problem("no-loader", error.as_str())
                 .cause("Vulkan programs find their driver through libvulkan.so.1, which is not installed");
@@ -66,8 +66,8 @@ fn manifests(machine: &Machine) -> Vec<Manifest> {
     MANIFESTS.iter().flat_map(in_folder).collect()
 }
 
-/// The library that a manifest names: by an absolute path, by one relative to the manifest, or by a name for the
-/// dynamic linker.
+/// Checks the library that a manifest names: by an absolute path, by a path relative to the manifest, or by a name for
+/// the dynamic linker.
 fn library(machine: &Machine, manifest: &Manifest) -> Library {
     let path = match &manifest.library {
         path if path.starts_with('/') => Some(path.trim_start_matches('/').to_owned()),
@@ -76,15 +76,15 @@ fn library(machine: &Machine, manifest: &Manifest) -> Library {
         }
         name => machine.libraries(name).into_iter().find(|path| path.ends_with(name.as_str())),
     };
-    // The fifth byte of an ELF file is 1 where it has 32 bits, and 2 where it has 64.
+    // The fifth byte of an ELF file is 1 for 32 bits, and 2 for 64 bits.
     match path.and_then(|path| machine.head::<5>(&path).ok()) {
-        None => Library::Absent,
+        None => Library::Missing,
         Some([0x7f, b'E', b'L', b'F', 1]) => Library::Is32Bit,
-        Some(_) => Library::Sound,
+        Some(_) => Library::Usable,
     }
 }
 
-/// The driver of an AMD GPU, or any driver where there is none.
+/// Checks that the driver of the AMD GPU is installed, or any driver if there is no AMD GPU.
 fn drivers(machine: &Machine, amd: bool) -> Finding {
     const CODE: &str = "vulkan-driver";
     let all = manifests(machine);
@@ -92,9 +92,9 @@ fn drivers(machine: &Machine, amd: bool) -> Finding {
     let install = |finding: Finding| machine.install(finding, Package::Radv);
     if all.is_empty() {
         let finding = Finding::problem("no-vulkan-driver", "no Vulkan driver is installed")
-            .cause(format!("/{} and /{} hold no manifest", MANIFESTS[1], MANIFESTS[2]))
-            .read(MANIFESTS[1])
-            .read(MANIFESTS[2]);
+            .cause(format!("/{} and /{} have no driver manifest", MANIFESTS[1], MANIFESTS[2]))
+            .read_from(MANIFESTS[1])
+            .read_from(MANIFESTS[2]);
         return install(finding);
     }
     if !amd {
@@ -102,23 +102,23 @@ fn drivers(machine: &Machine, amd: bool) -> Finding {
     }
     let radv: Vec<&Manifest> = all.iter().filter(|manifest| manifest.library.ends_with(RADV)).collect();
     let Some(first) = radv.first() else {
-        let finding = Finding::problem("no-radv", "Mesa's driver for AMD's GPUs (RADV) is not installed")
-            .cause(format!("the manifests name {} alone", names(&all)))
-            .read(&all[0].path);
+        let finding = Finding::problem("no-radv", "Mesa's driver for AMD GPUs (RADV) is not installed")
+            .cause(format!("the driver manifests name only {}", names(&all)))
+            .read_from(&all[0].path);
         return install(finding);
     };
     let libraries: Vec<Library> = radv.iter().map(|manifest| library(machine, manifest)).collect();
-    if libraries.iter().any(|library| matches!(library, Library::Sound)) {
-        return Finding::ok(CODE, format!("RADV, by /{}", first.path)).read(&first.path);
+    if libraries.iter().any(|library| matches!(library, Library::Usable)) {
+        return Finding::ok(CODE, format!("RADV, from /{}", first.path)).read_from(&first.path);
     }
     let finding = if libraries.iter().any(|library| matches!(library, Library::Is32Bit)) {
-        Finding::problem("radv-32-bit", "RADV is installed for 32-bit programs alone")
+        Finding::problem("radv-32-bit", "RADV is installed only for 32-bit programs")
             .cause(format!("{} is a 32-bit library, which a 64-bit program cannot load", first.library))
     } else {
-        Finding::problem("radv-library", format!("/{} names a library that is not there", first.path))
-            .cause(format!("{} is in no folder of the dynamic linker", first.library))
+        Finding::problem("radv-library", format!("/{} names a library that does not exist", first.path))
+            .cause(format!("{} is not in a folder of the dynamic linker", first.library))
     };
-    install(finding.read(&first.path))
+    install(finding.read_from(&first.path))
 }
 
 fn device(machine: &Machine, loader: &Loader, config: &Config) -> Finding {
@@ -130,8 +130,8 @@ fn device(machine: &Machine, loader: &Loader, config: &Config) -> Finding {
             return match device.is_software() {
                 false => Finding::ok("device", found),
                 true => Finding::warning("software-device", found)
-                    .cause("hardware.allow_software_vulkan lets the CPU compute, which is slow")
-                    .option("without --allow-software-vulkan, a GPU computes or nothing does"),
+                    .cause("hardware.allow_software_vulkan allows a device on the CPU, which is slow")
+                    .option("omit --allow-software-vulkan to accept only a GPU"),
             };
         }
         Err(reason) => reason,
@@ -142,39 +142,39 @@ fn device(machine: &Machine, loader: &Loader, config: &Config) -> Finding {
         let found = format!("{} ({}) lacks {}", device.name, device.driver, device.missing.join(", "));
         let finding = Finding::problem("device-lacks", found);
         return match mesa_version(&device.driver) {
-            Some(mesa) if mesa < LEAST_MESA => {
+            Some(mesa) if mesa < MIN_MESA => {
                 machine.install(finding.cause(format!("Mesa {mesa} is too old")), Package::NewerRadv)
             }
             _ => finding
-                .cause("the GPU or its driver does not have it")
+                .cause("the GPU or its driver does not support it")
                 .act("update the driver, or use another GPU"),
         };
     }
     let finding = if devices.is_empty() {
-        Finding::problem("no-device", "Vulkan's loader shows no device")
-            .cause("no driver found a GPU that it may open; see the other findings")
+        Finding::problem("no-device", "the Vulkan loader lists no device")
+            .cause("no driver found a GPU that it can open; see the other findings")
     } else if devices.iter().all(Listed::is_software) {
         let names: Vec<&str> = devices.iter().map(|device| device.name.as_str()).collect();
         Finding::problem("software-only", format!("the only Vulkan device is software: {}", names.join(", ")))
-            .cause("no driver found a GPU that it may open; see the other findings")
+            .cause("no driver found a GPU that it can open; see the other findings")
     } else {
-        Finding::problem("device-not-chosen", reason).cause("hardware.device names no usable device")
+        Finding::problem("device-not-chosen", reason).cause("hardware.device does not name a usable device")
     };
-    finding.option("--allow-software-vulkan serves from the CPU, slowly")
+    finding.option("--allow-software-vulkan to compute on the CPU, which is slow")
 }
 
-/// The major version of Mesa in a driver's name and version.
+/// The major version of Mesa in a driver's description; `None` for other drivers.
 fn mesa_version(driver: &str) -> Option<u32> {
     Some(version(driver.split_once("Mesa ")?.1)?.0)
 }
 
 fn mesa(machine: &Machine, device: &Listed) -> Finding {
     match mesa_version(&device.driver) {
-        None => Finding::ok("mesa", format!("the driver is not Mesa's: {}", device.driver)),
-        Some(mesa) if mesa >= LEAST_MESA => Finding::ok("mesa", device.driver.clone()),
+        None => Finding::ok("mesa", format!("the driver is not from Mesa: {}", device.driver)),
+        Some(mesa) if mesa >= MIN_MESA => Finding::ok("mesa", device.driver.clone()),
         Some(_) => {
             let finding = Finding::warning("mesa-old", device.driver.clone())
-                .cause(format!("this program is tested with Mesa {LEAST_MESA} and later"));
+                .cause(format!("this program is tested with Mesa {MIN_MESA} and later"));
             machine.install(finding, Package::NewerRadv)
         }
     }
@@ -187,7 +187,7 @@ fn heaps(device: &Listed) -> Finding {
     let total: u64 = device.heaps.iter().map(|heap| heap.size_bytes).fold(0, u64::saturating_add);
     let split = device.is_integrated() && device.driver.starts_with("radv") && device.heaps.len() > 1;
     let why = if split {
-        "; RADV shows an APU's memory as two thirds and one third, and both are used"
+        "; RADV splits an APU's memory into heaps of two thirds and one third, and unicorn uses both"
     } else {
         ""
     };
@@ -195,7 +195,7 @@ fn heaps(device: &Listed) -> Finding {
     Finding::ok(
         "heaps",
         format!(
-            "{}, {} together, at most {largest} in one piece{why}",
+            "{}, {} in total, at most {largest} per allocation{why}",
             each.collect::<Vec<_>>().join(" and "),
             bytes(total)
         ),

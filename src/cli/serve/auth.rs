@@ -7,15 +7,15 @@ use super::super::error::Error;
 use crate::api::{AccessPolicy, Keys};
 use crate::config;
 
-/// API keys in addition to the file's, separated by commas or blanks.
+/// API keys in addition to those of the file, separated by commas or blanks.
 const KEYS_VARIABLE: &str = "UNICORN_API_KEYS";
 
-/// The file of keys that systemd gives the service (`LoadCredential=`), in the folder that this variable names. It may hold
-/// no key, as it does where there is no `/etc/unicorn/api-keys`.
+/// The file of keys from systemd (`LoadCredential=`), in the folder that `CREDENTIALS_VARIABLE` names. It is empty if
+/// `/etc/unicorn/api-keys` does not exist.
 const CREDENTIAL: &str = "api-keys";
 const CREDENTIALS_VARIABLE: &str = "CREDENTIALS_DIRECTORY";
 
-/// The access policy, with the keys of the file, of the credential and of the environment together.
+/// The access policy, with all keys of the file, the systemd credential and the environment.
 pub fn access_policy(options: &config::Server) -> Result<AccessPolicy, Error> {
     let file_keys = options.api_key_file.as_ref().map(|path| Keys::read(path.as_ref())).transpose()?;
     let credential = std::env::var_os(CREDENTIALS_VARIABLE).map(|folder| Path::new(&folder).join(CREDENTIAL));
@@ -32,13 +32,14 @@ pub fn access_policy(options: &config::Server) -> Result<AccessPolicy, Error> {
     let keys = variable_keys.and(file_keys.unwrap_or_default()).and(credential_keys.unwrap_or_default());
     if keys.is_empty() && cors_origins.iter().any(|origin| origin == "*") {
         tracing::warn!(
-            "every web page that somebody here opens may use this server: server.cors_origins is \"*\", and it asks for no API key"
+            "every web page that is opened in a browser on this machine can use this server: \
+             server.cors_origins is \"*\", and no API key is required"
         );
     }
     Ok(AccessPolicy { keys, allowed_hosts, cors_origins, requests_per_client: options.requests_per_client })
 }
 
-/// Refuses a server without keys that other machines can reach, unless the configuration allows it.
+/// Refuses to serve without keys on an address that other machines can reach, unless the configuration allows it.
 pub fn check_keyless(address: SocketAddr, keyless: bool, options: &config::Server) -> Result<(), Error> {
     if !keyless || !is_public(address) {
         return Ok(());
@@ -46,7 +47,7 @@ pub fn check_keyless(address: SocketAddr, keyless: bool, options: &config::Serve
     if !options.allow_keyless {
         return Err(Error::Keyless(address));
     }
-    tracing::warn!("everybody who can reach {address} may use this server: it asks for no API key");
+    tracing::warn!("every client that can reach {address} can use this server: no API key is required");
     Ok(())
 }
 

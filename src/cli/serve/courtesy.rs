@@ -1,13 +1,12 @@
-//! Bounds the share of the GPU's time that the server takes while somebody works at this machine (`engine.courtesy`).
+//! Limits the server's share of the GPU's time while a user works at this machine (`engine.courtesy`).
 //!
-//! systemd-logind tells who does, and elogind in the same files: `/run/systemd/sessions` has a file for each session, which
-//! libsystemd reads as well (sd_session_get_state(3)). Somebody works here while the session of a user on a seat is active,
-//! that is, in the foreground. Its type does not matter: a desktop that was started from a text console keeps the console's.
-//! A login screen is no user's session, and neither a login over a network nor a service has a seat. Whether a screen is
-//! locked stands in no file, and counts for nothing.
+//! systemd-logind and elogind write a file for each login session to `/run/systemd/sessions`, which libsystemd reads
+//! too (sd_session_get_state(3)). A user works at this machine if a user session on a seat is active, that is, in the
+//! foreground. The type of the session does not matter, because a desktop that was started from a text console keeps
+//! the type of the console. A login screen is not a user session. Logins over the network and services have no seat. No
+//! file shows whether the screen is locked, so a locked screen counts as work.
 //!
-//! The files are read by a thread of its own, which never holds the engine. `UNICORN_RUN_DIR` puts another folder in the
-//! place of `/run`.
+//! A separate thread reads the files, and never blocks the engine. `UNICORN_RUN_DIR` replaces `/run`.
 
 use std::fs;
 use std::io;
@@ -22,24 +21,24 @@ use crate::file;
 
 const RUN: &str = "/run";
 const RUN_VARIABLE: &str = "UNICORN_RUN_DIR";
-/// Below the folder of run-time data.
+/// Relative to the folder of run-time data (`/run`).
 const SESSIONS: &str = "systemd/sessions";
-/// How often the sessions are read, while there is something to bound.
-const EVERY: Duration = Duration::from_secs(2);
-/// The most files that are read, and the most bytes of each. A session's file has some 500.
-const MOST_SESSIONS: usize = 1024;
-const MOST_BYTES: u64 = 64 << 10;
+/// How often the sessions are read, if a limit is configured.
+const READ_EVERY: Duration = Duration::from_secs(2);
+/// Maximum number of files that are read, and maximum bytes of each. The file of a session has about 500 bytes.
+const MAX_SESSIONS: usize = 1024;
+const MAX_BYTES: u64 = 64 << 10;
 
 /// What is known of the sessions of this machine.
 #[derive(Debug, PartialEq, Eq)]
 enum Sessions {
     Active,
     NoneActive,
-    /// Nobody tells, for this reason.
+    /// The sessions cannot be read, for this reason.
     Unknown(String),
 }
 
-/// Watches the sessions, and tells the engine what share of the GPU's time it may take.
+/// Watches the sessions, and sets the engine's share of the GPU's time.
 #[derive(Clone)]
 pub struct CourtesyWatch(Arc<Watched>);
 
@@ -67,13 +66,13 @@ impl CourtesyWatch {
         self.0.state.lock().expect("nothing panics under this lock")
     }
 
-    /// Sets the configured share, and has the sessions read at once.
+    /// Sets the configured share, and wakes the thread that reads the sessions.
     pub fn set(&self, courtesy: Courtesy) {
         self.lock().courtesy = courtesy;
         self.0.changed.notify_all();
     }
 
-    /// What is bounded now; `None` if nothing is configured.
+    /// The present limit for `/status` and `/metrics`; `None` if no limit is configured.
     pub fn now(&self) -> Option<CourtesyReport> {
         let state = self.lock();
         state.courtesy.is_bound().then(|| CourtesyReport {
@@ -83,26 +82,28 @@ impl CourtesyWatch {
         })
     }
 
-    /// Reads the sessions, and starts the thread that reads them again and again.
+    /// Reads the sessions, and starts the thread that reads them repeatedly.
     pub fn start(&self, engine: EngineHandle) {
         let watch = self.clone();
-        let mut applied = watch.look(&engine);
-        let looks = std::thread::Builder::new().name("courtesy".into()).spawn(move || {
+        let mut applied = watch.update(&engine);
+        let thread = std::thread::Builder::new().name("courtesy".into()).spawn(move || {
             while engine.health().is_ok() {
-                // Without a bound there is nothing to look for.
-                let pause = if applied.is_bound() { EVERY } else { Duration::MAX };
+                // Without a limit, the thread only waits for a new configuration.
+                let pause = if applied.is_bound() { READ_EVERY } else { Duration::MAX };
                 let is_applied = |state: &mut State| state.courtesy == applied;
                 drop(watch.0.changed.wait_timeout_while(watch.lock(), pause, is_applied));
-                applied = watch.look(&engine);
+                applied = watch.update(&engine);
             }
         });
-        if let Err(error) = looks {
-            tracing::warn!("no thread that looks who works at this machine (engine.courtesy): {error}");
+        if let Err(error) = thread {
+            tracing::warn!(
+                "engine.courtesy has no effect: cannot start the thread that reads the login sessions: {error}"
+            );
         }
     }
 
-    /// Reads the sessions, and bounds the engine's share by them. Returns the configured share that this applied.
-    fn look(&self, engine: &EngineHandle) -> Courtesy {
+    /// Reads the sessions, and sets the engine's share accordingly. Returns the configured share that was used.
+    fn update(&self, engine: &EngineHandle) -> Courtesy {
         let courtesy = self.lock().courtesy;
         if !courtesy.is_bound() {
             self.lock().sessions = None;
@@ -121,33 +122,33 @@ impl CourtesyWatch {
         }
         match state.sessions.insert(sessions) {
             Sessions::Active => tracing::info!(
-                "somebody works at this machine: at most {} of the GPU's time from now on (engine.courtesy)",
+                "a user works at this machine: using at most {} of the GPU's time from now on (engine.courtesy)",
                 courtesy.share()
             ),
             Sessions::NoneActive => {
-                tracing::info!("nobody works at this machine: all of the GPU's time is used")
+                tracing::info!("no user works at this machine: using all of the GPU's time")
             }
             Sessions::Unknown(why) => tracing::warn!(
-                "engine.courtesy bounds nothing, since no session is known ({why}): systemd-logind and elogind write there \
-                 who works at a machine"
+                "engine.courtesy has no effect, because the login sessions cannot be read ({why}): \
+                 systemd-logind or elogind must write them there"
             ),
         }
         courtesy
     }
 }
 
-/// Whether a user's session on a seat is active, by the files of `folder`.
+/// Whether a file in `folder` describes an active session of a user on a seat.
 fn has_active_session(folder: &Path) -> io::Result<bool> {
-    for entry in fs::read_dir(folder)?.take(MOST_SESSIONS) {
+    for entry in fs::read_dir(folder)?.take(MAX_SESSIONS) {
         let entry = entry?;
-        // Pipes lie between the files: `ID.ref` for each session.
+        // The folder also has a pipe for each session, `ID.ref`.
         if !entry.file_type()?.is_file() {
             continue;
         }
-        match file::read(&entry.path(), MOST_BYTES) {
+        match file::read(&entry.path(), MAX_BYTES) {
             Ok(bytes) if is_active(&String::from_utf8_lossy(&bytes)) => return Ok(true),
             Ok(_) => {}
-            // A session that ended just now.
+            // The session has just ended.
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             Err(error) => return Err(error),
         }
@@ -155,10 +156,10 @@ fn has_active_session(folder: &Path) -> io::Result<bool> {
     Ok(false)
 }
 
-/// Whether the file of a session is that of an active session of a user on a seat.
+/// Whether the text of a session file describes an active session of a user on a seat.
 fn is_active(text: &str) -> bool {
     let field = |name: &str| text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix('='));
-    // Newer versions of systemd also have such as `user-early` and `user-light`.
+    // Newer versions of systemd also have classes such as `user-early` and `user-light`.
     let is_users = field("CLASS").is_some_and(|class| class == "user" || class.starts_with("user-"));
     is_users && field("STATE") == Some("active") && field("SEAT").is_some_and(|seat| !seat.is_empty())
 }
@@ -194,12 +195,12 @@ mod tests {
     }
 
     #[test]
-    fn all_files_of_the_folder_are_sessions_and_pipes_are_none() {
+    fn every_regular_file_of_the_folder_is_read_and_pipes_are_not() {
         let folder = tempfile::tempdir().unwrap();
         let folder = folder.path();
         assert!(!has_active_session(folder).unwrap());
         fs::write(folder.join("1"), DESKTOP.replace("STATE=active", "STATE=online")).unwrap();
-        // To open this for reading would wait for a writer.
+        // Opening this pipe for reading would block until a writer opens it.
         rustix::fs::mkfifoat(rustix::fs::CWD, folder.join("2.ref"), 0o600.into()).unwrap();
         fs::create_dir(folder.join("3")).unwrap();
         assert!(!has_active_session(folder).unwrap());

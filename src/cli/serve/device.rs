@@ -1,4 +1,4 @@
-//! The device process of a server: starts it, again and again where that must be, and asks it how the GPU does.
+//! The device process of a server: starts it, restarts it after a loss, and queries the state of the GPU from it.
 
 use std::fs::File;
 use std::io;
@@ -19,23 +19,23 @@ use crate::model::device_process::DeviceProcess;
 use crate::model::offload::OffloadCounts;
 use crate::model::{Runner, RunnerError, RunnerFactory};
 
-/// How long a load may not get on, unless the device may take longer (`hardware.hang_timeout_s`). Software Vulkan takes
-/// seconds for a kernel, and a slow disk for 2 MiB, which are the smallest pieces of a load.
+/// How long a load may make no progress, unless `hardware.hang_timeout_s` is longer. The smallest steps of a load are a
+/// kernel, which takes software Vulkan seconds to compile, and 2 MiB of weights, which may take a slow disk seconds.
 const LOAD_STALL: Duration = Duration::from_secs(120);
-/// The longest time for an answer about how the GPU does.
-const OBSERVE: Duration = Duration::from_millis(500);
+/// Longest wait for an answer about the state of the GPU.
+const ANSWER_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// Starts device processes for one model, whose files it holds open.
+/// Starts device processes for one model, whose files it keeps open.
 pub struct DeviceFactory {
     options: String,
     log_format: Option<LogFormat>,
     model: ModelFiles,
     draft: Option<ModelFiles>,
     vocab_size: usize,
-    /// How long a load may not get on.
+    /// How long a load may make no progress.
     patience: Duration,
     observer: Observer,
-    /// What became of the NPU at the first load. Every later one keeps to it.
+    /// The state of the NPU at the first load. Later loads use the NPU in the same way.
     npu: Option<NpuStart>,
 }
 
@@ -64,15 +64,14 @@ impl DeviceFactory {
 
     /// Starts a process that loads the model.
     pub fn load(&mut self, cancelled: &Arc<AtomicBool>) -> Result<(DeviceProcess, DeviceFacts), Error> {
-        // A package that was upgraded meanwhile has put another program at this one's path.
+        // Not the path of the program: a package upgrade may have replaced the file.
         let mut command = Command::new("/proc/self/exe");
         command.arg("device-process").env("RUST_LOG", self.observer.log_filter());
         if let Some(format) = self.log_format {
             command.env("UNICORN_LOG_FORMAT", format.name());
         }
         let mut connection = Connection::spawn(command, "GPU", cancelled).map_err(Error::Channel)?;
-        let parts =
-            |files: &ModelFiles| files.to_parts().expect("files that are held, of a disk or of this binary");
+        let parts = |files: &ModelFiles| files.to_parts().expect("files that are open, or in this binary");
         let (model, files): (HeldNames, Vec<Arc<File>>) = parts(&self.model);
         let (draft, draft_files) = self.draft.as_ref().map(parts).unzip();
         let (options, vocab_size) = (self.options.clone(), self.vocab_size);
@@ -90,12 +89,12 @@ impl DeviceFactory {
         Ok((runner, loaded))
     }
 
-    /// Waits until the model is loaded, as long as the load gets on.
+    /// Waits until the model is loaded, as long as the load makes progress.
     fn loaded(&self, connection: &mut Connection) -> Result<DeviceFacts, Error> {
         let mut log = LoadLog::begin();
         loop {
             self.observer.set_loading(Some(log.doing()));
-            match connection.receive_meanwhile(self.patience, || log.look()) {
+            match connection.receive_meanwhile(self.patience, || log.log_if_due()) {
                 Ok(Load::Doing(doing)) => log.take(doing),
                 Ok(Load::Done(loaded)) => {
                     self.observer.set_loading(None);
@@ -105,7 +104,7 @@ impl DeviceFactory {
                 Err(ConnectionError::Hung { seconds }) => {
                     return Err(Error::LoadHung { doing: log.doing().to_string(), seconds });
                 }
-                Err(gone) => return Err(gone.into()),
+                Err(error) => return Err(error.into()),
             }
         }
     }
@@ -116,21 +115,21 @@ impl RunnerFactory for DeviceFactory {
         match self.load(cancelled) {
             Ok((runner, _)) => Ok(Box::new(runner)),
             Err(Error::Runner(error)) => Err(error),
-            Err(error) => Err(RunnerError::Lost(format!("the model could not be loaded again: {error}"))),
+            Err(error) => Err(RunnerError::Lost(format!("the model could not be reloaded: {error}"))),
         }
     }
 }
 
-/// Asks the device process that runs now how the GPU does, and has its log filter.
+/// Queries the state of the GPU from the present device process, and sets its log filter.
 #[derive(Clone)]
 pub struct Observer(Arc<Mutex<Observing>>);
 
 struct Observing {
     channel: Option<Channel>,
-    /// What a load is doing that is under way.
+    /// The state of a load in progress.
     loading: Option<Loading>,
-    /// Whether an answer is on its way that was not waited for.
-    owes: bool,
+    /// Whether an answer has not arrived in time and is still outstanding.
+    answer_is_late: bool,
     npu: NpuAccount,
     log_filter: String,
 }
@@ -138,7 +137,13 @@ struct Observing {
 impl Observer {
     pub fn new(log_filter: String) -> Self {
         let npu = NpuAccount::default();
-        Self(Arc::new(Mutex::new(Observing { channel: None, loading: None, owes: false, npu, log_filter })))
+        Self(Arc::new(Mutex::new(Observing {
+            channel: None,
+            loading: None,
+            answer_is_late: false,
+            npu,
+            log_filter,
+        })))
     }
 
     fn lock(&self) -> MutexGuard<'_, Observing> {
@@ -148,11 +153,11 @@ impl Observer {
     fn watch(&self, channel: Channel) {
         let filter = {
             let mut observing = self.lock();
-            (observing.channel, observing.owes) = (Some(channel), false);
+            (observing.channel, observing.answer_is_late) = (Some(channel), false);
             observing.npu.process_started();
             observing.log_filter.clone()
         };
-        // It may be another one than when the process was started.
+        // The filter may have changed since the start of the process.
         self.set_log_filter(filter);
     }
 
@@ -160,7 +165,7 @@ impl Observer {
         self.lock().loading = loading;
     }
 
-    /// What the load that is under way does, in words.
+    /// A description of the load in progress; `None` if no load is in progress.
     pub fn loading(&self) -> Option<String> {
         self.lock().loading.map(|loading| loading.to_string())
     }
@@ -169,23 +174,27 @@ impl Observer {
         self.lock().log_filter.clone()
     }
 
-    /// Sets the log's filter of the device process, and of those that follow.
+    /// Sets the log filter of the present device process and of later ones.
     pub fn set_log_filter(&self, filter: String) {
         let mut observing = self.lock();
         if let Some(channel) = &mut observing.channel {
-            // A process that has ended is followed by one with this filter.
+            // If the process has ended, the next one starts with this filter.
             let _ = channel.send(&Question::Log(filter.clone()));
         }
         observing.log_filter = filter;
     }
 
-    /// None while there is no process, or where it does not answer in time. `kernels` takes the kernels' times.
+    /// The state of the GPU; `None` if there is no process, or if it does not answer in time. `kernels`: also get the
+    /// times of the kernels, which resets them.
     pub fn observe(&self, kernels: bool) -> Option<Observed> {
         let mut observing = self.lock();
-        let Observing { channel, owes, npu, .. } = &mut *observing;
-        match ask(channel.as_mut()?, owes, kernels) {
+        let Observing { channel, answer_is_late, npu, .. } = &mut *observing;
+        match ask(channel.as_mut()?, answer_is_late, kernels) {
             Ok(observed) => {
-                observed.iter().filter_map(|observed| observed.npu.clone()).for_each(|said| npu.take(said));
+                observed
+                    .iter()
+                    .filter_map(|observed| observed.npu.clone())
+                    .for_each(|report| npu.take(report));
                 observed
             }
             Err(_) => {
@@ -195,28 +204,28 @@ impl Observer {
         }
     }
 
-    /// What became of the NPU at the last load, and what NPUs did since the server started, as far as device processes
-    /// answered; none where no NPU is wanted.
+    /// The state of the NPU at the last load, and the counts of its work since the server started, as last reported by
+    /// the device processes; `None` if `npu.mode` is off.
     pub fn npu(&self) -> Option<(NpuStart, OffloadCounts)> {
         self.lock().npu.total()
     }
 }
 
-/// Asks a device process how the GPU does; none if it does not answer in time. An answer that it `owes` since is read
-/// before it is asked again, since it would be taken for that to the next question.
-fn ask(channel: &mut Channel, owes: &mut bool, kernels: bool) -> io::Result<Option<Observed>> {
+/// Queries the state of the GPU from a device process; `None` if it does not answer in time. A late answer is read and
+/// discarded before the next question, because otherwise it would be taken for the answer to that question.
+fn ask(channel: &mut Channel, answer_is_late: &mut bool, kernels: bool) -> io::Result<Option<Observed>> {
     loop {
-        let is_late = *owes;
+        let is_late = *answer_is_late;
         if !is_late {
             channel.send(&Question::Observe { kernels })?;
-            *owes = true;
+            *answer_is_late = true;
         }
-        // Whoever asks while an answer is late does not wait for it again.
-        if !channel.poll(if is_late { Duration::ZERO } else { OBSERVE })? {
+        // A late answer was already waited for once, so this does not wait again.
+        if !channel.poll(if is_late { Duration::ZERO } else { ANSWER_TIMEOUT })? {
             return Ok(None);
         }
         let observed = channel.receive()?.ok_or(io::ErrorKind::UnexpectedEof)?;
-        *owes = false;
+        *answer_is_late = false;
         if !is_late {
             return Ok(Some(observed));
         }
@@ -230,7 +239,7 @@ mod tests {
 
     use super::*;
 
-    /// What a process says that has submitted this much.
+    /// The answer of a process that has submitted this many dispatches.
     fn observed(dispatches: u64) -> Observed {
         Observed {
             heaps: Vec::new(),
@@ -253,7 +262,7 @@ mod tests {
     #[test]
     fn a_process_that_answered_too_late_is_asked_again() {
         let (channel, socket) = Channel::new().expect("a channel");
-        let (let_go, go) = mpsc::channel::<()>();
+        let (release, wait) = mpsc::channel::<()>();
         let process = thread::spawn(move || {
             let mut channel = Channel::from_socket(socket).expect("the other end");
             let mut asked = 0;
@@ -263,9 +272,9 @@ mod tests {
                 }
                 asked += 1;
                 if asked == 1 {
-                    go.recv().expect("the test lets it go on");
+                    wait.recv().expect("the test releases it");
                 }
-                channel.send(&observed(asked)).expect("it is asked");
+                channel.send(&observed(asked)).expect("the observer waits");
             }
             asked
         });
@@ -273,17 +282,17 @@ mod tests {
         assert!(observer.observe(false).is_none(), "there is no process");
         observer.watch(channel);
         let ask = || observer.observe(false).map(|observed| observed.dispatches);
-        assert_eq!([ask(), ask()], [None, None], "it is busy, and asked once");
-        let_go.send(()).expect("it waits");
+        assert_eq!([ask(), ask()], [None, None], "the process is busy, and is asked once");
+        release.send(()).expect("the process waits");
         let answered = (0..1000).find_map(|_| {
             thread::sleep(Duration::from_millis(5));
             ask()
         });
         assert!(
             answered >= Some(2),
-            "{answered:?}: the answer to the first question is not that to the next"
+            "{answered:?}: the late answer to the first question must not be the answer to the next one"
         );
         drop(observer);
-        assert!(process.join().expect("it ends") >= 2);
+        assert!(process.join().expect("the process ends") >= 2);
     }
 }

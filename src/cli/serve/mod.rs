@@ -1,4 +1,4 @@
-//! `unicorn serve`: binds its address, loads the model while it already answers, and ends when the engine does.
+//! `unicorn serve`: binds its address, answers already while it loads the model, and ends when the engine ends.
 
 mod auth;
 mod courtesy;
@@ -40,42 +40,42 @@ use crate::model::Runner;
 use crate::session::Service;
 use crate::text::panic_message;
 
-/// How often a stream that waits for its first token carries a comment.
+/// How often a stream that waits for its first token sends a comment.
 const KEEP_ALIVE: Duration = Duration::from_secs(5);
-/// Longest pause within a request's body, which occupies one of few places meanwhile.
+/// Longest pause within a request body. The number of bodies that are read at the same time is limited.
 const BODY_STALL: Duration = Duration::from_secs(5);
-/// Time in which a body may arrive at any speed, so that lost packets of a small body can be sent again.
+/// Time in which a body may arrive at any speed, so that lost packets of a small body can be retransmitted.
 const BODY_GRACE: Duration = Duration::from_secs(10);
-/// Longest wait for a body's turn to be read, and for a turn on a processor. Longer than the two minutes that a body
-/// may take.
+/// Longest wait until a body can be read, and until a processor is free. Longer than the two minutes that a body may
+/// take.
 const TURN_TIMEOUT: Duration = Duration::from_secs(150);
-/// Longest pause before a wrong key is refused: long for a program that tries keys, short for a person who mistyped
+/// Longest pause before a wrong key is refused: long for a program that guesses keys, short for a person who mistyped
 /// one.
 const WRONG_KEY_PAUSE: Duration = Duration::from_secs(2);
-/// Longest step of the device. Longer than the longest step of a prompt. A device that finishes nothing is given up after
-/// `hardware.hang_timeout_s`; this is for one that gets on, and takes far too long.
+/// Longest step of the device. It is longer than the longest step of a prompt. A device that makes no progress is given
+/// up after `hardware.hang_timeout_s`; this limit is for a device that makes progress, but far too slowly.
 const DEVICE_TIMEOUT: Duration = Duration::from_secs(60);
-/// How long a client may leave sent data unread.
+/// How long a client may read nothing of the data that was sent to it.
 const WRITE_STALL: Duration = Duration::from_secs(60);
-/// Open files other than connections: a checkpoint's, the device's, the runtime's.
+/// Open files that are not connections: those of the checkpoint, the device and the runtime.
 const OTHER_FILES: u64 = 256;
-/// Longest wait for a load that a signal interrupts, since a load cannot be cancelled.
+/// Longest wait for the end of a load after a signal, because a load cannot always be cancelled.
 const LOAD_END: Duration = Duration::from_secs(20);
-/// How much later than another process this one may get a signal that was sent to both.
-const SIGNALS_APART: Duration = Duration::from_millis(200);
-/// Longest wait for an engine that ended by itself to give the device back.
+/// How much later this process may get a signal that was sent to it and to the device process.
+const SIGNAL_DELAY: Duration = Duration::from_millis(200);
+/// Longest wait until an engine that ended because of an error releases the device.
 const LOST_END: Duration = Duration::from_secs(2);
 
-/// Serves until SIGINT or SIGTERM, until the model cannot be loaded, or until the engine ends. The latter two return
-/// their reason, even if a signal follows. The machine's energy is read below `root`.
+/// Serves until SIGINT or SIGTERM, until the load fails, or until the engine ends. The latter two return their error,
+/// even if a signal follows. The energy counters of the machine are read below `root`.
 pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: String) -> Result<(), Error> {
     let runtime = runtime()?;
-    // The handler comes first: a SIGHUP before it would end the process.
+    // The handler must be registered first: a SIGHUP before that would end the process.
     let hangup = {
         let _within = runtime.enter();
         signal(SignalKind::hangup()).map_err(Error::Runtime)?
     };
-    let asked = config.clone();
+    let original = config.clone();
     let machine = Machine::new(root);
     let files = load::files(&config.model)?;
     let model_id = config.model.name.clone().unwrap_or_else(|| files.name().to_owned());
@@ -121,11 +121,13 @@ pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: S
         let base = format!("{scheme}://{address}/v1");
         check_keyless(address, keyless, &config.server)?;
         if is_public(address) && scheme == "http" {
-            tracing::warn!("prompts, answers and keys cross the network as they are: set server.tls_cert and server.tls_key");
+            tracing::warn!(
+                "prompts, answers and keys cross the network unencrypted: set server.tls_cert and server.tls_key"
+            );
         }
         tracing::info!("listening on {base}, model {model_id:?}; loading");
 
-        // A separate thread, not the runtime's: a signal during loading must not wait for it.
+        // The load has its own thread, because the runtime must react to a signal during the load.
         let (done, loaded) = oneshot::channel();
         let (load_config, started) = (config.clone(), Arc::clone(&engine));
         let (load_cancelled, load_observer) = (Arc::clone(&cancelled), observer.clone());
@@ -136,23 +138,23 @@ pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: S
         server.set_load(doing.clone());
         let load_courtesy = courtesy.clone();
         let loader = std::thread::Builder::new().name("load".into()).spawn(move || {
-            let served = served(&files, &load_config, &machine, load_observer, load_courtesy, load_cancelled);
-            // The engine is stored here too, since the channel's receiver is gone after a signal.
+            let served = load_and_start(&files, &load_config, &machine, load_observer, load_courtesy, load_cancelled);
+            // The engine is stored here too, because after a signal the receiver of the channel no longer
+            // exists.
             let served = served.inspect(|(service, _)| drop(started.set(service.engine().clone())));
             drop(done.send(served));
         });
         load = Some(loader.map_err(Error::Runtime)?);
 
         let (server_there, tls) = (Arc::clone(&server), connections.tls.clone());
-        let running = Running { config: asked, server: server_there, tls, address, reload, observer, courtesy };
+        let running = Running { config: original, server: server_there, tls, address, reload, observer, courtesy };
         tokio::spawn(running.reload_on(hangup));
         let (lose, lost) = oneshot::channel();
         let stop = stop(Arc::clone(&engine), Arc::clone(&cancelled), lost, grace)?.boxed().shared();
         let stopped = stop.clone();
         let is_ready = Notify::new();
         let serving = async {
-            // A client whose connection started the server waits for its answer: to be told to come again later would be
-            // no help to it.
+            // With socket activation, the first client waits until the model is loaded. A 503 would not help it.
             if is_handed_over {
                 tokio::select! {
                     () = is_ready.notified() => {}
@@ -164,29 +166,29 @@ pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: S
         let loading = async {
             let loaded = tokio::select! {
                 loaded = loaded => loaded,
-                () = systemd::loading(&model_id, doing) => unreachable!("it has no end"),
+                () = systemd::loading(&model_id, doing) => unreachable!("this future never ends"),
             };
             match loaded {
                 Ok(Ok((service, report))) => {
-                    say_ready(&service, &base);
+                    log_ready(&service, &base);
                     server.set_report(report);
                     let service = server.set_ready(service);
                     is_ready.notify_one();
                     systemd::ready(&model_id, &base);
                     tokio::spawn(systemd::watchdog(Arc::clone(&server)));
-                    if let Err(error) = watch(service.engine().clone(), lose) {
+                    if let Err(error) = watch_engine(service.engine().clone(), lose) {
                         return Error::Runtime(error);
                     }
-                    // In parallel with the first answers, so that the first request with a schema does not wait.
+                    // Runs in parallel with the first answers, so that the first request with a schema does not wait.
                     let prepare = std::thread::Builder::new().name("grammars".into());
-                    // Without a thread the first request with a schema prepares them.
+                    // If the thread cannot be started, the first request with a schema does this work.
                     drop(prepare.spawn(move || service.prepare_grammars()));
                     std::future::pending().await
                 }
                 Ok(Err(error)) => {
-                    // A load that a signal ended has not failed. Who signals all processes of a service signals the device
-                    // process too, perhaps first.
-                    if tokio::time::timeout(SIGNALS_APART, stopped).await.is_ok() {
+                    // A load that a signal ended has not failed. A service manager signals all processes of a service,
+                    // and the device process may get the signal first.
+                    if tokio::time::timeout(SIGNAL_DELAY, stopped).await.is_ok() {
                         std::future::pending::<()>().await;
                     }
                     error
@@ -202,12 +204,12 @@ pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: S
     if engine.get().is_none() {
         cancelled.store(true, Ordering::Release);
     }
-    if !load.is_none_or(ends) {
+    if !load.is_none_or(wait_for_load_end) {
         tracing::warn!("the model was still loading after {} s", LOAD_END.as_secs());
     }
     let ended = engine.get().and_then(EngineHandle::ended);
     match engine.get() {
-        // A lost device may never be given back.
+        // A lost device may never be released.
         Some(engine) if ended.is_some() => drop(engine.join(LOST_END)),
         engine => drop(engine.cloned().map(EndEngine)),
     }
@@ -220,7 +222,7 @@ pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: S
     }
 }
 
-/// Checks the options for clients and connections. Returns how many API keys there are.
+/// Checks the options for clients and connections. Returns the number of API keys.
 pub fn check(options: &config::Server, addresses: &[SocketAddr]) -> Result<usize, Error> {
     let keys = access_policy(options)?.keys;
     addresses.iter().try_for_each(|&address| check_keyless(address, keys.is_empty(), options))?;
@@ -228,8 +230,8 @@ pub fn check(options: &config::Server, addresses: &[SocketAddr]) -> Result<usize
     Ok(keys.len())
 }
 
-/// Has a device process load `files`, and starts the engine; also returns the report about the model.
-fn served(
+/// Loads `files` in a device process, and starts the engine; also returns the report about the model.
+fn load_and_start(
     files: &ModelFiles,
     config: &Config,
     machine: &Machine,
@@ -250,9 +252,12 @@ fn served(
     let meter = Meter::open(machine, &device.place);
     match &meter {
         Ok(meter) => {
-            tracing::info!("energy   by {}: of the whole machine, and shared among answers", meter.source())
+            tracing::info!(
+                "energy   from {}, for the whole machine; divided among the answers",
+                meter.source()
+            )
         }
-        Err(why) => tracing::info!("energy   not known: {why}"),
+        Err(why) => tracing::info!("energy   unknown: {why}"),
     }
     let meter = meter.ok();
     let queue = config.server.queue;
@@ -268,7 +273,7 @@ fn served(
     Ok((texts.service(engine, config), report))
 }
 
-/// The threads that serve. tokio panics where the system starts one of them no more.
+/// The runtime of the server. tokio panics if the system refuses to start a thread; this returns an error instead.
 fn runtime() -> Result<Runtime, Error> {
     let build = || tokio::runtime::Builder::new_multi_thread().enable_all().build();
     let built = std::panic::catch_unwind(build);
@@ -276,12 +281,12 @@ fn runtime() -> Result<Runtime, Error> {
     built.map_err(Error::Runtime)
 }
 
-/// The options for connections. Makes sure that the process may open enough files.
+/// The options for connections. Raises the limit of open files if it is too low.
 fn connections(options: &config::Server) -> Result<Connections, Error> {
     let needed = options.connections as u64 * FILES_PER_CONNECTION + OTHER_FILES;
     let limit = getrlimit(Resource::Nofile);
     if limit.current.is_some_and(|files| files < needed) {
-        // A shell's limit is 1024, for programs that use `select`.
+        // The usual soft limit is 1024, for programs that use `select`.
         if limit.maximum.is_some_and(|files| files < needed) {
             let most = limit.maximum.unwrap_or(u64::MAX);
             return Err(Error::OpenFiles { connections: options.connections, needed, most });
@@ -302,9 +307,9 @@ fn connections(options: &config::Server) -> Result<Connections, Error> {
     })
 }
 
-/// Waits for the load to end, so that the process does not exit while it is inside the driver. Returns false after
-/// [`LOAD_END`].
-fn ends(load: JoinHandle<()>) -> bool {
+/// Waits until the load has ended, so that the process does not exit while a thread is inside the driver. Returns false
+/// after [`LOAD_END`].
+fn wait_for_load_end(load: JoinHandle<()>) -> bool {
     let since = Instant::now();
     while !load.is_finished() {
         if since.elapsed() > LOAD_END {
@@ -322,14 +327,14 @@ async fn bind(host: &str, port: u16) -> Result<TcpListener, Error> {
     })
 }
 
-/// Waits for the engine's end in a separate thread, and signals `lose` if the end was not requested.
-fn watch(engine: EngineHandle, lose: oneshot::Sender<()>) -> std::io::Result<()> {
-    const LOOK_AGAIN: Duration = Duration::from_millis(250);
-    let watch = std::thread::Builder::new().name("engine's end".into());
-    watch.spawn(move || {
-        // This does not wait for the runner's end, which a lost device may delay.
+/// Waits for the engine's end in a separate thread, and sends to `lose` if the engine ended because of an error.
+fn watch_engine(engine: EngineHandle, lose: oneshot::Sender<()>) -> std::io::Result<()> {
+    const CHECK_EVERY: Duration = Duration::from_millis(250);
+    let thread = std::thread::Builder::new().name("engine's end".into());
+    thread.spawn(move || {
+        // `join` alone would also wait for the end of the runner, which a lost device may delay.
         while engine.ended().is_none() {
-            if engine.join(LOOK_AGAIN) {
+            if engine.join(CHECK_EVERY) {
                 break;
             }
         }
@@ -340,8 +345,8 @@ fn watch(engine: EngineHandle, lose: oneshot::Sender<()>) -> std::io::Result<()>
     Ok(())
 }
 
-/// Resolves at the first SIGINT or SIGTERM, or when the engine is `lost`, to the grace period for requests under way. A
-/// load that is under way is `cancelled`. A second signal ends the process at once.
+/// Resolves at the first SIGINT or SIGTERM, or when the engine is `lost`, to the grace period for requests in progress.
+/// A load in progress is cancelled by `cancelled`. A second signal ends the process immediately.
 fn stop(
     engine: Arc<OnceLock<EngineHandle>>,
     cancelled: Arc<AtomicBool>,
@@ -375,10 +380,12 @@ fn stop(
         systemd::stopping();
         match engine.get() {
             Some(_) => {
-                tracing::info!("stopping: answers under way are finished first; once more to stop at once");
+                tracing::info!(
+                    "stopping: finishing the answers in progress; a second signal stops immediately"
+                );
             }
             None => {
-                tracing::info!("stopping: the load is given up");
+                tracing::info!("stopping: cancelling the load");
                 cancelled.store(true, Ordering::Release);
             }
         }
@@ -391,7 +398,7 @@ fn stop(
     })
 }
 
-fn say_ready(service: &Service, base: &str) {
+fn log_ready(service: &Service, base: &str) {
     let context = service.engine().limits().max_context;
     tracing::info!("ready: {base}, context {context} tokens");
 }

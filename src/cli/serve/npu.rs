@@ -1,36 +1,39 @@
-//! What the NPU did since the server started. Each device process counts for itself, and its counts end with it.
+//! Counts of the NPU's work since the server started. Each device process has its own counts, which end with the
+//! process. This module adds them up.
 
 use crate::cli::npu_start::NpuStart;
 use crate::model::offload::OffloadCounts;
 
-/// The counts of all device processes so far, as far as each was asked for them.
+/// The counts of all device processes, as last reported by each of them.
 #[derive(Debug, Default)]
 pub struct NpuAccount {
-    /// The sums of the processes that ended.
+    /// The sums of the processes that have ended.
     ended: OffloadCounts,
-    /// What the present process said last, or the one before it while this one has said nothing.
+    /// The last report of the present process, or of the previous one until the present one has reported.
     start: Option<NpuStart>,
+    /// The last counts of the present process.
     present: OffloadCounts,
 }
 
 impl NpuAccount {
-    /// Notes that another process has taken over.
+    /// Must be called when a new device process has started.
     pub fn process_started(&mut self) {
         self.ended = sum(&self.ended, std::mem::take(&mut self.present));
     }
 
-    /// Takes in what the present process says.
+    /// Stores a report of the present process.
     pub fn take(&mut self, (start, counts): (NpuStart, OffloadCounts)) {
         (self.start, self.present) = (Some(start), counts);
     }
 
-    /// What the last load made of the NPU, and the counts of all processes; none if no process has spoken of an NPU.
+    /// The state of the NPU at the last load, and the counts of all processes; `None` if no process has reported an
+    /// NPU.
     pub fn total(&self) -> Option<(NpuStart, OffloadCounts)> {
         Some((self.start.clone()?, sum(&self.ended, self.present.clone())))
     }
 }
 
-/// The counts of both. The failure that ended the unit's use is `later`'s own.
+/// The sum of both counts. The failure that ended the use of the NPU is taken from `later` only.
 fn sum(earlier: &OffloadCounts, mut later: OffloadCounts) -> OffloadCounts {
     later.dispatches += earlier.dispatches;
     later.tokens += earlier.tokens;
@@ -70,15 +73,15 @@ mod tests {
     }
 
     #[test]
-    fn what_a_process_counted_outlives_it() {
+    fn the_counts_of_a_process_are_kept_after_its_end() {
         let mut account = NpuAccount::default();
         account.process_started();
-        assert!(account.total().is_none(), "nobody has spoken of an NPU");
+        assert!(account.total().is_none(), "no process has reported an NPU");
         account.take((start(2), counts(3, &[], None)));
         account.take((start(2), counts(7, &[("npu-timeout", 1)], Some("npu-timeout: it hangs"))));
-        let total = |account: &NpuAccount| account.total().expect("it spoke").1;
+        let total = |account: &NpuAccount| account.total().expect("a process has reported").1;
         assert_eq!(total(&account), counts(7, &[("npu-timeout", 1)], Some("npu-timeout: it hangs")));
-        // The next one has its own NPU, and the counts go on.
+        // The next process uses the NPU again, and the counts continue.
         account.process_started();
         assert_eq!(total(&account), counts(7, &[("npu-timeout", 1)], None));
         account.take((start(1), counts(2, &[("npu-process", 1), ("npu-timeout", 2)], None)));
@@ -86,6 +89,9 @@ mod tests {
             OffloadCounts { seconds: 1.0, ..counts(9, &[("npu-process", 1), ("npu-timeout", 3)], None) };
         assert_eq!(total(&account), expected);
         account.process_started();
-        assert_eq!((total(&account), account.total().expect("it spoke").0.kv_heads), (expected, 1));
+        assert_eq!(
+            (total(&account), account.total().expect("a process has reported").0.kv_heads),
+            (expected, 1)
+        );
     }
 }

@@ -1,11 +1,11 @@
 //! SIGHUP: a running server reads its configuration, keys and certificate again.
 //!
-//! An error in any of them changes nothing, and the log names it. The log also names changed options that do not take
-//! effect in a running server, because ignoring a change silently would be worse.
+//! If one of them is wrong, nothing changes, and the log shows the error. The log also names changed options that take
+//! effect only after a restart.
 //!
-//! The files may lie on a mount that does not answer. So a thread reads them that is given up after a while. Each signal
-//! starts a reading of its own, and what a reading that was given up finds later is not used: the files of a later signal
-//! may be in effect by then.
+//! The files may be on a mount that does not answer. So a separate thread reads them, and the server stops waiting for
+//! it after a time limit. Each signal starts a new reading. The late result of an abandoned reading is discarded,
+//! because the files of a later signal may be in effect already.
 
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
@@ -25,8 +25,8 @@ use crate::api::{AccessPolicy, Server, Tls};
 use crate::config::Config;
 
 /// How long the reading of all files may take.
-const READING: Duration = Duration::from_secs(10);
-/// The most readings that were given up and have not ended. Each holds a thread.
+const READ_TIMEOUT: Duration = Duration::from_secs(10);
+/// Maximum number of abandoned readings that still run. Each occupies a thread.
 const MAX_HUNG: usize = 8;
 
 /// Options that take effect in a running server; `config/default.toml` marks them.
@@ -46,9 +46,10 @@ pub const LIVE: [&str; 10] = [
 /// Reads the configuration again.
 type Reread = dyn Fn() -> Result<Configured, Error> + Send + Sync;
 
-/// Callbacks that read the configuration again, and apply its log level, whose filter the latter returns.
+/// Callbacks of a reload.
 pub struct Reload {
     pub reread: Arc<Reread>,
+    /// Applies the log level of a configuration. Returns the log filter as text.
     pub set_log: Box<dyn Fn(&Config) -> String + Send>,
 }
 
@@ -60,13 +61,13 @@ pub struct Running {
     /// The address that the server listens on.
     pub address: SocketAddr,
     pub reload: Reload,
-    /// The device process has a log of its own.
+    /// Forwards the log filter to the device process.
     pub observer: Observer,
     pub courtesy: CourtesyWatch,
 }
 
-/// What the files say now. Nothing of it is in effect yet.
-struct Fresh {
+/// The contents of the files, which are not in effect yet.
+struct NewFiles {
     configured: Configured,
     access: AccessPolicy,
     tls: Option<Tls>,
@@ -78,26 +79,26 @@ impl Running {
         let readings = Readings::default();
         while hangup.recv().await.is_some() {
             let (reread, has_tls) = (Arc::clone(&self.reload.reread), self.tls.is_some());
-            let fresh = readings.read(READING, move |step| read(&*reread, has_tls, step)).await;
-            // On a blocking thread, not one that answers: the device process may be slow to take its log filter.
+            let new_files = readings.read(READ_TIMEOUT, move |step| read(&*reread, has_tls, step)).await;
+            // A blocking thread, because the device process may be slow to accept its log filter.
             let reloaded = tokio::task::spawn_blocking(move || {
-                match fresh.and_then(|fresh| self.apply(fresh)) {
+                match new_files.and_then(|new_files| self.apply(new_files)) {
                     Ok(()) => tracing::info!("read the configuration again"),
-                    Err(error) => tracing::warn!("{error}: the configuration stays what it was"),
+                    Err(error) => tracing::warn!("{error}: the configuration stays unchanged"),
                 }
                 self
             });
             match reloaded.await {
                 Ok(running) => self = running,
                 Err(error) => {
-                    return tracing::error!("the configuration is not read again any more: {error}");
+                    return tracing::error!("SIGHUP no longer reloads the configuration: {error}");
                 }
             }
         }
     }
 
-    fn apply(&mut self, fresh: Fresh) -> Result<(), Error> {
-        let Fresh { configured: Configured { config, warnings, .. }, access, tls: renewed } = fresh;
+    fn apply(&mut self, new_files: NewFiles) -> Result<(), Error> {
+        let NewFiles { configured: Configured { config, warnings, .. }, access, tls: renewed } = new_files;
         check_keyless(self.address, access.keys.is_empty(), &config.server)?;
         if let (Some(tls), Some(renewed)) = (&self.tls, &renewed) {
             tls.renew(renewed);
@@ -112,15 +113,15 @@ impl Running {
         let is_live =
             |option: &str| LIVE.contains(&option) && !(switched && option.starts_with("server.tls"));
         for option in self.config.differences(&config).into_iter().filter(|option| !is_live(option)) {
-            tracing::warn!("{option} has changed, and takes effect when unicorn is started again");
+            tracing::warn!("{option} has changed; the change takes effect after a restart of unicorn");
         }
         self.config = config;
         Ok(())
     }
 }
 
-/// Reads all files. A certificate is read only by a server that speaks HTTPS (`has_tls`).
-fn read(reread: &Reread, has_tls: bool, step: &Step) -> Result<Fresh, Error> {
+/// Reads all files. The certificate is read only if the server uses HTTPS (`has_tls`).
+fn read(reread: &Reread, has_tls: bool, step: &Step) -> Result<NewFiles, Error> {
     step.begin("the configuration");
     let configured = reread()?;
     let options = &configured.config.server;
@@ -131,10 +132,10 @@ fn read(reread: &Reread, has_tls: bool, step: &Step) -> Result<Fresh, Error> {
         (Some(cert), Some(key)) if has_tls => Some(Tls::read(cert.as_ref(), key.as_ref())?),
         _ => None,
     };
-    Ok(Fresh { configured, access, tls })
+    Ok(NewFiles { configured, access, tls })
 }
 
-/// What a reading is at, for the message about one that does not end.
+/// What a reading reads at the moment, for the error message about a reading that hangs.
 #[derive(Default)]
 struct Step(Mutex<&'static str>);
 
@@ -148,15 +149,15 @@ impl Step {
     }
 }
 
-/// Readings, each in a thread of its own. A thread of the runtime would keep the server from ending.
+/// Starts readings, each in its own thread. A thread of the runtime would delay the end of the server.
 #[derive(Default)]
 struct Readings(
-    /// Each reading holds a clone.
+    /// Each running reading holds a clone, so the reference count is the number of readings plus one.
     Arc<()>,
 );
 
 impl Readings {
-    /// What `read` returns, if it does so within `patience`.
+    /// Runs `read` in a new thread, and waits `patience` for its result.
     async fn read<T: Send + 'static>(
         &self,
         patience: Duration,
@@ -164,7 +165,7 @@ impl Readings {
     ) -> Result<T, Error> {
         let hung = Arc::strong_count(&self.0) - 1;
         if hung >= MAX_HUNG {
-            return Err(Error::ReloadsHang(hung));
+            return Err(Error::TooManyReloads(hung));
         }
         let (done, result) = oneshot::channel();
         let step = Arc::new(Step::default());
@@ -178,7 +179,7 @@ impl Readings {
         match timeout(patience, result).await {
             Ok(Ok(result)) => result,
             Ok(Err(_)) => Err(Error::Panicked),
-            Err(_) => Err(Error::ReloadHangs { what: step.what(), seconds: patience.as_secs() }),
+            Err(_) => Err(Error::ReloadTimeout { what: step.what(), seconds: patience.as_secs() }),
         }
     }
 }
@@ -190,15 +191,15 @@ mod tests {
     use super::*;
     use crate::config::DEFAULT_TOML;
 
-    /// As on a mount that does not answer: the reading of one signal hangs, and those of later ones do not.
+    /// As on a mount that does not answer: the reading of one signal hangs, and those of later signals do not.
     #[tokio::test]
-    async fn a_reading_that_hangs_is_named_and_keeps_no_later_one_from_its_files() {
+    async fn a_hanging_reading_is_reported_and_does_not_block_later_ones() {
         const BRIEF: Duration = Duration::from_millis(20);
         const LONG: Duration = Duration::from_secs(60);
         let readings = Readings::default();
-        let (mut held, mut lets_go) = (Vec::new(), Vec::new());
+        let (mut ends, mut releases) = (Vec::new(), Vec::new());
         for n in 0..MAX_HUNG {
-            let (let_go, wait) = mpsc::channel::<()>();
+            let (release, wait) = mpsc::channel::<()>();
             let (gone, ended) = mpsc::channel::<()>();
             let hangs = move |step: &Step| {
                 step.begin("the API keys");
@@ -208,39 +209,39 @@ mod tests {
             };
             let error = readings.read(BRIEF, hangs).await.unwrap_err().to_string();
             assert!(error.contains("the API keys"), "{error}");
-            lets_go.push(let_go);
-            held.push(ended);
+            releases.push(release);
+            ends.push(ended);
             if n + 1 < MAX_HUNG {
                 assert_eq!(readings.read(LONG, move |_| Ok(n)).await.unwrap(), n);
             }
         }
         let refused = readings.read(LONG, |_| Ok(())).await.unwrap_err();
-        assert!(matches!(refused, Error::ReloadsHang(MAX_HUNG)), "{refused}");
-        drop(lets_go);
-        for ended in held {
-            ended.recv().expect_err("it ends, and sends nothing");
+        assert!(matches!(refused, Error::TooManyReloads(MAX_HUNG)), "{refused}");
+        drop(releases);
+        for ended in ends {
+            ended.recv().expect_err("the reading ends, and sends nothing");
         }
         while Arc::strong_count(&readings.0) > 1 {
             thread::yield_now();
         }
-        readings.read(LONG, |_| Ok(())).await.expect("all have ended");
+        readings.read(LONG, |_| Ok(())).await.expect("all readings have ended");
         let panics = readings.read(LONG, |_| -> Result<(), Error> { panic!("as the test wants") }).await;
         assert!(matches!(panics, Err(Error::Panicked)));
     }
 
-    /// In the file a comment stands before the options that it describes, one or several.
+    /// In the file, a comment precedes the option or the options that it describes.
     #[test]
-    fn the_options_that_the_defaults_mark_are_those_that_take_effect() {
-        let (mut section, mut marked, mut behind) = ("", false, false);
+    fn the_live_options_are_those_that_the_default_configuration_marks() {
+        let (mut section, mut marked, mut after_option) = ("", false, false);
         let mut live = Vec::new();
         for line in DEFAULT_TOML.lines() {
             if let Some(name) = line.strip_prefix('[').and_then(|line| line.strip_suffix(']')) {
                 (section, marked) = (name, false);
             } else if line.starts_with('#') {
-                marked = line.contains("[live]") || marked && !behind;
-                behind = false;
+                marked = line.contains("[live]") || marked && !after_option;
+                after_option = false;
             } else if let Some((option, _)) = line.split_once(" = ") {
-                behind = true;
+                after_option = true;
                 live.extend(marked.then(|| format!("{section}.{option}")));
             }
         }

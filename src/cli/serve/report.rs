@@ -35,7 +35,7 @@ pub fn collect(
         let courtesy = courtesy.now();
         let device = observer.observe(true);
         let own = resident_bytes().0;
-        // The sum of both processes.
+        // The sum of the server process and the device process.
         let resident = device.as_ref().map_or(own, |now| Some(own? + now.resident?));
         let device_processor = device.as_ref().map(|now| now.processor);
         let most_files = getrlimit(Resource::Nofile).current;
@@ -89,10 +89,10 @@ pub fn collect(
     }
 }
 
-/// What the NPU does now, and did. `answers` is whether the device process was heard just now.
+/// The present state and the counts of the NPU. `answers`: whether the device process has just answered.
 fn npu_now(start: NpuStart, counts: OffloadCounts, answers: bool) -> NpuReport {
     const SILENT: &str =
-        "the process with the model is not there or does not answer: the counts are the last known";
+        "the process with the model is not running or does not answer: these are its last known counts";
     let NpuStart { mode, device, xrt, is_double, kv_heads, reason, .. } = start;
     let reason = if answers { counts.quarantined.or(reason) } else { Some(SILENT.into()) };
     NpuReport {

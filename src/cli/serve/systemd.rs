@@ -1,11 +1,11 @@
-//! What systemd is told (sd_notify(3)), and what it hands over: listening sockets.
+//! Notifications to systemd (sd_notify(3)), and listening sockets from systemd.
 //!
-//! `READY=1` comes once the model is loaded and has passed the self-test. While it is loaded, the time for that is
-//! extended, up to [`LONGEST_LOAD`]. `WATCHDOG=1` comes as long as the device proves that it computes: the proof is that of
-//! `/health`, which sends an idle device a probe. A device that hangs sends none, and neither does a recovery that takes
-//! longer than [`LONGEST_LOAD`], so that systemd ends the process and starts another.
+//! The server sends `READY=1` when the model is loaded and has passed the self-test. During the load it extends the
+//! start timeout, up to [`LONGEST_LOAD`]. Then it sends `WATCHDOG=1` as long as the device computes, which is checked
+//! like `/health`: with a probe if the device is idle. If the device hangs, or if a recovery takes longer than
+//! [`LONGEST_LOAD`], the server does not send it, and systemd restarts the process.
 //!
-//! Without systemd nothing is told.
+//! Without systemd the server sends nothing.
 
 use std::net::TcpListener;
 use std::sync::Arc;
@@ -16,19 +16,21 @@ use sd_notify::NotifyState;
 
 use crate::api::{Health, Server};
 
-/// How often the time for loading is extended, and by how much each time.
+/// How often the start timeout is extended, and by how much each time.
 const EXTEND_EVERY: Duration = Duration::from_secs(5);
 const EXTENSION: Duration = Duration::from_secs(30);
 /// The longest time that a load, or a recovery, may take. A 27B from a slow disk takes minutes.
 const LONGEST_LOAD: Duration = Duration::from_secs(30 * 60);
-/// Signs of life within the time that systemd gives for one.
-const SIGNS: u32 = 3;
+/// Number of watchdog messages within systemd's watchdog timeout.
+const MESSAGES_PER_TIMEOUT: u32 = 3;
 
-/// The socket that systemd listens on for this process, if there is one.
+/// The socket of a socket-activated service; `None` without socket activation.
 pub fn socket() -> std::io::Result<Option<TcpListener>> {
     let mut sockets = ListenFd::from_env();
     if sockets.len() > 1 {
-        return Err(std::io::Error::other("systemd hands over several sockets; expected one ListenStream="));
+        return Err(std::io::Error::other(
+            "systemd passed several sockets; expected a socket unit with one ListenStream=",
+        ));
     }
     let socket = sockets.take_tcp_listener(0)?;
     if let Some(socket) = &socket {
@@ -37,37 +39,37 @@ pub fn socket() -> std::io::Result<Option<TcpListener>> {
     Ok(socket)
 }
 
-fn tell(state: NotifyState, status: &str) {
+fn notify(state: NotifyState, status: &str) {
     send(&[state, NotifyState::Status(status)]);
 }
 
 fn send(states: &[NotifyState]) {
     if let Err(error) = sd_notify::notify(states) {
-        tracing::warn!("systemd cannot be told: {error}");
+        tracing::warn!("cannot notify systemd: {error}");
     }
 }
 
-/// Asks for more time as long as the model is loaded. To be dropped when it is.
+/// Extends the start timeout while the model is loaded. The future never ends; the caller drops it after the load.
 pub async fn loading(model: &str, doing: impl Fn() -> Option<String>) {
     let since = Instant::now();
     while since.elapsed() < LONGEST_LOAD {
         let extension = NotifyState::ExtendTimeoutUsec(EXTENSION.as_micros() as u32);
         let doing = doing().map(|doing| format!(": {doing}")).unwrap_or_default();
-        tell(extension, &format!("loading {model} for {} s{doing}", since.elapsed().as_secs()));
+        notify(extension, &format!("loading {model} for {} s{doing}", since.elapsed().as_secs()));
         tokio::time::sleep(EXTEND_EVERY).await;
     }
     std::future::pending().await
 }
 
 pub fn ready(model: &str, base: &str) {
-    tell(NotifyState::Ready, &format!("{model} at {base}"));
+    notify(NotifyState::Ready, &format!("{model} at {base}"));
 }
 
 pub fn stopping() {
-    tell(NotifyState::Stopping, "stopping: answers under way are finished first");
+    notify(NotifyState::Stopping, "stopping: finishing the answers in progress");
 }
 
-/// Sends signs of life, if systemd wants them, as long as there are any.
+/// Sends watchdog messages while the server is alive, if systemd expects them.
 pub async fn watchdog(server: Arc<Server>) {
     let Some(within) = sd_notify::watchdog_enabled() else { return };
     let mut last_ready = Instant::now();
@@ -84,6 +86,6 @@ pub async fn watchdog(server: Arc<Server>) {
         if is_alive {
             send(&[NotifyState::Watchdog]);
         }
-        tokio::time::sleep(within / SIGNS).await;
+        tokio::time::sleep(within / MESSAGES_PER_TIMEOUT).await;
     }
 }
