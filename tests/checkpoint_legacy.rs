@@ -24,7 +24,7 @@ use crate::support::damaged::DamagedReadings;
 use crate::support::driver::greedy;
 use crate::support::goldens::Goldens;
 use crate::support::legacy_files::{
-    Made, asymmetric, grouped, layer_file, layer_of_all_schemes, shared, symmetric,
+    LayerTensor, asymmetric, grouped, layer_file, layer_of_all_schemes, shared, symmetric,
 };
 use crate::support::program::{assert_error, output, unicorn, unicorn_on_software};
 use crate::support::{data, goldens};
@@ -267,7 +267,7 @@ fn the_binary_runs_layer_files_and_names_missing_files() {
     assert_eq!(warnings.count(), 1, "{stderr}");
 }
 
-// ---- Made-up files -------------------------------------------------------------------------------------
+// ---- Generated files -------------------------------------------------------------------------------------
 
 /// Files by name.
 type Files = Vec<(&'static str, Vec<u8>)>;
@@ -349,10 +349,10 @@ fn scales_outside_the_range_of_f16_are_kept_without_loss() {
 
 #[test]
 fn bad_layer_files_are_refused_with_file_and_tensor() {
-    let layer = |tensors: &[Made]| vec![shared(), ("m_layer_3.safetensors", layer_file(tensors))];
+    let layer = |tensors: &[LayerTensor]| vec![shared(), ("m_layer_3.safetensors", layer_file(tensors))];
     let name = "x.layers.3.w";
     let good = || symmetric(name, &[2, 2], 0.5, &[1, 2, 3, 4]);
-    let changed = |change: &dyn Fn(&mut Made)| {
+    let changed = |change: &dyn Fn(&mut LayerTensor)| {
         let mut tensor = good();
         change(&mut tensor);
         layer(&[tensor])

@@ -100,7 +100,7 @@ fn packed_checkpoints_match_the_oracle() {
     }
 }
 
-// ---- Made-up files -------------------------------------------------------------------------------------
+// ---- Generated files -------------------------------------------------------------------------------------
 
 fn bf16s(scales: &[f32]) -> Vec<u8> {
     scales.iter().flat_map(|s| bf16::from_f32(*s).to_le_bytes()).collect()

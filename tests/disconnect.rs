@@ -244,7 +244,7 @@ async fn answers_of_a_client_that_stops_reading_are_aborted() {
     for (path, more, answers) in [(CHAT, json!({}), 1), (CHAT, json!({"n": 2}), 2), (RESPONSES, json!({}), 1)]
     {
         let before = finished("abort").await;
-        let mut client = serving.connect_narrow();
+        let mut client = serving.connect_with_small_buffer();
         let asked = body(path, "unread", with(with(large.clone(), long(path)), more));
         client.write_all(request(path, &asked).as_bytes()).expect("sent");
         client = blocking(move || {

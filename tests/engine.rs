@@ -873,8 +873,8 @@ fn a_prompt_step_shared_with_the_npu_is_the_only_step_in_flight() {
         assert_eq!(collect(&mut decoded).0, (203..323).collect::<Vec<u32>>());
         assert_all_free(&engine);
         let (long, short): (Vec<_>, Vec<_>) =
-            control.batches_beside().into_iter().partition(|(batch, _)| is_long(batch));
-        let overlap = |steps: &[(Batch, usize)]| steps.iter().filter(|(_, beside)| *beside > 0).count();
+            control.batches_with_steps_in_flight().into_iter().partition(|(batch, _)| is_long(batch));
+        let overlap = |steps: &[(Batch, usize)]| steps.iter().filter(|(_, others)| *others > 0).count();
         assert!(long.len() >= 3 && long.iter().all(|(batch, _)| batch.sequences.len() > 1), "{}", long.len());
         assert_eq!(overlap(&long) > 0, path == 0, "{} of {}, path {path}", overlap(&long), long.len());
         assert!(overlap(&short) > short.len() / 2, "{} of {}", overlap(&short), short.len());

@@ -354,8 +354,8 @@ fn a_server_whose_device_hangs_sends_no_watchdog_signals_to_systemd() {
     while faulty.health().1["status"] != "unresponsive" {
         std::thread::sleep(Duration::from_millis(100));
     }
-    while systemd.hears(Duration::from_millis(1)).is_some() {}
+    while systemd.next_message(Duration::from_millis(1)).is_some() {}
     // One more signal may already be on its way: systemd gets three within the watchdog time.
-    systemd.hears(watchdog / 2);
-    assert_eq!(systemd.hears(2 * watchdog), None);
+    systemd.next_message(watchdog / 2);
+    assert_eq!(systemd.next_message(2 * watchdog), None);
 }
