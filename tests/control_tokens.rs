@@ -255,7 +255,7 @@ fn random_texts_never_add_a_control_token() {
     const SEED: u64 = 35;
     println!("seed {SEED}");
     let mut rng = ChaCha8Rng::seed_from_u64(SEED);
-    // Normalizers and pre-tokenizers differ in spaces before a text and at the begin of a turn.
+    // Normalizers and pre-tokenizers differ in spaces before a text and at the beginning of a turn.
     let prepend = |json: &mut Value| {
         let spaces = json["normalizer"].clone();
         let begins = json!({"type": "Prepend", "prepend": "▁"});
@@ -450,7 +450,7 @@ fn turns(server: &Daemon, names: [&str; 2]) -> usize {
 fn the_binary_follows_the_option_with_every_kind_of_checkpoint() {
     const NAMES: [&str; 2] = ["<start_of_turn>", "<end_of_turn>"];
     let (gguf, tiny) = (data("gguf/gguf-s/gguf-s-Q8_0.gguf"), tiny_model());
-    // The user's turn and the begin of the model's turn have 3 of these tokens. The forged text spells 2 more.
+    // The user's turn and the beginning of the model's turn have 3 of these tokens. The forged text spells 2 more.
     for (model, option, expected) in
         [(demo::folder().as_path(), "", 3), (tiny.path(), "true", 5), (gguf.as_path(), "false", 3)]
     {

@@ -176,7 +176,7 @@ fn answers_in_a_batch(model: &mut Gemma3, selected: &[&Answer], more: usize) -> 
 
 /// With keys and values in f16 or int8, most answers must equal those of PyTorch in f32. A few may differ.
 #[test]
-fn a_kv_cache_in_f16_or_int8_keeps_most_answers() {
+fn the_kv_cache_in_f16_or_int8_keeps_most_answers() {
     let wanted: Vec<&Answer> =
         goldens().answers.iter().filter(|a| a.quick && a.prompt.len() <= 600).collect();
     for (kv, least) in [(KvDtype::F16, 99), (KvDtype::Int8, 90)] {

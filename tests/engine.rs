@@ -687,12 +687,8 @@ fn the_computing_time_of_a_grammar_counts_for_its_client() {
     for cancelled in [false, true] {
         assert_eq!(order(Duration::ZERO, cancelled), [0, 1, 2, 3], "client 1 has used fewer tokens");
         // A token takes 5 ms. Client 2 has used 43 tokens, and client 1 has used 13 tokens and the time of its mask.
-        assert_eq!(
-            order(Duration::from_millis(10), cancelled),
-            [0, 1, 2, 3],
-            "20 for the mask are not enough"
-        );
-        assert_eq!(order(Duration::from_millis(20), cancelled), [0, 1, 3, 2], "40 for the mask are enough");
+        assert_eq!(order(Duration::from_millis(10), cancelled), [0, 1, 2, 3], "the mask counts as 20 tokens");
+        assert_eq!(order(Duration::from_millis(20), cancelled), [0, 1, 3, 2], "the mask counts as 40 tokens");
     }
 }
 
@@ -785,7 +781,8 @@ fn a_computed_prompt_is_found_in_the_prefix_cache() {
     assert_eq!(cached(&last), computed / 4 * 4);
     let first = &control.batches()[steps].sequences[0];
     assert_eq!((first.start, first.input.len()), (computed / 4 * 4, turn.len() - computed / 4 * 4));
-    // This text has the same begin, but differs within the window. Only blocks whose whole window is equal can be used.
+    // This text begins in the same way, but differs within the window. Only blocks whose whole window is equal can be
+    // used.
     let (other, last) =
         collect(&mut engine.submit(request(&[&prompt[..30], &[7; 20][..]].concat(), 5)).expect("accepted"));
     assert_eq!(other, mixed_answer(&[&prompt[..30], &[7; 20][..]].concat(), 5, 0, 512, END));
@@ -862,7 +859,7 @@ fn a_prompt_step_shared_with_the_npu_is_the_only_step_in_flight() {
         control.allow(6);
         let mut decoded = engine.submit(request(&[1, 2, 3], 120)).expect("accepted");
         control.submitted(7);
-        // No two prompts have the same begin.
+        // No two prompts begin in the same way.
         let prompts = [150, 31, 90].map(|len| (len..2 * len).collect::<Vec<u32>>());
         let streams = prompts.each_ref().map(|prompt| engine.submit(request(prompt, 20)).expect("accepted"));
         control.release();
@@ -1312,7 +1309,7 @@ fn random_requests_and_cancellations_keep_answers_exact_and_free_all_blocks() {
         let mut open = Vec::new();
         for _ in 0..30 {
             let len = rng.random_range(1..limits.max_context);
-            // There are few different texts, so that many have the same begin.
+            // There are few different texts, so that many begin in the same way.
             let prompt: Vec<u32> =
                 (0..len).map(|i| if i % 40 == 39 { rng.random_range(0..3) } else { i as u32 }).collect();
             let max_tokens = rng.random_range(1..=limits.max_context - len);

@@ -408,7 +408,7 @@ fn fused_norms_match_separate_norms_bit_for_bit() {
                 k.rms_norm_gather(r, &hidden, &index, &norms[1], y, tokens);
             });
             check(got, "rms_norm_gather");
-            // The kernel adds to its input, so each run gets a new copy.
+            // The kernel changes `hidden`, so each run gets a new copy.
             let again: Vec<Activations> = (0..3).map(|_| b.activations(&base, width)).collect();
             let next = std::cell::Cell::new(0);
             let got = all_ways(b, tokens, width, &|k, r, y| {

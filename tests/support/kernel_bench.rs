@@ -103,7 +103,7 @@ impl Bench {
         Bench::with_bodies(device, seed, Tiles::of(device))
     }
 
-    /// With the kernels for GPUs or for CPUs.
+    /// A bench with the kernels for GPUs or for CPUs.
     pub fn with_bodies(device: &Arc<Device>, seed: u64, bodies: Tiles) -> Bench {
         let (arena, rng) = (Arena::new(device), ChaCha8Rng::seed_from_u64(seed));
         let kernels = every_kernel(device, bodies);
@@ -128,8 +128,8 @@ impl Bench {
         self.make_tiles(scheme, precision, Tiles::of(&self.device), true);
     }
 
-    /// Like [`Bench::make_scheme`], for given tiles. Without `gated` there are no gated pairs, which halves the time to
-    /// compile.
+    /// Like [`Bench::make_scheme`], for given tiles. Without `gated` there are no gated pairs, which take as long to
+    /// compile as the other kernels.
     pub fn make_tiles(&mut self, scheme: Scheme, precision: Precision, tiles: Tiles, gated: bool) {
         let gated = if gated { vec![scheme] } else { Vec::new() };
         let (embedding, tiles) = (Some(scheme), Some(tiles));

@@ -22,7 +22,8 @@ pub fn matmul_magnitude(x: &[f32], w: &[f32], tokens: usize, rows: usize, cols: 
 /// The number of columns that share a scale in int8 activations.
 pub const BLOCK_COLS: usize = 32;
 
-/// The number of blocks in a segment. Sums of segments are added up (`shaders/common/fast.glsl`).
+/// The number of blocks in a segment of a row with `blocks` blocks. The products are summed in each segment first, and
+/// then over the segments (`shaders/common/fast.glsl`).
 pub fn segment_blocks(blocks: usize) -> usize {
     blocks.div_ceil(8).max(4)
 }
@@ -92,7 +93,7 @@ pub fn fast_product(
             for at in (block * BLOCK_COLS..(block + 1) * BLOCK_COLS).step_by(unit) {
                 let columns = at..(at + unit).min(q.len());
                 if row_scale.is_none() && columns.is_empty() {
-                    // A half block without weights is skipped, and does not even add 0.
+                    // A half block without weights adds +0, which changes nothing.
                     continue;
                 }
                 let ints = |v: &[i8]| v.iter().map(|v| i32::from(*v)).collect::<Vec<_>>();
