@@ -453,7 +453,7 @@ async fn wrong_keys_are_refused_late_and_valid_keys_are_accepted_immediately() {
     assert_eq!(
         outcome(&app, from(here, request("POST", CHAT, &[]))).await.0,
         401,
-        "no key is not a wrong key"
+        "a missing key does not count as a wrong key"
     );
     assert_eq!(outcome(&app, ask(there, "wrong")).await.0, 401);
     let (_, _, status) =

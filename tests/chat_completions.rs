@@ -556,7 +556,7 @@ async fn requests_without_a_model_are_answered_and_other_names_are_refused() {
         ("/tokenize", json!({"messages": turns}), 200),
         ("/detokenize", json!({"tokens": [2, 3]}), 200),
         ("/models/load", json!({}), 200),
-        ("/models/unload", json!({}), 400), // understood, but the idle model may not be unloaded this way
+        ("/models/unload", json!({}), 400), // valid, but a request cannot unload a model
     ] {
         let ask = async |more: Value| {
             let body = with(body.clone(), more).to_string();

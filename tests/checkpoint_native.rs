@@ -606,7 +606,7 @@ fn damaged_small_files_of_native_checkpoints_are_refused_or_used() {
         json!([[0, 1], "a b", {"a": 1}]),
         json!({"Sequence": {"id": "A", "type_id": 0}}),
         json!({"Sequence": {"id": "B", "type_id": 0}}),
-        json!({"SpecialToken": {"id": "<invalid>", "type_id": 0}}),
+        json!({"SpecialToken": {"id": "<none>", "type_id": 0}}),
     ];
     let byte_level = json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true});
     let steps = [

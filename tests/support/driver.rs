@@ -46,8 +46,8 @@ impl<'a> Driver<'a> {
         Self { runner, limits, scheduler: Scheduler::new(limits, config) }
     }
 
-    /// Adds sequence `i` before step `arrivals(i)`, and runs all sequences to their end. Up to `max_in_flight` steps are
-    /// in flight.
+    /// Adds sequence `i` before step `arrivals(i)`, and runs all sequences to their end. Up to `max_in_flight` steps
+    /// are in flight.
     pub fn run_staggered(&mut self, sequences: Vec<Sequence>, arrivals: impl Fn(usize) -> usize) -> Run {
         let mut run = Run::default();
         let (pace, mut in_flight) = (Pace::new(), VecDeque::new());
