@@ -581,7 +581,7 @@ fn a_server_that_is_open_by_mistake_is_refused_at_the_start() {
     assert_error(empty, 78, &["API key"]);
 
     assert_error(serve(&["--api-key-file", path]), 78, &[path, "No such file"]);
-    std::fs::write(&keys, "# nobody yet\n").expect("written");
+    std::fs::write(&keys, "# no keys yet\n").expect("written");
     assert_error(serve(&["--api-key-file", path]), 78, &[path, "no key"]);
     std::fs::write(&keys, "good\nsecret with blanks\n").expect("written");
     let (code, _, stderr) = output(serve(&["--api-key-file", path]));

@@ -278,7 +278,7 @@ fn an_interrupted_conversion_does_not_load_and_continues_where_it_stopped() {
     quantize(&source, &whole, &["--scheme", "keep"]);
     let shared = fs::metadata(whole.join("shared.safetensors")).unwrap().len();
     let layer = fs::metadata(whole.join("layer-000.safetensors")).unwrap().len();
-    assert!(shared + 4096 < layer, "the limit below lies between {shared} and {layer}");
+    assert!(shared + 4096 < layer, "the limit below is between {shared} and {layer}");
 
     // The signal kills the program in the middle of the first layer.
     let args = ["quantize", text(&source), text(&resumed), "--scheme", "keep"];

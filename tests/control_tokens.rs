@@ -361,7 +361,7 @@ fn text_that_a_template_turns_into_a_control_token_stays_text() {
             Err(error) => panic!("{source}: {error}"),
         };
         let all = control(&tokenizer, &tokenizer.encode(&prompt.text, false).expect("encodes"));
-        assert!(all.len() > own.len(), "{source}: {:?} spells no more", prompt.text);
+        assert!(all.len() > own.len(), "{source}: {:?} spells no additional control token", prompt.text);
         let ids = prompt.ids(&tokenizer).expect(source);
         assert_eq!(control(&tokenizer, &ids), own, "{source}");
         assert_eq!(tokenizer.decode(&ids, false), prompt.text, "{source}");

@@ -355,7 +355,7 @@ async fn streams_of_one_connection_are_requests_of_one_client() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn request_heads_that_are_too_large_are_refused() {
+async fn heads_beyond_all_measure_are_refused() {
     let serving = Serving::start(app_behind(AccessPolicy::default(), "ok"), PATIENT).await;
     for (bytes, is_answered) in [(60 << 10, true), (70 << 10, false), (500 << 10, false)] {
         let mut client = Client::connect(&serving).await;
@@ -464,7 +464,7 @@ async fn pings_keep_no_connection_from_being_idle() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_answer_may_take_longer_than_the_idle_timeout() {
+async fn an_answer_may_take_longer_than_silence_may() {
     let connections = Connections { write_timeout: 4 * HANG, ..CONNECTIONS };
     let serving = Serving::start(app_behind(AccessPolicy::default(), "One, two, three"), connections).await;
     serving.app.control.allow(2);

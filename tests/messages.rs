@@ -384,7 +384,7 @@ async fn a_schema_for_the_answer_and_tools_go_together() {
 }
 
 #[tokio::test]
-async fn fields_that_clients_send_in_addition_are_accepted() {
+async fn what_clients_send_beside_is_accepted() {
     let app = app_that_says("ok");
     let tool = json!([{"name": "f", "type": "custom", "input_schema": {"type": "object"}, "cache_control": {"type": "ephemeral"}}]);
     for fields in [
@@ -439,7 +439,7 @@ async fn an_answer_may_be_bounded_by_the_context() {
 }
 
 #[tokio::test]
-async fn bad_bodies_are_refused_with_the_name_of_the_field() {
+async fn bad_bodies_are_refused_by_field() {
     let app = app_that_says("ok");
     let body = |fields: Value| with(ask("Hi"), fields);
     let content = |block: Value| body(json!({"messages": [{"role": "user", "content": [block]}]}));

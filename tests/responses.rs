@@ -616,7 +616,7 @@ async fn an_answer_is_held_to_a_format() {
 }
 
 #[tokio::test]
-async fn fields_that_clients_send_in_addition_are_accepted() {
+async fn what_clients_send_beside_is_accepted() {
     let app = app_that_says("ok");
     let tool = json!([{"type": "function", "name": "f", "parameters": {}}]);
     for fields in [
@@ -632,7 +632,7 @@ async fn fields_that_clients_send_in_addition_are_accepted() {
 }
 
 #[tokio::test]
-async fn bad_bodies_are_refused_with_the_name_of_the_field() {
+async fn bad_bodies_are_refused_by_field() {
     let app = app_that_says("ok");
     let body = |fields: Value| with(ask("Hi"), fields);
     let item = |item: Value| body(json!({"input": [item]}));
