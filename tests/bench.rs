@@ -305,7 +305,7 @@ fn failures_are_counted_and_the_first_is_reported() {
         let level = &report["levels"][0];
         assert_eq!((&level["requests"], &level["failures"]), (&json!(4), &json!(2)), "{level}");
         assert_eq!(level["tokens"], 4, "only whole answers are counted: {level}");
-        let first = level["first_failure"].as_str().expect("told");
+        let first = level["first_failure"].as_str().expect("a first failure");
         assert!(
             parts.iter().all(|part| first.contains(part)) && !first.contains('\n'),
             "{parts:?}: {first:?}"
