@@ -1,4 +1,5 @@
-//! Who may ask: API keys, host names, pages of other origins, the share of one client, and which starts are refused.
+//! Access control: API keys, host names, pages of other origins, the limits of one client, and configurations that
+//! `serve` refuses at the start.
 
 use std::convert::Infallible;
 use std::io::{self, Write};
@@ -53,7 +54,7 @@ async fn outcome(app: &App, request: Request<Body>) -> (u16, String) {
 const CHAT: &str = "/v1/chat/completions";
 
 #[tokio::test]
-async fn with_keys_every_route_but_health_and_the_page_asks_for_one() {
+async fn with_keys_every_route_but_health_and_the_page_needs_a_key() {
     let app = app_behind(with_keys(), "ok");
     for (method, path) in [
         ("GET", "/v1/models"),
@@ -90,7 +91,7 @@ async fn with_keys_every_route_but_health_and_the_page_asks_for_one() {
             assert_eq!((&error["type"], &error["param"]), (&json!("invalid_request_error"), &Value::Null));
             assert!(headers["www-authenticate"].to_str().unwrap().starts_with("Bearer"));
             assert!(headers.contains_key("x-request-id"));
-            // These hosts are neither the server's nor the client's.
+            // No answer may contain a key, neither the server's nor the client's.
             for key in [KEY, "first-key", "1234567891"] {
                 assert!(!body.to_string().contains(key), "{body}");
             }
@@ -100,7 +101,8 @@ async fn with_keys_every_route_but_health_and_the_page_asks_for_one() {
         ("authorization", "Bearer sk-unicorn-1234567890"),
         ("authorization", "bearer first-key"),
         ("x-api-key", KEY),
-        // A key lets a request in under any name and from any page, because no page of a stranger has a key.
+        // A request with a key is accepted under any host name and from any origin, because a stranger's page has no
+        // key.
         ("x-api-key", "first-key"),
     ] {
         let strange = [(name, value), ("host", "strange.example"), ("origin", "https://strange.example")];
@@ -117,7 +119,7 @@ async fn with_keys_every_route_but_health_and_the_page_asks_for_one() {
 }
 
 #[tokio::test]
-async fn without_keys_any_key_or_none_will_do() {
+async fn without_keys_any_key_or_no_key_is_accepted() {
     let app = app_behind(AccessPolicy::default(), "ok");
     for fields in
         [&[][..], &[("authorization", "Bearer ")], &[("authorization", "Bearer x")], &[("x-api-key", "")]]
@@ -127,7 +129,7 @@ async fn without_keys_any_key_or_none_will_do() {
 }
 
 #[tokio::test]
-async fn without_keys_foreign_names_and_pages_are_refused() {
+async fn without_keys_foreign_hosts_and_origins_are_refused() {
     let app =
         app_behind(AccessPolicy { allowed_hosts: vec!["box.lan".into()], ..AccessPolicy::default() }, "ok");
     for host in ["evil.example:8010", "localhost.evil.example", "a@localhost", ""] {
@@ -173,7 +175,7 @@ async fn without_keys_foreign_names_and_pages_are_refused() {
     // These requests come from the server's own page.
     let own = [("host", "Box.lan:8010"), ("origin", "http://box.lan:8010")];
     assert_eq!(outcome(&app, request("POST", CHAT, &own)).await.0, 200);
-    // As it comes by HTTP/2: the server's name stands in the request's target, and there is no Host.
+    // With HTTP/2, the server's name is in the request's target, and there is no Host field.
     for (origin, status) in [("http://box.lan:8010", 200), ("http://box.lan:3000", 403)] {
         let page = request("POST", &format!("http://Box.lan:8010{CHAT}"), &[("origin", origin)]);
         assert_eq!(outcome(&app, page).await.0, status, "{origin}");
@@ -204,13 +206,13 @@ fn field<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
 }
 
 #[tokio::test]
-async fn pages_that_cors_lets_in_may_ask_and_read() {
+async fn pages_of_allowed_cors_origins_may_send_requests_and_read_answers() {
     let page = "http://localhost:3000";
     let named = with_cors(&["https://chat.example", page]);
-    for door in [named.clone(), with_cors(&["*"]), AccessPolicy { keys: with_keys().keys, ..named }] {
-        let keyed = !door.keys.is_empty();
-        let all = door.cors_origins == ["*"];
-        let app = app_behind(door, "ok");
+    for policy in [named.clone(), with_cors(&["*"]), AccessPolicy { keys: with_keys().keys, ..named }] {
+        let keyed = !policy.keys.is_empty();
+        let all = policy.cors_origins == ["*"];
+        let app = app_behind(policy, "ok");
         let (status, headers, _) = send(&app.router, preflight(page)).await;
         assert_eq!(status, 200, "{headers:?}");
         assert_eq!(field(&headers, "access-control-allow-origin"), Some(if all { "*" } else { page }));
@@ -253,7 +255,7 @@ async fn begin(app: &App, request: Request<Body>) -> Response<Body> {
 }
 
 #[tokio::test]
-async fn a_client_has_so_many_requests_under_way_until_their_ends() {
+async fn a_client_at_its_request_limit_is_refused_until_a_request_ends() {
     let app = app_behind(AccessPolicy { requests_per_client: 1, ..with_keys() }, "One, two, three");
     app.control.allow(2);
     let of = |key: &str, stream: bool| {
@@ -270,12 +272,12 @@ async fn a_client_has_so_many_requests_under_way_until_their_ends() {
     assert_eq!((status, &body["error"]["code"]), (StatusCode::TOO_MANY_REQUESTS, &json!("client_full")));
     assert_eq!(body["error"]["type"], "rate_limit_error");
     assert!(field(&headers, "retry-after").unwrap().parse::<u32>().unwrap() > 0);
-    // A request for `/status` takes no place, and another client's places are free.
+    // `/v1/models` takes no place, and another client's places are free.
     assert_eq!(outcome(&app, request("GET", "/v1/models", &[("x-api-key", KEY)])).await.0, 200);
     let other = begin(&app, of("first-key", true)).await;
     assert_eq!(other.status(), 200);
     drop(answer);
-    // A request that is given up in the middle frees its place, and a refused one took none.
+    // A request that is cancelled in the middle frees its place, and a refused request took none.
     assert_eq!(begin(&app, of(KEY, true)).await.status(), 200);
     app.control.release();
     drop(other);
@@ -285,18 +287,18 @@ async fn a_client_has_so_many_requests_under_way_until_their_ends() {
 }
 
 /// An app in which a body may stall for longer than a test lasts.
-fn patient_app_behind(door: AccessPolicy) -> App {
-    app_with_options(Options { body_stall: 4 * HANG, ..OPTIONS }, door)
+fn patient_app_with(policy: AccessPolicy) -> App {
+    app_with_options(Options { body_stall: 4 * HANG, ..OPTIONS }, policy)
 }
 
 /// An app that delays the refusal of one wrong key too many for longer than a test lasts.
-fn app_that_slows() -> App {
+fn app_that_delays_refusals() -> App {
     app_with_options(Options { wrong_key_pause: 64 * HANG, ..OPTIONS }, with_keys())
 }
 
-fn app_with_options(options: Options, door: AccessPolicy) -> App {
+fn app_with_options(options: Options, policy: AccessPolicy) -> App {
     let ids = tokenizer().encode("ok", false).expect("encodes");
-    loaded(Server::new(MODEL, options, door), limits(), DEFAULTS, says(&ids, END_OF_TURN))
+    loaded(Server::new(MODEL, options, policy), limits(), DEFAULTS, says(&ids, END_OF_TURN))
 }
 
 /// The request, as if it came from that address.
@@ -305,16 +307,16 @@ fn from(peer: IpAddr, mut request: Request<Body>) -> Request<Body> {
     request
 }
 
-/// A request that is under way, or the error that refused it.
-type UnderWay = Result<Pin<Box<dyn Future<Output = Result<Response<Body>, Infallible>>>>, u16>;
+/// A request in progress, or the status of the error that refused it.
+type InProgress = Result<Pin<Box<dyn Future<Output = Result<Response<Body>, Infallible>>>>, u16>;
 
-/// Sends a chat whose body never comes. `read` counts the bodies that somebody began to read.
+/// Sends a chat whose body never comes. `read` counts the bodies that the server began to read.
 async fn stall(
     app: &App,
     fields: &[(&str, &str)],
     peer: Option<IpAddr>,
     read: &Arc<AtomicUsize>,
-) -> UnderWay {
+) -> InProgress {
     let (read, mut begun) = (Arc::clone(read), false);
     let body = futures::stream::poll_fn(move |_| {
         read.fetch_add(usize::from(!std::mem::replace(&mut begun, true)), Ordering::Relaxed);
@@ -333,7 +335,7 @@ async fn stall(
 
 #[tokio::test]
 async fn a_client_whose_bodies_never_end_takes_a_quarter_of_the_places() {
-    let app = patient_app_behind(with_keys());
+    let app = patient_app_with(with_keys());
     let read = Arc::default();
     let mut stalled = Vec::new();
     for _ in 0..100 {
@@ -343,18 +345,18 @@ async fn a_client_whose_bodies_never_end_takes_a_quarter_of_the_places() {
         let honest = request("POST", CHAT, &[("x-api-key", "first-key")]);
         assert_eq!(outcome(&app, honest).await, (200, String::new()));
     }
-    assert_eq!(read.load(Ordering::Relaxed), 16, "the others wait, and nothing of them is read");
+    assert_eq!(read.load(Ordering::Relaxed), 16, "the other bodies wait unread");
 }
 
 #[tokio::test]
-async fn a_bogus_key_beside_the_valid_one_makes_nobody_another_client() {
+async fn a_wrong_key_next_to_the_valid_one_does_not_make_another_client() {
     let bogus: Vec<String> = (0..9).map(|i| format!("bogus-{i}")).collect();
     let bearers: Vec<String> = bogus.iter().map(|key| format!("Bearer {key}")).collect();
     let valid = format!("Bearer {KEY}");
     for rotating_first in [true, false] {
-        let app = patient_app_behind(AccessPolicy { requests_per_client: 2, ..with_keys() });
+        let app = patient_app_with(AccessPolicy { requests_per_client: 2, ..with_keys() });
         let read = Arc::default();
-        let mut under_way = Vec::new();
+        let mut in_progress = Vec::new();
         for (i, (key, bearer)) in bogus.iter().zip(&bearers).enumerate() {
             let fields = match rotating_first {
                 true => [("authorization", bearer.as_str()), ("x-api-key", KEY)],
@@ -362,7 +364,7 @@ async fn a_bogus_key_beside_the_valid_one_makes_nobody_another_client() {
             };
             let asked = stall(&app, &fields, None, &read).await;
             assert_eq!(asked.as_ref().err(), (i >= 2).then_some(&429), "request {i}");
-            under_way.extend(asked.ok());
+            in_progress.extend(asked.ok());
         }
         let other = [("x-api-key", "first-key")];
         assert!(stall(&app, &other, None, &read).await.is_ok(), "another key is another client");
@@ -375,10 +377,10 @@ async fn without_keys_a_client_is_its_address_whatever_key_it_sends() {
     for (mine, also_mine, anothers) in [
         ("10.0.0.1", "10.0.0.1", "10.0.0.2"),
         ("10.0.0.1", "::ffff:10.0.0.1", "::ffff:10.0.0.2"),
-        // A client with one IPv6 address has 2^64 of them.
+        // A client with an IPv6 address usually has a whole /64 network.
         ("2001:db8:0:1::1", "2001:db8:0:1:ffff:ffff:ffff:ffff", "2001:db8:0:2::1"),
     ] {
-        let app = patient_app_behind(AccessPolicy { requests_per_client: 1, ..AccessPolicy::default() });
+        let app = patient_app_with(AccessPolicy { requests_per_client: 1, ..AccessPolicy::default() });
         let read = Arc::default();
         let keyed = |key: &'static str| [("authorization", key), ("x-api-key", key)];
         let first = stall(&app, &keyed("Bearer a"), Some(address(mine)), &read).await;
@@ -390,11 +392,11 @@ async fn without_keys_a_client_is_its_address_whatever_key_it_sends() {
 }
 
 #[tokio::test]
-async fn whoever_looks_at_what_is_kept_counts_among_its_requests() {
-    let app = patient_app_behind(AccessPolicy { requests_per_client: 1, ..with_keys() });
+async fn reading_stored_responses_counts_against_the_clients_limit() {
+    let app = patient_app_with(AccessPolicy { requests_per_client: 1, ..with_keys() });
     let read = Arc::default();
-    let under_way = stall(&app, &[("x-api-key", KEY)], None, &read).await;
-    assert!(under_way.is_ok());
+    let in_progress = stall(&app, &[("x-api-key", KEY)], None, &read).await;
+    assert!(in_progress.is_ok());
     for (method, path) in [
         ("GET", "/v1/responses/resp_1"),
         ("GET", "/v1/responses/resp_1/input_items"),
@@ -408,8 +410,8 @@ async fn whoever_looks_at_what_is_kept_counts_among_its_requests() {
 }
 
 #[tokio::test]
-async fn the_items_of_what_is_kept_are_listed_in_turn() {
-    let app = patient_app_behind(with_keys());
+async fn listing_input_items_waits_for_the_clients_turn() {
+    let app = patient_app_with(with_keys());
     let keyed = |path: &str| request("GET", path, &[("x-api-key", KEY)]);
     let create = json!({"model": MODEL, "input": "Hi"}).to_string();
     let create = Request::post("/v1/responses").header("x-api-key", KEY).body(Body::from(create));
@@ -433,8 +435,8 @@ async fn the_items_of_what_is_kept_are_listed_in_turn() {
 }
 
 #[tokio::test]
-async fn wrong_keys_are_refused_late_and_right_ones_at_once() {
-    let app = app_that_slows();
+async fn wrong_keys_are_refused_late_and_valid_keys_are_accepted_immediately() {
+    let app = app_that_delays_refusals();
     let (here, there) = (IpAddr::from([10, 0, 0, 1]), IpAddr::from([10, 0, 0, 2]));
     let ask = |peer, key| from(peer, request("POST", CHAT, &[("x-api-key", key)]));
     for i in 0..5 {
@@ -448,17 +450,21 @@ async fn wrong_keys_are_refused_late_and_right_ones_at_once() {
     }
     assert_eq!(outcome(&app, ask(here, KEY)).await.0, 200);
     assert_eq!(outcome(&app, from(here, request("GET", "/health", &[("x-api-key", "wrong")]))).await.0, 200);
-    assert_eq!(outcome(&app, from(here, request("POST", CHAT, &[]))).await.0, 401, "none is not a wrong one");
+    assert_eq!(
+        outcome(&app, from(here, request("POST", CHAT, &[]))).await.0,
+        401,
+        "a missing key does not count as a wrong key"
+    );
     assert_eq!(outcome(&app, ask(there, "wrong")).await.0, 401);
     let (_, _, status) =
         send_json(&app.router, from(here, request("GET", "/status", &[("x-api-key", KEY)]))).await;
-    assert_eq!(status["requests"]["open"], 0, "who is refused has no request under way");
+    assert_eq!(status["requests"]["open"], 0, "a refused request is not open");
 }
 
 #[tokio::test]
-async fn the_door_can_be_replaced() {
+async fn the_access_policy_can_be_replaced() {
     let page = "http://localhost:3000";
-    let app = patient_app_behind(with_keys());
+    let app = patient_app_with(with_keys());
     let with = |key: &'static str| request("POST", CHAT, &[("x-api-key", key), ("origin", page)]);
     let create = |key: &str| {
         let body = json!({"model": MODEL, "input": "Hi"}).to_string();
@@ -475,8 +481,8 @@ async fn the_door_can_be_replaced() {
     let (_, _, kept) = send_json(&app.router, create(KEY)).await;
     let kept = format!("/v1/responses/{}", kept["id"].as_str().expect("an id"));
     app.control.allow(app.control.batches().len());
-    let (router, under_way) = (app.router.clone(), with(KEY));
-    let under_way = tokio::spawn(async move { send(&router, under_way).await });
+    let (router, in_progress) = (app.router.clone(), with(KEY));
+    let in_progress = tokio::spawn(async move { send(&router, in_progress).await });
     let (control, steps) = (app.control.clone(), app.control.batches().len());
     blocking(move || control.submitted(steps + 1)).await;
 
@@ -485,15 +491,15 @@ async fn the_door_can_be_replaced() {
     app.server.set_access(other.clone());
     let (status, headers, _) = send(&app.router, preflight(page)).await;
     assert_eq!((status.as_u16(), field(&headers, "access-control-allow-origin")), (200, Some(page)));
-    assert_eq!(outcome(&app, with(KEY)).await.0, 401, "a key that was taken away");
+    assert_eq!(outcome(&app, with(KEY)).await.0, 401, "a key that was removed");
     app.control.release();
-    assert_eq!(under_way.await.expect("no panic").0, 200, "what is under way goes on");
+    assert_eq!(in_progress.await.expect("no panic").0, 200, "a request in progress continues");
     assert_eq!(outcome(&app, with("third-key")).await.0, 200);
     let read = Arc::default();
     let third = [("x-api-key", "third-key")];
     let first = stall(&app, &third, None, &read).await;
     assert!(first.is_ok());
-    assert_eq!(stall(&app, &third, None, &read).await.err(), Some(429), "the bound is the new door's");
+    assert_eq!(stall(&app, &third, None, &read).await.err(), Some(429), "the limit of the new policy");
     app.server.set_access(AccessPolicy { requests_per_client: 2, ..other });
     assert!(stall(&app, &third, None, &read).await.is_ok());
 
@@ -508,15 +514,15 @@ async fn the_door_can_be_replaced() {
     assert_eq!(
         outcome(&app, request("GET", &kept, &[("x-api-key", KEY)])).await.0,
         200,
-        "it is still its own"
+        "a client keeps its responses"
     );
     assert_eq!(outcome(&app, request("GET", &kept, &third)).await.0, 404);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn refusals_that_wait_give_way_to_whoever_needs_their_connections() {
+async fn delayed_refusals_end_when_their_connections_are_needed() {
     let connections = Connections { most: 4, head_timeout: 4 * HANG, idle_timeout: 4 * HANG, ..CONNECTIONS };
-    let serving = Serving::start(app_that_slows(), connections).await;
+    let serving = Serving::start(app_that_delays_refusals(), connections).await;
     let wrong = || request("GET", "/v1/models", &[("x-api-key", "wrong")]);
     for _ in 0..5 {
         assert_eq!(outcome(&serving.app, from(serving.address.ip(), wrong())).await.0, 401);
@@ -542,7 +548,7 @@ async fn refusals_that_wait_give_way_to_whoever_needs_their_connections() {
 // --- the binary -----------------------------------------------------------------------------------------
 
 #[test]
-fn short_keys_are_warned_of_by_where_they_stand() {
+fn warnings_of_short_keys_name_the_file_and_line_and_not_the_key() {
     let folder = tempfile::tempdir().expect("a folder");
     let keys = folder.path().join("keys");
     let path = keys.to_str().expect("UTF-8");
@@ -562,7 +568,7 @@ fn short_keys_are_warned_of_by_where_they_stand() {
 }
 
 #[test]
-fn a_door_that_stands_open_by_mistake_is_refused_at_the_start() {
+fn a_server_that_is_open_by_mistake_is_refused_at_the_start() {
     let folder = tempfile::tempdir().expect("a folder");
     let keys = folder.path().join("keys");
     let path = keys.to_str().expect("UTF-8");
@@ -575,7 +581,7 @@ fn a_door_that_stands_open_by_mistake_is_refused_at_the_start() {
     assert_error(empty, 78, &["API key"]);
 
     assert_error(serve(&["--api-key-file", path]), 78, &[path, "No such file"]);
-    std::fs::write(&keys, "# nobody yet\n").expect("written");
+    std::fs::write(&keys, "# no keys yet\n").expect("written");
     assert_error(serve(&["--api-key-file", path]), 78, &[path, "no key"]);
     std::fs::write(&keys, "good\nsecret with blanks\n").expect("written");
     let (code, _, stderr) = output(serve(&["--api-key-file", path]));
@@ -599,7 +605,7 @@ fn a_door_that_stands_open_by_mistake_is_refused_at_the_start() {
     let (_, _, stderr) = output(variable);
     assert!(!stderr.contains("no API key") && stderr.contains("listening on"), "{stderr}");
 
-    // The server is to take more connections than this process may have files.
+    // The server is configured for more connections than this process may have open files.
     let mut limited = std::process::Command::new("sh");
     limited.args(["-c", "ulimit -n 300; exec \"$0\" serve --port 0", env!("CARGO_BIN_EXE_unicorn")]);
     assert_error(limited, 78, &["server.connections = 512", "300", "ulimit -n"]);

@@ -1,6 +1,6 @@
-//! Greedy tokens do not depend on what else the engine does. They are the same to the last id, on the device and for
-//! every type of KV cache: alone or in a batch, whole or in chunks, computed or found in the prefix cache, preempted or
-//! not, forked or not. Tokens that penalties, seeds and masks choose do not depend on it either.
+//! The tokens of a request do not depend on other work of the engine, on the device and for every type of KV cache.
+//! Greedy tokens are equal to the last id: alone or in a batch, prefilled whole or in chunks, computed or found in the
+//! prefix cache, preempted or not, forked or not. This also holds for tokens with penalties, seeds and masks.
 
 use std::sync::Arc;
 
@@ -29,7 +29,7 @@ fn the_demo_model_answers_the_same_whatever_else_runs() {
 fn the_reference_model_answers_the_same_whatever_else_runs() {
     let folder = data("gemma3/tiny-a");
     let goldens = goldens::Goldens::open(&folder);
-    // A KV cache in f16 loses something of keys and values, and always the same.
+    // A KV cache in f16 rounds keys and values, always in the same way.
     let options =
         LoadOptions { kv: KvDtype::F16, sequences: 16, max_context: Some(512), ..LoadOptions::default() };
     let mut model = goldens::load(&folder, &options);
@@ -41,10 +41,9 @@ fn the_reference_model_answers_the_same_whatever_else_runs() {
     texts.check_all(&mut model);
 }
 
-/// Answers do not depend on the number of tokens in a block of the cache, which decides how they are cut into blocks
-/// and windows.
+/// Answers do not depend on the number of tokens in a block of the KV cache.
 #[test]
-fn the_size_of_a_block_changes_no_answer() {
+fn the_block_size_of_the_kv_cache_changes_no_answer() {
     let folder = data("gemma3/tiny-a");
     let goldens = goldens::Goldens::open(&folder);
     let [short, mid, long] = ["short", "mid", "long"].map(|p| goldens.tokens(&format!("tokens.{p}")));
@@ -70,9 +69,9 @@ fn the_size_of_a_block_changes_no_answer() {
     }
 }
 
-/// Penalties, biases, masks and log probabilities are computed from the model's logits, position by position.
+/// Penalties, biases, masks and log probabilities are computed from the model's logits at each position.
 #[test]
-fn what_is_drawn_follows_from_the_logits() {
+fn sampled_tokens_and_log_probabilities_follow_from_the_logits() {
     let options = LoadOptions { sequences: 4, max_context: Some(512), ..LoadOptions::default() };
     let mut model = goldens::load(&demo::folder(), &options);
     let (limits, vocab) = (model.limits(), model.limits().vocab_size);
@@ -83,7 +82,7 @@ fn what_is_drawn_follows_from_the_logits() {
         let plain = answer(&mut model, prompt, (&SamplingParams::GREEDY, 0), 20);
         let params = SamplingParams {
             logit_bias: vec![(favourite, 3.0), (plain[0], -2.5)],
-            // The third id would end the answer, if it did not come too early.
+            // The third id would end the answer if `min_tokens` did not forbid it.
             stop_token_ids: vec![plain[2]],
             min_tokens: 10,
             logprobs: Some(i),
@@ -128,15 +127,14 @@ fn what_is_drawn_follows_from_the_logits() {
     }
 }
 
-/// A mask that allows every id twice as large as the one before, modulo the number of allowed ids. It depends on the
-/// last id.
+/// A mask that allows twice the last id, modulo 500, and a second id, which depends on the position.
 #[derive(Clone)]
 struct Doubling(usize);
 
 impl TokenMask for Doubling {
     fn mask(&mut self, answer: &[u32]) -> Arc<[u32]> {
         let mut words = vec![0u32; self.0.div_ceil(32)];
-        // The mask allows two ids, so that the model has a choice.
+        // Two ids, so that the model has a choice.
         for id in [answer.last().map_or(7, |last| last * 2 % 500), answer.len() as u32 + 30] {
             words[id as usize / 32] |= 1 << (id % 32);
         }
@@ -153,7 +151,7 @@ impl TokenMask for Doubling {
 }
 
 #[test]
-fn a_mask_binds_beside_those_that_have_none() {
+fn a_mask_binds_its_sequence_in_a_batch_with_unmasked_ones() {
     let options = LoadOptions { sequences: 8, max_context: Some(512), ..LoadOptions::default() };
     let mut model = goldens::load(&demo::folder(), &options);
     let limits = model.limits();
@@ -183,9 +181,9 @@ fn a_mask_binds_beside_those_that_have_none() {
     }
 }
 
-/// A token that is drawn with a seed does not depend on anything else either.
+/// Sampled tokens depend on the seed, and not on the batch.
 #[test]
-fn a_seed_draws_the_same_in_any_batch() {
+fn a_seed_yields_the_same_tokens_in_any_batch() {
     let options =
         LoadOptions { kv: KvDtype::Int8, sequences: 8, max_context: Some(1024), ..LoadOptions::default() };
     let mut model = goldens::load(&demo::folder(), &options);
@@ -207,8 +205,8 @@ fn a_seed_draws_the_same_in_any_batch() {
     }
 }
 
-/// Copies with a change, which repeat their prompt: draft tokens of prompt lookup are accepted, and the answer is the
-/// expected one.
+/// The prompts ask for copies with a change. Prompt lookup proposes draft tokens from the prompt, many are accepted,
+/// and the answer is the expected one.
 #[test]
 fn text_that_repeats_its_prompt_takes_less_than_half_the_passes() {
     let options = LoadOptions { max_context: Some(2048), ..LoadOptions::default() };
@@ -221,11 +219,11 @@ fn text_that_repeats_its_prompt_takes_less_than_half_the_passes() {
         let run = Driver::new(&mut model, limits).run(vec![sequence]);
         assert_eq!(run.answers[&0], answer);
         tokens += answer.len() + 1;
-        // The last chunk of the prompt draws the first id.
+        // The last chunk of the prompt already yields the first id.
         passes += run.steps + 1 - prompt.len().div_ceil(limits.max_batch_tokens);
         proposed += run.drafts[&0].proposed;
         accepted += run.drafts[&0].accepted;
     }
     println!("{tokens} tokens in {passes} passes; {accepted} of {proposed} draft tokens were accepted");
-    assert!(tokens >= 2 * passes, "{tokens} tokens in {passes} passes");
+    assert!(tokens >= 2 * passes, "more than half of the passes: {tokens} tokens in {passes} passes");
 }

@@ -1,5 +1,6 @@
-//! The load generator against servers that behave as a script says, well and badly, and against this project's own
-//! server. Slow servers here wait for events, never for a time, and no test compares a time.
+//! `bench serve` (the load generator), against scripted servers that answer well or badly and against this project's
+//! own server, then `bench model` and `bench kernels`. Slow servers wait for events and not for a time, and no test
+//! compares times.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -16,27 +17,27 @@ use axum::routing::get;
 use axum::{Json, Router};
 use serde_json::{Value, json};
 
-/// The answer of a server to the n-th request, from 0. The first request warms it up.
+/// What a scripted server answers to request n, counted from 0. Request 0 warms up.
 enum Reply {
-    /// The answer has these pieces of text, and usage.
+    /// These pieces of text as a stream, with usage.
     Say(&'static [&'static str]),
-    /// The answer has these pieces of text, without usage and without `[DONE]`.
-    SayPlainly(&'static [&'static str]),
+    /// These pieces of text as a stream, without usage and without `[DONE]`.
+    SayWithoutUsage(&'static [&'static str]),
     Refuse(u16, &'static str),
-    /// The answer is these bytes, and nothing more.
+    /// These bytes, and nothing more.
     Raw(&'static str),
-    /// The answer is an event stream of these lines, which ends as HTTP says.
+    /// An event stream of these lines that ends correctly at the level of HTTP.
     Events(&'static [&'static str]),
 }
 
-use Reply::{Events, Raw, Refuse, Say, SayPlainly};
+use Reply::{Events, Raw, Refuse, Say, SayWithoutUsage};
 
 use crate::support::app::{router_for_many, router_that_says};
 use crate::support::fake_runner::HANG;
 use crate::support::program::{assert_error, output, unicorn, unicorn_on_software};
 use crate::support::root;
 
-/// An HTTP server, a thread for each connection, until the test ends.
+/// An HTTP server with a thread for each connection. It runs until the test ends.
 struct Scripted {
     url: String,
     seen: Arc<Mutex<Vec<(String, Value)>>>,
@@ -51,14 +52,14 @@ impl Scripted {
         std::thread::spawn(move || {
             for stream in listener.incoming() {
                 let (log, script) = (Arc::clone(&log), Arc::clone(&script));
-                // A client that leaves is not the server's failure.
+                // The client may disconnect early, so I/O errors are ignored.
                 std::thread::spawn(move || drop(answer(stream.expect("connects"), &log, &*script)));
             }
         });
         Self { url, seen }
     }
 
-    /// The requests so far, in the order in which they came.
+    /// The bodies of the requests until now, in the order of their arrival.
     fn questions(&self) -> Vec<Value> {
         self.seen.lock().expect("no panic").iter().map(|(_, body)| body.clone()).collect()
     }
@@ -118,14 +119,14 @@ fn answer(
         Say(pieces) => {
             let usage = json!({
                 "prompt_tokens": 40,
-                // There is not one token for each piece, so that the test can tell which side counted.
+                // Two tokens for each piece, so that the test can distinguish the server's count from the client's.
                 "completion_tokens": 2 * pieces.len(),
                 "prompt_tokens_details": {"cached_tokens": 7},
             });
             let end = [json!({"choices": [], "usage": usage}).to_string(), "[DONE]".into()];
             send_events(&mut stream, chunks(pieces).chain(end))?;
         }
-        SayPlainly(pieces) => send_events(&mut stream, chunks(pieces))?,
+        SayWithoutUsage(pieces) => send_events(&mut stream, chunks(pieces))?,
     }
     stream.shutdown(Shutdown::Both)
 }
@@ -146,7 +147,7 @@ fn chunks(pieces: &'static [&'static str]) -> impl Iterator<Item = String> {
     std::iter::once(role).chain(said).chain([end])
 }
 
-/// Sends each event in an HTTP chunk of its own, behind a comment.
+/// Sends a comment and then the events, each in its own HTTP chunk.
 fn send_events(stream: &mut TcpStream, events: impl Iterator<Item = String>) -> std::io::Result<()> {
     let head = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n";
     stream.write_all(head.as_bytes())?;
@@ -157,7 +158,7 @@ fn send_events(stream: &mut TcpStream, events: impl Iterator<Item = String>) -> 
 }
 
 #[test]
-fn a_closed_loop_counts_what_was_asked_and_answered() {
+fn a_closed_loop_counts_its_requests_and_their_tokens() {
     let server = Scripted::start(|_, _| Say(&["one ", "two ", "three"]));
     let args = [
         "--concurrency",
@@ -199,7 +200,7 @@ fn a_closed_loop_counts_what_was_asked_and_answered() {
     assert_eq!(questions.len(), 1 + 2 + 6);
     let text = |question: &Value| question["messages"][0]["content"].as_str().expect("text").to_owned();
     let mut texts: Vec<String> = questions.iter().map(text).collect();
-    // This server counts 40 tokens for 96 words, so from then on it gets as many words as make 128 tokens.
+    // This server counts 40 tokens for 96 words. From then on, the prompts have as many words as make 128 tokens.
     assert_eq!(texts[0].split(' ').count(), 96);
     assert_eq!(texts[1].split(' ').count(), 307);
     texts.sort();
@@ -222,8 +223,9 @@ fn a_closed_loop_counts_what_was_asked_and_answered() {
 }
 
 #[test]
-fn streams_ask_at_the_same_time_and_the_same_seed_asks_the_same() {
-    // No request is answered before all five are there, so the test would hang with fewer at once.
+fn streams_send_at_the_same_time_and_a_seed_repeats_the_prompts() {
+    // The server answers only when all five requests have arrived. With fewer requests at the same time the test would
+    // hang.
     let arrived: Arc<(Mutex<usize>, Condvar)> = Arc::default();
     let server = Scripted::start(move |n, _| {
         if n > 0 {
@@ -249,10 +251,10 @@ fn streams_ask_at_the_same_time_and_the_same_seed_asks_the_same() {
 }
 
 #[test]
-fn without_usage_the_pieces_are_counted() {
+fn without_usage_the_content_deltas_are_counted() {
     let server = Scripted::start(|_, body| match body.get("stream_options") {
         Some(_) => Refuse(400, "stream_options is not known here"),
-        None => SayPlainly(&["a", "b", "c", "d", "e"]),
+        None => SayWithoutUsage(&["a", "b", "c", "d", "e"]),
     });
     let report = server.report(&["--concurrency", "1", "--requests", "3", "--model", "other"]);
     assert_eq!(report["tokens_counted_by"], "content deltas");
@@ -264,7 +266,7 @@ fn without_usage_the_pieces_are_counted() {
 }
 
 #[test]
-fn failures_are_counted_and_the_first_is_told() {
+fn failures_are_counted_and_the_first_is_reported() {
     for (bad, parts) in [
         (|| Refuse(429, "busy:\n32 wait"), &["429 Too Many Requests", "busy: 32 wait"][..]),
         (|| Raw("HTTP/1.1 503 Oh\r\nContent-Length: 9\r\n\r\n<p>no</p>"), &["503", "<p>no</p>"]),
@@ -303,7 +305,7 @@ fn failures_are_counted_and_the_first_is_told() {
         let level = &report["levels"][0];
         assert_eq!((&level["requests"], &level["failures"]), (&json!(4), &json!(2)), "{level}");
         assert_eq!(level["tokens"], 4, "only whole answers are counted: {level}");
-        let first = level["first_failure"].as_str().expect("told");
+        let first = level["first_failure"].as_str().expect("a first failure");
         assert!(
             parts.iter().all(|part| first.contains(part)) && !first.contains('\n'),
             "{parts:?}: {first:?}"
@@ -330,7 +332,7 @@ fn failures_are_counted_and_the_first_is_told() {
 }
 
 #[test]
-fn a_server_that_hangs_is_given_up() {
+fn a_server_that_hangs_is_abandoned_after_the_timeout() {
     let hanging = Arc::new(AtomicUsize::new(0));
     let hung = Arc::clone(&hanging);
     let server = Scripted::start(move |n, _| {
@@ -343,17 +345,17 @@ fn a_server_that_hangs_is_given_up() {
     });
     let args = ["--concurrency", "1", "--requests", "1", "--timeout-s", "5"];
     assert_error(server.command(&args), 1, &["no whole answer within 5 s", "--timeout-s"]);
-    assert_eq!(hanging.load(Ordering::Relaxed), 1, "it is not asked again");
+    assert_eq!(hanging.load(Ordering::Relaxed), 1, "the request is not repeated");
 }
 
 #[test]
-fn what_cannot_be_measured_is_one_line() {
+fn unreachable_servers_and_bad_options_are_errors_of_one_line() {
     let free = TcpListener::bind("127.0.0.1:0").expect("a free port");
-    let nobody = format!("http://{}/v1", free.local_addr().expect("bound"));
+    let closed_url = format!("http://{}/v1", free.local_addr().expect("bound"));
     drop(free);
     for model in [&[][..], &["--model", "m"]] {
-        let command = unicorn(&[&["bench", "serve", "--url", &nobody][..], model].concat());
-        assert_error(command, 1, &[&nobody, "cannot connect", "refused", "is a server running there?"]);
+        let command = unicorn(&[&["bench", "serve", "--url", &closed_url][..], model].concat());
+        assert_error(command, 1, &[&closed_url, "cannot connect", "refused", "is a server running there?"]);
     }
     for url in ["", "127.0.0.1:8010", "ftp://a/v1", "http:///v1", "http://a b/", "http://a/v1?x=1"] {
         assert_error(unicorn(&["bench", "serve", "--url", url]), 1, &["--url", "http://127.0.0.1:8010/v1"]);
@@ -370,16 +372,16 @@ fn what_cannot_be_measured_is_one_line() {
         let args = ["bench", "serve", "--scenario", scenario, option, "4"];
         assert_error(unicorn(&args), 1, &[option, &format!("--scenario {other}")]);
     }
-    // This test looks at no model.
-    let mut command = unicorn(&["bench", "serve", "--url", &nobody]);
+    // `bench serve` does not read the configured model.
+    let mut command = unicorn(&["bench", "serve", "--url", &closed_url]);
     command.env("UNICORN_MODEL_PATH", "no/such-model");
     assert_error(command, 1, &["cannot connect"]);
 }
 
 #[test]
-fn long_prompts_come_among_chats_that_wait_for_them() {
-    // The chats go on until every long prompt was answered, and the long prompts are answered once each chat has asked
-    // five times.
+fn the_mixed_scenario_sends_long_prompts_while_chats_run() {
+    // The chats continue until every long prompt is answered. The server answers the long prompts when ten chat
+    // requests have come.
     let chatted: Arc<(Mutex<usize>, Condvar)> = Arc::default();
     let server = Scripted::start(move |n, body| {
         let (count, more) = &*chatted;
@@ -396,7 +398,11 @@ fn long_prompts_come_among_chats_that_wait_for_them() {
     let args = ["--scenario", "mixed", "--chats", "2", "--requests", "2", "--long-tokens", "500"];
     let report = server.report(&[&args[..], &["--long-requests", "3"]].concat());
     assert_eq!(report["long"]["requests"], 3, "{report}");
-    assert_eq!(report["long"]["tokens_per_s"], Value::Null, "nobody took the time of all: {report}");
+    assert_eq!(
+        report["long"]["tokens_per_s"],
+        Value::Null,
+        "the time of all long prompts is not measured: {report}"
+    );
     for name in ["prefill_tokens_per_s", "long_interval_s"] {
         assert!(report[name].as_f64().is_some_and(|n| n > 0.0), "{name}: {report}");
     }
@@ -420,7 +426,7 @@ fn long_prompts_come_among_chats_that_wait_for_them() {
 }
 
 #[test]
-fn a_second_turn_holds_the_first_and_its_answer() {
+fn a_second_turn_contains_the_first_turn_and_its_answer() {
     let server = Scripted::start(|_, _| Say(&["Once ", "upon"]));
     let args = ["--scenario", "second-turn", "--requests", "3", "--history-tokens", "60"];
     let report = server.report(&args);
@@ -456,7 +462,7 @@ fn a_second_turn_holds_the_first_and_its_answer() {
     );
 }
 
-/// This project's server, with a model that gives every request the same answer.
+/// This project's server, with a model that answers every request with the same text.
 #[test]
 fn this_projects_own_server_can_be_measured() {
     let runtime = tokio::runtime::Runtime::new().expect("a runtime");
@@ -482,7 +488,7 @@ fn this_projects_own_server_can_be_measured() {
     runtime.shutdown_timeout(Duration::from_secs(5));
 }
 
-/// The exit code and the output of a soak of a router, one round long.
+/// Runs a soak of one round against this router. Returns the exit code, stdout and stderr.
 fn soak_of(router: Router, args: &[&str]) -> (i32, String, String) {
     let runtime = tokio::runtime::Runtime::new().expect("a runtime");
     let listener = runtime.block_on(tokio::net::TcpListener::bind("127.0.0.1:0")).expect("a free port");
@@ -495,7 +501,7 @@ fn soak_of(router: Router, args: &[&str]) -> (i32, String, String) {
 }
 
 #[test]
-fn a_soak_wants_a_request_for_every_route() {
+fn a_soak_needs_a_request_for_every_documented_route() {
     let models = || get(async || Json(json!({"data": [{"id": "a/b"}]})));
     let (code, _, stderr) = soak_of(Router::new().route("/v1/models", models()), &[]);
     assert!(code == 1 && stderr.contains("/openapi.json is no description"), "{stderr}");
@@ -509,14 +515,14 @@ fn a_soak_wants_a_request_for_every_route() {
 }
 
 #[test]
-fn a_soak_finds_an_answer_that_becomes_another() {
+fn a_soak_reports_an_answer_that_changes() {
     let asked = Arc::new(AtomicUsize::new(0));
     let count = Arc::clone(&asked);
     let changed = move |request: Request, next: Next| {
         let (count, is_it) = (Arc::clone(&count), request.uri().path() == "/detokenize");
         async move {
             let response = next.run(request).await;
-            // The first answer, which is what the soak compares with, is as it should be.
+            // The soak compares later answers with the first one, so the first is left unchanged.
             if is_it && response.status() == 200 && count.fetch_add(1, Ordering::Relaxed) > 0 {
                 return Json(json!({"prompt": "another", "content": "another"})).into_response();
             }
@@ -542,7 +548,7 @@ fn a_soak_finds_an_answer_that_becomes_another() {
 }
 
 #[test]
-fn what_a_soak_cannot_do_is_one_line() {
+fn bad_soak_options_are_errors_of_one_line() {
     for (args, problem) in [
         (&["--soak", "30"][..], "--soak"),
         (&["--soak", "0m"], "--soak"),
@@ -564,8 +570,8 @@ fn what_a_soak_cannot_do_is_one_line() {
     assert_error(unicorn(&[&soak[..], &["--pid", "1000000000"]].concat()), 1, &["--pid 1000000000", "/proc"]);
 }
 
-/// The bytes that the demo model's steps read, computed by hand: 6 layers of 2 heads of 64, of which 4 see a window of
-/// 64, in f16.
+/// The expected bytes that the demo model's steps read are computed by hand: 6 layers with 2 heads of 64, of which 4
+/// layers see a window of 64, in f16.
 #[test]
 fn the_steps_of_a_model_are_measured_and_compared() {
     let run = |args: &[&str]| {
@@ -588,7 +594,7 @@ fn the_steps_of_a_model_are_measured_and_compared() {
     let case = |name: &str| report["cases"].as_array().unwrap().iter().find(|c| c["case"] == name).unwrap();
     let weights = report["weight_bytes"].as_u64().expect("a number");
     let position = 2 * 2 * 64 * 2; // bytes of a position in a layer: keys and values, heads, elements, bytes
-    // The timed steps have the tokens at 129 and 130, behind one step that warms up.
+    // One step warms up, so the timed steps have the tokens at positions 129 and 130.
     let seen = (2 * 130 + 4 * 64 + 2 * 131 + 4 * 64) / 2 * position;
     assert_eq!(case("decode 1 at 128")["least_bytes_per_step"], json!(weights + seen));
     assert_eq!(case("decode 3 at 128")["least_bytes_per_step"], json!(weights + 3 * seen));
@@ -599,15 +605,15 @@ fn the_steps_of_a_model_are_measured_and_compared() {
         assert!((figure("gb_per_s") / moved - 1.0).abs() < 1e-3, "{measured}");
     }
 
-    // A layer has thirteen dispatches, because its matrices are bf16, and ten barriers. One more dispatch adds the last
-    // layer's result. One barrier begins each of four recordings. A draw has lookup, history, norm, logits, and two
-    // dispatches of the sampler.
+    // A layer has 13 dispatches, because its matrices are bf16, and 10 barriers. One more dispatch adds the last
+    // layer's result. Sampling has 6: lookup, history, norm, logits, and two of the sampler. Each of the four command
+    // buffers may begin with a barrier.
     let step = &case("decode 1 at 128")["per_step"];
     assert_eq!((&step["dispatches"], &step["copies"]), (&json!(6 * 13 + 7), &json!(0)), "{step}");
     let barriers = step["barriers"].as_u64().expect("a number");
     assert!((6 * 10 + 1..=6 * 10 + 10).contains(&barriers), "{step}");
     assert!(step["declared_weight_bytes"].as_u64().expect("a number") >= weights, "{step}");
-    // The budget leaves no time for any case.
+    // The time budget is 0, so no case is run.
     let (code, stdout, stderr) =
         run(&["--prefill", "8", "--depth", "0", "--batch", "1", "--budget-s", "0", "--json"]);
     assert_eq!(code, 0, "{stderr}");
@@ -615,7 +621,7 @@ fn the_steps_of_a_model_are_measured_and_compared() {
     assert_eq!((&none["cases"], &none["left_out"][1]["case"]), (&json!([]), &json!("decode 1 at 0")));
     assert!(stdout.contains("the 0 s of --budget-s are over"), "{stdout}");
 
-    // The report is shown beside itself, and beside what another device measured.
+    // The report is compared with itself and with the report of another device.
     let folder = tempfile::tempdir().expect("a folder");
     let file = |name: &str, report: &Value| {
         let path = folder.path().join(name);
@@ -646,9 +652,9 @@ fn the_steps_of_a_model_are_measured_and_compared() {
     assert_error(unicorn_on_software(&[&refused[..], &few].concat()), 1, &["nothing.json", "bench model"]);
 }
 
-/// Measures some kernels of the smallest shape, and then shows them beside an earlier report.
+/// Measures a kernel of the smallest shape and compares a second run with the report of the first.
 #[test]
-fn kernels_are_measured_beside_what_the_device_can_do() {
+fn kernels_are_compared_with_the_peak_rates_of_the_device() {
     let run = |args: &[&str]| {
         let fixed = ["bench", "kernels", "--allow-software-vulkan", "--shape", "gemma-3-270m", "--runs", "1"];
         output(unicorn_on_software(&[&fixed[..], args].concat()))
@@ -659,8 +665,8 @@ fn kernels_are_measured_beside_what_the_device_can_do() {
     let report: Value = serde_json::from_str(&stdout).expect("one JSON object");
     let [case] = &report["cases"].as_array().expect("a list")[..] else { panic!("{report}") };
     assert_eq!(case["case"], "gemma-3-270m matmul k_proj int4-g128 x 2, fast");
-    // The matrix has 256 rows of 640, with half a byte for a weight and 2 bytes for each 128. Both inputs have 40 bytes
-    // for 32 columns, and the result is f32.
+    // The matrix has 256 rows of 640 weights, with half a byte for each weight and 2 bytes for each group of 128. Each
+    // of the 2 inputs has 40 bytes for 32 columns, and the results are f32.
     assert_eq!(case["bytes"], json!(256 * 640 / 2 + 256 * 640 / 64 + 2 * (640 / 32 * 40 + 4 * 256)));
     assert_eq!(case["ops"], json!(2 * 2 * 256 * 640));
     let (copy, peak) = (&report["copy"]["gb_per_s"], &report["peak"]["gops_per_s"]);
@@ -682,9 +688,9 @@ fn kernels_are_measured_beside_what_the_device_can_do() {
     assert_error(unicorn_on_software(&none), 1, &["--only", "no such kernel"]);
 }
 
-/// `make bench-serve`, with a binary that serves nothing and reports what it was asked.
+/// `make bench-serve`, with a script in place of the binary. The script serves nothing and records its arguments.
 #[test]
-fn the_server_of_make_bench_serve_is_stopped_again() {
+fn make_bench_serve_stops_its_server() {
     let folder = tempfile::tempdir().expect("a folder");
     let binary = folder.path().join("unicorn");
     let script = "#!/bin/sh\n\

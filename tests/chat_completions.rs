@@ -1,5 +1,5 @@
-//! `/v1/chat/completions` over the scripted runner and the mini tokenizer: every field, every error, and the shape of a
-//! stream. Also what all routes share: models, queues, request ids, and the end of the server.
+//! `/v1/chat/completions` with the scripted runner and the mini tokenizer: every field, every error, and the events of
+//! a stream. Also what all routes share: models, queues, request ids, and the end of the server.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -27,14 +27,14 @@ use crate::support::json::with;
 use crate::support::server::CONNECTIONS;
 use crate::support::tokenizers::tokenizer;
 
-/// The wait for the engine's thread must not block the runtime's thread.
+/// Waits for this number of submitted steps, on another thread, so that the runtime's thread is not blocked.
 async fn submitted(app: &App, steps: usize) {
     let control = app.control.clone();
     tokio::task::spawn_blocking(move || control.submitted(steps)).await.expect("steps come");
 }
 
 #[tokio::test]
-async fn at_most_two_more_steps_are_made_for_whoever_left() {
+async fn an_aborted_request_costs_at_most_two_more_steps() {
     let app = app(says(&[], 300));
     for streaming in [false, true] {
         let steps = app.control.batches().len();
@@ -50,12 +50,12 @@ async fn at_most_two_more_steps_are_made_for_whoever_left() {
         assert!(request.await.unwrap_err().is_cancelled());
         app.control.release();
         assert_at_rest(&app.router).await;
-        assert!(app.control.batches().len() <= steps + 3, "it ran on for nobody");
+        assert!(app.control.batches().len() <= steps + 3, "the engine continued for a client that is gone");
     }
 }
 
 #[tokio::test]
-async fn an_answer_has_openais_shape() {
+async fn a_chat_completion_has_openais_fields() {
     let app = app_that_says("Vim has two modes.");
     let (status, body) = complete(&app, chat("What modes are there?")).await;
     assert_eq!(status, 200);
@@ -80,30 +80,34 @@ async fn an_answer_has_openais_shape() {
     }
 }
 
-/// The host may hear of a step late, so the time of one or two steps tells nothing: it once was 10938 tokens/s.
+/// The host may see a step late, so the time of one or two steps is no measure: it once gave 10938 tokens/s.
 #[tokio::test]
-async fn a_rate_is_told_of_answers_that_are_long_enough() {
+async fn a_decode_rate_is_reported_for_answers_of_five_tokens_or_more() {
     let app = app_that_says("Vim has two modes.");
-    for (max_tokens, is_told) in [(1, false), (2, false), (4, false), (5, true)] {
+    for (max_tokens, is_reported) in [(1, false), (2, false), (4, false), (5, true)] {
         let (_, body) = complete(&app, with(chat("Hi"), json!({"max_tokens": max_tokens}))).await;
         let timings = &body["timings"];
         assert_eq!(timings["predicted_n"], max_tokens, "{body}");
         let rate = &timings["predicted_per_second"];
-        assert_eq!((rate.is_number(), rate.is_null()), (is_told, !is_told), "{max_tokens} tokens: {timings}");
-        if is_told {
+        assert_eq!(
+            (rate.is_number(), rate.is_null()),
+            (is_reported, !is_reported),
+            "{max_tokens} tokens: {timings}"
+        );
+        if is_reported {
             let ms = timings["predicted_ms"].as_f64().unwrap();
             assert!(
                 (rate.as_f64().unwrap() * ms / 4e3 - 1.0).abs() < 1e-9,
-                "four steps of a token: {timings}"
+                "5 tokens take 4 steps: {timings}"
             );
         }
-        // All of the prompt but its end may come from the cache.
+        // All of the prompt except its end may come from the cache.
         assert!(timings["prompt_per_second"].as_f64().unwrap().is_finite(), "{timings}");
     }
 }
 
 #[tokio::test]
-async fn a_stream_is_role_content_reason_usage_and_done() {
+async fn a_stream_sends_role_content_finish_reason_usage_and_done() {
     // Letters outside the vocabulary are several byte tokens each.
     let text = "Größe: ½, 🦄!";
     let app = app_that_says(text);
@@ -135,7 +139,7 @@ async fn a_stream_is_role_content_reason_usage_and_done() {
 }
 
 #[tokio::test]
-async fn stop_strings_end_an_answer_and_never_show() {
+async fn stop_strings_end_an_answer_and_are_never_sent() {
     let app = app_that_says("One, two, three, four");
     for (stop, expected, reason) in [
         (json!("three"), "One, two, ", "stop"),
@@ -153,8 +157,8 @@ async fn stop_strings_end_an_answer_and_never_show() {
 }
 
 #[tokio::test]
-async fn log_probabilities_have_openais_shape() {
-    // Letters outside the vocabulary are several tokens of a byte each.
+async fn log_probabilities_have_openais_fields() {
+    // Letters outside the vocabulary are several tokens of one byte each.
     let text = "Vim: ½ or two?";
     let app = app_that_says(text);
     let ids = tokenizer().encode(text, false).unwrap();
@@ -163,7 +167,7 @@ async fn log_probabilities_have_openais_shape() {
     let logprobs = &body["choices"][0]["logprobs"];
     assert_eq!(logprobs["refusal"], Value::Null);
     let tokens = logprobs["content"].as_array().expect("a list").clone();
-    assert_eq!(tokens.len(), ids.len(), "one for each token but the stop token");
+    assert_eq!(tokens.len(), ids.len(), "one entry for each token except the stop token");
     for (token, id) in tokens.iter().zip(&ids) {
         let bytes = tokenizer().token_bytes(*id).unwrap();
         assert_eq!((&token["bytes"], &token["logprob"]), (&json!(bytes), &json!(-0.5)), "{token}");
@@ -182,7 +186,7 @@ async fn log_probabilities_have_openais_shape() {
 }
 
 #[tokio::test]
-async fn n_answers_come_with_seeds_of_their_own_and_each_ends_for_itself() {
+async fn n_choices_have_different_seeds_and_end_independently() {
     let limits = Limits { max_sequences: 3, max_draws: 3, ..limits() };
     let answers = ["One.", "Two, and more", "Three"].map(|text| tokenizer().encode(text, false).unwrap());
     let mut scripts = answers.map(|ids| says(&ids, END_OF_TURN));
@@ -216,10 +220,10 @@ async fn n_answers_come_with_seeds_of_their_own_and_each_ends_for_itself() {
 }
 
 #[tokio::test]
-async fn biases_and_the_extensions_for_lengths_reach_the_sampler() {
+async fn logit_bias_ignore_eos_and_min_tokens_reach_the_sampler() {
     let app = app_that_says("ok");
     let ids = tokenizer().encode("ok", false).unwrap();
-    // The fake runner takes the id behind one that is forbidden.
+    // If an id is forbidden, the fake runner takes the next id.
     let next = tokenizer().detokenizer(true).push(ids[0] + 1).to_owned();
     let bias = json!({"max_tokens": 1, "logit_bias": {ids[0].to_string(): -100}});
     assert_eq!(answer(&app, with(chat("Hi"), bias)).await, (next, "length".to_owned()));
@@ -231,7 +235,7 @@ async fn biases_and_the_extensions_for_lengths_reach_the_sampler() {
 }
 
 #[tokio::test]
-async fn a_last_turn_is_continued_closed_or_followed_by_an_answer() {
+async fn a_final_assistant_message_is_continued_closed_or_followed_by_an_answer() {
     let (app, seen) = app_that_shows_its_prompt("four.");
     let messages =
         json!([{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": " It is \n"}]);
@@ -249,7 +253,7 @@ async fn a_last_turn_is_continued_closed_or_followed_by_an_answer() {
 }
 
 #[tokio::test]
-async fn max_tokens_and_the_context_bound_an_answer() {
+async fn max_tokens_and_the_context_limit_an_answer() {
     let app = app(says(&[], 300));
     for name in ["max_tokens", "max_completion_tokens"] {
         let (status, body) = complete(&app, with(chat("Hi"), json!({name: 3}))).await;
@@ -259,8 +263,8 @@ async fn max_tokens_and_the_context_bound_an_answer() {
     let (_, body) = complete(&app, chat("Hi")).await;
     assert_eq!(body["usage"]["total_tokens"], 600, "without max_tokens the answer fills the context");
 
-    // The bodies exceed the context by count, by the tokens asked for on top, and by bytes alone. The last one is
-    // refused without tokenizing.
+    // The bodies exceed the context by the number of prompt tokens, by `max_tokens`, and by their bytes. The last body
+    // is refused without tokenizing.
     for (body, words) in [
         (chat(&"q ".repeat(700)), "the prompt is too long: "),
         (with(chat("Hi"), json!({"max_tokens": 600})), "600 more"),
@@ -273,15 +277,15 @@ async fn max_tokens_and_the_context_bound_an_answer() {
         );
         let message = body["error"]["message"].as_str().unwrap();
         assert!(message.contains(words), "{message}");
-        // litellm recognizes the error by these words; langchain and Anthropic's clients by "prompt is too long".
+        // litellm recognizes the error by these words. langchain and Anthropic's clients look for "prompt is too long".
         assert!(message.contains("this model's maximum context length is 600 tokens"), "{message}");
     }
 }
 
 #[tokio::test]
-async fn a_prompt_that_is_too_long_is_blamed_on_the_field_that_holds_it() {
+async fn the_error_of_a_too_long_prompt_names_the_field_that_holds_it() {
     let app = app_that_says("ok");
-    // The bodies exceed the bound by count, and by bytes alone.
+    // The first text exceeds the limit by its tokens, the second by its bytes.
     for text in ["q ".repeat(700), "q".repeat(60_000)] {
         let turns = json!([{"role": "user", "content": text}]);
         for (path, fields, param) in [
@@ -309,13 +313,13 @@ async fn a_prompt_that_is_too_long_is_blamed_on_the_field_that_holds_it() {
 }
 
 #[tokio::test]
-async fn a_prompt_that_no_context_holds_is_too_long_and_not_invalid() {
+async fn a_prompt_longer_than_any_context_is_too_long_and_not_invalid() {
     let kv = KvLimits { block_size: 1024, full_blocks: 128, ..LIMITS.kv };
     let limits = Limits { kv, max_context: 131_072, ..limits() };
     let options = Options { max_body_bytes: 16 << 20, ..OPTIONS };
     let app = app_with(limits, options, DEFAULTS, says(&[], END_OF_TURN));
-    // One body has more text than is ever tokenized, though its tokens might be few. The other has more turns than a
-    // template could render within its bound of instructions, if their text were not refused first.
+    // One body has more text than the server ever tokenizes, even if it were few tokens. The other has more turns than
+    // a template can render within its instruction limit, so the text must be refused before the template runs.
     let roles = ["user", "assistant"].iter().cycle();
     let turns: Vec<Value> = roles.take(130_000).map(|role| json!({"role": role, "content": "a"})).collect();
     for body in [chat(&"q".repeat((2 << 20) + 1)), with(chat(""), json!({"messages": turns}))] {
@@ -331,7 +335,7 @@ async fn a_prompt_that_no_context_holds_is_too_long_and_not_invalid() {
 }
 
 #[tokio::test]
-async fn a_temperature_too_small_to_divide_by_is_greedy_also_as_the_models_default() {
+async fn a_temperature_near_zero_is_greedy_also_as_the_models_default() {
     for (fields, default) in [(json!({"temperature": 1e-39}), 0.9), (json!({}), 1e-39), (json!({}), 9e-6)] {
         let seen: Arc<Mutex<Vec<Arc<SamplingParams>>>> = Arc::default();
         let record = Arc::clone(&seen);
@@ -347,7 +351,7 @@ async fn a_temperature_too_small_to_divide_by_is_greedy_also_as_the_models_defau
 }
 
 #[tokio::test]
-async fn absent_sampling_fields_are_the_models_and_a_seed_repeats() {
+async fn absent_sampling_fields_take_the_models_defaults_and_seeds_are_kept() {
     let seen: Arc<Mutex<Vec<(SamplingParams, u64)>>> = Arc::default();
     let record = Arc::clone(&seen);
     let app = app(Box::new(move |_, draw| {
@@ -385,18 +389,18 @@ async fn absent_sampling_fields_are_the_models_and_a_seed_repeats() {
     assert_eq!(
         seen[3],
         (SamplingParams { top_k: 1, top_p: 0.0, ..default() }, u64::MAX - 1),
-        "top_p 0 is the likeliest"
+        "top_p 0 takes the likeliest token"
     );
     assert_eq!(seen[4], (SamplingParams { temperature: 0.0, top_k: 5, ..default() }, u64::MAX - 1));
     let asked = &seen[5].0;
     let penalties = (asked.presence_penalty, asked.frequency_penalty, asked.repetition_penalty);
     assert_eq!(penalties, (-1.5, 2.0, 0.5));
-    assert_eq!(seen[6], (SamplingParams { repetition_penalty: 1.0, ..default() }, 8), "llama.cpp's name");
-    assert_ne!(seen[7].1, seen[8].1, "-1 is no seed, as in llama.cpp, vLLM and Ollama");
+    assert_eq!(seen[6], (SamplingParams { repetition_penalty: 1.0, ..default() }, 8), "a name of llama.cpp");
+    assert_ne!(seen[7].1, seen[8].1, "-1 asks for a random seed, as in llama.cpp, vLLM and Ollama");
 }
 
 #[tokio::test]
-async fn what_clients_send_beside_is_accepted() {
+async fn fields_that_clients_send_in_addition_are_accepted() {
     let app = app_that_says("ok");
     let tool = json!([{"type": "function", "function": {"name": "f", "parameters": {}}}]);
     for fields in [
@@ -426,13 +430,13 @@ async fn what_clients_send_beside_is_accepted() {
         let body = json!({"model": MODEL, "messages": messages});
         assert_eq!(answer(&app, body).await.0, "ok", "{messages}");
     }
-    // The body is read whatever the content type says, and without one.
+    // The server ignores the content type, and it may be absent.
     let bare = Request::post("/v1/chat/completions").body(Body::from(chat("Hi").to_string())).unwrap();
     assert_eq!(send_json(&app.router, bare).await.0, 200);
 }
 
 #[tokio::test]
-async fn bad_bodies_are_refused_by_field() {
+async fn bad_bodies_are_refused_with_the_name_of_the_field() {
     let app = app_that_says("ok");
     let body = |fields: Value| with(chat("Hi"), fields).to_string();
     let messages = |m: Value| body(json!({"messages": m}));
@@ -489,7 +493,7 @@ async fn bad_bodies_are_refused_by_field() {
         (body(json!({"stop": [""]})), "stop[0]", "invalid_value"),
         (body(json!({"stop": ["a", "b", "c", "d", "e"]})), "stop", "invalid_value"),
         (body(json!({"stop": "x".repeat(5000)})), "stop", "invalid_value"),
-        (body(json!({"n": 2})), "n", "invalid_value"), // this server runs one answer at a time
+        (body(json!({"n": 2})), "n", "invalid_value"), // this engine has room for one sequence
         (body(json!({"n": 0})), "n", "invalid_value"),
         (body(json!({"logprobs": 3})), "logprobs", "invalid_value"),
         (body(json!({"logprobs": true, "top_logprobs": 21})), "top_logprobs", "invalid_value"),
@@ -534,11 +538,11 @@ async fn bad_bodies_are_refused_by_field() {
         assert_eq!(error["type"], "invalid_request_error");
         assert!(error["message"].as_str().is_some_and(|m| m.contains(param) && m.len() < 300), "{value}");
     }
-    assert_eq!(app.control.batches().len(), 0, "none of them reached the engine");
+    assert_eq!(app.control.batches().len(), 0, "a bad request reached the engine");
 }
 
 #[tokio::test]
-async fn where_no_model_is_named_the_one_that_is_served_answers_and_no_other_name_will_do() {
+async fn requests_without_a_model_are_answered_and_other_names_are_refused() {
     let app = app_that_says("ok");
     let turns = json!([{"role": "user", "content": "Hi"}]);
     for (path, body, status) in [
@@ -552,7 +556,7 @@ async fn where_no_model_is_named_the_one_that_is_served_answers_and_no_other_nam
         ("/tokenize", json!({"messages": turns}), 200),
         ("/detokenize", json!({"tokens": [2, 3]}), 200),
         ("/models/load", json!({}), 200),
-        ("/models/unload", json!({}), 400), // the request is understood, and refused
+        ("/models/unload", json!({}), 400), // valid, but a request cannot unload a model
     ] {
         let ask = async |more: Value| {
             let body = with(body.clone(), more).to_string();
@@ -578,7 +582,7 @@ async fn where_no_model_is_named_the_one_that_is_served_answers_and_no_other_nam
 }
 
 #[tokio::test]
-async fn other_routes_methods_and_sizes_are_json_errors() {
+async fn unknown_routes_methods_and_large_bodies_are_json_errors() {
     let app = app_that_says("ok");
     for (request, status, code) in [
         (get("/v1/nothing"), 404, "not_found"),
@@ -609,13 +613,13 @@ async fn models_are_listed_by_the_same_id_before_and_after_loading() {
         assert_eq!(one, list["data"][0]);
         assert_eq!((&one["id"], &one["object"]), (&json!(MODEL), &json!("model")));
         assert!(one["created"].is_u64() && one["owned_by"].is_string());
-        // These are the fields that llama.cpp's clients send.
+        // llama.cpp's clients read this field.
         assert_eq!(one["status"]["value"], state);
         assert_eq!(send_json(router, get("/models")).await.2, list);
         let ask =
             |path, model| Request::post(path).body(Body::from(json!({"model": model}).to_string())).unwrap();
         let (status, _, body) = send_json(router, ask("/models/load", MODEL)).await;
-        assert_eq!((status, body), (StatusCode::OK, json!({"success": true})), "there is nothing to do");
+        assert_eq!((status, body), (StatusCode::OK, json!({"success": true})), "nothing to load");
         for (path, model, status, code) in [
             ("/models/unload", MODEL, 400, "unsupported_value"),
             ("/models/unload", "another", 404, "model_not_found"),
@@ -623,7 +627,7 @@ async fn models_are_listed_by_the_same_id_before_and_after_loading() {
         ] {
             let (got, _, body) = send_json(router, ask(path, model)).await;
             assert_eq!((got.as_u16(), &body["error"]["code"]), (status, &json!(code)), "{path}: {body}");
-            // The server may unload the model by itself.
+            // The error says which option unloads an idle model.
             let names_the_option = body.to_string().contains("engine.idle_unload_s");
             assert_eq!(names_the_option, code == "unsupported_value", "{path}: {body}");
         }
@@ -631,7 +635,7 @@ async fn models_are_listed_by_the_same_id_before_and_after_loading() {
 }
 
 #[tokio::test]
-async fn a_title_waits_until_nobody_waits_for_an_answer() {
+async fn background_requests_wait_until_no_interactive_request_waits() {
     let app = app_that_says("Paris.");
     app.control.allow(0);
     let ended = Arc::new(Mutex::new(Vec::new()));
@@ -653,15 +657,15 @@ async fn a_title_waits_until_nobody_waits_for_an_answer() {
     let prompt = "### Task:\nName it.\nFormat: { \"title\": \"\" }\n<chat_history>\n</chat_history>";
     let mut tagged = post(chat("Sort these.").to_string());
     tagged.headers_mut().insert("x-unicorn-priority", "background".parse().unwrap());
-    // The title has the only slot when the chat comes.
+    // The title's request runs in the only slot when the chat request arrives.
     let title = begin("title", post(chat(prompt).to_string()));
     one_runs_and_wait(0).await;
     let tagged = begin("tagged", tagged);
     one_runs_and_wait(1).await;
-    let hurried = begin("chat", post(chat("What is the capital of France?").to_string()));
+    let interactive = begin("chat", post(chat("What is the capital of France?").to_string()));
     one_runs_and_wait(2).await;
     app.control.release();
-    for answer in [title, tagged, hurried] {
+    for answer in [title, tagged, interactive] {
         answer.await.expect("answered");
     }
     assert_eq!(*ended.lock().unwrap(), ["chat", "title", "tagged"]);
@@ -680,7 +684,7 @@ async fn a_title_waits_until_nobody_waits_for_an_answer() {
 }
 
 #[tokio::test]
-async fn health_and_chat_follow_the_engine() {
+async fn health_and_chat_report_the_state_of_the_engine() {
     let loading = api::router(Server::new(MODEL, OPTIONS, AccessPolicy::default()));
     let (status, _, body) = send_json(&loading, get("/health")).await;
     assert_eq!((status.as_u16(), &body["status"]), (503, &json!("loading")));
@@ -698,7 +702,7 @@ async fn health_and_chat_follow_the_engine() {
 }
 
 #[tokio::test]
-async fn a_lost_device_is_503_and_a_line_in_a_stream_that_had_begun() {
+async fn a_lost_device_is_503_and_an_error_event_in_a_stream_that_has_begun() {
     let app = app_that_says("One, two, three");
     app.control.fail_wait_at(4);
     let (lines, _) = stream(&app, with(chat("Hi"), json!({"stream": true}))).await;
@@ -714,7 +718,7 @@ async fn a_lost_device_is_503_and_a_line_in_a_stream_that_had_begun() {
 }
 
 #[tokio::test]
-async fn a_bug_of_the_engine_is_503_and_no_lost_device() {
+async fn an_internal_error_of_the_engine_is_503_and_not_a_lost_device() {
     let app = app(Box::new(|_, _| panic!("a bug, made for this test")));
     for _ in 0..2 {
         let (status, body) = complete(&app, chat("Hi")).await;
@@ -728,7 +732,7 @@ async fn a_bug_of_the_engine_is_503_and_no_lost_device() {
 }
 
 #[tokio::test]
-async fn logits_that_are_not_finite_are_500_for_their_request_alone() {
+async fn logits_that_are_not_finite_are_500_for_their_request_only() {
     let app = app_that_says("ok");
     app.control.not_finite_at(0);
     let (status, body) = complete(&app, chat("Hi")).await;
@@ -751,7 +755,7 @@ async fn a_full_queue_is_429_with_retry_after() {
     }
     let since = Instant::now();
     while app.engine.stats().waiting < 2 {
-        assert!(since.elapsed() < HANG, "the queue never filled");
+        assert!(since.elapsed() < HANG, "the queue never became full");
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
     let (status, headers, body) = send_json(&app.router, post(chat("Hi").to_string())).await;
@@ -765,12 +769,12 @@ async fn a_full_queue_is_429_with_retry_after() {
 }
 
 #[tokio::test]
-async fn a_burst_of_one_client_is_answered_to_the_last() {
-    // The client sends as many requests as one client may have by default. The default queue has room for all of them.
-    let door = AccessPolicy::default();
-    let n = door.requests_per_client;
+async fn all_requests_of_one_clients_burst_are_answered() {
+    // As many requests as one client may have by default. The default queue has room for all of them.
+    let policy = AccessPolicy::default();
+    let n = policy.requests_per_client;
     let ids = tokenizer().encode("ok", false).expect("encodes");
-    let server = Server::new(MODEL, OPTIONS, door);
+    let server = Server::new(MODEL, OPTIONS, policy);
     let app = loaded_with_queue(256, server, limits(), DEFAULTS, says(&ids, END_OF_TURN));
     let burst = (0..n).map(|_| send_json(&app.router, post(chat("Hi").to_string())));
     for (status, _, body) in futures::future::join_all(burst).await {
@@ -780,7 +784,7 @@ async fn a_burst_of_one_client_is_answered_to_the_last() {
 }
 
 #[tokio::test]
-async fn bodies_that_never_end_are_bounded_in_number() {
+async fn the_number_of_bodies_that_never_end_is_limited() {
     let app = app_that_says("ok");
     let stalled = || Body::from_stream(futures::stream::pending::<Result<Vec<u8>, std::io::Error>>());
     let mut arriving: Vec<_> = Vec::new();
@@ -790,20 +794,20 @@ async fn bodies_that_never_end_are_bounded_in_number() {
             std::task::Poll::Pending => arriving.push(request),
             std::task::Poll::Ready(response) => break response.unwrap(),
         }
-        assert!(arriving.len() < 1000, "any number of bodies is read at once");
+        assert!(arriving.len() < 1000, "the number of bodies that are read at the same time is not limited");
     };
     assert_eq!(refused.status(), 429);
     assert_eq!(send_json(&app.router, get("/health")).await.0, 200);
     drop(arriving);
     assert_eq!(answer(&app, chat("Hi")).await.0, "ok");
 
-    // Each body may take only a certain time without progress.
+    // A body that makes no progress for the allowed time is refused.
     let (status, _, body) = send_json(&app.router, post(stalled())).await;
     assert_eq!((status.as_u16(), &body["error"]["code"]), (408, &json!("body_timeout")));
 }
 
 #[tokio::test]
-async fn a_body_that_dribbles_is_given_up() {
+async fn a_body_that_arrives_too_slowly_is_refused() {
     let options = Options { body_stall: 4 * HANG, body_grace: Duration::from_millis(50), ..OPTIONS };
     let app = app_with(limits(), options, DEFAULTS, says(&[], END_OF_TURN));
     let byte = |()| async {
@@ -818,7 +822,7 @@ async fn a_body_that_dribbles_is_given_up() {
 }
 
 #[tokio::test]
-async fn a_request_whose_turn_does_not_come_is_told_so() {
+async fn a_request_that_waits_too_long_to_be_read_is_503() {
     let options = Options { body_stall: 4 * HANG, permit_timeout: Duration::from_millis(50), ..OPTIONS };
     let app = app_with(limits(), options, DEFAULTS, says(&[], END_OF_TURN));
     let stalled = || Body::from_stream(futures::stream::pending::<Result<Vec<u8>, std::io::Error>>());
@@ -859,7 +863,7 @@ async fn a_silent_stream_carries_comments() {
 }
 
 #[tokio::test]
-async fn request_ids_are_the_clients_if_sound() {
+async fn the_clients_request_id_is_used_if_it_is_valid() {
     let app = app_that_says("ok");
     let with_id = |id: &str| Request::get("/health").header("x-request-id", id).body(Body::empty()).unwrap();
     assert_eq!(send(&app.router, with_id("abc-1")).await.1["x-request-id"], "abc-1");
@@ -870,7 +874,7 @@ async fn request_ids_are_the_clients_if_sound() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn shutdown_is_bounded() {
+async fn a_shutdown_ends_within_its_time_limit() {
     let app = app(says(&[], 300));
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
@@ -888,7 +892,7 @@ async fn shutdown_is_bounded() {
             body.len()
         )
     };
-    // One request will not end by itself, and one connection says nothing.
+    // One request does not end before the shutdown, and one connection is idle.
     app.control.allow(app.control.batches().len() + 1);
     let mut client = TcpStream::connect(address).unwrap();
     client.write_all(request(with(chat("Hi"), json!({"stream": true}))).as_bytes()).unwrap();

@@ -1,4 +1,4 @@
-//! Checkpoints: reading them, refusing bad ones, and quantizing them bit for bit.
+//! Reading checkpoints, refusing bad ones, and quantizing them bit for bit.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
@@ -38,7 +38,7 @@ fn open(path: &Path) -> (Gemma3Config, Checkpoint) {
 
 #[test]
 fn every_layout_loads_with_its_weights() {
-    // Each entry has folder, layers, first name of the language tensors, and number of skipped vision tensors.
+    // Folder, number of layers, name of the embedding, number of skipped vision tensors.
     let cases = [
         ("gemma3/tiny-a", 8, "model.embed_tokens.weight", 0),
         ("gemma3/tiny-b", 7, "model.embed_tokens.weight", 0),
@@ -71,7 +71,7 @@ fn the_demo_model_loads() {
 }
 
 #[test]
-fn tensors_are_those_of_the_safetensors_crate() {
+fn tensors_equal_those_that_the_safetensors_crate_reads() {
     for folder in ["gemma3/tiny-a", "gemma3/tiny-b", "gemma3/tiny-27b-ratio", "transformers5/tiny-27b-l2"] {
         let checkpoint = Checkpoint::open(&ModelFiles::open(&data(folder)).unwrap()).unwrap();
         let mut seen = 0;
@@ -95,9 +95,9 @@ fn tensors_are_those_of_the_safetensors_crate() {
     }
 }
 
-/// The names in every layout that transformers 5 saves, with their shapes, and zeros as values.
+/// Tensor names and shapes of every layout that transformers 5 saves. All values are zero.
 #[test]
-fn every_tensor_naming_is_understood() {
+fn every_tensor_naming_of_transformers_loads() {
     for folder in ["tiny-a", "tiny-27b-ratio", "tiny-27b-l2"] {
         let folder = data("transformers5").join(folder);
         for list in ["tensor_names.json", "tensor_names.internal.json", "tensor_names.sharded.json"] {
@@ -132,14 +132,14 @@ fn every_tensor_naming_is_understood() {
 }
 
 #[test]
-fn rows_widen_exactly_from_every_float_type() {
+fn rows_of_every_float_type_convert_to_f32_exactly() {
     let values = [0.0f32, -0.0, 1.0, -2.5, 6.1035156e-5, 5.9604645e-8, 65504.0, 0.33325195];
     let model = TempDir::new().unwrap();
     let f32s: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
     let f16s: Vec<u8> = values.iter().flat_map(|v| f16::from_f32(*v).to_le_bytes()).collect();
     let bf16s: Vec<u8> = values.iter().flat_map(|v| bf16::from_f32(*v).to_le_bytes()).collect();
     let ints = vec![7u8; 8];
-    // The odd-sized tensor in front leaves the others unaligned.
+    // The first tensor has 1 byte, so the others are not aligned.
     let file = safetensors_file(&[
         ("odd", "U8", &[1], &[1]),
         ("a", "F32", &[4, 2], &f32s),
@@ -165,7 +165,7 @@ fn rows_widen_exactly_from_every_float_type() {
 }
 
 #[test]
-fn values_that_are_no_numbers_are_refused_by_place() {
+fn values_that_are_not_finite_are_refused_with_row_and_column() {
     for (dtype, bad) in [("F32", vec![0, 0, 0x80, 0x7F]), ("F16", vec![0, 0xFC]), ("BF16", vec![0xC0, 0xFF])]
     {
         let mut bytes = vec![0u8; 12 * bad.len()];
@@ -179,7 +179,7 @@ fn values_that_are_no_numbers_are_refused_by_place() {
         for error in [
             w.to_f32().unwrap_err(),
             w.rows_f32(2..3).unwrap_err(),
-            // The tensor is packed as a load packs it: as it is, and rounded.
+            // Packed as a load packs it: without loss, and rounded.
             pack(&w, w.scheme().unwrap()).unwrap_err(),
             pack(&w, Scheme::Int8Row).unwrap_err(),
         ] {
@@ -195,7 +195,7 @@ fn values_that_are_no_numbers_are_refused_by_place() {
 }
 
 #[test]
-fn embedded_files_are_read_like_a_folder() {
+fn embedded_files_are_read_like_files_of_a_folder() {
     static FILES: [(&str, &[u8]); 3] = [
         ("config.json", include_bytes!("data/gemma3/tiny-b/config.json")),
         ("generation_config.json", include_bytes!("data/gemma3/tiny-b/generation_config.json")),
@@ -207,7 +207,7 @@ fn embedded_files_are_read_like_a_folder() {
     assert!(files.read("tokenizer.json").unwrap().is_none());
     let (config, generation) = Gemma3Config::load(&files).unwrap();
     assert_eq!((config.vocab_size, generation.sampling.top_k), (320, Some(64)));
-    // The config belongs to another model than the tensors.
+    // The config of another model than the tensors.
     let checkpoint = Checkpoint::open(&files).unwrap();
     assert_eq!(
         Gemma3Weights::collect(&checkpoint, &config).unwrap_err().to_string(),
@@ -222,7 +222,7 @@ fn sha256(bytes: &[u8]) -> String {
     Sha256::digest(bytes).iter().map(|b| format!("{b:02x}")).collect()
 }
 
-/// A tensor's blocks and scales, packed in two pieces.
+/// A tensor's blocks and scales, packed in two calls.
 fn pack(tensor: &Tensor, scheme: Scheme) -> Result<(Vec<u8>, Vec<u8>), CheckpointError> {
     let (rows, cols) = (tensor.rows(), tensor.cols());
     let mut blocks = vec![0; scheme.block_bytes(rows, cols) as usize];
@@ -236,7 +236,7 @@ fn pack(tensor: &Tensor, scheme: Scheme) -> Result<(Vec<u8>, Vec<u8>), Checkpoin
     Ok((blocks, scales))
 }
 
-/// The integers and scales of a tensor, row-major, by way of the tiles that a load makes.
+/// The integers and scales of a tensor, row-major. They pass through the tiles that a load makes.
 fn quantized(tensor: &Tensor, scheme: Scheme) -> (Vec<i8>, Vec<u8>) {
     let (blocks, scales) = pack(tensor, scheme).unwrap();
     let (block_bytes, scale_bytes) =
@@ -255,7 +255,7 @@ fn quantized(tensor: &Tensor, scheme: Scheme) -> (Vec<i8>, Vec<u8>) {
 }
 
 #[test]
-fn quantizer_is_bit_exact_by_the_manifests() {
+fn quantized_tensors_have_the_checksums_of_the_manifests() {
     for set in GEMMA3_SETS {
         let (_, checkpoint) = open(&data(format!("gemma3/{set}")));
         let manifest = read_json(&data(format!("gemma3/{set}")).join("quant_manifest.json"));
@@ -278,15 +278,15 @@ fn quantizer_is_bit_exact_by_the_manifests() {
                 checked += 1;
             }
         }
-        // Four modes, seven projections a layer, and the embedding once.
+        // Four modes with seven projections a layer, and the embedding once.
         let layers = HashMap::from([("tiny-a", 8), ("tiny-b", 7), ("tiny-27b-ratio", 6)])[set];
         assert_eq!(checked, 4 * 7 * layers + 1, "{set}");
     }
 }
 
-/// The golden set holds one tensor in full, so that a difference shows where it is, and not only that it is.
+/// The golden file holds one tensor in full, so that a failure shows where the values differ.
 #[test]
-fn quantized_tensor_equals_the_golden_one() {
+fn a_quantized_tensor_equals_the_golden_tensor() {
     let bytes = fs::read(data("gemma3/tiny-a/goldens.safetensors")).unwrap();
     let goldens = safetensors::SafeTensors::deserialize(&bytes).unwrap();
     let (_, checkpoint) = open(&data("gemma3/tiny-a"));
@@ -303,7 +303,7 @@ fn quantized_tensor_equals_the_golden_one() {
 }
 
 #[test]
-fn edge_rows_quantize_as_the_reference_says() {
+fn rows_with_extreme_scales_are_quantized_like_the_reference() {
     let (_, checkpoint) = open(&data("gemma3/tiny-a"));
     let tensor = checkpoint.get("model.layers.0.mlp.gate_proj.weight").unwrap();
     let row = |row: usize| {
@@ -332,15 +332,16 @@ fn edge_rows_quantize_as_the_reference_says() {
 }
 
 #[test]
-fn short_groups_do_not_straddle_rows() {
-    // 5 columns in groups of 2: three groups, the last of one column.
+fn the_last_group_of_a_row_may_be_short() {
+    // Five columns in groups of two make three groups. The last has one column.
     let row = [1.0f32, -3.5, 0.0, 0.0, 14.0];
     let (mut q, mut scales, mut y) = ([9i8; 5], [f16::ONE; 3], [0.0f32; 5]);
     quantize_row(&row, 2, 7, &mut q, &mut scales).unwrap();
     assert_eq!((q, scales.map(f16::to_f32)), ([2, -7, 0, 0, 7], [0.5, 0.0, 2.0]));
     dequantize_row(&q, &scales, 2, &mut y);
     assert_eq!(y, [1.0, -3.5, 0.0, 0.0, 14.0]);
-    // 65504 * 7 is the largest value an f16 scale can hold; beyond its rounding it would be infinite.
+    // The largest scale of an f16 is 65504, and the largest integer is 7. A larger value needs a scale that rounds to
+    // infinity.
     let largest = [65504.0f32 * 7.0];
     quantize_row(&largest, 1, 7, &mut [0], &mut [f16::ZERO]).unwrap();
     let error = quantize_row(&[0.0, 65520.0 * 7.0], 1, 7, &mut [0; 2], &mut [f16::ZERO; 2]).unwrap_err();
@@ -353,7 +354,7 @@ fn short_groups_do_not_straddle_rows() {
 
 type TensorSpec<'a> = (&'a str, &'a str, &'a [u64], &'a [u8]);
 
-/// A well-formed file of these tensors (name, dtype, shape, bytes).
+/// A well-formed safetensors file of these tensors (name, dtype, shape, bytes).
 fn safetensors_file(tensors: &[TensorSpec]) -> Vec<u8> {
     let mut header = serde_json::Map::new();
     let mut data = Vec::new();
@@ -389,9 +390,9 @@ fn config(json: Value) -> Result<Gemma3Config, String> {
     Gemma3Config::from_json(json.to_string().as_bytes(), "config.json").map_err(|e| e.to_string())
 }
 
-/// The published sizes, with the fields their config.json files have and no others.
+/// The published sizes, with exactly the fields that their config.json files have.
 #[test]
-fn published_sizes_are_configs() {
+fn configs_of_the_published_sizes_are_read() {
     let linear8 = json!({"factor": 8.0, "rope_type": "linear"});
     let wrapped = |text: Value| {
         json!({
@@ -505,9 +506,9 @@ fn published_sizes_are_configs() {
     }
 }
 
-/// transformers 5 wrote these from the configs of the older generation: they mean the same.
+/// transformers 5 wrote the new configs from the old ones, so both must yield the same values.
 #[test]
-fn both_generations_of_fields_mean_the_same() {
+fn configs_of_transformers_4_and_5_are_read_alike() {
     for set in ["tiny-a", "tiny-27b-ratio"] {
         let load = |folder: &str| {
             let files = ModelFiles::open(&data(format!("{folder}/{set}"))).unwrap();
@@ -525,7 +526,7 @@ fn both_generations_of_fields_mean_the_same() {
         };
         assert_eq!(old_generation, expected);
     }
-    // layer_types wins over the pattern beside it.
+    // layer_types has precedence over the sliding_window_pattern in the same file.
     let (config, _) = open(&data("transformers5/tiny-27b-l2"));
     assert_eq!(config.layer_types, [LayerType::SlidingAttention, LayerType::FullAttention]);
     let (config, _) = open(&data("gemma3/tiny-b"));
@@ -536,7 +537,7 @@ fn both_generations_of_fields_mean_the_same() {
 }
 
 #[test]
-fn config_fields_are_read_as_transformers_does() {
+fn config_fields_are_read_as_transformers_reads_them() {
     let base = |extra: Value| {
         let mut json = json!({"model_type": "gemma3_text", "hidden_size": 64, "num_hidden_layers": 4});
         json.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
@@ -549,23 +550,23 @@ fn config_fields_are_read_as_transformers_does() {
         assert_eq!(full(base(json!({name: 2})).unwrap()), [false, true, false, true]);
         assert_eq!(full(base(json!({name: 1})).unwrap()), [true; 4]);
     }
-    // Without sliding layers there is no window to name.
+    // A model without sliding layers has no window, whatever the config says.
     let window = |pattern: u64| base(json!({"sliding_window_pattern": pattern, "sliding_window": null}));
     assert_eq!(window(1).map(|config| config.window()), Ok(None));
     let named = base(json!({"sliding_window_pattern": 1, "sliding_window": 512})).unwrap();
     assert_eq!((named.window(), base(json!({})).unwrap().window()), (None, Some(4096)));
     assert!(window(2).unwrap_err().contains("sliding_window is null"), "{:?}", window(2));
-    // The key of the type was once `type`.
+    // Older configs call this key `type`.
     let factor = |json: Value| base(json!({"rope_scaling": json})).map(|c| c.rope_scaling_factor);
     assert_eq!(factor(json!({"type": "linear", "factor": 4})), Ok(4.0));
     assert_eq!(factor(json!({"type": "default"})), Ok(1.0));
     assert_eq!(factor(json!(null)), Ok(1.0));
-    // This config is transformers 5's, without scaling and with a theta left to its default.
+    // As transformers 5 writes it, without scaling, and with the default theta of the sliding layers.
     let parameters =
         json!({"full_attention": {"rope_type": "default", "rope_theta": 5e5}, "sliding_attention": {}});
     let config = base(json!({"rope_parameters": parameters, "rope_local_base_freq": 2e4})).unwrap();
     assert_eq!((config.rope_theta, config.rope_local_base_freq, config.rope_scaling_factor), (5e5, 2e4, 1.0));
-    // One id or several, at every level; absent means 1.
+    // eos_token_id may be one id or several, at both levels. If it is absent, it is 1.
     assert_eq!(base(json!({})).unwrap().eos_token_ids, [1]);
     assert_eq!(base(json!({"eos_token_id": 7})).unwrap().eos_token_ids, [7]);
     let nested = json!({
@@ -578,7 +579,7 @@ fn config_fields_are_read_as_transformers_does() {
 }
 
 #[test]
-fn configs_that_cannot_be_computed_are_refused_by_field() {
+fn unsupported_configs_are_refused_with_the_name_of_the_field() {
     let cases = [
         (
             json!({"model_type": null}),
@@ -777,7 +778,7 @@ fn configs_that_cannot_be_computed_are_refused_by_field() {
 
 // ---- Bad files ----------------------------------------------------------------------------------------
 
-/// The error of a folder with these files, with the folder's name cut out.
+/// The error for a folder with these files. The folder's path is removed from it.
 fn problem(files: &[(&str, Vec<u8>)]) -> String {
     let folder = TempDir::new().unwrap();
     for (name, bytes) in files {
@@ -794,7 +795,7 @@ fn problem_of(folder: &Path) -> String {
 }
 
 #[test]
-fn bad_safetensors_files_are_refused_by_tensor() {
+fn bad_safetensors_files_are_refused_with_the_name_of_the_tensor() {
     let good = safetensors_file(&[("a", "U8", &[4], &[1; 4]), ("b", "BF16", &[2, 2], &[0; 8])]);
     let entry = |dtype: &str, shape: &str, offsets: &str| {
         format!(r#"{{"dtype":{dtype},"shape":{shape},"data_offsets":{offsets}}}"#)
@@ -906,7 +907,7 @@ fn bad_safetensors_files_are_refused_by_tensor() {
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
-    // The header exceeds what is parsed at all. It is sparse on disk, and refused before it is read.
+    // A header above the size limit is refused before it is read. The file is sparse on disk.
     let folder = TempDir::new().unwrap();
     let path = folder.path().join("model.safetensors");
     fs::write(&path, (1u64 << 30).to_le_bytes()).unwrap();
@@ -918,7 +919,7 @@ fn bad_safetensors_files_are_refused_by_tensor() {
 }
 
 #[test]
-fn bad_indexes_are_refused_by_tensor() {
+fn bad_shard_indexes_are_refused_with_the_name_of_the_tensor() {
     let index = |json: Value| ("model.safetensors.index.json", json.to_string().into_bytes());
     let map = |map: Value| index(json!({"metadata": {}, "weight_map": map}));
     let one = safetensors_file(&[("a", "U8", &[4], &[1; 4])]);
@@ -980,7 +981,7 @@ fn bad_indexes_are_refused_by_tensor() {
 }
 
 #[test]
-fn links_and_strange_files_are_refused() {
+fn links_out_of_the_folder_and_files_that_are_not_regular_are_refused() {
     use std::os::unix::fs::symlink;
     let index = json!({"weight_map": {"a": "1.safetensors"}}).to_string();
     let shard = safetensors_file(&[("a", "U8", &[4], &[1; 4])]);
@@ -1005,7 +1006,7 @@ fn links_and_strange_files_are_refused() {
             root.join("blobs/1234").display()
         )
     );
-    // The layout of Hugging Face's cache.
+    // The layout of the Hugging Face cache.
     let cached = model("snapshots/0123abcd");
     symlink("../../blobs/1234", cached.join("1.safetensors")).unwrap();
     let checkpoint = Checkpoint::open(&ModelFiles::open(&cached).unwrap()).unwrap();
@@ -1021,7 +1022,7 @@ fn links_and_strange_files_are_refused() {
         "model.safetensors.index.json: tensor a: names \"1.safetensors\", which cannot be used: 1.safetensors: is \
          not a regular file, but a folder"
     );
-    // Opening a pipe would wait for ever.
+    // Opening a pipe would block.
     let pipe = root.join("pipe");
     fs::create_dir(&pipe).unwrap();
     let made = std::process::Command::new("mkfifo").arg(pipe.join("model.safetensors")).status().unwrap();
@@ -1053,7 +1054,7 @@ fn links_and_strange_files_are_refused() {
     );
 }
 
-/// A small whole model, which tests spoil: its config, and its tensors by name and shape.
+/// The config of a small but complete model, and its tensors by name and shape.
 fn small_model() -> (Value, Vec<(String, Vec<usize>)>) {
     let config = json!({
         "model_type": "gemma3_text", "vocab_size": 16, "hidden_size": 24, "intermediate_size": 20,
@@ -1086,7 +1087,7 @@ fn small_model() -> (Value, Vec<(String, Vec<usize>)>) {
 }
 
 #[test]
-fn weights_that_contradict_the_config_are_refused_by_tensor() {
+fn tensors_that_contradict_the_config_are_refused_by_name() {
     type Tensors = Vec<(String, DType, Vec<usize>)>;
     type Case<'a> = (&'a dyn Fn(&mut Tensors), &'a str);
     let (config, tensors) = small_model();
@@ -1109,7 +1110,7 @@ fn weights_that_contradict_the_config_are_refused_by_tensor() {
     assert_eq!(collect(&|_| ()), Ok(0));
     assert_eq!(collect(&add("model.vision_tower.encoder.layers.0.mlp.fc1.weight", DType::F32, &[2])), Ok(1));
     assert_eq!(collect(&add("multi_modal_projector.mm_soft_emb_norm.weight", DType::F32, &[2])), Ok(1));
-    // The model has a tied head that was saved all the same.
+    // A file may hold the tied head as well.
     assert_eq!(collect(&add("lm_head.weight", DType::BF16, &[16, 24])), Ok(0));
 
     let cases: [Case; 10] = [
@@ -1169,10 +1170,10 @@ fn weights_that_contradict_the_config_are_refused_by_tensor() {
     }
 }
 
-/// Spoils a small model at random, in every file and in every way a file goes wrong, and loads it to the
-/// end: it is refused in one line, or every tensor is what its header says.
+/// Damages one file of a small model at random, and loads all of it. The load fails with an error of one line, or every
+/// tensor is as its header says.
 #[test]
-fn spoiled_models_are_refused_or_read_within_bounds() {
+fn damaged_models_are_refused_or_read_within_bounds() {
     const ROUNDS: u64 = 3000;
     let seed: u64 = 0x5EED_2026;
     println!("seed {seed:#x}");
@@ -1207,7 +1208,7 @@ fn spoiled_models_are_refused_or_read_within_bounds() {
     }
     assert_eq!(load_to_the_end(folder.path()), Ok(()));
 
-    // Each round writes a new file: some file systems flush a file that is cut to nothing and written again.
+    // Each round creates the file again, because some file systems flush a file that is truncated and rewritten.
     let put = |name: &str, bytes: &[u8]| {
         let path = folder.path().join(name);
         fs::remove_file(&path).unwrap();
@@ -1218,26 +1219,26 @@ fn spoiled_models_are_refused_or_read_within_bounds() {
     for round in 0..ROUNDS {
         let mut rng = ChaCha8Rng::seed_from_u64(seed.wrapping_add(round));
         let (name, bytes) = &files[rng.random_range(0..files.len())];
-        let mut spoiled = bytes.clone();
+        let mut damaged = bytes.clone();
         if name.ends_with(".safetensors") && rng.random_bool(0.8) {
-            spoiled = mutate(bytes, &mut rng);
+            damaged = mutate(bytes, &mut rng);
         } else {
             for _ in 0..rng.random_range(1..=3) {
-                spoil(&mut spoiled, &mut rng);
+                damage(&mut damaged, &mut rng);
             }
         }
-        put(name, &spoiled);
-        let held = whole - bytes.len() + spoiled.len();
+        put(name, &damaged);
+        let held = whole - bytes.len() + damaged.len();
         let seed = seed.wrapping_add(round);
-        readings.add(held, format_args!("round {round}: {name} spoiled with seed {seed:#x}"), || {
+        readings.add(held, format_args!("round {round}: {name} damaged with seed {seed:#x}"), || {
             let loaded = std::panic::catch_unwind(|| load_to_the_end(folder.path()));
-            loaded.unwrap_or_else(|_| panic!("round {round}: {name} spoiled with seed {seed:#x}"))
+            loaded.unwrap_or_else(|_| panic!("round {round}: {name} damaged with seed {seed:#x}"))
         });
         past_header += u64::from(Checkpoint::open(&ModelFiles::open(folder.path()).unwrap()).is_ok());
         put(name, bytes);
     }
     let DamagedReadings { read: loaded, refused, most_bytes } = readings;
-    // Spoiling a weight's value, or a name that nobody reads, is nothing to refuse.
+    // A changed weight, or a changed name that nothing reads, is no error.
     println!(
         "{past_header} past the header, {refused} refused, {loaded} loaded, at most {most_bytes} bytes held for {whole}"
     );
@@ -1245,7 +1246,7 @@ fn spoiled_models_are_refused_or_read_within_bounds() {
     assert!(past_header > ROUNDS / 2, "{past_header} past the header");
 }
 
-/// Opens, collects, walks and quantizes everything.
+/// Opens the model, collects its tensors, reads them all and quantizes the weights.
 fn load_to_the_end(folder: &Path) -> Result<(), String> {
     let files = ModelFiles::open(folder).map_err(|e| e.to_string())?;
     let (config, _) = Gemma3Config::load(&files).map_err(|e| e.to_string())?;
@@ -1255,7 +1256,7 @@ fn load_to_the_end(folder: &Path) -> Result<(), String> {
         assert_eq!(data.len(), tensor.num_elements() * dtype.size());
         std::hint::black_box(data.iter().fold(0u8, |sum, b| sum.wrapping_add(*b)));
     }
-    // The format's own crate accepts every file that is accepted here, and reads it alike.
+    // The safetensors crate must accept every file that is accepted here, and yield the same data.
     for (file, ..) in checkpoint.fingerprint() {
         let bytes = fs::read(&file).unwrap();
         let theirs = safetensors::SafeTensors::deserialize(&bytes).expect("a file that was accepted");
@@ -1277,8 +1278,8 @@ fn load_to_the_end(folder: &Path) -> Result<(), String> {
     Ok(())
 }
 
-/// One random change: to a byte, to a stretch, to the length, or to a number or word of the JSON in it.
-fn spoil(bytes: &mut Vec<u8>, rng: &mut ChaCha8Rng) {
+/// One random change of a byte, of a range of bytes, of the length, or of a number in the JSON.
+fn damage(bytes: &mut Vec<u8>, rng: &mut ChaCha8Rng) {
     const WORDS: [&str; 16] = [
         "0",
         "1",
@@ -1302,7 +1303,7 @@ fn spoil(bytes: &mut Vec<u8>, rng: &mut ChaCha8Rng) {
         bytes.extend_from_slice(b"{\"weight_map\":{}}");
         return;
     }
-    // Most of a shard is weights, which may be anything. The header is the part that can be wrong.
+    // Most bytes of a shard are weights, which may have any value. The header is what can be wrong.
     let head = len.min(2600);
     let at = if rng.random_bool(0.9) { rng.random_range(0..head) } else { rng.random_range(0..len) };
     let stretch = at..(at + rng.random_range(1..40)).min(len);
@@ -1318,7 +1319,7 @@ fn spoil(bytes: &mut Vec<u8>, rng: &mut ChaCha8Rng) {
         5 => bytes[..8].copy_from_slice(&rng.random_range(0..=len as u64 * 2).to_le_bytes()),
         6 => bytes.extend((0..rng.random_range(1..64)).map(|i| i as u8)),
         _ => {
-            // Replaces a run of digits, keeping the length field true so that the JSON is reached.
+            // Replaces a run of digits. The header's length is corrected, so that the JSON parser sees the change.
             let digit = |b: &u8| b.is_ascii_digit();
             let Some(start) = (8.max(at)..len).find(|i| digit(&bytes[*i])) else { return };
             let end = (start..len).find(|i| !digit(&bytes[*i])).unwrap_or(len);

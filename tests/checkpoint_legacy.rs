@@ -1,6 +1,7 @@
-//! The original project's layer files are read to the bit, their defects are found, and other files are refused.
+//! The original project's layer files are read bit for bit, their defects are found, and bad files are refused.
 //!
-//! `tests/data/legacy` holds what that project's own quantizer wrote, and what its dequantization gives, by SHA-256.
+//! `tests/data/legacy` holds files of that project's own quantizer, and SHA-256 sums of the values that its
+//! dequantization yields.
 
 use std::fs;
 use std::path::Path;
@@ -23,7 +24,7 @@ use crate::support::damaged::DamagedReadings;
 use crate::support::driver::greedy;
 use crate::support::goldens::Goldens;
 use crate::support::legacy_files::{
-    Made, asymmetric, grouped, layer_file, layer_of_all_schemes, shared, symmetric,
+    LayerTensor, asymmetric, grouped, layer_file, layer_of_all_schemes, shared, symmetric,
 };
 use crate::support::program::{assert_error, output, unicorn, unicorn_on_software};
 use crate::support::{data, goldens};
@@ -35,7 +36,7 @@ fn open(folder: &Path) -> Checkpoint {
 }
 
 #[test]
-fn every_tensor_reads_as_the_manifest_says() {
+fn every_tensor_has_the_checksum_of_the_manifest() {
     let folder = data("legacy/tiny-a");
     let checkpoint = open(&folder);
     let manifest: Value =
@@ -53,7 +54,7 @@ fn every_tensor_reads_as_the_manifest_says() {
 }
 
 #[test]
-fn groups_straddle_rows_and_end_short() {
+fn groups_that_straddle_rows_and_end_short_are_read() {
     let folder = data("legacy/tiny-a");
     let (checkpoint, goldens) = (open(&folder), Goldens::open(&folder));
     let layer = "vision_tower.vision_model.encoder.layers.0.mlp";
@@ -65,20 +66,20 @@ fn groups_straddle_rows_and_end_short() {
         assert_eq!(tensor.shape, shape, "{name}");
         let expected: Vec<f32> = goldens.view(&format!("dequant.{name}"));
         assert_eq!(tensor.to_f32().unwrap(), expected, "{name}");
-        // The rows come from the middle, as loading takes them.
+        // Loading reads ranges of rows from the middle of a tensor.
         if let [rows, cols] = *shape {
             assert_eq!(
                 tensor.rows_f32(rows - 3..rows - 1).unwrap(),
                 expected[(rows - 3) * cols..][..2 * cols]
             );
         }
-        // No piece of 16 columns has one scale.
+        // Groups straddle rows here, so no piece of 16 columns is sure to have one scale.
         assert_eq!(tensor.scheme().unwrap(), Scheme::F32, "{name}");
     }
 }
 
 #[test]
-fn files_of_a_layer_are_merged_and_vision_is_left_alone() {
+fn files_of_a_layer_are_merged_and_vision_tensors_are_skipped() {
     let folder = data("legacy/tiny-a");
     let files = ModelFiles::open(&folder).unwrap();
     let (config, _) = Gemma3Config::load(&files).unwrap();
@@ -86,11 +87,11 @@ fn files_of_a_layer_are_merged_and_vision_is_left_alone() {
     let weights = Gemma3Weights::collect(&checkpoint, &config).unwrap();
     assert_eq!((weights.layers.len(), weights.iter().count()), (8, 8 * 13 + 2));
     assert_eq!(weights.iter().count() + weights.skipped_vision, checkpoint.iter().len());
-    // The border of the source's shards runs through layer 4.
+    // The source's shards are divided within layer 4, so its tensors are in two files.
     let layer_4: std::collections::BTreeSet<_> =
         weights.iter().filter(|t| t.name.contains(".layers.4.")).map(|t| t.file).collect();
     assert_eq!(layer_4.len(), 2, "{layer_4:?}");
-    // This is what each scheme becomes on the device. No scheme needs more bytes than it had.
+    // The scheme that each scheme of the file becomes on the device. None needs more bytes than in the file.
     let whole_row = |cols: u32| Scheme::Int { bits: Bits::Eight, group: cols, scales: Scales::Affine };
     assert_eq!(weights.embed_tokens.scheme().unwrap(), whole_row(128));
     for layer in &weights.layers {
@@ -100,21 +101,21 @@ fn files_of_a_layer_are_merged_and_vision_is_left_alone() {
     }
 }
 
-/// Defects of all tensors, each behind the name of its tensor.
+/// Defects of all tensors, each after the name of its tensor.
 fn defects(checkpoint: &Checkpoint) -> Vec<String> {
     checkpoint.iter().filter_map(|t| Some(format!("{}: {}", t.name, t.defect()?))).collect()
 }
 
 #[test]
-fn damaged_tensors_are_named() {
+fn saturated_tensors_are_reported_by_name() {
     let folder = data("legacy/tiny-a");
     let checkpoint = open(&folder);
     let manifest: Value =
         serde_json::from_slice(&fs::read(folder.join("quant_manifest.json")).unwrap()).unwrap();
     let defects = defects(&checkpoint);
     let found = |name: &str| defects.iter().find(|d| d.starts_with(&format!("{name}: ")));
-    // The writer's own errors, which the files do not hold, say which tensors are damaged: the tensors that lost more
-    // than two steps of the scale. Rounding to integers in bf16 loses at most two steps here.
+    // The manifest has the errors that the writer measured, which the files do not contain. A tensor is damaged if it
+    // lost more than two steps of the scale. Rounding to integers in bf16 loses at most two steps here.
     let mut damaged = 0;
     for (name, facts) in
         manifest.as_object().unwrap().iter().filter(|(_, f)| f["scheme"] == "int8_asymmetric")
@@ -124,7 +125,7 @@ fn damaged_tensors_are_named() {
         let step =
             values.windows(2).map(|pair| pair[1] - pair[0]).filter(|step| *step > 0.0).reduce(f32::min);
         let error = facts["max_abs_err"].as_f64().unwrap() as f32;
-        // If all values are one, all were cut off.
+        // If all values are equal, all were cut off.
         let lost = step.is_none_or(|step| error > 2.0 * step);
         assert_eq!(found(name).is_some_and(|d| d.contains("saturated")), lost, "{name}: {facts}");
         damaged += usize::from(lost);
@@ -136,7 +137,7 @@ fn damaged_tensors_are_named() {
 
     let weights = Gemma3Config::load(&ModelFiles::open(&folder).unwrap()).unwrap().0;
     let weights = Gemma3Weights::collect(&checkpoint, &weights).unwrap();
-    // The defects are the language model's alone: the vision tower's tensors are not used.
+    // Only the language model's defects count, because the vision tower's tensors are not used.
     assert_eq!(weights.defects().iter().filter(|defect| defect.contains("saturated")).count(), 5);
     assert!(weights.defects().contains(found));
 }
@@ -159,7 +160,8 @@ fn a_legacy_checkpoint_matches_the_oracle() {
         println!("legacy {prompt}: max |difference| {difference:.2e}");
         assert!(difference <= BOUND, "{prompt}: {difference}");
 
-        // These runs were not chosen for margin, so they must be equal up to the first step within the noise.
+        // The prompts were not chosen for large margins. Tokens must be equal up to the first step whose margin is
+        // within the tolerance.
         let expected = goldens.tokens(&format!("greedy.{prompt}.tokens"));
         let margins = goldens.view::<f32>(&format!("greedy.{prompt}.margin"));
         let sure = margins.iter().position(|m| *m < 2.0 * BOUND).unwrap_or(expected.len());
@@ -168,7 +170,7 @@ fn a_legacy_checkpoint_matches_the_oracle() {
     }
 }
 
-/// A folder with the layer files alone, as the original project leaves them.
+/// A folder with only the layer files, as the original project writes them.
 fn bare() -> TempDir {
     let bare = TempDir::new().unwrap();
     for entry in fs::read_dir(data("legacy/tiny-a")).unwrap() {
@@ -182,7 +184,7 @@ fn bare() -> TempDir {
 }
 
 #[test]
-fn config_and_tokenizer_come_from_where_the_user_says() {
+fn config_and_tokenizer_are_read_from_the_given_paths() {
     let bare = bare();
     let files = || ModelFiles::open(bare.path()).unwrap();
     let error = Gemma3Config::load(&files()).unwrap_err().to_string();
@@ -199,7 +201,7 @@ fn config_and_tokenizer_come_from_where_the_user_says() {
         assert_eq!(files.display("config.json"), config.display().to_string());
         assert_eq!(Checkpoint::open(&files).unwrap().iter().len(), 145);
     }
-    // The files of a folder belong together; a file by itself is a checkpoint of its own.
+    // The files of a tokenizer folder belong together. A tokenizer.json that is given alone replaces only that file.
     fs::write(bare.path().join("tokenizer_config.json"), "own").unwrap();
     fs::write(bare.path().join("chat_template.jinja"), "own").unwrap();
     let mini = data("tokenizer-mini");
@@ -231,7 +233,7 @@ fn config_and_tokenizer_come_from_where_the_user_says() {
 }
 
 #[test]
-fn the_binary_runs_layer_files_and_says_what_they_lack() {
+fn the_binary_runs_layer_files_and_names_missing_files() {
     let bare = bare();
     let model = bare.path().to_str().unwrap();
     let original = data("legacy/tiny-a");
@@ -265,7 +267,7 @@ fn the_binary_runs_layer_files_and_says_what_they_lack() {
     assert_eq!(warnings.count(), 1, "{stderr}");
 }
 
-// ---- Made-up files -------------------------------------------------------------------------------------
+// ---- Generated files -------------------------------------------------------------------------------------
 
 /// Files by name.
 type Files = Vec<(&'static str, Vec<u8>)>;
@@ -279,7 +281,7 @@ fn folder(files: &[(&str, Vec<u8>)]) -> TempDir {
 }
 
 #[test]
-fn what_was_lost_is_seen_where_it_can_be() {
+fn defects_of_the_writer_are_found_from_scales_and_zero_points() {
     let ones = vec![1i8; 200];
     let cases = [
         (symmetric("a", &[3], 0.0, &[0, 1, 2]), Some("scale 0: reads as zeros")),
@@ -299,7 +301,7 @@ fn what_was_lost_is_seen_where_it_can_be() {
             asymmetric("a", &[2], 0.5, 0.0, &[255, 255]),
             Some("all positive, zero point clamped to 0: 2 of 2 values saturated, by up to 127.5 or more"),
         ),
-        // The smallest or largest value of these tensors is zero itself.
+        // The smallest or largest value of these tensors is zero itself, so nothing was cut off.
         (asymmetric("a", &[3], 0.5, 0.0, &[0, 20, 255]), None),
         (asymmetric("a", &[3], 0.5, 255.0, &[0, 20, 255]), None),
         (asymmetric("a", &[3], 0.5, 100.0, &[0, 255, 255]), None),
@@ -313,9 +315,9 @@ fn what_was_lost_is_seen_where_it_can_be() {
 }
 
 #[test]
-fn scales_beyond_f16_lose_nothing() {
+fn scales_outside_the_range_of_f16_are_kept_without_loss() {
     let mut rng = ChaCha8Rng::seed_from_u64(5);
-    // bf16 holds these values and f16 does not: they are too small, or too large.
+    // bf16 can represent these scales. For f16 they are too small or too large.
     for scale in [1e-9f32, 1e9] {
         let q: Vec<i8> = (0..3 * 64).map(|_| rng.random_range(-7..=7)).collect();
         let bytes: Vec<u8> = q.iter().map(|q| q.unsigned_abs() * 30).collect();
@@ -323,7 +325,7 @@ fn scales_beyond_f16_lose_nothing() {
             symmetric("symmetric", &[3, 64], scale, &q),
             grouped("grouped", &[3, 64], &[scale, 0.125], &q),
             asymmetric("asymmetric", &[3, 64], bf16::from_f32(scale).to_f32(), 7.0, &bytes),
-            // The scale has 24 bits, as a float32 source has it. Its products are rounded, on the device as here.
+            // The scale has 24 bits, as in a float32 source. Its products are rounded, here and on the device.
             asymmetric("wide", &[3, 64], 0.1, 7.0, &bytes),
         ];
         let folder = folder(&[("m_shared.safetensors", layer_file(&tensors))]);
@@ -346,11 +348,11 @@ fn scales_beyond_f16_lose_nothing() {
 }
 
 #[test]
-fn what_is_no_layer_file_is_refused_by_name() {
-    let layer = |tensors: &[Made]| vec![shared(), ("m_layer_3.safetensors", layer_file(tensors))];
+fn bad_layer_files_are_refused_with_file_and_tensor() {
+    let layer = |tensors: &[LayerTensor]| vec![shared(), ("m_layer_3.safetensors", layer_file(tensors))];
     let name = "x.layers.3.w";
     let good = || symmetric(name, &[2, 2], 0.5, &[1, 2, 3, 4]);
-    let changed = |change: &dyn Fn(&mut Made)| {
+    let changed = |change: &dyn Fn(&mut LayerTensor)| {
         let mut tensor = good();
         change(&mut tensor);
         layer(&[tensor])
@@ -446,7 +448,7 @@ fn what_is_no_layer_file_is_refused_by_name() {
         let error = Checkpoint::open(&ModelFiles::open(folder.path()).unwrap()).unwrap_err().to_string();
         assert!(error.contains(expected) && !error.contains('\n'), "{error:?}, expected {expected:?}");
     }
-    // A byte that is no int4 is found when it is read.
+    // A byte outside the int4 range is found when its row is read.
     let folder =
         folder(&layer(&[grouped(name, &[2, 32], &[0.5], &[&[1i8; 40][..], &[9], &[1; 23]].concat())]));
     let checkpoint = open(folder.path());
@@ -460,7 +462,7 @@ fn what_is_no_layer_file_is_refused_by_name() {
 }
 
 #[test]
-fn damaged_layer_files_are_an_error_or_read() {
+fn damaged_layer_files_are_refused_or_read() {
     const SEED: u64 = 31;
     println!("seed {SEED}");
     let mut rng = ChaCha8Rng::seed_from_u64(SEED);
@@ -475,5 +477,5 @@ fn damaged_layer_files_are_an_error_or_read() {
     }
     let DamagedReadings { read, most_bytes, .. } = readings;
     println!("{read} of 4000 read, at most {most_bytes} bytes held");
-    assert!((2001..3600).contains(&read), "{read}: most must get past the header, and not all");
+    assert!((2001..3600).contains(&read), "{read} were read; expected most of them, and not all");
 }

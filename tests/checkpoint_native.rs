@@ -1,5 +1,5 @@
-//! Native checkpoints. The files of `unicorn quantize` and `unicorn synth` hold what the commands were given, to the
-//! bit. An interrupted conversion goes on, and does not load before its end. Damaged files are refused by name.
+//! Native checkpoints. The files that `unicorn quantize` and `unicorn synth` write hold exactly the given weights. An
+//! interrupted conversion can be continued, and does not load until it is complete. Damaged files are refused by name.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -55,7 +55,7 @@ fn contents(folder: &Path) -> BTreeMap<String, Vec<u8>> {
 }
 
 #[test]
-fn a_conversion_without_loss_gives_the_same_logits_to_the_bit() {
+fn a_conversion_without_loss_yields_bit_identical_logits() {
     let folder = tempfile::tempdir().unwrap();
     for (i, variant) in ["tiny-a", "tiny-b", "tiny-27b-ratio"].into_iter().enumerate() {
         let source = data("gemma3").join(variant);
@@ -68,7 +68,7 @@ fn a_conversion_without_loss_gives_the_same_logits_to_the_bit() {
         let golden = Goldens::open(&source).view::<f32>("logits.short");
         assert!(max_difference(&expected, &golden) <= 1e-3);
 
-        // A native checkpoint is a source like any other.
+        // A native checkpoint can be the source of a conversion.
         let again = folder.path().join(format!("again-{i}"));
         quantize(&kept, &again, &["--scheme", "keep"]);
         let (mut first, mut second) = (contents(&kept), contents(&again));
@@ -84,10 +84,10 @@ fn a_conversion_without_loss_gives_the_same_logits_to_the_bit() {
     }
 }
 
-/// After a load the weights are on the device, and nothing of their files may take memory a second time.
+/// After a load the weights are on the device. The page cache must not hold the files as well.
 #[test]
-fn a_load_leaves_nothing_of_the_files_in_memory() {
-    // The files lie on a disk if the sources do: what a file system in memory holds stays there.
+fn a_load_leaves_no_file_data_in_the_page_cache() {
+    // CARGO_TARGET_TMPDIR is on disk if the sources are. A file system in memory cannot drop its pages.
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let is_disk = rustix::fs::statfs(folder.path()).unwrap().f_type != libc::TMPFS_MAGIC;
     let [plain, native] = ["plain", "native"].map(|name| folder.path().join(name));
@@ -97,7 +97,7 @@ fn a_load_leaves_nothing_of_the_files_in_memory() {
     }
     quantize(&plain, &native, &["--scheme", "keep"]);
     for folder in [plain, native] {
-        let in_memory = contents(&folder); // now all of it is in memory
+        let in_memory = contents(&folder); // reads all files into the page cache
         for name in in_memory.keys() {
             fs::File::open(folder.join(name)).unwrap().sync_all().unwrap();
         }
@@ -110,7 +110,7 @@ fn a_load_leaves_nothing_of_the_files_in_memory() {
 }
 
 #[test]
-fn rounding_to_nearest_is_what_a_load_would_do() {
+fn rounding_to_nearest_yields_the_logits_of_quantizing_at_load() {
     let folder = tempfile::tempdir().unwrap();
     let source = data("gemma3/tiny-a");
     let goldens = Goldens::open(&source);
@@ -176,16 +176,16 @@ fn rows_are_packed_and_unpacked_without_loss() {
         unpack_plain_row(scheme, 5, &blocks, &mut got);
         assert_eq!(got, row, "{scheme}");
     }
-    let none = ["int4-g31", "int4-g0", "int8-g8", "int4-g48-super", "int4-g032", "int4-g32-x", ""];
-    // No kernel reads these tensors.
+    let invalid = ["int4-g31", "int4-g0", "int8-g8", "int4-g48-super", "int4-g032", "int4-g32-x", ""];
+    // No kernel reads these schemes.
     let unknown = ["int3-g32", "int6-g32", "int5-g32-zero", "int8-g16-supersym", "int4-g32-supersym"];
-    for name in none.iter().chain(&unknown) {
+    for name in invalid.iter().chain(&unknown) {
         assert!(name.parse::<Scheme>().is_err(), "{name}");
     }
 }
 
 #[test]
-fn scales_that_make_no_numbers_are_found_by_column() {
+fn scales_that_are_not_finite_are_reported_with_their_column() {
     let (nan, infinite) = (&f16::NAN.to_le_bytes()[..], &f16::INFINITY.to_le_bytes()[..]);
     let cases: [(&str, usize, &[u8], usize); 9] = [
         ("int8-row", 0, nan, 0),
@@ -194,7 +194,7 @@ fn scales_that_make_no_numbers_are_found_by_column() {
         ("int4-g32-zero", 4 + 2, infinite, 32),
         ("int8-g32-affine", 8, &f32::NAN.to_le_bytes(), 32),
         ("int4-g32-affine", 8 + 4, &f32::INFINITY.to_le_bytes(), 32),
-        // The value is finite, unlike its product with 2.
+        // The scale is finite, but twice the scale is not.
         ("int8-g32-affine", 0, &3e38f32.to_le_bytes(), 0),
         ("int4-g32-super", (4 + 2 * 8) + 2, nan, 256),
         ("int8-g16-super", 4 + 2 * 16, infinite, 256),
@@ -204,7 +204,7 @@ fn scales_that_make_no_numbers_are_found_by_column() {
         let mut row = QuantizedRow::new(scheme, 500);
         row.q.fill(2);
         for record in row.scales.chunks_exact_mut(2) {
-            // The entry is an f16, or half of an f32.
+            // Each f16 is finite, and so is an f32 of two of them.
             record.copy_from_slice(&[0x12, 0x3b]);
         }
         assert_eq!(row.not_finite(scheme), None, "{scheme}");
@@ -214,7 +214,7 @@ fn scales_that_make_no_numbers_are_found_by_column() {
 }
 
 #[test]
-fn the_search_never_loses_to_round_to_nearest() {
+fn the_search_is_never_worse_than_round_to_nearest() {
     println!("seed 4");
     let mut rng = ChaCha8Rng::seed_from_u64(4);
     let (mut better, mut groups) = (0, 0);
@@ -260,7 +260,8 @@ fn the_search_never_loses_to_round_to_nearest() {
     assert_eq!((q, s), (vec![0; 3], vec![f16::ZERO]));
 }
 
-/// Runs a program in a shell that lets no file grow beyond `kib`, and returns what becomes of it.
+/// `unicorn` in a shell that limits each file to `kib` KiB. With `ignore`, a write beyond that fails. Without it, the
+/// signal SIGXFSZ kills the program.
 fn limited(kib: u32, ignore: bool, args: &[&str]) -> Command {
     let mut command = Command::new("sh");
     let trap = if ignore { "trap '' XFSZ; " } else { "" };
@@ -270,16 +271,16 @@ fn limited(kib: u32, ignore: bool, args: &[&str]) -> Command {
 }
 
 #[test]
-fn an_interrupted_conversion_does_not_load_and_goes_on_where_it_stopped() {
+fn an_interrupted_conversion_does_not_load_and_continues_where_it_stopped() {
     let folder = tempfile::tempdir().unwrap();
     let source = data("gemma3/tiny-a");
     let (whole, resumed) = (folder.path().join("whole"), folder.path().join("resumed"));
     quantize(&source, &whole, &["--scheme", "keep"]);
     let shared = fs::metadata(whole.join("shared.safetensors")).unwrap().len();
     let layer = fs::metadata(whole.join("layer-000.safetensors")).unwrap().len();
-    assert!(shared + 4096 < layer, "the limit below lies between {shared} and {layer}");
+    assert!(shared + 4096 < layer, "the limit below is between {shared} and {layer}");
 
-    // The program is killed in the middle of the first layer.
+    // The signal kills the program in the middle of the first layer.
     let args = ["quantize", text(&source), text(&resumed), "--scheme", "keep"];
     let limit = (shared / 1024 + 2) as u32;
     let status = limited(limit, false, &args).output().unwrap().status;
@@ -287,7 +288,7 @@ fn an_interrupted_conversion_does_not_load_and_goes_on_where_it_stopped() {
     assert_error(unicorn(&["inspect", text(&resumed)]), 1, &[text(&resumed), "did not end", "quantize"]);
     let before = fs::metadata(resumed.join("shared.safetensors")).unwrap();
 
-    // A write that fails is one line that says so, and leaves what was finished.
+    // A failed write is an error of one line, and finished files stay.
     let failed = limited(limit, true, &args).output().unwrap();
     let line = String::from_utf8(failed.stderr).unwrap();
     assert_eq!(failed.status.code(), Some(1), "{line}");
@@ -296,10 +297,10 @@ fn an_interrupted_conversion_does_not_load_and_goes_on_where_it_stopped() {
         "{line}"
     );
 
-    // A conversion with other options must not continue the interrupted one.
+    // A conversion with other options must not continue the interrupted conversion.
     let other = ["quantize", text(&source), text(&resumed), "--scheme", "int8-row"];
     assert_error(unicorn(&other), 1, &["unfinished conversion", "other options"]);
-    // A program that lays out its files differently must not continue it either.
+    // A version that lays out its files differently must not continue it either.
     let notes = resumed.join("unicorn.partial.json");
     let written = fs::read(&notes).unwrap();
     for field in ["version", "layout"] {
@@ -315,7 +316,7 @@ fn an_interrupted_conversion_does_not_load_and_goes_on_where_it_stopped() {
     assert_error(unicorn(&args), 1, &["another process"]);
     drop(lock);
 
-    // A finished file that was lost is converted again.
+    // A finished file that is missing is converted again.
     let lost = folder.path().join("lost");
     fs::create_dir(&lost).unwrap();
     for (name, bytes) in contents(&resumed).into_iter().filter(|(name, _)| name != "shared.safetensors") {
@@ -331,7 +332,7 @@ fn an_interrupted_conversion_does_not_load_and_goes_on_where_it_stopped() {
     assert_eq!(contents(&whole), contents(&resumed));
 
     assert_error(unicorn(&args), 1, &["already"]);
-    // The process that holds the lock may be about to end, so only the holder of the lock looks at the files.
+    // The process that holds the lock may be at its end, so only the holder of the lock looks at the files.
     let lock = fs::File::create(resumed.join("unicorn.lock")).unwrap();
     rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive).unwrap();
     assert_error(unicorn(&args), 1, &["another process"]);
@@ -344,7 +345,7 @@ fn an_interrupted_conversion_does_not_load_and_goes_on_where_it_stopped() {
 }
 
 #[test]
-fn a_conversion_that_could_not_note_anything_is_begun_anew() {
+fn a_conversion_without_a_progress_file_starts_again() {
     let folder = tempfile::tempdir().unwrap();
     let source = data("gemma3/tiny-a");
     for ignore in [true, false] {
@@ -361,7 +362,7 @@ fn a_conversion_that_could_not_note_anything_is_begun_anew() {
 }
 
 #[test]
-fn a_file_that_ends_while_it_is_loaded_is_named_with_the_place_in_it() {
+fn a_file_that_is_truncated_during_a_load_is_reported_with_its_byte_range() {
     let folder = tempfile::tempdir().unwrap();
     let native = folder.path().join("native");
     quantize(&data("gemma3/tiny-a"), &native, &["--scheme", "int4-g32"]);
@@ -371,7 +372,7 @@ fn a_file_that_ends_while_it_is_loaded_is_named_with_the_place_in_it() {
     let header: Value = serde_json::from_slice(&bytes[8..][..length as usize]).unwrap();
     let scales = header["model.embed_tokens.weight.scales"]["data_offsets"][0].as_u64().unwrap() + 8 + length;
 
-    // By then the small tensors of the file are read, and the matrix is not.
+    // At this point the small tensors of the file have been read, and the matrix has not.
     let files = ModelFiles::open(&native).unwrap();
     let mut progress = |progress| {
         if matches!(progress, Progress::Weights { .. }) {
@@ -471,7 +472,7 @@ fn damaged_native_checkpoints_are_refused_by_name() {
         assert_error(unicorn(&["inspect", text(&copy)]), 1, parts);
     }
 
-    // The change is one bit, which only the checksum sees.
+    // One bit is changed. Only the checksum can show it.
     let flipped = damaged(&|f: &Path| {
         let path = f.join("layer-005.safetensors");
         let mut bytes = fs::read(&path).unwrap();
@@ -488,15 +489,15 @@ fn damaged_native_checkpoints_are_refused_by_name() {
     assert_eq!((shown["format"].as_str(), shown["verified"].as_bool()), (Some("native"), Some(true)));
     let source = data("gemma3/tiny-a");
     assert_error(unicorn(&["inspect", text(&source), "--verify"]), 1, &["no checksums"]);
-    // What the file says of itself is shown, and does nothing to the terminal.
-    let told = damaged(&manifest(&|m| m["source"] = json!("\u{1b}[2Jx\u{202e}y")));
-    let (code, stdout, stderr) = output(unicorn(&["inspect", text(&told)]));
+    // Text from the file is escaped, so that it does not control the terminal.
+    let escaped = damaged(&manifest(&|m| m["source"] = json!("\u{1b}[2Jx\u{202e}y")));
+    let (code, stdout, stderr) = output(unicorn(&["inspect", text(&escaped)]));
     assert!(code == 0 && stdout.contains(r"\u{1b}[2Jx\u{202e}y"), "{stderr}{stdout}");
 }
 
-/// Mutates manifests, headers and what lies behind them. Each result is refused, or read to the end within bounds.
+/// Damages manifests, headers and data at random. Each result is refused, or read completely within bounds.
 #[test]
-fn mutated_native_checkpoints_are_refused_or_read() {
+fn damaged_native_checkpoints_are_refused_or_read() {
     const SEED: u64 = 11;
     const ROUNDS: usize = 4000;
     println!("seed {SEED}");
@@ -510,13 +511,13 @@ fn mutated_native_checkpoints_are_refused_or_read() {
     let whole: usize = originals.values().map(Vec::len).sum();
     let mut readings = DamagedReadings::default();
     for round in 0..ROUNDS {
-        // The manifest gets another byte or number; the other files are damaged so that most of them are still read.
+        // The manifest gets a random byte or number. `mutate` damages the other files so that most can still be read.
         let name = ["unicorn.json", "layer-001.safetensors", "layer-005.safetensors", "shared.safetensors"]
             [rng.random_range(0..4)];
         let mut bytes = originals[name].clone();
         if name != "unicorn.json" {
             bytes = mutate(&bytes, &mut rng);
-            // A file of another length is refused before it is read.
+            // The manifest gets the new length, because a file of another length is refused before it is read.
             let mut manifest: Value = serde_json::from_slice(&originals["unicorn.json"]).unwrap();
             manifest["files"][name]["bytes"] = json!(bytes.len());
             fs::write(sound.join("unicorn.json"), manifest.to_string()).unwrap();
@@ -527,7 +528,7 @@ fn mutated_native_checkpoints_are_refused_or_read() {
                     0 => bytes[at] = rng.random(),
                     1 => drop(bytes.remove(at)),
                     2 => bytes.truncate(at.max(1)),
-                    // Another number takes the place of one, which gets past the JSON parser.
+                    // Replaces a number by another, so that the JSON parser accepts the file.
                     _ => {
                         let digit = |b: &u8| b.is_ascii_digit();
                         let Some(start) = bytes[at..].iter().position(digit).map(|p| p + at) else {
@@ -558,7 +559,7 @@ fn read_to_the_end(folder: &Path) -> Result<(), String> {
     let (config, _) = Gemma3Config::load(&files).map_err(|e| e.to_string())?;
     let checkpoint = Checkpoint::open(&files).map_err(|e| e.to_string())?;
     if let Some(manifest) = Manifest::read(&files).map_err(|e| e.to_string())? {
-        // The reading must end, whether the file is refused or not.
+        // Verification may fail, but it must end.
         let _ = verify(&files, &manifest, &mut |_, _| {});
     }
     let weights = Gemma3Weights::collect(&checkpoint, &config).map_err(|e| e.to_string())?;
@@ -570,9 +571,9 @@ fn read_to_the_end(folder: &Path) -> Result<(), String> {
     Ok(())
 }
 
-/// Mutates the small files of a native checkpoint, and uses what is accepted as a server does.
+/// Damages the small files of a native checkpoint, and uses the files that are accepted as a server does.
 #[test]
-fn mutated_small_files_of_native_checkpoints_are_refused_or_used() {
+fn damaged_small_files_of_native_checkpoints_are_refused_or_used() {
     const SEED: u64 = 12;
     const ROUNDS: usize = 300;
     println!("seed {SEED}");
@@ -641,7 +642,8 @@ fn mutated_small_files_of_native_checkpoints_are_refused_or_used() {
             }
         } else {
             let mut file: Value = serde_json::from_slice(&bytes).unwrap();
-            // A tokenizer's vocabulary is most of its file, and its steps are what this is about.
+            // Most of a tokenizer.json is vocabulary, but the test is about the steps, so half of the changes replace a
+            // step.
             if name == "tokenizer.json" && rng.random() {
                 let (place, step) = &steps[rng.random_range(0..steps.len())];
                 file[place] = step.clone();
@@ -656,7 +658,7 @@ fn mutated_small_files_of_native_checkpoints_are_refused_or_used() {
             bytes = file.to_string().into_bytes();
         }
         fs::write(sound.join(name), &bytes).unwrap();
-        // What a text becomes takes memory as well as what the files hold.
+        // The encoded text takes memory in addition to the files.
         let what = format!("round {round}, {name}");
         let (outcome, _) =
             bounded_allocation(whole, 32 << 20, format_args!("{what}"), || use_small_files(&sound));
@@ -677,7 +679,7 @@ fn mutated_small_files_of_native_checkpoints_are_refused_or_used() {
     }
 }
 
-/// Reads the files that a server reads before the weights, and has them make ids of a conversation, and text of the ids.
+/// Reads the files that a server reads before the weights. Encodes a conversation and decodes its ids.
 fn use_small_files(folder: &Path) -> Result<(), String> {
     let line = |error: &dyn std::fmt::Display| error.to_string();
     let files = ModelFiles::open(folder).map_err(|e| line(&e))?;
@@ -711,7 +713,7 @@ fn use_small_files(folder: &Path) -> Result<(), String> {
     Ok(())
 }
 
-/// Damage that only the device shows, and damage that a server meets before it has a device.
+/// One damage shows only on the device. The others show before a server opens a device.
 #[test]
 fn a_damaged_native_checkpoint_does_not_serve() {
     let (source, folder) = (tiny_model(), tempfile::tempdir().unwrap());
@@ -760,7 +762,7 @@ fn a_damaged_native_checkpoint_does_not_serve() {
 }
 
 #[test]
-fn synthetic_checkpoints_are_of_their_shape_and_say_what_they_are() {
+fn synthetic_checkpoints_have_their_shape_and_name_their_random_weights() {
     let folder = tempfile::tempdir().unwrap();
     let (a, b) = (folder.path().join("a"), folder.path().join("b"));
     let args = ["--shape", "gemma-3-270m", "--scheme", "int4-g128", "--embedding", "int4-g128"];
@@ -799,7 +801,7 @@ fn synthetic_checkpoints_are_of_their_shape_and_say_what_they_are() {
 }
 
 #[test]
-fn observed_inputs_are_those_of_the_matrices() {
+fn observed_moments_equal_those_of_the_matrix_inputs() {
     let source = data("gemma3/tiny-b");
     let goldens = Goldens::open(&source);
     let files = ModelFiles::open(&source).unwrap();
@@ -818,7 +820,7 @@ fn observed_inputs_are_those_of_the_matrices() {
         assert!(layer.iter().all(|sums| sums.iter().any(|sum| *sum > 0.0)));
     }
 
-    // The inputs of the first layer's q, k and v follow from the embedding alone.
+    // The inputs of the first layer's q, k and v can be computed from the embedding alone.
     let checkpoint = Checkpoint::open(&files).unwrap();
     let weights = Gemma3Weights::collect(&checkpoint, &config).unwrap();
     let factors: Vec<f32> =
@@ -838,19 +840,19 @@ fn observed_inputs_are_those_of_the_matrices() {
         );
     }
 
-    // Observing the inputs changes no answer.
+    // Observing the inputs does not change the logits.
     let plain = logits(&source, &LoadOptions { max_batch_tokens: 20, ..LoadOptions::default() }, &tokens);
     assert_eq!(all_logits(&mut model, &tokens), plain);
 }
 
-/// The numbers behind `word` in a report.
+/// The number after `word` in a report.
 fn number(report: &str, word: &str) -> f64 {
     let rest = report.split_once(word).unwrap_or_else(|| panic!("{word} is not in {report}")).1.trim_start();
     rest.split([' ', ',', '\n']).next().unwrap().parse().unwrap_or_else(|_| panic!("{word} in {report}"))
 }
 
 #[test]
-fn quantizing_reports_what_it_cost_on_a_text() {
+fn quantizing_reports_the_loss_on_a_text() {
     let folder = tempfile::tempdir().unwrap();
     let source = root().join("models/demo");
     let text_file = folder.path().join("text.txt");
@@ -882,26 +884,26 @@ fn quantizing_reports_what_it_cost_on_a_text() {
         assert!(kl > 1e-5 && kl < 1.0, "{report}");
     }
     assert!(number(&found, "int4-g32   relative error") < number(&nearest, "int4-g32   relative error"));
-    // Other columns count now, so other integers are written.
+    // With calibration other columns count more, so other integers are written.
     let layer = |name: &str| fs::read(folder.path().join(name).join("layer-002.safetensors")).unwrap();
     assert_ne!(layer("found"), layer("weighed"));
     assert_ne!(layer("found"), layer("nearest"));
 
-    // Errors of the evaluation are found before anything is converted.
-    let none = folder.path().join("none");
+    // Errors of the evaluation's options are found before anything is converted.
+    let unmade = folder.path().join("none");
     for (args, parts) in [
         (["--eval", text(&text_file), "--device", "no such device"], ["no such device"]),
         (["--eval", "no-such-file", "--device", "0"], ["no-such-file"]),
     ] {
-        let all = [&["quantize", text(&source), text(&none)], &args[..]].concat();
+        let all = [&["quantize", text(&source), text(&unmade)], &args[..]].concat();
         assert_error(unicorn_on_software(&all), 1, &parts);
-        assert!(!none.exists());
+        assert!(!unmade.exists());
     }
 }
 
-/// The result and the source have different longest contexts that fit. The evaluation uses one for both.
+/// The result and the source differ in the longest context that fits. The evaluation uses one context for both.
 #[test]
-fn an_evaluation_needs_no_context_and_is_repeated_alone() {
+fn an_evaluation_chooses_its_context_and_can_be_repeated_alone() {
     let folder = tempfile::tempdir().unwrap();
     let text_file = folder.path().join("text.txt");
     fs::write(&text_file, "The capital of France is Paris.\n".repeat(4)).unwrap();
@@ -916,7 +918,7 @@ fn an_evaluation_needs_no_context_and_is_repeated_alone() {
         }
         command
     };
-    // The memory is too little for the evaluation, which comes last.
+    // The memory suffices for the conversion, but not for the evaluation after it.
     let (code, _, stderr) = output(command("8MiB", "int4-g32"));
     assert!(code == 1 && stderr.contains("does not fit"), "{stderr}");
     let before = contents(&destination);
@@ -928,6 +930,6 @@ fn an_evaluation_needs_no_context_and_is_repeated_alone() {
     assert!(number(&stdout, "mean KL divergence") > 1e-5, "{stdout}");
     assert_eq!(stderr.matches("context  2049 tokens").count(), 2, "{stderr}");
     assert_eq!(contents(&destination), before);
-    // The evaluation does not use files that another command would have written.
+    // The evaluation is not repeated on files that were made with other options.
     assert_error(command("32MiB", "int8-row"), 1, &["already"]);
 }

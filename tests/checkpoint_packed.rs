@@ -1,6 +1,6 @@
-//! GPTQ, AWQ and compressed-tensors checkpoints are read without loss, and refused by name if they are of another kind.
+//! GPTQ, AWQ and compressed-tensors checkpoints are read without loss. Other kinds are refused by name.
 //!
-//! `tests/data/packed` was packed, and unpacked again for the goldens, by those projects' own code
+//! Those projects' own code packed the files in `tests/data/packed`, and unpacked them again for the goldens
 //! (`tools/packed_goldens`).
 
 use std::fs;
@@ -26,7 +26,7 @@ use crate::support::{data, goldens};
 
 const BOUND: f32 = 1e-3;
 
-/// Each checkpoint, and the schemes of its q_proj (128 columns) and down_proj (256) on the device.
+/// Each checkpoint, and the schemes on the device of its q_proj (128 columns) and its down_proj (256 columns).
 fn variants() -> Vec<(&'static str, Scheme, Scheme)> {
     let int4 = |group, scales| Scheme::Int { bits: Bits::Four, group, scales };
     let same = |name, scheme| (name, scheme, scheme);
@@ -55,7 +55,7 @@ fn open(folder: &Path) -> Result<Checkpoint, String> {
 }
 
 #[test]
-fn every_tensor_is_what_the_packages_unpack() {
+fn every_tensor_equals_what_the_packages_unpack() {
     for (variant, q_proj, down_proj) in variants() {
         let folder = folder_of(variant);
         let checkpoint = open(&folder).unwrap();
@@ -81,7 +81,7 @@ fn every_tensor_is_what_the_packages_unpack() {
             assert_eq!(layer.q_proj.scheme().unwrap(), q_proj, "{variant}");
             assert_eq!(layer.down_proj.scheme().unwrap(), down_proj, "{variant}");
         }
-        // Every byte belongs to one tensor, except for parts that only describe how the rest is laid out.
+        // Every byte belongs to a tensor, except those of parts that describe the layout of the others.
         let size = fs::metadata(folder.join("model.safetensors")).unwrap().len();
         assert!((size * 9 / 10..size).contains(&checkpoint.total_bytes()), "{variant}");
     }
@@ -100,7 +100,7 @@ fn packed_checkpoints_match_the_oracle() {
     }
 }
 
-// ---- Made-up files -------------------------------------------------------------------------------------
+// ---- Generated files -------------------------------------------------------------------------------------
 
 fn bf16s(scales: &[f32]) -> Vec<u8> {
     scales.iter().flat_map(|s| bf16::from_f32(*s).to_le_bytes()).collect()
@@ -132,7 +132,7 @@ fn awq_parts() -> Vec<PackedPart> {
     ]
 }
 
-/// There are 10 rows, so the last word of zero points is padded.
+/// A matrix of 10 rows, so the last word of zero points has padding.
 fn compressed_parts() -> Vec<PackedPart> {
     let shape = [10i64, 64].iter().flat_map(|n| n.to_le_bytes()).collect();
     vec![
@@ -144,30 +144,30 @@ fn compressed_parts() -> Vec<PackedPart> {
 }
 
 #[test]
-fn integers_and_zero_points_lie_where_the_formats_say() {
-    // GPTQ: word 3 * 8 + 2 holds columns 24 to 31 of row 2, lowest first; its zero point in group 0 is 2.
+fn integers_and_zero_points_are_read_from_where_each_format_stores_them() {
+    // GPTQ: word 3 * 8 + 2 holds columns 24 to 31 of row 2, lowest bits first. The zero point of group 0 is 2.
     let f = folder(Some(gptq()), &gptq_parts());
     let p = open(f.path()).unwrap().get("p.weight").unwrap().to_f32().unwrap();
     assert_eq!(p[2 * 64 + 24], 0.5 * (f32::from((3u8 * 8 + 2 + 1) & 15) - 2.0));
     assert_eq!(p[2 * 64 + 25], 0.5 * (f32::from((3u8 * 8 + 2 + 1) >> 4) - 2.0));
-    // AWQ: row 1 is the fifth of eight: 0 4 1 5 2 6 3 7.
+    // AWQ: eight rows are in the 4-bit places 0 4 1 5 2 6 3 7 of a word, so row 1 is in place 4.
     let mut parts = awq_parts();
     parts[0].3 = words((0..64).map(|_| 0x7654_3210));
     let f = folder(Some(awq()), &parts);
     let p = open(f.path()).unwrap().get("p.weight").unwrap().to_f32().unwrap();
     let order = [0u8, 4, 1, 5, 2, 6, 3, 7].map(f32::from);
     for (row, place) in order.into_iter().enumerate() {
-        // The zero points are the same word in group 0, and lie in the reverse order in group 1.
+        // In group 0, the zero points are the same word as the weights. In group 1, they are in the reverse order.
         assert_eq!((p[row * 64], p[row * 64 + 32]), (0.0, 0.5 * (place - (7.0 - place))), "row {row}");
     }
-    // compressed-tensors: row 9's zero point is the second of the second word.
+    // compressed-tensors: the zero point of row 9 is the second one in the second word.
     let f = folder(Some(compressed()), &compressed_parts());
     let p = open(f.path()).unwrap().get("p.weight").unwrap().to_f32().unwrap();
     assert_eq!(p[9 * 64], 0.5 * (f32::from(72u8 & 15) - 9.0));
 }
 
 #[test]
-fn the_first_version_of_gptq_stores_zero_points_less_one() {
+fn zero_points_of_gptq_version_1_are_stored_minus_one() {
     let at = |quantization: Value, zeros: u32| {
         let mut parts = gptq_parts();
         parts[0].3 = words([0; 64]);
@@ -193,7 +193,8 @@ fn the_first_version_of_gptq_stores_zero_points_less_one() {
         assert_eq!(at(config.clone(), 0x7777_7777), (ok([8; 8]), Scheme::int4(32)));
     }
     assert_eq!(at(gptq(), 0x8888_8888), (ok([8; 8]), Scheme::int4(32)));
-    // Zero points 3, 0, 3, ..: GPTQModel's subtraction borrowed, and is undone; AutoGPTQ's left nothing to undo.
+    // GPTQModel subtracts 1 from the whole word, so 0 borrows from the next zero point (here 3, 0, 3, ..). Adding 1 to
+    // the word undoes this. AutoGPTQ subtracts from each zero point, and a stored 15 is an error.
     let written = 0x3333_3303u32.wrapping_sub(0x1111_1111);
     assert_eq!(at(by_gptqmodel, written), (ok([3, 0, 3, 3, 3, 3, 3, 3]), zero));
     let (values, _) = at(v1, 0xFFFF_FFF2);
@@ -203,7 +204,7 @@ fn the_first_version_of_gptq_stores_zero_points_less_one() {
 }
 
 #[test]
-fn bf16_scales_that_f16_cannot_hold_lose_nothing() {
+fn bf16_scales_outside_the_range_of_f16_are_kept_without_loss() {
     for (zeros, bias) in [(true, 0.0), (false, 8.0)] {
         let mut parts = compressed_parts();
         parts[1].3 = bf16s(&[1e-9, 3e9].repeat(10));
@@ -221,7 +222,8 @@ fn bf16_scales_that_f16_cannot_hold_lose_nothing() {
         );
         let (values, again) = values_both_ways(&tensor);
         assert_eq!(values, again);
-        // Word 9 of row 1 has a 9 in column 8. The columns from 32 on have zero point 0, or none.
+        // In row 1, column 8 is the low 4 bits of word 9, which are 9. The zero point of the columns from 32 on is 0,
+        // or 8 if there are none.
         let (small, large) = (bf16::from_f32(1e-9).to_f32(), bf16::from_f32(3e9).to_f32());
         assert_eq!(values[64 + 8], small * (9.0 - if zeros { 1.0 } else { 8.0 }));
         assert_eq!(values[64 + 32], large * (12.0 - bias));
@@ -229,10 +231,10 @@ fn bf16_scales_that_f16_cannot_hold_lose_nothing() {
 }
 
 #[test]
-fn modules_may_differ_where_the_config_says_so() {
+fn modules_are_read_with_their_own_settings_from_the_config() {
     let mut quantization = gptq();
     quantization["dynamic"] = json!({"+:.*p": {"bits": 8, "group_size": 64}});
-    // 8 rows of 32 columns in 8 bits, one group.
+    // 8 rows of 32 columns with 8 bits, in one group.
     let parts: Vec<PackedPart> = vec![
         ("p.qweight", "I32", vec![8, 8], words([0x0302_01FF; 64])),
         ("p.qzeros", "I32", vec![1, 2], words([0x0403_0201; 2])),
@@ -249,11 +251,11 @@ fn modules_may_differ_where_the_config_says_so() {
     assert_eq!(checkpoint.iter().map(|t| t.name).collect::<Vec<_>>(), ["p.weight", "q.weight"]);
 }
 
-/// Writers of symmetric weights may store their zero points nevertheless.
+/// Writers of symmetric weights may store zero points although all are half the range.
 #[test]
-fn zero_points_that_are_half_the_range_take_no_room() {
+fn zero_points_at_half_the_range_are_not_stored_on_the_device() {
     let mut parts = compressed_parts();
-    // There are ten rows. The padding of the last word may be anything, and is not looked at.
+    // With ten rows, the last word's padding is read as zero points that differ.
     let zero = Scheme::Int { bits: Bits::Four, group: 32, scales: Scales::ZeroPoint };
     for (rows, scheme) in [(10usize, zero), (8, Scheme::int4(32))] {
         let shape = [rows as i64, 64].iter().flat_map(|n| n.to_le_bytes()).collect();
@@ -276,9 +278,9 @@ fn zero_points_that_are_half_the_range_take_no_room() {
     }
 }
 
-/// The parts of a matrix may lie in different shards.
+/// The parts of a matrix may be in different shards.
 #[test]
-fn parts_are_found_in_every_shard() {
+fn parts_of_a_matrix_are_found_in_different_shards() {
     let f = folder(Some(gptq()), &gptq_parts());
     let expected = open(f.path()).unwrap().get("p.weight").unwrap().to_f32().unwrap();
     fs::remove_file(f.path().join("model.safetensors")).unwrap();
@@ -296,7 +298,7 @@ fn parts_are_found_in_every_shard() {
 }
 
 #[test]
-fn configs_of_other_packings_are_refused_by_name() {
+fn unsupported_quantization_configs_are_refused_with_the_field() {
     let with = |mut base: Value, path: &str, value: Value| {
         *base.pointer_mut(path).unwrap_or_else(|| panic!("{path}")) = value;
         base
@@ -377,7 +379,7 @@ fn configs_of_other_packings_are_refused_by_name() {
             error.ends_with(&format!("config.json: quantization_config.{expected}")),
             "{error}\n{expected}"
         );
-        // transformers 5 nests the config.
+        // transformers 5 stores the quantization config in text_config.
         let nested = json!({"text_config": {"quantization_config": quantization}}).to_string();
         fs::write(f.path().join("config.json"), nested).unwrap();
         assert_eq!(open(f.path()).unwrap_err(), error);
@@ -385,7 +387,7 @@ fn configs_of_other_packings_are_refused_by_name() {
 }
 
 #[test]
-fn parts_that_disagree_are_refused_by_name() {
+fn parts_that_contradict_each_other_are_refused_by_name() {
     type Change = Box<dyn Fn(&mut Vec<PackedPart>)>;
     let change =
         |i: usize, change: fn(&mut PackedPart)| -> Change { Box::new(move |parts| change(&mut parts[i])) };
@@ -453,7 +455,7 @@ fn parts_that_disagree_are_refused_by_name() {
             let error = open(folder(Some(config.clone()), &parts).path()).unwrap_err();
             assert!(error.ends_with(&format!("model.safetensors: tensor {expected}")), "{error}\n{expected}");
         }
-        // The groups straddle the blocks of the device's layout.
+        // Groups of 24 columns straddle the blocks of the device's layout.
         let narrow = config.to_string().replace("\"group_size\":32", "\"group_size\":24");
         let narrow: Value = serde_json::from_str(&narrow).unwrap();
         let error = open(folder(Some(narrow), &parts).path()).unwrap_err();
@@ -471,11 +473,11 @@ fn parts_that_disagree_are_refused_by_name() {
     by_activation["desc_act"] = json!(true);
     assert!(
         open(folder(Some(by_activation.clone()), &gptq_parts()).path()).is_ok(),
-        "g_idx shows that it is trivial"
+        "this g_idx keeps the order of the columns"
     );
     let error = open(folder(Some(by_activation), &gptq_parts()[..3]).path()).unwrap_err();
     assert!(error.ends_with("tensor p.g_idx: is missing"), "{error}");
-    // A scale that is no number is found when it is read.
+    // A scale that is not finite is found when its row is read.
     let mut parts = gptq_parts();
     parts[2].3 = f16s(&[&[0.5f32; 11][..], &[f32::NAN], &[0.5; 4]].concat());
     let f = folder(Some(gptq()), &parts);
@@ -485,7 +487,7 @@ fn parts_that_disagree_are_refused_by_name() {
 }
 
 #[test]
-fn damaged_packed_files_are_an_error_or_read() {
+fn damaged_packed_files_are_refused_or_read() {
     const SEED: u64 = 32;
     println!("seed {SEED}");
     let mut rng = ChaCha8Rng::seed_from_u64(SEED);
@@ -503,8 +505,8 @@ fn damaged_packed_files_are_an_error_or_read() {
         assert_eq!(read_all(f.path()), Ok(1));
         let whole = file(&parts);
         for round in 0..1000 {
-            // In every tenth round the config describes the parts differently.
-            let mut said = config.to_string();
+            // In every tenth round the config does not match the parts.
+            let mut described = config.to_string();
             if round % 10 == 0 {
                 let (old, new) = [
                     ("32", "64"),
@@ -514,11 +516,11 @@ fn damaged_packed_files_are_an_error_or_read() {
                     ("gptq_v2", "gptq"),
                     ("32", "1e9"),
                 ][rng.random_range(0..6)];
-                said = said.replacen(&format!(":{old}"), &format!(":{new}"), 1);
-                said = said.replacen(&format!(":\"{old}"), &format!(":\"{new}"), 1);
+                described = described.replacen(&format!(":{old}"), &format!(":{new}"), 1);
+                described = described.replacen(&format!(":\"{old}"), &format!(":\"{new}"), 1);
             }
-            let said = format!("{{\"quantization_config\":{said}}}");
-            fs::write(f.path().join("config.json"), said).unwrap();
+            let described = format!("{{\"quantization_config\":{described}}}");
+            fs::write(f.path().join("config.json"), described).unwrap();
             let damaged = mutate(&whole, &mut rng);
             fs::write(f.path().join("model.safetensors"), &damaged).unwrap();
             readings.add(damaged.len(), format_args!("round {round}"), || read_all(f.path()));
@@ -526,5 +528,5 @@ fn damaged_packed_files_are_an_error_or_read() {
     }
     let DamagedReadings { read, most_bytes, .. } = readings;
     println!("{read} of 4000 read, at most {most_bytes} bytes held");
-    assert!((2001..3600).contains(&read), "{read}: most must get past the header, and not all");
+    assert!((2001..3600).contains(&read), "{read} were read; expected most of them, and not all");
 }

@@ -1,5 +1,4 @@
-//! The binary: its exit code and the one line that names the problem for bad input, and each command on a small
-//! checkpoint.
+//! The binary: its exit code and its one-line error for bad input, and each command with a small checkpoint.
 
 use std::fs::Permissions;
 use std::io::Write;
@@ -19,7 +18,7 @@ use crate::support::program::{assert_error, output, unicorn, unicorn_on_software
 use crate::support::{data, root};
 
 #[test]
-fn a_command_line_that_cannot_be_read_is_exit_code_2() {
+fn a_bad_command_line_ends_with_exit_code_2() {
     let model = ["--model", "m"];
     for (args, part) in [
         (&["generate"][..], "--prompt"),
@@ -53,7 +52,7 @@ fn a_command_line_that_cannot_be_read_is_exit_code_2() {
         if args[0] == "serve" {
             command.args(model);
         }
-        // clap adds a usage line. Its first lines may be several if arguments are missing.
+        // clap adds a usage line, and an error about missing arguments may have several lines before it.
         let (code, stdout, stderr) = output(command);
         assert_eq!((code, stdout.as_str()), (2, ""), "{args:?}: {stderr}");
         assert!(stderr.starts_with("error: ") && stderr.contains(part), "{args:?}: {stderr}");
@@ -73,7 +72,7 @@ fn a_command_line_that_cannot_be_read_is_exit_code_2() {
 }
 
 #[test]
-fn the_systems_configuration_is_read_in_its_order_checked_and_shown() {
+fn configuration_files_are_read_in_order_checked_and_shown() {
     let folder = tempfile::tempdir().expect("a folder");
     let write = |name: &str, text: &str| {
         let path = folder.path().join(name);
@@ -143,9 +142,9 @@ fn the_systems_configuration_is_read_in_its_order_checked_and_shown() {
     assert_error(system(&["config", "show"]), 78, &[&last, "not a regular file, but a folder"]);
 }
 
-/// The server's own lines, its device process's, and the error behind them.
+/// Lines of the server, of its device process, and the final error.
 #[test]
-fn every_line_of_a_log_has_its_format() {
+fn every_line_of_a_log_has_the_configured_format() {
     let logged = |format: &str| {
         let mut command = unicorn(&["serve", "--port", "0"]);
         command.env("UNICORN_LOG_FORMAT", format);
@@ -176,7 +175,7 @@ fn every_line_of_a_log_has_its_format() {
 }
 
 #[test]
-fn configuration_errors_name_the_option_and_where_it_stood() {
+fn configuration_errors_name_the_option_and_its_source() {
     let folder = tempfile::tempdir().expect("a folder");
     let file = folder.path().join("unicorn.toml");
     let path = file.to_str().expect("UTF-8");
@@ -193,7 +192,7 @@ fn configuration_errors_name_the_option_and_where_it_stood() {
 }
 
 #[test]
-fn a_taken_port_is_named_and_another_suggested() {
+fn the_error_of_a_port_in_use_names_it_and_suggests_another() {
     let taken = TcpListener::bind("127.0.0.1:0").expect("a free port");
     let port = taken.local_addr().expect("bound").port().to_string();
     assert_error(unicorn(&["serve", "--port", &port]), 78, &[&port, "taken", "--port"]);
@@ -201,7 +200,7 @@ fn a_taken_port_is_named_and_another_suggested() {
 }
 
 #[test]
-fn models_that_are_none_are_named() {
+fn the_error_of_a_bad_model_names_its_path_and_what_is_missing() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = |p: &Path| p.to_str().expect("UTF-8").to_owned();
     let missing = path(&folder.path().join("nothing"));
@@ -222,13 +221,14 @@ fn models_that_are_none_are_named() {
         assert_error(unicorn(&["generate", "--prompt", "x", "--model", model]), 1, &[model, part]);
         assert_error(unicorn(&["serve", "--port", "0", "--model", model]), 78, &[model, part]);
         let eval = ["eval", "logits", model, "--tokens", "2", "--output", "/dev/null"];
-        // Ids are no text, so the command goes on until it finds no device.
+        // `eval logits` takes ids, so it needs no tokenizer and fails only because there is no device.
         let parts = if *model == no_tokenizer { &["Vulkan"][..] } else { &[model, part] };
         assert_error(unicorn(&eval), 1, parts);
     }
-    // A name that would turn the text around it is shown as it is written.
+    // A character that changes the direction of the text is shown escaped.
     assert_error(unicorn(&["inspect", "a\u{202e}b"]), 1, &[r"a\u{202e}b", "no such file or folder"]);
-    // A name as other programs have them: the error says how a model is pulled, and which ones were.
+    // A name without an organization, as other programs use. The error says how to pull a model, and lists pulled
+    // models.
     let cache = pulled(&[("config.json", b"{}"), ("model.safetensors", b"")]);
     let (no_cache, cache) = (tempfile::tempdir().expect("a folder"), path(cache.path()));
     for (dir, part) in [(path(no_cache.path()), "no model was pulled"), (cache, "pulled models are org/tiny")]
@@ -243,9 +243,9 @@ fn models_that_are_none_are_named() {
     assert_error(text, 1, &[&missing, "No such file"]);
 }
 
-/// The wrapper of `make serve`, with a binary that reports these devices.
+/// The wrapper script of `make serve`, with a script in place of the binary that reports these devices.
 #[test]
-fn software_is_allowed_exactly_where_no_device_will_do() {
+fn make_serve_allows_software_only_without_a_usable_device() {
     let folder = tempfile::tempdir().expect("a folder");
     let binary = folder.path().join("unicorn");
     let script = "#!/bin/sh\nif [ \"$1\" = devices ]; then cat \"$0.devices\"; else echo \"$@\"; fi\n";
@@ -270,7 +270,7 @@ fn software_is_allowed_exactly_where_no_device_will_do() {
 }
 
 #[test]
-fn without_a_device_there_is_an_error_and_no_fallback() {
+fn a_machine_without_a_device_is_an_error_without_a_fallback() {
     for args in [
         &["generate", "--prompt", "x"][..],
         &["generate", "--prompt", "x", "--allow-software-vulkan"],
@@ -283,9 +283,9 @@ fn without_a_device_there_is_an_error_and_no_fallback() {
 }
 
 #[test]
-fn every_command_has_a_manual_page_and_is_completed() {
-    // A configuration with a mistake in it keeps no package from being built.
-    let with_mistake = |args: &[&str]| {
+fn every_command_has_a_manual_page_and_shell_completion() {
+    // Building a package must not fail because of a bad configuration.
+    let with_bad_config = |args: &[&str]| {
         let mut command = unicorn(args);
         command.env("UNICORN_CONFIG", "/nonexistent/config.toml");
         let (code, stdout, stderr) = output(command);
@@ -303,7 +303,7 @@ fn every_command_has_a_manual_page_and_is_completed() {
     assert!(commands.contains(&"serve") && !commands.contains(&"device-process"), "{commands:?}");
 
     let folder = tempfile::tempdir().unwrap();
-    with_mistake(&["man-pages", folder.path().to_str().unwrap()]);
+    with_bad_config(&["man-pages", folder.path().to_str().unwrap()]);
     let page = |name: &str| {
         std::fs::read_to_string(folder.path().join(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
     };
@@ -316,7 +316,7 @@ fn every_command_has_a_manual_page_and_is_completed() {
     assert!(!folder.path().join("unicorn-device-process.1").exists());
 
     for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
-        let script = with_mistake(&["completions", shell]);
+        let script = with_bad_config(&["completions", shell]);
         for word in commands.iter().copied().chain(["allow-software-vulkan"]) {
             assert!(script.contains(word), "{shell} does not complete {word}");
         }
@@ -329,7 +329,7 @@ fn succeed(args: &[&str]) -> String {
     command.arg("--allow-software-vulkan");
     let (code, stdout, stderr) = output(command);
     assert_eq!(code, 0, "{args:?}: {stderr}");
-    // Validation messages of the device's last moments can fail no wait any more.
+    // Validation messages that come while the device is destroyed fail no wait, so they show only here.
     assert!(!stderr.contains("ERROR"), "{args:?}: {stderr}");
     stdout
 }
@@ -339,7 +339,7 @@ fn floats(bytes: &[u8]) -> Vec<f32> {
 }
 
 #[test]
-fn eval_writes_logits_and_perplexity_that_agree() {
+fn eval_perplexity_agrees_with_eval_logits() {
     let folder = tiny_model();
     let model = folder.path().to_str().expect("UTF-8");
     let file = folder.path().join("logits.safetensors");
@@ -371,7 +371,7 @@ fn eval_writes_logits_and_perplexity_that_agree() {
         assert_error(bad, if tokens.is_empty() { 2 } else { 1 }, &[part]);
     }
 
-    // The text spans two windows of 64, each of which begins with `<bos>`. Its mean is the mean of the logits.
+    // The text fills two windows of 64 tokens, each with `<bos>` in front. The perplexity must follow from the logits.
     let text_file = folder.path().join("text");
     let text_path = text_file.to_str().expect("UTF-8");
     let text = "Vim has two modes. ".repeat(8);
@@ -404,9 +404,9 @@ fn eval_writes_logits_and_perplexity_that_agree() {
     assert_error(short, 1, &["--context", "at least 2"]);
 }
 
-/// Block tables, the memory plan and the report may not take for granted that a model has both kinds of layers.
+/// Block tables, the memory plan and the report must not assume that a model has both kinds of layers.
 #[test]
-fn models_whose_layers_are_all_of_one_kind_run_everywhere() {
+fn models_with_only_one_kind_of_layer_run_with_every_command() {
     for (kind, says) in [
         ("full_attention", "8, all with full attention"),
         ("sliding_attention", "8 (0 with full attention, the others with a sliding window of 16 tokens)"),
@@ -428,7 +428,7 @@ fn models_whose_layers_are_all_of_one_kind_run_everywhere() {
         let (code, planned, stderr) = output(unicorn(&["plan", &model, "--vram", "1GiB"]));
         assert!(code == 0 && planned.contains("KV cache"), "{planned}{stderr}");
 
-        // Several steps, and many windows.
+        // 100 tokens take several steps and exceed the sliding window.
         let tokens = (0..100).map(|i| (4 + i * 7 % 500).to_string()).collect::<Vec<_>>().join(",");
         let file = text(&at("logits"));
         succeed(&["eval", "logits", &model, "--tokens", &tokens, "--output", &file]);
@@ -437,7 +437,7 @@ fn models_whose_layers_are_all_of_one_kind_run_everywhere() {
         let logits = floats(written.tensor("logits").expect("the tensor").data());
         assert!(logits.len() == 100 * 512 && logits.iter().all(|logit| logit.is_finite()), "{kind}");
 
-        // A native checkpoint says what each layer computes, which a server compares with the device's layers.
+        // A native checkpoint stores values of each layer. The server compares the device's layers with them.
         let (native, words) = (at("native"), at("words"));
         std::fs::write(&words, "Vim has two modes. ".repeat(20)).expect("written");
         succeed(&["quantize", &model, &text(&native), "--calibrate", &text(&words)]);
@@ -460,14 +460,14 @@ fn eval_logits_needs_no_tokenizer() {
         std::fs::copy(whole.path().join(file), broken.path().join(file)).expect("copied");
     }
     std::fs::write(broken.path().join("tokenizer.json"), "{").expect("written");
-    let [logits, without, beside] = [&whole, &bare, &broken].map(|folder| {
+    let [logits, without, with_broken] = [&whole, &bare, &broken].map(|folder| {
         let file = folder.path().join("logits.safetensors");
         let [model, output] = [folder.path(), &file].map(|path| path.to_str().expect("UTF-8"));
         succeed(&["eval", "logits", model, "--tokens", "2,17,42", "--output", output]);
         std::fs::read(&file).expect("written")
     });
     assert!(logits.len() > 3 * 512 * size_of::<f32>());
-    assert!(logits == without && logits == beside, "the logits of the same ids differ");
+    assert!(logits == without && logits == with_broken, "the logits of the same ids differ");
 }
 
 #[test]
@@ -479,7 +479,7 @@ fn generate_chat_and_bench_run_on_a_small_model() {
     assert_eq!(answer, succeed(&generate), "the same seed gives the same answer");
     assert!(answer.trim().len() > 1, "{answer:?}");
 
-    // Logits divided by so little would leave the range of f32, so such a temperature is greedy, from every source.
+    // Dividing logits by such a small temperature leaves the range of f32, so it counts as greedy, from every source.
     let at = |temperature| succeed(&[&generate[..], &["--temperature", temperature]].concat());
     let greedy = at("0");
     assert_eq!(at("1e-39"), greedy);
@@ -502,7 +502,7 @@ fn generate_chat_and_bench_run_on_a_small_model() {
     assert!(stderr.contains("unknown command \"/nwe\"") && !stderr.contains('\u{1b}'), "{stderr}");
     let answers = String::from_utf8(stdout).expect("UTF-8");
     let (first, second) = answers.split_at(answers.len() / 2);
-    assert_eq!(first, second, "after /new the same question is new");
+    assert_eq!(first, second, "/new did not start a new conversation");
     assert!(first.trim().len() > 1 && first.ends_with('\n'), "{first:?}");
 
     let machine = constant_power();
@@ -558,7 +558,7 @@ fn generate_chat_and_bench_run_on_a_small_model() {
         "{text}"
     );
 
-    // A machine that tells no energy has none reported, and the reason once.
+    // For a machine without energy counters no energy is reported, and the reason is given once.
     let machine = no_power();
     let line = bench(&machine, &["--streams", "1", "--json"]);
     let report: Value = serde_json::from_str(&line).expect(&line);

@@ -1,4 +1,4 @@
-//! `/v1/completions`, `/tokenize` and `/detokenize` over the scripted runner and the mini tokenizer.
+//! `/v1/completions`, `/tokenize` and `/detokenize` with the scripted runner and the mini tokenizer.
 
 use axum::http::{Request, StatusCode, header};
 use axum::{Router, body::Body};
@@ -23,7 +23,7 @@ async fn complete(router: &Router, fields: Value) -> (StatusCode, Value) {
     (status, value)
 }
 
-/// The lines of a stream without the last one, which is `[DONE]`.
+/// The events of a stream, without the final `[DONE]`.
 async fn stream(router: &Router, fields: Value) -> Vec<Value> {
     let body = with(json!({"model": MODEL, "prompt": "once upon a time", "stream": true}), fields);
     let (status, headers, bytes) = send(router, post("/v1/completions", &body)).await;
@@ -36,7 +36,7 @@ async fn stream(router: &Router, fields: Value) -> Vec<Value> {
 }
 
 #[tokio::test]
-async fn a_text_goes_on_without_a_template() {
+async fn a_completion_continues_its_prompt_without_a_template() {
     let (router, tokens) = router_that_says(SAYS);
     let (status, body) = complete(&router, json!({"max_tokens": 100})).await;
     assert_eq!(status, 200, "{body}");
@@ -53,33 +53,33 @@ async fn a_text_goes_on_without_a_template() {
     let two = tokenizer().decode(&tokenizer().encode(SAYS, false).expect("encodes")[..2], true);
     assert_eq!(body["choices"][0]["text"], format!("once upon a time{two}"));
     assert_eq!(body["choices"][0]["finish_reason"], "length");
-    // Sixteen tokens are the default, as at OpenAI.
+    // Without max_tokens an answer has at most 16 tokens, as in OpenAI's API.
     let (router, _) = router_that_says(&"on and on ".repeat(20));
     let (_, body) = complete(&router, json!({})).await;
     assert_eq!(body["usage"]["completion_tokens"], 16);
 }
 
-/// The ids of a text's bytes, as a model writes characters that its vocabulary lacks.
+/// The byte tokens of a text, as a model writes characters that its vocabulary lacks.
 fn byte_tokens(text: &str) -> Vec<u32> {
     let id = |byte: u8| tokenizer().token_id(&format!("<{byte:#04X}>")).expect("a byte token");
     text.bytes().map(id).collect()
 }
 
 /// The routes of a model that answers with `ids`.
-fn router_that_draws(ids: &[u32]) -> Router {
+fn router_that_answers_with(ids: &[u32]) -> Router {
     app(says(ids, END_OF_TURN)).router
 }
 
 #[tokio::test]
-async fn a_cut_within_a_character_leaves_those_before_it() {
+async fn an_answer_that_ends_within_a_character_keeps_those_before_it() {
     let ids = byte_tokens("春眠不覺曉處處聞啼鳥");
-    let router = router_that_draws(&ids);
+    let router = router_that_answers_with(&ids);
     let fields = json!({"max_tokens": 28});
     let (_, body) = complete(&router, fields.clone()).await;
     let text = "春眠不覺曉處處聞啼\u{fffd}";
     assert_eq!(body["choices"][0]["text"], text);
     assert_eq!(body["choices"][0]["finish_reason"], "length");
-    // A stream has each character when its last byte is drawn.
+    // A stream sends each character when its last byte token is sampled.
     let chunks = stream(&router, fields).await;
     let texts = chunks.iter().filter_map(|chunk| chunk["choices"][0]["text"].as_str());
     let texts: Vec<&str> = texts.filter(|text| !text.is_empty()).collect();
@@ -87,7 +87,7 @@ async fn a_cut_within_a_character_leaves_those_before_it() {
     let asked = post("/detokenize", &json!({"tokens": ids[..28]}));
     assert_eq!(send_json(&router, asked).await.2["content"], text);
 
-    // A stop string ends an answer between two byte tokens.
+    // A stop string can end an answer between two byte tokens.
     let (_, body) = complete(&router, json!({"max_tokens": 28, "stop": ["不覺"]})).await;
     assert_eq!(
         (&body["choices"][0]["text"], &body["choices"][0]["finish_reason"]),
@@ -96,7 +96,7 @@ async fn a_cut_within_a_character_leaves_those_before_it() {
 }
 
 #[tokio::test]
-async fn prompts_are_scored_for_evaluations() {
+async fn prompts_are_scored_with_echo_and_logprobs() {
     let (router, _) = router_that_says(SAYS);
     let ids = tokenizer().encode("once upon a time", true).expect("encodes");
     let fields = json!({"prompt": ids, "echo": true, "logprobs": 2, "max_tokens": 1, "temperature": 0});
@@ -114,15 +114,15 @@ async fn prompts_are_scored_for_evaluations() {
     let text = body["choices"][0]["text"].as_str().expect("text");
     assert!(text.starts_with(&pieces), "{text:?}, {pieces:?}");
 
-    // The request asks for no token of an answer.
+    // With `max_tokens` 0 only the prompt is scored.
     let (_, alone) = complete(&router, with(fields.clone(), json!({"max_tokens": 0}))).await;
     let choice = &alone["choices"][0];
     assert_eq!((&choice["text"], &choice["finish_reason"]), (&json!(pieces), &json!("length")));
     assert_eq!(choice["logprobs"]["tokens"], json!(list("tokens")[..ids.len()]));
     assert_eq!(alone["usage"]["completion_tokens"], 0);
 
-    // The token that ends an answer counts like others, although it has no text: lm-eval relies on one token beside the
-    // prompt.
+    // The token that ends an answer is listed like others, although it has no text. lm-eval expects one token in
+    // addition to the prompt.
     let (ends, _) = router_that_says("");
     let (_, ended) = complete(&ends, fields.clone()).await;
     let choice = &ended["choices"][0];
@@ -133,7 +133,7 @@ async fn prompts_are_scored_for_evaluations() {
     assert_eq!(choice["logprobs"]["token_logprobs"][ids.len()], -0.5);
     assert_eq!(choice["logprobs"]["text_offset"][ids.len()], pieces.chars().count());
 
-    // A stream says the same in pieces.
+    // The chunks of a stream add up to the same lists.
     let fields = with(fields, json!({"max_tokens": 100}));
     let (_, body) = complete(&router, fields.clone()).await;
     let scores = &body["choices"][0]["logprobs"];
@@ -155,7 +155,7 @@ async fn prompts_are_scored_for_evaluations() {
 #[tokio::test]
 async fn offsets_index_the_returned_text() {
     let says = [byte_tokens("é🦄"), tokenizer().encode(" b c", false).expect("encodes")].concat();
-    let router = router_that_draws(&says);
+    let router = router_that_answers_with(&says);
     let text = "a 🦄 <start_of_turn>b";
     let ids = tokenizer().encode(text, true).expect("encodes");
     for (fields, begin) in [
@@ -164,7 +164,7 @@ async fn offsets_index_the_returned_text() {
         (json!({"prompt": "", "echo": true}), ""),
         (json!({"prompt": ids, "echo": true}), &*format!("<bos>{text}")),
         (json!({"prompt": ids[1..], "echo": true}), text),
-        // What is left of a text that is cut has no control tokens.
+        // The text is truncated without its control tokens.
         (json!({"prompt": text, "echo": true, "truncate_prompt_tokens": ids.len() - 1}), "a 🦄 b"),
     ] {
         let fields = with(json!({"logprobs": 0, "max_tokens": 100}), fields);
@@ -185,7 +185,7 @@ async fn offsets_index_the_returned_text() {
             .collect();
         assert!(offsets.is_sorted() && offsets.len() == tokens.len(), "{fields}: {logprobs}");
         assert_eq!((tokens.last(), offsets.last()), (Some(&"<end_of_turn>"), Some(&whole.len())), "{fields}");
-        // Each token but bytes, and control tokens that the text lacks, stands where its offset says.
+        // Each token is at its offset in the text, except byte tokens, and control tokens that the text omits.
         let mut found = 0;
         for (token, offset) in tokens.iter().zip(&offsets) {
             let length = token.chars().count();
@@ -199,7 +199,7 @@ async fn offsets_index_the_returned_text() {
         }
         let is_byte = |c: &&char| !c.is_ascii();
         assert_eq!(found, whole.len() - whole.iter().filter(is_byte).count(), "{fields}: {logprobs}");
-        // The bytes of a character begin where it does.
+        // All byte tokens of a character have the character's offset.
         let base = begin.chars().count();
         let answer: Vec<usize> = offsets.iter().filter(|at| **at >= base).copied().collect();
         let answer = &answer[answer.len() - says.len() - 1..];
@@ -212,7 +212,7 @@ async fn offsets_index_the_returned_text() {
 }
 
 #[tokio::test]
-async fn several_prompts_have_several_answers_each() {
+async fn several_prompts_have_n_answers_each() {
     let (router, tokens) = router_that_says(SAYS);
     let prompts = json!(["once", "twice upon"]);
     let fields = json!({"prompt": prompts, "n": 2, "echo": true, "max_tokens": 100, "temperature": 1.5});
@@ -241,7 +241,7 @@ async fn several_prompts_have_several_answers_each() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_completed_names_its_field() {
+async fn bad_completion_requests_are_refused_with_the_name_of_the_field() {
     let (router, _) = router_that_says(SAYS);
     for (fields, param) in [
         (json!({"prompt": null}), "prompt"),
@@ -273,7 +273,7 @@ async fn what_cannot_be_completed_names_its_field() {
 }
 
 #[tokio::test]
-async fn texts_become_tokens_and_tokens_texts() {
+async fn texts_are_tokenized_and_tokens_detokenized() {
     let (router, _) = router_that_says(SAYS);
     let ask = async |path: &str, body: Value| {
         let (status, _, value) = send_json(&router, post(path, &body)).await;
@@ -298,7 +298,7 @@ async fn texts_become_tokens_and_tokens_texts() {
     assert_eq!(pieces[0]["id"], full[0]);
     let joined: String = pieces[1..].iter().map(|p| p["piece"].as_str().expect("text")).collect();
     assert_eq!(joined, "twice upon");
-    // A part of a character is no text, and comes as llama.cpp's server has it.
+    // A piece that is not valid UTF-8 is a list of bytes, as in llama.cpp's server.
     let (_, parts) = ask("/tokenize", json!({"content": "é", "with_pieces": true})).await;
     let parts: Vec<&Value> =
         parts["tokens"].as_array().expect("pieces").iter().map(|p| &p["piece"]).collect();
@@ -322,9 +322,9 @@ async fn texts_become_tokens_and_tokens_texts() {
 }
 
 #[tokio::test]
-async fn a_finish_reason_comes_alone_in_a_stream() {
+async fn a_stream_sends_the_finish_reason_in_its_own_chunk() {
     let (router, _) = router_that_says(SAYS);
-    // All of the text is held back until its end, as it may be the beginning of the stop text.
+    // All of the text is held back until the end, because it may be the beginning of the stop string.
     let fields = json!({"max_tokens": 100, "stop": format!("{SAYS}!"), "logprobs": 1});
     let chunks = stream(&router, fields).await;
     let choice = |i: usize| (&chunks[i]["choices"][0]["text"], &chunks[i]["choices"][0]["finish_reason"]);

@@ -1,4 +1,4 @@
-//! Layers of configuration: which layer wins, and what an error names.
+//! Layers of configuration: which layer has precedence, and what an error names.
 
 use unicorn::config::{
     Config, ConfigError, FfnHeap, Layer, Memory, SharePrefixes, UserFolder, parse_bytes, show_bytes,
@@ -10,19 +10,19 @@ fn from_file(text: &str) -> Result<Config, ConfigError> {
 }
 
 #[test]
-fn the_defaults_are_what_the_file_documents() {
+fn the_defaults_are_those_of_the_documented_file() {
     let config = Config::from_layers(&[]).expect("valid");
     assert_eq!((config.server.host.as_str(), config.server.port), ("127.0.0.1", 8010));
     assert_eq!((config.model.path, config.engine.context), (None, None));
-    assert!(!config.hardware.allow_software_vulkan, "software Vulkan is never a default");
-    assert!(!config.hardware.validation, "nor is what slows every call");
-    assert!(config.hardware.strict, "a model that is not in memory is not served");
-    assert_eq!(config.kv.share_prefixes, None, "it goes by how many keys there are");
+    assert!(!config.hardware.allow_software_vulkan, "software Vulkan must not be a default");
+    assert!(!config.hardware.validation, "validation slows every call and must not be a default");
+    assert!(config.hardware.strict, "by default, a model that is not in memory must not be served");
+    assert_eq!(config.kv.share_prefixes, None, "by default, it depends on the number of API keys");
     assert_eq!(config.memory, Memory { vram: None, gtt: None, reserve: None, ffn_heap: FfnHeap::Gtt });
 }
 
 #[test]
-fn prefixes_are_shared_by_key_or_with_all() {
+fn share_prefixes_is_key_or_all() {
     for (text, share) in [("", None), ("key", Some(SharePrefixes::Key)), ("all", Some(SharePrefixes::All))] {
         let config = from_file(&format!("[kv]\nshare_prefixes = \"{text}\"")).expect("valid");
         assert_eq!(config.kv.share_prefixes, share, "{text}");
@@ -30,7 +30,7 @@ fn prefixes_are_shared_by_key_or_with_all() {
 }
 
 #[test]
-fn courtesy_is_a_share_from_a_tenth_to_the_whole() {
+fn courtesy_is_a_share_from_one_tenth_to_one() {
     for (text, share) in [("0.1", 0.1), ("0.5", 0.5), ("1", 1.0), ("1.0", 1.0)] {
         let config = from_file(&format!("[engine]\ncourtesy = {text}")).expect("valid");
         assert_eq!((config.engine.courtesy.share(), config.engine.courtesy.is_bound()), (share, share < 1.0));
@@ -38,10 +38,10 @@ fn courtesy_is_a_share_from_a_tenth_to_the_whole() {
         let (env, _) = Layer::environment(variable).expect("a number");
         let config = Config::from_layers(&[env]).expect("valid");
         assert_eq!(config.engine.courtesy.share(), share);
-        // A device process reads the same.
+        // The device process gets its configuration as TOML.
         assert_eq!(Config::from_toml(&config.to_toml()).expect("valid").engine, config.engine);
     }
-    assert!(!Config::from_layers(&[]).expect("valid").engine.courtesy.is_bound(), "no bound by default");
+    assert!(!Config::from_layers(&[]).expect("valid").engine.courtesy.is_bound(), "no limit by default");
     for text in ["0.09", "0", "-0.5", "1.01", "nan", "inf", "\"half\"", "true"] {
         let error = from_file(&format!("[engine]\ncourtesy = {text}")).expect_err(text).to_string();
         assert!(error.starts_with("unicorn.toml: engine.courtesy: "), "{error}");
@@ -54,12 +54,12 @@ fn courtesy_is_a_share_from_a_tenth_to_the_whole() {
 }
 
 #[test]
-fn later_layers_win() {
+fn later_layers_have_precedence() {
     let file =
         Layer::file("f", "[server]\nport = 1\nqueue = 7\n[model]\nquantize = \"int8-row\"").expect("TOML");
     let variables = [("UNICORN_SERVER_PORT", "2"), ("UNICORN_TEST_OF_OTHERS", "x"), ("HOME", "/")];
     let (env, warnings) = Layer::environment(variables.map(|(k, v)| (k.into(), v.into()))).expect("known");
-    assert_eq!(warnings, [""; 0], "a test's own variable");
+    assert_eq!(warnings, [""; 0], "variables for tests are known");
     let mut flags = Layer::flags();
     flags.set("server", "host", "::1");
     let config = Config::from_layers(&[file, env, flags]).expect("valid");
@@ -108,7 +108,7 @@ fn errors_name_the_option_and_its_source() {
 }
 
 #[test]
-fn every_option_is_shown_with_the_last_place_that_sets_it() {
+fn every_option_is_shown_with_the_source_of_its_value() {
     let one = Layer::file("one.toml", "[server]\nport = 1\nqueue = 7").expect("TOML");
     let other = Layer::file("other.toml", "[server]\nport = 2\nmodel_aliases = [\"a # b\"]").expect("TOML");
     let (environment, _) = environment("UNICORN_ENGINE_CONTEXT", "512").expect("an option");
@@ -133,7 +133,7 @@ fn every_option_is_shown_with_the_last_place_that_sets_it() {
 }
 
 #[test]
-fn the_users_folders_are_those_of_the_xdg_base_directories() {
+fn the_users_folders_follow_the_xdg_base_directories() {
     let path = |folder: UserFolder, set: &[(&str, &str)]| {
         let value = |name: &str| set.iter().find(|(n, _)| *n == name).map(|(_, value)| value.into());
         folder.path(value).map(|path| path.display().to_string())
@@ -161,7 +161,7 @@ fn environment(variable: &str, value: &str) -> Result<(Layer, Vec<String>), Conf
 }
 
 #[test]
-fn a_misspelt_variable_is_an_error_and_a_strange_one_a_warning() {
+fn a_misspelt_variable_is_an_error_and_an_unknown_one_a_warning() {
     for (variable, meant) in [
         ("UNICORN_SERVER_PRT", "UNICORN_SERVER_PORT"),
         ("UNICORN_SEVER_PORT", "UNICORN_SERVER_PORT"),
@@ -173,7 +173,7 @@ fn a_misspelt_variable_is_an_error_and_a_strange_one_a_warning() {
         let error = environment(variable, "1").expect_err(variable).to_string();
         assert!(error.contains(variable) && error.contains(meant), "{error}");
     }
-    // Kubernetes sets these variables for services that are called unicorn and unicorn-model.
+    // Kubernetes sets these variables for services with the names unicorn and unicorn-model.
     for variable in [
         "UNICORN_PORT",
         "UNICORN_SERVICE_HOST",
@@ -186,7 +186,7 @@ fn a_misspelt_variable_is_an_error_and_a_strange_one_a_warning() {
         assert!(matches!(&warnings[..], [warning] if warning.contains(variable)), "{warnings:?}");
         assert_eq!(Config::from_layers(&[layer]), Config::from_layers(&[]), "{variable}");
     }
-    // Kubernetes sets this variable for a service that is called unicorn-server, which is an option's name.
+    // Kubernetes sets this variable for a service with the name unicorn-server. It is also the variable of an option.
     let error = environment("UNICORN_SERVER_PORT", "tcp://10.0.0.1:8010").expect_err("no port").to_string();
     assert!(error.contains("enableServiceLinks"), "{error}");
     for ours in [
@@ -203,7 +203,7 @@ fn a_misspelt_variable_is_an_error_and_a_strange_one_a_warning() {
 }
 
 #[test]
-fn a_log_level_is_a_level_and_no_name_of_a_module() {
+fn a_log_level_without_a_known_level_is_refused() {
     for level in ["", "info", "WARN", "off", "info,unicorn=debug", "unicorn::api=trace"] {
         from_file(&format!("[log]\nlevel = {level:?}")).expect(level);
     }

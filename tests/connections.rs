@@ -1,4 +1,4 @@
-//! Connections over TCP and TLS: how long a connection may keep its place, how many there may be, how long a head may
+//! Connections over TCP and TLS: how long a connection may be idle, how many there may be, how long a request head may
 //! be, and which certificate the server shows.
 
 use std::io::{self, ErrorKind, Read, Write};
@@ -27,7 +27,7 @@ fn post(stream: bool) -> String {
     format!("POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {}\r\n\r\n{body}", body.len())
 }
 
-/// All bytes that come until the server closes. Panics if the server does not close.
+/// Reads all bytes until the server closes the connection. Panics if it does not.
 fn read_to_end(stream: &mut impl Read) -> String {
     let mut all = Vec::new();
     match stream.read_to_end(&mut all) {
@@ -39,20 +39,20 @@ fn read_to_end(stream: &mut impl Read) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn who_keeps_a_connection_waiting_loses_it() {
+async fn connections_that_make_no_progress_are_closed() {
     let serving = Serving::start(app_behind(AccessPolicy::default(), "ok"), CONNECTIONS).await;
     let address = serving.address;
     blocking(move || {
         // This client sends nothing at all.
         assert_eq!(read_to_end(&mut connect(address)), "");
-        // This client sends a head that never ends, byte by byte.
+        // This client sends, byte by byte, a request head that never ends.
         let head = format!("{}X-Slow: ", get("/health").trim_end());
         let mut slow = connect(address);
         let mut sent = head.bytes().chain(std::iter::repeat(b'a'));
         slow.set_read_timeout(Some(Duration::from_millis(20))).expect("set");
         let since = Instant::now();
         loop {
-            assert!(since.elapsed() < HANG, "a slow head is never given up");
+            assert!(since.elapsed() < HANG, "a slow head is accepted for too long");
             if slow.write_all(&[sent.next().expect("endless")]).is_err() {
                 break;
             }
@@ -62,7 +62,7 @@ async fn who_keeps_a_connection_waiting_loses_it() {
                 Ok(_) => panic!("answered half a request"),
             }
         }
-        // This client sends two requests, the second in two parts, and then nothing more.
+        // This client sends two requests, the second of them in two parts, and then nothing more.
         let mut idle = connect(address);
         idle.write_all(get("/health").as_bytes()).expect("sent");
         assert!(read_answer(&mut idle).0.starts_with("http/1.1 200"));
@@ -72,7 +72,7 @@ async fn who_keeps_a_connection_waiting_loses_it() {
         idle.write_all(&second.as_bytes()[20..]).expect("sent");
         assert!(read_answer(&mut idle).1.contains(MODEL));
         assert_eq!(read_to_end(&mut idle), "");
-        // This client sends a second head that never ends, after a first one that did.
+        // This client sends a complete request, and then a request head that never ends.
         let mut half = connect(address);
         half.write_all(get("/health").as_bytes()).expect("sent");
         read_answer(&mut half);
@@ -84,20 +84,20 @@ async fn who_keeps_a_connection_waiting_loses_it() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_answer_may_take_longer_than_silence_may() {
+async fn an_answer_may_take_longer_than_the_idle_timeout() {
     let serving = Serving::start(app_behind(AccessPolicy::default(), "One, two, three"), CONNECTIONS).await;
     serving.app.control.allow(2);
     let (mut streaming, mut whole) = (serving.connect(), serving.connect());
     streaming.write_all(post(true).as_bytes()).expect("sent");
     whole.write_all(post(false).as_bytes()).expect("sent");
-    // The answer takes longer than any of the timeouts: none of them is for a request that is being answered.
+    // The answer takes longer than any of the timeouts. None of them counts while a request is being answered.
     tokio::time::sleep(2 * CONNECTIONS.idle_timeout).await;
     serving.app.control.release();
     blocking(move || {
         assert!(read_answer(&mut whole).1.contains("One, two, three"));
         let stream = read_to_end(&mut streaming);
         assert!(stream.contains("[DONE]"), "{stream}");
-        // The connection is idle from then on.
+        // After the answer the connection is idle.
         assert_eq!(read_to_end(&mut whole), "");
     })
     .await;
@@ -105,11 +105,11 @@ async fn an_answer_may_take_longer_than_silence_may() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_crowd_waits_outside_and_is_served_when_it_is_its_turn() {
-    // Other clients make places free here, and no timeout does.
+async fn clients_beyond_the_connection_limit_wait_and_are_served_later() {
+    // Only other clients can make places free here, because the timeouts are too long for that.
     let connections = Connections { most: 4, head_timeout: 4 * HANG, idle_timeout: 4 * HANG, ..CONNECTIONS };
     let serving = Serving::start(app_behind(AccessPolicy::default(), "ok"), connections).await;
-    // More clients connect than there are places, and say nothing. Two of the first have sent a request before.
+    // More silent clients connect than there are places. Two of the first clients have already sent a request.
     let mut silent: Vec<TcpStream> = (0..12).map(|_| serving.connect()).collect();
     for idle in &mut silent[..2] {
         idle.write_all(get("/health").as_bytes()).expect("sent");
@@ -118,7 +118,7 @@ async fn a_crowd_waits_outside_and_is_served_when_it_is_its_turn() {
     asking.write_all(get("/v1/models").as_bytes()).expect("sent");
     blocking(move || assert!(read_answer(&mut asking).1.contains(MODEL))).await;
     drop(silent);
-    // As many clients connect as the kernel lets wait, and all are served.
+    // As many clients connect as the kernel queues, and all are served.
     let clients: Vec<TcpStream> = (0..100).map(|_| serving.connect()).collect();
     blocking(move || {
         let ask = |mut client: TcpStream| {
@@ -135,7 +135,7 @@ async fn a_crowd_waits_outside_and_is_served_when_it_is_its_turn() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn heads_beyond_all_measure_are_refused() {
+async fn request_heads_that_are_too_large_are_refused() {
     let serving = Serving::start(app_behind(AccessPolicy::default(), "ok"), CONNECTIONS).await;
     let (mut long, mut many) = (serving.connect(), serving.connect());
     blocking(move || {
@@ -161,7 +161,7 @@ fn tls(folder: &Path) -> Result<Tls, String> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn https_is_spoken_with_a_certificate() {
+async fn https_is_served_with_a_certificate() {
     let (folder, cert) = certificate();
     let connections = Connections { tls: Some(tls(folder.path()).expect("sound")), ..CONNECTIONS };
     let serving = Serving::start(app_behind(AccessPolicy::default(), "One, two, three"), connections).await;
@@ -189,7 +189,8 @@ async fn https_is_spoken_with_a_certificate() {
         .await;
     }
     blocking(move || {
-        // A client that speaks plain HTTP is told so. A client that does not end the handshake loses its place.
+        // A client that speaks plain HTTP gets an error that says so. A client that does not end the handshake is
+        // disconnected.
         let mut plain = connect(address);
         plain.write_all(get("/health").as_bytes()).expect("sent");
         let answer = read_to_end(&mut plain);
@@ -204,13 +205,13 @@ async fn https_is_spoken_with_a_certificate() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_renewed_certificate_is_shown_to_whoever_connects_then() {
+async fn a_renewed_certificate_is_shown_on_new_connections() {
     let (folder, first) = certificate();
     let (other, second) = certificate();
     let tls = tls(folder.path()).expect("sound");
     let connections = Connections { tls: Some(tls.clone()), ..CONNECTIONS };
     let serving = Serving::start(app_behind(AccessPolicy::default(), "ok"), connections).await;
-    // Whether the server proves its name to a client that trusts this certificate alone.
+    // Whether a client that trusts only this certificate accepts the server's.
     let proves = async |trusted: &rustls::pki_types::CertificateDer<'static>| {
         let mut roots = rustls::RootCertStore::empty();
         roots.add(trusted.clone()).expect("sound");
@@ -234,7 +235,7 @@ async fn a_renewed_certificate_is_shown_to_whoever_connects_then() {
         tls.renew(&Tls::read(&folder.path().join("cert.pem"), &folder.path().join("key.pem"))?);
         Ok(())
     };
-    // Half of the file is there. The server refuses it, and keeps its certificate.
+    // Only one of the two files is new, so they do not match. The server refuses them and keeps its certificate.
     std::fs::copy(other.path().join("cert.pem"), folder.path().join("cert.pem")).expect("copied");
     assert!(reload().expect_err("not its key").to_string().contains("is not the key"));
     assert!(proves(&first).await);
@@ -245,7 +246,7 @@ async fn a_renewed_certificate_is_shown_to_whoever_connects_then() {
 }
 
 #[test]
-fn a_certificate_that_will_not_do_is_named_with_its_file() {
+fn the_error_of_a_bad_certificate_or_key_names_its_file() {
     let (folder, _) = certificate();
     let path = folder.path();
     tls(path).expect("sound");
@@ -286,7 +287,7 @@ fn a_certificate_that_will_not_do_is_named_with_its_file() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_body_that_is_too_long_is_refused_by_its_announced_length() {
+async fn a_body_with_a_too_large_content_length_is_refused_before_it_is_sent() {
     let serving = Serving::start(app_behind(AccessPolicy::default(), "ok"), CONNECTIONS).await;
     let address = serving.address;
     blocking(move || {
@@ -295,29 +296,29 @@ async fn a_body_that_is_too_long_is_refused_by_its_announced_length() {
         };
         let expects = "Expect: 100-continue\r\n";
         let too_long = OPTIONS.max_body_bytes + 1;
-        // A client that waits for leave to send gets the refusal and nothing else.
+        // A client that waits for `100 Continue` gets only the refusal.
         let mut client = connect(address);
         client.write_all(head(&too_long.to_string(), expects).as_bytes()).expect("sent");
         let all = read_to_end(&mut client);
         assert!(all.starts_with("HTTP/1.1 413 "), "{all}");
         let message = format!("the body is larger than {} bytes", OPTIONS.max_body_bytes);
         assert!(all.contains(&message) && !all.contains("100 Continue"), "{all}");
-        // A client that gets leave is answered.
+        // A client whose body is short enough gets `100 Continue`, and its answer.
         let body = json!({"messages": [{"role": "user", "content": "Hi"}]}).to_string();
         let mut client = connect(address);
         client.write_all(head(&body.len().to_string(), expects).as_bytes()).expect("sent");
-        let leave = b"HTTP/1.1 100 Continue\r\n\r\n";
-        let mut first = vec![0; leave.len()];
+        let permission = b"HTTP/1.1 100 Continue\r\n\r\n";
+        let mut first = vec![0; permission.len()];
         client.read_exact(&mut first).expect("read");
-        assert_eq!(first, leave);
+        assert_eq!(first, permission);
         client.write_all(body.as_bytes()).expect("sent");
         assert!(read_answer(&mut client).0.starts_with("http/1.1 200"));
-        // A client that sends all the same reads the answer.
+        // A client that sends the body without waiting can still read the refusal.
         let mut client = connect(address);
         client.write_all(head(&too_long.to_string(), "").as_bytes()).expect("sent");
         client.write_all(&vec![b' '; too_long]).expect("sent");
         assert!(read_answer(&mut client).0.starts_with("http/1.1 413"));
-        // The largest lengths there are, and one that is none.
+        // The largest u64 lengths, two larger numbers, and a negative one.
         for (length, status) in [
             ("18446744073709551613", 413),
             ("18446744073709551614", 413),

@@ -1,4 +1,4 @@
-//! `engine.courtesy`: the share of the device's time that a server takes while somebody works at its machine.
+//! `engine.courtesy`: the share of the GPU's time that a server takes while a user session is active on its machine.
 
 use std::fs;
 use std::sync::Arc;
@@ -26,10 +26,10 @@ fn share(share: f64) -> Courtesy {
 }
 
 #[test]
-fn shorter_submits_and_gaps_between_them_change_no_bit() {
+fn shorter_submits_and_gaps_between_them_leave_logits_bit_identical() {
     let folder = data("gemma3/tiny-a");
     let tokens = Goldens::open(&folder).tokens("tokens.mid");
-    // Courtesy is the device's, which other tests share.
+    // Courtesy is set for the whole device, so this test does not use the device that tests share.
     let device = Device::open(&policy()).unwrap();
     let options = LoadOptions { max_courteous_submit: Duration::ZERO, ..LoadOptions::default() };
     let files = ModelFiles::open(&folder).unwrap();
@@ -41,20 +41,20 @@ fn shorter_submits_and_gaps_between_them_change_no_bit() {
         (answer, device.progress() - progress, device.rested() - rested)
     };
     let (expected, submits, rested) = run(Courtesy::NONE);
-    assert_eq!(rested, Duration::ZERO, "nothing holds submits back");
+    assert_eq!(rested, Duration::ZERO, "submits are not delayed");
     for courtesy in [share(0.5), share(0.1)] {
         let (answer, progress, rested) = run(courtesy);
         assert!(answer == expected, "{courtesy:?}: {:?} and {:?}", answer.1, expected.1);
-        // Parts of layers are submitted alone, and each gap is progress for whoever looks for a hang.
+        // Parts of layers are submitted alone, and each gap counts as progress for the detection of hangs.
         assert!(progress > 2 * submits && rested > Duration::ZERO, "{courtesy:?}: {progress} and {submits}");
     }
     let (answer, again, rested) = run(Courtesy::NONE);
     assert!(answer == expected);
-    assert_eq!((again, rested), (submits, Duration::ZERO), "as before");
+    assert_eq!((again, rested), (submits, Duration::ZERO), "the same as before the limit");
 }
 
 #[test]
-fn a_bound_step_is_alone_and_every_runner_knows_the_bound() {
+fn limited_steps_run_one_at_a_time_and_new_runners_get_the_limit() {
     const IDS: usize = 500;
     let limits = Limits { max_in_flight: 2, ..LIMITS };
     let make = move || FakeRunner::new(limits, mixed(IDS));
@@ -67,14 +67,14 @@ fn a_bound_step_is_alone_and_every_runner_knows_the_bound() {
         assert_eq!(ids, mixed_answer(&prompt, 9, 0, IDS, END));
     };
     ask();
-    assert_eq!(control.courtesies(), [], "a runner is told of a change alone");
-    // The fake refuses a second step in flight while it is bound.
+    assert_eq!(control.courtesies(), [], "courtesy is set only when it changes");
+    // The fake runner refuses a second step in flight while courtesy is below 1.
     engine.set_courtesy(share(0.5));
     ask();
     ask();
-    let told: Vec<Courtesy> = control.courtesies().into_iter().map(|(_, courtesy)| courtesy).collect();
-    assert_eq!(told, [share(0.5)]);
-    // The next runner begins without a bound, and is told of it before its first step.
+    let settings: Vec<Courtesy> = control.courtesies().into_iter().map(|(_, courtesy)| courtesy).collect();
+    assert_eq!(settings, [share(0.5)]);
+    // The next runner begins without a limit, and gets it before its first step.
     let steps = control.batches().len();
     control.fail_submit_at(steps + 1);
     ask();
@@ -85,7 +85,7 @@ fn a_bound_step_is_alone_and_every_runner_knows_the_bound() {
     assert_eq!(control.courtesies()[2].1, Courtesy::NONE);
 }
 
-/// A folder in the place of `/run`.
+/// A folder in place of `/run`.
 struct Run(TempDir);
 
 impl Run {
@@ -93,7 +93,7 @@ impl Run {
         Self(tempfile::tempdir().expect("a folder"))
     }
 
-    /// Writes the file of a session, as systemd-logind does.
+    /// Writes the file of a session as systemd-logind does.
     fn session(&self, state: &str) {
         let folder = self.0.path().join("systemd/sessions");
         fs::create_dir_all(&folder).expect("a folder");
@@ -131,7 +131,7 @@ fn text(server: &Daemon) -> Value {
 }
 
 #[test]
-fn a_server_is_courteous_while_a_session_is_active() {
+fn a_server_limits_its_gpu_share_while_a_session_is_active() {
     let run = Run::new();
     run.session("online");
     let config = run.0.path().join("unicorn.toml");
@@ -155,7 +155,7 @@ fn a_server_is_courteous_while_a_session_is_active() {
     assert!(held > 0.0);
     assert_eq!(server.exchange("GET", "/health", &[], "").0, 200);
 
-    // Another share is taken from a configuration that is read again.
+    // SIGHUP reads the configuration again and applies another share.
     configure("0.25");
     server.signal("HUP");
     becomes(&server, &status(0.25, true));
@@ -168,24 +168,24 @@ fn a_server_is_courteous_while_a_session_is_active() {
     assert_eq!(
         server.metric_of_device("unicorn_courtesy_held_seconds_total"),
         held,
-        "no submit is held back"
+        "a submit was delayed without an active session"
     );
 
-    // Without a bound nothing is told.
+    // Without a limit, `/status` does not report courtesy.
     configure("1");
     server.signal("HUP");
     becomes(&server, &Value::Null);
 }
 
 #[test]
-fn a_machine_that_does_not_tell_who_works_there_is_told_of_at_the_start() {
+fn a_machine_without_known_sessions_is_reported_at_the_start() {
     let run = Run::new();
     let server = run.daemon(&[], &[("UNICORN_ENGINE_COURTESY", "0.5")]);
     let warning = "engine.courtesy has no effect, because the login sessions cannot be read";
     let warnings = server.log.iter().filter(|line| line.contains(warning));
     assert_eq!(warnings.count(), 1, "{:#?}", server.log);
     assert_eq!(courtesy(&server), json!({"share": 0.5, "holds": false, "sessions_known": false}));
-    // Nobody asked for it here.
+    // Without the option, the missing sessions are not reported.
     let server = run.daemon(&[], &[]);
     assert!(!server.log.iter().any(|line| line.contains("engine.courtesy")), "{:#?}", server.log);
     assert_eq!(courtesy(&server), Value::Null);

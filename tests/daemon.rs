@@ -1,4 +1,4 @@
-//! `unicorn serve` as a supervisor sees it: its log, its signals, its exit code.
+//! `unicorn serve` from the outside: its log, its signals, its exit codes.
 
 use std::path::Path;
 use std::process::Command;
@@ -18,13 +18,13 @@ fn serve_loads_answers_and_stops_on_sigterm() {
     for part in ["a/b", "device", "context", "weights in heap", "KV cache in heap"] {
         assert!(server.log.iter().any(|l| l.contains(part)), "{part}: {:#?}", server.log);
     }
-    // The weights have the schemes of their files, and no mode of --quantize.
+    // The weights keep the schemes of their files, because --quantize was not given.
     let schemes = "attention bf16, feed-forward bf16, embedding bf16";
     assert!(server.log.iter().any(|line| line.contains(schemes)), "{:#?}", server.log);
     let (_, status) = server.exchange("GET", "/status", &[], "");
     let status: Value = serde_json::from_str(&status).expect(&status);
     assert_eq!(status["model"]["weights"], schemes, "{status}");
-    // The log says what the kernel sees of the memory, or that the kernel reports nothing.
+    // The log says what the kernel reports of the memory, or that it cannot be verified.
     let verdict = |l: &&String| l.contains("the kernel sees") || l.contains("cannot be verified here");
     assert_eq!(server.log.iter().filter(verdict).count(), 1, "{:#?}", server.log);
 
@@ -33,7 +33,7 @@ fn serve_loads_answers_and_stops_on_sigterm() {
     let content = |body: &str| -> Value {
         serde_json::from_str::<Value>(body).expect(body)["choices"][0]["message"]["content"].clone()
     };
-    assert_eq!(content(&body), content(&server.ask(&[], false).1), "the same seed gives the same answer");
+    assert_eq!(content(&body), content(&server.ask(&[], false).1), "the same seed must give the same answer");
     let (status, stream) = server.ask(&[], true);
     assert!(status == 200 && stream.contains("data: [DONE]"), "{stream}");
     assert_eq!(server.exchange("GET", "/health", &[], "").0, 200);
@@ -59,16 +59,16 @@ fn serve_with_a_draft_model_answers_as_without_it() {
     let mut server = Daemon::start_model(model.path(), &["--draft", draft], |_| {});
     server.line("draft    ");
     assert_eq!(content(&server), alone);
-    assert!(server.metric(ACCEPTED) > 0.0, "a model accepts what it drafts itself");
+    assert!(server.metric(ACCEPTED) > 0.0, "a model must accept its own draft tokens");
     server.signal("TERM");
     assert_eq!(server.exit_code(), Some(0), "{:#?}", server.log);
 }
 
 #[test]
-fn a_load_tells_how_far_it_is_and_ends_cleanly_at_sigterm() {
+fn a_load_reports_its_progress_and_ends_cleanly_at_sigterm() {
     let model = tiny_model();
     let mut server = Daemon::begin(model.path(), &[], |_| {});
-    // A load that takes its time.
+    // A stopped device process makes the load slow.
     server.signal_device("STOP");
     let line = server.wait_for_line("loading  ");
     assert!(line.contains("INFO") && line.contains(" for "), "{line}");
@@ -88,7 +88,7 @@ fn a_load_tells_how_far_it_is_and_ends_cleanly_at_sigterm() {
 }
 
 #[test]
-fn answers_and_metrics_tell_the_energy_of_a_machine_that_tells_it() {
+fn answers_and_metrics_report_energy_if_the_machine_measures_it() {
     const COUNTER: &str = "unicorn_energy_joules_total{model_name=\"a/b\",source=\"amdgpu\"}";
     let machine = constant_power();
     let mut server = Daemon::start(&["--root", machine.path().to_str().expect("UTF-8")]);
@@ -103,12 +103,12 @@ fn answers_and_metrics_tell_the_energy_of_a_machine_that_tells_it() {
     assert_eq!(timings["energy_source"], "amdgpu", "{body}");
     let joules = number("prompt_joules") + number("predicted_joules");
     assert!(number("prompt_joules") > 0.0 && number("predicted_joules") > 0.0, "{body}");
-    assert!(joules <= most, "{joules} J, and the machine used {most} J meanwhile");
+    assert!(joules <= most, "{joules} J, but the machine used only {most} J");
     assert!((number("joules_per_token") * number("predicted_n") - joules).abs() < 1e-9, "{body}");
     let (_, stream) = server.ask(&[], true);
-    assert_eq!(stream.matches("\"prompt_joules\":").count(), 1, "the last chunk has it: {stream}");
+    assert_eq!(stream.matches("\"prompt_joules\":").count(), 1, "expected in the last chunk only: {stream}");
     while number_of(COUNTER, &server.scrape_with(COUNTER)) == counted {
-        assert!(since.elapsed() < HANG, "no reading comes");
+        assert!(since.elapsed() < HANG, "the energy counter does not grow");
     }
     server.signal("TERM");
     assert_eq!(server.exit_code(), Some(0));
@@ -126,7 +126,7 @@ fn answers_and_metrics_tell_the_energy_of_a_machine_that_tells_it() {
 }
 
 #[test]
-fn a_log_reader_that_is_gone_breaks_no_answer() {
+fn a_closed_log_pipe_does_not_break_answers() {
     let mut server = Daemon::start(&["-v"]);
     server.close_log();
     for _ in 0..5 {
@@ -134,15 +134,15 @@ fn a_log_reader_that_is_gone_breaks_no_answer() {
         assert_eq!(status, 200, "{body}");
     }
     assert_eq!(server.exchange("GET", "/health", &[], "").0, 200);
-    assert!(server.metric("unicorn_log_lines_lost_total") > 0.0, "what is lost is counted");
+    assert!(server.metric("unicorn_log_lines_lost_total") > 0.0, "lost lines are not counted");
     server.signal("TERM");
     assert_eq!(server.exit_code(), Some(0));
 }
 
 #[test]
-fn a_full_log_pipe_stops_nothing() {
+fn a_full_log_pipe_does_not_block_the_server() {
     let mut server = Daemon::start(&["-vv"]);
-    // A pipe holds 64 KiB, and each of these requests leaves a line with its id.
+    // A pipe holds 64 KiB, and each of these requests logs a line with its id.
     let id = "x".repeat(128);
     for _ in 0..400 {
         let (status, body) = server.exchange("GET", "/v1/models", &[("x-request-id", &id)], "");
@@ -152,15 +152,15 @@ fn a_full_log_pipe_stops_nothing() {
     server.signal("TERM");
     assert_eq!(server.exit_code(), Some(0));
     let rest = server.rest_of_log();
-    // The rest of a line stays free in each of the pipe's 16 pages, and the last page may be nearly empty.
+    // Each of the pipe's 16 pages may end with free space, and the last page may be nearly empty.
     assert!(rest.len() > 50_000, "the pipe was not full: {} bytes", rest.len());
 }
 
 #[test]
-fn lines_that_nobody_read_in_time_are_told_of_when_somebody_does() {
+fn lost_log_lines_are_reported_when_the_log_is_read_again() {
     let mut server = Daemon::start(&["-vv"]);
     let id = "x".repeat(128);
-    // The lines are more than a pipe and the queue of the log's thread hold.
+    // More lines than the pipe and the queue of the log thread can hold.
     while server.metric("unicorn_log_lines_lost_total") == 0.0 {
         for _ in 0..500 {
             server.exchange("GET", "/nothing", &[("x-request-id", &id)], "");
@@ -171,7 +171,7 @@ fn lines_that_nobody_read_in_time_are_told_of_when_somebody_does() {
 }
 
 #[test]
-fn what_a_model_cannot_have_is_refused_or_said() {
+fn a_too_long_context_is_refused_and_a_too_large_chunk_is_logged() {
     const WANTED: &str = "99999999";
     let model = tiny_model();
     let path = model.path().to_str().expect("UTF-8");
@@ -181,22 +181,22 @@ fn what_a_model_cannot_have_is_refused_or_said() {
         let parts = [WANTED, "engine.context, --context", "the model was made for 4096 at most"];
         assert_error(unicorn_on_software(&[command, &more].concat()), if serves { 78 } else { 1 }, &parts);
     }
-    // A prompt is read in pieces that are no longer than the context.
+    // A prompt is processed in chunks that are not longer than the context.
     let mut server = Daemon::start_model(model.path(), &["--context", "64"], |_| {});
     server.line(
         "prompts are read 64 tokens at once, and engine.prefill_chunk is 256: the context is no longer",
     );
 }
 
-/// Other places of a start meet the bound of memory at other numbers: none of them names anything else, or keeps a
-/// supervisor from starting the server again.
+/// The start fails at different places for different memory limits. Every error must name memory, and no exit code may
+/// tell a supervisor not to start the server again.
 #[test]
-fn a_server_without_enough_memory_says_so_and_may_be_started_again() {
+fn a_server_without_enough_memory_says_so_and_may_be_restarted() {
     let model = tiny_model();
     let (path, program) = (model.path().to_str().expect("UTF-8"), binary());
     for mib in [400, 700] {
         let mut command = Command::new("sh");
-        // The words behind the script are $0 and further.
+        // Arguments after the script become $0, $1 and so on.
         let script = format!(
             "ulimit -v {}; exec \"$0\" serve --port 0 --allow-software-vulkan --model \"$1\"",
             mib << 10
@@ -217,7 +217,7 @@ fn configuration(folder: &Path, text: &str) -> String {
 }
 
 #[test]
-fn sighup_reads_the_configuration_again_and_never_ends_the_server() {
+fn sighup_reloads_the_configuration_and_never_ends_the_server() {
     let mut plain = Daemon::start(&[]);
     plain.signal("HUP");
     plain.wait_for_line("read the configuration again");
@@ -251,7 +251,7 @@ fn sighup_reads_the_configuration_again_and_never_ends_the_server() {
     assert_eq!((with(&server, old), with(&server, new)), (401, 200));
     server.wait_for_line("DEBUG");
 
-    // A wrong configuration changes nothing.
+    // A bad configuration changes nothing.
     for (text, problem) in [
         (None, "no key"),
         (Some("[server]\nprt = 1"), "server.prt"),
@@ -270,10 +270,10 @@ fn sighup_reads_the_configuration_again_and_never_ends_the_server() {
     assert_eq!(server.exit_code(), Some(0));
 }
 
-/// Opening a pipe waits for a writer, and reading a device need not end. The server must do neither, whichever of its
-/// files such a thing has replaced.
+/// Opening a pipe blocks until there is a writer, and reading a device may never end. The server must do neither,
+/// whichever of its files is replaced.
 #[test]
-fn a_file_that_became_a_pipe_is_refused_at_sighup_and_the_next_reload_works() {
+fn a_file_that_became_a_pipe_is_refused_at_sighup_and_later_reloads_work() {
     let folder = tempfile::tempdir().expect("a folder");
     let keys = folder.path().join("keys");
     let (old, new) = ("sk-the-old-key-0123456789", "sk-the-new-key-0123456789");
@@ -288,7 +288,7 @@ fn a_file_that_became_a_pipe_is_refused_at_sighup_and_the_next_reload_works() {
         server.signal("HUP");
         let line = server.wait_for_line("stays unchanged");
         assert!(line.contains(part), "{line}");
-        assert_eq!(with(server, old), 200, "nothing has changed");
+        assert_eq!(with(server, old), 200, "the old key must still be valid");
     };
     std::fs::remove_file(&keys).expect("removed");
     pipe(&keys);
@@ -297,7 +297,7 @@ fn a_file_that_became_a_pipe_is_refused_at_sighup_and_the_next_reload_works() {
     std::os::unix::fs::symlink("/dev/zero", &path).expect("linked");
     refused(&mut server, "unicorn.toml: is not a regular file, but a device");
 
-    // The old key is revoked as soon as the files are in order again.
+    // The old key is revoked when the files are correct again.
     std::fs::remove_file(&keys).expect("removed");
     std::fs::write(&keys, new).expect("written");
     std::fs::remove_file(&path).expect("removed");
@@ -309,9 +309,9 @@ fn a_file_that_became_a_pipe_is_refused_at_sighup_and_the_next_reload_works() {
     assert_eq!(server.exit_code(), Some(0));
 }
 
-/// A start reads the same files, and a cache that may be anything.
+/// A start reads the same files, and a cache folder that may hold anything.
 #[test]
-fn a_start_waits_for_no_pipe() {
+fn a_start_does_not_block_on_pipes() {
     let folder = tempfile::tempdir().expect("a folder");
     let fifo = folder.path().join("pipe");
     pipe(&fifo);
@@ -330,7 +330,7 @@ fn a_start_waits_for_no_pipe() {
         assert_error(command, 78, &["pipe: is no file and no folder"]);
     }
 
-    // A first start writes the names of the files that the second one finds to be pipes.
+    // A first start writes cache files. The test replaces them with pipes before the second start.
     let cache = tempfile::tempdir().expect("a folder");
     let serve = || {
         Daemon::start_as(&[], |command| {
@@ -340,7 +340,7 @@ fn a_start_waits_for_no_pipe() {
     drop(serve());
     let kept: Vec<_> =
         std::fs::read_dir(cache.path()).expect("there").map(|file| file.expect("read").path()).collect();
-    assert!(!kept.is_empty(), "a start leaves its pipelines");
+    assert!(!kept.is_empty(), "a start must write its pipeline cache");
     for file in &kept {
         std::fs::remove_file(file).expect("removed");
         pipe(file);
@@ -349,7 +349,7 @@ fn a_start_waits_for_no_pipe() {
     assert_eq!(server.ask(&[], false).0, 200);
     server.signal("TERM");
     assert_eq!(server.exit_code(), Some(0));
-    assert!(kept.iter().any(|file| file.is_file()), "the next start finds a cache again");
+    assert!(kept.iter().any(|file| file.is_file()), "the pipeline cache was not written again");
 }
 
 fn pipe(path: &Path) {
@@ -357,7 +357,7 @@ fn pipe(path: &Path) {
 }
 
 #[test]
-fn exit_codes_tell_whether_another_start_helps() {
+fn exit_codes_say_whether_a_restart_can_help() {
     const CONFIGURATION: i32 = 78;
     let folder = tempfile::tempdir().expect("a folder");
     let path = configuration(folder.path(), "[server]\nport = \"x\"");
@@ -370,6 +370,6 @@ fn exit_codes_tell_whether_another_start_helps() {
     assert_error(unicorn(&["serve", "--port", &port]), CONFIGURATION, &["taken"]);
     assert_error(unicorn(&["serve", "--port", "0"]), 75, &["Vulkan"]);
     assert_error(unicorn(&["serve", "--port", "many"]), 2, &["--port"]);
-    // A command that is no server has one exit code for all failures.
+    // Other commands have one exit code for all failures.
     assert_error(unicorn(&["generate", "--prompt", "x", "--model", "/nonexistent"]), 1, &["/nonexistent"]);
 }

@@ -1,7 +1,7 @@
-//! The shipped demo model: the engine answers its question set as PyTorch does, and the model answers well enough.
+//! The shipped demo model. The engine answers its questions as PyTorch does, and enough of the answers are right.
 //!
-//! `tests/data/demo/README.md` describes the goldens. The quick questions run always; `UNICORN_TEST_DEMO=all` (what
-//! `make test-demo` sets) runs every one.
+//! `tests/data/demo/README.md` describes the goldens. Without `UNICORN_TEST_DEMO`, only the quick questions run. With
+//! `UNICORN_TEST_DEMO=all`, which `make test-demo` sets, all questions run.
 
 use std::collections::BTreeMap;
 
@@ -25,21 +25,21 @@ use crate::support::tokenizers::gemma_template;
 #[derive(Deserialize)]
 struct Question {
     id: String,
-    messages: Vec<Said>,
+    messages: Vec<Turn>,
     accept: Rule,
 }
 
-/// The rule by which an answer counts as right.
+/// When an answer counts as right.
 #[derive(Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum Rule {
     /// The answer is this text.
     Equals(String),
-    /// The answer is this JSON value, however it is spaced.
+    /// The answer is this JSON value. Whitespace does not matter.
     Json(serde_json::Value),
-    /// The answer contains one of these.
+    /// The answer contains at least one of these texts.
     AnyOf(Vec<String>),
-    /// The answer contains each of these.
+    /// The answer contains all of these texts.
     AllOf(Vec<String>),
 }
 
@@ -55,12 +55,12 @@ impl Rule {
 }
 
 #[derive(Deserialize)]
-struct Said {
+struct Turn {
     role: String,
     content: String,
 }
 
-fn asked() -> impl Iterator<Item = &'static Answer> {
+fn selected() -> impl Iterator<Item = &'static Answer> {
     let all = std::env::var("UNICORN_TEST_DEMO").is_ok_and(|v| v == "all");
     goldens().answers.iter().filter(move |a| all || a.quick)
 }
@@ -78,7 +78,7 @@ fn tokenizer() -> Tokenizer {
 }
 
 #[test]
-fn the_goldens_are_of_the_shipped_weights() {
+fn the_goldens_belong_to_the_shipped_weights() {
     let weights = std::fs::read(folder().join("model.safetensors")).unwrap();
     let hash: String = Sha256::digest(&weights).iter().map(|b| format!("{b:02x}")).collect();
     assert_eq!(hash, goldens().about.model_sha256, "run `make -C tools/demo_model goldens`");
@@ -116,14 +116,14 @@ fn logits_match_pytorch_at_every_length() {
     }
 }
 
-/// Every id of every answer is the engine's highest logit behind the ids before it, so greedy decoding gives that
-/// answer. If PyTorch's own two best ids are within the noise, either may win.
+/// Each id of every golden answer has the engine's highest logit after the ids before it, so greedy decoding yields
+/// that answer. If the two best ids of PyTorch differ by less than the tolerance, either may be chosen.
 #[test]
 fn the_engine_answers_as_pytorch_does() {
     let mut model = model();
     let vocab = model.config().vocab_size;
     let (mut ids, mut close) = (0, 0);
-    for golden in asked() {
+    for golden in selected() {
         let tokens: Vec<u32> = golden.prompt.iter().chain(&golden.answer).copied().collect();
         let all = all_logits(&mut model, &tokens);
         for (i, &id) in golden.answer.iter().enumerate() {
@@ -146,12 +146,12 @@ fn the_engine_answers_as_pytorch_does() {
     assert!(ids > 500 && close * 100 <= ids, "{close} of {ids} within the noise");
 }
 
-/// The scheduler answers one question of each category, with ids fed back on the device.
+/// The scheduler answers one question of each category. Sampled ids stay on the device for the next step.
 #[test]
 fn decoding_reproduces_the_answers() {
     let mut model = model();
     let mut seen = Vec::new();
-    for golden in asked().filter(|a| a.margin > 2.0 * BOUND && a.prompt.len() < 400) {
+    for golden in selected().filter(|a| a.margin > 2.0 * BOUND && a.prompt.len() < 400) {
         if seen.contains(&&golden.category) {
             continue;
         }
@@ -162,26 +162,26 @@ fn decoding_reproduces_the_answers() {
     assert!(seen.len() >= 10, "only {seen:?}");
 }
 
-/// The model's answers to all of these questions, without stop ids: as many ids as the golden answer has, and `more`.
-fn answered_together(model: &mut Gemma3, asked: &[&Answer], more: usize) -> Vec<Vec<u32>> {
+/// The model's answers to all of these questions in one batch. Each has at most `more` ids more than the golden answer.
+fn answers_in_a_batch(model: &mut Gemma3, selected: &[&Answer], more: usize) -> Vec<Vec<u32>> {
     let sequence = |(i, golden): (usize, &&Answer)| {
         let most = golden.answer.len() + more;
         let params = SamplingParams { stop_token_ids: STOP.into(), ..SamplingParams::GREEDY };
         Sequence::new(i as u64, golden.prompt.clone(), params, most)
     };
     let limits = model.limits();
-    let run = Driver::new(model, limits).run(asked.iter().enumerate().map(sequence).collect());
-    (0..asked.len() as u64).map(|i| run.answers[&i].clone()).collect()
+    let run = Driver::new(model, limits).run(selected.iter().enumerate().map(sequence).collect());
+    (0..selected.len() as u64).map(|i| run.answers[&i].clone()).collect()
 }
 
-/// The cost of keys and values in f16 and int8: some answers differ from PyTorch's in f32.
+/// With keys and values in f16 or int8, most answers must equal those of PyTorch in f32. A few may differ.
 #[test]
-fn the_kv_cache_in_f16_and_int8_keeps_the_answers() {
+fn the_kv_cache_in_f16_or_int8_keeps_most_answers() {
     let wanted: Vec<&Answer> =
         goldens().answers.iter().filter(|a| a.quick && a.prompt.len() <= 600).collect();
     for (kv, least) in [(KvDtype::F16, 99), (KvDtype::Int8, 90)] {
         let options = LoadOptions { kv, sequences: 16, max_context: Some(1024), ..LoadOptions::default() };
-        let answers = answered_together(&mut load(&folder(), &options), &wanted, 0);
+        let answers = answers_in_a_batch(&mut load(&folder(), &options), &wanted, 0);
         let same = |(ids, a): &(&Vec<u32>, &&Answer)| {
             let text: Vec<u32> = a.answer.iter().copied().filter(|id| !STOP.contains(id)).collect();
             **ids == text
@@ -192,16 +192,15 @@ fn the_kv_cache_in_f16_and_int8_keeps_the_answers() {
     }
 }
 
-/// Judges the golden answers by the rules beside the questions. The test above shows that the engine gives these
-/// answers.
+/// Judges the golden answers by the rules of the questions. Another test shows that the engine gives these answers.
 #[test]
-fn the_model_is_right_in_every_category() {
+fn enough_golden_answers_are_right_in_every_category() {
     let answers: BTreeMap<&str, &Answer> = goldens().answers.iter().map(|a| (a.id.as_str(), a)).collect();
     let mut categories: BTreeMap<&str, (usize, usize)> = BTreeMap::new();
     for question in &questions() {
         let answer =
             answers.get(question.id.as_str()).unwrap_or_else(|| panic!("no golden of {}", question.id));
-        // An answer that did not stop by itself is no answer.
+        // An answer that did not end with a stop token counts as wrong.
         let stopped = answer.answer.last().is_some_and(|id| STOP.contains(id));
         let right = stopped && question.accept.accepts(&answer.text);
         assert_eq!(right, answer.accepted, "{}: {:?}", answer.id, answer.text);
@@ -213,19 +212,19 @@ fn the_model_is_right_in_every_category() {
         println!("{category}: {right} of {all}");
     }
     for (category, (right, all)) in categories {
-        // Recall beyond the sliding window must survive paging and windows.
+        // The recall questions go beyond the sliding window, so they depend on the paged KV cache.
         let percent = if category == "recall" { 95 } else { 90 };
         assert!(all >= 20, "{category}: only {all} questions");
         assert!(right * 100 >= percent * all, "{category}: {right} of {all}, wanted {percent} %");
     }
 }
 
-/// Quantizes to int4: a test of how many answers stay right, and of the worth of the search for scales.
+/// Quantizes to int4. Most answers must stay right, and the search for scales must reduce the KL divergence.
 #[test]
-fn int4_keeps_the_accuracy_and_the_search_beats_round_to_nearest() {
+fn int4_keeps_most_answers_right_and_the_search_reduces_the_kl_divergence() {
     let folder_of = tempfile::tempdir().unwrap();
     let tokenizer = tokenizer();
-    // The text is of the model's own kind: questions and answers of every category.
+    // The evaluation text is questions and answers of every category, as the model was trained on.
     let text_file = folder_of.path().join("text.txt");
     let mut text = String::new();
     for golden in goldens().answers.iter().filter(|a| a.quick && a.prompt.len() < 200) {
@@ -266,22 +265,22 @@ fn int4_keeps_the_accuracy_and_the_search_beats_round_to_nearest() {
     let (found, searched) = quantize("found", "search");
     assert!(searched < nearest, "mean KL {searched} with the search, {nearest} without");
 
-    // All questions are asked together, which changes no answer and takes less time.
-    let asked: Vec<&Answer> = asked().collect();
-    let longest = asked.iter().map(|golden| golden.prompt.len() + golden.answer.len() + 16).max();
+    // All questions run in one batch, which takes less time and changes no answer.
+    let selected: Vec<&Answer> = selected().collect();
+    let longest = selected.iter().map(|golden| golden.prompt.len() + golden.answer.len() + 16).max();
     let rules: BTreeMap<String, Rule> = questions().into_iter().map(|q| (q.id, q.accept)).collect();
     let right_in = |precision: Precision| {
         let options =
             LoadOptions { sequences: 16, max_context: longest, precision, ..LoadOptions::default() };
-        let answers = answered_together(&mut load(&found, &options), &asked, 16);
+        let answers = answers_in_a_batch(&mut load(&found, &options), &selected, 16);
         let is_right = |(ids, golden): &(&Vec<u32>, &&Answer)| {
             let stopped = ids.len() < golden.answer.len() + 16;
             stopped && rules[&golden.id].accepts(&tokenizer.decode(ids, true))
         };
-        answers.iter().zip(&asked).filter(is_right).count()
+        answers.iter().zip(&selected).filter(is_right).count()
     };
     let [after, in_int8] = [Precision::F32, Precision::Fast].map(right_in);
-    let (before, all) = (asked.iter().filter(|golden| golden.accepted).count(), asked.len());
+    let (before, all) = (selected.iter().filter(|golden| golden.accepted).count(), selected.len());
     println!(
         "{after} of {all} right in int4-g32, {in_int8} with activations in int8, {before} in bf16; \
          mean KL {searched} nats, {nearest} rounded to nearest"

@@ -1,5 +1,5 @@
-//! Clients that disconnect over TCP, at every stage of a request and in every format. Nothing of them stays, as
-//! `/status` tells.
+//! Clients that disconnect over TCP, at every stage of a request and in every format. `/status` shows that nothing of
+//! the request remains.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -17,12 +17,12 @@ const CHAT: &str = "/v1/chat/completions";
 const COMPLETIONS: &str = "/v1/completions";
 const MESSAGES: &str = "/v1/messages";
 const RESPONSES: &str = "/v1/responses";
-/// The number of tokens of an answer whose client stays. An answer without a client ends long before.
+/// The number of tokens of an answer. An answer without a client must end long before.
 const TOKENS: usize = 3000;
-/// The number of steps within which the engine must have noticed.
+/// The number of steps within which the engine must notice the disconnect.
 const STEPS: usize = 300;
 
-/// A prompt of several steps, in the format of a route. `begin` differs, so that the prefix cache has no part of it.
+/// A prompt of several steps, in the format of a route. `begin` differs, so that no part of it is in the prefix cache.
 fn body(path: &str, begin: &str, more: Value) -> Value {
     let text = format!("{begin} in {path}{}", " long".repeat(30));
     let turns = json!([{"role": "user", "content": text}]);
@@ -40,16 +40,16 @@ fn request(path: &str, body: &Value) -> String {
     format!("POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {}\r\n\r\n{body}", body.len())
 }
 
-/// The moment at which a client leaves.
+/// When a client disconnects.
 #[derive(Debug, Clone, Copy)]
 enum When {
-    /// The client has sent its part, and the server counts it in one of its figures.
+    /// When the server counts the client in this figure of `/status`.
     Counted(&'static str),
-    /// This many steps of the request have ended, and another is under way.
+    /// When this many steps of the request have ended, and another is in progress.
     Steps(usize),
-    /// This many steps may end, and the client has read this text.
+    /// When the client has read this text. This many steps are allowed for it.
     Read(usize, &'static str),
-    /// Another request has all places, and this one waits for a place.
+    /// When the request waits, because another request has all places.
     Waiting,
 }
 
@@ -71,10 +71,10 @@ fn stages() -> Vec<Stage> {
     let mut stages = vec![
         stage("before the head", CHAT, "", When::Counted("/connections")),
         stage("in the head", CHAT, &whole[..head / 2], When::Counted("/connections")),
-        stage("behind the head", CHAT, &whole[..head], When::Counted("/requests/arriving")),
+        stage("after the head", CHAT, &whole[..head], When::Counted("/requests/arriving")),
         stage("in the body", CHAT, &whole[..whole.len() - 9], When::Counted("/requests/arriving")),
         stage(
-            "behind the body, whose grammar takes long to compile",
+            "after the body, whose grammar takes long to compile",
             CHAT,
             &large,
             When::Counted("/requests/open"),
@@ -88,7 +88,7 @@ fn stages() -> Vec<Stage> {
         add("in the queue", path, &json!({}), When::Waiting);
         add("in the queue, for a stream", path, &stream, When::Waiting);
         add("in its prompt", path, &json!({}), When::Steps(1));
-        add("in its prompt, behind a comment", path, &stream, When::Read(1, ":\n\n"));
+        add("in its prompt, after a comment", path, &stream, When::Read(1, ":\n\n"));
         add("in a whole answer", path, &json!({}), When::Steps(12));
         add("in a stream", path, &stream, When::Read(12, ":\"a\""));
     }
@@ -101,7 +101,7 @@ fn stages() -> Vec<Stage> {
     stages
 }
 
-/// Reads until the bytes so far contain `mark`.
+/// Reads until the received bytes contain `mark`.
 fn read_to(client: &mut TcpStream, mark: &str, what: &str) {
     let (mut all, mut more) = (Vec::new(), [0; 4096]);
     while !String::from_utf8_lossy(&all).contains(mark) {
@@ -111,16 +111,16 @@ fn read_to(client: &mut TcpStream, mark: &str, what: &str) {
     }
 }
 
-/// How a client leaves.
+/// How a client disconnects.
 #[derive(Debug, Clone, Copy)]
 enum How {
     Closes,
-    /// Closes its side for sending, and goes on reading.
+    /// Closes its side for sending, and continues to read.
     HalfCloses,
 }
 
-/// One client, which comes and leaves.
-async fn comes_and_leaves(serving: &Serving, stage: &Stage, how: How) {
+/// One client that connects and disconnects.
+async fn connect_and_disconnect(serving: &Serving, stage: &Stage, how: How) {
     let Stage { name, path, sent, when } = stage;
     let (app, control) = (&serving.app, &serving.app.control);
     let what = format!("{path}, {name}, {how:?}");
@@ -166,7 +166,7 @@ async fn comes_and_leaves(serving: &Serving, stage: &Stage, how: How) {
             kept = Some(client);
         }
     }
-    // The steps run one by one, so that an answer for a client that left would show.
+    // The steps run one by one, so an answer that continues without its client does not reach an end.
     let most = allowed + STEPS;
     let mut step = || {
         allowed = most.min(allowed + 1);
@@ -175,7 +175,11 @@ async fn comes_and_leaves(serving: &Serving, stage: &Stage, how: How) {
     if let Some(other) = other {
         let one = |seen: &Value| seen["requests"]["waiting"] == 0 && seen["connections"] == 1;
         until(app, &what, one, &mut step).await;
-        assert_eq!(status(&app.router).await["requests"]["open"], 1, "{what}: who does not leave goes on");
+        assert_eq!(
+            status(&app.router).await["requests"]["open"],
+            1,
+            "{what}: the other client must be served"
+        );
         drop(other);
     }
     until(app, &what, is_at_rest, &mut step).await;
@@ -183,26 +187,26 @@ async fn comes_and_leaves(serving: &Serving, stage: &Stage, how: How) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn whoever_leaves_leaves_nothing_behind() {
+async fn a_disconnected_client_leaves_no_request_and_no_connection() {
     let patient = Connections { head_timeout: 4 * HANG, idle_timeout: 4 * HANG, ..CONNECTIONS };
     let serving = Serving::start(endless(), patient).await;
     let stages = stages();
     for stage in &stages {
-        comes_and_leaves(&serving, stage, How::Closes).await;
-        comes_and_leaves(&serving, stage, How::HalfCloses).await;
+        connect_and_disconnect(&serving, stage, How::Closes).await;
+        connect_and_disconnect(&serving, stage, How::HalfCloses).await;
     }
     println!("{} stages", stages.len());
     serving.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn whoever_leaves_the_line_leaves_it_at_once() {
+async fn a_client_that_disconnects_while_it_waits_is_removed_immediately() {
     let patient = Connections { head_timeout: 4 * HANG, idle_timeout: 4 * HANG, ..CONNECTIONS };
     let serving = Serving::start(endless(), patient).await;
     let count =
         |n: usize| move |seen: &Value| seen["requests"]["arriving"] == n && seen["requests"]["open"] == n;
     let whole = request(CHAT, &body(CHAT, "nothing", json!({})));
-    // The requests take one client's share of the places, and none of their bodies ends.
+    // These requests take all places of one client, and none of their bodies ends.
     let half = || {
         let mut client = serving.connect();
         client.write_all(&whole.as_bytes()[..whole.len() - 9]).expect("sent");
@@ -213,7 +217,7 @@ async fn whoever_leaves_the_line_leaves_it_at_once() {
     let long = request(CHAT, &body(CHAT, &"long ".repeat(12_000), json!({})));
     let head = whole.find("\r\n\r\n").expect("a head") + 4;
     for (name, sent) in [
-        ("behind its head", &whole[..head]),
+        ("after its head", &whole[..head]),
         ("with a part of its body", &whole[..whole.len() - 9]),
         ("with all of its body", &whole),
         ("with a long body", &long),
@@ -230,9 +234,9 @@ async fn whoever_leaves_the_line_leaves_it_at_once() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn whoever_stops_reading_is_given_up() {
+async fn answers_of_a_client_that_stops_reading_are_aborted() {
     let serving = Serving::start(endless(), CONNECTIONS).await;
-    // The answer exceeds what the system and the server hold for a client that does not read.
+    // The answer is larger than what the system and the server buffer for a client that does not read.
     let large = json!({"logprobs": true, "top_logprobs": 20, "stream": true});
     let long = |path: &str| json!({if path == RESPONSES { "max_output_tokens" } else { "max_tokens" }: 3800});
     let finished =
@@ -240,7 +244,7 @@ async fn whoever_stops_reading_is_given_up() {
     for (path, more, answers) in [(CHAT, json!({}), 1), (CHAT, json!({"n": 2}), 2), (RESPONSES, json!({}), 1)]
     {
         let before = finished("abort").await;
-        let mut client = serving.connect_narrow();
+        let mut client = serving.connect_with_small_buffer();
         let asked = body(path, "unread", with(with(large.clone(), long(path)), more));
         client.write_all(request(path, &asked).as_bytes()).expect("sent");
         client = blocking(move || {
@@ -250,13 +254,13 @@ async fn whoever_stops_reading_is_given_up() {
         .await;
         assert_at_rest(&serving.app.router).await;
         drop(client);
-        assert_eq!(finished("abort").await - before, answers, "{path}: given up, and not written to the end");
+        assert_eq!(finished("abort").await - before, answers, "{path}: the answers were not aborted");
     }
     assert_eq!(finished("length").await, 0);
     let (_, _, metrics) = send(&serving.app.router, get("/metrics")).await;
     let metrics = String::from_utf8(metrics).expect("text");
-    let given_up =
+    let slow_readers =
         metrics.lines().find(|line| line.starts_with("unicorn_slow_readers_total{")).expect("a count");
-    assert!(given_up.ends_with("} 3"), "{given_up}");
+    assert!(slow_readers.ends_with("} 3"), "{slow_readers}");
     serving.end().await;
 }

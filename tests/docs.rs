@@ -1,14 +1,14 @@
-//! Holds `docs/api.md` to `/openapi.json`, both ways: every route has a line in a table of routes, and every field of a
-//! body or a query has a line with its type, its bounds, and whether it is required. Defaults and meanings are in the
-//! page alone.
+//! Compares `docs/api.md` with `/openapi.json` in both directions. Every route has a row in a table of routes, and
+//! every field of a body or query has a row with its type, its bounds, and whether it is required. Only the page has
+//! defaults and meanings.
 //!
 //! A table of routes has the heading `route` over its first column. A table of fields has the heading `field` there,
-//! and the paragraph "Fields of `POST /a`, `POST /b`:" above it; a route may have several tables. The name of a field
-//! of an inner object is a path: `messages[].content[].text`. If a schema has several objects to choose from, the page
-//! has the fields of all.
+//! and the paragraph "Fields of `POST /a`, `POST /b`:" above it. A route may have several tables. The name of a field
+//! of an inner object is a path: `messages[].content[].text`. If a schema has alternative objects, the page lists the
+//! fields of all.
 //!
-//! A table of other servers' fields has the heading `other field`, and the paragraph "Other fields of `POST /a`:" above it.
-//! Its lines are those of the document's `x-other-fields`.
+//! A table of other servers' fields has the heading `other field`, and the paragraph "Other fields of `POST /a`:" above
+//! it. Its rows are those of the document's `x-other-fields`.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -25,7 +25,7 @@ const PAGE: &str = "docs/api.md";
 const METHODS: [&str; 5] = ["get", "post", "put", "patch", "delete"];
 const REQUIRED: &str = "required";
 
-/// The part of a line in a table of fields that a schema has too.
+/// The cells of a row in a table of fields that can be compared with a schema.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 struct Field {
     types: BTreeSet<String>,
@@ -34,7 +34,7 @@ struct Field {
 }
 
 impl Field {
-    /// The line of a table. `default` and `meaning` are its last two cells.
+    /// The row of a table. `default` and `meaning` are its last two cells.
     fn line(&self, name: &str, default: &str, meaning: &str) -> String {
         let [types, bounds] = [(&self.types, " or "), (&self.bounds, ", ")]
             .map(|(words, between)| words.iter().cloned().collect::<Vec<_>>().join(between));
@@ -54,7 +54,7 @@ impl Field {
 /// The fields of each route, by name.
 type Routes = BTreeMap<String, BTreeMap<String, Field>>;
 
-// --- what the document says -----------------------------------------------------------------------------
+// --- the OpenAPI document ---------------------------------------------------------------------------------
 
 fn described(document: &Value) -> Routes {
     let mut routes = Routes::new();
@@ -77,14 +77,14 @@ fn described(document: &Value) -> Routes {
     routes
 }
 
-/// The alternatives that a schema stands for, with references followed: one schema for each. A schema that says only
-/// that a value is null, or a list of nothing, counts as no alternative beside others.
+/// The alternatives of a schema, with references resolved. Alternatives for null or for an empty list are left out if
+/// there are others.
 fn alternatives(document: &Value, schema: &Value) -> Vec<Value> {
     let mut found = Vec::new();
     spread(document, schema, &mut found);
-    let says_nothing = |schema: &Value| schema["type"] == "null" || schema["maxItems"] == 0;
-    if !found.iter().all(says_nothing) {
-        found.retain(|schema| !says_nothing(schema));
+    let is_empty_value = |schema: &Value| schema["type"] == "null" || schema["maxItems"] == 0;
+    if !found.iter().all(is_empty_value) {
+        found.retain(|schema| !is_empty_value(schema));
     }
     found
 }
@@ -108,7 +108,7 @@ fn spread(document: &Value, schema: &Value, found: &mut Vec<Value>) {
     }
 }
 
-/// The object with the fields of both.
+/// An object schema with the fields of both.
 fn merged(one: &Value, other: &Value) -> Value {
     let mut both = one.clone();
     if let (Some(fields), Some(more)) = (both["properties"].as_object_mut(), other["properties"].as_object())
@@ -127,7 +127,7 @@ fn field(document: &Value, schema: &Value, required: bool) -> Field {
     Field { types, bounds, required }
 }
 
-/// The names of a schema's types. The bounds of its values, and of values within them, go to `bounds`.
+/// The names of a schema's types. The bounds of its values, and of values inside them, are added to `bounds`.
 fn types(document: &Value, schema: &Value, bounds: &mut BTreeSet<String>) -> BTreeSet<String> {
     let mut types = BTreeSet::new();
     for schema in alternatives(document, schema) {
@@ -175,8 +175,8 @@ fn range(least: &Value, most: &Value, unit: &str) -> Option<String> {
     Some(format!("{words}{unit}{plural}"))
 }
 
-/// The fields of an object, of objects in a list, and of objects within them. A field is not required if one
-/// alternative does not ask for it.
+/// Reads the fields of an object, of objects in a list, and of objects inside them. A field is required if all
+/// alternatives require it.
 fn read_fields(document: &Value, schema: &Value, at: &str, fields: &mut BTreeMap<String, Field>) {
     let alternatives = alternatives(document, schema);
     let objects: Vec<&Value> = alternatives.iter().filter(|way| way["properties"].is_object()).collect();
@@ -204,9 +204,9 @@ fn read_fields(document: &Value, schema: &Value, at: &str, fields: &mut BTreeMap
     }
 }
 
-// --- what the page says ---------------------------------------------------------------------------------
+// --- the page ---------------------------------------------------------------------------------------------
 
-/// A line of a table, and its line number in the page.
+/// A row of a table, and its line number in the page.
 struct Line<'a> {
     number: usize,
     cells: Vec<&'a str>,
@@ -248,7 +248,7 @@ fn split(cell: &str, between: &str) -> BTreeSet<String> {
     cell.split(between).filter(|word| !word.is_empty()).map(str::to_owned).collect()
 }
 
-/// The line of each of another server's fields, by route and name.
+/// The expected rows of other servers' fields, by route and name.
 fn other_lines(document: &Value) -> BTreeMap<String, BTreeMap<String, String>> {
     let mut routes = BTreeMap::new();
     for (path, item) in document["paths"].as_object().expect("paths") {
@@ -277,7 +277,7 @@ fn other_lines(document: &Value) -> BTreeMap<String, BTreeMap<String, String>> {
     routes
 }
 
-/// What the tables of other servers' fields lack, and what they have wrongly.
+/// The differences between the tables of other servers' fields and the document.
 fn complaints_of_others(page: &str, document: &Value) -> Vec<String> {
     let mut missing = other_lines(document);
     let mut complaints = Vec::new();
@@ -288,7 +288,8 @@ fn complaints_of_others(page: &str, document: &Value) -> Vec<String> {
         let line = format!("| {} |", cells.join(" | ")).replace("|  |", "| |");
         let of = above.strip_prefix("Other fields of ").map(quoted).unwrap_or_default();
         if of.is_empty() {
-            complaints.push(format!("{PAGE}:{number}: no line \"Other fields of `POST /…`:\" stands above"));
+            complaints
+                .push(format!("{PAGE}:{number}: no line \"Other fields of `POST /…`:\" is above the table"));
         }
         for route in of {
             match missing.get_mut(route).and_then(|lines| lines.remove(name)) {
@@ -308,7 +309,7 @@ fn complaints_of_others(page: &str, document: &Value) -> Vec<String> {
     complaints
 }
 
-/// Each complaint has the line that the page should have.
+/// The differences between the page and the document. Each includes the row that the page should have.
 fn complaints(page: &str, document: &Value) -> Vec<String> {
     let described = described(document);
     let (mut complaints, mut routes) = (Vec::new(), BTreeSet::new());
@@ -325,12 +326,13 @@ fn complaints(page: &str, document: &Value) -> Vec<String> {
             "field" => {
                 let of = above.strip_prefix("Fields of ").map(quoted).unwrap_or_default();
                 if of.is_empty() {
-                    complaints
-                        .push(format!("{PAGE}:{number}: no line \"Fields of `POST /…`:\" stands above"));
+                    complaints.push(format!(
+                        "{PAGE}:{number}: no line \"Fields of `POST /…`:\" is above the table"
+                    ));
                 }
                 for route in of {
                     if let Some(before) = fields.entry(route.to_owned()).or_default().insert(name, number) {
-                        let problem = format!("`{name}` of `{route}` stands in line {before} already");
+                        let problem = format!("`{name}` of `{route}` is already in line {before}");
                         complaints.push(format!("{PAGE}:{number}: {problem}"));
                     }
                     let Some(field) = described.get(route).and_then(|fields| fields.get(name)) else {
@@ -338,12 +340,12 @@ fn complaints(page: &str, document: &Value) -> Vec<String> {
                         continue;
                     };
                     let cell = |i: usize| cells.get(i).copied().unwrap_or_default();
-                    let said = Field {
+                    let written_field = Field {
                         types: split(cell(1), " or "),
                         bounds: split(cell(2), ", "),
                         required: cell(3) == REQUIRED,
                     };
-                    if said != *field {
+                    if written_field != *field {
                         let line = field.line(name, cell(3), cell(4));
                         complaints.push(format!("{PAGE}:{number}: for `{route}` expected\n{line}"));
                     }
@@ -370,7 +372,7 @@ fn complaints(page: &str, document: &Value) -> Vec<String> {
 // --- tests ----------------------------------------------------------------------------------------------
 
 #[tokio::test]
-async fn the_pages_routes_and_fields_are_those_of_the_document() {
+async fn the_page_has_the_routes_and_fields_of_the_openapi_document() {
     let router = app_behind(AccessPolicy::default(), "Hello there").router;
     let request = Request::get("/openapi.json").body(Body::empty()).expect("a sound request");
     let (status, _, document) = send_json(&router, request).await;
@@ -403,7 +405,7 @@ async fn the_docs_name_every_route_that_needs_no_key() {
 }
 
 #[test]
-fn a_line_of_another_servers_field_is_held_to_the_document() {
+fn a_wrong_row_of_another_servers_field_is_reported() {
     let field = json!({"name": "a", "server": "S", "treatment": "refused", "off": [0, ""], "about": "use b"});
     let body = json!({"x-other-fields": [field]});
     let document = json!({"paths": {"/a": {"post": {"requestBody": {"content": {"application/json": {"schema": body}}}}}}});
@@ -425,7 +427,7 @@ Other fields of `POST /a`:
             "",
             "the other fields of `POST /a` lack\n| `a` | S |",
         ),
-        ("Other fields", "Fields", "no line \"Other fields of `POST /…`:\" stands above"),
+        ("Other fields", "Fields", "no line \"Other fields of `POST /…`:\" is above the table"),
     ] {
         let found = complaints_of_others(&sound.replace(from, to), &document);
         assert!(
@@ -436,7 +438,7 @@ Other fields of `POST /a`:
 }
 
 #[test]
-fn a_line_that_is_wrong_or_missing_is_told() {
+fn wrong_and_missing_rows_are_reported() {
     let inner = |kind, needs: &[&str]| {
         json!({"type": "object", "required": needs, "properties": {
             "kind": {"type": "string", "enum": [kind]}, "text": {"type": ["string", "null"], "maxLength": 1},
@@ -478,7 +480,7 @@ Fields of `POST /a`:
 ";
     assert_eq!(complaints(sound, &document), [""; 0]);
 
-    let told = |from: &str, to: &str, expected: &str| {
+    let assert_complaint = |from: &str, to: &str, expected: &str| {
         let page = sound.replace(from, to);
         assert_ne!(page, sound, "nothing to replace");
         let found = complaints(&page, &document);
@@ -487,24 +489,36 @@ Fields of `POST /a`:
             "{expected:?} is not in {found:?}"
         );
     };
-    told(
+    assert_complaint(
         "-1 to 2",
         "0 to 2",
         "docs/api.md:9: for `POST /a` expected\n| `n` | integer | -1 to 2 | required | A number. |",
     );
-    told("| required | A", "| 3 | A", "| `n` | integer | -1 to 2 | required | A number. |");
-    told("| integer |", "| number |", "| `n` | integer |");
-    told("| none |", "| required |", "| `parts` | list of object or string | at least 1 item | | Parts. |");
-    told("`b`, `a`", "`b`", "| `parts[].kind` | string | `a`, `b`, `c` | | |");
-    told(
+    assert_complaint("| required | A", "| 3 | A", "| `n` | integer | -1 to 2 | required | A number. |");
+    assert_complaint("| integer |", "| number |", "| `n` | integer |");
+    assert_complaint(
+        "| none |",
+        "| required |",
+        "| `parts` | list of object or string | at least 1 item | | Parts. |",
+    );
+    assert_complaint("`b`, `a`", "`b`", "| `parts[].kind` | string | `a`, `b`, `c` | | |");
+    assert_complaint(
         "| `more` | object | at least 0.5 | | |\n",
         "",
         "the tables of `POST /a` lack\n| `more` | object | at least 0.5 | | |",
     );
-    told("`more`", "`less`", "docs/api.md:14: `POST /a` has no field `less`");
-    told("| `more`", "| `n`", "`n` of `POST /a` stands in line 9 already");
-    told("Fields of", "The fields of", "docs/api.md:9: no line \"Fields of `POST /…`:\" stands above");
-    told("| `POST /a` |", "| `GET /a` |", "docs/api.md:3: there is no route `GET /a`");
-    told("| `POST /a` |", "| `GET /a` |", "the table of routes lacks\n| `POST /a` | |");
-    told("| Does. |", "| Does. |\n| `POST /a` | |", "docs/api.md:4: `POST /a` has a line already");
+    assert_complaint("`more`", "`less`", "docs/api.md:14: `POST /a` has no field `less`");
+    assert_complaint("| `more`", "| `n`", "`n` of `POST /a` is already in line 9");
+    assert_complaint(
+        "Fields of",
+        "The fields of",
+        "docs/api.md:9: no line \"Fields of `POST /…`:\" is above the table",
+    );
+    assert_complaint("| `POST /a` |", "| `GET /a` |", "docs/api.md:3: there is no route `GET /a`");
+    assert_complaint("| `POST /a` |", "| `GET /a` |", "the table of routes lacks\n| `POST /a` | |");
+    assert_complaint(
+        "| Does. |",
+        "| Does. |\n| `POST /a` | |",
+        "docs/api.md:4: `POST /a` has a line already",
+    );
 }

@@ -1,5 +1,5 @@
-//! `unicorn doctor` on composed machines: the trees of files in `tests/data/machines`, which
-//! `tests/data/machines/README.md` describes, and mutations of them. `docs/doctor.md` shows what it says of each.
+//! `unicorn doctor` on test machines: the file trees in `tests/data/machines`, which `tests/data/machines/README.md`
+//! describes, and random changes of them. `docs/doctor.md` shows the doctor's output for each.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -17,21 +17,21 @@ use crate::support::program::{output, unicorn, unicorn_on_software};
 use crate::support::{data, root};
 
 const PAGE: &str = "docs/doctor.md";
-/// The machine that has no finding but good ones.
+/// The machine with only good findings.
 const HEALTHY: &str = "healthy-8945hs";
 
 /// A file of `tests/data/machines`.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Case {
-    /// The machine that this one is made from.
+    /// The machine whose tree is the base of this one.
     base: Option<String>,
     #[serde(default)]
     args: Vec<String>,
     /// Files, links and folders of the base that this machine does not have.
     #[serde(default)]
     remove: Vec<String>,
-    /// All findings that are not good, in the order of the checks: `severity code`.
+    /// All findings that are not good, in the order of the checks, as `severity code`.
     expected: Vec<String>,
     exit_status: i32,
     #[serde(default)]
@@ -55,7 +55,7 @@ fn names() -> Vec<String> {
     names
 }
 
-/// Makes a machine's tree, its base's first.
+/// Creates a machine's file tree, after that of its base.
 fn make(case: &Case, tree: &Path) {
     if let Some(base) = &case.base {
         make(&self::case(base).0, tree);
@@ -101,7 +101,7 @@ fn text<'a>(value: &'a Value, name: &str) -> &'a str {
 }
 
 #[test]
-fn each_machine_has_its_findings() {
+fn each_machine_has_its_expected_findings() {
     let mut codes = BTreeSet::new();
     for name in names() {
         let (case, source) = case(&name);
@@ -123,13 +123,13 @@ fn each_machine_has_its_findings() {
         assert_eq!(stderr.starts_with("error: "), status == 1, "{name}: {stderr}");
         for finding in bad {
             codes.insert(text(finding, "code").to_owned());
-            // What is wrong has a cause and an end.
+            // Every bad finding has a cause and a remedy, except for the kinds that need none.
             let severity = text(finding, "severity");
             let has_remedy = !finding["remedies"].as_array().unwrap().is_empty();
-            let is_told = finding["cause"].is_string()
+            let is_explained = finding["cause"].is_string()
                 || severity == "problem"
                 || text(finding, "code").ends_with("unread");
-            assert!(is_told, "{name}: no cause in {finding}");
+            assert!(is_explained, "{name}: no cause in {finding}");
             assert!(has_remedy || severity == "note", "{name}: no remedy in {finding}");
         }
 
@@ -139,14 +139,14 @@ fn each_machine_has_its_findings() {
         let (fix_status, script, _) = doctor(tree.path(), &args(&case, &["--fix"]));
         assert_eq!((fix_status, script.lines().collect::<Vec<_>>()), (case.exit_status, lines), "{name}");
     }
-    // The page has every code that a machine shows, and shows each machine.
+    // The page explains every code that a machine shows.
     let page = fs::read_to_string(root().join(PAGE)).unwrap();
     let absent: Vec<&String> = codes.iter().filter(|code| !page.contains(&format!("`{code}`"))).collect();
     assert!(absent.is_empty(), "{PAGE} does not explain {absent:?}");
 }
 
 #[test]
-fn remedies_are_exact() {
+fn remedies_are_the_expected_commands() {
     for (name, code, line) in [
         ("no-render-group", "render-group", "sudo usermod -aG render \"$USER\""),
         (
@@ -185,7 +185,7 @@ fn remedies_are_exact() {
 }
 
 #[test]
-fn what_a_user_configures_counts() {
+fn the_users_environment_and_options_are_considered() {
     let (case, _) = case("port-taken");
     let tree = tree(&case);
     let root = tree.path().to_str().unwrap();
@@ -194,13 +194,13 @@ fn what_a_user_configures_counts() {
         command.env(variable.0, variable.1);
         output(command)
     };
-    // A listener on [::] has the port on every address; another port is free.
+    // The listener on [::] has the port on every address. Port 8011 is free.
     assert_eq!(run(("UNICORN_SERVER_PORT", "8011")).0, 0);
     let (status, _, stderr) = run(("UNICORN_SERVER_HOST", "0.0.0.0"));
     assert_eq!(status, 1);
     assert!(stderr.contains("1 problem of this machine prevents `unicorn serve` from running"), "{stderr}");
 
-    // Software Vulkan is accepted where it is allowed, and slow.
+    // With --allow-software-vulkan a software device is a warning.
     let tree = self::tree(&self::case("no-render-group").0);
     let (status, text, _) = doctor(tree.path(), &["--allow-software-vulkan"]);
     assert_eq!(status, 0, "{text}");
@@ -215,13 +215,13 @@ fn write(tree: &Path, path: &str, text: &str) {
 }
 
 #[test]
-fn the_configuration_is_that_of_the_machine_below_the_root() {
+fn the_configuration_is_read_below_the_root() {
     const MAIN: &str = "etc/unicorn/config.toml";
     let tree = tree(&case("port-taken").0);
     let tree = tree.path();
     let status = |args: &[&str]| {
         let mut command = unicorn(&[&["doctor", "--root", tree.to_str().unwrap()], args].concat());
-        // This machine's own configuration, which counts for nothing.
+        // The configuration of the real machine, which must be ignored.
         command.env("UNICORN_CONFIG_DIR", tree.join("other"));
         let (status, text, stderr) = output(command);
         assert!(text.contains("port 80"), "{text}{stderr}");
@@ -234,14 +234,14 @@ fn the_configuration_is_that_of_the_machine_below_the_root() {
     write(tree, "etc/unicorn/conf.d/10-port.toml", "[server]\nport = 8010\n");
     assert_eq!(status(&[]), 1);
     let other = tree.join("other/config.toml");
-    assert_eq!(status(&["--config", other.to_str().unwrap()]), 0, "it is named");
+    assert_eq!(status(&["--config", other.to_str().unwrap()]), 0, "the file is named with --config");
     write(tree, MAIN, "[server]\nport = \"x\"\n");
     let (status, _, stderr) = doctor(tree, &[]);
     assert!(status == 1 && stderr.contains(MAIN) && stderr.contains("server.port"), "{stderr}");
 }
 
 #[test]
-fn a_model_that_is_not_there_is_a_finding_of_a_whole_report() {
+fn a_missing_model_is_a_finding_in_a_complete_report() {
     const MAIN: &str = "etc/unicorn/config.toml";
     let tree = tree(&case(HEALTHY).0);
     let tree = tree.path();
@@ -250,7 +250,7 @@ fn a_model_that_is_not_there_is_a_finding_of_a_whole_report() {
         let report: Value = serde_json::from_str(&json).unwrap_or_else(|error| panic!("{error}: {stderr}"));
         assert_eq!((status, &report["exit_status"]), (expected, &Value::from(expected)), "{json}");
         let findings = report["findings"].as_array().unwrap().clone();
-        // The report goes on behind it.
+        // The report continues after this finding.
         assert!(
             ["device", "port", "npu"].iter().all(|code| findings.iter().any(|f| f["code"] == *code)),
             "{json}"
@@ -280,10 +280,10 @@ fn a_model_that_is_not_there_is_a_finding_of_a_whole_report() {
     let (_, plain, stderr) = doctor(tree, &[]);
     assert!(plain.contains("problem  model-not-pulled") && plain.contains("1 problem, "), "{plain}");
     assert!(stderr.starts_with("error: 1 problem of this machine"), "{stderr}");
-    // A published shape asks for no model.
+    // With a published shape the doctor needs no model.
     assert_eq!(found(&["--shape", "gemma-3-1b", "--scheme", "int4-g128"], 0), Value::Null);
 
-    // A file's name is quoted for the shell.
+    // In the remedy, the file's name is quoted for the shell.
     configure("a/b:it's one.gguf", "/srv/models");
     assert_eq!(lines(&found(&[], 1)), [r"unicorn pull 'a/b:it'\''s one.gguf'"]);
     fs::create_dir_all(tree.join("srv/models/models--google--gemma-3-1b-it/blobs")).unwrap();
@@ -293,12 +293,12 @@ fn a_model_that_is_not_there_is_a_finding_of_a_whole_report() {
     assert_eq!(text(&finding, "code"), "model-partial");
     assert_eq!(lines(&finding), ["unicorn pull google/gemma-3-1b-it"]);
 
-    // Nobody knows whose cache a server there would look into.
+    // Without a models folder, it is not known which user's cache a server on that machine would use.
     configure("google/gemma-3-1b-it", "");
     let finding = found(&[], 0);
     assert_eq!((text(&finding, "severity"), text(&finding, "code")), ("note", "fit-unknown"));
 
-    // A path is one of that machine.
+    // A configured path is below the root of that machine.
     fs::create_dir_all(tree.join("opt")).unwrap();
     symlink(self::root().join("models/demo"), tree.join("opt/demo")).unwrap();
     configure("/opt/demo", "");
@@ -306,7 +306,7 @@ fn a_model_that_is_not_there_is_a_finding_of_a_whole_report() {
     configure("/opt/nothing", "");
     assert_eq!(found(&[], 1)["code"], "model-unreadable");
 
-    // On this machine the caches of this user count.
+    // Without --root, the doctor looks into the caches of this user.
     let mut command = unicorn(&["doctor", "--json", "--model", "google/gemma-3-1b-it"]);
     command.env("HF_HUB_CACHE", tree.join("srv/nothing"));
     let (status, json, stderr) = output(command);
@@ -317,7 +317,7 @@ fn a_model_that_is_not_there_is_a_finding_of_a_whole_report() {
 }
 
 #[test]
-fn a_model_is_planned_and_its_disk_measured() {
+fn a_models_memory_is_planned_and_its_disk_measured() {
     let tree = tree(&case(HEALTHY).0);
     let folder = tempfile::tempdir().unwrap();
     for file in std::fs::read_dir(root().join("models/demo")).unwrap().map(Result::unwrap) {
@@ -353,7 +353,7 @@ fn this_machine_has_findings() {
     let codes: Vec<&str> =
         report["findings"].as_array().unwrap().iter().map(|finding| text(finding, "code")).collect();
     assert!(codes.contains(&"machine") && codes.contains(&"memory"), "{codes:?}");
-    // The tests' own device, which may be software.
+    // The device that the tests use, which may be software.
     assert!(codes.contains(&"device") || codes.contains(&"software-device"), "{json}");
 
     let (status, _, stderr) = output(unicorn(&["doctor"]));
@@ -363,7 +363,7 @@ fn this_machine_has_findings() {
 }
 
 #[test]
-fn the_doctor_reads_what_devices_prints() {
+fn the_doctor_reads_the_output_of_unicorn_devices() {
     let (status, json, stderr) = output(unicorn_on_software(&["devices", "--json"]));
     assert_eq!(status, 0, "{stderr}");
     let (mut case, _) = case("no-render-group");
@@ -372,7 +372,8 @@ fn the_doctor_reads_what_devices_prints() {
     assert!(!text.contains("vulkan-unread"), "{text}");
 }
 
-/// Changes a tree at random: files lose their ends, hold garbage or far too much, or are gone or folders.
+/// Changes a tree at random: files are truncated, changed, filled with garbage or far too long, removed, or replaced by
+/// folders.
 fn mutate(tree: &Path, paths: &[String], random: &mut StdRng) {
     for _ in 0..random.random_range(1..8) {
         let path = tree.join(paths.choose(random).unwrap());
@@ -391,7 +392,7 @@ fn mutate(tree: &Path, paths: &[String], random: &mut StdRng) {
                 }
                 bytes
             }
-            // A digit more in each number, up to the end of 64 bits and beyond.
+            // Repeats each digit, so that numbers reach the limit of 64 bits and exceed it.
             4 => {
                 let n = random.random_range(1..20);
                 let text = String::from_utf8_lossy(&bytes);
@@ -408,13 +409,13 @@ fn mutate(tree: &Path, paths: &[String], random: &mut StdRng) {
                 continue;
             }
         };
-        // A folder that an earlier change left here stays one.
+        // A folder that an earlier change created stays.
         let _ = fs::write(&path, new);
     }
 }
 
 #[test]
-fn a_mutated_machine_is_reported_and_never_a_bug() {
+fn random_changes_of_a_machine_never_cause_an_internal_error() {
     let seed = rand::random();
     println!("seed {seed}");
     let mut random = StdRng::seed_from_u64(seed);
@@ -425,7 +426,7 @@ fn a_mutated_machine_is_reported_and_never_a_bug() {
         let tree = tree(&case);
         let mut paths: Vec<String> = case.files.keys().chain(case.links.keys()).cloned().collect();
         paths.extend(self::case(HEALTHY).0.files.into_keys());
-        // A configuration that cannot be read ends every command with a line that says so, and no report.
+        // With an unreadable configuration every command fails with one line and no report, so these files are kept.
         paths.retain(|path| !path.starts_with("etc/unicorn/"));
         mutate(tree.path(), &paths, &mut random);
         let args = ["--shape", "gemma-3-4b", "--scheme", "int4-g128", "--json"];
@@ -441,18 +442,18 @@ fn a_mutated_machine_is_reported_and_never_a_bug() {
     }
 }
 
-/// The block of the page for a machine: the command, and what it says; the good findings of the healthy one alone.
+/// The section of the page for a machine: the command and its output. Only the healthy machine shows its good findings.
 fn block(name: &str) -> String {
     let (case, source) = case(name);
     let tree = tree(&case);
     let (status, text, _) = doctor(tree.path(), &args(&case, &[]));
     let lines = text.lines().filter(|line| name == HEALTHY || !line.starts_with("ok "));
-    let told: Vec<&str> = source.lines().map_while(|line| line.strip_prefix("# ")).collect();
+    let source_comment: Vec<&str> = source.lines().map_while(|line| line.strip_prefix("# ")).collect();
     let shown: Vec<&str> = lines.collect();
     let args = case.args.iter().map(|arg| format!(" {arg}")).collect::<String>();
     format!(
         "### {name}\n\n{}\n\n```text\n$ unicorn doctor{args}\n{}\n```\n\nExit status {status}.\n",
-        told.join("\n"),
+        source_comment.join("\n"),
         shown.join("\n").trim_start_matches('\n')
     )
 }
@@ -469,7 +470,7 @@ fn the_page_shows_each_machine() {
     if std::env::var_os("UNICORN_TEST_RECORD").is_some() {
         fs::write(&path, format!("{head}{BEGIN}{wanted}")).unwrap();
     } else {
-        let hint = "UNICORN_TEST_RECORD=1 cargo test --test suite doctor:: writes it anew";
+        let hint = "UNICORN_TEST_RECORD=1 cargo test --test suite doctor:: writes it again";
         assert_eq!(shown, wanted, "{PAGE} is not what the doctor says; {hint}");
     }
 }

@@ -1,6 +1,6 @@
-//! A model and its draft model on the device. Every answer is the one that the model gives alone, whatever the draft
-//! tokens are, and takes fewer passes where they are accepted. A model that cannot be a draft model is refused with its
-//! numbers.
+//! A model and its draft model on the device. Every answer equals the model's answer without the draft, whatever the
+//! draft tokens are, and takes fewer passes where draft tokens are accepted. Models that do not fit together are
+//! refused with the numbers.
 
 use std::path::Path;
 
@@ -27,7 +27,7 @@ use crate::support::{data, demo, device, goldens};
 
 const SEED: u64 = 4711;
 
-fn drawn() -> SamplingParams {
+fn sampled() -> SamplingParams {
     SamplingParams { temperature: 0.8, ..SamplingParams::GREEDY }
 }
 
@@ -41,14 +41,14 @@ fn load_both(model: &Path, draft: &Path, options: &LoadOptions) -> Result<(Gemma
     draft::load(&device(), &files, &draft_files, options, &mut |_| {})
 }
 
-/// Prompts of questions, three of them some blocks long.
+/// Prompts of questions. Three of them are some blocks long.
 fn prompts(n: usize) -> Vec<Vec<u32>> {
     let long = demo::quick_prompts(70).filter(|prompt| prompt.len() > 40).take(3);
     long.chain(demo::quick_prompts(40).step_by(7)).map(<[u32]>::to_vec).take(n).collect()
 }
 
-/// Runs the prompts one after the other, up to a stop id. Returns the answers, the passes beyond the prompts' own, and
-/// the counts of draft tokens.
+/// Runs the prompts one after the other, up to a stop id. Returns the answers, the number of passes without the
+/// prompts' own, and the counts of draft tokens.
 fn one_by_one(
     model: &mut dyn Runner,
     (params, seed): (&SamplingParams, u64),
@@ -60,7 +60,7 @@ fn one_by_one(
     for (i, prompt) in prompts.iter().enumerate() {
         let params = SamplingParams {
             stop_token_ids: demo::STOP.into(),
-            // Penalties alone would hide that the draft model applies biases.
+            // With penalties there are also biases, to check that the draft model applies both.
             logit_bias: if params.penalizes() { vec![(300, 2.0)] } else { vec![] },
             ..params.clone()
         };
@@ -73,7 +73,7 @@ fn one_by_one(
     (answers, passes, driver.drafts())
 }
 
-/// The model then accepts every draft token: greedy or drawn, with penalties and biases or without.
+/// The model accepts all of its own draft tokens: greedy or sampled, with penalties and biases or without.
 #[test]
 fn a_model_that_is_its_own_draft_takes_less_than_half_the_passes() {
     let options = LoadOptions { max_context: Some(512), ..LoadOptions::default() };
@@ -91,14 +91,14 @@ fn a_model_that_is_its_own_draft_takes_less_than_half_the_passes() {
         println!("{tokens} tokens in {passes} passes, {drafts:?}");
         assert!(tokens > 2 * passes, "{tokens} tokens in {passes} passes");
         assert!(drafts.model.accepted > 100, "{drafts:?}");
-        assert_eq!(drafts.model.accepted, drafts.model.proposed, "all of them are right");
+        assert_eq!(drafts.model.accepted, drafts.model.proposed, "all draft tokens must be accepted");
     }
 }
 
-/// Answers alone, in batches, from the prefix cache, in chunks, preempted and forked, with a draft model whose weights
-/// are rounded differently.
+/// Answers alone, in batches, from the prefix cache, in chunks, preempted and forked, with a draft model of the same
+/// weights, which are not quantized.
 #[test]
-fn answers_with_a_draft_are_those_without() {
+fn answers_with_and_without_a_draft_are_equal() {
     let options = LoadOptions {
         quantize: QuantizeMode::Int4G32,
         kv: KvDtype::F16,
@@ -108,14 +108,14 @@ fn answers_with_a_draft_are_those_without() {
     };
     let mut plain = goldens::load(&demo::folder(), &options);
     let mut drafted = load(&demo::folder(), &demo::folder(), &options).unwrap();
-    for (params, seed) in [(SamplingParams::GREEDY, 0), (drawn(), SEED)] {
+    for (params, seed) in [(SamplingParams::GREEDY, 0), (sampled(), SEED)] {
         let texts = Texts::new(&mut plain, (params.clone(), seed), prompts(5), 24);
         texts.check_all(&mut drafted);
         let (_, passes, drafts) = one_by_one(&mut drafted, (&params, seed), &texts.prompts);
         println!("temperature {}: {passes} passes, {drafts:?}", params.temperature);
         assert!(drafts.model.accepted > 10, "{drafts:?}");
     }
-    // The temperature is so high that the two models often differ.
+    // At this temperature the two models often differ.
     let hot = (&SamplingParams { temperature: 2.0, ..SamplingParams::GREEDY }, 12);
     let (expected, ..) = one_by_one(&mut plain, hot, &prompts(12));
     let (answers, passes, drafts) = one_by_one(&mut drafted, hot, &prompts(12));
@@ -125,9 +125,10 @@ fn answers_with_a_draft_are_those_without() {
     assert!(accepted > 10 && accepted + 10 < proposed, "{drafts:?}");
 }
 
-/// The draft model has another shape, a window of 8 where the model has 16, and no rows for a third of the model's ids.
+/// The draft model has another shape, a sliding window of 8 instead of 16, and no embedding for a third of the model's
+/// ids.
 #[test]
-fn a_draft_with_fewer_ids_and_a_smaller_window_changes_nothing() {
+fn a_draft_with_fewer_ids_and_a_smaller_window_changes_no_answer() {
     let folder = data("gemma3/tiny-a");
     let goldens = goldens::Goldens::open(&folder);
     let options = LoadOptions { sequences: 16, max_context: Some(512), ..LoadOptions::default() };
@@ -137,17 +138,17 @@ fn a_draft_with_fewer_ids_and_a_smaller_window_changes_nothing() {
     let [short, mid, long] = ["short", "mid", "long"].map(|p| goldens.tokens(&format!("tokens.{p}")));
     let long = long[..long.len().min(150)].to_vec();
     let prompts = vec![mid.clone(), short, long.clone(), long[11..].to_vec(), mid[..9].to_vec()];
-    for params in [(SamplingParams::GREEDY, 0), (SamplingParams { temperature: 1.5, ..drawn() }, SEED)] {
+    for params in [(SamplingParams::GREEDY, 0), (SamplingParams { temperature: 1.5, ..sampled() }, SEED)] {
         let texts = Texts::new(&mut plain, params, prompts.clone(), 40);
         texts.check_all(&mut drafted);
     }
-    let (answers, _, drafts) = one_by_one(&mut drafted, (&drawn(), SEED), &prompts);
+    let (answers, _, drafts) = one_by_one(&mut drafted, (&sampled(), SEED), &prompts);
     let foreign = answers.iter().flatten().filter(|id| **id >= 320).count();
     assert!(foreign > 10 && drafts.model.proposed > 10, "{foreign} ids beyond 320, {drafts:?}");
 }
 
 #[test]
-fn what_cannot_be_a_draft_is_refused_with_its_numbers() {
+fn a_draft_that_does_not_fit_its_model_is_refused_with_the_numbers() {
     let config = |name| Shape::named(name).unwrap().config();
     for (model, draft) in [("gemma-3-27b", "gemma-3-1b"), ("gemma-3-1b", "gemma-3-270m")] {
         assert_eq!(check_draft(&config(model), &config(draft)), Ok(()));
@@ -155,7 +156,8 @@ fn what_cannot_be_a_draft_is_refused_with_its_numbers() {
     let problem = check_draft(&config("gemma-3-1b"), &config("gemma-3-4b")).unwrap_err();
     assert!(problem.contains("1024") && problem.contains("512"), "{problem}");
 
-    // A draft model may have no window. A model without a window has no blocks for a draft model with one.
+    // A draft model may be without a sliding window. A model without a window has no such blocks for a draft model with
+    // one.
     let mut full: Value = serde_json::from_str(&Shape::named("gemma-3-1b").unwrap().config_json()).unwrap();
     full["layer_types"] = json!(vec!["full_attention"; 26]);
     let full = Gemma3Config::from_json(full.to_string().as_bytes(), "full").unwrap();
@@ -166,14 +168,14 @@ fn what_cannot_be_a_draft_is_refused_with_its_numbers() {
     let Err(LoadError::Option(message)) =
         load(&data("gemma3/tiny-b"), &data("gemma3/tiny-a"), &LoadOptions::default())
     else {
-        panic!("a window of 16 in one of 8")
+        panic!("a draft model with a larger window must be refused")
     };
     for part in ["tiny-a", "config.json", "sliding_window is 16", "8"] {
         assert!(message.contains(part), "{part:?} is not in {message}");
     }
 }
 
-/// The 27B with the 1B beside it, on paper, computed from what each takes alone.
+/// Gemma 3 27B with the 1B as draft model, computed from the sizes of each alone, without a device.
 #[test]
 fn a_model_and_its_draft_are_planned_together() {
     let [model, small] = ["gemma-3-27b", "gemma-3-1b"].map(|name| Shape::named(name).unwrap().config());
@@ -193,7 +195,7 @@ fn a_model_and_its_draft_are_planned_together() {
     let both = MemoryRequest { draft: Some(draft), ..alone(&model) };
     assert_eq!((both.longest_context(), both.batch_tokens()), (32_768, 128));
     let pools = both.pools(4096, 2);
-    assert_eq!(pools, alone(&model).pools(4096, 2), "blocks are those of the model");
+    assert_eq!(pools, alone(&model).pools(4096, 2), "the number of blocks must not change");
     let sum = |request: &MemoryRequest<'_>, class| -> u64 {
         let requests = request.requests(4096, pools).into_iter();
         requests.filter(|request| request.class == class).map(|request| request.bytes).sum()
@@ -202,8 +204,8 @@ fn a_model_and_its_draft_are_planned_together() {
         let each = sum(&alone(&model), class) + sum(&alone(&small), class);
         assert_eq!(sum(&both, class), each, "{}", class.name());
     }
-    // Two RoPE tables have 128 pairs for each position, and each model has its cases of the self-test. The two models use
-    // all other activations by turns.
+    // The draft model adds its two RoPE tables, which have 128 pairs for each position, and its buffers of the
+    // self-test. The two models use all other activations in turn.
     let tables = 2 * 4096 * 256 * 4;
     let heads = Heads { group: 4, head_dim: 256, kv: KvDtype::F16 };
     let own = tables + self_test::buffer_bytes(&heads, &[Scheme::Int8Row, Scheme::int4(128)]);
@@ -212,7 +214,11 @@ fn a_model_and_its_draft_are_planned_together() {
         .map(|request| (request.weight_bytes(), request.kv_bytes_per_token()));
     assert_eq!(of_both, (of_model.0 + of_draft.0, of_model.1 + of_draft.1));
     let staged = both.requests(4096, pools).into_iter().filter(|r| r.kind == MemoryKind::Readback).count();
-    assert_eq!(staged, 1 + 2 * 3, "the logits' way back, and of each what two steps draw, and the self-test");
+    assert_eq!(
+        staged,
+        1 + 2 * 3,
+        "one for logits, and for each model two for sampled ids and one for the self-test"
+    );
 
     // The error names the context that fits without the draft model.
     let machine = Machine::on_paper(14 << 30, 1 << 29);
@@ -225,7 +231,7 @@ fn a_model_and_its_draft_are_planned_together() {
 }
 
 #[test]
-fn a_load_of_both_takes_what_was_planned() {
+fn a_load_with_a_draft_takes_the_planned_memory() {
     let folders = [data("gemma3/tiny-a"), data("gemma3/tiny-b")];
     let options = LoadOptions { max_context: Some(100), ..LoadOptions::default() };
     let configs = folders.each_ref().map(|f| Gemma3Config::load(&ModelFiles::open(f).unwrap()).unwrap().0);
@@ -248,7 +254,7 @@ fn a_load_of_both_takes_what_was_planned() {
 }
 
 #[test]
-fn the_command_line_takes_a_draft() {
+fn generate_plan_and_bench_accept_a_draft() {
     let demo = demo::folder();
     let demo = demo.to_str().unwrap();
     let ask = [
@@ -269,7 +275,7 @@ fn the_command_line_takes_a_draft() {
     assert_eq!(drafted, alone);
     assert!(log.contains(&format!("draft    {demo}: 6 layers")), "{log}");
 
-    // These files cannot be a draft model, which is found before a device is touched.
+    // These models cannot be draft models, which is found before a device is opened.
     let tiny = tiny_model();
     let tiny = tiny.path().to_str().unwrap();
     let generate = |args: &[&str]| unicorn(&[&["generate", "--prompt", "x"], args].concat());
@@ -300,14 +306,14 @@ fn the_command_line_takes_a_draft() {
     assert!(guesses["accepted"].as_u64() > Some(0) && guesses["proposed"].as_u64() > Some(0), "{line}");
 }
 
-/// A draft model beside it leaves the model's own answers as they were.
+/// Loading a draft model does not change the model's own logits.
 #[test]
-fn a_model_with_a_draft_computes_alone_as_well() {
+fn loading_a_draft_does_not_change_the_models_logits() {
     let folder = data("gemma3/tiny-a");
     let tokens = goldens::Goldens::open(&folder).tokens("tokens.mid");
     let files = ModelFiles::open(&folder).unwrap();
     let options = LoadOptions::default();
-    let (mut beside, _draft) = draft::load(&device(), &files, &files, &options, &mut |_| {}).unwrap();
+    let (mut with_draft, _draft) = draft::load(&device(), &files, &files, &options, &mut |_| {}).unwrap();
     let mut alone = Gemma3::load(&device(), &files, &options, &mut |_| {}).unwrap();
-    assert!(goldens::all_logits(&mut beside, &tokens) == goldens::all_logits(&mut alone, &tokens));
+    assert!(goldens::all_logits(&mut with_draft, &tokens) == goldens::all_logits(&mut alone, &tokens));
 }

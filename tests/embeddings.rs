@@ -1,4 +1,4 @@
-//! `/v1/embeddings` over the scripted runner and the mini tokenizer.
+//! `/v1/embeddings` with the scripted runner and the mini tokenizer.
 
 use axum::http::{Request, StatusCode, header};
 use axum::{Router, body::Body};
@@ -40,9 +40,9 @@ fn numbers(embedding: &Value) -> Vec<f32> {
 }
 
 #[tokio::test]
-async fn a_text_gets_the_direction_of_its_mean_state() {
+async fn an_embedding_is_the_normalized_mean_state_of_its_text() {
     let app = app();
-    let (status, body) = embed(&app.router, json!({"user": "somebody", "dimensions": 3})).await;
+    let (status, body) = embed(&app.router, json!({"user": "someone", "dimensions": 3})).await;
     assert_eq!(status, 200, "{body}");
     assert_eq!((&body["object"], &body["model"]), (&json!("list"), &json!(MODEL)));
     let entry = &body["data"][0];
@@ -50,7 +50,7 @@ async fn a_text_gets_the_direction_of_its_mean_state() {
     assert_eq!(numbers(&entry["embedding"]), expected("once upon a time"));
     let tokens = tokenizer().encode("once upon a time", true).expect("encodes").len();
     assert_eq!(body["usage"], json!({"prompt_tokens": tokens, "total_tokens": tokens}));
-    // An embedding is no answer: it has no token, and no time to a first token.
+    // An embedding request generates no token, so it has no time to the first token.
     let (_, _, metrics) =
         send(&app.router, Request::get("/metrics").body(Body::empty()).expect("sound")).await;
     let metrics = String::from_utf8(metrics).expect("UTF-8");
@@ -66,7 +66,7 @@ async fn a_text_gets_the_direction_of_its_mean_state() {
 }
 
 #[tokio::test]
-async fn what_can_wait_is_embedded_in_the_background() {
+async fn background_inputs_are_embedded() {
     let app = app();
     let body = json!({"model": MODEL, "input": ["once upon a time", "a dragon"]}).to_string();
     let request = Request::post("/v1/embeddings").header("x-unicorn-priority", "background");
@@ -81,9 +81,9 @@ async fn what_can_wait_is_embedded_in_the_background() {
 }
 
 #[tokio::test]
-async fn many_inputs_are_embedded_in_their_order_whatever_the_queue_holds() {
+async fn more_inputs_than_the_queue_holds_are_embedded_in_their_order() {
     let app = app();
-    // The inputs are more than run and wait at once.
+    // More inputs than can run and wait at the same time.
     let texts: Vec<String> = (0..30).map(|i| "so ".repeat(1 + i * 7 % 30)).collect();
     let (status, body) = embed(&app.router, json!({"input": texts})).await;
     assert_eq!(status, 200, "{body}");
@@ -105,7 +105,7 @@ async fn many_inputs_are_embedded_in_their_order_whatever_the_queue_holds() {
 }
 
 #[tokio::test]
-async fn numbers_come_as_base64_where_a_client_wants_fewer_bytes() {
+async fn embeddings_are_sent_as_base64_on_request() {
     use base64::Engine as _;
     let app = app();
     let (_, body) = embed(&app.router, json!({"encoding_format": "base64"})).await;
@@ -117,7 +117,7 @@ async fn numbers_come_as_base64_where_a_client_wants_fewer_bytes() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_embedded_is_refused_by_name() {
+async fn bad_inputs_are_refused_with_the_name_of_the_field() {
     let app = app();
     for (fields, param, words) in [
         (json!({"input": null}), "input", "required"),

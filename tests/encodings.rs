@@ -1,5 +1,5 @@
-//! The encodings of bodies: a byte order mark is skipped, and a compressed body is refused. Characters that are not seen
-//! are escaped where an error quotes them.
+//! Encodings of bodies: a byte order mark is skipped, and a compressed body is refused. Invisible characters are
+//! escaped when an error quotes them.
 
 use axum::http::{HeaderValue, header};
 use serde_json::{Value, json};
@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use crate::support::app::{MODEL, app_that_says};
 use crate::support::http::{chat, get, post_to, send, send_json};
 
-/// A sound body for each of the routes that have one.
+/// A valid body for each of the routes that have one.
 fn bodies() -> [(&'static str, Value); 5] {
     [
         ("/v1/chat/completions", chat("Hi")),
@@ -19,7 +19,7 @@ fn bodies() -> [(&'static str, Value); 5] {
 }
 
 #[tokio::test]
-async fn a_byte_order_mark_may_stand_before_a_body() {
+async fn a_byte_order_mark_before_a_body_is_skipped() {
     let app = app_that_says("Hello");
     for (path, body) in bodies() {
         let (status, _, answer) = send_json(&app.router, post_to(path, format!("\u{feff}{body}"))).await;
@@ -32,7 +32,7 @@ async fn a_byte_order_mark_may_stand_before_a_body() {
 }
 
 #[tokio::test]
-async fn a_compressed_body_is_refused_by_the_name_of_its_encoding() {
+async fn a_compressed_body_is_refused_and_its_encoding_named() {
     let app = app_that_says("Hello");
     for (path, body) in bodies() {
         for encoding in ["gzip", "br, gzip", "x-\u{fc}"] {
@@ -65,9 +65,10 @@ async fn a_compressed_body_is_refused_by_the_name_of_its_encoding() {
 }
 
 #[tokio::test]
-async fn an_error_shows_the_characters_that_its_names_hide() {
+async fn an_error_escapes_invisible_characters() {
     let app = app_that_says("Hello");
-    // Overrides and isolates of direction, no width, a mark, a separator, a tag, and a control character.
+    // A direction override, a direction isolate, a zero-width space, a byte order mark, a line separator, a tag and a
+    // control character.
     for hidden in ["\u{202e}", "\u{2066}", "\u{200b}", "\u{feff}", "\u{2028}", "\u{e0041}", "\u{1b}"] {
         let name = format!("a{hidden}b");
         let encoded: String = name.bytes().map(|byte| format!("%{byte:02x}")).collect();

@@ -1,4 +1,4 @@
-//! The engine against the scripted runner, which checks the batches; and the scheduler alone, by random operations.
+//! The engine with the scripted runner, which checks the batches, and the scheduler alone with random operations.
 
 use std::collections::hash_map::DefaultHasher;
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -30,12 +30,12 @@ fn start_on((runner, control): (Box<FakeRunner>, Control)) -> (EngineHandle, Con
     (Engine::start(runner, EngineConfig { queue: 4, ..EngineConfig::default() }), control)
 }
 
-/// A counter of energy that grows with every reading, by seeded random amounts.
+/// An energy counter that grows with every reading by a seeded random amount.
 #[derive(Debug)]
 struct FakeCounter {
     random: Mutex<ChaCha8Rng>,
     readings: Mutex<Vec<f64>>,
-    /// Fails every reading from this one on.
+    /// Every reading from this one on fails.
     fails_from: usize,
 }
 
@@ -65,12 +65,13 @@ impl EnergyCounter for FakeCounter {
     }
 }
 
-/// Limits whose slots let one sequence run at a time.
+/// Limits with slots for only one sequence at a time.
 fn one_slot() -> Limits {
     Limits { max_sequences: 1, max_draws: 1, ..LIMITS }
 }
 
-/// A mask that allows even ids after an even number of ids, and odd ids after an odd number, up to a length.
+/// A mask that allows even ids after an even number of ids and odd ids after an odd number. From `free_after` ids on,
+/// it allows all ids.
 #[derive(Clone, Default)]
 struct Parity {
     seen: Vec<u32>,
@@ -81,7 +82,7 @@ impl TokenMask for Parity {
     fn mask(&mut self, answer: &[u32]) -> Arc<[u32]> {
         let before = answer.len().saturating_sub(1);
         assert!(self.seen == answer || self.seen == answer[..before], "{:?}, then {answer:?}", self.seen);
-        assert!(!self.is_free(answer), "asked when all may come");
+        assert!(!self.is_free(answer), "asked for a mask although all ids are allowed");
         self.seen = answer.to_vec();
         Arc::new([0x5555_5555 << (answer.len() % 2); 16])
     }
@@ -103,26 +104,26 @@ fn finish_reason(event: &Event) -> FinishReason {
 }
 
 #[test]
-fn an_answer_is_prefilled_in_chunks_and_then_decoded_from_the_device() {
-    // The second step is on the device before the host reads the first, so the host does not know the first step's ids.
+fn an_answer_is_prefilled_in_chunks_and_decoded_with_ids_on_the_device() {
+    // The second step is submitted before the host reads the first, so the host does not know the first step's ids.
     let (engine, control) = start(Limits { max_in_flight: 2, ..LIMITS }, says(&[207, 208, 209], END));
     let prompt: Vec<u32> = (0..37).collect();
     let (ids, last) = collect(&mut engine.submit(request(&prompt, 10)).expect("accepted"));
     assert_eq!(ids, [207, 208, 209]);
     let Event::Finished { reason: FinishReason::Stop(END), timings, .. } = last else { panic!("{last:?}") };
-    assert_eq!((timings.prompt_n, timings.predicted_n), (37, 4), "the stop id is counted, not handed out");
+    assert_eq!((timings.prompt_n, timings.predicted_n), (37, 4), "the stop id is counted but not sent");
 
     let inputs: Vec<Input> = control.batches().iter().map(|b| b.sequences[0].input.clone()).collect();
     let chunk = |r: std::ops::Range<usize>| Input::Ids(prompt[r].to_vec());
     let decode = Input::LastSampled;
     let decodes = inputs.iter().skip(3).filter(|input| **input == decode).count();
     assert_eq!(inputs[..3], [chunk(0..16), chunk(16..32), chunk(32..37)]);
-    // One more step may have been under way when the end was read.
+    // One more step may have been in progress when the host read the end.
     assert!(decodes == inputs.len() - 3 && (3..=4).contains(&decodes), "{inputs:?}");
     assert_all_free(&engine);
 }
 
-/// The energy of every answer to `requests`, which are all there before the first step ends.
+/// The energy of every answer to `requests`, which are all submitted before the first step ends.
 fn energies(
     limits: Limits,
     counter: &Arc<FakeCounter>,
@@ -149,7 +150,7 @@ fn energies(
 }
 
 #[test]
-fn the_energy_of_all_answers_is_that_of_the_machine() {
+fn the_energy_of_all_answers_adds_up_to_the_energy_of_the_machine() {
     let kv = KvLimits { full_blocks: 1000, sliding_blocks: 500, ..LIMITS.kv };
     for (seed, sequences, in_flight) in [(1, 1, 1), (2, 1, 2), (3, 4, 2), (4, 16, 1), (5, 16, 2)] {
         let limits = Limits {
@@ -167,11 +168,11 @@ fn the_energy_of_all_answers_is_that_of_the_machine() {
         });
         let shown = format!("seed {seed}, {sequences} sequences, {in_flight} steps in flight");
         let energies: Option<Vec<Joules>> = energies(limits, &counter, requests).into_iter().collect();
-        let energies = energies.expect("all of it is known");
+        let energies = energies.expect("the energy of every answer is known");
         let sum: f64 = energies.iter().map(|energy| energy.prompt + energy.predicted).sum();
-        assert!((sum - counter.used()).abs() < 1e-6, "{shown}: {sum} J beside {} J", counter.used());
+        assert!((sum - counter.used()).abs() < 1e-6, "{shown}: {sum} J instead of {} J", counter.used());
         assert!(energies.iter().any(|energy| energy.prompt > 0.0 && energy.predicted > 0.0), "{shown}");
-        // The answer of one token has nothing behind its first.
+        // An answer of one token has no step after its first token.
         assert_eq!(
             energies.iter().filter(|energy| energy.predicted == 0.0).count(),
             if sequences > 1 { 3 } else { 1 },
@@ -181,14 +182,14 @@ fn the_energy_of_all_answers_is_that_of_the_machine() {
 }
 
 #[test]
-fn an_answer_is_told_no_energy_that_is_not_known_in_full() {
-    // Without a counter there is none.
+fn an_answer_reports_no_energy_unless_all_of_it_is_known() {
+    // Without a counter, the energy is not known.
     let (engine, _) = start(LIMITS, says(&[207], END));
     let (_, last) = collect(&mut engine.submit(request(&[1, 2], 5)).expect("accepted"));
     let Event::Finished { timings, .. } = last else { panic!("{last:?}") };
     assert_eq!(timings.energy, None);
 
-    // The counter fails within the second answer.
+    // The counter fails during the second answer.
     let requests = || [request(&[1, 2], 3), request(&[3, 4], 3)];
     let known = |fails_from| {
         let energies = energies(one_slot(), &FakeCounter::new(7, fails_from), requests());
@@ -200,7 +201,7 @@ fn an_answer_is_told_no_energy_that_is_not_known_in_full() {
 }
 
 #[test]
-fn max_tokens_ends_an_answer_and_the_default_is_what_the_context_leaves() {
+fn max_tokens_ends_an_answer_and_defaults_to_the_rest_of_the_context() {
     let (engine, _) = start(LIMITS, says(&[], 5));
     let (ids, last) = collect(&mut engine.submit(request(&[1, 2], 3)).expect("accepted"));
     assert_eq!((ids.len(), finish_reason(&last)), (3, FinishReason::Length));
@@ -212,7 +213,7 @@ fn max_tokens_ends_an_answer_and_the_default_is_what_the_context_leaves() {
 }
 
 #[test]
-fn a_request_that_cannot_be_answered_is_refused_with_its_numbers() {
+fn a_request_outside_the_limits_is_refused_with_the_numbers() {
     let (engine, control) = start(LIMITS, says(&[], END));
     let refused = |r| engine.submit(r).err().expect("refused");
     let context = 200;
@@ -228,16 +229,16 @@ fn a_request_that_cannot_be_answered_is_refused_with_its_numbers() {
             && overflow(200, None).to_string().contains("200")
     );
 
-    // This is the longest request that fits.
+    // The longest request that fits.
     let (ids, _) = collect(&mut engine.submit(request(&[1; 199], 1)).expect("accepted"));
-    assert!(ids.is_empty(), "END at once");
+    assert!(ids.is_empty(), "expected END as the first token");
     assert_eq!(control.batches().len(), 13);
     let more = Request { more_seeds: vec![1, 2], ..request(&[1], 1) };
     assert_eq!(refused(more), SubmitError::TooManyAnswers { n: 3, most: 2 });
 }
 
 #[test]
-fn a_mask_sees_every_id_before_it_says_what_may_come_next() {
+fn a_mask_is_called_with_every_id_before_the_next_one() {
     let limits = Limits { max_in_flight: 2, max_sequences: 4, max_draws: 4, ..LIMITS };
     let (engine, control) = start(limits, mixed(512));
     let mut masked =
@@ -257,11 +258,14 @@ fn a_mask_sees_every_id_before_it_says_what_may_come_next() {
     assert!(counts.iter().all(|n| *n > 3), "{counts:?}");
     assert_eq!(collect(&mut free).0, mixed_answer(&[1, 2], 12, 0, 512, END));
     let inputs = control.batches().into_iter().flat_map(|batch| batch.sequences);
-    assert!(inputs.into_iter().any(|s| s.input == Input::LastSampled), "others do not wait for the host");
+    assert!(
+        inputs.into_iter().any(|s| s.input == Input::LastSampled),
+        "unmasked sequences must not wait for the host"
+    );
 }
 
 #[test]
-fn an_answer_that_becomes_free_is_not_masked_any_more_and_runs_ahead() {
+fn an_answer_whose_mask_becomes_free_runs_ahead_of_the_host() {
     let limits = Limits { max_in_flight: 2, ..LIMITS };
     let answer = [2, 3, 4, 50, 60, 70, 80];
     for (free_after, n) in [(Some(3), 7), (Some(1), 7), (None, 3)] {
@@ -284,14 +288,14 @@ fn no_stop_id_comes_before_min_tokens() {
         let mut request = request(&[1, 2, 3], 30);
         Arc::make_mut(&mut request.sampling).min_tokens = min_tokens;
         let (ids, last) = collect(&mut engine.submit(request).unwrap());
-        // If the end is forbidden, the fake takes the id behind it, and the script begins anew behind that.
+        // If the stop id is forbidden, the fake runner takes the next id, and then the script begins again.
         let expected: &[u32] = if min_tokens == 5 { &[40, 41, END + 1, 40, 41] } else { &[40, 41] };
         assert_eq!((&ids[..], finish_reason(&last)), (expected, FinishReason::Stop(END)), "{min_tokens}");
     }
 }
 
 #[test]
-fn a_full_queue_refuses_and_every_accepted_request_is_answered_in_order() {
+fn a_full_queue_refuses_and_accepted_requests_are_answered_in_order() {
     let (engine, control) = start(one_slot(), mixed(100));
     control.allow(0);
     let mut running = engine.submit(request(&[9], 5)).expect("runs");
@@ -299,7 +303,11 @@ fn a_full_queue_refuses_and_every_accepted_request_is_answered_in_order() {
     let mut queued: Vec<_> = (0..2).map(|i| engine.submit(request(&[i], 5)).expect("waits")).collect();
     let background = Request { priority: Priority::Background, ..request(&[1], 5) };
     let refused = engine.submit(background.clone()).err();
-    assert_eq!(refused, Some(SubmitError::QueueFull { waiting: 2 }), "half of it is for those that hurry");
+    assert_eq!(
+        refused,
+        Some(SubmitError::QueueFull { waiting: 2 }),
+        "half of the queue is for interactive requests"
+    );
     queued.extend((2..4).map(|i| engine.submit(request(&[i], 5)).expect("waits")));
     assert_eq!(engine.submit(request(&[1], 5)).err(), Some(SubmitError::QueueFull { waiting: 4 }));
     assert_eq!(engine.stats().waiting, 4);
@@ -309,12 +317,12 @@ fn a_full_queue_refuses_and_every_accepted_request_is_answered_in_order() {
     for (i, stream) in queued.iter_mut().enumerate() {
         assert_eq!(collect(stream).0, mixed_answer(&[i as u32], 5, 0, 100, END));
     }
-    assert!(engine.submit(background).is_ok(), "there is room again");
+    assert!(engine.submit(background).is_ok(), "the queue must have room again");
 }
 
 #[test]
 fn dropping_the_stream_cancels_at_every_stage() {
-    // With 0 steps done, the first prefill chunk runs. Step 2 has the last chunk, and the steps behind it are decodes.
+    // With 0 steps done, the first prefill chunk runs. Step 2 has the last chunk, and later steps are decode steps.
     for steps in 0..8 {
         let (engine, control) = start(one_slot(), says(&[], 5));
         control.allow(steps);
@@ -326,7 +334,7 @@ fn dropping_the_stream_cancels_at_every_stage() {
         let mut waiting = waiting;
         control.submitted(steps + 2);
         let next = control.batches()[steps + 1].clone();
-        assert_eq!(next.sequences[0].input, Input::Ids(vec![2; 4]), "cancelled after {steps} steps, ran on");
+        assert_eq!(next.sequences[0].input, Input::Ids(vec![2; 4]), "not cancelled after {steps} steps");
         control.release();
         assert_eq!(finish_reason(&collect(&mut waiting).1), FinishReason::Length);
         assert_all_free(&engine);
@@ -334,7 +342,7 @@ fn dropping_the_stream_cancels_at_every_stage() {
 }
 
 #[test]
-fn a_cancelled_request_in_the_queue_never_runs_and_gives_its_place_back() {
+fn a_cancelled_request_in_the_queue_never_runs_and_frees_its_place() {
     let (engine, control) = start(one_slot(), says(&[], END));
     control.allow(0);
     let mut running = engine.submit(request(&[1], 5)).expect("runs");
@@ -349,21 +357,21 @@ fn a_cancelled_request_in_the_queue_never_runs_and_gives_its_place_back() {
 }
 
 #[test]
-fn a_reader_that_never_reads_delays_nobody_and_is_cancelled_alone() {
+fn a_reader_that_never_reads_delays_no_other_and_is_cancelled() {
     let kv = KvLimits { full_blocks: 1024, ..LIMITS.kv };
     let (engine, _) = start(Limits { max_context: 4096, kv, ..LIMITS }, says(&[], 5));
     let mut patient = engine.submit(request(&[1], 200)).expect("accepted");
     let mut unread = engine.submit(request(&[1], 4000)).expect("accepted");
     let (ids, _) = collect(&mut engine.submit(request(&[2], 10)).expect("accepted"));
     assert_eq!(ids.len(), 10);
-    assert_eq!(collect(&mut patient).0.len(), 200, "what waits within the bound is there later");
+    assert_eq!(collect(&mut patient).0.len(), 200, "events below the limit must be kept");
     assert_all_free(&engine);
     let (ids, last) = collect(&mut unread);
     assert_eq!((ids.len(), last), (EVENTS, Event::Failed(EngineError::SlowReader)));
 }
 
 #[test]
-fn a_lost_device_fails_all_requests_and_those_after() {
+fn a_lost_device_fails_all_current_and_later_requests() {
     for (on_submit, at) in [(true, 0), (true, 4), (false, 0), (false, 4)] {
         let (engine, control) = start(one_slot(), says(&[], 5));
         control.allow(0);
@@ -382,7 +390,7 @@ fn a_lost_device_fails_all_requests_and_those_after() {
                 other => panic!("expected a failure, got {other:?}"),
             }
         }
-        assert!(engine.join(HANG), "the engine ends");
+        assert!(engine.join(HANG), "the engine did not end");
         assert!(matches!(engine.health(), Err(EngineError::Lost(_))));
         assert!(matches!(
             engine.submit(request(&[1], 1)).err(),
@@ -393,7 +401,7 @@ fn a_lost_device_fails_all_requests_and_those_after() {
 }
 
 #[test]
-fn logits_that_are_not_finite_fail_one_request_alone() {
+fn logits_that_are_not_finite_fail_only_their_request() {
     for at in [0, 3] {
         let (engine, control) = start(one_slot(), says(&[], 5));
         control.allow(0);
@@ -409,7 +417,7 @@ fn logits_that_are_not_finite_fail_one_request_alone() {
         assert_all_free(&engine);
     }
 
-    // The two requests share a step, too: the second draw of the first step belongs to the second request.
+    // The two requests also share steps. Draw 2 is the second request's draw in their first common step.
     let (engine, control) = start(LIMITS, says(&[], 5));
     control.allow(0);
     control.not_finite_at(2);
@@ -436,8 +444,8 @@ fn logits_that_are_not_finite_leave_nothing_in_the_prefix_cache() {
     let plain = request(&prompt, 20);
     let scored = Request { prompt_logprobs: Some(1), ..plain.clone() };
     let pooled = Request { pooling: true, ..plain.clone() };
-    // Each case has a request and the draw that fails: the first id, an id amid the answer, an id amid the prompt, and
-    // the hidden states.
+    // Each case is a request and the draw that fails: the first id, an id within the answer, an id within the prompt,
+    // and the hidden states.
     for (failing, at) in [(&plain, 0), (&plain, 5), (&scored, 20), (&pooled, 0)] {
         let (engine, control) = start(limits, mixed(512));
         control.not_finite_at(at);
@@ -456,11 +464,12 @@ fn logits_that_are_not_finite_leave_nothing_in_the_prefix_cache() {
 }
 
 #[test]
-fn who_shares_a_prompt_that_fails_goes_on_and_is_joined_by_nobody() {
-    let (engine, control) = start(Limits { max_sequences: 3, max_draws: 3, ..LIMITS }, unforeseen());
+fn a_request_that_shares_a_failing_prompt_continues_and_is_not_cached() {
+    let (engine, control) = start(Limits { max_sequences: 3, max_draws: 3, ..LIMITS }, unpredictable());
     let prompt: Vec<u32> = (0..41).collect();
     let longer = [&prompt[..], &[7]].concat();
-    // Step 2 has the first draw. Behind step 7 both requests share a step, whose draws are 6 and 7.
+    // Step 2 has the first draw. Step 8 is the first that both requests share, with draws 6 and 7. Draw 8 is the first
+    // request's draw in the next step.
     control.allow(7);
     control.not_finite_at(8);
     let mut failing = engine.submit(request(&prompt, 60)).expect("accepted");
@@ -470,31 +479,31 @@ fn who_shares_a_prompt_that_fails_goes_on_and_is_joined_by_nobody() {
     let (ids, last) = collect(&mut failing);
     assert_eq!((ids.len(), last), (7, Event::Failed(EngineError::NotFinite)));
     let (answer, last) = collect(&mut sharing);
-    assert_eq!(answer, unforeseen_answer(&longer, 60));
-    assert_eq!(cached_of(&last), 40, "it began before");
+    assert_eq!(answer, unpredictable_answer(&longer, 60));
+    assert_eq!(cached_of(&last), 40, "it began before the failure");
     assert_all_free(&engine);
     let find = |prompt: &[u32]| {
         let (ids, last) = collect(&mut engine.submit(request(prompt, 1)).expect("accepted"));
-        assert_eq!(ids, unforeseen_answer(prompt, 1));
+        assert_eq!(ids, unpredictable_answer(prompt, 1));
         cached_of(&last)
     };
     assert_eq!([find(&prompt), find(&prompt)], [0, 40]);
     assert_eq!(
         find(&[&longer[..], &answer].concat()),
         40,
-        "what was computed behind the failure is not found"
+        "blocks computed after the failure must not be found"
     );
     assert_all_free(&engine);
 }
 
 #[test]
-fn each_of_several_answers_has_room_for_a_reader_that_pauses() {
+fn each_answer_of_a_request_buffers_events_for_a_paused_reader() {
     let kv = KvLimits { full_blocks: 1024, ..LIMITS.kv };
     let limits = Limits { max_context: 2048, max_sequences: 3, max_draws: 3, kv, ..LIMITS };
     let (engine, _) = start(limits, says(&[], 5));
     let several = Request { more_seeds: vec![1, 2], ..request(&[1], EVENTS - 1) };
     let mut stream = engine.submit(several).expect("accepted");
-    // One answer ends, and all have ended then.
+    // When a later request has ended, all of these answers have ended too.
     collect(&mut engine.submit(request(&[2], 1)).expect("accepted"));
     assert_all_free(&engine);
     let (mut ids, mut ends) = ([0; 3], [None; 3]);
@@ -509,7 +518,7 @@ fn each_of_several_answers_has_room_for_a_reader_that_pauses() {
 }
 
 #[test]
-fn a_panicking_runner_is_a_bug_and_no_hang() {
+fn a_panicking_runner_is_an_internal_error_and_not_a_hang() {
     let (engine, _) = start(LIMITS, Box::new(|_, _| panic!("a bug, made for this test")));
     let mut stream = engine.submit(request(&[1], 1)).expect("accepted");
     assert!(matches!(collect(&mut stream).1, Event::Failed(EngineError::Bug(_))));
@@ -519,34 +528,37 @@ fn a_panicking_runner_is_a_bug_and_no_hang() {
 }
 
 #[test]
-fn an_engine_says_why_it_ended_unless_it_was_asked_to() {
+fn an_engine_reports_why_it_ended_unless_it_was_told_to_end() {
     let bug = |_: &[u32], _: &Draw| panic!("a bug, made for this test");
     let lost = |error: Option<EngineError>| matches!(error, Some(EngineError::Lost(why)) if why.contains("ring timeout"));
-    for asked in [EngineHandle::drain, EngineHandle::abort] {
+    for end in [EngineHandle::drain, EngineHandle::abort] {
         let (engine, _) = start(LIMITS, says(&[], END));
-        assert_eq!(engine.ended(), None, "it runs");
-        asked(&engine);
+        assert_eq!(engine.ended(), None, "it still runs");
+        end(&engine);
         assert!(engine.join(HANG));
         assert_eq!(engine.ended(), None);
 
-        // The cause of the end stays, whatever is called later.
+        // The cause of the end stays the same, whatever is called later.
         let (engine, control) = start(LIMITS, says(&[], END));
         control.fail_wait_at(0);
         collect(&mut engine.submit(request(&[1], 1)).expect("accepted"));
-        assert!(lost(engine.ended()), "told before its answers are");
-        asked(&engine);
+        assert!(lost(engine.ended()), "the cause must be known before the answers fail");
+        end(&engine);
         assert!(engine.join(HANG) && lost(engine.ended()));
 
         let (engine, _) = start(LIMITS, Box::new(bug));
         collect(&mut engine.submit(request(&[1], 1)).expect("accepted"));
-        assert!(matches!(engine.ended(), Some(EngineError::Bug(_))), "told before its answers are");
-        asked(&engine);
+        assert!(
+            matches!(engine.ended(), Some(EngineError::Bug(_))),
+            "the cause must be known before the answers fail"
+        );
+        end(&engine);
         assert!(engine.join(HANG) && matches!(engine.ended(), Some(EngineError::Bug(_))));
     }
 }
 
 #[test]
-fn every_answer_hears_of_the_end_before_the_runner_is_dropped() {
+fn every_answer_fails_before_the_runner_is_dropped() {
     let bug = |_: &[u32], _: &Draw| panic!("a bug, made for this test");
     for lost in [true, false] {
         let script: Script = if lost { says(&[], END) } else { Box::new(bug) };
@@ -554,21 +566,24 @@ fn every_answer_hears_of_the_end_before_the_runner_is_dropped() {
         control.hold_drop(true);
         control.allow(0);
         control.fail_wait_at(0);
-        // The engine panics at once, and takes or refuses the requests that come meanwhile.
+        // The engine panics immediately. It accepts or refuses requests that come during this time.
         let mut streams: Vec<_> = (0..3).filter_map(|_| engine.submit(request(&[1], 5)).ok()).collect();
         assert!(!streams.is_empty());
         control.release();
         for stream in &mut streams {
-            let told = collect(stream).1;
+            let last = collect(stream).1;
             assert!(
                 matches!(
-                    (&told, lost),
+                    (&last, lost),
                     (Event::Failed(EngineError::Lost(_)), true) | (Event::Failed(EngineError::Bug(_)), false)
                 ),
-                "{told:?}"
+                "{last:?}"
             );
         }
-        assert!(!control.dropped() && !engine.join(Duration::from_millis(1)), "the runner is still there");
+        assert!(
+            !control.dropped() && !engine.join(Duration::from_millis(1)),
+            "the runner must not be dropped yet"
+        );
         assert!(engine.submit(request(&[1], 1)).is_err());
         control.hold_drop(false);
         assert!(engine.join(HANG) && control.dropped());
@@ -576,16 +591,16 @@ fn every_answer_hears_of_the_end_before_the_runner_is_dropped() {
 }
 
 #[test]
-fn a_step_for_nobody_while_somebody_waits_is_a_bug_and_no_spin() {
-    // This runner refuses every step.
+fn waiting_requests_without_a_possible_step_are_an_internal_error() {
+    // With this limit no step can be submitted.
     let (engine, _) = start(Limits { max_in_flight: 0, ..LIMITS }, says(&[], END));
     let mut stream = engine.submit(request(&[1], 1)).expect("accepted");
-    assert!(engine.join(HANG), "it looks for something to do for ever");
+    assert!(engine.join(HANG), "the engine loops without work");
     assert!(matches!(collect(&mut stream).1, Event::Failed(EngineError::Bug(_))));
 }
 
 #[test]
-fn a_scheduler_that_cannot_get_on_panics_with_its_state() {
+fn a_scheduler_that_should_be_idle_panics_with_its_state() {
     let mut scheduler = Scheduler::new(one_slot(), SchedulerConfig::default());
     scheduler.expect_idle();
     for id in 1..30 {
@@ -593,8 +608,8 @@ fn a_scheduler_that_cannot_get_on_panics_with_its_state() {
         sequence.priority = if id < 3 { Priority::Interactive } else { Priority::Background };
         scheduler.add(sequence);
     }
-    scheduler.schedule(&Pace::new()).expect("the first gets on");
-    let panic = std::panic::catch_unwind(|| scheduler.expect_idle()).expect_err("somebody is there");
+    scheduler.schedule(&Pace::new()).expect("the first step can be scheduled");
+    let panic = std::panic::catch_unwind(|| scheduler.expect_idle()).expect_err("the scheduler is not idle");
     let state = panic.downcast_ref::<String>().expect("a message");
     println!("{state}");
     for part in [
@@ -613,7 +628,7 @@ fn a_scheduler_that_cannot_get_on_panics_with_its_state() {
     assert!(!state.contains("433") && !state.contains('\n') && state.len() < 2000, "{} bytes", state.len());
 }
 
-/// A mask that allows every id, and reports a time for each.
+/// A mask that allows every id and reports a computing time for each call.
 #[derive(Clone)]
 struct Slow {
     each: Duration,
@@ -640,8 +655,8 @@ impl TokenMask for Slow {
 }
 
 #[test]
-fn a_grammars_time_is_that_of_the_client_whose_it_is() {
-    // The first answer is client 2's, and has more tokens than the answer with a mask, which is client 1's.
+fn the_computing_time_of_a_grammar_counts_for_its_client() {
+    // Client 2 has the first answer, of 40 tokens. Client 1 has the answer with a mask, of 10 tokens.
     let order = |each: Duration, cancelled: bool| {
         let (mut runner, _) = FakeRunner::new(one_slot(), says(&[], 5));
         let mut scheduler = Scheduler::new(one_slot(), SchedulerConfig::default());
@@ -659,7 +674,7 @@ fn a_grammars_time_is_that_of_the_client_whose_it_is() {
             order.extend(ids.iter().filter(|id| !order.contains(*id)).copied().collect::<Vec<_>>());
             let ticket = step.submit(&mut *runner).expect("never fails");
             masked += usize::from(ids == [1]);
-            // The reader may leave while the last step of its answer is under way.
+            // The client may disconnect while the last step of its answer is in progress.
             if cancelled && masked == 10 {
                 masked = 0;
                 scheduler.remove(1);
@@ -670,10 +685,10 @@ fn a_grammars_time_is_that_of_the_client_whose_it_is() {
         order
     };
     for cancelled in [false, true] {
-        assert_eq!(order(Duration::ZERO, cancelled), [0, 1, 2, 3], "client 1 had fewer tokens");
-        // A token takes 5 ms, so 43 tokens stand against 13.
-        assert_eq!(order(Duration::from_millis(10), cancelled), [0, 1, 2, 3], "20 more are not enough");
-        assert_eq!(order(Duration::from_millis(20), cancelled), [0, 1, 3, 2], "40 more are");
+        assert_eq!(order(Duration::ZERO, cancelled), [0, 1, 2, 3], "client 1 has used fewer tokens");
+        // A token takes 5 ms. Client 2 has used 43 tokens, and client 1 has used 13 tokens and the time of its mask.
+        assert_eq!(order(Duration::from_millis(10), cancelled), [0, 1, 2, 3], "the mask counts as 20 tokens");
+        assert_eq!(order(Duration::from_millis(20), cancelled), [0, 1, 3, 2], "the mask counts as 40 tokens");
     }
 }
 
@@ -683,7 +698,7 @@ fn join_waits_for_the_runners_destructor() {
     control.drop_slowly();
     engine.abort();
     assert!(engine.join(HANG));
-    assert!(control.dropped(), "the process may exit now, and the device is still being given back");
+    assert!(control.dropped(), "join returned before the runner was dropped");
 
     let (engine, control) = start(LIMITS, Box::new(|_, _| panic!("a bug, made for this test")));
     control.drop_slowly();
@@ -693,13 +708,13 @@ fn join_waits_for_the_runners_destructor() {
 }
 
 #[test]
-fn drain_answers_what_it_has_and_abort_does_not() {
+fn drain_answers_accepted_requests_and_abort_does_not() {
     let (engine, control) = start(LIMITS, says(&[], 5));
     control.allow(0);
     let mut streams: Vec<_> = (0..3).map(|_| engine.submit(request(&[1], 20)).expect("accepted")).collect();
     engine.drain();
     assert_eq!(engine.submit(request(&[1], 1)).err(), Some(EngineError::ShuttingDown.into()));
-    assert!(!engine.join(Duration::from_millis(1)), "work is left");
+    assert!(!engine.join(Duration::from_millis(1)), "the engine must answer first");
     control.release();
     for stream in &mut streams {
         assert_eq!(finish_reason(&collect(stream).1), FinishReason::Length);
@@ -718,14 +733,14 @@ fn drain_answers_what_it_has_and_abort_does_not() {
     assert!(engine.join(HANG));
     assert_all_free(&engine);
 
-    // An idle engine ends by either call, and when its last handle is dropped.
+    // An idle engine ends by either call, and also when its last handle is dropped.
     let (engine, _) = start(LIMITS, says(&[], 5));
     engine.drain();
     assert!(engine.join(HANG));
 }
 
 #[test]
-fn several_run_at_once_and_each_gets_what_it_would_alone() {
+fn requests_in_a_batch_get_the_same_answers_as_alone() {
     let limits = Limits { max_sequences: 8, max_draws: 8, max_in_flight: 2, ..LIMITS };
     let (engine, control) = start(limits, mixed(512));
     control.allow(0);
@@ -737,12 +752,15 @@ fn several_run_at_once_and_each_gets_what_it_would_alone() {
     for (stream, prompt) in streams.iter_mut().zip(&prompts) {
         assert_eq!(collect(stream).0, mixed_answer(prompt, 12, 0, 512, END));
     }
-    assert!(control.batches().iter().any(|batch| batch.sequences.len() > 2), "they shared steps");
+    assert!(
+        control.batches().iter().any(|batch| batch.sequences.len() > 2),
+        "the sequences must share steps"
+    );
     assert_all_free(&engine);
 }
 
 #[test]
-fn a_prompt_that_was_computed_is_found_again() {
+fn a_computed_prompt_is_found_in_the_prefix_cache() {
     let (engine, control) = start(LIMITS, mixed(512));
     let prompt: Vec<u32> = (0..61).collect();
     let cached = |event: &Event| match event {
@@ -751,10 +769,10 @@ fn a_prompt_that_was_computed_is_found_again() {
     };
     let (answer, last) = collect(&mut engine.submit(request(&prompt, 20)).expect("accepted"));
     assert_eq!(cached(&last), 0);
-    // A second request for the same text finds all of it in the cache but the last, half filled block.
+    // A second request for the same text finds all of it in the cache, except the last block, which is not full.
     let (again, last) = collect(&mut engine.submit(request(&prompt, 20)).expect("accepted"));
     assert_eq!((again, cached(&last)), (answer.clone(), 60));
-    // The next turn of the same conversation finds the answer in the cache as well, except for the block at its end.
+    // The next turn of the conversation also finds the answer in the cache, except the block at its end.
     let steps = control.batches().len();
     let turn: Vec<u32> = prompt.iter().chain(&answer).copied().chain([1, 2, 3]).collect();
     let (next, last) = collect(&mut engine.submit(request(&turn, 5)).expect("accepted"));
@@ -763,7 +781,8 @@ fn a_prompt_that_was_computed_is_found_again() {
     assert_eq!(cached(&last), computed / 4 * 4);
     let first = &control.batches()[steps].sequences[0];
     assert_eq!((first.start, first.input.len()), (computed / 4 * 4, turn.len() - computed / 4 * 4));
-    // This text begins alike, but parts within the window. Only blocks whose window is whole can be used.
+    // This text begins in the same way, but differs within the window. Only blocks whose whole window is equal can be
+    // used.
     let (other, last) =
         collect(&mut engine.submit(request(&[&prompt[..30], &[7; 20][..]].concat(), 5)).expect("accepted"));
     assert_eq!(other, mixed_answer(&[&prompt[..30], &[7; 20][..]].concat(), 5, 0, 512, END));
@@ -772,11 +791,11 @@ fn a_prompt_that_was_computed_is_found_again() {
 }
 
 #[test]
-fn a_prompt_is_found_again_under_its_own_salt_alone() {
+fn a_prompt_is_found_in_the_prefix_cache_only_under_its_own_salt() {
     let kv = KvLimits { full_blocks: 512, sliding_blocks: 256, ..LIMITS.kv };
     let (engine, _) = start(Limits { max_sequences: 4, max_draws: 4, kv, ..LIMITS }, mixed(512));
     let prompt: Vec<u32> = (0..61).collect();
-    // The test collects answers, and the numbers of tokens found in the cache.
+    // Returns the answers and the number of tokens that were found in the cache.
     let ask = |prompt: &[u32], salt: &[u8]| {
         let request =
             Request { cache_salt: CacheSalt::new(salt), more_seeds: vec![7], ..request(prompt, 20) };
@@ -795,7 +814,7 @@ fn a_prompt_is_found_again_under_its_own_salt_alone() {
     assert_eq!(cached, 0);
     let found = [b"".as_slice(), b"a", b"a", b"b", b"ab", b"b", b""].map(|salt| ask(&prompt, salt).1);
     assert_eq!(found, [60, 0, 60, 0, 0, 60, 60]);
-    // Forks leave their answers under the salt of their parent.
+    // Forks store their answers under the salt of their parent.
     for (answer, other) in answers.iter().zip([b"c", b"d"]) {
         let turn = [&prompt[..], answer, &[1, 2, 3]].concat();
         let computed = prompt.len() + answer.len() - 1;
@@ -805,9 +824,9 @@ fn a_prompt_is_found_again_under_its_own_salt_alone() {
     assert_all_free(&engine);
 }
 
-/// What one attention path computed, no other path's answers are built on: they are equal within a tolerance alone.
+/// Attention paths agree only within a tolerance. So answers are not built on blocks that another path computed.
 #[test]
-fn a_prompt_is_found_again_on_its_own_attention_path_alone() {
+fn a_prompt_is_found_in_the_prefix_cache_only_on_its_attention_path() {
     let kv = KvLimits { full_blocks: 512, sliding_blocks: 256, ..LIMITS.kv };
     let (engine, control) = start(Limits { kv, ..LIMITS }, mixed(512));
     let prompt: Vec<u32> = (0..61).collect();
@@ -822,10 +841,10 @@ fn a_prompt_is_found_again_on_its_own_attention_path_alone() {
     assert_all_free(&engine);
 }
 
-/// The runner waits for a unit while it takes a step that is shared. A decode that is in flight would be told as late as
-/// that.
+/// The runner blocks while the NPU computes its part of a step. The result of a decode step in flight would be delayed
+/// by that time.
 #[test]
-fn a_prompt_that_a_unit_shares_is_submitted_beside_no_other_step() {
+fn a_prompt_step_shared_with_the_npu_is_the_only_step_in_flight() {
     let kv = KvLimits { full_blocks: 200, sliding_blocks: 100, ..LIMITS.kv };
     let limits =
         Limits { max_batch_tokens: 64, max_sequences: 3, max_draws: 3, max_in_flight: 2, kv, ..LIMITS };
@@ -833,14 +852,14 @@ fn a_prompt_that_a_unit_shares_is_submitted_beside_no_other_step() {
     let is_long = |batch: &Batch| batch.sequences.iter().any(|s| s.input.len() >= LEAST_TOKENS);
     for path in [0, 2] {
         let (runner, control) = FakeRunner::new(limits, script());
-        // No step takes as long as this gap, so chunks do not depend on how busy the machine is.
+        // No step takes as long as this gap, so the chunks do not depend on the load of the machine.
         let scheduler = SchedulerConfig { gap: Duration::from_secs(600), ..SchedulerConfig::default() };
         let engine = Engine::start(runner, EngineConfig { scheduler, ..EngineConfig::default() });
         control.set_attention_path(path);
         control.allow(6);
         let mut decoded = engine.submit(request(&[1, 2, 3], 120)).expect("accepted");
         control.submitted(7);
-        // None begins as another does.
+        // No two prompts begin in the same way.
         let prompts = [150, 31, 90].map(|len| (len..2 * len).collect::<Vec<u32>>());
         let streams = prompts.each_ref().map(|prompt| engine.submit(request(prompt, 20)).expect("accepted"));
         control.release();
@@ -851,17 +870,17 @@ fn a_prompt_that_a_unit_shares_is_submitted_beside_no_other_step() {
         assert_eq!(collect(&mut decoded).0, (203..323).collect::<Vec<u32>>());
         assert_all_free(&engine);
         let (long, short): (Vec<_>, Vec<_>) =
-            control.batches_beside().into_iter().partition(|(batch, _)| is_long(batch));
-        let overlap = |steps: &[(Batch, usize)]| steps.iter().filter(|(_, beside)| *beside > 0).count();
+            control.batches_with_steps_in_flight().into_iter().partition(|(batch, _)| is_long(batch));
+        let overlap = |steps: &[(Batch, usize)]| steps.iter().filter(|(_, others)| *others > 0).count();
         assert!(long.len() >= 3 && long.iter().all(|(batch, _)| batch.sequences.len() > 1), "{}", long.len());
         assert_eq!(overlap(&long) > 0, path == 0, "{} of {}, path {path}", overlap(&long), long.len());
         assert!(overlap(&short) > short.len() / 2, "{} of {}", overlap(&short), short.len());
     }
 }
 
-/// A step that is held back is nobody's any more when its readers have left.
+/// The sequences of a delayed step may be cancelled before it is submitted.
 #[test]
-fn a_step_that_is_held_back_may_lose_its_readers() {
+fn all_sequences_of_a_delayed_step_may_be_cancelled() {
     let kv = KvLimits { full_blocks: 200, sliding_blocks: 100, ..LIMITS.kv };
     let limits = Limits { max_batch_tokens: 64, max_in_flight: 2, kv, ..LIMITS };
     let (engine, control) = start(limits, mixed(512));
@@ -883,7 +902,7 @@ fn a_step_that_is_held_back_may_lose_its_readers() {
 }
 
 #[test]
-fn answers_to_one_prompt_part_behind_it() {
+fn answers_to_one_prompt_share_its_blocks() {
     let limits = Limits { max_sequences: 4, max_draws: 4, max_in_flight: 2, ..LIMITS };
     let (engine, control) = start(limits, mixed(512));
     let prompt: Vec<u32> = (0..37).collect();
@@ -907,12 +926,12 @@ fn answers_to_one_prompt_part_behind_it() {
         batches.iter().flat_map(|b| &b.sequences).filter(|s| s.start < 37).map(|s| s.input.len()).sum();
     assert_eq!(prompt_tokens, 37, "the prompt was computed once");
     let copies: usize = batches.iter().map(|b| b.copies.len()).sum();
-    assert_eq!(copies, 4, "the block in which they part, for two of three, in two pools");
+    assert_eq!(copies, 4, "one block is copied for two of three answers in two pools");
     assert_all_free(&engine);
 }
 
 #[test]
-fn a_prompt_is_scored_whether_it_was_computed_before_or_not() {
+fn a_scored_prompt_is_computed_also_if_it_is_cached() {
     let limits = Limits { max_batch_tokens: 16, max_draws: 5, max_sequences: 4, max_in_flight: 2, ..LIMITS };
     let (engine, control) = start(limits, mixed(512));
     let prompt: Vec<u32> = (0..37).collect();
@@ -925,7 +944,7 @@ fn a_prompt_is_scored_whether_it_was_computed_before_or_not() {
     while let Some(event) = stream.blocking_next() {
         match event {
             Event::Token { choice, id, timings, .. } => {
-                assert_eq!(timings.cached_n, 0, "what is scored is computed");
+                assert_eq!(timings.cached_n, 0, "a scored prompt must not come from the cache");
                 answers[choice].push(id);
             }
             Event::Finished { .. } => {}
@@ -938,7 +957,7 @@ fn a_prompt_is_scored_whether_it_was_computed_before_or_not() {
     assert!(
         control.batches().iter().any(|b| { b.sequences.iter().any(|s| s.start == 36 && s.input.len() == 1) })
     );
-    // A prompt of one token has nothing to score.
+    // A prompt of one token has no scores.
     let alone = Request { prompt_logprobs: Some(0), ..request(&prompt[..1], 1) };
     let first = engine.submit(alone).expect("accepted").blocking_next();
     assert_eq!(first, Some(Event::Prompt { logprobs: vec![] }));
@@ -946,7 +965,7 @@ fn a_prompt_is_scored_whether_it_was_computed_before_or_not() {
 }
 
 #[test]
-fn a_pooled_prompt_is_computed_afresh_and_left_to_nobody() {
+fn a_pooled_prompt_is_computed_again_and_not_cached() {
     let limits = Limits { max_batch_tokens: 16, max_sequences: 4, max_draws: 4, max_in_flight: 2, ..LIMITS };
     let (engine, control) = start(limits, mixed(512));
     let prompt: Vec<u32> = (0..37).map(|i| i * 5 % 64).collect();
@@ -961,8 +980,8 @@ fn a_pooled_prompt_is_computed_afresh_and_left_to_nobody() {
     };
     embed(&prompt);
     assert_all_free(&engine);
-    assert_eq!(engine.stats().full.cached, 0, "nothing of it is kept");
-    // The cache keeps what it has of an answer, and the next request does without.
+    assert_eq!(engine.stats().full.cached, 0, "a pooled prompt must not be cached");
+    // Pooling does not use cached blocks of an answer, and leaves them in the cache.
     let answer = |expected: usize| {
         let (ids, last) = collect(&mut engine.submit(request(&prompt, 5)).expect("accepted"));
         assert_eq!(ids, mixed_answer(&prompt, 5, 0, 512, END));
@@ -973,7 +992,7 @@ fn a_pooled_prompt_is_computed_afresh_and_left_to_nobody() {
     embed(&prompt);
     embed(&prompt[..1]);
     answer(36);
-    // Several prompts are pooled at once, beside a sequence that decodes.
+    // Several prompts are pooled at the same time, together with a sequence that decodes.
     control.allow(control.batches().len());
     let mut others: Vec<_> =
         (20..23).map(|n| (n, engine.submit(pooled(&prompt[..n])).expect("accepted"))).collect();
@@ -988,12 +1007,12 @@ fn a_pooled_prompt_is_computed_afresh_and_left_to_nobody() {
 }
 
 #[test]
-fn an_answer_that_is_not_wanted_any_more_leaves_the_others_their_prompt() {
+fn a_stopped_answer_does_not_affect_other_answers_to_its_prompt() {
     let limits = Limits { max_sequences: 4, max_draws: 4, max_in_flight: 2, ..LIMITS };
     let prompt: Vec<u32> = (0..37).collect();
     for unwanted in 0..3 {
         let (engine, control) = start(limits, mixed(512));
-        // The first chunks of the prompt are under way then.
+        // The first chunk of the prompt is in progress at this point.
         control.allow(0);
         let mut stream =
             engine.submit(Request { more_seeds: vec![5, 6], ..request(&prompt, 30) }).expect("accepted");
@@ -1017,7 +1036,7 @@ fn an_answer_that_is_not_wanted_any_more_leaves_the_others_their_prompt() {
 }
 
 #[test]
-fn an_answer_cancelled_during_a_prompt_step_leaves_other_results_alone() {
+fn an_answer_cancelled_during_a_prompt_step_does_not_affect_the_others() {
     let limits = Limits { max_draws: 16, ..LIMITS };
     let prompt: Vec<u32> = (0..37).collect();
     let (interactive, background) = (Priority::Interactive, Priority::Background);
@@ -1041,7 +1060,7 @@ fn an_answer_cancelled_during_a_prompt_step_leaves_other_results_alone() {
                 scores = scores.or(output.prompt);
             }
         }
-        assert!(scheduler.is_idle(), "{priority:?}: it waits for a step that is over");
+        assert!(scheduler.is_idle(), "{priority:?}: the scheduler waits for a completed step");
         assert_eq!(answer, mixed_answer(&prompt, 9, 0, 512, END), "{priority:?}");
         let expected = |n| (1..37).map(|id| fake_logprobs(id, n)).collect::<Vec<_>>();
         assert_eq!(scores, scored.map(expected), "{priority:?}");
@@ -1049,7 +1068,7 @@ fn an_answer_cancelled_during_a_prompt_step_leaves_other_results_alone() {
 }
 
 #[test]
-fn interactive_requests_go_before_background_ones_which_are_not_forgotten() {
+fn interactive_requests_preempt_background_ones_which_end_later() {
     let (engine, control) = start(one_slot(), says(&[], 5));
     control.allow(0);
     let background = |n| Request { priority: Priority::Background, ..request(&[n; 4], 40) };
@@ -1063,13 +1082,12 @@ fn interactive_requests_go_before_background_ones_which_are_not_forgotten() {
     let batches = control.batches();
     let starts: Vec<&Input> =
         batches.iter().filter(|b| b.sequences[0].start == 0).map(|b| &b.sequences[0].input).collect();
-    assert_eq!(starts[1], &Input::Ids(vec![3; 4]), "the running background request gave way");
+    assert_eq!(starts[1], &Input::Ids(vec![3; 4]), "the running background request must be preempted");
     assert!(engine.stats().preemptions >= 1);
     assert_all_free(&engine);
 }
 
-/// The tokens of each step in which a request has a share: where they begin, and how many there are. `None` if other
-/// requests share one of these steps, or have a step in between.
+/// The tokens of each step: the first position and the number. `None` if a step has more than one sequence.
 fn steps_alone(batches: &[Batch]) -> Option<Vec<(usize, usize)>> {
     let alone = |batch: &Batch| match &batch.sequences[..] {
         [sequence] => Some((sequence.start, sequence.input.len())),
@@ -1079,23 +1097,23 @@ fn steps_alone(batches: &[Batch]) -> Option<Vec<(usize, usize)>> {
 }
 
 #[test]
-fn an_interactive_request_is_computed_as_if_no_background_one_were_there() {
+fn an_interactive_request_runs_as_if_there_were_no_background_request() {
     let prompt: Vec<u32> = (100..140).collect();
     for with_draft in [false, true] {
         let (engine, control) = start_on(fake(wide(), with_draft));
         let (expected, _) = collect(&mut engine.submit(request(&prompt, 20)).expect("accepted"));
-        let steps = steps_alone(&control.batches()).expect("it is alone");
+        let steps = steps_alone(&control.batches()).expect("the only request");
 
         let (engine, control) = start_on(fake(wide(), with_draft));
         control.allow(3);
         let background = |n| Request { priority: Priority::Background, ..request(&[n; 30], 60) };
-        let mut amid_its_answer = engine.submit(background(1)).expect("accepted");
+        let mut decoding = engine.submit(background(1)).expect("accepted");
         control.submitted(4);
         let mut waiting = engine.submit(background(2)).expect("accepted");
         let mut interactive = engine.submit(request(&prompt, 20)).expect("accepted");
         control.release();
         assert_eq!(collect(&mut interactive).0, expected);
-        for (n, stream) in [(1, &mut amid_its_answer), (2, &mut waiting)] {
+        for (n, stream) in [(1, &mut decoding), (2, &mut waiting)] {
             assert_eq!(
                 collect(stream).0,
                 mixed_answer(&[n; 30], 60, 0, 512, END),
@@ -1105,8 +1123,8 @@ fn an_interactive_request_is_computed_as_if_no_background_one_were_there() {
         let batches = control.batches();
         let of_prompt = |batch: &Batch| batch.sequences[0].input == Input::Ids(prompt.clone());
         let first = batches.iter().position(of_prompt).expect("it was computed");
-        assert_eq!(first, 4, "it waits for the one step under way");
-        assert_eq!(batches[0].num_tokens(), 16, "which is short");
+        assert_eq!(first, 4, "the request waits for one step in progress");
+        assert_eq!(batches[0].num_tokens(), 16, "a background step must be short");
         let found = steps_alone(&batches[first..first + steps.len()]);
         assert_eq!(found, Some(steps), "draft model: {with_draft}");
         assert_all_free(&engine);
@@ -1114,7 +1132,7 @@ fn an_interactive_request_is_computed_as_if_no_background_one_were_there() {
 }
 
 #[test]
-fn background_requests_take_their_room_in_the_prefix_cache_from_one_another() {
+fn background_requests_evict_only_cached_blocks_of_background_requests() {
     let chat: Vec<u32> = (0..61).collect();
     let ask = |engine: &EngineHandle, prompt: &[u32], priority| {
         let request = Request { priority, ..request(prompt, 20) };
@@ -1123,14 +1141,14 @@ fn background_requests_take_their_room_in_the_prefix_cache_from_one_another() {
         (answer, timings.cached_n)
     };
     let (background, interactive) = (Priority::Background, Priority::Interactive);
-    // The test varies which request computed the chat first, and which one comes before its next turn.
+    // The cases differ in which request computed the chat first, and which requests come before its next turn.
     for (first, others, kept) in
         [(interactive, background, 80), (background, background, 80), (interactive, interactive, 0)]
     {
         let (engine, _) = start(LIMITS, says(&[7; 20], END));
         ask(&engine, &chat, first);
         let (answer, _) = ask(&engine, &chat, interactive);
-        // Each request takes a third of the blocks. A request about the chat itself takes nothing from it.
+        // Each request takes a third of the blocks. A request about the chat itself takes no other blocks.
         for n in 0..12 {
             ask(&engine, &[n + 100; 61], others);
         }
@@ -1145,7 +1163,7 @@ fn background_requests_take_their_room_in_the_prefix_cache_from_one_another() {
 }
 
 #[test]
-fn a_client_with_many_requests_does_not_keep_another_waiting() {
+fn a_client_with_many_requests_does_not_delay_another_client() {
     let (engine, control) = start(one_slot(), says(&[], 5));
     control.allow(0);
     let of = |client, n: u32| Request { client, ..request(&[n; 4], 5) };
@@ -1158,7 +1176,7 @@ fn a_client_with_many_requests_does_not_keep_another_waiting() {
     let firsts = control.batches().into_iter().map(|b| b.sequences[0].clone()).filter(|s| s.start == 0);
     let order: Vec<Input> = firsts.map(|s| s.input).collect();
     let ids = |n| Input::Ids(vec![n; 4]);
-    assert_eq!(order, [ids(1), ids(9), ids(2), ids(3), ids(4)], "whoever was given least is next");
+    assert_eq!(order, [ids(1), ids(9), ids(2), ids(3), ids(4)], "the client with the fewest tokens is next");
 }
 
 fn fake(limits: Limits, with_draft: bool) -> (Box<FakeRunner>, Control) {
@@ -1169,17 +1187,17 @@ fn fake(limits: Limits, with_draft: bool) -> (Box<FakeRunner>, Control) {
     }
 }
 
-/// A script that follows from every id before, and repeats nothing: there is nothing to look up.
-fn unforeseen() -> Script {
+/// A script that depends on every id before and has no repetitions, so prompt lookup finds nothing.
+fn unpredictable() -> Script {
     Box::new(|tokens, _| {
         let sum = tokens.iter().fold(7u32, |sum, id| sum.wrapping_mul(31).wrapping_add(*id + 1));
         200 + (sum.wrapping_mul(0x9e37_79b9) >> 8) % 300
     })
 }
 
-fn unforeseen_answer(prompt: &[u32], n: usize) -> Vec<u32> {
+fn unpredictable_answer(prompt: &[u32], n: usize) -> Vec<u32> {
     let mut tokens = prompt.to_vec();
-    let mut script = unforeseen();
+    let mut script = unpredictable();
     let draw = Draw {
         sequence: 0,
         token: 0,
@@ -1194,7 +1212,7 @@ fn unforeseen_answer(prompt: &[u32], n: usize) -> Vec<u32> {
     tokens.split_off(prompt.len())
 }
 
-/// Limits with room for the draft tokens of eight sequences.
+/// Limits with room for draft tokens of eight sequences.
 fn wide() -> Limits {
     let kv = KvLimits { full_blocks: 512, sliding_blocks: 256, ..LIMITS.kv };
     Limits { max_batch_tokens: 64, max_sequences: 16, max_draws: 16, max_in_flight: 2, kv, ..LIMITS }
@@ -1203,16 +1221,16 @@ fn wide() -> Limits {
 #[test]
 fn a_draft_model_saves_passes_and_changes_no_answer() {
     for (wrong, most_steps) in [(0, 16), (1, 50), (4, 106)] {
-        let (engine, control) = start_on(FakeRunner::with_draft(wide(), unforeseen(), wrong));
+        let (engine, control) = start_on(FakeRunner::with_draft(wide(), unpredictable(), wrong));
         let (ids, last) = collect(&mut engine.submit(request(&[1, 2, 3], 100)).expect("accepted"));
-        assert_eq!(ids, unforeseen_answer(&[1, 2, 3], 100), "{wrong} of 4 draft tokens are wrong");
+        assert_eq!(ids, unpredictable_answer(&[1, 2, 3], 100), "{wrong} of 4 draft tokens are wrong");
         let Event::Finished { timings, .. } = last else { panic!("{last:?}") };
         let (steps, chains) = (control.batches().len(), control.drafts());
         let [proposed, accepted] = [chains.iter().flatten().flatten().count(), timings.drafts.accepted];
         println!("{wrong} of 4 wrong: {steps} steps, {accepted} of {proposed} draft tokens were accepted");
         assert!(steps <= most_steps, "{steps} steps for 100 ids, {wrong} of 4 draft tokens wrong");
         assert_eq!((timings.drafts.proposed, steps + accepted >= 100), (proposed, true));
-        // The prompt is one step; each later one counts for the rate, however many ids it yields.
+        // The prompt is one step. Each later step counts for the rate, however many ids it yields.
         let decoded = timings.predicted_n - timings.first_n;
         assert!((1..=8).contains(&timings.first_n) && timings.decode_steps < steps, "{timings:?}");
         let rate = decoded as f64 / timings.decode.as_secs_f64();
@@ -1221,8 +1239,8 @@ fn a_draft_model_saves_passes_and_changes_no_answer() {
         let stats = engine.stats();
         assert_eq!((stats.drafts.model, stats.drafts.lookup.proposed), (timings.drafts, 0));
         match wrong {
-            0 => assert_eq!(accepted, proposed, "all of them are right"),
-            // The draft model is tried again, ever less often.
+            0 => assert_eq!(accepted, proposed, "all draft tokens must be accepted"),
+            // After failures, the draft model is tried again less and less often.
             4 => assert!(accepted == 0 && (4..=10).contains(&chains.len()), "{chains:?}"),
             _ => assert!(accepted < proposed),
         }
@@ -1230,14 +1248,14 @@ fn a_draft_model_saves_passes_and_changes_no_answer() {
 }
 
 #[test]
-fn sequences_share_the_room_for_draft_tokens_until_there_is_none() {
+fn sequences_share_the_batch_room_for_draft_tokens() {
     for (n, each) in [(1, 15), (2, 7), (5, 2), (8, 1), (9, 0), (16, 0)] {
-        let (engine, control) = start_on(FakeRunner::with_draft(wide(), unforeseen(), 0));
+        let (engine, control) = start_on(FakeRunner::with_draft(wide(), unpredictable(), 0));
         control.allow(0);
         let mut streams: Vec<_> =
             (0..4).map(|i| engine.submit(request(&[i, 7], 60)).expect("accepted")).take(n).collect();
         control.submitted(1);
-        // The requests are no more than may wait at once.
+        // Only as many requests as the queue holds can wait at the same time.
         while streams.len() < n {
             let i = streams.len() as u32;
             match engine.submit(request(&[i, 7], 60)) {
@@ -1248,7 +1266,7 @@ fn sequences_share_the_room_for_draft_tokens_until_there_is_none() {
         }
         control.release();
         for (i, stream) in streams.iter_mut().enumerate() {
-            assert_eq!(collect(stream).0, unforeseen_answer(&[i as u32, 7], 60), "{n} streams");
+            assert_eq!(collect(stream).0, unpredictable_answer(&[i as u32, 7], 60), "{n} streams");
         }
         let together = control.drafts().into_iter().filter(|chain| chain.len() == n);
         let most = together.flatten().map(|drafted| drafted.len()).max().unwrap_or(0);
@@ -1257,7 +1275,7 @@ fn sequences_share_the_room_for_draft_tokens_until_there_is_none() {
     }
 }
 
-/// Limits of all kinds, in which at least one sequence of full length fits.
+/// Random limits. At least one sequence of full length fits.
 fn random_limits(rng: &mut ChaCha8Rng) -> Limits {
     let block_size = rng.random_range(1..9);
     let max_context: usize = rng.random_range(8..120);
@@ -1280,7 +1298,7 @@ fn random_limits(rng: &mut ChaCha8Rng) -> Limits {
 }
 
 #[test]
-fn random_requests_and_cancellations_leave_every_answer_exact_and_every_block_free() {
+fn random_requests_and_cancellations_keep_answers_exact_and_free_all_blocks() {
     let seed = 0x0e47;
     println!("seed {seed}");
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
@@ -1291,7 +1309,7 @@ fn random_requests_and_cancellations_leave_every_answer_exact_and_every_block_fr
         let mut open = Vec::new();
         for _ in 0..30 {
             let len = rng.random_range(1..limits.max_context);
-            // There are few different texts, so that many begin alike.
+            // There are few different texts, so that many begin in the same way.
             let prompt: Vec<u32> =
                 (0..len).map(|i| if i % 40 == 39 { rng.random_range(0..3) } else { i as u32 }).collect();
             let max_tokens = rng.random_range(1..=limits.max_context - len);
@@ -1332,7 +1350,7 @@ fn random_requests_and_cancellations_leave_every_answer_exact_and_every_block_fr
     }
 }
 
-/// One number for each beginning of a text, the shortest first.
+/// A hash for each prefix of a text, the shortest first.
 fn beginnings(text: &[u32]) -> impl Iterator<Item = u64> {
     let mut hasher = DefaultHasher::new();
     text.iter().map(move |id| {
@@ -1341,19 +1359,20 @@ fn beginnings(text: &[u32]) -> impl Iterator<Item = u64> {
     })
 }
 
-/// A text: its salt and its family. The family is the id of the first of the sequences that answer one prompt.
-type Told = (usize, u64, Vec<u32>);
+/// A text with its salt and its family, which is the id of the first of the sequences that answer one prompt.
+type KnownText = (usize, u64, Vec<u32>);
 
-/// The family that was the first to compute each beginning of a text under its salt.
-fn compute(firsts: &mut HashMap<(usize, u64), u64>, (salt, family, text): &Told) {
+/// Records which family was the first to compute each prefix of a text under its salt.
+fn compute(firsts: &mut HashMap<(usize, u64), u64>, (salt, family, text): &KnownText) {
     beginnings(text).for_each(|text| {
         firsts.entry((*salt, text)).or_insert(*family);
     });
 }
 
 /// Random operations: add, cancel, finish, preempt, fork, evict, with one or two steps in flight. After each operation,
-/// every block is free, cached, or held as often as tables name it. The tables hold the text, which the runner reads.
-/// Found blocks were computed under the same salt. Steps keep to their budgets, and no sequence starves.
+/// every block is free or cached, or its reference count equals the number of tables that contain it. The blocks of a
+/// table hold the sequence's text, which the fake runner checks. Blocks found in the cache were computed under the same
+/// salt. Steps stay within their budgets, and no sequence starves.
 #[test]
 fn the_scheduler_keeps_its_invariants_under_random_operations() {
     let seed = 0x5c4e;
@@ -1375,20 +1394,21 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
         let (mut runner, _) = fake(limits, config.draft_model);
         let mut scheduler = Scheduler::new(limits, config);
         let (mut pace, mut in_flight) = (Pace::new(), VecDeque::new());
-        // The answers under way, and when each last got tokens.
+        // The unfinished answers, and the operation at which each last got tokens.
         let mut alive: BTreeMap<u64, u64> = BTreeMap::new();
-        let mut texts: HashMap<u64, Told> = HashMap::new();
+        let mut texts: HashMap<u64, KnownText> = HashMap::new();
         let mut firsts = HashMap::new();
         let mut next_id = 0;
         let mut lost_at = 0;
         for now in 0..3_000 {
             operations += 1;
-            // Another loss soon after one meets sequences that are computed alone.
+            // After a loss, sequences are computed alone for a time. Another loss soon after must occur during that
+            // time.
             let is_soon = now < lost_at + 12;
             if rng.random_bool(if is_soon { 0.1 } else { 0.002 }) {
                 lost_at = now;
-                let under_way = scheduler.sequences_in(in_flight.iter().map(|(_, step)| step));
-                let gone = scheduler.restart(&under_way);
+                let in_progress = scheduler.sequences_in(in_flight.iter().map(|(_, step)| step));
+                let gone = scheduler.restart(&in_progress);
                 assert!(gone.iter().all(|id| !scheduler.knows(*id)));
                 (losses, at_fault) = (losses + 1, at_fault + gone.len());
                 alive.retain(|id, _| scheduler.knows(*id));
@@ -1416,7 +1436,7 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
                     let sampling = Arc::make_mut(&mut sequence.sampling);
                     sampling.stop_token_ids = vec![END];
                     sequence.cache_salt = CacheSalt::new(["", "a", "b"][salt].as_bytes());
-                    // The fake compares the history of such a sequence with its blocks, and asks its mask.
+                    // For such a sequence the fake runner compares the history with the blocks, and calls the mask.
                     sampling.presence_penalty = if rng.random() { 0.5 } else { 0.0 };
                     sampling.min_tokens = rng.random_range(0..3);
                     sequence.prompt_logprobs = rng.random_bool(0.2).then_some(1);
@@ -1449,12 +1469,12 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
                 }
                 _ => {
                     let (mut room, mut step) = (in_flight.len() < limits.max_in_flight, None);
-                    // An engine always asks the draft model first, but nothing may depend on that.
+                    // The engine always calls the draft model first, but nothing may depend on that.
                     if room && rng.random_bool(0.9) {
                         room = draft(&mut scheduler, &mut *runner, in_flight.len())
                             .expect("never fails")
                             .is_some();
-                        // Sequences are cancelled or join before the draft tokens are used.
+                        // Sequences may be cancelled or added before the draft tokens are used.
                         room &= rng.random_bool(0.9);
                     }
                     if room {
@@ -1500,37 +1520,37 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
                             if let Some(end) = &output.end {
                                 let nothing = output.token.is_none() && output.pooled.is_none();
                                 assert_eq!(nothing, *end != Ok(FinishReason::Length));
-                                alive.remove(&output.id).expect("it was under way");
+                                alive.remove(&output.id).expect("it was unfinished");
                             }
                             pooled += usize::from(output.pooled.is_some());
                             hits += usize::from(output.cached_tokens > 0);
                             accepted += usize::from(output.end.is_some()) * output.drafts.accepted;
                         }
-                        // The output is of a sequence that was removed while its step was under way.
+                        // The output may belong to a sequence that was removed while its step was in progress.
                         alive.retain(|id, _| scheduler.knows(*id));
                     }
                 }
             }
             scheduler.check();
             if alive.is_empty() {
-                assert!(scheduler.is_idle(), "something runs that nobody asked for");
+                assert!(scheduler.is_idle(), "the scheduler is busy without a sequence");
             }
-            // Every sequence has at most 120 steps of its own, and waits with patience for 50 others.
+            // Every sequence has at most 120 steps, and may wait for 50 others.
             let waited = alive.values().map(|since| now - since).max().unwrap_or(0);
             longest_wait = longest_wait.max(waited);
-            assert!(waited < 1200, "somebody starves: {waited} operations, {limits:?}");
+            assert!(waited < 1200, "a sequence starves: {waited} operations, {limits:?}");
         }
-        // All sequences that are left come to their end.
+        // All remaining sequences must end.
         let mut steps = 0;
         while !scheduler.is_idle() || !in_flight.is_empty() {
             steps += 1;
-            assert!(steps < 20_000, "never comes to rest: {limits:?}");
+            assert!(steps < 20_000, "the scheduler never becomes idle: {limits:?}");
             if in_flight.len() < limits.max_in_flight
                 && let Some(step) = scheduler.schedule(&pace)
             {
                 in_flight.push_back((step.submit(&mut *runner).expect("never fails"), step));
             }
-            let (ticket, step) = in_flight.pop_front().expect("something waits and nothing runs");
+            let (ticket, step) = in_flight.pop_front().expect("a step in flight");
             scheduler.commit(&step, &runner.wait(ticket).expect("never fails"));
         }
         for pool in [BlockPool::Full, BlockPool::Sliding] {
@@ -1546,13 +1566,13 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
          {drafts} of {drafted} by the draft model; waited {longest_wait}"
     );
     assert!(losses > 100 && at_fault > 10, "{losses} losses, {at_fault} at fault");
-    assert!(pooled > 500, "the test pools too little");
-    assert!(preemptions > 500 && forks > 500 && hits > 500 && accepted > 500, "the test tests too little");
-    assert!(drafts > 500 && drafted > drafts + 100, "the draft model is always right, or never");
+    assert!(pooled > 500, "too few pooled prompts");
+    assert!(preemptions > 500 && forks > 500 && hits > 500 && accepted > 500, "too few events of some kind");
+    assert!(drafts > 500 && drafted > drafts + 100, "the draft model is right always or never");
 }
 
 #[test]
-fn a_queue_may_be_made_longer_and_shorter_while_it_is_there() {
+fn the_length_of_the_queue_can_change_while_requests_wait() {
     let (engine, control) = start(one_slot(), says(&[7], END));
     control.allow(0);
     let ask = || engine.submit(request(&[1, 2, 3], 2));
@@ -1565,7 +1585,11 @@ fn a_queue_may_be_made_longer_and_shorter_while_it_is_there() {
     taken.extend([ask().expect("there is room"), ask().expect("there is room")]);
     assert_eq!(ask().err(), Some(SubmitError::QueueFull { waiting: 3 }));
     engine.set_queue(2);
-    assert_eq!(ask().err(), Some(SubmitError::QueueFull { waiting: 3 }), "those that wait stay");
+    assert_eq!(
+        ask().err(),
+        Some(SubmitError::QueueFull { waiting: 3 }),
+        "waiting requests stay in the queue"
+    );
     control.release();
     for mut stream in taken {
         let last = std::iter::from_fn(|| stream.blocking_next()).last();

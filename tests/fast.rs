@@ -1,5 +1,5 @@
-//! The contract of `fast` (`shaders/common/fast.glsl`): every kernel that multiplies with int8 gives the bits of its
-//! twin, for any number of tokens, alone or with other matrices, fused or not.
+//! The contract of `fast` (`shaders/common/fast.glsl`): every kernel that multiplies int8 values yields the same bits
+//! as its CPU reference, for any number of tokens, alone or with other matrices, fused or not.
 
 use std::path::Path;
 
@@ -28,7 +28,7 @@ fn rounded_twice(a: f32, b: f32, c: f32) -> f32 {
     a * b + c
 }
 
-/// How the device's driver computes an fma: some drivers multiply, and then add.
+/// How the device's driver computes an fma. Some drivers multiply, round, and then add.
 fn fma_of(b: &mut Bench) -> Fma {
     let (factor, summand) = (1.0 + 2f32.powi(-13), 1.0 / 3.0);
     let result = b.poisoned(4 * 256);
@@ -50,7 +50,7 @@ fn fma_of(b: &mut Bench) -> Fma {
     fma
 }
 
-/// Uploads activations that the twin quantized. Padding is garbage.
+/// Uploads activations that the CPU reference quantized. The padding is garbage.
 fn upload(b: &mut Bench, rows: &[QuantizedActivations], width: usize) -> Quantized {
     let blocks = width.div_ceil(BLOCK_COLS);
     let quantized = b.quantized(rows.len(), width);
@@ -62,7 +62,7 @@ fn upload(b: &mut Bench, rows: &[QuantizedActivations], width: usize) -> Quantiz
         for (digit, (q, of)) in x.q.iter().zip(&x.scales).enumerate() {
             for (block, (q, scale)) in q.chunks(32).zip(of).enumerate() {
                 let at = (digit * blocks + block) * padded + row;
-                // The second digit of a block that has none may hold any value.
+                // A block without a second digit may have any integers there.
                 if *scale != 0.0 || digit == 0 {
                     ints[32 * at..][..32].copy_from_slice(bytemuck::cast_slice(q));
                 }
@@ -76,7 +76,7 @@ fn upload(b: &mut Bench, rows: &[QuantizedActivations], width: usize) -> Quantiz
     Quantized::new(b.upload(&bytes), width)
 }
 
-/// The activations that the device quantized: integers, scales, and whether the sums are the sums of the integers.
+/// The activations that the device quantized. Checks that the stored sums are the sums of the integers.
 fn download(b: &mut Bench, from: &Quantized, rows: usize) -> Vec<QuantizedActivations> {
     let blocks = from.width.div_ceil(BLOCK_COLS);
     let padded = from.buffer.size() as usize / blocks / 80;
@@ -105,7 +105,7 @@ fn download(b: &mut Bench, from: &Quantized, rows: usize) -> Vec<QuantizedActiva
     (0..rows).map(row).collect()
 }
 
-/// The group, its (s, m), whether the scheme has m, and the scale of the whole row.
+/// The group size, (s, m) of each group, whether the scheme has m, and the scale of the whole row.
 type RowScales = (usize, Vec<(f32, f32)>, bool, Option<f32>);
 
 fn scales_of(scheme: Scheme, row: &QuantizedRow) -> RowScales {
@@ -137,7 +137,7 @@ fn scales_of(scheme: Scheme, row: &QuantizedRow) -> RowScales {
     (group, all, !scales.is_symmetric(), None)
 }
 
-fn twin(x: &[QuantizedActivations], rows: &[QuantizedRow], scheme: Scheme, fma: Fma) -> Vec<f32> {
+fn reference(x: &[QuantizedActivations], rows: &[QuantizedRow], scheme: Scheme, fma: Fma) -> Vec<f32> {
     let mut y = Vec::with_capacity(x.len() * rows.len());
     let scales: Vec<RowScales> = rows.iter().map(|row| scales_of(scheme, row)).collect();
     for x in x {
@@ -148,8 +148,8 @@ fn twin(x: &[QuantizedActivations], rows: &[QuantizedRow], scheme: Scheme, fma: 
     y
 }
 
-/// Activations: ordinary ones, one outlier among small ones, zeros, the largest possible ones, and some at the edge of
-/// what counts as zero.
+/// Activations of different kinds: normal ones, small ones, zeros, an outlier among small ones, the largest possible
+/// ones, and some near the limit below which a block counts as zero.
 fn rows(b: &mut Bench, tokens: usize, width: usize) -> Vec<f32> {
     let mut all = b.random(tokens * width, 2.0);
     for (token, row) in all.chunks_mut(width).enumerate() {
@@ -179,57 +179,53 @@ fn same(got: &[f32], expected: &[f32], what: &str) {
 }
 
 #[test]
-fn every_width_of_every_scheme_yields_the_bits_of_the_twin_as_a_cpu_computes_it() {
-    every_width_yields_the_bits_of_the_twin(Bench::new(71), &STORED, |_| Tiles::Cpu);
+fn every_width_of_every_scheme_matches_the_reference_bit_for_bit_in_cpu_tiles() {
+    check_every_width(Bench::new(71), &STORED, |_| Tiles::Cpu);
 }
 
-/// A CPU device is tested too, because the kernels for GPUs must be right there as well.
+/// This also runs on CPU devices, where the kernels for GPUs must be right too.
 #[test]
-fn every_width_of_every_scheme_yields_the_bits_of_the_twin_as_a_gpu_computes_it() {
-    every_width_yields_the_bits_of_the_twin(Bench::new(71), &STORED, |_| Tiles::COUNTED);
+fn every_width_of_every_scheme_matches_the_reference_bit_for_bit_in_gpu_tiles() {
+    check_every_width(Bench::new(71), &STORED, |_| Tiles::COUNTED);
 }
 
-/// Weights of each kind: with scales of rows, of half blocks with shifts, of blocks, and of six bits.
+/// One scheme of each kind: row scales, scales with shifts for half blocks, scales for blocks, and six bits.
 const EACH_KIND: [Scheme; 4] = [STORED[0], STORED[5], STORED[7], STORED[17]];
 
 #[test]
-fn every_width_yields_the_bits_of_the_twin_with_activations_from_shared_memory() {
+fn every_width_matches_the_reference_with_activations_in_shared_memory() {
     let shared = GpuTiles { activations: [ActivationsFrom::SharedMemory; 6], ..GpuTiles::COUNTED };
-    every_width_yields_the_bits_of_the_twin(Bench::new(71), &EACH_KIND, |_| Tiles::Gpu(shared));
+    check_every_width(Bench::new(71), &EACH_KIND, |_| Tiles::Gpu(shared));
 }
 
 #[test]
-fn every_width_of_every_scheme_yields_the_bits_of_the_twin_in_emulated_tiles() {
-    every_width_yields_the_bits_of_the_twin(Bench::new(71), &STORED, emulated_tiles);
+fn every_width_of_every_scheme_matches_the_reference_in_emulated_tiles() {
+    check_every_width(Bench::new(71), &STORED, emulated_tiles);
 }
 
-/// Multiplies the weights as the device does.
+/// Uses the cooperative matrices of the device.
 #[test]
-fn tiles_that_subgroups_multiply_yield_the_bits_of_the_twin() {
-    // A validation layer that does not know cooperative matrices hides them.
+fn tiles_that_subgroups_multiply_match_the_reference_bit_for_bit() {
+    // A validation layer without support for cooperative matrices hides them.
     let unvalidated = || Device::open(&DevicePolicy { validation: false, ..policy() }).unwrap();
     let tile = |device: &Device| SubgroupTile::of(device.info());
     let device = if tile(&device()).is_some() { device() } else { unvalidated() };
     let Some(tile) = tile(&device) else { return skip("cooperative-matrices") };
-    every_width_yields_the_bits_of_the_twin(Bench::on(&device, 71), &EACH_KIND, |_| multiplied_by(tile));
+    check_every_width(Bench::on(&device, 71), &EACH_KIND, |_| multiplied_by(tile));
 }
 
-fn every_width_yields_the_bits_of_the_twin(
-    mut b: Bench,
-    schemes: &[Scheme],
-    tiles_of: impl Fn(usize) -> Tiles,
-) {
+fn check_every_width(mut b: Bench, schemes: &[Scheme], tiles_of: impl Fn(usize) -> Tiles) {
     let fma = fma_of(&mut b);
     for (i, &scheme) in schemes.iter().enumerate() {
         let tiles = tiles_of(i);
         b.make_tiles(scheme, Precision::Fast, tiles, false);
-        // Some widths have tiles of their own; more tokens take several passes.
+        // Some numbers of tokens have their own tile shapes. Larger numbers take several passes.
         let widths: &[usize] = match tiles {
             Tiles::Gpu(gpu) if gpu.subgroups.is_some() => &[33, 130],
             _ => &[1, 2, 3, 5, 8, 9, 17, 40],
         };
-        // The shapes end in parts of tiles and of blocks. One width has segments of several blocks, and an odd number
-        // of them.
+        // The shapes end within tiles and within blocks. The last has segments of several blocks, and an odd number of
+        // segments.
         for (matrix_rows, cols) in [(70, 48), (33, 272), (5, 1312)] {
             let stored = b.stored(matrix_rows, cols, scheme);
             let matrix = b.matrix_of(&stored.tensor(), scheme, u64::MAX);
@@ -238,14 +234,14 @@ fn every_width_yields_the_bits_of_the_twin(
             let most = *widths.last().unwrap();
             let values = rows(&mut b, most, cols);
             let x: Vec<_> = values.chunks(cols).map(|row| QuantizedActivations::of(row, fma)).collect();
-            let expected = twin(&x, &weights, scheme, fma);
+            let expected = reference(&x, &weights, scheme, fma);
             for &tokens in widths {
                 let operand = Operand::blocks(&upload(&mut b, &x[..tokens], cols));
                 let y = [(); 4].map(|()| b.empty(tokens, matrix_rows));
                 b.run(|k, r| {
                     k.matmul(r, &[(&matrix, &y[0])], &operand, tokens);
-                    // The matrix stands beside others. The first of them is in shards, and shares its dispatch with
-                    // none.
+                    // The matrix is multiplied together with others. The first of them is in shards, so it cannot share
+                    // a dispatch.
                     let all = [(&pieces, &y[1]), (&matrix, &y[2]), (&matrix, &y[3])];
                     k.matmul(r, &all, &operand, tokens);
                 });
@@ -259,10 +255,10 @@ fn every_width_yields_the_bits_of_the_twin(
     }
 }
 
-/// Compares quantized values, given the scale, which must be the twin's to the bit. A division may be off in its last
-/// bit, so a value that lies between two integers may go either way.
+/// The first scales must have the bits of the reference. A division may differ in its last bit, so a value in the
+/// middle between two integers may be rounded in either direction.
 #[test]
-fn activations_are_quantized_as_the_twin_quantizes_them() {
+fn activations_are_quantized_like_the_reference() {
     with_each_body(72, |b| {
         let fma = fma_of(b);
         let mut seconds = 0;
@@ -283,12 +279,12 @@ fn activations_are_quantized_as_the_twin_quantizes_them() {
                     let columns = 32 * block..32 * (block + 1);
                     let mut left: Vec<f32> = x.to_vec();
                     for (digit, (got_q, e)) in got.q.iter().zip(&expected.q).enumerate() {
-                        let (scale, twin) =
+                        let (scale, reference) =
                             (got.scales[digit][block].abs(), expected.scales[digit][block].abs());
-                        // The rest is so small that its own rounding shows.
+                        // The remainder for the second digit is so small that rounding errors matter.
                         assert!(
-                            (scale / twin - 1.0).abs() < 1e-3 || scale == twin,
-                            "{token}, {block}: {scale}, {twin}"
+                            (scale / reference - 1.0).abs() < 1e-3 || scale == reference,
+                            "{token}, {block}: {scale}, {reference}"
                         );
                         seconds += usize::from(digit == 1 && scale != 0.0);
                         for (i, (g, e)) in got_q[columns.clone()].iter().zip(&e[columns.clone()]).enumerate()
@@ -299,7 +295,7 @@ fn activations_are_quantized_as_the_twin_quantizes_them() {
                             let differs = (i32::from(*g) - i32::from(*e)).abs();
                             assert!(
                                 differs == 0 || is_tie && differs == 1,
-                                "token {token}, block {block}, column {i}, digit {digit}: {g}, twin {e}"
+                                "token {token}, block {block}, column {i}, digit {digit}: {g}, reference {e}"
                             );
                             if let Some(x) = left.get_mut(i) {
                                 *x -= f32::from(*g) * scale;
@@ -313,9 +309,9 @@ fn activations_are_quantized_as_the_twin_quantizes_them() {
     });
 }
 
-/// A NaN must not vanish in the comparisons that find a scale.
+/// The comparisons that find a scale must not lose a NaN.
 #[test]
-fn what_is_no_number_stays_none_in_int8() {
+fn values_that_are_not_finite_stay_so_in_int8() {
     let mut b = Bench::new(73);
     let (tokens, width, scheme) = (3, 64, Scheme::int4(32));
     b.make_scheme(scheme, Precision::Fast);
@@ -335,11 +331,11 @@ fn what_is_no_number_stays_none_in_int8() {
 }
 
 #[test]
-fn two_products_and_their_geglu_are_what_three_dispatches_make_of_them() {
+fn two_products_fused_with_geglu_equal_three_separate_dispatches() {
     let mut b = Bench::new(74);
     let fma = fma_of(&mut b);
     for scheme in STORED {
-        // A CPU takes three dispatches for the same result.
+        // CPU tiles use three dispatches, so this test uses GPU tiles.
         b.make_tiles(scheme, Precision::Fast, Tiles::COUNTED, true);
         let (matrix_rows, cols) = (100, 80);
         let [gate, up] = [(); 2].map(|()| {
@@ -365,7 +361,7 @@ fn two_products_and_their_geglu_are_what_three_dispatches_make_of_them() {
     }
 }
 
-/// Runs a kernel that yields f32, int8, or both, three times.
+/// Runs a kernel three times: for f32, for int8, and for both.
 fn all_ways(
     b: &mut Bench,
     rows: usize,
@@ -384,13 +380,13 @@ fn all_ways(
 }
 
 #[test]
-fn norms_fused_with_what_follows_have_the_bits_of_norms_that_are_not() {
+fn fused_norms_match_separate_norms_bit_for_bit() {
     with_each_body(75, |b| {
         for (tokens, width) in [(1, 30), (3, 100), (5, 1152), (2, 5376)] {
             let [x, base, one, two] = [tokens, tokens, 1, 1].map(|rows| b.random(rows * width, 1.5));
             let (x, hidden) = (b.activations(&x, width), b.activations(&base, width));
             let norms = [one, two].map(|weight| RmsNorm { weight: b.upload(&weight), eps: 1e-6 });
-            // The separate kernels are the add, the norm behind it, and the quantizing of the norm.
+            // The separate kernels: the add, the norm after it, and the quantization of the norm.
             let (normed, quantized) = (b.empty(tokens, width), b.quantized(tokens, width));
             b.run(|k, r| {
                 k.rms_norm_add(r, &x, &norms[0], &hidden, tokens);
@@ -412,7 +408,7 @@ fn norms_fused_with_what_follows_have_the_bits_of_norms_that_are_not() {
                 k.rms_norm_gather(r, &hidden, &index, &norms[1], y, tokens);
             });
             check(got, "rms_norm_gather");
-            // The kernel adds to its output, so each run has a new one.
+            // The kernel changes `hidden`, so each run gets a new copy.
             let again: Vec<Activations> = (0..3).map(|_| b.activations(&base, width)).collect();
             let next = std::cell::Cell::new(0);
             let got = all_ways(b, tokens, width, &|k, r, y| {
@@ -421,14 +417,14 @@ fn norms_fused_with_what_follows_have_the_bits_of_norms_that_are_not() {
             });
             check(got, "residual");
             for hidden in &again {
-                same(&b.rows(hidden, tokens), &sum, "what the norm was added to");
+                same(&b.rows(hidden, tokens), &sum, "the sum in the hidden state");
             }
         }
     });
 }
 
 #[test]
-fn geglu_yields_in_int8_what_it_yields_in_f32() {
+fn geglu_in_int8_equals_quantized_geglu_in_f32() {
     with_each_body(76, |b| {
         for (tokens, width) in [(1, 33), (4, 1100)] {
             let [gate, up] = [3.0, 1.0].map(|scale| b.random(tokens * width, scale));
@@ -449,11 +445,11 @@ fn geglu_yields_in_int8_what_it_yields_in_f32() {
     });
 }
 
-/// All bytes that a dispatch declares count as activations here, the weights' bytes included: the test allocates both
-/// in that class.
+/// All declared bytes of a dispatch, activations and weights, count in one class here, because the test allocates both
+/// in it.
 #[test]
-fn three_matrices_of_one_kind_go_in_one_dispatch() {
-    // A device counts the commands of all its users, so this test has a device of its own.
+fn three_matrices_of_one_kind_share_one_dispatch() {
+    // A device counts the commands of all its users, so this test opens its own device.
     let mut b = Bench::on(&Device::open(&policy()).unwrap(), 77);
     let scheme = Scheme::int4(32);
     b.make_scheme(scheme, Precision::Fast);
@@ -465,7 +461,11 @@ fn three_matrices_of_one_kind_go_in_one_dispatch() {
     let products: Vec<_> = y.iter().map(|y| (&matrix, y)).collect();
     b.run(|k, r| k.matmul(r, &products, &x, 1));
     let counts = b.device.counts() - before;
-    assert_eq!((counts.dispatches, counts.barriers), (2, 1), "three, and one");
+    assert_eq!(
+        (counts.dispatches, counts.barriers),
+        (2, 1),
+        "one dispatch for three matrices and one for the fourth"
+    );
     assert_eq!(counts.declared[Class::Ffn as usize], 4 * matrix.bytes());
 }
 
@@ -473,8 +473,8 @@ fn load(folder: &Path, options: &LoadOptions) -> Gemma3 {
     goldens::load(folder, &LoadOptions { precision: Precision::Fast, ..*options })
 }
 
-/// The logits of a sequence are the same bits: whole, in chunks that no tile and no block divides, one token at a time,
-/// and found in the cache beside other sequences.
+/// The logits of a sequence have the same bits: whole, in chunks that end within tiles and blocks, and one token at a
+/// time.
 #[test]
 fn logits_in_int8_have_the_same_bits_whole_and_in_chunks() {
     for variant in ["tiny-a", "tiny-b", "tiny-27b-ratio"] {
@@ -500,7 +500,7 @@ fn logits_in_int8_have_the_same_bits_whole_and_in_chunks() {
     }
 }
 
-/// Answers in a batch, from the cache, in chunks, preempted, forked, and with draft tokens of another model.
+/// Answers in a batch, from the prefix cache, in chunks, preempted, forked, and with a draft model.
 #[test]
 fn answers_in_int8_are_the_same_whatever_else_runs() {
     let goldens = Goldens::open(&data("gemma3/tiny-a"));
@@ -515,19 +515,19 @@ fn answers_in_int8_are_the_same_whatever_else_runs() {
         max_context: Some(512),
         ..LoadOptions::default()
     };
-    let drawn = (SamplingParams { temperature: 0.8, top_k: 40, ..penalties() }, 4711);
+    let sampled = (SamplingParams { temperature: 0.8, top_k: 40, ..penalties() }, 4711);
     let mut model = goldens::load(&data("gemma3/tiny-a"), &options);
-    let [greedy, drawn] = [(SamplingParams::GREEDY, 0), drawn]
+    let [greedy, sampled] = [(SamplingParams::GREEDY, 0), sampled]
         .map(|params| Texts::new(&mut model, params, prompts.clone(), 40));
     greedy.check_all(&mut model);
     let [files, draft_model] =
         ["tiny-a", "tiny-b"].map(|variant| ModelFiles::open(&data("gemma3").join(variant)).unwrap());
     let (model, draft_model) = draft::load(&device(), &files, &draft_model, &options, &mut |_| {}).unwrap();
-    drawn.check_all(&mut Drafted::new(model, draft_model));
+    sampled.check_all(&mut Drafted::new(model, draft_model));
 }
 
-/// The distance of the distributions of `got` from those of `expected`, row by row: the mean KL divergence in nats, and
-/// how often both have the same best id.
+/// The difference of the distributions of `got` and `expected`, over all rows: the mean KL divergence in nats, and the
+/// share of rows with the same best id.
 fn divergence(expected: &[f32], got: &[f32], vocab: usize) -> (f64, f64) {
     let (mut kl, mut top) = (0.0, 0);
     let best = |row: &[f32]| (0..vocab).rev().max_by(|a, b| row[*a].total_cmp(&row[*b]));
@@ -540,7 +540,7 @@ fn divergence(expected: &[f32], got: &[f32], vocab: usize) -> (f64, f64) {
     (kl / rows, top as f64 / rows)
 }
 
-/// The mean square of the difference, relative to the variance of the expected values.
+/// The mean square of the difference, divided by the variance of the expected values.
 fn nmse(expected: &[f32], got: &[f32]) -> f64 {
     let mean = expected.iter().map(|v| f64::from(*v)).sum::<f64>() / expected.len() as f64;
     let sum = |f: &dyn Fn(f64, f64) -> f64| -> f64 {
@@ -550,7 +550,7 @@ fn nmse(expected: &[f32], got: &[f32]) -> f64 {
 }
 
 #[test]
-fn int8_activations_hardly_move_the_logits_of_random_models() {
+fn int8_activations_hardly_change_the_logits_of_random_models() {
     for variant in ["tiny-a", "tiny-b", "tiny-27b-ratio"] {
         let folder = data("gemma3").join(variant);
         let tokens = Goldens::open(&folder).tokens("tokens.long");
@@ -560,15 +560,15 @@ fn int8_activations_hardly_move_the_logits_of_random_models() {
             let got = all_logits(&mut load(&folder, &options), &tokens);
             let nmse = nmse(&expected, &got);
             println!("{variant}, {quantize}: NMSE {nmse:.1e}");
-            // The goal is 5e-4; seven layers of 96 channels reach 5.2e-4.
+            // The goal is 5e-4, but seven layers of 96 channels reach 5.2e-4.
             assert!(nmse <= 6e-4, "{variant}, {quantize}: {nmse}");
         }
     }
 }
 
-/// The demo model on text of its own kind, compared with the same weights and activations in f32.
+/// The demo model with prompts of its own questions, compared with the same weights and f32 activations.
 #[test]
-fn int8_activations_hardly_change_what_the_demo_model_says() {
+fn int8_activations_hardly_change_the_logits_of_the_demo_model() {
     let texts: Vec<&[u32]> = demo::quick_prompts(600).step_by(6).collect();
     for quantize in [QuantizeMode::Int8Row, QuantizeMode::Int4G32, QuantizeMode::Int4G128Emb8] {
         let options = LoadOptions { quantize, max_context: Some(1024), ..LoadOptions::default() };
@@ -583,10 +583,10 @@ fn int8_activations_hardly_change_what_the_demo_model_says() {
     }
 }
 
-/// Writes the demo model again, with four channels of each norm before matrices times 32 to 256, and the columns of
-/// those matrices divided by as much. The function is the same, with outliers among its activations, as real Gemma-3
-/// has them.
-fn outlier_twin(to: &Path) {
+/// Writes a changed demo model. In each norm before matrices, four channels are multiplied by 32 to 256, and the
+/// matching columns of the matrices are divided by the same factors. The function stays the same, but the activations
+/// have outliers, as in the real Gemma 3.
+fn write_model_with_outliers(to: &Path) {
     const CHANNELS: [(usize, f32); 4] = [(7, 32.0), (70, 64.0), (133, 128.0), (250, 256.0)];
     let bytes = std::fs::read(demo::folder().join("model.safetensors")).unwrap();
     let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
@@ -619,18 +619,18 @@ fn outlier_twin(to: &Path) {
 }
 
 #[test]
-fn outlier_channels_hardly_change_what_the_demo_model_says() {
+fn outlier_channels_hardly_change_the_logits_of_the_demo_model() {
     let folder = tempfile::tempdir().unwrap();
-    outlier_twin(folder.path());
+    write_model_with_outliers(folder.path());
     let texts: Vec<&[u32]> = demo::quick_prompts(600).step_by(9).collect();
     let all = |model: &mut Gemma3| texts.iter().flat_map(|t| all_logits(model, t)).collect::<Vec<f32>>();
     let options = LoadOptions { max_context: Some(1024), ..LoadOptions::default() };
     let mut model = goldens::load(&demo::folder(), &options);
     let vocab = model.config().vocab_size;
     let original = all(&mut model);
-    let twin = all(&mut goldens::load(folder.path(), &options));
-    let (kl, _) = divergence(&original, &twin, vocab);
-    assert!(kl <= 1e-6, "the twin is another function: mean KL {kl}");
+    let changed = all(&mut goldens::load(folder.path(), &options));
+    let (kl, _) = divergence(&original, &changed, vocab);
+    assert!(kl <= 1e-6, "the changed model computes another function: mean KL {kl}");
     for quantize in [QuantizeMode::Int8Row, QuantizeMode::Int4G32, QuantizeMode::Int4G128Emb8] {
         let options = LoadOptions { quantize, ..options };
         let expected = all(&mut goldens::load(folder.path(), &options));

@@ -1,5 +1,5 @@
-//! The shipped binary when Vulkan calls fail. The layer of `tests/fault_layer` makes them fail, between the loader and
-//! the driver that the other suites run on.
+//! The shipped binary when Vulkan calls fail. The layer in `tests/fault_layer`, between the loader and the driver,
+//! makes them fail.
 
 use std::fs;
 use std::process::Command;
@@ -13,14 +13,14 @@ use crate::support::program::{example, output, unicorn_on_software};
 use crate::support::root;
 use crate::support::systemd::Systemd;
 
-/// Puts the layer between a command and its driver.
+/// Inserts the fault layer between a command and its driver.
 fn with_layer(command: &mut Command) {
     command.env("VK_INSTANCE_LAYERS", "VK_LAYER_UNICORN_fault");
     command.env("VK_ADD_LAYER_PATH", root().join("tests/fault_layer"));
     command.env("LD_LIBRARY_PATH", example("fault_layer").parent().expect("a folder"));
 }
 
-/// A server whose driver's calls fail from the moment that the test says so.
+/// A server whose Vulkan calls can be made to fail.
 struct Faulty {
     folder: tempfile::TempDir,
     server: Daemon,
@@ -44,14 +44,14 @@ impl Faulty {
         Faulty { folder, server }
     }
 
-    /// Lets calls fail from now on, counted from here.
+    /// Makes calls fail from now on. The numbers of the calls in `faults` count from here.
     fn arm(&self, faults: &str) {
         let partial = self.folder.path().join("partial");
         fs::write(&partial, faults).expect("written");
         fs::rename(partial, self.folder.path().join("faults")).expect("renamed");
     }
 
-    /// A chat of twelve tokens at most.
+    /// A chat with at most twelve tokens.
     fn ask(&self, more: Value) -> (u16, String) {
         let messages = json!([{"role": "user", "content": "Hello"}]);
         let mut body = json!({"messages": messages, "max_tokens": 12, "temperature": 0});
@@ -86,9 +86,9 @@ impl Faulty {
 }
 
 #[test]
-fn a_call_that_has_no_memory_for_a_moment_is_noticed_by_nobody() {
+fn calls_that_lack_memory_for_a_moment_are_retried_without_errors() {
     let mut faulty = Faulty::start();
-    // The probe fails, which health sends if there was no step yet.
+    // Before the first step, `/health` sends a probe, and all of its calls fail once.
     let probed = "begin:1=OUT_OF_DEVICE_MEMORY, end:1=OUT_OF_HOST_MEMORY, submit:1=OUT_OF_DEVICE_MEMORY";
     faulty.arm(&format!("{probed}, wait:1=OUT_OF_HOST_MEMORY"));
     assert_eq!(faulty.health(), (200, json!({"status": "ok"})));
@@ -100,7 +100,7 @@ fn a_call_that_has_no_memory_for_a_moment_is_noticed_by_nobody() {
     faulty.arm("");
     let (free, chosen) = (faulty.answer(json!({})), faulty.answer(choice()));
     assert!(free.trim().len() > 1 && chosen.len() > 1, "{free:?}, {chosen:?}");
-    // Every other recording fails: first one of a step's parts, and in the end all of them.
+    // Every second recording fails, so that each part of a step fails at some time.
     let every_other = (0..200).map(|n| format!("end:{}=OUT_OF_DEVICE_MEMORY", 2 * n + 1)).collect::<Vec<_>>();
     for faults in [
         "submit:4=OUT_OF_DEVICE_MEMORY",
@@ -122,13 +122,13 @@ fn a_call_that_has_no_memory_for_a_moment_is_noticed_by_nobody() {
     assert_eq!(faulty.server.exit_code(), Some(0), "{:#?}", faulty.server.log);
     let log = faulty.server.log.join("\n") + &faulty.server.rest_of_log();
     assert!(!log.contains("ERROR"), "{log}");
-    // The log reports the shortage, but not every time.
+    // The log reports the shortage, but not each time.
     let said = log.lines().filter(|l| l.contains("WARN") && l.contains("had no memory")).count();
     assert!((1..12).contains(&said), "{said} times: {log}");
 }
 
 #[test]
-fn a_driver_that_has_no_memory_for_long_ends_a_command_that_says_so() {
+fn a_driver_without_memory_for_long_ends_the_command_with_an_error() {
     let folder = tiny_model();
     let model = folder.path().to_str().expect("UTF-8");
     let generate = ["generate", "--model", model, "--prompt", "Hello", "--allow-software-vulkan"];
@@ -144,7 +144,7 @@ fn a_driver_that_has_no_memory_for_long_ends_a_command_that_says_so() {
 }
 
 #[test]
-fn an_address_where_no_memory_can_be_is_a_driver_without_memory() {
+fn an_invalid_buffer_address_is_reported_as_a_driver_without_memory() {
     const DEVICE: i32 = 75;
     let folder = tiny_model();
     let model = folder.path().to_str().expect("UTF-8");
@@ -161,7 +161,7 @@ fn an_address_where_no_memory_can_be_is_a_driver_without_memory() {
 }
 
 #[test]
-fn a_device_that_is_lost_amid_an_answer_comes_back_and_the_answer_goes_on() {
+fn a_device_lost_during_answers_is_recovered_and_the_answers_continue() {
     const STREAMS: u32 = 8;
 
     for (faults, why) in [
@@ -172,7 +172,7 @@ fn a_device_that_is_lost_amid_an_answer_comes_back_and_the_answer_goes_on() {
         ("submit:12=HANG", "the GPU hangs"),
     ] {
         let mut faulty = Faulty::start();
-        // Half of them are streamed, and half drawn at random.
+        // Half of the answers are streamed, and half are sampled at a temperature of 1.
         let all = || -> Vec<String> {
             let ask = |n: u32| {
                 let messages = json!([{"role": "user", "content": format!("Tell me about the number {n}.")}]);
@@ -198,7 +198,7 @@ fn a_device_that_is_lost_amid_an_answer_comes_back_and_the_answer_goes_on() {
 }
 
 #[test]
-fn a_soak_that_loses_the_device_finds_every_answer_equal_and_nothing_left() {
+fn a_soak_that_loses_the_device_finds_equal_answers_and_no_leak() {
     let mut faulty = Faulty::start();
     let (url, pid) = (faulty.server.url(), faulty.server.pid().to_string());
     let faults = faulty.folder.path().join("faults");
@@ -224,7 +224,7 @@ fn a_soak_that_loses_the_device_finds_every_answer_equal_and_nothing_left() {
 }
 
 #[test]
-fn a_prompt_that_loses_the_device_again_fails_alone() {
+fn the_binary_fails_only_a_prompt_that_loses_the_device_twice() {
     let mut faulty = Faulty::start();
     let expected = faulty.answer(json!({"max_tokens": 60}));
     let poison = json!([{"role": "user", "content": "Zebras quiz xylophones"}]);
@@ -253,11 +253,11 @@ fn a_prompt_that_loses_the_device_again_fails_alone() {
     assert_eq!(faulty.server.exit_code(), Some(0), "{:#?}", faulty.server.log);
 }
 
-/// A word that the self-test fills its results with, on the host too.
+/// The self-test fills its results with this word first, also on the host.
 const POISON: u32 = 0x7fc0_5e1f;
 
 #[test]
-fn a_device_that_computes_nothing_does_not_serve() {
+fn a_server_on_a_device_that_computes_nothing_does_not_start() {
     const WRONG: i32 = 76;
     let folder = tiny_model();
     let model = folder.path().to_str().expect("UTF-8");
@@ -276,11 +276,11 @@ fn a_device_that_computes_nothing_does_not_serve() {
 }
 
 #[test]
-fn a_device_that_goes_wrong_is_noticed_by_the_probe_and_comes_back() {
+fn a_probe_finds_wrong_results_and_the_device_is_recovered() {
     let mut faulty = Faulty::start();
     let started = faulty.server.line("self-test ");
     assert!(started.contains(" kernels in ") && started.contains("no layer values"), "{started}");
-    // No step was yet, so that health sends a probe.
+    // There was no step yet, so `/health` sends a probe.
     faulty.arm("submit:1=DROPPED");
     let (status, health) = faulty.health();
     assert_eq!((status, &health["status"]), (503, &json!("recovering")), "{health}");
@@ -293,7 +293,7 @@ fn a_device_that_goes_wrong_is_noticed_by_the_probe_and_comes_back() {
 }
 
 #[test]
-fn a_device_that_stays_wrong_ends_the_server() {
+fn a_device_that_stays_wrong_after_recovery_ends_the_server() {
     const DEVICE: i32 = 75;
     let mut faulty = Faulty::start();
     faulty.arm("submit:1+=DROPPED");
@@ -306,7 +306,7 @@ fn a_device_that_stays_wrong_ends_the_server() {
 }
 
 #[test]
-fn a_device_that_does_not_come_back_ends_all_answers_and_then_the_server() {
+fn a_device_that_cannot_be_recovered_ends_all_answers_and_the_server() {
     const DEVICE: i32 = 75;
     for (i, (faults, why)) in [
         ("submit:6+=DEVICE_LOST", "the GPU was lost"),
@@ -328,7 +328,7 @@ fn a_device_that_does_not_come_back_ends_all_answers_and_then_the_server() {
         let message = last["error"]["message"].as_str().expect("why");
         assert!(message.contains(why), "{faults}: {message}");
 
-        // Nobody asks the server to end here. If somebody does, the failure is not the reason for its end.
+        // In one case the server gets SIGTERM as well. Its exit code must still report the failure.
         if i % 3 == 0 {
             faulty.server.signal("TERM");
         }
@@ -341,7 +341,7 @@ fn a_device_that_does_not_come_back_ends_all_answers_and_then_the_server() {
 }
 
 #[test]
-fn a_device_that_hangs_gives_systemd_no_sign_of_life() {
+fn a_server_whose_device_hangs_sends_no_watchdog_signals_to_systemd() {
     let (systemd, watchdog) = (Systemd::new(), Duration::from_secs(3));
     let faulty = Faulty::start_as(|command| {
         systemd.supervise(command, watchdog);
@@ -350,12 +350,12 @@ fn a_device_that_hangs_gives_systemd_no_sign_of_life() {
     systemd.wait_for("READY=1");
     systemd.wait_for("WATCHDOG=1");
     faulty.arm("submit:1+=HANG");
-    // The last step counts as a sign of life for five seconds.
+    // `/health` reports `unresponsive` five seconds after the last step.
     while faulty.health().1["status"] != "unresponsive" {
         std::thread::sleep(Duration::from_millis(100));
     }
-    while systemd.hears(Duration::from_millis(1)).is_some() {}
-    // One more sign may have been on its way: there are three in the watchdog's time.
-    systemd.hears(watchdog / 2);
-    assert_eq!(systemd.hears(2 * watchdog), None);
+    while systemd.next_message(Duration::from_millis(1)).is_some() {}
+    // One more signal may already be on its way: systemd gets three within the watchdog time.
+    systemd.next_message(watchdog / 2);
+    assert_eq!(systemd.next_message(2 * watchdog), None);
 }

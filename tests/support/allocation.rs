@@ -1,9 +1,9 @@
-//! An allocator that counts what each thread holds, so that parsers can be held to bounds of memory.
+//! An allocator that counts the bytes that each thread holds, so that tests can limit the memory of parsers.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
-/// The system's allocator, and how much of it each thread holds.
+/// The system's allocator, with a count of the bytes that each thread holds.
 struct Counting;
 
 thread_local! {
@@ -13,7 +13,7 @@ thread_local! {
 
 impl Counting {
     fn add(bytes: isize) {
-        // A thread that ends has no counter any more; nothing is measured there.
+        // A thread that is ending has no counter, and nothing is measured there.
         let _ = HELD.try_with(|held| {
             held.set(held.get() + bytes);
             let _ = PEAK.try_with(|peak| peak.set(peak.get().max(held.get())));
@@ -21,30 +21,30 @@ impl Counting {
     }
 }
 
-// SAFETY: each call goes to the system's allocator as it came, and counting allocates nothing.
+// SAFETY: each call is passed to the system's allocator unchanged, and counting allocates nothing.
 unsafe impl GlobalAlloc for Counting {
-    // SAFETY: the caller's promises are those that `System` asks for.
+    // SAFETY: the caller upholds the contract of `GlobalAlloc`, which is that of `System`.
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         Self::add(layout.size() as isize);
         // SAFETY: as above.
         unsafe { System.alloc(layout) }
     }
 
-    // SAFETY: the caller's promises are those that `System` asks for.
+    // SAFETY: the caller upholds the contract of `GlobalAlloc`, which is that of `System`.
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         Self::add(layout.size() as isize);
         // SAFETY: as above.
         unsafe { System.alloc_zeroed(layout) }
     }
 
-    // SAFETY: the caller's promises are those that `System` asks for.
+    // SAFETY: the caller upholds the contract of `GlobalAlloc`, which is that of `System`.
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
         Self::add(-(layout.size() as isize));
         // SAFETY: as above.
         unsafe { System.dealloc(pointer, layout) }
     }
 
-    // SAFETY: the caller's promises are those that `System` asks for.
+    // SAFETY: the caller upholds the contract of `GlobalAlloc`, which is that of `System`.
     unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         Self::add(size as isize - layout.size() as isize);
         // SAFETY: as above.
@@ -55,7 +55,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// What `run` returns, and the most bytes that this thread held beyond those it held before.
+/// Runs `run`. Returns its result, and the peak number of bytes that this thread held in addition to those before.
 pub fn peak_allocation<T>(run: impl FnOnce() -> T) -> (T, usize) {
     let before = HELD.get();
     PEAK.set(before);
@@ -63,11 +63,11 @@ pub fn peak_allocation<T>(run: impl FnOnce() -> T) -> (T, usize) {
     (result, (PEAK.get() - before).max(0) as usize)
 }
 
-/// What a parser may hold beyond its input's own size times 12, where a suite has no reason for more.
+/// The number of bytes that a parser may hold in addition to 12 times the size of its input.
 pub const PARSER_BYTES: usize = 64 << 10;
 
-/// What `run` returns on damaged input of `len` bytes, and the most bytes that it held; panics where that is more than
-/// 12 times `len` and `fixed`. `what` names the input.
+/// Runs `run` on damaged input of `len` bytes. Returns its result and its peak number of bytes. Panics if the peak is
+/// larger than 12 times `len` plus `fixed`. `what` names the input.
 pub fn bounded_allocation<T>(
     len: usize,
     fixed: usize,

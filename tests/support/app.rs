@@ -1,4 +1,4 @@
-//! A server over the scripted runner and the mini tokenizer: the app that tests of the API ask.
+//! A server with the scripted runner and the mini tokenizer, for tests of the API.
 
 use std::sync::{Arc, Mutex, Once};
 use std::time::Duration;
@@ -12,13 +12,13 @@ use unicorn::session::Service;
 use super::fake_runner::{Control, FakeRunner, HANG, LIMITS, Script, says};
 use super::tokenizers::{gemma_template, tokenizer};
 
-/// The id that the app serves its model by.
+/// The model's id in the API.
 pub const MODEL: &str = "makers/tiny-gemma";
 
-/// Gemma's `<end_of_turn>`: the id that ends an answer.
+/// Gemma's `<end_of_turn>`, the id that ends an answer.
 pub const END_OF_TURN: u32 = 106;
 
-/// Sampling options of the model, for requests that name none.
+/// The model's sampling options, for requests without their own.
 pub const DEFAULTS: SamplingOptions = SamplingOptions {
     temperature: Some(0.9),
     top_k: Some(64),
@@ -29,7 +29,7 @@ pub const DEFAULTS: SamplingOptions = SamplingOptions {
     frequency_penalty: None,
 };
 
-/// Bounds of the server, short enough for a test to reach them.
+/// Limits of the server, small enough for tests to reach them.
 pub const OPTIONS: Options = Options {
     max_body_bytes: 64 << 10,
     body_stall: Duration::from_secs(2),
@@ -44,7 +44,7 @@ pub const OPTIONS: Options = Options {
     lost_log_lines: || 0,
 };
 
-/// A server, its routes, and what stands behind them.
+/// A server, its routes, its engine, and the control of its runner.
 pub struct App {
     pub router: Router,
     pub server: Arc<Server>,
@@ -52,36 +52,36 @@ pub struct App {
     pub control: Control,
 }
 
-/// A small model: one sequence at a time, in a context of 600 tokens.
+/// The limits of a small model: one sequence at a time, and a context of 600 tokens.
 pub fn limits() -> Limits {
     let kv = KvLimits { full_blocks: 150, ..LIMITS.kv };
     Limits { max_batch_tokens: 32, kv, max_context: 600, max_sequences: 1, ..LIMITS }
 }
 
-/// A model that answers as the script says.
+/// An app whose model answers as the script says.
 pub fn app(script: Script) -> App {
     app_with(limits(), OPTIONS, DEFAULTS, script)
 }
 
-/// The app of [`app`], with bounds and defaults of the caller's.
+/// Like [`app`], with the caller's limits, options and defaults.
 pub fn app_with(limits: Limits, options: Options, defaults: SamplingOptions, script: Script) -> App {
     let server = Server::new(MODEL, options, AccessPolicy::default());
     loaded(server, limits, defaults, script)
 }
 
-/// A model behind a door, that answers with `text` whoever may come in; two at once.
-pub fn app_behind(door: AccessPolicy, text: &str) -> App {
+/// An app with this access policy, whose model answers with `text`. It runs two sequences at the same time.
+pub fn app_behind(policy: AccessPolicy, text: &str) -> App {
     let ids = tokenizer().encode(text, false).expect("encodes");
     let more = Limits { max_sequences: 2, ..limits() };
-    loaded(Server::new(MODEL, OPTIONS, door), more, DEFAULTS, says(&ids, END_OF_TURN))
+    loaded(Server::new(MODEL, OPTIONS, policy), more, DEFAULTS, says(&ids, END_OF_TURN))
 }
 
-/// `server` with the scripted model loaded; the engine's queue has two places.
+/// `server` with the scripted model loaded. The engine's queue has two places.
 pub fn loaded(server: Arc<Server>, limits: Limits, defaults: SamplingOptions, script: Script) -> App {
     loaded_with_queue(2, server, limits, defaults, script)
 }
 
-/// The app of [`loaded`], with `queue` places in the engine's queue.
+/// Like [`loaded`], with `queue` places in the engine's queue.
 pub fn loaded_with_queue(
     queue: usize,
     server: Arc<Server>,
@@ -97,9 +97,9 @@ pub fn loaded_with_queue(
     App { router: api::router(Arc::clone(&server)), server, engine, control }
 }
 
-/// Gives the process a subscriber that takes every event and keeps none. `tracing` remembers of each place that logs
-/// whether any subscriber is interested; a place that one thread meets just as another sets up its own subscriber would
-/// be remembered as silent, and be missing in that log.
+/// Installs a global subscriber that accepts every event and records none. `tracing` caches for each call site whether
+/// any subscriber is interested. Without the global subscriber, a call site that runs while another thread sets up its
+/// own subscriber could be cached as disabled, and be missing in that thread's log.
 pub fn listen_everywhere() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
@@ -107,29 +107,29 @@ pub fn listen_everywhere() {
     });
 }
 
-/// A model that answers everything with `text`.
+/// An app whose model answers everything with `text`.
 pub fn app_that_says(text: &str) -> App {
     let ids = tokenizer().encode(text, false).expect("encodes");
     app(says(&ids, END_OF_TURN))
 }
 
-/// A model that says "a" for ever, two at once.
+/// An app whose model repeats "a" without end. It runs two sequences at the same time.
 pub fn endless() -> App {
     let kv = KvLimits { full_blocks: 2500, ..limits().kv };
     let limits = Limits { max_sequences: 2, max_draws: 2, max_context: 4000, kv, ..limits() };
     let a = tokenizer().encode("a", false).expect("encodes")[0];
-    // It is the clients that go, and no timeout.
+    // Only the clients end requests, because the timeout is too long for a test.
     let options = Options { body_stall: 4 * HANG, ..OPTIONS };
     loaded(Server::new(MODEL, options, AccessPolicy::default()), limits, DEFAULTS, says(&[], a))
 }
 
-/// The routes of a server that answers everything with `text`, for as many as ask, and how many ids it draws for that.
+/// The routes of a server that answers everything with `text`, and the number of ids that it samples for an answer.
 pub fn router_that_says(text: &str) -> (Router, usize) {
     let ids = tokenizer().encode(text, false).expect("encodes");
     (app_behind(AccessPolicy::default(), text).router, ids.len() + 1)
 }
 
-/// The routes of a server that answers everything with `text`, in a context for long prompts, and keeps many waiting.
+/// The routes of a server that answers everything with `text`, with a long context and a long queue.
 pub fn router_for_many(text: &str) -> Router {
     let ids = tokenizer().encode(text, false).expect("encodes");
     let kv = KvLimits { full_blocks: 2500, ..limits().kv };
@@ -138,19 +138,19 @@ pub fn router_for_many(text: &str) -> Router {
     loaded_with_queue(64, server, limits, DEFAULTS, says(&ids, END_OF_TURN)).router
 }
 
-/// A model that says `text`, and the ids of the last prompt that it saw.
+/// An app whose model answers with `text`, and the ids of the last prompt that it got.
 pub fn app_that_shows_its_prompt(text: &str) -> (App, Arc<Mutex<Vec<u32>>>) {
     let (script, seen) = shows_its_prompt(text);
     (app(script), seen)
 }
 
-/// A script that says `text`, and the ids of the last prompt that it saw.
+/// A script that answers with `text`, and the ids of the last prompt that it got.
 pub fn shows_its_prompt(text: &str) -> (Script, Arc<Mutex<Vec<u32>>>) {
     let mut answer = says(&tokenizer().encode(text, false).expect("encodes"), END_OF_TURN);
     let seen: Arc<Mutex<Vec<u32>>> = Arc::default();
     let (record, mut last) = (Arc::clone(&seen), Vec::new());
     let script: Script = Box::new(move |tokens, draw| {
-        // Each call but the first of an answer sees what the one before it drew.
+        // Later calls of the same answer get the ids of the previous call and the sampled id.
         if tokens != last {
             *record.lock().expect("no test panics with it") = tokens.to_vec();
         }

@@ -1,4 +1,4 @@
-//! Small checkpoints, what tests look up in checkpoints, and damage to their files.
+//! Small checkpoints, helpers to read checkpoints, and damage to their files.
 
 use std::path::Path;
 
@@ -24,7 +24,7 @@ pub fn tiny_model() -> tempfile::TempDir {
     folder
 }
 
-/// A folder of pulled models with `org/tiny`, whose snapshot has these files.
+/// A folder of pulled models that holds `org/tiny` with these files.
 pub fn pulled(files: &[(&str, &[u8])]) -> tempfile::TempDir {
     let commit = "0123456789abcdef0123456789abcdef01234567";
     let folder = tempfile::tempdir().expect("a folder");
@@ -49,7 +49,7 @@ pub fn sha256(values: &[f32]) -> String {
     Sha256::digest(le_bytes(values)).iter().map(|b| format!("{b:02x}")).collect()
 }
 
-/// The values of a tensor, and the same by way of the integers and scales that the device gets.
+/// The values of a tensor, read directly and through the integers and scales that the device gets.
 pub fn values_both_ways(tensor: &Tensor) -> (Vec<f32>, Vec<f32>) {
     let values = tensor.to_f32().unwrap();
     let (scheme, cols) = (tensor.scheme().unwrap(), tensor.cols());
@@ -65,12 +65,12 @@ pub fn values_both_ways(tensor: &Tensor) -> (Vec<f32>, Vec<f32>) {
     (values, again)
 }
 
-/// A safetensors file of a header and its data.
+/// A safetensors file with this header and data.
 pub fn with_header(header: &str, bytes: &[u8]) -> Vec<u8> {
     [&(header.len() as u64).to_le_bytes(), header.as_bytes(), bytes].concat()
 }
 
-/// Reads everything there is to read of a checkpoint that may be damaged.
+/// Reads as much as possible of a checkpoint that may be damaged.
 pub fn read_all(folder: &Path) -> Result<usize, String> {
     let checkpoint = Checkpoint::open(&ModelFiles::open(folder).unwrap()).map_err(|e| e.to_string())?;
     for tensor in checkpoint.iter() {
@@ -90,7 +90,7 @@ pub fn read_all(folder: &Path) -> Result<usize, String> {
     Ok(checkpoint.iter().len())
 }
 
-/// Changes a safetensors file: a byte of its data or a value of its header, which stays JSON mostly.
+/// Changes a safetensors file: a byte of its data, or a value of its header, which usually stays valid JSON.
 pub fn mutate(file: &[u8], rng: &mut ChaCha8Rng) -> Vec<u8> {
     let length = u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;
     let (header, data) = (&file[8..8 + length], &file[8 + length..]);
@@ -139,7 +139,7 @@ pub fn mutate(file: &[u8], rng: &mut ChaCha8Rng) -> Vec<u8> {
                     *offset = json!(number);
                 }
             }
-            // What most damage is, and what gets past the header.
+            // Most damage is of this kind, because it passes the header.
             _ if !data.is_empty() => {
                 let at = rng.random_range(0..data.len());
                 data[at] ^= 1 << rng.random_range(0..8);
@@ -153,7 +153,7 @@ pub fn mutate(file: &[u8], rng: &mut ChaCha8Rng) -> Vec<u8> {
     with_header(&header.to_string(), &data)
 }
 
-/// Looks tensors up by name, which the product does not: it walks all of them.
+/// Lookup of tensors by name. The product does not need it, because it reads all tensors.
 pub trait ByName {
     fn get(&self, name: &str) -> Option<Tensor<'_>>;
 }
@@ -172,7 +172,7 @@ pub fn plain<'a>(tensor: &Tensor<'a>) -> Option<(DType, &'a [u8])> {
     }
 }
 
-/// The least and the largest integer that a scheme stores; `None` for floating-point weights.
+/// The smallest and the largest integer that a scheme stores. `None` for floating-point weights.
 pub fn integers(scheme: Scheme) -> Option<(i8, i8)> {
     match scheme {
         Scheme::F32 | Scheme::F16 | Scheme::Bf16 => None,

@@ -1,4 +1,4 @@
-//! `unicorn serve` as a process of its own, on a small model and a free port.
+//! `unicorn serve` as a process, with a small model on a free port.
 
 use std::io::{PipeReader, PipeWriter, Read, Write};
 use std::net::TcpStream;
@@ -13,11 +13,11 @@ use super::checkpoints::tiny_model;
 use super::fake_runner::HANG;
 use super::program::unicorn_on_software;
 
-/// A server on the small model and a port of its own. It ends also where the test fails.
+/// A running server with a small model. It is killed on drop, also when the test fails.
 pub struct Daemon {
     child: Child,
     address: String,
-    /// What it has said so far, and where the rest comes from.
+    /// The log lines read until now. The rest is in `stderr`.
     pub log: Vec<String>,
     stderr: Option<PipeReader>,
     _model: Option<TempDir>,
@@ -28,7 +28,7 @@ impl Daemon {
         Self::start_as(args, |_| {})
     }
 
-    /// Waits until it is ready. `with` may change how it is started.
+    /// Starts a server and waits until it is ready. `with` may change the command.
     pub fn start_as(args: &[&str], with: impl FnOnce(&mut Command)) -> Self {
         let model = tiny_model();
         let mut daemon = Self::start_model(model.path(), args, with);
@@ -36,14 +36,14 @@ impl Daemon {
         daemon
     }
 
-    /// A server on another model.
+    /// Like [`Daemon::start_as`], with another model.
     pub fn start_model(model: &Path, args: &[&str], with: impl FnOnce(&mut Command)) -> Self {
         let mut daemon = Self::begin(model, args, with);
         daemon.wait_for_line("ready: http");
         daemon
     }
 
-    /// A server that listens and has not loaded its model yet.
+    /// Starts a server and waits until it listens. The model is not loaded yet.
     pub fn begin(model: &Path, args: &[&str], with: impl FnOnce(&mut Command)) -> Self {
         let path = model.to_str().expect("UTF-8");
         let all =
@@ -53,7 +53,7 @@ impl Daemon {
         let (reader, writer): (PipeReader, PipeWriter) = std::io::pipe().expect("a pipe");
         command.stderr(writer);
         let child = command.spawn().expect("runs");
-        // The command has the pipe's other end, which is to close with the child.
+        // The command holds the write end of the pipe, which must close when the child ends.
         drop(command);
         let mut daemon =
             Self { child, address: String::new(), log: Vec::new(), stderr: Some(reader), _model: None };
@@ -63,16 +63,16 @@ impl Daemon {
         daemon
     }
 
-    /// The next line of the log with `part` in it.
+    /// Reads the log up to the next line that contains `part`, and returns that line.
     pub fn wait_for_line(&mut self, part: &str) -> String {
         let reader = self.stderr.as_mut().expect("the log is read");
         loop {
-            // Byte by byte: what comes later stays in the pipe.
+            // Reads byte by byte, so that later lines stay in the pipe.
             let (mut line, mut byte) = (Vec::new(), [0]);
             while reader.read(&mut byte).expect("the log can be read") == 1 && byte[0] != b'\n' {
                 line.push(byte[0]);
             }
-            assert!(!(line.is_empty() && byte[0] != b'\n'), "never said {part:?}: {:#?}", self.log);
+            assert!(!(line.is_empty() && byte[0] != b'\n'), "no log line contains {part:?}: {:#?}", self.log);
             let line = String::from_utf8_lossy(&line).into_owned();
             self.log.push(line.clone());
             if line.contains(part) {
@@ -81,14 +81,14 @@ impl Daemon {
         }
     }
 
-    /// The first line of the log with `part` in it, which may have come already: the device process and the server write
-    /// to one log, in no order.
+    /// The first line of the log that contains `part`. It may already have been read, because the device process and
+    /// the server write to one log in no fixed order.
     pub fn line(&mut self, part: &str) -> String {
-        let said = self.log.iter().find(|line| line.contains(part)).cloned();
-        said.unwrap_or_else(|| self.wait_for_line(part))
+        let found = self.log.iter().find(|line| line.contains(part)).cloned();
+        found.unwrap_or_else(|| self.wait_for_line(part))
     }
 
-    /// The base address of its API.
+    /// The base URL of its API.
     pub fn url(&self) -> String {
         format!("http://{}/v1", self.address)
     }
@@ -97,7 +97,7 @@ impl Daemon {
         self.child.id()
     }
 
-    /// The process id of its device process, once that was started.
+    /// The process id of its device process. Waits until that is started.
     pub fn device_process(&self) -> String {
         let is_device_process = |pid: &&str| {
             let line = std::fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
@@ -116,22 +116,22 @@ impl Daemon {
         }
     }
 
-    /// `SIGNAL`, as `kill` has it, for its device process.
+    /// Sends a signal, named as for `kill`, to its device process.
     pub fn signal_device(&self, signal: &str) {
         signal_process(signal, &self.device_process());
     }
 
-    /// Nobody reads its log any more.
+    /// Closes the read end of the log's pipe.
     pub fn close_log(&mut self) {
         self.stderr = None;
     }
 
-    /// `SIGNAL` as `kill` has it.
+    /// Sends a signal, named as for `kill`.
     pub fn signal(&self, signal: &str) {
         signal_process(signal, &self.child.id().to_string());
     }
 
-    /// Its exit code, once it has ended.
+    /// Waits for its end. Returns its exit code.
     pub fn exit_code(&mut self) -> Option<i32> {
         let since = Instant::now();
         loop {
@@ -143,14 +143,14 @@ impl Daemon {
         }
     }
 
-    /// What it said that nobody has read, once it has ended.
+    /// The part of the log that was not read yet. The server must have ended.
     pub fn rest_of_log(&mut self) -> String {
         let mut rest = Vec::new();
         self.stderr.take().expect("the log is read").read_to_end(&mut rest).expect("read");
         String::from_utf8_lossy(&rest).into_owned()
     }
 
-    /// One request over one connection: the status, and the body as it stands on the wire.
+    /// Sends one request over a new connection. Returns the status and the raw body.
     pub fn exchange(&self, method: &str, path: &str, fields: &[(&str, &str)], body: &str) -> (u16, String) {
         let mut client = TcpStream::connect(&self.address).expect("connects");
         client.set_read_timeout(Some(HANG)).expect("set");
@@ -164,7 +164,7 @@ impl Daemon {
         (head.split(' ').nth(1).and_then(|s| s.parse().ok()).expect(head), body.to_owned())
     }
 
-    /// An answer of a few tokens, always the same one; or its stream.
+    /// Requests a short chat, whole or streamed. The seed is fixed, so the answer is always the same.
     pub fn ask(&self, fields: &[(&str, &str)], stream: bool) -> (u16, String) {
         let messages = json!([{"role": "user", "content": "Hello"}]);
         let body =
@@ -172,17 +172,17 @@ impl Daemon {
         self.exchange("POST", "/v1/chat/completions", fields, &body.to_string())
     }
 
-    /// A number that `/metrics` has.
+    /// A value from `/metrics`.
     pub fn metric(&self, name: &str) -> f64 {
         number_of(name, &self.scrape())
     }
 
-    /// A number that `/metrics` has from the process with the model, which may be late on a busy machine.
+    /// A value from `/metrics` that the device process reports, which may take time on a busy machine.
     pub fn metric_of_device(&self, name: &str) -> f64 {
         number_of(name, &self.scrape_with("unicorn_gpu_dispatches_total"))
     }
 
-    /// The first scrape with this metric, which waits for another process, or for a reading.
+    /// The first scrape that contains this metric. Another process may still have to report it.
     pub fn scrape_with(&self, metric: &str) -> String {
         let since = Instant::now();
         loop {
@@ -203,12 +203,12 @@ impl Daemon {
 }
 
 fn signal_process(signal: &str, pid: &str) {
-    // The shell's own: a program of that name is not on every machine.
+    // The shell's builtin, because not every machine has a `kill` program.
     let kill = format!("kill -{signal} {pid}");
     assert!(Command::new("sh").args(["-c", &kill]).status().expect("sh runs").success());
 }
 
-/// A metric's number in a scrape.
+/// The value of a metric in a scrape.
 pub fn number_of(name: &str, scrape: &str) -> f64 {
     let line = scrape.lines().find(|line| line.starts_with(name));
     let line = line.unwrap_or_else(|| panic!("{name}: {scrape}"));

@@ -1,21 +1,21 @@
-//! Readings of damaged files: each is an error in one short line, or a success, within bounded memory.
+//! Results of reading damaged files. Each must be a success or a short error of one line, within bounded memory.
 
 use std::fmt::Arguments;
 
 use super::{PARSER_BYTES, bounded_allocation};
 
-/// The outcomes of the readings so far.
+/// The results until now.
 #[derive(Default)]
 pub struct DamagedReadings {
     pub read: usize,
     pub refused: usize,
-    /// The most bytes that a reading held.
+    /// The largest peak of memory of a reading, in bytes.
     pub most_bytes: usize,
 }
 
 impl DamagedReadings {
-    /// Runs `read` on damaged input of `len` bytes, and counts the outcome. `what` names the input. Panics if `read`
-    /// held too many bytes, or if its error is no single line of bounded length.
+    /// Runs `read` on damaged input of `len` bytes, and counts the result. `what` names the input. Panics if `read`
+    /// held too many bytes, or if its error is not a single short line.
     pub fn add<T>(&mut self, len: usize, what: Arguments, read: impl FnOnce() -> Result<T, String>) {
         let (outcome, peak) = bounded_allocation(len, PARSER_BYTES, what, read);
         self.most_bytes = self.most_bytes.max(peak);

@@ -1,4 +1,4 @@
-//! The demo model's folder, and the goldens of its question set (`tests/data/demo/README.md`).
+//! The demo model's folder, and the goldens of its questions (`tests/data/demo/README.md`).
 
 use std::sync::OnceLock;
 
@@ -6,19 +6,19 @@ use serde::Deserialize;
 
 use super::{data, root};
 
-/// The engine's largest logit error allowed here, as for the reference checkpoints.
+/// The largest allowed error of a logit, as for the reference checkpoints.
 pub const BOUND: f32 = 1e-3;
 
 /// `<eos>` and `<end_of_turn>` of the demo model.
 pub const STOP: [u32; 2] = [1, 6];
 
-/// The shipped weights that the goldens belong to.
+/// Identifies the shipped weights that the goldens belong to.
 #[derive(Deserialize)]
 pub struct About {
     pub model_sha256: String,
 }
 
-/// A question of the set, with PyTorch's answer.
+/// A question, with PyTorch's answer.
 #[derive(Deserialize)]
 pub struct Answer {
     pub id: String,
@@ -47,12 +47,13 @@ pub fn goldens() -> &'static Answers {
     })
 }
 
-/// Prompts of the quick questions that are no longer than `most`.
+/// Prompts of the quick questions, of at most `most` ids.
 pub fn quick_prompts(most: usize) -> impl Iterator<Item = &'static [u32]> {
     goldens().answers.iter().filter(move |a| a.quick && a.prompt.len() <= most).map(|a| &a.prompt[..])
 }
 
-/// Prompts and answers, stop ids left out, of every accepted question of a category.
+/// The prompts of a category's accepted questions whose answers have a clear margin, and those answers without stop
+/// ids.
 pub fn answered(category: &str) -> Vec<(&'static [u32], Vec<u32>)> {
     let of =
         goldens().answers.iter().filter(|a| a.category == category && a.accepted && a.margin > 2.0 * BOUND);

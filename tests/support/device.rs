@@ -1,12 +1,12 @@
-//! The device that tests run on.
+//! The Vulkan device that tests run on.
 
 use std::sync::{Arc, Mutex, OnceLock};
 
 use unicorn::gpu::{Device, DevicePolicy, Rehearsal};
 
-/// The choice of the device that every test runs on: the one that `UNICORN_TEST_DEVICE` names, else the best GPU, else
-/// software Vulkan. The validation layer is on, and its every message fails the test that waits next;
-/// `UNICORN_TEST_VALIDATION=0` is for machines that have no such layer.
+/// The policy that chooses the device for every test: the device in `UNICORN_TEST_DEVICE`, or else the best GPU, or
+/// else software Vulkan. The validation layer is on, and any of its messages fails the next wait. On machines without
+/// that layer, set `UNICORN_TEST_VALIDATION=0`.
 pub fn policy() -> DevicePolicy {
     DevicePolicy {
         device: std::env::var("UNICORN_TEST_DEVICE").ok(),
@@ -16,12 +16,12 @@ pub fn policy() -> DevicePolicy {
     }
 }
 
-/// The device of [`policy`]: one and the same for all of a test, which is a thread. It is opened once for many tests,
-/// and as often as tests run side by side. A driver that computes on the CPU has one thread for each.
+/// The device of [`policy`]. A test, which is a thread, always gets the same one. Tests share up to four open devices,
+/// and at most one for each CPU core. A driver that computes on the CPU has one thread for each device.
 pub fn device() -> Arc<Device> {
     const MOST: usize = 4;
     static OPENED: [OnceLock<Arc<Device>>; MOST] = [const { OnceLock::new() }; MOST];
-    /// How many tests have each.
+    /// The number of tests that use each device.
     static USERS: Mutex<[usize; MOST]> = Mutex::new([0; MOST]);
 
     struct Mine(usize);
@@ -43,7 +43,7 @@ pub fn device() -> Arc<Device> {
 
     let open = || {
         let device = Device::open(&policy()).unwrap_or_else(|e| panic!("{e}"));
-        // For a layer that checks addresses.
+        // Separate buffers let a layer that checks addresses find accesses out of bounds.
         let separate_buffers = std::env::var_os("UNICORN_TEST_BUFFERS_APART").is_some();
         device.rehearse(Rehearsal { separate_buffers, ..Rehearsal::default() });
         device

@@ -1,35 +1,34 @@
-//! Runs sequences on a model as the engine does, step by step, without its thread and its clock.
+//! Runs sequences on a model step by step as the engine does, but without its thread and its clock.
 
 use std::collections::{HashMap, VecDeque};
 
 use unicorn::engine::{self, DraftTotals, Drafts, EngineError, Pace, Scheduler, SchedulerConfig, Sequence};
 use unicorn::model::{Limits, Logprobs, Runner, SamplingParams};
 
-/// A run to be held to account: what was answered, and how.
+/// The results of a run.
 #[derive(Debug, Default)]
 pub struct Run {
-    /// By sequence; stop ids left out.
+    /// By sequence, without stop ids.
     pub answers: HashMap<u64, Vec<u32>>,
-    /// Log probabilities of the ids in `answers`, where they were wanted.
+    /// Log probabilities of the ids in `answers`, if requested.
     pub logprobs: HashMap<u64, Vec<Logprobs>>,
-    /// Log probabilities of the ids of prompts but the first, where they were wanted.
+    /// Log probabilities of all ids of the prompts except the first, if requested.
     pub scores: HashMap<u64, Vec<Logprobs>>,
-    /// Means of hidden states, where they were wanted.
+    /// Means of hidden states, if requested.
     pub pooled: HashMap<u64, Vec<f32>>,
-    /// Prompt tokens that were found in the prefix cache, by sequence.
+    /// The number of prompt tokens found in the prefix cache, by sequence.
     pub cached: HashMap<u64, usize>,
-    /// Every id that was drawn and not dropped, stop ids too, in order. The order means something for one sequence
-    /// without draft tokens alone.
+    /// Every sampled id, with stop ids, in order. The order is useful only for one sequence without draft tokens.
     pub drawn: Vec<u32>,
     pub preemptions: u64,
     pub steps: usize,
-    /// The most sequences that shared a step.
+    /// The largest number of sequences in a step.
     pub widest: usize,
-    /// Draft tokens proposed and accepted, by sequence.
+    /// Proposed and accepted draft tokens, by sequence.
     pub drafts: HashMap<u64, Drafts>,
 }
 
-/// `Driver::run` may be called again and again: what earlier sequences computed stays cached.
+/// Runs sequences. `Driver::run` may be called several times, and the prefix cache is kept between the calls.
 pub struct Driver<'a> {
     runner: &'a mut dyn Runner,
     limits: Limits,
@@ -37,7 +36,7 @@ pub struct Driver<'a> {
 }
 
 impl<'a> Driver<'a> {
-    /// `limits`: at most the runner's own.
+    /// `limits` must not exceed the runner's.
     pub fn new(runner: &'a mut dyn Runner, limits: Limits) -> Self {
         Self::with(runner, limits, SchedulerConfig::default())
     }
@@ -47,7 +46,8 @@ impl<'a> Driver<'a> {
         Self { runner, limits, scheduler: Scheduler::new(limits, config) }
     }
 
-    /// Adds sequence `i` before step `arrivals(i)`, and runs all to their end, two steps in flight.
+    /// Adds sequence `i` before step `arrivals(i)`, and runs all sequences to their end. Up to `max_in_flight` steps
+    /// are in flight.
     pub fn run_staggered(&mut self, sequences: Vec<Sequence>, arrivals: impl Fn(usize) -> usize) -> Run {
         let mut run = Run::default();
         let (pace, mut in_flight) = (Pace::new(), VecDeque::new());
@@ -67,7 +67,7 @@ impl<'a> Driver<'a> {
                 run.widest = run.widest.max(step.batch.sequences.len());
                 in_flight.push_back((step.submit(self.runner).unwrap(), step));
             }
-            let (ticket, step) = in_flight.pop_front().expect("something waits and nothing runs");
+            let (ticket, step) = in_flight.pop_front().expect("a step in flight");
             let sampled = self.runner.wait(ticket).unwrap();
             for output in self.scheduler.commit(&step, &sampled) {
                 run.drawn.extend(sampled.ids.iter().flatten());
@@ -86,7 +86,7 @@ impl<'a> Driver<'a> {
         run
     }
 
-    /// Counts of the draft tokens of all runs so far.
+    /// The counts of draft tokens over all runs.
     pub fn drafts(&self) -> DraftTotals {
         self.scheduler.drafts()
     }
@@ -96,8 +96,8 @@ impl<'a> Driver<'a> {
     }
 }
 
-/// What greedy decoding answers, chunks of a prompt and ids fed back on the device: `count` ids, or fewer if one of
-/// `stop` ends it, which is then the last.
+/// The greedy answer to a prompt that is processed in chunks, with sampled ids kept on the device: `count` ids, or
+/// fewer if an id in `stop` comes, which is then the last.
 pub fn greedy(runner: &mut dyn Runner, prompt: &[u32], count: usize, chunk: usize, stop: &[u32]) -> Vec<u32> {
     let limits = Limits { max_batch_tokens: chunk.min(runner.limits().max_batch_tokens), ..runner.limits() };
     let plain = SchedulerConfig { speculation_tokens: 0, ..SchedulerConfig::default() };

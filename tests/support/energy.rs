@@ -1,4 +1,4 @@
-//! Machines, as folders, whose energy can be read and cannot.
+//! Machines, as file trees, with and without energy sensors.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -22,7 +22,7 @@ pub fn constant_power() -> TempDir {
     root
 }
 
-/// A machine that tells no energy.
+/// A machine without energy sensors.
 pub fn no_power() -> TempDir {
     tempfile::tempdir().expect("a folder")
 }

@@ -1,4 +1,4 @@
-//! Requests to an engine, and what comes of them, for tests that talk to it without a server.
+//! Requests to an engine and their results, for tests without a server.
 
 use std::time::{Duration, Instant};
 
@@ -15,21 +15,21 @@ pub fn request(prompt: &[u32], max_tokens: usize) -> Request {
     Request { max_tokens: Some(max_tokens), sampling: sampling.into(), ..Request::new(prompt.to_vec()) }
 }
 
-/// The ids of all events up to the last one, and the last event.
+/// The ids of all token events, and the last event.
 pub fn collect(stream: &mut TokenStream) -> (Vec<u32>, Event) {
     let mut ids = Vec::new();
     loop {
-        match stream.blocking_next().expect("a last event comes before the end") {
+        match stream.blocking_next().expect("a stream ends with a last event") {
             Event::Token { id, .. } => ids.push(id),
             last => {
-                assert_eq!(stream.blocking_next(), None, "nothing follows the last event");
+                assert_eq!(stream.blocking_next(), None, "no event may follow the last one");
                 return (ids, last);
             }
         }
     }
 }
 
-/// Waits until nothing runs or waits. All blocks must be free then.
+/// Waits until no request runs or waits and no block is held.
 pub fn assert_all_free(engine: &EngineHandle) {
     let since = Instant::now();
     loop {

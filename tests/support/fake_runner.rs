@@ -1,8 +1,8 @@
-//! A scripted [`Runner`] that checks every batch it is handed, for the tests of the engine and of the API.
+//! A scripted [`Runner`] that checks every batch, for tests of the engine and the API.
 //!
-//! Its KV cache is real as far as the engine can tell: each place of a block holds the token that was written there and
-//! a hash of all tokens before it, so that a block that is shared, copied, freed or found again at the wrong time is
-//! noticed by the next step that reads it. With a draft model it has a second cache, which that one writes ahead of the
+//! Its KV cache stores tokens instead of keys and values. Each place of a block holds the token that was written there
+//! and a hash of all tokens up to it. So a step that reads a block that was shared, copied, freed or reused wrongly
+//! fails. With a draft model there is a second cache, for that model.
 //! first.
 
 use std::collections::{HashSet, VecDeque};
@@ -17,7 +17,7 @@ use unicorn::model::{
     Runner, RunnerError, RunnerFactory, Sampled, Sampling, Ticket,
 };
 
-/// A test that waits this long hangs.
+/// A test that waits for this long counts as hanging.
 pub const HANG: Duration = Duration::from_secs(30);
 
 pub const LIMITS: Limits = Limits {
@@ -31,11 +31,11 @@ pub const LIMITS: Limits = Limits {
     hidden_size: 3,
 };
 
-/// The id after `tokens`, which are the prompt and what was generated, for one draw.
+/// Returns the id to sample after `tokens`, which are the prompt and the answer until now, for one draw.
 pub type Script = Box<dyn FnMut(&[u32], &Draw) -> u32 + Send>;
 
-/// A script that depends on every id before, and on the seed. Three times of four it repeats what it said nine ids
-/// before, so that prompt lookup has something to find.
+/// A script that depends on every id before and on the seed. In three of four cases it repeats the id nine places
+/// before, so that prompt lookup finds something.
 pub fn mixed(vocab_size: usize) -> Script {
     Box::new(move |tokens, draw| mix(tokens, draw.seed, vocab_size))
 }
@@ -52,7 +52,7 @@ fn mix(tokens: &[u32], seed: u64, vocab_size: usize) -> u32 {
     }
 }
 
-/// What [`mixed`] answers: `n` ids, or fewer, up to `end`.
+/// The answer of [`mixed`]: up to `n` ids, without `end` and the ids after it.
 pub fn mixed_answer(prompt: &[u32], n: usize, seed: u64, vocab_size: usize, end: u32) -> Vec<u32> {
     let mut tokens = prompt.to_vec();
     for _ in 0..n {
@@ -64,20 +64,19 @@ pub fn mixed_answer(prompt: &[u32], n: usize, seed: u64, vocab_size: usize, end:
     tokens.split_off(prompt.len())
 }
 
-/// A script that answers every prompt with `answer`, and then with `end` for ever.
+/// A script that answers every prompt with `answer` and then with `end`.
 pub fn says(answer: &[u32], end: u32) -> Script {
     let answer = answer.to_vec();
     Box::new(move |tokens, _| {
         let said = (0..=answer.len())
             .rev()
             .find(|n| tokens.ends_with(&answer[..*n]))
-            .expect("nothing is said at least");
+            .expect("the empty answer always matches");
         answer.get(said).copied().unwrap_or(end)
     })
 }
 
-/// The first id from `id` on that a draw behind `tokens` does not forbid, or next to; that which it forces, if there is
-/// one.
+/// The first allowed id from `id` on, in a circle. If a bias forces an id, that one.
 fn allowed(id: u32, tokens: &[u32], draw: &Draw, mask: Option<&[u32]>, vocab_size: u32) -> u32 {
     let bias = draw.biases(tokens.len());
     if let Some((forced, _)) = bias.iter().find(|(_, bias)| *bias >= 1e20) {
@@ -86,20 +85,20 @@ fn allowed(id: u32, tokens: &[u32], draw: &Draw, mask: Option<&[u32]>, vocab_siz
     let biased = |id| bias.iter().any(|(other, bias)| *other == id && *bias <= -100.0);
     let masked = |id: u32| mask.is_some_and(|m| m[id as usize / 32] >> (id % 32) & 1 == 0);
     let mut all = (id..vocab_size).chain(0..id);
-    all.find(|id| !biased(*id) && !masked(*id)).expect("an id that is allowed")
+    all.find(|id| !biased(*id) && !masked(*id)).expect("an allowed id")
 }
 
-/// What the fake holds for likely, wherever it is asked: `id`, and less so those behind it.
+/// The log probabilities that the fake runner reports: `id` first, and the ids after it with lower values.
 pub fn fake_logprobs(id: u32, n: usize) -> Logprobs {
     Logprobs { drawn: -0.5, top: (0..n as u32).map(|i| (id + i, -0.5 - i as f32)).collect() }
 }
 
-/// Its hidden state of a token: the id, the position, and one to count by.
+/// The hidden state of a token: the id, the position, and 1 to count tokens.
 fn fake_state(position: usize, id: u32) -> [f32; 3] {
     [id as f32, position as f32, 1.0]
 }
 
-/// The mean of those of a prompt.
+/// The mean of the hidden states of a prompt.
 pub fn fake_pooled(prompt: &[u32]) -> Vec<f32> {
     let n = prompt.len() as f32;
     let states = prompt.iter().enumerate().map(|(position, id)| fake_state(position, *id));
@@ -110,7 +109,7 @@ pub fn fake_pooled(prompt: &[u32]) -> Vec<f32> {
         .collect()
 }
 
-/// What a place of a block holds: a token, and the hash of those up to it.
+/// The content of a place in a block: a token, and the hash of all tokens up to it.
 type Place = Option<(u32, u64)>;
 
 /// The KV cache of one model.
@@ -126,7 +125,7 @@ impl Cache {
         Self { kv, full: places(kv.full_blocks), sliding: places(kv.sliding_blocks) }
     }
 
-    /// Where a position of a sequence lies in a pool.
+    /// The index in a pool of a position of a sequence.
     fn place(&self, s: &BatchSequence, pool: BlockPool, position: usize) -> usize {
         let (size, index) = (self.kv.block_size, position / self.kv.block_size);
         let block = match pool {
@@ -148,8 +147,8 @@ impl Cache {
         }
     }
 
-    /// The tokens before `start`, as the blocks of the sequence hold them, and their hash; panics where they are not
-    /// one text, or where a window is not the same text's.
+    /// The tokens before `start` in the blocks of the sequence, and their hash. Panics if the blocks are not of one
+    /// text, or if the sliding blocks differ.
     fn tokens_before(&self, s: &BatchSequence) -> (Vec<u32>, u64) {
         let (mut tokens, mut hash) = (Vec::new(), 0);
         let window = self.kv.sliding_window.map_or(0, |window| window - 1);
@@ -181,17 +180,17 @@ pub struct FakeRunner {
     limits: Limits,
     script: Script,
     cache: Cache,
-    /// The draft model's, whose window is smaller.
+    /// The draft model's cache. Its window is smaller.
     draft: Option<Cache>,
     wrong: u64,
-    /// By slot.
+    /// The last sampled id, by slot.
     sampled: Vec<Option<u32>>,
-    /// By slot and position.
+    /// The tokens, by slot and position.
     history: Vec<Vec<u32>>,
-    /// By slot: sums of hidden states.
+    /// Sums of hidden states, by slot.
     sums: Vec<[f32; 3]>,
     tickets: u64,
-    /// Whether the share of the device's time is bounded.
+    /// Whether courtesy limits the runner to one step in flight.
     is_bound: bool,
     pending: VecDeque<(Ticket, Sampled)>,
     /// The last step and the texts of its sequences, while it waits for masks.
@@ -220,7 +219,7 @@ impl FakeRunner {
         (Box::new(runner), control)
     }
 
-    /// A runner with a draft model. Its draft tokens are the script's, except that `wrong` of every four differ.
+    /// A runner with a draft model. Its draft tokens follow the script, except that about `wrong` of four are wrong.
     pub fn with_draft(limits: Limits, script: Script, wrong: u64) -> (Box<Self>, Control) {
         let (mut runner, control) = Self::new(limits, script);
         runner.wrong = wrong;
@@ -229,7 +228,7 @@ impl FakeRunner {
         (runner, control)
     }
 
-    /// This runner under another runner's control.
+    /// This runner with another runner's control.
     pub fn controlled_by(mut self: Box<Self>, control: &Control) -> Box<Self> {
         self.control = control.clone();
         self
@@ -267,7 +266,7 @@ impl FakeRunner {
         }
     }
 
-    /// Yields what the last step is to sample.
+    /// Computes the results of a step.
     fn sample(&mut self, batch: &Batch, sampling: &Sampling, texts: &[Vec<u32>], masks: &[Arc<[u32]>]) {
         let (mut ids, mut logprobs) = (Vec::new(), Vec::new());
         let mut masks = masks.iter();
@@ -278,7 +277,7 @@ impl FakeRunner {
                 let slot = batch.sequences[draw.sequence].slot as usize;
                 assert_eq!(self.history[slot][..end], *text, "the history of slot {slot}");
             }
-            let mask = draw.masked.then(|| &**masks.next().expect("a mask for each draw that has one"));
+            let mask = draw.masked.then(|| &**masks.next().expect("a mask for each masked draw"));
             let id = allowed((self.script)(text, draw), text, draw, mask, self.limits.vocab_size as u32);
             logprobs.push(draw.logprobs.map(|n| fake_logprobs(id, n)));
             self.sampled[draw.slot as usize] = Some(id);
@@ -301,7 +300,7 @@ impl FakeRunner {
                 pooled.push(sums.iter().map(|sum| if is_finite { *sum } else { f32::NAN }).collect());
             }
         }
-        assert!(masks.next().is_none(), "more masks than draws that have one");
+        assert!(masks.next().is_none(), "more masks than masked draws");
         self.pending.push_back((Ticket(self.tickets), Sampled { ids, logprobs, pooled }));
     }
 }
@@ -317,17 +316,17 @@ impl Runner for FakeRunner {
 
     fn submit(&mut self, batch: &Batch, sampling: &Sampling) -> Result<Ticket, RunnerError> {
         let most = if self.is_bound { 1 } else { self.limits.max_in_flight };
-        assert!(self.pending.len() < most, "more in flight than there may be");
-        assert!(self.unmasked.is_none(), "a step before the masks of the last one");
+        assert!(self.pending.len() < most, "too many steps in flight");
+        assert!(self.unmasked.is_none(), "a step was submitted before the masks of the last one");
         self.check_shape(batch, sampling);
         self.control.record(batch, self.pending.len())?;
         self.cache.copy(&batch.copies);
-        // All read what was there before the step.
+        // All sequences read what the blocks held before this step.
         let before: Vec<_> = batch.sequences.iter().map(|s| self.cache.tokens_before(s)).collect();
         if let Some(draft) = &mut self.draft {
             draft.copy(&batch.copies);
             for (s, before) in batch.sequences.iter().zip(&before) {
-                assert_eq!(draft.tokens_before(s), *before, "the draft model has read another text");
+                assert_eq!(draft.tokens_before(s), *before, "the draft model's blocks hold another text");
             }
         }
         let mut texts = Vec::new();
@@ -335,7 +334,7 @@ impl Runner for FakeRunner {
             let ids = match &s.input {
                 Input::Ids(ids) => ids.clone(),
                 Input::LastSampled => {
-                    vec![self.sampled[s.slot as usize].expect("LastSampled, and nothing was")]
+                    vec![self.sampled[s.slot as usize].expect("LastSampled needs a sampled id")]
                 }
             };
             for (position, id) in (s.start..).zip(&ids) {
@@ -370,8 +369,8 @@ impl Runner for FakeRunner {
     }
 
     fn masks(&mut self, ticket: &Ticket, words: &[Arc<[u32]>]) -> Result<(), RunnerError> {
-        assert_eq!(*ticket, Ticket(self.tickets), "masks of another step than the last one");
-        let (batch, sampling, texts) = self.unmasked.take().expect("a step whose draws have masks");
+        assert_eq!(*ticket, Ticket(self.tickets), "masks must belong to the last step");
+        let (batch, sampling, texts) = self.unmasked.take().expect("a step with masked draws");
         self.sample(&batch, &sampling, &texts, words);
         Ok(())
     }
@@ -383,7 +382,7 @@ impl Runner for FakeRunner {
     }
 
     fn wait(&mut self, ticket: Ticket) -> Result<Sampled, RunnerError> {
-        assert!(self.unmasked.is_none(), "a step is waited for before its masks are there");
+        assert!(self.unmasked.is_none(), "wait was called before the step got its masks");
         let (expected, sampled) = self.pending.pop_front().expect("a wait without a submit");
         assert_eq!(ticket, expected, "tickets are waited for in order");
         self.control.pass()?;
@@ -396,19 +395,19 @@ impl Runner for FakeRunner {
 
     fn draft(&mut self, requests: &[DraftRequest]) -> Result<Vec<Vec<u32>>, RunnerError> {
         let cache = self.draft.as_mut().expect("a draft model");
-        assert!(self.pending.is_empty(), "draft tokens are asked for beside a step in flight");
+        assert!(self.pending.is_empty(), "draft tokens were requested while a step is in flight");
         assert!(!requests.is_empty() && requests.len() <= self.limits.max_sequences, "{requests:?}");
         let mut written = HashSet::new();
         let mut all = Vec::new();
         for DraftRequest { sequence: s, draw, num_draft_tokens: wanted } in requests {
-            let Input::Ids(known) = &s.input else { panic!("draft tokens behind an id that is not known") };
+            let Input::Ids(known) = &s.input else { panic!("draft tokens need a known last id") };
             assert!(known.len() == 1 && *wanted > 0 && s.history.is_none(), "{s:?}");
             assert!(s.start + wanted < self.limits.max_context, "draft tokens beyond the context");
             let (mut tokens, mut hash) = self.cache.tokens_before(s);
             assert_eq!(
                 cache.tokens_before(s),
                 (tokens.clone(), hash),
-                "the draft model has read another text"
+                "the draft model's blocks hold another text"
             );
             let (mut id, mut draft_tokens) = (known[0], Vec::new());
             for position in s.start..s.start + wanted {
@@ -438,7 +437,7 @@ impl Runner for FakeRunner {
     }
 
     fn probe(&mut self) -> Result<(), RunnerError> {
-        assert!(self.pending.is_empty(), "a probe beside a step");
+        assert!(self.pending.is_empty(), "a probe while a step is in flight");
         self.control.probe()
     }
 }
@@ -456,7 +455,7 @@ impl Drop for FakeRunner {
     }
 }
 
-/// Starts fake runners under the control of the first, again and again, or as often as the test says.
+/// Starts fake runners with the control of the first one, without limit unless the test says otherwise.
 pub struct FakeFactory {
     make: Box<dyn FnMut() -> Box<FakeRunner> + Send>,
     control: Control,
@@ -484,31 +483,31 @@ impl RunnerFactory for FakeFactory {
     }
 }
 
-/// The test's hold on the runner: which steps pass, and which fail.
+/// The test's control of the runner: which steps end, and which fail.
 #[derive(Clone, Default)]
 pub struct Control(Arc<(Mutex<ControlState>, Condvar)>);
 
 #[derive(Default)]
 struct ControlState {
     batches: Vec<Batch>,
-    /// For each batch, the number of steps that were in flight when it was submitted.
-    beside: Vec<usize>,
+    /// For each batch, the number of other steps in flight when it was submitted.
+    in_flight: Vec<usize>,
     courtesies: Vec<(usize, Courtesy)>,
     drafts: Vec<Vec<Vec<u32>>>,
     attention_path: u32,
     draws: usize,
-    /// Steps that may finish; none is all.
+    /// The number of steps that may end. `None` = no limit.
     allowed: Option<usize>,
     finished: usize,
     fail_submit_at: Option<usize>,
     fail_wait_at: Option<usize>,
     not_finite_at: Option<usize>,
-    /// A step that has this id in its input is lost.
+    /// A step with this id in its input is lost.
     poison: Option<u32>,
     poisoned: bool,
-    /// The unit fails at a prompt that has this id in its input.
-    unit_poison: Option<u32>,
-    unit_failed: bool,
+    /// The NPU fails at a prompt with this id in its input.
+    npu_poison: Option<u32>,
+    npu_failed: bool,
     starts: usize,
     hold_starts: bool,
     fail_starts: bool,
@@ -544,7 +543,7 @@ impl Control {
         state
     }
 
-    /// Lets `n` steps in all finish; the next one waits.
+    /// Lets `n` steps in total end. The next one blocks.
     pub fn allow(&self, n: usize) {
         self.set(|s| s.allowed = Some(n));
     }
@@ -553,27 +552,27 @@ impl Control {
         self.set(|s| s.allowed = None);
     }
 
-    /// The `n`-th step, from 0, is refused by the device.
+    /// The device refuses step `n`, counted from 0.
     pub fn fail_submit_at(&self, n: usize) {
         self.set(|s| s.fail_submit_at = Some(n));
     }
 
-    /// Every step that has this id in its input is lost under way.
+    /// Every step with this id in its input is lost while it runs.
     pub fn poison(&self, id: u32) {
         self.set(|s| s.poison = Some(id));
     }
 
-    /// A unit beside the device fails at every chunk of a prompt that has this id, if it is the longest in its step.
+    /// The NPU fails at every prompt chunk with this id in its input, if the chunk is the longest of its step.
     pub fn fail_unit_at(&self, id: u32) {
-        self.set(|s| s.unit_poison = Some(id));
+        self.set(|s| s.npu_poison = Some(id));
     }
 
-    /// How often a factory was asked for a runner.
+    /// How many runners a factory was told to start.
     pub fn starts(&self) -> usize {
         self.lock().starts
     }
 
-    /// Whether a factory waits before it starts a runner.
+    /// Whether a factory blocks before it starts a runner.
     pub fn hold_starts(&self, hold: bool) {
         self.set(|s| s.hold_starts = hold);
     }
@@ -582,23 +581,22 @@ impl Control {
         self.set(|s| s.fail_starts = true);
     }
 
-    /// The `n`-th step, from 0, is lost under way.
+    /// Step `n`, counted from 0, is lost while it runs.
     pub fn fail_wait_at(&self, n: usize) {
         self.set(|s| s.fail_wait_at = Some(n));
     }
 
-    /// The `n`-th draw or pooled prompt, from 0, finds logits that nothing can be sampled from, or states that are no
-    /// numbers.
+    /// For draw or pooled prompt `n`, counted from 0, the logits or the hidden states are not finite.
     pub fn not_finite_at(&self, n: usize) {
         self.set(|s| s.not_finite_at = Some(n));
     }
 
-    /// Probes come back wrong from now on.
+    /// Probes report wrong results from now on.
     pub fn fail_probes(&self) {
         self.set(|s| s.fail_probes = true);
     }
 
-    /// Whether probes do not come back.
+    /// Whether probes block.
     pub fn hold_probes(&self, hold: bool) {
         self.set(|s| s.hold_probes = hold);
     }
@@ -607,12 +605,12 @@ impl Control {
         self.lock().probes
     }
 
-    /// The runner takes its time to end, as a driver does.
+    /// The runner's destructor takes some time, as a driver's does.
     pub fn drop_slowly(&self) {
         self.set(|s| s.slow_drop = true);
     }
 
-    /// Whether the runner's destructor does not end.
+    /// Whether the runner's destructor blocks.
     pub fn hold_drop(&self, hold: bool) {
         self.set(|s| s.hold_drop = hold);
     }
@@ -622,7 +620,7 @@ impl Control {
         self.lock().dropped
     }
 
-    /// Returns once `n` steps were submitted.
+    /// Waits until `n` steps are submitted.
     pub fn submitted(&self, n: usize) {
         drop(self.wait_until("steps to be submitted", |s| s.batches.len() >= n));
     }
@@ -631,13 +629,13 @@ impl Control {
         self.lock().batches.clone()
     }
 
-    /// Every batch, with the number of steps that were in flight when it was submitted.
-    pub fn batches_beside(&self) -> Vec<(Batch, usize)> {
+    /// Every batch, with the number of other steps in flight when it was submitted.
+    pub fn batches_with_steps_in_flight(&self) -> Vec<(Batch, usize)> {
         let state = self.lock();
-        state.batches.iter().cloned().zip(state.beside.iter().copied()).collect()
+        state.batches.iter().cloned().zip(state.in_flight.iter().copied()).collect()
     }
 
-    /// Every courtesy that runners were told, and the number of steps submitted before.
+    /// Every courtesy that runners got, with the number of steps submitted before.
     pub fn courtesies(&self) -> Vec<(usize, Courtesy)> {
         self.lock().courtesies.clone()
     }
@@ -657,12 +655,12 @@ impl Control {
         state.not_finite_at == Some(state.draws - 1)
     }
 
-    fn record(&self, batch: &Batch, beside: usize) -> Result<(), RunnerError> {
+    fn record(&self, batch: &Batch, in_flight: usize) -> Result<(), RunnerError> {
         let mut state = self.lock();
         let submitted = state.batches.len();
         if state.fail_submit_at.take_if(|at| *at == submitted).is_some() {
             drop(state);
-            // Like a failing wait: not before the test has let it go on.
+            // Like a failing wait, it fails only when the test allows the step.
             drop(self.wait_until("a step to be allowed", |s| s.allowed.is_none_or(|n| s.finished < n)));
             return Err(RunnerError::Lost("out of rings".into()));
         }
@@ -670,16 +668,16 @@ impl Control {
         state.poisoned |= state.poison.is_some_and(|id| batch.sequences.iter().any(|s| has(s, id)));
         let shared = batch.sequences.iter().rev().max_by_key(|s| s.input.len());
         let shared = shared.filter(|s| s.input.len() >= LEAST_TOKENS && state.attention_path != 0);
-        state.unit_failed |= state.unit_poison.is_some_and(|id| shared.is_some_and(|s| has(s, id)));
+        state.npu_failed |= state.npu_poison.is_some_and(|id| shared.is_some_and(|s| has(s, id)));
         state.batches.push(batch.clone());
-        state.beside.push(beside);
+        state.in_flight.push(in_flight);
         self.0.1.notify_all();
         Ok(())
     }
 
     fn probe(&self) -> Result<(), RunnerError> {
         self.set(|s| s.probes += 1);
-        let state = self.wait_until("a probe to be let go", |s| !s.hold_probes);
+        let state = self.wait_until("a probe to be released", |s| !s.hold_probes);
         if state.fail_probes { Err(RunnerError::Wrong("came back wrong".into())) } else { Ok(()) }
     }
 
@@ -687,7 +685,7 @@ impl Control {
         let mut state = self.wait_until("a step to be allowed", |s| s.allowed.is_none_or(|n| s.finished < n));
         let finished = state.finished;
         let is_lost = state.fail_wait_at.take_if(|at| *at == finished).is_some();
-        if std::mem::take(&mut state.unit_failed) {
+        if std::mem::take(&mut state.npu_failed) {
             return Err(RunnerError::Offload("npu-timeout: it hangs".into()));
         }
         if std::mem::take(&mut state.poisoned) || is_lost {

@@ -1,4 +1,4 @@
-//! Golden sets, and models loaded and asked for the logits that are compared with them.
+//! Golden files, and the models and logits that are compared with them.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use unicorn::model::load::LoadOptions;
 
 use super::device;
 
-/// A golden set: tensors by name.
+/// A golden file: tensors by name.
 pub struct Goldens(Vec<u8>);
 
 impl Goldens {
@@ -33,19 +33,19 @@ impl Goldens {
     }
 }
 
-/// The model of a folder, on the tests' device.
+/// The model in a folder, loaded on the tests' device.
 pub fn load(folder: &Path, options: &LoadOptions) -> Gemma3 {
     let device: Arc<Device> = device();
     Gemma3::load(&device, &ModelFiles::open(folder).unwrap(), options, &mut |_| {}).unwrap()
 }
 
-/// Logits at every position, row after row: `[tokens, vocab]`.
+/// The logits at every position, row after row: `[tokens, vocab]`.
 pub fn all_logits(model: &mut Gemma3, tokens: &[u32]) -> Vec<f32> {
     let vocab = model.config().vocab_size;
     let mut all = Vec::new();
     model
         .logits(tokens, &mut |first, rows| {
-            assert_eq!(first * vocab, all.len(), "rows come in order, none left out");
+            assert_eq!(first * vocab, all.len(), "rows must come in order without gaps");
             all.extend_from_slice(rows);
         })
         .unwrap();
@@ -53,7 +53,7 @@ pub fn all_logits(model: &mut Gemma3, tokens: &[u32]) -> Vec<f32> {
     all
 }
 
-/// Largest difference; NaN counts as infinite.
+/// The largest difference. A NaN counts as infinite.
 pub fn max_difference(a: &[f32], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len());
     let difference = |(a, b): (&f32, &f32)| if (a - b).is_nan() { f32::INFINITY } else { (a - b).abs() };

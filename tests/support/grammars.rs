@@ -1,4 +1,4 @@
-//! Grammars over the mini tokenizer's 512 pieces, and what a mask allows.
+//! Grammars for the mini tokenizer's 512 pieces, and the ids that a mask allows.
 
 use unicorn::text::{GrammarSource, Grammars, TextError};
 
@@ -12,12 +12,12 @@ pub fn grammars() -> Grammars {
     Grammars::new(tokenizer(), ROWS, &STOPS)
 }
 
-/// The ids of a mask.
+/// The ids that a mask allows.
 pub fn allowed(mask: &[u32]) -> Vec<u32> {
     (0..mask.len() as u32 * 32).filter(|id| mask[*id as usize / 32] >> (id % 32) & 1 == 1).collect()
 }
 
-/// Whether `text` is an answer that the grammar allows.
+/// Whether the grammar accepts `text` as a complete answer.
 pub fn accepts(grammars: &Grammars, source: &GrammarSource, text: &str) -> bool {
     let mut constraint = grammars.compile(source).unwrap_or_else(|e| panic!("{source:?}: {e}")).start();
     let ids = tokenizer().encode(text, false).unwrap();
@@ -25,7 +25,7 @@ pub fn accepts(grammars: &Grammars, source: &GrammarSource, text: &str) -> bool 
         && allowed(&constraint.mask(true).unwrap()).iter().any(|id| STOPS.contains(id))
 }
 
-/// Why a grammar does not compile.
+/// The error of a grammar that does not compile.
 pub fn refusal(grammars: &Grammars, source: &GrammarSource) -> String {
     match grammars.compile(source) {
         Err(TextError::Grammar(problem)) => problem,

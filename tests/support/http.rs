@@ -1,4 +1,4 @@
-//! Requests to an app, readers of its answers and streams, and checks that it is at rest afterwards.
+//! Requests to an app, readers of its answers and streams, and checks that it is idle afterwards.
 
 use std::time::{Duration, Instant};
 
@@ -19,7 +19,7 @@ pub fn chat(text: &str) -> Value {
     json!({"model": MODEL, "messages": [{"role": "user", "content": text}]})
 }
 
-/// Status, header fields and bytes of the answer.
+/// Status, headers and bytes of the answer.
 pub async fn send(router: &Router, request: Request<Body>) -> (StatusCode, HeaderMap, Vec<u8>) {
     let exchange = async {
         let response = router.clone().oneshot(request).await.expect("handlers do not fail");
@@ -30,7 +30,7 @@ pub async fn send(router: &Router, request: Request<Body>) -> (StatusCode, Heade
     tokio::time::timeout(HANG, exchange).await.expect("no request hangs")
 }
 
-/// Status, header fields and JSON of the answer.
+/// Status, headers and JSON of the answer.
 pub async fn send_json(router: &Router, request: Request<Body>) -> (StatusCode, HeaderMap, Value) {
     let (status, headers, bytes) = send(router, request).await;
     let text = String::from_utf8_lossy(&bytes);
@@ -49,13 +49,13 @@ pub fn get(path: &str) -> Request<Body> {
     Request::get(path).body(Body::empty()).expect("a sound request")
 }
 
-/// Status and JSON that a chat is answered with.
+/// Sends a chat. Returns the status and the JSON of the answer.
 pub async fn complete(app: &App, body: Value) -> (StatusCode, Value) {
     let (status, _, value) = send_json(&app.router, post(body.to_string())).await;
     (status, value)
 }
 
-/// The answer's text and finish reason.
+/// Sends a chat. Returns the text and the finish reason of the answer.
 pub async fn answer(app: &App, body: Value) -> (String, String) {
     let (status, value) = complete(app, body).await;
     assert_eq!(status, 200, "{value}");
@@ -64,7 +64,7 @@ pub async fn answer(app: &App, body: Value) -> (String, String) {
     (text(&choice["message"]["content"]), text(&choice["finish_reason"]))
 }
 
-/// The `data:` lines of a stream, and the comments in it.
+/// Sends a streamed chat. Returns the `data:` lines of the stream and the number of comments.
 pub async fn stream(app: &App, body: Value) -> (Vec<String>, usize) {
     let (status, headers, bytes) = send(&app.router, post(body.to_string())).await;
     let text = String::from_utf8(bytes).expect("UTF-8");
@@ -84,18 +84,18 @@ pub async fn stream(app: &App, body: Value) -> (Vec<String>, usize) {
     (lines, comments)
 }
 
-/// The chunks of a stream that ends with `[DONE]`.
+/// The JSON chunks of a stream. The stream must end with `[DONE]`.
 pub fn parse(lines: &[String]) -> Vec<Value> {
     assert_eq!(lines.last().map(String::as_str), Some("[DONE]"));
     lines[..lines.len() - 1].iter().map(|l| serde_json::from_str(l).expect("a JSON chunk")).collect()
 }
 
-/// The text that chunks of a stream come to.
+/// The text of all chunks of a stream.
 pub fn content(chunks: &[Value]) -> String {
     chunks.iter().filter_map(|c| c["choices"][0]["delta"]["content"].as_str()).collect()
 }
 
-/// Waits until nothing runs, waits, or holds a block.
+/// Waits until no request runs or waits and no block is held.
 pub async fn assert_all_free(engine: &EngineHandle) {
     let since = Instant::now();
     loop {
@@ -108,21 +108,21 @@ pub async fn assert_all_free(engine: &EngineHandle) {
     }
 }
 
-/// What `/status` tells.
+/// The JSON of `/status`.
 pub async fn status(router: &Router) -> Value {
     let (code, _, status) = send_json(router, get("/status")).await;
     assert_eq!((code.as_u16(), &status["status"]), (200, &json!("ok")), "{status}");
     status
 }
 
-/// Whether nobody is connected, and nothing runs, waits or is held.
+/// Whether no client is connected, no request runs or waits, and no block is held.
 pub fn is_at_rest(status: &Value) -> bool {
     let requests = ["open", "arriving", "waiting", "running"].map(|name| &status["requests"][name]);
     let held = [&status["connections"], &status["kv"]["full"]["held"], &status["kv"]["sliding"]["held"]];
     requests.into_iter().chain(held).all(|n| *n == 0)
 }
 
-/// Waits until [`is_at_rest`]; panics where that never comes.
+/// Waits until [`is_at_rest`]. Panics after [`HANG`].
 pub async fn assert_at_rest(router: &Router) {
     let since = Instant::now();
     loop {
@@ -135,7 +135,7 @@ pub async fn assert_at_rest(router: &Router) {
     }
 }
 
-/// Waits until `ready` says so of `/status`; `step` is called between.
+/// Waits until `ready` accepts the JSON of `/status`. Calls `step` after each check that fails.
 pub async fn until(app: &App, what: &str, ready: impl Fn(&Value) -> bool, mut step: impl FnMut()) {
     let since = Instant::now();
     loop {
@@ -149,7 +149,7 @@ pub async fn until(app: &App, what: &str, ready: impl Fn(&Value) -> bool, mut st
     }
 }
 
-/// The events of a stream that names them: each name is that in its data.
+/// The events of a stream with event names. Each name must equal the `type` in its data.
 pub fn named_events(bytes: &[u8]) -> Vec<Value> {
     let text = std::str::from_utf8(bytes).expect("UTF-8");
     let lines = |event: &'_ str| event.lines().filter(|l| !l.starts_with(':')).map(str::to_owned).collect();

@@ -1,4 +1,4 @@
-//! Changes to JSON bodies: chosen fields, and one value at random.
+//! Changes to JSON bodies: given fields, or one random value.
 
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;
@@ -12,7 +12,7 @@ pub fn with(mut base: Value, more: Value) -> Value {
     base
 }
 
-/// Replaces one value of `value`, at a random depth, or removes it.
+/// Replaces or removes one value inside `value` at a random depth.
 pub fn replace_somewhere(value: &mut Value, by: &Value, rng: &mut ChaCha8Rng) {
     let deeper = rng.random_bool(0.6);
     match value {

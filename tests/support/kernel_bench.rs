@@ -1,5 +1,5 @@
-//! The bench on which kernels are tested: a device with every kernel, seeded random values, buffers that start as NaN;
-//! and the situations that several suites put kernels into.
+//! The bench for tests of kernels: a device with every kernel, seeded random values, and buffers that start as NaN.
+//! Also inputs that several test files use.
 
 use std::sync::Arc;
 
@@ -21,7 +21,7 @@ use super::checkpoints::integers;
 use super::device;
 use super::reference::{self};
 
-/// Heads of the kernels that every bench starts with.
+/// The heads that the kernels of a new bench are made for.
 pub const HEADS: Heads = Heads { group: 2, head_dim: 64, kv: KvDtype::F32 };
 
 /// Schemes that values are rounded to.
@@ -35,7 +35,7 @@ pub const SCHEMES: [Scheme; 7] = [
     Scheme::int4(128),
 ];
 
-/// Schemes of integers, as quantized checkpoints hold them.
+/// Integer schemes, as quantized checkpoints store them.
 pub const STORED: [Scheme; 18] = {
     const fn int8(group: u32, scales: Scales) -> Scheme {
         Scheme::Int { bits: Bits::Eight, group, scales }
@@ -65,10 +65,10 @@ pub const STORED: [Scheme; 18] = {
     ]
 };
 
-/// Kernels have a body for GPUs, and some have one for CPUs (`shaders/common/lanes.glsl`).
+/// The kernel variants: every kernel has one for GPUs, and some have one for CPUs (`shaders/common/lanes.glsl`).
 pub const BODIES: [Tiles; 2] = [Tiles::COUNTED, Tiles::Cpu];
 
-/// Runs a check with the kernels that a GPU runs, and with those that a CPU runs.
+/// Runs a check with the kernels for GPUs, and with those for CPUs.
 pub fn with_each_body(seed: u64, check: fn(&mut Bench)) {
     for bodies in BODIES {
         println!("{bodies:?}");
@@ -103,32 +103,33 @@ impl Bench {
         Bench::with_bodies(device, seed, Tiles::of(device))
     }
 
-    /// Kernels as a GPU or a CPU runs them.
+    /// A bench with the kernels for GPUs or for CPUs.
     pub fn with_bodies(device: &Arc<Device>, seed: u64, bodies: Tiles) -> Bench {
         let (arena, rng) = (Arena::new(device), ChaCha8Rng::seed_from_u64(seed));
         let kernels = every_kernel(device, bodies);
         Bench { arena, kernels, bodies, rng, device: device.clone() }
     }
 
-    /// [`Bench::make_heads`] makes such ones from then on.
+    /// Makes every kernel again for `bodies`. Later calls of [`Bench::make_heads`] use `bodies` too.
     pub fn make_bodies(&mut self, bodies: Tiles) {
         self.bodies = bodies;
         self.kernels = every_kernel(&self.device, bodies);
     }
 
-    /// Kernels for the heads of `shape`.
+    /// Makes the kernels for the heads of `shape`.
     pub fn make_heads(&mut self, shape: &AttentionShape, kv: KvDtype) {
         let heads = Heads { group: shape.num_heads / shape.num_kv_heads, head_dim: shape.head_dim, kv };
         let matrices = Matrices { tiles: Some(self.bodies), ..Matrices::default() };
         self.kernels = Kernels::new(&self.device, &matrices, heads, Precision::F32).unwrap();
     }
 
-    /// Kernels for matrices of `scheme` alone, which may be looked up and, in pairs, gated.
+    /// Makes the kernels for matrices of `scheme` only: products, embeddings and gated pairs.
     pub fn make_scheme(&mut self, scheme: Scheme, precision: Precision) {
         self.make_tiles(scheme, precision, Tiles::of(&self.device), true);
     }
 
-    /// Such kernels of one shape; gated ones take as long to compile.
+    /// Like [`Bench::make_scheme`], for given tiles. Without `gated` there are no gated pairs, which take as long to
+    /// compile as the other kernels.
     pub fn make_tiles(&mut self, scheme: Scheme, precision: Precision, tiles: Tiles, gated: bool) {
         let gated = if gated { vec![scheme] } else { Vec::new() };
         let (embedding, tiles) = (Some(scheme), Some(tiles));
@@ -140,7 +141,7 @@ impl Bench {
         (0..count).map(|_| self.rng.random_range(-scale..scale)).collect()
     }
 
-    /// A buffer of `bytes`, every word a NaN.
+    /// A buffer of `bytes` in which every word is a NaN.
     pub fn poisoned(&mut self, bytes: usize) -> Buffer {
         let buffer = self.arena.alloc(MemoryKind::Device, Class::Activations, bytes as u64, "test").unwrap();
         self.run(|_, r| r.fill(&buffer, 0x7fc0_dead));
@@ -175,7 +176,7 @@ impl Bench {
         out
     }
 
-    /// Rows of `width` at the stride activations have; the padding is NaN.
+    /// Rows of `width` with the stride of activations. The padding is NaN.
     pub fn activations(&mut self, rows: &[f32], width: usize) -> Activations {
         let stride = Activations::stride_of(width);
         let mut padded = vec![f32::NAN; rows.len() / width * stride];
@@ -189,10 +190,10 @@ impl Bench {
         Activations::new(self.poisoned(Activations::bytes(rows, width) as usize), width)
     }
 
-    /// Room for what attention merges.
+    /// Room for the partial results that attention merges.
     pub fn partials(&mut self, shape: &AttentionShape, room: Room) -> Partials {
         let width = shape.partial_width();
-        // A kind that has no room has no items.
+        // Even if there are no partial results of a kind, its buffer has one row.
         Partials {
             single: self.empty(room.single.max(1), width),
             tiles: self.empty(room.tiles.max(1), width),
@@ -202,7 +203,7 @@ impl Bench {
     pub fn shares(&mut self, shares: &Shares, num_kv_heads: usize) -> ShareArrays {
         let mut items = |items: &[Item]| (!items.is_empty()).then(|| self.upload(items));
         let (single, tiles) = (items(&shares.single), items(&shares.tiles));
-        // Where a step has no token, there is nothing to merge, and a place for it.
+        // Without tokens there is nothing to merge, but the buffer must not be empty.
         let merges = if shares.merges.is_empty() { &[[0; 2]][..] } else { &shares.merges };
         let (groups, merges) = (self.upload(&shares.groups(num_kv_heads)), self.upload(merges));
         ShareArrays { single, tiles, groups, merges }
@@ -241,7 +242,7 @@ impl Bench {
         let tiles = rows.div_ceil(TILE_ROWS);
         let mut stored = Stored {
             shape: [rows, cols],
-            // What pads rows and columns must not matter.
+            // The padding of rows and columns must not matter.
             blocks: vec![0x5a; tiles * scheme.tile_bytes(cols)],
             scales: vec![0; tiles * scheme.tile_scale_bytes(cols)],
             values: vec![0.0; rows * cols],
@@ -300,7 +301,7 @@ impl Bench {
     }
 }
 
-/// A matrix as a native checkpoint holds it, and the values that it stands for.
+/// A matrix as a native checkpoint stores it, and its values.
 pub struct Stored {
     pub shape: [usize; 2],
     pub scheme: Scheme,
@@ -331,10 +332,10 @@ impl Stored {
     }
 }
 
-/// A random paged situation: sequences of different length, blocks in random order, tokens at their ends.
+/// A random paged batch: sequences of different lengths, blocks in random order, and the new tokens at the ends.
 pub struct Paged {
     pub shape: AttentionShape,
-    /// Per sequence: its length, and how many of its last tokens are in the batch.
+    /// For each sequence, its length and the number of its last tokens that are in the batch.
     pub sequences: Vec<(usize, usize)>,
     pub tables: Vec<Vec<u32>>,
     pub num_blocks: usize,
@@ -355,7 +356,7 @@ impl Paged {
         Paged { shape, sequences: sequences.to_vec(), tables, num_blocks }
     }
 
-    /// (sequence, position) of every token in the batch.
+    /// The sequence and position of every token in the batch.
     pub fn tokens(&self) -> Vec<(usize, usize)> {
         let each = self.sequences.iter().enumerate();
         each.flat_map(|(s, &(len, new))| (len - new..len).map(move |p| (s, p))).collect()
@@ -366,21 +367,22 @@ impl Paged {
         block * self.shape.block_size as u32 + (position % self.shape.block_size) as u32
     }
 
-    /// Where a KV head's row of a position starts in the cache.
+    /// The first element in the cache of a KV head's row for a position.
     pub fn row(&self, sequence: usize, position: usize, head: usize) -> usize {
         let (slot, s) = (self.slot(sequence, position) as usize, &self.shape);
         let block = slot / s.block_size;
         ((block * s.num_kv_heads + head) * s.block_size + slot % s.block_size) * s.head_dim
     }
 
-    /// Bytes of a cache that nobody wrote to: every word a NaN.
+    /// The bytes of a cache before any write: every word is a NaN.
     pub fn empty_cache(&self, kv: KvDtype) -> Vec<u8> {
         let s = &self.shape;
         let bytes = self.num_blocks * s.block_size * s.num_kv_heads * kv.row_bytes(s.head_dim);
         0x7fc0_deadu32.to_le_bytes().into_iter().cycle().take(bytes).collect()
     }
 
-    /// Byte ranges of a row, given by its first element, and of its scale where the type has one.
+    /// The byte ranges of a row, which is given by its first element, and of its scale. Without a scale, that range is
+    /// empty.
     pub fn ranges(&self, kv: KvDtype, element: usize) -> (std::ops::Range<usize>, std::ops::Range<usize>) {
         let (s, d) = (&self.shape, self.shape.head_dim);
         let rows = s.block_size * s.num_kv_heads;
@@ -394,7 +396,7 @@ impl Paged {
         (start..start + length, scale..if kv == KvDtype::Int8 { scale + 4 } else { scale })
     }
 
-    /// Writes a row into a cache's bytes as the type has it, and returns what is left of its values.
+    /// Writes a row into the bytes of a cache of this type. Returns the values as the cache represents them.
     pub fn file_away(&self, cache: &mut [u8], kv: KvDtype, element: usize, values: &[f32]) -> Vec<f32> {
         let (row, scale) = self.ranges(kv, element);
         let bytes: Vec<u8> = match kv {
@@ -425,7 +427,7 @@ impl Paged {
         }
     }
 
-    /// What a cache holds in a row, which is poisoned then.
+    /// Reads a row of a cache, and fills it with NaN.
     pub fn take(&self, cache: &mut [u8], kv: KvDtype, element: usize) -> Vec<f32> {
         let values = self.read(cache, kv, element);
         let (row, scale) = self.ranges(kv, element);
@@ -441,7 +443,7 @@ impl Paged {
         self.num_blocks * self.shape.block_size * self.shape.num_kv_heads * self.shape.head_dim
     }
 
-    /// As a step has it.
+    /// As much room as a step has.
     pub fn room(&self) -> Room {
         let tokens = self.tokens().len();
         Room { single: tokens + 64, tiles: tokens + 64 }
@@ -463,7 +465,7 @@ impl Paged {
         let positions: Vec<u32> = tokens.iter().map(|t| t.1 as u32).collect();
         let sequence_of: Vec<u32> = tokens.iter().map(|t| t.0 as u32).collect();
         let slots: Vec<u32> = tokens.iter().map(|t| self.slot(t.0, t.1)).collect();
-        // Entries beyond a sequence's blocks point nowhere.
+        // Entries after a sequence's last block are invalid block numbers.
         let mut tables = vec![u32::MAX / 2; self.sequences.len() * self.shape.max_blocks];
         for (to, from) in tables.chunks_exact_mut(self.shape.max_blocks).zip(&self.tables) {
             to[..from.len()].copy_from_slice(from);
@@ -479,7 +481,7 @@ impl Paged {
     }
 }
 
-/// The shape of an attention over at most 24 blocks of a sequence.
+/// The shape of an attention with at most 24 blocks for each sequence.
 pub fn shape(
     heads: usize,
     kv_heads: usize,
@@ -490,10 +492,10 @@ pub fn shape(
     AttentionShape { num_heads: heads, num_kv_heads: kv_heads, head_dim, block_size, max_blocks: 24, window }
 }
 
-/// Rows of logits to draw from, and what draws take; histories, biases and masks are nowhere unless they are set.
+/// Rows of logits to sample from, and the inputs of the sampler. Histories, biases and masks are not set.
 pub struct Drawing {
     pub requests: Vec<SampleRequest>,
-    /// What draws change is all 0, and poisoned between the rows: what is not a row's is not read, and stays.
+    /// `adjusted` is 0 within the rows and NaN between them. The padding must not be read and must not change.
     pub logits: Logits,
     pub arrays: DrawArrays,
     pub history: History,
@@ -545,16 +547,16 @@ impl Drawing {
     }
 }
 
-/// Requests that differ in everything, for as many rows of random logits, and what their twin makes of these.
+/// Random logits with requests that differ in all parameters, and the adjusted logits that the CPU reference expects.
 pub struct Adjusted {
     pub drawing: Drawing,
     pub width: usize,
-    /// After penalties, biases and masks.
+    /// The logits after penalties, biases and masks.
     pub expected: Vec<Vec<f32>>,
     pub raw: Vec<f32>,
 }
 
-/// Draws of `rows` rows of `width` logits, as [`Adjusted`] says.
+/// Makes `rows` rows of `width` logits, as [`Adjusted`] describes.
 pub fn adjusted(b: &mut Bench, width: usize, rows: usize) -> Adjusted {
     let (slots, slot_len) = (5, 700);
     let mut raw = b.random(rows * width, 8.0);
@@ -563,7 +565,7 @@ pub fn adjusted(b: &mut Bench, width: usize, rows: usize) -> Adjusted {
     let history: Vec<u32> = (0..slots * slot_len).map(|_| b.rng.random_range(0..width as u32)).collect();
     let (mut requests, mut bias, mut masks, mut expected) = (vec![], vec![], vec![], vec![]);
     for row in 0..rows {
-        // In turn: nothing, penalties, biases, both, a mask, all.
+        // In turn: nothing, penalties, biases, both, a mask, and all.
         let (penalizes, biased, masked) = (row % 6 % 2 == 1, [2, 3, 5].contains(&(row % 6)), row % 6 > 3);
         let len = if penalizes { b.rng.random_range(1..=slot_len) } else { 0 };
         let request = SampleRequest {
@@ -592,7 +594,7 @@ pub fn adjusted(b: &mut Bench, width: usize, rows: usize) -> Adjusted {
             })
             .collect();
         bias.extend(pairs.iter().map(|&(id, bias)| Bias { id, bias }));
-        // At least one id may come.
+        // At least one id is allowed.
         let allowed: Vec<bool> = (0..width).map(|i| i as u32 == first || b.rng.random_ratio(1, 3)).collect();
         if masked {
             masks.extend(allowed.chunks(32).map(|bits| {
@@ -618,14 +620,14 @@ pub fn adjusted(b: &mut Bench, width: usize, rows: usize) -> Adjusted {
     Adjusted { drawing, width, expected, raw }
 }
 
-/// Tiles that subgroups multiply, computed one by one: RDNA's, lavapipe's, and those of GPUs that multiply a block at
-/// once, by turns, so that each way to scale meets them.
+/// Tiles that subgroups multiply, emulated element by element. In turn, the shapes of RDNA, of lavapipe, and of GPUs
+/// that multiply a whole block, so that each way to scale is tested.
 pub fn emulated_tiles(scheme: usize) -> Tiles {
     let shapes = [[16, 16, 16], [16, 8, 32], [8, 8, 8]];
     multiplied_by(SubgroupTile::emulated(shapes[scheme % 3]).unwrap())
 }
 
-/// Products that subgroups multiply in `tile`.
+/// GPU tiles whose products subgroups multiply in `tile`.
 pub fn multiplied_by(tile: SubgroupTile) -> Tiles {
     Tiles::Gpu(GpuTiles { subgroups: Some(tile), ..GpuTiles::COUNTED })
 }

@@ -1,4 +1,4 @@
-//! Made-up layer files of the original project, tensor by tensor.
+//! Generated layer files of the original project.
 
 use half::bf16;
 use serde_json::{Map, Value, json};
@@ -6,31 +6,32 @@ use serde_json::{Map, Value, json};
 use super::checkpoints::{le_bytes, with_header};
 use super::fuzz_bodies::joined;
 
-/// A tensor of a layer file: name, scheme, element type, shape, bytes; scale's type, shape, bytes.
-pub type Made = (String, &'static str, &'static str, Vec<usize>, Vec<u8>, &'static str, Vec<usize>, Vec<u8>);
+/// A tensor of a layer file: name, scheme, element type, shape and bytes, then type, shape and bytes of its scales.
+pub type LayerTensor =
+    (String, &'static str, &'static str, Vec<usize>, Vec<u8>, &'static str, Vec<usize>, Vec<u8>);
 
 /// A tensor in int8 with one scale.
-pub fn symmetric(name: &str, shape: &[usize], scale: f32, q: &[i8]) -> Made {
+pub fn symmetric(name: &str, shape: &[usize], scale: f32, q: &[i8]) -> LayerTensor {
     let q = q.iter().map(|q| *q as u8).collect();
     let scale = bf16::from_f32(scale).to_le_bytes().to_vec();
     (name.into(), "int8_symmetric", "I8", shape.to_vec(), q, "BF16", vec![], scale)
 }
 
 /// A tensor in int4 with a scale for each group.
-pub fn grouped(name: &str, shape: &[usize], scales: &[f32], q: &[i8]) -> Made {
+pub fn grouped(name: &str, shape: &[usize], scales: &[f32], q: &[i8]) -> LayerTensor {
     let q = q.iter().map(|q| *q as u8).collect();
     let bytes = scales.iter().flat_map(|s| bf16::from_f32(*s).to_le_bytes()).collect();
     (name.into(), "int4_grouped", "I8", shape.to_vec(), q, "BF16", vec![scales.len()], bytes)
 }
 
 /// A tensor in int8 with a scale and a zero point.
-pub fn asymmetric(name: &str, shape: &[usize], scale: f32, zero: f32, q: &[u8]) -> Made {
+pub fn asymmetric(name: &str, shape: &[usize], scale: f32, zero: f32, q: &[u8]) -> LayerTensor {
     let scales = le_bytes(&[scale, zero]);
     (name.into(), "int8_asymmetric", "U8", shape.to_vec(), q.to_vec(), "F32", vec![2], scales)
 }
 
 /// A layer file of these tensors.
-pub fn layer_file(tensors: &[Made]) -> Vec<u8> {
+pub fn layer_file(tensors: &[LayerTensor]) -> Vec<u8> {
     let (mut header, mut metadata, mut bytes) = (Map::new(), Map::new(), Vec::new());
     for (name, scheme, dtype, shape, q, scale_type, scale_shape, scales) in tensors {
         metadata.insert(name.clone(), json!(scheme));
@@ -46,7 +47,7 @@ pub fn layer_file(tensors: &[Made]) -> Vec<u8> {
     with_header(&Value::Object(header).to_string(), &bytes)
 }
 
-/// The file that is not a layer's, with its name.
+/// The name and bytes of the file with the tensors that do not belong to a layer.
 pub fn shared() -> (&'static str, Vec<u8>) {
     ("m_shared.safetensors", layer_file(&[asymmetric("norm.weight", &[2], 0.5, 3.0, &[3, 255])]))
 }
@@ -62,7 +63,7 @@ pub fn layer_of_all_schemes() -> Vec<u8> {
     ])
 }
 
-/// What the fuzz target of this format takes.
+/// A valid input of the fuzz target for this format.
 pub fn fuzz_input() -> Vec<u8> {
     joined(&shared().1, &layer_of_all_schemes())
 }

@@ -1,9 +1,9 @@
-//! What test files share, a file for each kind. This file has the places of the test data, and [`skip`].
+//! What test files share, with a file for each subject. This file has the paths of the test data, and [`skip`].
 //!
-//! [`skip`] is the only way to skip a test, because `tidy` refuses `#[ignore]`. It panics unless the given name stands
-//! in `tests/skips.toml`, with the reason and the condition under which the test is skipped.
+//! [`skip`] is the only way to skip a test, because `tidy` refuses `#[ignore]`. It panics unless the given name is in
+//! `tests/skips.toml`, with the reason and the condition for skipping the test.
 //!
-//! Test files import from here and never from each other; `tidy` checks that.
+//! Test files import from here and never from each other. `tidy` checks that.
 
 mod allocation;
 pub mod app;
@@ -47,21 +47,21 @@ use serde::Deserialize;
 pub use allocation::{PARSER_BYTES, bounded_allocation, peak_allocation};
 pub use device::{device, policy};
 
-/// Names the file to which each skip appends a line `name<TAB>test`; `tools/test.py` counts those lines, so
-/// that a skipped test is not reported as a passed one.
+/// Names the file to which each skip appends a line `name<TAB>test`. `tools/test.py` counts those lines, so that a
+/// skipped test is not reported as passed.
 const SKIP_LOG: &str = "UNICORN_SKIP_LOG";
 
 /// One entry of `tests/skips.toml`.
 #[derive(Deserialize, Clone)]
 #[serde(deny_unknown_fields)]
 pub struct Skip {
-    /// Why the test cannot always run, for the reader of the report.
+    /// Why the test cannot always run.
     pub reason: String,
-    /// The condition, in words, under which it is skipped.
+    /// The condition, in words, for skipping it.
     pub when: String,
 }
 
-/// The repository root; a suite that was carried to another machine finds what it needs of it in `UNICORN_TEST_ROOT`.
+/// The repository root. On another machine, `UNICORN_TEST_ROOT` is a folder with the needed files of it.
 pub fn root() -> &'static Path {
     static ROOT: OnceLock<PathBuf> = OnceLock::new();
     ROOT.get_or_init(|| {
@@ -74,13 +74,13 @@ pub fn data(path: impl AsRef<Path>) -> PathBuf {
     root().join("tests/data").join(path)
 }
 
-/// Reports that the calling test cannot run here; the test returns right after, once and with nothing checked:
+/// Reports that the calling test cannot run here. The test must return immediately after, and check nothing:
 ///
 /// ```text
 /// let Some(file) = real_tokenizer() else { return support::skip("real-tokenizer") };
 /// ```
 ///
-/// Panics where `name` is not listed in `tests/skips.toml`: a skip nobody agreed to is a failure.
+/// Panics if `name` is not listed in `tests/skips.toml`.
 #[track_caller]
 pub fn skip(name: &str) {
     let path = root().join("tests/skips.toml");
@@ -95,7 +95,7 @@ pub fn skip(name: &str) {
     if let Some(log) = std::env::var_os(SKIP_LOG) {
         let thread = std::thread::current();
         let line = format!("{name}\t{}\n", thread.name().unwrap_or("?"));
-        // One write of one short line: with O_APPEND, parallel tests do not mix theirs.
+        // A short line in one write with O_APPEND is not mixed with the lines of parallel tests.
         OpenOptions::new()
             .create(true)
             .append(true)
@@ -105,7 +105,7 @@ pub fn skip(name: &str) {
     }
 }
 
-/// The list, checked: every entry gives a reason and a condition.
+/// Parses the list of skips. Every entry must have a reason and a condition.
 pub fn parse_skips(text: &str) -> Result<BTreeMap<String, Skip>, String> {
     let skips: BTreeMap<String, Skip> = toml::from_str(text).map_err(|e| e.to_string())?;
     for (name, skip) in &skips {
@@ -124,12 +124,12 @@ mod tests {
     }
 
     #[test]
-    fn data_lies_beside_the_suites() {
+    fn the_data_path_is_below_tests() {
         assert!(super::data("a/b").ends_with("tests/data/a/b"));
     }
 
     #[test]
-    fn the_committed_list_is_complete() {
+    fn every_committed_skip_has_a_reason_and_a_condition() {
         let text = std::fs::read_to_string(super::root().join("tests/skips.toml")).unwrap();
         assert!(super::parse_skips(&text).unwrap().contains_key("real-tokenizer"));
         assert!(super::parse_skips("[x]\nreason = \"\"\nwhen = \"never\"").is_err());

@@ -1,5 +1,4 @@
-//! The NPU's kernels of the demo model, built with stand-ins for the toolchain (tests/npu/toolchain), and the double of
-//! the shim over XRT.
+//! NPU kernels for the demo model, built with a fake toolchain (tests/npu/toolchain), and the double of the XRT shim.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -10,7 +9,7 @@ use tempfile::TempDir;
 use super::program::{example, output, unicorn};
 use super::{demo, root};
 
-/// Options of `unicorn npu build-kernels` and an environment in which it finds the stand-ins.
+/// Adds the options and the environment with which `unicorn npu build-kernels` finds the fake toolchain.
 pub fn with_toolchain(command: &mut Command) {
     let toolchain = root().join("tests/npu/toolchain");
     command.arg("--python").arg(toolchain.join("bin/python-with-mlir-aie"));
@@ -18,7 +17,7 @@ pub fn with_toolchain(command: &mut Command) {
     with_tools_in_path(command);
 }
 
-/// Has the stand-ins' folder of programs before the others.
+/// Puts the folder of the fake programs first in PATH.
 pub fn with_tools_in_path(command: &mut Command) {
     let path = std::env::var_os("PATH").expect("a PATH");
     let tools = root().join("tests/npu/toolchain/bin");
@@ -27,7 +26,7 @@ pub fn with_tools_in_path(command: &mut Command) {
 }
 
 /// A folder with kernels for the demo model: for one and for two of its KV heads, with and without its window. The
-/// double computes what they are for; no NPU could run them.
+/// double computes their results on the CPU. A real NPU could not run them.
 pub fn demo_kernels() -> &'static Path {
     static FOLDER: OnceLock<TempDir> = OnceLock::new();
     let folder = FOLDER.get_or_init(|| {
@@ -43,7 +42,7 @@ pub fn demo_kernels() -> &'static Path {
     folder.path()
 }
 
-/// The demo model's kernels with `part` in their names.
+/// A folder with only those kernels for the demo model that have `part` in their names.
 pub fn demo_kernels_with(part: &str) -> TempDir {
     let kernels = tempfile::tempdir().expect("a folder");
     for entry in std::fs::read_dir(demo_kernels()).expect("kernels").flatten() {
@@ -54,7 +53,7 @@ pub fn demo_kernels_with(part: &str) -> TempDir {
     kernels
 }
 
-/// The shared object that stands in for the shim over XRT.
+/// The shared object of the double, which replaces the XRT shim.
 pub fn double() -> PathBuf {
     example("npu_double")
 }

@@ -1,4 +1,4 @@
-//! Made-up files of packed checkpoints, GPTQ's among them.
+//! Generated files of packed checkpoints, with the parts of a GPTQ matrix.
 
 use half::f16;
 use serde_json::{Map, Value, json};
@@ -30,12 +30,12 @@ pub fn file(parts: &[PackedPart]) -> Vec<u8> {
     with_header(&Value::Object(header).to_string(), &bytes)
 }
 
-/// The `quantization_config` of GPTQ, in int4.
+/// The `quantization_config` of GPTQ with 4 bits.
 pub fn gptq() -> Value {
     json!({"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"})
 }
 
-/// A matrix of 8 rows of 64 columns in groups of 32.
+/// A GPTQ matrix of 8 rows and 64 columns in groups of 32.
 pub fn gptq_parts() -> Vec<PackedPart> {
     vec![
         ("p.qweight", "I32", vec![8, 8], words(1..65)),
@@ -45,7 +45,7 @@ pub fn gptq_parts() -> Vec<PackedPart> {
     ]
 }
 
-/// What the fuzz target of these formats takes.
+/// A valid input of the fuzz target for these formats.
 pub fn fuzz_input() -> Vec<u8> {
     let config = json!({"quantization_config": gptq()});
     joined(config.to_string().as_bytes(), &file(&gptq_parts()))

@@ -1,5 +1,5 @@
-//! Runs of the program: with and without a Vulkan device, its output, and the one line of its errors; and the examples
-//! that stand beside it.
+//! Runs of the program with and without a Vulkan device, checks of its output and errors, and the examples that tests
+//! build.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -10,15 +10,15 @@ use serde_json::Value;
 
 use super::{policy, root};
 
-/// The program without any Vulkan device, for what must fail before it needs one.
+/// The program without any Vulkan device, for commands that must fail before they need one.
 pub fn unicorn(args: &[&str]) -> Command {
     let mut command = unicorn_on_software(args);
     command.env("VK_DRIVER_FILES", "/nonexistent.json").env("VK_ICD_FILENAMES", "/nonexistent.json");
     command
 }
 
-/// The program with the devices of the machine; commands that compute are given `--allow-software-vulkan`. A single
-/// message of the validation layer fails the command.
+/// The program with the devices of the machine. Commands that compute also need `--allow-software-vulkan`. Any message
+/// of the validation layer fails the command.
 pub fn unicorn_on_software(args: &[&str]) -> Command {
     let mut command = Command::new(binary());
     command.args(args);
@@ -27,7 +27,7 @@ pub fn unicorn_on_software(args: &[&str]) -> Command {
             command.env_remove(name);
         }
     }
-    // A machine may have the service installed.
+    // The service, with a configuration, may be installed on this machine.
     command.env("UNICORN_CONFIG_DIR", "/nonexistent");
     command.env("UNICORN_HARDWARE_VALIDATION", policy().validation.to_string());
     command
@@ -40,7 +40,7 @@ pub fn output(mut command: Command) -> (i32, String, String) {
     (status.code().expect("an exit code, not a signal"), text(stdout), text(stderr))
 }
 
-/// Holds a failing command to one `error:` line with every one of `parts`; warnings may stand before it.
+/// Checks that a command fails with one `error:` line that contains all of `parts`. Warnings may come before it.
 #[track_caller]
 pub fn assert_error(command: Command, code: i32, parts: &[&str]) {
     let shown = format!("{command:?}");
@@ -54,7 +54,7 @@ pub fn assert_error(command: Command, code: i32, parts: &[&str]) {
     }
 }
 
-/// The program: cargo's, or the one that was carried along.
+/// The path of the program: cargo's, or the copy in `UNICORN_TEST_ROOT`.
 pub fn binary() -> PathBuf {
     match std::env::var_os("UNICORN_TEST_ROOT") {
         Some(root) => Path::new(&root).join("unicorn"),
@@ -62,8 +62,8 @@ pub fn binary() -> PathBuf {
     }
 }
 
-/// An example of `Cargo.toml`, built with the profile of this test: the path of its library or program. `cargo test --test
-/// suite` builds no examples, and an older one would test what is no longer there.
+/// Builds an example of `Cargo.toml` with the profile of this test, and returns the path of its library or program.
+/// `cargo test --test suite` builds no examples, and an older build would test old code.
 pub fn example(name: &str) -> PathBuf {
     static BUILT: Mutex<BTreeMap<String, PathBuf>> = Mutex::new(BTreeMap::new());
     let mut built = BUILT.lock().unwrap_or_else(PoisonError::into_inner);
@@ -78,7 +78,7 @@ fn build_example(name: &str) -> PathBuf {
     let mut cargo = Command::new(env!("CARGO"));
     cargo.current_dir(root()).args(["build", "--locked", "--offline", "--example", name]);
     cargo.args(["--message-format", "json", "--profile"]).arg(profile);
-    // Build scripts of dependencies would take the variables that cargo gives a test for another build.
+    // With the variables that cargo sets for a test, dependencies' build scripts would run again.
     for (variable, _) in std::env::vars_os() {
         let text = variable.to_string_lossy();
         if text.starts_with("CARGO_PKG_") || text.starts_with("CARGO_MANIFEST_") || text == "OUT_DIR" {

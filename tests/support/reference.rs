@@ -1,4 +1,4 @@
-//! CPU twins of the shaders, in f64 unless the order of operations is the point. The product has no CPU path.
+//! CPU references of the shaders, in f64 unless the order of operations matters. The product has no CPU path.
 
 use half::f16;
 
@@ -13,29 +13,30 @@ pub fn matmul(x: &[f32], w: &[f32], tokens: usize, rows: usize, cols: usize) -> 
     y
 }
 
-/// `sum |x w|` of the same products: what a rounding error is relative to.
+/// `sum |x w|` of the same products. Rounding errors are relative to it.
 pub fn matmul_magnitude(x: &[f32], w: &[f32], tokens: usize, rows: usize, cols: usize) -> Vec<f64> {
     let abs = |v: &[f32]| v.iter().map(|x| x.abs()).collect::<Vec<_>>();
     matmul(&abs(x), &abs(w), tokens, rows, cols)
 }
 
-/// Columns that share a scale in int8 activations.
+/// The number of columns that share a scale in int8 activations.
 pub const BLOCK_COLS: usize = 32;
 
-/// Blocks of a row of so many that are added up before segments are (`shaders/common/fast.glsl`).
+/// The number of blocks in a segment of a row with `blocks` blocks. The products are summed in each segment first, and
+/// then over the segments (`shaders/common/fast.glsl`).
 pub fn segment_blocks(blocks: usize) -> usize {
     blocks.div_ceil(8).max(4)
 }
 
-/// One row of activations in int8: by digit integers, padded with zeros to whole blocks, and the scale of each block.
-/// The first scale is negative where a block has a second digit; where it has none, that one's are 0.
+/// A row of activations in int8. For each of two digits, it has the integers, padded with zeros to whole blocks, and
+/// the scale of each block. The first scale is negative if the block has a second digit. If not, the second scale is 0.
 #[derive(Debug, Clone, PartialEq)]
 pub struct QuantizedActivations {
     pub q: [Vec<i8>; 2],
     pub scales: [Vec<f32>; 2],
 }
 
-/// A block in int8, padded with zeros, and its scale. What is below 2^-90 in a whole block counts as 0.
+/// A block in int8, padded with zeros, and its scale. A block whose largest value is below 2^-90 counts as 0.
 fn quantized_block(block: &[f32]) -> ([i8; BLOCK_COLS], f32) {
     let largest = block.iter().fold(0f32, |a, b| a.max(b.abs()));
     let is_zero = largest < 2f32.powi(-90);
@@ -53,7 +54,7 @@ impl QuantizedActivations {
         for block in row.chunks(BLOCK_COLS) {
             let (q, scale) = quantized_block(block);
             let magnitudes: i32 = q.iter().map(|q| i32::from(*q).abs()).sum();
-            // An outlier leaves the others a few steps at most.
+            // With an outlier in the block, the integers of the other values are small, and a second digit is needed.
             let has_second = scale > 0.0 && magnitudes < 14 * 32;
             let rest: Vec<f32> = block.iter().zip(q).map(|(v, q)| fma(-f32::from(q), scale, *v)).collect();
             let second = if has_second { quantized_block(&rest) } else { ([0; BLOCK_COLS], 0.0) };
@@ -67,9 +68,9 @@ impl QuantizedActivations {
     }
 }
 
-/// The product of a row of activations and one of weights as `fast` defines it, to the bit. `scales`: (s, m) of each
-/// group of `group` columns, so that w = s q + m; `row_scale` multiplies it all. `fma`: that of the device, which may
-/// round twice.
+/// The product of a row of activations and a row of weights as `fast` defines it, to the bit. `scales` has (s, m) of
+/// each group of `group` columns, so that w = s q + m. `row_scale` multiplies the result. `fma` is that of the device,
+/// which may round twice.
 pub fn fast_product(
     x: &QuantizedActivations,
     q: &[i8],
@@ -78,7 +79,7 @@ pub fn fast_product(
     fma: fn(f32, f32, f32) -> f32,
 ) -> f32 {
     let blocks = x.scales[0].len();
-    // Groups that are no multiple of a block are taken by its halves.
+    // If the group size is not a multiple of the block size, half blocks are used.
     let unit =
         if row_scale.is_some() || group.is_multiple_of(BLOCK_COLS) { BLOCK_COLS } else { BLOCK_COLS / 2 };
     let segment = |first: usize| {
@@ -92,7 +93,7 @@ pub fn fast_product(
             for at in (block * BLOCK_COLS..(block + 1) * BLOCK_COLS).step_by(unit) {
                 let columns = at..(at + unit).min(q.len());
                 if row_scale.is_none() && columns.is_empty() {
-                    // Half of a block that no weight is in adds nothing, which is +0.
+                    // A half block without weights adds +0, which changes nothing.
                     continue;
                 }
                 let ints = |v: &[i8]| v.iter().map(|v| i32::from(*v)).collect::<Vec<_>>();
@@ -115,14 +116,14 @@ pub fn fast_product(
     sum.unwrap_or(0.0) * row_scale.unwrap_or(1.0)
 }
 
-/// RMSNorm of one row; Gemma's `weight` is one plus what its checkpoints store.
+/// RMSNorm of one row. Gemma's `weight` is one plus the stored value.
 pub fn rms_norm(x: &[f64], weight: &[f32], eps: f64) -> Vec<f64> {
     let mean = x.iter().map(|v| v * v).sum::<f64>() / x.len() as f64;
     let factor = 1.0 / (mean + eps).sqrt();
     x.iter().zip(weight).map(|(v, w)| v * factor * f64::from(*w)).collect()
 }
 
-/// Rotates halves of one head by `angle[i] = position * frequency[i]`.
+/// RoPE of one head: rotates its halves by `angle[i] = position * frequency[i]`.
 pub fn rope(x: &[f64], angles: &[f64]) -> Vec<f64> {
     let half = x.len() / 2;
     let mut y = vec![0.0; x.len()];
@@ -134,7 +135,8 @@ pub fn rope(x: &[f64], angles: &[f64]) -> Vec<f64> {
     y
 }
 
-/// Softmax-weighted sum of `values` for one query head; `keys[j]` and `values[j]` are what the token sees.
+/// Attention of one query head: the softmax-weighted sum of `values`. `keys` and `values` are those that the token
+/// sees.
 pub fn attention(query: &[f32], keys: &[&[f32]], values: &[&[f32]]) -> Vec<f64> {
     let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>();
     let scores: Vec<f64> = keys.iter().map(|k| dot(query, k)).collect();
@@ -146,7 +148,7 @@ pub fn attention(query: &[f32], keys: &[&[f32]], values: &[&[f32]]) -> Vec<f64> 
         .collect()
 }
 
-/// A row of the KV cache in int8: its scale, and integers of at most 127, ties to even.
+/// A row of the KV cache in int8: its scale, and integers from -127 to 127. Ties are rounded to even.
 pub fn kv_int8(row: &[f32]) -> (f32, Vec<i8>) {
     let largest = row.iter().fold(0f32, |a, b| a.max(b.abs()));
     let inverse = if largest > 0.0 { 127.0 / largest } else { 0.0 };
@@ -174,16 +176,16 @@ pub fn philox(mut key: [u32; 2], mut counter: [u32; 4]) -> [u32; 4] {
     counter
 }
 
-/// Penalties of a draw; 1, 0 and 0 are none.
+/// Penalties of a draw. The values 1, 0 and 0 change nothing.
 pub struct Penalties {
     pub repetition: f32,
     pub presence: f32,
     pub frequency: f32,
 }
 
-/// Logits after penalties, biases and a mask (true: may come), as vLLM has them: repetition (Keskar et al., CTRL, 2019)
-/// for what prompt or answer has, presence and frequency (OpenAI) for what the answer has. What is forbidden is
-/// -infinity.
+/// Logits after penalties, biases and a mask (true = allowed), as in vLLM. The repetition penalty (Keskar et al., CTRL,
+/// 2019) is for ids in the prompt or the answer. Presence and frequency penalties (OpenAI) are for ids in the answer.
+/// Forbidden ids get -infinity.
 pub fn adjusted(
     logits: &[f32],
     prompt: &[u32],
@@ -221,8 +223,8 @@ pub fn log_softmax(logits: &[f32]) -> Vec<f64> {
     logits.iter().map(|l| f64::from(*l) - f64::from(max) - sum.ln()).collect()
 }
 
-/// What is left of a row of logits after temperature, min_p, top_k and top_p, with the probability of each, by
-/// sorting: the textbook's way, not the shader's. Ties at a threshold stay in.
+/// The ids that temperature, min_p, top_k and top_p leave, with their probabilities. It sorts, as in textbooks and
+/// unlike the shader. Ties at a threshold are kept.
 pub fn filtered(logits: &[f32], temperature: f64, top_k: usize, top_p: f64, min_p: f64) -> Vec<(usize, f64)> {
     let max = logits.iter().cloned().fold(f32::NEG_INFINITY, f32::max);
     let mass = |l: f32| ((f64::from(l) - f64::from(max)) / temperature).exp();
@@ -249,14 +251,14 @@ pub fn filtered(logits: &[f32], temperature: f64, top_k: usize, top_p: f64, min_
     left.into_iter().map(|(id, l)| (id, mass(l) / total)).collect()
 }
 
-/// 1 / x to the nearest, halves up, by long division (`shaders/common/mass.glsl`).
+/// 1 / x, rounded to nearest with halves up, by long division (`shaders/common/mass.glsl`).
 pub fn reciprocal(x: f32) -> f32 {
     let divisor = u64::from(x.to_bits() & 0x7f_ffff | 0x80_0000);
     let quotient = (1u64 << 48) / divisor;
     (quotient / 2 + quotient % 2) as f32 * f32::from_bits((230 - (x.to_bits() >> 23)) << 23)
 }
 
-/// The probability mass of 2^-t in units of 2^-40, in the shader's integers; none from 40 on.
+/// The probability mass of 2^-t in units of 2^-40, in the shader's integers. It is 0 for t from 40 on.
 pub fn mass(t: f32) -> u64 {
     if t >= 40.0 {
         return 0;
@@ -269,7 +271,7 @@ pub fn mass(t: f32) -> u64 {
     power << 9 >> whole
 }
 
-/// The logits of a row as the sampler weighs them: how many powers of two below the largest each is, in f32 as there.
+/// For each logit of a row, the number of powers of two below the largest one, in f32 as in the sampler.
 pub fn powers_below(logits: &[f32], temperature: f32) -> Vec<f32> {
     let max = logits.iter().cloned().fold(f32::MIN, f32::max);
     let temperature = temperature.clamp(1e-6, 1e28);
@@ -277,8 +279,9 @@ pub fn powers_below(logits: &[f32], temperature: f32) -> Vec<f32> {
     logits.iter().map(|l| z(*l) * -std::f32::consts::LOG2_E).collect()
 }
 
-/// What is left of a row, to the bit of the sampler's integer masses: ids in ascending order. Of logits below `least`
-/// nothing is left, which is what min_p comes to; nor of those without mass, which no noise can lift above the largest.
+/// The ids that remain with the sampler's integer masses, in ascending order. Logits below `least`, which is the
+/// threshold of min_p, are removed. Ids without mass are removed as well, because no noise can lift them above the
+/// largest.
 pub fn left(logits: &[f32], temperature: f32, top_k: usize, top_p: f32, least: f32) -> Vec<usize> {
     let powers = powers_below(logits, temperature);
     let may_come = |id: &usize| logits[*id] > f32::MIN && powers[*id] < 40.0 && logits[*id] >= least;
@@ -300,13 +303,13 @@ pub fn left(logits: &[f32], temperature: f32, top_k: usize, top_p: f32, least: f
             sum += mass(powers[*id]);
             sum >= wanted
         });
-        keep(&mut left, last.expect("all of it is enough"));
+        keep(&mut left, last.expect("the sum reaches the wanted part"));
     }
     left.sort_unstable();
     left
 }
 
-/// How many ids of a row are in each bin of the sampler, and their mass. All logits are finite, and may come.
+/// The number of ids in each bin of the sampler, and their mass. All logits must be finite and allowed.
 pub fn bins(logits: &[f32], temperature: f32, bins: usize) -> Vec<(u32, u64)> {
     let powers = powers_below(logits, temperature);
     let most = powers.iter().cloned().fold(0.0, f32::max).min(40.0);
@@ -320,8 +323,8 @@ pub fn bins(logits: &[f32], temperature: f32, bins: usize) -> Vec<(u32, u64)> {
     all
 }
 
-/// The shader's draw over `candidates`: the largest logit / temperature plus Gumbel noise. Returns the id and by how
-/// much it won.
+/// The shader's draw from `candidates`: the largest logit / temperature plus Gumbel noise. Returns the id and its
+/// margin.
 pub fn draw(
     logits: &[f32],
     candidates: &[usize],
@@ -341,7 +344,7 @@ pub fn draw(
     (scored[0].1, scored.get(1).map_or(f64::INFINITY, |second| scored[0].0 - second.0))
 }
 
-/// The values that a quantized row stands for.
+/// Computes the values of a quantized row.
 pub fn dequantize_row(q: &[i8], scales: &[f16], group: usize, out: &mut [f32]) {
     assert_eq!((out.len(), scales.len()), (q.len(), q.len().div_ceil(group)), "a row and its scales");
     for ((q, out), scale) in q.chunks(group).zip(out.chunks_mut(group)).zip(scales) {

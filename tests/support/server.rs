@@ -1,5 +1,4 @@
-//! An app behind a port of its own, with what such a server is given: bounds on connections, a certificate, facts of a
-//! device.
+//! An app that listens on a port, with limits for connections, a certificate, and reports of a fake device.
 
 use std::io::Read;
 use std::net::{SocketAddr, TcpStream};
@@ -18,7 +17,7 @@ use unicorn::api::{
 use super::app::App;
 use super::fake_runner::HANG;
 
-/// So short that a test sees them pass, and longer than a busy machine lets a thread wait.
+/// Timeouts so short that tests can reach them, but longer than a thread waits on a busy machine.
 pub const CONNECTIONS: Connections = Connections {
     most: 64,
     head_timeout: Duration::from_millis(2000),
@@ -27,7 +26,7 @@ pub const CONNECTIONS: Connections = Connections {
     tls: None,
 };
 
-/// A server on a port of its own.
+/// A server that listens on a free port.
 pub struct Serving {
     pub address: SocketAddr,
     stop: Option<oneshot::Sender<()>>,
@@ -52,8 +51,8 @@ impl Serving {
         connect(self.address)
     }
 
-    /// The client's side keeps little of what it has not read: the rest stays with the server.
-    pub fn connect_narrow(&self) -> TcpStream {
+    /// A connection with a small receive buffer, so that an unread answer stays with the server.
+    pub fn connect_with_small_buffer(&self) -> TcpStream {
         let socket = Socket::new(Domain::for_address(self.address), Type::STREAM, None).expect("a socket");
         socket.set_recv_buffer_size(4096).expect("set");
         socket.connect(&self.address.into()).expect("connects");
@@ -64,7 +63,7 @@ impl Serving {
 
     pub async fn end(mut self) {
         self.app.control.release();
-        let _ = self.stop.take().expect("not yet").send(());
+        let _ = self.stop.take().expect("it was not ended before").send(());
         tokio::time::timeout(HANG, self.task).await.expect("ends in time").expect("without a panic");
     }
 }
@@ -76,7 +75,7 @@ pub fn connect(address: SocketAddr) -> TcpStream {
     stream
 }
 
-/// Reads the head of an answer and `Content-Length` bytes of body.
+/// Reads the head of an answer and a body of `Content-Length` bytes.
 pub fn read_answer(stream: &mut impl Read) -> (String, String) {
     let mut head = Vec::new();
     while !head.ends_with(b"\r\n\r\n") {
@@ -91,7 +90,7 @@ pub fn read_answer(stream: &mut impl Read) -> (String, String) {
     (head, String::from_utf8(body).expect("text"))
 }
 
-/// What blocks must not stop the runtime that it waits for.
+/// Runs blocking code on another thread, so that the runtime continues.
 pub async fn blocking<T: Send + 'static>(run: impl FnOnce() -> T + Send + 'static) -> T {
     tokio::time::timeout(2 * HANG, tokio::task::spawn_blocking(run))
         .await
@@ -108,7 +107,7 @@ pub fn certificate() -> (TempDir, rustls::pki_types::CertificateDer<'static>) {
     (folder, signed.cert.der().clone())
 }
 
-/// What a server is told of a device that is not there.
+/// The report of a device that does not exist.
 pub fn report() -> ModelReport {
     let placed =
         |class: &str, heap: &str, bytes| Placed { class: class.into(), heap: heap.into(), buffers: 1, bytes };

@@ -1,4 +1,4 @@
-//! The other end of sd_notify(3), and of socket activation: what systemd is to a service.
+//! The side of systemd in sd_notify(3) and in socket activation.
 
 use std::net::TcpListener;
 use std::os::fd::OwnedFd;
@@ -10,7 +10,7 @@ use tempfile::TempDir;
 
 use super::fake_runner::HANG;
 
-/// A socket that a service tells its state.
+/// A socket to which a service reports its state.
 pub struct Systemd {
     folder: TempDir,
     socket: UnixDatagram,
@@ -23,14 +23,14 @@ impl Systemd {
         Self { folder, socket }
     }
 
-    /// Gives a command the socket, and asks for a sign of life within `watchdog`.
+    /// Gives a command the socket, and requests a watchdog signal within `watchdog`.
     pub fn supervise(&self, command: &mut Command, watchdog: Duration) {
         command.env("NOTIFY_SOCKET", self.folder.path().join("notify"));
         command.env("WATCHDOG_USEC", watchdog.as_micros().to_string());
     }
 
     /// The next message, if one comes within `patience`.
-    pub fn hears(&self, patience: Duration) -> Option<String> {
+    pub fn next_message(&self, patience: Duration) -> Option<String> {
         self.socket.set_read_timeout(Some(patience)).expect("set");
         let mut message = vec![0; 4096];
         let bytes = self.socket.recv(&mut message).ok()?;
@@ -38,13 +38,13 @@ impl Systemd {
         Some(String::from_utf8(message).expect("UTF-8"))
     }
 
-    /// All messages up to the first with this line, which is the last of them.
+    /// Receives messages until one has this line, and returns all of them.
     #[track_caller]
     pub fn wait_for(&self, line: &str) -> Vec<String> {
         let mut heard = Vec::new();
         loop {
-            let Some(message) = self.hears(HANG) else { panic!("{line} was never told: {heard:#?}") };
-            let is_it = message.lines().any(|told| told == line);
+            let Some(message) = self.next_message(HANG) else { panic!("{line} never came: {heard:#?}") };
+            let is_it = message.lines().any(|received| received == line);
             heard.push(message);
             if is_it {
                 return heard;
@@ -53,7 +53,8 @@ impl Systemd {
     }
 }
 
-/// Has a command get a socket as a service gets it: as its fourth file, and announced to its process.
+/// Makes a command inherit a listening socket as systemd passes it: as file descriptor 3, with LISTEN_PID and
+/// LISTEN_FDS.
 pub fn hand_over(listener: TcpListener, command: &mut Command) {
     let mut shell = Command::new("sh");
     shell.args(["-c", "exec 3<&0 </dev/null; LISTEN_PID=$$ LISTEN_FDS=1 exec \"$@\"", "sh"]);

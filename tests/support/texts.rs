@@ -1,11 +1,11 @@
-//! Prompts whose answers must not depend on what else the engine does.
+//! Prompts whose answers must not depend on other work of the engine.
 
 use unicorn::engine::{Fork, Sequence};
 use unicorn::model::{KvLimits, Limits, Runner, SamplingParams};
 
 use super::driver::{Driver, Run};
 
-/// Prompts, and what is answered to each alone, with some parameters and a seed.
+/// Prompts, with the answer to each one alone, for given parameters and a seed.
 pub struct Texts {
     params: SamplingParams,
     seed: u64,
@@ -23,7 +23,7 @@ pub fn penalties() -> SamplingParams {
     }
 }
 
-/// What is answered to one prompt by a scheduler that has seen nothing.
+/// The answer to one prompt by a new scheduler.
 pub fn answer(
     model: &mut dyn Runner,
     prompt: &[u32],
@@ -66,7 +66,8 @@ impl Texts {
         }
     }
 
-    /// Holds `model`, which need not be the one that answered, to everything that must change nothing.
+    /// Checks that `model` gives the same answers under all conditions that must not change them. `model` may be
+    /// another one than the model that gave the answers.
     pub fn check_all(&self, model: &mut dyn Runner) {
         let limits = model.limits();
         let mut driver = Driver::new(model, limits);
@@ -79,7 +80,7 @@ impl Texts {
         assert!(again.cached[&long] >= 32, "{:?} found in the cache", again.cached);
         self.check(&again, "one after the other, from the cache");
 
-        // The next turn of each: prompt and answer as a prompt, which the cache has but for its end.
+        // The next turn of each conversation. The prefix cache holds its prompt and answer, except their end.
         let next = |i: usize| [&self.prompts[i][..], &self.alone[i], &[5, 6, 7]].concat();
         let prompts: Vec<Vec<u32>> = (0..self.prompts.len()).map(next).collect();
         let turn = |i: usize| self.sequence(i, &prompts[i], 12);
@@ -94,7 +95,7 @@ impl Texts {
         let limits = Limits { max_batch_tokens: 7, ..limits };
         self.check(&Driver::new(model, limits).run_staggered(self.sequences(), |i| i), "in chunks of 7");
 
-        // Blocks for one whole sequence and a half.
+        // Blocks for one and a half sequences.
         let longest =
             self.prompts.iter().zip(&self.alone).map(|(p, a)| p.len() + a.len()).max().expect("some");
         let kv = limits.kv;
@@ -106,10 +107,10 @@ impl Texts {
         };
         let tight = Limits { max_batch_tokens: 16, max_context: longest, kv, ..limits };
         let run = Driver::new(model, tight).run(self.sequences());
-        assert!(run.preemptions > 0, "nobody was preempted");
+        assert!(run.preemptions > 0, "no sequence was preempted");
         self.check(&run, "preempted");
 
-        // Three answers to each prompt, which part behind it, and are the same where they are greedy.
+        // Three answers to each prompt. They share its blocks, and are equal if sampling is greedy.
         let mut forked = self.sequences();
         let mut expected = |i: usize, n: u64| match self.params.temperature {
             0.0 => self.alone[i].clone(),

@@ -7,14 +7,14 @@ use unicorn::text::{ChatFiles, ChatTemplate, Tokenizer};
 
 use super::{data, root};
 
-/// The mini tokenizer: 512 pieces, with the structure of Gemma's.
+/// The mini tokenizer: 512 pieces, with the structure of Gemma's tokenizer.
 pub fn tokenizer() -> Tokenizer {
     let path = data("tokenizer-mini/tokenizer.json");
     let bytes = fs::read(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
     Tokenizer::from_bytes(&bytes, "tokenizer.json").expect("a sound tokenizer")
 }
 
-/// The real Gemma-3 tokenizer.json, where there is one.
+/// The real Gemma 3 tokenizer.json, if it is available.
 pub fn real_tokenizer_json() -> Option<Vec<u8>> {
     let path = match std::env::var_os("UNICORN_REAL_TOKENIZER") {
         Some(path) => PathBuf::from(path),
@@ -23,7 +23,7 @@ pub fn real_tokenizer_json() -> Option<Vec<u8>> {
     path.exists().then(|| fs::read(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display())))
 }
 
-/// The built-in chat template, with Gemma's special tokens.
+/// The built-in chat template with Gemma's special tokens.
 pub fn gemma_template() -> ChatTemplate {
     ChatTemplate::from_checkpoint(ChatFiles::default()).expect("the built-in template compiles")
 }

@@ -1,4 +1,4 @@
-//! Tools that a chat may offer, and apps whose context has room for them.
+//! Tools for chats, and apps whose context has room for them.
 
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -56,7 +56,7 @@ pub fn now() -> Value {
 /// A call of [`weather`], as a model writes it.
 pub const ROME: &str = "{\"name\": \"get_weather\", \"parameters\": {\"city\": \"Rome\", \"unit\": \"c\"}}";
 
-/// A model that says whatever comes to its mind.
+/// An app whose model samples random ids.
 pub fn babbling() -> App {
     let mut rng = ChaCha8Rng::seed_from_u64(0xbab);
     app(Box::new(move |_, _| rng.random_range(0..512)))
