@@ -93,7 +93,7 @@ impl<'a, E: From<GpuError> + Send> Uploader<'a, E> {
             recorder.copy(staging, &to.slice(offset, bytes), bytes);
             recorder.submit_alone("upload")?;
             offset += bytes;
-            self.device.get_on();
+            self.device.note_progress();
         }
         Ok(())
     }
@@ -183,6 +183,6 @@ fn read_all<E: Send>(
 ) -> Result<(), E> {
     let pieces = pieces.into_iter().par_bridge();
     readers.install(|| {
-        pieces.try_for_each(|(read, offset, piece)| read(offset, piece).inspect(|()| device.get_on()))
+        pieces.try_for_each(|(read, offset, piece)| read(offset, piece).inspect(|()| device.note_progress()))
     })
 }
