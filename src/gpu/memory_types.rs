@@ -5,9 +5,9 @@
 //!
 //! | memory | requires | prefers, most important first |
 //! |---|---|---|
-//! | device, unified memory | - | device-local; mapped, so that weights are read from the disk directly into it; write-combined |
-//! | device, discrete GPU | device-local | not mapped, because the mappable part of VRAM may be small and others need it; write-combined |
-//! | upload | mapped | host heap; write-combined: the host never reads it, and the GPU need not snoop the CPU's caches |
+//! | device, unified memory | - | device-local; mapped, to read weights from the disk directly into it; write-combined |
+//! | device, discrete GPU | device-local | not mapped: the mappable part of VRAM may be small; write-combined |
+//! | upload | mapped | host heap; write-combined: the host never reads it, and the GPU need not snoop CPU caches |
 //! | readback | mapped | cached, because the host reads uncached memory word by word; host heap |
 //! | shared | mapped | as upload: the other device can access the host heap, but not VRAM |
 //!
