@@ -40,7 +40,7 @@ layout(buffer_reference, std430, buffer_reference_align = 16) readonly buffer Ac
 layout(buffer_reference, std430, buffer_reference_align = 8) readonly buffer ActivationScales { uvec2 at[]; };
 
 // A block needs second digits if the sum of its |q| is less than this: 14 per column on average. The largest |q| of a
-// block is always 127.
+// block is 127, unless all of its values count as 0.
 const int LEAST_MAGNITUDES = 14 * 32;
 const uint SECOND_DIGIT = 0x80000000u;
 

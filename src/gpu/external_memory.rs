@@ -73,7 +73,7 @@ impl Handles {
         }
     }
 
-    /// The queue family that stands for the device outside Vulkan.
+    /// The queue family that represents the device outside Vulkan.
     pub fn family(self) -> u32 {
         match self {
             Handles::DmaBuf => vk::QUEUE_FAMILY_FOREIGN_EXT,

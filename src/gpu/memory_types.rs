@@ -5,7 +5,7 @@
 //!
 //! | memory | requires | prefers, most important first |
 //! |---|---|---|
-//! | device, unified memory | - | device-local; mapped, to read weights from the disk directly into it; write-combined |
+//! | device, unified memory | - | device-local; mapped, to read weights from disk directly into it; write-combined |
 //! | device, discrete GPU | device-local | not mapped: the mappable part of VRAM may be small; write-combined |
 //! | upload | mapped | host heap; write-combined: the host never reads it, and the GPU need not snoop CPU caches |
 //! | readback | mapped | cached, because the host reads uncached memory word by word; host heap |
