@@ -1,17 +1,19 @@
-// Changes the logits of few ids: penalties, then biases. The raw logits stay. Changes go to `adjusted`, which has a
-// word for each logit (common/draws.glsl). Words that no request changes are 0, and after `clear` all words are 0.
+// Changes the logits of a few ids: first penalties, then biases. The raw logits are not overwritten. Changes are
+// written to `adjusted`, which has a word for each logit (common/draws.glsl). Words that no request changes are 0, and
+// after `clear` all words are 0.
 //
 //   logits    f32 [rows, *], rows stride apart       adjusted  u32 [rows, *], rows stride apart
 //   history   u32 [slots, slot_len]                   bias      (u32 id, f32) pairs, no id twice in one request
 //
-//   count     records for each id of a request's history whether the prompt has it, and how often the answer has it, by
-//             integer atomics, so that no order matters
-//   penalize  repetition: divides a logit above 0, and multiplies others, if the prompt or the answer has the id;
-//             frequency: subtracts once for each time that the answer has the id; presence: subtracts once
-//   bias      adds a bias; -infinity forbids an id
+//   count     records for each id of a request's history whether the prompt has it, and how many times the answer has
+//             it. It uses integer atomics, so the order does not matter
+//   penalize  if the prompt or the answer has the id, divides a positive logit by the repetition penalty, and
+//             multiplies any other logit. Subtracts the frequency penalty for each time that the answer has the id, and
+//             the presence penalty once
+//   bias      adds a bias; a bias of -infinity forbids the id
 //   clear     sets all changed words back to 0
 //
-// A column of workgroups takes a row; each invocation takes positions, or pairs, at regular distances.
+// All workgroups with the same y process one row. Each invocation processes positions (or pairs) with a fixed stride.
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #include "memory.glsl"
@@ -49,8 +51,8 @@ void main() {
         else atomicAdd(adjusted.at[at], 1);
 #elif defined(PENALIZE)
         const uint word = atomicOr(adjusted.at[at], 0);
-        // The first invocation that meets an id changes its word. Others that read it at the same time compute equal
-        // numbers.
+        // The first invocation that reads an id's word changes it. Invocations that read it at the same time compute
+        // the same value.
         if (word < FIRST_CHANGED) {
             const uint count = word & (PROMPT - 1);
             float logit = logits.at[at];

@@ -1,17 +1,18 @@
-// Causal attention over a sequence's paged KV cache, optionally in a sliding window. Computes the partials of some
-// tokens over some keys (common/softmax.glsl), which attention_merge.comp joins to the output.
+// Causal attention over a sequence's paged KV cache, optionally with a sliding window. Computes partial results of some
+// tokens over some keys ("partials", common/softmax.glsl), which attention_merge.comp merges.
 //
-//   q  f32 [tokens, num_kv_heads * GROUP, HEAD_DIM]; already normed, rotated and scaled
+//   q  f32 [tokens, num_kv_heads * GROUP, HEAD_DIM], after QK-norm, RoPE and the query scale
 //   k_cache, v_cache  blocks of rows [kv_head][token in block][HEAD_DIM] (common/kv.glsl)
 //   block_tables [sequences][max_blocks]
 //   partials  f32 [slots, num_kv_heads * GROUP, HEAD_DIM / 4 + 1, 4]: values; then largest score, sum of weights
-//   window  keys that a token sees, including its own; 0: all
+//   window  number of keys that a token sees, including its own; 0: all
 //
-// A workgroup takes an item and a KV head, counted from `first_kv_head` on. An item is some neighbouring tokens of one
-// sequence and some neighbouring splits of its keys. The workgroup walks the splits in order, and computes one partial
-// for each token. Each of its TEAMS teams of 64 lanes takes ROWS rows of the item, which are query heads of its tokens.
-// Lane j of a team scores key j of a tile for these rows. Then LANES lanes hold WIDTH fours of dimensions each, and add
-// up the values of every PARTS-th key. Every loaded number serves all rows of the lane.
+// A workgroup processes an item and a KV head, counted from `first_kv_head`. An item is some neighbouring tokens of one
+// sequence and some neighbouring splits of its keys. The workgroup processes the splits in order, and writes one
+// partial for each token. A row is one query head of one token. Each of the TEAMS teams of 64 lanes processes ROWS rows
+// of the item. Lane j of a team computes the scores of key j of a tile for these rows. Then each lane adds up WIDTH
+// fours of the values' dimensions: LANES lanes have all dimensions, and add up every PARTS-th key. Every loaded number
+// is used for all rows of the lane.
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #extension GL_KHR_shader_subgroup_basic : require
@@ -25,27 +26,28 @@ layout(local_size_x = 64 * TEAMS) in;
 layout(constant_id = 0) const uint GROUP = 1;
 layout(constant_id = 1) const uint HEAD_DIM = 64;
 layout(constant_id = 2) const uint ROWS = 1;
-// Fours of a head, and how many of them a lane holds: two where a head has an even number of fours.
+// Number of fours (groups of four dimensions) of a head, and of a lane: two if a head has an even number of fours.
 const uint FOURS = HEAD_DIM / 4;
 const uint WIDTH = 2 - (FOURS - FOURS / 2 * 2);
-// Lanes that hold one copy of the values, and how many copies there are.
+// Number of lanes that together have all dimensions of a value, and number of such groups of lanes in a team.
 const uint LANES = FOURS / WIDTH;
 const uint PARTS = TILE / LANES;
-// How many fours of a key, and how many values, are loaded at once: fewer where each is used for more rows. Queries are
-// loaded once for all lanes of a subgroup, and larger steps would need more scalar registers for them than there are.
+// How many fours of a key, and how many values, are loaded at a time: fewer if each is used for more rows. Queries are
+// loaded once for all lanes of a subgroup, and with larger steps they would not fit into the scalar registers.
 const uint STEP = FOURS % 4 == 0 ? (ROWS > 4 ? 2 : 4) : WIDTH;
 const uint AHEAD = TILE % (4 * PARTS) == 0 ? (ROWS > 4 ? 2 : 4) : 1;
 const uint MOST_SUBGROUPS = 16;
 
 struct Item {
-    // The first token's row of q, the number of tokens, the first token's position, and the row of block_tables.
+    // Row of the first token in q, number of tokens, position of the first token, and row of the sequence in
+    // block_tables.
     uint token;
     uint tokens;
     uint position;
     uint sequence;
     uint first_split;
     uint splits;
-    // Place of the first token's partial, and the distance to the next token's.
+    // Slot of the first token's partial, and the distance to the slot of the next token.
     uint slot;
     uint stride;
 };
@@ -63,23 +65,23 @@ layout(push_constant, std430) uniform Push {
     uint max_blocks;
     uint window;
     uint split_unit;
-    // The KV head of the first row of workgroups.
+    // The KV head of the workgroups with y = 0.
     uint first_kv_head;
 };
 
 shared float subgroup_maximum[TEAMS * MOST_SUBGROUPS * ROWS];
 shared float weights[TEAMS * TILE * ROWS];
-// Two copies, used alternately from tile to tile.
+// Two arrays, used alternately for the tiles.
 shared uint key_rows[2 * TILE];
 #if defined(KV_INT8)
 shared float value_scales[2 * TILE];
 #endif
 shared vec4 part_values[TEAMS * TILE * WIDTH];
 shared float part_sum[TEAMS * PARTS];
-// Largest score and sum of weights over the splits before.
+// Largest score and sum of weights over the previous splits.
 shared vec2 joined[TEAMS * ROWS];
 
-// Loads as many fours of a key or a value as a lane holds, from `index` on.
+// Loads WIDTH fours of a key or a value from `index`.
 void load(ReadCache cache, uint index, out vec4 fours[WIDTH]) {
     if (WIDTH == 2)
         cache_two(cache, index, fours[0], fours[WIDTH - 1]);
@@ -98,16 +100,17 @@ void load_value(uint row, uint dim, uint key, out vec4 fours[WIDTH]) {
 void main() {
     const Item item = items.at[gl_WorkGroupID.x];
     const uint kv_head = first_kv_head + gl_WorkGroupID.y;
-    // A subgroup belongs to one team. The broadcast tells the compiler, so that the data of a team's rows is loaded
-    // once for all lanes.
+    // All lanes of a subgroup belong to one team. The broadcast lets the compiler know that, so that it loads the data
+    // of a team's rows once for all lanes.
     const uint before = subgroupBroadcastFirst(gl_LocalInvocationIndex);
     const uint team = before / TILE, lane = gl_LocalInvocationIndex % TILE;
-    // The number of subgroups is used, not gl_SubgroupSize: lavapipe with vectors of 1024 bits reports 32 for its
-    // subgroups of 16.
+    // The code uses the number of subgroups instead of gl_SubgroupSize, because lavapipe with vectors of 1024 bits
+    // reports a size of 32 for its subgroups of 16.
     const uint subgroups = gl_NumSubgroups / TEAMS;
     const uint part = lane / LANES, dim = lane % LANES;
 
-    // The keys that each row sees, and its query. Rows behind the last token repeat it, and their results are dropped.
+    // The keys that each row sees, and the index of its query. Rows after the last token repeat that token, and their
+    // results are not stored.
     uint first[ROWS], last[ROWS], query[ROWS];
     uint all_from = 0, all_to = 0xffffffffu;
     [[unroll]] for (uint r = 0; r < ROWS; r++) {
@@ -150,7 +153,7 @@ void main() {
 #endif
                 float product[ROWS];
                 [[unroll]] for (uint r = 0; r < ROWS; r++) product[r] = 0.0;
-                // Unrolled, this loop takes minutes to compile for a CPU.
+                // Not unrolled, because compiling the unrolled loop for a CPU takes minutes.
                 [[dont_unroll]] for (uint i = 0; i < FOURS; i += STEP) {
                     vec4 b[STEP];
                     [[unroll]] for (uint s = 0; s < STEP; s += WIDTH) {
@@ -198,7 +201,7 @@ void main() {
                 [[unroll]] for (uint w = 0; w < WIDTH; w++) acc[r][w] *= correction[r];
             }
             if (part >= PARTS) {
-                // This lane has no copy of the values.
+                // This lane has no dimensions of the values.
             } else if (TILE % PARTS == 0 && tile >= all_from && tile + TILE - 1 <= all_to) {
                 for (uint j = part; j < TILE; j += AHEAD * PARTS) {
                     vec4 value[AHEAD][WIDTH];
@@ -216,8 +219,8 @@ void main() {
                     }
                 }
             } else {
-                // Keys that no row sees may never have been written. A key that a row does not see is skipped, not
-                // weighted by zero.
+                // The cache may be uninitialized for keys that no row sees. So a key that a row does not see is skipped
+                // instead of having a weight of 0.
                 for (uint j = part; j < TILE; j += PARTS) {
                     const uint seen = tile + j;
                     if (seen < from || seen > to) continue;
@@ -234,7 +237,7 @@ void main() {
             }
         }
 
-        // The rows take turns in one place of the code, because barriers make compilers for CPUs slow.
+        // This loop over the rows is not unrolled, because compilers for CPUs are slow with many barriers.
         [[dont_unroll]] for (uint r = 0; r < ROWS; r++) {
             const uint copies = team * TILE * WIDTH, index = team * ROWS + r;
             vec2 score = vec2(0.0);

@@ -1,15 +1,15 @@
-// The output of attention: joins the partials of each token (attention.comp) in the order of the keys, and divides by
-// the sum of the weights.
+// Computes the output of attention: merges the partials of each token (attention.comp) in the order of the keys, and
+// divides by the sum of the weights.
 //
-//   single, tiles  f32 [slots, num_heads, HEAD_DIM / 4 + 1, 4]: partials from the two kinds of workgroups
-//   merges  [tokens] of (first slot, number of slots); the slots are in `tiles` if the highest bit of the first is set.
-//           A token without a sequence has none
+//   single, tiles  f32 [slots, num_heads, HEAD_DIM / 4 + 1, 4]: partials of single tokens, and of tiles of tokens
+//   merges  [tokens] of (first slot, number of slots). The slots are in `tiles` if the highest bit of the first slot is
+//           set. A padding token has 0 slots
 //   y  f32 [tokens, num_heads, HEAD_DIM]; 0 for a token without partials
 //
-// With INT8 the kernel writes y quantized, as blocks and scales (common/fast.glsl), instead of y; with BOTH it writes
-// both.
+// With INT8 the kernel writes y quantized, as blocks and scales (common/fast.glsl). With BOTH it writes y and the
+// quantized form.
 //
-// A row of workgroups takes a token; a lane takes four dimensions of a head.
+// All workgroups with the same y process one token; a lane processes four dimensions of a head.
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #include "memory.glsl"
@@ -31,7 +31,7 @@ layout(push_constant, std430) uniform Push {
     WriteScales scales;
     uint num_heads;
     uint fours;
-    // Rows that the blocks have room for, padding included.
+    // Number of rows that the blocks have room for, including padding.
     uint padded;
 };
 

@@ -2,10 +2,10 @@
 //
 //   E    [vocab, cols], packed (common/weights.glsl), in shards of rows_per_shard rows; `shards` lists their addresses
 //   ids  [tokens]: a token id, or 1 << 31 | slot for the id last sampled in that slot. Another model may have sampled
-//        it; an id beyond the vocabulary uses the last row
+//        it, so an id beyond the vocabulary selects the last row
 //   out  f32 [tokens, cols], rows out_stride apart
 //
-// A workgroup copies one token's row; an invocation takes every 64th block of it.
+// A workgroup copies the row of one token; an invocation copies every 64th block of it.
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #include "memory.glsl"
@@ -28,7 +28,7 @@ layout(push_constant, std430) uniform Push {
     uint rows;
     uint cols;
     uint out_stride;
-    // Blocks that share one scale (common/weights.glsl).
+    // Number of blocks that share one scale (common/weights.glsl).
     uint blocks_per_scale;
     float scale;
 };
@@ -56,7 +56,7 @@ void main() {
             const vec4 w = block_weights(block, i);
             [[unroll]] for (uint j = 0; j < 4; j++) {
                 const uint k = b * BLOCK + 4 * i + j;
-                // The reference dequantizes first and then scales, so the order is fixed.
+                // The order is fixed: the reference implementation dequantizes first, and then scales.
                 if (k < cols) {
                     precise float value = w[j] * scale_shift.x;
                     value = value + scale_shift.y;

@@ -1,21 +1,21 @@
-// y[t, r] = sum over k of x[t, k] * W[r, k], with quantized x. common/fast.glsl is the contract, with the order of
-// sums.
+// y[t, r] = sum over k of x[t, k] * W[r, k], with quantized x. common/fast.glsl specifies the result, including the
+// order of sums.
 //
-//   W  up to three matrices [rows, cols], packed (common/weights.glsl), all multiplied with one x
+//   W  up to three matrices [rows, cols], packed (common/weights.glsl), all multiplied with the same x
 //   x  int8 blocks of `tokens` rows, padded to x_stride       y  f32 [tokens, rows] of each matrix, rows y_stride apart
 //
-// GEGLU takes two matrices of one shape, gate and up. y0 and y1_or_none are then blocks and scales of gelu_tanh(gate) *
-// up, quantized, with as many padded rows as x has.
+// GEGLU needs two matrices of the same shape, gate and up. y0 and y1_or_none are then the blocks and scales of
+// gelu_tanh(gate) * up, quantized, with as many padded rows as x.
 //
-// More tokens than one workgroup takes need several passes over the weights: the x dimension of the grid counts passes
-// that run together, the z dimension counts groups of such passes. Workgroups with the same weights are neighbours, so
-// that memory delivers the weights once. Spare columns read the padding of x, and are not stored.
+// More tokens than COLUMNS need several passes over the weights: the x dimension of the grid counts passes that run
+// together, the z dimension counts groups of such passes. Workgroups with the same weights are neighbours in the grid,
+// so that the weights are read from memory once. Unused columns read the padding of x, and are not stored.
 //
-// Three bodies compute the same bits:
+// Three implementations compute the same bits:
 //
-//   common/fast_by_lanes.glsl   lane = row: for a GPU, few tokens
-//   common/fast_in_tiles.glsl   IN_TILES: tiles that a subgroup multiplies, for a GPU and many tokens
-//   common/fast_on_cpu.glsl     ON_CPU: for a device that is a CPU
+//   common/fast_by_lanes.glsl   each lane computes a row: for a GPU and few tokens
+//   common/fast_in_tiles.glsl   IN_TILES: subgroups multiply tiles, for a GPU and many tokens
+//   common/fast_on_cpu.glsl     ON_CPU: for a CPU device
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #extension GL_KHR_shader_subgroup_ballot : require
@@ -25,7 +25,7 @@
 #include "fast.glsl"
 #include "gelu.glsl"
 
-// Tokens that a workgroup computes.
+// Number of tokens that a workgroup computes.
 layout(constant_id = 0) const uint COLUMNS = 1;
 #if defined(ON_CPU)
 #define IN_F32
@@ -42,7 +42,7 @@ layout(local_size_x = 32, local_size_y = SEGMENTS) in;
 layout(constant_id = 1) const uint GEGLU = 0;
 const uint ROW_TILES = 1;
 #endif
-// Blocks of weights that share one scale (common/weights.glsl).
+// Number of blocks of weights that share one scale (common/weights.glsl).
 layout(constant_id = 2) const uint SCALE_BLOCKS = 1;
 #include "fold.glsl"
 
@@ -74,8 +74,8 @@ layout(push_constant, std430) uniform Push {
 uint tiles_of(uint rows) { return (rows + TILE_ROWS - 1) / TILE_ROWS; }
 uint parts_of(uint rows) { return (tiles_of(rows) + ROW_TILES - 1) / ROW_TILES; }
 
-// A part of a matrix: ROW_TILES tiles of rows, and the distance between the tokens of its product. It holds addresses,
-// because SwiftShader's compiler crashes over a choice between references.
+// A part of a matrix: ROW_TILES tiles of rows. y_stride is the distance between the tokens of its product. It holds
+// addresses as uvec2, because SwiftShader's compiler crashes if code selects between buffer references.
 struct Part {
     uint matrix;
     uvec2 blocks;

@@ -4,7 +4,7 @@
 //   INT8     writes the quantized result to blocks and scales (common/fast.glsl)
 //   BOTH     writes both
 //
-// A column of workgroups takes a row; a lane takes four columns.
+// All workgroups with the same y process one row; a lane processes four columns.
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #include "memory.glsl"
@@ -35,7 +35,7 @@ layout(push_constant, std430) uniform Push {
     WriteScales scales;
     uint width;
     uint stride;
-    // Rows that the blocks have room for, padding included.
+    // Number of rows that the blocks have room for, including padding.
     uint padded;
 };
 
@@ -48,7 +48,7 @@ void main() {
             const uint at = (row * stride + column) / 4;
             const vec4 g = gate.at[at], u = up.at[at];
             value = vec4(gelu_tanh(g.x) * u.x, gelu_tanh(g.y) * u.y, gelu_tanh(g.z) * u.z, gelu_tanh(g.w) * u.w);
-            // Memory beyond the row may hold anything.
+            // Memory beyond the row may contain any values.
             value = mix(vec4(0), value, lessThan(uvec4(column, column + 1, column + 2, column + 3), uvec4(width)));
 #ifndef INT8
             gate.at[at] = value;

@@ -1,11 +1,11 @@
-// history[slot(t), position(t)] = id(t): keeps the ids of each slot's sequence, for the penalties.
+// history[slot(t), position(t)] = id(t): stores the ids of each slot's sequence, for penalties.
 //
 //   ids          [tokens]: a token id, or 1 << 31 | slot for the id last sampled in that slot
 //   positions    [tokens]
 //   sequence_of  [tokens]: index into slots
 //   history      [*, slot_len]
 //
-// An invocation writes one token's id. The device does it, because the host may not know the sampled ids yet.
+// Each invocation writes the id of one token. The device does this, because the host may not know the sampled ids yet.
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #include "memory.glsl"

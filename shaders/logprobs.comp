@@ -1,18 +1,19 @@
-// The log probability of the drawn id, and the most likely ids with theirs, for the rows that request them.
+// The log probability of the drawn id, and the most likely ids with their log probabilities, for the rows that request
+// them.
 //
-//   logits  f32 [rows, *], rows logits_stride apart: the model's own, before penalties, temperature and filters;
+//   logits  f32 [rows, *], rows logits_stride apart: the model's raw logits, before penalties, temperature and filters;
 //           ids >= vocab are padding
 //   ids     [rows]: the drawn ids
 //   parts   [rows, chunks, PART]: for each chunk of CHUNK ids, its highest logit and the sum of exponentials relative
-//           to it (f32), and MOST pairs of its most likely ids and their logits; the id is 0xffffffff where there are
-//           no more
+//           to it (f32), and MOST pairs of its most likely ids and their logits; the id is 0xffffffff if the chunk has
+//           no more ids
 //   out     [rows, out_stride]: the log probability of ids[row], then pairs of id and log probability, the most
-//           likely first, ties by the lowest id; the id is 0xffffffff where the vocabulary has no more
+//           likely first, the lowest id first among equals; the id is 0xffffffff if the vocabulary has no more ids
 //
-//   PARTS   a workgroup takes a chunk of a row
-//   MERGE   a workgroup takes a row, and an invocation a chunk
+//   PARTS   a workgroup processes a chunk of a row
+//   MERGE   a workgroup processes a row, and an invocation a chunk
 //
-// The chunks fix the order of a row's sum.
+// The order of a row's sum is fixed by the chunks.
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #include "memory.glsl"
@@ -77,7 +78,8 @@ void main() {
         parts.at[part + 1] = floatBitsToUint(sum);
     }
 
-    // Finds the best of the remaining ids. Only the invocation that had the last one looks for its next.
+    // Finds the best of the remaining ids, repeatedly. Only the invocation that had the last best id searches its own
+    // ids for its next best one.
     uint left = (1u << OWN) - 1, best_id = NONE;
     bool looks = true;
     for (uint n = 0; n + 1 < wanted; n++) {
@@ -120,7 +122,7 @@ void main() {
     const float log_sum = log(workgroup_sum());
     if (lane == 0) result.at[result_base] = floatBitsToUint(logits.at[base + drawn] - maximum - log_sum);
 
-    // Each chunk's list is sorted, so the best of all is the head of a list.
+    // The list of each chunk is sorted, so the best remaining id is the first remaining id of some chunk.
     uint taken = 0;
     for (uint n = 0; n + 1 < wanted; n++) {
         const bool has_more = is_one && taken + 1 < wanted;

@@ -3,13 +3,12 @@
 //   W  [rows, cols], packed (common/weights.glsl)     x  f32 [tokens, cols], rows x_stride apart (multiple of 4)
 //   y  f32 [tokens, rows], rows y_stride apart
 //
-// A workgroup computes a tile of 32 rows by COLUMNS tokens. Lane (row, split) walks every SPLITS-th block of its row,
-// and the sums of the splits are added in order. The order depends on the matrix alone, so a token's result has the
-// same bits in any batch and with any tile size. Data that all lanes of a subgroup share, above all activations, can
-// come from scalar registers. On a device that is a CPU (ON_CPU), an invocation computes several rows from each
-// activation that it loads, and walks the splits one after the other. More than COLUMNS tokens need several passes over
-// the weights: the x dimension of the grid counts passes that run together, the z dimension counts groups of such
-// passes.
+// A workgroup computes a tile of 32 rows by COLUMNS tokens. Lane (row, split) processes every SPLITS-th block of its
+// row, and the sums of the splits are added in order. The order depends only on the matrix, so a token's result has the
+// same bits in any batch and with any tile size. Data that all lanes of a subgroup share, mostly activations, can come
+// from scalar registers. On a CPU device (ON_CPU), an invocation computes several rows from each activation that it
+// loads, and processes the splits sequentially. More than COLUMNS tokens need several passes over the weights: the x
+// dimension of the grid counts passes that run together, the z dimension counts groups of such passes.
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #extension GL_KHR_shader_subgroup_ballot : require
@@ -18,14 +17,14 @@
 
 const uint SPLITS = 4;
 layout(constant_id = 0) const uint COLUMNS = 1;
-// Rows of an invocation.
+// ROWS is the number of rows of an invocation.
 #if defined(ON_CPU)
 #define WORKGROUP 32
 #include "lanes.glsl"
 layout(local_size_x = INVOCATIONS) in;
 const uint ROWS = TURNS;
-// Splits that are walked together. One column takes all splits at once, and so reads the weights in the order of
-// memory.
+// Number of splits that are processed together. With one column, all splits are processed together, so that the weights
+// are read in memory order.
 const uint TOGETHER = COLUMNS == 1 ? SPLITS : 1;
 #else
 layout(local_size_x = 32, local_size_y = SPLITS) in;
@@ -44,7 +43,7 @@ layout(push_constant, std430) uniform Push {
     uint tokens;
     uint x_stride;
     uint y_stride;
-    // Blocks that share one scale (common/weights.glsl).
+    // Number of blocks that share one scale (common/weights.glsl).
     uint blocks_per_scale;
 };
 
@@ -58,14 +57,15 @@ void load_block(uint tile, uint b, uint blocks_per_row, out uvec4 to[ROWS]) {
     [[unroll]] for (uint r = 0; r < ROWS; r++) to[r] = block_at(blocks, tile, b, lane_of(r), blocks_per_row);
 }
 
-// Adds columns k to k + 3, which are the i-th four of a block. Some may lie beyond the matrix, unless `all_there`.
+// Adds columns k to k + 3, which are the i-th four columns of a block. Unless `all_there`, some of them may be beyond
+// the matrix.
 void add_four(uint i, uint first_token, uint k, bool all_there) {
     vec4 w[ROWS];
     [[unroll]] for (uint r = 0; r < ROWS; r++) w[r] = block_weights(block[r], i);
     [[unroll]] for (uint c = 0; c < COLUMNS; c++) {
-        // Spare columns repeat the last token, and are not stored.
+        // Unused columns repeat the last token, and are not stored.
         vec4 v = x.at[(min(first_token + c, tokens - 1) * x_stride + k) / 4];
-        // Memory beyond the row holds another row or nothing. It is zeroed, since 0 * NaN is NaN.
+        // Memory beyond the row holds another row or undefined values. They are replaced by 0, since 0 * NaN is NaN.
         if (!all_there) v = mix(vec4(0), v, lessThan(uvec4(k, k + 1, k + 2, k + 3), uvec4(cols)));
         [[unroll]] for (uint r = 0; r < ROWS; r++)
             sum[r][c] = fma(w[r].w, v.w, fma(w[r].z, v.z, fma(w[r].y, v.y, fma(w[r].x, v.x, sum[r][c]))));
@@ -82,7 +82,7 @@ void clear_sums() {
     }
 }
 
-// Adds the contribution of block b, scaled, to one of the splits.
+// Scales the contribution of block b, and adds it to split s.
 void fold(uint s, uint tile, uint b, uint blocks_per_row) {
     [[unroll]] for (uint r = 0; r < ROWS; r++) {
 #if defined(SCALED_BY_GROUP)
@@ -99,7 +99,7 @@ void fold(uint s, uint tile, uint b, uint blocks_per_row) {
     }
 }
 
-// Adds a block inside the matrix; add_last adds a block of which some columns lie beyond it.
+// Adds a block that is completely inside the matrix. add_last adds a block that is partly beyond it.
 void add_whole(uint s, uint tile, uint b, uint first_token, uint blocks_per_row) {
     clear_sums();
     [[unroll]] for (uint i = 0; i < BLOCK / 4; i++) add_four(i, first_token, b * BLOCK + 4 * i, true);
@@ -157,7 +157,7 @@ void main() {
     }
 }
 #else
-// The array has as many columns as there are splits, since each invocation adds up one column.
+// The array has SPLITS columns, because each invocation adds up one column.
 shared float partial[SPLITS][SPLITS][TILE_ROWS];
 
 void main() {
@@ -177,7 +177,7 @@ void main() {
         load_block(tile, min(b + SPLITS, blocks_per_row - 1), blocks_per_row, next);
         add_whole(0, tile, b, first_token, blocks_per_row);
     }
-    // One of the splits ends with a block that has fewer columns.
+    // The last block of a row may have fewer columns. It belongs to one of the splits.
     if (b < blocks_per_row) {
         block = next;
         add_last(0, tile, b, first_token, blocks_per_row);

@@ -2,8 +2,8 @@
 //
 //   x     f32 [tokens, width], rows x_stride apart        sums  f32 [width]
 //
-// The sizes of a matrix's inputs, column by column, which weigh the errors of its weights (`unicorn quantize
-// --calibrate`). An invocation sums one column, in the order of the tokens.
+// The second moments of a matrix's input columns. `unicorn quantize --calibrate` weights the errors of the matrix with
+// them. An invocation sums one column, in the order of the tokens.
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #include "memory.glsl"

@@ -1,12 +1,13 @@
-// Keys and values of neighbouring positions of one sequence, gathered from its blocks in bf16, for the unit that
+// Gathers keys and values of neighbouring positions of one sequence from its KV blocks, in bf16, for the NPU, which
 // computes the attention of some KV heads.
 //
 //   k_cache, v_cache  blocks of rows [kv_head][token in block][head_dim] (common/kv.glsl)
 //   blocks            the sequence's row of the block tables
-//   keys, values      bf16 [KV heads of the unit][key_stride][head_dim], from position `first_key` on; 0 before
-//                     `first_seen`, where the sequence may have given its blocks back, and behind the last key
+//   keys, values      bf16 [KV heads of the NPU][key_stride][head_dim], from position `first_key`. They are 0 before
+//                     `first_seen`, because the sequence may have freed those blocks, and after the last key
 //
-// A column of workgroups takes a KV head's keys or its values; a lane takes four dimensions of one.
+// All workgroups with the same y and z process the keys or the values of one KV head; a lane processes four dimensions
+// of one key or value.
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #include "memory.glsl"
@@ -26,7 +27,7 @@ layout(push_constant, std430) uniform Push {
     uint fours;
     uint first_key;
     uint first_seen;
-    // Number of keys, and the distance of two heads in keys.
+    // Number of keys, and the distance between two heads, in keys.
     uint count;
     uint key_stride;
 };

@@ -1,12 +1,12 @@
-// What another unit computed as the attention of some heads, as partials (common/softmax.glsl) for
-// attention_merge.comp. The whole result of a token is one partial: its values, a largest score of 0 and a sum of
-// weights of 1. The token's other partials of these heads are over no keys.
+// Converts the attention of some heads that the NPU computed to partials (common/softmax.glsl) for
+// attention_merge.comp. The complete result of a token is one partial: the values, with a largest score of 0 and a sum
+// of weights of 1. All other partials of the token for these heads are empty.
 //
-//   attended       f32 [heads of the unit][row_stride][head_dim]
+//   attended       f32 [heads of the NPU][row_stride][head_dim]
 //   merges         [tokens] of (first slot, number of slots), as attention_merge.comp has them
 //   single, tiles  f32 [slots, num_heads, head_dim / 4 + 1, 4]
 //
-// A row of workgroups takes a token; a lane takes four dimensions of a head, or its score and sum.
+// All workgroups with the same y process one token; a lane writes four dimensions of a head, or its score and sum.
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #include "memory.glsl"

@@ -1,9 +1,10 @@
-// Queries of neighbouring tokens, in bf16 and by heads, for the unit that computes the attention of these heads.
+// Converts the queries of neighbouring tokens to bf16, ordered by head, for the NPU, which computes the attention of
+// these heads.
 //
-//   q        f32 [rows, num_heads, head_dim]; already normed, rotated and scaled
-//   queries  bf16 [heads of the unit][row_stride][head_dim]; 0 behind the last row
+//   q        f32 [rows, num_heads, head_dim], after QK-norm, RoPE and the query scale
+//   queries  bf16 [heads of the NPU][row_stride][head_dim]; 0 after the last row
 //
-// A column of workgroups takes a head; a lane takes four dimensions of a row.
+// All workgroups with the same y process one head; a lane processes four dimensions of a row.
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #include "memory.glsl"

@@ -1,8 +1,8 @@
-// out[i] = the sum of 32 chains of fused multiply-adds in f32. Each chain repeats x = x a + b, 4 * `rounds` times, from
-// x = i
+// out[i] = the sum of 32 independent chains of fused multiply-adds in f32. Each chain starts with a small number and
+// computes x = x a + b, 4 * `rounds` times.
 //
 // Measures a device's rate of multiply-adds: no memory is read, and no chain waits for another. With a = b = 1/2 each
-// chain converges to 1 for every i.
+// chain converges to 1.
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #include "memory.glsl"

@@ -3,7 +3,7 @@
 //   x     f32 [tokens, width], rows x_stride apart        sums  f32 [width]
 //
 // The sums for mean pooling over the final hidden states. An invocation sums one column, token by token, so that the
-// sum of a text has the same bits in however many steps it comes.
+// sum of a text has the same bits for every division of the text into steps.
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #include "memory.glsl"

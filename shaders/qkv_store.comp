@@ -4,11 +4,11 @@
 //   k f32 [tokens, num_kv_heads, head_dim]  k_cache[slot] = rope(norm(k))
 //   v f32 [tokens, num_kv_heads, head_dim]  v_cache[slot] = v
 //   k_cache, v_cache  blocks of rows [kv_head][token in block][head_dim] (common/kv.glsl)
-//   rope  [position][head_dim / 2] of (cos, sin), computed on the host in f64, since Vulkan specifies its own on
-//         [-pi, pi] only. Dimension i is rotated with dimension i + head_dim / 2
+//   rope  [position][head_dim / 2] of (cos, sin). The host computes it in f64, because Vulkan specifies the precision
+//         of its cos and sin only on [-pi, pi]. Dimension i is rotated with dimension i + head_dim / 2
 //   slot_mapping [tokens]: block * block_size + token in block
 //
-// A workgroup takes one head of one token: gl_WorkGroupID.y counts q heads, then k heads, then v heads.
+// A workgroup processes one head of one token: gl_WorkGroupID.y counts q heads, then k heads, then v heads.
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #include "memory.glsl"
@@ -38,10 +38,10 @@ layout(push_constant, std430) uniform Push {
     float q_scale;
 };
 
-// The key or value that goes to the cache.
+// The key or value to store in the cache.
 shared float row[256];
 
-// Stores `row` in the cache, at this token's place of KV head `head`.
+// Stores `row` in the cache, as this token's key or value of KV head `head`.
 void store(WriteUints cache, uint token, uint head) {
     const uint lane = gl_LocalInvocationID.x, fours = head_dim / 4;
     const uint slot = slot_mapping.at[token], block = slot / block_size;

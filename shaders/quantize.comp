@@ -1,6 +1,6 @@
 // blocks, scales = x [rows, width], quantized (common/fast.glsl). x is f32, with rows stride apart (a multiple of 4).
 //
-// A column of workgroups takes a row; a lane takes four columns.
+// All workgroups with the same y process one row; a lane processes four columns.
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #include "memory.glsl"
@@ -17,7 +17,7 @@ layout(push_constant, std430) uniform Push {
     WriteScales scales;
     uint width;
     uint stride;
-    // Rows that the blocks have room for, padding included.
+    // Number of rows that the blocks have room for, including padding.
     uint padded;
 };
 
@@ -28,7 +28,7 @@ void main() {
         vec4 value = vec4(0);
         if (column < width) {
             value = x.at[(row * stride + column) / 4];
-            // Memory beyond the row may hold anything.
+            // Memory beyond the row may contain any values.
             value = mix(vec4(0), value, lessThan(uvec4(column, column + 1, column + 2, column + 3), uvec4(width)));
         }
         quantize_four(blocks, scales, padded, row, column, width, value);

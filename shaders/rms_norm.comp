@@ -1,16 +1,16 @@
 // norm(x)[i] = x[i] / sqrt(mean(x^2) + eps) * (1 + weight[i])          (Gemma's RMSNorm: 1 + w, not w)
 //
 //   default   y[t] = norm(x[t])
-//   GATHER    y[i] = norm(x[rows[i]])        (the final norm, of the rows that are sampled from)
-//   ADD       hidden[t] += norm(x[t])        (the residual add behind a post-norm)
-//   RESIDUAL  hidden[t] += norm(x[t]), and y[t] = norm(hidden[t]) by next_weight: the norm before what comes next
+//   GATHER    y[i] = norm(x[rows[i]])        (the final norm, of the rows whose logits are needed)
+//   ADD       hidden[t] += norm(x[t])        (the residual add after a post-norm)
+//   RESIDUAL  hidden[t] += norm(x[t]), and y[t] = norm(hidden[t]) with next_weight (the norm before the next matrices)
 //
-// With INT8, variants with a y write it quantized, as blocks and scales (common/fast.glsl), instead of y; with BOTH
-// they write both.
+// With INT8, variants that write y write it quantized, as blocks and scales (common/fast.glsl). With BOTH they write y
+// and the quantized form.
 //
 //   x f32 [*, dim], rows x_stride apart; y and hidden f32, rows y_stride apart; weights f32 [dim]. Strides are
-//   multiples of 4. A workgroup takes one row; a lane takes four columns of every 1024. All variants share each step,
-//   so their bits are equal.
+//   multiples of 4. A workgroup processes one row; a lane processes four columns of every 1024. All variants share all
+//   computing code, so their results have the same bits.
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #include "memory.glsl"
@@ -34,13 +34,13 @@ layout(push_constant, std430) uniform Push {
     uint dim;
     uint x_stride;
     uint y_stride;
-    // Rows that the blocks have room for, padding included.
+    // Number of rows that the blocks have room for, including padding.
     uint padded;
     float eps;
     float next_eps;
 };
 
-// Replaces columns beyond the row by 0; memory there may hold anything.
+// Replaces columns beyond the row by 0. Memory there may contain any values.
 vec4 within(vec4 value, uint column) {
     return mix(vec4(0), value, lessThan(uvec4(column, column + 1, column + 2, column + 3), uvec4(dim)));
 }
@@ -55,7 +55,7 @@ vec4 weight_at(ReadFloats weights, uint column) {
 
 float add_squares(float sum, vec4 v) { return fma(v.w, v.w, fma(v.z, v.z, fma(v.y, v.y, fma(v.x, v.x, sum)))); }
 
-// The factor of a row. The lanes have shared the sums of its squares.
+// The factor of a row. Before the call, every lane must have shared its sum of squares.
 float factor_of(float epsilon) { return inversesqrt(workgroup_sum() / float(dim) + epsilon); }
 
 void main() {
@@ -91,7 +91,7 @@ void main() {
     factor = factor_of(next_eps);
 #endif
 #ifndef ADD
-    // When quantizing, all invocations of a workgroup go on to the end of the last block.
+    // When quantizing, all invocations of a workgroup must run to the end of the last block, because of barriers.
 #if defined(INT8) || defined(BOTH)
     const uint end = (dim + 4 * INVOCATIONS - 1) / (4 * INVOCATIONS) * (4 * INVOCATIONS);
 #else
@@ -101,7 +101,7 @@ void main() {
         vec4 normed = vec4(0);
         if (column < last) {
 #if defined(RESIDUAL)
-            // This invocation wrote these columns of `hidden` itself.
+            // The same invocation wrote these columns of `hidden`, so no barrier is needed.
             normed = hidden.at[to + column / 4] * factor * weight_at(next_weight, column);
 #else
             normed = within(x.at[from + column / 4], column) * factor * weight_at(weight, column);

@@ -2,37 +2,39 @@
 //
 //   logits    f32 [rows, *], rows logits_stride apart; ids >= vocab are padding and never drawn
 //   adjusted  u32 [rows, *], laid out like logits: the changes by penalties and biases (adjust.comp)
-//   masks     u32 [*, mask_words]: bit id % 32 of word id / 32 is set where an id may come
+//   masks     u32 [*, mask_words]: bit id % 32 of word id / 32 is set if an id is allowed
 //
-// With temperature 0 the result is the highest logit, ties by the lowest id. Otherwise z = (logit - max) / temperature,
-// and min_p, top_k and top_p, in this order, each become a threshold on the logit. top_k's is the k-th largest logit,
-// top_p's is the largest value with mass >= top_p of the remaining ids; ids equal to a threshold stay in. The sample is
-// the Gumbel maximum, argmax(z - log(E)), with E exponential from Philox4x32-10, key = seed and counter = (position, id
-// / 4). It depends on nothing else in the batch, nor on the number of workgroups.
+// With temperature 0 the result is the id of the highest logit; among equals, the lowest id. Otherwise z = (logit -
+// max) / temperature, and min_p, top_k and top_p, in this order, each give a threshold for the logits. The threshold of
+// top_k is the k-th largest logit. The threshold of top_p is the largest value such that the ids at or above it have at
+// least top_p of the mass of the remaining ids. Ids equal to a threshold are kept. The sample is the Gumbel maximum,
+// argmax(z - log(E)), where E is exponentially distributed, from Philox4x32-10 with key = seed and counter = (position,
+// id / 4). It does not depend on the rest of the batch or on the number of workgroups.
 //
-// A row yields id 0xffffffff, which the host reports as an error, if a logit is not finite or as large as a finite
-// number can be, or if every id is forbidden.
+// If a logit is not finite or is the largest finite number, or if every id is forbidden, the id is 0xffffffff, which
+// the host reports as an error.
 //
-// A row is cut into chunks of CHUNK ids, one for each workgroup. Masses are integers (common/mass.glsl), so their order
-// does not matter.
+// A row is divided into chunks of CHUNK ids, one for each workgroup. Masses are integers (common/mass.glsl), so the
+// order of their sums does not matter.
 //
-//   maxima  [rows, chunks] of (f32 highest, f32 lowest that may come, id of the highest, 0)
-//   bins    [rows, 3, BINS], initially 0: a histogram of the ids by their distance below the maximum, the first bin
-//           nearest to it. Each bin counts its ids, and adds up their masses as one number of 64 bits
-//   found   [rows, found_stride]: for each chunk, the best of the ids that are certainly in (f32, id), and of the
-//           undecided ones (f32, id); LIST pairs of undecided ids (ordered logit, id); LIST ordered logits of the bin
-//           with the k-th largest. Behind all rows, TALLIES words of each row, initially 0: the length of the first
-//           list, its largest ordered logit, the complement of its smallest; then the same three of the second list
+//   maxima  [rows, chunks] of (f32 highest logit, f32 lowest allowed logit, id of the highest, 0)
+//   bins    [rows, 3, BINS], initially 0: a histogram of the ids by the distance of their logit from the maximum. The
+//           first bin is nearest to the maximum. Each bin has the number of its ids and the 64-bit sum of their masses
+//   found   [rows, found_stride]: for each chunk, the best of the ids that are certainly kept (f32, id), and the best
+//           of the undecided ids (f32, id); LIST pairs of undecided ids (ordered logit, id); LIST ordered logits of the
+//           bin with the k-th largest logit. After all rows follow TALLIES words of each row, initially 0: the length
+//           of the first list, its largest ordered logit, the complement of its smallest; then the same for the
+//           second list
 //
 //   MAXIMA  writes maxima
-//   MASSES  adds up bins, for rows with top_k or top_p
-//   DRAW    finds in the bins where the thresholds are. Ids in the bins above are in, and the best of them is found.
-//           Ids in the thresholds' bins are undecided, and are listed
-//   CHOICE  finds the thresholds among the listed ids, and the best of all. A workgroup takes one row
+//   MASSES  computes the bins, for rows with top_k or top_p
+//   DRAW    finds the bins of the thresholds. Ids in higher bins are kept, and the best of them is found. Ids in the
+//           thresholds' bins are undecided, and are listed
+//   CHOICE  finds the thresholds among the listed ids, and the best of all kept ids. A workgroup processes one row
 //   GREEDY  finds the best of maxima, for rows with temperature 0
 //
-// Where more ids are undecided than the list holds, and they are not all equal, CHOICE walks the whole row instead, in
-// a bisection over the logits' bit patterns.
+// If there are more undecided ids than LIST, and their logits are not all equal, CHOICE reads the whole row instead: it
+// finds the thresholds by bisection over the bit patterns of the logits.
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #include "memory.glsl"
@@ -82,7 +84,7 @@ layout(push_constant, std430) uniform Push {
 uint chunks() { return (vocab + CHUNK - 1) / CHUNK; }
 uint found_stride() { return 4 * chunks() + 3 * LIST; }
 
-// Maps floats to unsigned integers of equal order, and back.
+// Maps floats to unsigned integers with the same order, and back.
 uint ordered(float f) {
     const uint bits = floatBitsToUint(f);
     return bits >> 31 != 0 ? ~bits : bits | 0x80000000u;
@@ -104,7 +106,7 @@ void find_row(uint row, Request request) {
     mask_base = is_masked ? (request.mask - 1) * mask_words : 0;
 }
 
-// The logits of four ids from 4 * `four` on: raw_logits before and changed_logits after penalties, biases and mask.
+// The logits of the four ids from 4 * `four`: raw_logits before, changed_logits after penalties, biases and the mask.
 vec4 raw_logits(uint four) { return logits.at[row_of_logits + four]; }
 vec4 changed_logits(uint four, vec4 raw) {
     if (is_adjusted) {
@@ -119,7 +121,7 @@ vec4 changed_logits(uint four, vec4 raw) {
     }
     return raw;
 }
-// Memory behind the vocabulary may hold anything, so no arithmetic uses it.
+// Memory after the vocabulary may contain any values, so they are not used in arithmetic.
 vec4 logits_of(uint four) {
     vec4 changed = changed_logits(four, raw_logits(four));
     [[unroll]] for (uint j = 0; j < 4; j++) {
@@ -128,7 +130,7 @@ vec4 logits_of(uint four) {
     return changed;
 }
 
-// The best id so far: the highest value, ties by the lowest id.
+// The id with the highest value; among equals, the lowest id.
 struct Best {
     float value;
     uint id;
@@ -142,7 +144,7 @@ void consider(inout Best best, float value, uint id) {
 shared float tree_values[WORKGROUP], tree_lows[WORKGROUP];
 shared uint tree_ids[WORKGROUP];
 
-// The best over all invocations, and the minimum of their `low`.
+// The best over all invocations. `low` becomes the minimum of their `low`.
 Best best_of_all(Best best, inout float low) {
     const uint i = gl_LocalInvocationID.x;
     tree_values[i] = best.value;
@@ -166,14 +168,14 @@ Best best_of_all(Best best, inout float low) {
 }
 
 #ifndef MAXIMA
-// A row's highest logit, the lowest logit that may come, and values that follow from them and the request.
+// A row's highest logit and lowest allowed logit, and values that are derived from them and the request.
 float maximum, lowest;
 float lowest_half, twice_inverse;
 uint least_key;
 float bin_scale;
 uint bin_ratio;
 
-// Whether a row can be sampled: an id may come, and no logit is too large.
+// Whether a row can be sampled: some id is allowed, and no logit is too large.
 bool is_one() { return maximum > FORBIDDEN && maximum < HIGHEST; }
 
 Best find_maximum(uint row) {
@@ -189,27 +191,27 @@ Best find_maximum(uint row) {
     return best;
 }
 
-// The distance of a logit below the maximum, divided by the temperature: at most 0. Halves keep the difference finite.
-// Logits so low that they cannot matter are all mapped to one distance.
+// (logit - maximum) / temperature, which is at most 0. The factor 1/2 keeps the difference finite. All logits that are
+// too low to matter get the same value.
 float z_of(float logit) { return max(logit * 0.5 - maximum * 0.5, lowest_half) * twice_inverse; }
 float powers_below(float z) { return z * -1.4426950408889634; }
 
-// Requires a row of finite logits, and a temperature.
+// Requires finite logits and a temperature above 0.
 void find_scale(Request request) {
     const float temperature = bounded(request.temperature);
     twice_inverse = reciprocal(temperature) * 2.0;
     lowest_half = -100.0 * temperature;
-    // A logarithm of 1 need not be 0 on every device.
+    // The logarithm of 1 may differ from 0 on some devices, hence the minimum.
     const uint of_min_p = ordered(maximum + log(max(request.min_p, 1e-37)) * temperature);
     least_key = request.min_p > 0.0 ? min(of_min_p, ordered(maximum)) : 0;
-    // Bins evenly divide the range from the highest logit to the lowest one that matters, in integers of 20 bits.
+    // The bins divide the range from the highest logit to the lowest that matters evenly, with integers of 20 bits.
     const float most = min(powers_below(z_of(lowest)), WEIGHTLESS);
     const uint exponent = max(floatBitsToUint(most) >> 23, 20);
     bin_scale = uintBitsToFloat((273 - exponent) << 23);
     bin_ratio = 0xffffffffu / (uint(most * bin_scale) + 1);
 }
 
-// Whether an id may be drawn, as far as min_p and its own mass decide.
+// Whether an id may be drawn, according to min_p and its own mass.
 bool may_come(float logit, float t) { return logit > FORBIDDEN && t < WEIGHTLESS && ordered(logit) >= least_key; }
 
 uint bin_of(float t) { return high_product(uint(t * bin_scale) * BINS, bin_ratio); }
@@ -231,28 +233,28 @@ uvec4 noise(Request request, uint four) {
     return philox(uvec2(request.seed_low, request.seed_high), uvec4(request.position, four, 0, 0));
 }
 
-// -log of an exponential variate, with u = 1 - v. The largest results come from v near 0, where the series keeps the
-// bits that 1 - v would round away.
+// -log of an exponential variate -log(1 - v). The largest results come from v near 0, where 1 - v would round bits
+// away, so a series is used there.
 float gumbel(uint random) {
     const float v = (float(random) + 0.5) * 2.3283064365386963e-10;
     const float exponential = v < 0.01 ? v * (1.0 + v * (0.5 + v / 3.0)) : -log(max(1.0 - v, 1e-30));
     return -log(exponential);
 }
 
-// The thresholds of a row, as far as its bins determine them.
+// What the bins of a row determine about its thresholds.
 struct Cut {
-    // Bins before `first` are in, bins behind `last` are out. `undecided` counts the ids between, mass_above is the
-    // mass before `first`.
+    // Ids in bins before `first` are kept, ids in bins after `last` are dropped. `undecided` is the number of ids in
+    // the bins from `first` to `last`, mass_above the mass of the bins before `first`.
     uint first, last, undecided;
     uvec2 mass_above;
-    // Whether there are at least top_k ids; then the bin of the k-th, the number of ids before the bin and in it, and
-    // their masses.
+    // Whether there are at least top_k ids. If so: the bin of the k-th id, the numbers of ids before that bin and in
+    // it, and their masses.
     bool has_kth;
     uint kth_bin, count_above_kth, count_of_kth;
     uvec2 mass_above_kth, mass_of_kth;
-    // Whether top_p depends on which ids of that bin are in.
+    // Whether the threshold of top_p depends on which ids of that bin are kept.
     bool lists_kth;
-    // Mass of all bins.
+    // The mass of all bins.
     uvec2 total;
 };
 
@@ -323,7 +325,7 @@ Cut cut_of(uint row, Request request) {
         cut.count_of_kth = cut_words[5];
         cut.mass_above_kth = uvec2(cut_words[6], cut_words[7]);
         cut.mass_of_kth = uvec2(cut_words[8], cut_words[9]);
-        // If the bin ends with the k-th id, the whole bin is in.
+        // If the k-th id is the last of its bin, the whole bin is kept.
         const bool is_whole = cut.count_above_kth + cut.count_of_kth == request.top_k;
         cut.lists_kth = by_p && !is_whole;
         const uvec2 through = add64(cut.mass_above_kth, cut.mass_of_kth);
@@ -340,7 +342,7 @@ Cut cut_of(uint row, Request request) {
 
     if (by_p) {
         if (lane == 0) {
-            // Initial values for a top_p of 0, which only the highest ids satisfy.
+            // These initial values are used for a top_p of 0, which keeps only the highest ids.
             cut_words[10] = 0;
             cut_words[11] = 0;
             cut_words[12] = 0;
@@ -387,8 +389,8 @@ void main() {
         const vec4 raw = raw_logits(four), changed = changed_logits(four, raw);
         [[unroll]] for (uint j = 0; j < 4; j++) {
             if (four * 4 + j < last) {
-                // A logit that is not finite must not vanish in comparisons or behind a mask. It counts as the highest,
-                // and the row is refused.
+                // A logit that is not finite must not be hidden by a comparison or a mask. It counts as the highest
+                // logit, so the row gives the id 0xffffffff.
                 const float logit = is_finite(raw[j]) ? changed[j] : HIGHEST;
                 if (logit > best.value || best.id == NONE) best = Best(logit, four * 4 + j);
                 if (logit > FORBIDDEN) low = min(low, logit);
@@ -418,7 +420,7 @@ void main() {
         highs[bin] = 0;
     }
     barrier();
-    // A chunk has so few ids that a sum of one part of their masses fits into 32 bits.
+    // A chunk has few enough ids that the sums of the low and high parts of their masses each fit into 32 bits.
     const uint last = min((chunk + 1) * CHUNK, vocab);
     for (uint four = chunk * CHUNK / 4 + lane; four * 4 < last; four += WORKGROUP) {
         const vec4 x = logits_of(four);
@@ -439,7 +441,7 @@ void main() {
             const uint at = row * 3 * BINS + bin;
             uvec2 sum = joined(uvec2(lows[bin], highs[bin]));
             atomicAdd(bins.at[at], counts[bin]);
-            // In any order of the chunks, exactly one of them sees each carry out of the low 32 bits.
+            // Each carry out of the low 32 bits is seen by exactly one chunk, in any order of the chunks.
             const uint before = atomicAdd(bins.at[at + BINS], sum.x);
             sum.y += uint(before + sum.x < before);
             atomicAdd(bins.at[at + 2 * BINS], sum.y);
@@ -526,14 +528,14 @@ void main() {
 }
 
 #elif defined(CHOICE)
-// A list of ordered logits, `stride` words apart. A count of 0 stands for the whole row.
+// A list of ordered logits that are `stride` words apart. A count of 0 means the whole row.
 struct Keys {
     uint at, stride, count;
 };
 
 shared uint weighed[3];
 
-// The number and the mass of the ids at or above `key`.
+// The number and the mass of the ids whose ordered logit is at least `key`.
 uvec3 weigh(Keys keys, uint key) {
     const uint lane = gl_LocalInvocationID.x;
     uint count = 0;
@@ -570,8 +572,8 @@ uvec3 weigh(Keys keys, uint key) {
     return uvec3(weighed[0], weighed[1], weighed[2]);
 }
 
-// The largest key in `low`..`high` that at least `count` ids reach. With a count of 0, the largest key whose ids have
-// the mass `wanted`, together with the mass `above`.
+// The largest key in `low`..`high` such that at least `count` ids are at or above it. With a count of 0, the largest
+// key such that the mass of the ids at or above it, plus the mass `above`, is at least `wanted`.
 uint threshold_of(Keys keys, uint low, uint high, uint count, uvec2 above, uvec2 wanted) {
     while (low < high) {
         const uint middle = low + (high - low) / 2 + 1;
@@ -667,7 +669,7 @@ void main() {
     }
     if (lane == 0) {
         ids.at[row] = is_one() ? best.id : NONE;
-        // The next step may read this before the host sees the failure, so it must be a row of the embedding.
+        // The next step may read this id before the host sees the failure, so it must be a valid row of the embedding.
         sampled.at[request.slot] = is_one() ? best.id : 0;
     }
 }
@@ -678,7 +680,7 @@ void main() {
     const Best best = find_maximum(row);
     if (gl_LocalInvocationID.x == 0) {
         ids.at[row] = is_one() ? best.id : NONE;
-        // The next step may read this before the host sees the failure, so it must be a row of the embedding.
+        // The next step may read this id before the host sees the failure, so it must be a valid row of the embedding.
         sampled.at[requests.at[row].slot] = is_one() ? best.id : 0;
     }
 }

@@ -620,7 +620,7 @@ fn each_derived_write_that_is_forgotten_is_noticed() {
 }
 
 #[test]
-#[should_panic(expected = "is memory of another of its addresses")]
+#[should_panic(expected = "overlaps the memory of another address")]
 fn two_addresses_of_one_dispatch_that_lead_to_the_same_memory_are_refused() {
     let mut b = Bench::new(1);
     let x = b.empty(2, 64);

@@ -204,7 +204,7 @@ fn bytes_read_straight_and_through_staging_are_the_same() {
 }
 
 #[test]
-#[should_panic(expected = "two readings fill the same bytes")]
+#[should_panic(expected = "two reads fill the same bytes")]
 fn two_readings_of_the_same_bytes_are_refused() {
     let mut b = Bench::new(19);
     let buffer = b.poisoned(1 << 20);

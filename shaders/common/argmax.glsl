@@ -1,5 +1,5 @@
-// Include behind reduce.glsl. Finds the id of the largest value of a workgroup; ties go to the lowest id. Each
-// invocation passes the best value of its own ids.
+// Include after reduce.glsl. Finds the id with the largest value in a workgroup; among equal values, the lowest id.
+// Each invocation passes the best value of its own ids.
 shared uint best_ids[WORKGROUP];
 
 uint workgroup_argmax(float value, uint id) {

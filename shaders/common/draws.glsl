@@ -11,14 +11,14 @@ struct Request {
     float repetition;
     float presence;
     float frequency;
-    // Row of the history, how many of its ids count, and how many of those come from the prompt, which stands first.
-    // Without ids there are no penalties.
+    // Row of the history, the number of its ids that penalties apply to, and how many of these belong to the prompt.
+    // The prompt comes first. With 0 ids there are no penalties.
     uint history_slot;
     uint history_len;
     uint prompt_len;
     uint first_bias;
     uint biases;
-    // Index of the request's mask plus 1; 0: every id may come.
+    // Index of the request's mask plus 1; 0: every id is allowed.
     uint mask;
     // Number of reported alternatives plus 1; 0: no log probabilities.
     uint logprobs;
@@ -26,8 +26,8 @@ struct Request {
 layout(buffer_reference, std430, buffer_reference_align = 4) readonly buffer Requests { Request at[]; };
 
 const uint NONE = 0xffffffffu;
-// Ends of the finite numbers. Vulkan promises nothing about infinities and NaNs in comparisons and arithmetic, so
-// numbers that are not finite are recognized by their bits, and never used as sentinels.
+// The lowest and the highest finite number. Vulkan does not guarantee how infinities and NaNs behave in comparisons and
+// arithmetic. So they are recognized by their bits, and never used as sentinels.
 const float LOWEST = uintBitsToFloat(0xff7fffffu);
 const float HIGHEST = uintBitsToFloat(0x7f7fffffu);
 bool is_finite(float f) { return (floatBitsToUint(f) & 0x7f800000u) != 0x7f800000u; }
@@ -35,11 +35,11 @@ bool is_finite(float f) { return (floatBitsToUint(f) & 0x7f800000u) != 0x7f80000
 // Each logit has a word in `adjusted`:
 //
 //   0                    the logit is unchanged
-//   below FIRST_CHANGED  only before the penalties are applied: PROMPT if the prompt has the id, plus the number of
-//                        times that the answer has it
-//   other                a changed logit, its bits xor'ed with those of -infinity
+//   below FIRST_CHANGED  only between `count` and `penalize`: PROMPT if the prompt has the id, plus the number of times
+//                        that the answer has it
+//   other                the bits of a changed logit, xor the bits of -infinity
 //
-// A changed logit is neither -infinity nor a negative NaN, whose words would be below FIRST_CHANGED.
+// A changed logit is never -infinity or a negative NaN: their words would be below FIRST_CHANGED.
 const uint FIRST_CHANGED = 1u << 23;
 const uint PROMPT = 1u << 22;
 // The logit of a forbidden id.

@@ -1,5 +1,6 @@
-// The contract of `fast`: an answer has the same bits alone, batched, in chunks, from the cache, and guessed
-// (docs/architecture.md, "The contract of fast"). CPU twin: tests/support/reference.rs.
+// The contract of the precision `fast`: an answer has the same bits alone, in a batch, with chunked prefill, with
+// prefix caching, and with speculative decoding (docs/architecture.md, "The contract of fast"). The reference
+// implementation on the CPU is tests/support/reference.rs.
 //
 // Activations [rows, cols] are int8, in blocks of BLOCK_COLS columns of one row, for every kind of matrix:
 //
@@ -7,24 +8,24 @@
 //   scales  [2][ceil(cols/32)][rows, padded] of (f32 scale, i32 sums): the sum of the first 16 q in the low half, the
 //           sum of the other 16 in the high half
 //
-// A block has a second digit where one column is so large that all others are quantized to a few steps: where their |q|
-// add up to less than LEAST_MAGNITUDES. The second digit is the remainder after the first, quantized again in the
-// second plane. The sign of the first scale marks such a block. In all other blocks the second scale and sums are 0,
-// and the second q have no meaning.
+// A block has second digits if one column is so large that the others are quantized to only a few steps: if the sum of
+// all |q| is less than LEAST_MAGNITUDES. The second digits are the remainders after the first digits, quantized again,
+// in the second plane. A negative first scale marks such a block. In every other block the second scale and sums are 0,
+// and the second q are undefined.
 //
-// A weight is w = s q' + m, with s and m for each group of columns. Each block of 32 columns, or each half of it where
-// groups are no multiple of 32, contributes:
+// A weight is w = s q' + m, with s and m for each group of columns. Each block of 32 columns contributes as follows; if
+// the group size is not a multiple of 32, each half of a block does:
 //
-//   d    the dot product of q and q', in integers; an integer offset of q' is part of it
-//   acc  = fma(float(d), s * scale, acc), and where weights are shifted, then acc = fma(float(sum), m * scale, acc)
+//   d    the dot product of q and q', in integers, including an integer offset of q'
+//   acc  = fma(float(d), s * scale, acc), and if the scheme has m, then acc = fma(float(sum), m * scale, acc)
 //
-// A second digit is folded behind the first, in the same way. The blocks of a row are cut into segments of
-// segment_blocks() blocks. Within a segment blocks are folded in order from acc = 0, and then segments are added in
-// order. A scale of the whole row comes last. No kernel, whatever its shape, sums columns in another order. Every float
-// operation is decorated NoContraction (build.rs); fma() stands where it is meant.
+// The second digits of a block are added after the first, in the same way. The blocks of a row are divided into
+// segments of segment_blocks() blocks. Within a segment, blocks are added in order, starting from acc = 0. Then the
+// segments are added in order. A scale for the whole row is applied last. All kernels sum in this order. Every float
+// operation is decorated NoContraction (build.rs), so an fma is used only where the code calls fma().
 
 const uint BLOCK_COLS = 32;
-// Most segments of a row, and fewest blocks of a segment.
+// The most segments of a row, and the fewest blocks of a segment.
 const uint SEGMENTS = 8;
 const uint LEAST_SEGMENT_BLOCKS = 4;
 
@@ -38,24 +39,24 @@ struct ActivationBlock {
 layout(buffer_reference, std430, buffer_reference_align = 16) readonly buffer ActivationBlocks { ActivationBlock at[]; };
 layout(buffer_reference, std430, buffer_reference_align = 8) readonly buffer ActivationScales { uvec2 at[]; };
 
-// A block needs a second digit if the magnitudes of its q add up to less than this, 14 for each column. One of them is
-// 127.
+// A block needs second digits if the sum of its |q| is less than this: 14 per column on average. The largest |q| of a
+// block is 127, unless all of its values count as 0.
 const int LEAST_MAGNITUDES = 14 * 32;
 const uint SECOND_DIGIT = 0x80000000u;
 
 int low_sum(uint sums) { return int(sums << 16) >> 16; }
 int high_sum(uint sums) { return int(sums) >> 16; }
 
-// Magnitudes are compared by their bits. So a NaN or an infinity is the largest, and makes the scale NaN or infinite
-// too. It reaches the logits, which are refused.
+// Magnitudes are compared by their bits. So a NaN or an infinity counts as the largest, and makes the scale NaN or
+// infinite, too. It propagates to the logits, where the sampler detects it.
 uint magnitude(float value) { return floatBitsToUint(value) & 0x7fffffffu; }
 uint magnitude(vec4 value) {
     return max(max(magnitude(value.x), magnitude(value.y)), max(magnitude(value.z), magnitude(value.w)));
 }
 
-// The scale of a block; `largest` holds the bits of its largest magnitude. Magnitudes below 2^-90 count as 0: such a
-// scale times that of a weight would leave the normal numbers, which drivers treat differently. 1/127 is a factor,
-// because division is not exact in Vulkan.
+// The scale of a block. `largest` holds the bits of its largest magnitude. Magnitudes below 2^-90 count as 0: the
+// product of such a scale and a weight's scale could be subnormal, and drivers treat subnormals differently. The code
+// multiplies by 1/127, because division is not exact in Vulkan.
 const uint LEAST_MAGNITUDE = 0x12800000u;
 float scale_of(uint largest) {
     return largest < LEAST_MAGNITUDE ? 0.0 : uintBitsToFloat(largest) * 0.007874015748031496;
@@ -72,9 +73,9 @@ uint packed_four(ivec4 q) {
 
 uint packed_sums(int low, int high) { return uint(low & 0xffff) | uint(high) << 16; }
 
-// Whether a block needs a second digit. `largest` holds the bits of its largest magnitude; `magnitudes` is the sum of
-// |q| in the first digit.
+// Whether a block needs second digits. `largest` holds the bits of its largest magnitude; `magnitudes` is the sum of
+// |q| of the first digits.
 bool needs_second(uint largest, int magnitudes) { return largest >= LEAST_MAGNITUDE && magnitudes < LEAST_MAGNITUDES; }
 
-// The bits of a scale, with the flag for a second digit in the sign.
+// The bits of a scale, with the flag for second digits in the sign.
 uint flagged(float scale, bool has_second) { return floatBitsToUint(scale) | (has_second ? SECOND_DIGIT : 0); }

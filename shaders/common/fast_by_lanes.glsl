@@ -1,26 +1,26 @@
-// A product with int8, lane = row. A body of fast_matmul.comp. A workgroup computes 32 rows by COLUMNS tokens, and
-// reads the weights once for them. Each subgroup of it, or each group of several small subgroups, takes one segment of
-// the columns. So an activation is the same for all lanes and can come from a scalar register, or, with
-// SHARED_ACTIVATIONS, from shared memory.
+// An implementation of fast_matmul.comp in which each lane computes a row. A workgroup computes 32 rows by COLUMNS
+// tokens, and reads the weights once for all of these tokens. Each of its subgroups (or groups of several small
+// subgroups) processes one segment of the columns. So all lanes of a subgroup use the same activations, which can come
+// from scalar registers, or from shared memory with SHARED_ACTIVATIONS.
 
 layout(constant_id = 3) const uint SHARED_ACTIVATIONS = 0;
-// Blocks of activations in shared memory: COLUMNS for each segment, and one spare.
+// Number of activation blocks in shared memory: COLUMNS for each segment, plus one, because an array cannot be empty.
 const uint SHARED_BLOCKS = SHARED_ACTIVATIONS * SEGMENTS * COLUMNS + 1;
 shared uvec4 shared_low[SHARED_BLOCKS], shared_high[SHARED_BLOCKS];
 shared uvec2 shared_scales[SHARED_BLOCKS];
 
-// Waits for the invocations of a segment, or for all invocations where a segment is not one subgroup.
+// Waits for the invocations of a segment, or for all invocations if a segment is not exactly one subgroup.
 void await_segment() {
     if (gl_NumSubgroups == gl_WorkGroupSize.y) subgroupBarrier();
     else barrier();
 }
 
 const uint MATRICES = GEGLU + 1;
-// Columns whose segments are added up in one pass, one column by each invocation.
+// Number of columns whose segments are added up in one pass. Each invocation adds up one column.
 const uint STAGED = SEGMENTS;
 
 shared float partial[MATRICES][SEGMENTS][STAGED][TILE_ROWS];
-// The largest magnitude of a block, and its sums, for each of the two digits.
+// For each of the two digits, the largest magnitude of a block, and its sums.
 shared uint largest[2][STAGED];
 shared int sums[2][STAGED][3];
 shared int results[STAGED][TILE_ROWS];
@@ -59,8 +59,8 @@ void main() {
         next_block = x.at[at];
         next_scale = x_scales.at[at];
     }
-    // All segments make equally many passes, and a shorter segment idles in its last one. Barriers require it:
-    // SwiftShader waits at a barrier even in a branch that no invocation takes.
+    // All segments run the same number of iterations; a shorter segment does nothing in its last ones. Barriers require
+    // that: SwiftShader waits at a barrier even in a branch that no invocation takes.
     const uint last = first + length;
     [[dont_unroll]] for (uint b = first; b < last; b++) {
         Weights w[MATRICES];
@@ -96,7 +96,7 @@ void main() {
             }
             at += block_count * x_stride;
         }
-        // This loop takes both digits, or only the second one with SHARED_ACTIVATIONS.
+        // This loop processes both digits; with SHARED_ACTIVATIONS, only the second.
         [[dont_unroll]] for (uint digit = SHARED_ACTIVATIONS; digit < 2 && b < end; digit++) {
             if (SHARED_ACTIVATIONS == 1 && (scale_bits & SECOND_DIGIT) == 0) break;
             scale_bits = 0;
@@ -107,7 +107,7 @@ void main() {
                 [[unroll]] for (uint m = 0; m < MATRICES; m++)
                     acc[m][c] = folded(w[m], a, abs(uintBitsToFloat(scale.x)), scale.y, s[m], acc[m][c]);
             }
-            // For a column without a second digit, the second pass adds nothing.
+            // For a column without second digits, the second pass adds nothing.
             if ((scale_bits & SECOND_DIGIT) == 0) break;
             at += block_count * x_stride;
         }
@@ -139,12 +139,12 @@ void main() {
         if (GEGLU == 0) {
             if (is_one && row < part.rows) put(part, token, row, total[0]);
         } else {
-            // The rows of a tile form one block of the next activations, which have as many blocks as there are tiles.
+            // The 32 rows of a tile are one block of the output activations, so there are as many blocks as tiles.
             float value = is_one && row < part.rows ? gelu_tanh(total[0]) * total[MATRICES - 1] : 0.0;
             const uint tiles = tiles_of(part.rows);
             bool has_second = false;
             [[dont_unroll]] for (uint digit = 0; digit < 2; digit++) {
-                // Shared counters begin at zero.
+                // The shared counters were set to 0 above.
                 atomicMax(largest[digit][column], magnitude(value));
                 barrier();
                 const uint block_largest = largest[digit][column];

@@ -1,8 +1,8 @@
-// A product with int8 in tiles that subgroups multiply (tile.glsl). A body of fast_matmul.comp. A workgroup computes
-// ROWS x COLUMNS results. It unpacks a block of its weights and a block of its activations into shared memory, and its
-// subgroups, WAVES_M x WAVES_N of them, share out the tiles of the result. So weights are unpacked once for COLUMNS
-// tokens, and one workgroup computes all segments of a row. The integers of a block are scaled as in all bodies of
-// fast_matmul.comp.
+// An implementation of fast_matmul.comp in which subgroups multiply tiles (tile.glsl). A workgroup computes ROWS x
+// COLUMNS results. It unpacks a block of its weights and a block of its activations into shared memory, and its WAVES_M
+// x WAVES_N subgroups divide the tiles of the result among them. So weights are unpacked once for COLUMNS tokens, and
+// one workgroup computes all segments of a row. Sums of integers are scaled in the same way as in the other
+// implementations.
 
 const uint ROWS = ROW_TILES * TILE_ROWS;
 layout(constant_id = 3) const uint TILE_M = 16;
@@ -14,14 +14,14 @@ layout(constant_id = 7) const uint WAVES_N = 2;
 
 // Numbers of tiles of one subgroup.
 const uint TILES_M = ROWS / WAVES_M / TILE_M, TILES_N = COLUMNS / WAVES_N / TILE_N;
-// Where weights change their scale within a block (HALVES is 2), each half of a block has its own sum. A tile as deep
-// as a block then takes one half, and its other columns are zero. So shared memory has both halves of a row, each
-// padded with zeros in place of the other half. All strides count uvec2s of 8 columns. They spread rows over the banks,
-// and are multiples of 16 bytes.
+// If the two halves of a block have different scales (HALVES is 2), each half has its own sum. If TILE_K is a whole
+// block, a tile then contains one half, with zeros in place of the other half. So shared memory has both halves of a
+// row, each padded with zeros. All strides count uvec2s of 8 columns. They spread rows over the memory banks, and are
+// multiples of 16 bytes.
 const uint HALF = 2, HALF_STRIDE = 6;
 const uint A_STRIDE = HALVES * 4 + 2, B_STRIDE = 6;
 const uint SUM_COLUMNS = 32 / HALVES;
-// Tile products that make one sum.
+// Number of tile products that are added to one sum.
 const uint STEPS = (SUM_COLUMNS + TILE_K - 1) / TILE_K;
 const uint STEP = TILE_K / 8;
 
@@ -33,7 +33,7 @@ shared float row_shifts[HALVES * ROWS];
 shared float column_sums[HALVES * COLUMNS];
 #endif
 shared float column_scales[COLUMNS];
-// Whether a column has a second digit, for blocks with even and with odd numbers.
+// Whether any column has second digits, for blocks with even and with odd numbers.
 shared uint second_digits[2];
 shared float results[WAVES_M * WAVES_N * TILE_M * TILE_N];
 
@@ -103,8 +103,8 @@ void main() {
     const uint length = segment_blocks(block_count);
     Part part = part_of(gl_WorkGroupID.y);
 
-    // An invocation unpacks at most one row of weights and one column. A workgroup has 128 invocations, and at least
-    // that many rows and columns together.
+    // An invocation unpacks at most one row of weights and one column of activations. A workgroup has 128 invocations,
+    // and at least 128 rows and columns in total.
     const uint invocations = gl_WorkGroupSize.x * gl_WorkGroupSize.y;
     const uint column = (invocation + ROWS) % invocations;
     const bool has_row = invocation < ROWS, has_column = column < COLUMNS;
@@ -156,7 +156,7 @@ void main() {
 #endif
                     [[unroll]] for (uint r = 0; r < TILES_M; r++) {
                         const uint row = wave_row + r * TILE_M;
-                        // A tile as deep as a block has both halves.
+                        // If TILE_K is a whole block, each half is stored with the zeros of the other half.
                         const uint half_at = row * A_STRIDE + h * (TILE_K > 16 ? 2 * HALF : HALF_STRIDE);
                         [[unroll]] for (uint k = 0; k < STEPS; k++) LOAD_A(a[r][k], a_words, half_at + k * STEP, A_STRIDE);
 #if defined(SCALED_BY_GROUP)

@@ -1,9 +1,9 @@
-// A product with int8 for a device that is a CPU. A body of fast_matmul.comp, without GEGLU. A CPU has no scalar
-// registers, no dot products of packed bytes, and is slow where invocations wait for each other. So a workgroup is one
-// vector of the CPU. It computes a tile of rows, several rows in each invocation. It thus reads the tile's weights in
-// the order of memory, which a CPU prefetches, and several rows use each unpacked activation.
+// An implementation of fast_matmul.comp for a CPU device, without GEGLU. A CPU has no scalar registers and no dot
+// products of packed bytes, and barriers between invocations are slow. So a workgroup is one SIMD vector of the CPU. It
+// computes a tile of rows, with several rows per invocation. So it reads the tile's weights in memory order, which a
+// CPU prefetches, and uses each unpacked activation for several rows.
 
-// Rows of an invocation.
+// Number of rows of an invocation.
 const uint ROWS = TURNS;
 
 void main() {
@@ -38,7 +38,7 @@ void main() {
                     [[unroll]] for (uint r = 0; r < ROWS; r++)
                         acc[r][c] = folded(w[r], a, abs(uintBitsToFloat(scale.x)), scale.y, s[r], acc[r][c]);
                 }
-                // For a column without a second digit, the second pass adds nothing.
+                // For a column without second digits, the second pass adds nothing.
                 if ((scale_bits & SECOND_DIGIT) == 0) break;
                 at += block_count * x_stride;
             }

@@ -1,15 +1,15 @@
-// Multiplies a block of weights with a block of activations, by the contract of fast.glsl. The bodies of
-// fast_matmul.comp share it. Include behind weights.glsl and fast.glsl. SCALE_BLOCKS is the number of blocks of weights
-// that share a scale.
+// Multiplies a block of weights with a block of activations, according to fast.glsl. All implementations of
+// fast_matmul.comp share it. Include after weights.glsl and fast.glsl. SCALE_BLOCKS is the number of weight blocks that
+// share a scale.
 //
-// Define IN_F32 where a device has no dot products of packed bytes. Sums of so few products of such small integers are
-// exact in f32 too.
+// Define IN_F32 for a device without dot products of packed bytes. The sums are also exact in f32, because the integers
+// are small and there are few of them.
 
-// Blocks of weights for one block of activations.
+// Number of weight blocks ("units") for one block of activations.
 const uint UNITS = BLOCK_COLS / BLOCK;
 
-// The stored weights of a row for one block of activations, and the words of their scales. The last block of a row may
-// lack its second unit.
+// The stored weights of a row for one block of activations, and the words of their scales. In the last block of a row,
+// the second unit may be missing.
 struct Weights {
     uvec4 units[UNITS];
 #if defined(HIGH_BITS)
@@ -40,7 +40,7 @@ Weights weights_at(Blocks blocks, Scales scales, uint tile, uint block, uint uni
     return w;
 }
 
-// Unpacks two units of bytes from low and high bits.
+// Unpacks two units from their low and high bits, to a byte for each weight.
 void unpack_units(inout Weights w) {
 #if defined(HIGH_BITS)
     const uvec4 low = w.units[0];
@@ -79,7 +79,7 @@ int dot_unit(uvec4 w, ActivationBlock a, uint u, int d) {
 
 // Adds the contribution of a block to `acc`.
 float folded(Weights w, ActivationBlock a, float scale, uint a_sums, vec2 s[UNITS], float acc) {
-    // Stored integers are too large by BIAS, so the sums of the activations correct the dot products.
+    // Stored integers are too large by BIAS. The sums of the activations correct the dot products for that.
     const int low = low_sum(a_sums), high = high_sum(a_sums);
 #if defined(WEIGHT_INT4)
     acc = fma(float(dot_unit(w.units[0], a, 0, -BIAS * (low + high))), s[0].x * scale, acc);

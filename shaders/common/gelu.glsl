@@ -1,6 +1,6 @@
 // gelu_tanh(g) = g/2 (1 + tanh u) = g / (1 + exp(-2u)), u = sqrt(2/pi) (g + 0.044715 g^3). The second form has no tanh,
-// whose precision in Vulkan is low. Below -10 the result is 0 in f32, above 10 it is g. u is computed from the clamped
-// g, so that exp neither overflows nor relies on infinity, which Vulkan does not promise to support.
+// whose precision in Vulkan is low. In f32, the result is 0 for g below -10, and g above 10. u is computed from the
+// clamped g, so that exp does not overflow: Vulkan does not guarantee support of infinities.
 float gelu_tanh(float g) {
     const float c = clamp(g, -10.0, 10.0);
     const float u = 0.7978845608028654 * (c + 0.044715 * c * c * c);

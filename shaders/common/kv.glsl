@@ -1,14 +1,14 @@
 // The KV cache: blocks of rows [kv_head][token in block][head_dim], one row for each token and head. Define one of:
 //
 //   KV_F32, KV_F16  the numbers themselves
-//   KV_INT8         integers -127..127; behind the rows of a block their scales, f32 [kv_head][token in block]
+//   KV_INT8         integers -127..127; the rows of a block are followed by their scales, f32 [kv_head][token in block]
 //
-// Indices into a row count fours of elements.
+// Indices count groups of four elements ("fours").
 
 #if defined(KV_F32)
 layout(buffer_reference, std430, buffer_reference_align = 16) readonly buffer ReadCache { vec4 at[]; };
 #elif defined(KV_F16)
-// Two fours, which are read at once where a row has an even number of fours.
+// An element has two fours. They are read together if a row has an even number of fours.
 layout(buffer_reference, std430, buffer_reference_align = 16) readonly buffer ReadCache { uvec4 at[]; };
 #elif defined(KV_INT8)
 layout(buffer_reference, std430, buffer_reference_align = 4) readonly buffer ReadCache { uint at[]; };
@@ -35,7 +35,7 @@ vec4 cache_four(ReadCache cache, uint index) {
 #endif
 }
 
-// Reads two fours. The index of the first is even.
+// Reads two consecutive fours. The index of the first must be even.
 void cache_two(ReadCache cache, uint index, out vec4 first, out vec4 second) {
 #if defined(KV_F16)
     const uvec4 words = cache.at[index / 2];

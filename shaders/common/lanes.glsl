@@ -1,7 +1,7 @@
 // Define WORKGROUP, the number of lanes of a workgroup, before including this. On a GPU each lane is an invocation. On
-// a device that is a CPU (ON_CPU), invocations that wait for each other are slow. There a workgroup has as many
-// invocations as a vector has elements, and each invocation acts as several lanes, one in each of TURNS turns. Sums
-// keep their order, and so their bits.
+// a CPU device (ON_CPU), barriers between invocations are slow. There a workgroup has only as many invocations as a
+// SIMD vector has elements, and each invocation acts as TURNS lanes, one after the other. The order of sums is the
+// same, so the results have the same bits.
 #if defined(ON_CPU)
 #define INVOCATIONS 8
 #else

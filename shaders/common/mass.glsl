@@ -1,16 +1,16 @@
-// Probabilities as integers, whose sums do not depend on the order, in units of 2^-40 of the most likely id's
-// probability. Every operation here is exact, or one that Vulkan rounds correctly, so every device has equal masses,
-// and so has their twin (tests/support/reference.rs).
+// Probabilities as integers ("masses"), in units of 2^-40 of the most likely id's probability. Sums of integers do not
+// depend on the order. Every operation here is exact, or Vulkan requires it to be rounded correctly. So all devices
+// compute the same masses as the reference implementation (tests/support/reference.rs).
 
-// The temperature clamped to a useful range. Lower ones act like 0, and higher ones make all ids equally likely; far
-// beyond the range no finite number would be left.
+// The temperature, clamped to a useful range. Lower temperatures have the same effect as 0, and higher ones make all
+// ids equally likely. The range also keeps all numbers finite.
 float bounded(float temperature) { return clamp(temperature, 1e-6, 1e28); }
 
 // 1 / x rounded to nearest, for an x from `bounded`. Vulkan's division is not exact.
 float reciprocal(float x) {
     const uint bits = floatBitsToUint(x);
     const uint divisor = (bits & 0x7fffffu) | 0x800000u;
-    // 2^48 / divisor, above 2^24 and at most 2^25, one bit at a time; the last bit rounds.
+    // Computes 2^48 / divisor, which is above 2^24 and at most 2^25, bit by bit. The last bit is for rounding.
     uint quotient = 0, rest = 1u << 23;
     for (uint i = 0; i < 26; i++) {
         quotient *= 2;
@@ -20,12 +20,12 @@ float reciprocal(float x) {
         }
         rest *= 2;
     }
-    // The second factor is the power of two that belongs to the last bit of the first factor.
+    // The second factor is the power of two of the quotient's last bit.
     return float(quotient / 2 + (quotient & 1)) * uintBitsToFloat((230 - (bits >> 23)) << 23);
 }
 
-// An id that is this many powers of two below the most likely one has no mass, and is never drawn. The noise reaches
-// from -4.3 to 22.9, a range of 39.1 powers of two.
+// An id whose probability is 2^-WEIGHTLESS of the highest, or less, has no mass and is never drawn. Gumbel noise is
+// between -4.3 and 22.9, a range of 39.1 powers of two, so such an id could never win.
 const float WEIGHTLESS = 40.0;
 
 uint high_product(uint a, uint b) {
@@ -34,12 +34,12 @@ uint high_product(uint a, uint b) {
     return high;
 }
 
-// 2^-t for 0 <= t < WEIGHTLESS, in two parts: the low 20 bits, and the 20 bits above them. 4096 parts of either kind
-// fit into 32 bits. The mass is at least 1 and at most 2^40 - 2^9.
+// 2^-t for 0 <= t < WEIGHTLESS, in two parts: the low 20 bits, and the next 20 bits. The sum of 4096 low or high parts
+// fits into 32 bits. The mass is at least 1 and at most 2^40 - 2^9.
 uvec2 mass(float t) {
     const uint whole = uint(t);
     const uint x = uint((t - float(whole)) * 2147483648.0) * 2;
-    // 1 - 2^-x in units of 2^-32, by a polynomial that is exact at both ends and at most 3e-9 off.
+    // 1 - 2^-x in units of 2^-32, with a polynomial that is exact at both ends. The error is at most 3e-9.
     uint y = 469656u;
     y = 5479739u - high_product(y, x);
     y = 41148157u - high_product(y, x);
@@ -52,7 +52,7 @@ uvec2 mass(float t) {
     return uvec2(low & 0xfffffu, whole <= 20 ? power >> (whole + 11) : 0);
 }
 
-// 64-bit numbers are two words, the lower word first.
+// A 64-bit number is two words, the low word first.
 uvec2 add64(uvec2 a, uvec2 b) {
     uint carry;
     const uint low = uaddCarry(a.x, b.x, carry);
@@ -70,7 +70,7 @@ bool less64(uvec2 a, uvec2 b) { return a.y < b.y || (a.y == b.y && a.x < b.x); }
 // Joins the sums of the two parts of masses into one number.
 uvec2 joined(uvec2 parts) { return add64(uvec2(parts.x, 0), uvec2(parts.y << 20, parts.y >> 12)); }
 
-// The part of a mass that top_p keeps. top_p is in units of 2^-24, and below 1.
+// The part of a mass that top_p keeps: mass * top_p, with top_p rounded down to units of 2^-24. top_p is below 1.
 uvec2 share(uvec2 mass, float top_p) {
     const uint part = uint(clamp(top_p, 0.0, 1.0) * 16777216.0);
     uint word0, word1, word2, above, carry;

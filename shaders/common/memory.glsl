@@ -1,5 +1,5 @@
-// Buffers by device address. Shaders take 64-bit addresses as push constants and have no descriptors, because a weight
-// may be larger than maxStorageBufferRange. The dispatching code (src/kernels) is responsible for bounds.
+// Buffer reference types. Shaders get 64-bit device addresses as push constants and use no descriptors, because a
+// weight may be larger than maxStorageBufferRange. The dispatching code (src/kernels) checks the bounds.
 #extension GL_EXT_buffer_reference : require
 #extension GL_EXT_buffer_reference_uvec2 : require
 #extension GL_EXT_control_flow_attributes : require

@@ -1,14 +1,14 @@
-// Include behind fast.glsl and lanes.glsl. The invocations of a workgroup, a multiple of eight, quantize consecutive
-// columns of a row. Each takes four columns, so that eight invocations make a block.
+// Include after fast.glsl and lanes.glsl. The invocations of a workgroup quantize consecutive columns of a row. Each
+// processes four columns, so eight invocations process a block. Their number must be a multiple of eight.
 layout(buffer_reference, std430, buffer_reference_align = 4) writeonly buffer WriteBlocks { uint at[]; };
 layout(buffer_reference, std430, buffer_reference_align = 8) writeonly buffer WriteScales { uvec2 at[]; };
 
 shared uint quantize_largest[INVOCATIONS];
 shared ivec2 quantize_sum[INVOCATIONS];
 
-// The largest magnitude of a block. This function and quantize_block_sums are called alternately. The barrier of one
-// makes sure that all invocations have read the shared array of the other, so writing that array again needs no further
-// barrier.
+// The largest magnitude of a block. This function and quantize_block_sums must be called alternately. The barrier in
+// one of them guarantees that all invocations have read the shared array of the other, so that array can be written
+// again without another barrier.
 uint quantize_block_largest(vec4 value) {
     const uint i = gl_LocalInvocationID.x, first = i & ~7u;
     quantize_largest[i] = magnitude(value);
@@ -18,7 +18,7 @@ uint quantize_block_largest(vec4 value) {
     return largest;
 }
 
-// The sums of a block: of its first half, of its second half, and of all magnitudes.
+// The sums of a block: of the q in its first half, of the q in its second half, and of all |q|.
 ivec3 quantize_block_sums(ivec4 q) {
     const uint i = gl_LocalInvocationID.x, first = i & ~7u;
     const ivec4 magnitudes = abs(q);
@@ -38,8 +38,8 @@ ivec4 quantized_four(vec4 value, uint largest) {
 }
 
 // Quantizes columns `column`..`column` + 3 of row `row`. `column` modulo 4 * INVOCATIONS must be four times the
-// invocation's number, and values beyond `cols` must be 0. Every invocation of the workgroup calls it. The planes of
-// both digits have room for all blocks of `rows` rows, including padding.
+// invocation's number, and values beyond `cols` must be 0. All invocations of the workgroup must call it. `rows` is the
+// number of rows, including padding, in the planes of both digits.
 void quantize_four(WriteBlocks blocks, WriteScales scales, uint rows, uint row, uint column, uint cols, vec4 value) {
     const uint i = gl_LocalInvocationID.x;
     const uint block = column / BLOCK_COLS, block_count = (cols + BLOCK_COLS - 1) / BLOCK_COLS;

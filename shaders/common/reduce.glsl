@@ -1,10 +1,10 @@
-// Include behind lanes.glsl. Sums and maxima over the WORKGROUP lanes (a power of four), in one fixed order for every
-// subgroup size. Each round adds four values, because each round is a barrier.
+// Include after lanes.glsl. Sums and maxima over the WORKGROUP lanes (a power of four), in one fixed order that does
+// not depend on the subgroup size. Each round combines four values, because each round costs a barrier.
 shared float reduce_scratch[WORKGROUP];
 
 void share(uint lane, float value) { reduce_scratch[lane] = value; }
 
-// Call after every lane has shared a number.
+// The sum of the shared numbers. Call it after every lane has called share.
 float workgroup_sum() {
     barrier();
     [[unroll]] for (uint part = WORKGROUP / 4; part > 0; part /= 4) {

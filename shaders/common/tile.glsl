@@ -1,24 +1,24 @@
 // Products of tiles of small integers, computed by a subgroup: [TILE_M, TILE_K] by [TILE_K, TILE_N], added to [TILE_M,
 // TILE_N].
 //
-// With COOPERATIVE the device multiplies (VK_KHR_cooperative_matrix). Otherwise the 32 invocations of a row of the
-// workgroup compute equal integers from shared memory, so that code with tiles can be tested on any device. Which
-// invocation has which element of a sum is unknown, so operands of a sum are tiles of the same kind.
+// With COOPERATIVE, the code uses cooperative matrices (VK_KHR_cooperative_matrix). Otherwise 32 invocations with the
+// same gl_LocalInvocationID.y compute the same integers from shared memory, so that the code can be tested on any
+// device. The mapping of elements to invocations is unknown, so elementwise operations use tiles of the same kind.
 //
-// Factors and floats are in shared arrays of uvec2 and float; `at` and `stride` count elements of these. `stride` is
-// the distance of the rows of the left factor, and of the columns of the right factor.
+// Factors are in shared arrays of uvec2, floats in shared arrays of float; `at` and `stride` count their elements.
+// `stride` is the distance between rows of the left factor, or between columns of the right factor.
 //
 //   TileA, TileB              factors, int8
 //   TileSum                   sums, i32
-//   TileFloat                 f32, with elements in the places of the sum's
+//   TileFloat                 f32, with the same mapping of elements to invocations as TileSum
 //   LOAD_A, LOAD_B            (tile, memory, at, stride)
 //   LOAD_ROWS, LOAD_COLUMNS   (tile, memory, at): a TileFloat with one value for each row, or for each column
 //   CLEAR(sum)                sets to zero
-//   MULTIPLY_ADD(sum, a, b)   adds a product, as above
-//   FLOATS(tile, sum)         the sum as f32
-//   EACH(e), tile[e]          loops over the elements of an invocation; one of them
+//   MULTIPLY_ADD(sum, a, b)   adds the product of a and b
+//   FLOATS(tile, sum)         converts the sum to f32
+//   EACH(e), tile[e]          loops over the elements of an invocation; accesses one of them
 //   STORE(tile, memory, at)   stores column by column
-//   WAVE, WAVE_LANE, WAVE_LANES   number of the subgroup, number of the invocation in it, size of the subgroup
+//   WAVE, WAVE_LANE, WAVE_LANES   index of the subgroup, index of the invocation in it, size of the subgroup
 #if defined(COOPERATIVE)
 #extension GL_KHR_cooperative_matrix : require
 #extension GL_KHR_memory_scope_semantics : require
@@ -50,16 +50,16 @@ const uint WAVE_LANES = 32;
 #define WAVE gl_LocalInvocationID.y
 #define WAVE_LANE gl_LocalInvocationID.x
 const uint ELEMENTS = TILE_M * TILE_N / WAVE_LANES;
-// Unrolling takes long in compilers for CPUs, and only tests run this.
+// Not unrolled, because compilers for CPUs would take long. Only tests run this code.
 #define EACH(e) [[dont_unroll]] for (uint e = 0; e < ELEMENTS; e++)
 const uint TILE_WORDS = TILE_K / 8;
-// For each element of an invocation, the words of its row or column.
+// For each element of an invocation, the words of its row of A or its column of B.
 #define TileA uvec2[ELEMENTS][TILE_WORDS]
 #define TileB uvec2[ELEMENTS][TILE_WORDS]
 #define TileSum int[ELEMENTS]
 #define TileFloat float[ELEMENTS]
 
-// Row and column of an element of an invocation; elements are stored column by column.
+// Row and column of an invocation's element. Elements are stored column by column.
 uint tile_row(uint element) { return (element * WAVE_LANES + WAVE_LANE) % TILE_M; }
 uint tile_column(uint element) { return (element * WAVE_LANES + WAVE_LANE) / TILE_M; }
 

@@ -1,13 +1,13 @@
-// Device layout of a weight matrix [rows, cols], "lane = row". src/tensor/layout.rs writes it, docs/formats.md
-// specifies it:
+// Device layout of a weight matrix [rows, cols], in which each lane reads one row. src/tensor/layout.rs writes it, and
+// docs/formats.md specifies it:
 //
 //   blocks  [ceil(rows/32)][ceil(cols/BLOCK)][32 rows] of 16 bytes: BLOCK consecutive weights of one row
 //   scales  [ceil(rows/32)][items of a row][32 rows]
 //
-// so that 32 lanes, one per row, read 512 consecutive bytes. Rows and columns beyond the matrix are zero weights. In
-// int4, dword j holds columns 4j..4j+3 in its low nibbles and 16+4j.. in its high nibbles. Two masks unpack four
-// columns each, in the order that dot products of packed bytes need. int5 and int6 are stored like int4, with the high
-// bits of all 32 rows behind each block; kernels see two blocks of 16 columns.
+// So 32 lanes, one per row, read 512 consecutive bytes. Rows and columns beyond the matrix have zero weights. In int4,
+// dword j holds columns 4j..4j+3 in its low nibbles and columns 16+4j..16+4j+3 in its high nibbles. Two masks unpack
+// four columns each, in the order that dot products of packed bytes need. int5 and int6 are stored like int4, and each
+// block is followed by the high bits of all 32 rows; kernels handle it as two blocks of 16 columns.
 //
 // Define one of WEIGHT_F32, WEIGHT_F16, WEIGHT_BF16, WEIGHT_INT8, WEIGHT_INT6, WEIGHT_INT5, WEIGHT_INT4, and for
 // integers q one of
@@ -20,7 +20,7 @@
 //                                                                             w = (d c) q - e n
 //   SCALES_SUPER_SYMMETRIC  items for each 256 columns: f16 d; then i8 c for each group
 //                                                                             w = (d c) q
-// Where the formula adds nothing to s q, int4, int5 and int6 store q + 8, q + 16 and q + 32.
+// If the formula is only w = s q, int4, int5 and int6 store q + 8, q + 16 and q + 32.
 
 #if defined(WEIGHT_F32)
 const uint BLOCK = 4;
@@ -33,7 +33,7 @@ const uint BLOCK = 32;
 #endif
 const uint TILE_ROWS = 32;
 
-// SHIFTED: schemes that add an offset. SCALED_BY_GROUP: schemes whose scale changes along a row.
+// SHIFTED: schemes with an offset for each group. SCALED_BY_GROUP: schemes with a scale for each group of columns.
 #if defined(SCALES_ZERO_POINT) || defined(SCALES_AFFINE) || defined(SCALES_HALF_AFFINE) || defined(SCALES_SUPER)
 #define SHIFTED
 #endif
@@ -60,8 +60,8 @@ const int BIAS = 8;
 #define HIGH_BITS uint
 #endif
 
-// One block of every row of a tile. An index that all lanes share and the lane's own index are separate, here and
-// below, so that a compiler may keep the first in scalar registers.
+// One block of every row of a tile. Here and below, an index that all lanes share is separate from the lane's own
+// index, so that the compiler can keep the shared index in scalar registers.
 struct BlockRow {
     uvec4 lanes[TILE_ROWS];
 #if defined(HIGH_BITS)
@@ -70,7 +70,7 @@ struct BlockRow {
 };
 layout(buffer_reference, std430, buffer_reference_align = 16) readonly buffer Blocks { BlockRow at[]; };
 
-// An item of the plane of scales for all lanes of a tile: pairs of f16 or f32, bytes, or single f16.
+// An item of the scales, for all lanes of a tile: pairs of f16 or f32, bytes, or single f16.
 struct ScaleRow {
 #if defined(SCALES_ZERO_POINT) || defined(SCALES_HALF_AFFINE)
     uint words[TILE_ROWS];
@@ -85,7 +85,7 @@ struct ScaleRow {
 layout(buffer_reference, std430, buffer_reference_align = 8) readonly buffer Scales { ScaleRow at[]; };
 
 #if defined(HIGH_BITS)
-// Unpacks one of two blocks to a byte for each weight.
+// Unpacks the first or the second of two blocks, to a byte for each weight.
 uvec4 bytes_of(uvec4 low, HIGH_BITS high, uint second) {
 #if defined(WEIGHT_INT6)
     const uint above = second == 0 ? high.x : high.y, mask = 0x30303030u, bits = 2;
@@ -144,7 +144,8 @@ float half_of(Scales plane, uint item, uint lane) {
 #endif
 
 #if defined(SCALED_BY_GROUP)
-// The words with the scale of block b of row `lane` of a tile. Kernels load them long before they use them.
+// The words that contain the scale of block b of row `lane` of a tile. Kernels load them some time before they use
+// them.
 uvec2 scale_words(Scales scales, uint tile, uint b, uint lane, uint blocks_per_row, uint blocks_per_scale) {
     const uint group = b / blocks_per_scale;
 #if defined(SCALES_SUPER)
@@ -174,7 +175,7 @@ uvec2 scale_words(Scales scales, uint tile, uint b, uint lane, uint blocks_per_r
 #endif
 }
 
-// The scale in such words: w = s q + m as (s, m).
+// Decodes the words of a scale: (s, m) of w = s q + m.
 vec2 scale_of_words(uvec2 words, uint lane) {
 #if defined(SCALES_SYMMETRIC)
     return vec2(unpackHalf2x16(words.x >> 16 * (lane & 1u)).x, 0.0);

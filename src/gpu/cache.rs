@@ -1,4 +1,4 @@
-//! Files that a device keeps from run to run: one set for each driver and each version of the shaders.
+//! Files that are kept between runs for a device: one set for each driver version and each version of the shaders.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -7,16 +7,16 @@ use sha2::{Digest, Sha256};
 
 use crate::config::UserFolder;
 
-/// The extension of a file that is being written begins so, and ends with the id of the process that writes it.
+/// A file that is being written has this extension, followed by the id of the process that writes it.
 const PARTIAL: &str = "tmp";
-/// The most bytes of a file. A driver's pipelines take some megabytes.
+/// The largest file that is read, in bytes. A driver's pipeline cache takes a few megabytes.
 const MAX_BYTES: u64 = 256 << 20;
 
 /// The files of one device.
 pub(super) struct Cache {
     /// The folder of the files; `None` if the user has no cache directory.
     dir: Option<PathBuf>,
-    /// Name of the device, version of the driver, and build of the driver.
+    /// Vendor and device id, driver version, and the driver's pipeline cache UUID. It is a part of each file's name.
     driver: String,
 }
 
@@ -31,28 +31,30 @@ impl Cache {
         Some(self.dir.as_ref()?.join(format!("{name}-{}-{}.bin", self.driver, env!("SHADER_HASH"))))
     }
 
-    /// The contents of a file; `None` if no file of that name was written, or if the file is damaged.
+    /// The contents of a file. `None`: the file does not exist, or it is damaged.
     pub fn read(&self, name: &str) -> Option<Vec<u8>> {
         read_whole(&self.file(name)?)
     }
 
-    /// A failed write is logged and ignored: it costs time at the next start, not answers.
+    /// A failed write is logged and ignored: the next start only takes longer.
     pub fn write(&self, name: &str, data: &[u8]) {
         let Some(file) = self.file(name) else { return };
         if let Err(e) = write_whole(&file, data) {
-            tracing::warn!("{} not written: {e}", file.display());
+            tracing::warn!("cannot write the cache file {}: {e}", file.display());
         }
     }
 }
 
-/// The contents of a file, if the file is whole. Anything else at its path, a pipe for one, is what a write replaces. A file begins with the SHA-256 of the rest.
+/// The contents of a file, without the SHA-256 of them that the file begins with. `None` if the hash does not match, or
+/// if the path is not a regular file; the next write replaces it.
 fn read_whole(file: &Path) -> Option<Vec<u8>> {
     let bytes = crate::file::read(file, MAX_BYTES).ok()?;
     let (hash, data) = bytes.split_at_checked(32)?;
     (Sha256::digest(data).as_slice() == hash).then(|| data.to_vec())
 }
 
-/// Removes what processes left that were killed while they wrote. A failure costs some disk, and is ignored.
+/// Removes the partial files of processes that were killed while they wrote. A failure only wastes disk space, so it is
+/// ignored.
 fn remove_partial(dir: &Path) {
     for file in fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path()) {
         let extension = file.extension().and_then(|extension| extension.to_str());
@@ -64,7 +66,7 @@ fn remove_partial(dir: &Path) {
 }
 
 fn write_whole(file: &Path, data: &[u8]) -> std::io::Result<()> {
-    let dir = file.parent().expect("it is in a directory");
+    let dir = file.parent().expect("a cache file is in a directory");
     fs::create_dir_all(dir)?;
     let partial = file.with_extension(format!("{PARTIAL}{}", std::process::id()));
     fs::write(&partial, [Sha256::digest(data).as_slice(), data].concat())
@@ -92,11 +94,11 @@ mod tests {
     }
 
     #[test]
-    fn what_a_killed_writer_left_is_removed_and_nothing_else() {
+    fn only_partial_files_of_dead_processes_are_removed() {
         let dir = tempfile::tempdir().unwrap();
         let own = format!("being-written.{PARTIAL}{}", std::process::id());
         let kept = ["kept.bin", "other.tmpl", "other.tmp", own.as_str()];
-        // No process has that id: it is beyond Linux's greatest.
+        // No process has this id: it is larger than Linux's maximum.
         for name in kept.iter().chain(&["left.tmp4194305"]) {
             fs::write(dir.path().join(name), "x").unwrap();
         }

@@ -1,8 +1,8 @@
 //! The features and limits of a device, for devices that run shaders and for those that only compile them.
 //!
-//! `build.rs` reads what a shader needs from its SPIR-V, and a device is created with every feature of [`Need`] that it
-//! has. So a variant that a device cannot run is refused before its pipeline is created, and the error names the
-//! missing feature.
+//! `build.rs` reads the features that a shader needs from its SPIR-V. A logical device is created with every feature of
+//! [`Need`] that the physical device has. A shader variant that the device cannot run is refused before its pipeline is
+//! created, and the error names the missing features.
 
 use std::fmt;
 
@@ -12,14 +12,15 @@ use super::GpuError;
 use super::need::{Need, SUBGROUP_LANES};
 use super::shader::Shader;
 
-/// A product of tiles that subgroups compute together: `[m, k]` by `[k, n]`, added to `[m, n]`.
+/// A cooperative matrix shape: a subgroup multiplies a tile `[m, k]` by `[k, n]` and adds the product to `[m, n]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CooperativeMatrix {
     pub m: u32,
     pub n: u32,
     pub k: u32,
-    /// Element types of the factors, and of the sum and the result.
+    /// Element type of both factors.
     pub factors: vk::ComponentTypeKHR,
+    /// Element type of the addend and of the result.
     pub sum: vk::ComponentTypeKHR,
 }
 
@@ -41,17 +42,17 @@ impl fmt::Display for CooperativeMatrix {
 pub struct Caps {
     pub api_version: (u32, u32),
     features: Vec<Need>,
-    /// The subgroup size that a pipeline gets without asking for one, and the least and largest that it may ask for.
+    /// The subgroup size of a pipeline that requires none.
     pub subgroup_size: u32,
+    /// The smallest and the largest subgroup size that a pipeline may require.
     pub subgroup_sizes: (u32, u32),
-    /// The largest number of subgroups in a workgroup of a pipeline that asks for a subgroup size.
+    /// The most subgroups per workgroup in a pipeline that requires a subgroup size.
     pub max_workgroup_subgroups: u32,
     pub max_workgroup_invocations: u32,
     pub max_shared_bytes: u32,
-    /// Whether a dot product of four packed signed bytes is faster than the multiplications and additions that it
-    /// replaces.
+    /// Whether a dot product of four packed signed bytes is faster than separate multiplications and additions.
     pub integer_dot_accelerated: bool,
-    /// Products of tiles that a subgroup computes without saturation.
+    /// The shapes that a subgroup computes without saturation.
     pub cooperative_matrices: Vec<CooperativeMatrix>,
 }
 
@@ -78,8 +79,8 @@ impl Caps {
         if has_matrix {
             features = features.push_next(&mut matrix);
         }
-        // SAFETY: `raw` comes from this instance; the chains are local and well formed. Devices older than Vulkan 1.3
-        // ignore structures that they do not know.
+        // SAFETY: `raw` comes from this instance; the chains are local and well formed. Devices with a Vulkan version
+        // below 1.3 ignore structures that they do not know.
         unsafe {
             instance.get_physical_device_properties2(raw, &mut properties);
             instance.get_physical_device_features2(raw, &mut features);
@@ -95,7 +96,7 @@ impl Caps {
             (true, true) => (properties13.min_subgroup_size, properties13.max_subgroup_size),
             _ => (subgroup.subgroup_size, subgroup.subgroup_size),
         };
-        // lavapipe lists cooperative matrices for subgroups of any size, and kills the process if the size is not 8.
+        // lavapipe reports cooperative matrices for every subgroup size, but the process crashes if it is not 8.
         let may_multiply = kind != vk::PhysicalDeviceType::CPU || subgroup.subgroup_size == 8;
         let has_model = is(features12.vulkan_memory_model) && is(features12.vulkan_memory_model_device_scope);
         let has_matrix = has_matrix && may_multiply && has_model && is(matrix.cooperative_matrix);
@@ -132,7 +133,7 @@ impl Caps {
         };
         if has_matrix {
             let extension = khr::cooperative_matrix::Instance::new(entry, instance);
-            // SAFETY: the device has the extension that the call is of. A failed call leaves the list empty.
+            // SAFETY: the device has the call's extension. A failed call leaves the list empty.
             let shapes = unsafe { extension.get_physical_device_cooperative_matrix_properties(raw) };
             let plain = |s: &vk::CooperativeMatrixPropertiesKHR<'_>| {
                 s.scope == vk::ScopeKHR::SUBGROUP
@@ -160,7 +161,7 @@ impl Caps {
         self.features.contains(&need)
     }
 
-    /// Names of the features and limits that this program requires and the device lacks.
+    /// Names of the features and limits that every step requires and the device lacks.
     pub(super) fn missing_to_run(&self) -> Vec<String> {
         let mut missing = Vec::new();
         if self.api_version < (1, 3) {
@@ -192,9 +193,9 @@ impl Caps {
         ))
     }
 
-    /// The subgroup size that a pipeline with this workgroup asks for: `SUBGROUP_LANES`, or the device's largest size
-    /// below that; all sizes are powers of two. `None` leaves the size to the device. The size is `None` if the device
-    /// has only larger sizes, has no `subgroupSizeControl`, or would need too many subgroups for a workgroup.
+    /// The subgroup size that a pipeline with this workgroup requires: `SUBGROUP_LANES`, or the device's largest size
+    /// below that; all sizes are powers of two. `None`: the pipeline requires no size, because the device has only
+    /// larger sizes, lacks `subgroupSizeControl`, or would need too many subgroups per workgroup.
     pub fn required_subgroup_size(&self, workgroup: [u32; 3]) -> Option<u32> {
         let (least, most) = self.subgroup_sizes;
         let size = SUBGROUP_LANES.min(most);
@@ -232,8 +233,8 @@ impl Caps {
             .shader_float16(has(Need::Float16))
             .shader_int8(has(Need::Int8))
             .storage_buffer8_bit_access(has(Need::Storage8))
-            // SPIR-V with cooperative matrices declares the Vulkan memory model. Where that is enabled, atomics of every
-            // shader need the scope of the device.
+            // SPIR-V with cooperative matrices declares the Vulkan memory model. If that feature is enabled, atomics in
+            // all shaders need the device scope.
             .vulkan_memory_model(has(Need::CooperativeMatrix))
             .vulkan_memory_model_device_scope(has(Need::CooperativeMatrix));
         let mut features13 = vk::PhysicalDeviceVulkan13Features::default()
@@ -264,7 +265,7 @@ impl Caps {
         if executable_info {
             info = info.push_next(&mut statistics);
         }
-        // SAFETY: the physical device is of this instance, and has the features.
+        // SAFETY: the physical device belongs to this instance and has the features.
         unsafe { instance.create_device(raw, &info, None) }.map_err(GpuError::of("vkCreateDevice"))
     }
 }
@@ -301,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_pipeline_needs_and_a_device_lacks_is_named() {
+    fn features_that_a_pipeline_needs_and_the_device_lacks_are_named() {
         let some = caps(&[Need::Int8, Need::IntegerDotProduct], (8, 8));
         assert_eq!(some.missing(&shader(&[Need::Int8, Need::IntegerDotProduct]), &[64]), [""; 0]);
         let lacks = some.missing(&shader(&[Need::Int8, Need::Float16, Need::CooperativeMatrix]), &[65]);
@@ -322,9 +323,9 @@ mod tests {
     }
 
     #[test]
-    fn pipelines_ask_for_32_lanes_or_for_what_divides_them() {
-        // Each case has the device's sizes, the size that is asked for, and whether workgroups of 32 and of 48 have
-        // full subgroups.
+    fn pipelines_require_32_lanes_or_a_size_that_divides_32() {
+        // Each case has the device's sizes, the size that a pipeline requires, and whether workgroups of 32 and of 48
+        // invocations have full subgroups.
         let cases = [
             ((32, 64), Some(32), [true, false]), // RDNA
             ((32, 32), Some(32), [true, false]), // NVIDIA
@@ -333,13 +334,13 @@ mod tests {
             ((4, 4), Some(4), [true, true]),     // SwiftShader
             ((64, 64), None, [false, false]),    // GCN
         ];
-        for (sizes, asked, full) in cases {
+        for (sizes, required, full) in cases {
             let device = caps(&[Need::SubgroupSizeControl, Need::FullSubgroups], sizes);
-            assert_eq!(device.required_subgroup_size([32, 4, 1]), asked, "{sizes:?}");
+            assert_eq!(device.required_subgroup_size([32, 4, 1]), required, "{sizes:?}");
             assert_eq!([32, 48].map(|x| device.has_full_subgroups([x, 4, 1])), full, "{sizes:?}");
         }
-        assert_eq!(caps(&[], (8, 8)).required_subgroup_size([32, 4, 1]), None, "nobody may ask");
+        assert_eq!(caps(&[], (8, 8)).required_subgroup_size([32, 4, 1]), None, "no subgroupSizeControl");
         let narrow = caps(&[Need::SubgroupSizeControl], (4, 4));
-        assert_eq!(narrow.required_subgroup_size([256, 1, 1]), None, "64 subgroups, where 32 are allowed");
+        assert_eq!(narrow.required_subgroup_size([256, 1, 1]), None, "64 subgroups, but 32 are allowed");
     }
 }

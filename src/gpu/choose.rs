@@ -1,4 +1,4 @@
-//! Chooses a device by policy, or says why none is usable.
+//! Chooses a device by policy, or explains why each device is refused.
 
 use std::time::Duration;
 
@@ -9,34 +9,34 @@ use super::info::{DeviceInfo, DeviceKind, QueueKind};
 /// The policy by which a device is chosen.
 #[derive(Debug, Clone, Default)]
 pub struct DevicePolicy {
-    /// An index from `unicorn devices`, or a part of the device's name in any case. `None`: the best GPU.
+    /// An index from `unicorn devices`, or a part of the device's name (case is ignored). `None`: the best GPU.
     pub device: Option<String>,
-    /// Whether a device of type CPU is accepted. If not, software Vulkan is refused even if `device` names it.
+    /// Whether a device of type CPU (software Vulkan) is accepted. If false, it is refused even if `device` names it.
     pub allow_software: bool,
-    /// Whether the validation layer is loaded. Any message that it reports fails the next wait.
+    /// Whether the validation layer is loaded. The next wait fails if the layer has reported a message.
     pub validation: bool,
-    /// Whether timestamp queries time every dispatch.
+    /// Whether every dispatch is timed with timestamp queries.
     pub profile: bool,
-    /// The kind of queue to use. `None`: a compute queue without graphics if there is one, because the desktop shares
-    /// no such queue.
+    /// The kind of queue to use. `None`: a compute queue without graphics if the device has one, because the desktop
+    /// does not use that queue.
     pub queue: Option<QueueKind>,
-    /// How long the device may finish nothing of what it was given, until a wait counts it as hung. `None`: 10 s for a
-    /// GPU, and two minutes for software Vulkan, which compiles a shader when it first runs it.
+    /// The device counts as hung if it finishes no submit for this time during a wait. `None`: 10 s for a GPU, and
+    /// 120 s for software Vulkan, which compiles a shader when it first runs it.
     pub hang_timeout: Option<Duration>,
 }
 
-/// Advice for users whose loader shows no device.
-pub const NO_DRIVER_HINT: &str = "is a driver installed (mesa-vulkan-drivers), and may this user open /dev/dri/renderD* \
-                                  (group render)? `unicorn doctor` checks both";
+/// Advice for users whose Vulkan loader lists no device.
+pub const NO_DRIVER_HINT: &str = "is a driver installed (mesa-vulkan-drivers), and may this user open \
+                                  /dev/dri/renderD* (group render)? `unicorn doctor` checks both";
 
-/// The device that [`Device::open`](super::Device::open) would open. The device stays closed.
+/// The device that [`Device::open`](super::Device::open) would open. This function does not open it.
 pub fn chosen_device(policy: &DevicePolicy) -> Result<DeviceInfo, GpuError> {
     let mut seen = list_devices()?;
     let index = choose(policy, &seen)?;
     Ok(seen.swap_remove(index))
 }
 
-/// The index of the device to open. The error lists the devices seen, and why each is refused.
+/// The index of the device to open. The error lists all devices and the reason why each is refused.
 pub fn choose(policy: &DevicePolicy, seen: &[DeviceInfo]) -> Result<usize, GpuError> {
     let refusal = |d: &DeviceInfo| -> Option<String> {
         if d.kind == DeviceKind::Cpu && !policy.allow_software {
@@ -52,8 +52,8 @@ pub fn choose(policy: &DevicePolicy, seen: &[DeviceInfo]) -> Result<usize, GpuEr
         format!("[{}] {} ({}){why}", d.index, d.name, d.kind)
     };
     let all = || match seen {
-        [] => format!("the Vulkan loader shows none; {NO_DRIVER_HINT}"),
-        seen => format!("seen: {}", seen.iter().map(describe).collect::<Vec<_>>().join("; ")),
+        [] => format!("the Vulkan loader lists no device; {NO_DRIVER_HINT}"),
+        seen => format!("found: {}", seen.iter().map(describe).collect::<Vec<_>>().join("; ")),
     };
 
     let Some(wanted) = &policy.device else {
@@ -72,13 +72,13 @@ pub fn choose(policy: &DevicePolicy, seen: &[DeviceInfo]) -> Result<usize, GpuEr
         Err(_) => seen.iter().filter(|d| d.name.to_lowercase().contains(&wanted.to_lowercase())).collect(),
     };
     match matches.as_slice() {
-        [] => Err(GpuError::NoDevice(format!("--device {wanted:?} matches none; {}", all()))),
+        [] => Err(GpuError::NoDevice(format!("--device {wanted:?} matches no device; {}", all()))),
         [d] => match refusal(d) {
             None => Ok(d.index),
             Some(_) => Err(GpuError::NoDevice(describe(d))),
         },
         several => Err(GpuError::NoDevice(format!(
-            "--device {wanted:?} matches several, give an index: {}",
+            "--device {wanted:?} matches several devices, use an index instead: {}",
             several.iter().map(|d| describe(d)).collect::<Vec<_>>().join("; ")
         ))),
     }
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn discrete_before_integrated_before_software() {
+    fn discrete_gpus_come_before_integrated_gpus_and_software() {
         let seen = [
             device(0, "llvmpipe", DeviceKind::Cpu, 90),
             device(1, "AMD Radeon 780M (RADV PHOENIX)", DeviceKind::Integrated, 60),
@@ -141,17 +141,17 @@ mod tests {
     }
 
     #[test]
-    fn refusals_name_what_was_seen_and_what_is_missing() {
+    fn refusals_name_the_devices_and_the_missing_features() {
         let mut old = device(0, "Old GPU", DeviceKind::Discrete, 4);
         old.missing.push("Vulkan 1.3".into());
         let error = choose(&policy(None, true), &[old.clone()]).unwrap_err().to_string();
         assert!(error.contains("[0] Old GPU (discrete GPU): lacks Vulkan 1.3"), "{error}");
         let error = choose(&policy(Some("radeon"), false), &[old.clone()]).unwrap_err().to_string();
-        assert!(error.contains("\"radeon\" matches none; seen: [0] Old GPU"), "{error}");
+        assert!(error.contains("\"radeon\" matches no device; found: [0] Old GPU"), "{error}");
         let error = choose(&policy(None, false), &[]).unwrap_err().to_string();
-        assert!(error.contains("the Vulkan loader shows none"), "{error}");
+        assert!(error.contains("the Vulkan loader lists no device"), "{error}");
         let twin = device(1, "Old GPU 2", DeviceKind::Discrete, 4);
         let error = choose(&policy(Some("old"), false), &[old, twin]).unwrap_err().to_string();
-        assert!(error.contains("matches several"), "{error}");
+        assert!(error.contains("matches several devices"), "{error}");
     }
 }

@@ -1,8 +1,9 @@
 //! Compiles pipelines for a GPU that is not present, and reads the driver's statistics: registers, spills, assembly.
 //!
-//! RADV compiles for any AMD GPU without one: `VK_DRIVER_FILES` names its ICD and `RADV_FORCE_FAMILY=phoenix` the
-//! Radeon 780M's family, and the loader shows "Null hardware". That device has no heaps and makes no timeline
-//! semaphore, so [`Device`](super::Device) does not open it; [`Compiler`] opens it for compiling alone.
+//! RADV can compile for AMD GPUs that the machine does not have: set `VK_DRIVER_FILES` to RADV's ICD file and
+//! `RADV_FORCE_FAMILY` to the GPU family (`phoenix` for the Radeon 780M). The loader then lists a "Null hardware"
+//! device. That device has no heaps and creates no timeline semaphore, so [`Device`](super::Device) cannot open it;
+//! [`Compiler`] opens it, only to compile.
 
 use ash::{khr, vk};
 
@@ -12,7 +13,7 @@ use super::instance::Instance;
 use super::pipeline::{PUSH_BYTES, create_pipeline, pipeline_name};
 use super::{DeviceInfo, GpuError, Shader};
 
-/// A device that compiles pipelines and runs nothing.
+/// A device that compiles pipelines, but does not run them.
 pub struct Compiler {
     layout: vk::PipelineLayout,
     executables: khr::pipeline_executable_properties::Device,
@@ -24,9 +25,9 @@ pub struct Compiler {
 /// One compiled pipeline.
 #[derive(Debug, Clone)]
 pub struct Compiled {
-    /// Number of lanes of a wave. The driver chooses the number if the pipeline asks for none.
+    /// Number of lanes of a wave. The driver chooses it if the pipeline requires no size.
     pub subgroup_size: u32,
-    /// The driver's own statistics by its own names, e.g. ("Spilled VGPRs", 0).
+    /// The driver's statistics with their names, e.g. ("Spilled VGPRs", 0).
     pub statistics: Vec<(String, u64)>,
     pub assembly: String,
 }
@@ -38,7 +39,7 @@ impl Compiler {
         let candidates = enumerate(&instance)?;
         let seen: Vec<_> = candidates.iter().map(|c| c.info.name.clone()).collect();
         let chosen = candidates.into_iter().find(|c| c.info.name.contains(part)).ok_or_else(|| {
-            GpuError::NoDevice(format!("none is called {part:?}; seen: {}", seen.join("; ")))
+            GpuError::NoDevice(format!("no device name contains {part:?}; found: {}", seen.join("; ")))
         })?;
         let queue_family = chosen.queues.first().map_or(0, |queue| queue.index);
         let raw = chosen.info.caps.create_device(&instance.raw, chosen.raw, queue_family, &[], true)?;
@@ -63,7 +64,7 @@ impl Compiler {
         let what = format!("statistics of {name}");
         let info = vk::PipelineInfoKHR::default().pipeline(pipeline);
         let executable = vk::PipelineExecutableInfoKHR::default().pipeline(pipeline).executable_index(0);
-        // SAFETY: the pipeline was made just now with both capture flags, and is destroyed once, below.
+        // SAFETY: the pipeline was just created with both capture flags, and is destroyed once, below.
         let captured = unsafe {
             let executables = self.executables.get_pipeline_executable_properties(&info);
             let sizes = executables.map(|all| all.iter().map(|e| e.subgroup_size).collect::<Vec<_>>());
@@ -84,7 +85,7 @@ impl Compiler {
         };
         let (sizes, statistics, texts) = captured;
         let [subgroup_size] = sizes[..] else {
-            panic!("a compute pipeline is one executable: {sizes:?}");
+            panic!("a compute pipeline has one executable: {sizes:?}");
         };
         Ok(Compiled {
             subgroup_size,
@@ -100,14 +101,14 @@ impl Compiler {
     ///
     /// # Safety
     ///
-    /// The executable's pipeline is alive, and was made with the capture flag.
+    /// The executable's pipeline must be alive, and must have been created with the capture flag.
     unsafe fn representations(
         &self,
         executable: &vk::PipelineExecutableInfoKHR<'_>,
     ) -> Result<Vec<(String, String)>, vk::Result> {
         let call = self.executables.fp().get_pipeline_executable_internal_representations_khr;
         let mut count = 0;
-        // SAFETY: per this function's contract; the first call counts, the second asks for lengths, the third for
+        // SAFETY: per this function's contract. The first call returns the count, the second the lengths, the third the
         // texts.
         unsafe {
             call(self.raw.handle(), executable, &mut count, std::ptr::null_mut()).result()?;
@@ -133,7 +134,7 @@ impl Compiler {
 
 impl Drop for Compiler {
     fn drop(&mut self) {
-        // SAFETY: pipelines are destroyed as soon as they are looked at; the layout is destroyed once.
+        // SAFETY: `compile` destroys its pipelines; the layout is destroyed once.
         unsafe { self.raw.destroy_pipeline_layout(self.layout, None) }
     }
 }

@@ -11,6 +11,7 @@ use super::placement::Class;
 pub struct Profile {
     /// Kernel -> (dispatches, nanoseconds).
     pub kernels: BTreeMap<String, (u64, u64)>,
+    /// Dispatches that were not timed, because their command buffers had no queries left.
     pub untimed: u64,
 }
 
@@ -20,8 +21,8 @@ pub struct Counts {
     pub dispatches: u64,
     pub copies: u64,
     pub barriers: u64,
-    /// Bytes that commands declare to read or write, by [`Class`]: whole ranges, however much of them a command
-    /// touches. A range that is read and written counts once.
+    /// Bytes that commands declare to read or write, by [`Class`]. A declared range counts as a whole, even if the
+    /// command accesses only a part of it. A range that is both read and written counts once.
     pub declared: [u64; Class::ALL.len()],
 }
 
@@ -35,7 +36,7 @@ impl Counts {
         self.declared[Class::KvCache as usize]
     }
 
-    /// Declared bytes of activations and of staging.
+    /// Declared bytes of activations and staging.
     pub fn activation_bytes(&self) -> u64 {
         self.declared.iter().sum::<u64>() - self.weight_bytes() - self.kv_bytes()
     }
@@ -58,7 +59,7 @@ impl std::ops::AddAssign for Counts {
 impl std::ops::Sub for Counts {
     type Output = Counts;
 
-    /// The difference of two readings of a sum.
+    /// The counts between two readings of a running sum.
     fn sub(mut self, before: Counts) -> Counts {
         self.dispatches -= before.dispatches;
         self.copies -= before.copies;

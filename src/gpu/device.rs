@@ -1,4 +1,4 @@
-//! An open device: its queue, and the one timeline that orders all submits.
+//! An open device: its queue, and the timeline semaphore that orders all submits.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -23,32 +23,33 @@ use super::residency::{self, MemoryUse};
 use super::shader::Shader;
 use crate::config::Courtesy;
 
-/// How long a GPU, and software Vulkan, may finish nothing before they count as hung, where the policy does not say.
+/// The default hang timeouts of a GPU and of software Vulkan ([`DevicePolicy::hang_timeout`]).
 const HANG_TIMEOUT: Duration = Duration::from_secs(10);
 const SOFTWARE_HANG_TIMEOUT: Duration = Duration::from_secs(120);
-/// How often a gap between submits is told as progress. Whoever watches [`Device::progress`] waits for much longer.
-const REST: Duration = Duration::from_millis(50);
-/// How often a wait looks whether the device gets on.
-const SLICE: Duration = Duration::from_millis(250);
+/// How often progress is counted during a gap between submits. Threads that watch [`Device::progress`] have much longer
+/// timeouts.
+const GAP_SLICE: Duration = Duration::from_millis(50);
+/// How often a wait checks whether the device makes progress.
+const WAIT_SLICE: Duration = Duration::from_millis(250);
 
 /// How long a call is retried while the driver is out of memory.
-const MEMORY_LIMIT: Duration = Duration::from_secs(5);
-/// The first pause between retries, which doubles from then on, and the longest pause.
-const MEMORY_PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(100));
+const MEMORY_RETRY_LIMIT: Duration = Duration::from_secs(5);
+/// The first pause between retries, and the longest. Each pause is twice the one before.
+const MEMORY_RETRY_PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(100));
 
-/// An open device. Everything made on it holds an `Arc` of it.
+/// An open device. All objects created on it hold an `Arc` of it.
 pub struct Device {
     debug: Option<ext::debug_utils::Device>,
     physical: vk::PhysicalDevice,
     pub(super) queue_family: u32,
     queue_kind: QueueKind,
     memory_budget: bool,
-    /// How memory is shared with a device outside Vulkan, if it can be.
+    /// How memory is shared with a device outside Vulkan. `None`: it cannot be shared.
     pub(super) handles: Option<Handles>,
     timestamp_period_ns: f32,
     pub(super) timestamp_bits: u32,
     pub(super) heaps: Heaps,
-    /// Files that the device keeps from run to run.
+    /// Files that are kept between runs.
     cache: Cache,
     pub(super) pipelines: Pipelines,
     pub(super) profile: Option<Mutex<Profile>>,
@@ -58,24 +59,25 @@ pub struct Device {
     hang_timeout: Duration,
     lost: AtomicBool,
     rehearsal: Mutex<Rehearsal>,
-    /// Sums over all submissions.
+    /// Sums over all submits.
     counts: Mutex<Counts>,
-    /// Calls that succeeded after the driver was out of memory.
+    /// Number of calls that succeeded only in a retry, because the driver was out of memory.
     short_of_memory: AtomicU64,
-    /// The highest value that the timeline is known to have reached.
+    /// The highest value that the timeline semaphore is known to have reached.
     reached: AtomicU64,
     pacer: Mutex<Pacer>,
-    /// What the host got done for the device: slices of gaps between submits, pipelines, pieces of weights.
-    done_by_host: AtomicU64,
-    /// Nanoseconds for which submits were held back, and for which the device computed timed submissions.
+    /// Progress of the host: slices of gaps between submits, compiled pipelines, pieces of uploaded weights.
+    host_progress: AtomicU64,
+    /// Nanoseconds for which submits were delayed by the limit on the device's time.
     rested_ns: AtomicU64,
+    /// Nanoseconds for which the device computed timed submissions.
     busy_ns: AtomicU64,
-    // The last fields, in this order, because the logical device must be dropped before the instance.
+    // Keep these fields last and in this order: the logical device must be dropped before the instance.
     pub(super) raw: RawDevice,
     pub(super) instance: Instance,
 }
 
-/// The logical device. It is destroyed on every way out of [`Device::open`], too.
+/// The logical device. It is also destroyed if [`Device::open`] fails.
 pub(super) struct RawDevice(pub(super) ash::Device);
 
 impl std::ops::Deref for RawDevice {
@@ -87,7 +89,7 @@ impl std::ops::Deref for RawDevice {
 
 impl Drop for RawDevice {
     fn drop(&mut self) {
-        // SAFETY: the owner destroyed what was made on the device.
+        // SAFETY: the owner has destroyed everything that was created on the device.
         unsafe { self.0.destroy_device(None) }
     }
 }
@@ -107,7 +109,7 @@ impl Device {
         let family = match policy.queue {
             None => *queues.next().expect("a usable device has a compute queue"),
             Some(kind) => *queues.find(|queue| queue.kind == kind).ok_or_else(|| {
-                GpuError::NoDevice(format!("{} has no {kind} queue that computes", chosen.info.name))
+                GpuError::NoDevice(format!("{} has no {kind} queue that supports compute", chosen.info.name))
             })?,
         };
 
@@ -116,7 +118,7 @@ impl Device {
         let caps = &chosen.info.caps;
         let raw = caps.create_device(&instance.raw, chosen.raw, family.index, &extensions, false)?;
         let raw = RawDevice(raw);
-        // SAFETY: family and index were asked for above.
+        // SAFETY: the device was created with this queue family and index.
         let queue = unsafe { raw.get_device_queue(family.index, 0) };
 
         let debug = instance.debug.is_some().then(|| ext::debug_utils::Device::new(&instance.raw, &raw));
@@ -135,7 +137,7 @@ impl Device {
         let info = vk::SemaphoreCreateInfo::default().push_next(&mut kind);
         // SAFETY: the device is alive.
         let timeline = unsafe { raw.create_semaphore(&info, None) }
-            // SAFETY: no pipeline was made yet.
+            // SAFETY: no pipeline was created yet.
             .inspect_err(|_| unsafe { pipelines.destroy(&raw) })
             .map_err(GpuError::of("vkCreateSemaphore"))?;
         let heaps = Heaps::new(&instance.raw, chosen.raw);
@@ -146,7 +148,7 @@ impl Device {
         let profile = policy.profile && family.timestamp_bits > 0;
         if policy.profile && !profile {
             tracing::warn!(
-                "{}: its compute queue has no timestamps, so no kernel can be timed",
+                "{}: the compute queue has no timestamps, so kernels cannot be timed",
                 chosen.info.name
             );
         }
@@ -173,7 +175,7 @@ impl Device {
             short_of_memory: AtomicU64::new(0),
             reached: AtomicU64::new(0),
             pacer: Mutex::default(),
-            done_by_host: AtomicU64::new(0),
+            host_progress: AtomicU64::new(0),
             rested_ns: AtomicU64::new(0),
             busy_ns: AtomicU64::new(0),
             raw,
@@ -182,7 +184,7 @@ impl Device {
         device.name(device.timeline, "timeline");
         if device.info.kind == DeviceKind::Cpu {
             tracing::warn!(
-                "running on software Vulkan ({}): right, but slow; no GPU computes anything here",
+                "running on software Vulkan ({}): results are correct, but slow; no GPU is used",
                 device.info.name
             );
         }
@@ -193,7 +195,7 @@ impl Device {
         &self.info
     }
 
-    /// Whether memory of this device can be shared with a device outside Vulkan.
+    /// Whether this device can share memory with a device outside Vulkan.
     pub fn can_share(&self) -> bool {
         self.handles.is_some()
     }
@@ -203,12 +205,12 @@ impl Device {
         self.queue_kind
     }
 
-    /// `vkAllocateMemory` calls since the device was opened: constant once a model is loaded.
+    /// Number of `vkAllocateMemory` calls since the device was opened. It stays constant after a model is loaded.
     pub fn allocations(&self) -> u64 {
         self.heaps.allocations.load(Ordering::Relaxed)
     }
 
-    /// The device's memory, with what is free now.
+    /// The device's memory, with the bytes that are free now.
     pub fn machine(&self) -> Machine {
         let mut heaps = heap_infos(&self.instance.raw, self.physical, self.memory_budget);
         if !self.memory_budget {
@@ -219,38 +221,38 @@ impl Device {
         Machine::of(&heaps, self.info.kind, self.info.max_allocation_bytes)
     }
 
-    /// Free bytes and size in bytes of the heap with the driver's index `heap`.
+    /// The free bytes and the size of the heap with the driver's index `heap`.
     pub(super) fn free_bytes(&self, heap: usize) -> (u64, u64) {
         let machine = self.machine();
         let heap = machine.heaps.iter().find(|h| h.index == heap).expect("a heap with usable memory types");
         (heap.free, heap.size)
     }
 
-    /// The pipeline of `shader` with `constants` (in the order of `Shader::constants`), made at first use.
+    /// The pipeline of `shader` with `constants` (in the order of `Shader::constants`). It is compiled at first use.
     pub fn pipeline(&self, shader: &'static Shader, constants: &[u32]) -> Result<Arc<Pipeline>, GpuError> {
         let made = |pipeline, name: &str| {
-            self.get_on();
+            self.note_progress();
             self.name(pipeline, name);
         };
         self.pipelines.get(&self.raw, &self.info, shader, constants, made)
     }
 
-    /// Keeps the pipeline cache for the next start.
+    /// Saves the pipeline cache for the next start.
     pub fn save_pipeline_cache(&self) {
         self.pipelines.save(&self.raw, &self.cache);
     }
 
-    /// The data that was cached under `name` with this driver and these shaders.
+    /// The data that was cached under `name` for this driver and these shaders.
     pub fn read_cached(&self, name: &str) -> Option<Vec<u8>> {
         self.cache.read(name)
     }
 
-    /// Caches `data` under `name` for the next start. A failed write is logged and ignored: it costs time, not answers.
+    /// Caches `data` under `name` for the next start. A failed write is logged and ignored.
     pub fn write_cached(&self, name: &str, data: &[u8]) {
         self.cache.write(name, data);
     }
 
-    /// Device memory of this process as the kernel reports it; `None` where the kernel reports none.
+    /// Device memory of this process as the Linux kernel reports it. `None`: the kernel does not report it.
     pub fn memory_use(&self) -> Option<MemoryUse> {
         residency::memory_use(std::path::Path::new("/proc/self"), self.info.pci.as_deref()?)
     }
@@ -259,24 +261,23 @@ impl Device {
         &self.instance.log
     }
 
-    /// Whether a call found the device lost, or failed such that submitted work may still run. A lost device stays
-    /// lost.
+    /// Whether the device was lost, or a call failed while submitted work may still run. A lost device stays lost.
     pub fn is_lost(&self) -> bool {
         self.lost.load(Ordering::Relaxed)
     }
 
-    /// Nanoseconds between two timestamps of the queue; the counter may have wrapped around in between.
+    /// Nanoseconds between two timestamps of the queue. The counter may have wrapped around once in between.
     pub(super) fn nanoseconds(&self, from: u64, to: u64) -> u64 {
         let mask = u64::MAX >> (64 - self.timestamp_bits.clamp(1, 64));
         ((to.wrapping_sub(from) & mask) as f64 * f64::from(self.timestamp_period_ns)) as u64
     }
 
-    /// GPU time per kernel since the last call; empty unless opened with `profile`.
+    /// GPU time per kernel since the last call. It is empty if the device was opened without `profile`.
     pub fn take_profile(&self) -> Profile {
         self.profile.as_ref().map_or(Profile::default(), |p| std::mem::take(&mut p.lock().unwrap()))
     }
 
-    /// Sums over all submissions since the device was opened. The counts of a step are the difference of two readings.
+    /// Sums over all submits since the device was opened. The counts of a step are the difference of two readings.
     pub fn counts(&self) -> Counts {
         *self.counts.lock().unwrap()
     }
@@ -285,8 +286,8 @@ impl Device {
         *self.counts.lock().unwrap() += *counts;
     }
 
-    /// Changes how commands are recorded from now on, for tests. Commands between barriers come in another order, which
-    /// must change nothing; or the writes of one shader are ignored, which a test must notice.
+    /// For tests: changes how later commands are recorded. Another order of the commands between barriers must not
+    /// change any result. If the recorder ignores the accesses of one shader, a test must fail.
     #[doc(hidden)]
     pub fn rehearse(&self, rehearsal: Rehearsal) {
         *self.rehearsal.lock().unwrap() = rehearsal;
@@ -297,28 +298,28 @@ impl Device {
         self.rehearsal.lock().unwrap().clone()
     }
 
-    /// Gives a Vulkan object a debug name. Nothing reads the name without validation.
+    /// Gives a Vulkan object a debug name, if the validation layer is loaded.
     pub(super) fn name(&self, object: impl vk::Handle, name: &str) {
         let Some(debug) = &self.debug else { return };
         let name = std::ffi::CString::new(name.replace('\0', " ")).expect("no interior NUL");
         let info = vk::DebugUtilsObjectNameInfoEXT::default().object_handle(object).object_name(&name);
-        // SAFETY: the object was just made on this device. A failed naming changes nothing.
+        // SAFETY: the object was just created on this device. A failure is ignored: the object has no name then.
         let _ = unsafe { debug.set_debug_utils_object_name(&info) };
     }
 
-    /// Makes a call, and retries it for [`MEMORY_LIMIT`] while the driver is out of memory: steps end meanwhile, and
-    /// other programs free memory. Vulkan allows that: "VK_ERROR_OUT_OF_*_MEMORY errors do not modify any currently
-    /// existing Vulkan objects" (Return Codes). If a submit fails so, "the implementation must ensure that the state
-    /// and contents of any resources or synchronization primitives referenced [...] is unaffected by the call or its
-    /// failure" (vkQueueSubmit2).
+    /// Makes a call, and retries it for [`MEMORY_RETRY_LIMIT`] while the driver is out of memory. Meanwhile, steps may
+    /// end and other programs may free memory. Vulkan allows a retry: "VK_ERROR_OUT_OF_*_MEMORY errors do not modify
+    /// any currently existing Vulkan objects" (Return Codes). If a submit fails with such an error, "the implementation
+    /// must ensure that the state and contents of any resources or synchronization primitives referenced [...] is
+    /// unaffected by the call or its failure" (vkQueueSubmit2).
     pub(super) fn retry_out_of_memory<T>(
         &self,
         mut call: impl FnMut() -> Result<T, GpuError>,
     ) -> Result<T, GpuError> {
         use vk::Result as R;
         let mut attempts = 1;
-        let (mut pause, longest) = MEMORY_PAUSES;
-        let mut refused: Option<(Instant, String, vk::Result)> = None;
+        let (mut pause, longest) = MEMORY_RETRY_PAUSES;
+        let mut first_failure: Option<(Instant, String, vk::Result)> = None;
         loop {
             let (during, result) = match call() {
                 Err(GpuError::Vulkan {
@@ -329,15 +330,20 @@ impl Device {
                     if let Err(GpuError::DeviceLost { .. }) = other {
                         self.mark_lost();
                     }
-                    if let (Ok(_), Some((since, during, result))) = (&other, refused) {
+                    if let (Ok(_), Some((since, during, result))) = (&other, first_failure) {
                         self.warn_of_shortage(&during, result, attempts, since);
                     }
                     return other;
                 }
             };
-            let (since, ..) = refused.get_or_insert((Instant::now(), during.clone(), result));
-            if since.elapsed() >= MEMORY_LIMIT {
-                return Err(GpuError::NoMemory { during, attempts, seconds: MEMORY_LIMIT.as_secs(), result });
+            let (since, ..) = first_failure.get_or_insert((Instant::now(), during.clone(), result));
+            if since.elapsed() >= MEMORY_RETRY_LIMIT {
+                return Err(GpuError::NoMemory {
+                    during,
+                    attempts,
+                    seconds: MEMORY_RETRY_LIMIT.as_secs(),
+                    result,
+                });
             }
             std::thread::sleep(pause);
             pause = (2 * pause).min(longest);
@@ -345,48 +351,47 @@ impl Device {
         }
     }
 
-    /// Warns at the first, second, fourth, eighth such call and so on, so that a lasting shortage does not fill the
-    /// log.
+    /// Warns about the 1st, 2nd, 4th, 8th such call and so on, so that a long shortage does not fill the log.
     fn warn_of_shortage(&self, during: &str, result: vk::Result, attempts: u64, since: Instant) {
         let calls = self.short_of_memory.fetch_add(1, Ordering::Relaxed) + 1;
         if calls.is_power_of_two() {
             let ms = since.elapsed().as_millis();
             tracing::warn!(
-                "{during}: the driver had no memory for it ({result}), and took it at attempt {attempts}, {ms} ms later; \
-                 {calls} calls so far: other programs use the GPU or much memory"
+                "{during}: the driver had no memory for this call ({result}); attempt {attempts} succeeded, \
+                 {ms} ms later. This has happened to {calls} calls: other programs use the GPU or a lot of memory"
             );
         }
     }
 
-    /// How many calls the driver had no memory for at first, and took later.
+    /// Number of calls that succeeded only in a retry, because the driver was out of memory at first.
     pub fn memory_shortages(&self) -> u64 {
         self.short_of_memory.load(Ordering::Relaxed)
     }
 
-    /// How long the device may finish nothing of what it was given, until it counts as hung.
+    /// How long the device may finish no submit during a wait until it counts as hung.
     pub fn hang_timeout(&self) -> Duration {
         self.hang_timeout
     }
 
-    /// A number that grows with each submit that the device finishes, while a gap keeps it idle, and with each pipeline
-    /// and each piece of a load. If it stands still while work is under way, the device hangs.
+    /// A counter that grows with each finished submit, during a gap between submits, with each compiled pipeline, and
+    /// with each loaded piece of weights. If it does not grow while work is in progress, the device hangs.
     pub fn progress(&self) -> u64 {
-        self.finished() + self.done_by_host.load(Ordering::Relaxed)
+        self.finished() + self.host_progress.load(Ordering::Relaxed)
     }
 
-    /// Counts a piece of the host's work for the device as progress.
-    pub(super) fn get_on(&self) {
-        self.done_by_host.fetch_add(1, Ordering::Relaxed);
+    /// Counts a piece of work that the host has done as progress.
+    pub(super) fn note_progress(&self) {
+        self.host_progress.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// How many submits the device has finished.
+    /// Number of submits that the device has finished.
     fn finished(&self) -> u64 {
-        // SAFETY: the semaphore is this device's.
+        // SAFETY: the semaphore belongs to this device.
         unsafe { self.raw.get_semaphore_counter_value(self.timeline) }.unwrap_or(0)
     }
 
-    /// Bounds the share of the device's time that the submits from now on take. Each submit then waits until the device
-    /// has finished all others, and for a gap behind them. Results do not depend on it.
+    /// Limits the share of the device's time that later submits take. Each submit then waits until the device has
+    /// finished all earlier submits, and for an idle gap after them. Results do not depend on the limit.
     pub fn set_courtesy(&self, courtesy: Courtesy) {
         self.pacer.lock().unwrap().set(courtesy);
     }
@@ -395,12 +400,13 @@ impl Device {
         self.pacer.lock().unwrap().courtesy()
     }
 
-    /// How long submits were held back for the sake of courtesy, since the device was opened.
+    /// How long submits were delayed by [`Device::set_courtesy`] since the device was opened.
     pub fn rested(&self) -> Duration {
         Duration::from_nanos(self.rested_ns.load(Ordering::Relaxed))
     }
 
-    /// How long the device computed steps, by its own clock, since it was opened; `None` if its queue has no clock.
+    /// How long the device computed timed submissions since it was opened, by its timestamps. `None`: its queue has no
+    /// timestamps.
     pub fn busy(&self) -> Option<Duration> {
         (self.timestamp_bits > 0).then(|| Duration::from_nanos(self.busy_ns.load(Ordering::Relaxed)))
     }
@@ -409,13 +415,13 @@ impl Device {
         self.busy_ns.fetch_add(took.as_nanos() as u64, Ordering::Relaxed);
     }
 
-    /// Leaves the device idle for as long as courtesy wants before the next submit.
-    fn rest(&self) -> Result<(), GpuError> {
+    /// Waits until the device has finished all submits and was idle for the gap that [`Device::set_courtesy`] requires.
+    fn wait_for_gap(&self) -> Result<(), GpuError> {
         if !self.courtesy().is_bound() {
             return Ok(());
         }
         let last = self.queue.lock().unwrap().last_value;
-        self.wait(last, "the submit before this one")?;
+        self.wait(last, "the previous submit")?;
         let Some(until) = self.pacer.lock().unwrap().idle_until() else { return Ok(()) };
         let began = Instant::now();
         loop {
@@ -423,15 +429,15 @@ impl Device {
             if left.is_zero() {
                 break;
             }
-            std::thread::sleep(left.min(REST));
-            self.get_on();
+            std::thread::sleep(left.min(GAP_SLICE));
+            self.note_progress();
         }
         self.rested_ns.fetch_add(began.elapsed().as_nanos() as u64, Ordering::Relaxed);
         Ok(())
     }
 
-    /// Puts recorded command buffers on the queue, behind everything submitted before, and at once unless courtesy wants
-    /// a gap ([`Device::set_courtesy`]). Returns the timeline value that the device reaches when they have run.
+    /// Submits recorded command buffers to the queue, after a gap if [`Device::set_courtesy`] requires one. Returns the
+    /// value that the timeline semaphore reaches when they have finished.
     pub(super) fn submit_to_queue(
         &self,
         commands: &[vk::CommandBuffer],
@@ -439,10 +445,10 @@ impl Device {
     ) -> Result<u64, GpuError> {
         let info = |raw: &vk::CommandBuffer| vk::CommandBufferSubmitInfo::default().command_buffer(*raw);
         let commands: Vec<_> = commands.iter().map(info).collect();
-        self.rest()?;
+        self.wait_for_gap()?;
         let attempt = || {
-            // The queue is not locked during the pauses between attempts. Other threads submit with values of their own
-            // meanwhile.
+            // The queue is not locked during the pauses between attempts, so other threads may submit meanwhile. That
+            // is why each attempt takes the next value.
             let mut queue = self.queue.lock().unwrap();
             let value = queue.last_value + 1;
             let signal = [vk::SemaphoreSubmitInfo::default()
@@ -452,7 +458,7 @@ impl Device {
             let submit =
                 [vk::SubmitInfo2::default().command_buffer_infos(&commands).signal_semaphore_infos(&signal)];
             let began = Instant::now();
-            // SAFETY: the queue is locked; the recorder keeps what the commands use alive until `value` passes.
+            // SAFETY: the queue is locked; the command buffers keep what they use alive until `value` is reached.
             unsafe { self.raw.queue_submit2(queue.raw, &submit, vk::Fence::null()) }
                 .map_err(GpuError::of(what))?;
             queue.last_value = value;
@@ -460,31 +466,33 @@ impl Device {
             Ok(value)
         };
         self.retry_out_of_memory(attempt).inspect_err(|error| {
-            // A submit that failed for want of memory is known not to run.
+            // A submit that failed because memory was short does not run.
             if !matches!(error, GpuError::NoMemory { .. }) {
                 self.mark_lost();
             }
         })
     }
 
-    /// Blocks until the timeline has reached `value`. Fails if the device finishes nothing for the policy's time.
+    /// Blocks until the timeline semaphore has reached `value`. Fails if the device finishes no submit for the hang
+    /// timeout.
     pub fn wait(&self, value: u64, what: &str) -> Result<(), GpuError> {
         if self.reached.load(Ordering::Acquire) >= value {
-            return Ok(()); // many are waited for that one submit had
+            return Ok(()); // no call of the driver: several objects wait for the same submit
         }
         let (semaphores, values) = ([self.timeline], [value]);
         let info = vk::SemaphoreWaitInfo::default().semaphores(&semaphores).values(&values);
         let wait = || {
-            // Slices are counted instead of time, so that a process that was stopped meanwhile does not blame the device.
+            // The wait counts slices instead of reading the clock: if the process was stopped meanwhile, the device
+            // does not count as hung.
             let (mut reached, mut still) = (self.finished(), Duration::ZERO);
             loop {
-                // SAFETY: the semaphore is this device's.
-                match unsafe { self.raw.wait_semaphores(&info, SLICE.as_nanos() as u64) } {
+                // SAFETY: the semaphore belongs to this device.
+                match unsafe { self.raw.wait_semaphores(&info, WAIT_SLICE.as_nanos() as u64) } {
                     Err(vk::Result::TIMEOUT) => {}
                     result => return result.map_err(GpuError::of(what)),
                 }
                 let now = self.finished();
-                still = if now == reached { still + SLICE } else { Duration::ZERO };
+                still = if now == reached { still + WAIT_SLICE } else { Duration::ZERO };
                 reached = now;
                 if still >= self.hang_timeout {
                     let seconds = self.hang_timeout.as_secs();
@@ -492,18 +500,18 @@ impl Device {
                 }
             }
         };
-        // Whatever the error was, the work may still run.
+        // After any error, the submitted work may still run.
         self.retry_out_of_memory(wait).inspect_err(|_| self.mark_lost())?;
         self.reached.fetch_max(value, Ordering::AcqRel);
         self.pacer.lock().unwrap().finished(value, Instant::now());
         self.instance.log.check()
     }
 
-    /// Waits for the submission `pending`, and says whether its command buffers may be destroyed. Commands of a lost
-    /// device may never end: they and the device are leaked until the process ends.
+    /// Waits for the submission `pending`, and returns whether its command buffers may be destroyed. Commands of a lost
+    /// device may never end, so they and the device are leaked until the process ends.
     pub(super) fn finish_before_release(self: &Arc<Device>, pending: Option<u64>) -> bool {
         if let Some(value) = pending.filter(|_| !self.is_lost()) {
-            // A lost or hung device is reported elsewhere; here it only matters that nothing is in use.
+            // The error is reported elsewhere; the check below only needs to know whether the device was lost.
             let _ = self.wait(value, "the last step before release");
         }
         if self.is_lost() {
@@ -519,14 +527,14 @@ impl Device {
 
 impl Drop for Device {
     fn drop(&mut self) {
-        // SAFETY: buffers and command buffers hold an Arc of the device, so none is alive here; each waited for its own
-        // last use, or, where the device was lost, keeps it from being dropped at all.
+        // SAFETY: buffers and command buffers hold an Arc of the device, so all of them were dropped before. Each of
+        // them waited for its last use; if the device was lost, they leaked it, and this function does not run.
         unsafe {
             let _ = self.raw.device_wait_idle();
             self.pipelines.destroy(&self.raw);
             self.raw.destroy_semaphore(self.timeline, None);
         }
-        // The validation log was checked at every wait; this is what came after the last one.
+        // Every wait checks the validation log; this reports messages after the last wait.
         if let Err(error) = self.instance.log.check() {
             tracing::error!("{error}");
         }

@@ -1,4 +1,4 @@
-//! Lists the devices that the Vulkan loader shows, and reads the properties of each.
+//! Lists the physical devices of the Vulkan loader, and reads their properties.
 
 use ash::{ext, khr, vk};
 
@@ -9,19 +9,19 @@ use super::heaps::heap_infos;
 use super::info::{DeviceInfo, DeviceKind, QueueKind};
 use super::instance::Instance;
 
-/// The version of Vulkan that brought `VK_KHR_cooperative_matrix`.
+/// The Vulkan version that introduced `VK_KHR_cooperative_matrix`.
 const COOPERATIVE_MATRIX_SINCE: u32 = vk::make_api_version(0, 1, 3, 255);
 
-/// A queue family with compute.
+/// A queue family that supports compute.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct QueueFamily {
     pub kind: QueueKind,
     pub index: u32,
-    /// Number of valid bits of a timestamp; 0 if the family's queues write none.
+    /// Number of valid bits of a timestamp; 0 if the queues do not support timestamps.
     pub timestamp_bits: u32,
 }
 
-/// Every Vulkan device the loader shows, usable or not.
+/// All Vulkan devices of the loader, usable or not.
 pub fn list_devices() -> Result<Vec<DeviceInfo>, GpuError> {
     let instance = Instance::new(false)?;
     Ok(enumerate(&instance)?.into_iter().map(|c| c.info).collect())
@@ -29,10 +29,11 @@ pub fn list_devices() -> Result<Vec<DeviceInfo>, GpuError> {
 
 pub(super) struct Candidate {
     pub raw: vk::PhysicalDevice,
-    /// The first family of each kind. A family without graphics comes first: the desktop does not share its queue.
+    /// The first family of each kind. A family without graphics comes first, because the desktop does not use its
+    /// queue.
     pub queues: Vec<QueueFamily>,
     pub memory_budget: bool,
-    /// How its memory is shared with a device outside Vulkan, if it can be.
+    /// How memory is shared with a device outside Vulkan. `None`: it cannot be shared.
     pub handles: Option<Handles>,
     pub pipeline_cache_uuid: [u8; 16],
     pub driver_version: u32,
@@ -57,8 +58,8 @@ fn inspect(instance: &Instance, index: usize, raw: vk::PhysicalDevice) -> Candid
         .push_next(&mut driver)
         .push_next(&mut limits3)
         .push_next(&mut limits4);
-    // SAFETY: `raw` comes from this instance; the chains are local and well formed. Devices older than
-    // Vulkan 1.3 ignore structures that they do not know.
+    // SAFETY: `raw` comes from this instance; the chains are local and well formed. Devices with a Vulkan version below
+    // 1.3 ignore structures that they do not know.
     let (families, extensions) = unsafe {
         vk_instance.get_physical_device_properties2(raw, &mut properties);
         (
@@ -72,7 +73,7 @@ fn inspect(instance: &Instance, index: usize, raw: vk::PhysicalDevice) -> Candid
     let pci = has(ext::pci_bus_info::NAME).then(|| {
         let mut pci = vk::PhysicalDevicePCIBusInfoPropertiesEXT::default();
         let mut properties = vk::PhysicalDeviceProperties2::default().push_next(&mut pci);
-        // SAFETY: as above; the device has the extension that the chained structure is of.
+        // SAFETY: as above; the device has the extension of the chained structure.
         unsafe { vk_instance.get_physical_device_properties2(raw, &mut properties) };
         let (domain, bus, slot, function) = (pci.pci_domain, pci.pci_bus, pci.pci_device, pci.pci_function);
         format!("{domain:04x}:{bus:02x}:{slot:02x}.{function}")
@@ -93,7 +94,7 @@ fn inspect(instance: &Instance, index: usize, raw: vk::PhysicalDevice) -> Candid
     }
     queues.sort_by_key(|q| q.kind == QueueKind::Graphics);
 
-    // A validation layer reports extensions that are newer than it as errors.
+    // A validation layer reports extensions that are newer than the layer as errors.
     let may_have = |name: &std::ffi::CStr| {
         let since = if name == khr::cooperative_matrix::NAME { COOPERATIVE_MATRIX_SINCE } else { 0 };
         has(name) && instance.layer_version >= since

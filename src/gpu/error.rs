@@ -1,25 +1,27 @@
-//! Errors of the Vulkan layer, in words for the user.
+//! Errors of the Vulkan layer, with messages for the user.
 
 use ash::vk;
 
-/// An error of the Vulkan layer. No error makes the computation fall back to another device.
+/// An error of the Vulkan layer. The computation never falls back to another device after an error.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum GpuError {
     #[error("no Vulkan loader (libvulkan.so.1): {0}; install the package libvulkan1 (`make setup` does)")]
     NoLoader(String),
     #[error(
-        "validation was asked for, but the layer VK_LAYER_KHRONOS_validation is not installed; \
+        "validation was requested, but the layer VK_LAYER_KHRONOS_validation is not installed; \
          install the package vulkan-validationlayers (`make setup-test` does)"
     )]
     NoValidationLayer,
     #[error("no usable Vulkan device: {0}")]
     NoDevice(String),
     #[error(
-        "{name}: needs {asked} bytes in {heap}, {free} of {total} are free; choose a smaller --quantize mode \
-         or --context, or free GPU memory"
+        "{name}: needs {asked} bytes in {heap}, but only {free} of {total} bytes are free; choose a smaller \
+         --quantize mode or --context, or free GPU memory"
     )]
     OutOfMemory { name: String, heap: String, asked: u64, free: u64, total: u64 },
-    #[error("{name}: {asked} bytes in one piece, but the device allocates at most {limit} at once")]
+    #[error(
+        "{name}: needs one allocation of {asked} bytes, but the device allows at most {limit} bytes per allocation"
+    )]
     TooLarge { name: String, asked: u64, limit: u64 },
     #[error("{name} cannot run on {device}: it lacks {missing}")]
     Unsupported { name: String, device: String, missing: String },
@@ -28,18 +30,18 @@ pub enum GpuError {
     #[error("the GPU did not finish {during} within {seconds} s")]
     Timeout { during: String, seconds: u64 },
     #[error(
-        "{during}: the driver had no memory for it at {attempts} attempts within {seconds} s ({result}); end other programs \
-         that use the GPU or much memory, or raise memory.reserve"
+        "{during}: the driver had no memory for this call, in {attempts} attempts within {seconds} s ({result}); \
+         stop other programs that use the GPU or a lot of memory, or raise memory.reserve"
     )]
     NoMemory { during: String, attempts: u64, seconds: u64, result: vk::Result },
     #[error(
-        "{name}: the driver had no memory for {asked} bytes, and reported none at {at:#x}: this process has too little memory \
-         (`ulimit -v`, MemoryMax=)"
+        "{name}: the driver had no memory for {asked} bytes, but returned the invalid address {at:#x} instead of an \
+         error; this process has too little memory (`ulimit -v`, MemoryMax=)"
     )]
     NoAddress { name: String, asked: u64, at: u64 },
     #[error(
-        "the system starts no thread for {doing}: {error}; this process has too little memory or too many threads (`ulimit -v`, \
-         `ulimit -u`, MemoryMax=, TasksMax=)"
+        "the system cannot start a thread for {doing}: {error}; this process has too little memory or too many threads \
+         (`ulimit -v`, `ulimit -u`, MemoryMax=, TasksMax=)"
     )]
     NoThread { doing: &'static str, error: String },
     #[error("validation: {0}")]
@@ -49,12 +51,12 @@ pub enum GpuError {
 }
 
 impl GpuError {
-    /// Whether an allocation did not fit; the device is still usable.
+    /// Whether an allocation failed because memory is short. The device is still usable.
     pub fn is_out_of_memory(&self) -> bool {
         matches!(self, GpuError::OutOfMemory { .. } | GpuError::TooLarge { .. } | GpuError::NoAddress { .. })
     }
 
-    /// Names the call that returned `result`.
+    /// Converts the `vk::Result` of the call that is named `call`.
     pub(super) fn of(call: &str) -> impl FnOnce(vk::Result) -> GpuError + '_ {
         move |result| match result {
             vk::Result::ERROR_DEVICE_LOST => GpuError::DeviceLost { during: call.to_string() },

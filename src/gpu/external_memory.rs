@@ -1,17 +1,17 @@
-//! Memory that a device outside Vulkan reads and writes, too: a file descriptor stands for it.
+//! Memory that is shared with a device outside Vulkan (the NPU), through a file descriptor.
 //!
-//! On a GPU that is a dma-buf, which any driver of Linux imports. Software Vulkan may have none. It has descriptors of its
-//! own, which are files in memory: what the tests share is shared through those.
+//! A GPU exports a dma-buf, which other Linux drivers can import. Software Vulkan may not support dma-bufs; it exports
+//! opaque file descriptors of files in memory, which the tests use.
 //!
-//! An exclusive buffer belongs to one queue family at a time, and a device outside is a family, too. So commands release
-//! what the other device is to read (`Recorder::release`), and acquire what it wrote (`Recorder::acquire`). What is only
-//! to be overwritten needs neither, since nothing of it is kept.
+//! A buffer with exclusive sharing belongs to one queue family at a time, and the device outside Vulkan counts as a
+//! queue family. Commands must release the buffers that the other device reads (`Recorder::release`), and acquire the
+//! buffers that it wrote (`Recorder::acquire`). A buffer that is overwritten completely needs neither.
 
 use std::ffi::CStr;
 
 use ash::{ext, khr, vk};
 
-/// How buffers are used wherever they are made.
+/// The usage flags of all buffers.
 pub(super) const USAGE: vk::BufferUsageFlags = vk::BufferUsageFlags::from_raw(
     vk::BufferUsageFlags::STORAGE_BUFFER.as_raw()
         | vk::BufferUsageFlags::INDIRECT_BUFFER.as_raw()
@@ -20,16 +20,16 @@ pub(super) const USAGE: vk::BufferUsageFlags = vk::BufferUsageFlags::from_raw(
         | vk::BufferUsageFlags::SHADER_DEVICE_ADDRESS.as_raw(),
 );
 
-/// What a device's descriptors are.
+/// The kind of file descriptors that a device exports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Handles {
     DmaBuf,
-    /// Files in memory.
+    /// A file in memory (software Vulkan only).
     Opaque,
 }
 
 impl Handles {
-    /// What a device with the extensions that `has` says exports.
+    /// The kind that a device exports. `has` says whether the device has an extension. `None`: it exports no memory.
     pub fn of(
         instance: &ash::Instance,
         raw: vk::PhysicalDevice,
@@ -38,13 +38,14 @@ impl Handles {
     ) -> Option<Handles> {
         let is_software = kind == vk::PhysicalDeviceType::CPU;
         let all = [Some(Handles::DmaBuf), is_software.then_some(Handles::Opaque)];
-        // Mesa's lavapipe has the extension of dma-bufs also where Linux has no /dev/udmabuf, which it makes them with.
+        // Mesa's lavapipe reports the dma-buf extension even if Linux lacks /dev/udmabuf, with which lavapipe creates
+        // dma-bufs. So the buffer's properties decide, not the extension alone.
         all.into_iter().flatten().find(|handles| {
             let info =
                 vk::PhysicalDeviceExternalBufferInfo::default().usage(USAGE).handle_type(handles.flags());
             let mut properties = vk::ExternalBufferProperties::default();
             handles.extensions().iter().all(|name| has(name)) && {
-                // SAFETY: the physical device is of this instance, and has the extension of the handle.
+                // SAFETY: the physical device belongs to this instance, and has the extensions of the handle type.
                 unsafe {
                     instance.get_physical_device_external_buffer_properties(raw, &info, &mut properties)
                 };
@@ -72,7 +73,7 @@ impl Handles {
         }
     }
 
-    /// The queue family of what is outside.
+    /// The queue family that represents the device outside Vulkan.
     pub fn family(self) -> u32 {
         match self {
             Handles::DmaBuf => vk::QUEUE_FAMILY_FOREIGN_EXT,

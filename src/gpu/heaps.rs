@@ -1,4 +1,4 @@
-//! The heaps and memory types of a device, and how much of them this process has allocated.
+//! The heaps and memory types of a device, and the bytes that this process has allocated in each heap.
 
 use std::sync::atomic::AtomicU64;
 
@@ -12,13 +12,13 @@ pub(super) struct Heaps {
     pub table: MemoryTable,
     /// Bytes that this process has allocated in each heap, for drivers without a budget extension.
     pub allocated: [AtomicU64; vk::MAX_MEMORY_HEAPS],
-    /// Number of `vkAllocateMemory` calls so far.
+    /// Number of `vkAllocateMemory` calls.
     pub allocations: AtomicU64,
 }
 
 impl Heaps {
     pub fn new(instance: &ash::Instance, physical: vk::PhysicalDevice) -> Heaps {
-        // SAFETY: the physical device is of this instance.
+        // SAFETY: the physical device belongs to this instance.
         let properties = unsafe { instance.get_physical_device_memory_properties(physical) };
         Heaps { table: table(&properties), allocated: Default::default(), allocations: AtomicU64::new(0) }
     }
@@ -46,16 +46,16 @@ pub(super) fn heap_infos(
     physical: vk::PhysicalDevice,
     has_budget: bool,
 ) -> Vec<HeapInfo> {
-    // SAFETY: the physical device is of this instance.
+    // SAFETY: the physical device belongs to this instance.
     let has_heaps = unsafe { instance.get_physical_device_memory_properties(physical) }.memory_heap_count > 0;
-    // RADV's null device (RADV_FORCE_FAMILY without a GPU) has no heaps, and crashes when asked for their budget.
+    // RADV's null device (RADV_FORCE_FAMILY without a GPU) has no heaps, and crashes if its budget is queried.
     let has_budget = has_budget && has_heaps;
     let mut budget = vk::PhysicalDeviceMemoryBudgetPropertiesEXT::default();
     let mut properties = vk::PhysicalDeviceMemoryProperties2::default();
     if has_budget {
         properties = properties.push_next(&mut budget);
     }
-    // SAFETY: the physical device is of this instance; the budget structure is chained only where supported.
+    // SAFETY: the physical device belongs to this instance; the budget structure is chained only where supported.
     unsafe { instance.get_physical_device_memory_properties2(physical, &mut properties) };
     let mut heaps = table(&properties.memory_properties).heap_infos();
     if has_budget {

@@ -1,6 +1,5 @@
-//! A device's properties as its driver reports them: name, kind, queues, heaps, limits.
-//!
-//! All of them are plain values: nothing here calls Vulkan.
+//! A device's properties as its driver reports them: name, kind, queues, heaps, limits. This module does not call
+//! Vulkan.
 
 use std::fmt;
 
@@ -8,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::caps::Caps;
 
-/// The kind of a queue: compute alone, or compute and graphics.
+/// The kind of a queue: compute only, or compute and graphics.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum QueueKind {
@@ -37,7 +36,7 @@ pub enum DeviceKind {
 }
 
 impl DeviceKind {
-    /// Whether the GPU reaches all memory at one speed, as an integrated GPU does: GTT is as good as VRAM then.
+    /// Whether the GPU accesses all memory at the same speed. An integrated GPU does: GTT is as fast as VRAM.
     pub(super) fn is_unified(self) -> bool {
         matches!(self, DeviceKind::Integrated | DeviceKind::Cpu)
     }
@@ -59,12 +58,12 @@ impl fmt::Display for DeviceKind {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct HeapInfo {
     pub device_local: bool,
-    /// Whether the host may write and read the heap without flushing.
+    /// Whether the host can access the heap without flushing (host-visible and host-coherent).
     pub host_visible: bool,
-    /// Whether this program uses any memory type of the heap.
+    /// Whether this program can use a memory type of the heap.
     pub usable: bool,
     pub size_bytes: u64,
-    /// Bytes that this process may still allocate: `VK_EXT_memory_budget`, clamped to the heap's size.
+    /// Bytes that this process may still allocate, from `VK_EXT_memory_budget`; at most the heap's size.
     pub free_bytes: u64,
 }
 
@@ -78,7 +77,7 @@ pub struct DeviceInfo {
     pub driver: String,
     /// PCI vendor id.
     pub vendor_id: u32,
-    /// The kinds of queues that can compute, the default first.
+    /// The kinds of queues that support compute, the default first.
     pub queues: Vec<QueueKind>,
     pub heaps: Vec<HeapInfo>,
     pub caps: Caps,
@@ -86,6 +85,6 @@ pub struct DeviceInfo {
     pub max_storage_buffer_bytes: u64,
     /// The PCI address, e.g. `0000:c5:00.0`, if the driver reports one.
     pub pci: Option<String>,
-    /// The names of what this program needs and the device lacks; empty if the device can run it.
+    /// Names of required features that the device lacks. Empty if the device can run this program.
     pub missing: Vec<String>,
 }

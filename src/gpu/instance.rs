@@ -9,12 +9,12 @@ use super::GpuError;
 
 const VALIDATION_LAYER: &CStr = c"VK_LAYER_KHRONOS_validation";
 
-/// The messages of the validation layer. Any message fails the next wait on the device.
+/// The messages of the validation layer. The next wait on the device fails if there is a message.
 #[derive(Debug, Default)]
 pub struct ValidationLog(Mutex<Vec<String>>);
 
 impl ValidationLog {
-    /// Returns the messages so far and clears the log, for tests that provoke a message.
+    /// Returns the messages and clears the log, for tests that provoke a message.
     pub fn take(&self) -> Vec<String> {
         std::mem::take(&mut self.0.lock().unwrap())
     }
@@ -34,13 +34,13 @@ pub(super) struct Instance {
     pub log: Arc<ValidationLog>,
     /// The Vulkan version of the validation layer; `u32::MAX` without the layer.
     pub layer_version: u32,
-    // Dropped last: it unloads the loader's library.
+    // Must be dropped last: dropping it unloads the Vulkan loader.
     pub entry: Entry,
 }
 
 impl Instance {
     pub fn new(validation: bool) -> Result<Instance, GpuError> {
-        // SAFETY: loading libvulkan runs its initialisers, which are those of the system's Vulkan loader.
+        // SAFETY: loading libvulkan runs the initialisers of the system's Vulkan loader, which is trusted.
         let entry = unsafe { Entry::load() }.map_err(|e| GpuError::NoLoader(e.to_string()))?;
         let app = vk::ApplicationInfo::default()
             .application_name(c"unicorn")
@@ -82,7 +82,7 @@ impl Instance {
         };
         if validation {
             let debug = ext::debug_utils::Instance::new(&instance.entry, &instance.raw);
-            // SAFETY: the extension is enabled; the user data is the log, kept alive by `instance.log`.
+            // SAFETY: the extension is enabled; `instance.log` keeps the log, which is the user data, alive.
             instance.messenger =
                 unsafe { debug.create_debug_utils_messenger(&self::messenger_info(&log), None) }
                     .map_err(GpuError::of("vkCreateDebugUtilsMessengerEXT"))?;
@@ -94,7 +94,7 @@ impl Instance {
 
 impl Drop for Instance {
     fn drop(&mut self) {
-        // SAFETY: the device that owns the instance has destroyed its logical device before.
+        // SAFETY: the owner of this instance has destroyed its logical device before.
         unsafe {
             if let Some(debug) = &self.debug {
                 debug.destroy_debug_utils_messenger(self.messenger, None);

@@ -1,42 +1,42 @@
-//! Counts the instructions and loops of an RDNA kernel from the assembly that RADV's compiler prints: the listing of
-//! LLVM's disassembler, or the compiler's own listing if LLVM is older than the GPU. This module needs no device, and
-//! knows no kernel.
+//! Counts the instructions and loops of an RDNA kernel in the assembly text that RADV prints. The text comes from
+//! LLVM's disassembler, or from RADV's compiler (ACO) itself if LLVM is older than the GPU. This module needs no
+//! device, and it is independent of the kernels.
 //!
-//! A loop spans from a label to the branch back to it: the compiler lays each loop out in one piece. The text does not
-//! say how often a loop runs; [`crate::kernels::cost`] does.
+//! A loop reaches from a label to the branch back to that label, because the compiler emits each loop as one contiguous
+//! piece. The text does not say how many times a loop runs; [`crate::kernels::cost`] does.
 
 use std::collections::HashMap;
 use std::ops::{Add, AddAssign, Mul, Range};
 
 use serde::Serialize;
 
-/// The text is not assembly as RADV prints it.
+/// The text is not assembly in RADV's format.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum IsaError {
     #[error("no instructions in the driver's assembly")]
     Empty,
-    #[error("the assembly branches to {0}, which is no label of it")]
+    #[error("the assembly branches to {0}, but has no such label")]
     Label(String),
 }
 
-/// Numbers of instructions, by the unit that they occupy.
+/// Numbers of instructions, by the hardware unit that they occupy.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Counts {
     pub instructions: u64,
-    /// Vector instructions. A dual issue counts as two, a dot product or a matrix product as one.
+    /// Vector instructions. A dual issue counts as two, and a dot product or matrix product as one.
     pub valu: u64,
-    /// Dual issues: pairs of vector instructions that take the time of one.
+    /// Dual issues: pairs of vector instructions that take the time of one instruction.
     pub dual: u64,
     /// Dot products of four packed bytes.
     pub dot4: u64,
-    /// Matrix products by a wave.
+    /// Matrix products of a wave (WMMA).
     pub wmma: u64,
-    /// Cycles for which a wave of 32 lanes occupies the vector units of its SIMD; a wave of 64 takes twice as many.
-    /// RDNA 3 may issue some f32 instructions of a wave of 64 at once. The count leaves that out.
+    /// Cycles for which a wave of 32 lanes occupies the vector units of its SIMD. A wave of 64 lanes takes twice as
+    /// many. RDNA 3 may issue some f32 instructions for all 64 lanes in one cycle; the count ignores that.
     pub cycles: u64,
     /// Multiply-adds per lane, in all instructions.
     pub macs: u64,
-    /// f32 operations per lane that round: multiply-adds, products and sums.
+    /// f32 operations per lane that round their result: multiply-adds, products and sums.
     pub f32_fma: u64,
     pub f32_mul: u64,
     pub f32_add: u64,
@@ -53,12 +53,12 @@ pub struct Counts {
 }
 
 impl Counts {
-    /// Counts an instruction that rounds f32, by its name without `v_`.
+    /// Counts an instruction that rounds an f32 result. `name` is the instruction's name without `v_`.
     fn rounds(&mut self, name: &str, operands: &str) {
         let name = name.trim_start_matches("dual_");
         let is_any = |prefixes: &[&str]| prefixes.iter().any(|prefix| name.starts_with(prefix));
         if is_any(&["fma_mix_f32"]) {
-            // The instruction takes a factor in f16. It is a product if its addend is minus zero.
+            // The instruction can read a factor in f16. If its addend is minus zero, it is only a product.
             let multiplies = operands.contains(", neg(0)");
             *(if multiplies { &mut self.f32_mul } else { &mut self.f32_fma }) += 1;
         } else if is_any(&["fma_f32", "fmac_f32", "fmaak_f32", "fmamk_f32", "mad_f32", "mac_f32"]) {
@@ -139,11 +139,11 @@ pub struct Loop {
 /// A kernel's instructions and loops.
 #[derive(Debug, Clone)]
 pub struct Program {
-    /// Counts of each instruction, in the order of the text.
+    /// The counts of each instruction, in the order of the text.
     pub instructions: Vec<Counts>,
-    /// Counts of all instructions, once each.
+    /// The sum of the counts of all instructions, each counted once.
     pub total: Counts,
-    /// Loops in the order in which they begin, an outer loop before its inner loops.
+    /// Loops in the order of their first instruction; an outer loop comes before its inner loops.
     pub loops: Vec<Loop>,
 }
 
@@ -152,22 +152,22 @@ impl Program {
         let mut counts: Vec<Counts> = Vec::new();
         let (mut labels, mut branches) = (HashMap::new(), Vec::new());
         // The first words of an instruction that continues on the next line.
-        let mut begun: Vec<u32> = Vec::new();
+        let mut pending_words: Vec<u32> = Vec::new();
         for line in assembly.lines() {
-            // The instruction's words follow the semicolon.
+            // The instruction's machine words follow the semicolon.
             let (line, words) = line.split_once(';').unwrap_or((line, ""));
             let words: Vec<u32> =
                 words.split_whitespace().map_while(|word| u32::from_str_radix(word, 16).ok()).collect();
-            // LLVM's disassembler rejects a load into s[104:107], half of which is vcc, and takes its second word for
-            // the first word of another instruction. Until an instruction ends at the end of a line, the words are
-            // decoded here.
-            if line.starts_with("(invalid instruction)") || (!begun.is_empty() && !words.is_empty()) {
-                begun.extend(words);
+            // LLVM's disassembler rejects a load into s[104:107], half of which is vcc. It then decodes the load's
+            // second word as the start of another instruction, so its listing is wrong until an instruction ends at the
+            // end of a line. Up to there, this code decodes the machine words.
+            if line.starts_with("(invalid instruction)") || (!pending_words.is_empty() && !words.is_empty()) {
+                pending_words.extend(words);
                 while let Some(length) =
-                    begun.first().map(|first| words_of(*first)).filter(|n| *n <= begun.len())
+                    pending_words.first().map(|first| words_of(*first)).filter(|n| *n <= pending_words.len())
                 {
-                    counts.push(count_words(&begun[..length]));
-                    begun.drain(..length);
+                    counts.push(count_words(&pending_words[..length]));
+                    pending_words.drain(..length);
                 }
                 continue;
             }
@@ -177,8 +177,8 @@ impl Program {
                 }
                 continue;
             };
-            // In the compiler's own listing, results come before the instruction.
-            let line = line.split_once(" = ").map_or(line, |(_, behind)| behind).trim();
+            // In ACO's listing, the results and " = " precede the instruction.
+            let line = line.split_once(" = ").map_or(line, |(_, instruction)| instruction).trim();
             if let Some(n) = repeats(line) {
                 let last = *counts.last().ok_or(IsaError::Empty)?;
                 counts.extend(std::iter::repeat_n(last, n));
@@ -206,7 +206,7 @@ impl Program {
         let mut loops: Vec<Loop> = Vec::new();
         for span in spans {
             let parent = loops.iter().rposition(|outer| outer.span.contains(&span.start));
-            // Two branches back whose spans cross are one loop with two ends.
+            // If the spans of two backward branches overlap, they are one loop with two ends.
             let mut around = parent;
             while let Some(i) = around {
                 loops[i].span.end = loops[i].span.end.max(span.end);
@@ -229,29 +229,29 @@ impl Program {
         (0..self.loops.len()).filter(move |i| self.loops[*i].parent == outer)
     }
 
-    /// Counts of one trip of a loop; `trips` gives the trips of each inner loop by its index.
+    /// Counts of one iteration of a loop. `trips` returns the number of iterations of each inner loop, by its index.
     pub fn trip(&self, index: usize, trips: &dyn Fn(usize) -> u64) -> Counts {
         let inside = self.inside(Some(index)).map(|i| self.trip(i, trips) * trips(i));
         inside.fold(self.loops[index].own, Add::add)
     }
 
-    /// The loop with the most multiply-adds outside inner loops; `None` if no loop has any.
+    /// The loop with the most multiply-adds outside inner loops. `None`: no loop has a multiply-add.
     pub fn densest(&self) -> Option<usize> {
-        // The first product of a sum is no multiply-add.
+        // The first product of a sum is a multiplication without an addition, so products count too.
         let products = |i: usize| self.loops[i].own.macs + self.loops[i].own.f32_mul;
         let some = (0..self.loops.len()).filter(|i| self.loops[*i].own.macs > 0);
         some.max_by_key(|i| (products(*i), std::cmp::Reverse(*i)))
     }
 }
 
-/// The operations that round in the halves of a dual issue. The index is the opcode.
-const HALVES: [&str; 6] = ["fmac_f32", "fmaak_f32", "fmamk_f32", "mul_f32", "add_f32", "sub_f32"];
+/// The operations of a dual issue's halves that round. The index is the opcode.
+const DUAL_OPS: [&str; 6] = ["fmac_f32", "fmaak_f32", "fmamk_f32", "mul_f32", "add_f32", "sub_f32"];
 
-/// Counts an instruction by its words, which have the encodings of RDNA 3's instruction set.
+/// Counts an instruction that is given as machine words of RDNA 3.
 fn count_words(words: &[u32]) -> Counts {
     let (word, second) = (words[0], words.get(1).copied().unwrap_or(0));
     let bits = |first: u32, count: u32| (word >> first & ((1 << count) - 1)) as usize;
-    let half = |number: usize| HALVES.get(number).copied().unwrap_or("mov_b32");
+    let half = |number: usize| DUAL_OPS.get(number).copied().unwrap_or("mov_b32");
     match (bits(26, 6), bits(25, 7)) {
         (0b11_0010, _) => {
             count(&format!("v_dual_{}", half(bits(22, 4))), &format!(":: v_dual_{}", half(bits(17, 5))))
@@ -289,25 +289,25 @@ fn count_words(words: &[u32]) -> Counts {
     }
 }
 
-/// The number of words of an instruction. An operand that stands for a literal adds one word: 255 in every encoding,
-/// and further values in vector encodings.
+/// The number of machine words of an instruction, by its first word. An operand that refers to a literal adds one word:
+/// operand 255 in every encoding, and more values in vector encodings.
 fn words_of(word: u32) -> usize {
     let [first, second] = [word & 0xff, word >> 8 & 0xff];
     let more = match word >> 23 {
-        // These are vector instructions of one or two operands; `v_fmamk` and `v_fmaak` have a constant.
+        // Vector instructions with one or two operands; `v_fmamk` and `v_fmaak` always have a literal.
         ..0x100 => [233, 234, 250, 255].contains(&(word & 0x1ff)) || [44, 45, 55, 56].contains(&(word >> 25)),
-        // These are scalar instructions: without operands or with a constant of 16 bits, of one operand, of two.
+        // Scalar instructions: without operands or with a 16-bit constant; with one operand; with two operands.
         0x17f | 0x160..0x17d => false,
         0x17d => first == 255,
         0x100..0x180 => first == 255 || second == 255,
-        // These are dual issues, and the other encodings of two words.
+        // Dual issues, and then the other encodings, which have two words.
         0x190..0x198 => return 2 + usize::from(word & 0x1ff == 255),
         _ => true,
     };
     1 + usize::from(more)
 }
 
-/// The number in `(then repeated 6 times)`, which stands for six more of the instruction before it.
+/// The number in a line like `(then repeated 6 times)`, which means six more copies of the previous instruction.
 fn repeats(line: &str) -> Option<usize> {
     line.strip_prefix("(then repeated ")?.strip_suffix(" times)")?.parse().ok()
 }
@@ -343,9 +343,9 @@ fn count(name: &str, operands: &str) -> Counts {
     c
 }
 
-/// The cycles of an instruction, by the table of RADV's own estimate (`get_perf_info` in aco_statistics.cpp). Integer
-/// products take four, 64-bit operations two, a matrix product 32, or 16 with int4. Transcendental instructions do not
-/// occupy the other units.
+/// The cycles of an instruction, from the table that RADV uses for its estimates (`get_perf_info` in
+/// aco_statistics.cpp): 4 for an integer product, 2 for a 64-bit operation, 32 for a matrix product, or 16 with int4.
+/// Transcendental instructions count one cycle, because they do not occupy the other vector units.
 fn cycles(name: &str) -> u64 {
     if name.starts_with("wmma_") {
         return if name.ends_with("_iu4") { 16 } else { 32 };
@@ -364,7 +364,7 @@ fn macs(name: &str) -> u64 {
     let name = name.trim_start_matches("dual_");
     let is_any = |prefixes: &[&str]| prefixes.iter().any(|prefix| name.starts_with(prefix));
     if name.starts_with("wmma_") {
-        // The instruction does 16 x 16 x 16 multiply-adds over the 32 lanes of a wave.
+        // 16 x 16 x 16 multiply-adds, divided by the 32 lanes of a wave.
         128
     } else if is_any(&["dot8_"]) {
         8
@@ -377,8 +377,8 @@ fn macs(name: &str) -> u64 {
     }
 }
 
-/// The number of waves of `subgroup_size` lanes that a SIMD holds at once. `reported` is the driver's statistic
-/// "Subgroups per SIMD", which counts waves of 32 lanes from RDNA on: a wave of 64 counts as two
+/// The number of waves of `subgroup_size` lanes that a SIMD holds at the same time. `reported` is the driver's
+/// statistic "Subgroups per SIMD". Since RDNA it counts waves of 32 lanes, so a wave of 64 lanes counts as two
 /// (`radv_get_max_waves`).
 pub fn real_waves(reported: u64, subgroup_size: u32) -> u64 {
     reported / u64::from(subgroup_size / 32).max(1)
@@ -388,7 +388,7 @@ pub fn real_waves(reported: u64, subgroup_size: u32) -> u64 {
 mod tests {
     use super::*;
 
-    /// A product's loop, cut short, from Mesa 25.0.7 for gfx1103.
+    /// A shortened loop of a matrix product, from Mesa 25.0.7 for gfx1103.
     const PRODUCT: &str = "\
 BB0:
 \tv_and_b32_e32 v1, 31, v0                                    ; 3602009f
@@ -420,19 +420,23 @@ BB106:
 ";
 
     #[test]
-    fn instructions_are_counted_by_what_they_occupy() {
+    fn instructions_are_counted_by_the_unit_that_they_occupy() {
         let program = Program::parse(PRODUCT).unwrap();
         let total = program.total;
-        assert_eq!((total.instructions, total.valu, total.dual), (25, 7, 1), "a dual issue is two");
+        assert_eq!(
+            (total.instructions, total.valu, total.dual),
+            (25, 7, 1),
+            "a dual issue counts as two vector instructions"
+        );
         assert_eq!((total.vector_loads, total.wide_loads, total.vector_stores), (2, 1, 1));
         assert_eq!((total.scalar_loads, total.lds), (1, 1));
-        assert_eq!(total.waits, 1, "a wait for the vector units is none for memory");
+        assert_eq!(total.waits, 1, "s_waitcnt_depctr does not wait for memory");
         assert_eq!(total.macs, 2);
-        assert_eq!(total.cycles, 1 + 1 + 2 + 1 + 1 + 4, "and takes the time of one");
+        assert_eq!(total.cycles, 1 + 1 + 2 + 1 + 1 + 4, "a dual issue takes one cycle");
     }
 
     #[test]
-    fn a_branch_back_is_a_loop_and_a_branch_forward_is_none() {
+    fn a_backward_branch_makes_a_loop_and_a_forward_branch_does_not() {
         let program = Program::parse(PRODUCT).unwrap();
         assert_eq!(program.loops.len(), 1);
         let Loop { span, parent, own } = &program.loops[0];
@@ -441,7 +445,7 @@ BB106:
         assert_eq!(program.densest(), Some(0));
     }
 
-    /// The walk of attention over keys: a loop over tiles, and inside it a loop over subgroups and a loop over values.
+    /// Attention's loops over keys: a loop over tiles, which contains a loop over subgroups and a loop over values.
     const NESTED: &str = "\
 BB0:
 \tv_mov_b32_e32 v1, 0
@@ -467,7 +471,7 @@ BB5:
 ";
 
     #[test]
-    fn nested_loops_are_counted_by_their_own_trips() {
+    fn each_nested_loop_is_counted_with_its_own_trips() {
         let program = Program::parse(NESTED).unwrap();
         let spans: Vec<_> = program.loops.iter().map(|l| (l.span.clone(), l.parent)).collect();
         assert_eq!(spans, [(1..12, None), (3..6, Some(0)), (6..9, Some(0))], "two ends, one loop");
@@ -481,8 +485,8 @@ BB5:
         assert_eq!(program.total.cycles, 1 + 2 + 1 + 1 + 1 + 32);
     }
 
-    /// The compiler's own listing, from Mesa 25.0.7 with an LLVM that does not know gfx1150.
-    const OWN_LISTING: &str = "\
+    /// ACO's listing, from Mesa 25.0.7 with an LLVM that does not support gfx1150.
+    const ACO_LISTING: &str = "\
 Shader disassembly is not supported in the current configuration, falling back to print_program.
 
 After lowering to hw instructions:
@@ -505,8 +509,8 @@ BB19
 ";
 
     #[test]
-    fn the_compilers_own_listing_is_read_too() {
-        let program = Program::parse(OWN_LISTING).unwrap();
+    fn the_listing_of_aco_is_parsed() {
+        let program = Program::parse(ACO_LISTING).unwrap();
         assert_eq!(program.total.instructions, 9);
         let Loop { span, own, .. } = &program.loops[0];
         assert_eq!((program.loops.len(), span.clone()), (1, 1..8));
@@ -528,18 +532,18 @@ BB19
 ";
 
     #[test]
-    fn loads_that_the_disassembler_refuses_are_counted() {
+    fn loads_that_the_disassembler_rejects_are_counted() {
         let total = Program::parse(REFUSED).unwrap().total;
         assert_eq!((total.instructions, total.scalar_loads, total.valu), (9, 4, 5));
         assert_eq!(
             (total.dual, total.f32_mul, total.f32_fma),
             (1, 1, 2),
-            "the first half multiplies, the second adds too"
+            "the first half is a product, the second a multiply-add"
         );
     }
 
-    /// The lines behind such a load, within the words that LLVM takes for other instructions, as two builds of
-    /// `fast_matmul_int8` have them.
+    /// Lines after such a load, from two builds of `fast_matmul_int8`: LLVM decodes words of products as parts of other
+    /// instructions.
     const REFUSED_BEFORE_A_PRODUCT: &str = "\
 BB0:
 (invalid instruction)                                        ; f40c1932
@@ -554,14 +558,14 @@ BB0:
 ";
 
     #[test]
-    fn products_that_such_a_load_swallows_are_counted() {
+    fn products_that_are_misread_after_a_rejected_load_are_counted() {
         let total = Program::parse(REFUSED_BEFORE_A_PRODUCT).unwrap().total;
         assert_eq!((total.instructions, total.scalar_loads, total.valu), (7, 3, 3));
         assert_eq!((total.f32_mul, total.f32_fma, total.dot4), (1, 1, 1));
     }
 
     #[test]
-    fn text_that_is_no_assembly_is_refused() {
+    fn text_that_is_not_assembly_is_refused() {
         assert_eq!(Program::parse("").unwrap_err(), IsaError::Empty);
         assert_eq!(Program::parse("BB0:\n").unwrap_err(), IsaError::Empty);
         let lost = Program::parse("BB0:\n\ts_branch BB7\n").unwrap_err();
@@ -569,7 +573,7 @@ BB0:
     }
 
     #[test]
-    fn the_driver_counts_a_wave_of_64_lanes_as_two() {
+    fn a_wave_of_64_lanes_is_reported_as_two() {
         assert_eq!(real_waves(32, 64), 16);
         assert_eq!(real_waves(8, 64), 4);
         assert_eq!(real_waves(16, 32), 16);

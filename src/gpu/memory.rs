@@ -1,13 +1,12 @@
 //! Device memory: arenas and buffers.
 //!
-//! An [`Arena`] takes memory in chunks and hands out sub-ranges; the owner of an arena ends allocation by dropping it.
-//! A model's arena follows a [`Plan`] and allocates all of it at once. An arena without a plan (staging of a load,
-//! tests) allocates chunks as they are needed. Buffers are addressed by 64-bit device addresses, not descriptors: a
-//! weight may be larger than `maxStorageBufferRange` (128 MiB on lavapipe), and 62 layers need no descriptor sets. A
-//! buffer that exceeds the largest allocation is refused; matrices are cut into row shards before they get here.
+//! An [`Arena`] allocates memory in chunks and hands out sub-ranges of them as buffers. A model's arena follows a
+//! [`Plan`] and allocates all chunks of the plan when it is created. An arena without a plan (staging of a load, tests)
+//! allocates chunks when they are needed. Shaders use 64-bit device addresses instead of descriptors: a weight may be
+//! larger than `maxStorageBufferRange` (128 MiB on lavapipe), and no descriptor sets are needed. A buffer that exceeds
+//! the largest allocation is refused, so the caller must split large matrices into row shards.
 //!
-//! Invariants: nothing is ever moved, padded to fit, or freed behind a buffer's back; a chunk lives as long
-//! as the last buffer in it.
+//! Invariants: no buffer is moved, and a chunk is freed only after the last buffer in it was dropped.
 
 use std::collections::VecDeque;
 use std::os::fd::{FromRawFd, OwnedFd};
@@ -32,15 +31,15 @@ pub(super) struct Chunk {
     allocated: u64,
     heap: usize,
     pub class: Class,
-    /// Whether a device outside Vulkan may have the memory, too.
+    /// Whether the memory can be exported to a device outside Vulkan.
     pub(super) is_shared: bool,
-    /// The persistent mapping of a chunk that the host can reach; null for other chunks.
+    /// The persistent mapping of a host-visible chunk; null for other chunks.
     mapped: *mut u8,
 }
 
-// SAFETY: the mapping is shared memory reached only through Buffer::write and Buffer::read; callers order
-// host and device accesses through the timeline, and two writers of one range are excluded by `&mut`
-// ownership of the model or test that holds the buffer.
+// SAFETY: the mapping is accessed only through methods of Buffer. Callers order accesses of the host and the device
+// with the timeline semaphore. Two writers of one range are impossible, because a writer holds `&mut` to the model or
+// test that owns the buffer.
 unsafe impl Send for Chunk {}
 // SAFETY: as above.
 unsafe impl Sync for Chunk {}
@@ -68,7 +67,7 @@ impl Chunk {
         }
         // SAFETY: the device is alive; the handle is destroyed below or in Drop.
         let raw = unsafe { device.raw.create_buffer(&info, None) }.map_err(GpuError::of("vkCreateBuffer"))?;
-        // SAFETY: the buffer was just made.
+        // SAFETY: the buffer was just created.
         let needs = unsafe { device.raw.get_buffer_memory_requirements(raw) };
         let exported = shared.map(|handles| (handles, raw));
         let (memory, memory_type) = match allocate(device, kind, heap, &needs, exported, name) {
@@ -92,8 +91,8 @@ impl Chunk {
             is_shared: shared.is_some(),
             mapped: std::ptr::null_mut(),
         };
-        // SAFETY: buffer and memory are fresh, of this device, and sized for each other; host-visible memory is
-        // mapped once and stays so.
+        // SAFETY: buffer and memory are new, belong to this device, and fit each other; host-visible memory is mapped
+        // once and stays mapped.
         unsafe {
             device.raw.bind_buffer_memory(raw, memory, 0).map_err(GpuError::of("vkBindBufferMemory"))?;
             if memory_type.is_mapped() {
@@ -106,7 +105,7 @@ impl Chunk {
             chunk.address =
                 device.raw.get_buffer_device_address(&vk::BufferDeviceAddressInfo::default().buffer(raw));
         }
-        // Mesa's software driver does not look whether its own mmap failed, and takes MAP_FAILED for an address.
+        // Mesa's software driver does not check whether its mmap failed, and returns MAP_FAILED as an address.
         let addresses = [Some(chunk.address), memory_type.is_mapped().then_some(chunk.mapped as u64)];
         for at in addresses.into_iter().flatten() {
             if at == 0 || at.checked_add(size).is_none() {
@@ -118,15 +117,16 @@ impl Chunk {
     }
 }
 
-/// The handles of shared memory, which a device may lack.
+/// The kind of handles for shared memory. Fails if the device cannot share memory.
 fn shared_handles(device: &Device, name: &str) -> Result<Handles, GpuError> {
     device.handles.ok_or_else(|| {
-        GpuError::NoDevice(format!("{name}: {} shares no memory with other devices", device.info().name))
+        GpuError::NoDevice(format!("{name}: {} cannot share memory with other devices", device.info().name))
     })
 }
 
-/// Allocates from the first suitable memory type whose heap has room by the driver's own budget. Drivers over-commit,
-/// and a submit would then fail long after "loaded" was printed. `exported` is the buffer that shared memory is for.
+/// Allocates from the first suitable memory type whose heap has room in the driver's budget. Without the check, a
+/// driver may over-commit, and a submit would fail long after the model was loaded. `exported` is the buffer that the
+/// memory is for, if the memory is to be shared.
 fn allocate(
     device: &Device,
     kind: MemoryKind,
@@ -161,11 +161,11 @@ fn allocate(
             .push_next(&mut flags);
         if let Some((handles, buffer)) = exported {
             export = export.handle_types(handles.flags());
-            // Some drivers export only memory that is one buffer's own.
+            // Some drivers export only dedicated allocations.
             dedicated = dedicated.buffer(buffer);
             info = info.push_next(&mut export).push_next(&mut dedicated);
         }
-        // SAFETY: size and type come from the device's own answers.
+        // SAFETY: the device reported the size and the type.
         match unsafe { device.raw.allocate_memory(&info, None) } {
             Ok(memory) => {
                 device.heaps.allocated[heap].fetch_add(needs.size, Ordering::Relaxed);
@@ -178,13 +178,15 @@ fn allocate(
             Err(e) => return Err(GpuError::of("vkAllocateMemory")(e)),
         }
     }
-    Err(full.unwrap_or_else(|| GpuError::NoDevice(format!("{name}: no memory type suits {kind:?} buffers"))))
+    Err(full.unwrap_or_else(|| {
+        GpuError::NoDevice(format!("{name}: the device has no memory type for {kind:?} buffers"))
+    }))
 }
 
 impl Drop for Chunk {
     fn drop(&mut self) {
         if self.device.is_lost() {
-            // The chunk may be in use for ever: it and the device are leaked until the process ends.
+            // The lost device may still use the chunk, so both are leaked until the process ends.
             std::mem::forget(self.device.clone());
             return;
         }
@@ -197,7 +199,7 @@ impl Drop for Chunk {
     }
 }
 
-/// A range of device memory. Cloning shares the range.
+/// A range of device memory. A clone is the same range.
 #[derive(Clone)]
 pub struct Buffer {
     pub(super) chunk: Arc<Chunk>,
@@ -222,16 +224,16 @@ impl Buffer {
         Buffer { chunk: self.chunk.clone(), offset: self.offset + offset, size }
     }
 
-    /// Copies `data` to byte `offset`. The device must not be using the range. The buffer must be an upload buffer.
+    /// Copies `data` to byte `offset`. The device must not be using the range. Panics if the memory is not mapped.
     pub fn write<T: bytemuck::NoUninit>(&self, offset: u64, data: &[T]) {
         let bytes: &[u8] = bytemuck::cast_slice(data);
         let to = self.host_range(offset, bytes.len() as u64);
-        // SAFETY: the range lies in the mapping (checked), which lives as long as the chunk.
+        // SAFETY: the range is inside the mapping (checked), which lives as long as the chunk.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) }
     }
 
-    /// Copies bytes from byte `offset` on into `into`. The device must have finished writing them. The buffer must be a
-    /// readback buffer.
+    /// Copies the bytes from byte `offset` to `into`. The device must have finished writing them. Panics if the memory
+    /// is not mapped. Memory other than readback memory is slow to read.
     pub fn read<T: bytemuck::AnyBitPattern + bytemuck::NoUninit>(&self, offset: u64, into: &mut [T]) {
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(into);
         let from = self.host_range(offset, bytes.len() as u64);
@@ -239,36 +241,36 @@ impl Buffer {
         unsafe { std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), bytes.len()) }
     }
 
-    /// A descriptor of the buffer's memory, which stays as long as the descriptor does. Panics if the memory is not
+    /// Exports the buffer's memory as a file descriptor, which keeps the memory alive. Panics if the memory is not
     /// [`MemoryKind::Shared`].
     pub fn export(&self) -> Result<OwnedFd, GpuError> {
         let Chunk { device, memory, is_shared, .. } = &*self.chunk;
         let (Some(handles), true, 0) = (device.handles, *is_shared, self.offset) else {
-            panic!("a buffer that is not shared is exported");
+            panic!("exporting a buffer whose memory is not shared");
         };
         let functions = khr::external_memory_fd::Device::new(&device.instance.raw, &device.raw);
         let info = vk::MemoryGetFdInfoKHR::default().memory(*memory).handle_type(handles.flags());
         // SAFETY: the device has the extension, and the memory was allocated for handles of this type.
         let descriptor =
             unsafe { functions.get_memory_fd(&info) }.map_err(GpuError::of("vkGetMemoryFdKHR"))?;
-        // SAFETY: the driver has just made it, and keeps no claim to it.
+        // SAFETY: the driver has just created the descriptor, and the caller owns it.
         Ok(unsafe { OwnedFd::from_raw_fd(descriptor) })
     }
 
-    /// The host's mapping, which the host may write and must not read: the memory may be write-combined. `None` if the
-    /// host cannot reach the buffer. The device must not be using the buffer.
+    /// The host's mapping of the buffer. The host must only write it: the memory may be write-combined, and reading it
+    /// is slow. `None`: the memory is not mapped. The device must not be using the buffer.
     pub(super) fn mapped(&mut self) -> Option<&mut [u8]> {
         if !self.is_mapped() {
             return None;
         }
         let start = self.host_range(0, self.size);
-        // SAFETY: the range lies in the mapping (checked), which lives as long as the chunk that the buffer holds.
-        // Other buffers of this range reach it only through raw copies, which a load does not make of what is yet to be
-        // read; two readings of one range are refused.
+        // SAFETY: the range is inside the mapping (checked), which lives as long as the chunk that the buffer holds.
+        // Other buffers of this range access it only through raw copies, and a load does not copy a range before it has
+        // filled it; a load refuses two reads into one range.
         Some(unsafe { std::slice::from_raw_parts_mut(start, self.size as usize) })
     }
 
-    /// Whether the host can reach the buffer.
+    /// Whether the memory is mapped, so that the host can access it.
     pub(super) fn is_mapped(&self) -> bool {
         !self.chunk.mapped.is_null()
     }
@@ -281,7 +283,7 @@ impl Buffer {
     }
 }
 
-/// Hands out buffers. Buffers outlive the arena.
+/// Allocates buffers. Buffers may outlive the arena.
 pub struct Arena {
     device: Arc<Device>,
     /// The plan and its chunks; `None` for an arena without a plan.
@@ -295,7 +297,7 @@ pub struct Arena {
 struct Planned {
     plan: Plan,
     chunks: Vec<Arc<Chunk>>,
-    /// Requests not handed out yet, by class, in the plan's order.
+    /// Indices of the requests that were not handed out yet, by class, in the plan's order.
     left: Vec<VecDeque<usize>>,
 }
 
@@ -318,8 +320,8 @@ impl Arena {
         }
     }
 
-    /// Allocates everything in `plan`, which was made for [`Device::machine`]. The requests of each class are handed
-    /// out in the plan's order.
+    /// Allocates all chunks of `plan`, which must have been made for [`Device::machine`]. The buffers of each class
+    /// must be requested in the plan's order.
     pub fn with_plan(device: &Arc<Device>, plan: Plan) -> Result<Arena, GpuError> {
         let is_separate = device.rehearsed().separate_buffers;
         let plan = if is_separate { plan.one_chunk_each() } else { plan };
@@ -339,8 +341,8 @@ impl Arena {
         Ok(Arena { device: device.clone(), planned, open: Vec::new(), placements, allocated })
     }
 
-    /// A buffer of `size` bytes with undefined content. `name` is for errors and debuggers. Panics if the plan's next
-    /// request of the class is another buffer: plan and load follow one list.
+    /// A buffer of `size` bytes with undefined content. `name` is for errors and debuggers. Panics if `kind` or `size`
+    /// differ from the plan's next request of the class.
     pub fn alloc(
         &mut self,
         kind: MemoryKind,
@@ -384,17 +386,17 @@ impl Arena {
         Ok(buffer)
     }
 
-    /// The place of every byte: one row per class and heap.
+    /// The placement table: one row per class and heap.
     pub fn placements(&self) -> &[Placement] {
         &self.placements
     }
 
-    /// Bytes that the arena has taken from the heaps.
+    /// Bytes that the arena has allocated from the heaps.
     pub fn allocated(&self) -> u64 {
         self.allocated
     }
 
-    /// Every chunk of the plan as one buffer, with its class. Empty without a plan.
+    /// All chunks of the plan, each as one buffer with its class. Empty without a plan.
     pub fn chunks(&self) -> Vec<(Class, Buffer)> {
         let Some(Planned { plan, chunks, .. }) = &self.planned else { return Vec::new() };
         let whole = |chunk: &Arc<Chunk>| Buffer { chunk: chunk.clone(), offset: 0, size: chunk.size };

@@ -1,26 +1,25 @@
-//! Chooses the memory type of a heap for a buffer: by the type's properties, never by its place in the driver's list.
+//! Chooses the memory type for a buffer by the type's properties, not by its position in the driver's list.
 //!
-//! [`super::placement`] chooses the heap; a heap has several types, which differ in how the host reaches them. Each
-//! driver lists types in its own order, so this table states one; the driver's index decides only between types with
-//! equal properties:
+//! [`super::placement`] chooses the heap. A heap has several memory types, which differ in how the host accesses them.
+//! This table gives the order of preference. The driver's index decides only between types with equal properties:
 //!
-//! | memory | needs | prefers, one after the other |
+//! | memory | requires | prefers, most important first |
 //! |---|---|---|
-//! | device, where all memory is one | - | the GPU's own heap; mapped, so that weights are read from the disk right into it; write-combined |
-//! | device, elsewhere | the GPU's own heap | not mapped, since that window may be small, and others want it; write-combined |
-//! | upload | mapped | the host's heap; write-combined: the host never reads it, and the GPU need not snoop the CPU's caches |
-//! | readback | mapped | cached: the host reads other memory word by word; the host's heap |
-//! | shared | mapped | as upload: the other device reaches the host's heap, and not a window of the GPU's own |
+//! | device, unified memory | - | device-local; mapped, to read weights from disk directly into it; write-combined |
+//! | device, discrete GPU | device-local | not mapped: the mappable part of VRAM may be small; write-combined |
+//! | upload | mapped | host heap; write-combined: the host never reads it, and the GPU need not snoop CPU caches |
+//! | readback | mapped | cached, because the host reads uncached memory word by word; host heap |
+//! | shared | mapped | as upload: the other device can access the host heap, but not VRAM |
 //!
-//! This module refuses types with properties that it does not know: device-coherent types are uncached on the GPU and
-//! slow; protected and lazily allocated types need features that are off.
+//! Types with unknown properties are not used: device-coherent types are uncached on the GPU and slow; protected and
+//! lazily allocated types need features that are not enabled.
 
 use ash::vk::MemoryPropertyFlags as Flags;
 
 use super::info::{DeviceKind, HeapInfo};
 use super::placement::MemoryKind;
 
-/// Properties of memory that the host writes and reads without flushing.
+/// Properties of memory that the host can access without flushing.
 const HOST: Flags = Flags::from_raw(Flags::HOST_VISIBLE.as_raw() | Flags::HOST_COHERENT.as_raw());
 const KNOWN: Flags =
     Flags::from_raw(Flags::DEVICE_LOCAL.as_raw() | HOST.as_raw() | Flags::HOST_CACHED.as_raw());
@@ -43,7 +42,7 @@ impl MemoryType {
         KNOWN.contains(Flags::from_raw(self.flags))
     }
 
-    /// Whether the host writes and reads the memory without flushing.
+    /// Whether the host can access the memory without flushing. Such memory is always mapped.
     pub fn is_mapped(self) -> bool {
         self.has(HOST)
     }
@@ -52,13 +51,13 @@ impl MemoryType {
 /// The memory of a device as its driver lists it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MemoryTable {
-    /// Size in bytes, and whether the heap is device-local.
+    /// Each heap's size in bytes, and whether it is device-local.
     pub heaps: Vec<(u64, bool)>,
     pub types: Vec<MemoryType>,
 }
 
 impl MemoryTable {
-    /// The heaps and their properties by the known memory types; all bytes count as free.
+    /// The heaps, with the properties of their known memory types. All bytes count as free.
     pub fn heap_infos(&self) -> Vec<HeapInfo> {
         let info = |(heap, &(size_bytes, device_local)): (usize, &(u64, bool))| {
             let types = || self.types.iter().filter(move |t| t.heap == heap && t.is_known());
@@ -73,8 +72,8 @@ impl MemoryTable {
         self.heaps.iter().enumerate().map(info).collect()
     }
 
-    /// Indices of the memory types that suit `kind`, best first, restricted to `heap` if it is given. `allowed` has a
-    /// bit for each type that the buffer may use.
+    /// Indices of the memory types for buffers of `kind`, best first; only types of `heap` if it is given. `allowed`
+    /// has a bit for each type that the buffer may use.
     pub fn suitable(
         &self,
         device: DeviceKind,
@@ -83,7 +82,7 @@ impl MemoryTable {
         allowed: u32,
     ) -> Vec<u32> {
         let unified = device.is_unified();
-        // Smaller is better; `None` does not suit.
+        // A smaller rank is better. `None`: the type cannot be used.
         let rank = |t: MemoryType| -> Option<[bool; 3]> {
             let (local, mapped, cached) =
                 (t.has(Flags::DEVICE_LOCAL), t.is_mapped(), t.has(Flags::HOST_CACHED));

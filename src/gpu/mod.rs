@@ -1,7 +1,7 @@
-//! The Vulkan layer: all of `ash` lives here, and all `unsafe` of the compute path.
+//! The Vulkan layer. Only this module uses `ash`, and it contains all `unsafe` code of the compute path.
 //!
-//! It offers a device chosen by policy, memory that is never moved, pipelines, and a recorder that derives barriers. It
-//! refuses to know what a tensor or a model is, to fall back to another device, and to allocate without being asked.
+//! It provides a device that is chosen by a policy, memory that is never moved, pipelines, and a recorder that derives
+//! barriers. It does not know tensors or models, never falls back to another device, and allocates only on request.
 
 mod cache;
 mod caps;

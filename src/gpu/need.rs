@@ -1,6 +1,6 @@
-//! The features of a device that shaders or steps may need, by Vulkan's names.
+//! The device features that shaders or steps may need, with Vulkan's names.
 
-/// The subgroup size that shaders are written for, which AMD's wave32 and NVIDIA have. Sizes that divide it work too.
+/// The subgroup size that shaders are written for: AMD (wave32) and NVIDIA have it. Sizes that divide it work too.
 pub(super) const SUBGROUP_LANES: u32 = 32;
 
 /// A feature of a device.
@@ -28,7 +28,7 @@ pub enum Need {
 }
 
 impl Need {
-    /// Features that every step needs, whatever its shaders are.
+    /// Features that every step needs, in addition to the needs of its shaders.
     pub(super) const RUN: [Need; 6] = [
         Need::BufferDeviceAddress,
         Need::TimelineSemaphore,
@@ -38,7 +38,7 @@ impl Need {
         Need::SubgroupArithmetic,
     ];
 
-    /// Vulkan's name of the feature, if Vulkan has one.
+    /// Vulkan's name of the feature, or a description if it has no name.
     pub fn name(self) -> &'static str {
         match self {
             Need::BufferDeviceAddress => "bufferDeviceAddress",

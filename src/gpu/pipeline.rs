@@ -1,4 +1,4 @@
-//! Compute pipelines, made once per shader and set of constants.
+//! Compute pipelines, compiled once per shader and set of constants.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -13,7 +13,7 @@ use super::shader::Shader;
 /// The name of the pipeline cache's file.
 const CACHE_NAME: &str = "pipelines";
 
-/// Bytes of push constants in every pipeline layout: the number that Vulkan guarantees.
+/// Bytes of push constants in every pipeline layout: the minimum that Vulkan guarantees.
 pub(super) const PUSH_BYTES: u32 = 128;
 
 pub struct Pipeline {
@@ -24,7 +24,7 @@ pub struct Pipeline {
 
 type Key = (&'static str, Vec<u32>);
 
-/// All pipelines of a device. They share one layout, which has push constants only, because buffers go by address.
+/// All pipelines of a device. They share one layout with push constants only, because shaders use buffer addresses.
 pub(super) struct Pipelines {
     pub layout: vk::PipelineLayout,
     cache: vk::PipelineCache,
@@ -41,7 +41,7 @@ impl Pipelines {
         let layout = unsafe { raw.create_pipeline_layout(&info, None) }
             .map_err(GpuError::of("vkCreatePipelineLayout"))?;
         let info = vk::PipelineCacheCreateInfo::default().initial_data(&saved);
-        // SAFETY: the data's hash was checked, and the driver checks its own header.
+        // SAFETY: the data's hash was checked, and the driver checks the header of its data.
         let cache = unsafe { raw.create_pipeline_cache(&info, None) }
             // SAFETY: nothing uses the layout yet.
             .inspect_err(|_| unsafe { raw.destroy_pipeline_layout(layout, None) })
@@ -49,18 +49,18 @@ impl Pipelines {
         Ok(Pipelines { layout, cache, made: Mutex::default() })
     }
 
-    /// The pipeline of `shader` with `constants`. It is made at first use on the device `raw`, and `name` gets it with
-    /// its name.
+    /// The pipeline of `shader` with `constants`. At first use it is compiled on the device `raw`, and `on_created` is
+    /// called with the pipeline and its name.
     pub fn get(
         &self,
         raw: &ash::Device,
         device: &DeviceInfo,
         shader: &'static Shader,
         constants: &[u32],
-        name: impl Fn(vk::Pipeline, &str),
+        on_created: impl Fn(vk::Pipeline, &str),
     ) -> Result<Arc<Pipeline>, GpuError> {
         let key = (shader.name, constants.to_vec());
-        // The map is locked while a pipeline compiles, so that two threads that ask for one pipeline compile it once.
+        // The map stays locked while a pipeline is compiled, so that two threads never compile the same pipeline.
         let mut made = self.made.lock().unwrap();
         if let Some(pipeline) = made.get(&key) {
             return Ok(pipeline.clone());
@@ -68,7 +68,7 @@ impl Pipelines {
         let flags = vk::PipelineCreateFlags::empty();
         let handle = create_pipeline(raw, device, self.cache, self.layout, flags, shader, constants)?;
         let pipeline = Pipeline { raw: handle, name: pipeline_name(shader, constants), shader };
-        name(handle, &pipeline.name);
+        on_created(handle, &pipeline.name);
         let pipeline = Arc::new(pipeline);
         made.insert(key, pipeline.clone());
         Ok(pipeline)
@@ -76,14 +76,16 @@ impl Pipelines {
 
     /// Writes the pipeline cache of the device `raw` to a file for the next start.
     pub fn save(&self, raw: &ash::Device, files: &Cache) {
-        // SAFETY: the cache was made on this device, and is destroyed with it alone.
+        // SAFETY: the cache was created on this device, and is destroyed only with the device.
         match unsafe { raw.get_pipeline_cache_data(self.cache) } {
             Ok(data) => files.write(CACHE_NAME, &data),
-            Err(e) => tracing::warn!("no pipeline cache is kept: {e}"),
+            Err(e) => tracing::warn!("cannot save the pipeline cache: {e}"),
         }
     }
 
-    /// SAFETY (caller): no submitted work uses a pipeline any more.
+    /// # Safety
+    ///
+    /// No submitted work may use a pipeline any longer.
     pub unsafe fn destroy(&self, raw: &ash::Device) {
         // SAFETY: per this function's contract; each handle is destroyed once.
         unsafe {
@@ -142,7 +144,7 @@ pub(super) fn create_pipeline(
         subgroups = subgroups.required_subgroup_size(size);
         stage = stage.push_next(&mut subgroups);
     }
-    // SAFETY: the SPIR-V comes from glslang at build time; everything pointed to lives across the calls.
+    // SAFETY: glslang compiled the SPIR-V at build time; all pointers are valid during the calls.
     unsafe {
         let module = raw
             .create_shader_module(&vk::ShaderModuleCreateInfo::default().code(&words), None)

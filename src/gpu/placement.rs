@@ -1,52 +1,54 @@
-//! Plans the place of every byte of a model. A load and `unicorn plan` follow the same plan, which is arithmetic alone.
+//! Plans in which heap each buffer of a model is allocated. A load and `unicorn plan` use the same plan. Planning is
+//! only arithmetic: it calls no driver.
 //!
 //! Classes are placed in the order of [`Class`], each into the first heap of its list that has room:
 //!
-//! | class | heaps where the GPU reaches all memory at one speed (integrated, software) | elsewhere |
+//! | class | heaps on unified memory (integrated GPU, software) | heaps on a discrete GPU |
 //! |---|---|---|
 //! | attention weights, embedding, norms, activations, KV cache | VRAM, then GTT | VRAM |
-//! | FFN weights, the bulk | GTT, then VRAM; or as the others ([`Limits::ffn_heap`]) | VRAM |
+//! | FFN weights (most of the bytes) | GTT, then VRAM; or VRAM, then GTT ([`Limits::ffn_heap`]) | VRAM |
 //! | staging | host-visible: GTT, then VRAM | the same |
 //!
-//! VRAM are the device-local heaps, GTT the others, larger heaps first. Bytes that spill into a second heap get a row
-//! of the table of their own, as every class and heap has. On a discrete GPU, weights in host memory are refused:
-//! reading them over PCIe would be slow without a warning.
+//! VRAM means the device-local heaps, GTT the other heaps; larger heaps come first. The placement table has one row per
+//! class and heap, so a class that spills into a second heap has two rows. On a discrete GPU, weights are never placed
+//! in host memory: the GPU would read them slowly over PCIe, and the user would not know why.
 //!
-//! Invariants: no heap is filled beyond what may be used of it; no allocation is larger than the device's largest;
-//! every request is placed, or all are refused with the table of what was asked and what is free.
+//! Invariants: no heap is filled beyond its usable bytes; no allocation exceeds the device's limit; either every
+//! request is placed, or all are refused with a table of the requested and the free bytes.
 
 use std::fmt;
 
 use super::info::{DeviceInfo, DeviceKind, HeapInfo};
 use crate::config::{FfnHeap, show_bytes};
 
-/// The largest chunk that small buffers share. Sharing keeps allocations few: drivers allow some 4096.
+/// The size limit of a chunk that small buffers share. Sharing reduces the number of allocations: drivers allow about
+/// 4096.
 pub(super) const CHUNK_BYTES: u64 = 32 << 20;
-/// Every buffer starts at a multiple of this number, for cache lines and `vec4`-aligned shader access.
+/// Every buffer starts at a multiple of this number of bytes, for cache lines and `vec4`-aligned shader access.
 pub(super) const ALIGNMENT: u64 = 256;
-/// Every chunk is a multiple of this number, the largest page of common GPUs' small-page modes. So the driver takes
-/// what was planned.
+/// Every chunk's size is a multiple of this number of bytes, the largest small-page size of common GPUs. So the driver
+/// allocates as many bytes as were planned.
 const GRAIN: u64 = 64 << 10;
-/// The reserve for other programs if none is configured: this number, or a tenth of the memory, whichever is more.
+/// The default reserve for other programs is this number of bytes, or a tenth of the memory if that is more.
 const RESERVE_BYTES: u64 = 512 << 20;
-/// RADV's largest allocation, which plans assume for machines that are not present.
+/// The limit of one allocation that plans for machines on paper assume. It is RADV's limit.
 const PAPER_MAX_ALLOCATION: u64 = 0xffff_fffc;
 
 /// The memory that a buffer needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum MemoryKind {
-    /// Memory that shaders read and write; the host reaches it through copies.
+    /// Memory that shaders read and write. The host accesses it through copies.
     Device,
     /// Memory that the host writes and the device reads.
     Upload,
     /// Memory that the device writes and the host reads.
     Readback,
-    /// Memory that a device outside Vulkan reads and writes, too ([`Buffer::export`](super::Buffer::export)). Such a
-    /// buffer has an allocation of its own, because all of an allocation is shared.
+    /// Memory that a device outside Vulkan also reads and writes ([`Buffer::export`](super::Buffer::export)). Such a
+    /// buffer has its own allocation, because exporting shares the whole allocation.
     Shared,
 }
 
-/// The purpose of a buffer. The purposes are the rows of the placement table, in the order in which they are placed.
+/// The purpose of a buffer. Buffers are placed in this order, and the placement table has its rows in this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Class {
     Attention,
@@ -87,7 +89,7 @@ impl Class {
     }
 }
 
-/// A heap that buffers may lie in.
+/// A heap that buffers can be placed in.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Heap {
     /// The driver's index of the heap.
@@ -95,7 +97,7 @@ pub struct Heap {
     /// The name of the heap, e.g. `heap 0 (device-local)`.
     pub name: String,
     pub size: u64,
-    /// Bytes that this process may still allocate, by the driver's budget; at most `size`.
+    /// Bytes that this process may still allocate, from the driver's budget; at most `size`.
     pub free: u64,
     pub device_local: bool,
     pub host_visible: bool,
@@ -105,14 +107,14 @@ pub struct Heap {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Machine {
     pub heaps: Vec<Heap>,
-    /// Whether the GPU reaches all memory at one speed, so that weights may lie in any heap.
+    /// Whether the GPU accesses all memory at the same speed, so that weights may be in any heap.
     pub unified: bool,
     /// The device's `maxMemoryAllocationSize`.
     pub max_allocation_bytes: u64,
 }
 
 impl Machine {
-    /// The heaps of a device that buffers may lie in.
+    /// The usable heaps of a device.
     pub fn of(heaps: &[HeapInfo], device: DeviceKind, max_allocation_bytes: u64) -> Machine {
         let usable = heaps.iter().enumerate().filter(|(_, info)| info.usable);
         let heaps = usable.map(|(index, info)| Heap {
@@ -131,8 +133,8 @@ impl Machine {
         Machine::of(&info.heaps, info.kind, info.max_allocation_bytes)
     }
 
-    /// A machine that is not present: an integrated AMD GPU with these bytes of VRAM and GTT, or with one heap if `gtt`
-    /// is 0.
+    /// A machine that need not be present: an integrated AMD GPU with these bytes of VRAM and GTT, or with one heap if
+    /// `gtt` is 0.
     pub fn on_paper(vram: u64, gtt: u64) -> Machine {
         let heap = |index, name: &str, size, device_local| Heap {
             index,
@@ -150,14 +152,13 @@ impl Machine {
         }
     }
 
-    /// Usable bytes of each heap: the free bytes, less the heap's share of the reserve; at most the limit of the heap's
-    /// kind.
+    /// Usable bytes of each heap: its free bytes minus its share of the reserve, at most the limit for VRAM or GTT.
     pub fn usable(&self, limits: &Limits) -> Vec<u64> {
         let counts = |heap: &Heap| self.unified || heap.device_local;
         let total: u64 = self.heaps.iter().filter(|heap| counts(heap)).map(|heap| heap.size).sum();
         let reserve = limits.reserve.unwrap_or(RESERVE_BYTES.max(total / 10)).min(total);
         let mut left = [limits.gtt.unwrap_or(u64::MAX), limits.vram.unwrap_or(u64::MAX)];
-        // The larger heap of a kind gets the limit first, as it gets buffers first.
+        // The larger heap uses up the limit first, because it gets buffers first.
         let mut usable = vec![0; self.heaps.len()];
         for device_local in [true, false] {
             for i in self.largest_first(device_local) {
@@ -172,7 +173,7 @@ impl Machine {
         usable
     }
 
-    /// Indices of the device-local heaps, or of the others, larger heaps first.
+    /// Indices of the heaps that are device-local or not, larger heaps first.
     fn largest_first(&self, device_local: bool) -> Vec<usize> {
         let mut heaps: Vec<usize> =
             (0..self.heaps.len()).filter(|&i| self.heaps[i].device_local == device_local).collect();
@@ -198,17 +199,17 @@ pub(super) fn heap_name(index: usize, device_local: bool) -> String {
     format!("heap {index} ({})", if device_local { "device-local" } else { "host" })
 }
 
-/// Limits that a user sets; `None` leaves the limit to the driver.
+/// Limits that the user configures.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Limits {
-    /// Most bytes in device-local heaps.
+    /// The most bytes in device-local heaps. `None`: no limit besides the driver's budget.
     pub vram: Option<u64>,
-    /// Most bytes in other heaps.
+    /// The most bytes in other heaps. `None`: no limit besides the driver's budget.
     pub gtt: Option<u64>,
-    /// Bytes that stay free for other programs, taken off the heaps in proportion to their sizes. `None`: 512 MiB or a
-    /// tenth of the memory, whichever is more.
+    /// Bytes that stay free for other programs, divided over the heaps in proportion to their sizes. `None`: 512 MiB or
+    /// a tenth of the memory, whichever is more.
     pub reserve: Option<u64>,
-    /// Where FFN weights go first if the GPU reaches all memory at one speed.
+    /// The heap that FFN weights are placed in first, on a device with unified memory.
     pub ffn_heap: FfnHeap,
 }
 
@@ -230,7 +231,7 @@ pub struct Chunk {
     pub heap: usize,
     pub class: Class,
     pub kind: MemoryKind,
-    /// Bytes of the allocation's buffers together.
+    /// The sum of the buffers' bytes.
     pub used: u64,
     /// Name of the allocation's first buffer.
     pub name: String,
@@ -260,7 +261,7 @@ pub struct Placement {
     pub buffers: usize,
     /// Bytes of the buffers.
     pub bytes: u64,
-    /// Bytes that are allocated for them: small buffers share chunks.
+    /// Bytes that are allocated for them, with the rounding of chunks.
     pub allocated: u64,
 }
 
@@ -270,7 +271,7 @@ pub struct HeapUse {
     pub heap: Heap,
     /// Usable bytes.
     pub usable: u64,
-    /// Bytes that the plan allocates there.
+    /// Bytes that the plan allocates in the heap.
     pub placed: u64,
 }
 
@@ -290,7 +291,7 @@ impl Plan {
         self.heaps.iter().map(|heap| heap.placed).sum()
     }
 
-    /// The plan with a chunk for each request.
+    /// The same plan with a separate chunk for each request.
     pub(super) fn one_chunk_each(self) -> Plan {
         let chunk = |(request, slot): (&Request, &Slot)| Chunk {
             heap: self.chunks[slot.chunk].heap,
@@ -304,7 +305,7 @@ impl Plan {
         Plan { chunks, slots, ..self }
     }
 
-    /// The table's rows, one per class and heap that hold a buffer, in the order of placing.
+    /// The rows of the placement table, one for each class and heap with a buffer, in the order of [`Class`].
     pub fn placements(&self) -> Vec<Placement> {
         let mut rows: Vec<(Class, usize, Placement)> = Vec::new();
         for chunk in &self.chunks {
@@ -331,24 +332,24 @@ impl Plan {
     }
 }
 
-/// The reason why a request has no place.
+/// The reason why a request was not placed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Obstacle {
-    /// No heap that the buffer may lie in has room.
+    /// No heap for this buffer has room.
     Full,
     /// The buffer exceeds the device's largest allocation, `limit` bytes.
     TooLarge { limit: u64 },
 }
 
-/// The requests do not fit; nothing was allocated. Displays as one line; [`Refusal::table`] has the rows.
+/// The requests do not fit; nothing was allocated. `Display` gives one line, and [`Refusal::table`] a table.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refusal {
-    /// The first request that found no place.
+    /// The first request that was not placed.
     pub request: Request,
     pub obstacle: Obstacle,
-    /// Bytes that were asked for, by class.
+    /// Requested bytes by class.
     pub asked: Vec<(Class, u64)>,
-    /// `placed` counts the requests before the one that failed.
+    /// The heaps. `placed` counts only the requests before the one that failed.
     pub heaps: Vec<HeapUse>,
 }
 
@@ -357,10 +358,10 @@ impl Refusal {
         self.asked.iter().map(|(_, bytes)| bytes).sum()
     }
 
-    /// The rows of the table: what was asked for, by class; and what is free, by heap.
+    /// The rows of the table: the requested bytes by class, then the usable and free bytes by heap.
     pub fn table(&self) -> Vec<String> {
         let asked =
-            self.asked.iter().map(|(class, n)| format!("asked  {:>10} {}", show_bytes(*n), class.name()));
+            self.asked.iter().map(|(class, n)| format!("needed {:>10} {}", show_bytes(*n), class.name()));
         let heaps = self.heaps.iter().map(|HeapUse { heap, usable, .. }| {
             let (usable, free, size) = (show_bytes(*usable), show_bytes(heap.free), show_bytes(heap.size));
             format!("usable {usable:>10} {}: {free} free of {size}", heap.name)
@@ -378,17 +379,21 @@ impl fmt::Display for Refusal {
         });
         write!(
             f,
-            "{} are asked ({}), usable are {}; ",
+            "{} are needed ({}); usable are {}; ",
             show_bytes(self.asked_bytes()),
             list(asked.collect()),
             list(usable.collect())
         )?;
         let Request { class, bytes, name, .. } = &self.request;
-        write!(f, "{} {name:?} with {}", class.name(), show_bytes(*bytes))?;
+        let buffer = format!("{} {name:?} ({})", class.name(), show_bytes(*bytes));
         match self.obstacle {
-            Obstacle::Full => write!(f, " has no room"),
+            Obstacle::Full => write!(f, "there is no room for {buffer}"),
             Obstacle::TooLarge { limit } => {
-                write!(f, " is more than one allocation holds on this device, {}", show_bytes(limit))
+                write!(
+                    f,
+                    "{buffer} exceeds the limit of one allocation on this device, {}",
+                    show_bytes(limit)
+                )
             }
         }
     }
@@ -396,7 +401,7 @@ impl fmt::Display for Refusal {
 
 impl std::error::Error for Refusal {}
 
-/// Places every request, or none.
+/// Places all requests, or refuses all of them.
 pub fn place(machine: &Machine, limits: &Limits, requests: Vec<Request>) -> Result<Plan, Box<Refusal>> {
     let usable = machine.usable(limits);
     let mut heaps: Vec<HeapUse> = (machine.heaps.iter().zip(usable))
@@ -405,7 +410,7 @@ pub fn place(machine: &Machine, limits: &Limits, requests: Vec<Request>) -> Resu
     let limit = machine.max_allocation_bytes / GRAIN * GRAIN;
     let mut chunks: Vec<Chunk> = Vec::new();
     let mut slots = vec![Slot { chunk: usize::MAX, offset: 0 }; requests.len()];
-    // The shared chunk of each heap that has room for small buffers of the class and kind being placed.
+    // For each heap, the shared chunk that small buffers of the current class and kind are placed in.
     let mut open: Vec<Option<usize>> = vec![None; heaps.len()];
     let mut placing = None;
 

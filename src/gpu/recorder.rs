@@ -1,17 +1,17 @@
-//! Recording and submitting work. A [`Recorder`] derives barriers from the ranges that each command reads and writes,
-//! and keeps the buffers alive as long as the recording. The shader of a dispatch says which buffers it reads and
-//! writes.
+//! Records commands and submits them. A [`Recorder`] derives barriers from the address ranges that each command reads
+//! and writes, and keeps the buffers alive as long as the recording exists. The accesses of a dispatch come from
+//! [`Shader::pointers`](super::Shader::pointers).
 //!
-//! Two ways lead from a recording to the queue:
+//! There are two ways to submit:
 //!
-//! - A step takes the long one. [`CommandBuffer::record_for_one_submit`] or [`CommandBuffer::record_for_many_submits`]
-//!   records, and a [`Submission`] submits several command buffers together and times them as one. A `Submission` is
-//!   used again and again, each time after its last submit has ended.
-//! - Work outside of steps, like uploads, takes the short one: [`CommandBuffer::begin`] records, and
-//!   [`Recorder::submit_alone`] ends the recording and submits it, alone and once.
+//! - Steps record with [`CommandBuffer::record_for_one_submit`] or [`CommandBuffer::record_for_many_submits`]. A
+//!   [`Submission`] then submits several command buffers together and measures their GPU time. A `Submission` can be
+//!   used again after its last submit has finished.
+//! - Work outside of steps, like uploads, records with [`CommandBuffer::begin`]. [`Recorder::submit_alone`] ends the
+//!   recording and submits it once.
 //!
-//! Both end in [`Device::submit_to_queue`], which puts command buffers on the queue and returns a value of the device's
-//! timeline. Nothing else submits.
+//! Both call [`Device::submit_to_queue`], which returns a value of the device's timeline semaphore. No other code
+//! submits.
 
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -28,42 +28,44 @@ use super::pipeline::{PUSH_BYTES, Pipeline};
 use super::rehearsal::{Order, Rehearsal};
 use super::shader::Access;
 
-/// The most timed commands of a command buffer. Later commands run untimed, and the profile says how many.
+/// The most dispatches of a command buffer that are timed. The profile counts the others as untimed.
 const MAX_TIMED: u32 = 256;
 
-/// Bytes of the workgroup counts that an indirect dispatch reads.
+/// Bytes of the workgroup counts that an indirect dispatch reads: three u32.
 pub const INDIRECT_BYTES: u64 = 12;
 
 /// The arguments of a kernel's dispatch; `build.rs` generates a struct for each kernel.
 pub trait Arguments {
     const KERNEL: &'static str;
-    /// The push constants as the shader has them.
+    /// The push constants in the shader's layout.
     type Push: bytemuck::NoUninit;
 
-    /// The buffers behind the shader's addresses, in the order of [`Shader::pointers`](super::Shader::pointers). `None`
-    /// stands for an address that the variant does not use, or whose name ends in `_or_none`.
+    /// The buffers that the push constants' addresses point to, in the order of
+    /// [`Shader::pointers`](super::Shader::pointers). `None` is allowed for an address that the variant does not use,
+    /// and for an address whose name ends in `_or_none`.
     fn buffers(&self) -> impl Iterator<Item = Option<&Buffer>>;
 
-    /// The buffers behind the addresses that the shader finds in memory.
+    /// The buffers whose addresses the shader loads from memory. The shader only reads them.
     fn followed(&self) -> &[&Buffer];
 
     fn push(&self) -> Self::Push;
 }
 
-/// A command buffer. Its owner records it, submits it, waits for it, and submits or records it again.
+/// A command buffer. It can be submitted or recorded again after its last submit has finished.
 pub struct CommandBuffer {
     device: Arc<Device>,
     pool: vk::CommandPool,
     raw: vk::CommandBuffer,
     queries: vk::QueryPool,
-    /// The names of timed kernels, and the number of kernels that are not timed because the queries ran out.
+    /// The kernel names of the timed dispatches.
     timed: Vec<String>,
+    /// The number of dispatches that are not timed because no queries are left.
     untimed: u64,
-    /// Chunks that the recorded commands use, by the chunk's address.
+    /// Chunks that the recorded commands use, by the address of the `Chunk` on the host.
     retained: BTreeMap<usize, Arc<Chunk>>,
     /// Counts of the recorded commands.
     counts: Counts,
-    /// Timeline value of the last submission, while it may still be running.
+    /// Timeline value of the last submit, while it may still be running.
     pending: Option<u64>,
 }
 
@@ -92,8 +94,8 @@ impl CommandBuffer {
         Ok(commands)
     }
 
-    /// Replaces the last recording by one that a [`Submission`] may submit once. `record` is called again if the driver
-    /// was out of memory.
+    /// Records commands that a [`Submission`] submits once, in place of the last recording. `record` is called again if
+    /// the driver was out of memory.
     pub fn record_for_one_submit(
         &mut self,
         record: &mut dyn FnMut(&mut Recorder<'_>),
@@ -101,8 +103,8 @@ impl CommandBuffer {
         self.record_with(vk::CommandBufferUsageFlags::ONE_TIME_SUBMIT, record)
     }
 
-    /// Replaces the last recording by one that [`Submission`]s may submit any number of times. `record` is called again
-    /// if the driver was out of memory.
+    /// Records commands that [`Submission`]s may submit any number of times, in place of the last recording. `record`
+    /// is called again if the driver was out of memory.
     pub fn record_for_many_submits(
         &mut self,
         record: &mut dyn FnMut(&mut Recorder<'_>),
@@ -116,7 +118,7 @@ impl CommandBuffer {
         record: &mut dyn FnMut(&mut Recorder<'_>),
     ) -> Result<(), GpuError> {
         let device = self.device.clone();
-        // A recording that failed at its end is invalid, so all of it is recorded again.
+        // If `vkEndCommandBuffer` fails, the recording is invalid and must be recorded again from the start.
         device.retry_out_of_memory(|| {
             let mut recorder = self.begin_with(usage)?;
             record(&mut recorder);
@@ -125,8 +127,8 @@ impl CommandBuffer {
         })
     }
 
-    /// Waits for the last submit, and starts a recording for [`Recorder::submit_alone`]. Ending such a recording fails
-    /// if the driver is out of memory.
+    /// Waits for the last submit, and starts a recording for [`Recorder::submit_alone`], which fails if the driver is
+    /// out of memory.
     pub fn begin(&mut self) -> Result<Recorder<'_>, GpuError> {
         self.begin_with(vk::CommandBufferUsageFlags::ONE_TIME_SUBMIT)
     }
@@ -139,7 +141,7 @@ impl CommandBuffer {
         self.counts = Counts::default();
         let (raw, flags) = (&self.device.raw, vk::CommandPoolResetFlags::empty());
         let info = vk::CommandBufferBeginInfo::default().flags(usage);
-        // SAFETY: the last submission has finished.
+        // SAFETY: the last submit has finished.
         self.device.retry_out_of_memory(|| unsafe {
             raw.reset_command_pool(self.pool, flags).map_err(GpuError::of("vkResetCommandPool"))?;
             raw.begin_command_buffer(self.raw, &info).map_err(GpuError::of("vkBeginCommandBuffer"))
@@ -147,12 +149,12 @@ impl CommandBuffer {
         let rehearsal = self.device.rehearsed();
         let mut recorder =
             Recorder { commands: self, since_barrier: Accesses::default(), rehearsal, deferred: Vec::new() };
-        // Orders this buffer behind everything submitted before it.
+        // Orders this command buffer after everything that was submitted before it.
         recorder.barrier();
         Ok(recorder)
     }
 
-    /// Waits for the last submission, if any, and adds its times to the device's profile.
+    /// Waits for the last submit, if any, and adds its kernel times to the device's profile.
     pub fn wait(&mut self) -> Result<(), GpuError> {
         let Some(value) = self.pending else { return Ok(()) };
         self.device.wait(value, "a submitted step")?;
@@ -165,11 +167,11 @@ impl CommandBuffer {
         unsafe { self.device.raw.end_command_buffer(self.raw) }.map_err(GpuError::of("vkEndCommandBuffer"))
     }
 
-    /// Prepares the recording for its first or its next submit.
+    /// Waits for the last submit, and resets the queries for the next one.
     fn make_ready(&mut self) -> Result<(), GpuError> {
         self.wait()?;
         if self.queries != vk::QueryPool::null() {
-            // SAFETY: the last submission has finished.
+            // SAFETY: the last submit has finished.
             unsafe { self.device.raw.reset_query_pool(self.queries, 0, 2 * MAX_TIMED) };
         }
         Ok(())
@@ -199,7 +201,7 @@ impl CommandBuffer {
 impl Drop for CommandBuffer {
     fn drop(&mut self) {
         if self.device.finish_before_release(self.pending) {
-            // SAFETY: the last submission has finished.
+            // SAFETY: the last submit has finished.
             unsafe {
                 self.device.raw.destroy_query_pool(self.queries, None);
                 self.device.raw.destroy_command_pool(self.pool, None);
@@ -208,15 +210,15 @@ impl Drop for CommandBuffer {
     }
 }
 
-/// Submits several command buffers together, and times them as one. A submission is used again and again.
+/// Submits several command buffers together, and measures their GPU time. It can be used any number of times.
 pub struct Submission {
     device: Arc<Device>,
     pool: vk::CommandPool,
-    /// Two command buffers that are recorded once, and submitted before and after the others: they write the
+    /// Two command buffers that are recorded once, and submitted before and after the others. They write the
     /// timestamps, and `end` makes all writes visible to the host.
     begin: vk::CommandBuffer,
     end: vk::CommandBuffer,
-    /// Timestamps before and after the submission; null where it has none.
+    /// Timestamps at the start and the end of the submission; null if it is not timed.
     span: vk::QueryPool,
     took: Option<Duration>,
     pending: Option<u64>,
@@ -227,8 +229,8 @@ impl Submission {
         device.retry_out_of_memory(|| Submission::try_new(device, device.timestamp_bits > 0))
     }
 
-    /// A submission that is not timed. Where a driver drops its commands and says that they are done, no timestamp is
-    /// missed, and only the results tell.
+    /// A submission that is not timed. If a faulty driver drops the commands but reports them as finished, no missing
+    /// timestamp reveals it; only wrong results do.
     pub fn untimed(device: &Arc<Device>) -> Result<Submission, GpuError> {
         device.retry_out_of_memory(|| Submission::try_new(device, false))
     }
@@ -249,7 +251,7 @@ impl Submission {
         }
         let stages = [vk::PipelineStageFlags2::COMPUTE_SHADER, vk::PipelineStageFlags2::ALL_COMMANDS];
         for (query, (raw, stage)) in (0..).zip([begin, end].into_iter().zip(stages)) {
-            // SAFETY: the buffers were just made; each query is written once in a submission.
+            // SAFETY: the command buffers were just created; each query is written once in a submission.
             unsafe {
                 let info = vk::CommandBufferBeginInfo::default();
                 device.raw.begin_command_buffer(raw, &info).map_err(GpuError::of("vkBeginCommandBuffer"))?;
@@ -257,7 +259,7 @@ impl Submission {
                     device.raw.cmd_write_timestamp2(raw, stage, submission.span, query);
                 }
                 if raw == end {
-                    show_to_host(device, raw);
+                    make_visible_to_host(device, raw);
                 }
                 device.raw.end_command_buffer(raw).map_err(GpuError::of("vkEndCommandBuffer"))?;
             }
@@ -265,7 +267,7 @@ impl Submission {
         Ok(submission)
     }
 
-    /// Waits until none of the command buffers is running, and submits them in this order. Their writes are visible to
+    /// Waits until no command buffer is running any longer, and submits them in this order. Their writes are visible to
     /// the host after [`Submission::wait`].
     pub fn submit(&mut self, recorded: &mut [&mut CommandBuffer], what: &str) -> Result<(), GpuError> {
         self.wait()?;
@@ -276,7 +278,7 @@ impl Submission {
         }
         all.push(self.end);
         if self.span != vk::QueryPool::null() {
-            // SAFETY: the last submission has finished.
+            // SAFETY: the last submit has finished.
             unsafe { self.device.raw.reset_query_pool(self.span, 0, 2) };
         }
         let value = self.device.submit_to_queue(&all, what)?;
@@ -300,7 +302,7 @@ impl Submission {
         Ok(())
     }
 
-    /// GPU time of the last submission that was waited for; `None` where it has no timestamps.
+    /// GPU time of the last submit that was waited for. `None`: there was none, or it has no timestamps.
     pub fn took(&self) -> Option<Duration> {
         self.took
     }
@@ -309,7 +311,7 @@ impl Submission {
 impl Drop for Submission {
     fn drop(&mut self) {
         if self.device.finish_before_release(self.pending) {
-            // SAFETY: the last submission has finished.
+            // SAFETY: the last submit has finished.
             unsafe {
                 self.device.raw.destroy_query_pool(self.span, None);
                 self.device.raw.destroy_command_pool(self.pool, None);
@@ -320,15 +322,15 @@ impl Drop for Submission {
 
 fn allocate<const N: usize>(device: &Device) -> Result<(vk::CommandPool, [vk::CommandBuffer; N]), GpuError> {
     let info = vk::CommandPoolCreateInfo::default().queue_family_index(device.queue_family);
-    // SAFETY: the device is alive; whoever calls this destroys the pool.
+    // SAFETY: the device is alive; the caller destroys the pool.
     let pool = unsafe { device.raw.create_command_pool(&info, None) }
         .map_err(GpuError::of("vkCreateCommandPool"))?;
     let info = vk::CommandBufferAllocateInfo::default().command_pool(pool).command_buffer_count(N as u32);
-    // SAFETY: the pool was just made.
+    // SAFETY: the pool was just created.
     match unsafe { device.raw.allocate_command_buffers(&info) } {
-        Ok(buffers) => Ok((pool, buffers.try_into().expect("as many as asked for"))),
+        Ok(buffers) => Ok((pool, buffers.try_into().expect("as many as requested"))),
         Err(error) => {
-            // SAFETY: nothing uses it.
+            // SAFETY: nothing uses the pool.
             unsafe { device.raw.destroy_command_pool(pool, None) };
             Err(GpuError::of("vkAllocateCommandBuffers")(error))
         }
@@ -337,16 +339,16 @@ fn allocate<const N: usize>(device: &Device) -> Result<(vk::CommandPool, [vk::Co
 
 fn timestamps(device: &Device, count: u32) -> Result<vk::QueryPool, GpuError> {
     let info = vk::QueryPoolCreateInfo::default().query_type(vk::QueryType::TIMESTAMP).query_count(count);
-    // SAFETY: the device is alive; whoever calls this destroys the pool.
+    // SAFETY: the device is alive; the caller destroys the pool.
     unsafe { device.raw.create_query_pool(&info, None) }.map_err(GpuError::of("vkCreateQueryPool"))
 }
 
-/// Reads the first queries of a pool, whose submission has finished.
+/// Reads the first queries of a pool. The submission that writes them must have finished.
 fn read_timestamps(device: &Device, pool: vk::QueryPool, ticks: &mut [u64]) -> Result<(), GpuError> {
     if ticks.is_empty() {
         return Ok(());
     }
-    // SAFETY: the pool is this device's, and has as many queries.
+    // SAFETY: the pool belongs to this device, and has enough queries.
     device.retry_out_of_memory(|| unsafe {
         let flags = vk::QueryResultFlags::TYPE_64;
         device
@@ -357,7 +359,7 @@ fn read_timestamps(device: &Device, pool: vk::QueryPool, ticks: &mut [u64]) -> R
 }
 
 /// Records a barrier that makes all writes visible to the host.
-fn show_to_host(device: &Device, raw: vk::CommandBuffer) {
+fn make_visible_to_host(device: &Device, raw: vk::CommandBuffer) {
     let to_host = [vk::MemoryBarrier2::default()
         .src_stage_mask(vk::PipelineStageFlags2::ALL_COMMANDS)
         .src_access_mask(vk::AccessFlags2::MEMORY_WRITE)
@@ -397,14 +399,14 @@ fn range(buffer: &Buffer) -> Range {
     buffer.address()..buffer.address() + buffer.size()
 }
 
-/// Workgroups of a dispatch.
+/// The workgroup counts of a dispatch.
 enum Groups {
     Direct([u32; 3]),
-    /// The counts are read from this buffer and offset when the dispatch runs.
+    /// The device reads the counts from this buffer and offset when the dispatch runs.
     Indirect(vk::Buffer, u64),
 }
 
-/// A command of a recording. A rehearsal may reorder the commands between two barriers.
+/// A command of a recording. A [`Rehearsal`] may reorder the commands between two barriers.
 enum Command {
     Dispatch {
         pipeline: vk::Pipeline,
@@ -433,22 +435,22 @@ pub struct Recorder<'a> {
     /// Accesses of the commands since the last barrier.
     since_barrier: Accesses,
     rehearsal: Rehearsal,
-    /// Commands since the last barrier, if a rehearsal records them in another order; empty otherwise.
+    /// Commands since the last barrier, if the rehearsal reorders them; empty otherwise.
     deferred: Vec<Command>,
 }
 
 impl Recorder<'_> {
-    /// Runs `groups` workgroups. The shader says what the dispatch reads and writes; barriers and lifetimes follow from
-    /// that. Panics if two addresses lead to the same memory and the shader writes through one of them: a shader that
-    /// works in place uses one address.
+    /// Dispatches `groups` workgroups. The recorder derives barriers and lifetimes from the shader's accesses. Panics
+    /// if two addresses point to the same memory and the shader writes through one of them: a shader that works in
+    /// place must use a single address.
     pub fn dispatch<A: Arguments>(&mut self, pipeline: &Pipeline, arguments: &A, groups: [u32; 3]) {
         let name = &pipeline.name;
         assert!(groups.iter().all(|&g| g > 0 && g <= 65535), "{name}: {groups:?} workgroups");
         self.dispatch_groups(pipeline, arguments, Groups::Direct(groups), None);
     }
 
-    /// Runs as many workgroups as `groups` holds when the dispatch runs: three u32, each at most 65535; 0 runs none.
-    /// See [`Recorder::dispatch`] for the rest.
+    /// Like [`Recorder::dispatch`], but the device reads the workgroup counts from `groups` when the dispatch runs:
+    /// three u32, each at most 65535. If one is 0, no workgroup runs.
     pub fn dispatch_indirect<A: Arguments>(&mut self, pipeline: &Pipeline, arguments: &A, groups: &Buffer) {
         let groups = groups.slice(0, INDIRECT_BYTES);
         let at = Groups::Indirect(groups.chunk.raw, groups.offset);
@@ -463,23 +465,24 @@ impl Recorder<'_> {
         read: Option<&Buffer>,
     ) {
         let Pipeline { name, shader, .. } = pipeline;
-        assert!(shader.kernel == A::KERNEL, "{name} was given the arguments of {}", A::KERNEL);
+        assert!(shader.kernel == A::KERNEL, "{name} got the arguments of {}", A::KERNEL);
         let followed = arguments.followed();
-        assert!(shader.follows || followed.is_empty(), "{name} follows no addresses");
+        assert!(shader.follows || followed.is_empty(), "{name} loads no addresses from memory");
         let mut used: Vec<&Buffer> = followed.iter().copied().chain(read).collect();
         let mut accesses = Accesses { reads: used.iter().map(|b| range(b)).collect(), writes: Vec::new() };
         for (buffer, (pointer, access)) in arguments.buffers().zip(shader.pointers) {
             if *access == Access::None || buffer.is_none() && pointer.ends_with("_or_none") {
                 continue;
             }
-            let buffer = buffer.unwrap_or_else(|| panic!("{name}: it uses {pointer}, which was not given"));
+            let buffer = buffer
+                .unwrap_or_else(|| panic!("{name} uses {pointer}, but the caller passed no buffer for it"));
             used.push(buffer);
             let one = [range(buffer)];
             let is_shared =
                 overlap(&accesses.writes, &one) || access.writes() && overlap(&accesses.reads, &one);
             assert!(
                 !is_shared,
-                "{name}: {pointer} is memory of another of its addresses, and one of them writes"
+                "{name}: {pointer} overlaps the memory of another address, and the shader writes through one of them"
             );
             let [one] = one;
             match access {
@@ -502,7 +505,7 @@ impl Recorder<'_> {
     pub fn copy(&mut self, from: &Buffer, to: &Buffer, bytes: u64) {
         let (from, to) = (from.slice(0, bytes), to.slice(0, bytes));
         let mut accesses = Accesses { reads: vec![range(&from)], writes: vec![range(&to)] };
-        assert!(!overlap(&accesses.reads, &accesses.writes), "a copy onto itself");
+        assert!(!overlap(&accesses.reads, &accesses.writes), "source and destination of a copy overlap");
         if self.rehearsal.forgets("copy", "to") {
             accesses.writes.clear();
         }
@@ -523,21 +526,22 @@ impl Recorder<'_> {
         self.add(Command::Fill { buffer: buffer.chunk.raw, offset, bytes, word });
     }
 
-    /// Gives buffers that are shared to the device outside, behind all commands so far.
+    /// Releases shared buffers to the device outside Vulkan, after all commands that were recorded until now.
     pub fn release(&mut self, buffers: &[&Buffer]) {
         self.transfer(buffers, |own, other| (own, other));
     }
 
-    /// Takes buffers that are shared back from the device outside, before the commands to come.
+    /// Acquires shared buffers from the device outside Vulkan, before all later commands.
     pub fn acquire(&mut self, buffers: &[&Buffer]) {
         self.transfer(buffers, |own, other| (other, own));
     }
 
-    /// Moves shared buffers to the second queue family that `way` makes of this one and the one outside.
+    /// Transfers the ownership of shared buffers. `way` returns the source and the destination queue family, given this
+    /// device's family and the family of the device outside.
     fn transfer(&mut self, buffers: &[&Buffer], way: impl Fn(u32, u32) -> (u32, u32)) {
         assert!(
             buffers.iter().all(|buffer| buffer.chunk.is_shared),
-            "a buffer that is not shared is transferred"
+            "transferring a buffer whose memory is not shared"
         );
         self.order_after_conflicts(buffers, Accesses::default());
         self.barrier();
@@ -566,12 +570,12 @@ impl Recorder<'_> {
         unsafe { device.raw.cmd_pipeline_barrier2(self.commands.raw, &info) }
     }
 
-    /// Ends the recording and submits it by itself, for this once. The writes of its commands are visible to the host
-    /// once the timeline has reached the value returned.
+    /// Ends the recording and submits only this command buffer, once. The writes are visible to the host when the
+    /// timeline semaphore has reached the returned value.
     pub fn submit_alone(mut self, what: &str) -> Result<u64, GpuError> {
         self.flush();
         let Recorder { commands, .. } = self;
-        show_to_host(&commands.device, commands.raw);
+        make_visible_to_host(&commands.device, commands.raw);
         commands.end()?;
         commands.make_ready()?;
         let value = commands.device.submit_to_queue(&[commands.raw], what)?;
@@ -579,8 +583,8 @@ impl Recorder<'_> {
         Ok(value)
     }
 
-    /// Records a barrier if a command with these accesses conflicts with one since the last barrier, and retains the
-    /// buffers that the command uses.
+    /// Records a barrier if these accesses conflict with a command since the last barrier, and keeps the buffers that
+    /// the command uses alive.
     fn order_after_conflicts(&mut self, used: &[&Buffer], accesses: Accesses) {
         if self.since_barrier.conflict(&accesses) {
             self.barrier();
@@ -627,8 +631,8 @@ impl Recorder<'_> {
             _ => None,
         };
         let (device, raw) = (&self.commands.device, self.commands.raw);
-        // SAFETY: recording is open; pipelines and buffers belong to the device and are retained; regions lie in their
-        // buffers, and fills are multiples of 4 there; push constants fit the layout.
+        // SAFETY: recording is open; pipelines and buffers belong to the device and are kept alive; regions are inside
+        // their buffers; offsets and sizes of fills are multiples of 4; push constants fit the layout.
         unsafe {
             match command {
                 Command::Dispatch { pipeline, push, push_bytes, groups, .. } => {
@@ -710,7 +714,7 @@ mod tests {
 
     #[test]
     #[allow(clippy::single_range_in_vec_init)] // address ranges, not lists of numbers
-    fn barriers_stand_where_an_access_would_overtake_a_write() {
+    fn accesses_conflict_if_they_overlap_and_one_of_them_writes() {
         let seen = Accesses { reads: vec![0..10, 50..60], writes: vec![100..200] };
         // (reads, writes, whether they conflict)
         let cases: [(&[Range], &[Range], bool); 9] = [

@@ -1,13 +1,13 @@
-//! Ways in which tests change how commands are recorded and buffers allocated.
+//! Test options that change how commands are recorded and how buffers are allocated.
 
-/// The order in which commands between two barriers are recorded. No result may depend on it. A driver that runs
-/// commands one after the other in the recorded order hides a missing barrier, so tests record them in other orders.
+/// The order in which the commands between two barriers are recorded. No result may depend on it. A driver that runs
+/// commands sequentially in the recorded order hides a missing barrier, so tests record them in other orders.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Order {
     #[default]
     AsRecorded,
     Reversed,
-    /// A random order that follows from this seed.
+    /// A pseudorandom order with this seed.
     Shuffled(u64),
 }
 
@@ -15,10 +15,10 @@ pub enum Order {
 #[derive(Debug, Clone, Default)]
 pub struct Rehearsal {
     pub order: Order,
-    /// A shader and its address, or "copy" and "to", or "fill" and "buffer", whose accesses the recorder ignores: it
-    /// simulates a mistake in deriving barriers.
+    /// The recorder ignores accesses of this shader through this address, or of ("copy", "to") or ("fill", "buffer").
+    /// That simulates a missing barrier.
     pub forgotten: Option<(&'static str, &'static str)>,
-    /// Whether every buffer is an allocation of its own, so that a layer that checks addresses knows where each buffer
+    /// Whether every buffer gets its own allocation, so that a layer that checks addresses knows where each buffer
     /// ends.
     pub separate_buffers: bool,
 }

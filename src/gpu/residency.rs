@@ -1,13 +1,12 @@
-//! Compares the GPU memory that the kernel reports for this process with what was placed, to prove that a model is
-//! loaded.
+//! Checks that a model is in GPU memory: compares the memory that the Linux kernel reports for this process with the
+//! bytes that were placed.
 //!
-//! On Linux each open file of a DRM device has a text under `/proc/self/fdinfo`
-//! (<https://docs.kernel.org/gpu/drm-usage-stats.html>). amdgpu reports there how much VRAM and GTT this process's
-//! buffers take; `mem_info_vram_used` in sysfs would count the desktop's buffers too. On an integrated GPU the driver
-//! may move buffers between the two, so only their sum is compared with what was placed.
+//! Each open file of a DRM device has a text under `/proc/self/fdinfo`
+//! (<https://docs.kernel.org/gpu/drm-usage-stats.html>), in which amdgpu reports the VRAM and GTT of this process's
+//! buffers. (`mem_info_vram_used` in sysfs includes the buffers of other processes.) On an integrated GPU the driver
+//! may move buffers between VRAM and GTT, so only the sum is compared.
 //!
-//! This module refuses to guess: it gives [`Residency::Unknown`] for a driver that reports nothing, or a device whose
-//! files are not found.
+//! The result is [`Residency::Unknown`] if the driver reports nothing or no file of the device is found.
 
 use std::collections::BTreeMap;
 use std::io::Read;
@@ -15,14 +14,14 @@ use std::path::Path;
 
 use crate::config::show_bytes;
 
-/// The most bytes of an fdinfo text that are read; such a text has a few KB.
+/// The most bytes of an fdinfo text that are read. A usual text has a few KB.
 const MAX_TEXT_BYTES: u64 = 64 << 10;
-/// The bytes that may be missing: a hundredth, or the little that the driver may have freed of its own meanwhile.
-/// Kernels count whole pages, so buffers count for no less than their size, and print KiB.
+/// The reported memory may be less than the placed bytes by a hundredth, or by 4 MiB if that is more: the kernel rounds
+/// numbers to KiB, and the driver may have freed some of its own buffers meanwhile.
 const MISSING_SHARE: u64 = 100;
 const MISSING_BYTES: u64 = 4 << 20;
-/// The bytes that the kernel may see beyond what was placed: page tables and rounding to pages (at most 8 bytes for
-/// each 4 KiB, so a hundredth is ample), and the driver's own buffers for pipelines and command buffers.
+/// The reported memory may exceed the placed bytes by a hundredth plus 256 MiB: for page tables (8 bytes for each 4
+/// KiB) and rounding to pages, and for the driver's own buffers, such as pipelines and command buffers.
 const EXTRA_SHARE: u64 = 100;
 const EXTRA_BYTES: u64 = 256 << 20;
 
@@ -35,11 +34,11 @@ pub struct Client {
     pub pdev: Option<String>,
     /// The id of the DRM client. Files with equal ids report the same memory.
     pub client_id: Option<u64>,
-    /// The memory that the file reports; `None` if the kernel reports none.
+    /// The memory that the file reports. `None`: the text has no memory keys.
     pub used: Option<MemoryUse>,
 }
 
-/// Bytes that a process holds.
+/// GPU memory of a process, in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct MemoryUse {
     pub vram: u64,
@@ -52,20 +51,20 @@ impl MemoryUse {
     }
 }
 
-/// Reads an fdinfo text; `None` for a file that is no DRM device's.
+/// Parses an fdinfo text. `None`: the file does not belong to a DRM device.
 pub fn parse(text: &str) -> Option<Client> {
     let lines = text.lines().filter_map(|line| line.split_once(':'));
     let keys: BTreeMap<&str, &str> = lines.map(|(key, value)| (key.trim(), value.trim())).collect();
     let bytes = |region: &str| {
-        // `drm-resident` counts the pages that are there now. `drm-memory` is amdgpu's older key, which counts buffers
-        // without pages on some kernels, so the newer key goes first.
+        // `drm-resident` counts only resident pages. amdgpu's older key `drm-memory` also counts evicted buffers on
+        // some kernels, so the newer key is preferred.
         ["drm-resident-", "drm-memory-"].iter().find_map(|key| size(keys.get(&*format!("{key}{region}"))?))
     };
     Some(Client {
         driver: (*keys.get("drm-driver")?).to_owned(),
         pdev: keys.get("drm-pdev").map(|pdev| pdev.to_ascii_lowercase()),
         client_id: keys.get("drm-client-id").and_then(|id| id.parse().ok()),
-        // A device without memory of its own may leave out VRAM.
+        // A device without its own memory may omit the VRAM key.
         used: match (bytes("vram"), bytes("gtt")) {
             (None, None) => None,
             (vram, gtt) => Some(MemoryUse { vram: vram.unwrap_or(0), gtt: gtt.unwrap_or(0) }),
@@ -73,7 +72,7 @@ pub fn parse(text: &str) -> Option<Client> {
     })
 }
 
-/// The bytes of a number with its unit; a number without a unit counts bytes.
+/// Parses a size with a unit. A number without a unit means bytes.
 fn size(text: &&str) -> Option<u64> {
     let mut words = text.split_whitespace();
     let number: u64 = words.next()?.parse().ok()?;
@@ -86,11 +85,11 @@ fn size(text: &&str) -> Option<u64> {
     number.checked_mul(unit).filter(|_| words.next().is_none())
 }
 
-/// The memory that the process with the `/proc` folder `process` uses of the amdgpu device at PCI address `pdev`;
-/// `None` if no open file reports it.
+/// The memory of the amdgpu device at PCI address `pdev` that a process uses. `process` is its folder in `/proc`.
+/// `None`: no open file reports it.
 pub fn memory_use(process: &Path, pdev: &str) -> Option<MemoryUse> {
     let mut clients = BTreeMap::new();
-    // A file that was closed meanwhile, or that another user's namespace hides, is skipped.
+    // A file that was closed meanwhile, or that this process may not read, is skipped.
     for entry in std::fs::read_dir(process.join("fdinfo")).ok()?.filter_map(Result::ok) {
         let Ok(file) = std::fs::File::open(entry.path()) else { continue };
         let mut text = String::new();
@@ -111,14 +110,14 @@ pub fn memory_use(process: &Path, pdev: &str) -> Option<MemoryUse> {
     clients.into_values().reduce(add)
 }
 
-/// Whether the kernel sees the bytes that were placed.
+/// Whether the kernel reports the memory that was placed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Residency {
     /// The driver reports nothing.
     Unknown,
-    /// The kernel sees them; `used` counts from the time when the device was opened.
+    /// The reported memory matches. `used` is the growth since the device was opened.
     Confirmed { placed: u64, used: MemoryUse },
-    /// The kernel sees too few or too many bytes.
+    /// The kernel reports too few or too many bytes.
     Denied { placed: u64, used: MemoryUse },
 }
 
@@ -145,13 +144,13 @@ impl std::fmt::Display for Residency {
             let [placed, sum, vram, gtt] = [placed, used.sum(), used.vram, used.gtt].map(show_bytes);
             write!(
                 f,
-                "{placed} were placed, the kernel sees {sum} of this process: {vram} in VRAM, {gtt} in GTT"
+                "{placed} were placed, and the kernel sees {sum} of this process: {vram} in VRAM, {gtt} in GTT"
             )
         };
         match self {
             Residency::Unknown => write!(
                 f,
-                "what lies in GPU memory cannot be verified here: only amdgpu on Linux tells it (drm-memory-* in \
+                "the use of GPU memory cannot be verified here: only amdgpu on Linux reports it (drm-memory-* in \
                  /proc/self/fdinfo)"
             ),
             Residency::Confirmed { placed, used } | Residency::Denied { placed, used } => {
@@ -172,21 +171,21 @@ mod tests {
     const OLD: &str = "pos:\t0\nflags:\t02100002\nmnt_id:\t26\nino:\t529\ndrm-driver:\tamdgpu\npasid:\t32777\n\
         drm-pdev:\t0000:c5:00.0\ndrm-client-id:\t42\ndrm-memory-vram:\t16777216 KiB\ndrm-memory-gtt: \t10485760 KiB\n\
         drm-memory-cpu: \t0 KiB\ndrm-engine-gfx:\t27365839120 ns\ndrm-engine-compute:\t7 ns\n";
-    /// A text of Linux 6.8, with keys of what was evicted and requested.
+    /// A text of Linux 6.8, with keys for evicted and requested memory.
     const MIDDLE: &str = "pos:\t0\nflags:\t02100002\nmnt_id:\t24\nino:\t1239\ndrm-driver:\tamdgpu\ndrm-client-id:\t4\n\
         drm-pdev:\t0000:c5:00.0\npasid:\t32771\ndrm-memory-vram:\t44564 KiB\ndrm-memory-gtt: \t2392 KiB\n\
         drm-memory-cpu: \t0 KiB\namd-memory-visible-vram:\t44564 KiB\namd-evicted-vram:\t0 KiB\n\
         amd-evicted-visible-vram:\t0 KiB\namd-requested-vram:\t44564 KiB\namd-requested-visible-vram:\t11952 KiB\n\
         amd-requested-gtt:\t2392 KiB\ndrm-shared-vram:\t0 KiB\ndrm-shared-gtt:\t0 KiB\ndrm-shared-cpu:\t0 KiB\n";
-    /// A text of Linux 6.14. It has the common keys of DRM, whose unit is the largest that divides the number, beside
-    /// amdgpu's keys, which here count pages that are not there.
+    /// A text of Linux 6.14. It has the common DRM keys, printed in the largest unit that divides the number, and
+    /// amdgpu's own keys, which here include evicted memory.
     const NEW: &str = "pos:\t0\nflags:\t02100002\nmnt_id:\t24\nino:\t1239\ndrm-driver:\tamdgpu\ndrm-client-id:\t9\n\
         drm-pdev:\t0000:C5:00.0\npasid:\t32771\ndrm-total-cpu:\t0\ndrm-shared-cpu:\t0\ndrm-resident-cpu:\t0\n\
         drm-purgeable-cpu:\t0\ndrm-total-gtt:\t10 MiB\ndrm-shared-gtt:\t0\ndrm-resident-gtt:\t10 MiB\n\
         drm-purgeable-gtt:\t0\ndrm-total-vram:\t117088 KiB\ndrm-shared-vram:\t31952 KiB\ndrm-resident-vram:\t180 KiB\n\
         drm-purgeable-vram:\t0\ndrm-memory-vram:\t117088 KiB\ndrm-memory-gtt: \t10240 KiB\ndrm-memory-cpu: \t0 KiB\n\
         amd-evicted-vram:\t116908 KiB\namd-requested-vram:\t117088 KiB\namd-requested-gtt:\t10240 KiB\n";
-    /// A text of a driver without memory keys, and a text of a file that is no device's.
+    /// A text of a driver without memory keys, and a text of a file that is not a device.
     const OTHER: &str = "pos:\t0\ndrm-driver:\ti915\ndrm-pdev:\t0000:00:02.0\ndrm-client-id:\t7\n";
     const PLAIN: &str = "pos:\t0\nflags:\t0100002\nmnt_id:\t15\nino:\t1057\n";
 
@@ -195,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn texts_of_several_kernels_are_read() {
+    fn texts_of_several_kernel_versions_are_parsed() {
         let old = parse(OLD).unwrap();
         assert_eq!(
             (old.driver.as_str(), old.pdev.as_deref(), old.client_id),
@@ -210,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn figures_that_are_none_are_not_read_as_none() {
+    fn invalid_sizes_are_ignored() {
         for bad in ["", "x KiB", "1 XiB", "1 KiB more", "18446744073709551615 MiB", "-1 KiB"] {
             let text = format!("drm-driver:\tamdgpu\ndrm-memory-vram:\t{bad}\n");
             assert_eq!(memory_use_of(&text), None, "{bad:?}");
@@ -222,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn files_of_one_client_count_once_and_those_of_other_devices_not_at_all() {
+    fn files_of_one_client_count_once_and_other_devices_do_not_count() {
         let process = tempfile::tempdir().unwrap();
         let folder = process.path().join("fdinfo");
         std::fs::create_dir(&folder).unwrap();
@@ -248,14 +247,14 @@ mod tests {
     }
 
     #[test]
-    fn the_sum_counts_and_not_the_split() {
+    fn only_the_sum_of_vram_and_gtt_is_compared() {
         let (placed, before) = (16 * GIB, Some(MemoryUse { vram: 40 * MIB, gtt: 8 * MIB }));
         let after = |vram, gtt| Some(MemoryUse { vram, gtt });
         let confirmed = |after| matches!(compare(placed, before, after), Residency::Confirmed { .. });
         assert!(confirmed(after(16 * GIB + 40 * MIB, 8 * MIB)));
         assert!(confirmed(after(GIB, 15 * GIB + 48 * MIB)), "moved to GTT");
-        assert!(confirmed(after(0, 16 * GIB + 48 * MIB)), "moved altogether");
-        assert!(confirmed(after(16 * GIB, 300 * MIB)), "with the driver's own");
+        assert!(confirmed(after(0, 16 * GIB + 48 * MIB)), "moved completely");
+        assert!(confirmed(after(16 * GIB, 300 * MIB)), "with the driver's own buffers");
         assert!(!confirmed(after(15 * GIB, 100 * MIB)), "a sixteenth is missing");
         assert!(!confirmed(after(17 * GIB, GIB)), "more than was placed");
         assert!(!confirmed(before), "nothing is there");
@@ -264,7 +263,7 @@ mod tests {
         let empty = compare(26 * GIB, before, before);
         assert_eq!(
             empty.to_string(),
-            "26.0 GiB were placed, the kernel sees 0 B of this process: 0 B in VRAM, 0 B in GTT"
+            "26.0 GiB were placed, and the kernel sees 0 B of this process: 0 B in VRAM, 0 B in GTT"
         );
     }
 }

@@ -1,27 +1,27 @@
-//! A compiled shader, and its accesses to memory.
+//! A compiled shader and its memory accesses.
 
 use super::need::Need;
 
-/// One compiled variant of a kernel. All fields are read from its SPIR-V.
+/// One compiled variant of a kernel. `build.rs` reads all fields from its SPIR-V.
 #[derive(Debug)]
 pub struct Shader {
     pub name: &'static str,
     pub kernel: &'static str,
     /// Specialization constants as (id, name), with ascending ids.
     pub constants: &'static [(u32, &'static str)],
-    /// The push constants that are addresses, in order, each with the shader's access to the memory behind it.
+    /// The push constants that are buffer addresses, in order, with the shader's access to each buffer.
     pub pointers: &'static [(&'static str, Access)],
-    /// Whether the shader follows addresses that it loads from memory; it only reads through them.
+    /// Whether the shader loads addresses from memory and follows them. It only reads through such addresses.
     pub follows: bool,
     pub needs: &'static [Need],
-    /// Invocations of a workgroup.
+    /// Number of invocations of a workgroup, in x, y and z.
     pub workgroup: [u32; 3],
-    /// Bytes of shared memory, given the specialization constants.
+    /// Bytes of shared memory, from the specialization constants.
     pub shared_bytes: fn(&[u32]) -> u32,
     pub spirv: &'static [u8],
 }
 
-/// A shader's access to the memory behind an address.
+/// A shader's access to a buffer through its address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
     /// The variant does not use the address.

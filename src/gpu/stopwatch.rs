@@ -1,8 +1,8 @@
-//! Tells how long something took to the floors above, which read no clock.
+//! Measures durations for the modules that use the GPU layer, which read no clock themselves.
 
 use std::time::{Duration, Instant};
 
-/// Does `work`, and says how long it took.
+/// Runs `work`, and returns its result and duration.
 pub fn timed<T>(work: impl FnOnce() -> T) -> (T, Duration) {
     let since = Instant::now();
     let result = work();

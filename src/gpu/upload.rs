@@ -1,5 +1,5 @@
-//! Moves bytes from the host into device memory. They go directly if the host can reach the memory and the bytes need
-//! no conversion. Otherwise they go through two staging buffers, so that filling one overlaps the copy of the other.
+//! Uploads bytes from the host to device memory. Bytes that need no conversion are read directly into mapped memory.
+//! All other bytes go through two staging buffers, so that the host fills one while the device copies the other.
 
 use std::sync::Arc;
 
@@ -11,29 +11,32 @@ use super::{Arena, Buffer, Class, CommandBuffer, Device, GpuError, MemoryKind};
 /// Bytes of one staging buffer.
 const STAGING_BYTES: u64 = 16 << 20;
 
-/// Bytes that one task reads.
+/// The most bytes that one task reads.
 const READ_BYTES: usize = 2 << 20;
 
-/// Number of threads that read. There are more of them than most machines have cores, because they wait for the disk
-/// most of the time.
+/// Number of threads that read files. More threads than cores are useful, because they mostly wait for the disk.
 const READERS: usize = 8;
 
-/// Fills a slice with the bytes that belong at a byte offset of a buffer, without reading the slice.
+/// Fills a slice with the bytes that belong at a byte offset of a buffer. It must not read the slice.
 type Read<'a, E> = dyn Fn(u64, &mut [u8]) -> Result<(), E> + Send + Sync + 'a;
 
 /// A buffer and the function that reads its bytes.
-struct Reading<'a, E> {
+struct QueuedRead<'a, E> {
     to: Buffer,
     read: Box<Read<'a, E>>,
 }
 
-/// The staging buffers and queued reads of a load, which are dropped when the load is over. Reads fail with an `E`.
+/// The staging buffers and queued reads of a load. Drop it after the load to free the staging buffers. Reads fail with
+/// an `E`.
 pub struct Uploader<'a, E> {
     device: Arc<Device>,
-    readings: Vec<Reading<'a, E>>,
+    queued: Vec<QueuedRead<'a, E>>,
+    /// The two staging buffers, each with the command buffer of its copies.
     halves: [(Buffer, CommandBuffer); 2],
+    /// The index of the half to use next.
     next: usize,
     scratch: Vec<u8>,
+    /// Whether mapped memory is filled through staging, too.
     staged: bool,
     readers: ThreadPool,
 }
@@ -52,7 +55,7 @@ impl<'a, E: From<GpuError> + Send> Uploader<'a, E> {
             .map_err(|error| GpuError::NoThread { doing: "reading weights", error: error.to_string() })?;
         Ok(Uploader {
             device: Arc::clone(device),
-            readings: Vec::new(),
+            queued: Vec::new(),
             halves: [half()?, half()?],
             next: 0,
             scratch: Vec::new(),
@@ -61,15 +64,14 @@ impl<'a, E: From<GpuError> + Send> Uploader<'a, E> {
         })
     }
 
-    /// Makes uploads use staging even if the host can reach the device's memory, so that tests cover discrete GPUs
-    /// without having one.
+    /// Makes all uploads use staging, even if device memory is mapped, so that tests cover discrete GPUs.
     #[doc(hidden)]
     pub fn staged(self) -> Self {
         Uploader { staged: true, ..self }
     }
 
-    /// Fills `to` piece by piece: `produce(offset, piece)` writes the bytes that belong at byte `offset`. Every
-    /// piece but the last is a multiple of `unit` bytes.
+    /// Fills `to` piece by piece: `produce(offset, piece)` writes the bytes that belong at byte `offset`. The size of
+    /// each piece is a multiple of `unit` bytes, except the last.
     pub fn fill_with(
         &mut self,
         to: &Buffer,
@@ -81,7 +83,8 @@ impl<'a, E: From<GpuError> + Send> Uploader<'a, E> {
         let mut offset = 0;
         while offset < to.size() {
             let bytes = piece.min(to.size() - offset);
-            // Bytes are produced in ordinary memory first: staging memory may be write-combined, and must not be read.
+            // `produce` writes to ordinary memory first, because it may read its output: staging memory may be
+            // write-combined, and reading it is slow.
             self.scratch.clear();
             self.scratch.resize(bytes as usize, 0);
             produce(offset, &mut self.scratch)?;
@@ -93,28 +96,28 @@ impl<'a, E: From<GpuError> + Send> Uploader<'a, E> {
             recorder.copy(staging, &to.slice(offset, bytes), bytes);
             recorder.submit_alone("upload")?;
             offset += bytes;
-            self.device.get_on();
+            self.device.note_progress();
         }
         Ok(())
     }
 
-    /// Queues a read that [`Uploader::read_queued`] fills `to` by: `read(offset, piece)` writes the bytes that belong
-    /// at byte `offset`.
+    /// Queues a read that fills `to`; [`Uploader::read_queued`] runs it. `read(offset, piece)` writes the bytes that
+    /// belong at byte `offset`.
     pub fn queue(&mut self, to: &Buffer, read: impl Fn(u64, &mut [u8]) -> Result<(), E> + Send + Sync + 'a) {
-        self.readings.push(Reading { to: to.clone(), read: Box::new(read) });
+        self.queued.push(QueuedRead { to: to.clone(), read: Box::new(read) });
     }
 
-    /// Reads everything that is queued, several pieces at a time and in any order, directly into device memory where
-    /// the host can reach it. Panics if two reads fill the same bytes.
+    /// Runs all queued reads, with several threads and in any order. Mapped memory is filled directly. Panics if two
+    /// reads fill the same bytes.
     pub fn read_queued(&mut self) -> Result<(), E> {
-        let mut readings = std::mem::take(&mut self.readings);
-        let mut ranges: Vec<_> = readings.iter().map(|r| (r.to.address(), r.to.size())).collect();
+        let mut queued = std::mem::take(&mut self.queued);
+        let mut ranges: Vec<_> = queued.iter().map(|r| (r.to.address(), r.to.size())).collect();
         ranges.sort_unstable();
         let apart = ranges.is_sorted_by(|(first, size), (next, _)| first + size <= *next);
-        assert!(apart, "two readings fill the same bytes");
+        assert!(apart, "two reads fill the same bytes");
 
-        let (mut straight, mut staged) = (Vec::new(), Vec::new());
-        for Reading { to, read } in &mut readings {
+        let (mut direct, mut staged) = (Vec::new(), Vec::new());
+        for QueuedRead { to, read } in &mut queued {
             let read: &Read<E> = read;
             let offsets = (0..to.size()).step_by(READ_BYTES);
             if self.staged || !to.is_mapped() {
@@ -122,15 +125,15 @@ impl<'a, E: From<GpuError> + Send> Uploader<'a, E> {
                     offsets.map(|offset| (&*to, read, offset, (to.size() - offset).min(READ_BYTES as u64))),
                 );
             } else if let Some(mapped) = to.mapped() {
-                straight.extend(
+                direct.extend(
                     offsets.zip(mapped.chunks_mut(READ_BYTES)).map(|(offset, piece)| (read, offset, piece)),
                 );
             }
         }
-        read_all(&self.readers, &self.device, straight)?;
+        read_all(&self.readers, &self.device, direct)?;
         let mut rest = &staged[..];
         while !rest.is_empty() {
-            // Each round reads as many pieces as fit a staging buffer.
+            // Each round reads as many pieces as fit into a staging buffer.
             let mut room = STAGING_BYTES;
             let fits = rest
                 .iter()
@@ -140,7 +143,7 @@ impl<'a, E: From<GpuError> + Send> Uploader<'a, E> {
             let half = self.next;
             self.next = 1 - half;
             self.halves[half].1.wait()?;
-            let mut mapped = self.halves[half].0.mapped().expect("staging memory is the host's to write");
+            let mut mapped = self.halves[half].0.mapped().expect("staging memory is mapped");
             let pieces = now.iter().map(|&(_, read, offset, bytes)| {
                 let piece = mapped.split_off_mut(..bytes as usize).expect("counted above");
                 (read, offset, piece)
@@ -168,14 +171,14 @@ impl<'a, E: From<GpuError> + Send> Uploader<'a, E> {
         })
     }
 
-    /// Reads everything that is queued, and waits until every byte is on the device.
+    /// Runs all queued reads, and waits until all bytes are on the device.
     pub fn finish(mut self) -> Result<(), E> {
         self.read_queued()?;
         Ok(self.halves.iter_mut().try_for_each(|(_, commands)| commands.wait())?)
     }
 }
 
-/// Runs the reads. Threads take the pieces in order, which disks read faster.
+/// Runs the reads. The threads take the pieces in order, because disks read sequential data faster.
 fn read_all<E: Send>(
     readers: &ThreadPool,
     device: &Device,
@@ -183,6 +186,6 @@ fn read_all<E: Send>(
 ) -> Result<(), E> {
     let pieces = pieces.into_iter().par_bridge();
     readers.install(|| {
-        pieces.try_for_each(|(read, offset, piece)| read(offset, piece).inspect(|()| device.get_on()))
+        pieces.try_for_each(|(read, offset, piece)| read(offset, piece).inspect(|()| device.note_progress()))
     })
 }

@@ -1,20 +1,20 @@
-//! The arrays on the device that kernels read and write, and their shapes.
+//! The device arrays that kernels read and write, and their shapes.
 
 use std::ops::Range;
 
 use crate::gpu::Buffer;
 use crate::tensor::KvDtype;
 
-/// The largest head dimension: a workgroup of attention holds a head in 64 vec4s. Head dimensions are multiples of 4.
+/// The largest head dimension: the attention kernel holds a head in 64 vec4s. Head dimensions are multiples of 4.
 pub const MAX_HEAD_DIM: usize = 256;
-/// The most query heads per KV head: their queries and scores fit 32 KiB of shared memory.
+/// The most query heads per KV head: their queries and scores must fit into 32 KiB of shared memory.
 pub const MAX_GROUP: usize = 16;
-/// Largest number of matrices that one dispatch multiplies with the same activations.
+/// The most matrices that one dispatch multiplies with the same activations.
 pub(super) const MATRICES: usize = 3;
-/// An id of the embedding kernel's input that stands for "the id last sampled in slot N": this flag plus N.
+/// The embedding kernel reads an id `LAST_SAMPLED + n` as the id that was last sampled in slot `n`.
 pub const LAST_SAMPLED: u32 = 1 << 31;
 
-/// f32 activations `[rows, width]`, rows `stride` elements apart.
+/// f32 activations `[rows, width]` with a row stride of `stride` elements.
 #[derive(Clone)]
 pub struct Activations {
     pub buffer: Buffer,
@@ -23,7 +23,7 @@ pub struct Activations {
 }
 
 impl Activations {
-    /// The number of elements from row to row, in whole vec4s.
+    /// The row stride in elements: `width`, rounded up to whole vec4s.
     pub const fn stride_of(width: usize) -> usize {
         width.next_multiple_of(4)
     }
@@ -43,15 +43,15 @@ impl Activations {
         Activations { buffer, ..*self }
     }
 
-    /// The memory of the first `rows` rows. Panics if there are fewer, or if the width is another one.
+    /// The memory of the first `rows` rows. Panics if there are fewer rows, or if the width is not `width`.
     pub(super) fn used(&self, rows: usize, width: usize, what: &str) -> Buffer {
         assert_eq!(self.width, width, "{what}: width");
         words(&self.buffer, rows * self.stride, what)
     }
 }
 
-/// One layer's share of the paged KV cache, keys and values: `[block][kv_head][token in block][head_dim]`, in the type
-/// that [`Kernels`](super::Kernels) was made for (`shaders/common/kv.glsl`).
+/// One layer of the paged KV cache: keys and values `[block][kv_head][token in block][head_dim]`, in the element type
+/// of [`Heads::kv`] (`shaders/common/kv.glsl`).
 #[derive(Clone)]
 pub struct KvCache {
     pub keys: Buffer,
@@ -69,11 +69,11 @@ pub struct AttentionShape {
     pub block_size: usize,
     /// Number of block table entries of each sequence.
     pub max_blocks: usize,
-    /// Number of keys that a token sees, its own included; `None` for all.
+    /// Number of keys that a token sees, including its own. `None`: all keys up to its own.
     pub window: Option<usize>,
 }
 
-/// The weights of an RMSNorm, `1 + w`: f32 `[width]`; and its epsilon.
+/// An RMSNorm: its epsilon, and its weights `1 + w`, f32 `[width]`.
 #[derive(Clone)]
 pub struct RmsNorm {
     pub weight: Buffer,
@@ -85,14 +85,14 @@ pub struct Attention {
     pub shape: AttentionShape,
     pub q_norm: RmsNorm,
     pub k_norm: RmsNorm,
-    /// Table of RoPE: f32 `[max position][head_dim / 2][cos, sin]`.
+    /// The RoPE table: f32 `[max position][head_dim / 2][cos, sin]`.
     pub rope: Buffer,
-    /// Factor of the queries, applied after the norm and RoPE.
+    /// Factor for the queries, applied after the norm and RoPE.
     pub q_scale: f32,
     pub cache: KvCache,
 }
 
-/// Per-token arrays of a step, on the device.
+/// The arrays of a step on the device.
 #[derive(Clone)]
 pub struct StepArrays {
     /// Id of each token, or [`LAST_SAMPLED`] + slot: u32 `[tokens]`.
@@ -108,19 +108,21 @@ pub struct StepArrays {
     pub shares: ShareArrays,
 }
 
-/// [`Shares`](super::Shares) on the device, of a whole step or of some of its rows.
+/// [`Shares`](super::Shares) on the device, for a whole step or for some of its rows.
 #[derive(Clone)]
 pub struct ShareArrays {
-    /// The [`Item`](super::Item)s of single tokens; `None` if the step can have none.
+    /// The [`Item`](super::Item)s of single tokens. `None`: the step cannot have such items.
     pub single: Option<Buffer>,
+    /// The items of tiles, likewise.
     pub tiles: Option<Buffer>,
-    /// Workgroup counts, three u32 for single tokens and three for tiles, read when the dispatches run.
+    /// Workgroup counts of the indirect dispatches: three u32 for single tokens, then three for tiles.
     pub groups: Buffer,
     /// [`Shares::merges`](super::Shares::merges): u32 `[tokens][2]`.
     pub merges: Buffer,
 }
 
-/// Partials that attention writes and merges: f32 `[slots]` of [`partial_width`](super::partial_width).
+/// The partial results of attention before the merge: f32 `[slots][partial_width]`, see
+/// [`partial_width`](super::partial_width).
 #[derive(Clone)]
 pub struct Partials {
     pub single: Activations,
@@ -138,7 +140,7 @@ pub struct Heads {
     pub kv: KvDtype,
 }
 
-/// The first `count` 32-bit words of a buffer. Panics if there are fewer.
+/// The first `count` 32-bit words of a buffer. Panics if the buffer is smaller.
 pub(super) fn words(buffer: &Buffer, count: usize, what: &str) -> Buffer {
     assert!(buffer.size() >= 4 * count as u64, "{what}: {count} words do not fit");
     buffer.slice(0, 4 * count as u64)

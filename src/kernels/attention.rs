@@ -1,60 +1,62 @@
-//! Shares the attention of a step out over workgroups: the items that `shaders/attention.comp` computes, and the
-//! partials that `shaders/attention_merge.comp` merges.
+//! Divides the attention of a step into work items: each workgroup of `shaders/attention.comp` computes an item, and
+//! `shaders/attention_merge.comp` merges the partial results ("partials").
 //!
-//! The keys of a sequence are cut into splits at positions that depend on the layer alone ([`Splits`]), and every token
-//! is computed split by split. So a token has the same bits however the step is shared out: each split in a workgroup
-//! of its own, or all splits in one workgroup; the token alone, or in a tile with its neighbours. The choice fills the
-//! device, as far as there is room for partials.
+//! The keys of a sequence are cut into splits (split-KV) at positions that depend only on the layer
+//! ([`Splits`]), and every token is computed split by split. So the result of a token has the same bits for every
+//! division of the work: one workgroup per split or one for all splits; the token alone or in a tile with its
+//! neighbours. The division uses as many workgroups as the device needs, if there is room for their partials.
 //!
-//! This module refuses to know a device: all of it is arithmetic, and tests choose the room.
+//! This module uses no device: it only computes, and its callers pass the room for partials.
 
 use std::ops::Range;
 
 use super::arrays::{AttentionShape, ShareArrays, StepArrays};
 use crate::gpu::{Buffer, INDIRECT_BYTES};
 
-/// The first 16 splits have one unit of keys, the next 28 have 4 units, and all later splits have 16 units
-/// (`shaders/common/softmax.glsl`). A short context has short splits, so that it has workgroups enough. A long context
-/// has longer ones, so that its partials stay few: 164 at most at 131,072 keys. With these two numbers, a split of 4
-/// units starts at a multiple of 4 units, and a split of 16 units at a multiple of 16.
+/// The first 16 splits have one unit of keys ([`Splits::unit`]), the next 28 have 4 units, and all later splits have 16
+/// units (`shaders/common/softmax.glsl`). Short splits give a short context enough workgroups. Longer splits limit the
+/// partials of a long context: at most 164 for 131,072 keys. With these two numbers, a split of 4 units starts at a
+/// multiple of 4 units, and a split of 16 units at a multiple of 16.
 const SPLITS_OF_1: usize = 16;
 const SPLITS_OF_4: usize = 28;
 /// Number of units before the first split of 16 units.
 const UNITS_IN_SHORT_SPLITS: usize = SPLITS_OF_1 + 4 * SPLITS_OF_4;
 
-/// Number of query heads of a tile, over all of its tokens: four teams of [`TEAM_ROWS`] (`shaders/attention.comp`).
+/// Number of rows of a tile (a row is one query head of one token): four teams of [`TEAM_ROWS`]
+/// (`shaders/attention.comp`).
 const TILE_ROWS: usize = 4 * TEAM_ROWS;
-/// Number of query heads that a team of 64 lanes computes.
+/// Number of rows that a team of 64 lanes computes.
 pub(super) const TEAM_ROWS: usize = 8;
-/// The number of workgroups of tiles from which on no tile is split: eight for each of the 12 compute units of a Radeon
-/// 780M. A step with fewer workgroups has its tiles split as single tokens are. The number is a count on paper; no GPU
-/// has measured it.
+/// If a step has this many workgroups of tiles, no tile is split further: eight for each of the 12 compute units of a
+/// Radeon 780M. If it has fewer, its tiles are split like single tokens. The number is calculated; it was not measured
+/// on a GPU.
 const TILE_WORKGROUPS_WANTED: usize = 96;
-/// Flag of a token's first slot: its partials lie among the partials of tiles.
+/// Flag of a token's first slot in [`Shares::merges`]: the token's partials are in the array of tiles.
 const IN_TILES: u32 = 1 << 31;
 
 /// The positions at which a layer cuts the keys of a sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Splits {
-    /// Number of keys in each of the first splits: a multiple of 64, the keys of a tile.
+    /// Number of keys in each of the first splits. It is a multiple of 64, the number of keys that the kernel reads at
+    /// a time.
     pub unit: usize,
-    /// Whether later splits are longer, so that a long context has few splits. False if a window bounds the keys.
+    /// Whether later splits are longer, so that a long context has few splits. False for a layer with a sliding window.
     pub grows: bool,
 }
 
 impl Splits {
-    /// The splits of a layer. Every KV head has a workgroup for each split, so longer splits suffice for many KV heads.
+    /// The splits of a layer. Each split has one workgroup per KV head, so with many KV heads the splits can be longer.
     pub fn of(num_kv_heads: usize, window: Option<usize>) -> Splits {
         Splits { unit: (16 * num_kv_heads).next_power_of_two().clamp(64, 256), grows: window.is_none() }
     }
 
     /// The first key of a split.
     pub fn start(&self, split: usize) -> usize {
-        let behind = split.saturating_sub(SPLITS_OF_1);
-        let units = match behind {
-            _ if !self.grows || behind == 0 => split,
-            1..=SPLITS_OF_4 => SPLITS_OF_1 + 4 * behind,
-            _ => UNITS_IN_SHORT_SPLITS + 16 * (behind - SPLITS_OF_4),
+        let past_first = split.saturating_sub(SPLITS_OF_1);
+        let units = match past_first {
+            _ if !self.grows || past_first == 0 => split,
+            1..=SPLITS_OF_4 => SPLITS_OF_1 + 4 * past_first,
+            _ => UNITS_IN_SHORT_SPLITS + 16 * (past_first - SPLITS_OF_4),
         };
         units * self.unit
     }
@@ -81,12 +83,12 @@ impl AttentionShape {
         self.window.map_or(0, |window| (position + 1).saturating_sub(window))
     }
 
-    /// The most tokens of a tile.
+    /// The most tokens in a tile.
     pub fn tile_tokens(&self) -> usize {
         TILE_ROWS / (self.num_heads / self.num_kv_heads)
     }
 
-    /// Number of f32 elements of a token's partial. For each head there are its values, the largest score, the sum of
+    /// Number of f32 elements of a token's partial. Each head has `head_dim` values, the largest score, the sum of the
     /// weights, and two elements of padding.
     pub fn partial_width(&self) -> usize {
         partial_width(self.num_heads, self.head_dim)
@@ -98,43 +100,47 @@ pub const fn partial_width(num_heads: usize, head_dim: usize) -> usize {
     num_heads * (head_dim + 4)
 }
 
-/// The work of one workgroup for each KV head: the partials of neighbouring tokens of a sequence over neighbouring
-/// splits. Each token gets one partial.
+/// The work of one workgroup per KV head: neighbouring tokens of a sequence over neighbouring splits. The workgroup
+/// writes one partial for each token.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
 pub struct Item {
-    /// The first token's row of the queries, the number of tokens, the first token's position, and the tokens' row of
-    /// the block tables.
+    /// Row of the first token in the queries.
     pub token: u32,
+    /// Number of tokens.
     pub tokens: u32,
+    /// Position of the first token in its sequence.
     pub position: u32,
+    /// Row of the sequence in the block tables.
     pub sequence: u32,
     pub first_split: u32,
     pub splits: u32,
-    /// The slot of the first token's partial, and the distance to the slot of the next token's.
+    /// Slot of the first token's partial.
     pub slot: u32,
+    /// Distance from a token's slot to the next token's slot.
     pub stride: u32,
 }
 
 /// Neighbouring tokens of one sequence in a step.
 #[derive(Debug, Clone, Copy)]
 pub struct Run {
-    /// The first token's row in the step, and its position in the sequence.
+    /// Row of the first token in the step.
     pub row: usize,
+    /// Position of the first token in the sequence.
     pub start: usize,
     pub tokens: usize,
-    /// The sequence's row of the block tables.
+    /// Row of the sequence in the block tables.
     pub sequence: usize,
 }
 
-/// Numbers of slots for partials of single tokens and of tiles: at least one of each kind for each token of a step.
+/// Numbers of slots for the partials of single tokens and of tiles. Each token of a step needs at least one slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Room {
     pub single: usize,
     pub tiles: usize,
 }
 
-/// The items of some rows of a step, as ranges of all items.
+/// A part of a step: some of its rows, and their items as ranges of all items.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PartItems {
     pub rows: Range<usize>,
@@ -142,35 +148,36 @@ pub struct PartItems {
     pub tiles: Range<usize>,
 }
 
-/// The attention of a step, shared out over workgroups.
+/// The attention of a step, divided into items.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Shares {
     pub single: Vec<Item>,
     pub tiles: Vec<Item>,
-    /// The first slot of each token of the step, with the flag `IN_TILES`, and the number of its partials; 0 for
-    /// padding tokens.
+    /// For each token of the step, its first slot (with the flag `IN_TILES` for tiles) and the number of its partials;
+    /// zeros for padding tokens.
     pub merges: Vec<[u32; 2]>,
-    /// The rows of the step in parts, each with its items.
+    /// The parts of the step.
     pub parts: Vec<PartItems>,
 }
 
-/// A span of neighbouring tokens that are computed together: a single token, or the tokens of a tile.
+/// Neighbouring tokens that are computed together: a single token, or the tokens of a tile.
 struct Span {
     run: Run,
     first_split: usize,
     splits: usize,
+    /// Whether each split has its own workgroup. If not, one workgroup computes all splits.
     is_split: bool,
 }
 
 impl Span {
-    /// How many slots more than one for each token the span needs, if each of its splits has a workgroup of its own.
+    /// The number of slots that the span needs in addition to one per token, if each split has its own workgroup.
     fn extra_slots(&self) -> usize {
         self.run.tokens * (self.splits - 1)
     }
 }
 
 impl Shares {
-    /// [`Shares::in_parts`] for a step of `tokens` tokens, in parts of `rows_per_part` rows.
+    /// [`Shares::in_parts`] for a step of `tokens` tokens, with parts of `rows_per_part` rows.
     pub fn new(
         shape: &AttentionShape,
         runs: &[Run],
@@ -183,8 +190,8 @@ impl Shares {
         Shares::in_parts(shape, runs, &parts, room)
     }
 
-    /// Shares out a step whose rows are these parts, one behind the other. Some of the rows may be in no run. No item
-    /// spans two parts. Panics if there is no room for one partial of each token.
+    /// Divides a step whose rows are these consecutive parts. Rows that are in no run are padding. No item belongs to
+    /// two parts. Panics if there is no room for one partial per token.
     pub fn in_parts(shape: &AttentionShape, runs: &[Run], parts: &[Range<usize>], room: Room) -> Shares {
         let tokens = parts.last().map_or(0, |part| part.end);
         let mut shares = Shares { merges: vec![[0; 2]; tokens], ..Shares::default() };
@@ -193,7 +200,8 @@ impl Shares {
             let end = run.row + run.tokens;
             let mut row = run.row;
             while row < end {
-                let part_end = parts.iter().find(|part| part.contains(&row)).expect("a part has the row").end;
+                let part_end =
+                    parts.iter().find(|part| part.contains(&row)).expect("every row is in a part").end;
                 let count = (end.min(part_end) - row).min(shape.tile_tokens());
                 let run = Run { row, start: run.start + row - run.row, tokens: count, ..*run };
                 let splits = shape.splits();
@@ -210,7 +218,7 @@ impl Shares {
             }
         }
         let needed = tiles.iter().map(|span| span.run.tokens).sum::<usize>();
-        assert!(needed <= room.tiles, "{needed} partials, and room for {} of tiles", room.tiles);
+        assert!(needed <= room.tiles, "{needed} partials of tiles, but room for {}", room.tiles);
         split_longest(&mut single, room.single, usize::MAX);
         split_longest(&mut tiles, room.tiles, TILE_WORKGROUPS_WANTED.div_ceil(shape.num_kv_heads));
 
@@ -230,7 +238,7 @@ impl Shares {
         shares
     }
 
-    /// Workgroup counts of single tokens and of tiles for indirect dispatches: first of all parts together, then of
+    /// Workgroup counts of the indirect dispatches for single tokens and for tiles: first for the whole step, then for
     /// each part.
     pub fn groups(&self, num_kv_heads: usize) -> Vec<[[u32; 3]; 2]> {
         let groups =
@@ -241,8 +249,8 @@ impl Shares {
     }
 }
 
-/// Gives each split of the longest spans a workgroup of its own, while slots last, until there are `wanted` items.
-/// Longer spans come first, because they take longest.
+/// Gives each split of the longest spans its own workgroup, until `slots` are used up or there are `wanted` items.
+/// Longer spans come first, because they take the most time.
 fn split_longest(spans: &mut [Span], slots: usize, wanted: usize) {
     spans.sort_by_key(|span| std::cmp::Reverse(span.splits));
     let mut spare = slots - spans.iter().map(|span| span.run.tokens).sum::<usize>();
@@ -254,7 +262,7 @@ fn split_longest(spans: &mut [Span], slots: usize, wanted: usize) {
             items += span.splits - 1;
         }
     }
-    // Spans that are not split come first, because their workgroups run longest.
+    // Spans that are not split start first, because their workgroups take the most time.
     spans.sort_by_key(|span| span.is_split);
 }
 
@@ -280,16 +288,16 @@ fn emit(span: &Span, next: &mut usize, flag: u32, items: &mut Vec<Item>, merges:
     }
 }
 
-/// Some of the items of a buffer.
+/// The range `some` of the items in a buffer.
 pub(super) fn items_of(items: &Buffer, some: &Range<usize>) -> Buffer {
     let bytes = |n: usize| (n * size_of::<Item>()) as u64;
     items.slice(bytes(some.start), bytes(some.len()))
 }
 
 impl StepArrays {
-    /// The arrays of the part `part`, which has the index `index` among the step's parts.
+    /// The arrays of the part `part`, which is number `index` of the step's parts.
     pub fn part(&self, part: &PartItems, index: usize) -> StepArrays {
-        // A part without items still needs a range, which no workgroup reads.
+        // A buffer range cannot be empty. For a part without items, the range has one item, which no workgroup reads.
         let some = |items: &Option<Buffer>, some: &Range<usize>| {
             items.as_ref().map(|items| items_of(items, if some.is_empty() { &(0..1) } else { some }))
         };
@@ -301,7 +309,7 @@ impl StepArrays {
         StepArrays { shares: ShareArrays { single, tiles, groups, ..of_rows.shares }, ..of_rows }
     }
 
-    /// The arrays of some rows. The items, and the numbers of workgroups, remain those of the whole step.
+    /// The arrays of some rows. The items and the workgroup counts are still the ones of the whole step.
     pub fn rows(&self, rows: &Range<usize>) -> StepArrays {
         let some = |array: &Buffer| array.slice(4 * rows.start as u64, 4 * rows.len() as u64);
         let merges = self.shares.merges.slice(8 * rows.start as u64, 8 * rows.len() as u64);
@@ -325,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn splits_follow_one_another_and_a_long_context_has_few() {
+    fn splits_are_contiguous_and_a_long_context_has_few() {
         for (heads, window, of_128k) in
             [(16, None, 68), (8, None, 100), (1, None, 164), (16, Some(1024), 512)]
         {
@@ -340,8 +348,8 @@ mod tests {
         }
     }
 
-    /// The keys of each token, as its partials cover them. Panics if a partial is not where the merge looks for it, or
-    /// if two partials have one place.
+    /// The key ranges of each token's partials. Panics if a partial is not in the slot where the merge reads it, or if
+    /// two partials have the same slot.
     fn covered(shares: &Shares, shape: &AttentionShape, room: Room) -> Vec<Vec<Range<usize>>> {
         let mut slots = [vec![None; room.single], vec![None; room.tiles]];
         for (items, slots) in [&shares.single, &shares.tiles].into_iter().zip(&mut slots) {
@@ -359,7 +367,7 @@ mod tests {
             let first = (merge[0] & !IN_TILES) as usize;
             let all = &slots[usize::from(tiles)][first..first + merge[1] as usize];
             let range = |slot: &Option<(u32, u32, u32)>| {
-                let (of, from, to) = slot.expect("somebody writes it");
+                let (of, from, to) = slot.expect("an item writes the slot");
                 assert_eq!(of, token, "another token's partial");
                 start(from)..start(to)
             };
@@ -369,12 +377,12 @@ mod tests {
     }
 
     #[test]
-    fn every_key_is_seen_once_whatever_the_room_and_the_parts() {
+    fn every_key_is_covered_once_for_every_room_and_part_size() {
         let shapes =
             [shape(32, 16, None), shape(32, 16, Some(1024)), shape(4, 1, Some(512)), shape(16, 1, None)];
         let starts = [0, 100_000, 511, 5000, 1023];
         for shape in shapes {
-            // The step has a sequence of one token, two of many, and padding tokens behind them.
+            // The step has sequences of one token and of several tokens, followed by padding tokens.
             let (mut runs, mut row) = (Vec::new(), 0);
             for (sequence, (start, tokens)) in starts.into_iter().zip([1, 1, 40, 17, 3]).enumerate() {
                 runs.push(Run { row, start, tokens, sequence });
@@ -397,7 +405,7 @@ mod tests {
                             assert!(at > position);
                         }
                     }
-                    assert!(covered[row..].iter().all(Vec::is_empty), "nobody sees nothing");
+                    assert!(covered[row..].iter().all(Vec::is_empty), "padding tokens have no keys");
                     let groups = shares.groups(shape.num_kv_heads);
                     assert_eq!(groups.len(), 1 + 64usize.div_ceil(rows_per_part));
                     for (part, groups) in shares.parts.iter().zip(&groups[1..]) {
@@ -407,7 +415,7 @@ mod tests {
                             let (first, end) = (item.token as usize, (item.token + item.tokens) as usize);
                             assert!(
                                 part.rows.contains(&first) && end <= part.rows.end,
-                                "cut at the part's end"
+                                "items end with their part"
                             );
                         }
                     }
@@ -417,7 +425,7 @@ mod tests {
     }
 
     #[test]
-    fn a_single_token_of_a_27b_has_workgroups_enough_from_a_thousand_keys_on() {
+    fn one_token_of_a_27b_has_enough_workgroups_from_1024_keys_on() {
         let room = Room { single: 512, tiles: 512 };
         let workgroups = |start: usize, window: Option<usize>| {
             let shape = shape(32, 16, window);

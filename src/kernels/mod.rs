@@ -1,8 +1,7 @@
-//! Typed dispatch of every shader: each has one method.
+//! Typed dispatch: one method for each shader.
 //!
-//! A method states the shapes, and checks them against the buffers, because buffers go by address and shaders have no
-//! bounds checks. Then it tells the recorder which buffers the shader reads and writes. This module refuses to know
-//! what a model is.
+//! Shaders access buffers by address, without bounds checks. So each method checks the shapes against the buffers'
+//! sizes, and passes the buffers to the recorder, which derives barriers. This module does not know models.
 
 mod arrays;
 mod attention;
@@ -46,16 +45,16 @@ use crate::gpu::{Buffer, Device, GpuError, INDIRECT_BYTES, Pipeline, Recorder, S
 use crate::tensor::{KvDtype, Precision, Scheme};
 
 /// The variants of a kernel that write f32, int8, or both.
-struct Into {
+struct OutputVariants {
     floats: Arc<Pipeline>,
     blocks: Arc<Pipeline>,
     both: Arc<Pipeline>,
 }
 
-impl Into {
-    fn new(device: &Device, tiles: Tiles, shaders: [&'static Shader; 3]) -> Result<Into, GpuError> {
+impl OutputVariants {
+    fn new(device: &Device, tiles: Tiles, shaders: [&'static Shader; 3]) -> Result<OutputVariants, GpuError> {
         let [floats, blocks, both] = shaders.map(|shader| device.pipeline(tiles.body_of(shader), &[]));
-        Ok(Into { floats: floats?, blocks: blocks?, both: both? })
+        Ok(OutputVariants { floats: floats?, blocks: blocks?, both: both? })
     }
 
     fn pipeline(&self, to: &Operand) -> &Pipeline {
@@ -75,23 +74,23 @@ struct SamplePipelines {
     greedy: Arc<Pipeline>,
 }
 
-/// Every pipeline a model needs, compiled.
+/// All compiled pipelines that a model needs.
 pub struct Kernels {
     precision: Precision,
     products: Products,
     /// The embedding's scheme, and its pipeline.
     embed: Option<(Scheme, Arc<Pipeline>)>,
     quantize: Arc<Pipeline>,
-    rms_norm: Into,
+    rms_norm: OutputVariants,
     rms_norm_add: Arc<Pipeline>,
-    rms_norm_gather: Into,
-    residual: Into,
+    rms_norm_gather: OutputVariants,
+    residual: OutputVariants,
     qkv_store: Arc<Pipeline>,
     attention: Arc<Pipeline>,
     attention_tile: Arc<Pipeline>,
-    attention_merge: Into,
+    attention_merge: OutputVariants,
     heads: Heads,
-    geglu: Into,
+    geglu: OutputVariants,
     moments: Arc<Pipeline>,
     pool: Arc<Pipeline>,
     history: Arc<Pipeline>,
@@ -127,7 +126,7 @@ impl Kernels {
         let [attention, attention_tile] = attention_of(kv)
             .map(|shader| device.pipeline(shader, &attention_constants(shader, group, head_dim)));
         let tiles = matrices.tiles.unwrap_or_else(|| Tiles::of(device));
-        let into = |shaders: [&'static Shader; 3]| Into::new(device, tiles, shaders);
+        let into = |shaders: [&'static Shader; 3]| OutputVariants::new(device, tiles, shaders);
         let one = |shader: &'static Shader| device.pipeline(tiles.body_of(shader), &[]);
         Ok(Kernels {
             precision,
@@ -179,7 +178,7 @@ impl Kernels {
         })
     }
 
-    /// The forms in which these matrices need their operand.
+    /// The forms (f32, int8) in which these matrices need their operand.
     pub fn wants<'a>(&self, matrices: impl IntoIterator<Item = &'a Matrix>) -> Wants {
         let mut wants = Wants::default();
         for matrix in matrices {
@@ -191,13 +190,13 @@ impl Kernels {
         wants
     }
 
-    /// The most tokens that each body takes which multiplies matrices of `scheme`, fewest first.
+    /// The kernels that multiply matrices of `scheme`: the most tokens that each takes, in ascending order.
     pub fn product_tokens(&self, scheme: Scheme) -> Vec<usize> {
         self.products.tokens(scheme)
     }
 
-    /// `out[t] = embedding[ids[t]] * scale` for `tokens` tokens; `sampled` holds each slot's last id. An id beyond the
-    /// last row gets the last row.
+    /// Computes `out[t] = embedding[ids[t]] * scale` for `tokens` tokens. `sampled` holds the last id of each slot. An
+    /// id beyond the last row selects the last row.
     pub fn embed(
         &self,
         recorder: &mut Recorder<'_>,
@@ -208,8 +207,12 @@ impl Kernels {
         tokens: usize,
     ) {
         let Embedding { matrix, table, scale } = embedding;
-        let (made, pipeline) = self.embed.as_ref().expect("embed: made for lookup");
-        assert!(made.shares_variant(matrix.scheme), "embed: {}, made for {made}", matrix.scheme);
+        let (made, pipeline) = self.embed.as_ref().expect("embed: kernels without an embedding");
+        assert!(
+            made.shares_variant(matrix.scheme),
+            "embed: a matrix of {}, but kernels for {made}",
+            matrix.scheme
+        );
         let shards = matrix.shards.iter().flat_map(|shard| [Some(&shard.blocks), shard.scales.as_ref()]);
         let arguments = shaders::Embed {
             shards: table,
@@ -227,8 +230,8 @@ impl Kernels {
         recorder.dispatch(pipeline, &arguments, [tokens as u32, 1, 1]);
     }
 
-    /// Computes `y[t] = W x[t]` for `tokens` rows of `x` and each matrix. One dispatch computes several matrices if it
-    /// can. `x` has the forms that [`Kernels::wants`] returns.
+    /// Computes `y[t] = W x[t]` for `tokens` rows of `x` and each matrix `W`. One dispatch computes several matrices if
+    /// possible. `x` must have the forms that [`Kernels::wants`] returns.
     pub fn matmul(
         &self,
         recorder: &mut Recorder<'_>,
@@ -239,8 +242,8 @@ impl Kernels {
         self.products.record(recorder, products, x, tokens);
     }
 
-    /// Computes `y[t] = gelu_tanh(gate x[t]) * (up x[t])` for `tokens` rows of `x`. `products` hold both products if no
-    /// single kernel computes all of it.
+    /// Computes `y[t] = gelu_tanh(gate x[t]) * (up x[t])` for `tokens` rows of `x`. If no single kernel can compute
+    /// this, `products` hold both products.
     pub fn gated(
         &self,
         recorder: &mut Recorder<'_>,
@@ -257,7 +260,7 @@ impl Kernels {
         self.geglu(recorder, products[0], products[1], y, tokens);
     }
 
-    /// Quantizes `x` into `y`.
+    /// Quantizes `rows` rows of `x` to int8 in `y`.
     pub fn quantize(&self, recorder: &mut Recorder<'_>, x: &Activations, y: &Quantized, rows: usize) {
         let to = y.planes(rows, x.width, "quantize: y");
         let arguments = shaders::Quantize {
@@ -312,7 +315,7 @@ impl Kernels {
         normalize(recorder, pipeline, (x, rows, None), norm, Some(all), (Some(y), rows));
     }
 
-    /// Computes `y[i] = norm(x[index[i]])` for `rows` entries of `index`, each of which names a row of `x`.
+    /// Computes `y[i] = norm(x[index[i]])` for `rows` entries of `index`, which are row numbers of `x`.
     pub fn rms_norm_gather(
         &self,
         recorder: &mut Recorder<'_>,
@@ -328,7 +331,8 @@ impl Kernels {
         normalize(recorder, pipeline, (x, all, Some(&index)), norm, None, (Some(y), rows));
     }
 
-    /// Applies QK-norm and RoPE to `q`, in place and times its scale, and to `k`, and stores `k` and `v` in the cache.
+    /// Applies QK-norm, RoPE and the query scale to `q`, in place. Applies QK-norm and RoPE to `k`, and stores `k` and
+    /// `v` in the cache.
     pub fn qkv_store(
         &self,
         recorder: &mut Recorder<'_>,
@@ -339,7 +343,7 @@ impl Kernels {
     ) {
         let Attention { shape, q_norm, k_norm, rope, q_scale, cache } = attention;
         self.check_heads(shape);
-        assert!(q_norm.eps == k_norm.eps, "qkv_store: one eps");
+        assert!(q_norm.eps == k_norm.eps, "qkv_store: q_norm and k_norm have different eps");
         let [q_width, kv_width] = [shape.num_heads, shape.num_kv_heads].map(|heads| heads * shape.head_dim);
         let arguments = shaders::QkvStore {
             q: &q.used(tokens, q_width, "qkv_store: q"),
@@ -363,8 +367,8 @@ impl Kernels {
         recorder.dispatch(&self.qkv_store, &arguments, groups);
     }
 
-    /// Computes `y[t] = softmax(q[t] K) V` over the cached keys that each of `tokens` tokens sees, and 0 for padding.
-    /// Items name rows of `q`.
+    /// Computes `y[t] = softmax(q[t] K) V` for `tokens` tokens, over the cached keys that each token sees. Padding
+    /// tokens get 0. The items refer to rows of `q`.
     pub fn attention(
         &self,
         recorder: &mut Recorder<'_>,
@@ -378,7 +382,7 @@ impl Kernels {
         let ShareArrays { single, tiles, groups, .. } = &step.shares;
         for (kind, items) in (0..).zip([single, tiles]) {
             let Some(items) = items else { continue };
-            let (partials, pipeline) = self.attending(shape, q, partials, kind);
+            let (partials, pipeline) = self.attention_pipeline(shape, q, partials, kind);
             let arguments = attention_arguments(attention, q, partials, step, items, 0);
             let groups = groups.slice(kind as u64 * INDIRECT_BYTES, INDIRECT_BYTES);
             recorder.dispatch_indirect(pipeline, &arguments, &groups);
@@ -386,8 +390,9 @@ impl Kernels {
         self.attention_merge(recorder, shape, step, partials, y, tokens);
     }
 
-    /// Computes the partials of a part's items, for some of the KV heads: what [`Kernels::attention`] does for all of
-    /// them before it merges. `step` has the arrays of all parts. A recording of this is for one step alone.
+    /// Computes the partials of a part's items, for some of the KV heads. [`Kernels::attention`] does that for all
+    /// items and heads before it merges. `step` has the arrays of all parts. The recording is valid only for this step,
+    /// because the workgroup counts are recorded.
     pub fn attention_partials(
         &self,
         recorder: &mut Recorder<'_>,
@@ -404,15 +409,15 @@ impl Kernels {
             if some.is_empty() || kv_heads.is_empty() {
                 continue;
             }
-            let items = items_of(items.as_ref().expect("a part with items"), some);
-            let (partials, pipeline) = self.attending(shape, q, partials, kind);
+            let items = items_of(items.as_ref().expect("a part with items has a buffer of items"), some);
+            let (partials, pipeline) = self.attention_pipeline(shape, q, partials, kind);
             let arguments = attention_arguments(attention, q, partials, step, &items, kv_heads.start);
             recorder.dispatch(pipeline, &arguments, [some.len() as u32, kv_heads.len() as u32, 1]);
         }
     }
 
-    /// The partials and the pipeline for items of single tokens (0), or of tiles (1), after checks of the shapes.
-    fn attending<'a>(
+    /// The partials and the pipeline for items of single tokens (`kind` 0) or of tiles (`kind` 1). Checks the shapes.
+    fn attention_pipeline<'a>(
         &'a self,
         shape: &AttentionShape,
         q: &Activations,
@@ -427,7 +432,7 @@ impl Kernels {
         (partials, pipeline)
     }
 
-    /// Merges the partials of each token, and writes 0 for padding.
+    /// Merges the partials of each token. Padding tokens get 0.
     pub fn attention_merge(
         &self,
         recorder: &mut Recorder<'_>,
@@ -460,7 +465,7 @@ impl Kernels {
         assert_eq!(shape.head_dim, self.heads.head_dim, "head_dim");
     }
 
-    /// Computes `y = gelu_tanh(gate) * up`. An f32 result is written over `gate`.
+    /// Computes `y = gelu_tanh(gate) * up`. An f32 result must be in place: `y.floats` is `gate`.
     pub fn geglu(
         &self,
         recorder: &mut Recorder<'_>,
@@ -486,7 +491,7 @@ impl Kernels {
         recorder.dispatch(self.geglu.pipeline(y), &arguments, [fours(gate.width), rows as u32, 1]);
     }
 
-    /// Computes `sums[c] += sum of x[t, c]^2` over `tokens` rows: f32, one for each column.
+    /// Adds the sum of `x[t, c]^2` over `tokens` rows to `sums[c]`, one f32 for each column `c`.
     pub fn moments(&self, recorder: &mut Recorder<'_>, x: &Activations, sums: &Buffer, tokens: usize) {
         let arguments = shaders::Moments {
             x: &x.used(tokens, x.width, "moments: x"),
@@ -498,7 +503,7 @@ impl Kernels {
         recorder.dispatch(&self.moments, &arguments, [(x.width as u32).div_ceil(64), 1, 1]);
     }
 
-    /// Adds the `tokens` rows of `x` to the one row of `sums`, or overwrites that row if it is `fresh`.
+    /// Adds the sum of `tokens` rows of `x` to the single row of `sums`. If `fresh`, the row is overwritten instead.
     pub fn pool(
         &self,
         recorder: &mut Recorder<'_>,
@@ -548,7 +553,7 @@ fn fours(width: usize) -> u32 {
     width.div_ceil(1024) as u32
 }
 
-/// Records any variant of the norm, with or without `hidden` and a second norm, and with or without `y`.
+/// Records any variant of the RMSNorm kernel. `added` is the residual stream `hidden`, with an optional second norm.
 fn normalize(
     recorder: &mut Recorder<'_>,
     pipeline: &Pipeline,

@@ -1,7 +1,8 @@
-//! The operands of matrix products, and the products.
+//! Matrix products and their operands.
 //!
-//! `fast` multiplies matrices of integers with activations in int8; its contract (`shaders/common/fast.glsl`) fixes the
-//! order of every sum, so that all kernels give the same bits. `f32` multiplies all matrices with f32.
+//! With the precision `fast`, quantized matrices are multiplied with int8 activations. Its contract
+//! (`shaders/common/fast.glsl`) fixes the order of every sum, so that all kernels give the same bits. With `f32`, all
+//! matrices are multiplied with f32 activations.
 
 use std::sync::Arc;
 
@@ -15,8 +16,9 @@ use crate::tensor::{Precision, Scheme, TILE_ROWS};
 
 /// Number of columns that share a scale (`shaders/common/fast.glsl`).
 pub(super) const BLOCK_COLS: usize = 32;
-/// Bytes of a block's 32 integers, and bytes of its scale and sums.
+/// Bytes of a block's 32 integers.
 const BLOCK_BYTES: usize = BLOCK_COLS;
+/// Bytes of a block's scale and sums.
 const SCALE_BYTES: usize = 8;
 /// The most int8 digits of an activation.
 const DIGITS: u64 = 2;
@@ -30,27 +32,27 @@ pub struct Matrices {
     pub gated: Vec<Scheme>,
     /// The scheme of the embedding, which is the output projection too.
     pub embedding: Option<Scheme>,
-    /// How products are shared out; `None` for the device's default.
+    /// How products are divided over invocations. `None`: the device's default.
     pub tiles: Option<Tiles>,
 }
 
-/// int8 activations `[rows, width]` in blocks of 32 columns. Each block has a scale, and a block with an outlier has a
-/// second digit (`shaders/common/fast.glsl`).
+/// int8 activations `[rows, width]` in blocks of 32 columns. Each block has a scale. A block with an outlier has a
+/// second int8 digit for each value (`shaders/common/fast.glsl`).
 #[derive(Clone)]
 pub struct Quantized {
     pub buffer: Buffer,
     pub width: usize,
 }
 
-/// The places of a step's rows in [`Quantized`].
+/// The memory of a step's rows in [`Quantized`].
 pub(super) struct Planes {
     pub blocks: Buffer,
     pub scales: Buffer,
-    /// The number of rows from block to block.
+    /// The padded number of rows: the distance between consecutive blocks of a row.
     pub stride: u32,
 }
 
-/// `rows` rounded up to the number of rows that a kernel reads at once.
+/// `rows`, rounded up to the number of rows that a kernel reads at the same time.
 const fn padded(rows: usize) -> usize {
     if rows <= LANE_COLUMNS as usize { rows.next_power_of_two() } else { rows.next_multiple_of(MOST_COLUMNS) }
 }
@@ -61,7 +63,7 @@ impl Quantized {
         DIGITS * Self::bytes_of_digit(rows, width)
     }
 
-    /// Bytes of the first digit, the only digit that most blocks use.
+    /// Bytes of the first digits. Most blocks have no second digits.
     pub(super) const fn bytes_of_digit(rows: usize, width: usize) -> u64 {
         (padded(rows) * width.div_ceil(BLOCK_COLS) * (BLOCK_BYTES + SCALE_BYTES)) as u64
     }
@@ -70,7 +72,7 @@ impl Quantized {
         Quantized { buffer, width }
     }
 
-    /// The values that the first [`Quantized::bytes`] bytes of an operand stand for, `[rows, width]`.
+    /// Dequantizes the first [`Quantized::bytes`] bytes of an operand: f32 `[rows, width]`.
     pub fn values(bytes: &[u8], rows: usize, width: usize) -> Vec<f32> {
         let word = |at: usize| [bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]];
         let count = padded(rows) * width.div_ceil(BLOCK_COLS);
@@ -82,20 +84,20 @@ impl Quantized {
                 let q = bytes[(n * count + block) * BLOCK_BYTES + col % BLOCK_COLS] as i8;
                 f32::from(q) * f32::from_le_bytes(word(at + n * count * SCALE_BYTES)).abs()
             };
-            // The sign of the first scale says whether there is a second digit.
+            // A negative first scale means that the block has second digits.
             let has_second = f32::from_le_bytes(word(at)) < 0.0;
             values.push(if has_second { digit(0) + digit(1) } else { digit(0) });
         }
         values
     }
 
-    /// Where the first scale lies that an element depends on.
+    /// The byte offset of the first scale of an element's block.
     pub fn scale_at(rows: usize, width: usize, row: usize, col: usize) -> usize {
         let count = padded(rows) * width.div_ceil(BLOCK_COLS);
         DIGITS as usize * count * BLOCK_BYTES + (col / BLOCK_COLS * padded(rows) + row) * SCALE_BYTES
     }
 
-    /// The memory of `rows` rows. Panics if there is no room for them, or if the width is another one.
+    /// The memory of `rows` rows. Panics if the buffer is too small, or if the width is not `width`.
     pub(super) fn planes(&self, rows: usize, width: usize, what: &str) -> Planes {
         assert_eq!(self.width, width, "{what}: width");
         assert!(self.buffer.size() >= Quantized::bytes(rows, width), "{what}: {rows} rows do not fit");
@@ -109,7 +111,7 @@ impl Quantized {
     }
 }
 
-/// The forms in which an operand is needed.
+/// The forms (f32, int8) in which an operand is needed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Wants {
     pub floats: bool,
@@ -124,7 +126,7 @@ pub struct Operand {
 }
 
 impl Operand {
-    /// The forms of an operand that `wants` names.
+    /// An operand with the forms in `wants`.
     pub fn new(wants: Wants, floats: &Activations, blocks: &Quantized) -> Operand {
         Operand { floats: wants.floats.then(|| floats.clone()), blocks: wants.blocks.then(|| blocks.clone()) }
     }
@@ -141,26 +143,26 @@ impl Operand {
 /// AMD's PCI vendor id.
 const AMD: u32 = 0x1002;
 
-/// How kernels are shared out over invocations. No choice changes a bit of a result.
+/// How kernels divide their work over invocations. The choice never changes the bits of a result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Tiles {
     Gpu(GpuTiles),
-    /// The bodies for a CPU (`shaders/common/lanes.glsl`).
+    /// The shader variants for a CPU (`shaders/common/lanes.glsl`).
     Cpu,
 }
 
-/// How a GPU shares out products with int8.
+/// How a GPU divides int8 products.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GpuTiles {
-    /// The source of the activations for lanes that each compute a row, for each of [`GpuTiles::widths`].
+    /// Where lanes that each compute a row read the activations from, for each of [`GpuTiles::widths`].
     pub activations: [ActivationsFrom; LANE_TILES],
-    /// The most tokens that lanes compute at once, one of [`GpuTiles::widths`].
+    /// The most tokens that lanes compute in one pass, one of [`GpuTiles::widths`].
     pub lane_tokens: u32,
-    /// The tile of subgroups that computes more tokens; without one, lanes compute them in several passes.
+    /// The tile with which subgroups compute more tokens. `None`: lanes compute them in several passes.
     pub subgroups: Option<SubgroupTile>,
 }
 
-/// Source of the activations for lanes that each compute a row.
+/// Where lanes that each compute a row read the activations from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ActivationsFrom {
@@ -170,31 +172,31 @@ pub enum ActivationsFrom {
 }
 
 impl GpuTiles {
-    /// The best choice for a Radeon 780M by counting instructions.
+    /// The best choice for a Radeon 780M by instruction counts; it was not measured.
     pub const COUNTED: GpuTiles = GpuTiles {
         activations: [ActivationsFrom::ScalarRegisters; LANE_TILES],
         lane_tokens: LANE_COLUMNS,
         subgroups: None,
     };
 
-    /// Numbers of tokens that lanes can compute at once.
+    /// The numbers of tokens that lanes can compute in one pass.
     pub fn widths() -> [u32; LANE_TILES] {
         std::array::from_fn(|i| GPU_TILES[i].columns)
     }
 
-    /// Whether there are kernels for this choice.
+    /// Whether kernels exist for this choice.
     pub fn is_one(&self) -> bool {
         GpuTiles::widths().contains(&self.lane_tokens)
     }
 }
 
-/// A product of integer tiles that a subgroup computes (`shaders/common/tile.glsl`): `[m, k]` by `[k, n]`.
+/// The shape of the integer products that a subgroup computes, `[m, k]` by `[k, n]` (`shaders/common/tile.glsl`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SubgroupTile {
     m: u32,
     n: u32,
     k: u32,
-    /// Subgroups of a workgroup, along the rows and along the tokens.
+    /// The workgroup's numbers of subgroups along the rows and along the tokens.
     subgroups: [u32; 2],
     is_emulated: bool,
 }
@@ -204,7 +206,8 @@ impl SubgroupTile {
     pub(super) const RDNA3: SubgroupTile =
         SubgroupTile { m: 16, n: 16, k: 16, subgroups: [2, 2], is_emulated: false };
 
-    /// The device's largest tile that a workgroup can share out, the deepest among equals; `None` if there is none.
+    /// The largest tile of the device that divides the work of a workgroup evenly; among equal sizes, the one with the
+    /// largest `k`. `None`: the device has no such tile.
     pub fn of(device: &DeviceInfo) -> Option<SubgroupTile> {
         let caps = &device.caps;
         let lanes = caps.required_subgroup_size(shaders::FAST_MATMUL_INT4_IN_TILES.workgroup)?;
@@ -212,21 +215,21 @@ impl SubgroupTile {
         let whole = all.filter_map(|shape| SubgroupTile::new([shape.m, shape.n, shape.k], lanes, false));
         let widest = WITH_SUBGROUPS[WITH_SUBGROUPS.len() - 1];
         let fits = |tile: &SubgroupTile| {
-            // Weights of this scheme take the most shared memory.
+            // This scheme needs the most shared memory.
             let (shader, constants) = tile.pipeline_of(&shaders::FAST_MATMUL_INT8_AFFINE, 1, widest);
             caps.missing(shader, &constants).is_empty()
         };
         whole.filter(fits).max_by_key(|tile| (tile.m * tile.n * tile.k, tile.k))
     }
 
-    /// A tile that 32 invocations compute element by element, for devices without cooperative matrices; its bits are
-    /// the same.
+    /// A tile that 32 invocations compute element by element, for devices without cooperative matrices. The results
+    /// have the same bits.
     pub fn emulated(shape: [u32; 3]) -> Option<SubgroupTile> {
         SubgroupTile::new(shape, 32, true)
     }
 
     fn new([m, n, k]: [u32; 3], lanes: u32, is_emulated: bool) -> Option<SubgroupTile> {
-        // The shape is as near to a square as possible, so that a subgroup reuses loaded values most often.
+        // The subgroups form a near-square grid, so that each subgroup reuses loaded values as often as possible.
         let all: u32 = shaders::FAST_MATMUL_INT4_IN_TILES.workgroup.iter().product::<u32>() / lanes;
         let along_rows = 1 << all.ilog2().div_ceil(2);
         let subgroups = [along_rows, all / along_rows];
@@ -239,8 +242,8 @@ impl SubgroupTile {
         is_whole.then_some(SubgroupTile { m, n, k, subgroups, is_emulated })
     }
 
-    /// The shader that computes the products of `shader` in these tiles, with its constants, for weights with
-    /// `blocks_per_scale` blocks per scale.
+    /// The variant of `shader` that computes products in these tiles, and its constants. `scale_blocks` is the number
+    /// of blocks that share a scale.
     pub(super) fn pipeline_of(
         self,
         shader: &Shader,
@@ -248,7 +251,7 @@ impl SubgroupTile {
         tile: Tile,
     ) -> (&'static Shader, Vec<u32>) {
         let way = if self.is_emulated { "in_emulated_tiles" } else { "in_tiles" };
-        // The two halves of a block, 16 weights each, may have scales of their own.
+        // Each half of a block (16 weights) may have its own scale.
         let has_halves =
             !shader.name.contains("_int4") && !shader.name.ends_with("_row") && scale_blocks % 2 == 1;
         let halves = 1 + u32::from(has_halves);
@@ -259,7 +262,7 @@ impl SubgroupTile {
     }
 }
 
-/// The part of a product that a workgroup computes.
+/// The part of a product that one workgroup computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Tile {
     /// Number of tokens.
@@ -279,10 +282,10 @@ const fn tile(columns: u32, row_tiles: u32) -> Tile {
     Tile { columns, row_tiles }
 }
 
-/// The tiles for lanes. The first tile with enough columns for all tokens is used, or else the last one in several
-/// passes.
+/// The tiles for lanes that each compute a row. The first tile with enough columns for all tokens is used. If none has
+/// enough, the last one is used in several passes.
 const GPU_TILES: &[Tile] = WITH_SUBGROUPS.split_at(LANE_TILES).0;
-/// The tiles for lanes, and behind them wider tiles for subgroups (`shaders/common/fast_in_tiles.glsl`).
+/// The tiles for lanes, followed by wider tiles for subgroups (`shaders/common/fast_in_tiles.glsl`).
 const WITH_SUBGROUPS: &[Tile] = &[
     tile(1, 1),
     tile(2, 1),
@@ -293,23 +296,24 @@ const WITH_SUBGROUPS: &[Tile] = &[
     tile(64, SUBGROUP_ROW_TILES),
     tile(128, SUBGROUP_ROW_TILES),
 ];
-/// How many of these tiles are for lanes that each compute a row.
+/// The number of these tiles that are for lanes.
 pub(super) const LANE_TILES: usize = 6;
 pub(super) const SUBGROUP_ROW_TILES: u32 = 2;
-/// The tiles for a CPU, which has no use for more columns than registers, and takes long to compile them.
+/// The tiles for a CPU. More columns than registers do not help there, and take long to compile.
 const CPU_TILES: &[Tile] = &[tile(1, 1), tile(4, 1), tile(8, 1)];
 /// Suffix of the kernels that a CPU device runs.
 pub(super) const ON_CPU: &str = "_on_cpu";
-/// The most tokens that a product reads at once with lanes that each compute a row, and the most with any kernel.
+/// The most tokens that lanes compute in one pass.
 pub(super) const LANE_COLUMNS: u32 = GPU_TILES[LANE_TILES - 1].columns;
+/// The most tokens that any kernel computes in one pass.
 const MOST_COLUMNS: usize = WITH_SUBGROUPS[WITH_SUBGROUPS.len() - 1].columns as usize;
 
 impl Tiles {
-    /// The choice by count, for devices that were not measured.
+    /// The choice by instruction counts, for devices that were not measured.
     pub const COUNTED: Tiles = Tiles::Gpu(GpuTiles::COUNTED);
 
-    /// The best choice by count. AMD's GPUs compute dot products of four bytes as fast as tiles of int8 (`unicorn bench
-    /// isa`); other GPUs have separate units for tiles.
+    /// The best choice without a measurement. AMD's GPUs compute dot products of four bytes as fast as cooperative
+    /// matrices of int8 (`unicorn bench isa`); other GPUs have separate units for cooperative matrices.
     pub fn of(device: &Device) -> Tiles {
         let info = device.info();
         match info.kind {
@@ -327,7 +331,7 @@ impl Tiles {
         }
     }
 
-    /// The tiles of products with f32.
+    /// The tiles of f32 products.
     pub(super) fn floats(self) -> &'static [Tile] {
         match self {
             Tiles::Gpu(_) => GPU_TILES,
@@ -335,20 +339,20 @@ impl Tiles {
         }
     }
 
-    /// The tiles of products with int8. Subgroups multiply tiles that are wider than [`LANE_COLUMNS`].
+    /// The tiles of int8 products. Tiles that are wider than [`LANE_COLUMNS`] are computed by subgroups.
     pub(super) fn blocks(self) -> Vec<Tile> {
         let Tiles::Gpu(gpu) = self else { return CPU_TILES.to_vec() };
-        let is_one = |tile: &&Tile| match tile.columns {
+        let is_used = |tile: &&Tile| match tile.columns {
             ..=LANE_COLUMNS => tile.columns <= gpu.lane_tokens,
             _ => gpu.subgroups.is_some(),
         };
-        WITH_SUBGROUPS.iter().filter(is_one).copied().collect()
+        WITH_SUBGROUPS.iter().filter(is_used).copied().collect()
     }
 }
 
 impl GpuTiles {
-    /// The shader of products with int8 of a width, or of two products and their GeGLU, and its constants; `shader` is
-    /// the variant for lanes.
+    /// The shader and the constants for int8 products with `tile`; with `geglu`, for two products and their GeGLU.
+    /// `shader` is the variant for lanes.
     pub(super) fn pipeline_of(
         &self,
         shader: &'static Shader,
@@ -362,12 +366,12 @@ impl GpuTiles {
                 (shader, vec![tile.columns, u32::from(geglu), scale_blocks, u32::from(is_shared)])
             }
             (Some(subgroups), None) => subgroups.pipeline_of(shader, scale_blocks, tile),
-            (None, None) => panic!("no kernel takes {} tokens at once", tile.columns),
+            (None, None) => panic!("no kernel computes {} tokens in one pass", tile.columns),
         }
     }
 }
 
-/// The index of the tile for `tokens` tokens, and the tile.
+/// The tile to use for `tokens` tokens, and its index.
 pub(super) fn taking(tiles: &[Tile], tokens: usize) -> (usize, Tile) {
     let at = tiles.iter().position(|tile| tile.columns as usize >= tokens).unwrap_or(tiles.len() - 1);
     (at, tiles[at])
@@ -376,18 +380,18 @@ pub(super) fn taking(tiles: &[Tile], tokens: usize) -> (usize, Tile) {
 /// The pipelines of one scheme, one for each tile.
 enum ByScheme {
     Floats(Vec<Arc<Pipeline>>),
-    /// `gated` computes two products and their GeGLU; tiles without such a pipeline need a dispatch for each.
+    /// `gated` computes two products and their GeGLU. Tiles without such a pipeline need separate dispatches.
     Blocks {
         plain: Vec<Arc<Pipeline>>,
         gated: Vec<Arc<Pipeline>>,
     },
 }
 
-/// Products of every scheme that a model has.
+/// The pipelines of the products of all schemes of a model.
 pub(super) struct Products {
     precision: Precision,
     tiles: Tiles,
-    /// The tiles of products with int8.
+    /// The tiles of int8 products.
     blocks: Vec<Tile>,
     by_scheme: Vec<(Scheme, ByScheme)>,
 }
@@ -439,7 +443,7 @@ impl Products {
         Ok(products)
     }
 
-    /// Schemes that need the same pipelines share them.
+    /// The pipelines for a scheme. Schemes that need the same pipelines share them.
     fn find(&self, scheme: Scheme) -> Option<&ByScheme> {
         let same = |other: Scheme| match self.precision.quantizes(scheme) {
             true => share_pipeline(other, scheme),
@@ -453,7 +457,7 @@ impl Products {
             .map(|(_, made)| made)
     }
 
-    /// The most tokens of each body that multiplies matrices of `scheme`.
+    /// The most tokens of each kernel that multiplies matrices of `scheme`, in ascending order.
     pub fn tokens(&self, scheme: Scheme) -> Vec<usize> {
         let columns = |tiles: &[Tile]| tiles.iter().map(|tile| tile.columns as usize).collect();
         match self.precision.quantizes(scheme) {
@@ -462,7 +466,7 @@ impl Products {
         }
     }
 
-    fn made(&self, scheme: Scheme) -> &ByScheme {
+    fn pipelines_of(&self, scheme: Scheme) -> &ByScheme {
         self.find(scheme).unwrap_or_else(|| panic!("no kernels were made for {scheme}"))
     }
 
@@ -474,15 +478,15 @@ impl Products {
         tokens: usize,
     ) {
         let mut rest = products;
-        while let Some(((matrix, y), behind)) = rest.split_first() {
+        while let Some(((matrix, y), others)) = rest.split_first() {
             if !self.precision.quantizes(matrix.scheme) {
                 let floats = x.floats.as_ref().expect("matmul: x in f32");
                 self.record_floats(recorder, matrix, floats, y, tokens);
-                rest = behind;
+                rest = others;
                 continue;
             }
             let blocks = x.blocks.as_ref().expect("matmul: x in int8");
-            // A matrix in several shards is dispatched alone, shard by shard.
+            // A matrix with several shards gets its own dispatches, one for each shard.
             let alike = |(other, _): &(&Matrix, &Activations)| {
                 self.precision.quantizes(other.scheme)
                     && share_pipeline(other.scheme, matrix.scheme)
@@ -493,9 +497,9 @@ impl Products {
                 1 => rest.iter().take(MATRICES).take_while(|product| alike(product)).count(),
                 _ => 1,
             };
-            let (now, behind) = rest.split_at(count);
+            let (now, later) = rest.split_at(count);
             self.record_blocks(recorder, now, blocks, tokens);
-            rest = behind;
+            rest = later;
         }
     }
 
@@ -509,13 +513,13 @@ impl Products {
     ) {
         let input = x.used(tokens, matrix.cols, "matmul: x");
         let output = y.used(tokens, matrix.rows, "matmul: y");
-        let ByScheme::Floats(pipelines) = self.made(matrix.scheme) else {
-            panic!("{}: no such", matrix.scheme)
+        let ByScheme::Floats(pipelines) = self.pipelines_of(matrix.scheme) else {
+            panic!("{}: compiled for int8 products", matrix.scheme)
         };
         let (at, tile) = taking(self.tiles.floats(), tokens);
         for shard in &matrix.shards {
-            // A shard writes its columns of y, which interleave with the columns of other shards. The dispatch declares
-            // all of y from the shard's first column on, so barriers order the shards.
+            // A shard writes some columns of y, so its elements interleave with the elements of other shards. The
+            // dispatch declares all of y from the shard's first column, so barriers order the shards.
             let first = 4 * shard.first_row as u64;
             let arguments = shaders::Matmul {
                 blocks: &shard.blocks,
@@ -535,7 +539,7 @@ impl Products {
         }
     }
 
-    /// Records the products of several matrices of one shard each, or of one matrix.
+    /// Records the products of several matrices with one shard each, or of one matrix with any number of shards.
     fn record_blocks(
         &self,
         recorder: &mut Recorder<'_>,
@@ -544,8 +548,8 @@ impl Products {
         tokens: usize,
     ) {
         let (matrix, _) = products[0];
-        let ByScheme::Blocks { plain, .. } = self.made(matrix.scheme) else {
-            panic!("{}: no such", matrix.scheme)
+        let ByScheme::Blocks { plain, .. } = self.pipelines_of(matrix.scheme) else {
+            panic!("{}: compiled for f32 products", matrix.scheme)
         };
         let from = x.planes(tokens, matrix.cols, "matmul: x");
         let (at, tile) = taking(&self.blocks, tokens);
@@ -562,7 +566,7 @@ impl Products {
             let rows = |i: usize| shard(i).map_or(0, |shard| shard.rows as u32);
             let y_stride = |i: usize| products.get(i).map_or(0, |(_, y)| y.stride as u32);
             let arguments = shaders::FastMatmul {
-                blocks0: &shard(0).expect("one at least").blocks,
+                blocks0: &shard(0).expect("there is at least one product").blocks,
                 blocks1_or_none: shard(1).map(|shard| &shard.blocks),
                 blocks2_or_none: shard(2).map(|shard| &shard.blocks),
                 scales0: shard(0).and_then(|shard| shard.scales.as_ref()).expect("integers have scales"),
@@ -582,7 +586,7 @@ impl Products {
                 cols: matrix.cols as u32,
                 tokens: tokens as u32,
                 x_stride: from.stride,
-                // The shader chooses among the addresses in its push constants.
+                // The shader only uses addresses from its push constants.
                 followed: &[],
             };
             let parts = (0..products.len()).map(|i| tile.parts(rows(i) as usize)).sum();
@@ -591,7 +595,8 @@ impl Products {
         }
     }
 
-    /// Records both products and their GeGLU in one dispatch. Returns false if no kernel can compute both.
+    /// Records both products and their GeGLU in one dispatch. Records nothing and returns false if no kernel can do
+    /// that.
     pub fn gated(
         &self,
         recorder: &mut Recorder<'_>,
@@ -611,7 +616,7 @@ impl Products {
         if !is_pair || y.floats.is_some() {
             return false;
         }
-        let ByScheme::Blocks { gated, .. } = self.made(gate.scheme) else { return false };
+        let ByScheme::Blocks { gated, .. } = self.pipelines_of(gate.scheme) else { return false };
         let (at, tile) = taking(&self.blocks, tokens);
         let Some(pipeline) = gated.get(at) else { return false };
         let from = x.planes(tokens, gate.cols, "gated: x");
@@ -648,46 +653,48 @@ impl Products {
     }
 }
 
-/// Bytes of activations that stay in the second-level cache while the tiles of rows run. A Radeon 780M has 2 MiB of
-/// that cache, and weights go through it too.
-const STAYING_BYTES: u64 = 1 << 20;
-/// The least number of workgroups that run at once. A Radeon 780M has 24 SIMDs. Each SIMD holds 8 waves of the widest
-/// kernel, and a workgroup has 8 waves.
-const AT_ONCE: u32 = 24;
+/// Bytes of activations that are assumed to stay in the L2 cache while weights are read through it, too. A Radeon 780M
+/// has 2 MiB of L2.
+const CACHED_BYTES: u64 = 1 << 20;
+/// The smallest number of workgroups that run at the same time. A Radeon 780M has 24 SIMDs. Each SIMD holds 8 waves of
+/// the widest kernel, and a workgroup has 8 waves.
+const CONCURRENT_WORKGROUPS: u32 = 24;
 
-/// How the passes over the weights are shared out. Passes side by side in the grid share one read of the weights from
+/// How the passes over the tokens are arranged in the grid. Passes that run together share one read of the weights from
 /// memory.
 pub(super) struct Passes {
+    /// The number of passes that run together.
     pub together: u32,
-    /// How often all weights, and how often all activations, are read from memory.
+    /// How many times all weights are read from memory.
     pub weight_reads: u32,
+    /// How many times all activations are read from memory.
     pub activation_reads: u32,
 }
 
 impl Passes {
-    /// The choice that reads the fewest bytes from memory. More passes together read the weights less often; but
-    /// activations that do not stay in the cache are read again for every round of workgroups.
+    /// The choice that reads the fewest bytes from memory. If more passes run together, the weights are read fewer
+    /// times. But activations that do not fit into the cache are read again for every round of workgroups.
     ///
-    /// `part_bytes` are the weights that a workgroup reads, `parts` the workgroups of a pass, `pass_bytes` the
-    /// activations of a pass.
+    /// `part_bytes` is the size of the weights that a workgroup reads, `parts` the number of workgroups of a pass, and
+    /// `pass_bytes` the size of the activations of a pass.
     fn new(part_bytes: u64, parts: u32, pass_bytes: u64, tokens: usize, tile: Tile) -> Passes {
         let passes = (tokens as u32).div_ceil(tile.columns);
         let shared = |together: u32| Passes {
             together,
             weight_reads: passes.div_ceil(together),
-            activation_reads: match u64::from(together) * pass_bytes <= STAYING_BYTES {
+            activation_reads: match u64::from(together) * pass_bytes <= CACHED_BYTES {
                 true => 1,
-                false => (parts * together).div_ceil(AT_ONCE),
+                false => (parts * together).div_ceil(CONCURRENT_WORKGROUPS),
             },
         };
         let bytes = |shared: &Passes| {
             u64::from(shared.weight_reads) * u64::from(parts) * part_bytes
                 + u64::from(shared.activation_reads) * u64::from(passes) * pass_bytes
         };
-        (1..=passes).map(shared).min_by_key(bytes).expect("a pass at least")
+        (1..=passes).map(shared).min_by_key(bytes).expect("there is at least one pass")
     }
 
-    /// Passes of products with int8, with `matrices` matrices in a workgroup and `parts` workgroups in a pass.
+    /// Passes of int8 products, with `matrices` matrices per workgroup and `parts` workgroups per pass.
     pub fn of_int8(
         scheme: Scheme,
         matrices: u32,
@@ -701,13 +708,13 @@ impl Passes {
         Passes::new(part_bytes, parts, pass_bytes, tokens, tile)
     }
 
-    /// Passes of products with f32.
+    /// Passes of f32 products.
     pub fn of_f32(scheme: Scheme, parts: u32, cols: usize, tokens: usize, tile: Tile) -> Passes {
         let pass_bytes = Activations::bytes(tile.columns as usize, cols);
         Passes::new(weights_of(scheme, cols, tile.row_tiles), parts, pass_bytes, tokens, tile)
     }
 
-    /// The workgroups of a dispatch: passes side by side, parts of the matrix, groups of passes.
+    /// The workgroup counts of a dispatch: passes that run together, parts of the matrix, groups of passes.
     fn grid(&self, parts: u32) -> [u32; 3] {
         [self.together, parts, self.weight_reads]
     }
@@ -717,12 +724,12 @@ const fn weights_of(scheme: Scheme, cols: usize, tiles: u32) -> u64 {
     tiles as u64 * (scheme.tile_bytes(cols) + scheme.tile_scale_bytes(cols)) as u64
 }
 
-/// The shader of a scheme's products with int8, and the blocks per scale that it is compiled for.
+/// The shader for int8 products of a scheme, and its number of blocks per scale.
 pub(super) fn fast_shader_of(scheme: Scheme) -> (&'static Shader, u32) {
     (shader_of("fast_matmul", scheme), scheme.blocks_per_scale() as u32)
 }
 
-/// Whether one pipeline multiplies matrices of both integer schemes. Called in every step, so it compares no names.
+/// Whether one pipeline multiplies matrices of both integer schemes. It runs in every step, so it compares no names.
 pub(crate) fn share_pipeline(a: Scheme, b: Scheme) -> bool {
     a.shares_variant(b) && a.blocks_per_scale() == b.blocks_per_scale()
 }

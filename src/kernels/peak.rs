@@ -1,4 +1,4 @@
-//! Measures a device's peak arithmetic rate: multiply-adds without memory accesses.
+//! Measures a device's peak arithmetic rate, with multiply-adds that access no memory.
 
 use std::sync::Arc;
 
@@ -6,10 +6,10 @@ use super::shaders;
 use crate::gpu::{Buffer, Device, GpuError, Pipeline, Recorder};
 
 const WORKGROUP: u32 = 256;
-/// Multiply-adds of an invocation in a round.
+/// Multiply-adds of one invocation in one round.
 const MACS: u64 = 4 * 8 * 4;
 
-/// A kernel of f32 multiply-adds alone.
+/// A kernel that only computes f32 multiply-adds.
 pub struct Peak(Arc<Pipeline>);
 
 impl Peak {
@@ -27,7 +27,7 @@ impl Peak {
         2 * MACS * (workgroups * WORKGROUP) as u64 * rounds as u64
     }
 
-    /// Writes [`Peak::bytes`] to `result`. Every word is 32 after 16 rounds or more.
+    /// Runs the kernel, which writes [`Peak::bytes`] to `result`. After 16 or more rounds, every word is 32.0.
     pub fn record(&self, recorder: &mut Recorder<'_>, result: &Buffer, workgroups: u32, rounds: u32) {
         let result = &result.slice(0, Peak::bytes(workgroups));
         let arguments = shaders::Peak { result, rounds, a: 0.5, b: 0.5 };

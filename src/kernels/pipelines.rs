@@ -1,4 +1,4 @@
-//! Lists all pipelines: every shader with the constants that it may have on a GPU.
+//! Lists all pipelines that a GPU may run: every shader with its possible specialization constants.
 
 use super::attention::TEAM_ROWS;
 use super::operand::{ActivationsFrom, GpuTiles, LANE_COLUMNS, LANE_TILES, ON_CPU, SubgroupTile, Tiles};
@@ -6,12 +6,13 @@ use super::shaders::{self, shader_named};
 use crate::gpu::Shader;
 use crate::tensor::KvDtype;
 
-/// Numbers of blocks that may share a scale, for the group sizes (16, 32 and 128 columns) of the shader's schemes.
+/// The possible numbers of blocks that share a scale, for the group sizes (16, 32 and 128 columns) of the shader's
+/// schemes.
 fn scale_blocks(shader: &str) -> &'static [u32] {
     match shader {
         "fast_matmul_int8_row" => &[1],
         name if name.contains("_int8") => &[1, 2],
-        // Weights of five and six bits come from GGUF alone, which has one group size for each.
+        // Weights with five and six bits come only from GGUF, which has one group size for each.
         name if name.contains("_int6") => &[1],
         name if name.contains("_int5") => &[2],
         name if name.ends_with("_affine16") => &[1],
@@ -19,7 +20,7 @@ fn scale_blocks(shader: &str) -> &'static [u32] {
     }
 }
 
-/// The constants of every width of a product with int8.
+/// The constants of an int8 product's shader, for every tile.
 fn of_int8(shader: &'static Shader, tiles: &GpuTiles, geglu: &[bool]) -> Vec<Vec<u32>> {
     let mut all = Vec::new();
     for tile in Tiles::Gpu(*tiles).blocks() {
@@ -30,7 +31,7 @@ fn of_int8(shader: &'static Shader, tiles: &GpuTiles, geglu: &[bool]) -> Vec<Vec
     all
 }
 
-/// Every pipeline that a GPU may run, with the constants of each, for attention of `group` query heads per KV head.
+/// Every pipeline that a GPU may run, with its constants, for attention with `group` query heads per KV head.
 #[doc(hidden)]
 pub fn all_pipelines(group: u32, head_dim: u32) -> Vec<(&'static Shader, Vec<u32>)> {
     let constants = |shader: &'static Shader| -> Vec<Vec<u32>> {
@@ -39,7 +40,7 @@ pub fn all_pipelines(group: u32, head_dim: u32) -> Vec<(&'static Shader, Vec<u32
             ["COLUMNS"] => Tiles::COUNTED.floats().iter().map(|tile| vec![tile.columns]).collect(),
             ["COLUMNS", "GEGLU", "SCALE_BLOCKS", _] => {
                 let mut all = of_int8(shader, &GpuTiles::COUNTED, &[false, true]);
-                // This choice takes the most shared memory.
+                // The widest tile with activations in shared memory uses the most shared memory.
                 let shared = GpuTiles {
                     activations: [ActivationsFrom::SharedMemory; LANE_TILES],
                     ..GpuTiles::COUNTED
@@ -57,7 +58,7 @@ pub fn all_pipelines(group: u32, head_dim: u32) -> Vec<(&'static Shader, Vec<u32
             ["GROUP", "HEAD_DIM", "ROWS"] => {
                 vec![attention_constants(shader, group as usize, head_dim as usize)]
             }
-            ref others => panic!("{}: constants {others:?} have no values here", shader.name),
+            ref others => panic!("{}: add values for the constants {others:?} to all_pipelines", shader.name),
         }
     };
     let of_gpus = shaders::ALL.iter().filter(|shader| !shader.name.ends_with(ON_CPU));
@@ -73,8 +74,8 @@ pub(super) fn attention_of(kv: KvDtype) -> [&'static Shader; 2] {
     }
 }
 
-/// The constants of attention. The rows of a team are the query heads of one token for single tokens, and a share of
-/// the query heads of several tokens for tiles.
+/// The constants of an attention shader. ROWS is the number of query heads that a team computes: all query heads of one
+/// token for single tokens, and [`TEAM_ROWS`] of the query heads of several tokens for tiles.
 pub(super) fn attention_constants(shader: &Shader, group: usize, head_dim: usize) -> Vec<u32> {
     let rows = if shader.name.starts_with("attention_tile") { TEAM_ROWS } else { group };
     [group, head_dim, rows].map(|n| n as u32).to_vec()

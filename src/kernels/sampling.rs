@@ -1,4 +1,4 @@
-//! Draws ids from logits: histories, penalties, biases, masks, log probabilities.
+//! Draws token ids from logits, with penalties, biases, masks and log probabilities.
 
 use super::Kernels;
 use super::arrays::{Activations, StepArrays, words};
@@ -7,12 +7,13 @@ use crate::gpu::{Buffer, Pipeline, Recorder};
 
 /// The id that the sampler writes if the logits are not finite.
 pub const NO_TOKEN: u32 = u32::MAX;
-/// Number of ids of a row that a workgroup of the sampler, or of log probabilities, reads.
+/// Number of ids of a row that one workgroup reads (a chunk), when it samples or computes log probabilities.
 pub(super) const DRAW_CHUNK: usize = 4096;
-/// Number of bins of a row of logits, each of which has a count and a mass of 64 bits. It is also the largest number of
-/// undecided ids that are listed (`shaders/sample.comp`).
+/// Number of bins of a row of logits. Each bin has a count and a mass of 64 bits (`shaders/sample.comp`).
 pub(super) const DRAW_BINS: usize = 1024;
+/// The most undecided ids of a row that are listed (`LIST` in `shaders/sample.comp`).
 const DRAW_LIST: usize = 4096;
+/// Number of words of a row's tallies (`TALLIES` in `shaders/sample.comp`).
 const DRAW_TALLIES: usize = 8;
 /// Number of words of a chunk's log probabilities (`shaders/logprobs.comp`).
 const LOGPROB_PART: usize = 2 + 2 * MAX_LOGPROBS;
@@ -28,20 +29,19 @@ pub struct Logits {
     pub raw: Activations,
     /// The changed logits: u32 of the same shape (`shaders/common/draws.glsl`).
     pub adjusted: Activations,
-    /// Results that the kernels of a draw pass on: u32 `[rows]`[`[draw_words]`](draw_words) of the logits' width.
+    /// Intermediate results of the kernels of a draw: u32 `[rows][draw_words(width)]`, see [`draw_words`].
     pub scratch: Activations,
-    /// Ids from this number up are never drawn.
+    /// Number of ids that can be drawn; the remaining columns are padding.
     pub vocab: usize,
 }
 
-/// Words of scratch that a draw needs for each row of `vocab` logits.
+/// Words of scratch memory that a draw needs for each row of `vocab` logits.
 pub const fn draw_words(vocab: usize) -> usize {
     let chunks = vocab.div_ceil(DRAW_CHUNK);
     (4 + 4 + LOGPROB_PART) * chunks + 3 * DRAW_LIST + DRAW_TALLIES + 3 * DRAW_BINS
 }
 
-/// [`Logits::scratch`] as the kernels that draw from `rows` rows see it (`shaders/sample.comp`,
-/// `shaders/logprobs.comp`).
+/// The layout of [`Logits::scratch`] for a draw from `rows` rows (`shaders/sample.comp`, `shaders/logprobs.comp`).
 #[doc(hidden)]
 pub struct DrawScratch {
     pub maxima: Buffer,
@@ -50,7 +50,7 @@ pub struct DrawScratch {
     tallies: u32,
     /// The bins of each row: `[rows][3][DRAW_BINS]`.
     pub bins: Buffer,
-    /// The tallies and the bins together; all of it must be 0 before a draw.
+    /// The tallies and the bins together. All of it must be 0 before a draw.
     cleared: Buffer,
     parts: Buffer,
     chunks: u32,
@@ -61,7 +61,11 @@ impl DrawScratch {
         let Logits { raw, scratch, vocab, .. } = logits;
         assert!(*vocab > 0 && *vocab <= raw.width, "draws from {vocab} ids");
         let chunks = vocab.div_ceil(DRAW_CHUNK);
-        assert!(chunks <= MOST_CHUNKS, "draws from {vocab} ids, {} at most", MOST_CHUNKS * DRAW_CHUNK);
+        assert!(
+            chunks <= MOST_CHUNKS,
+            "draws from {vocab} ids, but at most {} are supported",
+            MOST_CHUNKS * DRAW_CHUNK
+        );
         let all = scratch.used(rows, draw_words(raw.width), "draws: scratch");
         let lists = 4 * chunks + 3 * DRAW_LIST;
         let mut offset = 0;
@@ -85,7 +89,7 @@ impl DrawScratch {
     }
 }
 
-/// Parameters of one row as the shaders read them (`shaders/common/draws.glsl`).
+/// Sampling parameters of one row, in the layout of the shaders (`shaders/common/draws.glsl`).
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default, bytemuck::Pod, bytemuck::Zeroable)]
 pub struct SampleRequest {
@@ -100,22 +104,24 @@ pub struct SampleRequest {
     pub repetition_penalty: f32,
     pub presence_penalty: f32,
     pub frequency_penalty: f32,
-    /// The request's row of the history, the number of ids there that are penalized, and how many of these ids belong
-    /// to the prompt. 0 ids turn penalties off.
+    /// The request's row of the history.
     pub history_slot: u32,
+    /// Number of ids of the history that penalties apply to; 0 turns penalties off.
     pub history_len: u32,
+    /// How many of these ids belong to the prompt. They come first.
     pub prompt_len: u32,
-    /// The index of the first pair in [`DrawArrays::bias`], and the number of pairs; no id occurs twice.
+    /// Index of the request's first pair in [`DrawArrays::bias`].
     pub first_bias: u32,
+    /// Number of the request's pairs. No id may occur twice.
     pub biases: u32,
-    /// The row of [`DrawArrays::masks`] plus 1; 0 allows every id.
+    /// The row of [`DrawArrays::masks`], plus 1. 0 allows every id.
     pub mask: u32,
-    /// The number of alternatives reported plus 1, at most [`MAX_LOGPROBS`] plus 1; 0 reports no log probabilities.
+    /// The number of reported alternatives (at most [`MAX_LOGPROBS`]), plus 1. 0 reports no log probabilities.
     pub logprobs: u32,
 }
 
 impl SampleRequest {
-    /// Number of ids, with repetitions, whose logits change.
+    /// An upper bound for the invocations that `adjust` needs: one for each id of the history or each bias.
     fn changes(&self) -> u32 {
         self.history_len.max(self.biases)
     }
@@ -130,7 +136,7 @@ impl SampleRequest {
     }
 }
 
-/// A bias that is added to the logit of an id; negative infinity forbids the id.
+/// A bias that is added to the logit of an id. Negative infinity forbids the id.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
 pub struct Bias {
@@ -145,11 +151,11 @@ pub struct DrawArrays {
     pub requests: Buffer,
     /// The [`Bias`]es of all requests.
     pub bias: Buffer,
-    /// The masks: u32 `[..][mask_words]`, with [`mask_words`] of the vocabulary. The bit of each allowed id is set.
+    /// The masks: u32 `[masks][mask_words(vocab)]`, see [`mask_words`]. The bit of each allowed id is set.
     pub masks: Buffer,
-    /// The ids drawn: u32 `[rows]`.
+    /// The drawn ids: u32 `[rows]`.
     pub ids: Buffer,
-    /// The log probabilities, `[rows][LOGPROB_WORDS]`: f32 of the drawn id; then pairs of u32 id and f32.
+    /// The log probabilities, `[rows][LOGPROB_WORDS]`: f32 of the drawn id, then pairs of u32 id and f32.
     pub logprobs: Buffer,
 }
 
@@ -174,8 +180,8 @@ pub const fn mask_words(vocab: usize) -> usize {
 }
 
 impl Kernels {
-    /// Writes the ids of `tokens` tokens into the histories of their sequences. `slots` has a u32 for each entry of
-    /// [`StepArrays::sequence_of`].
+    /// Writes the ids of `tokens` tokens into the histories of their sequences. `slots` has the history slot (u32) of
+    /// each sequence in [`StepArrays::sequence_of`].
     pub fn history(
         &self,
         recorder: &mut Recorder<'_>,
@@ -198,8 +204,8 @@ impl Kernels {
         recorder.dispatch(&self.history, &arguments, [(tokens as u32).div_ceil(64), 1, 1]);
     }
 
-    /// Writes the logits that penalties and biases change to [`Logits::adjusted`], whose words are all 0 before.
-    /// [`Kernels::clear_adjusted`] clears them again. `requests` are the ones in [`DrawArrays::requests`]. Records
+    /// Writes the logits that penalties and biases change to [`Logits::adjusted`]. All its words must be 0 before;
+    /// [`Kernels::clear_adjusted`] clears them again. `requests` must be equal to [`DrawArrays::requests`]. Records
     /// nothing if no request changes a logit.
     pub fn adjust(
         &self,
@@ -261,9 +267,10 @@ impl Kernels {
         recorder.dispatch(pipeline, &arguments, [most.div_ceil(256).clamp(1, 64), rows as u32, 1]);
     }
 
-    /// Draws a token for each row of logits, as [`Kernels::adjust`] changed them, into `ids[row]` and `sampled[slot]`.
-    /// `requests` are the ones in [`DrawArrays::requests`]. Records only kernels that a request needs: one pass over
-    /// the logits if all requests are greedy, two passes if none has top_k or top_p, and three otherwise.
+    /// Draws an id for each row of the logits that [`Kernels::adjust`] changed, and writes it to `ids[row]` and
+    /// `sampled[slot]`. `requests` must be equal to [`DrawArrays::requests`]. Records only the kernels that the
+    /// requests need: one pass over the logits if all requests are greedy, two passes if none has top_k or top_p,
+    /// otherwise three.
     pub fn sample(
         &self,
         recorder: &mut Recorder<'_>,
@@ -292,7 +299,7 @@ impl Kernels {
         let (of_chunks, of_rows) = ([chunks, rows as u32, 1], [rows as u32, 1, 1]);
         let filters = requests.iter().any(|request| request.filters(*vocab));
         if filters {
-            // The fill runs beside the first kernel, which does not use these words.
+            // No barrier is needed: the fill runs at the same time as the first kernel, which does not use these words.
             recorder.fill(&cleared, 0);
         }
         recorder.dispatch(&self.sample.maxima, &arguments, of_chunks);
@@ -308,7 +315,7 @@ impl Kernels {
     }
 
     /// Computes log probabilities from the raw logits, for the drawn ids and the most likely ids, in the rows whose
-    /// requests want them.
+    /// requests report them.
     pub fn logprobs(&self, recorder: &mut Recorder<'_>, logits: &Logits, draws: &DrawArrays, rows: usize) {
         let Logits { raw, vocab, .. } = logits;
         let DrawScratch { parts, chunks, .. } = DrawScratch::of(logits, rows);

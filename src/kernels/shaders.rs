@@ -1,11 +1,11 @@
-//! The table of shaders that build.rs generates from `shaders/`, and the variants for matrices of a scheme.
+//! The shader table that build.rs generates from `shaders/`, and lookups in it by scheme and name.
 
 use crate::gpu::Shader;
 use crate::tensor::Scheme;
 
 include!(concat!(env!("OUT_DIR"), "/shaders.rs"));
 
-/// The shaders for matrices of a scheme: products, and embeddings.
+/// The shaders for weights of a scheme: the f32 product, and the embedding lookup.
 pub(super) fn shaders_of(scheme: Scheme) -> (&'static Shader, &'static Shader) {
     (shader_of("matmul", scheme), shader_of("embed", scheme))
 }

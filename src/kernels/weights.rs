@@ -1,5 +1,5 @@
-//! Weight matrices on the device, in the packed layout of `shaders/common/weights.glsl`. A matrix that exceeds one
-//! allocation is cut into row shards.
+//! Weight matrices on the device, in the packed layout of `shaders/common/weights.glsl`. A matrix that is too large for
+//! one allocation is split into row shards.
 
 use crate::checkpoint::{CheckpointError, Encoding, FileSlice, Tensor};
 use crate::gpu::{Arena, Buffer, Class, GpuError, MemoryKind, Uploader};
@@ -33,7 +33,7 @@ pub struct Matrix {
 }
 
 impl Matrix {
-    /// A matrix in buffers that hold it, or will, packed in `scheme`.
+    /// A matrix packed in `scheme` in these buffers. They may be filled later.
     pub fn of_one_shard(
         scheme: Scheme,
         [rows, cols]: [usize; 2],
@@ -53,14 +53,15 @@ impl Matrix {
         shards.map(|shard| shard.blocks.size() + shard.scales.as_ref().map_or(0, Buffer::size)).sum()
     }
 
-    /// The addresses of each shard's blocks and scales, as lookups read them.
+    /// The addresses of each shard's blocks and scales (0 without scales), in the format of the embedding kernel's
+    /// table.
     fn addresses(&self) -> Vec<[u64; 2]> {
         let of = |shard: &Shard| [shard.blocks.address(), shard.scales.as_ref().map_or(0, Buffer::address)];
         self.shards.iter().map(of).collect()
     }
 
-    /// The sizes of the allocations of a matrix `[rows, cols]`, in order: bytes of the blocks and of the scales of each
-    /// shard.
+    /// The sizes of the buffers of a matrix `[rows, cols]`, for each shard: bytes of the blocks, then of the scales, if
+    /// any.
     pub fn buffer_bytes(
         scheme: Scheme,
         rows: usize,
@@ -75,9 +76,9 @@ impl Matrix {
         })
     }
 
-    /// Uploads a `[rows, cols]` tensor. A tensor that is packed in `scheme` already is queued with the uploader. Any
-    /// other tensor is packed here, and `each` is called with the number of rows done, every few megabytes.
-    /// `max_shard_bytes` bounds one allocation.
+    /// Uploads a `[rows, cols]` tensor. If the tensor is already packed in `scheme`, its reads are queued with the
+    /// uploader. Otherwise it is packed here, and `each` is called every few megabytes with the number of rows that are
+    /// done. `max_shard_bytes` limits the size of one allocation.
     pub fn upload<'a>(
         arena: &mut Arena,
         uploader: &mut Uploader<'a, UploadError>,
@@ -144,17 +145,17 @@ impl Matrix {
     }
 }
 
-/// The number of rows in as many whole tiles as `max_shard_bytes` holds; at least one tile.
+/// The number of rows of a shard: as many whole tiles as `max_shard_bytes` holds, but at least one.
 fn rows_per_shard(scheme: Scheme, rows: usize, cols: usize, max_shard_bytes: u64) -> usize {
     let max_tiles = (max_shard_bytes as usize / scheme.tile_bytes(cols)).max(1);
     max_tiles.saturating_mul(TILE_ROWS).min(rows.next_multiple_of(TILE_ROWS))
 }
 
-/// A matrix whose rows are also looked up by id: it carries the table of its shards' addresses.
+/// A matrix whose rows can also be looked up by id, with a table of its shards' addresses.
 pub struct Embedding {
     pub(super) matrix: Matrix,
     pub(super) table: Buffer,
-    /// Factor that looked-up rows are multiplied by.
+    /// Factor for looked-up rows.
     pub(super) scale: f32,
 }
 
@@ -177,7 +178,7 @@ impl Embedding {
         Ok(Embedding { matrix, table, scale })
     }
 
-    /// An embedding of a matrix in one shard, and what `table` must hold.
+    /// An embedding whose matrix has one shard, and the contents that the caller must write to `table`.
     pub fn of_one_shard(matrix: Matrix, table: Buffer, scale: f32) -> (Embedding, Vec<[u64; 2]>) {
         assert_eq!(table.size(), Embedding::table_bytes(matrix.shards.len()), "the table of an embedding");
         let addresses = matrix.addresses();
