@@ -47,7 +47,7 @@ fn courtesy_is_a_share_from_a_tenth_to_the_whole() {
         assert!(error.starts_with("unicorn.toml: engine.courtesy: "), "{error}");
     }
     let error = from_file("[engine]\ncourtesy = 0.05").expect_err("too little").to_string();
-    assert!(error.contains("from 0.1 to 1, got 0.05; 1 is no bound"), "{error}");
+    assert!(error.contains("from 0.1 to 1, got 0.05; 1 = no limit"), "{error}");
     let half = [("UNICORN_ENGINE_COURTESY".to_owned(), "half".to_owned())];
     let error = Layer::environment(half).expect_err("no number").to_string();
     assert!(error.contains("expected a number, got \"half\""), "{error}");
