@@ -222,7 +222,7 @@ fn config_and_tokenizer_come_from_where_the_user_says() {
         ),
         (
             bare.path().join("x"),
-            "is no file and no folder; expected a tokenizer.json, or a folder that holds one",
+            "is not a file or folder; expected a tokenizer.json, or a folder that holds one",
         ),
     ] {
         let error = files().with_tokenizer(&path).unwrap_err().to_string();
@@ -364,7 +364,7 @@ fn what_is_no_layer_file_is_refused_by_name() {
     let cases: Vec<(Files, &str)> = vec![
         (
             vec![("m_layer_3.safetensors", layer_file(&[good()]))],
-            ": holds layer files, but no *_shared.safetensors, in which the embedding is",
+            ": has layer files, but no *_shared.safetensors with the embedding",
         ),
         (
             changed(&|t| t.1 = "int3"),
@@ -410,15 +410,15 @@ fn what_is_no_layer_file_is_refused_by_name() {
         ),
         (
             layer(&[symmetric("x.layers.4.w", &[1], 0.5, &[1])]),
-            "tensor x.layers.4.w: lies in a file of layer 3; expected layers.3 in its name",
+            "tensor x.layers.4.w: is in a file of layer 3; expected layers.3 in its name",
         ),
         (
             layer(&[symmetric("norm", &[1], 0.5, &[1])]),
-            "tensor norm: lies in a file of layer 3; expected layers.3 in its name",
+            "tensor norm: is in a file of layer 3; expected layers.3 in its name",
         ),
         (
             vec![("m_shared.safetensors", layer_file(&[good()]))],
-            "tensor x.layers.3.w: lies in a file of what layers share; expected no layers.N in its name",
+            "tensor x.layers.3.w: is in a file of shared tensors; expected no layers.N in its name",
         ),
         (
             vec![
@@ -426,11 +426,11 @@ fn what_is_no_layer_file_is_refused_by_name() {
                 ("m_layer_3.safetensors", layer_file(&[good()])),
                 ("n_layer_3.safetensors", layer_file(&[good()])),
             ],
-            "m_layer_3.safetensors too; expected it in one file",
+            "m_layer_3.safetensors; expected it in one file",
         ),
         (
             raw(json!({}), json!({name: i8_2([0, 2])}), &[1, 2]),
-            "tensor x.layers.3.w: has no scheme in the file's metadata, as the layer files of the original project have",
+            "tensor x.layers.3.w: has no scheme in the file's metadata; expected one, as in layer files of the original project",
         ),
         (
             raw(json!({name: "int8_symmetric"}), json!({name: i8_2([0, 2])}), &[1, 2]),
@@ -454,7 +454,7 @@ fn what_is_no_layer_file_is_refused_by_name() {
     let mut row = QuantizedRow::new(tensor.scheme().unwrap(), 32);
     tensor.quantized_row_into(0, &mut row).unwrap();
     for error in [tensor.quantized_row_into(1, &mut row).unwrap_err(), tensor.to_f32().unwrap_err()] {
-        let expected = "tensor x.layers.3.w: row 1, column 8 holds 9; expected -7 to 7, as int4_grouped has";
+        let expected = "tensor x.layers.3.w: row 1, column 8 is 9; expected -7 to 7 in int4_grouped";
         assert!(error.to_string().ends_with(expected), "{error}");
     }
 }

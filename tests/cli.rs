@@ -215,7 +215,7 @@ fn models_that_are_none_are_named() {
 
     for (model, part) in [
         (&missing, "no such file or folder"),
-        (&file, "is no GGUF file"),
+        (&file, "is not a GGUF file"),
         (&empty, "config.json"),
         (&no_tokenizer, "tokenizer.json"),
     ] {

@@ -326,7 +326,7 @@ fn a_start_waits_for_no_pipe() {
         let model = tiny_model();
         let model = model.path().to_str().expect("UTF-8");
         let command = unicorn(&["serve", "--port", "0", "--model", model, option, fifo]);
-        assert_error(command, 78, &["pipe: is no file and no folder"]);
+        assert_error(command, 78, &["pipe: is not a file or folder"]);
     }
 
     // A first start writes the names of the files that the second one finds to be pipes.
