@@ -344,7 +344,7 @@ fn short_groups_do_not_straddle_rows() {
     let largest = [65504.0f32 * 7.0];
     quantize_row(&largest, 1, 7, &mut [0], &mut [f16::ZERO]).unwrap();
     let error = quantize_row(&[0.0, 65520.0 * 7.0], 1, 7, &mut [0; 2], &mut [f16::ZERO; 2]).unwrap_err();
-    assert_eq!(error.to_string(), "values from column 1 on are too large for an f16 scale");
+    assert_eq!(error.to_string(), "the values of the group at column 1 are too large for an f16 scale");
     let error = quantize_row(&[1.0, f32::NAN], 2, 7, &mut [0; 2], &mut [f16::ZERO]).unwrap_err();
     assert_eq!(error.to_string(), "a value near column 0 is NaN or infinite; expected finite numbers");
 }
@@ -808,7 +808,8 @@ fn bad_safetensors_files_are_refused_by_tensor() {
         (vec![0; 7], "truncated: 7 bytes, too few for a safetensors file"),
         (
             good[..20].to_vec(),
-            "truncated, or not a safetensors file: its first 8 bytes announce a header of 110 bytes, but 12 bytes follow",
+            "truncated, or not a safetensors file: its first 8 bytes announce a header of 110 bytes, but 12 bytes \
+             follow",
         ),
         (
             [&u64::MAX.to_le_bytes()[..], b"{}"].concat(),
@@ -831,7 +832,8 @@ fn bad_safetensors_files_are_refused_by_tensor() {
         ),
         (
             with_header("[]", &[]),
-            "its header is not a valid safetensors header: invalid type: sequence, expected an object at line 1 column 0",
+            "its header is not a valid safetensors header: invalid type: sequence, expected an object at line 1 \
+             column 0",
         ),
         (
             with_header("{\"\u{fffd}", &[]).iter().map(|b| if *b == 0xEF { 0xFF } else { *b }).collect(),
@@ -848,8 +850,8 @@ fn bad_safetensors_files_are_refused_by_tensor() {
         ),
         (
             two(entry("\"BF16\"", "[-2,2]", "[4,12]")),
-            "its header is not a valid safetensors header: entry b: invalid value: integer `-2`, expected u64 at line 1 \
-             column 84",
+            "its header is not a valid safetensors header: entry b: invalid value: integer `-2`, expected u64 at line \
+             1 column 84",
         ),
         (
             with_header(&format!(r#"{{"a":{0},"a":{0}}}"#, entry("\"U8\"", "[4]", "[0,4]")), &[0; 4]),
@@ -882,7 +884,8 @@ fn bad_safetensors_files_are_refused_by_tensor() {
         ),
         (
             two(entry("\"BF16\"", "[4]", "[18446744073709551600,18446744073709551608]")),
-            "tensor b: its bytes end at 18446744073709551608, but the file's end at 12: the file is truncated or corrupt",
+            "tensor b: its bytes end at 18446744073709551608, but the file's end at 12: the file is truncated or \
+             corrupt",
         ),
         (
             two(entry("\"BF16\"", "[9223372036854775807]", "[4,18446744073709551615]")),

@@ -430,7 +430,8 @@ fn what_is_no_layer_file_is_refused_by_name() {
         ),
         (
             raw(json!({}), json!({name: i8_2([0, 2])}), &[1, 2]),
-            "tensor x.layers.3.w: has no scheme in the file's metadata; expected one, as in layer files of the original project",
+            "tensor x.layers.3.w: has no scheme in the file's metadata; expected one, as in layer files of the \
+             original project",
         ),
         (
             raw(json!({name: "int8_symmetric"}), json!({name: i8_2([0, 2])}), &[1, 2]),

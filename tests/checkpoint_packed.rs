@@ -347,7 +347,8 @@ fn configs_of_other_packings_are_refused_by_name() {
         ),
         (
             with(compressed(), "/config_groups/group_0/input_activations", json!({"num_bits": 8})),
-            "config_groups.group_0.input_activations is an object; expected null, because activations are not quantized here",
+            "config_groups.group_0.input_activations is an object; expected null, because activations are not \
+             quantized here",
         ),
         (
             with(compressed(), weights, json!(null)),

@@ -11,9 +11,9 @@
 //! | | `.g_idx` `[in]`: group of each input | | `.weight_shape` `[2]`: out, in |
 //!
 //! q and z are unsigned. A 32-bit word contains `n` of them, lowest bits first. GPTQ's first version
-//! (`checkpoint_format` "gptq") stores z - 1. If z is 0, the subtraction changes the neighbouring zero points. GPTQModel
-//! subtracts from a whole word, so adding restores all of them exactly. AutoGPTQ overwrites the neighbours, so the row
-//! is refused.
+//! (`checkpoint_format` "gptq") stores z - 1. If z is 0, the subtraction changes the neighbouring zero points.
+//! GPTQModel subtracts from a whole word, so adding restores all of them exactly. AutoGPTQ overwrites the neighbours,
+//! so the row is refused.
 //!
 //! Refuses other methods and formats, bits other than 4 and 8, groups that are not a multiple of the device's block,
 //! activation order (a `g_idx` other than the trivial one), quantized activations, and parts whose shapes contradict
