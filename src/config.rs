@@ -430,7 +430,7 @@ pub enum ConfigError {
     #[error("{source_name}: unknown option {option}; expected one of {expected}")]
     Unknown { source_name: String, option: String, expected: String },
     /// An unknown option, and the similar option that was probably meant.
-    #[error("{source_name}: unknown option {option}; {near} is one")]
+    #[error("{source_name}: unknown option {option}; did you mean {near}?")]
     Misspelt { source_name: String, option: String, near: String },
     #[error("{source_name}: {option}: {problem}")]
     Value { source_name: String, option: String, problem: String },

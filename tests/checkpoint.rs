@@ -863,7 +863,7 @@ fn bad_safetensors_files_are_refused_by_tensor() {
         ),
         (
             two(entry("\"BF16\"", "[2,3]", "[4,12]")),
-            "tensor b: BF16 [2, 3] takes 12 bytes; its offsets hold 8",
+            "tensor b: BF16 [2, 3] takes 12 bytes, but its offsets span 8",
         ),
         (
             two(entry("\"BF16\"", "[4294967296,4294967296]", "[4,12]")),
@@ -889,7 +889,7 @@ fn bad_safetensors_files_are_refused_by_tensor() {
         ),
         (
             two(entry("\"BF16\"", "[9223372036854775807]", "[4,18446744073709551615]")),
-            "tensor b: BF16 [9223372036854775807] takes 18446744073709551614 bytes; its offsets hold \
+            "tensor b: BF16 [9223372036854775807] takes 18446744073709551614 bytes, but its offsets span \
              18446744073709551611",
         ),
         (

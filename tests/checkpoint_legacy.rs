@@ -382,7 +382,7 @@ fn what_is_no_layer_file_is_refused_by_name() {
         ),
         (
             changed(&|t| t.5 = "I8"),
-            "m_layer_3.safetensors: tensor x.layers.3.w_scale: I8 [] takes 1 bytes; its offsets hold 2",
+            "m_layer_3.safetensors: tensor x.layers.3.w_scale: I8 [] takes 1 bytes, but its offsets span 2",
         ),
         (
             changed(&|t| (t.5, t.7) = ("I8", vec![1])),

@@ -126,7 +126,7 @@ fn the_systems_configuration_is_read_in_its_order_checked_and_shown() {
     assert_eq!(code, 0, "{stderr}");
     assert!(stdout.contains(&format!("{main}, ")) && stdout.contains(&last), "{stdout}");
     for (text, parts) in [
-        ("[server]\nprt = 1", &["server.port is one"][..]),
+        ("[server]\nprt = 1", &["did you mean server.port?"][..]),
         ("[server]\nhost = \"0.0.0.0\"", &["other machines", "API key"]),
         ("[server]\napi_key_file = \"/nonexistent/keys\"", &["/nonexistent/keys", "No such file"]),
         (

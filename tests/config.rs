@@ -70,10 +70,10 @@ fn later_layers_win() {
 #[test]
 fn errors_name_the_option_and_its_source() {
     for (text, parts) in [
-        ("[server]\nprt = 1", &["unicorn.toml", "option server.prt; server.port is one"][..]),
-        ("[sever]\nport = 1", &["unicorn.toml", "option sever.port; server.port is one"]),
-        ("port = 1", &["unicorn.toml", "option port; server.port is one"]),
-        ("[server]\ncontext = 1", &["unicorn.toml", "option server.context; engine.context is one"]),
+        ("[server]\nprt = 1", &["unicorn.toml", "option server.prt; did you mean server.port?"][..]),
+        ("[sever]\nport = 1", &["unicorn.toml", "option sever.port; did you mean server.port?"]),
+        ("port = 1", &["unicorn.toml", "option port; did you mean server.port?"]),
+        ("[server]\ncontext = 1", &["unicorn.toml", "option server.context; did you mean engine.context?"]),
         (
             "[server]\nmodle = \"x\"",
             &["unicorn.toml", "option server.modle; expected one of", "host, idle_timeout_s"],

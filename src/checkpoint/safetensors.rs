@@ -129,7 +129,7 @@ fn check_entry(entry: &HeaderEntry, data_len: usize) -> Result<(DType, Vec<usize
         Some(size) if size == end - start => {}
         Some(size) => {
             return Err(format!(
-                "{} {shape:?} takes {size} bytes; its offsets hold {}",
+                "{} {shape:?} takes {size} bytes, but its offsets span {}",
                 entry.dtype,
                 end - start
             ));
