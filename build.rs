@@ -1,9 +1,8 @@
 //! Compiles `shaders/*.comp` to SPIR-V and writes the typed kernel table that `src/kernels` includes.
 //!
-//! `shaders/variants.toml` lists the `#define`s of each variant of each kernel. Everything else is read back from the
-//! SPIR-V, so that the Rust side cannot drift from the shader: push constants, specialization constants, the access of
-//! a variant to the memory behind each of its addresses (which decides barriers), and the features that a device must
-//! have.
+//! `shaders/variants.toml` lists the `#define`s of each variant of each kernel. Everything else is read from the
+//! SPIR-V, so that the Rust side always matches the shader: push constants, specialization constants, how a variant
+//! accesses the memory of each buffer address (which decides barriers), and the required device features.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -40,7 +39,7 @@ fn main() {
         for (variant, defines) in variants {
             let name = if variant == "only" { kernel.clone() } else { format!("{kernel}_{variant}") };
             let mut module = parse(&name, &compile(&shaders, kernel, &name, defines));
-            keep_operations_apart(&mut module);
+            forbid_contraction(&mut module);
             let words = module.assemble();
             let block = PushBlock::of(&name, &module);
             emit_shader(&mut table, kernel, &name, &words, &module, &block);
@@ -57,7 +56,7 @@ fn main() {
     let names: Vec<_> = names.iter().map(|n| format!("&{n}")).collect();
     writeln!(table, "pub static ALL: &[&crate::gpu::Shader] = &[{}];", names.join(", ")).unwrap();
 
-    // The hash names the pipeline cache's file, so that other shaders use another cache.
+    // The hash is part of the file name of the pipeline cache, so that changed shaders use a new cache.
     println!("cargo::rustc-env=SHADER_HASH={:016x}", hash.finish());
 
     let sources = fs::read_dir(&shaders)
@@ -67,18 +66,19 @@ fn main() {
     fs::write(PathBuf::from(env::var("OUT_DIR").unwrap()).join("shaders.rs"), table).unwrap();
 }
 
-/// Replaces each variant `*_way` by one combination with every other variant, which has the defines of both.
+/// Replaces each variant named `*_SUFFIX` with its combinations with every ordinary variant. A combination has the
+/// defines of both, and `*` in its name is replaced with the name of the ordinary variant.
 fn combine(variants: &mut BTreeMap<String, BTreeMap<String, String>>) {
-    let (ways, plain): (Vec<_>, Vec<_>) =
+    let (wildcards, ordinary): (Vec<_>, Vec<_>) =
         std::mem::take(variants).into_iter().partition(|(name, _)| name.starts_with('*'));
-    for (way, more) in &ways {
-        for (name, defines) in &plain {
+    for (wildcard, more) in &wildcards {
+        for (name, defines) in &ordinary {
             let both = defines.iter().chain(more).map(|(k, v)| (k.clone(), v.clone())).collect();
-            let name = if name == "only" { way.replace("*_", "") } else { way.replace('*', name) };
+            let name = if name == "only" { wildcard.replace("*_", "") } else { wildcard.replace('*', name) };
             variants.insert(name, both);
         }
     }
-    variants.extend(plain);
+    variants.extend(ordinary);
 }
 
 fn compile(dir: &Path, kernel: &str, name: &str, defines: &BTreeMap<String, String>) -> Vec<u32> {
@@ -117,10 +117,10 @@ fn parse(name: &str, words: &[u32]) -> Module {
     loader.module()
 }
 
-/// Decorates the result of every addition and product of floats with NoContraction. Otherwise a compiler might contract
-/// some of them to an fma, and the last bit of a result would depend on the code around it. Shaders write `fma` where
-/// they mean it.
-fn keep_operations_apart(module: &mut Module) {
+/// Decorates the result of every sum and product of floats with NoContraction. Otherwise a driver may contract some of
+/// them into an fma, and the last bit of a result would depend on the surrounding code. Shaders call `fma` explicitly
+/// where they need it.
+fn forbid_contraction(module: &mut Module) {
     let is_decorated = |module: &Module, id: u32| {
         let operands = [Operand::IdRef(id), Operand::Decoration(Decoration::NoContraction)];
         module.annotations.iter().any(|i| i.operands == operands)
@@ -143,7 +143,7 @@ fn keep_operations_apart(module: &mut Module) {
     }
 }
 
-/// A shader's access to the memory behind an address. It corresponds to `gpu::Access` in the crate.
+/// How a shader accesses the memory at a buffer address. Corresponds to `gpu::Access` in the crate.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Access {
     /// The variant does not use the address.
@@ -153,7 +153,7 @@ enum Access {
     ReadWrite,
 }
 
-/// One push constant: its Rust type, and for an address the access to the memory behind it.
+/// One push constant. `access` is set for buffer addresses.
 struct Member {
     name: String,
     rust: &'static str,
@@ -192,8 +192,8 @@ impl<'a> Globals<'a> {
         })
     }
 
-    /// The access that a pointer to a buffer allows, by `readonly` and `writeonly` of its type. glslang refuses a
-    /// shader that does anything else.
+    /// The access that a pointer to a buffer allows, from `readonly` and `writeonly` of its type. glslang rejects
+    /// shaders that violate these qualifiers.
     fn access(&self, pointer: &Instruction) -> Access {
         let block = pointer.operands[1].unwrap_id_ref();
         let members = self.find(block).operands.len() as u32;
@@ -235,7 +235,7 @@ impl<'a> Globals<'a> {
                 let [of, length] = [0, 1].map(|n| i.operands[n].unwrap_id_ref());
                 format!("{} * {}", self.value(length), self.bytes(of))
             }
-            other => panic!("shared memory of a type whose size is not known here: {other:?}"),
+            other => panic!("shared memory has a type that build.rs knows no size of: {other:?}"),
         }
     }
 
@@ -288,7 +288,9 @@ impl PushBlock {
                 Op::TypePointer => ("u64", Some(Access::None)),
                 Op::TypeFloat => ("f32", None),
                 Op::TypeInt if found.operands[1] == Operand::LiteralBit32(0) => ("u32", None),
-                other => panic!("{name}: push constant {index} has a type without a Rust twin: {other:?}"),
+                other => {
+                    panic!("{name}: push constant {index} has a type without a Rust equivalent: {other:?}")
+                }
             };
             let field = globals.name(id, Some(index)).expect("members are named");
             let offset = module.annotations.iter().find_map(|i| match i.operands.as_slice() {
@@ -308,11 +310,14 @@ impl PushBlock {
         if members.iter().any(|m| m.rust == "u64") && bytes % 8 != 0 {
             bytes += 4;
         }
-        assert!(bytes <= 128, "{name}: {bytes} bytes of push constants; 128 is what every device has");
+        assert!(
+            bytes <= 128,
+            "{name}: {bytes} bytes of push constants; expected at most 128, as every device has"
+        );
         PushBlock { members, bytes, follows: Self::follows(name, module) }
     }
 
-    /// The members that the code uses. Each use begins with an access chain from the block.
+    /// Indices of the members that the code uses. Each use begins with an access chain from the block.
     fn used(name: &str, module: &Module, block: u32) -> Vec<u32> {
         let globals = Globals(module);
         let mut used = Vec::new();
@@ -327,24 +332,24 @@ impl PushBlock {
         used
     }
 
-    /// Whether the shader makes addresses from numbers, which is how addresses come from memory. Memory behind such an
-    /// address may only be read, because nothing could tell who else writes it.
+    /// Whether the shader converts integers to addresses, as it does with addresses that it reads from memory. Memory
+    /// at such an address must be readonly: barriers cannot be derived for it, because it is not in the push constants.
     fn follows(name: &str, module: &Module) -> bool {
         let globals = Globals(module);
         let mut follows = false;
         for i in module.all_inst_iter() {
             let Some(pointer) = i.result_type.filter(|id| globals.is_buffer_pointer(*id)) else { continue };
-            // A pointer that is cast to another type is no new address.
+            // Casting a pointer to another type does not create an address.
             let is_pointer = |operand: &Operand| {
                 let id = operand.unwrap_id_ref();
-                let made = module.all_inst_iter().find(|made| made.result_id == Some(id));
-                made.and_then(|made| made.result_type).is_some_and(|of| globals.is_buffer_pointer(of))
+                let source = module.all_inst_iter().find(|source| source.result_id == Some(id));
+                source.and_then(|source| source.result_type).is_some_and(|of| globals.is_buffer_pointer(of))
             };
             if matches!(i.class.opcode, Op::Bitcast | Op::ConvertUToPtr) && !is_pointer(&i.operands[0]) {
                 assert_eq!(
                     globals.access(globals.find(pointer)),
                     Access::Read,
-                    "{name}: an address from memory is of a type that is not readonly"
+                    "{name}: an address from memory has a type that is not readonly"
                 );
                 follows = true;
             }
@@ -357,23 +362,23 @@ impl PushBlock {
         let fields = |block: &PushBlock| -> Vec<(String, &str)> {
             block.members.iter().map(|m| (m.name.clone(), m.rust)).collect()
         };
-        assert!(fields(self) == fields(&other), "{name}: its push constants differ from its siblings'");
+        assert!(fields(self) == fields(&other), "{name}: its push constants differ from the other variants'");
         for (mine, other) in self.members.iter_mut().zip(other.members) {
             if other.access == Some(Access::None) {
-                mine.access = other.access; // optional, since one of the variants does not use it
+                mine.access = other.access; // optional, because one of the variants does not use it
             }
         }
         self.follows |= other.follows;
     }
 
-    /// Writes the struct that a dispatch takes. It has buffers where the shader has addresses.
+    /// Writes the struct of a dispatch's arguments. It has buffers where the shader has addresses.
     fn emit(&self, out: &mut String, kernel: &str) {
         let camel: String = kernel.split('_').map(|w| w[..1].to_uppercase() + &w[1..]).collect();
         let mut line = |text: String| writeln!(out, "{text}").unwrap();
-        // A buffer is optional if a variant does not use the address, or if the name says so.
+        // A buffer is optional if some variant does not use the address, or if its name ends in `_or_none`.
         let is_optional = |m: &&Member| m.access == Some(Access::None) || m.name.ends_with("_or_none");
         line(format!(
-            "/// What `{kernel}.comp` takes, generated from its SPIR-V: buffers where it has addresses."
+            "/// Arguments of `{kernel}.comp`, generated from its SPIR-V: buffers where the shader has addresses."
         ));
         line(format!("pub struct {camel}<'a> {{"));
         for m in &self.members {
@@ -385,7 +390,7 @@ impl PushBlock {
             line(format!("    pub {}: {rust},", m.name));
         }
         if self.follows {
-            line("    /// Where the addresses lead that it finds in memory.".to_string());
+            line("    /// The buffers of the addresses that the shader reads from memory.".to_string());
             line("    pub followed: &'a [&'a crate::gpu::Buffer],".to_string());
         }
         line("}".to_string());
@@ -445,13 +450,13 @@ fn spec_constants(module: &Module) -> Vec<(u32, String, u32)> {
     all
 }
 
-/// The features that a capability of SPIR-V needs of a device; empty where every Vulkan 1.3 device has it.
+/// The device features that a SPIR-V capability needs; empty if every Vulkan 1.3 device has it.
 fn needs(name: &str, capability: Capability) -> &'static [&'static str] {
     match capability {
         Capability::Shader | Capability::GroupNonUniform => &[],
         Capability::PhysicalStorageBufferAddresses => &["BufferDeviceAddress"],
         Capability::GroupNonUniformArithmetic => &["SubgroupArithmetic"],
-        // Exchanging data between lanes relies on the size of the subgroup.
+        // Shaders that exchange data between lanes assume 32 lanes.
         Capability::GroupNonUniformBallot => &["SubgroupBallot", "SubgroupsOf32"],
         Capability::GroupNonUniformShuffle => &["SubgroupShuffle", "SubgroupsOf32"],
         Capability::Float16 => &["Float16"],
@@ -460,10 +465,10 @@ fn needs(name: &str, capability: Capability) -> &'static [&'static str] {
         Capability::StorageBuffer8BitAccess => &["Storage8"],
         Capability::StorageBuffer16BitAccess => &["Storage16"],
         Capability::DotProduct | Capability::DotProductInput4x8BitPacked => &["IntegerDotProduct"],
-        // Only cooperative matrices declare the memory model, and gpu/caps.rs enables it with them.
+        // Only shaders with cooperative matrices declare the memory model, and gpu/caps.rs enables both together.
         Capability::CooperativeMatrixKHR => &["CooperativeMatrix", "SubgroupsOf32"],
         Capability::VulkanMemoryModel => &[],
-        other => panic!("{name}: say in build.rs which feature {other:?} is, and in gpu/caps.rs who has it"),
+        other => panic!("{name}: add the feature of {other:?} to build.rs, and its check to gpu/caps.rs"),
     }
 }
 
@@ -496,7 +501,8 @@ fn emit_shader(
         }
         _ => None,
     });
-    let workgroup = workgroup.unwrap_or_else(|| panic!("{name}: the size of its workgroups is no literal"));
+    let workgroup =
+        workgroup.unwrap_or_else(|| panic!("{name}: the size of its workgroups is not a literal"));
     let shared: Vec<_> = module
         .types_global_values
         .iter()

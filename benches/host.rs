@@ -1,8 +1,9 @@
-//! Host time per token, which needs no GPU: a step of the scheduler, its way to the device process and back, blocks of the
-//! KV cache, a grammar's mask, the tokenizer both ways, and a chunk of a stream.
+//! Benchmarks of the host time per token. They need no GPU: a step of the scheduler, the round trip to the device
+//! process, blocks of the KV cache, grammar masks, the tokenizer in both directions, and a chunk of a stream.
 //!
-//! Prompts and answers are those of the demo model's question set. Its vocabulary has 2048 ids, and a Gemma-3 has
-//! 262,144, so a real mask takes longer. `cargo bench --bench host NAME` runs some of the benchmarks.
+//! Prompts and answers come from the question set of the demo model. Its vocabulary has 2048 ids, and Gemma-3's has
+//! 262,144, so masks take longer with a real model. `cargo bench --bench host NAME` runs the benchmarks whose names
+//! contain NAME.
 
 use std::path::Path;
 use std::process::Command;
@@ -24,7 +25,7 @@ use unicorn::model::{
 };
 use unicorn::text::{Constraint, GrammarSource, Grammars, Tokenizer};
 
-/// Set in the child that `device_process_step` starts.
+/// The environment variable that marks the child process of `device_process_step`.
 const CHILD: &str = "UNICORN_BENCH_CHILD";
 
 fn main() {
@@ -66,16 +67,16 @@ impl Runner for Immediate {
 }
 
 #[derive(Deserialize)]
-struct Answered {
+struct Example {
     prompt: Vec<u32>,
     answer: Vec<u32>,
     text: String,
 }
 
-static ANSWERS: LazyLock<Vec<Answered>> = LazyLock::new(|| {
+static EXAMPLES: LazyLock<Vec<Example>> = LazyLock::new(|| {
     #[derive(Deserialize)]
     struct Goldens {
-        answers: Vec<Answered>,
+        answers: Vec<Example>,
     }
     let goldens: Goldens = serde_json::from_slice(&read("tests/data/demo/goldens.json")).expect("goldens");
     goldens.answers
@@ -90,8 +91,8 @@ fn read(path: &str) -> Vec<u8> {
     std::fs::read(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
 }
 
-/// The limits of `unicorn serve` on 48 GiB for a 27B: full layers' blocks for 16 conversations of 8192 tokens, and
-/// windows.
+/// The limits of `unicorn serve` with 48 GiB for a 27B: blocks of full layers for 16 conversations of 8192 tokens, and
+/// blocks for their windows.
 fn limits(vocab_size: usize) -> Limits {
     let kv = KvLimits { block_size: 16, full_blocks: 8192, sliding_blocks: 8192, sliding_window: Some(1024) };
     Limits {
@@ -106,15 +107,15 @@ fn limits(vocab_size: usize) -> Limits {
     }
 }
 
-/// One step of the scheduler, scheduled and committed. No drawn id ends an answer.
+/// Schedules and commits one step. No sampled id ends an answer.
 fn step(scheduler: &mut Scheduler, pace: &Pace) -> usize {
-    let step = scheduler.schedule(pace).expect("somebody is there");
+    let step = scheduler.schedule(pace).expect("there are sequences");
     let draws = step.sampling.draws.len();
     let ids = (0..draws as u32).map(|i| Some(300 + i)).collect();
     scheduler.commit(&step, &Sampled { ids, logprobs: vec![None; draws], ..Sampled::default() }).len()
 }
 
-/// A step in which `sequences` answers get one token each.
+/// Steps in which each of `sequences` answers gets one token.
 #[divan::bench(args = [1, 16, 64])]
 fn scheduler_decode_step(bencher: Bencher, sequences: usize) {
     const STEPS: usize = 32;
@@ -133,11 +134,11 @@ fn scheduler_decode_step(bencher: Bencher, sequences: usize) {
         });
 }
 
-/// A scheduler whose `sequences` answers all decode.
+/// A scheduler with `sequences` answers, all of them in the decode phase.
 fn decoding(sequences: usize, config: SchedulerConfig, pace: &Pace) -> Scheduler {
     let mut scheduler = Scheduler::new(limits(TOKENIZER.vocab_size()), config);
-    for (id, answered) in (0..sequences as u64).zip(ANSWERS.iter().cycle()) {
-        scheduler.add(Sequence::new(id, answered.prompt.clone(), SamplingParams::GREEDY, 1000));
+    for (id, example) in (0..sequences as u64).zip(EXAMPLES.iter().cycle()) {
+        scheduler.add(Sequence::new(id, example.prompt.clone(), SamplingParams::GREEDY, 1000));
     }
     for _ in 0..10_000 {
         if scheduler.num_waiting() == 0 && step(&mut scheduler, pace) == sequences {
@@ -150,7 +151,7 @@ fn decoding(sequences: usize, config: SchedulerConfig, pace: &Pace) -> Scheduler
     panic!("{sequences} prompts are not computed after 10,000 steps");
 }
 
-/// What the device process costs a step: a submit and a wait, to a process whose steps take no time, and back.
+/// The cost of the device process per step: a submit and a wait, with a process whose steps take no time.
 #[divan::bench(args = [1, 16, 64])]
 fn device_process_step(bencher: Bencher, sequences: usize) {
     let mut command = Command::new(std::env::current_exe().expect("this program"));
@@ -159,7 +160,7 @@ fn device_process_step(bencher: Bencher, sequences: usize) {
     let mut runner = DeviceProcess::new(child, Duration::from_secs(60)).expect("it is ready");
     let pace = Pace::new();
     let mut scheduler = decoding(sequences, SchedulerConfig::default(), &pace);
-    let step = scheduler.schedule(&pace).expect("somebody is there");
+    let step = scheduler.schedule(&pace).expect("there are sequences");
     bencher.bench_local(|| {
         let ticket = step.submit(&mut runner).expect("submitted");
         let sampled = runner.wait(ticket).expect("computed");
@@ -171,9 +172,9 @@ fn blocks() -> BlockManager {
     BlockManager::new(limits(TOKENIZER.vocab_size()).kv, usize::MAX)
 }
 
-/// The `n` longest prompts, of some thousand tokens each.
+/// The `n` longest prompts.
 fn long_prompts(n: usize) -> Vec<&'static [u32]> {
-    let mut prompts: Vec<&[u32]> = ANSWERS.iter().map(|answered| &answered.prompt[..]).collect();
+    let mut prompts: Vec<&[u32]> = EXAMPLES.iter().map(|example| &example.prompt[..]).collect();
     prompts.sort_by_key(|prompt| std::cmp::Reverse(prompt.len()));
     prompts.truncate(n);
     prompts
@@ -196,7 +197,7 @@ fn block_manager_allocate_and_free(bencher: Bencher) {
     });
 }
 
-/// Admits a prompt that is in the prefix cache but for its last block, among thirty-two prompts.
+/// Admits a prompt of which the prefix cache, with 32 prompts, has all blocks but the last one.
 #[divan::bench]
 fn block_manager_prefix_match(bencher: Bencher) {
     let mut blocks = blocks();
@@ -208,12 +209,12 @@ fn block_manager_prefix_match(bencher: Bencher) {
     bencher.counter(ItemsCount::new(prompts[0].len())).bench_local(|| {
         let (table, found) =
             blocks.admit(black_box(prompts[0]), Priority::Interactive, &CacheSalt::default());
-        assert!(found + 32 > prompts[0].len(), "{found} of {} are found", prompts[0].len());
+        assert!(found + 32 > prompts[0].len(), "{found} of {} tokens found", prompts[0].len());
         blocks.release(table);
     });
 }
 
-/// A tool call, and a schema that it matches.
+/// A tool call that matches the schema of [`constraint`].
 const CALL: &str =
     "{\"table\": \"the small room\", \"guests\": 12, \"days\": [\"Monday\", \"Friday\"], \"quiet\": true}";
 
@@ -233,19 +234,19 @@ fn constraint() -> Constraint {
     grammars.compile(&GrammarSource::JsonSchema { schema, strict: true }).expect("a schema").start()
 }
 
-/// The masks of an answer under a JSON schema, token by token.
+/// Computes the masks of an answer with a JSON schema, token by token.
 #[divan::bench]
 fn grammar_masks_of_an_answer(bencher: Bencher) {
     let ids = TOKENIZER.encode(CALL, false).expect("text");
     bencher.counter(ItemsCount::new(ids.len())).with_inputs(constraint).bench_local_refs(|constraint| {
         for id in &ids {
-            black_box(constraint.mask(true)).expect("something may come");
+            black_box(constraint.mask(true)).expect("some token is allowed");
             constraint.push(*id).expect("the answer is valid");
         }
     });
 }
 
-/// Tokenizes a text of some thousand tokens.
+/// Tokenizes the text of the longest prompt.
 #[divan::bench]
 fn tokenizer_encode(bencher: Bencher) {
     let text = TOKENIZER.decode(long_prompts(1)[0], true);
@@ -257,11 +258,11 @@ fn tokenizer_encode(bencher: Bencher) {
 /// Detokenizes all answers of the question set, one token at a time.
 #[divan::bench]
 fn detokenizer_push(bencher: Bencher) {
-    let tokens: usize = ANSWERS.iter().map(|answered| answered.answer.len()).sum();
+    let tokens: usize = EXAMPLES.iter().map(|example| example.answer.len()).sum();
     bencher.counter(ItemsCount::new(tokens)).bench_local(|| {
-        for answered in ANSWERS.iter() {
+        for example in EXAMPLES.iter() {
             let mut detokenizer = TOKENIZER.detokenizer(true);
-            for id in &answered.answer {
+            for id in &example.answer {
                 black_box(detokenizer.push(*id));
             }
             black_box(detokenizer.finish());
@@ -269,10 +270,10 @@ fn detokenizer_push(bencher: Bencher) {
     });
 }
 
-/// Serializes a chunk of a stream as JSON, with the text of one token.
+/// Serializes stream chunks with the text of one token each as JSON.
 #[divan::bench]
 fn stream_chunk_json(bencher: Bencher) {
-    let words: Vec<&str> = ANSWERS.iter().flat_map(|answered| answered.text.split_inclusive(' ')).collect();
+    let words: Vec<&str> = EXAMPLES.iter().flat_map(|example| example.text.split_inclusive(' ')).collect();
     let chunk = unicorn::api::text_chunks("demo");
     bencher.counter(ItemsCount::new(words.len())).bench_local(|| {
         for word in &words {

@@ -1,8 +1,7 @@
-//! What the fuzz targets run, and the mutation tests too: bytes in, one line of refusal or a checkpoint read to the
-//! end.
+//! The functions that the fuzz targets and the mutation tests run on input bytes.
 //!
-//! Each body holds what must be true of any input: no panic, a refusal of one line, and of what is accepted, rows that
-//! can be dequantized. A grammar is compiled, and followed for a few ids. An NPU's kernel is checked.
+//! Each function checks what must be true for any input: no panic, and an error of one line if the input is refused. If
+//! a file is accepted, rows of all its tensors are read. If a grammar is accepted, a few ids are generated with it.
 
 use std::sync::LazyLock;
 
@@ -18,9 +17,9 @@ use unicorn::text::{ChatFiles, ChatTemplate, GrammarSource, Grammars, Tokenizer}
 /// How far a file was accepted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Accepted {
-    /// Tensors whose places were checked; none if the header was refused.
+    /// Number of tensors; 0 if a header was refused.
     pub tensors: usize,
-    /// The config too, and the weights it asks for.
+    /// Whether the config and all of its weights were accepted too.
     pub model: bool,
     pub tokenizer: bool,
 }
@@ -35,21 +34,21 @@ pub fn safetensors(bytes: Vec<u8>) -> Accepted {
     checkpoint(&ModelFiles::in_memory("m", [("model.safetensors".into(), bytes)]))
 }
 
-/// A native manifest for the config `{}`, and the file of its shared tensors; see [`joined`].
+/// A native manifest for the config `{}`, and the file of its shared tensors, as in [`joined`].
 pub fn native(bytes: Vec<u8>) -> Accepted {
-    let [manifest, shared] = parted(&bytes);
+    let [manifest, shared] = split(&bytes);
     named([("unicorn.json", manifest), ("shared.safetensors", shared), ("config.json", b"{}")])
 }
 
-/// Two files of the original project: shared tensors, and a layer; see [`joined`].
+/// Two files of the original project, the shared tensors and a layer, as in [`joined`].
 pub fn legacy(bytes: Vec<u8>) -> Accepted {
-    let [shared, layer] = parted(&bytes);
+    let [shared, layer] = split(&bytes);
     named([("m_shared.safetensors", shared), ("m_layer_1.safetensors", layer)])
 }
 
-/// The config and the weights of a GPTQ, AWQ or compressed-tensors checkpoint; see [`joined`].
+/// The config and the weights of a GPTQ, AWQ or compressed-tensors checkpoint, as in [`joined`].
 pub fn packed(bytes: Vec<u8>) -> Accepted {
-    let [config, weights] = parted(&bytes);
+    let [config, weights] = split(&bytes);
     named([("config.json", config), ("model.safetensors", weights)])
 }
 
@@ -57,27 +56,27 @@ fn named<const N: usize>(files: [(&str, &[u8]); N]) -> Accepted {
     checkpoint(&ModelFiles::in_memory("m", files.map(|(name, bytes)| (name.into(), bytes.to_vec()))))
 }
 
-/// Two files as one input: the length of the first in four bytes, little endian, and both.
+/// Two files as one input: the length of the first file as little-endian u32, then both files.
 pub fn joined(first: &[u8], second: &[u8]) -> Vec<u8> {
     [&(first.len() as u32).to_le_bytes(), first, second].concat()
 }
 
-fn parted(bytes: &[u8]) -> [&[u8]; 2] {
+fn split(bytes: &[u8]) -> [&[u8]; 2] {
     let (length, rest) = bytes.split_first_chunk::<4>().unwrap_or((&[0; 4], &[]));
     rest.split_at(rest.len().min(u32::from_le_bytes(*length) as usize)).into()
 }
 
-/// The tokenizer and template of a GGUF file, and some texts through them.
+/// The tokenizer and template of a GGUF file. Encodes and decodes some texts.
 pub fn gguf_tokenizer(bytes: Vec<u8>) -> Option<Tokenizer> {
     tokenizer(&ModelFiles::in_memory("m", [("m.gguf".into(), bytes)]))
 }
 
-/// A grammar in llama.cpp's GBNF, and an answer that takes one of the allowed ids at a time, chosen by the grammar's
-/// length. Whether the grammar was accepted.
+/// A grammar in llama.cpp's GBNF. Generates an answer of allowed ids, which the length of the grammar selects. Returns
+/// whether the grammar was accepted.
 pub fn gbnf(bytes: Vec<u8>) -> bool {
     static GRAMMARS: LazyLock<Grammars> = LazyLock::new(|| {
         let json = include_bytes!("../tests/data/tokenizer-mini/tokenizer.json");
-        Grammars::new(Tokenizer::from_bytes(json, "tokenizer.json").expect("a sound tokenizer"), 512, &[1])
+        Grammars::new(Tokenizer::from_bytes(json, "tokenizer.json").expect("a valid tokenizer"), 512, &[1])
     });
     let text = String::from_utf8_lossy(&bytes).into_owned();
     let grammar = match GRAMMARS.compile(&GrammarSource::Gbnf(text)) {
@@ -89,7 +88,7 @@ pub fn gbnf(bytes: Vec<u8>) -> bool {
     };
     let mut constraint = grammar.start();
     for step in 0..20 {
-        // An answer may run into the bounds of time and size.
+        // An answer may exceed the limits of time and size.
         let Ok(mask) = constraint.mask(true) else { break };
         let allowed: Vec<u32> = (0..512).filter(|id| mask[*id as usize / 32] >> (id % 32) & 1 == 1).collect();
         let id = allowed[(bytes.len() + 7 * step) % allowed.len()];
@@ -104,7 +103,7 @@ pub fn gbnf(bytes: Vec<u8>) -> bool {
     true
 }
 
-/// The container of an NPU's kernel. Whether it was accepted.
+/// The container of an NPU kernel. Returns whether it was accepted.
 pub fn npu_container(bytes: Vec<u8>) -> bool {
     match Container::parse(&bytes) {
         Ok(Container { columns, start_columns, .. }) => {
@@ -120,7 +119,7 @@ pub fn npu_container(bytes: Vec<u8>) -> bool {
     }
 }
 
-/// The instructions of an NPU's kernel of two columns. Whether they were accepted.
+/// The instructions of an NPU kernel with two columns. Returns whether they were accepted.
 pub fn npu_transaction(bytes: Vec<u8>) -> bool {
     let shape = Shape::new(64, 2, None).expect("a shape of the contract");
     let bucket = Bucket::new(256, 512, 2).expect("a bucket of the contract");
@@ -135,7 +134,7 @@ pub fn npu_transaction(bytes: Vec<u8>) -> bool {
     checked.is_ok()
 }
 
-/// Everything that a loader asks of a model's files.
+/// Reads everything that a loader reads from a model's files.
 pub fn checkpoint(files: &ModelFiles) -> Accepted {
     let opened = Checkpoint::open(files);
     if let Err(error) = &opened {
@@ -153,7 +152,7 @@ pub fn checkpoint(files: &ModelFiles) -> Accepted {
         assert_eq!(tensor.num_elements(), rows * cols, "{}", tensor.name);
         let Ok(scheme) = tensor.scheme() else { continue };
         let mut values = vec![0.0; cols];
-        // The first, one between and the last: their places are those of all.
+        // The first row, one in the middle, and the last row.
         for row in [0, rows / 2, rows.saturating_sub(1)] {
             if row >= rows || cols == 0 {
                 continue;
@@ -218,7 +217,7 @@ fn tokenizer(files: &ModelFiles) -> Option<Tokenizer> {
     }
 }
 
-/// What every refusal is.
+/// Checks that an error is one line of bounded length.
 fn one_line(error: &dyn std::fmt::Display) {
     let text = error.to_string();
     assert!(!text.is_empty() && !text.contains('\n') && text.len() < 2000, "{text:?}");

@@ -1,8 +1,8 @@
-//! Merges TOML, environment and flags into one validated [`Config`]. No I/O: the caller reads files and the
-//! environment.
+//! Merges TOML files, environment and command line into one validated [`Config`]. No I/O: the caller reads files and
+//! the environment.
 //!
-//! `config/default.toml` is the one list of options and their defaults. The structs here mirror it, and every test
-//! fails if a field is missing there. An unknown option is an error that names the option and the layer it came from.
+//! `config/default.toml` lists and explains all options with their defaults. The structs here mirror it, and every test
+//! fails if a field is missing there. An unknown option is an error that names the option and its source.
 
 use std::ffi::OsString;
 use std::fmt::{Display, Write as _};
@@ -17,13 +17,13 @@ use crate::tensor::{KvDtype, Precision, QuantizeMode};
 /// The documented defaults, as TOML.
 pub const DEFAULT_TOML: &str = include_str!("../config/default.toml");
 const ENV_PREFIX: &str = "UNICORN_";
-/// Variables with that prefix that are no options: the names of the configuration file and of the folder with the
-/// system's, the user's folders, the folder in the place of `/run`, the keys, the commit that a binary was built from, and the variables of
-/// the project's own tools.
+/// Variables with that prefix that are not options, without the prefix: the configuration file, the system's
+/// configuration folder, the user's folders, the replacement of `/run`, the API keys, and the commit of the build.
 const OUR_VARIABLES: [&str; 7] =
     ["CONFIG", "CONFIG_DIR", "CACHE_DIR", "STATE_DIR", "RUN_DIR", "API_KEYS", "COMMIT"];
+/// Prefixes of the variables of the project's tools and tests.
 const OUR_PREFIXES: [&str; 2] = ["TEST_", "SKIP_"];
-/// Advice for variables that Kubernetes and Docker set for their services.
+/// Advice about variables that Kubernetes and Docker set for each service.
 const KUBERNETES: &str = " (a container platform sets it for a service of that name: rename the service, or set \
                           enableServiceLinks to false)";
 
@@ -49,22 +49,21 @@ pub struct Config {
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Log {
-    /// A level or directives; `None` leaves the choice to the command.
+    /// A level or directives. `None` = the default of the command.
     #[serde(deserialize_with = "unless_empty")]
     pub level: Option<String>,
-    /// `None` leaves the choice to whoever reads standard error.
+    /// `None` = [`LogFormat::Journal`] if standard error goes to systemd's journal, otherwise [`LogFormat::Text`].
     #[serde(deserialize_with = "parsed_unless_empty")]
     pub format: Option<LogFormat>,
 }
 
-/// The form of a line of the log.
+/// The format of log lines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LogFormat {
-    /// Text for people.
     Text,
-    /// A JSON object.
+    /// One JSON object per line.
     Json,
-    /// Text behind a priority, for systemd's journal.
+    /// Text with a syslog priority prefix, for systemd's journal.
     Journal,
 }
 
@@ -92,22 +91,22 @@ impl FromStr for LogFormat {
 pub struct Server {
     pub host: String,
     pub port: u16,
-    /// Most requests that wait.
+    /// Maximum number of waiting requests.
     pub queue: usize,
-    /// Most requests of one client that are under way.
+    /// Maximum number of requests of one client in progress.
     pub requests_per_client: usize,
     pub max_body_bytes: usize,
-    /// Most responses kept for later requests, and the bytes they may take.
+    /// Maximum number of responses that are kept for later requests, and maximum of their bytes.
     pub stored_responses: usize,
     pub stored_response_bytes: usize,
-    /// Most connections open at once.
+    /// Maximum number of open connections.
     pub connections: usize,
     pub head_timeout_s: u64,
     pub idle_timeout_s: u64,
     pub shutdown_grace_s: u64,
-    /// Further names of the model that requests may use.
+    /// Additional names of the model that requests may use.
     pub model_aliases: Vec<String>,
-    /// Whether requests may use any name.
+    /// Whether requests may use any model name.
     pub any_model_name: bool,
     #[serde(deserialize_with = "unless_empty")]
     pub api_key_file: Option<String>,
@@ -115,7 +114,7 @@ pub struct Server {
     pub allow_keyless: bool,
     pub allowed_hosts: Vec<String>,
     pub cors_origins: Vec<String>,
-    /// PEM files; either both are set or neither.
+    /// PEM files. Both are set, or neither.
     #[serde(deserialize_with = "unless_empty")]
     pub tls_cert: Option<String>,
     #[serde(deserialize_with = "unless_empty")]
@@ -125,15 +124,15 @@ pub struct Server {
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Model {
-    /// `None` means the embedded demo model.
+    /// `None` = the embedded demo model.
     #[serde(deserialize_with = "unless_empty")]
     pub path: Option<String>,
     #[serde(deserialize_with = "unless_empty")]
     pub name: Option<String>,
-    /// Path of config.json, if it is not with the model.
+    /// Path of config.json. `None` = in the model's folder.
     #[serde(deserialize_with = "unless_empty")]
     pub config: Option<String>,
-    /// Path of tokenizer.json, if it is not with the model.
+    /// Path of tokenizer.json. `None` = in the model's folder.
     #[serde(deserialize_with = "unless_empty")]
     pub tokenizer: Option<String>,
     /// The draft model for speculative decoding.
@@ -148,15 +147,14 @@ pub struct Model {
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Tokenizer {
-    /// Whether control tokens that the text of a message spells become control tokens.
+    /// Whether the text of a control token in a message becomes that control token.
     pub special_in_content: bool,
 }
 
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Models {
-    /// The folder where models are pulled to and looked for; `None` means the cache that tools of the Hugging Face hub
-    /// share.
+    /// The folder of pulled models. `None` = the shared cache of Hugging Face tools.
     #[serde(deserialize_with = "unless_empty")]
     pub dir: Option<String>,
 }
@@ -168,9 +166,9 @@ pub struct Hardware {
     pub device: Option<String>,
     pub allow_software_vulkan: bool,
     pub validation: bool,
-    /// Whether to refuse a model that the kernel does not report in the GPU's memory. Otherwise the log warns.
+    /// Whether to refuse a model that Linux does not report in the GPU's memory. Otherwise the log warns.
     pub strict: bool,
-    /// How long the GPU may have work and finish none of it.
+    /// How long the GPU may have work and complete none of it. `None` = the default of the kind of device.
     #[serde(deserialize_with = "unless_zero")]
     pub hang_timeout_s: Option<usize>,
 }
@@ -179,13 +177,13 @@ pub struct Hardware {
 #[serde(deny_unknown_fields)]
 pub struct Gpu {
     pub max_submit_ms: u64,
-    /// Whether to measure, once, which kernels a device is fastest with.
+    /// Whether to measure once which kernels are the fastest on a device.
     pub tune: bool,
     /// Whether the time of every kernel is measured while serving.
     pub profile: bool,
 }
 
-/// Sizes in bytes; `None` leaves the choice to the driver.
+/// Sizes in bytes. `None` = what the driver reports, or for `reserve` a default.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Memory {
@@ -199,7 +197,7 @@ pub struct Memory {
     pub ffn_heap: FfnHeap,
 }
 
-/// The heap that FFN weights fill first on a GPU that reaches all memory at one speed.
+/// The heap that FFN weights fill first on an integrated GPU, which accesses all memory at the same speed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum FfnHeap {
     /// Host memory, so that the GPU's own memory stays free for everything else.
@@ -229,7 +227,7 @@ impl FromStr for FfnHeap {
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Engine {
-    /// Tokens; `None` means as many as the model and the memory allow.
+    /// Tokens. `None` = as many as the model and the memory allow.
     #[serde(deserialize_with = "unless_zero")]
     pub context: Option<usize>,
     /// Tokens.
@@ -237,27 +235,27 @@ pub struct Engine {
     pub sequences: usize,
     pub token_gap_ms: u64,
     pub speculation_tokens: usize,
-    /// Seconds; `None` keeps an idle model loaded.
+    /// Seconds. `None` = never unload an idle model.
     #[serde(deserialize_with = "unless_zero")]
     pub idle_unload_s: Option<usize>,
     pub courtesy: Courtesy,
 }
 
-/// The share of the GPU's time that a process may take, [`Courtesy::LEAST`] to 1. 1 is no bound.
+/// The share of the GPU's time that a process may use, from [`Courtesy::LEAST`] to 1. 1 = no limit.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(try_from = "f64", into = "f64")]
 pub struct Courtesy(f64);
 
 impl Courtesy {
     pub const NONE: Courtesy = Courtesy(1.0);
-    /// With less, a token of a 27B would take longer than two seconds on an integrated GPU.
+    /// With a smaller share, a token of a 27B would take more than two seconds on an integrated GPU.
     pub const LEAST: f64 = 0.1;
 
     pub fn share(self) -> f64 {
         self.0
     }
 
-    /// Whether the share is less than the whole.
+    /// Whether the share limits the GPU's time.
     pub fn is_bound(self) -> bool {
         self.0 < 1.0
     }
@@ -270,8 +268,8 @@ impl TryFrom<f64> for Courtesy {
         match (Self::LEAST..=1.0).contains(&share) {
             true => Ok(Self(share)),
             false => Err(format!(
-                "expected a share of the GPU's time from {} to 1, got {share}; 1 is no bound, and with less than {} \
-                 answers would hardly get on",
+                "expected a share of the GPU's time from {} to 1, got {share}; 1 = no limit, and with less than {} \
+                 answers would be too slow",
                 Self::LEAST,
                 Self::LEAST
             )),
@@ -301,20 +299,20 @@ pub struct Kv {
     pub dtype: KvDtype,
     /// Tokens.
     pub block_size: usize,
-    /// Bytes; `None` means half of the sliding layers' cache.
+    /// Bytes. `None` = half of the sliding layers' cache.
     #[serde(deserialize_with = "byte_size")]
     pub snapshot_bytes: Option<u64>,
-    /// `None` means by key, where there are several keys.
+    /// `None` = [`SharePrefixes::Key`] if there are several API keys, otherwise [`SharePrefixes::All`].
     #[serde(deserialize_with = "parsed_unless_empty")]
     pub share_prefixes: Option<SharePrefixes>,
 }
 
-/// Who shares cached prompts with whom.
+/// Which requests share cached prompts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SharePrefixes {
-    /// Requests with the same API key share prompts. Where there are no keys, requests from the same address do.
+    /// Requests with the same API key. Without keys, requests from the same address.
     Key,
-    /// All requests share prompts.
+    /// All requests.
     All,
 }
 
@@ -337,29 +335,29 @@ pub struct Npu {
     pub mode: NpuMode,
     #[serde(deserialize_with = "parsed")]
     pub prefer: NpuPreference,
-    /// KV heads whose attention the NPU computes; `None` measures what is fastest.
+    /// KV heads whose attention the NPU computes. `None` = the fastest number, which is measured.
     #[serde(deserialize_with = "unless_zero")]
     pub kv_heads: Option<usize>,
-    /// The most keys of a chunk.
+    /// Maximum number of keys that a chunk of a prompt may see to be computed with the NPU.
     pub keys: usize,
     pub deadline_ms: u64,
     #[serde(deserialize_with = "parsed")]
     pub sharing: NpuSharing,
-    /// `None` looks beside the binary.
+    /// `None` = in the folder of the binary, then in `../lib/unicorn`.
     #[serde(deserialize_with = "unless_empty")]
     pub shim: Option<String>,
-    /// `None` is the folder that `unicorn npu build-kernels` writes to.
+    /// `None` = the folder where `unicorn npu build-kernels` writes.
     #[serde(deserialize_with = "unless_empty")]
     pub kernels: Option<String>,
 }
 
-/// Whether the NPU takes a part in the attention of prompts.
+/// Whether the NPU computes a part of the attention of prompts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NpuMode {
     Off,
-    /// Where it can, and is no slower.
+    /// If it can, and prompts do not get slower.
     Auto,
-    /// Always; whatever keeps it from that is an error.
+    /// Always. If the NPU cannot be used, that is an error.
     Require,
 }
 
@@ -382,12 +380,12 @@ impl FromStr for NpuMode {
     }
 }
 
-/// What the NPU is used for in mode auto.
+/// When mode auto uses the NPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NpuPreference {
-    /// Only where prompts are computed no slower with it.
+    /// Only if prompts do not get slower.
     Speed,
-    /// Also where they are computed slower: it takes less power than the GPU.
+    /// Even if prompts get slower, because the NPU takes less power than the GPU.
     Energy,
 }
 
@@ -424,15 +422,15 @@ impl FromStr for NpuSharing {
     }
 }
 
-/// An error in one line, which names the option and the place it was set.
+/// An error of one line, which names the option and its source.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ConfigError {
     #[error("{source_name}: not valid TOML: {problem}")]
     Syntax { source_name: String, problem: String },
     #[error("{source_name}: unknown option {option}; expected one of {expected}")]
     Unknown { source_name: String, option: String, expected: String },
-    /// An unknown option, and the option that was probably meant.
-    #[error("{source_name}: unknown option {option}; {near} is one")]
+    /// An unknown option, and the similar option that was probably meant.
+    #[error("{source_name}: unknown option {option}; did you mean {near}?")]
     Misspelt { source_name: String, option: String, near: String },
     #[error("{source_name}: {option}: {problem}")]
     Value { source_name: String, option: String, problem: String },
@@ -446,7 +444,7 @@ pub struct Layer {
 }
 
 impl Layer {
-    /// A configuration file's text; `name` is what errors call it.
+    /// Parses the text of a configuration file. Errors use `name` for the file.
     pub fn file(name: &str, text: &str) -> Result<Self, ConfigError> {
         let options = text.parse::<Table>().map_err(|e| ConfigError::Syntax {
             source_name: name.to_owned(),
@@ -455,9 +453,9 @@ impl Layer {
         Ok(Self { name: name.to_owned(), options })
     }
 
-    /// The options among the variables `UNICORN_SECTION_OPTION`, and a warning for each variable with that prefix that
-    /// names no option: container platforms set such variables for their own services. A name that differs from an
-    /// option by a letter or two is an error, because it was probably meant to be that option.
+    /// Reads the variables `UNICORN_SECTION_OPTION`. Returns a warning for each other variable with the prefix, because
+    /// container platforms set such variables for their services. A name that differs from an option by one or two
+    /// letters is an error, because it is probably a typing mistake.
     pub fn environment(
         variables: impl IntoIterator<Item = (String, String)>,
     ) -> Result<(Self, Vec<String>), ConfigError> {
@@ -487,14 +485,15 @@ impl Layer {
                         let near = variable_of(section, option);
                         return Err(ConfigError::Misspelt { source_name: source(), option: variable, near });
                     }
-                    None => warnings.push(format!("{variable} in the environment is no option, and ignored")),
+                    None => warnings
+                        .push(format!("{variable} in the environment is not an option and is ignored")),
                 },
             }
         }
         Ok((layer, warnings))
     }
 
-    /// An empty layer for the command line, which [`Layer::set`] fills.
+    /// An empty layer for the command line. [`Layer::set`] fills it.
     pub fn flags() -> Self {
         Self { name: "command line".into(), options: Table::new() }
     }
@@ -504,7 +503,7 @@ impl Layer {
         table.as_table_mut().expect("sections are tables").insert(option.to_owned(), value.into());
     }
 
-    /// Sets an option of the command line, where it was given.
+    /// Sets an option if it is given on the command line.
     pub fn set_given(&mut self, section: &str, option: &str, value: Option<impl Into<Value>>) {
         if let Some(value) = value {
             self.set(section, option, value);
@@ -536,7 +535,7 @@ impl Config {
         toml::to_string(&self.options).expect("options are TOML")
     }
 
-    /// All options as TOML, each with the name of its layer in a comment: the last of `layers` that sets it, or the default.
+    /// All options as TOML. A comment after each one has its source: the last of `layers` that sets it, or `default`.
     pub fn describe(&self, layers: &[Layer]) -> String {
         let mut text = String::new();
         for (section, options) in &self.options {
@@ -563,7 +562,7 @@ impl Config {
         differing.map(|((section, option, _), _)| format!("{section}.{option}")).collect()
     }
 
-    /// Reads the merged options; an error is the option at fault and what is wrong with it.
+    /// Reads the merged options. An error is (option, problem).
     fn read(merged: &Table) -> Result<Self, (String, String)> {
         let config = Config {
             log: section(merged, "log")?,
@@ -607,14 +606,14 @@ impl Config {
         in_range("npu.kv_heads", npu.kv_heads.unwrap_or(0) as u64, 0, 64)?;
         in_range("npu.keys", npu.keys as u64, 512, 16_384)?;
         in_range("npu.deadline_ms", npu.deadline_ms, 100, 5000)?;
-        // A hang of the NPU must not look like one of the GPU, which waits for it meanwhile.
+        // The GPU waits while the NPU computes, so the NPU's deadline must pass before the GPU counts as hung.
         const AROUND_MS: u64 = 4000;
         if let Some(hang) = config.hardware.hang_timeout_s
             && npu.mode != NpuMode::Off
             && hang as u64 * 1000 <= npu.deadline_ms + AROUND_MS
         {
             let problem = format!(
-                "expected more than npu.deadline_ms and {} s, since the GPU waits for the NPU; got {hang} s",
+                "expected more than npu.deadline_ms + {} s, because the GPU waits for the NPU; got {hang} s",
                 AROUND_MS / 1000
             );
             return Err(("hardware.hang_timeout_s".into(), problem));
@@ -639,7 +638,10 @@ impl Config {
             ("server.tls_key", &server.tls_key, &server.tls_cert),
         ] {
             if given.is_some() && missing.is_none() {
-                return Err((option.into(), "tls_cert and tls_key go together, and only one is set".into()));
+                return Err((
+                    option.into(),
+                    "only one of tls_cert and tls_key is set; expected both or neither".into(),
+                ));
             }
         }
         Ok(config)
@@ -657,7 +659,10 @@ fn check_level(level: &str) -> Result<(), String> {
     if level.split(',').all(known) {
         return Ok(());
     }
-    Err(format!("expected one of {}, or such as info,unicorn=debug, got {level:?}", LEVELS.join(", ")))
+    Err(format!(
+        "expected one of {}, or directives such as info,unicorn=debug, got {level:?}",
+        LEVELS.join(", ")
+    ))
 }
 
 fn check_host(host: &str) -> Result<(), String> {
@@ -668,7 +673,7 @@ fn check_host(host: &str) -> Result<(), String> {
     Err(format!("expected a host name without port, such as box.lan, got {host:?}"))
 }
 
-/// Accepts an origin in the form that browsers send.
+/// Accepts `*`, or an origin in the form that browsers send.
 fn check_origin(origin: &str) -> Result<(), String> {
     let sound = |c: char| c.is_ascii_graphic() && !"/,\"*@".contains(c);
     let named = origin.split_once("://").is_some_and(|(scheme, host)| {
@@ -681,22 +686,22 @@ fn check_origin(origin: &str) -> Result<(), String> {
         return Ok(());
     }
     Err(format!(
-        "expected \"*\" or an origin such as http://localhost:3000, without a path or a slash at its end, got {origin:?}"
+        "expected \"*\" or an origin such as http://localhost:3000, without a path or a final slash, got {origin:?}"
     ))
 }
 
-/// A folder of the user's for files that are not configuration.
+/// A folder in the user's home for files that are not configuration.
 #[derive(Debug, Clone, Copy)]
 pub enum UserFolder {
-    /// What can be made again: measured kernels, compiled pipelines.
+    /// Files that can be created again: measured kernels, compiled pipelines.
     Cache,
-    /// What is to outlast a run: the history of the terminal chat.
+    /// Files that must persist: the history of the terminal chat.
     State,
 }
 
 impl UserFolder {
-    /// Its path by the environment: the project's own variable, else the folder `unicorn` in the place that the XDG base
-    /// directory specification gives. `None` where the environment names neither that nor a home.
+    /// The path from the environment: the project's variable, or else the folder `unicorn` at the place of the XDG base
+    /// directory specification. `None` if the environment has neither these variables nor `HOME`.
     pub fn path(self, variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
         let (own, xdg, in_home) = match self {
             Self::Cache => ("UNICORN_CACHE_DIR", "XDG_CACHE_HOME", ".cache"),
@@ -716,7 +721,7 @@ fn defaults() -> Table {
     DEFAULT_TOML.parse().expect("config/default.toml is valid TOML")
 }
 
-/// Every option: its section, name and default.
+/// Every option as (section, name, default).
 fn options(defaults: &Table) -> impl Iterator<Item = (&str, &str, &Value)> {
     defaults.iter().flat_map(|(section, options)| {
         let options = options.as_table().expect("sections are tables");
@@ -724,7 +729,7 @@ fn options(defaults: &Table) -> impl Iterator<Item = (&str, &str, &Value)> {
     })
 }
 
-/// The section and name of the option whose path, such as `server_port`, differs from `path` by a letter or two.
+/// The section and name of the option whose path, such as `server_port`, differs from `path` by at most two letters.
 fn nearest<'a>(path: &str, defaults: &'a Table, between: char) -> Option<(&'a str, &'a str)> {
     const NEAR: usize = 2;
     let paths = options(defaults).map(|(section, option, _)| (section, option));
@@ -734,8 +739,9 @@ fn nearest<'a>(path: &str, defaults: &'a Table, between: char) -> Option<(&'a st
     near.filter(|(distance, ..)| *distance <= NEAR).map(|(_, section, option)| (section, option))
 }
 
-/// The option that somebody meant who wrote this one: one with nearly that path, or one of that name in another section.
-fn meant(section: &str, option: &str, defaults: &Table) -> Option<String> {
+/// The option that was probably meant by an unknown one: an option with a similar path, or the only option of that name
+/// in another section.
+fn probably_meant(section: &str, option: &str, defaults: &Table) -> Option<String> {
     let elsewhere = || {
         let mut named = options(defaults).filter(|(_, name, _)| *name == option);
         named.next().map(|(section, name, _)| (section, name)).filter(|_| named.next().is_none())
@@ -748,8 +754,8 @@ fn overlay(merged: &mut Table, source_name: &str, section: &str, options: &Value
     if !merged.contains_key(section) {
         let first = options.as_table().and_then(|options| options.keys().next());
         let (option, near) = match first {
-            Some(first) => (format!("{section}.{first}"), meant(section, first, merged)),
-            None => (section.to_owned(), meant("", section, merged)),
+            Some(first) => (format!("{section}.{first}"), probably_meant(section, first, merged)),
+            None => (section.to_owned(), probably_meant("", section, merged)),
         };
         return Err(unknown(source_name, option, near, &Value::Table(merged.clone())));
     }
@@ -760,7 +766,7 @@ fn overlay(merged: &mut Table, source_name: &str, section: &str, options: &Value
     for (option, value) in options {
         let table = merged[section].as_table_mut().expect("sections are tables");
         if !table.contains_key(option) {
-            let near = meant(section, option, merged);
+            let near = probably_meant(section, option, merged);
             return Err(unknown(source_name, format!("{section}.{option}"), near, &merged[section]));
         }
         table.insert(option.clone(), value.clone());
@@ -768,11 +774,11 @@ fn overlay(merged: &mut Table, source_name: &str, section: &str, options: &Value
     Ok(())
 }
 
-/// Reads one section. Where that fails, each option is tried alone, so that the error names the option.
+/// Reads one section. If that fails, each option is tried alone, so that the error names the option.
 fn section<T: serde::de::DeserializeOwned>(merged: &Table, name: &str) -> Result<T, (String, String)> {
     let table = merged[name].as_table().expect("sections are tables");
     table.clone().try_into().map_err(|error: toml::de::Error| {
-        // The option at fault fails even with every other option at its default.
+        // The invalid option fails even if every other option has its default.
         let culprit = table.iter().find(|(option, value)| {
             let mut alone = defaults()[name].as_table().expect("sections are tables").clone();
             alone.insert((*option).clone(), (*value).clone());
@@ -792,7 +798,7 @@ fn unknown(source_name: &str, option: String, near: Option<String>, among: &Valu
     ConfigError::Unknown { source_name, option, expected: names.join(", ") }
 }
 
-/// Parses a variable's text as the type of the option's default.
+/// Parses the text of a variable as the type of the option's default value.
 fn parse_like(default: &Value, text: &str) -> Result<Value, String> {
     match default {
         Value::Boolean(_) => {
@@ -841,8 +847,8 @@ fn parsed_unless_empty<'de, D: serde::Deserializer<'de>, T: FromStr<Err: Display
 
 const BYTE_UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
 
-/// A size in bytes: a number with a binary unit, `16GiB`, `1.5 GiB`, `512MiB`, or a number alone. The letters K, M, G and
-/// T stand for KiB to TiB. `GB` is refused: to some it is 10^9 bytes, to others 2^30.
+/// Parses a size in bytes: a number with a binary unit (`16GiB`, `1.5 GiB`, `512MiB`), or a number alone. K, M, G and T
+/// mean KiB to TiB. `GB` is refused because it is ambiguous: 10^9 or 2^30 bytes.
 pub fn parse_bytes(text: &str) -> Result<u64, String> {
     let expected =
         || format!("expected a size such as 16GiB (or 16G, which is the same) or 512MiB, got {text:?}");
@@ -867,7 +873,7 @@ pub fn parse_bytes(text: &str) -> Result<u64, String> {
     if bytes > 1 << 50 { Err(expected()) } else { Ok(bytes) }
 }
 
-/// A number of bytes in binary units, for people.
+/// A number of bytes in binary units, for output to users.
 pub fn show_bytes(n: u64) -> String {
     if n < 1024 {
         return format!("{n} B");
@@ -876,7 +882,7 @@ pub fn show_bytes(n: u64) -> String {
     format!("{:.1} {}", n as f64 / 1024f64.powi(power as i32), BYTE_UNITS[power as usize])
 }
 
-/// The parser's errors span several lines; this joins them into one.
+/// Joins the lines of a TOML parser's error.
 fn one_line(message: &str) -> String {
     message.lines().map(str::trim).filter(|l| !l.is_empty()).collect::<Vec<_>>().join(" ")
 }

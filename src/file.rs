@@ -1,9 +1,8 @@
-//! Files that a person, a package or another program names: opened without a wait, and read up to a bound.
+//! Opens files of a user, a package or another program without waiting, and reads them up to a maximum size.
 //!
-//! Opening a pipe waits for a program that writes to it, and `/dev/zero` never ends. Neither is a configuration, a key, a
-//! checkpoint or a cache, so [`open`] refuses everything but regular files. A network mount that does not answer can still
-//! hold a call for ever, and nothing in a process ends that: a caller that must go on reads in a thread of its own, and
-//! gives that thread up.
+//! Opening a pipe waits for a program that writes to it, and `/dev/zero` never ends. So [`open`] refuses everything but
+//! regular files. On a network mount that does not answer, a call can still block forever, and the process cannot
+//! interrupt it. A caller that must not block reads in a separate thread, and abandons that thread after a timeout.
 
 use std::fs::{self, File, Metadata, OpenOptions};
 use std::io::{self, ErrorKind, Read};
@@ -13,11 +12,11 @@ use std::path::Path;
 /// Opens a regular file to read it; returns the file and its metadata.
 ///
 /// # Errors
-/// `NotFound` if there is no such file; `InvalidInput` if it is of another type, which the message names.
+/// `NotFound` if there is no such file; `InvalidInput` if it is not a regular file. The message names its type.
 pub fn open(path: &Path) -> io::Result<(File, Metadata)> {
     // Before the open, because opening a device can have an effect: a tape rewinds.
     check_regular(&fs::metadata(path)?)?;
-    // A pipe that has just taken the file's place is opened without a wait, too, and then refused.
+    // A pipe could have replaced the file since the check: this opens it without waiting, and then refuses it.
     let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY).open(path)?;
     let metadata = file.metadata()?;
     check_regular(&metadata)?;
@@ -26,14 +25,14 @@ pub fn open(path: &Path) -> io::Result<(File, Metadata)> {
 
 fn check_regular(metadata: &Metadata) -> io::Result<()> {
     let kind = metadata.file_type();
-    let named = match kind {
+    let type_name = match kind {
         _ if kind.is_file() => return Ok(()),
         _ if kind.is_dir() => "a folder",
         _ if kind.is_fifo() => "a pipe",
         _ if kind.is_socket() => "a socket",
         _ => "a device",
     };
-    Err(io::Error::new(ErrorKind::InvalidInput, format!("is not a regular file, but {named}")))
+    Err(io::Error::new(ErrorKind::InvalidInput, format!("is not a regular file, but {type_name}")))
 }
 
 /// The bytes of a regular file of at most `max_bytes`.
@@ -52,8 +51,8 @@ pub fn read_text(path: &Path, max_bytes: u64) -> io::Result<String> {
     text(read(path, max_bytes)?)
 }
 
-/// The text of a file of any type, of at most `max_bytes`. For what a person gives a command that reads it once: that may
-/// be a pipe (`--text <(zcat FILE)`), and Ctrl-C ends the wait.
+/// The text of a file of any type, of at most `max_bytes`. For input that a command reads once: it may be a pipe
+/// (`--text <(zcat FILE)`), and Ctrl-C ends the wait.
 ///
 /// # Errors
 /// `InvalidData` if the file is larger, or not UTF-8.
@@ -61,12 +60,16 @@ pub fn read_input(path: &Path, max_bytes: u64) -> io::Result<String> {
     text(read_to_end(File::open(path)?, max_bytes)?)
 }
 
-/// Reads up to the bound whatever the metadata said: a file may grow meanwhile, and those of `/proc` have no length.
+/// Reads a file of at most `max_bytes`. Does not rely on the length in the metadata, because a file may grow while it
+/// is read, and files of `/proc` have length 0.
+///
+/// # Errors
+/// `InvalidData` if the file is larger.
 pub fn read_to_end(file: File, max_bytes: u64) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     file.take(max_bytes.saturating_add(1)).read_to_end(&mut bytes)?;
     if bytes.len() as u64 > max_bytes {
-        let problem = format!("larger than {max_bytes} bytes: is it the right file?");
+        let problem = format!("larger than {max_bytes} bytes; check that it is the right file");
         return Err(io::Error::new(ErrorKind::InvalidData, problem));
     }
     Ok(bytes)
@@ -85,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_regular_file_is_refused_by_its_type_and_not_waited_for() {
+    fn a_file_of_another_type_is_refused_with_its_type_and_without_waiting() {
         let folder = tempfile::tempdir().unwrap();
         let pipe = folder.path().join("pipe");
         rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, rustix::fs::Mode::RUSR).unwrap();
@@ -100,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bound_is_the_last_length_that_is_read() {
+    fn a_file_is_read_up_to_its_maximum_size() {
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(&file, "nine bits").unwrap();
         assert_eq!(read_text(file.path(), 9).unwrap(), "nine bits");
@@ -108,7 +111,7 @@ mod tests {
         std::fs::write(&file, b"\xff").unwrap();
         assert_eq!(read(file.path(), 8).unwrap(), b"\xff");
         assert!(read_text(file.path(), 8).unwrap_err().to_string().contains("UTF-8"));
-        // A file of /proc says that it has no bytes.
+        // The metadata of a file of /proc says that its length is 0.
         assert!(!read(Path::new("/proc/self/status"), 1 << 20).unwrap().is_empty());
         assert!(read_input(Path::new("/dev/zero"), 100).unwrap_err().to_string().contains("larger than 100"));
     }

@@ -1,17 +1,17 @@
 //! Unicorn Execution Engine: a local LLM server for Gemma-3. Vulkan compute shaders compute every layer.
 //!
-//! `unicorn serve` loads a checkpoint into GPU memory, and answers the APIs of OpenAI and Anthropic on
-//! `127.0.0.1:8010`. Nothing here computes an answer on the CPU: what the device cannot hold or compute is an error
-//! that says so. The plain loops that tests compare kernels with are in `tests/support/reference.rs`; those that a
-//! device's layers are compared with at the start, in [`model::twin`]. The first target is the GPU of an AMD Ryzen 9
-//! 8945HS, a Radeon 780M. Any Vulkan 1.3 device will do that has the features and limits of [`gpu::Caps`].
+//! `unicorn serve` loads a checkpoint into GPU memory, and serves the APIs of OpenAI and Anthropic on
+//! `127.0.0.1:8010`. There is no fallback to the CPU: a model that the device cannot hold or compute is an error. The
+//! CPU only computes references: tests compare kernels with the loops in `tests/support/reference.rs`, and the
+//! self-test at the start compares the device's layers with [`model::twin`]. The first target is the GPU of an AMD
+//! Ryzen 9 8945HS, a Radeon 780M. Any Vulkan 1.3 device with the features and limits of [`gpu::Caps`] works.
 //!
 //! # Floors
 //!
-//! Modules import downward only, and no files import each other in a circle (`tests/tidy.rs` checks both from the paths
-//! that the code names). The binary stands above all modules. Two modules name a neighbour on their floor: [`kernels`]
-//! names [`quantize`], since weights are quantized while they are packed for the device, and [`config`] names
-//! [`tensor`].
+//! Each module has a floor (elsewhere, `layer` means a decoder layer). A module imports only modules of lower floors,
+//! and no files import each other in a circle. `tests/tidy.rs` checks both from the paths in the code. The binary is
+//! above all modules. Two modules import another module of the same floor: [`kernels`] imports [`quantize`], because
+//! weights are quantized while they are packed for the device, and [`config`] imports [`tensor`].
 //!
 //! | floor | modules |
 //! |---|---|
@@ -24,13 +24,13 @@
 //! | 1 | [`gpu`], `npu`, [`checkpoint`], [`text`], [`hub`] |
 //! | 0 | [`tensor`], [`config`], [`file`] |
 //!
-//! `npu` is there with the feature of its name, which is on by default.
+//! `npu` needs the feature `npu`, which is on by default.
 //!
-//! Some modules may not name a module below them either: the engine, for one, names neither [`text`] nor [`gpu`].
-//! `tests/tidy.rs` has the list, and checks all of this from the paths that the code names.
+//! Some imports of lower modules are forbidden too: the engine, for example, imports neither [`text`] nor [`gpu`].
+//! `tests/tidy.rs` has the list and checks it.
 //!
-//! `docs/architecture.md` says what each module is and what it must never do, and walks through them with a prompt, a
-//! weight and a sampled id.
+//! `docs/architecture.md` describes each module and its limits, and follows a prompt, a weight and a sampled id through
+//! the modules.
 
 // In reading order: from the machine up to the request.
 pub mod tensor;

@@ -619,7 +619,7 @@ fn a_server_that_is_open_by_mistake_is_refused_at_the_start() {
     mixed.env("UNICORN_SERVER_TLS_CERT", pem("key.pem")).env("UNICORN_SERVER_TLS_KEY", pem("cert.pem"));
     assert_error(mixed, 78, &["key.pem", "no certificate"]);
     for (variable, value, part) in [
-        ("UNICORN_SERVER_TLS_CERT", "x", "go together"),
+        ("UNICORN_SERVER_TLS_CERT", "x", "expected both or neither"),
         ("UNICORN_SERVER_CORS_ORIGINS", "https://a.example/,http://b", "https://a.example/"),
         ("UNICORN_SERVER_CORS_ORIGINS", "a.example", "http://localhost:3000"),
         ("UNICORN_SERVER_ALLOWED_HOSTS", "a.lan,b.lan:80", "b.lan:80"),

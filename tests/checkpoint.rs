@@ -345,7 +345,7 @@ fn the_last_group_of_a_row_may_be_short() {
     let largest = [65504.0f32 * 7.0];
     quantize_row(&largest, 1, 7, &mut [0], &mut [f16::ZERO]).unwrap();
     let error = quantize_row(&[0.0, 65520.0 * 7.0], 1, 7, &mut [0; 2], &mut [f16::ZERO; 2]).unwrap_err();
-    assert_eq!(error.to_string(), "values from column 1 on are too large for an f16 scale");
+    assert_eq!(error.to_string(), "the values of the group at column 1 are too large for an f16 scale");
     let error = quantize_row(&[1.0, f32::NAN], 2, 7, &mut [0; 2], &mut [f16::ZERO]).unwrap_err();
     assert_eq!(error.to_string(), "a value near column 0 is NaN or infinite; expected finite numbers");
 }
@@ -750,10 +750,10 @@ fn unsupported_configs_are_refused_with_the_name_of_the_field() {
     }
     let raw = |bytes: &[u8]| Gemma3Config::from_json(bytes, "config.json").unwrap_err().to_string();
     assert_eq!(raw(b"[1]"), "config.json: is a list; expected a JSON object");
-    assert_eq!(raw(b""), "config.json: is no valid JSON: EOF while parsing a value at line 1 column 0");
+    assert_eq!(raw(b""), "config.json: is not valid JSON: EOF while parsing a value at line 1 column 0");
     assert_eq!(
         raw(&[b'['; 5000]),
-        "config.json: is no valid JSON: recursion limit exceeded at line 1 column 128"
+        "config.json: is not valid JSON: recursion limit exceeded at line 1 column 128"
     );
     assert_eq!(raw(&[b' '; 1 << 21]), "config.json: has 2097152 bytes; expected at most 1048576");
 
@@ -809,52 +809,54 @@ fn bad_safetensors_files_are_refused_with_the_name_of_the_tensor() {
         (vec![0; 7], "truncated: 7 bytes, too few for a safetensors file"),
         (
             good[..20].to_vec(),
-            "truncated or no safetensors file: its first 8 bytes announce a header of 110 bytes, 12 bytes follow",
+            "truncated, or not a safetensors file: its first 8 bytes announce a header of 110 bytes, but 12 bytes \
+             follow",
         ),
         (
             [&u64::MAX.to_le_bytes()[..], b"{}"].concat(),
-            "truncated or no safetensors file: its first 8 bytes announce a header of 18446744073709551615 bytes, \
-             2 bytes follow",
+            "truncated, or not a safetensors file: its first 8 bytes announce a header of 18446744073709551615 bytes, \
+             but 2 bytes follow",
         ),
         (
             b"PK\x03\x04 a zip archive".to_vec(),
-            "truncated or no safetensors file: its first 8 bytes announce a header of 8800140462016121680 bytes, 10 \
-             bytes follow",
+            "truncated, or not a safetensors file: its first 8 bytes announce a header of 8800140462016121680 bytes, \
+             but 10 bytes follow",
         ),
         (
             good[..good.len() - 1].to_vec(),
-            "tensor b: its bytes end at 12, the file's at 11: the file is truncated or lies",
+            "tensor b: its bytes end at 12, but the file's end at 11: the file is truncated or corrupt",
         ),
         ([&good[..], &[0; 3]].concat(), "3 bytes follow the last tensor; expected none"),
         (
             with_header("{", &[]),
-            "its header is no valid safetensors header: EOF while parsing an object at line 1 column 1",
+            "its header is not a valid safetensors header: EOF while parsing an object at line 1 column 1",
         ),
         (
             with_header("[]", &[]),
-            "its header is no valid safetensors header: invalid type: sequence, expected an object at line 1 column 0",
+            "its header is not a valid safetensors header: invalid type: sequence, expected an object at line 1 \
+             column 0",
         ),
         (
             with_header("{\"\u{fffd}", &[]).iter().map(|b| if *b == 0xEF { 0xFF } else { *b }).collect(),
-            "its header is no valid safetensors header: EOF while parsing a string at line 1 column 5",
+            "its header is not a valid safetensors header: EOF while parsing a string at line 1 column 5",
         ),
         (
             with_header(r#"{"a":{"dtype":"U8","shape":[0]}}"#, &[]),
-            "its header is no valid safetensors header: entry a: missing field `data_offsets` at line 1 column 31",
+            "its header is not a valid safetensors header: entry a: missing field `data_offsets` at line 1 column 31",
         ),
         (
             with_header(r#"{"__metadata__":{"format":1}}"#, &[]),
-            "its header is no valid safetensors header: entry __metadata__: invalid type: integer `1`, expected a \
+            "its header is not a valid safetensors header: entry __metadata__: invalid type: integer `1`, expected a \
              string at line 1 column 27",
         ),
         (
             two(entry("\"BF16\"", "[-2,2]", "[4,12]")),
-            "its header is no valid safetensors header: entry b: invalid value: integer `-2`, expected u64 at line 1 \
-             column 84",
+            "its header is not a valid safetensors header: entry b: invalid value: integer `-2`, expected u64 at line \
+             1 column 84",
         ),
         (
             with_header(&format!(r#"{{"a":{0},"a":{0}}}"#, entry("\"U8\"", "[4]", "[0,4]")), &[0; 4]),
-            "its header is no valid safetensors header: entry a: comes twice at line 1 column 56",
+            "its header is not a valid safetensors header: entry a: occurs twice at line 1 column 56",
         ),
         (
             two(entry("\"F64\"", "[1]", "[4,12]")),
@@ -862,7 +864,7 @@ fn bad_safetensors_files_are_refused_with_the_name_of_the_tensor() {
         ),
         (
             two(entry("\"BF16\"", "[2,3]", "[4,12]")),
-            "tensor b: BF16 [2, 3] takes 12 bytes; its offsets hold 8",
+            "tensor b: BF16 [2, 3] takes 12 bytes, but its offsets span 8",
         ),
         (
             two(entry("\"BF16\"", "[4294967296,4294967296]", "[4,12]")),
@@ -883,11 +885,12 @@ fn bad_safetensors_files_are_refused_with_the_name_of_the_tensor() {
         ),
         (
             two(entry("\"BF16\"", "[4]", "[18446744073709551600,18446744073709551608]")),
-            "tensor b: its bytes end at 18446744073709551608, the file's at 12: the file is truncated or lies",
+            "tensor b: its bytes end at 18446744073709551608, but the file's end at 12: the file is truncated or \
+             corrupt",
         ),
         (
             two(entry("\"BF16\"", "[9223372036854775807]", "[4,18446744073709551615]")),
-            "tensor b: BF16 [9223372036854775807] takes 18446744073709551614 bytes; its offsets hold \
+            "tensor b: BF16 [9223372036854775807] takes 18446744073709551614 bytes, but its offsets span \
              18446744073709551611",
         ),
         (
@@ -937,11 +940,11 @@ fn bad_shard_indexes_are_refused_with_the_name_of_the_tensor() {
     );
     assert_eq!(
         with(index(json!({"metadata": {}})), shards(&one, &other)),
-        "model.safetensors.index.json: is no valid index of shards: missing field `weight_map` at line 1 column 15"
+        "model.safetensors.index.json: is not a valid index of shards: missing field `weight_map` at line 1 column 15"
     );
     assert_eq!(
         with(map(json!({"a": 1})), shards(&one, &other)),
-        "model.safetensors.index.json: is no valid index of shards: entry a: invalid type: integer `1`, expected a \
+        "model.safetensors.index.json: is not a valid index of shards: entry a: invalid type: integer `1`, expected a \
          string at line 1 column 34"
     );
     assert_eq!(
@@ -950,11 +953,11 @@ fn bad_shard_indexes_are_refused_with_the_name_of_the_tensor() {
     );
     assert_eq!(
         with(map(good.clone()), shards(&one, &one)),
-        "2.safetensors: tensor a: is in 1.safetensors too; expected it in one file"
+        "2.safetensors: tensor a: is also in 1.safetensors; expected it in one file"
     );
     assert_eq!(
         with(map(good.clone()), shards(&one, &both)),
-        "2.safetensors: tensor a: is in 1.safetensors too; expected it in one file"
+        "2.safetensors: tensor a: is also in 1.safetensors; expected it in one file"
     );
     assert_eq!(
         with(map(json!({"a": "1.safetensors", "c": "2.safetensors"})), shards(&one, &other)),
@@ -966,8 +969,8 @@ fn bad_shard_indexes_are_refused_with_the_name_of_the_tensor() {
     );
     assert_eq!(
         with(map(good.clone()), shards(&one, &other[..50])),
-        "2.safetensors: truncated or no safetensors file: its first 8 bytes announce a header of 53 bytes, 42 bytes \
-         follow"
+        "2.safetensors: truncated, or not a safetensors file: its first 8 bytes announce a header of 53 bytes, but 42 \
+         bytes follow"
     );
     for outside in ["../x.safetensors", "/etc/passwd", "sub/x.safetensors", "..", ".", "", "a\\b", "a\0b"] {
         let shown = format!("{outside:?}");
@@ -1040,7 +1043,7 @@ fn links_out_of_the_folder_and_files_that_are_not_regular_are_refused() {
             "no such file or folder; a model is a folder with config.json, tokenizer.json and model.safetensors, a \
              GGUF file, or the name of a model that `unicorn pull` got",
         ),
-        (big.clone(), "is no GGUF file; of other formats, give the folder that holds it"),
+        (big.clone(), "is not a GGUF file; for other formats, give the folder of the model"),
     ] {
         let error = ModelFiles::open(&path).unwrap_err().to_string();
         assert_eq!(error, format!("{}: {expected}", path.display()));

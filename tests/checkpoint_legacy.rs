@@ -224,7 +224,7 @@ fn config_and_tokenizer_are_read_from_the_given_paths() {
         ),
         (
             bare.path().join("x"),
-            "is no file and no folder; expected a tokenizer.json, or a folder that holds one",
+            "is not a file or folder; expected a tokenizer.json, or a folder that holds one",
         ),
     ] {
         let error = files().with_tokenizer(&path).unwrap_err().to_string();
@@ -366,7 +366,7 @@ fn bad_layer_files_are_refused_with_file_and_tensor() {
     let cases: Vec<(Files, &str)> = vec![
         (
             vec![("m_layer_3.safetensors", layer_file(&[good()]))],
-            ": holds layer files, but no *_shared.safetensors, in which the embedding is",
+            ": has layer files, but no *_shared.safetensors with the embedding",
         ),
         (
             changed(&|t| t.1 = "int3"),
@@ -384,7 +384,7 @@ fn bad_layer_files_are_refused_with_file_and_tensor() {
         ),
         (
             changed(&|t| t.5 = "I8"),
-            "m_layer_3.safetensors: tensor x.layers.3.w_scale: I8 [] takes 1 bytes; its offsets hold 2",
+            "m_layer_3.safetensors: tensor x.layers.3.w_scale: I8 [] takes 1 bytes, but its offsets span 2",
         ),
         (
             changed(&|t| (t.5, t.7) = ("I8", vec![1])),
@@ -412,15 +412,15 @@ fn bad_layer_files_are_refused_with_file_and_tensor() {
         ),
         (
             layer(&[symmetric("x.layers.4.w", &[1], 0.5, &[1])]),
-            "tensor x.layers.4.w: lies in a file of layer 3; expected layers.3 in its name",
+            "tensor x.layers.4.w: is in a file of layer 3; expected layers.3 in its name",
         ),
         (
             layer(&[symmetric("norm", &[1], 0.5, &[1])]),
-            "tensor norm: lies in a file of layer 3; expected layers.3 in its name",
+            "tensor norm: is in a file of layer 3; expected layers.3 in its name",
         ),
         (
             vec![("m_shared.safetensors", layer_file(&[good()]))],
-            "tensor x.layers.3.w: lies in a file of what layers share; expected no layers.N in its name",
+            "tensor x.layers.3.w: is in a file of shared tensors; expected no layers.N in its name",
         ),
         (
             vec![
@@ -428,11 +428,12 @@ fn bad_layer_files_are_refused_with_file_and_tensor() {
                 ("m_layer_3.safetensors", layer_file(&[good()])),
                 ("n_layer_3.safetensors", layer_file(&[good()])),
             ],
-            "m_layer_3.safetensors too; expected it in one file",
+            "m_layer_3.safetensors; expected it in one file",
         ),
         (
             raw(json!({}), json!({name: i8_2([0, 2])}), &[1, 2]),
-            "tensor x.layers.3.w: has no scheme in the file's metadata, as the layer files of the original project have",
+            "tensor x.layers.3.w: has no scheme in the file's metadata; expected one, as in layer files of the \
+             original project",
         ),
         (
             raw(json!({name: "int8_symmetric"}), json!({name: i8_2([0, 2])}), &[1, 2]),
@@ -456,7 +457,7 @@ fn bad_layer_files_are_refused_with_file_and_tensor() {
     let mut row = QuantizedRow::new(tensor.scheme().unwrap(), 32);
     tensor.quantized_row_into(0, &mut row).unwrap();
     for error in [tensor.quantized_row_into(1, &mut row).unwrap_err(), tensor.to_f32().unwrap_err()] {
-        let expected = "tensor x.layers.3.w: row 1, column 8 holds 9; expected -7 to 7, as int4_grouped has";
+        let expected = "tensor x.layers.3.w: row 1, column 8 is 9; expected -7 to 7 in int4_grouped";
         assert!(error.to_string().ends_with(expected), "{error}");
     }
 }

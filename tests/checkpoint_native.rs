@@ -285,7 +285,11 @@ fn an_interrupted_conversion_does_not_load_and_continues_where_it_stopped() {
     let limit = (shared / 1024 + 2) as u32;
     let status = limited(limit, false, &args).output().unwrap().status;
     assert_eq!(status.code(), None, "killed by the signal");
-    assert_error(unicorn(&["inspect", text(&resumed)]), 1, &[text(&resumed), "did not end", "quantize"]);
+    assert_error(
+        unicorn(&["inspect", text(&resumed)]),
+        1,
+        &[text(&resumed), "unfinished conversion", "quantize"],
+    );
     let before = fs::metadata(resumed.join("shared.safetensors")).unwrap();
 
     // A failed write is an error of one line, and finished files stay.
@@ -443,7 +447,10 @@ fn damaged_native_checkpoints_are_refused_by_name() {
             &["unicorn.json", "bytes; expected at most 2097152"],
         ),
         (Box::new(manifest(&|m| m["format"] = json!("gguf"))), &["unicorn.json", "gguf"]),
-        (Box::new(|f: &Path| fs::write(f.join("unicorn.json"), "{").unwrap()), &["unicorn.json", "no valid"]),
+        (
+            Box::new(|f: &Path| fs::write(f.join("unicorn.json"), "{").unwrap()),
+            &["unicorn.json", "not a valid"],
+        ),
         (Box::new(manifest(&|m| m["tensors"][Q]["scheme"] = json!("int8-row"))), &[Q, "int8-row", "takes"]),
         (Box::new(manifest(&|m| m["tensors"][Q]["scheme"] = json!("int4-g33"))), &[Q, "int4-g33"]),
         (Box::new(manifest(&|m| m["tensors"][Q]["shape"] = json!([64, 32]))), &[Q, "[64, 32]"]),
@@ -757,7 +764,7 @@ fn a_damaged_native_checkpoint_does_not_serve() {
         let (code, _, stderr) = output(command);
         assert!(code != 0 && parts.iter().all(|part| stderr.contains(part)), "{code}: {parts:?}: {stderr}");
         assert!(!stderr.contains("panic"), "{stderr}");
-        assert_error(unicorn(&["inspect", "--verify", text(&copy)]), 1, &["its manifest says"]);
+        assert_error(unicorn(&["inspect", "--verify", text(&copy)]), 1, &["the manifest says"]);
     }
 }
 

@@ -125,7 +125,7 @@ fn configuration_files_are_read_in_order_checked_and_shown() {
     assert_eq!(code, 0, "{stderr}");
     assert!(stdout.contains(&format!("{main}, ")) && stdout.contains(&last), "{stdout}");
     for (text, parts) in [
-        ("[server]\nprt = 1", &["server.port is one"][..]),
+        ("[server]\nprt = 1", &["did you mean server.port?"][..]),
         ("[server]\nhost = \"0.0.0.0\"", &["other machines", "API key"]),
         ("[server]\napi_key_file = \"/nonexistent/keys\"", &["/nonexistent/keys", "No such file"]),
         (
@@ -214,7 +214,7 @@ fn the_error_of_a_bad_model_names_its_path_and_what_is_missing() {
 
     for (model, part) in [
         (&missing, "no such file or folder"),
-        (&file, "is no GGUF file"),
+        (&file, "is not a GGUF file"),
         (&empty, "config.json"),
         (&no_tokenizer, "tokenizer.json"),
     ] {

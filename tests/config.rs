@@ -47,7 +47,7 @@ fn courtesy_is_a_share_from_one_tenth_to_one() {
         assert!(error.starts_with("unicorn.toml: engine.courtesy: "), "{error}");
     }
     let error = from_file("[engine]\ncourtesy = 0.05").expect_err("too little").to_string();
-    assert!(error.contains("from 0.1 to 1, got 0.05; 1 is no bound"), "{error}");
+    assert!(error.contains("from 0.1 to 1, got 0.05; 1 = no limit"), "{error}");
     let half = [("UNICORN_ENGINE_COURTESY".to_owned(), "half".to_owned())];
     let error = Layer::environment(half).expect_err("no number").to_string();
     assert!(error.contains("expected a number, got \"half\""), "{error}");
@@ -70,10 +70,10 @@ fn later_layers_have_precedence() {
 #[test]
 fn errors_name_the_option_and_its_source() {
     for (text, parts) in [
-        ("[server]\nprt = 1", &["unicorn.toml", "option server.prt; server.port is one"][..]),
-        ("[sever]\nport = 1", &["unicorn.toml", "option sever.port; server.port is one"]),
-        ("port = 1", &["unicorn.toml", "option port; server.port is one"]),
-        ("[server]\ncontext = 1", &["unicorn.toml", "option server.context; engine.context is one"]),
+        ("[server]\nprt = 1", &["unicorn.toml", "option server.prt; did you mean server.port?"][..]),
+        ("[sever]\nport = 1", &["unicorn.toml", "option sever.port; did you mean server.port?"]),
+        ("port = 1", &["unicorn.toml", "option port; did you mean server.port?"]),
+        ("[server]\ncontext = 1", &["unicorn.toml", "option server.context; did you mean engine.context?"]),
         (
             "[server]\nmodle = \"x\"",
             &["unicorn.toml", "option server.modle; expected one of", "host, idle_timeout_s"],

@@ -327,7 +327,7 @@ fn a_start_does_not_block_on_pipes() {
         let model = tiny_model();
         let model = model.path().to_str().expect("UTF-8");
         let command = unicorn(&["serve", "--port", "0", "--model", model, option, fifo]);
-        assert_error(command, 78, &["pipe: is no file and no folder"]);
+        assert_error(command, 78, &["pipe: is not a file or folder"]);
     }
 
     // A first start writes cache files. The test replaces them with pipes before the second start.

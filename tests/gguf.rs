@@ -901,7 +901,7 @@ fn a_gpt2_style_vocabulary_gives_the_ids_of_its_tokenizer_json() {
     assert_eq!(
         tokenizer(&bad.files()).err().unwrap(),
         format!(
-            "m (in memory)/m.gguf: key tokenizer.ggml.merges: element {} needs \"xyz\", which is no token",
+            "m (in memory)/m.gguf: key tokenizer.ggml.merges: element {} needs \"xyz\", which is not a token",
             merges.len()
         )
     );
@@ -910,7 +910,7 @@ fn a_gpt2_style_vocabulary_gives_the_ids_of_its_tokenizer_json() {
         tokenizer(&bad.files())
             .err()
             .unwrap()
-            .ends_with("element 0 is no pair of pieces with one space between them")
+            .ends_with("element 0 is not two pieces with one space between them")
     );
     let byte_level = tokens.iter().map(|t| t.replace('\u{2581}', "\u{120}").replace("<0x", "<1x")).collect();
     bad.set("tokenizer.ggml.tokens", Val::Texts(byte_level));
@@ -1038,16 +1038,16 @@ fn a_vocabulary_that_cannot_be_expressed_is_refused() {
                     (0..264).map(|id| if id == 0 { "x".repeat((4 << 20) + 1) } else { format!("t{id}") });
                 f.set("tokenizer.ggml.tokens", Val::Texts(tokens.collect()));
             },
-            "tokens: holds over 4194304 bytes of control and user-defined tokens",
+            "tokens: has more than 4194304 bytes of control and user-defined tokens",
         ),
         (&|f| set_vocabulary(f, &["a", "a"]), "tokens: elements 262 and 263 are both \"a\""),
         (
             &|f| set_vocabulary(f, &["a", "a\u{e9}"]),
-            "tokens: element 263 (\"a\u{e9}\") could be joined from the character \"\u{e9}\", which is no token itself",
+            "tokens: element 263 (\"a\u{e9}\") could be joined from the character \"\u{e9}\", which is not a token",
         ),
         (
             &|f| set_vocabulary(f, &["a", &"a".repeat(256)]),
-            "tokens: element 263 has 256 bytes; expected at most 255 in a piece that is no control token",
+            "tokens: element 263 has 256 bytes; expected at most 255 in a piece that is not a control token",
         ),
     ];
     // Every part of a text is a piece, so the merges would take a hundred times the file's bytes.
@@ -1058,7 +1058,10 @@ fn a_vocabulary_that_cannot_be_expressed_is_refused() {
     let mut file = Writer::new();
     set_vocabulary(&mut file, &parts.into_iter().collect::<Vec<_>>());
     let (error, peak) = support::peak_allocation(|| tokenizer(&file.files()).err().unwrap());
-    assert!(error.contains("tokenizer.ggml.tokens: has too many ways to join its pieces: over "), "{error}");
+    assert!(
+        error.contains("tokenizer.ggml.tokens: has too many ways to join its pieces: more than "),
+        "{error}"
+    );
     assert!(peak < 20 * file.bytes().len(), "{peak}");
 
     for (change, expected) in cases {
@@ -1230,7 +1233,7 @@ fn metadata_of_another_model_is_refused_by_key() {
         (
             "gemma3.attention.sliding_window_pattern",
             Some(Val::Ints(vec![2])),
-            "holds 2; expected true where a layer slides",
+            "contains 2; expected true or false, true for a sliding layer",
         ),
         (
             "gemma3.rope.scaling.type",
@@ -1324,13 +1327,16 @@ fn a_header_that_lies_is_refused_by_key_or_tensor() {
     let (key, tensor) = (PREAMBLE, PREAMBLE + 8 + 1 + 4 + 4);
     let after_name = tensor + 8 + 1;
     let cases: Vec<(String, &str)> = vec![
-        (spoil(&|b| b.truncate(3)), ": the magic takes 4 bytes, 3 are left: the file is truncated or lies"),
+        (
+            spoil(&|b| b.truncate(3)),
+            ": the magic takes 4 bytes, but 3 are left: the file is truncated or corrupt",
+        ),
         (
             put(0, b"FUGG"),
-            ": is no GGUF file: it is big endian; convert it to little endian (gguf_convert_endian.py)",
+            ": is not a GGUF file: it is big endian; convert it to little endian (gguf_convert_endian.py)",
         ),
-        (put(0, b"tjgg"), ": is no GGUF file: it is of an older ggml format; convert the model again"),
-        (put(0, b"PK\x03\x04"), ": is no GGUF file: expected the bytes GGUF at its start"),
+        (put(0, b"tjgg"), ": is not a GGUF file: it has an older ggml format; convert the model again"),
+        (put(0, b"PK\x03\x04"), ": is not a GGUF file: expected the bytes GGUF at its start"),
         (
             put(4, &1u32.to_le_bytes()),
             ": is GGUF version 1; expected 2 or 3 (llama.cpp's converters write 3)",
@@ -1343,15 +1349,15 @@ fn a_header_that_lies_is_refused_by_key_or_tensor() {
         (put(16, &huge), ": claims 18446744073709551615 keys; expected at most 65536"),
         (
             put(key, &60_000u64.to_le_bytes()),
-            ": key 0 of 1: its name takes 60000 bytes, 96 are left: the file is truncated or lies",
+            ": key 0 of 1: its name takes 60000 bytes, but 96 are left: the file is truncated or corrupt",
         ),
         (put(key, &huge), ": key 0 of 1: its name has 18446744073709551615 bytes; expected 1 to 65535"),
         (put(key, &0u64.to_le_bytes()), ": key 0 of 1: its name has 0 bytes; expected 1 to 65535"),
-        (put(key + 8, &[0xff]), ": key 0 of 1: its name is no valid UTF-8"),
+        (put(key + 8, &[0xff]), ": key 0 of 1: its name is not valid UTF-8"),
         (put(key + 9, &13u32.to_le_bytes()), ": key k: has the unknown value type 13"),
         (
             put(key + 9, &8u32.to_le_bytes()),
-            ": key k: its value takes 4294967303 bytes, 83 are left: the file is truncated or lies",
+            ": key k: its value takes 4294967303 bytes, but 83 are left: the file is truncated or corrupt",
         ),
         (
             write(&|f| {
@@ -1359,7 +1365,7 @@ fn a_header_that_lies_is_refused_by_key_or_tensor() {
             }),
             ": key k: claims 18446744073709551615 elements,",
         ),
-        (write(&|f| f.keys.push(f.keys[0].clone())), ": key k: comes twice"),
+        (write(&|f| f.keys.push(f.keys[0].clone())), ": key k: occurs twice"),
         (
             write(&|f| {
                 f.set("k", Val::Raw(9, [9u32.to_le_bytes().to_vec(), huge.to_vec()].concat()));
@@ -1403,12 +1409,12 @@ fn a_header_that_lies_is_refused_by_key_or_tensor() {
             ": key general.alignment: is \"8\"; expected a whole number",
         ),
         (put(tensor, &huge), ": tensor 0 of 1: its name has 18446744073709551615 bytes; expected 1 to 256"),
-        (put(tensor + 8, &[0x80]), ": tensor 0 of 1: its name is no valid UTF-8"),
+        (put(tensor + 8, &[0x80]), ": tensor 0 of 1: its name is not valid UTF-8"),
         (put(after_name, &5u32.to_le_bytes()), ": tensor t: has 5 dimensions; expected 1 to 4"),
         (put(after_name, &0u32.to_le_bytes()), ": tensor t: has 0 dimensions; expected 1 to 4"),
         (
             write(&|f| f.tensors[0].dims = vec![4, 0]),
-            ": tensor t: has the dimensions [4, 0]; expected no zero",
+            ": tensor t: has the dimensions [4, 0]; expected at least 1 each",
         ),
         (
             write(&|f| f.tensors[0].dims = vec![1 << 33, 1 << 33]),
@@ -1420,7 +1426,7 @@ fn a_header_that_lies_is_refused_by_key_or_tensor() {
         ),
         (
             write(&|f| f.tensors[0].dims = vec![4, 3]),
-            ": tensor t: its 48 bytes from offset 0 on end beyond the 32 bytes of tensor data: the file is truncated or lies",
+            ": tensor t: its 48 bytes at offset 0 exceed the 32 bytes of tensor data: the file is truncated or corrupt",
         ),
         (
             write(&|f| f.tensors[0].kind = 2),
@@ -1433,7 +1439,7 @@ fn a_header_that_lies_is_refused_by_key_or_tensor() {
         (write(&|f| f.tensors[0].kind = 4), ": tensor t: is of the unknown type 4, which is not supported;"),
         (
             write(&|f| f.tensors[0].offset = Some(u64::MAX - 31)),
-            ": tensor t: its 32 bytes from offset 18446744073709551584 on end beyond the 32 bytes",
+            ": tensor t: its 32 bytes at offset 18446744073709551584 exceed the 32 bytes",
         ),
         (
             write(&|f| f.tensors[0].offset = Some(4)),
@@ -1443,13 +1449,13 @@ fn a_header_that_lies_is_refused_by_key_or_tensor() {
             spoil(&|b| {
                 b.pop();
             }),
-            ": tensor t: its 32 bytes from offset 0 on end beyond the 31 bytes of tensor data",
+            ": tensor t: its 32 bytes at offset 0 exceed the 31 bytes of tensor data",
         ),
         (
             spoil(&|b| b.truncate(100)),
-            ": tensor t: its 32 bytes from offset 0 on end beyond the 4 bytes of tensor data",
+            ": tensor t: its 32 bytes at offset 0 exceed the 4 bytes of tensor data",
         ),
-        (write(&|f| f.tensors.push(f.tensors[0].clone())), ": tensor t: comes twice"),
+        (write(&|f| f.tensors.push(f.tensors[0].clone())), ": tensor t: occurs twice"),
         (
             write(&|f| {
                 f.tensor("u", &[8], 0, vec![0; 32]).tensors[1].offset = Some(0);
@@ -1458,7 +1464,7 @@ fn a_header_that_lies_is_refused_by_key_or_tensor() {
         ),
         (
             write(&|f| f.tensors[0].name = "model.norm.weight".into()),
-            ": tensor model.norm.weight: has a name of Hugging Face's; expected llama.cpp's (blk.0.attn_q.weight)",
+            ": tensor model.norm.weight: has a Hugging Face name; expected a name of llama.cpp (blk.0.attn_q.weight)",
         ),
     ];
     for (error, expected) in cases {
@@ -1500,7 +1506,7 @@ fn values_that_are_no_numbers_are_refused_by_tensor_and_place() {
         let at = if kind == 14 { 208 } else { 0 };
         tensor.bytes[block + at..block + at + 2].fill(0xff);
         let (row, col) = (values / 256, values % 256);
-        let place = format!("row {row}: what scales its columns from {col} on is NaN");
+        let place = format!("row {row}: a scale of its columns from {col} on is NaN");
 
         // A load and the scheme `keep` leave the integers as they are.
         let error = load(&file).unwrap_err().to_string();
@@ -1538,7 +1544,7 @@ fn a_file_is_found_by_path_by_folder_and_in_parts() {
     fs::write(at("notes.txt"), "no model").unwrap();
     assert_eq!(
         problem(&at("notes.txt")),
-        "notes.txt: is no GGUF file; of other formats, give the folder that holds it"
+        "notes.txt: is not a GGUF file; for other formats, give the folder of the model"
     );
 
     // The folder has a model and its vision tower.

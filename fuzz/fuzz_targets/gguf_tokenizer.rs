@@ -1,4 +1,4 @@
-//! A GGUF file's tokenizer and template, and texts through them.
+//! The tokenizer and template of a GGUF file.
 #![no_main]
 
 #[allow(dead_code)]

@@ -1,4 +1,4 @@
-//! Files of the original project.
+//! Layer files of the original project.
 #![no_main]
 
 #[allow(dead_code)]

@@ -1,4 +1,4 @@
-//! The container of an NPU's kernel, an xclbin; tests/data/npu/xclbin/placeholder.xclbin is a seed.
+//! The container of an NPU kernel, an xclbin. tests/data/npu/xclbin/placeholder.xclbin is a seed.
 #![no_main]
 
 #[allow(dead_code)]

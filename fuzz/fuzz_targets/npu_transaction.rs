@@ -1,4 +1,4 @@
-//! The instructions of an NPU's kernel; tests/data/npu/xclbin/placeholder.bin is a seed.
+//! The instructions of an NPU kernel. tests/data/npu/xclbin/placeholder.bin is a seed.
 #![no_main]
 
 #[allow(dead_code)]

@@ -1,5 +1,5 @@
-//! Reads a file past the page cache. Weights are read once and kept on the device, so they need no place in the page
-//! cache, and several threads that read large pieces get a disk's full speed.
+//! Reads a file with `O_DIRECT`, without the page cache. Weights are read once and then kept on the device, so caching
+//! them is useless. Several threads that read large pieces reach the full speed of a disk.
 
 use std::cell::RefCell;
 use std::fs::{File, OpenOptions};
@@ -7,15 +7,15 @@ use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
-/// Alignment of offsets, lengths and addresses: the largest block size of disks in use.
+/// Alignment of offsets, lengths and addresses: the largest block size of common disks.
 const BLOCK: usize = 4096;
 
 thread_local! {
-    /// Buffer that the disk writes to: a disk can write to ordinary memory, but not to every device's memory.
+    /// Buffer that the disk writes to. Direct reads into the memory of some devices fail, so they go to host memory.
     static BOUNCE: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
 }
 
-/// A file that is read past the page cache where its file system supports that, and through the page cache elsewhere.
+/// A file that is read without the page cache if its file system supports that, and otherwise with it.
 #[derive(Debug)]
 pub(super) struct DirectFile {
     buffered: File,
@@ -26,16 +26,16 @@ impl DirectFile {
     /// Opens `path` a second time for direct reads; `buffered` was opened at `path`.
     pub fn new(buffered: File, path: &Path) -> DirectFile {
         let flags = rustix::fs::OFlags::DIRECT.bits() as i32;
-        // A file that replaced the first one in between has other bytes than the mapping.
+        // The path may have been replaced since: another file would have other bytes than the mapping.
         let same = |file: &File| matches!((identity(file), identity(&buffered)), (Ok(a), Ok(b)) if a == b);
         let direct = OpenOptions::new().read(true).custom_flags(flags).open(path).ok().filter(same);
         if direct.is_none() {
-            tracing::debug!(path = %path.display(), "is read through the page cache");
+            tracing::debug!(path = %path.display(), "the file is read with the page cache");
         }
         DirectFile { buffered, direct }
     }
 
-    /// The file for reads through the page cache.
+    /// The file for reads with the page cache.
     pub fn buffered(&self) -> &File {
         &self.buffered
     }
@@ -45,8 +45,8 @@ impl DirectFile {
         let direct = self.direct.as_ref();
         let done = direct
             .is_some_and(|file| BOUNCE.with_borrow_mut(|bounce| read_blocks(file, bounce, into, offset)));
-        // Where the direct read failed, an ordinary read succeeds or reports the reason: the end of the file, a larger
-        // block size, a file system that opens files for direct reads and then refuses to read.
+        // If the direct read failed, a buffered read succeeds or reports the reason. Direct reads fail at the end of
+        // the file, with a larger block size, and on file systems that accept O_DIRECT only when a file is opened.
         if done { Ok(()) } else { self.buffered.read_exact_at(into, offset) }
     }
 }
@@ -55,7 +55,8 @@ fn identity(file: &File) -> io::Result<(u64, u64)> {
     file.metadata().map(|metadata| (metadata.dev(), metadata.ino()))
 }
 
-/// Reads the blocks that hold the bytes of `into` with one call, and copies the bytes if all of them were read.
+/// Reads the blocks of the wanted bytes with one call, and copies the bytes into `into`. Returns false if not all of
+/// them were read.
 fn read_blocks(file: &File, bounce: &mut Vec<u8>, into: &mut [u8], offset: u64) -> bool {
     let skip = offset as usize % BLOCK;
     let wanted = skip..skip + into.len();
@@ -65,11 +66,11 @@ fn read_blocks(file: &File, bounce: &mut Vec<u8>, into: &mut [u8], offset: u64) 
     }
     let start = bounce.as_ptr().align_offset(BLOCK);
     let blocks = &mut bounce[start..start + room];
-    let came = file.read_at(blocks, offset - skip as u64).is_ok_and(|n| n >= wanted.end);
-    if came {
+    let complete = file.read_at(blocks, offset - skip as u64).is_ok_and(|n| n >= wanted.end);
+    if complete {
         into.copy_from_slice(&blocks[wanted]);
     }
-    came
+    complete
 }
 
 #[cfg(test)]
@@ -79,8 +80,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reads_what_an_ordinary_read_reads() {
-        // On a disk if the sources are: file systems in memory may not read so.
+    fn a_direct_read_returns_the_bytes_of_a_buffered_read() {
+        // In the source folder, which is usually on a disk: tmpfs may not support direct reads.
         let target = Path::new(env!("CARGO_MANIFEST_DIR")).join("target");
         std::fs::create_dir_all(&target).unwrap();
         let folder = tempfile::tempdir_in(target).unwrap();

@@ -1,8 +1,8 @@
-//! Errors about the files of a model, and how they quote text from such a file.
+//! Errors about the files of a model, and the quoting of text from these files.
 
 use std::fmt;
 
-/// A file of a model is invalid. One line, for the user who gave the model.
+/// A file of a model is invalid. The message is one line.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckpointError {
     #[error("{file}: {problem}")]
@@ -21,7 +21,7 @@ impl CheckpointError {
     }
 }
 
-/// Text from a file as a message may hold it: on one line, and of bounded length.
+/// Text from a file, escaped for a message: one line, of at most 200 characters of the text.
 pub(crate) fn short(text: &str) -> String {
     const MAX_CHARS: usize = 200;
     let mut out = String::new();
@@ -34,7 +34,7 @@ pub(crate) fn short(text: &str) -> String {
     out
 }
 
-/// A serde_json error on one line; serde_json quotes parts of its input.
+/// A serde_json error in one line. Its text must be escaped, because serde_json quotes parts of its input.
 pub(super) fn one_line(error: &impl fmt::Display) -> String {
     short(&error.to_string())
 }

@@ -1,8 +1,8 @@
-//! Where a model's files come from: a folder, a GGUF file, or the binary itself.
+//! Reads the files of a model from a folder, a GGUF file, or the binary.
 //!
-//! A model is addressed by plain file names; no file of the folder can make this module read outside the folder. A GGUF
-//! file holds the small files as metadata: they are read as if they lay beside it. The user may name another place for
-//! configs and tokenizer. Refuses files that are not regular (a pipe would hang, a device never end).
+//! Files are requested by plain names. No file of the folder can make this module read outside the folder. A GGUF file
+//! contains config and tokenizer as metadata; they are presented as separate files. The user may give other paths for
+//! configs and tokenizer. Only regular files are read: reading a pipe could block, and a device may never end.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -22,29 +22,29 @@ use super::gguf;
 use super::held::Held;
 use crate::file;
 
-/// Largest file that is read into memory; Gemma-3's tokenizer.json, the largest in use, has 33 MB.
+/// Largest file that is read into memory, in bytes. The largest one in use is Gemma-3's tokenizer.json with 33 MB.
 pub const MAX_READ_BYTES: u64 = 64 << 20;
 
 const CONFIG_FILE: &str = "config.json";
-/// Configs have a few KB; a parsed JSON value takes up to 32 times its text.
+/// Configs have a few KB. The limit is low because a parsed JSON value takes up to 32 times the bytes of its text.
 const MAX_CONFIG_BYTES: usize = 1 << 20;
 
-/// Each shard is a mapping, of which a process has 65,530 by default; Gemma-3 27B has 12.
+/// Each shard is a mapping, and Linux allows a process 65,530 of them by default. Gemma-3 27B has 12 shards.
 pub(super) const MAX_SHARDS: usize = 4096;
 
-/// Largest number of a folder's entries that are read.
+/// Maximum number of folder entries that are read.
 const MAX_NAMES: usize = 1 << 16;
 
-/// The files of one model, by name.
+/// The files of one model.
 #[derive(Debug, Clone)]
 pub struct ModelFiles {
     name: String,
     source: Source,
-    /// Files that are read from another place than the rest, by name; the file may be missing there.
-    elsewhere: Vec<(String, PathBuf)>,
-    /// The open files, if [`ModelFiles::hold`] opened them: nothing else is read then.
+    /// Files that the user placed elsewhere, as (name, path). There may be no file at the path.
+    overrides: Vec<(String, PathBuf)>,
+    /// The open files after [`ModelFiles::hold`]. Then no other files are read.
     held: Option<Arc<Held>>,
-    /// `config.json`, parsed at the first call of [`ModelFiles::config`].
+    /// The parsed `config.json`, set by the first call of [`ModelFiles::config`].
     config: Arc<OnceLock<Option<Arc<Value>>>>,
 }
 
@@ -57,12 +57,12 @@ enum Source {
     Memory(Arc<BTreeMap<String, Arc<[u8]>>>),
 }
 
-/// The names of held files, for another process.
+/// The names and paths of held files, to send to another process.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct HeldNames {
     name: String,
     source: HeldSource,
-    elsewhere: Vec<(String, PathBuf)>,
+    overrides: Vec<(String, PathBuf)>,
     paths: Vec<PathBuf>,
     links_out: BTreeMap<PathBuf, PathBuf>,
 }
@@ -75,8 +75,8 @@ enum HeldSource {
 }
 
 impl ModelFiles {
-    /// The files of a folder in Hugging Face layout, a GGUF file, or a folder with a GGUF file. The model is named
-    /// after the folder or the file.
+    /// Opens a folder in Hugging Face layout, a GGUF file, or a folder with a GGUF file. The model gets the name of the
+    /// folder or the file.
     pub fn open(folder: &Path) -> Result<Self, CheckpointError> {
         let fail = |problem: String| CheckpointError::file(folder.display(), problem);
         let canonical = match fs::canonicalize(folder) {
@@ -84,7 +84,7 @@ impl ModelFiles {
             Err(e) if e.kind() == ErrorKind::NotFound => {
                 return Err(fail(
                     "no such file or folder; a model is a folder with config.json, tokenizer.json and \
-                     model.safetensors, a GGUF file, or the name of a model that `unicorn pull` got"
+                     model.safetensors, a GGUF file, or the name of a model that `unicorn pull` fetched"
                         .into(),
                 ));
             }
@@ -93,7 +93,9 @@ impl ModelFiles {
         if !canonical.is_dir() {
             return match is_gguf(folder).map_err(fail)? {
                 true => Self::open_gguf(folder),
-                false => Err(fail("is no GGUF file; of other formats, give the folder that holds it".into())),
+                false => {
+                    Err(fail("is not a GGUF file; for other formats, give the folder of the model".into()))
+                }
             };
         }
         if let Some(file) = only_gguf(folder).map_err(fail)? {
@@ -104,18 +106,18 @@ impl ModelFiles {
     }
 
     fn new(name: String, source: Source) -> Self {
-        Self { name, source, elsewhere: Vec::new(), held: None, config: Arc::default() }
+        Self { name, source, overrides: Vec::new(), held: None, config: Arc::default() }
     }
 
     fn open_gguf(file: &Path) -> Result<Self, CheckpointError> {
         let parts = gguf_parts(file).map_err(|problem| CheckpointError::file(file.display(), problem))?;
         let stem = file.file_stem().unwrap_or(file.as_os_str()).to_string_lossy();
-        // The parts of a split file are numbered after the name.
+        // The name of a split file ends in the part number, which is not part of the model's name.
         let name = split_number(&stem).map_or(&*stem, |(name, ..)| name).to_owned();
         Ok(Self::new(name, Source::Gguf(parts)))
     }
 
-    /// Files in memory, by name; a single file whose name ends in `.gguf` is a whole model.
+    /// Files in memory, as (name, contents). A single file whose name ends in `.gguf` is a whole model.
     pub fn in_memory(name: impl Into<String>, files: impl IntoIterator<Item = (String, Vec<u8>)>) -> Self {
         let files = files.into_iter().map(|(name, bytes)| (name, Arc::from(bytes))).collect();
         Self::new(name.into(), Source::Memory(Arc::new(files)))
@@ -126,12 +128,12 @@ impl ModelFiles {
         Self::new(name.into(), Source::Embedded(files))
     }
 
-    /// Takes `config.json` from another place: a file, or a folder, from which `generation_config.json` comes too.
+    /// Takes `config.json` from another path: a file, or a folder, of which `generation_config.json` is taken too.
     pub fn with_config(self, path: &Path) -> Result<Self, CheckpointError> {
         self.with(CONFIG_FILE, &["generation_config.json"], path)
     }
 
-    /// Takes `tokenizer.json` from another place: a file, or a folder, from which the chat template comes too.
+    /// Takes `tokenizer.json` from another path: a file, or a folder, of which the chat template is taken too.
     pub fn with_tokenizer(self, path: &Path) -> Result<Self, CheckpointError> {
         self.with("tokenizer.json", &["tokenizer_config.json", "chat_template.jinja"], path)
     }
@@ -145,29 +147,28 @@ impl ModelFiles {
             if !path.join(name).is_file() {
                 return fail(format!("holds no {name}"));
             }
-            // Missing companions too: the files of two folders do not go together.
+            // Missing companions are overridden too: files of two folders must not be mixed.
             let all = [name].into_iter().chain(companions.iter().copied());
-            self.elsewhere.extend(all.map(|name| (name.to_owned(), path.join(name))));
+            self.overrides.extend(all.map(|name| (name.to_owned(), path.join(name))));
         } else if path.is_file() {
-            self.elsewhere.push((name.to_owned(), path.to_path_buf()));
+            self.overrides.push((name.to_owned(), path.to_path_buf()));
         } else {
-            return fail("is no file and no folder".into());
+            return fail("is not a file or folder".into());
         }
-        // A clone of these files may have parsed the config of the folder.
+        // The config of the folder may be parsed already, because clones share the cell.
         self.config = Arc::default();
         Ok(self)
     }
 
-    fn elsewhere(&self, name: &str) -> Option<&Path> {
-        self.elsewhere.iter().find(|(other, _)| other == name).map(|(_, path)| path.as_path())
+    fn override_path(&self, name: &str) -> Option<&Path> {
+        self.overrides.iter().find(|(other, _)| other == name).map(|(_, path)| path.as_path())
     }
 
-    /// The model's name.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Where the files lie, for people.
+    /// The path or kind of the files, for messages.
     pub fn location(&self) -> String {
         match &self.source {
             Source::Folder(folder) => folder.display().to_string(),
@@ -177,9 +178,9 @@ impl ModelFiles {
         }
     }
 
-    /// How messages call the file `name` of this model.
+    /// The name that messages use for the file `name` of this model.
     pub fn display(&self, name: &str) -> String {
-        if let Some(path) = self.elsewhere(name) {
+        if let Some(path) = self.override_path(name) {
             return path.display().to_string();
         }
         match &self.source {
@@ -193,7 +194,7 @@ impl ModelFiles {
     /// The whole file, at most [`MAX_READ_BYTES`]; `None` if the model has no such file.
     pub fn read(&self, name: &str) -> Result<Option<Cow<'static, [u8]>>, CheckpointError> {
         let fail = |problem: String| CheckpointError::file(self.display(name), problem);
-        if let Some(path) = self.elsewhere(name) {
+        if let Some(path) = self.override_path(name) {
             return read_file(&self.place(path)).map_err(fail);
         }
         if let Some(parts) = self.map_gguf()? {
@@ -208,7 +209,7 @@ impl ModelFiles {
         }
     }
 
-    /// `config.json`, parsed when it is first asked for; `None` if the model has no such file.
+    /// The parsed `config.json`; `None` if the model has no such file. The first call parses it.
     pub fn config(&self) -> Result<Option<Arc<Value>>, CheckpointError> {
         if let Some(config) = self.config.get() {
             return Ok(config.clone());
@@ -220,7 +221,7 @@ impl ModelFiles {
         Ok(self.config.get_or_init(|| config).clone())
     }
 
-    /// The names of the folder's files, at most [`MAX_NAMES`]; a model has far fewer.
+    /// The names of the folder's files, at most [`MAX_NAMES`].
     pub(super) fn names(&self) -> Result<Vec<String>, CheckpointError> {
         match &self.source {
             Source::Embedded(files) => Ok(files.iter().map(|(name, _)| (*name).to_owned()).collect()),
@@ -233,7 +234,7 @@ impl ModelFiles {
                 let fail = |e| CheckpointError::file(folder.display(), format!("cannot be listed: {e}"));
                 let entries = fs::read_dir(folder).map_err(fail)?.take(MAX_NAMES);
                 let names = entries.filter_map(|entry| match entry {
-                    // A name that is not UTF-8 is no file of a model.
+                    // No file of a model has a name that is not UTF-8.
                     Ok(entry) => entry.file_name().into_string().ok().map(Ok),
                     Err(e) => Some(Err(fail(e))),
                 });
@@ -255,7 +256,7 @@ impl ModelFiles {
         }
     }
 
-    /// The parts of a GGUF file, mapped, with what messages call them; `None` if the model is no GGUF file.
+    /// The mapped parts of a GGUF file, with their names for messages; `None` if the model is not a GGUF file.
     pub(super) fn map_gguf(&self) -> Result<Option<Vec<(String, FileBytes)>>, CheckpointError> {
         match &self.source {
             Source::Folder(_) | Source::Embedded(_) => Ok(None),
@@ -278,9 +279,9 @@ impl ModelFiles {
         }
     }
 
-    /// Maps a file whose name comes from another file of the model and is not trusted: it must be a plain name, and
-    /// must not be a link out of the folder. The links of Hugging Face's cache, from `snapshots/REVISION/` into its
-    /// `blobs/`, count as inside.
+    /// Maps a file whose name comes from another file of the model. The name is not trusted: it must be a plain name,
+    /// and must not be a link out of the folder. Links in a Hugging Face cache from `snapshots/REVISION/` to `blobs/`
+    /// count as inside.
     pub(super) fn map_listed(&self, name: &str) -> Result<Option<FileBytes>, String> {
         if !is_plain_name(name) {
             return Err(format!("names {name:?}; expected a file of the same folder"));
@@ -300,10 +301,10 @@ impl ModelFiles {
         self.map(name).map_err(|e| format!("names {name:?}, which cannot be used: {e}"))
     }
 
-    /// These files, opened: they are read even where somebody deletes or replaces them, by this process and by others
-    /// that get them ([`ModelFiles::to_parts`]).
+    /// Opens these files and keeps them open. They can then be read even if they are deleted or replaced on disk.
+    /// [`ModelFiles::to_parts`] passes them to another process.
     pub fn hold(&self) -> Result<Self, CheckpointError> {
-        let mut paths: Vec<PathBuf> = self.elsewhere.iter().map(|(_, path)| path.clone()).collect();
+        let mut paths: Vec<PathBuf> = self.overrides.iter().map(|(_, path)| path.clone()).collect();
         let mut links_out = BTreeMap::new();
         match &self.source {
             Source::Embedded(_) | Source::Memory(_) => {}
@@ -320,8 +321,8 @@ impl ModelFiles {
         Ok(Self { held: Some(Arc::new(held)), ..self.clone() })
     }
 
-    /// What another process of this binary needs to read the files that are held: their names, and the open files. None
-    /// of files that were made in memory.
+    /// The names of the held files and the open files, to send to another process of this binary. `None` if the files
+    /// are in memory, or not held.
     pub fn to_parts(&self) -> Option<(HeldNames, Vec<Arc<File>>)> {
         let source = match &self.source {
             Source::Folder(folder) => HeldSource::Folder(folder.clone()),
@@ -330,21 +331,21 @@ impl ModelFiles {
             Source::Memory(_) => return None,
         };
         let (paths, links_out, files) = self.held.as_ref()?.to_parts();
-        let (name, elsewhere) = (self.name.clone(), self.elsewhere.clone());
-        Some((HeldNames { name, source, elsewhere, paths, links_out }, files))
+        let (name, overrides) = (self.name.clone(), self.overrides.clone());
+        Some((HeldNames { name, source, overrides, paths, links_out }, files))
     }
 
-    /// The files that another process held. `files` are those of [`ModelFiles::to_parts`], in their order; `embedded` are
-    /// the binary's, for a model that is embedded.
+    /// Restores the files that another process held. `files` come from [`ModelFiles::to_parts`], in the same order;
+    /// `embedded` are the files of the embedded model.
     pub fn from_parts(
         names: HeldNames,
         files: Vec<File>,
         embedded: &'static [(&'static str, &'static [u8])],
     ) -> Result<Self, CheckpointError> {
-        let HeldNames { name, source, elsewhere, paths, links_out } = names;
+        let HeldNames { name, source, overrides, paths, links_out } = names;
         if files.len() != paths.len() {
             let problem = format!(
-                "{} files came from the process that holds them; expected {}",
+                "received {} open files from the other process; expected {}",
                 files.len(),
                 paths.len()
             );
@@ -356,10 +357,10 @@ impl ModelFiles {
             HeldSource::Embedded => Source::Embedded(embedded),
         };
         let held = Held::from_parts(paths, links_out, files);
-        Ok(Self { elsewhere, held: Some(Arc::new(held)), ..Self::new(name, source) })
+        Ok(Self { overrides, held: Some(Arc::new(held)), ..Self::new(name, source) })
     }
 
-    /// Where a file is read: at its path, or at the file that was opened there.
+    /// The path at which to open a file: the path of the held file if the files are held, otherwise `path`.
     fn place(&self, path: &Path) -> PathBuf {
         self.held.as_ref().map_or_else(|| path.to_path_buf(), |held| held.place(path))
     }
@@ -370,8 +371,8 @@ impl ModelFiles {
     }
 }
 
-/// Where the file `name` of a folder lies, if it is a link out of the folder. A Hugging Face cache's `blobs` belong to its
-/// snapshots.
+/// The target of the file `name` of a folder if it is a link out of the folder. The `blobs` of a Hugging Face cache
+/// count as part of its snapshots.
 fn link_out(folder: &Path, name: &str) -> Option<PathBuf> {
     let (folder, target) = (fs::canonicalize(folder).ok()?, fs::canonicalize(folder.join(name)).ok()?);
     let blobs = match folder.parent() {
@@ -382,7 +383,7 @@ fn link_out(folder: &Path, name: &str) -> Option<PathBuf> {
     (!is_inside).then_some(target)
 }
 
-/// Bytes of a file, borrowed from the binary or from a mapping.
+/// Bytes of a file: mapped, in the binary, or in memory.
 #[derive(Debug)]
 pub(super) enum FileBytes {
     Mapped(memmap2::Mmap, DirectFile),
@@ -410,14 +411,14 @@ impl FileBytes {
         FileSlice { bytes: &self[range], file }
     }
 
-    /// Asks the system to drop the pages of some bytes of a mapped file. A later access reads them from the disk again.
-    /// The system may keep pages that other processes use.
+    /// Asks the kernel to drop the pages of some bytes of a mapped file. A later access reads them from the disk again.
+    /// The kernel may keep pages that other processes use.
     pub fn release(&self, range: Range<usize>) {
         let FileBytes::Mapped(map, file) = self else { return };
         if range.is_empty() {
             return;
         }
-        // SAFETY: the mapping is of a file and read-only: dropping its pages changes no byte that it shows.
+        // SAFETY: the mapping is read-only and backed by a file, so dropping its pages does not change its bytes.
         let dropped = unsafe {
             map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, range.start, range.len())
         };
@@ -425,7 +426,7 @@ impl FileBytes {
         let forgotten =
             rustix::fs::fadvise(file.buffered(), range.start as u64, length, rustix::fs::Advice::DontNeed);
         if let (Err(error), _) | (_, Err(error)) = (dropped, forgotten.map_err(std::io::Error::from)) {
-            tracing::debug!(%error, "pages of a file were not released");
+            tracing::debug!(%error, "cannot release the pages of a file");
         }
     }
 
@@ -434,11 +435,11 @@ impl FileBytes {
         let FileBytes::Mapped(map, _) = self else { return };
         let advice = if ahead { memmap2::Advice::Normal } else { memmap2::Advice::Random };
         if let Err(error) = map.advise(advice) {
-            tracing::debug!(%error, "no advice is taken on a file");
+            tracing::debug!(%error, "cannot set the read-ahead of a file");
         }
     }
 
-    /// Time of the last change, where it is known.
+    /// Time of the last modification, if it is known.
     pub fn modified(&self) -> Option<SystemTime> {
         let FileBytes::Mapped(_, file) = self else { return None };
         file.buffered().metadata().and_then(|metadata| metadata.modified()).ok()
@@ -449,7 +450,7 @@ impl FileBytes {
         let FileBytes::Mapped(map, _) = self else { return 0 };
         let page = rustix::param::page_size();
         let mut pages = vec![0u8; map.len().div_ceil(page)];
-        // SAFETY: the range is the mapping's own, which begins at a page, and there is one byte for each of its pages.
+        // SAFETY: the range is the mapping, which begins at a page, and `pages` has one byte for each of its pages.
         let result = unsafe { libc::mincore(map.as_ptr() as *mut _, map.len(), pages.as_mut_ptr()) };
         if result != 0 {
             return 0;
@@ -461,9 +462,9 @@ impl FileBytes {
 /// A range of a file's bytes.
 #[derive(Debug, Clone, Copy)]
 pub struct FileSlice<'a> {
-    /// The bytes through the mapping: reading them pages them in.
+    /// The bytes in the mapping. Reading them pages them in.
     pub bytes: &'a [u8],
-    /// The file and the offset of the first byte; `None` for bytes that are in memory.
+    /// The file and the offset of the first byte. `None` = the bytes are in memory.
     file: Option<(&'a DirectFile, u64)>,
 }
 
@@ -480,8 +481,8 @@ impl PartialEq for FileSlice<'_> {
 }
 
 impl FileSlice<'_> {
-    /// Reads `into.len()` bytes from byte `offset` of the slice, past the mapping and the page cache. The error says
-    /// which bytes of the file these are. Panics if they are beyond the slice.
+    /// Reads `into.len()` bytes from byte `offset` of the slice, without the mapping and the page cache. The error
+    /// names the bytes of the file. Panics if they are beyond the slice.
     pub fn read_at(&self, offset: u64, into: &mut [u8]) -> Result<(), String> {
         let from = &self.bytes[offset as usize..][..into.len()];
         match self.file {
@@ -509,16 +510,16 @@ fn map_file(path: &Path) -> Result<Option<FileBytes>, String> {
     if len == 0 {
         return Ok(Some(FileBytes::Static(&[]))); // an empty mapping is an error on some systems
     }
-    // SAFETY: the mapping is read-only, and lives as long as the bytes lent from
-    // it. Another process may still write to or truncate the file; that is as fatal here as it
-    // is for every program that maps its input, and weights are not edited while they are served.
+    // SAFETY: the mapping is read-only, and lives as long as the bytes that are borrowed from it. Another process could
+    // still write to the file or truncate it. No program that maps its input can prevent that, and weights are not
+    // edited while they are served.
     let map = unsafe { memmap2::Mmap::map(&file) };
     map.map(|map| Some(FileBytes::Mapped(map, DirectFile::new(file, path))))
         .map_err(|e| format!("cannot be mapped into memory: {e}"))
 }
 
-/// Whether a file is GGUF, by its first bytes: Ollama's files have no extension. A file with the extension `.gguf`
-/// counts too, so that the reader's error says what is wrong with it.
+/// Whether a file is GGUF, by its first bytes, because Ollama's files have no extension. A file with the extension
+/// `.gguf` counts as GGUF in any case, so that the GGUF reader reports what is wrong with it.
 fn is_gguf(path: &Path) -> Result<bool, String> {
     let Some((file, _)) = open_regular(path)? else {
         return Ok(false);
@@ -532,7 +533,7 @@ fn has_gguf_ending(path: &Path) -> bool {
     path.extension().is_some_and(|ending| ending.eq_ignore_ascii_case("gguf"))
 }
 
-/// The GGUF file of a folder without other weights. Some downloads have a config beside it, which is not needed.
+/// The GGUF file of a folder without other weights. A config in the folder, which some downloads have, is not needed.
 fn only_gguf(folder: &Path) -> Result<Option<PathBuf>, String> {
     let unreadable = |e: std::io::Error| format!("cannot be read: {e}");
     let mut found = Vec::new();
@@ -542,7 +543,7 @@ fn only_gguf(folder: &Path) -> Result<Option<PathBuf>, String> {
         if path.extension().is_some_and(|ending| ending == "safetensors") {
             return Ok(None);
         }
-        // Vision towers and the later parts of a split file are not models of their own.
+        // Vision towers, and all parts of a split file but the first, are not separate models.
         let later =
             path.file_stem().and_then(|stem| split_number(stem.to_str()?)).is_some_and(|(_, n, _)| n > 1);
         if has_gguf_ending(&path) && !later && !name.starts_with("mmproj") {
@@ -568,7 +569,7 @@ fn split_number(stem: &str) -> Option<(&str, u32, u32)> {
     Some((name, parse(number)?, parse(count)?))
 }
 
-/// The parts of a GGUF file in order: the file itself, or all parts that its name counts.
+/// The parts of a GGUF file in order: the file alone, or all parts if its name has a part number.
 fn gguf_parts(file: &Path) -> Result<Vec<PathBuf>, String> {
     let stem = file.file_stem().and_then(|stem| stem.to_str()).unwrap_or_default();
     let Some((name, number, count)) = split_number(stem) else {
@@ -595,18 +596,18 @@ fn read_file(path: &Path) -> Result<Option<Cow<'static, [u8]>>, String> {
         return Err(format!("has {len} bytes; expected at most {MAX_READ_BYTES}"));
     }
     let mut bytes = Vec::with_capacity(len as usize);
-    // The file may grow while it is read, so the bound is applied again.
+    // The file may grow while it is read, so the limit is applied again.
     file.take(MAX_READ_BYTES).read_to_end(&mut bytes).map_err(|e| format!("cannot be read: {e}"))?;
     Ok(Some(Cow::Owned(bytes)))
 }
 
-/// Parses the JSON of a config, of any model; messages call it `file_name`.
+/// Parses the JSON of a config of any model. Messages call it `file_name`.
 pub(crate) fn parse_config(bytes: &[u8], file_name: &str) -> Result<Value, CheckpointError> {
     let fail = |problem: String| CheckpointError::file(file_name, problem);
     if bytes.len() > MAX_CONFIG_BYTES {
         return Err(fail(format!("has {} bytes; expected at most {MAX_CONFIG_BYTES}", bytes.len())));
     }
-    serde_json::from_slice(bytes).map_err(|e| fail(format!("is no valid JSON: {}", one_line(&e))))
+    serde_json::from_slice(bytes).map_err(|e| fail(format!("is not valid JSON: {}", one_line(&e))))
 }
 
 /// The file and its length; `None` if there is no such file.

@@ -1,15 +1,14 @@
-//! The formats of checkpoints.
+//! Checkpoint formats.
 
 use std::fmt;
 
-/// The format of a checkpoint's files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Format {
     Safetensors,
     Gguf,
     Native,
-    /// The original project's layer files.
+    /// The layer files of the original project.
     Legacy,
     Gptq,
     Awq,

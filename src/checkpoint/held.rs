@@ -1,7 +1,7 @@
-//! Files that stay open, so that they can be read again after somebody deleted them.
+//! Files that stay open, so that they can be read again after they were deleted.
 //!
-//! An open file has a path of its own under `/proc`, at which it can be opened again and again, each time with another
-//! position and other flags.
+//! An open file has a path under `/proc/self/fd`. There it can be opened again, with a separate position and other
+//! flags.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -11,18 +11,18 @@ use std::sync::Arc;
 
 use crate::file;
 
-/// The most files of one model that are held. A process may have 1024 open by default.
+/// Maximum number of held files of one model. By default, a process may open 1024 files.
 const MAX_FILES: usize = 512;
 
 #[derive(Debug)]
 pub(super) struct Held {
     files: BTreeMap<PathBuf, Arc<File>>,
-    /// The links out of the model's folder, with their targets.
+    /// Links that lead out of the model's folder, with their targets.
     pub(super) links_out: BTreeMap<PathBuf, PathBuf>,
 }
 
 impl Held {
-    /// Opens the regular files among `paths`; those that are not there are left out.
+    /// Opens the regular files among `paths`, and ignores missing files and files of other types.
     pub(super) fn open(paths: Vec<PathBuf>, links_out: BTreeMap<PathBuf, PathBuf>) -> Result<Self, String> {
         let mut files = BTreeMap::new();
         for path in paths {
@@ -30,7 +30,7 @@ impl Held {
                 continue;
             }
             if files.len() == MAX_FILES {
-                return Err(format!("has more than {MAX_FILES} files; expected those of a model alone"));
+                return Err(format!("has more than {MAX_FILES} files; expected the files of one model only"));
             }
             let (file, _) = file::open(&path)
                 .map_err(|error| format!("{}: cannot be opened: {error}", path.display()))?;
@@ -39,7 +39,7 @@ impl Held {
         Ok(Self { files, links_out })
     }
 
-    /// Where a held file can be opened. There is nothing at the path of a file that is not held.
+    /// The path at which a held file can be opened. For a file that is not held, a path that does not exist.
     pub(super) fn place(&self, path: &Path) -> PathBuf {
         match self.files.get(path) {
             Some(file) => PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd())),

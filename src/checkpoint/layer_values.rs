@@ -1,30 +1,29 @@
-//! The values of a native checkpoint's layers on a fixed prompt: what each layer is to compute, and how far a device
-//! may be off.
+//! Expected outputs of a native checkpoint's layers for a fixed prompt, with tolerances for the device.
 //!
-//! `unicorn quantize` computes them on the CPU and writes them to `layer-values.bin`; the manifest says how to read
-//! that file. They are optional: a folder without them is a whole checkpoint. Refuses a file of another length than its
-//! record asks for, and lists that no prompt has.
+//! `unicorn quantize` computes them on the CPU and writes them to `layer-values.bin`. A record in the manifest
+//! describes that file. They are optional: a folder without them is a complete checkpoint. Refuses a file whose length
+//! does not match the record, and records with impossible sizes.
 
 use serde::{Deserialize, Serialize};
 
 pub(super) const FILE: &str = "layer-values.bin";
 const VERSION: u32 = 1;
-/// Bounds that no record of this program reaches.
+/// Limits that no record of this program reaches.
 const MOST_TOKENS: usize = 256;
 const MOST_ROWS: usize = 4096;
 const MOST_WIDTH: usize = 1 << 17;
 
-/// How far two lists of numbers are apart.
+/// The deviation of one list of numbers from another.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Deviation {
-    /// Root of the sum of squared differences, relative to that of the squares.
+    /// Root of the sum of the squared differences, divided by the root of the sum of the expected squares.
     pub relative: f64,
-    /// The largest difference, relative to the root of the mean square.
+    /// The largest difference, divided by the root of the mean of the expected squares.
     pub largest: f64,
 }
 
 impl Deviation {
-    /// How far `got` is from `expected`. A NaN makes it infinite.
+    /// The deviation of `got` from `expected`. A NaN in `got` makes it infinite.
     pub fn of(got: &[f32], expected: &[f32]) -> Deviation {
         assert_eq!(got.len(), expected.len(), "lists of one length");
         let (mut squares, mut differences, mut largest) = (0f64, 0f64, 0f64);
@@ -40,38 +39,39 @@ impl Deviation {
         Deviation { relative: (differences / squares.max(f64::MIN_POSITIVE)).sqrt(), largest: largest / mean }
     }
 
-    /// Whether a deviation is at most this one.
+    /// Whether `other` is at most this deviation, which is a tolerance.
     pub fn allows(&self, other: &Deviation) -> bool {
         other.relative <= self.relative && other.largest <= self.largest
     }
 }
 
-/// What one layer is to compute.
+/// Expected output of one layer.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Expected {
     pub values: Vec<f32>,
     pub tolerance: Deviation,
 }
 
-/// What a model is to compute behind the last token of a prompt.
+/// Expected outputs of a model at the last token of a prompt.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LayerValues {
     pub tokens: Vec<u32>,
-    /// The residual stream behind the embedding, and behind each layer.
+    /// The residual stream after the embedding, and after each layer.
     pub residual: Vec<Expected>,
-    /// Logits of some ids, at equal distances from id 0 on ([`LayerValues::logit_ids`]).
+    /// Logits of evenly spaced ids, which begin at id 0 ([`LayerValues::logit_ids`]).
     pub logits: Expected,
 }
 
-/// The record in a manifest.
+/// The record in the manifest.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct Record {
     version: u32,
     #[serde(default)]
     tokens: Vec<u32>,
-    /// Numbers of a residual stream, and of logits.
+    /// Length of a residual stream.
     #[serde(default)]
     width: usize,
+    /// Number of logits.
     #[serde(default)]
     logits: usize,
     /// One for each residual stream, and one for the logits.
@@ -80,18 +80,17 @@ pub(super) struct Record {
 }
 
 impl LayerValues {
-    /// The ids of `count` stored logits of a vocabulary.
+    /// The token ids of `count` stored logits.
     pub fn logit_ids(count: usize, vocab_size: usize) -> impl Iterator<Item = usize> {
         (0..count).map(move |i| i * vocab_size / count)
     }
 
-    /// The values that `record` and the file's bytes stand for; `None` if they are of a newer version. The error says
-    /// what is wrong with the file.
+    /// Parses the values of a file; `None` if they have another version. The error is the problem of the file.
     pub(super) fn from_parts(record: &Record, bytes: &[u8]) -> Result<Option<LayerValues>, String> {
         let Record { version, tokens, width, logits, tolerances } = record;
         if *version != VERSION {
             tracing::warn!(
-                "{FILE} is of version {version}; this program reads version {VERSION}: layers are not compared"
+                "{FILE} has version {version}, but this program reads version {VERSION}: the layers are not compared"
             );
             return Ok(None);
         }
@@ -101,8 +100,8 @@ impl LayerValues {
             && (2..=MOST_ROWS).contains(&tolerances.len());
         if !is_sane {
             return Err(format!(
-                "has {} tokens, and {} rows of {width} and {logits} numbers by its manifest, which no model has: quantize the \
-                 source again",
+                "the manifest says {} tokens, and {} rows of {width} and {logits} numbers, which no model has: \
+                 quantize the source again",
                 tokens.len(),
                 tolerances.len()
             ));
@@ -111,7 +110,7 @@ impl LayerValues {
         let expected = 4 * (rows * width + logits);
         if bytes.len() != expected {
             return Err(format!(
-                "has {} bytes; its manifest asks for {expected}: the copy is incomplete",
+                "has {} bytes, but the manifest says {expected}: the copy is incomplete",
                 bytes.len()
             ));
         }
@@ -146,7 +145,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_deviation_is_relative_and_sees_what_is_no_number() {
+    fn a_deviation_is_relative_and_infinite_for_nan() {
         let same = Deviation::of(&[3.0, -4.0], &[3.0, -4.0]);
         assert_eq!(same, Deviation { relative: 0.0, largest: 0.0 });
         let off = Deviation::of(&[3.0, -3.0], &[3.0, -4.0]);

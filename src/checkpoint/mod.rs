@@ -1,11 +1,11 @@
-//! Checkpoints on disk: which files a model consists of, and its tensors, mapped and checked.
+//! Checkpoints on disk: finds the files of a model, maps them into memory, and checks their tensors.
 //!
-//! Reads safetensors in one file or in shards with an index, and GGUF. Every header is checked before a byte of a
-//! tensor is lent out: every [`Tensor`] is in bounds, and as long as its shape. Nothing is converted or copied on
-//! opening; a tensor's bytes are paged in when they are read.
+//! Reads safetensors in one file or in shards with an index, GGUF, native checkpoints and layer files of the original
+//! project. Every header is checked first: every [`Tensor`] is within its file, and its length matches its shape.
+//! Opening a checkpoint converts and copies nothing. The bytes of a tensor are paged in when they are read.
 //!
-//! Refuses to know a model: names are strings here, and [`crate::model`] knows their meaning. Only GGUF's names are
-//! translated, into Hugging Face's, which the rest of the program uses.
+//! This module knows no model. Tensor names are strings, and [`crate::model`] knows their meaning. Only the names of
+//! GGUF are translated, to the Hugging Face names that the rest of the program uses.
 
 mod direct;
 mod error;

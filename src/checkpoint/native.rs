@@ -1,12 +1,12 @@
-//! Native checkpoints: weights packed in the device's layout, so that a load only reads.
+//! Native checkpoints: weights packed in the device's layout, so that loading needs no conversion.
 //!
-//! A folder with a manifest `unicorn.json`, `layer-NNN.safetensors` for each decoder layer, `shared.safetensors` for
-//! the rest, and the source's configs, tokenizer and template. `docs/formats.md` specifies it.
+//! The folder has a manifest `unicorn.json`, `layer-NNN.safetensors` for each decoder layer, `shared.safetensors` for
+//! the rest, and the configs, tokenizer and template of the source. `docs/formats.md` specifies it.
 //!
-//! The manifest is written last, so a folder that has one is whole: a conversion that was interrupted, or met a full
-//! disk, does not load. Refuses a manifest of another format or layout, files of another size than it says, a config
-//! that is not the one the weights were written for, and tensors whose bytes do not fit scheme and shape. [`verify`]
-//! compares checksums.
+//! The manifest is written last, so a folder with a manifest is complete. A conversion that was interrupted, or that
+//! filled the disk, does not load. Refuses a manifest of another format or layout, files whose size is not the
+//! manifest's, a config that differs from the one in the manifest, and tensors whose bytes do not match their scheme
+//! and shape. [`verify`] compares checksums.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -26,7 +26,7 @@ use crate::file;
 use crate::tensor::{DType, LAYOUT_VERSION, QuantizedRow, Scheme, TILE_ROWS, unpack_plain_row, unpack_row};
 
 pub(super) const MANIFEST_FILE: &str = "unicorn.json";
-/// Progress of a conversion; only in a folder without a manifest.
+/// Progress of a conversion. Only in a folder without a manifest.
 const PROGRESS_FILE: &str = "unicorn.partial.json";
 /// Locked while a conversion runs.
 const LOCK_FILE: &str = "unicorn.lock";
@@ -38,7 +38,7 @@ const SCALES: &str = ".scales";
 /// The 435 matrices of a 27B take 0.1 MB.
 const MAX_MANIFEST_BYTES: usize = 2 << 20;
 const MAX_PROGRESS_BYTES: u64 = 64 << 20;
-/// Bytes hashed at once.
+/// Bytes per read while hashing.
 const HASH_BYTES: usize = 8 << 20;
 
 /// A tensor in a device layout.
@@ -91,26 +91,26 @@ pub struct Manifest {
     layout: u32,
     /// The program that wrote the folder.
     pub writer: String,
-    /// The source of the conversion, for people.
+    /// The source of the conversion, for messages.
     pub source: String,
-    /// How random weights for measurements were drawn; `None` for a model.
+    /// How random weights for measurements were generated; `None` for the weights of a model.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub synthetic: Option<Synthetic>,
     #[serde(default)]
     pub norms_hold_one: bool,
-    /// Digest of the job, by which the same command recognizes its result.
+    /// Digest of the conversion job. The same command uses it to recognize its result.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     job: Option<String>,
     /// The `config.json` that the weights were written for.
     pub config: serde_json::Value,
     pub files: BTreeMap<String, FileRecord>,
     pub tensors: BTreeMap<String, TensorRecord>,
-    /// What the layers compute on a fixed prompt.
+    /// Describes the expected outputs of the layers for a fixed prompt.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     layer_values: Option<layer_values::Record>,
 }
 
-/// Where random weights come from.
+/// Shape and seed of random weights.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Synthetic {
     pub shape: String,
@@ -141,7 +141,7 @@ impl Manifest {
             if files.read(PROGRESS_FILE)?.is_some() {
                 return Err(CheckpointError::file(
                     files.location(),
-                    "holds a conversion that did not end; run the same `unicorn quantize` again to finish it",
+                    "has an unfinished conversion; run the same `unicorn quantize` again to finish it",
                 ));
             }
             return Ok(None);
@@ -149,22 +149,22 @@ impl Manifest {
         if bytes.len() > MAX_MANIFEST_BYTES {
             return Err(fail(format!("has {} bytes; expected at most {MAX_MANIFEST_BYTES}", bytes.len())));
         }
-        // The versions are checked first: a newer manifest may have other fields.
+        // The versions are checked first, because a newer manifest may have other fields.
         #[derive(Deserialize)]
         struct Versions {
             format: String,
             version: u32,
             layout: u32,
         }
-        let invalid = |e: serde_json::Error| fail(format!("is no valid manifest: {}", one_line(&e)));
+        let invalid = |e: serde_json::Error| fail(format!("is not a valid manifest: {}", one_line(&e)));
         let versions: Versions = serde_json::from_slice(&bytes).map_err(invalid)?;
         if versions.format != FORMAT {
-            return Err(fail(format!("is of format {:?}; expected {FORMAT:?}", short(&versions.format))));
+            return Err(fail(format!("has format {:?}; expected {FORMAT:?}", short(&versions.format))));
         }
         if (versions.version, versions.layout) != (FORMAT_VERSION, LAYOUT_VERSION) {
             let newer = versions.version > FORMAT_VERSION || versions.layout > LAYOUT_VERSION;
             return Err(fail(format!(
-                "is of version {}, layout {}; this program reads version {FORMAT_VERSION}, layout {LAYOUT_VERSION}: {}",
+                "has version {}, layout {}; this program reads version {FORMAT_VERSION}, layout {LAYOUT_VERSION}: {}",
                 versions.version,
                 versions.layout,
                 match newer {
@@ -175,33 +175,34 @@ impl Manifest {
         }
         let manifest: Manifest = serde_json::from_slice(&bytes).map_err(invalid)?;
         let config = files.config()?.ok_or_else(|| {
-            CheckpointError::file(files.location(), "holds no config.json; the copy is incomplete")
+            CheckpointError::file(files.location(), "has no config.json; the copy is incomplete")
         })?;
         if *config != manifest.config {
             return Err(CheckpointError::file(
                 files.display("config.json"),
-                "is not the config that the weights were written for (unicorn.json has it)",
+                "differs from the config of the weights, which is in unicorn.json",
             ));
         }
         Ok(Some(manifest))
     }
 
-    /// What the layers are to compute, if the checkpoint `files` has it.
+    /// The expected outputs of the layers; `None` if the checkpoint `files` has none that this version can read.
     pub fn layer_values(&self, files: &ModelFiles) -> Result<Option<LayerValues>, CheckpointError> {
         let Some(record) = &self.layer_values else { return Ok(None) };
         let fail = |problem: String| CheckpointError::file(files.display(layer_values::FILE), problem);
         let bytes = files.read(layer_values::FILE)?;
-        let bytes = bytes.ok_or_else(|| fail("is missing; the manifest lists it".into()))?;
+        let bytes = bytes.ok_or_else(|| fail("is missing, but the manifest lists it".into()))?;
         LayerValues::from_parts(record, &bytes).map_err(fail)
     }
 
-    /// The weight files, in the order of their names.
+    /// The weight files, sorted by name.
     pub(super) fn weight_files(&self) -> impl Iterator<Item = (&str, &FileRecord)> {
         self.files.iter().filter(|(name, _)| name.ends_with(".safetensors")).map(|(n, r)| (n.as_str(), r))
     }
 }
 
-/// The tensors of a file of a native checkpoint by its manifest: (name, shape, place), in order of position.
+/// The tensors of a file of a native checkpoint as (name, shape, location), in the order of their bytes. Checks them
+/// against the manifest.
 pub(super) fn entries(
     manifest: &Manifest,
     file_name: &str,
@@ -214,7 +215,7 @@ pub(super) fn entries(
     while let Some(info) = infos.next() {
         let Some(name) = info.name.strip_suffix(BLOCKS) else {
             if let Some(record) = manifest.tensors.get(&info.name) {
-                let problem = format!("is stored plain; its manifest says {}", short(&record.scheme));
+                let problem = format!("is stored unpacked, but the manifest says {}", short(&record.scheme));
                 return Err(CheckpointError::tensor(display, &info.name, problem));
             }
             let data = Span { file, range: info.range };
@@ -226,12 +227,12 @@ pub(super) fn entries(
             .tensors
             .get(name)
             .filter(|record| record.file == file_name)
-            .ok_or_else(|| fail("is not in the manifest for this file".into()))?;
+            .ok_or_else(|| fail("is not in this file according to the manifest".into()))?;
         let scheme: Scheme = record.scheme.parse().map_err(fail)?;
         let &[rows, cols] = &record.shape[..] else {
             return Err(fail(format!("has shape {:?}; expected a matrix", record.shape)));
         };
-        // Bounds that no real matrix reaches, so that sizes cannot overflow.
+        // Limits that no real matrix reaches, so that the sizes cannot overflow.
         if rows == 0 || cols == 0 || rows > 1 << 24 || cols > 1 << 24 {
             return Err(fail(format!(
                 "has shape {:?}; expected 1 to 16777216 rows and columns",
@@ -242,7 +243,7 @@ pub(super) fn entries(
         let check = |info: &TensorInfo, expected: u64| match (info.dtype, info.range.len() as u64) {
             (DType::U8, bytes) if bytes == expected => Ok(()),
             (dtype, bytes) => Err(fail(format!(
-                "{} holds {bytes} bytes of {dtype:?}; {scheme} {:?} takes {expected} of U8",
+                "{} has {bytes} bytes of {dtype:?}; expected {expected} bytes of U8 for {scheme} {:?}",
                 short(&info.name),
                 record.shape
             ))),
@@ -255,7 +256,7 @@ pub(super) fn entries(
                     check(&next, scale_bytes)?;
                     Some(Span { file, range: next.range })
                 }
-                None => return Err(fail("has no scales behind its blocks".into())),
+                None => return Err(fail("has no scales after its blocks".into())),
             },
         };
         let stored = Stored::Native { scheme, blocks: Span { file, range: info.range }, scales };
@@ -264,8 +265,8 @@ pub(super) fn entries(
     Ok(found)
 }
 
-/// Compares every file of a native checkpoint with the checksum in its manifest. `each` is called with the bytes read
-/// so far and in all.
+/// Compares every file of a native checkpoint with the checksum in its manifest. `each` is called with the number of
+/// bytes that are done and the total.
 pub fn verify(
     files: &ModelFiles,
     manifest: &Manifest,
@@ -276,7 +277,7 @@ pub fn verify(
     for (name, record) in &manifest.files {
         let fail = |problem: String| CheckpointError::file(files.display(name), problem);
         let bytes = files.map_listed(name).map_err(fail)?;
-        let bytes = bytes.ok_or_else(|| fail("is missing; the manifest lists it".into()))?;
+        let bytes = bytes.ok_or_else(|| fail("is missing, but the manifest lists it".into()))?;
         check_length(files, name, record, bytes.len())?;
         let mut hash = Sha256::new();
         let mut buffer = vec![0; HASH_BYTES.min(bytes.len())];
@@ -292,7 +293,7 @@ pub fn verify(
         let sha256 = hex(&hash.finalize());
         if sha256 != record.sha256 {
             return Err(fail(format!(
-                "has sha256 {sha256}; its manifest says {}: the file is damaged, get it again",
+                "has sha256 {sha256}, but the manifest says {}: the file is damaged; copy it again",
                 short(&record.sha256)
             )));
         }
@@ -309,7 +310,8 @@ pub(super) fn check_length(
     if bytes as u64 == record.bytes {
         return Ok(());
     }
-    let problem = format!("has {bytes} bytes; its manifest says {}: the copy is incomplete", record.bytes);
+    let problem =
+        format!("has {bytes} bytes, but the manifest says {}: the copy is incomplete", record.bytes);
     Err(CheckpointError::file(files.display(name), problem))
 }
 
@@ -317,17 +319,17 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
 
-/// A tensor about to be written.
+/// A tensor that will be written.
 #[derive(Debug, Clone)]
 pub struct NewTensor {
     pub name: String,
     pub shape: Vec<usize>,
-    /// `None`: plain f32.
+    /// `None` = unpacked f32.
     pub scheme: Option<Scheme>,
 }
 
 impl NewTensor {
-    /// Name, element type, shape and bytes of each part that stands for the tensor in a file.
+    /// (Name, element type, shape, bytes) of each part of the tensor in the file.
     fn parts(&self) -> Vec<(String, &'static str, Vec<usize>, u64)> {
         match (self.scheme, &self.shape[..]) {
             (Some(scheme), &[rows, cols]) => {
@@ -340,7 +342,7 @@ impl NewTensor {
                 }
                 parts
             }
-            (Some(_), shape) => panic!("{}: {shape:?} is no matrix", self.name),
+            (Some(_), shape) => panic!("{}: {shape:?} is not a matrix", self.name),
             (None, shape) => {
                 let bytes = 4 * shape.iter().product::<usize>() as u64;
                 vec![(self.name.clone(), "F32", shape.to_vec(), bytes)]
@@ -352,30 +354,30 @@ impl NewTensor {
 /// Progress of a conversion.
 #[derive(Debug, Serialize, Deserialize)]
 struct Progress {
-    /// Source and options of the conversion: another job must not continue these files.
+    /// Source and options of the conversion. Another job must not continue these files.
     job: serde_json::Value,
     files: BTreeMap<String, FileRecord>,
     tensors: BTreeMap<String, TensorRecord>,
-    /// A note of the caller for each file.
+    /// For each file, a note of the caller.
     notes: BTreeMap<String, serde_json::Value>,
 }
 
-/// Writes a native checkpoint, file by file. Finished files survive an interruption.
+/// Writes a native checkpoint, file by file. After an interruption, finished files are kept.
 pub struct NativeWriter {
     folder: PathBuf,
     progress: Progress,
-    /// Locked as long as it is open.
+    /// The lock is held while the file is open.
     _lock: File,
 }
 
 impl NativeWriter {
-    /// Whether the folder holds the finished result of the same `job`.
+    /// Whether the folder contains the finished result of the same `job`.
     pub fn is_result(folder: &Path, job: &serde_json::Value) -> bool {
         let manifest = ModelFiles::open(folder).and_then(|files| Manifest::read(&files));
         matches!(manifest, Ok(Some(Manifest { job: Some(of), .. })) if of == digest(&versioned(job)))
     }
 
-    /// Begins a folder, or continues one that the same `job` began.
+    /// Starts a conversion in an empty folder, or continues an unfinished conversion of the same `job`.
     pub fn open(folder: &Path, job: &serde_json::Value) -> Result<NativeWriter, CheckpointError> {
         let job = versioned(job);
         let fail = |problem: String| CheckpointError::file(folder.display(), problem);
@@ -383,22 +385,22 @@ impl NativeWriter {
         fs::create_dir_all(folder).map_err(io)?;
         let lock = File::create(folder.join(LOCK_FILE)).map_err(io)?;
         rustix::fs::flock(&lock, rustix::fs::FlockOperation::NonBlockingLockExclusive)
-            .map_err(|_| fail("is being written by another process".into()))?;
-        // The folder is examined only under the lock: another process may just have ended.
+            .map_err(|_| fail("another process is writing to it".into()))?;
+        // The folder is examined after locking, because another process may have changed it until now.
         let refuse = |problem: &str| {
-            // The lock file must not stay in a folder that belongs to something else.
+            // Do not leave the lock file in a folder with other files.
             let _ = fs::remove_file(folder.join(LOCK_FILE));
             fail(problem.into())
         };
         if folder.join(MANIFEST_FILE).exists() {
-            return Err(refuse("holds a native checkpoint already; remove it, or choose another folder"));
+            return Err(refuse("already has a native checkpoint; remove it, or choose another folder"));
         }
         let has_progress = folder.join(PROGRESS_FILE).exists();
-        // A run that was killed before it saved its progress leaves these two files.
-        let own = [LOCK_FILE.to_string(), temporary(PROGRESS_FILE)];
+        // A run that was killed before it saved its progress leaves only these two files.
+        let leftovers = [LOCK_FILE.to_string(), temporary(PROGRESS_FILE)];
         let mut names = fs::read_dir(folder).map_err(io)?.filter_map(Result::ok).map(|e| e.file_name());
-        if !has_progress && names.any(|name| own.iter().all(|own| name != **own)) {
-            return Err(refuse("is not empty; give a folder of its own to the model"));
+        if !has_progress && names.any(|name| leftovers.iter().all(|leftover| name != **leftover)) {
+            return Err(refuse("is not empty; give an empty folder for the model"));
         }
         let progress = match has_progress {
             false => Progress { job, files: [].into(), tensors: [].into(), notes: [].into() },
@@ -408,7 +410,7 @@ impl NativeWriter {
                     .map_err(|e| fail(format!("{PROGRESS_FILE} cannot be read: {}", one_line(&e))))?;
                 if progress.job != job {
                     return Err(fail(
-                        "holds an unfinished conversion of another source, with other options or by another version of \
+                        "has an unfinished conversion of another source, with other options or by another version of \
                          this program; finish that one, or remove the folder"
                             .into(),
                     ));
@@ -421,14 +423,15 @@ impl NativeWriter {
         Ok(writer)
     }
 
-    /// The note of a finished file; `None` if the file is not finished, or is gone.
+    /// The note of a finished file; `None` if the file is not finished, or was removed.
     pub fn finished(&self, name: &str) -> Option<&serde_json::Value> {
         let record = self.progress.files.get(name)?;
-        let there = fs::metadata(self.folder.join(name)).is_ok_and(|metadata| metadata.len() == record.bytes);
-        self.progress.notes.get(name).filter(|_| there)
+        let exists =
+            fs::metadata(self.folder.join(name)).is_ok_and(|metadata| metadata.len() == record.bytes);
+        self.progress.notes.get(name).filter(|_| exists)
     }
 
-    /// Begins the file `name`, which will hold `tensors` in that order.
+    /// Starts the file `name`, which will contain `tensors` in this order.
     pub fn create(&self, name: &str, tensors: Vec<NewTensor>) -> Result<FileWriter, CheckpointError> {
         let mut header = serde_json::Map::new();
         let mut end = 0;
@@ -439,7 +442,7 @@ impl NativeWriter {
             end += bytes;
         }
         let mut header = serde_json::Value::Object(header).to_string();
-        // The data begins at a multiple of 8, as the format asks.
+        // The format requires that the data begin at a multiple of 8.
         header.extend(std::iter::repeat_n(' ', header.len().next_multiple_of(8) - header.len()));
         let mut writer = FileWriter {
             name: name.to_string(),
@@ -456,7 +459,8 @@ impl NativeWriter {
         Ok(writer)
     }
 
-    /// Ends a file begun by [`NativeWriter::create`]: it is on the disk when this returns. Panics if bytes are missing.
+    /// Finishes a file of [`NativeWriter::create`]. When this returns, the file is on the disk. Panics if bytes are
+    /// missing.
     pub fn finish_file(
         &mut self,
         writer: FileWriter,
@@ -464,10 +468,10 @@ impl NativeWriter {
     ) -> Result<(), CheckpointError> {
         let FileWriter { name, path, file, hash, written, expected, tensors } = writer;
         assert_eq!(written, expected, "bytes of {name}");
-        let fail = |e: std::io::Error| written_error(&path, e);
+        let fail = |e: std::io::Error| write_error(&path, e);
         let file = file.into_inner().map_err(|e| fail(e.into_error()))?;
         file.sync_all().map_err(fail)?;
-        // The written pages are dropped: the next layers need the memory.
+        // The written pages are dropped, because the next layers need the memory.
         let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed);
         fs::rename(self.folder.join(temporary(&name)), &path).map_err(fail)?;
         for tensor in tensors {
@@ -483,7 +487,7 @@ impl NativeWriter {
         self.save_progress()
     }
 
-    /// Writes a small file as it is.
+    /// Writes a small file with these bytes.
     pub fn copy(&mut self, name: &str, bytes: &[u8]) -> Result<(), CheckpointError> {
         write_whole(&self.folder, name, bytes)?;
         let record = FileRecord { bytes: bytes.len() as u64, sha256: hex(&Sha256::digest(bytes)) };
@@ -491,7 +495,7 @@ impl NativeWriter {
         Ok(())
     }
 
-    /// Writes the manifest: from now on the folder is a checkpoint. Returns the bytes of all files.
+    /// Writes the manifest, which makes the folder a checkpoint. Returns the bytes of all files.
     pub fn finish(
         self,
         source: String,
@@ -518,18 +522,17 @@ impl NativeWriter {
         let json = serde_json::to_vec_pretty(&manifest).expect("a manifest is JSON");
         write_whole(&self.folder, MANIFEST_FILE, &json)?;
         for name in [PROGRESS_FILE, LOCK_FILE] {
-            // The manifest makes the folder valid; leftover files do no harm.
+            // An error is ignored: with the manifest, these files do no harm.
             let _ = fs::remove_file(self.folder.join(name));
         }
         Ok(bytes)
     }
 
-    /// Adds what the layers compute to a finished folder. A folder without it stays valid if this is interrupted.
+    /// Adds the expected outputs of the layers to a finished folder. If this is interrupted, the folder stays valid.
     pub fn add_layer_values(folder: &Path, values: &LayerValues) -> Result<(), CheckpointError> {
         let files = ModelFiles::open(folder)?;
-        let mut manifest = Manifest::read(&files)?.ok_or_else(|| {
-            CheckpointError::file(folder.display(), "holds no native checkpoint; expected a finished one")
-        })?;
+        let mut manifest = Manifest::read(&files)?
+            .ok_or_else(|| CheckpointError::file(folder.display(), "has no finished native checkpoint"))?;
         let (record, bytes) = values.to_parts();
         write_whole(folder, layer_values::FILE, &bytes)?;
         let file = FileRecord { bytes: bytes.len() as u64, sha256: hex(&Sha256::digest(&bytes)) };
@@ -545,7 +548,7 @@ impl NativeWriter {
     }
 }
 
-/// The job with this program's versions: files of different layouts do not go into one folder.
+/// The job with the format's versions, so that a folder never gets files of different layouts.
 fn versioned(job: &serde_json::Value) -> serde_json::Value {
     serde_json::json!({"version": FORMAT_VERSION, "layout": LAYOUT_VERSION, "job": job})
 }
@@ -554,7 +557,7 @@ fn digest(job: &serde_json::Value) -> String {
     hex(&Sha256::digest(job.to_string()))
 }
 
-/// A file under way.
+/// A file that is being written.
 pub struct FileWriter {
     name: String,
     path: PathBuf,
@@ -566,11 +569,11 @@ pub struct FileWriter {
 }
 
 impl FileWriter {
-    /// The next bytes of the tensors, in order: blocks, then scales of each.
+    /// Writes the next bytes: for each tensor in order its blocks, then its scales.
     pub fn put(&mut self, bytes: &[u8]) -> Result<(), CheckpointError> {
         self.hash.update(bytes);
         self.written += bytes.len() as u64;
-        self.file.write_all(bytes).map_err(|e| written_error(&self.path, e))
+        self.file.write_all(bytes).map_err(|e| write_error(&self.path, e))
     }
 }
 
@@ -579,26 +582,26 @@ fn temporary(name: &str) -> String {
 }
 
 fn create(path: &Path) -> Result<File, CheckpointError> {
-    File::create(path).map_err(|e| written_error(path, e))
+    File::create(path).map_err(|e| write_error(path, e))
 }
 
-/// Writes the whole file, or leaves no file.
+/// Writes a file atomically.
 fn write_whole(folder: &Path, name: &str, bytes: &[u8]) -> Result<(), CheckpointError> {
     let (part, path) = (folder.join(temporary(name)), folder.join(name));
     let mut file = create(&part)?;
     let written =
         file.write_all(bytes).and_then(|()| file.sync_all()).and_then(|()| fs::rename(&part, &path));
     written.map_err(|e| {
-        // The next run needs the disk space. A part that cannot be removed does not stop that run.
+        // The next run needs the disk space. An error is ignored, because the next run overwrites the partial file.
         let _ = fs::remove_file(&part);
-        written_error(&path, e)
+        write_error(&path, e)
     })
 }
 
-fn written_error(path: &Path, error: std::io::Error) -> CheckpointError {
+fn write_error(path: &Path, error: std::io::Error) -> CheckpointError {
     let advice = match error.kind() {
         std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded => {
-            "; make room and run the same command again, which goes on where it stopped"
+            "; free some space and run the same command again: it continues where it stopped"
         }
         _ => "",
     };

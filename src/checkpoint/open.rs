@@ -1,4 +1,4 @@
-//! Opening a checkpoint of any format, and lending its tensors out.
+//! Opens a checkpoint of any format, and gives access to its tensors.
 
 use std::collections::BTreeMap;
 
@@ -27,9 +27,9 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
-    /// Maps the GGUF file that the model is, or the files of a native checkpoint; else `model.safetensors`, or the
-    /// shards that `model.safetensors.index.json` lists; else the original project's layer files; and checks every
-    /// header. The single file is preferred where both exist, as transformers does.
+    /// Maps the files of a model and checks every header. Takes the first of these that exists: the GGUF file, the
+    /// files of a native checkpoint, `model.safetensors`, the shards of `model.safetensors.index.json`, the layer files
+    /// of the original project. Like transformers, it prefers `model.safetensors` to shards.
     pub fn open(files: &ModelFiles) -> Result<Self, CheckpointError> {
         let mut checkpoint = Self {
             location: files.location(),
@@ -58,8 +58,8 @@ impl Checkpoint {
         Ok(checkpoint)
     }
 
-    /// All tensors, by file (in order of file name) and position in it: the order in which reading them
-    /// is one pass over the disk.
+    /// All tensors, sorted by file name and then by position in the file. In this order, reading all of them is one
+    /// sequential pass over each file.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = Tensor<'_>> {
         self.table.tensors.iter().map(|entry| self.view(entry))
     }
@@ -68,7 +68,7 @@ impl Checkpoint {
         self.format
     }
 
-    /// The checkpoint's folder or file, for people.
+    /// The checkpoint's folder or file, for messages.
     pub fn location(&self) -> &str {
         &self.location
     }
@@ -83,7 +83,7 @@ impl Checkpoint {
         self.norms_hold_one
     }
 
-    /// Names, lengths and times of change of the files, which tell them from other files and from later versions.
+    /// (Name, length, modification time) of each file. They distinguish the files from other files and later versions.
     pub fn fingerprint(&self) -> Vec<(String, u64, Option<std::time::SystemTime>)> {
         self.table
             .files
@@ -92,13 +92,13 @@ impl Checkpoint {
             .collect()
     }
 
-    /// How random weights were drawn; `None` for a model.
+    /// How random weights were generated; `None` for the weights of a model.
     pub fn synthetic(&self) -> Option<&Synthetic> {
         self.synthetic.as_ref()
     }
 
-    /// The values of a small tensor, read without the mapping: an access to a mapping makes the system read much around
-    /// it.
+    /// The values of a small tensor, read without the mapping: on an access to a mapping, the kernel reads far more
+    /// than the tensor.
     pub fn read_f32(&self, tensor: &Tensor) -> Result<Vec<f32>, CheckpointError> {
         let stored = self.table.by_name.get(tensor.name).map(|&index| &self.table.tensors[index].stored);
         let Some(Stored::Plain { dtype, data }) = stored else { return tensor.to_f32() };
@@ -108,7 +108,7 @@ impl Checkpoint {
         Tensor { encoding: Encoding::Plain { dtype: *dtype, data: &bytes }, ..*tensor }.to_f32()
     }
 
-    /// Releases the memory of a tensor's bytes, which are on the device now, or converted. Reading the tensor again
+    /// Releases the memory of a tensor's bytes, for tensors that were copied to the device or converted. A later access
     /// reads the disk again.
     pub fn release(&self, tensor: &Tensor) {
         let Some(&index) = self.table.by_name.get(tensor.name) else { return };
@@ -117,7 +117,7 @@ impl Checkpoint {
         }
     }
 
-    /// Releases the memory of all files: the system keeps memory in pieces that can hold the ends of several tensors.
+    /// Releases the memory of all files. [`Checkpoint::release`] can miss pages that contain parts of several tensors.
     pub fn release_all(&self) {
         for CheckpointFile { bytes, .. } in &self.table.files {
             bytes.release(0..bytes.len());
@@ -173,9 +173,9 @@ impl Checkpoint {
         let index_name = files.display(INDEX_FILE);
         let fail = |problem: String| CheckpointError::file(&index_name, problem);
         let Index { weight_map: Entries { entries: weight_map, .. } } = serde_json::from_slice(index)
-            .map_err(|e| fail(format!("is no valid index of shards: {}", one_line(&e))))?;
+            .map_err(|e| fail(format!("is not a valid index of shards: {}", one_line(&e))))?;
 
-        // In order of file name, whatever the order of the index.
+        // Sorted by file name.
         let mut shards: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
         for (tensor, shard) in &weight_map {
             shards.entry(shard).or_default().push(tensor);
@@ -217,7 +217,7 @@ impl Checkpoint {
             let display = files.display(name);
             let fail = |problem: String| CheckpointError::file(&display, problem);
             let bytes = files.map_listed(name).map_err(fail)?;
-            let bytes = bytes.ok_or_else(|| fail("is missing; the manifest lists it".into()))?;
+            let bytes = bytes.ok_or_else(|| fail("is missing, but the manifest lists it".into()))?;
             native::check_length(files, name, record, bytes.len())?;
             let infos = header(&display, &bytes)?.tensors;
             let file = self.table.files.len();
@@ -229,7 +229,7 @@ impl Checkpoint {
         match manifest.tensors.iter().find(|(name, _)| !self.table.by_name.contains_key(*name)) {
             None => Ok(()),
             Some((name, record)) => {
-                let problem = format!("is missing; its manifest places it in {}", short(&record.file));
+                let problem = format!("is missing, but the manifest places it in {}", short(&record.file));
                 Err(CheckpointError::tensor(files.location(), name, problem))
             }
         }

@@ -1,11 +1,11 @@
-//! The header of a safetensors file, read strictly.
+//! A strict reader of the header of a safetensors file.
 //!
 //! Layout: 8 bytes header length (little endian), that many bytes of JSON (tensor name -> dtype, shape,
 //! `data_offsets` relative to the end of the header), then the tensors' bytes without gap or overlap.
 //!
-//! Everything here comes from a file that may lie: every sum is checked, every refusal names the tensor. The
-//! `safetensors` crate is not used: its errors name no tensor, it keeps the last of two entries of one name, and its
-//! final length sum (0.7.0) overflows on a header made for that.
+//! The file is not trusted: every sum is checked, and every error names the tensor. The `safetensors` crate is not
+//! used, because its errors name no tensor, it accepts duplicate names, and its sum of the lengths (0.7.0) overflows
+//! with a malicious header.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -17,9 +17,9 @@ use super::error::{CheckpointError, one_line, short};
 use super::files::FileBytes;
 use crate::tensor::DType;
 
-/// Longest header accepted. The 1,247 tensors of Gemma-3 27B take 0.2 MB.
+/// Longest accepted header, in bytes. The 1,247 tensors of Gemma-3 27B take 0.2 MB.
 const MAX_HEADER_BYTES: u64 = 16 << 20;
-/// More dimensions than any tensor of a language or vision model has.
+/// Maximum number of dimensions. No tensor of a language or vision model has so many.
 const MAX_RANK: usize = 8;
 
 /// One tensor of a file.
@@ -28,18 +28,18 @@ pub(super) struct TensorInfo {
     pub name: String,
     pub dtype: DType,
     pub shape: Vec<usize>,
-    /// Bytes of the file.
+    /// Byte range in the file.
     pub range: Range<usize>,
 }
 
-/// Why a header was refused, and the tensor it is about.
+/// Why a header was refused.
 #[derive(Debug)]
 struct HeaderError {
+    /// The wrong tensor, if the problem is about one.
     tensor: Option<String>,
     problem: String,
 }
 
-/// The header of a file.
 #[derive(Debug)]
 pub(super) struct Header {
     /// Tensors in the order of their bytes.
@@ -47,7 +47,6 @@ pub(super) struct Header {
     pub metadata: HashMap<String, String>,
 }
 
-/// Reads and checks the header of a file.
 fn read_header(bytes: &[u8]) -> Result<Header, HeaderError> {
     let file_error = |problem: String| HeaderError { tensor: None, problem };
     let Some((length, rest)) = bytes.split_first_chunk::<8>() else {
@@ -56,8 +55,8 @@ fn read_header(bytes: &[u8]) -> Result<Header, HeaderError> {
     let length = u64::from_le_bytes(*length);
     if length > rest.len() as u64 {
         return Err(file_error(format!(
-            "truncated or no safetensors file: its first 8 bytes announce a header of {length} bytes, \
-             {} bytes follow",
+            "truncated, or not a safetensors file: its first 8 bytes announce a header of {length} bytes, \
+             but {} bytes follow",
             rest.len()
         )));
     }
@@ -68,7 +67,7 @@ fn read_header(bytes: &[u8]) -> Result<Header, HeaderError> {
     }
     let (header, data) = rest.split_at(length as usize);
     let Entries::<HeaderEntry, true> { entries, metadata } = serde_json::from_slice(header)
-        .map_err(|e| file_error(format!("its header is no valid safetensors header: {}", one_line(&e))))?;
+        .map_err(|e| file_error(format!("its header is not a valid safetensors header: {}", one_line(&e))))?;
 
     let start = bytes.len() - data.len();
     let mut tensors = Vec::with_capacity(entries.len());
@@ -103,9 +102,9 @@ fn read_header(bytes: &[u8]) -> Result<Header, HeaderError> {
     Ok(Header { tensors, metadata })
 }
 
-/// Reads and checks the header of a safetensors file; messages call the file `display`.
+/// Reads and checks the header of a safetensors file. Messages call the file `display`.
 pub(super) fn header(display: &str, bytes: &FileBytes) -> Result<Header, CheckpointError> {
-    // Tensors after the header are read later, and perhaps past the page cache.
+    // No read-ahead into the tensors: they are read later, perhaps without the page cache.
     bytes.read_ahead(false);
     let header = read_header(bytes);
     bytes.read_ahead(true);
@@ -130,7 +129,7 @@ fn check_entry(entry: &HeaderEntry, data_len: usize) -> Result<(DType, Vec<usize
         Some(size) if size == end - start => {}
         Some(size) => {
             return Err(format!(
-                "{} {shape:?} takes {size} bytes; its offsets hold {}",
+                "{} {shape:?} takes {size} bytes, but its offsets span {}",
                 entry.dtype,
                 end - start
             ));
@@ -139,10 +138,10 @@ fn check_entry(entry: &HeaderEntry, data_len: usize) -> Result<(DType, Vec<usize
     }
     if end > data_len as u64 {
         return Err(format!(
-            "its bytes end at {end}, the file's at {data_len}: the file is truncated or lies"
+            "its bytes end at {end}, but the file's end at {data_len}: the file is truncated or corrupt"
         ));
     }
-    // Dimensions beside a zero may exceed the address space on 32 bits; elsewhere the size bounds them.
+    // The size limits the dimensions, unless one of them is 0. Then another one may exceed a 32-bit usize.
     let shape = shape.iter().map(|&d| usize::try_from(d)).collect::<Result<_, _>>();
     Ok((dtype, shape.map_err(|e| e.to_string())?, start as usize..end as usize))
 }
@@ -172,8 +171,8 @@ struct HeaderEntry {
     data_offsets: [u64; 2],
 }
 
-/// A JSON object as (name, value) in file order, refusing a name that comes twice. With `METADATA`, the entry
-/// `__metadata__` is an object of strings and is returned separately.
+/// A JSON object as (name, value) in file order. Refuses duplicate names. With `METADATA`, the entry `__metadata__` is
+/// an object of strings and is returned separately.
 pub(super) struct Entries<V, const METADATA: bool> {
     pub entries: Vec<(String, V)>,
     pub metadata: HashMap<String, String>,
@@ -200,7 +199,7 @@ impl<'de, V: Deserialize<'de>, const METADATA: bool> Visitor<'de> for EntriesVis
         while let Some(name) = map.next_key::<String>()? {
             let in_entry = |e: A::Error| A::Error::custom(format!("entry {}: {e}", short(&name)));
             if !seen.insert(name.clone()) {
-                return Err(in_entry(A::Error::custom("comes twice")));
+                return Err(in_entry(A::Error::custom("occurs twice")));
             }
             if METADATA && name == "__metadata__" {
                 metadata = map.next_value().map_err(in_entry)?;

@@ -1,6 +1,6 @@
-//! The table of a checkpoint: its files, and where in them each tensor lies.
+//! The table of a checkpoint: its files, and the location of each tensor in them.
 //!
-//! Every format adds its files and tensors here; [`super::Checkpoint`] lends the tensors out.
+//! Every format adds its files and tensors here. [`super::Checkpoint`] gives access to the tensors.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -22,11 +22,11 @@ pub(super) struct Table {
 }
 
 impl Table {
-    /// Adds a tensor of the file that will be pushed next; messages call the file `display`.
+    /// Adds a tensor of the file that will be pushed next. Messages call the file `display`.
     pub fn add(&mut self, entry: Entry, display: &str) -> Result<(), CheckpointError> {
         if let Some(&other) = self.by_name.get(&entry.name) {
             let other = self.files.get(self.tensors[other].file).map_or(display, |f| &f.display);
-            let problem = format!("is in {other} too; expected it in one file");
+            let problem = format!("is also in {other}; expected it in one file");
             return Err(CheckpointError::tensor(display, &entry.name, problem));
         }
         self.by_name.insert(entry.name.clone(), self.tensors.len());
@@ -35,17 +35,17 @@ impl Table {
     }
 }
 
-/// A tensor and where its parts lie.
+/// A tensor and the location of its parts.
 #[derive(Debug)]
 pub(super) struct Entry {
     pub name: String,
     pub shape: Vec<usize>,
-    /// The file that messages name.
+    /// Index of the file that messages name.
     pub file: usize,
     pub stored: Stored,
 }
 
-/// Where the bytes of an [`Encoding`](super::Encoding) lie.
+/// The location of the bytes of an [`Encoding`](super::Encoding).
 #[derive(Debug)]
 pub(super) enum Stored {
     Plain { dtype: DType, data: Span },
@@ -68,16 +68,17 @@ impl Stored {
     }
 }
 
-/// Bytes of a file.
+/// A byte range of a file.
 #[derive(Debug, Clone)]
 pub(super) struct Span {
+    /// Index in [`Table::files`].
     pub file: usize,
     pub range: Range<usize>,
 }
 
 #[derive(Debug)]
 pub(super) struct CheckpointFile {
-    /// What messages call the file.
+    /// The name of the file in messages.
     pub display: String,
     pub bytes: FileBytes,
 }

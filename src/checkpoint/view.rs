@@ -1,8 +1,8 @@
-//! A tensor as the checkpoint holds it, and its values: as f32, or as integers and scales where it is quantized.
+//! A tensor as stored in the checkpoint, and its values: as f32, or as integers and scales if it is quantized.
 //!
-//! NaN and infinities are refused wherever values, or integers and scales, are read: they would turn every later logit
-//! into NaN, and the message could not name the tensor. A native checkpoint was checked when it was written; a load
-//! reads it directly to the device, and its checksums tell later damage.
+//! Reading refuses NaN and infinities. Otherwise they would turn every later logit into NaN, and the error could not
+//! name the tensor. A native checkpoint is checked when it is written, and loading copies it to the device unchecked;
+//! its checksums detect later damage.
 
 use std::ops::Range;
 
@@ -16,9 +16,9 @@ use crate::tensor::{DType, QuantizedRow, Scheme};
 /// A tensor of a checkpoint, row-major.
 #[derive(Debug, Clone, Copy)]
 pub struct Tensor<'a> {
-    /// Its Hugging Face name, whatever the file calls it.
+    /// The Hugging Face name. The file may have another name.
     pub name: &'a str,
-    /// The file it lies in, as messages call it.
+    /// The name of its file in messages.
     pub file: &'a str,
     pub shape: &'a [usize],
     pub encoding: Encoding<'a>,
@@ -27,11 +27,11 @@ pub struct Tensor<'a> {
 /// How the bytes of a tensor encode its values. Tensors with equal encodings have equal values.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Encoding<'a> {
-    /// Little endian elements, at any alignment: `shape`'s product times the element size bytes.
+    /// Little-endian elements at any alignment, as many as the product of the shape.
     Plain { dtype: DType, data: &'a [u8] },
-    /// Blocks of ggml, from a GGUF file.
+    /// Blocks of ggml from a GGUF file.
     Ggml(GgmlTensor<'a>),
-    /// Packed in the device's layout, from a native checkpoint.
+    /// Packed in the device's layout from a native checkpoint.
     Native(NativeTensor<'a>),
     /// Integers and scales from a layer file of the original project.
     Legacy(LegacyTensor<'a>),
@@ -54,7 +54,7 @@ impl<'a> Tensor<'a> {
         self.shape.iter().product()
     }
 
-    /// Bytes that the tensor takes in its file.
+    /// Bytes of the tensor in its file.
     pub fn stored_bytes(&self) -> u64 {
         match &self.encoding {
             Encoding::Plain { data, .. } => data.len() as u64,
@@ -65,7 +65,8 @@ impl<'a> Tensor<'a> {
         }
     }
 
-    /// The device layout that holds the tensor's values without loss. Refuses integers, which are no weights.
+    /// The scheme that stores the tensor's values on the device without loss. Integer tensors are refused, because they
+    /// are not weights.
     pub fn scheme(&self) -> Result<Scheme, CheckpointError> {
         match &self.encoding {
             Encoding::Plain { dtype, .. } => Scheme::of(*dtype).ok_or_else(|| self.not_floating(*dtype)),
@@ -76,8 +77,8 @@ impl<'a> Tensor<'a> {
         }
     }
 
-    /// Row `row` in the layout of [`Tensor::scheme`]; `out` has its sizes. Refuses scales that make a weight
-    /// NaN or infinite. Panics unless that scheme quantizes and the row is one of the tensor's.
+    /// Reads row `row` in the layout of [`Tensor::scheme`]. `out` must have the matching sizes. Refuses scales that
+    /// make a weight NaN or infinite. Panics if that scheme does not quantize, or the row is beyond the tensor.
     pub fn quantized_row_into(&self, row: usize, out: &mut QuantizedRow) -> Result<(), CheckpointError> {
         assert!(row < self.rows() && out.q.len() == self.cols(), "row {row} of {}", self.name);
         match &self.encoding {
@@ -90,13 +91,13 @@ impl<'a> Tensor<'a> {
         match out.not_finite(self.scheme()?) {
             None => Ok(()),
             Some(col) => Err(self.error(format!(
-                "row {row}: what scales its columns from {col} on is NaN, infinite or too large; expected finite numbers"
+                "row {row}: a scale of its columns from {col} on is NaN, infinite or too large; expected finite numbers"
             ))),
         }
     }
 
-    /// Some rows as f32 into `out` (`rows.len() * cols` values), exactly: each value is what the encoding says, rounded
-    /// once at most. Refuses integers, NaN and infinities. Panics if the rows are beyond the tensor.
+    /// Reads some rows as f32 into `out` (`rows.len() * cols` values). Each value is the encoded value, rounded at most
+    /// once. Refuses integers, NaN and infinities. Panics if the rows are beyond the tensor.
     pub fn rows_f32_into(&self, rows: Range<usize>, out: &mut [f32]) -> Result<(), CheckpointError> {
         let cols = self.cols();
         assert_eq!(out.len(), rows.len() * cols, "output of {}", self.name);
@@ -120,7 +121,7 @@ impl<'a> Tensor<'a> {
                 packed.rows_f32_into(rows.clone(), out).map_err(|e| self.error(e))?;
             }
         }
-        // A maximum over bits vectorises, a test with an early exit does not.
+        // A maximum over bits is vectorized. A loop with an early exit is not.
         if out.iter().fold(0, |max, x| (x.to_bits() & ABS).max(max)) >= INFINITY {
             let at = out.iter().position(|x| !x.is_finite()).unwrap_or(0);
             return Err(self.not_finite(rows.start * cols + at));
@@ -135,12 +136,12 @@ impl<'a> Tensor<'a> {
         Ok(out)
     }
 
-    /// The whole tensor as f32, for norms and tests: the embedding of a 27B would take 5.6 GB.
+    /// The whole tensor as f32, for norms and tests only: the embedding of a 27B would take 5.6 GB.
     pub fn to_f32(&self) -> Result<Vec<f32>, CheckpointError> {
         self.rows_f32(0..self.rows())
     }
 
-    /// Describes what the tensor's writer lost, as far as the stored data shows it.
+    /// Describes what the writer of the file lost, as far as the stored data shows it. `None` = nothing.
     pub fn defect(&self) -> Option<String> {
         match &self.encoding {
             Encoding::Legacy(legacy) => legacy.defect(),

@@ -1,15 +1,15 @@
 //! Round-to-nearest symmetric quantization, bit for bit equal to the reference (numpy, float32).
 //!
-//! A row is cut into groups of consecutive inputs; the last one may be short, and no group straddles rows.
-//! Per group `s = f16(max|x| / qmax)`, rounded to nearest even (it may be subnormal, or 0), and
-//! `q = clip(rint(x / f32(s)), -qmax, qmax)` with ties to even, `q = 0` where `s` is 0. The value is
-//! `f32(q) * f32(s)`. Int4 has `qmax` 7, int8 rows have 127 and one group per row.
+//! A row is split into groups of consecutive inputs. The last group may be shorter. No group spans two rows.
+//! Each group has `s = f16(max|x| / qmax)`, rounded to nearest even (it may be subnormal, or 0), and
+//! `q = clip(rint(x / f32(s)), -qmax, qmax)` with ties to even, or `q = 0` if `s` is 0. The value is
+//! `f32(q) * f32(s)`. Int4 has `qmax` 7. Int8 rows have `qmax` 127 and one group per row.
 //!
-//! [`search`](Rounding::Search) takes longer and finds better scales. All weights that are packed for a device or for a
-//! native file pass through [`pack_tiles`].
+//! [`Rounding::Search`] takes longer and finds better scales. [`pack_tiles`] packs all weights for devices and for
+//! native files.
 //!
-//! The work goes row by row, so that the largest tensor (262208 x 5376) is never in f32 as a whole. NaN, infinities,
-//! and rows whose scale f16 cannot hold are refused, because each would make a weight that is NaN or infinite.
+//! Rows are processed one by one, so that the largest tensor (262208 x 5376) is never in f32 as a whole. NaN,
+//! infinities and scales beyond the range of f16 are refused, because each would make a weight NaN or infinite.
 
 use std::ops::Range;
 
@@ -25,20 +25,20 @@ mod search;
 
 pub use search::quantize_row_searching;
 
-/// Bytes packed at once: some tiles for each core.
+/// Bytes that are packed in one call, which gives each core several tiles.
 const PIECE_BYTES: usize = 16 << 20;
 
-/// The reason why a row cannot be quantized.
+/// Why a row cannot be quantized.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum RowError {
     #[error("a value near column {column} is NaN or infinite; expected finite numbers")]
     NotFinite { column: usize },
-    #[error("values from column {column} on are too large for an f16 scale")]
+    #[error("the values of the group at column {column} are too large for an f16 scale")]
     ScaleOverflow { column: usize },
 }
 
-/// Inputs per scale and the largest quantized value of a symmetric scheme, for rows of `cols` inputs. `None` for
-/// schemes that this module does not round to.
+/// (Inputs per scale, largest quantized value) of a symmetric scheme, for rows of `cols` inputs. `None` for schemes
+/// that this module cannot quantize to.
 pub const fn grouping(scheme: Scheme, cols: usize) -> Option<(usize, i8)> {
     match scheme {
         Scheme::Int8Row => Some((cols, 127)),
@@ -53,8 +53,8 @@ pub const fn grouping(scheme: Scheme, cols: usize) -> Option<(usize, i8)> {
 pub enum Rounding<'a> {
     /// Round to nearest, bit for bit equal to the reference.
     Nearest,
-    /// Search the scale of least squared error. `importance` weighs the error of each column; `None` weighs all
-    /// equally.
+    /// Search the scale with the least squared error. `importance` has a weight for the error of each column. `None` =
+    /// equal weights.
     Search { importance: Option<&'a [f32]> },
 }
 
@@ -68,7 +68,7 @@ pub struct Loss {
 }
 
 impl Loss {
-    /// Root of the mean squared difference relative to the root of the mean square; 0 where nothing was rounded.
+    /// Root of the mean squared difference, divided by the root of the mean square; 0 if nothing was rounded.
     pub fn relative(&self) -> f64 {
         if self.total > 0.0 { (self.error / self.total).sqrt() } else { 0.0 }
     }
@@ -81,10 +81,10 @@ impl std::ops::Add for Loss {
     }
 }
 
-/// Packs up to 32 rows of a tensor, from `first_row` on, into one tile. Rows that are stored in `scheme` are copied;
-/// all others are computed from their values, and rounded where the scheme needs it.
+/// Packs up to 32 rows of a tensor, beginning with `first_row`, into one tile. Rows that are stored in `scheme` are
+/// copied. Other rows are converted from their values, and rounded if necessary.
 ///
-/// `blocks` is [`Scheme::tile_bytes`] long, `scales` [`Scheme::tile_scale_bytes`] long and zeroed.
+/// `blocks` has [`Scheme::tile_bytes`] bytes. `scales` has [`Scheme::tile_scale_bytes`] bytes, which are 0.
 fn pack_tile(
     scheme: Scheme,
     rounding: Rounding,
@@ -121,7 +121,7 @@ fn pack_tile(
             }
             unpack_plain_row(scheme, lane, blocks, &mut packed);
             if packed.iter().any(|w| w.is_infinite()) {
-                return Err(tensor.error(format!("row {index}: holds a value too large for {scheme}")));
+                return Err(tensor.error(format!("row {index}: has a value that is too large for {scheme}")));
             }
         }
         for (x, y) in values.iter().zip(&packed) {
@@ -133,7 +133,7 @@ fn pack_tile(
     Ok(loss)
 }
 
-/// Packs consecutive tiles on all cores; see `pack_tile`. `blocks` and `scales` hold the bytes of all tiles.
+/// Packs consecutive tiles on all cores; see `pack_tile`. `blocks` and `scales` have the bytes of all tiles.
 pub fn pack_tiles(
     scheme: Scheme,
     rounding: Rounding,
@@ -158,13 +158,13 @@ pub fn pack_tiles(
         pack_tile(scheme, rounding, tensor, tile * TILE_ROWS, blocks, scales)
     };
     let parts = blocks.par_chunks_exact_mut(tile_bytes).zip(scales);
-    // Summed in order, so that the result does not depend on the number of cores.
+    // Summed in the order of the tiles, so that the result does not depend on the number of cores.
     let losses: Vec<Loss> = tiles.into_par_iter().zip(parts).map(tile).collect::<Result<_, _>>()?;
     Ok(losses.into_iter().fold(Loss::default(), std::ops::Add::add))
 }
 
-/// Writes a tensor to a native file: its blocks and scales, or plain f32 values where `scheme` is `None`. `each` is
-/// told how many rows are done. Memory holds one piece of the blocks, and all scales.
+/// Writes a tensor to a native file: its blocks and scales, or unpacked f32 values if `scheme` is `None`. `each` is
+/// called with the number of rows that are done. Holds one piece of the blocks and all scales in memory.
 pub fn write_tensor(
     writer: &mut FileWriter,
     tensor: &Tensor,
@@ -197,7 +197,7 @@ pub fn write_tensor(
     Ok(loss)
 }
 
-/// Quantizes one row to a symmetric scheme; `out` has the right sizes. Panics if the scheme is not symmetric.
+/// Quantizes one row to a symmetric scheme. `out` must have the matching sizes. Panics if the scheme is not symmetric.
 fn quantize_row_to(
     scheme: Scheme,
     rounding: Rounding,
@@ -218,7 +218,7 @@ fn quantize_row_to(
     Ok(())
 }
 
-/// Quantizes one row: `row.len()` values of `q`, `row.len().div_ceil(group)` scales.
+/// Quantizes one row into `row.len()` integers and `row.len().div_ceil(group)` scales.
 pub fn quantize_row(
     row: &[f32],
     group: usize,
@@ -229,8 +229,9 @@ pub fn quantize_row(
     assert_eq!((q.len(), scales.len()), (row.len(), row.len().div_ceil(group)), "output of a row");
     let qmax = qmax as f32;
     for (index, ((x, q), scale)) in row.chunks(group).zip(q.chunks_mut(group)).zip(scales).enumerate() {
-        // Positive floats are ordered as their bits are, and NaN comes after infinity. So one integer maximum finds
-        // both the scale and values that are not finite. It vectorises, and a float maximum does not.
+        // Positive floats have the same order as their bits, and NaN comes after infinity. So one maximum over
+        // integers finds both the largest value and values that are not finite. It is vectorized; a maximum over
+        // floats is not.
         let max = x.iter().fold(0, |max, x| (x.to_bits() & 0x7FFF_FFFF).max(max));
         if max >= f32::INFINITY.to_bits() {
             return Err(RowError::NotFinite { column: index * group });
@@ -251,11 +252,11 @@ pub fn quantize_row(
     Ok(())
 }
 
-/// `clip(rint(x), low, high)`, ties to even, for finite or infinite `x` and whole bounds within those of i8.
+/// `clip(rint(x), low, high)`, with ties to even, for finite or infinite `x`. The bounds are integers within i8.
 ///
-/// Adding 1.5 * 2^23 leaves no bits for a fraction. So the addition itself rounds (to nearest even), and the sum's low
-/// byte is the integer in two's complement. Clipping first gives the same result, because the bounds are integers. This
-/// takes a few vector instructions, where `round_ties_even` is a call on plain x86-64.
+/// After adding 1.5 * 2^23, no bits are left for a fraction. So the addition rounds (to nearest even), and the low byte
+/// of the sum is the integer in two's complement. Clipping first gives the same result, because the bounds are
+/// integers. This takes a few vector instructions. `round_ties_even` is a function call on baseline x86-64.
 fn round(x: f32, low: f32, high: f32) -> i8 {
     const SHIFT: f32 = 12_582_912.0;
     (x.clamp(low, high) + SHIFT).to_bits() as i8

@@ -1,25 +1,26 @@
-//! Searches the scale of a group with the least weighted squared error, which is better than rounding to nearest.
+//! Searches the scale of a group with the least weighted squared error. The result is never worse than
+//! round-to-nearest.
 //!
-//! The scale and the integers q depend on each other. A given scale gives the integers by rounding. Given integers have
-//! the best scale `sum(h x q) / sum(h q q)` (least squares), where h is the importance of each column. Candidates are a
-//! grid around the scale that maps the largest value to the end of the range, and round-to-nearest itself. So the
-//! result is never worse than round-to-nearest by this measure, which uses the scale as rounded to f16. A scale may be
-//! negative: the range of int4 is one longer below zero than above, and the largest value of a group may be on either
-//! side.
+//! The scale and the integers q depend on each other. For a given scale, rounding gives the integers. For given
+//! integers, the best scale is `sum(h x q) / sum(h q q)` (least squares), where h is the importance of each column.
+//! Candidates are a grid of scales around the one that maps the largest value to the end of the range, and
+//! round-to-nearest. Errors are compared with the scale as rounded to f16. A scale may be negative, because int4 has
+//! one integer more below zero than above, and the largest value of a group may have either sign.
 
 use half::f16;
 
 use super::{RowError, round};
 
-/// Number of candidates on each side of the scale that maps the largest value to the end of the range, and their
-/// distance, in units of the range's end. For int4, candidates map the largest value to 6.4 to 9.6.
+/// Number of candidates on each side of the scale that maps the largest value to the end of the range.
 const STEPS: i32 = 16;
+/// Difference of the integers to which two neighbouring candidates map the largest value. For int4, candidates map it
+/// to -6.4 to -9.6.
 const STEP: f32 = 0.1;
-/// Number of partial sums. They are independent, so that the compiler may use vectors.
+/// Number of partial sums. They are independent, so that the compiler can vectorize the loop.
 const LANES: usize = 8;
 
-/// Quantizes one row in groups, to integers from `-qmax - 1` to `qmax`. `importance` weighs the squared error of each
-/// column and is not negative; `None` weighs all equally.
+/// Quantizes one row in groups, to integers from `-qmax - 1` to `qmax`. `importance` has a non-negative weight for the
+/// squared error of each column. `None` = equal weights.
 pub fn quantize_row_searching(
     row: &[f32],
     importance: Option<&[f32]>,
@@ -49,7 +50,7 @@ pub fn quantize_row_searching(
         }
         let bound = f32::from(qmax);
         round_all(x, h, nearest.to_f32().recip(), -bound, bound, q);
-        let to_beat = error(x, h, nearest, q);
+        let nearest_error = error(x, h, nearest, q);
         let (trial, found) = (&mut trial[..x.len()], &mut found[..x.len()]);
         let (mut least, mut found_scale) = (f32::INFINITY, f16::ZERO);
         let mut keep = |sums: Sums, trial: &[i8]| {
@@ -61,19 +62,19 @@ pub fn quantize_row_searching(
             }
             found_scale
         };
-        // The range is one longer below zero, so the largest value goes to its negative end.
+        // There is one integer more below zero, so the largest value is mapped to the negative end.
         let mut best = nearest;
         for step in -STEPS..=STEPS {
             let inverse = (-bound - 1.0 - STEP * step as f32) / largest;
             best = keep(round_all(x, h, inverse, -bound - 1.0, bound, trial), trial);
         }
-        // The best scale differs a little from the one that its integers were rounded with, so one more round uses the
-        // best scale.
+        // The best scale differs a little from the one that its integers were rounded with, so round once more with
+        // the best scale.
         if best != f16::ZERO {
             keep(round_all(x, h, best.to_f32().recip(), -bound - 1.0, bound, trial), trial);
         }
-        // The sums cancel where little error is left, so the last comparison sums term by term.
-        if found_scale != f16::ZERO && error(x, h, found_scale, found) < to_beat {
+        // `Sums::error` is inexact for small errors because of cancellation, so the final comparison sums term by term.
+        if found_scale != f16::ZERO && error(x, h, found_scale, found) < nearest_error {
             *scale = found_scale;
             q.copy_from_slice(found);
         }

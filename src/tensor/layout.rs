@@ -1,18 +1,18 @@
-//! Layout of a weight matrix in device memory: "lane = row" tiles, and the ways its integers are scaled.
+//! Layout of a weight matrix in device memory: "lane = row" tiles, and the formulas of its scales.
 //!
-//! Three places use this description: the packing of checkpoints, the native files that hold packed bytes, and the
-//! sizes that placement counts with. `shaders/common/weights.glsl` reads the layout, and `docs/formats.md` specifies
-//! it. A matrix `[rows, cols]` is two planes:
+//! The packing of checkpoints, the native files with packed bytes, and the placement of weights in memory use it.
+//! `shaders/common/weights.glsl` reads the layout, and `docs/formats.md` specifies it. A matrix `[rows, cols]` has two
+//! planes:
 //!
 //! ```text
 //! blocks  [ceil(rows/32)][ceil(cols/B)][32 rows] of 16 bytes: B consecutive weights of one row
 //! scales  [ceil(rows/32)][records of a row][32 rows] of scale records
 //! ```
 //!
-//! A block of five- or six-bit weights has 32 columns. First come the low four bits of all 32 rows, laid out as int4,
-//! then the high bits of each row, in 4 or 8 bytes.
+//! A block of five- or six-bit weights has 32 columns. It begins with the low four bits of all 32 rows, in the layout
+//! of int4. The high bits of each row follow, in 4 or 8 bytes.
 //!
-//! Rows and columns beyond the matrix are weights of value zero.
+//! Padding rows and columns are weights of value zero.
 
 use std::ops::Range;
 
@@ -20,11 +20,11 @@ use half::f16;
 
 use super::dtype::DType;
 
-/// Version of the layouts in this file; native checkpoints name the one they were written in.
+/// Version of the layouts in this file. Native checkpoints record it.
 pub const LAYOUT_VERSION: u32 = 1;
-/// Rows of a tile, one for each lane.
+/// Rows of a tile, one per lane.
 pub const TILE_ROWS: usize = 32;
-/// Bytes of one block: consecutive weights of one row, or their low four bits where weights have five or six.
+/// Bytes of one block: consecutive weights of one row, or the low four bits of five- or six-bit weights.
 const BLOCK_BYTES: usize = 16;
 /// Columns whose low four bits fill a block.
 const NIBBLES: usize = 2 * BLOCK_BYTES;
@@ -52,7 +52,7 @@ impl Bits {
         }
     }
 
-    /// Bytes for the high bits of one row's block, which its nibbles do not hold.
+    /// Bytes for the bits above the low four, per row and block.
     const fn high_bytes(self) -> usize {
         match self {
             Bits::Four | Bits::Eight => 0,
@@ -69,8 +69,8 @@ pub enum Scheme {
     Bf16,
     /// int8, one f16 scale per output row.
     Int8Row,
-    /// Integers in groups of `group` consecutive inputs of a row. `group` is a multiple of 16 (of 32 for four bits),
-    /// and no group straddles rows.
+    /// Integers in groups of `group` consecutive inputs of a row. `group` is a multiple of 16 (of 32 for four bits). No
+    /// group spans two rows.
     Int {
         bits: Bits,
         group: u32,
@@ -117,7 +117,7 @@ impl Scales {
         }
     }
 
-    /// Bytes of scales of one group, not counting the scales that 256 columns share.
+    /// Bytes of the scales of one group, without the scales that 256 columns share.
     const fn group_bytes(self) -> usize {
         match self {
             Scales::SuperSymmetric => 1,
@@ -127,7 +127,7 @@ impl Scales {
         }
     }
 
-    /// Bytes of the scales that 256 columns share; `None` where nothing is shared.
+    /// Bytes of the scales that 256 columns share; `None` if columns share none.
     const fn outer_bytes(self) -> Option<usize> {
         match self {
             Scales::Super => Some(4),
@@ -136,12 +136,12 @@ impl Scales {
         }
     }
 
-    /// Whether the formula adds no offset. Integers of four, five and six bits are then signed.
+    /// Whether the formula has no offset. Then integers of four, five and six bits are signed.
     pub const fn is_symmetric(self) -> bool {
         matches!(self, Scales::Symmetric | Scales::SuperSymmetric)
     }
 
-    /// Bytes and columns of one scale record: one group, or 256 columns with their groups.
+    /// (Bytes, columns) of one scale record. A record is for one group, or for 256 columns with their groups.
     const fn record(self, group: usize) -> (usize, usize) {
         match self.outer_bytes() {
             Some(outer) => (outer + SUPER_COLS / group * self.group_bytes(), SUPER_COLS),
@@ -165,7 +165,7 @@ impl Scheme {
         }
     }
 
-    /// The scheme that keeps a floating-point element type; `None` for integers, which are no weights by themselves.
+    /// The scheme of a floating-point element type; `None` for integers, which are not weights without scales.
     pub const fn of(dtype: DType) -> Option<Scheme> {
         match dtype {
             DType::F32 => Some(Scheme::F32),
@@ -184,7 +184,7 @@ impl Scheme {
         }
     }
 
-    /// Whether kernels exist for the scheme: five and six bits have only the scales that GGUF uses.
+    /// Whether kernels exist for the scheme. Five and six bits have only the scales that GGUF uses.
     const fn is_known(self) -> bool {
         let Scheme::Int { bits, scales, .. } = self else { return true };
         match bits {
@@ -195,8 +195,8 @@ impl Scheme {
         }
     }
 
-    /// The variant of a kernel that takes weights of this scheme. The group size is not in the name: kernels get it as
-    /// a number.
+    /// The name of the kernel variant for weights of this scheme. The group size is not in the name, because kernels
+    /// get it as a number.
     pub fn variant(self) -> String {
         match self {
             Scheme::Int { bits, scales, .. } => {
@@ -207,7 +207,7 @@ impl Scheme {
         }
     }
 
-    /// Whether one [`variant`](Self::variant) takes weights of both schemes.
+    /// Whether both schemes have the same [`variant`](Self::variant).
     pub fn shares_variant(self, other: Scheme) -> bool {
         match (self, other) {
             (
@@ -218,7 +218,7 @@ impl Scheme {
         }
     }
 
-    /// Weights in one block, which is the step of the kernels. Every group is a multiple of it.
+    /// Weights of one row in a block, which kernels process in one step. Group sizes are multiples of it.
     pub const fn block_weights(self) -> usize {
         match self {
             Scheme::F32 => 4,
@@ -278,8 +278,8 @@ impl Scheme {
         (rows.div_ceil(TILE_ROWS) * self.tile_scale_bytes(cols)) as u64
     }
 
-    /// The items of a row's scales, in order, as (bytes of an item, number of such items); the list repeats. In a tile
-    /// every item stands 32 times, once for each lane.
+    /// The items of a row's scales in order, as runs of (bytes per item, number of items). In a tile every item occurs
+    /// 32 times, once per lane.
     fn scale_items(self, cols: usize) -> Vec<(usize, usize)> {
         match self.grouping(cols) {
             None => Vec::new(),
@@ -316,7 +316,8 @@ impl std::str::FromStr for Scheme {
     fn from_str(name: &str) -> Result<Scheme, String> {
         let unknown = || {
             format!(
-                "unknown scheme {name:?}; expected f32, f16, bf16, int8-row, int8-gN or int4-gN, as docs/formats.md lists them"
+                "unknown scheme {name:?}; expected f32, f16, bf16, int8-row, int8-gN or int4-gN, as listed in \
+                 docs/formats.md"
             )
         };
         let (bits, rest) = match name {
@@ -331,10 +332,10 @@ impl std::str::FromStr for Scheme {
         let bits = Bits::ALL.into_iter().find(|b| b.count().to_string() == bits).ok_or_else(unknown)?;
         let group: u32 = group.parse().map_err(|_| unknown())?;
         let scheme = Scheme::Int { bits, group, scales };
-        let unit = scheme.block_weights() as u32;
+        let step = scheme.block_weights() as u32;
         let divides = scales.outer_bytes().is_none() || (SUPER_COLS as u32).is_multiple_of(group.max(1));
-        if group == 0 || !group.is_multiple_of(unit) || !divides {
-            return Err(format!("scheme {name:?}: its groups must be a multiple of {unit} columns"));
+        if group == 0 || !group.is_multiple_of(step) || !divides {
+            return Err(format!("scheme {name:?}: its groups must be a multiple of {step} columns"));
         }
         // Each scheme has exactly one spelling.
         if !scheme.is_known() || scheme.to_string() != name { Err(unknown()) } else { Ok(scheme) }
@@ -344,10 +345,10 @@ impl std::str::FromStr for Scheme {
 /// One row of a quantized matrix, before it is packed.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct QuantizedRow {
-    /// One integer per column, each within the range of the scheme's integers.
+    /// One integer per column, within the range of the scheme's integers.
     pub q: Vec<i8>,
-    /// [`Scheme::row_scale_bytes`] bytes, little endian. Each group has s; or s and z; or s and m. K-quants have, for
-    /// each 256 columns, d and e and then c and n of each group, or d and then c of each group.
+    /// [`Scheme::row_scale_bytes`] bytes, little endian, with the letters of [`Scales`]. Each group has s, or s and z,
+    /// or s and m. In K-quants, each 256 columns have d and e, then c and n of each group; or d, then c of each group.
     pub scales: Vec<u8>,
 }
 
@@ -358,19 +359,19 @@ impl QuantizedRow {
     }
 
     /// The first column of the scale record that makes some weight NaN or infinite; `None` if all weights are finite.
-    /// Panics unless `scheme` quantizes and the row has its sizes.
+    /// Panics if `scheme` does not quantize, or the row does not have its sizes.
     pub fn not_finite(&self, scheme: Scheme) -> Option<usize> {
         let cols = self.q.len();
         let (group, scales) = scheme.grouping(cols).expect("a scheme that quantizes");
         assert_eq!(self.scales.len(), scheme.row_scale_bytes(cols), "scales of a row");
         let (bytes, columns) = scales.record(group);
-        // The largest f16 is so small that its products with integers stay within f32.
-        let f16_is = |two: &[u8]| two[1] & 0x7c != 0x7c;
+        // A finite f16 times an integer is always finite in f32.
+        let f16_is_finite = |two: &[u8]| two[1] & 0x7c != 0x7c;
         let f32_at = |four: &[u8]| f32::from_le_bytes(four.try_into().expect("4 bytes"));
         let is_finite = |record: &[u8], q: &[i8]| match scales {
-            Scales::Symmetric | Scales::SuperSymmetric => f16_is(&record[..2]),
+            Scales::Symmetric | Scales::SuperSymmetric => f16_is_finite(&record[..2]),
             Scales::ZeroPoint | Scales::HalfAffine | Scales::Super => {
-                f16_is(&record[..2]) && f16_is(&record[2..4])
+                f16_is_finite(&record[..2]) && f16_is_finite(&record[2..4])
             }
             Scales::Affine => {
                 let (s, m) = (f32_at(&record[..4]), f32_at(&record[4..]));
@@ -383,8 +384,8 @@ impl QuantizedRow {
         records.position(|(record, q)| !is_finite(record, q)).map(|index| index * columns)
     }
 
-    /// Computes the weights that the row stands for, each rounded to f32 at most once. Panics unless `scheme` quantizes
-    /// and the row has its sizes.
+    /// Computes the weights of the row. Each one is rounded to f32 at most once. Panics if `scheme` does not quantize,
+    /// or the row does not have its sizes.
     pub fn dequantize_into(&self, scheme: Scheme, out: &mut [f32]) {
         let cols = self.q.len();
         let (group, scales) = scheme.grouping(cols).expect("a scheme that quantizes");
@@ -396,7 +397,7 @@ impl QuantizedRow {
         let f16_at = |at: usize| f16::from_le_bytes([self.scales[at], self.scales[at + 1]]).to_f32();
         let f32_at = |at: usize| f32::from_le_bytes(self.scales[at..at + 4].try_into().expect("4 bytes"));
         for (g, (q, out)) in self.q.chunks(group).zip(out.chunks_mut(group)).enumerate() {
-            // w = s * (q - z) + m, with z or m zero.
+            // w = s * (q - z) + m, where z or m is 0.
             let (s, z, m) = match scales {
                 Scales::Symmetric => (f16_at(2 * g), 0.0, 0.0),
                 Scales::ZeroPoint => (f16_at(4 * g), f16_at(4 * g + 2), 0.0),
@@ -415,7 +416,7 @@ impl QuantizedRow {
                 }
             };
             for (q, out) in q.iter().zip(out) {
-                // Symmetric rows keep the sign of zero: adding +0.0 would turn -0.0 into 0.0.
+                // Without m, because adding +0.0 would turn -0.0 into 0.0.
                 *out = match scales.is_symmetric() {
                     true => s * f32::from(*q),
                     false => s * (f32::from(*q) - z) + m,
@@ -426,8 +427,7 @@ impl QuantizedRow {
 }
 
 /// Packs one row into lane `lane` of a tile. `blocks` and `scales` are the tile's bytes, [`Scheme::tile_bytes`] and
-/// [`Scheme::tile_scale_bytes`] long. Columns beyond the row keep the tile's content, which the shaders multiply by
-/// zero.
+/// [`Scheme::tile_scale_bytes`] long. Padding columns of the tile do not change; the shaders multiply them by zero.
 pub fn pack_row(scheme: Scheme, row: &QuantizedRow, lane: usize, blocks: &mut [u8], scales: &mut [u8]) {
     let cols = row.q.len();
     assert!(lane < TILE_ROWS && blocks.len() == scheme.tile_bytes(cols));
@@ -538,9 +538,9 @@ const fn nibbles_at(bits: Bits, b: usize, lane: usize) -> (usize, usize) {
     (first + lane * BLOCK_BYTES, first + TILE_ROWS * BLOCK_BYTES + lane * bits.high_bytes())
 }
 
-/// The place of the high bits of column `i` of a block: the byte, the shift in it, and the number of bits. `None` where
-/// there are only nibbles. Four columns that are multiplied together have their bits at the same shift of four
-/// consecutive bytes.
+/// The location of the high bits of column `i` of a block: (byte, shift in the byte, number of bits). `None` if there
+/// are only nibbles. Four columns that are multiplied together have their bits at the same shift in four consecutive
+/// bytes.
 const fn high_bits_at(bits: Bits, i: usize) -> Option<(usize, usize, usize)> {
     let (four, byte) = (i / 4, i % 4);
     match bits {
@@ -556,7 +556,7 @@ fn put_bits(byte: &mut u8, shift: usize, count: usize, value: u8) {
     *byte = *byte & !mask | value << shift & mask;
 }
 
-/// Fills tiles with weights of value zero; their rows have `cols` columns.
+/// Fills tiles with weights of value zero. Rows have `cols` columns.
 pub(crate) fn clear_tiles(scheme: Scheme, cols: usize, tiles: &mut [u8]) {
     assert!(tiles.len().is_multiple_of(scheme.tile_bytes(cols)));
     let bias = scheme.bias() as u8;
@@ -575,7 +575,7 @@ pub(crate) fn clear_tiles(scheme: Scheme, cols: usize, tiles: &mut [u8]) {
     }
 }
 
-/// Pairs the bytes of each item of a row's scales with its bytes in the lane of the tile.
+/// Calls `each` for every item of a row's scales, with its byte range in the row and in the tile.
 fn each_scale_item(
     scheme: Scheme,
     cols: usize,
@@ -614,7 +614,7 @@ mod tests {
         }
     }
     #[test]
-    fn schemes_share_a_variant_where_its_name_is_one() {
+    fn schemes_share_a_variant_if_its_name_is_equal() {
         let names = "f32 f16 bf16 int8-row int8-g16 int8-g32 int8-g32-super int4-g32 int4-g128 int4-g32-zero \
                      int4-g32-affine int5-g32 int5-g32-super int6-g16-supersym";
         let all: Vec<Scheme> = names.split(' ').map(|name| name.parse().expect(name)).collect();

@@ -34,7 +34,7 @@ impl KvDtype {
         }
     }
 
-    /// Bytes of the keys, or of the values, of one token and one head.
+    /// Bytes of one token and head, of the keys or of the values.
     pub const fn row_bytes(self, head_dim: usize) -> usize {
         match self {
             Self::F32 => 4 * head_dim,
@@ -62,7 +62,7 @@ impl FromStr for KvDtype {
 /// Element type of the activations in matrix products.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Precision {
-    /// f32 everywhere. Comparisons with reference models use it.
+    /// f32 in all products. Used for comparisons with reference models.
     #[default]
     F32,
     /// int8 for integer matrices, f32 for all others.
@@ -103,7 +103,7 @@ impl FromStr for Precision {
 /// `--quantize`: how to quantize an unquantized checkpoint while it is loaded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum QuantizeMode {
-    /// Keep the checkpoint's own element type.
+    /// Keep the checkpoint's element type.
     #[default]
     None,
     Int8Row,
@@ -111,7 +111,7 @@ pub enum QuantizeMode {
     Int4G128,
     /// int4 in groups of 128 for the projections, int8 rows for the (tied) embedding.
     Int4G128Emb8,
-    /// int8 rows for the (tied) embedding alone. Google's QAT files are int4 with the embedding in f16.
+    /// int8 rows for the (tied) embedding only. For Google's QAT files, which are int4 with an f16 embedding.
     Emb8,
 }
 
@@ -130,7 +130,7 @@ impl QuantizeMode {
         }
     }
 
-    /// Scheme of the seven projections of a layer; `None` keeps the checkpoint's element type.
+    /// Scheme of the seven projections of a layer. `None` = keep the checkpoint's element type.
     pub const fn projections(self) -> Option<Scheme> {
         match self {
             Self::None | Self::Emb8 => None,
@@ -140,7 +140,7 @@ impl QuantizeMode {
         }
     }
 
-    /// Scheme of the embedding, which serves both lookup and logits.
+    /// Scheme of the embedding, which is used for lookup and for logits. `None` = keep the checkpoint's element type.
     pub const fn embedding(self) -> Option<Scheme> {
         match self {
             Self::Int4G128Emb8 | Self::Emb8 => Some(Scheme::Int8Row),

@@ -1,8 +1,8 @@
-//! The quantized element types of GGUF, taken apart into the device's integers and scales without loss.
+//! Unpacks the quantized element types of GGUF into the device's integers and scales, without loss.
 //!
-//! A row is a sequence of blocks, each with its scales inside; the layouts are those of ggml's `ggml-common.h`. Every
-//! product of a scale and an integer is exact in f32, so a value is rounded once at most, and equals that of ggml's own
-//! dequantization bit for bit.
+//! A row is a sequence of blocks, and each block contains its scales. `ggml-common.h` of ggml defines the layouts.
+//! Every product of a scale and an integer is exact in f32, so each value is rounded at most once and equals the result
+//! of ggml's dequantization bit for bit.
 
 use std::ops::Range;
 
@@ -71,8 +71,8 @@ impl GgmlType {
         }
     }
 
-    /// Unpacks one block. `q` has [`Self::block_values`] integers, `scales` the scale bytes of as many columns in
-    /// [`Self::scheme`].
+    /// Unpacks one block into `q`, of [`Self::block_values`] integers, and `scales`, the scale bytes for that number of
+    /// columns in [`Self::scheme`].
     fn unpack(self, block: &[u8], q: &mut [i8], scales: &mut [u8]) {
         match self {
             Self::Q4_0 => {
@@ -142,7 +142,7 @@ impl GgmlType {
     }
 }
 
-/// 16 bytes: the low nibbles are values 0..16, the high ones values 16..32.
+/// Unpacks 16 bytes: the low nibbles are values 0..16, the high nibbles are values 16..32.
 fn nibbles(bytes: &[u8], q: &mut [i8]) {
     let (low, high) = q.split_at_mut(16);
     for ((byte, low), high) in bytes.iter().zip(low).zip(high) {
@@ -150,7 +150,7 @@ fn nibbles(bytes: &[u8], q: &mut [i8]) {
     }
 }
 
-/// Bit i of 4 bytes is bit 4 of value i.
+/// Adds the fifth bits: bit i of the 4 bytes is bit 4 of value i.
 fn fifth_bits(bytes: &[u8], q: &mut [i8]) {
     let bits = u32::from_le_bytes(bytes.try_into().expect("4 bytes"));
     for (i, q) in q.iter_mut().enumerate() {
@@ -158,7 +158,8 @@ fn fifth_bits(bytes: &[u8], q: &mut [i8]) {
     }
 }
 
-/// Two f16, then eight 6-bit scales and eight 6-bit minima in 12 bytes, as (scale, minimum) of each group.
+/// Unpacks the scales of a Q4_K or Q5_K block: two f16, then eight 6-bit scales and eight 6-bit minima in 12 bytes. In
+/// the result, each group has its scale and then its minimum.
 fn super_scales(block: &[u8], scales: &mut [u8]) {
     scales[..4].copy_from_slice(&block[..4]);
     let packed = &block[4..16];
@@ -178,7 +179,7 @@ fn super_scales(block: &[u8], scales: &mut [u8]) {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct GgmlTensor<'a> {
     pub kind: GgmlType,
-    /// Whole rows of whole blocks.
+    /// Whole rows. Each row is whole blocks.
     pub data: &'a [u8],
 }
 

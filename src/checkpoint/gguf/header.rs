@@ -1,13 +1,13 @@
-//! The header of a GGUF file, read strictly: metadata keys and tensor places.
+//! A strict reader of the header of a GGUF file: metadata, and types and byte ranges of tensors.
 //!
 //! Layout, little endian: `GGUF`, version, number of tensors, number of keys; each key with its type and value; each
 //! tensor with its name, dimensions (fastest first), type and offset; padding to the alignment; the tensors' bytes.
-//! Versions 2 and 3 differ only in that 3 may be big endian.
+//! The only difference of version 3 from version 2 is that version 3 may be big endian.
 //!
-//! Everything here comes from a file that may lie. Every length is compared with the bytes that are left before it is
-//! used, and values stay in the file until they are asked for, so allocations are bounded by the file's size. Refuses
-//! version 1, big endian, keys and tensors that come twice, arrays of arrays, element types without a reader, and
-//! tensors that overlap or lie outside. A refusal names the key or the tensor.
+//! The file is not trusted. Every length is compared with the remaining bytes before it is used, and values are read
+//! from the file only on request, so the size of the file limits all allocations. Refuses version 1, big endian,
+//! duplicate keys and tensors, arrays of arrays, unsupported element types, and tensors that overlap or exceed the
+//! file. The error names the key or the tensor.
 
 use std::collections::{HashMap, HashSet};
 use std::fmt;
@@ -18,21 +18,22 @@ use crate::checkpoint::error::short;
 use crate::tensor::DType;
 
 const MAGIC: &[u8; 4] = b"GGUF";
-/// The 808 tensors of Gemma-3 27B come with 41 keys.
+/// Gemma-3 27B has 41 keys and 808 tensors.
 const MAX_KEYS: u64 = 1 << 16;
 const MAX_TENSORS: u64 = 1 << 16;
-/// Longest name of a tensor. ggml allows 64 bytes; some builds double that.
+/// Longest name of a tensor, in bytes. ggml allows 64, some builds 128.
 const MAX_TENSOR_NAME: u64 = 256;
-/// Longest key that the format allows.
+/// Longest key that the format allows, in bytes.
 const MAX_KEY: u64 = u16::MAX as u64;
-/// Most dimensions of a tensor in ggml.
+/// Maximum number of dimensions of a tensor in ggml.
 const MAX_DIMENSIONS: u32 = 4;
 const DEFAULT_ALIGNMENT: u64 = 32;
 const MAX_ALIGNMENT: u64 = 1 << 20;
 
-/// Why a file was refused, and the part of it that is wrong.
+/// Why a file was refused.
 #[derive(Debug)]
 pub(super) struct HeaderError {
+    /// The wrong part of the file.
     pub about: About,
     pub problem: String,
 }
@@ -58,11 +59,10 @@ impl HeaderError {
     }
 }
 
-/// The header of a file.
 #[derive(Debug)]
 pub(super) struct Header<'a> {
     pub metadata: Metadata<'a>,
-    /// Tensors in order of their bytes.
+    /// Tensors in the order of their bytes.
     pub tensors: Vec<TensorInfo<'a>>,
 }
 
@@ -70,9 +70,9 @@ pub(super) struct Header<'a> {
 pub(super) struct TensorInfo<'a> {
     pub name: &'a str,
     pub element: Element,
-    /// Slowest first, as everywhere but in GGUF.
+    /// The slowest dimension is first, as everywhere except in GGUF files.
     pub shape: Vec<usize>,
-    /// Bytes of the file.
+    /// Byte range in the file.
     pub range: Range<usize>,
 }
 
@@ -83,17 +83,17 @@ pub(super) enum Element {
     Blocks(GgmlType),
 }
 
-/// Reads the header of a whole file.
+/// Reads and checks the header. `bytes` is the whole file.
 pub(super) fn read_header(bytes: &[u8]) -> Result<Header<'_>, HeaderError> {
     let mut reader = Reader { bytes, at: 0 };
     let magic = reader.take(4, "the magic").map_err(HeaderError::file)?;
     if magic != MAGIC {
         let hint = match magic {
             b"FUGG" => "it is big endian; convert it to little endian (gguf_convert_endian.py)",
-            b"lmgg" | b"fmgg" | b"tjgg" | b"algg" => "it is of an older ggml format; convert the model again",
+            b"lmgg" | b"fmgg" | b"tjgg" | b"algg" => "it has an older ggml format; convert the model again",
             _ => "expected the bytes GGUF at its start",
         };
-        return Err(HeaderError::file(format!("is no GGUF file: {hint}")));
+        return Err(HeaderError::file(format!("is not a GGUF file: {hint}")));
     }
     let version = reader.u32("the version").map_err(HeaderError::file)?;
     match version {
@@ -119,38 +119,38 @@ pub(super) fn read_header(bytes: &[u8]) -> Result<Header<'_>, HeaderError> {
             .map_err(|problem| HeaderError::file(format!("key {index} of {num_keys}: {problem}")))?;
         let value = reader.value().map_err(|problem| HeaderError::key(key, problem))?;
         if metadata.values.insert(key, value).is_some() {
-            return Err(HeaderError::key(key, "comes twice"));
+            return Err(HeaderError::key(key, "occurs twice"));
         }
     }
 
     let alignment = metadata.alignment()?;
-    let mut claims = Vec::new();
+    let mut entries = Vec::new();
     let mut names = HashSet::new();
     for index in 0..num_tensors {
         let name = reader
             .text(MAX_TENSOR_NAME, "its name")
             .map_err(|problem| HeaderError::file(format!("tensor {index} of {num_tensors}: {problem}")))?;
-        let claim = reader.tensor(alignment).map_err(|problem| HeaderError::tensor(name, problem))?;
+        let entry = reader.tensor(alignment).map_err(|problem| HeaderError::tensor(name, problem))?;
         if !names.insert(name) {
-            return Err(HeaderError::tensor(name, "comes twice"));
+            return Err(HeaderError::tensor(name, "occurs twice"));
         }
-        claims.push((name, claim));
+        entries.push((name, entry));
     }
 
-    // The last padding may be missing where no tensor follows it.
+    // The padding may be missing if no tensor follows it.
     let start = (reader.at as u64).next_multiple_of(alignment);
     let len = (bytes.len() as u64).saturating_sub(start);
-    let mut tensors = Vec::with_capacity(claims.len());
-    for (name, claim) in claims {
-        let end = claim.offset.checked_add(claim.bytes).filter(|end| *end <= len).ok_or_else(|| {
+    let mut tensors = Vec::with_capacity(entries.len());
+    for (name, entry) in entries {
+        let end = entry.offset.checked_add(entry.bytes).filter(|end| *end <= len).ok_or_else(|| {
             let problem = format!(
-                "its {} bytes from offset {} on end beyond the {len} bytes of tensor data: the file is truncated or lies",
-                claim.bytes, claim.offset
+                "its {} bytes at offset {} exceed the {len} bytes of tensor data: the file is truncated or corrupt",
+                entry.bytes, entry.offset
             );
             HeaderError::tensor(name, problem)
         })?;
-        let range = (start + claim.offset) as usize..(start + end) as usize;
-        tensors.push(TensorInfo { name, element: claim.element, shape: claim.shape, range });
+        let range = (start + entry.offset) as usize..(start + end) as usize;
+        tensors.push(TensorInfo { name, element: entry.element, shape: entry.shape, range });
     }
     tensors.sort_by_key(|t| t.range.start);
     for pair in tensors.windows(2) {
@@ -162,8 +162,8 @@ pub(super) fn read_header(bytes: &[u8]) -> Result<Header<'_>, HeaderError> {
     Ok(Header { metadata, tensors })
 }
 
-/// A tensor's entry before it is compared with the file's size.
-struct Claim {
+/// A tensor's entry in the header. Its range is not yet compared with the file's size.
+struct TensorEntry {
     element: Element,
     shape: Vec<usize>,
     /// Offset from the start of the tensor data.
@@ -245,14 +245,14 @@ fn other_type(id: u32) -> Option<&'static str> {
     })
 }
 
-/// The key-value pairs of a file. Values are read from its bytes when they are asked for.
+/// The key-value pairs of a file. Values are read from the file's bytes on request.
 #[derive(Debug)]
 pub(super) struct Metadata<'a> {
     bytes: &'a [u8],
     values: HashMap<&'a str, RawValue>,
 }
 
-/// A value's type and bytes, whose extent was checked.
+/// The type and position of a value. It is checked that the value ends within the file.
 #[derive(Debug, Clone, Copy)]
 enum RawValue {
     Scalar { kind: Kind, at: usize },
@@ -276,7 +276,7 @@ enum Kind {
 }
 
 impl Kind {
-    /// Bytes of a value, or of the length of a text.
+    /// Bytes of a value; for a text, bytes of its length field.
     const fn size(self) -> usize {
         match self {
             Self::U8 | Self::I8 | Self::Bool => 1,
@@ -297,7 +297,7 @@ pub(super) enum Value<'a> {
 }
 
 impl fmt::Display for Value<'_> {
-    /// As a message may quote it.
+    /// For messages.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Whole(n) => write!(f, "{n}"),
@@ -313,7 +313,7 @@ impl<'a> Metadata<'a> {
         self.values.contains_key(key)
     }
 
-    /// A value that is no array; `None` if the file has no such key.
+    /// A value that is not an array; `None` if the file has no such key.
     pub(super) fn scalar(&self, key: &str) -> Result<Option<Value<'a>>, HeaderError> {
         match self.values.get(key) {
             None => Ok(None),
@@ -355,7 +355,7 @@ impl<'a> Metadata<'a> {
         }
     }
 
-    /// A whole number that is not negative, of whatever width.
+    /// A non-negative whole number of any integer type.
     pub(super) fn whole(&self, key: &str) -> Result<Option<u64>, HeaderError> {
         match self.scalar(key)? {
             None => Ok(None),
@@ -386,13 +386,13 @@ impl<'a> Metadata<'a> {
         }
     }
 
-    /// The value at `at`, whose extent was checked.
+    /// Reads the value at `at`. Panics if it does not end within the file.
     fn read(&self, kind: Kind, at: usize) -> Result<Value<'a>, String> {
         let bytes = &self.bytes[at..self.end(kind, at)];
         Ok(match kind {
             Kind::Text => match std::str::from_utf8(&bytes[8..]) {
                 Ok(text) => Value::Text(text),
-                Err(_) => return Err("is no valid UTF-8".into()),
+                Err(_) => return Err("is not valid UTF-8".into()),
             },
             Kind::U8 => Value::Whole(bytes[0].into()),
             Kind::I8 => Value::Whole((bytes[0] as i8).into()),
@@ -412,7 +412,7 @@ impl<'a> Metadata<'a> {
         })
     }
 
-    /// The end of a value whose extent was checked.
+    /// The end of the value at `at`.
     fn end(&self, kind: Kind, at: usize) -> usize {
         let head = at + kind.size();
         match kind {
@@ -422,7 +422,7 @@ impl<'a> Metadata<'a> {
     }
 }
 
-/// The elements of an array, read one by one.
+/// Iterates over the elements of an array.
 pub(super) struct Elements<'a, 'm> {
     metadata: &'m Metadata<'a>,
     key: &'m str,
@@ -454,10 +454,10 @@ impl<'a> Iterator for Elements<'a, '_> {
 impl ExactSizeIterator for Elements<'_, '_> {}
 
 fn array<const N: usize>(bytes: &[u8]) -> [u8; N] {
-    bytes.try_into().expect("the width of the type")
+    bytes.try_into().expect("as many bytes as the type has")
 }
 
-/// A position in the header. Every read is compared with the bytes that are left.
+/// Reads the header from a position. Every length is compared with the remaining bytes.
 struct Reader<'a> {
     bytes: &'a [u8],
     at: usize,
@@ -468,7 +468,7 @@ impl<'a> Reader<'a> {
         let left = &self.bytes[self.at..];
         if len > left.len() as u64 {
             return Err(format!(
-                "{what} takes {len} bytes, {} are left: the file is truncated or lies",
+                "{what} takes {len} bytes, but {} are left: the file is truncated or corrupt",
                 left.len()
             ));
         }
@@ -497,10 +497,10 @@ impl<'a> Reader<'a> {
         if len == 0 || len > max {
             return Err(format!("{what} has {len} bytes; expected 1 to {max}"));
         }
-        std::str::from_utf8(self.take(len, what)?).map_err(|_| format!("{what} is no valid UTF-8"))
+        std::str::from_utf8(self.take(len, what)?).map_err(|_| format!("{what} is not valid UTF-8"))
     }
 
-    /// Checks a value's extent, and moves past the value.
+    /// Checks that a value ends within the file, and moves to its end.
     fn value(&mut self) -> Result<RawValue, String> {
         const ARRAY: u32 = 9;
         let kind = self.u32("its type")?;
@@ -522,7 +522,7 @@ impl<'a> Reader<'a> {
         if least.is_none() {
             let left = self.bytes.len() - at;
             return Err(format!(
-                "claims {len} elements, {left} bytes are left: the file is truncated or lies"
+                "claims {len} elements, but {left} bytes are left: the file is truncated or corrupt"
             ));
         }
         if kind == Kind::Text {
@@ -543,7 +543,7 @@ impl<'a> Reader<'a> {
         self.take(len, what).map(drop)
     }
 
-    fn tensor(&mut self, alignment: u64) -> Result<Claim, String> {
+    fn tensor(&mut self, alignment: u64) -> Result<TensorEntry, String> {
         let dimensions = self.u32("the number of its dimensions")?;
         if !(1..=MAX_DIMENSIONS).contains(&dimensions) {
             return Err(format!("has {dimensions} dimensions; expected 1 to {MAX_DIMENSIONS}"));
@@ -553,7 +553,7 @@ impl<'a> Reader<'a> {
         let offset = self.u64("its offset")?;
 
         if shape.contains(&0) {
-            return Err(format!("has the dimensions {shape:?}; expected no zero"));
+            return Err(format!("has the dimensions {shape:?}; expected at least 1 each"));
         }
         if !shape[0].is_multiple_of(element.block_values()) {
             return Err(format!(
@@ -572,9 +572,9 @@ impl<'a> Reader<'a> {
             return Err(format!("has the offset {offset}; expected a multiple of {alignment}"));
         }
         shape.reverse();
-        // Their product is at most the bytes of a file, which the caller checks.
+        // The caller checks that the product of the dimensions is at most the bytes of the file.
         let shape = shape.into_iter().map(|dim| usize::try_from(dim).map_err(|e| e.to_string()));
-        Ok(Claim { element, shape: shape.collect::<Result<_, _>>()?, offset, bytes })
+        Ok(TensorEntry { element, shape: shape.collect::<Result<_, _>>()?, offset, bytes })
     }
 }
 

@@ -1,8 +1,8 @@
-//! GGUF, the file format of llama.cpp: the whole model in one file, tokenizer and configuration included.
+//! GGUF, the file format of llama.cpp: one file with the whole model, including tokenizer and configuration.
 //!
-//! The metadata is presented as the files and names of a Hugging Face checkpoint, so that the rest of the program needs
-//! no GGUF. Two things differ in the weights themselves: norms hold `1 + w`, and quantized tensors keep their integers
-//! and scales ([`GgmlTensor`]).
+//! The metadata is converted to the files of a Hugging Face checkpoint, and tensors get Hugging Face names, so the rest
+//! of the program does not know GGUF. The weights differ in two ways: norms are stored as `1 + w`, and quantized
+//! tensors keep their integers and scales ([`GgmlTensor`]).
 
 use std::ops::Range;
 
@@ -24,19 +24,20 @@ pub(super) enum Storage {
     Ggml(GgmlType),
 }
 
-/// A tensor by its Hugging Face name.
+/// A tensor of a GGUF file.
 #[derive(Debug)]
 pub(super) struct GgufTensor {
+    /// The Hugging Face name.
     pub name: String,
     pub storage: Storage,
-    /// Slowest first.
+    /// The slowest dimension is first.
     pub shape: Vec<usize>,
-    /// Bytes of the file.
+    /// Byte range in the file.
     pub range: Range<usize>,
 }
 
-/// The tensors of part `index` of a file of `count` parts, in order of their bytes. `display` is how messages call the
-/// part.
+/// The tensors of part `index` of a file of `count` parts, in the order of their bytes. Messages call the part
+/// `display`.
 pub(super) fn tensors(
     bytes: &[u8],
     display: &str,
@@ -67,8 +68,8 @@ pub(super) fn tensors(
     read().map_err(|e| error(display, e))
 }
 
-/// Generates the file `name` of a Hugging Face checkpoint from the metadata; `None` if the metadata does not hold it.
-/// `parts` are the file or its parts in order, with their names in messages.
+/// Generates the file `name` of a Hugging Face checkpoint from the metadata; `None` if the metadata does not contain
+/// it. `parts` are the file or its parts in order, as (name in messages, bytes).
 pub(super) fn generated(parts: &[(&str, &[u8])], name: &str) -> Result<Option<Vec<u8>>, CheckpointError> {
     let [(display, first), rest @ ..] = parts else { return Ok(None) };
     let about_first = |e| error(display, e);

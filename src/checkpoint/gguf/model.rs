@@ -1,14 +1,14 @@
-//! The metadata of a GGUF file as the files of a Hugging Face checkpoint: `config.json`, `generation_config.json`,
-//! `tokenizer_config.json`; and the Hugging Face names of its tensors.
+//! Converts the metadata of a GGUF file to the files of a Hugging Face checkpoint (`config.json`,
+//! `generation_config.json`, `tokenizer_config.json`), and the names of its tensors to Hugging Face names.
 //!
-//! Keys are those of llama.cpp's converter, and where other converters write others, those too: Ollama's (nested rope
-//! keys, vision tower in the same file, no epsilon), Google's own for the QAT files (no sampling, no
-//! `add_space_prefix`). Values that llama.cpp derives from the architecture, and no converter writes, are derived in
-//! the same way: the layer pattern, and the scale of attention, which only the 27B (62 layers) takes from hidden size
-//! and heads.
+//! Reads the keys of llama.cpp's converter, and the different keys of other converters: of Ollama (nested rope keys,
+//! vision tower in the same file, no epsilon), and of Google for the QAT files (no sampling, no `add_space_prefix`).
+//! No converter writes the values that llama.cpp derives from the architecture, so they are derived here in the same
+//! way: the layer pattern and the scale of attention. Only for the 27B (62 layers) does that scale come from the hidden
+//! size and the number of heads.
 //!
-//! Refuses every architecture but `gemma3`, and names the key of whatever would change the result and is not computed.
-//! The reader of `config.json` checks the rest.
+//! Refuses every architecture except `gemma3`, and keys with values that would change the result and are not supported.
+//! The error names the key. The reader of `config.json` checks the rest.
 
 use serde_json::{Map, Value as Json, json};
 
@@ -16,18 +16,18 @@ use super::header::{HeaderError, Metadata, TensorInfo, Value};
 use crate::checkpoint::error::short;
 
 const ARCHITECTURE: &str = "general.architecture";
-/// Largest number of blocks, beyond any model.
+/// Maximum number of blocks. No model has so many.
 const MAX_BLOCKS: u64 = 1024;
-/// Layers of Gemma-3 27B, by which llama.cpp recognizes it.
+/// Layers of Gemma-3 27B. llama.cpp recognizes the 27B by this number.
 const BLOCKS_27B: u64 = 62;
 /// Layers of Gemma-3 1B.
 const BLOCKS_1B: u64 = 26;
-/// Longest context without RoPE scaling; models with a longer one divide positions by 8.
+/// Longest context without RoPE scaling. Models with a longer context divide positions by 8.
 const UNSCALED_CONTEXT: u64 = 32_768;
 /// The name of a sliding layer in `layer_types`.
 const SLIDING: &str = "sliding_attention";
 
-/// `config.json`.
+/// Generates `config.json`.
 pub(super) fn config(metadata: &Metadata, tensors: &[TensorInfo]) -> Result<Json, HeaderError> {
     let keys = Keys(metadata);
     keys.check_architecture()?;
@@ -65,7 +65,8 @@ pub(super) fn config(metadata: &Metadata, tensors: &[TensorInfo]) -> Result<Json
         "model_type": "gemma3_text",
         "vocab_size": vocab_size(tensors)?,
         "hidden_size": hidden,
-        "intermediate_size": keys.uniform("feed_forward_length", blocks)?.ok_or_else(|| keys.missing("feed_forward_length"))?,
+        "intermediate_size":
+            keys.uniform("feed_forward_length", blocks)?.ok_or_else(|| keys.missing("feed_forward_length"))?,
         "num_hidden_layers": blocks,
         "num_attention_heads": heads,
         "num_key_value_heads": keys.uniform("attention.head_count_kv", blocks)?.unwrap_or(heads),
@@ -89,11 +90,11 @@ pub(super) fn config(metadata: &Metadata, tensors: &[TensorInfo]) -> Result<Json
     ] {
         match keys.number(&[name])? {
             None | Some(0.0) => {}
-            // Ollama's converter wrote a soft cap for the 1B, which has none; Ollama's engine ignores it.
+            // Ollama's converter wrote a soft cap for the 1B, which has no soft capping. Ollama's engine ignores it.
             Some(cap) if name == "final_logit_softcapping" && blocks == BLOCKS_1B => {
                 tracing::warn!("{} is {cap} and is ignored: Gemma-3 1B has no soft capping", keys.full(name));
             }
-            // The reader of config.json refuses the field by its name.
+            // The reader of config.json refuses this field.
             Some(cap) => config[field] = json!(cap),
         }
     }
@@ -104,7 +105,7 @@ pub(super) fn config(metadata: &Metadata, tensors: &[TensorInfo]) -> Result<Json
     Ok(config)
 }
 
-/// `generation_config.json`, if the file says how to sample.
+/// Generates `generation_config.json`; `None` if the file has no sampling parameters.
 pub(super) fn generation_config(metadata: &Metadata) -> Result<Option<Json>, HeaderError> {
     let mut config = Map::new();
     for (key, field) in [
@@ -127,7 +128,7 @@ pub(super) fn generation_config(metadata: &Metadata) -> Result<Option<Json>, Hea
     Ok(Some(config.into()))
 }
 
-/// `tokenizer_config.json`: the chat template, if the file has one, and the texts of its special tokens.
+/// Generates `tokenizer_config.json`: the texts of the special tokens, and the chat template if the file has one.
 pub(super) fn tokenizer_config(metadata: &Metadata) -> Result<Json, HeaderError> {
     let mut config = Map::new();
     let special = special_ids(metadata)?;
@@ -154,8 +155,8 @@ struct SpecialIds {
     eos: Vec<u64>,
 }
 
-/// Special ids of the file, or Gemma's where the file has none. Both of Gemma's end tokens end an answer: converters
-/// write only the one of `tokenizer_config.json`, and models use both.
+/// The special ids of the file, or Gemma's ids if they are missing. Both `<eos>` and `<end_of_turn>` end an answer:
+/// models use both, but converters write only the one of `tokenizer_config.json`.
 fn special_ids(metadata: &Metadata) -> Result<SpecialIds, HeaderError> {
     let id = |name: &str| metadata.whole(&format!("tokenizer.ggml.{name}"));
     let mut eos = Vec::new();
@@ -179,7 +180,7 @@ fn special_ids(metadata: &Metadata) -> Result<SpecialIds, HeaderError> {
     Ok(SpecialIds { bos: id("bos_token_id")?.unwrap_or(2), pad: id("padding_token_id")?.unwrap_or(0), eos })
 }
 
-/// The text of a token; `None` beyond the vocabulary.
+/// The text of a token; `None` if the id is not in the vocabulary.
 fn token<'a>(metadata: &Metadata<'a>, id: u64) -> Result<Option<&'a str>, HeaderError> {
     let tokens = metadata.elements("tokenizer.ggml.tokens")?;
     match tokens.into_iter().flatten().nth(usize::try_from(id).unwrap_or(usize::MAX)).transpose()? {
@@ -188,7 +189,7 @@ fn token<'a>(metadata: &Metadata<'a>, id: u64) -> Result<Option<&'a str>, Header
     }
 }
 
-/// Rows of the embedding, which is the model's vocabulary; the tokenizer may know fewer ids.
+/// The vocabulary size, which is the number of rows of the embedding. The tokenizer may have fewer ids.
 fn vocab_size(tensors: &[TensorInfo]) -> Result<usize, HeaderError> {
     const NAME: &str = "token_embd.weight";
     match tensors.iter().find(|t| t.name == NAME) {
@@ -200,8 +201,8 @@ fn vocab_size(tensors: &[TensorInfo]) -> Result<usize, HeaderError> {
     }
 }
 
-/// The attention type of each layer: by a period, by a list with true for sliding layers, else every sixth layer is
-/// full.
+/// The attention type of each layer. The file has a period, or a list with true for sliding layers. Without both, every
+/// sixth layer is a full one.
 fn layer_types(keys: &Keys, blocks: u64) -> Result<Vec<&'static str>, HeaderError> {
     const NAME: &str = "attention.sliding_window_pattern";
     let name_of = |slides: bool| if slides { SLIDING } else { "full_attention" };
@@ -217,7 +218,10 @@ fn layer_types(keys: &Keys, blocks: u64) -> Result<Vec<&'static str>, HeaderErro
             .map(|value| match value? {
                 Value::Flag(slides) => Ok(name_of(slides)),
                 Value::Whole(n @ 0..=1) => Ok(name_of(n == 1)),
-                other => Err(keys.error(NAME, format!("holds {other}; expected true where a layer slides"))),
+                other => Err(keys.error(
+                    NAME,
+                    format!("contains {other}; expected true or false, true for a sliding layer"),
+                )),
             })
             .collect();
     }
@@ -231,7 +235,7 @@ fn layer_types(keys: &Keys, blocks: u64) -> Result<Vec<&'static str>, HeaderErro
     Ok((1..=blocks).map(|layer| name_of(!layer.is_multiple_of(period))).collect())
 }
 
-/// The factor by which full layers divide positions.
+/// The factor by which full layers divide positions; `None` = no scaling.
 fn rope_factor(keys: &Keys, context: u64) -> Result<Option<f64>, HeaderError> {
     let factor = keys.number(&["rope.scaling.factor", "rope.scale_linear"])?;
     let kind = keys.0.text(&keys.full("rope.scaling.type"))?;
@@ -243,14 +247,14 @@ fn rope_factor(keys: &Keys, context: u64) -> Result<Option<f64>, HeaderError> {
             return Err(keys.error("rope.scaling.type", problem));
         }
     }
-    // Some converters write 0 for no scaling.
+    // Some converters write 0, which means no scaling.
     match factor.filter(|factor| *factor != 0.0) {
         Some(factor) => Ok(Some(factor)),
         None if kind.is_some() => Err(keys.missing("rope.scaling.factor")),
-        // Ollama's converter leaves the factor out; every Gemma-3 with a vision tower has it.
+        // Ollama's converter omits the factor, but every Gemma-3 with a vision tower needs it.
         None if context > UNSCALED_CONTEXT && keys.has("vision.block_count") => {
             tracing::warn!(
-                "{} is missing beside a vision tower; taking Gemma-3's own, 8",
+                "{} is missing in a model with a vision tower; using Gemma-3's factor, 8",
                 keys.full("rope.scaling.factor")
             );
             Ok(Some(8.0))
@@ -259,7 +263,7 @@ fn rope_factor(keys: &Keys, context: u64) -> Result<Option<f64>, HeaderError> {
     }
 }
 
-/// Metadata keys with the architecture's prefix.
+/// Reads metadata keys by their names without the architecture's prefix.
 struct Keys<'a, 'm>(&'m Metadata<'a>);
 
 impl Keys<'_, '_> {
@@ -310,7 +314,7 @@ impl Keys<'_, '_> {
         }
     }
 
-    /// A whole number, which some files write once per layer.
+    /// A whole number. Some files have a list of it, with one equal element per layer.
     fn uniform(&self, name: &str, blocks: u64) -> Result<Option<u64>, HeaderError> {
         let key = self.full(name);
         if !self.0.is_array(&key) {
@@ -333,8 +337,8 @@ impl Keys<'_, '_> {
     }
 }
 
-/// The Hugging Face name of a tensor. The vision tower, which Ollama and older tools put into the same file, gets the
-/// names of Hugging Face's vision tower. A tensor that is not Gemma-3's keeps its name.
+/// The Hugging Face name of a tensor. Ollama and older tools put the vision tower into the same file; its tensors get
+/// the prefixes of Hugging Face. Unknown tensors keep their names.
 pub(super) fn tensor_name(name: &str) -> Result<String, HeaderError> {
     const PER_LAYER: [(&str, &str); 13] = [
         ("attn_norm", "input_layernorm"),
@@ -366,16 +370,16 @@ pub(super) fn tensor_name(name: &str) -> Result<String, HeaderError> {
     let in_layer = || {
         let (layer, part) = name.strip_prefix("blk.")?.strip_suffix(".weight")?.split_once('.')?;
         let layer: u32 = layer.parse().ok().filter(|n: &u32| n.to_string() == layer)?;
-        let (_, part) = PER_LAYER.iter().find(|(ours, _)| *ours == part)?;
+        let (_, part) = PER_LAYER.iter().find(|(gguf, _)| *gguf == part)?;
         Some(format!("model.layers.{layer}.{part}.weight"))
     };
     match in_layer() {
         Some(name) => Ok(name),
-        // A file with Hugging Face's names may store norms as `w`, which would be read as `1 + w`.
+        // A file with Hugging Face names may store norms as `w`, but they would be read as `1 + w`.
         None if ["model.", "language_model.", "lm_head."].iter().any(|p| name.starts_with(p)) => {
             Err(HeaderError::tensor(
                 name,
-                "has a name of Hugging Face's; expected llama.cpp's (blk.0.attn_q.weight)",
+                "has a Hugging Face name; expected a name of llama.cpp (blk.0.attn_q.weight)",
             ))
         }
         None => Ok(name.into()),

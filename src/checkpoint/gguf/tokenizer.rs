@@ -1,23 +1,27 @@
-//! The tokenizer of a GGUF file, as a `tokenizer.json` of the `tokenizers` crate.
+//! Converts the tokenizer of a GGUF file to a `tokenizer.json` of the `tokenizers` crate.
 //!
-//! Gemma-3 files have one of two kinds. `llama` is SentencePiece's BPE as llama.cpp computes it, with scores instead of
-//! merges: of all neighbours whose joined text is a piece, the pair with the highest score is joined first, the
-//! leftmost among equal scores. `gpt2` is what the converter writes where there was no `tokenizer.model`: the pieces
-//! and merges of `tokenizer.json`.
+//! Gemma-3 files have one of two kinds of tokenizers. `llama` is SentencePiece's BPE as llama.cpp computes it, with
+//! scores instead of merges: of all neighbouring pieces whose concatenation is a piece, the pair with the highest score
+//! is joined first, and of equal scores the leftmost pair. The converter writes `gpt2` if there is no
+//! `tokenizer.model`: the pieces and merges of `tokenizer.json`.
 //!
 //! # Merges from scores
 //!
-//! For every piece, each of its splits into two pieces is a merge; the better the piece's score, the lower the rank.
-//! The crate gives every pair a rank of its own, where llama.cpp joins the leftmost of equal scores, so equal ones need
-//! an order under which it does not matter. Two splits of one piece compete only where they overlap: `[x][y][z]` with
-//! `xy = yz = p`. Then `p` has the period |x|, and the split after |x| must go first. (Where both splits of a pair
-//! could be the left one, `p` is a power of a shorter word; a run of that word is joined from the left, and only its
-//! rest is shorter, so that they do not meet.) Splits of different pieces with equal scores occur where a converter
-//! gave all added pieces one score, which matters for runs of spaces and newlines: the longest piece first, split as
-//! far right as can be, is what joining from the left comes to.
+//! For every piece, each split into two pieces is a merge. A higher score of the piece gives the merge a lower rank.
+//! In the crate every pair has a different rank, but llama.cpp joins the leftmost of several pairs with equal scores.
+//! So merges with equal scores need an order that gives the same result.
 //!
-//! Refuses a vocabulary that merges cannot express: a piece that comes twice, a piece that could be joined from a
-//! character that is no piece itself, and byte-level pieces.
+//! Two splits of the same piece compete only if they overlap: `[x][y][z]` with `xy = yz = p`. Then `p` has the period
+//! |x|, and the split after |x| must have the lower rank. (If each of the two splits could be the left one, `p` is a
+//! power of a shorter word. A run of that word is joined from the left, and only its end has a shorter piece, so the
+//! two splits do not compete.)
+//!
+//! Splits of different pieces have equal scores if the converter gave all added pieces the same score. This matters for
+//! runs of spaces and newlines. Joining from the left gives the same result as this order: the longest piece first, and
+//! of its splits the rightmost first.
+//!
+//! Refuses vocabularies that merges cannot express: duplicate pieces, pieces that could be joined from a character that
+//! is not a piece, and byte-level pieces.
 
 use std::collections::HashMap;
 
@@ -38,20 +42,20 @@ const MERGES: &str = "tokenizer.ggml.merges";
 const MAX_PIECES: usize = 1 << 20;
 /// Bytes of all pieces; Gemma-3's have 2 MB.
 const MAX_TEXT_BYTES: usize = 32 << 20;
-/// Bytes of control and user-defined pieces, which are searched for all at once; Gemma-3's have 0.1 MB.
+/// Bytes of control and user-defined pieces, which one automaton searches for; Gemma-3's have 0.1 MB.
 const MAX_CUT_OUT_BYTES: usize = 4 << 20;
-/// Longest piece that is joined from others; Gemma-3's longest has 93 bytes. Bounds the work on its splits.
+/// Longest piece that is joined from others, in bytes; Gemma-3's longest has 93. Limits the work on its splits.
 const MAX_JOINED_BYTES: usize = 255;
-/// Merges may take this many times the bytes of the pieces, plus [`MORE_MERGE_BYTES`]: a hostile vocabulary has far
-/// more ways to join a piece than letters. Gemma-3's merges take four times the bytes.
+/// Merges may take this many times the bytes of the pieces, plus [`MORE_MERGE_BYTES`]. Gemma-3's merges take four times
+/// the bytes. In a malicious vocabulary, a piece could be joined in far more ways than it has letters.
 const MERGE_BYTES: usize = 16;
 const MORE_MERGE_BYTES: usize = 1 << 16;
 
-/// SentencePiece's mark for a space.
+/// SentencePiece's replacement for a space.
 const SPACE: char = '\u{2581}';
 
-/// Control tokens of every Gemma-3, whatever type a converter gave them: Google's QAT files have some as normal pieces,
-/// which would be split into letters.
+/// Control tokens of every Gemma-3. The file's type is ignored for them: Google's QAT files list some as normal pieces,
+/// and these would be split into letters.
 const CONTROL: [&str; 9] = [
     "<pad>",
     "<eos>",
@@ -67,22 +71,23 @@ const CONTROL: [&str; 9] = [
 /// The kind of a piece, by `tokenizer.ggml.token_type`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
-    /// Joined from other pieces; bytes and unused pieces too.
+    /// Joined from other pieces. Byte pieces and unused pieces count as joined too.
     Joined,
-    /// Split off the text before pieces are joined.
+    /// Found in the text before other pieces are joined.
     UserDefined,
-    /// Split off first, and not shown in answers.
+    /// Found in the text before other pieces are joined, and not shown in answers.
     Control,
 }
 
-/// A piece with its id, which is its index in the file. Ids without text are left out.
+/// A piece of the vocabulary.
 struct Piece<'a> {
+    /// The index in the file.
     id: u32,
     text: &'a str,
     kind: Kind,
 }
 
-/// `tokenizer.json`; `None` if the file has no tokenizer.
+/// Generates `tokenizer.json`; `None` if the file has no tokenizer.
 pub(super) fn tokenizer_json(metadata: &Metadata) -> Result<Option<Vec<u8>>, HeaderError> {
     let model = match metadata.text(MODEL)? {
         Some(model @ ("llama" | "gpt2")) => model,
@@ -108,7 +113,7 @@ pub(super) fn tokenizer_json(metadata: &Metadata) -> Result<Option<Vec<u8>>, Hea
     let flag = |name: &str, default| {
         metadata.flag(&format!("tokenizer.ggml.{name}")).map(|flag| flag.unwrap_or(default))
     };
-    // Gemma puts <bos> before a text, and no space. A file may say otherwise.
+    // By default, as for Gemma, <bos> and no space are put before a text.
     let bos = text_of(id("bos_token_id")?.unwrap_or(2));
     let bos = if flag("add_bos_token", true)? { bos } else { None };
     let eos = text_of(id("eos_token_id")?.unwrap_or(1));
@@ -146,10 +151,11 @@ pub(super) fn tokenizer_json(metadata: &Metadata) -> Result<Option<Vec<u8>>, Hea
             merges,
         },
     };
-    // Texts and numbers always serialize.
+    // Serializing texts and numbers cannot fail.
     Ok(Some(serde_json::to_vec(&file).expect("a tokenizer is JSON")))
 }
 
+/// The pieces of the vocabulary, without ids that have no text.
 fn read_pieces<'a>(metadata: &Metadata<'a>) -> Result<Vec<Piece<'a>>, HeaderError> {
     let Some(texts) = metadata.elements(TOKENS)? else {
         return Err(HeaderError::key(TOKENS, "is missing; expected the vocabulary"));
@@ -171,7 +177,7 @@ fn read_pieces<'a>(metadata: &Metadata<'a>) -> Result<Vec<Piece<'a>>, HeaderErro
     for (id, text) in texts.enumerate() {
         let text = match text? {
             Value::Text(text) => text,
-            other => return Err(HeaderError::key(TOKENS, format!("holds {other}; expected texts"))),
+            other => return Err(HeaderError::key(TOKENS, format!("contains {other}; expected texts"))),
         };
         let kind = match types.as_mut().and_then(|types| types.next()).transpose()? {
             None | Some(Value::Whole(1 | 5 | 6)) => Kind::Joined,
@@ -182,20 +188,20 @@ fn read_pieces<'a>(metadata: &Metadata<'a>) -> Result<Vec<Piece<'a>>, HeaderErro
                 return Err(HeaderError::key(TYPES, problem));
             }
         };
-        // The converter writes these for ids that the tokenizer does not know.
+        // The converter writes these for ids that the tokenizer does not have.
         if text.is_empty() || text == format!("[PAD{id}]") {
             continue;
         }
         bytes += text.len();
         if bytes > MAX_TEXT_BYTES {
-            return Err(HeaderError::key(TOKENS, format!("holds over {MAX_TEXT_BYTES} bytes of text")));
+            return Err(HeaderError::key(TOKENS, format!("has more than {MAX_TEXT_BYTES} bytes of text")));
         }
         let kind = if CONTROL.contains(&text) { Kind::Control } else { kind };
         if kind != Kind::Joined {
             cut_out_bytes += text.len();
             if cut_out_bytes > MAX_CUT_OUT_BYTES {
                 let problem =
-                    format!("holds over {MAX_CUT_OUT_BYTES} bytes of control and user-defined tokens");
+                    format!("has more than {MAX_CUT_OUT_BYTES} bytes of control and user-defined tokens");
                 return Err(HeaderError::key(TOKENS, problem));
             }
         }
@@ -236,13 +242,15 @@ fn read_scores(metadata: &Metadata) -> Result<Vec<f32>, HeaderError> {
         .collect()
 }
 
-/// A way to join a piece.
+/// A piece split into two pieces, which is a merge.
 struct Split {
     score: f32,
+    /// Index of the piece.
     piece: u32,
     /// Bytes of the left part.
     at: u8,
-    /// Whether the merge goes before the mirrored split, which is as far from the end as this one is from the start.
+    /// Whether the merge has a lower rank than the mirrored split, which is as far from the end as this one is from the
+    /// start.
     first: bool,
 }
 
@@ -256,14 +264,14 @@ fn merges_from_scores<'a>(
     let mut splits = Vec::new();
     for (index, piece) in pieces.iter().enumerate() {
         let text = piece.text;
-        // A piece that is split off first is never joined, unless its text has the mark for a space: spaces become
-        // marks after the splitting, and no text has spaces by then.
+        // Control and user-defined pieces are found first and never joined, unless they contain the replacement for a
+        // space: spaces are replaced after these pieces are found. Then no text contains a space.
         if (piece.kind != Kind::Joined && !text.contains(SPACE)) || text.contains(' ') {
             continue;
         }
         if text.len() > MAX_JOINED_BYTES {
             let problem = format!(
-                "element {} has {} bytes; expected at most {MAX_JOINED_BYTES} in a piece that is no control token",
+                "element {} has {} bytes; expected at most {MAX_JOINED_BYTES} in a piece that is not a control token",
                 piece.id,
                 text.len()
             );
@@ -275,11 +283,11 @@ fn merges_from_scores<'a>(
             let single = |part: &str| part.chars().nth(1).is_none();
             match (known(left), known(right)) {
                 (true, true) => {}
-                // llama.cpp joins single characters even if they are no pieces, which merges cannot express.
+                // llama.cpp joins single characters even if they are not pieces. Merges cannot express that.
                 (l, r) if (l || single(left)) && (r || single(right)) => {
                     let lone = if l { right } else { left };
                     let problem = format!(
-                        "element {} ({:?}) could be joined from the character {:?}, which is no token itself",
+                        "element {} ({:?}) could be joined from the character {:?}, which is not a token",
                         piece.id,
                         short(text),
                         short(lone)
@@ -288,13 +296,14 @@ fn merges_from_scores<'a>(
                 }
                 _ => continue,
             }
-            // Bytes of the merge in tokenizer.json, with quotes.
+            // Bytes of the merge in tokenizer.json, including quotes.
             spent += text.len() + 8;
             if spent > budget {
-                let problem = format!("has too many ways to join its pieces: over {budget} bytes of merges");
+                let problem =
+                    format!("has too many ways to join its pieces: more than {budget} bytes of merges");
                 return Err(HeaderError::key(TOKENS, problem));
             }
-            // Whether the text has the period `at`, and whether it has the period of the rest's length.
+            // Whether the text has the period `at`.
             let period = |at: usize| text.as_bytes()[at..] == text.as_bytes()[..text.len() - at];
             let first = match (period(at), period(text.len() - at)) {
                 (true, false) => true,
@@ -309,13 +318,13 @@ fn merges_from_scores<'a>(
     splits.sort_by(|a, b| {
         let by_score = b.score.partial_cmp(&a.score).expect("no score is NaN");
         let longest = || text(b).len().cmp(&text(a).len());
-        let own = || b.first.cmp(&a.first).then(b.at.cmp(&a.at));
-        by_score.then_with(longest).then(a.piece.cmp(&b.piece)).then_with(own)
+        let within_piece = || b.first.cmp(&a.first).then(b.at.cmp(&a.at));
+        by_score.then_with(longest).then(a.piece.cmp(&b.piece)).then_with(within_piece)
     });
     Ok(splits.iter().map(|split| text(split).split_at(split.at.into())).collect())
 }
 
-/// The merges of a `gpt2` tokenizer: two pieces with a space between them.
+/// The merges of a `gpt2` tokenizer. In the file, each one is two pieces with a space between them.
 fn read_merges<'a>(
     metadata: &Metadata<'a>,
     by_text: &HashMap<&'a str, u32>,
@@ -323,7 +332,7 @@ fn read_merges<'a>(
     if !by_text.contains_key("<0x00>") && !by_text.keys().any(|text| text.starts_with(SPACE)) {
         return Err(HeaderError::key(
             TOKENS,
-            "are byte-level pieces; expected Gemma-3's, with ▁ for a space and <0x00> for a byte",
+            "are byte-level pieces; expected Gemma-3's pieces, with ▁ for a space and <0x00> for a byte",
         ));
     }
     let Some(lines) = metadata.elements(MERGES)? else {
@@ -339,16 +348,15 @@ fn read_merges<'a>(
             other => return Err(fail(format!("is {other}; expected two pieces"))),
         };
         let Some((left, right)) = pair else {
-            return Err(fail("is no pair of pieces with one space between them".into()));
+            return Err(fail("is not two pieces with one space between them".into()));
         };
         let joined = format!("{left}{right}");
         let missing = [left, right, &joined].into_iter().find(|text| !by_text.contains_key(text));
         match missing {
             None => merges.push((left, right)),
-            // The converter writes the marks of added pieces as spaces: such pieces are split off first and never
-            // joined.
+            // The converter writes ▁ of added pieces as a space. Added pieces are found first and never joined.
             Some(text) if by_text.contains_key(text.replace(SPACE, " ").as_str()) => {}
-            Some(text) => return Err(fail(format!("needs {:?}, which is no token", short(text)))),
+            Some(text) => return Err(fail(format!("needs {:?}, which is not a token", short(text)))),
         }
     }
     Ok(merges)

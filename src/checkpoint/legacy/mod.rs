@@ -1,8 +1,8 @@
-//! The layer files of the project that this one succeeds (`quantized_models/*-layer-by-layer`), read as they are.
+//! Reads the layer files of this project's predecessor, the original project (`quantized_models/*-layer-by-layer`).
 //!
-//! A folder of `STEM_layer_N.safetensors` and `STEM_shared.safetensors`, one STEM for each shard of the source: what
-//! the shards hold of a layer is merged, and a vision layer shares the files of the language layer of its number. A
-//! tensor T comes with its scales `T_scale`, and its scheme stands in the file's metadata:
+//! The folder has files `STEM_layer_N.safetensors` and `STEM_shared.safetensors`, with one STEM for each shard of the
+//! source. The tensors of a layer from all shards are merged. A vision layer is in the same files as the language layer
+//! with the same number. A tensor T has its scales in the tensor `T_scale`, and its scheme in the file's metadata:
 //!
 //! | scheme | T | `T_scale` | value |
 //! |---|---|---|---|
@@ -10,12 +10,12 @@
 //! | `int4_grouped` | I8, -7 to 7 in a byte each | one per 128 values of the flattened tensor | `q * s` |
 //! | `int8_asymmetric` | U8 | F32 `[s, z]` | `(q - z) * s` |
 //!
-//! The writer had defects, which cannot be undone, since the lost values are not in the files: a tensor without a zero
-//! in its range was clipped at an end of the 8 bits, and a constant tensor became zero. [`LegacyTensor::defect`] finds
-//! them.
+//! The writer of these files had two defects. They cannot be repaired, because the lost values are not in the files: a
+//! tensor whose range does not include zero was clipped at one end of the 8 bits, and a constant tensor became zero.
+//! [`LegacyTensor::defect`] finds both.
 //!
-//! Refuses tensors without a scheme or scales, other types and shapes than the scheme has, and files whose names and
-//! tensors disagree about the layer.
+//! Refuses tensors without a scheme or scales, types and shapes that do not match the scheme, and tensors whose name
+//! has another layer number than the file.
 
 use std::collections::HashMap;
 
@@ -31,8 +31,8 @@ pub use tensor::LegacyTensor;
 
 use tensor::LayoutError;
 
-/// The layer files among `names`, each with its layer; `None` for a shared file. Shared files come first, then layer by
-/// layer.
+/// The layer files among `names` as (layer, name), sorted by layer. The layer of a shared file is `None`, which sorts
+/// first.
 fn layer_files(names: &[String]) -> Vec<(Option<u32>, &str)> {
     let mut files: Vec<_> = names.iter().filter_map(|name| layer_file(name)).collect();
     files.sort_unstable();
@@ -52,12 +52,12 @@ fn layer_file(name: &str) -> Option<(Option<u32>, &str)> {
     Some((Some(number.parse().ok()?), name))
 }
 
-/// N of a name with `layers.N.`, found as the writer finds it.
+/// N of a name with `layers.N.`, found in the same way as by the writer of these files.
 fn layer_of(name: &str) -> Option<&str> {
     name.split_once("layers.").map(|(_, rest)| rest.split('.').next().unwrap_or(rest))
 }
 
-/// Maps the layer files, if the model has any, and checks every tensor with its scales. Returns whether there are any.
+/// Maps the layer files and checks every tensor with its scales. Returns false if the model has no layer files.
 pub(super) fn add_layer_files(table: &mut Table, files: &ModelFiles) -> Result<bool, CheckpointError> {
     let names = files.names()?;
     let names = layer_files(&names);
@@ -66,15 +66,15 @@ pub(super) fn add_layer_files(table: &mut Table, files: &ModelFiles) -> Result<b
     }
     let fail = |problem: String| Err(CheckpointError::file(files.location(), problem));
     if names.len() > MAX_SHARDS {
-        return fail(format!("holds {} layer files; expected at most {MAX_SHARDS}", names.len()));
+        return fail(format!("has {} layer files; expected at most {MAX_SHARDS}", names.len()));
     }
     if !names.iter().any(|(layer, _)| layer.is_none()) {
-        return fail("holds layer files, but no *_shared.safetensors, in which the embedding is".into());
+        return fail("has layer files, but no *_shared.safetensors with the embedding".into());
     }
     for (layer, name) in names {
         let display = files.display(name);
         let Some(bytes) = files.map(name)? else {
-            return Err(CheckpointError::file(display, "was there a moment ago, and is gone"));
+            return Err(CheckpointError::file(display, "was removed while the model was opened"));
         };
         add_layer_file(table, display, bytes, layer)?;
     }
@@ -91,10 +91,10 @@ fn add_layer_file(
     let about = |tensor: &str, problem: String| CheckpointError::tensor(&display, tensor, problem);
     let by_name: HashMap<&str, &TensorInfo> =
         header.tensors.iter().map(|info| (info.name.as_str(), info)).collect();
-    // Other writers put the key `format` there.
-    let lost =
+    // Other writers add the key `format`.
+    let missing =
         header.metadata.keys().filter(|name| !by_name.contains_key(name.as_str()) && *name != "format");
-    if let Some(name) = lost.min() {
+    if let Some(name) = missing.min() {
         return Err(about(name, "has a scheme in the file's metadata, but is not in the file".into()));
     }
     let file = table.files.len();
@@ -104,8 +104,8 @@ fn add_layer_file(
             match name.strip_suffix("_scale") {
                 Some(of) if header.metadata.contains_key(of) => continue,
                 _ => {
-                    let problem = "has no scheme in the file's metadata, as the layer files of the original \
-                                   project have";
+                    let problem = "has no scheme in the file's metadata; expected one, as in layer files of the \
+                                   original project";
                     return Err(about(name, problem.into()));
                 }
             }
@@ -114,9 +114,9 @@ fn add_layer_file(
         if number.map(|number| number.parse::<u32>().ok()) != layer.map(Some) {
             let problem = match layer {
                 Some(layer) => {
-                    format!("lies in a file of layer {layer}; expected layers.{layer} in its name")
+                    format!("is in a file of layer {layer}; expected layers.{layer} in its name")
                 }
-                None => "lies in a file of what layers share; expected no layers.N in its name".into(),
+                None => "is in a file of shared tensors; expected no layers.N in its name".into(),
             };
             return Err(about(name, problem));
         }

@@ -1,4 +1,4 @@
-//! A tensor of a layer file, and the device's layout that holds its values without loss.
+//! A tensor of a layer file, and its lossless conversion to a device layout.
 
 use std::ops::Range;
 
@@ -9,7 +9,7 @@ use crate::checkpoint::floats::{f16_holds, float_at};
 use crate::checkpoint::safetensors::TensorInfo;
 use crate::tensor::{Bits, DType, QuantizedRow, Scales, Scheme};
 
-/// Values of a flattened tensor that share a scale; the last group may be short.
+/// Values of a flattened tensor that share a scale. The last group may have fewer.
 const GROUP: usize = 128;
 
 /// A tensor of the original project.
@@ -20,7 +20,7 @@ pub struct LegacyTensor<'a> {
     scales: &'a [u8],
 }
 
-/// How a tensor is stored, and the device's layout that holds it without loss.
+/// How a tensor is stored, and the scheme that stores it on the device without loss.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(in crate::checkpoint) struct Layout {
     kind: Kind,
@@ -39,7 +39,6 @@ enum Kind {
 }
 
 impl<'a> LegacyTensor<'a> {
-    /// A tensor of `layout` with these bytes.
     pub(in crate::checkpoint) fn new(layout: Layout, q: &'a [u8], scales: &'a [u8]) -> Self {
         Self { layout, q, scales }
     }
@@ -52,7 +51,7 @@ impl<'a> LegacyTensor<'a> {
         self.layout.scheme
     }
 
-    /// Some rows, each value rounded once at most.
+    /// The values of some rows. Each value is rounded at most once.
     pub(in crate::checkpoint) fn rows_f32_into(
         &self,
         rows: Range<usize>,
@@ -78,7 +77,7 @@ impl<'a> LegacyTensor<'a> {
         Ok(())
     }
 
-    /// Writes a row in the layout of [`LegacyTensor::scheme`]; panics if that scheme does not quantize.
+    /// Writes a row in the layout of [`LegacyTensor::scheme`]. Panics if that scheme does not quantize.
     pub(in crate::checkpoint) fn quantized_row_into(
         &self,
         row: usize,
@@ -117,7 +116,7 @@ impl<'a> LegacyTensor<'a> {
         Ok(())
     }
 
-    /// Describes what the writer lost of the tensor, as far as the stored data shows it; `None` if nothing.
+    /// Describes what the writer of the file lost, as far as the stored data shows it. `None` = nothing.
     pub fn defect(&self) -> Option<String> {
         let count = self.q.len();
         match self.layout.kind {
@@ -136,14 +135,14 @@ impl<'a> LegacyTensor<'a> {
                     255.0 => (255, 0),
                     _ => return None,
                 };
-                // The tensor is correct if the integer that stands for zero occurs: its minimum or maximum is zero
-                // then. Else the integer nearest to it says how far the range was moved, and so how much was clipped at
-                // the far end.
-                let moved = self.q.iter().map(|q| q.abs_diff(clamped)).min().filter(|steps| *steps > 0)?;
+                // The tensor is correct if the integer of the value zero occurs: then its minimum or maximum is zero.
+                // Otherwise the nearest integer that occurs shows how far the range was shifted, and thereby how much
+                // was clipped at the other end.
+                let shift = self.q.iter().map(|q| q.abs_diff(clamped)).min().filter(|steps| *steps > 0)?;
                 let saturated = self.q.iter().filter(|q| **q == cut).count();
                 let (side, loss) =
-                    (if clamped == 0 { "positive" } else { "negative" }, f32::from(moved) * self.scale(0));
-                let more = if moved == 255 { " or more" } else { "" };
+                    (if clamped == 0 { "positive" } else { "negative" }, f32::from(shift) * self.scale(0));
+                let more = if shift == 255 { " or more" } else { "" };
                 Some(format!(
                     "all {side}, zero point clamped to {clamped}: {saturated} of {count} values saturated, by up to \
                      {loss}{more}"
@@ -156,14 +155,14 @@ impl<'a> LegacyTensor<'a> {
         float_at(self.layout.scale_type, self.scales, index)
     }
 
-    /// The integer at index `at` of the flattened tensor.
+    /// Checks the integer at index `at` of the flattened tensor.
     fn int4(&self, at: usize, byte: u8) -> Result<i8, String> {
         let q = byte as i8;
         if (-7..=7).contains(&q) {
             return Ok(q);
         }
         let (row, col) = (at / self.layout.cols, at % self.layout.cols);
-        Err(format!("row {row}, column {col} holds {q}; expected -7 to 7, as int4_grouped has"))
+        Err(format!("row {row}, column {col} is {q}; expected -7 to 7 in int4_grouped"))
     }
 }
 
@@ -227,15 +226,15 @@ impl Layout {
     }
 }
 
-/// A problem of the tensor, or of its scales.
+/// A problem with the tensor, or with its scales.
 pub(super) enum LayoutError {
     Tensor(String),
     Scale(String),
 }
 
-/// The device's layout that holds the values bit for bit; f32 where there is none.
+/// The quantized scheme that stores the values exactly; f32 if there is none.
 fn device_scheme(kind: Kind, cols: usize, exact_in_f16: bool, scale: f32) -> Scheme {
-    // A group of 128 flattened values covers each row in whole pieces of this many columns.
+    // The largest power of two that divides both 128 and the columns: no piece of that many columns crosses a group.
     let piece = 1usize << cols.trailing_zeros().min(GROUP.trailing_zeros());
     let affine =
         |group: usize| Scheme::Int { bits: Bits::Eight, group: group as u32, scales: Scales::Affine };
@@ -245,7 +244,7 @@ fn device_scheme(kind: Kind, cols: usize, exact_in_f16: bool, scale: f32) -> Sch
         Kind::Int8Symmetric => whole_row(),
         Kind::Int4Grouped if exact_in_f16 && piece >= 32 => Scheme::int4(piece as u32),
         Kind::Int4Grouped if piece >= 16 => affine(piece),
-        // q - z has 9 bits; where s has no more than 15, no product and no sum is rounded.
+        // q - z has 9 bits. If the mantissa of s has at most 15 bits, products and sums are exact.
         Kind::Int8Asymmetric if scale == 0.0 || scale.is_normal() && scale.to_bits() & 0x1FF == 0 => {
             whole_row()
         }

@@ -1,4 +1,4 @@
-//! A packed matrix, and its values as the device holds them.
+//! A packed matrix, and its conversion to a device layout.
 
 use std::ops::Range;
 
@@ -8,24 +8,24 @@ use rayon::prelude::*;
 use crate::checkpoint::floats::{f16_holds, float_at};
 use crate::tensor::{Bits, DType, QuantizedRow, Scales, Scheme};
 
-/// Position of outputs 0 to 7 in a word of AWQ, in units of 4 bits.
+/// Positions of outputs 0 to 7 in a 32-bit word of AWQ, in nibbles.
 const AWQ_NIBBLE: [u32; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
 
-/// A matrix `[out, in]` whose integers, scales and zero points lie in tensors of their own.
+/// A matrix `[out, in]` whose integers, scales and zero points are separate tensors.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct PackedMatrix<'a> {
     layout: Layout,
     weights: &'a [u8],
     scales: &'a [u8],
-    /// Empty where a compressed-tensors matrix is symmetric.
+    /// Empty if a compressed-tensors matrix is symmetric.
     zeros: &'a [u8],
 }
 
-/// How the matrix is stored in its parts; the sizes match the parts' shapes.
+/// How the matrix is stored in its parts. The sizes match the shapes of the parts.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(in crate::checkpoint) struct Layout {
     pub(super) kind: Kind,
-    /// 4 or 8
+    /// 4 or 8.
     pub(super) bits: u32,
     pub(super) rows: usize,
     pub(super) cols: usize,
@@ -43,24 +43,24 @@ pub(super) enum Kind {
     Compressed,
 }
 
-/// What GPTQ's stored zero points mean.
+/// How GPTQ's zero points are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum GptqZeros {
-    /// "gptq_v2"
-    AsStored,
-    /// "gptq" by GPTQModel: one was subtracted from every zero point of a word, as one number.
-    WordLess,
-    /// "gptq" by other writers: one was subtracted from each zero point alone.
-    EachLess,
+    /// "gptq_v2": unchanged.
+    Unchanged,
+    /// "gptq" by GPTQModel: 1 was subtracted from every zero point of a word in one subtraction, with borrows.
+    WordMinusOnes,
+    /// "gptq" by other writers: 1 was subtracted from each zero point separately.
+    EachMinusOne,
 }
 
-/// The device's kind of scales that holds this matrix's scales without loss.
+/// The kind of device scales that stores this matrix's scales without loss.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Form {
-    /// Every zero point is half the range.
+    /// Every zero point is half of the range.
     Symmetric,
     ZeroPoint,
-    /// f16 does not hold some bf16 scale.
+    /// f16 does not represent some bf16 scale exactly.
     Affine,
 }
 
@@ -73,14 +73,13 @@ impl Layout {
         self.cols.div_ceil(self.group)
     }
 
-    /// Half the range of the integers, the zero point of a symmetric matrix.
+    /// Half of the range of the integers, which is the zero point of a symmetric matrix.
     fn half(self) -> u32 {
         1 << (self.bits - 1)
     }
 }
 
 impl<'a> PackedMatrix<'a> {
-    /// A matrix of `layout` with these parts.
     pub(in crate::checkpoint) fn new(
         layout: Layout,
         weights: &'a [u8],
@@ -90,17 +89,17 @@ impl<'a> PackedMatrix<'a> {
         Self { layout, weights, scales, zeros }
     }
 
-    /// The kind of scales that the device needs. Reads all scales and zero points.
+    /// Determines [`Form`]. Reads all scales and zero points.
     pub(super) fn find_form(&self) -> Form {
         let Self { layout, scales, zeros, .. } = *self;
         let is_exact = |index| f16_holds(float_at(layout.scale_type, scales, index));
         let count = scales.len() / layout.scale_type.size();
         let exact = layout.scale_type == DType::F16 || (0..count).into_par_iter().all(is_exact);
-        // A word holds four or eight zero points, which are compared at once.
-        let one_each = u32::MAX / ((1 << layout.bits) - 1);
+        // Compares the four or eight zero points of a word with one comparison.
+        let ones = u32::MAX / ((1 << layout.bits) - 1);
         let symmetric_word = match layout.kind {
-            Kind::Gptq(GptqZeros::WordLess | GptqZeros::EachLess) => one_each * (layout.half() - 1),
-            _ => one_each * layout.half(),
+            Kind::Gptq(GptqZeros::WordMinusOnes | GptqZeros::EachMinusOne) => ones * (layout.half() - 1),
+            _ => ones * layout.half(),
         };
         // The padding of the last word is undefined.
         let whole_words = layout.rows.is_multiple_of(layout.per_word()) || zeros.is_empty();
@@ -124,24 +123,24 @@ impl<'a> PackedMatrix<'a> {
             Form::Affine => Scales::Affine,
         };
         let block = block_columns(bits);
-        // A group that is a whole row may end inside a block.
-        let whole = group == cols;
-        let group = if whole { cols.next_multiple_of(block) } else { group } as u32;
+        // A group of a whole row may end inside a block.
+        let whole_row = group == cols;
+        let group = if whole_row { cols.next_multiple_of(block) } else { group } as u32;
         match bits {
             4 => Scheme::Int { bits: Bits::Four, group, scales },
-            _ if whole && form == Form::Symmetric => Scheme::Int8Row,
+            _ if whole_row && form == Form::Symmetric => Scheme::Int8Row,
             _ => Scheme::Int { bits: Bits::Eight, group, scales },
         }
     }
 
-    /// Writes a row in the layout of [`PackedMatrix::scheme`]. The error says what is wrong, and where.
+    /// Writes a row in the layout of [`PackedMatrix::scheme`].
     pub(in crate::checkpoint) fn quantized_row_into(
         &self,
         row: usize,
         out: &mut QuantizedRow,
     ) -> Result<(), String> {
         let Layout { bits, form, .. } = self.layout;
-        // The difference of the stored integers and the device's.
+        // The stored integers minus the integers on the device.
         let bias = if bits == 8 || form == Form::Symmetric { self.layout.half() } else { 0 };
         self.each_integer(row, |col, q| out.q[col] = (q as i32 - bias as i32) as i8);
         let mut records = out.scales.chunks_exact_mut(match form {
@@ -161,7 +160,7 @@ impl<'a> PackedMatrix<'a> {
                 }
                 Form::Affine => {
                     record[..4].copy_from_slice(&scale.to_le_bytes());
-                    // The product of a bf16 and 8 bits is exact.
+                    // The product of a bf16 and an 8-bit integer is exact in f32.
                     record[4..].copy_from_slice(&(-(scale * zero)).to_le_bytes());
                 }
             }
@@ -169,7 +168,7 @@ impl<'a> PackedMatrix<'a> {
         Ok(())
     }
 
-    /// Writes the values of some rows. No product is rounded: an f16 times 9 bits fits an f32.
+    /// Writes the values of some rows. The products are exact: f16 times a 9-bit integer fits f32.
     pub(in crate::checkpoint) fn rows_f32_into(
         &self,
         rows: Range<usize>,
@@ -186,7 +185,7 @@ impl<'a> PackedMatrix<'a> {
         Ok(())
     }
 
-    /// Calls with each column and its stored integer.
+    /// Calls `each` with every column and its stored integer.
     fn each_integer(&self, row: usize, mut each: impl FnMut(usize, u32)) {
         let Layout { kind, bits, rows, cols, .. } = self.layout;
         let (per_word, mask) = (self.layout.per_word(), (1 << bits) - 1);
@@ -238,15 +237,15 @@ impl<'a> PackedMatrix<'a> {
                 shifted(word, row % per_word)
             }
             Kind::Awq => shifted(by_output(row), AWQ_NIBBLE[row % 8] as usize),
-            Kind::Gptq(GptqZeros::AsStored) => shifted(by_output(row), row % per_word),
-            Kind::Gptq(GptqZeros::WordLess) => {
+            Kind::Gptq(GptqZeros::Unchanged) => shifted(by_output(row), row % per_word),
+            Kind::Gptq(GptqZeros::WordMinusOnes) => {
                 shifted(by_output(row).wrapping_add(u32::MAX / mask), row % per_word)
             }
-            Kind::Gptq(GptqZeros::EachLess) => match shifted(by_output(row), row % per_word) {
+            Kind::Gptq(GptqZeros::EachMinusOne) => match shifted(by_output(row), row % per_word) {
                 stored if stored == mask => {
                     return Err(format!(
-                        "row {row}, group {group}: its zero point is stored as {stored}, which is how AutoGPTQ wrote 0, \
-                         overwriting those beside it; quantize the original anew (\"gptq_v2\" has room for 0)"
+                        "row {row}, group {group}: its zero point is stored as {stored}, as AutoGPTQ writes 0, which \
+                         also overwrites the zero points next to it; quantize the original model again as \"gptq_v2\""
                     ));
                 }
                 stored => stored + 1,
@@ -255,12 +254,12 @@ impl<'a> PackedMatrix<'a> {
     }
 }
 
-/// Little endian word `index`.
+/// Little-endian 32-bit word `index`.
 pub(super) fn word(bytes: &[u8], index: usize) -> u32 {
     u32::from_le_bytes(bytes[4 * index..4 * index + 4].try_into().expect("4 bytes"))
 }
 
-/// Columns of a block; the device's groups are multiples of it.
+/// Columns of a block on the device. Group sizes must be multiples of it.
 pub(super) const fn block_columns(bits: u32) -> usize {
     128 / bits as usize
 }

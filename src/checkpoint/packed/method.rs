@@ -1,6 +1,6 @@
-//! Reads how a checkpoint is packed from its config, and checks the parts of each matrix against that.
+//! Reads from the config how a checkpoint is packed, and checks the parts of each matrix.
 //!
-//! Nothing of a part is used before its type and shape are checked: a [`Layout`] that exists fits its parts.
+//! The type and shape of a part are checked before its data is used. Every [`Layout`] matches its parts.
 
 use std::fmt;
 
@@ -11,21 +11,21 @@ use crate::checkpoint::error::short;
 use crate::checkpoint::format::Format;
 use crate::tensor::DType;
 
-/// Largest number of `config_groups`; each real checkpoint has one.
+/// Maximum number of `config_groups`. Known checkpoints have one.
 const MAX_CONFIG_GROUPS: usize = 64;
 
-/// How a checkpoint is packed, by the `quantization_config` of its config.json.
+/// How a checkpoint is packed, according to `quantization_config` in its config.json.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Method {
     Gptq {
         zeros: GptqZeros,
-        /// `None` where modules may differ (`dynamic`).
+        /// `None` = modules may differ (`dynamic`).
         numbers: Option<Numbers>,
-        /// Whether columns were grouped by their activations (`desc_act`); `g_idx` is required then.
+        /// Whether columns were grouped by their activations (`desc_act`). Then `g_idx` is required.
         by_activation: bool,
     },
     Awq(Numbers),
-    /// The numbers of each group, and whether it has zero points. Each matrix is in one of the groups.
+    /// (Numbers, whether there are zero points) of each config group. Each matrix belongs to one of the groups.
     CompressedTensors(Vec<(Numbers, bool)>),
 }
 
@@ -33,12 +33,12 @@ pub(super) enum Method {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Numbers {
     bits: u32,
-    /// Columns of a group; `None` is a whole row.
+    /// Columns of a group. `None` = a whole row.
     group: Option<usize>,
 }
 
 impl Method {
-    /// Reads a config.json, which may be of any model; `None` where it has no `quantization_config`.
+    /// Reads the config.json of any model; `None` if it has no `quantization_config`.
     pub(super) fn read(config: &Value) -> Result<Option<Method>, String> {
         let found = config
             .get("quantization_config")
@@ -64,13 +64,13 @@ impl Method {
     fn read_gptq(object: &Fields) -> Result<Self, String> {
         let by_gptqmodel =
             object.object.get("meta").and_then(|meta| meta.get("quantizer")).is_some_and(|by| {
-                let ours = |by: &Value| by.as_str().is_some_and(|by| by.starts_with("gptqmodel"));
-                ours(by) || by.as_array().is_some_and(|list| list.iter().any(ours))
+                let is_it = |by: &Value| by.as_str().is_some_and(|by| by.starts_with("gptqmodel"));
+                is_it(by) || by.as_array().is_some_and(|list| list.iter().any(is_it))
             });
         let zeros = match object.text("checkpoint_format")? {
-            Some("gptq_v2") => GptqZeros::AsStored,
-            None | Some("gptq") if by_gptqmodel => GptqZeros::WordLess,
-            None | Some("gptq") => GptqZeros::EachLess,
+            Some("gptq_v2") => GptqZeros::Unchanged,
+            None | Some("gptq") if by_gptqmodel => GptqZeros::WordMinusOnes,
+            None | Some("gptq") => GptqZeros::EachMinusOne,
             other => return Err(object.unlike("checkpoint_format", quote(other), "\"gptq\" or \"gptq_v2\"")),
         };
         if let Some(words) = object.text("pack_dtype")?
@@ -128,7 +128,11 @@ impl Method {
             }
             for name in ["input_activations", "output_activations"] {
                 if let Some(value) = group.get(name) {
-                    return Err(group.unlike(name, show(value), "null: activations are not quantized here"));
+                    return Err(group.unlike(
+                        name,
+                        show(value),
+                        "null, because activations are not quantized here",
+                    ));
                 }
             }
             let path = format!("{path}.weights");
@@ -157,7 +161,7 @@ impl Method {
             return Err(object.unlike(
                 "kv_cache_scheme",
                 show(scheme),
-                "null: the KV cache is not quantized here",
+                "null, because the KV cache is not quantized here",
             ));
         }
         Ok(Self::CompressedTensors(numbers))
@@ -171,7 +175,7 @@ impl Method {
         }
     }
 
-    /// The matrix that a tensor is a part of, and which part.
+    /// The matrix that contains the tensor `name`, and the tensor's role in it; `None` if it is not a part of a matrix.
     pub(super) fn part_of<'n>(&self, name: &'n str) -> Option<(&'n str, PartKind)> {
         let kinds: &[PartKind] = match self {
             Self::Gptq { .. } => {
@@ -186,7 +190,7 @@ impl Method {
         })
     }
 
-    /// The ending of the names of a kind of parts.
+    /// The end of the tensor names of a kind of part.
     pub(super) fn suffix(&self, kind: PartKind) -> &'static str {
         match (self, kind) {
             (Self::CompressedTensors(_), PartKind::Weights) => "weight_packed",
@@ -202,7 +206,7 @@ impl Method {
         }
     }
 
-    /// Checks that the parts fit together, and reads the matrix's layout. The error names the wrong part.
+    /// Checks that the parts match each other, and returns the matrix's layout.
     pub(super) fn layout(&self, parts: &Parts) -> Result<Layout, PartError> {
         let layout = match self {
             Self::Gptq { zeros, numbers, .. } => Self::gptq_layout(parts, *zeros, *numbers)?,
@@ -225,7 +229,7 @@ impl Method {
             if let Some(col) = wrong {
                 let problem = format!(
                     "puts column {col} into group {}: columns in activation order (desc_act, actorder) are not \
-                     supported; expected groups of {} columns in a row",
+                     supported; expected groups of {} consecutive columns",
                     word(index.data, col) as i32,
                     layout.group
                 );
@@ -261,7 +265,7 @@ impl Method {
         }
         let group = match numbers {
             Some(numbers) => numbers.columns(cols),
-            // Modules differ, so only the shape of the scales says the group.
+            // Modules may differ, so the group size follows from the shape of the scales.
             None => cols.div_ceil(groups.max(1)),
         };
         let scale_type = scales.dtype;
@@ -313,13 +317,13 @@ impl Method {
                 Layout { kind: Kind::Compressed, bits, rows, cols, group, scale_type, form: Form::Symmetric };
             let same = stated_rows == rows && cols.div_ceil(layout.per_word()) == words;
             let fits = rows > 0 && cols > 0 && same && layout.groups() == groups;
-            // Symmetric weights may come with zero points; other weights need them.
+            // Symmetric weights may have zero points. Other weights need them.
             fits.then_some((layout, *asymmetric && !with_zeros))
         };
         let Some((layout, lacks_zeros)) = numbers.iter().filter_map(of_group).min_by_key(|(_, lacks)| *lacks)
         else {
             let problem = format!(
-                "is {dims:?}; the matrix's {rows} rows of {words} words and {groups} scales are no such shape in any of \
+                "is {dims:?}; the matrix's {rows} rows of {words} words and {groups} scales do not match it in any of \
                  quantization_config.config_groups"
             );
             return Err((PartKind::Shape, problem));
@@ -329,7 +333,7 @@ impl Method {
         if lacks_zeros {
             return Err((
                 PartKind::Zeros,
-                "is missing; the weights are not symmetric by quantization_config".into(),
+                "is missing, but the weights are not symmetric according to quantization_config".into(),
             ));
         }
         if let Some(zeros) = parts.get(PartKind::Zeros) {
@@ -371,7 +375,7 @@ impl PartKind {
     pub const ALL: [PartKind; 5] = [Self::Weights, Self::Scales, Self::Zeros, Self::GroupIndex, Self::Shape];
 }
 
-/// A part as its file stores it.
+/// A part as stored in its file.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct StoredPart<'a> {
     pub dtype: DType,
@@ -389,7 +393,7 @@ impl StoredPart<'_> {
         Err(format!("is {:?} {:?}; expected {expected} {shape:?}", self.dtype, self.shape))
     }
 
-    /// Rows and columns of the part itself.
+    /// Rows and columns of the part.
     fn matrix(&self) -> Result<[usize; 2], String> {
         self.shape.try_into().map_err(|_| format!("has shape {:?}; expected two dimensions", self.shape))
     }
@@ -409,7 +413,7 @@ impl<'a> Parts<'a> {
     }
 }
 
-/// Which part is wrong, and how.
+/// (The wrong part, the problem).
 pub(super) type PartError = (PartKind, String);
 
 trait About<T> {
@@ -422,14 +426,15 @@ impl<T> About<T> for Result<T, String> {
     }
 }
 
-/// An object of config.json, with its path for messages.
+/// An object of config.json.
 struct Fields<'a> {
+    /// The path of the object, for messages.
     prefix: &'a str,
     object: &'a Map<String, Value>,
 }
 
 impl<'a> Fields<'a> {
-    /// A field that is there and not null.
+    /// The value of a field; `None` if the field is missing or null.
     fn get(&self, name: &str) -> Option<&'a Value> {
         self.object.get(name).filter(|value| !value.is_null())
     }
@@ -446,7 +451,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// Bits, 4 or 8, and the columns of a group; -1 or null is a whole row.
+    /// Reads the bits (4 or 8) and the columns of a group (-1 or null = a whole row).
     fn numbers(&self, bits: &str, group: &str) -> Result<Numbers, String> {
         let found = self.get(bits).map_or("missing".into(), show);
         let bits = match self.get(bits).and_then(Value::as_u64) {
@@ -471,7 +476,7 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// A value as a message may quote it.
+/// A value, for messages.
 fn show(value: &Value) -> String {
     match value {
         Value::Object(_) => "an object".into(),

@@ -1,22 +1,23 @@
-//! Weight matrices packed by GPTQ, AWQ or compressed-tensors (`pack-quantized`), read without loss.
+//! Reads weight matrices packed by GPTQ, AWQ or compressed-tensors (`pack-quantized`), without loss.
 //!
-//! Such a checkpoint stores each projection in parts, which become one tensor `NAME.weight` `[out, in]` here. Its value
-//! is `s * (q - z)`, with scale and zero point per group of consecutive inputs of a row (one output):
+//! These checkpoints store each projection in parts. Here the parts become one tensor `NAME.weight` `[out, in]`. A
+//! weight is `s * (q - z)`. Each group of consecutive inputs of a row (one output) has a scale s and a zero point z:
 //!
 //! | | GPTQ | AWQ | compressed-tensors |
 //! |---|---|---|---|
 //! | q | `.qweight` `[in / n, out]`, along `in` | `.qweight` `[in, out / 8]`, along `out`, interleaved | `.weight_packed` `[out, in / n]`, along `in` |
 //! | s | `.scales` `[groups, out]` | `.scales` `[groups, out]` | `.weight_scale` `[out, groups]` |
-//! | z | `.qzeros` `[groups, out / n]` | `.qzeros` `[groups, out / 8]`, interleaved | `.weight_zero_point` `[out / n, groups]`; without it half the range |
+//! | z | `.qzeros` `[groups, out / n]` | `.qzeros` `[groups, out / 8]`, interleaved | `.weight_zero_point` `[out / n, groups]`; default: half the range |
 //! | | `.g_idx` `[in]`: group of each input | | `.weight_shape` `[2]`: out, in |
 //!
-//! q and z are unsigned, `n` of them to a 32-bit word, lowest bits first. GPTQ's first version (`checkpoint_format`
-//! "gptq") stores z - 1. Where z is 0, the subtraction borrows from the neighbouring zero points: GPTQModel subtracts
-//! from a whole word, and adding back is exact; AutoGPTQ overwrites the neighbours, and the row is refused.
+//! q and z are unsigned. A 32-bit word contains `n` of them, lowest bits first. GPTQ's first version
+//! (`checkpoint_format` "gptq") stores z - 1. If z is 0, the subtraction changes the neighbouring zero points.
+//! GPTQModel subtracts from a whole word, so adding restores all of them exactly. AutoGPTQ overwrites the neighbours,
+//! so the row is refused.
 //!
-//! Refuses by name: other methods and formats, bits other than 4 and 8, groups that are no multiple of the device's
-//! block, activation order (`g_idx` other than the trivial one), quantized activations, and every disagreement between
-//! the parts' shapes, or between them and `quantization_config`.
+//! Refuses other methods and formats, bits other than 4 and 8, groups that are not a multiple of the device's block,
+//! activation order (a `g_idx` other than the trivial one), quantized activations, and parts whose shapes contradict
+//! each other or `quantization_config`.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -33,8 +34,8 @@ pub use matrix::PackedMatrix;
 
 use method::{Method, PartKind, Parts, StoredPart};
 
-/// Joins the parts of each packed matrix to one tensor, by the method that config.json names. Reads their scales and
-/// zero points. Returns the format; `None` where nothing is packed.
+/// Joins the parts of each packed matrix into one tensor, with the method from config.json. Reads all scales and zero
+/// points. Returns the format; `None` if nothing is packed.
 pub(super) fn join(table: &mut Table, files: &ModelFiles) -> Result<Option<Format>, CheckpointError> {
     let method = match files.config()? {
         None => None,
@@ -53,7 +54,7 @@ pub(super) fn join(table: &mut Table, files: &ModelFiles) -> Result<Option<Forma
     for (base, indices) in &matrices {
         joined.insert(indices[PartKind::Weights as usize], join_parts(table, method, base, indices)?);
     }
-    // Each matrix takes the place of its integers.
+    // Each matrix replaces the tensor of its integers.
     let entries = std::mem::take(&mut table.tensors).into_iter().enumerate();
     let keep = |(index, entry): (usize, Entry)| match method.part_of(&entry.name) {
         Some(_) => joined.remove(&Some(index)),
@@ -63,7 +64,7 @@ pub(super) fn join(table: &mut Table, files: &ModelFiles) -> Result<Option<Forma
     table.by_name.clear();
     for (index, entry) in table.tensors.iter().enumerate() {
         if table.by_name.insert(entry.name.clone(), index).is_some() {
-            let problem = "is there whole, and packed in parts; expected one of them";
+            let problem = "is stored both unpacked and packed; expected one of them";
             return Err(CheckpointError::tensor(&table.files[entry.file].display, &entry.name, problem));
         }
     }
@@ -107,13 +108,13 @@ fn join_parts(
     })
 }
 
-/// Refuses parts of packed matrices where no config says how they are packed.
+/// Refuses parts of packed matrices if config.json has no `quantization_config`.
 fn refuse_packed(table: &Table) -> Result<(), CheckpointError> {
     let packed = |entry: &&Entry| entry.name.ends_with(".qweight") || entry.name.ends_with(".weight_packed");
     match table.tensors.iter().find(packed) {
         None => Ok(()),
         Some(entry) => {
-            let problem = "is a packed matrix, but config.json has no quantization_config that says how";
+            let problem = "is a packed matrix, but config.json has no quantization_config";
             Err(CheckpointError::tensor(&table.files[entry.file].display, &entry.name, problem))
         }
     }
