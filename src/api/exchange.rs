@@ -216,7 +216,7 @@ async fn permit(
 /// Runs work that takes a processor for seconds, as rendering and tokenizing a long conversation or compiling a grammar
 /// does. The work runs outside the threads that answer other clients, and on no more threads than there are processors.
 /// Permits go to the client that has used the least processor time. `what` names the work if it panics.
-pub(in crate::api) async fn apart<T: Send + 'static>(
+pub(in crate::api) async fn on_worker<T: Send + 'static>(
     server: &Server,
     client: ClientId,
     what: &str,

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::config::{Gemma3Config, GenerationConfig, LayerType};
-use super::layers::{Layer, Scratch};
+use super::layers::{DeviceLayer, Scratch};
 use super::memory::{self, MAX_IN_FLIGHT, Schemes};
 use super::offload::{Attached, NpuShare, OffloadBuffers};
 use super::rates::{Rates, WorkAmount};
@@ -80,7 +80,7 @@ pub struct Gemma3 {
     pub(super) kernels: Kernels,
     pub(super) embedding: Embedding,
     pub(super) norm: RmsNorm,
-    pub(super) layers: Vec<Layer>,
+    pub(super) layers: Vec<DeviceLayer>,
     pub(super) scratch: Scratch,
     pub(super) frames: Vec<Frame>,
     /// The id last sampled in each slot, u32.

@@ -37,6 +37,7 @@ use crate::checkpoint::ModelFiles;
 use crate::config::{self, Config};
 use crate::engine::{EnergyCounter, Engine, EngineConfig, EngineHandle};
 use crate::model::Runner;
+use crate::model::config::Gemma3Config;
 use crate::session::Service;
 use crate::text::panic_message;
 

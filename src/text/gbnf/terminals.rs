@@ -198,11 +198,11 @@ impl Places {
     fn unsafe_terminals(
         &self,
         syntax: &Syntax,
-        sets: &[Option<FirstSets>],
+        first_sets: &[Option<FirstSets>],
         steps: &mut usize,
     ) -> Option<BTreeSet<usize>> {
-        let sets =
-            |place: usize| sets[self.places[place].node].as_ref().expect("a terminal is not recursive");
+        let of_place =
+            |place: usize| first_sets[self.places[place].node].as_ref().expect("a terminal is not recursive");
         let single = |place: usize| matches!(syntax.nodes[self.places[place].node], Node::Chars(_));
         let mut known: HashMap<usize, Rc<[usize]>> = HashMap::new();
         let mut following = |state: usize, steps: &mut usize| -> Option<Rc<[usize]>> {
@@ -229,7 +229,7 @@ impl Places {
             let Some((a, b)) = pending.pop() else { return Some(found) };
             let nodes = [a, b].map(|place| self.places[place].node);
             if nodes[0] != nodes[1] {
-                if !sets(a).first.intersects(&sets(b).first) {
+                if !of_place(a).first.intersects(&of_place(b).first) {
                     continue;
                 }
                 if !(single(a) && single(b)) {
@@ -239,9 +239,9 @@ impl Places {
             }
             let next = [following(self.places[a].to, steps)?, following(self.places[b].to, steps)?];
             // Here both places have the same terminal, or both are single characters, whose `more` is empty.
-            let more = &sets(a).more;
+            let more = &of_place(a).more;
             *steps = steps.checked_sub(next[0].len() + next[1].len())?;
-            if next.iter().any(|next| next.iter().any(|place| sets(*place).first.intersects(more))) {
+            if next.iter().any(|next| next.iter().any(|place| of_place(*place).first.intersects(more))) {
                 found.insert(nodes[0]);
                 continue;
             }
