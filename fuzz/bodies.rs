@@ -6,8 +6,8 @@
 use std::sync::LazyLock;
 
 use unicorn::checkpoint::{Checkpoint, ModelFiles};
-use unicorn::model::config::Gemma3Config;
-use unicorn::model::weights::Gemma3Weights;
+use unicorn::model::config::ModelConfig;
+use unicorn::model::weights::Weights;
 use unicorn::npu::container::Container;
 use unicorn::npu::contract::{Bucket, Layout, Shape};
 use unicorn::npu::transaction;
@@ -140,7 +140,7 @@ pub fn checkpoint(files: &ModelFiles) -> Accepted {
     if let Err(error) = &opened {
         one_line(error);
     }
-    let config = Gemma3Config::load(files);
+    let config = ModelConfig::load(files);
     if let Err(error) = &config {
         one_line(error);
     }
@@ -170,9 +170,9 @@ pub fn checkpoint(files: &ModelFiles) -> Accepted {
         }
     }
     if let Ok((config, _)) = config {
-        match Gemma3Weights::collect(&checkpoint, &config) {
+        match Weights::collect(&checkpoint, &config) {
             Ok(weights) => {
-                assert!(weights.iter().count() > 0);
+                assert!(weights.tensors.iter().count() > 0);
                 accepted.model = true;
             }
             Err(error) => one_line(&error),

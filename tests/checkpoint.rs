@@ -13,8 +13,8 @@ use tempfile::TempDir;
 
 use unicorn::checkpoint::{Checkpoint, CheckpointError, MAX_READ_BYTES, ModelFiles, Tensor};
 use unicorn::model::SamplingOptions;
-use unicorn::model::config::{Gemma3Config, GenerationConfig, LayerType};
-use unicorn::model::weights::Gemma3Weights;
+use unicorn::model::config::{GenerationConfig, LayerType, ModelConfig};
+use unicorn::model::weights::Weights;
 use unicorn::quantize::{Rounding, grouping, pack_tiles, quantize_row};
 use unicorn::tensor::{DType, QuantizeMode, QuantizedRow, Scheme, TILE_ROWS, unpack_row};
 
@@ -29,9 +29,9 @@ fn read_json(path: &Path) -> Value {
     serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
 }
 
-fn open(path: &Path) -> (Gemma3Config, Checkpoint) {
+fn open(path: &Path) -> (ModelConfig, Checkpoint) {
     let files = ModelFiles::open(path).unwrap();
-    (Gemma3Config::load(&files).unwrap().0, Checkpoint::open(&files).unwrap())
+    (ModelConfig::load(&files).unwrap().0, Checkpoint::open(&files).unwrap())
 }
 
 // ---- Real layouts -------------------------------------------------------------------------------------
@@ -47,14 +47,14 @@ fn every_layout_loads_with_its_weights() {
     ];
     for (folder, layers, embedding, vision) in cases {
         let (config, checkpoint) = open(&data(folder));
-        let weights = Gemma3Weights::collect(&checkpoint, &config).unwrap();
-        assert_eq!(weights.layers.len(), layers, "{folder}");
-        assert_eq!(weights.embed_tokens.name, embedding, "{folder}");
+        let weights = Weights::collect(&checkpoint, &config).unwrap();
+        assert_eq!(weights.tensors.layers.len(), layers, "{folder}");
+        assert_eq!(weights.tensors.embed_tokens.name, embedding, "{folder}");
         assert_eq!(weights.skipped_vision, vision, "{folder}");
-        assert_eq!(weights.iter().count() + vision, checkpoint.iter().len(), "{folder}");
-        let bytes: u64 = weights.iter().map(|t| t.stored_bytes()).sum();
+        assert_eq!(weights.tensors.iter().count() + vision, checkpoint.iter().len(), "{folder}");
+        let bytes: u64 = weights.tensors.iter().map(|t| t.stored_bytes()).sum();
         assert_eq!(bytes + weights.skipped_bytes, checkpoint.total_bytes(), "{folder}");
-        for tensor in weights.iter() {
+        for tensor in weights.tensors.iter() {
             tensor.to_f32().unwrap();
         }
     }
@@ -63,9 +63,9 @@ fn every_layout_loads_with_its_weights() {
 #[test]
 fn the_demo_model_loads() {
     let (config, checkpoint) = open(&root().join("models/demo"));
-    let weights = Gemma3Weights::collect(&checkpoint, &config).unwrap();
-    assert_eq!((weights.layers.len(), weights.skipped_vision), (config.num_hidden_layers, 0));
-    for tensor in weights.iter() {
+    let weights = Weights::collect(&checkpoint, &config).unwrap();
+    assert_eq!((weights.tensors.layers.len(), weights.skipped_vision), (config.num_hidden_layers, 0));
+    for tensor in weights.tensors.iter() {
         tensor.to_f32().unwrap();
     }
 }
@@ -123,10 +123,10 @@ fn every_tensor_naming_of_transformers_loads() {
                 fs::write(model.path().join("model.safetensors.index.json"), index.to_string()).unwrap();
             }
             let (config, checkpoint) = open(model.path());
-            let weights = Gemma3Weights::collect(&checkpoint, &config)
+            let weights = Weights::collect(&checkpoint, &config)
                 .unwrap_or_else(|e| panic!("{} {list}: {e}", folder.display()));
-            assert_eq!(weights.layers.len(), config.num_hidden_layers);
-            assert_eq!(weights.iter().count() + weights.skipped_vision, weight_map.len());
+            assert_eq!(weights.tensors.layers.len(), config.num_hidden_layers);
+            assert_eq!(weights.tensors.iter().count() + weights.skipped_vision, weight_map.len());
         }
     }
 }
@@ -205,12 +205,12 @@ fn embedded_files_are_read_like_files_of_a_folder() {
     assert_eq!(files.name(), "demo");
     assert_eq!(files.read("config.json").unwrap().unwrap(), FILES[0].1);
     assert!(files.read("tokenizer.json").unwrap().is_none());
-    let (config, generation) = Gemma3Config::load(&files).unwrap();
+    let (config, generation) = ModelConfig::load(&files).unwrap();
     assert_eq!((config.vocab_size, generation.sampling.top_k), (320, Some(64)));
     // The config of another model than the tensors.
     let checkpoint = Checkpoint::open(&files).unwrap();
     assert_eq!(
-        Gemma3Weights::collect(&checkpoint, &config).unwrap_err().to_string(),
+        Weights::collect(&checkpoint, &config).unwrap_err().to_string(),
         "demo (embedded)/model.safetensors: tensor model.embed_tokens.weight has shape [512, 128]; config.json \
          asks for [320, 96] (vocab_size, hidden_size)"
     );
@@ -386,8 +386,8 @@ fn file_of_zeros(tensors: &[(String, DType, Vec<usize>)]) -> Vec<u8> {
 
 // ---- Configs ------------------------------------------------------------------------------------------
 
-fn config(json: Value) -> Result<Gemma3Config, String> {
-    Gemma3Config::from_json(json.to_string().as_bytes(), "config.json").map_err(|e| e.to_string())
+fn config(json: Value) -> Result<ModelConfig, String> {
+    ModelConfig::from_json(json.to_string().as_bytes(), "config.json").map_err(|e| e.to_string())
 }
 
 /// The published sizes, with exactly the fields that their config.json files have.
@@ -401,7 +401,7 @@ fn configs_of_the_published_sizes_are_read() {
             "vision_config": {"hidden_size": 1152, "num_hidden_layers": 27, "model_type": "siglip_vision_model"}
         })
     };
-    let defaults = Gemma3Config {
+    let defaults = ModelConfig {
         vocab_size: 262_208,
         hidden_size: 2304,
         intermediate_size: 9216,
@@ -429,7 +429,7 @@ fn configs_of_the_published_sizes_are_read() {
                 "num_attention_heads": 32, "num_hidden_layers": 62, "num_key_value_heads": 16,
                 "query_pre_attn_scalar": 168, "rope_scaling": linear8, "sliding_window": 1024
             })),
-            Gemma3Config {
+            ModelConfig {
                 hidden_size: 5376,
                 intermediate_size: 21504,
                 num_hidden_layers: 62,
@@ -447,7 +447,7 @@ fn configs_of_the_published_sizes_are_read() {
                 "num_attention_heads": 16, "num_hidden_layers": 48, "num_key_value_heads": 8,
                 "rope_scaling": linear8, "sliding_window": 1024
             })),
-            Gemma3Config {
+            ModelConfig {
                 hidden_size: 3840,
                 intermediate_size: 15360,
                 num_hidden_layers: 48,
@@ -462,7 +462,7 @@ fn configs_of_the_published_sizes_are_read() {
                 "model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240,
                 "num_hidden_layers": 34, "rope_scaling": linear8, "sliding_window": 1024
             })),
-            Gemma3Config {
+            ModelConfig {
                 hidden_size: 2560,
                 intermediate_size: 10240,
                 num_hidden_layers: 34,
@@ -481,7 +481,7 @@ fn configs_of_the_published_sizes_are_read() {
                 "rope_local_base_freq": 10000, "rope_scaling": null, "rope_theta": 1000000, "sliding_window": 512,
                 "sliding_window_pattern": 6, "torch_dtype": "bfloat16", "use_cache": true, "vocab_size": 262144
             }),
-            Gemma3Config {
+            ModelConfig {
                 vocab_size: 262_144,
                 hidden_size: 1152,
                 intermediate_size: 6912,
@@ -512,7 +512,7 @@ fn configs_of_transformers_4_and_5_are_read_alike() {
     for set in ["tiny-a", "tiny-27b-ratio"] {
         let load = |folder: &str| {
             let files = ModelFiles::open(&data(format!("{folder}/{set}"))).unwrap();
-            Gemma3Config::load(&files).unwrap()
+            ModelConfig::load(&files).unwrap()
         };
         let (old, old_generation) = load("gemma3");
         let (new, _) = load("transformers5");
@@ -543,7 +543,7 @@ fn config_fields_are_read_as_transformers_reads_them() {
         json.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
         config(json)
     };
-    let full = |config: Gemma3Config| -> Vec<bool> {
+    let full = |config: ModelConfig| -> Vec<bool> {
         config.layer_types.iter().map(|t| *t == LayerType::FullAttention).collect()
     };
     for name in ["sliding_window_pattern", "_sliding_window_pattern"] {
@@ -748,7 +748,7 @@ fn unsupported_configs_are_refused_with_the_name_of_the_field() {
         json.as_object_mut().unwrap().extend(change.as_object().unwrap().clone());
         assert_eq!(config(json), Err(format!("config.json: {expected}")));
     }
-    let raw = |bytes: &[u8]| Gemma3Config::from_json(bytes, "config.json").unwrap_err().to_string();
+    let raw = |bytes: &[u8]| ModelConfig::from_json(bytes, "config.json").unwrap_err().to_string();
     assert_eq!(raw(b"[1]"), "config.json: is a list; expected a JSON object");
     assert_eq!(raw(b""), "config.json: is not valid JSON: EOF while parsing a value at line 1 column 0");
     assert_eq!(
@@ -1049,7 +1049,7 @@ fn links_out_of_the_folder_and_files_that_are_not_regular_are_refused() {
         assert_eq!(error, format!("{}: {expected}", path.display()));
     }
     assert_eq!(
-        Gemma3Config::load(&files).unwrap_err().to_string(),
+        ModelConfig::load(&files).unwrap_err().to_string(),
         format!(
             "{}: holds no config.json; give that of the original model with --model-config",
             outside.display()
@@ -1103,7 +1103,7 @@ fn tensors_that_contradict_the_config_are_refused_by_name() {
         fs::write(folder.path().join("model.safetensors"), file_of_zeros(&tensors)).unwrap();
         let checkpoint = Checkpoint::open(&ModelFiles::open(folder.path()).unwrap()).unwrap();
         let folder = folder.path().display().to_string();
-        Gemma3Weights::collect(&checkpoint, &config)
+        Weights::collect(&checkpoint, &config)
             .map(|weights| weights.skipped_vision)
             .map_err(|e| e.to_string().replace(&format!("{folder}/"), "").replace(&folder, "DIR"))
     };
@@ -1252,7 +1252,7 @@ fn damaged_models_are_refused_or_read_within_bounds() {
 /// Opens the model, collects its tensors, reads them all and quantizes the weights.
 fn load_to_the_end(folder: &Path) -> Result<(), String> {
     let files = ModelFiles::open(folder).map_err(|e| e.to_string())?;
-    let (config, _) = Gemma3Config::load(&files).map_err(|e| e.to_string())?;
+    let (config, _) = ModelConfig::load(&files).map_err(|e| e.to_string())?;
     let checkpoint = Checkpoint::open(&files).map_err(|e| e.to_string())?;
     for tensor in checkpoint.iter() {
         let (dtype, data) = plain(&tensor).expect("safetensors as they are");
@@ -1269,8 +1269,8 @@ fn load_to_the_end(folder: &Path) -> Result<(), String> {
             assert_eq!((tensor.shape, data), (expected.shape(), expected.data()));
         }
     }
-    let weights = Gemma3Weights::collect(&checkpoint, &config).map_err(|e| e.to_string())?;
-    for tensor in weights.iter() {
+    let weights = Weights::collect(&checkpoint, &config).map_err(|e| e.to_string())?;
+    for tensor in weights.tensors.iter() {
         let cols = tensor.cols();
         let (mut q, mut scales) = (vec![0; cols], vec![f16::ZERO; cols.div_ceil(32)]);
         for row in tensor.to_f32().map_err(|e| e.to_string())?.chunks(cols) {

@@ -14,9 +14,9 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use unicorn::checkpoint::{Checkpoint, ModelFiles};
-use unicorn::model::config::Gemma3Config;
+use unicorn::model::config::ModelConfig;
 use unicorn::model::load::LoadOptions;
-use unicorn::model::weights::Gemma3Weights;
+use unicorn::model::weights::Weights;
 use unicorn::tensor::{Bits, QuantizedRow, Scales, Scheme};
 
 use crate::support::checkpoints::{ByName as _, mutate, read_all, sha256, values_both_ways, with_header};
@@ -82,22 +82,22 @@ fn groups_that_straddle_rows_and_end_short_are_read() {
 fn files_of_a_layer_are_merged_and_vision_tensors_are_skipped() {
     let folder = data("legacy/tiny-a");
     let files = ModelFiles::open(&folder).unwrap();
-    let (config, _) = Gemma3Config::load(&files).unwrap();
+    let (config, _) = ModelConfig::load(&files).unwrap();
     let checkpoint = Checkpoint::open(&files).unwrap();
-    let weights = Gemma3Weights::collect(&checkpoint, &config).unwrap();
-    assert_eq!((weights.layers.len(), weights.iter().count()), (8, 8 * 13 + 2));
-    assert_eq!(weights.iter().count() + weights.skipped_vision, checkpoint.iter().len());
+    let weights = Weights::collect(&checkpoint, &config).unwrap();
+    assert_eq!((weights.tensors.layers.len(), weights.tensors.iter().count()), (8, 8 * 13 + 2));
+    assert_eq!(weights.tensors.iter().count() + weights.skipped_vision, checkpoint.iter().len());
     // The source's shards are divided within layer 4, so its tensors are in two files.
     let layer_4: std::collections::BTreeSet<_> =
-        weights.iter().filter(|t| t.name.contains(".layers.4.")).map(|t| t.file).collect();
+        weights.tensors.iter().filter(|t| t.name.contains(".layers.4.")).map(|t| t.file).collect();
     assert_eq!(layer_4.len(), 2, "{layer_4:?}");
     // The scheme that each scheme of the file becomes on the device. None needs more bytes than in the file.
     let whole_row = |cols: u32| Scheme::Int { bits: Bits::Eight, group: cols, scales: Scales::Affine };
-    assert_eq!(weights.embed_tokens.scheme().unwrap(), whole_row(128));
-    for layer in &weights.layers {
-        assert_eq!(layer.q_proj.scheme().unwrap(), Scheme::Int8Row);
-        assert_eq!(layer.down_proj.scheme().unwrap(), Scheme::int4(128));
-        assert_eq!(layer.input_layernorm.scheme().unwrap(), whole_row(128));
+    assert_eq!(weights.tensors.embed_tokens.scheme().unwrap(), whole_row(128));
+    for layer in &weights.tensors.layers {
+        assert_eq!(layer.projections.q_proj.scheme().unwrap(), Scheme::Int8Row);
+        assert_eq!(layer.projections.down_proj.scheme().unwrap(), Scheme::int4(128));
+        assert_eq!(layer.norms.input_layernorm.scheme().unwrap(), whole_row(128));
     }
 }
 
@@ -135,8 +135,8 @@ fn saturated_tensors_are_reported_by_name() {
     let found = found(norm).unwrap();
     assert!(found.ends_with("clamped to 0: 5 of 128 values saturated, by up to 0.2557068"), "{found}");
 
-    let weights = Gemma3Config::load(&ModelFiles::open(&folder).unwrap()).unwrap().0;
-    let weights = Gemma3Weights::collect(&checkpoint, &weights).unwrap();
+    let weights = ModelConfig::load(&ModelFiles::open(&folder).unwrap()).unwrap().0;
+    let weights = Weights::collect(&checkpoint, &weights).unwrap();
     // Only the language model's defects count, because the vision tower's tensors are not used.
     assert_eq!(weights.defects().iter().filter(|defect| defect.contains("saturated")).count(), 5);
     assert!(weights.defects().contains(found));
@@ -187,7 +187,7 @@ fn bare() -> TempDir {
 fn config_and_tokenizer_are_read_from_the_given_paths() {
     let bare = bare();
     let files = || ModelFiles::open(bare.path()).unwrap();
-    let error = Gemma3Config::load(&files()).unwrap_err().to_string();
+    let error = ModelConfig::load(&files()).unwrap_err().to_string();
     assert!(
         error.ends_with(": holds no config.json; give that of the original model with --model-config"),
         "{error}"

@@ -12,10 +12,11 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
 use unicorn::checkpoint::{Checkpoint, Manifest, ModelFiles, verify};
-use unicorn::model::config::Gemma3Config;
-use unicorn::model::gemma3::Gemma3;
-use unicorn::model::load::{LoadOptions, Progress};
-use unicorn::model::weights::Gemma3Weights;
+use unicorn::model::config::ModelConfig;
+use unicorn::model::load::{LoadOptions, Progress, Source};
+use unicorn::model::model_runner::ModelRunner;
+use unicorn::model::tensors::Inputs;
+use unicorn::model::weights::Weights;
 use unicorn::quantize::{quantize_row, quantize_row_searching};
 use unicorn::tensor::{
     QuantizeMode, QuantizedRow, Scheme, pack_plain_row, pack_row, unpack_plain_row, unpack_row,
@@ -45,7 +46,10 @@ fn quantize(source: &Path, destination: &Path, args: &[&str]) -> String {
 
 fn logits(folder: &Path, options: &LoadOptions, tokens: &[u32]) -> Vec<f32> {
     let files = ModelFiles::open(folder).unwrap();
-    all_logits(&mut Gemma3::load(&device(), &files, options, &mut |_| {}).unwrap(), tokens)
+    all_logits(
+        &mut ModelRunner::load(&device(), &Source::open(&files).unwrap(), options, &mut |_| {}).unwrap(),
+        tokens,
+    )
 }
 
 /// Every file of a folder by name.
@@ -102,7 +106,14 @@ fn a_load_leaves_no_file_data_in_the_page_cache() {
             fs::File::open(folder.join(name)).unwrap().sync_all().unwrap();
         }
         let files = ModelFiles::open(&folder).unwrap();
-        let loaded = Gemma3::load(&device(), &files, &LoadOptions::default(), &mut |_| {}).unwrap().loaded();
+        let loaded = ModelRunner::load(
+            &device(),
+            &Source::open(&files).unwrap(),
+            &LoadOptions::default(),
+            &mut |_| {},
+        )
+        .unwrap()
+        .loaded();
         println!("{}: {loaded:?}", folder.display());
         assert!(loaded.bytes > 5 << 20, "{loaded:?}");
         assert_eq!(loaded.resident_bytes < loaded.bytes / 10, is_disk, "{loaded:?}");
@@ -383,7 +394,8 @@ fn a_file_that_is_truncated_during_a_load_is_reported_with_its_byte_range() {
             fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(scales + 10).unwrap();
         }
     };
-    let loaded = Gemma3::load(&device(), &files, &LoadOptions::default(), &mut progress);
+    let loaded =
+        ModelRunner::load(&device(), &Source::open(&files).unwrap(), &LoadOptions::default(), &mut progress);
     let error = loaded.err().unwrap().to_string();
     for part in [text(&path), "tensor model.embed_tokens.weight", &format!("bytes {scales} to ")] {
         assert!(error.contains(part), "{part:?} is not in {error:?}");
@@ -563,14 +575,14 @@ fn damaged_native_checkpoints_are_refused_or_read() {
 
 fn read_to_the_end(folder: &Path) -> Result<(), String> {
     let files = ModelFiles::open(folder).map_err(|e| e.to_string())?;
-    let (config, _) = Gemma3Config::load(&files).map_err(|e| e.to_string())?;
+    let (config, _) = ModelConfig::load(&files).map_err(|e| e.to_string())?;
     let checkpoint = Checkpoint::open(&files).map_err(|e| e.to_string())?;
     if let Some(manifest) = Manifest::read(&files).map_err(|e| e.to_string())? {
         // Verification may fail, but it must end.
         let _ = verify(&files, &manifest, &mut |_, _| {});
     }
-    let weights = Gemma3Weights::collect(&checkpoint, &config).map_err(|e| e.to_string())?;
-    for tensor in weights.iter() {
+    let weights = Weights::collect(&checkpoint, &config).map_err(|e| e.to_string())?;
+    for tensor in weights.tensors.iter() {
         for row in [0, tensor.rows() - 1] {
             tensor.rows_f32(row..row + 1).map_err(|e| e.to_string())?;
         }
@@ -690,7 +702,7 @@ fn damaged_small_files_of_native_checkpoints_are_refused_or_used() {
 fn use_small_files(folder: &Path) -> Result<(), String> {
     let line = |error: &dyn std::fmt::Display| error.to_string();
     let files = ModelFiles::open(folder).map_err(|e| line(&e))?;
-    let (config, generation) = Gemma3Config::load(&files).map_err(|e| line(&e))?;
+    let (config, generation) = ModelConfig::load(&files).map_err(|e| line(&e))?;
     generation.sampling_defaults();
     let manifest = Manifest::read(&files).map_err(|e| line(&e))?.ok_or("no manifest")?;
     manifest.layer_values(&files).map_err(|e| line(&e))?;
@@ -813,34 +825,36 @@ fn observed_moments_equal_those_of_the_matrix_inputs() {
     let goldens = Goldens::open(&source);
     let files = ModelFiles::open(&source).unwrap();
     let options = LoadOptions { moments: true, max_batch_tokens: 20, ..LoadOptions::default() };
-    let mut model = Gemma3::load(&device(), &files, &options, &mut |_| {}).unwrap();
+    let mut model =
+        ModelRunner::load(&device(), &Source::open(&files).unwrap(), &options, &mut |_| {}).unwrap();
     let tokens = goldens.tokens("tokens.mid");
     model.observe(&tokens, &mut |_| {}).unwrap();
     let moments = model.take_moments().unwrap();
     let config = model.config().clone();
     assert_eq!(moments.len(), config.num_hidden_layers);
     let heads = config.num_attention_heads * config.head_dim;
-    let widths = [config.hidden_size, heads, config.hidden_size, config.intermediate_size];
+    let (hidden, ffn) = (config.hidden_size, config.intermediate_size);
+    let widths = Inputs { qkv: hidden, output: heads, gate_up: hidden, down: ffn };
     for layer in &moments {
-        assert_eq!(layer.each_ref().map(Vec::len), widths);
+        assert_eq!(layer.as_ref().map(Vec::len), widths);
         assert!(layer.iter().flatten().all(|sum| sum.is_finite() && *sum >= 0.0));
         assert!(layer.iter().all(|sums| sums.iter().any(|sum| *sum > 0.0)));
     }
 
     // The inputs of the first layer's q, k and v can be computed from the embedding alone.
     let checkpoint = Checkpoint::open(&files).unwrap();
-    let weights = Gemma3Weights::collect(&checkpoint, &config).unwrap();
+    let weights = Weights::collect(&checkpoint, &config).unwrap();
     let factors: Vec<f32> =
-        weights.layers[0].input_layernorm.to_f32().unwrap().iter().map(|w| 1.0 + w).collect();
+        weights.tensors.layers[0].norms.input_layernorm.to_f32().unwrap().iter().map(|w| 1.0 + w).collect();
     let mut expected = vec![0f64; config.hidden_size];
     for id in &tokens {
-        let row = weights.embed_tokens.rows_f32(*id as usize..*id as usize + 1).unwrap();
+        let row = weights.tensors.embed_tokens.rows_f32(*id as usize..*id as usize + 1).unwrap();
         let scale = (config.hidden_size as f64).sqrt();
         let row: Vec<f64> = row.iter().map(|w| f64::from(*w) * scale).collect();
         let normed = rms_norm(&row, &factors, f64::from(config.rms_norm_eps));
         expected.iter_mut().zip(normed).for_each(|(sum, x)| *sum += x * x);
     }
-    for (got, expected) in moments[0][0].iter().zip(&expected) {
+    for (got, expected) in moments[0].qkv.iter().zip(&expected) {
         assert!(
             (f64::from(*got) - expected).abs() <= 1e-4 * expected.max(1e-3),
             "{got} instead of {expected}"

@@ -13,9 +13,9 @@ use serde_json::{Map, Value, json};
 use tempfile::TempDir;
 
 use unicorn::checkpoint::{Checkpoint, ModelFiles};
-use unicorn::model::config::Gemma3Config;
+use unicorn::model::config::ModelConfig;
 use unicorn::model::load::LoadOptions;
-use unicorn::model::weights::Gemma3Weights;
+use unicorn::model::weights::Weights;
 use unicorn::tensor::{Bits, Scales, Scheme};
 
 use crate::support::checkpoints::{ByName as _, mutate, read_all, sha256, values_both_ways};
@@ -73,13 +73,17 @@ fn every_tensor_equals_what_the_packages_unpack() {
             "{variant}: {format}"
         );
         let files = ModelFiles::open(&folder).unwrap();
-        let (config, _) = Gemma3Config::load(&files).unwrap();
-        let weights = Gemma3Weights::collect(&checkpoint, &config).unwrap();
-        assert_eq!(weights.iter().count(), hashes.as_object().unwrap().len(), "{variant}");
-        assert_eq!(weights.iter().count() + weights.skipped_vision, checkpoint.iter().len(), "{variant}");
-        for layer in &weights.layers {
-            assert_eq!(layer.q_proj.scheme().unwrap(), q_proj, "{variant}");
-            assert_eq!(layer.down_proj.scheme().unwrap(), down_proj, "{variant}");
+        let (config, _) = ModelConfig::load(&files).unwrap();
+        let weights = Weights::collect(&checkpoint, &config).unwrap();
+        assert_eq!(weights.tensors.iter().count(), hashes.as_object().unwrap().len(), "{variant}");
+        assert_eq!(
+            weights.tensors.iter().count() + weights.skipped_vision,
+            checkpoint.iter().len(),
+            "{variant}"
+        );
+        for layer in &weights.tensors.layers {
+            assert_eq!(layer.projections.q_proj.scheme().unwrap(), q_proj, "{variant}");
+            assert_eq!(layer.projections.down_proj.scheme().unwrap(), down_proj, "{variant}");
         }
         // Every byte belongs to a tensor, except those of parts that describe the layout of the others.
         let size = fs::metadata(folder.join("model.safetensors")).unwrap().len();

@@ -10,8 +10,8 @@ use unicorn::checkpoint::ModelFiles;
 use unicorn::config::Courtesy;
 use unicorn::engine::{Engine, EngineConfig};
 use unicorn::gpu::Device;
-use unicorn::model::gemma3::Gemma3;
-use unicorn::model::load::LoadOptions;
+use unicorn::model::load::{LoadOptions, Source};
+use unicorn::model::model_runner::ModelRunner;
 use unicorn::model::{Limits, Runner as _};
 
 use crate::support::daemon::Daemon;
@@ -33,7 +33,8 @@ fn shorter_submits_and_gaps_between_them_leave_logits_bit_identical() {
     let device = Device::open(&policy()).unwrap();
     let options = LoadOptions { max_courteous_submit: Duration::ZERO, ..LoadOptions::default() };
     let files = ModelFiles::open(&folder).unwrap();
-    let mut model = Gemma3::load(&device, &files, &options, &mut |_| {}).unwrap();
+    let mut model =
+        ModelRunner::load(&device, &Source::open(&files).unwrap(), &options, &mut |_| {}).unwrap();
     let mut run = |courtesy| {
         model.set_courtesy(courtesy).unwrap();
         let (progress, rested) = (device.progress(), device.rested());

@@ -8,8 +8,8 @@ use std::collections::BTreeMap;
 use serde::Deserialize;
 use sha2::{Digest, Sha256};
 use unicorn::engine::Sequence;
-use unicorn::model::gemma3::Gemma3;
 use unicorn::model::load::LoadOptions;
+use unicorn::model::model_runner::ModelRunner;
 use unicorn::model::{Runner, SamplingParams};
 use unicorn::tensor::{KvDtype, Precision};
 
@@ -69,7 +69,7 @@ fn questions() -> Vec<Question> {
     serde_json::from_slice(&std::fs::read(folder().join("questions.json")).unwrap()).unwrap()
 }
 
-fn model() -> Gemma3 {
+fn model() -> ModelRunner {
     load(&folder(), &LoadOptions::default())
 }
 
@@ -163,7 +163,7 @@ fn decoding_reproduces_the_answers() {
 }
 
 /// The model's answers to all of these questions in one batch. Each has at most `more` ids more than the golden answer.
-fn answers_in_a_batch(model: &mut Gemma3, selected: &[&Answer], more: usize) -> Vec<Vec<u32>> {
+fn answers_in_a_batch(model: &mut ModelRunner, selected: &[&Answer], more: usize) -> Vec<Vec<u32>> {
     let sequence = |(i, golden): (usize, &&Answer)| {
         let most = golden.answer.len() + more;
         let params = SamplingParams { stop_token_ids: STOP.into(), ..SamplingParams::GREEDY };

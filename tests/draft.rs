@@ -9,12 +9,12 @@ use unicorn::checkpoint::ModelFiles;
 use unicorn::engine::{DraftTotals, Sequence};
 use unicorn::gpu::placement::{Class, Limits as MemoryLimits, Machine, MemoryKind};
 use unicorn::kernels::Heads;
-use unicorn::model::config::Gemma3Config;
+use unicorn::model::config::ModelConfig;
 use unicorn::model::draft::{self, Draft, Drafted};
-use unicorn::model::gemma3::Gemma3;
 use unicorn::model::load::check_draft;
-use unicorn::model::load::{LoadError, LoadOptions};
+use unicorn::model::load::{LoadError, LoadOptions, Source};
 use unicorn::model::memory::{DraftMemoryRequest, MemoryRequest, Schemes};
+use unicorn::model::model_runner::ModelRunner;
 use unicorn::model::shapes::Shape;
 use unicorn::model::{Runner, SamplingParams, self_test};
 use unicorn::tensor::{KvDtype, QuantizeMode, Scheme};
@@ -36,9 +36,15 @@ fn load(model: &Path, draft: &Path, options: &LoadOptions) -> Result<Drafted, Lo
     Ok(Drafted::new(model, draft))
 }
 
-fn load_both(model: &Path, draft: &Path, options: &LoadOptions) -> Result<(Gemma3, Draft), LoadError> {
+fn load_both(model: &Path, draft: &Path, options: &LoadOptions) -> Result<(ModelRunner, Draft), LoadError> {
     let [files, draft_files] = [model, draft].map(|folder| ModelFiles::open(folder).unwrap());
-    draft::load(&device(), &files, &draft_files, options, &mut |_| {})
+    draft::load(
+        &device(),
+        &Source::open(&files).unwrap(),
+        &Source::open(&draft_files).unwrap(),
+        options,
+        &mut |_| {},
+    )
 }
 
 /// Prompts of questions. Three of them are some blocks long.
@@ -160,7 +166,7 @@ fn a_draft_that_does_not_fit_its_model_is_refused_with_the_numbers() {
     // one.
     let mut full: Value = serde_json::from_str(&Shape::named("gemma-3-1b").unwrap().config_json()).unwrap();
     full["layer_types"] = json!(vec!["full_attention"; 26]);
-    let full = Gemma3Config::from_json(full.to_string().as_bytes(), "full").unwrap();
+    let full = ModelConfig::from_json(full.to_string().as_bytes(), "full").unwrap();
     assert_eq!(check_draft(&config("gemma-3-4b"), &full), Ok(()));
     let problem = check_draft(&full, &config("gemma-3-270m")).unwrap_err();
     assert!(problem.contains("512"), "{problem}");
@@ -234,7 +240,7 @@ fn a_model_and_its_draft_are_planned_together() {
 fn a_load_with_a_draft_takes_the_planned_memory() {
     let folders = [data("gemma3/tiny-a"), data("gemma3/tiny-b")];
     let options = LoadOptions { max_context: Some(100), ..LoadOptions::default() };
-    let configs = folders.each_ref().map(|f| Gemma3Config::load(&ModelFiles::open(f).unwrap()).unwrap().0);
+    let configs = folders.each_ref().map(|f| ModelConfig::load(&ModelFiles::open(f).unwrap()).unwrap().0);
     let bf16 = |c| Schemes::uniform(c, Scheme::Bf16, Scheme::Bf16, Scheme::Bf16);
     let request = MemoryRequest {
         config: &configs[0],
@@ -313,7 +319,15 @@ fn loading_a_draft_does_not_change_the_models_logits() {
     let tokens = goldens::Goldens::open(&folder).tokens("tokens.mid");
     let files = ModelFiles::open(&folder).unwrap();
     let options = LoadOptions::default();
-    let (mut with_draft, _draft) = draft::load(&device(), &files, &files, &options, &mut |_| {}).unwrap();
-    let mut alone = Gemma3::load(&device(), &files, &options, &mut |_| {}).unwrap();
+    let (mut with_draft, _draft) = draft::load(
+        &device(),
+        &Source::open(&files).unwrap(),
+        &Source::open(&files).unwrap(),
+        &options,
+        &mut |_| {},
+    )
+    .unwrap();
+    let mut alone =
+        ModelRunner::load(&device(), &Source::open(&files).unwrap(), &options, &mut |_| {}).unwrap();
     assert!(goldens::all_logits(&mut with_draft, &tokens) == goldens::all_logits(&mut alone, &tokens));
 }

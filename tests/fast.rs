@@ -12,8 +12,8 @@ use unicorn::kernels::{
 };
 use unicorn::model::SamplingParams;
 use unicorn::model::draft::{self, Drafted};
-use unicorn::model::gemma3::Gemma3;
-use unicorn::model::load::LoadOptions;
+use unicorn::model::load::{LoadOptions, Source};
+use unicorn::model::model_runner::ModelRunner;
 use unicorn::tensor::{KvDtype, Precision, QuantizeMode, QuantizedRow, Scales, Scheme};
 
 use crate::support::goldens::{Goldens, all_logits};
@@ -469,7 +469,7 @@ fn three_matrices_of_one_kind_share_one_dispatch() {
     assert_eq!(counts.declared[Class::Ffn as usize], 4 * matrix.bytes());
 }
 
-fn load(folder: &Path, options: &LoadOptions) -> Gemma3 {
+fn load(folder: &Path, options: &LoadOptions) -> ModelRunner {
     goldens::load(folder, &LoadOptions { precision: Precision::Fast, ..*options })
 }
 
@@ -522,7 +522,14 @@ fn answers_in_int8_are_the_same_whatever_else_runs() {
     greedy.check_all(&mut model);
     let [files, draft_model] =
         ["tiny-a", "tiny-b"].map(|variant| ModelFiles::open(&data("gemma3").join(variant)).unwrap());
-    let (model, draft_model) = draft::load(&device(), &files, &draft_model, &options, &mut |_| {}).unwrap();
+    let (model, draft_model) = draft::load(
+        &device(),
+        &Source::open(&files).unwrap(),
+        &Source::open(&draft_model).unwrap(),
+        &options,
+        &mut |_| {},
+    )
+    .unwrap();
     sampled.check_all(&mut Drafted::new(model, draft_model));
 }
 
@@ -623,7 +630,7 @@ fn outlier_channels_hardly_change_the_logits_of_the_demo_model() {
     let folder = tempfile::tempdir().unwrap();
     write_model_with_outliers(folder.path());
     let texts: Vec<&[u32]> = demo::quick_prompts(600).step_by(9).collect();
-    let all = |model: &mut Gemma3| texts.iter().flat_map(|t| all_logits(model, t)).collect::<Vec<f32>>();
+    let all = |model: &mut ModelRunner| texts.iter().flat_map(|t| all_logits(model, t)).collect::<Vec<f32>>();
     let options = LoadOptions { max_context: Some(1024), ..LoadOptions::default() };
     let mut model = goldens::load(&demo::folder(), &options);
     let vocab = model.config().vocab_size;

@@ -14,10 +14,10 @@ use sha2::{Digest, Sha256};
 use tempfile::TempDir;
 use unicorn::checkpoint::{Checkpoint, Encoding, ModelFiles};
 use unicorn::model::SamplingOptions;
-use unicorn::model::config::{Gemma3Config, GenerationConfig, LayerType};
-use unicorn::model::gemma3::Gemma3;
-use unicorn::model::load::LoadOptions;
-use unicorn::model::weights::Gemma3Weights;
+use unicorn::model::config::{GenerationConfig, LayerType, ModelConfig};
+use unicorn::model::load::{LoadOptions, Source};
+use unicorn::model::model_runner::ModelRunner;
+use unicorn::model::weights::Weights;
 use unicorn::tensor::{QuantizeMode, QuantizedRow};
 use unicorn::text::Tokenizer;
 
@@ -405,7 +405,7 @@ fn the_metadata_of_the_reference_becomes_its_config() {
     for (folder, file) in FILES {
         let files = reference(folder, file);
         assert_eq!(files.name(), file);
-        let (config, generation) = Gemma3Config::load(&files).unwrap();
+        let (config, generation) = ModelConfig::load(&files).unwrap();
         let full = |layers: &[usize], count: usize| {
             let kind = |i| match layers.contains(&i) {
                 true => LayerType::FullAttention,
@@ -414,7 +414,7 @@ fn the_metadata_of_the_reference_becomes_its_config() {
             (0..count).map(kind).collect::<Vec<_>>()
         };
         let every_sixth: Vec<usize> = (0..62).filter(|i| i % 6 == 5).collect();
-        let base = Gemma3Config {
+        let base = ModelConfig {
             vocab_size: 512,
             hidden_size: 256,
             intermediate_size: 256,
@@ -437,7 +437,7 @@ fn the_metadata_of_the_reference_becomes_its_config() {
         };
         let expected = match folder {
             "gguf-a" => base,
-            "gguf-s" => Gemma3Config {
+            "gguf-s" => ModelConfig {
                 hidden_size: 96,
                 intermediate_size: 160,
                 num_hidden_layers: 3,
@@ -450,7 +450,7 @@ fn the_metadata_of_the_reference_becomes_its_config() {
                 rope_scaling_factor: 1.0,
                 ..base
             },
-            _ => Gemma3Config {
+            _ => ModelConfig {
                 hidden_size: 32,
                 intermediate_size: 32,
                 num_hidden_layers: 62,
@@ -469,8 +469,8 @@ fn the_metadata_of_the_reference_becomes_its_config() {
         };
         assert_eq!(generation, sampling, "{file}");
         let checkpoint = Checkpoint::open(&files).unwrap();
-        let weights = Gemma3Weights::collect(&checkpoint, &config).unwrap();
-        assert_eq!(weights.iter().count(), checkpoint.iter().len(), "{file}");
+        let weights = Weights::collect(&checkpoint, &config).unwrap();
+        assert_eq!(weights.tensors.iter().count(), checkpoint.iter().len(), "{file}");
     }
 }
 
@@ -488,7 +488,9 @@ fn check_logits(folder: &str, file: &str, exact_bound: f32, llama_bound: f32) {
     let base = Goldens::read(&data("gguf").join(folder).join("base.safetensors"));
     let goldens = Goldens::read(&data("gguf").join(folder).join(format!("{file}.goldens.safetensors")));
     let options = LoadOptions::default();
-    let mut model = Gemma3::load(&device(), &reference(folder, file), &options, &mut |_| {}).unwrap();
+    let mut model =
+        ModelRunner::load(&device(), &Source::open(&reference(folder, file)).unwrap(), &options, &mut |_| {})
+            .unwrap();
     let vocab = model.config().vocab_size;
     for prompt in ["short", "mid", "long"] {
         let tokens = base.tokens(&format!("tokens.{prompt}"));
@@ -569,12 +571,15 @@ fn quantizing_a_gguf_starts_from_its_values() {
     let files = reference("gguf-s", "gguf-s-Q4_0-embF16");
     let base = Goldens::read(&data("gguf/gguf-s/base.safetensors"));
     let tokens = base.tokens("tokens.short");
-    let mut kept = Gemma3::load(&device(), &files, &LoadOptions::default(), &mut |_| {}).unwrap();
+    let mut kept =
+        ModelRunner::load(&device(), &Source::open(&files).unwrap(), &LoadOptions::default(), &mut |_| {})
+            .unwrap();
     let exact = all_logits(&mut kept, &tokens);
     let bytes = kept.weight_bytes();
     for (quantize, low, high) in [(QuantizeMode::Emb8, 1e-3, 0.5), (QuantizeMode::Int8Row, 1e-3, 1.0)] {
         let options = LoadOptions { quantize, ..LoadOptions::default() };
-        let mut model = Gemma3::load(&device(), &files, &options, &mut |_| {}).unwrap();
+        let mut model =
+            ModelRunner::load(&device(), &Source::open(&files).unwrap(), &options, &mut |_| {}).unwrap();
         let difference = max_difference(&all_logits(&mut model, &tokens), &exact);
         println!("{quantize}: max |difference| {difference:.2e}, {} of {bytes} bytes", model.weight_bytes());
         assert!((low..high).contains(&difference), "{quantize}: {difference}");
@@ -1079,10 +1084,10 @@ fn small(seed: u64) -> Writer {
     small_model(&mut ChaCha8Rng::seed_from_u64(seed))
 }
 
-fn config_of(change: &dyn Fn(&mut Writer)) -> Result<Gemma3Config, String> {
+fn config_of(change: &dyn Fn(&mut Writer)) -> Result<ModelConfig, String> {
     let mut file = small(1);
     change(&mut file);
-    Gemma3Config::load(&file.files()).map(|(config, _)| config).map_err(|e| e.to_string())
+    ModelConfig::load(&file.files()).map(|(config, _)| config).map_err(|e| e.to_string())
 }
 
 /// Metadata of other converters, and fields that they leave out.
@@ -1189,9 +1194,9 @@ fn the_keys_of_other_converters_are_known() {
         1,
         vec![0; 64],
     );
-    let (config, _) = Gemma3Config::load(&file.files()).unwrap();
+    let (config, _) = ModelConfig::load(&file.files()).unwrap();
     let checkpoint = Checkpoint::open(&file.files()).unwrap();
-    assert_eq!(Gemma3Weights::collect(&checkpoint, &config).unwrap().skipped_vision, 2);
+    assert_eq!(Weights::collect(&checkpoint, &config).unwrap().skipped_vision, 2);
 }
 
 #[test]
@@ -1285,7 +1290,7 @@ fn metadata_of_another_model_is_refused_by_key() {
     let mut file = small(1);
     file.tensors.remove(0);
     assert_eq!(
-        Gemma3Config::load(&file.files()).unwrap_err().to_string(),
+        ModelConfig::load(&file.files()).unwrap_err().to_string(),
         "m (in memory)/m.gguf: tensor token_embd.weight: is missing; expected the embedding of the tokens"
     );
 }
@@ -1494,7 +1499,13 @@ fn values_that_are_no_numbers_are_refused_by_tensor_and_place() {
     let checkpoint = open(whole.bytes()).unwrap();
     let names: Vec<&str> = checkpoint.iter().map(|tensor| tensor.name).collect();
     let load = |file: &Writer| {
-        Gemma3::load(&device(), &file.files(), &LoadOptions::default(), &mut |_| {}).map(drop)
+        ModelRunner::load(
+            &device(),
+            &Source::open(&file.files()).unwrap(),
+            &LoadOptions::default(),
+            &mut |_| {},
+        )
+        .map(drop)
     };
     load(&whole).unwrap();
     let mut refused = 0;
@@ -1569,10 +1580,13 @@ fn a_file_is_found_by_path_by_folder_and_in_parts() {
     for path in [&at("z-00001-of-00003.gguf"), folder.path()] {
         let files = ModelFiles::open(path).unwrap();
         assert_eq!(files.name(), "z");
-        let (config, _) = Gemma3Config::load(&files).unwrap();
+        let (config, _) = ModelConfig::load(&files).unwrap();
         let checkpoint = Checkpoint::open(&files).unwrap();
-        let weights = Gemma3Weights::collect(&checkpoint, &config).unwrap();
-        assert_eq!((weights.iter().count(), checkpoint.fingerprint().len()), (whole.tensors.len(), 3));
+        let weights = Weights::collect(&checkpoint, &config).unwrap();
+        assert_eq!(
+            (weights.tensors.iter().count(), checkpoint.fingerprint().len()),
+            (whole.tensors.len(), 3)
+        );
         let expected = open(whole.bytes()).unwrap();
         for tensor in checkpoint.iter() {
             assert_eq!(tensor.to_f32().unwrap(), expected.get(tensor.name).unwrap().to_f32().unwrap());
@@ -1852,7 +1866,10 @@ fn a_gguf_file_becomes_a_native_checkpoint_of_the_same_bits() {
     let tokens = Goldens::read(&data("gguf/gguf-a/base.safetensors")).tokens("tokens.short");
     let logits = |files: &ModelFiles| {
         let options = LoadOptions::default();
-        all_logits(&mut Gemma3::load(&device(), files, &options, &mut |_| {}).unwrap(), &tokens)
+        all_logits(
+            &mut ModelRunner::load(&device(), &Source::open(files).unwrap(), &options, &mut |_| {}).unwrap(),
+            &tokens,
+        )
     };
     let native = folder.path().join("native");
     quantize(&data("gguf/gguf-a/gguf-a-zoo.gguf"), &native);

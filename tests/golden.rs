@@ -10,9 +10,9 @@ use std::time::Duration;
 use unicorn::checkpoint::{Checkpoint, ModelFiles};
 use unicorn::engine::Sequence;
 use unicorn::gpu::Device;
-use unicorn::model::gemma3::Gemma3;
-use unicorn::model::load::LoadOptions;
-use unicorn::model::weights::Gemma3Weights;
+use unicorn::model::load::{LoadOptions, Source};
+use unicorn::model::model_runner::ModelRunner;
+use unicorn::model::weights::Weights;
 use unicorn::model::{Runner, SamplingParams};
 use unicorn::tensor::QuantizeMode;
 
@@ -155,7 +155,7 @@ fn pooled_states_give_the_mean_of_the_oracles_logits() {
         let mut model = load(&folder, &LoadOptions::default());
         let (vocab, hidden) = (model.config().vocab_size, model.config().hidden_size);
         let checkpoint = Checkpoint::open(&ModelFiles::open(&folder).unwrap()).unwrap();
-        let embedding = Gemma3Weights::collect(&checkpoint, model.config()).unwrap().embed_tokens;
+        let embedding = Weights::collect(&checkpoint, model.config()).unwrap().tensors.embed_tokens;
         let embedding = checkpoint.read_f32(&embedding).unwrap();
         let prompts = ["short", "mid", "long"].map(|prompt| goldens.tokens(&format!("tokens.{prompt}")));
         let sequences = || {
@@ -197,7 +197,9 @@ fn nothing_is_allocated_after_loading() {
     // The test has a device of its own, because other tests allocate on the shared one meanwhile.
     let device = Device::open(&policy()).unwrap();
     let files = ModelFiles::open(&folder).unwrap();
-    let mut model = Gemma3::load(&device, &files, &LoadOptions::default(), &mut |_| {}).unwrap();
+    let mut model =
+        ModelRunner::load(&device, &Source::open(&files).unwrap(), &LoadOptions::default(), &mut |_| {})
+            .unwrap();
     let placed: u64 = model.placements().iter().map(|p| p.bytes).sum();
     assert!(placed > model.weight_bytes() && model.weight_bytes() > 0);
     let before = device.allocations();

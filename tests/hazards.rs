@@ -13,8 +13,8 @@ use unicorn::kernels::{
     Operand, Peak, Quantized, RmsNorm, Shares, StepArrays, Tiles, Wants, shaders,
 };
 use unicorn::model::draft::{self, Drafted};
-use unicorn::model::gemma3::Gemma3;
-use unicorn::model::load::LoadOptions;
+use unicorn::model::load::{LoadOptions, Source};
+use unicorn::model::model_runner::ModelRunner;
 use unicorn::model::{Runner, SamplingParams};
 use unicorn::tensor::{KvDtype, Precision, Scheme};
 
@@ -38,9 +38,9 @@ fn rehearsing(order: Order) -> MutexGuard<'static, Arc<Device>> {
     device
 }
 
-fn load(device: &Arc<Device>, variant: &str, options: &LoadOptions) -> Gemma3 {
+fn load(device: &Arc<Device>, variant: &str, options: &LoadOptions) -> ModelRunner {
     let files = ModelFiles::open(&data("gemma3").join(variant)).unwrap();
-    Gemma3::load(device, &files, options, &mut |_| {}).unwrap()
+    ModelRunner::load(device, &Source::open(&files).unwrap(), options, &mut |_| {}).unwrap()
 }
 
 #[test]
@@ -84,7 +84,14 @@ fn answers_are_the_same_in_any_order_between_barriers() {
         // The run with draft tokens of another model.
         let [files, draft_model] =
             ["tiny-a", "tiny-b"].map(|variant| ModelFiles::open(&data("gemma3").join(variant)).unwrap());
-        let (model, draft_model) = draft::load(&device, &files, &draft_model, &options, &mut |_| {}).unwrap();
+        let (model, draft_model) = draft::load(
+            &device,
+            &Source::open(&files).unwrap(),
+            &Source::open(&draft_model).unwrap(),
+            &options,
+            &mut |_| {},
+        )
+        .unwrap();
         drawn.check_all(&mut Drafted::new(model, draft_model));
     }
 }

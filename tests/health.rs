@@ -12,7 +12,7 @@ use unicorn::api::{self, AccessPolicy, Keys, SUPPORTED_PARAMETERS, Server};
 use crate::support::app::{App, MODEL, OPTIONS, app_behind};
 use crate::support::fake_runner::HANG;
 use crate::support::http::{assert_all_free, chat, get, send, send_json};
-use crate::support::server::facts;
+use crate::support::server::report;
 
 async fn ask(app: &App, more: Value) -> (u16, Value) {
     let mut body = chat("Hi");
@@ -148,7 +148,7 @@ async fn metrics_add_up_to_what_was_asked() {
     }
     assert_eq!(ask(&app, json!({"temperature": "hot"})).await.0, 400);
     send(&app.router, get("/made/up/by/somebody")).await;
-    app.server.set_facts(facts());
+    app.server.set_report(report());
     let m = metrics(&app).await;
     for (name, value) in [
         ("unicorn_prompt_tokens_total", usage[0]),
@@ -269,7 +269,7 @@ async fn the_status_tells_of_model_device_and_memory_and_of_no_prompt() {
     );
 
     let app = app();
-    app.server.set_facts(facts());
+    app.server.set_report(report());
     ask(&app, json!({"messages": [{"role": "user", "content": "a canary"}], "user": "somebody"})).await;
     assert_all_free(&app.engine).await;
     let body = status(&app).await;

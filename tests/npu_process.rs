@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
-use unicorn::model::gemma3::Gemma3;
 use unicorn::model::load::{LoadError, LoadOptions};
+use unicorn::model::model_runner::ModelRunner;
 use unicorn::model::npu_process::{HeadShape, NpuProcess, Start};
 use unicorn::model::offload::{LEAST_TOKENS, Offload, OffloadLimits, OffloadPolicy};
 use unicorn::model::{Runner, RunnerError};
@@ -60,12 +60,12 @@ fn options_with(shared: bool) -> LoadOptions {
     LoadOptions { offload, max_context: Some(512), ..LoadOptions::default() }
 }
 
-fn attach(model: &mut Gemma3, npu: NpuProcess, kv_heads: usize, policy: OffloadPolicy) {
+fn attach(model: &mut ModelRunner, npu: NpuProcess, kv_heads: usize, policy: OffloadPolicy) {
     model.attach_offload(Offload { unit: Box::new(npu), kv_heads, policy }).expect("there is room");
 }
 
 /// The longest quick question of the demo model's set, and the chunks of its logits that are long enough to be shared.
-fn question(model: &Gemma3) -> (&'static [u32], u64) {
+fn question(model: &ModelRunner) -> (&'static [u32], u64) {
     let prompt = demo::quick_prompts(220).max_by_key(|prompt| prompt.len()).expect("a question");
     (prompt, (prompt.len() / LEAST_TOKENS * model.config().num_hidden_layers) as u64)
 }
@@ -73,7 +73,7 @@ fn question(model: &Gemma3) -> (&'static [u32], u64) {
 /// How far logits may be off with attention in bf16. `tests/offload.rs` has the arithmetic: the inputs' rounding moves a
 /// layer's result by 2^-8 of its size. The kernel rounds its weights to bf16 too, and looks exponentials up, which adds
 /// as much again (`npu::tile` has both).
-fn bound(model: &Gemma3, logits: &[f32]) -> f32 {
+fn bound(model: &ModelRunner, logits: &[f32]) -> f32 {
     let largest = logits.iter().fold(0f32, |most, x| most.max(x.abs()));
     model.config().num_hidden_layers as f32 * 2.0 * 2f32.powi(-8) * largest
 }

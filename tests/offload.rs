@@ -19,8 +19,8 @@ use unicorn::checkpoint::ModelFiles;
 use unicorn::engine::Sequence;
 use unicorn::gpu::Device;
 use unicorn::model::draft::{self, Drafted};
-use unicorn::model::gemma3::Gemma3;
-use unicorn::model::load::LoadOptions;
+use unicorn::model::load::{LoadOptions, Source};
+use unicorn::model::model_runner::ModelRunner;
 use unicorn::model::offload::{
     AttentionUnit, LEAST_TOKENS, MOST_TOKENS, Offload, OffloadError, OffloadJob, OffloadLimits,
     OffloadPolicy, OffloadRoom,
@@ -159,7 +159,7 @@ fn options(options: LoadOptions) -> LoadOptions {
     LoadOptions { offload: Some(OffloadLimits { kv_heads: 4, keys: 4096, shared: false }), ..options }
 }
 
-fn twin(model: &Gemma3, fault: Fault) -> (Twin, Jobs) {
+fn twin(model: &ModelRunner, fault: Fault) -> (Twin, Jobs) {
     let (c, jobs) = (model.config(), Jobs::default());
     let group = c.num_attention_heads / c.num_key_value_heads;
     let twin =
@@ -167,14 +167,14 @@ fn twin(model: &Gemma3, fault: Fault) -> (Twin, Jobs) {
     (twin, jobs)
 }
 
-fn attach(model: &mut Gemma3, fault: Fault, kv_heads: usize, policy: OffloadPolicy) -> Jobs {
+fn attach(model: &mut ModelRunner, fault: Fault, kv_heads: usize, policy: OffloadPolicy) -> Jobs {
     let (unit, jobs) = twin(model, fault);
     model.attach_offload(Offload { unit: Box::new(unit), kv_heads, policy }).unwrap();
     jobs
 }
 
 /// See the head of this file.
-fn bound(model: &Gemma3, logits: &[f32]) -> f32 {
+fn bound(model: &ModelRunner, logits: &[f32]) -> f32 {
     let largest = logits.iter().fold(0f32, |a, b| a.max(b.abs()));
     model.config().num_hidden_layers as f32 * 2f32.powi(-8) * largest
 }
@@ -184,7 +184,7 @@ fn prompt(variant: &str) -> Vec<u32> {
 }
 
 /// Jobs of a prompt that is computed in chunks: one in each layer for each chunk that is long enough.
-fn jobs_of(model: &Gemma3, tokens: usize, chunk: usize) -> (u64, u64) {
+fn jobs_of(model: &ModelRunner, tokens: usize, chunk: usize) -> (u64, u64) {
     let layers = model.config().num_hidden_layers;
     let chunks = (0..tokens).step_by(chunk).map(|first| chunk.min(tokens - first));
     let long: Vec<usize> = chunks.filter(|tokens| *tokens >= LEAST_TOKENS).collect();
@@ -274,7 +274,7 @@ type Piece<'a> = (u32, usize, &'a [u32]);
 
 /// Submits a step in which every sequence draws the likeliest id behind its last token. The last draw has a mask that
 /// allows every id, so the step's closing waits for it.
-fn submit(model: &mut Gemma3, pieces: &[Piece<'_>]) -> Ticket {
+fn submit(model: &mut ModelRunner, pieces: &[Piece<'_>]) -> Ticket {
     let blocks = 256 / model.limits().kv.block_size as u32;
     let sequence = |&(slot, start, ids): &Piece<'_>| BatchSequence {
         slot,
@@ -313,7 +313,7 @@ fn sequences_beside_a_shared_prompt_have_the_bits_that_they_have_alone() {
         let mut model = load(&data("gemma3/tiny-a"), &options(load_options));
         let logits = all_logits(&mut model, &tokens);
         let bound = 2.0 * bound(&model, &logits);
-        let steps = |model: &mut Gemma3| {
+        let steps = |model: &mut ModelRunner| {
             let first = submit(model, &[(0, 0, &tokens[..20]), (1, 0, &tokens[..10])]);
             let second = submit(
                 model,
@@ -411,7 +411,7 @@ fn a_unit_that_fails_is_replaced_by_the_device() {
     }
 }
 
-fn prompt_batch(model: &Gemma3, tokens: &[u32]) -> Batch {
+fn prompt_batch(model: &ModelRunner, tokens: &[u32]) -> Batch {
     let blocks: Vec<u32> = (0..tokens.len().div_ceil(model.limits().kv.block_size) as u32).collect();
     let sequence = BatchSequence {
         slot: 0,
@@ -478,8 +478,14 @@ fn what_is_no_prompt_of_the_model_is_not_shared() {
         ["tiny-a", "tiny-b"].map(|variant| ModelFiles::open(&data("gemma3").join(variant)).unwrap());
     let device = Device::open(&policy()).unwrap();
     let load_options = options(LoadOptions { max_context: Some(512), ..LoadOptions::default() });
-    let (mut model, draft_model) =
-        draft::load(&device, &files, &draft_files, &load_options, &mut |_| {}).unwrap();
+    let (mut model, draft_model) = draft::load(
+        &device,
+        &Source::open(&files).unwrap(),
+        &Source::open(&draft_files).unwrap(),
+        &load_options,
+        &mut |_| {},
+    )
+    .unwrap();
     let jobs = attach(&mut model, Fault::None, 2, OffloadPolicy::Require);
     model.self_test().unwrap();
     assert_eq!(model.offload_counts().unwrap().dispatches, 0);
@@ -523,7 +529,8 @@ fn a_shared_step_takes_no_memory_after_the_load() {
     // Deep in the prompt a job has more keys than there is room for.
     let limits = OffloadLimits { kv_heads: 2, keys: 100, shared: false };
     let load_options = LoadOptions { offload: Some(limits), ..LoadOptions::default() };
-    let mut model = Gemma3::load(&device, &files, &load_options, &mut |_| {}).unwrap();
+    let mut model =
+        ModelRunner::load(&device, &Source::open(&files).unwrap(), &load_options, &mut |_| {}).unwrap();
     let jobs = attach(&mut model, Fault::None, 2, OffloadPolicy::Require);
     let before = device.allocations();
     all_logits(&mut model, &tokens);

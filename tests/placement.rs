@@ -10,10 +10,10 @@ use unicorn::gpu::placement::{Class, Heap, Limits, Machine, MemoryKind, Obstacle
 use unicorn::gpu::residency::{self, Residency};
 use unicorn::gpu::{Device, DeviceKind};
 use unicorn::kernels::Heads;
-use unicorn::model::config::Gemma3Config;
-use unicorn::model::gemma3::Gemma3;
-use unicorn::model::load::{LoadError, LoadOptions};
+use unicorn::model::config::ModelConfig;
+use unicorn::model::load::{LoadError, LoadOptions, Source};
 use unicorn::model::memory::{DEFAULT_BLOCK_SIZE, MemoryRequest, Schemes};
+use unicorn::model::model_runner::ModelRunner;
 use unicorn::model::shapes::Shape;
 use unicorn::model::{Runner, self_test};
 use unicorn::tensor::{KvDtype, Scheme};
@@ -76,7 +76,7 @@ fn split(plan: &Plan, class: Class) -> (u64, u64) {
 }
 
 /// A shape in the schemes that `unicorn synth --scheme int4-g128` writes.
-fn request(config: &Gemma3Config) -> MemoryRequest<'_> {
+fn model_request(config: &ModelConfig) -> MemoryRequest<'_> {
     MemoryRequest {
         config,
         schemes: Schemes::uniform(config, Scheme::int4(128), Scheme::int4(128), Scheme::Int8Row),
@@ -130,7 +130,8 @@ fn check(machine: &Machine, limits: &Limits, plan: &Plan) {
 fn on_an_integrated_gpu_ffn_weights_go_to_gtt_and_the_rest_to_vram() {
     let config = Shape::named("gemma-3-27b").unwrap().config();
     let machine = Machine::on_paper(16 * GIB, 30 * GIB);
-    let plan = request(&config).place(&machine, &ALL, 8192, request(&config).pools(8192, 1)).unwrap();
+    let plan =
+        model_request(&config).place(&machine, &ALL, 8192, model_request(&config).pools(8192, 1)).unwrap();
     check(&machine, &ALL, &plan);
     for class in [Class::Attention, Class::Embedding, Class::Norms, Class::Activations, Class::KvCache] {
         assert_eq!(split(&plan, class).1, 0, "{}", class.name());
@@ -142,8 +143,9 @@ fn on_an_integrated_gpu_ffn_weights_go_to_gtt_and_the_rest_to_vram() {
     }
     // The driver's own heaps split 48 GiB in the same way: two thirds and one third.
     let machine = apu(48 * GIB);
-    let plan =
-        request(&config).place(&machine, &Limits::default(), 8192, request(&config).pools(8192, 1)).unwrap();
+    let plan = model_request(&config)
+        .place(&machine, &Limits::default(), 8192, model_request(&config).pools(8192, 1))
+        .unwrap();
     check(&machine, &Limits::default(), &plan);
     assert_eq!((split(&plan, Class::Attention).1, split(&plan, Class::Ffn).0), (0, 0));
 }
@@ -153,7 +155,9 @@ fn ffn_weights_go_to_vram_where_the_user_says_so() {
     let config = Shape::named("gemma-3-27b").unwrap().config();
     let limits = Limits { ffn_heap: FfnHeap::Vram, ..ALL };
     let plan = |machine: &Machine| {
-        let plan = request(&config).place(machine, &limits, 8192, request(&config).pools(8192, 1)).unwrap();
+        let plan = model_request(&config)
+            .place(machine, &limits, 8192, model_request(&config).pools(8192, 1))
+            .unwrap();
         check(machine, &limits, &plan);
         plan
     };
@@ -183,7 +187,8 @@ fn what_spills_is_in_the_table() {
     // GTT holds 4 GiB of FFN weights, the rest lies in VRAM; a KV cache larger than VRAM lies in both.
     let config = Shape::named("gemma-3-27b").unwrap().config();
     let machine = Machine::on_paper(20 * GIB, 4 * GIB);
-    let plan = request(&config).place(&machine, &ALL, 1024, request(&config).pools(1024, 1)).unwrap();
+    let plan =
+        model_request(&config).place(&machine, &ALL, 1024, model_request(&config).pools(1024, 1)).unwrap();
     check(&machine, &ALL, &plan);
     let (vram, gtt) = split(&plan, Class::Ffn);
     assert!(gtt > 3 * GIB && vram > 6 * GIB, "{gtt} in GTT, {vram} in VRAM");
@@ -191,7 +196,9 @@ fn what_spills_is_in_the_table() {
     assert_eq!(rows.iter().filter(|row| row.class == Class::Ffn).count(), 2, "{rows:?}");
 
     let machine = Machine::on_paper(8 * GIB, 38 * GIB);
-    let plan = request(&config).place(&machine, &ALL, 16_384, request(&config).pools(16_384, 8)).unwrap();
+    let plan = model_request(&config)
+        .place(&machine, &ALL, 16_384, model_request(&config).pools(16_384, 8))
+        .unwrap();
     check(&machine, &ALL, &plan);
     let (vram, gtt) = split(&plan, Class::KvCache);
     assert!(vram > 3 * GIB && gtt > 8 * GIB, "{vram} in VRAM, {gtt} in GTT");
@@ -202,15 +209,17 @@ fn what_spills_is_in_the_table() {
 fn on_a_discrete_gpu_weights_stay_out_of_host_memory() {
     let machine = discrete();
     let config = Shape::named("gemma-3-4b").unwrap().config();
-    let plan =
-        request(&config).place(&machine, &Limits::default(), 8192, request(&config).pools(8192, 1)).unwrap();
+    let plan = model_request(&config)
+        .place(&machine, &Limits::default(), 8192, model_request(&config).pools(8192, 1))
+        .unwrap();
     check(&machine, &Limits::default(), &plan);
     let host: Vec<_> = plan.placements().into_iter().filter(|p| p.heap.contains("host")).collect();
     assert!(host.iter().all(|p| p.class == Class::Staging) && !host.is_empty(), "{host:?}");
 
     // The host's 16 GiB would hold the 27B, but the card does not.
     let config = Shape::named("gemma-3-27b").unwrap().config();
-    let refusal = request(&config).place(&machine, &ALL, 16, request(&config).pools(16, 1)).unwrap_err();
+    let refusal =
+        model_request(&config).place(&machine, &ALL, 16, model_request(&config).pools(16, 1)).unwrap_err();
     assert_eq!((refusal.obstacle, refusal.request.class), (Obstacle::Full, Class::Ffn));
 }
 
@@ -218,8 +227,9 @@ fn on_a_discrete_gpu_weights_stay_out_of_host_memory() {
 fn with_one_heap_everything_lies_there() {
     let machine = one_heap(23 * GIB);
     let config = Shape::named("gemma-3-27b").unwrap().config();
-    let plan =
-        request(&config).place(&machine, &Limits::default(), 512, request(&config).pools(512, 1)).unwrap();
+    let plan = model_request(&config)
+        .place(&machine, &Limits::default(), 512, model_request(&config).pools(512, 1))
+        .unwrap();
     check(&machine, &Limits::default(), &plan);
     assert_eq!(plan.placements().len(), Class::ALL.len(), "one row for each class");
 }
@@ -227,7 +237,7 @@ fn with_one_heap_everything_lies_there() {
 #[test]
 fn what_does_not_fit_is_refused_with_the_table_and_a_way_out() {
     let config = Shape::named("gemma-3-27b").unwrap().config();
-    let request = request(&config);
+    let request = model_request(&config);
     let machine = Machine::on_paper(16 * GIB, 4 * GIB);
 
     // For a context that is too long, the error names the largest one, which is the largest that fits.
@@ -286,7 +296,7 @@ fn no_allocation_is_larger_than_the_device_allows() {
     let config = Shape::named("gemma-3-27b").unwrap().config();
     let request = MemoryRequest {
         schemes: Schemes::uniform(&config, Scheme::int4(32), Scheme::int4(32), Scheme::Bf16),
-        ..request(&config)
+        ..model_request(&config)
     };
     let requests = request.requests(16, request.pools(16, 1));
     let embedding: Vec<u64> =
@@ -424,7 +434,7 @@ fn in_order(machine: &Machine, limits: &Limits, plan: &Plan, round: u64) {
 #[test]
 fn the_27b_takes_what_is_counted_by_hand() {
     let config = Shape::named("gemma-3-27b").unwrap().config();
-    let request = request(&config);
+    let request = model_request(&config);
     let bytes = |class| -> u64 {
         request
             .requests(8192, request.pools(8192, 1))
@@ -493,7 +503,7 @@ fn the_27b_takes_what_is_counted_by_hand() {
 fn a_load_takes_what_was_planned() {
     let device = Device::open(&policy()).unwrap();
     let files = ModelFiles::open(&data("gemma3/tiny-a")).unwrap();
-    let config = Gemma3Config::load(&files).unwrap().0;
+    let config = ModelConfig::load(&files).unwrap().0;
     let options = LoadOptions { max_context: Some(100), ..LoadOptions::default() };
     let request = MemoryRequest {
         config: &config,
@@ -507,7 +517,7 @@ fn a_load_takes_what_was_planned() {
         draft: None,
     };
     let plan = request.place(&device.machine(), &options.memory, 100, request.pools(100, 1)).unwrap();
-    let model = Gemma3::load(&device, &files, &options, &mut |_| {}).unwrap();
+    let model = ModelRunner::load(&device, &Source::open(&files).unwrap(), &options, &mut |_| {}).unwrap();
     assert_eq!(model.placements(), plan.placements());
     assert_eq!(model.limits().max_context, 100);
     assert_eq!(model.limits().kv.full_blocks, 7);
@@ -524,7 +534,8 @@ fn a_model_that_does_not_fit_is_refused_before_anything_is_taken() {
         let memory = Limits { vram: Some(vram), gtt: Some(gtt), ..ALL };
         let options = LoadOptions { memory, max_context, ..LoadOptions::default() };
         let mut heard = false;
-        let result = Gemma3::load(&device, &files, &options, &mut |_| heard = true);
+        let result =
+            ModelRunner::load(&device, &Source::open(&files).unwrap(), &options, &mut |_| heard = true);
         assert_eq!(heard, result.is_ok(), "nothing is read of a model that does not fit");
         result
     };

@@ -6,12 +6,12 @@ use std::time::Duration;
 
 use tempfile::TempDir;
 use unicorn::checkpoint::{Checkpoint, ModelFiles};
-use unicorn::model::config::Gemma3Config;
-use unicorn::model::gemma3::{Gemma3, NotCompared};
-use unicorn::model::load::LoadOptions;
+use unicorn::model::config::ModelConfig;
+use unicorn::model::load::{LoadOptions, Source};
+use unicorn::model::model_runner::{ModelRunner, NotCompared};
 use unicorn::model::self_test::inputs::{self, COLS, KV_HEADS, NORM_ROWS, ROWS, VOCAB, WIDTH};
 use unicorn::model::self_test::{Set, Stored};
-use unicorn::model::weights::Gemma3Weights;
+use unicorn::model::weights::Weights;
 use unicorn::model::{RunnerError, twin};
 use unicorn::tensor::{Bits, KvDtype, Precision, QuantizeMode, Scales, Scheme};
 
@@ -244,13 +244,13 @@ fn stored_results_are_those_of_the_twins() {
     }
 }
 
-fn loaded(folder: &str, options: &LoadOptions) -> Gemma3 {
+fn loaded(folder: &str, options: &LoadOptions) -> ModelRunner {
     let files = ModelFiles::open(&data(folder)).expect("a model");
-    Gemma3::load(&device(), &files, options, &mut |_| {}).expect("loaded")
+    ModelRunner::load(&device(), &Source::open(&files).unwrap(), options, &mut |_| {}).expect("loaded")
 }
 
 /// Each way to store weights and keys, in both precisions.
-fn each_way(mut each: impl FnMut(&mut Gemma3, &str)) {
+fn each_way(mut each: impl FnMut(&mut ModelRunner, &str)) {
     let modes = [QuantizeMode::None, QuantizeMode::Int8Row, QuantizeMode::Int4G128Emb8];
     for (folder, modes) in [("gemma3/tiny-a", &modes[..]), ("gemma3/tiny-b", &modes[2..])] {
         for (quantize, precision) in modes.iter().flat_map(|mode| Precision::ALL.map(|p| (*mode, p))) {
@@ -283,9 +283,9 @@ fn the_twin_of_the_forward_pass_matches_the_oracle() {
     for folder in ["gemma3/tiny-a", "gemma3/tiny-b", "gemma3/tiny-27b-ratio"] {
         let (goldens, files) =
             (Goldens::open(&data(folder)), ModelFiles::open(&data(folder)).expect("a model"));
-        let (config, _) = Gemma3Config::load(&files).expect("a config");
+        let (config, _) = ModelConfig::load(&files).expect("a config");
         let checkpoint = Checkpoint::open(&files).expect("a checkpoint");
-        let weights = Gemma3Weights::collect(&checkpoint, &config).expect("weights");
+        let weights = Weights::collect(&checkpoint, &config).expect("weights");
         let mut beyond_window = false;
         for prompt in ["short", "mid", "long"] {
             let tokens = goldens.tokens(&format!("tokens.{prompt}"));
@@ -314,10 +314,10 @@ fn native(folder: &str, scheme: &str) -> TempDir {
     to
 }
 
-fn load_native(folder: &TempDir, precision: Precision, kv: KvDtype) -> Gemma3 {
+fn load_native(folder: &TempDir, precision: Precision, kv: KvDtype) -> ModelRunner {
     let options = LoadOptions { precision, kv, ..LoadOptions::default() };
     let files = ModelFiles::open(&folder.path().join("native")).expect("a model");
-    Gemma3::load(&device(), &files, &options, &mut |_| {}).expect("loaded")
+    ModelRunner::load(&device(), &Source::open(&files).unwrap(), &options, &mut |_| {}).expect("loaded")
 }
 
 #[test]
@@ -361,7 +361,8 @@ fn the_test_of_layers_leaves_no_trace() {
             precision: Precision::Fast,
             ..LoadOptions::default()
         };
-        let mut model = Gemma3::load(&device(), &files, &options, &mut |_| {}).expect("loaded");
+        let mut model = ModelRunner::load(&device(), &Source::open(&files).unwrap(), &options, &mut |_| {})
+            .expect("loaded");
         for _ in 0..if tests { 2 } else { 0 } {
             model.self_test().expect("right");
         }
@@ -456,6 +457,9 @@ fn a_conversion_that_lacks_layer_values_gets_them_when_it_is_repeated() {
     std::fs::write(folder.join("unicorn.json"), whole).expect("written");
     std::fs::write(folder.join("layer-values.bin"), [0; 12]).expect("written");
     let files = ModelFiles::open(&folder).expect("a folder");
-    let error = Gemma3::load(&device(), &files, &LoadOptions::default(), &mut |_| {}).err().expect("refused");
+    let error =
+        ModelRunner::load(&device(), &Source::open(&files).unwrap(), &LoadOptions::default(), &mut |_| {})
+            .err()
+            .expect("refused");
     assert!(error.to_string().contains("layer-values.bin: has 12 bytes"), "{error}");
 }

@@ -12,10 +12,10 @@ use std::sync::OnceLock;
 use serde_json::Value;
 use unicorn::checkpoint::{Checkpoint, ModelFiles};
 use unicorn::kernels::cost::Drawn;
-use unicorn::model::config::Gemma3Config;
+use unicorn::model::config::ModelConfig;
 use unicorn::model::judge::work;
 use unicorn::model::memory::Schemes;
-use unicorn::model::weights::Gemma3Weights;
+use unicorn::model::weights::Weights;
 use unicorn::tensor::{KvDtype, Precision, QuantizeMode};
 
 use crate::support::program::{assert_error, output, unicorn, unicorn_on_software};
@@ -506,9 +506,9 @@ fn a_step_dispatches_what_the_judge_counts() {
     }
 
     let files = ModelFiles::open(&model).expect("a checkpoint");
-    let (config, _) = Gemma3Config::load(&files).expect("a config");
+    let (config, _) = ModelConfig::load(&files).expect("a config");
     let checkpoint = Checkpoint::open(&files).expect("a checkpoint");
-    let weights = Gemma3Weights::collect(&checkpoint, &config).expect("weights");
+    let weights = Weights::collect(&checkpoint, &config).expect("weights");
     let schemes = Schemes::of(&weights, QuantizeMode::None).expect("schemes");
     let most = work::batch_tokens(&config, &schemes, KvDtype::F16, 256);
     let mut steps = work::prompt(&config, &schemes, KvDtype::F16, Precision::Fast, prompt, most);

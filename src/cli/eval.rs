@@ -11,7 +11,7 @@ use super::progress::Bar;
 use super::terminal::print;
 use crate::config::Config;
 use crate::file;
-use crate::model::gemma3::Gemma3;
+use crate::model::model_runner::ModelRunner;
 use crate::model::{Limits, Runner};
 
 /// Maximum bytes of a text to evaluate.
@@ -34,7 +34,7 @@ pub fn read_text(path: &Path) -> Result<String, Error> {
 }
 
 /// Writes the logits. After an error, an incomplete file is removed, but not a device such as /dev/null.
-fn logits(mut runner: Gemma3, tokens: &[u32], output: &Path) -> Result<(), Error> {
+fn logits(mut runner: ModelRunner, tokens: &[u32], output: &Path) -> Result<(), Error> {
     check(runner.limits(), tokens)?;
     write_logits(&mut runner, tokens, output).inspect_err(|_| {
         if output.is_file() {
@@ -44,7 +44,7 @@ fn logits(mut runner: Gemma3, tokens: &[u32], output: &Path) -> Result<(), Error
 }
 
 /// Writes the rows while they are computed, because all logits of a long prompt may not fit into memory.
-fn write_logits(runner: &mut Gemma3, tokens: &[u32], output: &Path) -> Result<(), Error> {
+fn write_logits(runner: &mut ModelRunner, tokens: &[u32], output: &Path) -> Result<(), Error> {
     let (n, vocab) = (tokens.len(), runner.limits().vocab_size);
     let failed = |error| Error::File { path: output.to_owned(), error };
     let mut file = BufWriter::new(File::create(output).map_err(failed)?);

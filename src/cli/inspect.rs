@@ -12,14 +12,14 @@ use super::progress::Bar;
 use super::terminal::{bytes, print};
 use crate::checkpoint::{self, Checkpoint, Manifest, ModelFiles};
 use crate::config::Config;
-use crate::model::config::{Gemma3Config, LayerType};
+use crate::model::config::{LayerType, ModelConfig};
 use crate::model::weights::Weights;
 use crate::text::visible;
 
 /// An opened checkpoint, and the facts to report about it.
 struct Inspected<'a> {
     files: &'a ModelFiles,
-    config: &'a Gemma3Config,
+    config: &'a ModelConfig,
     checkpoint: &'a Checkpoint,
     weights: &'a Weights<'a>,
     manifest: Option<&'a Manifest>,

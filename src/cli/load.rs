@@ -18,11 +18,11 @@ use crate::config::{self, Config};
 use crate::engine::{EnergyCounter, Engine, EngineConfig, EngineHandle, SchedulerConfig};
 use crate::gpu::placement::{Limits, Machine, Placement};
 use crate::gpu::{self, Device, DeviceInfo, DeviceKind, DevicePolicy};
-use crate::model::config::{Gemma3Config, GenerationConfig};
+use crate::model::config::{GenerationConfig, ModelConfig};
 use crate::model::draft::{self, Draft, Drafted};
-use crate::model::gemma3::{Gemma3, Loaded};
 pub use crate::model::load::Source;
 use crate::model::load::{LoadError, LoadOptions, Progress};
+use crate::model::model_runner::{Loaded, ModelRunner};
 use crate::model::{self, Runner, SamplingOptions, tune};
 use crate::session::Service;
 use crate::tensor::Precision;
@@ -80,7 +80,7 @@ pub fn demo_files() -> ModelFiles {
 /// The contents of a model's small files: everything that a server needs except the weights.
 pub struct Texts {
     pub tokenizer: Tokenizer,
-    pub config: Gemma3Config,
+    pub config: ModelConfig,
     template: ChatTemplate,
     defaults: SamplingOptions,
     stop_token_ids: Vec<u32>,
@@ -88,7 +88,7 @@ pub struct Texts {
 
 /// A loaded model with its small files.
 pub struct Model {
-    pub runner: Gemma3,
+    pub runner: ModelRunner,
     pub draft: Option<Draft>,
     /// The state of the NPU; `None` if `npu.mode` is off.
     pub npu: Option<NpuStart>,
@@ -107,11 +107,7 @@ pub enum Watch {
 }
 
 /// Reads the small files. Most errors of a model are found here, before the large files are read.
-pub fn texts(
-    files: &ModelFiles,
-    config: Gemma3Config,
-    generation: &GenerationConfig,
-) -> Result<Texts, Error> {
+pub fn texts(files: &ModelFiles, config: ModelConfig, generation: &GenerationConfig) -> Result<Texts, Error> {
     let read = |name: &str| files.read(name);
     let Some(tokenizer_json) = read("tokenizer.json")? else {
         let problem = "holds no tokenizer.json; give the original model's tokenizer.json with --tokenizer";
@@ -148,7 +144,7 @@ pub fn model(files: &ModelFiles, config: &Config, watch: Watch) -> Result<Model,
 }
 
 /// Loads only the model, without tokenizer and draft, for callers that have token ids and need logits.
-pub fn runner(files: &ModelFiles, config: &Config) -> Result<Gemma3, Error> {
+pub fn runner(files: &ModelFiles, config: &Config) -> Result<ModelRunner, Error> {
     let source = Source::open(files)?;
     Ok(on_device(&source, None, None, config, Watch::Nothing, None, &mut |_, _| {})?.runner)
 }
@@ -177,7 +173,7 @@ pub fn longest_submit(parameter: &str) -> Option<Duration> {
 
 /// A model on its device.
 pub struct OnDevice {
-    pub runner: Gemma3,
+    pub runner: ModelRunner,
     pub draft: Option<Draft>,
     pub npu: Option<NpuStart>,
 }
@@ -206,7 +202,8 @@ pub fn on_device(
     }
     report(Loading::Device, None);
     // If a required NPU is missing, the load fails here, and not after a minute of loading.
-    let mut npu = if watch == Watch::Activations { None } else { Npu::open(&source.config, config, first_npu)? };
+    let mut npu =
+        if watch == Watch::Activations { None } else { Npu::open(&source.config, config, first_npu)? };
     let policy = policy(config, watch == Watch::Kernels);
     let mut device = Device::open(&policy)?;
     npu.as_mut().map_or(Ok(()), |npu| npu.meet(device.can_share(), config))?;
@@ -245,7 +242,7 @@ pub fn on_device(
         }
     };
     let loaded = match draft_source {
-        None => Gemma3::load(&device, source, &options, &mut progress).map(|model| (model, None)),
+        None => ModelRunner::load(&device, source, &options, &mut progress).map(|model| (model, None)),
         Some(draft) => draft::load(&device, source, draft, &options, &mut progress)
             .map(|(model, draft)| (model, Some(draft))),
     };
@@ -270,7 +267,7 @@ pub fn check_draft_tokenizer(
     files: &ModelFiles,
     tokenizer: &Tokenizer,
     draft: &ModelFiles,
-    draft_config: &Gemma3Config,
+    draft_config: &ModelConfig,
 ) -> Result<(), Error> {
     let vocab_size = draft_config.vocab_size;
     let Some(json) = draft.read("tokenizer.json")? else {
@@ -311,7 +308,7 @@ impl Model {
 }
 
 /// The device memory of `runner`: a description of each kind of data and its heap, with its bytes.
-fn placement(runner: &Gemma3) -> Vec<(String, u64)> {
+fn placement(runner: &ModelRunner) -> Vec<(String, u64)> {
     let row = |p: &Placement| (format!("{} in {} ({} buffers)", p.class.name(), p.heap, p.buffers), p.bytes);
     runner.placements().iter().map(row).collect()
 }
@@ -319,7 +316,7 @@ fn placement(runner: &Gemma3) -> Vec<(String, u64)> {
 fn log(
     files: &ModelFiles,
     draft_files: Option<&ModelFiles>,
-    runner: &Gemma3,
+    runner: &ModelRunner,
     draft: Option<&Draft>,
     seconds: f64,
 ) {
@@ -348,7 +345,7 @@ fn log(
         gb(loaded.resident_bytes),
     );
     // The draft limits the context if its maximum is shorter than the model's.
-    let longest = |config: &Gemma3Config| config.max_position_embeddings;
+    let longest = |config: &ModelConfig| config.max_position_embeddings;
     let short = draft.map(|draft| longest(draft.config()));
     let why = match short {
         Some(short) if short == context && short < longest(runner.config()) => ", the draft's maximum",
@@ -428,7 +425,7 @@ pub fn limits(memory: &config::Memory) -> Limits {
 }
 
 /// The runner of a loaded model and its draft, if there is one.
-pub fn runner_of(model: Gemma3, draft: Option<Draft>) -> Box<dyn Runner> {
+pub fn runner_of(model: ModelRunner, draft: Option<Draft>) -> Box<dyn Runner> {
     match draft {
         None => Box::new(model),
         Some(draft) => Box::new(Drafted::new(model, draft)),
@@ -436,7 +433,7 @@ pub fn runner_of(model: Gemma3, draft: Option<Draft>) -> Box<dyn Runner> {
 }
 
 /// Bytes of one sliding block of a model and its draft together.
-pub fn sliding_block_bytes(model: &Gemma3, draft: Option<&Draft>) -> u64 {
+pub fn sliding_block_bytes(model: &ModelRunner, draft: Option<&Draft>) -> u64 {
     model.sliding_block_bytes() + draft.map_or(0, Draft::sliding_block_bytes)
 }
 
@@ -472,7 +469,7 @@ pub fn place(device: &DeviceInfo) -> Place {
 /// Starts the engine on a model and its draft, if there is one. `energy` is the source of the energy that answers
 /// report.
 pub fn engine(
-    model: Gemma3,
+    model: ModelRunner,
     draft: Option<Draft>,
     config: &Config,
     queue: usize,

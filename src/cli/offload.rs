@@ -12,9 +12,9 @@ use std::time::{Duration, Instant};
 use super::error::Error;
 use super::npu_start::NpuStart;
 use crate::config::{Config, NpuMode, NpuPreference, NpuSharing};
-use crate::model::config::Gemma3Config;
-use crate::model::gemma3::Gemma3;
+use crate::model::config::ModelConfig;
 use crate::model::load::LoadError;
+use crate::model::model_runner::ModelRunner;
 use crate::model::npu_process::{HeadShape, NpuProcess, Start};
 use crate::model::offload::{
     LEAST_TOKENS, MOST_TOKENS, Offload, OffloadError, OffloadLimits, OffloadPolicy, not_shared,
@@ -45,7 +45,7 @@ pub fn shim(config: &Config) -> PathBuf {
     config.npu.shim.as_ref().map_or_else(beside, PathBuf::from)
 }
 
-fn limits_of(config: &Config, model: &Gemma3Config) -> OffloadLimits {
+fn limits_of(config: &Config, model: &ModelConfig) -> OffloadLimits {
     let most = model.num_key_value_heads;
     OffloadLimits {
         kv_heads: config.npu.kv_heads.unwrap_or(most).min(most),
@@ -55,7 +55,7 @@ fn limits_of(config: &Config, model: &Gemma3Config) -> OffloadLimits {
 }
 
 /// The buffers that a load of this model would reserve.
-pub fn planned(config: &Config, model: &Gemma3Config) -> Option<OffloadLimits> {
+pub fn planned(config: &Config, model: &ModelConfig) -> Option<OffloadLimits> {
     (config.npu.mode != NpuMode::Off).then(|| limits_of(config, model))
 }
 
@@ -72,7 +72,7 @@ impl Npu {
     /// Opens the NPU and tests it, if one is wanted. An NPU that is required and cannot compute is an error. `before` is
     /// what became of it at the first load, where this is another one: an NPU that was not used then is not used now.
     pub fn open(
-        model: &Gemma3Config,
+        model: &ModelConfig,
         config: &Config,
         before: Option<&NpuStart>,
     ) -> Result<Option<Npu>, Error> {
@@ -138,7 +138,7 @@ impl Npu {
     }
 
     /// Gives the model's prompts to the NPU: as many KV heads as configured, or as a measurement finds best.
-    pub fn attach(self, model: &mut Gemma3, config: &Config) -> Result<NpuStart, Error> {
+    pub fn attach(self, model: &mut ModelRunner, config: &Config) -> Result<NpuStart, Error> {
         let Npu { mut start, process, limits, fixed } = self;
         let Some(process) = process else { return Ok(start) };
         let policy = match config.npu.mode {
@@ -187,7 +187,7 @@ fn refuse(config: &Config, start: &mut NpuStart, error: OffloadError) -> Result<
 }
 
 /// Starts the NPU's process, and has it pass the self-test. With `again`, waits until its columns are free.
-fn process_with_columns(model: &Gemma3Config, config: &Config, again: bool) -> Result<NpuProcess, NpuError> {
+fn process_with_columns(model: &ModelConfig, config: &Config, again: bool) -> Result<NpuProcess, NpuError> {
     let since = Instant::now();
     loop {
         match process(model, config) {
@@ -200,7 +200,7 @@ fn process_with_columns(model: &Gemma3Config, config: &Config, again: bool) -> R
 }
 
 /// Starts the NPU's process, and has it pass the self-test.
-fn process(model: &Gemma3Config, config: &Config) -> Result<NpuProcess, NpuError> {
+fn process(model: &ModelConfig, config: &Config) -> Result<NpuProcess, NpuError> {
     let Some(kernels) = kernels_folder(config) else {
         let problem = "there is no folder of kernels: neither HOME nor UNICORN_CACHE_DIR is set";
         return Err(NpuError::new(NpuCode::KernelMissing, problem));
@@ -253,7 +253,7 @@ fn said(words: &str) -> OffloadError {
 /// The number of KV heads that the NPU gets: that of the first load, or the configured one, or that with which prompts are
 /// computed fastest.
 fn choose(
-    model: &mut Gemma3,
+    model: &mut ModelRunner,
     config: &Config,
     candidates: &[usize],
     fixed: Option<usize>,
@@ -324,13 +324,13 @@ enum Tried {
 
 /// Tries a chunk with so many KV heads on the NPU: once, and then `trials` times for the time.
 fn time(
-    model: &mut Gemma3,
+    model: &mut ModelRunner,
     kv_heads: usize,
     (depth, tokens): (usize, usize),
     trials: usize,
 ) -> Result<Tried, Failure> {
     model.set_offload_heads(kv_heads);
-    let completed = |model: &Gemma3| model.offload_counts().unwrap_or_default();
+    let completed = |model: &ModelRunner| model.offload_counts().unwrap_or_default();
     let (before, mut times) = (completed(model).dispatches, Vec::new());
     // The first step compiles and records.
     for _ in 0..=trials {

@@ -12,7 +12,7 @@ use super::offload;
 use super::terminal::{bytes, print};
 use crate::checkpoint::ModelFiles;
 use crate::config::Config;
-use crate::model::config::Gemma3Config;
+use crate::model::config::ModelConfig;
 use crate::model::load::check_draft;
 use crate::model::memory::{DoesNotFit, DraftMemoryRequest, Fit, MemoryRequest, Schemes, quantize_modes};
 use crate::model::shapes::Shape;
@@ -26,7 +26,7 @@ struct Subject {
     stored: String,
     /// A note that the default scheme was assumed.
     assumption: Option<String>,
-    config: Gemma3Config,
+    config: ModelConfig,
     schemes: Schemes,
     /// Alternative schemes for its weights, each with the option that selects it.
     others: Vec<(String, Schemes)>,
@@ -36,7 +36,7 @@ struct Subject {
 struct DraftSubject {
     name: String,
     stored: String,
-    config: Gemma3Config,
+    config: ModelConfig,
     schemes: Schemes,
 }
 
@@ -130,7 +130,7 @@ fn checkpoint(model: &str, config: &Config) -> Result<Subject, Error> {
 }
 
 /// A draft model's weights keep the schemes of its files.
-fn draft(path: &str, model: &Gemma3Config) -> Result<DraftSubject, Error> {
+fn draft(path: &str, model: &ModelConfig) -> Result<DraftSubject, Error> {
     let files = ModelFiles::open(Path::new(path))?;
     let source = load::Source::open(&files)?;
     check_draft(model, &source.config)

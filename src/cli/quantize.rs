@@ -19,7 +19,7 @@ use super::progress::Bar;
 use super::terminal::{bytes, print};
 use crate::checkpoint::{Checkpoint, Manifest, ModelFiles, NativeWriter, NewTensor, Tensor};
 use crate::config::Config;
-use crate::model::config::Gemma3Config;
+use crate::model::config::ModelConfig;
 use crate::model::tensors::{Inputs, ModelTensors, Role, TensorSpec};
 use crate::model::twin;
 use crate::model::weights::Weights;
@@ -127,7 +127,7 @@ pub fn quantize(config: &Config, args: &args::Quantize) -> Result<(), Error> {
 fn convert(
     files: &ModelFiles,
     checkpoint: &Checkpoint,
-    config: &Gemma3Config,
+    config: &ModelConfig,
     weights: &Weights,
     moments: &[Inputs<Vec<f32>>],
     writer: NativeWriter,

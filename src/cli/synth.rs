@@ -16,7 +16,7 @@ use super::load;
 use super::progress::Bar;
 use super::terminal::{bytes, print};
 use crate::checkpoint::{FileWriter, NativeWriter, NewTensor, Synthetic};
-use crate::model::config::Gemma3Config;
+use crate::model::config::ModelConfig;
 use crate::model::tensors::{ModelTensors, TensorSpec};
 use crate::tensor::{Bits, Scheme, TILE_ROWS};
 
@@ -78,7 +78,7 @@ pub fn synth(args: &args::Synth) -> Result<(), Error> {
 }
 
 /// The files of a checkpoint, each with its tensors.
-fn files(config: &Gemma3Config, schemes: &Schemes) -> Vec<(String, Vec<NewTensor>)> {
+fn files(config: &ModelConfig, schemes: &Schemes) -> Vec<(String, Vec<NewTensor>)> {
     let tensor = |spec: &TensorSpec| {
         let scheme = Class::of(spec).map(|class| {
             let Target(scheme) = schemes.of(class);

@@ -4,11 +4,11 @@
 use super::error::Error;
 use super::npu_start::NpuStart;
 use crate::config::{Config, NpuMode};
-use crate::model::config::Gemma3Config;
-use crate::model::gemma3::Gemma3;
+use crate::model::config::ModelConfig;
+use crate::model::model_runner::ModelRunner;
 use crate::model::offload::OffloadLimits;
 
-pub fn planned(_: &Config, _: &Gemma3Config) -> Option<OffloadLimits> {
+pub fn planned(_: &Config, _: &ModelConfig) -> Option<OffloadLimits> {
     None
 }
 
@@ -17,7 +17,7 @@ pub enum Npu {}
 
 impl Npu {
     /// `unicorn bench npu` requires the NPU, whatever is configured.
-    pub fn open(_: &Gemma3Config, config: &Config, _: Option<&NpuStart>) -> Result<Option<Npu>, Error> {
+    pub fn open(_: &ModelConfig, config: &Config, _: Option<&NpuStart>) -> Result<Option<Npu>, Error> {
         match config.npu.mode {
             NpuMode::Off => Ok(None),
             _ => Err(Error::Argument("this program was built without the feature npu".into())),
@@ -32,7 +32,7 @@ impl Npu {
         match *self {}
     }
 
-    pub fn attach(self, _: &mut Gemma3, _: &Config) -> Result<NpuStart, Error> {
+    pub fn attach(self, _: &mut ModelRunner, _: &Config) -> Result<NpuStart, Error> {
         match self {}
     }
 }

@@ -7,7 +7,7 @@
 //!
 //! It refuses by name whatever would change the result and is not computed here: other model types, soft capping,
 //! biases, bidirectional attention, untied heads, rope scalings other than linear. [`crate::checkpoint`] reads how the
-//! weights are quantized (`quantization_config`). Invariant: a model with a valid [`Gemma3Config`] can be computed.
+//! weights are quantized (`quantization_config`). Invariant: a model with a valid [`ModelConfig`] can be computed.
 
 use std::fmt;
 use std::ops::RangeInclusive;
@@ -55,7 +55,7 @@ pub enum LayerType {
 
 /// Hyperparameters of a Gemma-3 language model, by their Hugging Face names.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Gemma3Config {
+pub struct ModelConfig {
     /// Number of rows of the embedding; the tokenizer may know fewer ids.
     pub vocab_size: usize,
     pub hidden_size: usize,
@@ -70,7 +70,7 @@ pub struct Gemma3Config {
     pub max_position_embeddings: usize,
     /// Attention scores are scaled by the inverse square root of this number, which differs from `head_dim` in the 27B.
     pub query_pre_attn_scalar: f64,
-    /// What sliding layers see. [`Gemma3Config::window`] says whether there are any.
+    /// What sliding layers see. [`ModelConfig::window`] says whether there are any.
     pub sliding_window: usize,
     /// The kind of each layer.
     pub layer_types: Vec<LayerType>,
@@ -88,7 +88,7 @@ pub struct Gemma3Config {
     pub tie_word_embeddings: bool,
 }
 
-impl Gemma3Config {
+impl ModelConfig {
     /// The number of tokens that a sliding layer sees; `None` if no layer is one.
     pub fn window(&self) -> Option<usize> {
         self.layer_types.contains(&LayerType::SlidingAttention).then_some(self.sliding_window)

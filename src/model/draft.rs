@@ -19,9 +19,9 @@ use std::borrow::Cow;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use super::config::Gemma3Config;
-use super::gemma3::{Gemma3, Loaded, SelfTested};
+use super::config::ModelConfig;
 use super::load::{LoadError, LoadOptions, Progress, Source};
+use super::model_runner::{Loaded, ModelRunner, SelfTested};
 use super::{
     Batch, BatchSequence, DraftRequest, Draw, Input, Limits, Runner, RunnerError, Sampled, Sampling, Ticket,
 };
@@ -36,16 +36,16 @@ pub fn load(
     draft_source: &Source<'_>,
     options: &LoadOptions,
     progress: &mut dyn FnMut(Progress),
-) -> Result<(Gemma3, Draft), LoadError> {
-    let (model, draft) = Gemma3::load_with_draft(device, source, Some(draft_source), options, progress)?;
+) -> Result<(ModelRunner, Draft), LoadError> {
+    let (model, draft) = ModelRunner::load_with_draft(device, source, Some(draft_source), options, progress)?;
     Ok((model, Draft(draft.expect("one was asked for"))))
 }
 
 /// A draft model that was loaded beside its model.
-pub struct Draft(Gemma3);
+pub struct Draft(ModelRunner);
 
 impl Draft {
-    pub fn config(&self) -> &Gemma3Config {
+    pub fn config(&self) -> &ModelConfig {
         self.0.config()
     }
 
@@ -53,7 +53,7 @@ impl Draft {
         self.0.loaded()
     }
 
-    /// As [`Gemma3::self_test`].
+    /// As [`ModelRunner::self_test`].
     pub fn self_test(&mut self) -> Result<SelfTested, RunnerError> {
         self.0.self_test()
     }
@@ -71,15 +71,15 @@ impl Draft {
 
 /// A model that runs with its draft model.
 pub struct Drafted {
-    model: Gemma3,
-    draft: Gemma3,
+    model: ModelRunner,
+    draft: ModelRunner,
     /// Tickets of the draft model's part of each step in flight.
     mirrored: VecDeque<Ticket>,
 }
 
 impl Drafted {
     /// Joins a model and the draft model that was loaded with it, before any step.
-    pub fn new(model: Gemma3, Draft(draft): Draft) -> Drafted {
+    pub fn new(model: ModelRunner, Draft(draft): Draft) -> Drafted {
         Drafted { model, draft, mirrored: VecDeque::new() }
     }
 
@@ -167,7 +167,7 @@ impl Runner for Drafted {
         assert!(self.mirrored.is_empty(), "draft tokens are asked for beside a step in flight");
         let mut draft_tokens = vec![Vec::new(); requests.len()];
         let mut under_way = VecDeque::new();
-        let mut take = |draft: &mut Gemma3, (ticket, request_indices): (Ticket, Vec<usize>)| {
+        let mut take = |draft: &mut ModelRunner, (ticket, request_indices): (Ticket, Vec<usize>)| {
             let sampled = draft.wait(ticket)?;
             request_indices.into_iter().zip(sampled.ids).for_each(|(i, id)| draft_tokens[i].push(id));
             Ok::<_, RunnerError>(())

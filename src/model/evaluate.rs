@@ -1,14 +1,14 @@
 //! The parts of a model that `unicorn eval` and calibration need: the logits of every token, and statistics of the
 //! inputs of its matrices.
 
-use super::gemma3::Gemma3;
 use super::memory::READBACK_ROWS;
+use super::model_runner::ModelRunner;
 use super::step::StepOutputs;
 use super::tensors::Inputs;
 use super::{Batch, BatchSequence, Input, RunnerError};
 use crate::gpu::{Buffer, CommandBuffer, GpuError};
 
-impl Gemma3 {
+impl ModelRunner {
     /// Runs `tokens` through the layers to sum up the squares of the matrices' inputs. `each` is called with the number
     /// of tokens done. Panics if the tokens do not fit the context.
     pub fn observe(&mut self, tokens: &[u32], each: &mut dyn FnMut(usize)) -> Result<(), RunnerError> {

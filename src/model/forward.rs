@@ -1,20 +1,20 @@
-//! Records the forward pass: [`Gemma3::record_layer`] calls the kernels of a layer in the order of the model's
+//! Records the forward pass: [`ModelRunner::record_layer`] calls the kernels of a layer in the order of the model's
 //! mathematics. `docs/architecture.md` has that mathematics, and `shaders/` says how a kernel computes it. The residual
 //! stream is f32.
 
 use std::ops::Range;
 
 use super::config::LayerType;
-use super::gemma3::Gemma3;
 use super::layers::Scratch;
 use super::memory;
+use super::model_runner::ModelRunner;
 use super::step::{Frame, PoolRequest, StepOutputs};
 use super::tensors::{InputGroup, Projections};
 use super::{Batch, BlockCopy, BlockPool};
 use crate::gpu::Recorder;
 use crate::kernels::{Activations, KvCache, Operand, SampleRequest, StepArrays};
 
-impl Gemma3 {
+impl ModelRunner {
     /// Records what comes before the layers: block copies, the embeddings that begin the residual stream, and the ids
     /// that later draws penalize.
     pub(super) fn record_opening(

@@ -6,13 +6,13 @@
 use std::ops::Range;
 
 use super::RunnerError;
-use super::gemma3::Gemma3;
+use super::model_runner::ModelRunner;
 use super::step::StepOutputs;
 use crate::checkpoint::{Deviation, Expected, LayerValues};
 use crate::gpu::{Buffer, Recorder};
 use crate::kernels::Activations;
 
-impl Gemma3 {
+impl ModelRunner {
     /// Runs the prompt of `values`, and compares the residual stream behind the embedding and behind each layer, and
     /// logits. Returns the number of layers, or says which is the first that is wrong. No step may be in flight. Panics
     /// if the prompt does not fit the context.
@@ -85,7 +85,7 @@ impl Gemma3 {
         if !places.is_empty() {
             wanted.rows.push(last as u32);
         }
-        let keep = |model: &Gemma3, recorder: &mut Recorder<'_>, behind: usize, rows: &Range<usize>| {
+        let keep = |model: &ModelRunner, recorder: &mut Recorder<'_>, behind: usize, rows: &Range<usize>| {
             let Some((_, place)) = places.iter().find(|(n, _)| *n == behind && rows.contains(&last)) else {
                 return;
             };

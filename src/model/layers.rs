@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::config::{Gemma3Config, LayerType};
+use super::config::{LayerType, ModelConfig};
 use super::memory;
 use super::tensors::{Inputs, Norms, Projections};
 use crate::gpu::placement::{Class, MemoryKind};
@@ -74,7 +74,7 @@ impl Scratch {
     /// Allocates buffers of these names and sizes, which suffice for `config` and `tokens`.
     pub(super) fn new(
         arena: &mut Arena,
-        config: &Gemma3Config,
+        config: &ModelConfig,
         tokens: usize,
         sizes: Vec<(&str, u64)>,
     ) -> Result<Scratch, GpuError> {
@@ -84,7 +84,7 @@ impl Scratch {
     }
 
     /// These buffers in the shapes of another model, whose steps run between those of this model.
-    pub(super) fn shared_with(&self, config: &Gemma3Config, tokens: usize) -> Scratch {
+    pub(super) fn shared_with(&self, config: &ModelConfig, tokens: usize) -> Scratch {
         let Scratch { hidden, normed, delta, q, attended, k, v, partials, gate, up, .. } = self;
         let Partials { single, tiles } = partials;
         let Scratch { final_rows, logits: Logits { raw, adjusted, scratch, .. }, pooled, .. } = self;
@@ -97,7 +97,7 @@ impl Scratch {
         Scratch::of(config, tokens, all.cloned().collect())
     }
 
-    pub(super) fn of(config: &Gemma3Config, tokens: usize, buffers: Vec<Buffer>) -> Scratch {
+    pub(super) fn of(config: &ModelConfig, tokens: usize, buffers: Vec<Buffer>) -> Scratch {
         let mut buffers = buffers.into_iter();
         let mut each = memory::activations(config, tokens)
             .map(|(name, rows, width)| {

@@ -8,12 +8,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::Limits;
-use super::config::{ConfigError, Gemma3Config, GenerationConfig, LayerType};
-use super::gemma3::{Gemma3, Loaded, NotCompared};
+use super::config::{ConfigError, GenerationConfig, LayerType, ModelConfig};
 use super::layers::{DeviceLayer, Scratch, device_buffer};
 use super::memory::{
     self, DEFAULT_BLOCK_SIZE, DoesNotFit, DraftMemoryRequest, MAX_IN_FLIGHT, MemoryRequest, Schemes,
 };
+use super::model_runner::{Loaded, ModelRunner, NotCompared};
 use super::offload::{OffloadBuffers, OffloadError, OffloadLimits};
 use super::rates::Rates;
 use super::self_test::{self, SelfTest, Traits};
@@ -61,11 +61,11 @@ pub struct LoadOptions {
     pub max_batch_tokens: usize,
     /// Number of ids that may be sampled. Higher ids are rows of the embedding that the tokenizer does not know.
     pub sample_below: Option<usize>,
-    /// Whether the squares of every matrix's inputs are summed up, for [`Gemma3::take_moments`].
+    /// Whether the squares of every matrix's inputs are summed up, for [`ModelRunner::take_moments`].
     pub moments: bool,
     /// The largest allocation of weights. Tests use it to cut small matrices into shards.
     pub max_shard_bytes: Option<u64>,
-    /// The room for a unit that computes some of the attention of prompts ([`Gemma3::attach_offload`]); none by default.
+    /// The room for a unit that computes some of the attention of prompts ([`ModelRunner::attach_offload`]); none by default.
     pub offload: Option<OffloadLimits>,
 }
 
@@ -141,15 +141,15 @@ impl From<UploadError> for LoadError {
     }
 }
 
-impl Gemma3 {
+impl ModelRunner {
     /// Loads a checkpoint into device memory. `progress` is called every few megabytes.
     pub fn load(
         device: &Arc<Device>,
         source: &Source<'_>,
         options: &LoadOptions,
         progress: &mut dyn FnMut(Progress),
-    ) -> Result<Gemma3, LoadError> {
-        Gemma3::load_with_draft(device, source, None, options, progress).map(|(model, _)| model)
+    ) -> Result<ModelRunner, LoadError> {
+        ModelRunner::load_with_draft(device, source, None, options, progress).map(|(model, _)| model)
     }
 
     /// Loads a checkpoint, and a second one as its draft model, stored as its files have it. The draft model shares the
@@ -160,7 +160,7 @@ impl Gemma3 {
         draft_source: Option<&Source<'_>>,
         options: &LoadOptions,
         progress: &mut dyn FnMut(Progress),
-    ) -> Result<(Gemma3, Option<Gemma3>), LoadError> {
+    ) -> Result<(ModelRunner, Option<ModelRunner>), LoadError> {
         if options.max_batch_tokens == 0 || options.max_context == Some(0) {
             return Err(LoadError::Option(
                 "the context and the prefill chunk must be at least 1 token".into(),
@@ -283,7 +283,7 @@ fn place(
 }
 
 /// Whether a model with the config `draft` can be the draft model of `model`. The error says why not.
-pub fn check_draft(model: &Gemma3Config, draft: &Gemma3Config) -> Result<(), String> {
+pub fn check_draft(model: &ModelConfig, draft: &ModelConfig) -> Result<(), String> {
     match (model.window(), draft.window()) {
         (None, Some(draft)) => Err(format!(
             "its layers see a window of {draft} tokens, and the model has no such layers, so no blocks for them: it \
@@ -299,14 +299,14 @@ pub fn check_draft(model: &Gemma3Config, draft: &Gemma3Config) -> Result<(), Str
 /// An opened checkpoint with its configs, which are read once.
 pub struct Source<'a> {
     pub files: &'a ModelFiles,
-    pub config: Gemma3Config,
+    pub config: ModelConfig,
     pub generation: GenerationConfig,
     pub checkpoint: Checkpoint,
 }
 
 impl<'a> Source<'a> {
     pub fn open(files: &'a ModelFiles) -> Result<Source<'a>, LoadError> {
-        let (config, generation) = Gemma3Config::load(files)?;
+        let (config, generation) = ModelConfig::load(files)?;
         Ok(Source { files, config, generation, checkpoint: Checkpoint::open(files)? })
     }
 
@@ -398,8 +398,8 @@ impl<'a> Load<'a> {
         weights: &Weights<'a>,
         schemes: &Schemes,
         limits: Limits,
-        of: Option<&Gemma3>,
-    ) -> Result<Gemma3, LoadError> {
+        of: Option<&ModelRunner>,
+    ) -> Result<ModelRunner, LoadError> {
         let Source { config, checkpoint, .. } = source;
         let options = self.options;
         (self.progress)(Progress::Kernels);
@@ -497,7 +497,7 @@ impl<'a> Load<'a> {
         self.uploader.upload(&cases, &image)?;
         checkpoint.release_all();
         let loaded = Loaded { bytes: weights.stored_bytes(), resident_bytes: checkpoint.resident_bytes() };
-        Ok(Gemma3 {
+        Ok(ModelRunner {
             device: self.device.clone(),
             config: config.clone(),
             generation: source.generation.clone(),
@@ -572,7 +572,7 @@ impl<'a> Load<'a> {
     }
 
     /// The RoPE tables of sliding and of full layers.
-    fn rope_tables(&mut self, config: &Gemma3Config, positions: usize) -> Result<[Buffer; 2], LoadError> {
+    fn rope_tables(&mut self, config: &ModelConfig, positions: usize) -> Result<[Buffer; 2], LoadError> {
         let mut table = |base, factor, name| {
             let table = rope_table(config.head_dim, positions, base, factor);
             let bytes = memory::rope_table_bytes(config, positions);
@@ -606,7 +606,7 @@ impl<'a> Load<'a> {
 /// A layer with its KV cache. `ropes` are the tables of sliding and of full layers.
 #[expect(clippy::too_many_arguments, reason = "a layer has so many parts, and one caller")]
 fn device_layer(
-    config: &Gemma3Config,
+    config: &ModelConfig,
     kind: LayerType,
     limits: &Limits,
     kernels: &Kernels,

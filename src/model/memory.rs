@@ -8,7 +8,7 @@
 use std::collections::BTreeSet;
 use std::fmt;
 
-use super::config::{Gemma3Config, LayerType};
+use super::config::{LayerType, ModelConfig};
 use super::offload::OffloadLimits;
 use super::self_test;
 use super::tensors::{ModelTensors, Projections, TensorSpec};
@@ -75,7 +75,7 @@ impl Schemes {
     }
 
     /// The schemes of a model whose layers all have the same ones: for attention, feed-forward network and embedding.
-    pub fn uniform(config: &Gemma3Config, attention: Scheme, ffn: Scheme, embedding: Scheme) -> Schemes {
+    pub fn uniform(config: &ModelConfig, attention: Scheme, ffn: Scheme, embedding: Scheme) -> Schemes {
         let layers = ModelTensors::of(config).layers.into_iter().map(|layer| {
             layer.projections.map(|spec| if spec.class == Class::Ffn { ffn } else { attention })
         });
@@ -101,7 +101,7 @@ impl fmt::Display for Schemes {
 /// All that determines a model's size.
 #[derive(Debug, Clone)]
 pub struct MemoryRequest<'a> {
-    pub config: &'a Gemma3Config,
+    pub config: &'a ModelConfig,
     pub schemes: Schemes,
     /// Element type of the KV cache.
     pub kv: KvDtype,
@@ -123,7 +123,7 @@ pub struct MemoryRequest<'a> {
 /// same steps, and shares the model's activations.
 #[derive(Debug, Clone)]
 pub struct DraftMemoryRequest<'a> {
-    pub config: &'a Gemma3Config,
+    pub config: &'a ModelConfig,
     pub schemes: Schemes,
 }
 
@@ -191,14 +191,14 @@ fn advice(error: &DoesNotFit) -> String {
 }
 
 /// The number of full layers, and the number of sliding layers.
-fn layers(config: &Gemma3Config) -> [usize; 2] {
+fn layers(config: &ModelConfig) -> [usize; 2] {
     let sliding = config.layer_types.iter().filter(|kind| **kind == LayerType::SlidingAttention).count();
     [config.num_hidden_layers - sliding, sliding]
 }
 
 impl<'a> MemoryRequest<'a> {
     /// The model and its draft model, if any, each with the prefix of its buffers' names, its config and its schemes.
-    fn models(&self) -> impl Iterator<Item = (&'static str, &'a Gemma3Config, &Schemes)> {
+    fn models(&self) -> impl Iterator<Item = (&'static str, &'a ModelConfig, &Schemes)> {
         let draft = self.draft.as_ref().map(|draft| ("draft ", draft.config, &draft.schemes));
         [("", self.config, &self.schemes)].into_iter().chain(draft)
     }
@@ -328,7 +328,7 @@ impl<'a> MemoryRequest<'a> {
     }
 
     /// The weights of one of the models, as [`MemoryRequest::requests`] lists them.
-    fn weights(&self, c: &Gemma3Config, schemes: &Schemes, add: &mut dyn FnMut(Class, u64, String)) {
+    fn weights(&self, c: &ModelConfig, schemes: &Schemes, add: &mut dyn FnMut(Class, u64, String)) {
         let matrix = |spec: &TensorSpec, scheme: Scheme| {
             Matrix::buffer_bytes(scheme, spec.rows(), spec.cols(), self.max_shard_bytes)
         };
@@ -363,7 +363,7 @@ impl<'a> MemoryRequest<'a> {
 
     /// The activations of a step, each as large as the larger of the models needs it.
     pub(super) fn activation_bytes(&self) -> Vec<(&'static str, u64)> {
-        let of = |config: &Gemma3Config| {
+        let of = |config: &ModelConfig| {
             let floats = activations(config, self.batch_tokens())
                 .map(|(name, rows, width)| (name, Activations::bytes(rows, width)));
             let blocks = quantized(config, self.batch_tokens())
@@ -527,7 +527,7 @@ impl<'a> MemoryRequest<'a> {
     }
 
     /// Bytes of one model's weights on the device.
-    pub(super) fn weight_bytes_of(&self, config: &Gemma3Config, schemes: &Schemes) -> u64 {
+    pub(super) fn weight_bytes_of(&self, config: &ModelConfig, schemes: &Schemes) -> u64 {
         let mut sum = 0;
         self.weights(config, schemes, &mut |_, bytes, _| sum += bytes);
         sum
@@ -548,7 +548,7 @@ fn largest(mut fitting: usize, most: usize, fits: impl Fn(usize) -> bool) -> usi
 pub(super) const SAMPLED_BYTES: u64 = 4 * MAX_SEQUENCES as u64;
 /// Bytes that a step returns to the host: a u32 id for each row of logits, the log probabilities of each row, and the
 /// sum of hidden states of each sequence.
-pub(super) fn results_bytes(c: &Gemma3Config) -> [u64; 3] {
+pub(super) fn results_bytes(c: &ModelConfig) -> [u64; 3] {
     let rows = LOGIT_ROWS as u64;
     let pooled = Activations::bytes(MAX_SEQUENCES, c.hidden_size);
     [4 * rows, 4 * rows * LOGPROB_WORDS as u64, pooled].map(|bytes| bytes.next_multiple_of(256))
@@ -566,7 +566,7 @@ pub(super) fn partials(tokens: usize) -> Room {
 }
 
 /// The activations of a step, by name, rows and width, in the order of `Scratch`.
-pub(super) fn activations(c: &Gemma3Config, tokens: usize) -> [(&'static str, usize, usize); 16] {
+pub(super) fn activations(c: &ModelConfig, tokens: usize) -> [(&'static str, usize, usize); 16] {
     let heads = c.num_attention_heads * c.head_dim;
     let kv_heads = c.num_key_value_heads * c.head_dim;
     let (slots, partial) = (partials(tokens), partial_width(c.num_attention_heads, c.head_dim));
@@ -591,7 +591,7 @@ pub(super) fn activations(c: &Gemma3Config, tokens: usize) -> [(&'static str, us
 }
 
 /// The int8 inputs of matrices, by name, rows and width. They follow the activations.
-pub(super) fn quantized(c: &Gemma3Config, tokens: usize) -> [(&'static str, usize, usize); 4] {
+pub(super) fn quantized(c: &ModelConfig, tokens: usize) -> [(&'static str, usize, usize); 4] {
     [
         ("normed (int8)", tokens, c.hidden_size),
         ("attended (int8)", tokens, c.num_attention_heads * c.head_dim),
@@ -601,18 +601,18 @@ pub(super) fn quantized(c: &Gemma3Config, tokens: usize) -> [(&'static str, usiz
 }
 
 /// The heads that the kernels of a model are made for.
-pub(super) fn heads_of(c: &Gemma3Config, kv: KvDtype) -> Heads {
+pub(super) fn heads_of(c: &ModelConfig, kv: KvDtype) -> Heads {
     Heads { group: c.num_attention_heads / c.num_key_value_heads, head_dim: c.head_dim, kv }
 }
 
 /// Bytes of the buffer that copies logits to the host, or a row of them and one of a residual stream.
-pub(super) fn logits_bytes(c: &Gemma3Config) -> u64 {
+pub(super) fn logits_bytes(c: &ModelConfig) -> u64 {
     let both = Activations::bytes(1, c.vocab_size) + Activations::bytes(1, c.hidden_size);
     Activations::bytes(READBACK_ROWS, c.vocab_size).max(both)
 }
 
 /// Bytes of the keys and values that `tokens` tokens after `start` positions see, each once.
-pub(super) fn kv_bytes_seen(c: &Gemma3Config, dtype: KvDtype, start: usize, tokens: usize) -> u64 {
+pub(super) fn kv_bytes_seen(c: &ModelConfig, dtype: KvDtype, start: usize, tokens: usize) -> u64 {
     let seen = start + tokens;
     let left = c.window().map_or(0, |window| (start + 1).saturating_sub(window));
     let [full, sliding] = layers(c);
@@ -621,17 +621,17 @@ pub(super) fn kv_bytes_seen(c: &Gemma3Config, dtype: KvDtype, start: usize, toke
 }
 
 /// Bytes of a RoPE table: (cos, sin) in f32 for each position and pair of dimensions.
-pub(super) fn rope_table_bytes(c: &Gemma3Config, context: usize) -> u64 {
+pub(super) fn rope_table_bytes(c: &ModelConfig, context: usize) -> u64 {
     (context * c.head_dim * size_of::<f32>()) as u64
 }
 
 /// Bytes that one KV block takes in one layer, for keys or values.
-pub(super) fn kv_block_bytes(c: &Gemma3Config, kv: KvDtype, block_size: usize) -> u64 {
+pub(super) fn kv_block_bytes(c: &ModelConfig, kv: KvDtype, block_size: usize) -> u64 {
     (block_size * c.num_key_value_heads * kv.row_bytes(c.head_dim)) as u64
 }
 
 /// Bytes of one layer's keys, or values: its pool, and a block for padding tokens.
-pub(super) fn kv_pool_bytes(c: &Gemma3Config, dtype: KvDtype, kv: &KvLimits, kind: LayerType) -> u64 {
+pub(super) fn kv_pool_bytes(c: &ModelConfig, dtype: KvDtype, kv: &KvLimits, kind: LayerType) -> u64 {
     let blocks = match kind {
         LayerType::FullAttention => kv.full_blocks,
         LayerType::SlidingAttention => kv.sliding_blocks,
@@ -678,12 +678,12 @@ pub(super) fn step_input_bytes(limits: &Limits) -> [u64; 15] {
 }
 
 /// Multiply-adds of one layer's matrices before attention for one token.
-pub(super) fn projections_per_token_and_layer(c: &Gemma3Config) -> u64 {
+pub(super) fn projections_per_token_and_layer(c: &ModelConfig) -> u64 {
     (c.hidden_size * (c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim) as u64
 }
 
 /// Multiply-adds of one layer's matrices for one token.
-pub(super) fn macs_per_token_and_layer(c: &Gemma3Config) -> u64 {
+pub(super) fn macs_per_token_and_layer(c: &ModelConfig) -> u64 {
     let heads = (2 * c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim;
     (c.hidden_size * (heads + 3 * c.intermediate_size)) as u64
 }

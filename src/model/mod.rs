@@ -8,7 +8,7 @@ pub mod device_process;
 pub mod draft;
 mod evaluate;
 mod forward;
-pub mod gemma3;
+pub mod model_runner;
 #[doc(hidden)]
 pub mod judge;
 pub mod kernel_cases;

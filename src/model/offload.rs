@@ -15,7 +15,7 @@ use std::thread;
 
 use serde::{Deserialize, Serialize};
 
-use super::config::{Gemma3Config, LayerType};
+use super::config::{LayerType, ModelConfig};
 use super::{Batch, BatchSequence, Input, RunnerError};
 use crate::gpu::placement::{Class, MemoryKind};
 use crate::gpu::{Arena, Buffer, Device, GpuError, timed};
@@ -159,7 +159,7 @@ pub struct OffloadLimits {
 
 impl OffloadLimits {
     /// The buffers that the host and the device share, by name: queries, keys, values, and the unit's output.
-    pub(super) fn buffers(&self, config: &Gemma3Config) -> [(&'static str, MemoryKind, u64); 4] {
+    pub(super) fn buffers(&self, config: &ModelConfig) -> [(&'static str, MemoryKind, u64); 4] {
         let heads = self.kv_heads * (config.num_attention_heads / config.num_key_value_heads);
         let queries = (heads * MOST_TOKENS * config.head_dim) as u64;
         let keys = (self.kv_heads * self.keys * config.head_dim) as u64;
@@ -190,7 +190,7 @@ impl OffloadBuffers {
     pub fn new(
         device: &Device,
         arena: &mut Arena,
-        config: &Gemma3Config,
+        config: &ModelConfig,
         heads: Heads,
         limits: OffloadLimits,
     ) -> Result<OffloadBuffers, GpuError> {

@@ -3,7 +3,7 @@
 //! The engine passes plain arrays: a batch holds no callback. Masks, which take time to make, are pushed after the
 //! batch. Sampling happens on the device, and a sampled id feeds the next step there, so the engine can prepare and
 //! submit a step before it has seen the last step's ids. Two types implement [`Runner`]:
-//! [`crate::model::gemma3::Gemma3`], and the scripted fake of the engine's tests.
+//! [`crate::model::model_runner::ModelRunner`], and the scripted fake of the engine's tests.
 
 use std::borrow::Cow;
 use std::sync::Arc;

@@ -6,7 +6,7 @@
 
 use serde_json::json;
 
-use super::config::Gemma3Config;
+use super::config::ModelConfig;
 
 /// A published size. The fields have their Hugging Face names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -143,9 +143,8 @@ impl Shape {
     }
 
     /// The validated config of [`Shape::config_json`].
-    pub fn config(&self) -> Gemma3Config {
-        Gemma3Config::from_json(self.config_json().as_bytes(), self.name)
-            .expect("a published config is valid")
+    pub fn config(&self) -> ModelConfig {
+        ModelConfig::from_json(self.config_json().as_bytes(), self.name).expect("a published config is valid")
     }
 }
 
@@ -154,7 +153,7 @@ mod tests {
     use super::*;
 
     /// Weights of the language model, norms included.
-    fn parameters(c: &Gemma3Config) -> u64 {
+    fn parameters(c: &ModelConfig) -> u64 {
         let attention = (2 * c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim * c.hidden_size;
         let norms = 4 * c.hidden_size + 2 * c.head_dim;
         let layer = attention + 3 * c.hidden_size * c.intermediate_size + norms;

@@ -10,8 +10,8 @@
 
 use std::ops::Range;
 
-use super::gemma3::Gemma3;
 use super::load::LoadError;
+use super::model_runner::ModelRunner;
 use super::offload::{
     Attached, NpuShare, Offload, OffloadBuffers, OffloadCounts, OffloadJob, OffloadRoom, OffloadWatch,
 };
@@ -22,7 +22,7 @@ use super::{Batch, BatchSequence, Input, RunnerError};
 use crate::gpu::{GpuError, Recorder};
 use crate::kernels::GatheredKeys;
 
-impl Gemma3 {
+impl ModelRunner {
     /// Has a unit compute some of the attention of prompts from the next step on, beside the device. The load must have
     /// made room for it, and no step may be in flight.
     pub fn attach_offload(&mut self, offload: Offload) -> Result<(), LoadError> {
@@ -152,7 +152,7 @@ impl Gemma3 {
 
 /// A step that is shared.
 struct Shared<'a> {
-    model: &'a Gemma3,
+    model: &'a ModelRunner,
     frame: &'a Frame,
     share: &'a NpuShare,
     buffers: &'a OffloadBuffers,

@@ -14,7 +14,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::config::{Gemma3Config, LayerType};
+use super::config::{LayerType, ModelConfig};
 use super::memory::{self, LOGIT_ROWS};
 use super::rates::WorkAmount;
 use super::submits::{SEGMENT_LAYERS, StepPart, Submit};
@@ -263,7 +263,7 @@ impl Commands {
 impl Frame {
     pub fn new(
         arena: &mut Arena,
-        config: &Gemma3Config,
+        config: &ModelConfig,
         limits: &Limits,
         index: usize,
     ) -> Result<Frame, GpuError> {

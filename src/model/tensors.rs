@@ -5,7 +5,7 @@
 
 use std::ops::{Index, IndexMut};
 
-use super::config::Gemma3Config;
+use super::config::ModelConfig;
 use crate::gpu::placement::Class;
 
 /// A tensor that a model needs.
@@ -249,7 +249,7 @@ impl<T> ModelTensors<T> {
 
 impl ModelTensors<TensorSpec> {
     /// The tensors of a model with that config.
-    pub fn of(config: &Gemma3Config) -> Self {
+    pub fn of(config: &ModelConfig) -> Self {
         let of = |name: &str, shape, shape_in_config, role, class| TensorSpec {
             name: name.to_owned(),
             shape,
@@ -273,7 +273,7 @@ impl ModelTensors<TensorSpec> {
     }
 }
 
-fn layer_specs(config: &Gemma3Config, layer: usize) -> Layer<TensorSpec> {
+fn layer_specs(config: &ModelConfig, layer: usize) -> Layer<TensorSpec> {
     let (hidden, ffn, head_dim) = (config.hidden_size, config.intermediate_size, config.head_dim);
     let (q, kv) = (config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim);
     let spec = |name: &str, shape, shape_in_config, role, class| TensorSpec {

@@ -10,7 +10,7 @@
 
 use rayon::prelude::*;
 
-use super::config::{Gemma3Config, LayerType};
+use super::config::{LayerType, ModelConfig};
 use super::tensors::{Layer, Norms, Projections};
 use super::weights::Weights;
 use crate::checkpoint::{Checkpoint, CheckpointError, Deviation, Expected, LayerValues, Tensor};
@@ -33,7 +33,7 @@ const LEAST_MAGNITUDES: f32 = 14.0 * 32.0;
 pub fn layer_values(
     checkpoint: &Checkpoint,
     weights: &Weights<'_>,
-    config: &Gemma3Config,
+    config: &ModelConfig,
     each: &mut dyn FnMut(u64),
 ) -> Result<LayerValues, CheckpointError> {
     values_of(checkpoint, weights, config, prompt(config), LOGITS.min(config.vocab_size), each)
@@ -43,7 +43,7 @@ pub fn layer_values(
 pub fn values_of(
     checkpoint: &Checkpoint,
     weights: &Weights<'_>,
-    config: &Gemma3Config,
+    config: &ModelConfig,
     tokens: Vec<u32>,
     logits: usize,
     each: &mut dyn FnMut(u64),
@@ -91,7 +91,7 @@ pub fn values_of(
 }
 
 /// Ids from all of the vocabulary.
-fn prompt(config: &Gemma3Config) -> Vec<u32> {
+fn prompt(config: &ModelConfig) -> Vec<u32> {
     let id = |i: usize| ((i * i * 7919 + i * 31) % config.vocab_size) as u32;
     let first = config.bos_token_id.min(config.vocab_size as u32 - 1);
     std::iter::once(first).chain((1..TOKENS.min(config.max_position_embeddings)).map(id)).collect()
@@ -101,7 +101,7 @@ fn prompt(config: &Gemma3Config) -> Vec<u32> {
 #[derive(Clone, Copy)]
 struct Twin<'a> {
     checkpoint: &'a Checkpoint,
-    config: &'a Gemma3Config,
+    config: &'a ModelConfig,
     /// Rows of each pass.
     tokens: usize,
 }

@@ -7,7 +7,7 @@
 
 use std::collections::HashMap;
 
-use super::config::Gemma3Config;
+use super::config::ModelConfig;
 use super::tensors::{ModelTensors, TensorSpec};
 use crate::checkpoint::{Checkpoint, CheckpointError, Tensor, short};
 
@@ -55,7 +55,7 @@ pub struct Weights<'a> {
 
 impl<'a> Weights<'a> {
     /// Finds every weight that `config` requires, and refuses any other tensor.
-    pub fn collect(checkpoint: &'a Checkpoint, config: &Gemma3Config) -> Result<Self, WeightsError> {
+    pub fn collect(checkpoint: &'a Checkpoint, config: &ModelConfig) -> Result<Self, WeightsError> {
         let mut found = Found::default();
         for tensor in checkpoint.iter() {
             found.add(tensor)?;

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use unicorn::checkpoint::ModelFiles;
 use unicorn::gpu::Device;
-use unicorn::model::gemma3::Gemma3;
-use unicorn::model::load::LoadOptions;
+use unicorn::model::load::{LoadOptions, Source};
+use unicorn::model::model_runner::ModelRunner;
 
 use super::device;
 
@@ -34,13 +34,14 @@ impl Goldens {
 }
 
 /// The model in a folder, loaded on the tests' device.
-pub fn load(folder: &Path, options: &LoadOptions) -> Gemma3 {
+pub fn load(folder: &Path, options: &LoadOptions) -> ModelRunner {
     let device: Arc<Device> = device();
-    Gemma3::load(&device, &ModelFiles::open(folder).unwrap(), options, &mut |_| {}).unwrap()
+    let files = ModelFiles::open(folder).unwrap();
+    ModelRunner::load(&device, &Source::open(&files).unwrap(), options, &mut |_| {}).unwrap()
 }
 
 /// The logits at every position, row after row: `[tokens, vocab]`.
-pub fn all_logits(model: &mut Gemma3, tokens: &[u32]) -> Vec<f32> {
+pub fn all_logits(model: &mut ModelRunner, tokens: &[u32]) -> Vec<f32> {
     let vocab = model.config().vocab_size;
     let mut all = Vec::new();
     model

@@ -18,8 +18,8 @@ use crate::cli::progress::Bar;
 use crate::cli::terminal::{bytes, print};
 use crate::config::Config;
 use crate::engine::{Trial, TrialStep};
-use crate::model::gemma3::Gemma3;
 use crate::model::load::LoadError;
+use crate::model::model_runner::ModelRunner;
 use crate::model::{Counts, Runner};
 
 /// The measurement of one case.
@@ -213,7 +213,7 @@ fn too_long(trial: Trial, measured: &[Measured], limit: Duration) -> Option<Stri
 fn measure(
     case: String,
     trial: Trial,
-    runner: &mut Gemma3,
+    runner: &mut ModelRunner,
     runs: u32,
     limit: Duration,
 ) -> Result<Measured, Error> {

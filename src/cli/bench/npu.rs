@@ -21,7 +21,7 @@ use crate::cli::terminal::print;
 use crate::config::{Config, NpuMode};
 use crate::engine::{EnergyCounter, Trial};
 use crate::model::Runner;
-use crate::model::gemma3::Gemma3;
+use crate::model::model_runner::ModelRunner;
 
 /// What one share took: the KV heads that the NPU computes, 0 for the GPU alone, and a run's figures each.
 struct ShareRuns {
@@ -95,14 +95,14 @@ pub fn npu(config: &Config, args: &args::BenchNpu) -> Result<(), Error> {
 }
 
 fn measure(
-    runner: &mut Gemma3,
+    runner: &mut ModelRunner,
     prompt_tokens: u32,
     kv_heads: usize,
     meter: Option<&Meter>,
 ) -> Result<Run, Error> {
     let trial = Trial::Prefill { tokens: prompt_tokens as usize };
     runner.set_offload_heads(kv_heads);
-    let completed = |runner: &Gemma3| runner.offload_counts().map_or(0, |counts| counts.tokens);
+    let completed = |runner: &ModelRunner| runner.offload_counts().map_or(0, |counts| counts.tokens);
     let (before, busy) = (completed(runner), runner.device().busy());
     let (energy, since) = (meter.and_then(EnergyCounter::read), Instant::now());
     trial.run(runner)?;

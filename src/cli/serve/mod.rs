@@ -37,7 +37,7 @@ use crate::checkpoint::ModelFiles;
 use crate::config::{self, Config};
 use crate::engine::{EnergyCounter, Engine, EngineConfig, EngineHandle};
 use crate::model::Runner;
-use crate::model::config::Gemma3Config;
+use crate::model::config::ModelConfig;
 use crate::session::Service;
 use crate::text::panic_message;
 
@@ -240,11 +240,11 @@ fn load_and_start(
     courtesy: CourtesyWatch,
     cancelled: Arc<AtomicBool>,
 ) -> Result<(Service, ModelReport), Error> {
-    let (model_config, generation) = Gemma3Config::load(files)?;
+    let (model_config, generation) = ModelConfig::load(files)?;
     let texts = load::texts(files, model_config, &generation)?;
     let draft_files = load::draft_files(config)?;
     if let Some(draft) = &draft_files {
-        let (draft_config, _) = Gemma3Config::load(draft)?;
+        let (draft_config, _) = ModelConfig::load(draft)?;
         load::check_draft_tokenizer(files, &texts.tokenizer, draft, &draft_config)?;
     }
     let vocab_size = texts.tokenizer.vocab_size();

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use crate::kernels::cost::{self, Dispatch, Drawn, Heads};
 use crate::kernels::{Wants, share_pipeline};
-use crate::model::config::{Gemma3Config, LayerType};
+use crate::model::config::{LayerType, ModelConfig};
 use crate::model::memory::{DEFAULT_BLOCK_SIZE, MemoryRequest, Schemes, partials};
 use crate::model::step::padded_tokens;
 use crate::model::tensors::Projections;
@@ -26,7 +26,7 @@ pub struct StepDispatches {
 /// The dispatches of a step in which each sequence contributes the tokens at these positions, and `draws` ids are
 /// `drawn`. `most` is the largest number of tokens of a step.
 pub fn step(
-    config: &Gemma3Config,
+    config: &ModelConfig,
     schemes: &Schemes,
     kv: KvDtype,
     precision: Precision,
@@ -138,7 +138,7 @@ pub fn step(
 
 /// The steps that compute a prompt of `tokens` tokens and draw the answer's first id.
 pub fn prompt(
-    config: &Gemma3Config,
+    config: &ModelConfig,
     schemes: &Schemes,
     kv: KvDtype,
     precision: Precision,
@@ -165,7 +165,7 @@ pub fn prompt(
 }
 
 /// The number of tokens of a step of this model, at most `wanted`.
-pub fn batch_tokens(config: &Gemma3Config, schemes: &Schemes, kv: KvDtype, wanted: usize) -> usize {
+pub fn batch_tokens(config: &ModelConfig, schemes: &Schemes, kv: KvDtype, wanted: usize) -> usize {
     let request = MemoryRequest {
         config,
         schemes: schemes.clone(),

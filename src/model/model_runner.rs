@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::config::{Gemma3Config, GenerationConfig, LayerType};
+use super::config::{GenerationConfig, LayerType, ModelConfig};
 use super::layers::{DeviceLayer, Scratch};
 use super::memory::{self, MAX_IN_FLIGHT, Schemes};
 use super::offload::{Attached, NpuShare, OffloadBuffers};
@@ -68,12 +68,12 @@ impl fmt::Display for NotCompared {
 }
 
 /// Records something behind a layer, for some rows.
-pub(super) type Keep<'a> = &'a dyn Fn(&Gemma3, &mut Recorder<'_>, usize, &Range<usize>);
+pub(super) type Keep<'a> = &'a dyn Fn(&ModelRunner, &mut Recorder<'_>, usize, &Range<usize>);
 
 /// A loaded model.
-pub struct Gemma3 {
+pub struct ModelRunner {
     pub(super) device: Arc<Device>,
-    pub(super) config: Gemma3Config,
+    pub(super) config: ModelConfig,
     pub(super) generation: GenerationConfig,
     pub(super) limits: Limits,
     pub(super) kv: KvDtype,
@@ -93,7 +93,7 @@ pub struct Gemma3 {
     /// The room for a unit that computes some of the attention of prompts, and the unit that is attached.
     pub(super) offload_buffers: Option<OffloadBuffers>,
     pub(super) offload: Option<Attached>,
-    /// The layers that a step computes: all, but in [`Gemma3::trial`].
+    /// The layers that a step computes: all, but in [`ModelRunner::trial`].
     pub(super) trial_layers: usize,
     pub(super) in_flight: VecDeque<u64>,
     /// The rest of the step that was submitted last, while that step waits for its masks.
@@ -120,8 +120,8 @@ pub(super) struct Closing {
     padded: usize,
 }
 
-impl Gemma3 {
-    pub fn config(&self) -> &Gemma3Config {
+impl ModelRunner {
+    pub fn config(&self) -> &ModelConfig {
         &self.config
     }
 
@@ -225,7 +225,7 @@ impl Gemma3 {
         result
     }
 
-    /// As [`Gemma3::run`], without the unit. `keep` records something behind the embedding (0), and behind each layer
+    /// As [`ModelRunner::run`], without the unit. `keep` records something behind the embedding (0), and behind each layer
     /// (from 1 on) or each part of its rows.
     pub(super) fn run_keeping(
         &mut self,
@@ -265,7 +265,7 @@ impl Gemma3 {
         Ok(())
     }
 
-    /// Records a part of a step. Parts of layers that are shared with a unit are recorded by [`Gemma3::run_shared`].
+    /// Records a part of a step. Parts of layers that are shared with a unit are recorded by [`ModelRunner::run_shared`].
     pub(super) fn record_part(
         &self,
         r: &mut Recorder<'_>,
@@ -354,7 +354,7 @@ impl Gemma3 {
 
     /// Waits for the step on a frame, and learns the device's rates from the times of its submits.
     pub(super) fn wait_for(&mut self, index: usize) -> Result<(), GpuError> {
-        let Gemma3 { frames, rates, .. } = self;
+        let ModelRunner { frames, rates, .. } = self;
         frames[index].commands.wait(&mut |work, took| rates.learn(work, took))
     }
 
@@ -424,7 +424,7 @@ impl Gemma3 {
     }
 }
 
-impl Runner for Gemma3 {
+impl Runner for ModelRunner {
     fn limits(&self) -> Limits {
         self.limits
     }
