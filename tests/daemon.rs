@@ -194,9 +194,14 @@ fn what_a_model_cannot_have_is_refused_or_said() {
 fn a_server_without_enough_memory_says_so_and_may_be_started_again() {
     let model = tiny_model();
     let (path, program) = (model.path().to_str().expect("UTF-8"), binary());
-    for mib in [400, 700] {
+    // The weights are as long as a large model's, and take no space on the disk.
+    let large = tiny_model();
+    let weights = large.path().join("model.safetensors");
+    let weights = std::fs::OpenOptions::new().write(true).open(weights).expect("weights");
+    weights.set_len(64 << 30).expect("a longer file");
+    for (path, mib) in [(path, 400), (path, 700), (large.path().to_str().expect("UTF-8"), 4000)] {
         let mut command = Command::new("sh");
-        // The words behind the script are $0 and further.
+        // The words after the script are $0 and further.
         let script = format!(
             "ulimit -v {}; exec \"$0\" serve --port 0 --allow-software-vulkan --model \"$1\"",
             mib << 10

@@ -246,10 +246,7 @@ impl ModelFiles {
     pub(super) fn map(&self, name: &str) -> Result<Option<FileBytes>, CheckpointError> {
         match &self.source {
             Source::Embedded(_) => Ok(self.embedded_file(name).map(FileBytes::Static)),
-            Source::Folder(folder) => {
-                let fail = |problem: String| CheckpointError::file(self.display(name), problem);
-                map_file(&self.place(&folder.join(name))).map_err(fail)
-            }
+            Source::Folder(folder) => map_file(&self.place(&folder.join(name)), &self.display(name)),
             Source::Memory(files) => Ok(files.get(name).map(|bytes| FileBytes::Shared(Arc::clone(bytes)))),
             Source::Gguf(_) => Ok(None),
         }
@@ -267,10 +264,10 @@ impl ModelFiles {
             }),
             Source::Gguf(parts) => {
                 let map = |part: &PathBuf| {
-                    let fail = |problem| CheckpointError::file(part.display(), problem);
-                    match map_file(&self.place(part)).map_err(fail)? {
-                        Some(bytes) => Ok((part.display().to_string(), bytes)),
-                        None => Err(fail("no such file".into())),
+                    let display = part.display().to_string();
+                    match map_file(&self.place(part), &display)? {
+                        Some(bytes) => Ok((display, bytes)),
+                        None => Err(CheckpointError::file(display, "no such file")),
                     }
                 };
                 parts.iter().map(map).collect::<Result<_, _>>().map(Some)
@@ -280,10 +277,14 @@ impl ModelFiles {
 
     /// Maps a file whose name comes from another file of the model and is not trusted: it must be a plain name, and
     /// must not be a link out of the folder. The links of Hugging Face's cache, from `snapshots/REVISION/` into its
-    /// `blobs/`, count as inside.
-    pub(super) fn map_listed(&self, name: &str) -> Result<Option<FileBytes>, String> {
+    /// `blobs/`, count as inside. `fail` makes the error of the file that lists the name.
+    pub(super) fn map_listed(
+        &self,
+        name: &str,
+        fail: impl Fn(String) -> CheckpointError,
+    ) -> Result<Option<FileBytes>, CheckpointError> {
         if !is_plain_name(name) {
-            return Err(format!("names {name:?}; expected a file of the same folder"));
+            return Err(fail(format!("names {name:?}; expected a file of the same folder")));
         }
         if let Source::Folder(folder) = &self.source {
             let outside = match &self.held {
@@ -291,13 +292,16 @@ impl ModelFiles {
                 None => link_out(folder, name),
             };
             if let Some(target) = outside {
-                return Err(format!(
+                return Err(fail(format!(
                     "names {name:?}, a link to {}; expected a file of the same folder",
                     target.display()
-                ));
+                )));
             }
         }
-        self.map(name).map_err(|e| format!("names {name:?}, which cannot be used: {e}"))
+        self.map(name).map_err(|error| match error {
+            CheckpointError::NoMemory { .. } => error,
+            error => fail(format!("names {name:?}, which cannot be used: {error}")),
+        })
     }
 
     /// These files, opened: they are read even where somebody deletes or replaces them, by this process and by others
@@ -501,9 +505,10 @@ fn is_plain_name(name: &str) -> bool {
     !name.is_empty() && name != "." && name != ".." && !name.contains(['/', '\\', '\0'])
 }
 
-/// The file mapped into memory; `None` if there is none.
-fn map_file(path: &Path) -> Result<Option<FileBytes>, String> {
-    let Some((file, len)) = open_regular(path)? else {
+/// The file mapped into memory; `None` if there is none. Messages call it `display`.
+fn map_file(path: &Path, display: &str) -> Result<Option<FileBytes>, CheckpointError> {
+    let fail = |problem: String| CheckpointError::file(display, problem);
+    let Some((file, len)) = open_regular(path).map_err(fail)? else {
         return Ok(None);
     };
     if len == 0 {
@@ -513,8 +518,13 @@ fn map_file(path: &Path) -> Result<Option<FileBytes>, String> {
     // it. Another process may still write to or truncate the file; that is as fatal here as it
     // is for every program that maps its input, and weights are not edited while they are served.
     let map = unsafe { memmap2::Mmap::map(&file) };
-    map.map(|map| Some(FileBytes::Mapped(map, DirectFile::new(file, path))))
-        .map_err(|e| format!("cannot be mapped into memory: {e}"))
+    match map {
+        Ok(map) => Ok(Some(FileBytes::Mapped(map, DirectFile::new(file, path)))),
+        Err(error) if error.kind() == ErrorKind::OutOfMemory => {
+            Err(CheckpointError::no_memory(display, len, error))
+        }
+        Err(error) => Err(fail(format!("cannot be mapped into memory: {error}"))),
+    }
 }
 
 /// Whether a file is GGUF, by its first bytes: Ollama's files have no extension. A file with the extension `.gguf`

@@ -263,9 +263,19 @@ fn served(
     Ok((texts.service(engine, config), facts))
 }
 
-/// The threads that serve. tokio panics where the system starts one of them no more.
+/// The threads that serve. All pools get their threads here: tokio and rayon panic in the middle of a request if the
+/// system then refuses a pool its first thread. tokio does so at the start, too.
 fn runtime() -> Result<Runtime, Error> {
-    let build = || tokio::runtime::Builder::new_multi_thread().enable_all().build();
+    let build = || {
+        // A pool of blocking threads that has one waits for it where the system refuses another.
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .enable_all()
+            .thread_keep_alive(Duration::MAX)
+            .build()?;
+        drop(runtime.spawn_blocking(|| ()));
+        rayon::ThreadPoolBuilder::new().build_global().map_err(std::io::Error::other)?;
+        Ok(runtime)
+    };
     let built = std::panic::catch_unwind(build);
     let built = built.unwrap_or_else(|panic| Err(std::io::Error::other(panic_message(&*panic))));
     built.map_err(Error::Runtime)
