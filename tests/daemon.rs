@@ -194,7 +194,12 @@ fn a_too_long_context_is_refused_and_a_too_large_chunk_is_logged() {
 fn a_server_without_enough_memory_says_so_and_may_be_restarted() {
     let model = tiny_model();
     let (path, program) = (model.path().to_str().expect("UTF-8"), binary());
-    for mib in [400, 700] {
+    // The weights are as long as a large model's, and take no space on the disk.
+    let large = tiny_model();
+    let weights = large.path().join("model.safetensors");
+    let weights = std::fs::OpenOptions::new().write(true).open(weights).expect("weights");
+    weights.set_len(64 << 30).expect("a longer file");
+    for (path, mib) in [(path, 400), (path, 700), (large.path().to_str().expect("UTF-8"), 4000)] {
         let mut command = Command::new("sh");
         // Arguments after the script become $0, $1 and so on.
         let script = format!(

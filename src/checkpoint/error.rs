@@ -9,11 +9,18 @@ pub enum CheckpointError {
     File { file: String, problem: String },
     #[error("{file}: tensor {tensor}: {problem}")]
     Tensor { file: String, tensor: String, problem: String },
+    /// The file may be valid; this process has no room in memory or in its address space to map it.
+    #[error("{file}: there is no memory to map its {bytes} bytes: {error}")]
+    NoMemory { file: String, bytes: u64, error: std::io::Error },
 }
 
 impl CheckpointError {
     pub(super) fn file(file: impl fmt::Display, problem: impl Into<String>) -> Self {
         Self::File { file: short(&file.to_string()), problem: problem.into() }
+    }
+
+    pub(super) fn no_memory(file: impl fmt::Display, bytes: u64, error: std::io::Error) -> Self {
+        Self::NoMemory { file: short(&file.to_string()), bytes, error }
     }
 
     pub(super) fn tensor(file: impl fmt::Display, tensor: &str, problem: impl Into<String>) -> Self {

@@ -247,10 +247,7 @@ impl ModelFiles {
     pub(super) fn map(&self, name: &str) -> Result<Option<FileBytes>, CheckpointError> {
         match &self.source {
             Source::Embedded(_) => Ok(self.embedded_file(name).map(FileBytes::Static)),
-            Source::Folder(folder) => {
-                let fail = |problem: String| CheckpointError::file(self.display(name), problem);
-                map_file(&self.place(&folder.join(name))).map_err(fail)
-            }
+            Source::Folder(folder) => map_file(&self.place(&folder.join(name)), &self.display(name)),
             Source::Memory(files) => Ok(files.get(name).map(|bytes| FileBytes::Shared(Arc::clone(bytes)))),
             Source::Gguf(_) => Ok(None),
         }
@@ -268,10 +265,10 @@ impl ModelFiles {
             }),
             Source::Gguf(parts) => {
                 let map = |part: &PathBuf| {
-                    let fail = |problem| CheckpointError::file(part.display(), problem);
-                    match map_file(&self.place(part)).map_err(fail)? {
-                        Some(bytes) => Ok((part.display().to_string(), bytes)),
-                        None => Err(fail("no such file".into())),
+                    let display = part.display().to_string();
+                    match map_file(&self.place(part), &display)? {
+                        Some(bytes) => Ok((display, bytes)),
+                        None => Err(CheckpointError::file(display, "no such file")),
                     }
                 };
                 parts.iter().map(map).collect::<Result<_, _>>().map(Some)
@@ -281,10 +278,14 @@ impl ModelFiles {
 
     /// Maps a file whose name comes from another file of the model. The name is not trusted: it must be a plain name,
     /// and must not be a link out of the folder. Links in a Hugging Face cache from `snapshots/REVISION/` to `blobs/`
-    /// count as inside.
-    pub(super) fn map_listed(&self, name: &str) -> Result<Option<FileBytes>, String> {
+    /// count as inside. `fail` makes an error about the file that lists the name.
+    pub(super) fn map_listed(
+        &self,
+        name: &str,
+        fail: impl Fn(String) -> CheckpointError,
+    ) -> Result<Option<FileBytes>, CheckpointError> {
         if !is_plain_name(name) {
-            return Err(format!("names {name:?}; expected a file of the same folder"));
+            return Err(fail(format!("names {name:?}; expected a file of the same folder")));
         }
         if let Source::Folder(folder) = &self.source {
             let outside = match &self.held {
@@ -292,13 +293,16 @@ impl ModelFiles {
                 None => link_out(folder, name),
             };
             if let Some(target) = outside {
-                return Err(format!(
+                return Err(fail(format!(
                     "names {name:?}, a link to {}; expected a file of the same folder",
                     target.display()
-                ));
+                )));
             }
         }
-        self.map(name).map_err(|e| format!("names {name:?}, which cannot be used: {e}"))
+        self.map(name).map_err(|error| match error {
+            CheckpointError::NoMemory { .. } => error,
+            error => fail(format!("names {name:?}, which cannot be used: {error}")),
+        })
     }
 
     /// Opens these files and keeps them open. They can then be read even if they are deleted or replaced on disk.
@@ -502,9 +506,10 @@ fn is_plain_name(name: &str) -> bool {
     !name.is_empty() && name != "." && name != ".." && !name.contains(['/', '\\', '\0'])
 }
 
-/// The file mapped into memory; `None` if there is none.
-fn map_file(path: &Path) -> Result<Option<FileBytes>, String> {
-    let Some((file, len)) = open_regular(path)? else {
+/// The file mapped into memory; `None` if there is none. Messages call it `display`.
+fn map_file(path: &Path, display: &str) -> Result<Option<FileBytes>, CheckpointError> {
+    let fail = |problem: String| CheckpointError::file(display, problem);
+    let Some((file, len)) = open_regular(path).map_err(fail)? else {
         return Ok(None);
     };
     if len == 0 {
@@ -514,8 +519,13 @@ fn map_file(path: &Path) -> Result<Option<FileBytes>, String> {
     // still write to the file or truncate it. No program that maps its input can prevent that, and weights are not
     // edited while they are served.
     let map = unsafe { memmap2::Mmap::map(&file) };
-    map.map(|map| Some(FileBytes::Mapped(map, DirectFile::new(file, path))))
-        .map_err(|e| format!("cannot be mapped into memory: {e}"))
+    match map {
+        Ok(map) => Ok(Some(FileBytes::Mapped(map, DirectFile::new(file, path)))),
+        Err(error) if error.kind() == ErrorKind::OutOfMemory => {
+            Err(CheckpointError::no_memory(display, len, error))
+        }
+        Err(error) => Err(fail(format!("cannot be mapped into memory: {error}"))),
+    }
 }
 
 /// Whether a file is GGUF, by its first bytes, because Ollama's files have no extension. A file with the extension

@@ -276,7 +276,7 @@ pub fn verify(
     let mut done = 0;
     for (name, record) in &manifest.files {
         let fail = |problem: String| CheckpointError::file(files.display(name), problem);
-        let bytes = files.map_listed(name).map_err(fail)?;
+        let bytes = files.map_listed(name, fail)?;
         let bytes = bytes.ok_or_else(|| fail("is missing, but the manifest lists it".into()))?;
         check_length(files, name, record, bytes.len())?;
         let mut hash = Sha256::new();

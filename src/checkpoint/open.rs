@@ -185,7 +185,7 @@ impl Checkpoint {
         }
         for (shard, tensors) in &shards {
             let about = |problem: String| CheckpointError::tensor(&index_name, tensors[0], problem);
-            let Some(bytes) = files.map_listed(shard).map_err(about)? else {
+            let Some(bytes) = files.map_listed(shard, about)? else {
                 return Err(about(format!(
                     "the index places it, and {} more, in {}, which is missing",
                     tensors.len() - 1,
@@ -216,7 +216,7 @@ impl Checkpoint {
         for (name, record) in manifest.weight_files() {
             let display = files.display(name);
             let fail = |problem: String| CheckpointError::file(&display, problem);
-            let bytes = files.map_listed(name).map_err(fail)?;
+            let bytes = files.map_listed(name, fail)?;
             let bytes = bytes.ok_or_else(|| fail("is missing, but the manifest lists it".into()))?;
             native::check_length(files, name, record, bytes.len())?;
             let infos = header(&display, &bytes)?.tensors;

@@ -10,6 +10,7 @@ use crate::gpu::GpuError;
 use crate::hub::HubError;
 use crate::model::RunnerError;
 use crate::model::child_process::ConnectionError;
+use crate::model::config::ConfigError as ModelConfigError;
 use crate::model::load::LoadError;
 use crate::session::SessionError;
 use crate::text::TextError;
@@ -56,7 +57,7 @@ pub enum Error {
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
     #[error(transparent)]
-    ModelConfig(#[from] crate::model::config::ConfigError),
+    ModelConfig(#[from] ModelConfigError),
     #[error(transparent)]
     Weights(#[from] crate::model::weights::WeightsError),
     #[error(transparent)]
@@ -156,6 +157,10 @@ impl Error {
             }
             // A restart may help: more memory or threads may be available then.
             Self::Text(TextError::NoThread { .. })
+            | Self::Checkpoint(CheckpointError::NoMemory { .. })
+            | Self::ModelConfig(ModelConfigError::Checkpoint(CheckpointError::NoMemory { .. }))
+            | Self::Load(LoadError::Checkpoint(CheckpointError::NoMemory { .. }))
+            | Self::Load(LoadError::Config(ModelConfigError::Checkpoint(CheckpointError::NoMemory { .. })))
             | Self::Serve(_)
             | Self::Runtime(_)
             | Self::ReloadTimeout { .. }

@@ -274,9 +274,19 @@ fn load_and_start(
     Ok((texts.service(engine, config), report))
 }
 
-/// The runtime of the server. tokio panics if the system refuses to start a thread; this returns an error instead.
+/// The runtime of the server. All thread pools start here. tokio and rayon panic if the system refuses the first thread of
+/// a pool; here that is an error, and in the middle of a request it would be a failed request.
 fn runtime() -> Result<Runtime, Error> {
-    let build = || tokio::runtime::Builder::new_multi_thread().enable_all().build();
+    let build = || {
+        // If the system refuses another blocking thread, tokio waits for the one that exists.
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .enable_all()
+            .thread_keep_alive(Duration::MAX)
+            .build()?;
+        drop(runtime.spawn_blocking(|| ()));
+        rayon::ThreadPoolBuilder::new().build_global().map_err(std::io::Error::other)?;
+        Ok(runtime)
+    };
     let built = std::panic::catch_unwind(build);
     let built = built.unwrap_or_else(|panic| Err(std::io::Error::other(panic_message(&*panic))));
     built.map_err(Error::Runtime)
