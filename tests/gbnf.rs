@@ -68,7 +68,7 @@ number     ::= [0-9]+
 "#;
 
 #[test]
-fn grammars_of_llama_cpp_accept_what_they_say() {
+fn gbnf_grammars_accept_valid_texts_and_refuse_others() {
     let grammars = grammars();
     let cases: &[(&str, &[&str], &[&str])] = &[
         (
@@ -168,7 +168,7 @@ fn grammars_of_llama_cpp_accept_what_they_say() {
 }
 
 #[test]
-fn a_wrong_grammar_is_refused_with_line_and_column() {
+fn an_invalid_grammar_is_refused_with_line_and_column() {
     let grammars = grammars();
     let deep = format!("root ::= {}\"a\"{}", "(".repeat(200), ")".repeat(200));
     let starred = format!("root ::= \"a\"{}", "*".repeat(200));
@@ -240,7 +240,7 @@ fn a_wrong_grammar_is_refused_with_line_and_column() {
 }
 
 #[test]
-fn what_a_grammar_becomes_is_bounded_too() {
+fn the_size_of_a_converted_grammar_is_limited() {
     let grammars = grammars();
     let long = format!("root ::= \"{}\"", "a".repeat(MAX_GRAMMAR_BYTES));
     assert!(refusal(&grammars, &gbnf(&long)).contains("at most 262144 are accepted"));
@@ -515,7 +515,7 @@ fn mutated_grammars_never_panic_or_hang() {
 }
 
 #[test]
-fn large_grammars_are_bounded() {
+fn large_grammars_compile_or_are_refused_with_a_short_error() {
     let grammars = grammars();
     let chain = |n: usize, rule: fn(usize) -> String| {
         let rules: String = (0..n).map(|i| format!("r{i} ::= {}\n", rule(i + 1))).collect();
@@ -549,7 +549,7 @@ fn large_grammars_are_bounded() {
 
 /// A string of free text costs what a schema's costs, since it is one terminal.
 #[test]
-fn the_real_vocabulary_follows_a_grammar() {
+fn grammars_accept_long_free_text_with_the_real_vocabulary() {
     let Some(json) = real_tokenizer_json() else { return support::skip("real-tokenizer") };
     let tokenizer = Tokenizer::from_bytes(&json, "tokenizer.json").unwrap();
     let grammars = Grammars::new(tokenizer.clone(), 262_208, &STOPS);

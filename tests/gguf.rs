@@ -401,7 +401,7 @@ fn every_tensor_dequantizes_to_the_bits_of_the_reference() {
 }
 
 #[test]
-fn the_metadata_of_the_reference_becomes_its_config() {
+fn the_config_from_metadata_matches_the_reference() {
     for (folder, file) in FILES {
         let files = reference(folder, file);
         assert_eq!(files.name(), file);
@@ -552,7 +552,7 @@ fn the_shape_of_qat_files_matches_both_oracles() {
 }
 
 #[test]
-fn rows_that_are_no_multiple_of_256_match_both_oracles() {
+fn rows_that_are_not_a_multiple_of_256_match_both_oracles() {
     check_logits("gguf-s", "gguf-s-Q4_K_M", 1e-3, 0.7);
     check_logits("gguf-s", "gguf-s-Q4_1-pure", 1e-3, 0.4);
     check_logits("gguf-s", "gguf-s-Q8_0", 1e-3, 0.4);
@@ -564,7 +564,7 @@ fn sixty_two_layers_scale_attention_as_the_27b_does() {
 }
 
 #[test]
-fn quantizing_a_gguf_starts_from_its_values() {
+fn quantizing_a_gguf_file_starts_from_its_dequantized_values() {
     // The embedding alone is stored as int8 rows, which the f16 head of a QAT file needs.
     let files = reference("gguf-s", "gguf-s-Q4_0-embF16");
     let base = Goldens::read(&data("gguf/gguf-s/base.safetensors"));
@@ -644,7 +644,7 @@ fn check_tokenizer_cases(tokenizer: &Tokenizer) {
 }
 
 #[test]
-fn the_tokenizer_of_the_metadata_gives_llama_cpp_s_ids() {
+fn a_tokenizer_from_metadata_gives_the_ids_of_llama_cpp() {
     for (folder, file) in FILES {
         let files = reference(folder, file);
         let tokenizer = tokenizer(&files).unwrap();
@@ -680,7 +680,7 @@ fn join_by_scores(text: &str, scores: &HashMap<String, f32>) -> Vec<String> {
 
 /// Random vocabularies with pieces that overlap themselves in every way, and texts with runs of one letter.
 #[test]
-fn merges_made_from_scores_join_what_the_scores_join() {
+fn merges_derived_from_scores_give_the_tokens_of_merging_by_score() {
     const ROUNDS: u64 = 150;
     let seed = 0x6006_0F00;
     println!("seed {seed:#x}");
@@ -762,7 +762,7 @@ fn runs_of_pieces_with_one_score_are_joined_from_the_left() {
 
 /// A vocabulary as large as the real one takes bounded memory, and gives the same ids.
 #[test]
-fn a_vocabulary_of_the_real_size_is_read() {
+fn a_vocabulary_of_the_real_size_loads_within_bounded_memory() {
     let seed = 0xB16_0CAB;
     println!("seed {seed:#x}");
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
@@ -918,7 +918,7 @@ fn a_gpt2_style_vocabulary_gives_the_ids_of_its_tokenizer_json() {
 }
 
 #[test]
-fn a_tokenizer_s_settings_come_from_the_metadata() {
+fn tokenizer_settings_come_from_the_metadata() {
     let pieces = ["a", "b", "\u{2581}", "\u{2581}a", "ab", "  ", "\n\n", "\n"];
     let make = |change: &dyn Fn(&mut Writer)| {
         let mut file = Writer::new();
@@ -975,7 +975,7 @@ fn a_tokenizer_s_settings_come_from_the_metadata() {
 }
 
 #[test]
-fn a_vocabulary_that_cannot_be_expressed_is_refused() {
+fn an_unsupported_vocabulary_is_refused_with_its_key() {
     type Case<'a> = (&'a dyn Fn(&mut Writer), &'a str);
     let cases: [Case; 13] = [
         (
@@ -1084,7 +1084,7 @@ fn config_of(change: &dyn Fn(&mut Writer)) -> Result<Gemma3Config, String> {
 
 /// Metadata of other converters, and fields that they leave out.
 #[test]
-fn the_keys_of_other_converters_are_known() {
+fn metadata_of_other_converters_is_accepted() {
     let base = config_of(&|_| ()).unwrap();
     assert_eq!((base.head_dim, base.query_pre_attn_scalar, base.rope_scaling_factor), (32, 32.0, 8.0));
     // The ends are `<eos>`, which the file names, and the end of a turn.
@@ -1192,7 +1192,7 @@ fn the_keys_of_other_converters_are_known() {
 }
 
 #[test]
-fn metadata_of_another_model_is_refused_by_key() {
+fn metadata_of_an_unsupported_model_is_refused_with_its_key() {
     type Case<'a> = (&'a str, Option<Val>, &'a str);
     let cases: Vec<Case> = vec![
         (
@@ -1297,7 +1297,7 @@ fn open(bytes: Vec<u8>) -> Result<Checkpoint, String> {
 const PREAMBLE: usize = 24;
 
 #[test]
-fn a_header_that_lies_is_refused_by_key_or_tensor() {
+fn an_invalid_header_is_refused_with_its_key_or_tensor() {
     let mut tiny = Writer::new();
     tiny.set("k", Val::U32(7)).tensor("t", &[4, 2], 0, f32_bytes(&[1.0; 8]));
     assert_eq!(open(tiny.bytes()).unwrap().get("t").unwrap().shape, [2, 4]);
@@ -1483,7 +1483,7 @@ fn a_header_that_lies_is_refused_by_key_or_tensor() {
 }
 
 #[test]
-fn values_that_are_no_numbers_are_refused_by_tensor_and_place() {
+fn nan_values_are_refused_with_their_tensor_and_position() {
     let (whole, folder) = (small(2), TempDir::new().unwrap());
     let checkpoint = open(whole.bytes()).unwrap();
     let names: Vec<&str> = checkpoint.iter().map(|tensor| tensor.name).collect();
@@ -1519,7 +1519,7 @@ fn values_that_are_no_numbers_are_refused_by_tensor_and_place() {
 }
 
 #[test]
-fn a_file_is_found_by_path_by_folder_and_in_parts() {
+fn a_model_is_found_by_file_by_folder_and_by_its_first_part() {
     let folder = TempDir::new().unwrap();
     let at = |name: &str| folder.path().join(name);
     let problem = |path: &Path| {
@@ -1722,7 +1722,7 @@ fn spoil_bytes(bytes: &mut Vec<u8>, rng: &mut ChaCha8Rng) {
 /// Spoils a small model in its structure and in its bytes, and loads it to the end. The model is refused in one line,
 /// or its rows can be dequantized. The file's size bounds the memory.
 #[test]
-fn spoiled_files_are_refused_or_read_within_bounds() {
+fn corrupted_files_are_refused_or_loaded_within_bounded_memory() {
     const ROUNDS: u64 = 12_000;
     // Most of that memory is the tokenizer's tables, several of which the crate builds.
     let seed: u64 = 0x6006_5EED;
@@ -1772,7 +1772,7 @@ fn spoiled_files_are_refused_or_read_within_bounds() {
 
 /// Runs the bodies of the other fuzz targets with bytes spoiled at random, as `cargo fuzz` does.
 #[test]
-fn the_bodies_of_the_other_fuzz_targets_hold() {
+fn the_other_fuzz_targets_pass_on_random_corruptions() {
     const ROUNDS: u64 = 1000;
     let seed: u64 = 0xF022_5EED;
     println!("seed {seed:#x}");
@@ -1841,7 +1841,7 @@ fn quantize(source: &Path, destination: &Path) {
 }
 
 #[test]
-fn a_gguf_file_becomes_a_native_checkpoint_of_the_same_bits() {
+fn a_gguf_file_converts_to_a_native_checkpoint_with_the_same_bits() {
     let folder = TempDir::new().unwrap();
     let tokens = Goldens::read(&data("gguf/gguf-a/base.safetensors")).tokens("tokens.short");
     let logits = |files: &ModelFiles| {
@@ -1858,7 +1858,7 @@ fn a_gguf_file_becomes_a_native_checkpoint_of_the_same_bits() {
 }
 
 #[test]
-fn a_gguf_file_answers_on_the_command_line() {
+fn a_gguf_file_generates_and_is_inspected_on_the_command_line() {
     let file = data("gguf/gguf-s/gguf-s-Q4_0-embF16.gguf");
     let file = file.to_str().unwrap();
     for mode in ["none", "emb8"] {

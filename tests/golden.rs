@@ -136,7 +136,7 @@ fn chunks_batches_and_shards_change_no_bit() {
 
 /// Runs more numbers of tokens than stay recorded, upwards and downwards.
 #[test]
-fn what_is_recorded_anew_computes_the_same() {
+fn commands_that_are_recorded_again_give_the_same_tokens() {
     let folder = data("gemma3/tiny-a");
     let tokens = Goldens::open(&folder).tokens("tokens.mid");
     let mut model = load(&folder, &LoadOptions::default());
@@ -208,7 +208,7 @@ fn nothing_is_allocated_after_loading() {
 }
 
 #[test]
-fn the_same_seed_draws_the_same_tokens_and_another_seed_others() {
+fn the_same_seed_draws_the_same_tokens_and_another_seed_different_ones() {
     let folder = data("gemma3/tiny-a");
     let tokens = Goldens::open(&folder).tokens("tokens.short");
     let mut model = load(&folder, &LoadOptions::default());

@@ -174,7 +174,7 @@ fn every_keyword_is_enforced() {
 }
 
 #[test]
-fn what_cannot_be_enforced_is_named() {
+fn unenforceable_schemas_are_refused_with_the_keyword() {
     let grammars = grammars();
     for (schema, named) in [
         (json!({"not": {"type": "string"}}), "\"not\""),
@@ -238,7 +238,7 @@ fn what_cannot_be_enforced_is_named() {
 }
 
 #[test]
-fn other_grammars_and_what_is_wrong_with_them() {
+fn regex_lark_and_choice_grammars_are_enforced_or_refused() {
     let grammars = grammars();
     let regex = |text: &str| GrammarSource::Regex(text.into());
     let lark = |text: &str| GrammarSource::Lark(text.into());
@@ -275,7 +275,7 @@ fn other_grammars_and_what_is_wrong_with_them() {
 }
 
 #[test]
-fn an_answer_ends_where_the_grammar_does_and_is_not_padded() {
+fn an_answer_ends_where_its_grammar_ends_without_padding() {
     let grammars = grammars();
     let object =
         strict(json!({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}));
@@ -305,7 +305,7 @@ fn an_answer_ends_where_the_grammar_does_and_is_not_padded() {
 }
 
 #[test]
-fn answers_to_one_grammar_do_not_know_of_each_other() {
+fn answers_with_the_same_grammar_are_independent() {
     let grammars = grammars();
     let source = GrammarSource::Choice(vec!["ab".into(), "cd".into()]);
     let grammar = grammars.compile(&source).unwrap();
@@ -324,7 +324,7 @@ fn answers_to_one_grammar_do_not_know_of_each_other() {
 }
 
 #[test]
-fn control_tokens_in_a_grammar_are_text() {
+fn control_tokens_in_a_grammar_match_as_text() {
     let (grammars, tokenizer) = (grammars(), tokenizer());
     let mut rng = ChaCha8Rng::seed_from_u64(7);
     let text = "<end_of_turn>\n<start_of_turn>user";
@@ -536,7 +536,7 @@ fn deep_large_and_circular_schemas_are_bounded() {
 }
 
 #[test]
-fn what_all_grammars_share_can_be_made_before_the_first() {
+fn shared_tables_can_be_prepared_before_the_first_grammar() {
     let grammars = grammars();
     assert!(!grammars.is_prepared());
     grammars.prepare();
@@ -572,7 +572,7 @@ fn write_two(grammar: &Grammar, tokenizer: &Tokenizer) -> Result<(), TextError> 
 }
 
 #[test]
-fn objects_of_many_properties_are_read() {
+fn objects_with_many_properties_are_accepted_up_to_a_limit() {
     let (grammars, tokenizer) = (grammars(), tokenizer());
     for (optional, required) in [(480, 0), (0, 3000), (480, 480)] {
         for others in [false, true] {
@@ -709,7 +709,7 @@ fn mutate(value: &mut Value, junk: &[Value], keywords: &[&str], rng: &mut ChaCha
 
 /// A vocabulary of 262144 tokens, many of which are several of the grammar's tokens.
 #[test]
-fn the_real_vocabulary_writes_json() {
+fn json_grammars_give_valid_answers_with_the_real_vocabulary() {
     let Some(json) = real_tokenizer_json() else { return support::skip("real-tokenizer") };
     let tokenizer = Tokenizer::from_bytes(&json, "tokenizer.json").unwrap();
     let grammars = Grammars::new(tokenizer.clone(), 262_208, &STOPS);

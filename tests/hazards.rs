@@ -44,7 +44,7 @@ fn load(device: &Arc<Device>, variant: &str, options: &LoadOptions) -> Gemma3 {
 }
 
 #[test]
-fn the_goldens_are_the_same_to_the_bit_in_any_order_between_barriers() {
+fn golden_logits_have_the_same_bits_in_any_order_between_barriers() {
     for variant in ["tiny-a", "tiny-b", "tiny-27b-ratio"] {
         let goldens = Goldens::open(&data("gemma3").join(variant));
         let prompts = ["short", "mid", "long"].map(|prompt| goldens.tokens(&format!("tokens.{prompt}")));
@@ -559,7 +559,7 @@ fn chains_of(shader: &str) -> String {
 /// Forgetting any write must change the result of a chain of kernels. If a forward pass has the kernel between others
 /// in one recording, it must change the model's result, too.
 #[test]
-fn each_derived_write_that_is_forgotten_is_noticed() {
+fn each_missing_derived_write_is_detected() {
     let device = rehearsing(Order::Reversed);
     let mut writes: Vec<(&'static str, &'static str)> = vec![("copy", "to"), ("fill", "buffer")];
     // On this device the products of subgroups are emulated, by the same source.
@@ -621,7 +621,7 @@ fn each_derived_write_that_is_forgotten_is_noticed() {
 
 #[test]
 #[should_panic(expected = "is memory of another of its addresses")]
-fn two_addresses_of_one_dispatch_that_lead_to_the_same_memory_are_refused() {
+fn a_dispatch_with_two_addresses_of_the_same_memory_is_refused() {
     let mut b = Bench::new(1);
     let x = b.empty(2, 64);
     let norm = RmsNorm { weight: b.upload(&[1f32; 64]), eps: 1e-6 };
@@ -629,7 +629,7 @@ fn two_addresses_of_one_dispatch_that_lead_to_the_same_memory_are_refused() {
 }
 
 #[test]
-fn a_recording_is_counted() {
+fn a_recording_counts_dispatches_copies_barriers_and_bytes() {
     use unicorn::gpu::{Class, Counts};
     let device = rehearsing(Order::AsRecorded);
     let mut b = Bench::on(&device, 1);

@@ -40,7 +40,7 @@ fn app() -> App {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn health_is_a_sign_of_the_device_or_a_probe() {
+async fn health_is_ok_after_a_recent_step_or_a_successful_probe() {
     let app = app();
     assert_eq!((health(&app).await, app.control.probes()), ((200, "ok".into()), 1));
     assert_eq!((health(&app).await, app.control.probes()), ((200, "ok".into()), 1), "fresh enough");
@@ -51,7 +51,7 @@ async fn health_is_a_sign_of_the_device_or_a_probe() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_device_that_answers_nothing_is_unresponsive_until_it_does() {
+async fn a_device_that_does_not_answer_is_unresponsive_until_it_answers() {
     let app = app();
     app.control.hold_probes(true);
     for _ in 0..2 {
@@ -85,7 +85,7 @@ async fn a_device_that_answers_nothing_is_unresponsive_until_it_does() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_device_that_computes_something_else_is_lost() {
+async fn a_device_with_a_wrong_probe_result_is_lost() {
     let app = app();
     app.control.fail_probes();
     let (code, _, body) = send_json(&app.router, get("/health")).await;
@@ -130,7 +130,7 @@ async fn metrics(app: &App) -> BTreeMap<String, f64> {
 }
 
 #[tokio::test]
-async fn metrics_add_up_to_what_was_asked() {
+async fn metrics_add_up_to_the_requests_that_were_sent() {
     let app = app();
     let before = metrics(&app).await;
     assert_eq!(before["unicorn_ready"], 1.0);
@@ -216,7 +216,7 @@ async fn metrics_add_up_to_what_was_asked() {
 }
 
 #[tokio::test]
-async fn the_time_to_the_first_token_begins_when_a_request_arrives() {
+async fn time_to_first_token_starts_when_a_request_arrives() {
     const PAUSE: Duration = Duration::from_millis(50);
     let app = app();
     let text = chat("Hi").to_string();
@@ -235,7 +235,7 @@ async fn the_time_to_the_first_token_begins_when_a_request_arrives() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn answers_without_an_end_are_counted_by_what_became_of_them() {
+async fn unfinished_answers_are_counted_by_their_outcome() {
     let app = app();
     app.control.allow(2);
     let mut body = chat("Hi");
@@ -260,7 +260,7 @@ async fn answers_without_an_end_are_counted_by_what_became_of_them() {
 }
 
 #[tokio::test]
-async fn the_status_tells_of_model_device_and_memory_and_of_no_prompt() {
+async fn status_reports_model_device_and_memory_but_no_prompt() {
     let loading = api::router(Server::new(MODEL, OPTIONS, AccessPolicy::default()));
     let (_, _, early) = send_json(&loading, get("/status")).await;
     assert_eq!((&early["status"], &early["model"]), (&json!("loading"), &json!({"id": MODEL})));
@@ -308,7 +308,7 @@ async fn the_status_tells_of_model_device_and_memory_and_of_no_prompt() {
 }
 
 #[tokio::test]
-async fn who_looks_needs_a_key_where_who_asks_does() {
+async fn status_metrics_and_models_require_a_key_if_one_is_configured() {
     let door = AccessPolicy {
         keys: Keys::from_variable("test", "a-key").expect("sound"),
         ..AccessPolicy::default()
@@ -324,7 +324,7 @@ async fn who_looks_needs_a_key_where_who_asks_does() {
 }
 
 #[tokio::test]
-async fn the_card_of_the_model_names_its_context_and_what_requests_may_say() {
+async fn the_model_card_lists_the_context_and_the_request_fields() {
     let loading = api::router(Server::new(MODEL, OPTIONS, AccessPolicy::default()));
     let app = app();
     let card = |body: Value| body["data"][0].clone();

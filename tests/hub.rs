@@ -423,7 +423,7 @@ fn says(error: &HubError, parts: &[&str]) {
 // --- names ------------------------------------------------------------------------------------------------------
 
 #[test]
-fn names_are_read_and_shown_as_they_are_typed() {
+fn model_names_are_parsed_and_displayed_as_typed() {
     for text in ["google/gemma-3-27b-it", "a/b@v1.0", "a/b@refs/pr/3:sub/x.gguf", "a/b:Q4_K_M"] {
         assert_eq!(name(text).to_string(), text);
     }
@@ -461,7 +461,7 @@ fn names_are_read_and_shown_as_they_are_typed() {
 }
 
 #[test]
-fn the_environment_is_read_as_other_tools_do() {
+fn environment_variables_are_read_as_other_hugging_face_tools_do() {
     let folder = tempfile::tempdir().expect("a folder");
     let home = folder.path().to_str().expect("UTF-8");
     let with = |pairs: &[(&str, &str)]| {
@@ -503,7 +503,7 @@ fn the_environment_is_read_as_other_tools_do() {
 // --- pulling ----------------------------------------------------------------------------------------------------
 
 #[test]
-fn what_serving_needs_is_pulled_into_the_shared_layout() {
+fn a_pull_stores_only_files_for_serving_in_the_shared_cache_layout() {
     let weights = noise(300_000);
     let hub = Hub::start(&[
         ("config.json", b"hello\n", false),
@@ -557,7 +557,7 @@ fn what_serving_needs_is_pulled_into_the_shared_layout() {
 }
 
 #[test]
-fn of_several_gguf_files_one_is_named() {
+fn a_tag_selects_one_of_several_gguf_files() {
     let hub = Hub::start(&[
         ("tiny-Q4_0.gguf", b"q4_0", true),
         ("tiny-UD-Q4_K_M.gguf", b"ud", true),
@@ -620,7 +620,7 @@ fn of_several_gguf_files_one_is_named() {
 }
 
 #[test]
-fn a_transfer_that_breaks_off_goes_on_where_it_stopped() {
+fn an_interrupted_transfer_resumes_where_it_stopped() {
     let weights = noise(5_000_000);
     let hub = Hub::start(&[("tiny.gguf", &weights, true)]);
     let (_folder, cache) = temporary();
@@ -639,7 +639,7 @@ fn a_transfer_that_breaks_off_goes_on_where_it_stopped() {
 }
 
 #[test]
-fn a_later_pull_goes_on_with_what_an_earlier_one_left() {
+fn a_later_pull_resumes_the_partial_file_of_an_earlier_one() {
     let weights = noise(200_000);
     let hub = Hub::start(&[("tiny.gguf", &weights, true)]);
     let (_folder, cache) = temporary();
@@ -667,7 +667,7 @@ fn a_later_pull_goes_on_with_what_an_earlier_one_left() {
 }
 
 #[test]
-fn a_server_that_cannot_begin_in_the_middle_starts_over() {
+fn a_server_without_range_support_sends_the_file_from_the_start() {
     let weights = noise(200_000);
     let hub = Hub::start(&[("tiny.gguf", &weights, true)]);
     let (_folder, cache) = temporary();
@@ -684,7 +684,7 @@ fn a_server_that_cannot_begin_in_the_middle_starts_over() {
 }
 
 #[test]
-fn what_lies_there_from_something_else_is_not_believed() {
+fn leftover_files_with_other_contents_are_not_used() {
     let weights = noise(100_000);
     let hub = Hub::start(&[("tiny.gguf", &weights, true)]);
     for (left, survives) in [(vec![7; 60_000], false), (vec![7; 100_000], false), (vec![7; 100_001], true)] {
@@ -711,7 +711,7 @@ fn what_lies_there_from_something_else_is_not_believed() {
 }
 
 #[test]
-fn what_does_not_hash_to_what_the_hub_named_is_deleted() {
+fn a_file_with_a_wrong_checksum_is_deleted() {
     let weights = noise(100_000);
     for lfs in [true, false] {
         let hub = Hub::start(&[("tiny.gguf", &weights, lfs)]);
@@ -728,7 +728,7 @@ fn what_does_not_hash_to_what_the_hub_named_is_deleted() {
 }
 
 #[test]
-fn a_silent_server_is_given_up_and_asked_again() {
+fn a_request_to_a_stalled_server_times_out_and_is_retried() {
     let weights = noise(100_000);
     let hub = Hub::start(&[("tiny.gguf", &weights, true)]);
     let (_folder, cache) = temporary();
@@ -742,7 +742,7 @@ fn a_silent_server_is_given_up_and_asked_again() {
 }
 
 #[test]
-fn the_token_goes_to_the_hub_and_nowhere_else() {
+fn the_token_is_sent_to_the_hub_only() {
     let hub = Hub::start(&[("tiny.gguf", &noise(1000), true)]);
     let (_folder, cache) = temporary();
     hub.set(|b| {
@@ -764,7 +764,7 @@ fn the_token_goes_to_the_hub_and_nowhere_else() {
 }
 
 #[test]
-fn a_checksum_is_needed_and_must_be_the_hubs_own() {
+fn a_file_without_a_checksum_from_the_hub_is_refused() {
     let hub = Hub::start(&[("tiny.gguf", &noise(1000), true), ("small.gguf", b"small", false)]);
     let (_folder, cache) = temporary();
     hub.set(|b| b.bare = true);
@@ -775,7 +775,7 @@ fn a_checksum_is_needed_and_must_be_the_hubs_own() {
 }
 
 #[test]
-fn redirects_are_followed_within_bounds() {
+fn redirects_are_followed_up_to_a_limit() {
     let hub = Hub::start(&[("tiny.gguf", b"tiny", true)]);
     let (_folder, cache) = temporary();
     // The repository was renamed. The hub's own redirects stay on the hub, and so does the token.
@@ -791,7 +791,7 @@ fn redirects_are_followed_within_bounds() {
 }
 
 #[test]
-fn a_hub_behind_tls_is_believed_by_its_certificate() {
+fn a_hub_with_tls_is_trusted_only_by_its_certificate() {
     let hub = Hub::start(&[("small.gguf", b"small", false), ("tiny.gguf", b"tiny", true)]);
     let (folder, cache) = temporary();
     let (url, certificate) = hub.behind_tls();
@@ -817,7 +817,7 @@ fn a_hub_behind_tls_is_believed_by_its_certificate() {
 }
 
 #[test]
-fn refusals_say_what_to_do() {
+fn pull_errors_say_what_to_do() {
     let hub = Hub::start(&[("tiny.gguf", b"tiny", true)]);
     let (_folder, cache) = temporary();
     let fails = |text: &str, parts: &[&str]| says(&hub.pull(&cache, text).unwrap_err(), parts);
@@ -904,7 +904,7 @@ fn a_hostile_listing_writes_nothing() {
 }
 
 #[test]
-fn a_folder_that_cannot_be_written_is_named() {
+fn an_unwritable_folder_is_named_in_the_error() {
     let hub = Hub::start(&[("tiny.gguf", b"tiny", true)]);
     let folder = tempfile::tempdir().expect("a folder");
     let file = folder.path().join("file");
@@ -921,7 +921,7 @@ fn a_folder_that_cannot_be_written_is_named() {
 }
 
 #[test]
-fn one_writes_a_file_at_a_time() {
+fn only_one_process_writes_a_file_at_a_time() {
     let weights = noise(400_000);
     let hub = Hub::start(&[("tiny.gguf", &weights, true)]);
     let (_folder, cache) = temporary();
@@ -956,7 +956,7 @@ fn listed(cache: &Cache) -> Vec<(String, Format, u64)> {
 }
 
 #[test]
-fn models_are_listed_and_removed_with_what_no_other_needs() {
+fn a_removed_model_is_deleted_with_all_blobs_that_no_other_needs() {
     let hub = Hub::start(&[("a-Q4_0.gguf", b"four", true), ("a-Q8_0.gguf", b"eightbit", true)]);
     let (folder, cache) = temporary();
     assert_eq!(listed(&cache), []);
@@ -1001,7 +1001,7 @@ fn models_are_listed_and_removed_with_what_no_other_needs() {
 }
 
 #[test]
-fn a_model_that_is_here_in_part_is_called_so() {
+fn an_incomplete_model_is_reported_as_incomplete() {
     let hub = Hub::start(&[
         ("config.json", b"{}", false),
         ("model.safetensors.index.json", b"{ }", false),
@@ -1093,7 +1093,7 @@ fn a_pulled_model_is_found_by_its_name() {
 }
 
 #[test]
-fn a_pulled_gguf_file_is_read_by_its_tag() {
+fn a_pulled_gguf_file_is_loaded_by_its_tag() {
     let file = fs::read(data("gguf/gguf-s/gguf-s-Q4_K_M.gguf")).expect("the file");
     let hub = Hub::start(&[("gguf-s-Q4_K_M.gguf", &file, true), ("gguf-s-Q8_0.gguf", b"another", true)]);
     let home = tempfile::tempdir().expect("a folder");
@@ -1107,7 +1107,7 @@ fn a_pulled_gguf_file_is_read_by_its_tag() {
 }
 
 #[test]
-fn a_pull_that_was_killed_goes_on() {
+fn a_killed_pull_is_resumed() {
     let weights = noise(100_000);
     let hub = Hub::start(&[("tiny.gguf", &weights, true)]);
     let home = tempfile::tempdir().expect("a folder");
@@ -1130,7 +1130,7 @@ fn a_pull_that_was_killed_goes_on() {
 }
 
 #[test]
-fn a_write_that_fails_leaves_what_arrived() {
+fn a_failed_write_keeps_the_bytes_that_arrived() {
     let weights = noise(100_000);
     let hub = Hub::start(&[("tiny.gguf", &weights, true)]);
     let home = tempfile::tempdir().expect("a folder");
@@ -1162,7 +1162,7 @@ fn a_write_that_fails_leaves_what_arrived() {
 }
 
 #[test]
-fn the_commands_pull_list_and_remove() {
+fn the_commands_pull_list_and_remove_models() {
     let hub = Hub::start(&[("a-Q4_0.gguf", b"four", true), ("sub/a-Q8_0.gguf", b"eightbit", true)]);
     let home = tempfile::tempdir().expect("a folder");
     let system = home.path().join("srv/models");

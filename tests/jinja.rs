@@ -56,7 +56,7 @@ fn a_template_that_doubles_a_string_is_refused() {
 
 /// Each way in which a value grows faster than the instructions that make it.
 #[test]
-fn nothing_that_grows_by_itself_outgrows_its_bound() {
+fn values_that_grow_without_bound_are_refused() {
     let text = "'aaaaaaaa'";
     let sets = |expression: &str| format!("{{% set ns.x = {expression} %}}");
     let captures = |body: &str| format!("{{% set t %}}{body}{{% endset %}}{{% set ns.x = t %}}");
@@ -136,7 +136,7 @@ fn nothing_that_grows_by_itself_outgrows_its_bound() {
 }
 
 #[test]
-fn what_would_take_time_or_the_stack_is_refused() {
+fn templates_that_take_too_much_time_or_stack_are_refused() {
     let long = |name: &str, bytes: usize| {
         let (start, times) = ("aaaaaaaa", (bytes / 8).ilog2());
         format!(
@@ -245,7 +245,7 @@ fn what_would_take_time_or_the_stack_is_refused() {
 
 /// Ordinary work of templates, with counting between the instructions.
 #[test]
-fn what_is_counted_means_what_it_meant() {
+fn counting_the_work_does_not_change_what_templates_mean() {
     for (source, expected) in [
         ("{% for i in range(9) if i > 3 %}{{ i }}{% else %}none{% endfor %}", "45678"),
         ("{% for i in range(3) if i > 3 %}{{ i }}{% else %}none{% endfor %}", "none"),
@@ -471,7 +471,7 @@ impl Programs {
 }
 
 #[test]
-fn random_programs_that_grow_end_within_their_bounds() {
+fn random_programs_that_grow_end_within_their_limits() {
     const SEED: u64 = 0x9a0;
     println!("seed {SEED}");
     let mut programs = Programs { rng: ChaCha8Rng::seed_from_u64(SEED) };

@@ -142,7 +142,7 @@ fn int4_scales_below_f16s_normal_range_are_exact() {
 }
 
 #[test]
-fn every_stored_scheme_is_read_as_it_says() {
+fn every_stored_scheme_is_read_as_specified() {
     with_each_body(16, |b| {
         for scheme in STORED {
             for (tokens, rows, cols) in [(1, 1, 1), (1, 33, 300), (2, 70, 256), (5, 45, 516), (9, 64, 37)] {
@@ -167,7 +167,7 @@ fn every_stored_scheme_is_read_as_it_says() {
 }
 
 #[test]
-fn bytes_read_straight_and_through_staging_are_the_same() {
+fn direct_reads_and_staged_reads_give_the_same_bytes() {
     let mut b = Bench::new(18);
     // The data has more than two staging buffers, and a tail.
     let bytes = (40 << 20) + 12;
@@ -205,7 +205,7 @@ fn bytes_read_straight_and_through_staging_are_the_same() {
 
 #[test]
 #[should_panic(expected = "two readings fill the same bytes")]
-fn two_readings_of_the_same_bytes_are_refused() {
+fn two_reads_into_the_same_bytes_are_refused() {
     let mut b = Bench::new(19);
     let buffer = b.poisoned(1 << 20);
     let read = |_: u64, _: &mut [u8]| Ok::<_, GpuError>(());
@@ -267,7 +267,7 @@ fn embed_yields_every_stored_weight() {
 }
 
 #[test]
-fn the_27b_embedding_works_whole() {
+fn the_27b_embedding_works_at_full_size() {
     // The matrix has 2.8 GB of bf16: more than the storage-buffer range (128 MiB on lavapipe) and than one allocation
     // (2 GiB).
     let mut b = Bench::new(15);
@@ -553,7 +553,7 @@ impl Attended {
 }
 
 #[test]
-fn attention_has_the_same_bits_however_it_is_shared_out() {
+fn attention_has_the_same_bits_for_every_division_of_the_work() {
     let mut b = Bench::new(31);
     let shapes = [
         (shape(2, 1, 32, 16, None), &[(1, 1), (300, 1), (260, 70)][..]),
@@ -578,7 +578,7 @@ fn attention_has_the_same_bits_however_it_is_shared_out() {
 
 /// Behind 16 units of 64 keys, splits are four times as long; behind 128 units, sixteen times.
 #[test]
-fn attention_matches_its_twin_where_splits_grow() {
+fn attention_matches_its_twin_where_splits_become_longer() {
     let mut b = Bench::new(32);
     let long = AttentionShape { max_blocks: 150, ..shape(2, 1, 32, 64, None) };
     let sequences = [(1023, 1), (1026, 3), (8191, 1), (8194, 3), (9300, 2), (1281, 1)];
@@ -607,7 +607,7 @@ fn attention_matches_its_twin_where_splits_grow() {
 }
 
 #[test]
-fn tokens_of_nobody_attend_to_nothing() {
+fn padding_tokens_attend_to_nothing() {
     let mut b = Bench::new(33);
     let shape = shape(4, 2, 32, 16, None);
     let attended = Attended::new(&mut b, shape, KvDtype::F16, 1.0, &[(70, 2), (9, 3)]);
@@ -646,7 +646,7 @@ const OFFLOADED: [(usize, usize, usize, usize); 5] =
     [(2, 1, 32, 1), (6, 3, 128, 2), (3, 1, 100, 1), (4, 4, 256, 4), (16, 2, 36, 1)];
 
 #[test]
-fn a_units_queries_are_rounded_to_bf16_by_heads() {
+fn npu_queries_are_rounded_to_bf16_and_grouped_by_head() {
     let mut b = Bench::new(41);
     let kernels = OffloadKernels::new(&b.device, HEADS).unwrap();
     for (case, (heads, kv_heads, d, offloaded)) in OFFLOADED.into_iter().enumerate() {
@@ -676,7 +676,7 @@ fn a_units_queries_are_rounded_to_bf16_by_heads() {
 }
 
 #[test]
-fn a_units_keys_are_gathered_from_the_blocks_of_a_sequence() {
+fn npu_keys_are_gathered_from_the_blocks_of_a_sequence() {
     let mut b = Bench::new(42);
     for ((heads, kv_heads, d, offloaded), kv) in
         OFFLOADED.into_iter().flat_map(|heads| KvDtype::ALL.map(|kv| (heads, kv)))
@@ -738,7 +738,7 @@ fn a_units_keys_are_gathered_from_the_blocks_of_a_sequence() {
 /// The device computes some KV heads of the tokens in the middle, and all heads of the others. The rest comes from a
 /// unit.
 #[test]
-fn a_units_output_takes_the_place_of_the_heads_that_it_computed() {
+fn npu_output_replaces_the_heads_that_the_npu_computed() {
     let mut b = Bench::new(43);
     // The middle has tiles that are split, tiles that are not, and a last tile of one token.
     let cases = [
@@ -800,7 +800,7 @@ fn a_units_output_takes_the_place_of_the_heads_that_it_computed() {
 }
 
 #[test]
-fn qkv_store_norms_rotates_and_files_away() {
+fn qkv_store_normalizes_rotates_and_stores() {
     with_each_body(40, |b| {
         let shapes = [shape(4, 2, 32, 16, None), shape(3, 1, 100, 5, None), shape(2, 2, 256, 16, None)];
         for (shape, kv) in shapes.iter().flat_map(|s| KvDtype::ALL.map(|kv| (*s, kv))) {
@@ -885,7 +885,7 @@ fn qkv_store_norms_rotates_and_files_away() {
 }
 
 #[test]
-fn moments_add_up_squares_by_column() {
+fn moments_sum_the_squares_of_each_column() {
     let mut b = Bench::new(17);
     for (tokens, width) in [(1, 1), (3, 63), (17, 64), (5, 130)] {
         let x = b.random(tokens * width, 3.0);
@@ -905,7 +905,7 @@ fn moments_add_up_squares_by_column() {
 }
 
 #[test]
-fn pooled_rows_add_up_however_they_are_cut() {
+fn pooled_sums_are_the_same_for_every_split_of_the_rows() {
     let mut b = Bench::new(18);
     for (tokens, width) in [(1, 1), (3, 63), (17, 64), (40, 130)] {
         let x = b.random(tokens * width, 3.0);
@@ -934,7 +934,7 @@ fn pooled_rows_add_up_however_they_are_cut() {
 }
 
 #[test]
-fn geglu_matches_its_twin_and_survives_extremes() {
+fn geglu_matches_its_twin_also_for_extreme_values() {
     with_each_body(50, |b| {
         for (rows, width) in [(1, 3), (7, 129), (3, 1000)] {
             let mut gate = b.random(rows * width, 6.0);
@@ -963,7 +963,7 @@ fn draw(b: &mut Bench, logits: &[f32], vocab: usize, requests: &[SampleRequest])
 }
 
 #[test]
-fn greedy_takes_the_highest_logit_ties_to_the_lowest_id() {
+fn greedy_takes_the_highest_logit_and_of_ties_the_lowest_id() {
     let mut b = Bench::new(60);
     for len in [1, 2, 255, 256, 257, 5000] {
         let mut logits = b.random(len, 10.0);
@@ -985,7 +985,7 @@ fn greedy_takes_the_highest_logit_ties_to_the_lowest_id() {
 }
 
 #[test]
-fn logits_that_are_no_numbers_are_refused() {
+fn non_finite_logits_are_refused() {
     let mut b = Bench::new(61);
     for (bad, at) in [(f32::NAN, 700), (f32::INFINITY, 3), (f32::NEG_INFINITY, 9), (f32::NAN, 0)] {
         for temperature in [0.0, 1.0] {
@@ -999,7 +999,7 @@ fn logits_that_are_no_numbers_are_refused() {
 }
 
 #[test]
-fn sampling_keeps_to_its_filters_and_its_noise() {
+fn sampled_ids_pass_the_filters_and_match_the_expected_noise() {
     let mut b = Bench::new(62);
     let cases = [
         // The cases are (temperature, top_k, top_p, min_p).
@@ -1056,7 +1056,7 @@ fn sampling_keeps_to_its_filters_and_its_noise() {
 }
 
 #[test]
-fn masses_are_added_up_to_the_bit() {
+fn probability_masses_are_summed_exactly() {
     let mut b = Bench::new(69);
     for (width, scale) in [(1, 5.0), (40, 1e-3), (4097, 5.0), (9001, 300.0), (262_208, 4.0)] {
         let temperatures = [1e-6, 0.013, 1.0, 7.7, 100.0, 1e30];
@@ -1089,7 +1089,7 @@ fn masses_are_added_up_to_the_bit() {
 }
 
 #[test]
-fn masses_are_powers_of_two() {
+fn probability_masses_are_powers_of_two() {
     let mut last = u64::MAX;
     for i in 0..400_000 {
         let t = i as f32 * 1e-4;
@@ -1239,7 +1239,7 @@ fn sampling_filters_exactly_what_its_twin_filters() {
 }
 
 #[test]
-fn sampling_runs_no_kernel_that_no_request_needs() {
+fn sampling_runs_only_the_kernels_that_requests_need() {
     let b = &mut Bench::on(&Device::open(&policy()).unwrap(), 71);
     let logits = b.random(3 * 5000, 4.0);
     let greedy = SampleRequest { top_k: 3, top_p: 0.5, ..SampleRequest::default() };
@@ -1256,7 +1256,7 @@ fn sampling_runs_no_kernel_that_no_request_needs() {
 }
 
 #[test]
-fn draws_are_the_same_alone_and_beside_others() {
+fn draws_are_the_same_alone_and_in_a_batch() {
     let mut b = Bench::new(72);
     let width = 9001;
     let logits = b.random(width, 3.0);
@@ -1305,7 +1305,7 @@ fn draws_follow_the_distribution() {
 }
 
 #[test]
-fn sampling_penalties_and_biases_match_their_twin_and_leave_no_trace() {
+fn sampling_penalties_and_biases_match_their_twin_and_are_cleared() {
     let mut b = Bench::new(64);
     for width in [1, 37, 258, 5003] {
         let Adjusted { drawing, expected, raw, .. } = adjusted(&mut b, width, 12);
@@ -1336,7 +1336,7 @@ fn sampling_penalties_and_biases_match_their_twin_and_leave_no_trace() {
 }
 
 #[test]
-fn sampling_draws_from_what_penalties_biases_and_masks_leave() {
+fn sampling_draws_only_ids_that_penalties_biases_and_masks_leave() {
     let mut b = Bench::new(65);
     let mut clear = 0;
     for width in [37, 258, 5003] {
@@ -1374,7 +1374,7 @@ fn sampling_draws_from_what_penalties_biases_and_masks_leave() {
 }
 
 #[test]
-fn sampling_where_every_id_is_forbidden_yields_none() {
+fn sampling_with_every_id_forbidden_returns_no_token() {
     let mut b = Bench::new(66);
     let logits = b.random(100, 3.0);
     for temperature in [0.0, 1.0] {
@@ -1497,7 +1497,7 @@ fn philox_matches_its_published_vectors() {
 }
 
 #[test]
-fn the_multiply_adds_of_the_peak_come_to_one() {
+fn the_multiply_adds_of_the_peak_kernel_sum_to_one_a_lane() {
     let mut b = Bench::new(110);
     let peak = Peak::new(&b.device).unwrap();
     for (workgroups, rounds) in [(1, 16), (3, 50)] {
@@ -1515,7 +1515,7 @@ fn the_multiply_adds_of_the_peak_come_to_one() {
 
 /// `unicorn bench kernels` measures kernels as a model runs them: each case runs again and again, and writes numbers.
 #[test]
-fn the_cases_that_are_measured_run_and_write_numbers() {
+fn benchmark_cases_run_and_write_numbers() {
     let mut b = Bench::new(111);
     let small = Shape { vocab_size: 2000, intermediate_size: 300, ..Shape::named("gemma-3-270m").unwrap() };
     let odd =

@@ -35,7 +35,7 @@ fn ids(text: &str) -> usize {
 }
 
 #[tokio::test]
-async fn an_answer_has_anthropics_shape() {
+async fn an_answer_has_the_anthropic_format() {
     let text = "Größe: ½, 🦄!";
     let app = app_that_says(text);
     let (status, headers, mut body) = create(&app, &ask("Hi")).await;
@@ -63,7 +63,7 @@ async fn an_answer_has_anthropics_shape() {
 }
 
 #[tokio::test]
-async fn a_stream_is_these_events_in_this_order() {
+async fn a_stream_sends_the_expected_events_in_order() {
     let text = "Vim: ½ or two?";
     let app = app_that_says(text);
     for (fields, expected, reason, sequence) in [
@@ -116,7 +116,7 @@ async fn a_stream_is_these_events_in_this_order() {
 }
 
 #[tokio::test]
-async fn a_conversation_is_the_prompt_that_its_count_counts() {
+async fn count_tokens_counts_the_prompt_of_the_conversation() {
     let (app, seen) = app_that_shows_its_prompt("ok");
     let text = |text: &str| json!({"type": "text", "text": text, "cache_control": {"type": "ephemeral"}});
     let user = |content: Value| json!({"role": "user", "content": content});
@@ -254,7 +254,7 @@ fn use_of(name: &str, input: Value) -> Value {
 }
 
 #[tokio::test]
-async fn a_call_is_a_block_also_in_a_stream() {
+async fn a_call_is_a_content_block_with_and_without_streaming() {
     let rome = use_of("get_weather", json!({"city": "Rome", "unit": "c"}));
     let both = format!("[{ROME}, {{ \"name\":\"roll\", \"parameters\": {{\"count\": 3}}}}]");
     for (text, blocks) in
@@ -272,7 +272,7 @@ async fn a_call_is_a_block_also_in_a_stream() {
 }
 
 #[tokio::test]
-async fn beside_tools_text_stays_text() {
+async fn text_stays_text_if_tools_are_offered() {
     for text in ["It is { warm }.", " \n\nWarm", "½", ""] {
         let blocks = if text.is_empty() { json!([]) } else { json!([{"type": "text", "text": text}]) };
         let said = said_to(&tools::app_that_says(text), ask_with_tools(json!({}))).await;
@@ -284,7 +284,7 @@ async fn beside_tools_text_stays_text() {
 }
 
 #[tokio::test]
-async fn a_demanded_call_is_made_and_fits_its_schema() {
+async fn a_required_call_is_made_and_matches_its_schema() {
     let body = |choice: Value| ask_with_tools(json!({"tool_choice": choice}));
     for name in ["roll", "now"] {
         let choice = json!({"type": "tool", "name": name, "disable_parallel_tool_use": true});
@@ -304,7 +304,7 @@ async fn a_demanded_call_is_made_and_fits_its_schema() {
 }
 
 #[tokio::test]
-async fn what_cuts_a_call_says_so() {
+async fn a_truncated_call_reports_why_it_was_cut() {
     let app = tools::app_that_says(ROME);
     let whole = ids(ROME);
     let rome = json!({"city": "Rome"});
@@ -324,7 +324,7 @@ async fn what_cuts_a_call_says_so() {
 
 /// Numbers of other languages, which may have any size.
 #[tokio::test]
-async fn an_input_is_given_as_it_was_written() {
+async fn numbers_in_a_tool_input_keep_their_digits() {
     let input = "{\"n\": 123456789012345678901234567890, \"x\": 1.50}";
     let app = tools::app_that_says(&format!("{{\"name\": \"f\", \"parameters\": {input}}}"));
     let tools = json!([{"name": "f", "input_schema": {"type": "object"}}]);
@@ -335,7 +335,7 @@ async fn an_input_is_given_as_it_was_written() {
 }
 
 #[tokio::test]
-async fn results_and_tools_are_told_and_counted() {
+async fn tools_and_results_are_in_the_prompt_and_in_its_count() {
     let (script, seen) = shows_its_prompt("ok");
     let app = tools::app(script);
     let result = |more: Value| with(json!({"type": "tool_result", "tool_use_id": "a"}), more);
@@ -371,7 +371,7 @@ async fn results_and_tools_are_told_and_counted() {
 }
 
 #[tokio::test]
-async fn a_schema_for_the_answer_and_tools_go_together() {
+async fn an_answer_schema_works_together_with_tools() {
     let schema = json!({"type": "object", "properties": {"warm": {"type": "boolean"}}, "required": ["warm"], "additionalProperties": false});
     let format = json!({"output_config": {"format": {"type": "json_schema", "schema": schema}}});
     for (text, block) in [
@@ -384,7 +384,7 @@ async fn a_schema_for_the_answer_and_tools_go_together() {
 }
 
 #[tokio::test]
-async fn what_clients_send_beside_is_accepted() {
+async fn other_fields_that_clients_send_are_accepted() {
     let app = app_that_says("ok");
     let tool = json!([{"name": "f", "type": "custom", "input_schema": {"type": "object"}, "cache_control": {"type": "ephemeral"}}]);
     for fields in [
@@ -403,7 +403,7 @@ async fn what_clients_send_beside_is_accepted() {
 }
 
 #[tokio::test]
-async fn an_answer_is_held_to_a_schema() {
+async fn an_answer_matches_the_requested_schema() {
     let app = app_that_says("{\"yes\": true}");
     let schema = json!({"type": "object", "properties": {"yes": {"type": "boolean"}}, "required": ["yes"], "additionalProperties": false});
     let format =
@@ -421,7 +421,7 @@ async fn an_answer_is_held_to_a_schema() {
 
 /// Anthropic's clients ask for as much as any model could say.
 #[tokio::test]
-async fn an_answer_may_be_bounded_by_the_context() {
+async fn an_answer_with_a_large_max_tokens_ends_at_the_context_length() {
     let app = app(says(&[], 300));
     let (status, _, body) = create(&app, &with(ask("Hi"), json!({"max_tokens": 64_000}))).await;
     assert_eq!(
@@ -439,7 +439,7 @@ async fn an_answer_may_be_bounded_by_the_context() {
 }
 
 #[tokio::test]
-async fn bad_bodies_are_refused_by_field() {
+async fn invalid_bodies_are_refused_with_the_field() {
     let app = app_that_says("ok");
     let body = |fields: Value| with(ask("Hi"), fields);
     let content = |block: Value| body(json!({"messages": [{"role": "user", "content": [block]}]}));
@@ -565,7 +565,7 @@ async fn bad_bodies_are_refused_by_field() {
 }
 
 #[tokio::test]
-async fn every_error_of_these_routes_is_said_as_their_clients_expect() {
+async fn every_error_of_the_anthropic_routes_has_the_anthropic_format() {
     let app = app_that_says("ok");
     let get = |path: &str| Request::get(path).body(Body::empty()).unwrap();
     let model = with(ask("Hi"), json!({"model": "claude"})).to_string();
@@ -612,7 +612,7 @@ async fn every_error_of_these_routes_is_said_as_their_clients_expect() {
 }
 
 #[tokio::test]
-async fn a_full_queue_is_an_overloaded_server() {
+async fn a_full_queue_is_an_overloaded_error() {
     let app = app_that_says("ok");
     app.control.allow(0);
     // One request runs, and the queue holds two.
@@ -635,7 +635,7 @@ async fn a_full_queue_is_an_overloaded_server() {
 }
 
 #[tokio::test]
-async fn a_lost_device_is_the_last_event_of_a_stream() {
+async fn a_lost_device_ends_a_stream_with_an_error_event() {
     let app = app_that_says("One, two, three");
     app.control.fail_wait_at(4);
     let events = events(&app, ask("Hi")).await;

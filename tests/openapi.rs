@@ -296,7 +296,7 @@ fn bodies(previous: &str) -> Vec<(&'static str, Value)> {
 }
 
 #[tokio::test]
-async fn its_routes_are_those_of_the_router() {
+async fn documented_routes_are_the_routes_of_the_router() {
     let app = Described::new().await;
     assert_eq!(app.document["openapi"], json!("3.1.0"));
     // A router shows its routes in its debugging text alone.
@@ -336,7 +336,7 @@ async fn its_routes_are_those_of_the_router() {
 }
 
 #[tokio::test]
-async fn every_schema_is_one_and_refers_to_others_that_are_there() {
+async fn every_schema_is_valid_and_every_reference_resolves() {
     fn references(value: &Value, found: &mut BTreeSet<String>) {
         match value {
             Value::Object(map) => {
@@ -363,7 +363,7 @@ async fn every_schema_is_one_and_refers_to_others_that_are_there() {
 }
 
 #[tokio::test]
-async fn it_says_whether_a_key_is_asked_for() {
+async fn the_document_says_whether_an_api_key_is_required() {
     let open = Described::new().await.document;
     assert!(open.get("security").is_none() && open["components"].get("securitySchemes").is_none(), "{open}");
     let keys = Keys::from_variable("test", &"k".repeat(32)).expect("a key");
@@ -386,7 +386,7 @@ async fn it_says_whether_a_key_is_asked_for() {
 }
 
 #[tokio::test]
-async fn what_is_answered_is_as_documented() {
+async fn answers_match_the_documented_schemas() {
     let mut app = Described::new().await;
     let input = json!({"model": MODEL, "input": "Hi", "max_output_tokens": 4});
     let (_, _, kept) = send_json(&app.router, request("post", "/v1/responses", Some(&input))).await;
@@ -446,7 +446,7 @@ async fn what_is_answered_is_as_documented() {
 }
 
 #[tokio::test]
-async fn what_it_calls_invalid_is_refused() {
+async fn bodies_that_the_document_calls_invalid_are_refused() {
     const TIMES: usize = 4000;
     let seed = 0x0a31;
     println!("seed {seed}");
@@ -584,7 +584,7 @@ fn put(body: &mut Value, place: &[Step], value: Value) {
 }
 
 #[tokio::test]
-async fn a_whole_float_is_an_integer_wherever_the_document_has_one() {
+async fn a_float_without_fraction_is_accepted_for_every_documented_integer() {
     let app = Described::new().await;
     let sound = bodies("none");
     let mut places = BTreeSet::new();

@@ -77,7 +77,7 @@ fn rows() -> Vec<(Vec<String>, String, String)> {
 }
 
 #[test]
-fn every_option_has_a_run_that_sees_its_effect_or_a_reason() {
+fn every_option_has_a_test_of_its_effect_or_a_reason() {
     let mut without: BTreeSet<String> = &options_of_commands() | &options_of_configuration();
     let mut complaints = Vec::new();
     for (options, run, sees) in rows() {
@@ -125,7 +125,7 @@ fn every_option_has_a_run_that_sees_its_effect_or_a_reason() {
 // --- what a command does not take ------------------------------------------------------------------------
 
 #[test]
-fn an_option_that_has_no_effect_on_a_command_is_refused() {
+fn an_option_without_effect_on_a_command_is_refused() {
     for (command, option) in [
         (&["devices"][..], &["--device", "9"][..]),
         (&["devices"], &["--allow-software-vulkan"]),
@@ -187,7 +187,7 @@ fn accepted(folder: &Path) -> BTreeMap<&'static str, Vec<String>> {
 }
 
 #[test]
-fn every_command_reads_the_file_that_config_names_and_logs_more_when_asked() {
+fn every_command_follows_config_and_verbose() {
     let folder = tempfile::tempdir().expect("a folder");
     let file = folder.path().join("a.toml");
     std::fs::write(&file, "[log]\nlevel = \"debug\"\n").expect("written");
@@ -360,7 +360,7 @@ fn owned(words: &[&str]) -> Vec<String> {
 }
 
 #[test]
-fn every_command_that_loads_a_model_does_it_as_its_options_say() {
+fn every_command_that_loads_a_model_follows_its_load_options() {
     let scattered = Scattered::new();
     let whole = scattered.whole();
     for (name, command, [texts, quantizes, is_exact]) in scattered.commands() {
@@ -404,7 +404,7 @@ fn every_command_that_loads_a_model_does_it_as_its_options_say() {
 
 /// Each option is left out, or says something else, and the command fails for that.
 #[test]
-fn without_an_option_of_its_load_a_command_fails_for_the_want_of_it() {
+fn a_command_fails_without_a_load_option_that_it_needs() {
     let scattered = Scattered::new();
     let whole = scattered.whole();
     let empty = tempfile::tempdir().expect("a folder");
@@ -469,7 +469,7 @@ fn device_is_software() -> bool {
 // --- what is planned and shown ---------------------------------------------------------------------------
 
 #[test]
-fn plan_inspect_and_doctor_go_by_their_options() {
+fn plan_inspect_and_doctor_follow_their_options() {
     let demo = demo::folder();
     let folder = demo.to_str().expect("UTF-8");
     let weights = std::fs::read(demo.join("model.safetensors")).expect("weights");
@@ -552,7 +552,7 @@ fn plan_inspect_and_doctor_go_by_their_options() {
 }
 
 #[test]
-fn models_are_those_of_the_folder_and_tensors_are_listed() {
+fn models_commands_and_inspect_follow_their_options() {
     let weights = std::fs::read(data("gemma3/tiny-a/model.safetensors")).expect("weights");
     let config = std::fs::read(data("gemma3/tiny-a/config.json")).expect("a config");
     let cache = pulled(&[("config.json", &config), ("model.safetensors", &weights)]);
@@ -574,7 +574,7 @@ fn models_are_those_of_the_folder_and_tensors_are_listed() {
 
 /// Each class of matrices has the scheme that was asked for it.
 #[test]
-fn classes_of_matrices_have_their_schemes() {
+fn each_class_of_matrices_gets_the_requested_scheme() {
     let (model, folder) = (tiny_model(), tempfile::tempdir().expect("a folder"));
     let at = |name: &str| folder.path().join(name).to_str().expect("UTF-8").to_owned();
     let schemes =
@@ -603,7 +603,7 @@ fn classes_of_matrices_have_their_schemes() {
 
 /// What leaves the likeliest token alone makes a sampled answer the greedy one.
 #[test]
-fn answers_are_sampled_as_the_options_say() {
+fn answers_follow_the_sampling_options() {
     let model = tiny_model();
     let model = model.path().to_str().expect("UTF-8");
     let question = model.to_owned() + "/question";
@@ -644,7 +644,7 @@ fn answers_are_sampled_as_the_options_say() {
 }
 
 #[test]
-fn kernels_are_those_of_their_types() {
+fn bench_kernels_follows_its_options() {
     let name = device().info().name.clone();
     let cases = |more: &[&str]| {
         let sizes = [
@@ -678,7 +678,7 @@ fn kernels_are_those_of_their_types() {
 
 #[cfg(feature = "npu")]
 #[test]
-fn the_benchmark_of_the_npu_loads_as_its_options_say() {
+fn bench_npu_follows_its_load_options() {
     use crate::support::npu::{demo_kernels, double};
     let demo = demo::folder();
     let folder = demo.to_str().expect("UTF-8");
@@ -739,7 +739,7 @@ fn json_of(server: &Daemon, path: &str) -> Value {
 
 /// The options of its command line.
 #[test]
-fn a_server_is_what_its_command_line_says() {
+fn a_server_follows_its_command_line() {
     let scattered = Scattered::new();
     let whole = scattered.whole();
     let keys = scattered.whole.path().join("keys");
@@ -804,7 +804,7 @@ fn steps_and_guesses(server: &Daemon) -> (u64, u64) {
 
 /// The options of its configuration: two servers, one with most options at their defaults.
 #[test]
-fn a_server_is_what_its_configuration_says() {
+fn a_server_follows_its_configuration() {
     let bounded = server_with(&[
         ("SERVER_MAX_BODY_BYTES", "2048"),
         ("SERVER_STORED_RESPONSES", "0"),
@@ -876,7 +876,7 @@ fn a_server_is_what_its_configuration_says() {
 }
 
 #[test]
-fn a_server_shares_prefixes_and_unloads_as_its_configuration_says() {
+fn a_server_shares_prefixes_and_unloads_as_configured() {
     let keys = format!("{KEY},{OTHER_KEY}");
     let cached = |share: &str| {
         let server = server_with(&[("KV_SHARE_PREFIXES", share), ("API_KEYS", &keys)]);
@@ -903,7 +903,7 @@ fn a_server_shares_prefixes_and_unloads_as_its_configuration_says() {
 
 /// A layer that is not there is an error, where it is wanted.
 #[test]
-fn validation_wants_its_layer() {
+fn validation_without_its_layer_is_an_error() {
     let generate = ["generate", "--prompt", "x", "--max-tokens", "1", "--allow-software-vulkan"];
     let run = |wanted: &str| {
         let mut command = unicorn_on_software(&generate);

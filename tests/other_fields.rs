@@ -44,7 +44,7 @@ fn said(route: &str, answer: &Value) -> Value {
 }
 
 #[tokio::test]
-async fn each_field_is_treated_as_the_table_says() {
+async fn the_server_treats_each_field_as_documented() {
     let app = app_that_says(ANSWER);
     let document = document(&app).await;
     let (mut refused, mut ignored) = (0, 0);
@@ -94,7 +94,7 @@ async fn each_field_is_treated_as_the_table_says() {
 }
 
 #[tokio::test]
-async fn no_field_stands_twice_or_is_honoured_as_well() {
+async fn no_field_is_listed_twice_or_also_supported() {
     let app = app_that_says(ANSWER);
     let document = document(&app).await;
     for (route, _) in bodies() {

@@ -29,7 +29,7 @@ fn addresses(text: &str) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn every_file_of_the_page_is_there_with_its_type_and_the_policy() {
+async fn every_page_file_is_served_with_its_type_and_the_security_policy() {
     let (router, _) = router_that_says("Hi");
     let mut paths = vec!["/".to_owned()];
     let (mut bytes, mut library_bytes) = (0, 0);
@@ -83,7 +83,7 @@ async fn every_file_of_the_page_is_there_with_its_type_and_the_policy() {
 }
 
 #[tokio::test]
-async fn a_file_that_the_browser_has_is_not_sent_again() {
+async fn a_file_in_the_browser_cache_is_not_sent_again() {
     let (router, _) = router_that_says("Hi");
     let (_, headers, _) = ask(&router, Method::GET, "/page/app.js", "").await;
     let etag = headers[header::ETAG].to_str().unwrap().to_owned();

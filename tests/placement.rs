@@ -149,7 +149,7 @@ fn on_an_integrated_gpu_ffn_weights_go_to_gtt_and_the_rest_to_vram() {
 }
 
 #[test]
-fn ffn_weights_go_to_vram_where_the_user_says_so() {
+fn ffn_weights_go_to_vram_if_configured() {
     let config = Shape::named("gemma-3-27b").unwrap().config();
     let limits = Limits { ffn_heap: FfnHeap::Vram, ..ALL };
     let plan = |machine: &Machine| {
@@ -179,7 +179,7 @@ fn ffn_weights_go_to_vram_where_the_user_says_so() {
 }
 
 #[test]
-fn what_spills_is_in_the_table() {
+fn the_table_shows_what_spills_into_another_heap() {
     // GTT holds 4 GiB of FFN weights, the rest lies in VRAM; a KV cache larger than VRAM lies in both.
     let config = Shape::named("gemma-3-27b").unwrap().config();
     let machine = Machine::on_paper(20 * GIB, 4 * GIB);
@@ -215,7 +215,7 @@ fn on_a_discrete_gpu_weights_stay_out_of_host_memory() {
 }
 
 #[test]
-fn with_one_heap_everything_lies_there() {
+fn with_one_heap_everything_is_placed_there() {
     let machine = one_heap(23 * GIB);
     let config = Shape::named("gemma-3-27b").unwrap().config();
     let plan =
@@ -225,7 +225,7 @@ fn with_one_heap_everything_lies_there() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused_with_the_table_and_a_way_out() {
+fn a_model_that_does_not_fit_is_refused_with_the_table_and_a_suggestion() {
     let config = Shape::named("gemma-3-27b").unwrap().config();
     let request = request(&config);
     let machine = Machine::on_paper(16 * GIB, 4 * GIB);
@@ -301,7 +301,7 @@ fn no_allocation_is_larger_than_the_device_allows() {
 }
 
 #[test]
-fn the_budget_the_limits_and_the_reserve_bound_what_is_used() {
+fn budget_limits_and_reserve_bound_the_used_memory() {
     let mut machine = apu(48 * GIB);
     let heaps = |machine: &Machine, limits: Limits| machine.usable(&limits);
     let [host, local] = [16 * GIB, 32 * GIB];
@@ -422,7 +422,7 @@ fn in_order(machine: &Machine, limits: &Limits, plan: &Plan, round: u64) {
 
 /// The memory of the 27B in docs/architecture.md, computed by hand from the shapes alone.
 #[test]
-fn the_27b_takes_what_is_counted_by_hand() {
+fn the_27b_takes_the_memory_that_is_computed_by_hand() {
     let config = Shape::named("gemma-3-27b").unwrap().config();
     let request = request(&config);
     let bytes = |class| -> u64 {
@@ -490,7 +490,7 @@ fn the_27b_takes_what_is_counted_by_hand() {
 }
 
 #[test]
-fn a_load_takes_what_was_planned() {
+fn a_load_allocates_the_planned_memory() {
     let device = Device::open(&policy()).unwrap();
     let files = ModelFiles::open(&data("gemma3/tiny-a")).unwrap();
     let config = Gemma3Config::load(&files).unwrap().0;
@@ -517,7 +517,7 @@ fn a_load_takes_what_was_planned() {
 }
 
 #[test]
-fn a_model_that_does_not_fit_is_refused_before_anything_is_taken() {
+fn a_model_that_does_not_fit_is_refused_before_any_allocation() {
     let device = Device::open(&policy()).unwrap();
     let files = ModelFiles::open(&data("gemma3/tiny-a")).unwrap();
     let load = |vram, gtt, max_context| {
@@ -547,7 +547,7 @@ fn a_model_that_does_not_fit_is_refused_before_anything_is_taken() {
 
 /// A process folder with one amdgpu file, before and after a load of 26 GiB.
 #[test]
-fn loaded_is_not_said_over_an_empty_gpu() {
+fn a_load_that_leaves_the_gpu_empty_is_an_error() {
     let process = tempfile::tempdir().expect("a folder");
     std::fs::create_dir(process.path().join("fdinfo")).expect("a folder");
     let held = |vram_kib: u64, gtt_kib: u64| {
@@ -578,7 +578,7 @@ const PLAN_27B: [&str; 9] =
     ["plan", "--shape", "gemma-3-27b", "--scheme", "int4-g128", "--vram", "16GiB", "--gtt", "30GiB"];
 
 #[test]
-fn the_plan_that_the_docs_show_is_what_is_printed() {
+fn the_plan_in_the_docs_is_the_printed_plan() {
     let (code, stdout, stderr) = output(unicorn(&PLAN_27B));
     assert_eq!((code, stderr.as_str()), (0, ""));
     let page = std::fs::read_to_string(root().join("docs/operations.md")).expect("docs/operations.md");
@@ -587,7 +587,7 @@ fn the_plan_that_the_docs_show_is_what_is_printed() {
 }
 
 #[test]
-fn a_plan_as_json_says_the_same_and_adds_up() {
+fn a_plan_as_json_equals_the_text_and_adds_up() {
     let plan = |args: &[&str]| -> (i32, Value, String) {
         let (code, stdout, stderr) = output(unicorn(&[&PLAN_27B[..], &["--json"], args].concat()));
         (code, serde_json::from_str(&stdout).expect("one JSON object"), stderr)
@@ -623,7 +623,7 @@ fn a_plan_as_json_says_the_same_and_adds_up() {
 }
 
 #[test]
-fn a_plan_says_what_else_than_memory_bounds_a_context() {
+fn a_plan_names_limits_of_the_context_other_than_memory() {
     let plan = |args: &[&str]| {
         let shape = ["plan", "--shape", "gemma-3-27b", "--scheme", "int4-g128", "--vram", "900GiB"];
         let (code, stdout, stderr) = output(unicorn(&[&shape[..], args].concat()));
@@ -653,7 +653,7 @@ fn a_plan_says_what_else_than_memory_bounds_a_context() {
 }
 
 #[test]
-fn a_shape_is_planned_as_gguf_files_store_it() {
+fn a_shape_is_planned_with_the_types_of_gguf_files() {
     let schemes = [
         "--scheme",
         "int4-g32-super",
@@ -701,7 +701,7 @@ fn a_checkpoint_is_planned_with_its_own_schemes() {
 
 /// What `unicorn quantize` writes is assumed of a shape, and said to be.
 #[test]
-fn a_shape_without_a_scheme_has_the_default_one() {
+fn a_shape_without_a_scheme_is_planned_with_the_default_one() {
     let plan = |args: &[&str]| {
         let (code, stdout, stderr) = output(unicorn(&[&["plan", "--shape", "gemma-3-27b"], args].concat()));
         assert_eq!(code, 0, "{stderr}");
@@ -758,7 +758,7 @@ impl DriverTable {
 const KINDS: [MemoryKind; 3] = [MemoryKind::Device, MemoryKind::Upload, MemoryKind::Readback];
 
 #[test]
-fn memory_types_are_chosen_by_what_they_are() {
+fn memory_types_are_chosen_by_their_properties() {
     // For each heap: the types for device memory, uploads and readbacks, best first.
     type Expected = &'static [[&'static [u32]; 3]];
     let tables: [(&str, Expected); 8] = [
@@ -787,7 +787,7 @@ fn memory_types_are_chosen_by_what_they_are() {
 }
 
 #[test]
-fn the_order_of_memory_types_is_not_the_drivers() {
+fn the_order_of_memory_types_does_not_depend_on_the_driver() {
     let files = std::fs::read_dir(data("memory_types")).expect("a folder").map(|entry| entry.unwrap().path());
     let names = files.filter(|path| path.extension().is_some_and(|extension| extension == "toml"));
     for path in names {
@@ -816,7 +816,7 @@ fn the_order_of_memory_types_is_not_the_drivers() {
 
 /// The heap that placement chooses, and the memory type in it, from end to end.
 #[test]
-fn on_the_780m_the_ffn_weights_lie_write_combined_in_gtt() {
+fn on_the_780m_ffn_weights_are_in_write_combined_gtt_memory() {
     let (device, buffers, table) = DriverTable::read("radeon-780m-radv");
     let machine = Machine::of(&table.heap_infos(), device, 0xffff_fffc);
     let place = |class, kind, ffn_heap| {
@@ -837,7 +837,7 @@ fn on_the_780m_the_ffn_weights_lie_write_combined_in_gtt() {
 
 /// What is exported is an allocation: nothing else may lie in it.
 #[test]
-fn memory_that_is_shared_with_another_device_has_an_allocation_of_its_own() {
+fn exported_memory_has_its_own_allocation() {
     let staging = |kind| Request { kind, ..request(Class::Staging, 3 * MIB) };
     let requests =
         [MemoryKind::Upload, MemoryKind::Shared, MemoryKind::Upload, MemoryKind::Shared].map(staging);

@@ -83,7 +83,7 @@ impl Asking<'_> {
 }
 
 #[tokio::test]
-async fn what_another_key_asked_is_not_found_and_what_the_same_asked_is() {
+async fn a_prefix_is_reused_for_the_same_key_and_not_for_another() {
     let router = router(&[ANN, BOB], None);
     for route in 0..ROUTES.len() {
         let asking = Asking { router: &router, route, topic: &format!("{route}") };
@@ -95,7 +95,7 @@ async fn what_another_key_asked_is_not_found_and_what_the_same_asked_is() {
 }
 
 #[tokio::test]
-async fn one_cache_salt_shares_across_keys_and_with_nobody_else() {
+async fn a_cache_salt_shares_across_keys_but_only_with_the_same_salt() {
     let router = router(&[ANN, BOB], None);
     let salted = |salt: &str| json!({"cache_salt": salt});
     for route in 0..ROUTES.len() {
@@ -113,7 +113,7 @@ async fn one_cache_salt_shares_across_keys_and_with_nobody_else() {
 }
 
 #[tokio::test]
-async fn one_key_and_whoever_needs_none_share_with_all() {
+async fn a_server_with_one_key_or_none_shares_with_all_clients() {
     let alone = router(&[ANN], None);
     let asking = Asking { router: &alone, route: 0, topic: "a" };
     assert_eq!(asking.cached(ANN, json!({})).await, 0);
@@ -127,7 +127,7 @@ async fn one_key_and_whoever_needs_none_share_with_all() {
 }
 
 #[tokio::test]
-async fn the_option_says_otherwise() {
+async fn the_option_overrides_the_default_sharing() {
     let all = router(&[ANN, BOB], Some(SharePrefixes::All));
     let asking = Asking { router: &all, route: 0, topic: "a" };
     assert_eq!(asking.cached(ANN, json!({})).await, 0);
@@ -141,7 +141,7 @@ async fn the_option_says_otherwise() {
 }
 
 #[tokio::test]
-async fn a_salt_that_is_none_is_refused_by_name() {
+async fn an_invalid_salt_is_refused_with_the_field() {
     let router = router(&[], None);
     for Route { path, body, .. } in ROUTES {
         for salt in [json!(""), json!("x".repeat(257)), json!(7), json!(["a"]), json!(true)] {

@@ -1080,7 +1080,7 @@ async fn ten_thousand_bodies_are_answered_or_refused() {
 
 /// Sends a few such bodies to a model whose draws are the device's: its biases, penalties, masks and scores.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_model_on_its_device_answers_them_too() {
+async fn random_bodies_are_answered_or_refused_by_a_model_on_a_device() {
     let options =
         LoadOptions { max_context: Some(768), sequences: 8, max_batch_tokens: 128, ..LoadOptions::default() };
     send_bodies(150, 0xde71ce, Box::new(goldens::load(&data("gemma3/tiny-a"), &options))).await;

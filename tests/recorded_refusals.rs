@@ -20,7 +20,7 @@ struct Refusal {
 }
 
 #[tokio::test]
-async fn bodies_that_are_wrong_are_answered_as_recorded() {
+async fn invalid_bodies_are_refused_with_the_recorded_answers() {
     let file = data("api/refusals.json");
     let text = std::fs::read_to_string(&file).expect("tests/data/api/refusals.json");
     let recorded: Vec<Refusal> = serde_json::from_str(&text).expect("refusals");

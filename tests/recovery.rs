@@ -70,7 +70,7 @@ fn answers(engine: &EngineHandle, request: Request) -> (Vec<Vec<u32>>, Event) {
 }
 
 #[test]
-fn after_a_loss_at_any_step_every_answer_is_that_of_a_run_without_it() {
+fn a_device_loss_at_any_step_changes_no_answer() {
     for with_draft in [false, true] {
         for at in 0..20 {
             let (engine, control) = start(FOUR, with_draft, None);
@@ -97,7 +97,7 @@ fn after_a_loss_at_any_step_every_answer_is_that_of_a_run_without_it() {
 }
 
 #[test]
-fn forks_masks_scores_and_embeddings_survive_a_loss() {
+fn forks_masks_scores_and_embeddings_survive_a_device_loss() {
     /// Allows even ids alone.
     #[derive(Clone)]
     struct Even;
@@ -137,7 +137,7 @@ fn forks_masks_scores_and_embeddings_survive_a_loss() {
 }
 
 #[test]
-fn those_of_a_lost_step_are_computed_alone_until_they_are_as_far_as_they_were() {
+fn requests_of_a_lost_step_run_alone_until_they_have_caught_up() {
     let (engine, control) = start(FOUR, false, None);
     control.allow(0);
     control.fail_wait_at(12);
@@ -185,7 +185,7 @@ fn a_prompt_that_loses_the_device_twice_fails_alone() {
 }
 
 #[test]
-fn a_poisonous_prompt_with_several_answers_fails_with_all_of_them() {
+fn a_prompt_that_loses_the_device_fails_with_all_its_answers() {
     let (engine, control) = start(FOUR, false, None);
     control.poison(511);
     let (answers, last) = answers(&engine, Request { more_seeds: vec![1, 2], ..request(&[511; 30], 9) });
@@ -200,7 +200,7 @@ const LONG: Limits =
 
 /// However many requests the unit fails at, and however soon: each ends at once, and the device is not lost.
 #[test]
-fn a_prompt_that_a_unit_fails_at_ends_at_once_and_the_others_go_on() {
+fn a_prompt_on_which_the_npu_fails_ends_and_the_others_continue() {
     let (engine, control) = start(LONG, false, None);
     let poison = 511;
     control.set_attention_path(2);
@@ -249,7 +249,7 @@ fn a_prompt_that_a_unit_fails_at_ends_at_once_and_the_others_go_on() {
 /// A step that is held back goes to the unit also where its prompt's reader has left. Whoever is beside it is no suspect,
 /// and no number of such failures ends the engine.
 #[test]
-fn a_prompt_whose_reader_left_may_be_what_a_unit_fails_at() {
+fn an_npu_failure_on_an_abandoned_prompt_affects_no_other_request() {
     let (engine, control) = start(LONG, false, None);
     let poison = 511;
     control.set_attention_path(2);
@@ -273,7 +273,7 @@ fn a_prompt_whose_reader_left_may_be_what_a_unit_fails_at() {
 }
 
 #[test]
-fn a_prompt_with_several_answers_that_a_unit_fails_at_fails_with_all_of_them() {
+fn a_prompt_on_which_the_npu_fails_fails_with_all_its_answers() {
     let (engine, control) = start(LONG, false, None);
     control.set_attention_path(1);
     control.fail_unit_at(511);
@@ -290,7 +290,7 @@ fn a_prompt_with_several_answers_that_a_unit_fails_at_fails_with_all_of_them() {
 }
 
 #[test]
-fn a_second_loss_within_a_minute_that_is_nobodys_fault_ends_the_engine() {
+fn a_second_loss_within_a_minute_without_a_suspect_ends_the_engine() {
     let (engine, control) = start(FOUR, false, None);
     control.fail_wait_at(3);
     let prompt = [1; 20];
@@ -305,7 +305,7 @@ fn a_second_loss_within_a_minute_that_is_nobodys_fault_ends_the_engine() {
 }
 
 #[test]
-fn a_device_that_does_not_come_back_ends_the_engine_and_all_answers() {
+fn a_device_that_does_not_recover_ends_the_engine_and_all_answers() {
     let (engine, control) = start(FOUR, false, None);
     control.fail_starts();
     control.fail_wait_at(2);
@@ -315,7 +315,7 @@ fn a_device_that_does_not_come_back_ends_the_engine_and_all_answers() {
 }
 
 #[test]
-fn while_it_recovers_requests_are_taken_and_an_abort_ends_it() {
+fn requests_are_accepted_during_recovery_and_an_abort_ends_it() {
     let (engine, control) = start(FOUR, false, None);
     control.hold_starts(true);
     control.fail_wait_at(2);

@@ -69,7 +69,7 @@ fn ids(text: &str) -> usize {
 }
 
 #[tokio::test]
-async fn a_response_has_openais_shape() {
+async fn a_response_has_the_openai_format() {
     let text = "Größe: ½, 🦄!";
     let app = app_that_says(text);
     let fields = json!({"instructions": "Be brief.", "metadata": {"a": "b"}, "max_output_tokens": 90, "top_p": 0.5, "user": "u"});
@@ -119,7 +119,7 @@ async fn a_response_has_openais_shape() {
 }
 
 #[tokio::test]
-async fn a_stream_is_these_events_in_this_order() {
+async fn a_stream_sends_the_expected_events_in_order() {
     let text = "Vim: ½ or two?";
     for (app, fields, status) in [
         (app_that_says(text), json!({}), "completed"),
@@ -267,7 +267,7 @@ async fn called_by(app: &App, body: Value) -> (Value, Value) {
 }
 
 #[tokio::test]
-async fn a_call_is_an_item_also_in_a_stream() {
+async fn a_call_is_an_output_item_with_and_without_streaming() {
     let rome = json!(["get_weather", "{\"city\": \"Rome\", \"unit\": \"c\"}", "completed"]);
     let three = json!(["roll", "{\"count\": 3}", "completed"]);
     let both = format!("[{ROME}, {{ \"name\":\"roll\", \"parameters\": {{\"count\": 3}}}}]");
@@ -289,7 +289,7 @@ async fn a_call_is_an_item_also_in_a_stream() {
 }
 
 #[tokio::test]
-async fn beside_tools_text_stays_text() {
+async fn text_stays_text_if_tools_are_offered() {
     let text_of = |response: &Value| response["output"][0]["content"][0].clone();
     for text in ["It is { warm }.", " \n\nWarm", "½", "{", ""] {
         let app = tools::app_that_says(text);
@@ -318,7 +318,7 @@ async fn beside_tools_text_stays_text() {
 }
 
 #[tokio::test]
-async fn a_demanded_call_is_made_and_what_was_asked_is_repeated() {
+async fn a_required_call_is_made_and_the_request_fields_are_repeated() {
     let allowed = |mode: &str| json!({"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "now"}]});
     for (choice, name) in
         [(json!({"type": "function", "name": "roll"}), "roll"), (allowed("required"), "now")]
@@ -348,7 +348,7 @@ async fn a_demanded_call_is_made_and_what_was_asked_is_repeated() {
 }
 
 #[tokio::test]
-async fn a_conversation_goes_on_behind_calls() {
+async fn a_conversation_continues_after_calls() {
     let (script, seen) = shows_its_prompt(&format!("[{ROME}, {{\"name\": \"now\", \"parameters\": {{}}}}]"));
     let app = tools::app(script);
     let first = created(&app, ask_with_tools(json!({"instructions": "I"}))).await;
@@ -386,7 +386,7 @@ async fn a_conversation_goes_on_behind_calls() {
 }
 
 #[tokio::test]
-async fn what_a_response_answered_can_be_listed() {
+async fn the_input_items_of_a_response_can_be_listed() {
     let app = tools::app_that_says(ROME);
     let first = created(&app, ask_with_tools(json!({}))).await;
     let call = &first["output"][0];
@@ -450,7 +450,7 @@ async fn what_a_response_answered_can_be_listed() {
 }
 
 #[tokio::test]
-async fn what_is_asked_of_a_kept_response_and_cannot_be_had_is_said() {
+async fn unsupported_requests_about_a_stored_response_are_refused() {
     let app = app_behind(with_keys(), "ok");
     let (_, _, body) = send_json(&app.router, asked(ask("Hi"), "mine")).await;
     let id = body["id"].as_str().unwrap().to_owned();
@@ -476,7 +476,7 @@ async fn what_is_asked_of_a_kept_response_and_cannot_be_had_is_said() {
 }
 
 #[tokio::test]
-async fn a_conversation_goes_on_from_a_response_without_its_instructions() {
+async fn a_conversation_continues_a_response_without_its_instructions() {
     let (app, seen) = app_that_shows_its_prompt("ok");
     let open = "<end_of_turn>\n<start_of_turn>model\n";
     let part = |kind: &str, text: &str| json!({"type": kind, "text": text});
@@ -508,7 +508,7 @@ async fn a_conversation_goes_on_from_a_response_without_its_instructions() {
 }
 
 #[tokio::test]
-async fn what_is_kept_is_its_callers_alone() {
+async fn a_stored_response_is_visible_to_its_own_client_only() {
     let app = app_behind(with_keys(), "ok");
     let (_, _, body) = send_json(&app.router, asked(ask("Hi"), "mine")).await;
     let id = &body["id"];
@@ -543,7 +543,7 @@ async fn what_is_kept_is_its_callers_alone() {
 }
 
 #[tokio::test]
-async fn what_is_kept_is_bounded_and_only_where_it_was_wanted() {
+async fn responses_are_stored_only_if_requested_and_up_to_a_limit() {
     let ok = tokenizer().encode("ok", false).unwrap();
     let with_room = |entries, bytes| {
         let options = Options { stored_responses: entries, stored_response_bytes: bytes, ..OPTIONS };
@@ -571,7 +571,7 @@ async fn what_is_kept_is_bounded_and_only_where_it_was_wanted() {
 }
 
 #[tokio::test]
-async fn nobody_pushes_out_what_is_kept_for_others() {
+async fn a_client_cannot_evict_the_stored_responses_of_others() {
     let ok = tokenizer().encode("ok", false).unwrap();
     let options = Options { stored_responses: 6, ..OPTIONS };
     let app = loaded(Server::new(MODEL, options, with_keys()), limits(), DEFAULTS, says(&ok, 106));
@@ -598,7 +598,7 @@ async fn nobody_pushes_out_what_is_kept_for_others() {
 }
 
 #[tokio::test]
-async fn an_answer_is_held_to_a_format() {
+async fn an_answer_matches_the_requested_format() {
     let app = app_that_says("{\"yes\": true}");
     let schema = json!({"type": "object", "properties": {"yes": {"type": "boolean"}}, "required": ["yes"], "additionalProperties": false});
     for format in [
@@ -616,7 +616,7 @@ async fn an_answer_is_held_to_a_format() {
 }
 
 #[tokio::test]
-async fn what_clients_send_beside_is_accepted() {
+async fn other_fields_that_clients_send_are_accepted() {
     let app = app_that_says("ok");
     let tool = json!([{"type": "function", "name": "f", "parameters": {}}]);
     for fields in [
@@ -632,7 +632,7 @@ async fn what_clients_send_beside_is_accepted() {
 }
 
 #[tokio::test]
-async fn bad_bodies_are_refused_by_field() {
+async fn invalid_bodies_are_refused_with_the_field() {
     let app = app_that_says("ok");
     let body = |fields: Value| with(ask("Hi"), fields);
     let item = |item: Value| body(json!({"input": [item]}));
@@ -758,7 +758,7 @@ async fn bad_bodies_are_refused_by_field() {
 }
 
 #[tokio::test]
-async fn a_lost_device_is_a_response_that_failed() {
+async fn a_lost_device_ends_a_response_as_failed() {
     let app = app_that_says("One, two, three");
     app.control.fail_wait_at(4);
     let events = events(&app, ask("Hi")).await;
@@ -773,7 +773,7 @@ async fn a_lost_device_is_a_response_that_failed() {
 }
 
 #[tokio::test]
-async fn the_context_bounds_an_answer() {
+async fn an_answer_ends_at_the_context_length() {
     let app = app(says(&[], 300));
     let body = created(&app, ask("Hi")).await;
     assert_eq!((&body["status"], &body["usage"]["total_tokens"]), (&json!("incomplete"), &json!(600)));

@@ -9,7 +9,7 @@ use crate::support::app::{MODEL, app_behind, app_that_says};
 use crate::support::http::{chat, get, post_to, send, send_json};
 
 #[tokio::test]
-async fn an_unknown_path_says_what_to_ask_instead() {
+async fn an_unknown_path_names_the_nearest_route() {
     let app = app_that_says("Hello");
     let near = |route: &str| format!("the nearest route is {route}");
     for (path, instead) in [
@@ -92,7 +92,7 @@ const ELSEWHERE: [(&str, &str); 45] = [
 ];
 
 #[tokio::test]
-async fn paths_of_other_servers_say_what_this_one_has_in_their_place() {
+async fn paths_of_other_servers_name_what_this_server_has_instead() {
     let app = app_that_says("Hello");
     let (_, _, document) = send_json(&app.router, get("/openapi.json")).await;
     for (path, told) in ELSEWHERE {
@@ -112,7 +112,7 @@ async fn paths_of_other_servers_say_what_this_one_has_in_their_place() {
 }
 
 #[tokio::test]
-async fn a_method_that_a_route_lacks_says_which_it_has() {
+async fn an_unsupported_method_is_refused_with_the_supported_ones() {
     let app = app_that_says("Hello");
     for (method, path, told, allow) in [
         ("GET", "/v1/completions", "send POST", "POST"),
@@ -132,7 +132,7 @@ async fn a_method_that_a_route_lacks_says_which_it_has() {
 }
 
 #[tokio::test]
-async fn routes_are_named_to_those_alone_who_may_ask() {
+async fn routes_are_named_to_authorized_clients_only() {
     let keys = Keys::from_variable("test", &"k".repeat(32)).expect("a key");
     let app = app_behind(AccessPolicy { keys, ..AccessPolicy::default() }, "Hello");
     let (status, _, answer) = send_json(&app.router, get("/v1/model")).await;
@@ -186,7 +186,7 @@ async fn routes_answer_without_v1_and_are_counted_with_it() {
 }
 
 #[tokio::test]
-async fn routes_without_v1_ask_for_a_key_too() {
+async fn routes_without_v1_require_a_key_too() {
     let keys = Keys::from_variable("test", &"k".repeat(32)).expect("a key");
     let app = app_behind(AccessPolicy { keys, ..AccessPolicy::default() }, "Hello");
     for path in ["/chat/completions", "/completions", "/responses", "/messages", "/embeddings"] {

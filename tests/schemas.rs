@@ -126,7 +126,7 @@ async fn an_unenforceable_schema_of_one_tool_is_refused_only_if_strict() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_enforced_of_an_answers_schema_is_left_to_the_model_or_named() {
+async fn unenforceable_parts_of_an_answer_schema_are_ignored_or_refused() {
     let app = app_that_says("{\"n\": 1}");
     let chat = "/v1/chat/completions";
     for (keyword, property) in unenforceable() {
@@ -170,7 +170,7 @@ async fn what_cannot_be_enforced_of_an_answers_schema_is_left_to_the_model_or_na
 }
 
 #[tokio::test]
-async fn references_are_decoded_and_those_without_an_end_are_refused_before_the_answer() {
+async fn references_are_decoded_and_endless_ones_refused_before_the_answer() {
     let app = app_that_says("{\"name\": \"now\", \"parameters\": {}}");
     let defs = json!({"a/b": {"type": "integer"}, "c~d": {"type": "integer"}, "e f%": {"type": "integer"}, "ü": {"type": "integer"}});
     for reference in
@@ -241,7 +241,7 @@ fn is_sound(keyword: &str, schema: &Value) -> bool {
 }
 
 #[test]
-fn every_keyword_takes_every_sound_value_and_names_what_is_wrong_with_others() {
+fn every_keyword_accepts_valid_values_and_names_errors_in_others() {
     let grammars = grammars();
     let enforced = [
         "type",
@@ -402,7 +402,7 @@ fn every_keyword_takes_every_sound_value_and_names_what_is_wrong_with_others() {
 }
 
 #[test]
-fn all_but_the_keyword_that_cannot_be_enforced_is_enforced() {
+fn everything_except_an_unenforceable_keyword_is_enforced() {
     let grammars = grammars();
     let cases: [(Value, &[&str], &[&str]); 12] = [
         // The pattern alone is left to the model.
@@ -486,7 +486,7 @@ fn all_but_the_keyword_that_cannot_be_enforced_is_enforced() {
 }
 
 #[test]
-fn a_strict_integer_is_never_another_one() {
+fn strict_integer_bounds_are_exact_or_refused() {
     let grammars = grammars();
     let edges: [i128; 12] = [
         3,
@@ -529,7 +529,7 @@ fn a_strict_integer_is_never_another_one() {
 }
 
 #[test]
-fn references_lead_where_the_drafts_say() {
+fn references_resolve_as_the_drafts_specify() {
     let grammars = grammars();
     let integer = json!({"type": "integer"});
     for schema in [
@@ -582,7 +582,7 @@ fn references_lead_where_the_drafts_say() {
 }
 
 #[test]
-fn the_tools_of_well_known_clients_are_taken() {
+fn the_tools_of_well_known_clients_are_accepted() {
     let grammars = grammars();
     let tools: Value = {
         let text = std::fs::read(data("tool-schemas.json")).unwrap();

@@ -211,7 +211,7 @@ fn draws(all: &mut BTreeMap<String, Set>) {
 
 /// What is stored is what the twins compute; `UNICORN_TEST_RECORD=1` writes it anew.
 #[test]
-fn stored_results_are_those_of_the_twins() {
+fn stored_results_are_the_results_of_the_cpu_twins() {
     let mut all = heads(64);
     for dim in [32, 100, 256] {
         for (name, set) in heads(dim) {
@@ -262,7 +262,7 @@ fn each_way(mut each: impl FnMut(&mut Gemma3, &str)) {
 }
 
 #[test]
-fn a_device_that_computes_right_passes_with_every_model() {
+fn a_correct_device_passes_with_every_model() {
     each_way(|model, what| {
         let tested = model.self_test().unwrap_or_else(|error| panic!("{what}: {error}"));
         assert!(tested.kernels >= 15 && tested.untested.is_empty(), "{what}: {tested:?}");
@@ -270,7 +270,7 @@ fn a_device_that_computes_right_passes_with_every_model() {
 }
 
 #[test]
-fn every_damaged_result_is_noticed() {
+fn every_damaged_result_is_detected() {
     for precision in Precision::ALL {
         let options = LoadOptions { quantize: QuantizeMode::Int4G32, precision, ..LoadOptions::default() };
         let missed = loaded("gemma3/tiny-a", &options).missed_damage().expect("a device that computes right");
@@ -321,7 +321,7 @@ fn load_native(folder: &TempDir, precision: Precision, kv: KvDtype) -> Gemma3 {
 }
 
 #[test]
-fn layers_compute_what_their_checkpoint_holds_in_every_precision_and_cache() {
+fn stored_layer_values_match_in_every_precision_and_cache_type() {
     let every: Vec<_> = Precision::ALL.into_iter().flat_map(|p| KvDtype::ALL.map(|kv| (p, kv))).collect();
     let default = [(Precision::Fast, KvDtype::F16)];
     for (folder, scheme, ways) in [
@@ -346,7 +346,7 @@ fn layers_compute_what_their_checkpoint_holds_in_every_precision_and_cache() {
 /// The prompt runs in one step and in several, and in steps whose layers are cut. Answers behind the test are those
 /// without it.
 #[test]
-fn the_test_of_layers_leaves_no_trace() {
+fn the_layer_test_does_not_change_later_answers() {
     let native = native("tests/data/gemma3/tiny-a", "int4-g32");
     let files = ModelFiles::open(&native.path().join("native")).expect("a model");
     let tokens: Vec<u32> = (0..40).map(|i| i * 5 % 200).collect();
@@ -386,7 +386,7 @@ fn refused(folder: &TempDir) -> String {
 }
 
 #[test]
-fn values_and_weights_that_have_changed_are_refused_by_layer() {
+fn changed_values_and_weights_are_refused_with_their_layer() {
     let hidden = loaded("gemma3/tiny-a", &LoadOptions::default()).config().hidden_size;
     // The exponent of a value behind the second layer.
     let altered = native("tests/data/gemma3/tiny-a", "int4-g32");
@@ -414,7 +414,7 @@ fn values_and_weights_that_have_changed_are_refused_by_layer() {
 }
 
 #[test]
-fn a_conversion_that_lacks_layer_values_gets_them_when_it_is_repeated() {
+fn a_repeated_conversion_adds_missing_layer_values() {
     let to = native("tests/data/gemma3/tiny-a", "int4-g32");
     let folder = to.path().join("native");
     let manifest = || std::fs::read_to_string(folder.join("unicorn.json")).expect("a manifest");

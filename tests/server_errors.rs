@@ -142,7 +142,7 @@ fn that_panics(door: AccessPolicy) -> App {
 }
 
 #[tokio::test]
-async fn a_handler_that_panics_answers_500_and_its_connection_lives_on() {
+async fn a_handler_that_panics_answers_500_and_keeps_its_connection() {
     let (log, _here) = Log::of_this_thread();
     let app = that_panics(AccessPolicy::default());
     let (_, _, document) = answer(&app.router, "a-0", get("/openapi.json")).await;
@@ -200,7 +200,7 @@ async fn read_response(client: &mut tokio::net::TcpStream) -> (String, Value) {
 }
 
 #[tokio::test]
-async fn the_page_that_may_ask_reads_of_a_panic_too() {
+async fn an_allowed_origin_can_read_the_error_of_a_panic() {
     let origin = "http://localhost:3000";
     let app = that_panics(AccessPolicy { cors_origins: vec![origin.into()], ..AccessPolicy::default() });
     let mut request = get("/status");
@@ -210,7 +210,7 @@ async fn the_page_that_may_ask_reads_of_a_panic_too() {
 }
 
 #[tokio::test]
-async fn every_response_of_500_and_above_is_one_line_of_the_log_and_no_other_is() {
+async fn exactly_the_responses_of_500_and_above_are_one_log_line_each() {
     let (log, _here) = Log::of_this_thread();
     let loading = api::router(Server::new(MODEL, OPTIONS, AccessPolicy::default()));
     let draining = app_that_says("ok");
@@ -255,7 +255,7 @@ async fn every_response_of_500_and_above_is_one_line_of_the_log_and_no_other_is(
 }
 
 #[tokio::test]
-async fn logits_that_are_not_finite_are_one_line_and_not_the_engines_too() {
+async fn non_finite_logits_are_logged_once() {
     let (log, _here) = Log::of_this_thread();
     let ok = tokenizer().encode("One, two, three", false).expect("encodes");
     for stream in [false, true] {
@@ -276,7 +276,7 @@ async fn logits_that_are_not_finite_are_one_line_and_not_the_engines_too() {
 }
 
 #[tokio::test]
-async fn a_full_queue_that_is_529_on_the_wire_is_so_in_the_log_and_in_the_metrics() {
+async fn a_full_queue_answered_with_529_is_529_in_the_log_and_metrics() {
     let (log, _here) = Log::of_this_thread();
     let app = app_that_says("ok");
     app.control.allow(0);
@@ -309,7 +309,7 @@ async fn until(what: &str, ready: impl Fn() -> bool) {
 }
 
 #[tokio::test]
-async fn a_stream_that_fails_ends_with_an_error_and_is_one_line_of_the_log() {
+async fn a_failed_stream_ends_with_an_error_and_is_logged_once() {
     let (log, _here) = Log::of_this_thread();
     for (route, last) in
         ROUTES.into_iter().zip(["data: [DONE]", "data: [DONE]", "response.failed", "event: error"])
@@ -356,7 +356,7 @@ async fn looked_at_late(app: &App, request: Request<Body>) -> (u16, HeaderMap, S
 }
 
 #[tokio::test]
-async fn an_answer_that_the_server_is_too_slow_to_collect_is_no_fault_of_its_clients() {
+async fn an_answer_that_the_server_collects_too_slowly_is_a_server_error() {
     let (log, _here) = Log::of_this_thread();
     let tokens = 4 * EVENTS;
     let kv = KvLimits { full_blocks: tokens, ..limits().kv };
@@ -387,7 +387,7 @@ async fn an_answer_that_the_server_is_too_slow_to_collect_is_no_fault_of_its_cli
 }
 
 #[tokio::test]
-async fn a_prompt_stands_in_no_line_of_the_log() {
+async fn no_log_line_contains_a_prompt() {
     let (log, _here) = Log::of_this_thread();
     let app = app_that_says("ok");
     for route in ROUTES {

@@ -9,7 +9,7 @@ use crate::support::fake_runner::HANG;
 use crate::support::systemd::{Systemd, hand_over};
 
 #[test]
-fn systemd_hears_of_the_load_of_every_sign_of_life_and_of_the_end() {
+fn systemd_is_notified_of_the_load_of_health_and_of_the_stop() {
     let systemd = Systemd::new();
     let mut server = Daemon::start_as(&[], |command| systemd.supervise(command, Duration::from_secs(3)));
     let told = systemd.wait_for("READY=1");
@@ -38,7 +38,7 @@ fn systemd_hears_of_the_load_of_every_sign_of_life_and_of_the_end() {
 }
 
 #[test]
-fn a_socket_of_systemds_is_listened_on_and_who_connected_before_is_answered() {
+fn a_systemd_socket_serves_clients_that_connected_before_the_start() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
     let address = listener.local_addr().expect("bound");
     let mut early = TcpStream::connect(address).expect("connects");

@@ -345,7 +345,7 @@ fn every_pipeline_fits_the_registers_of_a_radeon_780m() {
 }
 
 #[test]
-fn every_pipeline_fits_them_by_the_compiler_of_mesa_26_too() {
+fn every_pipeline_fits_the_registers_with_the_compiler_of_mesa_26() {
     match compiler(COMPILERS[1]) {
         Ok(compiler) => holds_what_it_held(compiler),
         Err(reason) => skip(reason),
@@ -377,7 +377,7 @@ fn instructions_are_counted_as_the_driver_counts_them() {
 
 /// The machine's own Mesa may have an LLVM that does not know a GPU, and then lists its instructions by itself.
 #[test]
-fn the_relatives_of_a_780m_are_judged_too() {
+fn gpus_related_to_the_780m_are_analyzed_too() {
     if of_780m().is_none() {
         return skip("radv");
     }
@@ -398,7 +398,7 @@ fn the_relatives_of_a_780m_are_judged_too() {
 
 /// Types and depth change the bytes of a token, and the precision the kernels.
 #[test]
-fn the_judge_goes_by_its_options() {
+fn bench_isa_follows_its_options() {
     let Some(plain) = of_780m() else { return skip("radv") };
     let folder = tempfile::tempdir().expect("a folder");
     let assembly = folder.path().to_str().expect("UTF-8");
@@ -433,7 +433,7 @@ fn the_judge_goes_by_its_options() {
 }
 
 #[test]
-fn every_size_and_batch_is_predicted_with_its_arithmetic() {
+fn predictions_exist_for_every_size_and_batch_and_add_up() {
     let Some(judged) = of_780m() else { return skip("radv") };
     let predictions = judged["compilers"][0]["predictions"].as_array().expect("a list");
     assert_eq!(predictions.len(), 5 * 7, "five sizes; five batches, one with top_p, and a prompt");
@@ -481,7 +481,7 @@ fn of_any_tile(dispatches: BTreeMap<String, u64>) -> BTreeMap<String, u64> {
 
 /// The judge's list of a step's dispatches equals the recorded dispatches.
 #[test]
-fn a_step_dispatches_what_the_judge_counts() {
+fn bench_isa_counts_the_dispatches_of_a_step() {
     let model = root().join("models/demo");
     let (prompt, generated) = (11, 5);
     let args = [
@@ -530,7 +530,7 @@ fn a_step_dispatches_what_the_judge_counts() {
 }
 
 #[test]
-fn a_gpu_that_no_compiler_is_asked_for_is_refused_with_the_ones_that_are() {
+fn an_unsupported_gpu_is_refused_with_the_supported_ones() {
     let parts = ["\"navi10\"", "phoenix, gfx1150, gfx1151"];
     assert_error(unicorn(&["bench", "isa", "--device", "navi10"]), 1, &parts);
 }

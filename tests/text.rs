@@ -140,7 +140,7 @@ fn check_goldens(tokenizer: &Tokenizer, folder: &str) {
 }
 
 #[test]
-fn the_mini_tokenizer_is_exact_on_every_case() {
+fn the_mini_tokenizer_matches_every_golden_case() {
     let tokenizer = tokenizer();
     assert_eq!(tokenizer.vocab_size(), 512);
     check_goldens(&tokenizer, "tokenizer-mini");
@@ -148,7 +148,7 @@ fn the_mini_tokenizer_is_exact_on_every_case() {
 
 /// One test for all that needs the 33 MB file: reading it takes seconds.
 #[test]
-fn the_real_tokenizer_is_exact_on_every_case() {
+fn the_real_tokenizer_matches_every_golden_case() {
     let Some(json) = real_tokenizer_json() else { return support::skip("real-tokenizer") };
     let tokenizer = Tokenizer::from_bytes(&json, "tokenizer.json").unwrap();
     check_goldens(&tokenizer, "tokenizer");
@@ -194,7 +194,7 @@ fn tokens_are_found_by_name_and_by_id() {
 }
 
 #[test]
-fn a_tokenizer_fits_only_a_model_with_its_rows() {
+fn a_tokenizer_needs_a_model_with_a_row_for_each_token() {
     let tokenizer = tokenizer();
     tokenizer.fits(512).unwrap();
     tokenizer.fits(1000).unwrap();
@@ -231,7 +231,7 @@ fn edited(change: impl FnOnce(&mut serde_json::Value)) -> Vec<u8> {
 }
 
 #[test]
-fn a_tokenizer_that_cannot_be_followed_is_refused_by_field() {
+fn an_unsupported_tokenizer_is_refused_with_the_field() {
     use serde_json::{Value, json};
     type Change = fn(&mut Value);
     let refused: [(&str, Change); 13] = [
@@ -287,7 +287,7 @@ fn in_sequence(list: &str, steps: &[serde_json::Value]) -> serde_json::Value {
 }
 
 #[test]
-fn steps_that_make_a_text_many_times_as_long_are_refused_by_name() {
+fn steps_that_lengthen_a_text_too_much_are_refused_with_the_field() {
     use serde_json::{Value, json};
     let tenfold = replace("h", "hhhhhhhhhh");
     let metaspace =
@@ -420,7 +420,7 @@ fn steps_that_make_a_text_many_times_as_long_are_refused_by_name() {
 }
 
 #[test]
-fn steps_within_the_bound_never_exceed_it() {
+fn accepted_steps_never_lengthen_a_text_beyond_the_limit() {
     use serde_json::json;
     const SEED: u64 = 0x6704;
     println!("seed {SEED}");
@@ -495,7 +495,7 @@ fn steps_within_the_bound_never_exceed_it() {
 }
 
 #[test]
-fn mutated_tokenizer_files_end_in_a_result() {
+fn mutated_tokenizer_files_load_or_are_refused() {
     const SEED: u64 = 0x70c3;
     println!("seed {SEED}");
     let mut rng = ChaCha8Rng::seed_from_u64(SEED);
@@ -678,7 +678,7 @@ fn compare_detokenizer(tokenizer: &Tokenizer, reference: &tokenizers::Tokenizer,
 }
 
 #[test]
-fn text_comes_as_soon_as_it_is_certain() {
+fn text_is_emitted_as_soon_as_it_is_complete() {
     let tokenizer = tokenizer();
     let byte = |byte: u8| tokenizer.token_id(&format!("<{byte:#04X}>")).unwrap();
     let mut detokenizer = tokenizer.detokenizer(true);
@@ -704,7 +704,7 @@ fn text_comes_as_soon_as_it_is_certain() {
 }
 
 #[test]
-fn stop_strings_match_a_naive_search_however_the_text_is_cut() {
+fn stop_strings_match_a_naive_search_for_every_split_of_the_text() {
     const SEED: u64 = 2024;
     println!("seed {SEED}");
     let mut rng = ChaCha8Rng::seed_from_u64(SEED);
@@ -778,7 +778,7 @@ fn unusable_stop_strings_are_refused() {
 }
 
 #[test]
-fn the_template_is_taken_where_the_checkpoint_has_it() {
+fn the_template_is_read_from_each_place_in_a_checkpoint() {
     let config = bytes("tokenizer-mini/tokenizer_config.json");
     let jinja = bytes("tokenizer-mini/chat_template.jinja");
     let hello = [Message::new("user", "Hello")];
@@ -843,7 +843,7 @@ fn the_template_is_taken_where_the_checkpoint_has_it() {
 }
 
 #[test]
-fn templates_meet_the_environment_of_transformers() {
+fn templates_have_the_environment_of_transformers() {
     let render = |source: &str| {
         let files = ChatFiles { chat_template_jinja: Some(source.as_bytes()), ..Default::default() };
         ChatTemplate::from_checkpoint(files)
@@ -876,7 +876,7 @@ fn templates_meet_the_environment_of_transformers() {
 }
 
 #[test]
-fn hostile_templates_end() {
+fn hostile_templates_end_in_a_result_or_an_error() {
     let loops = "{% for a in range(9999) %}".repeat(4) + &"{% endfor %}".repeat(4);
     let nested = "{{ ".to_owned() + &"(".repeat(100_000) + "1" + &")".repeat(100_000) + " }}";
     let lists = "{{ ".to_owned() + &"[".repeat(140) + &"]".repeat(140) + " }}";
@@ -923,7 +923,7 @@ fn hostile_templates_end() {
 
 /// Values at the edges of what filters, methods and slices take. Each ends in a text or an error.
 #[test]
-fn edge_values_in_templates_end_in_a_result() {
+fn edge_values_in_templates_end_in_a_result_or_an_error() {
     for source in [
         "{{ 'abc'[5:2] }}{{ 'aé🦄'[::-1] }}{{ 'é'[1:] }}{{ [1, 2][:99999999999] }}",
         "{{ [1, 2][::0] }}",
@@ -979,7 +979,7 @@ fn edge_values_in_templates_end_in_a_result() {
 }
 
 #[test]
-fn mutated_templates_end_in_a_result() {
+fn mutated_templates_end_in_a_result_or_an_error() {
     const SEED: u64 = 0xc0ffee;
     println!("seed {SEED}");
     let mut rng = ChaCha8Rng::seed_from_u64(SEED);
@@ -1007,7 +1007,7 @@ fn mutated_templates_end_in_a_result() {
 }
 
 #[test]
-fn conversations_as_clients_send_them_are_brought_into_order() {
+fn conversations_of_clients_are_normalized_for_the_template() {
     fn messages(turns: &[(&str, &str)]) -> Vec<Message> {
         turns.iter().map(|(role, text)| Message::new(role, text)).collect()
     }
@@ -1056,7 +1056,7 @@ fn conversations_as_clients_send_them_are_brought_into_order() {
 }
 
 #[test]
-fn a_normal_conversation_always_renders_and_a_good_one_is_not_changed() {
+fn a_normalized_conversation_renders_and_a_valid_one_is_unchanged() {
     const SEED: u64 = 99;
     println!("seed {SEED}");
     let mut rng = ChaCha8Rng::seed_from_u64(SEED);

@@ -32,7 +32,7 @@ async fn refusal(app: &App, fields: Value) -> String {
 }
 
 #[tokio::test]
-async fn a_stop_token_ends_an_answer_and_is_no_part_of_its_text() {
+async fn a_stop_token_ends_an_answer_and_is_not_in_its_text() {
     let text = "One, two, three";
     let ids = encoded(text);
     let app = app_that_says(text);
@@ -60,7 +60,7 @@ async fn a_stop_token_ends_an_answer_and_is_no_part_of_its_text() {
 }
 
 #[tokio::test]
-async fn an_answer_has_allowed_tokens_alone() {
+async fn an_answer_has_only_allowed_tokens() {
     let text = "One, two";
     let ids = encoded(text);
     let app = app_that_says(text);
@@ -94,7 +94,7 @@ async fn an_answer_has_allowed_tokens_alone() {
 }
 
 #[tokio::test]
-async fn a_bad_word_is_never_said() {
+async fn a_bad_word_is_never_generated() {
     let text = "One, two, three";
     let app = app_that_says(text);
     for word in ["two", "two, three", "O", "One", "e", ", t", "three"] {
@@ -112,7 +112,7 @@ async fn a_bad_word_is_never_said() {
 }
 
 #[tokio::test]
-async fn a_prompt_is_cut_from_its_beginning() {
+async fn a_prompt_is_truncated_at_its_beginning() {
     let (app, seen) = app_that_shows_its_prompt("Yes");
     let (_, whole) = completion(&app, json!({"prompt": "One, two, three", "return_token_ids": true})).await;
     let whole: Vec<u32> = serde_json::from_value(whole["choices"][0]["prompt_token_ids"].clone()).unwrap();
@@ -141,7 +141,7 @@ async fn a_prompt_is_cut_from_its_beginning() {
 }
 
 #[tokio::test]
-async fn token_ids_come_back_also_in_a_stream() {
+async fn token_ids_are_returned_with_and_without_streaming() {
     // Letters outside the vocabulary are several byte tokens each.
     let text = "Größe: ½";
     let ids: Vec<u32> = encoded(text).into_iter().chain([END_OF_TURN]).collect();
@@ -175,7 +175,7 @@ async fn token_ids_come_back_also_in_a_stream() {
 }
 
 #[tokio::test]
-async fn usage_and_times_so_far_come_with_each_chunk_where_asked() {
+async fn each_chunk_has_usage_and_timings_if_requested() {
     let app = app_that_says("One, two, three");
     let options = json!({"include_usage": true, "continuous_usage_stats": true});
     let fields = json!({"stream": true, "stream_options": options, "timings_per_token": true});
@@ -203,7 +203,7 @@ async fn usage_and_times_so_far_come_with_each_chunk_where_asked() {
 }
 
 #[tokio::test]
-async fn a_limit_of_minus_one_is_what_the_context_holds() {
+async fn a_limit_of_minus_one_means_the_rest_of_the_context() {
     let small = Limits { max_context: 100, ..limits() };
     let app = app_with(small, OPTIONS, DEFAULTS, says(&[], 300));
     for fields in [
@@ -233,7 +233,7 @@ async fn a_limit_of_minus_one_is_what_the_context_holds() {
 }
 
 #[tokio::test]
-async fn llamacpps_grammar_and_schema_hold_an_answer() {
+async fn the_llama_cpp_fields_grammar_and_json_schema_constrain_an_answer() {
     let app = app(says(&[], END_OF_TURN));
     let gbnf = json!({"grammar": "root ::= \"yes\" | \"no\""});
     for body in [complete(&app, with(chat("Well?"), gbnf.clone())).await.1, completion(&app, gbnf).await.1] {
@@ -256,7 +256,7 @@ async fn llamacpps_grammar_and_schema_hold_an_answer() {
 }
 
 #[tokio::test]
-async fn tokens_of_a_chat_and_of_an_input_are_counted() {
+async fn tokens_of_a_chat_and_of_a_responses_input_are_counted() {
     let app = app_that_says("Hello");
     let count = async |route: &str, body: Value| {
         let (status, _, answer) = send_json(&app.router, post_to(route, body.to_string())).await;

@@ -47,7 +47,7 @@ fn read<'a>(pieces: impl Iterator<Item = &'a str>) -> (String, Vec<(String, Stri
 }
 
 #[test]
-fn calls_are_told_from_text_however_they_are_cut() {
+fn calls_are_distinguished_from_text_for_every_split() {
     let seed = 0xca11;
     println!("seed {seed}");
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
@@ -88,7 +88,7 @@ fn calls_are_told_from_text_however_they_are_cut() {
 }
 
 #[test]
-fn any_text_comes_out_as_it_went_in() {
+fn text_without_calls_is_returned_unchanged() {
     let seed = 0x7e47;
     println!("seed {seed}");
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
@@ -125,7 +125,7 @@ fn any_text_comes_out_as_it_went_in() {
 }
 
 #[test]
-fn parameters_that_were_cut_keep_what_is_whole_of_them() {
+fn truncated_parameters_keep_their_complete_values() {
     for (cut, whole) in [
         ("{", "{}"),
         ("{\"a", "{}"),
@@ -194,7 +194,7 @@ fn calls_of(body: &Value) -> (Vec<(String, Value)>, String) {
 }
 
 #[tokio::test]
-async fn a_call_is_a_tool_call_in_openais_shape_also_in_a_stream() {
+async fn a_call_has_the_openai_format_with_and_without_streaming() {
     let rome = ("get_weather".to_owned(), json!({"city": "Rome", "unit": "c"}));
     let three = ("roll".to_owned(), json!({"count": 3}));
     let both = format!(
@@ -251,7 +251,7 @@ async fn a_call_is_a_tool_call_in_openais_shape_also_in_a_stream() {
 /// Several clients read only the first entry of a chunk's `tool_calls`, and stop at a finish reason without a look at
 /// what else is in that chunk: `openai` before 3.0, LlamaIndex, Home Assistant.
 #[tokio::test]
-async fn a_chunk_has_a_piece_of_one_call_and_a_finish_reason_comes_alone() {
+async fn a_chunk_has_a_part_of_one_call_or_only_the_finish_reason() {
     let args = ["{\"city\": \"Rome\", \"unit\": \"c\"}", "{\"count\": 3}"];
     let both = format!("[{ROME}, {{\"name\": \"roll\", \"parameters\": {}}}]", args[1]);
     let limits = Limits { max_sequences: 2, max_draws: 2, ..limits() };
@@ -306,7 +306,7 @@ async fn a_chunk_has_a_piece_of_one_call_and_a_finish_reason_comes_alone() {
 }
 
 #[tokio::test]
-async fn text_stays_text_and_is_not_held_to_anything() {
+async fn text_without_a_call_stays_text_and_is_unconstrained() {
     for text in ["Yes, it is { warm }.", " \n\nWarm", "It is.", "½", "\"quoted\""] {
         let app = app_that_says(text);
         let (_, body) = complete(&app, ask(json!({}))).await;
@@ -331,7 +331,7 @@ async fn text_stays_text_and_is_not_held_to_anything() {
 }
 
 #[tokio::test]
-async fn a_demanded_call_is_made_and_fits_its_schema() {
+async fn a_required_call_is_made_and_matches_its_schema() {
     let app = babbling();
     let named = |name: &str| json!({"type": "function", "function": {"name": name}});
     let (_, body) =
@@ -355,7 +355,7 @@ async fn a_demanded_call_is_made_and_fits_its_schema() {
 }
 
 #[tokio::test]
-async fn each_of_n_answers_calls_or_talks_for_itself() {
+async fn each_of_n_answers_calls_or_talks_independently() {
     let limits = Limits { max_sequences: 2, max_draws: 2, ..limits() };
     let mut scripts =
         [ROME, "It is."].map(|text| says(&tokenizer().encode(text, false).unwrap(), END_OF_TURN));
@@ -370,7 +370,7 @@ async fn each_of_n_answers_calls_or_talks_for_itself() {
 }
 
 #[tokio::test]
-async fn what_cuts_a_call_says_so() {
+async fn a_truncated_call_reports_why_it_was_cut() {
     let app = app_that_says(ROME);
     let whole = tokenizer().encode(ROME, false).unwrap().len();
     let (_, body) = complete(&app, ask(json!({"max_tokens": whole - 6}))).await;
@@ -395,7 +395,7 @@ async fn what_cuts_a_call_says_so() {
 }
 
 #[tokio::test]
-async fn a_schema_for_the_answer_and_tools_go_together() {
+async fn an_answer_schema_works_together_with_tools() {
     let answer = json!({"type": "object", "properties": {"warm": {"$ref": "#/$defs/b"}}, "required": ["warm"], "additionalProperties": false, "$defs": {"b": {"type": "boolean"}}});
     let format = json!({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": true, "schema": answer}}});
     for (text, called) in [(ROME, true), ("{\"warm\": true}", false)] {
@@ -429,7 +429,7 @@ async fn prompt_at(path: &str, body: Value) -> String {
 }
 
 #[tokio::test]
-async fn every_wire_format_tells_the_model_the_same() {
+async fn every_wire_format_gives_the_same_prompt() {
     let function = |id: &str, name: &str, arguments: &str| json!({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}});
     let chat = json!([
         {"role": "system", "content": "Be brief."},
@@ -499,7 +499,7 @@ async fn every_wire_format_tells_the_model_the_same() {
 }
 
 #[tokio::test]
-async fn results_of_calls_with_one_id_are_paired_in_order() {
+async fn results_of_calls_with_the_same_id_are_paired_in_order() {
     let function =
         |name: &str| json!({"id": "a", "type": "function", "function": {"name": name, "arguments": "{}"}});
     let result = |text: &str| json!({"role": "tool", "tool_call_id": "a", "content": text});
@@ -536,7 +536,7 @@ async fn results_of_calls_with_one_id_are_paired_in_order() {
 }
 
 #[tokio::test]
-async fn the_model_is_told_of_tools_calls_and_results() {
+async fn the_prompt_describes_tools_calls_and_results() {
     let call = |id: &str, name: &str, arguments: &str| json!({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}});
     let messages = json!([
         {"role": "system", "content": "Be brief."},
@@ -575,7 +575,7 @@ async fn the_model_is_told_of_tools_calls_and_results() {
 }
 
 #[tokio::test]
-async fn some_of_the_tools_may_be_all_that_are_called() {
+async fn allowed_tools_limit_which_tools_are_called() {
     let allowed = |mode: &str, names: &[&str]| {
         let tools: Vec<Value> =
             names.iter().map(|name| json!({"type": "function", "function": {"name": name}})).collect();
@@ -598,7 +598,7 @@ async fn some_of_the_tools_may_be_all_that_are_called() {
 }
 
 #[tokio::test]
-async fn what_is_wrong_with_tools_is_said_by_field() {
+async fn invalid_tools_are_refused_with_the_field() {
     let app = app_that_says("ok");
     let tools = |tools: Value| json!({"tools": tools});
     let function =
@@ -783,7 +783,7 @@ async fn mutated_tools_and_schemas_never_panic_hang_or_fail_the_server() {
 }
 
 #[tokio::test]
-async fn a_call_says_no_text_also_where_each_token_has_its_chunk() {
+async fn a_call_has_no_text_also_with_one_token_in_each_chunk() {
     let text = "[{\"name\": \"now\", \"parameters\": {}}]";
     let app = app_that_says(text);
     let fields = json!({"tools": [now()], "logprobs": true, "stream": true});
@@ -821,7 +821,7 @@ fn wide(name: &str, properties: usize) -> Value {
 }
 
 #[tokio::test]
-async fn tools_that_are_too_large_compile_nothing_and_push_nothing_out_of_the_cache() {
+async fn tools_that_are_too_large_compile_nothing_and_evict_nothing() {
     let app = app_for_many_tools("{\"name\": \"small\", \"parameters\": {}}");
     let small = with(chat("Hi"), json!({"tools": [wide("small", 0)], "tool_choice": "required"}));
     assert_eq!(complete(&app, small.clone()).await.0, 200);

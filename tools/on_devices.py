@@ -19,7 +19,7 @@ from revision import revision
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / ".cache/test/devices.md"
 # An embedding of 2.8 GB, which says nothing about a driver's compiler.
-LARGE = "kernels::the_27b_embedding_works_whole"
+LARGE = "kernels::the_27b_embedding_works_at_full_size"
 # This test provokes a message of the API checks, which are off in the GPU-assisted layer.
 PROVOKING = "kernels::validation_is_loaded_and_catches_a_violation"
 SUITES = {
