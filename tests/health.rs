@@ -1,4 +1,4 @@
-//! Health, status, metrics and the model's card: what a server reports of itself. The device proves health.
+//! Health, status, metrics and the model card of a server. `/health` reflects whether the device works.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -43,11 +43,19 @@ fn app() -> App {
 async fn health_is_ok_after_a_recent_step_or_a_successful_probe() {
     let app = app();
     assert_eq!((health(&app).await, app.control.probes()), ((200, "ok".into()), 1));
-    assert_eq!((health(&app).await, app.control.probes()), ((200, "ok".into()), 1), "fresh enough");
+    assert_eq!(
+        (health(&app).await, app.control.probes()),
+        ((200, "ok".into()), 1),
+        "the last probe is recent"
+    );
     let app = self::app();
     assert_eq!(ask(&app, json!({})).await.0, 200);
     assert_all_free(&app.engine).await;
-    assert_eq!((health(&app).await, app.control.probes()), ((200, "ok".into()), 0), "a step is a sign");
+    assert_eq!(
+        (health(&app).await, app.control.probes()),
+        ((200, "ok".into()), 0),
+        "a recent step replaces the probe"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -58,14 +66,14 @@ async fn a_device_that_does_not_answer_is_unresponsive_until_it_answers() {
         assert_eq!(health(&app).await, (503, "unresponsive".into()));
     }
     app.control.hold_probes(false);
-    // The probe comes back late, and counts.
+    // The late result of the probe counts.
     let since = Instant::now();
     while health(&app).await.0 != 200 {
-        assert!(since.elapsed() < HANG, "never well again");
+        assert!(since.elapsed() < HANG, "never healthy again");
     }
-    assert_eq!(app.control.probes(), 1, "one is enough");
+    assert_eq!(app.control.probes(), 1, "no second probe");
 
-    // A step may take its time, and no probe is sent beside it.
+    // A step may take long, and no probe is sent while it runs.
     let app = self::app();
     app.control.allow(0);
     let (router, control) = (app.router.clone(), app.control.clone());
@@ -96,7 +104,7 @@ async fn a_device_with_a_wrong_probe_result_is_lost() {
     assert!(app.engine.join(HANG));
 }
 
-/// The samples of the text, by name and labels. Panics if Prometheus could not read the text.
+/// The samples of the text, by name and labels. Panics if the text is not in Prometheus format.
 fn parse(text: &str) -> BTreeMap<String, f64> {
     let (mut samples, mut kinds) = (BTreeMap::new(), BTreeMap::new());
     assert!(text.ends_with('\n'));
@@ -135,7 +143,7 @@ async fn metrics_add_up_to_the_requests_that_were_sent() {
     let before = metrics(&app).await;
     assert_eq!(before["unicorn_ready"], 1.0);
     assert_eq!(before["unicorn_generation_tokens_total"], 0.0);
-    assert!(!before.keys().any(|name| name.starts_with("unicorn_gpu_memory")), "nobody told of it");
+    assert!(!before.keys().any(|name| name.starts_with("unicorn_gpu_memory")), "no facts are known yet");
 
     let mut usage = [0.0; 3];
     for more in [json!({}), json!({"max_tokens": 3, "n": 2}), json!({"stop": "two"})] {
@@ -200,7 +208,7 @@ async fn metrics_add_up_to_the_requests_that_were_sent() {
     ] {
         assert_eq!(m.get(name), Some(&value), "{name}: {m:#?}");
     }
-    // Tokens count except the first of each answer. Tokens after a stop string were never sent.
+    // All tokens count except the first one of each answer. Tokens after a stop string were never sent.
     assert!(m["unicorn_inter_token_latency_seconds_count"] > 0.0);
     assert!(m["unicorn_steps_total"] > 0.0 && m["unicorn_step_tokens_total"] >= usage[1]);
     let buckets: Vec<f64> = m
@@ -211,7 +219,7 @@ async fn metrics_add_up_to_the_requests_that_were_sent() {
     assert!(buckets.len() > 5 && buckets.iter().all(|n| *n <= 3.0));
     let pool = |state: &str| m[&format!("unicorn_kv_cache_blocks{{pool=\"full\",state=\"{state}\"}}")];
     assert_eq!(pool("held") + pool("cached") + pool("free"), 150.0);
-    // Counters only grow. A second scrape adds what was measured since the first.
+    // Counters only grow. A second scrape adds the new measurements.
     assert_eq!(metrics(&app).await["unicorn_kernel_seconds_total{kernel=\"matmul\"}"], 1.0);
 }
 
@@ -246,7 +254,7 @@ async fn unfinished_answers_are_counted_by_their_outcome() {
     app.control.release();
     assert_all_free(&app.engine).await;
     assert_eq!(metrics(&app).await["unicorn_request_success_total{finished_reason=\"abort\"}"], 1.0);
-    assert_eq!(status(&app).await["last_error"], Value::Null, "that was the client's wish");
+    assert_eq!(status(&app).await["last_error"], Value::Null, "the client left, which is not an error");
 
     let steps = app.control.batches().len();
     app.control.fail_wait_at(steps + 1);
@@ -329,13 +337,13 @@ async fn the_model_card_lists_the_context_and_the_request_fields() {
     let app = app();
     let card = |body: Value| body["data"][0].clone();
     let early = card(send_json(&loading, get("/v1/models")).await.2);
-    assert!(early.get("max_model_len").is_none(), "not known yet");
+    assert!(early.get("max_model_len").is_none(), "unknown before the load");
     let card = card(send_json(&app.router, get("/v1/models")).await.2);
     assert_eq!((&card["max_model_len"], &card["context_length"]), (&json!(600), &json!(600)));
     assert_eq!(card["meta"]["n_ctx"], 600);
     assert_eq!(card["architecture"]["input_modalities"], json!(["text"]));
     assert_eq!(card["supported_parameters"], early["supported_parameters"]);
-    // Every field is read, because none belongs to an object of this kind.
+    // Each listed field must be read: an object is not a valid value of any of them.
     for name in SUPPORTED_PARAMETERS {
         let (code, body) = ask(&app, json!({"logprobs": true, name: {"no": "such thing"}})).await;
         let param = body["error"]["param"].as_str().unwrap_or_default();

@@ -1,5 +1,5 @@
-//! Every kernel against its CPU twin: odd shapes and tails, and seeded random data. Outputs are NaN before each run,
-//! and so is all memory that a kernel must not read.
+//! Every kernel against its twin, a CPU implementation of the same function: odd shapes and tails, and seeded random
+//! data. Outputs are NaN before each run, and so is all memory that a kernel must not read.
 
 use half::f16;
 use rand::Rng;
@@ -22,7 +22,7 @@ use crate::support::kernel_bench::{
 use crate::support::reference::dequantize_row;
 use crate::support::{policy, reference};
 
-/// The weights that a scheme makes of `values`.
+/// The weights of `values` after they are stored in a scheme.
 fn as_stored(values: &[f32], cols: usize, scheme: Scheme) -> Vec<f32> {
     let mut out = Vec::new();
     for row in values.chunks_exact(cols) {
@@ -43,7 +43,7 @@ fn as_stored(values: &[f32], cols: usize, scheme: Scheme) -> Vec<f32> {
     out
 }
 
-/// Fails unless `got` is within `bound * magnitude` of `expected`, element by element. A NaN is never within the bound.
+/// Panics unless each element of `got` is within `bound * magnitude` of `expected`. NaN is never within the bound.
 fn close(got: &[f32], expected: &[f64], magnitude: &[f64], bound: f64, what: &str) {
     assert_eq!(got.len(), expected.len(), "{what}");
     for (i, ((g, e), m)) in got.iter().zip(expected).zip(magnitude).enumerate() {
@@ -71,7 +71,7 @@ fn matmul_matches_its_twin() {
                 let what = format!("{scheme:?} {tokens} x [{rows}, {cols}]");
                 let w = b.random(rows * cols, 2.0);
                 let x = b.random(tokens * cols, 3.0);
-                // The matrix is also cut into shards of one tile, and the rows of y must be the same.
+                // The matrix is also split into shards of one tile, and the rows of y must be the same.
                 for shard in [u64::MAX, 1] {
                     let matrix = b.matrix(&w, rows, cols, scheme, shard);
                     let input = b.activations(&x, cols);
@@ -120,7 +120,7 @@ fn one_tokens_product_has_the_same_bits_in_any_batch_by_a_gpu_and_by_a_cpu() {
 fn int4_scales_below_f16s_normal_range_are_exact() {
     let mut b = Bench::new(3);
     let cols = 64;
-    // Rows whose scales are zero, the least subnormal, subnormal, the least normal.
+    // Rows with these scales: zero, the smallest subnormal, a subnormal, the smallest normal number.
     let tops = [0.0, 1e-9, 7.0 * 5.96e-8, 7.0 * 3.1e-6, 7.0 * 6.2e-5];
     let w: Vec<f32> =
         tops.iter().flat_map(|t| (0..cols).map(move |i| t * (i as f32 / 63.0 - 0.5) * 2.0)).collect();
@@ -155,7 +155,7 @@ fn every_stored_scheme_is_read_as_specified() {
                     b.run(|k, r| k.matmul(r, &[(&matrix, &output)], &Operand::floats(&input), tokens));
                     let got = b.rows(&output, tokens);
                     let expected = reference::matmul(&x, &stored.values, tokens, rows, cols);
-                    // A shift is added apart from the products, so the rounding also applies to what cancels there.
+                    // The shift is added separately, so its rounding error remains even where the sum cancels.
                     let most = stored.values.iter().fold(0f32, |most, w| most.max(w.abs()));
                     let largest: Vec<f32> = vec![most; rows * cols];
                     let magnitude = reference::matmul_magnitude(&x, &largest, tokens, rows, cols);
@@ -169,7 +169,7 @@ fn every_stored_scheme_is_read_as_specified() {
 #[test]
 fn direct_reads_and_staged_reads_give_the_same_bytes() {
     let mut b = Bench::new(18);
-    // The data has more than two staging buffers, and a tail.
+    // The data fills more than two staging buffers, plus a remainder.
     let bytes = (40 << 20) + 12;
     let data: Vec<u8> = (0..bytes).map(|_| b.rng.random()).collect();
     for staged in [false, true] {
@@ -178,7 +178,7 @@ fn direct_reads_and_staged_reads_give_the_same_bytes() {
         if staged {
             uploader = uploader.staged();
         }
-        // The other half of the buffer is read by another request, and in the reverse order.
+        // The second half of the buffer is read by a separate request, which is queued first.
         let (head, tail) = (buffer.slice(0, 24 << 20), buffer.slice(24 << 20, bytes as u64 - (24 << 20)));
         let read = |start: usize| {
             let data = &data;
@@ -244,7 +244,8 @@ fn embed_yields_every_stored_weight() {
             let stored = as_stored(&w, cols, scheme);
             let matrix = b.matrix(&w, rows, cols, scheme, shard);
             let embedding = b.embedding(matrix, 1.25);
-            // The ids are every row's, then the ids last sampled in slots 2, 0 and 1. One of these has no row.
+            // The ids of all rows, then references to the last sampled ids of slots 2, 0 and 1. The id of slot 1 has no
+            // row.
             let mut ids: Vec<u32> = (0..rows as u32).collect();
             ids.extend([LAST_SAMPLED | 2, LAST_SAMPLED, LAST_SAMPLED | 1]);
             let sampled = b.upload(&[rows as u32 - 1, rows as u32, 3]);
@@ -268,8 +269,8 @@ fn embed_yields_every_stored_weight() {
 
 #[test]
 fn the_27b_embedding_works_at_full_size() {
-    // The matrix has 2.8 GB of bf16: more than the storage-buffer range (128 MiB on lavapipe) and than one allocation
-    // (2 GiB).
+    // The matrix has 2.8 GB of bf16: more than the range of a storage buffer (128 MiB on lavapipe) and more than one
+    // allocation (2 GiB).
     let mut b = Bench::new(15);
     let (rows, cols) = (262_208, 5376);
     let value = |row: usize, col: usize| ((row * 31 + col * 7) % 251) as f32 / 64.0 - 2.0;
@@ -382,11 +383,11 @@ fn attention_matches_its_twin_over_pages_and_windows() {
         shape(4, 1, 256, 32, Some(70)),
         shape(2, 2, 36, 16, Some(1000)),
         shape(16, 1, 64, 16, Some(40)),
-        // This shape is the largest for a device with 32 KiB of shared memory.
+        // The largest shape for a device with 32 KiB of shared memory.
         shape(16, 1, 256, 16, Some(40)),
     ];
     let dtypes = KvDtype::ALL.iter().cycle();
-    // Every shape runs with keys and values in f32, and with the other types in turn.
+    // Every shape runs twice, with the types of keys and values in turn.
     let cases = shapes.iter().flat_map(|s| [s, s]).zip(dtypes).map(|(s, kv)| (*s, *kv));
     for ((shape, kv), bodies) in cases.zip(BODIES.into_iter().cycle()) {
         b.make_bodies(bodies);
@@ -494,7 +495,7 @@ impl Attended {
         self.paged.tokens().len()
     }
 
-    /// The bits of the attention's result, with its work shared out like this.
+    /// The bits of the attention output, with this division of the work.
     fn run(&self, b: &mut Bench, shares: &Shares, room: Room) -> Vec<u32> {
         let Attended { attention, arrays, q, .. } = self;
         let shape = &attention.shape;
@@ -505,7 +506,7 @@ impl Attended {
         b.rows(&y, tokens).into_iter().map(f32::to_bits).collect()
     }
 
-    /// Shares the work out in every way: all bits are the same, and no padding's NaN is among them.
+    /// Divides the work in every way. All results must have the same bits, and no NaN of the padding.
     fn check(&self, b: &mut Bench, what: &str) {
         let tokens = self.tokens();
         let shape = &self.attention.shape;
@@ -513,8 +514,8 @@ impl Attended {
         let ways = [
             ("split", roomy, tokens),
             ("walked", Room { single: tokens, tiles: tokens }, tokens),
-            ("in tiles alone", Room { single: 0, ..roomy }, tokens),
-            ("in tiles alone, walked", Room { single: 0, tiles: tokens }, tokens),
+            ("only tiles", Room { single: 0, ..roomy }, tokens),
+            ("only tiles, walked", Room { single: 0, tiles: tokens }, tokens),
             ("token by token", roomy, 1),
             ("token by token in tiles", Room { single: 0, ..roomy }, 1),
             ("three by three", roomy, 3),
@@ -523,12 +524,12 @@ impl Attended {
         for (way, room, rows_per_part) in ways {
             let shares = Shares::new(shape, &self.paged.runs(), tokens, rows_per_part, room);
             let got = self.run(b, &shares, room);
-            assert!(got.iter().all(|bits| f32::from_bits(*bits).is_finite()), "{what}, {way}: no numbers");
+            assert!(got.iter().all(|bits| f32::from_bits(*bits).is_finite()), "{what}, {way}: not finite");
             let expected = expected.get_or_insert_with(|| got.clone());
             let off = got.iter().zip(expected).filter(|(got, expected)| got != expected).count();
             assert_eq!(off, 0, "{what}, {way}: bits of {off} of {} numbers differ", got.len());
         }
-        // One workgroup has the first splits of each token, and each of the other splits has its own.
+        // One workgroup computes the first splits of each token. Each other split has its own workgroup.
         let shares =
             Shares::new(shape, &self.paged.runs(), tokens, 1, Room { single: tokens, tiles: tokens });
         for walked in [1, 2, 5] {
@@ -568,7 +569,7 @@ fn attention_has_the_same_bits_for_every_division_of_the_work() {
         (shape(16, 8, 64, 16, None), &[(300, 40), (129, 1)]),
     ];
     for ((shape, sequences), kv) in shapes.into_iter().zip(KvDtype::ALL.into_iter().cycle()) {
-        // The weights are of about one size; or one weight is nearly all, and the others vanish.
+        // Either all attention weights are of similar size, or one is nearly 1 and the others vanish.
         for spread in [0.5, 300.0] {
             let attended = Attended::new(&mut b, shape, kv, spread, sequences);
             attended.check(&mut b, &format!("{shape:?}, {kv}, queries of {spread}"));
@@ -576,7 +577,7 @@ fn attention_has_the_same_bits_for_every_division_of_the_work() {
     }
 }
 
-/// Behind 16 units of 64 keys, splits are four times as long; behind 128 units, sixteen times.
+/// After 16 blocks of 64 keys, splits are four times as long. After 128 blocks, they are sixteen times as long.
 #[test]
 fn attention_matches_its_twin_where_splits_become_longer() {
     let mut b = Bench::new(32);
@@ -621,7 +622,7 @@ fn padding_tokens_attend_to_nothing() {
     assert!(some[known..].iter().all(|bits| *bits == 0));
 }
 
-/// Numbers whose rounding to bf16 differs: ties to both sides, ends of the range, and what is no number.
+/// Values for which bf16 rounding is difficult: ties in both directions, the ends of the range, infinity and NaN.
 const ROUNDED: [f32; 12] = [
     f32::from_bits(0x3f80_8000),
     f32::from_bits(0x3f81_8000),
@@ -641,7 +642,7 @@ fn bf16_bits(value: &f32) -> u16 {
     half::bf16::from_f32(*value).to_bits()
 }
 
-/// Heads, KV heads, dimension, and the number of KV heads that a unit computes.
+/// Heads, KV heads, head dimension, and the number of KV heads that the NPU computes.
 const OFFLOADED: [(usize, usize, usize, usize); 5] =
     [(2, 1, 32, 1), (6, 3, 128, 2), (3, 1, 100, 1), (4, 4, 256, 4), (16, 2, 36, 1)];
 
@@ -659,7 +660,7 @@ fn npu_queries_are_rounded_to_bf16_and_grouped_by_head() {
             }
             let input = b.activations(&q, heads * d);
             let count = heads / kv_heads * offloaded;
-            // What lies behind the last head is left alone.
+            // Memory after the last head must not change.
             let to = b.poisoned(2 * count * stride * d + 64);
             b.run(|_, r| kernels.queries(r, &shape, (&input, rows), offloaded, (&to, stride)));
             let got = b.download::<u16>(&to, count * stride * d + 32);
@@ -704,7 +705,7 @@ fn npu_keys_are_gathered_from_the_blocks_of_a_sequence() {
             for (first, first_seen, count, stride) in
                 [(0, 0, 70, 70), (0, 0, 1, 3), (13, 13, 50, 64), (32, 39, 38, 40), (3, 66, 67, 67)]
             {
-                // Blocks that no row sees have been given back: another sequence's are there, full of NaNs.
+                // Blocks that no row sees have been freed. Here they hold another sequence, full of NaNs.
                 let table = paged.tables[1].clone();
                 let free = (0..paged.num_blocks as u32).find(|block| !table.contains(block)).unwrap();
                 paged.tables[1][..first_seen / block_size].fill(free);
@@ -735,8 +736,8 @@ fn npu_keys_are_gathered_from_the_blocks_of_a_sequence() {
     }
 }
 
-/// The device computes some KV heads of the tokens in the middle, and all heads of the others. The rest comes from a
-/// unit.
+/// The GPU computes some KV heads of the middle tokens, and all heads of the other tokens. The remaining heads come
+/// from the NPU.
 #[test]
 fn npu_output_replaces_the_heads_that_the_npu_computed() {
     let mut b = Bench::new(43);
@@ -855,7 +856,7 @@ fn qkv_store_normalizes_rotates_and_stores() {
                 for head in 0..shape.num_kv_heads {
                     let (at, row) = (t * kw + head * d, paged.row(s, position, head));
                     let expected = expect(&k[at..at + d], &k_norm, position, 1.0);
-                    // A value may be off by what its type cannot express: half of its last bit.
+                    // The tolerance includes the rounding of the cache type: half of its last bit.
                     let largest = expected.iter().fold(0f64, |a, b| a.max(b.abs()));
                     let lost = [0.0, largest / 2048.0, largest / 254.0][kv as usize];
                     close(
@@ -868,7 +869,7 @@ fn qkv_store_normalizes_rotates_and_stores() {
                     let mut one = paged.empty_cache(kv);
                     let kept = paged.file_away(&mut one, kv, row, &v[at..at + d]);
                     let kept: Vec<f64> = kept.into_iter().map(f64::from).collect();
-                    // A value in the middle between two integers may go to either.
+                    // A value in the middle between two integers may be rounded to either of them.
                     let step = [0.0, 1.0 / 1024.0, 2.0 / 127.0][kv as usize];
                     let got = paged.take(&mut values, kv, row);
                     close(&got, &kept, &vec![1.0; d], step * 1.01, &what);
@@ -999,7 +1000,7 @@ fn non_finite_logits_are_refused() {
 }
 
 #[test]
-fn sampled_ids_pass_the_filters_and_match_the_expected_noise() {
+fn sampling_draws_ids_that_pass_the_filters_and_match_the_noise() {
     let mut b = Bench::new(62);
     let cases = [
         // The cases are (temperature, top_k, top_p, min_p).
@@ -1044,7 +1045,7 @@ fn sampled_ids_pass_the_filters_and_match_the_expected_noise() {
                     reference::draw(&logits, &candidates, f64::from(temperature), seed, request.position);
                 let what = format!("{temperature} {top_k} {top_p} {min_p}, {len} logits, seed {seed}");
                 assert!(candidates.contains(&(id as usize)), "{what}: {id} was filtered out");
-                // Two candidates closer than f32 rounding may change places.
+                // Two candidates that are closer than f32 rounding may change places.
                 if margin > 1e-4 {
                     assert_eq!(id as usize, expected, "{what}");
                     drawn += 1;
@@ -1052,7 +1053,7 @@ fn sampled_ids_pass_the_filters_and_match_the_expected_noise() {
             }
         }
     }
-    assert!(drawn > 700, "too few clear draws: {drawn}");
+    assert!(drawn > 700, "too few draws with a clear result: {drawn}");
 }
 
 #[test]
@@ -1095,7 +1096,7 @@ fn probability_masses_are_powers_of_two() {
         let t = i as f32 * 1e-4;
         let (mass, exact) = (reference::mass(t), 2f64.powi(40) * 2f64.powf(-f64::from(t)));
         assert!((mass as f64 - exact).abs() <= 1.0 + exact * 6e-9, "2^-{t}: {mass}, not {exact}");
-        assert!(mass >= 1 && mass <= last, "2^-{t}: {mass} behind {last}");
+        assert!(mass >= 1 && mass <= last, "2^-{t}: {mass} after {last}");
         last = mass;
     }
     assert_eq!(reference::mass(40.0), 0);
@@ -1105,7 +1106,7 @@ fn probability_masses_are_powers_of_two() {
     }
 }
 
-/// Logits of a kind that is hard on thresholds, with the name of the kind.
+/// Logits that are difficult for thresholds, with a name for messages.
 fn hard_logits(b: &mut Bench, kind: usize, len: usize) -> (&'static str, Vec<f32>) {
     let random = b.random(len, 6.0);
     let each = |f: &mut dyn FnMut(usize, f32) -> f32| -> Vec<f32> {
@@ -1118,7 +1119,7 @@ fn hard_logits(b: &mut Bench, kind: usize, len: usize) -> (&'static str, Vec<f32
         3 => ("ties", each(&mut |_, x| (x * 4.0).round() / 4.0)),
         4 => ("masses that vanish", each(&mut |_, x| x * 50.0)),
         5 => ("one far below", each(&mut |i, x| if i == 7 { -1e30 } else { x })),
-        // More values than are listed are so close to each other that no bin tells them apart.
+        // More values than the lists hold are so close together that all of them are in one bin.
         6 => ("a crowd below one", each(&mut |i, x| if i == 5 { 9.0 } else { x * 1e-5 })),
         7 => ("large", each(&mut |_, x| 1e6 + x)),
         _ => ("of two scales", each(&mut |i, x| if i % 100 == 0 { x } else { x * 1e-4 - 4.0 })),
@@ -1126,7 +1127,7 @@ fn hard_logits(b: &mut Bench, kind: usize, len: usize) -> (&'static str, Vec<f32
 }
 const HARD: usize = 9;
 
-/// A position at which `id` is drawn from `candidates` by a clear margin; `None` if such positions are too rare.
+/// A position at which `id` is drawn from `candidates` by a clear margin. `None` = such positions are too rare.
 fn position_of(logits: &[f32], candidates: &[usize], id: usize, temperature: f32, seed: u64) -> Option<u32> {
     let t = f64::from(temperature);
     let max = candidates.iter().map(|id| logits[*id]).fold(f32::MIN, f32::max);
@@ -1170,7 +1171,7 @@ fn sampling_filters_exactly_what_its_twin_filters() {
             let top_p = match round % 3 {
                 0 => 1.0,
                 1 => pick(b, &[0.0, 1e-8, 0.3, 0.9, 0.95, 0.9999]),
-                // The value is the share of the likeliest ids, or one part in 2^24 above it.
+                // top_p is exactly the share of the most likely ids, or 2^-24 above it.
                 _ => {
                     let mut all = kept(1.0);
                     all.sort_by(|a, b| logits[*b].total_cmp(&logits[*a]));
@@ -1234,8 +1235,8 @@ fn sampling_filters_exactly_what_its_twin_filters() {
     }
     let (name, logits) = hard_logits(&mut b, 0, 262_208);
     try_on(&mut b, name, &logits, 3);
-    assert!(at_the_edge > 150, "too few draws of what stands at a threshold: {at_the_edge}");
-    assert!(behind_it > 150, "too few draws of what stands behind one: {behind_it}");
+    assert!(at_the_edge > 150, "too few draws of the last id within the thresholds: {at_the_edge}");
+    assert!(behind_it > 150, "too few draws of the first id outside the thresholds: {behind_it}");
 }
 
 #[test]
@@ -1296,7 +1297,7 @@ fn draws_follow_the_distribution() {
             .collect();
         draw(&mut b, &logits, 7, &requests).0.iter().for_each(|&id| counts[id as usize] += 1);
     }
-    // Chi-squared with 6 degrees of freedom: above 22.5 once in a thousand seeds; the seeds are fixed.
+    // Chi-squared with 6 degrees of freedom exceeds 22.5 for one of a thousand seeds. The seeds are fixed.
     let chi: f64 = expected
         .iter()
         .map(|(id, p)| (f64::from(counts[*id]) - p * f64::from(draws)).powi(2) / (p * f64::from(draws)))
@@ -1326,11 +1327,11 @@ fn sampling_penalties_and_biases_match_their_twin_and_are_cleared() {
                 assert!(forbidden || near, "{width}, row {row}, id {id}: {got}, not {expected}");
             }
         }
-        assert_eq!(b.rows(&drawing.logits.raw, 12), raw, "the logits themselves stay");
+        assert_eq!(b.rows(&drawing.logits.raw, 12), raw, "the raw logits must not change");
         drawing.clear(&b);
         assert!(
             b.rows(&drawing.logits.adjusted, 12).iter().all(|word| word.to_bits() == 0),
-            "{width}: a trace"
+            "{width}: not cleared"
         );
     }
 }
@@ -1370,7 +1371,7 @@ fn sampling_draws_only_ids_that_penalties_biases_and_masks_leave() {
             }
         }
     }
-    assert!(clear > 180, "too few clear draws: {clear}");
+    assert!(clear > 180, "too few draws with a clear result: {clear}");
 }
 
 #[test]
@@ -1383,7 +1384,7 @@ fn sampling_with_every_id_forbidden_returns_no_token() {
         drawing.arrays.masks = b.upload(&[0u32; 4]);
         drawing.run(&b);
         assert_eq!(b.download::<u32>(&drawing.arrays.ids, 1), [NO_TOKEN]);
-        // A NaN does not hide behind a mask.
+        // A masked NaN is still an error.
         drawing.arrays.masks = b.upload(&[1u32, 0, 0, 0]);
         drawing.run(&b);
         assert_eq!(b.download::<u32>(&drawing.arrays.ids, 1), [0]);
@@ -1401,9 +1402,9 @@ fn sampling_reports_log_probabilities_of_the_raw_distribution() {
     for (width, vocab) in [(1, 1), (7, 6), (300, 257), (5003, 5000), (9001, 8999)] {
         let rows = 6;
         let mut logits = b.random(rows * width, 7.0);
-        // Equal logits come in the order of their ids.
+        // Equal logits are ordered by id.
         logits[3 * width..][..vocab.min(9)].fill(7.5);
-        // Equal logits of several workgroups do so as well.
+        // Equal logits of several workgroups are ordered by id too.
         if vocab > 4100 {
             logits[5 * width..][4090..4100].fill(7.5);
             logits[5 * width + 17] = 7.5;
@@ -1462,7 +1463,7 @@ fn sampling_reports_log_probabilities_of_the_raw_distribution() {
 fn history_holds_each_tokens_id_at_its_slot_and_position() {
     let mut b = Bench::new(68);
     let (slots, slot_len) = (4, 90);
-    // There are three sequences, in slots 2, 0 and 3. The id of the last one is the id sampled there.
+    // There are three sequences, in slots 2, 0 and 3. The id of the last token is the id that was sampled there.
     let sequence_of: Vec<u32> = [vec![0; 70], vec![1; 9], vec![2]].concat();
     let positions: Vec<u32> = [(13..83).collect::<Vec<_>>(), (0..9).collect(), vec![89]].concat();
     let mut ids: Vec<u32> = positions.iter().map(|p| 1000 + p).collect();
@@ -1488,7 +1489,7 @@ fn history_holds_each_tokens_id_at_its_slot_and_position() {
 
 #[test]
 fn philox_matches_its_published_vectors() {
-    // The values are the authors' known-answer tests of Philox4x32-10.
+    // Known-answer tests of the authors of Philox4x32-10.
     assert_eq!(reference::philox([0, 0], [0; 4]), [0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8]);
     assert_eq!(
         reference::philox([u32::MAX; 2], [u32::MAX; 4]),
@@ -1513,7 +1514,7 @@ fn the_multiply_adds_of_the_peak_kernel_sum_to_one_a_lane() {
     }
 }
 
-/// `unicorn bench kernels` measures kernels as a model runs them: each case runs again and again, and writes numbers.
+/// `unicorn bench kernels` measures kernels as a model runs them. Each case runs repeatedly and writes numbers.
 #[test]
 fn benchmark_cases_run_and_write_numbers() {
     let mut b = Bench::new(111);
@@ -1540,7 +1541,7 @@ fn benchmark_cases_run_and_write_numbers() {
                 KernelWork::Sample { vocab, .. } => {
                     assert!(after.iter().all(|id| (*id as usize) < vocab), "{}: {after:?}", case.name);
                 }
-                // Other tests check int8 results, where the results are multiplied with.
+                // Int8 results are tested elsewhere, together with the products that read them.
                 KernelWork::Gated { .. }
                 | KernelWork::Attention { .. }
                 | KernelWork::RmsNorm { .. }
@@ -1557,7 +1558,7 @@ fn benchmark_cases_run_and_write_numbers() {
             }
         }
     }
-    // The measurement works too: a device with a clock gives a time, for as many repetitions as a time needs.
+    // A device with timestamps measures the time, with enough repetitions for the requested span.
     let choice = Choice {
         shape: odd,
         schemes: vec![],
@@ -1576,12 +1577,12 @@ fn benchmark_cases_run_and_write_numbers() {
         prepared.record(r, i);
     });
     let span = span.unwrap().expect("a device with a clock");
-    assert_eq!(recorded, 1 + 1 + span.repeats, "twice to warm up, and one run");
+    assert_eq!(recorded, 1 + 1 + span.repeats, "two warm-up runs and one measured run");
 }
 
 #[test]
 fn conflicting_commands_are_ordered() {
-    // Each step reads what the one before wrote; without barriers, some would read old values.
+    // Each step reads the result of the step before. Without barriers, some steps would read old values.
     let mut b = Bench::new(70);
     let dim = 4096;
     let norm = RmsNorm { weight: b.upload(&vec![0f32; dim]), eps: 1e-6 };
@@ -1605,13 +1606,13 @@ fn conflicting_commands_are_ordered() {
 
 #[test]
 fn validation_is_loaded_and_catches_a_violation() {
-    // The test has a device of its own, because the message that it provokes must not fail other tests.
+    // The test opens its own device, because the message that it provokes must not fail other tests.
     let device = Device::open(&DevicePolicy { validation: true, ..policy() }).unwrap();
     let mut arena = Arena::new(&device);
     let buffer = arena.alloc(MemoryKind::Device, Class::Staging, 1024, "violated").unwrap();
     let mut commands = CommandBuffer::new(&device, "violation").unwrap();
     let mut recorder = commands.begin().unwrap();
-    // vkCmdFillBuffer demands an offset that is a multiple of 4 (VUID-vkCmdFillBuffer-dstOffset-00025).
+    // The offset of vkCmdFillBuffer must be a multiple of 4 (VUID-vkCmdFillBuffer-dstOffset-00025).
     recorder.fill(&buffer.slice(1, 64), 0);
     recorder.submit_alone("violation").unwrap();
     let error = commands.wait().unwrap_err().to_string();

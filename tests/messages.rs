@@ -54,7 +54,7 @@ async fn an_answer_has_the_anthropic_format() {
     });
     assert_eq!(body, expected);
 
-    // The tokens that the cache had are counted apart.
+    // Tokens from the prefix cache are counted separately.
     let (_, _, body) = create(&app, &ask("Hi")).await;
     let (input, cached) = (&body["usage"]["input_tokens"], &body["usage"]["cache_read_input_tokens"]);
     assert!(cached.as_u64() > Some(0), "{body}");
@@ -110,7 +110,7 @@ async fn a_stream_sends_the_expected_events_in_order() {
         assert_eq!((&whole["stop_reason"], &whole["stop_sequence"]), (&json!(reason), &sequence));
         assert_eq!(delta["usage"]["output_tokens"], whole["usage"]["output_tokens"]);
         assert_eq!(take(&mut events), json!({"type": "message_stop"}));
-        assert_eq!(events, Vec::<Value>::new(), "nothing follows");
+        assert_eq!(events, Vec::<Value>::new(), "no event may follow");
         assert_all_free(&app.engine).await;
     }
 }
@@ -137,7 +137,7 @@ async fn count_tokens_counts_the_prompt_of_the_conversation() {
             json!({"messages": [user(json!("a")), model(json!([thought, text("b")])), user(json!("c"))]}),
             format!("<start_of_turn>user\na{open}b<end_of_turn>\n<start_of_turn>user\nc{open}"),
         ),
-        // The last message is the beginning of the answer, as the client has it.
+        // A last message of the assistant is the beginning of the answer.
         (
             json!({"messages": [user(json!("2+2?")), model(json!("It is ("))]}),
             format!("<start_of_turn>user\n2+2?{open}It is ("),
@@ -158,11 +158,11 @@ async fn count_tokens_counts_the_prompt_of_the_conversation() {
         let count = post_to("/v1/messages/count_tokens", counted.to_string());
         let (status, _, count) = send_json(&app.router, count).await;
         assert_eq!((status.as_u16(), count), (200, json!({"input_tokens": prompt_ids(&expected).len()})));
-        assert_eq!(app.control.batches().len(), steps, "counting asks no engine");
+        assert_eq!(app.control.batches().len(), steps, "counting must not use the engine");
     }
 }
 
-/// A tool as Anthropic's clients describe it.
+/// A tool in Anthropic's format.
 fn tool(tool: &Value) -> Value {
     let function = &tool["function"];
     let none = json!({"type": "object", "properties": {}});
@@ -179,7 +179,7 @@ fn ask_with_tools(more: Value) -> Value {
     with(with(ask("Is it warm in Rome?"), json!({"tools": tools, "max_tokens": 1200})), more)
 }
 
-/// The message that the events of a stream come to, without its usage.
+/// Builds the message from the events of a stream, without its usage.
 fn put_together(events: Vec<Value>) -> Value {
     let mut events = events.into_iter();
     let mut message = events.next().expect("a first event")["message"].take();
@@ -228,7 +228,7 @@ fn put_together(events: Vec<Value>) -> Value {
     message
 }
 
-/// The content of a message and its stop reason, with checked ids left out.
+/// The content, stop reason and stop sequence of a message. Checks the ids of calls and removes them.
 fn said(message: &Value) -> Value {
     let mut said = json!([message["content"], message["stop_reason"], message["stop_sequence"]]);
     let mut ids = Vec::new();
@@ -240,7 +240,7 @@ fn said(message: &Value) -> Value {
     said
 }
 
-/// The content of the answers to `body`, in one piece and in a stream.
+/// The content of the answer to `body`. Checks that it is the same with and without streaming.
 async fn said_to(app: &App, body: Value) -> Value {
     let (status, _, whole) = create(app, &body).await;
     assert_eq!(status, 200, "{whole}");
@@ -297,7 +297,7 @@ async fn a_required_call_is_made_and_matches_its_schema() {
             _ => assert_eq!(input, &json!({})),
         }
     }
-    // There is one call if calls must not be parallel.
+    // Exactly one call is made if parallel calls are disabled.
     let app = tools::app_that_says(&format!("[{ROME}, {ROME}]"));
     let one = json!({"type": "any", "disable_parallel_tool_use": true});
     assert_eq!(create(&app, &body(one)).await.2["content"].as_array().map(Vec::len), Some(1));
@@ -317,12 +317,12 @@ async fn a_truncated_call_reports_why_it_was_cut() {
         assert_eq!((&said[1], &said[2]), (&json!(reason), &sequence), "{fields}: {said}");
         assert!(inputs.contains(&said[0][0]["input"]), "{fields}: {said}");
     }
-    // A call begins with its name.
+    // A call begins only after its name, so before that the answer is text.
     let said = said_to(&app, ask_with_tools(json!({"max_tokens": 3}))).await;
     assert!(said[0][0]["text"].as_str().is_some_and(|text| ROME.starts_with(text)), "{said}");
 }
 
-/// Numbers of other languages, which may have any size.
+/// JSON numbers may be larger than any number type of Rust.
 #[tokio::test]
 async fn numbers_in_a_tool_input_keep_their_digits() {
     let input = "{\"n\": 123456789012345678901234567890, \"x\": 1.50}";
@@ -348,7 +348,7 @@ async fn tools_and_results_are_in_the_prompt_and_in_its_count() {
             json!([result(json!({"content": "21", "is_error": false})), text("And?")]),
             "Result of now: 21\n\nAnd?",
         ),
-        // The system text may also come last.
+        // A text may also come before the result.
         (json!([text("Here:"), result(json!({"content": "21"}))]), "Here:\n\nResult of now: 21"),
     ] {
         let messages = json!([
@@ -419,7 +419,7 @@ async fn an_answer_matches_the_requested_schema() {
     assert!(message.starts_with("output_config.format: ") && message.contains("uniqueItems"), "{message}");
 }
 
-/// Anthropic's clients ask for as much as any model could say.
+/// Anthropic's clients request as many tokens as any model could generate.
 #[tokio::test]
 async fn an_answer_with_a_large_max_tokens_ends_at_the_context_length() {
     let app = app(says(&[], 300));
@@ -561,7 +561,7 @@ async fn invalid_bodies_are_refused_with_the_field() {
         assert!(reply["error"]["message"].as_str().is_some_and(|m| m.starts_with(field)), "{field} {reply}");
         assert_eq!(reply["request_id"].as_str().map(str::as_bytes), Some(headers["request-id"].as_bytes()));
     }
-    assert_eq!(app.control.batches().len(), 0, "none of them reached the engine");
+    assert_eq!(app.control.batches().len(), 0, "no invalid body may reach the engine");
 }
 
 #[tokio::test]
@@ -591,11 +591,11 @@ async fn every_error_of_the_anthropic_routes_has_the_anthropic_format() {
         assert_eq!((status.as_u16(), &body["error"]["type"]), (503, &json!("overloaded_error")));
         assert!(headers.contains_key("retry-after"));
     }
-    // These details tell Anthropic's SDK to go on without threads.
+    // With these details, Anthropic's SDK continues without threads.
     let thread = with(ask("Hi"), json!({"thread": {"type": "continue", "previous_message_id": "msg_1"}}));
     let (_, _, body) = create(&app, &thread).await;
     assert_eq!(body["error"]["details"], json!({"error_code": "thread_unsupported_request"}), "{body}");
-    // Errors of authentication have this form, too.
+    // Authentication errors have this format too.
     let keys = Keys::from_variable("test", "secret-key-1").expect("a sound key");
     let app = app_behind(AccessPolicy { keys, ..AccessPolicy::default() }, "ok");
     let (status, headers, body) = create(&app, &ask("Hi")).await;
@@ -605,7 +605,7 @@ async fn every_error_of_the_anthropic_routes_has_the_anthropic_format() {
     request.headers_mut().insert("x-api-key", "secret-key-1".parse().unwrap());
     assert_eq!(send(&app.router, request).await.0, 200);
 
-    // Other errors keep their words.
+    // Errors of the other routes keep their own format.
     let (_, headers, body) =
         send_json(&loading, post_to("/v1/chat/completions", ask("Hi").to_string())).await;
     assert!(!headers.contains_key("request-id") && body["error"]["code"] == "model_loading", "{body}");

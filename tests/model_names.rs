@@ -1,4 +1,4 @@
-//! What requests may call the model: its id, its aliases, and any name where the configuration allows that.
+//! Model names in requests: the model's id, its aliases, and any name if the configuration allows it.
 
 use axum::body::Body;
 use axum::http::Request;
@@ -23,7 +23,7 @@ async fn ask(app: &App, path: &str) -> (u16, Value) {
     (status.as_u16(), answer)
 }
 
-/// Bodies that name a model, by their paths.
+/// Request bodies that name a model, with their paths.
 fn bodies(model: &str) -> [(&'static str, Value); 6] {
     let messages = json!([{"role": "user", "content": "Hi"}]);
     [
@@ -52,11 +52,11 @@ async fn a_request_by_alias_is_answered_with_the_id_of_the_model() {
         let (_, list) = ask(&app, path).await;
         let entries = list["data"].as_array().expect("a list");
         let ids: Vec<&Value> = entries.iter().map(|entry| &entry["id"]).collect();
-        assert_eq!(ids, [MODEL, "gpt-4o", "claude-sonnet"], "each once");
+        assert_eq!(ids, [MODEL, "gpt-4o", "claude-sonnet"], "each name is listed once");
         for entry in entries {
             let mut same = entry.clone();
             same["id"] = json!(MODEL);
-            assert_eq!(same, entries[0], "entries differ by their ids alone");
+            assert_eq!(same, entries[0], "entries differ only in their ids");
         }
     }
     for (path, body) in bodies("gpt-4") {
