@@ -1,4 +1,4 @@
-//! Sharing of the prefix cache: by API key, by `cache_salt`, or with everybody.
+//! Sharing of the prefix cache: by API key, by `cache_salt`, or with all clients.
 
 use std::net::SocketAddr;
 
@@ -18,9 +18,9 @@ use crate::support::tokenizers::tokenizer;
 /// A route that generates.
 struct Route {
     path: &'static str,
-    /// The place in the answer with the number of cached tokens.
+    /// Where the answer has the number of cached tokens, as a JSON pointer.
     cached: &'static str,
-    /// The body that asks about a text.
+    /// A request body with a text as its prompt.
     body: fn(&str) -> Value,
 }
 
@@ -46,7 +46,7 @@ const ROUTES: [Route; 4] = [
         body: |text| json!({"messages": [{"role": "user", "content": text}], "max_tokens": 9}),
     },
 ];
-/// Two of a server's keys.
+/// Two keys of a server.
 const ANN: &str = "ann-0123456789abcdef";
 const BOB: &str = "bob-0123456789abcdef";
 
@@ -59,7 +59,7 @@ fn router(keys: &[&str], share_prefixes: Option<SharePrefixes>) -> Router {
     loaded(server, limits, DEFAULTS, says(&ok, END_OF_TURN)).router
 }
 
-/// Asks about a text of several blocks. Calls share the text only if they have the same `topic`.
+/// Sends a text of several blocks as a prompt. Calls have the same text only if they have the same `topic`.
 struct Asking<'a> {
     router: &'a Router,
     route: usize,
@@ -67,7 +67,7 @@ struct Asking<'a> {
 }
 
 impl Asking<'_> {
-    /// The number of the text's tokens that the cache had, for the holder of `key`, or for an address of that name.
+    /// The number of prompt tokens that were cached, for the client with the API key `key`, or at the address `key`.
     async fn cached(&self, key: &str, more: Value) -> u64 {
         let Route { path, cached, body } = ROUTES[self.route];
         let text = format!("{} {}", self.topic, "once upon a time ".repeat(9));

@@ -1,8 +1,7 @@
-//! Refusals of wrong bodies, to the letter. For each refusal, `tests/data/api/refusals.json` has the path, the body as
-//! it is sent, the status and the answer.
+//! Exact error answers to invalid bodies. For each case, `tests/data/api/refusals.json` has the path, the body as sent,
+//! the status and the answer.
 //!
-//! A better text may take the place of a text: `UNICORN_TEST_RECORD=1` writes the file anew, and a person reads its
-//! diff.
+//! To change a text, run with `UNICORN_TEST_RECORD=1`, which rewrites the file, and review the diff.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;

@@ -1,5 +1,5 @@
-//! OpenAI's responses over the scripted runner: every event of a stream, what is kept and for whom, every field and
-//! error.
+//! OpenAI's Responses API over the scripted runner: every event of a stream, stored responses and their visibility,
+//! every field and error.
 
 use axum::body::Body;
 use axum::http::{Method, Request};
@@ -33,7 +33,7 @@ async fn created(app: &App, body: Value) -> Value {
     value
 }
 
-/// A request about a stored response, with a key.
+/// Sends a request about a stored response, with a key.
 async fn about(app: &App, method: Method, id: &Value, key: &str) -> (u16, Value) {
     let uri = format!("{PATH}/{}", id.as_str().expect("an id"));
     let request = Request::builder().method(method).uri(uri).header("authorization", format!("Bearer {key}"));
@@ -41,7 +41,7 @@ async fn about(app: &App, method: Method, id: &Value, key: &str) -> (u16, Value)
     (status.as_u16(), value)
 }
 
-/// The keys of two clients.
+/// Access with the keys of two clients.
 fn with_keys() -> AccessPolicy {
     AccessPolicy {
         keys: Keys::from_variable("test", "mine,other").expect("sound"),
@@ -197,13 +197,13 @@ async fn a_stream_sends_the_expected_events_in_order() {
         assert_eq!(
             about(&app, Method::GET, &response["id"], "").await,
             (200, response.clone()),
-            "what was streamed is kept"
+            "a streamed response must be stored"
         );
         assert_all_free(&app.engine).await;
     }
 }
 
-/// A tool as it is written here.
+/// A tool in the format of this API.
 fn tool(tool: &Value) -> Value {
     with(json!({"type": "function"}), tool["function"].clone())
 }
@@ -230,7 +230,8 @@ fn calls_of(response: &Value) -> Value {
     response["output"].as_array().expect("items").iter().map(call).collect()
 }
 
-/// The calls in the answers to `body`, in one piece and in a stream, whose events must come in order.
+/// The calls in the answer to `body`. Checks that they are the same with and without streaming, and that the events are
+/// in order.
 async fn called_by(app: &App, body: Value) -> (Value, Value) {
     let whole = created(app, body.clone()).await;
     let events = events(app, body).await;
@@ -257,7 +258,7 @@ async fn called_by(app: &App, body: Value) -> (Value, Value) {
         assert_eq!(done["type"], "response.function_call_arguments.done");
         assert_eq!((&done["item_id"], &done["output_index"]), (&item["id"], &json!(at)));
         assert_eq!((&done["arguments"], &item["arguments"]), (&json!(written), &json!(written)));
-        assert!(deltas > 1 || written == "{}", "arguments come as they are written");
+        assert!(deltas > 1 || written == "{}", "arguments must arrive in several deltas");
         assert_eq!(item_done["type"], "response.output_item.done");
         assert_eq!((&item_done["item"], &item_done["output_index"]), (item, &json!(at)));
     }
@@ -277,7 +278,7 @@ async fn a_call_is_an_output_item_with_and_without_streaming() {
             let (called, response) = called_by(&app, ask_with_tools(json!({"tool_choice": choice}))).await;
             assert_eq!((called, &response["status"]), (calls.clone(), &json!("completed")));
         }
-        // Tokens that turned out to be calls have no log probabilities.
+        // Tokens of a call have no log probabilities.
         let logprobs = json!({"include": ["message.output_text.logprobs"], "top_logprobs": 1});
         assert_eq!(called_by(&app, ask_with_tools(logprobs)).await.0, calls);
     }
@@ -293,12 +294,12 @@ async fn text_stays_text_if_tools_are_offered() {
     let text_of = |response: &Value| response["output"][0]["content"][0].clone();
     for text in ["It is { warm }.", " \n\nWarm", "½", "{", ""] {
         let app = tools::app_that_says(text);
-        // Text has log probabilities even for the tokens that came before it was known to be text.
+        // Log probabilities of text include the tokens that arrived before the text was known not to be a call.
         let fields =
             json!({"include": ["message.output_text.logprobs"], "max_output_tokens": ids(text).max(1)});
         for fields in [json!({}), fields] {
             if text == "{" && fields == json!({}) {
-                continue; // an answer that begins as a call must be one
+                continue; // an answer that begins like a call is forced to be one
             }
             let body = ask_with_tools(fields);
             let whole = created(&app, body.clone()).await;
@@ -344,7 +345,7 @@ async fn a_required_call_is_made_and_the_request_fields_are_repeated() {
     let unsaid = json!({"description": null, "strict": false});
     assert_eq!(response["tools"][1], with(unsaid, tool(&roll())));
     let nothing = json!({"type": "object", "properties": {}});
-    assert_eq!(response["tools"][2]["parameters"], nothing, "as the model was told");
+    assert_eq!(response["tools"][2]["parameters"], nothing, "the parameters that the model got");
 }
 
 #[tokio::test]
@@ -375,7 +376,7 @@ async fn a_conversation_continues_after_calls() {
     created(&app, ask_with_tools(json!({"instructions": "J", "input": input}))).await;
     assert_eq!(tokenizer().decode(&seen.lock().unwrap(), false), prompt);
 
-    // Two turns of calls follow one another.
+    // A second turn of calls follows the first one.
     let output = json!({"type": "function_call_output", "call_id": second["output"][1]["call_id"], "output": [{"type": "input_text", "text": "10:00"}]});
     created(&app, ask_with_tools(json!({"previous_response_id": second["id"], "input": [output]}))).await;
     let prompt = tokenizer().decode(&seen.lock().unwrap(), false);
@@ -419,9 +420,9 @@ async fn the_input_items_of_a_response_can_be_listed() {
         assert_eq!(*item, with(unsaid, expected));
         assert!(item["id"].as_str().is_some_and(|id| !id.is_empty()));
     }
-    assert_eq!(items.len(), 6, "thoughts are not kept");
+    assert_eq!(items.len(), 6, "reasoning items are not stored");
 
-    // The items come page by page, the last one first.
+    // The items are listed in pages, the last item first.
     let (mut pages, mut after) = (Vec::new(), String::new());
     loop {
         let (_, page) = list(&format!("?limit=2{after}")).await;
@@ -466,7 +467,7 @@ async fn unsupported_requests_about_a_stored_response_are_refused() {
     }
     let (status, value) = about(&app, Method::POST, &at("/cancel"), "mine").await;
     assert_eq!((status, &value["error"]["message"]), (400, &json!("Cannot cancel a synchronous response.")));
-    // No client sees another client's responses.
+    // A client cannot see the responses of other clients.
     for (method, path) in
         [(Method::POST, "/cancel"), (Method::GET, "/input_items"), (Method::GET, "?stream=true")]
     {
@@ -498,7 +499,8 @@ async fn a_conversation_continues_a_response_without_its_instructions() {
     assert_eq!(*seen.lock().unwrap(), prompt_ids(&format!("<start_of_turn>user\nJ\n\nD\n\n{turns}")));
     assert_eq!(second["previous_response_id"], first["id"]);
 
-    // A response goes on from an earlier one even if the one between is gone, and two may go on from the same one.
+    // A response continues an earlier one even if the response between them was deleted, and two responses may continue
+    // the same one.
     assert_eq!(about(&app, Method::DELETE, &first["id"], "").await.0, 200);
     for _ in 0..2 {
         created(&app, with(ask("f"), json!({"previous_response_id": second["id"], "store": false}))).await;
@@ -554,7 +556,7 @@ async fn responses_are_stored_only_if_requested_and_up_to_a_limit() {
     for i in 0..3 {
         kept.push(created(&app, ask(&format!("q{i}"))).await["id"].clone());
     }
-    assert_eq!(about(&app, Method::GET, &kept[0], "").await.0, 404, "the oldest gave way");
+    assert_eq!(about(&app, Method::GET, &kept[0], "").await.0, 404, "the oldest response must be evicted");
     assert_eq!(about(&app, Method::GET, &kept[2], "").await.0, 200);
     let body = created(&app, with(ask("x"), json!({"store": false}))).await;
     assert_eq!(body["store"], false);
@@ -562,7 +564,7 @@ async fn responses_are_stored_only_if_requested_and_up_to_a_limit() {
 
     for (app, known) in [(with_room(0, 1 << 20), true), (with_room(9, 100), false)] {
         let body = created(&app, ask("x")).await;
-        assert_eq!(body["store"], false, "what is not kept is not said to be");
+        assert_eq!(body["store"], false, "a response that is not stored must say so");
         let events = events(&app, ask("x")).await;
         assert_eq!(events[0]["response"]["store"], !known);
         assert_eq!(events.last().unwrap()["response"]["store"], false);
@@ -589,11 +591,15 @@ async fn a_client_cannot_evict_the_stored_responses_of_others() {
         others.push(keep("other").await);
     }
     for id in &mine {
-        assert_eq!(about(&app, Method::GET, id, "mine").await.0, 200, "half of the room is mine");
+        assert_eq!(
+            about(&app, Method::GET, id, "mine").await.0,
+            200,
+            "half of the room is reserved for the first client"
+        );
     }
     for (i, id) in others.iter().enumerate() {
         let kept = about(&app, Method::GET, id, "other").await.0 == 200;
-        assert_eq!(kept, i >= 17, "the other's own oldest gave way: {i}");
+        assert_eq!(kept, i >= 17, "only the second client's oldest responses may be evicted: {i}");
     }
 }
 
@@ -752,7 +758,7 @@ async fn invalid_bodies_are_refused_with_the_field() {
         );
         assert_eq!(error["type"], "invalid_request_error");
     }
-    assert_eq!(app.control.batches().len(), 0, "none of them reached the engine");
+    assert_eq!(app.control.batches().len(), 0, "no invalid body may reach the engine");
     let (status, reply) = create(&app, body(json!({"model": "gpt-5"}))).await;
     assert_eq!((status, &reply["error"]["code"]), (404, &json!("model_not_found")));
 }
@@ -768,7 +774,11 @@ async fn a_lost_device_ends_a_response_as_failed() {
     assert_eq!((&response["error"]["code"], &response["store"]), (&json!("server_error"), &json!(false)));
     assert!(response["error"]["message"].as_str().unwrap().contains("ring timeout"), "{last}");
     assert_eq!(response["id"], events[0]["response"]["id"]);
-    assert_eq!(about(&app, Method::GET, &response["id"], "").await.0, 404, "nothing of it is kept");
+    assert_eq!(
+        about(&app, Method::GET, &response["id"], "").await.0,
+        404,
+        "a failed response must not be stored"
+    );
     assert_eq!(create(&app, ask("Hi")).await.0, 503);
 }
 

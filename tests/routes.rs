@@ -1,4 +1,4 @@
-//! The answers of paths besides the documented ones, and the error of a path that is no route.
+//! Paths outside the documented routes, and the error for an unknown path.
 
 use axum::body::Body;
 use axum::http::Request;
@@ -42,7 +42,7 @@ async fn an_unknown_path_names_the_nearest_route() {
     }
 }
 
-/// Paths that clients of other servers ask, and what they are pointed to: a route, an option, or a command.
+/// Paths of other servers, and what the error refers to: a route, an option or a command.
 const ELSEWHERE: [(&str, &str); 45] = [
     ("/v1", "GET /v1/models"),
     ("/v1/", "GET /v1/models"),
@@ -99,7 +99,7 @@ async fn paths_of_other_servers_name_what_this_server_has_instead() {
         let (status, _, answer) = send_json(&app.router, get(path)).await;
         let message = answer["error"]["message"].as_str().unwrap_or_default();
         assert!(status == 404 && message.contains(told) && message.len() < 250, "{path}: {answer}");
-        // What a sentence names is there.
+        // Every route that the message names exists.
         for (named, [method, route]) in
             message.split(' ').zip(message.split(' ').skip(1)).filter_map(|(a, b)| {
                 let route = b.trim_end_matches([',', ':', ';']);
@@ -165,7 +165,7 @@ async fn routes_answer_without_v1_and_are_counted_with_it() {
         assert_eq!(
             error.get("code").is_none(),
             path == "/messages",
-            "Anthropic's words are for Anthropic's path"
+            "only the Anthropic path has Anthropic's error format"
         );
         assert_eq!(headers.contains_key("request-id"), with_headers.contains_key("request-id"), "{path}");
         assert_eq!(send_json(&app.router, get(path)).await.0, 405, "{path}");
