@@ -1,5 +1,5 @@
-//! Errors of the server's own (500 and above): the answers that clients get, the connections that live on, and the one
-//! line of the log for each.
+//! Server errors (500 and above): the answers to clients, the connections that stay open, and the one log line for each
+//! error.
 
 use std::io::{self, Write};
 use std::sync::{Arc, Mutex};
@@ -27,7 +27,7 @@ use crate::support::json::with;
 use crate::support::server::{CONNECTIONS, report};
 use crate::support::tokenizers::tokenizer;
 
-/// A word that stands in every prompt here, and in no line of a log.
+/// A word in every prompt of these tests. It must be in no log line.
 const ASKED: &str = "xyzzy";
 /// The routes that stream, each with a body.
 const ROUTES: [(&str, &str); 4] = [
@@ -57,7 +57,7 @@ impl Write for Sink {
 }
 
 impl Log {
-    /// Captures all log lines from here on, until the guard is dropped.
+    /// Captures the log lines of this thread until the guard is dropped.
     fn of_this_thread() -> (Self, DefaultGuard) {
         let text: Arc<Mutex<Vec<u8>>> = Arc::default();
         let sink = Arc::clone(&text);
@@ -71,19 +71,19 @@ impl Log {
         (Self { text, dispatch }, guard)
     }
 
-    /// A script whose first call makes its thread, the engine's, log here too.
+    /// A script that makes the engine's thread log here too, at its first call.
     fn joined_by(&self, mut script: Script) -> Script {
         let (dispatch, mut joined) = (self.dispatch.clone(), false);
         Box::new(move |tokens, draw| {
             if !std::mem::replace(&mut joined, true) {
-                // The subscriber stays to the thread's end.
+                // The subscriber stays until the thread ends.
                 std::mem::forget(tracing::dispatcher::set_default(&dispatch));
             }
             script(tokens, draw)
         })
     }
 
-    /// The lines since the last call. None of them repeats a prompt.
+    /// The lines since the last call. Checks that none of them contains a prompt.
     fn take(&self) -> Vec<String> {
         let text = std::mem::take(&mut *self.text.lock().expect("nothing panics under this lock"));
         let text = String::from_utf8(text).expect("UTF-8");
@@ -91,7 +91,7 @@ impl Log {
         text.lines().map(str::to_owned).collect()
     }
 
-    /// The warnings and errors among the lines.
+    /// The warnings and errors among these lines.
     fn complaints(&self) -> Vec<String> {
         let is_one =
             |line: &String| ["WARN", "ERROR"].contains(&line.split_whitespace().next().unwrap_or(""));
@@ -99,7 +99,7 @@ impl Log {
     }
 }
 
-/// The one warning or error, which must contain all of these words.
+/// Checks that there is exactly one warning or error, with this level and all of these parts.
 #[track_caller]
 fn assert_one(complaints: &[String], level: &str, parts: &[&str]) {
     let [line] = complaints else { panic!("expected one line, got {complaints:#?}") };
@@ -114,7 +114,7 @@ fn named(mut request: Request<Body>, id: &str) -> Request<Body> {
     request
 }
 
-/// The body of one of [`ROUTES`], with more fields. `max_tokens` gets the name that the route has for it.
+/// The body of one of [`ROUTES`] with more fields. `max_tokens` is renamed to the field of the route.
 fn ask((path, body): (&str, &str), more: Value) -> Request<Body> {
     let mut body = with(serde_json::from_str(body).expect("JSON"), more);
     if path == "/v1/responses" {
@@ -132,7 +132,7 @@ async fn answer(router: &Router, id: &str, request: Request<Body>) -> (u16, Head
     (status.as_u16(), headers, String::from_utf8(body).expect("UTF-8"))
 }
 
-/// A server whose `/status` and `/metrics` panic, as a driver's figures might have them do.
+/// A server whose `/status` and `/metrics` panic, as a faulty driver report could cause.
 fn that_panics(door: AccessPolicy) -> App {
     let ok = tokenizer().encode("ok", false).expect("encodes");
     let app = loaded(Server::new(MODEL, OPTIONS, door), limits(), DEFAULTS, says(&ok, END_OF_TURN));
@@ -195,7 +195,7 @@ async fn read_response(client: &mut tokio::net::TcpStream) -> (String, Value) {
                 );
             }
         }
-        assert_ne!(client.read_buf(&mut bytes).await.expect("reads"), 0, "closed behind {text:?}");
+        assert_ne!(client.read_buf(&mut bytes).await.expect("reads"), 0, "closed after {text:?}");
     }
 }
 
@@ -218,7 +218,7 @@ async fn exactly_the_responses_of_500_and_above_are_one_log_line_each() {
     let lost = app_that_says("ok");
     lost.control.fail_wait_at(0);
     let ready = app_that_says("ok");
-    // The lost server is asked twice, for its first answers and for later ones.
+    // The lost server gets two requests for each route: its first errors, and later ones.
     for (router, retries) in
         [(&loading, true), (&draining.router, true), (&lost.router, false), (&lost.router, false)]
     {
@@ -232,7 +232,7 @@ async fn exactly_the_responses_of_500_and_above_are_one_log_line_each() {
             assert_one(&log.complaints(), "WARN", &[&id, &path, "status=503", message]);
         }
     }
-    // A load is no failure, and may be asked for many times.
+    // A load is not an error, and clients may poll for it often.
     assert_eq!(answer(&loading, "c", get("/health")).await.0, 503);
     assert_eq!(log.complaints(), [""; 0]);
     for (router, words) in [(&draining.router, "shutting down"), (&lost.router, "ring timeout")] {
@@ -290,7 +290,7 @@ async fn a_full_queue_answered_with_529_is_529_in_the_log_and_metrics() {
     assert_eq!(status, 529, "{body}");
     assert_one(&log.complaints(), "WARN", &["id=\"f\"", "route=\"/v1/messages\"", "status=529", "busy"]);
     assert_eq!(answer(&app.router, "g", ask(ROUTES[0], json!({}))).await.0, 429);
-    assert_eq!(log.complaints(), [""; 0], "a client's business elsewhere");
+    assert_eq!(log.complaints(), [""; 0], "on other routes, 429 is a client error");
     let (_, _, metrics) = answer(&app.router, "h", get("/metrics")).await;
     let counted = format!("{{model_name=\"{MODEL}\",endpoint=\"/v1/messages\",status=\"529\"}} 1\n");
     assert!(metrics.contains(&counted), "{metrics}");
@@ -328,7 +328,7 @@ async fn a_failed_stream_ends_with_an_error_and_is_logged_once() {
     }
 }
 
-/// Sends a request and reads no answer until the engine is done, which writes more events than may wait.
+/// Sends a request and reads no response until the engine has finished, which writes more events than the queue holds.
 async fn looked_at_late(app: &App, request: Request<Body>) -> (u16, HeaderMap, String) {
     app.control.allow(app.control.batches().len());
     let before = app.control.batches().len();
@@ -336,7 +336,7 @@ async fn looked_at_late(app: &App, request: Request<Body>) -> (u16, HeaderMap, S
     let since = Instant::now();
     let mut begun = None;
     while app.control.batches().len() == before || app.engine.stats().running == 0 {
-        assert!(since.elapsed() < HANG, "it never runs");
+        assert!(since.elapsed() < HANG, "the request never runs");
         if begun.is_none()
             && let std::task::Poll::Ready(response) = futures::poll!(&mut asked)
         {
@@ -371,8 +371,7 @@ async fn an_answer_that_the_server_collects_too_slowly_is_a_server_error() {
         let path = format!("route=\"{}\"", route.0);
         assert_one(&log.complaints(), "WARN", &["id=\"j\"", &path, "status=503", "too busy"]);
 
-        // A client that streams and does not read gets the error if it reads again. The error is not the server's
-        // failure.
+        // A streaming client that does not read gets the error when it reads again. This is not an error of the server.
         let body = with(long.clone(), json!({"stream": true}));
         let (status, _, body) = looked_at_late(&app, ask(route, body)).await;
         assert!(status == 200 && body.contains("was not read"), "{status}");
@@ -383,7 +382,11 @@ async fn an_answer_that_the_server_collects_too_slowly_is_a_server_error() {
         assert!(!lines.iter().any(|line| line.contains("WARN") || line.contains("ERROR")), "{lines:#?}");
     }
     assert_all_free(&app.engine).await;
-    assert_eq!(status(&app.router).await["last_error"], Value::Null, "what answers has not failed");
+    assert_eq!(
+        status(&app.router).await["last_error"],
+        Value::Null,
+        "a slow reader is not an error of the server"
+    );
 }
 
 #[tokio::test]

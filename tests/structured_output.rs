@@ -1,4 +1,4 @@
-//! Structured output: answers held to a schema, a regex, a grammar or a choice, over HTTP and the scripted runner.
+//! Structured output over HTTP and the scripted runner: answers that follow a schema, a regex, a grammar or a choice.
 
 use serde_json::{Value, json};
 use unicorn::model::Limits;
@@ -9,7 +9,7 @@ use crate::support::http::{answer, assert_all_free, chat, complete, content, par
 use crate::support::json::with;
 use crate::support::tokenizers::tokenizer;
 
-/// A model that would end every answer at once.
+/// A model that would end every answer immediately.
 fn app_that_says_nothing() -> App {
     app(Box::new(|_, _| END_OF_TURN))
 }
@@ -69,7 +69,7 @@ async fn a_model_that_says_something_else_must_follow_the_format() {
     for fields in [
         json!({"guided_choice": ["yes", "no"]}),
         json!({"guided_regex": "yes|no"}),
-        // The end of the grammar ends the answer, even if the answer was to be longer.
+        // The end of the grammar ends the answer, even if the answer should be longer.
         json!({"guided_choice": ["yes", "no"], "min_tokens": 200}),
         json!({"guided_choice": ["yes", "no"], "ignore_eos": true}),
     ] {
@@ -127,7 +127,7 @@ async fn each_of_n_answers_has_its_own_grammar_state() {
 async fn a_grammar_that_becomes_too_complex_during_an_answer_is_an_error() {
     let a = tokenizer().encode("a", false).unwrap()[0];
     let app = app(Box::new(move |_, _| a));
-    // There are as many ways to read the text as there are numbers.
+    // This text can be parsed in a very large number of ways.
     let ways: Vec<String> = (2..12).map(|n| vec!["s"; n].join(" ")).collect();
     let grammar = format!("start: s\ns: {} | \"a\"", ways.join(" | "));
     let fields = json!({"guided_grammar": grammar, "ignore_eos": true});

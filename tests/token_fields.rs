@@ -1,5 +1,5 @@
-//! Fields of vLLM's and llama.cpp's servers that chats and completions honour: which tokens may come, which end an answer,
-//! how much of a prompt is kept, and what of the tokens comes back.
+//! Fields of vLLM and llama.cpp that chats and completions support: allowed and banned tokens, stop tokens, prompt
+//! truncation, and token information in answers.
 
 use serde_json::{Value, json};
 use unicorn::model::Limits;
@@ -24,7 +24,7 @@ async fn completion(app: &App, fields: Value) -> (u16, Value) {
     (status.as_u16(), answer)
 }
 
-/// The message of the error that a chat with these fields is refused with, behind the field's name.
+/// The error message for a chat with these fields.
 async fn refusal(app: &App, fields: Value) -> String {
     let (status, body) = complete(app, with(chat("Hi"), fields)).await;
     assert_eq!(status, 400, "{body}");
@@ -39,14 +39,14 @@ async fn a_stop_token_ends_an_answer_and_is_not_in_its_text() {
     let before = tokenizer().decode(&ids[..2], false);
     let stop = json!({"stop_token_ids": [ids[2]]});
     assert_eq!(answer(&app, with(chat("Count"), stop.clone())).await, (before, "stop".to_owned()));
-    // `ignore_eos` bans the model's own ends alone.
+    // `ignore_eos` bans only the model's own end tokens.
     let both = with(stop, json!({"ignore_eos": true, "max_tokens": 20}));
     let (_, body) = complete(&app, with(chat("Count"), both)).await;
     assert_eq!(
         (&body["choices"][0]["finish_reason"], &body["usage"]["completion_tokens"]),
         (&json!("stop"), &json!(3))
     );
-    // Before min_tokens it may not come: the model must say something else there.
+    // Before min_tokens, the stop token is banned, so the model must generate another token.
     let later =
         json!({"stop_token_ids": [ids[2]], "min_tokens": 4, "max_tokens": 8, "return_token_ids": true});
     let (_, body) = complete(&app, with(chat("Count"), later)).await;
@@ -76,7 +76,7 @@ async fn an_answer_has_only_allowed_tokens() {
         choice["token_ids"].as_array().unwrap().iter().all(|id| allowed.iter().any(|may| id == may)),
         "{choice}"
     );
-    // Together with a grammar both hold; where they leave nothing, that is said.
+    // Both constraints hold together with a grammar. If no token is left, the error says so.
     let none = json!({"allowed_token_ids": [ids[0]], "guided_choice": ["\u{1f984}"]});
     let problem = refusal(&app, none).await;
     assert!(
@@ -103,7 +103,7 @@ async fn a_bad_word_is_never_generated() {
         assert!(!said.contains(word), "{word:?} is in {said:?}");
     }
     let (said, _) = answer(&app, with(chat("Count"), json!({"bad_words": ["four"], "max_tokens": 30}))).await;
-    assert_eq!(said, text, "another word changes nothing");
+    assert_eq!(said, text, "a word that does not occur has no effect");
     assert_eq!(
         refusal(&app, json!({"bad_words": ["a", ""]})).await,
         "bad_words[1]: expected 1 to 1024 bytes, got 0"
@@ -126,7 +126,7 @@ async fn a_prompt_is_truncated_at_its_beginning() {
     let (status, _) =
         complete(&app, with(chat("One, two, three"), json!({"truncate_prompt_tokens": 2}))).await;
     assert_eq!((status.as_u16(), seen.lock().unwrap().len()), (200, 2));
-    // -1 is what the context holds beside the answer; without it such a prompt is refused.
+    // -1 = what the context holds in addition to the answer. Without it, this prompt is refused.
     let long = "One, two, three. ".repeat(400);
     assert_eq!(completion(&app, json!({"prompt": long})).await.0, 400);
     let (status, body) = completion(&app, json!({"prompt": long, "truncate_prompt_tokens": -1})).await;
@@ -142,7 +142,7 @@ async fn a_prompt_is_truncated_at_its_beginning() {
 
 #[tokio::test]
 async fn token_ids_are_returned_with_and_without_streaming() {
-    // Letters outside the vocabulary are several byte tokens each.
+    // Letters outside the vocabulary are several byte tokens.
     let text = "Größe: ½";
     let ids: Vec<u32> = encoded(text).into_iter().chain([END_OF_TURN]).collect();
     let app = app_that_says(text);
@@ -195,7 +195,11 @@ async fn each_chunk_has_usage_and_timings_if_requested() {
     }
     let (lines, _) = stream(&app, with(chat("Count"), json!({"stream": true}))).await;
     let chunks = parse(&lines);
-    assert_eq!(chunks.iter().filter(|chunk| chunk.get("timings").is_some()).count(), 1, "the last alone");
+    assert_eq!(
+        chunks.iter().filter(|chunk| chunk.get("timings").is_some()).count(),
+        1,
+        "only the last chunk"
+    );
     for stream in [json!({}), json!({"stream": false})] {
         let problem = refusal(&app, with(json!({"stream_options": {"include_usage": true}}), stream)).await;
         assert_eq!(problem, "stream_options: expected stream to be true beside it");
@@ -247,7 +251,7 @@ async fn the_llama_cpp_fields_grammar_and_json_schema_constrain_an_answer() {
     assert_eq!(
         complete(&app, with(chat("Hi"), json!({"grammar": ""}))).await.0,
         200,
-        "an empty text is none"
+        "an empty grammar is no grammar"
     );
     let problem = refusal(&app, json!({"grammar": "root ::= \"yes"})).await;
     assert!(problem.starts_with("grammar: ") && problem.contains("line 1"), "{problem}");

@@ -1,4 +1,5 @@
-//! The tuner: its choice belongs to the device, is kept, and changes no bit of an answer.
+//! The tuner chooses kernel variants for a device and stores the choice. The choice must not change the bits of
+//! answers.
 
 use unicorn::gpu::QueueKind;
 use unicorn::kernels::{ActivationsFrom, GpuTiles, SubgroupTile, Tiles};
