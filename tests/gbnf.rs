@@ -431,9 +431,9 @@ fn random_grammars_accept_their_own_texts_and_no_others() {
                 _ => characters.truncate(at),
             }
             let text: String = characters.iter().collect();
-            let sound = rules[0].ends(&rules, &characters, 0).contains(&characters.len());
-            assert_eq!(accepts(&grammars, &gbnf(&written), &text), sound, "{i}: {written}{text:?}");
-            if sound { accepted += 1 } else { refused += 1 }
+            let expected = rules[0].ends(&rules, &characters, 0).contains(&characters.len());
+            assert_eq!(accepts(&grammars, &gbnf(&written), &text), expected, "{i}: {written}{text:?}");
+            if expected { accepted += 1 } else { refused += 1 }
         }
         // Generate a random answer that the masks allow.
         let mut constraint = grammar.start();
@@ -496,10 +496,10 @@ fn mutated_grammars_never_panic_or_hang() {
         "expr",
         "\n a ::= ",
     ];
-    let sound = [JSON, SCHEMA, ARITHMETIC, CHESS, C_LIKE];
+    let valid = [JSON, SCHEMA, ARITHMETIC, CHESS, C_LIKE];
     let (mut compiled, mut refused) = (0, 0);
     for _ in 0..3000 {
-        let mut grammar: Vec<char> = sound.choose(&mut rng).unwrap().chars().collect();
+        let mut grammar: Vec<char> = valid.choose(&mut rng).unwrap().chars().collect();
         for _ in 0..rng.random_range(1..5) {
             let at = rng.random_range(0..grammar.len());
             let end = (at + rng.random_range(0..4)).min(grammar.len());

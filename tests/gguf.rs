@@ -57,7 +57,7 @@ fn f32_bytes(values: &[f32]) -> Vec<u8> {
     values.iter().flat_map(|value| value.to_le_bytes()).collect()
 }
 
-// --- writing GGUF -----------------------------------------------------------------------------------------
+// --- writing GGUF -------------------------------------------------------------------------------------------
 
 /// A metadata value.
 #[derive(Debug, Clone)]
@@ -308,7 +308,7 @@ fn set_vocabulary(file: &mut Writer, pieces: &[&str]) {
         .set("tokenizer.ggml.padding_token_id", Val::U32(0));
 }
 
-// --- the reference files ----------------------------------------------------------------------------------
+// --- the reference files ------------------------------------------------------------------------------------
 
 #[derive(Deserialize)]
 struct TensorGolden {
@@ -1308,14 +1308,14 @@ fn an_invalid_header_is_refused_with_its_key_or_tensor() {
     second.version = 2;
     assert_eq!(open(second.bytes()).unwrap().iter().len(), 1);
 
-    let spoil = |change: &dyn Fn(&mut Vec<u8>)| {
+    let corrupt = |change: &dyn Fn(&mut Vec<u8>)| {
         let mut bytes = tiny.bytes();
         change(&mut bytes);
         open(bytes).err().unwrap()
     };
     let put = |at: usize, value: &[u8]| {
         let value = value.to_vec();
-        spoil(&|bytes| bytes[at..at + value.len()].copy_from_slice(&value))
+        corrupt(&|bytes| bytes[at..at + value.len()].copy_from_slice(&value))
     };
     let write = |change: &dyn Fn(&mut Writer)| {
         let mut file = tiny.clone();
@@ -1327,7 +1327,7 @@ fn an_invalid_header_is_refused_with_its_key_or_tensor() {
     let (key, tensor) = (PREAMBLE, PREAMBLE + 8 + 1 + 4 + 4);
     let after_name = tensor + 8 + 1;
     let cases: Vec<(String, &str)> = vec![
-        (spoil(&|b| b.truncate(3)), ": the magic takes 4 bytes, 3 are left: the file is truncated or lies"),
+        (corrupt(&|b| b.truncate(3)), ": the magic takes 4 bytes, 3 are left: the file is truncated or lies"),
         (
             put(0, b"FUGG"),
             ": is no GGUF file: it is big endian; convert it to little endian (gguf_convert_endian.py)",
@@ -1443,13 +1443,13 @@ fn an_invalid_header_is_refused_with_its_key_or_tensor() {
             ": tensor t: has the offset 4; expected a multiple of 32",
         ),
         (
-            spoil(&|b| {
+            corrupt(&|b| {
                 b.pop();
             }),
             ": tensor t: its 32 bytes from offset 0 on end beyond the 31 bytes of tensor data",
         ),
         (
-            spoil(&|b| b.truncate(100)),
+            corrupt(&|b| b.truncate(100)),
             ": tensor t: its 32 bytes from offset 0 on end beyond the 4 bytes of tensor data",
         ),
         (write(&|f| f.tensors.push(f.tensors[0].clone())), ": tensor t: comes twice"),
@@ -1591,10 +1591,10 @@ fn a_model_is_found_by_file_by_folder_and_by_its_first_part() {
     );
 }
 
-// --- corrupted files ------------------------------------------------------------------------------------------
+// --- corrupted files ----------------------------------------------------------------------------------------
 
 /// Makes a random change to a value, a key, a tensor or its bytes. The file can still be written.
-fn spoil(file: &mut Writer, rng: &mut ChaCha8Rng) {
+fn corrupt(file: &mut Writer, rng: &mut ChaCha8Rng) {
     const NUMBERS: [u64; 14] =
         [0, 1, 2, 3, 7, 8, 31, 33, 255, 65_536, u32::MAX as u64, 1 << 33, i64::MAX as u64, u64::MAX];
     const TEXTS: [&str; 12] = [
@@ -1702,7 +1702,7 @@ fn spoil(file: &mut Writer, rng: &mut ChaCha8Rng) {
 }
 
 /// Makes a random change to the bytes, mostly in the header.
-fn spoil_bytes(bytes: &mut Vec<u8>, rng: &mut ChaCha8Rng) {
+fn corrupt_bytes(bytes: &mut Vec<u8>, rng: &mut ChaCha8Rng) {
     let head = bytes.len().min(12_000);
     let at = rng.random_range(0..head);
     match rng.random_range(0..6) {
@@ -1747,14 +1747,14 @@ fn corrupted_files_are_refused_or_loaded_within_bounded_memory() {
         let mut rng = ChaCha8Rng::seed_from_u64(seed.wrapping_add(round));
         let mut file = whole.clone();
         for _ in 0..rng.random_range(1..=3) {
-            spoil(&mut file, &mut rng);
+            corrupt(&mut file, &mut rng);
             if file.tensors.is_empty() || file.keys.is_empty() {
                 file = whole.clone();
             }
         }
         let mut bytes = file.bytes();
         if rng.random_bool(0.2) {
-            spoil_bytes(&mut bytes, &mut rng);
+            corrupt_bytes(&mut bytes, &mut rng);
         }
         let len = bytes.len();
         let run = || std::panic::catch_unwind(|| fuzz_bodies::gguf(bytes));
@@ -1816,7 +1816,7 @@ fn the_other_fuzz_targets_pass_on_random_corruptions() {
         for round in 0..ROUNDS {
             let mut rng = ChaCha8Rng::seed_from_u64(seed.wrapping_add(round));
             let mut bytes = whole.to_vec();
-            spoil_bytes(&mut bytes, &mut rng);
+            corrupt_bytes(&mut bytes, &mut rng);
             let len = bytes.len();
             let run = std::panic::AssertUnwindSafe(|| body(bytes));
             let (found, peak) = support::bounded_allocation(

@@ -28,7 +28,7 @@ const ORDERS: [Order; 2] = [Order::Reversed, Order::Shuffled(1)];
 
 /// A device that no other test uses at the same time, because the order of its recordings is changed. The next test
 /// reuses its compiled pipelines.
-fn rehearsing(order: Order) -> MutexGuard<'static, Arc<Device>> {
+fn device_with_order(order: Order) -> MutexGuard<'static, Arc<Device>> {
     /// Two devices, so at most two tests run at the same time.
     static DEVICES: LazyLock<[Mutex<Arc<Device>>; 2]> =
         LazyLock::new(|| [(); 2].map(|()| Mutex::new(Device::open(&policy()).unwrap())));
@@ -53,7 +53,7 @@ fn golden_logits_have_the_same_bits_in_any_order_between_barriers() {
             let mut model = goldens::load(&data("gemma3").join(variant), &options);
             let expected = prompts.each_ref().map(|tokens| all_logits(&mut model, tokens));
             for order in ORDERS {
-                let device = rehearsing(order);
+                let device = device_with_order(order);
                 for max_batch_tokens in [256, 7] {
                     let options = LoadOptions { max_batch_tokens, ..options };
                     let mut model = load(&device, variant, &options);
@@ -79,7 +79,7 @@ fn answers_are_the_same_in_any_order_between_barriers() {
     let [greedy, drawn] = [(SamplingParams::GREEDY, 0), drawn]
         .map(|params| Texts::new(&mut model, params, prompts.clone(), 40));
     for order in ORDERS {
-        let device = rehearsing(order);
+        let device = device_with_order(order);
         greedy.check_all(&mut load(&device, "tiny-a", &options));
         // This run uses draft tokens of another model.
         let [files, draft_model] =
@@ -150,9 +150,9 @@ fn chain(b: &mut Bench, which: usize) -> Option<Chain> {
         0 => return Some(sums(b)),
         1 => return Some(draws(b, "draws with penalties")),
         2 => return Some(draws(b, "draws with log probabilities")),
-        3 => return Some(draws(b, "draws alone")),
-        4 => return Some(draws(b, "draws of the highest alone")),
-        5 => return Some(draws(b, "draws' log probabilities alone")),
+        3 => return Some(draws(b, "draws only")),
+        4 => return Some(draws(b, "draws of the highest only")),
+        5 => return Some(draws(b, "draws' log probabilities only")),
         6 => return Some(history(b)),
         7 => return Some(transfers(b)),
         n => n - 8,
@@ -520,10 +520,10 @@ type Places = Vec<(String, usize, Vec<u8>)>;
 
 #[test]
 fn kernels_compute_the_same_in_any_order_between_barriers() {
-    let expected = Chains::on(&rehearsing(Order::AsRecorded)).every_place();
+    let expected = Chains::on(&device_with_order(Order::AsRecorded)).every_place();
     assert!(expected.len() > 50, "{} places", expected.len());
     for order in ORDERS {
-        let got = Chains::on(&rehearsing(order)).every_place();
+        let got = Chains::on(&device_with_order(order)).every_place();
         assert_eq!(got.len(), expected.len());
         for (got, expected) in got.iter().zip(&expected) {
             assert!(got == expected, "{}, place {}, {order:?}", got.0, got.1);
@@ -552,7 +552,7 @@ fn chains_of(shader: &str) -> String {
         "copy" | "fill" => "copies",
         "qkv" | "attention" => "keys, values",
         "offload" => "offload",
-        other => panic!("which chain has {other}?"),
+        other => panic!("no chain runs {other}"),
     };
     format!("{on_cpu}{chains}")
 }
@@ -561,7 +561,7 @@ fn chains_of(shader: &str) -> String {
 /// between others in one recording, the result of the model must change too.
 #[test]
 fn each_missing_derived_write_is_detected() {
-    let device = rehearsing(Order::Reversed);
+    let device = device_with_order(Order::Reversed);
     let mut writes: Vec<(&'static str, &'static str)> = vec![("copy", "to"), ("fill", "buffer")];
     // On this device, matrix products of subgroups are emulated by the same shader source.
     for shader in shaders::ALL.iter().filter(|shader| !shader.name.ends_with("_in_tiles")) {
@@ -591,7 +591,7 @@ fn each_missing_derived_write_is_detected() {
         ["copy", "fill"].contains(&shader)
             || kernels.keys().any(|kernel| kernel.split(' ').next() == Some(shader))
     };
-    println!("{} derived writes; what notices that one is forgotten:", writes.len());
+    println!("{} derived writes; for each omitted write, the chain that detects it:", writes.len());
     let mut by_the_model = 0;
     for (shader, pointer) in writes {
         device.rehearse(Rehearsal {
@@ -606,7 +606,7 @@ fn each_missing_derived_write_is_detected() {
             same
         });
         let noticing = noticing
-            .unwrap_or_else(|| panic!("{shader}.{pointer} was forgotten, and no chain of {of} noticed"));
+            .unwrap_or_else(|| panic!("{shader}.{pointer} was omitted, and no chain of {of} detected it"));
         // Errors are ignored here: numbers computed from garbage may be NaN, which ends a run.
         let model = || catch_unwind(AssertUnwindSafe(|| answers(&device)));
         let noticed = is_used(shader) && model().map_or(true, |got| got != expected.1);
@@ -632,7 +632,7 @@ fn a_dispatch_with_two_addresses_of_the_same_memory_is_refused() {
 #[test]
 fn a_recording_counts_dispatches_copies_barriers_and_bytes() {
     use unicorn::gpu::{Class, Counts};
-    let device = rehearsing(Order::AsRecorded);
+    let device = device_with_order(Order::AsRecorded);
     let mut b = Bench::on(&device, 1);
     let (x, y) = (b.empty(2, 64), b.empty(2, 64));
     let norm = RmsNorm { weight: b.upload(&[1f32; 64]), eps: 1e-6 };

@@ -19,7 +19,7 @@ async fn ask(app: &App, more: Value) -> (u16, Value) {
     for (name, value) in more.as_object().expect("fields") {
         body[name] = value.clone();
     }
-    let request = Request::post("/v1/chat/completions").body(Body::from(body.to_string())).expect("sound");
+    let request = Request::post("/v1/chat/completions").body(Body::from(body.to_string())).expect("valid");
     let (status, _, bytes) = send(&app.router, request).await;
     (status.as_u16(), serde_json::from_slice(&bytes).unwrap_or(Value::Null))
 }
@@ -79,7 +79,7 @@ async fn a_device_that_does_not_answer_is_unresponsive_until_it_answers() {
     let (router, control) = (app.router.clone(), app.control.clone());
     let body = chat("Hi").to_string();
     let asked = tokio::spawn(async move {
-        let request = Request::post("/v1/chat/completions").body(Body::from(body)).expect("sound");
+        let request = Request::post("/v1/chat/completions").body(Body::from(body)).expect("valid");
         send(&router, request).await.0
     });
     tokio::task::spawn_blocking(move || control.submitted(1)).await.expect("a step comes");
@@ -234,7 +234,7 @@ async fn time_to_first_token_starts_when_a_request_arrives() {
         tokio::time::sleep(pause).await;
         Ok::<_, std::io::Error>(piece)
     });
-    let request = Request::post("/v1/chat/completions").body(Body::from_stream(body)).expect("sound");
+    let request = Request::post("/v1/chat/completions").body(Body::from_stream(body)).expect("valid");
     assert_eq!(send(&app.router, request).await.0, 200);
     let m = metrics(&app).await;
     for name in ["unicorn_time_to_first_token_seconds_sum", "unicorn_e2e_request_latency_seconds_sum"] {
@@ -248,7 +248,7 @@ async fn unfinished_answers_are_counted_by_their_outcome() {
     app.control.allow(2);
     let mut body = chat("Hi");
     body["stream"] = json!(true);
-    let request = || Request::post("/v1/chat/completions").body(Body::from(body.to_string())).expect("sound");
+    let request = || Request::post("/v1/chat/completions").body(Body::from(body.to_string())).expect("valid");
     let left = tower::ServiceExt::oneshot(app.router.clone(), request()).await.expect("begins");
     drop(left);
     app.control.release();
@@ -318,14 +318,14 @@ async fn status_reports_model_device_and_memory_but_no_prompt() {
 #[tokio::test]
 async fn status_metrics_and_models_require_a_key_if_one_is_configured() {
     let door = AccessPolicy {
-        keys: Keys::from_variable("test", "a-key").expect("sound"),
+        keys: Keys::from_variable("test", "a-key").expect("valid"),
         ..AccessPolicy::default()
     };
     let app = app_behind(door, "ok");
     for path in ["/status", "/metrics", "/v1/models"] {
         assert_eq!(send(&app.router, get(path)).await.0, 401, "{path}");
         let request =
-            Request::get(path).header("authorization", "Bearer a-key").body(Body::empty()).expect("sound");
+            Request::get(path).header("authorization", "Bearer a-key").body(Body::empty()).expect("valid");
         assert_eq!(send(&app.router, request).await.0, 200, "{path}");
     }
     assert_eq!(send(&app.router, get("/health")).await.0, 200);

@@ -30,7 +30,7 @@ use crate::support::fake_runner::HANG;
 const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 const OTHER_COMMIT: &str = "fedcba9876543210fedcba9876543210fedcba98";
 
-// --- the hub server -----------------------------------------------------------------------------------------------
+// --- the hub server ---------------------------------------------------------------------------------------------
 
 /// The fault of the next response that sends bytes of a file.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -122,7 +122,7 @@ impl Hub {
     }
 
     fn set(&self, change: impl FnOnce(&mut Behaviour)) {
-        change(&mut self.behaviour.lock().expect("sound"));
+        change(&mut self.behaviour.lock().expect("not poisoned"));
     }
 
     fn fault(&self, faults: &[Fault]) {
@@ -151,7 +151,7 @@ impl Hub {
             let own = [("HF_ENDPOINT", self.url.as_str())];
             variables.iter().chain(&own).find(|(n, _)| *n == name).map(|(_, v)| v.into())
         };
-        let mut settings = Settings::from_environment(variable).expect("sound settings");
+        let mut settings = Settings::from_environment(variable).expect("valid settings");
         settings.patience.backoff = Duration::from_millis(1);
         settings.patience.attempts = 3;
         settings
@@ -168,7 +168,7 @@ impl Hub {
                 .with_no_client_auth()
                 .with_single_cert(vec![signed.cert.der().clone()], key.into())
                 .map(Arc::new)
-                .expect("a sound configuration");
+                .expect("a valid configuration");
         let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
         let url = format!("https://{}", listener.local_addr().expect("bound"));
         let plain = self.url.trim_start_matches("http://").to_owned();
@@ -248,7 +248,7 @@ fn answer(status: u16, headers: &[(&str, &str)], body: impl Into<Body>) -> Respo
 }
 
 async fn hub(State((behaviour, cdn)): State<(Shared, String)>, request: Request) -> Response<Body> {
-    let mut b = behaviour.lock().expect("sound");
+    let mut b = behaviour.lock().expect("not poisoned");
     let asked = seen(&request);
     b.seen.push(asked.clone());
     let path = request.uri().path();
@@ -305,7 +305,7 @@ async fn hub(State((behaviour, cdn)): State<(Shared, String)>, request: Request)
 }
 
 async fn cdn(State(behaviour): State<Shared>, request: Request) -> Response<Body> {
-    let mut b = behaviour.lock().expect("sound");
+    let mut b = behaviour.lock().expect("not poisoned");
     b.seen_by_cdn.push(seen(&request));
     let file = request.uri().path().trim_start_matches("/signed/");
     let hosted = b.files.iter().find(|f| f.path == file).cloned().expect("the hub knows what it links to");
@@ -377,7 +377,7 @@ fn listing(b: &Behaviour) -> Value {
     json!({"id": b.repo, "sha": b.commit, "gated": b.gated, "siblings": siblings.collect::<Vec<_>>()})
 }
 
-// --- shared helpers ---------------------------------------------------------------------------------------
+// --- shared helpers ---------------------------------------------------------------------------------------------
 
 /// Random bytes.
 fn noise(n: usize) -> Vec<u8> {
@@ -480,12 +480,12 @@ fn environment_variables_are_read_as_other_hugging_face_tools_do() {
         (&[("HF_TOKEN", "hf_secret"), ("HUGGING_FACE_HUB_TOKEN", "hf_other")][..], "HF_TOKEN"),
         (&[("HF_TOKEN", " "), ("HUGGING_FACE_HUB_TOKEN", "hf_secret")], "HUGGING_FACE_HUB_TOKEN"),
     ] {
-        let settings = format!("{:?}", Settings::from_environment(with(pairs)).expect("sound"));
+        let settings = format!("{:?}", Settings::from_environment(with(pairs)).expect("valid"));
         assert!(settings.contains(origin) && !settings.contains("hf_"), "{settings}");
     }
     fs::create_dir(folder.path().join("hf")).expect("made");
     fs::write(folder.path().join("hf/token"), "hf_secret\n").expect("written");
-    let settings = Settings::from_environment(with(&[("HOME", home), ("HF_HOME", "~/hf")])).expect("sound");
+    let settings = Settings::from_environment(with(&[("HOME", home), ("HF_HOME", "~/hf")])).expect("valid");
     assert!(format!("{settings:?}").contains("hf/token"), "{settings:?}");
 
     for (pairs, part) in [
@@ -534,7 +534,7 @@ fn a_pull_stores_only_files_for_serving_in_the_shared_cache_layout() {
         "only complete blobs are left: {:?}",
         blobs(&cache)
     );
-    assert_eq!(cache.find(&name("org/tiny")).expect("sound").as_ref(), Some(&path));
+    assert_eq!(cache.find(&name("org/tiny")).expect("valid").as_ref(), Some(&path));
 
     // A second pull requests only the listing.
     hub.hub_requests();
@@ -554,10 +554,10 @@ fn a_pull_stores_only_files_for_serving_in_the_shared_cache_layout() {
     hub.hub_requests();
     let newer = hub.pull(&cache, "org/tiny").expect("pulled");
     assert!(newer.ends_with(OTHER_COMMIT) && hub.cdn_requests().is_empty());
-    assert_eq!(cache.find(&name("org/tiny")).expect("sound").as_ref(), Some(&newer));
-    assert_eq!(cache.find(&name("org/tiny@v1")).expect("sound").as_ref(), Some(&path));
-    assert_eq!(cache.find(&name("org/tiny@v2")).expect("sound"), None);
-    assert_eq!(cache.find(&name("org/other")).expect("sound"), None);
+    assert_eq!(cache.find(&name("org/tiny")).expect("valid").as_ref(), Some(&newer));
+    assert_eq!(cache.find(&name("org/tiny@v1")).expect("valid").as_ref(), Some(&path));
+    assert_eq!(cache.find(&name("org/tiny@v2")).expect("valid"), None);
+    assert_eq!(cache.find(&name("org/other")).expect("valid"), None);
 }
 
 #[test]
@@ -590,7 +590,7 @@ fn a_tag_selects_one_of_several_gguf_files() {
 
     let q4_0 = hub.pull(&cache, "org/tiny:q4_0").expect("pulled");
     assert!(q4_0.ends_with("tiny-Q4_0.gguf") && fs::read(&q4_0).unwrap() == b"q4_0");
-    let found = |text: &str| cache.find(&name(text)).expect("sound");
+    let found = |text: &str| cache.find(&name(text)).expect("valid");
     assert_eq!(found("org/tiny").as_ref(), Some(&q4_0), "the only pulled file");
     assert_eq!(found("org/tiny:tiny-Q4_0.gguf").as_ref(), Some(&q4_0));
     assert_eq!(found("org/tiny:Q4_0").as_ref(), Some(&q4_0));
@@ -605,7 +605,7 @@ fn a_tag_selects_one_of_several_gguf_files() {
         let path = hub.pull(&cache, text).expect("pulled");
         assert!(path.ends_with("bf16/tiny-bf16-00001-of-00002.gguf") && path.exists());
         assert_eq!(fs::read(path.with_file_name("tiny-bf16-00002-of-00002.gguf")).unwrap(), b"second");
-        assert_eq!(cache.find(&name(text)).expect("sound").as_ref(), Some(&path));
+        assert_eq!(cache.find(&name(text)).expect("valid").as_ref(), Some(&path));
         assert_eq!(
             listed(&cache),
             [("org/tiny:bf16/tiny-bf16-00001-of-00002.gguf".to_owned(), Format::Gguf, 16)]
@@ -788,7 +788,7 @@ fn redirects_are_followed_up_to_a_limit() {
     let asked = hub.hub_requests();
     assert_eq!(asked.len(), 4, "{asked:?}");
     assert!(asked.iter().all(|r| r.authorization.is_some()), "{asked:?}");
-    assert!(cache.find(&name("org/old")).expect("sound").is_some());
+    assert!(cache.find(&name("org/old")).expect("valid").is_some());
     hub.set(|b| b.circular = true);
     says(&hub.pull(&cache, "org/tiny").unwrap_err(), &["redirects more than"]);
     assert_eq!(hub.hub_requests().len(), 7);
@@ -837,7 +837,7 @@ fn pull_errors_say_what_to_do() {
 
     // A refused pull leaves nothing that looks like a model.
     assert_eq!(listed(&cache), []);
-    assert_eq!(cache.find(&name("org/tiny")).expect("sound"), None);
+    assert_eq!(cache.find(&name("org/tiny")).expect("valid"), None);
 
     hub.set(|b| b.gated = false);
     hub.fault(&[Fault::Status(503)]);
@@ -858,7 +858,7 @@ fn pull_errors_say_what_to_do() {
     let free = TcpListener::bind("127.0.0.1:0").expect("a free port").local_addr().expect("bound");
     let endpoint = format!("http://{free}");
     let settings = Settings::from_environment(|n| (n == "HF_ENDPOINT").then(|| endpoint.clone().into()));
-    let error = pull(&settings.expect("sound"), &cache, &name("org/tiny"), &mut |_| {}).unwrap_err();
+    let error = pull(&settings.expect("valid"), &cache, &name("org/tiny"), &mut |_| {}).unwrap_err();
     says(&error, &["cannot reach", &endpoint, "HF_ENDPOINT"]);
 }
 
@@ -935,7 +935,7 @@ fn only_one_process_writes_a_file_at_a_time() {
     rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive).expect("locked");
     says(&hub.pull(&cache, "org/tiny").unwrap_err(), &["tiny.gguf", "another program", ".lock"]);
     assert!(hub.cdn_requests().is_empty());
-    let removal = cache.removal(&name("org/tiny")).expect("sound").expect("something");
+    let removal = cache.removal(&name("org/tiny")).expect("valid").expect("something");
     says(&removal.apply().unwrap_err(), &["another program"]);
     // A child process that another test just started may also have the file open, and thus hold the lock.
     rustix::fs::flock(&lock, rustix::fs::FlockOperation::Unlock).expect("unlocked");
@@ -946,15 +946,15 @@ fn only_one_process_writes_a_file_at_a_time() {
     });
     assert!(results.iter().any(Result::is_ok), "{results:?}");
     assert!(results.iter().all(|r| matches!(r, Ok(_) | Err(HubError::Busy { .. }))), "{results:?}");
-    let path = cache.find(&name("org/tiny")).expect("sound").expect("pulled");
+    let path = cache.find(&name("org/tiny")).expect("valid").expect("pulled");
     assert_eq!(fs::read(path).unwrap(), weights);
 }
 
-// --- listing and removing -----------------------------------------------------------------------------------------------
+// --- listing and removing ---------------------------------------------------------------------------------------
 
 /// Name, format and bytes of every model.
 fn listed(cache: &Cache) -> Vec<(String, Format, u64)> {
-    let all = cache.list().expect("sound");
+    let all = cache.list().expect("valid");
     assert!(all.iter().all(|m| m.path.exists()), "{all:?}");
     all.into_iter().map(|m| (m.name.to_string(), m.format, m.bytes)).collect()
 }
@@ -978,7 +978,7 @@ fn a_removed_model_is_deleted_with_all_blobs_that_no_other_needs() {
     assert_eq!(listed(&cache).len(), 3);
 
     let remove = |text: &str| {
-        let removal = cache.removal(&name(text)).expect("sound").expect("something");
+        let removal = cache.removal(&name(text)).expect("valid").expect("something");
         let bytes = removal.bytes;
         removal.apply().expect("removed");
         bytes
@@ -989,7 +989,7 @@ fn a_removed_model_is_deleted_with_all_blobs_that_no_other_needs() {
     assert_eq!(listed(&cache), [four]);
     assert_eq!(blobs(&cache), [sha256(b"four")]);
     for absent in ["org/tiny@v1", "org/tiny:Q8_0", "org/other"] {
-        assert!(cache.removal(&name(absent)).expect("sound").is_none(), "{absent}");
+        assert!(cache.removal(&name(absent)).expect("valid").is_none(), "{absent}");
     }
 
     // A link out of the folder is removed, but not its target.
@@ -1024,7 +1024,7 @@ fn an_incomplete_model_is_reported_as_incomplete() {
     );
     hub.fault(&[]);
     let path = hub.pull(&cache, "org/tiny").expect("pulled");
-    assert_eq!(cache.find(&name("org/tiny")).expect("sound"), Some(path));
+    assert_eq!(cache.find(&name("org/tiny")).expect("valid"), Some(path));
     assert_eq!(listed(&cache), [("org/tiny".to_owned(), Format::Safetensors, 11)]);
 }
 

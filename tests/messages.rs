@@ -180,7 +180,7 @@ fn ask_with_tools(more: Value) -> Value {
 }
 
 /// Builds the message from the events of a stream, without its usage.
-fn put_together(events: Vec<Value>) -> Value {
+fn message_of_events(events: Vec<Value>) -> Value {
     let mut events = events.into_iter();
     let mut message = events.next().expect("a first event")["message"].take();
     let (mut blocks, mut json, mut open) = (Vec::<Value>::new(), String::new(), false);
@@ -241,10 +241,10 @@ fn said(message: &Value) -> Value {
 }
 
 /// The content of the answer to `body`. Checks that it is the same with and without streaming.
-async fn said_to(app: &App, body: Value) -> Value {
+async fn answer_content(app: &App, body: Value) -> Value {
     let (status, _, whole) = create(app, &body).await;
     assert_eq!(status, 200, "{whole}");
-    assert_eq!(said(&put_together(events(app, body).await)), said(&whole));
+    assert_eq!(said(&message_of_events(events(app, body).await)), said(&whole));
     assert_all_free(&app.engine).await;
     said(&whole)
 }
@@ -262,12 +262,13 @@ async fn a_call_is_a_content_block_with_and_without_streaming() {
     {
         let app = tools::app_that_says(&text);
         for choice in [json!(null), json!({"type": "auto"}), json!({"type": "any"})] {
-            let said = said_to(&app, ask_with_tools(json!({"tool_choice": choice}))).await;
+            let said = answer_content(&app, ask_with_tools(json!({"tool_choice": choice}))).await;
             assert_eq!(said, json!([blocks, "tool_use", null]), "{choice}");
         }
     }
     let named = json!({"type": "tool", "name": "get_weather", "disable_parallel_tool_use": true});
-    let said = said_to(&tools::app_that_says(ROME), ask_with_tools(json!({"tool_choice": named}))).await;
+    let said =
+        answer_content(&tools::app_that_says(ROME), ask_with_tools(json!({"tool_choice": named}))).await;
     assert_eq!(said, json!([[rome], "tool_use", null]));
 }
 
@@ -275,11 +276,11 @@ async fn a_call_is_a_content_block_with_and_without_streaming() {
 async fn text_stays_text_if_tools_are_offered() {
     for text in ["It is { warm }.", " \n\nWarm", "½", ""] {
         let blocks = if text.is_empty() { json!([]) } else { json!([{"type": "text", "text": text}]) };
-        let said = said_to(&tools::app_that_says(text), ask_with_tools(json!({}))).await;
+        let said = answer_content(&tools::app_that_says(text), ask_with_tools(json!({}))).await;
         assert_eq!(said, json!([blocks, "end_turn", null]));
     }
     let app = tools::app_that_says(ROME);
-    let said = said_to(&app, ask_with_tools(json!({"tool_choice": {"type": "none"}}))).await;
+    let said = answer_content(&app, ask_with_tools(json!({"tool_choice": {"type": "none"}}))).await;
     assert_eq!(said[0], json!([{"type": "text", "text": ROME}]));
 }
 
@@ -313,12 +314,12 @@ async fn a_truncated_call_reports_why_it_was_cut() {
         (json!({"stop_sequences": ["unit"]}), vec![rome], "stop_sequence", json!("unit")),
         (json!({"stop_sequences": ["Rom"]}), vec![json!({})], "stop_sequence", json!("Rom")),
     ] {
-        let said = said_to(&app, ask_with_tools(fields.clone())).await;
+        let said = answer_content(&app, ask_with_tools(fields.clone())).await;
         assert_eq!((&said[1], &said[2]), (&json!(reason), &sequence), "{fields}: {said}");
         assert!(inputs.contains(&said[0][0]["input"]), "{fields}: {said}");
     }
     // A call begins only after its name, so before that the answer is text.
-    let said = said_to(&app, ask_with_tools(json!({"max_tokens": 3}))).await;
+    let said = answer_content(&app, ask_with_tools(json!({"max_tokens": 3}))).await;
     assert!(said[0][0]["text"].as_str().is_some_and(|text| ROME.starts_with(text)), "{said}");
 }
 
@@ -378,7 +379,7 @@ async fn an_answer_schema_works_together_with_tools() {
         (ROME, use_of("get_weather", json!({"city": "Rome", "unit": "c"}))),
         ("{\"warm\": true}", json!({"type": "text", "text": "{\"warm\": true}"})),
     ] {
-        let said = said_to(&tools::app_that_says(text), ask_with_tools(format.clone())).await;
+        let said = answer_content(&tools::app_that_says(text), ask_with_tools(format.clone())).await;
         assert_eq!(said[0], json!([block]));
     }
 }
@@ -596,7 +597,7 @@ async fn every_error_of_the_anthropic_routes_has_the_anthropic_format() {
     let (_, _, body) = create(&app, &thread).await;
     assert_eq!(body["error"]["details"], json!({"error_code": "thread_unsupported_request"}), "{body}");
     // Authentication errors have this format too.
-    let keys = Keys::from_variable("test", "secret-key-1").expect("a sound key");
+    let keys = Keys::from_variable("test", "secret-key-1").expect("a valid key");
     let app = app_behind(AccessPolicy { keys, ..AccessPolicy::default() }, "ok");
     let (status, headers, body) = create(&app, &ask("Hi")).await;
     assert_eq!((status.as_u16(), &body["error"]["type"]), (401, &json!("authentication_error")));

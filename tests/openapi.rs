@@ -25,7 +25,7 @@ fn request(method: &str, path: &str, body: Option<&Value>) -> Request<Body> {
     let method = Method::from_bytes(method.to_ascii_uppercase().as_bytes()).expect("a method");
     let request =
         Request::builder().method(method).uri(path).header(header::CONTENT_TYPE, "application/json");
-    request.body(body.map_or(Body::empty(), |body| Body::from(body.to_string()))).expect("a sound request")
+    request.body(body.map_or(Body::empty(), |body| Body::from(body.to_string()))).expect("a valid request")
 }
 
 /// A server and its document.
@@ -590,7 +590,7 @@ fn put(body: &mut Value, place: &[Step], value: Value) {
 #[tokio::test]
 async fn a_float_without_fraction_is_accepted_for_every_documented_integer() {
     let app = Described::new().await;
-    let sound = bodies("none");
+    let valid_bodies = bodies("none");
     let mut places = BTreeSet::new();
     for (path, item) in app.document["paths"].as_object().expect("paths") {
         let schema = &item["post"]["requestBody"]["content"]["application/json"]["schema"];
@@ -599,7 +599,8 @@ async fn a_float_without_fraction_is_accepted_for_every_documented_integer() {
         for (place, n) in found {
             // Use the sample body of the route with the longest matching path prefix: a route that counts tokens takes
             // the same body.
-            let like = sound.iter().filter(|(of, _)| path.starts_with(of)).max_by_key(|(of, _)| of.len());
+            let like =
+                valid_bodies.iter().filter(|(of, _)| path.starts_with(of)).max_by_key(|(of, _)| of.len());
             let mut body = like.map_or(json!({}), |(_, body)| body.clone());
             if body.get("stream").is_some() {
                 body = with(body, json!({"stream": false, "stream_options": null}));
@@ -611,7 +612,7 @@ async fn a_float_without_fraction_is_accepted_for_every_documented_integer() {
             let ask = async |spelling: &str| {
                 let text = body.to_string().replace("\"@here@\"", spelling);
                 let request = Request::post(path.as_str()).header(header::CONTENT_TYPE, "application/json");
-                let sent = request.body(Body::from(text)).expect("a sound request");
+                let sent = request.body(Body::from(text)).expect("a valid request");
                 let (status, _, answer) = send_json(&app.router, sent).await;
                 // Remove what differs between any two answers.
                 (status.as_u16(), answer["error"].clone())

@@ -23,7 +23,7 @@ use crate::support::{data, demo, device, root};
 
 const TABLE: &str = "tests/options.md";
 
-// --- the table ------------------------------------------------------------------------------------------
+// --- the table -------------------------------------------------------------------------------------------
 
 /// Every option of every command, as `serve --port`, and every positional argument, as `inspect MODEL`. The options of
 /// `bench` alone are left out, because they are the options of `bench engine`.
@@ -123,7 +123,7 @@ fn every_option_has_a_test_of_its_effect_or_a_reason() {
     assert!(complaints.is_empty(), "{}", complaints.join("\n"));
 }
 
-// --- options that a command refuses ------------------------------------------------------------------------
+// --- options that a command refuses ----------------------------------------------------------------------
 
 #[test]
 fn an_option_without_effect_on_a_command_is_refused() {
@@ -283,7 +283,7 @@ fn config_show_shows_every_option_of_the_command_line() {
     assert_eq!(check(&["--host", "0.0.0.0"]).0, 78, "a server without keys on all addresses");
 }
 
-// --- loading a model --------------------------------------------------------------------------------------
+// --- loading a model -------------------------------------------------------------------------------------
 
 /// A pulled model with an empty config and without a tokenizer. Only --models-dir, --model-config and --tokenizer
 /// together make it complete.
@@ -467,7 +467,7 @@ fn device_is_software() -> bool {
     device().info().kind == unicorn::gpu::DeviceKind::Cpu
 }
 
-// --- plan, inspect and doctor ---------------------------------------------------------------------------
+// --- plan, inspect and doctor ----------------------------------------------------------------------------
 
 #[test]
 fn plan_inspect_and_doctor_follow_their_options() {

@@ -11,7 +11,7 @@ use crate::support::app::router_that_says;
 
 async fn ask(router: &Router, method: Method, path: &str, known: &str) -> (StatusCode, HeaderMap, String) {
     let request = Request::builder().method(method).uri(path).header(header::IF_NONE_MATCH, known);
-    let request = request.body(Body::empty()).expect("a sound request");
+    let request = request.body(Body::empty()).expect("a valid request");
     let (parts, body) = router.clone().oneshot(request).await.expect("handlers do not fail").into_parts();
     let bytes = body.collect().await.expect("a whole body").to_bytes().to_vec();
     (parts.status, parts.headers, String::from_utf8(bytes).expect("UTF-8"))

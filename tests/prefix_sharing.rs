@@ -51,7 +51,7 @@ const ANN: &str = "ann-0123456789abcdef";
 const BOB: &str = "bob-0123456789abcdef";
 
 fn router(keys: &[&str], share_prefixes: Option<SharePrefixes>) -> Router {
-    let keys = Keys::from_variable("test", &keys.join(",")).expect("sound keys");
+    let keys = Keys::from_variable("test", &keys.join(",")).expect("valid keys");
     let options = Options { share_prefixes, ..OPTIONS };
     let server = Server::new("tiny", options, AccessPolicy { keys, ..AccessPolicy::default() });
     let ok = tokenizer().encode("ok", false).expect("encodes");
@@ -87,10 +87,10 @@ async fn a_prefix_is_reused_for_the_same_key_and_not_for_another() {
     let router = router(&[ANN, BOB], None);
     for route in 0..ROUTES.len() {
         let asking = Asking { router: &router, route, topic: &format!("{route}") };
-        assert_eq!(asking.cached(ANN, json!({})).await, 0, "{route}: it is new");
-        assert!(asking.cached(ANN, json!({})).await > 20, "{route}: Ann's own");
-        assert_eq!(asking.cached(BOB, json!({})).await, 0, "{route}: Ann's, which Bob learns nothing of");
-        assert!(asking.cached(BOB, json!({})).await > 20, "{route}: Bob's own");
+        assert_eq!(asking.cached(ANN, json!({})).await, 0, "{route}: a new prefix is not cached");
+        assert!(asking.cached(ANN, json!({})).await > 20, "{route}: Ann reuses her own prefix");
+        assert_eq!(asking.cached(BOB, json!({})).await, 0, "{route}: Bob must not reuse Ann's prefix");
+        assert!(asking.cached(BOB, json!({})).await > 20, "{route}: Bob reuses his own prefix");
     }
 }
 
@@ -100,14 +100,14 @@ async fn a_cache_salt_shares_across_keys_but_only_with_the_same_salt() {
     let salted = |salt: &str| json!({"cache_salt": salt});
     for route in 0..ROUTES.len() {
         let asking = Asking { router: &router, route, topic: &format!("{route}") };
-        assert_eq!(asking.cached(ANN, salted("team-1")).await, 0, "{route}: it is new");
-        assert!(asking.cached(BOB, salted("team-1")).await > 20, "{route}: the team's");
+        assert_eq!(asking.cached(ANN, salted("team-1")).await, 0, "{route}: a new prefix is not cached");
+        assert!(asking.cached(BOB, salted("team-1")).await > 20, "{route}: the same salt shares");
         for (key, more) in
             [(ANN, json!({})), (BOB, json!({})), (ANN, salted("team-2")), (BOB, salted("TEAM-1"))]
         {
             assert_eq!(asking.cached(key, more.clone()).await, 0, "{route}: {key} {more}");
         }
-        assert!(asking.cached(ANN, salted("team-2")).await > 20, "{route}: its own");
+        assert!(asking.cached(ANN, salted("team-2")).await > 20, "{route}: the same salt shares");
         assert!(asking.cached(ANN, json!({"cache_salt": null})).await > 20, "{route}: null is absent");
     }
 }
@@ -117,12 +117,12 @@ async fn a_server_with_one_key_or_none_shares_with_all_clients() {
     let alone = router(&[ANN], None);
     let asking = Asking { router: &alone, route: 0, topic: "a" };
     assert_eq!(asking.cached(ANN, json!({})).await, 0);
-    assert!(asking.cached(ANN, json!({})).await > 20, "one key alone");
+    assert!(asking.cached(ANN, json!({})).await > 20, "a server with only one key shares");
     let open = router(&[], None);
     let asking = Asking { router: &open, route: 0, topic: "a" };
     assert_eq!(asking.cached("10.0.0.1:1", json!({})).await, 0);
-    assert!(asking.cached("10.0.0.2:1", json!({})).await > 20, "another address");
-    // A salt keeps its requests apart there, too.
+    assert!(asking.cached("10.0.0.2:1", json!({})).await > 20, "clients at other addresses share");
+    // A salt separates its requests here too.
     assert_eq!(asking.cached("10.0.0.2:1", json!({"cache_salt": "mine"})).await, 0);
 }
 
@@ -131,12 +131,16 @@ async fn the_option_overrides_the_default_sharing() {
     let all = router(&[ANN, BOB], Some(SharePrefixes::All));
     let asking = Asking { router: &all, route: 0, topic: "a" };
     assert_eq!(asking.cached(ANN, json!({})).await, 0);
-    assert!(asking.cached(BOB, json!({})).await > 20, "all share");
+    assert!(asking.cached(BOB, json!({})).await > 20, "all keys share");
 
     let apart = router(&[], Some(SharePrefixes::Key));
     let asking = Asking { router: &apart, route: 0, topic: "a" };
     assert_eq!(asking.cached("10.0.0.1:1", json!({})).await, 0);
-    assert_eq!(asking.cached("10.0.0.2:1", json!({})).await, 0, "without keys it goes by address");
+    assert_eq!(
+        asking.cached("10.0.0.2:1", json!({})).await,
+        0,
+        "without keys, clients are distinguished by address"
+    );
     assert!(asking.cached("10.0.0.1:2", json!({})).await > 20);
 }
 

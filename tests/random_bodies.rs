@@ -26,7 +26,7 @@ use crate::support::{data, goldens};
 
 const BODIES: usize = 10_000;
 /// The share of bodies that are not mutated.
-const SOUND: f64 = 0.42;
+const VALID_SHARE: f64 = 0.42;
 /// The number of bodies in flight. It exceeds the number of answers that the engine computes together.
 const AT_ONCE: usize = 24;
 const VOCABULARY: u32 = 512;
@@ -447,7 +447,7 @@ impl Draw {
         body
     }
 
-    fn sound(&mut self, path: &str) -> Value {
+    fn valid(&mut self, path: &str) -> Value {
         let mut body = self.named(path);
         if [CHAT, COMPLETIONS, MESSAGES, RESPONSES].contains(&path) {
             self.set(&mut body, 0.1, "cache_salt", |d| d.of(&[json!("team"), json!("½ \u{0}"), Value::Null]));
@@ -474,7 +474,7 @@ impl Draw {
     }
 }
 
-// --- mutated bodies ---------------------------------------------------------------------------------------
+// --- mutated bodies -------------------------------------------------------------------------------------
 
 /// The mutation number `i` of a body. Every other one is still JSON.
 fn mutated(full: &Value, i: usize, rng: &mut ChaCha8Rng) -> Vec<u8> {
@@ -516,7 +516,7 @@ fn mutated(full: &Value, i: usize, rng: &mut ChaCha8Rng) -> Vec<u8> {
     bytes
 }
 
-// --- checks of answers -----------------------------------------------------------------------------------
+// --- checks of answers ----------------------------------------------------------------------------------
 
 type Checked = Result<(), String>;
 
@@ -533,7 +533,7 @@ fn is_count(value: &Value) -> bool {
 }
 
 fn list<'a>(value: &'a Value, what: &str) -> Result<&'a [Value], String> {
-    value.as_array().map(Vec::as_slice).ok_or_else(|| format!("{what} is no list: {value}"))
+    value.as_array().map(Vec::as_slice).ok_or_else(|| format!("{what} is not a list: {value}"))
 }
 
 fn whole(asked: &Value, names: &[&str]) -> Option<u64> {
@@ -1000,14 +1000,14 @@ async fn send_bodies(n: usize, seed: u64, runner: Box<dyn Runner>) {
     let bodies: Vec<(&str, bool, Vec<u8>)> = (0..n)
         .map(|i| {
             let path = draw.of(&PATHS);
-            let body = draw.sound(path);
-            match draw.chance(SOUND) {
+            let body = draw.valid(path);
+            match draw.chance(VALID_SHARE) {
                 true => (path, true, body.to_string().into_bytes()),
                 false => (path, false, mutated(&body, i, &mut draw.rng)),
             }
         })
         .collect();
-    let exchanges = bodies.into_iter().map(async |(path, sound, body)| {
+    let exchanges = bodies.into_iter().map(async |(path, valid, body)| {
         let (status, headers, reply) = send(&router, post_to(path, body.clone())).await;
         let streamed = headers[header::CONTENT_TYPE] == "text/event-stream";
         let checked = match status.as_u16() {
@@ -1015,7 +1015,7 @@ async fn send_bodies(n: usize, seed: u64, runner: Box<dyn Runner>) {
                 let asked = serde_json::from_slice(&body).expect("only valid JSON may be answered");
                 check(path, &asked, streamed, &reply)
             }
-            _ if sound => Err("a valid body was refused".into()),
+            _ if valid => Err("a valid body was refused".into()),
             status => check_refusal(path, status, &reply),
         };
         let problem = checked.err().map(|problem| {

@@ -44,7 +44,7 @@ async fn about(app: &App, method: Method, id: &Value, key: &str) -> (u16, Value)
 /// Access with the keys of two clients.
 fn with_keys() -> AccessPolicy {
     AccessPolicy {
-        keys: Keys::from_variable("test", "mine,other").expect("sound"),
+        keys: Keys::from_variable("test", "mine,other").expect("valid keys"),
         ..AccessPolicy::default()
     }
 }
@@ -232,7 +232,7 @@ fn calls_of(response: &Value) -> Value {
 
 /// The calls in the answer to `body`. Checks that they are the same with and without streaming, and that the events are
 /// in order.
-async fn called_by(app: &App, body: Value) -> (Value, Value) {
+async fn calls_of_answer(app: &App, body: Value) -> (Value, Value) {
     let whole = created(app, body.clone()).await;
     let events = events(app, body).await;
     let response = &events.last().expect("events")["response"];
@@ -275,16 +275,18 @@ async fn a_call_is_an_output_item_with_and_without_streaming() {
     for (text, calls) in [(ROME.to_owned(), json!([rome])), (both, json!([rome, three]))] {
         let app = tools::app_that_says(&text);
         for choice in [json!("auto"), json!("required"), json!(null)] {
-            let (called, response) = called_by(&app, ask_with_tools(json!({"tool_choice": choice}))).await;
+            let (called, response) =
+                calls_of_answer(&app, ask_with_tools(json!({"tool_choice": choice}))).await;
             assert_eq!((called, &response["status"]), (calls.clone(), &json!("completed")));
         }
         // Tokens of a call have no log probabilities.
         let logprobs = json!({"include": ["message.output_text.logprobs"], "top_logprobs": 1});
-        assert_eq!(called_by(&app, ask_with_tools(logprobs)).await.0, calls);
+        assert_eq!(calls_of_answer(&app, ask_with_tools(logprobs)).await.0, calls);
     }
     let app = tools::app_that_says(ROME);
     let whole = ids(ROME);
-    let (called, response) = called_by(&app, ask_with_tools(json!({"max_output_tokens": whole - 6}))).await;
+    let (called, response) =
+        calls_of_answer(&app, ask_with_tools(json!({"max_output_tokens": whole - 6}))).await;
     assert!(called[0][1].as_str().is_some_and(|json| json.starts_with("{\"city\"") && !json.ends_with('}')));
     assert_eq!((&called[0][2], &response["status"]), (&json!("incomplete"), &json!("incomplete")));
 }

@@ -33,7 +33,7 @@ async fn an_unknown_path_names_the_nearest_route() {
         ("/v1/nothing", "GET /openapi.json lists the routes".to_owned()),
     ] {
         for method in ["GET", "POST"] {
-            let request = Request::builder().method(method).uri(path).body(Body::empty()).expect("sound");
+            let request = Request::builder().method(method).uri(path).body(Body::empty()).expect("valid");
             let (status, _, answer) = send_json(&app.router, request).await;
             assert_eq!(status, 404, "{path}: {answer}");
             let message = format!("there is nothing at {path}; {instead}");
@@ -123,7 +123,7 @@ async fn an_unsupported_method_is_refused_with_the_supported_ones() {
         ("PUT", "/v1/responses/resp_1", "send GET or DELETE", "GET,HEAD,DELETE"),
         ("POST", "/", "send GET", "GET,HEAD"),
     ] {
-        let request = Request::builder().method(method).uri(path).body(Body::empty()).expect("sound");
+        let request = Request::builder().method(method).uri(path).body(Body::empty()).expect("valid");
         let (status, headers, answer) = send_json(&app.router, request).await;
         let message = format!("{method} is not allowed at {path}: {told}");
         assert_eq!((status.as_u16(), &answer["error"]["message"]), (405, &json!(message)));

@@ -90,7 +90,7 @@ const LIBRARY_WORDS: [&str; 9] = [
 ];
 
 /// Checks that an error is one short line without such words.
-fn assert_is_for_a_person(message: &str, what: &str) {
+fn assert_is_readable(message: &str, what: &str) {
     assert!(message.len() < 300 && !message.contains('\n'), "{what}: {message}");
     for word in LIBRARY_WORDS {
         assert!(!message.contains(word), "{what}: {message}");
@@ -101,7 +101,7 @@ fn assert_is_for_a_person(message: &str, what: &str) {
 fn refused((status, body): (u16, Value), what: &str) -> String {
     assert_eq!(status, 400, "{what}: {body}");
     let message = body["error"]["message"].as_str().unwrap_or_else(|| panic!("{what}: {body}")).to_owned();
-    assert_is_for_a_person(&message, what);
+    assert_is_readable(&message, what);
     message
 }
 
@@ -211,13 +211,13 @@ fn read(grammars: &Grammars, schema: &Value, strict: bool) -> Result<Grammar, St
     let source = GrammarSource::JsonSchema { schema: schema.clone(), strict };
     grammars.compile(&source).map_err(|error| {
         let TextError::Grammar(problem) = error else { panic!("{schema}: {error:?}") };
-        assert_is_for_a_person(&problem, &schema.to_string());
+        assert_is_readable(&problem, &schema.to_string());
         problem
     })
 }
 
 /// Whether a schema is valid in any draft that defines the keyword. Other drafts accept any value for it.
-fn is_sound(keyword: &str, schema: &Value) -> bool {
+fn is_valid_schema(keyword: &str, schema: &Value) -> bool {
     let drafts = [
         jsonschema::draft4::meta::is_valid,
         jsonschema::draft6::meta::is_valid,
@@ -354,21 +354,21 @@ fn every_keyword_accepts_valid_values_and_names_errors_in_others() {
         json!({"const": {"$ref": "#/none"}}),
         json!({"$ref": {"$ref": 1}}),
     ];
-    let (mut taken, mut wrong) = (0, 0);
+    let (mut accepted, mut wrong) = (0, 0);
     for keyword in enforced.into_iter().chain(unsupported).chain(others) {
         for value in &values {
             let schema = json!({"type": "object", "properties": {"p": {keyword: value}}});
             let loose = read(&grammars, &schema, false);
-            let sound = is_sound(keyword, &schema);
+            let valid = is_valid_schema(keyword, &schema);
             match &loose {
                 Ok(_) => {
-                    taken += 1;
+                    accepted += 1;
                     // Annotations may have any value. Schemas in an ignored keyword are not read.
                     let is_read = !value.is_object() && unsupported.contains(&keyword);
                     let kept = enforced.contains(&keyword) || is_read;
                     // The drafts require at least one schema. zod writes an empty list for an empty tuple.
-                    let sound = sound || keyword.ends_with("tems") && *value == json!([]);
-                    assert!(sound || !kept, "{schema} was taken");
+                    let valid = valid || keyword.ends_with("tems") && *value == json!([]);
+                    assert!(valid || !kept, "{schema} was accepted");
                 }
                 Err(problem) => {
                     wrong += 1;
@@ -381,7 +381,7 @@ fn every_keyword_accepts_valid_values_and_names_errors_in_others() {
                         ["is not found", "outside of the schema", "no two hexadecimal", "\"$ref\" of"];
                     let known = matched_by_nothing.iter().chain(&without_a_target).chain(&["unclosed group"]);
                     assert!(
-                        !sound || known.into_iter().any(|words| problem.contains(words)),
+                        !valid || known.into_iter().any(|words| problem.contains(words)),
                         "{schema}: {problem}"
                     );
                 }
@@ -398,7 +398,7 @@ fn every_keyword_accepts_valid_values_and_names_errors_in_others() {
             }
         }
     }
-    assert!(taken > 500 && wrong > 500, "{taken} accepted, {wrong} refused");
+    assert!(accepted > 500 && wrong > 500, "{accepted} accepted, {wrong} refused");
 }
 
 #[test]

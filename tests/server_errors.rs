@@ -133,7 +133,7 @@ async fn answer(router: &Router, id: &str, request: Request<Body>) -> (u16, Head
 }
 
 /// A server whose `/status` and `/metrics` panic, as a faulty driver report could cause.
-fn that_panics(door: AccessPolicy) -> App {
+fn app_that_panics(door: AccessPolicy) -> App {
     let ok = tokenizer().encode("ok", false).expect("encodes");
     let app = loaded(Server::new(MODEL, OPTIONS, door), limits(), DEFAULTS, says(&ok, END_OF_TURN));
     let broken = || panic!("the gauge broke:\nin two");
@@ -144,7 +144,7 @@ fn that_panics(door: AccessPolicy) -> App {
 #[tokio::test]
 async fn a_handler_that_panics_answers_500_and_keeps_its_connection() {
     let (log, _here) = Log::of_this_thread();
-    let app = that_panics(AccessPolicy::default());
+    let app = app_that_panics(AccessPolicy::default());
     let (_, _, document) = answer(&app.router, "a-0", get("/openapi.json")).await;
     let document: Value = serde_json::from_str(&document).expect("JSON");
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port");
@@ -202,7 +202,7 @@ async fn read_response(client: &mut tokio::net::TcpStream) -> (String, Value) {
 #[tokio::test]
 async fn an_allowed_origin_can_read_the_error_of_a_panic() {
     let origin = "http://localhost:3000";
-    let app = that_panics(AccessPolicy { cors_origins: vec![origin.into()], ..AccessPolicy::default() });
+    let app = app_that_panics(AccessPolicy { cors_origins: vec![origin.into()], ..AccessPolicy::default() });
     let mut request = get("/status");
     request.headers_mut().insert("origin", origin.parse().expect("a header"));
     let (status, headers, _) = answer(&app.router, "a", request).await;
@@ -329,7 +329,7 @@ async fn a_failed_stream_ends_with_an_error_and_is_logged_once() {
 }
 
 /// Sends a request and reads no response until the engine has finished, which writes more events than the queue holds.
-async fn looked_at_late(app: &App, request: Request<Body>) -> (u16, HeaderMap, String) {
+async fn read_late(app: &App, request: Request<Body>) -> (u16, HeaderMap, String) {
     app.control.allow(app.control.batches().len());
     let before = app.control.batches().len();
     let mut asked = Box::pin(app.router.clone().oneshot(named(request, "j")));
@@ -365,7 +365,7 @@ async fn an_answer_that_the_server_collects_too_slowly_is_a_server_error() {
     let long = json!({"max_tokens": 3 * EVENTS});
     for route in ROUTES {
         log.take();
-        let (status, headers, body) = looked_at_late(&app, ask(route, long.clone())).await;
+        let (status, headers, body) = read_late(&app, ask(route, long.clone())).await;
         assert_eq!((status, headers.contains_key(header::RETRY_AFTER)), (503, true), "{body}");
         assert!(body.contains("the server is too busy") && !body.contains("client"), "{body}");
         let path = format!("route=\"{}\"", route.0);
@@ -373,7 +373,7 @@ async fn an_answer_that_the_server_collects_too_slowly_is_a_server_error() {
 
         // A streaming client that does not read gets the error when it reads again. This is not an error of the server.
         let body = with(long.clone(), json!({"stream": true}));
-        let (status, _, body) = looked_at_late(&app, ask(route, body)).await;
+        let (status, _, body) = read_late(&app, ask(route, body)).await;
         assert!(status == 200 && body.contains("was not read"), "{status}");
         let lines = log.take();
         let told =

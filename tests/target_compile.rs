@@ -12,8 +12,8 @@ use std::sync::OnceLock;
 use serde_json::Value;
 use unicorn::checkpoint::{Checkpoint, ModelFiles};
 use unicorn::kernels::cost::Drawn;
+use unicorn::model::bench_isa::work;
 use unicorn::model::config::Gemma3Config;
-use unicorn::model::judge::work;
 use unicorn::model::memory::Schemes;
 use unicorn::model::weights::Gemma3Weights;
 use unicorn::tensor::{KvDtype, Precision, QuantizeMode};
@@ -154,35 +154,35 @@ fn bounds(name: &str) -> (u64, u64) {
     }
 }
 
-fn judge(device: &str, args: &[&str]) -> Command {
+fn bench_isa(device: &str, args: &[&str]) -> Command {
     let mut command = unicorn_on_software(&["bench", "isa", "--device", device, "--json"]);
     // `unicorn` finds Mesa 26 relative to this folder.
     command.args(args).current_dir(root());
     command
 }
 
-fn judged(command: Command) -> Value {
+fn report_of(command: Command) -> Value {
     let (code, stdout, stderr) = output(command);
     assert_eq!(code, 0, "{stderr}");
     serde_json::from_str(&stdout).expect("one JSON object")
 }
 
 /// The reports of the compilers for a Radeon 780M. They run once. `None` = there is no AMD driver.
-fn of_780m() -> Option<&'static Value> {
-    static JUDGED: OnceLock<Option<Value>> = OnceLock::new();
-    let ask = || ICDS.iter().any(|icd| Path::new(icd).exists()).then(|| judged(judge("phoenix", &[])));
-    JUDGED.get_or_init(ask).as_ref()
+fn reports_for_780m() -> Option<&'static Value> {
+    static REPORT: OnceLock<Option<Value>> = OnceLock::new();
+    let ask = || ICDS.iter().any(|icd| Path::new(icd).exists()).then(|| report_of(bench_isa("phoenix", &[])));
+    REPORT.get_or_init(ask).as_ref()
 }
 
 /// The report of one compiler, or the reason why it did not run.
 fn compiler(name: &'static str) -> Result<&'static Value, &'static str> {
-    let judged = of_780m().ok_or("radv")?;
-    let found = judged["compilers"].as_array().expect("a list").iter().find(|c| c["compiler"] == name);
+    let report = reports_for_780m().ok_or("radv")?;
+    let found = report["compilers"].as_array().expect("a list").iter().find(|c| c["compiler"] == name);
     found.ok_or_else(|| {
         assert!(
-            judged["left_out"].as_str().is_some_and(|why| why.starts_with(name)),
+            report["left_out"].as_str().is_some_and(|why| why.starts_with(name)),
             "{}",
-            judged["left_out"]
+            report["left_out"]
         );
         "mesa26"
     })
@@ -196,7 +196,7 @@ fn number(value: &Value, field: &str) -> u64 {
 
 /// Checks every pipeline of all model sizes in the report of one compiler against the pinned numbers.
 #[track_caller]
-fn holds_what_it_held(compiler: &Value) {
+fn check_pipelines(compiler: &Value) {
     let pipelines = compiler["pipelines"].as_array().expect("a list");
     println!("{}, {}", compiler["device"], compiler["driver"]);
     let (mut products, mut tiles) = (0, 0);
@@ -220,12 +220,12 @@ fn holds_what_it_held(compiler: &Value) {
         };
         // The tuner may choose these kernels, and measures their time itself.
         if constants(pipeline).len() == 4 && constants(pipeline)[3] == 1 {
-            rounds_as_the_contract_says(pipeline);
+            check_rounding(pipeline);
             continue;
         }
         if variant.ends_with("_in_tiles") {
             tiles += 1;
-            multiplies_its_tiles(pipeline);
+            check_tiles(pipeline);
             continue;
         }
         products += 1;
@@ -242,8 +242,8 @@ fn holds_what_it_held(compiler: &Value) {
         );
         let pins = match constants(pipeline)[..] {
             [_, geglu, blocks, 0] => {
-                holds_its_loads(pipeline);
-                rounds_as_the_contract_says(pipeline);
+                check_loads(pipeline);
+                check_rounding(pipeline);
                 let pins = FAST_VALU_PER_WEIGHT
                     .iter()
                     .find(|pins| (pins.0, pins.1, pins.2) == (variant, geglu, blocks));
@@ -272,7 +272,7 @@ fn constants(pipeline: &Value) -> Vec<u64> {
 
 /// One iteration of an int8 product has eight dot products for each column of a block, and loads each 16 bytes of
 /// weights once.
-fn holds_its_loads(pipeline: &Value) {
+fn check_loads(pipeline: &Value) {
     let [columns, geglu, ..] = constants(pipeline)[..] else { panic!("columns, GeGLU, ...") };
     let (name, steady) = (&pipeline["name"], &pipeline["steady"]);
     let (trip, unrolled) = (&steady["trip"], number(steady, "trips_unrolled"));
@@ -286,7 +286,7 @@ fn holds_its_loads(pipeline: &Value) {
 
 /// The rounding instructions of one iteration must be those that `shaders/common/fast.glsl` lists, once for each
 /// column. So the compiler fused and split no operation.
-fn rounds_as_the_contract_says(pipeline: &Value) {
+fn check_rounding(pipeline: &Value) {
     let [columns, geglu, scale_blocks, shared] = constants(pipeline)[..] else {
         panic!("columns, GeGLU, blocks of a scale, shared activations")
     };
@@ -314,7 +314,7 @@ fn rounds_as_the_contract_says(pipeline: &Value) {
 /// One iteration of a tiled product has 32 columns of 64 rows by 64 or 128 tokens, which four waves share. Its rounding
 /// instructions must be those that `shaders/common/fast.glsl` lists, and matrix instructions must take a minimum share
 /// of the time.
-fn multiplies_its_tiles(pipeline: &Value) {
+fn check_tiles(pipeline: &Value) {
     let [columns, halves, ..] = constants(pipeline)[..] else { panic!("columns, halves, ...") };
     let (name, shader) = (&pipeline["name"], pipeline["shader"].as_str().expect("a name"));
     let trip = &pipeline["steady"]["trip"];
@@ -341,7 +341,7 @@ fn multiplies_its_tiles(pipeline: &Value) {
 #[test]
 fn every_pipeline_fits_the_registers_of_a_radeon_780m() {
     match compiler(COMPILERS[0]) {
-        Ok(compiler) => holds_what_it_held(compiler),
+        Ok(compiler) => check_pipelines(compiler),
         Err(reason) => skip(reason),
     }
 }
@@ -349,7 +349,7 @@ fn every_pipeline_fits_the_registers_of_a_radeon_780m() {
 #[test]
 fn every_pipeline_fits_the_registers_with_the_compiler_of_mesa_26() {
     match compiler(COMPILERS[1]) {
-        Ok(compiler) => holds_what_it_held(compiler),
+        Ok(compiler) => check_pipelines(compiler),
         Err(reason) => skip(reason),
     }
 }
@@ -357,7 +357,7 @@ fn every_pipeline_fits_the_registers_with_the_compiler_of_mesa_26() {
 /// The statistics of the driver for a pipeline agree with the counts from its assembly.
 #[test]
 fn instructions_are_counted_as_the_driver_counts_them() {
-    if of_780m().is_none() {
+    if reports_for_780m().is_none() {
         return skip("radv");
     }
     for compiler in COMPILERS.into_iter().filter_map(|name| compiler(name).ok()) {
@@ -380,12 +380,12 @@ fn instructions_are_counted_as_the_driver_counts_them() {
 /// If the LLVM of the installed Mesa does not know a GPU, the compiler's own listing is read instead.
 #[test]
 fn gpus_related_to_the_780m_are_analyzed_too() {
-    if of_780m().is_none() {
+    if reports_for_780m().is_none() {
         return skip("radv");
     }
     for device in ["gfx1150", "gfx1151"] {
-        let judged = judged(judge(device, &["--shape", "gemma-3-270m"]));
-        for compiler in judged["compilers"].as_array().expect("a list") {
+        let report = report_of(bench_isa(device, &["--shape", "gemma-3-270m"]));
+        for compiler in report["compilers"].as_array().expect("a list") {
             for pipeline in compiler["pipelines"].as_array().expect("a list") {
                 let (name, total) = (&pipeline["name"], &pipeline["total"]);
                 let valu =
@@ -401,19 +401,21 @@ fn gpus_related_to_the_780m_are_analyzed_too() {
 /// Types and depth change the bytes per token, and the precision changes the kernels.
 #[test]
 fn bench_isa_follows_its_options() {
-    let Some(plain) = of_780m() else { return skip("radv") };
+    let Some(plain) = reports_for_780m() else { return skip("radv") };
     let folder = tempfile::tempdir().expect("a folder");
     let assembly = folder.path().to_str().expect("UTF-8");
     let types = ["--quantize", "int8-row", "--kv", "int8", "--precision", "f32", "--depth", "4096"];
-    let other =
-        judged(judge("phoenix", &[&types[..], &["--shape", "gemma-3-1b", "--assembly", assembly]].concat()));
-    let one = |judged: &Value| {
-        let predictions = judged["compilers"][0]["predictions"].as_array().expect("a list");
+    let other = report_of(bench_isa(
+        "phoenix",
+        &[&types[..], &["--shape", "gemma-3-1b", "--assembly", assembly]].concat(),
+    ));
+    let one = |report: &Value| {
+        let predictions = report["compilers"][0]["predictions"].as_array().expect("a list");
         let is_it = |p: &&Value| p["shape"] == "gemma-3-1b" && p["what"] == "batch 1";
         predictions.iter().find(is_it).expect("predicted").clone()
     };
-    let sum = |judged: &Value, field: &str| -> f64 {
-        let lines = one(judged)["lines"].as_array().expect("a list").clone();
+    let sum = |report: &Value, field: &str| -> f64 {
+        let lines = one(report)["lines"].as_array().expect("a list").clone();
         lines.iter().map(|line| line[field].as_f64().expect("a figure")).sum()
     };
     let shapes = other["compilers"][0]["predictions"].as_array().expect("a list");
@@ -425,8 +427,8 @@ fn bench_isa_follows_its_options() {
         (&other["kv"], &other["depth"], &other["quantize"]),
         (&"int8".into(), &4096.into(), &"int8-row".into())
     );
-    let kernels = |judged: &Value| -> Vec<String> {
-        let lines = one(judged)["lines"].as_array().expect("a list").clone();
+    let kernels = |report: &Value| -> Vec<String> {
+        let lines = one(report)["lines"].as_array().expect("a list").clone();
         lines.iter().map(|line| line["pipeline"].to_string()).collect()
     };
     assert_ne!(kernels(&other), kernels(plain), "f32 products use other kernels");
@@ -436,10 +438,10 @@ fn bench_isa_follows_its_options() {
 
 #[test]
 fn predictions_exist_for_every_size_and_batch_and_add_up() {
-    let Some(judged) = of_780m() else { return skip("radv") };
-    let predictions = judged["compilers"][0]["predictions"].as_array().expect("a list");
+    let Some(report) = reports_for_780m() else { return skip("radv") };
+    let predictions = report["compilers"][0]["predictions"].as_array().expect("a list");
     assert_eq!(predictions.len(), 5 * 7, "five sizes; five batches, one with top_p, and a prompt");
-    let chip = &judged["chip"];
+    let chip = &report["chip"];
     for prediction in predictions {
         let f = |value: &Value| value.as_f64().expect("a figure");
         let lines = prediction["lines"].as_array().expect("a list");
@@ -469,7 +471,7 @@ fn predictions_exist_for_every_size_and_batch_and_add_up() {
 
 /// Float products with several tokens are compared only by shader name, because `bench isa` counts the tiles of a GPU,
 /// and a CPU has others.
-fn of_any_tile(dispatches: BTreeMap<String, u64>) -> BTreeMap<String, u64> {
+fn without_tile_sizes(dispatches: BTreeMap<String, u64>) -> BTreeMap<String, u64> {
     let mut all = BTreeMap::new();
     for (name, times) in dispatches {
         // `bench isa` counts GPU kernels, but a CPU runs its own body of the kernel.
@@ -500,7 +502,7 @@ fn bench_isa_counts_the_dispatches_of_a_step() {
     let mut command = unicorn_on_software(&args);
     command.args(["--prompt-tokens", &prompt.to_string(), "--generate-tokens", &generated.to_string()]);
     command.arg("--model").arg(&model);
-    let report = judged(command);
+    let report = report_of(command);
     let mut dispatched = BTreeMap::new();
     for kernel in report["kernels"].as_array().expect("a list") {
         dispatched
@@ -527,7 +529,7 @@ fn bench_isa_counts_the_dispatches_of_a_step() {
         *counted.entry(format!("{}{}", shader.name, constants.collect::<String>())).or_default() +=
             work.times;
     }
-    let [counted, dispatched] = [counted, dispatched].map(of_any_tile);
+    let [counted, dispatched] = [counted, dispatched].map(without_tile_sizes);
     assert_eq!(counted, dispatched);
 }
 

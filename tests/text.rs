@@ -300,7 +300,7 @@ fn steps_that_lengthen_a_text_too_much_are_refused_with_the_field() {
         json!({"type": "TemplateProcessing", "single": pieces, "pair": [a, {"Sequence": {"id": "B", "type_id": 1}}],
             "special_tokens": {"<bos>": {"id": "<bos>", "ids": ids, "tokens": vec!["<bos>"; ids.as_array().map_or(0, Vec::len)]}}})
     };
-    let sound = template(&[&bos, &a], json!([2]));
+    let valid = template(&[&bos, &a], json!([2]));
     let byte_level =
         json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true});
     for (field, steps, expected) in [
@@ -377,7 +377,7 @@ fn steps_that_lengthen_a_text_too_much_are_refused_with_the_field() {
         ),
         (
             "post_processor",
-            in_sequence("processors", &[sound.clone(), sound.clone()]),
+            in_sequence("processors", &[valid.clone(), valid.clone()]),
             "post_processor has 2 steps that add ids",
         ),
         (

@@ -805,7 +805,7 @@ fn app_for_many_tools(text: &str) -> App {
 
 /// The number of grammars that a server has compiled.
 async fn compiled(app: &App) -> u64 {
-    let get = Request::get("/metrics").body(Body::empty()).expect("a sound request");
+    let get = Request::get("/metrics").body(Body::empty()).expect("a valid request");
     let (_, _, text) = send(&app.router, get).await;
     let text = String::from_utf8(text).expect("UTF-8");
     let line = text.lines().find(|line| line.starts_with("unicorn_grammars_compiled_total")).expect(&text);
