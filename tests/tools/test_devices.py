@@ -123,7 +123,7 @@ class Choice(unittest.TestCase):
         for name, device in devices.DEVICES.items():
             self.assertEqual(device.name, name)
         nowhere = devices.Device("x", "nothing", needs=devices.FOLDER / "nowhere")
-        self.assertEqual(nowhere.lacking(), f"x needs {devices.FOLDER}/nowhere, which is not there: `make setup-devices`")
+        self.assertEqual(nowhere.lacking(), f"x needs {devices.FOLDER}/nowhere, which does not exist: `make setup-devices`")
         self.assertIsNone(devices.Device("x", "nothing").lacking())
         with tempfile.TemporaryDirectory() as folder:
             flaw = Path(folder) / "flaw"

@@ -50,7 +50,7 @@ class Cells(unittest.TestCase):
     def test_what_died_was_killed_or_ran_nothing_has_failed(self):
         for status, output in [(None, "running 3 tests\n"), (-11, "running 3 tests\ntest kernels::a ... ok\n"),
                                (0, WHOLE), (0, "test result: ok. 0 passed; 0 failed; 0 ignored"), (1, "")]:
-            self.assertIn("no whole run", self.cell(status, output).failures[-1])
+            self.assertIn("no complete run", self.cell(status, output).failures[-1])
 
     def test_what_was_skipped_has_not_passed(self):
         def run(_command, env):
