@@ -769,14 +769,14 @@ fn npu_output_replaces_the_heads_that_the_npu_computed() {
         let step = StepArrays { shares: b.shares(&shares, shape.num_kv_heads), ..arrays.clone() };
         let of_middle = step.rows(&middle);
         let all = 0..shape.num_kv_heads;
-        let mut run = |from_unit: bool| {
+        let mut run = |from_npu: bool| {
             let (partials, y) = (b.partials(&shape, room), b.empty(tokens, q.width));
             b.run(|k, r| {
                 for (i, part) in shares.parts.iter().enumerate() {
                     let heads = if i == 1 { offloaded..all.end } else { all.clone() };
                     k.attention_partials(r, attention, (q, &partials), &step, part, &heads);
                 }
-                if from_unit {
+                if from_npu {
                     let merges = (&of_middle.shares.merges, middle.len());
                     kernels.partials(r, &shape, (&uploaded, stride), offloaded, merges, &partials);
                 } else {

@@ -279,8 +279,8 @@ fn check_loads(pipeline: &Value) {
     let blocks = unrolled * (1 + geglu);
     assert_eq!(number(trip, "dot4"), 8 * columns * blocks, "{name}: dot products");
     // Five-bit and six-bit weights need two loads: one for the low four bits, one for the high bits.
-    let units = if pipeline["shader"].as_str().expect("a name").contains("_int8") { 2 } else { 1 };
-    assert_eq!(number(trip, "wide_loads"), units * blocks, "{name}: loads of 16 bytes");
+    let loads = if pipeline["shader"].as_str().expect("a name").contains("_int8") { 2 } else { 1 };
+    assert_eq!(number(trip, "wide_loads"), loads * blocks, "{name}: loads of 16 bytes");
     assert!(number(trip, "scalar_loads") >= columns * unrolled, "{name}: activations");
 }
 
