@@ -84,7 +84,7 @@ fn every_quantized_mode_matches_its_dequantized_golden() {
                 let expected = goldens.tokens(&format!("q.{name}.greedy.{prompt}.tokens"));
                 let margins = goldens.view::<f32>(&format!("q.{name}.greedy.{prompt}.margin"));
                 let sure = margins.iter().position(|m| *m < 2.0 * BOUND).unwrap_or(expected.len());
-                assert!(sure > 0, "{variant} {mode} {prompt}: no step is sure");
+                assert!(sure > 0, "{variant} {mode} {prompt}: no step has a clear margin");
                 let got = greedy(&mut model, &tokens, sure, 256, &[]);
                 assert_eq!(got, expected[..sure], "{variant} {mode} {prompt}");
             }

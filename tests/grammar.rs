@@ -457,9 +457,9 @@ fn random_answers_to_random_schemas_are_valid() {
         for _ in 0..3 {
             let text = walk(grammar.start(), &tokenizer, &mut rng);
             let value: Value =
-                serde_json::from_str(&text).unwrap_or_else(|e| panic!("{i}: {schema} let {text:?} be: {e}"));
+                serde_json::from_str(&text).unwrap_or_else(|e| panic!("{i}: {schema} accepts {text:?}: {e}"));
             if let Err(error) = validator.validate(&value) {
-                panic!("{i}: {schema} let {text} be: {error}");
+                panic!("{i}: {schema} accepts {text}: {error}");
             }
             longest = longest.max(text.len());
         }
@@ -678,7 +678,7 @@ fn mutated_schemas_never_panic_or_hang() {
     }
     assert!(
         compiled > 500 && walked > 200,
-        "{compiled} compiled, {walked} ended: the mutations reach too little"
+        "{compiled} compiled, {walked} ended: too few mutated schemas are valid"
     );
 }
 
@@ -723,8 +723,8 @@ fn json_grammars_give_valid_answers_with_the_real_vocabulary() {
         let grammar = grammars.compile(&strict(schema.clone())).unwrap();
         let text = walk(grammar.start(), &tokenizer, &mut rng);
         let value: Value =
-            serde_json::from_str(&text).unwrap_or_else(|e| panic!("{schema} let {text:?} be: {e}"));
-        assert!(validator.is_valid(&value), "{schema} let {text} be");
+            serde_json::from_str(&text).unwrap_or_else(|e| panic!("{schema} accepts {text:?}: {e}"));
+        assert!(validator.is_valid(&value), "{schema} accepts {text}");
     }
     // The schema has the largest number of optional properties, and one token may end a property and begin the next
     // one.

@@ -498,7 +498,7 @@ impl Chains {
         let wanted = self.all.iter().enumerate().filter(|(_, (name, _))| name.starts_with(only));
         for (which, (name, places)) in wanted {
             for place in 0..*places {
-                let (mut b, chain) = self.made(which).expect("it is there");
+                let (mut b, chain) = self.made(which).expect("the chain exists");
                 if !each(name, place, chain.run(&mut b, place)) {
                     return;
                 }

@@ -787,7 +787,7 @@ fn npu_output_replaces_the_heads_that_the_npu_computed() {
             });
             b.rows(&y, tokens).into_iter().map(f32::to_bits).collect::<Vec<u32>>()
         };
-        assert!(run(false) == whole, "{shape:?}, {kv}: heads by heads");
+        assert!(run(false) == whole, "{shape:?}, {kv}: heads computed in two parts");
         let got = run(true);
         for (at, (got, whole)) in got.iter().zip(&whole).enumerate() {
             let (token, head, i) = (at / q.width, at % q.width / shape.head_dim, at % shape.head_dim);
@@ -1437,7 +1437,10 @@ fn sampling_reports_log_probabilities_of_the_raw_distribution() {
             };
             let wanted = requests[row].logprobs as usize;
             if wanted == 0 {
-                assert!(words.iter().all(|word| *word == 0x7fc0_dead), "{what} wants none");
+                assert!(
+                    words.iter().all(|word| *word == 0x7fc0_dead),
+                    "{what} requests no log probabilities"
+                );
                 continue;
             }
             near(words[0], ids[row]);

@@ -1044,7 +1044,7 @@ async fn send_bodies(n: usize, seed: u64, runner: Box<dyn Runner>) {
         println!("{path:<28}{sent:>7}{:>10}{streamed:>12}{refused:>9}", whole + streamed);
         assert!(
             50 * whole > *sent && 50 * refused > *sent,
-            "{path}: the generator or the mutations reach too little"
+            "{path}: too few bodies were answered or refused"
         );
         all += whole + streamed;
     }
