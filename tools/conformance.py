@@ -275,9 +275,9 @@ LISTED = {
     "test_tokenize.py::test_tokenize_with_bos": ("text", "the number of the first token in its own vocabulary"),
     "test_tool_call.py::test_hello_world": ("text", "what its own model hands to the tool that it calls"),
     "test_chat.py::test_chat_completion_stream_options": (
-        "manner", "vLLM's last chunk has text beside its finish_reason, so that every chunk counts more tokens; OpenAI's has none"
+        "manner", "vLLM's last chunk has text together with its finish_reason, so that every chunk counts more tokens; OpenAI's has none"
     ),
-    "test_chat.py::test_chat_streaming": ("manner", "vLLM's last chunk has text beside its finish_reason; OpenAI's has none"),
+    "test_chat.py::test_chat_streaming": ("manner", "vLLM's last chunk has text together with its finish_reason; OpenAI's has none"),
     "test_chat.py::test_prompt_logprobs_chat": ("manner", "vLLM's answers have fields that were not requested, as null"),
     "test_completion.py::test_prompt_logprobs_completion": ("manner", "vLLM's answers have fields that were not requested, as null"),
     "test_return_token_ids.py::test_basic_completion_with_emoji": ("manner", "vLLM's answers have fields that were not requested, as null"),

@@ -298,7 +298,7 @@ def replaced(text, changes):
     """The text with each (old, new) replaced. Each old text must occur exactly once. Otherwise the file has changed,
     and this program must be adapted."""
     for old, new in changes:
-        assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in the file, where once was expected"
+        assert text.count(old) == 1, f"{old!r} occurs {text.count(old)} times in the file, expected once"
         text = text.replace(old, new)
     return text
 

@@ -233,13 +233,13 @@ def composed(machine):
     status, said = machine.run(f"{key} {files} RENDER_GID=105 {config} 2>/dev/null")
     must(status == 0, "docker-compose reads compose.yaml with compose.gpu.yaml", said)
     unicorn = json.loads(said)["services"]["unicorn"]
-    must("/dev/dri" in json.dumps(unicorn["devices"]) and unicorn["group_add"] == ["105"], "the server is given /dev/dri and the host's group", unicorn)
+    must("/dev/dri" in json.dumps(unicorn["devices"]) and unicorn["group_add"] == ["105"], "the server gets /dev/dri and the host's group", unicorn)
     status, said = machine.run(f"{key} UNICORN_ALLOW_SOFTWARE_VULKAN=true COMMIT=abc {config} 2>/dev/null")
     must(status == 0, "docker-compose reads compose.yaml alone", said)
     services = json.loads(said)["services"]
     unicorn, webui = services["unicorn"], services["open-webui"]
     must(not {"devices", "group_add"} & set(unicorn), "a host without a GPU need not have /dev/dri", unicorn)
-    must(unicorn["build"]["args"] == {"COMMIT": "abc"}, "the image is told its commit", unicorn)
+    must(unicorn["build"]["args"] == {"COMMIT": "abc"}, "the image gets its commit", unicorn)
     must(unicorn["ports"][0]["host_ip"] == "127.0.0.1", "only this machine reaches it", unicorn)
     pinned = (ROOT / "tests/openwebui/requirements.txt").read_text()
     version = webui["image"].rpartition(":v")[2]

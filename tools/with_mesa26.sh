@@ -4,7 +4,7 @@
 #
 # MESA26_DEVICE chooses what the Vulkan loader finds:
 #   lavapipe             Mesa 26's software Vulkan
-#   phoenix, strix1, ..  RADV for that GPU, over a shim that stands in for the kernel's driver: it compiles, and what is
+#   phoenix, strix1, ..  RADV for that GPU, over a shim that replaces the kernel's driver: it compiles, and what is
 #                        submitted to it "succeeds" and does nothing
 #   unset                whatever the environment says otherwise
 set -eu

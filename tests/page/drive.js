@@ -139,7 +139,7 @@ async function run(name, servers, tests, { began, look = async () => {}, togethe
   process.exitCode = failed.length ? 1 : 0;
 }
 
-/** What stands in the way of all tests is one line too. */
+/** An error that prevents all tests is reported in one line too. */
 const fails = (name) => (error) => {
   console.error(`${name}: ${error.message.split("\n")[0]}`);
   process.exitCode = 1;
