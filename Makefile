@@ -3,37 +3,37 @@
 #   make serve                     install what is missing, build, serve the demo model on 127.0.0.1:8010
 #   make serve ARGS="--model DIR"  serve with options of `unicorn serve`
 #   make test                      everything the tests need, then all tests; the last line counts them
-#   make test-clients              only the tests in which clients from the package registries ask a server
-#   make test-lm-eval              lm-eval asks a server, and is compared with `unicorn eval`; a GiB of Python packages
+#   make test-clients              only the tests in which clients from the package registries use a server
+#   make test-lm-eval              lm-eval with a server, compared with `unicorn eval`; a GiB of Python packages
 #   make test-scaling              two servers behind HAProxy and the LiteLLM proxy, one killed; 750 MB of packages, minutes
-#   make test-demo                 all questions of the demo model's set, where `make test` asks the quick ones
-#   make page-libraries            build src/api/page/libraries anew, after a change in tools/page_libraries; needs npm
-#   make test-openwebui            Open WebUI, which it installs (2 GB of disk), and a browser against a server: minutes
-#   make conformance               the tests of llama.cpp's and vLLM's servers ask a server: docs/conformance.md; minutes
-#   make edges                     the shipped binary at its edges: lost log readers and devices, hostile clients; slow
-#   make test-faults               those of a device that fails and of processes that are killed; with the suites; slow
+#   make test-demo                 all questions of the demo model's set, where `make test` uses only the quick ones
+#   make page-libraries            build src/api/page/libraries again, after a change in tools/page_libraries; needs npm
+#   make test-openwebui            install Open WebUI (2 GB of disk), and test it with a browser and a server; minutes
+#   make conformance               run the tests of llama.cpp's and vLLM's servers; writes docs/conformance.md; minutes
+#   make edges                     edge cases of the shipped binary: lost log readers and devices, hostile clients; slow
+#   make test-faults               edge cases and suites with failing devices and killed processes; slow
 #   make soak                      every route for half an hour, with lost devices and clients; ARGS="--soak 5m" is shorter
 #   make test-packages             install the Debian package, the archive and the container on new machines; as root, minutes
 #   make test-service              install and test the service in a container that boots systemd; as root, minutes
-#   make test-fresh RELEASE=bookworm  `make serve` and `make test` on a new machine, in a chroot; as root, an hour
-#   make test-27b                  write, load and ask a 27B of random weights; 16 GB of disk and of memory, minutes
-#   make test-devices              kernels and goldens on every device that stands in for a GPU: a table; half an hour
-#   make npu-shim                  libunicorn_npu.so, through which the program reaches this machine's XRT and its NPU
+#   make test-fresh RELEASE=bookworm  `make serve` and `make test` on a new machine in a chroot; as root, an hour
+#   make test-27b                  write, load and query a 27B with random weights; 16 GB of disk and of memory, minutes
+#   make test-devices              kernels and goldens on every device that replaces a GPU, as a table; half an hour
+#   make npu-shim                  libunicorn_npu.so, through which the program uses this machine's XRT and NPU
 #   make bench                     load time, prefill and decode speed, memory
 #   make bench-step                host time of a decode step of 62 layers
 #   make bench-host                host time per token: scheduler, blocks, grammars, text; needs no GPU
-#   make gpu-bench                 a folder, target/gpu-bench, with a script that checks and times another machine's GPU
+#   make gpu-bench                 the folder target/gpu-bench, with a script that checks and measures another machine's GPU
 #   make bench-serve               start a server, measure it under load, stop it; the server's options in SERVE_ARGS
-#   make release                   target/release-VERSION: archive and Debian package of the commit that is checked out
-#   make test-release              builds both in two folders, and compares them; half an hour
+#   make release                   target/release-VERSION: archive and Debian package of the checked-out commit
+#   make test-release              build both in two folders, and compare them; half an hour
 #   make install                   after `make build`, as root: binary, systemd unit, user, /etc/unicorn/config.toml
 #   make uninstall                 remove binary, unit and the user's definition; configuration and models stay
-#   make setup-devices             devices that stand in for GPUs, in .cache/devices: 340 MB; leaves the system alone
+#   make setup-devices             devices that replace GPUs, in .cache/devices: 340 MB; does not change the system
 #   make build | setup | setup-test | lint | clean | help
 
-# rustup's folder, which a shell that was opened before Rust's installation does not have in its PATH.
+# The bin folder of rustup. A shell that was opened before the installation of Rust does not have it in its PATH.
 export PATH := $(HOME)/.cargo/bin:$(PATH)
-# Keeps the software driver's compiled shaders, so that only the first run pays for LLVM.
+# Keeps the compiled shaders of the software driver, so that only the first run compiles them with LLVM.
 export MESA_SHADER_CACHE_DIR ?= $(CURDIR)/.cache/mesa
 
 UNICORN := target/debug/unicorn
@@ -108,7 +108,7 @@ bench-serve: build
 test: setup-test
 	@python3 tools/test.py
 
-# This builds as `make test` does, so that neither recompiles the dependencies with other features.
+# The same build as in `make test`, so that neither recompiles the dependencies with other features.
 test-clients: setup-test
 	cargo build --locked --all-targets
 	@python3 tools/test.py clients

@@ -1,7 +1,7 @@
-//! llama.cpp's grammars: what one accepts, the answer may be, and nothing else; what is wrong with one is said with its
-//! place.
+//! llama.cpp's GBNF grammars: an answer is accepted if and only if its grammar accepts it, and an error in a grammar is
+//! reported with its line and column.
 //!
-//! Random grammars are judged by `Expr::ends`, which tries every way to read a text.
+//! Random grammars are checked against `Expr::ends`, which tries every way to parse a text.
 
 use std::collections::BTreeSet;
 use std::fmt::Write;
@@ -34,7 +34,7 @@ number ::= "-"? ("0" | [1-9] [0-9]{0,15}) ("." [0-9]+)? ([eE] [-+]? [0-9]{1,3})?
 ws     ::= | " " | "\n" [ \t]{0,20}
 "#;
 
-/// An object that holds another, with keys that begin as any string does.
+/// An object that may contain another one. A string has the same first character as the fixed keys.
 const SCHEMA: &str = r#"
 root  ::= node
 node  ::= "{" ws "\"name\"" ws ":" ws string ("," ws "\"next\"" ws ":" ws node)? "}" ws
@@ -68,7 +68,7 @@ number     ::= [0-9]+
 "#;
 
 #[test]
-fn grammars_of_llama_cpp_accept_what_they_say() {
+fn gbnf_grammars_accept_valid_texts_and_refuse_others() {
     let grammars = grammars();
     let cases: &[(&str, &[&str], &[&str])] = &[
         (
@@ -130,7 +130,7 @@ fn grammars_of_llama_cpp_accept_what_they_say() {
             &["ab12", "cccc12", "cc1", "aab12"],
         ),
         ("root ::= .{2} \"x\" .?", &["½\nx", "xxx", "abxx"], &["ax", "abc", "abxxx"]),
-        // The longest text is the wrong one.
+        // The longest match leads to a dead end here.
         (
             "root ::= list\nlist ::= \"ab\" \"d\" | \"a\" \"bc\" | \"(\" list \")\"",
             &["abc", "abd", "((abc))"],
@@ -147,7 +147,8 @@ fn grammars_of_llama_cpp_accept_what_they_say() {
             &["", "xyxxy", "xx(y)x", "((x))y"],
             &["yyy", "(", "xyxyx"],
         ),
-        // White space: lines go on in groups and behind bars, a comment ends with its line, and names are of many kinds.
+        // White space: a rule continues on the next line inside a group and after a bar, a comment ends with its line,
+        // and names may have upper case, digits, hyphens and underscores.
         (
             "\r\n# first\r\nroot ::=\n  \"a\" | # or\n  (\n\"b\"\n  # and\n \"c\" )\r\n\n\n  x-Y_2::=\"d\"",
             &["a", "bc"],
@@ -168,7 +169,7 @@ fn grammars_of_llama_cpp_accept_what_they_say() {
 }
 
 #[test]
-fn a_wrong_grammar_is_refused_with_line_and_column() {
+fn an_invalid_grammar_is_refused_with_line_and_column() {
     let grammars = grammars();
     let deep = format!("root ::= {}\"a\"{}", "(".repeat(200), ")".repeat(200));
     let starred = format!("root ::= \"a\"{}", "*".repeat(200));
@@ -240,7 +241,7 @@ fn a_wrong_grammar_is_refused_with_line_and_column() {
 }
 
 #[test]
-fn what_a_grammar_becomes_is_bounded_too() {
+fn the_size_of_a_converted_grammar_is_limited() {
     let grammars = grammars();
     let long = format!("root ::= \"{}\"", "a".repeat(MAX_GRAMMAR_BYTES));
     assert!(refusal(&grammars, &gbnf(&long)).contains("at most 262144 are accepted"));
@@ -248,7 +249,7 @@ fn what_a_grammar_becomes_is_bounded_too() {
     let long = format!("root ::= \"{}\"", "-".repeat(MAX_GRAMMAR_BYTES / 2));
     let problem = refusal(&grammars, &gbnf(&long));
     assert!(problem.contains("as Lark, at most 262144 are accepted"), "{problem}");
-    // The two languages have keys of their own.
+    // GBNF and Lark have different syntax, so the request field decides which of them is parsed.
     let same = "start: \"a\"";
     assert!(accepts(&grammars, &GrammarSource::Lark(same.into()), "a"));
     assert!(refusal(&grammars, &gbnf(same)).contains("\"::=\""));
@@ -258,7 +259,7 @@ fn what_a_grammar_becomes_is_bounded_too() {
 #[derive(Clone, Debug)]
 enum Expr {
     Text(&'static str),
-    /// A class as it is written, and its characters among [`LETTERS`].
+    /// A class as it is written, and which characters of [`LETTERS`] it contains.
     Class(&'static str, &'static str),
     Rule(usize),
     Seq(Vec<Expr>),
@@ -270,7 +271,7 @@ enum Expr {
 const LETTERS: &str = "abc½(\"";
 
 impl Expr {
-    /// A part of rule `own` of `rules`. It begins with later rules alone, so there is no left recursion.
+    /// A random part of rule `own` of `rules`. It can begin only with later rules, so there is no left recursion.
     fn random(rng: &mut ChaCha8Rng, depth: usize, own: usize, rules: usize) -> Self {
         let inner = |rng: &mut ChaCha8Rng| Self::random(rng, depth.saturating_sub(1), own, rules);
         match rng.random_range(0..if depth == 0 { 3 } else { 10 }) {
@@ -287,7 +288,7 @@ impl Expr {
                 Self::Class(written, of)
             }
             3 if own + 1 < rules => Self::Rule(rng.random_range(own + 1..rules)),
-            // Behind a character any rule may come, and some way out must be there.
+            // After a character, any rule may follow without left recursion. The second alternative ends the recursion.
             4 => Self::Alt(vec![
                 Self::Seq(vec![Self::Text("("), Self::Rule(rng.random_range(0..rules)), inner(rng)]),
                 inner(rng),
@@ -333,7 +334,7 @@ impl Expr {
         }
     }
 
-    /// Where a text may end that begins at `from`.
+    /// All positions where a text that begins at `from` may end.
     fn ends(&self, rules: &[Expr], text: &[char], from: usize) -> BTreeSet<usize> {
         let then = |ends: &BTreeSet<usize>, expr: &Expr| -> BTreeSet<usize> {
             ends.iter().flat_map(|end| expr.ends(rules, text, *end)).collect()
@@ -367,14 +368,14 @@ impl Expr {
         }
     }
 
-    /// Appends a random text, of rules so deep.
+    /// Appends a random text that the expression accepts. `depth` limits how deeply rules nest.
     fn say(&self, rules: &[Expr], rng: &mut ChaCha8Rng, depth: usize, out: &mut String) {
         match self {
             Self::Text(text) => *out += text,
             Self::Class(_, of) => out.push(*of.chars().collect::<Vec<_>>().choose(rng).unwrap()),
             Self::Rule(rule) => rules[*rule].say(rules, rng, depth.saturating_sub(1), out),
             Self::Seq(exprs) => exprs.iter().for_each(|expr| expr.say(rules, rng, depth, out)),
-            // The last one leads out.
+            // The last alternative always ends the recursion.
             Self::Alt(exprs) if depth == 0 => exprs.last().unwrap().say(rules, rng, depth, out),
             Self::Alt(exprs) => exprs.choose(rng).unwrap().say(rules, rng, depth, out),
             Self::Repeat(expr, least, most) => {
@@ -430,11 +431,11 @@ fn random_grammars_accept_their_own_texts_and_no_others() {
                 _ => characters.truncate(at),
             }
             let text: String = characters.iter().collect();
-            let sound = rules[0].ends(&rules, &characters, 0).contains(&characters.len());
-            assert_eq!(accepts(&grammars, &gbnf(&written), &text), sound, "{i}: {written}{text:?}");
-            if sound { accepted += 1 } else { refused += 1 }
+            let expected = rules[0].ends(&rules, &characters, 0).contains(&characters.len());
+            assert_eq!(accepts(&grammars, &gbnf(&written), &text), expected, "{i}: {written}{text:?}");
+            if expected { accepted += 1 } else { refused += 1 }
         }
-        // A random walk under the mask.
+        // Generate a random answer that the masks allow.
         let mut constraint = grammar.start();
         let mut ids = Vec::new();
         while ids.len() < 16 {
@@ -442,7 +443,7 @@ fn random_grammars_accept_their_own_texts_and_no_others() {
             let id = *choices.choose(&mut rng).unwrap();
             if STOPS.contains(&id) {
                 let text: Vec<char> = tokenizer.decode(&ids, true).chars().collect();
-                // Classes are judged by the letters alone.
+                // `Expr` knows only the characters in `LETTERS`, so other texts are not checked.
                 if text.iter().all(|c| letters.contains(c)) {
                     assert!(rules[0].ends(&rules, &text, 0).contains(&text.len()), "{i}: {written}{text:?}");
                 }
@@ -452,7 +453,10 @@ fn random_grammars_accept_their_own_texts_and_no_others() {
             ids.push(id);
         }
     }
-    assert!(accepted > 100 && refused > 300, "{accepted} accepted, {refused} refused: too little of either");
+    assert!(
+        accepted > 100 && refused > 300,
+        "{accepted} accepted, {refused} refused: one of them is too rare"
+    );
 }
 
 #[test]
@@ -495,10 +499,10 @@ fn mutated_grammars_never_panic_or_hang() {
         "expr",
         "\n a ::= ",
     ];
-    let sound = [JSON, SCHEMA, ARITHMETIC, CHESS, C_LIKE];
+    let valid = [JSON, SCHEMA, ARITHMETIC, CHESS, C_LIKE];
     let (mut compiled, mut refused) = (0, 0);
     for _ in 0..3000 {
-        let mut grammar: Vec<char> = sound.choose(&mut rng).unwrap().chars().collect();
+        let mut grammar: Vec<char> = valid.choose(&mut rng).unwrap().chars().collect();
         for _ in 0..rng.random_range(1..5) {
             let at = rng.random_range(0..grammar.len());
             let end = (at + rng.random_range(0..4)).min(grammar.len());
@@ -515,7 +519,7 @@ fn mutated_grammars_never_panic_or_hang() {
 }
 
 #[test]
-fn large_grammars_are_bounded() {
+fn large_grammars_compile_or_are_refused_with_a_short_error() {
     let grammars = grammars();
     let chain = |n: usize, rule: fn(usize) -> String| {
         let rules: String = (0..n).map(|i| format!("r{i} ::= {}\n", rule(i + 1))).collect();
@@ -547,9 +551,9 @@ fn large_grammars_are_bounded() {
     }
 }
 
-/// A string of free text costs what a schema's costs, since it is one terminal.
+/// Free text in a string is a single terminal, so it costs as little as in a JSON schema.
 #[test]
-fn the_real_vocabulary_follows_a_grammar() {
+fn grammars_accept_long_free_text_with_the_real_vocabulary() {
     let Some(json) = real_tokenizer_json() else { return support::skip("real-tokenizer") };
     let tokenizer = Tokenizer::from_bytes(&json, "tokenizer.json").unwrap();
     let grammars = Grammars::new(tokenizer.clone(), 262_208, &STOPS);

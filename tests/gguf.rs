@@ -1,5 +1,5 @@
-//! GGUF: headers with wrong fields, tensors bit by bit, the config that the metadata gives, tokenizers, and logits of
-//! every reference file (`tests/data/gguf`) on the device.
+//! GGUF: invalid headers, tensors compared bit by bit, the config from the metadata, tokenizers, and logits of every
+//! reference file (`tests/data/gguf`) on the device.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::fs;
@@ -57,7 +57,7 @@ fn f32_bytes(values: &[f32]) -> Vec<u8> {
     values.iter().flat_map(|value| value.to_le_bytes()).collect()
 }
 
-// --- writing GGUF -----------------------------------------------------------------------------------------
+// --- writing GGUF -------------------------------------------------------------------------------------------
 
 /// A metadata value.
 #[derive(Debug, Clone)]
@@ -72,7 +72,7 @@ enum Val {
     Floats(Vec<f32>),
     Ints(Vec<i32>),
     Flags(Vec<bool>),
-    /// A value of any type, as its bytes are.
+    /// A value of any type, given as its bytes.
     Raw(u32, Vec<u8>),
 }
 
@@ -115,15 +115,15 @@ impl Val {
 #[derive(Debug, Clone)]
 struct TensorSpec {
     name: String,
-    /// The dimensions, of which the fastest comes first.
+    /// The dimensions. The first one is contiguous in memory.
     dims: Vec<u64>,
     kind: u32,
     bytes: Vec<u8>,
-    /// The offset that the header gives for the tensor's bytes; `None` for the true one.
+    /// The offset that the header gives for the tensor's bytes. `None` = the true offset.
     offset: Option<u64>,
 }
 
-/// A GGUF file that tests write, and spoil.
+/// A GGUF file that tests write and corrupt.
 #[derive(Debug, Clone)]
 struct Writer {
     version: u32,
@@ -189,7 +189,7 @@ fn in_memory(bytes: Vec<u8>) -> ModelFiles {
     ModelFiles::in_memory("m", [("m.gguf".to_owned(), bytes)])
 }
 
-/// The number of values, and of bytes, of a block of each quantized type, by ggml's number.
+/// ggml's type number, values per block and bytes per block of each quantized type.
 const BLOCKS: [(u32, usize, usize); 8] = [
     (2, 32, 18),
     (3, 32, 20),
@@ -200,7 +200,7 @@ const BLOCKS: [(u32, usize, usize); 8] = [
     (13, 256, 176),
     (14, 256, 210),
 ];
-/// Bytes of a value of the plain types.
+/// ggml's type number and bytes per value of the plain types.
 const PLAIN: [(u32, usize); 3] = [(0, 4), (1, 2), (30, 2)];
 
 fn tensor_bytes(kind: u32, values: usize) -> usize {
@@ -210,8 +210,8 @@ fn tensor_bytes(kind: u32, values: usize) -> usize {
     }
 }
 
-/// A whole model of one layer whose rows have 256 values. Each matrix has a type of its own and small values, and the
-/// vocabulary has all bytes.
+/// A complete model with one layer, whose rows have 256 values. Each matrix has a different type and small values. The
+/// vocabulary has all byte tokens.
 fn small_model(rng: &mut ChaCha8Rng) -> Writer {
     let mut file = Writer::new();
     file.set("general.architecture", Val::Text("gemma3".into()))
@@ -240,7 +240,7 @@ fn small_model(rng: &mut ChaCha8Rng) -> Writer {
     };
     let mut matrix = |file: &mut Writer, name: &str, rows: u64, kind: u32| {
         let mut bytes: Vec<u8> = (0..tensor_bytes(kind, rows as usize * 256)).map(|_| rng.random()).collect();
-        // All bits may be random but the exponents of scales, which must be those of finite f16 and f32 numbers.
+        // All bits may be random except the exponents of the scales, which must be finite f16 or f32 numbers.
         match kind {
             0 => bytes.chunks_exact_mut(4).for_each(|b| b[3] &= 0x3f),
             1 | 30 => bytes.chunks_exact_mut(2).for_each(|b| b[1] &= 0x3b),
@@ -282,7 +282,7 @@ fn small_model(rng: &mut ChaCha8Rng) -> Writer {
     file
 }
 
-/// Gemma's control tokens and bytes, then `pieces`, each with a score below the one before it.
+/// Gemma's control tokens and byte tokens, then `pieces` with decreasing scores.
 fn set_vocabulary(file: &mut Writer, pieces: &[&str]) {
     let mut tokens: Vec<String> =
         ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"].map(String::from).into();
@@ -308,7 +308,7 @@ fn set_vocabulary(file: &mut Writer, pieces: &[&str]) {
         .set("tokenizer.ggml.padding_token_id", Val::U32(0));
 }
 
-// --- the reference files ----------------------------------------------------------------------------------
+// --- the reference files ------------------------------------------------------------------------------------
 
 #[derive(Deserialize)]
 struct TensorGolden {
@@ -320,7 +320,7 @@ struct TensorGolden {
     f32_sha256: Option<String>,
 }
 
-/// The names that the reference's Python converter writes, spelled out.
+/// Hugging Face's name of a tensor with llama.cpp's name.
 fn hugging_face_name(name: &str) -> String {
     let part = |part: &str| match part {
         "attn_norm" => "input_layernorm",
@@ -371,7 +371,7 @@ fn every_tensor_dequantizes_to_the_bits_of_the_reference() {
             let values = tensor.to_f32().unwrap();
             let expected = golden.f32_sha256.as_ref().unwrap_or(&golden.sha256);
             assert_eq!(&sha256(&f32_bytes(&values)), expected, "{file}: {name} ({kind})");
-            // The device's layout holds the same bits.
+            // The layout on the device has the same values.
             let scheme = tensor.scheme().unwrap();
             if scheme.grouping(tensor.cols()).is_some() {
                 let mut row = QuantizedRow::new(scheme, tensor.cols());
@@ -386,7 +386,7 @@ fn every_tensor_dequantizes_to_the_bits_of_the_reference() {
                 }
             }
             if let Encoding::Ggml(ggml) = tensor.encoding {
-                // Memory bounds decoding, so the bytes read of whole tiles are about the bytes that the file holds.
+                // Memory bandwidth limits decoding, so whole tiles may take at most 5% more bytes than the file.
                 let (rows, cols) = (32, 256);
                 let bytes = scheme.block_bytes(rows, cols) + scheme.scale_bytes(rows, cols);
                 let in_file = rows * cols / ggml.kind.block_values() * ggml.kind.block_bytes();
@@ -401,7 +401,7 @@ fn every_tensor_dequantizes_to_the_bits_of_the_reference() {
 }
 
 #[test]
-fn the_metadata_of_the_reference_becomes_its_config() {
+fn the_config_from_metadata_matches_the_reference() {
     for (folder, file) in FILES {
         let files = reference(folder, file);
         assert_eq!(files.name(), file);
@@ -482,8 +482,8 @@ fn log_softmax(logits: &[f32]) -> Vec<f32> {
     logits.iter().map(|x| x - max - sum.ln() as f32).collect()
 }
 
-/// Logits and greedy tokens of one file. They agree closely with the exact oracle, and with llama.cpp within the noise
-/// of its rounded activations (`llama_bound`).
+/// Checks logits and greedy tokens of one file. They must be close to the exact oracle, and within `llama_bound` of
+/// llama.cpp, which rounds activations.
 fn check_logits(folder: &str, file: &str, exact_bound: f32, llama_bound: f32) {
     let base = Goldens::read(&data("gguf").join(folder).join("base.safetensors"));
     let goldens = Goldens::read(&data("gguf").join(folder).join(format!("{file}.goldens.safetensors")));
@@ -500,7 +500,7 @@ fn check_logits(folder: &str, file: &str, exact_bound: f32, llama_bound: f32) {
             positions.iter().flat_map(|&p| all[p as usize * vocab..][..vocab].to_vec()).collect();
         let exact = max_difference(&got, &goldens.view::<f32>(&format!("exact.logits.{prompt}")));
 
-        // Log probabilities determine logits up to a constant, so the means of both are brought together.
+        // Log probabilities determine logits only up to a constant, so the mean difference is subtracted.
         let got = log_softmax(&all[(tokens.len() - 1) * vocab..]);
         let theirs = goldens.view::<f32>(&format!("llama.logprobs.{prompt}"));
         let shift = got.iter().zip(&theirs).map(|(a, b)| a - b).sum::<f32>() / vocab as f32;
@@ -517,7 +517,7 @@ fn check_logits(folder: &str, file: &str, exact_bound: f32, llama_bound: f32) {
             "{file} {prompt}: {llama} {mean} {kl}"
         );
 
-        // The tokens are equal up to the first step that the noise could turn.
+        // The tokens must be equal up to the first step at which this noise could change the choice.
         for (oracle, noise) in [("exact", 5e-3), ("llama", 2.0 * llama_bound)] {
             let expected = goldens.tokens(&format!("{oracle}.greedy.{prompt}.tokens"));
             let margins = goldens.view::<f32>(&format!("{oracle}.greedy.{prompt}.margin"));
@@ -554,7 +554,7 @@ fn the_shape_of_qat_files_matches_both_oracles() {
 }
 
 #[test]
-fn rows_that_are_no_multiple_of_256_match_both_oracles() {
+fn rows_that_are_not_a_multiple_of_256_match_both_oracles() {
     check_logits("gguf-s", "gguf-s-Q4_K_M", 1e-3, 0.7);
     check_logits("gguf-s", "gguf-s-Q4_1-pure", 1e-3, 0.4);
     check_logits("gguf-s", "gguf-s-Q8_0", 1e-3, 0.4);
@@ -566,8 +566,8 @@ fn sixty_two_layers_scale_attention_as_the_27b_does() {
 }
 
 #[test]
-fn quantizing_a_gguf_starts_from_its_values() {
-    // The embedding alone is stored as int8 rows, which the f16 head of a QAT file needs.
+fn quantizing_a_gguf_file_starts_from_its_dequantized_values() {
+    // `emb8` stores only the embedding as int8 rows. QAT files have it in f16.
     let files = reference("gguf-s", "gguf-s-Q4_0-embF16");
     let base = Goldens::read(&data("gguf/gguf-s/base.safetensors"));
     let tokens = base.tokens("tokens.short");
@@ -584,7 +584,7 @@ fn quantizing_a_gguf_starts_from_its_values() {
         println!("{quantize}: max |difference| {difference:.2e}, {} of {bytes} bytes", model.weight_bytes());
         assert!((low..high).contains(&difference), "{quantize}: {difference}");
         if quantize == QuantizeMode::Emb8 {
-            // The matrix has 512 rows of 96: half the bytes, and a scale for each row.
+            // The matrix has 512 rows of 96 columns: int8 saves one byte a value, and adds a scale of 2 bytes a row.
             assert_eq!(bytes - model.weight_bytes(), 512 * 96 - 512 * 2);
         }
     }
@@ -640,7 +640,8 @@ fn check_tokenizer_cases(tokenizer: &Tokenizer) {
         };
         assert_eq!(hex(&bytes(true)), case.bytes_hex_with_special, "{:?}", case.ids);
         assert_eq!(hex(&bytes(false)), case.bytes_hex_without_special, "{:?}", case.ids);
-        // Where the bytes are not UTF-8, transformers has one U+FFFD for each byte of the whole run of byte tokens.
+        // If the bytes are not valid UTF-8, transformers writes one U+FFFD for each byte of the whole run of byte
+        // tokens.
         let decoded = tokenizer.decode(&case.ids, false);
         assert_eq!(decoded, String::from_utf8_lossy(&bytes(true)), "{:?}", case.ids);
         let cut = [&decoded, &case.hf_text].map(|text| text.contains(char::REPLACEMENT_CHARACTER));
@@ -649,13 +650,13 @@ fn check_tokenizer_cases(tokenizer: &Tokenizer) {
 }
 
 #[test]
-fn the_tokenizer_of_the_metadata_gives_llama_cpp_s_ids() {
+fn a_tokenizer_from_metadata_gives_the_ids_of_llama_cpp() {
     for (folder, file) in FILES {
         let files = reference(folder, file);
         let tokenizer = tokenizer(&files).unwrap();
         assert_eq!(tokenizer.vocab_size(), 512, "{file}");
         check_tokenizer_cases(&tokenizer);
-        // The template is in the metadata too.
+        // The chat template is in the metadata too.
         let config: Json =
             serde_json::from_slice(&files.read("tokenizer_config.json").unwrap().unwrap()).unwrap();
         assert_eq!((&config["bos_token"], &config["eos_token"]), (&"<bos>".into(), &"<end_of_turn>".into()));
@@ -664,8 +665,8 @@ fn the_tokenizer_of_the_metadata_gives_llama_cpp_s_ids() {
     }
 }
 
-/// llama.cpp's algorithm by its definition: of all neighbours whose joined text is a piece, join those with the best
-/// score, and the leftmost of these, until there are none.
+/// llama.cpp's algorithm by its definition: of all neighbours whose concatenation is a piece, merge the pair with the
+/// best score (the leftmost one of ties), until no such pair is left.
 fn join_by_scores(text: &str, scores: &HashMap<String, f32>) -> Vec<String> {
     let mut symbols: Vec<String> = text.chars().map(String::from).collect();
     loop {
@@ -683,9 +684,9 @@ fn join_by_scores(text: &str, scores: &HashMap<String, f32>) -> Vec<String> {
     }
 }
 
-/// Random vocabularies with pieces that overlap themselves in every way, and texts with runs of one letter.
+/// Random vocabularies with pieces that overlap in many ways, and texts with runs of one letter.
 #[test]
-fn merges_made_from_scores_join_what_the_scores_join() {
+fn merges_derived_from_scores_give_the_tokens_of_merging_by_score() {
     const ROUNDS: u64 = 150;
     let seed = 0x6006_0F00;
     println!("seed {seed:#x}");
@@ -695,8 +696,8 @@ fn merges_made_from_scores_join_what_the_scores_join() {
         let alphabet = &["a", "b", "\u{2581}", "\u{e9}"][..rng.random_range(1..=4)];
         let mut pieces: Vec<String> = alphabet.iter().map(|c| (*c).to_string()).collect();
         let mut known: HashSet<String> = pieces.iter().cloned().collect();
-        // Half of the pieces are made as a training makes them, from two existing pieces. The others are made from
-        // letters, and no merge may reach them.
+        // Half of the pieces are concatenations of two existing pieces, as in a trained vocabulary. The others are
+        // random letters, and possibly no sequence of merges produces them.
         for _ in 0..rng.random_range(4..60) {
             let piece = match rng.random_bool(0.5) {
                 true => {
@@ -708,7 +709,7 @@ fn merges_made_from_scores_join_what_the_scores_join() {
                 pieces.push(piece);
             }
         }
-        // All scores differ, and are not in the order of the pieces.
+        // All scores differ, and their order is not the order of the pieces.
         let mut order: Vec<usize> = (0..pieces.len()).collect();
         for i in (1..order.len()).rev() {
             order.swap(i, rng.random_range(0..=i));
@@ -735,7 +736,7 @@ fn merges_made_from_scores_join_what_the_scores_join() {
     assert!(joined > 20_000, "{joined}");
 }
 
-/// Runs of added pieces that share one score, as Google's QAT files have them. They are joined from the left.
+/// Runs of added pieces with one score, as in Google's QAT files, are merged from the left.
 #[test]
 fn runs_of_pieces_with_one_score_are_joined_from_the_left() {
     let mut file = Writer::new();
@@ -765,9 +766,9 @@ fn runs_of_pieces_with_one_score_are_joined_from_the_left() {
     }
 }
 
-/// A vocabulary as large as the real one takes bounded memory, and gives the same ids.
+/// A vocabulary of the real size loads within bounded memory and gives the same ids as merging by score.
 #[test]
-fn a_vocabulary_of_the_real_size_is_read() {
+fn a_vocabulary_of_the_real_size_loads_within_bounded_memory() {
     let seed = 0xB16_0CAB;
     println!("seed {seed:#x}");
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
@@ -775,7 +776,8 @@ fn a_vocabulary_of_the_real_size_is_read() {
     let mut pieces = letters.clone();
     let mut known: HashSet<String> = pieces.iter().cloned().collect();
     while pieces.len() < 262_144 - 262 {
-        // The pieces are made as a training makes them: early pieces are short, and take part in many others.
+        // The pieces are concatenations of existing pieces, as in a trained vocabulary: early pieces are short, and
+        // many others contain them.
         let reach = rng.random_range(27..=pieces.len());
         let piece =
             [&pieces[rng.random_range(0..reach)][..], &pieces[rng.random_range(0..reach.min(2000))]].concat();
@@ -804,8 +806,8 @@ fn a_vocabulary_of_the_real_size_is_read() {
     assert!(got.len() < 1500);
 }
 
-/// The real vocabulary, as llama.cpp's converter writes it and as Google's own files have it, against the goldens of
-/// the real tokenizer.json.
+/// The real vocabulary, as llama.cpp's converter writes it and as Google's own files have it, compared with the goldens
+/// of the real tokenizer.json.
 #[test]
 fn the_real_vocabulary_gives_the_ids_of_the_real_tokenizer() {
     let Some(json) = real_tokenizer_json() else { return support::skip("real-tokenizer") };
@@ -813,7 +815,7 @@ fn the_real_vocabulary_gives_the_ids_of_the_real_tokenizer() {
     let vocab = json["model"]["vocab"].as_object().unwrap();
     let mut tokens = vec![String::new(); vocab.len()];
     vocab.iter().for_each(|(text, id)| tokens[id.as_u64().unwrap() as usize] = text.clone());
-    // Pieces come in the order in which they were trained, and a piece's score is its place.
+    // Pieces are in the order in which they were trained. The score of a piece is its negative position.
     let mut scores: Vec<f32> = (0..tokens.len()).map(|id| -(id as f32)).collect();
     let mut types = vec![1; tokens.len()];
     tokens
@@ -823,7 +825,7 @@ fn the_real_vocabulary_gives_the_ids_of_the_real_tokenizer() {
         .for_each(|(_, kind)| *kind = 6);
     let (mut converted, mut qat) = (Writer::new(), Writer::new());
     for added in json["added_tokens"].as_array().unwrap() {
-        // The last added token has no place in the vocabulary: the image token of the multimodal models.
+        // The last added token, the image token of multimodal models, is not in the vocabulary.
         let id = added["id"].as_u64().unwrap() as usize;
         if id < tokens.len() {
             let special = added["special"].as_bool().unwrap() || tokens[id].starts_with("<unused") || id == 4;
@@ -836,12 +838,12 @@ fn the_real_vocabulary_gives_the_ids_of_the_real_tokenizer() {
             .set("tokenizer.ggml.bos_token_id", Val::U32(2))
             .set("tokenizer.ggml.unknown_token_id", Val::U32(3));
     }
-    // In Google's files all pieces but four are normal.
+    // In Google's files, all pieces except four are normal.
     let normal = [vec![3, 3, 3, 2], vec![1; types.len() - 4]].concat();
     qat.set("tokenizer.ggml.tokens", Val::Texts(tokens.clone()))
         .set("tokenizer.ggml.token_type", Val::Ints(normal))
         .set("tokenizer.ggml.scores", Val::Floats(scores.clone()));
-    // The converter writes spaces of added pieces as spaces, and one score for all of them.
+    // The converter writes spaces of added pieces as spaces, and gives all of these pieces one score.
     for (token, (kind, score)) in tokens.iter_mut().zip(types.iter().zip(&mut scores)) {
         if matches!(kind, 3 | 4) {
             *token = token.replace('\u{2581}', " ");
@@ -861,13 +863,13 @@ fn the_real_vocabulary_gives_the_ids_of_the_real_tokenizer() {
         let text = case["text"].as_str().unwrap();
         let expected: Vec<u32> =
             case["ids"].as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect();
-        // The image token has no place in the vocabulary, and spaces of added pieces are no marks any more.
+        // The image token is not in the vocabulary, and the converter has replaced the space marks of added pieces.
         if expected.contains(&262_144) || text.contains('\u{2581}') {
             continue;
         }
         assert_eq!(converted.encode(text, false).unwrap(), expected, "{text:?}");
         checked += 1;
-        // Normal pieces are not cut out of a text, so <h1>, <unused7> and [multimodal] are spelled out.
+        // Normal pieces are not matched before tokenization, so <h1>, <unused7> and [multimodal] are split.
         if !text.replace("_of_turn>", "").contains(['>', ']']) {
             assert_eq!(qat.encode(text, false).unwrap(), expected, "{text:?}");
             checked_qat += 1;
@@ -923,7 +925,7 @@ fn a_gpt2_style_vocabulary_gives_the_ids_of_its_tokenizer_json() {
 }
 
 #[test]
-fn a_tokenizer_s_settings_come_from_the_metadata() {
+fn tokenizer_settings_come_from_the_metadata() {
     let pieces = ["a", "b", "\u{2581}", "\u{2581}a", "ab", "  ", "\n\n", "\n"];
     let make = |change: &dyn Fn(&mut Writer)| {
         let mut file = Writer::new();
@@ -949,7 +951,8 @@ fn a_tokenizer_s_settings_come_from_the_metadata() {
     });
     assert_eq!(prefix.encode("ab", false).unwrap(), [space_a, b]);
 
-    // User-defined pieces are cut out first, the longest first, with spaces as the converter writes them.
+    // User-defined pieces are matched first, the longest one before the others. The converter writes their spaces as
+    // spaces.
     let user_defined = make(&|file| {
         let types = [vec![3, 3, 3, 2, 3, 3], vec![6; 256], vec![1, 1, 1, 1, 1, 4, 4, 4]].concat();
         file.set("tokenizer.ggml.token_type", Val::Ints(types));
@@ -959,7 +962,7 @@ fn a_tokenizer_s_settings_come_from_the_metadata() {
     assert!(!user_defined.is_special(spaces) && plain.is_special(2) && plain.is_special(3));
     assert_eq!(plain.encode("b  b", false).unwrap(), [b, space, space, b]);
 
-    // Google's QAT files have the marks of turns as normal pieces. Ollama's files have a token without a row.
+    // In Google's QAT files, the turn tokens are normal pieces.
     let mistyped = make(&|file| {
         let types = [vec![3, 3, 3, 2, 1, 1], vec![1; 256], vec![1; 8]].concat();
         file.set("tokenizer.ggml.token_type", Val::Ints(types));
@@ -967,7 +970,7 @@ fn a_tokenizer_s_settings_come_from_the_metadata() {
     assert_eq!(mistyped.encode("<start_of_turn>b<end_of_turn>", false).unwrap(), [4, b, 5]);
     assert!(mistyped.is_special(4) && mistyped.is_special(5));
 
-    // These ids have no token of their own.
+    // Ids with an empty or padding token have no token.
     let padded = make(&|file| {
         let mut tokens: Vec<String> = (0..262).map(|id| plain.token(id).unwrap()).collect();
         tokens.extend(["a", "", "b", "[PAD265]", "[PAD266]"].map(String::from));
@@ -980,7 +983,7 @@ fn a_tokenizer_s_settings_come_from_the_metadata() {
 }
 
 #[test]
-fn a_vocabulary_that_cannot_be_expressed_is_refused() {
+fn an_unsupported_vocabulary_is_refused_with_its_key() {
     type Case<'a> = (&'a dyn Fn(&mut Writer), &'a str);
     let cases: [Case; 13] = [
         (
@@ -1055,7 +1058,7 @@ fn a_vocabulary_that_cannot_be_expressed_is_refused() {
             "tokens: element 263 has 256 bytes; expected at most 255 in a piece that is not a control token",
         ),
     ];
-    // Every part of a text is a piece, so the merges would take a hundred times the file's bytes.
+    // Every substring is a piece, so the list of merges would take a hundred times the bytes of the file.
     let mut rng = ChaCha8Rng::seed_from_u64(7);
     let text: String = (0..200).map(|_| rng.random_range('a'..='z')).collect();
     let parts: BTreeSet<&str> =
@@ -1090,15 +1093,15 @@ fn config_of(change: &dyn Fn(&mut Writer)) -> Result<ModelConfig, String> {
     ModelConfig::load(&file.files()).map(|(config, _)| config).map_err(|e| e.to_string())
 }
 
-/// Metadata of other converters, and fields that they leave out.
+/// Metadata of other converters, with other keys and missing fields.
 #[test]
-fn the_keys_of_other_converters_are_known() {
+fn metadata_of_other_converters_is_accepted() {
     let base = config_of(&|_| ()).unwrap();
     assert_eq!((base.head_dim, base.query_pre_attn_scalar, base.rope_scaling_factor), (32, 32.0, 8.0));
-    // The ends are `<eos>`, which the file names, and the end of a turn.
+    // The end tokens are `<eos>`, which the file names, and `<end_of_turn>`.
     assert_eq!(base.eos_token_ids, [1, 5]);
 
-    // Ollama's files have nested rope keys, and leave out the others.
+    // Ollama's files have nested rope keys and omit the other keys.
     let ollama = config_of(&|file| {
         for key in [
             "attention.layer_norm_rms_epsilon",
@@ -1123,7 +1126,7 @@ fn the_keys_of_other_converters_are_known() {
     };
     let config = config_of(&defaults).unwrap();
     assert_eq!((config.rope_theta, config.rope_local_base_freq), (1e6, 1e4));
-    // A model with its vision tower in the same file is a model of the long context, whose factor the file leaves out.
+    // A file that also has the vision tower, and a long context, is a model whose rope factor the file omits.
     let vision = |context: u32| {
         config_of(&move |file| {
             file.remove("gemma3.rope.scaling.type").remove("gemma3.rope.scaling.factor");
@@ -1134,7 +1137,7 @@ fn the_keys_of_other_converters_are_known() {
         .rope_scaling_factor
     };
     assert_eq!((vision(131_072), vision(32_768)), (8.0, 1.0));
-    // A 1B of Ollama's has a soft cap, which Gemma-3 does not have.
+    // Ollama's 1B file has a soft cap, which Gemma-3 does not have.
     let one_b = config_of(&|file| {
         file.set("gemma3.block_count", Val::U32(26)).remove("gemma3.attention.sliding_window_pattern");
         file.set("gemma3.final_logit_softcapping", Val::F32(30.0));
@@ -1143,7 +1146,7 @@ fn the_keys_of_other_converters_are_known() {
         one_b.unwrap().layer_types.iter().filter(|kind| **kind == LayerType::FullAttention).count(),
         4
     );
-    // Google's files have no type of scaling, or factor 1.
+    // Google's files have no scaling type, or factor 1.
     for (kind, factor, expected) in
         [(None, 8.0, 8.0), (Some("linear"), 1.0, 1.0), (Some("none"), 8.0, 1.0), (None, 0.0, 1.0)]
     {
@@ -1169,24 +1172,24 @@ fn the_keys_of_other_converters_are_known() {
         });
         assert_eq!(config.unwrap().layer_types, [expected], "{pattern:?}");
     }
-    // Without sliding layers there is no window to name.
+    // Without sliding layers, the window may be missing.
     let config = config_of(&|file| {
         file.set("gemma3.attention.sliding_window_pattern", Val::U32(1));
         file.remove("gemma3.attention.sliding_window");
     });
     assert_eq!(config.unwrap().window(), None);
-    // One value for each layer stands in for one value for all.
+    // A list with one value for each layer is accepted if all values are equal.
     let config = config_of(&|file| {
         file.set("gemma3.feed_forward_length", Val::Ints(vec![256]));
     });
     assert_eq!(config.unwrap().intermediate_size, 256);
-    // If the file has no length of keys, a head has its share of the hidden size.
+    // Without a key length, a head has its share of the hidden size.
     let config = config_of(&|file| {
         file.remove("gemma3.attention.key_length");
     });
     assert_eq!(config.unwrap().head_dim, 32);
 
-    // The vision tower of the same file is ignored.
+    // A vision tower in the same file is ignored.
     let mut file = small(1);
     file.tensor("v.blk.0.attn_q.weight", &[32], 0, vec![0; 128]).tensor(
         "mm.input_projection.weight",
@@ -1200,7 +1203,7 @@ fn the_keys_of_other_converters_are_known() {
 }
 
 #[test]
-fn metadata_of_another_model_is_refused_by_key() {
+fn metadata_of_an_unsupported_model_is_refused_with_its_key() {
     type Case<'a> = (&'a str, Option<Val>, &'a str);
     let cases: Vec<Case> = vec![
         (
@@ -1262,7 +1265,7 @@ fn metadata_of_another_model_is_refused_by_key() {
         .expect_err(key);
         assert_eq!(error, format!("m (in memory)/m.gguf: key {key}: {expected}"));
     }
-    // A value that the reader of config.json refuses is refused in a GGUF file as well.
+    // A value that the reader of config.json refuses is refused in a GGUF file too.
     let place = "m (in memory)/config.json";
     for (key, value, expected) in [
         (
@@ -1301,11 +1304,11 @@ fn open(bytes: Vec<u8>) -> Result<Checkpoint, String> {
     Checkpoint::open(&in_memory(bytes)).map_err(|e| e.to_string())
 }
 
-/// Number of bytes of the header's fields before the keys.
+/// Bytes of the header before the first key.
 const PREAMBLE: usize = 24;
 
 #[test]
-fn a_header_that_lies_is_refused_by_key_or_tensor() {
+fn an_invalid_header_is_refused_with_its_key_or_tensor() {
     let mut tiny = Writer::new();
     tiny.set("k", Val::U32(7)).tensor("t", &[4, 2], 0, f32_bytes(&[1.0; 8]));
     assert_eq!(open(tiny.bytes()).unwrap().get("t").unwrap().shape, [2, 4]);
@@ -1313,14 +1316,14 @@ fn a_header_that_lies_is_refused_by_key_or_tensor() {
     second.version = 2;
     assert_eq!(open(second.bytes()).unwrap().iter().len(), 1);
 
-    let spoil = |change: &dyn Fn(&mut Vec<u8>)| {
+    let corrupt = |change: &dyn Fn(&mut Vec<u8>)| {
         let mut bytes = tiny.bytes();
         change(&mut bytes);
         open(bytes).err().unwrap()
     };
     let put = |at: usize, value: &[u8]| {
         let value = value.to_vec();
-        spoil(&|bytes| bytes[at..at + value.len()].copy_from_slice(&value))
+        corrupt(&|bytes| bytes[at..at + value.len()].copy_from_slice(&value))
     };
     let write = |change: &dyn Fn(&mut Writer)| {
         let mut file = tiny.clone();
@@ -1328,12 +1331,12 @@ fn a_header_that_lies_is_refused_by_key_or_tensor() {
         open(file.bytes()).err().unwrap()
     };
     let huge = u64::MAX.to_le_bytes();
-    // The first key's name begins behind its length, and the first tensor behind the key's type and value.
+    // The name of the first key begins after its length. The first tensor begins after the type and value of the key.
     let (key, tensor) = (PREAMBLE, PREAMBLE + 8 + 1 + 4 + 4);
     let after_name = tensor + 8 + 1;
     let cases: Vec<(String, &str)> = vec![
         (
-            spoil(&|b| b.truncate(3)),
+            corrupt(&|b| b.truncate(3)),
             ": the magic takes 4 bytes, but 3 are left: the file is truncated or corrupt",
         ),
         (
@@ -1451,13 +1454,13 @@ fn a_header_that_lies_is_refused_by_key_or_tensor() {
             ": tensor t: has the offset 4; expected a multiple of 32",
         ),
         (
-            spoil(&|b| {
+            corrupt(&|b| {
                 b.pop();
             }),
             ": tensor t: its 32 bytes at offset 0 exceed the 31 bytes of tensor data",
         ),
         (
-            spoil(&|b| b.truncate(100)),
+            corrupt(&|b| b.truncate(100)),
             ": tensor t: its 32 bytes at offset 0 exceed the 4 bytes of tensor data",
         ),
         (write(&|f| f.tensors.push(f.tensors[0].clone())), ": tensor t: occurs twice"),
@@ -1478,7 +1481,7 @@ fn a_header_that_lies_is_refused_by_key_or_tensor() {
         assert!(!error.contains('\n') && error.len() < 400, "{error}");
     }
 
-    // Other alignments are honoured.
+    // Other alignments are respected.
     for alignment in [1u64, 8, 64, 4096] {
         let mut file = tiny.clone();
         file.alignment = alignment;
@@ -1494,7 +1497,7 @@ fn a_header_that_lies_is_refused_by_key_or_tensor() {
 }
 
 #[test]
-fn values_that_are_no_numbers_are_refused_by_tensor_and_place() {
+fn nan_values_are_refused_with_their_tensor_and_position() {
     let (whole, folder) = (small(2), TempDir::new().unwrap());
     let checkpoint = open(whole.bytes()).unwrap();
     let names: Vec<&str> = checkpoint.iter().map(|tensor| tensor.name).collect();
@@ -1513,13 +1516,13 @@ fn values_that_are_no_numbers_are_refused_by_tensor_and_place() {
         let mut file = whole.clone();
         let tensor = &mut file.tensors[index];
         let Some(&(kind, values, block)) = BLOCKS.iter().find(|(k, ..)| *k == tensor.kind) else { continue };
-        // The scale of the second block has all bits set, which is a NaN in f16.
+        // The scale of the second block has all bits set, which is NaN in f16.
         let at = if kind == 14 { 208 } else { 0 };
         tensor.bytes[block + at..block + at + 2].fill(0xff);
         let (row, col) = (values / 256, values % 256);
         let place = format!("row {row}: a scale of its columns from {col} on is NaN");
 
-        // A load and the scheme `keep` leave the integers as they are.
+        // A load and the scheme `keep` copy the integers.
         let error = load(&file).unwrap_err().to_string();
         assert!(error.contains(name) && error.contains("m.gguf") && error.contains(&place), "{error}");
         let [path, native] = ["gguf", "native"].map(|end| folder.path().join(format!("{index}.{end}")));
@@ -1527,7 +1530,7 @@ fn values_that_are_no_numbers_are_refused_by_tensor_and_place() {
         let [path, native] = [&path, &native].map(|path| path.to_str().unwrap());
         let quantize = ["quantize", path, native, "--scheme", "keep"];
         assert_error(unicorn(&quantize), 1, &[path, name, &place]);
-        // The scheme `int4-g128` turns the integers into values.
+        // The scheme `int4-g128` dequantizes the integers.
         let quantize = ["quantize", path, &format!("{native}-rounded"), "--scheme", "int4-g128"];
         assert_error(unicorn(&quantize), 1, &[path, name, &format!("row {row}, column {col} is NaN")]);
         refused += 1;
@@ -1536,7 +1539,7 @@ fn values_that_are_no_numbers_are_refused_by_tensor_and_place() {
 }
 
 #[test]
-fn a_file_is_found_by_path_by_folder_and_in_parts() {
+fn a_model_is_found_by_file_by_folder_and_by_its_first_part() {
     let folder = TempDir::new().unwrap();
     let at = |name: &str| folder.path().join(name);
     let problem = |path: &Path| {
@@ -1568,7 +1571,7 @@ fn a_file_is_found_by_path_by_folder_and_in_parts() {
     fs::remove_file(at("x-q4_0.gguf")).unwrap();
     fs::remove_file(at("y.gguf")).unwrap();
 
-    // The model has three parts: the metadata in the first, and tensors in all; the first may have none.
+    // The model has three parts. The first part has the metadata, and may have no tensors.
     let mut parts = [whole.clone(), Writer::new(), Writer::new()];
     parts[1].tensors = parts[0].tensors.split_off(0);
     parts[2].tensors = parts[1].tensors.split_off(5);
@@ -1608,10 +1611,10 @@ fn a_file_is_found_by_path_by_folder_and_in_parts() {
     );
 }
 
-// --- spoiled files ------------------------------------------------------------------------------------------
+// --- corrupted files ----------------------------------------------------------------------------------------
 
-/// A random change after which the file can still be written: to a value, a key, a tensor or its bytes.
-fn spoil(file: &mut Writer, rng: &mut ChaCha8Rng) {
+/// Makes a random change to a value, a key, a tensor or its bytes. The file can still be written.
+fn corrupt(file: &mut Writer, rng: &mut ChaCha8Rng) {
     const NUMBERS: [u64; 14] =
         [0, 1, 2, 3, 7, 8, 31, 33, 255, 65_536, u32::MAX as u64, 1 << 33, i64::MAX as u64, u64::MAX];
     const TEXTS: [&str; 12] = [
@@ -1623,7 +1626,7 @@ fn spoil(file: &mut Writer, rng: &mut ChaCha8Rng) {
     let key = rng.random_range(0..file.keys.len());
     let tensor = rng.random_range(0..file.tensors.len());
     match rng.random_range(0..16) {
-        // The change is another value of the same type.
+        // Another value of the same type.
         0..5 => match &mut file.keys[key].1 {
             Val::U32(n) => *n = number as u32,
             Val::U64(n) => *n = number,
@@ -1652,7 +1655,7 @@ fn spoil(file: &mut Writer, rng: &mut ChaCha8Rng) {
             Val::Flags(items) => items.resize(number as usize % 100, rng.random()),
             Val::Floats(_) | Val::Ints(_) | Val::Raw(..) => {}
         },
-        // The change is a value of another type.
+        // A value of another type.
         5 => {
             file.keys[key].1 = match rng.random_range(0..9) {
                 0 => Val::U32(number as u32),
@@ -1668,7 +1671,7 @@ fn spoil(file: &mut Writer, rng: &mut ChaCha8Rng) {
         }
         6 => drop(file.keys.remove(key)),
         7 => file.keys[key].0 = [text, file.keys[key].0.clone()].concat(),
-        // The change is other values, with scales that are no numbers among them.
+        // Other bytes in a tensor, possibly with scales that are NaN or infinite.
         8..10 => {
             let bytes = &mut file.tensors[tensor].bytes;
             if !bytes.is_empty() {
@@ -1678,7 +1681,7 @@ fn spoil(file: &mut Writer, rng: &mut ChaCha8Rng) {
                 bytes[at..end].fill(fill);
             }
         }
-        // The change is another shape or type with as many bytes.
+        // Another shape or type, with as many bytes as it needs.
         10..12 => {
             let kinds: Vec<u32> = BLOCKS.iter().map(|b| b.0).chain(PLAIN.iter().map(|p| p.0)).collect();
             let tensor = &mut file.tensors[tensor];
@@ -1694,7 +1697,7 @@ fn spoil(file: &mut Writer, rng: &mut ChaCha8Rng) {
                 .bytes
                 .resize(tensor_bytes(tensor.kind, tensor.dims.iter().product::<u64>() as usize), 0x3c);
         }
-        // The change is a shape or type with another number of bytes.
+        // A shape or type that needs another number of bytes.
         12 => {
             let tensor = &mut file.tensors[tensor];
             match rng.random_range(0..5) {
@@ -1718,8 +1721,8 @@ fn spoil(file: &mut Writer, rng: &mut ChaCha8Rng) {
     }
 }
 
-/// A random change to the bytes, most of them in the header.
-fn spoil_bytes(bytes: &mut Vec<u8>, rng: &mut ChaCha8Rng) {
+/// Makes a random change to the bytes, mostly in the header.
+fn corrupt_bytes(bytes: &mut Vec<u8>, rng: &mut ChaCha8Rng) {
     let head = bytes.len().min(12_000);
     let at = rng.random_range(0..head);
     match rng.random_range(0..6) {
@@ -1739,16 +1742,16 @@ fn spoil_bytes(bytes: &mut Vec<u8>, rng: &mut ChaCha8Rng) {
     }
 }
 
-/// Spoils a small model in its structure and in its bytes, and loads it to the end. The model is refused in one line,
-/// or its rows can be dequantized. The file's size bounds the memory.
+/// Corrupts the structure and the bytes of a small model and loads it completely. It must be refused with a one-line
+/// error, or its rows must be dequantizable. Memory use is bounded by the size of the file.
 #[test]
-fn spoiled_files_are_refused_or_read_within_bounds() {
+fn corrupted_files_are_refused_or_loaded_within_bounded_memory() {
     const ROUNDS: u64 = 12_000;
-    // Most of that memory is the tokenizer's tables, several of which the crate builds.
+    // Most of the memory is taken by tables of the tokenizer crate.
     let seed: u64 = 0x6006_5EED;
     println!("seed {seed:#x}");
     let mut whole = small(seed);
-    // Most bytes of the file matter to no parser.
+    // Most bytes of the weights have no effect on parsing, so these matrices are made small.
     for tensor in &mut whole.tensors {
         if tensor.dims.len() == 2 && tensor.name.starts_with("blk") {
             tensor.dims[1] = 2;
@@ -1764,20 +1767,20 @@ fn spoiled_files_are_refused_or_read_within_bounds() {
         let mut rng = ChaCha8Rng::seed_from_u64(seed.wrapping_add(round));
         let mut file = whole.clone();
         for _ in 0..rng.random_range(1..=3) {
-            spoil(&mut file, &mut rng);
+            corrupt(&mut file, &mut rng);
             if file.tensors.is_empty() || file.keys.is_empty() {
                 file = whole.clone();
             }
         }
         let mut bytes = file.bytes();
         if rng.random_bool(0.2) {
-            spoil_bytes(&mut bytes, &mut rng);
+            corrupt_bytes(&mut bytes, &mut rng);
         }
         let len = bytes.len();
         let run = || std::panic::catch_unwind(|| fuzz_bodies::gguf(bytes));
         let (accepted, peak) = support::bounded_allocation(len, 2 << 20, format_args!("round {round}"), run);
         let Ok(accepted) = accepted else {
-            panic!("round {round}: spoiled with seed {:#x}", seed.wrapping_add(round));
+            panic!("round {round}: corrupted with seed {:#x}", seed.wrapping_add(round));
         };
         most = most.max(peak);
         past_header += u64::from(accepted.tensors > 0);
@@ -1790,9 +1793,9 @@ fn spoiled_files_are_refused_or_read_within_bounds() {
     assert!(with_tokenizer > ROUNDS / 2, "{with_tokenizer}");
 }
 
-/// Runs the bodies of the other fuzz targets with bytes spoiled at random, as `cargo fuzz` does.
+/// Runs the bodies of the other fuzz targets on randomly corrupted bytes, as `cargo fuzz` does.
 #[test]
-fn the_bodies_of_the_other_fuzz_targets_hold() {
+fn the_other_fuzz_targets_pass_on_random_corruptions() {
     const ROUNDS: u64 = 1000;
     let seed: u64 = 0xF022_5EED;
     println!("seed {seed:#x}");
@@ -1833,7 +1836,7 @@ fn the_bodies_of_the_other_fuzz_targets_hold() {
         for round in 0..ROUNDS {
             let mut rng = ChaCha8Rng::seed_from_u64(seed.wrapping_add(round));
             let mut bytes = whole.to_vec();
-            spoil_bytes(&mut bytes, &mut rng);
+            corrupt_bytes(&mut bytes, &mut rng);
             let len = bytes.len();
             let run = std::panic::AssertUnwindSafe(|| body(bytes));
             let (found, peak) = support::bounded_allocation(
@@ -1853,7 +1856,7 @@ fn the_bodies_of_the_other_fuzz_targets_hold() {
 
 // --- the command line ---------------------------------------------------------------------------------------
 
-/// Runs `unicorn quantize` without rounding.
+/// Runs `unicorn quantize` with the scheme `keep`.
 fn quantize(source: &Path, destination: &Path) {
     let [source, destination] = [source, destination].map(|path| path.to_str().unwrap());
     let (code, _, stderr) = output(unicorn(&["quantize", source, destination, "--scheme", "keep"]));
@@ -1861,7 +1864,7 @@ fn quantize(source: &Path, destination: &Path) {
 }
 
 #[test]
-fn a_gguf_file_becomes_a_native_checkpoint_of_the_same_bits() {
+fn a_gguf_file_converts_to_a_native_checkpoint_with_the_same_bits() {
     let folder = TempDir::new().unwrap();
     let tokens = Goldens::read(&data("gguf/gguf-a/base.safetensors")).tokens("tokens.short");
     let logits = |files: &ModelFiles| {
@@ -1876,12 +1879,12 @@ fn a_gguf_file_becomes_a_native_checkpoint_of_the_same_bits() {
     let native = ModelFiles::open(&native).unwrap();
     assert!(Checkpoint::open(&native).unwrap().norms_hold_one());
     assert!(logits(&native) == logits(&reference("gguf-a", "gguf-a-zoo")));
-    // The tokenizer is a file of its own now.
+    // The tokenizer is now a separate file.
     check_tokenizer_cases(&tokenizer(&native).unwrap());
 }
 
 #[test]
-fn a_gguf_file_answers_on_the_command_line() {
+fn a_gguf_file_generates_and_is_inspected_on_the_command_line() {
     let file = data("gguf/gguf-s/gguf-s-Q4_0-embF16.gguf");
     let file = file.to_str().unwrap();
     for mode in ["none", "emb8"] {

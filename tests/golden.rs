@@ -1,9 +1,9 @@
 //! The engine against the oracle: logits of every reference checkpoint at every position, greedy tokens, and the
 //! dequantized goldens of every quantization mode.
 //!
-//! Goldens come from transformers in float32 (see `tests/data/gemma3/README.md`). The bound on logits is 1e-3:
-//! the weakest plausible mistakes (erf instead of tanh in GELU, the embedding's scale rounded to bf16) move them by
-//! 2e-3 and more.
+//! Goldens come from transformers in float32 (see `tests/data/gemma3/README.md`). Logits may differ by at most 1e-3:
+//! the smallest likely mistakes (erf instead of tanh in GELU, the scale of the embedding rounded to bf16) change them
+//! by 2e-3 and more.
 
 use std::time::Duration;
 
@@ -84,7 +84,7 @@ fn every_quantized_mode_matches_its_dequantized_golden() {
                 let expected = goldens.tokens(&format!("q.{name}.greedy.{prompt}.tokens"));
                 let margins = goldens.view::<f32>(&format!("q.{name}.greedy.{prompt}.margin"));
                 let sure = margins.iter().position(|m| *m < 2.0 * BOUND).unwrap_or(expected.len());
-                assert!(sure > 0, "{variant} {mode} {prompt}: no step is sure");
+                assert!(sure > 0, "{variant} {mode} {prompt}: no step has a clear margin");
                 let got = greedy(&mut model, &tokens, sure, 256, &[]);
                 assert_eq!(got, expected[..sure], "{variant} {mode} {prompt}");
             }
@@ -116,8 +116,8 @@ fn chunks_batches_and_shards_change_no_bit() {
     let tokens = goldens.tokens("tokens.long");
     let mut whole = load(&folder, &LoadOptions::default());
     let expected = all_logits(&mut whole, &tokens);
-    // The prompt has other chunks, and so the products have other tiles; every matrix is cut into shards of one tile,
-    // and every layer into submits of 8 tokens.
+    // The prompt is computed in other chunks, so products have other tiles. Every matrix is split into shards of one
+    // tile, and every layer into submits of 8 tokens.
     let (long, none) = (LoadOptions::default().max_submit, Duration::ZERO);
     for (max_batch_tokens, max_shard_bytes, max_submit) in
         [(1, None, long), (7, None, none), (256, Some(1), long), (256, None, none), (100, None, none)]
@@ -126,7 +126,7 @@ fn chunks_batches_and_shards_change_no_bit() {
         let got = all_logits(&mut load(&folder, &options), &tokens);
         assert!(
             got == expected,
-            "chunks of {max_batch_tokens}, shards of {max_shard_bytes:?}, {max_submit:?} for a submit"
+            "chunks of {max_batch_tokens}, shards of {max_shard_bytes:?}, submits of {max_submit:?}"
         );
     }
     let one = greedy(&mut whole, &tokens, 16, 256, &[]);
@@ -134,9 +134,9 @@ fn chunks_batches_and_shards_change_no_bit() {
     assert_eq!(one, other);
 }
 
-/// Runs more numbers of tokens than stay recorded, upwards and downwards.
+/// Steps with more different token counts than the cache of recordings holds, increasing and decreasing.
 #[test]
-fn what_is_recorded_anew_computes_the_same() {
+fn commands_that_are_recorded_again_give_the_same_tokens() {
     let folder = data("gemma3/tiny-a");
     let tokens = Goldens::open(&folder).tokens("tokens.mid");
     let mut model = load(&folder, &LoadOptions::default());
@@ -146,7 +146,7 @@ fn what_is_recorded_anew_computes_the_same() {
     }
 }
 
-/// Logits are linear in the hidden state, so the mean of the logits is the logits of the mean.
+/// Logits are linear in the hidden state, so the logits of the mean state are the mean of the logits.
 #[test]
 fn pooled_states_give_the_mean_of_the_oracles_logits() {
     for variant in VARIANTS {
@@ -180,7 +180,7 @@ fn pooled_states_give_the_mean_of_the_oracles_logits() {
                 );
             }
         }
-        // The sums have the same bits alone and in other pieces.
+        // The sums have the same bits if the input is pooled alone and in other pieces.
         limits.max_batch_tokens = 7;
         for sequence in sequences() {
             let id = sequence.id;
@@ -194,7 +194,7 @@ fn pooled_states_give_the_mean_of_the_oracles_logits() {
 fn nothing_is_allocated_after_loading() {
     let folder = data("gemma3/tiny-a");
     let tokens = Goldens::open(&folder).tokens("tokens.mid");
-    // The test has a device of its own, because other tests allocate on the shared one meanwhile.
+    // The test opens its own device, because other tests allocate on the shared one at the same time.
     let device = Device::open(&policy()).unwrap();
     let files = ModelFiles::open(&folder).unwrap();
     let mut model =
@@ -210,7 +210,7 @@ fn nothing_is_allocated_after_loading() {
 }
 
 #[test]
-fn the_same_seed_draws_the_same_tokens_and_another_seed_others() {
+fn the_same_seed_draws_the_same_tokens_and_another_seed_different_ones() {
     let folder = data("gemma3/tiny-a");
     let tokens = Goldens::open(&folder).tokens("tokens.short");
     let mut model = load(&folder, &LoadOptions::default());

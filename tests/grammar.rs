@@ -1,7 +1,8 @@
-//! Grammars as masks: every allowed answer is valid, every valid answer is allowed, and what is not supported is
-//! refused by name.
+//! Grammars as masks: every allowed answer is valid, every valid answer is allowed, and unsupported grammars are
+//! refused with the unsupported part.
 //!
-//! Answers are random walks under the mask, with the mini tokenizer's 512 pieces; JSON is judged by another crate.
+//! Answers are random token sequences that the masks allow, with the 512 pieces of the mini tokenizer. The crate
+//! `jsonschema` checks JSON answers.
 
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
@@ -20,22 +21,22 @@ fn strict(schema: Value) -> GrammarSource {
     GrammarSource::JsonSchema { schema, strict: true }
 }
 
-/// One random answer as text. It is steered towards its end when it grows long.
+/// Generates one random answer as text. Long answers are led to their end.
 fn walk(mut constraint: Constraint, tokenizer: &Tokenizer, rng: &mut ChaCha8Rng) -> String {
     const LONG: usize = 40;
     const MOST: usize = 2000;
     let mut ids = Vec::new();
     loop {
         let text = tokenizer.decode(&ids, true);
-        let mask = constraint.mask(true).unwrap_or_else(|e| panic!("{e} behind {text:?}"));
+        let mask = constraint.mask(true).unwrap_or_else(|e| panic!("{e} after {text:?}"));
         let mut choices = allowed(&mask);
         let ends = choices.iter().any(|id| STOPS.contains(id));
         if ends && (ids.len() > LONG || rng.random_bool(0.3)) {
             return text;
         }
         choices.retain(|id| !STOPS.contains(id));
-        assert!(choices.iter().all(|id| !tokenizer.is_special(*id)), "a special token behind {text:?}");
-        // A number that JSON allows and no f64 holds says nothing about the grammar.
+        assert!(choices.iter().all(|id| !tokenizer.is_special(*id)), "a special token after {text:?}");
+        // JSON allows numbers that no f64 can hold. The other crate cannot read them, so exponents are avoided.
         let exponent = |id: &u32| tokenizer.decode(&[*id], true).starts_with(['e', 'E']);
         if text.ends_with(|c: char| c.is_ascii_digit()) && choices.iter().any(|id| !exponent(id)) {
             choices.retain(|id| !exponent(id));
@@ -51,13 +52,13 @@ fn walk(mut constraint: Constraint, tokenizer: &Tokenizer, rng: &mut ChaCha8Rng)
             None
         };
         let id = *close.unwrap_or_else(|| choices.choose(rng).unwrap());
-        constraint.push(id).unwrap_or_else(|e| panic!("{e}: {id} behind {text:?}"));
+        constraint.push(id).unwrap_or_else(|e| panic!("{e}: {id} after {text:?}"));
         ids.push(id);
-        assert!(ids.len() < MOST, "it does not end: {text:?}");
+        assert!(ids.len() < MOST, "the answer does not end: {text:?}");
     }
 }
 
-/// For each keyword, the texts that it lets through, and the texts that it does not.
+/// For each keyword, texts that it allows and texts that it forbids.
 #[test]
 fn every_keyword_is_enforced() {
     let grammars = grammars();
@@ -174,7 +175,7 @@ fn every_keyword_is_enforced() {
 }
 
 #[test]
-fn what_cannot_be_enforced_is_named() {
+fn unenforceable_schemas_are_refused_with_the_keyword() {
     let grammars = grammars();
     for (schema, named) in [
         (json!({"not": {"type": "string"}}), "\"not\""),
@@ -209,7 +210,7 @@ fn what_cannot_be_enforced_is_named() {
             problem.contains(named) && !problem.contains('\n') && problem.len() < 200,
             "{schema}: {problem}"
         );
-        // If one part of the schema is a wish, the rest of it is enforced nevertheless.
+        // If the schema is not strict, only the unenforceable part is left to the model.
         let wish = GrammarSource::JsonSchema { schema: schema.clone(), strict: false };
         grammars.compile(&wish).unwrap_or_else(|e| panic!("{schema}: {e}"));
     }
@@ -238,7 +239,7 @@ fn what_cannot_be_enforced_is_named() {
 }
 
 #[test]
-fn other_grammars_and_what_is_wrong_with_them() {
+fn regex_lark_and_choice_grammars_are_enforced_or_refused() {
     let grammars = grammars();
     let regex = |text: &str| GrammarSource::Regex(text.into());
     let lark = |text: &str| GrammarSource::Lark(text.into());
@@ -275,7 +276,7 @@ fn other_grammars_and_what_is_wrong_with_them() {
 }
 
 #[test]
-fn an_answer_ends_where_the_grammar_does_and_is_not_padded() {
+fn an_answer_ends_where_its_grammar_ends_without_padding() {
     let grammars = grammars();
     let object =
         strict(json!({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}));
@@ -291,21 +292,21 @@ fn an_answer_ends_where_the_grammar_does_and_is_not_padded() {
     let mut constraint = grammars.compile(&digits).unwrap().start();
     let one = tokenizer().encode("1", false).unwrap()[0];
     let ends = |mask: &[u32]| allowed(mask).iter().filter(|id| STOPS.contains(id)).count();
-    assert_eq!(ends(&constraint.mask(true).unwrap()), 0, "nothing is no answer");
+    assert_eq!(ends(&constraint.mask(true).unwrap()), 0, "an empty answer is not allowed");
     constraint.push(one).unwrap();
     let both = constraint.mask(true).unwrap();
     assert!(ends(&both) == 2 && allowed(&both).len() > 2);
     let on = constraint.mask(false).unwrap();
-    assert!(ends(&on) == 0 && allowed(&on).len() == allowed(&both).len() - 2, "it is not to end yet");
+    assert!(ends(&on) == 0 && allowed(&on).len() == allowed(&both).len() - 2, "the answer must not end yet");
     constraint.push(one).unwrap();
     for may_end in [true, false] {
-        assert_eq!(allowed(&constraint.mask(may_end).unwrap()), STOPS, "nothing may follow but the end");
+        assert_eq!(allowed(&constraint.mask(may_end).unwrap()), STOPS, "only an end token may follow");
     }
     assert_eq!(constraint.ends(), constraint.mask(true).unwrap());
 }
 
 #[test]
-fn answers_to_one_grammar_do_not_know_of_each_other() {
+fn answers_with_the_same_grammar_are_independent() {
     let grammars = grammars();
     let source = GrammarSource::Choice(vec!["ab".into(), "cd".into()]);
     let grammar = grammars.compile(&source).unwrap();
@@ -324,27 +325,27 @@ fn answers_to_one_grammar_do_not_know_of_each_other() {
 }
 
 #[test]
-fn control_tokens_in_a_grammar_are_text() {
+fn control_tokens_in_a_grammar_match_as_text() {
     let (grammars, tokenizer) = (grammars(), tokenizer());
     let mut rng = ChaCha8Rng::seed_from_u64(7);
     let text = "<end_of_turn>\n<start_of_turn>user";
     for source in [strict(json!({"const": text})), GrammarSource::Choice(vec![text.into()])] {
         for _ in 0..20 {
             let said = walk(grammars.compile(&source).unwrap().start(), &tokenizer, &mut rng);
-            // JSON has several ways to write a line's end.
+            // JSON has several ways to write a line break.
             assert!(
                 said == text || serde_json::from_str::<Value>(&said).is_ok_and(|v| v == text),
                 "{said:?}"
             );
         }
     }
-    // A grammar that names a token by its number gets no such token.
+    // A grammar cannot name a token by its id.
     let problem = refusal(&grammars, &GrammarSource::Lark("start: <[105]>".into()));
     assert!(problem.contains("vocabulary"), "{problem}");
 }
 
-/// A schema that `jsonschema` and llguidance understand alike, of bounded depth. `definitions` is the number of
-/// definitions that it may refer to.
+/// A schema that `jsonschema` and llguidance interpret alike, of bounded depth. It may refer to the definitions `d0` up
+/// to `definitions`, exclusive.
 fn random_schema(rng: &mut ChaCha8Rng, depth: usize, definitions: usize) -> Value {
     let kind = rng.random_range(0..if depth == 0 { 8 } else { 14 });
     let inner = |rng: &mut ChaCha8Rng| random_schema(rng, depth.saturating_sub(1), definitions);
@@ -368,8 +369,7 @@ fn random_schema(rng: &mut ChaCha8Rng, depth: usize, definitions: usize) -> Valu
             match rng.random_range(0..3) {
                 0 => json!({"type": "number"}),
                 1 => json!({"type": "number", "minimum": least, "maximum": least + span}),
-                // The bounds are no whole numbers, because a schema with a whole bound within 1 of the other is
-                // refused.
+                // The bounds are not whole numbers, because a whole bound within 1 of the other one is refused.
                 _ => {
                     json!({"type": "number", "exclusiveMinimum": least + 0.0625, "exclusiveMaximum": least + span})
                 }
@@ -443,7 +443,7 @@ fn random_answers_to_random_schemas_are_valid() {
     let mut longest = 0;
     for i in 0..1000 {
         let mut schema = random_schema(&mut rng, 3, 2);
-        // Definition d0 refers to itself, but need not go on for ever. Definition d1 does not refer to itself.
+        // Definition d0 refers to itself, but the recursion is optional. Definition d1 does not refer to itself.
         schema["$defs"] = json!({
             "d0": {"type": "object", "properties": {"v": {"type": "integer"}, "next": {"$ref": "#/$defs/d0"}}, "required": ["v"], "additionalProperties": false},
             "d1": random_schema(&mut rng, 1, 0),
@@ -457,14 +457,14 @@ fn random_answers_to_random_schemas_are_valid() {
         for _ in 0..3 {
             let text = walk(grammar.start(), &tokenizer, &mut rng);
             let value: Value =
-                serde_json::from_str(&text).unwrap_or_else(|e| panic!("{i}: {schema} let {text:?} be: {e}"));
+                serde_json::from_str(&text).unwrap_or_else(|e| panic!("{i}: {schema} accepts {text:?}: {e}"));
             if let Err(error) = validator.validate(&value) {
-                panic!("{i}: {schema} let {text} be: {error}");
+                panic!("{i}: {schema} accepts {text}: {error}");
             }
             longest = longest.max(text.len());
         }
     }
-    assert!(longest > 200, "the longest answer had {longest} bytes: the schemas ask for too little");
+    assert!(longest > 200, "the longest answer had {longest} bytes: the schemas are too simple");
 }
 
 #[test]
@@ -480,7 +480,7 @@ fn deep_large_and_circular_schemas_are_bounded() {
         json!({"$ref": "#/$defs/d0", "$defs": defs})
     };
     let half = |n: usize| -> Value {
-        // Each level has twice as many options.
+        // Each level doubles the number of options.
         let level = |i: usize| json!({"anyOf": [{"minimum": i}, {"maximum": 100 + i}]});
         json!({"type": "integer", "allOf": (0..n).map(level).collect::<Vec<_>>()})
     };
@@ -518,7 +518,7 @@ fn deep_large_and_circular_schemas_are_bounded() {
                 compiled += 1;
                 let mut constraint = grammar.start();
                 for _ in 0..50 {
-                    // Whatever the bounds are, the call returns a result.
+                    // The call returns for any bounds in the schema.
                     let Ok(mask) = constraint.mask(true) else { break };
                     let ids = allowed(&mask);
                     if STOPS.contains(&ids[0]) || constraint.push(ids[ids.len() / 2]).is_err() {
@@ -536,19 +536,19 @@ fn deep_large_and_circular_schemas_are_bounded() {
 }
 
 #[test]
-fn what_all_grammars_share_can_be_made_before_the_first() {
+fn shared_tables_can_be_prepared_before_the_first_grammar() {
     let grammars = grammars();
     assert!(!grammars.is_prepared());
     grammars.prepare();
     assert!(grammars.is_prepared());
     assert!(accepts(&grammars, &GrammarSource::Choice(vec!["yes".into()]), "yes"));
-    // The first grammar reports an error of the vocabulary.
+    // An error of the vocabulary is reported by the first grammar.
     let endless = Grammars::new(tokenizer(), ROWS, &[]);
     endless.prepare();
     assert!(refusal(&endless, &GrammarSource::json_object()).contains("it has no stop token"));
 }
 
-/// An object with this many properties, all of them null. `others` are the properties that it does not name.
+/// An object schema with this many properties, all of them null. `others` = whether other properties are allowed.
 fn object_of(optional: usize, required: usize, others: bool) -> Value {
     let names: Vec<String> = (0..optional + required).map(|i| format!("p{i}")).collect();
     let properties: serde_json::Map<String, Value> =
@@ -561,7 +561,7 @@ fn object_of(optional: usize, required: usize, others: bool) -> Value {
     })
 }
 
-/// Writes two properties of such an object.
+/// Writes two properties of an object of [`object_of`].
 fn write_two(grammar: &Grammar, tokenizer: &Tokenizer) -> Result<(), TextError> {
     let mut constraint = grammar.start();
     for id in tokenizer.encode("{\"p0\": null, \"p1\": null", false).unwrap() {
@@ -572,7 +572,7 @@ fn write_two(grammar: &Grammar, tokenizer: &Tokenizer) -> Result<(), TextError> 
 }
 
 #[test]
-fn objects_of_many_properties_are_read() {
+fn objects_with_many_properties_are_accepted_up_to_a_limit() {
     let (grammars, tokenizer) = (grammars(), tokenizer());
     for (optional, required) in [(480, 0), (0, 3000), (480, 480)] {
         for others in [false, true] {
@@ -581,7 +581,7 @@ fn objects_of_many_properties_are_read() {
             assert!(answered.is_ok(), "{optional} optional, {required} required: {answered:?}");
         }
     }
-    // With more properties than these, the answer would end early, and compiling would not report it.
+    // With more properties, the answer would end early without an error from the compiler.
     let large = object_of(481, 9, false);
     for schema in [
         large.clone(),
@@ -594,7 +594,7 @@ fn objects_of_many_properties_are_read() {
             assert!(problem.contains("481") && problem.contains("optional"), "{problem}");
         }
     }
-    // Text that only looks like a token is data.
+    // Text that only looks like a schema is data.
     let data = json!({"enum": [1, {"properties": large["properties"]}]});
     assert!(accepts(&grammars, &strict(data), "1"));
 }
@@ -667,7 +667,7 @@ fn mutated_schemas_never_panic_or_hang() {
         for _ in 0..30 {
             let Ok(mask) = constraint.mask(true) else { break };
             let ids = allowed(&mask);
-            let id = *ids.choose(&mut rng).expect("a mask allows something");
+            let id = *ids.choose(&mut rng).expect("the mask allows a token");
             if STOPS.contains(&id) {
                 walked += 1;
                 break;
@@ -678,11 +678,11 @@ fn mutated_schemas_never_panic_or_hang() {
     }
     assert!(
         compiled > 500 && walked > 200,
-        "{compiled} compiled, {walked} ended: the mutations reach too little"
+        "{compiled} compiled, {walked} ended: too few mutated schemas are valid"
     );
 }
 
-/// Replaces, removes or adds something, at a random depth.
+/// Replaces, removes or adds something at a random depth.
 fn mutate(value: &mut Value, junk: &[Value], keywords: &[&str], rng: &mut ChaCha8Rng) {
     let deeper = rng.random_bool(0.7);
     match value {
@@ -707,9 +707,9 @@ fn mutate(value: &mut Value, junk: &[Value], keywords: &[&str], rng: &mut ChaCha
     }
 }
 
-/// A vocabulary of 262144 tokens, many of which are several of the grammar's tokens.
+/// The vocabulary has 262144 tokens. Many of them match several terminals of the grammar.
 #[test]
-fn the_real_vocabulary_writes_json() {
+fn json_grammars_give_valid_answers_with_the_real_vocabulary() {
     let Some(json) = real_tokenizer_json() else { return support::skip("real-tokenizer") };
     let tokenizer = Tokenizer::from_bytes(&json, "tokenizer.json").unwrap();
     let grammars = Grammars::new(tokenizer.clone(), 262_208, &STOPS);
@@ -723,10 +723,11 @@ fn the_real_vocabulary_writes_json() {
         let grammar = grammars.compile(&strict(schema.clone())).unwrap();
         let text = walk(grammar.start(), &tokenizer, &mut rng);
         let value: Value =
-            serde_json::from_str(&text).unwrap_or_else(|e| panic!("{schema} let {text:?} be: {e}"));
-        assert!(validator.is_valid(&value), "{schema} let {text} be");
+            serde_json::from_str(&text).unwrap_or_else(|e| panic!("{schema} accepts {text:?}: {e}"));
+        assert!(validator.is_valid(&value), "{schema} accepts {text}");
     }
-    // The schema has as many optional properties as it may have, and a token may end one and begin the next.
+    // The schema has the largest number of optional properties, and one token may end a property and begin the next
+    // one.
     for others in [false, true] {
         let grammar = grammars.compile(&strict(object_of(480, 0, others))).unwrap();
         write_two(&grammar, &tokenizer).unwrap();

@@ -1,7 +1,7 @@
-//! No result depends on luck with hazards. A driver that runs commands one after the other hides a missing barrier. So
-//! these tests run the commands between two barriers in other orders, and all results must be the same to the bit. Then
-//! each write that was derived from a shader is forgotten in turn, as if the derivation were wrong, and the same checks
-//! must notice.
+//! Results must not depend on accidental ordering of GPU commands. A driver that runs commands one after the other
+//! hides a missing barrier. Therefore these tests run the commands between two barriers in other orders, and all
+//! results must have the same bits. Then each write that was derived from a shader is omitted in turn, as if the
+//! derivation were wrong, and the same checks must detect it.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
@@ -26,10 +26,10 @@ use crate::support::{data, goldens, policy};
 
 const ORDERS: [Order; 2] = [Order::Reversed, Order::Shuffled(1)];
 
-/// A device that no other test has meanwhile, because the order of its recordings is changed. Its compiled pipelines
-/// are kept for the next test.
-fn rehearsing(order: Order) -> MutexGuard<'static, Arc<Device>> {
-    /// The free devices, of which two tests at most take one each at a time.
+/// A device that no other test uses at the same time, because the order of its recordings is changed. The next test
+/// reuses its compiled pipelines.
+fn device_with_order(order: Order) -> MutexGuard<'static, Arc<Device>> {
+    /// Two devices, so at most two tests run at the same time.
     static DEVICES: LazyLock<[Mutex<Arc<Device>>; 2]> =
         LazyLock::new(|| [(); 2].map(|()| Mutex::new(Device::open(&policy()).unwrap())));
     let free = DEVICES.iter().find_map(|device| device.try_lock().ok());
@@ -44,7 +44,7 @@ fn load(device: &Arc<Device>, variant: &str, options: &LoadOptions) -> ModelRunn
 }
 
 #[test]
-fn the_goldens_are_the_same_to_the_bit_in_any_order_between_barriers() {
+fn golden_logits_have_the_same_bits_in_any_order_between_barriers() {
     for variant in ["tiny-a", "tiny-b", "tiny-27b-ratio"] {
         let goldens = Goldens::open(&data("gemma3").join(variant));
         let prompts = ["short", "mid", "long"].map(|prompt| goldens.tokens(&format!("tokens.{prompt}")));
@@ -53,7 +53,7 @@ fn the_goldens_are_the_same_to_the_bit_in_any_order_between_barriers() {
             let mut model = goldens::load(&data("gemma3").join(variant), &options);
             let expected = prompts.each_ref().map(|tokens| all_logits(&mut model, tokens));
             for order in ORDERS {
-                let device = rehearsing(order);
+                let device = device_with_order(order);
                 for max_batch_tokens in [256, 7] {
                     let options = LoadOptions { max_batch_tokens, ..options };
                     let mut model = load(&device, variant, &options);
@@ -79,9 +79,9 @@ fn answers_are_the_same_in_any_order_between_barriers() {
     let [greedy, drawn] = [(SamplingParams::GREEDY, 0), drawn]
         .map(|params| Texts::new(&mut model, params, prompts.clone(), 40));
     for order in ORDERS {
-        let device = rehearsing(order);
+        let device = device_with_order(order);
         greedy.check_all(&mut load(&device, "tiny-a", &options));
-        // The run with draft tokens of another model.
+        // This run uses draft tokens of another model.
         let [files, draft_model] =
             ["tiny-a", "tiny-b"].map(|variant| ModelFiles::open(&data("gemma3").join(variant)).unwrap());
         let (model, draft_model) = draft::load(
@@ -98,7 +98,7 @@ fn answers_are_the_same_in_any_order_between_barriers() {
 
 type Record = Box<dyn Fn(&Kernels, &mut Recorder<'_>)>;
 
-/// Commands recorded one after the other, and all places that they write.
+/// Commands that are recorded one after the other, and all buffers that they write.
 struct Chain {
     name: String,
     record: Record,
@@ -106,8 +106,8 @@ struct Chain {
 }
 
 impl Chain {
-    /// The contents of one of the places that the commands write, copied away by the same recording. There is one copy
-    /// alone, because the copy of another place might put a barrier before this one.
+    /// The contents of one of the written buffers, copied out by the same recording. Only one buffer is copied, because
+    /// a copy of another one could add a barrier before this one.
     fn run(&self, b: &mut Bench, which: usize) -> Vec<u8> {
         let from = &self.written[which];
         let host = b.readback(from.size());
@@ -121,9 +121,10 @@ impl Chain {
     }
 }
 
-/// Every kernel in a chain with others that read its output, from one seed, so that each call gives the same.
+/// The chain with number `which`: a kernel together with others that read its output. Its seed is fixed, so each call
+/// gives the same chain. `None` = there is no such chain.
 fn chain(b: &mut Bench, which: usize) -> Option<Chain> {
-    // Kernels with a body of their own for CPUs run with both bodies.
+    // Kernels that have a separate CPU body run with both bodies.
     let bodies = BODIES[which % 2];
     let on = |bodies: Tiles, mut chain: Chain| {
         if bodies == Tiles::Cpu {
@@ -150,15 +151,15 @@ fn chain(b: &mut Bench, which: usize) -> Option<Chain> {
         Some(rest) => rest,
     };
     let wants = [(true, false), (false, true), (true, true)].map(|(floats, blocks)| Wants { floats, blocks });
-    // Penalties and log probabilities are tried with draws and alone, because barriers that one of them needs hide
-    // another's.
+    // Penalties and log probabilities run with draws and without, because a barrier for one of them hides a missing
+    // barrier of another.
     let rest = match rest {
         0 => return Some(sums(b)),
         1 => return Some(draws(b, "draws with penalties")),
         2 => return Some(draws(b, "draws with log probabilities")),
-        3 => return Some(draws(b, "draws alone")),
-        4 => return Some(draws(b, "draws of the highest alone")),
-        5 => return Some(draws(b, "draws' log probabilities alone")),
+        3 => return Some(draws(b, "draws only")),
+        4 => return Some(draws(b, "draws of the highest only")),
+        5 => return Some(draws(b, "draws' log probabilities only")),
         6 => return Some(history(b)),
         7 => return Some(transfers(b)),
         n => n - 8,
@@ -168,7 +169,7 @@ fn chain(b: &mut Bench, which: usize) -> Option<Chain> {
     let chain = match rest.checked_sub(NORMS * wants.len()) {
         None => norms(b, wants[rest / NORMS], rest % NORMS),
         Some(0) => quantizing(b),
-        // The store has attention of single tokens behind it, or attention of tiles, or none, for the same reason.
+        // The attention of single tokens, of tiles, or no attention follows the store, for the same reason.
         Some(n) => {
             let Some(kv) = KvDtype::ALL.get((n - 1) / 3) else {
                 let kv = *KvDtype::ALL.get(n - 1 - 3 * KvDtype::ALL.len())?;
@@ -204,9 +205,9 @@ fn products(b: &mut Bench, scheme: Scheme, bodies: Tiles) -> Chain {
     Chain { name: format!("embedding and product, {scheme}"), record: Box::new(record), written }
 }
 
-/// Three matrices at once; or a pair with its GeGLU, and a product of the result.
+/// Three matrices in one call; or a pair with its GeGLU, and a product of the result.
 fn fast_products(b: &mut Bench, scheme: Scheme, tiles: Tiles, gated: bool) -> Chain {
-    // The tokens are more than lanes take at once, if subgroups take more.
+    // With subgroups, the tokens are more than one set of lanes computes together.
     let is_wide = matches!(tiles, Tiles::Gpu(gpu) if gpu.subgroups.is_some());
     let (cols, tokens) = (96, if is_wide { 40 } else { 9 });
     b.make_tiles(scheme, Precision::Fast, tiles, gated);
@@ -235,7 +236,7 @@ fn fast_products(b: &mut Bench, scheme: Scheme, tiles: Tiles, gated: bool) -> Ch
     }
 }
 
-/// The places of the blocks and of the scales of this many rows.
+/// The buffers of the blocks and of the scales of this many rows.
 fn planes(quantized: &Quantized, padded: usize) -> [Buffer; 2] {
     let blocks = 2 * padded * quantized.width.div_ceil(32);
     let buffer = &quantized.buffer;
@@ -254,8 +255,8 @@ fn quantizing(b: &mut Bench) -> Chain {
 /// Kernels of [`norms`].
 const NORMS: usize = 5;
 
-/// One of the kernels that write f32, int8 or both, behind a kernel that writes its input. A barrier for another
-/// kernel's sake would hide that its own is missing.
+/// One of the kernels that write f32, int8 or both, after a kernel that writes its input. No other barrier may hide
+/// that its own is missing.
 fn norms(b: &mut Bench, wants: Wants, which: usize) -> Chain {
     let (rows, dim) = (3, 100);
     let [x, base] = [(); 2].map(|()| b.random(rows * dim, 1.0));
@@ -303,7 +304,7 @@ fn sums(b: &mut Bench) -> Chain {
     let record = move |k: &Kernels, r: &mut Recorder<'_>| {
         k.pool(r, &x, &pooled, true, tokens);
         k.pool(r, &x, &pooled, false, 2);
-        // The commands come behind that kernel's barrier.
+        // These commands run after the barrier of the kernel before.
         peak.record(r, &ones, 1, 16);
         k.moments(r, &x, &moments, tokens);
     };
@@ -321,7 +322,7 @@ fn draws(b: &mut Bench, name: &'static str) -> Chain {
         request.temperature *= if is_greedy { 0.0 } else { 1.0 };
     }
     drawing.arrays.requests = b.upload(&drawing.requests);
-    // The ids were never drawn, because logits lie behind them.
+    // The ids are initialized here, because no draw has written them.
     drawing.arrays.ids = b.upload(&vec![0u32; rows]);
     drawing.arrays.logprobs = b.upload(&vec![0u32; rows * LOGPROB_WORDS]);
     let between = b.poisoned(drawing.logits.adjusted.buffer.size() as usize);
@@ -383,7 +384,7 @@ fn transfers(b: &mut Bench) -> Chain {
     Chain { name: "copies and fills".into(), record: Box::new(record), written }
 }
 
-/// `attending` has the length of each sequence, and the number of its tokens.
+/// `attending` has the length of each sequence and the number of its tokens in the step.
 fn attention(b: &mut Bench, kv: KvDtype, attending: Option<&[(usize, usize)]>) -> Chain {
     let shape = shape(4, 2, 32, 16, None);
     b.make_heads(&shape, kv);
@@ -399,14 +400,14 @@ fn attention(b: &mut Bench, kv: KvDtype, attending: Option<&[(usize, usize)]>) -
     let norm = RmsNorm { weight: b.upload(&[1f32; 32]), eps: 1e-6 };
     let rope: Vec<f32> = (0..64 * 16).flat_map(|i| [(i as f32).cos(), (i as f32).sin()]).collect();
     let (rope, step) = (b.upload(&rope), paged.arrays(b));
-    // The result of attention is wanted in f32, in int8 and in both.
+    // The result of attention is requested in f32, in int8 and in both.
     let wants = Wants { floats: kv != KvDtype::F16, blocks: kv != KvDtype::F32 };
     let y = Operand::new(wants, &b.empty(tokens, q_width), &b.quantized(tokens, q_width));
     let partials = b.partials(&shape, paged.room());
     let mut written = vec![q.buffer.clone(), cache.keys.clone(), cache.values.clone()];
     let attends = attending.is_some();
     if attends {
-        // The partials are of one kind here, because a barrier for the other kind would do for both.
+        // All partials have the same type here, because a barrier for one type would also order the other.
         let is_single = step.shares.single.is_some();
         assert!(is_single != step.shares.tiles.is_some());
         let written_partials = if is_single { &partials.single } else { &partials.tiles };
@@ -431,11 +432,11 @@ fn attention(b: &mut Bench, kv: KvDtype, attending: Option<&[(usize, usize)]>) -
     Chain { name: format!("keys, values {what}, {kv}"), record: Box::new(record), written }
 }
 
-/// Queries, keys and values for a unit, and partials of its output.
+/// Queries, keys and values for the NPU, and partial outputs of the NPU.
 fn offload(b: &mut Bench, kv: KvDtype) -> Chain {
     let shape = shape(4, 2, 32, 16, None);
     b.make_heads(&shape, kv);
-    // The second sequence's tokens are a tile, and one that is left over.
+    // The tokens of the second sequence fill one tile and one token of the next.
     let paged = Paged::new(b, shape, &[(3, 1), (30, 17)]);
     let (tokens, rows) = (paged.tokens().len(), 1..18);
     let [q, k, v] = [4 * 32, 2 * 32, 2 * 32].map(|width| {
@@ -472,7 +473,7 @@ fn offload(b: &mut Bench, kv: KvDtype) -> Chain {
     Chain { name: format!("offload, {kv}"), record: Box::new(record), written }
 }
 
-/// Runs every chain of kernels on a device that rehearses orders.
+/// Runs every chain of kernels on a device that reorders commands.
 struct Chains {
     device: Arc<Device>,
     /// The name of each chain, and the number of places that it writes.
@@ -489,7 +490,7 @@ impl Chains {
     }
 
     fn made(&self, which: usize) -> Option<(Bench, Chain)> {
-        // Uploads are recorded too, but not rehearsed.
+        // Uploads are recorded too, but not reordered.
         let rehearsal = self.device.rehearsed();
         self.device.rehearse(Rehearsal::default());
         let mut b = Bench::on(&self.device, which as u64);
@@ -498,13 +499,13 @@ impl Chains {
         Some((b, chain?))
     }
 
-    /// What the chains whose name begins with `only` leave in each place that they write. `each` gets the chain's name,
-    /// the number of the place and its bytes, and returns whether to go on.
+    /// Runs the chains whose name begins with `only`. Calls `each` with the name of the chain, the number of each
+    /// written buffer and its bytes, until it returns false.
     fn run(&self, only: &str, each: &mut dyn FnMut(&str, usize, Vec<u8>) -> bool) {
         let wanted = self.all.iter().enumerate().filter(|(_, (name, _))| name.starts_with(only));
         for (which, (name, places)) in wanted {
             for place in 0..*places {
-                let (mut b, chain) = self.made(which).expect("it is there");
+                let (mut b, chain) = self.made(which).expect("the chain exists");
                 if !each(name, place, chain.run(&mut b, place)) {
                     return;
                 }
@@ -526,10 +527,10 @@ type Places = Vec<(String, usize, Vec<u8>)>;
 
 #[test]
 fn kernels_compute_the_same_in_any_order_between_barriers() {
-    let expected = Chains::on(&rehearsing(Order::AsRecorded)).every_place();
+    let expected = Chains::on(&device_with_order(Order::AsRecorded)).every_place();
     assert!(expected.len() > 50, "{} places", expected.len());
     for order in ORDERS {
-        let got = Chains::on(&rehearsing(order)).every_place();
+        let got = Chains::on(&device_with_order(order)).every_place();
         assert_eq!(got.len(), expected.len());
         for (got, expected) in got.iter().zip(&expected) {
             assert!(got == expected, "{}, place {}, {order:?}", got.0, got.1);
@@ -537,10 +538,10 @@ fn kernels_compute_the_same_in_any_order_between_barriers() {
     }
 }
 
-/// The prefix of the names of chains whose kernels are those for CPUs.
+/// Prefix of the names of chains that run the CPU bodies.
 const ON_A_CPU: &str = "on a CPU: ";
 
-/// Chains that hold a shader, by the name of its kernel.
+/// The prefix of the names of the chains that run a shader.
 fn chains_of(shader: &str) -> String {
     if let Some(variant) = shader.strip_prefix("fast_matmul_") {
         let ways = ["_on_cpu", "_in_tiles", "_in_emulated_tiles"];
@@ -558,18 +559,18 @@ fn chains_of(shader: &str) -> String {
         "copy" | "fill" => "copies",
         "qkv" | "attention" => "keys, values",
         "offload" => "offload",
-        other => panic!("which chain has {other}?"),
+        other => panic!("no chain runs {other}"),
     };
     format!("{on_cpu}{chains}")
 }
 
-/// Forgetting any write must change the result of a chain of kernels. If a forward pass has the kernel between others
-/// in one recording, it must change the model's result, too.
+/// If a derived write is omitted, the result of a chain of kernels must change. If a forward pass runs the kernel
+/// between others in one recording, the result of the model must change too.
 #[test]
-fn each_derived_write_that_is_forgotten_is_noticed() {
-    let device = rehearsing(Order::Reversed);
+fn each_missing_derived_write_is_detected() {
+    let device = device_with_order(Order::Reversed);
     let mut writes: Vec<(&'static str, &'static str)> = vec![("copy", "to"), ("fill", "buffer")];
-    // On this device the products of subgroups are emulated, by the same source.
+    // On this device, matrix products of subgroups are emulated by the same shader source.
     for shader in shaders::ALL.iter().filter(|shader| !shader.name.ends_with("_in_tiles")) {
         let written = shader.pointers.iter().filter(|(_, access)| access.writes());
         writes.extend(written.map(|(pointer, _)| (shader.name, *pointer)));
@@ -589,7 +590,7 @@ fn each_derived_write_that_is_forgotten_is_noticed() {
     };
     let chains = Chains::on(&device);
     let expected = (chains.every_place(), answers(&device));
-    // The model may miss only these. Copies and fills have no kernel's name.
+    // The model need not detect the omission for kernels that it does not run. Copies and fills have no kernel name.
     let profiled = Device::open(&DevicePolicy { profile: true, ..policy() }).unwrap();
     answers(&profiled);
     let kernels = profiled.take_profile().kernels;
@@ -597,7 +598,7 @@ fn each_derived_write_that_is_forgotten_is_noticed() {
         ["copy", "fill"].contains(&shader)
             || kernels.keys().any(|kernel| kernel.split(' ').next() == Some(shader))
     };
-    println!("{} derived writes; what notices that one is forgotten:", writes.len());
+    println!("{} derived writes; for each omitted write, the chain that detects it:", writes.len());
     let mut by_the_model = 0;
     for (shader, pointer) in writes {
         device.rehearse(Rehearsal {
@@ -612,7 +613,7 @@ fn each_derived_write_that_is_forgotten_is_noticed() {
             same
         });
         let noticing = noticing
-            .unwrap_or_else(|| panic!("{shader}.{pointer} was forgotten, and no chain of {of} noticed"));
+            .unwrap_or_else(|| panic!("{shader}.{pointer} was omitted, and no chain of {of} detected it"));
         // Errors are ignored here: numbers computed from garbage may be NaN, which ends a run.
         let model = || catch_unwind(AssertUnwindSafe(|| answers(&device)));
         let noticed = is_used(shader) && model().map_or(true, |got| got != expected.1);
@@ -621,14 +622,14 @@ fn each_derived_write_that_is_forgotten_is_noticed() {
         println!("  {shader}.{pointer}: {noticing}{model}");
         device.rehearse(Rehearsal { order: Order::Reversed, ..Rehearsal::default() });
     }
-    // A forward pass with one type of weights and of cache has three norms, products, attention, activation, and the
-    // kernel that clears penalties. Queries, keys and values are written together, so one barrier serves all of them.
-    assert!(by_the_model >= 7, "the model noticed only {by_the_model}");
+    // A forward pass with one weight type and one cache type has three norms, products, attention, activation, and the
+    // kernel that clears penalties. Queries, keys and values are written together, so one barrier orders all of them.
+    assert!(by_the_model >= 7, "the model detected only {by_the_model}");
 }
 
 #[test]
 #[should_panic(expected = "overlaps the memory of another address")]
-fn two_addresses_of_one_dispatch_that_lead_to_the_same_memory_are_refused() {
+fn a_dispatch_with_two_addresses_of_the_same_memory_is_refused() {
     let mut b = Bench::new(1);
     let x = b.empty(2, 64);
     let norm = RmsNorm { weight: b.upload(&[1f32; 64]), eps: 1e-6 };
@@ -636,9 +637,9 @@ fn two_addresses_of_one_dispatch_that_lead_to_the_same_memory_are_refused() {
 }
 
 #[test]
-fn a_recording_is_counted() {
+fn a_recording_counts_dispatches_copies_barriers_and_bytes() {
     use unicorn::gpu::{Class, Counts};
-    let device = rehearsing(Order::AsRecorded);
+    let device = device_with_order(Order::AsRecorded);
     let mut b = Bench::on(&device, 1);
     let (x, y) = (b.empty(2, 64), b.empty(2, 64));
     let norm = RmsNorm { weight: b.upload(&[1f32; 64]), eps: 1e-6 };
@@ -649,7 +650,7 @@ fn a_recording_is_counted() {
         r.copy(&x.buffer, &y.buffer, 8);
     });
     let mut declared = [0; Class::ALL.len()];
-    // The weight lies among activations here.
+    // The weight counts as activations here.
     declared[Class::Activations as usize] = (512 + 512 + 256) + (256 + 256 + 256) + 16;
     let counts = Counts { dispatches: 2, copies: 1, barriers: 3, declared };
     assert_eq!(device.counts() - before, counts);

@@ -1,4 +1,4 @@
-//! Health, status, metrics and the model's card: what a server reports of itself. The device proves health.
+//! Health, status, metrics and the model card of a server. `/health` reflects whether the device works.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -19,7 +19,7 @@ async fn ask(app: &App, more: Value) -> (u16, Value) {
     for (name, value) in more.as_object().expect("fields") {
         body[name] = value.clone();
     }
-    let request = Request::post("/v1/chat/completions").body(Body::from(body.to_string())).expect("sound");
+    let request = Request::post("/v1/chat/completions").body(Body::from(body.to_string())).expect("valid");
     let (status, _, bytes) = send(&app.router, request).await;
     (status.as_u16(), serde_json::from_slice(&bytes).unwrap_or(Value::Null))
 }
@@ -40,38 +40,46 @@ fn app() -> App {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn health_is_a_sign_of_the_device_or_a_probe() {
+async fn health_is_ok_after_a_recent_step_or_a_successful_probe() {
     let app = app();
     assert_eq!((health(&app).await, app.control.probes()), ((200, "ok".into()), 1));
-    assert_eq!((health(&app).await, app.control.probes()), ((200, "ok".into()), 1), "fresh enough");
+    assert_eq!(
+        (health(&app).await, app.control.probes()),
+        ((200, "ok".into()), 1),
+        "the last probe is recent"
+    );
     let app = self::app();
     assert_eq!(ask(&app, json!({})).await.0, 200);
     assert_all_free(&app.engine).await;
-    assert_eq!((health(&app).await, app.control.probes()), ((200, "ok".into()), 0), "a step is a sign");
+    assert_eq!(
+        (health(&app).await, app.control.probes()),
+        ((200, "ok".into()), 0),
+        "a recent step replaces the probe"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_device_that_answers_nothing_is_unresponsive_until_it_does() {
+async fn a_device_that_does_not_answer_is_unresponsive_until_it_answers() {
     let app = app();
     app.control.hold_probes(true);
     for _ in 0..2 {
         assert_eq!(health(&app).await, (503, "unresponsive".into()));
     }
     app.control.hold_probes(false);
-    // The probe comes back late, and counts.
+    // The late result of the probe counts.
     let since = Instant::now();
     while health(&app).await.0 != 200 {
-        assert!(since.elapsed() < HANG, "never well again");
+        assert!(since.elapsed() < HANG, "never healthy again");
     }
-    assert_eq!(app.control.probes(), 1, "one is enough");
+    assert_eq!(app.control.probes(), 1, "no second probe");
 
-    // A step may take its time, and no probe is sent beside it.
+    // A step may take long, and no probe is sent while it runs.
     let app = self::app();
     app.control.allow(0);
     let (router, control) = (app.router.clone(), app.control.clone());
     let body = chat("Hi").to_string();
     let asked = tokio::spawn(async move {
-        let request = Request::post("/v1/chat/completions").body(Body::from(body)).expect("sound");
+        let request = Request::post("/v1/chat/completions").body(Body::from(body)).expect("valid");
         send(&router, request).await.0
     });
     tokio::task::spawn_blocking(move || control.submitted(1)).await.expect("a step comes");
@@ -85,7 +93,7 @@ async fn a_device_that_answers_nothing_is_unresponsive_until_it_does() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_device_that_computes_something_else_is_lost() {
+async fn a_device_with_a_wrong_probe_result_is_lost() {
     let app = app();
     app.control.fail_probes();
     let (code, _, body) = send_json(&app.router, get("/health")).await;
@@ -96,7 +104,7 @@ async fn a_device_that_computes_something_else_is_lost() {
     assert!(app.engine.join(HANG));
 }
 
-/// The samples of the text, by name and labels. Panics if Prometheus could not read the text.
+/// The samples of the text, by name and labels. Panics if the text is not in Prometheus format.
 fn parse(text: &str) -> BTreeMap<String, f64> {
     let (mut samples, mut kinds) = (BTreeMap::new(), BTreeMap::new());
     assert!(text.ends_with('\n'));
@@ -130,12 +138,12 @@ async fn metrics(app: &App) -> BTreeMap<String, f64> {
 }
 
 #[tokio::test]
-async fn metrics_add_up_to_what_was_asked() {
+async fn metrics_add_up_to_the_requests_that_were_sent() {
     let app = app();
     let before = metrics(&app).await;
     assert_eq!(before["unicorn_ready"], 1.0);
     assert_eq!(before["unicorn_generation_tokens_total"], 0.0);
-    assert!(!before.keys().any(|name| name.starts_with("unicorn_gpu_memory")), "nobody told of it");
+    assert!(!before.keys().any(|name| name.starts_with("unicorn_gpu_memory")), "no facts are known yet");
 
     let mut usage = [0.0; 3];
     for more in [json!({}), json!({"max_tokens": 3, "n": 2}), json!({"stop": "two"})] {
@@ -200,7 +208,7 @@ async fn metrics_add_up_to_what_was_asked() {
     ] {
         assert_eq!(m.get(name), Some(&value), "{name}: {m:#?}");
     }
-    // Tokens count except the first of each answer. Tokens after a stop string were never sent.
+    // All tokens count except the first one of each answer. Tokens after a stop string were never sent.
     assert!(m["unicorn_inter_token_latency_seconds_count"] > 0.0);
     assert!(m["unicorn_steps_total"] > 0.0 && m["unicorn_step_tokens_total"] >= usage[1]);
     let buckets: Vec<f64> = m
@@ -211,12 +219,12 @@ async fn metrics_add_up_to_what_was_asked() {
     assert!(buckets.len() > 5 && buckets.iter().all(|n| *n <= 3.0));
     let pool = |state: &str| m[&format!("unicorn_kv_cache_blocks{{pool=\"full\",state=\"{state}\"}}")];
     assert_eq!(pool("held") + pool("cached") + pool("free"), 150.0);
-    // Counters only grow. A second scrape adds what was measured since the first.
+    // Counters only grow. A second scrape adds the new measurements.
     assert_eq!(metrics(&app).await["unicorn_kernel_seconds_total{kernel=\"matmul\"}"], 1.0);
 }
 
 #[tokio::test]
-async fn the_time_to_the_first_token_begins_when_a_request_arrives() {
+async fn time_to_first_token_starts_when_a_request_arrives() {
     const PAUSE: Duration = Duration::from_millis(50);
     let app = app();
     let text = chat("Hi").to_string();
@@ -226,7 +234,7 @@ async fn the_time_to_the_first_token_begins_when_a_request_arrives() {
         tokio::time::sleep(pause).await;
         Ok::<_, std::io::Error>(piece)
     });
-    let request = Request::post("/v1/chat/completions").body(Body::from_stream(body)).expect("sound");
+    let request = Request::post("/v1/chat/completions").body(Body::from_stream(body)).expect("valid");
     assert_eq!(send(&app.router, request).await.0, 200);
     let m = metrics(&app).await;
     for name in ["unicorn_time_to_first_token_seconds_sum", "unicorn_e2e_request_latency_seconds_sum"] {
@@ -235,18 +243,18 @@ async fn the_time_to_the_first_token_begins_when_a_request_arrives() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn answers_without_an_end_are_counted_by_what_became_of_them() {
+async fn unfinished_answers_are_counted_by_their_outcome() {
     let app = app();
     app.control.allow(2);
     let mut body = chat("Hi");
     body["stream"] = json!(true);
-    let request = || Request::post("/v1/chat/completions").body(Body::from(body.to_string())).expect("sound");
+    let request = || Request::post("/v1/chat/completions").body(Body::from(body.to_string())).expect("valid");
     let left = tower::ServiceExt::oneshot(app.router.clone(), request()).await.expect("begins");
     drop(left);
     app.control.release();
     assert_all_free(&app.engine).await;
     assert_eq!(metrics(&app).await["unicorn_request_success_total{finished_reason=\"abort\"}"], 1.0);
-    assert_eq!(status(&app).await["last_error"], Value::Null, "that was the client's wish");
+    assert_eq!(status(&app).await["last_error"], Value::Null, "the client left, which is not an error");
 
     let steps = app.control.batches().len();
     app.control.fail_wait_at(steps + 1);
@@ -260,7 +268,7 @@ async fn answers_without_an_end_are_counted_by_what_became_of_them() {
 }
 
 #[tokio::test]
-async fn the_status_tells_of_model_device_and_memory_and_of_no_prompt() {
+async fn status_reports_model_device_and_memory_but_no_prompt() {
     let loading = api::router(Server::new(MODEL, OPTIONS, AccessPolicy::default()));
     let (_, _, early) = send_json(&loading, get("/status")).await;
     assert_eq!((&early["status"], &early["model"]), (&json!("loading"), &json!({"id": MODEL})));
@@ -308,34 +316,34 @@ async fn the_status_tells_of_model_device_and_memory_and_of_no_prompt() {
 }
 
 #[tokio::test]
-async fn who_looks_needs_a_key_where_who_asks_does() {
+async fn status_metrics_and_models_require_a_key_if_one_is_configured() {
     let door = AccessPolicy {
-        keys: Keys::from_variable("test", "a-key").expect("sound"),
+        keys: Keys::from_variable("test", "a-key").expect("valid"),
         ..AccessPolicy::default()
     };
     let app = app_behind(door, "ok");
     for path in ["/status", "/metrics", "/v1/models"] {
         assert_eq!(send(&app.router, get(path)).await.0, 401, "{path}");
         let request =
-            Request::get(path).header("authorization", "Bearer a-key").body(Body::empty()).expect("sound");
+            Request::get(path).header("authorization", "Bearer a-key").body(Body::empty()).expect("valid");
         assert_eq!(send(&app.router, request).await.0, 200, "{path}");
     }
     assert_eq!(send(&app.router, get("/health")).await.0, 200);
 }
 
 #[tokio::test]
-async fn the_card_of_the_model_names_its_context_and_what_requests_may_say() {
+async fn the_model_card_lists_the_context_and_the_request_fields() {
     let loading = api::router(Server::new(MODEL, OPTIONS, AccessPolicy::default()));
     let app = app();
     let card = |body: Value| body["data"][0].clone();
     let early = card(send_json(&loading, get("/v1/models")).await.2);
-    assert!(early.get("max_model_len").is_none(), "not known yet");
+    assert!(early.get("max_model_len").is_none(), "unknown before the load");
     let card = card(send_json(&app.router, get("/v1/models")).await.2);
     assert_eq!((&card["max_model_len"], &card["context_length"]), (&json!(600), &json!(600)));
     assert_eq!(card["meta"]["n_ctx"], 600);
     assert_eq!(card["architecture"]["input_modalities"], json!(["text"]));
     assert_eq!(card["supported_parameters"], early["supported_parameters"]);
-    // Every field is read, because none belongs to an object of this kind.
+    // Each listed field must be read: an object is not a valid value of any of them.
     for name in SUPPORTED_PARAMETERS {
         let (code, body) = ask(&app, json!({"logprobs": true, name: {"no": "such thing"}})).await;
         let param = body["error"]["param"].as_str().unwrap_or_default();

@@ -1,5 +1,5 @@
-//! Pulls models from a server in this file, which speaks the hub's interface and can be told to misbehave, and finds,
-//! lists and removes pulled models. Nothing here reaches beyond this machine.
+//! Pulls models from a hub server in this file, which can simulate faults, and finds, lists and removes pulled models.
+//! The tests use no network outside this machine.
 
 use std::collections::VecDeque;
 use std::ffi::OsString;
@@ -30,19 +30,19 @@ use crate::support::fake_runner::HANG;
 const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 const OTHER_COMMIT: &str = "fedcba9876543210fedcba9876543210fedcba98";
 
-// --- the server -----------------------------------------------------------------------------------------------
+// --- the hub server ---------------------------------------------------------------------------------------------
 
-/// The fault of the next answer that has a file's bytes.
+/// The fault of the next response that sends bytes of a file.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Fault {
-    /// The connection ends after this many bytes.
+    /// The connection closes after this many bytes.
     Cut(usize),
-    /// After this many bytes nothing follows, and the connection stays open.
+    /// The server sends nothing after this many bytes, and keeps the connection open.
     Stall(usize),
     IgnoreRange,
     Flip,
     Status(u16),
-    /// The answer says that the file has this many bytes.
+    /// The response claims this content length.
     Length(usize),
 }
 
@@ -53,7 +53,7 @@ struct Hosted {
     lfs: bool,
 }
 
-/// A request as the server got it.
+/// A request as the server received it.
 #[derive(Debug, Clone)]
 struct Seen {
     method: String,
@@ -62,22 +62,22 @@ struct Seen {
     range: Option<String>,
 }
 
-/// The contents of the hub, and its behaviour.
+/// The contents and the behaviour of the hub.
 #[derive(Debug, Default)]
 struct Behaviour {
     repo: String,
     commit: String,
     files: Vec<Hosted>,
-    /// The faults of answers with bytes, in order; the last fault stays.
+    /// Faults of the responses that send file bytes, in order. The last fault repeats.
     faults: VecDeque<Fault>,
     gated: bool,
-    /// The listing names neither sizes nor checksums.
+    /// The listing has neither sizes nor checksums.
     bare: bool,
     /// Replaces the listing.
     listing: Option<String>,
-    /// The one valid token; any client is served if it is not set.
+    /// The one valid token. `None` = no token is required.
     token: Option<String>,
-    /// The hub's redirect names no checksum.
+    /// The hub's redirect has no checksum.
     unlinked: bool,
     /// Every file redirects to itself.
     circular: bool,
@@ -89,7 +89,7 @@ struct Behaviour {
 
 type Shared = Arc<Mutex<Behaviour>>;
 
-/// The hub, and the other host that it sends its clients to.
+/// The hub, and the CDN host to which it redirects downloads.
 struct Hub {
     behaviour: Shared,
     url: String,
@@ -97,7 +97,7 @@ struct Hub {
 }
 
 impl Hub {
-    /// A hub with a repository `org/tiny`.
+    /// A hub with the repository `org/tiny`.
     fn start(files: &[(&str, &[u8], bool)]) -> Self {
         let files = files.iter().map(|(path, bytes, lfs)| Hosted {
             path: (*path).to_owned(),
@@ -122,7 +122,7 @@ impl Hub {
     }
 
     fn set(&self, change: impl FnOnce(&mut Behaviour)) {
-        change(&mut self.behaviour.lock().expect("sound"));
+        change(&mut self.behaviour.lock().expect("not poisoned"));
     }
 
     fn fault(&self, faults: &[Fault]) {
@@ -151,14 +151,14 @@ impl Hub {
             let own = [("HF_ENDPOINT", self.url.as_str())];
             variables.iter().chain(&own).find(|(n, _)| *n == name).map(|(_, v)| v.into())
         };
-        let mut settings = Settings::from_environment(variable).expect("sound settings");
+        let mut settings = Settings::from_environment(variable).expect("valid settings");
         settings.patience.backoff = Duration::from_millis(1);
         settings.patience.attempts = 3;
         settings
     }
 
-    /// The address of this hub behind TLS, and the certificate that clients must trust.
-    fn behind_tls(&self) -> (String, String) {
+    /// The address of a TLS proxy for this hub, and the certificate that clients must trust.
+    fn with_tls(&self) -> (String, String) {
         let signed = rcgen::generate_simple_self_signed(["127.0.0.1".to_owned()]).expect("a certificate");
         let key = rustls::pki_types::PrivatePkcs8KeyDer::from(signed.signing_key.serialize_der());
         let config =
@@ -168,15 +168,15 @@ impl Hub {
                 .with_no_client_auth()
                 .with_single_cert(vec![signed.cert.der().clone()], key.into())
                 .map(Arc::new)
-                .expect("a sound configuration");
+                .expect("a valid configuration");
         let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
         let url = format!("https://{}", listener.local_addr().expect("bound"));
         let plain = self.url.trim_start_matches("http://").to_owned();
-        // The thread ends with the process: nobody connects any more when the test is over.
+        // The thread runs until the process ends. No client connects after the test.
         std::thread::spawn(move || {
             for stream in listener.incoming() {
                 let session = rustls::ServerConnection::new(Arc::clone(&config)).expect("a session");
-                // A client that does not trust the certificate goes away.
+                // A client that does not trust the certificate closes the connection.
                 let _ = forward(rustls::StreamOwned::new(session, stream.expect("a connection")), &plain);
             }
         });
@@ -190,12 +190,12 @@ impl Hub {
 
 impl Drop for Hub {
     fn drop(&mut self) {
-        // The server does not wait for a connection that stalls on purpose.
+        // Do not wait for a connection that stalls on purpose.
         self.runtime.take().expect("there until now").shutdown_background();
     }
 }
 
-/// Reads one request and answers it.
+/// Forwards one request to the server at `plain`, and its response to the client.
 fn forward(mut client: impl Read + Write, plain: &str) -> io::Result<()> {
     let mut head = Vec::new();
     while !head.ends_with(b"\r\n\r\n") {
@@ -248,7 +248,7 @@ fn answer(status: u16, headers: &[(&str, &str)], body: impl Into<Body>) -> Respo
 }
 
 async fn hub(State((behaviour, cdn)): State<(Shared, String)>, request: Request) -> Response<Body> {
-    let mut b = behaviour.lock().expect("sound");
+    let mut b = behaviour.lock().expect("not poisoned");
     let asked = seen(&request);
     b.seen.push(asked.clone());
     let path = request.uri().path();
@@ -305,16 +305,16 @@ async fn hub(State((behaviour, cdn)): State<(Shared, String)>, request: Request)
 }
 
 async fn cdn(State(behaviour): State<Shared>, request: Request) -> Response<Body> {
-    let mut b = behaviour.lock().expect("sound");
+    let mut b = behaviour.lock().expect("not poisoned");
     b.seen_by_cdn.push(seen(&request));
     let file = request.uri().path().trim_start_matches("/signed/");
     let hosted = b.files.iter().find(|f| f.path == file).cloned().expect("the hub knows what it links to");
-    // The value looks like the checksum, and is another one.
+    // The CDN's etag looks like a checksum, but is not the checksum of the file.
     let etag = format!("\"{}\"", sha256(b"the CDN's own"));
     content(&mut b, &hosted, request.headers(), &etag)
 }
 
-/// The bytes of a file, with the fault that is due.
+/// The bytes of a file, with the next fault.
 fn content(b: &mut Behaviour, hosted: &Hosted, headers: &HeaderMap, etag: &str) -> Response<Body> {
     let fault = if b.faults.len() > 1 { b.faults.pop_front() } else { b.faults.front().copied() };
     if let Some(Fault::Status(status)) = fault {
@@ -346,7 +346,7 @@ fn content(b: &mut Behaviour, hosted: &Hosted, headers: &HeaderMap, etag: &str) 
     let body = match fault {
         Some(Fault::Cut(after)) if after < rest.len() => {
             let part = rest.slice(..after);
-            // The server sends the bytes so far if the next piece is late.
+            // The pause lets the server send the bytes before the error.
             let end = futures::stream::once(async {
                 tokio::time::sleep(Duration::from_millis(50)).await;
                 Err(io::Error::from(io::ErrorKind::ConnectionReset))
@@ -370,16 +370,16 @@ fn listing(b: &Behaviour) -> Value {
         }
         let lfs =
             f.lfs.then(|| json!({"sha256": sha256(&f.bytes), "size": f.bytes.len(), "pointerSize": 130}));
-        // For a file in large-file storage, the checksum is the pointer's.
+        // The Git checksum of a file in large-file storage is the checksum of its pointer file.
         let blob = git_sha1(if f.lfs { b"version https://git-lfs" } else { &f.bytes });
         json!({"rfilename": f.path, "size": f.bytes.len(), "blobId": blob, "lfs": lfs})
     });
     json!({"id": b.repo, "sha": b.commit, "gated": b.gated, "siblings": siblings.collect::<Vec<_>>()})
 }
 
-// --- what the tests share ---------------------------------------------------------------------------------------
+// --- shared helpers ---------------------------------------------------------------------------------------------
 
-/// Bytes that cannot be compressed and repeat nowhere.
+/// Random bytes.
 fn noise(n: usize) -> Vec<u8> {
     let seed = 0x5eed;
     println!("seed {seed:#x}");
@@ -423,7 +423,7 @@ fn says(error: &HubError, parts: &[&str]) {
 // --- names ------------------------------------------------------------------------------------------------------
 
 #[test]
-fn names_are_read_and_shown_as_they_are_typed() {
+fn model_names_are_parsed_and_displayed_as_typed() {
     for text in ["google/gemma-3-27b-it", "a/b@v1.0", "a/b@refs/pr/3:sub/x.gguf", "a/b:Q4_K_M"] {
         assert_eq!(name(text).to_string(), text);
     }
@@ -461,7 +461,7 @@ fn names_are_read_and_shown_as_they_are_typed() {
 }
 
 #[test]
-fn the_environment_is_read_as_other_tools_do() {
+fn environment_variables_are_read_as_other_hugging_face_tools_do() {
     let folder = tempfile::tempdir().expect("a folder");
     let home = folder.path().to_str().expect("UTF-8");
     let with = |pairs: &[(&str, &str)]| {
@@ -475,17 +475,17 @@ fn the_environment_is_read_as_other_tools_do() {
     assert_eq!(cache(&[("HOME", "/h"), ("HF_HOME", "~/hf")]).as_deref(), Some("/h/hf/hub"));
     assert_eq!(cache(&[("HF_HOME", "/hf"), ("HF_HUB_CACHE", "/c")]).as_deref(), Some("/c"));
 
-    // Another test sees at the server which token is taken. This test checks that no other host gets it.
+    // Another test checks which token the server receives. This test checks that debug output does not contain it.
     for (pairs, origin) in [
         (&[("HF_TOKEN", "hf_secret"), ("HUGGING_FACE_HUB_TOKEN", "hf_other")][..], "HF_TOKEN"),
         (&[("HF_TOKEN", " "), ("HUGGING_FACE_HUB_TOKEN", "hf_secret")], "HUGGING_FACE_HUB_TOKEN"),
     ] {
-        let settings = format!("{:?}", Settings::from_environment(with(pairs)).expect("sound"));
+        let settings = format!("{:?}", Settings::from_environment(with(pairs)).expect("valid"));
         assert!(settings.contains(origin) && !settings.contains("hf_"), "{settings}");
     }
     fs::create_dir(folder.path().join("hf")).expect("made");
     fs::write(folder.path().join("hf/token"), "hf_secret\n").expect("written");
-    let settings = Settings::from_environment(with(&[("HOME", home), ("HF_HOME", "~/hf")])).expect("sound");
+    let settings = Settings::from_environment(with(&[("HOME", home), ("HF_HOME", "~/hf")])).expect("valid");
     assert!(format!("{settings:?}").contains("hf/token"), "{settings:?}");
 
     for (pairs, part) in [
@@ -503,7 +503,7 @@ fn the_environment_is_read_as_other_tools_do() {
 // --- pulling ----------------------------------------------------------------------------------------------------
 
 #[test]
-fn what_serving_needs_is_pulled_into_the_shared_layout() {
+fn a_pull_stores_only_files_for_serving_in_the_shared_cache_layout() {
     let weights = noise(300_000);
     let hub = Hub::start(&[
         ("config.json", b"hello\n", false),
@@ -523,16 +523,20 @@ fn what_serving_needs_is_pulled_into_the_shared_layout() {
     names.sort();
     assert_eq!(names, ["chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json"]);
     assert_eq!(fs::read(path.join("model.safetensors")).unwrap(), weights);
-    // The checksum is what `git hash-object` prints.
+    // The checksum that `git hash-object` prints.
     let link = fs::read_link(path.join("config.json")).expect("a link");
     assert_eq!(link, Path::new("../../blobs/ce013625030ba8dba906f756967f9e9ca394464a"));
     let link = fs::read_link(path.join("model.safetensors")).expect("a link");
     assert_eq!(link, Path::new("../../blobs").join(sha256(&weights)));
     assert_eq!(fs::read_to_string(repository(&cache).join("refs/main")).unwrap(), COMMIT);
-    assert!(blobs(&cache).iter().all(|b| !b.contains('.')), "nothing is left over: {:?}", blobs(&cache));
-    assert_eq!(cache.find(&name("org/tiny")).expect("sound").as_ref(), Some(&path));
+    assert!(
+        blobs(&cache).iter().all(|b| !b.contains('.')),
+        "only complete blobs are left: {:?}",
+        blobs(&cache)
+    );
+    assert_eq!(cache.find(&name("org/tiny")).expect("valid").as_ref(), Some(&path));
 
-    // A second pull asks for the listing alone.
+    // A second pull requests only the listing.
     hub.hub_requests();
     hub.cdn_requests();
     assert_eq!(hub.pull(&cache, "org/tiny").expect("here"), path);
@@ -540,7 +544,7 @@ fn what_serving_needs_is_pulled_into_the_shared_layout() {
     assert!(asked.len() == 1 && asked[0].path.starts_with("/api/models/org/tiny/revision/main"), "{asked:?}");
     assert!(hub.cdn_requests().is_empty());
 
-    // A tag is another name of the same commit. A new commit takes over the files that did not change.
+    // A tag is another name of the same commit. A new commit reuses the blobs of unchanged files.
     hub.pull(&cache, "org/tiny@v1").expect("pulled");
     assert_eq!(fs::read_to_string(repository(&cache).join("refs/v1")).unwrap(), COMMIT);
     hub.set(|b| {
@@ -550,14 +554,14 @@ fn what_serving_needs_is_pulled_into_the_shared_layout() {
     hub.hub_requests();
     let newer = hub.pull(&cache, "org/tiny").expect("pulled");
     assert!(newer.ends_with(OTHER_COMMIT) && hub.cdn_requests().is_empty());
-    assert_eq!(cache.find(&name("org/tiny")).expect("sound").as_ref(), Some(&newer));
-    assert_eq!(cache.find(&name("org/tiny@v1")).expect("sound").as_ref(), Some(&path));
-    assert_eq!(cache.find(&name("org/tiny@v2")).expect("sound"), None);
-    assert_eq!(cache.find(&name("org/other")).expect("sound"), None);
+    assert_eq!(cache.find(&name("org/tiny")).expect("valid").as_ref(), Some(&newer));
+    assert_eq!(cache.find(&name("org/tiny@v1")).expect("valid").as_ref(), Some(&path));
+    assert_eq!(cache.find(&name("org/tiny@v2")).expect("valid"), None);
+    assert_eq!(cache.find(&name("org/other")).expect("valid"), None);
 }
 
 #[test]
-fn of_several_gguf_files_one_is_named() {
+fn a_tag_selects_one_of_several_gguf_files() {
     let hub = Hub::start(&[
         ("tiny-Q4_0.gguf", b"q4_0", true),
         ("tiny-UD-Q4_K_M.gguf", b"ud", true),
@@ -582,26 +586,26 @@ fn of_several_gguf_files_one_is_named() {
     assert_eq!(choices(hub.pull(&cache, "org/tiny:q4_k_m")).len(), 2);
     assert_eq!(choices(hub.pull(&cache, "org/tiny:Q5_0")).len(), 4);
     says(&hub.pull(&cache, "org/tiny:Q5_0").unwrap_err(), &["Q5_0", "org/tiny:tiny-Q4_0.gguf"]);
-    assert!(!cache.root().exists(), "nothing was written for a question");
+    assert!(!cache.root().exists(), "a refused pull writes nothing");
 
     let q4_0 = hub.pull(&cache, "org/tiny:q4_0").expect("pulled");
     assert!(q4_0.ends_with("tiny-Q4_0.gguf") && fs::read(&q4_0).unwrap() == b"q4_0");
-    let found = |text: &str| cache.find(&name(text)).expect("sound");
-    assert_eq!(found("org/tiny").as_ref(), Some(&q4_0), "the only one that is here");
+    let found = |text: &str| cache.find(&name(text)).expect("valid");
+    assert_eq!(found("org/tiny").as_ref(), Some(&q4_0), "the only pulled file");
     assert_eq!(found("org/tiny:tiny-Q4_0.gguf").as_ref(), Some(&q4_0));
     assert_eq!(found("org/tiny:Q4_0").as_ref(), Some(&q4_0));
-    assert_eq!(found("org/tiny:Q4_K_M"), None, "on the hub, and not here");
+    assert_eq!(found("org/tiny:Q4_K_M"), None, "on the hub, but not pulled");
     hub.pull(&cache, "org/tiny:tiny-Q4_K_M.gguf").expect("pulled");
     assert_eq!(found("org/tiny:Q4_0").as_ref(), Some(&q4_0));
     says(&cache.find(&name("org/tiny")).unwrap_err(), &["2", "org/tiny:tiny-Q4_0.gguf"]);
 
-    // A split file is one model: any part of its name pulls all parts, and the first part stands for them.
+    // A split file is one model: the name of any part pulls all parts, and the path of the first part is returned.
     for text in ["org/tiny:BF16", "org/tiny:bf16/tiny-bf16-00002-of-00002.gguf"] {
         let (_folder, cache) = temporary();
         let path = hub.pull(&cache, text).expect("pulled");
         assert!(path.ends_with("bf16/tiny-bf16-00001-of-00002.gguf") && path.exists());
         assert_eq!(fs::read(path.with_file_name("tiny-bf16-00002-of-00002.gguf")).unwrap(), b"second");
-        assert_eq!(cache.find(&name(text)).expect("sound").as_ref(), Some(&path));
+        assert_eq!(cache.find(&name(text)).expect("valid").as_ref(), Some(&path));
         assert_eq!(
             listed(&cache),
             [("org/tiny:bf16/tiny-bf16-00001-of-00002.gguf".to_owned(), Format::Gguf, 16)]
@@ -611,7 +615,7 @@ fn of_several_gguf_files_one_is_named() {
         assert_eq!(listed(&cache), [("org/tiny".to_owned(), Format::Partial, 10)]);
     }
 
-    // A single file needs no name.
+    // The name may be omitted if there is only one file.
     hub.set(|b| b.files.retain(|f| f.path == "tiny-Q4_0.gguf" || f.path.starts_with("mmproj")));
     assert!(hub.pull(&cache, "org/tiny").expect("pulled").ends_with("tiny-Q4_0.gguf"));
     hub.set(|b| b.files.retain(|f| f.path.starts_with("mmproj")));
@@ -620,11 +624,11 @@ fn of_several_gguf_files_one_is_named() {
 }
 
 #[test]
-fn a_transfer_that_breaks_off_goes_on_where_it_stopped() {
+fn an_interrupted_transfer_resumes_where_it_stopped() {
     let weights = noise(5_000_000);
     let hub = Hub::start(&[("tiny.gguf", &weights, true)]);
     let (_folder, cache) = temporary();
-    // The server breaks off more often than the patience lasts, but each try makes progress.
+    // The connection breaks more often than the number of attempts, but each attempt makes progress.
     let cut = Fault::Cut(1_100_000);
     hub.fault(&[cut, cut, cut, cut, Fault::Status(503), Fault::Cut(usize::MAX)]);
     let path = hub.pull(&cache, "org/tiny").expect("pulled");
@@ -639,7 +643,7 @@ fn a_transfer_that_breaks_off_goes_on_where_it_stopped() {
 }
 
 #[test]
-fn a_later_pull_goes_on_with_what_an_earlier_one_left() {
+fn a_later_pull_resumes_the_partial_file_of_an_earlier_one() {
     let weights = noise(200_000);
     let hub = Hub::start(&[("tiny.gguf", &weights, true)]);
     let (_folder, cache) = temporary();
@@ -667,7 +671,7 @@ fn a_later_pull_goes_on_with_what_an_earlier_one_left() {
 }
 
 #[test]
-fn a_server_that_cannot_begin_in_the_middle_starts_over() {
+fn a_server_without_range_support_sends_the_file_from_the_start() {
     let weights = noise(200_000);
     let hub = Hub::start(&[("tiny.gguf", &weights, true)]);
     let (_folder, cache) = temporary();
@@ -675,16 +679,16 @@ fn a_server_that_cannot_begin_in_the_middle_starts_over() {
     let path = hub.pull(&cache, "org/tiny").expect("pulled");
     assert_eq!(fs::read(path).unwrap(), weights);
 
-    // A download that breaks off at the same place each time makes no progress, however far that place is.
+    // A download that stops at the same position each time makes no progress, and is not retried.
     let (_folder, cache) = temporary();
     hub.cdn_requests();
     hub.fault(&[Fault::Length(2000)]);
     says(&hub.pull(&cache, "org/tiny").unwrap_err(), &["2000", "200000"]);
-    assert_eq!(hub.cdn_requests().len(), 1, "a length that is wrong is no accident");
+    assert_eq!(hub.cdn_requests().len(), 1, "a wrong length is not retried");
 }
 
 #[test]
-fn what_lies_there_from_something_else_is_not_believed() {
+fn leftover_files_with_other_contents_are_not_used() {
     let weights = noise(100_000);
     let hub = Hub::start(&[("tiny.gguf", &weights, true)]);
     for (left, survives) in [(vec![7; 60_000], false), (vec![7; 100_000], false), (vec![7; 100_001], true)] {
@@ -701,7 +705,7 @@ fn what_lies_there_from_something_else_is_not_believed() {
         let path = hub.pull(&cache, "org/tiny").expect("pulled");
         assert_eq!(fs::read(path).unwrap(), weights);
     }
-    // A blob that lost its end after the check is pulled again.
+    // A blob that was truncated after its check is pulled again.
     let (_folder, cache) = temporary();
     hub.pull(&cache, "org/tiny").expect("pulled");
     let blob = repository(&cache).join("blobs").join(sha256(&weights));
@@ -711,7 +715,7 @@ fn what_lies_there_from_something_else_is_not_believed() {
 }
 
 #[test]
-fn what_does_not_hash_to_what_the_hub_named_is_deleted() {
+fn a_file_with_a_wrong_checksum_is_deleted() {
     let weights = noise(100_000);
     for lfs in [true, false] {
         let hub = Hub::start(&[("tiny.gguf", &weights, lfs)]);
@@ -728,7 +732,7 @@ fn what_does_not_hash_to_what_the_hub_named_is_deleted() {
 }
 
 #[test]
-fn a_silent_server_is_given_up_and_asked_again() {
+fn a_request_to_a_stalled_server_times_out_and_is_retried() {
     let weights = noise(100_000);
     let hub = Hub::start(&[("tiny.gguf", &weights, true)]);
     let (_folder, cache) = temporary();
@@ -742,7 +746,7 @@ fn a_silent_server_is_given_up_and_asked_again() {
 }
 
 #[test]
-fn the_token_goes_to_the_hub_and_nowhere_else() {
+fn the_token_is_sent_to_the_hub_only() {
     let hub = Hub::start(&[("tiny.gguf", &noise(1000), true)]);
     let (_folder, cache) = temporary();
     hub.set(|b| {
@@ -764,7 +768,7 @@ fn the_token_goes_to_the_hub_and_nowhere_else() {
 }
 
 #[test]
-fn a_checksum_is_needed_and_must_be_the_hubs_own() {
+fn a_file_without_a_checksum_from_the_hub_is_refused() {
     let hub = Hub::start(&[("tiny.gguf", &noise(1000), true), ("small.gguf", b"small", false)]);
     let (_folder, cache) = temporary();
     hub.set(|b| b.bare = true);
@@ -775,26 +779,26 @@ fn a_checksum_is_needed_and_must_be_the_hubs_own() {
 }
 
 #[test]
-fn redirects_are_followed_within_bounds() {
+fn redirects_are_followed_up_to_a_limit() {
     let hub = Hub::start(&[("tiny.gguf", b"tiny", true)]);
     let (_folder, cache) = temporary();
-    // The repository was renamed. The hub's own redirects stay on the hub, and so does the token.
+    // The repository was renamed. Redirects of the hub to itself keep the token.
     let settings = hub.settings_with(&[("HF_TOKEN", "hf_mine")]);
     pull(&settings, &cache, &name("org/old"), &mut |_| {}).expect("pulled");
     let asked = hub.hub_requests();
     assert_eq!(asked.len(), 4, "{asked:?}");
     assert!(asked.iter().all(|r| r.authorization.is_some()), "{asked:?}");
-    assert!(cache.find(&name("org/old")).expect("sound").is_some());
+    assert!(cache.find(&name("org/old")).expect("valid").is_some());
     hub.set(|b| b.circular = true);
     says(&hub.pull(&cache, "org/tiny").unwrap_err(), &["redirects more than"]);
     assert_eq!(hub.hub_requests().len(), 7);
 }
 
 #[test]
-fn a_hub_behind_tls_is_believed_by_its_certificate() {
+fn a_hub_with_tls_is_trusted_only_by_its_certificate() {
     let hub = Hub::start(&[("small.gguf", b"small", false), ("tiny.gguf", b"tiny", true)]);
     let (folder, cache) = temporary();
-    let (url, certificate) = hub.behind_tls();
+    let (url, certificate) = hub.with_tls();
     let file = folder.path().join("authority.pem");
     fs::write(&file, certificate).expect("written");
     let file = file.to_str().expect("UTF-8");
@@ -807,7 +811,7 @@ fn a_hub_behind_tls_is_believed_by_its_certificate() {
     let believed = with(&[("SSL_CERT_FILE", file)]);
     let path = pull(&believed, "org/tiny:small.gguf").expect("pulled");
     assert_eq!(fs::read(path).unwrap(), b"small");
-    // The CDN of this test is not encrypted.
+    // The CDN of this test has no TLS.
     hub.cdn_requests();
     says(&pull(&believed, "org/tiny:tiny.gguf").unwrap_err(), &["redirects", "not encrypted"]);
     assert!(hub.cdn_requests().is_empty());
@@ -817,7 +821,7 @@ fn a_hub_behind_tls_is_believed_by_its_certificate() {
 }
 
 #[test]
-fn refusals_say_what_to_do() {
+fn pull_errors_say_what_to_do() {
     let hub = Hub::start(&[("tiny.gguf", b"tiny", true)]);
     let (_folder, cache) = temporary();
     let fails = |text: &str, parts: &[&str]| says(&hub.pull(&cache, text).unwrap_err(), parts);
@@ -831,15 +835,15 @@ fn refusals_say_what_to_do() {
     let error = pull(&settings, &cache, &name("org/tiny"), &mut |_| {}).unwrap_err();
     says(&error, &["gated", &licence, "the token from HF_TOKEN"]);
 
-    // A refusal leaves nothing that looks like a model.
+    // A refused pull leaves nothing that looks like a model.
     assert_eq!(listed(&cache), []);
-    assert_eq!(cache.find(&name("org/tiny")).expect("sound"), None);
+    assert_eq!(cache.find(&name("org/tiny")).expect("valid"), None);
 
     hub.set(|b| b.gated = false);
     hub.fault(&[Fault::Status(503)]);
     hub.cdn_requests();
     fails("org/tiny", &["tiny.gguf", "503"]);
-    assert_eq!(hub.cdn_requests().len(), 3, "as often as the patience lasts");
+    assert_eq!(hub.cdn_requests().len(), 3, "the number of attempts");
     hub.fault(&[Fault::Status(404)]);
     hub.cdn_requests();
     fails("org/tiny", &["404"]);
@@ -850,11 +854,11 @@ fn refusals_say_what_to_do() {
     let error = pull(&settings, &cache, &name("org/tiny"), &mut |_| {}).unwrap_err();
     says(&error, &["HF_HUB_OFFLINE"]);
     assert!(hub.hub_requests().is_empty());
-    // Nobody listens at a port that was just given back.
+    // No server listens on a port that was just released.
     let free = TcpListener::bind("127.0.0.1:0").expect("a free port").local_addr().expect("bound");
     let endpoint = format!("http://{free}");
     let settings = Settings::from_environment(|n| (n == "HF_ENDPOINT").then(|| endpoint.clone().into()));
-    let error = pull(&settings.expect("sound"), &cache, &name("org/tiny"), &mut |_| {}).unwrap_err();
+    let error = pull(&settings.expect("valid"), &cache, &name("org/tiny"), &mut |_| {}).unwrap_err();
     says(&error, &["cannot reach", &endpoint, "HF_ENDPOINT"]);
 }
 
@@ -881,8 +885,8 @@ fn a_hostile_listing_writes_nothing() {
     for sha in ["../../evil", "main", "", "0123456789ABCDEF0123456789abcdef01234567"] {
         says(&lists("tiny.gguf", sha, &sum, 4), &["commit"]);
     }
-    // A checksum names a file, so a malformed checksum is not used. The hub is asked instead, and does not know the
-    // file.
+    // Checksums are used as file names, so a malformed checksum is ignored. The hub is asked for it instead, and does
+    // not know the file.
     says(&lists("evil.gguf", COMMIT, "../../../evil", 4), &["evil.gguf"]);
     says(&lists("tiny.gguf", COMMIT, &sum, u64::MAX), &["free", "--models-dir"]);
     let twice = ["config.json", "a.safetensors", "b.safetensors"]
@@ -904,7 +908,7 @@ fn a_hostile_listing_writes_nothing() {
 }
 
 #[test]
-fn a_folder_that_cannot_be_written_is_named() {
+fn an_unwritable_folder_is_named_in_the_error() {
     let hub = Hub::start(&[("tiny.gguf", b"tiny", true)]);
     let folder = tempfile::tempdir().expect("a folder");
     let file = folder.path().join("file");
@@ -914,14 +918,14 @@ fn a_folder_that_cannot_be_written_is_named() {
     // Even the superuser cannot write in /proc, though it can anywhere else.
     let cache = Cache::system("/proc/models");
     says(&hub.pull(&cache, "org/tiny").unwrap_err(), &["/proc/models"]);
-    // A folder stands in the place of the file.
+    // A folder is in the place of the file.
     let cache = Cache::of_user(folder.path().join("hub"));
     fs::create_dir_all(repository(&cache).join("blobs").join(sha256(b"tiny") + ".incomplete")).expect("made");
     says(&hub.pull(&cache, "org/tiny").unwrap_err(), &["write", ".incomplete"]);
 }
 
 #[test]
-fn one_writes_a_file_at_a_time() {
+fn only_one_process_writes_a_file_at_a_time() {
     let weights = noise(400_000);
     let hub = Hub::start(&[("tiny.gguf", &weights, true)]);
     let (_folder, cache) = temporary();
@@ -931,7 +935,7 @@ fn one_writes_a_file_at_a_time() {
     rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive).expect("locked");
     says(&hub.pull(&cache, "org/tiny").unwrap_err(), &["tiny.gguf", "another process", ".lock"]);
     assert!(hub.cdn_requests().is_empty());
-    let removal = cache.removal(&name("org/tiny")).expect("sound").expect("something");
+    let removal = cache.removal(&name("org/tiny")).expect("valid").expect("something");
     says(&removal.apply().unwrap_err(), &["another process"]);
     // A child that another test starts just now has the file open, too, and with it the lock.
     rustix::fs::flock(&lock, rustix::fs::FlockOperation::Unlock).expect("unlocked");
@@ -942,21 +946,21 @@ fn one_writes_a_file_at_a_time() {
     });
     assert!(results.iter().any(Result::is_ok), "{results:?}");
     assert!(results.iter().all(|r| matches!(r, Ok(_) | Err(HubError::Busy { .. }))), "{results:?}");
-    let path = cache.find(&name("org/tiny")).expect("sound").expect("pulled");
+    let path = cache.find(&name("org/tiny")).expect("valid").expect("pulled");
     assert_eq!(fs::read(path).unwrap(), weights);
 }
 
-// --- what is here -----------------------------------------------------------------------------------------------
+// --- listing and removing ---------------------------------------------------------------------------------------
 
-/// The (name, format, bytes) of every model.
+/// Name, format and bytes of every model.
 fn listed(cache: &Cache) -> Vec<(String, Format, u64)> {
-    let all = cache.list().expect("sound");
+    let all = cache.list().expect("valid");
     assert!(all.iter().all(|m| m.path.exists()), "{all:?}");
     all.into_iter().map(|m| (m.name.to_string(), m.format, m.bytes)).collect()
 }
 
 #[test]
-fn models_are_listed_and_removed_with_what_no_other_needs() {
+fn a_removed_model_is_deleted_with_all_blobs_that_no_other_needs() {
     let hub = Hub::start(&[("a-Q4_0.gguf", b"four", true), ("a-Q8_0.gguf", b"eightbit", true)]);
     let (folder, cache) = temporary();
     assert_eq!(listed(&cache), []);
@@ -968,13 +972,13 @@ fn models_are_listed_and_removed_with_what_no_other_needs() {
     let (four, eight) = (gguf("org/tiny:a-Q4_0.gguf", 4), gguf("org/tiny:a-Q8_0.gguf", 8));
     let tagged = gguf("org/tiny@v1:a-Q8_0.gguf", 8);
     assert_eq!(listed(&cache), [four.clone(), eight, tagged.clone()]);
-    // Files that other tools keep beside models are no models.
+    // Files of other tools in the same folder are not models.
     fs::create_dir_all(cache.root().join("datasets--org--x/blobs")).expect("made");
     fs::write(cache.root().join("version.txt"), "1").expect("written");
     assert_eq!(listed(&cache).len(), 3);
 
     let remove = |text: &str| {
-        let removal = cache.removal(&name(text)).expect("sound").expect("something");
+        let removal = cache.removal(&name(text)).expect("valid").expect("something");
         let bytes = removal.bytes;
         removal.apply().expect("removed");
         bytes
@@ -985,10 +989,10 @@ fn models_are_listed_and_removed_with_what_no_other_needs() {
     assert_eq!(listed(&cache), [four]);
     assert_eq!(blobs(&cache), [sha256(b"four")]);
     for absent in ["org/tiny@v1", "org/tiny:Q8_0", "org/other"] {
-        assert!(cache.removal(&name(absent)).expect("sound").is_none(), "{absent}");
+        assert!(cache.removal(&name(absent)).expect("valid").is_none(), "{absent}");
     }
 
-    // A link out of the folder is removed, and the target of the link is not.
+    // A link out of the folder is removed, but not its target.
     let outside = folder.path().join("precious.gguf");
     fs::write(&outside, "precious").expect("written");
     let snapshot = repository(&cache).join("snapshots").join(COMMIT);
@@ -1001,7 +1005,7 @@ fn models_are_listed_and_removed_with_what_no_other_needs() {
 }
 
 #[test]
-fn a_model_that_is_here_in_part_is_called_so() {
+fn an_incomplete_model_is_reported_as_incomplete() {
     let hub = Hub::start(&[
         ("config.json", b"{}", false),
         ("model.safetensors.index.json", b"{ }", false),
@@ -1019,17 +1023,17 @@ fn a_model_that_is_here_in_part_is_called_so() {
     assert_eq!(
         listed(&cache),
         [("org/tiny".to_owned(), Format::Partial, 8)],
-        "both configurations and a half"
+        "both JSON files and one of two weight files"
     );
     hub.fault(&[]);
     let path = hub.pull(&cache, "org/tiny").expect("pulled");
-    assert_eq!(cache.find(&name("org/tiny")).expect("sound"), Some(path));
+    assert_eq!(cache.find(&name("org/tiny")).expect("valid"), Some(path));
     assert_eq!(listed(&cache), [("org/tiny".to_owned(), Format::Safetensors, 11)]);
 }
 
 // --- the commands -----------------------------------------------------------------------------------------------
 
-/// The binary, with a home folder of its own.
+/// The binary, with its own home folder.
 fn unicorn(home: &Path, hub: &Hub, args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_unicorn"));
     for (name, _) in std::env::vars_os() {
@@ -1078,10 +1082,10 @@ fn a_pulled_model_is_found_by_its_name() {
     ];
     let (code, _, stderr) = output(unicorn(home.path(), &hub, &generate));
     assert!(code == 1 && stderr.contains("`unicorn pull org/tiny`"), "{stderr}");
-    assert!(hub.hub_requests().is_empty(), "only `pull` asks the hub");
+    assert!(hub.hub_requests().is_empty(), "only `pull` sends requests to the hub");
 
     let (code, stdout, stderr) = output(unicorn(home.path(), &hub, &["pull", "org/tiny"]));
-    assert_eq!((code, stderr.as_str()), (0, ""), "quiet without a terminal");
+    assert_eq!((code, stderr.as_str()), (0, ""), "no progress is shown without a terminal");
     let path = home.path().join(".cache/huggingface/hub/models--org--tiny/snapshots").join(COMMIT);
     assert_eq!(stdout, format!("{}\n", path.display()));
     hub.hub_requests();
@@ -1096,7 +1100,7 @@ fn a_pulled_model_is_found_by_its_name() {
 }
 
 #[test]
-fn a_pulled_gguf_file_is_read_by_its_tag() {
+fn a_pulled_gguf_file_is_loaded_by_its_tag() {
     let file = fs::read(data("gguf/gguf-s/gguf-s-Q4_K_M.gguf")).expect("the file");
     let hub = Hub::start(&[("gguf-s-Q4_K_M.gguf", &file, true), ("gguf-s-Q8_0.gguf", b"another", true)]);
     let home = tempfile::tempdir().expect("a folder");
@@ -1110,7 +1114,7 @@ fn a_pulled_gguf_file_is_read_by_its_tag() {
 }
 
 #[test]
-fn a_pull_that_was_killed_goes_on() {
+fn a_killed_pull_is_resumed() {
     let weights = noise(100_000);
     let hub = Hub::start(&[("tiny.gguf", &weights, true)]);
     let home = tempfile::tempdir().expect("a folder");
@@ -1120,7 +1124,7 @@ fn a_pull_that_was_killed_goes_on() {
     let incomplete = blobs.join(sha256(&weights) + ".incomplete");
     let since = Instant::now();
     while fs::metadata(&incomplete).map_or(0, |m| m.len()) < 40_000 {
-        assert!(since.elapsed() < HANG, "nothing arrives");
+        assert!(since.elapsed() < HANG, "no bytes arrived");
         std::thread::sleep(Duration::from_millis(10));
     }
     killed.kill().expect("killed");
@@ -1133,11 +1137,11 @@ fn a_pull_that_was_killed_goes_on() {
 }
 
 #[test]
-fn a_write_that_fails_leaves_what_arrived() {
+fn a_failed_write_keeps_the_bytes_that_arrived() {
     let weights = noise(100_000);
     let hub = Hub::start(&[("tiny.gguf", &weights, true)]);
     let home = tempfile::tempdir().expect("a folder");
-    // The write fails as on a full disk, at a size that the shell sets in blocks of 512 or 1024 bytes.
+    // The write fails as on a full disk. The shell limits the file size in blocks of 512 or 1024 bytes.
     let limited = |command: Command| {
         let mut shell = Command::new("sh");
         shell.args(["-c", "trap '' XFSZ; ulimit -f 40; exec \"$@\"", "sh"]).arg(command.get_program());
@@ -1165,7 +1169,7 @@ fn a_write_that_fails_leaves_what_arrived() {
 }
 
 #[test]
-fn the_commands_pull_list_and_remove() {
+fn the_commands_pull_list_and_remove_models() {
     let hub = Hub::start(&[("a-Q4_0.gguf", b"four", true), ("sub/a-Q8_0.gguf", b"eightbit", true)]);
     let home = tempfile::tempdir().expect("a folder");
     let system = home.path().join("srv/models");
@@ -1176,7 +1180,7 @@ fn the_commands_pull_list_and_remove() {
     assert!(lines.len() == 3 && lines[0].trim() == "4 B  org/tiny:a-Q4_0.gguf", "{stderr}");
     assert!(lines[2].starts_with("error: org/tiny "), "{stderr}");
 
-    // A service of another user can read the pulled files, whatever the umask of the pulling user is.
+    // The service user must be able to read the pulled files, even if the pulling user has a strict umask.
     let mut pull = Command::new("sh");
     let binary = env!("CARGO_BIN_EXE_unicorn");
     pull.args(["-c", "umask 077; exec \"$@\"", "sh", binary, "pull", "org/tiny:Q8_0", "--models-dir", dir]);
@@ -1204,12 +1208,12 @@ fn the_commands_pull_list_and_remove() {
     assert_eq!(code, 0, "{stderr}");
     let rows: Value = serde_json::from_str(&stdout).expect(&stdout);
     let names: Vec<&str> = rows.as_array().unwrap().iter().map(|r| r["name"].as_str().unwrap()).collect();
-    assert_eq!(names, ["org/tiny:sub/a-Q8_0.gguf", "org/tiny:a-Q4_0.gguf"], "models.dir first");
+    assert_eq!(names, ["org/tiny:sub/a-Q8_0.gguf", "org/tiny:a-Q4_0.gguf"], "models.dir is searched first");
     assert_eq!((&rows[0]["bytes"], &rows[0]["format"]), (&json!(8), &json!("gguf")));
     let (_, stdout, _) = output(unicorn(home.path(), &hub, &["models", "list"]));
     assert!(stdout.lines().count() == 1 && stdout.starts_with("org/tiny:a-Q4_0.gguf  gguf"), "{stdout}");
 
-    // An unfinished pull in models.dir does not hide a whole model in the other cache.
+    // An unfinished pull in models.dir does not hide a complete model in the other cache.
     let begun = home.path().join("begun");
     fs::create_dir_all(begun.join("models--org--tiny/blobs")).expect("made");
     fs::write(begun.join("models--org--tiny/blobs/0123.incomplete"), "fo").expect("written");

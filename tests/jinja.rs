@@ -1,5 +1,5 @@
-//! Chat templates that would take more time or memory than there is. Each ends in an error that says what it did, and
-//! holds little memory until then.
+//! Chat templates that would take too much time or memory. Each one ends with an error that names the limit, and
+//! allocates little memory until then.
 
 use std::collections::BTreeMap;
 
@@ -23,8 +23,8 @@ fn render(source: &str) -> Result<String, TextError> {
     template(source)?.render(&[Message::new("user", "hi")], true)
 }
 
-/// Checks that a template is refused with one of the `expected` words, and holds at most `most` bytes until then.
-/// Otherwise the report says what it does.
+/// Checks that a template is refused with one of the `expected` texts, and allocates at most `most` bytes until then.
+/// Otherwise returns a description of the result.
 fn refused(source: &str, expected: &[&str], most: usize) -> Result<(), String> {
     let shown: String = source.chars().take(300).collect();
     let (rendered, peak) = peak_allocation(|| render(source));
@@ -38,7 +38,7 @@ fn refused(source: &str, expected: &[&str], most: usize) -> Result<(), String> {
     }
 }
 
-/// Repeats the statement sixty times, with `ns.x` and `ns.y` for its results.
+/// Executes the statement sixty times. It keeps its results in `ns.x` and `ns.y`.
 fn again(start: &str, statement: &str) -> String {
     format!(
         "{{% set ns = namespace(x={start}, y={start}) %}}{{% for i in range(60) %}}{statement}{{% endfor %}}"
@@ -54,9 +54,9 @@ fn a_template_that_doubles_a_string_is_refused() {
     assert_eq!(refused(&source, &["makes a value of more than 8 MiB"], 64 * MIB), Ok(()));
 }
 
-/// Each way in which a value grows faster than the instructions that make it.
+/// Each way in which a value grows faster than the number of executed instructions.
 #[test]
-fn nothing_that_grows_by_itself_outgrows_its_bound() {
+fn values_that_grow_without_bound_are_refused() {
     let text = "'aaaaaaaa'";
     let sets = |expression: &str| format!("{{% set ns.x = {expression} %}}");
     let captures = |body: &str| format!("{{% set t %}}{body}{{% endset %}}{{% set ns.x = t %}}");
@@ -93,7 +93,7 @@ fn nothing_that_grows_by_itself_outgrows_its_bound() {
             + &again(text, &captures("{% call f() %}{{ ns.x }}{% endcall %}")),
         "{% for x in ['aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa'] recursive %}{{ loop([x ~ x]) }}{% endfor %}".into(),
         "{% block a %}{% set x = (x or 'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa') ~ x ~ x %}{{ self.a() }}{% endblock %}".into(),
-        // Lists exist once, and are read as often as other lists contain them.
+        // The elements of a shared list count once for each list that contains it.
         doubled("[1]", "ns.x + ns.x", "{{ ns.x|length }}"),
         doubled("[1]", "ns.x + ns.x", "{{ ns.x|list|length }}"),
         doubled("[1]", "ns.x[:] + ns.x[::-1]", ""),
@@ -136,7 +136,7 @@ fn nothing_that_grows_by_itself_outgrows_its_bound() {
 }
 
 #[test]
-fn what_would_take_time_or_the_stack_is_refused() {
+fn templates_that_take_too_much_time_or_stack_are_refused() {
     let long = |name: &str, bytes: usize| {
         let (start, times) = ("aaaaaaaa", (bytes / 8).ilog2());
         format!(
@@ -145,7 +145,7 @@ fn what_would_take_time_or_the_stack_is_refused() {
     };
     let mib = long("a", MIB);
     let cases = [
-        // Values within each other are freed, and lazy lists read, by recursion.
+        // Nested values are freed, and lazy lists are read, by recursion.
         (
             again("[]", "{% for j in range(9999) %}{% set ns.x = [ns.x] %}{% endfor %}"),
             "nests values more than 64 deep",
@@ -226,7 +226,7 @@ fn what_would_take_time_or_the_stack_is_refused() {
     let check = |(source, expected): &(String, &str)| refused(source, &[expected], 96 * MIB).err();
     let wrong: Vec<_> = cases.iter().filter_map(check).collect();
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
-    // The nesting is as deep as a source can make it.
+    // The deepest nesting that a source can have.
     let elifs = "{% if x %}".to_owned() + &"{% elif x %}".repeat(20_000) + "{% endif %}";
     let operators = format!("{{{{ x{} }}}}", " ~ x".repeat(2000));
     let negations = format!("{{{{ {} x }}}}", "not ".repeat(4001));
@@ -243,9 +243,9 @@ fn what_would_take_time_or_the_stack_is_refused() {
     }
 }
 
-/// Ordinary work of templates, with counting between the instructions.
+/// Ordinary templates, whose work is counted.
 #[test]
-fn what_is_counted_means_what_it_meant() {
+fn counting_the_work_does_not_change_what_templates_mean() {
     for (source, expected) in [
         ("{% for i in range(9) if i > 3 %}{{ i }}{% else %}none{% endfor %}", "45678"),
         ("{% for i in range(3) if i > 3 %}{{ i }}{% else %}none{% endfor %}", "none"),
@@ -342,14 +342,14 @@ fn long_conversations_are_rendered() {
         (0..count).map(|at| Message::new(if at % 2 == 0 { "user" } else { "assistant" }, text)).collect()
     };
     let gemma = gemma_template();
-    // The texts are as many turns as fit, one turn that fills the bound, and one turn that is far too long.
+    // The cases: as many turns as fit, one turn near the limit, and one turn far above it.
     assert!(gemma.render(&turns(50_000, "hi"), true).is_ok());
     assert!(gemma.render(&turns(1, &"x".repeat(2_000_000)), true).is_ok());
     let limit = unicorn::text::MAX_TEXT_BYTES;
     let error = gemma.render(&turns(1, &"x".repeat(60_000_000)), true).unwrap_err();
     assert_eq!(error, TextError::TooLong { bytes: 60_000_025, limit });
 
-    // These templates gather turns and text, which copies all of it for each turn.
+    // This template collects turns and text, so it copies all of the text at each turn.
     let gathers = "{% set ns = namespace(out='', turns=[]) %}\
         {% for m in messages %}{% set ns.turns = ns.turns + [m] %}{% endfor %}\
         {% for m in ns.turns %}{% set ns.out = ns.out ~ '<' + m.role + '>' ~ m.content|trim ~ '\n' %}\
@@ -359,14 +359,14 @@ fn long_conversations_are_rendered() {
         let text = gathers.render(&turns(count, &"x".repeat(bytes)), true).unwrap();
         assert!(text.len() > count * bytes && text.ends_with("end"), "{count} turns of {bytes} bytes");
     }
-    // The template has a table of languages, as templates for translations do.
+    // A table of languages, as templates for translation models have.
     let names: Vec<String> = (0..600).map(|at| format!("'l{at}': 'Language {at}'")).collect();
     let table = format!("{{% set names = {{{}}} %}}{{{{ names['l599'] }}}}", names.join(", "));
     assert_eq!(render(&table).as_deref(), Ok("Language 599"));
 }
 
-/// Programs of the operations that make values grow. The names are texts (`s`, `t`) and lists (`l`, `m`), each made of
-/// all others.
+/// Random programs of operations that make values grow. Variables are texts (`s`, `t`) and lists (`l`, `m`). Each is
+/// made of all others.
 struct Programs {
     rng: ChaCha8Rng,
 }
@@ -471,7 +471,7 @@ impl Programs {
 }
 
 #[test]
-fn random_programs_that_grow_end_within_their_bounds() {
+fn random_programs_that_grow_end_within_their_limits() {
     const SEED: u64 = 0x9a0;
     println!("seed {SEED}");
     let mut programs = Programs { rng: ChaCha8Rng::seed_from_u64(SEED) };

@@ -1,5 +1,5 @@
-//! Every kernel against its CPU twin: odd shapes and tails, and seeded random data. Outputs are NaN before each run,
-//! and so is all memory that a kernel must not read.
+//! Every kernel against its twin, a CPU implementation of the same function: odd shapes and tails, and seeded random
+//! data. Outputs are NaN before each run, and so is all memory that a kernel must not read.
 
 use half::f16;
 use rand::Rng;
@@ -22,7 +22,7 @@ use crate::support::kernel_bench::{
 use crate::support::reference::dequantize_row;
 use crate::support::{policy, reference};
 
-/// The weights that a scheme makes of `values`.
+/// The weights of `values` after they are stored in a scheme.
 fn as_stored(values: &[f32], cols: usize, scheme: Scheme) -> Vec<f32> {
     let mut out = Vec::new();
     for row in values.chunks_exact(cols) {
@@ -43,7 +43,7 @@ fn as_stored(values: &[f32], cols: usize, scheme: Scheme) -> Vec<f32> {
     out
 }
 
-/// Fails unless `got` is within `bound * magnitude` of `expected`, element by element. A NaN is never within the bound.
+/// Panics unless each element of `got` is within `bound * magnitude` of `expected`. NaN is never within the bound.
 fn close(got: &[f32], expected: &[f64], magnitude: &[f64], bound: f64, what: &str) {
     assert_eq!(got.len(), expected.len(), "{what}");
     for (i, ((g, e), m)) in got.iter().zip(expected).zip(magnitude).enumerate() {
@@ -71,7 +71,7 @@ fn matmul_matches_its_twin() {
                 let what = format!("{scheme:?} {tokens} x [{rows}, {cols}]");
                 let w = b.random(rows * cols, 2.0);
                 let x = b.random(tokens * cols, 3.0);
-                // The matrix is also cut into shards of one tile, and the rows of y must be the same.
+                // The matrix is also split into shards of one tile, and the rows of y must be the same.
                 for shard in [u64::MAX, 1] {
                     let matrix = b.matrix(&w, rows, cols, scheme, shard);
                     let input = b.activations(&x, cols);
@@ -120,7 +120,7 @@ fn one_tokens_product_has_the_same_bits_in_any_batch_by_a_gpu_and_by_a_cpu() {
 fn int4_scales_below_f16s_normal_range_are_exact() {
     let mut b = Bench::new(3);
     let cols = 64;
-    // Rows whose scales are zero, the least subnormal, subnormal, the least normal.
+    // Rows with these scales: zero, the smallest subnormal, a subnormal, the smallest normal number.
     let tops = [0.0, 1e-9, 7.0 * 5.96e-8, 7.0 * 3.1e-6, 7.0 * 6.2e-5];
     let w: Vec<f32> =
         tops.iter().flat_map(|t| (0..cols).map(move |i| t * (i as f32 / 63.0 - 0.5) * 2.0)).collect();
@@ -142,7 +142,7 @@ fn int4_scales_below_f16s_normal_range_are_exact() {
 }
 
 #[test]
-fn every_stored_scheme_is_read_as_it_says() {
+fn every_stored_scheme_is_read_as_specified() {
     with_each_body(16, |b| {
         for scheme in STORED {
             for (tokens, rows, cols) in [(1, 1, 1), (1, 33, 300), (2, 70, 256), (5, 45, 516), (9, 64, 37)] {
@@ -155,7 +155,7 @@ fn every_stored_scheme_is_read_as_it_says() {
                     b.run(|k, r| k.matmul(r, &[(&matrix, &output)], &Operand::floats(&input), tokens));
                     let got = b.rows(&output, tokens);
                     let expected = reference::matmul(&x, &stored.values, tokens, rows, cols);
-                    // A shift is added apart from the products, so the rounding also applies to what cancels there.
+                    // The shift is added separately, so its rounding error remains even where the sum cancels.
                     let most = stored.values.iter().fold(0f32, |most, w| most.max(w.abs()));
                     let largest: Vec<f32> = vec![most; rows * cols];
                     let magnitude = reference::matmul_magnitude(&x, &largest, tokens, rows, cols);
@@ -167,9 +167,9 @@ fn every_stored_scheme_is_read_as_it_says() {
 }
 
 #[test]
-fn bytes_read_straight_and_through_staging_are_the_same() {
+fn direct_reads_and_staged_reads_give_the_same_bytes() {
     let mut b = Bench::new(18);
-    // The data has more than two staging buffers, and a tail.
+    // The data fills more than two staging buffers, plus a remainder.
     let bytes = (40 << 20) + 12;
     let data: Vec<u8> = (0..bytes).map(|_| b.rng.random()).collect();
     for staged in [false, true] {
@@ -178,7 +178,7 @@ fn bytes_read_straight_and_through_staging_are_the_same() {
         if staged {
             uploader = uploader.staged();
         }
-        // The other half of the buffer is read by another request, and in the reverse order.
+        // The second half of the buffer is read by a separate request, which is queued first.
         let (head, tail) = (buffer.slice(0, 24 << 20), buffer.slice(24 << 20, bytes as u64 - (24 << 20)));
         let read = |start: usize| {
             let data = &data;
@@ -205,7 +205,7 @@ fn bytes_read_straight_and_through_staging_are_the_same() {
 
 #[test]
 #[should_panic(expected = "two reads fill the same bytes")]
-fn two_readings_of_the_same_bytes_are_refused() {
+fn two_reads_into_the_same_bytes_are_refused() {
     let mut b = Bench::new(19);
     let buffer = b.poisoned(1 << 20);
     let read = |_: u64, _: &mut [u8]| Ok::<_, GpuError>(());
@@ -244,7 +244,8 @@ fn embed_yields_every_stored_weight() {
             let stored = as_stored(&w, cols, scheme);
             let matrix = b.matrix(&w, rows, cols, scheme, shard);
             let embedding = b.embedding(matrix, 1.25);
-            // The ids are every row's, then the ids last sampled in slots 2, 0 and 1. One of these has no row.
+            // The ids of all rows, then references to the last sampled ids of slots 2, 0 and 1. The id of slot 1 has no
+            // row.
             let mut ids: Vec<u32> = (0..rows as u32).collect();
             ids.extend([LAST_SAMPLED | 2, LAST_SAMPLED, LAST_SAMPLED | 1]);
             let sampled = b.upload(&[rows as u32 - 1, rows as u32, 3]);
@@ -267,9 +268,9 @@ fn embed_yields_every_stored_weight() {
 }
 
 #[test]
-fn the_27b_embedding_works_whole() {
-    // The matrix has 2.8 GB of bf16: more than the storage-buffer range (128 MiB on lavapipe) and than one allocation
-    // (2 GiB).
+fn the_27b_embedding_works_at_full_size() {
+    // The matrix has 2.8 GB of bf16: more than the range of a storage buffer (128 MiB on lavapipe) and more than one
+    // allocation (2 GiB).
     let mut b = Bench::new(15);
     let (rows, cols) = (262_208, 5376);
     let value = |row: usize, col: usize| ((row * 31 + col * 7) % 251) as f32 / 64.0 - 2.0;
@@ -382,11 +383,11 @@ fn attention_matches_its_twin_over_pages_and_windows() {
         shape(4, 1, 256, 32, Some(70)),
         shape(2, 2, 36, 16, Some(1000)),
         shape(16, 1, 64, 16, Some(40)),
-        // This shape is the largest for a device with 32 KiB of shared memory.
+        // The largest shape for a device with 32 KiB of shared memory.
         shape(16, 1, 256, 16, Some(40)),
     ];
     let dtypes = KvDtype::ALL.iter().cycle();
-    // Every shape runs with keys and values in f32, and with the other types in turn.
+    // Every shape runs twice, with the types of keys and values in turn.
     let cases = shapes.iter().flat_map(|s| [s, s]).zip(dtypes).map(|(s, kv)| (*s, *kv));
     for ((shape, kv), bodies) in cases.zip(BODIES.into_iter().cycle()) {
         b.make_bodies(bodies);
@@ -494,7 +495,7 @@ impl Attended {
         self.paged.tokens().len()
     }
 
-    /// The bits of the attention's result, with its work shared out like this.
+    /// The bits of the attention output, with this division of the work.
     fn run(&self, b: &mut Bench, shares: &Shares, room: Room) -> Vec<u32> {
         let Attended { attention, arrays, q, .. } = self;
         let shape = &attention.shape;
@@ -505,7 +506,7 @@ impl Attended {
         b.rows(&y, tokens).into_iter().map(f32::to_bits).collect()
     }
 
-    /// Shares the work out in every way: all bits are the same, and no padding's NaN is among them.
+    /// Divides the work in every way. All results must have the same bits, and no NaN of the padding.
     fn check(&self, b: &mut Bench, what: &str) {
         let tokens = self.tokens();
         let shape = &self.attention.shape;
@@ -513,8 +514,8 @@ impl Attended {
         let ways = [
             ("split", roomy, tokens),
             ("walked", Room { single: tokens, tiles: tokens }, tokens),
-            ("in tiles alone", Room { single: 0, ..roomy }, tokens),
-            ("in tiles alone, walked", Room { single: 0, tiles: tokens }, tokens),
+            ("only tiles", Room { single: 0, ..roomy }, tokens),
+            ("only tiles, walked", Room { single: 0, tiles: tokens }, tokens),
             ("token by token", roomy, 1),
             ("token by token in tiles", Room { single: 0, ..roomy }, 1),
             ("three by three", roomy, 3),
@@ -523,12 +524,12 @@ impl Attended {
         for (way, room, rows_per_part) in ways {
             let shares = Shares::new(shape, &self.paged.runs(), tokens, rows_per_part, room);
             let got = self.run(b, &shares, room);
-            assert!(got.iter().all(|bits| f32::from_bits(*bits).is_finite()), "{what}, {way}: no numbers");
+            assert!(got.iter().all(|bits| f32::from_bits(*bits).is_finite()), "{what}, {way}: not finite");
             let expected = expected.get_or_insert_with(|| got.clone());
             let off = got.iter().zip(expected).filter(|(got, expected)| got != expected).count();
             assert_eq!(off, 0, "{what}, {way}: bits of {off} of {} numbers differ", got.len());
         }
-        // One workgroup has the first splits of each token, and each of the other splits has its own.
+        // One workgroup computes the first splits of each token. Each other split has its own workgroup.
         let shares =
             Shares::new(shape, &self.paged.runs(), tokens, 1, Room { single: tokens, tiles: tokens });
         for walked in [1, 2, 5] {
@@ -553,7 +554,7 @@ impl Attended {
 }
 
 #[test]
-fn attention_has_the_same_bits_however_it_is_shared_out() {
+fn attention_has_the_same_bits_for_every_division_of_the_work() {
     let mut b = Bench::new(31);
     let shapes = [
         (shape(2, 1, 32, 16, None), &[(1, 1), (300, 1), (260, 70)][..]),
@@ -568,7 +569,7 @@ fn attention_has_the_same_bits_however_it_is_shared_out() {
         (shape(16, 8, 64, 16, None), &[(300, 40), (129, 1)]),
     ];
     for ((shape, sequences), kv) in shapes.into_iter().zip(KvDtype::ALL.into_iter().cycle()) {
-        // The weights are of about one size; or one weight is nearly all, and the others vanish.
+        // Either all attention weights are of similar size, or one is nearly 1 and the others vanish.
         for spread in [0.5, 300.0] {
             let attended = Attended::new(&mut b, shape, kv, spread, sequences);
             attended.check(&mut b, &format!("{shape:?}, {kv}, queries of {spread}"));
@@ -576,9 +577,9 @@ fn attention_has_the_same_bits_however_it_is_shared_out() {
     }
 }
 
-/// Behind 16 units of 64 keys, splits are four times as long; behind 128 units, sixteen times.
+/// After 16 blocks of 64 keys, splits are four times as long. After 128 blocks, they are sixteen times as long.
 #[test]
-fn attention_matches_its_twin_where_splits_grow() {
+fn attention_matches_its_twin_where_splits_become_longer() {
     let mut b = Bench::new(32);
     let long = AttentionShape { max_blocks: 150, ..shape(2, 1, 32, 64, None) };
     let sequences = [(1023, 1), (1026, 3), (8191, 1), (8194, 3), (9300, 2), (1281, 1)];
@@ -607,7 +608,7 @@ fn attention_matches_its_twin_where_splits_grow() {
 }
 
 #[test]
-fn tokens_of_nobody_attend_to_nothing() {
+fn padding_tokens_attend_to_nothing() {
     let mut b = Bench::new(33);
     let shape = shape(4, 2, 32, 16, None);
     let attended = Attended::new(&mut b, shape, KvDtype::F16, 1.0, &[(70, 2), (9, 3)]);
@@ -621,7 +622,7 @@ fn tokens_of_nobody_attend_to_nothing() {
     assert!(some[known..].iter().all(|bits| *bits == 0));
 }
 
-/// Numbers whose rounding to bf16 differs: ties to both sides, ends of the range, and what is no number.
+/// Values for which bf16 rounding is difficult: ties in both directions, the ends of the range, infinity and NaN.
 const ROUNDED: [f32; 12] = [
     f32::from_bits(0x3f80_8000),
     f32::from_bits(0x3f81_8000),
@@ -641,12 +642,12 @@ fn bf16_bits(value: &f32) -> u16 {
     half::bf16::from_f32(*value).to_bits()
 }
 
-/// Heads, KV heads, dimension, and the number of KV heads that a unit computes.
+/// Heads, KV heads, head dimension, and the number of KV heads that the NPU computes.
 const OFFLOADED: [(usize, usize, usize, usize); 5] =
     [(2, 1, 32, 1), (6, 3, 128, 2), (3, 1, 100, 1), (4, 4, 256, 4), (16, 2, 36, 1)];
 
 #[test]
-fn a_units_queries_are_rounded_to_bf16_by_heads() {
+fn npu_queries_are_rounded_to_bf16_and_grouped_by_head() {
     let mut b = Bench::new(41);
     let kernels = OffloadKernels::new(&b.device, HEADS).unwrap();
     for (case, (heads, kv_heads, d, offloaded)) in OFFLOADED.into_iter().enumerate() {
@@ -659,7 +660,7 @@ fn a_units_queries_are_rounded_to_bf16_by_heads() {
             }
             let input = b.activations(&q, heads * d);
             let count = heads / kv_heads * offloaded;
-            // What lies behind the last head is left alone.
+            // Memory after the last head must not change.
             let to = b.poisoned(2 * count * stride * d + 64);
             b.run(|_, r| kernels.queries(r, &shape, (&input, rows), offloaded, (&to, stride)));
             let got = b.download::<u16>(&to, count * stride * d + 32);
@@ -676,7 +677,7 @@ fn a_units_queries_are_rounded_to_bf16_by_heads() {
 }
 
 #[test]
-fn a_units_keys_are_gathered_from_the_blocks_of_a_sequence() {
+fn npu_keys_are_gathered_from_the_blocks_of_a_sequence() {
     let mut b = Bench::new(42);
     for ((heads, kv_heads, d, offloaded), kv) in
         OFFLOADED.into_iter().flat_map(|heads| KvDtype::ALL.map(|kv| (heads, kv)))
@@ -704,7 +705,7 @@ fn a_units_keys_are_gathered_from_the_blocks_of_a_sequence() {
             for (first, first_seen, count, stride) in
                 [(0, 0, 70, 70), (0, 0, 1, 3), (13, 13, 50, 64), (32, 39, 38, 40), (3, 66, 67, 67)]
             {
-                // Blocks that no row sees have been given back: another sequence's are there, full of NaNs.
+                // Blocks that no row sees have been freed. Here they hold another sequence, full of NaNs.
                 let table = paged.tables[1].clone();
                 let free = (0..paged.num_blocks as u32).find(|block| !table.contains(block)).unwrap();
                 paged.tables[1][..first_seen / block_size].fill(free);
@@ -735,10 +736,10 @@ fn a_units_keys_are_gathered_from_the_blocks_of_a_sequence() {
     }
 }
 
-/// The device computes some KV heads of the tokens in the middle, and all heads of the others. The rest comes from a
-/// unit.
+/// The GPU computes some KV heads of the middle tokens, and all heads of the other tokens. The remaining heads come
+/// from the NPU.
 #[test]
-fn a_units_output_takes_the_place_of_the_heads_that_it_computed() {
+fn npu_output_replaces_the_heads_that_the_npu_computed() {
     let mut b = Bench::new(43);
     // The middle has tiles that are split, tiles that are not, and a last tile of one token.
     let cases = [
@@ -768,14 +769,14 @@ fn a_units_output_takes_the_place_of_the_heads_that_it_computed() {
         let step = StepArrays { shares: b.shares(&shares, shape.num_kv_heads), ..arrays.clone() };
         let of_middle = step.rows(&middle);
         let all = 0..shape.num_kv_heads;
-        let mut run = |from_unit: bool| {
+        let mut run = |from_npu: bool| {
             let (partials, y) = (b.partials(&shape, room), b.empty(tokens, q.width));
             b.run(|k, r| {
                 for (i, part) in shares.parts.iter().enumerate() {
                     let heads = if i == 1 { offloaded..all.end } else { all.clone() };
                     k.attention_partials(r, attention, (q, &partials), &step, part, &heads);
                 }
-                if from_unit {
+                if from_npu {
                     let merges = (&of_middle.shares.merges, middle.len());
                     kernels.partials(r, &shape, (&uploaded, stride), offloaded, merges, &partials);
                 } else {
@@ -786,7 +787,7 @@ fn a_units_output_takes_the_place_of_the_heads_that_it_computed() {
             });
             b.rows(&y, tokens).into_iter().map(f32::to_bits).collect::<Vec<u32>>()
         };
-        assert!(run(false) == whole, "{shape:?}, {kv}: heads by heads");
+        assert!(run(false) == whole, "{shape:?}, {kv}: heads computed in two parts");
         let got = run(true);
         for (at, (got, whole)) in got.iter().zip(&whole).enumerate() {
             let (token, head, i) = (at / q.width, at % q.width / shape.head_dim, at % shape.head_dim);
@@ -800,7 +801,7 @@ fn a_units_output_takes_the_place_of_the_heads_that_it_computed() {
 }
 
 #[test]
-fn qkv_store_norms_rotates_and_files_away() {
+fn qkv_store_normalizes_rotates_and_stores() {
     with_each_body(40, |b| {
         let shapes = [shape(4, 2, 32, 16, None), shape(3, 1, 100, 5, None), shape(2, 2, 256, 16, None)];
         for (shape, kv) in shapes.iter().flat_map(|s| KvDtype::ALL.map(|kv| (*s, kv))) {
@@ -855,7 +856,7 @@ fn qkv_store_norms_rotates_and_files_away() {
                 for head in 0..shape.num_kv_heads {
                     let (at, row) = (t * kw + head * d, paged.row(s, position, head));
                     let expected = expect(&k[at..at + d], &k_norm, position, 1.0);
-                    // A value may be off by what its type cannot express: half of its last bit.
+                    // The tolerance includes the rounding of the cache type: half of its last bit.
                     let largest = expected.iter().fold(0f64, |a, b| a.max(b.abs()));
                     let lost = [0.0, largest / 2048.0, largest / 254.0][kv as usize];
                     close(
@@ -868,7 +869,7 @@ fn qkv_store_norms_rotates_and_files_away() {
                     let mut one = paged.empty_cache(kv);
                     let kept = paged.file_away(&mut one, kv, row, &v[at..at + d]);
                     let kept: Vec<f64> = kept.into_iter().map(f64::from).collect();
-                    // A value in the middle between two integers may go to either.
+                    // A value in the middle between two integers may be rounded to either of them.
                     let step = [0.0, 1.0 / 1024.0, 2.0 / 127.0][kv as usize];
                     let got = paged.take(&mut values, kv, row);
                     close(&got, &kept, &vec![1.0; d], step * 1.01, &what);
@@ -885,7 +886,7 @@ fn qkv_store_norms_rotates_and_files_away() {
 }
 
 #[test]
-fn moments_add_up_squares_by_column() {
+fn moments_sum_the_squares_of_each_column() {
     let mut b = Bench::new(17);
     for (tokens, width) in [(1, 1), (3, 63), (17, 64), (5, 130)] {
         let x = b.random(tokens * width, 3.0);
@@ -905,7 +906,7 @@ fn moments_add_up_squares_by_column() {
 }
 
 #[test]
-fn pooled_rows_add_up_however_they_are_cut() {
+fn pooled_sums_are_the_same_for_every_split_of_the_rows() {
     let mut b = Bench::new(18);
     for (tokens, width) in [(1, 1), (3, 63), (17, 64), (40, 130)] {
         let x = b.random(tokens * width, 3.0);
@@ -934,7 +935,7 @@ fn pooled_rows_add_up_however_they_are_cut() {
 }
 
 #[test]
-fn geglu_matches_its_twin_and_survives_extremes() {
+fn geglu_matches_its_twin_also_for_extreme_values() {
     with_each_body(50, |b| {
         for (rows, width) in [(1, 3), (7, 129), (3, 1000)] {
             let mut gate = b.random(rows * width, 6.0);
@@ -963,7 +964,7 @@ fn draw(b: &mut Bench, logits: &[f32], vocab: usize, requests: &[SampleRequest])
 }
 
 #[test]
-fn greedy_takes_the_highest_logit_ties_to_the_lowest_id() {
+fn greedy_takes_the_highest_logit_and_of_ties_the_lowest_id() {
     let mut b = Bench::new(60);
     for len in [1, 2, 255, 256, 257, 5000] {
         let mut logits = b.random(len, 10.0);
@@ -985,7 +986,7 @@ fn greedy_takes_the_highest_logit_ties_to_the_lowest_id() {
 }
 
 #[test]
-fn logits_that_are_no_numbers_are_refused() {
+fn non_finite_logits_are_refused() {
     let mut b = Bench::new(61);
     for (bad, at) in [(f32::NAN, 700), (f32::INFINITY, 3), (f32::NEG_INFINITY, 9), (f32::NAN, 0)] {
         for temperature in [0.0, 1.0] {
@@ -999,7 +1000,7 @@ fn logits_that_are_no_numbers_are_refused() {
 }
 
 #[test]
-fn sampling_keeps_to_its_filters_and_its_noise() {
+fn sampling_draws_ids_that_pass_the_filters_and_match_the_noise() {
     let mut b = Bench::new(62);
     let cases = [
         // The cases are (temperature, top_k, top_p, min_p).
@@ -1044,7 +1045,7 @@ fn sampling_keeps_to_its_filters_and_its_noise() {
                     reference::draw(&logits, &candidates, f64::from(temperature), seed, request.position);
                 let what = format!("{temperature} {top_k} {top_p} {min_p}, {len} logits, seed {seed}");
                 assert!(candidates.contains(&(id as usize)), "{what}: {id} was filtered out");
-                // Two candidates closer than f32 rounding may change places.
+                // Two candidates that are closer than f32 rounding may change places.
                 if margin > 1e-4 {
                     assert_eq!(id as usize, expected, "{what}");
                     drawn += 1;
@@ -1052,11 +1053,11 @@ fn sampling_keeps_to_its_filters_and_its_noise() {
             }
         }
     }
-    assert!(drawn > 700, "too few clear draws: {drawn}");
+    assert!(drawn > 700, "too few draws with a clear result: {drawn}");
 }
 
 #[test]
-fn masses_are_added_up_to_the_bit() {
+fn probability_masses_are_summed_exactly() {
     let mut b = Bench::new(69);
     for (width, scale) in [(1, 5.0), (40, 1e-3), (4097, 5.0), (9001, 300.0), (262_208, 4.0)] {
         let temperatures = [1e-6, 0.013, 1.0, 7.7, 100.0, 1e30];
@@ -1089,13 +1090,13 @@ fn masses_are_added_up_to_the_bit() {
 }
 
 #[test]
-fn masses_are_powers_of_two() {
+fn probability_masses_are_powers_of_two() {
     let mut last = u64::MAX;
     for i in 0..400_000 {
         let t = i as f32 * 1e-4;
         let (mass, exact) = (reference::mass(t), 2f64.powi(40) * 2f64.powf(-f64::from(t)));
         assert!((mass as f64 - exact).abs() <= 1.0 + exact * 6e-9, "2^-{t}: {mass}, not {exact}");
-        assert!(mass >= 1 && mass <= last, "2^-{t}: {mass} behind {last}");
+        assert!(mass >= 1 && mass <= last, "2^-{t}: {mass} after {last}");
         last = mass;
     }
     assert_eq!(reference::mass(40.0), 0);
@@ -1105,7 +1106,7 @@ fn masses_are_powers_of_two() {
     }
 }
 
-/// Logits of a kind that is hard on thresholds, with the name of the kind.
+/// Logits that are difficult for thresholds, with a name for messages.
 fn hard_logits(b: &mut Bench, kind: usize, len: usize) -> (&'static str, Vec<f32>) {
     let random = b.random(len, 6.0);
     let each = |f: &mut dyn FnMut(usize, f32) -> f32| -> Vec<f32> {
@@ -1118,7 +1119,7 @@ fn hard_logits(b: &mut Bench, kind: usize, len: usize) -> (&'static str, Vec<f32
         3 => ("ties", each(&mut |_, x| (x * 4.0).round() / 4.0)),
         4 => ("masses that vanish", each(&mut |_, x| x * 50.0)),
         5 => ("one far below", each(&mut |i, x| if i == 7 { -1e30 } else { x })),
-        // More values than are listed are so close to each other that no bin tells them apart.
+        // More values than the lists hold are so close together that all of them are in one bin.
         6 => ("a crowd below one", each(&mut |i, x| if i == 5 { 9.0 } else { x * 1e-5 })),
         7 => ("large", each(&mut |_, x| 1e6 + x)),
         _ => ("of two scales", each(&mut |i, x| if i % 100 == 0 { x } else { x * 1e-4 - 4.0 })),
@@ -1126,7 +1127,7 @@ fn hard_logits(b: &mut Bench, kind: usize, len: usize) -> (&'static str, Vec<f32
 }
 const HARD: usize = 9;
 
-/// A position at which `id` is drawn from `candidates` by a clear margin; `None` if such positions are too rare.
+/// A position at which `id` is drawn from `candidates` by a clear margin. `None` = such positions are too rare.
 fn position_of(logits: &[f32], candidates: &[usize], id: usize, temperature: f32, seed: u64) -> Option<u32> {
     let t = f64::from(temperature);
     let max = candidates.iter().map(|id| logits[*id]).fold(f32::MIN, f32::max);
@@ -1170,7 +1171,7 @@ fn sampling_filters_exactly_what_its_twin_filters() {
             let top_p = match round % 3 {
                 0 => 1.0,
                 1 => pick(b, &[0.0, 1e-8, 0.3, 0.9, 0.95, 0.9999]),
-                // The value is the share of the likeliest ids, or one part in 2^24 above it.
+                // top_p is exactly the share of the most likely ids, or 2^-24 above it.
                 _ => {
                     let mut all = kept(1.0);
                     all.sort_by(|a, b| logits[*b].total_cmp(&logits[*a]));
@@ -1234,12 +1235,12 @@ fn sampling_filters_exactly_what_its_twin_filters() {
     }
     let (name, logits) = hard_logits(&mut b, 0, 262_208);
     try_on(&mut b, name, &logits, 3);
-    assert!(at_the_edge > 150, "too few draws of what stands at a threshold: {at_the_edge}");
-    assert!(behind_it > 150, "too few draws of what stands behind one: {behind_it}");
+    assert!(at_the_edge > 150, "too few draws of the last id within the thresholds: {at_the_edge}");
+    assert!(behind_it > 150, "too few draws of the first id outside the thresholds: {behind_it}");
 }
 
 #[test]
-fn sampling_runs_no_kernel_that_no_request_needs() {
+fn sampling_runs_only_the_kernels_that_requests_need() {
     let b = &mut Bench::on(&Device::open(&policy()).unwrap(), 71);
     let logits = b.random(3 * 5000, 4.0);
     let greedy = SampleRequest { top_k: 3, top_p: 0.5, ..SampleRequest::default() };
@@ -1256,7 +1257,7 @@ fn sampling_runs_no_kernel_that_no_request_needs() {
 }
 
 #[test]
-fn draws_are_the_same_alone_and_beside_others() {
+fn draws_are_the_same_alone_and_in_a_batch() {
     let mut b = Bench::new(72);
     let width = 9001;
     let logits = b.random(width, 3.0);
@@ -1296,7 +1297,7 @@ fn draws_follow_the_distribution() {
             .collect();
         draw(&mut b, &logits, 7, &requests).0.iter().for_each(|&id| counts[id as usize] += 1);
     }
-    // Chi-squared with 6 degrees of freedom: above 22.5 once in a thousand seeds; the seeds are fixed.
+    // Chi-squared with 6 degrees of freedom exceeds 22.5 for one of a thousand seeds. The seeds are fixed.
     let chi: f64 = expected
         .iter()
         .map(|(id, p)| (f64::from(counts[*id]) - p * f64::from(draws)).powi(2) / (p * f64::from(draws)))
@@ -1305,7 +1306,7 @@ fn draws_follow_the_distribution() {
 }
 
 #[test]
-fn sampling_penalties_and_biases_match_their_twin_and_leave_no_trace() {
+fn sampling_penalties_and_biases_match_their_twin_and_are_cleared() {
     let mut b = Bench::new(64);
     for width in [1, 37, 258, 5003] {
         let Adjusted { drawing, expected, raw, .. } = adjusted(&mut b, width, 12);
@@ -1326,17 +1327,17 @@ fn sampling_penalties_and_biases_match_their_twin_and_leave_no_trace() {
                 assert!(forbidden || near, "{width}, row {row}, id {id}: {got}, not {expected}");
             }
         }
-        assert_eq!(b.rows(&drawing.logits.raw, 12), raw, "the logits themselves stay");
+        assert_eq!(b.rows(&drawing.logits.raw, 12), raw, "the raw logits must not change");
         drawing.clear(&b);
         assert!(
             b.rows(&drawing.logits.adjusted, 12).iter().all(|word| word.to_bits() == 0),
-            "{width}: a trace"
+            "{width}: not cleared"
         );
     }
 }
 
 #[test]
-fn sampling_draws_from_what_penalties_biases_and_masks_leave() {
+fn sampling_draws_only_ids_that_penalties_biases_and_masks_leave() {
     let mut b = Bench::new(65);
     let mut clear = 0;
     for width in [37, 258, 5003] {
@@ -1370,11 +1371,11 @@ fn sampling_draws_from_what_penalties_biases_and_masks_leave() {
             }
         }
     }
-    assert!(clear > 180, "too few clear draws: {clear}");
+    assert!(clear > 180, "too few draws with a clear result: {clear}");
 }
 
 #[test]
-fn sampling_where_every_id_is_forbidden_yields_none() {
+fn sampling_with_every_id_forbidden_returns_no_token() {
     let mut b = Bench::new(66);
     let logits = b.random(100, 3.0);
     for temperature in [0.0, 1.0] {
@@ -1383,7 +1384,7 @@ fn sampling_where_every_id_is_forbidden_yields_none() {
         drawing.arrays.masks = b.upload(&[0u32; 4]);
         drawing.run(&b);
         assert_eq!(b.download::<u32>(&drawing.arrays.ids, 1), [NO_TOKEN]);
-        // A NaN does not hide behind a mask.
+        // A masked NaN is still an error.
         drawing.arrays.masks = b.upload(&[1u32, 0, 0, 0]);
         drawing.run(&b);
         assert_eq!(b.download::<u32>(&drawing.arrays.ids, 1), [0]);
@@ -1401,9 +1402,9 @@ fn sampling_reports_log_probabilities_of_the_raw_distribution() {
     for (width, vocab) in [(1, 1), (7, 6), (300, 257), (5003, 5000), (9001, 8999)] {
         let rows = 6;
         let mut logits = b.random(rows * width, 7.0);
-        // Equal logits come in the order of their ids.
+        // Equal logits are ordered by id.
         logits[3 * width..][..vocab.min(9)].fill(7.5);
-        // Equal logits of several workgroups do so as well.
+        // Equal logits of several workgroups are ordered by id too.
         if vocab > 4100 {
             logits[5 * width..][4090..4100].fill(7.5);
             logits[5 * width + 17] = 7.5;
@@ -1436,7 +1437,10 @@ fn sampling_reports_log_probabilities_of_the_raw_distribution() {
             };
             let wanted = requests[row].logprobs as usize;
             if wanted == 0 {
-                assert!(words.iter().all(|word| *word == 0x7fc0_dead), "{what} wants none");
+                assert!(
+                    words.iter().all(|word| *word == 0x7fc0_dead),
+                    "{what} requests no log probabilities"
+                );
                 continue;
             }
             near(words[0], ids[row]);
@@ -1462,7 +1466,7 @@ fn sampling_reports_log_probabilities_of_the_raw_distribution() {
 fn history_holds_each_tokens_id_at_its_slot_and_position() {
     let mut b = Bench::new(68);
     let (slots, slot_len) = (4, 90);
-    // There are three sequences, in slots 2, 0 and 3. The id of the last one is the id sampled there.
+    // There are three sequences, in slots 2, 0 and 3. The id of the last token is the id that was sampled there.
     let sequence_of: Vec<u32> = [vec![0; 70], vec![1; 9], vec![2]].concat();
     let positions: Vec<u32> = [(13..83).collect::<Vec<_>>(), (0..9).collect(), vec![89]].concat();
     let mut ids: Vec<u32> = positions.iter().map(|p| 1000 + p).collect();
@@ -1488,7 +1492,7 @@ fn history_holds_each_tokens_id_at_its_slot_and_position() {
 
 #[test]
 fn philox_matches_its_published_vectors() {
-    // The values are the authors' known-answer tests of Philox4x32-10.
+    // Known-answer tests of the authors of Philox4x32-10.
     assert_eq!(reference::philox([0, 0], [0; 4]), [0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8]);
     assert_eq!(
         reference::philox([u32::MAX; 2], [u32::MAX; 4]),
@@ -1497,7 +1501,7 @@ fn philox_matches_its_published_vectors() {
 }
 
 #[test]
-fn the_multiply_adds_of_the_peak_come_to_one() {
+fn the_multiply_adds_of_the_peak_kernel_sum_to_one_a_lane() {
     let mut b = Bench::new(110);
     let peak = Peak::new(&b.device).unwrap();
     for (workgroups, rounds) in [(1, 16), (3, 50)] {
@@ -1513,9 +1517,9 @@ fn the_multiply_adds_of_the_peak_come_to_one() {
     }
 }
 
-/// `unicorn bench kernels` measures kernels as a model runs them: each case runs again and again, and writes numbers.
+/// `unicorn bench kernels` measures kernels as a model runs them. Each case runs repeatedly and writes numbers.
 #[test]
-fn the_cases_that_are_measured_run_and_write_numbers() {
+fn benchmark_cases_run_and_write_numbers() {
     let mut b = Bench::new(111);
     let small = Shape { vocab_size: 2000, intermediate_size: 300, ..Shape::named("gemma-3-270m").unwrap() };
     let odd =
@@ -1540,7 +1544,7 @@ fn the_cases_that_are_measured_run_and_write_numbers() {
                 KernelWork::Sample { vocab, .. } => {
                     assert!(after.iter().all(|id| (*id as usize) < vocab), "{}: {after:?}", case.name);
                 }
-                // Other tests check int8 results, where the results are multiplied with.
+                // Int8 results are tested elsewhere, together with the products that read them.
                 KernelWork::Gated { .. }
                 | KernelWork::Attention { .. }
                 | KernelWork::RmsNorm { .. }
@@ -1557,7 +1561,7 @@ fn the_cases_that_are_measured_run_and_write_numbers() {
             }
         }
     }
-    // The measurement works too: a device with a clock gives a time, for as many repetitions as a time needs.
+    // A device with timestamps measures the time, with enough repetitions for the requested span.
     let choice = Choice {
         shape: odd,
         schemes: vec![],
@@ -1576,12 +1580,12 @@ fn the_cases_that_are_measured_run_and_write_numbers() {
         prepared.record(r, i);
     });
     let span = span.unwrap().expect("a device with a clock");
-    assert_eq!(recorded, 1 + 1 + span.repeats, "twice to warm up, and one run");
+    assert_eq!(recorded, 1 + 1 + span.repeats, "two warm-up runs and one measured run");
 }
 
 #[test]
 fn conflicting_commands_are_ordered() {
-    // Each step reads what the one before wrote; without barriers, some would read old values.
+    // Each step reads the result of the step before. Without barriers, some steps would read old values.
     let mut b = Bench::new(70);
     let dim = 4096;
     let norm = RmsNorm { weight: b.upload(&vec![0f32; dim]), eps: 1e-6 };
@@ -1605,13 +1609,13 @@ fn conflicting_commands_are_ordered() {
 
 #[test]
 fn validation_is_loaded_and_catches_a_violation() {
-    // The test has a device of its own, because the message that it provokes must not fail other tests.
+    // The test opens its own device, because the message that it provokes must not fail other tests.
     let device = Device::open(&DevicePolicy { validation: true, ..policy() }).unwrap();
     let mut arena = Arena::new(&device);
     let buffer = arena.alloc(MemoryKind::Device, Class::Staging, 1024, "violated").unwrap();
     let mut commands = CommandBuffer::new(&device, "violation").unwrap();
     let mut recorder = commands.begin().unwrap();
-    // vkCmdFillBuffer demands an offset that is a multiple of 4 (VUID-vkCmdFillBuffer-dstOffset-00025).
+    // The offset of vkCmdFillBuffer must be a multiple of 4 (VUID-vkCmdFillBuffer-dstOffset-00025).
     recorder.fill(&buffer.slice(1, 64), 0);
     recorder.submit_alone("violation").unwrap();
     let error = commands.wait().unwrap_err().to_string();

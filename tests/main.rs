@@ -1,8 +1,8 @@
-//! The one integration binary, `suite`. Every test file is a module of it, so all of them are linked once.
+//! The one integration test binary, `suite`. Every test file is a module of it, so the tests are linked only once.
 //!
-//! A filter of `cargo test --test suite` is a part of a test's path: `kernels::` runs `tests/kernels.rs`. The tests of
-//! one run share a few open Vulkan devices (`support::device`). Files in `tests/support` hold what several test files
-//! use. A new test file gets a `mod` line here; the lines are sorted.
+//! The filter of `cargo test --test suite` is a part of a test's path: `kernels::` runs `tests/kernels.rs`. The tests
+//! of one run share a few open Vulkan devices (`support::device`). Files in `tests/support` hold what several test
+//! files use. A new test file needs a `mod` line here. The lines are sorted.
 
 mod auth;
 mod batching;

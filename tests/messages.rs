@@ -35,7 +35,7 @@ fn ids(text: &str) -> usize {
 }
 
 #[tokio::test]
-async fn an_answer_has_anthropics_shape() {
+async fn an_answer_has_the_anthropic_format() {
     let text = "Größe: ½, 🦄!";
     let app = app_that_says(text);
     let (status, headers, mut body) = create(&app, &ask("Hi")).await;
@@ -54,7 +54,7 @@ async fn an_answer_has_anthropics_shape() {
     });
     assert_eq!(body, expected);
 
-    // The tokens that the cache had are counted apart.
+    // Tokens from the prefix cache are counted separately.
     let (_, _, body) = create(&app, &ask("Hi")).await;
     let (input, cached) = (&body["usage"]["input_tokens"], &body["usage"]["cache_read_input_tokens"]);
     assert!(cached.as_u64() > Some(0), "{body}");
@@ -63,7 +63,7 @@ async fn an_answer_has_anthropics_shape() {
 }
 
 #[tokio::test]
-async fn a_stream_is_these_events_in_this_order() {
+async fn a_stream_sends_the_expected_events_in_order() {
     let text = "Vim: ½ or two?";
     let app = app_that_says(text);
     for (fields, expected, reason, sequence) in [
@@ -110,13 +110,13 @@ async fn a_stream_is_these_events_in_this_order() {
         assert_eq!((&whole["stop_reason"], &whole["stop_sequence"]), (&json!(reason), &sequence));
         assert_eq!(delta["usage"]["output_tokens"], whole["usage"]["output_tokens"]);
         assert_eq!(take(&mut events), json!({"type": "message_stop"}));
-        assert_eq!(events, Vec::<Value>::new(), "nothing follows");
+        assert_eq!(events, Vec::<Value>::new(), "no event may follow");
         assert_all_free(&app.engine).await;
     }
 }
 
 #[tokio::test]
-async fn a_conversation_is_the_prompt_that_its_count_counts() {
+async fn count_tokens_counts_the_prompt_of_the_conversation() {
     let (app, seen) = app_that_shows_its_prompt("ok");
     let text = |text: &str| json!({"type": "text", "text": text, "cache_control": {"type": "ephemeral"}});
     let user = |content: Value| json!({"role": "user", "content": content});
@@ -137,7 +137,7 @@ async fn a_conversation_is_the_prompt_that_its_count_counts() {
             json!({"messages": [user(json!("a")), model(json!([thought, text("b")])), user(json!("c"))]}),
             format!("<start_of_turn>user\na{open}b<end_of_turn>\n<start_of_turn>user\nc{open}"),
         ),
-        // The last message is the beginning of the answer, as the client has it.
+        // A last message of the assistant is the beginning of the answer.
         (
             json!({"messages": [user(json!("2+2?")), model(json!("It is ("))]}),
             format!("<start_of_turn>user\n2+2?{open}It is ("),
@@ -158,11 +158,11 @@ async fn a_conversation_is_the_prompt_that_its_count_counts() {
         let count = post_to("/v1/messages/count_tokens", counted.to_string());
         let (status, _, count) = send_json(&app.router, count).await;
         assert_eq!((status.as_u16(), count), (200, json!({"input_tokens": prompt_ids(&expected).len()})));
-        assert_eq!(app.control.batches().len(), steps, "counting asks no engine");
+        assert_eq!(app.control.batches().len(), steps, "counting must not use the engine");
     }
 }
 
-/// A tool as Anthropic's clients describe it.
+/// A tool in Anthropic's format.
 fn tool(tool: &Value) -> Value {
     let function = &tool["function"];
     let none = json!({"type": "object", "properties": {}});
@@ -179,8 +179,8 @@ fn ask_with_tools(more: Value) -> Value {
     with(with(ask("Is it warm in Rome?"), json!({"tools": tools, "max_tokens": 1200})), more)
 }
 
-/// The message that the events of a stream come to, without its usage.
-fn put_together(events: Vec<Value>) -> Value {
+/// Builds the message from the events of a stream, without its usage.
+fn message_of_events(events: Vec<Value>) -> Value {
     let mut events = events.into_iter();
     let mut message = events.next().expect("a first event")["message"].take();
     let (mut blocks, mut json, mut open) = (Vec::<Value>::new(), String::new(), false);
@@ -228,7 +228,7 @@ fn put_together(events: Vec<Value>) -> Value {
     message
 }
 
-/// The content of a message and its stop reason, with checked ids left out.
+/// The content, stop reason and stop sequence of a message. Checks the ids of calls and removes them.
 fn said(message: &Value) -> Value {
     let mut said = json!([message["content"], message["stop_reason"], message["stop_sequence"]]);
     let mut ids = Vec::new();
@@ -240,11 +240,11 @@ fn said(message: &Value) -> Value {
     said
 }
 
-/// The content of the answers to `body`, in one piece and in a stream.
-async fn said_to(app: &App, body: Value) -> Value {
+/// The content of the answer to `body`. Checks that it is the same with and without streaming.
+async fn answer_content(app: &App, body: Value) -> Value {
     let (status, _, whole) = create(app, &body).await;
     assert_eq!(status, 200, "{whole}");
-    assert_eq!(said(&put_together(events(app, body).await)), said(&whole));
+    assert_eq!(said(&message_of_events(events(app, body).await)), said(&whole));
     assert_all_free(&app.engine).await;
     said(&whole)
 }
@@ -254,7 +254,7 @@ fn use_of(name: &str, input: Value) -> Value {
 }
 
 #[tokio::test]
-async fn a_call_is_a_block_also_in_a_stream() {
+async fn a_call_is_a_content_block_with_and_without_streaming() {
     let rome = use_of("get_weather", json!({"city": "Rome", "unit": "c"}));
     let both = format!("[{ROME}, {{ \"name\":\"roll\", \"parameters\": {{\"count\": 3}}}}]");
     for (text, blocks) in
@@ -262,29 +262,30 @@ async fn a_call_is_a_block_also_in_a_stream() {
     {
         let app = tools::app_that_says(&text);
         for choice in [json!(null), json!({"type": "auto"}), json!({"type": "any"})] {
-            let said = said_to(&app, ask_with_tools(json!({"tool_choice": choice}))).await;
+            let said = answer_content(&app, ask_with_tools(json!({"tool_choice": choice}))).await;
             assert_eq!(said, json!([blocks, "tool_use", null]), "{choice}");
         }
     }
     let named = json!({"type": "tool", "name": "get_weather", "disable_parallel_tool_use": true});
-    let said = said_to(&tools::app_that_says(ROME), ask_with_tools(json!({"tool_choice": named}))).await;
+    let said =
+        answer_content(&tools::app_that_says(ROME), ask_with_tools(json!({"tool_choice": named}))).await;
     assert_eq!(said, json!([[rome], "tool_use", null]));
 }
 
 #[tokio::test]
-async fn beside_tools_text_stays_text() {
+async fn text_stays_text_if_tools_are_offered() {
     for text in ["It is { warm }.", " \n\nWarm", "½", ""] {
         let blocks = if text.is_empty() { json!([]) } else { json!([{"type": "text", "text": text}]) };
-        let said = said_to(&tools::app_that_says(text), ask_with_tools(json!({}))).await;
+        let said = answer_content(&tools::app_that_says(text), ask_with_tools(json!({}))).await;
         assert_eq!(said, json!([blocks, "end_turn", null]));
     }
     let app = tools::app_that_says(ROME);
-    let said = said_to(&app, ask_with_tools(json!({"tool_choice": {"type": "none"}}))).await;
+    let said = answer_content(&app, ask_with_tools(json!({"tool_choice": {"type": "none"}}))).await;
     assert_eq!(said[0], json!([{"type": "text", "text": ROME}]));
 }
 
 #[tokio::test]
-async fn a_demanded_call_is_made_and_fits_its_schema() {
+async fn a_required_call_is_made_and_matches_its_schema() {
     let body = |choice: Value| ask_with_tools(json!({"tool_choice": choice}));
     for name in ["roll", "now"] {
         let choice = json!({"type": "tool", "name": name, "disable_parallel_tool_use": true});
@@ -297,14 +298,14 @@ async fn a_demanded_call_is_made_and_fits_its_schema() {
             _ => assert_eq!(input, &json!({})),
         }
     }
-    // There is one call if calls must not be parallel.
+    // Exactly one call is made if parallel calls are disabled.
     let app = tools::app_that_says(&format!("[{ROME}, {ROME}]"));
     let one = json!({"type": "any", "disable_parallel_tool_use": true});
     assert_eq!(create(&app, &body(one)).await.2["content"].as_array().map(Vec::len), Some(1));
 }
 
 #[tokio::test]
-async fn what_cuts_a_call_says_so() {
+async fn a_truncated_call_reports_why_it_was_cut() {
     let app = tools::app_that_says(ROME);
     let whole = ids(ROME);
     let rome = json!({"city": "Rome"});
@@ -313,18 +314,18 @@ async fn what_cuts_a_call_says_so() {
         (json!({"stop_sequences": ["unit"]}), vec![rome], "stop_sequence", json!("unit")),
         (json!({"stop_sequences": ["Rom"]}), vec![json!({})], "stop_sequence", json!("Rom")),
     ] {
-        let said = said_to(&app, ask_with_tools(fields.clone())).await;
+        let said = answer_content(&app, ask_with_tools(fields.clone())).await;
         assert_eq!((&said[1], &said[2]), (&json!(reason), &sequence), "{fields}: {said}");
         assert!(inputs.contains(&said[0][0]["input"]), "{fields}: {said}");
     }
-    // A call begins with its name.
-    let said = said_to(&app, ask_with_tools(json!({"max_tokens": 3}))).await;
+    // A call begins only after its name, so before that the answer is text.
+    let said = answer_content(&app, ask_with_tools(json!({"max_tokens": 3}))).await;
     assert!(said[0][0]["text"].as_str().is_some_and(|text| ROME.starts_with(text)), "{said}");
 }
 
-/// Numbers of other languages, which may have any size.
+/// JSON numbers may be larger than any number type of Rust.
 #[tokio::test]
-async fn an_input_is_given_as_it_was_written() {
+async fn numbers_in_a_tool_input_keep_their_digits() {
     let input = "{\"n\": 123456789012345678901234567890, \"x\": 1.50}";
     let app = tools::app_that_says(&format!("{{\"name\": \"f\", \"parameters\": {input}}}"));
     let tools = json!([{"name": "f", "input_schema": {"type": "object"}}]);
@@ -335,7 +336,7 @@ async fn an_input_is_given_as_it_was_written() {
 }
 
 #[tokio::test]
-async fn results_and_tools_are_told_and_counted() {
+async fn tools_and_results_are_in_the_prompt_and_in_its_count() {
     let (script, seen) = shows_its_prompt("ok");
     let app = tools::app(script);
     let result = |more: Value| with(json!({"type": "tool_result", "tool_use_id": "a"}), more);
@@ -348,7 +349,7 @@ async fn results_and_tools_are_told_and_counted() {
             json!([result(json!({"content": "21", "is_error": false})), text("And?")]),
             "Result of now: 21\n\nAnd?",
         ),
-        // The system text may also come last.
+        // A text may also come before the result.
         (json!([text("Here:"), result(json!({"content": "21"}))]), "Here:\n\nResult of now: 21"),
     ] {
         let messages = json!([
@@ -371,20 +372,20 @@ async fn results_and_tools_are_told_and_counted() {
 }
 
 #[tokio::test]
-async fn a_schema_for_the_answer_and_tools_go_together() {
+async fn an_answer_schema_works_together_with_tools() {
     let schema = json!({"type": "object", "properties": {"warm": {"type": "boolean"}}, "required": ["warm"], "additionalProperties": false});
     let format = json!({"output_config": {"format": {"type": "json_schema", "schema": schema}}});
     for (text, block) in [
         (ROME, use_of("get_weather", json!({"city": "Rome", "unit": "c"}))),
         ("{\"warm\": true}", json!({"type": "text", "text": "{\"warm\": true}"})),
     ] {
-        let said = said_to(&tools::app_that_says(text), ask_with_tools(format.clone())).await;
+        let said = answer_content(&tools::app_that_says(text), ask_with_tools(format.clone())).await;
         assert_eq!(said[0], json!([block]));
     }
 }
 
 #[tokio::test]
-async fn what_clients_send_beside_is_accepted() {
+async fn other_fields_that_clients_send_are_accepted() {
     let app = app_that_says("ok");
     let tool = json!([{"name": "f", "type": "custom", "input_schema": {"type": "object"}, "cache_control": {"type": "ephemeral"}}]);
     for fields in [
@@ -403,7 +404,7 @@ async fn what_clients_send_beside_is_accepted() {
 }
 
 #[tokio::test]
-async fn an_answer_is_held_to_a_schema() {
+async fn an_answer_matches_the_requested_schema() {
     let app = app_that_says("{\"yes\": true}");
     let schema = json!({"type": "object", "properties": {"yes": {"type": "boolean"}}, "required": ["yes"], "additionalProperties": false});
     let format =
@@ -419,9 +420,9 @@ async fn an_answer_is_held_to_a_schema() {
     assert!(message.starts_with("output_config.format: ") && message.contains("uniqueItems"), "{message}");
 }
 
-/// Anthropic's clients ask for as much as any model could say.
+/// Anthropic's clients request as many tokens as any model could generate.
 #[tokio::test]
-async fn an_answer_may_be_bounded_by_the_context() {
+async fn an_answer_with_a_large_max_tokens_ends_at_the_context_length() {
     let app = app(says(&[], 300));
     let (status, _, body) = create(&app, &with(ask("Hi"), json!({"max_tokens": 64_000}))).await;
     assert_eq!(
@@ -439,7 +440,7 @@ async fn an_answer_may_be_bounded_by_the_context() {
 }
 
 #[tokio::test]
-async fn bad_bodies_are_refused_by_field() {
+async fn invalid_bodies_are_refused_with_the_field() {
     let app = app_that_says("ok");
     let body = |fields: Value| with(ask("Hi"), fields);
     let content = |block: Value| body(json!({"messages": [{"role": "user", "content": [block]}]}));
@@ -561,11 +562,11 @@ async fn bad_bodies_are_refused_by_field() {
         assert!(reply["error"]["message"].as_str().is_some_and(|m| m.starts_with(field)), "{field} {reply}");
         assert_eq!(reply["request_id"].as_str().map(str::as_bytes), Some(headers["request-id"].as_bytes()));
     }
-    assert_eq!(app.control.batches().len(), 0, "none of them reached the engine");
+    assert_eq!(app.control.batches().len(), 0, "no invalid body may reach the engine");
 }
 
 #[tokio::test]
-async fn every_error_of_these_routes_is_said_as_their_clients_expect() {
+async fn every_error_of_the_anthropic_routes_has_the_anthropic_format() {
     let app = app_that_says("ok");
     let get = |path: &str| Request::get(path).body(Body::empty()).unwrap();
     let model = with(ask("Hi"), json!({"model": "claude"})).to_string();
@@ -591,12 +592,12 @@ async fn every_error_of_these_routes_is_said_as_their_clients_expect() {
         assert_eq!((status.as_u16(), &body["error"]["type"]), (503, &json!("overloaded_error")));
         assert!(headers.contains_key("retry-after"));
     }
-    // These details tell Anthropic's SDK to go on without threads.
+    // With these details, Anthropic's SDK continues without threads.
     let thread = with(ask("Hi"), json!({"thread": {"type": "continue", "previous_message_id": "msg_1"}}));
     let (_, _, body) = create(&app, &thread).await;
     assert_eq!(body["error"]["details"], json!({"error_code": "thread_unsupported_request"}), "{body}");
-    // Errors of authentication have this form, too.
-    let keys = Keys::from_variable("test", "secret-key-1").expect("a sound key");
+    // Authentication errors have this format too.
+    let keys = Keys::from_variable("test", "secret-key-1").expect("a valid key");
     let app = app_behind(AccessPolicy { keys, ..AccessPolicy::default() }, "ok");
     let (status, headers, body) = create(&app, &ask("Hi")).await;
     assert_eq!((status.as_u16(), &body["error"]["type"]), (401, &json!("authentication_error")));
@@ -605,14 +606,14 @@ async fn every_error_of_these_routes_is_said_as_their_clients_expect() {
     request.headers_mut().insert("x-api-key", "secret-key-1".parse().unwrap());
     assert_eq!(send(&app.router, request).await.0, 200);
 
-    // Other errors keep their words.
+    // Errors of the other routes keep their own format.
     let (_, headers, body) =
         send_json(&loading, post_to("/v1/chat/completions", ask("Hi").to_string())).await;
     assert!(!headers.contains_key("request-id") && body["error"]["code"] == "model_loading", "{body}");
 }
 
 #[tokio::test]
-async fn a_full_queue_is_an_overloaded_server() {
+async fn a_full_queue_is_an_overloaded_error() {
     let app = app_that_says("ok");
     app.control.allow(0);
     // One request runs, and the queue holds two.
@@ -635,7 +636,7 @@ async fn a_full_queue_is_an_overloaded_server() {
 }
 
 #[tokio::test]
-async fn a_lost_device_is_the_last_event_of_a_stream() {
+async fn a_lost_device_ends_a_stream_with_an_error_event() {
     let app = app_that_says("One, two, three");
     app.control.fail_wait_at(4);
     let events = events(&app, ask("Hi")).await;

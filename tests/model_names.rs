@@ -1,4 +1,4 @@
-//! What requests may call the model: its id, its aliases, and any name where the configuration allows that.
+//! Model names in requests: the model's id, its aliases, and any name if the configuration allows it.
 
 use axum::body::Body;
 use axum::http::Request;
@@ -23,7 +23,7 @@ async fn ask(app: &App, path: &str) -> (u16, Value) {
     (status.as_u16(), answer)
 }
 
-/// Bodies that name a model, by their paths.
+/// Request bodies that name a model, with their paths.
 fn bodies(model: &str) -> [(&'static str, Value); 6] {
     let messages = json!([{"role": "user", "content": "Hi"}]);
     [
@@ -37,7 +37,7 @@ fn bodies(model: &str) -> [(&'static str, Value); 6] {
 }
 
 #[tokio::test]
-async fn an_alias_is_answered_by_the_model_under_its_own_id() {
+async fn a_request_by_alias_is_answered_with_the_id_of_the_model() {
     let app = app_called(&["gpt-4o", "claude-sonnet", MODEL], false);
     for name in ["gpt-4o", "claude-sonnet", MODEL] {
         for (path, body) in bodies(name) {
@@ -52,11 +52,11 @@ async fn an_alias_is_answered_by_the_model_under_its_own_id() {
         let (_, list) = ask(&app, path).await;
         let entries = list["data"].as_array().expect("a list");
         let ids: Vec<&Value> = entries.iter().map(|entry| &entry["id"]).collect();
-        assert_eq!(ids, [MODEL, "gpt-4o", "claude-sonnet"], "each once");
+        assert_eq!(ids, [MODEL, "gpt-4o", "claude-sonnet"], "each name is listed once");
         for entry in entries {
             let mut same = entry.clone();
             same["id"] = json!(MODEL);
-            assert_eq!(same, entries[0], "entries differ by their ids alone");
+            assert_eq!(same, entries[0], "entries differ only in their ids");
         }
     }
     for (path, body) in bodies("gpt-4") {
@@ -72,7 +72,7 @@ async fn an_alias_is_answered_by_the_model_under_its_own_id() {
 }
 
 #[tokio::test]
-async fn any_name_will_do_where_that_is_allowed() {
+async fn any_model_name_is_accepted_if_configured() {
     let app = app_called(&["gpt-4o"], true);
     for (path, body) in bodies("whatever") {
         let (status, _, answer) = send_json(&app.router, post_to(path, body.to_string())).await;
@@ -88,7 +88,7 @@ async fn any_name_will_do_where_that_is_allowed() {
 }
 
 #[tokio::test]
-async fn anthropics_clients_find_their_fields_in_the_list_and_their_errors() {
+async fn the_model_list_and_its_errors_have_the_anthropic_fields() {
     let app = app_called(&["claude-sonnet"], false);
     let ask = async |path: &str| {
         let request =
@@ -123,7 +123,7 @@ async fn anthropics_clients_find_their_fields_in_the_list_and_their_errors() {
 }
 
 #[test]
-fn names_are_configured_and_an_empty_one_is_refused() {
+fn model_aliases_are_configured_and_an_empty_one_is_refused() {
     let config = |text: &str| Config::from_layers(&[Layer::file("unicorn.toml", text).expect("TOML")]);
     let defaults = config("").expect("valid").server;
     assert_eq!((defaults.model_aliases, defaults.any_model_name), (vec![], false));

@@ -1,5 +1,6 @@
-//! Holds `/openapi.json` to the server, both ways. Its routes are the router's, and the server refuses every body that
-//! it calls invalid. Every answer has a status, a type and a shape that it names, and no field besides.
+//! Compares `/openapi.json` with the server in both directions. It documents exactly the routes of the router, and the
+//! server refuses every body that the document calls invalid. Every answer has a documented status, type and schema,
+//! and no undocumented field.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -24,14 +25,14 @@ fn request(method: &str, path: &str, body: Option<&Value>) -> Request<Body> {
     let method = Method::from_bytes(method.to_ascii_uppercase().as_bytes()).expect("a method");
     let request =
         Request::builder().method(method).uri(path).header(header::CONTENT_TYPE, "application/json");
-    request.body(body.map_or(Body::empty(), |body| Body::from(body.to_string()))).expect("a sound request")
+    request.body(body.map_or(Body::empty(), |body| Body::from(body.to_string()))).expect("a valid request")
 }
 
 /// A server and its document.
 struct Described {
     router: Router,
     document: Value,
-    /// The document, with no additional fields in objects that name their fields.
+    /// The document, changed so that objects with named fields allow no other fields.
     closed: Value,
     validators: BTreeMap<String, Validator>,
 }
@@ -63,7 +64,7 @@ impl Described {
         self.validators.entry(format!("body of {path}")).or_insert_with(|| compiled(&root)).is_valid(body)
     }
 
-    /// The reason for which `value` does not match a place of the document, if it does not.
+    /// Why `value` does not match the schema at `place`. `None` = it matches.
     fn problem(&mut self, place: &str, value: &Value) -> Option<String> {
         let schema = self.closed.pointer(place).unwrap_or_else(|| panic!("nothing at {place}"));
         let root = within(&self.closed, schema);
@@ -71,7 +72,7 @@ impl Described {
         validator.iter_errors(value).next().map(|error| format!("{}: {error}", error.instance_path()))
     }
 
-    /// Sends a request and holds the answer to the document. Returns the status.
+    /// Sends a request and checks the answer against the document. Returns the status.
     async fn ask(&mut self, method: &str, template: &str, path: &str, body: Option<&Value>) -> u16 {
         let (status, headers, bytes) = send(&self.router, request(method, path, body)).await;
         let shown =
@@ -111,7 +112,7 @@ fn data_of(stream: &str) -> Vec<Value> {
     data.map(|data| serde_json::from_str(data).expect("JSON")).collect()
 }
 
-/// The schema of one place of a document.
+/// A schema of the document, with the components that it refers to.
 fn within(document: &Value, schema: &Value) -> Value {
     json!({"allOf": [schema], "components": document["components"]})
 }
@@ -120,7 +121,7 @@ fn compiled(root: &Value) -> Validator {
     jsonschema::draft202012::options().build(root).unwrap_or_else(|error| panic!("{error}: {root}"))
 }
 
-/// The names of schemas that are one part of an `allOf`.
+/// Collects the names of schemas that are parts of an `allOf`.
 fn parts_of_others(value: &Value, found: &mut BTreeSet<String>) {
     match value {
         Value::Object(map) => {
@@ -140,7 +141,7 @@ fn close(value: &mut Value, parts: &BTreeSet<String>) {
     match value {
         Value::Object(map) => {
             for (name, value) in map.iter_mut().filter(|(name, _)| !parts.contains(*name)) {
-                // Each part of an `allOf` has some of the fields.
+                // Each part of an `allOf` has only some of the fields.
                 if name != "allOf" {
                     close(value, parts);
                 }
@@ -296,10 +297,10 @@ fn bodies(previous: &str) -> Vec<(&'static str, Value)> {
 }
 
 #[tokio::test]
-async fn its_routes_are_those_of_the_router() {
+async fn documented_routes_are_the_routes_of_the_router() {
     let app = Described::new().await;
     assert_eq!(app.document["openapi"], json!("3.1.0"));
-    // A router shows its routes in its debugging text alone.
+    // Only the debug output of a router lists its routes.
     let shown = format!("{:?}", app.router);
     let routes: BTreeSet<String> = shown
         .split('"')
@@ -311,7 +312,7 @@ async fn its_routes_are_those_of_the_router() {
     assert!(page.len() > 5, "{page:?}");
     let documented: BTreeSet<String> =
         app.document["paths"].as_object().expect("paths").keys().cloned().collect();
-    // Routes that are answered without /v1 as well are documented with it.
+    // Routes that are also served without /v1 are documented with it.
     let with_v1 = |route: &String| documented.contains(&format!("/v1{route}"));
     let (again, routes): (BTreeSet<_>, BTreeSet<_>) =
         routes.into_iter().partition(|route| with_v1(route) && !documented.contains(route));
@@ -328,7 +329,7 @@ async fn its_routes_are_those_of_the_router() {
             assert_eq!(status == 405, operation.is_null(), "{method} {path}: {status} {body}");
             assert!(!body.contains("there is nothing at"), "{method} {path}: {body}");
             if let Some(id) = operation["operationId"].as_str() {
-                assert!(ids.insert(id.to_owned()), "two are called {id}");
+                assert!(ids.insert(id.to_owned()), "two operations have the id {id}");
                 assert!(operation["summary"].is_string(), "{method} {path} has no summary");
             }
         }
@@ -336,7 +337,7 @@ async fn its_routes_are_those_of_the_router() {
 }
 
 #[tokio::test]
-async fn every_schema_is_one_and_refers_to_others_that_are_there() {
+async fn every_schema_is_valid_and_every_reference_resolves() {
     fn references(value: &Value, found: &mut BTreeSet<String>) {
         match value {
             Value::Object(map) => {
@@ -358,12 +359,12 @@ async fn every_schema_is_one_and_refers_to_others_that_are_there() {
         compiled(&within(&app.document, &json!({"$ref": reference})));
     }
     for reference in found {
-        assert!(app.document.pointer(&reference[1..]).is_some(), "{reference} leads nowhere");
+        assert!(app.document.pointer(&reference[1..]).is_some(), "{reference} does not resolve");
     }
 }
 
 #[tokio::test]
-async fn it_says_whether_a_key_is_asked_for() {
+async fn the_document_says_whether_an_api_key_is_required() {
     let open = Described::new().await.document;
     assert!(open.get("security").is_none() && open["components"].get("securitySchemes").is_none(), "{open}");
     let keys = Keys::from_variable("test", &"k".repeat(32)).expect("a key");
@@ -386,7 +387,7 @@ async fn it_says_whether_a_key_is_asked_for() {
 }
 
 #[tokio::test]
-async fn what_is_answered_is_as_documented() {
+async fn answers_match_the_documented_schemas() {
     let mut app = Described::new().await;
     let input = json!({"model": MODEL, "input": "Hi", "max_output_tokens": 4});
     let (_, _, kept) = send_json(&app.router, request("post", "/v1/responses", Some(&input))).await;
@@ -434,7 +435,7 @@ async fn what_is_answered_is_as_documented() {
         assert_eq!(app.ask("post", path, path, Some(&unknown)).await, 404);
     }
 
-    // The test notices an answer that does not match.
+    // The check detects an answer that does not match.
     let place = "/components/schemas/Model";
     let (_, _, model) = send_json(&app.router, request("get", &format!("/v1/models/{MODEL}"), None)).await;
     assert_eq!(app.problem(place, &model), None);
@@ -446,7 +447,7 @@ async fn what_is_answered_is_as_documented() {
 }
 
 #[tokio::test]
-async fn what_it_calls_invalid_is_refused() {
+async fn bodies_that_the_document_calls_invalid_are_refused() {
     const TIMES: usize = 4000;
     let seed = 0x0a31;
     println!("seed {seed}");
@@ -511,17 +512,20 @@ async fn what_it_calls_invalid_is_refused() {
     println!("answered {answered}, refused {refused}, refused though valid {refused_though_valid:?}");
     assert!(answered > TIMES / 10 && refused > TIMES / 5, "{answered} answered, {refused} refused");
     let valid: usize = refused_though_valid.values().sum();
-    assert!(valid < TIMES / 5, "the document says little: {refused_though_valid:?}");
+    assert!(
+        valid < TIMES / 5,
+        "the document allows too many bodies that the server refuses: {refused_though_valid:?}"
+    );
 }
 
-/// A step to a place of a body.
+/// One step of a path into a body.
 #[derive(Debug, Clone, PartialEq)]
 enum Step {
     Field(String),
     Item,
 }
 
-/// Adds the places where a schema has an integer, each with an integer that it allows.
+/// Adds each place where a schema has an integer, with an integer that the schema allows.
 fn integers(
     document: &Value,
     schema: &Value,
@@ -565,7 +569,7 @@ fn integers(
     }
 }
 
-/// Puts `value` at a place, in objects and lists that are made where there are none.
+/// Sets `value` at a place. Creates missing objects and lists.
 fn put(body: &mut Value, place: &[Step], value: Value) {
     match place {
         [] => *body = value,
@@ -584,17 +588,19 @@ fn put(body: &mut Value, place: &[Step], value: Value) {
 }
 
 #[tokio::test]
-async fn a_whole_float_is_an_integer_wherever_the_document_has_one() {
+async fn a_float_without_fraction_is_accepted_for_every_documented_integer() {
     let app = Described::new().await;
-    let sound = bodies("none");
+    let valid_bodies = bodies("none");
     let mut places = BTreeSet::new();
     for (path, item) in app.document["paths"].as_object().expect("paths") {
         let schema = &item["post"]["requestBody"]["content"]["application/json"]["schema"];
         let (mut at, mut open, mut found) = (Vec::new(), Vec::new(), Vec::new());
         integers(&app.document, schema, &mut at, &mut open, &mut found);
         for (place, n) in found {
-            // What counts the tokens of a body has the route of that body in front.
-            let like = sound.iter().filter(|(of, _)| path.starts_with(of)).max_by_key(|(of, _)| of.len());
+            // Use the sample body of the route with the longest matching path prefix: a route that counts tokens takes
+            // the same body.
+            let like =
+                valid_bodies.iter().filter(|(of, _)| path.starts_with(of)).max_by_key(|(of, _)| of.len());
             let mut body = like.map_or(json!({}), |(_, body)| body.clone());
             if body.get("stream").is_some() {
                 body = with(body, json!({"stream": false, "stream_options": null}));
@@ -606,9 +612,9 @@ async fn a_whole_float_is_an_integer_wherever_the_document_has_one() {
             let ask = async |spelling: &str| {
                 let text = body.to_string().replace("\"@here@\"", spelling);
                 let request = Request::post(path.as_str()).header(header::CONTENT_TYPE, "application/json");
-                let sent = request.body(Body::from(text)).expect("a sound request");
+                let sent = request.body(Body::from(text)).expect("a valid request");
                 let (status, _, answer) = send_json(&app.router, sent).await;
-                // What differs from one answer to the next is left out.
+                // Remove what differs between any two answers.
                 (status.as_u16(), answer["error"].clone())
             };
             let what = format!("{path}, {place:?}");
@@ -616,7 +622,7 @@ async fn a_whole_float_is_an_integer_wherever_the_document_has_one() {
             for spelling in [format!("{n}.0"), format!("{n}e0"), format!("{n}.0E+0"), format!("{n}0e-1")] {
                 assert_eq!(ask(&spelling).await, whole, "{what}: {spelling}");
             }
-            // What is no whole number is none, so the field is read.
+            // A number with a fraction must cause another answer. This proves that the server reads the field.
             let (status, error) = ask(&format!("{n}.5")).await;
             assert!(status == 400 && whole.1 != error, "{what}: {status} {error}, and for {n} {whole:?}");
             let steps = place.iter().map(|step| match step {

@@ -1,7 +1,8 @@
-//! The options of the command line and of the configuration file. A command has those that have an effect on it, and no
-//! others; and each has a run of the program that sees the effect.
+//! The options of the command line and of the configuration file. A command accepts only options that have an effect on
+//! it. For each option, a run of the program shows its effect.
 //!
-//! `tests/options.md` is the table of these runs. It has every option, or this suite fails. Many options share a run.
+//! `tests/options.md` is the table of these runs. This suite fails if the table lacks an option. Several options may
+//! share a run.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{Read, Write};
@@ -22,10 +23,10 @@ use crate::support::{data, demo, device, root};
 
 const TABLE: &str = "tests/options.md";
 
-// --- the table ------------------------------------------------------------------------------------------
+// --- the table -------------------------------------------------------------------------------------------
 
-/// Every option of a command, as `serve --port`; and what has no name, as `inspect MODEL`. `bench` alone has the options of
-/// `bench engine`.
+/// Every option of every command, as `serve --port`, and every positional argument, as `inspect MODEL`. The options of
+/// `bench` alone are left out, because they are the options of `bench engine`.
 fn options_of_commands() -> BTreeSet<String> {
     fn walk(command: &clap::Command, path: &str, all: &mut BTreeSet<String>) {
         for argument in command.get_arguments().filter(|_| path != "bench") {
@@ -53,7 +54,7 @@ fn options_of_configuration() -> BTreeSet<String> {
     defaults.iter().flat_map(of).collect()
 }
 
-/// The rows of the table: the options, those of a command with its name; the run; and what the run sees.
+/// The rows of the table: the options (with the command, if any), the run, and the effect that the run shows.
 fn rows() -> Vec<(Vec<String>, String, String)> {
     let text = std::fs::read_to_string(root().join(TABLE)).expect("readable");
     let names =
@@ -77,18 +78,18 @@ fn rows() -> Vec<(Vec<String>, String, String)> {
 }
 
 #[test]
-fn every_option_has_a_run_that_sees_its_effect_or_a_reason() {
+fn every_option_has_a_test_of_its_effect_or_a_reason() {
     let mut without: BTreeSet<String> = &options_of_commands() | &options_of_configuration();
     let mut complaints = Vec::new();
     for (options, run, sees) in rows() {
-        assert!(!sees.is_empty(), "{options:?}: the table does not say what is seen");
+        assert!(!sees.is_empty(), "{options:?}: the table does not describe the effect");
         for option in &options {
             let is_built = cfg!(feature = "npu") || !option.starts_with("npu ");
             if is_built && !without.remove(option) {
-                complaints.push(format!("{option}: is no option, or has two rows"));
+                complaints.push(format!("{option}: is not an option, or has two rows"));
             }
         }
-        // What no run can see has a reason in the place of the run.
+        // An option whose effect no run can show has a reason instead of a run.
         if run == "none" {
             continue;
         }
@@ -105,7 +106,7 @@ fn every_option_has_a_run_that_sees_its_effect_or_a_reason() {
         }
         for option in &options {
             let name = option.rsplit(' ').next().expect("a name");
-            // A variable of the environment, a line of a file, or an option of the command line.
+            // An environment variable, a line of a file, or a command line option.
             let spelled = match name.rsplit_once('.') {
                 Some((_, key)) => {
                     vec![name.replace('.', "_").to_uppercase(), format!("{key} ="), key.to_uppercase()]
@@ -122,10 +123,10 @@ fn every_option_has_a_run_that_sees_its_effect_or_a_reason() {
     assert!(complaints.is_empty(), "{}", complaints.join("\n"));
 }
 
-// --- what a command does not take ------------------------------------------------------------------------
+// --- options that a command refuses ----------------------------------------------------------------------
 
 #[test]
-fn an_option_that_has_no_effect_on_a_command_is_refused() {
+fn an_option_without_effect_on_a_command_is_refused() {
     for (command, option) in [
         (&["devices"][..], &["--device", "9"][..]),
         (&["devices"], &["--allow-software-vulkan"]),
@@ -153,7 +154,7 @@ fn an_option_that_has_no_effect_on_a_command_is_refused() {
 
 // --- every command ---------------------------------------------------------------------------------------
 
-/// A command line that each command accepts. What it then does need not succeed.
+/// For each command, a command line that the parser accepts. The command itself may fail.
 fn accepted(folder: &Path) -> BTreeMap<&'static str, Vec<String>> {
     let at = |name: &str| folder.join(name).to_str().expect("UTF-8").to_owned();
     let nothing = at("nothing");
@@ -187,7 +188,7 @@ fn accepted(folder: &Path) -> BTreeMap<&'static str, Vec<String>> {
 }
 
 #[test]
-fn every_command_reads_the_file_that_config_names_and_logs_more_when_asked() {
+fn every_command_follows_config_and_verbose() {
     let folder = tempfile::tempdir().expect("a folder");
     let file = folder.path().join("a.toml");
     std::fs::write(&file, "[log]\nlevel = \"debug\"\n").expect("written");
@@ -252,7 +253,7 @@ fn config_show_shows_every_option_of_the_command_line() {
         let Some(option) = option.strip_prefix("config show ") else { continue };
         assert!(shown.contains(&option) || ["--config", "--verbose"].contains(&option), "{option}");
     }
-    // `config check` merges and reads the same ones, and looks at what some of them name.
+    // `config check` merges the same options, and checks the files that some of them name.
     let check = |words: &[&str]| {
         let mut command = unicorn(&[&["config", "check"], words].concat());
         command.env("HF_HUB_CACHE", "/nonexistent");
@@ -267,7 +268,7 @@ fn config_show_shows_every_option_of_the_command_line() {
         ("--tokenizer", "/nonexistent/c"),
         ("--api-key-file", "/nonexistent/d"),
     ] {
-        // The demo model in the binary has a config and a tokenizer of its own.
+        // The demo model in the binary has its own config and tokenizer.
         let model = demo::folder();
         let model = ["--model", model.to_str().expect("UTF-8")];
         let words =
@@ -279,13 +280,13 @@ fn config_show_shows_every_option_of_the_command_line() {
         let (code, _, stderr) = check(&[option, "/nonexistent"]);
         assert!(code == 78 && stderr.contains("no model is named"), "{option}: {stderr}");
     }
-    assert_eq!(check(&["--host", "0.0.0.0"]).0, 78, "an open door");
+    assert_eq!(check(&["--host", "0.0.0.0"]).0, 78, "a server without keys on all addresses");
 }
 
-// --- what is loaded --------------------------------------------------------------------------------------
+// --- loading a model -------------------------------------------------------------------------------------
 
-/// A pulled model whose config is not its own and that has no tokenizer, so that only --models-dir, --model-config and
-/// --tokenizer together find it whole.
+/// A pulled model with an empty config and without a tokenizer. Only --models-dir, --model-config and --tokenizer
+/// together make it complete.
 struct Scattered {
     cache: TempDir,
     whole: TempDir,
@@ -316,8 +317,8 @@ impl Scattered {
         ["--device", &device().info().name, "--allow-software-vulkan"].map(str::to_owned).into()
     }
 
-    /// The commands that load a model, with what they need, and whether they read a tokenizer, quantize while loading, and
-    /// compute in f32 where nothing else is said.
+    /// The commands that load a model, with their arguments. The flags say whether a command reads a tokenizer, whether
+    /// it can quantize during the load, and whether it computes in f32 by default.
     fn commands(&self) -> Vec<(&'static str, Vec<String>, [bool; 3])> {
         let output = self.whole.path().join("logits").to_str().expect("UTF-8").to_owned();
         let folder = self.whole.path().join("native").to_str().expect("UTF-8").to_owned();
@@ -343,7 +344,7 @@ impl Scattered {
         ]
     }
 
-    /// Runs a command; `chat` is asked one thing.
+    /// Runs a command. `chat` gets one question as input.
     fn run(&self, words: &[String]) -> (i32, String, String) {
         let words: Vec<&str> = words.iter().map(String::as_str).collect();
         let mut command = unicorn_on_software(&words);
@@ -360,7 +361,7 @@ fn owned(words: &[&str]) -> Vec<String> {
 }
 
 #[test]
-fn every_command_that_loads_a_model_does_it_as_its_options_say() {
+fn every_command_that_loads_a_model_follows_its_load_options() {
     let scattered = Scattered::new();
     let whole = scattered.whole();
     for (name, command, [texts, quantizes, is_exact]) in scattered.commands() {
@@ -402,9 +403,9 @@ fn every_command_that_loads_a_model_does_it_as_its_options_say() {
     }
 }
 
-/// Each option is left out, or says something else, and the command fails for that.
+/// Each option is omitted or has a wrong value, and the command must fail because of it.
 #[test]
-fn without_an_option_of_its_load_a_command_fails_for_the_want_of_it() {
+fn a_command_fails_without_a_load_option_that_it_needs() {
     let scattered = Scattered::new();
     let whole = scattered.whole();
     let empty = tempfile::tempdir().expect("a folder");
@@ -466,10 +467,10 @@ fn device_is_software() -> bool {
     device().info().kind == unicorn::gpu::DeviceKind::Cpu
 }
 
-// --- what is planned and shown ---------------------------------------------------------------------------
+// --- plan, inspect and doctor ----------------------------------------------------------------------------
 
 #[test]
-fn plan_inspect_and_doctor_go_by_their_options() {
+fn plan_inspect_and_doctor_follow_their_options() {
     let demo = demo::folder();
     let folder = demo.to_str().expect("UTF-8");
     let weights = std::fs::read(demo.join("model.safetensors")).expect("weights");
@@ -485,7 +486,7 @@ fn plan_inspect_and_doctor_go_by_their_options() {
         let (_, stdout, stderr) = run(&[words, &files, &["--json"]].concat());
         serde_json::from_str(&stdout).unwrap_or_else(|_| panic!("{words:?}: {stderr}"))
     };
-    // Without them the model is not found, and its config is none.
+    // Without the options, the model is not found, or its config is invalid.
     for command in [&["inspect", "org/tiny"][..], &["plan", "org/tiny", "--vram", "1G"]] {
         assert_ne!(run(&[command, &files[2..]].concat()).0, 0, "{command:?}");
         assert_ne!(run(&[command, &files[..2]].concat()).0, 0, "{command:?}");
@@ -507,7 +508,11 @@ fn plan_inspect_and_doctor_go_by_their_options() {
     let nowhere = ["plan", "org/tiny", "--device", "no such", "--allow-software-vulkan"];
     assert!(run(&[&nowhere[..], &files].concat()).2.contains("no such"));
     if device_is_software() {
-        assert_ne!(run(&[&["plan", "org/tiny"][..], &files].concat()).0, 0, "software that is not allowed");
+        assert_ne!(
+            run(&[&["plan", "org/tiny"][..], &files].concat()).0,
+            0,
+            "software rendering is not allowed"
+        );
     }
     let planned = |more: &[&str], field: &str| json(&[&on_paper[..], more].concat())[field].clone();
     let number = |more: &[&str], field: &str| planned(more, field).as_u64().expect("a number");
@@ -526,7 +531,7 @@ fn plan_inspect_and_doctor_go_by_their_options() {
         assert!(number(&["--npu", "auto"], "asked_bytes") > number(&["--npu", "off"], "asked_bytes"));
     }
 
-    // The doctor's machine is a folder, so that nothing but the option makes the difference.
+    // The machine that `doctor` examines is a folder, so only the option can change the report.
     let machine = tempfile::tempdir().expect("a folder");
     std::fs::write(machine.path().join("vulkan.json"), run(&["devices", "--json"]).1).expect("written");
     let root = machine.path().to_str().expect("UTF-8");
@@ -547,12 +552,12 @@ fn plan_inspect_and_doctor_go_by_their_options() {
         assert_ne!(report(other).1, plain, "{other:?}");
     }
     if device_is_software() {
-        assert_ne!(report(&files).1, plain, "software that is not allowed");
+        assert_ne!(report(&files).1, plain, "software rendering is not allowed");
     }
 }
 
 #[test]
-fn models_are_those_of_the_folder_and_tensors_are_listed() {
+fn models_commands_and_inspect_follow_their_options() {
     let weights = std::fs::read(data("gemma3/tiny-a/model.safetensors")).expect("weights");
     let config = std::fs::read(data("gemma3/tiny-a/config.json")).expect("a config");
     let cache = pulled(&[("config.json", &config), ("model.safetensors", &weights)]);
@@ -572,9 +577,9 @@ fn models_are_those_of_the_folder_and_tensors_are_listed() {
     assert!(!run(&["models", "list", "--models-dir", cache]).contains("org/tiny"));
 }
 
-/// Each class of matrices has the scheme that was asked for it.
+/// Each class of matrices gets the scheme that its option names.
 #[test]
-fn classes_of_matrices_have_their_schemes() {
+fn each_class_of_matrices_gets_the_requested_scheme() {
     let (model, folder) = (tiny_model(), tempfile::tempdir().expect("a folder"));
     let at = |name: &str| folder.path().join(name).to_str().expect("UTF-8").to_owned();
     let schemes =
@@ -601,9 +606,9 @@ fn classes_of_matrices_have_their_schemes() {
     }
 }
 
-/// What leaves the likeliest token alone makes a sampled answer the greedy one.
+/// With options that leave only the most likely token, a sampled answer equals the greedy one.
 #[test]
-fn answers_are_sampled_as_the_options_say() {
+fn answers_follow_the_sampling_options() {
     let model = tiny_model();
     let model = model.path().to_str().expect("UTF-8");
     let question = model.to_owned() + "/question";
@@ -626,8 +631,12 @@ fn answers_are_sampled_as_the_options_say() {
         let hot = ["--temperature", "2", "--seed", "5"];
         let sampled = answer(&hot);
         assert_ne!(sampled, greedy);
-        assert_eq!(answer(&hot), sampled, "the same seed");
-        assert_ne!(answer(&["--temperature", "2", "--seed", "6"]), sampled, "another seed");
+        assert_eq!(answer(&hot), sampled, "the same seed gives the same answer");
+        assert_ne!(
+            answer(&["--temperature", "2", "--seed", "6"]),
+            sampled,
+            "another seed gives another answer"
+        );
         for alone in [["--top-k", "1"], ["--top-p", "0.000001"], ["--min-p", "1"]] {
             assert_eq!(answer(&[&hot[..], &alone].concat()), greedy, "{alone:?}");
         }
@@ -644,7 +653,7 @@ fn answers_are_sampled_as_the_options_say() {
 }
 
 #[test]
-fn kernels_are_those_of_their_types() {
+fn bench_kernels_follows_its_options() {
     let name = device().info().name.clone();
     let cases = |more: &[&str]| {
         let sizes = [
@@ -678,7 +687,7 @@ fn kernels_are_those_of_their_types() {
 
 #[cfg(feature = "npu")]
 #[test]
-fn the_benchmark_of_the_npu_loads_as_its_options_say() {
+fn bench_npu_follows_its_load_options() {
     use crate::support::npu::{demo_kernels, double};
     let demo = demo::folder();
     let folder = demo.to_str().expect("UTF-8");
@@ -725,7 +734,7 @@ fn the_benchmark_of_the_npu_loads_as_its_options_say() {
         assert!(code == 1 && stderr.contains(part), "{part}: {stderr}");
     }
     if device_is_software() {
-        assert_eq!(bench(&files).0, 1, "software that is not allowed");
+        assert_eq!(bench(&files).0, 1, "software rendering is not allowed");
     }
 }
 
@@ -737,14 +746,14 @@ fn json_of(server: &Daemon, path: &str) -> Value {
     serde_json::from_str(&body).expect(&body)
 }
 
-/// The options of its command line.
+/// The options of the command line.
 #[test]
-fn a_server_is_what_its_command_line_says() {
+fn a_server_follows_its_command_line() {
     let scattered = Scattered::new();
     let whole = scattered.whole();
     let keys = scattered.whole.path().join("keys");
     std::fs::write(&keys, KEY).expect("written");
-    // The other option of the device is every such server's.
+    // The helper that starts the server adds --allow-software-vulkan.
     let files = [scattered.files(), scattered.device()[..2].to_vec()].concat();
     let mut words: Vec<&str> = files.iter().map(String::as_str).collect();
     words.extend(["--tokenizer", &whole, "--draft", &whole, "--quantize", "int8-row", "--precision", "f32"]);
@@ -785,7 +794,7 @@ fn server_with(options: &[(&str, &str)]) -> Daemon {
     })
 }
 
-/// The steps of a prompt of about 300 tokens, and the ids that were guessed of an answer that goes round in circles.
+/// The number of steps for a prompt of about 300 tokens, and the number of speculated tokens of a repetitive answer.
 fn steps_and_guesses(server: &Daemon) -> (u64, u64) {
     let ask = |text: String, max_tokens: u32| {
         let messages = json!([{"role": "user", "content": text}]);
@@ -802,9 +811,9 @@ fn steps_and_guesses(server: &Daemon) -> (u64, u64) {
     (taken, guessed)
 }
 
-/// The options of its configuration: two servers, one with most options at their defaults.
+/// The options of the configuration: two servers, one with most options at their defaults.
 #[test]
-fn a_server_is_what_its_configuration_says() {
+fn a_server_follows_its_configuration() {
     let bounded = server_with(&[
         ("SERVER_MAX_BODY_BYTES", "2048"),
         ("SERVER_STORED_RESPONSES", "0"),
@@ -835,7 +844,7 @@ fn a_server_is_what_its_configuration_says() {
         let (status, body) = server.exchange("POST", "/v1/responses", &[], &body);
         assert_eq!(status, 200, "{body}");
         let id = serde_json::from_str::<Value>(&body).expect(&body)["id"].as_str().expect("an id").to_owned();
-        // Neither keeps it: one keeps none, the other not so many bytes.
+        // Neither server stores the response: one stores no responses, the other has too few bytes.
         assert_eq!(server.exchange("GET", &format!("/v1/responses/{id}"), &[], "").0, 404);
     }
     let from = |server: &Daemon, field: (&str, &str)| ask(server, "a/b", field, 0);
@@ -851,7 +860,7 @@ fn a_server_is_what_its_configuration_says() {
             ["held", "cached", "free"].map(|name| pool[name].as_u64().expect("a number")).iter().sum();
         blocks * status["kv"]["block_size"].as_u64().expect("a number")
     });
-    assert!(few < many, "windows of one sequence: {few} tokens, of 16: {many}");
+    assert!(few < many, "sliding windows: {few} tokens for 1 sequence, {many} for 16");
     let (steps, guesses) = steps_and_guesses(&bounded);
     let (steps_of_other, guesses_of_other) = steps_and_guesses(&other);
     assert!(steps > steps_of_other, "{steps} steps in small chunks, {steps_of_other} in one");
@@ -859,7 +868,7 @@ fn a_server_is_what_its_configuration_says() {
     let kernels = |server: &Daemon| json_of(server, "/status")["kernels"].as_array().expect("a list").len();
     assert!(kernels(&bounded) > 0 && kernels(&other) == 0);
 
-    // A third connection waits until one of the others is closed.
+    // A third connection waits until another one is closed.
     let connect = || {
         let address = bounded.url().trim_start_matches("http://").trim_end_matches("/v1").to_owned();
         TcpStream::connect(address).expect("connects")
@@ -876,7 +885,7 @@ fn a_server_is_what_its_configuration_says() {
 }
 
 #[test]
-fn a_server_shares_prefixes_and_unloads_as_its_configuration_says() {
+fn a_server_shares_prefixes_and_unloads_as_configured() {
     let keys = format!("{KEY},{OTHER_KEY}");
     let cached = |share: &str| {
         let server = server_with(&[("KV_SHARE_PREFIXES", share), ("API_KEYS", &keys)]);
@@ -901,9 +910,9 @@ fn a_server_shares_prefixes_and_unloads_as_its_configuration_says() {
     assert_eq!(server.ask(&[], false).0, 200);
 }
 
-/// A layer that is not there is an error, where it is wanted.
+/// If validation is enabled, a missing layer is an error.
 #[test]
-fn validation_wants_its_layer() {
+fn validation_without_its_layer_is_an_error() {
     let generate = ["generate", "--prompt", "x", "--max-tokens", "1", "--allow-software-vulkan"];
     let run = |wanted: &str| {
         let mut command = unicorn_on_software(&generate);

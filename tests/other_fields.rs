@@ -1,5 +1,5 @@
-//! The table of other servers' fields, as `/openapi.json` has it (`x-other-fields`): what it says of each field is what the
-//! server does with it. `tests/docs.rs` holds docs/api.md to the same table.
+//! The table of fields of other servers in `/openapi.json` (`x-other-fields`) must describe how the server treats each
+//! field. `tests/docs.rs` compares docs/api.md with the same table.
 
 use serde_json::{Value, json};
 
@@ -9,7 +9,7 @@ use crate::support::json::with;
 
 const ANSWER: &str = "Hello there";
 
-/// The routes whose bodies have a table, each with a body that is answered.
+/// The routes whose bodies have a table, each with a valid body.
 fn bodies() -> [(&'static str, Value); 4] {
     [
         ("/v1/chat/completions", json!({"messages": [{"role": "user", "content": "Hi"}]})),
@@ -34,7 +34,7 @@ fn other_fields<'a>(document: &'a Value, route: &str) -> &'a Vec<Value> {
     body_schema(document, route)["x-other-fields"].as_array().expect("a table")
 }
 
-/// What the answer says, without what differs between any two answers.
+/// The content of an answer, without the fields that differ between any two answers.
 fn said(route: &str, answer: &Value) -> Value {
     match route {
         "/v1/responses" => answer["output"][0]["content"].clone(),
@@ -44,7 +44,7 @@ fn said(route: &str, answer: &Value) -> Value {
 }
 
 #[tokio::test]
-async fn each_field_is_treated_as_the_table_says() {
+async fn the_server_treats_each_field_as_documented() {
     let app = app_that_says(ANSWER);
     let document = document(&app).await;
     let (mut refused, mut ignored) = (0, 0);
@@ -94,7 +94,7 @@ async fn each_field_is_treated_as_the_table_says() {
 }
 
 #[tokio::test]
-async fn no_field_stands_twice_or_is_honoured_as_well() {
+async fn no_field_is_listed_twice_or_also_supported() {
     let app = app_that_says(ANSWER);
     let document = document(&app).await;
     for (route, _) in bodies() {

@@ -1,5 +1,5 @@
-//! The page at `/` as a browser gets it: types, the policy, and what is not sent twice. tests/page tests what the page
-//! does.
+//! The page at `/` over HTTP: content types, the security policy, and caching. tests/page tests the behaviour of the
+//! page.
 
 use axum::Router;
 use axum::body::Body;
@@ -11,16 +11,16 @@ use crate::support::app::router_that_says;
 
 async fn ask(router: &Router, method: Method, path: &str, known: &str) -> (StatusCode, HeaderMap, String) {
     let request = Request::builder().method(method).uri(path).header(header::IF_NONE_MATCH, known);
-    let request = request.body(Body::empty()).expect("a sound request");
+    let request = request.body(Body::empty()).expect("a valid request");
     let (parts, body) = router.clone().oneshot(request).await.expect("handlers do not fail").into_parts();
     let bytes = body.collect().await.expect("a whole body").to_bytes().to_vec();
     (parts.status, parts.headers, String::from_utf8(bytes).expect("UTF-8"))
 }
 
-/// What tools/page_libraries builds.
+/// The files that tools/page_libraries builds.
 const LIBRARIES: [&str; 3] = ["/page/libraries.js", "/page/libraries.css", "/page/licences.txt"];
 
-/// The addresses that a file names, with relative addresses made absolute.
+/// The addresses in a file, as absolute paths.
 fn addresses(text: &str) -> Vec<String> {
     let in_markup = ["src=\"", "href=\""].iter().flat_map(|mark| text.split(mark).skip(1));
     let in_scripts = text.split("from \"./").skip(1).map(|rest| ("/page/", rest));
@@ -29,7 +29,7 @@ fn addresses(text: &str) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn every_file_of_the_page_is_there_with_its_type_and_the_policy() {
+async fn every_page_file_is_served_with_its_type_and_the_security_policy() {
     let (router, _) = router_that_says("Hi");
     let mut paths = vec!["/".to_owned()];
     let (mut bytes, mut library_bytes) = (0, 0);
@@ -52,7 +52,7 @@ async fn every_file_of_the_page_is_there_with_its_type_and_the_policy() {
             assert!(policy.contains(part), "{path}: {policy}");
         }
         assert!(!policy.contains("unsafe") && !policy.contains("http"), "{path}: {policy}");
-        // The libraries ask nobody, and make no code of text; their licences and parsers name addresses.
+        // The libraries send no requests and evaluate no text as code. Their licences and parsers contain addresses.
         if LIBRARIES.contains(&path.as_str()) {
             for call in ["XMLHttpRequest", "WebSocket", "import(", "new Function", "eval(", "@import", "url("]
             {
@@ -60,7 +60,7 @@ async fn every_file_of_the_page_is_there_with_its_type_and_the_policy() {
             }
             library_bytes += text.len();
         } else {
-            // No script or style stands in line, and none comes from elsewhere.
+            // No inline scripts or styles, and nothing from another host.
             assert!(!text.contains("style=\"") && !text.contains(" onclick"), "{path}");
             let namespaces = ["http://www.w3.org/2000/svg", "http://www.w3.org/1998/Math/MathML"];
             let own = namespaces.iter().fold(text.clone(), |text, name| text.replace(name, ""));
@@ -83,7 +83,7 @@ async fn every_file_of_the_page_is_there_with_its_type_and_the_policy() {
 }
 
 #[tokio::test]
-async fn a_file_that_the_browser_has_is_not_sent_again() {
+async fn a_file_in_the_browser_cache_is_not_sent_again() {
     let (router, _) = router_that_says("Hi");
     let (_, headers, _) = ask(&router, Method::GET, "/page/app.js", "").await;
     let etag = headers[header::ETAG].to_str().unwrap().to_owned();
@@ -109,7 +109,11 @@ async fn the_page_is_read_only_and_has_no_other_files() {
     assert_eq!(status, 405);
     assert!(text.contains("method_not_allowed"), "{text}");
     let rebound = Request::get("/").header(header::HOST, "strange.example").body(Body::empty()).unwrap();
-    assert_eq!(router.clone().oneshot(rebound).await.unwrap().status(), 403, "a name that could be rebound");
+    assert_eq!(
+        router.clone().oneshot(rebound).await.unwrap().status(),
+        403,
+        "an unknown host name could be a DNS rebinding attack"
+    );
     for path in ["/page", "/page/", "/page/index.html", "/page/../page.rs", "/page/app.js/x", "/index.html"] {
         let (status, _, text) = ask(&router, Method::GET, path, "").await;
         assert_eq!(status, 404, "{path}");

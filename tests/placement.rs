@@ -1,4 +1,4 @@
-//! The placement policy on paper, the list of buffers that a load follows, and refusals before any allocation.
+//! The placement policy for simulated machines, the list of buffers of a load, and refusals before any allocation.
 
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -25,7 +25,7 @@ use crate::support::{data, policy, root};
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
-/// Limits that leave nothing to other programs: all free memory may be used.
+/// Limits without a reserve for other programs: all free memory may be used.
 const ALL: Limits = Limits { vram: None, gtt: None, reserve: Some(0), ffn_heap: FfnHeap::Gtt };
 
 fn heap(index: usize, size: u64, free: u64, device_local: bool, host_visible: bool) -> Heap {
@@ -33,8 +33,8 @@ fn heap(index: usize, size: u64, free: u64, device_local: bool, host_visible: bo
     Heap { index, name, size, free, device_local, host_visible }
 }
 
-/// An integrated GPU as RADV shows it: two thirds of carve-out and GTT together are its own, and one third is the
-/// host's.
+/// An integrated GPU as RADV reports it: two thirds of the carve-out and GTT together are device-local, one third is
+/// host memory.
 fn apu(bytes: u64) -> Machine {
     let (local, host) = (bytes / 3 * 2, bytes / 3);
     Machine {
@@ -44,7 +44,7 @@ fn apu(bytes: u64) -> Machine {
     }
 }
 
-/// A card with 8 GiB of its own, of which 256 MiB can be mapped, beside 16 GiB of the host's.
+/// A card with 8 GiB of VRAM, of which 256 MiB can be mapped, and 16 GiB of host memory.
 fn discrete() -> Machine {
     Machine {
         heaps: vec![
@@ -57,7 +57,7 @@ fn discrete() -> Machine {
     }
 }
 
-/// A device as lavapipe shows itself.
+/// A device with one heap, as lavapipe reports it.
 fn one_heap(bytes: u64) -> Machine {
     Machine { heaps: vec![heap(0, bytes, bytes, true, true)], unified: true, max_allocation_bytes: 2 * GIB }
 }
@@ -75,7 +75,7 @@ fn split(plan: &Plan, class: Class) -> (u64, u64) {
     })
 }
 
-/// A shape in the schemes that `unicorn synth --scheme int4-g128` writes.
+/// The memory request of a shape with the schemes of `unicorn synth --scheme int4-g128`.
 fn model_request(config: &ModelConfig) -> MemoryRequest<'_> {
     MemoryRequest {
         config,
@@ -90,7 +90,7 @@ fn model_request(config: &ModelConfig) -> MemoryRequest<'_> {
     }
 }
 
-/// Checks a plan's invariants, recounted from its slots.
+/// Checks the invariants of a plan, recomputed from its slots.
 #[track_caller]
 fn check(machine: &Machine, limits: &Limits, plan: &Plan) {
     let mut placed = vec![0; machine.heaps.len()];
@@ -101,7 +101,7 @@ fn check(machine: &Machine, limits: &Limits, plan: &Plan) {
         assert!(chunk.kind == MemoryKind::Device || heap.host_visible, "{} is not mapped", heap.name);
         assert!(
             chunk.kind != MemoryKind::Device || machine.unified || heap.device_local,
-            "{} lies in the host's memory",
+            "{} is in host memory",
             chunk.class.name()
         );
     }
@@ -141,7 +141,7 @@ fn on_an_integrated_gpu_ffn_weights_go_to_gtt_and_the_rest_to_vram() {
         assert_eq!(split(&plan, class).0, 0, "{}", class.name());
         assert!(split(&plan, class).1 > 0, "{}", class.name());
     }
-    // The driver's own heaps split 48 GiB in the same way: two thirds and one third.
+    // The driver splits 48 GiB in the same way: two thirds and one third.
     let machine = apu(48 * GIB);
     let plan = model_request(&config)
         .place(&machine, &Limits::default(), 8192, model_request(&config).pools(8192, 1))
@@ -151,7 +151,7 @@ fn on_an_integrated_gpu_ffn_weights_go_to_gtt_and_the_rest_to_vram() {
 }
 
 #[test]
-fn ffn_weights_go_to_vram_where_the_user_says_so() {
+fn ffn_weights_go_to_vram_if_configured() {
     let config = Shape::named("gemma-3-27b").unwrap().config();
     let limits = Limits { ffn_heap: FfnHeap::Vram, ..ALL };
     let plan = |machine: &Machine| {
@@ -163,12 +163,12 @@ fn ffn_weights_go_to_vram_where_the_user_says_so() {
     };
     let roomy = plan(&Machine::on_paper(24 * GIB, 24 * GIB));
     assert!(split(&roomy, Class::Ffn).0 > 10 * GIB && split(&roomy, Class::Ffn).1 == 0);
-    // FFN weights are placed last, so they take what the others leave, and the rest spills.
+    // FFN weights are placed last, so they get what the other classes leave, and the rest spills.
     let tight = plan(&Machine::on_paper(8 * GIB, 24 * GIB));
     assert!(split(&tight, Class::Ffn).0 > GIB && split(&tight, Class::Ffn).1 > GIB);
     assert_eq!((split(&tight, Class::Attention).1, split(&tight, Class::KvCache).1), (0, 0));
 
-    // `unicorn plan` has 24 GiB of each, with the weights in one or the other.
+    // `unicorn plan` for 24 GiB of each, with FFN weights in one or the other.
     let ffn_heap = |option: &[&str]| {
         let plan = ["plan", "--shape", "gemma-3-27b", "--scheme", "int4-g128", "--vram", "24GiB", "--gtt"];
         let args = [&plan[..], &["24GiB", "--context", "1024", "--json"], option].concat();
@@ -183,8 +183,8 @@ fn ffn_weights_go_to_vram_where_the_user_says_so() {
 }
 
 #[test]
-fn what_spills_is_in_the_table() {
-    // GTT holds 4 GiB of FFN weights, the rest lies in VRAM; a KV cache larger than VRAM lies in both.
+fn the_table_shows_what_spills_into_another_heap() {
+    // GTT holds 4 GiB of the FFN weights, and VRAM the rest. A KV cache larger than VRAM is in both.
     let config = Shape::named("gemma-3-27b").unwrap().config();
     let machine = Machine::on_paper(20 * GIB, 4 * GIB);
     let plan =
@@ -216,7 +216,7 @@ fn on_a_discrete_gpu_weights_stay_out_of_host_memory() {
     let host: Vec<_> = plan.placements().into_iter().filter(|p| p.heap.contains("host")).collect();
     assert!(host.iter().all(|p| p.class == Class::Staging) && !host.is_empty(), "{host:?}");
 
-    // The host's 16 GiB would hold the 27B, but the card does not.
+    // The model would fit into the 16 GiB of host memory, but not into the card.
     let config = Shape::named("gemma-3-27b").unwrap().config();
     let refusal =
         model_request(&config).place(&machine, &ALL, 16, model_request(&config).pools(16, 1)).unwrap_err();
@@ -224,7 +224,7 @@ fn on_a_discrete_gpu_weights_stay_out_of_host_memory() {
 }
 
 #[test]
-fn with_one_heap_everything_lies_there() {
+fn with_one_heap_everything_is_placed_there() {
     let machine = one_heap(23 * GIB);
     let config = Shape::named("gemma-3-27b").unwrap().config();
     let plan = model_request(&config)
@@ -235,12 +235,12 @@ fn with_one_heap_everything_lies_there() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused_with_the_table_and_a_way_out() {
+fn a_model_that_does_not_fit_is_refused_with_the_table_and_a_suggestion() {
     let config = Shape::named("gemma-3-27b").unwrap().config();
     let request = model_request(&config);
     let machine = Machine::on_paper(16 * GIB, 4 * GIB);
 
-    // For a context that is too long, the error names the largest one, which is the largest that fits.
+    // If the context is too long, the error names the largest context that fits.
     let error = request.fit(&machine, &ALL, Some(100_000), 1, &[]).unwrap_err();
     let largest = error.largest_context;
     assert!(largest > 1000 && largest.is_multiple_of(16), "{largest}");
@@ -262,7 +262,7 @@ fn what_does_not_fit_is_refused_with_the_table_and_a_way_out() {
     let table = error.refusal.table();
     assert_eq!(table.len(), Class::ALL.len() + 2, "{table:#?}");
 
-    // If no context fits, the error names the largest scheme that would fit, and not one that would not.
+    // If no context fits, the error names the largest scheme that would fit.
     let bf16 = MemoryRequest {
         schemes: Schemes::uniform(&config, Scheme::Bf16, Scheme::Bf16, Scheme::Bf16),
         ..request.clone()
@@ -273,7 +273,7 @@ fn what_does_not_fit_is_refused_with_the_table_and_a_way_out() {
         );
     let error = bf16.fit(&machine, &ALL, None, 1, &others).unwrap_err();
     assert_eq!(error.largest_context, 0);
-    let (option, context) = error.smaller.clone().expect("one of them fits");
+    let (option, context) = error.smaller.clone().expect("a scheme that fits");
     assert_eq!(option, "--quantize c");
     assert!(
         error.to_string().contains(&format!("--quantize c would fit, with a context of {context} tokens"))
@@ -292,7 +292,7 @@ fn no_allocation_is_larger_than_the_device_allows() {
     assert_eq!(refusal.obstacle, Obstacle::TooLarge { limit });
     assert!(refusal.to_string().contains("one allocation"), "{refusal}");
 
-    // The 27B's embedding in bf16 is more than half of it, and is cut; a context's keys are not.
+    // The bf16 embedding of the 27B exceeds half of the limit, so it is split. The keys of a context are not split.
     let config = Shape::named("gemma-3-27b").unwrap().config();
     let request = MemoryRequest {
         schemes: Schemes::uniform(&config, Scheme::int4(32), Scheme::int4(32), Scheme::Bf16),
@@ -301,44 +301,44 @@ fn no_allocation_is_larger_than_the_device_allows() {
     let requests = request.requests(16, request.pools(16, 1));
     let embedding: Vec<u64> =
         requests.iter().filter(|r| r.class == Class::Embedding).map(|r| r.bytes).collect();
-    assert_eq!(embedding.len(), 3, "two shards and their table: {embedding:?}");
+    assert_eq!(embedding.len(), 3, "two shards and their address table: {embedding:?}");
     assert_eq!(embedding[..2].iter().sum::<u64>(), 262_208 * 5376 * 2);
     let machine = Machine { max_allocation_bytes: 128 * MIB, ..Machine::on_paper(1 << 50, 0) };
     let request = MemoryRequest { max_shard_bytes: 64 * MIB, ..request };
-    // 16 heads of 128 in f16 take 4 KiB for a token's keys. One block of 16 is for padding tokens.
+    // 16 heads of 128 in f16 take 4 KiB for the keys of a token. One block of 16 is for padding tokens.
     assert_eq!(request.largest_context(&machine, &ALL, 1), 128 * 1024 / 4 - 16);
     assert_eq!(request.largest_context(&machine, &ALL, 16), (128 * 1024 / 4 / 16 - 1) / 16 * 16);
 }
 
 #[test]
-fn the_budget_the_limits_and_the_reserve_bound_what_is_used() {
+fn budget_limits_and_reserve_bound_the_used_memory() {
     let mut machine = apu(48 * GIB);
     let heaps = |machine: &Machine, limits: Limits| machine.usable(&limits);
     let [host, local] = [16 * GIB, 32 * GIB];
     assert_eq!(heaps(&machine, ALL), [host, local]);
-    // The reserve is a tenth of the memory, shared by the heaps' sizes.
+    // The reserve is a tenth of the memory, divided in proportion to the sizes of the heaps.
     let tenth = 48 * GIB / 10;
     let expected = [host - tenth / 3, local - (tenth as u128 * 2 / 3) as u64];
     assert_eq!(heaps(&machine, Limits::default()), expected);
     assert_eq!(heaps(&machine, Limits { reserve: Some(3 * GIB), ..ALL }), [host - GIB, local - 2 * GIB]);
-    // Limits above the free bytes change nothing; lower limits do.
+    // Limits above the free bytes have no effect. Lower limits do.
     let limits = Limits { vram: Some(16 * GIB), gtt: Some(99 * GIB), ..ALL };
     assert_eq!(heaps(&machine, limits), [host, 16 * GIB]);
-    // Another program took most of the GPU's own memory.
+    // Another program uses most of the GPU's own memory.
     machine.heaps[1].free = 2 * GIB;
     assert_eq!(heaps(&machine, limits), [host, 2 * GIB]);
     assert_eq!(heaps(&machine, Limits { reserve: Some(99 * GIB), ..ALL }), [0, 0]);
-    // On a small GPU the reserve is no less than 512 MiB.
+    // On a small GPU, the reserve is at least 512 MiB.
     assert_eq!(one_heap(2 * GIB).usable(&Limits::default()), [2 * GIB - 512 * MIB]);
-    // On a discrete GPU the reserve is not taken off the host's memory.
+    // On a discrete GPU, host memory has no reserve.
     assert_eq!(discrete().usable(&Limits::default())[1], 16 * GIB);
-    // Several heaps of a kind share its limit, and the larger heap gets it first.
+    // Several heaps of a kind share its limit. The larger heap gets its share first.
     let limits = Limits { vram: Some(8 * GIB - 128 * MIB), ..ALL };
     assert_eq!(discrete().usable(&limits), [8 * GIB - 256 * MIB, 16 * GIB, 128 * MIB]);
 }
 
-/// Random machines and requests. No heap is overfilled, all requests are placed or all refused, and each request lies
-/// in the first heap of its class that had room in its turn.
+/// Random machines and requests. No heap is overfilled, all requests are placed or all are refused, and each request is
+/// in the first heap of its class that had room at its turn.
 #[test]
 fn random_requests_are_placed_in_order_or_refused() {
     let seed = 0x91ace;
@@ -387,7 +387,7 @@ fn random_requests_are_placed_in_order_or_refused() {
     assert!(placed > 300 && refused > 300, "{placed} placed, {refused} refused: one side was hardly tried");
 }
 
-/// A request lies in a later heap of its class only if the earlier heaps could not take it any more.
+/// Checks that a request is in a later heap of its class only if the earlier heaps had no room for it.
 #[track_caller]
 fn in_order(machine: &Machine, limits: &Limits, plan: &Plan, round: u64) {
     let usable = machine.usable(limits);
@@ -414,11 +414,11 @@ fn in_order(machine: &Machine, limits: &Limits, plan: &Plan, round: u64) {
                 && h != mine
                 && unified_or_staging
                 && rank(request.class, heap) < rank(request.class, &machine.heaps[mine]);
-            // The request would not have fitted with a chunk of its own; in a shared chunk it takes less.
+            // The request must not fit with a separate chunk. In a shared chunk it takes less.
             let room = usable[h] - used[h];
             assert!(
                 !better || request.bytes.next_multiple_of(64 * KIB) > room,
-                "round {round}: {} lies in {}, and {} has {room} left",
+                "round {round}: {} is in {}, and {} has {room} left",
                 request.name,
                 machine.heaps[mine].name,
                 heap.name
@@ -430,9 +430,9 @@ fn in_order(machine: &Machine, limits: &Limits, plan: &Plan, round: u64) {
     }
 }
 
-/// The memory of the 27B in docs/architecture.md, computed by hand from the shapes alone.
+/// The memory of the 27B in docs/architecture.md, computed by hand from the shapes.
 #[test]
-fn the_27b_takes_what_is_counted_by_hand() {
+fn the_27b_takes_the_memory_that_is_computed_by_hand() {
     let config = Shape::named("gemma-3-27b").unwrap().config();
     let request = model_request(&config);
     let bytes = |class| -> u64 {
@@ -443,26 +443,26 @@ fn the_27b_takes_what_is_counted_by_hand() {
             .map(|r| r.bytes)
             .sum()
     };
-    // int4 in groups of 128: half a byte for a weight, and 2 for 128 of them.
+    // int4 in groups of 128: half a byte for each weight, and 2 bytes for each group.
     let int4 = |weights: u64| weights / 2 + weights / 128 * 2;
     let attention = 5376 * 4096 + 2 * 5376 * 2048 + 4096 * 5376;
     assert_eq!(bytes(Class::Attention), 62 * int4(attention));
     assert_eq!(bytes(Class::Ffn), 62 * int4(3 * 5376 * 21_504));
     assert_eq!(bytes(Class::Ffn), 11_087_290_368); // 10.3 GiB
-    // int8 takes a byte for a weight, and 2 bytes for a row. The address table has one shard.
+    // int8 takes a byte for each weight, and 2 bytes for each row. The address table has one shard.
     assert_eq!(bytes(Class::Embedding), 262_208 * 5376 + 2 * 262_208 + 16);
     assert_eq!(bytes(Class::Norms), 4 * (62 * (4 * 5376 + 2 * 128) + 5376));
     // 10 full layers have keys and values of 16 heads of 128 in f16. The 52 other layers have a window, the tokens of
-    // two steps, and the rest of two blocks. Each layer has one more block, for padding tokens.
+    // two steps, and the rest of two blocks. Each layer has one more block for padding tokens.
     assert_eq!(request.kv_bytes_per_token(), 10 * 2 * 16 * 128 * 2);
     assert_eq!(request.kv_bytes_per_token(), 80 * KIB);
     let blocks = (1024u64 + 2 * 256).div_ceil(16) + 1;
     assert_eq!(request.window_bytes(8192), 52 * 2 * blocks * 64 * KIB);
     assert_eq!(bytes(Class::KvCache), (10 * 2 * (8192 / 16 + 1) + 52 * 2 * (blocks + 1)) * 64 * KIB);
-    // 110e9 multiply-adds leave 266 tokens a layer, and a step is asked for 256. There are partials of attention, one
-    // for each of 64 sequences and 448 more, and one for each token and 256 more; 64 rows of logits, and as many that
-    // draws change; two tables of 128 f32 a position; 64 slots with a sum of hidden states in each; and the history of
-    // one more slot.
+    // 110e9 multiply-adds in a step allow 266 tokens for each layer, and the requested step has 256. There are
+    // attention partials: one for each of 64 sequences and 448 more, and one for each token and 256 more. There are 64
+    // rows of logits, and 64 rows that draws change. There are two tables with 128 f32 for each position, 64 slots with
+    // a sum of hidden states each, and the history of one more slot.
     assert_eq!(110_000_000_000 / (attention + 3 * 5376 * 21_504), 266);
     let tokens = 256;
     assert_eq!(request.batch_tokens() as u64, tokens);
@@ -470,8 +470,8 @@ fn the_27b_takes_what_is_counted_by_hand() {
     let partials = (64 + 448 + tokens + 256) * 32 * (128 + 4);
     // Int8 inputs take two digits of 32 bytes, and 8 bytes more, for each 32 columns. 64 rows are padded to 128.
     let int8 = (tokens * (5376 + 4096 + 21_504) + 128 * 5376) / 32 * 2 * 40;
-    // A row of draws takes 8 words and 42 of log probabilities for each of 65 chunks of 4096 logits, three lists of
-    // 4096 ids, eight tallies, and three histograms of 1024.
+    // A row of draws takes 8 words, and 42 words of log probabilities, for each of 65 chunks of 4096 logits. It also
+    // takes three lists of 4096 ids, eight tallies, and three histograms of 1024.
     let draws = (65 * (8 + 42) + 3 * 4096 + 8 + 3 * 1024u64).next_multiple_of(4);
     let floats = tokens * row + partials + 64 * (2 * 5376 + 2 * 262_208 + draws) + 2 * 8192 * 128 + 65 * 8192;
     let heads = Heads { group: 2, head_dim: 128, kv: request.kv };
@@ -480,9 +480,9 @@ fn the_27b_takes_what_is_counted_by_hand() {
     let expected = 4 * floats + 256 + int8 + self_test;
     assert_eq!(bytes(Class::Activations), expected);
 
-    // The cache gets what memory leaves, in whole blocks of 16. A token also takes 1 KiB of RoPE tables, 4 bytes for 65
-    // rows of history and for two arrays that feed it, and 4 bytes for each block and row of the four block tables,
-    // which have 64 sequences and one. Rounding to chunks costs less than some blocks.
+    // The cache gets the remaining memory, in whole blocks of 16. A token also takes 1 KiB of RoPE tables, 4 bytes for
+    // each of 65 rows of history and of two arrays that feed it, and 4 bytes for each block and row of the four block
+    // tables, which have 64 sequences and one. Rounding to chunks costs a few blocks.
     let fixed: u64 = request
         .requests(16, request.pools(16, 1))
         .iter()
@@ -500,7 +500,7 @@ fn the_27b_takes_what_is_counted_by_hand() {
 }
 
 #[test]
-fn a_load_takes_what_was_planned() {
+fn a_load_allocates_the_planned_memory() {
     let device = Device::open(&policy()).unwrap();
     let files = ModelFiles::open(&data("gemma3/tiny-a")).unwrap();
     let config = ModelConfig::load(&files).unwrap().0;
@@ -527,7 +527,7 @@ fn a_load_takes_what_was_planned() {
 }
 
 #[test]
-fn a_model_that_does_not_fit_is_refused_before_anything_is_taken() {
+fn a_model_that_does_not_fit_is_refused_before_any_allocation() {
     let device = Device::open(&policy()).unwrap();
     let files = ModelFiles::open(&data("gemma3/tiny-a")).unwrap();
     let load = |vram, gtt, max_context| {
@@ -548,7 +548,7 @@ fn a_model_that_does_not_fit_is_refused_before_anything_is_taken() {
     let largest = error.largest_context;
     assert!(largest > 0 && largest < 4096, "{largest}");
     assert_eq!(device.allocations(), 0);
-    // The scheme that the error names does fit.
+    // The context that the error names fits.
     let model = load(12 * MIB, 12 * MIB, Some(largest)).unwrap();
     assert_eq!(model.limits().max_context, largest);
     drop(model);
@@ -556,9 +556,9 @@ fn a_model_that_does_not_fit_is_refused_before_anything_is_taken() {
     assert_eq!(model.limits().max_context, largest);
 }
 
-/// A process folder with one amdgpu file, before and after a load of 26 GiB.
+/// The fdinfo of a process with one amdgpu file, before and after a load of 26 GiB.
 #[test]
-fn loaded_is_not_said_over_an_empty_gpu() {
+fn a_load_that_leaves_the_gpu_empty_is_an_error() {
     let process = tempfile::tempdir().expect("a folder");
     std::fs::create_dir(process.path().join("fdinfo")).expect("a folder");
     let held = |vram_kib: u64, gtt_kib: u64| {
@@ -580,7 +580,7 @@ fn loaded_is_not_said_over_an_empty_gpu() {
         assert!(error.contains(part), "{part:?} is not in {error}");
     }
     assert!(!error.contains('\n'), "{error}");
-    // The driver moved all of VRAM to GTT: the sum is what counts.
+    // The driver moved all of VRAM to GTT. Only the sum is checked.
     let moved = held(0, (26 << 20) + (64 << 10));
     assert!(matches!(residency::compare(placed, opened, moved), Residency::Confirmed { .. }));
 }
@@ -589,7 +589,7 @@ const PLAN_27B: [&str; 9] =
     ["plan", "--shape", "gemma-3-27b", "--scheme", "int4-g128", "--vram", "16GiB", "--gtt", "30GiB"];
 
 #[test]
-fn the_plan_that_the_docs_show_is_what_is_printed() {
+fn the_plan_in_the_docs_is_the_printed_plan() {
     let (code, stdout, stderr) = output(unicorn(&PLAN_27B));
     assert_eq!((code, stderr.as_str()), (0, ""));
     let page = std::fs::read_to_string(root().join("docs/operations.md")).expect("docs/operations.md");
@@ -598,7 +598,7 @@ fn the_plan_that_the_docs_show_is_what_is_printed() {
 }
 
 #[test]
-fn a_plan_as_json_says_the_same_and_adds_up() {
+fn a_plan_as_json_equals_the_text_and_adds_up() {
     let plan = |args: &[&str]| -> (i32, Value, String) {
         let (code, stdout, stderr) = output(unicorn(&[&PLAN_27B[..], &["--json"], args].concat()));
         (code, serde_json::from_str(&stdout).expect("one JSON object"), stderr)
@@ -619,7 +619,7 @@ fn a_plan_as_json_says_the_same_and_adds_up() {
         assert_eq!(bytes(&heap["placed_bytes"]), placed);
         assert!(placed <= bytes(&heap["usable_bytes"]));
     }
-    // Sixteen times the context that fits sixteen times fits, and no more.
+    // With 16 sequences, the largest context that the plan names fits, and a longer one does not.
     let each = bytes(&largest[1]["context"]);
     let context = |context: u64| plan(&["--sequences", "16", "--context", &context.to_string()]);
     assert_eq!(context(each).0, 0);
@@ -634,7 +634,7 @@ fn a_plan_as_json_says_the_same_and_adds_up() {
 }
 
 #[test]
-fn a_plan_says_what_else_than_memory_bounds_a_context() {
+fn a_plan_names_limits_of_the_context_other_than_memory() {
     let plan = |args: &[&str]| {
         let shape = ["plan", "--shape", "gemma-3-27b", "--scheme", "int4-g128", "--vram", "900GiB"];
         let (code, stdout, stderr) = output(unicorn(&[&shape[..], args].concat()));
@@ -642,7 +642,7 @@ fn a_plan_says_what_else_than_memory_bounds_a_context() {
         stdout
     };
     let json = |args: &[&str]| -> Value { serde_json::from_str(&plan(args)).expect("one JSON object") };
-    // A context beyond the model's maximum is cut, and the plan says so.
+    // A context beyond the maximum of the model is reduced, and the plan says so.
     let text = plan(&["--context", "200000"]);
     let cut = "131072 tokens for 1 sequence: fits (200000 were requested; the model's maximum is 131072)";
     assert!(text.contains(cut), "{text}");
@@ -650,8 +650,8 @@ fn a_plan_says_what_else_than_memory_bounds_a_context() {
     assert_eq!((&line["context"], &line["cut_to_model_maximum"]), (&json!(131_072), &json!(true)));
     let line = json(&["--json", "--context", "131072"]);
     assert_eq!((&line["context"], &line["cut_to_model_maximum"]), (&json!(131_072), &json!(false)));
-    // The keys of sixteen sequences in one layer take 4 KiB a token, in an allocation of 4 GiB less a grain. Most of
-    // the memory is left over.
+    // For sixteen sequences, the keys of one layer take 4 KiB a token, in one allocation of less than 4 GiB. Most of
+    // the memory stays unused.
     let text = plan(&[]);
     for row in [
         "largest context  131072 tokens for 1 sequence\n",
@@ -664,7 +664,7 @@ fn a_plan_says_what_else_than_memory_bounds_a_context() {
 }
 
 #[test]
-fn a_shape_is_planned_as_gguf_files_store_it() {
+fn a_shape_is_planned_with_the_types_of_gguf_files() {
     let schemes = [
         "--scheme",
         "int4-g32-super",
@@ -680,7 +680,7 @@ fn a_shape_is_planned_as_gguf_files_store_it() {
     // Each number is the bytes of 256 weights.
     let (attention, ffn, embedding) = (128 + 4 + 16, 128 + 32 + 4 + 16, 128 + 64 + 2 + 16);
     let layer = 5376u64 * (2 * 4096 + 2 * 2048) / 256 * attention + 3 * 5376 * 21_504 / 256 * ffn;
-    // The norms are f32: four of a layer, those of its queries and keys, and the last one. The embedding has the
+    // The norms are f32: four for each layer, two for its queries and keys, and the last one. The embedding has the
     // address of its one shard.
     let norms = 4 * (62 * (4 * 5376 + 2 * 128) + 5376) + 16;
     assert_eq!(line["weight_bytes"], json!(62 * layer + 262_208 * 5376u64 / 256 * embedding + norms));
@@ -702,7 +702,7 @@ fn a_checkpoint_is_planned_with_its_own_schemes() {
 
     assert_error(unicorn(&["plan", model]), 1, &["Vulkan", "--vram and --gtt"]);
     assert_error(unicorn(&["plan", "/nonexistent", "--vram", "1GiB"]), 1, &["/nonexistent"]);
-    // A load refuses what a plan refuses.
+    // A load refuses the same model as a plan does.
     for (command, code) in [(&["generate", "--prompt", "x"][..], 1), (&["serve", "--port", "0"], 78)] {
         let memory = ["--model", model, "--vram", "64KiB", "--gtt", "64KiB", "--allow-software-vulkan"];
         let refused = unicorn_on_software(&[command, &memory].concat());
@@ -710,9 +710,9 @@ fn a_checkpoint_is_planned_with_its_own_schemes() {
     }
 }
 
-/// What `unicorn quantize` writes is assumed of a shape, and said to be.
+/// A shape without a scheme is planned with the default scheme of `unicorn quantize`, and the plan says so.
 #[test]
-fn a_shape_without_a_scheme_has_the_default_one() {
+fn a_shape_without_a_scheme_is_planned_with_the_default_one() {
     let plan = |args: &[&str]| {
         let (code, stdout, stderr) = output(unicorn(&[&["plan", "--shape", "gemma-3-27b"], args].concat()));
         assert_eq!(code, 0, "{stderr}");
@@ -733,7 +733,8 @@ fn a_shape_without_a_scheme_has_the_default_one() {
     assert!(report.contains("int4-g32 is assumed"), "{report}{stderr}");
 }
 
-/// A driver's table of `tests/data/memory_types`, its kind of device, and the heaps that buffers may lie in.
+/// A memory table of `tests/data/memory_types`: the kind of device, the memory types that buffers may use as a bit
+/// mask, heaps and types.
 #[derive(serde::Deserialize)]
 struct DriverTable {
     kind: String,
@@ -752,7 +753,7 @@ impl DriverTable {
     fn read(name: &str) -> (DeviceKind, u32, MemoryTable) {
         let file = data(format!("memory_types/{name}.toml"));
         let text = std::fs::read_to_string(&file).unwrap_or_else(|e| panic!("{}: {e}", file.display()));
-        assert!(text.contains("source") || text.contains("https://"), "{name}: says not where it is from");
+        assert!(text.contains("source") || text.contains("https://"), "{name}: does not name its source");
         let table: DriverTable = toml::from_str(&text).unwrap_or_else(|e| panic!("{name}: {e}"));
         let kind = match table.kind.as_str() {
             "integrated" => DeviceKind::Integrated,
@@ -769,11 +770,11 @@ impl DriverTable {
 const KINDS: [MemoryKind; 3] = [MemoryKind::Device, MemoryKind::Upload, MemoryKind::Readback];
 
 #[test]
-fn memory_types_are_chosen_by_what_they_are() {
+fn memory_types_are_chosen_by_their_properties() {
     // For each heap: the types for device memory, uploads and readbacks, best first.
     type Expected = &'static [[&'static [u32]; 3]];
     let tables: [(&str, Expected); 8] = [
-        // In GTT, memory that the host fills is write-combined, and memory that it reads is cached. In VRAM, mapped
+        // In GTT, memory that the host writes is write-combined, and memory that it reads is cached. In VRAM, mapped
         // types come before unmapped ones.
         ("radeon-780m-radv", &[[&[2, 5], &[2, 5], &[5, 2]], [&[3, 0], &[3], &[3]]]),
         ("radeon-780m-radv-unified", &[[&[2, 0], &[2], &[2]]]),
@@ -798,14 +799,14 @@ fn memory_types_are_chosen_by_what_they_are() {
 }
 
 #[test]
-fn the_order_of_memory_types_is_not_the_drivers() {
+fn the_order_of_memory_types_does_not_depend_on_the_driver() {
     let files = std::fs::read_dir(data("memory_types")).expect("a folder").map(|entry| entry.unwrap().path());
     let names = files.filter(|path| path.extension().is_some_and(|extension| extension == "toml"));
     for path in names {
         let name = path.file_stem().unwrap().to_str().unwrap();
         let (device, buffers, table) = DriverTable::read(name);
         let n = table.types.len() as u32;
-        // A table with the types listed backwards.
+        // The same table with the types in reverse order.
         let backwards = MemoryTable { types: table.types.iter().rev().copied().collect(), ..table.clone() };
         let mask = (0..n).filter(|i| buffers & (1 << i) != 0).map(|i| 1 << (n - 1 - i)).sum();
         for kind in KINDS {
@@ -816,7 +817,7 @@ fn the_order_of_memory_types_is_not_the_drivers() {
                 };
                 let (types, again) = (of(&table, buffers), of(&backwards, mask));
                 assert_eq!(types, again, "{name}: {kind:?} in heap {heap:?}");
-                // No type with unknown properties is chosen, and no type that the host would have to flush.
+                // Types with unknown properties, and types that need flushes by the host, are never chosen.
                 assert!(types.iter().all(|t| t.flags & !0xf == 0), "{name}: {types:x?}");
                 let mapped = |t: &MemoryType| t.flags & 0x6 == 0x6;
                 assert!(kind == MemoryKind::Device || types.iter().all(mapped), "{name}: {types:x?}");
@@ -825,9 +826,9 @@ fn the_order_of_memory_types_is_not_the_drivers() {
     }
 }
 
-/// The heap that placement chooses, and the memory type in it, from end to end.
+/// The heap that placement chooses, and the memory type in this heap.
 #[test]
-fn on_the_780m_the_ffn_weights_lie_write_combined_in_gtt() {
+fn on_the_780m_ffn_weights_are_in_write_combined_gtt_memory() {
     let (device, buffers, table) = DriverTable::read("radeon-780m-radv");
     let machine = Machine::of(&table.heap_infos(), device, 0xffff_fffc);
     let place = |class, kind, ffn_heap| {
@@ -846,9 +847,9 @@ fn on_the_780m_the_ffn_weights_lie_write_combined_in_gtt() {
     assert_eq!(place(Class::Staging, Shared, FfnHeap::Gtt), (0, 0x06));
 }
 
-/// What is exported is an allocation: nothing else may lie in it.
+/// An export shares a complete allocation, so no other buffer may be in it.
 #[test]
-fn memory_that_is_shared_with_another_device_has_an_allocation_of_its_own() {
+fn exported_memory_has_its_own_allocation() {
     let staging = |kind| Request { kind, ..request(Class::Staging, 3 * MIB) };
     let requests =
         [MemoryKind::Upload, MemoryKind::Shared, MemoryKind::Upload, MemoryKind::Shared].map(staging);

@@ -1,4 +1,4 @@
-//! Sharing of the prefix cache: by API key, by `cache_salt`, or with everybody.
+//! Sharing of the prefix cache: by API key, by `cache_salt`, or with all clients.
 
 use std::net::SocketAddr;
 
@@ -18,9 +18,9 @@ use crate::support::tokenizers::tokenizer;
 /// A route that generates.
 struct Route {
     path: &'static str,
-    /// The place in the answer with the number of cached tokens.
+    /// Where the answer has the number of cached tokens, as a JSON pointer.
     cached: &'static str,
-    /// The body that asks about a text.
+    /// A request body with a text as its prompt.
     body: fn(&str) -> Value,
 }
 
@@ -46,12 +46,12 @@ const ROUTES: [Route; 4] = [
         body: |text| json!({"messages": [{"role": "user", "content": text}], "max_tokens": 9}),
     },
 ];
-/// Two of a server's keys.
+/// Two keys of a server.
 const ANN: &str = "ann-0123456789abcdef";
 const BOB: &str = "bob-0123456789abcdef";
 
 fn router(keys: &[&str], share_prefixes: Option<SharePrefixes>) -> Router {
-    let keys = Keys::from_variable("test", &keys.join(",")).expect("sound keys");
+    let keys = Keys::from_variable("test", &keys.join(",")).expect("valid keys");
     let options = Options { share_prefixes, ..OPTIONS };
     let server = Server::new("tiny", options, AccessPolicy { keys, ..AccessPolicy::default() });
     let ok = tokenizer().encode("ok", false).expect("encodes");
@@ -59,7 +59,7 @@ fn router(keys: &[&str], share_prefixes: Option<SharePrefixes>) -> Router {
     loaded(server, limits, DEFAULTS, says(&ok, END_OF_TURN)).router
 }
 
-/// Asks about a text of several blocks. Calls share the text only if they have the same `topic`.
+/// Sends a text of several blocks as a prompt. Calls have the same text only if they have the same `topic`.
 struct Asking<'a> {
     router: &'a Router,
     route: usize,
@@ -67,7 +67,7 @@ struct Asking<'a> {
 }
 
 impl Asking<'_> {
-    /// The number of the text's tokens that the cache had, for the holder of `key`, or for an address of that name.
+    /// The number of prompt tokens that were cached, for the client with the API key `key`, or at the address `key`.
     async fn cached(&self, key: &str, more: Value) -> u64 {
         let Route { path, cached, body } = ROUTES[self.route];
         let text = format!("{} {}", self.topic, "once upon a time ".repeat(9));
@@ -83,65 +83,69 @@ impl Asking<'_> {
 }
 
 #[tokio::test]
-async fn what_another_key_asked_is_not_found_and_what_the_same_asked_is() {
+async fn a_prefix_is_reused_for_the_same_key_and_not_for_another() {
     let router = router(&[ANN, BOB], None);
     for route in 0..ROUTES.len() {
         let asking = Asking { router: &router, route, topic: &format!("{route}") };
-        assert_eq!(asking.cached(ANN, json!({})).await, 0, "{route}: it is new");
-        assert!(asking.cached(ANN, json!({})).await > 20, "{route}: Ann's own");
-        assert_eq!(asking.cached(BOB, json!({})).await, 0, "{route}: Ann's, which Bob learns nothing of");
-        assert!(asking.cached(BOB, json!({})).await > 20, "{route}: Bob's own");
+        assert_eq!(asking.cached(ANN, json!({})).await, 0, "{route}: a new prefix is not cached");
+        assert!(asking.cached(ANN, json!({})).await > 20, "{route}: Ann reuses her own prefix");
+        assert_eq!(asking.cached(BOB, json!({})).await, 0, "{route}: Bob must not reuse Ann's prefix");
+        assert!(asking.cached(BOB, json!({})).await > 20, "{route}: Bob reuses his own prefix");
     }
 }
 
 #[tokio::test]
-async fn one_cache_salt_shares_across_keys_and_with_nobody_else() {
+async fn a_cache_salt_shares_across_keys_but_only_with_the_same_salt() {
     let router = router(&[ANN, BOB], None);
     let salted = |salt: &str| json!({"cache_salt": salt});
     for route in 0..ROUTES.len() {
         let asking = Asking { router: &router, route, topic: &format!("{route}") };
-        assert_eq!(asking.cached(ANN, salted("team-1")).await, 0, "{route}: it is new");
-        assert!(asking.cached(BOB, salted("team-1")).await > 20, "{route}: the team's");
+        assert_eq!(asking.cached(ANN, salted("team-1")).await, 0, "{route}: a new prefix is not cached");
+        assert!(asking.cached(BOB, salted("team-1")).await > 20, "{route}: the same salt shares");
         for (key, more) in
             [(ANN, json!({})), (BOB, json!({})), (ANN, salted("team-2")), (BOB, salted("TEAM-1"))]
         {
             assert_eq!(asking.cached(key, more.clone()).await, 0, "{route}: {key} {more}");
         }
-        assert!(asking.cached(ANN, salted("team-2")).await > 20, "{route}: its own");
+        assert!(asking.cached(ANN, salted("team-2")).await > 20, "{route}: the same salt shares");
         assert!(asking.cached(ANN, json!({"cache_salt": null})).await > 20, "{route}: null is absent");
     }
 }
 
 #[tokio::test]
-async fn one_key_and_whoever_needs_none_share_with_all() {
+async fn a_server_with_one_key_or_none_shares_with_all_clients() {
     let alone = router(&[ANN], None);
     let asking = Asking { router: &alone, route: 0, topic: "a" };
     assert_eq!(asking.cached(ANN, json!({})).await, 0);
-    assert!(asking.cached(ANN, json!({})).await > 20, "one key alone");
+    assert!(asking.cached(ANN, json!({})).await > 20, "a server with only one key shares");
     let open = router(&[], None);
     let asking = Asking { router: &open, route: 0, topic: "a" };
     assert_eq!(asking.cached("10.0.0.1:1", json!({})).await, 0);
-    assert!(asking.cached("10.0.0.2:1", json!({})).await > 20, "another address");
-    // A salt keeps its requests apart there, too.
+    assert!(asking.cached("10.0.0.2:1", json!({})).await > 20, "clients at other addresses share");
+    // A salt separates its requests here too.
     assert_eq!(asking.cached("10.0.0.2:1", json!({"cache_salt": "mine"})).await, 0);
 }
 
 #[tokio::test]
-async fn the_option_says_otherwise() {
+async fn the_option_overrides_the_default_sharing() {
     let all = router(&[ANN, BOB], Some(SharePrefixes::All));
     let asking = Asking { router: &all, route: 0, topic: "a" };
     assert_eq!(asking.cached(ANN, json!({})).await, 0);
-    assert!(asking.cached(BOB, json!({})).await > 20, "all share");
+    assert!(asking.cached(BOB, json!({})).await > 20, "all keys share");
 
     let apart = router(&[], Some(SharePrefixes::Key));
     let asking = Asking { router: &apart, route: 0, topic: "a" };
     assert_eq!(asking.cached("10.0.0.1:1", json!({})).await, 0);
-    assert_eq!(asking.cached("10.0.0.2:1", json!({})).await, 0, "without keys it goes by address");
+    assert_eq!(
+        asking.cached("10.0.0.2:1", json!({})).await,
+        0,
+        "without keys, clients are distinguished by address"
+    );
     assert!(asking.cached("10.0.0.1:2", json!({})).await > 20);
 }
 
 #[tokio::test]
-async fn a_salt_that_is_none_is_refused_by_name() {
+async fn an_invalid_salt_is_refused_with_the_field() {
     let router = router(&[], None);
     for Route { path, body, .. } in ROUTES {
         for salt in [json!(""), json!("x".repeat(257)), json!(7), json!(["a"]), json!(true)] {

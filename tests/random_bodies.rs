@@ -1,6 +1,6 @@
-//! Random request bodies, 10,000 of them, to every route that takes one: valid bodies, made by a generator for each
-//! wire format, and the same bodies with something broken. A valid body is answered in the format's shape, to its last
-//! event. A broken one is answered so too, or refused with the format's error. Nothing else may happen.
+//! Sends 10,000 random request bodies to every route that takes one: valid bodies, made by a generator for each wire
+//! format, and mutated bodies. A valid body must be answered completely in its format. A mutated one must be answered
+//! in the same way, or refused with the format's error.
 
 use std::collections::BTreeMap;
 
@@ -25,12 +25,12 @@ use crate::support::tokenizers::{gemma_template, tokenizer};
 use crate::support::{data, goldens};
 
 const BODIES: usize = 10_000;
-/// The share of bodies that are not broken.
-const SOUND: f64 = 0.42;
-/// The number of bodies sent at once: more than are answered at once.
+/// The share of bodies that are not mutated.
+const VALID_SHARE: f64 = 0.42;
+/// The number of bodies in flight. It exceeds the number of answers that the engine computes together.
 const AT_ONCE: usize = 24;
 const VOCABULARY: u32 = 512;
-/// The most problems that a failure shows.
+/// The most problems that a failure prints.
 const PROBLEMS: usize = 10;
 /// The most answers to one prompt.
 const MOST_ANSWERS: u32 = 3;
@@ -43,7 +43,7 @@ const RESPONSES: &str = "/v1/responses";
 const TOKENIZE: &str = "/tokenize";
 const DETOKENIZE: &str = "/detokenize";
 const EMBEDDINGS: &str = "/v1/embeddings";
-/// The routes; a route is drawn as often as it stands here.
+/// The routes. A route is drawn as often as it is listed.
 const PATHS: [&str; 13] = [
     CHAT,
     CHAT,
@@ -71,12 +71,12 @@ fn served(runner: Box<dyn Runner>) -> (Router, EngineHandle) {
     (api::router(server), engine)
 }
 
-// --- sound bodies ---------------------------------------------------------------------------------------
+// --- valid bodies ---------------------------------------------------------------------------------------
 
-/// Draws values within their bounds.
+/// Draws random values.
 struct Draw {
     rng: ChaCha8Rng,
-    /// The id of a response that is stored.
+    /// The id of a stored response.
     previous: String,
 }
 
@@ -90,7 +90,7 @@ impl Draw {
     }
 
     fn up_to(&mut self, most: f64) -> Value {
-        // A whole number is drawn too, which is written differently.
+        // Whole numbers are drawn too, because JSON writes them differently.
         if self.chance(0.2) {
             json!(self.rng.random_range(0..=most as u32))
         } else {
@@ -125,7 +125,7 @@ impl Draw {
         (0..n).map(|_| self.rng.random_range(0..VOCABULARY)).collect()
     }
 
-    /// A small schema, which usually differs from those before it.
+    /// A small schema, usually different from the schemas before it.
     fn schema(&mut self) -> Value {
         let n = self.rng.random_range(0..1000);
         let schemas = [
@@ -191,13 +191,13 @@ impl Draw {
         self.set(body, 0.1, "unknown", |_| json!({"deep": [1, {"er": null}]}));
     }
 
-    /// The format of the answer. Beside tools it is JSON or text.
-    fn grammar(&mut self, body: &mut Value, beside_tools: bool) {
+    /// The format of the answer. Together with tools, it is JSON or text.
+    fn grammar(&mut self, body: &mut Value, with_tools: bool) {
         let schema = self.schema();
         let strict = self.chance(0.5);
         let format =
             json!({"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": strict}});
-        let (name, value) = match self.rng.random_range(0..if beside_tools { 3 } else { 8 }) {
+        let (name, value) = match self.rng.random_range(0..if with_tools { 3 } else { 8 }) {
             0 => ("response_format", json!({"type": "text"})),
             1 => ("response_format", json!({"type": "json_object"})),
             2 => ("response_format", format),
@@ -275,7 +275,7 @@ impl Draw {
         if tools {
             self.chat_tools(&mut body);
         }
-        // A grammar that is not JSON is refused beside tools.
+        // A grammar that is not JSON is refused together with tools.
         if self.chance(0.25) {
             self.grammar(&mut body, tools);
         }
@@ -306,7 +306,7 @@ impl Draw {
         body
     }
 
-    /// Turns of users and assistants, whose parts have this type.
+    /// Turns of users and assistants, whose content parts have these types.
     fn turns(&mut self, user_part: &str, assistant_part: &str) -> Value {
         let turn = |d: &mut Self| {
             let role = d.of(&["user", "user", "assistant"]);
@@ -447,7 +447,7 @@ impl Draw {
         body
     }
 
-    fn sound(&mut self, path: &str) -> Value {
+    fn valid(&mut self, path: &str) -> Value {
         let mut body = self.named(path);
         if [CHAT, COMPLETIONS, MESSAGES, RESPONSES].contains(&path) {
             self.set(&mut body, 0.1, "cache_salt", |d| d.of(&[json!("team"), json!("½ \u{0}"), Value::Null]));
@@ -459,7 +459,7 @@ impl Draw {
         body
     }
 
-    /// A body, which usually names the model.
+    /// A body that usually names the model.
     fn named(&mut self, path: &str) -> Value {
         match path {
             CHAT => self.chat(),
@@ -474,9 +474,9 @@ impl Draw {
     }
 }
 
-// --- broken ones ---------------------------------------------------------------------------------------
+// --- mutated bodies -------------------------------------------------------------------------------------
 
-/// The `i`th mutation of a body: every other one is still JSON.
+/// The mutation number `i` of a body. Every other one is still JSON.
 fn mutated(full: &Value, i: usize, rng: &mut ChaCha8Rng) -> Vec<u8> {
     let junk = [
         json!(null),
@@ -516,7 +516,7 @@ fn mutated(full: &Value, i: usize, rng: &mut ChaCha8Rng) -> Vec<u8> {
     bytes
 }
 
-// --- what is answered -----------------------------------------------------------------------------------
+// --- checks of answers ----------------------------------------------------------------------------------
 
 type Checked = Result<(), String>;
 
@@ -533,7 +533,7 @@ fn is_count(value: &Value) -> bool {
 }
 
 fn list<'a>(value: &'a Value, what: &str) -> Result<&'a [Value], String> {
-    value.as_array().map(Vec::as_slice).ok_or_else(|| format!("{what} is no list: {value}"))
+    value.as_array().map(Vec::as_slice).ok_or_else(|| format!("{what} is not a list: {value}"))
 }
 
 fn whole(asked: &Value, names: &[&str]) -> Option<u64> {
@@ -541,7 +541,7 @@ fn whole(asked: &Value, names: &[&str]) -> Option<u64> {
     number.filter(|n| *n >= 0.0).map(|n| n as u64)
 }
 
-/// The chunks of a stream of OpenAI's, which ends with `[DONE]`.
+/// The chunks of an OpenAI stream, which ends with `[DONE]`.
 fn chunks(bytes: &[u8]) -> Result<Vec<Value>, String> {
     let text = std::str::from_utf8(bytes).map_err(|e| e.to_string())?;
     let mut lines: Vec<&str> =
@@ -554,7 +554,8 @@ fn chunks(bytes: &[u8]) -> Result<Vec<Value>, String> {
     lines.into_iter().map(parse).collect()
 }
 
-/// The object of a whole answer that the chunks of one kind come to. `join` adds a chunk's choice to the whole choice.
+/// Builds the object of a whole answer from the chunks of one kind. `join` adds the choice of a chunk to the whole
+/// choice.
 fn joined(
     asked: &Value,
     chunks: &[Value],
@@ -600,7 +601,7 @@ fn append(to: &mut Value, text: &Value) -> Checked {
     Ok(())
 }
 
-/// Adds the lists of an object of log probabilities to the lists before.
+/// Appends the lists of a log probabilities object to the lists before.
 fn append_lists(to: &mut Value, more: &Value) {
     for (name, value) in more.as_object().into_iter().flatten() {
         match value.as_array() {
@@ -656,7 +657,7 @@ fn check_usage(usage: &Value) -> Checked {
     Ok(())
 }
 
-/// The object of a whole answer in one of OpenAI's two older formats.
+/// Checks the object of a whole answer in one of OpenAI's two older formats.
 fn check_choices(asked: &Value, reply: &Value, prefix: &str, prompts: u64, streamed: bool) -> Checked {
     ensure!(reply["id"].as_str().is_some_and(|id| id.starts_with(prefix)), reply["model"] == MODEL);
     ensure!(reply["created"].is_u64(), reply["timings"].is_object());
@@ -711,7 +712,7 @@ fn check_chat(asked: &Value, reply: &Value, streamed: bool) -> Checked {
         } else {
             ensure!(choice["logprobs"].is_null());
         }
-        // The text is all of the format that was asked for, unless it was cut.
+        // The text must be complete in the requested format, unless it was truncated.
         let format = &asked["response_format"];
         let text = message["content"].as_str().filter(|_| choice["finish_reason"] == "stop");
         if let (Some(text), "json_object" | "json_schema") = (text, format["type"].as_str().unwrap_or("")) {
@@ -776,7 +777,7 @@ fn check_message(asked: &Value, reply: &Value) -> Checked {
     Ok(())
 }
 
-/// The message that a stream of Anthropic's comes to.
+/// Builds the message from the events of an Anthropic stream.
 fn joined_message(events: &[Value]) -> Result<Value, String> {
     let [first, .., last] = events else { return Err("hardly an event".into()) };
     ensure!(first["type"] == "message_start", last == &json!({"type": "message_stop"}));
@@ -822,7 +823,7 @@ fn joined_message(events: &[Value]) -> Result<Value, String> {
             _ => return Err(format!("an event of another type: {event}")),
         }
     }
-    // A call that was cut is no object, so the test only checks that it came.
+    // The input of a truncated call is not a JSON object, so only its presence is checked.
     ensure!(!cut || message["stop_reason"] != "tool_use");
     message["content"] = blocks.into();
     Ok(message)
@@ -860,7 +861,7 @@ fn check_response(asked: &Value, reply: &Value) -> Checked {
     Ok(())
 }
 
-/// The response that ends a stream. The events before must have told the same.
+/// The response in the last event. The events before must contain the same items.
 fn joined_response(events: &[Value]) -> Result<Value, String> {
     let [first, .., last] = events else { return Err("hardly an event".into()) };
     ensure!(first["type"] == "response.created", first["response"]["status"] == "in_progress");
@@ -904,7 +905,7 @@ fn check_tokens(asked: &Value, reply: &Value) -> Checked {
     Ok(())
 }
 
-/// Checks that an answer has the shape of its route's format.
+/// Checks that an answer has the format of its route.
 fn check(path: &str, asked: &Value, streamed: bool, bytes: &[u8]) -> Checked {
     let whole = || serde_json::from_slice::<Value>(bytes).map_err(|error| error.to_string());
     let can_stream = [CHAT, COMPLETIONS, MESSAGES, RESPONSES].contains(&path);
@@ -958,11 +959,12 @@ fn check(path: &str, asked: &Value, streamed: bool, bytes: &[u8]) -> Checked {
             ensure!(whole()?["input_tokens"].as_u64().is_some_and(|n| n > 0));
             Ok(())
         }
-        _ => Err("a stream from a route that has none".into()),
+        _ => Err("a stream from a route without streaming".into()),
     }
 }
 
-/// Checks that a refusal is an error of its format. A single client's requests are never too many, and never too slow.
+/// Checks that a refusal is an error in its format. Only 400 and 404 are expected: the test never exceeds limits of
+/// rate or time.
 fn check_refusal(path: &str, status: u16, bytes: &[u8]) -> Checked {
     ensure!(status == 400 || status == 404);
     let reply: Value = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
@@ -986,7 +988,7 @@ struct Counts {
     refused: usize,
 }
 
-/// Sends this many bodies to a model, and checks each answer.
+/// Sends `n` bodies to a model and checks each answer.
 async fn send_bodies(n: usize, seed: u64, runner: Box<dyn Runner>) {
     println!("seed {seed}");
     let (router, engine) = served(runner);
@@ -998,22 +1000,22 @@ async fn send_bodies(n: usize, seed: u64, runner: Box<dyn Runner>) {
     let bodies: Vec<(&str, bool, Vec<u8>)> = (0..n)
         .map(|i| {
             let path = draw.of(&PATHS);
-            let body = draw.sound(path);
-            match draw.chance(SOUND) {
+            let body = draw.valid(path);
+            match draw.chance(VALID_SHARE) {
                 true => (path, true, body.to_string().into_bytes()),
                 false => (path, false, mutated(&body, i, &mut draw.rng)),
             }
         })
         .collect();
-    let exchanges = bodies.into_iter().map(async |(path, sound, body)| {
+    let exchanges = bodies.into_iter().map(async |(path, valid, body)| {
         let (status, headers, reply) = send(&router, post_to(path, body.clone())).await;
         let streamed = headers[header::CONTENT_TYPE] == "text/event-stream";
         let checked = match status.as_u16() {
             200 => {
-                let asked = serde_json::from_slice(&body).expect("what is no JSON is not answered");
+                let asked = serde_json::from_slice(&body).expect("only valid JSON may be answered");
                 check(path, &asked, streamed, &reply)
             }
-            _ if sound => Err("refused, and there is nothing wrong with it".into()),
+            _ if valid => Err("a valid body was refused".into()),
             status => check_refusal(path, status, &reply),
         };
         let problem = checked.err().map(|problem| {
@@ -1042,7 +1044,7 @@ async fn send_bodies(n: usize, seed: u64, runner: Box<dyn Runner>) {
         println!("{path:<28}{sent:>7}{:>10}{streamed:>12}{refused:>9}", whole + streamed);
         assert!(
             50 * whole > *sent && 50 * refused > *sent,
-            "{path}: the generator or the mutations reach too little"
+            "{path}: too few bodies were answered or refused"
         );
         all += whole + streamed;
     }
@@ -1052,11 +1054,11 @@ async fn send_bodies(n: usize, seed: u64, runner: Box<dyn Runner>) {
     engine.drain();
     assert!(
         tokio::task::spawn_blocking(move || engine.join(HANG)).await.expect("no panic"),
-        "the engine goes on"
+        "the engine did not stop"
     );
 }
 
-/// A runner that checks every batch, and answers with unforeseen ids.
+/// The runner checks every batch and generates unpredictable ids.
 #[tokio::test(flavor = "multi_thread")]
 async fn ten_thousand_bodies_are_answered_or_refused() {
     let kv = KvLimits { full_blocks: 3000, sliding_blocks: 500, ..LIMITS.kv };
@@ -1078,9 +1080,9 @@ async fn ten_thousand_bodies_are_answered_or_refused() {
     send_bodies(BODIES, 0x10_000, FakeRunner::new(limits, ends_soon).0).await;
 }
 
-/// Sends a few such bodies to a model whose draws are the device's: its biases, penalties, masks and scores.
+/// Sends a few bodies to a model whose sampling (biases, penalties, masks, log probabilities) runs on the device.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_model_on_its_device_answers_them_too() {
+async fn random_bodies_are_answered_or_refused_by_a_model_on_a_device() {
     let options =
         LoadOptions { max_context: Some(768), sequences: 8, max_batch_tokens: 128, ..LoadOptions::default() };
     send_bodies(150, 0xde71ce, Box::new(goldens::load(&data("gemma3/tiny-a"), &options))).await;

@@ -1,8 +1,7 @@
-//! Refusals of wrong bodies, to the letter. For each refusal, `tests/data/api/refusals.json` has the path, the body as
-//! it is sent, the status and the answer.
+//! Exact error answers to invalid bodies. For each case, `tests/data/api/refusals.json` has the path, the body as sent,
+//! the status and the answer.
 //!
-//! A better text may take the place of a text: `UNICORN_TEST_RECORD=1` writes the file anew, and a person reads its
-//! diff.
+//! To change a text, run with `UNICORN_TEST_RECORD=1`, which rewrites the file, and review the diff.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -20,7 +19,7 @@ struct Refusal {
 }
 
 #[tokio::test]
-async fn bodies_that_are_wrong_are_answered_as_recorded() {
+async fn invalid_bodies_are_refused_with_the_recorded_answers() {
     let file = data("api/refusals.json");
     let text = std::fs::read_to_string(&file).expect("tests/data/api/refusals.json");
     let recorded: Vec<Refusal> = serde_json::from_str(&text).expect("refusals");

@@ -1,4 +1,4 @@
-//! The engine when its device is lost and another runner takes over: answers go on as if nothing had been.
+//! The engine when its device is lost and another runner replaces it: answers continue without a visible difference.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -11,7 +11,7 @@ use unicorn::model::{Batch, KvLimits, Limits};
 use crate::support::engine::{END, assert_all_free, collect, request};
 use crate::support::fake_runner::{Control, FakeFactory, FakeRunner, HANG, LIMITS, mixed, mixed_answer};
 
-/// Room for four sequences, two steps in flight.
+/// Room for four sequences, with two steps in flight.
 const FOUR: Limits = Limits {
     max_sequences: 4,
     max_draws: 8,
@@ -20,7 +20,7 @@ const FOUR: Limits = Limits {
     ..LIMITS
 };
 
-/// Ids that may come in an answer; prompts may have others.
+/// Answers have ids below this. Prompts may have larger ids.
 const IDS: usize = 500;
 
 const MINUTES: Duration = Duration::from_secs(600);
@@ -32,7 +32,7 @@ fn start(limits: Limits, with_draft: bool, idle_unload: Option<Duration>) -> (En
     };
     let (runner, control) = make();
     let factory = FakeFactory::new(&control, move || make().0);
-    // No step takes as long as this gap, so chunks do not depend on how busy the machine is.
+    // This gap is longer than any step, so the size of chunks does not depend on the load of the machine.
     let scheduler = SchedulerConfig { gap: MINUTES, ..SchedulerConfig::default() };
     let config = EngineConfig { queue: 16, scheduler, idle_unload, ..EngineConfig::default() };
     (Engine::start_recoverable(runner, factory, Arc::default(), config), control)
@@ -42,7 +42,7 @@ fn answer_to(prompt: &[u32], max_tokens: usize) -> Vec<u32> {
     mixed_answer(prompt, max_tokens, 0, IDS, END)
 }
 
-/// Prompts of several chunks, and of one.
+/// Prompts that need several chunks, and prompts that need one.
 fn prompts() -> Vec<Vec<u32>> {
     [40, 3, 17, 25, 9].iter().map(|len| (0..*len).map(|i| (i * 5 + len) % 512).collect()).collect()
 }
@@ -55,7 +55,7 @@ fn wait_for(engine: &EngineHandle, state: EngineState) {
     }
 }
 
-/// All ids of each answer of a request, and its last event.
+/// All ids of each answer to a request, and the last event.
 fn answers(engine: &EngineHandle, request: Request) -> (Vec<Vec<u32>>, Event) {
     let mut answers = vec![Vec::new(); 1 + request.more_seeds.len()];
     let mut stream = engine.submit(request).expect("accepted");
@@ -70,7 +70,7 @@ fn answers(engine: &EngineHandle, request: Request) -> (Vec<Vec<u32>>, Event) {
 }
 
 #[test]
-fn after_a_loss_at_any_step_every_answer_is_that_of_a_run_without_it() {
+fn a_device_loss_at_any_step_changes_no_answer() {
     for with_draft in [false, true] {
         for at in 0..20 {
             let (engine, control) = start(FOUR, with_draft, None);
@@ -97,8 +97,8 @@ fn after_a_loss_at_any_step_every_answer_is_that_of_a_run_without_it() {
 }
 
 #[test]
-fn forks_masks_scores_and_embeddings_survive_a_loss() {
-    /// Allows even ids alone.
+fn forks_masks_scores_and_embeddings_survive_a_device_loss() {
+    /// Allows only even ids.
     #[derive(Clone)]
     struct Even;
     impl TokenMask for Even {
@@ -122,7 +122,7 @@ fn forks_masks_scores_and_embeddings_survive_a_loss() {
         [forked, masked, scored, pooled]
     };
     for (n, _) in requests().iter().enumerate() {
-        let one = || requests().into_iter().nth(n).expect("one of them");
+        let one = || requests().into_iter().nth(n).expect("a request");
         let (engine, _) = start(FOUR, false, None);
         let without = answers(&engine, one());
         for at in 0..12 {
@@ -137,7 +137,7 @@ fn forks_masks_scores_and_embeddings_survive_a_loss() {
 }
 
 #[test]
-fn those_of_a_lost_step_are_computed_alone_until_they_are_as_far_as_they_were() {
+fn requests_of_a_lost_step_run_alone_until_they_have_caught_up() {
     let (engine, control) = start(FOUR, false, None);
     control.allow(0);
     control.fail_wait_at(12);
@@ -147,13 +147,13 @@ fn those_of_a_lost_step_are_computed_alone_until_they_are_as_far_as_they_were() 
     streams.iter_mut().for_each(|stream| drop(collect(stream)));
     let batches = control.batches();
     let wide = |batch: &Batch| batch.sequences.len() > 1;
-    let lost = batches.iter().take(14).rposition(wide).expect("several shared the lost steps");
+    let lost = batches.iter().take(14).rposition(wide).expect("several sequences in a lost step");
     let alone = batches[lost + 1..].iter().take_while(|batch| !wide(batch)).count();
-    // Four prompts with what was answered to them take more steps than this, of sixteen tokens each.
-    assert!(alone > 6, "{alone} steps were of one sequence");
-    assert!(batches[lost + 1 + alone..].iter().any(wide), "later they share steps again");
+    // Replaying four prompts with their answers takes more steps than this: each step has at most sixteen tokens.
+    assert!(alone > 6, "{alone} steps had one sequence");
+    assert!(batches[lost + 1 + alone..].iter().any(wide), "later, sequences must share steps again");
     let starts_over = batches[lost + 1..].iter().filter(|batch| batch.sequences[0].start == 0);
-    assert!(starts_over.count() >= 4, "nothing that the lost device held is used");
+    assert!(starts_over.count() >= 4, "no state of the lost device may be used");
 }
 
 #[test]
@@ -185,7 +185,7 @@ fn a_prompt_that_loses_the_device_twice_fails_alone() {
 }
 
 #[test]
-fn a_poisonous_prompt_with_several_answers_fails_with_all_of_them() {
+fn a_prompt_that_loses_the_device_fails_with_all_its_answers() {
     let (engine, control) = start(FOUR, false, None);
     control.poison(511);
     let (answers, last) = answers(&engine, Request { more_seeds: vec![1, 2], ..request(&[511; 30], 9) });
@@ -194,36 +194,36 @@ fn a_poisonous_prompt_with_several_answers_fails_with_all_of_them() {
     assert_all_free(&engine);
 }
 
-/// The limits of [`FOUR`] with steps that hold prompts that a unit gets.
+/// The limits of [`FOUR`], with steps long enough for prompts that the NPU computes.
 const LONG: Limits =
     Limits { max_batch_tokens: 128, kv: KvLimits { sliding_blocks: 200, ..FOUR.kv }, ..FOUR };
 
-/// However many requests the unit fails at, and however soon: each ends at once, and the device is not lost.
+/// The number and the timing of failed requests do not matter: each one ends immediately, and the device is not lost.
 #[test]
-fn a_prompt_that_a_unit_fails_at_ends_at_once_and_the_others_go_on() {
+fn a_prompt_on_which_the_npu_fails_ends_and_the_others_continue() {
     let (engine, control) = start(LONG, false, None);
     let poison = 511;
     control.set_attention_path(2);
     control.fail_unit_at(poison);
     let failing: Vec<u32> = (100..160).map(|i| if i == 150 { poison } else { i }).collect();
-    let (early, beside): (Vec<u32>, Vec<u32>) = ([5; 3].into(), (0..45).collect());
-    // Chunks beside a decode are short until the engine knows how long steps take.
+    let (early, other_prompt): (Vec<u32>, Vec<u32>) = ([5; 3].into(), (0..45).collect());
+    // Chunks are short while another sequence decodes, until the engine knows how long steps take.
     assert_eq!(collect(&mut engine.submit(request(&early, 9)).expect("accepted")).0, answer_to(&early, 9));
     for round in 1..=4 {
-        // What was computed so far is not taken away: a decode has its tokens, and more of them.
+        // Results that were already computed must not be lost: the decoding sequence keeps its tokens.
         let steps = control.batches().len();
         control.allow(0);
         let mut decoded = engine.submit(request(&early, 60)).expect("accepted");
         control.submitted(steps + 1);
         let mut failed = engine.submit(request(&failing, 20)).expect("accepted");
-        let mut other = engine.submit(request(&beside, 20)).expect("accepted");
+        let mut other = engine.submit(request(&other_prompt, 20)).expect("accepted");
         control.release();
         let (ids, last) = collect(&mut failed);
         assert_eq!(
             (ids, last),
             (vec![], Event::Failed(EngineError::Offload("npu-timeout: it hangs".into())))
         );
-        for (stream, prompt, n) in [(&mut decoded, &early, 60), (&mut other, &beside, 20)] {
+        for (stream, prompt, n) in [(&mut decoded, &early, 60), (&mut other, &other_prompt, 20)] {
             let (ids, last) = collect(stream);
             assert!(matches!(last, Event::Finished { .. }), "{last:?}");
             assert_eq!(ids, answer_to(prompt, n), "round {round}");
@@ -231,25 +231,25 @@ fn a_prompt_that_a_unit_fails_at_ends_at_once_and_the_others_go_on() {
         assert_all_free(&engine);
         assert_eq!((control.starts(), engine.stats().losses, engine.health()), (round, 0, Ok(())));
     }
-    // Nobody was alone meanwhile, as those are who may have lost a device.
+    // No replayed request runs alone, because only suspects of a device loss do.
     let replays = control.batches();
     let wide = replays.iter().filter(|batch| batch.sequences.len() > 1 && batch.sequences[0].start == 0);
-    assert!(wide.count() >= 4, "they share steps at once");
-    // A unit's failures are no reason to give a device up that is lost later.
+    assert!(wide.count() >= 4, "replayed requests must share steps immediately");
+    // Failures of the NPU must not count towards giving up the device at a later loss.
     control.fail_probes();
     engine.probe();
     let since = Instant::now();
     while engine.stats().losses == 0 {
-        assert!(since.elapsed() < HANG, "the probe never fails");
+        assert!(since.elapsed() < HANG, "the failed probe was not noticed");
         std::thread::sleep(Duration::from_millis(1));
     }
     assert_eq!(collect(&mut engine.submit(request(&early, 9)).expect("accepted")).0, answer_to(&early, 9));
 }
 
-/// A step that is held back goes to the unit also where its prompt's reader has left. Whoever is beside it is no suspect,
-/// and no number of such failures ends the engine.
+/// A delayed step is sent to the NPU even if the client of its prompt has left. The other requests of that step are not
+/// suspects, and no number of such failures ends the engine.
 #[test]
-fn a_prompt_whose_reader_left_may_be_what_a_unit_fails_at() {
+fn an_npu_failure_on_an_abandoned_prompt_affects_no_other_request() {
     let (engine, control) = start(LONG, false, None);
     let poison = 511;
     control.set_attention_path(2);
@@ -269,15 +269,15 @@ fn a_prompt_whose_reader_left_may_be_what_a_unit_fails_at() {
         assert_all_free(&engine);
         assert_eq!((engine.stats().losses, engine.health()), (0, Ok(())), "round {round}");
     }
-    println!("the unit failed {} times", engine.stats().unit_failures);
+    println!("the NPU failed {} times", engine.stats().unit_failures);
 }
 
 #[test]
-fn a_prompt_with_several_answers_that_a_unit_fails_at_fails_with_all_of_them() {
+fn a_prompt_on_which_the_npu_fails_fails_with_all_its_answers() {
     let (engine, control) = start(LONG, false, None);
     control.set_attention_path(1);
     control.fail_unit_at(511);
-    // The answers part in the step that fails, or in the one behind it.
+    // The answers fork in the step that fails, or in the step after it.
     for len in [60, 150] {
         let (answers, last) =
             answers(&engine, Request { more_seeds: vec![1, 2], ..request(&vec![511; len], 9) });
@@ -290,7 +290,7 @@ fn a_prompt_with_several_answers_that_a_unit_fails_at_fails_with_all_of_them() {
 }
 
 #[test]
-fn a_second_loss_within_a_minute_that_is_nobodys_fault_ends_the_engine() {
+fn a_second_loss_within_a_minute_without_a_suspect_ends_the_engine() {
     let (engine, control) = start(FOUR, false, None);
     control.fail_wait_at(3);
     let prompt = [1; 20];
@@ -299,13 +299,13 @@ fn a_second_loss_within_a_minute_that_is_nobodys_fault_ends_the_engine() {
     assert_all_free(&engine);
     control.fail_probes();
     engine.probe();
-    assert!(engine.join(HANG), "it ends");
+    assert!(engine.join(HANG), "the engine must end");
     assert!(matches!(engine.ended(), Some(EngineError::Lost(why)) if why.contains("came back wrong")));
     assert_eq!((engine.state(), engine.stats().losses), (EngineState::Lost, 2));
 }
 
 #[test]
-fn a_device_that_does_not_come_back_ends_the_engine_and_all_answers() {
+fn a_device_that_does_not_recover_ends_the_engine_and_all_answers() {
     let (engine, control) = start(FOUR, false, None);
     control.fail_starts();
     control.fail_wait_at(2);
@@ -315,7 +315,7 @@ fn a_device_that_does_not_come_back_ends_the_engine_and_all_answers() {
 }
 
 #[test]
-fn while_it_recovers_requests_are_taken_and_an_abort_ends_it() {
+fn requests_are_accepted_during_recovery_and_an_abort_ends_it() {
     let (engine, control) = start(FOUR, false, None);
     control.hold_starts(true);
     control.fail_wait_at(2);
@@ -333,7 +333,7 @@ fn while_it_recovers_requests_are_taken_and_an_abort_ends_it() {
     let mut stream = engine.submit(request(&[1; 20], 50)).expect("accepted");
     wait_for(&engine, EngineState::Recovering);
     engine.abort();
-    assert!(engine.join(HANG), "a start that is cancelled does not hold it");
+    assert!(engine.join(HANG), "a cancelled start must not block the engine");
     assert_eq!(collect(&mut stream).1, Event::Failed(EngineError::ShuttingDown));
     assert_eq!(engine.ended(), None);
 }
@@ -343,8 +343,8 @@ fn an_idle_model_is_unloaded_and_loaded_again_for_the_next_request() {
     let (engine, control) = start(FOUR, false, Some(Duration::from_millis(50)));
     for round in 1..4 {
         wait_for(&engine, EngineState::Unloaded);
-        assert!(control.dropped(), "nothing of it is left");
-        // A probe of a model that is not there is none.
+        assert!(control.dropped(), "the runner must be dropped");
+        // A probe of an unloaded model does nothing.
         engine.probe();
         let prompt = [round; 20];
         let (ids, _) = collect(&mut engine.submit(request(&prompt, 9)).expect("accepted"));
@@ -352,13 +352,13 @@ fn an_idle_model_is_unloaded_and_loaded_again_for_the_next_request() {
         assert_eq!(control.starts(), round as usize);
     }
     assert_eq!((control.probes(), engine.stats().losses), (0, 0));
-    // Whoever leaves at once leaves it unloaded, or has it loaded for nobody, by chance.
+    // A request that is aborted immediately may or may not load the model.
     for _ in 0..50 {
         wait_for(&engine, EngineState::Unloaded);
         drop(engine.submit(request(&[1; 20], 9)).expect("accepted"));
         let since = Instant::now();
         while engine.stats().waiting > 0 {
-            assert!(since.elapsed() < HANG, "never taken off the queue");
+            assert!(since.elapsed() < HANG, "the request stays in the queue");
             std::thread::sleep(Duration::from_millis(1));
         }
     }

@@ -1,5 +1,5 @@
-//! OpenAI's responses over the scripted runner: every event of a stream, what is kept and for whom, every field and
-//! error.
+//! OpenAI's Responses API over the scripted runner: every event of a stream, stored responses and their visibility,
+//! every field and error.
 
 use axum::body::Body;
 use axum::http::{Method, Request};
@@ -33,7 +33,7 @@ async fn created(app: &App, body: Value) -> Value {
     value
 }
 
-/// A request about a stored response, with a key.
+/// Sends a request about a stored response, with a key.
 async fn about(app: &App, method: Method, id: &Value, key: &str) -> (u16, Value) {
     let uri = format!("{PATH}/{}", id.as_str().expect("an id"));
     let request = Request::builder().method(method).uri(uri).header("authorization", format!("Bearer {key}"));
@@ -41,10 +41,10 @@ async fn about(app: &App, method: Method, id: &Value, key: &str) -> (u16, Value)
     (status.as_u16(), value)
 }
 
-/// The keys of two clients.
+/// Access with the keys of two clients.
 fn with_keys() -> AccessPolicy {
     AccessPolicy {
-        keys: Keys::from_variable("test", "mine,other").expect("sound"),
+        keys: Keys::from_variable("test", "mine,other").expect("valid keys"),
         ..AccessPolicy::default()
     }
 }
@@ -69,7 +69,7 @@ fn ids(text: &str) -> usize {
 }
 
 #[tokio::test]
-async fn a_response_has_openais_shape() {
+async fn a_response_has_the_openai_format() {
     let text = "Größe: ½, 🦄!";
     let app = app_that_says(text);
     let fields = json!({"instructions": "Be brief.", "metadata": {"a": "b"}, "max_output_tokens": 90, "top_p": 0.5, "user": "u"});
@@ -119,7 +119,7 @@ async fn a_response_has_openais_shape() {
 }
 
 #[tokio::test]
-async fn a_stream_is_these_events_in_this_order() {
+async fn a_stream_sends_the_expected_events_in_order() {
     let text = "Vim: ½ or two?";
     for (app, fields, status) in [
         (app_that_says(text), json!({}), "completed"),
@@ -197,13 +197,13 @@ async fn a_stream_is_these_events_in_this_order() {
         assert_eq!(
             about(&app, Method::GET, &response["id"], "").await,
             (200, response.clone()),
-            "what was streamed is kept"
+            "a streamed response must be stored"
         );
         assert_all_free(&app.engine).await;
     }
 }
 
-/// A tool as it is written here.
+/// A tool in the format of this API.
 fn tool(tool: &Value) -> Value {
     with(json!({"type": "function"}), tool["function"].clone())
 }
@@ -230,8 +230,9 @@ fn calls_of(response: &Value) -> Value {
     response["output"].as_array().expect("items").iter().map(call).collect()
 }
 
-/// The calls in the answers to `body`, in one piece and in a stream, whose events must come in order.
-async fn called_by(app: &App, body: Value) -> (Value, Value) {
+/// The calls in the answer to `body`. Checks that they are the same with and without streaming, and that the events are
+/// in order.
+async fn calls_of_answer(app: &App, body: Value) -> (Value, Value) {
     let whole = created(app, body.clone()).await;
     let events = events(app, body).await;
     let response = &events.last().expect("events")["response"];
@@ -257,7 +258,7 @@ async fn called_by(app: &App, body: Value) -> (Value, Value) {
         assert_eq!(done["type"], "response.function_call_arguments.done");
         assert_eq!((&done["item_id"], &done["output_index"]), (&item["id"], &json!(at)));
         assert_eq!((&done["arguments"], &item["arguments"]), (&json!(written), &json!(written)));
-        assert!(deltas > 1 || written == "{}", "arguments come as they are written");
+        assert!(deltas > 1 || written == "{}", "arguments must arrive in several deltas");
         assert_eq!(item_done["type"], "response.output_item.done");
         assert_eq!((&item_done["item"], &item_done["output_index"]), (item, &json!(at)));
     }
@@ -267,38 +268,40 @@ async fn called_by(app: &App, body: Value) -> (Value, Value) {
 }
 
 #[tokio::test]
-async fn a_call_is_an_item_also_in_a_stream() {
+async fn a_call_is_an_output_item_with_and_without_streaming() {
     let rome = json!(["get_weather", "{\"city\": \"Rome\", \"unit\": \"c\"}", "completed"]);
     let three = json!(["roll", "{\"count\": 3}", "completed"]);
     let both = format!("[{ROME}, {{ \"name\":\"roll\", \"parameters\": {{\"count\": 3}}}}]");
     for (text, calls) in [(ROME.to_owned(), json!([rome])), (both, json!([rome, three]))] {
         let app = tools::app_that_says(&text);
         for choice in [json!("auto"), json!("required"), json!(null)] {
-            let (called, response) = called_by(&app, ask_with_tools(json!({"tool_choice": choice}))).await;
+            let (called, response) =
+                calls_of_answer(&app, ask_with_tools(json!({"tool_choice": choice}))).await;
             assert_eq!((called, &response["status"]), (calls.clone(), &json!("completed")));
         }
-        // Tokens that turned out to be calls have no log probabilities.
+        // Tokens of a call have no log probabilities.
         let logprobs = json!({"include": ["message.output_text.logprobs"], "top_logprobs": 1});
-        assert_eq!(called_by(&app, ask_with_tools(logprobs)).await.0, calls);
+        assert_eq!(calls_of_answer(&app, ask_with_tools(logprobs)).await.0, calls);
     }
     let app = tools::app_that_says(ROME);
     let whole = ids(ROME);
-    let (called, response) = called_by(&app, ask_with_tools(json!({"max_output_tokens": whole - 6}))).await;
+    let (called, response) =
+        calls_of_answer(&app, ask_with_tools(json!({"max_output_tokens": whole - 6}))).await;
     assert!(called[0][1].as_str().is_some_and(|json| json.starts_with("{\"city\"") && !json.ends_with('}')));
     assert_eq!((&called[0][2], &response["status"]), (&json!("incomplete"), &json!("incomplete")));
 }
 
 #[tokio::test]
-async fn beside_tools_text_stays_text() {
+async fn text_stays_text_if_tools_are_offered() {
     let text_of = |response: &Value| response["output"][0]["content"][0].clone();
     for text in ["It is { warm }.", " \n\nWarm", "½", "{", ""] {
         let app = tools::app_that_says(text);
-        // Text has log probabilities even for the tokens that came before it was known to be text.
+        // Log probabilities of text include the tokens that arrived before the text was known not to be a call.
         let fields =
             json!({"include": ["message.output_text.logprobs"], "max_output_tokens": ids(text).max(1)});
         for fields in [json!({}), fields] {
             if text == "{" && fields == json!({}) {
-                continue; // an answer that begins as a call must be one
+                continue; // an answer that begins like a call is forced to be one
             }
             let body = ask_with_tools(fields);
             let whole = created(&app, body.clone()).await;
@@ -318,7 +321,7 @@ async fn beside_tools_text_stays_text() {
 }
 
 #[tokio::test]
-async fn a_demanded_call_is_made_and_what_was_asked_is_repeated() {
+async fn a_required_call_is_made_and_the_request_fields_are_repeated() {
     let allowed = |mode: &str| json!({"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "now"}]});
     for (choice, name) in
         [(json!({"type": "function", "name": "roll"}), "roll"), (allowed("required"), "now")]
@@ -344,11 +347,11 @@ async fn a_demanded_call_is_made_and_what_was_asked_is_repeated() {
     let unsaid = json!({"description": null, "strict": false});
     assert_eq!(response["tools"][1], with(unsaid, tool(&roll())));
     let nothing = json!({"type": "object", "properties": {}});
-    assert_eq!(response["tools"][2]["parameters"], nothing, "as the model was told");
+    assert_eq!(response["tools"][2]["parameters"], nothing, "the parameters that the model got");
 }
 
 #[tokio::test]
-async fn a_conversation_goes_on_behind_calls() {
+async fn a_conversation_continues_after_calls() {
     let (script, seen) = shows_its_prompt(&format!("[{ROME}, {{\"name\": \"now\", \"parameters\": {{}}}}]"));
     let app = tools::app(script);
     let first = created(&app, ask_with_tools(json!({"instructions": "I"}))).await;
@@ -375,7 +378,7 @@ async fn a_conversation_goes_on_behind_calls() {
     created(&app, ask_with_tools(json!({"instructions": "J", "input": input}))).await;
     assert_eq!(tokenizer().decode(&seen.lock().unwrap(), false), prompt);
 
-    // Two turns of calls follow one another.
+    // A second turn of calls follows the first one.
     let output = json!({"type": "function_call_output", "call_id": second["output"][1]["call_id"], "output": [{"type": "input_text", "text": "10:00"}]});
     created(&app, ask_with_tools(json!({"previous_response_id": second["id"], "input": [output]}))).await;
     let prompt = tokenizer().decode(&seen.lock().unwrap(), false);
@@ -386,7 +389,7 @@ async fn a_conversation_goes_on_behind_calls() {
 }
 
 #[tokio::test]
-async fn what_a_response_answered_can_be_listed() {
+async fn the_input_items_of_a_response_can_be_listed() {
     let app = tools::app_that_says(ROME);
     let first = created(&app, ask_with_tools(json!({}))).await;
     let call = &first["output"][0];
@@ -419,9 +422,9 @@ async fn what_a_response_answered_can_be_listed() {
         assert_eq!(*item, with(unsaid, expected));
         assert!(item["id"].as_str().is_some_and(|id| !id.is_empty()));
     }
-    assert_eq!(items.len(), 6, "thoughts are not kept");
+    assert_eq!(items.len(), 6, "reasoning items are not stored");
 
-    // The items come page by page, the last one first.
+    // The items are listed in pages, the last item first.
     let (mut pages, mut after) = (Vec::new(), String::new());
     loop {
         let (_, page) = list(&format!("?limit=2{after}")).await;
@@ -450,7 +453,7 @@ async fn what_a_response_answered_can_be_listed() {
 }
 
 #[tokio::test]
-async fn what_is_asked_of_a_kept_response_and_cannot_be_had_is_said() {
+async fn unsupported_requests_about_a_stored_response_are_refused() {
     let app = app_behind(with_keys(), "ok");
     let (_, _, body) = send_json(&app.router, asked(ask("Hi"), "mine")).await;
     let id = body["id"].as_str().unwrap().to_owned();
@@ -466,7 +469,7 @@ async fn what_is_asked_of_a_kept_response_and_cannot_be_had_is_said() {
     }
     let (status, value) = about(&app, Method::POST, &at("/cancel"), "mine").await;
     assert_eq!((status, &value["error"]["message"]), (400, &json!("Cannot cancel a synchronous response.")));
-    // No client sees another client's responses.
+    // A client cannot see the responses of other clients.
     for (method, path) in
         [(Method::POST, "/cancel"), (Method::GET, "/input_items"), (Method::GET, "?stream=true")]
     {
@@ -476,7 +479,7 @@ async fn what_is_asked_of_a_kept_response_and_cannot_be_had_is_said() {
 }
 
 #[tokio::test]
-async fn a_conversation_goes_on_from_a_response_without_its_instructions() {
+async fn a_conversation_continues_a_response_without_its_instructions() {
     let (app, seen) = app_that_shows_its_prompt("ok");
     let open = "<end_of_turn>\n<start_of_turn>model\n";
     let part = |kind: &str, text: &str| json!({"type": kind, "text": text});
@@ -498,7 +501,8 @@ async fn a_conversation_goes_on_from_a_response_without_its_instructions() {
     assert_eq!(*seen.lock().unwrap(), prompt_ids(&format!("<start_of_turn>user\nJ\n\nD\n\n{turns}")));
     assert_eq!(second["previous_response_id"], first["id"]);
 
-    // A response goes on from an earlier one even if the one between is gone, and two may go on from the same one.
+    // A response continues an earlier one even if the response between them was deleted, and two responses may continue
+    // the same one.
     assert_eq!(about(&app, Method::DELETE, &first["id"], "").await.0, 200);
     for _ in 0..2 {
         created(&app, with(ask("f"), json!({"previous_response_id": second["id"], "store": false}))).await;
@@ -508,7 +512,7 @@ async fn a_conversation_goes_on_from_a_response_without_its_instructions() {
 }
 
 #[tokio::test]
-async fn what_is_kept_is_its_callers_alone() {
+async fn a_stored_response_is_visible_to_its_own_client_only() {
     let app = app_behind(with_keys(), "ok");
     let (_, _, body) = send_json(&app.router, asked(ask("Hi"), "mine")).await;
     let id = &body["id"];
@@ -543,7 +547,7 @@ async fn what_is_kept_is_its_callers_alone() {
 }
 
 #[tokio::test]
-async fn what_is_kept_is_bounded_and_only_where_it_was_wanted() {
+async fn responses_are_stored_only_if_requested_and_up_to_a_limit() {
     let ok = tokenizer().encode("ok", false).unwrap();
     let with_room = |entries, bytes| {
         let options = Options { stored_responses: entries, stored_response_bytes: bytes, ..OPTIONS };
@@ -554,7 +558,7 @@ async fn what_is_kept_is_bounded_and_only_where_it_was_wanted() {
     for i in 0..3 {
         kept.push(created(&app, ask(&format!("q{i}"))).await["id"].clone());
     }
-    assert_eq!(about(&app, Method::GET, &kept[0], "").await.0, 404, "the oldest gave way");
+    assert_eq!(about(&app, Method::GET, &kept[0], "").await.0, 404, "the oldest response must be evicted");
     assert_eq!(about(&app, Method::GET, &kept[2], "").await.0, 200);
     let body = created(&app, with(ask("x"), json!({"store": false}))).await;
     assert_eq!(body["store"], false);
@@ -562,7 +566,7 @@ async fn what_is_kept_is_bounded_and_only_where_it_was_wanted() {
 
     for (app, known) in [(with_room(0, 1 << 20), true), (with_room(9, 100), false)] {
         let body = created(&app, ask("x")).await;
-        assert_eq!(body["store"], false, "what is not kept is not said to be");
+        assert_eq!(body["store"], false, "a response that is not stored must say so");
         let events = events(&app, ask("x")).await;
         assert_eq!(events[0]["response"]["store"], !known);
         assert_eq!(events.last().unwrap()["response"]["store"], false);
@@ -571,7 +575,7 @@ async fn what_is_kept_is_bounded_and_only_where_it_was_wanted() {
 }
 
 #[tokio::test]
-async fn nobody_pushes_out_what_is_kept_for_others() {
+async fn a_client_cannot_evict_the_stored_responses_of_others() {
     let ok = tokenizer().encode("ok", false).unwrap();
     let options = Options { stored_responses: 6, ..OPTIONS };
     let app = loaded(Server::new(MODEL, options, with_keys()), limits(), DEFAULTS, says(&ok, 106));
@@ -589,16 +593,20 @@ async fn nobody_pushes_out_what_is_kept_for_others() {
         others.push(keep("other").await);
     }
     for id in &mine {
-        assert_eq!(about(&app, Method::GET, id, "mine").await.0, 200, "half of the room is mine");
+        assert_eq!(
+            about(&app, Method::GET, id, "mine").await.0,
+            200,
+            "half of the room is reserved for the first client"
+        );
     }
     for (i, id) in others.iter().enumerate() {
         let kept = about(&app, Method::GET, id, "other").await.0 == 200;
-        assert_eq!(kept, i >= 17, "the other's own oldest gave way: {i}");
+        assert_eq!(kept, i >= 17, "only the second client's oldest responses may be evicted: {i}");
     }
 }
 
 #[tokio::test]
-async fn an_answer_is_held_to_a_format() {
+async fn an_answer_matches_the_requested_format() {
     let app = app_that_says("{\"yes\": true}");
     let schema = json!({"type": "object", "properties": {"yes": {"type": "boolean"}}, "required": ["yes"], "additionalProperties": false});
     for format in [
@@ -616,7 +624,7 @@ async fn an_answer_is_held_to_a_format() {
 }
 
 #[tokio::test]
-async fn what_clients_send_beside_is_accepted() {
+async fn other_fields_that_clients_send_are_accepted() {
     let app = app_that_says("ok");
     let tool = json!([{"type": "function", "name": "f", "parameters": {}}]);
     for fields in [
@@ -632,7 +640,7 @@ async fn what_clients_send_beside_is_accepted() {
 }
 
 #[tokio::test]
-async fn bad_bodies_are_refused_by_field() {
+async fn invalid_bodies_are_refused_with_the_field() {
     let app = app_that_says("ok");
     let body = |fields: Value| with(ask("Hi"), fields);
     let item = |item: Value| body(json!({"input": [item]}));
@@ -752,13 +760,13 @@ async fn bad_bodies_are_refused_by_field() {
         );
         assert_eq!(error["type"], "invalid_request_error");
     }
-    assert_eq!(app.control.batches().len(), 0, "none of them reached the engine");
+    assert_eq!(app.control.batches().len(), 0, "no invalid body may reach the engine");
     let (status, reply) = create(&app, body(json!({"model": "gpt-5"}))).await;
     assert_eq!((status, &reply["error"]["code"]), (404, &json!("model_not_found")));
 }
 
 #[tokio::test]
-async fn a_lost_device_is_a_response_that_failed() {
+async fn a_lost_device_ends_a_response_as_failed() {
     let app = app_that_says("One, two, three");
     app.control.fail_wait_at(4);
     let events = events(&app, ask("Hi")).await;
@@ -768,12 +776,16 @@ async fn a_lost_device_is_a_response_that_failed() {
     assert_eq!((&response["error"]["code"], &response["store"]), (&json!("server_error"), &json!(false)));
     assert!(response["error"]["message"].as_str().unwrap().contains("ring timeout"), "{last}");
     assert_eq!(response["id"], events[0]["response"]["id"]);
-    assert_eq!(about(&app, Method::GET, &response["id"], "").await.0, 404, "nothing of it is kept");
+    assert_eq!(
+        about(&app, Method::GET, &response["id"], "").await.0,
+        404,
+        "a failed response must not be stored"
+    );
     assert_eq!(create(&app, ask("Hi")).await.0, 503);
 }
 
 #[tokio::test]
-async fn the_context_bounds_an_answer() {
+async fn an_answer_ends_at_the_context_length() {
     let app = app(says(&[], 300));
     let body = created(&app, ask("Hi")).await;
     assert_eq!((&body["status"], &body["usage"]["total_tokens"]), (&json!("incomplete"), &json!(600)));

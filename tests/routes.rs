@@ -1,4 +1,4 @@
-//! The answers of paths besides the documented ones, and the error of a path that is no route.
+//! Paths outside the documented routes, and the error for an unknown path.
 
 use axum::body::Body;
 use axum::http::Request;
@@ -9,7 +9,7 @@ use crate::support::app::{MODEL, app_behind, app_that_says};
 use crate::support::http::{chat, get, post_to, send, send_json};
 
 #[tokio::test]
-async fn an_unknown_path_says_what_to_ask_instead() {
+async fn an_unknown_path_names_the_nearest_route() {
     let app = app_that_says("Hello");
     let near = |route: &str| format!("the nearest route is {route}");
     for (path, instead) in [
@@ -33,7 +33,7 @@ async fn an_unknown_path_says_what_to_ask_instead() {
         ("/v1/nothing", "GET /openapi.json lists the routes".to_owned()),
     ] {
         for method in ["GET", "POST"] {
-            let request = Request::builder().method(method).uri(path).body(Body::empty()).expect("sound");
+            let request = Request::builder().method(method).uri(path).body(Body::empty()).expect("valid");
             let (status, _, answer) = send_json(&app.router, request).await;
             assert_eq!(status, 404, "{path}: {answer}");
             let message = format!("there is nothing at {path}; {instead}");
@@ -42,7 +42,7 @@ async fn an_unknown_path_says_what_to_ask_instead() {
     }
 }
 
-/// Paths that clients of other servers ask, and what they are pointed to: a route, an option, or a command.
+/// Paths of other servers, and what the error refers to: a route, an option or a command.
 const ELSEWHERE: [(&str, &str); 45] = [
     ("/v1", "GET /v1/models"),
     ("/v1/", "GET /v1/models"),
@@ -92,14 +92,14 @@ const ELSEWHERE: [(&str, &str); 45] = [
 ];
 
 #[tokio::test]
-async fn paths_of_other_servers_say_what_this_one_has_in_their_place() {
+async fn paths_of_other_servers_name_what_this_server_has_instead() {
     let app = app_that_says("Hello");
     let (_, _, document) = send_json(&app.router, get("/openapi.json")).await;
     for (path, told) in ELSEWHERE {
         let (status, _, answer) = send_json(&app.router, get(path)).await;
         let message = answer["error"]["message"].as_str().unwrap_or_default();
         assert!(status == 404 && message.contains(told) && message.len() < 250, "{path}: {answer}");
-        // What a sentence names is there.
+        // Every route that the message names exists.
         for (named, [method, route]) in
             message.split(' ').zip(message.split(' ').skip(1)).filter_map(|(a, b)| {
                 let route = b.trim_end_matches([',', ':', ';']);
@@ -112,7 +112,7 @@ async fn paths_of_other_servers_say_what_this_one_has_in_their_place() {
 }
 
 #[tokio::test]
-async fn a_method_that_a_route_lacks_says_which_it_has() {
+async fn an_unsupported_method_is_refused_with_the_supported_ones() {
     let app = app_that_says("Hello");
     for (method, path, told, allow) in [
         ("GET", "/v1/completions", "send POST", "POST"),
@@ -123,7 +123,7 @@ async fn a_method_that_a_route_lacks_says_which_it_has() {
         ("PUT", "/v1/responses/resp_1", "send GET or DELETE", "GET,HEAD,DELETE"),
         ("POST", "/", "send GET", "GET,HEAD"),
     ] {
-        let request = Request::builder().method(method).uri(path).body(Body::empty()).expect("sound");
+        let request = Request::builder().method(method).uri(path).body(Body::empty()).expect("valid");
         let (status, headers, answer) = send_json(&app.router, request).await;
         let message = format!("{method} is not allowed at {path}: {told}");
         assert_eq!((status.as_u16(), &answer["error"]["message"]), (405, &json!(message)));
@@ -132,7 +132,7 @@ async fn a_method_that_a_route_lacks_says_which_it_has() {
 }
 
 #[tokio::test]
-async fn routes_are_named_to_those_alone_who_may_ask() {
+async fn routes_are_named_to_authorized_clients_only() {
     let keys = Keys::from_variable("test", &"k".repeat(32)).expect("a key");
     let app = app_behind(AccessPolicy { keys, ..AccessPolicy::default() }, "Hello");
     let (status, _, answer) = send_json(&app.router, get("/v1/model")).await;
@@ -165,7 +165,7 @@ async fn routes_answer_without_v1_and_are_counted_with_it() {
         assert_eq!(
             error.get("code").is_none(),
             path == "/messages",
-            "Anthropic's words are for Anthropic's path"
+            "only the Anthropic path has Anthropic's error format"
         );
         assert_eq!(headers.contains_key("request-id"), with_headers.contains_key("request-id"), "{path}");
         assert_eq!(send_json(&app.router, get(path)).await.0, 405, "{path}");
@@ -186,7 +186,7 @@ async fn routes_answer_without_v1_and_are_counted_with_it() {
 }
 
 #[tokio::test]
-async fn routes_without_v1_ask_for_a_key_too() {
+async fn routes_without_v1_require_a_key_too() {
     let keys = Keys::from_variable("test", &"k".repeat(32)).expect("a key");
     let app = app_behind(AccessPolicy { keys, ..AccessPolicy::default() }, "Hello");
     for path in ["/chat/completions", "/completions", "/responses", "/messages", "/embeddings"] {

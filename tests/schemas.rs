@@ -1,5 +1,5 @@
-//! JSON schemas as clients write them: keywords that cannot be enforced, odd values, references, and the tools of well
-//! known clients, over every field that takes a schema.
+//! JSON schemas as clients write them: unenforceable keywords, unusual values, references, and the tools of well-known
+//! clients, in every field that takes a schema.
 
 use serde_json::{Value, json};
 use unicorn::session::{Tool, ToolChoice, Tools};
@@ -15,7 +15,7 @@ use crate::support::tools::{app_that_says, now};
 const ZOD_EMAIL: &str =
     "^(?!\\.)(?!.*\\.\\.)([A-Za-z0-9_'+\\-\\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\\-]*\\.)+[A-Za-z]{2,}$";
 
-/// Properties whose schemas have one keyword that cannot be enforced. The keyword stands first.
+/// Properties whose schemas have one unenforceable keyword, with the name of the keyword.
 fn unenforceable() -> Vec<(&'static str, Value)> {
     vec![
         ("pattern", json!({"type": "string", "pattern": ZOD_EMAIL})),
@@ -45,12 +45,13 @@ fn unenforceable() -> Vec<(&'static str, Value)> {
     ]
 }
 
-/// The parameters of a tool whose property `value` has this schema.
+/// The parameters of a tool, with `property` as the schema of the property `value`.
 fn parameters(property: &Value) -> Value {
     json!({"type": "object", "properties": {"value": property, "n": {"type": "integer"}}, "required": ["n"]})
 }
 
-/// For each wire format, a path and a body that offers two tools, the second with these parameters.
+/// For each wire format: a path, a body with two tools, the second of which has these parameters, and the path of the
+/// parameters in the body.
 fn offers(parameters: &Value, strict: bool) -> [(&'static str, Value, &'static str); 3] {
     let function = json!({"name": "send_mail", "parameters": parameters, "strict": strict});
     let chat = json!({"model": MODEL, "max_tokens": 40, "messages": [{"role": "user", "content": "Hi"}],
@@ -75,7 +76,7 @@ async fn ask(app: &App, path: &str, body: &Value) -> (u16, Value) {
     (status.as_u16(), value)
 }
 
-/// What no error may show: a library's words for its own state.
+/// Words that no error may contain, because they describe internal state of a library.
 const LIBRARY_WORDS: [&str; 9] = [
     "llguidance",
     "NoExtension",
@@ -88,19 +89,19 @@ const LIBRARY_WORDS: [&str; 9] = [
     "overflow",
 ];
 
-/// Checks that an error is one line for a person.
-fn assert_is_for_a_person(message: &str, what: &str) {
+/// Checks that an error is one short line without such words.
+fn assert_is_readable(message: &str, what: &str) {
     assert!(message.len() < 300 && !message.contains('\n'), "{what}: {message}");
     for word in LIBRARY_WORDS {
         assert!(!message.contains(word), "{what}: {message}");
     }
 }
 
-/// The message of a 400.
+/// The error message of a response with status 400.
 fn refused((status, body): (u16, Value), what: &str) -> String {
     assert_eq!(status, 400, "{what}: {body}");
     let message = body["error"]["message"].as_str().unwrap_or_else(|| panic!("{what}: {body}")).to_owned();
-    assert_is_for_a_person(&message, what);
+    assert_is_readable(&message, what);
     message
 }
 
@@ -126,7 +127,7 @@ async fn an_unenforceable_schema_of_one_tool_is_refused_only_if_strict() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_enforced_of_an_answers_schema_is_left_to_the_model_or_named() {
+async fn unenforceable_parts_of_an_answer_schema_are_ignored_or_refused() {
     let app = app_that_says("{\"n\": 1}");
     let chat = "/v1/chat/completions";
     for (keyword, property) in unenforceable() {
@@ -170,7 +171,7 @@ async fn what_cannot_be_enforced_of_an_answers_schema_is_left_to_the_model_or_na
 }
 
 #[tokio::test]
-async fn references_are_decoded_and_those_without_an_end_are_refused_before_the_answer() {
+async fn references_are_decoded_and_endless_ones_refused_before_the_answer() {
     let app = app_that_says("{\"name\": \"now\", \"parameters\": {}}");
     let defs = json!({"a/b": {"type": "integer"}, "c~d": {"type": "integer"}, "e f%": {"type": "integer"}, "ü": {"type": "integer"}});
     for reference in
@@ -205,18 +206,18 @@ async fn references_are_decoded_and_those_without_an_end_are_refused_before_the_
     }
 }
 
-/// The grammar of a schema, or why it is refused.
+/// The grammar of a schema, or the error message.
 fn read(grammars: &Grammars, schema: &Value, strict: bool) -> Result<Grammar, String> {
     let source = GrammarSource::JsonSchema { schema: schema.clone(), strict };
     grammars.compile(&source).map_err(|error| {
         let TextError::Grammar(problem) = error else { panic!("{schema}: {error:?}") };
-        assert_is_for_a_person(&problem, &schema.to_string());
+        assert_is_readable(&problem, &schema.to_string());
         problem
     })
 }
 
-/// Whether a schema is sound in any draft that knows the keyword. Others take anything for it.
-fn is_sound(keyword: &str, schema: &Value) -> bool {
+/// Whether a schema is valid in any draft that defines the keyword. Other drafts accept any value for it.
+fn is_valid_schema(keyword: &str, schema: &Value) -> bool {
     let drafts = [
         jsonschema::draft4::meta::is_valid,
         jsonschema::draft6::meta::is_valid,
@@ -241,7 +242,7 @@ fn is_sound(keyword: &str, schema: &Value) -> bool {
 }
 
 #[test]
-fn every_keyword_takes_every_sound_value_and_names_what_is_wrong_with_others() {
+fn every_keyword_accepts_valid_values_and_names_errors_in_others() {
     let grammars = grammars();
     let enforced = [
         "type",
@@ -353,22 +354,21 @@ fn every_keyword_takes_every_sound_value_and_names_what_is_wrong_with_others() {
         json!({"const": {"$ref": "#/none"}}),
         json!({"$ref": {"$ref": 1}}),
     ];
-    let (mut taken, mut wrong) = (0, 0);
+    let (mut accepted, mut wrong) = (0, 0);
     for keyword in enforced.into_iter().chain(unsupported).chain(others) {
         for value in &values {
             let schema = json!({"type": "object", "properties": {"p": {keyword: value}}});
             let loose = read(&grammars, &schema, false);
-            let sound = is_sound(keyword, &schema);
+            let valid = is_valid_schema(keyword, &schema);
             match &loose {
                 Ok(_) => {
-                    taken += 1;
-                    // The words of a reader's own, and notes that change nothing, may be anything.
-                    // Schemas in a keyword that is left out are not read.
+                    accepted += 1;
+                    // Annotations may have any value. Schemas in an ignored keyword are not read.
                     let is_read = !value.is_object() && unsupported.contains(&keyword);
                     let kept = enforced.contains(&keyword) || is_read;
-                    // The drafts ask for one schema at least. zod writes an empty tuple so.
-                    let sound = sound || keyword.ends_with("tems") && *value == json!([]);
-                    assert!(sound || !kept, "{schema} was taken");
+                    // The drafts require at least one schema. zod writes an empty list for an empty tuple.
+                    let valid = valid || keyword.ends_with("tems") && *value == json!([]);
+                    assert!(valid || !kept, "{schema} was accepted");
                 }
                 Err(problem) => {
                     wrong += 1;
@@ -381,13 +381,13 @@ fn every_keyword_takes_every_sound_value_and_names_what_is_wrong_with_others() {
                         ["is not found", "outside the schema", "without two hexadecimal", "\"$ref\" of"];
                     let known = matched_by_nothing.iter().chain(&without_a_target).chain(&["unclosed group"]);
                     assert!(
-                        !sound || known.into_iter().any(|words| problem.contains(words)),
+                        !valid || known.into_iter().any(|words| problem.contains(words)),
                         "{schema}: {problem}"
                     );
                 }
             }
             match read(&grammars, &schema, true) {
-                Ok(_) => assert!(loose.is_ok(), "{schema} is taken if it is strict alone"),
+                Ok(_) => assert!(loose.is_ok(), "{schema} is accepted only if it is strict"),
                 Err(problem) if loose.is_ok() => {
                     assert!(
                         problem.contains("cannot be enforced") && problem.contains("properties.p"),
@@ -398,14 +398,14 @@ fn every_keyword_takes_every_sound_value_and_names_what_is_wrong_with_others() {
             }
         }
     }
-    assert!(taken > 500 && wrong > 500, "{taken} taken, {wrong} refused");
+    assert!(accepted > 500 && wrong > 500, "{accepted} accepted, {wrong} refused");
 }
 
 #[test]
-fn all_but_the_keyword_that_cannot_be_enforced_is_enforced() {
+fn everything_except_an_unenforceable_keyword_is_enforced() {
     let grammars = grammars();
     let cases: [(Value, &[&str], &[&str]); 12] = [
-        // The pattern alone is left to the model.
+        // Only the pattern is left to the model.
         (
             json!({"type": "string", "pattern": ZOD_EMAIL, "format": "email", "maxLength": 8}),
             &["\"!@b.de\"", "\"a@b.de\""],
@@ -421,7 +421,7 @@ fn all_but_the_keyword_that_cannot_be_enforced_is_enforced() {
                 "{\"a\": \"\", \"b\": 1, \"c\": 1}",
             ],
         ),
-        // A name that may match has a value of the pattern, or one of the others.
+        // Names that the unenforceable pattern could match may have its value, or a value of the other schemas.
         (
             json!({"type": "object", "patternProperties": {"^(?!x)": {"type": "integer"}, "^n": {"type": "null"}}, "additionalProperties": false}),
             &["{\"y\": 1}", "{\"x\": 1}", "{\"n\": null}"],
@@ -432,7 +432,7 @@ fn all_but_the_keyword_that_cannot_be_enforced_is_enforced() {
             &["{\"y\": 1}", "{\"y\": null}"],
             &["{\"y\": \"\"}"],
         ),
-        // One value of several.
+        // Only one of several values is unenforceable.
         (
             json!({"enum": ["a", 9_007_199_254_740_993_u64, [1e20]]}),
             &["\"a\"", "9007199254740993", "[]"],
@@ -444,7 +444,7 @@ fn all_but_the_keyword_that_cannot_be_enforced_is_enforced() {
             &["7"],
             &["null", "\"\"", "1.5"],
         ),
-        // A combination: neither is at fault by itself.
+        // Only the combination of the keywords is unenforceable.
         (
             json!({"allOf": [{"type": "object", "patternProperties": {"a": {"type": "integer"}}}, {"patternProperties": {"b": {"type": "null"}}}, {"maxProperties": 1}]}),
             &["{\"a\": 1}", "{\"b\": 1}"],
@@ -455,19 +455,19 @@ fn all_but_the_keyword_that_cannot_be_enforced_is_enforced() {
             &["{\"a\": 1}", "{\"a\": 1, \"c\": 2}"],
             &["{\"d\": 1}", "1"],
         ),
-        // In a definition that refers to itself.
+        // An unenforceable keyword in a recursive definition.
         (
             json!({"$ref": "#/$defs/node", "$defs": {"node": {"type": "object", "properties": {"name": {"type": "string", "pattern": "(?!x)"}, "next": {"$ref": "#/$defs/node"}}, "required": ["name"], "additionalProperties": false}}}),
             &["{\"name\": \"\", \"next\": {\"name\": \"y\"}}"],
             &["{\"name\": \"\", \"next\": {}}", "{\"name\": 1}"],
         ),
-        // Back to itself with other keywords beside it.
+        // A recursive reference with other keywords next to it.
         (
             json!({"$ref": "#/$defs/n", "$defs": {"n": {"type": "object", "properties": {"next": {"$ref": "#/$defs/n", "minProperties": 1, "type": "object"}}, "additionalProperties": false}}}),
             &["{}", "{\"next\": {\"next\": {}}}"],
             &["{\"next\": 1}", "{\"other\": {}}"],
         ),
-        // Drafts 4 to 2019-09.
+        // The syntax of drafts 4 to 2019-09.
         (
             json!({"type": "array", "items": [{"type": "integer", "minimum": 3, "exclusiveMinimum": true}], "additionalItems": {"type": "null"}}),
             &["[]", "[4, null]"],
@@ -486,7 +486,7 @@ fn all_but_the_keyword_that_cannot_be_enforced_is_enforced() {
 }
 
 #[test]
-fn a_strict_integer_is_never_another_one() {
+fn strict_integer_bounds_are_exact_or_refused() {
     let grammars = grammars();
     let edges: [i128; 12] = [
         3,
@@ -529,7 +529,7 @@ fn a_strict_integer_is_never_another_one() {
 }
 
 #[test]
-fn references_lead_where_the_drafts_say() {
+fn references_resolve_as_the_drafts_specify() {
     let grammars = grammars();
     let integer = json!({"type": "integer"});
     for schema in [
@@ -549,7 +549,7 @@ fn references_lead_where_the_drafts_say() {
         assert!(accepts(&grammars, &source, "12"), "{schema}");
         assert!(!accepts(&grammars, &source, "null") && !accepts(&grammars, &source, "1.5"), "{schema}");
     }
-    // A tree and a list have ends.
+    // Recursive trees and lists that can end are accepted.
     let tree = json!({"type": "object", "properties": {"v": {"type": "integer"}, "sons": {"type": "array", "items": {"$ref": "#"}}}, "required": ["v", "sons"], "additionalProperties": false});
     let list = json!({"$ref": "#/$defs/l", "$defs": {"l": {"anyOf": [{"type": "null"}, {"type": "object", "properties": {"next": {"$ref": "#/$defs/l"}}, "required": ["next"], "additionalProperties": false}]}}});
     for (schema, text) in
@@ -582,7 +582,7 @@ fn references_lead_where_the_drafts_say() {
 }
 
 #[test]
-fn the_tools_of_well_known_clients_are_taken() {
+fn the_tools_of_well_known_clients_are_accepted() {
     let grammars = grammars();
     let tools: Value = {
         let text = std::fs::read(data("tool-schemas.json")).unwrap();

@@ -1,5 +1,5 @@
-//! The self-test of a device: the stored results of its cases against the CPU twins, devices that compute right against
-//! the stored results, and results that are damaged.
+//! The self-test of a device: its stored results equal those of the CPU twins, a correct device passes, and damaged
+//! results are detected.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -21,10 +21,10 @@ use crate::support::kernel_bench::STORED;
 use crate::support::program::{output, unicorn};
 use crate::support::{data, device, reference, root};
 
-/// A rounding error in f32 of sums of some hundreds, relative to the sum of magnitudes.
+/// The f32 rounding error of a sum of some hundreds of terms, relative to the sum of magnitudes.
 const ROUNDING: f64 = 2e-5;
 
-/// Schemes whose products are stored: those of every format, in the usual widths of groups, and of whole rows.
+/// Schemes whose products are stored: every format, with the usual group widths and with whole rows.
 fn schemes() -> Vec<Scheme> {
     let mut all = vec![Scheme::F32, Scheme::F16, Scheme::Bf16];
     all.extend(STORED);
@@ -39,7 +39,7 @@ fn schemes() -> Vec<Scheme> {
     all
 }
 
-/// A number with so few digits that the file stays small; the bound covers the rest.
+/// Rounds a number to few digits, so that the file stays small. The bound includes the rounding error.
 fn short(value: f64) -> f64 {
     format!("{value:.7e}").parse().expect("a number")
 }
@@ -67,7 +67,7 @@ fn products(all: &mut BTreeMap<String, Set>) {
         let stored = |values: &[f64]| inputs::PRODUCT_ROWS.map(|row| values[row]);
         all.insert(format!("matmul {scheme}"), set(stored(&y), bound, largest(&y)));
         let gated: Vec<f64> = y.iter().map(|y| reference::geglu(*y, *y)).collect();
-        // Far from 0, the slope of gelu(y) y is that of y².
+        // Far from 0, gelu(y) y has the slope of y².
         let off = 2.5 * largest(&y) * bound;
         all.insert(format!("gated {scheme}"), set(stored(&gated), off, largest(&gated)));
         let weight = |id: usize, col: usize| f64::from(weights[id * COLS + col] * inputs::EMBEDDING_SCALE);
@@ -109,7 +109,7 @@ fn norms(all: &mut BTreeMap<String, Set>) {
     all.insert("pool".into(), set(sums, 1e-5, largest(&sums)));
 }
 
-/// The four values of a head of any dimension.
+/// Four values that represent a head of any dimension.
 fn of_classes(row: &[f64]) -> [f64; 4] {
     let half = row.len() / 2;
     [0, 1, half, half + 1].map(|d| row[d])
@@ -119,7 +119,7 @@ fn head<T>(dim: usize, value: impl Fn(usize) -> T) -> Vec<T> {
     (0..dim).map(|d| value(inputs::class(d, dim))).collect()
 }
 
-/// What heads of dimension `dim` store and attend to.
+/// What heads of dimension `dim` store, and the results of their attention.
 fn heads(dim: usize) -> BTreeMap<String, Set> {
     let mut all = BTreeMap::new();
     let (mut queries, mut keys, mut values) = (Vec::new(), Vec::new(), Vec::new());
@@ -173,10 +173,10 @@ fn draws(all: &mut BTreeMap<String, Set>) {
     let none = reference::Penalties { repetition: 1.0, presence: 0.0, frequency: 0.0 };
     let mut biased = reference::adjusted(&row(0), &[], &[], &none, &inputs::BIASES, None);
     let best = biased.iter().copied().fold(f32::MIN, f32::max);
-    let greedy = biased.iter().position(|l| *l == best).expect("one is the largest");
-    assert!(greedy == 4099, "the bias decides");
+    let greedy = biased.iter().position(|l| *l == best).expect("a largest logit");
+    assert!(greedy == 4099, "the bias determines the greedy id");
     biased[greedy] = f32::MIN;
-    assert!(biased.iter().all(|l| *l < best - 1.0), "the greedy id is ahead");
+    assert!(biased.iter().all(|l| *l < best - 1.0), "the greedy id must win by a clear margin");
 
     let mask: Vec<bool> = (0..VOCAB).map(inputs::allowed).collect();
     let masked = reference::adjusted(&row(1), &[], &[], &none, &[], Some(&mask));
@@ -204,14 +204,14 @@ fn draws(all: &mut BTreeMap<String, Set>) {
     order.sort_by(|a, b| logits[*b].total_cmp(&logits[*a]).then(a.cmp(b)));
     let top = order.into_iter().take(inputs::LOGPROBS).flat_map(|id| [id as f64, logprobs[id]]);
     let mut stored = set(std::iter::once(logprobs[greedy]).chain(top), 1e-5, 0.0);
-    // The bound is of the log probabilities; ids have none to lose.
+    // The bound is for the log probabilities. The ids are exact.
     stored.bound = 1e-4;
     all.insert("logprobs".into(), stored);
 }
 
-/// What is stored is what the twins compute; `UNICORN_TEST_RECORD=1` writes it anew.
+/// The stored results must equal the results of the CPU twins. `UNICORN_TEST_RECORD=1` writes them again.
 #[test]
-fn stored_results_are_those_of_the_twins() {
+fn stored_results_are_the_results_of_the_cpu_twins() {
     let mut all = heads(64);
     for dim in [32, 100, 256] {
         for (name, set) in heads(dim) {
@@ -232,9 +232,9 @@ fn stored_results_are_those_of_the_twins() {
     if std::env::var_os("UNICORN_TEST_RECORD").is_some() {
         return std::fs::write(&file, text).expect("written");
     }
-    // The last digit of a sine may differ from machine to machine.
+    // The last digit of a sine may differ between machines.
     let stored = &Stored::included().0;
-    assert!(stored.keys().eq(all.keys()), "other sets are stored");
+    assert!(stored.keys().eq(all.keys()), "the stored sets have other names");
     for (name, now) in all {
         let then = &stored[&name];
         assert_eq!((then.bound, then.largest, then.values.len()), (now.bound, now.largest, now.values.len()));
@@ -249,7 +249,7 @@ fn loaded(folder: &str, options: &LoadOptions) -> ModelRunner {
     ModelRunner::load(&device(), &Source::open(&files).unwrap(), options, &mut |_| {}).expect("loaded")
 }
 
-/// Each way to store weights and keys, in both precisions.
+/// Calls `each` for several ways to store weights and keys, in both precisions.
 fn each_way(mut each: impl FnMut(&mut ModelRunner, &str)) {
     let modes = [QuantizeMode::None, QuantizeMode::Int8Row, QuantizeMode::Int4G128Emb8];
     for (folder, modes) in [("gemma3/tiny-a", &modes[..]), ("gemma3/tiny-b", &modes[2..])] {
@@ -262,7 +262,7 @@ fn each_way(mut each: impl FnMut(&mut ModelRunner, &str)) {
 }
 
 #[test]
-fn a_device_that_computes_right_passes_with_every_model() {
+fn a_correct_device_passes_with_every_model() {
     each_way(|model, what| {
         let tested = model.self_test().unwrap_or_else(|error| panic!("{what}: {error}"));
         assert!(tested.kernels >= 15 && tested.untested.is_empty(), "{what}: {tested:?}");
@@ -270,7 +270,7 @@ fn a_device_that_computes_right_passes_with_every_model() {
 }
 
 #[test]
-fn every_damaged_result_is_noticed() {
+fn every_damaged_result_is_detected() {
     for precision in Precision::ALL {
         let options = LoadOptions { quantize: QuantizeMode::Int4G32, precision, ..LoadOptions::default() };
         let missed = loaded("gemma3/tiny-a", &options).missed_damage().expect("a device that computes right");
@@ -303,7 +303,7 @@ fn the_twin_of_the_forward_pass_matches_the_oracle() {
     }
 }
 
-/// A native checkpoint of a folder of the repository.
+/// Converts a folder of the repository into a native checkpoint.
 fn native(folder: &str, scheme: &str) -> TempDir {
     let to = tempfile::tempdir().expect("a folder");
     let (source, path) = (root().join(folder), to.path().join("native"));
@@ -321,7 +321,7 @@ fn load_native(folder: &TempDir, precision: Precision, kv: KvDtype) -> ModelRunn
 }
 
 #[test]
-fn layers_compute_what_their_checkpoint_holds_in_every_precision_and_cache() {
+fn stored_layer_values_match_in_every_precision_and_cache_type() {
     let every: Vec<_> = Precision::ALL.into_iter().flat_map(|p| KvDtype::ALL.map(|kv| (p, kv))).collect();
     let default = [(Precision::Fast, KvDtype::F16)];
     for (folder, scheme, ways) in [
@@ -343,10 +343,10 @@ fn layers_compute_what_their_checkpoint_holds_in_every_precision_and_cache() {
     assert_eq!(of_plain.layers, Err(NotCompared::NotStored));
 }
 
-/// The prompt runs in one step and in several, and in steps whose layers are cut. Answers behind the test are those
-/// without it.
+/// The prompt runs in one step, in several steps, and in steps whose layers are split. Answers after the test must
+/// equal answers without it.
 #[test]
-fn the_test_of_layers_leaves_no_trace() {
+fn the_layer_test_does_not_change_later_answers() {
     let native = native("tests/data/gemma3/tiny-a", "int4-g32");
     let files = ModelFiles::open(&native.path().join("native")).expect("a model");
     let tokens: Vec<u32> = (0..40).map(|i| i * 5 % 200).collect();
@@ -371,7 +371,7 @@ fn the_test_of_layers_leaves_no_trace() {
     assert!(answers.iter().all(|answer| *answer == answers[0]));
 }
 
-/// Turns the bits `mask` of a byte of the file `name` round.
+/// Inverts the bits `mask` of one byte of the file `name`.
 fn flip(folder: &TempDir, name: &str, at: usize, mask: u8) {
     let path = folder.path().join("native").join(name);
     let mut bytes = std::fs::read(&path).expect("a file");
@@ -387,15 +387,15 @@ fn refused(folder: &TempDir) -> String {
 }
 
 #[test]
-fn values_and_weights_that_have_changed_are_refused_by_layer() {
+fn changed_values_and_weights_are_refused_with_their_layer() {
     let hidden = loaded("gemma3/tiny-a", &LoadOptions::default()).config().hidden_size;
-    // The exponent of a value behind the second layer.
+    // The exponent of a value after the second layer.
     let altered = native("tests/data/gemma3/tiny-a", "int4-g32");
     flip(&altered, "layer-values.bin", 4 * (2 * hidden + 3) + 3, 0x40);
     let why = refused(&altered);
     assert!(why.starts_with("layer 1 is off by"), "{why}");
 
-    // A byte of a scale, and a page of weights.
+    // One byte of a scale, or a page of weights.
     for (part, bytes, mask) in [
         ("mlp.down_proj.weight.scales", 1..2, 0x40),
         ("self_attn.o_proj.weight.scales", 1..2, 0x40),
@@ -415,7 +415,7 @@ fn values_and_weights_that_have_changed_are_refused_by_layer() {
 }
 
 #[test]
-fn a_conversion_that_lacks_layer_values_gets_them_when_it_is_repeated() {
+fn a_repeated_conversion_adds_missing_layer_values() {
     let to = native("tests/data/gemma3/tiny-a", "int4-g32");
     let folder = to.path().join("native");
     let manifest = || std::fs::read_to_string(folder.join("unicorn.json")).expect("a manifest");
@@ -443,8 +443,8 @@ fn a_conversion_that_lacks_layer_values_gets_them_when_it_is_repeated() {
     let (again, before): (serde_json::Value, serde_json::Value) =
         (serde_json::from_str(&manifest()).expect("JSON"), serde_json::from_str(&whole).expect("JSON"));
     assert_eq!(again, before);
-    assert_eq!(output(unicorn(&args)).0, 1, "a whole folder is refused");
-    // A newer version is not read, and a file of another length is refused.
+    assert_eq!(output(unicorn(&args)).0, 1, "a complete folder must be refused");
+    // A newer version is ignored. A file with a wrong length is refused.
     let newer = whole.replacen(
         "\"layer_values\": {\n    \"version\": 1",
         "\"layer_values\": {\n    \"version\": 9",

@@ -1,5 +1,5 @@
-//! Errors of the server's own (500 and above): the answers that clients get, the connections that live on, and the one
-//! line of the log for each.
+//! Server errors (500 and above): the answers to clients, the connections that stay open, and the one log line for each
+//! error.
 
 use std::io::{self, Write};
 use std::sync::{Arc, Mutex};
@@ -27,7 +27,7 @@ use crate::support::json::with;
 use crate::support::server::{CONNECTIONS, report};
 use crate::support::tokenizers::tokenizer;
 
-/// A word that stands in every prompt here, and in no line of a log.
+/// A word in every prompt of these tests. It must be in no log line.
 const ASKED: &str = "xyzzy";
 /// The routes that stream, each with a body.
 const ROUTES: [(&str, &str); 4] = [
@@ -57,7 +57,7 @@ impl Write for Sink {
 }
 
 impl Log {
-    /// Captures all log lines from here on, until the guard is dropped.
+    /// Captures the log lines of this thread until the guard is dropped.
     fn of_this_thread() -> (Self, DefaultGuard) {
         let text: Arc<Mutex<Vec<u8>>> = Arc::default();
         let sink = Arc::clone(&text);
@@ -71,19 +71,19 @@ impl Log {
         (Self { text, dispatch }, guard)
     }
 
-    /// A script whose first call makes its thread, the engine's, log here too.
+    /// A script that makes the engine's thread log here too, at its first call.
     fn joined_by(&self, mut script: Script) -> Script {
         let (dispatch, mut joined) = (self.dispatch.clone(), false);
         Box::new(move |tokens, draw| {
             if !std::mem::replace(&mut joined, true) {
-                // The subscriber stays to the thread's end.
+                // The subscriber stays until the thread ends.
                 std::mem::forget(tracing::dispatcher::set_default(&dispatch));
             }
             script(tokens, draw)
         })
     }
 
-    /// The lines since the last call. None of them repeats a prompt.
+    /// The lines since the last call. Checks that none of them contains a prompt.
     fn take(&self) -> Vec<String> {
         let text = std::mem::take(&mut *self.text.lock().expect("nothing panics under this lock"));
         let text = String::from_utf8(text).expect("UTF-8");
@@ -91,7 +91,7 @@ impl Log {
         text.lines().map(str::to_owned).collect()
     }
 
-    /// The warnings and errors among the lines.
+    /// The warnings and errors among these lines.
     fn complaints(&self) -> Vec<String> {
         let is_one =
             |line: &String| ["WARN", "ERROR"].contains(&line.split_whitespace().next().unwrap_or(""));
@@ -99,7 +99,7 @@ impl Log {
     }
 }
 
-/// The one warning or error, which must contain all of these words.
+/// Checks that there is exactly one warning or error, with this level and all of these parts.
 #[track_caller]
 fn assert_one(complaints: &[String], level: &str, parts: &[&str]) {
     let [line] = complaints else { panic!("expected one line, got {complaints:#?}") };
@@ -114,7 +114,7 @@ fn named(mut request: Request<Body>, id: &str) -> Request<Body> {
     request
 }
 
-/// The body of one of [`ROUTES`], with more fields. `max_tokens` gets the name that the route has for it.
+/// The body of one of [`ROUTES`] with more fields. `max_tokens` is renamed to the field of the route.
 fn ask((path, body): (&str, &str), more: Value) -> Request<Body> {
     let mut body = with(serde_json::from_str(body).expect("JSON"), more);
     if path == "/v1/responses" {
@@ -132,8 +132,8 @@ async fn answer(router: &Router, id: &str, request: Request<Body>) -> (u16, Head
     (status.as_u16(), headers, String::from_utf8(body).expect("UTF-8"))
 }
 
-/// A server whose `/status` and `/metrics` panic, as a driver's figures might have them do.
-fn that_panics(door: AccessPolicy) -> App {
+/// A server whose `/status` and `/metrics` panic, as a faulty driver report could cause.
+fn app_that_panics(door: AccessPolicy) -> App {
     let ok = tokenizer().encode("ok", false).expect("encodes");
     let app = loaded(Server::new(MODEL, OPTIONS, door), limits(), DEFAULTS, says(&ok, END_OF_TURN));
     let broken = || panic!("the gauge broke:\nin two");
@@ -142,9 +142,9 @@ fn that_panics(door: AccessPolicy) -> App {
 }
 
 #[tokio::test]
-async fn a_handler_that_panics_answers_500_and_its_connection_lives_on() {
+async fn a_handler_that_panics_answers_500_and_keeps_its_connection() {
     let (log, _here) = Log::of_this_thread();
-    let app = that_panics(AccessPolicy::default());
+    let app = app_that_panics(AccessPolicy::default());
     let (_, _, document) = answer(&app.router, "a-0", get("/openapi.json")).await;
     let document: Value = serde_json::from_str(&document).expect("JSON");
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port");
@@ -195,14 +195,14 @@ async fn read_response(client: &mut tokio::net::TcpStream) -> (String, Value) {
                 );
             }
         }
-        assert_ne!(client.read_buf(&mut bytes).await.expect("reads"), 0, "closed behind {text:?}");
+        assert_ne!(client.read_buf(&mut bytes).await.expect("reads"), 0, "closed after {text:?}");
     }
 }
 
 #[tokio::test]
-async fn the_page_that_may_ask_reads_of_a_panic_too() {
+async fn an_allowed_origin_can_read_the_error_of_a_panic() {
     let origin = "http://localhost:3000";
-    let app = that_panics(AccessPolicy { cors_origins: vec![origin.into()], ..AccessPolicy::default() });
+    let app = app_that_panics(AccessPolicy { cors_origins: vec![origin.into()], ..AccessPolicy::default() });
     let mut request = get("/status");
     request.headers_mut().insert("origin", origin.parse().expect("a header"));
     let (status, headers, _) = answer(&app.router, "a", request).await;
@@ -210,7 +210,7 @@ async fn the_page_that_may_ask_reads_of_a_panic_too() {
 }
 
 #[tokio::test]
-async fn every_response_of_500_and_above_is_one_line_of_the_log_and_no_other_is() {
+async fn exactly_the_responses_of_500_and_above_are_one_log_line_each() {
     let (log, _here) = Log::of_this_thread();
     let loading = api::router(Server::new(MODEL, OPTIONS, AccessPolicy::default()));
     let draining = app_that_says("ok");
@@ -218,7 +218,7 @@ async fn every_response_of_500_and_above_is_one_line_of_the_log_and_no_other_is(
     let lost = app_that_says("ok");
     lost.control.fail_wait_at(0);
     let ready = app_that_says("ok");
-    // The lost server is asked twice, for its first answers and for later ones.
+    // The lost server gets two requests for each route: its first errors, and later ones.
     for (router, retries) in
         [(&loading, true), (&draining.router, true), (&lost.router, false), (&lost.router, false)]
     {
@@ -232,7 +232,7 @@ async fn every_response_of_500_and_above_is_one_line_of_the_log_and_no_other_is(
             assert_one(&log.complaints(), "WARN", &[&id, &path, "status=503", message]);
         }
     }
-    // A load is no failure, and may be asked for many times.
+    // A load is not an error, and clients may poll for it often.
     assert_eq!(answer(&loading, "c", get("/health")).await.0, 503);
     assert_eq!(log.complaints(), [""; 0]);
     for (router, words) in [(&draining.router, "shutting down"), (&lost.router, "ring timeout")] {
@@ -255,7 +255,7 @@ async fn every_response_of_500_and_above_is_one_line_of_the_log_and_no_other_is(
 }
 
 #[tokio::test]
-async fn logits_that_are_not_finite_are_one_line_and_not_the_engines_too() {
+async fn non_finite_logits_are_logged_once() {
     let (log, _here) = Log::of_this_thread();
     let ok = tokenizer().encode("One, two, three", false).expect("encodes");
     for stream in [false, true] {
@@ -276,7 +276,7 @@ async fn logits_that_are_not_finite_are_one_line_and_not_the_engines_too() {
 }
 
 #[tokio::test]
-async fn a_full_queue_that_is_529_on_the_wire_is_so_in_the_log_and_in_the_metrics() {
+async fn a_full_queue_answered_with_529_is_529_in_the_log_and_metrics() {
     let (log, _here) = Log::of_this_thread();
     let app = app_that_says("ok");
     app.control.allow(0);
@@ -290,7 +290,7 @@ async fn a_full_queue_that_is_529_on_the_wire_is_so_in_the_log_and_in_the_metric
     assert_eq!(status, 529, "{body}");
     assert_one(&log.complaints(), "WARN", &["id=\"f\"", "route=\"/v1/messages\"", "status=529", "busy"]);
     assert_eq!(answer(&app.router, "g", ask(ROUTES[0], json!({}))).await.0, 429);
-    assert_eq!(log.complaints(), [""; 0], "a client's business elsewhere");
+    assert_eq!(log.complaints(), [""; 0], "on other routes, 429 is a client error");
     let (_, _, metrics) = answer(&app.router, "h", get("/metrics")).await;
     let counted = format!("{{model_name=\"{MODEL}\",endpoint=\"/v1/messages\",status=\"529\"}} 1\n");
     assert!(metrics.contains(&counted), "{metrics}");
@@ -309,7 +309,7 @@ async fn until(what: &str, ready: impl Fn() -> bool) {
 }
 
 #[tokio::test]
-async fn a_stream_that_fails_ends_with_an_error_and_is_one_line_of_the_log() {
+async fn a_failed_stream_ends_with_an_error_and_is_logged_once() {
     let (log, _here) = Log::of_this_thread();
     for (route, last) in
         ROUTES.into_iter().zip(["data: [DONE]", "data: [DONE]", "response.failed", "event: error"])
@@ -328,15 +328,15 @@ async fn a_stream_that_fails_ends_with_an_error_and_is_one_line_of_the_log() {
     }
 }
 
-/// Sends a request and reads no answer until the engine is done, which writes more events than may wait.
-async fn looked_at_late(app: &App, request: Request<Body>) -> (u16, HeaderMap, String) {
+/// Sends a request and reads no response until the engine has finished, which writes more events than the queue holds.
+async fn read_late(app: &App, request: Request<Body>) -> (u16, HeaderMap, String) {
     app.control.allow(app.control.batches().len());
     let before = app.control.batches().len();
     let mut asked = Box::pin(app.router.clone().oneshot(named(request, "j")));
     let since = Instant::now();
     let mut begun = None;
     while app.control.batches().len() == before || app.engine.stats().running == 0 {
-        assert!(since.elapsed() < HANG, "it never runs");
+        assert!(since.elapsed() < HANG, "the request never runs");
         if begun.is_none()
             && let std::task::Poll::Ready(response) = futures::poll!(&mut asked)
         {
@@ -356,7 +356,7 @@ async fn looked_at_late(app: &App, request: Request<Body>) -> (u16, HeaderMap, S
 }
 
 #[tokio::test]
-async fn an_answer_that_the_server_is_too_slow_to_collect_is_no_fault_of_its_clients() {
+async fn an_answer_that_the_server_collects_too_slowly_is_a_server_error() {
     let (log, _here) = Log::of_this_thread();
     let tokens = 4 * EVENTS;
     let kv = KvLimits { full_blocks: tokens, ..limits().kv };
@@ -365,16 +365,15 @@ async fn an_answer_that_the_server_is_too_slow_to_collect_is_no_fault_of_its_cli
     let long = json!({"max_tokens": 3 * EVENTS});
     for route in ROUTES {
         log.take();
-        let (status, headers, body) = looked_at_late(&app, ask(route, long.clone())).await;
+        let (status, headers, body) = read_late(&app, ask(route, long.clone())).await;
         assert_eq!((status, headers.contains_key(header::RETRY_AFTER)), (503, true), "{body}");
         assert!(body.contains("the server is too busy") && !body.contains("client"), "{body}");
         let path = format!("route=\"{}\"", route.0);
         assert_one(&log.complaints(), "WARN", &["id=\"j\"", &path, "status=503", "too busy"]);
 
-        // A client that streams and does not read gets the error if it reads again. The error is not the server's
-        // failure.
+        // A streaming client that does not read gets the error when it reads again. This is not an error of the server.
         let body = with(long.clone(), json!({"stream": true}));
-        let (status, _, body) = looked_at_late(&app, ask(route, body)).await;
+        let (status, _, body) = read_late(&app, ask(route, body)).await;
         assert!(status == 200 && body.contains("was not read"), "{status}");
         let lines = log.take();
         let told =
@@ -383,11 +382,15 @@ async fn an_answer_that_the_server_is_too_slow_to_collect_is_no_fault_of_its_cli
         assert!(!lines.iter().any(|line| line.contains("WARN") || line.contains("ERROR")), "{lines:#?}");
     }
     assert_all_free(&app.engine).await;
-    assert_eq!(status(&app.router).await["last_error"], Value::Null, "what answers has not failed");
+    assert_eq!(
+        status(&app.router).await["last_error"],
+        Value::Null,
+        "a slow reader is not an error of the server"
+    );
 }
 
 #[tokio::test]
-async fn a_prompt_stands_in_no_line_of_the_log() {
+async fn no_log_line_contains_a_prompt() {
     let (log, _here) = Log::of_this_thread();
     let app = app_that_says("ok");
     for route in ROUTES {

@@ -1,4 +1,4 @@
-//! Structured output: answers held to a schema, a regex, a grammar or a choice, over HTTP and the scripted runner.
+//! Structured output over HTTP and the scripted runner: answers that follow a schema, a regex, a grammar or a choice.
 
 use serde_json::{Value, json};
 use unicorn::model::Limits;
@@ -9,7 +9,7 @@ use crate::support::http::{answer, assert_all_free, chat, complete, content, par
 use crate::support::json::with;
 use crate::support::tokenizers::tokenizer;
 
-/// A model that would end every answer at once.
+/// A model that would end every answer immediately.
 fn app_that_says_nothing() -> App {
     app(Box::new(|_, _| END_OF_TURN))
 }
@@ -33,7 +33,7 @@ fn content_of(body: &Value) -> Value {
 }
 
 #[tokio::test]
-async fn an_answer_that_fits_comes_as_it_is_also_in_a_stream() {
+async fn a_valid_answer_is_unchanged_with_and_without_streaming() {
     let text = "{\"name\": \"Größe\",\n  \"age\": 7}";
     let app = app_that_says(text);
     for fields in [
@@ -58,7 +58,7 @@ async fn an_answer_that_fits_comes_as_it_is_also_in_a_stream() {
 }
 
 #[tokio::test]
-async fn a_model_that_says_something_else_is_held_to_it() {
+async fn a_model_that_says_something_else_must_follow_the_format() {
     let app = app_that_says("Sure! Here is what you asked for: nothing.");
     let one_of = json!({"enum": [{"a": [1, "x"]}, {"b": null}]});
     let (status, body) = complete(&app, with(chat("Hi"), format_of(one_of, true))).await;
@@ -69,7 +69,7 @@ async fn a_model_that_says_something_else_is_held_to_it() {
     for fields in [
         json!({"guided_choice": ["yes", "no"]}),
         json!({"guided_regex": "yes|no"}),
-        // The end of the grammar ends the answer, even if the answer was to be longer.
+        // The end of the grammar ends the answer, even if the answer should be longer.
         json!({"guided_choice": ["yes", "no"], "min_tokens": 200}),
         json!({"guided_choice": ["yes", "no"], "ignore_eos": true}),
     ] {
@@ -79,7 +79,7 @@ async fn a_model_that_says_something_else_is_held_to_it() {
 }
 
 #[tokio::test]
-async fn a_grammar_that_may_go_on_is_made_to_by_min_tokens() {
+async fn min_tokens_makes_an_answer_longer_if_its_grammar_allows_it() {
     let silent = app_that_says_nothing();
     let ask = async |fields: Value| {
         let (status, body) =
@@ -95,7 +95,7 @@ async fn a_grammar_that_may_go_on_is_made_to_by_min_tokens() {
 }
 
 #[tokio::test]
-async fn max_tokens_and_stop_strings_cut_json_as_they_cut_text() {
+async fn max_tokens_and_stop_strings_truncate_json_like_text() {
     let text = "{\"name\": \"Ada, Lady\", \"age\": 36}";
     let app = app_that_says(text);
     let body = with(chat("Who?"), format_of(json!({"type": "object"}), true));
@@ -106,7 +106,7 @@ async fn max_tokens_and_stop_strings_cut_json_as_they_cut_text() {
 }
 
 #[tokio::test]
-async fn each_of_n_answers_has_its_own_place_in_the_grammar() {
+async fn each_of_n_answers_has_its_own_grammar_state() {
     let limits = Limits { max_sequences: 3, max_draws: 3, ..limits() };
     let texts = ["{\"name\": \"A\", \"age\": 1}", "{ \"name\": \"\",\n\"age\": 150}", "not JSON"];
     let mut scripts = texts.map(|text| says(&tokenizer().encode(text, false).unwrap(), END_OF_TURN));
@@ -124,10 +124,10 @@ async fn each_of_n_answers_has_its_own_place_in_the_grammar() {
 }
 
 #[tokio::test]
-async fn a_grammar_that_grows_too_complex_under_way_is_an_error_and_no_answer() {
+async fn a_grammar_that_becomes_too_complex_during_an_answer_is_an_error() {
     let a = tokenizer().encode("a", false).unwrap()[0];
     let app = app(Box::new(move |_, _| a));
-    // There are as many ways to read the text as there are numbers.
+    // This text can be parsed in a very large number of ways.
     let ways: Vec<String> = (2..12).map(|n| vec!["s"; n].join(" ")).collect();
     let grammar = format!("start: s\ns: {} | \"a\"", ways.join(" | "));
     let fields = json!({"guided_grammar": grammar, "ignore_eos": true});
@@ -142,7 +142,7 @@ async fn a_grammar_that_grows_too_complex_under_way_is_an_error_and_no_answer() 
 }
 
 #[tokio::test]
-async fn what_cannot_be_had_is_refused_by_field() {
+async fn unsupported_formats_are_refused_with_the_field() {
     let app = app_that_says("ok");
     let format = |schema: Value| format_of(schema, true);
     for (fields, param, named) in [

@@ -1,4 +1,4 @@
-//! `unicorn serve` as a service of systemd: what it tells, and what it is handed.
+//! `unicorn serve` as a systemd service: notifications and inherited sockets.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -9,7 +9,7 @@ use crate::support::fake_runner::HANG;
 use crate::support::systemd::{Systemd, hand_over};
 
 #[test]
-fn systemd_hears_of_the_load_of_every_sign_of_life_and_of_the_end() {
+fn systemd_is_notified_of_the_load_of_health_and_of_the_stop() {
     let systemd = Systemd::new();
     let mut server = Daemon::start_as(&[], |command| systemd.supervise(command, Duration::from_secs(3)));
     let told = systemd.wait_for("READY=1");
@@ -26,7 +26,7 @@ fn systemd_hears_of_the_load_of_every_sign_of_life_and_of_the_end() {
             "{message}"
         );
     }
-    // A step counts as a sign of life for five seconds. The later ones of these need a probe.
+    // A step counts as a sign of life for five seconds. Later notifications need a probe.
     for _ in 0..9 {
         assert_eq!(systemd.wait_for("WATCHDOG=1").len(), 1);
     }
@@ -38,7 +38,7 @@ fn systemd_hears_of_the_load_of_every_sign_of_life_and_of_the_end() {
 }
 
 #[test]
-fn a_socket_of_systemds_is_listened_on_and_who_connected_before_is_answered() {
+fn a_systemd_socket_serves_clients_that_connected_before_the_start() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
     let address = listener.local_addr().expect("bound");
     let mut early = TcpStream::connect(address).expect("connects");
@@ -46,14 +46,14 @@ fn a_socket_of_systemds_is_listened_on_and_who_connected_before_is_answered() {
     let body = r#"{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}"#;
     let head = format!("POST /v1/chat/completions HTTP/1.0\r\ncontent-length: {}\r\n\r\n", body.len());
     early.write_all([&head, body].concat().as_bytes()).expect("sent");
-    // The port that the options name is not listened on.
+    // The address of the options is not used.
     let mut server = Daemon::start_as(&["--host", "192.0.2.1"], |command| hand_over(listener, command));
     assert_eq!(server.url(), format!("http://{address}/v1"));
     let mut reply = String::new();
     early.read_to_string(&mut reply).expect("answered");
     assert!(
         reply.starts_with("HTTP/1.0 200") && reply.contains("chat.completion"),
-        "waited for the model: {reply}"
+        "the early client must wait for the model: {reply}"
     );
     assert_eq!(server.ask(&[], false).0, 200);
     server.signal("TERM");

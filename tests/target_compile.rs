@@ -1,7 +1,7 @@
-//! Compiles the kernels with the compilers of the GPU that this project is for: RADV for a Radeon 780M that is not
-//! present, by the machine's own Mesa and by Mesa 26. `unicorn bench isa` runs them.
+//! Compiles the kernels for the target GPU, a Radeon 780M that need not be present, with the compilers of RADV in the
+//! installed Mesa and in Mesa 26. `unicorn bench isa` runs them.
 //!
-//! The tests pin properties of the compiled kernels, so that a change that ruins one for that GPU fails on a machine
+//! The tests pin properties of the compiled kernels. A change that makes a kernel worse for this GPU fails on a machine
 //! without it.
 
 use std::collections::BTreeMap;
@@ -24,8 +24,8 @@ use crate::support::{root, skip};
 const ICDS: [&str; 2] =
     ["/usr/share/vulkan/icd.d/radeon_icd.json", "/usr/share/vulkan/icd.d/radeon_icd.x86_64.json"];
 
-/// Products with f32 by variant: vector instructions for each weight with 1, 2, 4, 8, 16 and 32 tokens. The compiler
-/// that needs more of them counts.
+/// Matrix products in f32, by kernel variant: vector ALU instructions per weight for 1, 2, 4, 8, 16 and 32 tokens. Each
+/// number is the larger one of both compilers.
 const VALU_PER_WEIGHT: [(&str, [f64; 6]); 17] = [
     ("matmul_bf16", [2.88, 4.00, 6.25, 10.75, 19.75, 37.75]),
     ("matmul_f16", [1.88, 3.00, 5.25, 9.75, 18.75, 36.75]),
@@ -45,9 +45,9 @@ const VALU_PER_WEIGHT: [(&str, [f64; 6]); 17] = [
     ("matmul_int8_super", [6.50, 8.56, 12.69, 20.94, 37.50, 70.50]),
     ("matmul_int8_zero", [5.00, 7.06, 11.19, 19.44, 35.94, 68.94]),
 ];
-/// Products with int8, of one matrix or of two with their GeGLU, by the blocks of weights that share a scale, for 1, 2,
-/// 4, 8, 16 and 32 tokens. The goals for int4 in groups of 128 are at most 1.1, 3.8, 6.8 and 13 for 1, 8, 16 and 32
-/// tokens.
+/// Matrix products in int8, for one matrix or for two with their GeGLU, by the number of weight blocks that share a
+/// scale, for 1, 2, 4, 8, 16 and 32 tokens. The goals for int4 in groups of 128 are at most 1.1, 3.8, 6.8 and 13 for 1,
+/// 8, 16 and 32 tokens.
 const FAST_VALU_PER_WEIGHT: [(&str, u64, u64, [f64; 6]); 44] = [
     ("fast_matmul_int4", 0, 1, [1.06, 1.41, 2.09, 3.47, 6.22, 11.72]),
     ("fast_matmul_int4", 0, 4, [1.06, 1.41, 2.09, 3.47, 6.22, 11.72]),
@@ -94,16 +94,17 @@ const FAST_VALU_PER_WEIGHT: [(&str, u64, u64, [f64; 6]); 44] = [
     ("fast_matmul_int8_zero", 1, 1, [1.56, 2.16, 3.34, 5.72, 10.48, 19.97]),
     ("fast_matmul_int8_zero", 1, 2, [1.23, 1.66, 2.50, 4.19, 7.56, 14.31]),
 ];
-/// The instructions that another release of a compiler may add.
+/// Tolerance for additional instructions of another compiler release.
 const MARGIN: f64 = 1.02;
 
-/// Whether a kernel that is no product writes int8.
+/// Whether a kernel other than a matrix product writes int8.
 fn quantizes(shader: &str) -> bool {
     let yields = ["rms_norm", "geglu", "attention_merge"].iter().any(|kernel| shader.starts_with(kernel));
     shader == "quantize" || yields && (shader.ends_with("_int8") || shader.ends_with("_both"))
 }
 
-/// The least waves of 32 lanes (a wave of 64 counts as two), and the most vector registers of a pipeline.
+/// The minimum number of waves of 32 lanes (a wave of 64 counts as two), and the maximum number of vector registers of
+/// a pipeline.
 fn bounds(name: &str) -> (u64, u64) {
     let (shader, constants) = name.split_once(' ').unwrap_or((name, ""));
     match (shader.split('_').next().expect("a name"), constants) {
@@ -114,7 +115,7 @@ fn bounds(name: &str) -> (u64, u64) {
         },
         ("matmul", "1" | "2" | "4" | "8") => (16, 64),
         ("matmul", "16") => (12, 80),
-        // Shifted weights need the sums of their activations too.
+        // Weights with a shift also need the sums of their activations.
         ("matmul", _) if ["_affine", "_affine16", "_super", "_zero"].iter().any(|s| shader.ends_with(s)) => {
             (8, 128)
         }
@@ -124,23 +125,23 @@ fn bounds(name: &str) -> (u64, u64) {
         ("attention", "4x256x4") => (10, 96),
         // Keys and values in f32 are four times as wide as in int8.
         ("attention", tile) if shader == "attention_f32" && !tile.is_empty() => (12, 80),
-        // The values that are quantized stay in registers, twice if they take a second digit.
+        // The values to quantize stay in registers, twice if they have a second digit.
         _ if quantizes(shader) => (16, 64),
         ("attention", tile) if !tile.is_empty() => (16, 64),
-        // Each lane has sixteen logits in registers, which it walks again and again.
+        // Each lane has sixteen logits in registers and reads them repeatedly.
         ("logprobs", _) if shader == "logprobs_parts" => (16, 64),
-        // Each lane has four logits at once with their masses, and four bins of 64 bits.
+        // Each lane has four logits with their masses, and four bins of 64 bits.
         ("sample", _) if !["sample_maxima", "sample_greedy"].contains(&shader) => (16, 64),
-        // The kernel has thirty-two chains in registers, which is its purpose. No step runs it.
+        // The kernel keeps thirty-two chains in registers on purpose. No model step runs it.
         ("peak", _) => (16, 64),
-        // Each lane has 64 sums of f32 twice: of a segment, and of the segments before it.
+        // Each lane has two sets of 64 f32 sums: for the current segment and for the segments before it.
         ("fast", _) if shader.ends_with("_in_tiles") => (4, 256),
         ("fast", constants) => match constants.split('x').collect::<Vec<_>>()[..] {
-            // The loop has a copy of its body for second digits.
+            // The loop has a second copy of its body for second digits.
             [_, _, _, "1"] => (4, 256),
             ["32", "0", ..] => (12, 80),
             [_, "0", ..] => (16, 64),
-            // A block has two groups, each with a scale and a shift, of two matrices.
+            // A block has two groups, each with a scale and a shift, for two matrices.
             ["1" | "2", "1", "1", _]
                 if shader.starts_with("fast_matmul_int8_") && !shader.ends_with("_row") =>
             {
@@ -153,35 +154,35 @@ fn bounds(name: &str) -> (u64, u64) {
     }
 }
 
-fn judge(device: &str, args: &[&str]) -> Command {
+fn bench_isa(device: &str, args: &[&str]) -> Command {
     let mut command = unicorn_on_software(&["bench", "isa", "--device", device, "--json"]);
-    // The place of Mesa 26.
+    // `unicorn` finds Mesa 26 relative to this folder.
     command.args(args).current_dir(root());
     command
 }
 
-fn judged(command: Command) -> Value {
+fn report_of(command: Command) -> Value {
     let (code, stdout, stderr) = output(command);
     assert_eq!(code, 0, "{stderr}");
     serde_json::from_str(&stdout).expect("one JSON object")
 }
 
-/// The compilers' answers for a Radeon 780M, asked once; `None` if there is no AMD driver.
-fn of_780m() -> Option<&'static Value> {
-    static JUDGED: OnceLock<Option<Value>> = OnceLock::new();
-    let ask = || ICDS.iter().any(|icd| Path::new(icd).exists()).then(|| judged(judge("phoenix", &[])));
-    JUDGED.get_or_init(ask).as_ref()
+/// The reports of the compilers for a Radeon 780M. They run once. `None` = there is no AMD driver.
+fn reports_for_780m() -> Option<&'static Value> {
+    static REPORT: OnceLock<Option<Value>> = OnceLock::new();
+    let ask = || ICDS.iter().any(|icd| Path::new(icd).exists()).then(|| report_of(bench_isa("phoenix", &[])));
+    REPORT.get_or_init(ask).as_ref()
 }
 
-/// The answer of one compiler, or the reason for which it was not asked.
+/// The report of one compiler, or the reason why it did not run.
 fn compiler(name: &'static str) -> Result<&'static Value, &'static str> {
-    let judged = of_780m().ok_or("radv")?;
-    let found = judged["compilers"].as_array().expect("a list").iter().find(|c| c["compiler"] == name);
+    let report = reports_for_780m().ok_or("radv")?;
+    let found = report["compilers"].as_array().expect("a list").iter().find(|c| c["compiler"] == name);
     found.ok_or_else(|| {
         assert!(
-            judged["left_out"].as_str().is_some_and(|why| why.starts_with(name)),
+            report["left_out"].as_str().is_some_and(|why| why.starts_with(name)),
             "{}",
-            judged["left_out"]
+            report["left_out"]
         );
         "mesa26"
     })
@@ -193,9 +194,9 @@ fn number(value: &Value, field: &str) -> u64 {
     value[field].as_u64().unwrap_or_else(|| panic!("{field} of {}", value["name"]))
 }
 
-/// Every pipeline of all sizes, as one compiler made it.
+/// Checks every pipeline of all model sizes in the report of one compiler against the pinned numbers.
 #[track_caller]
-fn holds_what_it_held(compiler: &Value) {
+fn check_pipelines(compiler: &Value) {
     let pipelines = compiler["pipelines"].as_array().expect("a list");
     println!("{}, {}", compiler["device"], compiler["driver"]);
     let (mut products, mut tiles) = (0, 0);
@@ -207,7 +208,7 @@ fn holds_what_it_held(compiler: &Value) {
         assert_eq!(number("spilled_vgprs") + number("spilled_sgprs"), 0, "{name}: spills");
         assert_eq!(number("scratch_bytes"), 0, "{name}: scratch memory");
         let (least, most) = bounds(name);
-        assert!(waves >= least, "{name}: {waves} waves are too few to hide memory, {least} were there");
+        assert!(waves >= least, "{name}: {waves} waves are too few to hide memory, {least} are expected");
         assert!(vgprs <= most, "{name}: {vgprs} vector registers, at most {most} leave these waves");
         // An int8 row may begin at any address.
         if name.starts_with("attention_") && name.contains(' ') && !name.contains("int8") {
@@ -217,19 +218,19 @@ fn holds_what_it_held(compiler: &Value) {
         let Some((variant, _)) = name.split_once(' ').filter(|(v, _)| v.contains("matmul")) else {
             continue;
         };
-        // The tuner may choose these kernels; it measures what they take.
+        // The tuner may choose these kernels, and measures their time itself.
         if constants(pipeline).len() == 4 && constants(pipeline)[3] == 1 {
-            rounds_as_the_contract_says(pipeline);
+            check_rounding(pipeline);
             continue;
         }
         if variant.ends_with("_in_tiles") {
             tiles += 1;
-            multiplies_its_tiles(pipeline);
+            check_tiles(pipeline);
             continue;
         }
         products += 1;
-        // Weights lie so that a lane reads 16 bytes at once: `src/tensor/layout.rs` is frozen on this. The scalar unit
-        // loads activations and their scales, because all lanes use the same activation.
+        // The layout of weights lets a lane read 16 bytes in one load. `src/tensor/layout.rs` is frozen because of
+        // this. Activations and their scales are loaded by the scalar unit, because all lanes use the same activation.
         let steady = &pipeline["steady"];
         assert!(
             steady["trip"]["wide_loads"].as_u64() > Some(0),
@@ -241,8 +242,8 @@ fn holds_what_it_held(compiler: &Value) {
         );
         let pins = match constants(pipeline)[..] {
             [_, geglu, blocks, 0] => {
-                holds_its_loads(pipeline);
-                rounds_as_the_contract_says(pipeline);
+                check_loads(pipeline);
+                check_rounding(pipeline);
                 let pins = FAST_VALU_PER_WEIGHT
                     .iter()
                     .find(|pins| (pins.0, pins.1, pins.2) == (variant, geglu, blocks));
@@ -255,7 +256,7 @@ fn holds_what_it_held(compiler: &Value) {
         let valu = steady["valu_per_weight"].as_f64().expect("a product takes weights");
         assert!(
             valu <= pinned * MARGIN,
-            "{name}: {valu:.2} vector instructions for each weight, there were {pinned}"
+            "{name}: {valu:.2} vector instructions for each weight, expected {pinned}"
         );
     }
     assert_eq!(products, (VALU_PER_WEIGHT.len() + FAST_VALU_PER_WEIGHT.len()) * COLUMNS.len());
@@ -269,23 +270,23 @@ fn constants(pipeline: &Value) -> Vec<u64> {
     pipeline["constants"].as_array().expect("a list").iter().flat_map(Value::as_u64).collect()
 }
 
-/// A trip of a product with int8 has eight dot products for each column of a block, and reads each 16 bytes of weights
-/// once.
-fn holds_its_loads(pipeline: &Value) {
+/// One iteration of an int8 product has eight dot products for each column of a block, and loads each 16 bytes of
+/// weights once.
+fn check_loads(pipeline: &Value) {
     let [columns, geglu, ..] = constants(pipeline)[..] else { panic!("columns, GeGLU, ...") };
     let (name, steady) = (&pipeline["name"], &pipeline["steady"]);
     let (trip, unrolled) = (&steady["trip"], number(steady, "trips_unrolled"));
     let blocks = unrolled * (1 + geglu);
     assert_eq!(number(trip, "dot4"), 8 * columns * blocks, "{name}: dot products");
-    // The low four bits of five- and six-bit weights come in one load, and the high bits in another.
-    let units = if pipeline["shader"].as_str().expect("a name").contains("_int8") { 2 } else { 1 };
-    assert_eq!(number(trip, "wide_loads"), units * blocks, "{name}: loads of 16 bytes");
+    // Five-bit and six-bit weights need two loads: one for the low four bits, one for the high bits.
+    let loads = if pipeline["shader"].as_str().expect("a name").contains("_int8") { 2 } else { 1 };
+    assert_eq!(number(trip, "wide_loads"), loads * blocks, "{name}: loads of 16 bytes");
     assert!(number(trip, "scalar_loads") >= columns * unrolled, "{name}: activations");
 }
 
-/// The rounding instructions of a trip are those that `shaders/common/fast.glsl` lists, once for each column: the
-/// compiler fused nothing and split nothing.
-fn rounds_as_the_contract_says(pipeline: &Value) {
+/// The rounding instructions of one iteration must be those that `shaders/common/fast.glsl` lists, once for each
+/// column. So the compiler fused and split no operation.
+fn check_rounding(pipeline: &Value) {
     let [columns, geglu, scale_blocks, shared] = constants(pipeline)[..] else {
         panic!("columns, GeGLU, blocks of a scale, shared activations")
     };
@@ -295,24 +296,25 @@ fn rounds_as_the_contract_says(pipeline: &Value) {
     let in_halves = !shader.contains("_int4") && !is_any(&["_row"]) && scale_blocks % 2 == 1;
     let groups = unrolled * (1 + geglu) * (1 + u64::from(in_halves));
     let terms = 1 + u64::from(is_any(&["_zero", "_affine", "_affine16", "_super"]));
-    // These instructions make a scale and a shift from the stored numbers.
+    // Instructions that compute a scale and a shift from the stored numbers.
     let made = match shader.rsplit('_').next() {
         Some("super") => 2,
         Some("zero" | "supersym") => 1,
         _ => 0,
     };
     let fmas = columns * groups * terms;
-    // The scale of a whole row comes last.
-    // With shared activations the loop has a copy for second digits, which takes the same scales.
+    // The scale of a whole row is applied after the loop. With shared activations, the loop has a copy for second
+    // digits, which uses the same scales.
     let made = if shared == 1 { made * groups / unrolled } else { made * groups };
     let products = if is_any(&["_row"]) { 0 } else { fmas + made };
     let counted = ["f32_fma", "f32_mul", "f32_add"].map(|field| number(trip, field));
     assert_eq!(counted, [fmas, products, 0], "{name}: multiply-adds, products, sums of f32");
 }
 
-/// A trip of a product in tiles has 32 columns of 64 rows by 64 or 128 tokens, which four waves share. Its rounding
-/// instructions are those that `shaders/common/fast.glsl` lists, and matrix products take their share of the time.
-fn multiplies_its_tiles(pipeline: &Value) {
+/// One iteration of a tiled product has 32 columns of 64 rows by 64 or 128 tokens, which four waves share. Its rounding
+/// instructions must be those that `shaders/common/fast.glsl` lists, and matrix instructions must take a minimum share
+/// of the time.
+fn check_tiles(pipeline: &Value) {
     let [columns, halves, ..] = constants(pipeline)[..] else { panic!("columns, halves, ...") };
     let (name, shader) = (&pipeline["name"], pipeline["shader"].as_str().expect("a name"));
     let trip = &pipeline["steady"]["trip"];
@@ -321,7 +323,7 @@ fn multiplies_its_tiles(pipeline: &Value) {
     let fmas = 64 * columns / 128 * halves * (1 + u64::from(is_shifted));
     let products = if shader.contains("_row_") { 0 } else { fmas };
     assert_eq!((number(trip, "f32_fma"), number(trip, "f32_add")), (fmas, 0), "{name}: multiply-adds, sums");
-    // These instructions make a scale, a shift and magnitudes from the stored numbers.
+    // Instructions that compute a scale, a shift and magnitudes from the stored numbers.
     let made = number(trip, "f32_mul").checked_sub(products);
     assert!(made.is_some_and(|made| made <= 6), "{name}: {made:?} products more than {products}");
     let share = 32.0 * number(trip, "wmma") as f64 / number(trip, "cycles") as f64;
@@ -333,29 +335,29 @@ fn multiplies_its_tiles(pipeline: &Value) {
         (_, 1, _) => 0.48,
         _ => 0.38,
     };
-    assert!(share >= least, "{name}: matrix products take {share:.2} of the time, {least} were there");
+    assert!(share >= least, "{name}: matrix products take {share:.2} of the time, expected at least {least}");
 }
 
 #[test]
 fn every_pipeline_fits_the_registers_of_a_radeon_780m() {
     match compiler(COMPILERS[0]) {
-        Ok(compiler) => holds_what_it_held(compiler),
+        Ok(compiler) => check_pipelines(compiler),
         Err(reason) => skip(reason),
     }
 }
 
 #[test]
-fn every_pipeline_fits_them_by_the_compiler_of_mesa_26_too() {
+fn every_pipeline_fits_the_registers_with_the_compiler_of_mesa_26() {
     match compiler(COMPILERS[1]) {
-        Ok(compiler) => holds_what_it_held(compiler),
+        Ok(compiler) => check_pipelines(compiler),
         Err(reason) => skip(reason),
     }
 }
 
-/// The driver's statistics of a pipeline agree with the counts that are read from its assembly.
+/// The statistics of the driver for a pipeline agree with the counts from its assembly.
 #[test]
 fn instructions_are_counted_as_the_driver_counts_them() {
-    if of_780m().is_none() {
+    if reports_for_780m().is_none() {
         return skip("radv");
     }
     for compiler in COMPILERS.into_iter().filter_map(|name| compiler(name).ok()) {
@@ -369,21 +371,21 @@ fn instructions_are_counted_as_the_driver_counts_them() {
             let vector = ours("vector_loads") + ours("vector_stores");
             assert_eq!(Some(vector), theirs["VMEM"].as_u64(), "{name}: VMEM");
             assert_eq!(Some(ours("scalar_loads")), theirs["SMEM"].as_u64(), "{name}: SMEM");
-            // The driver leaves out the padding of lines of the instruction cache.
+            // The driver does not count the padding of instruction cache lines.
             assert!(Some(ours("instructions")) >= theirs["Instructions"].as_u64(), "{name}: instructions");
         }
     }
 }
 
-/// The machine's own Mesa may have an LLVM that does not know a GPU, and then lists its instructions by itself.
+/// If the LLVM of the installed Mesa does not know a GPU, the compiler's own listing is read instead.
 #[test]
-fn the_relatives_of_a_780m_are_judged_too() {
-    if of_780m().is_none() {
+fn gpus_related_to_the_780m_are_analyzed_too() {
+    if reports_for_780m().is_none() {
         return skip("radv");
     }
     for device in ["gfx1150", "gfx1151"] {
-        let judged = judged(judge(device, &["--shape", "gemma-3-270m"]));
-        for compiler in judged["compilers"].as_array().expect("a list") {
+        let report = report_of(bench_isa(device, &["--shape", "gemma-3-270m"]));
+        for compiler in report["compilers"].as_array().expect("a list") {
             for pipeline in compiler["pipelines"].as_array().expect("a list") {
                 let (name, total) = (&pipeline["name"], &pipeline["total"]);
                 let valu =
@@ -396,48 +398,50 @@ fn the_relatives_of_a_780m_are_judged_too() {
     }
 }
 
-/// Types and depth change the bytes of a token, and the precision the kernels.
+/// Types and depth change the bytes per token, and the precision changes the kernels.
 #[test]
-fn the_judge_goes_by_its_options() {
-    let Some(plain) = of_780m() else { return skip("radv") };
+fn bench_isa_follows_its_options() {
+    let Some(plain) = reports_for_780m() else { return skip("radv") };
     let folder = tempfile::tempdir().expect("a folder");
     let assembly = folder.path().to_str().expect("UTF-8");
     let types = ["--quantize", "int8-row", "--kv", "int8", "--precision", "f32", "--depth", "4096"];
-    let other =
-        judged(judge("phoenix", &[&types[..], &["--shape", "gemma-3-1b", "--assembly", assembly]].concat()));
-    let one = |judged: &Value| {
-        let predictions = judged["compilers"][0]["predictions"].as_array().expect("a list");
+    let other = report_of(bench_isa(
+        "phoenix",
+        &[&types[..], &["--shape", "gemma-3-1b", "--assembly", assembly]].concat(),
+    ));
+    let one = |report: &Value| {
+        let predictions = report["compilers"][0]["predictions"].as_array().expect("a list");
         let is_it = |p: &&Value| p["shape"] == "gemma-3-1b" && p["what"] == "batch 1";
         predictions.iter().find(is_it).expect("predicted").clone()
     };
-    let sum = |judged: &Value, field: &str| -> f64 {
-        let lines = one(judged)["lines"].as_array().expect("a list").clone();
+    let sum = |report: &Value, field: &str| -> f64 {
+        let lines = one(report)["lines"].as_array().expect("a list").clone();
         lines.iter().map(|line| line[field].as_f64().expect("a figure")).sum()
     };
     let shapes = other["compilers"][0]["predictions"].as_array().expect("a list");
-    assert!(shapes.iter().all(|p| p["shape"] == "gemma-3-1b"), "one size");
-    assert!(sum(&other, "weight_bytes") > 1.5 * sum(plain, "weight_bytes"), "int8 for int4");
-    // 8 times the keys in a quarter of the layers, at half the size.
-    assert!(sum(&other, "kv_bytes") > sum(plain, "kv_bytes"), "4096 tokens for 512");
+    assert!(shapes.iter().all(|p| p["shape"] == "gemma-3-1b"), "only the requested size");
+    assert!(sum(&other, "weight_bytes") > 1.5 * sum(plain, "weight_bytes"), "int8 instead of int4");
+    // 8 times as many keys in a quarter of the layers, at half the size.
+    assert!(sum(&other, "kv_bytes") > sum(plain, "kv_bytes"), "4096 tokens instead of 512");
     assert_eq!(
         (&other["kv"], &other["depth"], &other["quantize"]),
         (&"int8".into(), &4096.into(), &"int8-row".into())
     );
-    let kernels = |judged: &Value| -> Vec<String> {
-        let lines = one(judged)["lines"].as_array().expect("a list").clone();
+    let kernels = |report: &Value| -> Vec<String> {
+        let lines = one(report)["lines"].as_array().expect("a list").clone();
         lines.iter().map(|line| line["pipeline"].to_string()).collect()
     };
-    assert_ne!(kernels(&other), kernels(plain), "products in f32");
+    assert_ne!(kernels(&other), kernels(plain), "f32 products use other kernels");
     let drivers = std::fs::read_dir(folder.path()).expect("a folder").count();
     assert_eq!(drivers, other["compilers"].as_array().expect("a list").len(), "a folder for each compiler");
 }
 
 #[test]
-fn every_size_and_batch_is_predicted_with_its_arithmetic() {
-    let Some(judged) = of_780m() else { return skip("radv") };
-    let predictions = judged["compilers"][0]["predictions"].as_array().expect("a list");
+fn predictions_exist_for_every_size_and_batch_and_add_up() {
+    let Some(report) = reports_for_780m() else { return skip("radv") };
+    let predictions = report["compilers"][0]["predictions"].as_array().expect("a list");
     assert_eq!(predictions.len(), 5 * 7, "five sizes; five batches, one with top_p, and a prompt");
-    let chip = &judged["chip"];
+    let chip = &report["chip"];
     for prediction in predictions {
         let f = |value: &Value| value.as_f64().expect("a figure");
         let lines = prediction["lines"].as_array().expect("a list");
@@ -456,7 +460,7 @@ fn every_size_and_batch_is_predicted_with_its_arithmetic() {
         let by_hand = f(&prediction["tokens"]) / ms * 1e3;
         assert!((by_hand / tokens_per_s - 1.0).abs() < 1e-9, "{what:?}: {tokens_per_s}, by hand {by_hand}");
     }
-    // One stream of the 27B reads 14.6 GB of weights at 73 GB/s, and no prediction may exceed that rate.
+    // One stream of the 27B reads 14.6 GB of weights at 73 GB/s, so the prediction must be slower than this limit.
     let one = predictions
         .iter()
         .find(|p| p["shape"] == "gemma-3-27b" && p["what"] == "batch 1")
@@ -465,12 +469,12 @@ fn every_size_and_batch_is_predicted_with_its_arithmetic() {
     assert!((4.0..73.0 / 14.6).contains(&tokens_per_s), "{tokens_per_s}");
 }
 
-/// Products of floats with several tokens are compared by their shader alone: the judge counts a GPU's tiles, and a CPU
-/// has others.
-fn of_any_tile(dispatches: BTreeMap<String, u64>) -> BTreeMap<String, u64> {
+/// Float products with several tokens are compared only by shader name, because `bench isa` counts the tiles of a GPU,
+/// and a CPU has others.
+fn without_tile_sizes(dispatches: BTreeMap<String, u64>) -> BTreeMap<String, u64> {
     let mut all = BTreeMap::new();
     for (name, times) in dispatches {
-        // The judge counts what a GPU runs; here a CPU ran its own body of the kernel.
+        // `bench isa` counts GPU kernels, but a CPU runs its own body of the kernel.
         let name = name.replace("_on_cpu", "");
         let is_wide = name.starts_with("matmul_") && !name.ends_with(" COLUMNS=1");
         let name = if is_wide { name.split(' ').next().expect("a name") } else { &name };
@@ -479,9 +483,9 @@ fn of_any_tile(dispatches: BTreeMap<String, u64>) -> BTreeMap<String, u64> {
     all
 }
 
-/// The judge's list of a step's dispatches equals the recorded dispatches.
+/// The dispatches that `bench isa` lists for a step must equal the recorded dispatches.
 #[test]
-fn a_step_dispatches_what_the_judge_counts() {
+fn bench_isa_counts_the_dispatches_of_a_step() {
     let model = root().join("models/demo");
     let (prompt, generated) = (11, 5);
     let args = [
@@ -498,7 +502,7 @@ fn a_step_dispatches_what_the_judge_counts() {
     let mut command = unicorn_on_software(&args);
     command.args(["--prompt-tokens", &prompt.to_string(), "--generate-tokens", &generated.to_string()]);
     command.arg("--model").arg(&model);
-    let report = judged(command);
+    let report = report_of(command);
     let mut dispatched = BTreeMap::new();
     for kernel in report["kernels"].as_array().expect("a list") {
         dispatched
@@ -525,12 +529,12 @@ fn a_step_dispatches_what_the_judge_counts() {
         *counted.entry(format!("{}{}", shader.name, constants.collect::<String>())).or_default() +=
             work.times;
     }
-    let [counted, dispatched] = [counted, dispatched].map(of_any_tile);
+    let [counted, dispatched] = [counted, dispatched].map(without_tile_sizes);
     assert_eq!(counted, dispatched);
 }
 
 #[test]
-fn a_gpu_that_no_compiler_is_asked_for_is_refused_with_the_ones_that_are() {
+fn an_unsupported_gpu_is_refused_with_the_supported_ones() {
     let parts = ["\"navi10\"", "phoenix, gfx1150, gfx1151"];
     assert_error(unicorn(&["bench", "isa", "--device", "navi10"]), 1, &parts);
 }

@@ -66,17 +66,17 @@ fn cases<T: DeserializeOwned>(path: &str) -> T {
     serde_json::from_slice(&bytes(path)).unwrap_or_else(|e| panic!("{path}: {e}"))
 }
 
-/// The text of the bytes of `ids`, with one U+FFFD for each maximal part of a character that is cut or wrong, as Unicode
-/// recommends and the standard library has it.
+/// The text of the bytes of `ids`. Each maximal part of an incomplete or invalid character becomes one U+FFFD, as
+/// Unicode recommends and the standard library does.
 fn text_of_bytes(tokenizer: &Tokenizer, ids: &[u32], skip_special: bool) -> String {
     let shown = ids.iter().filter(|id| !(skip_special && tokenizer.is_special(**id)));
     let bytes: Vec<u8> = shown.filter_map(|id| tokenizer.token_bytes(*id)).flatten().collect();
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-/// Checks the text of `ids` with and without special tokens. `golden` is what transformers says. Where the bytes are
-/// not UTF-8, transformers has one U+FFFD for each byte of the whole run of byte tokens, the complete characters
-/// included. There the text is that of the bytes.
+/// Checks the text of `ids` with and without special tokens. `golden` is the text of transformers. If the bytes are not
+/// valid UTF-8, transformers writes one U+FFFD for each byte of the whole run of byte tokens, including complete
+/// characters. In this case the text of the bytes is expected.
 fn check_decoded(tokenizer: &Tokenizer, ids: &[u32], golden: [&String; 2], folder: &str) {
     for (skip_special, golden) in [false, true].into_iter().zip(golden) {
         let decoded = tokenizer.decode(ids, skip_special);
@@ -140,15 +140,15 @@ fn check_goldens(tokenizer: &Tokenizer, folder: &str) {
 }
 
 #[test]
-fn the_mini_tokenizer_is_exact_on_every_case() {
+fn the_mini_tokenizer_matches_every_golden_case() {
     let tokenizer = tokenizer();
     assert_eq!(tokenizer.vocab_size(), 512);
     check_goldens(&tokenizer, "tokenizer-mini");
 }
 
-/// One test for all that needs the 33 MB file: reading it takes seconds.
+/// All checks that need the 33 MB file are in this test, because reading the file takes seconds.
 #[test]
-fn the_real_tokenizer_is_exact_on_every_case() {
+fn the_real_tokenizer_matches_every_golden_case() {
     let Some(json) = real_tokenizer_json() else { return support::skip("real-tokenizer") };
     let tokenizer = Tokenizer::from_bytes(&json, "tokenizer.json").unwrap();
     check_goldens(&tokenizer, "tokenizer");
@@ -156,7 +156,7 @@ fn the_real_tokenizer_is_exact_on_every_case() {
     assert_eq!(tokenizer.vocab_size(), 262_145);
     assert_eq!(tokenizer.token_id("<end_of_turn>"), Some(106));
     assert_eq!(tokenizer.token_id("<image_soft_token>"), Some(262_144));
-    // The vocabularies are those of multimodal checkpoints and of the 1B, and one that is one row too short.
+    // The vocabulary sizes of multimodal checkpoints and of the 1B, and one that is a row too short.
     tokenizer.fits(262_208).unwrap();
     tokenizer.fits(262_144).unwrap();
     let error = tokenizer.fits(262_143).unwrap_err().to_string();
@@ -181,7 +181,7 @@ fn tokens_are_found_by_name_and_by_id() {
     assert_eq!(tokenizer.token_id("<end_of_turn>"), Some(106));
     assert_eq!(tokenizer.token_id("no such token"), None);
     assert!(tokenizer.is_special(2) && tokenizer.is_special(106));
-    // These tokens are added, but not special: newlines, and texts that the model never saw.
+    // Added tokens that are not special: newlines, and unused tokens.
     assert!(!tokenizer.is_special(107) && !tokenizer.is_special(6) && !tokenizer.is_special(369));
     assert!(!tokenizer.is_special(512) && !tokenizer.contains(512) && tokenizer.contains(511));
     let the = tokenizer.token_id("▁the").unwrap();
@@ -194,7 +194,7 @@ fn tokens_are_found_by_name_and_by_id() {
 }
 
 #[test]
-fn a_tokenizer_fits_only_a_model_with_its_rows() {
+fn a_tokenizer_needs_a_model_with_a_row_for_each_token() {
     let tokenizer = tokenizer();
     tokenizer.fits(512).unwrap();
     tokenizer.fits(1000).unwrap();
@@ -203,7 +203,7 @@ fn a_tokenizer_fits_only_a_model_with_its_rows() {
     let error = error.to_string();
     assert!(error.starts_with("tokenizer.json: ") && !error.contains('\n'), "{error}");
 
-    // A special token at the end needs no row until a text holds it.
+    // A special token at the end needs no row until a text contains it.
     let json = edited(|json| {
         let token = serde_json::json!({"id": 512, "content": "<image_soft_token>", "single_word": false,
             "lstrip": false, "rstrip": false, "normalized": false, "special": true});
@@ -222,7 +222,7 @@ fn a_tokenizer_fits_only_a_model_with_its_rows() {
     tokenizer.check_ids(&ids, 513).unwrap();
 }
 
-/// The mini tokenizer.json after one change.
+/// The mini tokenizer.json with one change.
 fn edited(change: impl FnOnce(&mut serde_json::Value)) -> Vec<u8> {
     let mut json: serde_json::Value =
         serde_json::from_slice(&bytes("tokenizer-mini/tokenizer.json")).unwrap();
@@ -231,7 +231,7 @@ fn edited(change: impl FnOnce(&mut serde_json::Value)) -> Vec<u8> {
 }
 
 #[test]
-fn a_tokenizer_that_cannot_be_followed_is_refused_by_field() {
+fn an_unsupported_tokenizer_is_refused_with_the_field() {
     use serde_json::{Value, json};
     type Change = fn(&mut Value);
     let refused: [(&str, Change); 13] = [
@@ -263,7 +263,7 @@ fn a_tokenizer_that_cannot_be_followed_is_refused_by_field() {
         assert!(error.starts_with("dir/tokenizer.json: ") && error.contains(expected), "{expected}: {error}");
         assert!(!error.contains('\n') && !error.contains("enum"), "{error}");
     }
-    // A prompt must never be cut or padded by the file's settings.
+    // Settings in the file must never truncate or pad a prompt.
     let cutting = edited(|json| {
         json["truncation"] =
             json!({"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0});
@@ -276,18 +276,18 @@ fn a_tokenizer_that_cannot_be_followed_is_refused_by_field() {
     assert_eq!(cutting.encode("a", false).unwrap().len(), 1);
 }
 
-/// A step that puts `content` for each `pattern`.
+/// A step that replaces each `pattern` by `content`.
 fn replace(pattern: &str, content: &str) -> serde_json::Value {
     serde_json::json!({"type": "Replace", "pattern": {"String": pattern}, "content": content})
 }
 
-/// The steps as one, under the name that their kind has for its list.
+/// One step that runs these steps in sequence. `list` = the field name of the list.
 fn in_sequence(list: &str, steps: &[serde_json::Value]) -> serde_json::Value {
     serde_json::json!({"type": "Sequence", list: steps})
 }
 
 #[test]
-fn steps_that_make_a_text_many_times_as_long_are_refused_by_name() {
+fn steps_that_lengthen_a_text_too_much_are_refused_with_the_field() {
     use serde_json::{Value, json};
     let tenfold = replace("h", "hhhhhhhhhh");
     let metaspace =
@@ -300,11 +300,11 @@ fn steps_that_make_a_text_many_times_as_long_are_refused_by_name() {
         json!({"type": "TemplateProcessing", "single": pieces, "pair": [a, {"Sequence": {"id": "B", "type_id": 1}}],
             "special_tokens": {"<bos>": {"id": "<bos>", "ids": ids, "tokens": vec!["<bos>"; ids.as_array().map_or(0, Vec::len)]}}})
     };
-    let sound = template(&[&bos, &a], json!([2]));
+    let valid = template(&[&bos, &a], json!([2]));
     let byte_level =
         json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true});
     for (field, steps, expected) in [
-        // One letter became a gigabyte.
+        // Nine of these steps would turn one letter into a gigabyte.
         (
             "normalizer",
             normalizers(&vec![tenfold.clone(); 9]),
@@ -339,7 +339,7 @@ fn steps_that_make_a_text_many_times_as_long_are_refused_by_name() {
             json!({"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
             "normalizer is a \"Precompiled\", a kind of step",
         ),
-        // The crate would read it by its fields.
+        // The crate would guess the type from the fields.
         ("normalizer", json!({"prepend": "x".repeat(1000)}), "normalizer has no type"),
         ("normalizer", json!({"type": "Other", "prepend": "x".repeat(1000)}), "normalizer is a \"Other\""),
         (
@@ -377,7 +377,7 @@ fn steps_that_make_a_text_many_times_as_long_are_refused_by_name() {
         ),
         (
             "post_processor",
-            in_sequence("processors", &[sound.clone(), sound.clone()]),
+            in_sequence("processors", &[valid.clone(), valid.clone()]),
             "post_processor has 2 steps that add ids",
         ),
         (
@@ -404,7 +404,7 @@ fn steps_that_make_a_text_many_times_as_long_are_refused_by_name() {
         assert!(!error.contains('\n') && error.len() < 2000, "{error}");
     }
 
-    // A field that comes twice is one to this program, and may be the other to the crate.
+    // If a field occurs twice, this program and the crate could read different values.
     let text = String::from_utf8(bytes("tokenizer-mini/tokenizer.json")).unwrap();
     let twice = r#""normalizer":{"type":"NFC","type":"Prepend","prepend":"xxxxxxxxxxxxxxxxxxxxxxxxx","#;
     let at = text.find("\"normalizer\"").expect("a normalizer");
@@ -413,14 +413,14 @@ fn steps_that_make_a_text_many_times_as_long_are_refused_by_name() {
     let error = Tokenizer::from_bytes(twice.as_bytes(), "t").map(|_| ()).unwrap_err().to_string();
     assert!(error.contains("duplicate field `type`"), "{error}");
 
-    // The tokens themselves are short.
+    // The length of each token is limited.
     let long = edited(|json| json["model"]["vocab"]["x".repeat(300)] = json!(512));
     let error = Tokenizer::from_bytes(&long, "t").map(|_| ()).unwrap_err().to_string();
     assert!(error.contains("token 512 has 300 bytes; expected at most 256"), "{error}");
 }
 
 #[test]
-fn steps_within_the_bound_never_exceed_it() {
+fn accepted_steps_never_lengthen_a_text_beyond_the_limit() {
     use serde_json::json;
     const SEED: u64 = 0x6704;
     println!("seed {SEED}");
@@ -460,7 +460,7 @@ fn steps_within_the_bound_never_exceed_it() {
             (0..rng.random_range(0..4)).map(|_| of[rng.random_range(0..of.len())].clone()).collect();
         in_sequence(list, &steps)
     };
-    // What grows most under each kind, pieces of one character, and a text that no piece fits.
+    // Characters that grow most under each kind of step, pieces of one character, and a text that matches no piece.
     let texts =
         ["\u{fdfa}", "\u{390}\u{1d160}", "\u{130}\u{23a}", "a\nb\n \n\u{fdfa}\n", " ", "xababx", "🦄<bos>é½"];
     let (mut accepted, mut most) = (0, 0.0f64);
@@ -473,7 +473,7 @@ fn steps_within_the_bound_never_exceed_it() {
         accepted += 1;
         for text in texts.iter().map(|text| text.repeat(20)) {
             let ids = tokenizer.encode(&text, true).unwrap_or_else(|error| panic!("{what}: {error}"));
-            // An id stands for a byte at least.
+            // Each id represents at least one byte.
             let factor = (ids.len() - 1) as f64 / text.len() as f64;
             most = most.max(factor);
             assert!(factor <= 16.0, "{what}: {factor} ids for each byte of {text:?}");
@@ -482,7 +482,7 @@ fn steps_within_the_bound_never_exceed_it() {
     println!("{accepted} accepted, at most {most:.1} ids for each byte");
     assert!(accepted > 100 && most > 3.0, "{accepted} accepted, {most}");
 
-    // Where a byte may become more, the longest text is shorter. Gemma's steps leave it as it was.
+    // If a byte may become more bytes, the text limit is lower. Gemma's steps do not change the limit.
     let prefixed = edited(|json| {
         let steps = [json!({"type": "Prepend", "prepend": "▁"}), replace(" ", "▁")];
         json["normalizer"] = in_sequence("normalizers", &steps);
@@ -495,7 +495,7 @@ fn steps_within_the_bound_never_exceed_it() {
 }
 
 #[test]
-fn mutated_tokenizer_files_end_in_a_result() {
+fn mutated_tokenizer_files_load_or_are_refused() {
     const SEED: u64 = 0x70c3;
     println!("seed {SEED}");
     let mut rng = ChaCha8Rng::seed_from_u64(SEED);
@@ -563,7 +563,7 @@ fn mutate(rng: &mut ChaCha8Rng, original: &[u8]) -> Vec<u8> {
     mutated
 }
 
-/// Texts that make careless tokenizers quadratic.
+/// Texts for which a careless tokenizer takes quadratic time.
 fn hostile_texts(length: usize) -> Vec<String> {
     vec![
         " ".repeat(length),
@@ -585,7 +585,7 @@ fn a_megabyte_of_anything_is_encoded_without_loss() {
     let tokenizer = tokenizer();
     for text in hostile_texts(1 << 20) {
         let ids = tokenizer.encode(&text, false).unwrap();
-        // '▁' is how the vocabulary writes a space; it cannot be told from one.
+        // The vocabulary writes a space as '▁', so both decode to a space.
         assert!(
             tokenizer.decode(&ids, false) == text.replace('▁', " "),
             "{:?}...",
@@ -623,8 +623,8 @@ fn incremental_detokenization_equals_decode() {
     compare_detokenizer(&tokenizer(), &reference, 42, 3000);
 }
 
-/// Compares the detokenizer with the text of the tokens' bytes, and where these are UTF-8, with the crate's decode. The
-/// ids are random and favour byte tokens.
+/// Compares the detokenizer with the text of the tokens' bytes, and if the bytes are valid UTF-8, also with the crate.
+/// Many of the random ids are byte tokens.
 fn compare_detokenizer(tokenizer: &Tokenizer, reference: &tokenizers::Tokenizer, seed: u64, rounds: usize) {
     println!("seed {seed}");
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
@@ -642,7 +642,8 @@ fn compare_detokenizer(tokenizer: &Tokenizer, reference: &tokenizers::Tokenizer,
                 1 => ids.push([0, 2, 106, 107, vocab, u32::MAX][rng.random_range(0..6)]),
                 2 => ids.push(byte(rng.random())),
                 3..=5 => {
-                    // A character comes in bytes: whole, cut short, or with a control token or an unknown id inside.
+                    // The bytes of a character: complete, cut short, or with a control token or an unknown id between
+                    // them.
                     let c = rng.random_range('\u{80}'..char::MAX);
                     let encoded: Vec<u32> = c.to_string().bytes().map(byte).collect();
                     let cut = if rng.random_range(0..4) == 0 { 1 } else { 0 };
@@ -678,7 +679,7 @@ fn compare_detokenizer(tokenizer: &Tokenizer, reference: &tokenizers::Tokenizer,
 }
 
 #[test]
-fn text_comes_as_soon_as_it_is_certain() {
+fn text_is_emitted_as_soon_as_it_is_complete() {
     let tokenizer = tokenizer();
     let byte = |byte: u8| tokenizer.token_id(&format!("<{byte:#04X}>")).unwrap();
     let mut detokenizer = tokenizer.detokenizer(true);
@@ -689,22 +690,22 @@ fn text_comes_as_soon_as_it_is_certain() {
     let unicorn = bytes("🦄".as_bytes());
     assert_eq!(push(&unicorn[..3]), "");
     assert_eq!(push(&[106]), "", "a skipped token does not end a character");
-    assert_eq!(push(&unicorn[3..]), "🦄", "a character comes with its last byte");
+    assert_eq!(push(&unicorn[3..]), "🦄", "a character is emitted with its last byte");
     assert_eq!(push(&bytes(b"A")), "A", "a byte may be a character");
     assert_eq!(push(&unicorn[..3]), "");
-    assert_eq!(push(&[370]), "\u{fffd}b", "one mark for a character that text cuts");
+    assert_eq!(push(&[370]), "\u{fffd}b", "one U+FFFD for a character that text interrupts");
     assert_eq!(push(&bytes(&[0xe2, 0x82])), "");
-    assert_eq!(push(&bytes(&[0xc3])), "\u{fffd}", "cut by the next character");
+    assert_eq!(push(&bytes(&[0xc3])), "\u{fffd}", "interrupted by the next character");
     assert_eq!(push(&bytes(&[0xa9])), "é");
-    assert_eq!(push(&bytes(&[0xff])), "\u{fffd}", "a byte of no character");
-    assert_eq!(push(&bytes(&[0xe0, 0x80])), "\u{fffd}\u{fffd}", "a byte that may not follow");
+    assert_eq!(push(&bytes(&[0xff])), "\u{fffd}", "a byte that is never valid");
+    assert_eq!(push(&bytes(&[0xe0, 0x80])), "\u{fffd}\u{fffd}", "a byte that must not follow");
     assert_eq!(push(&bytes(&[0xf0, 0x9f])), "");
-    assert_eq!(detokenizer.finish(), "\u{fffd}", "one mark for a character that the end cuts");
+    assert_eq!(detokenizer.finish(), "\u{fffd}", "one U+FFFD for a character that the end interrupts");
     assert_eq!(detokenizer.finish(), "");
 }
 
 #[test]
-fn stop_strings_match_a_naive_search_however_the_text_is_cut() {
+fn stop_strings_match_a_naive_search_for_every_split_of_the_text() {
     const SEED: u64 = 2024;
     println!("seed {SEED}");
     let mut rng = ChaCha8Rng::seed_from_u64(SEED);
@@ -738,7 +739,7 @@ fn stop_strings_match_a_naive_search_however_the_text_is_cut() {
     assert!((1000..4900).contains(&found), "{found} of 5000 rounds stopped: the test needs both");
 }
 
-/// The answer before the stop string that is complete first. If several end at one byte, the longest counts.
+/// The text before the stop string that is complete first. If several end at the same byte, the longest one counts.
 fn naive_stop<'a>(text: &'a str, stops: &[String]) -> (&'a str, Option<usize>) {
     for end in (0..=text.len()).filter(|&end| text.is_char_boundary(end)) {
         let mut best: Option<usize> = None;
@@ -767,7 +768,7 @@ fn unusable_stop_strings_are_refused() {
     }
     let mut none = StopMatcher::new::<&str>(&[]).unwrap();
     assert_eq!(none.push("anything").text, "anything");
-    // The longest allowed stop string is repeated almost to its end: all text that waits is given out in full.
+    // The longest allowed stop string, repeated almost to its end: the held back text is returned completely.
     let long = "x".repeat(MAX_STOP_BYTES);
     let mut matcher = StopMatcher::new(&[&long]).unwrap();
     assert_eq!(matcher.push(&long[1..]).text, "");
@@ -778,7 +779,7 @@ fn unusable_stop_strings_are_refused() {
 }
 
 #[test]
-fn the_template_is_taken_where_the_checkpoint_has_it() {
+fn the_template_is_read_from_each_place_in_a_checkpoint() {
     let config = bytes("tokenizer-mini/tokenizer_config.json");
     let jinja = bytes("tokenizer-mini/chat_template.jinja");
     let hello = [Message::new("user", "Hello")];
@@ -843,7 +844,7 @@ fn the_template_is_taken_where_the_checkpoint_has_it() {
 }
 
 #[test]
-fn templates_meet_the_environment_of_transformers() {
+fn templates_have_the_environment_of_transformers() {
     let render = |source: &str| {
         let files = ChatFiles { chat_template_jinja: Some(source.as_bytes()), ..Default::default() };
         ChatTemplate::from_checkpoint(files)
@@ -876,7 +877,7 @@ fn templates_meet_the_environment_of_transformers() {
 }
 
 #[test]
-fn hostile_templates_end() {
+fn hostile_templates_end_in_a_result_or_an_error() {
     let loops = "{% for a in range(9999) %}".repeat(4) + &"{% endfor %}".repeat(4);
     let nested = "{{ ".to_owned() + &"(".repeat(100_000) + "1" + &")".repeat(100_000) + " }}";
     let lists = "{{ ".to_owned() + &"[".repeat(140) + &"]".repeat(140) + " }}";
@@ -921,9 +922,9 @@ fn hostile_templates_end() {
     }
 }
 
-/// Values at the edges of what filters, methods and slices take. Each ends in a text or an error.
+/// Edge values for filters, methods and slices. Each case ends in a text or an error.
 #[test]
-fn edge_values_in_templates_end_in_a_result() {
+fn edge_values_in_templates_end_in_a_result_or_an_error() {
     for source in [
         "{{ 'abc'[5:2] }}{{ 'aé🦄'[::-1] }}{{ 'é'[1:] }}{{ [1, 2][:99999999999] }}",
         "{{ [1, 2][::0] }}",
@@ -979,7 +980,7 @@ fn edge_values_in_templates_end_in_a_result() {
 }
 
 #[test]
-fn mutated_templates_end_in_a_result() {
+fn mutated_templates_end_in_a_result_or_an_error() {
     const SEED: u64 = 0xc0ffee;
     println!("seed {SEED}");
     let mut rng = ChaCha8Rng::seed_from_u64(SEED);
@@ -1007,7 +1008,7 @@ fn mutated_templates_end_in_a_result() {
 }
 
 #[test]
-fn conversations_as_clients_send_them_are_brought_into_order() {
+fn conversations_of_clients_are_normalized_for_the_template() {
     fn messages(turns: &[(&str, &str)]) -> Vec<Message> {
         turns.iter().map(|(role, text)| Message::new(role, text)).collect()
     }
@@ -1017,7 +1018,7 @@ fn conversations_as_clients_send_them_are_brought_into_order() {
         (&[("system", " s "), ("user", " a ")], &[("system", " s "), ("user", "a")]),
         (&[("developer", "s"), ("user", "a")], &[("system", "s"), ("user", "a")]),
         (&[("system", "s"), ("developer", "t"), ("user", "a")], &[("system", "s\n\nt"), ("user", "a")]),
-        // The conversation has two user messages in a row, as Open WebUI sends a file and a question.
+        // Two user messages in a row: Open WebUI sends a file and a question in this way.
         (&[("system", "s"), ("user", "a"), ("user", "b")], &[("system", "s"), ("user", "a\n\nb")]),
         (&[("user", "a"), ("assistant", "b"), ("assistant", "c")], &[("user", "a"), ("assistant", "b\n\nc")]),
         (&[("user", "a"), ("user", "  "), ("user", "b")], &[("user", "a\n\nb")]),
@@ -1025,7 +1026,7 @@ fn conversations_as_clients_send_them_are_brought_into_order() {
         (&[("assistant", "hi"), ("user", "a")], &[("user", ""), ("assistant", "hi"), ("user", "a")]),
         (&[("system", "s"), ("assistant", "hi")], &[("user", "s"), ("assistant", "hi")]),
         (&[("system", "s")], &[("user", "s")]),
-        // A late instruction becomes a user's turn in its place.
+        // A later system message becomes a user turn at its position.
         (
             &[("user", "a"), ("assistant", "b"), ("system", "late"), ("user", "c")],
             &[("user", "a"), ("assistant", "b"), ("user", "late\n\nc")],
@@ -1056,7 +1057,7 @@ fn conversations_as_clients_send_them_are_brought_into_order() {
 }
 
 #[test]
-fn a_normal_conversation_always_renders_and_a_good_one_is_not_changed() {
+fn a_normalized_conversation_renders_and_a_valid_one_is_unchanged() {
     const SEED: u64 = 99;
     println!("seed {SEED}");
     let mut rng = ChaCha8Rng::seed_from_u64(SEED);
@@ -1090,7 +1091,8 @@ fn a_normal_conversation_always_renders_and_a_good_one_is_not_changed() {
         assert_eq!(shipped.render(&normal, true).as_ref(), Ok(&rendered), "round {round}: {messages:?}");
         assert_eq!(normalize(&normal), normal, "round {round}: {messages:?}");
 
-        // Conversations that the template took before render the same, except for its quirks (losing text, odd roles).
+        // Conversations that the template accepts as they are must render the same, except for its quirks (lost text,
+        // odd roles).
         let known = |m: &Message| matches!(m.role.as_str(), "user" | "assistant");
         let has_parts = matches!(messages[0].content, Content::Parts(_));
         let good = match messages[0].role.as_str() {
@@ -1102,5 +1104,5 @@ fn a_normal_conversation_always_renders_and_a_good_one_is_not_changed() {
             already_good += 1;
         }
     }
-    assert!(already_good > 50, "{already_good} conversations were good from the start");
+    assert!(already_good > 50, "{already_good} conversations were valid without normalization");
 }

@@ -1,5 +1,5 @@
-//! Fields of vLLM's and llama.cpp's servers that chats and completions honour: which tokens may come, which end an answer,
-//! how much of a prompt is kept, and what of the tokens comes back.
+//! Fields of vLLM and llama.cpp that chats and completions support: allowed and banned tokens, stop tokens, prompt
+//! truncation, and token information in answers.
 
 use serde_json::{Value, json};
 use unicorn::model::Limits;
@@ -24,7 +24,7 @@ async fn completion(app: &App, fields: Value) -> (u16, Value) {
     (status.as_u16(), answer)
 }
 
-/// The message of the error that a chat with these fields is refused with, behind the field's name.
+/// The error message for a chat with these fields.
 async fn refusal(app: &App, fields: Value) -> String {
     let (status, body) = complete(app, with(chat("Hi"), fields)).await;
     assert_eq!(status, 400, "{body}");
@@ -32,21 +32,21 @@ async fn refusal(app: &App, fields: Value) -> String {
 }
 
 #[tokio::test]
-async fn a_stop_token_ends_an_answer_and_is_no_part_of_its_text() {
+async fn a_stop_token_ends_an_answer_and_is_not_in_its_text() {
     let text = "One, two, three";
     let ids = encoded(text);
     let app = app_that_says(text);
     let before = tokenizer().decode(&ids[..2], false);
     let stop = json!({"stop_token_ids": [ids[2]]});
     assert_eq!(answer(&app, with(chat("Count"), stop.clone())).await, (before, "stop".to_owned()));
-    // `ignore_eos` bans the model's own ends alone.
+    // `ignore_eos` bans only the model's own end tokens.
     let both = with(stop, json!({"ignore_eos": true, "max_tokens": 20}));
     let (_, body) = complete(&app, with(chat("Count"), both)).await;
     assert_eq!(
         (&body["choices"][0]["finish_reason"], &body["usage"]["completion_tokens"]),
         (&json!("stop"), &json!(3))
     );
-    // Before min_tokens it may not come: the model must say something else there.
+    // Before min_tokens, the stop token is banned, so the model must generate another token.
     let later =
         json!({"stop_token_ids": [ids[2]], "min_tokens": 4, "max_tokens": 8, "return_token_ids": true});
     let (_, body) = complete(&app, with(chat("Count"), later)).await;
@@ -60,7 +60,7 @@ async fn a_stop_token_ends_an_answer_and_is_no_part_of_its_text() {
 }
 
 #[tokio::test]
-async fn an_answer_has_allowed_tokens_alone() {
+async fn an_answer_has_only_allowed_tokens() {
     let text = "One, two";
     let ids = encoded(text);
     let app = app_that_says(text);
@@ -76,7 +76,7 @@ async fn an_answer_has_allowed_tokens_alone() {
         choice["token_ids"].as_array().unwrap().iter().all(|id| allowed.iter().any(|may| id == may)),
         "{choice}"
     );
-    // Together with a grammar both hold; where they leave nothing, that is said.
+    // Both constraints hold together with a grammar. If no token is left, the error says so.
     let none = json!({"allowed_token_ids": [ids[0]], "guided_choice": ["\u{1f984}"]});
     let problem = refusal(&app, none).await;
     assert!(
@@ -94,7 +94,7 @@ async fn an_answer_has_allowed_tokens_alone() {
 }
 
 #[tokio::test]
-async fn a_bad_word_is_never_said() {
+async fn a_bad_word_is_never_generated() {
     let text = "One, two, three";
     let app = app_that_says(text);
     for word in ["two", "two, three", "O", "One", "e", ", t", "three"] {
@@ -103,7 +103,7 @@ async fn a_bad_word_is_never_said() {
         assert!(!said.contains(word), "{word:?} is in {said:?}");
     }
     let (said, _) = answer(&app, with(chat("Count"), json!({"bad_words": ["four"], "max_tokens": 30}))).await;
-    assert_eq!(said, text, "another word changes nothing");
+    assert_eq!(said, text, "a word that does not occur has no effect");
     assert_eq!(
         refusal(&app, json!({"bad_words": ["a", ""]})).await,
         "bad_words[1]: expected 1 to 1024 bytes, got 0"
@@ -112,7 +112,7 @@ async fn a_bad_word_is_never_said() {
 }
 
 #[tokio::test]
-async fn a_prompt_is_cut_from_its_beginning() {
+async fn a_prompt_is_truncated_at_its_beginning() {
     let (app, seen) = app_that_shows_its_prompt("Yes");
     let (_, whole) = completion(&app, json!({"prompt": "One, two, three", "return_token_ids": true})).await;
     let whole: Vec<u32> = serde_json::from_value(whole["choices"][0]["prompt_token_ids"].clone()).unwrap();
@@ -126,7 +126,7 @@ async fn a_prompt_is_cut_from_its_beginning() {
     let (status, _) =
         complete(&app, with(chat("One, two, three"), json!({"truncate_prompt_tokens": 2}))).await;
     assert_eq!((status.as_u16(), seen.lock().unwrap().len()), (200, 2));
-    // -1 is what the context holds beside the answer; without it such a prompt is refused.
+    // -1 = what the context holds in addition to the answer. Without it, this prompt is refused.
     let long = "One, two, three. ".repeat(400);
     assert_eq!(completion(&app, json!({"prompt": long})).await.0, 400);
     let (status, body) = completion(&app, json!({"prompt": long, "truncate_prompt_tokens": -1})).await;
@@ -141,8 +141,8 @@ async fn a_prompt_is_cut_from_its_beginning() {
 }
 
 #[tokio::test]
-async fn token_ids_come_back_also_in_a_stream() {
-    // Letters outside the vocabulary are several byte tokens each.
+async fn token_ids_are_returned_with_and_without_streaming() {
+    // Letters outside the vocabulary are several byte tokens.
     let text = "Größe: ½";
     let ids: Vec<u32> = encoded(text).into_iter().chain([END_OF_TURN]).collect();
     let app = app_that_says(text);
@@ -175,7 +175,7 @@ async fn token_ids_come_back_also_in_a_stream() {
 }
 
 #[tokio::test]
-async fn usage_and_times_so_far_come_with_each_chunk_where_asked() {
+async fn each_chunk_has_usage_and_timings_if_requested() {
     let app = app_that_says("One, two, three");
     let options = json!({"include_usage": true, "continuous_usage_stats": true});
     let fields = json!({"stream": true, "stream_options": options, "timings_per_token": true});
@@ -195,7 +195,11 @@ async fn usage_and_times_so_far_come_with_each_chunk_where_asked() {
     }
     let (lines, _) = stream(&app, with(chat("Count"), json!({"stream": true}))).await;
     let chunks = parse(&lines);
-    assert_eq!(chunks.iter().filter(|chunk| chunk.get("timings").is_some()).count(), 1, "the last alone");
+    assert_eq!(
+        chunks.iter().filter(|chunk| chunk.get("timings").is_some()).count(),
+        1,
+        "only the last chunk"
+    );
     for stream in [json!({}), json!({"stream": false})] {
         let problem = refusal(&app, with(json!({"stream_options": {"include_usage": true}}), stream)).await;
         assert_eq!(problem, "stream_options: expected stream to be true beside it");
@@ -203,7 +207,7 @@ async fn usage_and_times_so_far_come_with_each_chunk_where_asked() {
 }
 
 #[tokio::test]
-async fn a_limit_of_minus_one_is_what_the_context_holds() {
+async fn a_limit_of_minus_one_means_the_rest_of_the_context() {
     let small = Limits { max_context: 100, ..limits() };
     let app = app_with(small, OPTIONS, DEFAULTS, says(&[], 300));
     for fields in [
@@ -233,7 +237,7 @@ async fn a_limit_of_minus_one_is_what_the_context_holds() {
 }
 
 #[tokio::test]
-async fn llamacpps_grammar_and_schema_hold_an_answer() {
+async fn the_llama_cpp_fields_grammar_and_json_schema_constrain_an_answer() {
     let app = app(says(&[], END_OF_TURN));
     let gbnf = json!({"grammar": "root ::= \"yes\" | \"no\""});
     for body in [complete(&app, with(chat("Well?"), gbnf.clone())).await.1, completion(&app, gbnf).await.1] {
@@ -247,7 +251,7 @@ async fn llamacpps_grammar_and_schema_hold_an_answer() {
     assert_eq!(
         complete(&app, with(chat("Hi"), json!({"grammar": ""}))).await.0,
         200,
-        "an empty text is none"
+        "an empty grammar is no grammar"
     );
     let problem = refusal(&app, json!({"grammar": "root ::= \"yes"})).await;
     assert!(problem.starts_with("grammar: ") && problem.contains("line 1"), "{problem}");
@@ -256,7 +260,7 @@ async fn llamacpps_grammar_and_schema_hold_an_answer() {
 }
 
 #[tokio::test]
-async fn tokens_of_a_chat_and_of_an_input_are_counted() {
+async fn tokens_of_a_chat_and_of_a_responses_input_are_counted() {
     let app = app_that_says("Hello");
     let count = async |route: &str, body: Value| {
         let (status, _, answer) = send_json(&app.router, post_to(route, body.to_string())).await;

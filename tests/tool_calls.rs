@@ -1,5 +1,5 @@
-//! Tool calls: the prompt that describes tools, the texts that the model may write, and the calls that they become,
-//! over HTTP and the scripted runner.
+//! Tool calls over HTTP and the scripted runner: the prompt that describes tools, the texts that the model may
+//! generate, and the calls that they become.
 
 use axum::body::Body;
 use axum::http::Request;
@@ -24,7 +24,7 @@ fn names() -> Vec<String> {
     vec!["get_weather".into(), "add \"it\"".into()]
 }
 
-/// The text and the calls of an answer that comes in `pieces`, and whether the answer counts as calls.
+/// The text and the calls of an answer that arrives in `pieces`, and whether the answer has the finish reason of calls.
 fn read<'a>(pieces: impl Iterator<Item = &'a str>) -> (String, Vec<(String, String)>, bool) {
     let mut reader = CallReader::new(names());
     let (mut text, mut calls) = (String::new(), Vec::<(String, String)>::new());
@@ -47,7 +47,7 @@ fn read<'a>(pieces: impl Iterator<Item = &'a str>) -> (String, Vec<(String, Stri
 }
 
 #[test]
-fn calls_are_told_from_text_however_they_are_cut() {
+fn calls_are_distinguished_from_text_for_every_split() {
     let seed = 0xca11;
     println!("seed {seed}");
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
@@ -88,7 +88,7 @@ fn calls_are_told_from_text_however_they_are_cut() {
 }
 
 #[test]
-fn any_text_comes_out_as_it_went_in() {
+fn text_without_calls_is_returned_unchanged() {
     let seed = 0x7e47;
     println!("seed {seed}");
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
@@ -125,7 +125,7 @@ fn any_text_comes_out_as_it_went_in() {
 }
 
 #[test]
-fn parameters_that_were_cut_keep_what_is_whole_of_them() {
+fn truncated_parameters_keep_their_complete_values() {
     for (cut, whole) in [
         ("{", "{}"),
         ("{\"a", "{}"),
@@ -143,7 +143,7 @@ fn parameters_that_were_cut_keep_what_is_whole_of_them() {
     ] {
         assert_eq!(whole_parameters(cut), whole, "{cut}");
     }
-    // Wherever the text is cut, the result is the JSON of an object, with no value that was not there.
+    // For every truncation, the result is a JSON object without invented values.
     let json = "{\"a\": [1.5e3, -2, \"x\\\\\", [], {\"½\": null}], \"b\": {\"c\": true, \"d\": \"\\u00bd}\"}, \"e\": 0}";
     let object: Value = serde_json::from_str(json).unwrap();
     for at in (1..=json.len()).filter(|at| json.is_char_boundary(*at)) {
@@ -194,7 +194,7 @@ fn calls_of(body: &Value) -> (Vec<(String, Value)>, String) {
 }
 
 #[tokio::test]
-async fn a_call_is_a_tool_call_in_openais_shape_also_in_a_stream() {
+async fn a_call_has_the_openai_format_with_and_without_streaming() {
     let rome = ("get_weather".to_owned(), json!({"city": "Rome", "unit": "c"}));
     let three = ("roll".to_owned(), json!({"count": 3}));
     let both = format!(
@@ -208,7 +208,7 @@ async fn a_call_is_a_tool_call_in_openais_shape_also_in_a_stream() {
         let app = app_that_says(&text);
         for choice in [json!("auto"), json!("required"), Value::Null] {
             if choice == "required" && text.starts_with(' ') {
-                continue; // a demanded call begins with the call
+                continue; // a required call has no white space before it
             }
             let body = ask(json!({"tool_choice": choice}));
             let (status, whole) = complete(&app, body.clone()).await;
@@ -237,10 +237,10 @@ async fn a_call_is_a_tool_call_in_openais_shape_also_in_a_stream() {
             let calls: Vec<(String, Value)> =
                 calls.into_iter().map(|(name, json)| (name, serde_json::from_str(&json).unwrap())).collect();
             assert_eq!(calls, expected);
-            assert!(fragments > calls.len(), "arguments come as they are written");
+            assert!(fragments > calls.len(), "arguments must arrive in several chunks");
             ids.sort();
             ids.dedup();
-            assert_eq!(ids.len(), calls.len(), "ids differ");
+            assert_eq!(ids.len(), calls.len(), "the ids of calls must differ");
             let last = chunks.last().unwrap();
             assert_eq!(last["choices"][0]["finish_reason"], "tool_calls");
         }
@@ -248,14 +248,15 @@ async fn a_call_is_a_tool_call_in_openais_shape_also_in_a_stream() {
     }
 }
 
-/// Several clients read only the first entry of a chunk's `tool_calls`, and stop at a finish reason without a look at
-/// what else is in that chunk: `openai` before 3.0, LlamaIndex, Home Assistant.
+/// Several clients read only the first entry of `tool_calls` in a chunk, and ignore the rest of a chunk with a finish
+/// reason: `openai` before 3.0, LlamaIndex, Home Assistant.
 #[tokio::test]
-async fn a_chunk_has_a_piece_of_one_call_and_a_finish_reason_comes_alone() {
+async fn a_chunk_has_a_part_of_one_call_or_only_the_finish_reason() {
     let args = ["{\"city\": \"Rome\", \"unit\": \"c\"}", "{\"count\": 3}"];
     let both = format!("[{ROME}, {{\"name\": \"roll\", \"parameters\": {}}}]", args[1]);
     let limits = Limits { max_sequences: 2, max_draws: 2, ..limits() };
-    // The second request holds back all from inside the first call on, until the answer ends.
+    // The second request has a stop string that matches all of the text after the beginning of the first call, except
+    // its end. So this text is held back until the answer ends.
     let held_back = format!("{}?", &both[both.find("Rome").expect("a city")..]);
     for fields in [json!({}), json!({"stop": held_back}), json!({"logprobs": true, "return_token_ids": true})]
     {
@@ -300,13 +301,13 @@ async fn a_chunk_has_a_piece_of_one_call_and_a_finish_reason_comes_alone() {
             let told: usize = count("token_ids").iter().map(|ids| ids.as_array().unwrap().len()).sum();
             let judged: usize =
                 count("logprobs").iter().map(|found| found["content"].as_array().unwrap().len()).sum();
-            assert_eq!((ids, scored), (told, judged), "each token once");
+            assert_eq!((ids, scored), (told, judged), "each token must be reported once");
         }
     }
 }
 
 #[tokio::test]
-async fn text_stays_text_and_is_not_held_to_anything() {
+async fn text_without_a_call_stays_text_and_is_unconstrained() {
     for text in ["Yes, it is { warm }.", " \n\nWarm", "It is.", "½", "\"quoted\""] {
         let app = app_that_says(text);
         let (_, body) = complete(&app, ask(json!({}))).await;
@@ -324,14 +325,14 @@ async fn text_stays_text_and_is_not_held_to_anything() {
     let app = app_that_says(ROME);
     let (_, body) = complete(&app, ask(json!({"tool_choice": "none"}))).await;
     assert_eq!(body["choices"][0]["message"]["content"], ROME);
-    // An answer that begins as a call must be one.
+    // An answer that begins like a call is forced to be one.
     let app = app_that_says("{warm}");
     let (_, body) = complete(&app, ask(json!({"max_tokens": 300}))).await;
     assert!(["get_weather", "roll", "now"].contains(&calls_of(&body).0[0].0.as_str()), "{body}");
 }
 
 #[tokio::test]
-async fn a_demanded_call_is_made_and_fits_its_schema() {
+async fn a_required_call_is_made_and_matches_its_schema() {
     let app = babbling();
     let named = |name: &str| json!({"type": "function", "function": {"name": name}});
     let (_, body) =
@@ -339,7 +340,7 @@ async fn a_demanded_call_is_made_and_fits_its_schema() {
     let (calls, reason) = calls_of(&body);
     assert!(calls.len() == 1 && calls[0].0 == "roll" && reason == "tool_calls", "{body}");
     assert!(calls[0].1["count"].as_u64().is_some_and(|n| (1..=9).contains(&n)), "{body}");
-    // A function without parameters takes none.
+    // A function without parameters gets an empty object.
     let (_, body) =
         complete(&app, ask(json!({"tool_choice": named("now"), "parallel_tool_calls": false}))).await;
     assert_eq!(calls_of(&body).0, [("now".to_owned(), json!({}))]);
@@ -347,7 +348,7 @@ async fn a_demanded_call_is_made_and_fits_its_schema() {
     let app = babbling();
     let (_, body) = complete(&app, ask(json!({"tool_choice": "required", "max_tokens": 1200}))).await;
     assert!(!calls_of(&body).0.is_empty(), "{body}");
-    // There is one object if calls must not be parallel.
+    // Exactly one call is made if parallel calls are disabled.
     let app = app_that_says(&format!("[{ROME}]"));
     let one = json!({"tool_choice": "required", "parallel_tool_calls": false, "max_tokens": 1200});
     let (_, body) = complete(&app, ask(one)).await;
@@ -355,7 +356,7 @@ async fn a_demanded_call_is_made_and_fits_its_schema() {
 }
 
 #[tokio::test]
-async fn each_of_n_answers_calls_or_talks_for_itself() {
+async fn each_of_n_answers_calls_or_talks_independently() {
     let limits = Limits { max_sequences: 2, max_draws: 2, ..limits() };
     let mut scripts =
         [ROME, "It is."].map(|text| says(&tokenizer().encode(text, false).unwrap(), END_OF_TURN));
@@ -370,7 +371,7 @@ async fn each_of_n_answers_calls_or_talks_for_itself() {
 }
 
 #[tokio::test]
-async fn what_cuts_a_call_says_so() {
+async fn a_truncated_call_reports_why_it_was_cut() {
     let app = app_that_says(ROME);
     let whole = tokenizer().encode(ROME, false).unwrap().len();
     let (_, body) = complete(&app, ask(json!({"max_tokens": whole - 6}))).await;
@@ -378,7 +379,7 @@ async fn what_cuts_a_call_says_so() {
     let arguments = choice["message"]["tool_calls"][0]["function"]["arguments"].as_str().unwrap();
     assert_eq!(choice["finish_reason"], "length");
     assert!(arguments.starts_with("{\"city\"") && !arguments.ends_with('}'), "{body}");
-    // A call begins with its name.
+    // A call begins only after its name, so before that the answer is text.
     let (_, body) = complete(&app, ask(json!({"max_tokens": 3}))).await;
     let choice = &body["choices"][0];
     let text = choice["message"]["content"].as_str().unwrap();
@@ -388,14 +389,14 @@ async fn what_cuts_a_call_says_so() {
     let choice = &body["choices"][0];
     assert_eq!(choice["finish_reason"], "stop");
     assert_eq!(choice["message"]["tool_calls"][0]["function"]["arguments"], "{\"city\": \"");
-    // The log probabilities are those of all tokens that were written.
+    // The log probabilities include all generated tokens.
     let (_, body) = complete(&app, ask(json!({"logprobs": true}))).await;
     assert_eq!(body["choices"][0]["logprobs"]["content"].as_array().map(Vec::len), Some(whole));
     calls_of(&body);
 }
 
 #[tokio::test]
-async fn a_schema_for_the_answer_and_tools_go_together() {
+async fn an_answer_schema_works_together_with_tools() {
     let answer = json!({"type": "object", "properties": {"warm": {"$ref": "#/$defs/b"}}, "required": ["warm"], "additionalProperties": false, "$defs": {"b": {"type": "boolean"}}});
     let format = json!({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": true, "schema": answer}}});
     for (text, called) in [(ROME, true), ("{\"warm\": true}", false)] {
@@ -429,7 +430,7 @@ async fn prompt_at(path: &str, body: Value) -> String {
 }
 
 #[tokio::test]
-async fn every_wire_format_tells_the_model_the_same() {
+async fn every_wire_format_gives_the_same_prompt() {
     let function = |id: &str, name: &str, arguments: &str| json!({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}});
     let chat = json!([
         {"role": "system", "content": "Be brief."},
@@ -499,7 +500,7 @@ async fn every_wire_format_tells_the_model_the_same() {
 }
 
 #[tokio::test]
-async fn results_of_calls_with_one_id_are_paired_in_order() {
+async fn results_of_calls_with_the_same_id_are_paired_in_order() {
     let function =
         |name: &str| json!({"id": "a", "type": "function", "function": {"name": name, "arguments": "{}"}});
     let result = |text: &str| json!({"role": "tool", "tool_call_id": "a", "content": text});
@@ -508,7 +509,7 @@ async fn results_of_calls_with_one_id_are_paired_in_order() {
         json!({"role": "assistant", "tool_calls": calls})
     };
     let user = json!({"role": "user", "content": "Hi"});
-    // The id comes again in a later turn, and of its calls the last one has two results.
+    // The same id occurs again in a later turn, where the last call has two results.
     let chat = json!({"model": MODEL, "messages": [user, turn(&["now", "roll"]), result("10:00"), result("7"),
         turn(&["now", "get_weather"]), result("11:00"), result("warm"), result("dry")]});
     let blocks = |role: &str, blocks: Vec<Value>| json!({"role": role, "content": blocks});
@@ -536,7 +537,7 @@ async fn results_of_calls_with_one_id_are_paired_in_order() {
 }
 
 #[tokio::test]
-async fn the_model_is_told_of_tools_calls_and_results() {
+async fn the_prompt_describes_tools_calls_and_results() {
     let call = |id: &str, name: &str, arguments: &str| json!({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}});
     let messages = json!([
         {"role": "system", "content": "Be brief."},
@@ -563,7 +564,7 @@ async fn the_model_is_told_of_tools_calls_and_results() {
     assert_eq!(
         prompt_of(with(body.clone(), json!({"tool_choice": "required"}))).await,
         told,
-        "a prefix stays cached"
+        "the prompt must not change, so that it stays cached"
     );
     let alone = prompt_of(with(body.clone(), json!({"parallel_tool_calls": false}))).await;
     assert_eq!(alone, told.replace(", or an array of such objects for several calls", ""));
@@ -575,7 +576,7 @@ async fn the_model_is_told_of_tools_calls_and_results() {
 }
 
 #[tokio::test]
-async fn some_of_the_tools_may_be_all_that_are_called() {
+async fn allowed_tools_limit_which_tools_are_called() {
     let allowed = |mode: &str, names: &[&str]| {
         let tools: Vec<Value> =
             names.iter().map(|name| json!({"type": "function", "function": {"name": name}})).collect();
@@ -584,7 +585,7 @@ async fn some_of_the_tools_may_be_all_that_are_called() {
     assert_eq!(
         prompt_of(ask(allowed("auto", &["roll"]))).await,
         prompt_of(ask(json!({}))).await,
-        "a prefix stays cached"
+        "the prompt must not change, so that it stays cached"
     );
     let app = app_that_says(ROME);
     let (_, body) = complete(&app, ask(allowed("auto", &["get_weather", "now"]))).await;
@@ -598,7 +599,7 @@ async fn some_of_the_tools_may_be_all_that_are_called() {
 }
 
 #[tokio::test]
-async fn what_is_wrong_with_tools_is_said_by_field() {
+async fn invalid_tools_are_refused_with_the_field() {
     let app = app_that_says("ok");
     let tools = |tools: Value| json!({"tools": tools});
     let function =
@@ -703,7 +704,7 @@ async fn what_is_wrong_with_tools_is_said_by_field() {
             "{fields}: {body}"
         );
     }
-    // The tool is not strict, so the model is free in what cannot be enforced.
+    // The tool is not strict, so the unenforceable keyword is left to the model.
     let loose =
         json!({"name": "f", "parameters": {"properties": {"a": {"type": "array", "uniqueItems": true}}}});
     assert_eq!(complete(&app, ask(function(loose))).await.0, 200);
@@ -778,12 +779,12 @@ async fn mutated_tools_and_schemas_never_panic_hang_or_fail_the_server() {
             assert!(reply["error"]["message"].as_str().is_some_and(|m| !m.contains('\n')), "{body}: {reply}");
         }
     }
-    assert!(accepted > 200, "only {accepted} of 1500 were accepted: the mutations reach too little");
+    assert!(accepted > 200, "only {accepted} of 1500 were accepted: the mutations are too destructive");
     assert_all_free(&app.engine).await;
 }
 
 #[tokio::test]
-async fn a_call_says_no_text_also_where_each_token_has_its_chunk() {
+async fn a_call_has_no_text_also_with_one_token_in_each_chunk() {
     let text = "[{\"name\": \"now\", \"parameters\": {}}]";
     let app = app_that_says(text);
     let fields = json!({"tools": [now()], "logprobs": true, "stream": true});
@@ -796,7 +797,7 @@ async fn a_call_says_no_text_also_where_each_token_has_its_chunk() {
     assert_eq!(tokens.map(Vec::len).sum::<usize>(), tokenizer().encode(text, false).unwrap().len());
 }
 
-/// A server that takes large bodies.
+/// A server that accepts large bodies.
 fn app_for_many_tools(text: &str) -> App {
     let script = says(&tokenizer().encode(text, false).unwrap(), END_OF_TURN);
     app_with(limits(), Options { max_body_bytes: 1 << 20, ..OPTIONS }, DEFAULTS, script)
@@ -804,7 +805,7 @@ fn app_for_many_tools(text: &str) -> App {
 
 /// The number of grammars that a server has compiled.
 async fn compiled(app: &App) -> u64 {
-    let get = Request::get("/metrics").body(Body::empty()).expect("a sound request");
+    let get = Request::get("/metrics").body(Body::empty()).expect("a valid request");
     let (_, _, text) = send(&app.router, get).await;
     let text = String::from_utf8(text).expect("UTF-8");
     let line = text.lines().find(|line| line.starts_with("unicorn_grammars_compiled_total")).expect(&text);
@@ -821,14 +822,14 @@ fn wide(name: &str, properties: usize) -> Value {
 }
 
 #[tokio::test]
-async fn tools_that_are_too_large_compile_nothing_and_push_nothing_out_of_the_cache() {
+async fn tools_that_are_too_large_compile_nothing_and_evict_nothing() {
     let app = app_for_many_tools("{\"name\": \"small\", \"parameters\": {}}");
     let small = with(chat("Hi"), json!({"tools": [wide("small", 0)], "tool_choice": "required"}));
     assert_eq!(complete(&app, small.clone()).await.0, 200);
     let before = compiled(&app).await;
     assert_eq!(before, 1);
 
-    // Each of the tools would be accepted alone.
+    // Each of these tools would be accepted alone.
     let many: Vec<Value> = (0..128).map(|n| wide(&format!("tool_{n}"), 30)).collect();
     let body = with(chat("Hi"), json!({"tools": many, "tool_choice": "required"}));
     let (status, error) = complete(&app, body).await;
@@ -836,7 +837,7 @@ async fn tools_that_are_too_large_compile_nothing_and_push_nothing_out_of_the_ca
     assert!(error["error"]["message"].as_str().unwrap().contains("bytes long"), "{error}");
     assert_eq!(compiled(&app).await, before);
 
-    // A tool that is too large by itself is named, and no grammar is compiled for it.
+    // A tool that is too large alone is named, and no grammar is compiled for it.
     let mut tools: Vec<Value> = (0..5).map(|n| wide(&format!("tool_{n}"), 3)).collect();
     tools[3] = wide("tool_3", 3500);
     let body = with(chat("Hi"), json!({"tools": tools, "tool_choice": "required"}));
@@ -848,7 +849,7 @@ async fn tools_that_are_too_large_compile_nothing_and_push_nothing_out_of_the_ca
     );
     assert_eq!(compiled(&app).await, before);
     assert_eq!(complete(&app, small).await.0, 200);
-    assert_eq!(compiled(&app).await, before, "it was forgotten");
+    assert_eq!(compiled(&app).await, before, "the small grammar was evicted");
 }
 
 #[tokio::test]
@@ -865,5 +866,5 @@ async fn an_uncompilable_tool_among_many_is_named_and_no_grammar_is_kept() {
     );
     let after = compiled(&app).await;
     assert_eq!(complete(&app, body(&tools[..1])).await.0, 200);
-    assert_eq!(compiled(&app).await, after + 1, "one that was only looked at was kept");
+    assert_eq!(compiled(&app).await, after + 1, "a grammar of the failed request was cached");
 }

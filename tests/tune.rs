@@ -1,4 +1,5 @@
-//! The tuner: its choice belongs to the device, is kept, and changes no bit of an answer.
+//! The tuner chooses kernel variants for a device and stores the choice. The choice must not change the bits of
+//! answers.
 
 use unicorn::gpu::QueueKind;
 use unicorn::kernels::{ActivationsFrom, GpuTiles, SubgroupTile, Tiles};
@@ -12,7 +13,7 @@ use crate::support::{data, device, goldens, policy};
 const SHARED: GpuTiles = GpuTiles { activations: [ActivationsFrom::SharedMemory; 6], ..GpuTiles::COUNTED };
 
 #[test]
-fn what_is_measured_is_among_what_the_device_can_do() {
+fn the_tuned_choice_is_one_that_the_device_supports() {
     let trial = Trial { scheme: Scheme::int4(32), shape: [64, 96], many_tokens: [9, 17, 33, 40] };
     let tuned = measured(&device(), &policy(), GpuTiles::COUNTED, &trial).expect("it measures");
     let tuned = tuned.expect("lavapipe has a clock");
@@ -23,14 +24,14 @@ fn what_is_measured_is_among_what_the_device_can_do() {
 }
 
 #[test]
-fn a_device_that_is_a_cpu_has_nothing_to_choose() {
+fn a_cpu_device_has_nothing_to_tune() {
     let (of, tiles) = tuned(device(), &policy()).expect("nothing is measured");
     assert_eq!(tiles, Tiles::Cpu);
     assert_eq!(of.queue_kind(), device().queue_kind());
 }
 
 #[test]
-fn what_was_measured_is_kept_and_what_cannot_be_is_not_believed() {
+fn a_measured_choice_is_stored_and_an_invalid_one_is_ignored() {
     let device = device();
     let queue = device.queue_kind();
     for tiles in [GpuTiles::COUNTED, SHARED, GpuTiles { lane_tokens: 8, ..SHARED }] {
@@ -54,7 +55,7 @@ fn what_was_measured_is_kept_and_what_cannot_be_is_not_believed() {
 }
 
 #[test]
-fn a_model_computes_the_same_bits_whatever_was_tuned() {
+fn a_model_computes_the_same_bits_with_every_tuned_choice() {
     let folder = data("gemma3/tiny-a");
     let tokens = Goldens::open(&folder).tokens("tokens.long");
     let tokens = &tokens[..tokens.len().min(70)];

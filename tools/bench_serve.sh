@@ -1,6 +1,6 @@
 #!/bin/sh
 # Runs `BINARY bench serve ARGS` against a new server: `BINARY serve` on a free port, with SERVE_ARGS from the
-# environment (split at blanks). The server is stopped however the measurement ends.
+# environment (split at blanks). The server is always stopped at the end.
 set -eu
 binary=$1
 shift
@@ -20,7 +20,7 @@ stop() {
 trap stop EXIT
 trap 'exit 130' INT TERM
 
-# At one moment more streams may send requests than the default queue holds.
+# More streams may send requests at the same time than the default queue holds.
 export UNICORN_SERVER_QUEUE="${UNICORN_SERVER_QUEUE:-1024}"
 # shellcheck disable=SC2086
 "$tools/with_device.sh" "$binary" serve --port 0 ${SERVE_ARGS:-} 2>"$log" &
@@ -30,13 +30,13 @@ seconds=0
 while ! grep -q 'ready: http://' "$log"; do
     if ! kill -0 "$server" 2>/dev/null || [ "$seconds" -ge 1800 ]; then
         cat "$log" >&2
-        echo "error: the server did not get ready" >&2
+        echo "error: the server did not become ready" >&2
         exit 1
     fi
     sleep 1
     seconds=$((seconds + 1))
 done
-# Prints the warning about a software device, the model and the device: figures mean nothing without them.
+# Prints the warning about a software device, the model and the device, because the figures mean nothing without them.
 grep '^#' "$log" >&2 || true
 sed -n 's/.*INFO \(model\|device\)   */\1: /p' "$log" >&2
 url=$(sed -n 's|.*ready: \(http://[^,]*\),.*|\1|p' "$log" | head -n 1)

@@ -2,8 +2,8 @@
 """Measures the host's part of a decode step of 62 layers, as many as a 27B has: `make bench-step`.
 
 The checkpoint is the tests' tiny one with its eight layers repeated, so that software Vulkan has little to compute and
-does not occupy the host's cores for long. Prints the output of `unicorn bench`. `host` is the engine thread's own time,
-which includes handing a step to the driver.
+does not occupy the host's cores for long. Prints the output of `unicorn bench`. `host` is the time of the engine
+thread, including the submit of a step to the driver.
 """
 
 import json

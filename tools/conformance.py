@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """Runs the tests of llama.cpp's and vLLM's servers against `unicorn serve`, and writes docs/conformance.md.
 
-The tests come from source distributions of the package index, at pinned versions, and stay in .cache/conformance:
-nothing of them is built, installed or copied into the repository. tools/conformance_plugin.py runs them. Every failure
-gets a class from RULES; the exit status is 1 if a failure has none, or if a suite did not run.
+The tests come from source distributions of the package index, at pinned versions, and stay in .cache/conformance.
+Nothing of them is built, installed or copied into the repository. tools/conformance_plugin.py runs them. RULES assigns
+a class to every failure. The exit status is 1 if a failure has no class, or if a suite did not run.
 
     tools/conformance.py                      starts the demo model on software Vulkan, and runs both suites
-    tools/conformance.py --url URL            asks a server that runs already
-    tools/conformance.py --again              classifies the last run's failures again, after a change of RULES
+    tools/conformance.py --url URL            tests a server that is already running
+    tools/conformance.py --again              classifies the last run's failures again (after a change of RULES)
     tools/conformance.py --suite vllm --out FILE --test-seconds 30 --suite-seconds 1800
 """
 
@@ -47,7 +47,7 @@ class Suite:
     version: str
     sha256: str
     root: str  # where pytest runs
-    tests: str  # what it runs, from `root`
+    tests: str  # the tests to run, relative to `root`
     unpacked: tuple  # the paths that are unpacked, which may be folders
 
     def folder(self):
@@ -67,19 +67,20 @@ SUITES = [
     ),
 ]
 
-# How much a run forgives: whether the proxy gives requests the served model's name, and root routes their /v1.
+# The modes of a run. A relaxed run has a proxy that writes the served model's name into requests, and adds /v1 to
+# routes that are served only there.
 MODES = {"as is": "0", "relaxed": "1"}
 
 
 class ConformanceError(Exception):
-    """What stops the run, in one line."""
+    """An error that ends the run, in one line."""
 
 
 # --- the suites -----------------------------------------------------------------------------------------
 
 
 def index_url():
-    """The package index that pip asks: its configured one, or its default, which it tells to nobody who asks its commands."""
+    """The package index of pip: the configured one, or pip's default, which no pip command prints."""
     tell = "from pip._internal.models.index import PyPI; print(PyPI.simple_url)"
     configured, default = (
         subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False).stdout.strip()
@@ -89,7 +90,7 @@ def index_url():
 
 
 def fetch_suite(suite):
-    """The folder with the suite's tests, which are fetched and unpacked where that has not been done yet."""
+    """Returns the folder with the tests of the suite. Fetches and unpacks them if necessary."""
     folder = CACHE / "suites" / suite.folder()
     if folder.is_dir():
         return folder
@@ -127,7 +128,7 @@ def download(url, archive):
 
 
 def unpack(archive, suite, target):
-    """Unpacks the suite's files alone. Links, devices and paths that lead elsewhere are left out."""
+    """Unpacks only the files of the suite. Links, devices and paths outside of the folder are ignored."""
     written = 0
     with tarfile.open(archive) as source:
         for member in source:
@@ -159,18 +160,18 @@ def run_suite(suite, python, url, mode, test_seconds, suite_seconds):
         **os.environ,
         "CONFORMANCE_SERVER": url, "CONFORMANCE_REPORT": str(report), "CONFORMANCE_RELAXED": MODES[mode],
         "PYTHONPATH": str(ROOT / "tools"),
-        # llama.cpp's tests then leave the server alone.
+        # With this variable, llama.cpp's tests do not start a server.
         "DEBUG_EXTERNAL": "1",
     }
     command = [
         python, "-m", "pytest", "-p", "conformance_plugin", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(root), "-q", "--tb=native",
-        # Without the option, the limit of a test may end in the middle of pytest's own work.
+        # Without this option, a timeout may interrupt pytest itself.
         "-o", "timeout_func_only=true",
         "--continue-on-collection-errors", f"--timeout={test_seconds}", f"--session-timeout={suite_seconds}", suite.tests,
     ]
     with log.open("w") as output:
         try:
-            # The grace is for the last test and for pytest's own summary.
+            # The extra time is for the last test and for pytest's summary.
             ended = subprocess.run(command, cwd=root, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=False,
                                    timeout=suite_seconds + 2 * test_seconds)
             if ended.returncode not in (0, 1, 2):  # passed, failed, out of time
@@ -198,7 +199,7 @@ class Failure:
         return [Refusal(exchange) for exchange in self.exchanges if exchange["status"] >= 400]
 
     def ends_refused(self):
-        """Whether the last answer was a refusal. Tests that expect an earlier one go on behind it."""
+        """Whether the last answer was an error. Tests that expect an earlier error continue after it."""
         return bool(self.exchanges) and self.exchanges[-1]["status"] >= 400
 
     def ignored(self):
@@ -215,23 +216,24 @@ class Refusal:
             self.code, self.param, self.message = error.get("code"), error.get("param"), error.get("message", "")
         except (ValueError, KeyError, TypeError, AttributeError):
             self.code, self.param, self.message = None, None, exchange["refusal"]
-        # Anthropic's errors have neither: the message begins with the field.
+        # Anthropic's errors have no code and no param: the message begins with the field.
         if self.code is None and (found := re.match(r"([a-z_]+(?:\[\d+\]|\.[a-z_]+)*): ", self.message)):
             self.param = found[1]
 
 
 def route_not_served(failure):
-    """The route is not one of this server's: its error says so."""
+    """The server does not have the route, and its error says so."""
     nothing = re.compile(r"there is nothing at |[A-Z]+ is not allowed at ")
     return next((r.route for r in failure.refusals() if nothing.match(r.message)), None)
 
 
-# Fields that take more kinds of values in another server than in OpenAI's or Anthropic's, which this server follows.
+# Fields for which another server accepts more types of values than OpenAI or Anthropic. This server follows OpenAI and
+# Anthropic.
 WIDER_ELSEWHERE = re.compile(r"input(\[\d+\])*|messages|messages\[\d+\]\.role|logit_bias\..*")
 
 
 def field_refused(failure):
-    """The server refuses a field or a value of it by name, because it does not have what it asks for."""
+    """The error of the server names a field, or a value of it, that it does not support."""
     def is_refused(r):
         return r.param and (r.code == "unsupported_value" or "this server" in r.message and r.param != "model"
                             or WIDER_ELSEWHERE.fullmatch(r.param) and r.status == 400)
@@ -239,7 +241,8 @@ def field_refused(failure):
     return next((f"{r.param}: {r.message.removeprefix(f'{r.param}: ')}" for r in failure.refusals() if is_refused(r)), None)
 
 
-# What a failed line compares where a test expects what its own model writes, is called, or makes of a text in tokens.
+# Patterns of failed lines that compare something that depends on the test's own model: its text, its name, or its
+# tokens.
 OF_A_MODEL = [
     ("the words of its own model", r"match_regex\(|re_content|expect_content|in (?:text|content|output_text)\b|\.startswith\(\"[A-Z]"),
     ("the number of tokens of its own tokenizer", r"n_prompt|n_tokens|prompt_tokens|completion_tokens|\bUsage\("),
@@ -250,8 +253,8 @@ OF_A_MODEL = [
 
 
 def text_of_a_model(failure):
-    """The test names its own model, which is not the one that is served; or all was answered, no field was ignored, and
-    the test compares what only its own model gives."""
+    """The test names its own model, which is not served. Or: all requests were answered, no field was ignored, and the
+    test compares something that depends on its own model."""
     if any(re.search(r"the model \".*\" does not exist", refusal.message) for refusal in failure.refusals()):
         return "the name of its own model"
     if failure.error != "AssertionError" or failure.refusals() or failure.ignored():
@@ -261,8 +264,8 @@ def text_of_a_model(failure):
     return next((what for what, pattern in OF_A_MODEL if re.search(pattern, failure.statement)), None)
 
 
-# Tests whose failures no pattern shows: they compare what their own model says, or hold a server to its own manner where
-# this one keeps to OpenAI's or to what docs/api.md says.
+# Tests whose failures no pattern recognizes. They compare the text of their own model, or behaviour that is specific to
+# their own server, where this server follows OpenAI or docs/api.md.
 LISTED = {
     "test_chat.py::test_complex_message_content": ("text", "the words of its own model"),
     "test_chat.py::test_response_format_json_object": ("text", "the words of its own model"),
@@ -272,12 +275,12 @@ LISTED = {
     "test_tokenize.py::test_tokenize_with_bos": ("text", "the number of the first token in its own vocabulary"),
     "test_tool_call.py::test_hello_world": ("text", "what its own model hands to the tool that it calls"),
     "test_chat.py::test_chat_completion_stream_options": (
-        "manner", "vLLM's last chunk has text beside its finish_reason, so that every chunk counts more tokens; OpenAI's has none"
+        "manner", "vLLM's last chunk has text together with its finish_reason, so that every chunk counts more tokens; OpenAI's has none"
     ),
-    "test_chat.py::test_chat_streaming": ("manner", "vLLM's last chunk has text beside its finish_reason; OpenAI's has none"),
-    "test_chat.py::test_prompt_logprobs_chat": ("manner", "vLLM's answers have fields that nobody asked for, as null"),
-    "test_completion.py::test_prompt_logprobs_completion": ("manner", "vLLM's answers have fields that nobody asked for, as null"),
-    "test_return_token_ids.py::test_basic_completion_with_emoji": ("manner", "vLLM's answers have fields that nobody asked for, as null"),
+    "test_chat.py::test_chat_streaming": ("manner", "vLLM's last chunk has text together with its finish_reason; OpenAI's has none"),
+    "test_chat.py::test_prompt_logprobs_chat": ("manner", "vLLM's answers have fields that were not requested, as null"),
+    "test_completion.py::test_prompt_logprobs_completion": ("manner", "vLLM's answers have fields that were not requested, as null"),
+    "test_return_token_ids.py::test_basic_completion_with_emoji": ("manner", "vLLM's answers have fields that were not requested, as null"),
     "test_prompt_validation.py::test_empty_prompt": ("manner", "the words of its own error"),
     "test_prompt_validation.py::test_out_of_vocab_token_ids": ("manner", "the words of its own error"),
     "test_chat_completion.py::test_context_size_exceeded": ("manner", "its own server's context, which is smaller"),
@@ -293,8 +296,8 @@ OF_AN_ERROR = "the words of its own error"
 
 
 def listed(kind):
-    """The rule for the tests of this class in the list. It explains no refusal at a test's end, except where its words are
-    the matter, and no field that was ignored."""
+    """The rule for the listed tests of this class. It explains no failure with an ignored field, and no failure whose
+    last answer was an error, except if the test compares the text of an error."""
     def rule(failure):
         name = f"{PurePosixPath(file_of(failure.test)).name}::{function_of(failure.test)}"
         found, why = LISTED.get(name, (None, None))
@@ -305,7 +308,7 @@ def listed(kind):
     return rule
 
 
-# The classes, in the order in which they are asked. A rule names what it found, or returns None.
+# The classes, in the order in which they are tried. A rule returns a name for the cause, or None.
 RULES = [("route", route_not_served), ("field", field_refused), ("text", text_of_a_model), ("text", listed("text")), ("manner", listed("manner"))]
 UNEXPLAINED = "UNEXPLAINED"
 
@@ -319,7 +322,7 @@ def classify(failure):
 
 
 def cause(failure):
-    """What is known of a failure that no rule explains."""
+    """A description of a failure that no rule explains."""
     if failure.error == "Failed" and "Timeout" in failure.message:
         return "took too long"
     if refusals := failure.refusals():
@@ -339,7 +342,7 @@ def cause(failure):
 
 
 def looked_at(failure):
-    """The field of the answer that the failed line looks at, as far as the line tells."""
+    """The field of the answer that the failed line reads, if the line shows it."""
     keys = re.findall(r"\[['\"](\w+)['\"]\]", failure.statement) or re.findall(r"\.([a-z_]+)\b(?!\()", failure.statement)
     return f" about {'.'.join(keys[:4])}" if keys else ""
 
@@ -354,7 +357,7 @@ def asked(failure):
 
 @dataclass
 class Run:
-    """What became of a suite in one mode."""
+    """The results of a suite in one mode."""
 
     passed: list
     failed: list  # (test, class, name)
@@ -389,7 +392,7 @@ def file_of(test):
 
 
 def plain(text, width=200):
-    """A text for a cell of a table in Markdown."""
+    """The text as a cell of a Markdown table."""
     text = re.sub(r"\s+", " ", text).strip()
     text = text if len(text) <= width else text[: width - 1] + "…"
     return re.sub(r"([|<>*_`\\])", r"\\\1", text)
@@ -403,7 +406,7 @@ def document(runs, facts):
     lines = [
         "# Conformance",
         "",
-        "How the tests of other servers fare with this one. `make conformance` writes this page; `tools/conformance.py`",
+        "The results of the tests of other servers with this one. `make conformance` writes this page; `tools/conformance.py`",
         "says how. The tests come from source distributions; nothing of them is built, or kept in this repository.",
         "",
         *[f"- {fact}" for fact in facts],
@@ -417,7 +420,7 @@ def document(runs, facts):
         "- `route`: the test asks for a route that this server does not serve.",
         "- `field`: the server refuses a field, or a value of it, by name.",
         "- `text`: the test expects the words, the name or the token counts of its own model.",
-        "- `manner`: the test holds a server to what is its own server's manner alone; a list in `tools/conformance.py` has",
+        "- `manner`: the test requires behaviour that is specific to its own server. A list in `tools/conformance.py` has",
         "  these tests, each with its reason.",
         f"- `{UNEXPLAINED}`: none of these. Such a failure is to be mended, or explained by a rule in `tools/conformance.py`.",
         "",
@@ -456,7 +459,7 @@ def of_suite(suite, run):
 
 
 def function_of(test):
-    """A test's name in its file. Parameters are left out: the suite wrote them, and they hold whole prompts."""
+    """A test's name in its file, without parameters: the suite wrote them, and they contain whole prompts."""
     return test.split("[")[0].removeprefix(file_of(test)).removeprefix("::")
 
 
@@ -464,10 +467,10 @@ def function_of(test):
 
 
 def interpreter():
-    """A Python with the pinned packages, in an environment of its own."""
+    """A Python with the pinned packages, in a separate environment."""
     spec = util.spec_from_file_location("runner", ROOT / "tools/test.py")
     runner = util.module_from_spec(spec)
-    sys.modules["runner"] = runner  # dataclasses look their module up
+    sys.modules["runner"] = runner  # dataclasses look up their module
     spec.loader.exec_module(runner)
     python = runner.python_with(REQUIREMENTS, CACHE / "venv")
     if python is None:
@@ -480,7 +483,7 @@ def started_server():
     sys.path.insert(0, str(ROOT / "tests/clients"))
     from server import ENVIRONMENT, Server
 
-    # The validation layers make a server slow, and say nothing of what is on the wire.
+    # The validation layers make a server slow, and have no effect on the API.
     ENVIRONMENT["UNICORN_HARDWARE_VALIDATION"] = "false"
     server = Server(CACHE / "server.log")
     server.wait()
@@ -489,9 +492,9 @@ def started_server():
 
 def main(arguments):
     parser = argparse.ArgumentParser(description="Runs other servers' tests against `unicorn serve`.")
-    parser.add_argument("--url", help="a server that runs already, such as http://127.0.0.1:8010")
-    parser.add_argument("--suite", action="append", choices=[suite.name for suite in SUITES], help="run this suite alone")
-    parser.add_argument("--again", action="store_true", help="run nothing, and judge the reports of the last run again")
+    parser.add_argument("--url", help="a server that is already running, such as http://127.0.0.1:8010")
+    parser.add_argument("--suite", action="append", choices=[suite.name for suite in SUITES], help="run only this suite")
+    parser.add_argument("--again", action="store_true", help="run no tests, and classify the failures of the last run again")
     parser.add_argument("--out", type=Path, default=DOCUMENT)
     parser.add_argument("--test-seconds", type=int, default=30)
     parser.add_argument("--suite-seconds", type=int, default=1800)
@@ -513,7 +516,7 @@ def main(arguments):
 
 
 def run_all(suites, asked):
-    """Runs the suites in both modes, and notes the facts of the run for the document."""
+    """Runs the suites in both modes, and records facts about the run for the document."""
     python = interpreter()
     for suite in suites:
         fetch_suite(suite)

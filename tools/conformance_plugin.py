@@ -1,8 +1,8 @@
-"""The pytest plugin under which tools/conformance.py runs another project's tests against a running server.
+"""The pytest plugin with which tools/conformance.py runs another project's tests against a running server.
 
-A proxy in front of the server records what every test asked and how the server answered. Stand-ins take the place of
-what the tests import and is not installed, and of the servers that they would start. A test is *not run*, and never
-passed, if it called a stand-in, needed a server with an option that the running one does not have, or asked nothing.
+A proxy between the tests and the server records every request of a test and the answer. Stubs replace packages that the
+tests import and that are not installed, and the servers that they would start. A test is *not run*, and never passed,
+if it called a stub, needed a server option that the running server does not have, or sent no request.
 
 The report is one JSON object a line, in the file that CONFORMANCE_REPORT names:
 
@@ -37,14 +37,14 @@ EXCHANGE_SECONDS = 300
 REFUSAL_BYTES = 4096
 STATEMENT_LINES = 5
 
-# Packages that suites import, and that would bring an inference engine or a machine-learning framework with them.
+# Packages that suites import, and that would install an inference engine or a machine-learning framework.
 NOT_INSTALLED = {
     "fastapi", "huggingface_hub", "hypothesis", "lm_eval", "mcp", "openai_harmony", "schemathesis", "starlette", "torch", "transformers",
     "vllm", "wget",
 }
 
-# Options of llama-server's start without which a test of them says nothing. The running server has other ways to set
-# some of them (keys, origins), and its own tests for those.
+# Start options of llama-server. A test that needs one of them is not run. The running server sets some of them in other
+# ways (keys, origins), and has its own tests for those.
 LLAMA_OPTIONS = [
     "api_key", "cache_ram", "chat_template", "chat_template_file", "cors_origins", "enable_ctx_shift", "gcp_compat", "log_path",
     "lora_files", "mcp_servers_config", "mcp_servers_json", "media_path", "mmproj_url", "model_draft", "model_tags", "models_dir",
@@ -52,7 +52,7 @@ LLAMA_OPTIONS = [
     "reasoning_format", "server_reranking", "server_slots", "server_tools", "sleep_idle_seconds", "slot_save_path", "spec_synth_len",
     "spec_synth_rates", "spec_type", "swa_full", "ui_mcp_proxy",
 ]
-# Options of `vllm serve` for which that holds, too.
+# The same for options of `vllm serve`.
 VLLM_OPTIONS = [
     "--api-key", "--chat-template", "--enable-force-include-usage", "--enable-per-request-metrics", "--enable-prompt-embeds",
     "--exclude-tools-when-tool-choice-none", "--limit-mm-per-prompt", "--load-format", "--max-logprobs", "--reasoning-config",
@@ -62,7 +62,7 @@ VLLM_OPTIONS = [
 
 
 class Current:
-    """What the plugin knows of the test under way."""
+    """What the plugin knows about the current test."""
 
     def __init__(self):
         self.lock = threading.Lock()
@@ -78,7 +78,7 @@ modules_not_run = set()
 
 
 def not_run(reason):
-    """Ends the test under way, or the import of its file."""
+    """Ends the current test, or the import of its file."""
     current.not_run = current.not_run or reason
     pytest.skip(reason, allow_module_level=True)
 
@@ -87,7 +87,7 @@ def not_run(reason):
 
 
 class Routes:
-    """The routes and fields of the server, from its own document."""
+    """The routes and fields of the server, from its OpenAPI document."""
 
     def __init__(self, document):
         self.document = document
@@ -97,8 +97,8 @@ class Routes:
         return any(matches(template, path) for template in self.paths)
 
     def fields(self, method, path):
-        """Names of the fields of a body that the document has: those that the server reads, and other servers' that it
-        refuses or ignores for a reason. None if the document does not say."""
+        """Names of the fields of a body in the document: fields that the server reads, and fields of other servers that
+        it refuses or ignores on purpose. None = the document has no such body."""
         try:
             operation = next(entry for template, entry in self.paths.items() if matches(template, path))[method.lower()]
             return self.properties(operation["requestBody"]["content"]["application/json"]["schema"])
@@ -115,7 +115,7 @@ class Routes:
 
 
 def matches(template, path):
-    """Whether a path is one of a route whose parameters stand in braces."""
+    """Whether a path matches a route whose parameters are in braces."""
     wanted, given = template.split("/"), path.split("/")
     return len(wanted) == len(given) and all(w.startswith("{") or w == g for w, g in zip(wanted, given))
 
@@ -126,7 +126,7 @@ def fetch(path):
 
 
 class Proxy(BaseHTTPRequestHandler):
-    """Passes a request on, and its answer back as it comes. What is relaxed is relaxed here."""
+    """Forwards requests and streams the answers back. In relaxed mode, it adapts the requests."""
 
     protocol_version = "HTTP/1.1"
     routes = None
@@ -161,14 +161,14 @@ class Proxy(BaseHTTPRequestHandler):
                 self.wfile.write(piece)
                 self.wfile.flush()
         except OSError:
-            pass  # One side has closed its connection, as the tests of cancelling do.
+            pass  # One side closed its connection, as tests of cancellation do.
         finally:
             upstream.close()
 
     do_GET = do_POST = do_PUT = do_DELETE = do_OPTIONS = do_HEAD = do_PATCH = relay
 
     def adapt(self, path, body, exchange):
-        """The body to send. Notes its fields, and those of them that the server does not read."""
+        """The body to send. Records its fields, and which of them the server does not read."""
         try:
             fields = json.loads(body)
         except ValueError:
@@ -199,11 +199,11 @@ def start_proxy():
     return server.server_port
 
 
-# --- stand-ins ------------------------------------------------------------------------------------------
+# --- stubs ------------------------------------------------------------------------------------------
 
 
 class Absent(type):
-    """The class of everything that an absent module has. It may be named, subclassed and caught, and never called."""
+    """The class of everything in an absent module. It may be named, subclassed and caught, but not called."""
 
     def __call__(cls, *_, **__):
         not_run(f"{cls.absent} is not installed")
@@ -236,21 +236,22 @@ class AbsentModule(types.ModuleType):
 
 
 class NoPlatform:
-    """vLLM's `current_platform` where there is none."""
+    """vLLM's `current_platform` without a platform."""
 
     def __getattr__(self, _):
         return lambda *_, **__: False
 
 
 class NoHub:
-    """The hub of a fixture that downloads an adapter: the fixture gets a path, and tests of the adapter are not run."""
+    """The hub for a fixture that downloads an adapter: the fixture gets a path, and tests of the adapter are not
+    run."""
 
     def snapshot_download(self, *_, **__):
         return "absent"
 
 
 class RemoteOpenAIServer:
-    """vLLM's helper of this name starts `vllm serve`; this one has the address of the proxy."""
+    """Replaces vLLM's helper, which starts `vllm serve`. This one returns the address of the proxy."""
 
     DUMMY_API_KEY = "none"
     host = "127.0.0.1"
@@ -289,7 +290,7 @@ class RemoteOpenAIServer:
         return getattr(openai, kind)(base_url=self.url_for("v1"), api_key=self.DUMMY_API_KEY, **options)
 
 
-# What stands in for single names of absent modules.
+# Replacements for single names of absent modules.
 PRESENT = {
     "tests.utils": {"RemoteOpenAIServer": RemoteOpenAIServer, "ROCM_EXTRA_ARGS": [], "ROCM_ENV_OVERRIDES": {}},
     "vllm.platforms": {"current_platform": NoPlatform()},
@@ -298,7 +299,7 @@ PRESENT = {
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the absent modules. It is asked last, so what is installed is imported."""
+    """Finds the absent modules. It is the last finder, so installed packages have priority."""
 
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in NOT_INSTALLED or name in PRESENT:
@@ -312,12 +313,12 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         vars(module).update(PRESENT.get(module.__name__, {}))
 
 
-# Before the hooks, because pytest imports a suite's conftest.py before it calls them.
+# This runs before the hooks, because pytest imports the conftest.py of a suite first.
 sys.meta_path.append(Finder())
 
 
 def start_of_llama_server(server, *_, **__):
-    """`ServerProcess.start` of llama.cpp's utils.py, for a server that runs already."""
+    """Replaces `ServerProcess.start` of llama.cpp's utils.py. The server is already running."""
     for option in LLAMA_OPTIONS:
         if getattr(server, option, None) != getattr(type(server), option, None):
             not_run(f"needs a server that was started with {option}")
@@ -338,7 +339,7 @@ def pytest_sessionstart():
     helper = sys.modules.get("utils")
     if hasattr(helper, "ServerProcess"):
         helper.ServerProcess.start = start_of_llama_server
-        helper.ServerPreset.load_all = lambda: None  # It downloads models.
+        helper.ServerPreset.load_all = lambda: None  # The original downloads models.
 
 
 def write(entry):
@@ -362,7 +363,8 @@ def pytest_collection_finish(session):
 
 
 def statement(entry):
-    """The source of a traceback's entry, to its closing parenthesis. pytest's own way parses the whole file, for seconds."""
+    """The source of a traceback entry, up to its closing parenthesis. pytest's own function parses the whole file,
+    which takes seconds."""
     text = ""
     for line in range(entry.lineno + 1, entry.lineno + 1 + STATEMENT_LINES):
         text += linecache.getline(str(entry.path), line)
@@ -378,7 +380,7 @@ def pytest_runtest_makereport(item, call):
     if call.when == "setup":
         current.failure = None
     if report.skipped and not current.not_run:
-        # The suite's own reason, up to the command of this machine that it may name.
+        # The suite's own reason, without a command of this machine that may follow.
         reason = str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else "expected to fail"
         current.not_run = reason.removeprefix("Skipped: ").split(":")[0]
     if report.failed and current.failure is None:

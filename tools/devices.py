@@ -1,18 +1,18 @@
-"""The devices that stand in for GPUs in tests: how they are installed, and how a test selects one.
+"""The devices that replace GPUs in tests: how they are installed, and how a test selects one.
 
-`make(...)`, which `tools/setup.py devices` calls, fills `.cache/devices/` from the machine's own apt mirror and changes
+`make(...)`, which `tools/setup.py devices` calls, fills `.cache/devices/` from the machine's own apt mirror. It changes
 nothing else on the machine:
 
-    mesa26/    Debian's trixie-backports' Mesa 26 and all it needs, unpacked: lavapipe, RADV, and the shim over which
-               RADV opens a GPU that is not there. It needs a newer C library than Debian 12 has, so programs see it in
-               an overlay: `tools/with_mesa26.sh`
+    mesa26/    Mesa 26 of Debian's trixie-backports and all its dependencies, unpacked: lavapipe, RADV, and the shim
+               with which RADV opens a GPU that is not present. It needs a newer C library than Debian 12 has, so programs
+               see it in an overlay: `tools/with_mesa26.sh`
     chromium/  SwiftShader, and the Vulkan validation layer 1.4 with its manifest and its settings for GPU-assisted
                validation
 
-A folder gets its name once it is complete. It keeps the recipe that it was made by, and a second run uses it again.
+A folder gets its name once it is complete. It contains the recipe that made it. A second run reuses it.
 
-`DEVICES` gives, by name, the environment and the wrapper command that select a device. Everything but the overlay is
-environment, so that a test in any language can use the table:
+`DEVICES` gives, by name, the environment and the wrapper command that select a device. Everything except the overlay is
+in the environment, so tests in any language can use the table:
 
     devices.DEVICES["lavapipe-26"].command(["target/debug/unicorn", "devices"])
 """
@@ -29,13 +29,13 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".cache/devices"
 MESA26, CHROMIUM = FOLDER / "mesa26", FOLDER / "chromium"
 LAYER_FLAW = CHROMIUM / "layer-is-too-old"
-# The file in a folder that holds its recipe.
+# The file with the recipe of a folder.
 RECIPE = "recipe"
 
 MESA26_SUITES = ("trixie", "trixie-backports")
 MESA26_PACKAGES = ("libvulkan1", "mesa-vulkan-drivers", "mesa-drm-shim")
-# The layer of Chromium 150 reports races of a shared variable between an invocation and itself, where that of 156 reports
-# none. Debian's own release may have a Chromium that its security fixes have long replaced.
+# The layer of Chromium 150 reports races of a shared variable between an invocation and itself. The layer of 156
+# reports none. Debian's release may still have an old Chromium that its security fixes have replaced.
 LAYER_MAJOR = 156
 CHROMIUM_FILES = ("libvk_swiftshader.so", "vk_swiftshader_icd.json", "libVkLayer_khronos_validation.so")
 UPDATE_SECONDS = 300
@@ -61,8 +61,8 @@ LAYER_MANIFEST = """\
 }
 """
 
-# The layer checks buffer addresses for their bounds, and shared memory for races. The installed layer checks the use of
-# the API in other runs. The filter drops the layer's message about features that it enables for itself.
+# The layer checks the bounds of buffer addresses, and races of shared memory. The installed layer checks the use of the
+# API in other runs. The filter drops the layer's message about features that it enables for itself.
 LAYER_SETTINGS = """\
 khronos_validation.gpuav_enable = true
 khronos_validation.gpuav_safe_mode = true
@@ -72,7 +72,7 @@ khronos_validation.message_id_filter = WARNING-Setting-Limit-Adjusted
 
 
 class DevicesError(Exception):
-    """The obstacle, in one line: what happened, and what to do."""
+    """An error in one line: what happened, and what to do."""
 
 
 # --- how a device is chosen -----------------------------------------------------------------------------
@@ -80,27 +80,27 @@ class DevicesError(Exception):
 
 @dataclass(frozen=True)
 class Device:
-    """A device that stands in for a GPU, and the way to select it."""
+    """A device that replaces a GPU, and the way to select it."""
 
     name: str
     what: str
     environment: dict = field(default_factory=dict)
     wrapper: tuple = ()
-    # A path that must exist: a folder of `.cache/devices`, or a driver's manifest of the machine.
+    # A path that must exist: a folder of `.cache/devices`, or the manifest of an installed driver.
     needs: Path | None = None
-    # A file that says in its one line why the device cannot be used, where it exists.
+    # A file with one line that says why the device cannot be used. It exists only in this case.
     flaw: Path | None = None
     # Whether submitted work is computed. Otherwise the device only compiles.
     runs: bool = True
 
     def lacking(self):
-        """The reason why the device cannot be used here, in one line; None if it can."""
+        """Why the device cannot be used here, in one line. None = it can be used."""
         if self.flaw and self.flaw.exists():
             return f"{self.name}: {self.flaw.read_text().strip()}"
         if self.needs is None or self.needs.exists():
             return None
         how = "make setup-devices" if self.needs.is_relative_to(FOLDER) else "make setup"
-        return f"{self.name} needs {self.needs}, which is not there: `{how}`"
+        return f"{self.name} needs {self.needs}, which does not exist: `{how}`"
 
     def command(self, arguments):
         """The command that runs `arguments` on the device, environment included."""
@@ -108,12 +108,12 @@ class Device:
 
 
 def driver(manifest):
-    """The environment that shows the loader one driver only. Loaders before 1.3.207 use the older name."""
+    """The environment that shows only one driver to the loader. Loaders before 1.3.207 use the older name."""
     return {"VK_DRIVER_FILES": str(manifest), "VK_ICD_FILENAMES": str(manifest)}
 
 
 def machine_driver(name):
-    """The manifest of one of the machine's own drivers. Some distributions put the architecture into its name."""
+    """The manifest of an installed driver. Some distributions put the architecture into its name."""
     paths = [Path(f"/usr/share/vulkan/icd.d/{name}_icd{architecture}.json") for architecture in ("", ".x86_64", ".aarch64")]
     return next((path for path in paths if path.exists()), paths[0])
 
@@ -148,11 +148,11 @@ DEVICES = {
         Device("lavapipe", "the machine's own software Vulkan", driver(LAVAPIPE), (), LAVAPIPE),
         Device("lavapipe-26", "Mesa 26's software Vulkan, with cooperative matrices", {"MESA26_DEVICE": "lavapipe"}, WITH_MESA26, MESA26),
         *(lavapipe_26(f"subgroup-{n}", f"subgroups of {n}", n) for n in (4, 8, 16)),
-        # The device reports vectors of more than 512 bits, and does not use them (LP_MAX_VECTOR_WIDTH).
+        # The device reports vectors of more than 512 bits, but does not use them (LP_MAX_VECTOR_WIDTH).
         *(lavapipe_26(f"announces-{n}", f"which announces subgroups of {n} and computes in those of 16", n) for n in (32, 64)),
         Device("swiftshader", "Chromium's software Vulkan: no f16, int8 or 16-bit storage", driver(CHROMIUM / "vk_swiftshader_icd.json"), (), CHROMIUM),
-        # The layer aborts a process that ends with an open device, as the test suite does. So the suite's last line
-        # counts, not its exit status.
+        # The layer aborts a process that exits with an open device, as the test suite does. So the last line of the
+        # suite is checked, not its exit status.
         Device(
             "gpu-assisted", "the machine's own software Vulkan under GPU-assisted validation",
             {**driver(LAVAPIPE), "VK_LAYER_PATH": str(CHROMIUM), "VK_LAYER_SETTINGS_PATH": str(CHROMIUM / "vk_layer_settings.txt")},
@@ -181,7 +181,7 @@ def run(command, seconds, cwd=None):
 
 
 def mirror(sources, codename):
-    """The archive that serves the release itself; None if there is none."""
+    """The archive that serves the release itself. None = there is none."""
     return next((s for s in sources if codename in s.suites and not s.uri.startswith("cdrom:")), None)
 
 
@@ -195,14 +195,13 @@ def stanza(uri, suites, signed_by):
 
 
 def mesa26_sources(sources, codename):
-    """The apt sources of Mesa 26's suites, at the mirror of the machine's release. None if the release has no
-    mirror."""
+    """The apt sources of Mesa 26's suites, at the mirror of the machine's release. None = the release has no mirror."""
     source = mirror(sources, codename)
     return source and stanza(source.uri, MESA26_SUITES, source.signed_by)
 
 
 def release_sources(sources, codename):
-    """The apt sources of the machine's own release, with its updates and security fixes. None if there are none."""
+    """The apt sources of the machine's own release, with its updates and security fixes. None = there are none."""
     def of_release(suite):
         return suite == codename or suite.startswith(f"{codename}-") and not suite.endswith("-backports")
 
@@ -215,8 +214,8 @@ def release_sources(sources, codename):
 
 
 def apt_settings(root, dump):
-    """Settings of an apt that keeps everything below `root`, and reaches mirrors as the machine's own apt does: with
-    its proxies, without its hooks. `dump` is the output of `apt-config dump`."""
+    """Settings of an apt that keeps all its files below `root`, and reaches mirrors as the machine's own apt does: with
+    its proxies, without its hooks. `dump` = the output of `apt-config dump`."""
     kept = [line for line in dump.splitlines() if line.startswith("Acquire::") and not line.endswith('"";')]
     return "\n".join(kept + [
         f'Dir::State "{root}/state";',
@@ -224,7 +223,7 @@ def apt_settings(root, dump):
         f'Dir::Cache "{root}/cache";',
         f'Dir::Etc "{root}/etc";',
         f'Dir::Log "{root}/log";',
-        # apt as root would download as a user who may not write here.
+        # apt as root would download as a user without write permission here.
         'APT::Sandbox::User "root";',
         'APT::Install-Recommends "false";',
         'Acquire::Retries "2";',
@@ -233,7 +232,7 @@ def apt_settings(root, dump):
 
 
 class PrivateApt:
-    """apt with its own folder in place of the machine's; it installs nothing."""
+    """apt with a separate folder instead of the machine's. It installs nothing."""
 
     def __init__(self, root, sources, release=None):
         self.root = root
@@ -257,7 +256,7 @@ class PrivateApt:
         code, out = self.apt("update", seconds=UPDATE_SECONDS)
         trouble = [line for line in out.splitlines() if line.startswith(("E:", "Err:", "W: Failed to fetch"))]
         if code != 0 or trouble:
-            # Several lines report one failure, and the one with "W:" gives the cause.
+            # Several lines report one failure. The line with "W:" gives the cause.
             reason = max(trouble, key=lambda line: line.startswith("W:")) if trouble else (out.strip().splitlines() or ["no reason given"])[-1]
             raise DevicesError(f"apt cannot fetch the lists of the test devices' packages (offline?): {reason}")
 
@@ -290,12 +289,12 @@ def make_chromium(work, into, sources):
     unpack(package, work / "unpacked")
     version = package.name.split("_")[1]
     if int(version.split(".")[0]) < LAYER_MAJOR:
-        why = f"the layer of Chromium {version} reports races that are none; Debian's security fixes have {LAYER_MAJOR} or later"
+        why = f"the layer of Chromium {version} reports false races; Debian's security fixes have {LAYER_MAJOR} or later"
         (into / LAYER_FLAW.name).write_text(why + "\n")
     for name in CHROMIUM_FILES:
         file = work / "unpacked/usr/lib/chromium" / name
         if not file.is_file():
-            raise DevicesError(f"chromium-common has no {name}: its makers have moved it, and tools/devices.py must follow")
+            raise DevicesError(f"chromium-common has no {name}: the package has changed, and tools/devices.py must be adapted")
         shutil.copy(file, into / name)
     (into / "VkLayer_khronos_validation.json").write_text(LAYER_MANIFEST)
     (into / "vk_layer_settings.txt").write_text(LAYER_SETTINGS)
@@ -306,14 +305,14 @@ def recipe_of(*parts):
 
 
 def make_folder(folder, recipe, make, say):
-    """Has `make(work, into)` fill `folder`, unless the folder was made by `recipe` before."""
+    """Calls `make(work, into)` to fill `folder`, unless the same `recipe` already made the folder."""
     mark = folder / RECIPE
     if mark.is_file() and mark.read_text() == recipe:
-        say(f"{folder.name} is there: {folder}")
+        say(f"{folder.name} exists: {folder}")
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     say(f"making {folder}")
-    # The work folder is a sibling, so that a complete result moves to its place at once.
+    # The work folder is a sibling, so that a complete result can be renamed to its place in one operation.
     with tempfile.TemporaryDirectory(prefix=f"{folder.name}-", dir=folder.parent) as work:
         into = Path(work) / "made"
         into.mkdir()
@@ -325,17 +324,17 @@ def make_folder(folder, recipe, make, say):
 
 
 def make(sources, release, say, folder=FOLDER):
-    """Makes the missing folders of `.cache/devices`. `sources` are the machine's own (`setup.read_sources`),
-    `release` is the content of /etc/os-release."""
+    """Makes the missing folders of `.cache/devices`. `sources` = the machine's own apt sources (`setup.read_sources`),
+    `release` = the content of /etc/os-release."""
     name, codename = release.get("PRETTY_NAME", "this system"), release.get("VERSION_CODENAME", "")
     tools = ["apt-get", "apt-config", "dpkg-deb", "unshare"]
     lacking = next((tool for tool in tools if not shutil.which(tool)), None)
     if release.get("ID") != "debian" or lacking:
-        what = f"{lacking} is not there" if lacking else f"{name} has none"
+        what = f"{lacking} does not exist" if lacking else f"{name} has none"
         raise DevicesError(f"the test devices come from Debian's own mirror, and {what}: use Debian 12 or 13")
     mesa26, chromium = mesa26_sources(sources, codename), release_sources(sources, codename)
     if mesa26 is None:
-        raise DevicesError(f"no source for {codename} main in /etc/apt: cannot tell which mirror to take the test devices from")
+        raise DevicesError(f"no source for {codename} main in /etc/apt: it is unknown from which mirror to take the test devices from")
     make_folder(
         folder / MESA26.name, recipe_of(mesa26, MESA26_PACKAGES),
         lambda work, into: make_mesa26(work, into, mesa26), say,

@@ -1,4 +1,5 @@
-"""A real `unicorn serve` with the demo model on software Vulkan, for tests from outside, and what it does to the machine."""
+"""Runs a real `unicorn serve` with the demo model on software Vulkan, for tests from outside, and observes its
+processes."""
 
 import http.client
 import json
@@ -21,9 +22,9 @@ ANSWER_SECONDS = 60
 
 
 class Server:
-    """A `unicorn serve` on `port`, or else on a free one, stopped on leaving the context. `options` are the rest of the section
-    `server` and further sections of a configuration file; `stderr` is a file for the log, `wrapper` a command that runs the
-    rest. Where it `is_awaited`, the context begins when it is ready."""
+    """A `unicorn serve` on `port`, or on a free port, which is stopped at the end of the context. `options` = the rest
+    of the section `server` and more sections of a configuration file. `stderr` = a file for the log. `wrapper` = a
+    command that runs the server. If it `is_awaited`, the context begins when the server is ready."""
 
     def __init__(self, options="", keys=(), arguments=(), environment=None, log_pipe=False, stderr=None, wrapper=(), port=None,
                  is_awaited=True):
@@ -54,7 +55,7 @@ class Server:
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
-                return self  # for callers that expect it to end
+                return self  # for callers that expect the server to exit
             try:
                 if self.send("GET", "/health", timeout=5)[0] == 200:
                     return self
@@ -88,7 +89,7 @@ class Server:
         return self.send("POST", "/v1/chat/completions", body, key, headers)
 
     def answer(self, *arguments, **fields):
-        """The JSON object of an answer; fails on an error status."""
+        """The JSON object of an answer. Raises an error for an error status."""
         status, text = self.chat(*arguments, **fields)
         assert status == 200, f"{status}: {text[:200]}"
         return json.loads(text)
@@ -98,7 +99,7 @@ class Server:
         return next(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
     def end(self, seconds, sign=signal.SIGTERM):
-        """The exit status after a signal, or without one."""
+        """The exit status after a signal, or without a signal."""
         if sign is not None:
             self.process.send_signal(sign)
         try:
@@ -122,19 +123,20 @@ def health_within_a_second(server):
 
 
 def loses_its_log_and_nothing_else(server, answers):
-    """Asks a server whose log cannot be written, which must count the lines and answer nevertheless, and end well. Returns
-    how many lines it counted."""
+    """Sends requests to a server whose log cannot be written. It must count the lost lines, answer nevertheless, and
+    exit normally. Returns the number of lost lines."""
     whole = {text_of(server.answer()) for _ in range(answers)}
     assert len(whole) == 1, whole
     health_within_a_second(server)
     lost = server.metric("unicorn_log_lines_lost_total")
-    assert lost > 0, "nothing was counted as lost"
+    assert lost > 0, "no lost line was counted"
     assert server.end(30) == 0, server.process.returncode
     return lost
 
 
 def with_faults(file):
-    """The environment of a server whose Vulkan calls fail as `file` says (the head of tests/fault_layer/lib.rs)."""
+    """The environment of a server whose Vulkan calls fail as described by `file` (see the head of
+    tests/fault_layer/lib.rs)."""
     libraries = BINARY.parent / "examples"
     assert (libraries / "libfault_layer.so").exists(), "no fault layer: cargo build --example fault_layer"
     return {
@@ -144,7 +146,7 @@ def with_faults(file):
 
 
 def resident(process):
-    """Bytes of a process in memory."""
+    """Resident memory of a process in bytes."""
     status = Path(f"/proc/{process}/status").read_text()
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmRSS:"))
 

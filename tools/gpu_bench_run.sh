@@ -1,14 +1,15 @@
 #!/bin/sh
-# Checks Unicorn's kernels on this machine's GPU, times them and models of random weights, and writes one JSON.
+# Checks Unicorn's kernels on this machine's GPU, measures them and models with random weights, and writes one JSON
+# file.
 #
 #   ./run.sh                      the best GPU; about ten minutes, 20 GB of disk, 24 GB of memory for the largest model
 #   ./run.sh --device NAME|INDEX  another one (`work/unicorn devices` lists them)
 #   ./run.sh --no-27b             without the 27B: 3 GB of disk
 #   ./run.sh --small              tiny sizes, to try the script; with --allow-software-vulkan on a machine without a GPU
-#   ./run.sh --work FOLDER        where to unpack and to write models, which are removed again [work]
+#   ./run.sh --work FOLDER        where to unpack and to write models, which are removed afterwards [work]
 #   ./run.sh --output FILE        the JSON [result.json]
 #
-# The script needs a Vulkan loader, a driver, and the usual tools of a Linux. It sends nothing anywhere.
+# The script needs a Vulkan loader, a driver, and the usual tools of a Linux system. It sends nothing over the network.
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 work=$here/work output=$here/result.json
@@ -22,12 +23,12 @@ while [ $# -gt 0 ]; do
         --small) small=1 ;;
         --allow-software-vulkan) software=1 ;;
         -h | --help) sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit 0 ;;
-        *) echo "error: $1 is no option; see $0 --help" >&2; exit 2 ;;
+        *) echo "error: unknown option $1; see $0 --help" >&2; exit 2 ;;
     esac
     shift
 done
 
-# Time limits in seconds: for one command, and for everything before a model may begin.
+# Time limits in seconds: for one command, and for all work before a model starts.
 most=${GPU_BENCH_MOST_S:-300} budget=${GPU_BENCH_BUDGET_S:-420}
 began=$(date +%s)
 commit=$(cat "$here/commit")
@@ -74,19 +75,19 @@ if ! devices=$("$work/unicorn" devices 2>&1); then
 fi
 
 say "checking kernels and goldens"
-# On the CPU the demo model's questions take many minutes.
+# On a CPU, the questions of the demo model take many minutes.
 suites='kernels:: golden:: in_any_order_between_barriers'
 [ "$small" = 1 ] || suites="$suites batching:: demo::"
 # shellcheck disable=SC2086
 bounded "$work/suite" $suites --skip validation_is_loaded >"$work/suite.log" 2>&1
 suite_status=$?
-# The tests' own lines are counted, because a suite that was killed prints no summary.
+# The result lines of the tests are counted, because a killed suite prints no summary.
 passed=$(grep -c '^test .* \.\.\. ok$' "$work/suite.log")
 failed=$(grep -c '^test .* \.\.\. FAILED$' "$work/suite.log")
 failures=$(sed -n 's/^test \(.*\) \.\.\. FAILED$/\1/p' "$work/suite.log")
 say "checked: $passed passed, $failed failed"
 grep -q '^test result: ' "$work/suite.log" ||
-    problem "checks: not ended, exit code $suite_status (124: after $most s): $(tail -n 1 "$work/suite.log")"
+    problem "checks: did not finish, exit code $suite_status (124: after $most s): $(tail -n 1 "$work/suite.log")"
 [ -z "$failures" ] || printf '%s\n' "$failures" >&2
 
 if [ "$small" = 1 ]; then
@@ -101,9 +102,9 @@ model() {
     echo null >"$work/$name.json"
     free=$(df -Pk "$work" | awk 'NR == 2 { print int($4 / 1000000) }')
     if [ $(($(date +%s) - began)) -ge "$budget" ]; then
-        problem "$name: left out, for what came before took longer than $budget s"
+        problem "$name: skipped: the work before took longer than $budget s"
     elif [ "${free:-0}" -lt "$gb" ]; then
-        problem "$name: left out, for $work has $free GB free, and it needs $gb"
+        problem "$name: skipped: $work has $free GB free, and it needs $gb"
     elif ! bounded "$work/unicorn" synth --shape "$shape" --scheme "$scheme" "$work/$name" >"$work/$name.log" 2>&1; then
         problem "$name: cannot be written: $(tail -n 1 "$work/$name.log")"
     elif [ "$small" = 1 ]; then

@@ -2,13 +2,13 @@
 # Installs the built binary as a service; `make install` calls it.
 #
 #   $PREFIX/bin/unicorn              the binary
-#   $PREFIX/lib/unicorn              libunicorn_npu.so, if `make npu-shim` has built it beside the binary
+#   $PREFIX/lib/unicorn              libunicorn_npu.so, if `make npu-shim` has built it next to the binary
 #   $PREFIX/lib/systemd/system       the unit, with that path in it, and a socket that may start it
 #   $PREFIX/lib/sysusers.d           the user `unicorn`, in the groups render and video
 #   $PREFIX/share                    a manual page for each command, and completions for bash, zsh and fish
-#   /etc/unicorn/config.toml         every option with its default, commented out; an existing file stays as it is
+#   /etc/unicorn/config.toml         every option with its default, commented out; an existing file is not changed
 #
-# With DESTDIR, as packagers set it, all files go below that folder, and the running system is not told of them.
+# With DESTDIR, as packagers set it, all files go below that folder, and the running system is not notified.
 set -eu
 binary=$1
 prefix=${PREFIX:-/usr/local} root=${DESTDIR:-}
@@ -20,9 +20,9 @@ fail() {
 }
 
 case $binary in */*) ;; *) binary=./$binary ;; esac
-[ -x "$binary" ] || fail "$binary is not there: \`make build\` first, as yourself, then \`sudo make install\`"
+[ -x "$binary" ] || fail "$binary does not exist: run \`make build\` first, as a normal user, then \`sudo make install\`"
 if [ -z "$root" ] && [ "$(id -u)" -ne 0 ]; then
-    fail "to install below $prefix and /etc takes root: \`sudo make install\`, or set DESTDIR"
+    fail "installing below $prefix and /etc needs root: use \`sudo make install\`, or set DESTDIR"
 fi
 
 install -D -m 755 "$binary" "$root$prefix/bin/unicorn"
@@ -49,10 +49,10 @@ config=$root/etc/unicorn/config.toml
 if [ -e "$config" ]; then
     echo "install: $config stays as it is; config/default.toml has what is new"
 else
-    # Commented-out options follow the defaults of later versions.
+    # A file with commented-out options gets the defaults of later versions.
     mkdir -p "$(dirname "$config")"
     sed 's/^\([a-z0-9_]* = \)/#\1/' "$here/config/default.toml" >"$config.new"
-    # The service may write here, which `unicorn pull` needs.
+    # The service may write here, as `unicorn pull` requires.
     sed 's|^#dir = ""|dir = "/var/lib/unicorn/models"|' "$config.new" >"$config"
     rm "$config.new"
     chmod 644 "$config"
@@ -64,7 +64,7 @@ if command -v systemd-sysusers >/dev/null; then
 else
     echo "install: no systemd-sysusers here: make a system user \`unicorn\` in the groups render and video" >&2
 fi
-# In a container or chroot no systemd runs, and the step is skipped.
+# In a container or chroot without a running systemd, this step is skipped.
 if [ -d /run/systemd/system ]; then
     systemctl daemon-reload
 fi

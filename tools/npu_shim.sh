@@ -1,9 +1,9 @@
 #!/bin/sh
-# Builds libunicorn_npu.so, through which the program reaches XRT and the NPU; `make npu-shim` calls it.
+# Builds libunicorn_npu.so, through which the program calls XRT and uses the NPU. `make npu-shim` calls this script.
 #
 #   tools/npu_shim.sh [FOLDER]   the shared object goes into that folder; target/debug, where the program is, by default
 #
-# It is built against the XRT of this machine, which it calls: another machine's may have other libraries below it.
+# It is built against the XRT of this machine. The XRT of another machine may need other libraries.
 #   XRT_INCLUDE, XRT_LIBRARIES   the folders of XRT's headers (xrt/xrt_device.h) and libraries, where they are not in
 #                                the system's own places or in /opt/xilinx/xrt
 #   CXX                          the C++ compiler
@@ -22,7 +22,7 @@ for name in c++ g++ clang++; do
 done
 [ -n "$compiler" ] || fail "there is no C++ compiler: \`apt-get install g++\`"
 
-# Debian's package puts its headers where compilers look, and AMD's does not.
+# Debian's package installs the headers where compilers search. AMD's package does not.
 if [ -z "${XRT_INCLUDE:-}" ]; then
     for prefix in /usr /usr/local /opt/xilinx/xrt; do
         [ -n "${XRT_INCLUDE:-}" ] || [ ! -e $prefix/include/xrt/xrt_device.h ] || XRT_INCLUDE=$prefix/include
@@ -41,10 +41,11 @@ done
 [ -e "$libraries/libxrt_coreutil.so" ] ||
     fail "there is no libxrt_coreutil.so in $libraries: \`apt-get install libxrt-dev\`, or set XRT_LIBRARIES"
 
-# Named as a folder of its own, /usr/include hides the C library's headers from the C++ library's.
+# If /usr/include is given explicitly, it hides the C library's headers from the C++ library.
 case $XRT_INCLUDE in /usr/include | /usr/local/include) set -- ;; *) set -- -isystem "$XRT_INCLUDE" ;; esac
 mkdir -p "$folder"
-# The linker need not find what XRT itself needs. A finished file takes the old one's place, which may be in use.
+# The linker need not find the libraries that XRT itself needs. The finished file replaces the old one, which may be in
+# use.
 "$compiler" -std=c++17 -O2 -Wall -Wextra -fPIC -shared "$@" -o "$folder/libunicorn_npu.so.new" \
     "$here/src/npu/shim.cpp" "$libraries/libxrt_coreutil.so" -Wl,--allow-shlib-undefined ||
     fail "it does not compile against the XRT of $XRT_INCLUDE"

@@ -1,7 +1,7 @@
-"""Runs kernels and goldens on the devices that stand in for GPUs, and writes a table of the results.
+"""Runs kernels and goldens on the devices that replace GPUs, and writes a table of the results.
 
-Every run is the test suite's own binary, with filters, in the environment of one device of `tools/devices.py`. If a
-device lacks a feature, the suite's error names it and counts as a failure: no run passes by doing nothing.
+Every run is the binary of the test suite, with filters, in the environment of one device of `tools/devices.py`. If a
+device lacks a feature, the error of the suite names it and counts as a failure, so no run passes without computing.
 """
 
 import datetime
@@ -18,15 +18,15 @@ from revision import revision
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / ".cache/test/devices.md"
-# An embedding of 2.8 GB, which says nothing about a driver's compiler.
-LARGE = "kernels::the_27b_embedding_works_whole"
-# This test provokes a message of the API checks, which are off in the GPU-assisted layer.
+# An embedding of 2.8 GB, which does not test the driver's compiler.
+LARGE = "kernels::the_27b_embedding_works_at_full_size"
+# This test provokes a message of the API checks, which are disabled in the GPU-assisted layer.
 PROVOKING = "kernels::validation_is_loaded_and_catches_a_violation"
 SUITES = {
     "kernels": ["kernels::"],
     "order": ["hazards::kernels_compute_the_same"],
     "goldens": ["golden::"],
-    # Bits of products, and bits of logits and answers alone, batched, in chunks, from the cache and guessed.
+    # Bits of products, and bits of logits and answers: alone, batched, in chunks, from the cache, and speculated.
     "fast": ["fast::every_width", "fast::two_products", "fast::activations", "fast::logits_in_int8", "fast::answers_in_int8"],
 }
 # Tests that only Mesa 26's software Vulkan can compute.
@@ -63,7 +63,7 @@ class Cell:
 
 
 def unusable(device):
-    """The reason why a command cannot run in the device's wrapper, in one line; None if it can."""
+    """Why a command cannot run in the device's wrapper, in one line. None = it can."""
     done = subprocess.run([*device.wrapper, "true"], capture_output=True, text=True, check=False)
     return f"{device.name}: {done.stderr.strip().splitlines()[-1:]}" if done.returncode else None
 
@@ -84,14 +84,14 @@ def suite_binary():
 
 
 def run_suite(run, device, binary, filters):
-    """One cell. `run(command, env=...)` returns the exit status, None for a killed process, and the output."""
+    """The result of one cell. `run(command, env=...)` returns the exit status (None = the process was killed) and the
+    output."""
     skips = ["--skip", LARGE]
     environment = dict(device.environment)
     if device.name == "gpu-assisted":
         environment["UNICORN_TEST_BUFFERS_APART"] = "1"
         skips += ["--skip", PROVOKING]
-    # Each driver has its own cache: drivers do not share compiled shaders, but would share the limit of the cache's
-    # size.
+    # Each driver has its own cache: drivers do not share compiled shaders, but would share the size limit of the cache.
     cache = ROOT / ".cache/mesa-devices" / device.name
     cache.mkdir(parents=True, exist_ok=True)
     environment.setdefault("MESA_SHADER_CACHE_DIR", str(cache))
@@ -106,10 +106,10 @@ def run_suite(run, device, binary, filters):
     line = re.search(r"^test result: \w+\. (\d+) passed; (\d+) failed", output, re.MULTILINE)
     if line:
         cell.passed = int(line[1])
-    # The GPU-assisted layer aborts when a process ends whose device is in a static variable, as the suite's is.
+    # The GPU-assisted layer aborts when a process exits with a device in a static variable, as the suite does.
     status = 0 if device.name == "gpu-assisted" and line and not cell.failures and status == -6 else status
     if not line or (status != 0) != bool(cell.failures) or cell.passed + len(cell.failures) == 0:
-        cell.failures.append(f"no whole run of {' '.join(filters)} (exit status {status})")
+        cell.failures.append(f"no complete run of {' '.join(filters)} (exit status {status})")
     cell.failures += [f"skipped: {line}" for line in skipped.read_text().splitlines()]
     return cell
 
@@ -123,7 +123,7 @@ def name_of(device, binary_of_program):
 
 
 def rows(run, plan):
-    """For each device of `plan` (name -> suites), its cells by suite, or the reason why it cannot be used here."""
+    """For each device of `plan` (name -> suites): its cells by suite, or the reason why it cannot be used here."""
     binary = suite_binary()
     for name, suites in plan.items():
         device = devices.DEVICES[name]
@@ -135,7 +135,7 @@ def rows(run, plan):
 
 
 def table(results):
-    """The dated table. `results` are (device, driver's name, cells or the reason why there are none)."""
+    """The table with its date. `results` = (device, driver's name, cells or the reason why there are none)."""
     suites = list(SUITES | MATRICES)
     lines = [
         f"{datetime.date.today()}, commit {revision()}, `make test-devices`",
@@ -153,8 +153,8 @@ def table(results):
 
 
 def all_devices(run):
-    """Runs every suite on every device, writes the table, and returns the cells, with reasons for devices that did not
-    run."""
+    """Runs every suite on every device, writes the table, and returns the cells, with the reasons for devices that did
+    not run."""
     program = ROOT / "target/debug/unicorn"
     results = []
     for device, cells in rows(run, FULL):
@@ -167,4 +167,4 @@ def all_devices(run):
 
 
 if __name__ == "__main__":
-    sys.exit("this is a part of tools/test.py: `make test-devices`")
+    sys.exit("this is part of tools/test.py; run `make test-devices`")

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Builds a release of the commit that is checked out, in target/release-VERSION: an archive,
+"""Builds a release of the checked-out commit in target/release-VERSION: an archive,
 unicorn-VERSION-linux-ARCH.tar.gz, and a Debian package, unicorn-execution-engine_VERSION-1_ARCH.deb.
 
     tools/release.py           both, and their SHA-256 (`make release`)
-    tools/release.py --twice   builds them in two folders, and fails unless both are the same to the bit
+    tools/release.py --twice   builds them in two folders, and fails unless both have the same bits
     tools/release.py --deb BINARY FOLDER
-                               writes a Debian package of a binary that is built already, for tests
+                               writes a Debian package of an existing binary, for tests
 
-The sources are those of the commit, whatever else lies in the working tree. Nothing of the machine gets into the
-archive: paths are replaced, times are the commit's, files belong to root, and the order is fixed. Whoever has the same
-toolchain (`rust-version` and the linker of the same distribution) gets the same files.
+Only files of the commit are used, and no other files of the working tree. The archive contains nothing of the machine:
+paths are replaced, times are the commit's, files belong to root, and the order is fixed. The same toolchain
+(`rust-version` and the linker of the same distribution) always produces the same files.
 """
 
 import gzip
@@ -26,10 +26,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CARGO_DEB, CARGO_DEB_VERSION = ROOT / ".cache/cargo-deb", "3.8.0"
-# What `make install` needs, and what its reader wants to read.
+# The files that `make install` needs, and documents for users.
 FILES = ["LICENSE", "README.md", "CHANGELOG.md", "config", "docs/install.md", "docs/operations.md", "tools/install.sh",
          "src/api/page/libraries/licences.txt"]
-# Where sources and dependencies seem to lie.
+# The paths that replace those of sources and dependencies.
 SOURCES, DEPENDENCIES, TOOLCHAIN = "/unicorn", "/cargo", "/rust"
 
 
@@ -78,7 +78,7 @@ def archive(sources, binary, time, name, path):
 
 
 def cargo_deb():
-    """The path of the program, which is built at the first call."""
+    """The path of the program. The first call builds it."""
     program = CARGO_DEB / "bin/cargo-deb"
     if not program.exists() or CARGO_DEB_VERSION not in said(program, "--version"):
         subprocess.run(["cargo", "install", "--quiet", "--locked", f"--version={CARGO_DEB_VERSION}", f"--root={CARGO_DEB}", "cargo-deb"],
@@ -87,7 +87,7 @@ def cargo_deb():
 
 
 def deb(sources, binary, time, folder, version=None):
-    """Writes the Debian package into a folder, and returns its path. Its files are those that `make install` writes."""
+    """Writes the Debian package into a folder, and returns its path. It has the files that `make install` installs."""
     stage = sources / "target/package"
     shutil.rmtree(stage, ignore_errors=True)
     stage.mkdir(parents=True)
@@ -123,7 +123,7 @@ def main(arguments):
     if len(set(sums)) != 1:
         sys.exit("error: two builds of one commit differ")
     (result / "SHA256SUMS").write_text(sums[0])
-    print(f"they lie in {os.path.relpath(result)}")
+    print(f"the files are in {os.path.relpath(result)}")
 
 
 if __name__ == "__main__":

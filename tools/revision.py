@@ -8,7 +8,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def revision():
-    """Its short name, with a plus where files differ from it; `unknown` without git, or without a repository."""
+    """The short commit name, with a plus if files differ from it. `unknown` = no git, or no repository."""
     if not shutil.which("git"):
         return "unknown"
     describe = ["git", "describe", "--always", "--dirty=+"]

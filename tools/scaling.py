@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Runs the configurations of docs/scaling.md: two daemons behind HAProxy, and behind the LiteLLM proxy.
 
-    tools/scaling.py haproxy            what `make test` runs
-    tools/scaling.py haproxy litellm    what `make test-scaling` runs; $LITELLM_PROXY is the proxy's command
+    tools/scaling.py haproxy            run by `make test`
+    tools/scaling.py haproxy litellm    run by `make test-scaling`; $LITELLM_PROXY is the proxy's command
 
-The files in config/scaling are used as they ship, with the addresses replaced. The daemons serve the demo model on software
-Vulkan; the binary is target/debug/unicorn, or $UNICORN_BINARY. Prints one line per test, lines with `measured:` for
+The files in config/scaling are used as shipped, with other addresses. The daemons serve the demo model on software
+Vulkan. The binary is target/debug/unicorn, or $UNICORN_BINARY. Prints one line per test, lines with `measured:` for
 docs/measurements.md, and at the end `scaling: N passed, N failed, N skipped`.
 """
 
@@ -30,22 +30,22 @@ from session import Report
 CONFIG = ROOT / "config/scaling"
 HAPROXY_CONFIG, LITELLM_CONFIG = CONFIG / "haproxy.cfg", CONFIG / "litellm.yaml"
 API, DAEMONS = "127.0.0.1:8010", ["127.0.0.1:8011", "127.0.0.1:8012"]
-# HAProxy's lines that send a conversation to the daemon that has it, and what stands there for the comparison.
+# HAProxy's lines that send a conversation to the daemon that has its prefix, and their replacement for the comparison.
 AFFINITY = "    balance hash var(txn.conversation)\n    hash-type consistent\n"
 ROUND_ROBIN = "    balance roundrobin\n"
-# Only root can take another user.
+# Only root can switch to another user.
 USER = "    user haproxy\n    group haproxy\n"
 LITELLM_AFFINITY = "session_affinity, "
 
-# Bounds of waits; none of them judges a speed.
+# Time limits of waits. None of them measures a speed.
 START_SECONDS, ANSWER_SECONDS, END_SECONDS = 120, 120, 150
-# An odd number of users, so that round robin does not send each user to one daemon by accident.
+# With an odd number of users, round robin cannot send each user to one daemon by accident.
 USERS, TURNS = 7, 4
-# A prefix is found by whole blocks (`kv.block_size`).
+# Prefixes are found in whole blocks (`kv.block_size`).
 BLOCK_TOKENS = 16
 BUFFER_BYTES = 128 * 1024
 MODEL = "unicorn-demo"
-# The LiteLLM proxy does not start without a key; the daemons and HAProxy do not look at it.
+# The LiteLLM proxy does not start without a key. The daemons and HAProxy ignore it.
 KEY = f"sk-{secrets.token_hex(32)}"
 SYSTEM = (
     "You are the assistant of a small company. You answer in one short sentence, in the language of the question, and say so where "
@@ -59,8 +59,8 @@ ANIMALS = ["dragon", "fox", "cat", "dog", "bird", "bear", "wolf", "horse", "mous
 
 
 class Request(threading.Thread):
-    """A request and what becomes of it. A stream is read as it comes. `whole` tells whether the answer came to its end, and
-    `served_by` which daemon gave it, as the proxy's header says."""
+    """A request and its result. A stream is read while it arrives. `whole` = whether the answer is complete,
+    `served_by` = the daemon that answered, from the proxy's header."""
 
     def __init__(self, port, body, path="/v1/chat/completions", headers=None, method="POST"):
         super().__init__()
@@ -113,7 +113,7 @@ class Request(threading.Thread):
 
 
 def ask(port, body, *arguments, **options):
-    """A request that has been answered with 200."""
+    """Sends a request, which must be answered with 200."""
     request = Request(port, body, *arguments, **options)
     request.run()
     assert request.status == 200 and request.whole, str(request)
@@ -129,7 +129,7 @@ def user(text):
 
 
 def story(animal, **fields):
-    """A stream that is long enough to be under way while something happens."""
+    """A stream that is long enough to be running while something happens."""
     return chat([user(f"Tell me a long story about a {animal}.")], **{"stream": True, "ignore_eos": True, "max_tokens": 250, **fields})
 
 
@@ -138,7 +138,7 @@ def in_parallel(requests):
         request.start()
     for request in requests:
         request.join(ANSWER_SECONDS)
-        assert not request.is_alive(), f"no end after {ANSWER_SECONDS} s: {request}"
+        assert not request.is_alive(), f"still running after {ANSWER_SECONDS} s: {request}"
     return requests
 
 
@@ -148,11 +148,11 @@ def wait_for(condition, what, seconds=START_SECONDS):
         if condition():
             return
         time.sleep(0.05)
-    raise AssertionError(f"after {seconds} s still not: {what}")
+    raise AssertionError(f"not within {seconds} s: {what}")
 
 
 class Load:
-    """Short streamed chats from several clients, one after another, until told to stop."""
+    """Several clients that send short streamed chats, one after another, until the load is stopped."""
 
     CLIENTS, MOST = 3, 400
 
@@ -188,8 +188,8 @@ class Load:
 
 
 class Pair:
-    """Two daemons on free ports. A daemon that has ended can be started again on its port. On a slow machine a daemon may
-    take long for the answers that it finishes behind SIGTERM."""
+    """Two daemons on free ports. A daemon that has exited can be started again on its port. On a slow machine, a daemon
+    may take long to finish its answers after SIGTERM."""
 
     OPTIONS = f"shutdown_grace_s = {ANSWER_SECONDS}\n"
 
@@ -215,7 +215,7 @@ class Pair:
         self.servers[n] = self.stack.enter_context(Server(self.OPTIONS, port=self.servers[n].port))
 
     def prefix_tokens(self):
-        """Tokens that were looked for and found in the prefix caches."""
+        """Tokens that were queried and found in the prefix caches."""
         return [sum(server.metric(f"unicorn_prefix_cache_{what}_total{{") for server in self.servers) for what in ("queries", "hits")]
 
 
@@ -242,14 +242,14 @@ class Proxy:
 
     def __enter__(self):
         try:
-            wait_for(self.is_ready, "the proxy is ready")
+            wait_for(self.is_ready, "the proxy becomes ready")
         except BaseException:
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *_):
-        # The proxy may have workers: all are of its session.
+        # The proxy may have worker processes in the same session. All of them are stopped.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -278,7 +278,7 @@ class HAProxy(Proxy):
 
 
 def haproxy_path():
-    """HAProxy's program, None if there is none. Debian's users have no /usr/sbin in their PATH."""
+    """The path of HAProxy. None = it is not installed. Debian's users have no /usr/sbin in their PATH."""
     return shutil.which("haproxy") or shutil.which("haproxy", path="/usr/sbin")
 
 
@@ -289,26 +289,26 @@ class LiteLLM(Proxy):
         return [os.environ["LITELLM_PROXY"], "--config", str(self.file), "--host", "127.0.0.1", "--port", str(self.port)]
 
     def environment(self):
-        # Its table of prices comes with it: nothing is fetched. It takes 100 equal pieces of a stream for a fault, and the demo
-        # model's long stories repeat themselves.
+        # The price table of the package is used, so nothing is fetched. The proxy treats 100 equal pieces of a stream
+        # as an error, but the long stories of the demo model repeat themselves.
         return {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_MASTER_KEY": KEY, "REPEATED_STREAMING_CHUNK_LIMIT": "1000"}
 
 
 def replaced(text, changes):
-    """The text with each (old, new) replaced. Each old text must stand there exactly once: else the file is another than this
-    program knows."""
+    """The text with each (old, new) replaced. Each old text must occur exactly once. Otherwise the file has changed,
+    and this program must be adapted."""
     for old, new in changes:
-        assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in the file, where once was expected"
+        assert text.count(old) == 1, f"{old!r} occurs {text.count(old)} times in the file, expected once"
         text = text.replace(old, new)
     return text
 
 
-# --- what is tested -------------------------------------------------------------------------------------
+# --- the tests -------------------------------------------------------------------------------------
 
 
 def conversations(port, salt, headers_of=lambda n: {}):
-    """Has every user talk for some turns, by turns, and returns each user's answered requests. `salt` keeps the prefixes of two
-    runs apart. The system prompt is the same for all."""
+    """All users send several turns, alternating between users. Returns the answered requests of each user. `salt`
+    separates the prefixes of two runs. The system prompt is the same for all."""
     talks = [[{"role": "system", "content": SYSTEM}] for _ in range(USERS)]
     asked = [[] for _ in range(USERS)]
     for turn in range(TURNS):
@@ -321,13 +321,14 @@ def conversations(port, salt, headers_of=lambda n: {}):
 
 
 def used(request):
-    """Tokens of the prompt, and how many of them the prefix cache had."""
+    """Tokens of the prompt, and how many of them were in the prefix cache."""
     usage = request.answer["usage"]
     return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
 
 
 def hit_share(pair, port, salt, **options):
-    """The conversations, and the share of their tokens that was found in the prefix caches, by the daemons' metrics."""
+    """The conversations, and the share of their tokens that was found in the prefix caches, from the metrics of the
+    daemons."""
     before = pair.prefix_tokens()
     asked = conversations(port, salt, **options)
     queries, hits = (after - earlier for after, earlier in zip(pair.prefix_tokens(), before, strict=True))
@@ -337,13 +338,13 @@ def hit_share(pair, port, salt, **options):
 
 
 def affinity(pair, start, change, **options):
-    """Each conversation stays with one daemon, which has its prefix; spread over both, it finds less. `start` starts a proxy with
-    changes to its file, and `change` takes the affinity out of that."""
+    """Each conversation must stay with one daemon, which has its prefix. Without affinity, fewer prefix tokens are
+    found. `start` starts a proxy with changes to its file, and `change` removes the affinity."""
     with start() as proxy:
         asked, share = hit_share(pair, proxy.port, "with affinity", **options)
     daemons = [{request.served_by for request in talk} for talk in asked]
     assert all(len(names) == 1 for names in daemons), f"conversations of several daemons: {daemons}"
-    assert len(set.union(*daemons)) == 2, f"one daemon has all: {daemons}"
+    assert len(set.union(*daemons)) == 2, f"one daemon has all conversations: {daemons}"
     for talk in asked:
         for before, now in zip(talk, talk[1:], strict=False):
             assert used(now)[1] >= used(before)[0] - BLOCK_TOKENS, f"{used(before)}, and then {used(now)}"
@@ -355,12 +356,12 @@ def affinity(pair, start, change, **options):
 
 
 def stories(port, **fields):
-    """The requests for all stories, not begun."""
+    """The requests for all stories, not yet started."""
     return [Request(port, story(animal, **fields)) for animal in ANIMALS]
 
 
 def begun(streams, name):
-    """Waits until all of these streams are under way, and returns those that the daemon `name` has."""
+    """Waits until all of these streams are running, and returns the streams of the daemon `name`."""
     for stream in streams:
         stream.start()
     wait_for(lambda: all(stream.pieces >= 3 or not stream.is_alive() for stream in streams), "all streams have begun")
@@ -371,8 +372,9 @@ def begun(streams, name):
 
 
 def kill_under_load(pair, port, name_of):
-    """kill -9 of one daemon: its streams end, and nothing else is lost. Streams go on with the same text, answers that had not
-    begun come from the other daemon, and so does what is asked next. `name_of` says what the proxy calls a daemon."""
+    """kill -9 of one daemon. Only the answers that it had begun are lost. The other streams continue with the same
+    text. The other daemon answers the requests that had not begun, and new ones. `name_of` returns the proxy's name of
+    a daemon."""
     texts = [r.text for r in in_parallel(stories(port))]
     victim, name = pair.servers[0], name_of(0)
     with Load(port) as load:
@@ -381,7 +383,7 @@ def kill_under_load(pair, port, name_of):
             request.start()
         own = begun(streams, name)
         running = sum(victim.metric(f"unicorn_num_requests_{state}{{") for state in ("running", "waiting"))
-        assert running > len(own) + Load.CLIENTS, f"{name} has {running} requests, {len(own)} of them streams: no answer has not begun"
+        assert running > len(own) + Load.CLIENTS, f"{name} has {running} requests, {len(own)} of them streams: all answers have begun"
         victim.process.kill()
         load.answered(30)
         for request in [*streams, *plain]:
@@ -389,19 +391,19 @@ def kill_under_load(pair, port, name_of):
     lost = [r for r in streams if not r.whole]
     assert lost == own, f"{len(own)} streams were on {name}; lost: {[str(r) for r in lost]}"
     for request, text in zip(streams, texts, strict=True):
-        assert text.startswith(request.text) and (request in own or text == request.text), f"another text: {request}"
+        assert text.startswith(request.text) and (request in own or text == request.text), f"the text differs: {request}"
     assert [r.text for r in plain] == texts, [str(r) for r, text in zip(plain, texts, strict=True) if r.text != text]
     short = [r for r in load.requests if not r.whole]
     assert all(r.served_by == name and r.status == 200 for r in short), [str(r) for r in short]
     assert len(short) <= Load.CLIENTS, f"{len(short)} of {Load.CLIENTS} clients' chats were lost at one moment"
     print(
         f"measured: kill -9 under load: {len(lost) + len(short)} of {len(streams) + len(plain) + len(load.requests)} requests lost, "
-        f"all of them answers that the killed daemon had begun; {len(plain)} answers that had not begun came whole", flush=True,
+        f"all of them answers that the killed daemon had begun; {len(plain)} answers that had not begun were complete", flush=True,
     )
 
 
 def comes_back(pair, port, name_of):
-    """A daemon that was started again gets requests."""
+    """A restarted daemon gets requests."""
     pair.servers[0].end(END_SECONDS, None)
     pair.start_again(0)
 
@@ -412,7 +414,7 @@ def comes_back(pair, port, name_of):
 
 
 def drain(pair, port, name_of):
-    """SIGTERM of one daemon under load: it ends with status 0, and no request is lost."""
+    """SIGTERM of one daemon under load. It exits with status 0, and no request is lost."""
     texts = [r.text for r in in_parallel(stories(port))]
     with Load(port) as load:
         streams = stories(port)
@@ -425,19 +427,19 @@ def drain(pair, port, name_of):
     requests = [*streams, *load.requests]
     assert all(r.whole for r in requests), [str(r) for r in requests if not r.whole]
     assert [r.text for r in streams] == texts, [str(r) for r, text in zip(streams, texts, strict=True) if r.text != text]
-    print(f"measured: SIGTERM under load: 0 of {len(requests)} requests lost, {len(own)} streams under way on it", flush=True)
+    print(f"measured: SIGTERM under load: 0 of {len(requests)} requests lost, {len(own)} streams were running on it", flush=True)
 
 
 # --- HAProxy --------------------------------------------------------------------------------------------
 
-# For each way to ask: path, and two requests of one conversation.
+# For each API: its path, and two requests of one conversation.
 LONG = "x" * (2 * BUFFER_BYTES)
 MORE = [{"role": "assistant", "content": "Fine."}, user("And now?")]
 
 
 def pairs_of_turns(text):
-    """For each way to ask: its name, the path, and the bodies of a conversation's first and second turn. `text` is what the
-    user says first."""
+    """For each API: its name, the path, and the bodies of the first and second turn of a conversation. `text` = the
+    first text of the user."""
     system = [{"role": "system", "content": SYSTEM}]
     parts = [{"role": "user", "content": [{"type": "text", "text": text}]}]
     items = [{"role": "user", "content": [{"type": "input_text", "text": text}]}]
@@ -458,7 +460,7 @@ def pairs_of_turns(text):
 
 
 def turns_meet(port):
-    """Both turns of a conversation reach one daemon, however they are asked, and conversations spread over both."""
+    """Both turns of a conversation reach one daemon for each API, and the conversations use both daemons."""
     spread = {}
     for text in [f"Question {n}: how are you?" for n in range(8)]:
         for name, path, first, second in pairs_of_turns(text):
@@ -472,8 +474,8 @@ def turns_meet(port):
 
 
 def is_answered_without_a_conversation(port):
-    """What identifies no conversation is answered by any daemon, in turn: lists, and a body whose messages lie behind what is
-    read of it."""
+    """Requests that identify no conversation are sent to the daemons in turn: lists, and a body whose messages are
+    after the part that the proxy reads."""
     hidden = {"user": LONG, "model": MODEL, "messages": [user("Hello")], "max_tokens": 1}
     for arguments, options in [((hidden,), {}), ((None, "/v1/models"), {"method": "GET"})]:
         daemons = {ask(port, *arguments, **options).served_by for _ in range(4)}
@@ -485,22 +487,22 @@ def is_answered_without_a_conversation(port):
 
 
 def an_unhealthy_daemon_gets_nothing_new(pair, proxy, name_of):
-    """A device that stands still makes /health 503: the daemon's conversations go to the other one, and return with it."""
+    """A stopped device makes /health 503. The conversations of this daemon move to the other one, and later return."""
     bodies = [chat([user(f"Conversation {n}")], max_tokens=1) for n in range(8)]
     before = [ask(proxy.port, body).served_by for body in bodies]
     assert set(before) == {name_of(0), name_of(1)}, before
     (device,) = children(pair.servers[0].process.pid)
     os.kill(device, signal.SIGSTOP)
     try:
-        wait_for(lambda: f"Server daemons/{name_of(0)} is DOWN" in proxy.logged(), "HAProxy finds it down")
+        wait_for(lambda: f"Server daemons/{name_of(0)} is DOWN" in proxy.logged(), "HAProxy marks the daemon as down")
         assert {ask(proxy.port, body).served_by for body in bodies} == {name_of(1)}
     finally:
         os.kill(device, signal.SIGCONT)
-    wait_for(lambda: [ask(proxy.port, body).served_by for body in bodies] == before, "all are back")
+    wait_for(lambda: [ask(proxy.port, body).served_by for body in bodies] == before, "all conversations have returned")
 
 
-def nobody_is_left(pair, port):
-    """With no daemon the proxy says so, in the API's form, and /health is 503."""
+def no_daemon_is_left(pair, port):
+    """Without a daemon, the proxy answers with an error in the format of the API, and its /health is 503."""
     for server in pair.servers:
         if server.process.poll() is None:
             server.process.kill()
@@ -512,7 +514,7 @@ def nobody_is_left(pair, port):
         health.run()
         return health.status == 503
 
-    wait_for(is_refused, "/health of the proxy is 503")
+    wait_for(is_refused, "/health of the proxy becomes 503")
     request.run()
     assert request.status == 503 and request.answer["error"]["code"] == "no_daemon" and request.headers["retry-after"] == "5", str(request)
 
@@ -529,7 +531,7 @@ def haproxy(report):
             report.attempt("haproxy_kill_under_load", lambda: kill_under_load(pair, proxy.port, name_of))
             report.attempt("haproxy_comes_back", lambda: comes_back(pair, proxy.port, name_of))
             report.attempt("haproxy_drain", lambda: drain(pair, proxy.port, name_of))
-            report.attempt("haproxy_no_daemon", lambda: nobody_is_left(pair, proxy.port))
+            report.attempt("haproxy_no_daemon", lambda: no_daemon_is_left(pair, proxy.port))
 
 
 # --- the LiteLLM proxy ----------------------------------------------------------------------------------
@@ -556,7 +558,7 @@ def main(names):
     if not names or not set(names) <= set(PROXIES):
         sys.exit(f"usage: tools/scaling.py {'|'.join(PROXIES)} ...")
     if not BINARY.exists():
-        sys.exit(f"scaling: {BINARY} is not there: cargo build")
+        sys.exit(f"scaling: {BINARY} does not exist: cargo build")
     if "haproxy" in names and not haproxy_path():
         sys.exit("scaling: haproxy is not installed: python3 tools/setup.py test")
     report = Report("scaling")

@@ -5,17 +5,17 @@
     tools/setup.py test    also the validation layers, curl, Python's venv module and systemd-analyze; and Chromium,
                            Node.js, npm and HAProxy for the tests of the page, of clients and of several servers,
                            which are skipped without them
-    tools/setup.py measure the packages of `run`, and fio, which measures the disk's speed
-    tools/setup.py service the packages of `run`, and tools that make and boot a container with systemd
-    tools/setup.py release the packages of `run`, and the tool with which cargo-deb finds a package's dependencies
-    tools/setup.py packages those of `release`, and tools that make a new machine in a folder and build a container
-    tools/setup.py devices nothing on the machine: devices that stand in for GPUs, in .cache/devices (tools/devices.py)
+    tools/setup.py measure the packages of `run`, and fio to measure the disk's speed
+    tools/setup.py service the packages of `run`, and tools to make and boot a container with systemd
+    tools/setup.py release the packages of `run`, and the tool that finds a package's dependencies for cargo-deb
+    tools/setup.py packages the packages of `release`, and tools to make a new machine in a folder and to build a container
+    tools/setup.py devices nothing on the machine; devices that replace GPUs, in .cache/devices (tools/devices.py)
 
-Works on Debian 12, Debian 13 and Ubuntu (24.04 or later), as root or with sudo. Where the release's own Mesa is too old
+Works on Debian 12, Debian 13 and Ubuntu (24.04 or later), as root or with sudo. If the release's own Mesa is too old
 and the distribution has backports (Debian 12), the backports suite is added to the machine's own sources, with the same
-mirror, key and component (main). A pin makes sure that only the packages named here and their dependencies come from
-it. dpkg is asked every time which packages are installed: there is no stamp file, and a second run takes a fraction of
-a second. No package is ever removed. A source that was added without success is removed again.
+mirror, key and component (main). A pin limits backports to the packages named here and their dependencies. Each run
+asks dpkg which packages are installed: there is no stamp file, and a second run takes a fraction of a second. No
+package is ever removed. If a source was added without success, it is removed again.
 
 UNICORN_SKIP_SETUP=1 skips everything, for machines whose Vulkan comes from somewhere else.
 """
@@ -40,16 +40,16 @@ INSTALL_SECONDS = 1200
 
 
 class SetupError(Exception):
-    """The obstacle, in one line: what happened, and what to do."""
+    """An error in one line: what happened, and what to do."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """A package, and the lowest upstream major version that suffices."""
+    """A package, and the lowest sufficient upstream major version."""
 
     package: str
     major: int = 0
-    # The command that the package provides. If the machine has the command from elsewhere, the package is not needed.
+    # The command that the package provides. If the machine already has the command, the package is not needed.
     command: str = ""
 
 
@@ -61,7 +61,7 @@ TEST = RUN + [
 # Ubuntu has Chromium only as a snap, on which tests cannot rely. tests/skips.toml lists the tests that need these
 # packages.
 BROWSER = [Need("chromium", command="chromium"), Need("nodejs", command="node"), Need("npm", command="npm")]
-# A test puts two servers behind it. The service that Debian's package starts listens nowhere.
+# A test runs two servers behind HAProxy. The service that Debian's package starts listens on no port.
 PROXY = [Need("haproxy", command="haproxy")]
 MEASURE = RUN + [Need("fio")]
 SERVICE = RUN + [Need("debootstrap", command="debootstrap"), Need("systemd-container", command="systemd-nspawn")]
@@ -71,11 +71,11 @@ NEEDS = {"run": RUN, "test": TEST, "measure": MEASURE, "service": SERVICE, "rele
 WISHES = {"test": BROWSER + PROXY}
 
 
-# --- what the machine has -------------------------------------------------------------------------------
+# --- installed packages -------------------------------------------------------------------------------
 
 
 def major(version):
-    """Upstream major of a Debian version: `1:25.0.7-2~bpo12+1` -> 25; 0 if it is not a number."""
+    """Upstream major of a Debian version: `1:25.0.7-2~bpo12+1` -> 25. 0 = the version does not begin with a number."""
     match = re.match(r"(?:\d+:)?(\d+)", version)
     return int(match.group(1)) if match else 0
 
@@ -118,7 +118,7 @@ def check_toolchain():
 
 @dataclass(frozen=True)
 class Source:
-    """One archive: its address, and the key that signs it ('' is apt's default key ring)."""
+    """One archive: its address, and the key that signs it ('' = apt's default key ring)."""
 
     uri: str
     suites: tuple
@@ -167,7 +167,7 @@ def read_sources(apt=APT):
 
 
 def backports_source(sources, codename):
-    """The text of the source file for backports, from the archive that serves the release itself; None if there is
+    """The text of the source file for backports, from the archive that serves the release itself. None = there is
     none."""
     source = devices.mirror(sources, codename)
     text = source and devices.stanza(source.uri, [f"{codename}-backports"], source.signed_by)
@@ -176,7 +176,7 @@ def backports_source(sources, codename):
 
 def backports_pin(codename):
     return (
-        "# Added by Unicorn's tools/setup.py: nothing comes from backports unless it is asked for.\n"
+        "# Added by Unicorn's tools/setup.py: packages come from backports only on request.\n"
         f"Package: *\nPin: release n={codename}-backports\nPin-Priority: 100\n"
     )
 
@@ -231,7 +231,7 @@ def update(root):
 
 
 def available_versions(package):
-    """Version -> suites that offer it, as `apt-cache madison` lists them."""
+    """Version -> suites that offer it, from `apt-cache madison`."""
     out = subprocess.run(["apt-cache", "madison", package], capture_output=True, text=True, check=False).stdout
     versions = {}
     for line in out.splitlines():
@@ -243,8 +243,8 @@ def available_versions(package):
 
 
 def choose(need, versions, backports):
-    """The argument for apt: the package from the release itself if that is new enough, else from backports; None if
-    neither is. `versions` comes from `available_versions`, newest first."""
+    """The argument for apt: the package from the release itself if it is new enough, otherwise from backports. None =
+    both are too old. `versions` = the result of `available_versions`, newest first."""
     for version, suites in versions.items():
         if major(version) >= need.major and any(suite != backports for suite in suites):
             return need.package
@@ -293,7 +293,7 @@ def install(needs, release):
             raise SetupError(f"apt-get could not install {' '.join(choice.values())}: {reasons[0]}")
         still = missing(needs)
         if still:
-            raise SetupError(f"apt-get reported success, but {still[0].package} is not there in the version needed")
+            raise SetupError(f"apt-get reported success, but {still[0].package} is not installed in the required version")
     except BaseException:
         if added:
             root.remove(OWN_SOURCE, OWN_PIN)

@@ -4,9 +4,9 @@
     tools/soak.py                    `unicorn bench serve --soak 30m` (`make soak` builds what it needs)
     tools/soak.py --soak 5m ...      other options of `unicorn bench serve`
 
-The binary is target/debug/unicorn, or $UNICORN_BINARY; it serves the demo model on software Vulkan, above the fault
-layer, with malloc as the service's unit sets it. The exit status is 1 if the soak finds something, if the server does not end with status 0 afterwards, or if its
-log tells of a panic. The log stays in target/soak.log.
+The binary is target/debug/unicorn, or $UNICORN_BINARY. It serves the demo model on software Vulkan, with the fault
+layer, and with the malloc settings of the systemd unit. The exit status is 1 if the soak test finds an error, if the
+server does not exit with status 0 afterwards, or if its log reports a panic. The log is kept in target/soak.log.
 """
 
 import os
@@ -26,7 +26,7 @@ END_SECONDS = 60
 
 def main(arguments):
     if not BINARY.exists():
-        sys.exit(f"soak: {BINARY} is not there: `make soak` builds it")
+        sys.exit(f"soak: {BINARY} does not exist: `make soak` builds it")
     if "--soak" not in arguments:
         arguments = ["--soak", "30m", *arguments]
     with tempfile.TemporaryDirectory(prefix="unicorn-soak-") as folder:
@@ -44,15 +44,15 @@ def main(arguments):
 def malloc_of_the_service():
     unit = (ROOT / "config/unicorn.service").read_text()
     settings = dict(re.findall(r"^Environment=(MALLOC_\w+)=(.*)$", unit, re.MULTILINE))
-    assert settings, "the unit no longer sets malloc"
+    assert settings, "the systemd unit has no malloc settings"
     return settings
 
 
 def soak(server, faults, arguments):
     if server.process.poll() is not None:
-        sys.exit(f"soak: the server ended with status {server.process.returncode}: {server.logged()[-1000:]}")
+        sys.exit(f"soak: the server exited with status {server.process.returncode}: {server.logged()[-1000:]}")
     command = [BINARY, "bench", "serve", "--url", f"http://127.0.0.1:{server.port}/v1", "--pid", str(server.process.pid)]
-    # The program warns of variables that look like its options.
+    # The program warns about variables that look like its options.
     clean = {name: value for name, value in os.environ.items() if not name.startswith("UNICORN_")}
     failed = subprocess.run([*command, "--fault-file", faults, *arguments], env=clean).returncode != 0
     if server.process.poll() is None:

@@ -2,8 +2,8 @@
 """Runs every test of the project and counts them; `make test` calls it after tools/setup.py.
 
 The last line is `N passed, N failed, N skipped`. The exit status is 0 only if every part ran to its end and found
-something to test, nothing failed, and every skip is listed in tests/skips.toml. A part that is killed, crashes or
-prints no result counts as a failure.
+tests, nothing failed, and every skip is listed in tests/skips.toml. A part that is killed, crashes or prints no result
+counts as a failure.
 
     tools/test.py            all parts
     tools/test.py NAME ...   only the named parts (for work on the project; the last line names them); `lm-eval`,
@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache" / "test"
 SKIP_LOG = CACHE / "skips.log"
 # lavapipe runs a dispatch in the submitting thread instead of its own threads: small models are twice as fast, and
-# tests run in parallel anyway. `devices` keeps lavapipe's threads.
+# tests run in parallel anyway. `devices` uses lavapipe's threads.
 LAVAPIPE = {"LP_NUM_THREADS": "0"}
 VENV = ROOT / ".venv"
 CLIENTS = ROOT / "tests/clients"
@@ -49,7 +49,7 @@ OPENWEBUI = ROOT / "tests/openwebui"
 OPENWEBUI_VENV = ROOT / ".cache/openwebui"
 
 PART_SECONDS = 40 * 60
-# Lines of a panic that are repeated beside the failed test's name.
+# The number of panic lines that are repeated with the name of a failed test.
 PANIC_LINES = 20
 FETCH_SECONDS = 180
 FETCH_DEVICES_SECONDS = 10 * 60
@@ -60,7 +60,7 @@ FETCH_MANY_SECONDS = 30 * 60
 
 @dataclass
 class Result:
-    """The result of a part. `skipped` holds (name in tests/skips.toml, what was skipped)."""
+    """The result of a part. `skipped` = (name in tests/skips.toml, the skipped test)."""
 
     passed: int = 0
     failures: list = field(default_factory=list)
@@ -71,13 +71,13 @@ class Result:
 
 
 def listed_skips():
-    """Names in tests/skips.toml. Table headers are all that is needed here, and tomllib came with Python 3.11."""
+    """Names in tests/skips.toml. Only the table headers are needed, and tomllib requires Python 3.11."""
     text = (ROOT / "tests/skips.toml").read_text()
     return set(re.findall(r"^\[([a-z0-9-]+)\]\s*$", text, re.MULTILINE))
 
 
 def run(command, seconds=PART_SECONDS, env=None):
-    """Runs a command, shows its output as it comes, and returns (exit status, output). The status is None if it was
+    """Runs a command, shows its output while it runs, and returns (exit status, output). Status None = the command was
     killed."""
     process = subprocess.Popen(
         command, cwd=ROOT, env={**os.environ, **(env or {})}, text=True, errors="replace", start_new_session=True,
@@ -88,7 +88,7 @@ def run(command, seconds=PART_SECONDS, env=None):
     def kill(*_):
         nonlocal killed
         killed = True
-        with contextlib.suppress(ProcessLookupError):  # the process may just have ended by itself
+        with contextlib.suppress(ProcessLookupError):  # the process may just have exited
             os.killpg(process.pid, signal.SIGKILL)
 
     previous = signal.signal(signal.SIGALRM, kill)
@@ -110,7 +110,7 @@ def run(command, seconds=PART_SECONDS, env=None):
 
 
 def one(name, command):
-    """A part that is a single check, judged by its exit status."""
+    """A part that is a single check: its exit status is the result."""
     status, _ = run(command)
     return Result(passed=1) if status == 0 else Result(failures=[f"{name}: {ended(status)}"])
 
@@ -150,12 +150,12 @@ def clippy():
 
 
 def rust():
-    """Unit tests, the integration suite and the documentation's examples. Also builds the server for `clients`, `scaling`,
-    `service` and `page`, and the examples for `npu`."""
+    """Unit tests, the integration suite and the documentation's examples. Also builds the server for `clients`,
+    `scaling`, `service` and `page`, and the examples for `npu`."""
     fetched, _ = run([str(ROOT / "tools/fetch_real_tokenizer.sh")], FETCH_SECONDS)
-    if fetched not in (0, 3, 4, None):  # 3 and 4: the tokenizer is not available here, and its cases are skipped
+    if fetched not in (0, 3, 4, None):  # 3 and 4: the tokenizer is not available, so its cases are skipped
         return Result(failures=[f"rust: tools/fetch_real_tokenizer.sh: {ended(fetched)}"])
-    # A test judges kernels by the compiler of one of these devices, and is skipped without it.
+    # A test analyzes kernels with the compiler of one of these devices, and is skipped without it.
     make_devices()
     SKIP_LOG.unlink(missing_ok=True)
     built, _ = run(["cargo", "build", "--locked", "--all-targets"])
@@ -168,15 +168,15 @@ def rust():
 
 
 def narrow_vectors():
-    """Has lavapipe use vectors of 128 bits where LLVM 19 compiles for it, as in Debian 13. With wider ones that LLVM ends the
-    process over a shader that emulates the matrix products of subgroups, which only tests do ("Cannot emit physreg copy
-    instruction", on processors with AVX-512). LLVM 15 and 21 compile it for vectors of any width."""
+    """Makes lavapipe use vectors of 128 bits if it compiles with LLVM 19, as in Debian 13. With wider vectors, LLVM 19
+    aborts the process for a shader that emulates the matrix products of subgroups, which only tests use ("Cannot emit
+    physreg copy instruction", on processors with AVX-512). LLVM 15 and 21 compile it for vectors of any width."""
     listed = subprocess.run(["target/debug/unicorn", "devices"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
     return {"LP_NATIVE_VECTOR_WIDTH": "128"} if "(LLVM 19." in listed else {}
 
 
 def cargo_result(status, output, skips):
-    """Adds up the binaries' results. cargo counts a skipped test as passed, because it returned early."""
+    """Sums the results of all test binaries. cargo counts a skipped test as passed, because it returned early."""
     result = Result(skipped=skips)
     for passed, failed, ignored, filtered in re.findall(
         r"^test result: \w+\. (\d+) passed; (\d+) failed; (\d+) ignored; \d+ measured; (\d+) filtered out", output, re.MULTILINE
@@ -199,7 +199,7 @@ def cargo_result(status, output, skips):
 
 
 def said(name, output):
-    """The first lines of a failed test's panic, indented, for the end of a log that is long."""
+    """The first lines of the panic of a failed test, indented, for the end of a long log."""
     section = re.search(rf"^---- {re.escape(name)} stdout ----$(.*?)(?=^---- |^failures:$|\Z)", output, re.MULTILINE | re.DOTALL)
     panicked = re.search(r"^[^\n]*panicked at .*?(?=^stack backtrace:|^note: |\Z)", section[1], re.MULTILINE | re.DOTALL) if section else None
     lines = panicked[0].strip().splitlines() if panicked else []
@@ -207,22 +207,22 @@ def said(name, output):
 
 
 def make_devices():
-    """Makes `.cache/devices`, where that is possible."""
+    """Makes `.cache/devices` if possible."""
     return run([sys.executable, str(ROOT / "tools/setup.py"), "devices"], FETCH_DEVICES_SECONDS)
 
 
 def devices_cheap():
-    """The cheap suites: kernels on other software devices, and under a layer that checks addresses and races."""
+    """The cheap suites: kernels on other software devices, and with a layer that checks addresses and races."""
     make_devices()
     return of_devices(on_devices.rows(run, on_devices.CHEAP))
 
 
 def devices_all():
-    """Kernels and goldens on every device that stands in for a GPU, as a table."""
+    """Kernels and goldens on every device that replaces a GPU, as a table."""
     made, _ = make_devices()
     if made != 0:
-        return Result(failures=[f"all-devices: they could not be made ({ended(made)})"])
-    # This builds as `rust` does, so that the library is not recompiled with other features.
+        return Result(failures=[f"all-devices: the devices could not be made ({ended(made)})"])
+    # The same build as in `rust`, so that the library is not recompiled with other features.
     run(["cargo", "build", "--locked", "--all-targets"])
     try:
         return of_devices(on_devices.all_devices(run))
@@ -291,7 +291,7 @@ def lm_eval():
 
 
 def scaling():
-    """Two real servers behind HAProxy, of which one is killed and drained under load. Without HAProxy the part is skipped."""
+    """Two real servers behind HAProxy. One is killed and drained under load. Without HAProxy, the part is skipped."""
     if not haproxy_path():
         return Result(skipped=[("haproxy", "tools/scaling.py haproxy")])
     return counted("scaling", *run([sys.executable, str(ROOT / "tools/scaling.py"), "haproxy"]))
@@ -307,18 +307,19 @@ def all_scaling():
 
 
 def service():
-    """A real server under the restrictions of its systemd unit, as far as the machine can apply them without systemd."""
+    """A real server with the restrictions of its systemd unit, as far as the machine can apply them without systemd."""
     return counted("service", *run([sys.executable, str(ROOT / "tests/service/test_restricted.py")]))
 
 
 def npu():
-    """The shim and the real XRT over a kernel driver that is none. Without mount namespaces or Debian's XRT the part is skipped."""
+    """The shim and the real XRT over a simulated kernel driver. Without mount namespaces or Debian's XRT, the part is
+    skipped."""
     return counted("npu", *run([sys.executable, str(ROOT / "tests/npu/real_xrt.py")]))
 
 
 def page():
-    """A browser on the page of a real server, and whether the page's libraries are what their packages make. What Chromium,
-    Node.js or a package lacks for is skipped."""
+    """Tests the page of a real server in a browser, and compares the page's libraries with their packages. Tests for
+    which Chromium, Node.js or a package is missing are skipped."""
     result = page_libraries("--check")
     lacks = page_lacks()
     if lacks:
@@ -339,13 +340,13 @@ def page_libraries(*arguments):
 
 
 def page_libraries_written():
-    """Writes src/api/page/libraries anew."""
+    """Writes src/api/page/libraries again."""
     result = page_libraries()
     return Result(failures=[what for _, what in result.skipped]) if result.skipped else result
 
 
 def openwebui():
-    """Open WebUI with a real server behind it, used by a browser. Takes 2 GB of disk, and minutes."""
+    """Open WebUI with a real server, used by a browser. Takes 2 GB of disk, and minutes."""
     lacks = page_lacks()
     if lacks:
         return Result(failures=[f"openwebui: {lacks}"])
@@ -370,9 +371,9 @@ def browser_result(name, status, output):
 
 
 def openwebui_program():
-    """The path of the pinned Open WebUI, and what is missing for it, '' if nothing is."""
+    """The path of the pinned Open WebUI, and what is missing for it ('' = nothing)."""
     program, pip = OPENWEBUI_VENV / "bin/open-webui", [OPENWEBUI_VENV / "bin/python", "-m", "pip", "--disable-pip-version-check"]
-    # The copy of the requirements is written once everything is installed.
+    # The copy of the requirements is written after everything is installed.
     wanted, there = OPENWEBUI / "requirements.txt", OPENWEBUI_VENV / "requirements.txt"
     if program.exists() and there.exists() and there.read_bytes() == wanted.read_bytes():
         return str(program), ""
@@ -380,7 +381,7 @@ def openwebui_program():
     version = "import sys; sys.exit(sys.version_info[:2] not in [(3, 11), (3, 12)])"
     python = next((p for p in pythons if subprocess.run([p, "-c", version], check=False).returncode == 0), None)
     if python is None:
-        return "", "Open WebUI runs on Python 3.11 or 3.12, and neither is here"
+        return "", "Open WebUI runs on Python 3.11 or 3.12, and neither is installed"
     shutil.rmtree(OPENWEBUI_VENV, ignore_errors=True)
     made, _ = run([python, "-m", "venv", str(OPENWEBUI_VENV)], FETCH_SECONDS)
     if made != 0:
@@ -393,20 +394,20 @@ def openwebui_program():
 
 
 def page_lacks():
-    """What is missing to drive a browser, '' if nothing is."""
+    """What is missing to drive a browser ('' = nothing)."""
     return node_lacks(PAGE, PAGE_MODULES, "playwright-core") if shutil.which("chromium") else "no chromium"
 
 
 def node_lacks(folder, modules, package):
-    """What is missing to run the scripts in `folder` with Node.js, '' if nothing is. Installs the packages of the
-    folder's lock file into `modules`."""
+    """What is missing to run the scripts in `folder` with Node.js ('' = nothing). Installs the packages of the folder's
+    lock file into `modules`."""
     for command in ["node", "npm"]:
         if not shutil.which(command):
             return f"no {command}"
     version = subprocess.run(["node", "--version"], capture_output=True, text=True, check=False).stdout
     major = re.match(r"v(\d+)\.", version)
     if not major or int(major[1]) < 18:
-        return f"node {version.strip()}, where 18 is needed"
+        return f"node {version.strip()}, but 18 is required"
     # A copy, because npm writes the modules next to the lock file.
     wanted, there = (place / "package-lock.json" for place in (folder, modules))
     installed = modules / "node_modules" / package / "package.json"
@@ -422,7 +423,7 @@ def node_lacks(folder, modules, package):
 
 
 def python_with(requirements, venv, seconds=FETCH_CLIENT_SECONDS):
-    """The interpreter of `venv` with the pinned packages in it, or None if they are not available."""
+    """The interpreter of `venv` with the pinned packages. None = they are not available."""
     python = venv / "bin/python"
     wanted = pins(requirements.read_text())
     check = "import importlib.metadata as m, sys; sys.exit(any(m.version(n) != v for n, v in " + repr(wanted) + "))"
@@ -444,12 +445,13 @@ def pins(requirements):
     return re.findall(r"^([a-z0-9_-]+)(?:\[[a-z0-9,-]+\])?==(\S+)$", requirements, re.MULTILINE)
 
 
-# Cheap checks first; `clients`, `scaling`, `service` and `page` start the server that `rust` built, and `npu` its examples.
+# Cheap checks run first. `clients`, `scaling`, `service` and `page` start the server that `rust` built, and `npu` uses
+# its examples.
 PARTS = {
     "tools": tools, "demo": demo, "rustfmt": rustfmt, "rust": rust, "devices": devices_cheap, "clients": clients,
     "scaling": scaling, "service": service, "npu": npu, "page": page, "clippy": clippy,
 }
-# These parts are too heavy for every run, and the last one writes files.
+# These parts take too long for every run, and the last one writes files.
 NAMED_ONLY = {
     "lm-eval": lm_eval, "openwebui": openwebui, "all-devices": devices_all, "all-scaling": all_scaling,
     "page-libraries": page_libraries_written,
@@ -460,7 +462,7 @@ def main(names):
     parts = {**PARTS, **NAMED_ONLY}
     unknown = [name for name in names if name not in parts]
     if unknown:
-        sys.exit(f"test: no part {unknown[0]!r}; there are {', '.join(parts)}")
+        sys.exit(f"test: unknown part {unknown[0]!r}; the parts are {', '.join(parts)}")
     os.environ.setdefault("MESA_SHADER_CACHE_DIR", str(ROOT / ".cache/mesa"))
     if os.environ.get("CI") == "true" or not sys.stdout.isatty():
         os.environ.update(CARGO_TERM_PROGRESS_WHEN="never", CARGO_TERM_COLOR="never")

@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Loads a whole Gemma-3 27B and lets it answer. Random weights of the true shape make a download unnecessary.
+"""Loads a complete Gemma-3 27B and generates an answer. Random weights of the true shape make a download unnecessary.
 
     tools/test_27b.py [--dir DIR] [--shape gemma-3-27b] [--scheme int4-g128] [--keep]
 
 The steps: write the checkpoint with `unicorn synth` (16 GB of disk), read it with fio, evict it from memory, allocate
-and free as much memory as it needs, serve it, and ask for two tokens. The output is one line of JSON: load time and
-rate, the rates of disk and memory in the same run, resident memory.
+and free as much memory as it needs, serve it, and request two tokens. The output is one line of JSON: load time and
+rate, the rates of disk and memory in the same run, and resident memory.
 
 The test fails unless the files and the server have as many layers as the shape, the device holds at least the bytes of
-the weights, the answer has two tokens, and no part of the files stays in memory. The load's share of the disk's rate is
-printed and not judged, because it depends on the machine and its neighbours as much as on the program. The test takes
-minutes on software Vulkan, so it is no part of `make test`; docs/measurements.md dates its results.
+the weights, the answer has two tokens, and no part of the files stays in memory. The ratio of the load rate to the disk
+rate is printed but not checked, because it depends on the machine and its neighbours as much as on the program. The
+test takes minutes on software Vulkan, so it is not part of `make test`. docs/measurements.md has dated results.
 """
 
 import argparse
@@ -36,7 +36,7 @@ ANSWER_SECONDS = 3600
 
 
 def evict(files):
-    """Drops the files' clean pages, as after a start of the machine."""
+    """Drops the clean pages of the files from memory, as after a boot."""
     os.sync()
     for file in files:
         with open(file, "rb") as f:
@@ -45,7 +45,7 @@ def evict(files):
 
 def disk_rate(files):
     """Bytes per second at which fio reads the files one after the other, bypassing the page cache."""
-    # The best of three runs counts, since devices may be slow to start and neighbours noisy.
+    # The best of three runs counts, because devices may start slowly and neighbours may be noisy.
     best = 0
     for _ in range(3):
         evict(files)
@@ -59,7 +59,7 @@ def disk_rate(files):
 
 def memory_rate(size):
     """Bytes per second at which this machine provides new memory of that size. A load waits for memory if this is below
-    the disk's rate. A virtual machine's host reclaims idle memory, and its next use can be slower than any disk."""
+    the disk rate. The host of a virtual machine reclaims idle memory, and its next use can be slower than any disk."""
     piece = bytes(16 << 20)
     since = time.monotonic()
     with mmap.mmap(-1, size) as memory:
@@ -96,10 +96,10 @@ def main():
     files = sorted(args.dir.glob("*.safetensors"))
     disk = disk_rate(files)
     evict(files)
-    # The first run gets back the memory that the host reclaimed; the second shows the machine's own rate.
+    # The first run reclaims memory from the host. The second run shows the machine's own rate.
     first, memory = (memory_rate(shown["bytes"]) for _ in range(2))
 
-    # The server takes a free port, which its log names.
+    # The server uses a free port, which its log names.
     command = [ROOT / "tools/with_device.sh", UNICORN, "serve", "--model", args.dir, "--port", "0", "--context", args.context]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     lines, url, loaded = [], None, threading.Event()
@@ -124,7 +124,7 @@ def main():
             r"loaded\s+([\d.]+) GB in ([\d.]+) s, ([\d.]+) GB/s; ([\d.]+) GB on the device, "
             r"([\d.]+) GB resident, at most ([\d.]+) GB; ([\d.]+) GB of its files in memory", line)
         if not numbers:
-            sys.exit(f"error: the log's line on loading is not understood: {line}")
+            sys.exit(f"error: cannot parse the line of the log about the load: {line}")
         size, seconds, rate, placed, resident, peak, cached = map(float, numbers.groups())
         layers = next((int(found.group(1)) for line in lines if (found := re.search(r"model .*: (\d+) layers,", line))), 0)
         since = time.monotonic()
@@ -172,7 +172,7 @@ def main():
     if usage["completion_tokens"] != 2 or usage["prompt_tokens"] > 16:
         sys.exit(f"error: expected two tokens for at most 16, got {usage}")
     if cached > 0.05 * size:
-        sys.exit(f"error: {cached} GB of the files stay in memory beside the device's copy")
+        sys.exit(f"error: {cached} GB of the files stay in memory in addition to the device's copy")
 
 
 if __name__ == "__main__":

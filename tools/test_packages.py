@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""Installs what a release consists of as its users would, on new machines with Debian 13, and asks each for an answer.
+"""Installs the packages of a release as users would, on new machines with Debian 13, and requests an answer from each.
 
     tools/test_packages.py BINARY [deb] [archive] [container]
 
 deb        the Debian package: installed, upgraded over a changed configuration, removed, installed again, purged
 archive    the archive: unpacked, and installed by its own script
-container  Containerfile built by buildah, its image run as its own user with the environment that compose.yaml gives it
+container  Containerfile built by buildah, its image run as its own user with the environment of compose.yaml
 
-A machine is a folder that debootstrap fills, and whose processes have mounts and process ids of their own; systemd does not
-run there (`make test-service` boots one). It computes on software Vulkan. The images that Containerfile begins with are made
-here in the same way, since nothing is fetched from a registry of images; so their names are tested, and their contents are
-not. Needs root; buildah, debootstrap and cargo-deb (`make test-packages` installs them), and minutes.
+A machine is a folder that debootstrap fills. Its processes have separate mounts and process ids. systemd does not run
+there (`make test-service` boots one). It computes on software Vulkan. The base images of Containerfile are made here in
+the same way, because nothing is fetched from an image registry. So their names are tested, and their contents are not.
+Needs root, buildah, debootstrap and cargo-deb (`make test-packages` installs them), and minutes.
 
-Prints a line for each fact, and for each way to install how long it took until the first answer.
+Prints a line for each checked fact, and the time until the first answer for each way to install.
 """
 
 import json
@@ -37,7 +37,7 @@ DEBIAN = "trixie"
 RUST_IMAGE, DEBIAN_IMAGE = re.findall(r"(?m)^FROM (\S+)", (ROOT / "Containerfile").read_text())
 NAME = "unicorn-execution-engine"
 QUIET_APT = "DEBIAN_FRONTEND=noninteractive apt-get -q -o Dpkg::Use-Pty=0 install -y --no-install-recommends"
-# As the unit has it.
+# The same user as in the systemd unit.
 AS_SERVICE = "setpriv --reuid=unicorn --regid=unicorn --init-groups env HOME=/var/lib/unicorn"
 OLD, NEW = "0.0.9-1", "0.1.0-1"
 READY_SECONDS = 300
@@ -46,7 +46,7 @@ EPOCH = "1700000000"
 
 
 class Failed(Exception):
-    """The fact that does not hold."""
+    """The fact that is not true."""
 
 
 def must(holds, fact, seen=""):
@@ -56,7 +56,7 @@ def must(holds, fact, seen=""):
 
 
 class Machine:
-    """A new machine, in a folder that is a copy of one that debootstrap has made."""
+    """A new machine, in a copy of a folder that debootstrap has filled."""
 
     def __init__(self, name):
         pristine, self.root = FOLDER / DEBIAN, FOLDER / name
@@ -67,7 +67,7 @@ class Machine:
         subprocess.run(["cp", "-a", pristine, self.root], check=True)
 
     def run(self, script):
-        """Runs a script as root; returns its exit status and what it said."""
+        """Runs a script as root. Returns its exit status and its output."""
         process = fresh_machine.start(self.root, script, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         try:
             said, _ = process.communicate(timeout=COMMAND_SECONDS)
@@ -76,7 +76,7 @@ class Machine:
         return process.returncode, said
 
     def does(self, script, fact, part=""):
-        """Holds that a script succeeds, and that `part` is in what it says; returns that."""
+        """Checks that a script succeeds and that `part` is in its output. Returns the output."""
         status, said = self.run(script)
         must(status == 0 and part in said, fact, f"`{script}` ended with {status}\n{said[-2000:]}")
         return said
@@ -85,7 +85,7 @@ class Machine:
         return (self.root / path.lstrip("/")).exists()
 
     def answers(self, fact, command):
-        """Serves the demo model, and holds that it answers."""
+        """Serves the demo model, and checks that it answers."""
         with (FOLDER / "server.log").open("w") as log:
             serve = fresh_machine.start(self.root, f"exec {command}", stdout=log, stderr=log)
             answers_at(serve, fact, port_of(self.root / "etc/unicorn"))
@@ -95,18 +95,18 @@ class Machine:
 
 
 def port_of(folder):
-    """The port that the files in /etc/unicorn name."""
+    """The port in the files of /etc/unicorn."""
     files = [folder / "config.toml", *sorted((folder / "conf.d").glob("*.toml"))]
     ports = [tomllib.loads(file.read_text()).get("server", {}).get("port") for file in files]
     return next(port for port in reversed(ports) if port)
 
 
 def answers_at(serve, fact, port, key=None):
-    """Holds that a server that is being started answers, and ends it."""
+    """Checks that a starting server answers, and stops it."""
     try:
         answer = fresh_machine.first_answer(serve, f"http://127.0.0.1:{port}", READY_SECONDS, key)
     except fresh_machine.NoServer as why:
-        raise Failed(f"{fact}: {why}; {FOLDER / 'server.log'} has what it said") from why
+        raise Failed(f"{fact}: {why}; {FOLDER / 'server.log'} has its output") from why
     must("Paris" in answer, fact, answer)
 
 
@@ -131,7 +131,7 @@ def test_deb(binary):
     begun = time.monotonic()
     machine.does(f"{QUIET_APT} {old}", "the package installs, with the driver and the loader")
     installed = time.monotonic()
-    # A file beside the package's own: what an administrator would write first.
+    # A file in addition to the package's own. An administrator would do this first.
     write(machine.root / "etc/unicorn/conf.d/10-here.toml", config(free_port()))
     machine.answers("it answers as the service's user, with the package's configuration", f"{AS_SERVICE} unicorn serve")
     print(f"time: deb: {installed - begun:.0f} s to install, {time.monotonic() - installed:.1f} s more to the first answer", flush=True)
@@ -143,11 +143,11 @@ def test_deb(binary):
     must(os.path.lexists(machine.root / starts[1:]), "systemd starts it at boot")
     must(not (machine.root / "etc/systemd/system/sockets.target.wants").exists(), "and does not listen for it")
     pages = sorted(path.name for path in (machine.root / "usr/share/man/man1").glob("unicorn*"))
-    must({"unicorn.1.gz", "unicorn-serve.1.gz"} <= set(pages), f"{len(pages)} manual pages are there", pages)
+    must({"unicorn.1.gz", "unicorn-serve.1.gz"} <= set(pages), f"{len(pages)} manual pages exist", pages)
     machine.does("bash -c '. /usr/share/bash-completion/completions/unicorn; COMP_WORDS=(unicorn doc); COMP_CWORD=1; "
                  "_unicorn unicorn doc unicorn; echo ${COMPREPLY[@]}'", "bash completes a command", "doctor")
     status, said = machine.run(f"{QUIET_APT} --simulate unicorn")
-    must(status != 0 or f"Remv {NAME}" in said, "Debian's own package of a similar name does not go with it", said)
+    must(status != 0 or f"Remv {NAME}" in said, "Debian's package with a similar name conflicts with it", said)
 
     port = free_port()
     changed = config(port) + "# changed\n"
@@ -158,7 +158,7 @@ def test_deb(binary):
     machine.does(f"{QUIET_APT} {new}", "an upgrade asks nothing", f"Setting up {NAME} ({NEW})")
     must((machine.root / "etc/unicorn/config.toml").read_text() == changed, "and keeps a changed configuration")
     machine.does("unicorn config show", "which counts", f"port = {port}")
-    must(not os.path.lexists(machine.root / starts[1:]), "and a service that was disabled stays so")
+    must(not os.path.lexists(machine.root / starts[1:]), "and a disabled service stays disabled")
     machine.answers("the new version answers", f"{AS_SERVICE} unicorn serve")
 
     machine.does(f"apt-get -q -y remove {NAME}", "it is removed")
@@ -168,10 +168,10 @@ def test_deb(binary):
     must(not machine.has("/etc/unicorn/config.toml"), "and does not bring back a file that the administrator has deleted")
     machine.does(f"apt-get -q -y purge {NAME}", "it is purged, and says where the models are", "/var/lib/unicorn")
     left = [path for path in ["/etc/unicorn", "/var/cache/unicorn", "/usr/lib/systemd/system/unicorn.service"] if machine.has(path)]
-    must(not left, "nothing of it is left", left)
+    must(not left, "no files of it are left", left)
     must((machine.root / "var/lib/unicorn/models/a/model").read_text() == "gigabytes", "but the models")
     said = machine.run("dpkg -l | grep unicorn; find /etc/systemd -name 'unicorn*'")[1]
-    must(said == "", "dpkg and systemd know nothing of it any more", said)
+    must(said == "", "dpkg and systemd no longer know it", said)
     machine.remove()
 
 
@@ -187,12 +187,12 @@ def test_archive(binary):
     machine.answers("it answers as the service's user", f"{AS_SERVICE} unicorn serve")
     print(f"time: archive: {installed - begun:.0f} s to install, {time.monotonic() - installed:.1f} s more to the first answer", flush=True)
     machine.does("unicorn config check", "`unicorn config check` finds nothing")
-    must(machine.has("/usr/local/share/man/man1/unicorn-serve.1"), "manual pages are there")
+    must(machine.has("/usr/local/share/man/man1/unicorn-serve.1"), "manual pages exist")
     machine.remove()
 
 
 class Images:
-    """buildah, with images in a folder of this test's own."""
+    """buildah, with images in a separate folder of this test."""
 
     def __init__(self, folder):
         storage = folder / "storage.conf"
@@ -203,7 +203,7 @@ class Images:
         return subprocess.run(["buildah", *arguments], env=self.environment, stdout=subprocess.PIPE, text=True, check=True, **options).stdout.strip()
 
     def make(self, name, root, *more):
-        """Makes an image of a machine's files. `more` are folders that are copied into its /usr/local."""
+        """Makes an image from the files of a machine. `more` = folders that are copied into its /usr/local."""
         container = self.buildah("from", "scratch")
         mounted = self.buildah("mount", container)
         subprocess.run(["cp", "-a", f"{root}/.", mounted], check=True)
@@ -219,7 +219,8 @@ class Images:
 
 
 def composed(machine):
-    """compose.yaml as docker-compose reads it, on a host without a GPU and with one. The files must say what they need."""
+    """compose.yaml as docker-compose reads it, on a host without a GPU and with one. Errors must name what is
+    missing."""
     for file in ["compose.yaml", "compose.gpu.yaml", "Containerfile"]:
         shutil.copy(ROOT / file, machine.root / "src")
     machine.does(f"{QUIET_APT} docker-compose", "docker-compose is installed")
@@ -232,13 +233,13 @@ def composed(machine):
     status, said = machine.run(f"{key} {files} RENDER_GID=105 {config} 2>/dev/null")
     must(status == 0, "docker-compose reads compose.yaml with compose.gpu.yaml", said)
     unicorn = json.loads(said)["services"]["unicorn"]
-    must("/dev/dri" in json.dumps(unicorn["devices"]) and unicorn["group_add"] == ["105"], "the server is given /dev/dri and the host's group", unicorn)
+    must("/dev/dri" in json.dumps(unicorn["devices"]) and unicorn["group_add"] == ["105"], "the server gets /dev/dri and the host's group", unicorn)
     status, said = machine.run(f"{key} UNICORN_ALLOW_SOFTWARE_VULKAN=true COMMIT=abc {config} 2>/dev/null")
     must(status == 0, "docker-compose reads compose.yaml alone", said)
     services = json.loads(said)["services"]
     unicorn, webui = services["unicorn"], services["open-webui"]
     must(not {"devices", "group_add"} & set(unicorn), "a host without a GPU need not have /dev/dri", unicorn)
-    must(unicorn["build"]["args"] == {"COMMIT": "abc"}, "the image is told its commit", unicorn)
+    must(unicorn["build"]["args"] == {"COMMIT": "abc"}, "the image gets its commit", unicorn)
     must(unicorn["ports"][0]["host_ip"] == "127.0.0.1", "only this machine reaches it", unicorn)
     pinned = (ROOT / "tests/openwebui/requirements.txt").read_text()
     version = webui["image"].rpartition(":v")[2]

@@ -1,12 +1,12 @@
 #!/bin/sh
-# Installs the Debian package on a new machine where systemd runs the service, and tests that it starts, answers, reloads,
-# comes back after a kill and an upgrade, and stays down where another start does not help. The machine is a container that boots Debian's
-# systemd (needs root, debootstrap, systemd-nspawn and a Debian mirror; takes minutes). The service computes on software
-# Vulkan, under all restrictions of the unit.
+# Installs the Debian package on a new machine where systemd runs the service. Tests that it starts, answers, reloads,
+# restarts after a kill and an upgrade, and stays stopped after an error that a restart cannot fix. The machine is a
+# container that boots Debian's systemd (needs root, debootstrap, systemd-nspawn and a Debian mirror, and takes
+# minutes). The service computes on software Vulkan, with all restrictions of the unit.
 #
 #   tools/test_service.sh BINARY [MIRROR]
 #
-# The machine stays in $FRESH (default .cache/service), and a second call continues with it.
+# The machine is kept in $FRESH (default .cache/service), and a second call continues with it.
 set -eu
 binary=$1 mirror=${2:-}
 cd "$(dirname "$0")/.."
@@ -17,7 +17,7 @@ if [ ! -e "$machine/etc/os-release" ]; then
     debootstrap --include=systemd,systemd-sysv,dbus,libvulkan1,curl,ca-certificates,procps bookworm "$machine" ${mirror:+"$mirror"}
 fi
 if [ ! -e "$machine/$backports" ]; then
-    # Bookworm's own Mesa is too old; `make setup` does the same.
+    # Bookworm's own Mesa is too old. `make setup` also uses backports.
     cp -L /etc/resolv.conf /etc/hosts "$machine/etc/"
     mirror=$(awk '$1 == "deb" { print $2; exit }' "$machine/etc/apt/sources.list")
     echo "deb $mirror bookworm-backports main" >"$machine/$backports"
@@ -29,7 +29,7 @@ rm -rf "$machine/src" "$machine/etc/unicorn" "$machine/said"
 mkdir -p "$machine/src"
 python3 tools/release.py --deb "$binary" "$machine/src"
 inside="chroot $machine /usr/bin/env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin"
-# A machine that a run has left has the package.
+# A machine of an earlier run still has the package.
 $inside dpkg --purge unicorn-execution-engine
 $inside sh -c "dpkg -i /src/*.deb"
 # A user without a GPU would set this option.
@@ -37,7 +37,7 @@ sed -i 's/^#allow_software_vulkan = false/allow_software_vulkan = true/' "$machi
 
 cat >"$machine/src/check.sh" <<'CHECK'
 #!/bin/sh
-# Runs inside the machine. Prints a line for each fact, and `failed` for the first that does not hold.
+# Runs inside the machine. Prints a line for each true fact, and `failed` for the first one that is not true.
 set -u
 base=http://127.0.0.1:8010
 must() {
@@ -76,14 +76,14 @@ must "the package has it started at every boot" systemctl -q is-enabled unicorn
 must "and not by a socket" is_not_enabled unicorn.socket
 must "it starts" systemctl start unicorn
 must "systemd waited until it was ready" healthy
-must "and is told what it serves" sh -c "systemctl show --value -p StatusText unicorn | grep 'unicorn-demo at'"
+must "and knows what it serves" sh -c "systemctl show --value -p StatusText unicorn | grep 'unicorn-demo at'"
 must "and watches it" is WatchdogUSec 1min
 must "it answers" answers
 must "it runs as its own user" test "$(ps -o user= -p "$(main_pid)")" = unicorn
 must "it is a member of render and video" sh -c "id -nG unicorn | grep -w render | grep -w video"
 must "it reloads" systemctl reload unicorn
 must "and says so" within 10 says "read the configuration again"
-must "it goes on answering" answers
+must "it continues to answer" answers
 must "the configuration is good" unicorn config check
 before=$(main_pid)
 must "an upgrade installs" sh -c "dpkg -i /src/*.deb"
@@ -93,14 +93,14 @@ mkdir -p /run/systemd/sessions /etc/unicorn/conf.d
 printf 'STATE=active\nTYPE=wayland\nCLASS=user\nSEAT=seat0\n' >/run/systemd/sessions/of-a-test
 printf '[engine]\ncourtesy = 0.5\n' >/etc/unicorn/conf.d/courtesy.toml
 systemctl reload unicorn
-must "it sees who works at the machine" within 10 courteous
+must "it detects a user at the machine" within 10 courteous
 rm /run/systemd/sessions/of-a-test /etc/unicorn/conf.d/courtesy.toml
 systemctl reload unicorn
 echo "sk-0123456789abcdef0123" >/etc/unicorn/api-keys
 chmod 600 /etc/unicorn/api-keys
 systemctl restart unicorn
-must "keys in a file that only root may read are asked for" refuses
-must "and are let in" curl -fsS -H "authorization: Bearer sk-0123456789abcdef0123" "$base/v1/models"
+must "keys in a file that only root may read are required" refuses
+must "and are accepted" curl -fsS -H "authorization: Bearer sk-0123456789abcdef0123" "$base/v1/models"
 rm /etc/unicorn/api-keys
 systemctl restart unicorn
 must "without that file there are none" answers
@@ -109,18 +109,18 @@ must "killed, it is started again" within 60 is NRestarts 1
 must "and answers again" within 300 answers
 sed -i 's/^#port = 8010/port = "many"/' /etc/unicorn/config.toml
 systemctl restart unicorn
-must "a configuration that will not do ends it with 78" within 30 is ExecMainStatus 78
+must "an invalid configuration ends it with 78" within 30 is ExecMainStatus 78
 sleep 10
 must "and it is not started again" is NRestarts 0
 must "its log names the option" says "server.port"
 sed -i 's/^port = "many"/#port = 8010/' /etc/unicorn/config.toml
-must "mended, it starts" systemctl restart unicorn
+must "with a valid configuration, it starts" systemctl restart unicorn
 must "and answers" within 300 answers
 must "it stops" systemctl stop unicorn
 must "with status 0" is ExecMainStatus 0
 must "and success" is Result success
 must "systemd listens for it" systemctl start unicorn.socket
-must "who asks has it started, and is answered" answers
+must "a request starts it, and is answered" answers
 must "and it runs" is ActiveState active
 must "both stop" systemctl stop unicorn.socket unicorn
 systemctl -q disable unicorn
@@ -128,7 +128,7 @@ must "an upgrade of a service that is disabled installs" sh -c "dpkg -i /src/*.d
 must "and leaves it stopped" is ActiveState inactive
 systemctl start unicorn
 must "the package is removed" dpkg --remove unicorn-execution-engine
-must "and takes the running service along" is_not_there
+must "and the running service is stopped" is_not_there
 echo "all of it holds"
 CHECK
 chmod +x "$machine/src/check.sh"

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Runs `BINARY COMMAND ARGS`, and adds --allow-software-vulkan only where `BINARY devices` finds no usable GPU.
-# The software driver's answers are as right as a GPU's, and far slower, so the script warns loudly.
+# Runs `BINARY COMMAND ARGS`. Adds --allow-software-vulkan only if `BINARY devices` finds no usable GPU. The software
+# driver is as correct as a GPU, but much slower, so the script prints a large warning.
 set -eu
 binary=$1 command=$2
 shift 2

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""XRT, the runtime of the NPU, as Debian's next release has it, in a folder for tests.
+"""Fetches XRT, the runtime of the NPU, from Debian's next release, into a folder for tests.
 
-    tools/xrt.py     makes both folders, if they are not there, and prints them
+    tools/xrt.py     makes both folders, if they do not exist, and prints them
 
-`.cache/xrt` holds, unpacked from the archive that this machine's own apt sources name: XRT with its plugin for the NPU,
-its headers, `xclbinutil`, and all libraries that they need, the C library among them. They are newer than what Debian 12
-has, so a program runs on them by their own dynamic linker (`command`). Nothing is installed on the machine. The file
-`versions` in the folder has each package with its version and checksum.
+`.cache/xrt` has, unpacked from the archive of this machine's own apt sources: XRT with its plugin for the NPU, its
+headers, `xclbinutil`, and all libraries that they need, including the C library. They are newer than in Debian 12, so a
+program runs with their own dynamic linker (`command`). Nothing is installed on the machine. The file `versions` in the
+folder has each package with its version and checksum.
 
-`.cache/xrt-2.13` holds the XRT that Debian 12 and 13 have. It has no `hw_context`, and the library's name of 2.25.
+`.cache/xrt-2.13` has the XRT of Debian 12 and 13. It has no `hw_context`, and the same library name as 2.25.
 """
 
 import hashlib
@@ -21,21 +21,22 @@ from devices import DevicesError
 
 FOLDER = devices.ROOT / ".cache/xrt"
 OLD = devices.ROOT / ".cache/xrt-2.13"
-# Debian's next release, and the first that has XRT with a plugin for the NPU.
+# Debian's next release is the first that has XRT with a plugin for the NPU.
 SUITE = "forky"
-# These come with all that they depend on.
+# Packages that are unpacked with all their dependencies.
 PROGRAMS = ("libxrt2", "libxrt-npu2", "libxrt-utils")
-# The headers' package depends on all of Python, which no test needs.
+# The package of the headers depends on all of Python, which no test needs.
 HEADERS = ("libxrt-dev",)
 OLD_SUITE = "trixie"
-# What else it needs is in the newer one's folder.
+# Its other dependencies are in the folder of the newer XRT.
 OLD_PACKAGES = ("libxrt1", "libboost-filesystem1.83.0")
 LINKER = "usr/lib/x86_64-linux-gnu/ld-linux-x86-64.so.2"
 LIBRARIES = "usr/lib/x86_64-linux-gnu"
 
 
 def command(arguments, preload=(), before=()):
-    """The command that runs a program on the libraries of `.cache/xrt`, with those of the folders `before` preferred."""
+    """The command that runs a program with the libraries of `.cache/xrt`. Libraries in the folders `before` have
+    priority."""
     preloaded = ["--preload", ":".join(map(str, preload))] if preload else []
     folders = ":".join(str(folder / LIBRARIES) for folder in (*before, FOLDER))
     return [str(FOLDER / LINKER), "--library-path", folders, *preloaded, *map(str, arguments)]
@@ -47,7 +48,7 @@ def versions(files):
 
 
 def fill(work, into, sources, whole, alone):
-    """Unpacks packages: `whole` with all that they depend on, `alone` without."""
+    """Unpacks packages: `whole` with all their dependencies, `alone` without."""
     apt = devices.PrivateApt(work / "apt", sources)
     if whole:
         apt.download(whole, with_dependencies=True)

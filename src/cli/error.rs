@@ -160,7 +160,9 @@ impl Error {
             | Self::Checkpoint(CheckpointError::NoMemory { .. })
             | Self::ModelConfig(ModelConfigError::Checkpoint(CheckpointError::NoMemory { .. }))
             | Self::Load(LoadError::Checkpoint(CheckpointError::NoMemory { .. }))
-            | Self::Load(LoadError::Config(ModelConfigError::Checkpoint(CheckpointError::NoMemory { .. })))
+            | Self::Load(LoadError::Config(ModelConfigError::Checkpoint(CheckpointError::NoMemory {
+                ..
+            })))
             | Self::Serve(_)
             | Self::Runtime(_)
             | Self::ReloadTimeout { .. }

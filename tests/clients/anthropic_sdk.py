@@ -1,4 +1,4 @@
-"""What users of the official anthropic package see; test_openai.py runs these against its server."""
+"""What users of the official anthropic package see. test_openai.py runs these tests with its server."""
 
 import time
 
@@ -11,7 +11,7 @@ try:
 except ImportError:
     anthropic = None
 
-# This version of the package has no parameter for it.
+# This version of the package has no parameter for the temperature.
 GREEDY = {"extra_body": {"temperature": 0}}
 FRANCE = SCENARIO["france"]
 
@@ -30,7 +30,7 @@ def create(server, **fields):
 
 
 def anthropic_lists_and_retrieves_the_model(server):
-    (model,) = sdk(server).models.list(limit=1)  # which asks for further pages until there are none
+    (model,) = sdk(server).models.list(limit=1)  # this requests pages until there are no more
     assert (model.type, model.lifecycle, model.display_name) == ("model", "active", model.id) and model.max_input_tokens > 0, model
     assert abs(model.created_at.timestamp() - time.time()) < 86400, model
     assert sdk(server).models.retrieve(model.id) == model
@@ -67,7 +67,7 @@ def anthropic_counts_the_tokens_of_a_prompt(server):
     assert count == usage.input_tokens + usage.cache_read_input_tokens, (count, usage)
 
 
-def anthropic_goes_on_from_what_it_is_given(server):
+def anthropic_continues_a_given_answer(server):
     beginning = "The capital of France"
     answer = create(server, messages=[*FRANCE, {"role": "assistant", "content": beginning}])
     assert answer.content[0].text == create(server).content[0].text.removeprefix(beginning), answer
@@ -76,12 +76,12 @@ def anthropic_goes_on_from_what_it_is_given(server):
     assert "4821" in answer.content[0].text, answer
 
 
-def anthropic_is_told_what_stopped_it(server):
+def anthropic_gets_the_stop_reason(server):
     answer = create(server, stop_sequences=["never said", "Paris"])
     assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "Paris") and "Paris" not in answer.content[0].text, answer
     answer = create(server, max_tokens=2)
     assert answer.stop_reason == "max_tokens" and answer.usage.output_tokens == 2, answer
-    # As much as any model could say is as much as this one's context holds.
+    # A very large max_tokens is limited by the context of the model.
     assert create(server, max_tokens=64_000).stop_reason == "end_turn"
 
 
@@ -122,7 +122,7 @@ def anthropic_calls_a_tool_and_reads_its_result(server):
     assert answer.stop_reason == "end_turn" and "rain, 912 degrees" in answer.content[0].text, answer
     count = sdk(server).messages.count_tokens(model=model_id(server), messages=talk, tools=TOOLS).input_tokens
     assert count == answer.usage.input_tokens + answer.usage.cache_read_input_tokens, (count, answer.usage)
-    # And back to talking.
+    # And an answer in text again.
     talk += [{"role": "assistant", "content": answer.content}, *FRANCE]
     assert "Paris" in create(server, messages=talk, tools=TOOLS).content[0].text
 
@@ -138,13 +138,13 @@ def anthropic_streams_the_same_calls(server):
     assert [event.content_block.input for event in events if event.type == "content_block_stop"] == [block.input for block in whole.content], events
     assert sum(event.type == "input_json" for event in events) > 4, events
     results = [{"type": "tool_result", "tool_use_id": block.id, "content": text} for block, text in zip(final.content, ["sunny", "7"])]
-    # In whichever order they come.
+    # The results may be in any order.
     talk = [*BOTH, {"role": "assistant", "content": final.content}, {"role": "user", "content": results[::-1]}]
     answer = create(server, messages=talk, tools=TOOLS).content[0].text
     assert answer == "According to get_weather: sunny\nAccording to roll_dice: 7", answer
 
 
-def anthropic_runs_tools_by_itself(server):
+def anthropic_tool_runner_calls_functions(server):
     asked = []
 
     @anthropic.beta_tool
@@ -173,7 +173,7 @@ def anthropic_obeys_the_tool_choice(server):
     assert none.stop_reason == "end_turn" and none.content[0].type == "text", none
 
 
-def anthropic_is_told_what_is_wrong_with_tools(server):
+def anthropic_gets_errors_about_invalid_tools(server):
     result = [*WEATHER, {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_1", "content": "rain"}]}]
     for fields, named in [
         ({"messages": result, "tools": TOOLS}, "messages[1].content[0].tool_use_id"), ({"tools": TOOLS[:1] * 2}, "tools[1].name"),
@@ -183,7 +183,7 @@ def anthropic_is_told_what_is_wrong_with_tools(server):
         assert error.api_message.startswith(named), (fields, error.body)
 
 
-def anthropic_errors_are_of_their_class(server):
+def anthropic_errors_have_the_right_class(server):
     image = {"type": "image", "source": {"type": "url", "url": "https://example.org/a.png"}}
     for fields in [{"messages": []}, {"max_tokens": 0}, {"extra_body": {"temperature": 2}}, {"messages": [{"role": "user", "content": [image]}]}]:
         error = raised(anthropic.BadRequestError, lambda fields=fields: create(server, **fields))
@@ -197,8 +197,8 @@ def anthropic_errors_are_of_their_class(server):
 
 TESTS = [
     anthropic_lists_and_retrieves_the_model, anthropic_answers_paris, anthropic_streams_the_same_answer, anthropic_counts_the_tokens_of_a_prompt,
-    anthropic_goes_on_from_what_it_is_given, anthropic_is_told_what_stopped_it, anthropic_parses_into_a_pydantic_model,
-    anthropic_calls_a_tool_and_reads_its_result, anthropic_streams_the_same_calls, anthropic_runs_tools_by_itself,
-    anthropic_obeys_the_tool_choice, anthropic_is_told_what_is_wrong_with_tools,
-    anthropic_errors_are_of_their_class,
+    anthropic_continues_a_given_answer, anthropic_gets_the_stop_reason, anthropic_parses_into_a_pydantic_model,
+    anthropic_calls_a_tool_and_reads_its_result, anthropic_streams_the_same_calls, anthropic_tool_runner_calls_functions,
+    anthropic_obeys_the_tool_choice, anthropic_gets_errors_about_invalid_tools,
+    anthropic_errors_have_the_right_class,
 ]

@@ -1,8 +1,8 @@
-"""`/openapi.json` held to the server by schemathesis, which makes requests of it: some that the document allows, bounds above
-all, and some that it forbids. No answer is a server's failure; each has a status, a type and a shape that is documented; what
-is forbidden is refused. The number of requests is bounded, and their seed is fixed.
+"""Compares `/openapi.json` with the server. schemathesis generates requests: some that the document allows, mainly
+boundary values, and some that it forbids. No answer may be a server error. Each answer must have a documented status,
+type and schema. Forbidden requests must be refused. The number of requests is limited, and their seed is fixed.
 
-    PYTHON tests/clients/described.py URL [EXAMPLES [SEED]]    by hand, with as many examples of each operation as one likes
+    PYTHON tests/clients/described.py URL [EXAMPLES [SEED]]    run alone, with EXAMPLES examples of each operation
 """
 
 import json
@@ -25,12 +25,12 @@ CHECKS = [
 ]
 
 
-# Routes of what is not there, or not to be had: nothing is answered with 200.
+# Routes of resources that do not exist or are not available: no request is answered with 200.
 NEVER = {"/v1/responses/{id}", "/v1/responses/{id}/input_items", "/v1/responses/{id}/cancel", "/models/unload"}
 
 
 def run(url, document, examples=EXAMPLES, seed=SEED, seconds=SECONDS, more=()):
-    """Exit status and output of schemathesis, with a document in place of the server's own."""
+    """Exit status and output of schemathesis, with a document instead of the server's own."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "openapi.json"
         path.write_text(json.dumps(document))
@@ -60,12 +60,12 @@ def model(url):
     return get(url + "/v1/models")[1]["data"][0]["id"]
 
 
-def the_document_is_kept_to(server):
+def the_server_follows_its_document(server):
     document = get(server.url + "/openapi.json")[1]
     before = answered(server.url)
     status, output = run(server.url, document)
     assert status == 0, output[-3000:]
-    # Requests that are all refused would show little.
+    # If all requests were refused, the test would show little.
     after = answered(server.url)
     for path in document["paths"].keys() - NEVER:
         more = after.get(path, 0) - before.get(path, 0)
@@ -76,8 +76,8 @@ def the_document_is_kept_to(server):
     print(summary(output))
 
 
-def a_lie_is_found(server):
-    """What finds nothing in a document that is wrong would show nothing."""
+def a_wrong_document_is_detected(server):
+    """The check would be useless if it found nothing in a wrong document."""
     for lie in [
         lambda schemas: schemas["Model"]["properties"].update(created={"type": "string"}),
         lambda schemas: schemas["DetokenizeRequest"]["properties"]["tokens"].update(maxItems=1),
@@ -92,7 +92,7 @@ def summary(output):
     return output[output.rfind("SUMMARY"):]
 
 
-TESTS = [the_document_is_kept_to, a_lie_is_found]
+TESTS = [the_server_follows_its_document, a_wrong_document_is_detected]
 
 
 if __name__ == "__main__":

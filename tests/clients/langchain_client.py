@@ -1,4 +1,4 @@
-"""What users of langchain-openai see; test_openai.py runs these against its server."""
+"""What users of langchain-openai see. test_openai.py runs these tests with its server."""
 
 import json
 
@@ -36,7 +36,7 @@ def langchain_answers_paris(server):
     assert "Paris" in answer.content and answer.response_metadata["finish_reason"] == "stop", answer
     usage = answer.usage_metadata
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"] and usage["input_tokens"] > 5, usage
-    # Several at once, each in a thread of its own.
+    # Several concurrent requests, each in a separate thread.
     texts = [message.content for message in chat(server).batch([FRANCE] * 3)]
     assert texts == [answer.content] * 3, texts
 
@@ -74,12 +74,12 @@ def langchain_answers_by_a_schema(server):
     # A forced call of a tool whose parameters are the schema.
     answer = chat(server, max_tokens=200).with_structured_output(person, method="function_calling").invoke(LEO)
     assert list(answer) == person["required"] and isinstance(answer["age"], int), answer
-    # Held to an object, whatever is in it.
+    # The answer must be an object with any content.
     answer = chat(server, max_tokens=200).with_structured_output(None, method="json_mode").invoke(LEO)
     assert isinstance(answer, dict), answer
 
 
-def langchain_goes_by_way_of_responses(server):
+def langchain_uses_the_responses_api(server):
     model = chat(server, use_responses_api=True)
     answer = model.invoke(FRANCE)
     assert "Paris" in answer.text and answer.usage_metadata["output_tokens"] > 0, answer
@@ -87,14 +87,14 @@ def langchain_goes_by_way_of_responses(server):
     assert sum(chunks[1:], start=chunks[0]).text == answer.text, chunks
 
 
-def langchain_goes_on_from_a_text(server):
+def langchain_continues_a_text(server):
     model = langchain_openai.OpenAI(model=model_id(server), base_url=server.url + "/v1", api_key="unused", temperature=0, max_tokens=8, max_retries=0)
     text = model.invoke("The capital of France")
     assert text and "".join(model.stream("The capital of France")) == text, text
 
 
 def langchain_embeds(server):
-    # Otherwise it makes tokens of texts by OpenAI's vocabulary, which is another model's, and is fetched.
+    # Otherwise it tokenizes texts with OpenAI's vocabulary, which belongs to another model and is fetched.
     model = langchain_openai.OpenAIEmbeddings(
         model=model_id(server), base_url=server.url + "/v1", api_key="unused", check_embedding_ctx_length=False, max_retries=0,
     )
@@ -102,18 +102,18 @@ def langchain_embeds(server):
     assert documents[0] == model.embed_query(FRANCE) and len(documents[0]) == len(documents[1]) > 8
 
 
-def langchain_errors_are_of_their_class(server):
+def langchain_errors_have_the_right_class(server):
     error = raised(exceptions.ModelNotFoundError, lambda: chat(server, model="gpt-none").invoke(FRANCE))
     assert (error.status_code, error.param, error.code) == (404, "model", "model_not_found"), error.body
     error = raised(exceptions.ModelInvalidRequestError, lambda: chat(server, temperature=3).invoke(FRANCE))
     assert (error.status_code, error.param, error.type) == (400, "temperature", "invalid_request_error"), error.body
-    # Which it knows by the words of the message.
+    # It recognizes the class by the words of the message.
     error = raised(exceptions.ContextOverflowError, lambda: chat(server).invoke(SCENARIO["too_long"] * 4000))
     assert (error.status_code, error.code) == (400, "context_length_exceeded"), error.body
 
 
 TESTS = [
     langchain_answers_paris, langchain_streams_the_same_answer, langchain_calls_a_tool_and_reads_its_result,
-    langchain_answers_by_a_schema, langchain_goes_by_way_of_responses, langchain_goes_on_from_a_text, langchain_embeds,
-    langchain_errors_are_of_their_class,
+    langchain_answers_by_a_schema, langchain_uses_the_responses_api, langchain_continues_a_text, langchain_embeds,
+    langchain_errors_have_the_right_class,
 ]

@@ -1,9 +1,10 @@
-"""What users of litellm see. It asks for an older openai package than the others, so test_openai.py runs it in an environment of its own."""
+"""What users of litellm see. It needs an older openai package than the other clients, so test_openai.py runs it in a
+separate environment."""
 
 import json
 import os
 
-# Its table of prices comes with it; nothing is fetched.
+# The price table of the package is used, so nothing is fetched.
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 
 import litellm
@@ -79,7 +80,7 @@ def litellm_answers_by_a_schema(server):
     assert json.loads(total.choices[0].message.content) == SCENARIO["answer"], total
 
 
-def litellm_goes_on_from_a_text(server):
+def litellm_continues_a_text(server):
     given = {"prompt": "The capital of France", **fields(server, provider="text-completion-openai", max_tokens=8)}
     whole = litellm.text_completion(**given).choices[0].text
     text = "".join(chunk.choices[0].text or "" for chunk in litellm.text_completion(stream=True, **given))
@@ -93,12 +94,13 @@ def litellm_embeds(server):
     assert len(first) == len(second) > 8 and first != second and answer.usage.prompt_tokens > 2, answer.usage
 
 
-def litellm_errors_are_of_their_class(server):
+def litellm_errors_have_the_right_class(server):
     error = raised(litellm.NotFoundError, lambda: ask(server, model="openai/gpt-none"))
     assert error.status_code == 404 and "gpt-none" in error.message, error
     error = raised(litellm.BadRequestError, lambda: ask(server, extra_body={"temperature": 3}))
     assert (error.status_code, error.param, error.body["code"]) == (400, "temperature", "invalid_value"), error.body
-    # Which it knows by the words of the message, and callers by its class: what `context_window_fallbacks` goes by.
+    # It recognizes the class by the words of the message. Callers use the class: `context_window_fallbacks` depends on
+    # it.
     long = [{"role": "user", "content": SCENARIO["too_long"] * 4000}]
     for provider in ["openai", "anthropic"]:
         error = raised(litellm.ContextWindowExceededError, lambda provider=provider: ask(server, long, provider=provider))
@@ -107,6 +109,6 @@ def litellm_errors_are_of_their_class(server):
 
 TESTS = [
     litellm_lists_the_model, litellm_answers_paris, litellm_streams_the_same_answer, litellm_calls_a_tool_and_reads_its_result,
-    litellm_answers_by_a_schema, litellm_goes_on_from_a_text, litellm_embeds,
-    litellm_errors_are_of_their_class,
+    litellm_answers_by_a_schema, litellm_continues_a_text, litellm_embeds,
+    litellm_errors_have_the_right_class,
 ]

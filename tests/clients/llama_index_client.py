@@ -1,5 +1,5 @@
-"""What users of LlamaIndex see, which reads only the first entry of each chunk's `tool_calls`. Its openai package is older
-than the others', so test_openai.py runs it in an environment of its own."""
+"""What users of LlamaIndex see, which reads only the first entry of `tool_calls` in each chunk. Its openai package is
+older than that of the other clients, so test_openai.py runs it in a separate environment."""
 
 import openai
 import older_openai
@@ -64,12 +64,12 @@ def llama_index_answers_by_a_schema(server):
     assert isinstance(answer, Person), answer
 
 
-def llama_index_errors_are_of_their_class(server):
+def llama_index_errors_have_the_right_class(server):
     error = raised(openai.NotFoundError, lambda: llm(server, model="gpt-none").chat(asked(FRANCE)))
     assert error.code == "model_not_found", error.body
 
 
 TESTS = [
     llama_index_answers_paris, llama_index_calls_a_tool_and_reads_its_result, llama_index_answers_by_a_schema,
-    llama_index_errors_are_of_their_class, *older_openai.TESTS,
+    llama_index_errors_have_the_right_class, *older_openai.TESTS,
 ]

@@ -1,4 +1,4 @@
-"""What users of the command `llm` see; test_openai.py runs these against its server."""
+"""What users of the command `llm` see. test_openai.py runs these tests with its server."""
 
 import contextlib
 import importlib.util
@@ -16,7 +16,7 @@ llm = importlib.util.find_spec("llm")
 
 FRANCE, WEATHER, LEO = (SCENARIO[name][0]["content"] for name in ("france", "weather", "leo"))
 GREEDY = ["-o", "temperature", "0"]
-# As one writes them for it: one server under several names.
+# A typical configuration: one server under several names.
 MODELS = """\
 - {{model_id: chat, model_name: {id}, api_base: {url}/v1, supports_schema: true, supports_tools: true}}
 - {{model_id: text, model_name: {id}, api_base: {url}/v1, completion: true}}
@@ -32,7 +32,8 @@ def get_weather(city: str) -> str:
 
 @contextlib.contextmanager
 def home(server):
-    """A folder of the user's own; the command in it: exit status, answer, and what it says beside that."""
+    """A separate home folder with the configuration. Yields a function that runs the command and returns exit status,
+    output, and error output."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "extra-openai-models.yaml").write_text(MODELS.format(id=model_id(server), url=server.url))
 
@@ -72,13 +73,13 @@ def llm_answers_by_a_schema(server):
             assert status == 0 and json.loads(text) == SCENARIO["answer"], (status, text, said)
 
 
-def llm_goes_on_from_a_text(server):
+def llm_continues_a_text(server):
     with home(server) as run:
         status, text, said = run("-m", "text", *GREEDY, "-o", "max_tokens", "8", "The capital of France")
         assert status == 0 and text, (status, text, said)
 
 
-def llm_says_what_was_wrong(server):
+def llm_shows_errors_of_the_server(server):
     with home(server) as run:
         for arguments, wanted in [
             (["-m", "nobody", FRANCE], 'Error code: 404 - the model "gpt-none" does not exist'),
@@ -90,6 +91,6 @@ def llm_says_what_was_wrong(server):
 
 
 TESTS = [
-    llm_streams_the_same_answer, llm_calls_a_tool_and_reads_its_result, llm_answers_by_a_schema, llm_goes_on_from_a_text,
-    llm_says_what_was_wrong,
+    llm_streams_the_same_answer, llm_calls_a_tool_and_reads_its_result, llm_answers_by_a_schema, llm_continues_a_text,
+    llm_shows_errors_of_the_server,
 ]

@@ -1,6 +1,6 @@
-"""What others ask `/metrics` for: Grafana's dashboard, the endpoint picker of Kubernetes' Gateway API Inference Extension, and the
-names in docs/scaling.md. Each query is parsed, and held to the metrics of a running server: names, kinds, labels and their values.
-The manifest for Kubernetes is held to itself as well: what refers to something must find it.
+"""Checks queries for `/metrics`: Grafana's dashboard, the endpoint picker of Kubernetes' Gateway API Inference
+Extension, and the names in docs/scaling.md. Each query is parsed and compared with the metrics of a running server:
+names, types, labels and their values. In the manifest for Kubernetes, all references must resolve.
 """
 
 import json
@@ -18,19 +18,19 @@ except ImportError:
 DASHBOARD = ROOT / "config/grafana/unicorn.json"
 POOL = ROOT / "config/scaling/inference-pool.yaml"
 PAGE = ROOT / "docs/scaling.md"
-# Prometheus adds these to what it scrapes.
+# Labels that Prometheus adds to scraped samples.
 ADDED = {"instance", "job"}
-# Grafana puts a time into these.
+# Variables that Grafana replaces by a time.
 TIMES = {"$__rate_interval": "5m"}
 OF_COUNTERS = {"rate", "irate", "increase"}
 
 
 class Refused(Exception):
-    """What a query asks for and the server does not have."""
+    """Why the server cannot answer a query."""
 
 
 class Metrics:
-    """The samples of a scrape by name: the family's kind, and the values of each label."""
+    """The samples of a scrape by name: the type of the family, and the values of each label."""
 
     def __init__(self, text):
         self.kinds, self.labels = {}, {}
@@ -41,7 +41,7 @@ class Metrics:
                     self.labels.setdefault(sample.name, {}).setdefault(label, set()).add(value)
 
     def check(self, query):
-        """The labels of the query's result. None is a number, which has none. Raises Refused."""
+        """The labels of the query's result. None = a number, which has no labels. Raises Refused."""
         try:
             expression = promql.parse(query)
         except ValueError as error:
@@ -63,7 +63,7 @@ class Metrics:
             return self.result(node.expr)
         if isinstance(node, (promql.NumberLiteral, promql.StringLiteral)):
             return None
-        raise Refused(f"{type(node).__name__} is nothing that this check reads")
+        raise Refused(f"{type(node).__name__} is not supported by this check")
 
     def select(self, node):
         known = self.labels.get(node.name)
@@ -72,7 +72,7 @@ class Metrics:
         for matcher in node.matchers.matchers:
             if matcher.name not in known.keys() | ADDED:
                 raise Refused(f"{node.name} has no label {matcher.name}")
-            # A pattern may ask for what has not happened yet, such as a failure.
+            # A pattern may match something that has not happened yet, such as a failure.
             if matcher.op == promql.MatchOp.Equal and matcher.value not in known.get(matcher.name, ()):
                 raise Refused(f"{node.name} has no {matcher.name}={matcher.value!r}")
         return known.keys() | ADDED
@@ -82,7 +82,7 @@ class Metrics:
         if node.func.name in OF_COUNTERS:
             name = node.args[0].vector_selector.name
             if self.kinds[name] != "counter":
-                raise Refused(f"{node.func.name} of {name}, which is no counter")
+                raise Refused(f"{node.func.name} of {name}, which is not a counter")
         if node.func.name == "histogram_quantile":
             if "le" not in results[0]:
                 raise Refused("histogram_quantile without le")
@@ -103,21 +103,22 @@ class Metrics:
         if left is None or right is None:
             return right if left is None else left
         if node.modifier is not None and node.modifier.matching is not None:
-            raise Refused("on() and ignoring() are nothing that this check reads")
+            raise Refused("this check does not support on() and ignoring()")
         if left != right:
             raise Refused(f"nothing matches: {sorted(left)} and {sorted(right)}")
         return left
 
 
 def scraped(server):
-    """What /metrics says behind an answer and a refusal: a sample with a reason is there once the reason was."""
+    """The text of /metrics after an answer and a refusal, because samples with a reason appear only after their first
+    use."""
     for body, status in [({"prompt": "Hello", "max_tokens": 2}, 200), ({"prompt": "Hello", "model": "none"}, 404)]:
         assert post(server.url + "/v1/completions", body)[0] == status
     return Metrics(scrape(server))
 
 
-def complaints(queries, metrics):
-    """What the server lacks of the queries: (where, query, legend)."""
+def problems(queries, metrics):
+    """The problems of queries: (where, query, legend)."""
     found = []
     for where, query, legend in queries:
         for name, time in TIMES.items():
@@ -126,7 +127,7 @@ def complaints(queries, metrics):
             labels = metrics.check(query) or set()
             shown = set(re.findall(r"{{\s*(\w+)\s*}}", legend))
             if shown - labels:
-                raise Refused(f"its legend shows {', '.join(sorted(shown - labels))}, which the result has not")
+                raise Refused(f"its legend shows {', '.join(sorted(shown - labels))}, which the result does not have")
         except Refused as why:
             found.append(f"{where}: {why}: {query}")
     return found
@@ -145,10 +146,10 @@ def queries_of(dashboard):
             yield f"${variable['name']}", f"sum by ({label}) ({selector})", f"{{{{{label}}}}}"
 
 
-def the_dashboard_asks_for_what_the_server_has(server):
+def the_dashboard_queries_existing_metrics(server):
     dashboard = json.loads(DASHBOARD.read_text())
     queries = list(queries_of(dashboard))
-    lacking = complaints(queries, scraped(server))
+    lacking = problems(queries, scraped(server))
     assert not lacking, lacking
     panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
     assert len(panels) >= 10 and all(panel["targets"] and panel["description"] for panel in panels), len(panels)
@@ -157,8 +158,8 @@ def the_dashboard_asks_for_what_the_server_has(server):
     assert asked == variables, f"variables {variables}, of which {asked} are used"
 
 
-def each_panel_has_its_place(server):
-    """No two panels overlap, none reaches over the edge, and no two have one id."""
+def panels_do_not_overlap(server):
+    """Panels do not overlap, stay inside the grid, and have different ids."""
     panels = json.loads(DASHBOARD.read_text())["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     taken = {}
@@ -166,7 +167,7 @@ def each_panel_has_its_place(server):
         place = panel["gridPos"]
         assert place["x"] + place["w"] <= 24, panel["title"]
         for cell in [(x, y) for x in range(place["x"], place["x"] + place["w"]) for y in range(place["y"], place["y"] + place["h"])]:
-            assert cell not in taken, f"{panel['title']} lies on {taken[cell]}"
+            assert cell not in taken, f"{panel['title']} overlaps {taken[cell]}"
             taken[cell] = panel["title"]
 
 
@@ -174,7 +175,7 @@ def each_panel_has_its_place(server):
 
 
 def manifest():
-    """The objects of the manifest by kind and name."""
+    """The objects of the manifest, by kind and name."""
     return {(item["kind"], item["metadata"]["name"]): item for item in yaml.safe_load_all(POOL.read_text())}
 
 
@@ -182,23 +183,23 @@ def picker_config(objects):
     return yaml.safe_load(objects["ConfigMap", "unicorn-epp"]["data"]["plugins.yaml"])
 
 
-def the_endpoint_picker_asks_for_what_the_server_has(server):
+def the_endpoint_picker_queries_existing_metrics(server):
     plugins = {plugin["type"]: plugin for plugin in picker_config(manifest())["plugins"]}
     assert plugins["metrics-data-source"]["parameters"]["path"] == "/metrics"
     (engine,) = plugins["core-metrics-extractor"]["parameters"]["engineConfigs"]
     specs = [(name, spec, "") for name, spec in engine.items() if name.endswith("Spec")]
     assert {name for name, _, _ in specs} == {"queuedRequestsSpec", "runningRequestsSpec", "kvUsageSpec"}
     metrics = scraped(server)
-    lacking = complaints(specs, metrics)
+    lacking = problems(specs, metrics)
     assert not lacking, lacking
     for name, spec, _ in specs:
         selector = promql.parse(spec)
-        # The picker takes one sample: the labels must leave no other.
+        # The picker uses one sample, so the labels must leave exactly one.
         left = metrics.labels[selector.name].keys() - {matcher.name for matcher in selector.matchers.matchers} - {"model_name"}
         assert isinstance(selector, promql.VectorSelector) and metrics.kinds[selector.name] == "gauge" and not left, (name, left)
 
 
-def the_manifest_refers_to_what_it_has(server):
+def references_in_the_manifest_resolve(server):
     objects = manifest()
     assert [item["apiVersion"] for (kind, _), item in objects.items() if kind == "InferencePool"] == ["inference.networking.k8s.io/v1"]
     pool, pods = objects["InferencePool", "unicorn"]["spec"], objects["Deployment", "unicorn"]["spec"]
@@ -235,8 +236,8 @@ def the_manifest_refers_to_what_it_has(server):
     assert extractor["defaultEngine"] == labels["llm-d.ai/engine-type"] == extractor["engineConfigs"][0]["name"]
 
 
-def the_pods_are_started_as_the_server_takes_it(server):
-    """The options of the pods exist, and the probes ask for a route that answers."""
+def pods_use_existing_options_and_probes(server):
+    """The options of the pods exist, and the probes use a route that answers."""
     (container,) = manifest()["Deployment", "unicorn"]["spec"]["template"]["spec"]["containers"]
     options = (ROOT / "config/default.toml").read_text()
     server_section = options.split("[server]", 1)[1].split("\n[", 1)[0]
@@ -271,28 +272,28 @@ c_count{model_name="m"} 1
 """
 
 
-def a_query_for_what_is_not_there_is_refused(server):
+def a_query_for_missing_metrics_is_refused(server):
     metrics = Metrics(SAMPLES)
     good = [
         ("rate(a_total[$__rate_interval])", "{{status}} {{instance}}"), ('sum by (status) (increase(a_total{status=~"5.."}[5m]))', "{{status}}"),
         ('b{pool="full", model_name=~"$model"}', "{{pool}}"), ("histogram_quantile(0.9, sum by (le) (rate(c_bucket[5m])))", ""),
         ("sum(rate(c_sum[5m])) / sum(rate(c_count[5m]))", ""), ("time() - b", "{{pool}}"), ("sum without (pool) (b)", "{{model_name}}"),
     ]
-    assert complaints([("good", *query) for query in good], metrics) == []
+    assert problems([("good", *query) for query in good], metrics) == []
     for query, legend in [
         ("nothing", ""), ("a", ""), ('b{state="held"}', ""), ('b{pool="sliding"}', ""), ('a_total{statuses=~"5.."}', ""), ("c", ""),
         ("rate(b[5m])", ""), ("sum by (pool) (a_total)", ""), ("sum(b)", "{{pool}}"), ("sum by (status) (a_total) / sum(b)", ""),
         ("histogram_quantile(0.9, sum(rate(c_bucket[5m])))", ""), ("rate(a_total[5m]", ""), ("rate(a_total)", ""), ("a_total / on(status) b", ""),
     ]:
-        assert len(complaints([("bad", query, legend)], metrics)) == 1, query
+        assert len(problems([("bad", query, legend)], metrics)) == 1, query
 
 
 TESTS = [
-    the_dashboard_asks_for_what_the_server_has,
-    each_panel_has_its_place,
-    the_endpoint_picker_asks_for_what_the_server_has,
-    the_manifest_refers_to_what_it_has,
-    the_pods_are_started_as_the_server_takes_it,
+    the_dashboard_queries_existing_metrics,
+    panels_do_not_overlap,
+    the_endpoint_picker_queries_existing_metrics,
+    references_in_the_manifest_resolve,
+    pods_use_existing_options_and_probes,
     docs_scaling_md_names_metrics_of_the_server,
-    a_query_for_what_is_not_there_is_refused,
+    a_query_for_missing_metrics_is_refused,
 ]

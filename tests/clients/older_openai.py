@@ -1,5 +1,5 @@
-"""What users of older `openai` packages see of streamed tool calls. `.stream()` of openai before 3.0 reads one entry of
-each index from the first chunk that has any. test_openai.py runs these in environments of their own."""
+"""Streamed tool calls for users of older `openai` packages. `.stream()` of openai before 3.0 reads one entry of each
+index from the first chunk that has any. test_openai.py runs these tests in separate environments."""
 
 import json
 
@@ -16,7 +16,7 @@ def sdk(server):
 
 
 def streamed(server, messages, **fields):
-    """The choices of the completion that the package builds from a stream, and the events in it."""
+    """The choices of the completion that the package builds from a stream, and the events of the stream."""
     fields = {"tools": TOOLS, "temperature": 0, "max_tokens": 120, **fields}
     with sdk(server).chat.completions.stream(model=model_id(server), messages=messages, **fields) as stream:
         events = list(stream)

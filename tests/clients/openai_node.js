@@ -1,7 +1,7 @@
 #!/usr/bin/env node
 /*
- * What users of the official openai package for Node.js see. test_openai.py runs it against its server, with NODE_PATH at the
- * package: `node tests/clients/openai_node.js URL`. Its lines are those of session.py.
+ * What users of the official openai package for Node.js see. test_openai.py runs it with its server, and NODE_PATH is the folder
+ * of the package: `node tests/clients/openai_node.js URL`. It prints the same lines as session.py.
  */
 
 "use strict";

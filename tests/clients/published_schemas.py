@@ -1,10 +1,10 @@
-"""What the server answers, held to OpenAI's own published schemas.
+"""Validates the answers of the server against OpenAI's published schemas.
 
-OpenAI describes its API in a document (openapi.yaml of openai/openai-openapi). What is published of it as a package is the
-official `openai` one, whose pydantic models are generated from that document: they are what is used here, in the version that
-requirements.txt pins. The client itself reads answers leniently, so each answer is taken as it came and validated strictly: no
-value is converted, every required field must be there, and a value that an enumeration does not know is an error. The models
-allow fields of others'; those that this server adds are listed, and any more is an error too.
+OpenAI describes its API in a document (openapi.yaml of openai/openai-openapi). The official package `openai` has
+pydantic models that are generated from this document. These models are used here, in the version that requirements.txt
+pins. The client itself reads answers leniently, so each answer is validated strictly as it was received: no value is
+converted, every required field must exist, and an unknown value of an enumeration is an error. The models allow
+additional fields. The fields that this server adds are listed below, and any other field is an error too.
 """
 
 import json
@@ -24,17 +24,17 @@ try:
 except ImportError:
     openai = None
 
-# Fields that OpenAI does not have, by where they stand: llama.cpp's times, and what lists of models tell of them elsewhere.
+# Fields that OpenAI does not have, by object: llama.cpp's timings, and fields of model lists that other servers have.
 OURS = {
     "chat": {"timings"},
     "completion": {"timings"},
     "model": {
         "architecture", "supported_parameters", "max_model_len", "context_length", "meta", "status",
-        # Anthropic's list of models, which is the same route.
+        # Anthropic's model list, which is the same route.
         "type", "display_name", "created_at", "lifecycle", "max_input_tokens", "max_tokens", "has_more", "first_id", "last_id",
     },
-    # OpenAI's document has them elsewhere: `store` in requests, `bytes` in the log probabilities of whole texts and not of deltas,
-    # `name` in calls and not in the event that ends one's arguments.
+    # OpenAI's document has these fields in other places: `store` in requests, `bytes` in the log probabilities of whole
+    # texts but not of deltas, `name` in calls but not in the event that ends the arguments of a call.
     "response": {"store", "bytes", "name"},
     "embeddings": set(),
     "error": set(),
@@ -42,7 +42,8 @@ OURS = {
 
 
 def validate(kind, text, ours):
-    """The object of a text of JSON, which is a `kind` and has no fields besides but `ours`."""
+    """Validates JSON text as a `kind` and returns the object. Fields that OpenAI does not have are an error, except
+    those in OURS."""
     value = pydantic.TypeAdapter(kind).validate_json(text, strict=True)
     extra = set(extras(value)) - OURS[ours]
     assert not extra, f"fields that OpenAI does not have: {sorted(extra)}"
@@ -50,7 +51,7 @@ def validate(kind, text, ours):
 
 
 def extras(value):
-    """The names of the fields of a model, and of those in it, that it does not know."""
+    """The names of unknown fields in a model and its nested models."""
     if isinstance(value, pydantic.BaseModel):
         yield from value.model_extra or {}
         for name in type(value).model_fields:
@@ -61,7 +62,7 @@ def extras(value):
 
 
 def ask(server, path, body=None, method=None):
-    """Status and text, whatever the status."""
+    """Status and text, for any status."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(server.url + path, data, {"Content-Type": "application/json"}, method=method)
     try:
@@ -78,7 +79,7 @@ def answer(server, path, body=None):
 
 
 def events(server, path, body):
-    """The data of each event of a stream, the one that ends OpenAI's first formats left out."""
+    """The data of each event of a stream, without the `[DONE]` of OpenAI's older formats."""
     lines = answer(server, path, {**body, "stream": True}).splitlines()
     data = [line[len("data: "):] for line in lines if line.startswith("data: ")]
     assert data, "no event"
@@ -116,7 +117,8 @@ def published_chat_completion_chunk(server):
 def published_completion(server):
     base = {"model": model_id(server), "prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
     for body in [base, {**base, "echo": True, "logprobs": 2, "n": 2}, {**base, "max_tokens": 0, "echo": True, "logprobs": 0}]:
-        # Their document has no null where the first token of a prompt has no probability, and their service sends it.
+        # The document has no null for the first token of a prompt, which has no probability, but OpenAI's service sends
+        # it.
         text = answer(server, "/v1/completions", body)
         if not body.get("echo"):
             validate(Completion, text, "completion")
@@ -133,7 +135,7 @@ def published_completion(server):
 
 
 def validate_completion_event(text):
-    """Their document says of events that they are completions; only the last one of an answer has a reason to end."""
+    """The document describes events as completions, but only the last event of an answer has a finish reason."""
     event = json.loads(text)
     for choice in event["choices"]:
         if choice["finish_reason"] is None:
@@ -211,8 +213,8 @@ def published_errors(server):
         validate(ErrorObject, json.dumps(json.loads(text)["error"]), "error")
 
 
-def published_schemas_refuse_what_is_broken(server):
-    """Validation that lets everything pass would show nothing."""
+def published_schemas_refuse_broken_answers(server):
+    """The validation would be useless if it accepted everything."""
     body = chats(server)[0]
     chat = json.loads(answer(server, "/v1/chat/completions", body))
     event = json.loads(events(server, "/v1/responses", responses(server)[0])[-1])
@@ -232,10 +234,10 @@ def published_schemas_refuse_what_is_broken(server):
             validate(kind, json.dumps(broken), ours)
         except (pydantic.ValidationError, AssertionError):
             continue
-        raise AssertionError(f"this was let pass: {broken}")
+        raise AssertionError(f"this was accepted: {broken}")
 
 
 TESTS = [
     published_chat_completion, published_chat_completion_chunk, published_completion, published_models, published_embeddings,
-    published_response, published_response_events, published_errors, published_schemas_refuse_what_is_broken,
+    published_response, published_response_events, published_errors, published_schemas_refuse_broken_answers,
 ]

@@ -1,4 +1,4 @@
-"""Which exception a call of an SDK ends with."""
+"""Returns the exception of an SDK call."""
 
 
 def raised(kind, call):

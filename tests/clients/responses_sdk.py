@@ -1,4 +1,4 @@
-"""What users of the official openai package see of /v1/responses; test_openai.py runs these against its server."""
+"""What users of /v1/responses in the official openai package see. test_openai.py runs these tests with its server."""
 
 import json
 
@@ -50,7 +50,7 @@ def responses_stream_the_same_answer(server):
     assert (raw[0], raw[-1]) == ("response.created", "response.completed"), raw
 
 
-def responses_go_on_from_one_that_was_kept(server):
+def responses_continue_from_a_stored_one(server):
     first = create(server, input="My locker number is 4821.")
     second = create(server, input="What is my locker number?", previous_response_id=first.id)
     assert "4821" in second.output_text and second.previous_response_id == first.id, second
@@ -61,7 +61,7 @@ def responses_go_on_from_one_that_was_kept(server):
     raised(openai.NotFoundError, lambda: sdk(server).responses.retrieve(first.id))
     error = raised(openai.BadRequestError, lambda: create(server, previous_response_id=first.id))
     assert error.code == "previous_response_not_found" and error.param == "previous_response_id", error.body
-    # This server asks for no key, so one that is sent makes nobody somebody else.
+    # This server needs no key, so a key in a request does not change the client's identity.
     assert sdk(server, "another").responses.retrieve(second.id) == second
     unkept = create(server, store=False)
     raised(openai.NotFoundError, lambda: sdk(server).responses.retrieve(unkept.id))
@@ -118,7 +118,7 @@ def responses_call_a_tool_and_read_its_result(server):
     # A client that keeps the conversation itself gets the same answer.
     talk = [{"role": "user", "content": WEATHER}, *first.output, *result]
     assert create(server, input=talk, tools=TOOLS, store=False).output_text == second.output_text
-    # And back to talking.
+    # And an answer in text again.
     assert "Paris" in create(server, tools=TOOLS, previous_response_id=second.id).output_text
     listed = list(sdk(server).responses.input_items.list(second.id, order="asc", limit=2))
     assert [item.type for item in listed] == ["message", "function_call", "function_call_output"], listed
@@ -137,7 +137,7 @@ def responses_stream_the_same_calls(server):
     for at, item in enumerate(final.output):
         of_it = [event for event in deltas if event.output_index == at]
         assert len(of_it) > 1 and of_it[-1].snapshot == item.arguments and {event.item_id for event in of_it} == {item.id}, of_it
-    # In whichever order they come.
+    # The results may be in any order.
     answer = create(server, input=outputs(final, "sunny", "7")[::-1], tools=TOOLS, previous_response_id=final.id).output_text
     assert answer == "According to get_weather: sunny\nAccording to roll_dice: 7", answer
 
@@ -169,7 +169,7 @@ def responses_obey_the_tool_choice(server):
     assert none.output_text and none.tool_choice == "none", none
 
 
-def responses_are_told_what_is_wrong_with_tools(server):
+def responses_get_errors_about_invalid_tools(server):
     result = [{"type": "function_call_output", "call_id": "call_1", "output": "rain"}]
     for more, param in [
         ({"input": result, "tools": TOOLS}, "input[0].call_id"), ({"tools": TOOLS[:1] * 2}, "tools[1].name"),
@@ -182,7 +182,7 @@ def responses_are_told_what_is_wrong_with_tools(server):
     assert "Cannot cancel a synchronous response." in error.message, error.body
 
 
-def responses_errors_are_of_their_class(server):
+def responses_errors_have_the_right_class(server):
     image = [{"role": "user", "content": [{"type": "input_image", "image_url": "https://example.org/a.png"}]}]
     for more in [{"input": []}, {"temperature": 3}, {"background": True}, {"input": image}, {"truncation": "some"}]:
         error = raised(openai.BadRequestError, lambda more=more: create(server, **more))
@@ -194,8 +194,8 @@ def responses_errors_are_of_their_class(server):
 
 
 TESTS = [
-    responses_answer_paris, responses_stream_the_same_answer, responses_go_on_from_one_that_was_kept,
+    responses_answer_paris, responses_stream_the_same_answer, responses_continue_from_a_stored_one,
     responses_parse_into_a_pydantic_model, responses_carry_log_probabilities, responses_call_a_tool_and_read_its_result,
     responses_stream_the_same_calls, responses_parse_calls_into_a_pydantic_model, responses_obey_the_tool_choice,
-    responses_are_told_what_is_wrong_with_tools, responses_errors_are_of_their_class,
+    responses_get_errors_about_invalid_tools, responses_errors_have_the_right_class,
 ]

@@ -12,9 +12,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 BINARY = Path(os.environ.get("UNICORN_BINARY") or Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "debug/unicorn")
-# A message of Vulkan's validation layer fails what it comes in.
+# Vulkan's validation layer is enabled: each message of it is a failure.
 ENVIRONMENT = {**os.environ, "UNICORN_HARDWARE_VALIDATION": "true"}
-# Generous: the first start on a machine compiles every shader. They bound a hang, and judge no speed.
+# Generous limits, because the first start on a machine compiles every shader. They detect hangs, and measure no speed.
 START_SECONDS = 600
 ANSWER_SECONDS = 300
 
@@ -26,19 +26,19 @@ def free_port():
 
 
 def children(process):
-    """The ids of a process's children."""
+    """The ids of the child processes of a process."""
     while True:
         try:
             tasks = list(Path(f"/proc/{process}/task").iterdir())
             return [int(child) for task in tasks for child in (task / "children").read_text().split()]
         except (FileNotFoundError, ProcessLookupError):
-            # A thread ended meanwhile. Its children are another thread's now.
+            # The thread ended in the meantime. Its children now belong to another thread.
             if not is_running(process):
                 raise
 
 
 def is_running(process):
-    """Whether a process is there, and is none that has ended and that nobody has waited for."""
+    """Whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -46,7 +46,7 @@ def is_running(process):
 
 
 def machine_with_power(folder):
-    """Writes a machine whose integrated GPU reports 15 W: what `--root` reads the machine's energy from."""
+    """Writes a machine whose integrated GPU reports 15 W. `--root` reads the machine's energy from this folder."""
     gpu = folder / "sys/bus/pci/devices/0000:c5:00.0"
     sensor = gpu / "hwmon/hwmon3"
     sensor.mkdir(parents=True, exist_ok=True)
@@ -59,7 +59,7 @@ def machine_with_power(folder):
 
 
 class Server:
-    """A `unicorn serve` of our own on a free port, and what its first moments looked like."""
+    """A `unicorn serve` of these tests on a free port, with the observations during its start."""
 
     def __init__(self, log, *options):
         self.port = free_port()
@@ -73,7 +73,7 @@ class Server:
         return Path(self.log.name).read_text()
 
     def wait(self):
-        """Returns when /health says 200; fails on anything but 503 before it."""
+        """Returns when /health says 200. Before that, only 503 is accepted."""
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
@@ -81,7 +81,7 @@ class Server:
             try:
                 status, _ = get(self.url + "/health")
             except (urllib.error.URLError, OSError):
-                time.sleep(0.02)  # not bound yet
+                time.sleep(0.02)  # the port is not bound yet
                 continue
             if status == 200:
                 return
@@ -90,7 +90,7 @@ class Server:
         raise RuntimeError(f"not ready after {START_SECONDS} s; its last line: {last_line(self.logged())}")
 
     def stop(self):
-        """SIGTERM must end it; its exit status."""
+        """Sends SIGTERM, which must end the server. Returns its exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
@@ -117,7 +117,7 @@ def post(url, body):
 
 
 def send(request):
-    """Status and parsed body, whatever the status."""
+    """Status and parsed body, for any status."""
     try:
         with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:
             return answer.status, json.load(answer)
@@ -126,8 +126,8 @@ def send(request):
 
 
 def scrape(server):
-    """What /metrics says, as text, while the process with the model answers: on a busy machine it may be late, and then a
-    scrape goes without what only that process knows."""
+    """The text of /metrics with the values of the device process. On a busy machine this process may answer late, and
+    then a scrape lacks the values that only it knows."""
     deadline = time.monotonic() + ANSWER_SECONDS
     while time.monotonic() < deadline:
         with urllib.request.urlopen(server.url + "/metrics", timeout=ANSWER_SECONDS) as answer:
@@ -136,7 +136,7 @@ def scrape(server):
         if "\nunicorn_gpu_dispatches_total{" in text:
             return text
         time.sleep(0.05)
-    raise AssertionError(f"the process with the model has not answered for {ANSWER_SECONDS} s")
+    raise AssertionError(f"the device process has not answered for {ANSWER_SECONDS} s")
 
 
 def model_id(server):

@@ -1,6 +1,7 @@
-"""What the sessions of clients with a server have found, a line per test: `ok NAME`, `FAILED NAME: WHY` or `SKIP REASON: NAME`.
+"""Collects the results of client sessions with a server, one line per test: `ok NAME`, `FAILED NAME: WHY` or `SKIP
+REASON: NAME`.
 
-A client whose packages cannot stand beside the others' is asked in a process of its own,
+A client whose packages conflict with those of the others runs in a separate process,
 `PYTHON tests/clients/session.py MODULE URL`, whose lines `Report.relay` counts.
 """
 
@@ -12,7 +13,7 @@ import sys
 from collections import namedtuple
 from pathlib import Path
 
-# The questions, tools and schema that every client asks with.
+# The questions, tools and schema that every client uses.
 SCENARIO = json.loads((Path(__file__).parent / "scenario.json").read_text())
 SESSION_SECONDS = 600
 
@@ -22,7 +23,8 @@ class Report:
         self.name, self.passed, self.failed, self.skipped = name, 0, 0, 0
 
     def attempt(self, name, test):
-        """Whether the test held. Any error is this test's failure, and the next one still runs."""
+        """Runs a test and returns whether it passed. Any error is a failure of this test, and the next one still
+        runs."""
         try:
             test()
         except Exception as error:
@@ -39,12 +41,12 @@ class Report:
             self.attempt(test.__name__, lambda test=test: test(server))
 
     def skip(self, reason, name):
-        """`reason` stands in tests/skips.toml."""
+        """`reason` is a name in tests/skips.toml."""
         print(f"SKIP {reason}: {name}", flush=True)
         self.skipped += 1
 
     def relay(self, name, command):
-        """Runs the session `name` in a process of its own, and counts what it reports. Silence is a failure."""
+        """Runs the session `name` in a separate process, and counts its results. Missing output is a failure."""
         def session():
             done = subprocess.run(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

@@ -1,4 +1,4 @@
-"""`unicorn chat` as a person at a terminal meets it: on a pseudo-terminal, with the demo model."""
+"""`unicorn chat` as a user at a terminal sees it: on a pseudo-terminal, with the demo model."""
 
 import fcntl
 import os
@@ -16,12 +16,12 @@ from pathlib import Path
 from server import ANSWER_SECONDS, BINARY, ENVIRONMENT
 
 UP, PASTE, END_OF_PASTE = "\x1b[A", "\x1b[200~", "\x1b[201~"
-# An answer's last line, which is dim.
+# The last line of an answer, which is dim.
 STATISTICS = r"\x1b\[2m\d+ tokens? [^\n]*first after"
 
 
 class Terminal:
-    """A chat on a terminal of its own, which keeps its history below `home`."""
+    """A chat on a separate terminal. Its history is stored below `home`."""
 
     def __init__(self, home, *options, **environment):
         self.pid, self.terminal = pty.fork()
@@ -52,25 +52,25 @@ class Terminal:
         return self
 
     def expect(self, *texts):
-        """Reads until all of `texts` came, in this order, since the last key."""
+        """Reads until all of `texts` have arrived in this order since the last key."""
         return self.expect_match(".*".join(map(re.escape, texts)))
 
     def expect_match(self, pattern):
-        """Reads until what came since the last key matches `pattern`."""
+        """Reads until the text since the last key matches `pattern`."""
         deadline = time.monotonic() + ANSWER_SECONDS
         while not re.search(pattern, self.seen, re.DOTALL):
             ready, _, _ = select.select([self.terminal], [], [], max(0, deadline - time.monotonic()))
-            assert ready, f"{pattern!r} never came: {self.seen[-300:]!r}"
+            assert ready, f"{pattern!r} did not appear: {self.seen[-300:]!r}"
             try:
                 more = os.read(self.terminal, 4096)
-            except OSError:  # how a terminal says that its other end is gone
+            except OSError:  # the other end of the terminal is closed
                 more = b""
             assert more, f"the program ended before {pattern!r}: {self.seen[-300:]!r}"
             self.seen += more.decode(errors="replace")
         return self
 
     def end(self):
-        """The exit status, of a program that was told to leave."""
+        """The exit status of a program that was told to exit."""
         try:
             while os.read(self.terminal, 4096):
                 pass
@@ -81,12 +81,13 @@ class Terminal:
         return os.waitstatus_to_exitcode(status)
 
 
-def ctrl_c_stops_the_answer_and_not_the_program(_):
+def ctrl_c_stops_only_the_answer(_):
     with tempfile.TemporaryDirectory() as home, Terminal(home) as chat:
-        # An answer takes a fraction of a second: on a machine that stalls just then, it may be over before the key comes.
+        # An answer takes a fraction of a second. If the machine stalls at this moment, it may be complete before the
+        # key arrives.
         for _ in range(5):
             chat.type("Tell me a story about a dragon.\r")
-            # The line editor gives the terminal back (that escape) before the answer: its first word, whichever it is.
+            # The line editor restores the terminal (that escape sequence) before the first word of the answer.
             chat.expect_match(r"\?2004l\s*\w")
             chat.type("\x03")
             chat.expect_match(r"(\(stopped\)|first after).*> ")
@@ -111,7 +112,7 @@ def the_terminal_chat_obeys_its_commands(_):
         help_text = say("/help").seen
         for word in ["/new", "/system", "/set NAME VALUE", "/show", "/bye", '"""']:
             assert word in help_text, word
-        # What begins with a slash is for the program: `ollama run` has it so, too.
+        # Every line that begins with a slash is a command, as in `ollama run`.
         for line, word in [("/hlep", "/hlep"), ("/etc/passwd is what?", "/etc/passwd"), ("/", "/")]:
             said = say(line).seen
             assert f'unknown command "{word}"' in said and answers() == 0, said
@@ -120,7 +121,7 @@ def the_terminal_chat_obeys_its_commands(_):
         assert "0.5" in say("/set temperature 0.5").seen and "(default)" in say("/set temperature default").seen
         say("/set parameter temperature 0"), say("/set seed 7")
 
-        # A rate of so few tokens would be nonsense.
+        # The rate of so few tokens would be meaningless.
         say("/set max_tokens 2")
         chat.type("What is the capital of France?\r").expect_match(STATISTICS + ".*> ")
         assert "2 tokens" in chat.seen and "tokens/s" not in chat.seen and "cut at the token limit" in chat.seen, chat.seen
@@ -134,7 +135,7 @@ def the_terminal_chat_obeys_its_commands(_):
         say("/new")
         assert re.search(r"system +none", (say('/system ""'), say("/show"))[1].seen)
 
-        # A message of several lines: one answer, whether it is quoted or pasted.
+        # A message of several lines gets one answer, if it is quoted or pasted.
         chat.type('"""\rWhat is the capital of France?\r"""\r').expect_match("Paris.*" + STATISTICS + ".*> ")
         assert answers() == 1, chat.seen
         chat.type(f"{PASTE}Hello!\r\nWho are you?{END_OF_PASTE}\r").expect_match(STATISTICS + ".*> ")
@@ -145,7 +146,7 @@ def the_terminal_chat_obeys_its_commands(_):
         assert "\nHello!\\nWho are you?\n" in history, history
 
 
-def typed_lines_are_kept_for_their_owner_alone(_):
+def the_history_is_stored_for_its_owner_only(_):
     with tempfile.TemporaryDirectory() as home:
         kept = Path(home) / "unicorn/chat_history"
         with Terminal(home) as chat:
@@ -157,7 +158,7 @@ def typed_lines_are_kept_for_their_owner_alone(_):
         before = kept.read_text()
         assert "capital of Spain" in before and "Madrid" not in before, before
 
-        # The next run finds them, without colours where nobody wants any.
+        # The next run finds the history. NO_COLOR disables colours.
         with Terminal(home, NO_COLOR="1") as chat:
             chat.type(UP).expect("What is the capital of Spain?")
             chat.type("\r").expect("Madrid", "first after", "> ")
@@ -166,7 +167,7 @@ def typed_lines_are_kept_for_their_owner_alone(_):
             chat.type("What color is the sky?\r").expect("blue", "first after", "> ")
         assert "sky" not in kept.read_text()
 
-        # Whatever else is in the history's place is left alone.
+        # A file of another type in the place of the history is not changed.
         kept.unlink()
         os.mkfifo(kept)
         with Terminal(home) as chat:
@@ -176,4 +177,4 @@ def typed_lines_are_kept_for_their_owner_alone(_):
         assert stat.S_ISFIFO(kept.stat().st_mode)
 
 
-TESTS = [ctrl_c_stops_the_answer_and_not_the_program, the_terminal_chat_obeys_its_commands, typed_lines_are_kept_for_their_owner_alone]
+TESTS = [ctrl_c_stops_only_the_answer, the_terminal_chat_obeys_its_commands, the_history_is_stored_for_its_owner_only]

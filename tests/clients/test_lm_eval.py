@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""lm-eval's `local-completions` and `local-chat-completions` at a real `unicorn serve`, on tasks made here, without a network.
+"""lm-eval's `local-completions` and `local-chat-completions` with a real `unicorn serve`, on tasks made here, without a
+network.
 
-What it finds is compared with what `unicorn eval` says of the same tokens, which goes by no server. tools/test.py starts it
-(`make test-lm-eval`) with an interpreter that has lm_eval. Prints one line per test and at the end `lm-eval: N passed, N failed, N skipped`.
+The results are compared with those of `unicorn eval` for the same tokens, which uses no server. tools/test.py starts it
+(`make test-lm-eval`) with an interpreter that has lm_eval. Prints one line per test and at the end `lm-eval: N passed,
+N failed, N skipped`.
 """
 
 import json
@@ -22,7 +24,7 @@ from transformers import AutoTokenizer
 MODEL = ROOT / "models/demo"
 LOG = ROOT / ".cache/test/lm-eval-server.log"
 RUN_SECONDS = 900
-# Keys and values in f32 on both sides; the rest differs in the order of sums alone.
+# Keys and values are f32 on both sides. Only the order of sums differs.
 TOLERANCE = 1e-3
 
 CAPITALS = [
@@ -47,7 +49,7 @@ TASKS = {
 
 
 class Harness:
-    """lm-eval's command in a folder of its own, asking `server`."""
+    """lm-eval's command in a separate folder, with `server`."""
 
     def __init__(self, folder, server):
         self.folder, self.server, self.model = Path(folder), server, model_id(server)
@@ -60,7 +62,7 @@ class Harness:
             (self.folder / f"{name}.yaml").write_text(json.dumps({**source, **task}))  # JSON is YAML
 
     def run(self, kind, route, tasks, *options, **arguments):
-        """Metrics by task, and its samples by task."""
+        """Metrics by task, and samples by task."""
         given = {"model": self.model, "base_url": self.server.url + route, "max_length": 8192, **arguments}
         self.runs += 1
         out = self.folder / f"out-{self.runs}"
@@ -68,7 +70,7 @@ class Harness:
             sys.executable, "-m", "lm_eval", "--model", kind, "--model_args", ",".join(f"{name}={value}" for name, value in given.items()),
             "--include_path", self.folder, "--tasks", ",".join(tasks), "--output_path", out, "--log_samples", *options,
         ]
-        # An empty HF_HOME: nothing is found but what is made here.
+        # An empty HF_HOME: only the files of this test are found.
         offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(self.folder / "hf"), "OPENAI_API_KEY": "unused"}
         done = subprocess.run(command, env={**os.environ, **offline}, cwd=self.folder, capture_output=True, text=True, timeout=RUN_SECONDS, check=False)
         assert done.returncode == 0, last_line(done.stderr)
@@ -93,7 +95,7 @@ def unicorn(*arguments):
 
 
 def log_likelihood(ids, at, folder):
-    """Of the ids from `at` on, and whether each is the likeliest."""
+    """The log likelihood of the ids from `at` on, and whether each is the most likely one."""
     file = folder / "logits.safetensors"
     unicorn("logits", MODEL, "--tokens", ",".join(map(str, ids)), "--output", file)
     logits = load_file(file)["logits"].astype(numpy.float64)[at - 1 : -1]
@@ -103,8 +105,8 @@ def log_likelihood(ids, at, folder):
     return (drawn - sums).sum(), bool((drawn == most).all())
 
 
-def it_chooses_and_says_what_is_right(harness):
-    # Gemma's texts begin with a token that its tokenizer adds only when told.
+def lm_eval_chooses_the_right_answers(harness):
+    # Gemma's texts begin with a token that its tokenizer adds only on request.
     metrics, samples = harness.completions(["chooses", "says"], "--batch_size", "8", add_bos_token=True)
     assert metrics["chooses"]["acc,none"] == metrics["says"]["exact_match,none"] == 1, metrics
     found, differences = 0, []
@@ -120,7 +122,7 @@ def it_chooses_and_says_what_is_right(harness):
     assert found == 16 and max(differences) < TOLERANCE, differences
 
 
-def it_answers_the_same_with_requests_at_once(harness):
+def concurrent_requests_give_the_same_answers(harness):
     alone = harness.completions(["chooses"], add_bos_token=True)[1]["chooses"]
     many = harness.completions(["chooses"], "--batch_size", "2", add_bos_token=True, num_concurrent=4)[1]["chooses"]
     for one, other in zip(alone, many):
@@ -128,23 +130,23 @@ def it_answers_the_same_with_requests_at_once(harness):
         assert all(abs(a - b) < TOLERANCE for a, b in pairs), pairs
 
 
-def it_scores_whole_texts(harness):
+def lm_eval_scores_whole_texts(harness):
     _, samples = harness.completions(["rolls"])
     for sample in samples["rolls"]:
         file = harness.folder / "text.txt"
         file.write_text(sample["target"])
         mean, tokens = re.search(r"nll (\S+) per token, (\d+) tokens", unicorn("perplexity", MODEL, "--text", file)).groups()
         (said,) = sample["resps"][0]
-        # The mean has five digits behind the point.
+        # The mean has five decimal places.
         assert abs(float(said) + float(mean) * int(tokens)) < int(tokens) * 1e-5 + TOLERANCE, (sample["target"], said, mean, tokens)
 
 
-def it_chats(harness):
+def lm_eval_chats(harness):
     metrics, _ = harness.run("local-chat-completions", "/v1/chat/completions", ["chats"], "--apply_chat_template")
     assert metrics["chats"]["exact_match,none"] == 1, metrics
 
 
-TESTS = [it_chooses_and_says_what_is_right, it_answers_the_same_with_requests_at_once, it_scores_whole_texts, it_chats]
+TESTS = [lm_eval_chooses_the_right_answers, concurrent_requests_give_the_same_answers, lm_eval_scores_whole_texts, lm_eval_chats]
 
 
 def main():

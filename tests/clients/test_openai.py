@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""What clients see: those of the registries, a parser of Prometheus's text, and curl against a real `unicorn serve` with the demo model.
+"""Tests with clients: packages of the registries, a parser of Prometheus's text format, and curl, with a real `unicorn
+serve` and the demo model.
 
-tools/test.py starts it with the interpreter of .venv. Alone: `.venv/bin/python tests/clients/test_openai.py`,
-after `cargo build`. Prints one line per test and at the end `clients: N passed, N failed, N skipped`. Where a client's
-package is not installed, its tests are skipped and the others run. So are those of litellm, LlamaIndex, openai 1 and schemathesis
-without LITELLM_PYTHON, LLAMA_INDEX_PYTHON, OPENAI_1_PYTHON and SCHEMATHESIS_PYTHON, interpreters that have them, and those of the
-openai package for Node.js without NODE_PATH, where that is.
+tools/test.py starts it with the interpreter of .venv. To run it alone: `.venv/bin/python tests/clients/test_openai.py`
+after `cargo build`. Prints one line per test and at the end `clients: N passed, N failed, N skipped`. If the package of
+a client is not installed, its tests are skipped and the others run. litellm, LlamaIndex, openai 1 and schemathesis need
+the interpreters LITELLM_PYTHON, LLAMA_INDEX_PYTHON, OPENAI_1_PYTHON and SCHEMATHESIS_PYTHON, which have these packages.
+The openai package for Node.js needs NODE_PATH, the folder of the package. Without these variables, their tests are
+skipped.
 """
 
 import concurrent.futures
@@ -44,7 +46,7 @@ except ImportError:
     openai = None
 
 LOG = ROOT / ".cache/test/server.log"
-# Tokens of an answer that nobody waits for.
+# The length of an answer that is cancelled.
 WITHOUT_END = 6000
 
 
@@ -54,7 +56,7 @@ def user(text):
 
 FRANCE, WEATHER, TOOLS, PERSON = (SCENARIO[name] for name in ("france", "weather", "tools", "person"))
 
-# Far more than one window of 64 tokens between the telling and the question.
+# Much more than one window of 64 tokens between the statement and the question.
 RECALL = user("My locker number is 4821.") + [{"role": "assistant", "content": "Your locker number is 4821."}]
 for question, answer in [
     ("What is the capital of Italy?", "The capital of Italy is Rome."),
@@ -92,7 +94,7 @@ def sdk_embeds(server):
 
     france = FRANCE[0]["content"]
     texts = [france, "Name a penguin.", france]
-    given = embed(input=texts)  # as base64, unless it is told otherwise
+    given = embed(input=texts)  # the package requests base64 by default
     assert [item.index for item in given.data] == [0, 1, 2] and given.usage.total_tokens == given.usage.prompt_tokens > 10
     for item, other in zip(given.data, embed(input=texts, encoding_format="float").data):
         assert abs(sum(x * x for x in item.embedding) - 1) < 1e-5
@@ -127,7 +129,7 @@ def sdk_streams_the_same_answer(server):
     assert reasons[-1] == "stop" and not any(reasons[:-1]), reasons
 
 
-def sdk_stream_carries_usage_when_asked(server):
+def sdk_stream_has_usage_if_requested(server):
     chunks, _ = streamed(server, FRANCE, stream_options={"include_usage": True})
     assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens > 0, chunks[-1]
     assert chunks[-1].choices == []
@@ -156,14 +158,14 @@ def sdk_same_seed_gives_the_same_text(server):
     story = user("Tell me a short story.")
     texts = [ask(server, story, temperature=1.0, seed=seed).choices[0].message.content for seed in [7, 7, 8, 9, 10, 11, 12]]
     assert texts[0] == texts[1], texts[:2]
-    assert len(set(texts)) > 1, "six seeds gave one text: the seed does nothing"
+    assert len(set(texts)) > 1, "six seeds gave one text: the seed has no effect"
 
 
 def sdk_reports_log_probabilities(server):
     choice = ask(server, FRANCE, logprobs=True, top_logprobs=3).choices[0]
     tokens = choice.logprobs.content
     assert "".join(token.token for token in tokens) == choice.message.content, tokens
-    for token in tokens:  # greedy: the likeliest
+    for token in tokens:  # greedy: the most likely token
         assert len(token.top_logprobs) == 3 and token.top_logprobs[0].token == token.token, token
         assert token.logprob <= 0 and bytes(token.bytes).decode() == token.token, token
     chunks, text = streamed(server, FRANCE, logprobs=True)
@@ -180,7 +182,7 @@ def sdk_gives_n_answers(server):
     assert [choice.message.content for choice in answer.choices] == alone, alone
 
 
-def sdk_penalties_and_lengths_count(server):
+def sdk_penalties_and_lengths_have_an_effect(server):
     whole = ask(server, FRANCE).choices[0].message.content
     cold = {"presence_penalty": 2.0, "frequency_penalty": 2.0}
     assert ask(server, FRANCE, **cold, extra_body={"repetition_penalty": 3.0}).choices[0].message.content != whole
@@ -199,11 +201,11 @@ LEO = user("Return a JSON object that follows this schema:\n" + json.dumps(PERSO
 
 def sdk_answers_by_a_schema(server):
     wanted = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
-    # Also where nobody asked for JSON in words: the schema alone holds it.
+    # This also works if the prompt does not mention JSON: the schema alone constrains the answer.
     for messages in [LEO, FRANCE, user("Tell me a short story.")]:
         for temperature in [0, 1.5]:
             choice = ask(server, messages, response_format=wanted, temperature=temperature, seed=5, max_tokens=200).choices[0]
-            if choice.finish_reason == "length":  # a string may be as long as it likes
+            if choice.finish_reason == "length":  # the schema does not limit strings
                 assert choice.message.content.startswith("{"), choice
                 continue
             person = json.loads(choice.message.content)
@@ -223,7 +225,7 @@ def sdk_parses_into_a_pydantic_model(server):
     import pydantic
 
     class Person(pydantic.BaseModel):
-        """A docstring becomes a description, which is no constraint."""
+        """A docstring becomes a description, which is not a constraint."""
 
         name: str
         age: int
@@ -243,14 +245,14 @@ def sdk_chooses_and_matches(server):
         assert choice.message.content in ("yes", "no") and choice.finish_reason == "stop", (fields, choice)
 
 
-def sdk_is_told_which_keyword_is_not_supported(server):
+def sdk_gets_the_name_of_an_unsupported_keyword(server):
     schema = {"name": "x", "strict": True, "schema": {"type": "array", "uniqueItems": True}}
     error = raised(openai.BadRequestError, lambda: ask(server, LEO, response_format={"type": "json_schema", "json_schema": schema}))
     assert error.param == "response_format" and "uniqueItems" in error.message, error.body
 
 
 def the_call(choice, name, arguments):
-    """The one call of an answer, which must be this."""
+    """The only call of an answer, which must have this name and these arguments."""
     assert choice.finish_reason == "tool_calls" and choice.message.content is None, choice
     (call,) = choice.message.tool_calls
     assert call.type == "function" and call.id and call.function.name == name, call
@@ -264,7 +266,7 @@ def sdk_calls_a_tool_and_reads_its_result(server):
     result = {"role": "tool", "tool_call_id": call.id, "content": "rain, 912 degrees"}
     answer = ask(server, [*WEATHER, message.message, result], tools=TOOLS).choices[0]
     assert answer.finish_reason == "stop" and "rain, 912 degrees" in answer.message.content, answer
-    # And back to talking.
+    # And an answer in text again.
     turns = [*WEATHER, message.message, result, answer.message, *FRANCE]
     assert "Paris" in ask(server, turns, tools=TOOLS).choices[0].message.content
 
@@ -277,7 +279,7 @@ def sdk_streams_a_tool_call(server):
     assert kinds.count("tool_calls.function.arguments.delta") > 1 and "tool_calls.function.arguments.done" in kinds, kinds
 
 
-def sdk_calls_several_tools_at_once(server):
+def sdk_calls_several_tools_in_one_answer(server):
     question = user("What is the weather in Oslo and roll 2 dice with 6 sides.")
     choice = ask(server, question, tools=TOOLS, tool_choice="required", max_tokens=120).choices[0]
     assert choice.finish_reason == "tool_calls", choice
@@ -285,14 +287,14 @@ def sdk_calls_several_tools_at_once(server):
     assert calls == [("get_weather", {"city": "Oslo"}), ("roll_dice", {"count": 2, "sides": 6})], calls
     assert len({call.id for call in choice.message.tool_calls}) == 2, choice
     results = [{"role": "tool", "tool_call_id": call.id, "content": text} for call, text in zip(choice.message.tool_calls, ["sunny", "7"])]
-    # In whichever order they come.
+    # The results may be in any order.
     answer = ask(server, [*question, choice.message, *reversed(results)], tools=TOOLS).choices[0].message.content
     assert answer == "According to get_weather: sunny\nAccording to roll_dice: 7", answer
 
 
 def sdk_obeys_the_tool_choice(server):
     named = {"type": "function", "function": {"name": "roll_dice"}}
-    for seed in range(4):  # whatever is asked, and however it is sampled
+    for seed in range(4):  # for any question and any seed
         for choice in [named, "required"]:
             answer = ask(server, FRANCE, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False, temperature=1.0, seed=seed, max_tokens=200).choices[0]
             if answer.finish_reason == "length":
@@ -308,7 +310,7 @@ def sdk_obeys_the_tool_choice(server):
     assert none.message.content and not none.message.tool_calls and none.finish_reason == "stop", none
 
 
-def sdk_is_told_what_is_wrong_with_tools(server):
+def sdk_gets_errors_about_invalid_tools(server):
     result = [*WEATHER, {"role": "tool", "tool_call_id": "call_1", "content": "rain"}]
     for fields, param in [({"messages": result, "tools": TOOLS}, "messages[1].tool_call_id"), ({"tools": TOOLS[:1] * 2}, "tools[1].function.name"),
                           ({"tool_choice": "required"}, "tool_choice")]:
@@ -329,7 +331,7 @@ def sdk_bad_requests_are_refused(server):
         assert error.type == "invalid_request_error" and error.message, (fields, error.body)
 
 
-def sdk_too_long_a_prompt_is_named(server):
+def sdk_gets_an_error_for_a_too_long_prompt(server):
     error = raised(openai.BadRequestError, lambda: ask(server, user("count to five and back, please. " * 4000)))
     assert error.code == "context_length_exceeded", error.body
 
@@ -350,7 +352,7 @@ def prometheus_reads_what_docs_metrics_md_lists(server):
     documented = set(re.findall(r"^\| `([a-z0-9_]+)` \| (?:counter|gauge|histogram)", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE))
     found = {name + "_total" if family.type == "counter" else name for name, family in after.items()}
     assert found <= documented, found - documented
-    # What only some machines and settings have.
+    # Metrics that only some machines and settings have.
     optional = {name for name in documented if "gpu_memory_driver" in name or "_kernel_" in name}
     assert documented - found <= optional, documented - found - optional
     for family in after.values():
@@ -362,11 +364,12 @@ def readme_python_example_streams(server):
     assert done.returncode == 0 and len(done.stdout) > 20, (done.stdout, done.stderr[-300:])
 
 
-# --- with curl and bare sockets -------------------------------------------------------------------------
+# --- with curl and plain sockets -------------------------------------------------------------------------
 
 
 class Loading:
-    """A server that stays in the middle of loading: its driver's manifest is a pipe, which opens when somebody writes."""
+    """A server that stays in the middle of loading: its driver's manifest is a named pipe, which opens only when a
+    process writes to it."""
 
     def __init__(self, **variables):
         self.variables = variables
@@ -393,18 +396,18 @@ class Loading:
             try:
                 return get(self.url + "/health")[0]
             except (urllib.error.URLError, OSError):
-                assert self.process.poll() is None and time.monotonic() < deadline, "the server is not there"
-                time.sleep(0.02)  # not bound yet
+                assert self.process.poll() is None and time.monotonic() < deadline, "the server did not start"
+                time.sleep(0.02)  # the port is not bound yet
 
     def let_go(self):
-        """Loading goes on, without a device; what the server says until it ends."""
+        """The load continues without a device. Returns the error output of the server until it exits."""
 
-        def write():  # to whoever opens the pipe, as often as it is opened
+        def write():  # serves every open of the pipe
             while self.process.poll() is None:
                 try:
                     os.close(os.open(self.manifest, os.O_WRONLY | os.O_NONBLOCK))
                 except OSError:
-                    pass  # nobody reads
+                    pass  # no process is reading
                 time.sleep(0.01)
 
         writer = threading.Thread(target=write)
@@ -426,7 +429,7 @@ def the_server_binds_before_it_loads(_):
         assert loading.process.returncode == 75 and "Vulkan" in last_line(stderr), (loading.process.returncode, stderr)
 
 
-def a_signal_while_loading_ends_the_process_that_is_inside_the_driver(_):
+def a_signal_during_the_load_ends_the_device_process(_):
     with Loading() as loading:
         loading.first_health()
         deadline = time.monotonic() + START_SECONDS
@@ -434,7 +437,7 @@ def a_signal_while_loading_ends_the_process_that_is_inside_the_driver(_):
             assert time.monotonic() < deadline, "no process loads"
             time.sleep(0.02)
         loading.process.send_signal(signal.SIGTERM)
-        # Both processes write to that pipe, so that it ends when both have ended.
+        # Both processes write to the error output, so it ends after both have exited.
         _, stderr = loading.process.communicate(timeout=START_SECONDS)
         assert loading.process.returncode == 0 and last_line(stderr).endswith("stopped"), (loading.process.returncode, stderr)
         assert not any(map(is_running, loaders)), f"left running: {loaders}"
@@ -449,7 +452,7 @@ def health_and_models(server):
     assert get(f"{server.url}/v1/models/{body['data'][0]['id']}")[0] == 200
 
 
-def the_status_tells_where_the_model_lies(server):
+def the_status_reports_the_placement_of_the_model(server):
     status, body = get(server.url + "/status")
     assert status == 200 and body["status"] == "ok" and body["device"]["name"] and body["device"]["driver"], body
     assert body["model"]["layers"] > 1 and body["model"]["context"] > 1000 and body["last_error"] is None, body
@@ -481,7 +484,7 @@ def readme_curl_example_answers(server):
 
 
 def readme_block(language, server, beginning=""):
-    """The first code block of the README in that language that begins so, pointed at our server."""
+    """The first code block of the README in that language with that beginning, with the address of our server."""
     blocks = re.findall(rf"^```{language}\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     block = next(block for block in blocks if block.startswith(beginning))
     assert ":8010" in block, block
@@ -500,7 +503,7 @@ def the_docs_name_commands_and_options_that_exist(_):
             done = subprocess.run([BINARY, command, *subcommand.split(), "--help"], env=ENVIRONMENT, capture_output=True, text=True, timeout=30, check=False)
             assert done.returncode == 0, f"unicorn {command} {subcommand}: {last_line(done.stderr)}"
             helps += done.stdout
-    # The options of other programs are not ours.
+    # The options of other programs are not checked.
     options = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", re.sub(r"(systemctl|curl) .*", "", for_users)))
     assert "--allow-software-vulkan" in options and "--quantize" in options, options
     unknown = {option for option in options if not re.search(rf"{option}\b", helps)}
@@ -529,8 +532,9 @@ def an_unknown_route_is_404(server):
     assert get(server.url + "/v1/nowhere")[0] == 404
 
 
-def a_disconnect_frees_the_server(server):
-    """A client that leaves in mid-stream must not hold up the next one: the log says that its answer was not finished."""
+def a_disconnect_cancels_the_answer(server):
+    """A client that disconnects during a stream must not block the next one. The log says that its answer was
+    cancelled."""
     def cancelled():
         return LOG.read_text().count("cancelled: its reader left")
 
@@ -542,17 +546,18 @@ def a_disconnect_frees_the_server(server):
         with socket.create_connection(("127.0.0.1", server.port), timeout=ANSWER_SECONDS) as s:
             head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
             s.sendall((head + body).encode())
-            assert b"200" in s.recv(64), "no answer began"
+            assert b"200" in s.recv(64), "the answer did not begin"
     status, answer = post(server.url + "/v1/chat/completions", {"model": model_id(server), "messages": FRANCE, "temperature": 0})
     assert status == 200 and "Paris" in answer["choices"][0]["message"]["content"], answer
     deadline = time.monotonic() + ANSWER_SECONDS
     while cancelled() < before + 3 and time.monotonic() < deadline:
-        time.sleep(0.05)  # the log's own thread writes it
+        time.sleep(0.05)  # a separate thread writes the log
     assert cancelled() == before + 3, f"{cancelled() - before} of 3 were cancelled"
 
 
-def nothing_of_a_prompt_is_logged(server):
-    """Not of one that is answered, nor of one that is refused, whatever was wrong with it; details of work on the server may be."""
+def no_part_of_a_prompt_is_logged(server):
+    """No prompt may be logged, whether it is answered or refused for any reason. Details of the server's work may be
+    logged."""
     canary = "xylophonecanary"
     model, path = model_id(server), server.url + "/v1/chat/completions"
     sound = {"model": model, "messages": user(f"Say {canary}."), "max_tokens": 8, "stop": ["zzz" + canary]}
@@ -577,7 +582,7 @@ def nothing_of_a_prompt_is_logged(server):
     assert not told, told
 
 
-def a_key_is_asked_for_and_never_shown(_):
+def a_key_is_required_and_never_shown(_):
     key = "sk-a0b1c2d3e4f5"
     with Loading(UNICORN_API_KEYS=f"another,{key}") as loading:
         assert loading.first_health() == 503
@@ -593,8 +598,8 @@ def a_key_is_asked_for_and_never_shown(_):
         assert key not in loading.let_go()
 
 
-def requests_at_once_are_all_answered(server):
-    """Together inside, behind a bounded queue: each is answered, or told 429, and none hangs."""
+def concurrent_requests_are_all_answered(server):
+    """Concurrent requests with a bounded queue: each is answered, or refused with 429, and none hangs."""
     body = {"model": model_id(server), "messages": FRANCE, "temperature": 0, "max_tokens": 48}
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda _: post(server.url + "/v1/chat/completions", body), range(4)))
@@ -603,7 +608,7 @@ def requests_at_once_are_all_answered(server):
     assert len(texts) == 1, texts
 
 
-def a_taken_port_is_one_line(server):
+def a_used_port_is_a_one_line_error(server):
     command = [BINARY, "serve", "--allow-software-vulkan", "--port", str(server.port)]
     second = subprocess.run(command, env=ENVIRONMENT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False)
     assert second.returncode not in (0, 101, -6, -11), second.returncode
@@ -612,35 +617,35 @@ def a_taken_port_is_one_line(server):
     assert get(server.url + "/health")[0] == 200, "the first server no longer answers"
 
 
-# --- running --------------------------------------------------------------------------------------------
+# --- main --------------------------------------------------------------------------------------------
 
 PLAIN = [
-    the_server_binds_before_it_loads, a_signal_while_loading_ends_the_process_that_is_inside_the_driver,
-    health_and_models, the_status_tells_where_the_model_lies, readme_curl_example_answers,
+    the_server_binds_before_it_loads, a_signal_during_the_load_ends_the_device_process,
+    health_and_models, the_status_reports_the_placement_of_the_model, readme_curl_example_answers,
     the_docs_name_commands_and_options_that_exist, curl_streams_to_done, unknown_fields_and_an_empty_key_are_accepted,
-    broken_bodies_are_400, an_unknown_route_is_404, a_disconnect_frees_the_server, requests_at_once_are_all_answered,
-    nothing_of_a_prompt_is_logged, a_key_is_asked_for_and_never_shown,
-    a_taken_port_is_one_line,
+    broken_bodies_are_400, an_unknown_route_is_404, a_disconnect_cancels_the_answer, concurrent_requests_are_all_answered,
+    no_part_of_a_prompt_is_logged, a_key_is_required_and_never_shown,
+    a_used_port_is_a_one_line_error,
 ]
 SDK = [
-    sdk_lists_the_model, sdk_embeds, sdk_answers_paris, sdk_streams_the_same_answer, sdk_stream_carries_usage_when_asked,
+    sdk_lists_the_model, sdk_embeds, sdk_answers_paris, sdk_streams_the_same_answer, sdk_stream_has_usage_if_requested,
     sdk_stops_at_the_token_limit, sdk_honours_a_stop_string, sdk_same_seed_gives_the_same_text,
-    sdk_reports_log_probabilities, sdk_gives_n_answers, sdk_penalties_and_lengths_count, sdk_recalls_beyond_one_window,
+    sdk_reports_log_probabilities, sdk_gives_n_answers, sdk_penalties_and_lengths_have_an_effect, sdk_recalls_beyond_one_window,
     sdk_answers_by_a_schema, sdk_answers_with_a_json_object, sdk_parses_into_a_pydantic_model, sdk_chooses_and_matches,
-    sdk_is_told_which_keyword_is_not_supported, sdk_calls_a_tool_and_reads_its_result, sdk_streams_a_tool_call,
-    sdk_calls_several_tools_at_once, sdk_obeys_the_tool_choice, sdk_is_told_what_is_wrong_with_tools,
-    sdk_unknown_model_is_not_found, sdk_bad_requests_are_refused, sdk_too_long_a_prompt_is_named, readme_python_example_streams,
+    sdk_gets_the_name_of_an_unsupported_keyword, sdk_calls_a_tool_and_reads_its_result, sdk_streams_a_tool_call,
+    sdk_calls_several_tools_in_one_answer, sdk_obeys_the_tool_choice, sdk_gets_errors_about_invalid_tools,
+    sdk_unknown_model_is_not_found, sdk_bad_requests_are_refused, sdk_gets_an_error_for_a_too_long_prompt, readme_python_example_streams,
     prometheus_reads_what_docs_metrics_md_lists,
 ]
 
 
 def main():
     if not BINARY.exists():
-        sys.exit(f"{BINARY} is not there: cargo build")
+        sys.exit(f"{BINARY} does not exist: cargo build")
     if not shutil.which("curl"):
         sys.exit("curl is not installed: python3 tools/setup.py test")
     report = Report("clients")
-    # Most machines that test tell no energy; this one must have every metric that others may ask for.
+    # Most test machines report no energy. This one must have every metric that observers may query.
     server = Server(LOG, "--root", machine_with_power(LOG.parent / "machine"))
     try:
         if report.attempt("the_server_starts", server.wait):
@@ -654,7 +659,7 @@ def main():
                 for test in tests:
                     report.skip("client-packages", test.__name__)
             here = Path(__file__).parent
-            # Interpreters of environments of their own, and the sessions that run in them.
+            # Interpreters of separate environments, and the sessions that run in them.
             pythons = [("LITELLM_PYTHON", "litellm_client"), ("LLAMA_INDEX_PYTHON", "llama_index_client"),
                        ("OPENAI_1_PYTHON", "older_openai"), ("SCHEMATHESIS_PYTHON", "described")]
             sessions = [(needs, session, [os.environ.get(needs), here / "session.py", session, server.url]) for needs, session in pythons]

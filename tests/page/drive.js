@@ -1,5 +1,5 @@
 /*
- * What tests with a browser share: programs of their own on free ports, Debian's Chromium, waits that end, and a count.
+ * Shared code of browser tests: programs on free ports, Debian's Chromium, waits with limits, and counts.
  */
 
 "use strict";
@@ -12,12 +12,12 @@ const { chromium } = require("playwright-core");
 
 const ROOT = path.resolve(__dirname, "../..");
 const BINARY = process.env.UNICORN_BINARY ?? path.join(process.env.CARGO_TARGET_DIR ?? path.join(ROOT, "target"), "debug/unicorn");
-// Generous: they bound a hang, and judge no speed. The first start on a machine compiles every shader.
+// Generous limits, because the first start on a machine compiles every shader. They detect hangs, and measure no speed.
 const START_MS = 600_000;
 const WAIT_MS = 30_000;
 const END_MS = 30_000;
 
-// Chromium does not look for updates, nor for its maker's hosts; as root it has no sandbox.
+// Chromium must not check for updates or contact its vendor's hosts. It cannot use its sandbox as root.
 const FLAGS = [
   "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update",
   "--disable-sync",
@@ -36,12 +36,12 @@ function same(found, expected, what) {
 
 async function until(holds, what, ms = WAIT_MS) {
   for (const end = Date.now() + ms; Date.now() < end; await sleep(20)) if (await holds()) return;
-  throw new Error(`never came to pass: ${what}`);
+  throw new Error(`did not happen in time: ${what}`);
 }
 
-/** A program that serves HTTP on a free port, tells of itself in .cache/test/NAME.log, and answers 200 at /health when it is ready. */
+/** A program that serves HTTP on a free port, logs to .cache/test/NAME.log, and answers 200 at /health when it is ready. */
 class Server {
-  /** `command` makes of a port what to run: the program, its arguments, and what the environment has beside ours. */
+  /** `command` returns, for a port, what to run: the program, its arguments, and additional environment variables. */
   static async onFreePort(name, command) {
     const server = new Server();
     const probe = net.createServer().listen(0, "127.0.0.1");
@@ -80,7 +80,7 @@ class Server {
     throw new Error(`the server was not ready in time; see ${this.log}`);
   }
 
-  /** Ends it, and by force where it takes too long. */
+  /** Stops the program, with SIGKILL if it takes too long. */
   async end(signal) {
     if (!this.runs) return;
     this.process.kill(signal);
@@ -93,7 +93,7 @@ class Server {
 /** `unicorn serve` with the demo model. */
 const unicorn = (name) => Server.onFreePort(name, (port) => [BINARY, ["serve", "--allow-software-vulkan", "--port", port], {}]);
 
-/** A folder under target/, empty, for pictures that people look at. */
+/** An empty folder in target/ for pictures. */
 function emptyFolder(name) {
   const folder = path.join(ROOT, "target", name);
   fs.rmSync(folder, { recursive: true, force: true });
@@ -102,9 +102,9 @@ function emptyFolder(name) {
 }
 
 /**
- * Starts `servers`, runs each of `tests` that the command line names, or all, with a browser, and ends everything. Prints a line
- * per test and at the end `NAME: N passed, N failed`. `began` gets the browser; its pages are closed after each test unless these
- * go `together`; `look` is for one that failed.
+ * Starts `servers`, runs the `tests` that the command line names, or all of them, with a browser, and stops everything. Prints
+ * one line per test and at the end `NAME: N passed, N failed`. `began` is called with the browser. Pages are closed after each
+ * test, unless the tests run `together`. `look` is called after a failed test.
  */
 async function run(name, servers, tests, { began, look = async () => {}, together = false }) {
   const wanted = process.argv.slice(2);
@@ -139,7 +139,7 @@ async function run(name, servers, tests, { began, look = async () => {}, togethe
   process.exitCode = failed.length ? 1 : 0;
 }
 
-/** What stands in the way of all tests is one line too. */
+/** An error that prevents all tests is reported in one line too. */
 const fails = (name) => (error) => {
   console.error(`${name}: ${error.message.split("\n")[0]}`);
   process.exitCode = 1;

@@ -1,10 +1,10 @@
 #!/usr/bin/env node
 /*
- * What somebody with a browser sees: Debian's Chromium, headless, at the page of a real `unicorn serve` with the demo model.
+ * Tests of the page in a browser: Debian's Chromium, headless, with a real `unicorn serve` and the demo model.
  *
  * tools/test.py starts it with NODE_PATH at the pinned playwright-core, after `cargo build`. Prints one line per test and
- * at the end `page: N passed, N failed`. What the demo model would not say or do (markup, errors, a key) is put into
- * the browser's way instead of the server's answer. Pictures go to target/page, for people to look at.
+ * at the end `page: N passed, N failed`. Answers that the demo model and server would not give (markup, errors, a key) are
+ * simulated in the browser instead. Pictures are written to target/page for inspection.
  */
 
 "use strict";
@@ -20,7 +20,7 @@ const SEED = 20261121;
 let browser;
 let server;
 
-/** A page of its own browser profile at the server's address, and what went wrong in it. */
+/** A page in a separate browser profile, which collects its errors and its requests to other hosts. */
 async function open(options = {}) {
   const context = await browser.newContext({ viewport: { width: 1280, height: 800 }, ...options });
   context.setDefaultTimeout(WAIT_MS);
@@ -46,7 +46,7 @@ async function ask(page, text) {
   await page.keyboard.press("Enter");
 }
 
-/** The text of the last answer, once it has come to its end in `state`. */
+/** The text of the last answer, after it has ended in `state`. */
 async function answered(page, state = "done") {
   const last = page.locator(".turn").last();
   await until(async () => (await last.getAttribute("data-state")) === state, `the last answer is ${state}`);
@@ -57,7 +57,7 @@ const status = async () => (await fetch(`${server.url}status`)).json();
 
 const isState = (page, state) => until(async () => (await page.getAttribute("#state", "data-state")) === state, `the page says ${state}`);
 
-/** Answers chats with these chunks instead of the server. */
+/** Answers chat requests with these chunks instead of the server. */
 async function script(page, ...chunks) {
   const lines = chunks.map((chunk) => `data: ${typeof chunk === "string" ? chunk : JSON.stringify(chunk)}\n\n`);
   const reply = { headers: { "content-type": "text/event-stream" }, body: `: a comment\n\n${lines.join("")}` };
@@ -68,16 +68,16 @@ const says = (content) => ({ choices: [{ index: 0, delta: { content }, finish_re
 const STOP = { choices: [{ index: 0, delta: {}, finish_reason: "stop" }] };
 const DONE = "[DONE]";
 
-/** Tokens of an answer that nobody waits for. */
+/** The length of an answer that is stopped. */
 const WITHOUT_END = 6000;
 
-/** Has the server write on and on: the demo model's answers are short. */
+/** Makes the server generate a long answer. The demo model's own answers are short. */
 const withoutEnd = (page) => page.route("**/v1/chat/completions", (route) => {
   const body = JSON.stringify({ ...route.request().postDataJSON(), ignore_eos: true, max_tokens: WITHOUT_END });
   return route.continue({ postData: body });
 });
 
-/** Waits until the list shows these titles, and no others. */
+/** Waits until the list shows exactly these titles. */
 async function listed(page, titles) {
   let found;
   const isListed = async () => JSON.stringify(found = await page.locator("#conversations [data-act=open] span").allInnerTexts()) === JSON.stringify(titles);
@@ -89,25 +89,25 @@ const picture = (page, name) => page.screenshot({ path: path.join(PICTURES, `${n
 // --- the tests ------------------------------------------------------------------------------------------
 
 const tests = {
-  async it_loads_without_a_complaint_and_asks_nobody_else() {
+  async the_page_loads_without_errors_and_contacts_no_other_host() {
     const page = await open();
     await isState(page, "ok");
-    // The page asks for it once it has seen the status.
+    // The page requests the model's name after the status.
     await until(async () => (await page.innerText("#model")) === "unicorn-demo", "the page names the model");
-    await sleep(2000); // and asks for the status once more
+    await sleep(2000); // and requests the status again
     same(page.problems, [], "complaints");
     same(page.foreign, [], "requests elsewhere");
-    check(await page.locator("#welcome").isVisible(), "an empty chat says nothing");
+    check(await page.locator("#welcome").isVisible(), "the welcome text of an empty chat");
     await picture(page, "empty");
   },
 
-  async it_streams_an_answer_and_tells_what_it_took() {
+  async an_answer_is_streamed_and_shows_its_statistics() {
     const page = await open();
     await ask(page, "What is the capital of France?");
     check((await answered(page)).includes("Paris"), await answered(page));
     const note = await page.locator(".note").innerText();
     check(/^\d+ tokens · [\d.]+ tokens\/s · first token after [\d.]+ m?s · \d+ prompt tokens/.test(note), note);
-    // The second turn needs the first, and finds its beginning in the cache.
+    // The second turn includes the first one, whose prefix is in the cache.
     await ask(page, "Tell me a short story about a dragon.");
     await answered(page);
     same(await page.locator(".turn").count(), 4, "turns");
@@ -116,12 +116,12 @@ const tests = {
     await picture(page, "answered");
   },
 
-  async a_question_may_come_before_the_model_is_named() {
+  async a_question_can_be_sent_before_the_model_name_is_known() {
     const context = await browser.newContext();
     context.setDefaultTimeout(WAIT_MS);
     let asked = 0;
     const page = await openIn(context, (page) => page.route("**/v1/models", async (route) => {
-      // The page asks as soon as it has seen the status: that answer never comes. The second is for the question.
+      // The page requests the model after the status, and this request is never answered. The second one is for the question.
       asked += 1;
       if (asked > 1) await route.continue();
     }));
@@ -132,7 +132,7 @@ const tests = {
     same(page.problems, [], "complaints");
   },
 
-  async the_status_shows_what_the_server_tells() {
+  async the_status_shows_what_the_server_reports() {
     const page = await open();
     for (const question of ["What is the capital of France?", "What is the capital of Spain?"]) {
       await ask(page, question);
@@ -151,7 +151,7 @@ const tests = {
     check(/ of [0-9.]+ [KMG]iB/.test(await page.locator("#placed").innerText()), "the bars measure against the heaps");
     await until(async () => /^[\d.,]+$/.test(await page.innerText("#rate")), "tokens per second");
     await until(async () => (await page.getAttribute("#curve", "points")).includes(" "), "a curve");
-    // Whatever a server leaves out is left out.
+    // Fields that the server omits are not shown.
     for (const [body, said, trouble] of [
       [{ status: "loading" }, "Loading the model", "The model is loading"],
       [{ status: "unloaded" }, "Model unloaded", "The next question loads it again"],
@@ -171,7 +171,7 @@ const tests = {
     same(page.problems, [], "complaints");
   },
 
-  async it_stops_an_answer_on_the_server_too() {
+  async stopping_an_answer_also_stops_the_server() {
     const page = await open();
     await withoutEnd(page);
     for (const stop of [() => page.keyboard.press("Escape"), () => page.click("#send")]) {
@@ -184,7 +184,7 @@ const tests = {
       check((await answered(page, "stopped")).length > 20, "what was written stays");
       await until(async () => (await status()).requests.running === 0, "the server stops as well");
       const more = (await status()).tokens.generated - before;
-      check(more < WITHOUT_END / 2, `it went on for ${more} tokens`);
+      check(more < WITHOUT_END / 2, `the server generated ${more} more tokens`);
     }
     await page.unroute("**/v1/chat/completions");
     await ask(page, "What is the capital of France?");
@@ -192,7 +192,7 @@ const tests = {
     same(page.problems, [], "complaints");
   },
 
-  async it_answers_again_and_edits() {
+  async answers_can_be_repeated_and_questions_edited() {
     const page = await open();
     let asked = [];
     page.on("request", (request) => request.method() === "POST" && asked.push(request.postDataJSON()));
@@ -205,9 +205,9 @@ const tests = {
     await ask(page, "What is the capital of Spain?");
     await answered(page);
     await page.locator("[data-act=edit]").first().click();
-    same(await page.inputValue("#input"), "What is the capital of France?", "what is edited");
+    same(await page.inputValue("#input"), "What is the capital of France?", "the edited question");
     await page.keyboard.press("Escape");
-    same([await page.inputValue("#input"), await page.locator(".turn").count()], ["", 4], "left as it was");
+    same([await page.inputValue("#input"), await page.locator(".turn").count()], ["", 4], "nothing changed");
     await page.locator("[data-act=edit]").first().click();
     await ask(page, "What is the capital of Italy?");
     check((await answered(page)).includes("Rome"), "the edited question's answer");
@@ -215,11 +215,11 @@ const tests = {
     const edited = page.url();
     await page.click("#notice >> text=Keep a copy");
     await until(async () => (await page.locator(".turn").count()) === 4, "the conversation as it was");
-    check((await page.locator(".answer").first().innerText()).includes("Paris"), "with its first answer");
+    check((await page.locator(".answer").first().innerText()).includes("Paris"), "the copy has its first answer");
     await listed(page, ["What is the capital of France? (copy)", "What is the capital of France?"]);
     await page.goto(edited);
-    await until(async () => (await page.locator(".turn").count()) === 2, "the edited one");
-    // A page that is loaded again has its conversation, and a new chat has none.
+    await until(async () => (await page.locator(".turn").count()) === 2, "the edited conversation");
+    // A reloaded page shows its conversation. A new chat shows none.
     await page.reload();
     await until(async () => (await page.locator(".turn").count()) === 2, "two turns after a reload");
     await page.click("#new-chat");
@@ -228,7 +228,7 @@ const tests = {
     same(page.problems, [], "complaints");
   },
 
-  async parameters_are_sent_when_set_and_left_out_when_not() {
+  async parameters_are_sent_only_if_set() {
     const page = await open();
     await isState(page, "ok");
     let asked;
@@ -264,7 +264,7 @@ const tests = {
     }
   },
 
-  async conversations_outlive_the_tab() {
+  async conversations_survive_closing_the_tab() {
     const page = await open();
     await ask(page, "What is the capital of France?");
     await answered(page);
@@ -295,20 +295,20 @@ const tests = {
     same([problems, other.problems], [[], []], "complaints");
   },
 
-  async what_came_of_an_answer_outlives_the_tab() {
+  async an_unfinished_answer_survives_closing_the_tab() {
     const page = await open();
     await withoutEnd(page);
     await ask(page, "Tell me a short story about a dragon.");
     const text = page.locator(".answer .text");
     await until(async () => (await text.innerText()).length > 200, "text");
-    // Saved twice a second: what is there now is kept then.
+    // The page saves twice a second, so the current text is stored after this wait.
     const had = (await text.innerText()).slice(0, 20);
     await sleep(1500);
     const watching = await openIn(page.context());
     await watching.goto(page.url());
     await answered(watching, "writing");
     await page.close();
-    await answered(watching, "stopped"); // it asks the other tab, which does not reply any more
+    await answered(watching, "stopped"); // it asks the other tab, which no longer replies
     await until(async () => (await status()).requests.running === 0, "the server stops as well");
     const other = await openIn(page.context());
     await other.click("#conversations [data-act=open]");
@@ -320,7 +320,7 @@ const tests = {
     same(other.problems, [], "complaints");
   },
 
-  async an_answer_goes_on_while_another_conversation_is_shown() {
+  async an_answer_continues_while_another_conversation_is_shown() {
     const page = await open();
     await withoutEnd(page);
     await ask(page, "Tell me a short story about a dragon.");
@@ -375,7 +375,7 @@ const tests = {
     await listed(page, ["About <b>Rome</b>"]);
     await page.reload();
     await listed(page, ["About <b>Rome</b>"]);
-    // What is deleted while its answer is being written stays deleted, and comes back with what had been written.
+    // A conversation that is deleted during its answer stays deleted, and is restored with the text until then.
     await withoutEnd(page);
     await page.click("#new-chat");
     await ask(page, "Tell me a short story about a dragon.");
@@ -388,20 +388,20 @@ const tests = {
     same(page.problems, [], "complaints");
   },
 
-  async two_tabs_overwrite_nothing_of_each_other() {
+  async two_tabs_do_not_overwrite_each_other() {
     const page = await open();
     await ask(page, "What is the capital of France?");
     await answered(page);
     const other = await openIn(page.context());
     await other.click("#conversations [data-act=open]");
     await answered(other);
-    // What one tab asks, the other one shows as it is written.
+    // A question in one tab is shown in the other one, with the answer while it is written.
     await withoutEnd(page);
     await ask(page, "Tell me a short story about a dragon.");
     await until(async () => (await other.locator(".turn").count()) === 4, "the other tab shows the question");
     await until(async () => (await other.locator(".turn").last().innerText()).length > 50, "and what is written");
     same(await other.locator(".turn").last().getAttribute("data-state"), "writing", "the answer in the other tab");
-    // A question there makes a copy: neither tab's turns are lost.
+    // A question in the other tab makes a copy, so no tab loses its turns.
     await ask(other, "What is the capital of Italy?");
     check((await answered(other)).includes("Rome"), "the other tab's answer");
     check((await other.innerText("#notice")).includes("a copy"), "it says so");
@@ -413,7 +413,7 @@ const tests = {
       await one.reload();
       await until(async () => (await one.locator(".turn").count()) === turns, `${turns} turns`);
     }
-    // A tab that missed what another one saved (its messages do not come) makes a second conversation as well.
+    // A tab that does not know about changes of another tab (it gets no messages) also makes a second conversation.
     const mute = await openIn(page.context(), (one) => one.addInitScript(() => { window.BroadcastChannel = class { postMessage() {} }; }));
     await mute.goto(other.url());
     await until(async () => (await mute.locator(".turn").count()) === 6, "turns");
@@ -423,24 +423,24 @@ const tests = {
     await answered(mute);
     await until(async () => (await mute.innerText("#notice")).includes("kept as a second one"), "it says so");
     await other.reload();
-    check((await answered(other)).includes("Madrid"), "what the one wrote is still there");
+    check((await answered(other)).includes("Madrid"), "the turns of the first tab are kept");
     await mute.reload();
-    check((await answered(mute)).includes("Tokyo"), "and what the other wrote");
+    check((await answered(mute)).includes("Tokyo"), "the turns of the second tab are kept");
     same(await mute.locator("#conversations li").count(), 3, "conversations");
     // A conversation that is deleted in one tab is not shown in another one.
     await page.goto(other.url());
     check((await answered(page)).includes("Madrid"), "the same conversation in two tabs");
     await page.click("[data-act=delete] >> visible=true");
-    await until(() => other.locator("#welcome").isVisible(), "the other tab lets go of it");
-    check((await other.innerText("#notice")).includes("deleted in another tab"), "and says why");
+    await until(() => other.locator("#welcome").isVisible(), "the other tab closes the conversation");
+    check((await other.innerText("#notice")).includes("deleted in another tab"), "the reason is shown");
     same([page.problems, other.problems, mute.problems], [[], [], []], "complaints");
   },
 
-  async the_oldest_conversations_make_room_and_it_says_so() {
+  async the_oldest_conversations_are_deleted_with_a_notice() {
     const page = await open();
     const most = await page.evaluate(async () => {
       const { MAX_CONVERSATIONS, list } = await import("/page/conversations.js");
-      await list(); // the stores are there
+      await list(); // creates the stores
       const request = indexedDB.open("unicorn");
       await new Promise((resolve) => (request.onsuccess = resolve));
       const stores = request.result.transaction(["conversations", "turns"], "readwrite");
@@ -454,16 +454,16 @@ const tests = {
     });
     await ask(page, "What is the capital of France?");
     await answered(page);
-    await until(async () => (await page.innerText("#notice")).includes("“Number 1”"), "it says what was deleted");
+    await until(async () => (await page.innerText("#notice")).includes("“Number 1”"), "the notice names the deleted conversation");
     // The list is drawn after the notice.
     const rows = () => page.locator("#conversations li").allInnerTexts();
-    await until(async () => !(await rows()).includes("Number 1"), "the list is without it");
+    await until(async () => !(await rows()).includes("Number 1"), "the deleted conversation leaves the list");
     const titles = await rows();
     same([titles.length, titles[0], titles.includes("Number 1"), titles.includes("Number 2")], [most, "Number 0", false, true], "conversations");
     same(page.problems, [], "complaints");
   },
 
-  async a_browser_that_stores_nothing_or_no_more_is_told_of() {
+  async a_full_or_missing_storage_is_shown() {
     const page = await open();
     const network = await page.context().newCDPSession(page);
     await network.send("Storage.overrideQuotaForOrigin", { origin: server.url.slice(0, -1), quotaSize: 1 });
@@ -481,14 +481,14 @@ const tests = {
     await ask(without, "What is the capital of France?");
     await answered(without);
     await listed(without, ["What is the capital of France?"]);
-    check(await without.locator("#not-kept").isVisible(), "it says that nothing is kept");
+    check(await without.locator("#not-kept").isVisible(), "the notice that nothing is stored");
     await without.click("#new-chat");
     await without.click("#conversations [data-act=open]");
     check((await answered(without)).includes("Paris"), "the conversation of this tab");
     same(without.problems, [], "complaints");
   },
 
-  async the_conversation_of_an_older_page_is_taken_over() {
+  async the_conversation_of_an_older_page_is_migrated() {
     const context = await browser.newContext();
     context.setDefaultTimeout(WAIT_MS);
     const turns = [{ role: "user", text: "An old question" }, { role: "assistant", text: "An old **answer**", state: "done", note: "2 tokens" }];
@@ -498,14 +498,14 @@ const tests = {
     }, JSON.stringify(turns)));
     same(await page.locator(".answer strong").innerText(), "answer", "the old answer");
     await listed(page, ["An old question"]);
-    same(await page.evaluate(() => sessionStorage.getItem("unicorn.turns")), null, "what the older page left");
+    same(await page.evaluate(() => sessionStorage.getItem("unicorn.turns")), null, "the storage of the older page");
     await page.close();
     const other = await openIn(context);
     await listed(other, ["An old question"]);
     same([page.problems, other.problems], [[], []], "complaints");
   },
 
-  async what_a_model_writes_stays_text() {
+  async html_in_an_answer_stays_text() {
     const page = await open();
     const evil = [
       "<script>alert(1)</script>", "<img src=x onerror=alert(2)>", "[click](javascript:alert(3))", "![x](http://127.0.0.1:9/x.png)",
@@ -519,29 +519,29 @@ const tests = {
     await ask(page, "<u>mine</u>");
     const text = await answered(page);
     for (const part of ["<script>alert(1)</script>", "<img src=x onerror=alert(2)>", "javascript:alert(3)", "<iframe", "<style>"]) {
-      check(text.includes(part), `${part} is not to be seen`);
+      check(text.includes(part), `${part} is not visible`);
     }
     const made = await page.evaluate(() => [...new Set([...document.querySelectorAll("#log *")].map((node) => node.localName))].sort());
     same(made, ["a", "article", "blockquote", "button", "code", "div", "h3", "li", "math", "mi", "mrow", "mspace", "mtext", "p", "pre", "span", "strong", "table", "tbody", "td", "th", "thead", "tr", "ul"], "elements");
     const links = await page.evaluate(() => [...document.querySelectorAll("#log a")].map((node) => node.href));
-    same(links, ["http://127.0.0.1:9/x.png", "http://127.0.0.1:9/a"], "links, which nobody follows");
+    same(links, ["http://127.0.0.1:9/x.png", "http://127.0.0.1:9/a"], "links, which are not followed");
     const taken = await page.evaluate(() => [...document.querySelectorAll("#log [id], #log [name], #log [src], #log .primary, #log [style*=fixed]")].map((node) => node.outerHTML));
     same(taken, [], "ids, names, addresses and classes that a model chose");
     const outside = await page.evaluate(() => getComputedStyle(document.querySelector(".answer .text")).contain);
-    same(outside, "paint", "what keeps an answer in its place");
+    same(outside, "paint", "the CSS containment of an answer");
     same(await page.locator(".user .text").innerText(), "<u>mine</u>", "the user's own");
     same([page.problems, page.foreign], [[], []], "complaints and requests elsewhere");
-    // And where a browser is told to, it refuses.
+    // The browser itself refuses markup from text, too.
     const refused = await page.evaluate(() => { try { document.body.innerHTML = "<b>x</b>"; } catch (error) { return error.name; } });
     same(refused, "TypeError", "markup from text");
   },
 
-  async markdown_becomes_what_it_says() {
+  async markdown_is_rendered() {
     const page = await open();
     const shown = (text) => page.evaluate(async (text) => {
       const { render } = await import("/page/markdown.js");
       const box = document.createElement("div");
-      for (let n = 0; n < text.length; n++) render(box, text.slice(0, n), true); // as it streams
+      for (let n = 0; n < text.length; n++) render(box, text.slice(0, n), true); // as during a stream
       render(box, text);
       return box.innerHTML.replace(/ (type|data-copy|tabindex|target|rel|title)="[^"]*"/g, "");
     }, text);
@@ -577,7 +577,7 @@ const tests = {
       ["$$\n\\frac{\n1\n$$", '<div class="math display source"><code>$$\n\\frac{\n1\n$$</code></div>'],
       ["$$\nx\n\ny", "<p>$$\nx</p><p>y</p>"],
     ]) same(await shown(text), expected, JSON.stringify(text));
-    // Where more is to come, an unfinished formula is its source and no jumble of marks.
+    // While more text may follow, an unfinished formula is shown as its source.
     const unfinished = await page.evaluate(async () => {
       const box = document.createElement("div");
       (await import("/page/markdown.js")).render(box, "$$\n\\frac{a_1}{b_2} *c*", true);
@@ -594,7 +594,7 @@ const tests = {
     same([page.problems, page.foreign], [[], []], "complaints and requests elsewhere");
   },
 
-  async markdown_that_streams_ends_as_markdown_that_is_whole() {
+  async streamed_markdown_ends_like_complete_markdown() {
     const page = await open();
     const found = await page.evaluate(async (seed) => {
       const { render } = await import("/page/markdown.js");
@@ -613,7 +613,7 @@ const tests = {
       return differ.slice(0, 1);
     }, SEED);
     same(found, [], `what differs with seed ${SEED}`);
-    // What is finished stays: a reader's selection in it, say, while more is written.
+    // Finished blocks are not replaced while more is written, so that a selection in them stays.
     const stays = await page.evaluate(async () => {
       const { render } = await import("/page/markdown.js");
       const box = document.createElement("div");
@@ -626,10 +626,10 @@ const tests = {
     same(page.problems, [], "complaints");
   },
 
-  async hostile_markdown_stays_bounded() {
+  async hostile_markdown_takes_bounded_time() {
     const page = await open();
-    // A model in a loop: what would take minutes in a pattern that backtracks, or more than the stack. A page that hangs
-    // ends the test.
+    // Output of a model in a loop. It would take minutes with a pattern that backtracks, or overflow the stack. If the page
+    // hangs, the test fails.
     const parts = ["[", "**", "`", "``` ", "*a", "_", "|", "> ", "- ", "[a](", "1. ", "![", "$", "$$", "$$\n", "\\(", "\\[", "\\[\n", "\\[x\n", "$x$ ", "$a", "a$ ", "<br>", "~~", "|a|b|\n|-|-|\n", "- [ ] a\n",
       "https://a.b/c ", "  - a\n", "\\", "&", "a\n", "# a\n", "```js\nlet a\n```\n"];
     for (const part of parts) {
@@ -658,7 +658,7 @@ const tests = {
     same([counts.formulas, counts.long, counts.nested, counts.macros, counts.coloured, counts.depth, counts.rest], [1000, 0, 2, 0, 0, 24, true], JSON.stringify(counts));
     check(counts.inAll > 1000 && counts.inAll <= 12_000, `${counts.inAll} coloured`);
     check(counts.cells <= 70_000, `${counts.cells} cells`);
-    // As an answer, it streams to its end, and the page still hears its reader.
+    // As an answer, it streams completely, and the page still reacts to input.
     await script(page, ...Array.from({ length: 200 }, () => says("$\\frac{1}{2}$ **a** `b` | [c](https://a.b) ".repeat(10))), STOP, DONE);
     await ask(page, "Hello");
     await answered(page);
@@ -666,7 +666,7 @@ const tests = {
     same([page.problems, page.foreign], [[], []], "complaints and requests elsewhere");
   },
 
-  async streams_survive_any_cut() {
+  async streams_are_parsed_for_every_split() {
     const page = await open();
     const found = await page.evaluate(async (seed) => {
       const { Events } = await import("/page/api.js");
@@ -688,7 +688,7 @@ const tests = {
     same(found, [JSON.stringify(['{"a":"ü🦄"}', "two\nlines", "last", "[DONE]"])], `events with seed ${SEED}`);
   },
 
-  async errors_are_said_and_can_be_tried_again() {
+  async errors_are_shown_and_can_be_retried() {
     const page = await open();
     for (const [chunks, said] of [
       [[says("It began"), { error: { message: "the device was lost" } }, DONE], "the device was lost"],
@@ -698,7 +698,7 @@ const tests = {
       await script(page, ...chunks);
       await ask(page, "Hello");
       await answered(page, "failed");
-      same(await page.locator(".note").last().innerText(), said, "what is said");
+      same(await page.locator(".note").last().innerText(), said, "the shown error");
       await page.unroute("**/v1/chat/completions");
     }
     await picture(page, "error");
@@ -711,7 +711,7 @@ const tests = {
     await answered(page);
   },
 
-  async a_key_is_asked_for_and_kept_for_the_tab() {
+  async a_key_is_requested_and_kept_only_for_the_tab() {
     const context = await browser.newContext();
     context.setDefaultTimeout(WAIT_MS);
     const page = await openIn(context, (page) => page.route(/\/(v1\/|status$)/, (route) => {
@@ -731,9 +731,9 @@ const tests = {
     check((await answered(page)).includes("Paris"), "the answer");
     await page.reload();
     await isState(page, "ok");
-    check(await page.locator("#key-form").isHidden(), "the key is asked for again");
+    check(await page.locator("#key-form").isHidden(), "the form for the key is shown again");
     const kept = await page.evaluate(() => [JSON.stringify(localStorage), document.body.innerText].join());
-    check(!kept.includes("sesame"), "the key stands where it outlives the tab, or can be read");
+    check(!kept.includes("sesame"), "the key is stored beyond the tab, or is readable");
   },
 
   async a_keyboard_is_enough() {
@@ -767,7 +767,7 @@ const tests = {
     same(page.problems, [], "complaints");
   },
 
-  async it_fits_every_width() {
+  async the_page_fits_every_width() {
     for (const [width, height] of [[360, 740], [820, 1180], [1600, 900]]) {
       for (const colorScheme of ["light", "dark"]) {
         const page = await open({ viewport: { width, height }, colorScheme, reducedMotion: "reduce" });
@@ -791,8 +791,8 @@ const tests = {
     }
   },
 
-  // Last: it ends the server that the others ask.
-  async it_says_when_the_server_is_gone_and_goes_on_when_it_is_back() {
+  // This must be the last test: it stops the server of the other tests.
+  async the_page_reports_a_stopped_server_and_reconnects() {
     const page = await open();
     await withoutEnd(page);
     await ask(page, "Tell me a short story about a dragon.");

@@ -53,7 +53,7 @@ class Unpacking(unittest.TestCase):
         members = {f"some_package-1.0/{name}": b"x" for name in ["tests/unit/a.py", "tests/unit/b/c.py", "tests/utils.py", "tests/unit2.py", "setup.py"]}
         self.assertEqual(self.unpacked(members), ["tests/unit/a.py", "tests/unit/b/c.py", "tests/utils.py"])
 
-    def test_nothing_leaves_the_folder(self):
+    def test_unsafe_paths_are_not_unpacked(self):
         evil = {
             "some_package-1.0/tests/unit/a.py": b"x",
             "some_package-1.0/tests/unit/../../../../out.py": b"x",
@@ -67,7 +67,7 @@ class Unpacking(unittest.TestCase):
         with self.assertRaisesRegex(conformance.ConformanceError, "has no tests at tests/unit: 1 files unpacked"):
             self.unpacked({"some_package-1.0/tests/utils.py": b"x"})
 
-    def test_another_hash_is_refused_and_the_archive_removed(self):
+    def test_a_wrong_hash_is_refused_and_the_archive_is_removed(self):
         with tempfile.TemporaryDirectory() as folder:
             conformance.CACHE, before = Path(folder), conformance.CACHE
             try:
@@ -105,19 +105,19 @@ class Classes(unittest.TestCase):
         foreign = exchange(404, openai_error('the model "x" does not exist; this server serves "y"', "model", "model_not_found"))
         self.assertEqual(conformance.classify(failure(foreign)), ("text", "the name of its own model"))
 
-    def test_a_value_that_other_servers_alone_take_is_a_field(self):
+    def test_a_value_that_only_other_servers_accept_is_a_field(self):
         for param in ["input", "input[1][2]", "messages[0].role", "logit_bias.bad"]:
             refused = exchange(400, openai_error(f"{param}: expected another", param, "invalid_value"))
             self.assertEqual(conformance.classify(failure(refused)), ("field", f"{param}: expected another"))
 
-    def test_a_manner_is_explained_only_if_all_was_answered(self):
+    def test_a_manner_is_explained_only_if_all_requests_were_answered(self):
         name = "unit/test_metrics.py::test_metrics_disabled"
         disabled = replace(failure(exchange()), test=name)
         self.assertEqual(conformance.classify(disabled), conformance.LISTED["test_metrics.py::test_metrics_disabled"])
         broken = replace(failure(exchange(500, "Internal Server Error")), test=name)
         self.assertEqual(conformance.classify(broken)[0], conformance.UNEXPLAINED)
 
-    def test_what_no_rule_explains(self):
+    def test_an_unexplained_failure_is_described(self):
         words = 'assert match_regex("x", y)'
         required = {**exchange(), "asked": ["messages", "tool_choice", "tools"]}
         cases = [

@@ -1,4 +1,4 @@
-"""tools/devices.py: apt's sources and settings, when a folder is made, and how a device is chosen. Needs no network."""
+"""tools/devices.py: apt's sources and settings, when a folder is made, and the choice of a device. Needs no network."""
 
 import subprocess
 import sys
@@ -39,18 +39,18 @@ class Sources(unittest.TestCase):
             "Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg",
         ])
 
-    def test_chromium_comes_from_the_release_its_updates_and_fixes_and_from_nobody_else(self):
+    def test_chromium_comes_only_from_the_release_its_updates_and_fixes(self):
         text = devices.release_sources(SOURCES, "bookworm")
         self.assertIn("Suites: bookworm bookworm-updates\n", text)
         self.assertIn("URIs: http://security.example/debian-security\nSuites: bookworm-security\n", text)
         self.assertNotIn("backports", text)
         self.assertNotIn("elsewhere", text)
 
-    def test_where_no_source_is_of_the_release_there_is_none(self):
+    def test_without_a_source_of_the_release_there_are_no_sources(self):
         self.assertIsNone(devices.mesa26_sources(SOURCES, "sid"))
         self.assertIsNone(devices.release_sources(SOURCES, "sid"))
 
-    def test_the_machines_proxies_count_and_its_hooks_and_folders_do_not(self):
+    def test_apt_uses_the_machines_proxies_but_not_its_hooks_and_folders(self):
         dump = '\n'.join([
             'Dir::State "var/lib/apt";', 'Acquire::http "";', 'Acquire::http::Proxy "http://proxy.example:3128";',
             'APT::Update::Post-Invoke:: "rm -f /var/cache/apt/archives/*.deb";',
@@ -79,7 +79,7 @@ class Folders(unittest.TestCase):
         devices.make_folder(self.folder, recipe, fill, self.said.append)
         return made
 
-    def test_a_folder_is_made_once_and_again_for_another_recipe(self):
+    def test_a_folder_is_made_once_for_each_recipe(self):
         self.assertEqual(self.make("one", "1"), ["one"])
         self.assertEqual(self.make("one", "2"), [])
         self.assertEqual((self.folder / "file").read_text(), "1")
@@ -87,7 +87,7 @@ class Folders(unittest.TestCase):
         self.assertEqual((self.folder / "file").read_text(), "2")
         self.assertEqual([path.name for path in self.folder.parent.iterdir()], ["mesa26"])
 
-    def test_what_fails_half_way_leaves_nothing_and_what_was_there(self):
+    def test_a_failure_leaves_no_new_folder_and_keeps_the_old_one(self):
         self.make("one", "1")
 
         def fail(work, into):
@@ -99,7 +99,7 @@ class Folders(unittest.TestCase):
         self.assertEqual((self.folder / "file").read_text(), "1")
         self.assertEqual([path.name for path in self.folder.parent.iterdir()], ["mesa26"])
 
-    def test_where_debians_mirror_is_not_the_message_says_so_in_a_line(self):
+    def test_a_missing_debian_mirror_is_a_one_line_error(self):
         for release, sources, expected in [
             ({"ID": "fedora", "PRETTY_NAME": "Fedora 43"}, [], "Fedora 43 has none"),
             (BOOKWORM, [], "no source for bookworm main in /etc/apt"),
@@ -109,7 +109,7 @@ class Folders(unittest.TestCase):
             self.assertIn(expected, str(caught.exception))
             self.assertNotIn("\n", str(caught.exception))
 
-    def test_lists_that_cannot_be_fetched_are_named_with_the_cause(self):
+    def test_failed_package_lists_are_reported_with_the_cause(self):
         original = devices.run
         devices.run = lambda command, seconds, cwd=None: (0, "Err:1 http://mirror.example\nW: Failed to fetch http://mirror.example/debian\nW: more")
         self.addCleanup(setattr, devices, "run", original)
@@ -119,11 +119,11 @@ class Folders(unittest.TestCase):
 
 
 class Choice(unittest.TestCase):
-    def test_every_device_goes_by_its_name_and_says_what_it_lacks(self):
+    def test_every_device_has_its_name_and_reports_what_it_lacks(self):
         for name, device in devices.DEVICES.items():
             self.assertEqual(device.name, name)
         nowhere = devices.Device("x", "nothing", needs=devices.FOLDER / "nowhere")
-        self.assertEqual(nowhere.lacking(), f"x needs {devices.FOLDER}/nowhere, which is not there: `make setup-devices`")
+        self.assertEqual(nowhere.lacking(), f"x needs {devices.FOLDER}/nowhere, which does not exist: `make setup-devices`")
         self.assertIsNone(devices.Device("x", "nothing").lacking())
         with tempfile.TemporaryDirectory() as folder:
             flaw = Path(folder) / "flaw"
@@ -132,7 +132,7 @@ class Choice(unittest.TestCase):
             flaw.write_text("it is too old\n")
             self.assertEqual(flawed.lacking(), "x: it is too old")
 
-    def test_a_layer_that_is_too_old_says_so_and_leaves_the_driver_usable(self):
+    def test_a_too_old_layer_is_reported_and_the_driver_stays_usable(self):
         for version, is_flawed in [("150.0.7871.100-1~deb12u1", True), ("156.0.1-1", False), ("160.1-2", False)]:
             with tempfile.TemporaryDirectory() as folder:
                 work, into = Path(folder) / "work", Path(folder) / "into"
@@ -147,20 +147,20 @@ class Choice(unittest.TestCase):
                 self.assertEqual((into / devices.LAYER_FLAW.name).exists(), is_flawed, version)
                 self.assertTrue((into / "libvk_swiftshader.so").exists())
 
-    def test_a_command_carries_its_environment_and_what_stands_in_front(self):
+    def test_a_command_has_its_environment_and_its_wrapper(self):
         command = devices.DEVICES["lavapipe-26-subgroup-16"].command(["unicorn", "devices"])
         self.assertEqual(command, [
             "env", "MESA26_DEVICE=lavapipe", "LP_NATIVE_VECTOR_WIDTH=512", str(ROOT / "tools/with_mesa26.sh"), "unicorn", "devices",
         ])
 
-    def test_only_what_a_driver_computes_is_called_running(self):
+    def test_only_devices_that_compute_are_called_running(self):
         compiling = {name for name, device in devices.DEVICES.items() if not device.runs}
         self.assertEqual(compiling, {name for name in devices.DEVICES if name.startswith("radv")})
 
-    def test_the_layers_manifest_names_the_library_that_is_put_beside_it(self):
+    def test_the_manifest_of_the_layer_names_the_library_next_to_it(self):
         self.assertIn(f'"./{devices.CHROMIUM_FILES[2]}"', devices.LAYER_MANIFEST)
 
-    def test_without_the_folder_the_overlay_is_refused_in_a_line(self):
+    def test_an_overlay_without_its_folder_is_a_one_line_error(self):
         with tempfile.TemporaryDirectory() as elsewhere:
             script = Path(elsewhere) / "tools/with_mesa26.sh"
             script.parent.mkdir()

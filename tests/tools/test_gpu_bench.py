@@ -1,4 +1,4 @@
-"""The script that a volunteer runs, with fake binaries that log their arguments, and fail on command."""
+"""The script that a volunteer runs, with fake binaries that log their arguments and fail on demand."""
 
 import gzip
 import io
@@ -74,7 +74,7 @@ class GpuBench(unittest.TestCase):
         # The user's own settings must not affect the measurement.
         self.assertNotIn("UNICORN_MODEL_PATH", (self.folder / "log.env").read_text())
 
-    def test_small_sizes_and_a_device_can_be_asked_for(self):
+    def test_small_sizes_and_a_device_can_be_requested(self):
         status, said, result = self.run_script("--small", "--device", "Radeon 7", "--allow-software-vulkan")
         self.assertEqual((status, result["small"], result["gemma-3-27b"]), (0, True, None), said)
         asked = self.log.read_text()
@@ -83,7 +83,7 @@ class GpuBench(unittest.TestCase):
         for name in ("UNICORN_HARDWARE_DEVICE", "UNICORN_TEST_DEVICE", "UNICORN_HARDWARE_ALLOW_SOFTWARE_VULKAN"):
             self.assertIn(name, (self.folder / "log.env").read_text())
 
-    def test_what_fails_is_named_and_the_rest_is_measured(self):
+    def test_a_failed_measurement_is_named_and_the_others_run(self):
         status, said, result = self.run_script("--no-27b", BAD="logits_match", BROKEN="kernels")
         self.assertEqual(status, 1, said)
         self.assertEqual(result["checks"], {"passed": 2, "failed": 1, "failures": ["golden::logits_match"]})
@@ -91,13 +91,13 @@ class GpuBench(unittest.TestCase):
         self.assertEqual((result["kernels"], result["gemma-3-27b"]), (None, None))
         self.assertEqual(result["gemma-3-4b"]["benchmark"], "model")
 
-    def test_checks_that_do_not_end_are_a_problem_and_count_as_far_as_they_went(self):
+    def test_checks_that_do_not_finish_are_a_problem_with_partial_counts(self):
         status, said, result = self.run_script("--small", HANGS="1")
         self.assertEqual((status, result["checks"]["passed"]), (1, 2), said)
-        self.assertIn("checks: not ended, exit code 124", result["problems"][0])
+        self.assertIn("checks: did not finish, exit code 124", result["problems"][0])
         self.assertEqual(result["kernels"]["benchmark"], "kernels")
 
-    def test_a_model_that_the_disk_does_not_hold_is_left_out(self):
+    def test_a_model_that_does_not_fit_on_the_disk_is_skipped(self):
         tools = self.folder / "tools"
         tools.mkdir()
         (tools / "df").write_text("#!/bin/sh\necho header\necho disk 99 90 9000000 9% /\n")
@@ -106,16 +106,16 @@ class GpuBench(unittest.TestCase):
         self.assertEqual(status, 1, said)
         self.assertEqual(result["gemma-3-4b"]["benchmark"], "model")
         self.assertIsNone(result["gemma-3-27b"])
-        self.assertRegex(result["problems"][0], "27b: left out, for .* has 9 GB free, and it needs 18")
+        self.assertRegex(result["problems"][0], "27b: skipped: .* has 9 GB free, and it needs 18")
 
-    def test_no_model_is_begun_when_the_time_is_over(self):
+    def test_no_model_starts_after_the_time_limit(self):
         _, said, result = self.run_script(GPU_BENCH_BUDGET_S="0")
         self.assertEqual([problem.split(":")[0] for problem in result["problems"]], ["4b", "27b"], said)
 
-    def test_options_that_are_none_are_refused(self):
+    def test_unknown_options_are_refused(self):
         status, said, result = self.run_script("--fast")
         self.assertEqual((status, result), (2, None))
-        self.assertIn("--fast is no option", said)
+        self.assertIn("unknown option --fast", said)
 
 
 if __name__ == "__main__":

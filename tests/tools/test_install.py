@@ -11,9 +11,9 @@ import unittest
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# systemd's exposure level, out of 100: it calls levels up to 20 safe, and levels up to 50 OK.
+# systemd's exposure level, out of 100. It calls levels up to 20 safe, and levels up to 50 OK.
 MOST_EXPOSED = 30
-# Writes what the binary would of its own command line.
+# Writes what the binary writes about its own command line.
 BINARY = """#!/bin/sh
 case $1 in
 man-pages) mkdir -p "$2" && touch "$2/unicorn.1" "$2/unicorn-serve.1" ;;
@@ -45,7 +45,7 @@ class Install(unittest.TestCase):
     def root(self, path):
         return self.folder / "root" / str(path).lstrip("/")
 
-    def test_binary_unit_user_and_configuration_lie_where_they_belong(self):
+    def test_binary_unit_user_and_configuration_are_installed(self):
         status, said = self.install()
         self.assertEqual((status, said), (0, ""))
         self.assertTrue(os.access(self.root(self.prefix / "bin/unicorn"), os.X_OK))
@@ -56,7 +56,7 @@ class Install(unittest.TestCase):
         for line in ["m unicorn render", "m unicorn video"]:
             self.assertIn(line, user)
 
-    def test_manual_pages_and_completions_lie_where_shells_look(self):
+    def test_manual_pages_and_completions_are_where_shells_search(self):
         stale = self.root(self.prefix / "share/man/man1/unicorn-fly.1")
         stale.parent.mkdir(parents=True)
         stale.touch()
@@ -67,7 +67,7 @@ class Install(unittest.TestCase):
                             ("fish/vendor_completions.d/unicorn.fish", "fish")]:
             self.assertEqual((share / path).read_text(), f"of {shell}\n")
 
-    def test_the_shim_of_the_npu_is_installed_where_it_was_built(self):
+    def test_the_npu_shim_is_installed_if_it_was_built(self):
         shim = self.prefix / "lib/unicorn/libunicorn_npu.so"
         self.install()
         self.assertFalse(self.root(shim).exists())
@@ -78,7 +78,7 @@ class Install(unittest.TestCase):
         self.assertEqual(run("make", "--no-print-directory", "uninstall", **destination)[0], 0)
         self.assertFalse(self.root(shim).exists())
 
-    def test_the_debian_package_has_what_is_installed_and_its_scripts_are_shell(self):
+    def test_the_debian_package_has_all_installed_files_and_valid_scripts(self):
         self.install(PREFIX="/usr")
         about = tomllib.loads((ROOT / "Cargo.toml").read_text())["package"]["metadata"]["deb"]
         stage = "target/package/"
@@ -93,16 +93,16 @@ class Install(unittest.TestCase):
         for script in ["postinst", "prerm", "postrm"]:
             self.assertEqual(run("sh", "-n", f"{about['maintainer-scripts']}/{script}"), (0, ""))
 
-    def test_compose_runs_the_open_webui_that_is_tested(self):
+    def test_compose_runs_the_tested_version_of_open_webui(self):
         version = re.search(r"(?m)^open-webui==(.*)$", (ROOT / "tests/openwebui/requirements.txt").read_text())[1]
         self.assertIn(f"image: ghcr.io/open-webui/open-webui:v{version}\n", (ROOT / "compose.yaml").read_text())
 
-    def test_the_container_keeps_what_it_measures_and_names_what_it_is_built_from(self):
+    def test_the_container_keeps_its_cache_and_pins_its_base_images(self):
         recipe = (ROOT / "Containerfile").read_text()
         compose, gpu = ((ROOT / name).read_text() for name in ["compose.yaml", "compose.gpu.yaml"])
         for image in re.findall(r"(?m)^FROM (\S+)", recipe):
-            self.assertRegex(image, r":(\d+\.\d+\.\d+|[a-z]+-\d{8})-", "a tag that does not move")
-        # The container's root is read-only: whatever is written lies in a volume of both files.
+            self.assertRegex(image, r":(\d+\.\d+\.\d+|[a-z]+-\d{8})-", "a tag must be a fixed version")
+        # The container's root is read-only, so every written file must be in a volume of both files.
         self.assertIn("\n    read_only: true\n", compose)
         volumes = json.loads(re.search(r"(?m)^VOLUME (.*)$", recipe)[1])
         folders = dict(re.findall(r"(\w+_DIR)=(\S+)", recipe))
@@ -117,7 +117,7 @@ class Install(unittest.TestCase):
         self.assertIn("ARG COMMIT\n", recipe)
         self.assertIn('COMMIT: "${COMMIT:-}"\n', compose)
 
-    def test_the_configuration_has_every_option_and_pins_none_but_the_folder_of_models(self):
+    def test_the_configuration_has_every_option_and_sets_only_the_models_folder(self):
         self.install()
         path = self.root("/etc/unicorn/config.toml")
         defaults = tomllib.loads((ROOT / "config/default.toml").read_text())
@@ -134,7 +134,7 @@ class Install(unittest.TestCase):
         self.assertIn("stays as it is", said)
         self.assertEqual(path.read_text(), "[server]\nport = 1\n")
 
-    def test_a_binary_that_is_not_built_is_an_error(self):
+    def test_a_missing_binary_is_an_error(self):
         self.binary.unlink()
         status, said = self.install()
         self.assertNotEqual(status, 0)
@@ -148,16 +148,16 @@ class Install(unittest.TestCase):
         left = [str(p.relative_to(self.folder / "root")) for p in (self.folder / "root").rglob("*") if p.is_file()]
         self.assertEqual(left, ["etc/unicorn/config.toml"])
 
-    def test_systemd_takes_the_unit_and_finds_it_closed(self):
+    def test_systemd_accepts_the_unit_and_rates_it_as_closed(self):
         self.install()
         unit = self.root(self.prefix / "lib/systemd/system/unicorn.service")
         self.assertEqual(run("systemd-analyze", "security", "--offline=true", f"--threshold={MOST_EXPOSED}", "--no-pager", str(unit))[0], 0)
         open_unit = self.folder / "open.service"
         open_unit.write_text("[Service]\nExecStart=/bin/true\n")
         judged = run("systemd-analyze", "security", "--offline=true", f"--threshold={MOST_EXPOSED}", "--no-pager", str(open_unit))
-        self.assertNotEqual(judged[0], 0, "the threshold refuses nothing")
+        self.assertNotEqual(judged[0], 0, "the threshold must refuse an open unit")
 
-        # systemd-analyze looks for the binary at the unit's path.
+        # systemd-analyze checks that the binary exists at the unit's path.
         target = self.prefix / "bin/unicorn"
         target.parent.mkdir(parents=True)
         target.write_text("#!/bin/sh\n")
@@ -165,7 +165,7 @@ class Install(unittest.TestCase):
         status, said = run("systemd-analyze", "verify", "--man=no", str(unit), str(unit.with_suffix(".socket")))
         self.assertEqual((status, said), (0, ""))
 
-    def test_what_another_start_does_not_mend_is_not_started_again(self):
+    def test_an_error_that_a_restart_cannot_fix_is_not_restarted(self):
         unit = (ROOT / "config/unicorn.service").read_text()
         for line in ["Type=notify", "WatchdogSec=60", "Restart=on-failure", "RestartPreventExitStatus=2 76 78", "ExecReload=/bin/kill -HUP $MAINPID",
                      "LimitMEMLOCK=infinity", "LimitCORE=0", "SupplementaryGroups=render video"]:

@@ -1,7 +1,7 @@
-"""The IRON design (npu/kernels/attention.py), run with a stand-in for mlir-aie that writes down what it is asked for.
+"""The IRON design (npu/kernels/attention.py), run with a stub of mlir-aie that records all calls.
 
-It shows that the design asks for what schedule.py plans, and calls the functions that attention.cc has. Whether the
-real mlir-aie takes it is not known.
+The test shows that the design makes the calls that schedule.py plans, and uses the functions of attention.cc. It does
+not show whether the real mlir-aie accepts the design.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from simulator import Recorder  # noqa: E402
 
 
 class Subscripted:
-    """`np.ndarray` and `np.dtype`, as far as a type of a buffer needs them."""
+    """`np.ndarray` and `np.dtype`, as far as buffer types need them."""
 
     def __class_getitem__(cls, what):
         return (cls.__name__, what)
@@ -38,7 +38,7 @@ class dtype(Subscripted):
 
 
 class StandIn:
-    """mlir-aie's modules. Every call is kept, in order."""
+    """A stub of mlir-aie's modules. Records every call in order."""
 
     def __init__(self):
         self.fifos, self.links, self.cores, self.functions = {}, [], {}, {}
@@ -82,7 +82,7 @@ class StandIn:
         yield types.SimpleNamespace(module="module")
 
     def loop(self, start, stop=None, step=1):
-        # A core's endless loop is one dispatch here.
+        # The endless loop of a core is one dispatch here.
         return range(1) if start == sys.maxsize else range(start, stop, step)
 
     def make_device(self, device):
@@ -157,7 +157,7 @@ KERNELS = [
 
 
 class Design(unittest.TestCase):
-    def test_every_core_does_what_the_simulator_runs(self):
+    def test_every_core_runs_the_program_of_the_simulator(self):
         for kernel in KERNELS:
             design, module = made(kernel)
             self.assertEqual(module, "module")
@@ -207,13 +207,13 @@ class Design(unittest.TestCase):
             for task, transfer in zip(tasks, started):
                 self.assertEqual(task.fifo, f"{transfer.fifo}_{transfer.column}")
                 self.assertEqual((task.buffer, task.token), (transfer.buffer, transfer.has_token))
-                # The parameters' buffer is of words; the others are of the fifo's elements.
+                # The buffer of the parameters has words. The other buffers have the elements of the fifo.
                 per_word = 2 if transfer.buffer == "params" else 1
                 self.assertEqual(task.offset * per_word, transfer.offset)
                 self.assertEqual(task.sizes[3] * per_word, transfer.sizes[3])
                 self.assertEqual((task.sizes[:3], task.strides), (list(transfer.sizes[:3]), list(transfer.strides)))
                 self.assertEqual(task.ended, ["await" if transfer.has_token else "free"])
-            # Waits stand where they are planned.
+            # Waits are at the planned places.
             steps = [(what, task.offset) for what, task in design.tasks if what != "free" and task.token]
             outputs = [(what, transfer.offset) for what, transfer in planned if transfer.has_token]
             self.assertEqual(steps, outputs)
@@ -226,7 +226,7 @@ class Design(unittest.TestCase):
         rows, keys = 4 * 2 * 512 * 256, 4 * 2048 * 256
         self.assertEqual(sizes, [2 * rows, 2 * keys, 2 * keys, 4 * rows, 64])
 
-    def test_functions_are_those_of_the_source(self):
+    def test_called_functions_are_declared_in_the_source(self):
         design, _ = made(KERNELS[0])
         source = (ROOT / "npu/kernels/attention.cc").read_text()
         defined = dict(re.findall(r"^void (attention_\w+)\(([^)]*)\) \{", source, re.MULTILINE))
@@ -236,14 +236,14 @@ class Design(unittest.TestCase):
             parameters = [re.match(r"(?:const )?(\w+) (\*?)", p.strip()).groups() for p in defined[name].split(",")]
             declared = [(c_type[k], "") if isinstance(k, str) else (c_type[k[1][1][1]], "*") for k in inputs]
             self.assertEqual(parameters, declared, name)
-        # The buffers that a core passes are of the types that the function declares.
+        # The buffers that a core passes have the types that the function declares.
         for place, steps in design.cores.items():
             for step in (step for step in steps if step[0] == "call"):
                 for argument, declared in zip(step[2], design.functions[step[1]]):
                     if isinstance(argument, tuple) and argument[0] == "buffer":
                         self.assertEqual(design.buffers[argument[1]], (place, declared))
 
-    def test_what_cannot_be_is_refused_in_one_line(self):
+    def test_an_unsupported_shape_is_a_one_line_error(self):
         stand_in = StandIn()
         arguments = "attention.py --head-dim 32 --heads-per-group 2 --rows 256 --keys 512 --groups 1".split()
         with mock.patch.dict(sys.modules, stand_in.modules()), mock.patch.object(sys, "argv", arguments):

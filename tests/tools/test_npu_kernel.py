@@ -1,8 +1,8 @@
-"""The core's C++ (npu/kernels/attention.cc) in a dispatch of a whole column, compared with exact attention.
+"""The core's C++ (npu/kernels/attention.cc) in a dispatch of a complete column, compared with exact attention.
 
-The kernel is compiled for this machine against a stand-in of aie_api (tests/npu/host_aie_api). The schedule says which
-addresses each core is given; the test reads the numbers there, puts them into the layout of the memory tile's DMA, and
-writes what the core computes to the addresses of O. What remains unknown is how mlir-aie, Peano and AIE2 see it.
+The kernel is compiled for this machine with a stub of aie_api (tests/npu/host_aie_api). The schedule gives the
+addresses for each core. The test reads the numbers there, converts them to the layout of the memory tile's DMA, and
+writes the results of the core to the addresses of O. It does not show how mlir-aie, Peano and AIE2 behave.
 """
 
 import array
@@ -24,7 +24,7 @@ from schedule import CORES, Kernel  # noqa: E402
 from simulator import Column  # noqa: E402
 
 CALLS = {"begin": b"b", "queries": b"q", "begin_pass": b"p", "tile": b"t", "finish": b"f"}
-# Half the error of an exponential, of EXP_ERROR in src/npu/tile.rs, which has the bound's derivation.
+# Half the error of an exponential: EXP_ERROR in src/npu/tile.rs, which derives the bound.
 EXP_ERROR = 2.34 / 256
 
 
@@ -37,7 +37,7 @@ def from_bf16(bits):
 
 
 def permuted(elements, dimensions):
-    """An object after its layout, as bytes."""
+    """The bytes of an object after its layout."""
     indices = [0]
     for size, stride in dimensions:
         indices = [index + i * stride for index in indices for i in range(size)]
@@ -45,7 +45,7 @@ def permuted(elements, dimensions):
 
 
 class Dispatch:
-    """A job of one group with random inputs whose scores have a deviation of about 3, and the kernel for it."""
+    """A job of one group with random inputs, whose scores have a deviation of about 3, and its kernel."""
 
     def __init__(self, kernel, rows, keys, row0, key0, window, seed):
         self.kernel, self.rows, self.keys, self.row0, self.key0, self.window = kernel, rows, keys, row0, key0, window
@@ -100,7 +100,7 @@ class Dispatch:
             self.output[first : first + length] = blocks[core, number]
 
     def worst(self, rows):
-        """The largest error in these rows of each head, as a part of its bound."""
+        """The largest error in these rows of each head, as a fraction of its bound."""
         kernel = self.kernel
         width = kernel.head_dim
 
@@ -144,7 +144,8 @@ class KernelOnTheHost(unittest.TestCase):
         (Path(cls.folder.name) / "exp_tables.h").write_text(tables.header())
 
     def compiled(self, kernel, source=None):
-        """The core for this kernel, from `source`, or from the kernel's own with a look at undefined behaviour."""
+        """The core for this kernel, from `source`, or from the kernel's own source with checks for undefined
+        behaviour."""
         folder = Path(tempfile.mkdtemp(dir=self.folder.name))
         (folder / "attention.cc").write_text(source or (ROOT / "npu/kernels/attention.cc").read_text())
         compiler = next(filter(shutil.which, ["c++", "g++", "clang++"]))
@@ -164,10 +165,10 @@ class KernelOnTheHost(unittest.TestCase):
 
     def test_a_dispatch_is_within_the_bound(self):
         cases = [
-            # 27B: all keys, with a job that ends amid a block and a tile; with a window in the mask alone.
+            # 27B: all keys, with a job that ends inside a block and a tile; with a window only in the mask.
             (Kernel(128, 2, None, 256, 512, 1), (150, 391, 241, 0, None), [0, 1, 31, 32, 77, 149]),
             (Kernel(128, 2, None, 256, 512, 1), (256, 356, 100, 0, 64), [0, 40, 255]),
-            # 1B: the windowed walk, whose first key is not the first row's oldest.
+            # 1B: the windowed walk, whose first key is not the oldest key of the first row.
             (Kernel(256, 4, 512, 256, 1024, 1), (200, 715, 1027, 512, 512), [0, 15, 100, 199]),
             # 4B: the first rows of a text, which see few keys.
             (Kernel(256, 2, None, 256, 512, 1), (40, 40, 0, 0, 1024), [0, 1, 2, 16, 39]),

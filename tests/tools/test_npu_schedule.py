@@ -1,4 +1,4 @@
-"""The schedule of the NPU's attention kernel: its limits, and its run on addresses."""
+"""The schedule of the NPU's attention kernel: its limits, and its simulation on addresses."""
 
 import json
 import random
@@ -22,7 +22,7 @@ GEMMA_3 = [(256, 4, 512), (256, 2, 1024), (128, 2, 1024), (64, 2, 64)]
 
 
 def kernels(*buckets):
-    """Kernels of every Gemma-3, with and without a window, for (rows, keys) that hold them."""
+    """Kernels of every Gemma-3, with and without a window, for sizes (rows, keys)."""
     for head_dim, heads, window in GEMMA_3:
         for rows, keys in buckets:
             yield Kernel(head_dim, heads, None, rows, keys, 4)
@@ -31,14 +31,15 @@ def kernels(*buckets):
 
 
 def query_offset(kernel, group, core, number):
-    """Where a core's block of a pass begins in Q and in O, by the layout [group][head][row][head_dim]."""
+    """Where a core's block of a pass begins in Q and in O, in the layout [group][head][row][head_dim]."""
     head, block = divmod(core, kernel.blocks)
     row = number * kernel.pass_rows + block * kernel.tile
     return ((group * kernel.heads_per_group + head) * kernel.rows + row) * kernel.head_dim
 
 
 def expected_log(kernel, group, core):
-    """The calls of a core, by the contract: its own blocks of queries, and each tile of the pass in ascending order."""
+    """The calls of a core according to the contract: its own blocks of queries, and each tile of the pass in ascending
+    order."""
     size = kernel.object_elements
     params = (("params", 0, 32), ("queries", 0, size - 32))
     log = [(core, "begin", (params,), core % kernel.blocks)]
@@ -78,13 +79,13 @@ class Simulated(unittest.TestCase):
             check_column(self, kernel, group=0)
             check_column(self, kernel, group=3)
 
-    def test_the_order_of_the_steps_changes_nothing(self):
+    def test_the_order_of_the_steps_does_not_change_results(self):
         kernel = Kernel(256, 2, 1024, 256, 2048, 2)
         for seed in range(5):
             check_column(self, kernel, 1, random.Random(seed))
 
     def test_one_object_of_each_fifo_is_enough(self):
-        # Depth is for overlap alone: no fifo needs more than one object to come to the end.
+        # A depth above one only allows overlap: no fifo needs more than one object to finish.
         kernel = Kernel(256, 4, None, 256, 512, 1)
         with mock.patch.multiple(schedule, MEM_TILE_DEPTH=1, CORE_DEPTH=1, OUTPUT_MEM_TILE_DEPTH=1):
             check_column(self, kernel, 0)
@@ -102,7 +103,7 @@ class Simulated(unittest.TestCase):
             what, transfer = operations[values]
             return [*operations[:values], (what, replace(transfer, **fields)), *operations[values + 1 :]]
 
-        # Transfers: none, of the wrong keys, too short, too long, in another order, output before it is asked for.
+        # Transfers: missing, of the wrong keys, too short, too long, in the wrong order, output before the request.
         fails(Deadlock, operations[:values] + operations[values + 1 :])
         fails(AssertionError, changed(offset=kernel.object_elements))
         sizes = operations[values][1].sizes
@@ -112,7 +113,8 @@ class Simulated(unittest.TestCase):
         swapped[values - 1], swapped[values - 2] = swapped[values - 2], swapped[values - 1]
         fails(AssertionError, swapped)
         fails(Deadlock, [step for step in operations if step[1].fifo != "output" or step[0] == "await"])
-        # Programs: a core that keeps the keys it has read, one that stops early, one that takes another's queries.
+        # Programs: a core that keeps the keys that it has read, one that stops early, one that takes the queries of
+        # another core.
         def programs(change):
             all_steps = [deque(Recorder(kernel, core).steps) for core in range(CORES)]
             all_steps[2] = deque(change(list(all_steps[2])))
@@ -124,20 +126,20 @@ class Simulated(unittest.TestCase):
 
 
 class Limits(unittest.TestCase):
-    def test_every_kernel_keeps_them(self):
+    def test_every_kernel_is_within_the_limits(self):
         buckets = [(rows, 512 << i) for rows in (256, 512) for i in range(9)]
         for kernel in kernels(*buckets):
             schedule.check(kernel)
 
     def test_the_budget_of_a_core(self):
-        # What lies in a core is known to the byte; 65536 are there.
+        # The memory use of a core is known exactly. A core has 65536 bytes.
         for head_dim, total in [(256, 63488), (128, 64384), (64, 35712)]:
             kernel = Kernel(head_dim, 2, None, 256, 512, 1)
             self.assertEqual(sum(schedule.core_bytes(kernel).values()), total)
             self.assertEqual(schedule.core_bytes(kernel)["keys"], 2 * kernel.object_elements * 2)
             self.assertEqual(schedule.core_bytes(kernel)["output_core0"], kernel.object_elements * 4)
 
-    def test_what_breaks_a_limit_is_refused(self):
+    def test_a_kernel_beyond_a_limit_is_refused(self):
         kernel = Kernel(256, 2, None, 512, 4096, 4)
         for name, value, text in [
             ("CORE_DEPTH", 3, "a core holds"),
@@ -173,7 +175,8 @@ class Limits(unittest.TestCase):
 
 
 class Layouts(unittest.TestCase):
-    """A layout is the order in which a DMA reads an object; here are the addresses of what the kernel then expects."""
+    """A layout is the order in which a DMA reads an object. These tests compute the addresses that the kernel
+    expects."""
 
     def order(self, dimensions):
         indices = [0]
@@ -181,7 +184,7 @@ class Layouts(unittest.TestCase):
             indices = [index + i * stride for index in indices for i in range(size)]
         return indices
 
-    def test_keys_and_values_lie_as_the_matrix_unit_reads_them(self):
+    def test_keys_and_values_have_the_layout_of_the_matrix_unit(self):
         for kernel in kernels((256, 512)):
             tile, width = kernel.tile, kernel.head_dim
             keys = self.order(schedule.key_layout(kernel))
@@ -224,19 +227,19 @@ class Walks(unittest.TestCase):
                 first, tiles = kernel.walk(number)
                 self.assertLessEqual((first + tiles) * tile, kernel.keys)
                 for offset in offsets:
-                    # The first key that the pass's first row sees, and the last row's own.
+                    # The first key that the first row of the pass sees, and the last row's own.
                     oldest = 0 if kernel.window is None else number * kernel.pass_rows + offset - kernel.window + 1
                     newest = offset + (number + 1) * kernel.pass_rows - 1
                     self.assertLessEqual(first * tile, oldest)
                     self.assertLess(newest, (first + tiles) * tile)
 
-    def test_the_walks_are_those_that_the_tests_in_rust_read(self):
+    def test_the_walks_equal_the_file_that_the_rust_tests_read(self):
         # python3 tests/tools/test_npu_schedule.py --record writes the file.
         self.assertEqual(list(schedule.walks()), json.loads(WALKS.read_text()))
 
 
 class Tables(unittest.TestCase):
-    def test_entries_are_those_of_aie2_and_four_times_there(self):
+    def test_entries_equal_those_of_aie2_and_are_stored_four_times(self):
         whole, part = tables.whole(), tables.part()
         # mlir-aie's exp_ilut_ab at 1, -1, -80 and -128, and exp_flut_ab at 1/256, 128/256 and 255/256.
         self.assertEqual([whole[i] for i in (0, 1, 255, 176, 128)], [16256, 16430, 16060, 1472, 0])

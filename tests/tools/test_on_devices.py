@@ -1,4 +1,4 @@
-"""tools/on_devices.py: what counts as a run of the suite on a device, and the table. No test here runs the suite."""
+"""tools/on_devices.py: what counts as a run of the suite on a device, and the table. These tests do not run the suite."""
 
 import sys
 import tempfile
@@ -37,7 +37,7 @@ class Cells(unittest.TestCase):
 
         return on_devices.run_suite(run, device, "suite", ["kernels::"])
 
-    def test_a_whole_run_is_counted_and_its_failures_are_named(self):
+    def test_a_complete_run_is_counted_and_its_failures_are_named(self):
         cell = self.cell(101, WHOLE)
         self.assertEqual((cell.passed, cell.failures), (2, ["kernels::c"]))
         command, environment = self.asked[0]
@@ -47,12 +47,12 @@ class Cells(unittest.TestCase):
         good = WHOLE.replace("c ... FAILED", "c ... ok").replace("FAILED. 2 passed; 1 failed", "ok. 3 passed; 0 failed")
         self.assertEqual((self.cell(0, good).passed, self.cell(0, good).failures), (3, []))
 
-    def test_what_died_was_killed_or_ran_nothing_has_failed(self):
+    def test_a_crashed_killed_or_empty_run_is_a_failure(self):
         for status, output in [(None, "running 3 tests\n"), (-11, "running 3 tests\ntest kernels::a ... ok\n"),
                                (0, WHOLE), (0, "test result: ok. 0 passed; 0 failed; 0 ignored"), (1, "")]:
-            self.assertIn("no whole run", self.cell(status, output).failures[-1])
+            self.assertIn("no complete run", self.cell(status, output).failures[-1])
 
-    def test_what_was_skipped_has_not_passed(self):
+    def test_a_skipped_test_is_not_passed(self):
         def run(_command, env):
             Path(env["UNICORN_SKIP_LOG"]).write_text("no-matrices\tfast::tiles\n")
             return 0, "test fast::tiles ... ok\ntest result: ok. 1 passed; 0 failed; 0 ignored"
@@ -60,7 +60,7 @@ class Cells(unittest.TestCase):
         cell = on_devices.run_suite(run, DEVICE, "suite", ["fast::"])
         self.assertEqual(cell.failures, ["skipped: no-matrices\tfast::tiles"])
 
-    def test_under_the_layer_buffers_lie_apart(self):
+    def test_with_the_layer_buffers_have_separate_allocations(self):
         self.cell(101, WHOLE, devices.DEVICES["gpu-assisted"])
         command, environment = self.asked[0]
         self.assertEqual(environment["UNICORN_TEST_BUFFERS_APART"], "1")
@@ -68,7 +68,7 @@ class Cells(unittest.TestCase):
 
 
 class Table(unittest.TestCase):
-    def test_a_row_for_each_device_and_why_one_is_not_there(self):
+    def test_the_table_has_each_device_or_the_reason_why_it_is_missing(self):
         good, bad = on_devices.Cell(5, [], 12.3), on_devices.Cell(4, ["kernels::c"], 9)
         text = on_devices.table([
             (DEVICE, "a driver", {"kernels": good, "goldens": bad}),

@@ -1,4 +1,4 @@
-"""tools/test.py: how it counts. Each way in which a run can go wrong must end as a failure."""
+"""tools/test.py: how it counts. Each kind of error in a run must become a failure."""
 
 import sys
 import unittest
@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 spec = util.spec_from_file_location("runner", ROOT / "tools/test.py")
 runner = util.module_from_spec(spec)
-sys.modules["runner"] = runner  # dataclasses look their module up
+sys.modules["runner"] = runner  # dataclasses look up their module
 spec.loader.exec_module(runner)
 
 GOOD = """\
@@ -28,7 +28,7 @@ class Cargo(unittest.TestCase):
         result = runner.cargo_result(0, GOOD, [])
         self.assertEqual((result.passed, result.failures, result.skipped), (2, [], []))
 
-    def test_a_skipped_test_is_not_a_passed_one(self):
+    def test_a_skipped_test_is_not_counted_as_passed(self):
         result = runner.cargo_result(0, GOOD, [("real-tokenizer", "a::y")])
         self.assertEqual((result.passed, result.failures, len(result.skipped)), (1, [], 1))
 
@@ -36,7 +36,7 @@ class Cargo(unittest.TestCase):
         bad = GOOD.replace("a::y ... ok", "a::y ... FAILED").replace("ok. 2 passed; 0 failed", "FAILED. 1 passed; 1 failed")
         self.assertEqual(self.failures(101, bad), ["rust: a::y"])
 
-    def test_a_failed_test_says_why_beside_its_name(self):
+    def test_a_failed_test_is_reported_with_its_panic(self):
         panic = "thread 'a::y' panicked at tests/a.rs:3:5:\nassertion `left == right` failed\n  left: 1\n right: 2\n"
         section = f"failures:\n\n---- a::y stdout ----\na line before\n\n{panic}stack backtrace:\n   0: main\n\n\nfailures:\n    a::y\n\n"
         bad = GOOD.replace("a::y ... ok", "a::y ... FAILED").replace("ok. 2 passed; 0 failed", "FAILED. 1 passed; 1 failed")

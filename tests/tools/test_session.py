@@ -18,7 +18,7 @@ class Relay(unittest.TestCase):
             report.end()
         return report.passed, report.failed, said.getvalue()
 
-    def test_what_it_counted_is_added(self):
+    def test_the_counts_of_a_session_are_added(self):
         passed, failed, said = self.counts("print('ok a\\nFAILED b: why\\nx: 1 passed, 1 failed, 0 skipped'); exit(1)")
         self.assertEqual((passed, failed), (2, 1), said)  # including the session's own end
         self.assertTrue(said.endswith("\nclients: 2 passed, 1 failed, 0 skipped\n"), said)

@@ -1,4 +1,4 @@
-"""tools/setup.py: its decisions, from real sources files and versions. No test here changes the system."""
+"""tools/setup.py: its decisions, from real sources files and versions. These tests do not change the system."""
 
 import sys
 import unittest
@@ -50,7 +50,7 @@ class Sources(unittest.TestCase):
             "Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg",
         ])
 
-    def test_a_key_written_into_the_file_is_copied_whole(self):
+    def test_an_inline_key_is_copied_completely(self):
         text = setup.backports_source(setup.parse_deb822(INLINE_KEY), "bookworm")
         self.assertIn("Signed-By:\n -----BEGIN PGP PUBLIC KEY BLOCK-----\n .\n mQINBFit\n", text)
         again = setup.parse_deb822(text)
@@ -68,7 +68,7 @@ class Sources(unittest.TestCase):
         sources = setup.parse_one_line("deb http://mirror.example/debian bookworm main\n")
         self.assertNotIn("Signed-By", setup.backports_source(sources, "bookworm"))
 
-    def test_disabled_and_foreign_sources_are_no_mirror(self):
+    def test_disabled_and_foreign_sources_are_not_used_as_mirror(self):
         disabled = setup.parse_deb822("Enabled: no\n" + DEB822)
         self.assertIsNone(setup.backports_source(disabled, "bookworm"))
         foreign = setup.parse_deb822("Types: deb\nURIs: https://x.example\nSuites: nodistro\nComponents: main\n")
@@ -84,10 +84,10 @@ class Choice(unittest.TestCase):
     def choose(self, versions):
         return setup.choose(self.mesa, versions, "bookworm-backports")
 
-    def test_the_release_is_preferred_where_it_is_new_enough(self):
+    def test_the_release_is_preferred_if_it_is_new_enough(self):
         self.assertEqual(self.choose({"25.0.7-2": ["trixie"]}), "mesa-vulkan-drivers")
 
-    def test_backports_only_where_the_release_is_too_old(self):
+    def test_backports_are_used_only_if_the_release_is_too_old(self):
         versions = {"25.0.7-2~bpo12+1": ["bookworm-backports"], "22.3.6-1+deb12u1": ["bookworm"]}
         self.assertEqual(self.choose(versions), "mesa-vulkan-drivers/bookworm-backports")
 
@@ -95,7 +95,7 @@ class Choice(unittest.TestCase):
         self.assertIsNone(self.choose({"23.2.1-1ubuntu3.1~22.04.3": ["jammy-updates"]}))
         self.assertIsNone(self.choose({}))
 
-    def test_ubuntu_2204_is_told_precisely_what_it_offers(self):
+    def test_the_error_for_ubuntu_2204_names_the_offered_version(self):
         release = {"ID": "ubuntu", "PRETTY_NAME": "Ubuntu 22.04.5 LTS"}
         original = setup.available_versions
         setup.available_versions = lambda _: {"23.2.1-1ubuntu3.1~22.04.3": ["jammy-updates"], "22.0.1-1ubuntu2": ["jammy"]}
@@ -114,7 +114,7 @@ class Choice(unittest.TestCase):
 
 
 class Missing(unittest.TestCase):
-    def test_a_command_from_somewhere_else_does(self):
+    def test_a_command_from_elsewhere_satisfies_a_need(self):
         there, nowhere = setup.Need("no-such-package", command="python3"), setup.Need("no-such-package", command="no-such-command")
         original = setup.installed_versions
         setup.installed_versions = lambda packages: {}
@@ -122,7 +122,7 @@ class Missing(unittest.TestCase):
         self.assertEqual(setup.missing([there, nowhere]), [nowhere])
         self.assertEqual(setup.missing([there]), [])
 
-    def test_what_is_only_wished_for_is_listed_as_a_skip(self):
+    def test_an_optional_package_is_listed_as_a_skip(self):
         self.assertTrue(set(setup.WISHES) <= set(setup.NEEDS))
         self.assertIn("[browser]", (Path(__file__).resolve().parents[1] / "skips.toml").read_text())
 

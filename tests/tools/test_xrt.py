@@ -1,4 +1,4 @@
-"""tools/xrt.py and tools/npu_shim.sh: where XRT comes from, and what a machine lacks that has none. Needs no network."""
+"""tools/xrt.py and tools/npu_shim.sh: where XRT comes from, and the errors on a machine without XRT. Needs no network."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ class Xrt(unittest.TestCase):
         self.addCleanup(folder.cleanup)
         self.folder = Path(folder.name)
 
-    def test_it_comes_from_the_mirror_of_the_release_once(self):
+    def test_xrt_is_fetched_once_from_the_mirror_of_the_release(self):
         release = {"ID": "debian", "VERSION_CODENAME": "bookworm"}
         made = []
         with mock.patch.object(setup, "read_sources", lambda: SOURCES), mock.patch.object(setup, "os_release", lambda _: release), \
@@ -35,7 +35,7 @@ class Xrt(unittest.TestCase):
             "Signed-By: /usr/share/keyrings/a.gpg",
         ]])
 
-    def test_where_no_source_is_of_the_release_it_is_not_there(self):
+    def test_without_a_source_of_the_release_xrt_is_an_error(self):
         with mock.patch.object(setup, "read_sources", lambda: []), self.assertRaisesRegex(devices.DevicesError, "no apt source"):
             xrt.make(lambda line: None, self.folder / "xrt")
 
@@ -45,7 +45,7 @@ class Xrt(unittest.TestCase):
         empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
         self.assertEqual(xrt.versions([package]), f"libxrt2 2.25.0-4 amd64 {empty}\n")
 
-    def test_a_program_runs_by_the_linker_of_the_folder(self):
+    def test_a_program_runs_with_the_dynamic_linker_of_the_folder(self):
         command = xrt.command(["program", "argument"], ["/y.so"], [Path("/x")])
         libraries = xrt.FOLDER / "usr/lib/x86_64-linux-gnu"
         folders = f"/x/usr/lib/x86_64-linux-gnu:{libraries}"
@@ -67,7 +67,7 @@ class Shim(unittest.TestCase):
         self.assertTrue(done.stderr.splitlines()[-1].startswith("npu-shim: "), done.stderr)
         self.assertFalse((self.folder / "libunicorn_npu.so").exists())
 
-    def test_what_is_missing_is_named(self):
+    def test_missing_parts_of_xrt_are_named(self):
         self.refused("too old: it has no xrt/xrt_hw_context.h")
         (self.folder / "include/xrt/xrt_hw_context.h").touch()
         self.refused("no libxrt_coreutil.so in")
