@@ -167,7 +167,8 @@ async fn a_stopping_server_finishes_answers_and_refuses_new_requests() {
     };
     // No timeout closes a connection in this test.
     let long = 4 * HANG;
-    let connections = Connections { head_timeout: long, idle_timeout: long, write_timeout: long, ..CONNECTIONS };
+    let connections =
+        Connections { head_timeout: long, idle_timeout: long, write_timeout: long, ..CONNECTIONS };
     let serving = tokio::spawn(api::serve(listener, Arc::clone(&app.server), connections, shutdown));
     let (mut streaming, mut idle, seen) = blocking(move || {
         let mut streaming = connect(address);
