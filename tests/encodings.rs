@@ -44,8 +44,9 @@ async fn a_compressed_body_is_refused_and_its_encoding_named() {
                 (status.as_u16(), &headers["accept-encoding"]),
                 (415, &HeaderValue::from_static("identity"))
             );
-            let message =
-                format!("the body is encoded as {encoding:?}: send it as it is, without Content-Encoding");
+            let message = format!(
+                "the body is encoded as {encoding:?}: send it uncompressed, without Content-Encoding"
+            );
             let kind = "invalid_request_error";
             if path == "/v1/messages" {
                 assert_eq!(answer["error"], json!({"type": kind, "message": message}), "{answer}");

@@ -1330,6 +1330,12 @@ fn an_invalid_header_is_refused_with_its_key_or_tensor() {
         change(&mut file);
         open(file.bytes()).err().unwrap()
     };
+    let set = |key: &str, value: Val| {
+        write(&|f| {
+            f.set(key, value.clone());
+        })
+    };
+    let array = |parts: &[&[u8]]| set("k", Val::Raw(9, parts.concat()));
     let huge = u64::MAX.to_le_bytes();
     // The name of the first key begins after its length. The first tensor begins after the type and value of the key.
     let (key, tensor) = (PREAMBLE, PREAMBLE + 8 + 1 + 4 + 4);
@@ -1367,53 +1373,23 @@ fn an_invalid_header_is_refused_with_its_key_or_tensor() {
             put(key + 9, &8u32.to_le_bytes()),
             ": key k: its value takes 4294967303 bytes, but 83 are left: the file is truncated or corrupt",
         ),
-        (
-            write(&|f| {
-                f.set("k", Val::Raw(9, [4u32.to_le_bytes().to_vec(), huge.to_vec()].concat()));
-            }),
-            ": key k: claims 18446744073709551615 elements,",
-        ),
+        (array(&[&4u32.to_le_bytes(), &huge]), ": key k: claims 18446744073709551615 elements,"),
         (write(&|f| f.keys.push(f.keys[0].clone())), ": key k: occurs twice"),
+        (array(&[&9u32.to_le_bytes(), &huge]), ": key k: is an array of arrays; expected plain elements"),
         (
-            write(&|f| {
-                f.set("k", Val::Raw(9, [9u32.to_le_bytes().to_vec(), huge.to_vec()].concat()));
-            }),
-            ": key k: is an array of arrays; expected plain elements",
-        ),
-        (
-            write(&|f| {
-                f.set(
-                    "k",
-                    Val::Raw(
-                        9,
-                        [
-                            8u32.to_le_bytes().to_vec(),
-                            2u64.to_le_bytes().to_vec(),
-                            0u64.to_le_bytes().to_vec(),
-                            huge.to_vec(),
-                        ]
-                        .concat(),
-                    ),
-                );
-            }),
+            array(&[&8u32.to_le_bytes(), &2u64.to_le_bytes(), &0u64.to_le_bytes(), &huge]),
             ": key k: element 1: the text takes 18446744073709551615 bytes",
         ),
         (
-            write(&|f| {
-                f.set("general.alignment", Val::U32(0));
-            }),
+            set("general.alignment", Val::U32(0)),
             ": key general.alignment: is 0; expected a power of two, at most 1048576",
         ),
         (
-            write(&|f| {
-                f.set("general.alignment", Val::U32(48));
-            }),
+            set("general.alignment", Val::U32(48)),
             ": key general.alignment: is 48; expected a power of two, at most 1048576",
         ),
         (
-            write(&|f| {
-                f.set("general.alignment", Val::Text("8".into()));
-            }),
+            set("general.alignment", Val::Text("8".into())),
             ": key general.alignment: is \"8\"; expected a whole number",
         ),
         (put(tensor, &huge), ": tensor 0 of 1: its name has 18446744073709551615 bytes; expected 1 to 256"),

@@ -256,7 +256,7 @@ async fn the_llama_cpp_fields_grammar_and_json_schema_constrain_an_answer() {
     let problem = refusal(&app, json!({"grammar": "root ::= \"yes"})).await;
     assert!(problem.starts_with("grammar: ") && problem.contains("line 1"), "{problem}");
     let both = json!({"grammar": "root ::= \"yes\"", "json_schema": {}});
-    assert_eq!(refusal(&app, both).await, "json_schema: cannot be had together with grammar");
+    assert_eq!(refusal(&app, both).await, "json_schema: cannot be used together with grammar");
 }
 
 #[tokio::test]

@@ -2,9 +2,8 @@
 //! similar prompt came before.
 //!
 //! A `cache_salt` decides for its request: requests with the same salt share, whichever clients they come from.
-//! Requests with no salt share within their client if there are several keys, and with all other requests with no salt
-//! otherwise; [`Options::share_prefixes`](super::Options) overrides that choice. Each request decides anew, as keys
-//! come and go.
+//! If there are several keys, requests without a salt share within their client; otherwise, all requests without a salt
+//! share. [`Options::share_prefixes`](super::Options) overrides this. It is decided for each request, because keys change.
 
 use crate::api::server::Server;
 use crate::config::SharePrefixes;
@@ -33,7 +32,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_salt_that_is_asked_for_is_that_of_a_client() {
+    fn a_requested_salt_never_equals_the_salt_of_a_client() {
         let client = ClientId::from_be_bytes(*b"abcdefgh");
         let own = salt(None, Some(client));
         // The bytes of a client's salt, with and without the byte of its kind.
@@ -42,6 +41,6 @@ mod tests {
             assert!(salt(Some(asked), None) != salt(None, None), "{asked}");
         }
         assert!(own != salt(None, None) && own != salt(None, Some(client + 1)));
-        assert!(salt(Some("x"), None) == salt(Some("x"), Some(client)), "whoever asks");
+        assert!(salt(Some("x"), None) == salt(Some("x"), Some(client)), "for any client");
     }
 }

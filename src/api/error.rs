@@ -1,4 +1,4 @@
-//! Every way a request can fail, with its status and its error object in OpenAI's or Anthropic's form. One exhaustive
+//! All errors of requests, each with its status and its error object in OpenAI's or Anthropic's form. One exhaustive
 //! match maps all of them.
 
 use std::time::Duration;
@@ -30,12 +30,13 @@ pub enum ApiError {
     Missing { param: String },
     #[error("{param}: {problem}")]
     Invalid { param: String, problem: String },
-    /// A value that this server understands and does not support. An answer that ignored it would answer another
-    /// request.
+    /// A value that this server understands and does not support. Ignoring it would answer a different request.
     #[error("{param}: {problem}")]
     Unsupported { param: String, problem: String },
     /// Anthropic's `thread`. Anthropic's SDK recognizes this refusal, and sends the whole conversation instead.
-    #[error("thread: this server keeps no conversation of messages: send all of them, without thread")]
+    #[error(
+        "thread: this server does not store conversations of messages: send all messages, without thread"
+    )]
     Thread,
     /// The prompt and its answer are longer than the context; `param` is the field that holds the prompt.
     #[error("{problem}")]
@@ -44,7 +45,7 @@ pub enum ApiError {
     #[error("{problem}")]
     Text { param: &'static str, problem: String },
     /// The answer left its grammar while it was written.
-    #[error("the answer could not be held to its grammar: {0}")]
+    #[error("the answer could not follow its grammar: {0}")]
     Grammar(String),
     #[error(
         "the model {asked:?} does not exist; this server serves {served:?}: ask for that, or allow yours with \
@@ -64,7 +65,7 @@ pub enum ApiError {
     BodyTimeout(BodyGap),
     #[error("the body ended early")]
     BodyBroken,
-    #[error("the body is encoded as {0:?}: send it as it is, without Content-Encoding")]
+    #[error("the body is encoded as {0:?}: send it uncompressed, without Content-Encoding")]
     BodyEncoded(String),
     /// `instead` is what the client should do.
     #[error("there is nothing at {path}; {instead}")]
@@ -72,28 +73,26 @@ pub enum ApiError {
     /// `allowed` names the methods that the route has.
     #[error("{method} is not allowed at {path}: send {allowed}")]
     Method { method: String, path: String, allowed: String },
-    #[error("this server asks for an API key: send one as `Authorization: Bearer KEY` or `x-api-key: KEY`")]
+    #[error("this server requires an API key: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`")]
     NoKey,
-    #[error("the API key is none of this server's")]
+    #[error("unknown API key")]
     WrongKey,
     #[error(
-        "this server does not go by the name {0:?}: use localhost or its address, add the name to server.allowed_hosts, \
-         or have the server ask for an API key"
+        "this server does not accept the host name {0:?}: use localhost or its address, add the name to \
+         server.allowed_hosts, or set an API key"
     )]
     ForeignHost(String),
     #[error(
-        "a page of {0:?} may not use this server: add that origin to server.cors_origins, or have the server ask for an \
-         API key"
+        "web pages of {0:?} may not use this server: add that origin to server.cors_origins, or set an API key"
     )]
     ForeignOrigin(String),
-    #[error("{limit} requests of yours are under way already; try again when one of them has ended")]
+    #[error("{limit} of your requests are already in progress; try again when one of them has ended")]
     ClientFull { limit: usize },
     #[error("the server is busy: {waiting} requests are waiting; try again in a few seconds")]
     QueueFull { waiting: usize },
-    /// `doing` is what the request waited for.
+    /// `doing` is what the server does with the earlier requests.
     #[error(
-        "the server is busy {doing} the requests before this one, whose turn did not come within {} s; try again in a few \
-         seconds",
+        "the server is busy {doing} earlier requests, and did not get to this one within {} s; try again in a few seconds",
         waited.as_secs_f64()
     )]
     NoTurn { doing: &'static str, waited: Duration },
@@ -101,34 +100,34 @@ pub enum ApiError {
     Loading,
     #[error(transparent)]
     Engine(#[from] EngineError),
-    /// The server could not keep up with an answer that it collects before it replies.
+    /// The server did not read the events of an answer in time that it collects before it replies.
     #[error("the server is too busy: it could not keep up with this answer; try again in a few seconds")]
     Behind,
     /// The system gave the server too few threads, or too little memory.
     #[error("{0}; try again in a few seconds")]
     Shortage(String),
-    #[error("the server met a bug: {0}")]
+    #[error("internal error: {0}")]
     Bug(String),
-    /// A panic. Its message goes to the log alone.
-    #[error("the server met a bug; its log says more, beside this request's id")]
+    /// A panic. Only the log has its message.
+    #[error("internal error; the server's log has the cause, with the id of this request")]
     Panic(String),
 }
 
-/// Why a body was given up.
+/// Why a body timed out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum BodyGap {
     #[error("nothing came for {} s", within.as_secs_f64())]
     Nothing { within: Duration },
     #[error(
-        "it came too slowly; once {} s are over, expected {bytes_per_s} bytes per second on the average",
+        "it came too slowly; after {} s, at least {bytes_per_s} bytes per second on average are expected",
         grace.as_secs_f64()
     )]
     TooLittle { bytes_per_s: u32, grace: Duration },
-    #[error("it was not whole after {} s", within.as_secs_f64())]
+    #[error("it was not complete after {} s", within.as_secs_f64())]
     NotAll { within: Duration },
 }
 
-/// What a response says of an error, beside the message.
+/// The parts of an error in a response, except the message.
 struct Wire<'a> {
     status: StatusCode,
     kind: &'static str,
@@ -204,7 +203,7 @@ impl ApiError {
         Self::Unsupported { param: param.into(), problem: problem.into() }
     }
 
-    /// A prompt that is too long. The prompt is a chat's, unless [`Self::in_prompt`] says otherwise.
+    /// A prompt that is too long. The field is a chat's, unless [`Self::in_prompt`] sets another one.
     pub(in crate::api) fn context(problem: impl ToString) -> Self {
         Self::Context { param: PROMPT_OF_A_CHAT, problem: problem.to_string() }
     }
@@ -226,7 +225,7 @@ impl ApiError {
         self.wire().status
     }
 
-    /// Blames the server for an unread answer that it was collecting itself: no client was to read the answer yet.
+    /// Replaces the error of a slow reader while the server collects an answer, because the reader is the server.
     pub(in crate::api) fn while_collecting(self) -> Self {
         match self {
             Self::Engine(EngineError::SlowReader) => Self::Behind,
@@ -263,7 +262,7 @@ impl ApiError {
     pub(in crate::api) fn anthropic(&self) -> (StatusCode, AnthropicErrorObject) {
         let wire = self.wire();
         let (status, kind) = match wire.status.as_u16() {
-            // Anthropic's clients retry after these two, and blame neither themselves nor the server.
+            // Anthropic's clients retry after these two errors.
             429 if matches!(self, Self::QueueFull { .. }) => (OVERLOADED, "overloaded_error"),
             503 if wire.retry_after_s.is_some() => (wire.status.as_u16(), "overloaded_error"),
             401 => (401, "authentication_error"),

@@ -1,8 +1,8 @@
 //! Routes of llama.cpp's server outside `/v1`: models, and tokens.
 //!
-//! There is one model. The server loads it at the start, unloads it by itself (`engine.idle_unload_s`), and loads it
-//! again for the next request that needs it. So a request to load it succeeds without doing anything, and a request to
-//! unload it is refused.
+//! There is one model. The server loads it at the start, unloads it if it is idle (`engine.idle_unload_s`), and
+//! loads it again for the next request that needs it. So a request to load it succeeds without doing anything, and a
+//! request to unload it is refused.
 //!
 //! `/tokenize` and `/detokenize` have the fields of both vLLM and llama.cpp's server. A text comes as `prompt` (vLLM:
 //! `add_special_tokens` is true by default) or as `content` (llama.cpp: `add_special` is false by default), and a
@@ -25,7 +25,7 @@ use crate::api::exchange::{self, Client};
 use crate::api::openai::conversation::{ChatMessages, EndingFields, messages};
 use crate::api::openai::models::ModelList;
 use crate::api::openai::tools::ChatToolFields;
-use crate::api::openapi::{AuthErrors, BodyErrors};
+use crate::api::openapi::{AuthErrors, BodyErrors, post_route};
 use crate::api::server::Server;
 use crate::api::wire;
 use crate::api::wire::bounded::TokenId;
@@ -57,25 +57,17 @@ pub(in crate::api) async fn models(State(server): State<Arc<Server>>) -> Json<Mo
     Json(ModelList::of(&server))
 }
 
-/// Accepts a request to load the model, which is loaded already, or will be for the next request.
-#[utoipa::path(
-    post,
-    path = "/models/load",
-    operation_id = "loadModel",
-    tag = "llama.cpp",
-    request_body = NamedModel,
-    responses((status = 200, description = "The model is loaded, or will be for the next request.", body = Done), BodyErrors),
-)]
-pub(in crate::api) async fn load(
-    State(server): State<Arc<Server>>,
-    client: Client,
-    body: Body,
-) -> Result<Json<Done>, ApiError> {
-    check_model(&server, &client, body).await?;
-    Ok(Json(Done { success: true }))
+post_route! {
+    /// Accepts a request to load the model, which is loaded already, or will be for the next request.
+    "/models/load", "loadModel", "llama.cpp",
+    NamedModel => (description = "The model is loaded, or will be for the next request.", body = Done), BodyErrors,
+    load(server, client: Client, body) -> Json<Done> {
+        check_model(&server, &client, body).await?;
+        Ok(Json(Done { success: true }))
+    }
 }
 
-/// Refuses to unload the model, which the server does by itself.
+/// Refuses to unload the model, because the server unloads it automatically.
 #[utoipa::path(
     post,
     path = "/models/unload",
@@ -90,7 +82,8 @@ pub(in crate::api) async fn unload(
     body: Body,
 ) -> Result<Infallible, ApiError> {
     check_model(&server, &client, body).await?;
-    let problem = "no request unloads the model; engine.idle_unload_s has the server unload it when nobody asks for so long";
+    let problem =
+        "a request cannot unload the model; with engine.idle_unload_s, the server unloads an idle model";
     Err(ApiError::unsupported("model", problem))
 }
 
@@ -128,7 +121,7 @@ pub(in crate::api) struct TokenizeFields {
     parse_special: Option<bool>,
     /// With `prompt`: add the ids that begin a text; true by default.
     add_special_tokens: Option<bool>,
-    /// With `content`: return each id with its text, or with a list of its bytes where they are no whole characters.
+    /// With `content`: return each id with its text, or with a list of its bytes if they are not whole characters.
     with_pieces: Option<bool>,
     /// With `prompt` or `messages`: return the text of each id as well.
     return_token_strs: Option<bool>,
@@ -182,7 +175,7 @@ pub(in crate::api) struct TokenPiece {
     piece: PieceText,
 }
 
-/// The text of a token, or its bytes where they are no whole characters.
+/// The text of a token, or its bytes if they are not whole characters.
 #[derive(Serialize, ToSchema)]
 #[serde(untagged)]
 enum PieceText {
@@ -244,7 +237,7 @@ pub(in crate::api) async fn tokenize(
     let work = exchange::process_body(&server, &client, body, |server, body| {
         let request = TokenizeRequest::read(&wire::object(body)?)?;
         let TokenizeRequest { text, tools, ending } = request;
-        // Tools are checked in any case, as the document says of them.
+        // Tools are always checked, as the document says.
         let tools = tools.tools()?;
         let conversation = text.messages.map(messages).transpose()?;
         let conversation = conversation.map(|messages| tools.describe_in(&messages));

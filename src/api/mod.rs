@@ -1,30 +1,31 @@
-//! The wire formats of OpenAI, Anthropic and llama.cpp over HTTP: requests are read, and answered with what the session
-//! yields.
+//! The wire formats of OpenAI, Anthropic and llama.cpp over HTTP. This module reads requests, and writes the answers of the
+//! session.
 //!
 //! The server answers before the model is loaded: `/v1/models` from the start and with the same id, `/health` with 503
-//! until [`Server::set_ready`]. It refuses what it cannot honour with a typed error (`error`), and never answers
-//! something else instead. It keeps nothing between requests but stored responses, which a client may name later
-//! (`openai::responses`); they are for that client alone, and bounded. Prompts, answers and keys are not logged.
+//! until [`Server::set_ready`]. A request that it cannot answer as requested gets a typed error (`error`).
+//! Between requests it keeps only stored responses (`openai::responses`), which are limited in number and bytes, and which
+//! only their client can use. Prompts, answers and keys are not logged.
 //!
 //! | folder or file | what it is | it must never |
 //! |---|---|---|
 //! | `server` | the state that all handlers share | name a handler |
 //! | `http` | connections, TLS, authentication, admission, health, metrics | know a wire format's bodies |
-//! | `exchange` | one request's way from its body to answers as they come | know what is on the wire |
+//! | `exchange` | the path of one request from its body to its answers | know a wire format |
 //! | `wire` | bodies: what fields may be, and errors that name them | know a route |
 //! | `openai`, `anthropic`, `llamacpp` | the wire formats: bodies in, answers out | name each other's handlers |
-//! | `openapi` | the API as a document | answer anything else |
-//! | `page` | the page at `/` | ask anybody but this server |
-//! | `paths` | routes without `/v1`, and what to ask instead of an unknown path | know a handler |
+//! | `openapi` | the API as a document | answer other requests |
+//! | `page` | the page at `/` | use another server |
+//! | `paths` | routes without `/v1`, and what to request instead of an unknown path | know a handler |
 //!
-//! The [`AccessPolicy`] decides who may ask. It can be replaced while the server runs ([`Server::set_access`]).
+//! The [`AccessPolicy`] decides which requests are accepted. It can be replaced while the server runs
+//! ([`Server::set_access`]).
 //!
-//! The bounds are: connections, their silence and their streams ([`Connections`]); requests of one client
-//! ([`AccessPolicy::requests_per_client`]); bodies ([`Options::max_body_bytes`]), how many are read at once, a quarter
-//! of them for one client, and the time they may take; prompts tokenized at once (one per processor); the time that a
-//! request waits for either, in turns that are fair between clients (`http::fair_semaphore`); requests waiting (the engine's
-//! queue); the text of one answer (the context). A request that exceeds a bound is refused by the client's bound, by
-//! the queue's, or because its turn did not come in time. The refusal says which.
+//! The limits are: connections and their timeouts ([`Connections`]); requests of one client
+//! ([`AccessPolicy::requests_per_client`]); the size of a body ([`Options::max_body_bytes`]), its time, and how many are
+//! read at the same time, a quarter of them for one client; prompts that are tokenized at the same time (one per
+//! processor); the time that a request waits for either, with places that are shared fairly between clients
+//! (`http::fair_semaphore`); waiting requests (the engine's queue); the text of one answer (the context). The error of a
+//! request that exceeds a limit says which one.
 
 mod anthropic;
 mod error;
@@ -75,7 +76,7 @@ use self::http::middleware::{authenticate, cors, identify, refuse_bodies};
 use self::http::{failures, health, metrics, status};
 use self::openai::{chat, completions, embeddings, input_tokens, models, responses};
 
-/// All routes, and the page. A path that is no route is answered with a JSON error, too.
+/// All routes, and the page. The answer to an unknown path is a JSON error.
 pub fn router(server: Arc<Server>) -> Router {
     let (routes, document) = routes().split_for_parts();
     server.set_document(document);
@@ -91,21 +92,20 @@ fn around(routes: Router<Arc<Server>>, server: Arc<Server>) -> Router {
         .with_state(Arc::clone(&server))
         .layer(middleware::from_fn_with_state(Arc::clone(&server), authenticate))
         .layer(middleware::from_fn(failures::catch))
-        // CORS stands outside authentication, because a preflight brings no key, and the page must be able to read a
-        // refusal.
+        // CORS is outside authentication, because a preflight has no key, and the page must be able to read a refusal.
         .layer(middleware::from_fn_with_state(Arc::clone(&server), cors))
         .layer(middleware::from_fn(anthropic::rewrite_errors))
-        // Identification stands outside all other steps, so that it counts and logs what is sent.
+        // Identification is outside all other steps, so that it counts and logs what is sent.
         .layer(middleware::from_fn_with_state(server, identify))
 }
 
-/// Says that a path is no route, and what to ask instead.
+/// The error for an unknown path, with what to request instead.
 async fn no_route(State(server): State<Arc<Server>>, uri: Uri) -> ApiError {
     let instead = paths::instead(uri.path(), server.documented_paths().chain(paths::WITHOUT_V1));
     ApiError::NoRoute { path: uri.path().to_owned(), instead: instead.into_owned() }
 }
 
-/// Says which methods a route has. The router says the same in the header `Allow`.
+/// The error for a method that a route does not have. The router adds the header `Allow`.
 async fn no_method(
     State(server): State<Arc<Server>>,
     route: MatchedPath,
@@ -156,15 +156,15 @@ fn without_v1() -> Router<Arc<Server>> {
         .route("/embeddings", post(embeddings::embeddings))
 }
 
-/// Serves until `shutdown` resolves, and refuses requests from then on. Requests under way have the time that it
-/// resolved to. Requests that have not ended by then are failed, and a few seconds later at most the call returns.
+/// Serves until `shutdown` resolves, and then refuses new requests. Requests in progress have the time that it resolved to.
+/// After that time, unfinished requests fail, and the call returns within a few seconds.
 pub async fn serve(
     listener: TcpListener,
     server: Arc<Server>,
     connections: Connections,
     shutdown: impl Future<Output = Duration> + Send + 'static,
 ) {
-    /// The time that failed requests have to tell their clients.
+    /// The time in which failed requests can send their errors.
     const LAST_WORDS: Duration = Duration::from_secs(1);
 
     let (begin, begun) = tokio::sync::oneshot::channel();
@@ -185,7 +185,7 @@ pub async fn serve(
         tokio::time::sleep(grace).await;
         // An engine that has ended has failed the requests already.
         if let Some(engine) = server.engine().filter(|engine| engine.ended().is_none()) {
-            tracing::warn!("requests are still under way after {} s: they are failed", grace.as_secs());
+            tracing::warn!("requests are still in progress after {} s: they fail", grace.as_secs());
             engine.abort();
         }
         tokio::time::sleep(LAST_WORDS).await;

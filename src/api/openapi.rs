@@ -1,11 +1,11 @@
 //! `/openapi.json`: the API as a document, in OpenAPI 3.1.
 //!
-//! The routes are the router's by construction: a handler's attribute says path, method and answers, and both the route
-//! and its description are made of that. The types that are read and written describe bodies and answers. A body that
-//! the document calls invalid is refused. A body that it calls valid is answered, or refused for a reason that no
-//! schema can express. The page's files are no part of the document.
+//! The routes are the router's by construction: a handler's attribute has path, method and answers, and both the route and
+//! its description are made of it. The types that are read and written describe bodies and answers. A body that is invalid
+//! by the document is refused. A body that is valid by it is answered, or refused for a reason that no schema can express.
+//! The page's files are not part of the document.
 //!
-//! The document needs a key if everything else does: only clients that may ask the server learn what it can do.
+//! If the server requires a key, the document requires it too, so only allowed clients learn what the server can do.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -104,6 +104,49 @@ struct Document {
     openapi: String,
 }
 
+/// Declares the handler of a `POST` route with a JSON body, and its description. The parts are the path, the operation's id
+/// and tag, the body's type, the description of the answer, the errors, and the handler.
+macro_rules! post_route {
+    (
+        $(#[$about:meta])*
+        $path:literal, $id:literal, $tag:literal, $request:ident => ($($answer:tt)*), $errors:ident,
+        $handler:ident($server:ident, $caller:ident: $Caller:ident, $body:ident) -> $returned:ty $work:block
+    ) => {
+        $(#[$about])*
+        #[utoipa::path(
+            post,
+            path = $path,
+            operation_id = $id,
+            tag = $tag,
+            request_body = $request,
+            responses((status = 200, $($answer)*), $errors),
+        )]
+        pub(in crate::api) async fn $handler(
+            axum::extract::State($server): axum::extract::State<std::sync::Arc<$crate::api::server::Server>>,
+            $caller: $crate::api::exchange::$Caller,
+            $body: axum::body::Body,
+        ) -> Result<$returned, $crate::api::error::ApiError> $work
+    };
+    // The route of an answer, which may be streamed.
+    (
+        $(#[$about:meta])*
+        $path:literal, $id:literal, $tag:literal, $request:ident => $whole:ident | $events:ident, $errors:ident,
+        $handler:ident by $format:ident
+    ) => {
+        $crate::api::openapi::post_route! {
+            $(#[$about])*
+            $path, $id, $tag, $request => (
+                description = "The answer, or with `stream` its events.",
+                content(($whole = "application/json"), (inline($events) = "text/event-stream")),
+            ), $errors,
+            $handler(server, caller: Caller, body) -> axum::response::Response {
+                $crate::api::exchange::answer::<$format>(&server, caller, body).await
+            }
+        }
+    };
+}
+pub(in crate::api) use post_route;
+
 /// The schema of a type, and the schemas that it refers to, by name.
 fn schemas_of<T: ToSchema>() -> Vec<(String, RefOr<Schema>)> {
     let mut schemas = vec![(T::name().into_owned(), T::schema())];
@@ -128,7 +171,7 @@ fn refusals<E: ToSchema, const N: usize>(statuses: [(u16, &str); N]) -> Refusals
     statuses.into_iter().map(refusal).collect()
 }
 
-/// The errors of all routes but `/health` and `/live`: the client is not allowed, or the server met a bug.
+/// The errors of all routes except `/health` and `/live`: the client is not allowed, or an internal error.
 pub(in crate::api) enum AuthErrors {}
 
 impl IntoResponses for AuthErrors {
@@ -143,6 +186,20 @@ fn auth_errors<E: ToSchema>() -> Refusals {
         (403, "The server does not accept this `Host`, or this `Origin`."),
         (500, "The server failed."),
     ])
+}
+
+/// The errors of routes of a stored response.
+pub(in crate::api) enum StoredErrors {}
+
+impl IntoResponses for StoredErrors {
+    fn responses() -> Refusals {
+        let mut all = auth_errors::<ErrorBody>();
+        all.extend(refusals::<ErrorBody, _>([
+            (404, "No response with this id is stored for this client."),
+            (429, "Too many requests of this client are in progress."),
+        ]));
+        all
+    }
 }
 
 /// The errors of requests with a body, in OpenAI's form.
@@ -161,7 +218,7 @@ impl IntoResponses for AnthropicErrors {
     fn responses() -> Refusals {
         let mut all = body_errors::<AnthropicError>();
         all.extend(refusals::<AnthropicError, _>([
-            (429, "Too many requests of this client are under way."),
+            (429, "Too many requests of this client are in progress."),
             (529, "The queue is full."),
         ]));
         all
@@ -176,7 +233,7 @@ fn body_errors<E: ToSchema>() -> Refusals {
         (408, "The body did not arrive in time."),
         (413, "The body is too large."),
         (415, "The body is compressed."),
-        (429, "The queue is full, or too many requests of this client are under way."),
+        (429, "The queue is full, or too many requests of this client are in progress."),
         (503, "The model is loading, the server is too busy or shutting down, or its device is lost."),
     ]));
     all

@@ -1,10 +1,9 @@
-//! Paths beside those that the document names: routes without `/v1`, and what to ask instead of a path that is no route.
+//! Paths that are not in the document: routes without `/v1`, and what to request instead of a path that is not a route.
 
 use std::borrow::Cow;
 
-/// The paths that are answered with and without `/v1`, because some clients add no `/v1` to the base URL that their
-/// user gave them. The document has each path once, with `/v1`. `GET /models` is no such path, but a route of
-/// llama.cpp's that the document has.
+/// The paths that are answered with and without `/v1`, because some clients do not add `/v1` to the base URL. The document
+/// has each path once, with `/v1`. `GET /models` is not in this list: it is a route of llama.cpp that the document has.
 pub(in crate::api) const WITHOUT_V1: [&str; 7] = [
     "/chat/completions",
     "/chat/completions/input_tokens",
@@ -20,8 +19,8 @@ pub(in crate::api) fn documented(path: &str) -> Cow<'_, str> {
     if WITHOUT_V1.contains(&path) { format!("/v1{path}").into() } else { path.into() }
 }
 
-/// Routes of other servers and mistakes in base URLs, each with what to do here instead. A path that ends with `/*` stands
-/// for all paths below it. All but the first few are known with and without `/v1`.
+/// Routes of other servers and mistakes in base URLs, each with what to do here instead. A path that ends with `/*` means
+/// all paths below it. All except the first few are known with and without `/v1`.
 const ELSEWHERE: [(&[&str], &str); 28] = [
     (&["/v1"], "this is a base URL: GET /v1/models names the model, and POST /v1/chat/completions asks it"),
     // Ollama.
@@ -52,7 +51,7 @@ const ELSEWHERE: [(&[&str], &str); 28] = [
     (&["/completion", "/generate", "/generate_stream"], "send POST /v1/completions, as to OpenAI"),
     (
         &["/infill"],
-        "the model was not trained to fill in between two texts: POST /v1/completions goes on with one",
+        "the model was not trained to fill in between two texts: POST /v1/completions continues one",
     ),
     (
         &["/apply-template"],
@@ -75,17 +74,17 @@ const ELSEWHERE: [(&[&str], &str); 28] = [
     (&["/ping"], "GET /live says whether the server runs, and GET /health whether it can answer"),
     (
         &["/sleep", "/wake_up", "/is_sleeping"],
-        "with engine.idle_unload_s the server unloads a model that nobody asks, and the next request loads it again",
+        "with engine.idle_unload_s the server unloads an idle model, and the next request loads it again",
     ),
     (
         &["/reset_prefix_cache"],
-        "the prefix cache stays: a request with a cache_salt of its own starts without it",
+        "the prefix cache cannot be reset: a request with its own cache_salt does not use it",
     ),
     (&["/invocations"], "send POST /v1/chat/completions, as to OpenAI"),
     // OpenAI and Anthropic.
     (
         &["/audio/*", "/images/*", "/videos", "/videos/*", "/realtime", "/realtime/*"],
-        "the model reads and writes text alone: POST /v1/chat/completions answers that",
+        "the model reads and writes only text: use POST /v1/chat/completions",
     ),
     (
         &["/moderations"],
@@ -93,7 +92,7 @@ const ELSEWHERE: [(&[&str], &str); 28] = [
     ),
     (
         &["/assistants", "/assistants/*", "/threads", "/threads/*", "/conversations", "/conversations/*"],
-        "POST /v1/responses keeps a conversation, which goes on from its previous_response_id",
+        "POST /v1/responses stores a conversation, which previous_response_id continues",
     ),
     (
         &["/files", "/files/*", "/uploads", "/uploads/*", "/vector_stores", "/vector_stores/*"],
@@ -101,11 +100,11 @@ const ELSEWHERE: [(&[&str], &str); 28] = [
     ),
     (
         &["/batches", "/batches/*", "/messages/batches", "/messages/batches/*"],
-        "there are no batches: send the requests by themselves, with the header `X-Unicorn-Priority: background`",
+        "there are no batches: send single requests, with the header `X-Unicorn-Priority: background`",
     ),
     (
         &["/fine_tuning/*", "/fine-tunes", "/evals", "/evals/*"],
-        "the server trains and judges no models: `unicorn serve --model` serves a checkpoint that was tuned elsewhere",
+        "the server does not train or evaluate models: `unicorn serve --model` serves a checkpoint that was tuned elsewhere",
     ),
     (
         &["/engines", "/engines/*", "/edits"],
@@ -117,7 +116,7 @@ const ELSEWHERE: [(&[&str], &str); 28] = [
 /// What to do instead of a path of Ollama's that [`ELSEWHERE`] does not have.
 const OLLAMAS: &str = "Ollama's API is not served: send POST /v1/chat/completions, as to OpenAI";
 
-/// What whoever asked for `path`, which is none of `routes`, should do instead.
+/// What a client should do instead of requesting `path`, which is not one of `routes`.
 pub(in crate::api) fn instead<'a>(path: &str, routes: impl Iterator<Item = &'a str>) -> Cow<'static, str> {
     let asked = path.strip_suffix('/').unwrap_or(path);
     let bare = asked.strip_prefix("/v1").filter(|bare| !bare.is_empty());
@@ -144,8 +143,8 @@ pub(in crate::api) fn instead<'a>(path: &str, routes: impl Iterator<Item = &'a s
     format!("the nearest route is {near}{base_url}").into()
 }
 
-/// The route that whoever asked for `path` probably meant. Either `path` differs from the route by a letter or two, or
-/// it has something before the route, as after a base URL that has `/v1` already.
+/// The route that was probably meant by `path`. Either `path` differs from the route by one or two letters, or it has
+/// something before the route, for example because the base URL already has `/v1`.
 fn nearest<'a>(path: &str, routes: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     const NEAR: usize = 2;
     let (mut inner, mut near): (Option<&str>, Option<(usize, &str)>) = (None, None);
@@ -169,7 +168,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_path_is_near_to_what_it_ends_with_or_misses_by_a_letter_or_two() {
+    fn the_nearest_route_is_the_end_of_the_path_or_differs_by_two_letters() {
         let routes = ["/v1/models", "/v1/chat/completions", "/v1/completions", "/models", "/health"];
         for (path, route) in [
             ("/v1/v1/chat/completions", Some("/v1/chat/completions")),

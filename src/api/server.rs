@@ -20,46 +20,46 @@ use crate::config::SharePrefixes;
 use crate::engine::EngineHandle;
 use crate::session::Service;
 
-/// The most requests between their headers and the engine's queue. With the largest bodies they take half a GiB by
-/// default.
+/// The maximum number of requests between their headers and the engine's queue. With the largest bodies they take half a
+/// GiB by default.
 const MAX_ARRIVING: usize = 64;
-/// The most such requests of one client. Whatever one client does with its places, three others find as many.
+/// The maximum number of such requests of one client, so that at least three other clients get as many.
 const MAX_ARRIVING_OF_ONE: usize = MAX_ARRIVING / 4;
 
 #[derive(Debug, Clone, Copy)]
 pub struct Options {
     pub max_body_bytes: usize,
-    /// A body is given up, with its place, once nothing of it has come for so long.
+    /// A body times out, and loses its place, if nothing of it comes for this time.
     pub body_stall: Duration,
-    /// A body that takes longer than this must reach a certain rate from then on. Small bodies are complete by then.
+    /// A body that takes longer than this must reach a minimum rate. Small bodies are complete by then.
     pub body_grace: Duration,
-    /// The longest wait of a request for its turn to be read, and again for its turn on a processor. It exceeds the
-    /// longest time of a body, so a request that waits for the slowest bodies gets a place.
+    /// The maximum wait of a request for a place to be read, and again for a processor. It exceeds the maximum time of a
+    /// body, so a request that waits for the slowest bodies gets a place.
     pub permit_timeout: Duration,
-    /// The longest delay of the refusal of a wrong key after others from the same address; zero never delays.
+    /// The maximum delay of the refusal of a wrong key after others from the same address; zero = no delay.
     pub wrong_key_pause: Duration,
-    /// The number of responses that are stored for later requests, and about how many bytes of memory they may take; 0
-    /// stores none.
+    /// The maximum number of responses that are stored for later requests, and about how many bytes of memory they may
+    /// take; 0 = none are stored.
     pub stored_responses: usize,
     pub stored_response_bytes: usize,
-    /// Which requests share the prefix cache; none shares by key if there are several keys.
+    /// Which requests share the prefix cache. `None` = by key if there are several keys.
     pub share_prefixes: Option<SharePrefixes>,
-    /// How often a silent stream sends a comment, so that no proxy takes it for dead.
+    /// How often a stream without events sends a comment, so that no proxy closes it.
     pub keep_alive: Duration,
-    /// A step that takes longer makes `/health` report a device that hangs.
+    /// If a step takes longer, `/health` reports that the device hangs.
     pub device_timeout: Duration,
-    /// The number of lost lines of the log so far, for `/metrics`.
+    /// The current number of lost lines of the log, for `/metrics`.
     pub lost_log_lines: fn() -> u64,
 }
 
 /// The names by which requests may call the model.
 #[derive(Debug, Clone, Default)]
 pub struct ModelNames {
-    /// The model's id, which every answer names, whatever its request named.
+    /// The model's id, which is in every answer, also if the request has another name.
     pub id: String,
-    /// Names for the same model, which lists of models have too.
+    /// Additional names of the model, which are also in lists of models.
     pub aliases: Vec<String>,
-    /// Whether any other name means the model as well.
+    /// Whether requests may use any other name as well.
     pub any: bool,
 }
 
@@ -84,11 +84,11 @@ pub struct Server {
     pub(in crate::api) wrong_keys: WrongKeys,
     pub(in crate::api) places: Places,
     pub(in crate::api) connections: OpenConnections,
-    /// The most requests that may wait in the engine's queue; 0 keeps the engine's own bound.
+    /// The maximum number of requests in the engine's queue; 0 = the engine's own limit.
     pub(in crate::api) queue: AtomicUsize,
     pub(in crate::api) service: OnceLock<Arc<Service>>,
     pub(in crate::api) report: OnceLock<ModelReport>,
-    /// What a load does that is under way, in words.
+    /// What a load in progress does, in words.
     load: OnceLock<Box<dyn Fn() -> Option<String> + Send + Sync>>,
     pub(in crate::api) metrics: Arc<Metrics>,
     /// Permits to have a body read and to wait for a processor, held until the request is in the engine's queue.
@@ -98,7 +98,7 @@ pub struct Server {
     pub(in crate::api) responses: StoredResponses,
     /// The OpenAPI document of the router's routes.
     document: OnceLock<OpenApi>,
-    /// The JSON of `/openapi.json` without and with keys, once a client asked for it.
+    /// The JSON of `/openapi.json` without and with keys, after the first request for it.
     documents: [OnceLock<String>; 2],
 }
 
@@ -135,8 +135,8 @@ impl Server {
         })
     }
 
-    /// Replaces the policy for requests that come from now on: keys, names, pages and bounds. Requests under way go on,
-    /// and responses that are stored for a key stay that key's.
+    /// Replaces the policy for new requests: keys, names, pages and limits. Requests in progress continue, and stored
+    /// responses still belong to the same keys.
     pub fn set_access(&self, access: AccessPolicy) {
         *self.access.write().expect("nothing panics under this lock") = Arc::new(access);
     }
@@ -145,9 +145,9 @@ impl Server {
         Arc::clone(&self.access.read().expect("nothing panics under this lock"))
     }
 
-    /// Has `/health` and `/status` say by `doing` what a load does. Panics at a second call.
+    /// Sets the source of what `/health` and `/status` report about a load. Panics at a second call.
     pub fn set_load(&self, doing: impl Fn() -> Option<String> + Send + Sync + 'static) {
-        assert!(self.load.set(Box::new(doing)).is_ok(), "the load was told twice");
+        assert!(self.load.set(Box::new(doing)).is_ok(), "set_load is called once");
     }
 
     pub(in crate::api) fn loading(&self) -> Option<String> {
@@ -167,7 +167,7 @@ impl Server {
         assert!(self.report.set(report).is_ok(), "the model was loaded twice");
     }
 
-    /// Lets so many requests wait in the engine's queue, from now on or from when the engine is there.
+    /// Sets the length of the engine's queue, now or when the engine exists.
     pub fn set_queue(&self, queue: usize) {
         self.queue.store(queue, Ordering::Relaxed);
         self.fit_queue();
@@ -175,23 +175,23 @@ impl Server {
 
     /// Keeps the routes' OpenAPI document for [`Self::document`].
     pub(in crate::api) fn set_document(&self, document: OpenApi) {
-        // Several routers around one server have the same document.
+        // All routers of one server have the same document.
         let _ = self.document.set(document);
     }
 
-    /// The OpenAPI document as JSON. `write` makes it at the first call; `keyed` is whether the server asks for a key.
+    /// The OpenAPI document as JSON. `write` makes it at the first call; `keyed` is whether the server requires a key.
     pub(in crate::api) fn document(&self, keyed: bool, write: impl FnOnce(OpenApi) -> String) -> String {
         let write = || write(self.document.get().cloned().unwrap_or_default());
         self.documents[usize::from(keyed)].get_or_init(write).clone()
     }
 
-    /// Paths of the routes that the document names, but for those with a parameter.
+    /// Paths of the routes in the document, except those with a parameter.
     pub(in crate::api) fn documented_paths(&self) -> impl Iterator<Item = &str> {
         let paths = self.document.get().into_iter().flat_map(|document| document.paths.paths.keys());
         paths.map(String::as_str).filter(|path| !path.contains('{'))
     }
 
-    /// The methods of a route. The document does not have the page's files, which are there to be read.
+    /// The methods of a route. The page's files, which are not in the document, have GET.
     pub(in crate::api) fn methods_at(&self, path: &str) -> Vec<&'static str> {
         let Some(route) = self.document.get().and_then(|document| document.paths.paths.get(path)) else {
             return vec!["GET"];
@@ -211,13 +211,13 @@ impl Server {
         self.report.get()
     }
 
-    /// The names that lists of models have: the id, and the aliases.
+    /// The names in lists of models: the id, and the aliases.
     pub(in crate::api) fn model_names(&self) -> impl Iterator<Item = &str> {
         let aliases = self.model_aliases.iter().filter(|alias| **alias != self.model_id);
         std::iter::once(&self.model_id).chain(aliases).map(String::as_str)
     }
 
-    /// Refuses a `model` that is not served; none accepts any.
+    /// Refuses a `model` that is not served. `None` is always accepted.
     pub(in crate::api) fn serves(&self, model: Option<&str>) -> Result<(), ApiError> {
         let is_served = |asked: &str| self.any_model_name || self.model_names().any(|name| name == asked);
         match model.filter(|asked| !is_served(asked)) {

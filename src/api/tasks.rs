@@ -1,15 +1,15 @@
-//! Tells requests that a person waits for from a chat program's own requests beside a chat: for a title, for tags, for
-//! what to ask next. The latter run in the engine's background class.
+//! Distinguishes requests that a user waits for from requests that a chat program sends in addition to a chat: for a
+//! title, for tags, for follow-up questions. The latter run in the engine's background class.
 //!
 //! The first of these that is present decides a request's class, and the first of the last two decides its task:
 //!
 //! 1. The header `X-Unicorn-Priority`, `background` or `interactive`. Any program may send it.
 //! 2. The header `X-Unicorn-Task`: the name of the task, empty for a chat. An administrator of Open WebUI configures it
 //!    as `{{TASK}}`.
-//! 3. The prompt, if it is Open WebUI's own for such a task. These prompts begin alike, and name the JSON field that
-//!    they ask for. An administrator who wrote other prompts needs the header.
+//! 3. The prompt, if it is Open WebUI's default prompt for a task. All these prompts begin the same way, and name the
+//!    JSON field that they request. If an administrator changed the prompts, the header is needed.
 //!
-//! A task that a chat's answer waits for (search queries, a choice of tools) is interactive. So is an unknown task.
+//! A task on which a chat's answer depends (search queries, a choice of tools) is interactive. So is an unknown task.
 
 use axum::http::{HeaderMap, HeaderName};
 
@@ -21,24 +21,24 @@ use crate::text::{Content, Message};
 const PRIORITY: HeaderName = HeaderName::from_static("x-unicorn-priority");
 const TASK: HeaderName = HeaderName::from_static("x-unicorn-task");
 
-/// What this server knows of Open WebUI: its tasks, and the form of its own prompts for them.
+/// Open WebUI's tasks, and the form of its default prompts for them.
 struct OpenWebUi {
     /// The version whose tasks and prompts these are.
     #[cfg_attr(not(test), allow(dead_code, reason = "a test compares it with the version that is tested"))]
     version: &'static str,
     /// The beginning of every prompt.
     opening: &'static str,
-    /// The marker of the chat history in a prompt. The history may hold any words, so no task is looked for in it.
+    /// The marker of the chat history in a prompt. The history may contain any text, so it is not searched for tasks.
     history: &'static str,
     tasks: [Task; 11],
 }
 
-/// A task that Open WebUI gives to a model beside a chat.
+/// A task that Open WebUI gives to a model in addition to a chat.
 struct Task {
     /// Open WebUI's name, which it sends as `{{TASK}}`.
     name: &'static str,
     priority: Priority,
-    /// A field of the JSON that Open WebUI's prompt asks for, by which the prompt is recognized; none if only the name
+    /// A field of the JSON that Open WebUI's prompt requests, by which the prompt is recognized. `None` = only the name
     /// identifies the task.
     field: Option<&'static str>,
 }
@@ -66,16 +66,16 @@ const fn background(name: &'static str, field: Option<&'static str>) -> Task {
     Task { name, priority: Priority::Background, field }
 }
 
-/// A task whose result a chat's answer waits for.
+/// A task on whose result a chat's answer depends.
 const fn interactive(name: &'static str, field: Option<&'static str>) -> Task {
     Task { name, priority: Priority::Interactive, field }
 }
 
-/// What the headers of a request say of its purpose.
+/// What the headers of a request say about its purpose.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(in crate::api) struct PurposeHeaders {
     priority: Option<Priority>,
-    /// None if the headers name no task.
+    /// `None` = the headers name no task.
     task: Option<Purpose>,
 }
 
@@ -130,8 +130,8 @@ impl PurposeHeaders {
         Ok(Self { priority, task: task.map(|name| Purpose::named(&name)) })
     }
 
-    /// The purpose of a request with these headers. Open WebUI streams the answers of chats, and never those to its own
-    /// prompts.
+    /// The purpose of a request with these headers. Open WebUI streams the answers of chats, and never the answers of
+    /// tasks.
     pub fn purpose(self, messages: &[Message], stream: bool) -> Purpose {
         let by_prompt = || by_prompt(messages).filter(|_| !stream);
         let purpose = self.task.or_else(by_prompt).unwrap_or(Purpose::CHAT);
@@ -139,7 +139,7 @@ impl PurposeHeaders {
     }
 }
 
-/// The purpose of Open WebUI's own prompts: a single message behind the system text.
+/// The purpose of Open WebUI's prompts for tasks: a single message after the system text.
 fn by_prompt(messages: &[Message]) -> Option<Purpose> {
     let in_chat = |role: &str| !matches!(role, "system" | "developer");
     let mut messages = messages.iter().filter(|message| in_chat(&message.role));
@@ -208,7 +208,7 @@ mod tests {
             let mut request = user(&text);
             assert_eq!(task_of(silent, &request), (class, task), "{text}");
             request.insert(0, Message::new("system", "Be brief."));
-            assert_eq!(task_of(silent, &request), (class, task), "behind a system text");
+            assert_eq!(task_of(silent, &request), (class, task), "after a system text");
             assert_eq!(silent.purpose(&request, true), Purpose::CHAT, "a stream");
             let chats = [
                 [&request[..], &request[1..]].concat(),

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use axum::Json;
 use axum::body::Body;
-use axum::extract::{Request, State};
+use axum::extract::Request;
 use axum::http::{HeaderName, HeaderValue, header};
 use axum::middleware::Next;
 use axum::response::{Response, sse};
@@ -20,9 +20,9 @@ use utoipa::ToSchema;
 
 use crate::api::anthropic::request::{ConversationFields, Form, MessagesRequest};
 use crate::api::error::{AnthropicError, AnthropicErrorObject, ApiError};
-use crate::api::exchange::{self, Caller, Client, Format, Parsed, Prompts, Reply, json_text, named_event};
+use crate::api::exchange::{self, Format, Parsed, Prompts, Reply, json_text, named_event};
 use crate::api::ids::{REQUEST_ID, new_id};
-use crate::api::openapi::AnthropicErrors;
+use crate::api::openapi::{AnthropicErrors, post_route};
 use crate::api::paths::documented;
 use crate::api::server::Server;
 use crate::api::tools::PartialCall;
@@ -39,50 +39,22 @@ const TOOL_ID_PREFIX: &str = "toolu_";
 
 type MessageEvents = Events<MessageEvent>;
 
-/// Answers a conversation, in Anthropic's format.
-#[utoipa::path(
-    post,
-    path = "/v1/messages",
-    operation_id = "createMessage",
-    tag = "Anthropic",
-    request_body = MessagesRequest,
-    responses(
-        (
-            status = 200,
-            description = "The answer, or with `stream` its events.",
-            content((Message = "application/json"), (inline(MessageEvents) = "text/event-stream")),
-        ),
-        AnthropicErrors,
-    ),
-)]
-pub(in crate::api) async fn create(
-    State(server): State<Arc<Server>>,
-    caller: Caller,
-    body: Body,
-) -> Result<Response, ApiError> {
-    exchange::answer::<MessageFormat>(&server, caller, body).await
+post_route! {
+    /// Answers a conversation, in Anthropic's format.
+    "/v1/messages", "createMessage", "Anthropic",
+    MessagesRequest => Message | MessageEvents, AnthropicErrors,
+    create by MessageFormat
 }
 
-/// Counts the tokens of a conversation's prompt.
-#[utoipa::path(
-    post,
-    path = "/v1/messages/count_tokens",
-    operation_id = "countMessageTokens",
-    tag = "Anthropic",
-    request_body = ConversationFields,
-    responses(
-        (status = 200, description = "The answer.", body = TokenCount),
-        AnthropicErrors,
-    ),
-)]
-pub(in crate::api) async fn count_tokens(
-    State(server): State<Arc<Server>>,
-    client: Client,
-    body: Body,
-) -> Result<Json<TokenCount>, ApiError> {
-    let counted =
-        exchange::count_tokens(&server, &client, body, "messages", |_, body| request::parse_to_count(body));
-    Ok(Json(TokenCount { input_tokens: counted.await? }))
+post_route! {
+    /// Counts the tokens of a conversation's prompt.
+    "/v1/messages/count_tokens", "countMessageTokens", "Anthropic",
+    ConversationFields => (description = "The answer.", body = TokenCount), AnthropicErrors,
+    count_tokens(server, client: Client, body) -> Json<TokenCount> {
+        let parse = |_: &_, body: &[u8]| request::parse_to_count(body);
+        let counted = exchange::count_tokens(&server, &client, body, "messages", parse);
+        Ok(Json(TokenCount { input_tokens: counted.await? }))
+    }
 }
 
 /// Rewrites the errors of these routes, wherever they arose, in Anthropic's form, and adds the request's id in

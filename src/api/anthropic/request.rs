@@ -1,7 +1,7 @@
 //! The bodies of `POST /v1/messages` and of `/v1/messages/count_tokens`: Anthropic's JSON becomes a
 //! [`GenerateRequest`].
 //!
-//! Unknown fields are ignored. So are fields that bill, trace, or ask for thinking, which this model does not do
+//! Unknown fields are ignored. So are fields for billing, tracing and thinking, which this model does not do
 //! (`metadata`, `cache_control`, `thinking`). A field that would change the answer and that this server does not
 //! support is refused.
 
@@ -234,7 +234,7 @@ impl ConversationFields {
         }
         if conversation.ends_with_calls() {
             let problem =
-                "expected a tool_result for each tool_use of the last message, in a message of the user's";
+                "expected a tool_result for each tool_use of the last message, in a message of the user";
             return Err(ApiError::invalid("messages", problem));
         }
         let messages = conversation.finish();
@@ -258,7 +258,7 @@ impl ConversationFields {
             return Err(ApiError::unsupported("container", "this server runs no code"));
         }
         if self.mcp_servers.as_ref().is_some_and(|servers| !servers.is_empty()) {
-            return Err(ApiError::unsupported("mcp_servers", "this server asks no others for tools"));
+            return Err(ApiError::unsupported("mcp_servers", "this server does not connect to MCP servers"));
         }
         Ok(())
     }
@@ -286,7 +286,7 @@ fn add_message(conversation: &mut Conversation, at: &str, message: MessageParam)
     };
     for (i, block) in blocks.into_iter().enumerate() {
         let at = format!("{at}.content[{i}]");
-        // What a tool gave, which may be nothing. It is checked in any block, as the document says of it.
+        // The result of a tool, which may be empty. It is checked in every block, as the document says.
         let given = block.content.map(|content| text(&field(&at, "content"), content)).transpose()?;
         match (&block.r#type, &role) {
             (BlockType::ToolUse, MessageRole::Assistant) => {
@@ -334,7 +334,7 @@ fn text(at: &str, content: TextContent) -> Result<String, ApiError> {
     Ok(paragraphs.join("\n\n"))
 }
 
-/// The text of a block; none for an empty text and for thinking, which the prompt leaves out.
+/// The text of a block. `None` = an empty text or thinking, which the prompt omits.
 fn paragraph(
     at: &str,
     role: &MessageRole,
@@ -346,7 +346,7 @@ fn paragraph(
         BlockType::Thinking | BlockType::RedactedThinking if *role == MessageRole::Assistant => Ok(None),
         BlockType::Other(kind) => Err(no_text(at, &kind, &["text", "tool_use", "tool_result"])),
         BlockType::ToolUse | BlockType::ToolResult | BlockType::Thinking | BlockType::RedactedThinking => {
-            let problem = "tool_use and thinking stand in a message of the assistant's, a tool_result in one of the user's";
+            let problem = "tool_use and thinking are allowed only in a message of the assistant, and tool_result only in one of the user";
             Err(ApiError::invalid(field(at, "type"), problem))
         }
     }

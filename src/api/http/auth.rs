@@ -1,21 +1,18 @@
-//! Who may come in: API keys, the names the server answers to, origins of web pages, and how much one client may ask at
-//! once. Decided from a request's head, before its body is read; `/health` and `/live` alone are open to all, and the page's files need
-//! no key: a browser loads them before its user can give it one.
+//! Access: API keys, host names, origins of web pages, and the number of requests of one client. The decision needs only a
+//! request's head. `/health` and `/live` are open to all clients, and the page's files need no key, because a browser loads
+//! them before the user can enter one.
 //!
-//! With keys, a request needs one of them, and no web page has it unless its user gave it. Without keys whoever reaches
-//! the port may ask, and the browser of somebody who does reaches it for every page they open. So then a request must
-//! call the server by a name that no stranger can point at it (DNS rebinding), and one that a foreign page sends is
-//! refused, unless CORS lets that page in.
+//! With keys, a request needs one of them. A web page has no key unless the user entered it. Without keys, every process
+//! that reaches the port may send requests, also a browser for any page that it shows. So without keys, a request must name
+//! the server by a host name that another party cannot point at it (DNS rebinding), and a request of a foreign page is
+//! refused, unless CORS allows that page. An address cannot be rebound, so every address is accepted.
 //!
-//! A name that is an address cannot be rebound, so every address will do.
+//! With keys, a client is identified by the key that matched. Without keys, it is identified by its address, and keys in
+//! requests are ignored. Fair shares, the number of requests in progress and the owner of a stored response depend on it.
 //!
-//! With keys a client is the key that matched, whatever else a request brings; without them it is the address that it came
-//! from, and a key that is sent means nothing. What counts by client counts by that: fair turns, the requests under way, and
-//! whose a kept response is.
-//!
-//! The policy can be replaced while the server runs ([`Server::set_access`](crate::api::Server::set_access)): requests that
-//! are under way go on, and the next ones meet the new one. So nothing keeps a policy, or a part of one, for longer than a
-//! request's head takes.
+//! The policy can be replaced while the server runs ([`Server::set_access`](crate::api::Server::set_access)). Requests in
+//! progress continue, and new requests get the new policy. So no code keeps a policy, or a part of one, after it has checked
+//! a request's head.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -38,18 +35,18 @@ use crate::engine::ClientId;
 const X_API_KEY: HeaderName = HeaderName::from_static("x-api-key");
 /// How long a browser may keep the answer to a preflight.
 const PREFLIGHT_AGE: Duration = Duration::from_secs(600);
-/// An error shows so much of what a client called itself or the server.
+/// The maximum length of a name that a client sent, in an error.
 const MAX_SHOWN_CHARS: usize = 100;
 
 #[derive(Debug, Clone)]
 pub struct AccessPolicy {
-    /// None: everybody may ask.
+    /// Without keys, every client is accepted.
     pub keys: Keys,
-    /// Names the server answers to besides `localhost` and addresses, where it has no keys; without port.
+    /// Accepted host names without port, in addition to `localhost` and addresses, if there are no keys.
     pub allowed_hosts: Vec<String>,
-    /// Pages that browsers may let in, as browsers name them (`https://chat.example.org`), or `*` for all.
+    /// Origins of web pages that are allowed (`https://chat.example.org`), or `*` for all.
     pub cors_origins: Vec<String>,
-    /// Requests of one client that may be under way.
+    /// The maximum number of requests of one client in progress.
     pub requests_per_client: usize,
 }
 
@@ -60,7 +57,7 @@ impl Default for AccessPolicy {
 }
 
 impl AccessPolicy {
-    /// What answers preflights, and tells browsers which pages may read answers; none where no page may.
+    /// The layer that answers preflights and adds CORS headers. `None` = no origin is allowed.
     pub(in crate::api) fn cors(self: &Arc<Self>) -> Option<CorsLayer> {
         if self.cors_origins.is_empty() {
             return None;
@@ -75,7 +72,7 @@ impl AccessPolicy {
         let layer = CorsLayer::new()
             .allow_origin(origins)
             .allow_methods([Method::GET, Method::POST, Method::DELETE])
-            // Clients send headers of their own with each version: those of the official ones alone are a dozen.
+            // The headers that clients send change with their versions, and the official clients have a dozen.
             .allow_headers(AllowHeaders::mirror_request())
             .expose_headers([HeaderName::from_static(REQUEST_ID), header::RETRY_AFTER])
             .allow_private_network(AllowPrivateNetwork::predicate(move |origin, _| policy.lets_in(origin)))
@@ -89,7 +86,7 @@ impl AccessPolicy {
         self.cors_origins.iter().any(is)
     }
 
-    /// The key that lets a request in; none where it needs none.
+    /// The key that matched. `None` = the request needs no key.
     pub(in crate::api) fn check(
         &self,
         method: &Method,
@@ -100,7 +97,7 @@ impl AccessPolicy {
             return if page::has(uri.path()) { Ok(None) } else { self.check_key(headers).map(Some) };
         }
         let names = headers.get_all(header::HOST).iter().map(HeaderValue::as_bytes);
-        // Whatever is no browser may leave it out.
+        // Clients other than browsers may omit the host.
         for name in names.chain(uri.authority().map(|a| a.as_str().as_bytes())) {
             if !self.answers_to(name) {
                 return Err(ApiError::ForeignHost(shown(name)));
@@ -114,7 +111,7 @@ impl AccessPolicy {
         }
     }
 
-    /// The first that is one of the server's, of all that were sent.
+    /// The first of the sent keys that is one of the server's.
     fn check_key(&self, headers: &HeaderMap) -> Result<Digest, ApiError> {
         let mut sent = keys_of(headers).peekable();
         if sent.peek().is_none() {
@@ -132,12 +129,12 @@ impl AccessPolicy {
     }
 }
 
-/// Whether a request may do something, rather than ask how things are.
+/// Whether a request with this method may change something.
 pub(in crate::api) fn changes(method: &Method) -> bool {
     !matches!(*method, Method::GET | Method::HEAD)
 }
 
-/// Whether a page that came from this server sent it.
+/// Whether the request comes from a page of this server.
 fn is_own(origin: &HeaderValue, uri: &Uri, headers: &HeaderMap) -> bool {
     let host_of = |origin: &[u8]| {
         let at = origin.windows(3).position(|sign| sign == b"://")?;
@@ -149,7 +146,7 @@ fn is_own(origin: &HeaderValue, uri: &Uri, headers: &HeaderMap) -> bool {
     host.is_some_and(|host| host_of(origin.as_bytes()) == Some(host.to_ascii_lowercase()))
 }
 
-/// The keys that a request came with, as OpenAI's and as Anthropic's clients send them; an empty one is none.
+/// The keys of a request, as OpenAI's and as Anthropic's clients send them. Empty keys are skipped.
 fn keys_of(headers: &HeaderMap) -> impl Iterator<Item = &[u8]> {
     let bearer = headers.get_all(header::AUTHORIZATION).iter().filter_map(|value| {
         let (scheme, key) = value.as_bytes().split_at_checked(b"Bearer ".len())?;
@@ -159,22 +156,22 @@ fn keys_of(headers: &HeaderMap) -> impl Iterator<Item = &[u8]> {
     bearer.chain(own).filter(|key| !key.is_empty())
 }
 
-/// Tells clients apart, by 64 bits of an HMAC under a secret that the process made for itself: who knows keys or addresses
-/// cannot say whose number is whose, nor make two that are one. Of a million clients, two are one by chance with a
-/// probability of 2^-25.
+/// Identifies clients by 64 bits of an HMAC under a random secret of the process. Without the secret, a known key or address
+/// cannot be matched to its number, and no collision can be made. Among a million clients, the probability that two have
+/// the same number is 2^-25.
 pub(in crate::api) struct Identities(hmac::Key);
 
 impl Identities {
     pub fn new() -> Self {
         let secret = hmac::Key::generate(hmac::HMAC_SHA256, &SystemRandom::new());
-        Self(secret.expect("the system has random numbers, or no server could be trusted"))
+        Self(secret.expect("the system has random numbers"))
     }
 
     pub(in crate::api) fn of_key(&self, key: &Digest) -> ClientId {
         self.tag(b"key", key)
     }
 
-    /// An IPv6 address counts by its first half: the other one is its owner's to choose.
+    /// Only the first half of an IPv6 address counts, because a client can choose the second half.
     pub(in crate::api) fn of_address(&self, address: Option<IpAddr>) -> ClientId {
         match address.map(|address| address.to_canonical()) {
             None => self.tag(b"none", &[]),
@@ -197,17 +194,17 @@ fn shown(name: &[u8]) -> String {
     String::from_utf8_lossy(name).chars().take(MAX_SHOWN_CHARS).collect()
 }
 
-/// How many requests of each client are under way; clients without any are forgotten.
+/// The number of requests in progress of each client that has any.
 #[derive(Debug, Default)]
 pub(in crate::api) struct Places(Arc<Mutex<HashMap<ClientId, usize>>>);
 
 impl Places {
-    /// Requests of all clients that are under way.
+    /// The number of requests of all clients in progress.
     pub fn taken(&self) -> usize {
         self.0.lock().expect("nothing panics under this lock").values().sum()
     }
 
-    /// None where the client has `most` already.
+    /// `None` = the client already has `most` places.
     pub(in crate::api) fn take(&self, client: ClientId, most: usize) -> Option<Place> {
         let mut taken = self.0.lock().expect("nothing panics under this lock");
         let n = taken.entry(client).or_default();
@@ -219,7 +216,7 @@ impl Places {
     }
 }
 
-/// One request's place, free again when dropped.
+/// The place of one request; dropping it frees the place.
 pub(in crate::api) struct Place {
     places: Arc<Mutex<HashMap<ClientId, usize>>>,
     client: ClientId,
@@ -246,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn the_key_that_matched_is_found_wherever_it_stands() {
+    fn a_valid_key_is_found_in_either_header() {
         let keys = Keys::from_variable("V", "alpha,beta").unwrap();
         let [alpha, beta] = [b"alpha".as_slice(), b"beta"].map(|key| keys.find(key).expect("one of them"));
         let policy = AccessPolicy { keys, ..AccessPolicy::default() };
@@ -266,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn clients_are_told_apart_by_key_or_address_under_a_secret() {
+    fn clients_are_identified_by_key_or_address_under_a_secret() {
         let (mine, others) = (Identities::new(), Identities::new());
         let address = |text: &str| Some(text.parse::<IpAddr>().expect("an address"));
         let all = [
@@ -291,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_a_stranger_could_point_here_are_not_answered_to() {
+    fn only_addresses_localhost_and_allowed_hosts_are_accepted() {
         let policy = AccessPolicy { allowed_hosts: vec!["box.lan".into()], ..AccessPolicy::default() };
         for name in [
             "localhost",
@@ -330,7 +327,7 @@ mod tests {
         let first = places.take(1, 2).expect("free");
         let second = places.take(1, 2).expect("free");
         assert!(places.take(1, 2).is_none());
-        let other = places.take(2, 2).expect("another's are free");
+        let other = places.take(2, 2).expect("the other client's places are free");
         drop(first);
         drop(places.take(1, 2).expect("free again"));
         drop((second, other));

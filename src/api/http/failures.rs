@@ -1,8 +1,8 @@
-//! Handles failures that are the server's own. A handler that panics is answered with 500, and its connection lives on.
-//! Every response of 500 and above is one line of the log.
+//! Handles internal failures. If a handler panics, the client gets 500, and the connection stays open. Every response of 500
+//! and above is one line of the log.
 //!
-//! A line stands in its request's span, which names the request's id and its route. No line repeats a prompt: the
-//! standard library's panic about a string that was cut wrongly quotes the string, and the line leaves that text out.
+//! A line is in its request's span, which has the request's id and route. No line repeats a prompt: the standard library's
+//! panic about a wrong string index quotes the string, and the line omits that text.
 
 use std::any::Any;
 use std::panic::AssertUnwindSafe;
@@ -16,11 +16,11 @@ use futures::FutureExt;
 use crate::api::error::ApiError;
 use crate::text::panic_message;
 
-/// The log's text for a failed response whose body is no [`ApiError`].
+/// The log's text for a failed response whose body is not an [`ApiError`].
 #[derive(Clone)]
 pub(in crate::api) struct Why {
     pub words: String,
-    /// Whether the log tells of it without this response, however many of them there are.
+    /// Whether the log already has the cause, so that the response is not logged.
     pub is_expected: bool,
 }
 
@@ -45,7 +45,7 @@ pub(in crate::api) fn log_response(response: &Response) {
             tracing::debug!(status = status.as_u16(), "{words}");
         }
         (None, Some(Why { words, is_expected: false })) => log(status, words),
-        (None, None) => log(status, "failed, and says no more"),
+        (None, None) => log(status, "failed without a reason"),
     }
 }
 
@@ -63,7 +63,7 @@ fn log(status: StatusCode, why: &str) {
     let why = why.replace('\n', " ");
     match status.as_u16() {
         status @ 500 => tracing::error!(status, "{why}"),
-        // Such a failure passes by itself, or the cause of the server's end is in the log already.
+        // Such a failure is temporary, or the log already has the cause of the server's end.
         status => tracing::warn!(status, "{why}"),
     }
 }
@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_panic_is_said_in_the_words_of_its_route() {
+    async fn a_panic_has_the_error_format_of_its_route() {
         async fn broken() -> Response {
             panic!("no such thing")
         }
@@ -158,7 +158,7 @@ mod tests {
         }
     }
 
-    /// A stream of two pieces, which panics behind them.
+    /// A stream of two pieces, which panics after them.
     fn breaks() -> impl Stream<Item = Result<String, ApiError>> {
         stream::iter(0..).map(|n| if n < 2 { Ok(n.to_string()) } else { panic!("at the {n}nd piece") })
     }
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_panic_of_work_apart_is_an_error_that_says_what_was_done() {
+    async fn a_panic_of_a_worker_is_an_error_that_names_the_work() {
         let server = server();
         let work = || -> Result<(), _> { panic!("of {}", 1) };
         let error =

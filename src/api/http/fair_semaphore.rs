@@ -1,7 +1,7 @@
 //! Hands out a fixed number of places in turns that are fair between clients: places for bodies that are read, and
 //! places on processors.
 //!
-//! Each client has a line of its own, in order of arrival. A free place goes to the present client that was served
+//! Each client has its own queue, in order of arrival. A free place goes to the present client that was served
 //! least. If two clients were served equally, it goes to the one whose first request waits longer. A place costs one
 //! unit, so clients take turns if nothing more is charged. The holder of a place may charge more for it, in any unit,
 //! as long as all holders use the same one.
@@ -13,7 +13,7 @@
 //! This module has no clock, no task and no I/O. It bounds neither how many requests wait nor for how long: its callers
 //! do. Invariants: no more places are taken than there are, nor more by one client than one client may take; a client
 //! waits while a place is free only if it has as many places as one client may take; a request that stops waiting, at
-//! any point, leaves nothing behind, neither in a line nor of a place that it was just given.
+//! any point, keeps neither a position in a queue nor a place that it was just given.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::iter;
@@ -76,7 +76,7 @@ struct Client {
 impl FairSemaphore {
     /// A number of places, of which one client may take `most`. Both numbers are at least 1.
     pub fn new(places: usize, most: usize) -> Self {
-        assert!(places > 0 && most > 0, "nobody would ever get a turn");
+        assert!(places > 0 && most > 0, "a client can get a turn");
         Self(Arc::new(Mutex::new(Lines {
             places,
             free: places,
@@ -91,13 +91,13 @@ impl FairSemaphore {
         })))
     }
 
-    /// Waits for the client's turn. The request stands in line from the first poll of the future until the future is
-    /// dropped.
+    /// Waits for the client's turn. The request waits in the queue from the first poll of the future until the
+    /// future is dropped.
     pub async fn take(&self, client: ClientId) -> FairPermit {
         let (give, given) = oneshot::channel();
         let ticket = self.change(|lines| lines.line_up(client, give));
         let mut waiting = Waiting { turns: self, client, ticket, given };
-        (&mut waiting.given).await.expect("nobody but who waits drops its place in line")
+        (&mut waiting.given).await.expect("only the waiting request leaves the queue")
     }
 
     /// The number of requests that hold a place or wait for one.
@@ -112,7 +112,7 @@ impl FairSemaphore {
         let given: Vec<_> = iter::from_fn(|| lines.give()).collect();
         drop(lines);
         for (client, give) in given {
-            // If the request waits no more, this drops the turn, which frees the place for the next request.
+            // If the request no longer waits, this drops the turn, which frees the place for the next request.
             drop(give.send(FairPermit { turns: self.clone(), client, cost: 0 }));
         }
         result
@@ -364,7 +364,7 @@ mod tests {
                     model.take_back(number, cost);
                 }
                 7..9 => {
-                    // A waiter that was given a turn is polled at once in some of the cases.
+                    // A waiter that was given a turn is polled immediately in some of the cases.
                     let numbers: Vec<usize> = waiting.keys().copied().collect();
                     for number in numbers {
                         let waiter: &mut Waiter = waiting.get_mut(&number).expect("waits");
@@ -406,7 +406,7 @@ mod tests {
         }
         drop((waiting, holding));
         assert_eq!(turns.count(), 0);
-        assert!(turns.0.lock().unwrap().clients.is_empty(), "nobody is here, and nobody remembered");
+        assert!(turns.0.lock().unwrap().clients.is_empty(), "no client is present or remembered");
     }
 
     #[test]
@@ -423,7 +423,7 @@ mod tests {
     fn order(turns: &FairSemaphore, mut line: Vec<Waiter>, cost: impl Fn(ClientId) -> u64) -> Vec<ClientId> {
         let mut order = Vec::new();
         while !line.is_empty() {
-            let at = line.iter().position(|waiter| waiter.bell.rang()).expect("somebody's turn it is");
+            let at = line.iter().position(|waiter| waiter.bell.rang()).expect("a client has a turn");
             let mut waiter = line.remove(at);
             let Poll::Ready(mut turn) = waiter.look() else { panic!("woken for nothing") };
             turn.charge(cost(waiter.client));

@@ -1,7 +1,7 @@
 //! `/health`, for programs that restart the server.
 //!
 //! Health is proven, not assumed: the device finished something within the last seconds, or it answers a probe. No
-//! probe is sent while a step is under way; the step may take [`Options::device_timeout`](crate::api::Options).
+//! probe is sent while a step is in progress; the step may take [`Options::device_timeout`](crate::api::Options).
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,13 +17,12 @@ use crate::api::http::failures::Why;
 use crate::api::server::Server;
 use crate::engine::{DeviceTask, EngineError, EngineHandle, EngineState};
 
-/// The time for which a sign of life from the device counts.
+/// How long a proof that the device works stays valid.
 const FRESH: Duration = Duration::from_secs(5);
 /// The time that a probe may take. A probe is microseconds of work.
 const PROBE: Duration = Duration::from_secs(2);
 const LOOK_AGAIN: Duration = Duration::from_millis(5);
-const RECOVERING: &str =
-    "the GPU was lost, or the NPU failed: the model is loaded again, and answers under way go on then";
+const RECOVERING: &str = "the GPU was lost, or the NPU failed: the model is loaded again, and then the answers in progress continue";
 
 /// The states of the server that `/health` reports.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -31,7 +30,7 @@ pub enum Health {
     Ok,
     /// The model is loaded again when a request comes.
     Unloaded,
-    /// What the load does, where that is known.
+    /// What the load does, if that is known.
     Loading(Option<String>),
     Recovering,
     Draining,
@@ -41,7 +40,7 @@ pub enum Health {
 }
 
 impl Health {
-    /// The state, as the device proves it just now.
+    /// The state, which the device proves now.
     pub async fn proven(server: &Server) -> Self {
         match server.engine() {
             Some(engine) => proof(server, engine).await,
@@ -97,16 +96,16 @@ impl Health {
 #[serde(rename_all = "lowercase")]
 pub(in crate::api) enum HealthName {
     Ok,
-    /// Nobody asked for long, so the device's memory is given back. The next request has the model loaded again.
+    /// The model was idle, so it was unloaded. The next request loads it again.
     Unloaded,
     Loading,
-    /// The device was lost, or a unit that it must have beside it failed. The model is loaded again, and the
-    /// answers under way go on then.
+    /// The device was lost, or an NPU set to `require` failed. The model is loaded again, and then the answers in
+    /// progress continue.
     Recovering,
     Draining,
     /// The device is lost, or its driver failed.
     Lost,
-    /// The server met a bug.
+    /// Internal error.
     Failed,
     /// The device does not finish its work.
     Unresponsive,
@@ -145,7 +144,7 @@ pub(in crate::api) async fn health(State(server): State<Arc<Server>>) -> Respons
     }
 }
 
-/// That the process answers, whatever its device does: for programs that would only end a process that does not.
+/// Reports that the process answers, in any state of its device. For programs that restart a process that does not answer.
 #[utoipa::path(
     get,
     path = "/live",

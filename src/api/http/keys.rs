@@ -2,8 +2,8 @@
 //!
 //! The server keeps a key as its SHA-256 digest, and compares it with all digests in constant time. It never shows a
 //! key: not in the log, not in an error, not by `Debug`. Keys come from a file or the environment, never from the
-//! command line, which every user of the machine can read. The server warns of a short key by its place in its source:
-//! a digest keeps nobody from trying all short keys.
+//! command line, which every user of the machine can read. A warning names the position of a key that is too short: all
+//! short keys can be tried.
 
 use std::fmt;
 use std::io;
@@ -19,13 +19,13 @@ use crate::file;
 /// The most bytes of a file of keys, of certificates, or of one private key.
 pub(in crate::api) const MAX_FILE_BYTES: u64 = 1 << 20;
 const MAX_KEYS: usize = 1024;
-/// The least number of characters of a key that the server does not warn of: 16 hexadecimal digits are 64 bits, which
-/// nobody tries out over a network.
+/// The minimum number of characters of a key without a warning: 16 hexadecimal digits are 64 bits, which cannot all be
+/// tried over a network.
 const LONG_ENOUGH: usize = 16;
-/// The most places of short keys that a warning names.
+/// The maximum number of positions of short keys in a warning.
 const MAX_NAMED: usize = 8;
 
-/// The keys that a server accepts. A server without keys asks for none.
+/// The keys that a server accepts. A server without keys requires none.
 #[derive(Clone, Default)]
 pub struct Keys(Vec<Digest>);
 
@@ -167,7 +167,7 @@ mod tests {
         let found = ["alpha", "beta", "gamma"].map(|key| keys.find(key.as_bytes()).expect("one of them"));
         assert!(found[0] != found[1] && found[1] != found[2] && found[0] != found[2]);
         let alone = Keys::from_variable("W", "beta").unwrap();
-        assert_eq!(alone.find(b"beta"), Some(found[1]), "the same beside others");
+        assert_eq!(alone.find(b"beta"), Some(found[1]), "the same together with others");
         for no in ["", "alph", "alphaa", "ALPHA", "alpha,beta", "V"] {
             assert_eq!(keys.find(no.as_bytes()), None, "{no:?}");
         }

@@ -1,4 +1,4 @@
-//! The steps of every request on its way to a handler: an id, CORS, authentication, and what its head says of its body.
+//! The steps of every request before its handler: an id, CORS, authentication, and checks of the body's headers.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -27,7 +27,7 @@ use crate::api::paths::documented;
 use crate::api::server::Server;
 use crate::api::wire::short;
 
-/// The paths that need no key and no name, because a program that watches a server knows neither.
+/// The paths that need no key and no host name, because monitoring programs have neither.
 const OPEN: [&str; 2] = ["/health", "/live"];
 /// How long the rest of a refused body is read.
 const REST_OF_BODY: Duration = Duration::from_secs(1);
@@ -64,7 +64,7 @@ pub(in crate::api) async fn identify(
     .await
 }
 
-/// Adds the headers that tell browsers what the present policy lets their pages do.
+/// Adds the CORS headers of the current policy.
 pub(in crate::api) async fn cors(
     State(server): State<Arc<Server>>,
     request: Request,
@@ -79,11 +79,11 @@ pub(in crate::api) async fn cors(
     }
 }
 
-/// Refuses a body by its head: one that is compressed, and one whose announced length exceeds the bound. The bound applies
-/// to the bytes that arrive, and the unpacked size of a compressed body would have none.
+/// Refuses a body that is compressed, or whose `Content-Length` exceeds the limit. The limit applies to the bytes that
+/// arrive, so the unpacked size of a compressed body would have no limit.
 ///
-/// A client that waits for `100 Continue` gets the refusal instead, and sends nothing. Of a client that sends its body
-/// anyway, some is read: closing the connection on unread bytes would reset it, and the client would lose the answer.
+/// A client that waits for `100 Continue` gets the refusal instead, and sends no body. If a client sends its body anyway,
+/// a part of it is read: closing the connection with unread bytes would reset it, and the client would lose the answer.
 pub(in crate::api) async fn refuse_bodies(
     State(server): State<Arc<Server>>,
     request: Request,
@@ -108,7 +108,7 @@ pub(in crate::api) async fn refuse_bodies(
     next.run(request).await
 }
 
-/// Lets a request in, or answers why it is refused.
+/// Authenticates a request, or answers why it is refused.
 pub(in crate::api) async fn authenticate(
     State(server): State<Arc<Server>>,
     peer: Option<Extension<ConnectInfo<SocketAddr>>>,

@@ -1,9 +1,8 @@
-//! Counts wrong keys by the address that they came from. After some of them, each further one is refused later than the
-//! one before.
+//! Counts the wrong keys of each address. After some wrong keys, the refusal of each additional one is delayed longer.
 //!
-//! Delay is the only measure against guessed keys. A right key is never delayed, whatever its address: many clients
-//! share an address, and one of them must not be able to keep the others out. This module computes the delays without a
-//! clock of its own; `middleware::authenticate` waits.
+//! Delay is the only measure against guessed keys. A valid key is never delayed: many clients share an address, and
+//! one of them must not be able to lock out the others. This module computes the delays without a clock;
+//! `middleware::authenticate` waits.
 
 use std::collections::HashMap;
 use std::sync::Mutex;
@@ -11,15 +10,14 @@ use std::time::{Duration, Instant};
 
 use crate::engine::ClientId;
 
-/// The number of wrong keys of an address that are refused at once: a wrong line in a configuration, and attempts with
-/// another key.
+/// The number of wrong keys of an address that are refused without delay, for mistakes in a configuration.
 const FREE: u32 = 5;
 /// How often the pause doubles from the first one to the longest.
 const DOUBLINGS: u32 = 4;
 /// The time without another wrong key after which one wrong key of an address is forgotten.
 const FORGOTTEN_AFTER: Duration = Duration::from_secs(30);
-/// The most addresses that are known at once. A new address beyond these replaces the one that has been quiet for the
-/// longest. A client with so many addresses need not use any of them twice.
+/// The maximum number of known addresses. An additional address replaces the one without wrong keys for the longest time. A
+/// client with that many addresses need not use any of them twice.
 const MAX_ADDRESSES: usize = 4096;
 
 pub(in crate::api) struct WrongKeys {
@@ -28,14 +26,14 @@ pub(in crate::api) struct WrongKeys {
 }
 
 struct Wrong {
-    /// The number of wrong keys, up to the first one whose pause is the longest. It grows no further, so all is
+    /// The number of wrong keys, up to the first one with the longest pause. The number does not grow beyond it, so it is
     /// forgotten within a few minutes.
     count: u32,
     last: Instant,
 }
 
 impl WrongKeys {
-    /// `longest` is the longest pause; zero never delays.
+    /// `longest` is the longest pause; zero = no delay.
     pub fn new(longest: Duration) -> Self {
         Self { longest, by_address: Mutex::default() }
     }

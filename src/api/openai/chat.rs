@@ -2,15 +2,13 @@
 
 use std::sync::Arc;
 
-use axum::body::Body;
-use axum::extract::State;
-use axum::response::{Response, sse};
+use axum::response::sse;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use crate::api::error::ApiError;
 use crate::api::exchange::{
-    self, Caller, FinishReason, Format, Head, Parsed, Prompts, Reply, TimingsReport, Usage, json_text,
+    self, FinishReason, Format, Head, Parsed, Prompts, Reply, TimingsReport, Usage, json_text,
 };
 use crate::api::ids::new_id;
 use crate::api::openai::conversation::{ChatMessages, EndingFields, messages};
@@ -19,7 +17,7 @@ use crate::api::openai::logprobs::TokenLogprob;
 use crate::api::openai::options::{AnswerOptions, Form};
 use crate::api::openai::other_fields::{self, OtherFields};
 use crate::api::openai::tools::ChatToolFields;
-use crate::api::openapi::BodyErrors;
+use crate::api::openapi::{BodyErrors, post_route};
 use crate::api::server::Server;
 use crate::api::tools::PartialCall;
 use crate::api::wire;
@@ -34,28 +32,11 @@ const CALL_ID_PREFIX: &str = "call_";
 
 type ChatEvents = Events<ChatCompletionChunk>;
 
-/// Answers a conversation.
-#[utoipa::path(
-    post,
-    path = "/v1/chat/completions",
-    operation_id = "createChatCompletion",
-    tag = "OpenAI",
-    request_body = ChatCompletionRequest,
-    responses(
-        (
-            status = 200,
-            description = "The answer, or with `stream` its events.",
-            content((ChatCompletion = "application/json"), (inline(ChatEvents) = "text/event-stream")),
-        ),
-        BodyErrors,
-    ),
-)]
-pub(in crate::api) async fn completions(
-    State(server): State<Arc<Server>>,
-    caller: Caller,
-    body: Body,
-) -> Result<Response, ApiError> {
-    exchange::answer::<Chat>(&server, caller, body).await
+post_route! {
+    /// Answers a conversation.
+    "/v1/chat/completions", "createChatCompletion", "OpenAI",
+    ChatCompletionRequest => ChatCompletion | ChatEvents, BodyErrors,
+    completions by Chat
 }
 
 wire::composed! {

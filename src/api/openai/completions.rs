@@ -3,23 +3,21 @@
 
 use std::sync::Arc;
 
-use axum::body::Body;
-use axum::extract::State;
-use axum::response::{Response, sse};
+use axum::response::sse;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use utoipa::ToSchema;
 
 use crate::api::error::ApiError;
 use crate::api::exchange::{
-    self, Caller, FinishReason, Format, Head, Parsed, Reply, TimingsReport, Usage, json_text,
+    self, FinishReason, Format, Head, Parsed, Reply, TimingsReport, Usage, json_text,
 };
 use crate::api::openai::grammar::GrammarFields;
 use crate::api::openai::logprobs::finite;
 use crate::api::openai::options::{AnswerOptions, Form};
 use crate::api::openai::other_fields::{self, OtherFields};
 use crate::api::openai::prompts::{Prompt, Prompts};
-use crate::api::openapi::BodyErrors;
+use crate::api::openapi::{BodyErrors, post_route};
 use crate::api::server::Server;
 use crate::api::wire;
 use crate::api::wire::bounded::{AnswerCount, MaxTokensOrAll, TopLogprobs};
@@ -51,28 +49,11 @@ struct CompletionForm {
 
 type CompletionEvents = Events<Completion>;
 
-/// Continues texts as they are.
-#[utoipa::path(
-    post,
-    path = "/v1/completions",
-    operation_id = "createCompletion",
-    tag = "OpenAI",
-    request_body = CompletionRequest,
-    responses(
-        (
-            status = 200,
-            description = "The answer, or with `stream` its events.",
-            content((Completion = "application/json"), (inline(CompletionEvents) = "text/event-stream")),
-        ),
-        BodyErrors,
-    ),
-)]
-pub(in crate::api) async fn completions(
-    State(server): State<Arc<Server>>,
-    caller: Caller,
-    body: Body,
-) -> Result<Response, ApiError> {
-    exchange::answer::<TextFormat>(&server, caller, body).await
+post_route! {
+    /// Continues texts as they are.
+    "/v1/completions", "createCompletion", "OpenAI",
+    CompletionRequest => Completion | CompletionEvents, BodyErrors,
+    completions by TextFormat
 }
 
 wire::composed! {

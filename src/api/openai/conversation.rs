@@ -156,7 +156,7 @@ fn text(at: &str, content: Option<ChatContent>, role: &ChatRole) -> Result<Strin
     Ok(joined)
 }
 
-/// Refuses a part that is no text; `known` are the types of text parts.
+/// Refuses a part that is not text; `known` are the types of text parts.
 pub(in crate::api) fn no_text(at: &str, kind: &str, known: &[&str]) -> ApiError {
     const MEDIA: [&str; 12] = [
         "image_url",
@@ -192,7 +192,7 @@ fn calls(
     }
     let at = field(at, "tool_calls");
     if role != "assistant" && !calls.is_empty() {
-        return Err(ApiError::invalid(at, "only an assistant's message has them"));
+        return Err(ApiError::invalid(at, "only a message of the assistant may have them"));
     }
     let read = |(i, made): (usize, MadeCall)| {
         let at = format!("{at}[{i}]");
@@ -211,11 +211,11 @@ impl EndingFields {
         let last = messages.last().map_or("", |message| message.role.as_str());
         match (continued, self.add_generation_prompt) {
             (true, Some(true)) => {
-                Err(ApiError::invalid(AT, "cannot be had together with add_generation_prompt"))
+                Err(ApiError::invalid(AT, "cannot be used together with add_generation_prompt"))
             }
             (true, _) if last != "assistant" => {
                 let problem =
-                    format!("expected the last message to be an assistant's, it is that of {last:?}");
+                    format!("expected the last message to have the role \"assistant\", got {last:?}");
                 Err(ApiError::invalid(AT, problem))
             }
             (true, _) => Ok(PromptEnding::Continued),

@@ -1,10 +1,9 @@
-//! `POST /v1/embeddings`: the mean of the hidden states behind the model's final norm, scaled to length 1. The mean is
+//! `POST /v1/embeddings`: the mean of the hidden states after the model's final norm, scaled to length 1. The mean is
 //! over all tokens of a text, including the ids that begin it.
 //!
-//! The model was trained to continue texts and not to compare them, so this mean is all that it offers. It tells
-//! roughly which texts are close; a model made for embeddings does better. No text is cut: one that is as long as the
-//! context, or longer, is refused. `dimensions` other than the model's own are refused too, since the model was not
-//! trained to work with fewer.
+//! The model was trained to continue texts and not to compare them. The mean shows roughly which texts are similar; a model
+//! for embeddings is better. No text is cut: a text that is as long as the context, or longer, is refused. `dimensions`
+//! other than the model's are refused too, because the model was not trained to work with fewer.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -34,12 +33,12 @@ use crate::session::Reason;
 
 /// The field with the texts.
 const INPUT: &str = "input";
-/// The most texts of one request, as OpenAI has it.
+/// The maximum number of texts of one request, which is OpenAI's.
 const MAX_INPUTS: usize = 2048;
 
 type EmbeddingInputs = Prompts<MAX_INPUTS>;
 
-/// The most texts of one request in the engine at once: enough to fill a step, and few beside other requests.
+/// The maximum number of texts of one request in the engine: enough to fill a step, and few compared with other requests.
 const AT_ONCE: usize = 8;
 
 /// How often, and how long each time, a request waits for a place in the queue once some of its texts are embedded.
@@ -153,7 +152,7 @@ pub(in crate::api) async fn embeddings(
         let service = server.service_for(model.as_deref())?;
         let hidden_size = service.engine().limits().hidden_size;
         if dimensions.is_some_and(|n| n.0 != hidden_size as i64) {
-            let problem = format!("this model's embeddings have {hidden_size}, and are not made to be cut");
+            let problem = format!("this model's embeddings have {hidden_size}, and cannot be shortened");
             return Err(ApiError::unsupported("dimensions", problem));
         }
         // One token of the context is the answer's.
@@ -161,7 +160,7 @@ pub(in crate::api) async fn embeddings(
         let keep = truncate_prompt_tokens.map(|limit| limit.get().unwrap_or(whole_context));
         let ids = inputs.iter().map(|(at, text)| text.text_ids(&service, at, keep));
         let ids = ids.collect::<Result<Vec<_>, _>>().map_err(|error| error.in_prompt(INPUT))?;
-        // The engine would refuse a long text when its turn comes, after others were embedded for nothing.
+        // The engine would refuse a long text only after others were embedded.
         let context = service.engine().limits().max_context;
         if let Some(long) = ids.iter().find(|ids| ids.len() >= context) {
             let error = SubmitError::ContextExceeded { prompt: long.len(), max_tokens: None, context };
@@ -171,21 +170,21 @@ pub(in crate::api) async fn embeddings(
     });
     let (arriving, (inputs, encoding, service)) = prepared.await?;
     let mut inputs = inputs.into_iter().peekable();
-    let (mut under_way, mut embedded) = (FuturesOrdered::new(), Vec::with_capacity(inputs.len()));
+    let (mut in_progress, mut embedded) = (FuturesOrdered::new(), Vec::with_capacity(inputs.len()));
     let (mut arriving, mut waits) = (Some(arriving), 0);
     let purpose = caller.purpose();
     loop {
-        while under_way.len() < AT_ONCE
+        while in_progress.len() < AT_ONCE
             && let Some(ids) = inputs.peek()
         {
             let (client, priority) = (caller.id(), purpose.priority);
             let request = Request { client, priority, pooling: true, ..Request::new(ids.clone()) };
             match service.engine().submit(request) {
                 Ok(events) => {
-                    under_way.push_back(embedding(events, server.metrics.follow(1, caller.client.arrived)))
+                    in_progress.push_back(embedding(events, server.metrics.follow(1, caller.client.arrived)))
                 }
-                Err(SubmitError::QueueFull { .. }) if !under_way.is_empty() => break,
-                // Other requests took the places. Finished embeddings are not thrown away at once.
+                Err(SubmitError::QueueFull { .. }) if !in_progress.is_empty() => break,
+                // Other requests took the places. Wait, so that finished embeddings are not lost.
                 Err(SubmitError::QueueFull { .. }) if arriving.is_none() && waits < MAX_WAITS => {
                     waits += 1;
                     tokio::time::sleep(WAIT).await;
@@ -196,11 +195,11 @@ pub(in crate::api) async fn embeddings(
             inputs.next();
             waits = 0;
         }
-        // From here on the engine's queue is the bound.
+        // From here on, the engine's queue is the limit.
         if arriving.take().is_some() {
             server.metrics.taken(purpose);
         }
-        match under_way.next().await {
+        match in_progress.next().await {
             Some(done) => embedded.push(done?),
             None => break,
         }
@@ -233,13 +232,13 @@ async fn embedding(mut events: TokenStream, mut followed: Followed) -> Result<(V
                 return Ok((embedding, timings));
             }
             Event::Failed(error) => return Err(error.into()),
-            Event::Prompt { .. } | Event::Token { .. } => {} // not asked for
+            Event::Prompt { .. } | Event::Token { .. } => {} // not requested
         }
     }
     Err(ApiError::Bug("an embedding had no end".into()))
 }
 
-/// Scales a vector to length 1. A vector of zeros has no direction, and stays as it is.
+/// Scales a vector to length 1. A vector of zeros has no direction, and is returned unchanged.
 fn unit(mut vector: Vec<f32>) -> Vec<f32> {
     let length = vector.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
     if length > 0.0 {

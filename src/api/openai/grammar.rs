@@ -1,6 +1,6 @@
-//! The fields that hold an answer to a grammar: OpenAI's `response_format`, vLLM's `structured_outputs` with the older
+//! The fields that constrain an answer to a grammar: OpenAI's `response_format`, vLLM's `structured_outputs` with the older
 //! `guided_json`, `guided_regex`, `guided_choice` and `guided_grammar`, and llama.cpp's `grammar` and `json_schema`. A
-//! request may use one of them, and more are refused.
+//! request may use only one of them.
 
 use serde::Deserialize;
 use serde_json::Value;
@@ -73,7 +73,7 @@ struct NamedSchema {
     schema: JsonObject,
 }
 
-/// vLLM's field for the grammar of the answer. One of these fields may be used, and no `response_format` beside it.
+/// vLLM's field for the grammar of the answer. One of these fields may be used, and not together with `response_format`.
 #[derive(Debug, Deserialize, ToSchema)]
 struct StructuredOutputs {
     /// A JSON schema, or its text.
@@ -120,7 +120,7 @@ impl GrammarFields {
             outputs.find(&mut found)?;
         }
         if let [(first, _), (second, _), ..] = found.as_slice() {
-            return Err(ApiError::invalid(second, format!("cannot be had together with {first}")));
+            return Err(ApiError::invalid(second, format!("cannot be used together with {first}")));
         }
         Ok(found.pop().map(|(param, source)| ResponseGrammar { source, param }))
     }

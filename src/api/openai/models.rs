@@ -75,7 +75,7 @@ pub(in crate::api) async fn model(
     let Path(id) = id.map_err(|_| ApiError::invalid("model", "expected an id in UTF-8"))?;
     server.serves(Some(&id))?;
     let name = server.model_names().find(|name| *name == id);
-    // Any name may be allowed; one that is in no list stands for the id.
+    // Any name may be allowed. A name that is in no list means the id.
     Ok(Json(Model::of(&server, name.unwrap_or(&server.model_id))))
 }
 
@@ -166,7 +166,7 @@ enum Stage {
     Loaded,
     /// It is loaded for the first time, or again after the device was lost, or for a request.
     Loading,
-    /// Nobody asked for long. The next request has it loaded again.
+    /// The model was idle. The next request loads it again.
     Unloaded,
 }
 

@@ -70,12 +70,12 @@ pub(in crate::api) struct AnswerOptions {
     /// llama.cpp's name for `max_tokens`, which takes precedence.
     #[schema(inline)]
     n_predict: Option<TokenLimit>,
-    /// Keep so many tokens of the prompt, the last ones; -1 keeps what the context holds beside the answer.
+    /// Keep so many tokens of the prompt, the last ones; -1 keeps as many as the context holds in addition to the answer.
     #[schema(inline)]
     truncate_prompt_tokens: Option<TokenLimit>,
     /// Return the token ids of the prompt and of each answer.
     return_token_ids: Option<bool>,
-    /// Return the times so far with each event of a stream.
+    /// Return the current times with each event of a stream.
     timings_per_token: Option<bool>,
     /// The least number of tokens of an answer, at most the request's token limit.
     min_tokens: Option<MaxTokensOrNone>,
@@ -83,7 +83,7 @@ pub(in crate::api) struct AnswerOptions {
     ignore_eos: Option<bool>,
     /// Requests share the prefix cache only with requests of the same salt.
     cache_salt: Option<Salt>,
-    /// The number of answers, at most as many as the server runs at once.
+    /// The number of answers, at most as many as the server runs at the same time.
     n: Option<AnswerCount>,
 }
 

@@ -1,12 +1,11 @@
-//! Fields of other servers' requests that this server does not have, and what becomes of each. Fields that another route
-//! of this server has are among them.
+//! Fields of other servers' requests that this server does not have, and whether each is ignored or refused. Fields that
+//! only another route of this server has are included.
 //!
-//! A client that sends such a field was written for another server, or for another route. A field that would change the answer is refused by
-//! name, unless its value turns it off: an answer without it would answer another request. A field that cannot change
-//! the answer is ignored, so that the client works. Names that stand in no table are ignored as well.
+//! A client that sends such a field was written for another server, or for another route. A field that would change the
+//! answer is refused by name, unless its value turns it off. A field that cannot change the answer is ignored, so that the
+//! client works. Names in none of the tables are ignored as well.
 //!
-//! The tables are part of the document, as `x-other-fields` of the body's schema. `docs/api.md` and the tests read them
-//! there.
+//! The tables are in the document, as `x-other-fields` of the body's schema, where `docs/api.md` and the tests read them.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -300,7 +299,7 @@ impl Tables for Message {
     const TABLES: &[&[OtherField]] = &[OF_ANSWERS, OF_RESPONSES_AND_MESSAGES, OF_MESSAGES];
 }
 
-/// The fields of a body that stand in the tables `T`. Reading them refuses the body, or keeps nothing.
+/// The fields of a body that are in the tables `T`. Reading them refuses the body, or keeps nothing.
 pub(in crate::api) struct OtherFields<T>(PhantomData<T>);
 
 fn fields<T: Tables>() -> impl Iterator<Item = &'static OtherField> {

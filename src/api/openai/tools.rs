@@ -1,4 +1,4 @@
-//! Tools in OpenAI's formats. Chat puts a function's fields into an object of their own; responses put them beside
+//! Tools in OpenAI's formats. In a chat, a function's fields are in a separate object; in responses, they are next to
 //! `type`.
 
 use serde::Deserialize;

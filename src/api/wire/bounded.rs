@@ -63,7 +63,7 @@ fn whole(float: f64) -> Option<i128> {
     (float.fract() == 0.0 && float.abs() < 2f64.powi(64)).then_some(float as i128)
 }
 
-/// Reads an integer, which may be written as a whole float. `make` says what it stands for, if anything. `expected` is
+/// Reads an integer, which may be written as a whole float. `make` converts it, if it is valid. `expected` is
 /// what errors call it.
 fn read_integer<'de, T, D: Deserializer<'de>>(
     deserializer: D,
@@ -95,7 +95,7 @@ fn read_integer<'de, T, D: Deserializer<'de>>(
     deserializer.deserialize_any(Read(expected, make))
 }
 
-/// Reads a number that must lie in `range`.
+/// Reads a number that must be in `range`.
 pub(in crate::api) fn read_number<'de, N: Number, D: Deserializer<'de>>(
     deserializer: D,
     range: &RangeInclusive<N>,

@@ -1,7 +1,7 @@
 //! Bodies of requests: JSON becomes the types of a wire format, and errors name the field by its path.
 //!
-//! Each wire type derives its reader and its description in the API's document. What a derive cannot express stands
-//! here once: numbers with bounds ([`bounded`]), words and unions ([`union`]). Three rules hold for every body:
+//! Each wire type derives its reader and its description in the API's document. This module has what a derive cannot
+//! express: numbers with bounds ([`bounded`]), words and unions ([`union`]). Three rules apply to every body:
 //!
 //! - A field that is null is absent.
 //! - An unknown field is ignored.
@@ -23,8 +23,8 @@ use utoipa::openapi::schema::{ObjectBuilder, Schema, Type};
 
 use crate::api::error::ApiError;
 
-/// Parses a body, which must be a JSON object. A byte order mark may stand before it: clients on Windows send the mark
-/// without their user's knowledge, and RFC 8259 lets a reader ignore it.
+/// Parses a body, which must be a JSON object. A byte order mark before it is ignored, as RFC 8259 allows: some clients
+/// on Windows send it.
 pub(in crate::api) fn object(body: &[u8]) -> Result<Value, ApiError> {
     const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
     let body = body.strip_prefix(BYTE_ORDER_MARK).unwrap_or(body);
@@ -58,16 +58,16 @@ fn param(at: &str, path: &Path) -> String {
     })
 }
 
-/// JavaScript cuts a text between the two halves of a character, and then writes the half as `\ud83d`. serde_json speaks of
-/// hex escapes there.
+/// JavaScript cuts a text between the two halves of a character, and then writes the half as `\ud83d`. serde_json's error
+/// mentions only hex escapes.
 fn not_json(error: &serde_json::Error) -> ApiError {
     const HALVES: [&str; 2] = ["unexpected end of hex escape", "lone leading surrogate in hex escape"];
     let text = error.to_string();
     let is_half = HALVES.iter().any(|half| text.starts_with(half));
     ApiError::Json(match is_half {
         true => format!(
-            "a string has half of a character (\\ud800 to \\udfff without its other half), as a text has that was cut inside \
-             one, at line {} column {}",
+            "a string has half of a character (\\ud800 to \\udfff without its other half), probably because a text was cut \
+             inside a character, at line {} column {}",
             error.line(),
             error.column()
         ),
@@ -88,7 +88,7 @@ pub(in crate::api) fn unsupported<E: serde::de::Error>(problem: impl Display) ->
     E::custom(format_args!("{UNSUPPORTED}{problem}"))
 }
 
-/// Words an error of serde as this API does. serde reports errors as text only.
+/// Translates an error of serde, which is only a text.
 fn refusal(param: String, problem: &str) -> ApiError {
     if let Some(problem) = problem.strip_prefix(UNSUPPORTED) {
         return ApiError::unsupported(param, problem);
@@ -158,7 +158,7 @@ impl From<JsonObject> for Value {
     }
 }
 
-/// The name of a model. An empty name is none, as in vLLM: clients whose user left the name empty send it.
+/// The name of a model. As in vLLM, an empty name counts as absent: clients send it if the user left the name empty.
 pub(in crate::api) fn named(model: Option<String>) -> Option<String> {
     model.filter(|name| !name.is_empty())
 }
@@ -169,7 +169,7 @@ macro_rules! composed {
     ($(#[$about:meta])* $name:ident { $($part:ident: $type:ty),+ $(,)? }) => {
         $(#[$about])*
         pub(in crate::api) struct $name {
-            $(#[allow(dead_code, reason = "a part may do no more than check the body")] pub $part: $type,)+
+            $(#[allow(dead_code, reason = "some parts only check the body")] pub $part: $type,)+
         }
 
         impl $name {

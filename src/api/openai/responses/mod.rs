@@ -22,9 +22,7 @@ use serde_json::Value;
 use utoipa::IntoParams;
 
 use crate::api::error::{ApiError, ErrorBody};
-use crate::api::exchange::{
-    self, Caller, Client, Format, Head, Parsed, Prompts, Reply, json_text, named_event,
-};
+use crate::api::exchange::{self, Client, Format, Head, Parsed, Prompts, Reply, json_text, named_event};
 use crate::api::ids::unix_time_s;
 use crate::api::openai::logprobs::TokenLogprob;
 use crate::api::openai::responses::items::PageQuery;
@@ -35,7 +33,7 @@ use crate::api::openai::responses::object::{
 };
 use crate::api::openai::responses::request::{Form, ResponsesRequest};
 use crate::api::openai::responses::store::Stored;
-use crate::api::openapi::{AuthErrors, BodyErrors};
+use crate::api::openapi::{BodyErrors, StoredErrors, post_route};
 use crate::api::server::Server;
 use crate::api::tools::PartialCall;
 use crate::api::wire::short;
@@ -57,28 +55,11 @@ struct StreamQuery {
     stream: Option<bool>,
 }
 
-/// Answers an input, or continues an earlier response.
-#[utoipa::path(
-    post,
-    path = "/v1/responses",
-    operation_id = "createResponse",
-    tag = "OpenAI",
-    request_body = ResponsesRequest,
-    responses(
-        (
-            status = 200,
-            description = "The answer, or with `stream` its events.",
-            content((ResponseObject = "application/json"), (inline(ResponseEvents) = "text/event-stream")),
-        ),
-        BodyErrors,
-    ),
-)]
-pub(in crate::api) async fn create(
-    State(server): State<Arc<Server>>,
-    caller: Caller,
-    body: Body,
-) -> Result<Response, ApiError> {
-    exchange::answer::<ResponseFormat>(&server, caller, body).await
+post_route! {
+    /// Answers an input, or continues an earlier response.
+    "/v1/responses", "createResponse", "OpenAI",
+    ResponsesRequest => ResponseObject | ResponseEvents, BodyErrors,
+    create by ResponseFormat
 }
 
 /// Returns a stored response.
@@ -90,10 +71,8 @@ pub(in crate::api) async fn create(
     params(("id" = String, Path), StreamQuery),
     responses(
         (status = 200, description = "The response.", body = ResponseObject),
-        (status = 400, description = "The id is not valid UTF-8, or a stream is asked for.", body = ErrorBody),
-        (status = 404, description = "No response with this id is stored for this client.", body = ErrorBody),
-        (status = 429, description = "Too many requests of this client are under way.", body = ErrorBody),
-        AuthErrors,
+        (status = 400, description = "The id is not valid UTF-8, or a stream is requested.", body = ErrorBody),
+        StoredErrors,
     ),
 )]
 pub(in crate::api) async fn retrieve(
@@ -106,7 +85,7 @@ pub(in crate::api) async fn retrieve(
     match parameter(&parameters(query)?, "stream") {
         None | Some("false") => {}
         Some("true") => {
-            let problem = "this server keeps responses, and not the events that they came as; leave it out";
+            let problem = "this server stores responses, and not their events; omit it";
             return Err(ApiError::unsupported("stream", problem));
         }
         Some(other) => {
@@ -127,9 +106,7 @@ pub(in crate::api) async fn retrieve(
     responses(
         (status = 200, description = "The response is deleted.", body = DeletedResponse),
         (status = 400, description = "The id is not valid UTF-8.", body = ErrorBody),
-        (status = 404, description = "No response with this id is stored for this client.", body = ErrorBody),
-        (status = 429, description = "Too many requests of this client are under way.", body = ErrorBody),
-        AuthErrors,
+        StoredErrors,
     ),
 )]
 pub(in crate::api) async fn delete(
@@ -144,7 +121,7 @@ pub(in crate::api) async fn delete(
     Ok(Json(DeletedResponse { id, object: ObjectName::Response, deleted: true }))
 }
 
-/// Refuses to cancel a response: none is made in the background.
+/// Refuses to cancel a response, because no response is made in the background.
 #[utoipa::path(
     post,
     path = "/v1/responses/{id}/cancel",
@@ -153,9 +130,7 @@ pub(in crate::api) async fn delete(
     params(("id" = String, Path)),
     responses(
         (status = 400, description = "The response is not made in the background.", body = ErrorBody),
-        (status = 404, description = "No response with this id is stored for this client.", body = ErrorBody),
-        (status = 429, description = "Too many requests of this client are under way.", body = ErrorBody),
-        AuthErrors,
+        StoredErrors,
     ),
 )]
 pub(in crate::api) async fn cancel(
@@ -177,10 +152,8 @@ pub(in crate::api) async fn cancel(
     responses(
         (status = 200, description = "A page of the items.", body = ItemList),
         (status = 400, description = "The id is not valid UTF-8, or a parameter is invalid.", body = ErrorBody),
-        (status = 404, description = "No response with this id is stored for this client.", body = ErrorBody),
-        (status = 429, description = "Too many requests of this client are under way.", body = ErrorBody),
         (status = 503, description = "The server is too busy to read the items.", body = ErrorBody),
-        AuthErrors,
+        StoredErrors,
     ),
 )]
 pub(in crate::api) async fn input_items(
@@ -191,7 +164,7 @@ pub(in crate::api) async fn input_items(
 ) -> Result<Response, ApiError> {
     let stored = kept(&server, client.id, id)?;
     let parameters = parameters(query)?;
-    // A stored conversation may be as large as a body, so reading it waits for the same turns.
+    // A stored conversation may be as large as a body, so reading it needs the same permits.
     let listed = exchange::process_body(&server, &client, Body::empty(), move |_, _| {
         items::list(&stored.input, |name| parameter(&parameters, name))
     });

@@ -1,6 +1,6 @@
 //! The body of `POST /v1/responses`: OpenAI's JSON becomes a [`GenerateRequest`].
 //!
-//! Unknown fields are ignored, and so are fields that bill or trace. A field that would change the answer and that this
+//! Unknown fields are ignored, and so are fields for billing and tracing. A field that would change the answer and that this
 //! server does not support is refused by name.
 
 use std::sync::Arc;
@@ -212,14 +212,14 @@ impl ResponseFields {
             (
                 "background",
                 self.background,
-                "this server answers while its client waits; leave it out, or stream",
+                "this server does not answer in the background; omit it, or use stream",
             ),
             (
                 "conversation",
                 self.conversation,
-                "this server keeps responses and no conversations; use previous_response_id",
+                "this server stores responses and not conversations; use previous_response_id",
             ),
-            ("prompt", self.prompt, "this server keeps no prompts; send instructions and input"),
+            ("prompt", self.prompt, "this server stores no prompts; send instructions and input"),
         ] {
             if Refused::is_asked(value) {
                 return Err(ApiError::unsupported(name, problem));

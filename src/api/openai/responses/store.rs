@@ -1,11 +1,11 @@
 //! Stored responses, which clients may refer to later: in memory, bounded in number and bytes.
 //!
-//! A response belongs to the client that asked for it. Other clients get the same error as for an unknown id, so nobody
-//! learns which ids exist.
+//! A response belongs to the client that requested it. Other clients get the same error as for an unknown id, so they do
+//! not learn which ids exist.
 //!
 //! If a new response would exceed the bound on number, the owner of the most responses loses its least recently used
-//! one. If it would exceed the bound on bytes, the owner of the most bytes does. The new response already counts as its
-//! owner's. So a single owner has all of the room, and of `n` owners none loses anything to the others while it has at
+//! one. If it would exceed the bound on bytes, the owner of the most bytes does. The new response already counts for its
+//! owner. So a single owner may use all of the store, and one of `n` owners loses nothing to the others while it has at
 //! most an `n`th of both.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -98,8 +98,8 @@ impl Responses {
         self.max > 0 && self.max_bytes > 0
     }
 
-    /// Stores a response, and evicts others for it if needed. False if the response alone is too large, or exceeds what
-    /// its owner may have beside other owners.
+    /// Stores a response, and evicts others for it if needed. False if the response alone is too large, or exceeds
+    /// its owner's share of the store.
     pub(in crate::api) fn insert(&self, id: String, stored: Stored) -> bool {
         let bytes = size(&id, &stored);
         if self.max == 0 || bytes > self.max_bytes || stored.input.len() > self.max_input_bytes {
@@ -121,7 +121,7 @@ impl Responses {
         true
     }
 
-    /// The owner that must lose a response before `owner` can store `bytes` more; none if there is room.
+    /// The owner that must lose a response before `owner` can store `bytes` more. `None` = there is room.
     fn owner_to_evict(&self, kept: &Kept, owner: ClientId, bytes: usize) -> Option<ClientId> {
         let own = kept.owners.get(&owner);
         let (order, claim) = if kept.by_id.len() >= self.max {
@@ -253,7 +253,7 @@ mod tests {
         for i in 0..9 {
             assert!(
                 responses.insert(format!("a{i}"), stored(1, 800)),
-                "all of the room, while nobody else is there"
+                "all of the store, while there is no other owner"
             );
         }
         assert!(responses.insert("b".into(), stored(2, 4000)));
