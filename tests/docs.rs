@@ -8,7 +8,7 @@
 //! fields of all.
 //!
 //! A table of other servers' fields has the heading `other field`, and the paragraph "Other fields of `POST /a`:" above
-//! it. Its rows are those of the document's `x-other-fields`.
+//! it. Its rows are those of the document's `x-other-fields`. A row may name several fields that differ in nothing else.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -284,14 +284,16 @@ fn complaints_of_others(page: &str, document: &Value) -> Vec<String> {
     for Line { number, cells, above, .. } in
         lines(page).into_iter().filter(|line| line.heading == "other field")
     {
-        let name = quoted(cells[0]).first().copied().unwrap_or_default();
-        let line = format!("| {} |", cells.join(" | ")).replace("|  |", "| |");
+        // A row names several fields if all else is the same for them.
+        let names = quoted(cells[0]);
+        let rest = format!("{} |", cells[1..].join(" | ")).replace("|  |", "| |");
         let of = above.strip_prefix("Other fields of ").map(quoted).unwrap_or_default();
         if of.is_empty() {
             complaints
                 .push(format!("{PAGE}:{number}: no line \"Other fields of `POST /…`:\" is above the table"));
         }
-        for route in of {
+        for (route, name) in of.iter().flat_map(|route| names.iter().map(move |name| (*route, *name))) {
+            let line = format!("| `{name}` | {rest}");
             match missing.get_mut(route).and_then(|lines| lines.remove(name)) {
                 None => complaints
                     .push(format!("{PAGE}:{number}: `{route}` has no other field `{name}`, or twice")),
@@ -406,15 +408,16 @@ async fn the_docs_name_every_route_that_needs_no_key() {
 
 #[test]
 fn a_wrong_row_of_another_servers_field_is_reported() {
-    let field = json!({"name": "a", "server": "S", "treatment": "refused", "off": [0, ""], "about": "use b"});
-    let body = json!({"x-other-fields": [field]});
+    let field =
+        |name| json!({"name": name, "server": "S", "treatment": "refused", "off": [0, ""], "about": "use b"});
+    let body = json!({"x-other-fields": [field("a"), field("c")]});
     let document = json!({"paths": {"/a": {"post": {"requestBody": {"content": {"application/json": {"schema": body}}}}}}});
     let sound = "\
 Other fields of `POST /a`:
 
 | other field | server | treatment | off | about |
 |---|---|---|---|---|
-| `a` | S | refused | `0`, `\"\"` | use b |
+| `a`, `c` | S | refused | `0`, `\"\"` | use b |
 ";
     assert_eq!(complaints_of_others(sound, &document), [""; 0]);
     for (from, to, expected) in [
@@ -422,8 +425,10 @@ Other fields of `POST /a`:
         ("`0`, ", "", "for `POST /a` expected"),
         ("use b", "use c", "| use b |"),
         ("| `a`", "| `b`", "has no other field `b`"),
+        (", `c`", "", "the other fields of `POST /a` lack\n| `c` | S |"),
+        ("`c`", "`a`", "has no other field `a`, or twice"),
         (
-            "| `a` | S | refused | `0`, `\"\"` | use b |",
+            "| `a`, `c` | S | refused | `0`, `\"\"` | use b |",
             "",
             "the other fields of `POST /a` lack\n| `a` | S |",
         ),
