@@ -8,7 +8,8 @@
 //! fields of all.
 //!
 //! A table of other servers' fields has the heading `other field`, and the paragraph "Other fields of `POST /a`:" above
-//! it. Its rows are those of the document's `x-other-fields`. A row may name several fields that differ in nothing else.
+//! it. Its rows are those of the document's `x-other-fields`, which also say why. A row of a table may name several
+//! fields that differ in nothing else.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -260,6 +261,7 @@ fn other_lines(document: &Value) -> BTreeMap<String, BTreeMap<String, String>> {
             let text = |name: &str| field[name].as_str().expect(name);
             let off = field["off"].as_array().into_iter().flatten();
             let off: Vec<String> = off.map(|value| format!("`{value}`")).collect();
+            assert!(!text("about").is_empty(), "{path}: {} has no reason", text("name"));
             let line = [
                 format!("`{}`", text("name")),
                 text("server").into(),
@@ -271,7 +273,7 @@ fn other_lines(document: &Value) -> BTreeMap<String, BTreeMap<String, String>> {
                 cell => format!("{line} {cell} |"),
             });
             let lines: &mut BTreeMap<String, String> = routes.entry(format!("POST {path}")).or_default();
-            lines.insert(text("name").to_owned(), format!("{line} {} |", text("about")));
+            lines.insert(text("name").to_owned(), line);
         }
     }
     routes
@@ -317,7 +319,8 @@ fn complaints(page: &str, document: &Value) -> Vec<String> {
     let (mut complaints, mut routes) = (Vec::new(), BTreeSet::new());
     let mut fields: BTreeMap<String, BTreeMap<&str, usize>> = BTreeMap::new();
     for Line { number, cells, above, heading } in lines(page) {
-        let name = quoted(cells[0]).first().copied().unwrap_or_default();
+        let names = quoted(cells[0]);
+        let name = names.first().copied().unwrap_or_default();
         match heading {
             "route" if !described.contains_key(name) => {
                 complaints.push(format!("{PAGE}:{number}: there is no route `{name}`"));
@@ -332,7 +335,8 @@ fn complaints(page: &str, document: &Value) -> Vec<String> {
                         "{PAGE}:{number}: no line \"Fields of `POST /…`:\" is above the table"
                     ));
                 }
-                for route in of {
+                for (route, name) in of.iter().flat_map(|route| names.iter().map(move |name| (*route, *name)))
+                {
                     if let Some(before) = fields.entry(route.to_owned()).or_default().insert(name, number) {
                         let problem = format!("`{name}` of `{route}` is already in line {before}");
                         complaints.push(format!("{PAGE}:{number}: {problem}"));
@@ -415,23 +419,18 @@ fn a_wrong_row_of_another_servers_field_is_reported() {
     let sound = "\
 Other fields of `POST /a`:
 
-| other field | server | treatment | off | about |
-|---|---|---|---|---|
-| `a`, `c` | S | refused | `0`, `\"\"` | use b |
+| other field | server | treatment | off |
+|---|---|---|---|
+| `a`, `c` | S | refused | `0`, `\"\"` |
 ";
     assert_eq!(complaints_of_others(sound, &document), [""; 0]);
     for (from, to, expected) in [
         ("refused", "ignored", "docs/api.md:5: for `POST /a` expected\n| `a` | S | refused |"),
         ("`0`, ", "", "for `POST /a` expected"),
-        ("use b", "use c", "| use b |"),
         ("| `a`", "| `b`", "has no other field `b`"),
         (", `c`", "", "the other fields of `POST /a` lack\n| `c` | S |"),
         ("`c`", "`a`", "has no other field `a`, or twice"),
-        (
-            "| `a`, `c` | S | refused | `0`, `\"\"` | use b |",
-            "",
-            "the other fields of `POST /a` lack\n| `a` | S |",
-        ),
+        ("| `a`, `c` | S | refused | `0`, `\"\"` |", "", "the other fields of `POST /a` lack\n| `a` | S |"),
         ("Other fields", "Fields", "no line \"Other fields of `POST /…`:\" is above the table"),
     ] {
         let found = complaints_of_others(&sound.replace(from, to), &document);
