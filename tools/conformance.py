@@ -450,15 +450,19 @@ NOT_RUN = {
 
 
 def of_suite(suite, run):
-    lines = [f"## {suite.title}, relaxed", "", "| class | tests | what |", "|---|---|---|"]
+    lines = [f"## {suite.title}, relaxed", "", "| class | tests | what, and how many tests if several |", "|---|---|---|"]
     for wanted in reversed(CLASSES):
         failed = [(test, name) for test, found, name in run.failed if found == wanted]
         # An unexplained failure has to be found in the suite.
-        causes = Counter(f"{file_of(test)}::{function_of(test)}: {name}" if wanted == UNEXPLAINED else name for test, name in failed)
-        lines += [f"| `{wanted}` | {count} | {plain(name)} |" for name, count in causes.most_common()]
-    reasons = Counter(next((plural for pattern, plural in NOT_RUN.items() if re.search(pattern, reason)), reason) for _, reason in run.not_run)
-    lines += [f"| not run | {count} | {plain(reason)} |" for reason, count in reasons.most_common()]
-    return lines
+        lines += of_class(f"`{wanted}`", [f"{file_of(test)}::{function_of(test)}: {name}" if wanted == UNEXPLAINED else name for test, name in failed])
+    reasons = [next((plural for pattern, plural in NOT_RUN.items() if re.search(pattern, reason)), reason) for _, reason in run.not_run]
+    return lines + of_class("not run", reasons)
+
+
+def of_class(title, causes):
+    """The row of a class, with each cause once. No row without causes."""
+    each = [plain(cause) + (f" ({count})" if count > 1 else "") for cause, count in Counter(causes).most_common()]
+    return [f"| {title} | {len(causes)} | {'; '.join(each)} |"] if causes else []
 
 
 def function_of(test):
