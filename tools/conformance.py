@@ -453,8 +453,11 @@ def of_suite(suite, run):
     lines = [f"## {suite.title}, relaxed", "", "| class | tests | what, and how many tests if several |", "|---|---|---|"]
     for wanted in reversed(CLASSES):
         failed = [(test, name) for test, found, name in run.failed if found == wanted]
-        # An unexplained failure has to be found in the suite.
-        lines += of_class(f"`{wanted}`", [f"{file_of(test)}::{function_of(test)}: {name}" if wanted == UNEXPLAINED else name for test, name in failed])
+        if wanted == UNEXPLAINED:  # it has to be found in the suite
+            failed = [(test, f"{file_of(test)}::{function_of(test)}: {name}") for test, name in failed]
+        if wanted == "field":  # the field alone, without the words of the error
+            failed = [(test, name.split(": ")[0]) for test, name in failed]
+        lines += of_class(f"`{wanted}`", [name for _, name in failed])
     reasons = [next((plural for pattern, plural in NOT_RUN.items() if re.search(pattern, reason)), reason) for _, reason in run.not_run]
     return lines + of_class("not run", reasons)
 
