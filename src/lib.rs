@@ -1,4 +1,4 @@
-//! Unicorn Execution Engine: a local LLM server for Gemma-3. Vulkan compute shaders compute every layer.
+//! Unicorn Execution Engine: a local LLM server. Vulkan compute shaders compute every layer.
 //!
 //! `unicorn serve` loads a checkpoint into GPU memory, and serves the APIs of OpenAI and Anthropic on
 //! `127.0.0.1:8010`. There is no fallback to the CPU: a model that the device cannot hold or compute is an error. The

@@ -585,10 +585,7 @@ fn config_fields_are_read_as_transformers_reads_them() {
 #[test]
 fn unsupported_configs_are_refused_with_the_name_of_the_field() {
     let cases = [
-        (
-            json!({"model_type": null}),
-            "model_type is missing; expected \"gemma3\" or \"gemma3_text\"",
-        ),
+        (json!({"model_type": null}), "model_type is missing; expected \"gemma3\" or \"gemma3_text\""),
         (
             json!({"model_type": "qwen2"}),
             "model_type \"qwen2\" is not supported; expected \"gemma3\" or \"gemma3_text\"",

@@ -81,6 +81,13 @@ const FOREIGN: [(&str, &[&str]); 9] = [
 /// The most bytes of the demo model. 12 MB keep a clone small, and the binary that embeds the model smaller than most.
 const DEMO_MODEL_BYTES: u64 = 12_000_000;
 
+/// The names of architectures, in lower case.
+const ARCHITECTURES: [&str; 1] = ["gemma"];
+
+/// Where the product may name an architecture: its folders, and the registry.
+const ARCHITECTURE_PLACES: [&str; 4] =
+    ["src/model/gemma3/", "src/text/family/", "src/model/arch.rs", "src/model/mod.rs"];
+
 /// The most characters of the name of a test.
 const TEST_NAME_CHARACTERS: usize = 80;
 
@@ -592,6 +599,20 @@ fn nothing_unfinished(file: &str, source: &str) -> Vec<String> {
     complaints
 }
 
+/// Files outside of an architecture's folders that name it. The registry is the only other place, and unit tests may use
+/// published sizes.
+fn architectures_stay_in_their_folders(file: &str, source: &str) -> Vec<String> {
+    if ARCHITECTURE_PLACES.iter().any(|place| file.starts_with(place)) {
+        return Vec::new();
+    }
+    let product = source.split("#[cfg(test)]").next().unwrap_or(source);
+    let lines = product.lines().enumerate().filter(|(_, line)| {
+        let line = line.to_lowercase();
+        ARCHITECTURES.iter().any(|name| line.contains(name))
+    });
+    lines.map(|(n, _)| format!("{file}:{}: names an architecture outside of its folder", n + 1)).collect()
+}
+
 /// Functions whose names are longer than a report of tests can show on one line. A test's name says subject, condition
 /// and result.
 fn test_names_are_short(file: &str, source: &str) -> Vec<String> {
@@ -1034,6 +1055,20 @@ fn test_names_have_at_most_80_characters() {
     let fine = format!("#[tokio::test]\nasync fn {}() {{}}", "x".repeat(TEST_NAME_CHARACTERS));
     assert_eq!(test_names_are_short("a.rs", &fine), [""; 0]);
     check(&rust_files(), test_names_are_short);
+}
+
+#[test]
+fn an_architecture_is_named_only_in_its_folders() {
+    refused(
+        architectures_stay_in_their_folders("src/model/a.rs", "// as Gemma-3 does"),
+        "outside of its folder",
+    );
+    for fine in ["// as the model does", "fn f() {}\n#[cfg(test)]\nmod tests { const A: &str = \"gemma\"; }"]
+    {
+        assert_eq!(architectures_stay_in_their_folders("src/model/a.rs", fine), [""; 0]);
+    }
+    assert_eq!(architectures_stay_in_their_folders("src/model/gemma3/a.rs", "// Gemma"), [""; 0]);
+    check(&files("src", &[".rs"]), architectures_stay_in_their_folders);
 }
 
 #[test]

@@ -28,7 +28,7 @@ use crate::model::spec::ModelSpec;
 use crate::model::{self, Runner, SamplingOptions, tune};
 use crate::session::Service;
 use crate::tensor::Precision;
-use crate::text::{ChatFiles, ChatTemplate, Tokenizer};
+use crate::text::{ChatFiles, ChatTemplate, FAMILY, Tokenizer};
 
 /// Longest wait until the engine releases the device.
 const ENGINE_END: Duration = Duration::from_secs(10);
@@ -124,8 +124,8 @@ pub fn texts(files: &ModelFiles, config: ModelSpec, generation: &GenerationConfi
     tracing::info!("template {}", template.origin());
 
     let mut stop_token_ids = config.eos_token_ids.clone();
-    // Some configs name only `<eos>`, but the model ends its turns with `<end_of_turn>`.
-    let end_of_turn = tokenizer.token_id("<end_of_turn>");
+    // Some configs do not name the token with which the model ends its turns.
+    let end_of_turn = tokenizer.token_id(FAMILY.end_of_turn);
     stop_token_ids.extend(end_of_turn.filter(|id| !config.eos_token_ids.contains(id)));
     Ok(Texts { tokenizer, template, defaults: generation.sampling_defaults(), stop_token_ids, config })
 }

@@ -1,4 +1,4 @@
-//! Gemma-3 on the device. `load` loads it once; then it runs steps, whose forward pass `forward` records.
+//! A model on the device. `load` loads it once; then it runs steps, whose forward pass `forward` records.
 //!
 //! All weights, KV blocks, activations and staging are allocated while loading, and nothing is allocated afterwards.
 //! All computation is on the device.

@@ -18,7 +18,7 @@ pub use crate::kernels::MAX_LOGPROBS;
 /// The most biases of one draw.
 pub const MAX_BIASES: usize = 1024;
 
-/// The size of a runner's KV cache. It has two pools of blocks, since Gemma-3 has two kinds of layers.
+/// The size of a runner's KV cache. It has two pools of blocks, since models have two kinds of layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KvLimits {
     /// Tokens per block, in both pools.

@@ -1,4 +1,4 @@
-//! Lists the dispatches of a Gemma-3 step with their costs, as `forward.rs` records them, for predictions without a
+//! Lists the dispatches of a step with their costs, as `forward.rs` records them, for predictions without a
 //! GPU. `tests/target_compile.rs` compares the two.
 
 use std::ops::Range;
