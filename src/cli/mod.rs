@@ -19,7 +19,6 @@ mod eval;
 mod generate;
 mod inspect;
 mod load;
-mod loading;
 mod log;
 mod manual;
 mod models;
@@ -27,7 +26,6 @@ mod models;
 mod npu;
 #[cfg(feature = "npu")]
 mod npu_process;
-mod npu_start;
 #[cfg(feature = "npu")]
 mod offload;
 #[cfg(not(feature = "npu"))]

@@ -4,7 +4,7 @@
 
 use super::error::Error;
 use super::process::outlive_signals;
-use crate::model::child_process::Channel;
+use crate::device::Channel;
 use crate::model::npu_process::serve;
 use crate::npu::shim::Shim;
 use crate::npu::transport::NpuTransport;

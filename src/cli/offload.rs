@@ -10,14 +10,14 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::error::Error;
-use super::npu_start::NpuStart;
 use crate::config::{Config, NpuMode, NpuPreference, NpuSharing};
+use crate::device::NpuReport;
 use crate::model::config::ModelConfig;
 use crate::model::load::LoadError;
 use crate::model::model_runner::ModelRunner;
 use crate::model::npu_process::{HeadShape, NpuProcess, Start};
 use crate::model::offload::{
-    LEAST_TOKENS, MOST_TOKENS, Offload, OffloadError, OffloadLimits, OffloadPolicy, not_shared,
+    LEAST_TOKENS, MOST_TOKENS, Offload, OffloadError, OffloadLimits, OffloadPolicy, OffloadWatch, not_shared,
 };
 use crate::model::{Runner, RunnerError};
 use crate::npu::error::{NpuCode, NpuError};
@@ -61,7 +61,7 @@ pub fn planned(config: &Config, model: &ModelConfig) -> Option<OffloadLimits> {
 
 /// A load's NPU, which is open or gave a reason.
 pub struct Npu {
-    start: NpuStart,
+    start: NpuReport,
     process: Option<NpuProcess>,
     limits: OffloadLimits,
     /// The KV heads that the first load of this model fixed.
@@ -74,7 +74,7 @@ impl Npu {
     pub fn open(
         model: &ModelConfig,
         config: &Config,
-        before: Option<&NpuStart>,
+        before: Option<&NpuReport>,
     ) -> Result<Option<Npu>, Error> {
         if config.npu.mode == NpuMode::Off {
             return Ok(None);
@@ -86,15 +86,8 @@ impl Npu {
             return Err(Error::Argument(problem));
         }
         let limits = limits_of(config, model);
-        let mut start = NpuStart {
-            mode: config.npu.mode.name().to_owned(),
-            device: None,
-            xrt: None,
-            is_double: false,
-            kv_heads: 0,
-            choices: Vec::new(),
-            reason: None,
-        };
+        let mode = config.npu.mode.name().to_owned();
+        let mut start = NpuReport { mode, in_use: true, ..NpuReport::default() };
         if let Some(before) = before.filter(|before| before.kv_heads == 0) {
             let start = before.clone();
             return Ok(Some(Npu { start, process: None, limits, fixed: None }));
@@ -138,7 +131,7 @@ impl Npu {
     }
 
     /// Gives the model's prompts to the NPU: as many KV heads as configured, or as a measurement finds best.
-    pub fn attach(self, model: &mut ModelRunner, config: &Config) -> Result<NpuStart, Error> {
+    pub fn attach(self, model: &mut ModelRunner, config: &Config) -> Result<NpuReport, Error> {
         let Npu { mut start, process, limits, fixed } = self;
         let Some(process) = process else { return Ok(start) };
         let policy = match config.npu.mode {
@@ -176,13 +169,31 @@ impl Npu {
     }
 }
 
+/// Reads the present state of the NPU whose state after the load was `start`.
+pub fn reader(start: NpuReport, model: &ModelRunner) -> Box<dyn Fn() -> NpuReport + Send> {
+    let watch = model.offload_watch();
+    Box::new(move || {
+        let counts = watch.as_ref().map(OffloadWatch::counts).unwrap_or_default();
+        let reason = counts.quarantined.or_else(|| start.reason.clone());
+        NpuReport {
+            in_use: reason.is_none(),
+            reason,
+            completed: counts.dispatches,
+            tokens: counts.tokens,
+            fallbacks: counts.fallbacks.into_iter().collect(),
+            waited_s: counts.seconds,
+            ..start.clone()
+        }
+    })
+}
+
 /// Notes why the NPU is not used. Where it is required, that is an error.
-fn refuse(config: &Config, start: &mut NpuStart, error: OffloadError) -> Result<(), Error> {
+fn refuse(config: &Config, start: &mut NpuReport, error: OffloadError) -> Result<(), Error> {
     if config.npu.mode == NpuMode::Require {
         return Err(Error::Npu { code: error.code, message: error.message });
     }
     tracing::warn!("npu      not used, the GPU computes all of the attention: {error}");
-    start.reason = Some(error.to_string());
+    (start.reason, start.in_use) = (Some(error.to_string()), false);
     Ok(())
 }
 

@@ -2,8 +2,8 @@
 //! `npu.mode` but `off`.
 
 use super::error::Error;
-use super::npu_start::NpuStart;
 use crate::config::{Config, NpuMode};
+use crate::device::NpuReport;
 use crate::model::config::ModelConfig;
 use crate::model::model_runner::ModelRunner;
 use crate::model::offload::OffloadLimits;
@@ -17,7 +17,7 @@ pub enum Npu {}
 
 impl Npu {
     /// `unicorn bench npu` requires the NPU, whatever is configured.
-    pub fn open(_: &ModelConfig, config: &Config, _: Option<&NpuStart>) -> Result<Option<Npu>, Error> {
+    pub fn open(_: &ModelConfig, config: &Config, _: Option<&NpuReport>) -> Result<Option<Npu>, Error> {
         match config.npu.mode {
             NpuMode::Off => Ok(None),
             _ => Err(Error::Argument("this program was built without the feature npu".into())),
@@ -32,7 +32,12 @@ impl Npu {
         match *self {}
     }
 
-    pub fn attach(self, _: &mut ModelRunner, _: &Config) -> Result<NpuStart, Error> {
+    pub fn attach(self, _: &mut ModelRunner, _: &Config) -> Result<NpuReport, Error> {
         match self {}
     }
+}
+
+/// Reads the present state of the NPU, which a process without the feature never opens.
+pub fn reader(start: NpuReport, _: &ModelRunner) -> Box<dyn Fn() -> NpuReport + Send> {
+    Box::new(move || start.clone())
 }

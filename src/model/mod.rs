@@ -2,9 +2,7 @@
 //!
 //! This module refuses to know requests, queues or clocks: the engine above hands it a [`Batch`] of plain arrays.
 
-pub mod child_process;
 pub mod config;
-pub mod device_process;
 pub mod draft;
 mod evaluate;
 mod forward;
@@ -34,6 +32,7 @@ pub mod twin;
 pub mod weights;
 
 pub use crate::gpu::Counts;
+pub(crate) use runner::words;
 pub use runner::{
     Batch, BatchSequence, BlockCopy, BlockPool, DraftRequest, Draw, HistoryCopy, Input, KvLimits, Limits,
     Logprobs, MAX_BIASES, MAX_LOGPROBS, Pooling, Runner, RunnerError, RunnerFactory, Sampled, Sampling,

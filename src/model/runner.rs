@@ -171,7 +171,7 @@ impl Draw {
 
 /// Words as one piece of bytes: to write and read thousands of numbers one by one would take longer than all else of a
 /// message.
-pub(super) mod words {
+pub(crate) mod words {
     use serde::{Deserialize, Deserializer, Serializer, de::Error};
 
     pub fn serialize<S: Serializer>(words: &[u32], serializer: S) -> Result<S::Ok, S::Error> {

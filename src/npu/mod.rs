@@ -15,13 +15,24 @@
 //!
 //! The kernel's source is in `npu/kernels`. It knows no Vulkan, no model and no engine, and neither does this room.
 
+pub mod account;
+#[cfg(feature = "npu")]
 pub mod abi;
+#[cfg(feature = "npu")]
 pub mod container;
+#[cfg(feature = "npu")]
 pub mod contract;
+#[cfg(feature = "npu")]
 pub mod error;
+#[cfg(feature = "npu")]
 pub mod marks;
+#[cfg(feature = "npu")]
 pub mod shim;
+#[cfg(feature = "npu")]
 pub mod store;
+#[cfg(feature = "npu")]
 pub mod tile;
+#[cfg(feature = "npu")]
 pub mod transaction;
+#[cfg(feature = "npu")]
 pub mod transport;

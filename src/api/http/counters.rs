@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use crate::api::ids::unix_time_s;
-use crate::api::report::KernelTime;
 use crate::api::tasks::Purpose;
+use crate::device::KernelTime;
 use crate::engine::{EngineError, Event, Timings};
 use crate::session::Reason;
 

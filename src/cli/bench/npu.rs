@@ -15,10 +15,10 @@ use crate::cli::doctor::Machine;
 use crate::cli::energy::Meter;
 use crate::cli::error::Error;
 use crate::cli::load::{self, Watch};
-use crate::cli::npu_start::NpuStart;
 use crate::cli::progress::Bar;
 use crate::cli::terminal::print;
 use crate::config::{Config, NpuMode};
+use crate::device::{NpuReport, Place};
 use crate::engine::{EnergyCounter, Trial};
 use crate::model::Runner;
 use crate::model::model_runner::ModelRunner;
@@ -72,7 +72,7 @@ pub fn npu(config: &Config, args: &args::BenchNpu) -> Result<(), Error> {
     if let Some(obstacle) = trial.obstacle(&runner.limits()) {
         return Err(Error::Argument(format!("--prompt-tokens {}: {obstacle}", args.prompt_tokens)));
     }
-    let meter = Meter::open(&Machine::new(args.root.as_deref()), &load::place(&device));
+    let meter = Meter::open(&Machine::new(args.root.as_deref()), &Place::of(&device));
     let counts = std::iter::once(0).chain(npu.choices.iter().copied());
     let mut shares: Vec<ShareRuns> =
         counts.map(|kv_heads| ShareRuns { kv_heads, runs: Vec::new() }).collect();
@@ -127,7 +127,7 @@ struct Report<'a> {
     name: String,
     device: String,
     driver: String,
-    npu: NpuStart,
+    npu: NpuReport,
     shares: Vec<ShareRuns>,
     args: &'a args::BenchNpu,
     meter: Result<std::sync::Arc<Meter>, String>,
@@ -166,7 +166,7 @@ impl Report<'_> {
 
     fn text(&self) -> String {
         let tokens = f64::from(self.args.prompt_tokens);
-        let NpuStart { device, xrt, is_double, kv_heads, .. } = &self.npu;
+        let NpuReport { device, xrt, is_double, kv_heads, .. } = &self.npu;
         let or_unknown = |text: &Option<String>| text.clone().unwrap_or_else(|| "unknown".into());
         let double = if *is_double { ", the tests' double: no NPU computed this" } else { "" };
         let mut text = format!(

@@ -8,8 +8,8 @@ use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
 use super::message::{ARRAYS, Attend, Done, Kernel, Opened, Ready, Request, Start};
+use crate::device::Channel;
 use crate::gpu::timed;
-use crate::model::child_process::Channel;
 use crate::npu::contract::Job;
 use crate::npu::error::{NpuCode, NpuError};
 use crate::npu::store::Store;
@@ -57,7 +57,7 @@ pub fn serve(
         let Some(request) = request? else { break };
         let done: Done = match request {
             Request::Share(bytes) => {
-                let files = channel.receive_files()?;
+                let files = channel.receive_files(4)?;
                 npu.share(files, bytes)
             }
             Request::Attend(mut attend) => {

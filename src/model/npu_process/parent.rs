@@ -10,8 +10,8 @@ use std::time::Duration;
 use rustix::fs::{MemfdFlags, memfd_create};
 
 use super::message::{ARRAYS, Attend, Done, Opened, Ready, Request, Start};
+use crate::device::{Connection, ConnectionError};
 use crate::gpu::Buffer;
-use crate::model::child_process::{Connection, ConnectionError};
 use crate::model::offload::{AttentionUnit, OffloadError, OffloadJob, OffloadRoom, not_shared};
 use crate::npu::contract::{Bucket, Job, Layout, RowRange, Shape};
 use crate::npu::error::{NpuCode, NpuError};

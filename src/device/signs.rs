@@ -1,4 +1,4 @@
-//! The child's end of its channel, and the signs of life that the parent watches. Each comes from a thread of its own.
+//! The child's end of its channel, and its signs of life, which the parent watches. A thread writes each of them.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -13,17 +13,17 @@ use super::channel::{Channel, Sign};
 const EVERY: Duration = Duration::from_millis(50);
 
 impl Channel {
-    /// The child's end, which it has as its standard input. From then on the parent sees that the child runs, and the child
-    /// ends with its parent.
+    /// The child's end, which is its standard input. From then on the child writes a heartbeat, and ends when its parent
+    /// ends.
     pub fn from_stdin() -> io::Result<Self> {
         let channel = Self::from_socket(io::stdin().as_fd().try_clone_to_owned()?)?;
         channel.beat()?;
         Ok(channel)
     }
 
-    /// Shows the parent that this process runs, whatever its other threads do, and ends the process when its parent has
-    /// ended: a call of the driver, which may not return, would keep the other threads from noticing. (The kernel's own
-    /// signal at a parent's death comes at the end of the thread that started the child.)
+    /// Writes a heartbeat, and ends this process when its parent has ended. The other threads may not notice that,
+    /// because a call of the driver may never return. (Linux sends its own signal at the parent's death already when the
+    /// thread ends that started the child.)
     fn beat(&self) -> io::Result<()> {
         let (counter, parent) = (self.counter(Sign::Beat)?, getppid());
         thread::Builder::new().name("heartbeat".into()).spawn(move || {
@@ -37,7 +37,7 @@ impl Channel {
         Ok(())
     }
 
-    /// Shows the parent `progress`, a number that grows while the device gets on, or is left idle on purpose.
+    /// Writes `progress`, a number that grows while the device makes progress or is idle on purpose.
     pub fn show_progress(&self, progress: impl Fn() -> u64 + Send + 'static) -> io::Result<()> {
         let counter = self.counter(Sign::Progress)?;
         thread::Builder::new().name("progress".into()).spawn(move || {

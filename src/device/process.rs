@@ -1,12 +1,15 @@
-//! The parent's end: a [`Runner`] that another process runs.
+//! A [`Runner`] in a child process, as its parent has it.
+//!
+//! The child writes the progress of its device to the shared memory. If the progress does not change for too long, the
+//! device hangs.
 
 use std::borrow::Cow::Borrowed;
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::message::{Answer, Call, Ready, Words};
+use super::{Connection, ConnectionError};
 use crate::config::Courtesy;
-use crate::model::child_process::{Connection, ConnectionError};
 use crate::model::{Batch, DraftRequest, Limits, Runner, RunnerError, Sampled, Sampling, Ticket};
 
 /// A runner in a child process.
@@ -20,8 +23,8 @@ pub struct DeviceProcess {
 }
 
 impl DeviceProcess {
-    /// The runner that a child has, once it has loaded it. A device that finishes nothing for `patience` while a step is
-    /// under way hangs.
+    /// The runner of a child that has loaded its model. If the device finishes nothing for `patience` during a step, it
+    /// hangs.
     pub fn new(mut connection: Connection, patience: Duration) -> Result<Self, RunnerError> {
         let Ready { limits, has_draft, attention_path } = connection.receive(patience)?;
         Ok(Self { connection, limits, has_draft, attention_path, next_ticket: 0, patience })
@@ -37,7 +40,7 @@ impl DeviceProcess {
         }
     }
 
-    /// Sends a call. What a child that is gone said last is the reason, if it said anything.
+    /// Sends a call. If the child has ended, the error is the last failure that it sent, if it sent one.
     fn call(&mut self, call: &Call) -> Result<(), RunnerError> {
         self.connection.send(call).map_err(|gone| match self.connection.last_words() {
             Some(Answer::Failed(error)) => error,

@@ -50,7 +50,7 @@ impl fmt::Display for Loading {
 
 /// Logs the progress of one load every few seconds. If standard error is a terminal, it logs nothing, because the
 /// device process shows a progress bar there.
-pub struct LoadLog {
+pub(super) struct LoadLog {
     doing: Loading,
     /// When this step of the load began.
     since: Instant,

@@ -1,13 +1,13 @@
-//! The child's end: a loop that does what the parent asks of a runner.
+//! The loop of the child that executes the server's calls on a runner.
 
 use std::io;
 use std::sync::Arc;
 
+use super::Channel;
 use super::message::{Answer, Call, Ready, Words};
-use crate::model::child_process::Channel;
 use crate::model::{Runner, RunnerError};
 
-/// Runs steps until the parent ends, or until the runner fails, which the parent hears.
+/// Executes steps until the parent ends, or until the runner fails. A failure is sent to the parent.
 pub fn serve(mut channel: Channel, runner: &mut dyn Runner) -> io::Result<()> {
     let attention_path = runner.attention_path();
     channel.send(&Ready { limits: runner.limits(), has_draft: runner.has_draft(), attention_path })?;
@@ -39,10 +39,10 @@ pub fn serve(mut channel: Channel, runner: &mut dyn Runner) -> io::Result<()> {
     Ok(())
 }
 
-/// Tells the parent of a failure. The parent kills this process then.
+/// Sends a failure to the parent, which then kills this process.
 fn fail(channel: &mut Channel, error: RunnerError) -> io::Result<()> {
     channel.send(&Answer::Failed(error))?;
-    // Until the parent has read that, a closed channel would be the news.
+    // The channel must stay open until the parent has read the failure.
     while channel.receive::<Call>()?.is_some() {}
     Ok(())
 }

@@ -1,9 +1,7 @@
-//! Messages between two processes of one machine: over a socket, each in one packet, and through shared memory if they are
-//! long.
+//! Messages and files between two processes of one machine. A short message is one packet of a socket.
 //!
-//! Long messages go through a file in memory that both processes have open. Both write and read it with system calls. A
-//! mapping would spare a copy, but a process that was killed in the middle of a write could then change memory that this
-//! process holds a reference to.
+//! A long message goes through a file in memory that both processes have open. Both write and read it with system calls.
+//! A mapping would save a copy, but then the other process could change memory that this process has a reference to.
 
 use std::fs::File;
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
@@ -26,7 +24,7 @@ use serde::de::DeserializeOwned;
 const INLINE_BYTES: usize = 8 << 10;
 /// The longest message. A step of 64 sequences with masks has some MiB.
 const MAX_BYTES: usize = 64 << 20;
-/// Messages that one side may send before it hears from the other. Two steps with masks, and a wait, are five.
+/// Messages that one side may send before it receives an answer. Two steps with masks, and a wait, are five.
 const SLOTS: u64 = 8;
 /// The most files that Linux sends in one message is 253.
 const FILES_AT_ONCE: usize = 200;
@@ -37,20 +35,21 @@ pub struct Channel {
     /// This side writes the first half of the slots, or the second.
     memory: File,
     is_first: bool,
-    /// Long messages sent so far, and received.
+    /// The numbers of long messages that were sent and received.
     sent: u64,
     received: u64,
     buffer: Vec<u8>,
 }
 
-/// The first byte of a packet. A message follows; or its length, and the message lies in a slot of the memory; or the
-/// number of files that are left to come, some of which are attached to the packet.
+/// The first byte of a packet: a message follows.
 const INLINE: u8 = 0;
+/// The length of a message follows. The message is in a slot of the memory.
 const IN_MEMORY: u8 = 1;
+/// The number of files that are still to come follows. The next of them are attached to the packet.
 const FILES: u8 = 2;
 
 impl Channel {
-    /// The first end, and what the other process needs for the second: its socket.
+    /// The first end, and the socket of the second end for the other process.
     pub fn new() -> io::Result<(Self, OwnedFd)> {
         let (socket, other) =
             socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
@@ -71,24 +70,24 @@ impl Channel {
         Self { socket, memory, is_first, sent: 0, received: 0, buffer: Vec::new() }
     }
 
-    /// Tells the other side that nothing more comes.
+    /// Closes the channel for both sides.
     pub(super) fn end(&self) -> io::Result<()> {
         Ok(shutdown(&self.socket, Shutdown::Both)?)
     }
 
-    /// Writes the second side's number of this sign.
+    /// Writes this sign, as the second side.
     pub(super) fn counter(&self, sign: Sign) -> io::Result<Counter> {
         Ok(Counter { memory: self.memory.try_clone()?, at: sign.place() })
     }
 
-    /// The last number of the other side's [`Counter`]; none if it has written none.
+    /// The last number of the other side's [`Counter`]; `None` if it has not written one.
     pub(super) fn read(&self, sign: Sign) -> Option<u64> {
         let mut bytes = [0; 8];
         self.memory.read_exact_at(&mut bytes, sign.place()).ok()?;
         Some(u64::from_ne_bytes(bytes))
     }
 
-    /// Sends files, all of which one [`Channel::receive_files`] takes.
+    /// Sends files. One [`Channel::receive_files`] with the same number receives all of them.
     pub fn send_files(&mut self, files: &[impl AsFd]) -> io::Result<()> {
         let mut left = files;
         loop {
@@ -112,12 +111,12 @@ impl Channel {
         }
     }
 
-    /// The files of one [`Channel::send_files`].
-    pub fn receive_files(&mut self) -> io::Result<Vec<File>> {
-        receive_files(&self.socket)
+    /// Receives the files of one [`Channel::send_files`]. Another number of files than `count` is an error.
+    pub fn receive_files(&mut self, count: usize) -> io::Result<Vec<File>> {
+        receive_files(&self.socket, count)
     }
 
-    /// The file that was sent alone.
+    /// Receives the file of a [`Channel::send_files`] with one file.
     pub fn receive_file(&mut self) -> io::Result<File> {
         receive_file(&self.socket)
     }
@@ -140,13 +139,13 @@ impl Channel {
         self.send_packet(&self.buffer)
     }
 
-    /// The kernel takes a packet whole.
+    /// The system sends a packet in one piece.
     fn send_packet(&self, packet: &[u8]) -> io::Result<()> {
         retry_on_intr(|| send(&self.socket, packet, SendFlags::NOSIGNAL))?;
         Ok(())
     }
 
-    /// Whether a message, or the other side's end, comes within `patience`.
+    /// Whether a message arrives, or the other side ends, within `patience`.
     pub fn poll(&self, patience: Duration) -> io::Result<bool> {
         let patience =
             Timespec { tv_sec: patience.as_secs() as i64, tv_nsec: patience.subsec_nanos().into() };
@@ -158,14 +157,14 @@ impl Channel {
         }
     }
 
-    /// The next message; none if the other side has ended. Blocks until it is there.
+    /// Waits for the next message; `None` if the other side has ended.
     pub fn receive<T: DeserializeOwned>(&mut self) -> io::Result<Option<T>> {
         self.buffer.resize(1 + INLINE_BYTES, 0);
         let bytes = loop {
             match recv(&self.socket, &mut self.buffer[..], RecvFlags::TRUNC) {
                 Ok((0, _)) => return Ok(None),
                 Ok((_, bytes)) => break bytes,
-                // The kernel says once that the other side ended before it had read everything. What it sent is behind that.
+                // CONNRESET comes once if the other side ended before it had read everything. Its messages follow.
                 Err(Errno::INTR | Errno::CONNRESET) => {}
                 Err(error) => return Err(error.into()),
             }
@@ -183,32 +182,32 @@ impl Channel {
                 self.received += 1;
                 &self.buffer
             }
-            _ => return Err(io::Error::other("a packet that is no message")),
+            _ => return Err(io::Error::other("a packet that is not a message")),
         };
         match postcard::take_from_bytes(message).map_err(io::Error::other)? {
             (message, []) => Ok(Some(message)),
-            (_, rest) => Err(io::Error::other(format!("{} bytes behind a message", rest.len()))),
+            (_, rest) => Err(io::Error::other(format!("{} bytes after a message", rest.len()))),
         }
     }
 }
 
-/// Where a side's long message of this number lies.
+/// The offset of a side's long message with this number.
 fn slot(is_first: bool, number: u64) -> u64 {
     let side = if is_first { 0 } else { SLOTS };
     (side + number % SLOTS) * MAX_BYTES as u64
 }
 
-/// A number by which the second side shows that it goes on.
+/// A number that the second side changes while it is alive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Sign {
-    /// Its device gets on.
+    /// Its device makes progress.
     Progress,
-    /// The process runs, whatever its device does.
+    /// The process runs, even if its device does not.
     Beat,
 }
 
 impl Sign {
-    /// Where the number lies in the memory: after all slots.
+    /// The offset of the number in the memory: after all slots.
     fn place(self) -> u64 {
         2 * SLOTS * MAX_BYTES as u64 + 8 * self as u64
     }
@@ -226,9 +225,9 @@ impl Counter {
     }
 }
 
-/// Each packet says how many files are left to come, its own included. So what belongs to one send is known here, and
-/// files that the kernel dropped are missed: it drops those for which this process has no descriptor left.
-fn receive_files(socket: &OwnedFd) -> io::Result<Vec<File>> {
+/// Each packet contains the number of files that are still to come, including its own files. So files that the system
+/// dropped are noticed: it drops files if this process may not open more.
+fn receive_files(socket: &OwnedFd, count: usize) -> io::Result<Vec<File>> {
     let mut files: Vec<File> = Vec::new();
     loop {
         let mut packet = [0; 5];
@@ -241,31 +240,30 @@ fn receive_files(socket: &OwnedFd) -> io::Result<Vec<File>> {
             (5, [FILES, a, b, c, d]) => u32::from_ne_bytes([a, b, c, d]) as usize,
             _ => return Err(io::Error::other("a packet without files; expected files")),
         };
-        let expected = left.min(FILES_AT_ONCE);
+        let sent = files.len() + left;
+        if sent != count {
+            return Err(io::Error::other(format!("the other process sent {sent} files; expected {count}")));
+        }
         let before = files.len();
         for message in control.drain() {
             if let RecvAncillaryMessage::ScmRights(rights) = message {
                 files.extend(rights.map(File::from));
             }
         }
-        let came = files.len() - before;
+        let (came, expected) = (files.len() - before, left.min(FILES_AT_ONCE));
         if came != expected {
             return Err(io::Error::other(format!(
                 "{came} of {expected} files arrived: this process may not open more (`ulimit -n`)"
             )));
         }
-        if left == expected {
+        if files.len() == count {
             return Ok(files);
         }
     }
 }
 
 fn receive_file(socket: &OwnedFd) -> io::Result<File> {
-    let mut files = receive_files(socket)?;
-    match (files.pop(), files.len()) {
-        (Some(file), 0) => Ok(file),
-        (_, others) => Err(io::Error::other(format!("{others} files arrived besides the one expected"))),
-    }
+    Ok(receive_files(socket, 1)?.remove(0))
 }
 
 #[cfg(test)]
@@ -342,16 +340,16 @@ mod tests {
             files.push(file);
         }
         one.send_files(&files).unwrap();
-        one.send(&"behind them").unwrap();
+        one.send(&"after them").unwrap();
         drop(files);
-        let came = other.receive_files().unwrap();
+        let came = other.receive_files(FILES_AT_ONCE + 7).unwrap();
         assert_eq!(came.len(), FILES_AT_ONCE + 7);
         for (i, mut file) in came.into_iter().enumerate() {
             let mut text = String::new();
             file.read_to_string(&mut text).unwrap();
             assert_eq!(text, i.to_string());
         }
-        assert_eq!(other.receive::<String>().unwrap().as_deref(), Some("behind them"));
+        assert_eq!(other.receive::<String>().unwrap().as_deref(), Some("after them"));
     }
 
     #[test]
@@ -363,7 +361,12 @@ mod tests {
             one.send_files(&files(n)).unwrap();
         }
         for n in counts {
-            assert_eq!(other.receive_files().unwrap().len(), n);
+            assert_eq!(other.receive_files(n).unwrap().len(), n);
+        }
+        for (sent, count) in [(3, 2), (2, 3), (FILES_AT_ONCE + 1, FILES_AT_ONCE)] {
+            let (mut one, mut other) = pair();
+            one.send_files(&files(sent)).unwrap();
+            assert!(other.receive_files(count).is_err(), "{sent} files are not {count}");
         }
         one.send_files(&files(1)).unwrap();
         other.receive_file().unwrap();
@@ -374,7 +377,7 @@ mod tests {
         one.send_files(&files(1)).unwrap();
         assert!(other.receive::<Vec<u8>>().is_err(), "files are no message");
         one.send(&7u32).unwrap();
-        assert!(other.receive_files().is_err(), "a message is no file");
+        assert!(other.receive_files(1).is_err(), "a message is no file");
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! The parent's end of a child process.
+//! The parent's end of a child process: it bounds every wait, and ends the child when it is dropped.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -13,23 +13,22 @@ use rustix::process::{Pid, Signal, WaitOptions, waitpid};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::Channel;
-use super::channel::Sign;
+use super::channel::{Channel, Sign};
 
 /// How often a wait looks at the child's signs of life, and whether it is cancelled.
 const SLICE: Duration = Duration::from_millis(100);
-/// How long a child that runs may show no sign of that. It shows twenty in a second.
+/// How long the heartbeat of a child may stay the same. It changes twenty times a second.
 const STOPPED: Duration = Duration::from_secs(10);
-/// How long a child that was told to end may take, until it is killed.
+/// How long a child may take to end after its channel was closed. Then it is killed.
 const END: Duration = Duration::from_secs(3);
-/// How long a child that was killed, or that died, may take to be gone. One that is stuck in its driver cannot even be
+/// Longest wait for the end of a child that was killed or that died. A child that is stuck in its driver cannot even be
 /// killed.
 const KILLED: Duration = Duration::from_secs(10);
 
-/// Why a child is of no more use. The device is "it".
+/// Why the child process cannot be used. In the texts, "it" is the device.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ConnectionError {
-    #[error("it was waited for no longer, since the server ends")]
+    #[error("the wait for it was cancelled because the server ends")]
     Cancelled,
     #[error("it has finished nothing for {seconds} s")]
     Hung { seconds: u64 },
@@ -40,33 +39,33 @@ pub enum ConnectionError {
     /// How the process ended.
     #[error("the process that drives it {0}")]
     Ended(String),
-    #[error("no word from the process that drives it: {0}")]
+    #[error("the channel to the process that drives it failed: {0}")]
     Broken(String),
 }
 
-/// A child process and the channel to it. Dropping it ends the child, and so gives back what the device has of it.
+/// A child process and the channel to it. Dropping it ends the child, which frees its memory on the device.
 pub struct Connection {
     child: Child,
     channel: Channel,
-    /// What the child drives, in words.
+    /// The name of the device that the child drives.
     device: &'static str,
     cancelled: Arc<AtomicBool>,
-    /// How long the end of a child that closed its channel is waited for, to say how it ended.
+    /// Longest wait for the end of a child that closed its channel, to report how it ended.
     last_wait: Duration,
-    /// Whether the child is of no more use.
+    /// Whether the child cannot be used any more.
     failed: bool,
 }
 
 impl Connection {
     /// Starts `command`, whose standard input is its end of the channel ([`Channel::from_stdin`]). It drives `device`.
-    /// Every wait for it ends soon once `cancelled` is set.
+    /// When `cancelled` is set, every wait for the child ends soon.
     pub fn spawn(
         mut command: Command,
         device: &'static str,
         cancelled: &Arc<AtomicBool>,
     ) -> io::Result<Self> {
         let (channel, other) = Channel::new()?;
-        // The keys that interrupt this process are not for the child, which ends when this process does.
+        // Ctrl-C must not interrupt the child, which ends when this process ends.
         let child = command.stdin(other).process_group(0).spawn()?;
         Ok(Self {
             child,
@@ -78,7 +77,7 @@ impl Connection {
         })
     }
 
-    /// Waits no longer than this for the end of a child that closed its channel.
+    /// Sets the longest wait for the end of a child that closed its channel.
     pub fn with_last_wait(mut self, last_wait: Duration) -> Self {
         self.last_wait = last_wait;
         self
@@ -89,7 +88,7 @@ impl Connection {
         self.child.id()
     }
 
-    /// Says that the child is of no more use, so that its end is not waited for.
+    /// Marks the child as unusable, so that it is killed without a wait when this is dropped.
     pub fn give_up(&mut self) {
         self.failed = true;
     }
@@ -111,13 +110,13 @@ impl Connection {
         })
     }
 
-    /// The child's next message. Its device must get on meanwhile, and may not finish anything for `patience` at most; the
-    /// process itself must run.
+    /// The child's next message. It is an error if the device makes no progress for `patience` during the wait, or if
+    /// the process does not run.
     pub fn receive<T: DeserializeOwned>(&mut self, patience: Duration) -> Result<T, ConnectionError> {
         self.receive_meanwhile(patience, || {})
     }
 
-    /// As [`Connection::receive`]. `meanwhile` is called several times in a second.
+    /// Like [`Connection::receive`]. `meanwhile` is called several times a second.
     pub fn receive_meanwhile<T: DeserializeOwned>(
         &mut self,
         patience: Duration,
@@ -147,12 +146,12 @@ impl Connection {
         }
     }
 
-    /// What a child that has ended said last, if it said anything that was not received yet.
+    /// The next message that a child sent before it ended, if it was not received yet.
     pub fn last_words<T: DeserializeOwned>(&mut self) -> Option<T> {
         self.channel.receive().ok().flatten()
     }
 
-    /// The child has closed its end, which only its end does.
+    /// The child has closed its end of the channel, so it has ended or is ending.
     fn ended(&mut self) -> ConnectionError {
         self.failed = true;
         let how = reap(&mut self.child, self.last_wait).map_or("closed its channel".to_owned(), describe);
@@ -172,7 +171,7 @@ impl Drop for Connection {
             return;
         }
         let _ = self.child.kill();
-        // A server that ends leaves the child to the system.
+        // A server that ends does not wait long: the system ends the child.
         let patience = if self.cancelled.load(Ordering::Acquire) { END } else { KILLED };
         if reap(&mut self.child, patience).is_none() {
             tracing::error!(
@@ -182,7 +181,7 @@ impl Drop for Connection {
                 self.device,
                 patience.as_secs()
             );
-            // Whenever it ends, nothing of it is to stay.
+            // Reaps the child whenever it ends, so that no zombie is left.
             let id = Pid::from_child(&self.child);
             let wait = move || waitpid(Some(id), WaitOptions::empty()).is_ok();
             drop(thread::Builder::new().name("reaper".into()).spawn(wait));
@@ -190,8 +189,8 @@ impl Drop for Connection {
     }
 }
 
-/// For how long a sign has stood still. Slices are counted instead of time, so that a server that was stopped meanwhile does
-/// not blame the child.
+/// How long a sign has not changed. This counts slices instead of time, because the server itself may have been stopped
+/// during the wait.
 #[derive(Default)]
 struct Still {
     last: Option<u64>,
@@ -199,14 +198,14 @@ struct Still {
 }
 
 impl Still {
-    /// Takes what the sign says a slice later.
+    /// Takes the value of the sign one slice later.
     fn look(&mut self, now: Option<u64>) {
         self.since = if now == self.last { self.since + SLICE } else { Duration::ZERO };
         self.last = now;
     }
 }
 
-/// Waits for a child's end, for `patience` at least.
+/// Waits at least `patience` for a child's end.
 fn reap(child: &mut Child, patience: Duration) -> Option<ExitStatus> {
     const PAUSE: Duration = Duration::from_millis(2);
     for _ in 0..=patience.div_duration_f32(PAUSE) as u32 {
@@ -219,7 +218,7 @@ fn reap(child: &mut Child, patience: Duration) -> Option<ExitStatus> {
     None
 }
 
-/// How a process ended, as the end of a sentence about it.
+/// How a process ended, as a phrase that follows "the process".
 fn describe(status: ExitStatus) -> String {
     match (status.signal(), status.code()) {
         (Some(signal), _) => format!("was ended by {}", name_of(signal)),
@@ -245,7 +244,7 @@ fn name_of(signal: i32) -> String {
 mod tests {
     use super::*;
 
-    /// A child that says nothing, and shows no sign of life.
+    /// A child that sends no message and writes no sign of life.
     fn silent(cancelled: &Arc<AtomicBool>) -> Connection {
         let mut command = Command::new("sleep");
         command.arg("600");
@@ -253,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn a_child_that_says_nothing_is_waited_for_no_longer_than_it_may_take() {
+    fn a_wait_for_a_silent_child_is_bounded() {
         let mut child = silent(&Arc::default());
         let mut looks = 0;
         let patience = 3 * SLICE;
@@ -264,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sign_stands_still_for_as_long_as_it_says_the_same() {
+    fn the_time_of_a_sign_grows_until_its_value_changes() {
         let mut still = Still::default();
         let mut since = |sign| {
             still.look(sign);
