@@ -33,6 +33,9 @@
 //! `docs/architecture.md` describes each module and its limits, and follows a prompt, a weight and a sampled id through
 //! the modules.
 
+// Without the NPU, nothing attaches a coprocessor to the model's runner.
+#![cfg_attr(not(feature = "npu"), allow(dead_code))]
+
 // In reading order: from the machine up to the request.
 pub mod tensor;
 pub mod config;

@@ -7,11 +7,11 @@ use tracing_subscriber::EnvFilter;
 use super::error::Error;
 use super::load::{self, OnDevice, Source, Watch};
 use super::log::Level;
-use super::offload;
 use super::process::outlive_signals;
 use crate::device::{self, DeviceReport, LoadTask, LoadedModel, Loading, OnProgress, Refusal, SelfTested};
 use crate::model::draft::Draft;
 use crate::model::model_runner::ModelRunner;
+use crate::npu;
 
 pub fn device_process(level: Level) -> Result<(), Error> {
     // A service manager may signal all processes of the service. The server decides when this process ends.
@@ -35,7 +35,7 @@ fn load(task: LoadTask, report: OnProgress<'_>) -> Result<LoadedModel, Error> {
     let self_test = self_test(&mut model, draft.as_mut())?;
     let device = model.device().clone();
     let report = DeviceReport::new(&model, draft.as_ref(), self_test, npu.clone());
-    let npu = npu.map(|start| offload::reader(start, &model));
+    let npu = npu.map(|start| npu::cli::reader(start, &model));
     Ok(LoadedModel { runner: load::runner_of(model, draft), device, report, npu })
 }
 

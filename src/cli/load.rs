@@ -5,7 +5,6 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::error::Error;
-use super::offload::Npu;
 use super::progress::Bar;
 use super::terminal::bytes;
 use crate::checkpoint::ModelFiles;
@@ -20,6 +19,7 @@ pub use crate::model::load::Source;
 use crate::model::load::{LoadError, LoadOptions, Progress};
 use crate::model::model_runner::{Loaded, ModelRunner};
 use crate::model::{self, Runner, SamplingOptions, tune};
+use crate::npu::cli::Npu;
 use crate::session::Service;
 use crate::tensor::Precision;
 use crate::text::{ChatFiles, ChatTemplate, Tokenizer};

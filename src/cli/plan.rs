@@ -8,7 +8,6 @@ use serde_json::json;
 use super::args::{self, Class, Target};
 use super::error::Error;
 use super::load::{self, Room};
-use super::offload;
 use super::terminal::{bytes, print};
 use crate::checkpoint::ModelFiles;
 use crate::config::Config;
@@ -16,6 +15,7 @@ use crate::model::config::ModelConfig;
 use crate::model::load::check_draft;
 use crate::model::memory::{DoesNotFit, DraftMemoryRequest, Fit, MemoryRequest, Schemes, quantize_modes};
 use crate::model::shapes::Shape;
+use crate::npu;
 use crate::tensor::{QuantizeMode, Scheme};
 
 /// The model to plan for.
@@ -103,7 +103,7 @@ fn request<'a>(subject: &'a Subject, config: &Config, room: &Room) -> MemoryRequ
         max_batch_tokens: config.engine.prefill_chunk,
         max_shard_bytes: room.machine.max_allocation_bytes / 2,
         moments: false,
-        offload: offload::planned(config, &subject.config),
+        offload: npu::cli::planned(config, &subject.config),
         draft: subject
             .draft
             .as_ref()

@@ -14,24 +14,22 @@ mod layer_check;
 mod layers;
 pub mod load;
 pub mod memory;
-#[cfg(feature = "npu")]
-pub mod npu_process;
 pub mod offload;
-mod rates;
+pub(crate) mod rates;
 mod runner;
 mod sampling;
 #[doc(hidden)]
 pub mod self_test;
 pub mod shapes;
-mod sharing;
-mod step;
-mod submits;
+pub(crate) mod step;
+pub(crate) mod submits;
 pub mod tensors;
 pub mod tune;
 pub mod twin;
 pub mod weights;
 
 pub use crate::gpu::Counts;
+pub(crate) use offload::longest_chunk;
 pub(crate) use runner::words;
 pub use runner::{
     Batch, BatchSequence, BlockCopy, BlockPool, DraftRequest, Draw, HistoryCopy, Input, KvLimits, Limits,

@@ -164,7 +164,7 @@ impl Followed {
                     | EngineError::Bug(_)
                     | EngineError::NotFinite
                     | EngineError::LostTwice(_)
-                    | EngineError::Offload(_)
+                    | EngineError::Coprocessor(_)
                     | EngineError::ShuttingDown => {
                         *locked(&m.last_error) = Some((unix_time_s(), error.to_string()));
                         self.end_all("error");

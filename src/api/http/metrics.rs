@@ -215,7 +215,7 @@ fn of_engine(out: &mut Exposition<'_>, server: &Server) {
         (
             "unicorn_npu_failures_total",
             "Failures of an NPU that is required, each of which had the model loaded again.",
-            stats.unit_failures,
+            stats.coprocessor_failures,
         ),
         (
             "unicorn_num_replays_total",

@@ -15,4 +15,4 @@ pub use message::Start;
 pub use parent::{HeadShape, NpuProcess};
 
 #[cfg(doc)]
-use crate::model::offload::AttentionUnit;
+use crate::npu::attention::AttentionUnit;

@@ -5,11 +5,11 @@
 //! and cannot work is a warning. With `npu.mode = "require"` they are problems, because the server then refuses to
 //! start.
 
-use super::finding::{Finding, Severity};
-use super::gpu::explain_node_error;
-use super::machine::{Machine, Package, Pci, version};
 #[cfg(feature = "npu")]
-use crate::cli::offload;
+use super::start;
+use crate::cli::doctor::finding::{Finding, Severity};
+use crate::cli::doctor::gpu::explain_node_error;
+use crate::cli::doctor::machine::{Machine, Package, Pci, version};
 use crate::cli::terminal::bytes;
 use crate::config::{Config, NpuMode};
 
@@ -238,7 +238,7 @@ fn libraries(machine: &Machine) -> Finding {
 /// The library that calls XRT.
 #[cfg(feature = "npu")]
 fn shim(machine: &Machine, config: &Config) -> Finding {
-    let path = offload::shim(config);
+    let path = start::shim(config);
     let shown = path.display();
     if machine.exists(&below_root(&path)) {
         return Finding::ok("npu-shim", format!("{shown} is installed"));
@@ -252,7 +252,7 @@ fn shim(machine: &Machine, config: &Config) -> Finding {
 /// Counts the compiled kernels. `unicorn npu list` checks them, and shows for which models they are.
 #[cfg(feature = "npu")]
 fn kernels(machine: &Machine, config: &Config) -> Finding {
-    let Some(folder) = offload::kernels_folder(config) else {
+    let Some(folder) = start::kernels_folder(config) else {
         return Finding::warning("npu-kernel-missing", "there is no folder for the NPU's kernels")
             .cause("neither HOME nor UNICORN_CACHE_DIR is set")
             .act("set npu.kernels");

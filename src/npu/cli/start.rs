@@ -1,5 +1,5 @@
-//! The NPU's part in the attention of prompts: opens the NPU before a model is loaded, since that may refuse the start,
-//! and gives the model its share behind the load.
+//! Opens the NPU before a model is loaded, because a required NPU that fails must prevent the load. After the load,
+//! chooses how many KV heads the NPU computes.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -9,18 +9,17 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::error::Error;
+use crate::cli::error::Error;
 use crate::config::{Config, NpuMode, NpuPreference, NpuSharing};
 use crate::device::NpuReport;
 use crate::model::config::ModelConfig;
 use crate::model::load::LoadError;
 use crate::model::model_runner::ModelRunner;
-use crate::model::npu_process::{HeadShape, NpuProcess, Start};
-use crate::model::offload::{
-    LEAST_TOKENS, MOST_TOKENS, Offload, OffloadError, OffloadLimits, OffloadPolicy, OffloadWatch, not_shared,
-};
+use crate::model::offload::{LEAST_TOKENS, MOST_TOKENS, OffloadError, OffloadLimits};
 use crate::model::{Runner, RunnerError};
+use crate::npu::attention::{Offload, OffloadPolicy, OffloadWatch, not_shared};
 use crate::npu::error::{NpuCode, NpuError};
+use crate::npu::process::{HeadShape, NpuProcess, Start};
 use crate::npu::shim::Shim;
 use crate::npu::store::standard_folder;
 
@@ -59,7 +58,7 @@ pub fn planned(config: &Config, model: &ModelConfig) -> Option<OffloadLimits> {
     (config.npu.mode != NpuMode::Off).then(|| limits_of(config, model))
 }
 
-/// A load's NPU, which is open or gave a reason.
+/// The NPU of a load, or the reason why it is not used.
 pub struct Npu {
     start: NpuReport,
     process: Option<NpuProcess>,
@@ -69,8 +68,9 @@ pub struct Npu {
 }
 
 impl Npu {
-    /// Opens the NPU and tests it, if one is wanted. An NPU that is required and cannot compute is an error. `before` is
-    /// what became of it at the first load, where this is another one: an NPU that was not used then is not used now.
+    /// Opens and tests the NPU, if `npu.mode` is not off. A required NPU that cannot compute is an error. `before` is the
+    /// state of the NPU at the first load of this model. An NPU that was not used then is not used now, so that answers
+    /// keep their bits.
     pub fn open(
         model: &ModelConfig,
         config: &Config,
@@ -110,7 +110,7 @@ impl Npu {
         Ok(Some(Npu { start, process, limits, fixed: before.map(|before| before.kv_heads) }))
     }
 
-    /// Gives the NPU up if it is to share memory with the GPU, and the GPU cannot.
+    /// Drops the NPU if it must share memory with the GPU, and the GPU cannot do that.
     pub fn meet(&mut self, gpu_can_share: bool, config: &Config) -> Result<(), Error> {
         if !self.limits.shared || gpu_can_share {
             return Ok(());
@@ -124,13 +124,14 @@ impl Npu {
         refuse(config, &mut self.start, not_shared(lacks))
     }
 
-    /// The buffers that a load reserves for the NPU, whether it is there or not: a load after a loss must find the room
-    /// that the first one had, even if the NPU comes or goes.
+    /// The buffers that a load reserves for the NPU, even if the NPU is not used: a load after a loss must reserve what
+    /// the first load reserved.
     pub fn limits(&self) -> Option<OffloadLimits> {
         Some(self.limits)
     }
 
-    /// Gives the model's prompts to the NPU: as many KV heads as configured, or as a measurement finds best.
+    /// Attaches the NPU to the model: it computes the configured number of KV heads, or the fastest number, which is
+    /// measured.
     pub fn attach(self, model: &mut ModelRunner, config: &Config) -> Result<NpuReport, Error> {
         let Npu { mut start, process, limits, fixed } = self;
         let Some(process) = process else { return Ok(start) };
@@ -150,7 +151,7 @@ impl Npu {
         match choose(model, config, &start.choices, fixed) {
             Ok(kv_heads) => {
                 model.set_offload_heads(kv_heads);
-                // What was measured is no prompt of anybody.
+                // The measurements are not prompts of clients.
                 model.forget_offload_counts();
                 start.kv_heads = kv_heads;
                 tracing::info!(
@@ -187,7 +188,7 @@ pub fn reader(start: NpuReport, model: &ModelRunner) -> Box<dyn Fn() -> NpuRepor
     })
 }
 
-/// Notes why the NPU is not used. Where it is required, that is an error.
+/// Stores why the NPU is not used. If it is required, that is an error.
 fn refuse(config: &Config, start: &mut NpuReport, error: OffloadError) -> Result<(), Error> {
     if config.npu.mode == NpuMode::Require {
         return Err(Error::Npu { code: error.code, message: error.message });
@@ -197,7 +198,7 @@ fn refuse(config: &Config, start: &mut NpuReport, error: OffloadError) -> Result
     Ok(())
 }
 
-/// Starts the NPU's process, and has it pass the self-test. With `again`, waits until its columns are free.
+/// Like [`process`]. If `again`, waits until the NPU's columns are free.
 fn process_with_columns(model: &ModelConfig, config: &Config, again: bool) -> Result<NpuProcess, NpuError> {
     let since = Instant::now();
     loop {
@@ -210,7 +211,7 @@ fn process_with_columns(model: &ModelConfig, config: &Config, again: bool) -> Re
     }
 }
 
-/// Starts the NPU's process, and has it pass the self-test.
+/// Starts the NPU's process, and runs the self-test.
 fn process(model: &ModelConfig, config: &Config) -> Result<NpuProcess, NpuError> {
     let Some(kernels) = kernels_folder(config) else {
         let problem = "there is no folder of kernels: neither HOME nor UNICORN_CACHE_DIR is set";
@@ -221,10 +222,10 @@ fn process(model: &ModelConfig, config: &Config) -> Result<NpuProcess, NpuError>
         head_dim: model.head_dim,
         heads_per_group: model.num_attention_heads / model.num_key_value_heads,
     };
-    // A package that was upgraded meanwhile has put another program at this one's path.
+    // Not the path of the program: a package upgrade may have replaced the file.
     let mut command = Command::new("/proc/self/exe");
     command.arg("npu-process");
-    // XRT writes lines of its own to the standard output, where this program's results go.
+    // XRT writes lines to the standard output, which is for this program's results.
     command.stdout(io::stderr().as_fd().try_clone_to_owned().map_or_else(|_| Stdio::null(), Stdio::from));
     if let Some(format) = config.log.format {
         command.env("UNICORN_LOG_FORMAT", format.name());
@@ -255,14 +256,14 @@ impl<E: Into<OffloadError>> From<E> for Failure {
     }
 }
 
-/// An error of the NPU from its words, `code: message`.
+/// An error of the NPU from its text, `code: message`.
 fn said(words: &str) -> OffloadError {
     let (code, message) = words.split_once(": ").unwrap_or((NpuCode::Process.name(), words));
     OffloadError { code: code.into(), message: message.into() }
 }
 
-/// The number of KV heads that the NPU gets: that of the first load, or the configured one, or that with which prompts are
-/// computed fastest.
+/// The number of KV heads that the NPU computes: that of the first load, or the configured number, or the number with
+/// which prompts are computed fastest.
 fn choose(
     model: &mut ModelRunner,
     config: &Config,
@@ -290,7 +291,7 @@ fn choose(
             let message = format!("no kernel computes {wanted} KV heads; {candidates:?} can be computed");
             return Err(NpuError::new(NpuCode::KernelMissing, message).into());
         }
-        // A share that nobody measures is tried once: it must not be one that is never computed.
+        // A number that is not measured is tried once, because there may be no kernel for it.
         return match time(wanted, 0)? {
             Tried::Unused => Err(no_kernel(format!("{wanted} KV heads"))),
             Tried::DoesNotFit | Tried::Took(_) => Ok(wanted),
@@ -323,7 +324,7 @@ fn choose(
     Ok(kv_heads)
 }
 
-/// What came of a trial.
+/// The result of a trial.
 enum Tried {
     /// The chunk does not fit the model's limits.
     DoesNotFit,
@@ -333,7 +334,7 @@ enum Tried {
     Took(Duration),
 }
 
-/// Tries a chunk with so many KV heads on the NPU: once, and then `trials` times for the time.
+/// Tries a chunk with `kv_heads` KV heads on the NPU: once, and then `trials` times to measure the time.
 fn time(
     model: &mut ModelRunner,
     kv_heads: usize,
@@ -347,7 +348,7 @@ fn time(
     for _ in 0..=trials {
         let since = Instant::now();
         let fits = model.trial(depth, tokens, TRIAL_LAYERS).map_err(|error| match error {
-            RunnerError::Offload(words) => Failure::Npu(said(&words)),
+            RunnerError::Coprocessor(words) => Failure::Npu(said(&words)),
             error => Failure::Gpu(error),
         })?;
         if !fits {

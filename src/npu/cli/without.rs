@@ -1,8 +1,9 @@
-//! What stands in the place of `offload.rs` in a program without the feature `npu`, whose configuration refuses every
-//! `npu.mode` but `off`.
+//! Replaces this module in a program without the feature `npu`. Its configuration refuses every `npu.mode` except
+//! `off`.
 
-use super::error::Error;
-use crate::config::{Config, NpuMode};
+use crate::cli::args;
+use crate::cli::error::Error;
+use crate::config::Config;
 use crate::device::NpuReport;
 use crate::model::config::ModelConfig;
 use crate::model::model_runner::ModelRunner;
@@ -16,12 +17,8 @@ pub fn planned(_: &Config, _: &ModelConfig) -> Option<OffloadLimits> {
 pub enum Npu {}
 
 impl Npu {
-    /// `unicorn bench npu` requires the NPU, whatever is configured.
-    pub fn open(_: &ModelConfig, config: &Config, _: Option<&NpuReport>) -> Result<Option<Npu>, Error> {
-        match config.npu.mode {
-            NpuMode::Off => Ok(None),
-            _ => Err(Error::Argument("this program was built without the feature npu".into())),
-        }
+    pub fn open(_: &ModelConfig, _: &Config, _: Option<&NpuReport>) -> Result<Option<Npu>, Error> {
+        Ok(None)
     }
 
     pub fn meet(&mut self, _: bool, _: &Config) -> Result<(), Error> {
@@ -40,4 +37,16 @@ impl Npu {
 /// Reads the present state of the NPU, which a process without the feature never opens.
 pub fn reader(start: NpuReport, _: &ModelRunner) -> Box<dyn Fn() -> NpuReport + Send> {
     Box::new(move || start.clone())
+}
+
+pub fn bench(_: &Config, _: &args::BenchNpu) -> Result<(), Error> {
+    Err(missing())
+}
+
+pub fn npu_process() -> Result<(), Error> {
+    Err(missing())
+}
+
+fn missing() -> Error {
+    Error::Argument("this program was built without the feature npu".into())
 }

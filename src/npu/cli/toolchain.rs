@@ -10,10 +10,10 @@ use std::time::Duration;
 
 use serde::Deserialize;
 
-use super::super::args::BuildKernels;
-use super::super::error::Error;
-use super::super::log;
 use super::tool::Run;
+use crate::cli::args::BuildKernels;
+use crate::cli::error::Error;
+use crate::cli::log;
 
 /// The longest time for a tool to say its version. Python may have to read its packages from a cold disk.
 const PROBE_LIMIT: Duration = Duration::from_secs(60);

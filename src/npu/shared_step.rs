@@ -1,32 +1,62 @@
-//! Runs a step some of whose attention a unit computes beside the device (`offload.rs`).
+//! Runs a step in which a unit computes a part of the attention (`attention.rs`).
 //!
-//! In each layer that is shared, the device computes queries, keys and values, and gathers what the unit needs in
-//! memory that the host reads. The device's own share of attention is on its queue behind that. The host waits for what
-//! was gathered, and hands it to the unit, while the device computes. Then the host waits for the unit, and the device
-//! joins both shares and goes on. So the submits of a step are in order, and all of them are on the queue before the
-//! next step's.
+//! In each layer that is shared, the device computes queries, keys and values, and gathers the unit's inputs in memory
+//! that the host reads. The device's own share of attention is on its queue after that. The host waits for the inputs,
+//! and passes them to the unit, while the device computes. Then the host waits for the unit, and the device joins both
+//! shares and continues. So the submits of a step are in order, and all of them are on the queue before those of the
+//! next step.
 //!
 //! If the unit fails, the device computes the unit's share of that layer, and of the step's later layers.
 
+use std::any::Any;
 use std::ops::Range;
 
-use super::load::LoadError;
-use super::model_runner::ModelRunner;
-use super::offload::{
-    Attached, NpuShare, Offload, OffloadBuffers, OffloadCounts, OffloadJob, OffloadRoom, OffloadWatch,
-};
-use super::rates::WorkAmount;
-use super::step::{Commands, Frame, StepOutputs};
-use super::submits::{SEGMENT_LAYERS, StepPart, Submit};
-use super::{Batch, BatchSequence, Input, RunnerError};
+use super::attention::{Attached, Offload, OffloadCounts, OffloadJob, OffloadRoom, OffloadWatch, UnitShare};
+use super::kernels::{GatheredKeys, OffloadKernels};
 use crate::gpu::{GpuError, Recorder};
-use crate::kernels::GatheredKeys;
+use crate::model::load::LoadError;
+use crate::model::memory;
+use crate::model::model_runner::ModelRunner;
+use crate::model::offload::{AttentionShare, Coprocessor, OffloadBuffers};
+use crate::model::rates::WorkAmount;
+use crate::model::step::{Commands, Frame, StepOutputs};
+use crate::model::submits::{SEGMENT_LAYERS, StepPart, Submit};
+use crate::model::{Batch, BatchSequence, Input, RunnerError};
+
+/// A unit with the device's kernels around it.
+struct UnitOfModel {
+    unit: Attached,
+    kernels: OffloadKernels,
+}
+
+impl Coprocessor for UnitOfModel {
+    fn run(
+        &mut self,
+        model: &mut ModelRunner,
+        index: usize,
+        batch: &Batch,
+        wanted: StepOutputs,
+    ) -> Result<Option<StepOutputs>, RunnerError> {
+        self.unit.check()?;
+        // `eval` takes the logits of a prompt's rows, and draws nothing.
+        let drawn = if wanted.requests.is_empty() { &[][..] } else { &wanted.rows };
+        let limits = &model.offload_buffers.as_ref().expect("room for the unit").limits;
+        match self.unit.share(batch, drawn, model.config.sliding_window, limits) {
+            Some(share) => model.run_shared(index, batch, wanted, &share, self).map(|()| None),
+            None => Ok(Some(wanted)),
+        }
+    }
+
+    fn attention_path(&self) -> u32 {
+        if self.unit.is_usable() { self.unit.kv_heads() as u32 } else { 0 }
+    }
+}
 
 impl ModelRunner {
-    /// Has a unit compute some of the attention of prompts from the next step on, beside the device. The load must have
-    /// made room for it, and no step may be in flight.
+    /// Attaches a unit, which computes a part of the attention of prompts from the next step on. The load must have
+    /// reserved buffers for it, and no step may be in flight.
     pub fn attach_offload(&mut self, offload: Offload) -> Result<(), LoadError> {
-        assert!(self.in_flight.is_empty(), "a unit is attached beside a step");
+        assert!(self.in_flight.is_empty(), "a unit is attached during a step");
         let Some(buffers) = &self.offload_buffers else {
             return Err(LoadError::Option(
                 "the model was loaded without room for a unit that computes attention: load it with \
@@ -48,14 +78,21 @@ impl ModelRunner {
                 offload.kv_heads
             )));
         }
-        self.offload = Some(Attached::new(offload, buffers)?);
+        let kernels = OffloadKernels::new(&self.device, memory::heads_of(&self.config, self.kv))?;
+        let unit = Attached::new(offload, buffers)?;
+        self.coprocessor = Some(Box::new(UnitOfModel { unit, kernels }));
         Ok(())
+    }
+
+    fn unit(&self) -> Option<&Attached> {
+        let coprocessor: &dyn Any = self.coprocessor.as_deref()?;
+        coprocessor.downcast_ref().map(|UnitOfModel { unit, .. }| unit)
     }
 
     /// Drops the unit that is attached. No step may be in flight.
     pub fn detach_offload(&mut self) {
-        assert!(self.in_flight.is_empty(), "a unit is detached beside a step");
-        self.offload = None;
+        assert!(self.in_flight.is_empty(), "a unit is detached during a step");
+        self.coprocessor = None;
     }
 
     /// Sets the number of KV heads that the attached unit computes from the next step on, 0 for none. Panics if that is
@@ -63,33 +100,34 @@ impl ModelRunner {
     pub fn set_offload_heads(&mut self, kv_heads: usize) {
         let room = self.offload_buffers.as_ref().map_or(0, |buffers| buffers.limits.kv_heads);
         assert!(kv_heads <= room.min(self.config.num_key_value_heads), "{kv_heads} KV heads for the unit");
-        if let Some(unit) = &mut self.offload {
+        let coprocessor = self.coprocessor.as_deref_mut().map(|unit| unit as &mut dyn Any);
+        if let Some(UnitOfModel { unit, .. }) = coprocessor.and_then(|unit| unit.downcast_mut()) {
             unit.set_kv_heads(kv_heads);
         }
     }
 
-    /// The account of the unit that is attached.
+    /// The counts of the unit that is attached.
     pub fn offload_counts(&self) -> Option<OffloadCounts> {
         self.offload_watch().map(|watch| watch.counts())
     }
 
-    /// Begins that account anew.
+    /// Resets these counts.
     pub fn forget_offload_counts(&mut self) {
-        if let Some(unit) = &self.offload {
+        if let Some(unit) = self.unit() {
             unit.forget_counts();
         }
     }
 
-    /// Reads that account while steps run.
+    /// Reads these counts while steps run.
     pub fn offload_watch(&self) -> Option<OffloadWatch> {
-        self.offload.as_ref().map(Attached::watch)
+        self.unit().map(Attached::watch)
     }
 
-    /// Computes the first `layers` layers, or a few more, of a chunk of a prompt with `depth` tokens before it, for
-    /// nothing but the time that this takes: what the KV cache holds counts for nothing, before and after. False if the
-    /// chunk does not fit the limits. No step may be in flight, and no sequence may be in the cache.
+    /// Computes the first `layers` layers, or a few more, of a chunk of a prompt with `depth` tokens before it, to measure
+    /// the time. This reads and writes arbitrary blocks of the KV cache. `false` if the chunk does not fit the limits. No
+    /// step may be in flight, and no sequence may be in the cache.
     pub fn trial(&mut self, depth: usize, tokens: usize, layers: usize) -> Result<bool, RunnerError> {
-        assert!(self.in_flight.is_empty(), "a trial beside a step");
+        assert!(self.in_flight.is_empty(), "a trial during a step");
         let (kv, context) = (self.limits.kv, depth + tokens);
         let blocks = context.div_ceil(kv.block_size);
         let sliding_first =
@@ -118,26 +156,26 @@ impl ModelRunner {
         ran.map(|()| true)
     }
 
-    /// Submits a step on frame `index`, some of whose attention `unit` computes. All of its submits are on the queue
-    /// when this returns, but for a closing that waits for masks.
-    pub(super) fn run_shared(
+    /// Submits a step on frame `index` in which `unit` computes `share`. When this returns, all of its submits are on the
+    /// queue, except a closing that waits for masks.
+    fn run_shared(
         &mut self,
         index: usize,
         batch: &Batch,
         wanted: StepOutputs,
-        share: &NpuShare,
-        unit: &mut Attached,
+        share: &UnitShare,
+        UnitOfModel { unit, kernels }: &mut UnitOfModel,
     ) -> Result<(), RunnerError> {
         let padded = self.padded_tokens(batch.num_tokens());
         self.frames[index].fill(&self.limits, batch, padded, &wanted);
-        let mut submits = self.plan(batch, padded, &wanted, Some(share));
-        self.share_out(index, batch, padded, &submits, Some(share));
+        let mut submits = self.plan(batch, padded, &wanted, Some(&share.attention));
+        self.share_out(index, batch, padded, &submits, Some(&share.attention));
         let closing = if wanted.masks > 0 { submits.pop() } else { None };
         let mut commands = std::mem::take(&mut self.frames[index].commands);
         let frame = &self.frames[index];
         commands.begin();
         let buffers = self.offload_buffers.as_ref().expect("room for the unit");
-        let shared = Shared { model: self, frame, share, buffers };
+        let shared = Shared { model: self, frame, share, buffers, kernels };
         let result = shared.drive(&mut commands, padded, submits, unit, &mut |r, part| {
             if !shared.record(r, part) {
                 self.record_part(r, frame, part, batch, &wanted, padded);
@@ -154,8 +192,9 @@ impl ModelRunner {
 struct Shared<'a> {
     model: &'a ModelRunner,
     frame: &'a Frame,
-    share: &'a NpuShare,
+    share: &'a UnitShare,
     buffers: &'a OffloadBuffers,
+    kernels: &'a OffloadKernels,
 }
 
 impl Shared<'_> {
@@ -166,7 +205,7 @@ impl Shared<'_> {
         (self.share.job(layer.attention.shape.window), room)
     }
 
-    /// Hands the submits to the device, one after the other, and meanwhile the layers' jobs to the unit.
+    /// Submits one part after the other to the device, and passes the layers' jobs to the unit meanwhile.
     fn drive(
         &self,
         commands: &mut Commands,
@@ -216,7 +255,7 @@ impl Shared<'_> {
                 StepPart::Attention { rows, .. } => Some(rows.clone()),
                 _ => None,
             }));
-            // The unit may have all there is to compute.
+            // The unit may compute everything.
             let is_idle = submit.work.is_nothing()
                 && submit.parts.iter().all(|part| matches!(part, StepPart::Attention { .. }));
             if is_idle {
@@ -234,7 +273,7 @@ impl Shared<'_> {
         Ok(())
     }
 
-    /// Hands the unit the inputs of a layer, once they are gathered.
+    /// Waits until the inputs of a layer are gathered, and passes them to the unit.
     fn hand_over(
         &self,
         gathering: Option<(usize, usize)>,
@@ -247,7 +286,7 @@ impl Shared<'_> {
         unit.begin(&job, &room, &self.model.layers[layer].attention.shape, self.buffers)
     }
 
-    /// Records a part of a layer that is shared; false if the part is none.
+    /// Records a part of a layer that is shared; `false` for another part.
     fn record(&self, r: &mut Recorder<'_>, part: &StepPart) -> bool {
         let Shared { model, frame, share, .. } = *self;
         match part {
@@ -258,10 +297,10 @@ impl Shared<'_> {
             StepPart::Gather { layer } => self.record_gather(r, *layer),
             StepPart::Attention { layer, rows } => {
                 let all = model.config.num_key_value_heads;
-                self.record_attention(r, *layer, rows, 0..all, share.kv_heads..all);
+                self.record_attention(r, *layer, rows, 0..all, share.attention.kv_heads..all);
             }
             StepPart::Recompute { layer, rows } => {
-                self.record_attention(r, *layer, rows, 0..0, 0..share.kv_heads);
+                self.record_attention(r, *layer, rows, 0..0, 0..share.attention.kv_heads);
             }
             StepPart::Join { layer } => self.record_join(r, *layer),
             StepPart::Rest { layer, rows } => {
@@ -291,22 +330,23 @@ impl Shared<'_> {
         let layer = &model.layers[layer];
         let (q, step) = ((&model.scratch.q, &model.scratch.partials), frame.whole(layer.kind));
         for part in frame.parts(layer.kind).iter().filter(|part| rows.contains(&part.rows.start)) {
-            let heads = if share.rows.contains(&part.rows.start) { &shared } else { &others };
+            let heads = if share.attention.rows.contains(&part.rows.start) { &shared } else { &others };
             model.kernels.attention_partials(r, &layer.attention, q, step, part, heads);
         }
     }
 
     /// Writes the unit's inputs.
     fn record_gather(&self, r: &mut Recorder<'_>, layer: usize) {
-        let Shared { model, frame, share, buffers } = *self;
+        let Shared { model, frame, share, buffers, kernels } = *self;
         let (_, room) = self.job(layer);
         let layer = &model.layers[layer];
-        let (shape, kernels) = (&layer.attention.shape, &buffers.kernels);
-        let q = model.scratch.q.rows(&share.rows);
+        let shape = &layer.attention.shape;
+        let AttentionShare { rows, sequence, kv_heads, .. } = &share.attention;
+        let q = model.scratch.q.rows(rows);
         let queries = (&buffers.queries, room.row_stride);
-        kernels.queries(r, shape, (&q, share.rows.len()), share.kv_heads, queries);
+        kernels.queries(r, shape, (&q, rows.len()), *kv_heads, queries);
         let table = 4 * shape.max_blocks as u64;
-        let blocks = frame.whole(layer.kind).block_tables.slice(share.sequence as u64 * table, table);
+        let blocks = frame.whole(layer.kind).block_tables.slice(*sequence as u64 * table, table);
         let span = GatheredKeys {
             first: room.first_key,
             count: room.keys,
@@ -314,7 +354,7 @@ impl Shared<'_> {
             stride: room.key_stride,
         };
         let to = [&buffers.keys, &buffers.values];
-        kernels.cache(r, &layer.attention, (&blocks, &span), share.kv_heads, to);
+        kernels.cache(r, &layer.attention, (&blocks, &span), *kv_heads, to);
         if buffers.limits.shared {
             r.release(&[&buffers.queries, &buffers.keys, &buffers.values]);
         }
@@ -322,19 +362,17 @@ impl Shared<'_> {
 
     /// Makes partials of the unit's output.
     fn record_join(&self, r: &mut Recorder<'_>, layer: usize) {
-        let Shared { model, frame, share, buffers } = *self;
+        let Shared { model, frame, share, buffers, kernels } = *self;
+        let AttentionShare { rows, kv_heads, .. } = &share.attention;
         let (_, room) = self.job(layer);
         let layer = &model.layers[layer];
-        let merges = frame
-            .whole(layer.kind)
-            .shares
-            .merges
-            .slice(8 * share.rows.start as u64, 8 * share.rows.len() as u64);
+        let merges = &frame.whole(layer.kind).shares.merges;
+        let merges = merges.slice(8 * rows.start as u64, 8 * rows.len() as u64);
         if buffers.limits.shared {
             r.acquire(&[&buffers.output]);
         }
         let (output, partials) = ((&buffers.output, room.row_stride), &model.scratch.partials);
-        let merges = (&merges, share.rows.len());
-        buffers.kernels.partials(r, &layer.attention.shape, output, share.kv_heads, merges, partials);
+        let merges = (&merges, rows.len());
+        kernels.partials(r, &layer.attention.shape, output, *kv_heads, merges, partials);
     }
 }

@@ -10,8 +10,8 @@ use std::time::Duration;
 use rustix::process::{Pid, Signal, kill_process_group};
 use tokio::signal::unix::{SignalKind, signal};
 
-use super::super::error::Error;
-use super::super::log;
+use crate::cli::error::Error;
+use crate::cli::log;
 
 /// How often a tool is looked at.
 const TICK: Duration = Duration::from_millis(20);

@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use super::report::commit;
-use super::statistics::median;
 use crate::cli::args;
+use crate::cli::bench::report::commit;
+use crate::cli::bench::statistics::median;
 use crate::cli::doctor::Machine;
 use crate::cli::energy::Meter;
 use crate::cli::error::Error;
@@ -59,7 +59,7 @@ impl ShareRuns {
     }
 }
 
-pub fn npu(config: &Config, args: &args::BenchNpu) -> Result<(), Error> {
+pub fn bench(config: &Config, args: &args::BenchNpu) -> Result<(), Error> {
     let mut config = config.clone();
     // What is measured must run: a substitute would be measured in its place.
     config.npu.mode = NpuMode::Require;

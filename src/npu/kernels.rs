@@ -1,19 +1,17 @@
-//! The kernels around a unit that computes the attention of some heads: they write its inputs, and take its output.
+//! The device's kernels that write the inputs of the NPU, and read its output.
 //!
-//! A unit is whatever computes softmax(q K) V of neighbouring tokens of one sequence, for the first KV heads of a layer.
-//! This module refuses to know what it is, and where it computes.
+//! The NPU computes softmax(q K) V of neighbouring tokens of one sequence, for the first KV heads of a layer.
 
 use std::sync::Arc;
 
-use super::arrays::{Activations, Attention, AttentionShape, Heads, Partials, words};
-use super::shaders;
 use crate::gpu::{Buffer, Device, GpuError, Pipeline, Recorder};
+use crate::kernels::{Activations, Attention, AttentionShape, Heads, Partials, shaders, words};
 use crate::tensor::KvDtype;
 
 /// Invocations of a workgroup.
 const LANES: usize = 256;
 
-/// The pipelines around a unit.
+/// The pipelines of these kernels.
 pub struct OffloadKernels {
     queries: Arc<Pipeline>,
     cache: Arc<Pipeline>,
@@ -47,7 +45,7 @@ impl OffloadKernels {
     }
 
     /// Writes the queries of `rows` tokens to `to`, bf16 `[heads][row_stride][head_dim]`, for the query heads of the
-    /// first `kv_heads` KV heads, with zeros behind the last row. `q` begins with the first token.
+    /// first `kv_heads` KV heads, with zeros after the last row. `q` begins with the first token.
     pub fn queries(
         &self,
         recorder: &mut Recorder<'_>,
@@ -74,7 +72,7 @@ impl OffloadKernels {
     }
 
     /// Writes keys and values of the first `kv_heads` KV heads to `to`, bf16 `[kv_heads][stride][head_dim]` each, with
-    /// zeros behind the last key. `blocks` is the sequence's row of the block tables.
+    /// zeros after the last key. `blocks` is the sequence's row of the block tables.
     pub fn cache(
         &self,
         recorder: &mut Recorder<'_>,
@@ -105,7 +103,7 @@ impl OffloadKernels {
         recorder.dispatch(&self.cache, &arguments, [groups(stride * shape.head_dim / 4), kv_heads as u32, 2]);
     }
 
-    /// Makes partials of a unit's output, f32 `[heads][row_stride][head_dim]`, for the query heads of the first
+    /// Writes partials from the NPU's output, f32 `[heads][row_stride][head_dim]`, for the query heads of the first
     /// `kv_heads` KV heads of `rows` tokens. `merges` begins with the first token's entry.
     pub fn partials(
         &self,
@@ -137,7 +135,7 @@ impl OffloadKernels {
     }
 }
 
-/// The query heads of the first `kv_heads` KV heads. Panics if there are fewer, or none is asked for.
+/// The query heads of the first `kv_heads` KV heads. Panics if there are fewer, or if `kv_heads` is 0.
 fn heads_of(shape: &AttentionShape, kv_heads: usize) -> usize {
     assert!((1..=shape.num_kv_heads).contains(&kv_heads), "{kv_heads} KV heads of {}", shape.num_kv_heads);
     kv_heads * (shape.num_heads / shape.num_kv_heads)

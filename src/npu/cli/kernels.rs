@@ -1,15 +1,12 @@
 //! `unicorn npu`: builds the kernels of a Ryzen AI's NPU with the toolchain of this machine, and lists them.
 
-mod build;
-mod tool;
-mod toolchain;
-
 use std::path::PathBuf;
 
-use super::args::{BuildKernels, KernelFolder};
-use super::error::Error;
-use super::offload::kernels_folder;
-use super::terminal::print;
+use super::build;
+use super::start::kernels_folder;
+use crate::cli::args::{BuildKernels, KernelFolder};
+use crate::cli::error::Error;
+use crate::cli::terminal::print;
 use crate::config::Config;
 use crate::npu::store::{Store, file_stem, record};
 

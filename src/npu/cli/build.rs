@@ -11,12 +11,12 @@ use std::time::{Duration, Instant};
 use rustix::fs::{FlockOperation, flock};
 use sha2::{Digest, Sha256};
 
-use super::super::args::BuildKernels;
-use super::super::error::Error;
-use super::super::terminal::print;
-use super::super::{load, log};
 use super::tool::Run;
 use super::toolchain::Toolchain;
+use crate::cli::args::BuildKernels;
+use crate::cli::error::Error;
+use crate::cli::terminal::print;
+use crate::cli::{load, log};
 use crate::config::Config;
 use crate::model::config::ModelConfig;
 use crate::npu::contract::{Bucket, ContractError, MAX_GROUPS, Shape};
