@@ -10,9 +10,9 @@ use std::process::Command;
 use std::sync::OnceLock;
 
 use serde_json::Value;
-use unicorn::checkpoint::{Checkpoint, ModelFiles};
+use unicorn::checkpoint::Checkpoint;
 use unicorn::kernels::cost::Drawn;
-use unicorn::model::config::ModelConfig;
+use unicorn::model::arch::{self, open_files};
 use unicorn::model::judge::work;
 use unicorn::model::memory::Schemes;
 use unicorn::model::weights::Weights;
@@ -509,8 +509,8 @@ fn bench_isa_counts_the_dispatches_of_a_step() {
             .insert(kernel["kernel"].as_str().expect("a name").to_owned(), number(kernel, "dispatches"));
     }
 
-    let files = ModelFiles::open(&model).expect("a checkpoint");
-    let (config, _) = ModelConfig::load(&files).expect("a config");
+    let files = open_files(&model).expect("a checkpoint");
+    let (config, _) = arch::load(&files).expect("a config");
     let checkpoint = Checkpoint::open(&files).expect("a checkpoint");
     let weights = Weights::collect(&checkpoint, &config).expect("weights");
     let schemes = Schemes::of(&weights, QuantizeMode::None).expect("schemes");

@@ -10,7 +10,8 @@ use crate::config::{Courtesy, FfnHeap, NpuMode, parse_bytes};
 use crate::gpu::placement;
 use crate::hub::ModelName;
 use crate::model::SamplingOptions;
-use crate::model::shapes::Shape;
+use crate::model::arch;
+use crate::model::spec::Shape;
 use crate::model::tensors::TensorSpec;
 use crate::tensor::{Bits, KvDtype, Precision, QuantizeMode, Scales, Scheme};
 
@@ -541,8 +542,7 @@ pub struct Inspect {
 
 #[derive(Debug, Args)]
 pub struct Synth {
-    /// gemma-3-270m, gemma-3-1b, gemma-3-4b, gemma-3-12b or gemma-3-27b
-    #[arg(long, value_parser = Shape::named)]
+    #[arg(long, help = arch::shape_names(", "), value_parser = arch::shape)]
     pub shape: Shape,
     #[command(flatten)]
     pub schemes: Schemes,
@@ -584,8 +584,7 @@ pub struct Plan {
 pub struct Planned {
     /// A checkpoint in any format that can be read, or the name of a pulled model
     pub model: Option<String>,
-    /// gemma-3-270m, gemma-3-1b, gemma-3-4b, gemma-3-12b or gemma-3-27b
-    #[arg(long, value_parser = Shape::named, conflicts_with_all = ["quantize", "model_config"])]
+    #[arg(long, help = arch::shape_names(", "), value_parser = arch::shape, conflicts_with_all = ["quantize", "model_config"])]
     pub shape: Option<Shape>,
     /// Scheme of the shape's attention and feed-forward matrices: int4-g32, int4-g128, int8-row, bf16 or another scheme
     /// of docs/formats.md [default: int4-g32]
@@ -618,8 +617,7 @@ pub struct Doctor {
     /// Check whether this model fits [default: the configured model]
     #[arg(long, value_name = "FOLDER|FILE|ORG/NAME", conflicts_with = "shape")]
     pub model: Option<String>,
-    /// Check whether a published shape fits: gemma-3-270m, gemma-3-1b, gemma-3-4b, gemma-3-12b or gemma-3-27b
-    #[arg(long, value_parser = Shape::named, conflicts_with_all = ["quantize", "model_config"])]
+    #[arg(long, help = format!("Check whether a published shape fits: {}", arch::shape_names(", ")), value_parser = arch::shape, conflicts_with_all = ["quantize", "model_config"])]
     pub shape: Option<Shape>,
     /// Scheme of the shape's matrices, as in `unicorn plan` [default: int4-g32]
     #[arg(long, value_name = "SCHEME", value_parser = any_scheme, requires = "shape")]
@@ -797,9 +795,8 @@ pub struct BenchNpu {
 
 #[derive(Debug, Args)]
 pub struct BenchKernels {
-    /// gemma-3-270m, gemma-3-1b, gemma-3-4b, gemma-3-12b, gemma-3-27b
-    #[arg(long, value_name = "SHAPE,...", value_delimiter = ',', default_value = "gemma-3-4b,gemma-3-27b",
-          value_parser = Shape::named)]
+    #[arg(long, help = arch::shape_names(", "), value_name = "SHAPE,...", value_delimiter = ',', default_value = "gemma-3-4b,gemma-3-27b",
+          value_parser = arch::shape)]
     pub shape: Vec<Shape>,
     /// Schemes of the layers' matrices: int4-g32, int4-g128, int8-row, bf16
     #[arg(long, value_name = "SCHEME,...", value_delimiter = ',', default_value = "int4-g32,int4-g128")]
@@ -843,7 +840,7 @@ pub struct BenchIsa {
     #[arg(long, value_name = "GPU", default_value = "phoenix")]
     pub device: String,
     /// Predict only this size [default: all five]
-    #[arg(long, value_parser = Shape::named)]
+    #[arg(long, value_parser = arch::shape)]
     pub shape: Option<Shape>,
     /// Tokens in each sequence's KV cache at the predicted decode step
     #[arg(long, value_name = "TOKENS", default_value_t = 512, value_parser = clap::value_parser!(u32).range(..=131_071))]

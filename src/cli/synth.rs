@@ -16,8 +16,8 @@ use super::load;
 use super::progress::Bar;
 use super::terminal::{bytes, print};
 use crate::checkpoint::{FileWriter, NativeWriter, NewTensor, Synthetic};
-use crate::model::config::ModelConfig;
-use crate::model::tensors::{ModelTensors, TensorSpec};
+use crate::model::spec::ModelSpec;
+use crate::model::tensors::TensorSpec;
 use crate::tensor::{Bits, Scheme, TILE_ROWS};
 
 /// Tiles of a piece that one core fills, and pieces made at once.
@@ -26,7 +26,7 @@ const PIECES: usize = 16;
 
 pub fn synth(args: &args::Synth) -> Result<(), Error> {
     let shape = args.shape;
-    let config = shape.config();
+    let config = shape.spec();
     let synthetic = Synthetic { shape: shape.name.to_string(), seed: args.seed };
     let job = json!({
         "synthetic": synthetic,
@@ -78,7 +78,7 @@ pub fn synth(args: &args::Synth) -> Result<(), Error> {
 }
 
 /// The files of a checkpoint, each with its tensors.
-fn files(config: &ModelConfig, schemes: &Schemes) -> Vec<(String, Vec<NewTensor>)> {
+fn files(config: &ModelSpec, schemes: &Schemes) -> Vec<(String, Vec<NewTensor>)> {
     let tensor = |spec: &TensorSpec| {
         let scheme = Class::of(spec).map(|class| {
             let Target(scheme) = schemes.of(class);
@@ -86,8 +86,7 @@ fn files(config: &ModelConfig, schemes: &Schemes) -> Vec<(String, Vec<NewTensor>
         });
         NewTensor { name: spec.full_name(), shape: spec.shape.clone(), scheme }
     };
-    let specs = ModelTensors::of(config);
-    let files = specs.files().into_iter();
+    let files = config.tensors.files().into_iter();
     files.map(|(name, specs)| (name, specs.into_iter().map(tensor).collect())).collect()
 }
 

@@ -15,7 +15,7 @@ use super::{Channel, serve};
 use crate::checkpoint::{HeldNames, ModelFiles};
 use crate::config::Config;
 use crate::gpu::Device;
-use crate::model::Runner;
+use crate::model::{Runner, arch};
 
 /// How often the child reports the progress of a load.
 const REPORT_EVERY: Duration = Duration::from_millis(250);
@@ -106,7 +106,7 @@ fn receive_task(
     let Task { options, model, draft, vocab_size, npu } = task;
     let mut files = |names: HeldNames| {
         let files = channel.receive_files(names.num_files())?;
-        io::Result::Ok(ModelFiles::from_parts(names, files, embedded))
+        io::Result::Ok(ModelFiles::from_parts(names, files, embedded, arch::gguf_archs()))
     };
     let (model, draft) = (files(model)?, draft.map(&mut files).transpose()?);
     let observer = Channel::from_socket(channel.receive_file()?.into())?;

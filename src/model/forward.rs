@@ -4,7 +4,6 @@
 
 use std::ops::Range;
 
-use super::config::LayerType;
 use super::layers::Scratch;
 use super::memory;
 use super::model_runner::ModelRunner;
@@ -74,11 +73,11 @@ impl ModelRunner {
     /// Copies a block to another one, in every layer of its pool.
     pub(super) fn record_copy(&self, recorder: &mut Recorder<'_>, copy: &BlockCopy) {
         let kind = match copy.pool {
-            BlockPool::Full => LayerType::FullAttention,
-            BlockPool::Sliding => LayerType::SlidingAttention,
+            BlockPool::Full => BlockPool::Full,
+            BlockPool::Sliding => BlockPool::Sliding,
         };
         let bytes = memory::kv_block_bytes(&self.config, self.kv, self.limits.kv.block_size);
-        for layer in self.layers.iter().filter(|layer| layer.kind == kind) {
+        for layer in self.layers.iter().filter(|layer| layer.pool == kind) {
             let KvCache { keys, values } = &layer.attention.cache;
             for half in [keys, values] {
                 let block = |id: u32| half.slice(u64::from(id) * bytes, bytes);

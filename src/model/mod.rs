@@ -2,10 +2,12 @@
 //!
 //! This module refuses to know requests, queues or clocks: the engine above hands it a [`Batch`] of plain arrays.
 
+pub mod arch;
 pub mod config;
 pub mod draft;
 mod evaluate;
 mod forward;
+pub mod gemma3;
 pub mod model_runner;
 #[doc(hidden)]
 pub mod judge;
@@ -20,7 +22,7 @@ mod runner;
 mod sampling;
 #[doc(hidden)]
 pub mod self_test;
-pub mod shapes;
+pub mod spec;
 pub(crate) mod step;
 pub(crate) mod submits;
 pub mod tensors;

@@ -10,8 +10,9 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-use super::config::{LayerType, ModelConfig};
 use super::model_runner::ModelRunner;
+use super::runner::BlockPool;
+use super::spec::ModelSpec;
 use super::step::StepOutputs;
 use super::{Batch, RunnerError};
 use crate::gpu::placement::{Class, MemoryKind};
@@ -49,7 +50,7 @@ pub struct OffloadLimits {
 
 impl OffloadLimits {
     /// The buffers that the host and the device share, by name: queries, keys, values, and the coprocessor's output.
-    pub(super) fn buffers(&self, config: &ModelConfig) -> [(&'static str, MemoryKind, u64); 4] {
+    pub(super) fn buffers(&self, config: &ModelSpec) -> [(&'static str, MemoryKind, u64); 4] {
         let heads = self.kv_heads * (config.num_attention_heads / config.num_key_value_heads);
         let queries = (heads * MOST_TOKENS * config.head_dim) as u64;
         let keys = (self.kv_heads * self.keys * config.head_dim) as u64;
@@ -78,7 +79,7 @@ pub(crate) struct OffloadBuffers {
 impl OffloadBuffers {
     pub fn new(
         arena: &mut Arena,
-        config: &ModelConfig,
+        config: &ModelSpec,
         limits: OffloadLimits,
     ) -> Result<OffloadBuffers, GpuError> {
         let [queries, keys, values, output] =
@@ -95,16 +96,16 @@ pub(crate) struct AttentionShare {
     pub sequence: usize,
     /// The KV heads that the coprocessor computes, from 0 on.
     pub kv_heads: usize,
-    /// The keys that are gathered for it in each kind of layer; `None` = the device computes all of such layers.
+    /// The keys that are gathered for it in the layers of each pool; `None` = the device computes all of such layers.
     pub sliding_keys: Option<usize>,
     pub full_keys: Option<usize>,
 }
 
 impl AttentionShare {
-    pub fn keys(&self, kind: LayerType) -> Option<usize> {
-        match kind {
-            LayerType::SlidingAttention => self.sliding_keys,
-            LayerType::FullAttention => self.full_keys,
+    pub fn keys(&self, pool: BlockPool) -> Option<usize> {
+        match pool {
+            BlockPool::Sliding => self.sliding_keys,
+            BlockPool::Full => self.full_keys,
         }
     }
 }

@@ -16,11 +16,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::gpu::{Buffer, timed};
 use crate::kernels::AttentionShape;
-use crate::model::config::LayerType;
 use crate::model::offload::{
     AttentionShare, MOST_TOKENS, OffloadBuffers, OffloadError, OffloadLimits, longest_chunk,
 };
-use crate::model::{Batch, BatchSequence, Input, RunnerError};
+use crate::model::{Batch, BatchSequence, BlockPool, Input, RunnerError};
 
 /// One layer's attention of neighbouring prompt tokens of one sequence, for the KV heads from 0 to `kv_heads`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -134,16 +133,16 @@ pub(super) struct UnitShare {
     pub attention: AttentionShare,
     /// The position of the first row.
     pub first: usize,
-    /// The form of the arrays for each kind of layer; `None` = the device computes all of such layers.
+    /// The form of the arrays for the layers of each pool; `None` = the device computes all of such layers.
     sliding: Option<OffloadRoom>,
     full: Option<OffloadRoom>,
 }
 
 impl UnitShare {
-    pub fn room(&self, kind: LayerType) -> Option<OffloadRoom> {
-        match kind {
-            LayerType::SlidingAttention => self.sliding,
-            LayerType::FullAttention => self.full,
+    pub fn room(&self, pool: BlockPool) -> Option<OffloadRoom> {
+        match pool {
+            BlockPool::Sliding => self.sliding,
+            BlockPool::Full => self.full,
         }
     }
 
@@ -190,14 +189,7 @@ impl Attached {
             Some(Copies::of(buffers))
         };
         let counts = OffloadWatch(Arc::default());
-        Ok(Attached {
-            unit: Some(unit),
-            kv_heads,
-            policy,
-            counts,
-            copies,
-            failure: None,
-        })
+        Ok(Attached { unit: Some(unit), kv_heads, policy, counts, copies, failure: None })
     }
 
     pub fn watch(&self) -> OffloadWatch {
@@ -237,7 +229,7 @@ impl Attached {
         &self,
         batch: &Batch,
         drawn: &[u32],
-        window: usize,
+        window: Option<usize>,
         limits: &OffloadLimits,
     ) -> Option<UnitShare> {
         if !self.is_usable() || self.kv_heads == 0 {
@@ -261,7 +253,7 @@ impl Attached {
             let rows = row..row + input.len().min(most);
             let attention = AttentionShare { rows, sequence, kv_heads, sliding_keys: None, full_keys: None };
             let mut share = UnitShare { attention, first: *first, sliding: None, full: None };
-            share.sliding = self.room(&share.job(Some(window)), limits);
+            share.sliding = window.and_then(|window| self.room(&share.job(Some(window)), limits));
             share.full = self.room(&share.job(None), limits);
             let keys = |room: Option<OffloadRoom>| room.map(|room| room.keys);
             share.attention.sliding_keys = keys(share.sliding);
@@ -419,7 +411,7 @@ mod tests {
     fn the_longest_prompt_of_a_batch_is_shared() {
         let unit = attached(Idle { row_stride: 512, key_stride: 4096 }, OffloadPolicy::Auto);
         let share = |sequences: &[(usize, usize)]| {
-            let share = unit.share(&batch(sequences), &[], 64, &LIMITS)?;
+            let share = unit.share(&batch(sequences), &[], Some(64), &LIMITS)?;
             Some((share.attention.sequence, share.attention.rows, share.first))
         };
         assert_eq!(share(&[(0, 31), (900, 0)]), None, "too few tokens");
@@ -429,7 +421,7 @@ mod tests {
         assert_eq!(share(&[(4080, 40)]), None, "the unit has no room");
         // One id is drawn after a prompt, and several after drafts that are checked.
         let of = |drawn: &[u32]| {
-            Some(unit.share(&batch(&[(3, 40), (0, 33)]), drawn, 64, &LIMITS)?.attention.sequence)
+            Some(unit.share(&batch(&[(3, 40), (0, 33)]), drawn, Some(64), &LIMITS)?.attention.sequence)
         };
         assert_eq!([of(&[39, 72]), of(&[38, 39, 72]), of(&[3, 4, 40, 72])], [Some(0), Some(1), None]);
         assert_eq!(of(&[39, 39, 39, 72]), Some(0), "three answers to the first prompt");
@@ -439,7 +431,7 @@ mod tests {
     fn the_device_computes_a_job_that_the_buffers_cannot_hold() {
         let share = |row_stride, key_stride| {
             let unit = attached(Idle { row_stride, key_stride }, OffloadPolicy::Auto);
-            unit.share(&batch(&[(0, 100)]), &[], 64, &LIMITS).is_some()
+            unit.share(&batch(&[(0, 100)]), &[], Some(64), &LIMITS).is_some()
         };
         assert!(share(512, 4096) && share(100, 100));
         assert!(!share(513, 4096) && !share(512, 4097));
@@ -448,8 +440,9 @@ mod tests {
     #[test]
     fn a_chunk_that_is_too_long_for_the_unit_is_shared_in_part() {
         let unit = attached(Idle { row_stride: 256, key_stride: 4096 }, OffloadPolicy::Auto);
-        let rows =
-            |start, tokens| Some(unit.share(&batch(&[(start, tokens)]), &[], 64, &LIMITS)?.attention.rows);
+        let rows = |start, tokens| {
+            Some(unit.share(&batch(&[(start, tokens)]), &[], Some(64), &LIMITS)?.attention.rows)
+        };
         assert_eq!([rows(0, 200), rows(0, 256), rows(9, 257)], [Some(0..200), Some(0..256), Some(0..256)]);
         assert_eq!(rows(4000, 512), None, "too many keys");
     }
@@ -459,7 +452,7 @@ mod tests {
         let error = || OffloadError { code: "broken".into(), message: "it smokes".into() };
         let mut unit = attached(Idle { row_stride: 512, key_stride: 4096 }, OffloadPolicy::Auto);
         assert_eq!((unit.fail(error()), unit.check()), (Ok(()), Ok(())));
-        assert!(!unit.is_usable() && unit.share(&batch(&[(0, 100)]), &[], 64, &LIMITS).is_none());
+        assert!(!unit.is_usable() && unit.share(&batch(&[(0, 100)]), &[], Some(64), &LIMITS).is_none());
         let counts = unit.watch().counts();
         assert_eq!(counts.fallbacks, [("broken".to_owned(), 1)]);
         assert_eq!(counts.quarantined.as_deref(), Some("broken: it smokes"));

@@ -41,7 +41,7 @@ impl Coprocessor for UnitOfModel {
         // `eval` takes the logits of a prompt's rows, and draws nothing.
         let drawn = if wanted.requests.is_empty() { &[][..] } else { &wanted.rows };
         let limits = &model.offload_buffers.as_ref().expect("room for the unit").limits;
-        match self.unit.share(batch, drawn, model.config.sliding_window, limits) {
+        match self.unit.share(batch, drawn, model.config.window(), limits) {
             Some(share) => model.run_shared(index, batch, wanted, &share, self).map(|()| None),
             None => Ok(Some(wanted)),
         }
@@ -201,7 +201,7 @@ impl Shared<'_> {
     /// The job of a layer, and the form of its arrays.
     fn job(&self, layer: usize) -> (OffloadJob, OffloadRoom) {
         let layer = &self.model.layers[layer];
-        let room = self.share.room(layer.kind).expect("a layer that is shared");
+        let room = self.share.room(layer.pool).expect("a layer that is shared");
         (self.share.job(layer.attention.shape.window), room)
     }
 
@@ -291,7 +291,7 @@ impl Shared<'_> {
         let Shared { model, frame, share, .. } = *self;
         match part {
             StepPart::Projections { layer, rows } => {
-                let step = frame.whole(model.layers[*layer].kind).rows(rows);
+                let step = frame.whole(model.layers[*layer].pool).rows(rows);
                 model.record_projections(r, *layer, &step, rows.clone());
             }
             StepPart::Gather { layer } => self.record_gather(r, *layer),
@@ -305,7 +305,7 @@ impl Shared<'_> {
             StepPart::Join { layer } => self.record_join(r, *layer),
             StepPart::Rest { layer, rows } => {
                 let (layer, index) = (&model.layers[*layer], *layer);
-                let step = frame.whole(layer.kind).rows(rows);
+                let step = frame.whole(layer.pool).rows(rows);
                 let (shape, partials) = (&layer.attention.shape, &model.scratch.partials);
                 let attended = model.attended(index, rows);
                 model.kernels.attention_merge(r, shape, &step, partials, &attended, rows.len());
@@ -328,8 +328,8 @@ impl Shared<'_> {
     ) {
         let Shared { model, frame, share, .. } = *self;
         let layer = &model.layers[layer];
-        let (q, step) = ((&model.scratch.q, &model.scratch.partials), frame.whole(layer.kind));
-        for part in frame.parts(layer.kind).iter().filter(|part| rows.contains(&part.rows.start)) {
+        let (q, step) = ((&model.scratch.q, &model.scratch.partials), frame.whole(layer.pool));
+        for part in frame.parts(layer.pool).iter().filter(|part| rows.contains(&part.rows.start)) {
             let heads = if share.attention.rows.contains(&part.rows.start) { &shared } else { &others };
             model.kernels.attention_partials(r, &layer.attention, q, step, part, heads);
         }
@@ -346,7 +346,7 @@ impl Shared<'_> {
         let queries = (&buffers.queries, room.row_stride);
         kernels.queries(r, shape, (&q, rows.len()), *kv_heads, queries);
         let table = 4 * shape.max_blocks as u64;
-        let blocks = frame.whole(layer.kind).block_tables.slice(*sequence as u64 * table, table);
+        let blocks = frame.whole(layer.pool).block_tables.slice(*sequence as u64 * table, table);
         let span = GatheredKeys {
             first: room.first_key,
             count: room.keys,
@@ -366,7 +366,7 @@ impl Shared<'_> {
         let AttentionShare { rows, kv_heads, .. } = &share.attention;
         let (_, room) = self.job(layer);
         let layer = &model.layers[layer];
-        let merges = &frame.whole(layer.kind).shares.merges;
+        let merges = &frame.whole(layer.pool).shares.merges;
         let merges = merges.slice(8 * rows.start as u64, 8 * rows.len() as u64);
         if buffers.limits.shared {
             r.acquire(&[&buffers.output]);

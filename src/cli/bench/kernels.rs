@@ -61,7 +61,8 @@ impl Measured {
 pub fn kernels(config: &Config, args: &args::BenchKernels) -> Result<(), Error> {
     let scheme = |target: &args::Target| target.0.unwrap_or(Scheme::Bf16);
     let choices = args.shape.iter().map(|shape| Choice {
-        shape: *shape,
+        name: shape.name.to_owned(),
+        spec: shape.spec(),
         schemes: args.scheme.iter().map(scheme).collect(),
         embedding: scheme(&args.embedding),
         kv: config.kv.dtype,

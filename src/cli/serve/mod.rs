@@ -35,7 +35,7 @@ use crate::config::{self, Config};
 use crate::device::{DeviceFactory, Observer};
 use crate::engine::{EnergyCounter, Engine, EngineConfig, EngineHandle};
 use crate::model::Runner;
-use crate::model::config::ModelConfig;
+use crate::model::arch;
 use crate::session::Service;
 use crate::text::panic_message;
 
@@ -238,11 +238,11 @@ fn load_and_start(
     courtesy: CourtesyWatch,
     cancelled: Arc<AtomicBool>,
 ) -> Result<(Service, ModelReport), Error> {
-    let (model_config, generation) = ModelConfig::load(files)?;
+    let (model_config, generation) = arch::load(files)?;
     let texts = load::texts(files, model_config, &generation)?;
     let draft_files = load::draft_files(config)?;
     if let Some(draft) = &draft_files {
-        let (draft_config, _) = ModelConfig::load(draft)?;
+        let (draft_config, _) = arch::load(draft)?;
         load::check_draft_tokenizer(files, &texts.tokenizer, draft, &draft_config)?;
     }
     let vocab_size = texts.tokenizer.vocab_size();

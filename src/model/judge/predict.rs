@@ -14,7 +14,7 @@ use super::{Judge, Pipeline, pipeline_name};
 use crate::gpu::isa::Counts;
 use crate::kernels::cost::{self, Body, Dispatch, Drawn};
 use crate::model::memory::Schemes;
-use crate::model::shapes::Shape;
+use crate::model::spec::Shape;
 use crate::tensor::{KvDtype, Precision, QuantizeMode, Scheme};
 
 /// Numbers of sequences that decode together.
@@ -319,7 +319,7 @@ impl Question {
         };
         let mut all = Vec::new();
         for shape in &self.shapes {
-            let config = shape.config();
+            let config = shape.spec();
             let projections = self.mode.projections().unwrap_or(Scheme::Bf16);
             let embedding = self.mode.embedding().unwrap_or(Scheme::Bf16);
             let schemes = Schemes::uniform(&config, projections, projections, embedding);
@@ -377,6 +377,7 @@ impl Pipeline {
     pub fn trips(&self, shapes: &[Shape], predictions: &[Prediction]) -> Option<(f64, f64)> {
         let columns = shapes
             .iter()
+            .map(Shape::spec)
             .flat_map(|s| [s.hidden_size, s.num_attention_heads * s.head_dim, s.intermediate_size]);
         let products = columns.filter_map(|cols| Some(cost::product_trips(self.shader, cols)? as f64));
         let name = self.name();

@@ -5,8 +5,9 @@ use std::ops::Range;
 
 use crate::kernels::cost::{self, Dispatch, Drawn, Heads};
 use crate::kernels::{Wants, share_pipeline};
-use crate::model::config::{LayerType, ModelConfig};
+use crate::model::BlockPool;
 use crate::model::memory::{DEFAULT_BLOCK_SIZE, MemoryRequest, Schemes, partials};
+use crate::model::spec::ModelSpec;
 use crate::model::step::padded_tokens;
 use crate::model::tensors::Projections;
 use crate::tensor::{KvDtype, Precision, Scheme};
@@ -26,7 +27,7 @@ pub struct StepDispatches {
 /// The dispatches of a step in which each sequence contributes the tokens at these positions, and `draws` ids are
 /// `drawn`. `most` is the largest number of tokens of a step.
 pub fn step(
-    config: &ModelConfig,
+    config: &ModelSpec,
     schemes: &Schemes,
     kv: KvDtype,
     precision: Precision,
@@ -45,7 +46,7 @@ pub fn step(
         head_dim: c.head_dim,
         kv,
     };
-    let layers = c.num_hidden_layers as u64;
+    let layers = c.layers.len() as u64;
     let mut all = Vec::new();
     let mut add =
         |what, times, barriers, dispatch| all.push(StepDispatches { what, times, barriers, dispatch });
@@ -107,11 +108,8 @@ pub fn step(
     add("qkv_store", layers, layers, cost::qkv_store(&heads, n));
     let sliding = ["attention, sliding", "attention of tiles, sliding", "attention merged, sliding"];
     let full = ["attention, full", "attention of tiles, full", "attention merged, full"];
-    for (names, kind, window) in [
-        (sliding, LayerType::SlidingAttention, Some(c.sliding_window)),
-        (full, LayerType::FullAttention, None),
-    ] {
-        let times = c.layer_types.iter().filter(|each| **each == kind).count() as u64;
+    for (names, kind, window) in [(sliding, BlockPool::Sliding, c.window()), (full, BlockPool::Full, None)] {
+        let times = c.layers_of(kind) as u64;
         if times == 0 {
             continue;
         }
@@ -138,7 +136,7 @@ pub fn step(
 
 /// The steps that compute a prompt of `tokens` tokens and draw the answer's first id.
 pub fn prompt(
-    config: &ModelConfig,
+    config: &ModelSpec,
     schemes: &Schemes,
     kv: KvDtype,
     precision: Precision,
@@ -165,7 +163,7 @@ pub fn prompt(
 }
 
 /// The number of tokens of a step of this model, at most `wanted`.
-pub fn batch_tokens(config: &ModelConfig, schemes: &Schemes, kv: KvDtype, wanted: usize) -> usize {
+pub fn batch_tokens(config: &ModelSpec, schemes: &Schemes, kv: KvDtype, wanted: usize) -> usize {
     let request = MemoryRequest {
         config,
         schemes: schemes.clone(),
@@ -183,10 +181,10 @@ pub fn batch_tokens(config: &ModelConfig, schemes: &Schemes, kv: KvDtype, wanted
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::shapes::Shape;
+    use crate::model::arch;
 
     fn of_27b(sequences: &[Range<usize>]) -> Vec<StepDispatches> {
-        let config = Shape::named("gemma-3-27b").unwrap().config();
+        let config = arch::shape("gemma-3-27b").unwrap().spec();
         let int4 = Scheme::int4(128);
         let schemes = Schemes::uniform(&config, int4, int4, Scheme::Int8Row);
         step(
@@ -232,7 +230,7 @@ mod tests {
 
     #[test]
     fn a_prompt_goes_in_steps_of_which_the_last_one_draws() {
-        let config = Shape::named("gemma-3-27b").unwrap().config();
+        let config = arch::shape("gemma-3-27b").unwrap().spec();
         let schemes = Schemes::uniform(&config, Scheme::Bf16, Scheme::Bf16, Scheme::Bf16);
         let most = batch_tokens(&config, &schemes, KvDtype::F16, 256);
         assert_eq!(most, 256);

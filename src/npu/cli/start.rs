@@ -12,10 +12,10 @@ use std::time::{Duration, Instant};
 use crate::cli::error::Error;
 use crate::config::{Config, NpuMode, NpuPreference, NpuSharing};
 use crate::device::NpuReport;
-use crate::model::config::ModelConfig;
 use crate::model::load::LoadError;
 use crate::model::model_runner::ModelRunner;
 use crate::model::offload::{LEAST_TOKENS, MOST_TOKENS, OffloadError, OffloadLimits};
+use crate::model::spec::ModelSpec;
 use crate::model::{Runner, RunnerError};
 use crate::npu::attention::{Offload, OffloadPolicy, OffloadWatch, not_shared};
 use crate::npu::error::{NpuCode, NpuError};
@@ -44,7 +44,7 @@ pub fn shim(config: &Config) -> PathBuf {
     config.npu.shim.as_ref().map_or_else(beside, PathBuf::from)
 }
 
-fn limits_of(config: &Config, model: &ModelConfig) -> OffloadLimits {
+fn limits_of(config: &Config, model: &ModelSpec) -> OffloadLimits {
     let most = model.num_key_value_heads;
     OffloadLimits {
         kv_heads: config.npu.kv_heads.unwrap_or(most).min(most),
@@ -54,7 +54,7 @@ fn limits_of(config: &Config, model: &ModelConfig) -> OffloadLimits {
 }
 
 /// The buffers that a load of this model would reserve.
-pub fn planned(config: &Config, model: &ModelConfig) -> Option<OffloadLimits> {
+pub fn planned(config: &Config, model: &ModelSpec) -> Option<OffloadLimits> {
     (config.npu.mode != NpuMode::Off).then(|| limits_of(config, model))
 }
 
@@ -72,7 +72,7 @@ impl Npu {
     /// state of the NPU at the first load of this model. An NPU that was not used then is not used now, so that answers
     /// keep their bits.
     pub fn open(
-        model: &ModelConfig,
+        model: &ModelSpec,
         config: &Config,
         before: Option<&NpuReport>,
     ) -> Result<Option<Npu>, Error> {
@@ -199,7 +199,7 @@ fn refuse(config: &Config, start: &mut NpuReport, error: OffloadError) -> Result
 }
 
 /// Like [`process`]. If `again`, waits until the NPU's columns are free.
-fn process_with_columns(model: &ModelConfig, config: &Config, again: bool) -> Result<NpuProcess, NpuError> {
+fn process_with_columns(model: &ModelSpec, config: &Config, again: bool) -> Result<NpuProcess, NpuError> {
     let since = Instant::now();
     loop {
         match process(model, config) {
@@ -212,7 +212,7 @@ fn process_with_columns(model: &ModelConfig, config: &Config, again: bool) -> Re
 }
 
 /// Starts the NPU's process, and runs the self-test.
-fn process(model: &ModelConfig, config: &Config) -> Result<NpuProcess, NpuError> {
+fn process(model: &ModelSpec, config: &Config) -> Result<NpuProcess, NpuError> {
     let Some(kernels) = kernels_folder(config) else {
         let problem = "there is no folder of kernels: neither HOME nor UNICORN_CACHE_DIR is set";
         return Err(NpuError::new(NpuCode::KernelMissing, problem));

@@ -5,11 +5,11 @@ use crate::cli::args;
 use crate::cli::error::Error;
 use crate::config::Config;
 use crate::device::NpuReport;
-use crate::model::config::ModelConfig;
 use crate::model::model_runner::ModelRunner;
 use crate::model::offload::OffloadLimits;
+use crate::model::spec::ModelSpec;
 
-pub fn planned(_: &Config, _: &ModelConfig) -> Option<OffloadLimits> {
+pub fn planned(_: &Config, _: &ModelSpec) -> Option<OffloadLimits> {
     None
 }
 
@@ -17,7 +17,7 @@ pub fn planned(_: &Config, _: &ModelConfig) -> Option<OffloadLimits> {
 pub enum Npu {}
 
 impl Npu {
-    pub fn open(_: &ModelConfig, _: &Config, _: Option<&NpuReport>) -> Result<Option<Npu>, Error> {
+    pub fn open(_: &ModelSpec, _: &Config, _: Option<&NpuReport>) -> Result<Option<Npu>, Error> {
         Ok(None)
     }
 
