@@ -5,7 +5,7 @@ use std::time::Duration;
 use serde::Serialize;
 use utoipa::ToSchema;
 
-use crate::device::{DeviceReport, DeviceState, NpuReport};
+use crate::device::{DeviceReport, DeviceState, Metric, NpuReport};
 
 /// A loaded model and its device, apart from what the engine reports.
 pub struct ModelReport {
@@ -30,8 +30,10 @@ pub struct LiveReport {
     pub courtesy: Option<CourtesyReport>,
     /// The machine's energy since the model was loaded.
     pub energy: Option<EnergyReport>,
-    /// What the NPU did since the server started; `None` if `npu.mode` is off, and until a device process has answered.
+    /// The section `npu` of `/status`; `None` if `npu.mode` is off, and until a device process has answered.
     pub npu: Option<NpuReport>,
+    /// More metrics, which only `/metrics` shows.
+    pub metrics: Vec<Metric>,
 }
 
 /// The bound on the share of the device's time while somebody works at the machine.

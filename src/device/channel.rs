@@ -1,7 +1,8 @@
 //! Messages and files between two processes of one machine. A short message is one packet of a socket.
 //!
-//! A long message goes through a file in memory that both processes have open. Both write and read it with system calls.
-//! A mapping would save a copy, but then the other process could change memory that this process has a reference to.
+//! A long message goes through a file in memory that both processes have open. Both write and read it with system
+//! calls. A mapping would save a copy, but then the other process could change memory that this process has a reference
+//! to.
 
 use std::fs::File;
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut};

@@ -34,7 +34,8 @@ pub use loading::Loading;
 pub use message::Refusal;
 pub use process::DeviceProcess;
 pub use report::{
-    DeviceReport, DeviceState, HeapReport, KernelTime, NpuReport, Place, Placed, SelfTested, kernel_times,
+    DeviceReport, DeviceState, HeapReport, KernelTime, Metric, NpuReport, Place, Placed, SelfTested,
+    kernel_times,
 };
 pub use steps::serve;
 pub use usage::{open_files, processor_time, resident_bytes, status_field};

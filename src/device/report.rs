@@ -1,5 +1,5 @@
-//! What a server reports of its model's device. The device process sends these values, and `/status` and `/metrics` show
-//! them.
+//! What a server reports of its model's device. The device process sends these values, and `/status` and `/metrics`
+//! show them.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -187,6 +187,15 @@ pub fn kernel_times(device: &Device) -> Vec<KernelTime> {
     let mut kernels: Vec<_> = each.map(time).collect();
     kernels.sort_by_key(|kernel| std::cmp::Reverse(kernel.time));
     kernels
+}
+
+/// A metric of `/metrics`, with its samples. Each sample has at most one label, a name and a value.
+#[derive(Debug, Clone)]
+pub struct Metric {
+    pub name: &'static str,
+    pub kind: &'static str,
+    pub help: &'static str,
+    pub samples: Vec<(Option<(&'static str, String)>, f64)>,
 }
 
 /// What the NPU does, and did since the server started.

@@ -13,8 +13,8 @@ use super::channel::{Channel, Sign};
 const EVERY: Duration = Duration::from_millis(50);
 
 impl Channel {
-    /// The child's end, which is its standard input. From then on the child writes a heartbeat, and ends when its parent
-    /// ends.
+    /// The child's end, which is its standard input. From then on the child writes a heartbeat, and ends when its
+    /// parent ends.
     pub fn from_stdin() -> io::Result<Self> {
         let channel = Self::from_socket(io::stdin().as_fd().try_clone_to_owned()?)?;
         channel.beat()?;
@@ -22,8 +22,8 @@ impl Channel {
     }
 
     /// Writes a heartbeat, and ends this process when its parent has ended. The other threads may not notice that,
-    /// because a call of the driver may never return. (Linux sends its own signal at the parent's death already when the
-    /// thread ends that started the child.)
+    /// because a call of the driver may never return. (Linux sends its own signal at the parent's death already when
+    /// the thread ends that started the child.)
     fn beat(&self) -> io::Result<()> {
         let (counter, parent) = (self.counter(Sign::Beat)?, getppid());
         thread::Builder::new().name("heartbeat".into()).spawn(move || {

@@ -1,7 +1,9 @@
-//! The counts of the NPU's work since the server started. Each device process has its own counts, which end with the
-//! process. This module adds them up.
+//! The counts of the NPU's work since the server started, and their metrics. Each device process has its own counts,
+//! which end with the process. This module adds them up.
 
-use crate::device::{DeviceState, NpuReport};
+use std::collections::BTreeMap;
+
+use crate::device::{DeviceState, Metric, NpuReport};
 
 /// The counts of all device processes, as last reported by each of them.
 #[derive(Debug, Default)]
@@ -30,6 +32,43 @@ impl NpuAccount {
             None => Some(NpuReport { in_use: false, reason: Some(SILENT.into()), ..total }),
         }
     }
+}
+
+/// The metrics of an NPU. Without an NPU the counts are 0, so that queries find them.
+pub fn metrics(npu: Option<&NpuReport>) -> Vec<Metric> {
+    const REASONS: [&str; 4] = ["npu-timeout", "npu-command-state", "npu-no-output", "npu-process"];
+    let metric = |name, kind, help, value| Metric { name, kind, help, samples: vec![(None, value)] };
+    let heads = npu.filter(|npu| npu.in_use).map_or(0, |npu| npu.kv_heads);
+    let completed = npu.map_or(0, |npu| npu.completed);
+    let mut fallbacks: BTreeMap<&str, u64> = REASONS.map(|reason| (reason, 0)).into();
+    fallbacks.extend(npu.iter().flat_map(|npu| &npu.fallbacks).map(|(reason, count)| (&**reason, *count)));
+    let fallback = |(reason, count): (&str, u64)| (Some(("reason", reason.to_owned())), count as f64);
+    vec![
+        metric(
+            "unicorn_npu_kv_heads",
+            "gauge",
+            "KV heads of each layer whose attention of prompts the NPU computes now.",
+            heads as f64,
+        ),
+        metric(
+            "unicorn_npu_completed_total",
+            "counter",
+            "Attention of a layer that the NPU completed, and whose result was used.",
+            completed as f64,
+        ),
+        Metric {
+            name: "unicorn_npu_fallback_total",
+            kind: "counter",
+            help: "Failures of the NPU that the GPU stepped in for, by the doctor's code.",
+            samples: fallbacks.into_iter().map(fallback).collect(),
+        },
+        metric(
+            "unicorn_npu_waited_seconds_total",
+            "counter",
+            "Time for which steps waited for the NPU.",
+            npu.map_or(0.0, |npu| npu.waited_s),
+        ),
+    ]
 }
 
 /// The report `later` with the counts of both.

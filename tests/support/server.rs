@@ -13,6 +13,7 @@ use unicorn::api::{self, Connections, CourtesyReport, EnergyReport, LiveReport, 
 use unicorn::device::{
     DeviceReport, DeviceState, HeapReport, KernelTime, NpuReport, Place, Placed, SelfTested,
 };
+use unicorn::npu::account;
 
 use super::app::App;
 use super::fake_runner::HANG;
@@ -161,6 +162,7 @@ pub fn report() -> ModelReport {
             most_files: None,
             courtesy: Some(CourtesyReport { share: 0.5, holds: true, sessions_known: true }),
             energy: Some(EnergyReport { source: "rapl", joules: 37.5 }),
+            metrics: account::metrics(Some(&npu)),
             npu: Some(npu),
         }
     };

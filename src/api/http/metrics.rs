@@ -11,7 +11,6 @@
 //! Every label has few values, which are known beforehand: a path that is no route is `other`. No value comes from a
 //! request's text, and no client or key is named.
 
-use std::collections::BTreeMap;
 use std::fmt::{Display, Write};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -24,7 +23,7 @@ use crate::api::http::counters::{Histogram, locked};
 use crate::api::openapi::AuthErrors;
 use crate::api::report::LiveReport;
 use crate::api::server::Server;
-use crate::device::NpuReport;
+use crate::device::Metric;
 use crate::engine::PoolUse;
 
 /// The text that Prometheus reads, <https://prometheus.io/docs/instrumenting/exposition_formats/>. Every sample has the
@@ -242,34 +241,13 @@ fn of_engine(out: &mut Exposition<'_>, server: &Server) {
     .sample(&[], stats.host_ns as f64 / 1e9);
 }
 
-/// The counts are 0 where no NPU is wanted, so that queries find them.
-fn of_npu(out: &mut Exposition<'_>, npu: Option<&NpuReport>) {
-    const REASONS: [&str; 4] = ["npu-timeout", "npu-command-state", "npu-no-output", "npu-process"];
-    let heads = npu.filter(|npu| npu.in_use).map_or(0, |npu| npu.kv_heads);
-    let help = "KV heads of each layer whose attention of prompts the NPU computes now.";
-    out.family("unicorn_npu_kv_heads", "gauge", help).sample(&[], heads);
-    let help = "Attention of a layer that the NPU completed, and whose result was used.";
-    out.family("unicorn_npu_completed_total", "counter", help)
-        .sample(&[], npu.map_or(0, |npu| npu.completed));
-    let mut fallbacks: BTreeMap<&str, u64> = REASONS.map(|reason| (reason, 0)).into();
-    fallbacks.extend(npu.iter().flat_map(|npu| &npu.fallbacks).map(|(reason, count)| (&**reason, *count)));
-    let help = "Failures of the NPU that the GPU stepped in for, by the doctor's code.";
-    out.family("unicorn_npu_fallback_total", "counter", help);
-    for (reason, count) in fallbacks {
-        out.sample(&[("reason", reason)], count);
-    }
-    let help = "Time for which steps waited for the NPU.";
-    out.family("unicorn_npu_waited_seconds_total", "counter", help)
-        .sample(&[], npu.map_or(0.0, |npu| npu.waited_s));
-}
-
 fn of_device(out: &mut Exposition<'_>, server: &Server) {
     let Some(report) = server.report() else { return };
     out.family("unicorn_gpu_memory_bytes", "gauge", "What was placed on the device, by class and heap.");
     for placed in &report.device.placements {
         out.sample(&[("class", &placed.class), ("heap", &placed.heap)], placed.bytes);
     }
-    let LiveReport { device, resident, processor, open_files, most_files, courtesy, energy, npu } =
+    let LiveReport { device, resident, processor, open_files, most_files, courtesy, energy, metrics, .. } =
         (report.live)();
     out.family(
         "unicorn_courtesy_share",
@@ -320,7 +298,13 @@ fn of_device(out: &mut Exposition<'_>, server: &Server) {
         out.family("unicorn_energy_joules_total", "counter", "Energy that the machine used, idle or not.")
             .sample(&[("source", energy.source)], energy.joules);
     }
-    of_npu(out, npu.as_ref());
+    for Metric { name, kind, help, samples } in metrics {
+        out.family(name, kind, help);
+        for (label, value) in samples {
+            let label = label.as_ref().map(|(label, of)| (*label, &**of));
+            out.sample(label.as_slice(), value);
+        }
+    }
     if let Some(state) = &device {
         let counters = [
             ("unicorn_gpu_dispatches_total", "Dispatches given to the device.", state.dispatches),

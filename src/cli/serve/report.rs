@@ -9,7 +9,7 @@ use crate::api::{EnergyReport, LiveReport, ModelReport};
 use crate::cli::energy::Meter;
 use crate::device::{DeviceReport, Observer, open_files, processor_time, resident_bytes};
 use crate::engine::EnergyCounter as _;
-use crate::npu::account::NpuAccount;
+use crate::npu::account::{self, NpuAccount};
 
 pub fn collect(
     device: DeviceReport,
@@ -25,6 +25,7 @@ pub fn collect(
         let own = resident_bytes().0;
         let energy =
             |meter: &Arc<Meter>| Some(EnergyReport { source: meter.source(), joules: meter.counted()? });
+        let npu = npu.lock().expect("nothing panics under this lock").total(device.as_ref());
         LiveReport {
             // The sum of the server process and the device process.
             resident: device.as_ref().map_or(own, |device| Some(own? + device.resident?)),
@@ -33,7 +34,8 @@ pub fn collect(
             most_files: getrlimit(Resource::Nofile).current,
             courtesy,
             energy: meter.as_ref().and_then(energy),
-            npu: npu.lock().expect("nothing panics under this lock").total(device.as_ref()),
+            metrics: account::metrics(npu.as_ref()),
+            npu,
             device,
         }
     };
