@@ -222,8 +222,8 @@ impl ModelRunner {
         }
     }
 
-    /// As [`ModelRunner::run`], without the coprocessor. `keep` records something behind the embedding (0), and behind each layer
-    /// (from 1 on) or each part of its rows.
+    /// As [`ModelRunner::run`], without the coprocessor. `keep` records something after the embedding (0), and after
+    /// each layer (from 1 on) or each part of its rows.
     pub(super) fn run_keeping(
         &mut self,
         index: usize,

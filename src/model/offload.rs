@@ -22,8 +22,8 @@ use crate::gpu::{Arena, Buffer, GpuError};
 pub const LEAST_TOKENS: usize = 32;
 pub const MOST_TOKENS: usize = 512;
 
-/// The chunk of a step in which a coprocessor takes part: the longest one, up to [`MOST_TOKENS`], and the first of equal
-/// ones. Each chunk is a number of tokens; `None` = not part of a prompt.
+/// The chunk of a step in which a coprocessor takes part: the longest one, up to [`MOST_TOKENS`], and the first of
+/// equal ones. Each chunk is a number of tokens; `None` = not part of a prompt.
 pub fn longest_chunk(chunks: impl IntoIterator<Item = Option<usize>>) -> Option<usize> {
     let chunks = chunks.into_iter().enumerate();
     let long = chunks.filter_map(|(i, tokens)| Some((i, tokens.filter(|tokens| *tokens >= LEAST_TOKENS)?)));

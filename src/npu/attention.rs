@@ -1,9 +1,9 @@
 //! A unit that computes the attention of prompt tokens for some KV heads of a layer.
 //!
-//! This file has the interface of the unit, the choice of what it computes, and the counts of its work. `shared_step.rs`
-//! runs a step in which it takes part. The choice depends on the batch alone, and never on the speed of the unit. So an
-//! answer has the same bits each time, as long as the unit does not fail. The unit computes in bf16, so answers with and
-//! without it differ within a bound.
+//! This file has the interface of the unit, the choice of what it computes, and the counts of its work.
+//! `shared_step.rs` runs a step in which it takes part. The choice depends on the batch alone, and never on the speed
+//! of the unit. So an answer has the same bits each time, as long as the unit does not fail. The unit computes in bf16,
+//! so answers with and without it differ within a bound.
 //!
 //! [`NpuProcess`](super::process::NpuProcess) is the unit of a server; tests have others. After its first failure, a
 //! unit is not used again.
@@ -56,11 +56,12 @@ pub trait AttentionUnit: Send {
     fn room(&self, job: &OffloadJob) -> Option<OffloadRoom>;
 
     /// Passes queries, keys and values to the unit, and returns; `None` if they are in shared buffers.
-    /// [`AttentionUnit::finish`] gives the output. Both are bounded in time. After an error the unit is not called again.
+    /// [`AttentionUnit::finish`] gives the output. Both are bounded in time. After an error the unit is not called
+    /// again.
     fn begin(&mut self, job: &OffloadJob, inputs: Option<[&[u8]; 3]>) -> Result<(), OffloadError>;
 
-    /// Waits for the job, and writes all of the output; `None` if that is a shared buffer. Rows after the job's last one
-    /// may have any values.
+    /// Waits for the job, and writes all of the output; `None` if that is a shared buffer. Rows after the job's last
+    /// one may have any values.
     fn finish(&mut self, output: Option<&mut [u8]>) -> Result<(), OffloadError>;
 }
 

@@ -123,9 +123,9 @@ impl ModelRunner {
         self.unit().map(Attached::watch)
     }
 
-    /// Computes the first `layers` layers, or a few more, of a chunk of a prompt with `depth` tokens before it, to measure
-    /// the time. This reads and writes arbitrary blocks of the KV cache. `false` if the chunk does not fit the limits. No
-    /// step may be in flight, and no sequence may be in the cache.
+    /// Computes the first `layers` layers, or a few more, of a chunk of a prompt with `depth` tokens before it, to
+    /// measure the time. This reads and writes arbitrary blocks of the KV cache. `false` if the chunk does not fit the
+    /// limits. No step may be in flight, and no sequence may be in the cache.
     pub fn trial(&mut self, depth: usize, tokens: usize, layers: usize) -> Result<bool, RunnerError> {
         assert!(self.in_flight.is_empty(), "a trial during a step");
         let (kv, context) = (self.limits.kv, depth + tokens);
@@ -156,8 +156,8 @@ impl ModelRunner {
         ran.map(|()| true)
     }
 
-    /// Submits a step on frame `index` in which `unit` computes `share`. When this returns, all of its submits are on the
-    /// queue, except a closing that waits for masks.
+    /// Submits a step on frame `index` in which `unit` computes `share`. When this returns, all of its submits are on
+    /// the queue, except a closing that waits for masks.
     fn run_shared(
         &mut self,
         index: usize,

@@ -1,8 +1,8 @@
-//! `unicorn bench npu`: judges the NPU against the GPU of this machine. The same prompt is computed by the GPU alone and
-//! with each share of the NPU, by turns; time and the machine's energy decide.
+//! `unicorn bench npu`: compares the NPU with the GPU of this machine. It computes the same prompt alternately with the
+//! GPU alone and with each number of KV heads on the NPU, and measures time and the machine's energy.
 //!
-//! A share counts only if the NPU took part, and its line says in how much of the prompt: a token counts once in each
-//! layer. An NPU that failed is an error with its code.
+//! A number of heads counts only if the NPU took part. The line has the part of the prompt in which it did: a token
+//! counts once in each layer. An NPU that failed is an error with its code.
 
 use std::time::{Duration, Instant};
 
@@ -23,7 +23,7 @@ use crate::engine::{EnergyCounter, Trial};
 use crate::model::Runner;
 use crate::model::model_runner::ModelRunner;
 
-/// What one share took: the KV heads that the NPU computes, 0 for the GPU alone, and a run's figures each.
+/// The runs with one number of KV heads on the NPU; 0 = the GPU alone.
 struct ShareRuns {
     kv_heads: usize,
     runs: Vec<Run>,
@@ -31,7 +31,7 @@ struct ShareRuns {
 
 struct Run {
     took: Duration,
-    /// Joules of the machine; none if they cannot be read.
+    /// Joules of the machine; `None` if they cannot be read.
     joules: Option<f64>,
     /// How long the GPU computed, by its own clock.
     gpu: Option<Duration>,
@@ -61,7 +61,7 @@ impl ShareRuns {
 
 pub fn bench(config: &Config, args: &args::BenchNpu) -> Result<(), Error> {
     let mut config = config.clone();
-    // What is measured must run: a substitute would be measured in its place.
+    // Without the NPU, this would measure the GPU.
     config.npu.mode = NpuMode::Require;
     config.engine.context = config.engine.context.or(Some(args.prompt_tokens as usize + 1));
     let files = load::files(&config.model)?;

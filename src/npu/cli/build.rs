@@ -1,8 +1,9 @@
 //! `unicorn npu build-kernels`: from the source in this binary to the kernels of a model, by the steps of
 //! `npu/kernels/README.md`.
 //!
-//! A kernel is built in a folder beside the stored ones, checked, and moved to its place whole. Its record has a hash of
-//! the source, of the tools' versions, and of the steps: what is there with the same hash is not built again.
+//! A kernel is built in a folder next to the stored kernels, checked, and moved to its place in one step. Its record
+//! has a hash of the source, of the tools' versions, and of the steps: what is there with the same hash is not built
+//! again.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -30,7 +31,7 @@ const SOURCE: [(&str, &str); 4] = [
     ("attention.cc", include_str!("../../../npu/kernels/attention.cc")),
 ];
 
-/// The steps are this file, so that its text stands for them in the hash.
+/// This file contains the steps, so the hash includes its text.
 const STEPS: &str = include_str!("build.rs");
 
 /// The beginning of the names of folders in which kernels are built.
@@ -97,7 +98,7 @@ fn remove_remains(folder: &Path) {
     }
 }
 
-/// The kernels that were asked for: for each number of rows and groups, one that walks over all keys for each number of
+/// The requested kernels: for each number of rows and groups, one that walks over all keys for each number of
 /// keys, and for layers with a window another, whose walk is short.
 fn wanted(config: &Config, args: &BuildKernels) -> Result<Vec<(Shape, Bucket)>, Error> {
     let refused = |error: ContractError| Error::Argument(error.to_string());

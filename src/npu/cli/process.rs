@@ -1,4 +1,5 @@
-//! `unicorn npu-process`: the child process that drives the NPU. It opens XRT, and runs dispatches until its parent ends.
+//! `unicorn npu-process`: the child process that drives the NPU. It opens XRT, and runs dispatches until its parent
+//! ends.
 //!
 //! Its standard input is the channel to the process that holds the model.
 

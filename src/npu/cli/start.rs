@@ -68,9 +68,9 @@ pub struct Npu {
 }
 
 impl Npu {
-    /// Opens and tests the NPU, if `npu.mode` is not off. A required NPU that cannot compute is an error. `before` is the
-    /// state of the NPU at the first load of this model. An NPU that was not used then is not used now, so that answers
-    /// keep their bits.
+    /// Opens and tests the NPU, if `npu.mode` is not off. A required NPU that cannot compute is an error. `before` is
+    /// the state of the NPU at the first load of this model. An NPU that was not used then is not used now, so that
+    /// answers keep their bits.
     pub fn open(
         model: &ModelSpec,
         config: &Config,

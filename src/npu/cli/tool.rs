@@ -1,4 +1,5 @@
-//! A run of a tool that somebody else made: it has a time limit, its output is kept, and what it started ends with it.
+//! Runs a tool of another project with a time limit, and keeps its output. The processes that the tool started end
+//! together with it.
 
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, SeekFrom};
@@ -13,9 +14,9 @@ use tokio::signal::unix::{SignalKind, signal};
 use crate::cli::error::Error;
 use crate::cli::log;
 
-/// How often a tool is looked at.
+/// How often this checks whether a tool has ended.
 const TICK: Duration = Duration::from_millis(20);
-/// What is shown of a failed tool's output.
+/// The part of a failed tool's output that is shown.
 const TAIL_LINES: usize = 15;
 const TAIL_BYTES: u64 = 8192;
 
@@ -48,13 +49,13 @@ impl Run<'_> {
             Some(path) => File::create(path).map_err(|error| at(path, error))?,
             None => log.try_clone().map_err(|error| at(self.log, error))?,
         };
-        // A group of its own: what the tool starts can be ended with it.
+        // A separate process group, so that the processes that the tool starts can be ended, too.
         let command = command.stdin(Stdio::null()).stdout(to).stderr(log).process_group(0);
         let program = command.get_program().display().to_string();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
         let runtime = runtime.map_err(|error| format!("cannot start the runtime: {error}"))?;
         runtime.block_on(async {
-            // The signals are caught before there is a child that they could leave behind.
+            // The signals are caught before the child starts. Otherwise a signal could leave the child running.
             let caught =
                 signal(SignalKind::interrupt()).and_then(|i| Ok((i, signal(SignalKind::terminate())?)));
             let (mut interrupt, mut terminate) = caught.map_err(|error| format!("signals: {error}"))?;

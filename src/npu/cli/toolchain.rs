@@ -1,7 +1,7 @@
-//! The tools that build a kernel: where they are on this machine, their versions, and how to get those that lack.
+//! The tools that build a kernel: where they are on this machine, their versions, and how to install missing ones.
 //!
-//! None of them is part of a distribution: mlir-aie and Peano come as Python packages from their projects' release pages,
-//! and `xclbinutil` with XRT.
+//! None of them is part of a distribution: mlir-aie and Peano come as Python packages from their projects' release
+//! pages, and `xclbinutil` with XRT.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -28,7 +28,7 @@ const MLIR_AIE_YEAR: u32 = 2025;
 /// The first XRT with which mlir-aie's own instructions build containers for an NPU.
 const XRT: [u32; 2] = [2, 18];
 
-/// Prints where Python has mlir-aie and Peano. mlir-aie lies in a folder with `bin`, `include`, `lib` and `python/aie`.
+/// Prints where Python has mlir-aie and Peano. mlir-aie is in a folder with `bin`, `include`, `lib` and `python/aie`.
 const PROBE: &str = r#"
 import importlib.metadata, importlib.util, json, os
 def package(name, folder):

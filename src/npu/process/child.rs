@@ -1,4 +1,4 @@
-//! The child's end: opens the NPU, and runs the dispatches that the parent asks for.
+//! The child: opens the NPU, and runs the dispatches that the parent requests.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -15,11 +15,11 @@ use crate::npu::error::{NpuCode, NpuError};
 use crate::npu::store::Store;
 use crate::npu::transport::{KernelFiles, NpuTransport};
 
-/// The most kernels that are on the NPU at once. Each holds a context, of which an NPU of the first generation has six
-/// for all programs together.
+/// Maximum number of kernels that are on the NPU at the same time. Each uses a context. An NPU of the first generation
+/// has six contexts for all programs together.
 const MOST_CONTEXTS: usize = 4;
 
-/// How long an NPU stays awake that computes nothing, and how long it may take to wake. Linux suspends it after 5 s
+/// How long an idle NPU stays awake, and how long it may take to wake. Linux suspends it after 5 s
 /// (drivers/accel/amdxdna, autosuspend).
 const AWAKE: Duration = Duration::from_secs(4);
 const WAKE: Duration = Duration::from_secs(1);
@@ -144,15 +144,15 @@ impl Npu {
     }
 }
 
-/// The kernels that are on the NPU, the last one that ran at the end.
+/// The kernels that are on the NPU, in the order in which they ran last.
 struct Contexts {
     transport: Box<dyn NpuTransport>,
-    /// The index of a kernel, and that of its context.
+    /// The index of a kernel, and the index of its context.
     loaded: VecDeque<(usize, usize)>,
 }
 
 impl Contexts {
-    /// The context of a kernel. The kernel that ran longest ago gives way to a new one.
+    /// The context of a kernel. If there are too many, the kernel that was not used for the longest time is unloaded.
     fn get(&mut self, kernel: usize, files: &KernelFiles) -> Result<usize, NpuError> {
         let found = self.loaded.iter().position(|(loaded, _)| *loaded == kernel);
         let context = match found.and_then(|at| self.loaded.remove(at)) {

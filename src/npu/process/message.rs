@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::npu::contract::{Bucket, ContractError, PARAM_WORDS, Shape};
 use crate::npu::error::NpuError;
 
-/// What the parent sends first. The file of the arrays follows.
+/// The first message of the parent. The file of the arrays follows.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Start {
     /// The library that calls XRT.
@@ -17,7 +17,7 @@ pub struct Start {
     pub kernels: PathBuf,
 }
 
-/// What the child says once.
+/// The first message of the child.
 pub(super) type Opened = Result<Ready, NpuError>;
 
 #[derive(Serialize, Deserialize)]
@@ -30,7 +30,7 @@ pub(super) struct Ready {
     pub refused: Vec<(String, NpuError)>,
 }
 
-/// The numbers of a kernel's shape and bucket; a window of 0 is none.
+/// The numbers of a kernel's shape and bucket; a window of 0 = no window.
 #[derive(Serialize, Deserialize)]
 pub(super) struct Kernel([u32; 6]);
 
@@ -56,10 +56,10 @@ impl Kernel {
     }
 }
 
-/// What the parent asks for. The child answers with [`Done`].
+/// A request of the parent. The child answers with [`Done`].
 #[derive(Serialize, Deserialize)]
 pub(super) enum Request {
-    /// To share memory from now on: the bytes of queries, keys, values and outputs, whose descriptors follow.
+    /// Shares memory from now on: the sizes of queries, keys, values and outputs in bytes. Their four files follow.
     Share([u64; 4]),
     Attend(Attend),
 }
@@ -74,12 +74,12 @@ pub(super) struct Attend {
     pub dispatches: u32,
     /// The longest time of all dispatches.
     pub deadline: Duration,
-    /// Whether the arrays lie in the memory that is shared, each from its start. If not, they lie in the file.
+    /// Whether the arrays are in the shared memory, each from its start. If not, they are in the file.
     pub shared: bool,
 }
 
 pub(super) type Done = Result<(), NpuError>;
 
-/// Where queries, keys, values and outputs begin in the file of the arrays; the parts of each dispatch follow one
+/// The offsets of queries, keys, values and outputs in the file of the arrays. The parts of each dispatch follow one
 /// another. The file has holes, which take no memory.
 pub(super) const ARRAYS: [u64; 4] = [0, 1 << 32, 2 << 32, 3 << 32];

@@ -1,10 +1,10 @@
-//! The NPU in a process of its own, so that a driver that hangs can be ended with it.
+//! The child process that drives the NPU. The end of the process ends a driver that hangs.
 //!
-//! [`NpuProcess`] is the NPU as the runner's process has it: an [`AttentionUnit`] whose waits are bounded, with the
-//! start's self-test. [`serve`] is the loop of the child, over any [`NpuTransport`](crate::npu::transport::NpuTransport).
+//! [`NpuProcess`] is the parent's end: an [`AttentionUnit`] whose waits are bounded, with the self-test of the start.
+//! [`serve`] is the loop of the child, over any [`NpuTransport`](crate::npu::transport::NpuTransport).
 //!
-//! Messages are short. The arrays of a dispatch lie in one file in memory, which both processes read and write with
-//! system calls: a mapping would let a child that was killed change memory that this process holds a reference to.
+//! Messages are short. The arrays of a dispatch are in one file in memory, which both processes read and write with
+//! system calls. With a mapping, the child could change memory that this process has a reference to.
 
 mod child;
 mod message;

@@ -1,4 +1,4 @@
-//! The parent's end: an [`AttentionUnit`] that the NPU's process computes.
+//! The parent's end: an [`AttentionUnit`] whose jobs the NPU's process computes.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -22,11 +22,11 @@ use crate::npu::transport::NpuFacts;
 
 /// How long opening the NPU and reading the kernels may take.
 const OPEN: Duration = Duration::from_secs(60);
-/// How long a kernel may take to get onto the NPU before its first dispatch.
+/// How long the load of a kernel onto the NPU may take before its first dispatch.
 const LOAD: Duration = Duration::from_secs(3);
-/// How long the end of a process that closed its channel is waited for amid a step.
+/// Longest wait during a step for the end of a process that closed its channel.
 const LAST_WAIT: Duration = Duration::from_millis(200);
-/// The self-test compares every so many rows with exact attention. Its sum over the keys is what takes time there.
+/// The self-test compares one of this many rows with exact attention, which is slow.
 const ROWS_APART: u32 = 17;
 /// The deviation of the self-test's scores: a missing key shows in some row.
 const SCORE_DEVIATION: f32 = 5.0;
@@ -44,14 +44,14 @@ pub struct NpuProcess {
     connection: Connection,
     arrays: File,
     facts: NpuFacts,
-    /// The kernels for the model's heads: the index that the child knows, and what they were made for.
+    /// The kernels for the model's heads, with their indices in the child.
     kernels: Vec<(usize, Shape, Bucket)>,
     /// The longest time of a job.
     deadline: Duration,
-    /// The device's buffer with the outputs, where the child reads and writes the device's buffers. If it does not, the
-    /// arrays go through the file.
+    /// The device's buffer with the outputs, if the child reads and writes the device's buffers. If not, the arrays go
+    /// through the file.
     shared: Option<Buffer>,
-    /// What was begun, and is not finished.
+    /// The job in progress.
     under_way: Option<Plan>,
 }
 
@@ -97,8 +97,8 @@ impl NpuProcess {
         (1..=most).filter(is_computed).collect()
     }
 
-    /// Starts `command`, whose standard input is its end of the channel, and has it open the NPU. `most_keys` is the most
-    /// keys of a job, and `deadline` its longest time.
+    /// Starts `command`, whose standard input is its end of the channel. It opens the NPU. `most_keys` is the maximum
+    /// number of keys of a job, and `deadline` its longest time.
     pub fn start(
         command: Command,
         start: &Start,
@@ -162,7 +162,7 @@ impl NpuProcess {
         })
     }
 
-    /// What answers.
+    /// The facts about the NPU.
     pub fn facts(&self) -> &NpuFacts {
         &self.facts
     }
@@ -172,8 +172,8 @@ impl NpuProcess {
         self.connection.id()
     }
 
-    /// Has the NPU prove that each kernel computes attention of random numbers within the bound of its arithmetic.
-    /// Returns the number of kernels.
+    /// Tests that each kernel computes attention of random numbers within the bound of its arithmetic. Returns the
+    /// number of kernels.
     pub fn self_test(&mut self) -> Result<usize, NpuError> {
         for index in 0..self.kernels.len() {
             self.test(index, None)?;
@@ -226,7 +226,8 @@ impl NpuProcess {
         ))
     }
 
-    /// The kernel with the least work that computes the job, and as many KV heads in a dispatch as there are kernels for.
+    /// The kernel with the least work that computes the job, and as many KV heads in a dispatch as there are kernels
+    /// for.
     fn plan(&self, job: &OffloadJob) -> Option<Plan> {
         let kv_heads = u32::try_from(job.kv_heads).ok()?;
         let plans = self.kernels.iter().filter_map(|&(kernel, shape, bucket)| {
@@ -247,7 +248,7 @@ impl NpuProcess {
         written.map_err(|error| NpuError::new(NpuCode::Process, format!("the file of the arrays: {error}")))
     }
 
-    /// Sends a job, whose inputs are `None` where they lie in shared memory.
+    /// Sends a job. `inputs` is `None` if they are in shared memory.
     fn send(&mut self, plan: &Plan, inputs: Option<[&[u8]; 3]>) -> Result<(), NpuError> {
         for (array, bytes) in inputs.into_iter().flatten().enumerate() {
             self.write(array, bytes)?;
@@ -258,7 +259,7 @@ impl NpuProcess {
         Ok(self.connection.send(&Request::Attend(attend))?)
     }
 
-    /// Sends a job. In shared memory its output is marked; in memory of its own, the child's transport does the same.
+    /// Sends a job. If its output is in shared memory, this marks it. Otherwise the child's transport does the same.
     fn hand_over(&mut self, plan: Plan, inputs: Option<[&[u8]; 3]>) -> Result<(), NpuError> {
         let shared = self.shared.as_ref().filter(|_| inputs.is_none());
         shared.into_iter().for_each(|outputs| plan.mark(outputs));
@@ -280,14 +281,14 @@ impl NpuProcess {
         self.checked(written)
     }
 
-    /// After an error the process may take long to end, and does not keep the device's memory meanwhile.
+    /// Releases the device's memory after an error, because the process may take long to end.
     fn checked(&mut self, result: Result<(), NpuError>) -> Result<(), NpuError> {
         result.inspect_err(|_| self.shared = None)
     }
 
-    /// Waits for the end of what was asked for, and reads the output of a job that has one in the file.
+    /// Waits for the end of the request. `output` is for a job whose output is in the file.
     fn receive(&mut self, output: Option<&mut [u8]>) -> Result<(), NpuError> {
-        // The child keeps the deadline. This patience is for a child that does not.
+        // This longer limit is for a child that does not keep the deadline.
         let done = self.connection.receive::<Done>(LOAD + self.deadline)?;
         done.inspect_err(|_| self.connection.give_up())?;
         let read = output.map_or(Ok(()), |output| self.arrays.read_exact_at(output, ARRAYS[3]));
@@ -295,7 +296,7 @@ impl NpuProcess {
     }
 }
 
-/// Whether every row of a job has an output: in shared memory, what was not written is still NaN.
+/// Whether every row of a job has an output. In shared memory, a row that was not written is still NaN.
 fn finite_rows(job: &Job, output: &[f32]) -> bool {
     job.heads().all(|(group, head)| {
         let at = |row: u32| (job.layout().output(group, head, row) / 4) as usize;
@@ -319,8 +320,8 @@ fn job_on(shape: Shape, bucket: Bucket, job: &OffloadJob) -> Option<Job> {
     Job::new(shape, bucket, RowRange { first, len }, keys, window).ok()
 }
 
-/// Jobs that use nearly all of a kernel's bucket. A kernel that walks over all keys has two: it computes the first tokens
-/// of windowed layers too, with the window in its mask.
+/// Jobs that use nearly all of a kernel's bucket. A kernel that walks over all keys has two: it computes the first
+/// tokens of windowed layers too, with the window in its mask.
 fn test_jobs(shape: Shape, bucket: Bucket) -> Vec<Job> {
     let rows = bucket.rows() - 3;
     let (offset, windows) = match shape.window() {
@@ -360,7 +361,7 @@ impl AttentionUnit for NpuProcess {
         self.connection.send_files(&descriptors).map_err(NpuError::from)?;
         self.receive(None)?;
         self.shared = Some(buffers[3].clone());
-        // What passed through the NPU's own buffers is tested again here: caches of two devices are between now.
+        // The kernels are tested again with shared memory, because now the caches of two devices are involved.
         for index in 0..self.kernels.len() {
             let (_, shape, bucket) = self.kernels[index];
             let bytes = Layout::of(shape, bucket).bytes();
@@ -373,7 +374,7 @@ impl AttentionUnit for NpuProcess {
     }
 
     fn begin(&mut self, job: &OffloadJob, inputs: Option<[&[u8]; 3]>) -> Result<(), OffloadError> {
-        assert_eq!(inputs.is_none(), self.shared.is_some(), "where the inputs lie");
+        assert_eq!(inputs.is_none(), self.shared.is_some(), "inputs in shared memory");
         let plan = self.plan(job).expect("a job that has room");
         Ok(self.hand_over(plan, inputs)?)
     }
