@@ -8,14 +8,15 @@ use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
 use unicorn::gpu::{Buffer, Device, DevicePolicy, Order, Recorder, Rehearsal};
 use unicorn::kernels::{
-    Attention, GatheredKeys, Heads, History, Kernels, KvCache, LAST_SAMPLED, LOGPROB_WORDS, OffloadKernels,
-    Operand, Peak, Quantized, RmsNorm, Shares, StepArrays, Tiles, Wants, shaders,
+    Attention, Heads, History, Kernels, KvCache, LAST_SAMPLED, LOGPROB_WORDS, Operand, Peak, Quantized,
+    RmsNorm, Shares, StepArrays, Tiles, Wants, shaders,
 };
 use unicorn::model::arch::open_files;
 use unicorn::model::draft::{self, Drafted};
 use unicorn::model::load::{LoadOptions, Source};
 use unicorn::model::model_runner::ModelRunner;
 use unicorn::model::{Runner, SamplingParams};
+use unicorn::npu::kernels::{GatheredKeys, OffloadKernels};
 use unicorn::tensor::{KvDtype, Precision, Scheme};
 
 use crate::support::driver::Driver;

@@ -21,13 +21,11 @@ use unicorn::model::arch::open_files;
 use unicorn::model::draft::{self, Drafted};
 use unicorn::model::load::{LoadOptions, Source};
 use unicorn::model::model_runner::ModelRunner;
-use unicorn::model::offload::{
-    AttentionUnit, LEAST_TOKENS, MOST_TOKENS, Offload, OffloadError, OffloadJob, OffloadLimits,
-    OffloadPolicy, OffloadRoom,
-};
+use unicorn::model::offload::{LEAST_TOKENS, MOST_TOKENS, OffloadError, OffloadLimits};
 use unicorn::model::{
     Batch, BatchSequence, Draw, Input, Runner, RunnerError, Sampling, SamplingParams, Ticket,
 };
+use unicorn::npu::attention::{AttentionUnit, Offload, OffloadJob, OffloadPolicy, OffloadRoom};
 use unicorn::tensor::KvDtype;
 
 use crate::support::driver::{Driver, Run};
@@ -434,7 +432,7 @@ fn a_unit_that_is_required_and_fails_ends_the_runner() {
     ] {
         let mut model = load(&data("gemma3/tiny-a"), &options(LoadOptions::default()));
         attach(&mut model, fault, 2, OffloadPolicy::Require);
-        let failure = RunnerError::Offload(failure.into());
+        let failure = RunnerError::Coprocessor(failure.into());
         // What the unit does not compute is computed before the failure, and not after it.
         let short = prompt_batch(&model, &tokens[..LEAST_TOKENS - 1]);
         let ticket = model.submit(&short, &Sampling::default()).unwrap();

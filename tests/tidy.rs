@@ -11,18 +11,19 @@ use std::path::{Component, Path, PathBuf};
 use crate::support::root;
 
 /// The floors of lib.rs: a module may name those below it.
-const FLOORS: [(&str, u32); 16] = [
+const FLOORS: [(&str, u32); 17] = [
     ("tensor", 0),
     ("config", 0),
     ("file", 0),
     ("gpu", 1),
-    ("npu", 1),
     ("checkpoint", 1),
     ("text", 1),
     ("hub", 1),
     ("kernels", 2),
     ("quantize", 2),
     ("model", 3),
+    ("device", 3),
+    ("npu", 4),
     ("engine", 4),
     ("session", 5),
     ("api", 6),
@@ -31,21 +32,18 @@ const FLOORS: [(&str, u32); 16] = [
 ];
 
 /// Neighbours on one floor that may be named: (who, whom). Weights are quantized while they are packed for the
-/// device.
-const NEIGHBOURS: [(&str, &str); 2] = [("config", "tensor"), ("kernels", "quantize")];
+/// device. The device process executes steps of a model.
+const NEIGHBOURS: [(&str, &str); 3] = [("config", "tensor"), ("kernels", "quantize"), ("device", "model")];
 
 /// Modules below a module that it must not name: (who, what, files or folders in which the name is allowed
 /// nevertheless).
-const HIDDEN: [(&str, &str, &[&str]); 22] = [
+const HIDDEN: [(&str, &str, &[&str]); 27] = [
     ("main", "gpu", &[]),
     ("main", "kernels", &[]),
-    (
-        "cli",
-        "gpu",
-        &["src/cli/load.rs", "src/cli/devices.rs", "src/cli/error.rs", "src/cli/device_process.rs"],
-    ),
+    ("cli", "gpu", &["src/cli/load.rs", "src/cli/devices.rs", "src/cli/error.rs"]),
     ("cli", "api", &["src/cli/serve/", "src/cli/error.rs"]),
     ("cli", "kernels", &["src/cli/load.rs"]),
+    ("engine", "model::offload", &[]),
     ("api", "gpu", &[]),
     ("api", "kernels", &[]),
     ("api", "checkpoint", &[]),
@@ -60,6 +58,10 @@ const HIDDEN: [(&str, &str, &[&str]); 22] = [
     ("engine", "text", &[]),
     ("engine", "quantize", &[]),
     ("engine", "hub", &[]),
+    ("engine", "device", &[]),
+    ("session", "device", &[]),
+    ("session", "npu", &[]),
+    ("api", "npu", &[]),
     ("engine", "model::model_runner", &[]),
     ("engine", "model::load", &[]),
     ("engine", "model::weights", &[]),
@@ -250,9 +252,12 @@ fn floor(module: &str) -> Option<u32> {
     FLOORS.iter().find(|(name, _)| *name == module).map(|(_, floor)| *floor)
 }
 
-/// The module that `src/api/chat.rs` belongs to: `api`.
+/// The module that `src/api/chat.rs` belongs to: `api`. The NPU's commands are on the floor of the other commands.
 fn module(file: &str) -> &str {
     let name = file.trim_start_matches("src/");
+    if name.starts_with("npu/cli/") {
+        return "cli";
+    }
     name.split('/').next().unwrap_or(name).trim_end_matches(".rs")
 }
 
@@ -456,7 +461,8 @@ fn floors(file: &str, source: &str) -> Vec<String> {
     };
     let mut complaints = Vec::new();
     for (at, path) in crate_paths(file, &code) {
-        let other = first(&path);
+        let is_command = path == "npu::cli" || path.starts_with("npu::cli::");
+        let other = if is_command { "cli" } else { first(&path) };
         let Some(theirs) = floor(other) else { continue };
         let line = line_of(&code, at);
         if other != me && theirs >= mine && !NEIGHBOURS.contains(&(me, other)) {

@@ -5,42 +5,31 @@
 //! (`error::Error::exit_code`). Answers and results go to standard output, everything else to standard error. Only
 //! `load` loads a model onto a device. No file here uses Vulkan types.
 
-mod args;
-mod bench;
+pub(crate) mod args;
+pub(crate) mod bench;
 mod chat;
 mod config_command;
 mod configuration;
 mod device_process;
 mod devices;
-mod doctor;
-mod energy;
-mod error;
+pub(crate) mod doctor;
+pub(crate) mod energy;
+pub(crate) mod error;
 mod eval;
 mod generate;
 mod inspect;
-mod load;
-mod loading;
-mod log;
+pub(crate) mod load;
+pub(crate) mod log;
 mod manual;
 mod models;
-#[cfg(feature = "npu")]
-mod npu;
-#[cfg(feature = "npu")]
-mod npu_process;
-mod npu_start;
-#[cfg(feature = "npu")]
-mod offload;
-#[cfg(not(feature = "npu"))]
-#[path = "without_npu.rs"]
-mod offload;
 mod plan;
-mod process;
-mod progress;
+pub(crate) mod process;
+pub(crate) mod progress;
 mod pull;
 mod quantize;
 mod serve;
 mod synth;
-mod terminal;
+pub(crate) mod terminal;
 mod version;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -58,6 +47,7 @@ use progress::EraseOnInterrupt;
 use serve::Reload;
 
 use crate::config::Config;
+use crate::npu::cli as npu;
 
 /// Runs the process's command line.
 pub fn main() -> ExitCode {
@@ -145,10 +135,7 @@ fn run(mut command: Command, mut configured: Configured, log: &Log) -> Result<()
         Command::Npu(args::Npu::BuildKernels(args)) => npu::build_kernels(config, &args),
         #[cfg(feature = "npu")]
         Command::Npu(args::Npu::List(args)) => npu::list(config, &args.folder),
-        #[cfg(feature = "npu")]
-        Command::NpuProcess => npu_process::npu_process(),
-        #[cfg(not(feature = "npu"))]
-        Command::NpuProcess => Err(Error::Argument("this program was built without the feature npu".into())),
+        Command::NpuProcess => npu::npu_process(),
         Command::Models(Models::List(args)) => models::list(config, args.json),
         Command::Models(Models::Rm(args)) => models::remove(config, &args.name, args.yes),
     }

@@ -5,7 +5,6 @@
 
 mod arrays;
 mod attention;
-mod offload;
 mod operand;
 mod peak;
 mod pipelines;
@@ -22,7 +21,6 @@ pub use arrays::{
     RmsNorm, ShareArrays, StepArrays,
 };
 pub use attention::{Item, PartItems, Room, Run, Shares, Splits, partial_width};
-pub use offload::{GatheredKeys, OffloadKernels};
 pub(crate) use operand::share_pipeline;
 pub use operand::{ActivationsFrom, GpuTiles, Matrices, Operand, Quantized, SubgroupTile, Tiles, Wants};
 pub use peak::Peak;
@@ -36,7 +34,7 @@ pub use weights::{Embedding, Matrix, UploadError};
 use std::ops::Range;
 use std::sync::Arc;
 
-use self::arrays::words;
+pub(crate) use self::arrays::words;
 use self::attention::items_of;
 use self::operand::Products;
 use self::pipelines::{attention_constants, attention_of};

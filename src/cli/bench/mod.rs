@@ -6,23 +6,23 @@ mod engine;
 mod isa;
 mod kernels;
 mod model;
-mod npu;
 mod prompts;
-mod report;
+pub(crate) mod report;
 mod serve;
 mod soak;
-mod statistics;
+pub(crate) mod statistics;
 
 use super::args::{self, Benchmarked};
 use super::error::Error;
 use crate::config::Config;
+use crate::npu;
 
 pub fn bench(config: &Config, args: &args::Bench) -> Result<(), Error> {
     match args.benchmarked() {
         Benchmarked::Engine(args) => engine::engine(config, args),
         Benchmarked::Kernels(args) => kernels::kernels(config, args),
         Benchmarked::Model(args) => model::model(config, args),
-        Benchmarked::Npu(args) => npu::npu(config, args),
+        Benchmarked::Npu(args) => npu::cli::bench(config, args),
         Benchmarked::Serve(args) => match args.soak {
             None => serve::serve(args),
             Some(length) => soak::soak(args, length),

@@ -8,7 +8,7 @@ use std::time::Duration;
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::cli::bench::statistics::median;
-use crate::cli::process::status_field;
+use crate::device::status_field;
 
 /// Samples of one figure, and the time between two of them.
 const SAMPLES: usize = 5;
