@@ -14,12 +14,14 @@ use unicorn::text::Tokenizer;
 use crate::support::checkpoints::{pulled, tiny_model};
 use crate::support::daemon::Daemon;
 use crate::support::energy::{constant_power, no_power};
-use crate::support::program::{assert_error, output, unicorn, unicorn_on_software};
+use crate::support::program::{assert_error, lab, output, unicorn, unicorn_on_software};
 use crate::support::{data, root};
 
 #[test]
 fn a_bad_command_line_ends_with_exit_code_2() {
     let model = ["--model", "m"];
+    assert_error(lab(&["model", "--batch", "65"]), 2, &["batch"]);
+    assert_error(lab(&["model", "--draft", "x"]), 2, &["draft"]);
     for (args, part) in [
         (&["generate"][..], "--prompt"),
         (&["generate", "--prompt", "x", "--temperature", "hot"], "temperature"),
@@ -33,8 +35,6 @@ fn a_bad_command_line_ends_with_exit_code_2() {
         (&["bench", "engine", "--streams", "65"], "streams"),
         (&["bench", "engine", "--courtesy", "0.5,0.05"], "from 0.1 to 1, got 0.05"),
         (&["bench", "--runs", "2", "serve"], "serve"),
-        (&["bench", "model", "--batch", "65"], "batch"),
-        (&["bench", "model", "--draft", "x"], "draft"),
         (&["bench", "serve", "--concurrency", "1,0"], "concurrency"),
         (&["bench", "serve", "--scenario", "open"], "second-turn"),
         (&["plan"], "<MODEL|--shape <SHAPE>>"),

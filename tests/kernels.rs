@@ -11,7 +11,8 @@ use unicorn::kernels::{
     KvCache, LAST_SAMPLED, LOGPROB_WORDS, MAX_LOGPROBS, Matrix, NO_TOKEN, OffloadKernels, Operand, Peak,
     RmsNorm, Room, SampleRequest, Shares, StepArrays,
 };
-use unicorn::model::kernel_cases::{Choice, KernelWork, Rig};
+use unicorn::lab::kernel_cases::{Choice, KernelWork};
+use unicorn::model::rig::Rig;
 use unicorn::model::shapes::Shape;
 use unicorn::quantize::{grouping, quantize_row};
 use unicorn::tensor::{DType, KvDtype, Precision, Scheme};
@@ -1517,7 +1518,7 @@ fn the_multiply_adds_of_the_peak_kernel_sum_to_one_a_lane() {
     }
 }
 
-/// `unicorn bench kernels` measures kernels as a model runs them. Each case runs repeatedly and writes numbers.
+/// `unicorn-lab kernels` measures kernels as a model runs them. Each case runs repeatedly and writes numbers.
 #[test]
 fn benchmark_cases_run_and_write_numbers() {
     let mut b = Bench::new(111);

@@ -16,8 +16,6 @@ mod error;
 mod heaps;
 mod info;
 mod instance;
-#[doc(hidden)]
-pub mod isa;
 mod memory;
 pub mod memory_types;
 mod need;

@@ -6,14 +6,12 @@
 mod arrays;
 mod attention;
 mod offload;
-mod operand;
+pub(crate) mod operand;
 mod peak;
-mod pipelines;
-mod sampling;
+pub(crate) mod pipelines;
+pub(crate) mod sampling;
 mod weights;
 
-#[doc(hidden)]
-pub mod cost;
 #[allow(missing_docs, clippy::identity_op)]
 pub mod shaders;
 

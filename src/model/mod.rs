@@ -9,9 +9,6 @@ pub mod draft;
 mod evaluate;
 mod forward;
 pub mod model_runner;
-#[doc(hidden)]
-pub mod judge;
-pub mod kernel_cases;
 mod layer_check;
 mod layers;
 pub mod load;
@@ -20,13 +17,14 @@ pub mod memory;
 pub mod npu_process;
 pub mod offload;
 mod rates;
+pub mod rig;
 mod runner;
 mod sampling;
 #[doc(hidden)]
 pub mod self_test;
 pub mod shapes;
 mod sharing;
-mod step;
+pub(crate) mod step;
 mod submits;
 pub mod tensors;
 pub mod tune;

@@ -1,17 +1,17 @@
 //! The cost of a dispatch on paper: workgroups, trips of its steady loop, bytes. There is one function for each method
-//! of [`Kernels`](super::Kernels), for `unicorn bench isa`, which has a compiler and no GPU.
+//! of [`Kernels`](crate::kernels::Kernels), for `unicorn-lab isa`, which has a compiler and no GPU.
 //!
 //! Bytes are bytes that a dispatch reads from memory or writes to it, with no caching beyond what the functions state.
 //! A trip is a trip of the loop in the shader's source. If a compiler unrolls the loop, [`Body::unrolled`] says how
 //! often.
 
-use super::operand::{BLOCK_COLS, GpuTiles, Passes, SUBGROUP_ROW_TILES, Tiles, fast_shader_of, taking};
-use super::pipelines::{attention_constants, attention_of};
-use super::sampling::{DRAW_BINS, DRAW_CHUNK};
-use super::shaders::{self, shaders_of};
-use super::{AttentionShape, Item, Quantized, Room, Run, Shares, Wants};
+use super::assembly::{Counts, Program};
 use crate::gpu::Shader;
-use crate::gpu::isa::{Counts, Program};
+use crate::kernels::operand::{BLOCK_COLS, Passes, SUBGROUP_ROW_TILES, fast_shader_of, taking};
+use crate::kernels::pipelines::{attention_constants, attention_of};
+use crate::kernels::sampling::{DRAW_BINS, DRAW_CHUNK};
+use crate::kernels::shaders::{self, shaders_of};
+use crate::kernels::{AttentionShape, GpuTiles, Item, Quantized, Room, Run, Shares, Tiles, Wants};
 use crate::tensor::{KvDtype, Precision, Scheme, TILE_ROWS};
 
 /// Splits of a product's columns over a workgroup (`shaders/matmul.comp`).

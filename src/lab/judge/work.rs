@@ -3,8 +3,8 @@
 
 use std::ops::Range;
 
-use crate::kernels::cost::{self, Dispatch, Drawn, Heads};
 use crate::kernels::{Wants, share_pipeline};
+use crate::lab::cost::{self, Dispatch, Drawn, Heads};
 use crate::model::config::{LayerType, ModelConfig};
 use crate::model::memory::{DEFAULT_BLOCK_SIZE, MemoryRequest, Schemes, partials};
 use crate::model::step::padded_tokens;

@@ -11,8 +11,8 @@ use serde_json::{Value, json};
 
 use super::work::{self, StepDispatches};
 use super::{Judge, Pipeline, pipeline_name};
-use crate::gpu::isa::Counts;
-use crate::kernels::cost::{self, Body, Dispatch, Drawn};
+use crate::lab::assembly::Counts;
+use crate::lab::cost::{self, Body, Dispatch, Drawn};
 use crate::model::memory::Schemes;
 use crate::model::shapes::Shape;
 use crate::tensor::{KvDtype, Precision, QuantizeMode, Scheme};
@@ -428,7 +428,6 @@ impl Pipeline {
 mod tests {
     use super::*;
     use crate::kernels::Wants;
-    use crate::kernels::cost;
     use crate::tensor::Scheme;
 
     /// gate_proj of the 27B in int4-g128 on a 780M, computed by hand.
