@@ -1,5 +1,5 @@
 //! `bench serve` (the load generator), against scripted servers that answer well or badly and against this project's
-//! own server, then `bench model` and `bench kernels`. Slow servers wait for events and not for a time, and no test
+//! own server, then `unicorn-lab model` and `unicorn-lab kernels`. Slow servers wait for events and not for a time, and no test
 //! compares times.
 
 use std::io::{BufRead, BufReader, Read, Write};

@@ -552,6 +552,12 @@ fn generate_chat_and_bench_run_on_a_small_model() {
         let number = |name: &str| report[format!("{stage}_{name}")].as_f64().expect(&line);
         assert!(number("joules_per_token") > 0.0, "{stage}: {line}");
     }
+    let line = bench(&machine, &["--profile", "--json"]);
+    let report: Value = serde_json::from_str(&line).expect(&line);
+    let kernels = report["kernels"].as_array().expect(&line).iter();
+    let embed = kernels.filter(|k| k["kernel"].as_str().is_some_and(|name| name.starts_with("embed")));
+    let dispatches: Vec<_> = embed.map(|kernel| kernel["dispatches"].as_u64()).collect();
+    assert_eq!(dispatches, [Some(4)], "one step computes the prompt, and three steps the next ids: {line}");
     let text = bench(&machine, &[]);
     assert!(
         text.contains(" J a token of prefill, ") && text.contains("(by amdgpu: of the whole machine"),

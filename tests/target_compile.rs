@@ -4,21 +4,13 @@
 //! The tests pin properties of the compiled kernels. A change that makes a kernel worse for this GPU fails on a machine
 //! without it.
 
-use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::Command;
 use std::sync::OnceLock;
 
 use serde_json::Value;
-use unicorn::checkpoint::{Checkpoint, ModelFiles};
-use unicorn::lab::cost::Drawn;
-use unicorn::lab::judge::work;
-use unicorn::model::config::ModelConfig;
-use unicorn::model::memory::Schemes;
-use unicorn::model::weights::Weights;
-use unicorn::tensor::{KvDtype, Precision, QuantizeMode};
 
-use crate::support::program::{assert_error, lab, lab_on_software, output, unicorn_on_software};
+use crate::support::program::{assert_error, lab, lab_on_software, output};
 use crate::support::{root, skip};
 
 const ICDS: [&str; 2] =
@@ -465,70 +457,6 @@ fn predictions_exist_for_every_size_and_batch_and_add_up() {
         .expect("predicted");
     let tokens_per_s = one["predicted_tokens_per_s"].as_f64().expect("a figure");
     assert!((4.0..73.0 / 14.6).contains(&tokens_per_s), "{tokens_per_s}");
-}
-
-/// Float products with several tokens are compared only by shader name, because `unicorn-lab isa` counts the tiles of a GPU,
-/// and a CPU has others.
-fn without_tile_sizes(dispatches: BTreeMap<String, u64>) -> BTreeMap<String, u64> {
-    let mut all = BTreeMap::new();
-    for (name, times) in dispatches {
-        // `unicorn-lab isa` counts GPU kernels, but a CPU runs its own body of the kernel.
-        let name = name.replace("_on_cpu", "");
-        let is_wide = name.starts_with("matmul_") && !name.ends_with(" COLUMNS=1");
-        let name = if is_wide { name.split(' ').next().expect("a name") } else { &name };
-        *all.entry(name.to_owned()).or_default() += times;
-    }
-    all
-}
-
-/// The dispatches that `unicorn-lab isa` lists for a step must equal the recorded dispatches.
-#[test]
-fn isa_counts_the_dispatches_of_a_step() {
-    let model = root().join("models/demo");
-    let (prompt, generated) = (11, 5);
-    let args = [
-        "bench",
-        "engine",
-        "--json",
-        "--profile",
-        "--runs",
-        "1",
-        "--context",
-        "64",
-        "--allow-software-vulkan",
-    ];
-    let mut command = unicorn_on_software(&args);
-    command.args(["--prompt-tokens", &prompt.to_string(), "--generate-tokens", &generated.to_string()]);
-    command.arg("--model").arg(&model);
-    let report = report_of(command);
-    let mut dispatched = BTreeMap::new();
-    for kernel in report["kernels"].as_array().expect("a list") {
-        dispatched
-            .insert(kernel["kernel"].as_str().expect("a name").to_owned(), number(kernel, "dispatches"));
-    }
-
-    let files = ModelFiles::open(&model).expect("a checkpoint");
-    let (config, _) = ModelConfig::load(&files).expect("a config");
-    let checkpoint = Checkpoint::open(&files).expect("a checkpoint");
-    let weights = Weights::collect(&checkpoint, &config).expect("weights");
-    let schemes = Schemes::of(&weights, QuantizeMode::None).expect("schemes");
-    let most = work::batch_tokens(&config, &schemes, KvDtype::F16, 256);
-    let mut steps = work::prompt(&config, &schemes, KvDtype::F16, Precision::Fast, prompt, most);
-    steps.extend((prompt..prompt + generated - 1).map(|position| {
-        let position = position..position + 1;
-        let positions = std::slice::from_ref(&position);
-        work::step(&config, &schemes, KvDtype::F16, Precision::Fast, positions, (1, Drawn::Greedy), most)
-    }));
-    let mut counted: BTreeMap<String, u64> = BTreeMap::new();
-    for work in steps.iter().flatten() {
-        let (shader, values) = (work.dispatch.shader, &work.dispatch.constants);
-        let constants =
-            shader.constants.iter().zip(values).map(|((_, name), value)| format!(" {name}={value}"));
-        *counted.entry(format!("{}{}", shader.name, constants.collect::<String>())).or_default() +=
-            work.times;
-    }
-    let [counted, dispatched] = [counted, dispatched].map(without_tile_sizes);
-    assert_eq!(counted, dispatched);
 }
 
 #[test]

@@ -21,7 +21,6 @@ pub use arrays::{
 };
 pub use attention::{Item, PartItems, Room, Run, Shares, Splits, partial_width};
 pub use offload::{GatheredKeys, OffloadKernels};
-pub(crate) use operand::share_pipeline;
 pub use operand::{ActivationsFrom, GpuTiles, Matrices, Operand, Quantized, SubgroupTile, Tiles, Wants};
 pub use peak::Peak;
 pub use pipelines::all_pipelines;

@@ -313,7 +313,7 @@ impl Tiles {
     pub const COUNTED: Tiles = Tiles::Gpu(GpuTiles::COUNTED);
 
     /// The best choice without a measurement. AMD's GPUs compute dot products of four bytes as fast as cooperative
-    /// matrices of int8 (`unicorn bench isa`); other GPUs have separate units for cooperative matrices.
+    /// matrices of int8 (`unicorn-lab isa`); other GPUs have separate units for cooperative matrices.
     pub fn of(device: &Device) -> Tiles {
         let info = device.info();
         match info.kind {
@@ -730,6 +730,6 @@ pub(crate) fn fast_shader_of(scheme: Scheme) -> (&'static Shader, u32) {
 }
 
 /// Whether one pipeline multiplies matrices of both integer schemes. It runs in every step, so it compares no names.
-pub(crate) fn share_pipeline(a: Scheme, b: Scheme) -> bool {
+fn share_pipeline(a: Scheme, b: Scheme) -> bool {
     a.shares_variant(b) && a.blocks_per_scale() == b.blocks_per_scale()
 }

@@ -59,7 +59,9 @@ pub fn isa(config: &Config, args: &args::Isa) -> Result<(), Error> {
         depth: args.depth as usize,
         chunk: config.engine.prefill_chunk,
     };
-    let predictions: Vec<_> = judges.iter().map(|judge| asked.predict(&chip, judge)).collect();
+    let recorded = asked.record()?;
+    let of_judge = |judge| recorded.iter().map(|steps| steps.predict(&chip, judge)).collect();
+    let predictions: Vec<Vec<_>> = judges.iter().map(of_judge).collect();
     print(&match args.json {
         true => as_json(&chip, &asked, &judges, &left_out, &predictions),
         false => as_text(&chip, &asked, &judges, &left_out, &predictions),

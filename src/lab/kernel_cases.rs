@@ -182,16 +182,8 @@ impl Case {
             KernelWork::Gated { scheme, rows, cols, tokens } => cost::gated(scheme, rows, cols, tokens),
             KernelWork::Embed { scheme, cols, tokens, .. } => cost::embed(scheme, cols, tokens),
             KernelWork::Attention { sequences, tokens, depth, window } => {
-                let (all, positions) = (sequences * tokens, depth..depth + tokens);
-                let of_all = cost::attention(
-                    &heads,
-                    &vec![positions; sequences],
-                    window,
-                    all,
-                    partials(all),
-                    self.wants(),
-                );
-                let kv: u64 = of_all.iter().map(|dispatch| dispatch.kv_bytes).sum();
+                let all = sequences * tokens;
+                let kv = sequences as u64 * heads.kv_bytes(&(depth..depth + tokens), window);
                 // Partials between the dispatches are neither input nor output.
                 return kv + (2 * 4 * all * s.num_attention_heads * s.head_dim) as u64;
             }

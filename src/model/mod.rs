@@ -24,7 +24,7 @@ mod sampling;
 pub mod self_test;
 pub mod shapes;
 mod sharing;
-pub(crate) mod step;
+mod step;
 mod submits;
 pub mod tensors;
 pub mod tune;

@@ -30,7 +30,7 @@ use crate::kernels::{
 const RECORDED: usize = 16;
 /// The number of tokens, at most `most`, that a step of `tokens` tokens is padded to. Few numbers occur, and a step
 /// grows by an eighth at most.
-pub(crate) fn padded_tokens(tokens: usize, most: usize) -> usize {
+pub(super) fn padded_tokens(tokens: usize, most: usize) -> usize {
     let multiple = if tokens <= 8 { 1 } else { (tokens.next_power_of_two() / 16).max(8) };
     tokens.next_multiple_of(multiple).min(most)
 }

@@ -1,4 +1,4 @@
-//! Judges kernels for a GPU that is not present: compiles every pipeline, lists what a step dispatches ([`work`]), and
+//! Judges kernels for a GPU that is not present: compiles every pipeline, records what a step dispatches ([`work`]), and
 //! predicts its time ([`predict`]).
 //!
 //! RADV chooses its GPU by the environment, and a process loads its drivers once. So one process compiles
