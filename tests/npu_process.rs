@@ -67,7 +67,7 @@ fn attach(model: &mut ModelRunner, npu: NpuProcess, kv_heads: usize, policy: Off
 /// The longest quick question of the demo model's set, and the chunks of its logits that are long enough to be shared.
 fn question(model: &ModelRunner) -> (&'static [u32], u64) {
     let prompt = demo::quick_prompts(220).max_by_key(|prompt| prompt.len()).expect("a question");
-    (prompt, (prompt.len() / LEAST_TOKENS * model.config().num_hidden_layers) as u64)
+    (prompt, (prompt.len() / LEAST_TOKENS * model.config().layers.len()) as u64)
 }
 
 /// How far logits may be off with attention in bf16. `tests/offload.rs` has the arithmetic: the inputs' rounding moves a
@@ -75,7 +75,7 @@ fn question(model: &ModelRunner) -> (&'static [u32], u64) {
 /// as much again (`npu::tile` has both).
 fn bound(model: &ModelRunner, logits: &[f32]) -> f32 {
     let largest = logits.iter().fold(0f32, |most, x| most.max(x.abs()));
-    model.config().num_hidden_layers as f32 * 2.0 * 2f32.powi(-8) * largest
+    model.config().layers.len() as f32 * 2.0 * 2f32.powi(-8) * largest
 }
 
 #[test]

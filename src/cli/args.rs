@@ -9,7 +9,8 @@ use crate::config::{Courtesy, FfnHeap, NpuMode, parse_bytes};
 use crate::gpu::placement;
 use crate::hub::ModelName;
 use crate::model::SamplingOptions;
-use crate::model::shapes::Shape;
+use crate::model::arch;
+use crate::model::spec::Shape;
 use crate::model::tensors::TensorSpec;
 use crate::tensor::{Bits, KvDtype, Precision, QuantizeMode, Scales, Scheme};
 
@@ -565,8 +566,7 @@ pub struct Plan {
 pub struct Planned {
     /// A checkpoint in any format that can be read, or the name of a pulled model
     pub model: Option<String>,
-    /// gemma-3-270m, gemma-3-1b, gemma-3-4b, gemma-3-12b or gemma-3-27b
-    #[arg(long, value_parser = Shape::named, conflicts_with_all = ["quantize", "model_config"])]
+    #[arg(long, help = arch::shape_names(", "), value_parser = arch::shape, conflicts_with_all = ["quantize", "model_config"])]
     pub shape: Option<Shape>,
     /// Scheme of the shape's attention and feed-forward matrices: int4-g32, int4-g128, int8-row, bf16 or another scheme
     /// of docs/formats.md [default: int4-g32]
@@ -599,8 +599,7 @@ pub struct Doctor {
     /// Check whether this model fits [default: the configured model]
     #[arg(long, value_name = "FOLDER|FILE|ORG/NAME", conflicts_with = "shape")]
     pub model: Option<String>,
-    /// Check whether a published shape fits: gemma-3-270m, gemma-3-1b, gemma-3-4b, gemma-3-12b or gemma-3-27b
-    #[arg(long, value_parser = Shape::named, conflicts_with_all = ["quantize", "model_config"])]
+    #[arg(long, help = format!("Check whether a published shape fits: {}", arch::shape_names(", ")), value_parser = arch::shape, conflicts_with_all = ["quantize", "model_config"])]
     pub shape: Option<Shape>,
     /// Scheme of the shape's matrices, as in `unicorn plan` [default: int4-g32]
     #[arg(long, value_name = "SCHEME", value_parser = any_scheme, requires = "shape")]

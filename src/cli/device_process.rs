@@ -20,6 +20,7 @@ use crate::checkpoint::{HeldNames, ModelFiles};
 use crate::config::Config;
 use crate::gpu::placement::{Class, Placement};
 use crate::gpu::{Counts, Device};
+use crate::model::arch;
 use crate::model::child_process::Channel;
 use crate::model::device_process::serve;
 use crate::model::draft::Draft;
@@ -181,7 +182,7 @@ fn run(level: Level) -> Result<(), Error> {
         device: info.name.clone(),
         driver: info.driver.clone(),
         place: load::place(info),
-        draft_layers: draft.as_ref().map(|draft| draft.config().num_hidden_layers),
+        draft_layers: draft.as_ref().map(|draft| draft.config().layers.len()),
         schemes: model.schemes().to_string(),
         placements: model.placements().iter().map(placed).collect(),
         residency: model.residency().to_string(),
@@ -212,7 +213,9 @@ fn receive_task(
     let mut receive = |names: Option<HeldNames>| {
         let Some(names) = names else { return Ok(None) };
         let files = channel.receive_files()?;
-        ModelFiles::from_parts(names, files, load::DEMO).map(Some).map_err(std::io::Error::other)
+        ModelFiles::from_parts(names, files, load::DEMO, arch::gguf_archs())
+            .map(Some)
+            .map_err(std::io::Error::other)
     };
     let files = [receive(Some(task.model))?, receive(task.draft)?];
     let observer = Channel::from_socket(channel.receive_file()?.into())?;

@@ -57,7 +57,7 @@ pub enum Error {
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
     #[error(transparent)]
-    ModelConfig(#[from] ModelConfigError),
+    ModelSpec(#[from] ModelConfigError),
     #[error(transparent)]
     Weights(#[from] crate::model::weights::WeightsError),
     #[error(transparent)]
@@ -158,7 +158,7 @@ impl Error {
             // A restart may help: more memory or threads may be available then.
             Self::Text(TextError::NoThread { .. })
             | Self::Checkpoint(CheckpointError::NoMemory { .. })
-            | Self::ModelConfig(ModelConfigError::Checkpoint(CheckpointError::NoMemory { .. }))
+            | Self::ModelSpec(ModelConfigError::Checkpoint(CheckpointError::NoMemory { .. }))
             | Self::Load(LoadError::Checkpoint(CheckpointError::NoMemory { .. }))
             | Self::Load(LoadError::Config(ModelConfigError::Checkpoint(CheckpointError::NoMemory {
                 ..
@@ -184,7 +184,7 @@ impl Error {
             | Self::OpenFiles { .. }
             | Self::Config(_)
             | Self::Checkpoint(_)
-            | Self::ModelConfig(_)
+            | Self::ModelSpec(_)
             | Self::Weights(_)
             | Self::DoesNotFit(_)
             | Self::Hub(_)

@@ -18,11 +18,13 @@ use crate::config::{self, Config};
 use crate::engine::{EnergyCounter, Engine, EngineConfig, EngineHandle, SchedulerConfig};
 use crate::gpu::placement::{Limits, Machine, Placement};
 use crate::gpu::{self, Device, DeviceInfo, DeviceKind, DevicePolicy};
-use crate::model::config::{GenerationConfig, ModelConfig};
+use crate::model::arch;
+use crate::model::config::GenerationConfig;
 use crate::model::draft::{self, Draft, Drafted};
 pub use crate::model::load::Source;
 use crate::model::load::{LoadError, LoadOptions, Progress};
 use crate::model::model_runner::{Loaded, ModelRunner};
+use crate::model::spec::ModelSpec;
 use crate::model::{self, Runner, SamplingOptions, tune};
 use crate::session::Service;
 use crate::tensor::Precision;
@@ -62,7 +64,7 @@ pub fn files(model: &config::Model) -> Result<ModelFiles, Error> {
 
 /// The files of the model at `path`. `model` may name other paths for config.json and tokenizer.json.
 pub fn files_at(path: &Path, model: &config::Model) -> Result<ModelFiles, Error> {
-    let mut files = ModelFiles::open(path)?;
+    let mut files = arch::open_files(path)?;
     if let Some(path) = &model.config {
         files = files.with_config(path.as_ref())?;
     }
@@ -80,7 +82,7 @@ pub fn demo_files() -> ModelFiles {
 /// The contents of a model's small files: everything that a server needs except the weights.
 pub struct Texts {
     pub tokenizer: Tokenizer,
-    pub config: ModelConfig,
+    pub config: ModelSpec,
     template: ChatTemplate,
     defaults: SamplingOptions,
     stop_token_ids: Vec<u32>,
@@ -107,7 +109,7 @@ pub enum Watch {
 }
 
 /// Reads the small files. Most errors of a model are found here, before the large files are read.
-pub fn texts(files: &ModelFiles, config: ModelConfig, generation: &GenerationConfig) -> Result<Texts, Error> {
+pub fn texts(files: &ModelFiles, config: ModelSpec, generation: &GenerationConfig) -> Result<Texts, Error> {
     let read = |name: &str| files.read(name);
     let Some(tokenizer_json) = read("tokenizer.json")? else {
         let problem = "holds no tokenizer.json; give the original model's tokenizer.json with --tokenizer";
@@ -259,7 +261,7 @@ pub fn on_device(
 
 /// The files of the draft model, if one is configured.
 pub fn draft_files(config: &Config) -> Result<Option<ModelFiles>, Error> {
-    Ok(config.model.draft.as_ref().map(|path| ModelFiles::open(path.as_ref())).transpose()?)
+    Ok(config.model.draft.as_ref().map(|path| arch::open_files(path.as_ref())).transpose()?)
 }
 
 /// Checks that a draft model has the tokenizer of the model whose files are `files`.
@@ -267,7 +269,7 @@ pub fn check_draft_tokenizer(
     files: &ModelFiles,
     tokenizer: &Tokenizer,
     draft: &ModelFiles,
-    draft_config: &ModelConfig,
+    draft_config: &ModelSpec,
 ) -> Result<(), Error> {
     let vocab_size = draft_config.vocab_size;
     let Some(json) = draft.read("tokenizer.json")? else {
@@ -320,11 +322,11 @@ fn log(
     draft: Option<&Draft>,
     seconds: f64,
 ) {
-    let (context, layers) = (runner.limits().max_context, runner.config().num_hidden_layers);
+    let (context, layers) = (runner.limits().max_context, runner.config().layers.len());
     let (schemes, precision) = (runner.schemes(), runner.precision());
     tracing::info!("model    {}: {layers} layers; {schemes}; precision {precision}", files.location());
     if let (Some(draft), Some(files)) = (draft, draft_files) {
-        let (layers, weights) = (draft.config().num_hidden_layers, bytes(draft.weight_bytes()));
+        let (layers, weights) = (draft.config().layers.len(), bytes(draft.weight_bytes()));
         tracing::info!("draft    {}: {layers} layers, {weights} of weights", files.location());
     }
     let device = runner.device().info();
@@ -345,7 +347,7 @@ fn log(
         gb(loaded.resident_bytes),
     );
     // The draft limits the context if its maximum is shorter than the model's.
-    let longest = |config: &ModelConfig| config.max_position_embeddings;
+    let longest = |config: &ModelSpec| config.max_position_embeddings;
     let short = draft.map(|draft| longest(draft.config()));
     let why = match short {
         Some(short) if short == context && short < longest(runner.config()) => ", the draft's maximum",

@@ -12,13 +12,13 @@ use std::time::{Duration, Instant};
 use super::error::Error;
 use super::npu_start::NpuStart;
 use crate::config::{Config, NpuMode, NpuPreference, NpuSharing};
-use crate::model::config::ModelConfig;
 use crate::model::load::LoadError;
 use crate::model::model_runner::ModelRunner;
 use crate::model::npu_process::{HeadShape, NpuProcess, Start};
 use crate::model::offload::{
     LEAST_TOKENS, MOST_TOKENS, Offload, OffloadError, OffloadLimits, OffloadPolicy, not_shared,
 };
+use crate::model::spec::ModelSpec;
 use crate::model::{Runner, RunnerError};
 use crate::npu::error::{NpuCode, NpuError};
 use crate::npu::shim::Shim;
@@ -45,7 +45,7 @@ pub fn shim(config: &Config) -> PathBuf {
     config.npu.shim.as_ref().map_or_else(beside, PathBuf::from)
 }
 
-fn limits_of(config: &Config, model: &ModelConfig) -> OffloadLimits {
+fn limits_of(config: &Config, model: &ModelSpec) -> OffloadLimits {
     let most = model.num_key_value_heads;
     OffloadLimits {
         kv_heads: config.npu.kv_heads.unwrap_or(most).min(most),
@@ -55,7 +55,7 @@ fn limits_of(config: &Config, model: &ModelConfig) -> OffloadLimits {
 }
 
 /// The buffers that a load of this model would reserve.
-pub fn planned(config: &Config, model: &ModelConfig) -> Option<OffloadLimits> {
+pub fn planned(config: &Config, model: &ModelSpec) -> Option<OffloadLimits> {
     (config.npu.mode != NpuMode::Off).then(|| limits_of(config, model))
 }
 
@@ -71,11 +71,7 @@ pub struct Npu {
 impl Npu {
     /// Opens the NPU and tests it, if one is wanted. An NPU that is required and cannot compute is an error. `before` is
     /// what became of it at the first load, where this is another one: an NPU that was not used then is not used now.
-    pub fn open(
-        model: &ModelConfig,
-        config: &Config,
-        before: Option<&NpuStart>,
-    ) -> Result<Option<Npu>, Error> {
+    pub fn open(model: &ModelSpec, config: &Config, before: Option<&NpuStart>) -> Result<Option<Npu>, Error> {
         if config.npu.mode == NpuMode::Off {
             return Ok(None);
         }
@@ -187,7 +183,7 @@ fn refuse(config: &Config, start: &mut NpuStart, error: OffloadError) -> Result<
 }
 
 /// Starts the NPU's process, and has it pass the self-test. With `again`, waits until its columns are free.
-fn process_with_columns(model: &ModelConfig, config: &Config, again: bool) -> Result<NpuProcess, NpuError> {
+fn process_with_columns(model: &ModelSpec, config: &Config, again: bool) -> Result<NpuProcess, NpuError> {
     let since = Instant::now();
     loop {
         match process(model, config) {
@@ -200,7 +196,7 @@ fn process_with_columns(model: &ModelConfig, config: &Config, again: bool) -> Re
 }
 
 /// Starts the NPU's process, and has it pass the self-test.
-fn process(model: &ModelConfig, config: &Config) -> Result<NpuProcess, NpuError> {
+fn process(model: &ModelSpec, config: &Config) -> Result<NpuProcess, NpuError> {
     let Some(kernels) = kernels_folder(config) else {
         let problem = "there is no folder of kernels: neither HOME nor UNICORN_CACHE_DIR is set";
         return Err(NpuError::new(NpuCode::KernelMissing, problem));

@@ -10,12 +10,12 @@ use super::error::Error;
 use super::load::{self, Room};
 use super::offload;
 use super::terminal::{bytes, print};
-use crate::checkpoint::ModelFiles;
 use crate::config::Config;
-use crate::model::config::ModelConfig;
+use crate::model::arch;
 use crate::model::load::check_draft;
 use crate::model::memory::{DoesNotFit, DraftMemoryRequest, Fit, MemoryRequest, Schemes, quantize_modes};
-use crate::model::shapes::Shape;
+use crate::model::spec::ModelSpec;
+use crate::model::spec::Shape;
 use crate::tensor::{QuantizeMode, Scheme};
 
 /// The model to plan for.
@@ -26,7 +26,7 @@ struct Subject {
     stored: String,
     /// A note that the default scheme was assumed.
     assumption: Option<String>,
-    config: ModelConfig,
+    config: ModelSpec,
     schemes: Schemes,
     /// Alternative schemes for its weights, each with the option that selects it.
     others: Vec<(String, Schemes)>,
@@ -36,7 +36,7 @@ struct Subject {
 struct DraftSubject {
     name: String,
     stored: String,
-    config: ModelConfig,
+    config: ModelSpec,
     schemes: Schemes,
 }
 
@@ -130,8 +130,8 @@ fn checkpoint(model: &str, config: &Config) -> Result<Subject, Error> {
 }
 
 /// A draft model's weights keep the schemes of its files.
-fn draft(path: &str, model: &ModelConfig) -> Result<DraftSubject, Error> {
-    let files = ModelFiles::open(Path::new(path))?;
+fn draft(path: &str, model: &ModelSpec) -> Result<DraftSubject, Error> {
+    let files = arch::open_files(Path::new(path))?;
     let source = load::Source::open(&files)?;
     check_draft(model, &source.config)
         .map_err(|problem| Error::Argument(format!("{}: {problem}", files.display("config.json"))))?;
@@ -140,7 +140,7 @@ fn draft(path: &str, model: &ModelConfig) -> Result<DraftSubject, Error> {
 }
 
 fn published(shape: Shape, args: &args::Planned) -> Subject {
-    let config = shape.config();
+    let config = shape.spec();
     let of = |schemes: args::Schemes| {
         let [attention, ffn, embedding] =
             [Class::Attention, Class::FeedForward, Class::Embedding].map(|class| {

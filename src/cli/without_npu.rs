@@ -4,11 +4,11 @@
 use super::error::Error;
 use super::npu_start::NpuStart;
 use crate::config::{Config, NpuMode};
-use crate::model::config::ModelConfig;
 use crate::model::model_runner::ModelRunner;
 use crate::model::offload::OffloadLimits;
+use crate::model::spec::ModelSpec;
 
-pub fn planned(_: &Config, _: &ModelConfig) -> Option<OffloadLimits> {
+pub fn planned(_: &Config, _: &ModelSpec) -> Option<OffloadLimits> {
     None
 }
 
@@ -17,7 +17,7 @@ pub enum Npu {}
 
 impl Npu {
     /// `unicorn bench npu` requires the NPU, whatever is configured.
-    pub fn open(_: &ModelConfig, config: &Config, _: Option<&NpuStart>) -> Result<Option<Npu>, Error> {
+    pub fn open(_: &ModelSpec, config: &Config, _: Option<&NpuStart>) -> Result<Option<Npu>, Error> {
         match config.npu.mode {
             NpuMode::Off => Ok(None),
             _ => Err(Error::Argument("this program was built without the feature npu".into())),

@@ -9,7 +9,8 @@ use crate::cli::args::{
     Common, DeviceOptions, KvOption, ModelOptions, NpuOption, PrecisionOption, QuantizeOption, Schemes,
     ServerOptions, Target,
 };
-use crate::model::shapes::Shape;
+use crate::model::arch;
+use crate::model::spec::Shape;
 
 #[derive(Debug, Parser)]
 #[command(name = "unicorn-lab", version, about = "Measures and predicts the Unicorn Execution Engine", long_about = None)]
@@ -20,8 +21,8 @@ pub struct CommandLine {
 
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Compile every kernel for an AMD GPU, which this machine need not have, and predict the speed of each size of
-    /// Gemma-3 from the assembly
+    /// Compile every kernel for an AMD GPU, which this machine need not have, and predict the speed of each size of model
+    /// from the assembly
     ///
     /// --quantize selects the type of the weights [default: int4-g128-emb8], --kv the type of keys and values. If Mesa
     /// 26 is in the current folder (`make setup-devices`), it compiles the kernels too.
@@ -47,7 +48,7 @@ pub struct Isa {
     #[arg(long, value_name = "GPU", default_value = "phoenix")]
     pub device: String,
     /// Predict only this size [default: all five]
-    #[arg(long, value_parser = Shape::named)]
+    #[arg(long, value_parser = arch::shape)]
     pub shape: Option<Shape>,
     /// Tokens in each sequence's KV cache at the predicted decode step
     #[arg(long, value_name = "TOKENS", default_value_t = 512, value_parser = clap::value_parser!(u32).range(..=131_071))]
@@ -73,9 +74,8 @@ pub struct Isa {
 
 #[derive(Debug, Args)]
 pub struct Kernels {
-    /// gemma-3-270m, gemma-3-1b, gemma-3-4b, gemma-3-12b, gemma-3-27b
-    #[arg(long, value_name = "SHAPE,...", value_delimiter = ',', default_value = "gemma-3-4b,gemma-3-27b",
-          value_parser = Shape::named)]
+    #[arg(long, help = arch::shape_names(", "), value_name = "SHAPE,...", value_delimiter = ',', default_value = "gemma-3-4b,gemma-3-27b",
+          value_parser = arch::shape)]
     pub shape: Vec<Shape>,
     /// Schemes of the layers' matrices: int4-g32, int4-g128, int8-row, bf16
     #[arg(long, value_name = "SCHEME,...", value_delimiter = ',', default_value = "int4-g32,int4-g128")]
@@ -155,8 +155,7 @@ pub struct Model {
 
 #[derive(Debug, Args)]
 pub struct Synth {
-    /// gemma-3-270m, gemma-3-1b, gemma-3-4b, gemma-3-12b or gemma-3-27b
-    #[arg(long, value_parser = Shape::named)]
+    #[arg(long, help = arch::shape_names(", "), value_parser = arch::shape)]
     pub shape: Shape,
     #[command(flatten)]
     pub schemes: Schemes,

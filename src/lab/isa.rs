@@ -23,7 +23,7 @@ use crate::cli::bench::report::commit;
 use crate::cli::error::Error;
 use crate::cli::terminal::print;
 use crate::config::Config;
-use crate::model::shapes::SHAPES;
+use crate::model::arch;
 use crate::tensor::QuantizeMode;
 
 /// Longest compilation of all kernels, which takes seconds unless a driver hangs.
@@ -50,7 +50,7 @@ pub fn isa(config: &Config, args: &args::Isa) -> Result<(), Error> {
         QuantizeMode::None => QuantizeMode::Int4G128Emb8,
         mode => mode,
     };
-    let shapes = args.shape.map_or(SHAPES.to_vec(), |shape| vec![shape]);
+    let shapes = args.shape.map_or_else(|| arch::shapes().collect(), |shape| vec![shape]);
     let asked = Question {
         shapes,
         mode,

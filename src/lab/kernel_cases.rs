@@ -14,7 +14,7 @@ use crate::kernels::{
 };
 use crate::model::memory::{MAX_SEQUENCES, partials};
 use crate::model::rig::{Make, ROTATED_BYTES, Rig, SPAN, copies, gpu_error};
-use crate::model::shapes::Shape;
+use crate::model::spec::ModelSpec;
 use crate::tensor::{KvDtype, Precision, Scheme};
 
 const BLOCK_SIZE: usize = 16;
@@ -75,7 +75,9 @@ pub enum KernelWork {
 /// Selects cases by model, scheme, tokens and depth.
 #[derive(Debug, Clone)]
 pub struct Choice {
-    pub shape: Shape,
+    /// The model's name.
+    pub name: String,
+    pub spec: ModelSpec,
     /// Schemes of the layers' matrices.
     pub schemes: Vec<Scheme>,
     pub embedding: Scheme,
@@ -91,7 +93,7 @@ pub struct Choice {
 pub struct Case {
     /// The case's name, unique among all cases.
     pub name: String,
-    pub shape: Shape,
+    pub spec: ModelSpec,
     pub kv: KvDtype,
     pub precision: Precision,
     pub work: KernelWork,
@@ -101,7 +103,7 @@ impl Choice {
     /// The cases: a layer's matrices by name, and the output head; attention at the first token and deep in a context;
     /// all other kernels.
     pub fn cases(&self) -> Vec<Case> {
-        let s = &self.shape;
+        let s = &self.spec;
         let heads = s.num_attention_heads * s.head_dim;
         let kv_heads = s.num_key_value_heads * s.head_dim;
         let matrices = [
@@ -135,8 +137,10 @@ impl Choice {
                 for &depth in &self.depths {
                     works.push((format!("attention of {tokens} at {depth}"), decode(depth, None)));
                 }
-                let windowed = decode(2 * s.sliding_window, Some(s.sliding_window));
-                works.push((format!("attention of {tokens} in a window"), windowed));
+                if let Some(window) = s.window() {
+                    let windowed = decode(2 * window, Some(window));
+                    works.push((format!("attention of {tokens} in a window"), windowed));
+                }
                 let draw = |top_k, top_p| KernelWork::Sample { vocab: rows, rows: tokens, top_k, top_p };
                 works.push((format!("sample greedy x {tokens}"), draw(0, 1.0)));
                 works.push((format!("sample top_k top_p x {tokens}"), draw(64, 0.95)));
@@ -155,8 +159,8 @@ impl Choice {
             ));
         }
         let case = |(name, work)| Case {
-            name: format!("{} {name}, {}", s.name, self.precision),
-            shape: *s,
+            name: format!("{} {name}, {}", self.name, self.precision),
+            spec: s.clone(),
             kv: self.kv,
             precision: self.precision,
             work,
@@ -168,7 +172,7 @@ impl Choice {
 impl Case {
     /// Least bytes read and written: each input and each output once.
     pub fn bytes(&self) -> u64 {
-        let s = &self.shape;
+        let s = &self.spec;
         let heads = cost::Heads {
             num_heads: s.num_attention_heads,
             num_kv_heads: s.num_key_value_heads,
@@ -207,7 +211,7 @@ impl Case {
             KernelWork::Attention { sequences, tokens, depth, window } => {
                 let keys = |position: usize| (position + 1).min(window.unwrap_or(usize::MAX));
                 let seen: usize = (depth..depth + tokens).map(keys).sum();
-                Some(4 * (sequences * seen * self.shape.num_attention_heads * self.shape.head_dim) as u64)
+                Some(4 * (sequences * seen * self.spec.num_attention_heads * self.spec.head_dim) as u64)
             }
             _ => None,
         }
@@ -220,7 +224,7 @@ impl Case {
     }
 
     fn heads(&self) -> Heads {
-        let s = &self.shape;
+        let s = &self.spec;
         let group = s.num_attention_heads / s.num_key_value_heads;
         Heads { group, head_dim: s.head_dim, kv: self.kv }
     }
@@ -282,7 +286,7 @@ impl Rig {
     pub fn prepare(&mut self, case: &Case) -> Result<Prepared, GpuError> {
         let kernels = self.kernels(case)?;
         let mut make = self.make();
-        let s = case.shape;
+        let s = &case.spec;
         let heads = s.num_attention_heads * s.head_dim;
         let kv_heads = s.num_key_value_heads * s.head_dim;
         let (record, output): (Record, Buffer) = match case.work {
@@ -421,7 +425,7 @@ impl Make<'_> {
         window: Option<usize>,
         bytes: u64,
     ) -> Result<Vec<Attention>, GpuError> {
-        let s = &case.shape;
+        let s = &case.spec;
         let blocks = sequences * len.div_ceil(BLOCK_SIZE);
         let cache_bytes =
             (blocks * BLOCK_SIZE * s.num_key_value_heads * case.kv.row_bytes(s.head_dim)) as u64;
@@ -442,7 +446,7 @@ impl Make<'_> {
             let cache =
                 KvCache { keys: self.filled(cache_bytes, word)?, values: self.filled(cache_bytes, word)? };
             let (q_norm, k_norm, rope) = (q_norm.clone(), k_norm.clone(), rope.clone());
-            let q_scale = 1.0 / (s.query_pre_attn_scalar as f32).sqrt();
+            let q_scale = s.score_scale as f32;
             Ok(Attention { shape, q_norm, k_norm, rope, q_scale, cache })
         };
         (0..copies(bytes)).map(|_| layer()).collect()
@@ -519,8 +523,8 @@ mod tests {
     use super::*;
 
     fn case(work: KernelWork) -> Case {
-        let shape = Shape::named("gemma-3-27b").expect("a shape");
-        Case { name: "x".into(), shape, kv: KvDtype::F16, precision: Precision::F32, work }
+        let spec = crate::model::arch::shape("gemma-3-27b").expect("a shape").spec();
+        Case { name: "x".into(), spec, kv: KvDtype::F16, precision: Precision::F32, work }
     }
 
     #[test]
@@ -555,7 +559,8 @@ mod tests {
     #[test]
     fn every_case_has_a_name_of_its_own() {
         let choice = |name| Choice {
-            shape: Shape::named(name).expect("a shape"),
+            name: str::to_owned(name),
+            spec: crate::model::arch::shape(name).expect("a shape").spec(),
             schemes: vec![Scheme::int4(32), Scheme::Int8Row],
             embedding: Scheme::Int8Row,
             kv: KvDtype::F16,

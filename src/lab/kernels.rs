@@ -64,7 +64,8 @@ impl Measured {
 pub fn kernels(config: &Config, args: &args::Kernels) -> Result<(), Error> {
     let scheme = |target: &Target| target.0.unwrap_or(Scheme::Bf16);
     let choices = args.shape.iter().map(|shape| Choice {
-        shape: *shape,
+        name: shape.name.to_owned(),
+        spec: shape.spec(),
         schemes: args.scheme.iter().map(scheme).collect(),
         embedding: scheme(&args.embedding),
         kv: config.kv.dtype,

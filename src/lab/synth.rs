@@ -17,8 +17,8 @@ use crate::cli::error::Error;
 use crate::cli::load;
 use crate::cli::progress::Bar;
 use crate::cli::terminal::{bytes, print};
-use crate::model::config::ModelConfig;
-use crate::model::tensors::{ModelTensors, TensorSpec};
+use crate::model::spec::ModelSpec;
+use crate::model::tensors::TensorSpec;
 use crate::tensor::{Bits, Scheme, TILE_ROWS};
 
 /// Tiles of a piece that one core fills, and pieces made at once.
@@ -27,7 +27,7 @@ const PIECES: usize = 16;
 
 pub fn synth(args: &args::Synth) -> Result<(), Error> {
     let shape = args.shape;
-    let config = shape.config();
+    let config = shape.spec();
     let synthetic = Synthetic { shape: shape.name.to_string(), seed: args.seed };
     let job = json!({
         "synthetic": synthetic,
@@ -79,7 +79,7 @@ pub fn synth(args: &args::Synth) -> Result<(), Error> {
 }
 
 /// The files of a checkpoint, each with its tensors.
-fn files(config: &ModelConfig, schemes: &Schemes) -> Vec<(String, Vec<NewTensor>)> {
+fn files(config: &ModelSpec, schemes: &Schemes) -> Vec<(String, Vec<NewTensor>)> {
     let tensor = |spec: &TensorSpec| {
         let scheme = Class::of(spec).map(|class| {
             let Target(scheme) = schemes.of(class);
@@ -87,8 +87,7 @@ fn files(config: &ModelConfig, schemes: &Schemes) -> Vec<(String, Vec<NewTensor>
         });
         NewTensor { name: spec.full_name(), shape: spec.shape.clone(), scheme }
     };
-    let specs = ModelTensors::of(config);
-    let files = specs.files().into_iter();
+    let files = config.tensors.files().into_iter();
     files.map(|(name, specs)| (name, specs.into_iter().map(tensor).collect())).collect()
 }
 

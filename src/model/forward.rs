@@ -4,7 +4,6 @@
 
 use std::ops::Range;
 
-use super::config::LayerType;
 use super::layers::Scratch;
 use super::memory;
 use super::model_runner::ModelRunner;
@@ -77,11 +76,11 @@ impl ModelRunner {
     /// Copies a block to another one, in every layer of its pool.
     pub(super) fn record_copy(&self, recorder: &mut Recorder<'_>, copy: &BlockCopy) {
         let kind = match copy.pool {
-            BlockPool::Full => LayerType::FullAttention,
-            BlockPool::Sliding => LayerType::SlidingAttention,
+            BlockPool::Full => BlockPool::Full,
+            BlockPool::Sliding => BlockPool::Sliding,
         };
         let bytes = memory::kv_block_bytes(&self.config, self.kv, self.limits.kv.block_size);
-        for layer in self.layers.iter().filter(|layer| layer.kind == kind) {
+        for layer in self.layers.iter().filter(|layer| layer.pool == kind) {
             let KvCache { keys, values } = &layer.attention.cache;
             for half in [keys, values] {
                 let block = |id: u32| half.slice(u64::from(id) * bytes, bytes);
@@ -144,9 +143,9 @@ impl ModelRunner {
         // The items of attention count rows from the step's first token, so the queries are not cut to `rows`.
         let (all_queries, partials) = (&self.scratch.q, &self.scratch.partials);
         let attended = self.attended(index, &rows);
-        recorder.label(match self.layers[index].kind {
-            LayerType::SlidingAttention => "sliding",
-            LayerType::FullAttention => "full",
+        recorder.label(match self.layers[index].pool {
+            BlockPool::Sliding => "sliding",
+            BlockPool::Full => "full",
         });
         self.kernels.attention(recorder, attention, (all_queries, partials), step, &attended, rows.len());
         self.record_rest(recorder, index, rows);

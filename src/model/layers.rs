@@ -2,8 +2,9 @@
 
 use std::ops::Range;
 
-use super::config::{LayerType, ModelConfig};
 use super::memory;
+use super::runner::BlockPool;
+use super::spec::ModelSpec;
 use super::tensors::{Inputs, Norms, Projections};
 use crate::gpu::placement::{Class, MemoryKind};
 use crate::gpu::{Arena, Buffer, GpuError};
@@ -11,7 +12,8 @@ use crate::kernels::{Activations, Attention, Logits, Matrix, Partials, Quantized
 
 /// The weights of one layer on the device, with its KV cache.
 pub(super) struct DeviceLayer {
-    pub(super) kind: LayerType,
+    /// The pool of its KV blocks.
+    pub(super) pool: BlockPool,
     pub(super) attention: Attention,
     pub(super) projections: Projections<Matrix>,
     pub(super) norms: Norms<RmsNorm>,
@@ -74,7 +76,7 @@ impl Scratch {
     /// Allocates buffers of these names and sizes, which suffice for `config` and `tokens`.
     pub(super) fn new(
         arena: &mut Arena,
-        config: &ModelConfig,
+        config: &ModelSpec,
         tokens: usize,
         sizes: Vec<(&str, u64)>,
     ) -> Result<Scratch, GpuError> {
@@ -84,7 +86,7 @@ impl Scratch {
     }
 
     /// These buffers in the shapes of another model, whose steps run between those of this model.
-    pub(super) fn shared_with(&self, config: &ModelConfig, tokens: usize) -> Scratch {
+    pub(super) fn shared_with(&self, config: &ModelSpec, tokens: usize) -> Scratch {
         let Scratch { hidden, normed, delta, q, attended, k, v, partials, gate, up, .. } = self;
         let Partials { single, tiles } = partials;
         let Scratch { final_rows, logits: Logits { raw, adjusted, scratch, .. }, pooled, .. } = self;
@@ -97,7 +99,7 @@ impl Scratch {
         Scratch::of(config, tokens, all.cloned().collect())
     }
 
-    pub(super) fn of(config: &ModelConfig, tokens: usize, buffers: Vec<Buffer>) -> Scratch {
+    pub(super) fn of(config: &ModelSpec, tokens: usize, buffers: Vec<Buffer>) -> Scratch {
         let mut buffers = buffers.into_iter();
         let mut each = memory::activations(config, tokens)
             .map(|(name, rows, width)| {

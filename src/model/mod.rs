@@ -3,11 +3,13 @@
 //! This module refuses to know requests, queues or clocks: the engine above hands it a [`Batch`] of plain arrays.
 
 pub mod child_process;
+pub mod arch;
 pub mod config;
 pub mod device_process;
 pub mod draft;
 mod evaluate;
 mod forward;
+pub mod gemma3;
 pub mod model_runner;
 mod layer_check;
 mod layers;
@@ -22,8 +24,8 @@ mod runner;
 mod sampling;
 #[doc(hidden)]
 pub mod self_test;
-pub mod shapes;
 mod sharing;
+pub mod spec;
 mod step;
 mod submits;
 pub mod tensors;

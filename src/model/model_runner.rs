@@ -9,12 +9,14 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::config::{GenerationConfig, LayerType, ModelConfig};
+use super::config::GenerationConfig;
 use super::layers::{DeviceLayer, Scratch};
 use super::memory::{self, MAX_IN_FLIGHT, Schemes};
 use super::offload::{Attached, NpuShare, OffloadBuffers};
 use super::rates::{Rates, WorkAmount};
+use super::runner::BlockPool;
 use super::self_test::SelfTest;
+use super::spec::ModelSpec;
 use super::step::{self, Frame, PoolRequest, StepOutputs};
 use super::submits::{self, LayerWork, SharedWork, StepPart, Submit};
 use super::{Batch, BatchSequence, Limits, Runner, RunnerError, Sampled, Sampling, Ticket};
@@ -73,7 +75,7 @@ pub(super) type Keep<'a> = &'a dyn Fn(&ModelRunner, &mut Recorder<'_>, usize, &R
 /// A loaded model.
 pub struct ModelRunner {
     pub(super) device: Arc<Device>,
-    pub(super) config: ModelConfig,
+    pub(super) config: ModelSpec,
     pub(super) generation: GenerationConfig,
     pub(super) limits: Limits,
     pub(super) kv: KvDtype,
@@ -121,7 +123,7 @@ pub(super) struct Closing {
 }
 
 impl ModelRunner {
-    pub fn config(&self) -> &ModelConfig {
+    pub fn config(&self) -> &ModelSpec {
         &self.config
     }
 
@@ -149,7 +151,7 @@ impl ModelRunner {
 
     /// Bytes of one KV block in all sliding layers together.
     pub fn sliding_block_bytes(&self) -> u64 {
-        let sliding = self.layers.iter().filter(|layer| layer.kind == LayerType::SlidingAttention).count();
+        let sliding = self.layers.iter().filter(|layer| layer.pool == BlockPool::Sliding).count();
         2 * sliding as u64 * memory::kv_block_bytes(&self.config, self.kv, self.limits.kv.block_size)
     }
 
@@ -216,7 +218,7 @@ impl ModelRunner {
             let limits = &self.offload_buffers.as_ref().expect("room for the unit").limits;
             // `eval` takes the logits of a prompt's rows, and draws nothing.
             let drawn = if wanted.requests.is_empty() { &[][..] } else { &wanted.rows };
-            match unit.share(batch, drawn, self.config.sliding_window, limits) {
+            match unit.share(batch, drawn, self.config.window(), limits) {
                 Some(share) => self.run_shared(index, batch, wanted, &share, &mut unit),
                 None => Ok(self.run_keeping(index, batch, wanted, None)?),
             }
@@ -279,12 +281,12 @@ impl ModelRunner {
             StepPart::Opening => self.record_opening(r, frame, batch, padded),
             StepPart::Segment(layers) => {
                 for layer in layers.clone() {
-                    let step = frame.arrays(self.layers[layer].kind, padded, None);
+                    let step = frame.arrays(self.layers[layer].pool, padded, None);
                     self.record_layer(r, layer, &step, 0..padded);
                 }
             }
             StepPart::Layer { layer, rows } => {
-                let step = frame.arrays(self.layers[*layer].kind, padded, Some(rows));
+                let step = frame.arrays(self.layers[*layer].pool, padded, Some(rows));
                 self.record_layer(r, *layer, &step, rows.clone());
             }
             StepPart::Closing => self.record_closing(r, frame, wanted, batch.num_tokens()),
@@ -327,11 +329,11 @@ impl ModelRunner {
         submits: &[Submit],
         share: Option<&NpuShare>,
     ) {
-        for kind in [LayerType::SlidingAttention, LayerType::FullAttention] {
-            let Some(layer) = self.layers.iter().find(|layer| layer.kind == kind) else { continue };
+        for kind in [BlockPool::Sliding, BlockPool::Full] {
+            let Some(layer) = self.layers.iter().find(|layer| layer.pool == kind) else { continue };
             let parts = submits.iter().flat_map(|submit| &submit.parts).filter_map(|part| match part {
                 StepPart::Layer { layer, rows } | StepPart::Attention { layer, rows }
-                    if self.layers[*layer].kind == kind =>
+                    if self.layers[*layer].pool == kind =>
                 {
                     Some(rows.len())
                 }
@@ -384,7 +386,7 @@ impl ModelRunner {
         };
         let weights = memory::macs_per_token_and_layer(c);
         let row = 2 * memory::kv_block_bytes(c, self.kv, 1);
-        let shared = |kind: LayerType, window: u64| {
+        let shared = |kind: BlockPool, window: u64| {
             let share = share?;
             let room = share.room(kind)?;
             let kv_heads = c.num_key_value_heads as u64;
@@ -399,19 +401,22 @@ impl ModelRunner {
                     as u64,
             })
         };
-        let kinds =
-            [(LayerType::SlidingAttention, c.sliding_window as u64), (LayerType::FullAttention, u64::MAX)];
+        let kinds = [
+            (BlockPool::Sliding, c.window().map_or(u64::MAX, |window| window as u64)),
+            (BlockPool::Full, u64::MAX),
+        ];
         let [sliding, full] = kinds.map(|(kind, window)| LayerWork {
             weights,
             reading: row * seen(window, true),
             attention: 2 * heads * seen(window, false),
             shared: shared(kind, window),
         });
-        let layer = |kind: &LayerType| match kind {
-            LayerType::SlidingAttention => sliding.clone(),
-            LayerType::FullAttention => full.clone(),
+        let layer = |kind: &BlockPool| match kind {
+            BlockPool::Sliding => sliding.clone(),
+            BlockPool::Full => full.clone(),
         };
-        let layers: Vec<LayerWork> = c.layer_types.iter().take(self.trial_layers).map(layer).collect();
+        let layers: Vec<LayerWork> =
+            c.layers.iter().take(self.trial_layers).map(|spec| layer(&spec.pool())).collect();
         // A step with masks submits its closing alone, because grammars compute the masks while the layers run.
         let logits = WorkAmount::draws((c.hidden_size * c.vocab_size) as u64, wanted.rows.len());
         let closing =

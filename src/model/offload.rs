@@ -15,7 +15,8 @@ use std::thread;
 
 use serde::{Deserialize, Serialize};
 
-use super::config::{LayerType, ModelConfig};
+use super::runner::BlockPool;
+use super::spec::ModelSpec;
 use super::{Batch, BatchSequence, Input, RunnerError};
 use crate::gpu::placement::{Class, MemoryKind};
 use crate::gpu::{Arena, Buffer, Device, GpuError, timed};
@@ -159,7 +160,7 @@ pub struct OffloadLimits {
 
 impl OffloadLimits {
     /// The buffers that the host and the device share, by name: queries, keys, values, and the unit's output.
-    pub(super) fn buffers(&self, config: &ModelConfig) -> [(&'static str, MemoryKind, u64); 4] {
+    pub(super) fn buffers(&self, config: &ModelSpec) -> [(&'static str, MemoryKind, u64); 4] {
         let heads = self.kv_heads * (config.num_attention_heads / config.num_key_value_heads);
         let queries = (heads * MOST_TOKENS * config.head_dim) as u64;
         let keys = (self.kv_heads * self.keys * config.head_dim) as u64;
@@ -190,7 +191,7 @@ impl OffloadBuffers {
     pub fn new(
         device: &Device,
         arena: &mut Arena,
-        config: &ModelConfig,
+        config: &ModelSpec,
         heads: Heads,
         limits: OffloadLimits,
     ) -> Result<OffloadBuffers, GpuError> {
@@ -222,10 +223,10 @@ pub(super) struct NpuShare {
 }
 
 impl NpuShare {
-    pub fn room(&self, kind: LayerType) -> Option<OffloadRoom> {
+    pub fn room(&self, kind: BlockPool) -> Option<OffloadRoom> {
         match kind {
-            LayerType::SlidingAttention => self.sliding,
-            LayerType::FullAttention => self.full,
+            BlockPool::Sliding => self.sliding,
+            BlockPool::Full => self.full,
         }
     }
 
@@ -311,7 +312,7 @@ impl Attached {
         &self,
         batch: &Batch,
         drawn: &[u32],
-        window: usize,
+        window: Option<usize>,
         limits: &OffloadLimits,
     ) -> Option<NpuShare> {
         if !self.is_usable() || self.kv_heads == 0 {
@@ -334,7 +335,7 @@ impl Attached {
         [MOST_TOKENS, MOST_TOKENS / 2].into_iter().find_map(|most| {
             let rows = row..row + input.len().min(most);
             let mut share = NpuShare { rows, sequence, first: *first, kv_heads, sliding: None, full: None };
-            share.sliding = self.room(&share.job(Some(window)), limits);
+            share.sliding = window.and_then(|window| self.room(&share.job(Some(window)), limits));
             share.full = self.room(&share.job(None), limits);
             (share.sliding.is_some() || share.full.is_some()).then_some(share)
         })
@@ -489,7 +490,7 @@ mod tests {
     fn the_longest_prompt_of_a_batch_is_shared() {
         let unit = attached(Idle { row_stride: 512, key_stride: 4096 }, OffloadPolicy::Auto);
         let share = |sequences: &[(usize, usize)]| {
-            let share = unit.share(&batch(sequences), &[], 64, &LIMITS)?;
+            let share = unit.share(&batch(sequences), &[], Some(64), &LIMITS)?;
             Some((share.sequence, share.rows, share.first))
         };
         assert_eq!(share(&[(0, 31), (900, 0)]), None, "too few tokens");
@@ -498,7 +499,8 @@ mod tests {
         assert_eq!(share(&[(1, 2), (0, 700), (0, 800)]), Some((1, 2..514, 0)), "512 tokens at most");
         assert_eq!(share(&[(4080, 40)]), None, "the unit has no room");
         // One id is drawn behind a prompt, and several behind drafts that are checked.
-        let of = |drawn: &[u32]| Some(unit.share(&batch(&[(3, 40), (0, 33)]), drawn, 64, &LIMITS)?.sequence);
+        let of =
+            |drawn: &[u32]| Some(unit.share(&batch(&[(3, 40), (0, 33)]), drawn, Some(64), &LIMITS)?.sequence);
         assert_eq!([of(&[39, 72]), of(&[38, 39, 72]), of(&[3, 4, 40, 72])], [Some(0), Some(1), None]);
         assert_eq!(of(&[39, 39, 39, 72]), Some(0), "three answers to the first prompt");
     }
@@ -507,7 +509,7 @@ mod tests {
     fn a_job_that_the_buffers_cannot_hold_is_the_devices_own() {
         let share = |row_stride, key_stride| {
             let unit = attached(Idle { row_stride, key_stride }, OffloadPolicy::Auto);
-            unit.share(&batch(&[(0, 100)]), &[], 64, &LIMITS).is_some()
+            unit.share(&batch(&[(0, 100)]), &[], Some(64), &LIMITS).is_some()
         };
         assert!(share(512, 4096) && share(100, 100));
         assert!(!share(513, 4096) && !share(512, 4097));
@@ -516,7 +518,7 @@ mod tests {
     #[test]
     fn a_chunk_that_is_too_long_for_the_unit_is_shared_in_part() {
         let unit = attached(Idle { row_stride: 256, key_stride: 4096 }, OffloadPolicy::Auto);
-        let rows = |start, tokens| Some(unit.share(&batch(&[(start, tokens)]), &[], 64, &LIMITS)?.rows);
+        let rows = |start, tokens| Some(unit.share(&batch(&[(start, tokens)]), &[], Some(64), &LIMITS)?.rows);
         assert_eq!([rows(0, 200), rows(0, 256), rows(9, 257)], [Some(0..200), Some(0..256), Some(0..256)]);
         assert_eq!(rows(4000, 512), None, "too many keys");
     }
@@ -526,7 +528,7 @@ mod tests {
         let error = || OffloadError { code: "broken".into(), message: "it smokes".into() };
         let mut unit = attached(Idle { row_stride: 512, key_stride: 4096 }, OffloadPolicy::Auto);
         assert_eq!((unit.fail(error()), unit.check()), (Ok(()), Ok(())));
-        assert!(!unit.is_usable() && unit.share(&batch(&[(0, 100)]), &[], 64, &LIMITS).is_none());
+        assert!(!unit.is_usable() && unit.share(&batch(&[(0, 100)]), &[], Some(64), &LIMITS).is_none());
         let counts = unit.watch().counts();
         assert_eq!(counts.fallbacks, [("broken".to_owned(), 1)]);
         assert_eq!(counts.quarantined.as_deref(), Some("broken: it smokes"));

@@ -162,7 +162,7 @@ impl Shared<'_> {
     /// The job of a layer, and the form of its arrays.
     fn job(&self, layer: usize) -> (OffloadJob, OffloadRoom) {
         let layer = &self.model.layers[layer];
-        let room = self.share.room(layer.kind).expect("a layer that is shared");
+        let room = self.share.room(layer.pool).expect("a layer that is shared");
         (self.share.job(layer.attention.shape.window), room)
     }
 
@@ -252,7 +252,7 @@ impl Shared<'_> {
         let Shared { model, frame, share, .. } = *self;
         match part {
             StepPart::Projections { layer, rows } => {
-                let step = frame.whole(model.layers[*layer].kind).rows(rows);
+                let step = frame.whole(model.layers[*layer].pool).rows(rows);
                 model.record_projections(r, *layer, &step, rows.clone());
             }
             StepPart::Gather { layer } => self.record_gather(r, *layer),
@@ -266,7 +266,7 @@ impl Shared<'_> {
             StepPart::Join { layer } => self.record_join(r, *layer),
             StepPart::Rest { layer, rows } => {
                 let (layer, index) = (&model.layers[*layer], *layer);
-                let step = frame.whole(layer.kind).rows(rows);
+                let step = frame.whole(layer.pool).rows(rows);
                 let (shape, partials) = (&layer.attention.shape, &model.scratch.partials);
                 let attended = model.attended(index, rows);
                 model.kernels.attention_merge(r, shape, &step, partials, &attended, rows.len());
@@ -289,8 +289,8 @@ impl Shared<'_> {
     ) {
         let Shared { model, frame, share, .. } = *self;
         let layer = &model.layers[layer];
-        let (q, step) = ((&model.scratch.q, &model.scratch.partials), frame.whole(layer.kind));
-        for part in frame.parts(layer.kind).iter().filter(|part| rows.contains(&part.rows.start)) {
+        let (q, step) = ((&model.scratch.q, &model.scratch.partials), frame.whole(layer.pool));
+        for part in frame.parts(layer.pool).iter().filter(|part| rows.contains(&part.rows.start)) {
             let heads = if share.rows.contains(&part.rows.start) { &shared } else { &others };
             model.kernels.attention_partials(r, &layer.attention, q, step, part, heads);
         }
@@ -306,7 +306,7 @@ impl Shared<'_> {
         let queries = (&buffers.queries, room.row_stride);
         kernels.queries(r, shape, (&q, share.rows.len()), share.kv_heads, queries);
         let table = 4 * shape.max_blocks as u64;
-        let blocks = frame.whole(layer.kind).block_tables.slice(share.sequence as u64 * table, table);
+        let blocks = frame.whole(layer.pool).block_tables.slice(share.sequence as u64 * table, table);
         let span = GatheredKeys {
             first: room.first_key,
             count: room.keys,
@@ -326,7 +326,7 @@ impl Shared<'_> {
         let (_, room) = self.job(layer);
         let layer = &model.layers[layer];
         let merges = frame
-            .whole(layer.kind)
+            .whole(layer.pool)
             .shares
             .merges
             .slice(8 * share.rows.start as u64, 8 * share.rows.len() as u64);

@@ -14,9 +14,10 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::config::{LayerType, ModelConfig};
 use super::memory::{self, LOGIT_ROWS};
 use super::rates::WorkAmount;
+use super::runner::BlockPool;
+use super::spec::ModelSpec;
 use super::submits::{SEGMENT_LAYERS, StepPart, Submit};
 use super::{Batch, BatchSequence, Draw, Input, Limits, Logprobs, MAX_BIASES, MAX_LOGPROBS, Sampled};
 use crate::gpu::placement::{Class, MemoryKind};
@@ -263,7 +264,7 @@ impl Commands {
 impl Frame {
     pub fn new(
         arena: &mut Arena,
-        config: &ModelConfig,
+        config: &ModelSpec,
         limits: &Limits,
         index: usize,
     ) -> Result<Frame, GpuError> {
@@ -409,7 +410,7 @@ impl Frame {
     /// Writes how attention is shared out over workgroups in the layers of one kind, whose tokens go in these parts.
     pub fn share_out(
         &mut self,
-        kind: LayerType,
+        kind: BlockPool,
         shape: &AttentionShape,
         limits: &Limits,
         batch: &Batch,
@@ -425,8 +426,8 @@ impl Frame {
         let room = memory::partials(limits.max_batch_tokens);
         let shares = Shares::in_parts(shape, &runs, rows, room);
         let (arrays, parts) = match kind {
-            LayerType::SlidingAttention => (&self.sliding.shares, &mut self.sliding_parts),
-            LayerType::FullAttention => (&self.full.shares, &mut self.full_parts),
+            BlockPool::Sliding => (&self.sliding.shares, &mut self.sliding_parts),
+            BlockPool::Full => (&self.full.shares, &mut self.full_parts),
         };
         let ShareArrays { single, tiles, groups, merges } = arrays;
         for (items, shared) in [(single, &shares.single), (tiles, &shares.tiles)] {
@@ -438,23 +439,23 @@ impl Frame {
     }
 
     /// The arrays of the whole step for the layers of one kind.
-    pub fn whole(&self, kind: LayerType) -> &StepArrays {
+    pub fn whole(&self, kind: BlockPool) -> &StepArrays {
         match kind {
-            LayerType::SlidingAttention => &self.sliding,
-            LayerType::FullAttention => &self.full,
+            BlockPool::Sliding => &self.sliding,
+            BlockPool::Full => &self.full,
         }
     }
 
     /// The parts that [`Frame::share_out`] made for the layers of one kind.
-    pub fn parts(&self, kind: LayerType) -> &[kernels::PartItems] {
+    pub fn parts(&self, kind: BlockPool) -> &[kernels::PartItems] {
         match kind {
-            LayerType::SlidingAttention => &self.sliding_parts,
-            LayerType::FullAttention => &self.full_parts,
+            BlockPool::Sliding => &self.sliding_parts,
+            BlockPool::Full => &self.full_parts,
         }
     }
 
     /// The arrays of a step of `tokens` tokens, or of one part of its rows that [`Frame::share_out`] made.
-    pub fn arrays(&self, kind: LayerType, tokens: usize, rows: Option<&Range<usize>>) -> StepArrays {
+    pub fn arrays(&self, kind: BlockPool, tokens: usize, rows: Option<&Range<usize>>) -> StepArrays {
         let (arrays, parts) = (self.whole(kind), self.parts(kind));
         let mut arrays = match rows {
             None => arrays.clone(),

@@ -119,7 +119,7 @@ fn measure(
         took,
         joules: used.map(|(from, to)| (to.joules - from.joules).max(0.0)),
         gpu: runner.device().busy().zip(busy).map(|(after, before)| after.saturating_sub(before)),
-        covered: tokens as f64 / (prompt_tokens as usize * runner.config().num_hidden_layers) as f64,
+        covered: tokens as f64 / (prompt_tokens as usize * runner.config().layers.len()) as f64,
     })
 }
 

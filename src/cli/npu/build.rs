@@ -18,7 +18,7 @@ use super::super::{load, log};
 use super::tool::Run;
 use super::toolchain::Toolchain;
 use crate::config::Config;
-use crate::model::config::ModelConfig;
+use crate::model::arch;
 use crate::npu::contract::{Bucket, ContractError, MAX_GROUPS, Shape};
 use crate::npu::store::{self, Record, file_stem};
 
@@ -103,7 +103,7 @@ fn wanted(config: &Config, args: &BuildKernels) -> Result<Vec<(Shape, Bucket)>, 
     let refused = |error: ContractError| Error::Argument(error.to_string());
     let (head_dim, heads, window, kv_heads) = match (&args.model, args.head_dim, args.heads_per_group) {
         (Some(model), ..) => {
-            let (model, _) = ModelConfig::load(&load::files_at(Path::new(model), &config.model)?)?;
+            let (model, _) = arch::load(&load::files_at(Path::new(model), &config.model)?)?;
             let heads = model.num_attention_heads / model.num_key_value_heads;
             // The numbers of a config are far below 2^32, or the contract refuses the largest.
             let number = |number: usize| u32::try_from(number).unwrap_or(u32::MAX);

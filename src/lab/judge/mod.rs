@@ -15,7 +15,7 @@ use super::cost::{self, Body};
 use crate::gpu::compiler::Compiler;
 use crate::gpu::{GpuError, Shader};
 use crate::kernels::all_pipelines;
-use crate::model::shapes::SHAPES;
+use crate::model::arch;
 
 /// The output of the compiling process.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -71,7 +71,7 @@ pub struct Pipeline {
 /// Every pipeline of every published size, each once.
 fn pipelines() -> Vec<(&'static Shader, Vec<u32>)> {
     let mut all: Vec<(&'static Shader, Vec<u32>)> = Vec::new();
-    for shape in SHAPES {
+    for shape in arch::shapes().map(|shape| shape.spec()) {
         let group = shape.num_attention_heads / shape.num_key_value_heads;
         for (shader, constants) in all_pipelines(group as u32, shape.head_dim as u32) {
             if !all.iter().any(|(s, c)| s.name == shader.name && *c == constants) {

@@ -14,7 +14,7 @@ use super::{Judge, Pipeline, pipeline_name};
 use crate::cli::error::Error;
 use crate::lab::assembly::Counts;
 use crate::lab::cost::{self, Body, Dispatch, Drawn};
-use crate::model::shapes::Shape;
+use crate::model::spec::Shape;
 use crate::tensor::{KvDtype, Precision, QuantizeMode, Scheme};
 
 /// Numbers of sequences that decode together.
@@ -334,7 +334,7 @@ impl Question {
     pub fn record(&self) -> Result<Vec<RecordedSteps>, Error> {
         let mut all = Vec::new();
         for shape in &self.shapes {
-            let config = shape.config();
+            let config = shape.spec();
             let types = Types {
                 projections: self.mode.projections().unwrap_or(Scheme::Bf16),
                 embedding: self.mode.embedding().unwrap_or(Scheme::Bf16),
@@ -394,6 +394,7 @@ impl Pipeline {
     pub fn trips(&self, shapes: &[Shape], predictions: &[Prediction]) -> Option<(f64, f64)> {
         let columns = shapes
             .iter()
+            .map(Shape::spec)
             .flat_map(|s| [s.hidden_size, s.num_attention_heads * s.head_dim, s.intermediate_size]);
         let products = columns.filter_map(|cols| Some(cost::product_trips(self.shader, cols)? as f64));
         let name = self.name();

@@ -13,11 +13,11 @@ use crate::kernels::shaders::{
 };
 use crate::kernels::{Item, Tiles, Wants};
 use crate::lab::cost::{self, Dispatch, Drawn, Heads};
-use crate::model::config::ModelConfig;
 use crate::model::load::{LoadError, LoadOptions, Source};
 use crate::model::memory::MAX_SEQUENCES;
 use crate::model::model_runner::ModelRunner;
-use crate::model::tensors::{ModelTensors, Role, TensorSpec};
+use crate::model::spec::ModelSpec;
+use crate::model::tensors::{Role, TensorSpec};
 use crate::model::weights::Weights;
 use crate::model::{Batch, BatchSequence, Draw, Input, Runner, RunnerError, Sampling, SamplingParams};
 use crate::tensor::{DType, KvDtype, Precision, Scheme};
@@ -54,12 +54,12 @@ pub struct PaperModel {
 impl PaperModel {
     /// Loads a model for contexts of `context` tokens. `chunk` is the largest number of tokens of a step.
     pub fn load(
-        config: ModelConfig,
+        config: ModelSpec,
         types: Types,
         chunk: usize,
         context: usize,
     ) -> Result<PaperModel, LoadError> {
-        let specs = ModelTensors::of(&config);
+        let specs = config.tensors.clone();
         let scheme = |spec: &TensorSpec| match spec.role {
             Role::Embedding => Some(types.embedding),
             Role::Projection(_) => Some(types.projections),
@@ -287,10 +287,10 @@ impl PaperModel {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::shapes::Shape;
+    use crate::model::arch;
 
     fn of_27b() -> PaperModel {
-        let config = Shape::named("gemma-3-27b").unwrap().config();
+        let config = arch::shape("gemma-3-27b").unwrap().spec();
         let types = Types {
             projections: Scheme::int4(128),
             embedding: Scheme::Int8Row,

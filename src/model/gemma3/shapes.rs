@@ -6,30 +6,30 @@
 
 use serde_json::json;
 
-use super::config::ModelConfig;
+use super::read;
+use crate::model::spec::Shape;
 
 /// A published size. The fields have their Hugging Face names.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Shape {
+struct Size {
     /// The model's name, e.g. `gemma-3-27b`.
-    pub name: &'static str,
-    pub vocab_size: usize,
-    pub hidden_size: usize,
-    pub intermediate_size: usize,
-    pub num_hidden_layers: usize,
-    pub num_attention_heads: usize,
-    pub num_key_value_heads: usize,
-    pub head_dim: usize,
-    pub query_pre_attn_scalar: usize,
-    pub sliding_window: usize,
-    pub max_position_embeddings: usize,
+    name: &'static str,
+    vocab_size: usize,
+    hidden_size: usize,
+    intermediate_size: usize,
+    num_hidden_layers: usize,
+    num_attention_heads: usize,
+    num_key_value_heads: usize,
+    head_dim: usize,
+    query_pre_attn_scalar: usize,
+    sliding_window: usize,
+    max_position_embeddings: usize,
     /// Factor by which the positions of full-attention layers are divided; 1 without scaling.
-    pub rope_factor: usize,
+    rope_factor: usize,
 }
 
 /// All published sizes, from the smallest to the largest.
-pub const SHAPES: [Shape; 5] = [
-    Shape {
+const SIZES: [Size; 5] = [
+    Size {
         name: "gemma-3-270m",
         vocab_size: 262_144,
         hidden_size: 640,
@@ -43,7 +43,7 @@ pub const SHAPES: [Shape; 5] = [
         max_position_embeddings: 32_768,
         rope_factor: 1,
     },
-    Shape {
+    Size {
         name: "gemma-3-1b",
         vocab_size: 262_144,
         hidden_size: 1152,
@@ -57,7 +57,7 @@ pub const SHAPES: [Shape; 5] = [
         max_position_embeddings: 32_768,
         rope_factor: 1,
     },
-    Shape {
+    Size {
         name: "gemma-3-4b",
         vocab_size: 262_208,
         hidden_size: 2560,
@@ -71,7 +71,7 @@ pub const SHAPES: [Shape; 5] = [
         max_position_embeddings: 131_072,
         rope_factor: 8,
     },
-    Shape {
+    Size {
         name: "gemma-3-12b",
         vocab_size: 262_208,
         hidden_size: 3840,
@@ -85,7 +85,7 @@ pub const SHAPES: [Shape; 5] = [
         max_position_embeddings: 131_072,
         rope_factor: 8,
     },
-    Shape {
+    Size {
         name: "gemma-3-27b",
         vocab_size: 262_208,
         hidden_size: 5376,
@@ -101,17 +101,17 @@ pub const SHAPES: [Shape; 5] = [
     },
 ];
 
-impl Shape {
-    /// The shape with the name `name`. The error lists all names.
-    pub fn named(name: &str) -> Result<Shape, String> {
-        SHAPES.into_iter().find(|shape| shape.name == name).ok_or_else(|| {
-            let names: Vec<_> = SHAPES.iter().map(|shape| shape.name).collect();
-            format!("unknown shape {name:?}; expected one of {}", names.join(", "))
-        })
-    }
+pub(super) static SHAPES: [Shape; 5] = [
+    Shape::new(SIZES[0].name, || SIZES[0].config_json(), read),
+    Shape::new(SIZES[1].name, || SIZES[1].config_json(), read),
+    Shape::new(SIZES[2].name, || SIZES[2].config_json(), read),
+    Shape::new(SIZES[3].name, || SIZES[3].config_json(), read),
+    Shape::new(SIZES[4].name, || SIZES[4].config_json(), read),
+];
 
+impl Size {
     /// The text of a `config.json` in the text-only layout.
-    pub fn config_json(&self) -> String {
+    fn config_json(&self) -> String {
         let scaling = (self.rope_factor != 1)
             .then(|| json!({"factor": self.rope_factor as f64, "rope_type": "linear"}));
         let config = json!({
@@ -141,23 +141,19 @@ impl Shape {
         });
         format!("{config:#}\n")
     }
-
-    /// The validated config of [`Shape::config_json`].
-    pub fn config(&self) -> ModelConfig {
-        ModelConfig::from_json(self.config_json().as_bytes(), self.name).expect("a published config is valid")
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::spec::ModelSpec;
 
     /// Weights of the language model, norms included.
-    fn parameters(c: &ModelConfig) -> u64 {
+    fn parameters(c: &ModelSpec) -> u64 {
         let attention = (2 * c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim * c.hidden_size;
         let norms = 4 * c.hidden_size + 2 * c.head_dim;
         let layer = attention + 3 * c.hidden_size * c.intermediate_size + norms;
-        (c.vocab_size * c.hidden_size + c.num_hidden_layers * layer + c.hidden_size) as u64
+        (c.vocab_size * c.hidden_size + c.layers.len() * layer + c.hidden_size) as u64
     }
 
     /// The parameters that the hub counts in each checkpoint. The larger checkpoints hold a vision tower, the same in
@@ -172,7 +168,7 @@ mod tests {
             ("gemma-3-12b", 12_187_325_040, true),
             ("gemma-3-27b", 27_432_406_640, true),
         ] {
-            let config = Shape::named(name).unwrap().config();
+            let config = SHAPES.iter().find(|shape| shape.name == name).unwrap().spec();
             let projector = 1152 * config.hidden_size as u64 + 1152;
             let vision = if vision { VISION_TOWER + projector } else { 0 };
             assert_eq!(parameters(&config) + vision, published, "{name}");
@@ -181,12 +177,11 @@ mod tests {
 
     #[test]
     fn every_shape_is_a_config_that_can_be_computed() {
-        for shape in SHAPES {
-            let config = shape.config();
-            assert_eq!(config.num_hidden_layers, shape.num_hidden_layers);
-            assert_eq!(config.rope_scaling_factor, shape.rope_factor as f64, "{}", shape.name);
-            assert_eq!(config.eos_token_ids, [1, 106]);
+        for (shape, size) in SHAPES.iter().zip(&SIZES) {
+            let spec = shape.spec();
+            assert_eq!(spec.layers.len(), size.num_hidden_layers);
+            assert_eq!(spec.ropes[1].factor, size.rope_factor as f64, "{}", shape.name);
+            assert_eq!(spec.eos_token_ids, [1, 106]);
         }
-        assert!(Shape::named("gemma-3-28b").unwrap_err().contains("gemma-3-27b"));
     }
 }
