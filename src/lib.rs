@@ -16,6 +16,7 @@
 //!
 //! | floor | modules |
 //! |---|---|
+//! | 8 | [`lab`] |
 //! | 7 | [`cli`] |
 //! | 6 | [`api`] |
 //! | 5 | [`session`] |
@@ -53,3 +54,4 @@ pub mod engine;
 pub mod session;
 pub mod api;
 pub mod cli;
+pub mod lab;

@@ -1,4 +1,4 @@
-//! Native checkpoints. The files that `unicorn quantize` and `unicorn synth` write hold exactly the given weights. An
+//! Native checkpoints. The files that `unicorn quantize` and `unicorn-lab synth` write hold exactly the given weights. An
 //! interrupted conversion can be continued, and does not load until it is complete. Damaged files are refused by name.
 
 use std::collections::BTreeMap;
@@ -27,7 +27,7 @@ use crate::support::checkpoints::{ByName as _, integers, mutate, tiny_model};
 use crate::support::damaged::DamagedReadings;
 use crate::support::goldens::{Goldens, all_logits, max_difference};
 use crate::support::json::replace_somewhere;
-use crate::support::program::{assert_error, output, unicorn, unicorn_on_software};
+use crate::support::program::{assert_error, lab, output, unicorn, unicorn_on_software};
 use crate::support::reference::{dequantize_row, rms_norm};
 use crate::support::{bounded_allocation, data, device, root};
 
@@ -787,7 +787,7 @@ fn synthetic_checkpoints_have_their_shape_and_name_their_random_weights() {
     let args = ["--shape", "gemma-3-270m", "--scheme", "int4-g128", "--embedding", "int4-g128"];
     for (folder, seed) in [(&a, "0"), (&b, "0")] {
         let (code, stdout, stderr) =
-            output(unicorn(&[&["synth", text(folder), "--seed", seed], &args[..]].concat()));
+            output(lab(&[&["synth", text(folder), "--seed", seed], &args[..]].concat()));
         assert_eq!(code, 0, "{stderr}");
         assert!(stdout.contains("random weights in the shape of gemma-3-270m"), "{stdout}");
     }

@@ -11,8 +11,9 @@ use unicorn::kernels::{
     LAST_SAMPLED, LOGPROB_WORDS, MAX_LOGPROBS, Matrix, NO_TOKEN, Operand, Peak, RmsNorm, Room, SampleRequest,
     Shares, StepArrays,
 };
+use unicorn::lab::kernel_cases::{Choice, KernelWork};
 use unicorn::model::arch;
-use unicorn::model::kernel_cases::{Choice, KernelWork, Rig};
+use unicorn::model::rig::Rig;
 use unicorn::model::spec::ModelSpec;
 use unicorn::npu::kernels::{GatheredKeys, OffloadKernels};
 use unicorn::quantize::{grouping, quantize_row};
@@ -1519,7 +1520,7 @@ fn the_multiply_adds_of_the_peak_kernel_sum_to_one_a_lane() {
     }
 }
 
-/// `unicorn bench kernels` measures kernels as a model runs them. Each case runs repeatedly and writes numbers.
+/// `unicorn-lab kernels` measures kernels as a model runs them. Each case runs repeatedly and writes numbers.
 #[test]
 fn benchmark_cases_run_and_write_numbers() {
     let mut b = Bench::new(111);

@@ -74,7 +74,7 @@ fn split(plan: &Plan, class: Class) -> (u64, u64) {
     })
 }
 
-/// The memory request of a shape with the schemes of `unicorn synth --scheme int4-g128`.
+/// The memory request of a shape with the schemes of `unicorn-lab synth --scheme int4-g128`.
 fn model_request(config: &ModelSpec) -> MemoryRequest<'_> {
     MemoryRequest {
         config,

@@ -11,7 +11,7 @@ use std::path::{Component, Path, PathBuf};
 use crate::support::root;
 
 /// The floors of lib.rs: a module may name those below it.
-const FLOORS: [(&str, u32); 17] = [
+const FLOORS: [(&str, u32); 19] = [
     ("tensor", 0),
     ("config", 0),
     ("file", 0),
@@ -28,7 +28,9 @@ const FLOORS: [(&str, u32); 17] = [
     ("session", 5),
     ("api", 6),
     ("cli", 7),
-    ("main", 8),
+    ("lab", 8),
+    ("bin", 9),
+    ("main", 9),
 ];
 
 /// Neighbours on one floor that may be named: (who, whom). Weights are quantized while they are packed for the
@@ -37,7 +39,9 @@ const NEIGHBOURS: [(&str, &str); 3] = [("config", "tensor"), ("kernels", "quanti
 
 /// Modules below a module that it must not name: (who, what, files or folders in which the name is allowed
 /// nevertheless).
-const HIDDEN: [(&str, &str, &[&str]); 27] = [
+const HIDDEN: [(&str, &str, &[&str]); 29] = [
+    ("main", "lab", &[]),
+    ("lab", "api", &[]),
     ("main", "gpu", &[]),
     ("main", "kernels", &[]),
     ("cli", "gpu", &["src/cli/load.rs", "src/cli/devices.rs", "src/cli/error.rs"]),

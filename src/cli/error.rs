@@ -86,7 +86,7 @@ pub enum Error {
     /// The URL of a server that is measured, and the problem with it.
     #[error("{url}: {problem}")]
     Measured { url: String, problem: String },
-    /// A compiler for `bench isa`, and the problem with it.
+    /// A compiler for `unicorn-lab isa`, and the problem with it.
     #[error("{compiler}: {problem}")]
     Compiler { compiler: &'static str, problem: String },
     /// A tool that builds the NPU's kernels, and the problem with it.

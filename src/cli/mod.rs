@@ -9,7 +9,7 @@ pub(crate) mod args;
 pub(crate) mod bench;
 mod chat;
 mod config_command;
-mod configuration;
+pub(crate) mod configuration;
 mod device_process;
 mod devices;
 pub(crate) mod doctor;
@@ -21,14 +21,13 @@ mod inspect;
 pub(crate) mod load;
 pub(crate) mod log;
 mod manual;
-mod models;
+pub(crate) mod models;
 mod plan;
 pub(crate) mod process;
 pub(crate) mod progress;
 mod pull;
 mod quantize;
 mod serve;
-mod synth;
 pub(crate) mod terminal;
 mod version;
 
@@ -65,29 +64,43 @@ pub fn main() -> ExitCode {
     let serving = matches!(command, Command::Serve(_) | Command::DeviceProcess | Command::NpuProcess);
     // These commands use the exit codes of `serve`.
     let with_codes = serving || matches!(command, Command::Config(_));
-    let ended = configure(&command).and_then(|configured| {
-        // The log is dropped before the error is printed, so that the error is the last line.
-        let format = configured.config.log.format;
-        let log = Log::start(log_filter(verbosity(&command), serving, &configured.config), format, serving);
-        tracing::debug!("configuration files: {}", configured.sources());
-        configured.warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
-        let run = AssertUnwindSafe(|| run(command, configured, &log));
-        catch_unwind(run).unwrap_or(Err(Error::Panicked))
-    });
+    let (configured, verbose) = (configure(&command), verbosity(&command));
+    let ended = run_logged(configured, verbose, serving, |configured, log| run(command, configured, log));
+    exit_code(ended, |error| if with_codes { error.exit_code().into() } else { ExitCode::FAILURE })
+}
+
+/// Starts the log and runs a command with it. A panic is an error.
+pub(crate) fn run_logged(
+    configured: Result<Configured, Error>,
+    verbose: u8,
+    serving: bool,
+    run: impl FnOnce(Configured, &Log) -> Result<(), Error>,
+) -> Result<(), Error> {
+    let configured = configured?;
+    // The log is dropped before the error is printed, so that the error is the last line.
+    let format = configured.config.log.format;
+    let log = Log::start(log_filter(verbose, serving, &configured.config), format, serving);
+    tracing::debug!("configuration files: {}", configured.sources());
+    configured.warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
+    catch_unwind(AssertUnwindSafe(|| run(configured, &log))).unwrap_or(Err(Error::Panicked))
+}
+
+/// Prints the error of a command, if it failed, and returns the exit code of the process.
+pub(crate) fn exit_code(ended: Result<(), Error>, of_error: impl Fn(&Error) -> ExitCode) -> ExitCode {
     match ended {
         Ok(()) => ExitCode::SUCCESS,
         // The reader of a pipe has closed it (`| head`), which is not an error.
         Err(Error::Output(error)) if error.kind() == std::io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
         Err(error) => {
             log::say(format_args!("error: {error}"));
-            if with_codes { error.exit_code().into() } else { ExitCode::FAILURE }
+            of_error(&error)
         }
     }
 }
 
 fn run(mut command: Command, mut configured: Configured, log: &Log) -> Result<(), Error> {
     let _erased = match &command {
-        Command::Pull(_) | Command::Quantize(_) | Command::Synth(_) => Some(EraseOnInterrupt::watch(Some(
+        Command::Pull(_) | Command::Quantize(_) => Some(EraseOnInterrupt::watch(Some(
             "interrupted: run the same command again to continue where it stopped",
         ))),
         // These handle Ctrl-C themselves.
@@ -123,7 +136,6 @@ fn run(mut command: Command, mut configured: Configured, log: &Log) -> Result<()
         Command::Eval(args) => eval::eval(config, args),
         Command::Quantize(args) => quantize::quantize(config, &args),
         Command::Inspect(args) => inspect::inspect(config, &args),
-        Command::Synth(args) => synth::synth(&args),
         Command::Plan(args) => plan::plan(config, &args),
         Command::Bench(args) => bench::bench(config, &args),
         Command::Pull(args) => pull::pull(config, &args.name),

@@ -5,14 +5,12 @@
 
 mod arrays;
 mod attention;
-mod operand;
+pub(crate) mod operand;
 mod peak;
-mod pipelines;
-mod sampling;
+pub(crate) mod pipelines;
+pub(crate) mod sampling;
 mod weights;
 
-#[doc(hidden)]
-pub mod cost;
 #[allow(missing_docs, clippy::identity_op)]
 pub mod shaders;
 
@@ -21,7 +19,6 @@ pub use arrays::{
     RmsNorm, ShareArrays, StepArrays,
 };
 pub use attention::{Item, PartItems, Room, Run, Shares, Splits, partial_width};
-pub(crate) use operand::share_pipeline;
 pub use operand::{ActivationsFrom, GpuTiles, Matrices, Operand, Quantized, SubgroupTile, Tiles, Wants};
 pub use peak::Peak;
 pub use pipelines::all_pipelines;

@@ -59,9 +59,12 @@ impl ModelRunner {
             return;
         }
         let head = self.embedding.matrix();
+        recorder.label("final norm");
         let final_rows = Operand::new(kernels.wants([head]), &scratch.final_rows, &scratch.final_blocks);
         kernels.rms_norm_gather(recorder, &scratch.hidden, &frame.logit_rows, &self.norm, &final_rows, rows);
+        recorder.label("lm_head");
         kernels.matmul(recorder, &[(head, &scratch.logits.raw)], &final_rows, rows);
+        recorder.label("sample");
         if wanted.requests.is_empty() {
             let bytes = Activations::bytes(rows, self.config.vocab_size);
             recorder.copy(&scratch.logits.raw.buffer, &self.logits_readback, bytes);
@@ -140,6 +143,10 @@ impl ModelRunner {
         // The items of attention count rows from the step's first token, so the queries are not cut to `rows`.
         let (all_queries, partials) = (&self.scratch.q, &self.scratch.partials);
         let attended = self.attended(index, &rows);
+        recorder.label(match self.layers[index].pool {
+            BlockPool::Sliding => "sliding",
+            BlockPool::Full => "full",
+        });
         self.kernels.attention(recorder, attention, (all_queries, partials), step, &attended, rows.len());
         self.record_rest(recorder, index, rows);
     }
@@ -177,6 +184,7 @@ impl ModelRunner {
         let Scratch { hidden, normed, delta, q, k, v, normed_blocks, .. } = &self.scratch.rows(&rows);
         let normed_in = Operand::new(layer.wants.qkv, normed, normed_blocks);
         let first_norm = &layer.norms.input_layernorm;
+        recorder.label("input norm");
         match index.checked_sub(1).map(|before| &self.layers[before].norms.post_feedforward_layernorm) {
             None => kernels.rms_norm(recorder, hidden, first_norm, &normed_in, tokens),
             Some(norm) => {
@@ -186,6 +194,7 @@ impl ModelRunner {
         self.add_squares(recorder, index, InputGroup::Qkv, normed, tokens);
         let Projections { q_proj, k_proj, v_proj, .. } = &layer.projections;
         let products = [(q_proj, q), (k_proj, k), (v_proj, v)];
+        recorder.label("qkv");
         kernels.matmul(recorder, &products, &normed_in, tokens);
         kernels.qkv_store(recorder, &layer.attention, [q, k, v], step, tokens);
     }
@@ -200,16 +209,21 @@ impl ModelRunner {
         let normed_in = Operand::new(layer.wants.gate_up, normed, &scratch.normed_blocks);
         let gated_in = Operand::new(layer.wants.down, gate, &scratch.gated_blocks);
         self.add_squares(recorder, index, InputGroup::Output, attended, tokens);
+        recorder.label("o_proj");
         kernels.matmul(recorder, &[(o_proj, delta)], &self.attended(index, &rows), tokens);
 
         let norm = &layer.norms.post_attention_layernorm;
         let next = (hidden, &layer.norms.pre_feedforward_layernorm);
+        recorder.label("feed-forward norm");
         kernels.residual(recorder, delta, norm, next, &normed_in, tokens);
         self.add_squares(recorder, index, InputGroup::GateUp, normed, tokens);
+        recorder.label("gate, up");
         kernels.gated(recorder, [gate_proj, up_proj], &normed_in, [gate, up], &gated_in, tokens);
         self.add_squares(recorder, index, InputGroup::Down, gate, tokens);
+        recorder.label("down_proj");
         kernels.matmul(recorder, &[(down_proj, delta)], &gated_in, tokens);
         if index + 1 == self.layers.len() {
+            recorder.label("last add");
             kernels.rms_norm_add(recorder, delta, &layer.norms.post_feedforward_layernorm, hidden, tokens);
         }
     }

@@ -169,6 +169,18 @@ impl ModelRunner {
             ));
         }
         let weights = source.computable_weights()?;
+        ModelRunner::load_weights(device, source, &weights, draft_source, options, progress)
+    }
+
+    /// As [`ModelRunner::load_with_draft`], with weights that may be elsewhere than in the source's files.
+    pub(crate) fn load_weights(
+        device: &Arc<Device>,
+        source: &Source<'_>,
+        weights: &Weights<'_>,
+        draft_source: Option<&Source<'_>>,
+        options: &LoadOptions,
+        progress: &mut dyn FnMut(Progress),
+    ) -> Result<(ModelRunner, Option<ModelRunner>), LoadError> {
         let draft = match draft_source {
             None => None,
             Some(draft) => {
@@ -183,7 +195,7 @@ impl ModelRunner {
         let used_before = device.memory_use();
         let request = MemoryRequest {
             config: &source.config,
-            schemes: Schemes::of(&weights, options.quantize)?,
+            schemes: Schemes::of(weights, options.quantize)?,
             kv: options.kv,
             block_size: options.block_size,
             max_batch_tokens: options.max_batch_tokens,
@@ -195,7 +207,7 @@ impl ModelRunner {
             offload: options.offload,
             draft: draft.as_ref().map(|(.., request)| request.clone()),
         };
-        let (plan, limits) = place(device, &request, &weights, options)?;
+        let (plan, limits) = place(device, &request, weights, options)?;
         let arena = Arena::with_plan(device, plan)?;
         touch(device, &arena)?;
         let draft_bytes = draft.as_ref().map_or(0, |(_, weights, _)| weights.stored_bytes());
@@ -210,7 +222,7 @@ impl ModelRunner {
             total: weights.stored_bytes() + draft_bytes,
             progress,
         };
-        let mut model = load.model(source, &weights, &request.schemes, limits, None)?;
+        let mut model = load.model(source, weights, &request.schemes, limits, None)?;
         let mut draft_model = match &draft {
             None => None,
             Some((source, weights, request)) => {

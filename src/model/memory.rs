@@ -560,7 +560,7 @@ pub(super) fn history_bytes(limits: &Limits) -> u64 {
 }
 
 /// The slots for partials of attention in a step of `tokens` tokens.
-pub(super) fn partials(tokens: usize) -> Room {
+pub(crate) fn partials(tokens: usize) -> Room {
     let Room { single, tiles } = SPARE_PARTIALS;
     Room { single: MAX_SEQUENCES + single, tiles: tokens + tiles }
 }

@@ -9,15 +9,13 @@ mod evaluate;
 mod forward;
 pub mod gemma3;
 pub mod model_runner;
-#[doc(hidden)]
-pub mod judge;
-pub mod kernel_cases;
 mod layer_check;
 mod layers;
 pub mod load;
 pub mod memory;
 pub mod offload;
 pub(crate) mod rates;
+pub mod rig;
 mod runner;
 mod sampling;
 #[doc(hidden)]

@@ -1,4 +1,4 @@
-//! `unicorn bench model`: times a model's steps on a device, without requests: prompts of several lengths, and decodes
+//! `unicorn-lab model`: times a model's steps on a device, without requests: prompts of several lengths, and decodes
 //! of several sequences at several depths of their contexts.
 //!
 //! The report also gives the least bytes that a step reads: every weight once, and once the keys and values that its
@@ -8,10 +8,11 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use super::report::{Comparison, commit};
-use super::statistics::{column, median};
+use super::args;
+use super::comparison::Comparison;
 use crate::checkpoint::ModelFiles;
-use crate::cli::args;
+use crate::cli::bench::report::commit;
+use crate::cli::bench::statistics::{column, median};
 use crate::cli::error::Error;
 use crate::cli::load::{self, Watch};
 use crate::cli::progress::Bar;
@@ -70,7 +71,7 @@ impl Measured {
     }
 }
 
-pub fn model(config: &Config, args: &args::BenchModel) -> Result<(), Error> {
+pub fn model(config: &Config, args: &args::Model) -> Result<(), Error> {
     let cases = cases(args);
     let files = load::files(&config.model)?;
     let name = config.model.name.clone().unwrap_or_else(|| files.name().to_owned());
@@ -131,7 +132,7 @@ pub fn model(config: &Config, args: &args::BenchModel) -> Result<(), Error> {
 }
 
 /// Loads the model with a context that has room for the cases.
-fn load(files: &ModelFiles, config: &Config, args: &args::BenchModel) -> Result<load::Model, Error> {
+fn load(files: &ModelFiles, config: &Config, args: &args::Model) -> Result<load::Model, Error> {
     let mut config = config.clone();
     let widest = args.batch.iter().copied().max().unwrap_or(1) as usize;
     config.engine.sequences = config.engine.sequences.max(widest);
@@ -177,7 +178,7 @@ fn table(measured: &[Measured], left_out: &[(String, String)], compared: Option<
 }
 
 /// The requested cases, each with its name: prompts, the short ones first, and decodes, depth by depth.
-fn cases(args: &args::BenchModel) -> Vec<(String, Trial)> {
+fn cases(args: &args::Model) -> Vec<(String, Trial)> {
     let mut prefill = args.prefill.clone();
     prefill.sort_unstable();
     prefill.dedup();

@@ -1,4 +1,4 @@
-//! `unicorn bench serve --soak`: asks every route of this project's own server for long, while clients leave and the
+//! `unicorn-lab soak`: asks every route of this project's own server for long, while clients leave and the
 //! device is lost, and checks that nothing differs, fails or stays behind.
 //!
 //! Each request is answered once, before any fault, and must have an equal answer ever after ([`answers`]). A route
@@ -30,14 +30,13 @@ use ureq::http::Method;
 use self::faults::{Armed, Faults};
 use self::process::Held;
 use self::requests::{Ask, Compare, ID};
-use super::client::{Client, Exchanged};
-use super::serve;
-use crate::cli::args::{BenchServe, SoakLength};
+use super::args::{self, SoakLength};
+use crate::cli::bench::client::{self, Client, Exchanged};
+use crate::cli::bench::serve;
 use crate::cli::error::Error;
 use crate::cli::log;
 use crate::cli::terminal::print;
 
-const CLIENTS: u32 = 8;
 /// Failures that the report shows, and those after which a soak gives up.
 const SHOWN_FAILURES: usize = 10;
 const MAX_FAILURES: u64 = 100;
@@ -63,14 +62,8 @@ const SHORTEST_JUDGED: Duration = Duration::from_secs(600);
 /// Rest of an idle server before memory and threads are judged: its runtime keeps a thread without work for 10 s.
 const REST: Duration = Duration::from_secs(12);
 
-pub fn soak(args: &BenchServe, length: SoakLength) -> Result<(), Error> {
-    let clients = match args.concurrency.as_deref() {
-        None => CLIENTS,
-        Some(&[clients]) => clients,
-        Some(_) => {
-            return Err(Error::Argument("--concurrency: with --soak it is one number, such as 8".into()));
-        }
-    };
+pub fn soak(args: &args::Soak) -> Result<(), Error> {
+    let &args::Soak { length, concurrency: clients, .. } = args;
     if let Some(pid) = args.pid
         && Held::of(pid).is_none()
     {
@@ -78,8 +71,8 @@ pub fn soak(args: &BenchServe, length: SoakLength) -> Result<(), Error> {
             "/proc shows no process of this user with that number; expected that of `unicorn serve`";
         return Err(Error::Argument(format!("--pid {pid}: {problem}")));
     }
-    let client = serve::client(args)?;
-    let model = serve::model(&client, args)?;
+    let client = serve::client(&args.server, 0.0, false)?;
+    let model = serve::model(&client, &args.server)?;
     let mut soak = Soak::new(client, &model, args, length);
     soak.check_routes()?;
     soak.record()?;
@@ -154,7 +147,7 @@ struct Check {
 }
 
 impl Soak {
-    fn new(client: Client, model: &str, args: &BenchServe, length: SoakLength) -> Self {
+    fn new(client: Client, model: &str, args: &args::Soak, length: SoakLength) -> Self {
         Self {
             client,
             pid: args.pid,
@@ -187,7 +180,7 @@ impl Soak {
         let missing = requests::missing(&parsed, &self.chains);
         if !missing.is_empty() {
             let problem = "a soak has no request for";
-            let remedy = "add one to src/cli/bench/soak/requests.rs";
+            let remedy = "add one to src/lab/soak/requests.rs";
             return Err(self.error(format!("{problem} {}; {remedy}", missing.join(", "))));
         }
         Ok(())
@@ -387,7 +380,7 @@ impl Soak {
 
     fn report(
         &self,
-        args: &BenchServe,
+        args: &args::Soak,
         length: SoakLength,
         clients: u32,
         [before, aged, after]: [&Measured; 3],
@@ -686,12 +679,12 @@ impl Watch<'_> {
 }
 
 fn other_status(ask: &Ask, got: &Exchanged) -> String {
-    format!("expected status {}, got {}: {}", ask.status, got.status, super::client::shown(&got.body))
+    format!("expected status {}, got {}: {}", ask.status, got.status, client::shown(&got.body))
 }
 
 /// Whether an answer is the expected one. `calm` is whether no fault was near while it was made.
 fn compare(ask: &Ask, expected: &Value, got: &Exchanged, calm: bool) -> Result<(), String> {
-    let said = || super::client::shown(&got.body);
+    let said = || client::shown(&got.body);
     let refused = || Err(other_status(ask, got));
     match ask.compare {
         Compare::Success if got.status == ask.status => Ok(()),

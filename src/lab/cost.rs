@@ -1,17 +1,20 @@
 //! The cost of a dispatch on paper: workgroups, trips of its steady loop, bytes. There is one function for each method
-//! of [`Kernels`](super::Kernels), for `unicorn bench isa`, which has a compiler and no GPU.
+//! of [`Kernels`](crate::kernels::Kernels), for `unicorn-lab isa`, which has a compiler and no GPU.
 //!
 //! Bytes are bytes that a dispatch reads from memory or writes to it, with no caching beyond what the functions state.
 //! A trip is a trip of the loop in the shader's source. If a compiler unrolls the loop, [`Body::unrolled`] says how
 //! often.
 
-use super::operand::{BLOCK_COLS, GpuTiles, Passes, SUBGROUP_ROW_TILES, Tiles, fast_shader_of, taking};
-use super::pipelines::{attention_constants, attention_of};
-use super::sampling::{DRAW_BINS, DRAW_CHUNK};
-use super::shaders::{self, shaders_of};
-use super::{AttentionShape, Item, Quantized, Room, Run, Shares, Wants};
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use super::assembly::{Counts, Program};
 use crate::gpu::Shader;
-use crate::gpu::isa::{Counts, Program};
+use crate::kernels::operand::{BLOCK_COLS, Passes, SUBGROUP_ROW_TILES, fast_shader_of, taking};
+use crate::kernels::pipelines::attention_constants;
+use crate::kernels::sampling::{DRAW_BINS, DRAW_CHUNK};
+use crate::kernels::shaders::{self, shaders_of};
+use crate::kernels::{AttentionShape, GpuTiles, Item, Quantized, Tiles, Wants};
 use crate::tensor::{KvDtype, Precision, Scheme, TILE_ROWS};
 
 /// Splits of a product's columns over a workgroup (`shaders/matmul.comp`).
@@ -35,6 +38,15 @@ pub struct Dispatch {
 }
 
 impl Dispatch {
+    /// Whether another dispatch has the same pipeline and the same cost.
+    pub fn costs(&self, other: &Dispatch) -> bool {
+        let figures = |d: &Dispatch| {
+            (d.workgroups, d.trips, d.weight_bytes, d.weight_passes, d.kv_bytes, d.activation_bytes)
+        };
+        (self.shader.name, &self.constants) == (other.shader.name, &other.constants)
+            && figures(self) == figures(other)
+    }
+
     fn new(shader: &'static Shader, workgroups: usize) -> Dispatch {
         Dispatch {
             shader,
@@ -185,6 +197,16 @@ impl Heads {
     fn row_bytes(&self) -> u64 {
         (2 * self.num_kv_heads * self.kv.row_bytes(self.head_dim)) as u64
     }
+
+    /// Bytes of the keys and values that the tokens of a sequence at these positions see.
+    pub fn kv_bytes(&self, positions: &Range<usize>, window: Option<usize>) -> u64 {
+        (positions.end - self.shape(window).first_key(positions.start)) as u64 * self.row_bytes()
+    }
+
+    fn shape(&self, window: Option<usize>) -> AttentionShape {
+        let Heads { num_heads, num_kv_heads, head_dim, .. } = *self;
+        AttentionShape { num_heads, num_kv_heads, head_dim, block_size: 1, max_blocks: usize::MAX, window }
+    }
 }
 
 pub fn qkv_store(heads: &Heads, tokens: usize) -> Dispatch {
@@ -203,28 +225,11 @@ pub fn qkv_store(heads: &Heads, tokens: usize) -> Dispatch {
     }
 }
 
-/// Attention of sequences with tokens at these positions, `tokens` in all with padding: the dispatches of single
-/// tokens, of tiles, and of the merge. The keys and values of a sequence are read from memory once.
-pub fn attention(
-    heads: &Heads,
-    sequences: &[std::ops::Range<usize>],
-    window: Option<usize>,
-    tokens: usize,
-    room: Room,
-    wants: Wants,
-) -> [Dispatch; 3] {
-    let Heads { num_heads, num_kv_heads, head_dim, kv } = *heads;
-    let group = num_heads / num_kv_heads;
-    let shape =
-        AttentionShape { num_heads, num_kv_heads, head_dim, block_size: 1, max_blocks: usize::MAX, window };
-    let mut row = 0;
-    let run = |(sequence, positions): (usize, &std::ops::Range<usize>)| {
-        let run = Run { row, start: positions.start, tokens: positions.len(), sequence };
-        row += run.tokens;
-        run
-    };
-    let runs: Vec<Run> = sequences.iter().enumerate().map(run).collect();
-    let shares = Shares::new(&shape, &runs, tokens, tokens, room);
+/// Attention of these items, by a shader for single tokens or for tiles. The keys and values of a sequence are read from
+/// memory once.
+pub fn attention(heads: &Heads, window: Option<usize>, shader: &'static Shader, items: &[Item]) -> Dispatch {
+    let Heads { num_heads, num_kv_heads, head_dim, .. } = *heads;
+    let shape = heads.shape(window);
     let splits = shape.splits();
     let tiles_of = |item: &Item| {
         let last = (item.position + item.tokens - 1) as usize;
@@ -232,30 +237,35 @@ pub fn attention(
         let end = (last + 1).min(splits.start((item.first_split + item.splits) as usize));
         end.div_ceil(KEYS) - first / KEYS
     };
-    let of_kind = |shader, items: &[Item], is_single: bool| {
-        let walked: usize = items.iter().map(tiles_of).sum();
-        let attending: usize = items.iter().map(|item| item.tokens as usize).sum();
-        let of_it = runs.iter().filter(|run| (run.tokens == 1) == is_single);
-        let read: usize = of_it.map(|run| run.start + run.tokens - shape.first_key(run.start)).sum();
-        Dispatch {
-            constants: attention_constants(shader, group, head_dim),
-            trips: walked as f64 / items.len().max(1) as f64,
-            kv_bytes: read as u64 * heads.row_bytes(),
-            // The activations are queries and partials.
-            activation_bytes: floats(attending * (num_heads * head_dim + shape.partial_width())),
-            ..Dispatch::new(shader, items.len() * num_kv_heads)
-        }
-    };
-    let [single, tiles] = attention_of(kv);
-    let partials: usize = shares.merges.iter().map(|[_, count]| *count as usize).sum();
+    let walked: usize = items.iter().map(tiles_of).sum();
+    let attending: usize = items.iter().map(|item| item.tokens as usize).sum();
+    // The positions of each sequence.
+    let mut sequences: BTreeMap<u32, Range<usize>> = BTreeMap::new();
+    for Item { sequence, position, tokens, .. } in items {
+        let (start, end) = (*position as usize, (position + tokens) as usize);
+        let all = sequences.entry(*sequence).or_insert(start..end);
+        *all = all.start.min(start)..all.end.max(end);
+    }
+    Dispatch {
+        constants: attention_constants(shader, num_heads / num_kv_heads, head_dim),
+        trips: walked as f64 / items.len().max(1) as f64,
+        kv_bytes: sequences.values().map(|positions| heads.kv_bytes(positions, window)).sum(),
+        // The activations are queries and partials.
+        activation_bytes: floats(attending * (num_heads * head_dim + shape.partial_width())),
+        ..Dispatch::new(shader, items.len() * num_kv_heads)
+    }
+}
+
+/// The merge of the partials of `tokens` tokens.
+pub fn attention_merge(heads: &Heads, tokens: usize, partials: usize, wants: Wants) -> Dispatch {
+    let (shape, width) = (heads.shape(None), heads.num_heads * heads.head_dim);
     let all = [&shaders::ATTENTION_MERGE, &shaders::ATTENTION_MERGE_INT8, &shaders::ATTENTION_MERGE_BOTH];
-    let (shader, written) = into(wants, all, tokens, num_heads * head_dim);
-    let merge = Dispatch {
+    let (shader, written) = into(wants, all, tokens, width);
+    Dispatch {
         trips: partials as f64 / tokens as f64,
         activation_bytes: floats(partials * shape.partial_width()) + written,
-        ..Dispatch::new(shader, tokens * (num_heads * head_dim).div_ceil(1024))
-    };
-    [of_kind(single, &shares.single, true), of_kind(tiles, &shares.tiles, false), merge]
+        ..Dispatch::new(shader, tokens * width.div_ceil(1024))
+    }
 }
 
 pub fn geglu(rows: usize, width: usize, wants: Wants) -> Dispatch {
@@ -452,6 +462,8 @@ fn block_weights(shader: &Shader) -> u32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kernels::pipelines::attention_of;
+    use crate::kernels::{Room, Run, Shares};
 
     #[test]
     fn what_a_shader_needs_is_read_from_its_spirv() {
@@ -505,11 +517,18 @@ mod tests {
     #[test]
     fn attention_walks_over_the_tiles_that_hold_keys_it_sees() {
         let heads = Heads { num_heads: 32, num_kv_heads: 16, head_dim: 128, kv: KvDtype::F16 };
-        let room = Room { single: 512, tiles: 512 };
         let wants = Wants { floats: true, blocks: false };
-        let one = |position: usize, window| {
-            attention(&heads, std::slice::from_ref(&(position..position + 1)), window, 1, room, wants)
+        let cost = |positions: Range<usize>, window| {
+            let run = Run { row: 0, start: positions.start, tokens: positions.len(), sequence: 0 };
+            let room = Room { single: 512, tiles: 512 };
+            let shares = Shares::new(&heads.shape(window), &[run], run.tokens, run.tokens, room);
+            let [single, tiles] = attention_of(KvDtype::F16);
+            let partials = shares.merges.iter().map(|[_, count]| *count as usize).sum();
+            let merge = attention_merge(&heads, run.tokens, partials, wants);
+            let attention = |shader, items: &[Item]| attention(&heads, window, shader, items);
+            [attention(single, &shares.single), attention(tiles, &shares.tiles), merge]
         };
+        let one = |position: usize, window| cost(position..position + 1, window);
         let of = |[single, tiles, merge]: [Dispatch; 3]| {
             assert_eq!((tiles.workgroups, tiles.kv_bytes), (0, 0));
             (single.workgroups, single.trips, merge.trips)
@@ -521,8 +540,7 @@ mod tests {
         let [single, ..] = one(511, None);
         assert_eq!((single.kv_bytes, single.constants), (512 * 2 * 16 * 256, vec![2, 128, 2]));
         // A tile has sixteen tokens, and walks over its keys alone, because there are enough tiles.
-        let [single, tiles, merge] =
-            attention(&heads, std::slice::from_ref(&(0..128)), None, 128, room, wants);
+        let [single, tiles, merge] = cost(0..128, None);
         assert_eq!((single.workgroups, tiles.workgroups, tiles.trips), (0, 8 * 16, 1.5));
         assert_eq!((tiles.kv_bytes, tiles.constants), (128 * 2 * 16 * 256, vec![2, 128, 8]));
         assert_eq!((merge.workgroups, merge.trips), (128 * 4, 1.0));

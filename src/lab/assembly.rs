@@ -3,7 +3,7 @@
 //! device, and it is independent of the kernels.
 //!
 //! A loop reaches from a label to the branch back to that label, because the compiler emits each loop as one contiguous
-//! piece. The text does not say how many times a loop runs; [`crate::kernels::cost`] does.
+//! piece. The text does not say how many times a loop runs; [`super::cost`] does.
 
 use std::collections::HashMap;
 use std::ops::{Add, AddAssign, Mul, Range};

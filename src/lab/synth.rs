@@ -1,4 +1,4 @@
-//! `unicorn synth`: writes native checkpoints of published shapes with random weights, where no real ones are at hand.
+//! `unicorn-lab synth`: writes native checkpoints of published shapes with random weights, where no real ones are at hand.
 //!
 //! Integers are uniform. Each matrix has one scale, chosen so that inputs of unit variance give products of unit
 //! variance. So activations stay finite through any number of layers, since every sublayer's output is normed.
@@ -10,12 +10,13 @@ use rand_chacha::ChaCha8Rng;
 use rayon::prelude::*;
 use serde_json::json;
 
-use super::args::{self, Class, Schemes, Target};
-use super::error::Error;
-use super::load;
-use super::progress::Bar;
-use super::terminal::{bytes, print};
+use super::args;
 use crate::checkpoint::{FileWriter, NativeWriter, NewTensor, Synthetic};
+use crate::cli::args::{Class, Schemes, Target};
+use crate::cli::error::Error;
+use crate::cli::load;
+use crate::cli::progress::Bar;
+use crate::cli::terminal::{bytes, print};
 use crate::model::spec::ModelSpec;
 use crate::model::tensors::TensorSpec;
 use crate::tensor::{Bits, Scheme, TILE_ROWS};

@@ -1,10 +1,10 @@
-//! `unicorn bench isa`: compiles the kernels for a GPU that need not be here, and predicts the GPU's speed from the
+//! `unicorn-lab isa`: compiles the kernels for a GPU that need not be here, and predicts the GPU's speed from the
 //! result.
 //!
 //! RADV chooses its GPU by the environment, and a process loads its drivers once. So this command starts itself again
 //! for each compiler, in the environment that selects the compiler, and reads the output. The machine's own RADV
 //! compiles for a null device. RADV 26 compiles over a shim, if `make setup-devices` has installed it and the current
-//! folder is the repository's. Nothing is executed: every figure of speed is a prediction ([`crate::model::judge`]).
+//! folder is the repository's. Nothing is executed: every figure of speed is a prediction ([`super::judge`]).
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -16,14 +16,14 @@ use std::time::Duration;
 
 use serde_json::json;
 
-use super::report::commit;
-use crate::cli::args;
+use super::args;
+use super::judge::predict::{BARRIER_US, Chip, DISPATCH_US, Prediction, Question};
+use super::judge::{self, Compilation, Judge};
+use crate::cli::bench::report::commit;
 use crate::cli::error::Error;
 use crate::cli::terminal::print;
 use crate::config::Config;
 use crate::model::arch;
-use crate::model::judge::predict::{BARRIER_US, Chip, DISPATCH_US, Prediction, Question};
-use crate::model::judge::{self, Compilation, Judge};
 use crate::tensor::QuantizeMode;
 
 /// Longest compilation of all kernels, which takes seconds unless a driver hangs.
@@ -36,7 +36,7 @@ const ICD_NAMES: [&str; 3] = ["radeon_icd.json", "radeon_icd.x86_64.json", "rade
 const MESA26: &str = ".cache/devices/mesa26";
 const WITH_MESA26: &str = "tools/with_mesa26.sh";
 
-pub fn isa(config: &Config, args: &args::BenchIsa) -> Result<(), Error> {
+pub fn isa(config: &Config, args: &args::Isa) -> Result<(), Error> {
     if args.compile {
         let compilation = judge::compile(&args.device)?;
         return print(&serde_json::to_string(&compilation).expect("texts and numbers"));
@@ -59,7 +59,9 @@ pub fn isa(config: &Config, args: &args::BenchIsa) -> Result<(), Error> {
         depth: args.depth as usize,
         chunk: config.engine.prefill_chunk,
     };
-    let predictions: Vec<_> = judges.iter().map(|judge| asked.predict(&chip, judge)).collect();
+    let recorded = asked.record()?;
+    let of_judge = |judge| recorded.iter().map(|steps| steps.predict(&chip, judge)).collect();
+    let predictions: Vec<Vec<_>> = judges.iter().map(of_judge).collect();
     print(&match args.json {
         true => as_json(&chip, &asked, &judges, &left_out, &predictions),
         false => as_text(&chip, &asked, &judges, &left_out, &predictions),
@@ -114,7 +116,7 @@ fn without_mesa26() -> Option<String> {
 fn run(compiler: &'static str, mut command: Command, device: &str) -> Result<Judge, Error> {
     let failed = |problem: String| Error::Compiler { compiler, problem };
     command
-        .args(["bench", "isa", "--compile", "--device", &device.to_uppercase()])
+        .args(["isa", "--compile", "--device", &device.to_uppercase()])
         // Cached shaders were compiled without statistics.
         .env("MESA_SHADER_CACHE_DISABLE", "true")
         .stdin(Stdio::null())

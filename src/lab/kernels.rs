@@ -1,17 +1,20 @@
-//! `unicorn bench kernels`: times each hot kernel on a device at the shapes of published models. The limits of the
+//! `unicorn-lab kernels`: times each hot kernel on a device at the shapes of published models. The limits of the
 //! device are measured in the same run: the bandwidth of a copy, and the rate of multiply-adds.
 
 use serde_json::{Value, json};
 
-use super::report::{Comparison, commit};
-use super::statistics::column;
-use crate::cli::args;
+use super::args;
+use super::comparison::Comparison;
+use super::kernel_cases::{Case, Choice};
+use crate::cli::args::Target;
+use crate::cli::bench::report::commit;
+use crate::cli::bench::statistics::column;
 use crate::cli::error::Error;
 use crate::cli::load;
 use crate::cli::progress::Bar;
 use crate::cli::terminal::print;
 use crate::config::Config;
-use crate::model::kernel_cases::{Case, Choice, Rig, Span};
+use crate::model::rig::{Rig, Span};
 use crate::tensor::Scheme;
 
 /// Size of the measured copy, where the device has room for eight times as much.
@@ -58,8 +61,8 @@ impl Measured {
     }
 }
 
-pub fn kernels(config: &Config, args: &args::BenchKernels) -> Result<(), Error> {
-    let scheme = |target: &args::Target| target.0.unwrap_or(Scheme::Bf16);
+pub fn kernels(config: &Config, args: &args::Kernels) -> Result<(), Error> {
+    let scheme = |target: &Target| target.0.unwrap_or(Scheme::Bf16);
     let choices = args.shape.iter().map(|shape| Choice {
         name: shape.name.to_owned(),
         spec: shape.spec(),

@@ -1,37 +1,22 @@
 //! The hot kernels at the shapes of the published models: one list of cases for measurements and tests.
 //!
 //! A case knows the least bytes that it moves, each input and output once, and its operations; a multiply-add counts as
-//! two. Weights, keys and values have several copies on the device, which dispatches use in rotation, so that caches do
-//! not hold what a step would read from memory. Matrices hold random integers or random numbers. All keys and values
-//! are one number.
+//! two. All keys and values are one number.
 
-use std::collections::HashMap;
-use std::sync::Arc;
-use std::time::Duration;
+use rand::Rng;
 
-use half::{bf16, f16};
-use rand::{Rng, RngCore, SeedableRng};
-use rand_chacha::ChaCha8Rng;
-
-use super::memory::{MAX_SEQUENCES, partials};
-use super::spec::ModelSpec;
-use crate::checkpoint::{Encoding, NativeTensor, Tensor};
-use crate::gpu::{
-    Arena, Buffer, Class, CommandBuffer, Device, GpuError, MemoryKind, Recorder, Submission, Uploader,
-};
+use super::cost;
+use crate::gpu::{Arena, Buffer, Class, GpuError, MemoryKind, Recorder, Uploader};
 use crate::kernels::{
     Activations, Attention, AttentionShape, DrawArrays, Embedding, Heads, Item, Kernels, KvCache,
     LOGPROB_WORDS, Logits, Matrices, Matrix, Operand, Partials, Peak, Quantized, RmsNorm, Run, SampleRequest,
-    ShareArrays, Shares, StepArrays, Tiles, UploadError, Wants, cost, draw_words,
+    ShareArrays, Shares, StepArrays, UploadError, Wants, draw_words,
 };
+use crate::model::memory::{MAX_SEQUENCES, partials};
+use crate::model::rig::{Make, ROTATED_BYTES, Rig, SPAN, copies, gpu_error};
+use crate::model::spec::ModelSpec;
 use crate::tensor::{KvDtype, Precision, Scheme};
 
-/// The least bytes of all copies together: more than the caches of large GPUs hold.
-const ROTATED_BYTES: u64 = 256 << 20;
-const MOST_COPIES: u64 = 64;
-/// The length of a measured span, and the most dispatches in it.
-const SPAN: Duration = Duration::from_millis(20);
-const MOST_REPEATS: usize = 2000;
 const BLOCK_SIZE: usize = 16;
 
 /// One kernel at one shape. `tokens` is the number of rows of activations.
@@ -201,16 +186,8 @@ impl Case {
             KernelWork::Gated { scheme, rows, cols, tokens } => cost::gated(scheme, rows, cols, tokens),
             KernelWork::Embed { scheme, cols, tokens, .. } => cost::embed(scheme, cols, tokens),
             KernelWork::Attention { sequences, tokens, depth, window } => {
-                let (all, positions) = (sequences * tokens, depth..depth + tokens);
-                let of_all = cost::attention(
-                    &heads,
-                    &vec![positions; sequences],
-                    window,
-                    all,
-                    partials(all),
-                    self.wants(),
-                );
-                let kv: u64 = of_all.iter().map(|dispatch| dispatch.kv_bytes).sum();
+                let all = sequences * tokens;
+                let kv = sequences as u64 * heads.kv_bytes(&(depth..depth + tokens), window);
                 // Partials between the dispatches are neither input nor output.
                 return kv + (2 * 4 * all * s.num_attention_heads * s.head_dim) as u64;
             }
@@ -253,22 +230,6 @@ impl Case {
     }
 }
 
-/// A measured span by the device's clock.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Span {
-    /// Seconds of one repetition, with the barrier after it.
-    pub seconds: f64,
-    pub repeats: usize,
-}
-
-/// A device that cases are measured on.
-pub struct Rig {
-    device: Arc<Device>,
-    kernels: HashMap<String, Arc<Kernels>>,
-    commands: CommandBuffer,
-    submission: Submission,
-}
-
 /// A function that records a dispatch for the n-th time.
 type Record = Box<dyn Fn(&mut Recorder<'_>, usize)>;
 
@@ -287,41 +248,6 @@ impl Prepared {
 }
 
 impl Rig {
-    pub fn new(device: &Arc<Device>) -> Result<Rig, GpuError> {
-        Ok(Rig {
-            device: device.clone(),
-            kernels: HashMap::new(),
-            commands: CommandBuffer::new(device, "measured")?,
-            submission: Submission::new(device)?,
-        })
-    }
-
-    /// Times `record`, repeated between two timestamps for about 20 ms. Returns the median of `runs` spans, at least 1.
-    /// `None` if the device has no timestamps.
-    pub fn time(
-        &mut self,
-        runs: usize,
-        record: &mut dyn FnMut(&mut Recorder<'_>, usize),
-    ) -> Result<Option<Span>, GpuError> {
-        let mut span = |repeats: usize| -> Result<Option<f64>, GpuError> {
-            self.commands
-                .record_for_many_submits(&mut |recorder| (0..repeats).for_each(|i| record(recorder, i)))?;
-            self.submission.submit(&mut [&mut self.commands], "a measured kernel")?;
-            self.submission.wait()?;
-            Ok(self.submission.took().map(|took| took.as_secs_f64()))
-        };
-        // The first span pays for what the driver does once. The second one shows how many repetitions fill a span.
-        span(1)?;
-        let Some(once) = span(1)? else { return Ok(None) };
-        let repeats = (SPAN.as_secs_f64() / once.max(1e-9)).clamp(1.0, MOST_REPEATS as f64) as usize;
-        let mut seconds = Vec::new();
-        for _ in 0..runs.max(1) {
-            seconds.extend(span(repeats)?);
-        }
-        seconds.sort_by(f64::total_cmp);
-        Ok(Some(Span { seconds: seconds[seconds.len() / 2] / repeats as f64, repeats }))
-    }
-
     /// Bytes a second that the device copies from one buffer to another, at most `bytes` at once. Bytes read and bytes
     /// written both count. `None` if the device has no clock.
     pub fn copy_bytes_per_s(&mut self, bytes: u64, runs: usize) -> Result<Option<f64>, GpuError> {
@@ -356,50 +282,10 @@ impl Rig {
         Ok(Some(best))
     }
 
-    /// The matrices on which the ways to share out products are measured.
-    pub fn products(&mut self, scheme: Scheme, [rows, cols]: [usize; 2]) -> Result<Products, GpuError> {
-        let mut make = Make { arena: Arena::new(&self.device), rng: ChaCha8Rng::seed_from_u64(1), rig: self };
-        let bytes = scheme.block_bytes(rows, cols) + scheme.scale_bytes(rows, cols);
-        Ok(Products { scheme, rows, cols, matrices: make.matrices(scheme, rows, cols, bytes)? })
-    }
-
-    /// The time of one product with int8 activations of `tokens` tokens, and the bits of its result. `None` if the
-    /// device has no timestamps.
-    pub fn time_product(
-        &mut self,
-        products: &Products,
-        tiles: Tiles,
-        tokens: usize,
-        runs: usize,
-    ) -> Result<Option<(Span, Vec<u32>)>, GpuError> {
-        let Products { scheme, rows, cols, matrices } = products;
-        let of_products = Matrices { products: vec![*scheme], tiles: Some(tiles), ..Matrices::default() };
-        let heads = Heads { group: 2, head_dim: 256, kv: KvDtype::F16 };
-        let kernels = Kernels::new(&self.device, &of_products, heads, Precision::Fast)?;
-        let mut make = Make { arena: Arena::new(&self.device), rng: ChaCha8Rng::seed_from_u64(1), rig: self };
-        let wants = Wants { floats: false, blocks: true };
-        let (x, y) = (make.operand(&kernels, wants, tokens, *cols)?, make.activations(tokens, *rows)?);
-        let host = make.arena.alloc(MemoryKind::Readback, Class::Activations, y.buffer.size(), "measured")?;
-        let span = self.time(runs, &mut |recorder, i| {
-            kernels.matmul(recorder, &[(&matrices[i % matrices.len()], &y)], &x, tokens);
-        })?;
-        self.run(|recorder| recorder.copy(&y.buffer, &host, host.size()))?;
-        let mut bits = vec![0; host.size() as usize / 4];
-        host.read(0, bytemuck::cast_slice_mut::<u32, u8>(&mut bits));
-        Ok(span.map(|span| (span, bits)))
-    }
-
-    fn run(&mut self, record: impl FnOnce(&mut Recorder<'_>)) -> Result<(), GpuError> {
-        let mut recorder = self.commands.begin()?;
-        record(&mut recorder);
-        recorder.submit_alone("what is measured, before it is")?;
-        self.commands.wait()
-    }
-
     /// Compiles a case's pipelines, and fills its buffers on the device.
     pub fn prepare(&mut self, case: &Case) -> Result<Prepared, GpuError> {
         let kernels = self.kernels(case)?;
-        let mut make = Make { arena: Arena::new(&self.device), rng: ChaCha8Rng::seed_from_u64(1), rig: self };
+        let mut make = self.make();
         let s = &case.spec;
         let heads = s.num_attention_heads * s.head_dim;
         let kv_heads = s.num_key_value_heads * s.head_dim;
@@ -497,82 +383,20 @@ impl Rig {
         Ok(Prepared { record, output })
     }
 
-    fn kernels(&mut self, case: &Case) -> Result<Arc<Kernels>, GpuError> {
-        let heads = case.heads();
+    fn kernels(&self, case: &Case) -> Result<Kernels, GpuError> {
         let scheme = match case.work {
             KernelWork::Matmul { scheme, .. }
             | KernelWork::Embed { scheme, .. }
             | KernelWork::Gated { scheme, .. } => scheme,
             _ => Scheme::F32,
         };
-        let precision = case.precision;
-        let key = format!("{heads:?} {scheme} {precision}");
-        if let Some(kernels) = self.kernels.get(&key) {
-            return Ok(kernels.clone());
-        }
         let gated = matches!(case.work, KernelWork::Gated { .. }).then_some(scheme).into_iter().collect();
         let matrices = Matrices { gated, embedding: Some(scheme), ..Matrices::default() };
-        let kernels = Arc::new(Kernels::new(&self.device, &matrices, heads, precision)?);
-        self.kernels.insert(key, kernels.clone());
-        Ok(kernels)
+        Kernels::new(&self.device, &matrices, case.heads(), case.precision)
     }
-}
-
-/// Copies of matrices of one shape.
-pub struct Products {
-    scheme: Scheme,
-    rows: usize,
-    cols: usize,
-    matrices: Vec<Matrix>,
-}
-
-/// Makes the buffers of one case.
-struct Make<'a> {
-    arena: Arena,
-    rng: ChaCha8Rng,
-    rig: &'a mut Rig,
 }
 
 impl Make<'_> {
-    fn empty(&mut self, bytes: u64) -> Result<Buffer, GpuError> {
-        self.arena.alloc(MemoryKind::Device, Class::Activations, bytes, "measured")
-    }
-
-    fn filled(&mut self, bytes: u64, word: u32) -> Result<Buffer, GpuError> {
-        let buffer = self.empty(bytes)?;
-        self.rig.run(|recorder| recorder.fill(&buffer, word))?;
-        Ok(buffer)
-    }
-
-    fn words<T: bytemuck::NoUninit>(&mut self, data: &[T]) -> Result<Buffer, GpuError> {
-        let buffer = self.empty(size_of_val(data) as u64)?;
-        let mut uploader = Uploader::<GpuError>::new(&self.rig.device)?;
-        uploader.upload(&buffer, data)?;
-        uploader.finish()?;
-        Ok(buffer)
-    }
-
-    /// Random activations from -1 to 1.
-    fn activations(&mut self, rows: usize, width: usize) -> Result<Activations, GpuError> {
-        let count = rows * Activations::stride_of(width);
-        let values: Vec<f32> = (0..count).map(|_| self.rng.random_range(-1.0..1.0)).collect();
-        Ok(Activations::new(self.words(&values)?, width))
-    }
-
-    /// A random operand, in the forms that products need.
-    fn operand(
-        &mut self,
-        kernels: &Kernels,
-        wants: Wants,
-        rows: usize,
-        width: usize,
-    ) -> Result<Operand, GpuError> {
-        let floats = self.activations(rows, width)?;
-        let blocks = Quantized::new(self.empty(Quantized::bytes(rows, width))?, width);
-        self.rig.run(|recorder| kernels.quantize(recorder, &floats, &blocks, rows))?;
-        Ok(Operand::new(wants, &floats, &blocks))
-    }
-
     /// An operand for a kernel's result, and the buffer that it is written to.
     fn result(&mut self, wants: Wants, rows: usize, width: usize) -> Result<(Operand, Buffer), GpuError> {
         let floats = self.activations(rows, width)?;
@@ -583,40 +407,6 @@ impl Make<'_> {
 
     fn norm(&mut self, width: usize) -> Result<RmsNorm, GpuError> {
         Ok(RmsNorm { weight: self.filled(4 * width as u64, 1f32.to_bits())?, eps: 1e-6 })
-    }
-
-    /// Copies of a matrix for rotation. One use of a copy moves `bytes`.
-    fn matrices(
-        &mut self,
-        scheme: Scheme,
-        rows: usize,
-        cols: usize,
-        bytes: u64,
-    ) -> Result<Vec<Matrix>, GpuError> {
-        let mut blocks = vec![0; scheme.block_bytes(rows, cols) as usize];
-        let deviation = 1.0 / (cols as f32).sqrt();
-        let value = |rng: &mut ChaCha8Rng| rng.random_range(-deviation..deviation);
-        match scheme {
-            Scheme::F32 => put(&mut blocks, |_| value(&mut self.rng).to_le_bytes()),
-            Scheme::F16 => put(&mut blocks, |_| f16::from_f32(value(&mut self.rng)).to_le_bytes()),
-            Scheme::Bf16 => put(&mut blocks, |_| bf16::from_f32(value(&mut self.rng)).to_le_bytes()),
-            _ => self.rng.fill_bytes(&mut blocks),
-        }
-        let mut scales = vec![0; scheme.scale_bytes(rows, cols) as usize];
-        put(&mut scales, |_| f16::from_f32(deviation / 8.0).to_le_bytes());
-        let native = NativeTensor { scheme, blocks: blocks[..].into(), scales: scales[..].into() };
-        let (shape, encoding) = ([rows, cols], Encoding::Native(native));
-        let tensor = Tensor { name: "measured", file: "memory", shape: &shape, encoding };
-        let shard = self.rig.device.info().max_allocation_bytes / 2;
-        let mut upload = || {
-            let mut uploader = Uploader::<UploadError>::new(&self.rig.device)?;
-            let arena = &mut self.arena;
-            let matrix =
-                Matrix::upload(arena, &mut uploader, &tensor, scheme, Class::Ffn, shard, &mut |_| {})?;
-            uploader.finish()?;
-            Ok(matrix)
-        };
-        (0..copies(bytes)).map(|_| upload().map_err(gpu_error)).collect()
     }
 
     fn embedding(&mut self, matrix: Matrix) -> Result<Embedding, GpuError> {
@@ -725,25 +515,6 @@ impl Make<'_> {
         let scratch =
             Activations::new(self.filled(Activations::bytes(rows, draw_words(vocab)), 0)?, draw_words(vocab));
         Ok((Logits { raw, adjusted, scratch, vocab }, draws, requests))
-    }
-}
-
-/// The number of copies for rotation, if a dispatch moves `bytes`.
-fn copies(bytes: u64) -> u64 {
-    ROTATED_BYTES.div_ceil(bytes.max(1)).clamp(1, MOST_COPIES)
-}
-
-fn put<const N: usize>(bytes: &mut [u8], mut element: impl FnMut(usize) -> [u8; N]) {
-    for (i, to) in bytes.chunks_exact_mut(N).enumerate() {
-        to.copy_from_slice(&element(i));
-    }
-}
-
-/// The error of the device. Tensors in memory cannot be damaged files, so no other error occurs.
-fn gpu_error(error: UploadError) -> GpuError {
-    match error {
-        UploadError::Gpu(error) => error,
-        UploadError::Checkpoint(error) => unreachable!("bytes in memory: {error}"),
     }
 }
 

@@ -1,5 +1,5 @@
 //! Predicts the time of a step on a GPU that is not present, from the compiled kernels and the dispatches that
-//! [`super::work`] lists. Every figure is a prediction, none a measurement.
+//! [`super::work`] records. Every figure is a prediction, none a measurement.
 //!
 //! A dispatch takes as long as memory needs for its bytes or the vector units for its instructions, whichever is
 //! longer; dispatches come one after the other. The prediction leaves out latency that too few waves cannot hide, the
@@ -9,11 +9,11 @@ use std::collections::BTreeMap;
 
 use serde_json::{Value, json};
 
-use super::work::{self, StepDispatches};
+use super::work::{PaperModel, StepDispatches, Types};
 use super::{Judge, Pipeline, pipeline_name};
-use crate::gpu::isa::Counts;
-use crate::kernels::cost::{self, Body, Dispatch, Drawn};
-use crate::model::memory::Schemes;
+use crate::cli::error::Error;
+use crate::lab::assembly::Counts;
+use crate::lab::cost::{self, Body, Dispatch, Drawn};
 use crate::model::spec::Shape;
 use crate::tensor::{KvDtype, Precision, QuantizeMode, Scheme};
 
@@ -302,9 +302,17 @@ pub struct Question {
     pub chunk: usize,
 }
 
-impl Question {
-    /// Predictions for each shape: each batch and the prompt, with one compiler's pipelines.
-    pub fn predict(&self, chip: &Chip, judge: &Judge) -> Vec<Prediction> {
+/// Recorded steps, and the tokens that they yield.
+pub struct RecordedSteps {
+    shape: &'static str,
+    what: String,
+    tokens: u64,
+    steps: Vec<Vec<StepDispatches>>,
+}
+
+impl RecordedSteps {
+    /// The prediction with one compiler's pipelines.
+    pub fn predict(&self, chip: &Chip, judge: &Judge) -> Prediction {
         let find = |dispatch: &Dispatch| {
             let Dispatch { shader, constants, .. } = dispatch;
             let is_it = |p: &&super::Pipeline| p.shader.name == shader.name && p.constants == *constants;
@@ -317,30 +325,39 @@ impl Question {
                 body: found.body.as_ref(),
             }
         };
+        Prediction::new(chip, self.shape, self.what.clone(), self.tokens, &self.steps, &find)
+    }
+}
+
+impl Question {
+    /// The steps to predict for each shape: each batch, the batch of one with top_p, and the prompt.
+    pub fn record(&self) -> Result<Vec<RecordedSteps>, Error> {
         let mut all = Vec::new();
         for shape in &self.shapes {
             let config = shape.spec();
-            let projections = self.mode.projections().unwrap_or(Scheme::Bf16);
-            let embedding = self.mode.embedding().unwrap_or(Scheme::Bf16);
-            let schemes = Schemes::uniform(&config, projections, projections, embedding);
-            let most = work::batch_tokens(&config, &schemes, self.kv, self.chunk);
+            let types = Types {
+                projections: self.mode.projections().unwrap_or(Scheme::Bf16),
+                embedding: self.mode.embedding().unwrap_or(Scheme::Bf16),
+                kv: self.kv,
+                precision: self.precision,
+            };
             let depth = self.depth.min(config.max_position_embeddings - 1);
-            let mut decode = |batch: usize, drawn, what: String| {
-                let sequences = vec![depth..depth + 1; batch];
-                let step =
-                    work::step(&config, &schemes, self.kv, self.precision, &sequences, (batch, drawn), most);
-                all.push(Prediction::new(chip, shape.name, what, batch as u64, &[step], &find));
+            let context = (depth + 1).max(PROMPT).max(self.chunk);
+            let mut model = PaperModel::load(config, types, self.chunk, context)?;
+            let mut add = |what: String, tokens: usize, steps| {
+                all.push(RecordedSteps { shape: shape.name, what, tokens: tokens as u64, steps });
+            };
+            let mut decode = |batch: usize, drawn| -> Result<_, Error> {
+                Ok(vec![model.step(&vec![depth..depth + 1; batch], Some(drawn))?])
             };
             for batch in BATCHES {
-                decode(batch, Drawn::Greedy, format!("batch {batch}"));
+                add(format!("batch {batch}"), batch, decode(batch, Drawn::Greedy)?);
             }
             // The batch of one is predicted once more, sampled with the models' recommended top_p.
-            decode(1, Drawn::Filtered, "1 with top_p".into());
-            let steps = work::prompt(&config, &schemes, self.kv, self.precision, PROMPT, most);
-            let what = format!("prefill {PROMPT}");
-            all.push(Prediction::new(chip, shape.name, what, PROMPT as u64, &steps, &find));
+            add("1 with top_p".into(), 1, decode(1, Drawn::Filtered)?);
+            add(format!("prefill {PROMPT}"), PROMPT, model.prompt(PROMPT)?);
         }
-        all
+        Ok(all)
     }
 
     /// The assumptions behind the figures, one sentence each.
@@ -429,7 +446,6 @@ impl Pipeline {
 mod tests {
     use super::*;
     use crate::kernels::Wants;
-    use crate::kernels::cost;
     use crate::tensor::Scheme;
 
     /// gate_proj of the 27B in int4-g128 on a 780M, computed by hand.

@@ -1,8 +1,8 @@
-//! Judges kernels for a GPU that is not present: compiles every pipeline, lists what a step dispatches ([`work`]), and
+//! Judges kernels for a GPU that is not present: compiles every pipeline, records what a step dispatches ([`work`]), and
 //! predicts its time ([`predict`]).
 //!
 //! RADV chooses its GPU by the environment, and a process loads its drivers once. So one process compiles
-//! ([`compile`]), and another reads the result ([`Judge::read`]); `unicorn bench isa` starts both. Nothing is executed.
+//! ([`compile`]), and another reads the result ([`Judge::read`]); `unicorn-lab isa` starts both. Nothing is executed.
 
 pub mod predict;
 pub mod work;
@@ -10,12 +10,12 @@ pub mod work;
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use super::arch;
+use super::assembly::{IsaError, Program, real_waves};
+use super::cost::{self, Body};
 use crate::gpu::compiler::Compiler;
-use crate::gpu::isa::{IsaError, Program, real_waves};
 use crate::gpu::{GpuError, Shader};
 use crate::kernels::all_pipelines;
-use crate::kernels::cost::{self, Body};
+use crate::model::arch;
 
 /// The output of the compiling process.
 #[derive(Debug, Clone, Serialize, Deserialize)]
