@@ -28,7 +28,7 @@ use unicorn::model::{
 use unicorn::npu::attention::{AttentionUnit, Offload, OffloadJob, OffloadPolicy, OffloadRoom};
 use unicorn::tensor::KvDtype;
 
-use crate::support::driver::{Driver, Run};
+use crate::support::driver::{Driver, Run, plain_sequence};
 use crate::support::goldens::{Goldens, all_logits, load, max_difference};
 use crate::support::{data, demo, policy};
 
@@ -252,13 +252,13 @@ fn the_demo_model_keeps_to_the_bound_too() {
 
 fn sequence(id: u64, tokens: &[u32], answer: usize) -> Sequence {
     let params = SamplingParams { logprobs: Some(0), ..SamplingParams::GREEDY };
-    Sequence::new(id, tokens.to_vec(), params, answer)
+    plain_sequence(id, tokens.to_vec(), params, answer)
 }
 
 /// A prompt whose final hidden states are added up.
 fn pooled(id: u64, tokens: &[u32]) -> Sequence {
     let mut sequence = sequence(id, tokens, 1);
-    sequence.pooling = true;
+    sequence.request.pooling = true;
     sequence
 }
 

@@ -391,6 +391,7 @@ impl From<SessionError> for ApiError {
             SessionError::Text(problem) => Self::text(problem),
             SessionError::Shortage(problem) => Self::Shortage(problem),
             SessionError::Grammar(problem) => Self::Grammar(problem),
+            SessionError::Engine(error) => Self::Engine(error),
         }
     }
 }

@@ -142,7 +142,8 @@ impl Error {
             | Self::Runner(_)
             | Self::Start(_)
             | Self::Load(LoadError::Gpu(_) | LoadError::NotResident(_))
-            | Self::Engine(EngineError::Lost(_)) => DEVICE,
+            | Self::Engine(EngineError::Lost(_))
+            | Self::Session(SessionError::Engine(EngineError::Lost(_))) => DEVICE,
             Self::LoadPanicked | Self::Panicked | Self::Engine(_) | Self::Submit(_) | Self::Session(_) => {
                 SOFTWARE
             }

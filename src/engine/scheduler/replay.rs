@@ -56,7 +56,7 @@ impl Scheduler {
         let (ended, waiting) = self.waiting.drain(..).partition(|s| faulty.contains(&s.id));
         self.waiting = waiting;
         let ended: Vec<Sequence> = ended;
-        ended.iter().for_each(|sequence| self.forget_client(sequence.client));
+        ended.iter().for_each(|sequence| self.forget_client(sequence.request.client));
         ended.iter().flat_map(|s| iter::once(s.id).chain(s.forks.iter().map(|fork| fork.id))).collect()
     }
 

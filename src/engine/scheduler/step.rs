@@ -194,7 +194,7 @@ impl PendingStep {
             let start = sequence.submitted;
             draws.extend((0..len).map(|token| sequence.score(index, token, start + token + 1)));
             Yields::Scores(first..draws.len())
-        } else if sequence.pooling {
+        } else if sequence.request.pooling {
             let at = pooling.iter().filter(|pooling| pooling.last).count();
             pooling.push(Pooling { sequence: index, last: is_all });
             if is_all { Yields::Pooled(at) } else { Yields::Nothing }
@@ -213,7 +213,7 @@ impl PendingStep {
     pub(super) fn push_fork(&mut self, parent: &Sequence, fork: &mut Sequence) {
         let own = self.step.batch.sequences.last().expect("the parent is in the step");
         let (index, token) = (self.step.batch.sequences.len() - 1, own.input.len() - 1);
-        if fork.sampling.penalizes() {
+        if fork.request.sampling.penalizes() {
             let copy = HistoryCopy { from: slot_of(parent), to: slot_of(fork), tokens: fork.submitted };
             self.step.batch.history_copies.push(copy);
         }
