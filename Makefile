@@ -13,7 +13,7 @@
 #   make conformance               run the tests of llama.cpp's and vLLM's servers; writes docs/conformance.md; minutes
 #   make edges                     edge cases of the shipped binary: lost log readers and devices, hostile clients; slow
 #   make test-faults               edge cases and suites with failing devices and killed processes; slow
-#   make soak                      every route for half an hour, with lost devices and clients; ARGS="--soak 5m" is shorter
+#   make soak                      every route for half an hour, with lost devices and clients; ARGS=5m is shorter
 #   make test-packages             install the Debian package, the archive and the container on new machines; as root, minutes
 #   make test-service              install and test the service in a container that boots systemd; as root, minutes
 #   make test-fresh RELEASE=bookworm  `make serve` and `make test` on a new machine in a chroot; as root, an hour
@@ -30,6 +30,7 @@
 #   make install                   after `make build`, as root: binary, systemd unit, user, /etc/unicorn/config.toml
 #   make uninstall                 remove binary, unit and the user's definition; configuration and models stay
 #   make setup-devices             devices that replace GPUs, in .cache/devices: 340 MB; does not change the system
+#   make lab                       build the second binary too, target/debug/unicorn-lab, which measures and predicts
 #   make build | setup | setup-test | lint | clean | help
 
 # `make check` compiles the crate with opt-level 0 (CARGO_PROFILE_DEV_OPT_LEVEL), which takes a third of the time; its
@@ -47,7 +48,7 @@ ARGS ?=
 SERVE_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test setup-devices test-devices npu-shim build check serve bench bench-step bench-host bench-serve gpu-bench test test-clients test-lm-eval test-scaling test-demo page-libraries test-openwebui test-27b test-fresh test-service test-packages release test-release conformance edges test-faults soak install uninstall lint clean
+.PHONY: help setup setup-test setup-devices test-devices npu-shim build lab check serve bench bench-step bench-host bench-serve gpu-bench test test-clients test-lm-eval test-scaling test-demo page-libraries test-openwebui test-27b test-fresh test-service test-packages release test-release conformance edges test-faults soak install uninstall lint clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -68,7 +69,11 @@ npu-shim:
 	@tools/npu_shim.sh
 
 build: setup
-	cargo build --locked
+	cargo build --locked --bin unicorn
+
+# The second binary, which measures and predicts.
+lab: setup
+	cargo build --locked --bins
 
 serve: build
 	@tools/with_device.sh $(UNICORN) serve $(ARGS)
@@ -143,7 +148,7 @@ page-libraries:
 test-openwebui: setup-test
 	@python3 tools/test.py openwebui
 
-test-27b: build
+test-27b: lab
 	@python3 tools/setup.py measure
 	@python3 tools/test_27b.py $(ARGS)
 
@@ -151,15 +156,15 @@ conformance: setup-test
 	cargo build --locked --bin unicorn
 	@python3 tools/conformance.py $(ARGS)
 
-edges: build
+edges: lab
 	cargo build --locked --example fault_layer
 	@python3 tools/edges.py $(ARGS)
 
-test-faults: build
+test-faults: lab
 	cargo test --locked --test suite -- faults:: recovery::
 	@python3 tools/edges.py faults
 
-soak: build
+soak: lab
 	cargo build --locked --example fault_layer
 	@python3 tools/soak.py $(ARGS)
 

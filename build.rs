@@ -399,7 +399,7 @@ impl PushBlock {
         ));
         let mut bytes = 0;
         for m in &self.members {
-            line(format!("    {}: {},", m.name, m.rust));
+            line(format!("    pub {}: {},", m.name, m.rust));
             bytes += if m.rust == "u64" { 8 } else { 4 };
         }
         let pad = bytes != self.bytes;

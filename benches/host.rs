@@ -15,11 +15,10 @@ use divan::{Bencher, black_box};
 use serde::Deserialize;
 use serde_json::json;
 use unicorn::config::Courtesy;
+use unicorn::device::{Channel, Connection, DeviceProcess};
 use unicorn::engine::{
     BlockManager, BlockTable, CacheSalt, Pace, Priority, Request, Scheduler, SchedulerConfig, Sequence,
 };
-use unicorn::model::child_process::{Channel, Connection};
-use unicorn::model::device_process::{self, DeviceProcess};
 use unicorn::model::{Batch, KvLimits, Limits, Runner, RunnerError, Sampled, Sampling, Ticket};
 use unicorn::text::{Constraint, GrammarSource, Grammars, Tokenizer};
 
@@ -31,7 +30,7 @@ fn main() {
         return divan::main();
     }
     let channel = Channel::from_stdin().expect("the parent's channel");
-    device_process::serve(channel, &mut Immediate).expect("until the parent ends");
+    unicorn::device::serve(channel, &mut Immediate).expect("until the parent ends");
 }
 
 /// A runner whose steps take no time.

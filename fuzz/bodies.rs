@@ -6,7 +6,7 @@
 use std::sync::LazyLock;
 
 use unicorn::checkpoint::{Checkpoint, ModelFiles};
-use unicorn::model::config::ModelConfig;
+use unicorn::model::arch;
 use unicorn::model::weights::Weights;
 use unicorn::npu::container::Container;
 use unicorn::npu::contract::{Bucket, Layout, Shape};
@@ -26,12 +26,12 @@ pub struct Accepted {
 
 /// A GGUF file.
 pub fn gguf(bytes: Vec<u8>) -> Accepted {
-    checkpoint(&ModelFiles::in_memory("m", [("m.gguf".into(), bytes)]))
+    checkpoint(&ModelFiles::in_memory("m", [("m.gguf".into(), bytes)], arch::gguf_archs()))
 }
 
 /// A `model.safetensors`.
 pub fn safetensors(bytes: Vec<u8>) -> Accepted {
-    checkpoint(&ModelFiles::in_memory("m", [("model.safetensors".into(), bytes)]))
+    checkpoint(&ModelFiles::in_memory("m", [("model.safetensors".into(), bytes)], arch::gguf_archs()))
 }
 
 /// A native manifest for the config `{}`, and the file of its shared tensors, as in [`joined`].
@@ -53,7 +53,11 @@ pub fn packed(bytes: Vec<u8>) -> Accepted {
 }
 
 fn named<const N: usize>(files: [(&str, &[u8]); N]) -> Accepted {
-    checkpoint(&ModelFiles::in_memory("m", files.map(|(name, bytes)| (name.into(), bytes.to_vec()))))
+    checkpoint(&ModelFiles::in_memory(
+        "m",
+        files.map(|(name, bytes)| (name.into(), bytes.to_vec())),
+        arch::gguf_archs(),
+    ))
 }
 
 /// Two files as one input: the length of the first file as little-endian u32, then both files.
@@ -68,7 +72,7 @@ fn split(bytes: &[u8]) -> [&[u8]; 2] {
 
 /// The tokenizer and template of a GGUF file. Encodes and decodes some texts.
 pub fn gguf_tokenizer(bytes: Vec<u8>) -> Option<Tokenizer> {
-    tokenizer(&ModelFiles::in_memory("m", [("m.gguf".into(), bytes)]))
+    tokenizer(&ModelFiles::in_memory("m", [("m.gguf".into(), bytes)], arch::gguf_archs()))
 }
 
 /// A grammar in llama.cpp's GBNF. Generates an answer of allowed ids, which the length of the grammar selects. Returns
@@ -140,7 +144,7 @@ pub fn checkpoint(files: &ModelFiles) -> Accepted {
     if let Err(error) = &opened {
         one_line(error);
     }
-    let config = ModelConfig::load(files);
+    let config = arch::load(files);
     if let Err(error) = &config {
         one_line(error);
     }

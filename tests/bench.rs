@@ -1,5 +1,5 @@
 //! `bench serve` (the load generator), against scripted servers that answer well or badly and against this project's
-//! own server, then `bench model` and `bench kernels`. Slow servers wait for events and not for a time, and no test
+//! own server, then `unicorn-lab model` and `unicorn-lab kernels`. Slow servers wait for events and not for a time, and no test
 //! compares times.
 
 use std::io::{BufRead, BufReader, Read, Write};
@@ -34,7 +34,7 @@ use Reply::{Events, Raw, Refuse, Say, SayWithoutUsage};
 
 use crate::support::app::{router_for_many, router_that_says};
 use crate::support::fake_runner::HANG;
-use crate::support::program::{assert_error, output, unicorn, unicorn_on_software};
+use crate::support::program::{assert_error, lab, lab_on_software, output, unicorn};
 use crate::support::root;
 
 /// An HTTP server with a thread for each connection. It runs until the test ends.
@@ -494,8 +494,8 @@ fn soak_of(router: Router, args: &[&str]) -> (i32, String, String) {
     let listener = runtime.block_on(tokio::net::TcpListener::bind("127.0.0.1:0")).expect("a free port");
     let url = format!("http://{}/v1", listener.local_addr().expect("bound"));
     runtime.spawn(async move { axum::serve(listener, router).await });
-    let fixed = ["bench", "serve", "--url", &url, "--soak", "1r", "--concurrency", "1"];
-    let result = output(unicorn(&[&fixed[..], args].concat()));
+    let fixed = ["soak", "1r", "--url", &url, "--concurrency", "1"];
+    let result = output(lab(&[&fixed[..], args].concat()));
     runtime.shutdown_timeout(Duration::from_secs(5));
     result
 }
@@ -550,24 +550,17 @@ fn a_soak_reports_an_answer_that_changes() {
 #[test]
 fn bad_soak_options_are_errors_of_one_line() {
     for (args, problem) in [
-        (&["--soak", "30"][..], "--soak"),
-        (&["--soak", "0m"], "--soak"),
-        (&["--soak", "25h"], "--soak"),
-        (&["--soak", "3d"], "--soak"),
-        (&["--soak", "1r", "--scenario", "mixed"], "--scenario"),
-        (&["--soak", "1r", "--requests", "3"], "--requests"),
-        (&["--pid", "4"], "required"),
-        (&["--fault-file", "f"], "required"),
+        (&["30"][..], "LENGTH"),
+        (&["0m"], "LENGTH"),
+        (&["25h"], "LENGTH"),
+        (&["3d"], "LENGTH"),
+        (&["1r", "--scenario", "mixed"], "--scenario"),
+        (&["1r", "--requests", "3"], "--requests"),
+        (&["1r", "--concurrency", "1,2"], "--concurrency"),
     ] {
-        assert_error(unicorn(&[&["bench", "serve"], args].concat()), 2, &[problem]);
+        assert_error(lab(&[&["soak"], args].concat()), 2, &[problem]);
     }
-    let soak = ["bench", "serve", "--soak", "1r"];
-    assert_error(
-        unicorn(&[&soak[..], &["--concurrency", "1,2"]].concat()),
-        1,
-        &["--concurrency", "one number"],
-    );
-    assert_error(unicorn(&[&soak[..], &["--pid", "1000000000"]].concat()), 1, &["--pid 1000000000", "/proc"]);
+    assert_error(lab(&["soak", "1r", "--pid", "1000000000"]), 1, &["--pid 1000000000", "/proc"]);
 }
 
 /// The expected bytes that the demo model's steps read are computed by hand: 6 layers with 2 heads of 64, of which 4
@@ -575,9 +568,8 @@ fn bad_soak_options_are_errors_of_one_line() {
 #[test]
 fn the_steps_of_a_model_are_measured_and_compared() {
     let run = |args: &[&str]| {
-        let fixed =
-            ["bench", "model", "--allow-software-vulkan", "--runs", "1", "--steps", "2", "--vram", "64MiB"];
-        output(unicorn_on_software(&[&fixed[..], args].concat()))
+        let fixed = ["model", "--allow-software-vulkan", "--runs", "1", "--steps", "2", "--vram", "64MiB"];
+        output(lab_on_software(&[&fixed[..], args].concat()))
     };
     let sizes = ["--prefill", "100,8,9000", "--depth", "128,8192", "--batch", "1,3"];
     let (code, stdout, stderr) = run(&[&sizes[..], &["--json"]].concat());
@@ -646,18 +638,17 @@ fn the_steps_of_a_model_are_measured_and_compared() {
         assert!(stdout.contains(part), "{part:?} is not in {stdout}");
     }
     let nothing = file("nothing.json", &json!({}));
-    let refused =
-        ["bench", "model", "--allow-software-vulkan", "--prefill", "8", "--runs", "1", "--vram", "64MiB"];
+    let refused = ["model", "--allow-software-vulkan", "--prefill", "8", "--runs", "1", "--vram", "64MiB"];
     let few = ["--depth", "0", "--batch", "1", "--steps", "1", "--compare", &nothing];
-    assert_error(unicorn_on_software(&[&refused[..], &few].concat()), 1, &["nothing.json", "bench model"]);
+    assert_error(lab_on_software(&[&refused[..], &few].concat()), 1, &["nothing.json", "`model`"]);
 }
 
 /// Measures a kernel of the smallest shape and compares a second run with the report of the first.
 #[test]
 fn kernels_are_compared_with_the_peak_rates_of_the_device() {
     let run = |args: &[&str]| {
-        let fixed = ["bench", "kernels", "--allow-software-vulkan", "--shape", "gemma-3-270m", "--runs", "1"];
-        output(unicorn_on_software(&[&fixed[..], args].concat()))
+        let fixed = ["kernels", "--allow-software-vulkan", "--shape", "gemma-3-270m", "--runs", "1"];
+        output(lab_on_software(&[&fixed[..], args].concat()))
     };
     let few = ["--tokens", "2", "--depth", "32", "--scheme", "int4-g128", "--only", "k_proj"];
     let (code, stdout, stderr) = run(&[&few[..], &["--json"]].concat());
@@ -684,8 +675,8 @@ fn kernels_are_compared_with_the_peak_rates_of_the_device() {
     for part in ["k_proj int4-g128 x 2", "times as fast as", "plain multiply-adds", "of copy"] {
         assert!(stdout.contains(part), "{part:?} is not in {stdout}");
     }
-    let none = ["bench", "kernels", "--allow-software-vulkan", "--only", "no such kernel"];
-    assert_error(unicorn_on_software(&none), 1, &["--only", "no such kernel"]);
+    let none = ["kernels", "--allow-software-vulkan", "--only", "no such kernel"];
+    assert_error(lab_on_software(&none), 1, &["--only", "no such kernel"]);
 }
 
 /// `make bench-serve`, with a script in place of the binary. The script serves nothing and records its arguments.

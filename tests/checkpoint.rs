@@ -13,7 +13,10 @@ use tempfile::TempDir;
 
 use unicorn::checkpoint::{Checkpoint, CheckpointError, MAX_READ_BYTES, ModelFiles, Tensor};
 use unicorn::model::SamplingOptions;
-use unicorn::model::config::{GenerationConfig, LayerType, ModelConfig};
+use unicorn::model::arch::{self, open_files};
+use unicorn::model::config::GenerationConfig;
+use unicorn::model::gemma3::{self, LayerType};
+use unicorn::model::spec::ModelSpec;
 use unicorn::model::weights::Weights;
 use unicorn::quantize::{Rounding, grouping, pack_tiles, quantize_row};
 use unicorn::tensor::{DType, QuantizeMode, QuantizedRow, Scheme, TILE_ROWS, unpack_row};
@@ -29,9 +32,9 @@ fn read_json(path: &Path) -> Value {
     serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
 }
 
-fn open(path: &Path) -> (ModelConfig, Checkpoint) {
-    let files = ModelFiles::open(path).unwrap();
-    (ModelConfig::load(&files).unwrap().0, Checkpoint::open(&files).unwrap())
+fn open(path: &Path) -> (ModelSpec, Checkpoint) {
+    let files = open_files(path).unwrap();
+    (arch::load(&files).unwrap().0, Checkpoint::open(&files).unwrap())
 }
 
 // ---- Real layouts -------------------------------------------------------------------------------------
@@ -64,7 +67,7 @@ fn every_layout_loads_with_its_weights() {
 fn the_demo_model_loads() {
     let (config, checkpoint) = open(&root().join("models/demo"));
     let weights = Weights::collect(&checkpoint, &config).unwrap();
-    assert_eq!((weights.tensors.layers.len(), weights.skipped_vision), (config.num_hidden_layers, 0));
+    assert_eq!((weights.tensors.layers.len(), weights.skipped_vision), (config.layers.len(), 0));
     for tensor in weights.tensors.iter() {
         tensor.to_f32().unwrap();
     }
@@ -73,7 +76,7 @@ fn the_demo_model_loads() {
 #[test]
 fn tensors_equal_those_that_the_safetensors_crate_reads() {
     for folder in ["gemma3/tiny-a", "gemma3/tiny-b", "gemma3/tiny-27b-ratio", "transformers5/tiny-27b-l2"] {
-        let checkpoint = Checkpoint::open(&ModelFiles::open(&data(folder)).unwrap()).unwrap();
+        let checkpoint = Checkpoint::open(&open_files(&data(folder)).unwrap()).unwrap();
         let mut seen = 0;
         for entry in fs::read_dir(data(folder)).unwrap() {
             let path = entry.unwrap().path();
@@ -125,7 +128,7 @@ fn every_tensor_naming_of_transformers_loads() {
             let (config, checkpoint) = open(model.path());
             let weights = Weights::collect(&checkpoint, &config)
                 .unwrap_or_else(|e| panic!("{} {list}: {e}", folder.display()));
-            assert_eq!(weights.tensors.layers.len(), config.num_hidden_layers);
+            assert_eq!(weights.tensors.layers.len(), config.layers.len());
             assert_eq!(weights.tensors.iter().count() + weights.skipped_vision, weight_map.len());
         }
     }
@@ -148,7 +151,7 @@ fn rows_of_every_float_type_convert_to_f32_exactly() {
         ("d", "I8", &[4, 2], &ints),
     ]);
     fs::write(model.path().join("model.safetensors"), file).unwrap();
-    let checkpoint = Checkpoint::open(&ModelFiles::open(model.path()).unwrap()).unwrap();
+    let checkpoint = Checkpoint::open(&open_files(model.path()).unwrap()).unwrap();
     let names: Vec<_> = checkpoint.iter().map(|t| t.name).collect();
     assert_eq!(names, ["odd", "a", "b", "c", "d"]);
     for name in ["a", "b"] {
@@ -173,7 +176,7 @@ fn values_that_are_not_finite_are_refused_with_row_and_column() {
         let model = TempDir::new().unwrap();
         let file = safetensors_file(&[("w", dtype, &[4, 3], &bytes)]);
         fs::write(model.path().join("model.safetensors"), file).unwrap();
-        let checkpoint = Checkpoint::open(&ModelFiles::open(model.path()).unwrap()).unwrap();
+        let checkpoint = Checkpoint::open(&open_files(model.path()).unwrap()).unwrap();
         let w = checkpoint.get("w").unwrap();
         assert!(w.rows_f32(0..2).is_ok());
         for error in [
@@ -205,7 +208,7 @@ fn embedded_files_are_read_like_files_of_a_folder() {
     assert_eq!(files.name(), "demo");
     assert_eq!(files.read("config.json").unwrap().unwrap(), FILES[0].1);
     assert!(files.read("tokenizer.json").unwrap().is_none());
-    let (config, generation) = ModelConfig::load(&files).unwrap();
+    let (config, generation) = arch::load(&files).unwrap();
     assert_eq!((config.vocab_size, generation.sampling.top_k), (320, Some(64)));
     // The config of another model than the tensors.
     let checkpoint = Checkpoint::open(&files).unwrap();
@@ -386,8 +389,9 @@ fn file_of_zeros(tensors: &[(String, DType, Vec<usize>)]) -> Vec<u8> {
 
 // ---- Configs ------------------------------------------------------------------------------------------
 
-fn config(json: Value) -> Result<ModelConfig, String> {
-    ModelConfig::from_json(json.to_string().as_bytes(), "config.json").map_err(|e| e.to_string())
+fn config(json: Value) -> Result<gemma3::Config, String> {
+    arch::read(&json, "config.json").map_err(|e| e.to_string())?;
+    gemma3::Config::from_json(json.to_string().as_bytes(), "config.json").map_err(|e| e.to_string())
 }
 
 /// The published sizes, with exactly the fields that their config.json files have.
@@ -401,7 +405,7 @@ fn configs_of_the_published_sizes_are_read() {
             "vision_config": {"hidden_size": 1152, "num_hidden_layers": 27, "model_type": "siglip_vision_model"}
         })
     };
-    let defaults = ModelConfig {
+    let defaults = gemma3::Config {
         vocab_size: 262_208,
         hidden_size: 2304,
         intermediate_size: 9216,
@@ -429,7 +433,7 @@ fn configs_of_the_published_sizes_are_read() {
                 "num_attention_heads": 32, "num_hidden_layers": 62, "num_key_value_heads": 16,
                 "query_pre_attn_scalar": 168, "rope_scaling": linear8, "sliding_window": 1024
             })),
-            ModelConfig {
+            gemma3::Config {
                 hidden_size: 5376,
                 intermediate_size: 21504,
                 num_hidden_layers: 62,
@@ -447,7 +451,7 @@ fn configs_of_the_published_sizes_are_read() {
                 "num_attention_heads": 16, "num_hidden_layers": 48, "num_key_value_heads": 8,
                 "rope_scaling": linear8, "sliding_window": 1024
             })),
-            ModelConfig {
+            gemma3::Config {
                 hidden_size: 3840,
                 intermediate_size: 15360,
                 num_hidden_layers: 48,
@@ -462,7 +466,7 @@ fn configs_of_the_published_sizes_are_read() {
                 "model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240,
                 "num_hidden_layers": 34, "rope_scaling": linear8, "sliding_window": 1024
             })),
-            ModelConfig {
+            gemma3::Config {
                 hidden_size: 2560,
                 intermediate_size: 10240,
                 num_hidden_layers: 34,
@@ -481,7 +485,7 @@ fn configs_of_the_published_sizes_are_read() {
                 "rope_local_base_freq": 10000, "rope_scaling": null, "rope_theta": 1000000, "sliding_window": 512,
                 "sliding_window_pattern": 6, "torch_dtype": "bfloat16", "use_cache": true, "vocab_size": 262144
             }),
-            ModelConfig {
+            gemma3::Config {
                 vocab_size: 262_144,
                 hidden_size: 1152,
                 intermediate_size: 6912,
@@ -511,13 +515,14 @@ fn configs_of_the_published_sizes_are_read() {
 fn configs_of_transformers_4_and_5_are_read_alike() {
     for set in ["tiny-a", "tiny-27b-ratio"] {
         let load = |folder: &str| {
-            let files = ModelFiles::open(&data(format!("{folder}/{set}"))).unwrap();
-            ModelConfig::load(&files).unwrap()
+            let files = open_files(&data(format!("{folder}/{set}"))).unwrap();
+            arch::load(&files).unwrap()
         };
         let (old, old_generation) = load("gemma3");
         let (new, _) = load("transformers5");
         assert_eq!(old, new, "{set}");
-        assert_eq!((old.rope_scaling_factor, old.rope_theta, old.rope_local_base_freq), (8.0, 1e6, 1e4));
+        let ropes: Vec<_> = old.ropes.iter().map(|rope| (rope.factor, rope.theta)).collect();
+        assert_eq!(ropes, [(1.0, 1e4), (8.0, 1e6)]);
         assert_eq!(old.eos_token_ids, [1, 106]);
         let expected = GenerationConfig {
             do_sample: Some(true),
@@ -528,12 +533,11 @@ fn configs_of_transformers_4_and_5_are_read_alike() {
     }
     // layer_types has precedence over the sliding_window_pattern in the same file.
     let (config, _) = open(&data("transformers5/tiny-27b-l2"));
-    assert_eq!(config.layer_types, [LayerType::SlidingAttention, LayerType::FullAttention]);
+    let windows: Vec<_> = config.layers.iter().map(|layer| layer.window.is_some()).collect();
+    assert_eq!(windows, [true, false]);
     let (config, _) = open(&data("gemma3/tiny-b"));
-    let full: Vec<_> = (0..config.num_hidden_layers)
-        .filter(|i| config.layer_types[*i] == LayerType::FullAttention)
-        .collect();
-    assert_eq!((full, config.rope_scaling_factor), (vec![2, 5], 1.0));
+    let full: Vec<_> = (0..config.layers.len()).filter(|i| config.layers[*i].window.is_none()).collect();
+    assert_eq!((full, config.ropes[1].factor), (vec![2, 5], 1.0));
 }
 
 #[test]
@@ -543,7 +547,7 @@ fn config_fields_are_read_as_transformers_reads_them() {
         json.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
         config(json)
     };
-    let full = |config: ModelConfig| -> Vec<bool> {
+    let full = |config: gemma3::Config| -> Vec<bool> {
         config.layer_types.iter().map(|t| *t == LayerType::FullAttention).collect()
     };
     for name in ["sliding_window_pattern", "_sliding_window_pattern"] {
@@ -552,9 +556,9 @@ fn config_fields_are_read_as_transformers_reads_them() {
     }
     // A model without sliding layers has no window, whatever the config says.
     let window = |pattern: u64| base(json!({"sliding_window_pattern": pattern, "sliding_window": null}));
-    assert_eq!(window(1).map(|config| config.window()), Ok(None));
+    assert_eq!(window(1).map(|config| config.spec().window()), Ok(None));
     let named = base(json!({"sliding_window_pattern": 1, "sliding_window": 512})).unwrap();
-    assert_eq!((named.window(), base(json!({})).unwrap().window()), (None, Some(4096)));
+    assert_eq!((named.spec().window(), base(json!({})).unwrap().spec().window()), (None, Some(4096)));
     assert!(window(2).unwrap_err().contains("sliding_window is null"), "{:?}", window(2));
     // Older configs call this key `type`.
     let factor = |json: Value| base(json!({"rope_scaling": json})).map(|c| c.rope_scaling_factor);
@@ -581,13 +585,10 @@ fn config_fields_are_read_as_transformers_reads_them() {
 #[test]
 fn unsupported_configs_are_refused_with_the_name_of_the_field() {
     let cases = [
-        (
-            json!({"model_type": null}),
-            "model_type is missing; expected \"gemma3\" (text and vision) or \"gemma3_text\"",
-        ),
+        (json!({"model_type": null}), "model_type is missing; expected \"gemma3\" or \"gemma3_text\""),
         (
             json!({"model_type": "qwen2"}),
-            "model_type \"qwen2\" is not supported; expected \"gemma3\" (text and vision) or \"gemma3_text\"",
+            "model_type \"qwen2\" is not supported; expected \"gemma3\" or \"gemma3_text\"",
         ),
         (json!({"model_type": 3}), "model_type is 3; expected a string"),
         (
@@ -748,7 +749,7 @@ fn unsupported_configs_are_refused_with_the_name_of_the_field() {
         json.as_object_mut().unwrap().extend(change.as_object().unwrap().clone());
         assert_eq!(config(json), Err(format!("config.json: {expected}")));
     }
-    let raw = |bytes: &[u8]| ModelConfig::from_json(bytes, "config.json").unwrap_err().to_string();
+    let raw = |bytes: &[u8]| gemma3::Config::from_json(bytes, "config.json").unwrap_err().to_string();
     assert_eq!(raw(b"[1]"), "config.json: is a list; expected a JSON object");
     assert_eq!(raw(b""), "config.json: is not valid JSON: EOF while parsing a value at line 1 column 0");
     assert_eq!(
@@ -788,7 +789,7 @@ fn problem(files: &[(&str, Vec<u8>)]) -> String {
 }
 
 fn problem_of(folder: &Path) -> String {
-    let files = ModelFiles::open(folder).unwrap();
+    let files = open_files(folder).unwrap();
     let error = Checkpoint::open(&files).expect_err("a bad checkpoint").to_string();
     assert!(!error.contains('\n'), "{error}");
     error.replace(&format!("{}/", folder.display()), "").replace(&folder.display().to_string(), "DIR")
@@ -1012,7 +1013,7 @@ fn links_out_of_the_folder_and_files_that_are_not_regular_are_refused() {
     // The layout of the Hugging Face cache.
     let cached = model("snapshots/0123abcd");
     symlink("../../blobs/1234", cached.join("1.safetensors")).unwrap();
-    let checkpoint = Checkpoint::open(&ModelFiles::open(&cached).unwrap()).unwrap();
+    let checkpoint = Checkpoint::open(&open_files(&cached).unwrap()).unwrap();
     assert_eq!(plain(&checkpoint.get("a").unwrap()).unwrap().1, [1; 4]);
 
     let dangling = model("dangling");
@@ -1032,7 +1033,7 @@ fn links_out_of_the_folder_and_files_that_are_not_regular_are_refused() {
     assert!(made.success());
     assert_eq!(problem_of(&pipe), "model.safetensors: is not a regular file, but a pipe");
 
-    let files = ModelFiles::open(&outside).unwrap();
+    let files = open_files(&outside).unwrap();
     let big = outside.join("tokenizer.json");
     fs::File::create(&big).unwrap().set_len(MAX_READ_BYTES + 1).unwrap();
     let error = files.read("tokenizer.json").unwrap_err().to_string();
@@ -1041,15 +1042,15 @@ fn links_out_of_the_folder_and_files_that_are_not_regular_are_refused() {
         (
             root.join("none"),
             "no such file or folder; a model is a folder with config.json, tokenizer.json and model.safetensors, a \
-             GGUF file, or the name of a model that `unicorn pull` got",
+             GGUF file, or the name of a model that `unicorn pull` fetched",
         ),
         (big.clone(), "is not a GGUF file; for other formats, give the folder of the model"),
     ] {
-        let error = ModelFiles::open(&path).unwrap_err().to_string();
+        let error = open_files(&path).unwrap_err().to_string();
         assert_eq!(error, format!("{}: {expected}", path.display()));
     }
     assert_eq!(
-        ModelConfig::load(&files).unwrap_err().to_string(),
+        arch::load(&files).unwrap_err().to_string(),
         format!(
             "{}: holds no config.json; give that of the original model with --model-config",
             outside.display()
@@ -1094,14 +1095,14 @@ fn tensors_that_contradict_the_config_are_refused_by_name() {
     type Tensors = Vec<(String, DType, Vec<usize>)>;
     type Case<'a> = (&'a dyn Fn(&mut Tensors), &'a str);
     let (config, tensors) = small_model();
-    let config = self::config(config).unwrap();
+    let config = self::config(config).unwrap().spec();
     let good: Tensors = tensors.into_iter().map(|(name, shape)| (name, DType::BF16, shape)).collect();
     let collect = |change: &dyn Fn(&mut Tensors)| -> Result<usize, String> {
         let mut tensors = good.clone();
         change(&mut tensors);
         let folder = TempDir::new().unwrap();
         fs::write(folder.path().join("model.safetensors"), file_of_zeros(&tensors)).unwrap();
-        let checkpoint = Checkpoint::open(&ModelFiles::open(folder.path()).unwrap()).unwrap();
+        let checkpoint = Checkpoint::open(&open_files(folder.path()).unwrap()).unwrap();
         let folder = folder.path().display().to_string();
         Weights::collect(&checkpoint, &config)
             .map(|weights| weights.skipped_vision)
@@ -1237,7 +1238,7 @@ fn damaged_models_are_refused_or_read_within_bounds() {
             let loaded = std::panic::catch_unwind(|| load_to_the_end(folder.path()));
             loaded.unwrap_or_else(|_| panic!("round {round}: {name} damaged with seed {seed:#x}"))
         });
-        past_header += u64::from(Checkpoint::open(&ModelFiles::open(folder.path()).unwrap()).is_ok());
+        past_header += u64::from(Checkpoint::open(&open_files(folder.path()).unwrap()).is_ok());
         put(name, bytes);
     }
     let DamagedReadings { read: loaded, refused, most_bytes } = readings;
@@ -1251,8 +1252,8 @@ fn damaged_models_are_refused_or_read_within_bounds() {
 
 /// Opens the model, collects its tensors, reads them all and quantizes the weights.
 fn load_to_the_end(folder: &Path) -> Result<(), String> {
-    let files = ModelFiles::open(folder).map_err(|e| e.to_string())?;
-    let (config, _) = ModelConfig::load(&files).map_err(|e| e.to_string())?;
+    let files = open_files(folder).map_err(|e| e.to_string())?;
+    let (config, _) = arch::load(&files).map_err(|e| e.to_string())?;
     let checkpoint = Checkpoint::open(&files).map_err(|e| e.to_string())?;
     for tensor in checkpoint.iter() {
         let (dtype, data) = plain(&tensor).expect("safetensors as they are");

@@ -13,8 +13,8 @@ use serde_json::{Value, json};
 
 use tempfile::TempDir;
 
-use unicorn::checkpoint::{Checkpoint, ModelFiles};
-use unicorn::model::config::ModelConfig;
+use unicorn::checkpoint::Checkpoint;
+use unicorn::model::arch::{self, open_files};
 use unicorn::model::load::LoadOptions;
 use unicorn::model::weights::Weights;
 use unicorn::tensor::{Bits, QuantizedRow, Scales, Scheme};
@@ -32,7 +32,7 @@ use crate::support::{data, goldens};
 const BOUND: f32 = 1e-3;
 
 fn open(folder: &Path) -> Checkpoint {
-    Checkpoint::open(&ModelFiles::open(folder).unwrap()).unwrap_or_else(|e| panic!("{e}"))
+    Checkpoint::open(&open_files(folder).unwrap()).unwrap_or_else(|e| panic!("{e}"))
 }
 
 #[test]
@@ -81,8 +81,8 @@ fn groups_that_straddle_rows_and_end_short_are_read() {
 #[test]
 fn files_of_a_layer_are_merged_and_vision_tensors_are_skipped() {
     let folder = data("legacy/tiny-a");
-    let files = ModelFiles::open(&folder).unwrap();
-    let (config, _) = ModelConfig::load(&files).unwrap();
+    let files = open_files(&folder).unwrap();
+    let (config, _) = arch::load(&files).unwrap();
     let checkpoint = Checkpoint::open(&files).unwrap();
     let weights = Weights::collect(&checkpoint, &config).unwrap();
     assert_eq!((weights.tensors.layers.len(), weights.tensors.iter().count()), (8, 8 * 13 + 2));
@@ -135,7 +135,7 @@ fn saturated_tensors_are_reported_by_name() {
     let found = found(norm).unwrap();
     assert!(found.ends_with("clamped to 0: 5 of 128 values saturated, by up to 0.2557068"), "{found}");
 
-    let weights = ModelConfig::load(&ModelFiles::open(&folder).unwrap()).unwrap().0;
+    let weights = arch::load(&open_files(&folder).unwrap()).unwrap().0;
     let weights = Weights::collect(&checkpoint, &weights).unwrap();
     // Only the language model's defects count, because the vision tower's tensors are not used.
     assert_eq!(weights.defects().iter().filter(|defect| defect.contains("saturated")).count(), 5);
@@ -186,10 +186,10 @@ fn bare() -> TempDir {
 #[test]
 fn config_and_tokenizer_are_read_from_the_given_paths() {
     let bare = bare();
-    let files = || ModelFiles::open(bare.path()).unwrap();
-    let error = ModelConfig::load(&files()).unwrap_err().to_string();
+    let files = || open_files(bare.path()).unwrap();
+    let error = arch::load(&files()).unwrap_err().to_string();
     assert!(
-        error.ends_with(": holds no config.json; give that of the original model with --model-config"),
+        error.ends_with(": holds no config.json; give the original model's config.json with --model-config"),
         "{error}"
     );
 
@@ -446,7 +446,7 @@ fn bad_layer_files_are_refused_with_file_and_tensor() {
     ];
     for (files, expected) in cases {
         let folder = folder(&files);
-        let error = Checkpoint::open(&ModelFiles::open(folder.path()).unwrap()).unwrap_err().to_string();
+        let error = Checkpoint::open(&open_files(folder.path()).unwrap()).unwrap_err().to_string();
         assert!(error.contains(expected) && !error.contains('\n'), "{error:?}, expected {expected:?}");
     }
     // A byte outside the int4 range is found when its row is read.

@@ -1,4 +1,4 @@
-//! Native checkpoints. The files that `unicorn quantize` and `unicorn synth` write hold exactly the given weights. An
+//! Native checkpoints. The files that `unicorn quantize` and `unicorn-lab synth` write hold exactly the given weights. An
 //! interrupted conversion can be continued, and does not load until it is complete. Damaged files are refused by name.
 
 use std::collections::BTreeMap;
@@ -11,8 +11,8 @@ use half::f16;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
-use unicorn::checkpoint::{Checkpoint, Manifest, ModelFiles, verify};
-use unicorn::model::config::ModelConfig;
+use unicorn::checkpoint::{Checkpoint, Manifest, verify};
+use unicorn::model::arch::{self, open_files};
 use unicorn::model::load::{LoadOptions, Progress, Source};
 use unicorn::model::model_runner::ModelRunner;
 use unicorn::model::tensors::Inputs;
@@ -27,7 +27,7 @@ use crate::support::checkpoints::{ByName as _, integers, mutate, tiny_model};
 use crate::support::damaged::DamagedReadings;
 use crate::support::goldens::{Goldens, all_logits, max_difference};
 use crate::support::json::replace_somewhere;
-use crate::support::program::{assert_error, output, unicorn, unicorn_on_software};
+use crate::support::program::{assert_error, lab, output, unicorn, unicorn_on_software};
 use crate::support::reference::{dequantize_row, rms_norm};
 use crate::support::{bounded_allocation, data, device, root};
 
@@ -45,7 +45,7 @@ fn quantize(source: &Path, destination: &Path, args: &[&str]) -> String {
 }
 
 fn logits(folder: &Path, options: &LoadOptions, tokens: &[u32]) -> Vec<f32> {
-    let files = ModelFiles::open(folder).unwrap();
+    let files = open_files(folder).unwrap();
     all_logits(
         &mut ModelRunner::load(&device(), &Source::open(&files).unwrap(), options, &mut |_| {}).unwrap(),
         tokens,
@@ -105,7 +105,7 @@ fn a_load_leaves_no_file_data_in_the_page_cache() {
         for name in in_memory.keys() {
             fs::File::open(folder.join(name)).unwrap().sync_all().unwrap();
         }
-        let files = ModelFiles::open(&folder).unwrap();
+        let files = open_files(&folder).unwrap();
         let loaded = ModelRunner::load(
             &device(),
             &Source::open(&files).unwrap(),
@@ -388,7 +388,7 @@ fn a_file_that_is_truncated_during_a_load_is_reported_with_its_byte_range() {
     let scales = header["model.embed_tokens.weight.scales"]["data_offsets"][0].as_u64().unwrap() + 8 + length;
 
     // At this point the small tensors of the file have been read, and the matrix has not.
-    let files = ModelFiles::open(&native).unwrap();
+    let files = open_files(&native).unwrap();
     let mut progress = |progress| {
         if matches!(progress, Progress::Weights { .. }) {
             fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(scales + 10).unwrap();
@@ -449,7 +449,7 @@ fn damaged_native_checkpoints_are_refused_by_name() {
                 assert_ne!(changed, text);
                 fs::write(path, changed).unwrap();
             }),
-            &["config.json", "not the config"],
+            &["config.json", "differs from the config"],
         ),
         (Box::new(manifest(&|m| m["version"] = json!(2))), &["unicorn.json", "version 2", "newer", "update"]),
         (Box::new(manifest(&|m| m["layout"] = json!(9))), &["unicorn.json", "layout 9", "newer", "update"]),
@@ -574,8 +574,8 @@ fn damaged_native_checkpoints_are_refused_or_read() {
 }
 
 fn read_to_the_end(folder: &Path) -> Result<(), String> {
-    let files = ModelFiles::open(folder).map_err(|e| e.to_string())?;
-    let (config, _) = ModelConfig::load(&files).map_err(|e| e.to_string())?;
+    let files = open_files(folder).map_err(|e| e.to_string())?;
+    let (config, _) = arch::load(&files).map_err(|e| e.to_string())?;
     let checkpoint = Checkpoint::open(&files).map_err(|e| e.to_string())?;
     if let Some(manifest) = Manifest::read(&files).map_err(|e| e.to_string())? {
         // Verification may fail, but it must end.
@@ -701,8 +701,8 @@ fn damaged_small_files_of_native_checkpoints_are_refused_or_used() {
 /// Reads the files that a server reads before the weights. Encodes a conversation and decodes its ids.
 fn use_small_files(folder: &Path) -> Result<(), String> {
     let line = |error: &dyn std::fmt::Display| error.to_string();
-    let files = ModelFiles::open(folder).map_err(|e| line(&e))?;
-    let (config, generation) = ModelConfig::load(&files).map_err(|e| line(&e))?;
+    let files = open_files(folder).map_err(|e| line(&e))?;
+    let (config, generation) = arch::load(&files).map_err(|e| line(&e))?;
     generation.sampling_defaults();
     let manifest = Manifest::read(&files).map_err(|e| line(&e))?.ok_or("no manifest")?;
     manifest.layer_values(&files).map_err(|e| line(&e))?;
@@ -787,7 +787,7 @@ fn synthetic_checkpoints_have_their_shape_and_name_their_random_weights() {
     let args = ["--shape", "gemma-3-270m", "--scheme", "int4-g128", "--embedding", "int4-g128"];
     for (folder, seed) in [(&a, "0"), (&b, "0")] {
         let (code, stdout, stderr) =
-            output(unicorn(&[&["synth", text(folder), "--seed", seed], &args[..]].concat()));
+            output(lab(&[&["synth", text(folder), "--seed", seed], &args[..]].concat()));
         assert_eq!(code, 0, "{stderr}");
         assert!(stdout.contains("random weights in the shape of gemma-3-270m"), "{stdout}");
     }
@@ -796,7 +796,7 @@ fn synthetic_checkpoints_have_their_shape_and_name_their_random_weights() {
     assert_ne!(first["layer-000.safetensors"], first["layer-001.safetensors"]);
     assert!(first.keys().eq(second.keys()) && first["unicorn.json"] == second["unicorn.json"]);
 
-    let files = ModelFiles::open(&a).unwrap();
+    let files = open_files(&a).unwrap();
     let checkpoint = Checkpoint::open(&files).unwrap();
     let row = checkpoint.get("model.layers.3.mlp.up_proj.weight").unwrap().rows_f32(77..78).unwrap();
     let square = row.iter().map(|w| w * w).sum::<f32>();
@@ -823,7 +823,7 @@ fn synthetic_checkpoints_have_their_shape_and_name_their_random_weights() {
 fn observed_moments_equal_those_of_the_matrix_inputs() {
     let source = data("gemma3/tiny-b");
     let goldens = Goldens::open(&source);
-    let files = ModelFiles::open(&source).unwrap();
+    let files = open_files(&source).unwrap();
     let options = LoadOptions { moments: true, max_batch_tokens: 20, ..LoadOptions::default() };
     let mut model =
         ModelRunner::load(&device(), &Source::open(&files).unwrap(), &options, &mut |_| {}).unwrap();
@@ -831,7 +831,7 @@ fn observed_moments_equal_those_of_the_matrix_inputs() {
     model.observe(&tokens, &mut |_| {}).unwrap();
     let moments = model.take_moments().unwrap();
     let config = model.config().clone();
-    assert_eq!(moments.len(), config.num_hidden_layers);
+    assert_eq!(moments.len(), config.layers.len());
     let heads = config.num_attention_heads * config.head_dim;
     let (hidden, ffn) = (config.hidden_size, config.intermediate_size);
     let widths = Inputs { qkv: hidden, output: heads, gate_up: hidden, down: ffn };
@@ -851,7 +851,7 @@ fn observed_moments_equal_those_of_the_matrix_inputs() {
         let row = weights.tensors.embed_tokens.rows_f32(*id as usize..*id as usize + 1).unwrap();
         let scale = (config.hidden_size as f64).sqrt();
         let row: Vec<f64> = row.iter().map(|w| f64::from(*w) * scale).collect();
-        let normed = rms_norm(&row, &factors, f64::from(config.rms_norm_eps));
+        let normed = rms_norm(&row, &factors, f64::from(config.norm_eps));
         expected.iter_mut().zip(normed).for_each(|(sum, x)| *sum += x * x);
     }
     for (got, expected) in moments[0].qkv.iter().zip(&expected) {

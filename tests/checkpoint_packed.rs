@@ -12,8 +12,8 @@ use rand_chacha::ChaCha8Rng;
 use serde_json::{Map, Value, json};
 use tempfile::TempDir;
 
-use unicorn::checkpoint::{Checkpoint, ModelFiles};
-use unicorn::model::config::ModelConfig;
+use unicorn::checkpoint::Checkpoint;
+use unicorn::model::arch::{self, open_files};
 use unicorn::model::load::LoadOptions;
 use unicorn::model::weights::Weights;
 use unicorn::tensor::{Bits, Scales, Scheme};
@@ -51,7 +51,7 @@ fn folder_of(variant: &str) -> PathBuf {
 }
 
 fn open(folder: &Path) -> Result<Checkpoint, String> {
-    Checkpoint::open(&ModelFiles::open(folder).unwrap()).map_err(|e| e.to_string())
+    Checkpoint::open(&open_files(folder).unwrap()).map_err(|e| e.to_string())
 }
 
 #[test]
@@ -72,8 +72,8 @@ fn every_tensor_equals_what_the_packages_unpack() {
             variant.starts_with(format.as_str().unwrap().trim_end_matches("-tensors")),
             "{variant}: {format}"
         );
-        let files = ModelFiles::open(&folder).unwrap();
-        let (config, _) = ModelConfig::load(&files).unwrap();
+        let files = open_files(&folder).unwrap();
+        let (config, _) = arch::load(&files).unwrap();
         let weights = Weights::collect(&checkpoint, &config).unwrap();
         assert_eq!(weights.tensors.iter().count(), hashes.as_object().unwrap().len(), "{variant}");
         assert_eq!(

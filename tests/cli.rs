@@ -14,12 +14,14 @@ use unicorn::text::Tokenizer;
 use crate::support::checkpoints::{pulled, tiny_model};
 use crate::support::daemon::Daemon;
 use crate::support::energy::{constant_power, no_power};
-use crate::support::program::{assert_error, output, unicorn, unicorn_on_software};
+use crate::support::program::{assert_error, lab, output, unicorn, unicorn_on_software};
 use crate::support::{data, root};
 
 #[test]
 fn a_bad_command_line_ends_with_exit_code_2() {
     let model = ["--model", "m"];
+    assert_error(lab(&["model", "--batch", "65"]), 2, &["batch"]);
+    assert_error(lab(&["model", "--draft", "x"]), 2, &["draft"]);
     for (args, part) in [
         (&["generate"][..], "--prompt"),
         (&["generate", "--prompt", "x", "--temperature", "hot"], "temperature"),
@@ -33,8 +35,6 @@ fn a_bad_command_line_ends_with_exit_code_2() {
         (&["bench", "engine", "--streams", "65"], "streams"),
         (&["bench", "engine", "--courtesy", "0.5,0.05"], "from 0.1 to 1, got 0.05"),
         (&["bench", "--runs", "2", "serve"], "serve"),
-        (&["bench", "model", "--batch", "65"], "batch"),
-        (&["bench", "model", "--draft", "x"], "draft"),
         (&["bench", "serve", "--concurrency", "1,0"], "concurrency"),
         (&["bench", "serve", "--scenario", "open"], "second-turn"),
         (&["plan"], "<MODEL|--shape <SHAPE>>"),
@@ -552,6 +552,12 @@ fn generate_chat_and_bench_run_on_a_small_model() {
         let number = |name: &str| report[format!("{stage}_{name}")].as_f64().expect(&line);
         assert!(number("joules_per_token") > 0.0, "{stage}: {line}");
     }
+    let line = bench(&machine, &["--profile", "--json"]);
+    let report: Value = serde_json::from_str(&line).expect(&line);
+    let kernels = report["kernels"].as_array().expect(&line).iter();
+    let embed = kernels.filter(|k| k["kernel"].as_str().is_some_and(|name| name.starts_with("embed")));
+    let dispatches: Vec<_> = embed.map(|kernel| kernel["dispatches"].as_u64()).collect();
+    assert_eq!(dispatches, [Some(4)], "one step computes the prompt, and three steps the next ids: {line}");
     let text = bench(&machine, &[]);
     assert!(
         text.contains(" J a token of prefill, ") && text.contains("(by amdgpu: of the whole machine"),

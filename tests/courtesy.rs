@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use tempfile::TempDir;
-use unicorn::checkpoint::ModelFiles;
 use unicorn::config::Courtesy;
 use unicorn::engine::{Engine, EngineConfig};
 use unicorn::gpu::Device;
+use unicorn::model::arch::open_files;
 use unicorn::model::load::{LoadOptions, Source};
 use unicorn::model::model_runner::ModelRunner;
 use unicorn::model::{Limits, Runner as _};
@@ -32,7 +32,7 @@ fn shorter_submits_and_gaps_between_them_leave_logits_bit_identical() {
     // Courtesy is set for the whole device, so this test does not use the device that tests share.
     let device = Device::open(&policy()).unwrap();
     let options = LoadOptions { max_courteous_submit: Duration::ZERO, ..LoadOptions::default() };
-    let files = ModelFiles::open(&folder).unwrap();
+    let files = open_files(&folder).unwrap();
     let mut model =
         ModelRunner::load(&device, &Source::open(&files).unwrap(), &options, &mut |_| {}).unwrap();
     let mut run = |courtesy| {

@@ -5,17 +5,15 @@
 use std::path::Path;
 
 use serde_json::{Value, json};
-use unicorn::checkpoint::ModelFiles;
 use unicorn::engine::DraftTotals;
 use unicorn::gpu::placement::{Class, Limits as MemoryLimits, Machine, MemoryKind};
 use unicorn::kernels::Heads;
-use unicorn::model::config::ModelConfig;
+use unicorn::model::arch::{self, open_files};
 use unicorn::model::draft::{self, Draft, Drafted};
 use unicorn::model::load::check_draft;
 use unicorn::model::load::{LoadError, LoadOptions, Source};
 use unicorn::model::memory::{DraftMemoryRequest, MemoryRequest, Schemes};
 use unicorn::model::model_runner::ModelRunner;
-use unicorn::model::shapes::Shape;
 use unicorn::model::{Runner, SamplingParams, self_test};
 use unicorn::tensor::{KvDtype, QuantizeMode, Scheme};
 
@@ -37,7 +35,7 @@ fn load(model: &Path, draft: &Path, options: &LoadOptions) -> Result<Drafted, Lo
 }
 
 fn load_both(model: &Path, draft: &Path, options: &LoadOptions) -> Result<(ModelRunner, Draft), LoadError> {
-    let [files, draft_files] = [model, draft].map(|folder| ModelFiles::open(folder).unwrap());
+    let [files, draft_files] = [model, draft].map(|folder| open_files(folder).unwrap());
     draft::load(
         &device(),
         &Source::open(&files).unwrap(),
@@ -155,7 +153,7 @@ fn a_draft_with_fewer_ids_and_a_smaller_window_changes_no_answer() {
 
 #[test]
 fn a_draft_that_does_not_fit_its_model_is_refused_with_the_numbers() {
-    let config = |name| Shape::named(name).unwrap().config();
+    let config = |name| arch::shape(name).unwrap().spec();
     for (model, draft) in [("gemma-3-27b", "gemma-3-1b"), ("gemma-3-1b", "gemma-3-270m")] {
         assert_eq!(check_draft(&config(model), &config(draft)), Ok(()));
     }
@@ -164,9 +162,9 @@ fn a_draft_that_does_not_fit_its_model_is_refused_with_the_numbers() {
 
     // A draft model may be without a sliding window. A model without a window has no such blocks for a draft model with
     // one.
-    let mut full: Value = serde_json::from_str(&Shape::named("gemma-3-1b").unwrap().config_json()).unwrap();
+    let mut full: Value = serde_json::from_str(&arch::shape("gemma-3-1b").unwrap().config_json()).unwrap();
     full["layer_types"] = json!(vec!["full_attention"; 26]);
-    let full = ModelConfig::from_json(full.to_string().as_bytes(), "full").unwrap();
+    let full = arch::read(&full, "full").unwrap();
     assert_eq!(check_draft(&config("gemma-3-4b"), &full), Ok(()));
     let problem = check_draft(&full, &config("gemma-3-270m")).unwrap_err();
     assert!(problem.contains("512"), "{problem}");
@@ -184,7 +182,7 @@ fn a_draft_that_does_not_fit_its_model_is_refused_with_the_numbers() {
 /// Gemma 3 27B with the 1B as draft model, computed from the sizes of each alone, without a device.
 #[test]
 fn a_model_and_its_draft_are_planned_together() {
-    let [model, small] = ["gemma-3-27b", "gemma-3-1b"].map(|name| Shape::named(name).unwrap().config());
+    let [model, small] = ["gemma-3-27b", "gemma-3-1b"].map(|name| arch::shape(name).unwrap().spec());
     let schemes = |c| Schemes::uniform(c, Scheme::int4(128), Scheme::int4(128), Scheme::Int8Row);
     let alone = |config| MemoryRequest {
         config,
@@ -240,7 +238,7 @@ fn a_model_and_its_draft_are_planned_together() {
 fn a_load_with_a_draft_takes_the_planned_memory() {
     let folders = [data("gemma3/tiny-a"), data("gemma3/tiny-b")];
     let options = LoadOptions { max_context: Some(100), ..LoadOptions::default() };
-    let configs = folders.each_ref().map(|f| ModelConfig::load(&ModelFiles::open(f).unwrap()).unwrap().0);
+    let configs = folders.each_ref().map(|f| arch::load(&open_files(f).unwrap()).unwrap().0);
     let bf16 = |c| Schemes::uniform(c, Scheme::Bf16, Scheme::Bf16, Scheme::Bf16);
     let request = MemoryRequest {
         config: &configs[0],
@@ -317,7 +315,7 @@ fn generate_plan_and_bench_accept_a_draft() {
 fn loading_a_draft_does_not_change_the_models_logits() {
     let folder = data("gemma3/tiny-a");
     let tokens = goldens::Goldens::open(&folder).tokens("tokens.mid");
-    let files = ModelFiles::open(&folder).unwrap();
+    let files = open_files(&folder).unwrap();
     let options = LoadOptions::default();
     let (mut with_draft, _draft) = draft::load(
         &device(),

@@ -4,13 +4,13 @@
 use std::path::Path;
 
 use half::f16;
-use unicorn::checkpoint::ModelFiles;
 use unicorn::gpu::{Class, Device, DevicePolicy, Recorder};
 use unicorn::kernels::{
     Activations, ActivationsFrom, GpuTiles, Kernels, Operand, Quantized, RmsNorm, SubgroupTile, Tiles, Wants,
     shaders,
 };
 use unicorn::model::SamplingParams;
+use unicorn::model::arch::open_files;
 use unicorn::model::draft::{self, Drafted};
 use unicorn::model::load::{LoadOptions, Source};
 use unicorn::model::model_runner::ModelRunner;
@@ -521,7 +521,7 @@ fn answers_in_int8_are_the_same_whatever_else_runs() {
         .map(|params| Texts::new(&mut model, params, prompts.clone(), 40));
     greedy.check_all(&mut model);
     let [files, draft_model] =
-        ["tiny-a", "tiny-b"].map(|variant| ModelFiles::open(&data("gemma3").join(variant)).unwrap());
+        ["tiny-a", "tiny-b"].map(|variant| open_files(&data("gemma3").join(variant)).unwrap());
     let (model, draft_model) = draft::load(
         &device(),
         &Source::open(&files).unwrap(),

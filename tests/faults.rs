@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use crate::support::checkpoints::tiny_model;
 use crate::support::daemon::Daemon;
-use crate::support::program::{example, output, unicorn_on_software};
+use crate::support::program::{example, lab_on_software, output, unicorn_on_software};
 use crate::support::root;
 use crate::support::systemd::Systemd;
 
@@ -202,10 +202,9 @@ fn a_soak_that_loses_the_device_finds_equal_answers_and_no_leak() {
     let mut faulty = Faulty::start();
     let (url, pid) = (faulty.server.url(), faulty.server.pid().to_string());
     let faults = faulty.folder.path().join("faults");
-    let soak =
-        ["bench", "serve", "--url", &url, "--soak", "1r", "--concurrency", "1", "--pid", &pid, "--json"];
+    let soak = ["soak", "1r", "--url", &url, "--concurrency", "1", "--pid", &pid, "--json"];
     let faults = ["--fault-file", faults.to_str().expect("UTF-8")];
-    let (code, stdout, stderr) = output(unicorn_on_software(&[&soak[..], &faults].concat()));
+    let (code, stdout, stderr) = output(lab_on_software(&[&soak[..], &faults].concat()));
     let report: Value = serde_json::from_str(&stdout).unwrap_or_else(|_| panic!("{stdout}{stderr}"));
     assert_eq!((code, &report["failures"]), (0, &json!([])), "{report:#}{stderr}");
     let said = |what: &str| {

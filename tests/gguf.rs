@@ -14,7 +14,9 @@ use sha2::{Digest, Sha256};
 use tempfile::TempDir;
 use unicorn::checkpoint::{Checkpoint, Encoding, ModelFiles};
 use unicorn::model::SamplingOptions;
-use unicorn::model::config::{GenerationConfig, LayerType, ModelConfig};
+use unicorn::model::arch::{self, open_files};
+use unicorn::model::config::GenerationConfig;
+use unicorn::model::gemma3::{self, LayerType};
 use unicorn::model::load::{LoadOptions, Source};
 use unicorn::model::model_runner::ModelRunner;
 use unicorn::model::weights::Weights;
@@ -42,7 +44,7 @@ const FILES: [(&str, &str); 8] = [
 ];
 
 fn reference(folder: &str, file: &str) -> ModelFiles {
-    ModelFiles::open(&data("gguf").join(folder).join(format!("{file}.gguf"))).unwrap()
+    open_files(&data("gguf").join(folder).join(format!("{file}.gguf"))).unwrap()
 }
 
 fn hex(bytes: &[u8]) -> String {
@@ -186,7 +188,7 @@ impl Writer {
 }
 
 fn in_memory(bytes: Vec<u8>) -> ModelFiles {
-    ModelFiles::in_memory("m", [("m.gguf".to_owned(), bytes)])
+    ModelFiles::in_memory("m", [("m.gguf".to_owned(), bytes)], arch::gguf_archs())
 }
 
 /// ggml's type number, values per block and bytes per block of each quantized type.
@@ -405,7 +407,7 @@ fn the_config_from_metadata_matches_the_reference() {
     for (folder, file) in FILES {
         let files = reference(folder, file);
         assert_eq!(files.name(), file);
-        let (config, generation) = ModelConfig::load(&files).unwrap();
+        let (config, generation) = arch::load(&files).unwrap();
         let full = |layers: &[usize], count: usize| {
             let kind = |i| match layers.contains(&i) {
                 true => LayerType::FullAttention,
@@ -414,7 +416,7 @@ fn the_config_from_metadata_matches_the_reference() {
             (0..count).map(kind).collect::<Vec<_>>()
         };
         let every_sixth: Vec<usize> = (0..62).filter(|i| i % 6 == 5).collect();
-        let base = ModelConfig {
+        let base = gemma3::Config {
             vocab_size: 512,
             hidden_size: 256,
             intermediate_size: 256,
@@ -437,7 +439,7 @@ fn the_config_from_metadata_matches_the_reference() {
         };
         let expected = match folder {
             "gguf-a" => base,
-            "gguf-s" => ModelConfig {
+            "gguf-s" => gemma3::Config {
                 hidden_size: 96,
                 intermediate_size: 160,
                 num_hidden_layers: 3,
@@ -450,7 +452,7 @@ fn the_config_from_metadata_matches_the_reference() {
                 rope_scaling_factor: 1.0,
                 ..base
             },
-            _ => ModelConfig {
+            _ => gemma3::Config {
                 hidden_size: 32,
                 intermediate_size: 32,
                 num_hidden_layers: 62,
@@ -461,7 +463,7 @@ fn the_config_from_metadata_matches_the_reference() {
                 ..base
             },
         };
-        assert_eq!(config, expected, "{file}");
+        assert_eq!(config, expected.spec(), "{file}");
         let sampling = GenerationConfig {
             do_sample: Some(true),
             sampling: SamplingOptions { top_k: Some(64), top_p: Some(0.95), ..SamplingOptions::default() },
@@ -1087,10 +1089,13 @@ fn small(seed: u64) -> Writer {
     small_model(&mut ChaCha8Rng::seed_from_u64(seed))
 }
 
-fn config_of(change: &dyn Fn(&mut Writer)) -> Result<ModelConfig, String> {
+fn config_of(change: &dyn Fn(&mut Writer)) -> Result<gemma3::Config, String> {
     let mut file = small(1);
     change(&mut file);
-    ModelConfig::load(&file.files()).map(|(config, _)| config).map_err(|e| e.to_string())
+    let files = file.files();
+    arch::load(&files).map_err(|e| e.to_string())?;
+    let json = files.read("config.json").unwrap().expect("a config");
+    gemma3::Config::from_json(&json, "config.json").map_err(|e| e.to_string())
 }
 
 /// Metadata of other converters, with other keys and missing fields.
@@ -1177,7 +1182,7 @@ fn metadata_of_other_converters_is_accepted() {
         file.set("gemma3.attention.sliding_window_pattern", Val::U32(1));
         file.remove("gemma3.attention.sliding_window");
     });
-    assert_eq!(config.unwrap().window(), None);
+    assert_eq!(config.unwrap().spec().window(), None);
     // A list with one value for each layer is accepted if all values are equal.
     let config = config_of(&|file| {
         file.set("gemma3.feed_forward_length", Val::Ints(vec![256]));
@@ -1197,7 +1202,7 @@ fn metadata_of_other_converters_is_accepted() {
         1,
         vec![0; 64],
     );
-    let (config, _) = ModelConfig::load(&file.files()).unwrap();
+    let (config, _) = arch::load(&file.files()).unwrap();
     let checkpoint = Checkpoint::open(&file.files()).unwrap();
     assert_eq!(Weights::collect(&checkpoint, &config).unwrap().skipped_vision, 2);
 }
@@ -1293,7 +1298,7 @@ fn metadata_of_an_unsupported_model_is_refused_with_its_key() {
     let mut file = small(1);
     file.tensors.remove(0);
     assert_eq!(
-        ModelConfig::load(&file.files()).unwrap_err().to_string(),
+        arch::load(&file.files()).unwrap_err().to_string(),
         "m (in memory)/m.gguf: tensor token_embd.weight: is missing; expected the embedding of the tokens"
     );
 }
@@ -1519,7 +1524,7 @@ fn a_model_is_found_by_file_by_folder_and_by_its_first_part() {
     let folder = TempDir::new().unwrap();
     let at = |name: &str| folder.path().join(name);
     let problem = |path: &Path| {
-        let error = ModelFiles::open(path).err().unwrap().to_string();
+        let error = open_files(path).err().unwrap().to_string();
         error
             .replace(&format!("{}/", folder.path().display()), "")
             .replace(&folder.path().display().to_string(), "DIR")
@@ -1528,7 +1533,7 @@ fn a_model_is_found_by_file_by_folder_and_by_its_first_part() {
     // Ollama's blobs have no file name extension.
     fs::write(at("sha256-0123"), whole.bytes()).unwrap();
     assert_eq!(
-        Checkpoint::open(&ModelFiles::open(&at("sha256-0123")).unwrap()).unwrap().iter().len(),
+        Checkpoint::open(&open_files(&at("sha256-0123")).unwrap()).unwrap().iter().len(),
         whole.tensors.len()
     );
     fs::write(at("notes.txt"), "no model").unwrap();
@@ -1540,7 +1545,7 @@ fn a_model_is_found_by_file_by_folder_and_by_its_first_part() {
     // The folder has a model and its vision tower.
     fs::write(at("mmproj-x.gguf"), b"GGUF").unwrap();
     fs::write(at("x-q4_0.gguf"), whole.bytes()).unwrap();
-    let files = ModelFiles::open(folder.path()).unwrap();
+    let files = open_files(folder.path()).unwrap();
     assert_eq!((files.name(), files.location()), ("x-q4_0", at("x-q4_0.gguf").display().to_string()));
     fs::write(at("y.gguf"), whole.bytes()).unwrap();
     assert_eq!(problem(folder.path()), "DIR: holds 2 GGUF files; give one of them (x-q4_0.gguf)");
@@ -1557,9 +1562,9 @@ fn a_model_is_found_by_file_by_folder_and_by_its_first_part() {
         fs::write(at(&format!("z-{:05}-of-00003.gguf", index + 1)), part.bytes()).unwrap();
     }
     for path in [&at("z-00001-of-00003.gguf"), folder.path()] {
-        let files = ModelFiles::open(path).unwrap();
+        let files = open_files(path).unwrap();
         assert_eq!(files.name(), "z");
-        let (config, _) = ModelConfig::load(&files).unwrap();
+        let (config, _) = arch::load(&files).unwrap();
         let checkpoint = Checkpoint::open(&files).unwrap();
         let weights = Weights::collect(&checkpoint, &config).unwrap();
         assert_eq!(
@@ -1580,7 +1585,7 @@ fn a_model_is_found_by_file_by_folder_and_by_its_first_part() {
         problem(&at("z-00001-of-00003.gguf")),
         "z-00001-of-00003.gguf: is one of 3 parts, of which z-00003-of-00003.gguf is missing"
     );
-    let alone = Checkpoint::open(&ModelFiles::open(&at("w.gguf")).unwrap()).err().unwrap().to_string();
+    let alone = Checkpoint::open(&open_files(&at("w.gguf")).unwrap()).err().unwrap().to_string();
     assert!(
         alone.ends_with("w.gguf: key split.no: is 2; expected 0: the file was renamed, or parts are missing"),
         "{alone}"
@@ -1852,7 +1857,7 @@ fn a_gguf_file_converts_to_a_native_checkpoint_with_the_same_bits() {
     };
     let native = folder.path().join("native");
     quantize(&data("gguf/gguf-a/gguf-a-zoo.gguf"), &native);
-    let native = ModelFiles::open(&native).unwrap();
+    let native = open_files(&native).unwrap();
     assert!(Checkpoint::open(&native).unwrap().norms_hold_one());
     assert!(logits(&native) == logits(&reference("gguf-a", "gguf-a-zoo")));
     // The tokenizer is now a separate file.

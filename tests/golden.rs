@@ -7,8 +7,9 @@
 
 use std::time::Duration;
 
-use unicorn::checkpoint::{Checkpoint, ModelFiles};
+use unicorn::checkpoint::Checkpoint;
 use unicorn::gpu::Device;
+use unicorn::model::arch::open_files;
 use unicorn::model::load::{LoadOptions, Source};
 use unicorn::model::model_runner::ModelRunner;
 use unicorn::model::weights::Weights;
@@ -153,7 +154,7 @@ fn pooled_states_give_the_mean_of_the_oracles_logits() {
         let goldens = Goldens::open(&folder);
         let mut model = load(&folder, &LoadOptions::default());
         let (vocab, hidden) = (model.config().vocab_size, model.config().hidden_size);
-        let checkpoint = Checkpoint::open(&ModelFiles::open(&folder).unwrap()).unwrap();
+        let checkpoint = Checkpoint::open(&open_files(&folder).unwrap()).unwrap();
         let embedding = Weights::collect(&checkpoint, model.config()).unwrap().tensors.embed_tokens;
         let embedding = checkpoint.read_f32(&embedding).unwrap();
         let prompts = ["short", "mid", "long"].map(|prompt| goldens.tokens(&format!("tokens.{prompt}")));
@@ -195,7 +196,7 @@ fn nothing_is_allocated_after_loading() {
     let tokens = Goldens::open(&folder).tokens("tokens.mid");
     // The test opens its own device, because other tests allocate on the shared one at the same time.
     let device = Device::open(&policy()).unwrap();
-    let files = ModelFiles::open(&folder).unwrap();
+    let files = open_files(&folder).unwrap();
     let mut model =
         ModelRunner::load(&device, &Source::open(&files).unwrap(), &LoadOptions::default(), &mut |_| {})
             .unwrap();

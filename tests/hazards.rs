@@ -6,16 +6,17 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
-use unicorn::checkpoint::ModelFiles;
 use unicorn::gpu::{Buffer, Device, DevicePolicy, Order, Recorder, Rehearsal};
 use unicorn::kernels::{
-    Attention, GatheredKeys, Heads, History, Kernels, KvCache, LAST_SAMPLED, LOGPROB_WORDS, OffloadKernels,
-    Operand, Peak, Quantized, RmsNorm, Shares, StepArrays, Tiles, Wants, shaders,
+    Attention, Heads, History, Kernels, KvCache, LAST_SAMPLED, LOGPROB_WORDS, Operand, Peak, Quantized,
+    RmsNorm, Shares, StepArrays, Tiles, Wants, shaders,
 };
+use unicorn::model::arch::open_files;
 use unicorn::model::draft::{self, Drafted};
 use unicorn::model::load::{LoadOptions, Source};
 use unicorn::model::model_runner::ModelRunner;
 use unicorn::model::{Runner, SamplingParams};
+use unicorn::npu::kernels::{GatheredKeys, OffloadKernels};
 use unicorn::tensor::{KvDtype, Precision, Scheme};
 
 use crate::support::driver::{Driver, plain_sequence};
@@ -39,7 +40,7 @@ fn device_with_order(order: Order) -> MutexGuard<'static, Arc<Device>> {
 }
 
 fn load(device: &Arc<Device>, variant: &str, options: &LoadOptions) -> ModelRunner {
-    let files = ModelFiles::open(&data("gemma3").join(variant)).unwrap();
+    let files = open_files(&data("gemma3").join(variant)).unwrap();
     ModelRunner::load(device, &Source::open(&files).unwrap(), options, &mut |_| {}).unwrap()
 }
 
@@ -83,7 +84,7 @@ fn answers_are_the_same_in_any_order_between_barriers() {
         greedy.check_all(&mut load(&device, "tiny-a", &options));
         // This run uses draft tokens of another model.
         let [files, draft_model] =
-            ["tiny-a", "tiny-b"].map(|variant| ModelFiles::open(&data("gemma3").join(variant)).unwrap());
+            ["tiny-a", "tiny-b"].map(|variant| open_files(&data("gemma3").join(variant)).unwrap());
         let (model, draft_model) = draft::load(
             &device,
             &Source::open(&files).unwrap(),

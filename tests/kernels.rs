@@ -7,12 +7,15 @@ use rayon::prelude::*;
 use unicorn::checkpoint::{Encoding, Tensor};
 use unicorn::gpu::{Arena, Class, CommandBuffer, Device, DevicePolicy, GpuError, MemoryKind, Uploader};
 use unicorn::kernels::{
-    Activations, Attention, AttentionShape, Bias, DrawScratch, Embedding, GatheredKeys, Heads, History, Item,
-    KvCache, LAST_SAMPLED, LOGPROB_WORDS, MAX_LOGPROBS, Matrix, NO_TOKEN, OffloadKernels, Operand, Peak,
-    RmsNorm, Room, SampleRequest, Shares, StepArrays,
+    Activations, Attention, AttentionShape, Bias, DrawScratch, Embedding, Heads, History, Item, KvCache,
+    LAST_SAMPLED, LOGPROB_WORDS, MAX_LOGPROBS, Matrix, NO_TOKEN, Operand, Peak, RmsNorm, Room, SampleRequest,
+    Shares, StepArrays,
 };
-use unicorn::model::kernel_cases::{Choice, KernelWork, Rig};
-use unicorn::model::shapes::Shape;
+use unicorn::lab::kernel_cases::{Choice, KernelWork};
+use unicorn::model::arch;
+use unicorn::model::rig::Rig;
+use unicorn::model::spec::ModelSpec;
+use unicorn::npu::kernels::{GatheredKeys, OffloadKernels};
 use unicorn::quantize::{grouping, quantize_row};
 use unicorn::tensor::{DType, KvDtype, Precision, Scheme};
 
@@ -1517,23 +1520,37 @@ fn the_multiply_adds_of_the_peak_kernel_sum_to_one_a_lane() {
     }
 }
 
-/// `unicorn bench kernels` measures kernels as a model runs them. Each case runs repeatedly and writes numbers.
+/// `unicorn-lab kernels` measures kernels as a model runs them. Each case runs repeatedly and writes numbers.
 #[test]
 fn benchmark_cases_run_and_write_numbers() {
     let mut b = Bench::new(111);
-    let small = Shape { vocab_size: 2000, intermediate_size: 300, ..Shape::named("gemma-3-270m").unwrap() };
-    let odd =
-        Shape { hidden_size: 96, num_attention_heads: 6, num_key_value_heads: 3, head_dim: 32, ..small };
+    let small =
+        ModelSpec { vocab_size: 2000, intermediate_size: 300, ..arch::shape("gemma-3-270m").unwrap().spec() };
+    let odd = ModelSpec {
+        hidden_size: 96,
+        num_attention_heads: 6,
+        num_key_value_heads: 3,
+        head_dim: 32,
+        ..small.clone()
+    };
     let mut rig = Rig::new(&b.device).unwrap();
     let choices = [
-        (small, KvDtype::F16, Precision::F32),
-        (odd, KvDtype::Int8, Precision::F32),
+        (small.clone(), KvDtype::F16, Precision::F32),
+        (odd.clone(), KvDtype::Int8, Precision::F32),
         (small, KvDtype::F16, Precision::Fast),
     ];
-    for (shape, kv, precision) in choices {
+    for (spec, kv, precision) in choices {
         let (schemes, embedding) = (vec![Scheme::int4(32), Scheme::Bf16], Scheme::Int8Row);
-        let choice =
-            Choice { shape, schemes, embedding, kv, precision, tokens: vec![1, 3], depths: vec![20] };
+        let choice = Choice {
+            name: "small".into(),
+            spec,
+            schemes,
+            embedding,
+            kv,
+            precision,
+            tokens: vec![1, 3],
+            depths: vec![20],
+        };
         for case in choice.cases() {
             let prepared = rig.prepare(&case).unwrap();
             let words = prepared.output.size() as usize / 4;
@@ -1563,7 +1580,8 @@ fn benchmark_cases_run_and_write_numbers() {
     }
     // A device with timestamps measures the time, with enough repetitions for the requested span.
     let choice = Choice {
-        shape: odd,
+        name: "odd".into(),
+        spec: odd,
         schemes: vec![],
         embedding: Scheme::Bf16,
         kv: KvDtype::F16,

@@ -15,19 +15,17 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use half::bf16;
-use unicorn::checkpoint::ModelFiles;
 use unicorn::engine::Sequence;
 use unicorn::gpu::Device;
+use unicorn::model::arch::open_files;
 use unicorn::model::draft::{self, Drafted};
 use unicorn::model::load::{LoadOptions, Source};
 use unicorn::model::model_runner::ModelRunner;
-use unicorn::model::offload::{
-    AttentionUnit, LEAST_TOKENS, MOST_TOKENS, Offload, OffloadError, OffloadJob, OffloadLimits,
-    OffloadPolicy, OffloadRoom,
-};
+use unicorn::model::offload::{LEAST_TOKENS, MOST_TOKENS, OffloadError, OffloadLimits};
 use unicorn::model::{
     Batch, BatchSequence, Draw, Input, Runner, RunnerError, Sampling, SamplingParams, Ticket,
 };
+use unicorn::npu::attention::{AttentionUnit, Offload, OffloadJob, OffloadPolicy, OffloadRoom};
 use unicorn::tensor::KvDtype;
 
 use crate::support::driver::{Driver, Run, plain_sequence};
@@ -176,7 +174,7 @@ fn attach(model: &mut ModelRunner, fault: Fault, kv_heads: usize, policy: Offloa
 /// See the head of this file.
 fn bound(model: &ModelRunner, logits: &[f32]) -> f32 {
     let largest = logits.iter().fold(0f32, |a, b| a.max(b.abs()));
-    model.config().num_hidden_layers as f32 * 2f32.powi(-8) * largest
+    model.config().layers.len() as f32 * 2f32.powi(-8) * largest
 }
 
 fn prompt(variant: &str) -> Vec<u32> {
@@ -185,7 +183,7 @@ fn prompt(variant: &str) -> Vec<u32> {
 
 /// Jobs of a prompt that is computed in chunks: one in each layer for each chunk that is long enough.
 fn jobs_of(model: &ModelRunner, tokens: usize, chunk: usize) -> (u64, u64) {
-    let layers = model.config().num_hidden_layers;
+    let layers = model.config().layers.len();
     let chunks = (0..tokens).step_by(chunk).map(|first| chunk.min(tokens - first));
     let long: Vec<usize> = chunks.filter(|tokens| *tokens >= LEAST_TOKENS).collect();
     ((layers * long.len()) as u64, (layers * long.iter().sum::<usize>()) as u64)
@@ -214,7 +212,7 @@ fn logits_with_a_unit_are_those_of_bf16_attention() {
                 assert_eq!((counts.recomputed, counts.quarantined), (0, None));
                 let jobs = jobs.lock().unwrap();
                 assert_eq!(jobs.len() as u64, counts.dispatches);
-                let layers = model.config().num_hidden_layers;
+                let layers = model.config().layers.len();
                 assert_eq!((jobs[0].first, jobs[layers].first, jobs[layers].rows), (0, 32, 32));
                 assert!(jobs.iter().all(|job| job.kv_heads == kv_heads));
             }
@@ -347,7 +345,7 @@ fn sequences_beside_a_shared_prompt_have_the_bits_that_they_have_alone() {
                     assert!(difference > 0.0 && difference <= bound, "{what}: {difference}");
                 }
             }
-            let layers = model.config().num_hidden_layers;
+            let layers = model.config().layers.len();
             let jobs = jobs.lock().unwrap();
             let spans: Vec<_> = jobs.iter().map(|job| (job.first, job.rows)).collect();
             assert_eq!(spans, [vec![(10, 100); layers], vec![(60, 90); layers]].concat());
@@ -382,7 +380,7 @@ fn a_unit_that_fails_is_replaced_by_the_device() {
         let load_options = options(LoadOptions { max_submit, ..LoadOptions::default() });
         let mut model = load(&data("gemma3/tiny-a"), &load_options);
         let plain = all_logits(&mut model, &tokens);
-        let (bound, layers) = (bound(&model, &plain), model.config().num_hidden_layers);
+        let (bound, layers) = (bound(&model, &plain), model.config().layers.len());
         for (fault, at, code) in [
             (Fault::Begin(0), 0, "twin-begin"),
             (Fault::Finish(0), 0, "twin-finish"),
@@ -434,7 +432,7 @@ fn a_unit_that_is_required_and_fails_ends_the_runner() {
     ] {
         let mut model = load(&data("gemma3/tiny-a"), &options(LoadOptions::default()));
         attach(&mut model, fault, 2, OffloadPolicy::Require);
-        let failure = RunnerError::Offload(failure.into());
+        let failure = RunnerError::Coprocessor(failure.into());
         // What the unit does not compute is computed before the failure, and not after it.
         let short = prompt_batch(&model, &tokens[..LEAST_TOKENS - 1]);
         let ticket = model.submit(&short, &Sampling::default()).unwrap();
@@ -454,7 +452,7 @@ fn layers_that_a_unit_has_no_room_for_are_the_devices_own() {
     let tokens = prompt("tiny-a");
     let mut model = load(&data("gemma3/tiny-a"), &options(LoadOptions::default()));
     let plain = all_logits(&mut model, &tokens);
-    let windowed = model.config().layer_types.len() - 1;
+    let windowed = model.config().layers.len() - 1;
     for (kinds, layers) in [([false, false], 0), ([true, false], windowed), ([false, true], 1)] {
         let (unit, jobs) = twin(&model, Fault::None);
         let unit = Box::new(Twin { kinds, ..unit });
@@ -475,7 +473,7 @@ fn layers_that_a_unit_has_no_room_for_are_the_devices_own() {
 fn what_is_no_prompt_of_the_model_is_not_shared() {
     let tokens = prompt("tiny-a");
     let [files, draft_files] =
-        ["tiny-a", "tiny-b"].map(|variant| ModelFiles::open(&data("gemma3").join(variant)).unwrap());
+        ["tiny-a", "tiny-b"].map(|variant| open_files(&data("gemma3").join(variant)).unwrap());
     let device = Device::open(&policy()).unwrap();
     let load_options = options(LoadOptions { max_context: Some(512), ..LoadOptions::default() });
     let (mut model, draft_model) = draft::load(
@@ -489,7 +487,7 @@ fn what_is_no_prompt_of_the_model_is_not_shared() {
     let jobs = attach(&mut model, Fault::None, 2, OffloadPolicy::Require);
     model.self_test().unwrap();
     assert_eq!(model.offload_counts().unwrap().dispatches, 0);
-    let layers = model.config().num_hidden_layers;
+    let layers = model.config().layers.len();
     let got = run(&mut Drafted::new(model, draft_model), vec![sequence(0, &tokens[..100], 12)]);
     assert_eq!(got.answers[&0].len(), 12);
     let jobs = jobs.lock().unwrap();
@@ -525,7 +523,7 @@ fn a_shared_step_takes_no_memory_after_the_load() {
     let tokens = prompt("tiny-a");
     // The test has a device of its own, because other tests allocate on the shared one meanwhile.
     let device = Device::open(&policy()).unwrap();
-    let files = ModelFiles::open(&data("gemma3/tiny-a")).unwrap();
+    let files = open_files(&data("gemma3/tiny-a")).unwrap();
     // Deep in the prompt a job has more keys than there is room for.
     let limits = OffloadLimits { kv_heads: 2, keys: 100, shared: false };
     let load_options = LoadOptions { offload: Some(limits), ..LoadOptions::default() };

@@ -18,10 +18,28 @@ use unicorn::config::DEFAULT_TOML;
 
 use crate::support::checkpoints::{pulled, tiny_model};
 use crate::support::daemon::Daemon;
-use crate::support::program::{assert_error, output, unicorn, unicorn_on_software};
+use crate::support::program::{assert_error, lab, lab_on_software, output, unicorn, unicorn_on_software};
 use crate::support::{data, demo, device, root};
 
 const TABLE: &str = "tests/options.md";
+/// The second binary. Its commands have this word before them in the table and in command lines here.
+const LAB: &str = "unicorn-lab";
+
+/// A run of either binary, without any Vulkan device.
+fn program(words: &[&str]) -> Command {
+    match words.strip_prefix(&[LAB]) {
+        Some(words) => lab(words),
+        None => unicorn(words),
+    }
+}
+
+/// A run of either binary, with the devices of the machine.
+fn program_on_software(words: &[&str]) -> Command {
+    match words.strip_prefix(&[LAB]) {
+        Some(words) => lab_on_software(words),
+        None => unicorn_on_software(words),
+    }
+}
 
 // --- the table -------------------------------------------------------------------------------------------
 
@@ -42,6 +60,7 @@ fn options_of_commands() -> BTreeSet<String> {
     }
     let mut all = BTreeSet::new();
     walk(&command_line(), "", &mut all);
+    walk(&unicorn::lab::command_line(), LAB, &mut all);
     all
 }
 
@@ -135,7 +154,7 @@ fn an_option_without_effect_on_a_command_is_refused() {
         (&["man-pages", "pages"], &["--config", "file"]),
         (&["inspect", "model"], &["--npu", "auto"]),
         (&["inspect", "model"], &["--tokenizer", "file"]),
-        (&["synth", "--shape", "gemma-3-270m", "folder"], &["--kv", "int8"]),
+        (&[LAB, "synth", "--shape", "gemma-3-270m", "folder"], &["--kv", "int8"]),
         (&["quantize", "model", "folder"], &["--quantize", "int8-row"]),
         (&["eval", "logits", "model", "--tokens", "2", "--output", "file"], &["--tokenizer", "file"]),
         (&["plan", "model"], &["--precision", "f32"]),
@@ -144,11 +163,11 @@ fn an_option_without_effect_on_a_command_is_refused() {
         (&["pull", "a/b"], &["--context", "5"]),
         (&["models", "list"], &["--model-config", "file"]),
         (&["bench", "npu"], &["--npu", "off"]),
-        (&["bench", "kernels"], &["--context", "5"]),
-        (&["bench", "isa"], &["--allow-software-vulkan"]),
+        (&[LAB, "kernels"], &["--context", "5"]),
+        (&[LAB, "isa"], &["--allow-software-vulkan"]),
         (&["bench", "serve"], &["--precision", "f32"]),
     ] {
-        assert_error(unicorn(&[command, option].concat()), 2, &[option[0], "argument"]);
+        assert_error(program(&[command, option].concat()), 2, &[option[0], "argument"]);
     }
 }
 
@@ -169,14 +188,15 @@ fn accepted(folder: &Path) -> BTreeMap<&'static str, Vec<String>> {
         ("eval perplexity", command(&["eval", "perplexity", &nothing, "--text", &nothing])),
         ("quantize", command(&["quantize", &nothing, &nothing])),
         ("inspect", command(&["inspect", &nothing])),
-        ("synth", command(&["synth", "--shape", "gemma-3-270m", "/dev/null/x"])),
+        ("unicorn-lab synth", command(&[LAB, "synth", "--shape", "gemma-3-270m", "/dev/null/x"])),
         ("plan", command(&["plan", &nothing])),
         ("bench engine", command(&["bench", "engine", "--model", &nothing])),
-        ("bench model", command(&["bench", "model", "--model", &nothing])),
+        ("unicorn-lab model", command(&[LAB, "model", "--model", &nothing])),
         ("bench npu", command(&["bench", "npu", "--model", &nothing])),
-        ("bench kernels", command(&["bench", "kernels", "--only", "nothing"])),
+        ("unicorn-lab kernels", command(&[LAB, "kernels", "--only", "nothing"])),
         ("bench serve", command(&["bench", "serve", "--url", "http://127.0.0.1:9/v1"])),
-        ("bench isa", command(&["bench", "isa", "--device", "nothing"])),
+        ("unicorn-lab isa", command(&[LAB, "isa", "--device", "nothing"])),
+        ("unicorn-lab soak", command(&[LAB, "soak", "1r", "--url", "http://127.0.0.1:9/v1"])),
         ("pull", command(&["pull", "org/nothing"])),
         ("models list", command(&["models", "list", "--models-dir", &nothing])),
         ("models rm", command(&["models", "rm", "org/nothing", "--models-dir", &nothing])),
@@ -197,7 +217,7 @@ fn every_command_follows_config_and_verbose() {
     accepted.retain(|command, _| cfg!(feature = "npu") || !command.starts_with("npu "));
     let said = |words: &[String], more: &[&str]| {
         let words: Vec<&str> = words.iter().map(String::as_str).chain(more.iter().copied()).collect();
-        let mut command = unicorn(&words);
+        let mut command = program(&words);
         command.env("HF_HUB_OFFLINE", "1").env("HF_HUB_CACHE", "/nonexistent");
         output(command).2
     };
@@ -329,7 +349,7 @@ impl Scattered {
         let sizes = ["--prompt-tokens", "8", "--generate-tokens", "2", "--runs", "1"];
         let engine = [&["bench", "engine"][..], &model, &sizes].concat();
         let sizes = ["--prefill", "8", "--depth", "0", "--batch", "1", "--steps", "1", "--runs", "1"];
-        let steps = [&["bench", "model"][..], &model, &sizes].concat();
+        let steps = [&[LAB, "model"][..], &model, &sizes].concat();
         let logits = ["eval", "logits", "org/tiny", "--tokens", "2,5", "--output", &output];
         let perplexity = ["eval", "perplexity", "org/tiny", "--text", &self.text];
         let quantize = ["quantize", "org/tiny", &folder, "--scheme", "keep", "--eval", &self.text];
@@ -337,7 +357,7 @@ impl Scattered {
             ("generate", words(&generate), [true, true, false]),
             ("chat", words(&chat), [true, true, false]),
             ("bench engine", words(&engine), [true, true, false]),
-            ("bench model", words(&steps), [true, true, false]),
+            ("unicorn-lab model", words(&steps), [true, true, false]),
             ("eval logits", words(&logits), [false, true, true]),
             ("eval perplexity", words(&perplexity), [true, true, true]),
             ("quantize", words(&quantize), [true, false, true]),
@@ -347,7 +367,7 @@ impl Scattered {
     /// Runs a command. `chat` gets one question as input.
     fn run(&self, words: &[String]) -> (i32, String, String) {
         let words: Vec<&str> = words.iter().map(String::as_str).collect();
-        let mut command = unicorn_on_software(&words);
+        let mut command = program_on_software(&words);
         command.env("HF_HUB_CACHE", "/nonexistent");
         let input = self.whole.path().join("question");
         std::fs::write(&input, "Hello\n").expect("written");
@@ -450,7 +470,7 @@ fn a_command_fails_without_a_load_option_that_it_needs() {
                 &["NPU"],
             );
         }
-        if ["generate", "chat", "bench engine", "bench model", "serve"].contains(&name) {
+        if ["generate", "chat", "bench engine", "unicorn-lab model", "serve"].contains(&name) {
             for limit in [&["--vram", "64K"][..], &["--reserve", "1000T"]] {
                 checked(
                     &command,
@@ -587,9 +607,9 @@ fn each_class_of_matrices_gets_the_requested_scheme() {
     let (quantized, made) = (at("quantized"), at("made"));
     let source = model.path().to_str().expect("UTF-8");
     let quantize = ["quantize", source, &quantized];
-    let synth = ["synth", "--shape", "gemma-3-270m", &made];
+    let synth = [LAB, "synth", "--shape", "gemma-3-270m", &made];
     for (command, folder) in [(&quantize[..], &quantized), (&synth, &made)] {
-        let (code, _, stderr) = output(unicorn(&[command, &schemes].concat()));
+        let (code, _, stderr) = output(program(&[command, &schemes].concat()));
         assert_eq!(code, 0, "{stderr}");
         let (code, shown, stderr) = output(unicorn(&["inspect", folder, "--tensors", "--json"]));
         assert_eq!(code, 0, "{stderr}");
@@ -653,7 +673,7 @@ fn answers_follow_the_sampling_options() {
 }
 
 #[test]
-fn bench_kernels_follows_its_options() {
+fn kernels_follows_its_options() {
     let name = device().info().name.clone();
     let cases = |more: &[&str]| {
         let sizes = [
@@ -668,8 +688,8 @@ fn bench_kernels_follows_its_options() {
             "--runs",
             "1",
         ];
-        let fixed = ["bench", "kernels", "--json", "--allow-software-vulkan", "--device", &name];
-        let (code, stdout, stderr) = output(unicorn_on_software(&[&fixed[..], &sizes, more].concat()));
+        let fixed = ["kernels", "--json", "--allow-software-vulkan", "--device", &name];
+        let (code, stdout, stderr) = output(lab_on_software(&[&fixed[..], &sizes, more].concat()));
         assert_eq!(code, 0, "{stderr}");
         let report: Value = serde_json::from_str(&stdout).expect(&stdout);
         let bytes = |case: &Value| (case["case"].to_string(), case["bytes"].as_u64().expect("a number"));
@@ -681,8 +701,8 @@ fn bench_kernels_follows_its_options() {
     assert_ne!(products("fast"), products("f32"));
     let embedding = cases(&["--only", "embed", "--embedding", "bf16"]);
     assert!(embedding.keys().all(|name| name.contains("embed bf16")), "{embedding:?}");
-    let none = ["bench", "kernels", "--only", "k_proj", "--allow-software-vulkan", "--device", "no such"];
-    assert_error(unicorn_on_software(&none), 1, &["no such"]);
+    let none = ["kernels", "--only", "k_proj", "--allow-software-vulkan", "--device", "no such"];
+    assert_error(lab_on_software(&none), 1, &["no such"]);
 }
 
 #[cfg(feature = "npu")]

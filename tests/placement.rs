@@ -3,18 +3,17 @@
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
-use unicorn::checkpoint::ModelFiles;
 use unicorn::config::FfnHeap;
 use unicorn::gpu::memory_types::{MemoryTable, MemoryType};
 use unicorn::gpu::placement::{Class, Heap, Limits, Machine, MemoryKind, Obstacle, Plan, Request, place};
 use unicorn::gpu::residency::{self, Residency};
 use unicorn::gpu::{Device, DeviceKind};
 use unicorn::kernels::Heads;
-use unicorn::model::config::ModelConfig;
+use unicorn::model::arch::{self, open_files};
 use unicorn::model::load::{LoadError, LoadOptions, Source};
 use unicorn::model::memory::{DEFAULT_BLOCK_SIZE, MemoryRequest, Schemes};
 use unicorn::model::model_runner::ModelRunner;
-use unicorn::model::shapes::Shape;
+use unicorn::model::spec::ModelSpec;
 use unicorn::model::{Runner, self_test};
 use unicorn::tensor::{KvDtype, Scheme};
 
@@ -75,8 +74,8 @@ fn split(plan: &Plan, class: Class) -> (u64, u64) {
     })
 }
 
-/// The memory request of a shape with the schemes of `unicorn synth --scheme int4-g128`.
-fn model_request(config: &ModelConfig) -> MemoryRequest<'_> {
+/// The memory request of a shape with the schemes of `unicorn-lab synth --scheme int4-g128`.
+fn model_request(config: &ModelSpec) -> MemoryRequest<'_> {
     MemoryRequest {
         config,
         schemes: Schemes::uniform(config, Scheme::int4(128), Scheme::int4(128), Scheme::Int8Row),
@@ -128,7 +127,7 @@ fn check(machine: &Machine, limits: &Limits, plan: &Plan) {
 
 #[test]
 fn on_an_integrated_gpu_ffn_weights_go_to_gtt_and_the_rest_to_vram() {
-    let config = Shape::named("gemma-3-27b").unwrap().config();
+    let config = arch::shape("gemma-3-27b").unwrap().spec();
     let machine = Machine::on_paper(16 * GIB, 30 * GIB);
     let plan =
         model_request(&config).place(&machine, &ALL, 8192, model_request(&config).pools(8192, 1)).unwrap();
@@ -152,7 +151,7 @@ fn on_an_integrated_gpu_ffn_weights_go_to_gtt_and_the_rest_to_vram() {
 
 #[test]
 fn ffn_weights_go_to_vram_if_configured() {
-    let config = Shape::named("gemma-3-27b").unwrap().config();
+    let config = arch::shape("gemma-3-27b").unwrap().spec();
     let limits = Limits { ffn_heap: FfnHeap::Vram, ..ALL };
     let plan = |machine: &Machine| {
         let plan = model_request(&config)
@@ -185,7 +184,7 @@ fn ffn_weights_go_to_vram_if_configured() {
 #[test]
 fn the_table_shows_what_spills_into_another_heap() {
     // GTT holds 4 GiB of the FFN weights, and VRAM the rest. A KV cache larger than VRAM is in both.
-    let config = Shape::named("gemma-3-27b").unwrap().config();
+    let config = arch::shape("gemma-3-27b").unwrap().spec();
     let machine = Machine::on_paper(20 * GIB, 4 * GIB);
     let plan =
         model_request(&config).place(&machine, &ALL, 1024, model_request(&config).pools(1024, 1)).unwrap();
@@ -208,7 +207,7 @@ fn the_table_shows_what_spills_into_another_heap() {
 #[test]
 fn on_a_discrete_gpu_weights_stay_out_of_host_memory() {
     let machine = discrete();
-    let config = Shape::named("gemma-3-4b").unwrap().config();
+    let config = arch::shape("gemma-3-4b").unwrap().spec();
     let plan = model_request(&config)
         .place(&machine, &Limits::default(), 8192, model_request(&config).pools(8192, 1))
         .unwrap();
@@ -217,7 +216,7 @@ fn on_a_discrete_gpu_weights_stay_out_of_host_memory() {
     assert!(host.iter().all(|p| p.class == Class::Staging) && !host.is_empty(), "{host:?}");
 
     // The model would fit into the 16 GiB of host memory, but not into the card.
-    let config = Shape::named("gemma-3-27b").unwrap().config();
+    let config = arch::shape("gemma-3-27b").unwrap().spec();
     let refusal =
         model_request(&config).place(&machine, &ALL, 16, model_request(&config).pools(16, 1)).unwrap_err();
     assert_eq!((refusal.obstacle, refusal.request.class), (Obstacle::Full, Class::Ffn));
@@ -226,7 +225,7 @@ fn on_a_discrete_gpu_weights_stay_out_of_host_memory() {
 #[test]
 fn with_one_heap_everything_is_placed_there() {
     let machine = one_heap(23 * GIB);
-    let config = Shape::named("gemma-3-27b").unwrap().config();
+    let config = arch::shape("gemma-3-27b").unwrap().spec();
     let plan = model_request(&config)
         .place(&machine, &Limits::default(), 512, model_request(&config).pools(512, 1))
         .unwrap();
@@ -236,7 +235,7 @@ fn with_one_heap_everything_is_placed_there() {
 
 #[test]
 fn a_model_that_does_not_fit_is_refused_with_the_table_and_a_suggestion() {
-    let config = Shape::named("gemma-3-27b").unwrap().config();
+    let config = arch::shape("gemma-3-27b").unwrap().spec();
     let request = model_request(&config);
     let machine = Machine::on_paper(16 * GIB, 4 * GIB);
 
@@ -293,7 +292,7 @@ fn no_allocation_is_larger_than_the_device_allows() {
     assert!(refusal.to_string().contains("one allocation"), "{refusal}");
 
     // The bf16 embedding of the 27B exceeds half of the limit, so it is split. The keys of a context are not split.
-    let config = Shape::named("gemma-3-27b").unwrap().config();
+    let config = arch::shape("gemma-3-27b").unwrap().spec();
     let request = MemoryRequest {
         schemes: Schemes::uniform(&config, Scheme::int4(32), Scheme::int4(32), Scheme::Bf16),
         ..model_request(&config)
@@ -430,10 +429,10 @@ fn in_order(machine: &Machine, limits: &Limits, plan: &Plan, round: u64) {
     }
 }
 
-/// The memory of the 27B in docs/architecture.md, computed by hand from the shapes.
+/// The memory of the 27B, computed by hand from the shapes.
 #[test]
 fn the_27b_takes_the_memory_that_is_computed_by_hand() {
-    let config = Shape::named("gemma-3-27b").unwrap().config();
+    let config = arch::shape("gemma-3-27b").unwrap().spec();
     let request = model_request(&config);
     let bytes = |class| -> u64 {
         request
@@ -502,8 +501,8 @@ fn the_27b_takes_the_memory_that_is_computed_by_hand() {
 #[test]
 fn a_load_allocates_the_planned_memory() {
     let device = Device::open(&policy()).unwrap();
-    let files = ModelFiles::open(&data("gemma3/tiny-a")).unwrap();
-    let config = ModelConfig::load(&files).unwrap().0;
+    let files = open_files(&data("gemma3/tiny-a")).unwrap();
+    let config = arch::load(&files).unwrap().0;
     let options = LoadOptions { max_context: Some(100), ..LoadOptions::default() };
     let request = MemoryRequest {
         config: &config,
@@ -529,7 +528,7 @@ fn a_load_allocates_the_planned_memory() {
 #[test]
 fn a_model_that_does_not_fit_is_refused_before_any_allocation() {
     let device = Device::open(&policy()).unwrap();
-    let files = ModelFiles::open(&data("gemma3/tiny-a")).unwrap();
+    let files = open_files(&data("gemma3/tiny-a")).unwrap();
     let load = |vram, gtt, max_context| {
         let memory = Limits { vram: Some(vram), gtt: Some(gtt), ..ALL };
         let options = LoadOptions { memory, max_context, ..LoadOptions::default() };

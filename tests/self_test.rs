@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use tempfile::TempDir;
-use unicorn::checkpoint::{Checkpoint, ModelFiles};
-use unicorn::model::config::ModelConfig;
+use unicorn::checkpoint::Checkpoint;
+use unicorn::model::arch::{self, open_files};
 use unicorn::model::load::{LoadOptions, Source};
 use unicorn::model::model_runner::{ModelRunner, NotCompared};
 use unicorn::model::self_test::inputs::{self, COLS, KV_HEADS, NORM_ROWS, ROWS, VOCAB, WIDTH};
@@ -245,7 +245,7 @@ fn stored_results_are_the_results_of_the_cpu_twins() {
 }
 
 fn loaded(folder: &str, options: &LoadOptions) -> ModelRunner {
-    let files = ModelFiles::open(&data(folder)).expect("a model");
+    let files = open_files(&data(folder)).expect("a model");
     ModelRunner::load(&device(), &Source::open(&files).unwrap(), options, &mut |_| {}).expect("loaded")
 }
 
@@ -281,15 +281,14 @@ fn every_damaged_result_is_detected() {
 #[test]
 fn the_twin_of_the_forward_pass_matches_the_oracle() {
     for folder in ["gemma3/tiny-a", "gemma3/tiny-b", "gemma3/tiny-27b-ratio"] {
-        let (goldens, files) =
-            (Goldens::open(&data(folder)), ModelFiles::open(&data(folder)).expect("a model"));
-        let (config, _) = ModelConfig::load(&files).expect("a config");
+        let (goldens, files) = (Goldens::open(&data(folder)), open_files(&data(folder)).expect("a model"));
+        let (config, _) = arch::load(&files).expect("a config");
         let checkpoint = Checkpoint::open(&files).expect("a checkpoint");
         let weights = Weights::collect(&checkpoint, &config).expect("weights");
         let mut beyond_window = false;
         for prompt in ["short", "mid", "long"] {
             let tokens = goldens.tokens(&format!("tokens.{prompt}"));
-            beyond_window |= tokens.len() > config.sliding_window;
+            beyond_window |= tokens.len() > config.window().unwrap();
             let expected = goldens.view::<f32>(&format!("logits.{prompt}"));
             let expected = &expected[expected.len() - config.vocab_size..];
             let vocab = config.vocab_size;
@@ -297,7 +296,7 @@ fn the_twin_of_the_forward_pass_matches_the_oracle() {
                 twin::values_of(&checkpoint, &weights, &config, tokens, vocab, &mut |_| {}).expect("values");
             let off = max_difference(&values.logits.values, expected);
             assert!(off <= 1e-3, "{folder} {prompt}: {off}");
-            assert_eq!(values.residual.len(), config.num_hidden_layers + 1);
+            assert_eq!(values.residual.len(), config.layers.len() + 1);
         }
         assert!(beyond_window, "{folder}: no prompt is longer than the window");
     }
@@ -316,7 +315,7 @@ fn native(folder: &str, scheme: &str) -> TempDir {
 
 fn load_native(folder: &TempDir, precision: Precision, kv: KvDtype) -> ModelRunner {
     let options = LoadOptions { precision, kv, ..LoadOptions::default() };
-    let files = ModelFiles::open(&folder.path().join("native")).expect("a model");
+    let files = open_files(&folder.path().join("native")).expect("a model");
     ModelRunner::load(&device(), &Source::open(&files).unwrap(), &options, &mut |_| {}).expect("loaded")
 }
 
@@ -333,7 +332,7 @@ fn stored_layer_values_match_in_every_precision_and_cache_type() {
         let native = native(folder, scheme);
         for (precision, kv) in ways {
             let mut model = load_native(&native, *precision, *kv);
-            let layers = model.config().num_hidden_layers;
+            let layers = model.config().layers.len();
             let tested = model.self_test();
             let tested = tested.unwrap_or_else(|error| panic!("{folder} {scheme} {precision} {kv}: {error}"));
             assert_eq!(tested.layers, Ok(layers), "{folder} {scheme} {precision} {kv}");
@@ -348,7 +347,7 @@ fn stored_layer_values_match_in_every_precision_and_cache_type() {
 #[test]
 fn the_layer_test_does_not_change_later_answers() {
     let native = native("tests/data/gemma3/tiny-a", "int4-g32");
-    let files = ModelFiles::open(&native.path().join("native")).expect("a model");
+    let files = open_files(&native.path().join("native")).expect("a model");
     let tokens: Vec<u32> = (0..40).map(|i| i * 5 % 200).collect();
     let mut answers = Vec::new();
     for (max_batch_tokens, max_submit_ns, tests) in
@@ -456,7 +455,7 @@ fn a_repeated_conversion_adds_missing_layer_values() {
     assert_eq!(tested.layers, Err(NotCompared::NotStored));
     std::fs::write(folder.join("unicorn.json"), whole).expect("written");
     std::fs::write(folder.join("layer-values.bin"), [0; 12]).expect("written");
-    let files = ModelFiles::open(&folder).expect("a folder");
+    let files = open_files(&folder).expect("a folder");
     let error =
         ModelRunner::load(&device(), &Source::open(&files).unwrap(), &LoadOptions::default(), &mut |_| {})
             .err()

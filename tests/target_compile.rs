@@ -1,24 +1,16 @@
 //! Compiles the kernels for the target GPU, a Radeon 780M that need not be present, with the compilers of RADV in the
-//! installed Mesa and in Mesa 26. `unicorn bench isa` runs them.
+//! installed Mesa and in Mesa 26. `unicorn-lab isa` runs them.
 //!
 //! The tests pin properties of the compiled kernels. A change that makes a kernel worse for this GPU fails on a machine
 //! without it.
 
-use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::Command;
 use std::sync::OnceLock;
 
 use serde_json::Value;
-use unicorn::checkpoint::{Checkpoint, ModelFiles};
-use unicorn::kernels::cost::Drawn;
-use unicorn::model::config::ModelConfig;
-use unicorn::model::judge::work;
-use unicorn::model::memory::Schemes;
-use unicorn::model::weights::Weights;
-use unicorn::tensor::{KvDtype, Precision, QuantizeMode};
 
-use crate::support::program::{assert_error, output, unicorn, unicorn_on_software};
+use crate::support::program::{assert_error, lab, lab_on_software, output};
 use crate::support::{root, skip};
 
 const ICDS: [&str; 2] =
@@ -154,9 +146,9 @@ fn bounds(name: &str) -> (u64, u64) {
     }
 }
 
-fn bench_isa(device: &str, args: &[&str]) -> Command {
-    let mut command = unicorn_on_software(&["bench", "isa", "--device", device, "--json"]);
-    // `unicorn` finds Mesa 26 relative to this folder.
+fn isa(device: &str, args: &[&str]) -> Command {
+    let mut command = lab_on_software(&["isa", "--device", device, "--json"]);
+    // `unicorn-lab` finds Mesa 26 relative to this folder.
     command.args(args).current_dir(root());
     command
 }
@@ -170,7 +162,7 @@ fn report_of(command: Command) -> Value {
 /// The reports of the compilers for a Radeon 780M. They run once. `None` = there is no AMD driver.
 fn reports_for_780m() -> Option<&'static Value> {
     static REPORT: OnceLock<Option<Value>> = OnceLock::new();
-    let ask = || ICDS.iter().any(|icd| Path::new(icd).exists()).then(|| report_of(bench_isa("phoenix", &[])));
+    let ask = || ICDS.iter().any(|icd| Path::new(icd).exists()).then(|| report_of(isa("phoenix", &[])));
     REPORT.get_or_init(ask).as_ref()
 }
 
@@ -384,7 +376,7 @@ fn gpus_related_to_the_780m_are_analyzed_too() {
         return skip("radv");
     }
     for device in ["gfx1150", "gfx1151"] {
-        let report = report_of(bench_isa(device, &["--shape", "gemma-3-270m"]));
+        let report = report_of(isa(device, &["--shape", "gemma-3-270m"]));
         for compiler in report["compilers"].as_array().expect("a list") {
             for pipeline in compiler["pipelines"].as_array().expect("a list") {
                 let (name, total) = (&pipeline["name"], &pipeline["total"]);
@@ -400,15 +392,13 @@ fn gpus_related_to_the_780m_are_analyzed_too() {
 
 /// Types and depth change the bytes per token, and the precision changes the kernels.
 #[test]
-fn bench_isa_follows_its_options() {
+fn isa_follows_its_options() {
     let Some(plain) = reports_for_780m() else { return skip("radv") };
     let folder = tempfile::tempdir().expect("a folder");
     let assembly = folder.path().to_str().expect("UTF-8");
     let types = ["--quantize", "int8-row", "--kv", "int8", "--precision", "f32", "--depth", "4096"];
-    let other = report_of(bench_isa(
-        "phoenix",
-        &[&types[..], &["--shape", "gemma-3-1b", "--assembly", assembly]].concat(),
-    ));
+    let other =
+        report_of(isa("phoenix", &[&types[..], &["--shape", "gemma-3-1b", "--assembly", assembly]].concat()));
     let one = |report: &Value| {
         let predictions = report["compilers"][0]["predictions"].as_array().expect("a list");
         let is_it = |p: &&Value| p["shape"] == "gemma-3-1b" && p["what"] == "batch 1";
@@ -469,72 +459,8 @@ fn predictions_exist_for_every_size_and_batch_and_add_up() {
     assert!((4.0..73.0 / 14.6).contains(&tokens_per_s), "{tokens_per_s}");
 }
 
-/// Float products with several tokens are compared only by shader name, because `bench isa` counts the tiles of a GPU,
-/// and a CPU has others.
-fn without_tile_sizes(dispatches: BTreeMap<String, u64>) -> BTreeMap<String, u64> {
-    let mut all = BTreeMap::new();
-    for (name, times) in dispatches {
-        // `bench isa` counts GPU kernels, but a CPU runs its own body of the kernel.
-        let name = name.replace("_on_cpu", "");
-        let is_wide = name.starts_with("matmul_") && !name.ends_with(" COLUMNS=1");
-        let name = if is_wide { name.split(' ').next().expect("a name") } else { &name };
-        *all.entry(name.to_owned()).or_default() += times;
-    }
-    all
-}
-
-/// The dispatches that `bench isa` lists for a step must equal the recorded dispatches.
-#[test]
-fn bench_isa_counts_the_dispatches_of_a_step() {
-    let model = root().join("models/demo");
-    let (prompt, generated) = (11, 5);
-    let args = [
-        "bench",
-        "engine",
-        "--json",
-        "--profile",
-        "--runs",
-        "1",
-        "--context",
-        "64",
-        "--allow-software-vulkan",
-    ];
-    let mut command = unicorn_on_software(&args);
-    command.args(["--prompt-tokens", &prompt.to_string(), "--generate-tokens", &generated.to_string()]);
-    command.arg("--model").arg(&model);
-    let report = report_of(command);
-    let mut dispatched = BTreeMap::new();
-    for kernel in report["kernels"].as_array().expect("a list") {
-        dispatched
-            .insert(kernel["kernel"].as_str().expect("a name").to_owned(), number(kernel, "dispatches"));
-    }
-
-    let files = ModelFiles::open(&model).expect("a checkpoint");
-    let (config, _) = ModelConfig::load(&files).expect("a config");
-    let checkpoint = Checkpoint::open(&files).expect("a checkpoint");
-    let weights = Weights::collect(&checkpoint, &config).expect("weights");
-    let schemes = Schemes::of(&weights, QuantizeMode::None).expect("schemes");
-    let most = work::batch_tokens(&config, &schemes, KvDtype::F16, 256);
-    let mut steps = work::prompt(&config, &schemes, KvDtype::F16, Precision::Fast, prompt, most);
-    steps.extend((prompt..prompt + generated - 1).map(|position| {
-        let position = position..position + 1;
-        let positions = std::slice::from_ref(&position);
-        work::step(&config, &schemes, KvDtype::F16, Precision::Fast, positions, (1, Drawn::Greedy), most)
-    }));
-    let mut counted: BTreeMap<String, u64> = BTreeMap::new();
-    for work in steps.iter().flatten() {
-        let (shader, values) = (work.dispatch.shader, &work.dispatch.constants);
-        let constants =
-            shader.constants.iter().zip(values).map(|((_, name), value)| format!(" {name}={value}"));
-        *counted.entry(format!("{}{}", shader.name, constants.collect::<String>())).or_default() +=
-            work.times;
-    }
-    let [counted, dispatched] = [counted, dispatched].map(without_tile_sizes);
-    assert_eq!(counted, dispatched);
-}
-
 #[test]
 fn an_unsupported_gpu_is_refused_with_the_supported_ones() {
     let parts = ["\"navi10\"", "phoenix, gfx1150, gfx1151"];
-    assert_error(unicorn(&["bench", "isa", "--device", "navi10"]), 1, &parts);
+    assert_error(lab(&["isa", "--device", "navi10"]), 1, &parts);
 }

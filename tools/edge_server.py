@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT / "tests/clients"))
 from server import children, free_port, is_running
 
 BINARY = Path(os.environ.get("UNICORN_BINARY", ROOT / "target/debug/unicorn"))
+LAB = BINARY.with_name("unicorn-lab")
 START_SECONDS = 120
 ANSWER_SECONDS = 60
 

@@ -26,7 +26,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from edge_server import ANSWER_SECONDS, BINARY, ROOT, START_SECONDS, Server, health_within_a_second, loses_its_log_and_nothing_else
+from edge_server import ANSWER_SECONDS, BINARY, LAB, ROOT, START_SECONDS, Server, health_within_a_second, loses_its_log_and_nothing_else
 from fault_edges import FAULT_EDGES
 
 ALICE, BOB = "sk-alice-0123456789abcdef", "sk-bob-0123456789abcdef"
@@ -267,7 +267,7 @@ def bounds_of_the_configuration():
 def interrupted_on_a_terminal():
     """Ctrl-C erases the progress bar, and a message says that the same command resumes the work."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [BINARY, "synth", "--shape", "gemma-3-1b", "--scheme", "bf16", f"{folder}/model"]
+        command = [LAB, "synth", "--shape", "gemma-3-1b", "--scheme", "bf16", f"{folder}/model"]
         for _ in range(2):
             terminal, end = pty.openpty()
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=end)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Builds target/gpu-bench: a folder with one script that checks and measures Unicorn on another machine's GPU.
 
-The folder has the binary and the test suite, stripped and compressed, the data that the suite reads, and
+The folder has both binaries and the test suite, stripped and compressed, the data that the suite reads, and
 tools/gpu_bench_run.sh as run.sh. It runs on machines whose glibc is at least as new as the printed version.
 """
 
@@ -61,12 +61,12 @@ def pack_data():
 
 
 def main():
-    binary = built("build", "--bin", "unicorn")
+    binaries = {name: built("build", "--bin", name) for name in ["unicorn", "unicorn-lab"]}
     # The suite is built as in `make test`: the CPU twins of kernels are optimised, and assertions are enabled.
-    suite = built("test", "--no-run", "--test", "suite")
+    binaries["suite"] = built("test", "--no-run", "--test", "suite")
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
-    glibc = max(stripped(binary, "unicorn"), stripped(suite, "suite"))
+    glibc = max(stripped(binary, name) for name, binary in binaries.items())
     pack_data()
     shutil.copy(ROOT / "tools/gpu_bench_run.sh", FOLDER / "run.sh")
     commit = run("git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+").strip()

@@ -54,8 +54,8 @@ bounded() { if command -v timeout >/dev/null; then timeout -k 10 "$most" "$@"; e
 measure() {
     name=$1
     shift
-    say "$name: unicorn $*"
-    bounded "$work/unicorn" "$@" --json >"$work/$name.json" 2>"$work/$name.log"
+    say "$name: unicorn-lab $*"
+    bounded "$work/unicorn-lab" "$@" --json >"$work/$name.json" 2>"$work/$name.log"
     status=$?
     if [ $status != 0 ] || [ ! -s "$work/$name.json" ]; then
         problem "$name: exit code $status: $(tail -n 1 "$work/$name.log")"
@@ -64,8 +64,9 @@ measure() {
 }
 
 say "unpacking into $work"
-gzip -dc "$here/unicorn.gz" >"$work/unicorn" && gzip -dc "$here/suite.gz" >"$work/suite" || exit 1
-chmod +x "$work/unicorn" "$work/suite"
+for name in unicorn unicorn-lab suite; do
+    gzip -dc "$here/$name.gz" >"$work/$name" && chmod +x "$work/$name" || exit 1
+done
 mkdir -p "$work/tree" && ln -sf ../unicorn "$work/tree/unicorn" && gzip -dc "$here/data.tar.gz" | tar -xf - -C "$work/tree" || exit 1
 
 if ! devices=$("$work/unicorn" devices 2>&1); then
@@ -91,9 +92,9 @@ grep -q '^test result: ' "$work/suite.log" ||
 [ -z "$failures" ] || printf '%s\n' "$failures" >&2
 
 if [ "$small" = 1 ]; then
-    measure kernels bench kernels --shape gemma-3-270m --scheme int4-g32 --tokens 1 --depth 64 --runs 1
+    measure kernels kernels --shape gemma-3-270m --scheme int4-g32 --tokens 1 --depth 64 --runs 1
 else
-    measure kernels bench kernels --scheme int4-g32,int4-g128,int8-row --tokens 1,8,128 --runs 3
+    measure kernels kernels --scheme int4-g32,int4-g128,int8-row --tokens 1,8,128 --runs 3
 fi
 
 # `model NAME GB SHAPE SCHEME` writes a model, measures it, and removes it.
@@ -105,12 +106,12 @@ model() {
         problem "$name: skipped: the work before took longer than $budget s"
     elif [ "${free:-0}" -lt "$gb" ]; then
         problem "$name: skipped: $work has $free GB free, and it needs $gb"
-    elif ! bounded "$work/unicorn" synth --shape "$shape" --scheme "$scheme" "$work/$name" >"$work/$name.log" 2>&1; then
+    elif ! bounded "$work/unicorn-lab" synth --shape "$shape" --scheme "$scheme" "$work/$name" >"$work/$name.log" 2>&1; then
         problem "$name: cannot be written: $(tail -n 1 "$work/$name.log")"
     elif [ "$small" = 1 ]; then
-        measure "$name" bench model --model "$work/$name" --prefill 8 --depth 0 --batch 1,2 --steps 1 --runs 1 --limit-s 10 --context 64
+        measure "$name" model --model "$work/$name" --prefill 8 --depth 0 --batch 1,2 --steps 1 --runs 1 --limit-s 10 --context 64
     else
-        measure "$name" bench model --model "$work/$name" --prefill 128,512,2048 --depth 0,2048,8192 --batch 1,4,16,64 \
+        measure "$name" model --model "$work/$name" --prefill 128,512,2048 --depth 0,2048,8192 --batch 1,4,16,64 \
             --steps 4 --runs 1 --limit-s 15 --budget-s 120
     fi
     rm -rf "${work:?}/$name"

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Soaks the shipped binary: every route for half an hour, with clients that leave, SIGHUPs and a lost device each minute.
 
-    tools/soak.py                    `unicorn bench serve --soak 30m` (`make soak` builds what it needs)
-    tools/soak.py --soak 5m ...      other options of `unicorn bench serve`
+    tools/soak.py               `unicorn-lab soak 30m` (`make soak` builds what it needs)
+    tools/soak.py 5m ...        other arguments of `unicorn-lab soak`
 
-The binary is target/debug/unicorn, or $UNICORN_BINARY. It serves the demo model on software Vulkan, with the fault
+The server is target/debug/unicorn, or $UNICORN_BINARY, with unicorn-lab in the same folder. It serves the demo model on software Vulkan, with the fault
 layer, and with the malloc settings of the systemd unit. The exit status is 1 if the soak test finds an error, if the
 server does not exit with status 0 afterwards, or if its log reports a panic. The log is kept in target/soak.log.
 """
@@ -18,17 +18,16 @@ import sys
 import tempfile
 from pathlib import Path
 
-from edge_server import BINARY, ROOT, Server, with_faults
+from edge_server import BINARY, LAB, ROOT, Server, with_faults
 
 LOG = ROOT / "target/soak.log"
 END_SECONDS = 60
 
 
 def main(arguments):
-    if not BINARY.exists():
-        sys.exit(f"soak: {BINARY} does not exist: `make soak` builds it")
-    if "--soak" not in arguments:
-        arguments = ["--soak", "30m", *arguments]
+    for binary in (BINARY, LAB):
+        if not binary.exists():
+            sys.exit(f"soak: {binary} does not exist: `make soak` builds it")
     with tempfile.TemporaryDirectory(prefix="unicorn-soak-") as folder:
         faults = Path(folder) / "faults"
         faults.write_text("")
@@ -51,7 +50,7 @@ def malloc_of_the_service():
 def soak(server, faults, arguments):
     if server.process.poll() is not None:
         sys.exit(f"soak: the server exited with status {server.process.returncode}: {server.logged()[-1000:]}")
-    command = [BINARY, "bench", "serve", "--url", f"http://127.0.0.1:{server.port}/v1", "--pid", str(server.process.pid)]
+    command = [LAB, "soak", "--url", f"http://127.0.0.1:{server.port}/v1", "--pid", str(server.process.pid)]
     # The program warns about variables that look like its options.
     clean = {name: value for name, value in os.environ.items() if not name.startswith("UNICORN_")}
     failed = subprocess.run([*command, "--fault-file", faults, *arguments], env=clean).returncode != 0

@@ -3,14 +3,14 @@
 
     tools/test_27b.py [--dir DIR] [--shape gemma-3-27b] [--scheme int4-g128] [--keep]
 
-The steps: write the checkpoint with `unicorn synth` (16 GB of disk), read it with fio, evict it from memory, allocate
+The steps: write the checkpoint with `unicorn-lab synth` (16 GB of disk), read it with fio, evict it from memory, allocate
 and free as much memory as it needs, serve it, and request two tokens. The output is one line of JSON: load time and
 rate, the rates of disk and memory in the same run, and resident memory.
 
 The test fails unless the files and the server have as many layers as the shape, the device holds at least the bytes of
 the weights, the answer has two tokens, and no part of the files stays in memory. The ratio of the load rate to the disk
 rate is printed but not checked, because it depends on the machine and its neighbours as much as on the program. The
-test takes minutes on software Vulkan, so it is not part of `make test`. docs/measurements.md has dated results.
+test takes minutes on software Vulkan, so it is not part of `make test`. benches/results/loading.md has dated results.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 UNICORN = ROOT / "target/debug/unicorn"
+LAB = ROOT / "target/debug/unicorn-lab"
 # num_hidden_layers as published.
 LAYERS = {"gemma-3-270m": 18, "gemma-3-1b": 26, "gemma-3-4b": 34, "gemma-3-12b": 48, "gemma-3-27b": 62}
 START_SECONDS = 3600
@@ -91,7 +92,7 @@ def main():
     args = parser.parse_args()
 
     if not (args.dir / "unicorn.json").exists():
-        subprocess.run([UNICORN, "synth", "--shape", args.shape, "--scheme", args.scheme, args.dir], check=True)
+        subprocess.run([LAB, "synth", "--shape", args.shape, "--scheme", args.scheme, args.dir], check=True)
     shown = json.loads(subprocess.run([UNICORN, "inspect", args.dir, "--json"], check=True, capture_output=True).stdout)
     files = sorted(args.dir.glob("*.safetensors"))
     disk = disk_rate(files)

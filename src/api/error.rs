@@ -350,7 +350,7 @@ impl ApiError {
             Self::Engine(EngineError::LostTwice(_)) => {
                 server(StatusCode::INTERNAL_SERVER_ERROR, "server_error", Some("lost_twice"), None)
             }
-            Self::Engine(EngineError::Offload(_)) => {
+            Self::Engine(EngineError::Coprocessor(_)) => {
                 server(StatusCode::INTERNAL_SERVER_ERROR, "server_error", Some("npu_failed"), None)
             }
             Self::Engine(EngineError::SlowReader) => {

@@ -18,18 +18,18 @@ use serde_json::Value;
 
 use super::direct::DirectFile;
 use super::error::{CheckpointError, one_line};
-use super::gguf;
+use super::gguf::{self, GgufArch};
 use super::held::Held;
 use crate::file;
 
-/// Largest file that is read into memory, in bytes. The largest one in use is Gemma-3's tokenizer.json with 33 MB.
+/// Largest file that is read into memory, in bytes. The largest tokenizer.json in use has 33 MB.
 pub const MAX_READ_BYTES: u64 = 64 << 20;
 
 const CONFIG_FILE: &str = "config.json";
 /// Configs have a few KB. The limit is low because a parsed JSON value takes up to 32 times the bytes of its text.
 const MAX_CONFIG_BYTES: usize = 1 << 20;
 
-/// Each shard is a mapping, and Linux allows a process 65,530 of them by default. Gemma-3 27B has 12 shards.
+/// Each shard is a mapping, and Linux allows a process 65,530 of them by default. Models in use have up to 12 shards.
 pub(super) const MAX_SHARDS: usize = 4096;
 
 /// Maximum number of folder entries that are read.
@@ -44,6 +44,8 @@ pub struct ModelFiles {
     overrides: Vec<(String, PathBuf)>,
     /// The open files after [`ModelFiles::hold`]. Then no other files are read.
     held: Option<Arc<Held>>,
+    /// The architectures of which GGUF files can be read.
+    archs: &'static [&'static GgufArch],
     /// The parsed `config.json`, set by the first call of [`ModelFiles::config`].
     config: Arc<OnceLock<Option<Arc<Value>>>>,
 }
@@ -67,6 +69,13 @@ pub struct HeldNames {
     links_out: BTreeMap<PathBuf, PathBuf>,
 }
 
+impl HeldNames {
+    /// The number of open files that belong to these names.
+    pub fn num_files(&self) -> usize {
+        self.paths.len()
+    }
+}
+
 #[derive(Debug, Serialize, Deserialize)]
 enum HeldSource {
     Folder(PathBuf),
@@ -76,8 +85,8 @@ enum HeldSource {
 
 impl ModelFiles {
     /// Opens a folder in Hugging Face layout, a GGUF file, or a folder with a GGUF file. The model gets the name of the
-    /// folder or the file.
-    pub fn open(folder: &Path) -> Result<Self, CheckpointError> {
+    /// folder or the file. A GGUF file must have one of the architectures `archs`.
+    pub fn open(folder: &Path, archs: &'static [&'static GgufArch]) -> Result<Self, CheckpointError> {
         let fail = |problem: String| CheckpointError::file(folder.display(), problem);
         let canonical = match fs::canonicalize(folder) {
             Ok(path) => path,
@@ -92,35 +101,40 @@ impl ModelFiles {
         };
         if !canonical.is_dir() {
             return match is_gguf(folder).map_err(fail)? {
-                true => Self::open_gguf(folder),
+                true => Self::open_gguf(folder, archs),
                 false => {
                     Err(fail("is not a GGUF file; for other formats, give the folder of the model".into()))
                 }
             };
         }
         if let Some(file) = only_gguf(folder).map_err(fail)? {
-            return Self::open_gguf(&file);
+            return Self::open_gguf(&file, archs);
         }
         let name = canonical.file_name().unwrap_or(canonical.as_os_str()).to_string_lossy().into_owned();
         Ok(Self::new(name, Source::Folder(folder.to_path_buf())))
     }
 
     fn new(name: String, source: Source) -> Self {
-        Self { name, source, overrides: Vec::new(), held: None, config: Arc::default() }
+        Self { name, source, overrides: Vec::new(), held: None, archs: &[], config: Arc::default() }
     }
 
-    fn open_gguf(file: &Path) -> Result<Self, CheckpointError> {
+    fn open_gguf(file: &Path, archs: &'static [&'static GgufArch]) -> Result<Self, CheckpointError> {
         let parts = gguf_parts(file).map_err(|problem| CheckpointError::file(file.display(), problem))?;
         let stem = file.file_stem().unwrap_or(file.as_os_str()).to_string_lossy();
         // The name of a split file ends in the part number, which is not part of the model's name.
         let name = split_number(&stem).map_or(&*stem, |(name, ..)| name).to_owned();
-        Ok(Self::new(name, Source::Gguf(parts)))
+        Ok(Self { archs, ..Self::new(name, Source::Gguf(parts)) })
     }
 
-    /// Files in memory, as (name, contents). A single file whose name ends in `.gguf` is a whole model.
-    pub fn in_memory(name: impl Into<String>, files: impl IntoIterator<Item = (String, Vec<u8>)>) -> Self {
+    /// Files in memory, as (name, contents). A single file whose name ends in `.gguf` is a whole model, of one of the
+    /// architectures `archs`.
+    pub fn in_memory(
+        name: impl Into<String>,
+        files: impl IntoIterator<Item = (String, Vec<u8>)>,
+        archs: &'static [&'static GgufArch],
+    ) -> Self {
         let files = files.into_iter().map(|(name, bytes)| (name, Arc::from(bytes))).collect();
-        Self::new(name.into(), Source::Memory(Arc::new(files)))
+        Self { archs, ..Self::new(name.into(), Source::Memory(Arc::new(files))) }
     }
 
     /// Files embedded in the binary, as (file name, contents).
@@ -168,6 +182,10 @@ impl ModelFiles {
         &self.name
     }
 
+    pub(super) fn archs(&self) -> &'static [&'static GgufArch] {
+        self.archs
+    }
+
     /// The path or kind of the files, for messages.
     pub fn location(&self) -> String {
         match &self.source {
@@ -199,7 +217,7 @@ impl ModelFiles {
         }
         if let Some(parts) = self.map_gguf()? {
             let parts: Vec<_> = parts.iter().map(|(display, bytes)| (display.as_str(), &**bytes)).collect();
-            return Ok(gguf::generated(&parts, name)?.map(Cow::Owned));
+            return Ok(gguf::generated(&parts, name, self.archs)?.map(Cow::Owned));
         }
         match &self.source {
             Source::Embedded(_) => Ok(self.embedded_file(name).map(Cow::Borrowed)),
@@ -339,29 +357,23 @@ impl ModelFiles {
         Some((HeldNames { name, source, overrides, paths, links_out }, files))
     }
 
-    /// Restores the files that another process held. `files` come from [`ModelFiles::to_parts`], in the same order;
-    /// `embedded` are the files of the embedded model.
+    /// Restores the files that another process held. `files` are those of [`ModelFiles::to_parts`], in the same order,
+    /// `embedded` are the files of the embedded model, and `archs` as in [`ModelFiles::open`].
     pub fn from_parts(
         names: HeldNames,
         files: Vec<File>,
         embedded: &'static [(&'static str, &'static [u8])],
-    ) -> Result<Self, CheckpointError> {
+        archs: &'static [&'static GgufArch],
+    ) -> Self {
         let HeldNames { name, source, overrides, paths, links_out } = names;
-        if files.len() != paths.len() {
-            let problem = format!(
-                "received {} open files from the other process; expected {}",
-                files.len(),
-                paths.len()
-            );
-            return Err(CheckpointError::file(name, problem));
-        }
+        assert_eq!(files.len(), paths.len(), "the files of {name}");
         let source = match source {
             HeldSource::Folder(folder) => Source::Folder(folder),
             HeldSource::Gguf(parts) => Source::Gguf(parts),
             HeldSource::Embedded => Source::Embedded(embedded),
         };
         let held = Held::from_parts(paths, links_out, files);
-        Ok(Self { overrides, held: Some(Arc::new(held)), ..Self::new(name, source) })
+        Self { overrides, archs, held: Some(Arc::new(held)), ..Self::new(name, source) }
     }
 
     /// The path at which to open a file: the path of the held file if the files are held, otherwise `path`.

@@ -12,7 +12,7 @@ mod error;
 mod files;
 mod floats;
 mod format;
-mod gguf;
+pub mod gguf;
 mod held;
 mod layer_values;
 mod legacy;

@@ -373,7 +373,7 @@ pub struct NativeWriter {
 impl NativeWriter {
     /// Whether the folder contains the finished result of the same `job`.
     pub fn is_result(folder: &Path, job: &serde_json::Value) -> bool {
-        let manifest = ModelFiles::open(folder).and_then(|files| Manifest::read(&files));
+        let manifest = ModelFiles::open(folder, &[]).and_then(|files| Manifest::read(&files));
         matches!(manifest, Ok(Some(Manifest { job: Some(of), .. })) if of == digest(&versioned(job)))
     }
 
@@ -530,7 +530,7 @@ impl NativeWriter {
 
     /// Adds the expected outputs of the layers to a finished folder. If this is interrupted, the folder stays valid.
     pub fn add_layer_values(folder: &Path, values: &LayerValues) -> Result<(), CheckpointError> {
-        let files = ModelFiles::open(folder)?;
+        let files = ModelFiles::open(folder, &[])?;
         let mut manifest = Manifest::read(&files)?
             .ok_or_else(|| CheckpointError::file(folder.display(), "has no finished native checkpoint"))?;
         let (record, bytes) = values.to_parts();

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use super::error::{CheckpointError, one_line, short};
 use super::files::{FileBytes, MAX_SHARDS, ModelFiles};
 use super::format::Format;
-use super::gguf::{self, GgmlTensor};
+use super::gguf::{self, GgmlTensor, GgufArch};
 use super::legacy::{self, LegacyTensor};
 use super::native::{self, Manifest, NativeTensor, Synthetic};
 use super::packed::{self, PackedMatrix};
@@ -39,7 +39,7 @@ impl Checkpoint {
             table: Table::default(),
         };
         if let Some(parts) = files.map_gguf()? {
-            checkpoint.add_gguf(parts)?;
+            checkpoint.add_gguf(parts, files.archs())?;
         } else if let Some(manifest) = Manifest::read(files)? {
             checkpoint.add_native(files, &manifest)?;
         } else if let Some(bytes) = files.map(SINGLE_FILE)? {
@@ -246,12 +246,17 @@ impl Checkpoint {
         Ok(())
     }
 
-    fn add_gguf(&mut self, parts: Vec<(String, FileBytes)>) -> Result<(), CheckpointError> {
+    fn add_gguf(
+        &mut self,
+        parts: Vec<(String, FileBytes)>,
+        archs: &[&'static GgufArch],
+    ) -> Result<(), CheckpointError> {
+        let arch = parts.first().and_then(|(_, bytes)| gguf::arch_of(bytes, archs));
         self.format = Format::Gguf;
         self.norms_hold_one = true;
         let count = parts.len();
         for (file, (display, bytes)) in parts.into_iter().enumerate() {
-            for tensor in gguf::tensors(&bytes, &display, (file, count))? {
+            for tensor in gguf::tensors(&bytes, &display, (file, count), arch)? {
                 let data = Span { file, range: tensor.range };
                 let stored = match tensor.storage {
                     gguf::Storage::Plain(dtype) => Stored::Plain { dtype, data },

@@ -17,7 +17,7 @@ use super::error::{CheckpointError, one_line, short};
 use super::files::FileBytes;
 use crate::tensor::DType;
 
-/// Longest accepted header, in bytes. The 1,247 tensors of Gemma-3 27B take 0.2 MB.
+/// Longest accepted header, in bytes. The 1,247 tensors of a 27B take 0.2 MB.
 const MAX_HEADER_BYTES: u64 = 16 << 20;
 /// Maximum number of dimensions. No tensor of a language or vision model has so many.
 const MAX_RANK: usize = 8;

@@ -1,7 +1,6 @@
 //! The command line, as clap parses it.
 
 use std::path::PathBuf;
-use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
 use clap_complete::Shell;
@@ -10,12 +9,13 @@ use crate::config::{Courtesy, FfnHeap, NpuMode, parse_bytes};
 use crate::gpu::placement;
 use crate::hub::ModelName;
 use crate::model::SamplingOptions;
-use crate::model::shapes::Shape;
+use crate::model::arch;
+use crate::model::spec::Shape;
 use crate::model::tensors::TensorSpec;
 use crate::tensor::{Bits, KvDtype, Precision, QuantizeMode, Scales, Scheme};
 
 #[derive(Debug, Parser)]
-#[command(name = "unicorn", version, about = "A local LLM server: Gemma-3 in Vulkan compute shaders", long_about = None)]
+#[command(name = "unicorn", version, about = "A local LLM server in Vulkan compute shaders", long_about = None)]
 pub struct CommandLine {
     #[command(subcommand)]
     pub command: Command,
@@ -147,8 +147,6 @@ pub enum Command {
     Quantize(Quantize),
     /// Show the contents of a checkpoint: format, shape, quantization schemes, sizes
     Inspect(Inspect),
-    /// Write a native checkpoint of random weights in the shape of a published model, for measurements
-    Synth(Synth),
     /// Show how a model would be placed in memory, and the longest context that fits; needs no GPU
     Plan(Plan),
     /// Measure the engine, load time and memory, or a server under load
@@ -190,7 +188,7 @@ pub enum ConfigCommand {
 /// The options of a command that loads the configured model.
 #[derive(Debug, Clone, Args)]
 pub struct ModelOptions {
-    /// Folder of a Gemma-3 checkpoint, a GGUF file, or the name of a pulled model [default: the demo model in this
+    /// Folder of a checkpoint, a GGUF file, or the name of a pulled model [default: the demo model in this
     /// binary]
     #[arg(long, value_name = "FOLDER|FILE|ORG/NAME")]
     pub model: Option<String>,
@@ -369,7 +367,7 @@ pub struct EvalPerplexity {
 /// The model of `eval`, whose results are compared with other implementations.
 #[derive(Debug, Args)]
 pub struct Evaluated {
-    /// Folder of a Gemma-3 checkpoint, or the name of a pulled model
+    /// Folder of a checkpoint, or the name of a pulled model
     pub model: String,
     #[command(flatten)]
     pub quantize: QuantizeOption,
@@ -539,22 +537,6 @@ pub struct Inspect {
     pub common: Common,
 }
 
-#[derive(Debug, Args)]
-pub struct Synth {
-    /// gemma-3-270m, gemma-3-1b, gemma-3-4b, gemma-3-12b or gemma-3-27b
-    #[arg(long, value_parser = Shape::named)]
-    pub shape: Shape,
-    #[command(flatten)]
-    pub schemes: Schemes,
-    /// Seed of the weights; the same seed writes the same bytes
-    #[arg(long, default_value_t = 0)]
-    pub seed: u64,
-    /// Folder to write
-    pub destination: PathBuf,
-    #[command(flatten)]
-    pub common: Common,
-}
-
 /// Plans for this machine, or for a machine with the given --vram and --gtt.
 #[derive(Debug, Args)]
 pub struct Plan {
@@ -584,8 +566,7 @@ pub struct Plan {
 pub struct Planned {
     /// A checkpoint in any format that can be read, or the name of a pulled model
     pub model: Option<String>,
-    /// gemma-3-270m, gemma-3-1b, gemma-3-4b, gemma-3-12b or gemma-3-27b
-    #[arg(long, value_parser = Shape::named, conflicts_with_all = ["quantize", "model_config"])]
+    #[arg(long, help = arch::shape_names(", "), value_parser = arch::shape, conflicts_with_all = ["quantize", "model_config"])]
     pub shape: Option<Shape>,
     /// Scheme of the shape's attention and feed-forward matrices: int4-g32, int4-g128, int8-row, bf16 or another scheme
     /// of docs/formats.md [default: int4-g32]
@@ -618,8 +599,7 @@ pub struct Doctor {
     /// Check whether this model fits [default: the configured model]
     #[arg(long, value_name = "FOLDER|FILE|ORG/NAME", conflicts_with = "shape")]
     pub model: Option<String>,
-    /// Check whether a published shape fits: gemma-3-270m, gemma-3-1b, gemma-3-4b, gemma-3-12b or gemma-3-27b
-    #[arg(long, value_parser = Shape::named, conflicts_with_all = ["quantize", "model_config"])]
+    #[arg(long, help = format!("Check whether a published shape fits: {}", arch::shape_names(", ")), value_parser = arch::shape, conflicts_with_all = ["quantize", "model_config"])]
     pub shape: Option<Shape>,
     /// Scheme of the shape's matrices, as in `unicorn plan` [default: int4-g32]
     #[arg(long, value_name = "SCHEME", value_parser = any_scheme, requires = "shape")]
@@ -661,31 +641,17 @@ pub struct Bench {
 pub enum Benchmark {
     /// Measure the engine in this process (the default): load time, prefill and decode speed, memory
     Engine(BenchEngine),
-    /// Measure the steps of a model without the engine: prompts of several lengths, and decodes of several batch sizes
-    /// at several context depths
-    Model(BenchModel),
     /// Compute a prompt alternately with and without the NPU: time, the GPU's share of it, and energy
     Npu(BenchNpu),
-    /// Measure each hot kernel alone at the shapes of published models, and compare it with the limits of the device
-    Kernels(BenchKernels),
     /// Measure a server with the OpenAI API, as its clients see it
     Serve(BenchServe),
-    /// Compile every kernel for an AMD GPU, which this machine need not have, and predict the speed of each size of
-    /// Gemma-3 from the assembly
-    ///
-    /// --quantize selects the type of the weights [default: int4-g128-emb8], --kv the type of keys and values. If Mesa
-    /// 26 is in the current folder (`make setup-devices`), it compiles the kernels too.
-    Isa(BenchIsa),
 }
 
 /// The chosen benchmark.
 pub enum Benchmarked<'a> {
     Engine(&'a BenchEngine),
-    Model(&'a BenchModel),
     Npu(&'a BenchNpu),
-    Kernels(&'a BenchKernels),
     Serve(&'a BenchServe),
-    Isa(&'a BenchIsa),
 }
 
 impl Bench {
@@ -693,11 +659,8 @@ impl Bench {
         match &self.what {
             None => Benchmarked::Engine(&self.engine),
             Some(Benchmark::Engine(args)) => Benchmarked::Engine(args),
-            Some(Benchmark::Model(args)) => Benchmarked::Model(args),
             Some(Benchmark::Npu(args)) => Benchmarked::Npu(args),
-            Some(Benchmark::Kernels(args)) => Benchmarked::Kernels(args),
             Some(Benchmark::Serve(args)) => Benchmarked::Serve(args),
-            Some(Benchmark::Isa(args)) => Benchmarked::Isa(args),
         }
     }
 }
@@ -736,46 +699,6 @@ pub struct BenchEngine {
 }
 
 #[derive(Debug, Args)]
-pub struct BenchModel {
-    #[command(flatten)]
-    pub model: ModelOptions,
-    /// Lengths of the prompts, in tokens
-    #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "128,512,2048,8192",
-          value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
-    pub prefill: Vec<u32>,
-    /// Context depths: tokens in the context before the decoded tokens
-    #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "0,2048,8192",
-          value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
-    pub depth: Vec<u32>,
-    /// Batch sizes: numbers of sequences that are decoded together, at each depth
-    #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "1,2,4,8,16,32,64",
-          value_parser = clap::value_parser!(u32).range(1..=64))]
-    pub batch: Vec<u32>,
-    /// Steps of each decode
-    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=1000))]
-    pub steps: u32,
-    /// Measured runs of each case, after a short one to warm up; the median is reported
-    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=100))]
-    pub runs: u32,
-    /// Longest time for a case. A case whose single run would take longer is skipped; others get fewer runs
-    #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u32).range(1..=86_400))]
-    pub limit_s: u32,
-    /// Longest time for the whole benchmark; cases that have not begun by then are skipped
-    #[arg(long, value_name = "SECONDS")]
-    pub budget_s: Option<u32>,
-    /// Compare with an earlier report that --json printed
-    #[arg(long, value_name = "FILE")]
-    pub compare: Option<PathBuf>,
-    /// Print one JSON object
-    #[arg(long)]
-    pub json: bool,
-    #[command(flatten)]
-    pub npu: NpuOption,
-    #[command(flatten)]
-    pub common: Common,
-}
-
-#[derive(Debug, Args)]
 pub struct BenchNpu {
     #[command(flatten)]
     pub model: ModelOptions,
@@ -791,78 +714,6 @@ pub struct BenchNpu {
     /// Folder to read the energy counters from, instead of /
     #[arg(long, value_name = "FOLDER", hide = true)]
     pub root: Option<PathBuf>,
-    #[command(flatten)]
-    pub common: Common,
-}
-
-#[derive(Debug, Args)]
-pub struct BenchKernels {
-    /// gemma-3-270m, gemma-3-1b, gemma-3-4b, gemma-3-12b, gemma-3-27b
-    #[arg(long, value_name = "SHAPE,...", value_delimiter = ',', default_value = "gemma-3-4b,gemma-3-27b",
-          value_parser = Shape::named)]
-    pub shape: Vec<Shape>,
-    /// Schemes of the layers' matrices: int4-g32, int4-g128, int8-row, bf16
-    #[arg(long, value_name = "SCHEME,...", value_delimiter = ',', default_value = "int4-g32,int4-g128")]
-    pub scheme: Vec<Target>,
-    /// Scheme of the embedding, which is also the output head
-    #[arg(long, value_name = "SCHEME", default_value = "int8-row")]
-    pub embedding: Target,
-    /// Tokens of a step
-    #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "1,8,128",
-          value_parser = clap::value_parser!(u32).range(1..=8192))]
-    pub tokens: Vec<u32>,
-    /// Context depths: tokens in the context before the tokens of the step
-    #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "2048,8192",
-          value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
-    pub depth: Vec<u32>,
-    /// Measure only the cases whose names contain this text
-    #[arg(long, value_name = "TEXT")]
-    pub only: Option<String>,
-    /// Measured runs of each case, after two to warm up; the median is reported
-    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=100))]
-    pub runs: u32,
-    /// Compare with an earlier report that --json printed
-    #[arg(long, value_name = "FILE")]
-    pub compare: Option<PathBuf>,
-    /// Print one JSON object
-    #[arg(long)]
-    pub json: bool,
-    #[command(flatten)]
-    pub device: DeviceOptions,
-    #[command(flatten)]
-    pub precision: PrecisionOption,
-    #[command(flatten)]
-    pub kv: KvOption,
-    #[command(flatten)]
-    pub common: Common,
-}
-
-#[derive(Debug, Args)]
-pub struct BenchIsa {
-    /// The GPU: phoenix (Radeon 780M), gfx1150 (890M) or gfx1151 (8060S)
-    #[arg(long, value_name = "GPU", default_value = "phoenix")]
-    pub device: String,
-    /// Predict only this size [default: all five]
-    #[arg(long, value_parser = Shape::named)]
-    pub shape: Option<Shape>,
-    /// Tokens in each sequence's KV cache at the predicted decode step
-    #[arg(long, value_name = "TOKENS", default_value_t = 512, value_parser = clap::value_parser!(u32).range(..=131_071))]
-    pub depth: u32,
-    /// Also write the assembly of every pipeline, one file each
-    #[arg(long, value_name = "FOLDER")]
-    pub assembly: Option<PathBuf>,
-    /// Print one JSON object
-    #[arg(long)]
-    pub json: bool,
-    /// Compile on the device that the environment selects, and print the result. The command runs itself with this flag
-    #[arg(long, hide = true)]
-    pub compile: bool,
-    #[command(flatten)]
-    pub quantize: QuantizeOption,
-    #[command(flatten)]
-    pub precision: PrecisionOption,
-    #[command(flatten)]
-    pub kv: KvOption,
     #[command(flatten)]
     pub common: Common,
 }
@@ -889,47 +740,9 @@ impl Scenario {
     }
 }
 
-/// The length of a soak test: a time, or how many times every client sends all requests.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum SoakLength {
-    Time(Duration),
-    Rounds(u32),
-}
-
-impl std::str::FromStr for SoakLength {
-    type Err = String;
-    fn from_str(text: &str) -> Result<Self, String> {
-        const DAY_S: u32 = 86_400;
-        let expected =
-            || format!("expected a time such as 30m, 90s or 2h, at most a day, or rounds: 1r to {DAY_S}r");
-        let (number, unit) = text.split_at(text.len() - text.chars().next_back().map_or(0, char::len_utf8));
-        let number: u32 = number.parse().map_err(|_| expected())?;
-        let factor = match unit {
-            "s" | "r" => 1,
-            "m" => 60,
-            "h" => 3600,
-            _ => return Err(expected()),
-        };
-        match number.checked_mul(factor) {
-            Some(n @ 1..=DAY_S) if unit == "r" => Ok(Self::Rounds(n)),
-            Some(seconds @ 1..=DAY_S) => Ok(Self::Time(Duration::from_secs(seconds.into()))),
-            _ => Err(expected()),
-        }
-    }
-}
-
-impl std::fmt::Display for SoakLength {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Time(time) => write!(f, "{} s", time.as_secs()),
-            Self::Rounds(1) => f.write_str("1 round"),
-            Self::Rounds(rounds) => write!(f, "{rounds} rounds"),
-        }
-    }
-}
-
+/// The server that receives requests.
 #[derive(Debug, Args)]
-pub struct BenchServe {
+pub struct ServerOptions {
     /// Base address of the API, http or https; no proxy is used
     #[arg(long, default_value = "http://127.0.0.1:8010/v1")]
     pub url: String,
@@ -939,6 +752,15 @@ pub struct BenchServe {
     /// API key, sent as a bearer token
     #[arg(long, value_name = "KEY")]
     pub api_key: Option<String>,
+    /// Longest time for one request
+    #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u32).range(1..=86_400))]
+    pub timeout_s: u32,
+}
+
+#[derive(Debug, Args)]
+pub struct BenchServe {
+    #[command(flatten)]
+    pub server: ServerOptions,
     #[arg(long, value_enum, default_value_t = Scenario::Closed)]
     pub scenario: Scenario,
     /// Requests of each stream, one after the other; with second-turn, the number of chats
@@ -953,29 +775,13 @@ pub struct BenchServe {
     /// Sampling temperature, at most 2; 0 is greedy, so that every server does the same work
     #[arg(long, default_value_t = 0.0, value_parser = in_range::<0, 2>)]
     pub temperature: f32,
-    /// Longest time for one request
-    #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u32).range(1..=86_400))]
-    pub timeout_s: u32,
     /// Seed of the prompts. If a seed was used before, the server may have cached its prompts [default: a new seed]
     #[arg(long)]
     pub seed: Option<u64>,
     /// Approximate length of a prompt; closed and mixed [default: 128]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub prompt_tokens: Option<u32>,
-    /// Soak test, only for this project's server: send requests to every route for this time (30m, 90s, 2h) or number
-    /// of rounds (3r), and check that equal requests get equal answers, and that nothing is lost or leaks
-    #[arg(long, value_name = "LENGTH", conflicts_with_all = ["scenario", "requests", "max_tokens", "ignore_eos",
-          "temperature", "seed", "prompt_tokens", "chats", "long_tokens", "long_requests", "history_tokens"])]
-    pub soak: Option<SoakLength>,
-    /// Process of the server on this machine: the soak test watches its memory and file descriptors, and sends it
-    /// SIGHUP
-    #[arg(long, value_name = "PID", requires = "soak", value_parser = clap::value_parser!(u32).range(2..=1 << 30))]
-    pub pid: Option<u32>,
-    /// File of the server's fault layer (FAULT_LAYER_FILE): through it, the soak test causes the loss of the device, at
-    /// most once a minute
-    #[arg(long, value_name = "FILE", requires = "soak")]
-    pub fault_file: Option<PathBuf>,
-    /// Numbers of streams; closed [default: 1,2,4,8,16,32,64]; with --soak, the number of clients [default: 8]
+    /// Numbers of streams; closed [default: 1,2,4,8,16,32,64]
     #[arg(long, value_name = "N,...", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub concurrency: Option<Vec<u32>>,
     /// Number of chats; mixed [default: 16]
@@ -1071,7 +877,7 @@ pub struct KernelFolder {
 #[derive(Debug, Args)]
 #[command(group = clap::ArgGroup::new("what").required(true))]
 pub struct BuildKernels {
-    /// The model to build for: the folder of a Gemma-3 checkpoint, a GGUF file, or the name of a pulled model
+    /// The model to build for: the folder of a checkpoint, a GGUF file, or the name of a pulled model
     #[arg(long, value_name = "FOLDER|FILE|ORG/NAME", group = "what",
           conflicts_with_all = ["heads_per_group", "window"])]
     pub model: Option<String>,

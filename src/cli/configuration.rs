@@ -38,13 +38,29 @@ impl Configured {
     }
 }
 
-/// The configuration from defaults, files, environment and flags.
+/// The options of a command that every command has, and its groups of options that set configuration options, of which
+/// later ones win. `None`: the command reads no configuration.
+pub(crate) type Options<'a> = Option<(&'a Common, Vec<&'a dyn ConfigOptions>)>;
+
+/// The configuration of a command.
 pub fn configure(command: &Command) -> Result<Configured, Error> {
-    let options = options(command);
+    let root = match command {
+        Command::Doctor(args::Doctor { root, .. }) => root.as_deref(),
+        _ => None,
+    };
+    configure_from(options(command), root)
+}
+
+/// The configuration from defaults, files, environment and the options of a command. The configuration files are those
+/// of this machine, or of the machine that has its files in `root`.
+pub(crate) fn configure_from(options: Options<'_>, root: Option<&Path>) -> Result<Configured, Error> {
     let files = match &options {
         None => Vec::new(),
         Some((Common { config: Some(path), .. }, _)) => vec![path.clone()],
-        Some(_) => system_files(&system_folder(command))?,
+        Some(_) => system_files(&match root {
+            Some(root) => root.join(SYSTEM.trim_start_matches('/')),
+            None => std::env::var_os(SYSTEM_VARIABLE).map_or(SYSTEM.into(), PathBuf::from),
+        })?,
     };
     let mut layers = Vec::new();
     for path in &files {
@@ -66,14 +82,6 @@ pub fn configure(command: &Command) -> Result<Configured, Error> {
 /// How often the command line has `-v`.
 pub fn verbosity(command: &Command) -> u8 {
     options(command).map_or(0, |(common, _)| common.verbose)
-}
-
-/// The folder of the system's configuration files: of this machine, or of the machine that the doctor checks.
-fn system_folder(command: &Command) -> PathBuf {
-    match command {
-        Command::Doctor(args::Doctor { root: Some(root), .. }) => root.join(SYSTEM.trim_start_matches('/')),
-        _ => std::env::var_os(SYSTEM_VARIABLE).map_or(SYSTEM.into(), PathBuf::from),
-    }
 }
 
 /// The configuration files in the system's folder, in the order in which they are read. All of them are optional.
@@ -110,13 +118,11 @@ fn system_files(folder: &Path) -> Result<Vec<PathBuf>, Error> {
 }
 
 /// Options of the command line that set options of the configuration.
-trait ConfigOptions {
+pub(crate) trait ConfigOptions {
     fn set(&self, flags: &mut Layer);
 }
 
-/// The options of a command that set configuration options, of which later ones win; `None` if the command reads no
-/// configuration.
-fn options(command: &Command) -> Option<(&Common, Vec<&dyn ConfigOptions>)> {
+fn options(command: &Command) -> Options<'_> {
     Some(match command {
         Command::Serve(args) => (&args.options.common, vec![&args.options]),
         Command::Config(ConfigCommand::Check(options) | ConfigCommand::Show(options)) => {
@@ -132,7 +138,6 @@ fn options(command: &Command) -> Option<(&Common, Vec<&dyn ConfigOptions>)> {
         }
         Command::Quantize(args) => (&args.common, vec![&Exact, &args.tokenizer, &args.load, &args.npu]),
         Command::Inspect(args) => (&args.common, vec![&args.files]),
-        Command::Synth(args) => (&args.common, vec![]),
         Command::Plan(args) => (&args.common, vec![&args.quantize, &args.npu, &args.fit, &args.memory]),
         Command::Bench(args) => options_of_benchmark(args),
         Command::Pull(args) => (&args.common, vec![&args.models_dir]),
@@ -152,11 +157,8 @@ fn options(command: &Command) -> Option<(&Common, Vec<&dyn ConfigOptions>)> {
 fn options_of_benchmark(args: &Bench) -> (&Common, Vec<&dyn ConfigOptions>) {
     match args.benchmarked() {
         Benchmarked::Engine(args) => (&args.common, vec![&args.engine]),
-        Benchmarked::Model(args) => (&args.common, vec![&args.model, &args.npu]),
         Benchmarked::Npu(args) => (&args.common, vec![&args.model]),
-        Benchmarked::Kernels(args) => (&args.common, vec![&args.device, &args.precision, &args.kv]),
         Benchmarked::Serve(args) => (&args.common, vec![]),
-        Benchmarked::Isa(args) => (&args.common, vec![&args.quantize, &args.precision, &args.kv]),
     }
 }
 

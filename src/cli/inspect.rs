@@ -12,14 +12,15 @@ use super::progress::Bar;
 use super::terminal::{bytes, print};
 use crate::checkpoint::{self, Checkpoint, Manifest, ModelFiles};
 use crate::config::Config;
-use crate::model::config::{LayerType, ModelConfig};
+use crate::model::BlockPool;
+use crate::model::spec::ModelSpec;
 use crate::model::weights::Weights;
 use crate::text::visible;
 
 /// An opened checkpoint, and the facts to report about it.
 struct Inspected<'a> {
     files: &'a ModelFiles,
-    config: &'a ModelConfig,
+    config: &'a ModelSpec,
     checkpoint: &'a Checkpoint,
     weights: &'a Weights<'a>,
     manifest: Option<&'a Manifest>,
@@ -68,8 +69,7 @@ impl Inspected<'_> {
     }
 
     fn full_attention_layers(&self) -> usize {
-        let kinds = self.config.layer_types.iter();
-        kinds.filter(|kind| **kind == LayerType::FullAttention).count()
+        self.config.layers_of(BlockPool::Full)
     }
 
     fn json(&self, args: &args::Inspect) -> Result<String, Error> {
@@ -85,7 +85,7 @@ impl Inspected<'_> {
             "synthetic": checkpoint.synthetic(),
             "parameters": self.parameters(),
             "bytes": checkpoint.total_bytes(),
-            "num_hidden_layers": config.num_hidden_layers,
+            "num_hidden_layers": config.layers.len(),
             "full_attention_layers": self.full_attention_layers(),
             "hidden_size": config.hidden_size,
             "intermediate_size": config.intermediate_size,
@@ -130,7 +130,7 @@ impl Inspected<'_> {
             match config.window() {
                 Some(window) => format!(
                     "{} ({global} with full attention, the others with a sliding window of {window} tokens)",
-                    config.num_hidden_layers
+                    config.layers.len()
                 ),
                 None => format!("{global}, all with full attention"),
             },

@@ -5,42 +5,30 @@
 //! (`error::Error::exit_code`). Answers and results go to standard output, everything else to standard error. Only
 //! `load` loads a model onto a device. No file here uses Vulkan types.
 
-mod args;
-mod bench;
+pub(crate) mod args;
+pub(crate) mod bench;
 mod chat;
 mod config_command;
-mod configuration;
+pub(crate) mod configuration;
 mod device_process;
 mod devices;
-mod doctor;
-mod energy;
-mod error;
+pub(crate) mod doctor;
+pub(crate) mod energy;
+pub(crate) mod error;
 mod eval;
 mod generate;
 mod inspect;
-mod load;
-mod loading;
-mod log;
+pub(crate) mod load;
+pub(crate) mod log;
 mod manual;
-mod models;
-#[cfg(feature = "npu")]
-mod npu;
-#[cfg(feature = "npu")]
-mod npu_process;
-mod npu_start;
-#[cfg(feature = "npu")]
-mod offload;
-#[cfg(not(feature = "npu"))]
-#[path = "without_npu.rs"]
-mod offload;
+pub(crate) mod models;
 mod plan;
-mod process;
-mod progress;
+pub(crate) mod process;
+pub(crate) mod progress;
 mod pull;
 mod quantize;
 mod serve;
-mod synth;
-mod terminal;
+pub(crate) mod terminal;
 mod version;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -58,6 +46,7 @@ use progress::EraseOnInterrupt;
 use serve::Reload;
 
 use crate::config::Config;
+use crate::npu::cli as npu;
 
 /// Runs the process's command line.
 pub fn main() -> ExitCode {
@@ -75,29 +64,43 @@ pub fn main() -> ExitCode {
     let serving = matches!(command, Command::Serve(_) | Command::DeviceProcess | Command::NpuProcess);
     // These commands use the exit codes of `serve`.
     let with_codes = serving || matches!(command, Command::Config(_));
-    let ended = configure(&command).and_then(|configured| {
-        // The log is dropped before the error is printed, so that the error is the last line.
-        let format = configured.config.log.format;
-        let log = Log::start(log_filter(verbosity(&command), serving, &configured.config), format, serving);
-        tracing::debug!("configuration files: {}", configured.sources());
-        configured.warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
-        let run = AssertUnwindSafe(|| run(command, configured, &log));
-        catch_unwind(run).unwrap_or(Err(Error::Panicked))
-    });
+    let (configured, verbose) = (configure(&command), verbosity(&command));
+    let ended = run_logged(configured, verbose, serving, |configured, log| run(command, configured, log));
+    exit_code(ended, |error| if with_codes { error.exit_code().into() } else { ExitCode::FAILURE })
+}
+
+/// Starts the log and runs a command with it. A panic is an error.
+pub(crate) fn run_logged(
+    configured: Result<Configured, Error>,
+    verbose: u8,
+    serving: bool,
+    run: impl FnOnce(Configured, &Log) -> Result<(), Error>,
+) -> Result<(), Error> {
+    let configured = configured?;
+    // The log is dropped before the error is printed, so that the error is the last line.
+    let format = configured.config.log.format;
+    let log = Log::start(log_filter(verbose, serving, &configured.config), format, serving);
+    tracing::debug!("configuration files: {}", configured.sources());
+    configured.warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
+    catch_unwind(AssertUnwindSafe(|| run(configured, &log))).unwrap_or(Err(Error::Panicked))
+}
+
+/// Prints the error of a command, if it failed, and returns the exit code of the process.
+pub(crate) fn exit_code(ended: Result<(), Error>, of_error: impl Fn(&Error) -> ExitCode) -> ExitCode {
     match ended {
         Ok(()) => ExitCode::SUCCESS,
         // The reader of a pipe has closed it (`| head`), which is not an error.
         Err(Error::Output(error)) if error.kind() == std::io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
         Err(error) => {
             log::say(format_args!("error: {error}"));
-            if with_codes { error.exit_code().into() } else { ExitCode::FAILURE }
+            of_error(&error)
         }
     }
 }
 
 fn run(mut command: Command, mut configured: Configured, log: &Log) -> Result<(), Error> {
     let _erased = match &command {
-        Command::Pull(_) | Command::Quantize(_) | Command::Synth(_) => Some(EraseOnInterrupt::watch(Some(
+        Command::Pull(_) | Command::Quantize(_) => Some(EraseOnInterrupt::watch(Some(
             "interrupted: run the same command again to continue where it stopped",
         ))),
         // These handle Ctrl-C themselves.
@@ -133,7 +136,6 @@ fn run(mut command: Command, mut configured: Configured, log: &Log) -> Result<()
         Command::Eval(args) => eval::eval(config, args),
         Command::Quantize(args) => quantize::quantize(config, &args),
         Command::Inspect(args) => inspect::inspect(config, &args),
-        Command::Synth(args) => synth::synth(&args),
         Command::Plan(args) => plan::plan(config, &args),
         Command::Bench(args) => bench::bench(config, &args),
         Command::Pull(args) => pull::pull(config, &args.name),
@@ -145,10 +147,7 @@ fn run(mut command: Command, mut configured: Configured, log: &Log) -> Result<()
         Command::Npu(args::Npu::BuildKernels(args)) => npu::build_kernels(config, &args),
         #[cfg(feature = "npu")]
         Command::Npu(args::Npu::List(args)) => npu::list(config, &args.folder),
-        #[cfg(feature = "npu")]
-        Command::NpuProcess => npu_process::npu_process(),
-        #[cfg(not(feature = "npu"))]
-        Command::NpuProcess => Err(Error::Argument("this program was built without the feature npu".into())),
+        Command::NpuProcess => npu::npu_process(),
         Command::Models(Models::List(args)) => models::list(config, args.json),
         Command::Models(Models::Rm(args)) => models::remove(config, &args.name, args.yes),
     }

@@ -15,6 +15,7 @@ use super::log;
 use super::terminal::{bytes, print};
 use crate::config::Config;
 use crate::hub::{Cache, HubError, ModelName, standard_cache};
+use crate::model::arch;
 use crate::text::visible;
 
 /// The cache that `unicorn pull` writes to.
@@ -70,7 +71,6 @@ pub fn locate(config: &mut Config, command: &mut Command) -> Result<(), Error> {
         }
         Command::Devices(_)
         | Command::Inspect(_)
-        | Command::Synth(_)
         | Command::Pull(_)
         | Command::Models(_)
         | Command::Config(ConfigCommand::Show(_))
@@ -85,7 +85,6 @@ pub fn locate(config: &mut Config, command: &mut Command) -> Result<(), Error> {
     draft.map(|text| find(&caches(config), text)).transpose()?;
     let text = match command {
         Command::Devices(_)
-        | Command::Synth(_)
         | Command::Pull(_)
         | Command::Models(_)
         | Command::Config(ConfigCommand::Show(_))
@@ -95,12 +94,9 @@ pub fn locate(config: &mut Config, command: &mut Command) -> Result<(), Error> {
         | Command::Doctor(_)
         | Command::DeviceProcess
         | Command::NpuProcess => return Ok(()),
-        // These benchmarks use the model of a running server, or no model.
+        // This benchmark uses the model of a running server.
         Command::Bench(args)
-            if matches!(
-                args.benchmarked(),
-                Benchmarked::Kernels(_) | Benchmarked::Serve(_) | Benchmarked::Isa(_)
-            ) =>
+            if matches!(args.benchmarked(), Benchmarked::Serve(_)) =>
         {
             return Ok(());
         }
@@ -122,16 +118,19 @@ pub fn locate(config: &mut Config, command: &mut Command) -> Result<(), Error> {
         | Command::Chat(_)
         | Command::Eval(_)
         | Command::Bench(_)
-        | Command::Config(ConfigCommand::Check(_)) => {
-            let Some(mut text) = config.model.path.take() else { return Ok(()) };
-            // The folder of a snapshot is named after a commit, so the model gets the name of the repository.
-            let name = find(&caches(config), &mut text)?.map(|name| name.repo.name().to_owned());
-            config.model.name = config.model.name.take().or(name);
-            config.model.path = Some(text);
-            return Ok(());
-        }
+        | Command::Config(ConfigCommand::Check(_)) => return locate_configured(config),
     };
     find(&caches(config), text).map(drop)
+}
+
+/// Replaces the name of the configured model with the path of the pulled model.
+pub fn locate_configured(config: &mut Config) -> Result<(), Error> {
+    let Some(mut text) = config.model.path.take() else { return Ok(()) };
+    // The folder of a snapshot is named after a commit, so the model gets the name of the repository.
+    let name = find(&caches(config), &mut text)?.map(|name| name.repo.name().to_owned());
+    config.model.name = config.model.name.take().or(name);
+    config.model.path = Some(text);
+    Ok(())
 }
 
 /// The error for a text that is neither a path nor `ORG/NAME`. Other programs have such names (`llama3`).
@@ -147,7 +146,8 @@ fn not_a_model(caches: &[Cache], text: &str) -> Error {
     };
     Error::Argument(format!(
         "{text}: there is no such file or folder, and a model of the hub has a name like ORG/NAME; {here}; \
-         `unicorn pull ORG/NAME` downloads one, for example google/gemma-3-4b-it"
+         `unicorn pull ORG/NAME` downloads one, for example {}",
+        arch::hub_example()
     ))
 }
 

@@ -8,14 +8,13 @@ use serde_json::json;
 use super::args::{self, Class, Target};
 use super::error::Error;
 use super::load::{self, Room};
-use super::offload;
 use super::terminal::{bytes, print};
-use crate::checkpoint::ModelFiles;
 use crate::config::Config;
-use crate::model::config::ModelConfig;
+use crate::model::arch;
 use crate::model::load::check_draft;
 use crate::model::memory::{DoesNotFit, DraftMemoryRequest, Fit, MemoryRequest, Schemes, quantize_modes};
-use crate::model::shapes::Shape;
+use crate::model::spec::{ModelSpec, Shape};
+use crate::npu;
 use crate::tensor::{QuantizeMode, Scheme};
 
 /// The model to plan for.
@@ -26,7 +25,7 @@ struct Subject {
     stored: String,
     /// A note that the default scheme was assumed.
     assumption: Option<String>,
-    config: ModelConfig,
+    config: ModelSpec,
     schemes: Schemes,
     /// Alternative schemes for its weights, each with the option that selects it.
     others: Vec<(String, Schemes)>,
@@ -36,7 +35,7 @@ struct Subject {
 struct DraftSubject {
     name: String,
     stored: String,
-    config: ModelConfig,
+    config: ModelSpec,
     schemes: Schemes,
 }
 
@@ -103,7 +102,7 @@ fn request<'a>(subject: &'a Subject, config: &Config, room: &Room) -> MemoryRequ
         max_batch_tokens: config.engine.prefill_chunk,
         max_shard_bytes: room.machine.max_allocation_bytes / 2,
         moments: false,
-        offload: offload::planned(config, &subject.config),
+        offload: npu::cli::planned(config, &subject.config),
         draft: subject
             .draft
             .as_ref()
@@ -130,8 +129,8 @@ fn checkpoint(model: &str, config: &Config) -> Result<Subject, Error> {
 }
 
 /// A draft model's weights keep the schemes of its files.
-fn draft(path: &str, model: &ModelConfig) -> Result<DraftSubject, Error> {
-    let files = ModelFiles::open(Path::new(path))?;
+fn draft(path: &str, model: &ModelSpec) -> Result<DraftSubject, Error> {
+    let files = arch::open_files(Path::new(path))?;
     let source = load::Source::open(&files)?;
     check_draft(model, &source.config)
         .map_err(|problem| Error::Argument(format!("{}: {problem}", files.display("config.json"))))?;
@@ -140,7 +139,7 @@ fn draft(path: &str, model: &ModelConfig) -> Result<DraftSubject, Error> {
 }
 
 fn published(shape: Shape, args: &args::Planned) -> Subject {
-    let config = shape.config();
+    let config = shape.spec();
     let of = |schemes: args::Schemes| {
         let [attention, ffn, embedding] =
             [Class::Attention, Class::FeedForward, Class::Embedding].map(|class| {

@@ -14,13 +14,14 @@ use super::args::{self, Class, RoundingMethod, Schemes, Target};
 use super::error::Error;
 use super::eval::{divergence, each_prediction, negative_log_likelihood, read_text, text_ids};
 use super::load::{self, Watch};
-use super::process::resident_bytes;
 use super::progress::Bar;
 use super::terminal::{bytes, print};
 use crate::checkpoint::{Checkpoint, Manifest, ModelFiles, NativeWriter, NewTensor, Tensor};
 use crate::config::Config;
-use crate::model::config::ModelConfig;
-use crate::model::tensors::{Inputs, ModelTensors, Role, TensorSpec};
+use crate::device::resident_bytes;
+use crate::model::arch;
+use crate::model::spec::ModelSpec;
+use crate::model::tensors::{Inputs, Role, TensorSpec};
 use crate::model::twin;
 use crate::model::weights::Weights;
 use crate::quantize::{Loss, Rounding, write_tensor};
@@ -127,7 +128,7 @@ pub fn quantize(config: &Config, args: &args::Quantize) -> Result<(), Error> {
 fn convert(
     files: &ModelFiles,
     checkpoint: &Checkpoint,
-    config: &ModelConfig,
+    config: &ModelSpec,
     weights: &Weights,
     moments: &[Inputs<Vec<f32>>],
     writer: NativeWriter,
@@ -145,7 +146,7 @@ fn convert(
         bar,
     };
     let json = conversion.copy_small_files(files)?;
-    let tensors = ModelTensors::of(config).zip(weights.tensors.clone());
+    let tensors = config.tensors.as_ref().zip(weights.tensors.as_ref());
     for (name, tensors) in tensors.files() {
         let sources = tensors.into_iter().map(|(spec, tensor)| Source {
             spec,
@@ -169,7 +170,7 @@ fn convert(
 }
 
 fn lacks_layer_values(folder: &Path) -> Result<bool, Error> {
-    let files = ModelFiles::open(folder)?;
+    let files = arch::open_files(folder)?;
     let manifest = Manifest::read(&files)?;
     Ok(manifest.is_some_and(|manifest| matches!(manifest.layer_values(&files), Ok(None))))
 }
@@ -177,7 +178,7 @@ fn lacks_layer_values(folder: &Path) -> Result<bool, Error> {
 /// Adds reference outputs of the layers to a finished folder; a server tests its device with them. The weights are read
 /// again, from the files that a server reads.
 fn add_layer_values(folder: &Path) -> Result<(), Error> {
-    let files = ModelFiles::open(folder)?;
+    let files = arch::open_files(folder)?;
     let source = load::Source::open(&files)?;
     let weights = source.weights()?;
     let bar = Bar::bytes("computing layers");
@@ -254,7 +255,7 @@ fn compare(
     rows.rewind().map_err(failed)?;
     let mut rows = BufReader::new(rows);
 
-    let files = ModelFiles::open(destination)?;
+    let files = arch::open_files(destination)?;
     let mut model = load::model(&files, &as_stored, Watch::Nothing)?;
     let (mut kl, mut read) = (0f64, Ok(()));
     let mut before = vec![0f32; vocab];

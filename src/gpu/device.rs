@@ -16,6 +16,8 @@ use super::external_memory::Handles;
 use super::heaps::{Heaps, heap_infos};
 use super::info::{DeviceInfo, DeviceKind, QueueKind};
 use super::instance::{Instance, ValidationLog};
+use super::note::Note;
+use super::null_driver;
 use super::pipeline::{Pipeline, Pipelines};
 use super::placement::Machine;
 use super::rehearsal::Rehearsal;
@@ -59,6 +61,8 @@ pub struct Device {
     hang_timeout: Duration,
     lost: AtomicBool,
     rehearsal: Mutex<Rehearsal>,
+    /// The dispatches of all submits. `None`: the device executes them.
+    pub(super) notes: Option<Mutex<Vec<Note>>>,
     /// Sums over all submits.
     counts: Mutex<Counts>,
     /// Number of calls that succeeded only in a retry, because the driver was out of memory.
@@ -101,7 +105,20 @@ struct QueueState {
 
 impl Device {
     pub fn open(policy: &DevicePolicy) -> Result<Arc<Device>, GpuError> {
-        let instance = Instance::new(policy.validation)?;
+        Device::open_of(Instance::new(policy.validation)?, policy, None)
+    }
+
+    /// A device that executes nothing, and notes every dispatch that is submitted.
+    pub fn open_null() -> Result<Arc<Device>, GpuError> {
+        let instance = Instance::of(null_driver::entry(), false)?;
+        Device::open_of(instance, &DevicePolicy::default(), Some(Mutex::default()))
+    }
+
+    fn open_of(
+        instance: Instance,
+        policy: &DevicePolicy,
+        notes: Option<Mutex<Vec<Note>>>,
+    ) -> Result<Arc<Device>, GpuError> {
         let mut candidates = enumerate(&instance)?;
         let infos: Vec<_> = candidates.iter().map(|c| c.info.clone()).collect();
         let chosen = candidates.swap_remove(choose(policy, &infos)?);
@@ -171,6 +188,7 @@ impl Device {
             hang_timeout,
             lost: AtomicBool::new(false),
             rehearsal: Mutex::default(),
+            notes,
             counts: Mutex::default(),
             short_of_memory: AtomicU64::new(0),
             reached: AtomicU64::new(0),
@@ -296,6 +314,11 @@ impl Device {
     #[doc(hidden)]
     pub fn rehearsed(&self) -> Rehearsal {
         self.rehearsal.lock().unwrap().clone()
+    }
+
+    /// The dispatches that were submitted since the last call. Empty if the device executes them.
+    pub fn take_notes(&self) -> Vec<Note> {
+        self.notes.as_ref().map_or(Vec::new(), |notes| std::mem::take(&mut notes.lock().unwrap()))
     }
 
     /// Gives a Vulkan object a debug name, if the validation layer is loaded.

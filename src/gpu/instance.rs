@@ -42,6 +42,11 @@ impl Instance {
     pub fn new(validation: bool) -> Result<Instance, GpuError> {
         // SAFETY: loading libvulkan runs the initialisers of the system's Vulkan loader, which is trusted.
         let entry = unsafe { Entry::load() }.map_err(|e| GpuError::NoLoader(e.to_string()))?;
+        Instance::of(entry, validation)
+    }
+
+    /// An instance of the loader or driver `entry`.
+    pub fn of(entry: Entry, validation: bool) -> Result<Instance, GpuError> {
         let app = vk::ApplicationInfo::default()
             .application_name(c"unicorn")
             .engine_name(c"unicorn-execution-engine")

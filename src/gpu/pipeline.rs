@@ -20,6 +20,7 @@ pub struct Pipeline {
     pub(super) raw: vk::Pipeline,
     pub(super) name: String,
     pub(super) shader: &'static Shader,
+    pub(super) constants: Vec<u32>,
 }
 
 type Key = (&'static str, Vec<u32>);
@@ -67,7 +68,8 @@ impl Pipelines {
         }
         let flags = vk::PipelineCreateFlags::empty();
         let handle = create_pipeline(raw, device, self.cache, self.layout, flags, shader, constants)?;
-        let pipeline = Pipeline { raw: handle, name: pipeline_name(shader, constants), shader };
+        let constants = constants.to_vec();
+        let pipeline = Pipeline { raw: handle, name: pipeline_name(shader, &constants), shader, constants };
         on_created(handle, &pipeline.name);
         let pipeline = Arc::new(pipeline);
         made.insert(key, pipeline.clone());
@@ -78,6 +80,7 @@ impl Pipelines {
     pub fn save(&self, raw: &ash::Device, files: &Cache) {
         // SAFETY: the cache was created on this device, and is destroyed only with the device.
         match unsafe { raw.get_pipeline_cache_data(self.cache) } {
+            Ok(data) if data.is_empty() => {}
             Ok(data) => files.write(CACHE_NAME, &data),
             Err(e) => tracing::warn!("cannot save the pipeline cache: {e}"),
         }

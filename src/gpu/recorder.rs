@@ -24,6 +24,7 @@ use super::GpuError;
 use super::counts::Counts;
 use super::device::Device;
 use super::memory::{Buffer, Chunk};
+use super::note::{Note, NotedDispatch};
 use super::pipeline::{PUSH_BYTES, Pipeline};
 use super::rehearsal::{Order, Rehearsal};
 use super::shader::Access;
@@ -65,6 +66,8 @@ pub struct CommandBuffer {
     retained: BTreeMap<usize, Arc<Chunk>>,
     /// Counts of the recorded commands.
     counts: Counts,
+    /// The recorded dispatches, if the device takes notes.
+    noted: Vec<NotedDispatch>,
     /// Timeline value of the last submit, while it may still be running.
     pending: Option<u64>,
 }
@@ -85,6 +88,7 @@ impl CommandBuffer {
             untimed: 0,
             retained: BTreeMap::new(),
             counts: Counts::default(),
+            noted: Vec::new(),
             pending: None,
         };
         if device.profile.is_some() {
@@ -139,6 +143,7 @@ impl CommandBuffer {
         self.timed.clear();
         self.untimed = 0;
         self.counts = Counts::default();
+        self.noted.clear();
         let (raw, flags) = (&self.device.raw, vk::CommandPoolResetFlags::empty());
         let info = vk::CommandBufferBeginInfo::default().flags(usage);
         // SAFETY: the last submit has finished.
@@ -147,8 +152,13 @@ impl CommandBuffer {
             raw.begin_command_buffer(self.raw, &info).map_err(GpuError::of("vkBeginCommandBuffer"))
         })?;
         let rehearsal = self.device.rehearsed();
-        let mut recorder =
-            Recorder { commands: self, since_barrier: Accesses::default(), rehearsal, deferred: Vec::new() };
+        let mut recorder = Recorder {
+            commands: self,
+            since_barrier: Accesses::default(),
+            rehearsal,
+            deferred: Vec::new(),
+            label: "",
+        };
         // Orders this command buffer after everything that was submitted before it.
         recorder.barrier();
         Ok(recorder)
@@ -180,6 +190,9 @@ impl CommandBuffer {
     fn was_submitted(&mut self, value: u64) {
         self.pending = Some(value);
         self.device.count(&self.counts);
+        if let Some(notes) = &self.device.notes {
+            notes.lock().unwrap().extend(self.noted.iter().map(NotedDispatch::submitted));
+        }
     }
 
     fn collect_times(&mut self) -> Result<(), GpuError> {
@@ -437,9 +450,15 @@ pub struct Recorder<'a> {
     rehearsal: Rehearsal,
     /// Commands since the last barrier, if the rehearsal reorders them; empty otherwise.
     deferred: Vec<Command>,
+    label: &'static str,
 }
 
 impl Recorder<'_> {
+    /// Names the part of the model that the next dispatches compute, for [`Note`]s.
+    pub fn label(&mut self, label: &'static str) {
+        self.label = label;
+    }
+
     /// Dispatches `groups` workgroups. The recorder derives barriers and lifetimes from the shader's accesses. Panics
     /// if two addresses point to the same memory and the shader writes through one of them: a shader that works in
     /// place must use a single address.
@@ -497,8 +516,40 @@ impl Recorder<'_> {
         let bytes = bytemuck::bytes_of(&values);
         let mut push = [0; PUSH_BYTES as usize];
         push[..bytes.len()].copy_from_slice(bytes);
+        if self.commands.device.notes.is_some() {
+            let pointers = arguments.buffers().zip(shader.pointers);
+            let accessed = pointers.filter(|(_, (_, access))| *access != Access::None);
+            let buffers = accessed.filter_map(|(buffer, (pointer, _))| Some((*pointer, buffer?.clone())));
+            self.note(pipeline, &groups, read, buffers.collect(), push);
+        }
         let name = (self.commands.queries != vk::QueryPool::null()).then(|| name.clone());
         self.add(Command::Dispatch { pipeline: pipeline.raw, name, push, push_bytes: bytes.len(), groups });
+    }
+
+    fn note(
+        &mut self,
+        pipeline: &Pipeline,
+        groups: &Groups,
+        read: Option<&Buffer>,
+        buffers: Vec<(&'static str, Buffer)>,
+        push: [u8; PUSH_BYTES as usize],
+    ) {
+        let CommandBuffer { noted, counts, .. } = &mut *self.commands;
+        let before: u64 = noted.iter().map(|noted| noted.note.barriers).sum();
+        let groups = match groups {
+            Groups::Direct(groups) => *groups,
+            Groups::Indirect(..) => [0; 3],
+        };
+        let note = Note {
+            shader: pipeline.shader,
+            constants: pipeline.constants.clone(),
+            label: self.label,
+            barriers: counts.barriers - before,
+            groups,
+            ranges: Vec::new(),
+            push,
+        };
+        noted.push(NotedDispatch { note, groups: read.cloned(), buffers });
     }
 
     /// Copies `bytes` between buffers.

@@ -5,15 +5,12 @@
 
 mod arrays;
 mod attention;
-mod offload;
-mod operand;
+pub(crate) mod operand;
 mod peak;
-mod pipelines;
-mod sampling;
+pub(crate) mod pipelines;
+pub(crate) mod sampling;
 mod weights;
 
-#[doc(hidden)]
-pub mod cost;
 #[allow(missing_docs, clippy::identity_op)]
 pub mod shaders;
 
@@ -22,8 +19,6 @@ pub use arrays::{
     RmsNorm, ShareArrays, StepArrays,
 };
 pub use attention::{Item, PartItems, Room, Run, Shares, Splits, partial_width};
-pub use offload::{GatheredKeys, OffloadKernels};
-pub(crate) use operand::share_pipeline;
 pub use operand::{ActivationsFrom, GpuTiles, Matrices, Operand, Quantized, SubgroupTile, Tiles, Wants};
 pub use peak::Peak;
 pub use pipelines::all_pipelines;
@@ -36,7 +31,7 @@ pub use weights::{Embedding, Matrix, UploadError};
 use std::ops::Range;
 use std::sync::Arc;
 
-use self::arrays::words;
+pub(crate) use self::arrays::words;
 use self::attention::items_of;
 use self::operand::Products;
 use self::pipelines::{attention_constants, attention_of};

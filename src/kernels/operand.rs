@@ -15,7 +15,7 @@ use crate::gpu::{Buffer, Device, DeviceInfo, DeviceKind, GpuError, Pipeline, Rec
 use crate::tensor::{Precision, Scheme, TILE_ROWS};
 
 /// Number of columns that share a scale (`shaders/common/fast.glsl`).
-pub(super) const BLOCK_COLS: usize = 32;
+pub(crate) const BLOCK_COLS: usize = 32;
 /// Bytes of a block's 32 integers.
 const BLOCK_BYTES: usize = BLOCK_COLS;
 /// Bytes of a block's scale and sums.
@@ -64,7 +64,7 @@ impl Quantized {
     }
 
     /// Bytes of the first digits. Most blocks have no second digits.
-    pub(super) const fn bytes_of_digit(rows: usize, width: usize) -> u64 {
+    pub(crate) const fn bytes_of_digit(rows: usize, width: usize) -> u64 {
         (padded(rows) * width.div_ceil(BLOCK_COLS) * (BLOCK_BYTES + SCALE_BYTES)) as u64
     }
 
@@ -244,7 +244,7 @@ impl SubgroupTile {
 
     /// The variant of `shader` that computes products in these tiles, and its constants. `scale_blocks` is the number
     /// of blocks that share a scale.
-    pub(super) fn pipeline_of(
+    pub(crate) fn pipeline_of(
         self,
         shader: &Shader,
         scale_blocks: u32,
@@ -264,7 +264,7 @@ impl SubgroupTile {
 
 /// The part of a product that one workgroup computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Tile {
+pub(crate) struct Tile {
     /// Number of tokens.
     pub columns: u32,
     /// Number of tiles of 32 rows.
@@ -298,7 +298,7 @@ const WITH_SUBGROUPS: &[Tile] = &[
 ];
 /// The number of these tiles that are for lanes.
 pub(super) const LANE_TILES: usize = 6;
-pub(super) const SUBGROUP_ROW_TILES: u32 = 2;
+pub(crate) const SUBGROUP_ROW_TILES: u32 = 2;
 /// The tiles for a CPU. More columns than registers do not help there, and take long to compile.
 const CPU_TILES: &[Tile] = &[tile(1, 1), tile(4, 1), tile(8, 1)];
 /// Suffix of the kernels that a CPU device runs.
@@ -313,7 +313,7 @@ impl Tiles {
     pub const COUNTED: Tiles = Tiles::Gpu(GpuTiles::COUNTED);
 
     /// The best choice without a measurement. AMD's GPUs compute dot products of four bytes as fast as cooperative
-    /// matrices of int8 (`unicorn bench isa`); other GPUs have separate units for cooperative matrices.
+    /// matrices of int8 (`unicorn-lab isa`); other GPUs have separate units for cooperative matrices.
     pub fn of(device: &Device) -> Tiles {
         let info = device.info();
         match info.kind {
@@ -332,7 +332,7 @@ impl Tiles {
     }
 
     /// The tiles of f32 products.
-    pub(super) fn floats(self) -> &'static [Tile] {
+    pub(crate) fn floats(self) -> &'static [Tile] {
         match self {
             Tiles::Gpu(_) => GPU_TILES,
             Tiles::Cpu => CPU_TILES,
@@ -340,7 +340,7 @@ impl Tiles {
     }
 
     /// The tiles of int8 products. Tiles that are wider than [`LANE_COLUMNS`] are computed by subgroups.
-    pub(super) fn blocks(self) -> Vec<Tile> {
+    pub(crate) fn blocks(self) -> Vec<Tile> {
         let Tiles::Gpu(gpu) = self else { return CPU_TILES.to_vec() };
         let is_used = |tile: &&Tile| match tile.columns {
             ..=LANE_COLUMNS => tile.columns <= gpu.lane_tokens,
@@ -353,7 +353,7 @@ impl Tiles {
 impl GpuTiles {
     /// The shader and the constants for int8 products with `tile`; with `geglu`, for two products and their GeGLU.
     /// `shader` is the variant for lanes.
-    pub(super) fn pipeline_of(
+    pub(crate) fn pipeline_of(
         &self,
         shader: &'static Shader,
         scale_blocks: u32,
@@ -372,7 +372,7 @@ impl GpuTiles {
 }
 
 /// The tile to use for `tokens` tokens, and its index.
-pub(super) fn taking(tiles: &[Tile], tokens: usize) -> (usize, Tile) {
+pub(crate) fn taking(tiles: &[Tile], tokens: usize) -> (usize, Tile) {
     let at = tiles.iter().position(|tile| tile.columns as usize >= tokens).unwrap_or(tiles.len() - 1);
     (at, tiles[at])
 }
@@ -662,7 +662,7 @@ const CONCURRENT_WORKGROUPS: u32 = 24;
 
 /// How the passes over the tokens are arranged in the grid. Passes that run together share one read of the weights from
 /// memory.
-pub(super) struct Passes {
+pub(crate) struct Passes {
     /// The number of passes that run together.
     pub together: u32,
     /// How many times all weights are read from memory.
@@ -725,11 +725,11 @@ const fn weights_of(scheme: Scheme, cols: usize, tiles: u32) -> u64 {
 }
 
 /// The shader for int8 products of a scheme, and its number of blocks per scale.
-pub(super) fn fast_shader_of(scheme: Scheme) -> (&'static Shader, u32) {
+pub(crate) fn fast_shader_of(scheme: Scheme) -> (&'static Shader, u32) {
     (shader_of("fast_matmul", scheme), scheme.blocks_per_scale() as u32)
 }
 
 /// Whether one pipeline multiplies matrices of both integer schemes. It runs in every step, so it compares no names.
-pub(crate) fn share_pipeline(a: Scheme, b: Scheme) -> bool {
+fn share_pipeline(a: Scheme, b: Scheme) -> bool {
     a.shares_variant(b) && a.blocks_per_scale() == b.blocks_per_scale()
 }

@@ -66,7 +66,7 @@ pub fn all_pipelines(group: u32, head_dim: u32) -> Vec<(&'static Shader, Vec<u32
 }
 
 /// The shaders of attention for a KV cache of type `kv`: for single tokens, and for tiles.
-pub(super) fn attention_of(kv: KvDtype) -> [&'static Shader; 2] {
+pub(crate) fn attention_of(kv: KvDtype) -> [&'static Shader; 2] {
     match kv {
         KvDtype::F32 => [&shaders::ATTENTION_F32, &shaders::ATTENTION_TILE_F32],
         KvDtype::F16 => [&shaders::ATTENTION_F16, &shaders::ATTENTION_TILE_F16],
@@ -76,7 +76,7 @@ pub(super) fn attention_of(kv: KvDtype) -> [&'static Shader; 2] {
 
 /// The constants of an attention shader. ROWS is the number of query heads that a team computes: all query heads of one
 /// token for single tokens, and [`TEAM_ROWS`] of the query heads of several tokens for tiles.
-pub(super) fn attention_constants(shader: &Shader, group: usize, head_dim: usize) -> Vec<u32> {
+pub(crate) fn attention_constants(shader: &Shader, group: usize, head_dim: usize) -> Vec<u32> {
     let rows = if shader.name.starts_with("attention_tile") { TEAM_ROWS } else { group };
     [group, head_dim, rows].map(|n| n as u32).to_vec()
 }

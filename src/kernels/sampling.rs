@@ -8,9 +8,9 @@ use crate::gpu::{Buffer, Pipeline, Recorder};
 /// The id that the sampler writes if the logits are not finite.
 pub const NO_TOKEN: u32 = u32::MAX;
 /// Number of ids of a row that one workgroup reads (a chunk), when it samples or computes log probabilities.
-pub(super) const DRAW_CHUNK: usize = 4096;
+pub(crate) const DRAW_CHUNK: usize = 4096;
 /// Number of bins of a row of logits. Each bin has a count and a mass of 64 bits (`shaders/sample.comp`).
-pub(super) const DRAW_BINS: usize = 1024;
+pub(crate) const DRAW_BINS: usize = 1024;
 /// The most undecided ids of a row that are listed (`LIST` in `shaders/sample.comp`).
 const DRAW_LIST: usize = 4096;
 /// Number of words of a row's tallies (`TALLIES` in `shaders/sample.comp`).

@@ -6,7 +6,7 @@ use crate::tensor::Scheme;
 include!(concat!(env!("OUT_DIR"), "/shaders.rs"));
 
 /// The shaders for weights of a scheme: the f32 product, and the embedding lookup.
-pub(super) fn shaders_of(scheme: Scheme) -> (&'static Shader, &'static Shader) {
+pub(crate) fn shaders_of(scheme: Scheme) -> (&'static Shader, &'static Shader) {
     (shader_of("matmul", scheme), shader_of("embed", scheme))
 }
 

@@ -19,9 +19,9 @@ use std::borrow::Cow;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use super::config::ModelConfig;
 use super::load::{LoadError, LoadOptions, Progress, Source};
 use super::model_runner::{Loaded, ModelRunner, SelfTested};
+use super::spec::ModelSpec;
 use super::{
     Batch, BatchSequence, DraftRequest, Draw, Input, Limits, Runner, RunnerError, Sampled, Sampling, Ticket,
 };
@@ -45,7 +45,7 @@ pub fn load(
 pub struct Draft(ModelRunner);
 
 impl Draft {
-    pub fn config(&self) -> &ModelConfig {
+    pub fn config(&self) -> &ModelSpec {
         self.0.config()
     }
 

@@ -4,7 +4,6 @@
 
 use std::ops::Range;
 
-use super::config::LayerType;
 use super::layers::Scratch;
 use super::memory;
 use super::model_runner::ModelRunner;
@@ -60,9 +59,12 @@ impl ModelRunner {
             return;
         }
         let head = self.embedding.matrix();
+        recorder.label("final norm");
         let final_rows = Operand::new(kernels.wants([head]), &scratch.final_rows, &scratch.final_blocks);
         kernels.rms_norm_gather(recorder, &scratch.hidden, &frame.logit_rows, &self.norm, &final_rows, rows);
+        recorder.label("lm_head");
         kernels.matmul(recorder, &[(head, &scratch.logits.raw)], &final_rows, rows);
+        recorder.label("sample");
         if wanted.requests.is_empty() {
             let bytes = Activations::bytes(rows, self.config.vocab_size);
             recorder.copy(&scratch.logits.raw.buffer, &self.logits_readback, bytes);
@@ -74,11 +76,11 @@ impl ModelRunner {
     /// Copies a block to another one, in every layer of its pool.
     pub(super) fn record_copy(&self, recorder: &mut Recorder<'_>, copy: &BlockCopy) {
         let kind = match copy.pool {
-            BlockPool::Full => LayerType::FullAttention,
-            BlockPool::Sliding => LayerType::SlidingAttention,
+            BlockPool::Full => BlockPool::Full,
+            BlockPool::Sliding => BlockPool::Sliding,
         };
         let bytes = memory::kv_block_bytes(&self.config, self.kv, self.limits.kv.block_size);
-        for layer in self.layers.iter().filter(|layer| layer.kind == kind) {
+        for layer in self.layers.iter().filter(|layer| layer.pool == kind) {
             let KvCache { keys, values } = &layer.attention.cache;
             for half in [keys, values] {
                 let block = |id: u32| half.slice(u64::from(id) * bytes, bytes);
@@ -141,12 +143,16 @@ impl ModelRunner {
         // The items of attention count rows from the step's first token, so the queries are not cut to `rows`.
         let (all_queries, partials) = (&self.scratch.q, &self.scratch.partials);
         let attended = self.attended(index, &rows);
+        recorder.label(match self.layers[index].pool {
+            BlockPool::Sliding => "sliding",
+            BlockPool::Full => "full",
+        });
         self.kernels.attention(recorder, attention, (all_queries, partials), step, &attended, rows.len());
         self.record_rest(recorder, index, rows);
     }
 
     /// The result of a layer's attention for some rows, in the form in which the output projection wants it.
-    pub(super) fn attended(&self, index: usize, rows: &Range<usize>) -> Operand {
+    pub(crate) fn attended(&self, index: usize, rows: &Range<usize>) -> Operand {
         let Scratch { attended, attended_blocks, .. } = &self.scratch;
         Operand::new(self.layers[index].wants.output, &attended.rows(rows), attended_blocks)
     }
@@ -166,7 +172,7 @@ impl ModelRunner {
     }
 
     /// What a layer computes before attention: queries, keys and values.
-    pub(super) fn record_projections(
+    pub(crate) fn record_projections(
         &self,
         recorder: &mut Recorder<'_>,
         index: usize,
@@ -178,6 +184,7 @@ impl ModelRunner {
         let Scratch { hidden, normed, delta, q, k, v, normed_blocks, .. } = &self.scratch.rows(&rows);
         let normed_in = Operand::new(layer.wants.qkv, normed, normed_blocks);
         let first_norm = &layer.norms.input_layernorm;
+        recorder.label("input norm");
         match index.checked_sub(1).map(|before| &self.layers[before].norms.post_feedforward_layernorm) {
             None => kernels.rms_norm(recorder, hidden, first_norm, &normed_in, tokens),
             Some(norm) => {
@@ -187,12 +194,13 @@ impl ModelRunner {
         self.add_squares(recorder, index, InputGroup::Qkv, normed, tokens);
         let Projections { q_proj, k_proj, v_proj, .. } = &layer.projections;
         let products = [(q_proj, q), (k_proj, k), (v_proj, v)];
+        recorder.label("qkv");
         kernels.matmul(recorder, &products, &normed_in, tokens);
         kernels.qkv_store(recorder, &layer.attention, [q, k, v], step, tokens);
     }
 
     /// What a layer computes behind attention.
-    pub(super) fn record_rest(&self, recorder: &mut Recorder<'_>, index: usize, rows: Range<usize>) {
+    pub(crate) fn record_rest(&self, recorder: &mut Recorder<'_>, index: usize, rows: Range<usize>) {
         let layer = &self.layers[index];
         let (kernels, tokens) = (&self.kernels, rows.len());
         let scratch = self.scratch.rows(&rows);
@@ -201,16 +209,21 @@ impl ModelRunner {
         let normed_in = Operand::new(layer.wants.gate_up, normed, &scratch.normed_blocks);
         let gated_in = Operand::new(layer.wants.down, gate, &scratch.gated_blocks);
         self.add_squares(recorder, index, InputGroup::Output, attended, tokens);
+        recorder.label("o_proj");
         kernels.matmul(recorder, &[(o_proj, delta)], &self.attended(index, &rows), tokens);
 
         let norm = &layer.norms.post_attention_layernorm;
         let next = (hidden, &layer.norms.pre_feedforward_layernorm);
+        recorder.label("feed-forward norm");
         kernels.residual(recorder, delta, norm, next, &normed_in, tokens);
         self.add_squares(recorder, index, InputGroup::GateUp, normed, tokens);
+        recorder.label("gate, up");
         kernels.gated(recorder, [gate_proj, up_proj], &normed_in, [gate, up], &gated_in, tokens);
         self.add_squares(recorder, index, InputGroup::Down, gate, tokens);
+        recorder.label("down_proj");
         kernels.matmul(recorder, &[(down_proj, delta)], &gated_in, tokens);
         if index + 1 == self.layers.len() {
+            recorder.label("last add");
             kernels.rms_norm_add(recorder, delta, &layer.norms.post_feedforward_layernorm, hidden, tokens);
         }
     }

@@ -2,41 +2,43 @@
 
 use std::ops::Range;
 
-use super::config::{LayerType, ModelConfig};
 use super::memory;
+use super::runner::BlockPool;
+use super::spec::ModelSpec;
 use super::tensors::{Inputs, Norms, Projections};
 use crate::gpu::placement::{Class, MemoryKind};
 use crate::gpu::{Arena, Buffer, GpuError};
 use crate::kernels::{Activations, Attention, Logits, Matrix, Partials, Quantized, RmsNorm, Wants};
 
 /// The weights of one layer on the device, with its KV cache.
-pub(super) struct DeviceLayer {
-    pub(super) kind: LayerType,
-    pub(super) attention: Attention,
+pub(crate) struct DeviceLayer {
+    /// The pool of its KV blocks.
+    pub(crate) pool: BlockPool,
+    pub(crate) attention: Attention,
     pub(super) projections: Projections<Matrix>,
     pub(super) norms: Norms<RmsNorm>,
     /// The form in which each group of matrices takes its input.
     pub(super) wants: Inputs<Wants>,
     /// For calibration: sums of the squares of each group's input, an f32 for each column.
-    pub(super) moments: Option<Inputs<Buffer>>,
+    pub(crate) moments: Option<Inputs<Buffer>>,
 }
 
 /// Activations of a step, `[max_batch_tokens, ..]` f32 each.
 #[derive(Clone)]
-pub(super) struct Scratch {
+pub(crate) struct Scratch {
     /// The residual stream, `[hidden_size]`.
     pub(super) hidden: Activations,
     /// A normed copy of the residual stream, `[hidden_size]`, and the output of the last sublayer, `[hidden_size]`.
     pub(super) normed: Activations,
     pub(super) delta: Activations,
     /// Queries, and the result of attention, `[num_attention_heads * head_dim]`.
-    pub(super) q: Activations,
+    pub(crate) q: Activations,
     pub(super) attended: Activations,
     /// Keys, and values, `[num_key_value_heads * head_dim]`.
     pub(super) k: Activations,
     pub(super) v: Activations,
     /// Partials of attention, which have slots and no row per token.
-    pub(super) partials: Partials,
+    pub(crate) partials: Partials,
     /// The gate's product, which becomes the gated product, and the up product, `[intermediate_size]`.
     pub(super) gate: Activations,
     pub(super) up: Activations,
@@ -74,7 +76,7 @@ impl Scratch {
     /// Allocates buffers of these names and sizes, which suffice for `config` and `tokens`.
     pub(super) fn new(
         arena: &mut Arena,
-        config: &ModelConfig,
+        config: &ModelSpec,
         tokens: usize,
         sizes: Vec<(&str, u64)>,
     ) -> Result<Scratch, GpuError> {
@@ -84,7 +86,7 @@ impl Scratch {
     }
 
     /// These buffers in the shapes of another model, whose steps run between those of this model.
-    pub(super) fn shared_with(&self, config: &ModelConfig, tokens: usize) -> Scratch {
+    pub(super) fn shared_with(&self, config: &ModelSpec, tokens: usize) -> Scratch {
         let Scratch { hidden, normed, delta, q, attended, k, v, partials, gate, up, .. } = self;
         let Partials { single, tiles } = partials;
         let Scratch { final_rows, logits: Logits { raw, adjusted, scratch, .. }, pooled, .. } = self;
@@ -97,7 +99,7 @@ impl Scratch {
         Scratch::of(config, tokens, all.cloned().collect())
     }
 
-    pub(super) fn of(config: &ModelConfig, tokens: usize, buffers: Vec<Buffer>) -> Scratch {
+    pub(super) fn of(config: &ModelSpec, tokens: usize, buffers: Vec<Buffer>) -> Scratch {
         let mut buffers = buffers.into_iter();
         let mut each = memory::activations(config, tokens)
             .map(|(name, rows, width)| {

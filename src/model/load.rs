@@ -8,7 +8,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::Limits;
-use super::config::{ConfigError, GenerationConfig, LayerType, ModelConfig};
+use super::arch;
+use super::config::{ConfigError, GenerationConfig};
 use super::layers::{DeviceLayer, Scratch, device_buffer};
 use super::memory::{
     self, DEFAULT_BLOCK_SIZE, DoesNotFit, DraftMemoryRequest, MAX_IN_FLIGHT, MemoryRequest, Schemes,
@@ -17,8 +18,9 @@ use super::model_runner::{Loaded, ModelRunner, NotCompared};
 use super::offload::{OffloadBuffers, OffloadError, OffloadLimits};
 use super::rates::Rates;
 use super::self_test::{self, SelfTest, Traits};
+use super::spec::{LayerSpec, ModelSpec, NormWeight, RopeSpec};
 use super::step::Frame;
-use super::tensors::{Inputs, Layer, ModelTensors, Projections, TensorSpec};
+use super::tensors::{Inputs, Layer, Projections, TensorSpec};
 use super::weights::{Weights, WeightsError};
 use crate::checkpoint::{Checkpoint, CheckpointError, LayerValues, Manifest, ModelFiles, Tensor};
 use crate::gpu::placement::{self, Class, MemoryKind, Plan};
@@ -65,7 +67,7 @@ pub struct LoadOptions {
     pub moments: bool,
     /// The largest allocation of weights. Tests use it to cut small matrices into shards.
     pub max_shard_bytes: Option<u64>,
-    /// The room for a unit that computes some of the attention of prompts ([`ModelRunner::attach_offload`]); none by default.
+    /// The buffers to reserve for a coprocessor; `None` by default.
     pub offload: Option<OffloadLimits>,
 }
 
@@ -127,7 +129,7 @@ pub enum LoadError {
     ContextTooLong { wanted: usize, longest: usize, whose: &'static str },
     #[error("{0}")]
     Option(String),
-    /// A unit that computes attention cannot be attached.
+    /// The coprocessor cannot be attached.
     #[error(transparent)]
     Offload(#[from] OffloadError),
 }
@@ -167,6 +169,18 @@ impl ModelRunner {
             ));
         }
         let weights = source.computable_weights()?;
+        ModelRunner::load_weights(device, source, &weights, draft_source, options, progress)
+    }
+
+    /// As [`ModelRunner::load_with_draft`], with weights that may be elsewhere than in the source's files.
+    pub(crate) fn load_weights(
+        device: &Arc<Device>,
+        source: &Source<'_>,
+        weights: &Weights<'_>,
+        draft_source: Option<&Source<'_>>,
+        options: &LoadOptions,
+        progress: &mut dyn FnMut(Progress),
+    ) -> Result<(ModelRunner, Option<ModelRunner>), LoadError> {
         let draft = match draft_source {
             None => None,
             Some(draft) => {
@@ -181,7 +195,7 @@ impl ModelRunner {
         let used_before = device.memory_use();
         let request = MemoryRequest {
             config: &source.config,
-            schemes: Schemes::of(&weights, options.quantize)?,
+            schemes: Schemes::of(weights, options.quantize)?,
             kv: options.kv,
             block_size: options.block_size,
             max_batch_tokens: options.max_batch_tokens,
@@ -193,7 +207,7 @@ impl ModelRunner {
             offload: options.offload,
             draft: draft.as_ref().map(|(.., request)| request.clone()),
         };
-        let (plan, limits) = place(device, &request, &weights, options)?;
+        let (plan, limits) = place(device, &request, weights, options)?;
         let arena = Arena::with_plan(device, plan)?;
         touch(device, &arena)?;
         let draft_bytes = draft.as_ref().map_or(0, |(_, weights, _)| weights.stored_bytes());
@@ -208,7 +222,7 @@ impl ModelRunner {
             total: weights.stored_bytes() + draft_bytes,
             progress,
         };
-        let mut model = load.model(source, &weights, &request.schemes, limits, None)?;
+        let mut model = load.model(source, weights, &request.schemes, limits, None)?;
         let mut draft_model = match &draft {
             None => None,
             Some((source, weights, request)) => {
@@ -283,7 +297,7 @@ fn place(
 }
 
 /// Whether a model with the config `draft` can be the draft model of `model`. The error says why not.
-pub fn check_draft(model: &ModelConfig, draft: &ModelConfig) -> Result<(), String> {
+pub fn check_draft(model: &ModelSpec, draft: &ModelSpec) -> Result<(), String> {
     match (model.window(), draft.window()) {
         (None, Some(draft)) => Err(format!(
             "its layers see a window of {draft} tokens, and the model has no such layers, so no blocks for them: it \
@@ -299,14 +313,14 @@ pub fn check_draft(model: &ModelConfig, draft: &ModelConfig) -> Result<(), Strin
 /// An opened checkpoint with its configs, which are read once.
 pub struct Source<'a> {
     pub files: &'a ModelFiles,
-    pub config: ModelConfig,
+    pub config: ModelSpec,
     pub generation: GenerationConfig,
     pub checkpoint: Checkpoint,
 }
 
 impl<'a> Source<'a> {
     pub fn open(files: &'a ModelFiles) -> Result<Source<'a>, LoadError> {
-        let (config, generation) = ModelConfig::load(files)?;
+        let (config, generation) = arch::load(files)?;
         Ok(Source { files, config, generation, checkpoint: Checkpoint::open(files)? })
     }
 
@@ -325,7 +339,7 @@ impl<'a> Source<'a> {
         let Some(values) = manifest.layer_values(files)? else { return Ok(Err(NotCompared::NotStored)) };
         let width = values.residual[0].values.len();
         let shape = (values.residual.len(), width);
-        let expected = (config.num_hidden_layers + 1, config.hidden_size);
+        let expected = (config.layers.len() + 1, config.hidden_size);
         let fits = shape == expected
             && values.logits.values.len() <= config.vocab_size
             && values.tokens.iter().all(|id| (*id as usize) < config.vocab_size);
@@ -408,12 +422,11 @@ impl<'a> Load<'a> {
         let precision = if options.moments { Precision::F32 } else { options.precision };
         let kernels = Kernels::new(self.device, &matrices_of(schemes, options.tiles), heads, precision)?;
 
-        let specs = ModelTensors::of(config);
+        let specs = &config.tensors;
         let tensors = &weights.tensors;
         let embedding =
             self.matrix(checkpoint, tensors.embed_tokens, &specs.embed_tokens, schemes.embedding)?;
-        let embed_scale = (config.hidden_size as f64).sqrt() as f32;
-        let embedding = Embedding::new(&mut self.arena, &mut self.uploader, embedding, embed_scale)?;
+        let embedding = Embedding::new(&mut self.arena, &mut self.uploader, embedding, config.embed_scale)?;
         let norm = self.norm(source, tensors.norm, &specs.norm)?;
         let mut matrices_and_norms = Vec::new();
         for ((tensors, specs), schemes) in tensors.layers.iter().zip(&specs.layers).zip(&schemes.layers) {
@@ -446,7 +459,7 @@ impl<'a> Load<'a> {
             }
         };
         let offload_buffers = match (options.offload, of) {
-            (Some(limits), None) => Some(OffloadBuffers::new(self.device, arena, config, heads, limits)?),
+            (Some(limits), None) => Some(OffloadBuffers::new(arena, config, limits)?),
             _ => None,
         };
         // The draft model draws no id that the model has no row for.
@@ -467,13 +480,21 @@ impl<'a> Load<'a> {
         };
         let mut layers = Vec::new();
         for (i, (loaded, moments)) in matrices_and_norms.into_iter().zip(moments).enumerate() {
-            let kind = config.layer_types[i];
-            let bytes = memory::kv_pool_bytes(config, options.kv, &limits.kv, kind);
+            let bytes = memory::kv_pool_bytes(config, options.kv, &limits.kv, config.layers[i].pool());
             let mut half = |what: &str| {
                 arena.alloc(MemoryKind::Device, Class::KvCache, bytes, &format!("layer {i} {what} cache"))
             };
             let cache = KvCache { keys: half("key")?, values: half("value")? };
-            layers.push(device_layer(config, kind, &limits, &kernels, &ropes, cache, loaded, moments));
+            layers.push(device_layer(
+                config,
+                &config.layers[i],
+                &limits,
+                &kernels,
+                &ropes,
+                cache,
+                loaded,
+                moments,
+            ));
         }
 
         let frames = (0..MAX_IN_FLIGHT)
@@ -515,7 +536,7 @@ impl<'a> Load<'a> {
             self_test,
             layer_values: source.layer_values(options)?,
             offload_buffers,
-            offload: None,
+            coprocessor: None,
             trial_layers: usize::MAX,
             in_flight: VecDeque::new(),
             closing: None,
@@ -559,7 +580,7 @@ impl<'a> Load<'a> {
         spec: &TensorSpec,
     ) -> Result<RmsNorm, LoadError> {
         let mut values = source.checkpoint.read_f32(&tensor)?;
-        if !source.checkpoint.norms_hold_one() {
+        if source.config.norm_weight == NormWeight::OnePlus && !source.checkpoint.norms_hold_one() {
             values.iter_mut().for_each(|w| *w += 1.0);
         }
         let bytes = (4 * values.len()) as u64;
@@ -568,22 +589,19 @@ impl<'a> Load<'a> {
         self.done += tensor.stored_bytes();
         let done = self.done + self.queued_bytes();
         (self.progress)(Progress::Weights { done, total: self.total });
-        Ok(RmsNorm { weight, eps: source.config.rms_norm_eps })
+        Ok(RmsNorm { weight, eps: source.config.norm_eps })
     }
 
-    /// The RoPE tables of sliding and of full layers.
-    fn rope_tables(&mut self, config: &ModelConfig, positions: usize) -> Result<[Buffer; 2], LoadError> {
-        let mut table = |base, factor, name| {
-            let table = rope_table(config.head_dim, positions, base, factor);
+    /// The RoPE tables of [`ModelSpec::ropes`].
+    fn rope_tables(&mut self, config: &ModelSpec, positions: usize) -> Result<Vec<Buffer>, LoadError> {
+        let table = |rope: &RopeSpec| {
+            let table = rope_table(config.head_dim, positions, rope.theta, rope.factor);
             let bytes = memory::rope_table_bytes(config, positions);
-            let buffer = device_buffer(&mut self.arena, bytes, name)?;
+            let buffer = device_buffer(&mut self.arena, bytes, &memory::rope_table_name(rope))?;
             self.uploader.upload(&buffer, &table)?;
-            Ok::<_, LoadError>(buffer)
+            Ok(buffer)
         };
-        Ok([
-            table(config.rope_local_base_freq, 1.0, "rope table (sliding layers)")?,
-            table(config.rope_theta, config.rope_scaling_factor, "rope table (full layers)")?,
-        ])
+        config.ropes.iter().map(table).collect()
     }
 
     fn queued_bytes(&self) -> u64 {
@@ -603,29 +621,25 @@ impl<'a> Load<'a> {
     }
 }
 
-/// A layer with its KV cache. `ropes` are the tables of sliding and of full layers.
+/// A layer with its KV cache.
 #[expect(clippy::too_many_arguments, reason = "a layer has so many parts, and one caller")]
 fn device_layer(
-    config: &ModelConfig,
-    kind: LayerType,
+    config: &ModelSpec,
+    spec: &LayerSpec,
     limits: &Limits,
     kernels: &Kernels,
-    ropes: &[Buffer; 2],
+    ropes: &[Buffer],
     cache: KvCache,
     Layer { projections, norms }: Layer<Matrix, RmsNorm>,
     moments: Option<Inputs<Buffer>>,
 ) -> DeviceLayer {
-    let (window, rope) = match kind {
-        LayerType::SlidingAttention => (Some(config.sliding_window), &ropes[0]),
-        LayerType::FullAttention => (None, &ropes[1]),
-    };
     let shape = AttentionShape {
         num_heads: config.num_attention_heads,
         num_kv_heads: config.num_key_value_heads,
         head_dim: config.head_dim,
         block_size: limits.kv.block_size,
         max_blocks: memory::table_blocks(limits),
-        window,
+        window: spec.window,
     };
     let Projections { q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj } = projections.as_ref();
     let wants = Inputs {
@@ -638,11 +652,11 @@ fn device_layer(
         shape,
         q_norm: norms.q_norm.clone(),
         k_norm: norms.k_norm.clone(),
-        rope: rope.clone(),
-        q_scale: config.query_pre_attn_scalar.powf(-0.5) as f32,
+        rope: ropes[spec.rope].clone(),
+        q_scale: config.score_scale as f32,
         cache,
     };
-    DeviceLayer { kind, attention, projections, norms, wants, moments }
+    DeviceLayer { pool: spec.pool(), attention, projections, norms, wants, moments }
 }
 
 fn each_once<T: PartialEq>(all: impl Iterator<Item = T>) -> Vec<T> {

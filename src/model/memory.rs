@@ -1,4 +1,4 @@
-//! The device memory of a Gemma-3, counted before any of it is allocated. There is one list of buffers: a load
+//! The device memory of a model, counted before any of it is allocated. There is one list of buffers: a load
 //! allocates in its order, and a plan adds it up.
 //!
 //! This module refuses a model that [`crate::gpu::placement`] finds no place for, with a table of what was asked for
@@ -8,10 +8,11 @@
 use std::collections::BTreeSet;
 use std::fmt;
 
-use super::config::{LayerType, ModelConfig};
 use super::offload::OffloadLimits;
+use super::runner::BlockPool;
 use super::self_test;
-use super::tensors::{ModelTensors, Projections, TensorSpec};
+use super::spec::{ModelSpec, RopeSpec};
+use super::tensors::{Projections, TensorSpec};
 use super::weights::Weights;
 use super::{KvLimits, Limits, MAX_BIASES};
 use crate::checkpoint::{CheckpointError, Tensor};
@@ -75,9 +76,9 @@ impl Schemes {
     }
 
     /// The schemes of a model whose layers all have the same ones: for attention, feed-forward network and embedding.
-    pub fn uniform(config: &ModelConfig, attention: Scheme, ffn: Scheme, embedding: Scheme) -> Schemes {
-        let layers = ModelTensors::of(config).layers.into_iter().map(|layer| {
-            layer.projections.map(|spec| if spec.class == Class::Ffn { ffn } else { attention })
+    pub fn uniform(config: &ModelSpec, attention: Scheme, ffn: Scheme, embedding: Scheme) -> Schemes {
+        let layers = config.tensors.layers.iter().map(|layer| {
+            layer.projections.as_ref().map(|spec| if spec.class == Class::Ffn { ffn } else { attention })
         });
         Schemes { embedding, layers: layers.collect() }
     }
@@ -101,7 +102,7 @@ impl fmt::Display for Schemes {
 /// All that determines a model's size.
 #[derive(Debug, Clone)]
 pub struct MemoryRequest<'a> {
-    pub config: &'a ModelConfig,
+    pub config: &'a ModelSpec,
     pub schemes: Schemes,
     /// Element type of the KV cache.
     pub kv: KvDtype,
@@ -113,7 +114,7 @@ pub struct MemoryRequest<'a> {
     pub max_shard_bytes: u64,
     /// Whether the load makes room for the sums of squares of each layer's matrix inputs.
     pub moments: bool,
-    /// The room for a unit that computes some of the attention of prompts, if there is one.
+    /// The buffers to reserve for a coprocessor.
     pub offload: Option<OffloadLimits>,
     /// The draft model, if there is one.
     pub draft: Option<DraftMemoryRequest<'a>>,
@@ -123,7 +124,7 @@ pub struct MemoryRequest<'a> {
 /// same steps, and shares the model's activations.
 #[derive(Debug, Clone)]
 pub struct DraftMemoryRequest<'a> {
-    pub config: &'a ModelConfig,
+    pub config: &'a ModelSpec,
     pub schemes: Schemes,
 }
 
@@ -191,14 +192,13 @@ fn advice(error: &DoesNotFit) -> String {
 }
 
 /// The number of full layers, and the number of sliding layers.
-fn layers(config: &ModelConfig) -> [usize; 2] {
-    let sliding = config.layer_types.iter().filter(|kind| **kind == LayerType::SlidingAttention).count();
-    [config.num_hidden_layers - sliding, sliding]
+fn layers(config: &ModelSpec) -> [usize; 2] {
+    [BlockPool::Full, BlockPool::Sliding].map(|pool| config.layers_of(pool))
 }
 
 impl<'a> MemoryRequest<'a> {
     /// The model and its draft model, if any, each with the prefix of its buffers' names, its config and its schemes.
-    fn models(&self) -> impl Iterator<Item = (&'static str, &'a ModelConfig, &Schemes)> {
+    fn models(&self) -> impl Iterator<Item = (&'static str, &'a ModelSpec, &Schemes)> {
         let draft = self.draft.as_ref().map(|draft| ("draft ", draft.config, &draft.schemes));
         [("", self.config, &self.schemes)].into_iter().chain(draft)
     }
@@ -287,14 +287,14 @@ impl<'a> MemoryRequest<'a> {
                 add(Class::Activations, device, SAMPLED_BYTES, "sampled ids".into());
                 add(Class::Activations, device, history_bytes(&limits), "history".into());
             }
-            for name in ["rope table (sliding layers)", "rope table (full layers)"] {
-                add(Class::Activations, device, rope_table_bytes(c, context), name.into());
+            for rope in &c.ropes {
+                add(Class::Activations, device, rope_table_bytes(c, context), rope_table_name(rope));
             }
             let heads = heads_of(c, self.kv);
             let bytes = self_test::buffer_bytes(&heads, &schemes.distinct());
             add(Class::Activations, device, bytes, "self-test".into());
             if self.moments && !is_draft {
-                for (i, layer) in ModelTensors::of(c).layers.iter().enumerate() {
+                for (i, layer) in c.tensors.layers.iter().enumerate() {
                     for width in layer.projections.input_widths() {
                         add(Class::Activations, device, 4 * width as u64, format!("layers.{i} moments"));
                     }
@@ -317,9 +317,9 @@ impl<'a> MemoryRequest<'a> {
             let bytes = self_test::result_bytes(&heads);
             add(Class::Staging, MemoryKind::Readback, bytes, "results of the self-test".into());
 
-            for (i, kind) in c.layer_types.iter().enumerate() {
+            for (i, layer) in c.layers.iter().enumerate() {
                 for what in ["key", "value"] {
-                    let bytes = kv_pool_bytes(c, self.kv, &limits.kv, *kind);
+                    let bytes = kv_pool_bytes(c, self.kv, &limits.kv, layer.pool());
                     add(Class::KvCache, device, bytes, format!("layer {i} {what} cache"));
                 }
             }
@@ -328,11 +328,11 @@ impl<'a> MemoryRequest<'a> {
     }
 
     /// The weights of one of the models, as [`MemoryRequest::requests`] lists them.
-    fn weights(&self, c: &ModelConfig, schemes: &Schemes, add: &mut dyn FnMut(Class, u64, String)) {
+    fn weights(&self, c: &ModelSpec, schemes: &Schemes, add: &mut dyn FnMut(Class, u64, String)) {
         let matrix = |spec: &TensorSpec, scheme: Scheme| {
             Matrix::buffer_bytes(scheme, spec.rows(), spec.cols(), self.max_shard_bytes)
         };
-        let specs = ModelTensors::of(c);
+        let specs = &c.tensors;
         let embedding = &specs.embed_tokens;
         let (mut bytes, mut shards) = (Vec::new(), 0);
         for (blocks, scales) in matrix(embedding, schemes.embedding) {
@@ -363,7 +363,7 @@ impl<'a> MemoryRequest<'a> {
 
     /// The activations of a step, each as large as the larger of the models needs it.
     pub(super) fn activation_bytes(&self) -> Vec<(&'static str, u64)> {
-        let of = |config: &ModelConfig| {
+        let of = |config: &ModelSpec| {
             let floats = activations(config, self.batch_tokens())
                 .map(|(name, rows, width)| (name, Activations::bytes(rows, width)));
             let blocks = quantized(config, self.batch_tokens())
@@ -527,7 +527,7 @@ impl<'a> MemoryRequest<'a> {
     }
 
     /// Bytes of one model's weights on the device.
-    pub(super) fn weight_bytes_of(&self, config: &ModelConfig, schemes: &Schemes) -> u64 {
+    pub(super) fn weight_bytes_of(&self, config: &ModelSpec, schemes: &Schemes) -> u64 {
         let mut sum = 0;
         self.weights(config, schemes, &mut |_, bytes, _| sum += bytes);
         sum
@@ -548,7 +548,7 @@ fn largest(mut fitting: usize, most: usize, fits: impl Fn(usize) -> bool) -> usi
 pub(super) const SAMPLED_BYTES: u64 = 4 * MAX_SEQUENCES as u64;
 /// Bytes that a step returns to the host: a u32 id for each row of logits, the log probabilities of each row, and the
 /// sum of hidden states of each sequence.
-pub(super) fn results_bytes(c: &ModelConfig) -> [u64; 3] {
+pub(super) fn results_bytes(c: &ModelSpec) -> [u64; 3] {
     let rows = LOGIT_ROWS as u64;
     let pooled = Activations::bytes(MAX_SEQUENCES, c.hidden_size);
     [4 * rows, 4 * rows * LOGPROB_WORDS as u64, pooled].map(|bytes| bytes.next_multiple_of(256))
@@ -560,13 +560,13 @@ pub(super) fn history_bytes(limits: &Limits) -> u64 {
 }
 
 /// The slots for partials of attention in a step of `tokens` tokens.
-pub(super) fn partials(tokens: usize) -> Room {
+pub(crate) fn partials(tokens: usize) -> Room {
     let Room { single, tiles } = SPARE_PARTIALS;
     Room { single: MAX_SEQUENCES + single, tiles: tokens + tiles }
 }
 
 /// The activations of a step, by name, rows and width, in the order of `Scratch`.
-pub(super) fn activations(c: &ModelConfig, tokens: usize) -> [(&'static str, usize, usize); 16] {
+pub(super) fn activations(c: &ModelSpec, tokens: usize) -> [(&'static str, usize, usize); 16] {
     let heads = c.num_attention_heads * c.head_dim;
     let kv_heads = c.num_key_value_heads * c.head_dim;
     let (slots, partial) = (partials(tokens), partial_width(c.num_attention_heads, c.head_dim));
@@ -591,7 +591,7 @@ pub(super) fn activations(c: &ModelConfig, tokens: usize) -> [(&'static str, usi
 }
 
 /// The int8 inputs of matrices, by name, rows and width. They follow the activations.
-pub(super) fn quantized(c: &ModelConfig, tokens: usize) -> [(&'static str, usize, usize); 4] {
+pub(super) fn quantized(c: &ModelSpec, tokens: usize) -> [(&'static str, usize, usize); 4] {
     [
         ("normed (int8)", tokens, c.hidden_size),
         ("attended (int8)", tokens, c.num_attention_heads * c.head_dim),
@@ -601,18 +601,18 @@ pub(super) fn quantized(c: &ModelConfig, tokens: usize) -> [(&'static str, usize
 }
 
 /// The heads that the kernels of a model are made for.
-pub(super) fn heads_of(c: &ModelConfig, kv: KvDtype) -> Heads {
+pub(crate) fn heads_of(c: &ModelSpec, kv: KvDtype) -> Heads {
     Heads { group: c.num_attention_heads / c.num_key_value_heads, head_dim: c.head_dim, kv }
 }
 
 /// Bytes of the buffer that copies logits to the host, or a row of them and one of a residual stream.
-pub(super) fn logits_bytes(c: &ModelConfig) -> u64 {
+pub(super) fn logits_bytes(c: &ModelSpec) -> u64 {
     let both = Activations::bytes(1, c.vocab_size) + Activations::bytes(1, c.hidden_size);
     Activations::bytes(READBACK_ROWS, c.vocab_size).max(both)
 }
 
 /// Bytes of the keys and values that `tokens` tokens after `start` positions see, each once.
-pub(super) fn kv_bytes_seen(c: &ModelConfig, dtype: KvDtype, start: usize, tokens: usize) -> u64 {
+pub(super) fn kv_bytes_seen(c: &ModelSpec, dtype: KvDtype, start: usize, tokens: usize) -> u64 {
     let seen = start + tokens;
     let left = c.window().map_or(0, |window| (start + 1).saturating_sub(window));
     let [full, sliding] = layers(c);
@@ -620,21 +620,25 @@ pub(super) fn kv_bytes_seen(c: &ModelConfig, dtype: KvDtype, start: usize, token
     2 * positions * kv_block_bytes(c, dtype, 1)
 }
 
+pub(super) fn rope_table_name(rope: &RopeSpec) -> String {
+    format!("rope table ({})", rope.name)
+}
+
 /// Bytes of a RoPE table: (cos, sin) in f32 for each position and pair of dimensions.
-pub(super) fn rope_table_bytes(c: &ModelConfig, context: usize) -> u64 {
+pub(super) fn rope_table_bytes(c: &ModelSpec, context: usize) -> u64 {
     (context * c.head_dim * size_of::<f32>()) as u64
 }
 
 /// Bytes that one KV block takes in one layer, for keys or values.
-pub(super) fn kv_block_bytes(c: &ModelConfig, kv: KvDtype, block_size: usize) -> u64 {
+pub(super) fn kv_block_bytes(c: &ModelSpec, kv: KvDtype, block_size: usize) -> u64 {
     (block_size * c.num_key_value_heads * kv.row_bytes(c.head_dim)) as u64
 }
 
 /// Bytes of one layer's keys, or values: its pool, and a block for padding tokens.
-pub(super) fn kv_pool_bytes(c: &ModelConfig, dtype: KvDtype, kv: &KvLimits, kind: LayerType) -> u64 {
+pub(super) fn kv_pool_bytes(c: &ModelSpec, dtype: KvDtype, kv: &KvLimits, kind: BlockPool) -> u64 {
     let blocks = match kind {
-        LayerType::FullAttention => kv.full_blocks,
-        LayerType::SlidingAttention => kv.sliding_blocks,
+        BlockPool::Full => kv.full_blocks,
+        BlockPool::Sliding => kv.sliding_blocks,
     };
     (blocks as u64 + 1) * kv_block_bytes(c, dtype, kv.block_size)
 }
@@ -653,7 +657,7 @@ pub(super) const LEAST_ROWS: usize = 8;
 pub(super) fn shares_bytes(limits: &Limits) -> [u64; 4] {
     let (tokens, room) = (limits.max_batch_tokens, partials(limits.max_batch_tokens));
     let items = |slots: usize| (slots * size_of::<Item>()) as u64;
-    // The rows that are shared with another unit begin and end anywhere, which makes two parts more.
+    // The rows in which a coprocessor takes part begin and end anywhere, which makes two more parts.
     let parts = 3 + tokens.div_ceil(LEAST_ROWS) as u64;
     [items(room.single), items(room.tiles), 2 * INDIRECT_BYTES * parts, 8 * tokens as u64]
         .map(|bytes| bytes.next_multiple_of(256))
@@ -678,12 +682,12 @@ pub(super) fn step_input_bytes(limits: &Limits) -> [u64; 15] {
 }
 
 /// Multiply-adds of one layer's matrices before attention for one token.
-pub(super) fn projections_per_token_and_layer(c: &ModelConfig) -> u64 {
+pub(super) fn projections_per_token_and_layer(c: &ModelSpec) -> u64 {
     (c.hidden_size * (c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim) as u64
 }
 
 /// Multiply-adds of one layer's matrices for one token.
-pub(super) fn macs_per_token_and_layer(c: &ModelConfig) -> u64 {
+pub(super) fn macs_per_token_and_layer(c: &ModelSpec) -> u64 {
     let heads = (2 * c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim;
     (c.hidden_size * (heads + 3 * c.intermediate_size)) as u64
 }

@@ -2,38 +2,35 @@
 //!
 //! This module refuses to know requests, queues or clocks: the engine above hands it a [`Batch`] of plain arrays.
 
-pub mod child_process;
+pub mod arch;
 pub mod config;
-pub mod device_process;
 pub mod draft;
 mod evaluate;
 mod forward;
+pub mod gemma3;
 pub mod model_runner;
-#[doc(hidden)]
-pub mod judge;
-pub mod kernel_cases;
 mod layer_check;
 mod layers;
 pub mod load;
 pub mod memory;
-#[cfg(feature = "npu")]
-pub mod npu_process;
 pub mod offload;
-mod rates;
+pub(crate) mod rates;
+pub mod rig;
 mod runner;
 mod sampling;
 #[doc(hidden)]
 pub mod self_test;
-pub mod shapes;
-mod sharing;
-mod step;
-mod submits;
+pub mod spec;
+pub(crate) mod step;
+pub(crate) mod submits;
 pub mod tensors;
 pub mod tune;
 pub mod twin;
 pub mod weights;
 
 pub use crate::gpu::Counts;
+pub(crate) use offload::longest_chunk;
+pub(crate) use runner::words;
 pub use runner::{
     Batch, BatchSequence, BlockCopy, BlockPool, DraftRequest, Draw, HistoryCopy, Input, KvLimits, Limits,
     Logprobs, MAX_BIASES, MAX_LOGPROBS, Pooling, Runner, RunnerError, RunnerFactory, Sampled, Sampling,

@@ -14,9 +14,10 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::config::{LayerType, ModelConfig};
 use super::memory::{self, LOGIT_ROWS};
 use super::rates::WorkAmount;
+use super::runner::BlockPool;
+use super::spec::ModelSpec;
 use super::submits::{SEGMENT_LAYERS, StepPart, Submit};
 use super::{Batch, BatchSequence, Draw, Input, Limits, Logprobs, MAX_BIASES, MAX_LOGPROBS, Sampled};
 use crate::gpu::placement::{Class, MemoryKind};
@@ -38,7 +39,7 @@ pub(super) fn padded_tokens(tokens: usize, most: usize) -> usize {
 /// The rows of a step whose logits are computed, and the requests for the ids to draw from them. The requests are empty
 /// if the logits are copied to the host instead.
 #[derive(Default)]
-pub(super) struct StepOutputs {
+pub(crate) struct StepOutputs {
     pub rows: Vec<u32>,
     pub requests: Vec<SampleRequest>,
     pub bias: Vec<Bias>,
@@ -48,7 +49,7 @@ pub(super) struct StepOutputs {
 }
 
 /// A range of a step's rows whose hidden states are added up, and the slot of their sum.
-pub(super) struct PoolRequest {
+pub(crate) struct PoolRequest {
     pub rows: Range<usize>,
     pub slot: u32,
     pub fresh: bool,
@@ -56,7 +57,7 @@ pub(super) struct PoolRequest {
 }
 
 /// The buffers and recordings of one step in flight. The host reaches all of the buffers.
-pub(super) struct Frame {
+pub(crate) struct Frame {
     /// The step's arrays for the layers of each pool.
     pub full: StepArrays,
     pub sliding: StepArrays,
@@ -78,7 +79,7 @@ pub(super) struct Frame {
 
 /// The command buffers of a frame.
 #[derive(Default)]
-pub(super) struct Commands {
+pub(crate) struct Commands {
     recorded: Vec<Recorded>,
     /// Command buffers that each step records anew, in the order of its parts.
     fresh: Vec<CommandBuffer>,
@@ -263,7 +264,7 @@ impl Commands {
 impl Frame {
     pub fn new(
         arena: &mut Arena,
-        config: &ModelConfig,
+        config: &ModelSpec,
         limits: &Limits,
         index: usize,
     ) -> Result<Frame, GpuError> {
@@ -409,7 +410,7 @@ impl Frame {
     /// Writes how attention is shared out over workgroups in the layers of one kind, whose tokens go in these parts.
     pub fn share_out(
         &mut self,
-        kind: LayerType,
+        kind: BlockPool,
         shape: &AttentionShape,
         limits: &Limits,
         batch: &Batch,
@@ -425,8 +426,8 @@ impl Frame {
         let room = memory::partials(limits.max_batch_tokens);
         let shares = Shares::in_parts(shape, &runs, rows, room);
         let (arrays, parts) = match kind {
-            LayerType::SlidingAttention => (&self.sliding.shares, &mut self.sliding_parts),
-            LayerType::FullAttention => (&self.full.shares, &mut self.full_parts),
+            BlockPool::Sliding => (&self.sliding.shares, &mut self.sliding_parts),
+            BlockPool::Full => (&self.full.shares, &mut self.full_parts),
         };
         let ShareArrays { single, tiles, groups, merges } = arrays;
         for (items, shared) in [(single, &shares.single), (tiles, &shares.tiles)] {
@@ -438,23 +439,23 @@ impl Frame {
     }
 
     /// The arrays of the whole step for the layers of one kind.
-    pub fn whole(&self, kind: LayerType) -> &StepArrays {
+    pub fn whole(&self, kind: BlockPool) -> &StepArrays {
         match kind {
-            LayerType::SlidingAttention => &self.sliding,
-            LayerType::FullAttention => &self.full,
+            BlockPool::Sliding => &self.sliding,
+            BlockPool::Full => &self.full,
         }
     }
 
     /// The parts that [`Frame::share_out`] made for the layers of one kind.
-    pub fn parts(&self, kind: LayerType) -> &[kernels::PartItems] {
+    pub fn parts(&self, kind: BlockPool) -> &[kernels::PartItems] {
         match kind {
-            LayerType::SlidingAttention => &self.sliding_parts,
-            LayerType::FullAttention => &self.full_parts,
+            BlockPool::Sliding => &self.sliding_parts,
+            BlockPool::Full => &self.full_parts,
         }
     }
 
     /// The arrays of a step of `tokens` tokens, or of one part of its rows that [`Frame::share_out`] made.
-    pub fn arrays(&self, kind: LayerType, tokens: usize, rows: Option<&Range<usize>>) -> StepArrays {
+    pub fn arrays(&self, kind: BlockPool, tokens: usize, rows: Option<&Range<usize>>) -> StepArrays {
         let (arrays, parts) = (self.whole(kind), self.parts(kind));
         let mut arrays = match rows {
             None => arrays.clone(),

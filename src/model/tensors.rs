@@ -5,7 +5,6 @@
 
 use std::ops::{Index, IndexMut};
 
-use super::config::ModelConfig;
 use crate::gpu::placement::Class;
 
 /// A tensor that a model needs.
@@ -244,80 +243,5 @@ impl<T> ModelTensors<T> {
             norm: (self.norm, other.norm),
             layers: self.layers.into_iter().zip(other.layers).map(|(a, b)| a.zip(b)).collect(),
         }
-    }
-}
-
-impl ModelTensors<TensorSpec> {
-    /// The tensors of a model with that config.
-    pub fn of(config: &ModelConfig) -> Self {
-        let of = |name: &str, shape, shape_in_config, role, class| TensorSpec {
-            name: name.to_owned(),
-            shape,
-            shape_in_config,
-            role,
-            class,
-            layer: None,
-        };
-        let hidden = config.hidden_size;
-        ModelTensors {
-            embed_tokens: of(
-                "embed_tokens",
-                vec![config.vocab_size, hidden],
-                "vocab_size, hidden_size",
-                Role::Embedding,
-                Class::Embedding,
-            ),
-            norm: of("norm", vec![hidden], "hidden_size", Role::Norm, Class::Norms),
-            layers: (0..config.num_hidden_layers).map(|layer| layer_specs(config, layer)).collect(),
-        }
-    }
-}
-
-fn layer_specs(config: &ModelConfig, layer: usize) -> Layer<TensorSpec> {
-    let (hidden, ffn, head_dim) = (config.hidden_size, config.intermediate_size, config.head_dim);
-    let (q, kv) = (config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim);
-    let spec = |name: &str, shape, shape_in_config, role, class| TensorSpec {
-        name: format!("layers.{layer}.{name}"),
-        shape,
-        shape_in_config,
-        role,
-        class,
-        layer: Some(layer),
-    };
-    let attention = |name, rows, cols, shape_in_config, input| {
-        spec(name, vec![rows, cols], shape_in_config, Role::Projection(input), Class::Attention)
-    };
-    let feed_forward = |name, rows, cols, shape_in_config, input| {
-        spec(name, vec![rows, cols], shape_in_config, Role::Projection(input), Class::Ffn)
-    };
-    let norm = |name, n, shape_in_config| spec(name, vec![n], shape_in_config, Role::Norm, Class::Norms);
-    use InputGroup::{Down, GateUp, Output, Qkv};
-    const Q_ROWS: &str = "num_attention_heads * head_dim, hidden_size";
-    const KV_ROWS: &str = "num_key_value_heads * head_dim, hidden_size";
-    const FFN_ROWS: &str = "intermediate_size, hidden_size";
-    Layer {
-        projections: Projections {
-            q_proj: attention("self_attn.q_proj", q, hidden, Q_ROWS, Qkv),
-            k_proj: attention("self_attn.k_proj", kv, hidden, KV_ROWS, Qkv),
-            v_proj: attention("self_attn.v_proj", kv, hidden, KV_ROWS, Qkv),
-            o_proj: attention(
-                "self_attn.o_proj",
-                hidden,
-                q,
-                "hidden_size, num_attention_heads * head_dim",
-                Output,
-            ),
-            gate_proj: feed_forward("mlp.gate_proj", ffn, hidden, FFN_ROWS, GateUp),
-            up_proj: feed_forward("mlp.up_proj", ffn, hidden, FFN_ROWS, GateUp),
-            down_proj: feed_forward("mlp.down_proj", hidden, ffn, "hidden_size, intermediate_size", Down),
-        },
-        norms: Norms {
-            input_layernorm: norm("input_layernorm", hidden, "hidden_size"),
-            post_attention_layernorm: norm("post_attention_layernorm", hidden, "hidden_size"),
-            pre_feedforward_layernorm: norm("pre_feedforward_layernorm", hidden, "hidden_size"),
-            post_feedforward_layernorm: norm("post_feedforward_layernorm", hidden, "hidden_size"),
-            q_norm: norm("self_attn.q_norm", head_dim, "head_dim"),
-            k_norm: norm("self_attn.k_norm", head_dim, "head_dim"),
-        },
     }
 }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::kernel_cases::{Products, Rig, Span};
+use super::rig::{Products, Rig, Span};
 use crate::gpu::{Device, DevicePolicy, GpuError, QueueKind};
 use crate::kernels::{ActivationsFrom, GpuTiles, SubgroupTile, Tiles};
 use crate::tensor::Scheme;

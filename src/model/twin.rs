@@ -10,7 +10,7 @@
 
 use rayon::prelude::*;
 
-use super::config::{LayerType, ModelConfig};
+use super::spec::{LayerSpec, ModelSpec, NormWeight, RopeSpec};
 use super::tensors::{Layer, Norms, Projections};
 use super::weights::Weights;
 use crate::checkpoint::{Checkpoint, CheckpointError, Deviation, Expected, LayerValues, Tensor};
@@ -33,7 +33,7 @@ const LEAST_MAGNITUDES: f32 = 14.0 * 32.0;
 pub fn layer_values(
     checkpoint: &Checkpoint,
     weights: &Weights<'_>,
-    config: &ModelConfig,
+    config: &ModelSpec,
     each: &mut dyn FnMut(u64),
 ) -> Result<LayerValues, CheckpointError> {
     values_of(checkpoint, weights, config, prompt(config), LOGITS.min(config.vocab_size), each)
@@ -43,7 +43,7 @@ pub fn layer_values(
 pub fn values_of(
     checkpoint: &Checkpoint,
     weights: &Weights<'_>,
-    config: &ModelConfig,
+    config: &ModelSpec,
     tokens: Vec<u32>,
     logits: usize,
     each: &mut dyn FnMut(u64),
@@ -55,15 +55,15 @@ pub fn values_of(
         rows.push([0, 1].map(|pass| last(pass).iter().map(|x| *x as f32).collect()));
     };
 
-    let scale = f64::from((config.hidden_size as f64).sqrt() as f32);
+    let scale = f64::from(config.embed_scale);
     let mut hidden = Vec::new();
     for id in tokens.iter().chain(&tokens) {
         let row = weights.tensors.embed_tokens.rows_f32(*id as usize..*id as usize + 1)?;
         hidden.push(row.into_iter().map(|x| f64::from(x) * scale).collect());
     }
     keep(&hidden);
-    for (layer, kind) in weights.tensors.layers.iter().zip(&config.layer_types) {
-        twin.layer(layer, *kind, &mut hidden)?;
+    for (layer, spec) in weights.tensors.layers.iter().zip(&config.layers) {
+        twin.layer(layer, spec, &mut hidden)?;
         keep(&hidden);
         each(layer.projections.iter().map(|tensor| tensor.stored_bytes()).sum());
         // The file was read once, and is as large as memory.
@@ -91,7 +91,7 @@ pub fn values_of(
 }
 
 /// Ids from all of the vocabulary.
-fn prompt(config: &ModelConfig) -> Vec<u32> {
+fn prompt(config: &ModelSpec) -> Vec<u32> {
     let id = |i: usize| ((i * i * 7919 + i * 31) % config.vocab_size) as u32;
     let first = config.bos_token_id.min(config.vocab_size as u32 - 1);
     std::iter::once(first).chain((1..TOKENS.min(config.max_position_embeddings)).map(id)).collect()
@@ -101,7 +101,7 @@ fn prompt(config: &ModelConfig) -> Vec<u32> {
 #[derive(Clone, Copy)]
 struct Twin<'a> {
     checkpoint: &'a Checkpoint,
-    config: &'a ModelConfig,
+    config: &'a ModelSpec,
     /// Rows of each pass.
     tokens: usize,
 }
@@ -110,12 +110,12 @@ impl Twin<'_> {
     fn layer(
         &self,
         layer: &Layer<Tensor<'_>>,
-        kind: LayerType,
+        spec: &LayerSpec,
         hidden: &mut [Vec<f64>],
     ) -> Result<(), CheckpointError> {
         let Layer { projections, norms } = layer;
         let normed = self.normed(hidden, &norms.input_layernorm)?;
-        let attended = self.attention(layer, kind, &normed)?;
+        let attended = self.attention(layer, spec, &normed)?;
         let result = self.product(&projections.o_proj, &attended)?;
         add(hidden, &self.normed(&result, &norms.post_attention_layernorm)?);
         let normed = self.normed(hidden, &norms.pre_feedforward_layernorm)?;
@@ -132,15 +132,13 @@ impl Twin<'_> {
     fn attention(
         &self,
         layer: &Layer<Tensor<'_>>,
-        kind: LayerType,
+        spec: &LayerSpec,
         normed: &[Vec<f64>],
     ) -> Result<Vec<Vec<f64>>, CheckpointError> {
         let c = self.config;
         let dim = c.head_dim;
-        let (base, factor, window) = match kind {
-            LayerType::SlidingAttention => (c.rope_local_base_freq, 1.0, c.sliding_window),
-            LayerType::FullAttention => (c.rope_theta, c.rope_scaling_factor, usize::MAX),
-        };
+        let window = spec.window.unwrap_or(usize::MAX);
+        let RopeSpec { theta, factor, .. } = c.ropes[spec.rope];
         let Projections { q_proj, k_proj, v_proj, .. } = &layer.projections;
         let Norms { q_norm, k_norm, .. } = &layer.norms;
         let mut queries = self.product(q_proj, normed)?;
@@ -150,15 +148,15 @@ impl Twin<'_> {
             let weight = self.norm_weight(norm)?;
             for (row, of_token) in rows.iter_mut().enumerate() {
                 for head in of_token.chunks_exact_mut(dim) {
-                    normalize(head, &weight, c.rms_norm_eps.into());
-                    rotate(head, row % self.tokens, base, factor);
+                    normalize(head, &weight, c.norm_eps.into());
+                    rotate(head, row % self.tokens, theta, factor);
                 }
             }
         }
         for rows in [&mut keys, &mut values] {
             rows[self.tokens..].iter_mut().flat_map(|row| row.chunks_exact_mut(dim)).for_each(round_head);
         }
-        let scale = c.query_pre_attn_scalar.powf(-0.5);
+        let scale = c.score_scale;
         let group = c.num_attention_heads / c.num_key_value_heads;
         let attend = |row: usize| {
             let (first, position) = (row / self.tokens * self.tokens, row % self.tokens);
@@ -211,13 +209,14 @@ impl Twin<'_> {
     fn normed(&self, x: &[Vec<f64>], norm: &Tensor<'_>) -> Result<Vec<Vec<f64>>, CheckpointError> {
         let weight = self.norm_weight(norm)?;
         let mut normed = x.to_vec();
-        normed.iter_mut().for_each(|row| normalize(row, &weight, self.config.rms_norm_eps.into()));
+        normed.iter_mut().for_each(|row| normalize(row, &weight, self.config.norm_eps.into()));
         Ok(normed)
     }
 
     /// The factors of a norm.
     fn norm_weight(&self, norm: &Tensor<'_>) -> Result<Vec<f64>, CheckpointError> {
-        let one = if self.checkpoint.norms_hold_one() { 0.0 } else { 1.0 };
+        let adds_one = self.config.norm_weight == NormWeight::OnePlus && !self.checkpoint.norms_hold_one();
+        let one = if adds_one { 1.0 } else { 0.0 };
         Ok(self.checkpoint.read_f32(norm)?.into_iter().map(|w| f64::from(w) + one).collect())
     }
 }

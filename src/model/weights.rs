@@ -7,7 +7,7 @@
 
 use std::collections::HashMap;
 
-use super::config::ModelConfig;
+use super::spec::ModelSpec;
 use super::tensors::{ModelTensors, TensorSpec};
 use crate::checkpoint::{Checkpoint, CheckpointError, Tensor, short};
 
@@ -32,11 +32,11 @@ pub enum WeightsError {
     )]
     Untied { file: String, tensor: String },
     #[error(
-        "{file}: tensor {tensor}{} no part of a Gemma-3 language model; expected its weights, vision_tower, \
+        "{file}: tensor {tensor}{} no part of a {arch} language model; expected its weights, vision_tower, \
          multi_modal_projector and a tied lm_head only",
         and(*.more, "is", "are")
     )]
-    Unexpected { file: String, tensor: String, more: usize },
+    Unexpected { file: String, tensor: String, more: usize, arch: &'static str },
 }
 
 fn and(more: usize, one: &str, many: &str) -> String {
@@ -54,16 +54,15 @@ pub struct Weights<'a> {
 }
 
 impl<'a> Weights<'a> {
-    /// Finds every weight that `config` requires, and refuses any other tensor.
-    pub fn collect(checkpoint: &'a Checkpoint, config: &ModelConfig) -> Result<Self, WeightsError> {
+    /// Finds every weight that `spec` requires, and refuses any other tensor.
+    pub fn collect(checkpoint: &'a Checkpoint, spec: &ModelSpec) -> Result<Self, WeightsError> {
         let mut found = Found::default();
         for tensor in checkpoint.iter() {
             found.add(tensor)?;
         }
-        let specs = ModelTensors::of(config);
-        found.check(checkpoint, &specs)?;
+        found.check(checkpoint, spec)?;
         // The check found a tensor for each name.
-        let tensors = specs.map(|spec| found.by_name[&stored_name(&spec)]);
+        let tensors = spec.tensors.as_ref().map(|spec| found.by_name[&stored_name(spec)]);
         Ok(Self { tensors, skipped_vision: found.skipped_vision, skipped_bytes: found.skipped_bytes })
     }
 
@@ -153,7 +152,7 @@ impl<'a> Found<'a> {
     fn check(
         &mut self,
         checkpoint: &Checkpoint,
-        specs: &ModelTensors<TensorSpec>,
+        ModelSpec { arch, tensors: specs, .. }: &ModelSpec,
     ) -> Result<(), WeightsError> {
         let known: HashMap<String, &TensorSpec> =
             specs.iter().map(|spec| (stored_name(spec), spec)).collect();
@@ -191,7 +190,7 @@ impl<'a> Found<'a> {
                 Some(layer) if layer >= num_hidden_layers => {
                     WeightsError::Layer { file, tensor: name, more, num_hidden_layers }
                 }
-                _ => WeightsError::Unexpected { file, tensor: name, more },
+                _ => WeightsError::Unexpected { file, tensor: name, more, arch: arch.name },
             });
         }
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 BINARY = Path(os.environ.get("UNICORN_BINARY") or Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "debug/unicorn")
+LAB = BINARY.with_name("unicorn-lab")
 # Vulkan's validation layer is enabled: each message of it is a failure.
 ENVIRONMENT = {**os.environ, "UNICORN_HARDWARE_VALIDATION": "true"}
 # Generous limits, because the first start on a machine compiles every shader. They detect hangs, and measure no speed.

@@ -35,8 +35,8 @@ import responses_sdk
 import terminal_chat
 from raised import raised
 from server import (
-    ANSWER_SECONDS, BINARY, ENVIRONMENT, ROOT, START_SECONDS, Server, children, free_port, get, is_running, last_line,
-    machine_with_power, model_id, post, scrape, send,
+    ANSWER_SECONDS, BINARY, ENVIRONMENT, LAB, ROOT, START_SECONDS, Server, children, free_port, get, is_running,
+    last_line, machine_with_power, model_id, post, scrape, send,
 )
 from session import SCENARIO, Report
 
@@ -496,7 +496,13 @@ def the_docs_name_commands_and_options_that_exist(_):
     texts = for_users + (ROOT / "CONTRIBUTING.md").read_text() + (ROOT / "Makefile").read_text()
     commands = set(re.findall(r"(?:`|debug/)unicorn ([a-z]+)", texts)) | set(re.findall(r"\$\(UNICORN\) ([a-z]+)", texts))
     assert len(commands) >= 6, commands
+    lab = set(re.findall(r"`unicorn-lab ([a-z]+)", texts))
+    assert len(lab) >= 5, lab
     helps = ""
+    for command in sorted(lab):
+        done = subprocess.run([LAB, command, "--help"], env=ENVIRONMENT, capture_output=True, text=True, timeout=30, check=False)
+        assert done.returncode == 0, f"unicorn-lab {command}: {last_line(done.stderr)}"
+        helps += done.stdout
     for command in sorted(commands):
         subcommands = sorted(set(re.findall(rf"unicorn {command} ([a-z]+)\b", texts))) if command in ("eval", "bench") else []
         for subcommand in ["", *subcommands]:

@@ -7,7 +7,8 @@ use rand::seq::IndexedRandom;
 use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
-use unicorn::checkpoint::{Checkpoint, Encoding, ModelFiles, Tensor};
+use unicorn::checkpoint::{Checkpoint, Encoding, Tensor};
+use unicorn::model::arch::open_files;
 use unicorn::tensor::{Bits, DType, QuantizedRow, Scheme};
 
 use super::data;
@@ -72,7 +73,7 @@ pub fn with_header(header: &str, bytes: &[u8]) -> Vec<u8> {
 
 /// Reads as much as possible of a checkpoint that may be damaged.
 pub fn read_all(folder: &Path) -> Result<usize, String> {
-    let checkpoint = Checkpoint::open(&ModelFiles::open(folder).unwrap()).map_err(|e| e.to_string())?;
+    let checkpoint = Checkpoint::open(&open_files(folder).unwrap()).map_err(|e| e.to_string())?;
     for tensor in checkpoint.iter() {
         tensor.defect();
         let mut row = vec![0.0; tensor.cols()];

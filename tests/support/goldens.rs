@@ -3,8 +3,8 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use unicorn::checkpoint::ModelFiles;
 use unicorn::gpu::Device;
+use unicorn::model::arch::open_files;
 use unicorn::model::load::{LoadOptions, Source};
 use unicorn::model::model_runner::ModelRunner;
 
@@ -36,7 +36,7 @@ impl Goldens {
 /// The model in a folder, loaded on the tests' device.
 pub fn load(folder: &Path, options: &LoadOptions) -> ModelRunner {
     let device: Arc<Device> = device();
-    let files = ModelFiles::open(folder).unwrap();
+    let files = open_files(folder).unwrap();
     ModelRunner::load(&device, &Source::open(&files).unwrap(), options, &mut |_| {}).unwrap()
 }
 

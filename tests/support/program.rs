@@ -12,15 +12,32 @@ use super::{policy, root};
 
 /// The program without any Vulkan device, for commands that must fail before they need one.
 pub fn unicorn(args: &[&str]) -> Command {
-    let mut command = unicorn_on_software(args);
+    without_devices(unicorn_on_software(args))
+}
+
+fn without_devices(mut command: Command) -> Command {
     command.env("VK_DRIVER_FILES", "/nonexistent.json").env("VK_ICD_FILENAMES", "/nonexistent.json");
     command
+}
+
+/// `unicorn-lab` without any Vulkan device.
+pub fn lab(args: &[&str]) -> Command {
+    without_devices(lab_on_software(args))
+}
+
+/// `unicorn-lab` with the devices of the machine.
+pub fn lab_on_software(args: &[&str]) -> Command {
+    program(&lab_binary(), args)
 }
 
 /// The program with the devices of the machine. Commands that compute also need `--allow-software-vulkan`. Any message
 /// of the validation layer fails the command.
 pub fn unicorn_on_software(args: &[&str]) -> Command {
-    let mut command = Command::new(binary());
+    program(&binary(), args)
+}
+
+fn program(binary: &Path, args: &[&str]) -> Command {
+    let mut command = Command::new(binary);
     command.args(args);
     for (name, _) in std::env::vars_os() {
         if name.to_string_lossy().starts_with("UNICORN_") || name == "RUST_LOG" {
@@ -60,6 +77,10 @@ pub fn binary() -> PathBuf {
         Some(root) => Path::new(&root).join("unicorn"),
         None => env!("CARGO_BIN_EXE_unicorn").into(),
     }
+}
+
+fn lab_binary() -> PathBuf {
+    env!("CARGO_BIN_EXE_unicorn-lab").into()
 }
 
 /// Builds an example of `Cargo.toml` with the profile of this test, and returns the path of its library or program.

@@ -12,14 +12,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
+# Both binaries.
 UNICORN = r"""#!/bin/sh
 echo "$@" >>"$LOG"
 env | sed -n 's/^\(UNICORN_[A-Z_]*\)=.*/\1/p' >>"$LOG.env"
-case "$1 $2" in
-    devices*) printf '[0] A "GPU"\\x\n\tusable yes\n' ;;
-    "bench $BROKEN") echo "error: it broke" >&2; exit 1 ;;
-    bench*) echo "{\"benchmark\": \"$2\", \"seconds\": 1.5}" ;;
-    synth*) for last; do :; done; mkdir "$last" && echo x >"$last/shared.safetensors" ;;
+case "$1" in
+    devices) printf '[0] A "GPU"\\x\n\tusable yes\n' ;;
+    "$BROKEN") echo "error: it broke" >&2; exit 1 ;;
+    kernels | model) echo "{\"benchmark\": \"$1\", \"seconds\": 1.5}" ;;
+    synth) for last; do :; done; mkdir "$last" && echo x >"$last/shared.safetensors" ;;
 esac
 """
 SUITE = r"""#!/bin/sh
@@ -45,7 +46,7 @@ class GpuBench(unittest.TestCase):
         (self.folder / "run.sh").write_bytes((ROOT / "tools/gpu_bench_run.sh").read_bytes())
         (self.folder / "run.sh").chmod(0o755)
         (self.folder / "commit").write_text("abc123\n")
-        for name, script in [("unicorn", UNICORN), ("suite", SUITE)]:
+        for name, script in [("unicorn", UNICORN), ("unicorn-lab", UNICORN), ("suite", SUITE)]:
             (self.folder / f"{name}.gz").write_bytes(gzip.compress(script.encode()))
         data = io.BytesIO()
         with tarfile.open(fileobj=data, mode="w:gz") as archive:
@@ -69,7 +70,7 @@ class GpuBench(unittest.TestCase):
         self.assertEqual(result["kernels"]["benchmark"], "kernels")
         self.assertEqual([result[name]["benchmark"] for name in ("gemma-3-4b", "gemma-3-27b")], ["model", "model"])
         asked = self.log.read_text().splitlines()
-        self.assertEqual([line.split()[0] for line in asked], ["devices", "bench", "synth", "bench", "synth", "bench"])
+        self.assertEqual([line.split()[0] for line in asked], ["devices", "kernels", "synth", "model", "synth", "model"])
         self.assertFalse(any((self.folder / "work" / model).exists() for model in ("4b", "27b")), "the models are removed")
         # The user's own settings must not affect the measurement.
         self.assertNotIn("UNICORN_MODEL_PATH", (self.folder / "log.env").read_text())

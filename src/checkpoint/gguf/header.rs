@@ -18,7 +18,7 @@ use crate::checkpoint::error::short;
 use crate::tensor::DType;
 
 const MAGIC: &[u8; 4] = b"GGUF";
-/// Gemma-3 27B has 41 keys and 808 tensors.
+/// A file of a 27B has 41 keys and 808 tensors.
 const MAX_KEYS: u64 = 1 << 16;
 const MAX_TENSORS: u64 = 1 << 16;
 /// Longest name of a tensor, in bytes. ggml allows 64, some builds 128.
@@ -32,14 +32,14 @@ const MAX_ALIGNMENT: u64 = 1 << 20;
 
 /// Why a file was refused.
 #[derive(Debug)]
-pub(super) struct HeaderError {
+pub struct HeaderError {
     /// The wrong part of the file.
     pub about: About,
     pub problem: String,
 }
 
 #[derive(Debug)]
-pub(super) enum About {
+pub enum About {
     File,
     Key(String),
     Tensor(String),
@@ -50,11 +50,11 @@ impl HeaderError {
         Self { about: About::File, problem: problem.into() }
     }
 
-    pub(super) fn key(key: &str, problem: impl Into<String>) -> Self {
+    pub fn key(key: &str, problem: impl Into<String>) -> Self {
         Self { about: About::Key(key.to_owned()), problem: problem.into() }
     }
 
-    pub(super) fn tensor(name: &str, problem: impl Into<String>) -> Self {
+    pub fn tensor(name: &str, problem: impl Into<String>) -> Self {
         Self { about: About::Tensor(name.to_owned()), problem: problem.into() }
     }
 }
@@ -67,7 +67,7 @@ pub(super) struct Header<'a> {
 }
 
 #[derive(Debug)]
-pub(super) struct TensorInfo<'a> {
+pub struct TensorInfo<'a> {
     pub name: &'a str,
     pub element: Element,
     /// The slowest dimension is first, as everywhere except in GGUF files.
@@ -78,7 +78,7 @@ pub(super) struct TensorInfo<'a> {
 
 /// How a tensor's elements are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Element {
+pub enum Element {
     Plain(DType),
     Blocks(GgmlType),
 }
@@ -247,7 +247,7 @@ fn other_type(id: u32) -> Option<&'static str> {
 
 /// The key-value pairs of a file. Values are read from the file's bytes on request.
 #[derive(Debug)]
-pub(super) struct Metadata<'a> {
+pub struct Metadata<'a> {
     bytes: &'a [u8],
     values: HashMap<&'a str, RawValue>,
 }
@@ -289,7 +289,7 @@ impl Kind {
 
 /// A value of the metadata.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) enum Value<'a> {
+pub enum Value<'a> {
     Whole(i128),
     Number(f64),
     Flag(bool),
@@ -309,12 +309,12 @@ impl fmt::Display for Value<'_> {
 }
 
 impl<'a> Metadata<'a> {
-    pub(super) fn has(&self, key: &str) -> bool {
+    pub fn has(&self, key: &str) -> bool {
         self.values.contains_key(key)
     }
 
     /// A value that is not an array; `None` if the file has no such key.
-    pub(super) fn scalar(&self, key: &str) -> Result<Option<Value<'a>>, HeaderError> {
+    pub fn scalar(&self, key: &str) -> Result<Option<Value<'a>>, HeaderError> {
         match self.values.get(key) {
             None => Ok(None),
             Some(RawValue::Scalar { kind, at }) => {
@@ -324,12 +324,12 @@ impl<'a> Metadata<'a> {
         }
     }
 
-    pub(super) fn is_array(&self, key: &str) -> bool {
+    pub fn is_array(&self, key: &str) -> bool {
         matches!(self.values.get(key), Some(RawValue::Array { .. }))
     }
 
     /// The elements of an array; `None` if the file has no such key.
-    pub(super) fn elements<'m>(&'m self, key: &'m str) -> Result<Option<Elements<'a, 'm>>, HeaderError> {
+    pub fn elements<'m>(&'m self, key: &'m str) -> Result<Option<Elements<'a, 'm>>, HeaderError> {
         match self.values.get(key) {
             None => Ok(None),
             Some(RawValue::Scalar { .. }) => Err(HeaderError::key(key, "is one value; expected an array")),
@@ -339,7 +339,7 @@ impl<'a> Metadata<'a> {
         }
     }
 
-    pub(super) fn text(&self, key: &str) -> Result<Option<&'a str>, HeaderError> {
+    pub fn text(&self, key: &str) -> Result<Option<&'a str>, HeaderError> {
         match self.scalar(key)? {
             None => Ok(None),
             Some(Value::Text(text)) => Ok(Some(text)),
@@ -347,7 +347,7 @@ impl<'a> Metadata<'a> {
         }
     }
 
-    pub(super) fn flag(&self, key: &str) -> Result<Option<bool>, HeaderError> {
+    pub fn flag(&self, key: &str) -> Result<Option<bool>, HeaderError> {
         match self.scalar(key)? {
             None => Ok(None),
             Some(Value::Flag(flag)) => Ok(Some(flag)),
@@ -356,7 +356,7 @@ impl<'a> Metadata<'a> {
     }
 
     /// A non-negative whole number of any integer type.
-    pub(super) fn whole(&self, key: &str) -> Result<Option<u64>, HeaderError> {
+    pub fn whole(&self, key: &str) -> Result<Option<u64>, HeaderError> {
         match self.scalar(key)? {
             None => Ok(None),
             Some(Value::Whole(n)) if u64::try_from(n).is_ok() => Ok(Some(n as u64)),
@@ -365,7 +365,7 @@ impl<'a> Metadata<'a> {
     }
 
     /// A finite number.
-    pub(super) fn number(&self, key: &str) -> Result<Option<f64>, HeaderError> {
+    pub fn number(&self, key: &str) -> Result<Option<f64>, HeaderError> {
         match self.scalar(key)? {
             None => Ok(None),
             Some(Value::Number(n)) if n.is_finite() => Ok(Some(n)),
@@ -423,7 +423,7 @@ impl<'a> Metadata<'a> {
 }
 
 /// Iterates over the elements of an array.
-pub(super) struct Elements<'a, 'm> {
+pub struct Elements<'a, 'm> {
     metadata: &'m Metadata<'a>,
     key: &'m str,
     kind: Kind,

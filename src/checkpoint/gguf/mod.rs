@@ -6,16 +6,20 @@
 
 use std::ops::Range;
 
+mod arch;
 mod blocks;
+mod generated;
 mod header;
-mod model;
 mod tokenizer;
 
+pub use arch::{GgufArch, GgufTokens, Keys, vocab_size};
 pub use blocks::{GgmlTensor, GgmlType};
+pub use generated::special_ids;
+pub use header::{HeaderError, Metadata, TensorInfo, Value};
 
 use super::error::{CheckpointError, short};
 use crate::tensor::DType;
-use header::{About, Element, Header, HeaderError, read_header};
+use header::{About, Element, Header, read_header};
 
 /// How the tensors of a file are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -37,11 +41,12 @@ pub(super) struct GgufTensor {
 }
 
 /// The tensors of part `index` of a file of `count` parts, in the order of their bytes. Messages call the part
-/// `display`.
+/// `display`. Without an architecture, tensors of layers keep their names.
 pub(super) fn tensors(
     bytes: &[u8],
     display: &str,
     (index, count): (usize, usize),
+    arch: Option<&GgufArch>,
 ) -> Result<Vec<GgufTensor>, CheckpointError> {
     let read = || {
         let header = read_header(bytes)?;
@@ -60,7 +65,7 @@ pub(super) fn tensors(
                 Element::Plain(dtype) => Storage::Plain(dtype),
                 Element::Blocks(kind) => Storage::Ggml(kind),
             };
-            let name = model::tensor_name(tensor.name)?;
+            let name = generated::tensor_name(arch, tensor.name)?;
             Ok(GgufTensor { name, storage, shape: tensor.shape, range: tensor.range })
         });
         named.collect()
@@ -68,9 +73,18 @@ pub(super) fn tensors(
     read().map_err(|e| error(display, e))
 }
 
+/// The architecture of a file, of those in `archs`, by its first part.
+pub(super) fn arch_of(bytes: &[u8], archs: &[&'static GgufArch]) -> Option<&'static GgufArch> {
+    arch::find(archs, &read_header(bytes).ok()?.metadata).ok()
+}
+
 /// Generates the file `name` of a Hugging Face checkpoint from the metadata; `None` if the metadata does not contain
 /// it. `parts` are the file or its parts in order, as (name in messages, bytes).
-pub(super) fn generated(parts: &[(&str, &[u8])], name: &str) -> Result<Option<Vec<u8>>, CheckpointError> {
+pub(super) fn generated(
+    parts: &[(&str, &[u8])],
+    name: &str,
+    archs: &[&'static GgufArch],
+) -> Result<Option<Vec<u8>>, CheckpointError> {
     let [(display, first), rest @ ..] = parts else { return Ok(None) };
     let about_first = |e| error(display, e);
     let Header { metadata, mut tensors } = read_header(first).map_err(about_first)?;
@@ -78,15 +92,21 @@ pub(super) fn generated(parts: &[(&str, &[u8])], name: &str) -> Result<Option<Ve
         tensors.extend(read_header(part).map_err(|e| error(display, e))?.tensors);
     }
     let make = || {
-        Ok(match name {
-            "config.json" => Some(model::config(&metadata, &tensors)?.to_string().into_bytes()),
-            "generation_config.json" => {
-                model::generation_config(&metadata)?.map(|config| config.to_string().into_bytes())
+        let arch = || arch::find(archs, &metadata);
+        let json = match name {
+            "config.json" => {
+                let arch = arch()?;
+                (arch.config)(&Keys::new(arch, &metadata), &tensors)?
             }
-            "tokenizer_config.json" => Some(model::tokenizer_config(&metadata)?.to_string().into_bytes()),
-            "tokenizer.json" => tokenizer::tokenizer_json(&metadata)?,
-            _ => None,
-        })
+            "generation_config.json" => match generated::generation_config(&metadata)? {
+                Some(config) => config,
+                None => return Ok(None),
+            },
+            "tokenizer_config.json" => generated::tokenizer_config(&arch()?.tokens, &metadata)?,
+            "tokenizer.json" => return tokenizer::tokenizer_json(&arch()?.tokens, &metadata),
+            _ => return Ok(None),
+        };
+        Ok(Some(json.to_string().into_bytes()))
     };
     make().map_err(about_first)
 }

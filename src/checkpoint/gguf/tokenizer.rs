@@ -1,6 +1,6 @@
 //! Converts the tokenizer of a GGUF file to a `tokenizer.json` of the `tokenizers` crate.
 //!
-//! Gemma-3 files have one of two kinds of tokenizers. `llama` is SentencePiece's BPE as llama.cpp computes it, with
+//! Files have one of two kinds of tokenizers. `llama` is SentencePiece's BPE as llama.cpp computes it, with
 //! scores instead of merges: of all neighbouring pieces whose concatenation is a piece, the pair with the highest score
 //! is joined first, and of equal scores the leftmost pair. The converter writes `gpt2` if there is no
 //! `tokenizer.model`: the pieces and merges of `tokenizer.json`.
@@ -29,6 +29,7 @@ use serde::Serialize;
 use serde::ser::Serializer;
 use serde_json::{Value as Json, json};
 
+use super::arch::GgufTokens;
 use super::header::{HeaderError, Metadata, Value};
 use crate::checkpoint::error::short;
 
@@ -38,35 +39,21 @@ const TYPES: &str = "tokenizer.ggml.token_type";
 const SCORES: &str = "tokenizer.ggml.scores";
 const MERGES: &str = "tokenizer.ggml.merges";
 
-/// Gemma-3 has 262,145.
+/// The largest vocabularies in use have 262,145 pieces.
 const MAX_PIECES: usize = 1 << 20;
-/// Bytes of all pieces; Gemma-3's have 2 MB.
+/// Bytes of all pieces; vocabularies in use have up to 2 MB.
 const MAX_TEXT_BYTES: usize = 32 << 20;
-/// Bytes of control and user-defined pieces, which one automaton searches for; Gemma-3's have 0.1 MB.
+/// Bytes of control and user-defined pieces, which one automaton searches for; 0.1 MB in files in use.
 const MAX_CUT_OUT_BYTES: usize = 4 << 20;
-/// Longest piece that is joined from others, in bytes; Gemma-3's longest has 93. Limits the work on its splits.
+/// Longest piece that is joined from others, in bytes; 93 in files in use. Limits the work on its splits.
 const MAX_JOINED_BYTES: usize = 255;
-/// Merges may take this many times the bytes of the pieces, plus [`MORE_MERGE_BYTES`]. Gemma-3's merges take four times
+/// Merges may take this many times the bytes of the pieces, plus [`MORE_MERGE_BYTES`]. Merges of files in use take four times
 /// the bytes. In a malicious vocabulary, a piece could be joined in far more ways than it has letters.
 const MERGE_BYTES: usize = 16;
 const MORE_MERGE_BYTES: usize = 1 << 16;
 
 /// SentencePiece's replacement for a space.
 const SPACE: char = '\u{2581}';
-
-/// Control tokens of every Gemma-3. The file's type is ignored for them: Google's QAT files list some as normal pieces,
-/// and these would be split into letters.
-const CONTROL: [&str; 9] = [
-    "<pad>",
-    "<eos>",
-    "<bos>",
-    "<unk>",
-    "<start_of_turn>",
-    "<end_of_turn>",
-    "<start_of_image>",
-    "<end_of_image>",
-    "<image_soft_token>",
-];
 
 /// The kind of a piece, by `tokenizer.ggml.token_type`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -88,7 +75,10 @@ struct Piece<'a> {
 }
 
 /// Generates `tokenizer.json`; `None` if the file has no tokenizer.
-pub(super) fn tokenizer_json(metadata: &Metadata) -> Result<Option<Vec<u8>>, HeaderError> {
+pub(super) fn tokenizer_json(
+    tokens: &GgufTokens,
+    metadata: &Metadata,
+) -> Result<Option<Vec<u8>>, HeaderError> {
     let model = match metadata.text(MODEL)? {
         Some(model @ ("llama" | "gpt2")) => model,
         Some(other) => {
@@ -97,7 +87,7 @@ pub(super) fn tokenizer_json(metadata: &Metadata) -> Result<Option<Vec<u8>>, Hea
         }
         None => return Ok(None),
     };
-    let pieces = read_pieces(metadata)?;
+    let pieces = read_pieces(tokens, metadata)?;
     let by_text = by_text(&pieces)?;
     let merges = match model {
         "llama" => merges_from_scores(&pieces, &by_text, &read_scores(metadata)?)?,
@@ -113,10 +103,10 @@ pub(super) fn tokenizer_json(metadata: &Metadata) -> Result<Option<Vec<u8>>, Hea
     let flag = |name: &str, default| {
         metadata.flag(&format!("tokenizer.ggml.{name}")).map(|flag| flag.unwrap_or(default))
     };
-    // By default, as for Gemma, <bos> and no space are put before a text.
-    let bos = text_of(id("bos_token_id")?.unwrap_or(2));
+    // By default, <bos> and no space are put before a text.
+    let bos = text_of(id("bos_token_id")?.unwrap_or(tokens.bos));
     let bos = if flag("add_bos_token", true)? { bos } else { None };
-    let eos = text_of(id("eos_token_id")?.unwrap_or(1));
+    let eos = text_of(id("eos_token_id")?.unwrap_or(tokens.eos));
     let eos = if flag("add_eos_token", false)? { eos } else { None };
     let spaces = json!({"type": "Replace", "pattern": {"String": " "}, "content": SPACE});
     let normalizer = match flag("add_space_prefix", false)? {
@@ -156,7 +146,7 @@ pub(super) fn tokenizer_json(metadata: &Metadata) -> Result<Option<Vec<u8>>, Hea
 }
 
 /// The pieces of the vocabulary, without ids that have no text.
-fn read_pieces<'a>(metadata: &Metadata<'a>) -> Result<Vec<Piece<'a>>, HeaderError> {
+fn read_pieces<'a>(tokens: &GgufTokens, metadata: &Metadata<'a>) -> Result<Vec<Piece<'a>>, HeaderError> {
     let Some(texts) = metadata.elements(TOKENS)? else {
         return Err(HeaderError::key(TOKENS, "is missing; expected the vocabulary"));
     };
@@ -196,7 +186,7 @@ fn read_pieces<'a>(metadata: &Metadata<'a>) -> Result<Vec<Piece<'a>>, HeaderErro
         if bytes > MAX_TEXT_BYTES {
             return Err(HeaderError::key(TOKENS, format!("has more than {MAX_TEXT_BYTES} bytes of text")));
         }
-        let kind = if CONTROL.contains(&text) { Kind::Control } else { kind };
+        let kind = if tokens.control.contains(&text) { Kind::Control } else { kind };
         if kind != Kind::Joined {
             cut_out_bytes += text.len();
             if cut_out_bytes > MAX_CUT_OUT_BYTES {
@@ -332,7 +322,7 @@ fn read_merges<'a>(
     if !by_text.contains_key("<0x00>") && !by_text.keys().any(|text| text.starts_with(SPACE)) {
         return Err(HeaderError::key(
             TOKENS,
-            "are byte-level pieces; expected Gemma-3's pieces, with ▁ for a space and <0x00> for a byte",
+            "are byte-level pieces; expected pieces with ▁ for a space and <0x00> for a byte",
         ));
     }
     let Some(lines) = metadata.elements(MERGES)? else {

@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 use super::client::{Answer, AskError, Client, Options};
 use super::prompts::Prompts;
 use super::statistics::{Times, column, median, ratio};
-use crate::cli::args::{BenchServe, Scenario};
+use crate::cli::args::{BenchServe, Scenario, ServerOptions};
 use crate::cli::error::Error;
 use crate::cli::progress::{Bar, Spinner};
 use crate::cli::terminal::print;
@@ -75,9 +75,9 @@ struct Generator {
 impl Generator {
     /// Finds the model. One request warms the server up, and shows how many tokens it makes of a text.
     fn start(args: &BenchServe) -> Result<Self, Error> {
-        let client = client(args)?;
+        let client = client(&args.server, args.temperature, args.ignore_eos)?;
         let _spinner = Spinner::start(format!("warming up {}", client.url()));
-        let model = model(&client, args)?;
+        let model = model(&client, &args.server)?;
         let mut generator = Self {
             client,
             model,
@@ -199,7 +199,7 @@ impl Generator {
 }
 
 /// A client of the server that the arguments name. Nothing is sent yet.
-pub fn client(args: &BenchServe) -> Result<Client, Error> {
+pub fn client(args: &ServerOptions, temperature: f32, ignore_eos: bool) -> Result<Client, Error> {
     let url = args.url.trim_end_matches('/').to_owned();
     let parsed: Option<ureq::http::Uri> = url.parse().ok();
     let sound = |uri: &ureq::http::Uri| {
@@ -213,18 +213,12 @@ pub fn client(args: &BenchServe) -> Result<Client, Error> {
         return Err(Error::Argument("--api-key: a key is letters, digits and signs, without blanks".into()));
     }
     let timeout = Duration::from_secs(args.timeout_s.into());
-    let options = Options {
-        url,
-        api_key: args.api_key.clone(),
-        temperature: args.temperature,
-        ignore_eos: args.ignore_eos,
-        timeout,
-    };
+    let options = Options { url, api_key: args.api_key.clone(), temperature, ignore_eos, timeout };
     Ok(Client::new(options))
 }
 
 /// The model that the arguments name, or the only one that the server lists.
-pub fn model(client: &Client, args: &BenchServe) -> Result<String, Error> {
+pub fn model(client: &Client, args: &ServerOptions) -> Result<String, Error> {
     args.model.clone().map_or_else(|| the_model(client), Ok)
 }
 

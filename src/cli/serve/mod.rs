@@ -2,9 +2,7 @@
 
 mod auth;
 mod courtesy;
-mod device;
 mod report;
-mod npu;
 mod reload;
 mod systemd;
 
@@ -24,7 +22,6 @@ use tokio::sync::{Notify, oneshot};
 
 use self::auth::{access_policy, check_keyless, is_public};
 use self::courtesy::CourtesyWatch;
-use self::device::{DeviceFactory, Observer};
 pub use self::reload::Reload;
 use self::reload::Running;
 use super::doctor::Machine;
@@ -35,9 +32,10 @@ use super::log;
 use crate::api::{self, Connections, FILES_PER_CONNECTION, ModelNames, ModelReport, Options, Server, Tls};
 use crate::checkpoint::ModelFiles;
 use crate::config::{self, Config};
+use crate::device::{DeviceFactory, Observer};
 use crate::engine::{EnergyCounter, Engine, EngineConfig, EngineHandle};
 use crate::model::Runner;
-use crate::model::config::ModelConfig;
+use crate::model::arch;
 use crate::session::Service;
 use crate::text::panic_message;
 
@@ -240,11 +238,11 @@ fn load_and_start(
     courtesy: CourtesyWatch,
     cancelled: Arc<AtomicBool>,
 ) -> Result<(Service, ModelReport), Error> {
-    let (model_config, generation) = ModelConfig::load(files)?;
+    let (model_config, generation) = arch::load(files)?;
     let texts = load::texts(files, model_config, &generation)?;
     let draft_files = load::draft_files(config)?;
     if let Some(draft) = &draft_files {
-        let (draft_config, _) = ModelConfig::load(draft)?;
+        let (draft_config, _) = arch::load(draft)?;
         load::check_draft_tokenizer(files, &texts.tokenizer, draft, &draft_config)?;
     }
     let vocab_size = texts.tokenizer.vocab_size();
@@ -268,7 +266,7 @@ fn load_and_start(
         energy: meter.clone().map(|meter| meter as Arc<dyn EnergyCounter>),
         ..load::engine_config(runner.limits(), device.sliding_block_bytes, config, queue)
     };
-    let report = report::collect(texts.config.num_hidden_layers, device, &observer, &courtesy, meter);
+    let report = report::collect(device, &observer, &courtesy, meter);
     let engine = Engine::start_recoverable(Box::new(runner), Box::new(factory), cancelled, engine_config);
     courtesy.start(engine.clone());
     Ok((texts.service(engine, config), report))

@@ -1,0 +1,133 @@
+//! Converts the metadata of a GGUF file to the files of a Hugging Face checkpoint (`generation_config.json`,
+//! `tokenizer_config.json`), and the names of its tensors to Hugging Face names.
+//!
+//! Reads the keys of llama.cpp's converter, and the different keys of other converters, such as Ollama and Google. The
+//! file's architecture ([`GgufArch`]) generates `config.json`.
+
+use serde_json::{Map, Value as Json, json};
+
+use super::arch::{GgufArch, GgufTokens};
+use super::header::{HeaderError, Metadata, Value};
+
+/// Generates `generation_config.json`; `None` if the file has no sampling parameters.
+pub(super) fn generation_config(metadata: &Metadata) -> Result<Option<Json>, HeaderError> {
+    let mut config = Map::new();
+    for (key, field) in [
+        ("general.sampling.temp", "temperature"),
+        ("general.sampling.top_p", "top_p"),
+        ("general.sampling.min_p", "min_p"),
+        ("general.sampling.penalty_repeat", "repetition_penalty"),
+    ] {
+        if let Some(number) = metadata.number(key)? {
+            config.insert(field.into(), json!(number));
+        }
+    }
+    if let Some(top_k) = metadata.whole("general.sampling.top_k")? {
+        config.insert("top_k".into(), json!(top_k));
+    }
+    if config.is_empty() {
+        return Ok(None);
+    }
+    config.insert("do_sample".into(), json!(true));
+    Ok(Some(config.into()))
+}
+
+/// Generates `tokenizer_config.json`: the texts of the special tokens, and the chat template if the file has one.
+pub(super) fn tokenizer_config(tokens: &GgufTokens, metadata: &Metadata) -> Result<Json, HeaderError> {
+    let mut config = Map::new();
+    let special = special_ids(tokens, metadata)?;
+    let eos = metadata.whole("tokenizer.ggml.eos_token_id")?;
+    for (field, id) in [("bos_token", Some(special.bos)), ("eos_token", eos)] {
+        let text = match id {
+            Some(id) => token(metadata, id)?,
+            None => None,
+        };
+        if let Some(text) = text {
+            config.insert(field.into(), json!(text));
+        }
+    }
+    if let Some(template) = metadata.text("tokenizer.chat_template")? {
+        config.insert("chat_template".into(), json!(template));
+    }
+    Ok(config.into())
+}
+
+/// Token ids with a meaning of their own.
+pub struct SpecialIds {
+    pub bos: u64,
+    pub pad: u64,
+    /// Every id that ends an answer.
+    pub eos: Vec<u64>,
+}
+
+/// The special ids of the file, or the architecture's ids if they are missing. Converters write only the end token of
+/// `tokenizer_config.json`, and models also end answers with others, so the ids of all of the architecture's end tokens
+/// are added.
+pub fn special_ids(tokens: &GgufTokens, metadata: &Metadata) -> Result<SpecialIds, HeaderError> {
+    let id = |name: &str| metadata.whole(&format!("tokenizer.ggml.{name}"));
+    let mut eos = Vec::new();
+    for name in ["eos_token_id", "eot_token_id", "eom_token_id"] {
+        eos.extend(id(name)?);
+    }
+    let more = "tokenizer.ggml.eos_token_ids";
+    for value in metadata.elements(more)?.into_iter().flatten() {
+        match value? {
+            Value::Whole(id) if u32::try_from(id).is_ok() => eos.push(id as u64),
+            other => return Err(HeaderError::key(more, format!("holds {other}; expected token ids"))),
+        }
+    }
+    for (id, token) in metadata.elements("tokenizer.ggml.tokens")?.into_iter().flatten().enumerate() {
+        if let Value::Text(text) = token?
+            && tokens.end.contains(&text)
+        {
+            eos.push(id as u64);
+        }
+    }
+    eos.sort_unstable();
+    eos.dedup();
+    let (bos, pad) = (id("bos_token_id")?, id("padding_token_id")?);
+    Ok(SpecialIds { bos: bos.unwrap_or(tokens.bos), pad: pad.unwrap_or(tokens.pad), eos })
+}
+
+/// The text of a token; `None` if the id is not in the vocabulary.
+fn token<'a>(metadata: &Metadata<'a>, id: u64) -> Result<Option<&'a str>, HeaderError> {
+    let tokens = metadata.elements("tokenizer.ggml.tokens")?;
+    match tokens.into_iter().flatten().nth(usize::try_from(id).unwrap_or(usize::MAX)).transpose()? {
+        Some(Value::Text(text)) => Ok(Some(text)),
+        _ => Ok(None),
+    }
+}
+
+/// The Hugging Face name of a tensor. Ollama and older tools put the vision tower into the same file; its tensors get
+/// the prefixes of Hugging Face. Unknown tensors keep their names.
+pub(super) fn tensor_name(arch: Option<&GgufArch>, name: &str) -> Result<String, HeaderError> {
+    match name {
+        "token_embd.weight" => return Ok("model.embed_tokens.weight".into()),
+        "output_norm.weight" => return Ok("model.norm.weight".into()),
+        "output.weight" => return Ok("lm_head.weight".into()),
+        _ => {}
+    }
+    if let Some(rest) = name.strip_prefix("v.") {
+        return Ok(format!("vision_tower.{rest}"));
+    }
+    if let Some(rest) = name.strip_prefix("mm.") {
+        return Ok(format!("multi_modal_projector.{rest}"));
+    }
+    let in_layer = || {
+        let (layer, part) = name.strip_prefix("blk.")?.strip_suffix(".weight")?.split_once('.')?;
+        let layer: u32 = layer.parse().ok().filter(|n: &u32| n.to_string() == layer)?;
+        let part = (arch?.layer_tensor)(part)?;
+        Some(format!("model.layers.{layer}.{part}.weight"))
+    };
+    match in_layer() {
+        Some(name) => Ok(name),
+        // A file with Hugging Face names may store norms as `w`, but they would be read as `1 + w`.
+        None if ["model.", "language_model.", "lm_head."].iter().any(|p| name.starts_with(p)) => {
+            Err(HeaderError::tensor(
+                name,
+                "has a Hugging Face name; expected a name of llama.cpp (blk.0.attn_q.weight)",
+            ))
+        }
+        None => Ok(name.into()),
+    }
+}

@@ -1,0 +1,384 @@
+//! `unicorn-lab isa`: compiles the kernels for a GPU that need not be here, and predicts the GPU's speed from the
+//! result.
+//!
+//! RADV chooses its GPU by the environment, and a process loads its drivers once. So this command starts itself again
+//! for each compiler, in the environment that selects the compiler, and reads the output. The machine's own RADV
+//! compiles for a null device. RADV 26 compiles over a shim, if `make setup-devices` has installed it and the current
+//! folder is the repository's. Nothing is executed: every figure of speed is a prediction ([`super::judge`]).
+
+use std::collections::BTreeSet;
+use std::fmt::Write as _;
+use std::io::Read;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::mpsc;
+use std::time::Duration;
+
+use serde_json::json;
+
+use super::args;
+use super::judge::predict::{BARRIER_US, Chip, DISPATCH_US, Prediction, Question};
+use super::judge::{self, Compilation, Judge};
+use crate::cli::bench::report::commit;
+use crate::cli::error::Error;
+use crate::cli::terminal::print;
+use crate::config::Config;
+use crate::model::arch;
+use crate::tensor::QuantizeMode;
+
+/// Longest compilation of all kernels, which takes seconds unless a driver hangs.
+const COMPILE_SECONDS: u64 = 300;
+
+const ICD_FOLDERS: [&str; 3] =
+    ["/usr/share/vulkan/icd.d", "/usr/local/share/vulkan/icd.d", "/etc/vulkan/icd.d"];
+const ICD_NAMES: [&str; 3] = ["radeon_icd.json", "radeon_icd.x86_64.json", "radeon_icd.aarch64.json"];
+/// The place where `make setup-devices` installs Mesa 26, and the script that runs a command with it.
+const MESA26: &str = ".cache/devices/mesa26";
+const WITH_MESA26: &str = "tools/with_mesa26.sh";
+
+pub fn isa(config: &Config, args: &args::Isa) -> Result<(), Error> {
+    if args.compile {
+        let compilation = judge::compile(&args.device)?;
+        return print(&serde_json::to_string(&compilation).expect("texts and numbers"));
+    }
+    let chip = Chip::named(&args.device).map_err(Error::Argument)?;
+    let (judges, left_out) = judges(&chip)?;
+    if let Some(folder) = &args.assembly {
+        write_assembly(folder, &judges)?;
+    }
+    let mode = match config.model.quantize {
+        QuantizeMode::None => QuantizeMode::Int4G128Emb8,
+        mode => mode,
+    };
+    let shapes = args.shape.map_or_else(|| arch::shapes().collect(), |shape| vec![shape]);
+    let asked = Question {
+        shapes,
+        mode,
+        kv: config.kv.dtype,
+        precision: config.model.precision,
+        depth: args.depth as usize,
+        chunk: config.engine.prefill_chunk,
+    };
+    let recorded = asked.record()?;
+    let of_judge = |judge| recorded.iter().map(|steps| steps.predict(&chip, judge)).collect();
+    let predictions: Vec<Vec<_>> = judges.iter().map(of_judge).collect();
+    print(&match args.json {
+        true => as_json(&chip, &asked, &judges, &left_out, &predictions),
+        false => as_text(&chip, &asked, &judges, &left_out, &predictions),
+    })
+}
+
+/// The results of every compiler that is here, and the reason why Mesa 26 is not.
+fn judges(chip: &Chip) -> Result<(Vec<Judge>, Option<String>), Error> {
+    let paths = || ICD_FOLDERS.iter().flat_map(|folder| ICD_NAMES.map(|name| Path::new(folder).join(name)));
+    let null_device = "RADV's null device";
+    let icd = paths().find(|path| path.exists()).ok_or_else(|| Error::Compiler {
+        compiler: null_device,
+        problem: "the AMD driver's radeon_icd*.json is in none of the loader's folders; install mesa-vulkan-drivers (`make setup`)".into(),
+    })?;
+    let itself = std::env::current_exe().map_err(|e| Error::Compiler {
+        compiler: null_device,
+        problem: format!("this program is not found: {e}"),
+    })?;
+    let mut command = Command::new(&itself);
+    command.env("VK_DRIVER_FILES", &icd).env("VK_ICD_FILENAMES", &icd).env("RADV_FORCE_FAMILY", chip.name);
+    let mut judges = vec![run(null_device, command, chip.name)?];
+
+    let shim = "RADV 26 over a shim";
+    let left_out = match chip.shim {
+        None => Some(format!("{shim}: it knows no {}", chip.name)),
+        Some(id) => match without_mesa26() {
+            Some(reason) => Some(format!("{shim}: {reason}")),
+            None => {
+                let mut command = Command::new(WITH_MESA26);
+                command.env("MESA26_DEVICE", id).arg(&itself);
+                judges.push(run(shim, command, id)?);
+                None
+            }
+        },
+    };
+    Ok((judges, left_out))
+}
+
+/// The reason why Mesa 26 cannot be used here; `None` if it can.
+fn without_mesa26() -> Option<String> {
+    if !Path::new(MESA26).is_dir() || !Path::new(WITH_MESA26).exists() {
+        return Some(format!("{MESA26} is not in this folder (`make setup-devices`)"));
+    }
+    match Command::new(WITH_MESA26).arg("true").output() {
+        Ok(output) if output.status.success() => None,
+        Ok(output) => Some(String::from_utf8_lossy(&output.stderr).trim().to_owned()),
+        Err(error) => Some(format!("{WITH_MESA26} cannot be started: {error}")),
+    }
+}
+
+/// Starts this program again to compile on a device; `command` has everything but the arguments for that.
+fn run(compiler: &'static str, mut command: Command, device: &str) -> Result<Judge, Error> {
+    let failed = |problem: String| Error::Compiler { compiler, problem };
+    command
+        .args(["isa", "--compile", "--device", &device.to_uppercase()])
+        // Cached shaders were compiled without statistics.
+        .env("MESA_SHADER_CACHE_DISABLE", "true")
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    let mut child = command.spawn().map_err(|e| failed(format!("cannot be started: {e}")))?;
+    let (mut out, mut err) = (child.stdout.take().expect("piped"), child.stderr.take().expect("piped"));
+    let said = std::thread::spawn(move || {
+        let mut text = Vec::new();
+        let _ = err.read_to_end(&mut text);
+        String::from_utf8_lossy(&text).into_owned()
+    });
+    let (sender, receiver) = mpsc::channel();
+    std::thread::spawn(move || {
+        let mut text = Vec::new();
+        let _ = sender.send(out.read_to_end(&mut text).map(|_| text));
+    });
+    let text = receiver.recv_timeout(Duration::from_secs(COMPILE_SECONDS));
+    if text.is_err() {
+        let _ = child.kill();
+    }
+    let status = child.wait().map_err(|e| failed(format!("cannot be waited for: {e}")))?;
+    let text = text.map_err(|_| failed(format!("not done within {COMPILE_SECONDS} s")))?;
+    if !status.success() {
+        let said = said.join().unwrap_or_default();
+        let last = said.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or("no reason given");
+        return Err(failed(format!("{status}: {last}")));
+    }
+    let text = text.map_err(|e| failed(format!("its output cannot be read: {e}")))?;
+    let compilation: Compilation = serde_json::from_slice(&text)
+        .map_err(|e| failed(format!("its output is not what is expected: {e}")))?;
+    Judge::read(compiler, compilation).map_err(|e| failed(e.to_string()))
+}
+
+fn write_assembly(folder: &Path, judges: &[Judge]) -> Result<(), Error> {
+    for judge in judges {
+        let version: String =
+            judge.driver.chars().map(|c| if c.is_alphanumeric() || c == '.' { c } else { '-' }).collect();
+        let folder = folder.join(version);
+        let failed = |error| Error::File { path: folder.clone(), error };
+        std::fs::create_dir_all(&folder).map_err(failed)?;
+        for pipeline in &judge.pipelines {
+            let file = folder.join(format!("{}.s", pipeline.name().replace(' ', "-")));
+            std::fs::write(&file, &pipeline.assembly).map_err(|error| Error::File { path: file, error })?;
+        }
+    }
+    Ok(())
+}
+
+fn as_json(
+    chip: &Chip,
+    asked: &Question,
+    judges: &[Judge],
+    left_out: &Option<String>,
+    predictions: &[Vec<Prediction>],
+) -> String {
+    let compilers = judges.iter().zip(predictions).map(|(judge, predictions)| {
+        json!({
+            "compiler": judge.compiler,
+            "device": judge.device,
+            "driver": judge.driver,
+            "pipelines": judge.pipelines.iter().map(|p| p.json(&asked.shapes, predictions)).collect::<Vec<_>>(),
+            "predictions": predictions.iter().map(Prediction::json).collect::<Vec<_>>(),
+        })
+    });
+    let line = json!({
+        "chip": chip.json(),
+        "commit": commit(),
+        "quantize": asked.mode.name(),
+        "kv": asked.kv.name(),
+        "depth": asked.depth,
+        "dispatch_us": DISPATCH_US,
+        "barrier_us": BARRIER_US,
+        "assumptions": asked.assumptions(chip),
+        "left_out": left_out,
+        "compilers": compilers.collect::<Vec<_>>(),
+    });
+    format!("{line}\n")
+}
+
+fn as_text(
+    chip: &Chip,
+    asked: &Question,
+    judges: &[Judge],
+    left_out: &Option<String>,
+    predictions: &[Vec<Prediction>],
+) -> String {
+    let mut text = format!("{} ({}), commit {}. Nothing was executed.\n", chip.product, chip.name, commit());
+    for (judge, predictions) in judges.iter().zip(predictions) {
+        let _ = write!(text, "\n{}: {}, {}\n\n", judge.compiler, judge.device, judge.driver);
+        text += &pipeline_table(judge, asked, predictions);
+    }
+    if let Some(reason) = left_out {
+        let _ = write!(text, "\n{reason}\n");
+    }
+    for (judge, predictions) in judges.iter().zip(predictions) {
+        let _ = write!(text, "\npredicted tokens/s, by {} ({})\n\n", judge.compiler, judge.driver);
+        text += &speed_table(predictions);
+    }
+    text += "\nThe predictions rest on this:\n";
+    for assumption in asked.assumptions(chip) {
+        let _ = writeln!(text, "  {assumption}");
+    }
+    let _ = write!(
+        text,
+        "\nAs arithmetic, by {}. bytes = weights x reads + kv + act; memory = bytes / {} GB/s; cycles = those of one wave, in \
+         all its trips;\nALU = waves / {} SIMDs, rounded up, x cycles / {} GHz; ms = times x the larger of memory and ALU.\n",
+        judges[0].compiler,
+        chip.gb_per_s,
+        chip.simds(),
+        chip.clock_ghz,
+    );
+    for prediction in &predictions[0] {
+        text += &arithmetic(prediction);
+    }
+    text
+}
+
+fn pipeline_table(judge: &Judge, asked: &Question, predictions: &[Prediction]) -> String {
+    let mut text = String::new();
+    let _ = writeln!(
+        text,
+        "{:<24} {:>5} {:>5} {:>5} {:>7} {:>6} {:>6} | {:>11} {:>3} {:>5} {:>4} {:>4} {:>4} {:>4} {:>4} {:>4} {:>4} {:>4} {:>7}",
+        "pipeline",
+        "VGPRs",
+        "SGPRs",
+        "spill",
+        "scratch",
+        "LDS",
+        "waves",
+        "trips",
+        "x",
+        "VALU",
+        "dual",
+        "dot4",
+        "wmma",
+        "load",
+        "wide",
+        "sld",
+        "lds",
+        "wait",
+        "VALU/w"
+    );
+    for pipeline in &judge.pipelines {
+        let waves = pipeline.waves_per_simd();
+        let _ = write!(
+            text,
+            "{:<24} {:>5} {:>5} {:>5} {:>7} {:>6} {:>6} |",
+            pipeline.name(),
+            pipeline.statistic("VGPRs"),
+            pipeline.statistic("SGPRs"),
+            pipeline.spills(),
+            pipeline.statistic("Scratch size"),
+            pipeline.statistic("LDS size"),
+            format!("{waves}x{}", pipeline.subgroup_size),
+        );
+        let Some(body) = &pipeline.body else {
+            text += "  no loop\n";
+            continue;
+        };
+        let trips = match pipeline.trips(&asked.shapes, predictions) {
+            None => "-".into(),
+            Some((least, most)) if least == most => format!("{least:.0}"),
+            Some((least, most)) => format!("{least:.0}..{most:.0}"),
+        };
+        let (trip, unrolled, per_weight) = (&body.trip, body.unrolled, body.valu_per_weight());
+        let _ = writeln!(
+            text,
+            " {trips:>11} {unrolled:>3} {:>5} {:>4} {:>4} {:>4} {:>4} {:>4} {:>4} {:>4} {:>4} {:>7}",
+            trip.valu,
+            trip.dual,
+            trip.dot4,
+            trip.wmma,
+            trip.vector_loads,
+            trip.wide_loads,
+            trip.scalar_loads,
+            trip.lds,
+            trip.waits,
+            per_weight.map_or("-".into(), |n| format!("{n:.2}")),
+        );
+    }
+    text + "waves: on one SIMD at once, x lanes of each. Behind the bar, one trip of the steady loop: trips = how often, x = \
+            trips of the source in one,\nVALU = with both halves of a dual issue, load = vector loads, wide = 16 bytes a lane, sld \
+            = scalar loads, lds = shared memory,\nVALU/w = VALU for each weight of a lane.\n"
+}
+
+fn speed_table(predictions: &[Prediction]) -> String {
+    let columns: Vec<&str> = {
+        let mut seen = BTreeSet::new();
+        predictions.iter().map(|p| p.what.as_str()).filter(|what| seen.insert(*what)).collect()
+    };
+    let mut text = format!("{:<14}", "");
+    for what in &columns {
+        let _ = write!(text, "{what:>14}");
+    }
+    text += "\n";
+    for of_shape in predictions.chunks(columns.len()) {
+        let _ = write!(text, "{:<14}", of_shape[0].shape);
+        for prediction in of_shape {
+            let _ = write!(text, "{:>14.1}", prediction.tokens_per_s());
+        }
+        text += "\n";
+    }
+    text
+}
+
+fn arithmetic(p: &Prediction) -> String {
+    let mut text = format!(
+        "\n{}, {}: {} tokens in {:.2} ms, predicted {:.1} tokens/s; {:.3} GB, of which {:.3} of weights and {:.3} of keys and \
+         values\n",
+        p.shape,
+        p.what,
+        p.tokens,
+        p.ms(),
+        p.tokens_per_s(),
+        p.bytes() as f64 / 1e9,
+        p.weight_bytes() as f64 / 1e9,
+        p.kv_bytes() as f64 / 1e9,
+    );
+    let _ = writeln!(
+        text,
+        "  {:<22} {:>5} {:<20} {:>7} {:>7} {:>9} {:>11} {:>5} {:>9} {:>9} {:>9} {:>9} {:>9}",
+        "",
+        "times",
+        "pipeline",
+        "waves",
+        "trips",
+        "cycles",
+        "weights MB",
+        "reads",
+        "kv MB",
+        "act MB",
+        "memory ms",
+        "ALU ms",
+        "ms"
+    );
+    for line in &p.lines {
+        let mb = |bytes: u64| bytes as f64 / 1e6;
+        let _ = writeln!(
+            text,
+            "  {:<22} {:>5} {:<20} {:>7} {:>7.1} {:>9.0} {:>11.3} {:>5} {:>9.3} {:>9.3} {:>9.4} {:>9.4} {:>9.3}",
+            line.what,
+            line.times,
+            line.pipeline,
+            line.waves,
+            line.trips,
+            line.wave_cycles,
+            mb(line.weight_bytes),
+            line.weight_reads,
+            mb(line.kv_bytes),
+            mb(line.activation_bytes),
+            line.memory_ms,
+            line.alu_ms,
+            line.ms(),
+        );
+    }
+    let _ = writeln!(
+        text,
+        "  {} dispatches x {DISPATCH_US} us + {} barriers x {BARRIER_US} us = {:.3} ms",
+        p.dispatches,
+        p.barriers,
+        p.overhead_ms()
+    );
+    text
+}

@@ -1,0 +1,226 @@
+//! Judges kernels for a GPU that is not present: compiles every pipeline, records what a step dispatches ([`work`]), and
+//! predicts its time ([`predict`]).
+//!
+//! RADV chooses its GPU by the environment, and a process loads its drivers once. So one process compiles
+//! ([`compile`]), and another reads the result ([`Judge::read`]); `unicorn-lab isa` starts both. Nothing is executed.
+
+pub mod predict;
+pub mod work;
+
+use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
+
+use super::assembly::{IsaError, Program, real_waves};
+use super::cost::{self, Body};
+use crate::gpu::compiler::Compiler;
+use crate::gpu::{GpuError, Shader};
+use crate::kernels::all_pipelines;
+use crate::model::arch;
+
+/// The output of the compiling process.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Compilation {
+    pub device: String,
+    pub driver: String,
+    pipelines: Vec<Text>,
+}
+
+/// One pipeline as the driver reports it.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+struct Text {
+    shader: String,
+    constants: Vec<u32>,
+    subgroup_size: u32,
+    statistics: Vec<(String, u64)>,
+    assembly: String,
+}
+
+/// The output of a compiler cannot be read.
+#[derive(Debug, thiserror::Error)]
+pub enum JudgeError {
+    #[error("{name}: {error}")]
+    Assembly { name: String, error: IsaError },
+    #[error(
+        "it compiled {got:?}, where {expected:?} was expected: is it of another version of this program?"
+    )]
+    Other { got: String, expected: String },
+}
+
+/// All pipelines of one compiler.
+#[derive(Debug, Clone)]
+pub struct Judge {
+    /// The compiler's name, e.g. `RADV's null device`.
+    pub compiler: &'static str,
+    pub device: String,
+    pub driver: String,
+    pub pipelines: Vec<Pipeline>,
+}
+
+#[derive(Debug, Clone)]
+pub struct Pipeline {
+    pub shader: &'static Shader,
+    pub constants: Vec<u32>,
+    pub subgroup_size: u32,
+    statistics: Vec<(String, u64)>,
+    pub program: Program,
+    /// The pipeline's steady loop; `None` if it has no loop.
+    pub body: Option<Body>,
+    pub assembly: String,
+}
+
+/// Every pipeline of every published size, each once.
+fn pipelines() -> Vec<(&'static Shader, Vec<u32>)> {
+    let mut all: Vec<(&'static Shader, Vec<u32>)> = Vec::new();
+    for shape in arch::shapes().map(|shape| shape.spec()) {
+        let group = shape.num_attention_heads / shape.num_key_value_heads;
+        for (shader, constants) in all_pipelines(group as u32, shape.head_dim as u32) {
+            if !all.iter().any(|(s, c)| s.name == shader.name && *c == constants) {
+                all.push((shader, constants));
+            }
+        }
+    }
+    all.sort_by(|(a, x), (b, y)| (a.name, x).cmp(&(b.name, y)));
+    all
+}
+
+/// Compiles every pipeline on the device that the environment shows. The device's name contains `part`.
+pub fn compile(part: &str) -> Result<Compilation, GpuError> {
+    // The shim under RADV 26 crashes after some 400 pipelines of one device.
+    const PIPELINES_PER_DEVICE: usize = 40;
+    let compile_some = |some: &[(&'static Shader, Vec<u32>)]| {
+        let compiler = Compiler::open(part)?;
+        let text = |(shader, constants): &(&'static Shader, Vec<u32>)| {
+            let compiled = compiler.compile(shader, constants)?;
+            Ok(Text {
+                shader: shader.name.to_owned(),
+                constants: constants.clone(),
+                subgroup_size: compiled.subgroup_size,
+                statistics: compiled.statistics,
+                assembly: compiled.assembly,
+            })
+        };
+        let texts = some.iter().map(text).collect::<Result<Vec<_>, GpuError>>()?;
+        Ok((compiler.info.name.clone(), compiler.info.driver.clone(), texts))
+    };
+    let all = pipelines();
+    let compiled = all.par_chunks(PIPELINES_PER_DEVICE).map(compile_some);
+    let compiled = compiled.collect::<Result<Vec<_>, GpuError>>()?;
+    let (device, driver, _) = compiled.first().expect("there are pipelines");
+    let (device, driver) = (device.clone(), driver.clone());
+    let pipelines = compiled.into_iter().flat_map(|(_, _, texts)| texts).collect();
+    Ok(Compilation { device, driver, pipelines })
+}
+
+impl Judge {
+    /// Reads the output of another process of this program.
+    pub fn read(compiler: &'static str, compilation: Compilation) -> Result<Judge, JudgeError> {
+        let Compilation { device, driver, pipelines: texts } = compilation;
+        let expected = pipelines();
+        let names =
+            |text: Option<&Text>| text.map_or("nothing".into(), |t| pipeline_name(&t.shader, &t.constants));
+        if texts.len() > expected.len() {
+            let got = names(texts.get(expected.len()));
+            return Err(JudgeError::Other { got, expected: "nothing".into() });
+        }
+        let mut texts = texts.into_iter();
+        let mut all = Vec::with_capacity(expected.len());
+        for (shader, constants) in expected {
+            let name = pipeline_name(shader.name, &constants);
+            let Some(text) = texts.next().filter(|t| t.shader == shader.name && t.constants == constants)
+            else {
+                return Err(JudgeError::Other { got: names(texts.as_slice().first()), expected: name });
+            };
+            let Text { subgroup_size, statistics, assembly, .. } = text;
+            let program = Program::parse(&assembly).map_err(|error| JudgeError::Assembly { name, error })?;
+            let body = cost::body(shader, &constants, &program);
+            all.push(Pipeline { shader, constants, subgroup_size, statistics, program, body, assembly });
+        }
+        Ok(Judge { compiler, device, driver, pipelines: all })
+    }
+}
+
+/// The name of a pipeline in a table: its shader, and the values of its constants.
+pub fn pipeline_name(shader: &str, constants: &[u32]) -> String {
+    let values: Vec<String> = constants.iter().map(u32::to_string).collect();
+    format!("{shader} {}", values.join("x")).trim_end().to_owned()
+}
+
+impl Pipeline {
+    pub fn name(&self) -> String {
+        pipeline_name(self.shader.name, &self.constants)
+    }
+
+    /// A statistic of the driver; 0 if the driver reports none of that name.
+    pub fn statistic(&self, name: &str) -> u64 {
+        self.statistics.iter().find(|(n, _)| n == name).map_or(0, |(_, value)| *value)
+    }
+
+    /// Waves of 32 lanes that a SIMD holds at once, as the driver counts: a wave of 64 counts as two.
+    pub fn wave32_per_simd(&self) -> u64 {
+        self.statistic("Subgroups per SIMD")
+    }
+
+    /// Waves of the pipeline's own size that a SIMD holds at once.
+    pub fn waves_per_simd(&self) -> u64 {
+        real_waves(self.wave32_per_simd(), self.subgroup_size)
+    }
+
+    pub fn spills(&self) -> u64 {
+        self.statistic("Spilled VGPRs") + self.statistic("Spilled SGPRs")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn compiled() -> Compilation {
+        let text = |(shader, constants): (&Shader, Vec<u32>)| Text {
+            shader: shader.name.into(),
+            constants,
+            subgroup_size: 64,
+            statistics: vec![("Subgroups per SIMD".into(), 20), ("Spilled VGPRs".into(), 1)],
+            assembly: "BB1:\n\tv_fma_f32 v1, v2, v3, v4\n\ts_cbranch_scc1 BB1\n".into(),
+        };
+        Compilation {
+            device: "d".into(),
+            driver: "v".into(),
+            pipelines: pipelines().into_iter().map(text).collect(),
+        }
+    }
+
+    #[test]
+    fn what_another_process_compiled_is_read() {
+        let judge = Judge::read("c", compiled()).unwrap();
+        let pipeline = &judge.pipelines[0];
+        assert_eq!((pipeline.wave32_per_simd(), pipeline.waves_per_simd(), pipeline.spills()), (20, 10, 1));
+        let heads = |name: &str| judge.pipelines.iter().any(|p| p.name() == name);
+        assert!(
+            heads("attention_f16 4x256x4")
+                && heads("attention_f16 2x256x2")
+                && heads("attention_f16 2x128x2")
+        );
+    }
+
+    #[test]
+    fn what_another_version_compiled_is_refused() {
+        let mut fewer = compiled();
+        fewer.pipelines.pop();
+        assert!(Judge::read("c", fewer).unwrap_err().to_string().contains("\"nothing\", where"));
+        let mut more = compiled();
+        more.pipelines.push(more.pipelines[0].clone());
+        assert!(Judge::read("c", more).unwrap_err().to_string().contains("where \"nothing\""));
+        let mut other = compiled();
+        other.pipelines[3].constants.push(7);
+        assert!(Judge::read("c", other).unwrap_err().to_string().contains("was expected"));
+        let mut empty = compiled();
+        empty.pipelines[3].assembly.clear();
+        assert!(Judge::read("c", empty).unwrap_err().to_string().contains("no instructions"));
+    }
+
+    #[test]
+    fn a_pipeline_is_named_by_its_shader_and_its_constants() {
+        assert_eq!(pipeline_name("matmul_int4", &[8, 4]), "matmul_int4 8x4");
+        assert_eq!(pipeline_name("geglu", &[]), "geglu");
+    }
+}

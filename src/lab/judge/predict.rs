@@ -1,0 +1,515 @@
+//! Predicts the time of a step on a GPU that is not present, from the compiled kernels and the dispatches that
+//! [`super::work`] records. Every figure is a prediction, none a measurement.
+//!
+//! A dispatch takes as long as memory needs for its bytes or the vector units for its instructions, whichever is
+//! longer; dispatches come one after the other. The prediction leaves out latency that too few waves cannot hide, the
+//! bandwidth of the second-level cache, and the scalar and shared-memory units.
+
+use std::collections::BTreeMap;
+
+use serde_json::{Value, json};
+
+use super::work::{PaperModel, StepDispatches, Types};
+use super::{Judge, Pipeline, pipeline_name};
+use crate::cli::error::Error;
+use crate::lab::assembly::Counts;
+use crate::lab::cost::{self, Body, Dispatch, Drawn};
+use crate::model::spec::Shape;
+use crate::tensor::{KvDtype, Precision, QuantizeMode, Scheme};
+
+/// Numbers of sequences that decode together.
+const BATCHES: [usize; 5] = [1, 8, 16, 32, 64];
+/// Number of tokens of the prompt.
+const PROMPT: usize = 512;
+
+/// Assumed overhead of each dispatch, and of each barrier, which drains and refills the GPU. Neither was measured with
+/// these kernels.
+pub const DISPATCH_US: f64 = 2.0;
+pub const BARRIER_US: f64 = 5.0;
+
+/// The properties of a GPU that predictions use.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Chip {
+    /// The GPU's name for `--device` and RADV.
+    pub name: &'static str,
+    pub product: &'static str,
+    pub compute_units: u64,
+    pub clock_ghz: f64,
+    /// The memory bandwidth that programs reach.
+    pub gb_per_s: f64,
+    /// Size of the second-level cache. Weights that fit into it are read from memory once in a dispatch.
+    pub cache_bytes: u64,
+    /// The name of the GPU, or of its nearest relative, in Mesa's shim for RADV 26.
+    pub shim: Option<&'static str>,
+    pub source: &'static str,
+}
+
+pub const CHIPS: [Chip; 3] = [
+    Chip {
+        name: "phoenix",
+        product: "Radeon 780M",
+        compute_units: 12,
+        clock_ghz: 2.7,
+        gb_per_s: 73.0,
+        cache_bytes: 2 << 20,
+        shim: Some("phoenix"),
+        source: "AMD: 12 CUs, 2.7 GHz; clpeak on DDR5-5600, 89.6 GB/s on paper: 73 GB/s",
+    },
+    Chip {
+        name: "gfx1150",
+        product: "Radeon 890M",
+        compute_units: 16,
+        clock_ghz: 2.9,
+        gb_per_s: 98.0,
+        cache_bytes: 2 << 20,
+        shim: Some("strix1"),
+        source: "AMD: 16 CUs, 2.9 GHz; LPDDR5X-7500, 120 GB/s on paper, taken at the 780M's share of it: 98 GB/s",
+    },
+    Chip {
+        name: "gfx1151",
+        product: "Radeon 8060S",
+        compute_units: 40,
+        clock_ghz: 2.9,
+        gb_per_s: 215.0,
+        cache_bytes: 2 << 20,
+        shim: None,
+        source: "AMD: 40 CUs, 2.9 GHz; public reports on LPDDR5X-8000, 256 GB/s on paper: 215 GB/s; its 32 MB of memory-side \
+                 cache are not counted",
+    },
+];
+
+impl Chip {
+    pub fn named(name: &str) -> Result<Chip, String> {
+        CHIPS.into_iter().find(|chip| chip.name == name).ok_or_else(|| {
+            let names: Vec<_> = CHIPS.iter().map(|chip| chip.name).collect();
+            format!(
+                "there is no compiler for a GPU called {name:?} here; expected one of {}",
+                names.join(", ")
+            )
+        })
+    }
+
+    /// The number of SIMDs: two for each compute unit.
+    pub fn simds(&self) -> u64 {
+        2 * self.compute_units
+    }
+
+    pub fn json(&self) -> Value {
+        json!({
+            "name": self.name,
+            "product": self.product,
+            "compute_units": self.compute_units,
+            "simds": self.simds(),
+            "clock_ghz": self.clock_ghz,
+            "gb_per_s": self.gb_per_s,
+            "cache_bytes": self.cache_bytes,
+            "source": self.source,
+        })
+    }
+}
+
+/// The properties of a compiled pipeline that predictions use.
+#[derive(Debug, Clone, Copy)]
+pub struct Compiled<'a> {
+    pub subgroup_size: u32,
+    pub total: &'a Counts,
+    /// The pipeline's steady loop; `None` if it has no loop.
+    pub body: Option<&'a Body>,
+}
+
+impl Compiled<'_> {
+    /// Cycles of one wave on its SIMD, with `trips` trips of the steady loop.
+    fn wave_cycles(&self, trips: f64) -> f64 {
+        let of_32_lanes = match self.body {
+            Some(body) => body.once.cycles as f64 + trips / body.unrolled as f64 * body.trip.cycles as f64,
+            None => self.total.cycles as f64,
+        };
+        of_32_lanes * f64::from(self.subgroup_size) / 32.0
+    }
+}
+
+/// Dispatches of one kind in one step, with predicted times.
+#[derive(Debug, Clone)]
+pub struct Line {
+    pub what: &'static str,
+    pub pipeline: String,
+    pub times: u64,
+    pub workgroups: u64,
+    pub waves: u64,
+    pub trips: f64,
+    pub wave_cycles: f64,
+    /// Bytes of one dispatch: weights, as often as they are read from memory; keys and values; activations.
+    pub weight_bytes: u64,
+    pub weight_reads: u64,
+    pub kv_bytes: u64,
+    pub activation_bytes: u64,
+    /// Milliseconds of one dispatch, by memory and by arithmetic.
+    pub memory_ms: f64,
+    pub alu_ms: f64,
+}
+
+impl Line {
+    fn new(chip: &Chip, work: &StepDispatches, compiled: Compiled<'_>) -> Line {
+        let Dispatch {
+            shader,
+            workgroups,
+            trips,
+            weight_bytes,
+            weight_passes,
+            kv_bytes,
+            activation_bytes,
+            ..
+        } = work.dispatch;
+        let waves =
+            workgroups * u64::from(shader.workgroup.iter().product::<u32>().div_ceil(compiled.subgroup_size));
+        let weight_reads = if weight_bytes > chip.cache_bytes { weight_passes } else { 1 };
+        let wave_cycles = compiled.wave_cycles(trips);
+        let mut line = Line {
+            what: work.what,
+            pipeline: pipeline_name(shader.name, &work.dispatch.constants),
+            times: work.times,
+            workgroups,
+            waves,
+            trips,
+            wave_cycles,
+            weight_bytes,
+            weight_reads,
+            kv_bytes,
+            activation_bytes,
+            memory_ms: 0.0,
+            alu_ms: waves.div_ceil(chip.simds()) as f64 * wave_cycles / (chip.clock_ghz * 1e6),
+        };
+        line.memory_ms = line.bytes() as f64 / (chip.gb_per_s * 1e6);
+        line
+    }
+
+    /// Bytes of one dispatch.
+    pub fn bytes(&self) -> u64 {
+        self.weight_bytes * self.weight_reads + self.kv_bytes + self.activation_bytes
+    }
+
+    /// Milliseconds of all dispatches.
+    pub fn ms(&self) -> f64 {
+        self.times as f64 * self.memory_ms.max(self.alu_ms)
+    }
+
+    fn json(&self) -> Value {
+        json!({
+            "what": self.what,
+            "pipeline": self.pipeline,
+            "times": self.times,
+            "workgroups": self.workgroups,
+            "waves": self.waves,
+            "trips": self.trips,
+            "wave_cycles": self.wave_cycles,
+            "weight_bytes": self.weight_bytes,
+            "weight_reads": self.weight_reads,
+            "kv_bytes": self.kv_bytes,
+            "activation_bytes": self.activation_bytes,
+            "bytes_ms": self.memory_ms,
+            "alu_ms": self.alu_ms,
+            "ms": self.ms(),
+        })
+    }
+}
+
+/// One or more consecutive steps, and the tokens that they yield.
+#[derive(Debug, Clone)]
+pub struct Prediction {
+    pub shape: &'static str,
+    /// The name of the prediction, e.g. `batch 8`.
+    pub what: String,
+    pub tokens: u64,
+    pub lines: Vec<Line>,
+    pub dispatches: u64,
+    pub barriers: u64,
+}
+
+impl Prediction {
+    /// Predicts the steps; `find` looks up a dispatch's compiled pipeline.
+    pub fn new<'a>(
+        chip: &Chip,
+        shape: &'static str,
+        what: String,
+        tokens: u64,
+        steps: &[Vec<StepDispatches>],
+        find: &dyn Fn(&Dispatch) -> Compiled<'a>,
+    ) -> Prediction {
+        let all = || steps.iter().flatten();
+        Prediction {
+            shape,
+            what,
+            tokens,
+            lines: all().map(|work| Line::new(chip, work, find(&work.dispatch))).collect(),
+            dispatches: all().map(|work| work.times).sum(),
+            barriers: all().map(|work| work.barriers).sum(),
+        }
+    }
+
+    pub fn bytes(&self) -> u64 {
+        self.lines.iter().map(|line| line.times * line.bytes()).sum()
+    }
+
+    pub fn kv_bytes(&self) -> u64 {
+        self.lines.iter().map(|line| line.times * line.kv_bytes).sum()
+    }
+
+    pub fn weight_bytes(&self) -> u64 {
+        self.lines.iter().map(|line| line.times * line.weight_bytes * line.weight_reads).sum()
+    }
+
+    /// Overhead of all dispatches and barriers.
+    pub fn overhead_ms(&self) -> f64 {
+        (self.dispatches as f64 * DISPATCH_US + self.barriers as f64 * BARRIER_US) / 1e3
+    }
+
+    pub fn ms(&self) -> f64 {
+        self.lines.iter().map(Line::ms).sum::<f64>() + self.overhead_ms()
+    }
+
+    pub fn tokens_per_s(&self) -> f64 {
+        self.tokens as f64 / self.ms() * 1e3
+    }
+
+    pub fn json(&self) -> Value {
+        json!({
+            "shape": self.shape,
+            "what": self.what,
+            "tokens": self.tokens,
+            "predicted_tokens_per_s": self.tokens_per_s(),
+            "predicted_ms": self.ms(),
+            "bytes": self.bytes(),
+            "weight_bytes": self.weight_bytes(),
+            "kv_bytes": self.kv_bytes(),
+            "dispatches": self.dispatches,
+            "barriers": self.barriers,
+            "overhead_ms": self.overhead_ms(),
+            "lines": self.lines.iter().map(Line::json).collect::<Vec<_>>(),
+        })
+    }
+}
+
+/// The steps to predict.
+#[derive(Debug, Clone)]
+pub struct Question {
+    pub shapes: Vec<Shape>,
+    pub mode: QuantizeMode,
+    pub kv: KvDtype,
+    pub precision: Precision,
+    /// The number of tokens that each sequence has in the cache when the predicted token is decoded.
+    pub depth: usize,
+    /// The tokens of a prompt in one step, as configured.
+    pub chunk: usize,
+}
+
+/// Recorded steps, and the tokens that they yield.
+pub struct RecordedSteps {
+    shape: &'static str,
+    what: String,
+    tokens: u64,
+    steps: Vec<Vec<StepDispatches>>,
+}
+
+impl RecordedSteps {
+    /// The prediction with one compiler's pipelines.
+    pub fn predict(&self, chip: &Chip, judge: &Judge) -> Prediction {
+        let find = |dispatch: &Dispatch| {
+            let Dispatch { shader, constants, .. } = dispatch;
+            let is_it = |p: &&super::Pipeline| p.shader.name == shader.name && p.constants == *constants;
+            let Some(found) = judge.pipelines.iter().find(is_it) else {
+                panic!("{} {constants:?} is dispatched, and not among all pipelines", shader.name)
+            };
+            Compiled {
+                subgroup_size: found.subgroup_size,
+                total: &found.program.total,
+                body: found.body.as_ref(),
+            }
+        };
+        Prediction::new(chip, self.shape, self.what.clone(), self.tokens, &self.steps, &find)
+    }
+}
+
+impl Question {
+    /// The steps to predict for each shape: each batch, the batch of one with top_p, and the prompt.
+    pub fn record(&self) -> Result<Vec<RecordedSteps>, Error> {
+        let mut all = Vec::new();
+        for shape in &self.shapes {
+            let config = shape.spec();
+            let types = Types {
+                projections: self.mode.projections().unwrap_or(Scheme::Bf16),
+                embedding: self.mode.embedding().unwrap_or(Scheme::Bf16),
+                kv: self.kv,
+                precision: self.precision,
+            };
+            let depth = self.depth.min(config.max_position_embeddings - 1);
+            let context = (depth + 1).max(PROMPT).max(self.chunk);
+            let mut model = PaperModel::load(config, types, self.chunk, context)?;
+            let mut add = |what: String, tokens: usize, steps| {
+                all.push(RecordedSteps { shape: shape.name, what, tokens: tokens as u64, steps });
+            };
+            let mut decode = |batch: usize, drawn| -> Result<_, Error> {
+                Ok(vec![model.step(&vec![depth..depth + 1; batch], Some(drawn))?])
+            };
+            for batch in BATCHES {
+                add(format!("batch {batch}"), batch, decode(batch, Drawn::Greedy)?);
+            }
+            // The batch of one is predicted once more, sampled with the models' recommended top_p.
+            add("1 with top_p".into(), 1, decode(1, Drawn::Filtered)?);
+            add(format!("prefill {PROMPT}"), PROMPT, model.prompt(PROMPT)?);
+        }
+        Ok(all)
+    }
+
+    /// The assumptions behind the figures, one sentence each.
+    pub fn assumptions(&self, chip: &Chip) -> Vec<String> {
+        vec![
+            format!("{}: {}", chip.product, chip.source),
+            format!(
+                "weights {}, keys and values {}; batches decode with {} tokens each in the cache, a prompt is read in steps of \
+                 at most {} tokens",
+                self.mode, self.kv, self.depth, self.chunk
+            ),
+            format!(
+                "weights come from memory again for each tile of tokens that the grid walks over (weights x reads), unless a \
+                 matrix fits in {} MiB of cache; activations count once, and again for each round of workgroups where \
+                 those of a product do not stay there",
+                chip.cache_bytes >> 20
+            ),
+            format!(
+                "a vector instruction takes a SIMD one cycle for 32 lanes, integer products 4, 64-bit shifts 2, a matrix product \
+                 32; {} SIMDs at {} GHz share the waves evenly",
+                chip.simds(),
+                chip.clock_ghz
+            ),
+            format!(
+                "each dispatch costs {DISPATCH_US} us and each barrier {BARRIER_US} us beside its work: assumed, not measured"
+            ),
+            "greedy draws; latency, cache bandwidth, scalar and shared-memory units are left out".into(),
+        ]
+    }
+}
+
+impl Pipeline {
+    /// The fewest and the most trips of the steady loop in the predictions of these shapes.
+    pub fn trips(&self, shapes: &[Shape], predictions: &[Prediction]) -> Option<(f64, f64)> {
+        let columns = shapes
+            .iter()
+            .map(Shape::spec)
+            .flat_map(|s| [s.hidden_size, s.num_attention_heads * s.head_dim, s.intermediate_size]);
+        let products = columns.filter_map(|cols| Some(cost::product_trips(self.shader, cols)? as f64));
+        let name = self.name();
+        let others = predictions
+            .iter()
+            .flat_map(|p| &p.lines)
+            .filter(|line| line.pipeline == name)
+            .map(|line| line.trips);
+        let all: Vec<f64> = products.chain(others).collect();
+        let (least, most) = (all.iter().copied().reduce(f64::min)?, all.iter().copied().reduce(f64::max)?);
+        self.body.is_some().then_some((least, most))
+    }
+
+    pub fn json(&self, shapes: &[Shape], predictions: &[Prediction]) -> Value {
+        json!({
+            "name": self.name(),
+            "shader": self.shader.name,
+            "constants": self.constants,
+            "wave_size": self.subgroup_size,
+            "vgprs": self.statistic("VGPRs"),
+            "sgprs": self.statistic("SGPRs"),
+            "spilled_vgprs": self.statistic("Spilled VGPRs"),
+            "spilled_sgprs": self.statistic("Spilled SGPRs"),
+            "scratch_bytes": self.statistic("Scratch size"),
+            "lds_bytes": self.statistic("LDS size"),
+            "code_bytes": self.statistic("Code size"),
+            "waves_per_simd": self.waves_per_simd(),
+            "wave32_per_simd": self.wave32_per_simd(),
+            "loops": self.program.loops.len(),
+            "total": self.program.total,
+            "steady": self.body.map(|body| {
+                let (least, most) = self.trips(shapes, predictions).unzip();
+                json!({
+                    "trip": body.trip,
+                    "trips_unrolled": body.unrolled,
+                    "trips_least": least,
+                    "trips_most": most,
+                    "weights_per_trip": body.weights * body.unrolled,
+                    "valu_per_weight": body.valu_per_weight(),
+                    "once": body.once,
+                })
+            }),
+            "statistics": self.statistics.iter().cloned().collect::<BTreeMap<_, _>>(),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernels::Wants;
+    use crate::tensor::Scheme;
+
+    /// gate_proj of the 27B in int4-g128 on a 780M, computed by hand.
+    fn gate(tokens: usize, loop_cycles: u64) -> Line {
+        let dispatch = cost::matmul(Precision::F32, Scheme::int4(128), &[21_504], 5376, tokens);
+        let trip = Counts { cycles: loop_cycles, ..Counts::default() };
+        let once = Counts { cycles: 50, ..Counts::default() };
+        let body = Body { trip, unrolled: 1, weights: 32, once };
+        let compiled = Compiled { subgroup_size: 64, total: &Counts::default(), body: Some(&body) };
+        Line::new(
+            &CHIPS[0],
+            &StepDispatches { what: "gate_proj", times: 62, barriers: 62, dispatch },
+            compiled,
+        )
+    }
+
+    #[test]
+    fn a_dispatch_takes_the_longer_of_its_bytes_and_its_instructions() {
+        let one = gate(1, 300);
+        // The dispatch reads 59.6 MB of weights and 0.1 MB of activations.
+        assert_eq!(one.bytes(), 21_504 * 5376 * 33 / 64 + 4 * (21_504 + 5376));
+        assert!((one.memory_ms - 0.8181).abs() < 1e-3, "{}", one.memory_ms);
+        // There are 672 workgroups of two waves, 56 on each of 24 SIMDs. Each wave has 42 trips of 300 cycles, twice
+        // for 64 lanes.
+        assert_eq!((one.waves, one.wave_cycles), (1344, (50 + 42 * 300) as f64 * 2.0));
+        assert!((one.alu_ms - 56.0 * 25_300.0 / 2.7e6).abs() < 1e-9, "{}", one.alu_ms);
+        assert_eq!(one.ms(), 62.0 * one.memory_ms);
+        let heavy = gate(1, 3000);
+        assert_eq!(heavy.ms(), 62.0 * heavy.alu_ms);
+    }
+
+    #[test]
+    fn weights_are_read_again_for_each_tile_of_tokens_unless_the_cache_holds_them() {
+        assert_eq!((gate(32, 300).weight_reads, gate(64, 300).weight_reads), (1, 2));
+        let small = cost::matmul(Precision::F32, Scheme::int4(128), &[1024], 640, 512);
+        assert_eq!(small.weight_passes, 2);
+        let compiled = Compiled { subgroup_size: 64, total: &Counts::default(), body: None };
+        let line = Line::new(
+            &CHIPS[0],
+            &StepDispatches { what: "k_proj", times: 1, barriers: 0, dispatch: small },
+            compiled,
+        );
+        assert_eq!(line.weight_reads, 1);
+    }
+
+    #[test]
+    fn a_step_is_the_sum_of_its_dispatches_and_what_each_costs_beside() {
+        let dispatch = cost::rms_norm(1, 5376, Wants { floats: true, blocks: false });
+        let work = vec![StepDispatches { what: "norm", times: 62, barriers: 31, dispatch }];
+        let total = Counts { cycles: 2700, ..Counts::default() };
+        let find = |_: &Dispatch| Compiled { subgroup_size: 64, total: &total, body: None };
+        let step =
+            Prediction::new(&CHIPS[0], "gemma-3-27b", "batch 1".into(), 1, &[work.clone(), work], &find);
+        assert_eq!((step.dispatches, step.barriers), (124, 62));
+        assert_eq!(step.overhead_ms(), 0.124 * DISPATCH_US + 0.062 * BARRIER_US);
+        // There are four waves, each on a SIMD of its own, of 5400 cycles at 2.7 GHz.
+        assert!((step.ms() - step.overhead_ms() - 124.0 * 0.002).abs() < 1e-9, "{}", step.ms());
+        assert!((step.tokens_per_s() - 1e3 / step.ms()).abs() < 1e-9);
+    }
+
+    #[test]
+    fn a_chip_goes_by_the_name_of_its_compiler() {
+        assert_eq!(Chip::named("phoenix").unwrap().simds(), 24);
+        let error = Chip::named("llvmpipe").unwrap_err();
+        assert!(error.contains("\"llvmpipe\"") && error.contains("phoenix, gfx1150, gfx1151"), "{error}");
+    }
+}

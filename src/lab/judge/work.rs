@@ -1,0 +1,339 @@
+//! Records the steps of a model on a device that executes nothing, and adds the cost of each recorded dispatch. It needs
+//! no GPU and no checkpoint: the weights have the shape of a published model, and no bytes.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::checkpoint::{Encoding, NativeTensor, Tensor};
+use crate::cli::load;
+use crate::gpu::{Device, Note};
+use crate::kernels::shaders::{
+    AttentionPush, EmbedPush, FastMatmulPush, GegluPush, HistoryPush, MatmulPush, RmsNormPush, SamplePush,
+};
+use crate::kernels::{Item, Tiles, Wants};
+use crate::lab::cost::{self, Dispatch, Drawn, Heads};
+use crate::model::load::{LoadError, LoadOptions, Source};
+use crate::model::memory::MAX_SEQUENCES;
+use crate::model::model_runner::ModelRunner;
+use crate::model::spec::ModelSpec;
+use crate::model::tensors::{Role, TensorSpec};
+use crate::model::weights::Weights;
+use crate::model::{Batch, BatchSequence, Draw, Input, Runner, RunnerError, Sampling, SamplingParams};
+use crate::tensor::{DType, KvDtype, Precision, Scheme};
+
+/// Dispatches of one kind in a step.
+#[derive(Debug, Clone)]
+pub struct StepDispatches {
+    /// The name of the dispatches, e.g. `o_proj`.
+    pub what: &'static str,
+    /// Number of dispatches.
+    pub times: u64,
+    /// The number of barriers before them.
+    pub barriers: u64,
+    pub dispatch: Dispatch,
+}
+
+/// The types of a model's values.
+#[derive(Debug, Clone, Copy)]
+pub struct Types {
+    /// Scheme of the layers' matrices.
+    pub projections: Scheme,
+    pub embedding: Scheme,
+    pub kv: KvDtype,
+    pub precision: Precision,
+}
+
+/// A model of a published shape, whose steps are recorded.
+pub struct PaperModel {
+    runner: ModelRunner,
+    types: Types,
+    heads: Heads,
+}
+
+impl PaperModel {
+    /// Loads a model for contexts of `context` tokens. `chunk` is the largest number of tokens of a step.
+    pub fn load(
+        config: ModelSpec,
+        types: Types,
+        chunk: usize,
+        context: usize,
+    ) -> Result<PaperModel, LoadError> {
+        let specs = config.tensors.clone();
+        let scheme = |spec: &TensorSpec| match spec.role {
+            Role::Embedding => Some(types.embedding),
+            Role::Projection(_) => Some(types.projections),
+            Role::Norm => None,
+        };
+        let sizes = |spec: &TensorSpec| match scheme(spec) {
+            Some(scheme) => (
+                scheme.block_bytes(spec.rows(), spec.cols()) as usize,
+                scheme.scale_bytes(spec.rows(), spec.cols()) as usize,
+            ),
+            None => (4 * spec.rows(), 0),
+        };
+        // All tensors have the same bytes. Nothing reads those of matrices, so they take no memory.
+        let zeros = vec![0u8; specs.iter().map(|spec| sizes(spec).0).max().expect("some tensors")];
+        let tensors = specs.as_ref().map(|spec| {
+            let (blocks, scales) = sizes(spec);
+            let encoding = match scheme(spec) {
+                Some(scheme) => Encoding::Native(NativeTensor {
+                    scheme,
+                    blocks: zeros[..blocks].into(),
+                    scales: zeros[..scales].into(),
+                }),
+                None => Encoding::Plain { dtype: DType::F32, data: &zeros[..blocks] },
+            };
+            Tensor { name: &spec.name, file: "memory", shape: &spec.shape, encoding }
+        });
+        let weights = Weights { tensors, skipped_vision: 0, skipped_bytes: 0 };
+        let options = LoadOptions {
+            max_context: Some(context.min(config.max_position_embeddings)),
+            sequences: MAX_SEQUENCES,
+            kv: types.kv,
+            precision: types.precision,
+            tiles: Some(Tiles::COUNTED),
+            max_batch_tokens: chunk,
+            // A step is one submit.
+            max_submit: Duration::MAX,
+            ..LoadOptions::default()
+        };
+        let heads = Heads {
+            num_heads: config.num_attention_heads,
+            num_kv_heads: config.num_key_value_heads,
+            head_dim: config.head_dim,
+            kv: types.kv,
+        };
+        // The demo model's files are a source without other tensors.
+        let files = load::demo_files();
+        let source = Source { config, ..Source::open(&files)? };
+        let device = Device::open_null()?;
+        let (runner, _) = ModelRunner::load_weights(&device, &source, &weights, None, &options, &mut |_| {})?;
+        Ok(PaperModel { runner, types, heads })
+    }
+
+    /// The dispatches of a step in which each sequence contributes the tokens at these positions. Each sequence draws an
+    /// id, unless `drawn` is `None`.
+    pub fn step(
+        &mut self,
+        sequences: &[Range<usize>],
+        drawn: Option<Drawn>,
+    ) -> Result<Vec<StepDispatches>, RunnerError> {
+        let params = Arc::new(match drawn {
+            Some(Drawn::Filtered) => {
+                SamplingParams { temperature: 1.0, top_k: 64, top_p: 0.95, ..SamplingParams::GREEDY }
+            }
+            _ => SamplingParams::GREEDY,
+        });
+        let limits = self.runner.limits();
+        let entry = |(slot, positions): (usize, &Range<usize>)| {
+            // What a block holds does not matter, so all blocks are the same one.
+            let blocks = vec![0; positions.end.div_ceil(limits.kv.block_size)];
+            BatchSequence {
+                slot: slot as u32,
+                start: positions.start,
+                input: Input::Ids(vec![0; positions.len()]),
+                sliding_blocks: if limits.kv.sliding_window.is_some() { blocks.clone() } else { Vec::new() },
+                full_blocks: blocks,
+                sliding_first: 0,
+                history: None,
+            }
+        };
+        let draw = |(sequence, positions): (usize, &Range<usize>)| Draw {
+            sequence,
+            token: positions.len() - 1,
+            slot: sequence as u32,
+            params: Arc::clone(&params),
+            seed: 0,
+            prompt_len: positions.end,
+            masked: false,
+            logprobs: None,
+        };
+        let batch =
+            Batch { sequences: sequences.iter().enumerate().map(entry).collect(), ..Batch::default() };
+        let draws = sequences.iter().enumerate().map(draw).filter(|_| drawn.is_some());
+        self.runner.device().take_notes();
+        let ticket =
+            self.runner.submit(&batch, &Sampling { draws: draws.collect(), ..Sampling::default() })?;
+        self.runner.wait(ticket)?;
+
+        let mut all: Vec<StepDispatches> = Vec::new();
+        for note in self.runner.device().take_notes() {
+            let (what, dispatch) = self.cost(&note);
+            match all.iter_mut().find(|other| other.what == what && other.dispatch.costs(&dispatch)) {
+                Some(same) => {
+                    same.times += 1;
+                    same.barriers += note.barriers;
+                }
+                None => all.push(StepDispatches { what, times: 1, barriers: note.barriers, dispatch }),
+            }
+        }
+        Ok(all)
+    }
+
+    /// The steps that compute a prompt of `tokens` tokens and draw the answer's first id.
+    pub fn prompt(&mut self, tokens: usize) -> Result<Vec<Vec<StepDispatches>>, RunnerError> {
+        let most = self.runner.limits().max_batch_tokens;
+        let starts = (0..tokens).step_by(most);
+        starts
+            .map(|start| {
+                let end = (start + most).min(tokens);
+                let drawn = (end == tokens).then_some(Drawn::Greedy);
+                self.step(std::slice::from_ref(&(start..end)), drawn)
+            })
+            .collect()
+    }
+
+    /// The name and the cost of a recorded dispatch. Panics if the cost is of another pipeline or grid.
+    fn cost(&self, note: &Note) -> (&'static str, Dispatch) {
+        let Types { projections, embedding, precision, .. } = self.types;
+        let [x, y, _] = note.groups.map(|n| n as usize);
+        let name = note.shader.name;
+        let wants = Wants {
+            floats: !name.ends_with("_int8"),
+            blocks: name.ends_with("_int8") || name.ends_with("_both"),
+        };
+        let scheme = if note.label == "lm_head" { embedding } else { projections };
+        let (what, dispatch) = match note.shader.kernel {
+            "embed" => ("embed", cost::embed(embedding, note.push::<EmbedPush>().cols as usize, x)),
+            "history" => ("history", cost::history(note.push::<HistoryPush>().tokens as usize)),
+            "rms_norm" => {
+                let width = note.push::<RmsNormPush>().dim as usize;
+                let dispatch = match name {
+                    "rms_norm_add" => cost::rms_norm_add(x, width),
+                    name if name.starts_with("rms_norm_gather") => cost::rms_norm_gather(x, width, wants),
+                    name if name.starts_with("rms_norm_residual") => cost::residual(x, width, wants),
+                    _ => cost::rms_norm(x, width, wants),
+                };
+                (note.label, dispatch)
+            }
+            "matmul" => {
+                let MatmulPush { rows, cols, tokens, .. } = note.push();
+                let what = match note.label {
+                    "qkv" => "q, k or v",
+                    // Both have the same input, so there is no barrier before the second one.
+                    "gate, up" if note.barriers > 0 => "gate_proj",
+                    "gate, up" => "up_proj",
+                    label => label,
+                };
+                let [cols, tokens] = [cols, tokens].map(|n| n as usize);
+                (what, cost::matmul(precision, scheme, &[rows as usize], cols, tokens))
+            }
+            "fast_matmul" => {
+                let FastMatmulPush { rows0, rows1, rows2, cols, tokens, .. } = note.push();
+                let [cols, tokens] = [cols, tokens].map(|n| n as usize);
+                let rows: Vec<usize> =
+                    [rows0, rows1, rows2].into_iter().filter(|n| *n > 0).map(|n| n as usize).collect();
+                let gated = note.constants[1] == 1;
+                let what = if note.label == "qkv" && rows.len() < 3 { "q, k or v" } else { note.label };
+                (
+                    what,
+                    match gated {
+                        true => cost::gated(scheme, rows[0], cols, tokens),
+                        false => cost::matmul(precision, scheme, &rows, cols, tokens),
+                    },
+                )
+            }
+            "qkv_store" => ("qkv_store", cost::qkv_store(&self.heads, x)),
+            "attention" => {
+                let window = note.push::<AttentionPush>().window as usize;
+                let items = note.array::<Item>("items", x);
+                let what = match (name.starts_with("attention_tile"), note.label) {
+                    (false, "sliding") => "attention, sliding",
+                    (false, _) => "attention, full",
+                    (true, "sliding") => "attention of tiles, sliding",
+                    (true, _) => "attention of tiles, full",
+                };
+                (what, cost::attention(&self.heads, (window > 0).then_some(window), note.shader, &items))
+            }
+            "attention_merge" => {
+                let merges = note.array::<[u32; 2]>("merges", y);
+                let partials = merges.iter().map(|[_, count]| *count as usize).sum();
+                let what = match note.label {
+                    "sliding" => "attention merged, sliding",
+                    _ => "attention merged, full",
+                };
+                (what, cost::attention_merge(&self.heads, y, partials, wants))
+            }
+            "geglu" => ("geglu", cost::geglu(y, note.push::<GegluPush>().width as usize, wants)),
+            "sample" => {
+                let vocab = note.push::<SamplePush>().vocab as usize;
+                let rows = if ["sample_greedy", "sample_choice"].contains(&name) { x } else { y };
+                let [greedy, filtered] = [Drawn::Greedy, Drawn::Filtered];
+                let mut all =
+                    cost::sample(rows, vocab, greedy).into_iter().chain(cost::sample(rows, vocab, filtered));
+                (note.label, all.find(|dispatch| dispatch.shader.name == name).expect("a kernel of a draw"))
+            }
+            other => panic!("{name}: there is no cost of {other}"),
+        };
+        let recorded: u64 = note.groups.iter().map(|n| u64::from(*n)).product();
+        assert_eq!((dispatch.shader.name, &dispatch.constants), (name, &note.constants), "{what}");
+        // The last round of a product's grid may have workgroups without work.
+        let is_product = note.shader.kernel.ends_with("matmul");
+        assert!(
+            recorded == dispatch.workgroups || is_product && recorded > dispatch.workgroups,
+            "{what}: {note:?}"
+        );
+        if is_product {
+            let weights =
+                note.ranges.iter().filter(|range| range.class.is_weights()).map(|range| range.bytes);
+            assert_eq!(weights.sum::<u64>(), dispatch.weight_bytes, "{what}: bytes of weights");
+            assert_eq!(u64::from(note.groups[2]), dispatch.weight_passes, "{what}: reads of the weights");
+        }
+        (what, dispatch)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::arch;
+
+    fn of_27b() -> PaperModel {
+        let config = arch::shape("gemma-3-27b").unwrap().spec();
+        let types = Types {
+            projections: Scheme::int4(128),
+            embedding: Scheme::Int8Row,
+            kv: KvDtype::F16,
+            precision: Precision::Fast,
+        };
+        PaperModel::load(config, types, 128, 8192).unwrap()
+    }
+
+    #[test]
+    fn a_layer_is_nine_dispatches_and_nine_barriers() {
+        let work = of_27b().step(std::slice::from_ref(&(512..513)), Some(Drawn::Greedy)).unwrap();
+        let sum = |of: fn(&StepDispatches) -> u64| work.iter().map(of).sum::<u64>();
+        assert_eq!(sum(|w| w.times), 62 * 9 + 7);
+        assert_eq!(sum(|w| w.barriers), 62 * 9 + 6);
+        let times = |what| work.iter().find(|w| w.what == what).unwrap().times;
+        assert_eq!((times("attention, sliding"), times("attention, full")), (52, 10));
+    }
+
+    #[test]
+    fn one_token_of_a_27b_reads_as_many_bytes_as_its_weights_have() {
+        let work = of_27b().step(std::slice::from_ref(&(512..513)), Some(Drawn::Greedy)).unwrap();
+        let weights: u64 =
+            work.iter().map(|w| w.times * w.dispatch.weight_bytes * w.dispatch.weight_passes).sum();
+        // There are 25.6 G weights of 4.125 bits, and 1.41 G weights of 8 bits.
+        assert_eq!(weights / 10_000_000, 1461, "{weights}");
+        let kv: u64 = work.iter().map(|w| w.times * w.dispatch.kv_bytes).sum();
+        assert_eq!(kv, 62 * (513 + 1) * 2 * 16 * 128 * 2);
+    }
+
+    #[test]
+    fn a_window_bounds_what_sliding_layers_read() {
+        let work = of_27b().step(&[5000..5001, 10..20], Some(Drawn::Greedy)).unwrap();
+        let kv = |what| work.iter().find(|w| w.what == what).unwrap().dispatch.kv_bytes;
+        let row = 2 * 16 * 128 * 2;
+        assert_eq!((kv("attention, sliding"), kv("attention of tiles, sliding")), (1024 * row, 20 * row));
+        assert_eq!((kv("attention, full"), kv("attention of tiles, full")), (5001 * row, 20 * row));
+    }
+
+    #[test]
+    fn a_prompt_takes_steps_of_which_only_the_last_one_draws() {
+        let steps = of_27b().prompt(300).unwrap();
+        let draws: Vec<_> = steps.iter().map(|s| s.iter().any(|w| w.what == "sample")).collect();
+        assert_eq!(draws, [false, false, true]);
+    }
+}

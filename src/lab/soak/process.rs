@@ -1,0 +1,86 @@
+//! What the kernel says of a server's processes: the server, and its child that has the device.
+//!
+//! Figures are those of `/proc`. A process that has ended has none.
+
+use std::path::Path;
+use std::time::Duration;
+
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::cli::bench::statistics::median;
+use crate::device::status_field;
+
+/// Samples of one figure, and the time between two of them.
+const SAMPLES: usize = 5;
+const APART: Duration = Duration::from_millis(100);
+
+/// What a process holds.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Held {
+    pub resident_kib: u64,
+    /// The part of it that no file has, which is what a leak adds to.
+    pub anonymous_kib: u64,
+    pub descriptors: u64,
+    pub threads: u64,
+}
+
+impl Held {
+    pub fn of(pid: u32) -> Option<Self> {
+        let folder = format!("/proc/{pid}");
+        let status = std::fs::read_to_string(Path::new(&folder).join("status")).ok()?;
+        let field = |name: &str| status_field(&status, name);
+        let descriptors = std::fs::read_dir(Path::new(&folder).join("fd")).ok()?.count() as u64;
+        Some(Self {
+            resident_kib: field("VmRSS")?,
+            anonymous_kib: field("RssAnon")?,
+            descriptors,
+            threads: field("Threads")?,
+        })
+    }
+
+    /// The median of several samples of each figure.
+    pub fn settled(pid: u32) -> Option<Self> {
+        let samples = (0..SAMPLES).map(|i| {
+            if i > 0 {
+                std::thread::sleep(APART);
+            }
+            Self::of(pid)
+        });
+        let samples: Vec<Self> = samples.collect::<Option<_>>()?;
+        let of = |figure: fn(&Self) -> u64| median(samples.iter().map(|held| figure(held) as f64)) as u64;
+        Some(Self {
+            resident_kib: of(|held| held.resident_kib),
+            anonymous_kib: of(|held| held.anonymous_kib),
+            descriptors: of(|held| held.descriptors),
+            threads: of(|held| held.threads),
+        })
+    }
+}
+
+/// All children of a server. One that has ended stays among them until the server has waited for it.
+pub fn children(server: u32) -> Vec<u32> {
+    let is_child = |pid: &u32| {
+        // The name of a program may hold blanks and brackets, and its end is the last one.
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+        let parent = stat.rsplit_once(')').and_then(|(_, rest)| rest.split_whitespace().nth(1)?.parse().ok());
+        parent == Some(server)
+    };
+    let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+    entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).filter(is_child).collect()
+}
+
+/// The child of a server that has the device; none while there is none.
+pub fn device_process(server: u32) -> Option<u32> {
+    // One that has ended has no arguments.
+    let has_device = |pid: &u32| {
+        let arguments = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        arguments.split(|byte| *byte == 0).any(|word| word == b"device-process")
+    };
+    children(server).into_iter().find(has_device)
+}
+
+/// Has a server read its configuration again.
+pub fn hang_up(server: u32) -> std::io::Result<()> {
+    let pid = Pid::from_raw(server as i32).ok_or(std::io::ErrorKind::InvalidInput)?;
+    Ok(kill_process(pid, Signal::HUP)?)
+}

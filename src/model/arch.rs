@@ -1,0 +1,87 @@
+//! The architectures: each is a folder of this room that describes its models as data ([`ModelSpec`]).
+//!
+//! To add one, write its folder and list it in [`ARCHS`].
+
+use std::path::Path;
+
+use serde_json::Value;
+
+use super::config::{ConfigError, GenerationConfig, Level, as_object, union};
+use super::gemma3;
+use super::spec::{Arch, ModelSpec, Shape};
+use crate::checkpoint::gguf::GgufArch;
+use crate::checkpoint::{CheckpointError, ModelFiles, short};
+
+const CONFIG_FILE: &str = "config.json";
+const GENERATION_CONFIG_FILE: &str = "generation_config.json";
+
+/// All architectures.
+static ARCHS: [&Arch; 1] = [&gemma3::ARCH];
+static GGUF_ARCHS: [&GgufArch; 1] = [gemma3::ARCH.gguf];
+
+/// Opens the files of a model, as [`ModelFiles::open`].
+pub fn open_files(path: &Path) -> Result<ModelFiles, CheckpointError> {
+    ModelFiles::open(path, &GGUF_ARCHS)
+}
+
+/// The architectures of GGUF files.
+pub fn gguf_archs() -> &'static [&'static GgufArch] {
+    &GGUF_ARCHS
+}
+
+/// Reads `config.json` and, if there is one, `generation_config.json`. The end tokens of both end an answer.
+pub fn load(files: &ModelFiles) -> Result<(ModelSpec, GenerationConfig), ConfigError> {
+    let Some(config) = files.config()? else {
+        let problem =
+            format!("holds no {CONFIG_FILE}; give the original model's {CONFIG_FILE} with --model-config");
+        return Err(ConfigError::File { file: files.location(), problem });
+    };
+    let mut spec = read(&config, &files.display(CONFIG_FILE))?;
+    let mut generation = GenerationConfig::default();
+    if let Some(bytes) = files.read(GENERATION_CONFIG_FILE)? {
+        let file = files.display(GENERATION_CONFIG_FILE);
+        generation = GenerationConfig::from_json(&bytes, &file)?;
+        Level::named(&file).check_ids("eos_token_id", &generation.eos_token_ids, spec.vocab_size)?;
+        spec.eos_token_ids = union([spec.eos_token_ids, generation.eos_token_ids.clone()]);
+    }
+    Ok((spec, generation))
+}
+
+/// Reads a `config.json` of any architecture; messages call it `file_name`.
+pub fn read(config: &Value, file_name: &str) -> Result<ModelSpec, ConfigError> {
+    let root = Level { file: file_name, prefix: String::new(), object: as_object(config, file_name)? };
+    let names: Vec<String> =
+        ARCHS.iter().flat_map(|arch| arch.model_types).map(|name| format!("{name:?}")).collect();
+    let expected = format!("expected {}", names.join(" or "));
+    let Some(model_type) = root.text("model_type")? else {
+        return Err(root.error("model_type", format!("is missing; {expected}")));
+    };
+    match ARCHS.iter().find(|arch| arch.model_types.contains(&model_type)) {
+        Some(arch) => (arch.read)(config, file_name),
+        None => {
+            Err(root.error("model_type", format!("{:?} is not supported; {expected}", short(model_type))))
+        }
+    }
+}
+
+/// The name of a published model on the hub, for messages.
+pub fn hub_example() -> &'static str {
+    ARCHS[0].hub_example
+}
+
+/// The published sizes of all architectures.
+pub fn shapes() -> impl Iterator<Item = Shape> {
+    ARCHS.iter().flat_map(|arch| arch.shapes.iter().copied())
+}
+
+/// The published size with that name. The error lists all names.
+pub fn shape(name: &str) -> Result<Shape, String> {
+    shapes()
+        .find(|shape| shape.name == name)
+        .ok_or_else(|| format!("unknown shape {name:?}; expected one of {}", shape_names(", ")))
+}
+
+/// The names of the published sizes.
+pub fn shape_names(separator: &str) -> String {
+    shapes().map(|shape| shape.name).collect::<Vec<_>>().join(separator)
+}

@@ -1,0 +1,327 @@
+//! The `config.json` of a Gemma-3 checkpoint.
+//!
+//! Reads the multimodal wrapper (`text_config`) and the text-only layout; configs with missing fields (that of the
+//! published 27B lacks ten); and both generations of names: `rope_theta`, `rope_local_base_freq` and `rope_scaling`, and
+//! the `rope_parameters` by layer type of transformers 5. Defaults are those of transformers' `Gemma3TextConfig`.
+//!
+//! Refuses by name what would change the result and is not supported: soft capping, biases, bidirectional attention,
+//! untied heads, RoPE scalings other than linear. [`crate::checkpoint`] reads how the weights are quantized
+//! (`quantization_config`). Invariant: a model with a valid [`Config`] can be computed.
+
+use std::ops::RangeInclusive;
+
+use serde_json::Value;
+
+use crate::checkpoint::{parse_config, short};
+use crate::model::config::{ConfigError, Level, as_object, show, union};
+
+// These bounds on the numbers of a config are far above every real model, so that sizes computed from them cannot
+// overflow. The type of positions bounds `max_position_embeddings` and `sliding_window`.
+const MAX_VOCAB: u64 = 1 << 20;
+const MAX_HIDDEN: u64 = 1 << 16;
+/// Bound of `intermediate_size` and of `num_attention_heads * head_dim`: a tile, 32 rows of f32 weights, must fit the
+/// upload's staging buffer.
+const MAX_INTERMEDIATE: u64 = 1 << 17;
+const MAX_LAYERS: u64 = 1024;
+const MAX_HEADS: u64 = 1024;
+const MAX_POSITIONS: u64 = 1 << 24;
+/// What transformers takes for `sliding_window` where a config has none.
+const DEFAULT_WINDOW: usize = 4096;
+
+/// The positions that a layer's attention sees.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LayerType {
+    /// The last `sliding_window` positions, the token's own included.
+    SlidingAttention,
+    /// All positions.
+    FullAttention,
+}
+
+/// Hyperparameters of a Gemma-3 language model, by their Hugging Face names.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Config {
+    /// Number of rows of the embedding; the tokenizer may know fewer ids.
+    pub vocab_size: usize,
+    pub hidden_size: usize,
+    pub intermediate_size: usize,
+    pub num_hidden_layers: usize,
+    /// Number of query heads, a multiple of `num_key_value_heads`.
+    pub num_attention_heads: usize,
+    pub num_key_value_heads: usize,
+    /// Dimension of a head, a multiple of 4 from 32 to 256.
+    pub head_dim: usize,
+    pub rms_norm_eps: f32,
+    pub max_position_embeddings: usize,
+    /// Attention scores are scaled by the inverse square root of this number, which differs from `head_dim` in the 27B.
+    pub query_pre_attn_scalar: f64,
+    /// The number of positions that sliding layers see. A model without sliding layers has it, too.
+    pub sliding_window: usize,
+    /// The kind of each layer.
+    pub layer_types: Vec<LayerType>,
+    /// RoPE base of full-attention layers.
+    pub rope_theta: f64,
+    /// RoPE base of sliding-attention layers.
+    pub rope_local_base_freq: f64,
+    /// Divisor of the frequencies of full-attention layers; 1 without scaling.
+    pub rope_scaling_factor: f64,
+    /// Ids that each end an answer; ascending, below `vocab_size`.
+    pub eos_token_ids: Vec<u32>,
+    pub bos_token_id: u32,
+    pub pad_token_id: u32,
+    /// Always true: the logits are computed with the embedding.
+    pub tie_word_embeddings: bool,
+}
+
+impl Config {
+    /// Reads a `config.json`; messages call it `file_name`.
+    pub fn from_json(bytes: &[u8], file_name: &str) -> Result<Self, ConfigError> {
+        Self::from_value(&parse_config(bytes, file_name)?, file_name)
+    }
+
+    pub(super) fn from_value(config: &Value, file_name: &str) -> Result<Self, ConfigError> {
+        let root = Level { file: file_name, prefix: String::new(), object: as_object(config, file_name)? };
+        let text = text_level(&root)?;
+        for level in [&root, &text] {
+            refuse_unsupported(level)?;
+        }
+
+        let vocab_size = text.size("vocab_size", 262_208, 1..=MAX_VOCAB)?;
+        let num_hidden_layers = text.size("num_hidden_layers", 26, 1..=MAX_LAYERS)?;
+        let num_attention_heads = text.size("num_attention_heads", 8, 1..=MAX_HEADS)?;
+        let num_key_value_heads = text.size("num_key_value_heads", 4, 1..=MAX_HEADS)?;
+        if !num_attention_heads.is_multiple_of(num_key_value_heads) {
+            return Err(text.error(
+                "num_attention_heads",
+                format!(
+                    "is {num_attention_heads}; expected a multiple of num_key_value_heads ({num_key_value_heads})"
+                ),
+            ));
+        }
+        let head_dim = text.size("head_dim", 256, 32..=256)?;
+        if !head_dim.is_multiple_of(4) {
+            return Err(text.error("head_dim", format!("is {head_dim}; expected a multiple of 4")));
+        }
+        if num_attention_heads * head_dim > MAX_INTERMEDIATE as usize {
+            let what = format!(
+                "times head_dim ({head_dim}) is {}; expected at most {MAX_INTERMEDIATE}",
+                num_attention_heads * head_dim
+            );
+            return Err(text.error("num_attention_heads", what));
+        }
+        let rope = Rope::read(&text)?;
+
+        let eos = [text.ids("eos_token_id")?, root.ids("eos_token_id")?];
+        let mut eos_token_ids = union(eos);
+        if eos_token_ids.is_empty() {
+            eos_token_ids.push(1);
+        }
+        text.check_ids("eos_token_id", &eos_token_ids, vocab_size)?;
+        let token = |name: &str, default: u32| -> Result<u32, ConfigError> {
+            let id = match text.ids(name)?.first() {
+                Some(&id) => id,
+                None => root.ids(name)?.first().copied().unwrap_or(default),
+            };
+            text.check_ids(name, &[id], vocab_size)?;
+            Ok(id)
+        };
+
+        let layer_types = layer_types(&text, num_hidden_layers)?;
+        // A config of full layers alone may say `null`: there is nothing to slide.
+        let sliding_window = match text.get("sliding_window") {
+            None if !layer_types.contains(&LayerType::SlidingAttention) => DEFAULT_WINDOW,
+            _ => text.size("sliding_window", DEFAULT_WINDOW, 1..=MAX_POSITIONS)?,
+        };
+
+        Ok(Self {
+            vocab_size,
+            hidden_size: text.size("hidden_size", 2304, 1..=MAX_HIDDEN)?,
+            intermediate_size: text.size("intermediate_size", 9216, 1..=MAX_INTERMEDIATE)?,
+            num_hidden_layers,
+            num_attention_heads,
+            num_key_value_heads,
+            head_dim,
+            rms_norm_eps: text.number("rms_norm_eps", 1e-6, 1e-30..=1.0)? as f32,
+            max_position_embeddings: text.size("max_position_embeddings", 131_072, 1..=MAX_POSITIONS)?,
+            query_pre_attn_scalar: text.number("query_pre_attn_scalar", 256.0, 1e-3..=1e6)?,
+            sliding_window,
+            layer_types,
+            rope_theta: rope.theta,
+            rope_local_base_freq: rope.local_theta,
+            rope_scaling_factor: rope.factor,
+            eos_token_ids,
+            bos_token_id: token("bos_token_id", 2)?,
+            pad_token_id: token("pad_token_id", 0)?,
+            tie_word_embeddings: true,
+        })
+    }
+}
+
+/// The object that describes the language model.
+fn text_level<'a>(root: &Level<'a>) -> Result<Level<'a>, ConfigError> {
+    let wrapped = root.text("model_type")? == Some("gemma3");
+    match root.get("text_config") {
+        Some(Value::Object(object)) => {
+            let text = Level { file: root.file, prefix: "text_config.".into(), object };
+            match text.text("model_type")? {
+                None | Some("gemma3_text") => Ok(text),
+                Some(other) => Err(text.error(
+                    "model_type",
+                    format!("{:?} is not supported; expected \"gemma3_text\"", short(other)),
+                )),
+            }
+        }
+        Some(other) => Err(root.error("text_config", format!("is {}; expected an object", show(other)))),
+        None if wrapped && root.get("hidden_size").is_none() => {
+            Err(root.error("text_config", "is missing; expected the language model's fields there"))
+        }
+        None => Ok(root.clone()),
+    }
+}
+
+fn layer_types(text: &Level, num_hidden_layers: usize) -> Result<Vec<LayerType>, ConfigError> {
+    if let Some(value) = text.get("layer_types") {
+        let Value::Array(types) = value else {
+            return Err(text.error("layer_types", format!("is {}; expected a list", show(value))));
+        };
+        if types.len() != num_hidden_layers {
+            let problem =
+                format!("has {} entries; expected num_hidden_layers ({num_hidden_layers})", types.len());
+            return Err(text.error("layer_types", problem));
+        }
+        let read = |(i, value): (usize, &Value)| match value.as_str() {
+            Some("sliding_attention") => Ok(LayerType::SlidingAttention),
+            Some("full_attention") => Ok(LayerType::FullAttention),
+            _ => Err(text.error(
+                &format!("layer_types[{i}]"),
+                format!("is {}; expected \"sliding_attention\" or \"full_attention\"", show(value)),
+            )),
+        };
+        return types.iter().enumerate().map(read).collect();
+    }
+    // transformers writes the second name since 4.53, always beside layer_types.
+    let names = ["sliding_window_pattern", "_sliding_window_pattern"];
+    let mut pattern = None;
+    for name in names {
+        if let Some(value) = text.get(name) {
+            let period = text.whole(name, value, 1..=MAX_LAYERS)? as usize;
+            if pattern.is_some_and(|other| other != period) {
+                return Err(text.error(name, format!("is {period}, but {} is another number", names[0])));
+            }
+            pattern = Some(period);
+        }
+    }
+    let pattern = pattern.unwrap_or(6);
+    let kind = |i: usize| match (i + 1).is_multiple_of(pattern) {
+        true => LayerType::FullAttention,
+        false => LayerType::SlidingAttention,
+    };
+    Ok((0..num_hidden_layers).map(kind).collect())
+}
+
+struct Rope {
+    theta: f64,
+    local_theta: f64,
+    factor: f64,
+}
+
+impl Rope {
+    const THETAS: RangeInclusive<f64> = 1.0..=1e12;
+
+    /// Reads the old fields, or those of transformers 5. If a config has both, they must agree.
+    fn read(text: &Level) -> Result<Self, ConfigError> {
+        let theta = text.number("rope_theta", 1e6, Self::THETAS)?;
+        let local_theta = text.number("rope_local_base_freq", 1e4, Self::THETAS)?;
+        let factor = match text.object("rope_scaling")? {
+            Some(scaling) => Some(scaling_factor(&scaling, true)?),
+            None => None,
+        };
+        let old = Self { theta, local_theta, factor: factor.unwrap_or(1.0) };
+        let Some(by_type) = text.object("rope_parameters")? else {
+            return Ok(old);
+        };
+        let of_type = |name: &str| {
+            by_type.object(name)?.ok_or_else(|| {
+                by_type.error(name, "is missing; expected the rope parameters of that layer type")
+            })
+        };
+        let (full, sliding) = (of_type("full_attention")?, of_type("sliding_attention")?);
+        if scaling_factor(&sliding, false)? != 1.0 {
+            return Err(
+                sliding.error("factor", "scales sliding layers; only full-attention layers may be scaled")
+            );
+        }
+        let new = Self {
+            theta: full.number("rope_theta", old.theta, Self::THETAS)?,
+            local_theta: sliding.number("rope_theta", old.local_theta, Self::THETAS)?,
+            factor: scaling_factor(&full, false)?,
+        };
+        let contradictions = [
+            ("rope_theta", text.get("rope_theta").is_some() && old.theta != new.theta),
+            (
+                "rope_local_base_freq",
+                text.get("rope_local_base_freq").is_some() && old.local_theta != new.local_theta,
+            ),
+            ("rope_scaling", factor.is_some_and(|factor| factor != new.factor)),
+        ];
+        match contradictions.iter().find(|(_, contradicts)| *contradicts) {
+            Some((name, _)) => {
+                Err(text.error(name, "contradicts rope_parameters; expected one of them, or both alike"))
+            }
+            None => Ok(new),
+        }
+    }
+}
+
+/// The factor of one set of rope parameters, 1 for the type "default". Before transformers 4.43, the key of the type
+/// was `type`.
+fn scaling_factor(level: &Level, type_required: bool) -> Result<f64, ConfigError> {
+    let kind = match (level.text("rope_type")?, level.text("type")?) {
+        (Some(a), Some(b)) if a != b => {
+            let problem = format!("is {:?}, but type is {:?}; expected one type", short(a), short(b));
+            return Err(level.error("rope_type", problem));
+        }
+        (a, b) => a.or(b),
+    };
+    if let Some(part) = level.get("partial_rotary_factor")
+        && part.as_f64() != Some(1.0)
+    {
+        return Err(level.error("partial_rotary_factor", format!("is {}; expected 1", show(part))));
+    }
+    match kind {
+        Some("linear") => match level.get("factor") {
+            Some(factor) => level.number_of("factor", factor, 1.0..=1e4),
+            None => Err(level.error("factor", "is missing; expected a number")),
+        },
+        Some("default") => Ok(1.0),
+        None if !type_required => Ok(1.0),
+        None => Err(level.error("rope_type", "is missing; expected \"linear\" or \"default\"")),
+        Some(other) => {
+            let problem = format!("{:?} is not supported; expected \"linear\" or \"default\"", short(other));
+            Err(level.error("rope_type", problem))
+        }
+    }
+}
+
+/// Refuses fields that would change the result and are not supported.
+fn refuse_unsupported(level: &Level) -> Result<(), ConfigError> {
+    for (name, wanted) in
+        [("attention_bias", false), ("use_bidirectional_attention", false), ("tie_word_embeddings", true)]
+    {
+        if level.flag(name)?.is_some_and(|flag| flag != wanted) {
+            let problem = format!("is {}; only checkpoints with {wanted} can be computed", !wanted);
+            return Err(level.error(name, problem));
+        }
+    }
+    for name in ["attn_logit_softcapping", "final_logit_softcapping"] {
+        if let Some(value) = level.get(name) {
+            return Err(level.mismatch(name, value, "null: Gemma-3 has no soft capping"));
+        }
+    }
+    if let Some(activation) = level.text("hidden_activation")?
+        && activation != "gelu_pytorch_tanh"
+    {
+        let problem = format!("{:?} is not supported; expected \"gelu_pytorch_tanh\"", short(activation));
+        return Err(level.error("hidden_activation", problem));
+    }
+    Ok(())
+}

@@ -1,0 +1,186 @@
+//! `config.json` of a Gemma-3 in a GGUF file.
+//!
+//! No converter writes the values that llama.cpp derives from the architecture, so they are derived here in the same
+//! way: the layer pattern and the scale of attention. Only for the 27B (62 layers) does that scale come from the hidden
+//! size and the number of heads. Ollama's converter nests the rope keys and omits some others.
+//!
+//! Refuses keys with values that would change the result and are not supported. The error names the key. The reader of
+//! `config.json` checks the rest.
+
+use serde_json::{Value as Json, json};
+
+use super::tensors::NAMES;
+use crate::checkpoint::gguf::{self, GgufArch, GgufTokens, HeaderError, Keys, TensorInfo, Value};
+use crate::checkpoint::short;
+
+pub(super) static GGUF: GgufArch = GgufArch {
+    name: "gemma3",
+    config,
+    layer_tensor: |name| NAMES.iter().find(|names| names.gguf == name).map(|names| names.hugging_face),
+    tokens: GgufTokens {
+        bos: 2,
+        eos: 1,
+        pad: 0,
+        end: &["<eos>", "<end_of_turn>"],
+        // Google's QAT files list some of them as normal pieces.
+        control: &[
+            "<pad>",
+            "<eos>",
+            "<bos>",
+            "<unk>",
+            "<start_of_turn>",
+            "<end_of_turn>",
+            "<start_of_image>",
+            "<end_of_image>",
+            "<image_soft_token>",
+        ],
+    },
+};
+
+/// Maximum number of blocks. No model has so many.
+const MAX_BLOCKS: u64 = 1024;
+/// Layers of Gemma-3 27B. llama.cpp recognizes the 27B by this number.
+const BLOCKS_27B: u64 = 62;
+/// Layers of Gemma-3 1B.
+const BLOCKS_1B: u64 = 26;
+/// Longest context without RoPE scaling. Models with a longer context divide positions by 8.
+const UNSCALED_CONTEXT: u64 = 32_768;
+/// The name of a sliding layer in `layer_types`.
+const SLIDING: &str = "sliding_attention";
+
+/// Generates `config.json`.
+fn config(keys: &Keys, tensors: &[TensorInfo]) -> Result<Json, HeaderError> {
+    let blocks = keys.required("block_count")?;
+    if !(1..=MAX_BLOCKS).contains(&blocks) {
+        return Err(keys.error("block_count", format!("is {blocks}; expected 1 to {MAX_BLOCKS}")));
+    }
+    let hidden = keys.required("embedding_length")?;
+    let heads =
+        keys.uniform("attention.head_count", blocks)?.ok_or_else(|| keys.missing("attention.head_count"))?;
+    if heads == 0 {
+        return Err(keys.error("attention.head_count", "is 0; expected at least 1"));
+    }
+    let head_dim = keys.whole("attention.key_length")?.unwrap_or(hidden / heads);
+    for name in ["attention.value_length", "rope.dimension_count"] {
+        if let Some(other) = keys.whole(name)?.filter(|other| *other != head_dim) {
+            let problem = format!("is {other}; expected the length of the keys ({head_dim})");
+            return Err(keys.error(name, problem));
+        }
+    }
+    if keys.metadata.flag(&keys.full("attention.causal"))? == Some(false) {
+        return Err(keys.error("attention.causal", "is false; expected a model that generates text"));
+    }
+    let context = keys.whole("context_length")?.unwrap_or(131_072);
+
+    let layer_types = layer_types(keys, blocks)?;
+    let window = match keys.whole("attention.sliding_window")? {
+        None if layer_types.contains(&SLIDING) => return Err(keys.missing("attention.sliding_window")),
+        window => window,
+    };
+
+    let mut config = json!({
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "vocab_size": gguf::vocab_size(tensors)?,
+        "hidden_size": hidden,
+        "intermediate_size":
+            keys.uniform("feed_forward_length", blocks)?.ok_or_else(|| keys.missing("feed_forward_length"))?,
+        "num_hidden_layers": blocks,
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys.uniform("attention.head_count_kv", blocks)?.unwrap_or(heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": context,
+        "rms_norm_eps": keys.number(&["attention.layer_norm_rms_epsilon"])?.unwrap_or(1e-6),
+        "query_pre_attn_scalar": if blocks == BLOCKS_27B { hidden / heads } else { head_dim },
+        "sliding_window": window,
+        "layer_types": layer_types,
+        "rope_theta": keys.number(&["rope.freq_base", "rope.global.freq_base"])?.unwrap_or(1e6),
+        "rope_local_base_freq":
+            keys.number(&["rope.freq_base_swa", "rope.local.freq_base", "rope.local_freq_base"])?.unwrap_or(1e4),
+        "tie_word_embeddings": true,
+    });
+    if let Some(factor) = rope_factor(keys, context)? {
+        config["rope_scaling"] = json!({"rope_type": "linear", "factor": factor});
+    }
+    for (name, field) in [
+        ("attn_logit_softcapping", "attn_logit_softcapping"),
+        ("final_logit_softcapping", "final_logit_softcapping"),
+    ] {
+        match keys.number(&[name])? {
+            None | Some(0.0) => {}
+            // Ollama's converter wrote a soft cap for the 1B, which has no soft capping. Ollama's engine ignores it.
+            Some(cap) if name == "final_logit_softcapping" && blocks == BLOCKS_1B => {
+                tracing::warn!("{} is {cap} and is ignored: Gemma-3 1B has no soft capping", keys.full(name));
+            }
+            // The reader of config.json refuses this field.
+            Some(cap) => config[field] = json!(cap),
+        }
+    }
+    let special = gguf::special_ids(&GGUF.tokens, keys.metadata)?;
+    config["bos_token_id"] = json!(special.bos);
+    config["pad_token_id"] = json!(special.pad);
+    config["eos_token_id"] = json!(special.eos);
+    Ok(config)
+}
+
+/// The attention type of each layer. The file has a period, or a list with true for sliding layers. Without both, every
+/// sixth layer is a full one.
+fn layer_types(keys: &Keys, blocks: u64) -> Result<Vec<&'static str>, HeaderError> {
+    const NAME: &str = "attention.sliding_window_pattern";
+    let name_of = |slides: bool| if slides { SLIDING } else { "full_attention" };
+    let key = keys.full(NAME);
+    if keys.metadata.is_array(&key)
+        && let Some(elements) = keys.metadata.elements(&key)?
+    {
+        if elements.len() as u64 != blocks {
+            let problem = format!("has {} elements; expected one per layer ({blocks})", elements.len());
+            return Err(keys.error(NAME, problem));
+        }
+        return elements
+            .map(|value| match value? {
+                Value::Flag(slides) => Ok(name_of(slides)),
+                Value::Whole(n @ 0..=1) => Ok(name_of(n == 1)),
+                other => Err(keys.error(
+                    NAME,
+                    format!("contains {other}; expected true or false, true for a sliding layer"),
+                )),
+            })
+            .collect();
+    }
+    let period = match keys.whole(NAME)? {
+        Some(period @ 1..=MAX_BLOCKS) => period,
+        Some(period) => {
+            return Err(keys.error(NAME, format!("is {period}; expected 1 to {MAX_BLOCKS}, or a list")));
+        }
+        None => 6,
+    };
+    Ok((1..=blocks).map(|layer| name_of(!layer.is_multiple_of(period))).collect())
+}
+
+/// The factor by which full layers divide positions; `None` = no scaling.
+fn rope_factor(keys: &Keys, context: u64) -> Result<Option<f64>, HeaderError> {
+    let factor = keys.number(&["rope.scaling.factor", "rope.scale_linear"])?;
+    let kind = keys.metadata.text(&keys.full("rope.scaling.type"))?;
+    match kind {
+        Some("none") => return Ok(None),
+        None | Some("linear") => {}
+        Some(other) => {
+            let problem = format!("is {:?}; expected \"linear\" or \"none\"", short(other));
+            return Err(keys.error("rope.scaling.type", problem));
+        }
+    }
+    // Some converters write 0, which means no scaling.
+    match factor.filter(|factor| *factor != 0.0) {
+        Some(factor) => Ok(Some(factor)),
+        None if kind.is_some() => Err(keys.missing("rope.scaling.factor")),
+        // Ollama's converter omits the factor, but every Gemma-3 with a vision tower needs it.
+        None if context > UNSCALED_CONTEXT && keys.has("vision.block_count") => {
+            tracing::warn!(
+                "{} is missing in a model with a vision tower; using Gemma-3's factor, 8",
+                keys.full("rope.scaling.factor")
+            );
+            Ok(Some(8.0))
+        }
+        None => Ok(None),
+    }
+}

@@ -1,0 +1,190 @@
+//! The published sizes of Gemma-3, for plans and synthetic checkpoints, which need real shapes and no weights.
+//!
+//! A shape covers the language model alone: this program does not read the vision tower of the larger sizes. The
+//! numbers are those of the `config.json` of `google/gemma-3-*-it`; the tests compare the sum of parameters with the
+//! published counts.
+
+use serde_json::{Value, json};
+
+use crate::model::config::ConfigError;
+use crate::model::spec::{ModelSpec, Shape};
+
+/// A published size. The fields have their Hugging Face names.
+struct Size {
+    /// The model's name, e.g. `gemma-3-27b`.
+    name: &'static str,
+    vocab_size: usize,
+    hidden_size: usize,
+    intermediate_size: usize,
+    num_hidden_layers: usize,
+    num_attention_heads: usize,
+    num_key_value_heads: usize,
+    head_dim: usize,
+    query_pre_attn_scalar: usize,
+    sliding_window: usize,
+    max_position_embeddings: usize,
+    /// Factor by which the positions of full-attention layers are divided; 1 without scaling.
+    rope_factor: usize,
+}
+
+/// All published sizes, from the smallest to the largest.
+const SIZES: [Size; 5] = [
+    Size {
+        name: "gemma-3-270m",
+        vocab_size: 262_144,
+        hidden_size: 640,
+        intermediate_size: 2048,
+        num_hidden_layers: 18,
+        num_attention_heads: 4,
+        num_key_value_heads: 1,
+        head_dim: 256,
+        query_pre_attn_scalar: 256,
+        sliding_window: 512,
+        max_position_embeddings: 32_768,
+        rope_factor: 1,
+    },
+    Size {
+        name: "gemma-3-1b",
+        vocab_size: 262_144,
+        hidden_size: 1152,
+        intermediate_size: 6912,
+        num_hidden_layers: 26,
+        num_attention_heads: 4,
+        num_key_value_heads: 1,
+        head_dim: 256,
+        query_pre_attn_scalar: 256,
+        sliding_window: 512,
+        max_position_embeddings: 32_768,
+        rope_factor: 1,
+    },
+    Size {
+        name: "gemma-3-4b",
+        vocab_size: 262_208,
+        hidden_size: 2560,
+        intermediate_size: 10_240,
+        num_hidden_layers: 34,
+        num_attention_heads: 8,
+        num_key_value_heads: 4,
+        head_dim: 256,
+        query_pre_attn_scalar: 256,
+        sliding_window: 1024,
+        max_position_embeddings: 131_072,
+        rope_factor: 8,
+    },
+    Size {
+        name: "gemma-3-12b",
+        vocab_size: 262_208,
+        hidden_size: 3840,
+        intermediate_size: 15_360,
+        num_hidden_layers: 48,
+        num_attention_heads: 16,
+        num_key_value_heads: 8,
+        head_dim: 256,
+        query_pre_attn_scalar: 256,
+        sliding_window: 1024,
+        max_position_embeddings: 131_072,
+        rope_factor: 8,
+    },
+    Size {
+        name: "gemma-3-27b",
+        vocab_size: 262_208,
+        hidden_size: 5376,
+        intermediate_size: 21_504,
+        num_hidden_layers: 62,
+        num_attention_heads: 32,
+        num_key_value_heads: 16,
+        head_dim: 128,
+        query_pre_attn_scalar: 168,
+        sliding_window: 1024,
+        max_position_embeddings: 131_072,
+        rope_factor: 8,
+    },
+];
+
+/// The shapes of all sizes. `read` reads their configs.
+pub(super) const fn published(read: fn(&Value, &str) -> Result<ModelSpec, ConfigError>) -> [Shape; 5] {
+    [
+        Shape::new(SIZES[0].name, || SIZES[0].config_json(), read),
+        Shape::new(SIZES[1].name, || SIZES[1].config_json(), read),
+        Shape::new(SIZES[2].name, || SIZES[2].config_json(), read),
+        Shape::new(SIZES[3].name, || SIZES[3].config_json(), read),
+        Shape::new(SIZES[4].name, || SIZES[4].config_json(), read),
+    ]
+}
+
+impl Size {
+    /// The text of a `config.json` in the text-only layout.
+    fn config_json(&self) -> String {
+        let scaling = (self.rope_factor != 1)
+            .then(|| json!({"factor": self.rope_factor as f64, "rope_type": "linear"}));
+        let config = json!({
+            "architectures": ["Gemma3ForCausalLM"],
+            "attention_bias": false,
+            "bos_token_id": 2,
+            "eos_token_id": [1, 106],
+            "head_dim": self.head_dim,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "max_position_embeddings": self.max_position_embeddings,
+            "model_type": "gemma3_text",
+            "num_attention_heads": self.num_attention_heads,
+            "num_hidden_layers": self.num_hidden_layers,
+            "num_key_value_heads": self.num_key_value_heads,
+            "pad_token_id": 0,
+            "query_pre_attn_scalar": self.query_pre_attn_scalar,
+            "rms_norm_eps": 1e-6,
+            "rope_local_base_freq": 10_000.0,
+            "rope_scaling": scaling,
+            "rope_theta": 1_000_000.0,
+            "sliding_window": self.sliding_window,
+            "sliding_window_pattern": 6,
+            "torch_dtype": "bfloat16",
+            "vocab_size": self.vocab_size,
+        });
+        format!("{config:#}\n")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::gemma3::SHAPES;
+
+    /// Weights of the language model, norms included.
+    fn parameters(c: &ModelSpec) -> u64 {
+        let attention = (2 * c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim * c.hidden_size;
+        let norms = 4 * c.hidden_size + 2 * c.head_dim;
+        let layer = attention + 3 * c.hidden_size * c.intermediate_size + norms;
+        (c.vocab_size * c.hidden_size + c.layers.len() * layer + c.hidden_size) as u64
+    }
+
+    /// The parameters that the hub counts in each checkpoint. The larger checkpoints hold a vision tower, the same in
+    /// all of them, and a projector of 1152 x hidden_size with its norm beside the language model.
+    #[test]
+    fn the_shapes_add_up_to_the_published_parameter_counts() {
+        const VISION_TOWER: u64 = 416_866_032;
+        for (name, published, vision) in [
+            ("gemma-3-270m", 268_098_176, false),
+            ("gemma-3-1b", 999_885_952, false),
+            ("gemma-3-4b", 4_300_079_472, true),
+            ("gemma-3-12b", 12_187_325_040, true),
+            ("gemma-3-27b", 27_432_406_640, true),
+        ] {
+            let config = SHAPES.iter().find(|shape| shape.name == name).unwrap().spec();
+            let projector = 1152 * config.hidden_size as u64 + 1152;
+            let vision = if vision { VISION_TOWER + projector } else { 0 };
+            assert_eq!(parameters(&config) + vision, published, "{name}");
+        }
+    }
+
+    #[test]
+    fn every_shape_is_a_config_that_can_be_computed() {
+        for (shape, size) in SHAPES.iter().zip(&SIZES) {
+            let spec = shape.spec();
+            assert_eq!(spec.layers.len(), size.num_hidden_layers);
+            assert_eq!(spec.ropes[1].factor, size.rope_factor as f64, "{}", shape.name);
+            assert_eq!(spec.eos_token_ids, [1, 106]);
+        }
+    }
+}
