@@ -15,14 +15,11 @@ use divan::{Bencher, black_box};
 use serde::Deserialize;
 use serde_json::json;
 use unicorn::config::Courtesy;
+use unicorn::device::{Channel, Connection, DeviceProcess};
 use unicorn::engine::{
-    BlockManager, BlockTable, CacheSalt, Pace, Priority, Scheduler, SchedulerConfig, Sequence,
+    BlockManager, BlockTable, CacheSalt, Pace, Priority, Request, Scheduler, SchedulerConfig, Sequence,
 };
-use unicorn::model::child_process::{Channel, Connection};
-use unicorn::model::device_process::{self, DeviceProcess};
-use unicorn::model::{
-    Batch, KvLimits, Limits, Runner, RunnerError, Sampled, Sampling, SamplingParams, Ticket,
-};
+use unicorn::model::{Batch, KvLimits, Limits, Runner, RunnerError, Sampled, Sampling, Ticket};
 use unicorn::text::{Constraint, GrammarSource, Grammars, Tokenizer};
 
 /// The environment variable that marks the child process of `device_process_step`.
@@ -33,7 +30,7 @@ fn main() {
         return divan::main();
     }
     let channel = Channel::from_stdin().expect("the parent's channel");
-    device_process::serve(channel, &mut Immediate).expect("until the parent ends");
+    unicorn::device::serve(channel, &mut Immediate).expect("until the parent ends");
 }
 
 /// A runner whose steps take no time.
@@ -138,7 +135,7 @@ fn scheduler_decode_step(bencher: Bencher, sequences: usize) {
 fn decoding(sequences: usize, config: SchedulerConfig, pace: &Pace) -> Scheduler {
     let mut scheduler = Scheduler::new(limits(TOKENIZER.vocab_size()), config);
     for (id, example) in (0..sequences as u64).zip(EXAMPLES.iter().cycle()) {
-        scheduler.add(Sequence::new(id, example.prompt.clone(), SamplingParams::GREEDY, 1000));
+        scheduler.add(Sequence::new(id, Request::new(example.prompt.clone()), 1000));
     }
     for _ in 0..10_000 {
         if scheduler.num_waiting() == 0 && step(&mut scheduler, pace) == sequences {

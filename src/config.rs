@@ -10,9 +10,12 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
+use strum::{IntoStaticStr, VariantArray};
 use toml::{Table, Value};
 
-use crate::tensor::{KvDtype, Precision, QuantizeMode};
+use crate::tensor::{KvDtype, Precision, QuantizeMode, option_values};
+
+option_values!(LogFormat, FfnHeap, SharePrefixes, NpuMode, NpuPreference, NpuSharing);
 
 /// The documented defaults, as TOML.
 pub const DEFAULT_TOML: &str = include_str!("../config/default.toml");
@@ -58,32 +61,14 @@ pub struct Log {
 }
 
 /// The format of log lines.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, VariantArray, IntoStaticStr)]
+#[strum(serialize_all = "lowercase", const_into_str)]
 pub enum LogFormat {
     Text,
     /// One JSON object per line.
     Json,
     /// Text with a syslog priority prefix, for systemd's journal.
     Journal,
-}
-
-impl LogFormat {
-    pub const fn name(self) -> &'static str {
-        match self {
-            LogFormat::Text => "text",
-            LogFormat::Json => "json",
-            LogFormat::Journal => "journal",
-        }
-    }
-}
-
-impl FromStr for LogFormat {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let found = [Self::Text, Self::Json, Self::Journal].into_iter().find(|format| format.name() == text);
-        found.ok_or_else(|| format!("expected text, json, journal or nothing, got {text:?}"))
-    }
 }
 
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -138,9 +123,7 @@ pub struct Model {
     /// The draft model for speculative decoding.
     #[serde(deserialize_with = "unless_empty")]
     pub draft: Option<String>,
-    #[serde(deserialize_with = "parsed")]
     pub quantize: QuantizeMode,
-    #[serde(deserialize_with = "parsed")]
     pub precision: Precision,
 }
 
@@ -193,35 +176,17 @@ pub struct Memory {
     pub gtt: Option<u64>,
     #[serde(deserialize_with = "byte_size")]
     pub reserve: Option<u64>,
-    #[serde(deserialize_with = "parsed")]
     pub ffn_heap: FfnHeap,
 }
 
 /// The heap that FFN weights fill first on an integrated GPU, which accesses all memory at the same speed.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, VariantArray, IntoStaticStr)]
+#[strum(serialize_all = "lowercase", const_into_str)]
 pub enum FfnHeap {
     /// Host memory, so that the GPU's own memory stays free for everything else.
     #[default]
     Gtt,
     Vram,
-}
-
-impl FfnHeap {
-    pub const fn name(self) -> &'static str {
-        match self {
-            FfnHeap::Gtt => "gtt",
-            FfnHeap::Vram => "vram",
-        }
-    }
-}
-
-impl FromStr for FfnHeap {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let found = [Self::Gtt, Self::Vram].into_iter().find(|heap| heap.name() == text);
-        found.ok_or_else(|| format!("expected gtt or vram, got {text:?}"))
-    }
 }
 
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -295,7 +260,6 @@ impl FromStr for Courtesy {
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Kv {
-    #[serde(deserialize_with = "parsed")]
     pub dtype: KvDtype,
     /// Tokens.
     pub block_size: usize,
@@ -308,7 +272,8 @@ pub struct Kv {
 }
 
 /// Which requests share cached prompts.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, VariantArray, IntoStaticStr)]
+#[strum(serialize_all = "lowercase", const_into_str)]
 pub enum SharePrefixes {
     /// Requests with the same API key. Without keys, requests from the same address.
     Key,
@@ -316,24 +281,10 @@ pub enum SharePrefixes {
     All,
 }
 
-impl FromStr for SharePrefixes {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text {
-            "key" => Ok(Self::Key),
-            "all" => Ok(Self::All),
-            other => Err(format!("expected key, all or nothing, got {other:?}")),
-        }
-    }
-}
-
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Npu {
-    #[serde(deserialize_with = "parsed")]
     pub mode: NpuMode,
-    #[serde(deserialize_with = "parsed")]
     pub prefer: NpuPreference,
     /// KV heads whose attention the NPU computes. `None` = the fastest number, which is measured.
     #[serde(deserialize_with = "unless_zero")]
@@ -341,7 +292,6 @@ pub struct Npu {
     /// Maximum number of keys that a chunk of a prompt may see to be computed with the NPU.
     pub keys: usize,
     pub deadline_ms: u64,
-    #[serde(deserialize_with = "parsed")]
     pub sharing: NpuSharing,
     /// `None` = in the folder of the binary, then in `../lib/unicorn`.
     #[serde(deserialize_with = "unless_empty")]
@@ -352,7 +302,8 @@ pub struct Npu {
 }
 
 /// Whether the NPU computes a part of the attention of prompts.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, VariantArray, IntoStaticStr)]
+#[strum(serialize_all = "lowercase", const_into_str)]
 pub enum NpuMode {
     Off,
     /// If it can, and prompts do not get slower.
@@ -361,27 +312,9 @@ pub enum NpuMode {
     Require,
 }
 
-impl NpuMode {
-    pub const fn name(self) -> &'static str {
-        match self {
-            NpuMode::Off => "off",
-            NpuMode::Auto => "auto",
-            NpuMode::Require => "require",
-        }
-    }
-}
-
-impl FromStr for NpuMode {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let found = [Self::Off, Self::Auto, Self::Require].into_iter().find(|mode| mode.name() == text);
-        found.ok_or_else(|| format!("expected off, auto or require, got {text:?}"))
-    }
-}
-
 /// When mode auto uses the NPU.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, VariantArray, IntoStaticStr)]
+#[strum(serialize_all = "lowercase", const_into_str)]
 pub enum NpuPreference {
     /// Only if prompts do not get slower.
     Speed,
@@ -389,37 +322,14 @@ pub enum NpuPreference {
     Energy,
 }
 
-impl FromStr for NpuPreference {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text {
-            "speed" => Ok(Self::Speed),
-            "energy" => Ok(Self::Energy),
-            other => Err(format!("expected speed or energy, got {other:?}")),
-        }
-    }
-}
-
 /// How the GPU and the NPU pass arrays to each other.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, VariantArray, IntoStaticStr)]
+#[strum(serialize_all = "kebab-case", const_into_str)]
 pub enum NpuSharing {
     /// The host copies them.
     Copy,
     /// The NPU reads and writes the GPU's buffers, which are dma-bufs.
     DmaBuf,
-}
-
-impl FromStr for NpuSharing {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text {
-            "copy" => Ok(Self::Copy),
-            "dma-buf" => Ok(Self::DmaBuf),
-            other => Err(format!("expected copy or dma-buf, got {other:?}")),
-        }
-    }
 }
 
 /// An error of one line, which names the option and its source.
@@ -834,15 +744,12 @@ fn byte_size<'de, D: serde::Deserializer<'de>>(d: D) -> Result<Option<u64>, D::E
     parse_bytes(&text).map(Some).map_err(serde::de::Error::custom)
 }
 
-fn parsed<'de, D: serde::Deserializer<'de>, T: FromStr<Err: Display>>(d: D) -> Result<T, D::Error> {
-    String::deserialize(d)?.parse().map_err(serde::de::Error::custom)
-}
-
 fn parsed_unless_empty<'de, D: serde::Deserializer<'de>, T: FromStr<Err: Display>>(
     d: D,
 ) -> Result<Option<T>, D::Error> {
     let text = Some(String::deserialize(d)?).filter(|text| !text.is_empty());
-    text.map(|text| text.parse()).transpose().map_err(serde::de::Error::custom)
+    let parsed = text.map(|text| text.parse()).transpose();
+    parsed.map_err(|problem| serde::de::Error::custom(format!("{problem}; nothing is the default")))
 }
 
 const BYTE_UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];

@@ -175,7 +175,7 @@ async fn without_keys_foreign_hosts_and_origins_are_refused() {
     // These requests come from the server's own page.
     let own = [("host", "Box.lan:8010"), ("origin", "http://box.lan:8010")];
     assert_eq!(outcome(&app, request("POST", CHAT, &own)).await.0, 200);
-    // With HTTP/2, the server's name is in the request's target, and there is no Host field.
+    // A target in absolute form has the server's name, also without a Host field.
     for (origin, status) in [("http://box.lan:8010", 200), ("http://box.lan:3000", 403)] {
         let page = request("POST", &format!("http://Box.lan:8010{CHAT}"), &[("origin", origin)]);
         assert_eq!(outcome(&app, page).await.0, status, "{origin}");

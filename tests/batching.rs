@@ -4,12 +4,12 @@
 
 use std::sync::Arc;
 
-use unicorn::engine::{Fork, Sequence, SharedMask, TokenMask};
+use unicorn::engine::{Fork, SharedMask, TokenMask};
 use unicorn::model::load::LoadOptions;
 use unicorn::model::{Runner, SamplingParams};
 use unicorn::tensor::KvDtype;
 
-use crate::support::driver::Driver;
+use crate::support::driver::{Driver, plain_sequence};
 use crate::support::texts::{Texts, answer, penalties};
 use crate::support::{data, demo, goldens, reference};
 
@@ -88,12 +88,13 @@ fn sampled_tokens_and_log_probabilities_follow_from_the_logits() {
             logprobs: Some(i),
             ..penalties()
         };
-        let mut sequence = Sequence::new(i as u64, prompt.clone(), params, 20);
-        sequence.prompt_logprobs = Some(i);
+        let mut sequence = plain_sequence(i as u64, prompt.clone(), params, 20);
+        sequence.request.prompt_logprobs = Some(i);
         sequences.push(sequence);
     }
-    let stops: Vec<u32> = sequences.iter().map(|s| s.sampling.stop_token_ids[0]).collect();
-    let biases: Vec<Vec<(u32, f32)>> = sequences.iter().map(|s| s.sampling.logit_bias.clone()).collect();
+    let stops: Vec<u32> = sequences.iter().map(|s| s.request.sampling.stop_token_ids[0]).collect();
+    let biases: Vec<Vec<(u32, f32)>> =
+        sequences.iter().map(|s| s.request.sampling.logit_bias.clone()).collect();
     let run = Driver::new(&mut model, limits).run(sequences);
     let penalties = reference::Penalties { repetition: 1.3, presence: 0.7, frequency: 0.2 };
     for (i, prompt) in prompts.iter().enumerate() {
@@ -159,7 +160,7 @@ fn a_mask_binds_its_sequence_in_a_batch_with_unmasked_ones() {
     let free: Vec<Vec<u32>> =
         prompts.iter().map(|p| answer(&mut model, p, (&SamplingParams::GREEDY, 0), 20)).collect();
     let sequence = |i: usize| {
-        let mut sequence = Sequence::new(i as u64, prompts[i].clone(), SamplingParams::GREEDY, 20);
+        let mut sequence = plain_sequence(i as u64, prompts[i].clone(), SamplingParams::GREEDY, 20);
         if i % 2 == 1 {
             sequence.mask = Some(SharedMask::new(Box::new(Doubling(limits.vocab_size))));
             sequence.forks = vec![Fork { id: 100 + i as u64, seed: 0 }];
@@ -190,8 +191,8 @@ fn a_seed_yields_the_same_tokens_in_any_batch() {
     let prompts: Vec<Vec<u32>> = demo::quick_prompts(300).step_by(9).map(<[u32]>::to_vec).take(8).collect();
     let sequence = |i: usize| {
         let params = SamplingParams { temperature: 1.2, top_p: 0.98, ..SamplingParams::GREEDY };
-        let mut sequence = Sequence::new(i as u64, prompts[i].clone(), params, 20);
-        sequence.seed = 77 + i as u64;
+        let mut sequence = plain_sequence(i as u64, prompts[i].clone(), params, 20);
+        sequence.request.seed = 77 + i as u64;
         sequence
     };
     let limits = model.limits();
@@ -215,7 +216,7 @@ fn text_that_repeats_its_prompt_takes_less_than_half_the_passes() {
     let (mut tokens, mut passes, mut proposed, mut accepted) = (0, 0, 0, 0);
     for (prompt, answer) in demo::answered("copy") {
         let params = SamplingParams { stop_token_ids: demo::STOP.into(), ..SamplingParams::GREEDY };
-        let sequence = Sequence::new(0, prompt.to_vec(), params, answer.len() + 16);
+        let sequence = plain_sequence(0, prompt.to_vec(), params, answer.len() + 16);
         let run = Driver::new(&mut model, limits).run(vec![sequence]);
         assert_eq!(run.answers[&0], answer);
         tokens += answer.len() + 1;

@@ -585,13 +585,10 @@ fn config_fields_are_read_as_transformers_reads_them() {
 #[test]
 fn unsupported_configs_are_refused_with_the_name_of_the_field() {
     let cases = [
-        (
-            json!({"model_type": null}),
-            "model_type is missing; expected \"gemma3\" (text and vision) or \"gemma3_text\"",
-        ),
+        (json!({"model_type": null}), "model_type is missing; expected \"gemma3\" or \"gemma3_text\""),
         (
             json!({"model_type": "qwen2"}),
-            "model_type \"qwen2\" is not supported; expected \"gemma3\" (text and vision) or \"gemma3_text\"",
+            "model_type \"qwen2\" is not supported; expected \"gemma3\" or \"gemma3_text\"",
         ),
         (json!({"model_type": 3}), "model_type is 3; expected a string"),
         (
@@ -1045,7 +1042,7 @@ fn links_out_of_the_folder_and_files_that_are_not_regular_are_refused() {
         (
             root.join("none"),
             "no such file or folder; a model is a folder with config.json, tokenizer.json and model.safetensors, a \
-             GGUF file, or the name of a model that `unicorn pull` got",
+             GGUF file, or the name of a model that `unicorn pull` fetched",
         ),
         (big.clone(), "is not a GGUF file; for other formats, give the folder of the model"),
     ] {

@@ -189,7 +189,7 @@ fn config_and_tokenizer_are_read_from_the_given_paths() {
     let files = || open_files(bare.path()).unwrap();
     let error = arch::load(&files()).unwrap_err().to_string();
     assert!(
-        error.ends_with(": holds no config.json; give that of the original model with --model-config"),
+        error.ends_with(": holds no config.json; give the original model's config.json with --model-config"),
         "{error}"
     );
 

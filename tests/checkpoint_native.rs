@@ -449,7 +449,7 @@ fn damaged_native_checkpoints_are_refused_by_name() {
                 assert_ne!(changed, text);
                 fs::write(path, changed).unwrap();
             }),
-            &["config.json", "not the config"],
+            &["config.json", "differs from the config"],
         ),
         (Box::new(manifest(&|m| m["version"] = json!(2))), &["unicorn.json", "version 2", "newer", "update"]),
         (Box::new(manifest(&|m| m["layout"] = json!(9))), &["unicorn.json", "layout 9", "newer", "update"]),

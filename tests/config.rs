@@ -92,7 +92,7 @@ fn errors_name_the_option_and_its_source() {
         ("[kv]\nshare_prefixes = \"none\"", &["unicorn.toml", "kv.share_prefixes", "none", "key, all"]),
         ("[memory]\nvram = \"16GB\"", &["unicorn.toml", "memory.vram", "16GB", "16GiB"]),
         ("[memory]\nreserve = 5", &["unicorn.toml", "memory.reserve", "string"]),
-        ("[memory]\nffn_heap = \"host\"", &["unicorn.toml", "memory.ffn_heap", "host", "gtt or vram"]),
+        ("[memory]\nffn_heap = \"host\"", &["unicorn.toml", "memory.ffn_heap", "host", "gtt, vram"]),
         ("[log]\nlevel = \"loud\"", &["unicorn.toml", "log.level", "loud", "info"]),
         ("[log]\nformat = \"xml\"", &["unicorn.toml", "log.format", "xml", "text, json, journal"]),
         ("[server", &["unicorn.toml", "TOML"]),

@@ -2,16 +2,16 @@
 //! be, and which certificate the server shows.
 
 use std::io::{self, ErrorKind, Read, Write};
-use std::net::TcpStream;
+use std::net::{SocketAddr, TcpStream};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustls::pki_types::ServerName;
 use serde_json::json;
-use unicorn::api::{AccessPolicy, Connections, Tls, TlsError};
+use unicorn::api::{self, AccessPolicy, Connections, Tls, TlsError};
 
-use crate::support::app::{MODEL, OPTIONS, app_behind};
+use crate::support::app::{MODEL, OPTIONS, app_behind, endless};
 use crate::support::fake_runner::HANG;
 use crate::support::server::{CONNECTIONS, Serving, blocking, certificate, connect, read_answer};
 
@@ -154,6 +154,88 @@ async fn request_heads_that_are_too_large_are_refused() {
     serving.end().await;
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stopping_server_finishes_answers_and_refuses_new_requests() {
+    let app = endless();
+    app.control.allow(12);
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a free port");
+    let address = listener.local_addr().expect("bound");
+    let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+    let shutdown = async {
+        drop(stopped.await);
+        4 * HANG
+    };
+    // No timeout closes a connection in this test.
+    let long = 4 * HANG;
+    let connections =
+        Connections { head_timeout: long, idle_timeout: long, write_timeout: long, ..CONNECTIONS };
+    let serving = tokio::spawn(api::serve(listener, Arc::clone(&app.server), connections, shutdown));
+    let (mut streaming, mut idle, seen) = blocking(move || {
+        let mut streaming = connect(address);
+        streaming.write_all(post(true).as_bytes()).expect("sent");
+        let mut seen = Vec::new();
+        while !String::from_utf8_lossy(&seen).contains(":\"a\"") {
+            let mut part = [0; 256];
+            let n = streaming.read(&mut part).expect("text");
+            seen.extend_from_slice(&part[..n]);
+        }
+        let mut idle = connect(address);
+        idle.write_all(get("/live").as_bytes()).expect("sent");
+        read_answer(&mut idle);
+        (streaming, idle, seen)
+    })
+    .await;
+    let ask = |request: String, address: SocketAddr| {
+        blocking(move || {
+            let mut late = connect(address);
+            late.write_all(request.as_bytes()).expect("sent");
+            read_to_end(&mut late).to_ascii_lowercase()
+        })
+    };
+    stop.send(()).expect("it runs");
+    blocking(move || assert_eq!(read_to_end(&mut idle), "")).await;
+    let health = ask(get("/health"), address).await;
+    assert!(health.starts_with("http/1.1 503") && health.contains("draining"), "{health}");
+    let live = ask(get("/live"), address).await;
+    assert!(live.starts_with("http/1.1 200") && live.contains("connection: close"), "{live}");
+    let refused = ask(post(false), address).await;
+    for part in ["http/1.1 503", "retry-after: ", "connection: close", "shutting_down"] {
+        assert!(refused.contains(part), "{part}: {refused}");
+    }
+    app.control.release();
+    let seen = String::from_utf8(seen).expect("text");
+    let stream = blocking(move || seen + &read_to_end(&mut streaming)).await;
+    assert!(stream.contains("data: [DONE]") && !stream.contains("error"), "{stream}");
+    tokio::time::timeout(HANG, serving).await.expect("ends in time").expect("no panic");
+}
+
+/// What a client of HTTP/2 sends first: the preface, and an empty SETTINGS frame.
+const HTTP_2: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0";
+
+#[tokio::test(flavor = "multi_thread")]
+async fn http_2_by_prior_knowledge_is_refused() {
+    let serving = Serving::start(app_behind(AccessPolicy::default(), "ok"), CONNECTIONS).await;
+    let address = serving.address;
+    blocking(move || {
+        for pieces in [&[HTTP_2][..], &[&HTTP_2[..3], &HTTP_2[3..]], &[HTTP_2, &[0; 4096]]] {
+            let mut client = connect(address);
+            for piece in pieces {
+                client.write_all(piece).expect("sent");
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            client.shutdown(std::net::Shutdown::Write).expect("ended");
+            let answer = read_to_end(&mut client);
+            assert!(answer.starts_with("HTTP/1.1 505 ") && answer.contains("speaks HTTP/1.1"), "{answer}");
+        }
+        // A client that waits for the server's SETTINGS is disconnected.
+        let mut client = connect(address);
+        client.write_all(HTTP_2).expect("sent");
+        assert!(read_to_end(&mut client).starts_with("HTTP/1.1 505 "));
+    })
+    .await;
+    serving.end().await;
+}
+
 // --- TLS ------------------------------------------------------------------------------------------------
 
 fn tls(folder: &Path) -> Result<Tls, String> {
@@ -175,8 +257,14 @@ async fn https_is_served_with_a_certificate() {
             .expect("known")
             .with_root_certificates(roots.clone())
             .with_no_client_auth();
-        config.alpn_protocols = vec![b"http/1.1".to_vec()];
+        config.alpn_protocols = vec![b"h2".to_vec()];
         let name = ServerName::try_from("localhost").expect("a name");
+        let only_http_2 = Arc::new(config.clone());
+        let session = rustls::ClientConnection::new(only_http_2, name.clone()).expect("a session");
+        let mut client = rustls::StreamOwned::new(session, serving.connect());
+        let refused = blocking(move || client.write_all(b"PRI").expect_err("no common protocol")).await;
+        assert!(refused.to_string().contains("NoApplicationProtocol"), "{refused}");
+        config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
         let session = rustls::ClientConnection::new(Arc::new(config), name).expect("a session");
         let mut client = rustls::StreamOwned::new(session, serving.connect());
         blocking(move || {

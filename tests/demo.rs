@@ -7,7 +7,6 @@ use std::collections::BTreeMap;
 
 use serde::Deserialize;
 use sha2::{Digest, Sha256};
-use unicorn::engine::Sequence;
 use unicorn::model::load::LoadOptions;
 use unicorn::model::model_runner::ModelRunner;
 use unicorn::model::{Runner, SamplingParams};
@@ -17,7 +16,7 @@ use unicorn::text::{Message, Tokenizer, normalize};
 
 use crate::support::data;
 use crate::support::demo::{Answer, BOUND, STOP, folder, goldens};
-use crate::support::driver::{Driver, greedy};
+use crate::support::driver::{Driver, greedy, plain_sequence};
 use crate::support::goldens::{Goldens, all_logits, load, max_difference};
 use crate::support::program::{output, unicorn_on_software};
 use crate::support::tokenizers::gemma_template;
@@ -167,7 +166,7 @@ fn answers_in_a_batch(model: &mut ModelRunner, selected: &[&Answer], more: usize
     let sequence = |(i, golden): (usize, &&Answer)| {
         let most = golden.answer.len() + more;
         let params = SamplingParams { stop_token_ids: STOP.into(), ..SamplingParams::GREEDY };
-        Sequence::new(i as u64, golden.prompt.clone(), params, most)
+        plain_sequence(i as u64, golden.prompt.clone(), params, most)
     };
     let limits = model.limits();
     let run = Driver::new(model, limits).run(selected.iter().enumerate().map(sequence).collect());

@@ -8,7 +8,8 @@
 //! fields of all.
 //!
 //! A table of other servers' fields has the heading `other field`, and the paragraph "Other fields of `POST /a`:" above
-//! it. Its rows are those of the document's `x-other-fields`.
+//! it. Its rows are those of the document's `x-other-fields`, which also say why. A row of a table may name several
+//! fields that differ in nothing else.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -260,6 +261,7 @@ fn other_lines(document: &Value) -> BTreeMap<String, BTreeMap<String, String>> {
             let text = |name: &str| field[name].as_str().expect(name);
             let off = field["off"].as_array().into_iter().flatten();
             let off: Vec<String> = off.map(|value| format!("`{value}`")).collect();
+            assert!(!text("about").is_empty(), "{path}: {} has no reason", text("name"));
             let line = [
                 format!("`{}`", text("name")),
                 text("server").into(),
@@ -271,7 +273,7 @@ fn other_lines(document: &Value) -> BTreeMap<String, BTreeMap<String, String>> {
                 cell => format!("{line} {cell} |"),
             });
             let lines: &mut BTreeMap<String, String> = routes.entry(format!("POST {path}")).or_default();
-            lines.insert(text("name").to_owned(), format!("{line} {} |", text("about")));
+            lines.insert(text("name").to_owned(), line);
         }
     }
     routes
@@ -284,14 +286,16 @@ fn complaints_of_others(page: &str, document: &Value) -> Vec<String> {
     for Line { number, cells, above, .. } in
         lines(page).into_iter().filter(|line| line.heading == "other field")
     {
-        let name = quoted(cells[0]).first().copied().unwrap_or_default();
-        let line = format!("| {} |", cells.join(" | ")).replace("|  |", "| |");
+        // A row names several fields if all else is the same for them.
+        let names = quoted(cells[0]);
+        let rest = format!("{} |", cells[1..].join(" | ")).replace("|  |", "| |");
         let of = above.strip_prefix("Other fields of ").map(quoted).unwrap_or_default();
         if of.is_empty() {
             complaints
                 .push(format!("{PAGE}:{number}: no line \"Other fields of `POST /…`:\" is above the table"));
         }
-        for route in of {
+        for (route, name) in of.iter().flat_map(|route| names.iter().map(move |name| (*route, *name))) {
+            let line = format!("| `{name}` | {rest}");
             match missing.get_mut(route).and_then(|lines| lines.remove(name)) {
                 None => complaints
                     .push(format!("{PAGE}:{number}: `{route}` has no other field `{name}`, or twice")),
@@ -315,7 +319,8 @@ fn complaints(page: &str, document: &Value) -> Vec<String> {
     let (mut complaints, mut routes) = (Vec::new(), BTreeSet::new());
     let mut fields: BTreeMap<String, BTreeMap<&str, usize>> = BTreeMap::new();
     for Line { number, cells, above, heading } in lines(page) {
-        let name = quoted(cells[0]).first().copied().unwrap_or_default();
+        let names = quoted(cells[0]);
+        let name = names.first().copied().unwrap_or_default();
         match heading {
             "route" if !described.contains_key(name) => {
                 complaints.push(format!("{PAGE}:{number}: there is no route `{name}`"));
@@ -330,7 +335,8 @@ fn complaints(page: &str, document: &Value) -> Vec<String> {
                         "{PAGE}:{number}: no line \"Fields of `POST /…`:\" is above the table"
                     ));
                 }
-                for route in of {
+                for (route, name) in of.iter().flat_map(|route| names.iter().map(move |name| (*route, *name)))
+                {
                     if let Some(before) = fields.entry(route.to_owned()).or_default().insert(name, number) {
                         let problem = format!("`{name}` of `{route}` is already in line {before}");
                         complaints.push(format!("{PAGE}:{number}: {problem}"));
@@ -406,27 +412,25 @@ async fn the_docs_name_every_route_that_needs_no_key() {
 
 #[test]
 fn a_wrong_row_of_another_servers_field_is_reported() {
-    let field = json!({"name": "a", "server": "S", "treatment": "refused", "off": [0, ""], "about": "use b"});
-    let body = json!({"x-other-fields": [field]});
+    let field =
+        |name| json!({"name": name, "server": "S", "treatment": "refused", "off": [0, ""], "about": "use b"});
+    let body = json!({"x-other-fields": [field("a"), field("c")]});
     let document = json!({"paths": {"/a": {"post": {"requestBody": {"content": {"application/json": {"schema": body}}}}}}});
     let sound = "\
 Other fields of `POST /a`:
 
-| other field | server | treatment | off | about |
-|---|---|---|---|---|
-| `a` | S | refused | `0`, `\"\"` | use b |
+| other field | server | treatment | off |
+|---|---|---|---|
+| `a`, `c` | S | refused | `0`, `\"\"` |
 ";
     assert_eq!(complaints_of_others(sound, &document), [""; 0]);
     for (from, to, expected) in [
         ("refused", "ignored", "docs/api.md:5: for `POST /a` expected\n| `a` | S | refused |"),
         ("`0`, ", "", "for `POST /a` expected"),
-        ("use b", "use c", "| use b |"),
         ("| `a`", "| `b`", "has no other field `b`"),
-        (
-            "| `a` | S | refused | `0`, `\"\"` | use b |",
-            "",
-            "the other fields of `POST /a` lack\n| `a` | S |",
-        ),
+        (", `c`", "", "the other fields of `POST /a` lack\n| `c` | S |"),
+        ("`c`", "`a`", "has no other field `a`, or twice"),
+        ("| `a`, `c` | S | refused | `0`, `\"\"` |", "", "the other fields of `POST /a` lack\n| `a` | S |"),
         ("Other fields", "Fields", "no line \"Other fields of `POST /…`:\" is above the table"),
     ] {
         let found = complaints_of_others(&sound.replace(from, to), &document);

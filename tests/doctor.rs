@@ -1,5 +1,5 @@
 //! `unicorn doctor` on test machines: the file trees in `tests/data/machines`, which `tests/data/machines/README.md`
-//! describes, and random changes of them. `docs/doctor.md` shows the doctor's output for each.
+//! describes, and random changes of them. `docs/doctor.md` has a table of all their findings.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -19,6 +19,8 @@ use crate::support::{data, root};
 const PAGE: &str = "docs/doctor.md";
 /// The machine with only good findings.
 const HEALTHY: &str = "healthy-8945hs";
+/// The page's table leaves out what was found, if it is longer and the cause explains it.
+const MAX_FOUND_BYTES: usize = 48;
 
 /// A file of `tests/data/machines`.
 #[derive(Debug, Deserialize)]
@@ -442,35 +444,77 @@ fn random_changes_of_a_machine_never_cause_an_internal_error() {
     }
 }
 
-/// The section of the page for a machine: the command and its output. Only the healthy machine shows its good findings.
-fn block(name: &str) -> String {
-    let (case, source) = case(name);
-    let tree = tree(&case);
-    let (status, text, _) = doctor(tree.path(), &args(&case, &[]));
-    let lines = text.lines().filter(|line| name == HEALTHY || !line.starts_with("ok "));
-    let source_comment: Vec<&str> = source.lines().map_while(|line| line.strip_prefix("# ")).collect();
-    let shown: Vec<&str> = lines.collect();
-    let args = case.args.iter().map(|arg| format!(" {arg}")).collect::<String>();
-    format!(
-        "### {name}\n\n{}\n\n```text\n$ unicorn doctor{args}\n{}\n```\n\nExit status {status}.\n",
-        source_comment.join("\n"),
-        shown.join("\n").trim_start_matches('\n')
-    )
+/// A cell of a Markdown table.
+fn cell(text: &str) -> String {
+    if text.is_empty() { " |".into() } else { format!(" {} |", text.replace('|', "\\|")) }
+}
+
+/// A remedy as a cell of the table of findings names it.
+fn remedy(remedy: &Value) -> String {
+    let line = text(remedy, "text");
+    match text(remedy, "kind") {
+        "command" => format!("`{line}`"),
+        "kernel-parameter" => format!("add the kernel parameter `{line}`"),
+        "kernel-parameter-removed" => format!("remove the kernel parameter `{line}`"),
+        "firmware" => format!("in the firmware: {line}"),
+        _ => line.to_owned(),
+    }
+}
+
+/// The rows of the page's table of findings. There is one row for each code and cause that a machine shows; the first
+/// machine gives the numbers and names in it. The page explains the codes of unread files once.
+fn rows() -> Vec<String> {
+    let mut rows = BTreeMap::new();
+    for name in names() {
+        let (case, _) = case(&name);
+        let (_, json, _) = doctor(tree(&case).path(), &args(&case, &["--json"]));
+        let report: Value = serde_json::from_str(&json).unwrap_or_else(|error| panic!("{name}: {error}"));
+        let findings = report["findings"].as_array().unwrap();
+        for finding in findings.iter().filter(|finding| finding["severity"] != "ok") {
+            let (code, found) = (text(finding, "code"), text(finding, "found"));
+            if code.ends_with("-unread") {
+                continue;
+            }
+            let meaning = match finding["cause"].as_str() {
+                None => found.to_owned(),
+                Some(cause) if found.len() > MAX_FOUND_BYTES => cause.to_owned(),
+                Some(cause) => format!("{found}: {cause}"),
+            };
+            let key = (code.to_owned(), finding["cause"].as_str().unwrap_or(found).to_owned());
+            let remedies: Vec<String> = finding["remedies"].as_array().unwrap().iter().map(remedy).collect();
+            let cells: [&str; 3] = [&format!("`{code}`"), &meaning, &remedies.join("; ")];
+            let row = cells.iter().fold("|".to_owned(), |row, text| row + &cell(text));
+            rows.entry(key).or_insert(row);
+        }
+    }
+    rows.into_values().collect()
+}
+
+/// The doctor's report about a machine, without the good findings.
+fn example(name: &str) -> String {
+    let (case, _) = case(name);
+    let (status, report, _) = doctor(tree(&case).path(), &args(&case, &[]));
+    let lines: Vec<&str> = report.lines().filter(|line| !line.starts_with("ok ")).collect();
+    let report = lines.join("\n");
+    format!("```text\n$ unicorn doctor\n{}\n```\n\nExit status {status}.\n", report.trim_start_matches('\n'))
 }
 
 #[test]
-fn the_page_shows_each_machine() {
-    const BEGIN: &str =
-        "<!-- composed machines: written by the test `doctor::the_page_shows_each_machine` -->\n";
+fn the_page_has_each_finding_and_an_example() {
+    const TABLE: &str =
+        "<!-- findings: written by the test `doctor::the_page_has_each_finding_and_an_example` -->\n";
+    const EXAMPLE: &str = "<!-- example: written by the same test -->\n";
+    const END: &str = "<!-- end of what the test writes -->\n";
     let path = root().join(PAGE);
     let page = fs::read_to_string(&path).unwrap();
-    let (head, shown) = page.split_once(BEGIN).expect("the mark of the composed machines");
-    let blocks: Vec<String> = names().iter().map(|name| block(name)).collect();
-    let wanted = format!("\n{}", blocks.join("\n"));
+    let (head, rest) = page.split_once(TABLE).expect("the mark of the findings");
+    let (_, tail) = rest.split_once(END).expect("the mark of the end");
+    let table = format!("| code | what it means | what to do |\n|---|---|---|\n{}\n", rows().join("\n"));
+    let wanted = format!("{head}{TABLE}\n{table}\n{EXAMPLE}\n{}\n{END}{tail}", example("no-render-group"));
     if std::env::var_os("UNICORN_TEST_RECORD").is_some() {
-        fs::write(&path, format!("{head}{BEGIN}{wanted}")).unwrap();
+        fs::write(&path, wanted).unwrap();
     } else {
         let hint = "UNICORN_TEST_RECORD=1 cargo test --test suite doctor:: writes it again";
-        assert_eq!(shown, wanted, "{PAGE} is not what the doctor says; {hint}");
+        assert_eq!(page, wanted, "{PAGE} is not what the doctor says; {hint}");
     }
 }

@@ -5,7 +5,7 @@
 use std::path::Path;
 
 use serde_json::{Value, json};
-use unicorn::engine::{DraftTotals, Sequence};
+use unicorn::engine::DraftTotals;
 use unicorn::gpu::placement::{Class, Limits as MemoryLimits, Machine, MemoryKind};
 use unicorn::kernels::Heads;
 use unicorn::model::arch::{self, open_files};
@@ -18,7 +18,7 @@ use unicorn::model::{Runner, SamplingParams, self_test};
 use unicorn::tensor::{KvDtype, QuantizeMode, Scheme};
 
 use crate::support::checkpoints::tiny_model;
-use crate::support::driver::Driver;
+use crate::support::driver::{Driver, plain_sequence};
 use crate::support::program::{assert_error, output, unicorn, unicorn_on_software};
 use crate::support::texts::{Texts, penalties};
 use crate::support::{data, demo, device, goldens};
@@ -68,8 +68,8 @@ fn one_by_one(
             logit_bias: if params.penalizes() { vec![(300, 2.0)] } else { vec![] },
             ..params.clone()
         };
-        let mut sequence = Sequence::new(i as u64, prompt.clone(), params, 40);
-        sequence.seed = seed;
+        let mut sequence = plain_sequence(i as u64, prompt.clone(), params, 40);
+        sequence.request.seed = seed;
         let mut run = driver.run(vec![sequence]);
         passes += run.steps + 1 - (prompt.len() - run.cached[&(i as u64)]).div_ceil(limits.max_batch_tokens);
         answers.push(run.answers.remove(&(i as u64)).unwrap());

@@ -3,6 +3,7 @@
 use std::collections::hash_map::DefaultHasher;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::hash::{Hash, Hasher};
+use std::panic::AssertUnwindSafe;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -11,12 +12,13 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use unicorn::engine::{
     CacheSalt, EVENTS, Energy, EnergyCounter, Engine, EngineConfig, EngineError, EngineHandle, Event,
-    FinishReason, Fork, Joules, Pace, Priority, Request, Scheduler, SchedulerConfig, Sequence, SharedMask,
-    SubmitError, TokenMask, draft,
+    FinishReason, Fork, Joules, Pace, Priority, Request, Scheduler, SchedulerConfig, SharedMask, SubmitError,
+    TokenMask, draft,
 };
 use unicorn::model::offload::LEAST_TOKENS;
 use unicorn::model::{Batch, BlockPool, Draw, Input, KvLimits, Limits, Logprobs, Runner, SamplingParams};
 
+use crate::support::driver::plain_sequence;
 use crate::support::engine::{END, assert_all_free, collect, request};
 use crate::support::fake_runner::{
     Control, FakeRunner, HANG, LIMITS, Script, fake_logprobs, fake_pooled, mixed, mixed_answer, says,
@@ -604,12 +606,13 @@ fn a_scheduler_that_should_be_idle_panics_with_its_state() {
     let mut scheduler = Scheduler::new(one_slot(), SchedulerConfig::default());
     scheduler.expect_idle();
     for id in 1..30 {
-        let mut sequence = Sequence::new(id, vec![433; 12], SamplingParams::GREEDY, 27);
-        sequence.priority = if id < 3 { Priority::Interactive } else { Priority::Background };
+        let mut sequence = plain_sequence(id, vec![433; 12], SamplingParams::GREEDY, 27);
+        sequence.request.priority = if id < 3 { Priority::Interactive } else { Priority::Background };
         scheduler.add(sequence);
     }
     scheduler.schedule(&Pace::new()).expect("the first step can be scheduled");
-    let panic = std::panic::catch_unwind(|| scheduler.expect_idle()).expect_err("the scheduler is not idle");
+    let panic = std::panic::catch_unwind(AssertUnwindSafe(|| scheduler.expect_idle()))
+        .expect_err("the scheduler is not idle");
     let state = panic.downcast_ref::<String>().expect("a message");
     println!("{state}");
     for part in [
@@ -661,8 +664,8 @@ fn the_computing_time_of_a_grammar_counts_for_its_client() {
         let (mut runner, _) = FakeRunner::new(one_slot(), says(&[], 5));
         let mut scheduler = Scheduler::new(one_slot(), SchedulerConfig::default());
         for (id, client, tokens) in [(0, 2, 40), (1, 1, 10), (2, 1, 10), (3, 2, 10)] {
-            let mut sequence = Sequence::new(id, vec![1; 4], SamplingParams::GREEDY, tokens);
-            sequence.client = client;
+            let mut sequence = plain_sequence(id, vec![1; 4], SamplingParams::GREEDY, tokens);
+            sequence.request.client = client;
             if id == 1 {
                 sequence.mask = Some(SharedMask::new(Box::new(Slow { each, took: Duration::ZERO })));
             }
@@ -1043,8 +1046,8 @@ fn an_answer_cancelled_during_a_prompt_step_does_not_affect_the_others() {
     for (priority, scored) in [(interactive, Some(1)), (background, None), (background, Some(1))] {
         let (mut runner, _) = FakeRunner::new(limits, mixed(512));
         let mut scheduler = Scheduler::new(limits, SchedulerConfig::default());
-        let mut sequence = Sequence::new(0, prompt.clone(), SamplingParams::GREEDY, 9);
-        (sequence.priority, sequence.prompt_logprobs) = (priority, scored);
+        let mut sequence = plain_sequence(0, prompt.clone(), SamplingParams::GREEDY, 9);
+        (sequence.request.priority, sequence.request.prompt_logprobs) = (priority, scored);
         sequence.forks = vec![Fork { id: 1, seed: 0 }];
         scheduler.add(sequence);
         let (mut answer, mut scores) = (Vec::new(), None);
@@ -1427,27 +1430,27 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
                         tokens.fill_with(|| rng.random_range(0..2));
                     }
                     let salt = rng.random_range(0..3);
-                    let mut sequence = Sequence::new(
+                    let mut sequence = plain_sequence(
                         next_id,
                         tokens.clone(),
                         SamplingParams::GREEDY,
                         rng.random_range(1..=limits.max_context - len),
                     );
-                    let sampling = Arc::make_mut(&mut sequence.sampling);
+                    let sampling = Arc::make_mut(&mut sequence.request.sampling);
                     sampling.stop_token_ids = vec![END];
-                    sequence.cache_salt = CacheSalt::new(["", "a", "b"][salt].as_bytes());
+                    sequence.request.cache_salt = CacheSalt::new(["", "a", "b"][salt].as_bytes());
                     // For such a sequence the fake runner compares the history with the blocks, and calls the mask.
                     sampling.presence_penalty = if rng.random() { 0.5 } else { 0.0 };
                     sampling.min_tokens = rng.random_range(0..3);
-                    sequence.prompt_logprobs = rng.random_bool(0.2).then_some(1);
-                    sequence.pooling = rng.random_bool(0.2);
+                    sequence.request.prompt_logprobs = rng.random_bool(0.2).then_some(1);
+                    sequence.request.pooling = rng.random_bool(0.2);
                     if rng.random_bool(0.2) {
                         sequence.mask = Some(SharedMask::new(Box::new(Parity::default())));
                     }
-                    sequence.client = rng.random_range(0..3);
-                    sequence.priority =
+                    sequence.request.client = rng.random_range(0..3);
+                    sequence.request.priority =
                         if rng.random() { Priority::Interactive } else { Priority::Background };
-                    let n = if !sequence.pooling && rng.random_bool(0.3) {
+                    let n = if !sequence.request.pooling && rng.random_bool(0.3) {
                         rng.random_range(0..limits.max_sequences.min(4))
                     } else {
                         0

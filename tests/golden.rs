@@ -8,7 +8,6 @@
 use std::time::Duration;
 
 use unicorn::checkpoint::Checkpoint;
-use unicorn::engine::Sequence;
 use unicorn::gpu::Device;
 use unicorn::model::arch::open_files;
 use unicorn::model::load::{LoadOptions, Source};
@@ -17,7 +16,7 @@ use unicorn::model::weights::Weights;
 use unicorn::model::{Runner, SamplingParams};
 use unicorn::tensor::QuantizeMode;
 
-use crate::support::driver::{Driver, greedy};
+use crate::support::driver::{Driver, greedy, plain_sequence};
 use crate::support::goldens::{Goldens, all_logits, load, max_difference};
 use crate::support::{data, policy};
 
@@ -161,8 +160,8 @@ fn pooled_states_give_the_mean_of_the_oracles_logits() {
         let prompts = ["short", "mid", "long"].map(|prompt| goldens.tokens(&format!("tokens.{prompt}")));
         let sequences = || {
             (0..).zip(&prompts).map(|(id, tokens)| {
-                let mut sequence = Sequence::new(id, tokens.clone(), SamplingParams::GREEDY, 1);
-                sequence.pooling = true;
+                let mut sequence = plain_sequence(id, tokens.clone(), SamplingParams::GREEDY, 1);
+                sequence.request.pooling = true;
                 sequence
             })
         };
@@ -219,8 +218,8 @@ fn the_same_seed_draws_the_same_tokens_and_another_seed_different_ones() {
     let mut driver = Driver::new(&mut model, limits);
     let mut draw = |seed: u64| {
         let params = SamplingParams { temperature: 1.0, top_k: 64, top_p: 0.95, ..SamplingParams::GREEDY };
-        let mut sequence = Sequence::new(0, tokens.clone(), params, 32);
-        sequence.seed = seed;
+        let mut sequence = plain_sequence(0, tokens.clone(), params, 32);
+        sequence.request.seed = seed;
         driver.run(vec![sequence]).answers[&0].clone()
     };
     let first = draw(7);

@@ -8,17 +8,18 @@ use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
 use unicorn::gpu::{Buffer, Device, DevicePolicy, Order, Recorder, Rehearsal};
 use unicorn::kernels::{
-    Attention, GatheredKeys, Heads, History, Kernels, KvCache, LAST_SAMPLED, LOGPROB_WORDS, OffloadKernels,
-    Operand, Peak, Quantized, RmsNorm, Shares, StepArrays, Tiles, Wants, shaders,
+    Attention, Heads, History, Kernels, KvCache, LAST_SAMPLED, LOGPROB_WORDS, Operand, Peak, Quantized,
+    RmsNorm, Shares, StepArrays, Tiles, Wants, shaders,
 };
 use unicorn::model::arch::open_files;
 use unicorn::model::draft::{self, Drafted};
 use unicorn::model::load::{LoadOptions, Source};
 use unicorn::model::model_runner::ModelRunner;
 use unicorn::model::{Runner, SamplingParams};
+use unicorn::npu::kernels::{GatheredKeys, OffloadKernels};
 use unicorn::tensor::{KvDtype, Precision, Scheme};
 
-use crate::support::driver::Driver;
+use crate::support::driver::{Driver, plain_sequence};
 use crate::support::goldens::{Goldens, all_logits};
 use crate::support::kernel_bench::{Adjusted, BODIES, Bench, Paged, STORED, adjusted, emulated_tiles, shape};
 use crate::support::texts::{Texts, penalties};
@@ -583,8 +584,8 @@ fn each_missing_derived_write_is_detected() {
         let logits = all_logits(&mut model, &tokens);
         let limits = model.limits();
         let params = SamplingParams { temperature: 0.7, ..penalties() };
-        let mut sequence = unicorn::engine::Sequence::new(0, tokens.clone(), params, 6);
-        sequence.seed = 3;
+        let mut sequence = plain_sequence(0, tokens.clone(), params, 6);
+        sequence.request.seed = 3;
         let run = Driver::new(&mut model, limits).run(vec![sequence]);
         (logits, run.answers[&0].clone())
     };

@@ -7,14 +7,15 @@ use rayon::prelude::*;
 use unicorn::checkpoint::{Encoding, Tensor};
 use unicorn::gpu::{Arena, Class, CommandBuffer, Device, DevicePolicy, GpuError, MemoryKind, Uploader};
 use unicorn::kernels::{
-    Activations, Attention, AttentionShape, Bias, DrawScratch, Embedding, GatheredKeys, Heads, History, Item,
-    KvCache, LAST_SAMPLED, LOGPROB_WORDS, MAX_LOGPROBS, Matrix, NO_TOKEN, OffloadKernels, Operand, Peak,
-    RmsNorm, Room, SampleRequest, Shares, StepArrays,
+    Activations, Attention, AttentionShape, Bias, DrawScratch, Embedding, Heads, History, Item, KvCache,
+    LAST_SAMPLED, LOGPROB_WORDS, MAX_LOGPROBS, Matrix, NO_TOKEN, Operand, Peak, RmsNorm, Room, SampleRequest,
+    Shares, StepArrays,
 };
 use unicorn::lab::kernel_cases::{Choice, KernelWork};
 use unicorn::model::arch;
 use unicorn::model::rig::Rig;
 use unicorn::model::spec::ModelSpec;
+use unicorn::npu::kernels::{GatheredKeys, OffloadKernels};
 use unicorn::quantize::{grouping, quantize_row};
 use unicorn::tensor::{DType, KvDtype, Precision, Scheme};
 

@@ -35,7 +35,6 @@ mod gbnf;
 mod grammar;
 mod hazards;
 mod health;
-mod http2;
 mod hub;
 mod jinja;
 mod kernels;

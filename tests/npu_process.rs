@@ -11,10 +11,11 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 use unicorn::model::load::{LoadError, LoadOptions};
 use unicorn::model::model_runner::ModelRunner;
-use unicorn::model::npu_process::{HeadShape, NpuProcess, Start};
-use unicorn::model::offload::{LEAST_TOKENS, Offload, OffloadLimits, OffloadPolicy};
+use unicorn::model::offload::{LEAST_TOKENS, OffloadLimits};
 use unicorn::model::{Runner, RunnerError};
+use unicorn::npu::attention::{Offload, OffloadPolicy};
 use unicorn::npu::error::{NpuCode, NpuError};
+use unicorn::npu::process::{HeadShape, NpuProcess, Start};
 
 use crate::support::daemon::Daemon;
 use crate::support::demo;
@@ -167,7 +168,7 @@ fn an_npu_that_is_required_fails_the_step_with_its_code() {
     let (tokens, _) = question(&model);
     attach(&mut model, start("run:9=timeout", SHORT).expect("the double"), 1, OffloadPolicy::Require);
     let error = model.logits(tokens, &mut |_, _| {}).expect_err("the NPU is required");
-    let RunnerError::Offload(words) = &error else { panic!("{error:?}") };
+    let RunnerError::Coprocessor(words) = &error else { panic!("{error:?}") };
     assert!(words.starts_with("npu-timeout: "), "{words}");
 }
 
@@ -420,7 +421,7 @@ fn a_server_that_requires_its_npu_fails_the_request_with_the_code() {
         let message = answer["error"]["message"].as_str().expect("a message");
         assert!(message.contains("npu-timeout: ") && !message.contains("GPU"), "{answer}");
     }
-    server.wait_for_line("the NPU failed: npu-timeout: ");
+    server.wait_for_line("a coprocessor failed: npu-timeout: ");
     assert_eq!(server.metric("unicorn_npu_failures_total"), 3.0);
     assert_eq!(server.metric("unicorn_device_losses_total"), 0.0);
     // Prompts that are too short for an NPU are answered.

@@ -21,16 +21,14 @@ use unicorn::model::arch::open_files;
 use unicorn::model::draft::{self, Drafted};
 use unicorn::model::load::{LoadOptions, Source};
 use unicorn::model::model_runner::ModelRunner;
-use unicorn::model::offload::{
-    AttentionUnit, LEAST_TOKENS, MOST_TOKENS, Offload, OffloadError, OffloadJob, OffloadLimits,
-    OffloadPolicy, OffloadRoom,
-};
+use unicorn::model::offload::{LEAST_TOKENS, MOST_TOKENS, OffloadError, OffloadLimits};
 use unicorn::model::{
     Batch, BatchSequence, Draw, Input, Runner, RunnerError, Sampling, SamplingParams, Ticket,
 };
+use unicorn::npu::attention::{AttentionUnit, Offload, OffloadJob, OffloadPolicy, OffloadRoom};
 use unicorn::tensor::KvDtype;
 
-use crate::support::driver::{Driver, Run};
+use crate::support::driver::{Driver, Run, plain_sequence};
 use crate::support::goldens::{Goldens, all_logits, load, max_difference};
 use crate::support::{data, demo, policy};
 
@@ -254,13 +252,13 @@ fn the_demo_model_keeps_to_the_bound_too() {
 
 fn sequence(id: u64, tokens: &[u32], answer: usize) -> Sequence {
     let params = SamplingParams { logprobs: Some(0), ..SamplingParams::GREEDY };
-    Sequence::new(id, tokens.to_vec(), params, answer)
+    plain_sequence(id, tokens.to_vec(), params, answer)
 }
 
 /// A prompt whose final hidden states are added up.
 fn pooled(id: u64, tokens: &[u32]) -> Sequence {
     let mut sequence = sequence(id, tokens, 1);
-    sequence.pooling = true;
+    sequence.request.pooling = true;
     sequence
 }
 
@@ -434,7 +432,7 @@ fn a_unit_that_is_required_and_fails_ends_the_runner() {
     ] {
         let mut model = load(&data("gemma3/tiny-a"), &options(LoadOptions::default()));
         attach(&mut model, fault, 2, OffloadPolicy::Require);
-        let failure = RunnerError::Offload(failure.into());
+        let failure = RunnerError::Coprocessor(failure.into());
         // What the unit does not compute is computed before the failure, and not after it.
         let short = prompt_batch(&model, &tokens[..LEAST_TOKENS - 1]);
         let ticket = model.submit(&short, &Sampling::default()).unwrap();

@@ -429,7 +429,7 @@ fn in_order(machine: &Machine, limits: &Limits, plan: &Plan, round: u64) {
     }
 }
 
-/// The memory of the 27B in docs/architecture.md, computed by hand from the shapes.
+/// The memory of the 27B, computed by hand from the shapes.
 #[test]
 fn the_27b_takes_the_memory_that_is_computed_by_hand() {
     let config = arch::shape("gemma-3-27b").unwrap().spec();

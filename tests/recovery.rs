@@ -221,7 +221,7 @@ fn a_prompt_on_which_the_npu_fails_ends_and_the_others_continue() {
         let (ids, last) = collect(&mut failed);
         assert_eq!(
             (ids, last),
-            (vec![], Event::Failed(EngineError::Offload("npu-timeout: it hangs".into())))
+            (vec![], Event::Failed(EngineError::Coprocessor("npu-timeout: it hangs".into())))
         );
         for (stream, prompt, n) in [(&mut decoded, &early, 60), (&mut other, &other_prompt, 20)] {
             let (ids, last) = collect(stream);
@@ -269,7 +269,7 @@ fn an_npu_failure_on_an_abandoned_prompt_affects_no_other_request() {
         assert_all_free(&engine);
         assert_eq!((engine.stats().losses, engine.health()), (0, Ok(())), "round {round}");
     }
-    println!("the NPU failed {} times", engine.stats().unit_failures);
+    println!("the NPU failed {} times", engine.stats().coprocessor_failures);
 }
 
 #[test]
@@ -282,7 +282,7 @@ fn a_prompt_on_which_the_npu_fails_fails_with_all_its_answers() {
         let (answers, last) =
             answers(&engine, Request { more_seeds: vec![1, 2], ..request(&vec![511; len], 9) });
         assert_eq!(answers, vec![Vec::<u32>::new(); 3]);
-        assert!(matches!(last, Event::Failed(EngineError::Offload(_))), "{last:?}");
+        assert!(matches!(last, Event::Failed(EngineError::Coprocessor(_))), "{last:?}");
         wait_for(&engine, EngineState::Ready);
         assert_all_free(&engine);
     }

@@ -11,18 +11,19 @@ use std::path::{Component, Path, PathBuf};
 use crate::support::root;
 
 /// The floors of lib.rs: a module may name those below it.
-const FLOORS: [(&str, u32); 18] = [
+const FLOORS: [(&str, u32); 19] = [
     ("tensor", 0),
     ("config", 0),
     ("file", 0),
     ("gpu", 1),
-    ("npu", 1),
     ("checkpoint", 1),
     ("text", 1),
     ("hub", 1),
     ("kernels", 2),
     ("quantize", 2),
     ("model", 3),
+    ("device", 3),
+    ("npu", 4),
     ("engine", 4),
     ("session", 5),
     ("api", 6),
@@ -33,23 +34,20 @@ const FLOORS: [(&str, u32); 18] = [
 ];
 
 /// Neighbours on one floor that may be named: (who, whom). Weights are quantized while they are packed for the
-/// device.
-const NEIGHBOURS: [(&str, &str); 2] = [("config", "tensor"), ("kernels", "quantize")];
+/// device. The device process executes steps of a model.
+const NEIGHBOURS: [(&str, &str); 3] = [("config", "tensor"), ("kernels", "quantize"), ("device", "model")];
 
 /// Modules below a module that it must not name: (who, what, files or folders in which the name is allowed
 /// nevertheless).
-const HIDDEN: [(&str, &str, &[&str]); 24] = [
+const HIDDEN: [(&str, &str, &[&str]); 29] = [
     ("main", "lab", &[]),
     ("lab", "api", &[]),
     ("main", "gpu", &[]),
     ("main", "kernels", &[]),
-    (
-        "cli",
-        "gpu",
-        &["src/cli/load.rs", "src/cli/devices.rs", "src/cli/error.rs", "src/cli/device_process.rs"],
-    ),
+    ("cli", "gpu", &["src/cli/load.rs", "src/cli/devices.rs", "src/cli/error.rs"]),
     ("cli", "api", &["src/cli/serve/", "src/cli/error.rs"]),
     ("cli", "kernels", &["src/cli/load.rs"]),
+    ("engine", "model::offload", &[]),
     ("api", "gpu", &[]),
     ("api", "kernels", &[]),
     ("api", "checkpoint", &[]),
@@ -64,6 +62,10 @@ const HIDDEN: [(&str, &str, &[&str]); 24] = [
     ("engine", "text", &[]),
     ("engine", "quantize", &[]),
     ("engine", "hub", &[]),
+    ("engine", "device", &[]),
+    ("session", "device", &[]),
+    ("session", "npu", &[]),
+    ("api", "npu", &[]),
     ("engine", "model::model_runner", &[]),
     ("engine", "model::load", &[]),
     ("engine", "model::weights", &[]),
@@ -84,6 +86,13 @@ const FOREIGN: [(&str, &[&str]); 9] = [
 
 /// The most bytes of the demo model. 12 MB keep a clone small, and the binary that embeds the model smaller than most.
 const DEMO_MODEL_BYTES: u64 = 12_000_000;
+
+/// The names of architectures, in lower case.
+const ARCHITECTURES: [&str; 1] = ["gemma"];
+
+/// Where the product may name an architecture: its folders, and the registry.
+const ARCHITECTURE_PLACES: [&str; 4] =
+    ["src/model/gemma3/", "src/text/family/", "src/model/arch.rs", "src/model/mod.rs"];
 
 /// The most characters of the name of a test.
 const TEST_NAME_CHARACTERS: usize = 80;
@@ -247,9 +256,12 @@ fn floor(module: &str) -> Option<u32> {
     FLOORS.iter().find(|(name, _)| *name == module).map(|(_, floor)| *floor)
 }
 
-/// The module that `src/api/chat.rs` belongs to: `api`.
+/// The module that `src/api/chat.rs` belongs to: `api`. The NPU's commands are on the floor of the other commands.
 fn module(file: &str) -> &str {
     let name = file.trim_start_matches("src/");
+    if name.starts_with("npu/cli/") {
+        return "cli";
+    }
     name.split('/').next().unwrap_or(name).trim_end_matches(".rs")
 }
 
@@ -453,7 +465,8 @@ fn floors(file: &str, source: &str) -> Vec<String> {
     };
     let mut complaints = Vec::new();
     for (at, path) in crate_paths(file, &code) {
-        let other = first(&path);
+        let is_command = path == "npu::cli" || path.starts_with("npu::cli::");
+        let other = if is_command { "cli" } else { first(&path) };
         let Some(theirs) = floor(other) else { continue };
         let line = line_of(&code, at);
         if other != me && theirs >= mine && !NEIGHBOURS.contains(&(me, other)) {
@@ -594,6 +607,20 @@ fn nothing_unfinished(file: &str, source: &str) -> Vec<String> {
         }
     }
     complaints
+}
+
+/// Files outside of an architecture's folders that name it. The registry is the only other place, and unit tests may use
+/// published sizes.
+fn architectures_stay_in_their_folders(file: &str, source: &str) -> Vec<String> {
+    if ARCHITECTURE_PLACES.iter().any(|place| file.starts_with(place)) {
+        return Vec::new();
+    }
+    let product = source.split("#[cfg(test)]").next().unwrap_or(source);
+    let lines = product.lines().enumerate().filter(|(_, line)| {
+        let line = line.to_lowercase();
+        ARCHITECTURES.iter().any(|name| line.contains(name))
+    });
+    lines.map(|(n, _)| format!("{file}:{}: names an architecture outside of its folder", n + 1)).collect()
 }
 
 /// Functions whose names are longer than a report of tests can show on one line. A test's name says subject, condition
@@ -849,7 +876,7 @@ fn modules_import_downward_only() {
     refused(floors("src/api/a.rs", "use crate::{engine, gpu::{self, Device}};"), "must not name `gpu::");
     refused(floors("src/cli/chat.rs", "use crate::kernels::X;"), "must not name");
     refused(
-        floors("src/engine/mod.rs", "use crate::model::{Batch, gemma3::ModelRunner};"),
+        floors("src/engine/mod.rs", "use crate::model::{Batch, model_runner::ModelRunner};"),
         "must not name `model::model_runner",
     );
     refused(floors("src/engine/mod.rs", "async fn f() {}"), "must not contain `async`");
@@ -1038,6 +1065,20 @@ fn test_names_have_at_most_80_characters() {
     let fine = format!("#[tokio::test]\nasync fn {}() {{}}", "x".repeat(TEST_NAME_CHARACTERS));
     assert_eq!(test_names_are_short("a.rs", &fine), [""; 0]);
     check(&rust_files(), test_names_are_short);
+}
+
+#[test]
+fn an_architecture_is_named_only_in_its_folders() {
+    refused(
+        architectures_stay_in_their_folders("src/model/a.rs", "// as Gemma-3 does"),
+        "outside of its folder",
+    );
+    for fine in ["// as the model does", "fn f() {}\n#[cfg(test)]\nmod tests { const A: &str = \"gemma\"; }"]
+    {
+        assert_eq!(architectures_stay_in_their_folders("src/model/a.rs", fine), [""; 0]);
+    }
+    assert_eq!(architectures_stay_in_their_folders("src/model/gemma3/a.rs", "// Gemma"), [""; 0]);
+    check(&files("src", &[".rs"]), architectures_stay_in_their_folders);
 }
 
 #[test]

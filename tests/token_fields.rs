@@ -202,7 +202,7 @@ async fn each_chunk_has_usage_and_timings_if_requested() {
     );
     for stream in [json!({}), json!({"stream": false})] {
         let problem = refusal(&app, with(json!({"stream_options": {"include_usage": true}}), stream)).await;
-        assert_eq!(problem, "stream_options: expected stream to be true beside it");
+        assert_eq!(problem, "stream_options: expected stream to be true as well");
     }
 }
 

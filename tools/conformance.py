@@ -406,27 +406,14 @@ def document(runs, facts):
     lines = [
         "# Conformance",
         "",
-        "The results of the tests of other servers with this one. `make conformance` writes this page; `tools/conformance.py`",
-        "says how. The tests come from source distributions; nothing of them is built, or kept in this repository.",
+        "Results of the tests of llama.cpp's and vLLM's servers with this server. `make conformance` runs them and writes this",
+        "page (`tools/conformance.py`). The tests come from source distributions. Nothing of them is built or copied into this",
+        "repository.",
         "",
         *[f"- {fact}" for fact in facts],
         "",
-        "*As is*, a request reaches the server as the test sends it. *Relaxed*, a proxy writes the served model's name into",
-        "the request, and `/v1` before a route that is served only there.",
-        "",
-        "A failure has one of five classes. The tables of failures have a line for each test and reason, with the number of",
-        "the test's cases that failed so.",
-        "",
-        "- `route`: the test asks for a route that this server does not serve.",
-        "- `field`: the server refuses a field, or a value of it, by name.",
-        "- `text`: the test expects the words, the name or the token counts of its own model.",
-        "- `manner`: the test requires behaviour that is specific to its own server. A list in `tools/conformance.py` has",
-        "  these tests, each with its reason.",
-        f"- `{UNEXPLAINED}`: none of these. Such a failure is to be mended, or explained by a rule in `tools/conformance.py`.",
-        "",
-        "A test is not run, and never counts as passed, if it needs a server that was started with an option of another",
-        "project, calls a package that a stand-in replaces, asks the server nothing, or is content with any error of a",
-        "route that is not served.",
+        "*As is*, a request reaches the server as the test sends it. *Relaxed*, a proxy replaces the model's name, and adds",
+        "`/v1` to a route that is served only there.",
         "",
         "| suite | mode | passed | " + " | ".join(CLASSES) + " | not run |",
         "|---" * (4 + len(CLASSES)) + "|",
@@ -435,27 +422,50 @@ def document(runs, facts):
         for mode, run in modes.items():
             classes = Counter(found for _, found, _ in run.failed)
             lines.append(f"| {suite.title} | {mode} | {len(run.passed)} | " + " | ".join(str(classes[c]) for c in CLASSES) + f" | {len(run.not_run)} |")
+    lines += [
+        "",
+        "Every failure has a class:",
+        "",
+        "| class | what it means | what to do |",
+        "|---|---|---|",
+        "| `route` | the test asks for a route that this server does not serve | use the route that the error names |",
+        "| `field` | the server refuses a field or a value by name | see [the fields](api.md#fields-of-other-servers) |",
+        "| `text` | the test expects the words, the name or the token counts of its own model | nothing |",
+        "| `manner` | the test requires behaviour that is specific to its own server; `LISTED` in `tools/conformance.py` has the reasons | nothing |",
+        f"| `{UNEXPLAINED}` | none of these | fix it, or add a rule to `tools/conformance.py` |",
+        "",
+        "A test that is not run never counts as passed.",
+    ]
     for suite, modes in runs.items():
         lines += ["", *of_suite(suite, modes["relaxed"])]
     return "\n".join(lines) + "\n"
 
 
+# Reasons why tests are not run, which the page counts together.
+NOT_RUN = {
+    "needs a server that was started with": "need a server that was started with an option of its own project",
+    r"\.\w+ is not installed": "call a package that a stand-in replaces",
+    "it failed before it asked the server anything": "ask the server nothing",
+}
+
+
 def of_suite(suite, run):
-    lines = [f"## {suite.title}, relaxed", "", "| file | passed | " + " | ".join(CLASSES) + " | not run |", "|---" * (3 + len(CLASSES)) + "|"]
-    files = sorted({file_of(test) for test in run.passed} | {file_of(test) for test, *_ in run.failed + run.not_run})
-    for file in files:
-        classes = Counter(found for test, found, _ in run.failed if file_of(test) == file)
-        passed = sum(file_of(test) == file for test in run.passed)
-        left = sum(file_of(test) == file for test, _ in run.not_run)
-        lines.append(f"| `{file}` | {passed} | " + " | ".join(str(classes[c]) for c in CLASSES) + f" | {left} |")
-    lines += ["", "Why tests were not run:", "", "| tests | why |", "|---|---|"]
-    lines += [f"| {count} | {plain(reason)} |" for reason, count in Counter(reason for _, reason in run.not_run).most_common()]
+    lines = [f"## {suite.title}, relaxed", "", "| class | tests | what, and how many tests if several |", "|---|---|---|"]
     for wanted in reversed(CLASSES):
-        cases = Counter((file_of(test), function_of(test), name) for test, found, name in run.failed if found == wanted)
-        if cases:
-            lines += ["", f"### `{wanted}`", "", "| file | test | cases | what |", "|---|---|---|---|"]
-            lines += [f"| `{PurePosixPath(file).name}` | `{test}` | {count} | {plain(name)} |" for (file, test, name), count in cases.items()]
-    return lines
+        failed = [(test, name) for test, found, name in run.failed if found == wanted]
+        if wanted == UNEXPLAINED:  # it has to be found in the suite
+            failed = [(test, f"{file_of(test)}::{function_of(test)}: {name}") for test, name in failed]
+        if wanted == "field":  # the field alone, without the words of the error
+            failed = [(test, name.split(": ")[0]) for test, name in failed]
+        lines += of_class(f"`{wanted}`", [name for _, name in failed])
+    reasons = [next((plural for pattern, plural in NOT_RUN.items() if re.search(pattern, reason)), reason) for _, reason in run.not_run]
+    return lines + of_class("not run", reasons)
+
+
+def of_class(title, causes):
+    """The row of a class, with each cause once. No row without causes."""
+    each = [plain(cause) + (f" ({count})" if count > 1 else "") for cause, count in Counter(causes).most_common()]
+    return [f"| {title} | {len(causes)} | {'; '.join(each)} |"] if causes else []
 
 
 def function_of(test):

@@ -6,7 +6,7 @@
 
 The files in config/scaling are used as shipped, with other addresses. The daemons serve the demo model on software
 Vulkan. The binary is target/debug/unicorn, or $UNICORN_BINARY. Prints one line per test, lines with `measured:` for
-docs/measurements.md, and at the end `scaling: N passed, N failed, N skipped`.
+benches/results/service.md, and at the end `scaling: N passed, N failed, N skipped`.
 """
 
 import contextlib

@@ -10,7 +10,7 @@ rate, the rates of disk and memory in the same run, and resident memory.
 The test fails unless the files and the server have as many layers as the shape, the device holds at least the bytes of
 the weights, the answer has two tokens, and no part of the files stays in memory. The ratio of the load rate to the disk
 rate is printed but not checked, because it depends on the machine and its neighbours as much as on the program. The
-test takes minutes on software Vulkan, so it is not part of `make test`. docs/measurements.md has dated results.
+test takes minutes on software Vulkan, so it is not part of `make test`. benches/results/loading.md has dated results.
 """
 
 import argparse

@@ -351,7 +351,7 @@ impl ApiError {
             Self::Engine(EngineError::LostTwice(_)) => {
                 server(StatusCode::INTERNAL_SERVER_ERROR, "server_error", Some("lost_twice"), None)
             }
-            Self::Engine(EngineError::Offload(_)) => {
+            Self::Engine(EngineError::Coprocessor(_)) => {
                 server(StatusCode::INTERNAL_SERVER_ERROR, "server_error", Some("npu_failed"), None)
             }
             Self::Engine(EngineError::SlowReader) => {
@@ -391,6 +391,7 @@ impl From<SessionError> for ApiError {
             SessionError::Text(problem) => Self::text(problem),
             SessionError::Shortage(problem) => Self::Shortage(problem),
             SessionError::Grammar(problem) => Self::Grammar(problem),
+            SessionError::Engine(error) => Self::Engine(error),
         }
     }
 }

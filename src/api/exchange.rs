@@ -1,5 +1,5 @@
-//! The path of one request through the server, the same for every wire format: a body becomes a prompt, the engine gets
-//! it, and the answers come piece by piece. The callers write what goes over the wire.
+//! The path of one request through the server, the same for every wire format: a body becomes prompts, the engine gets
+//! them, and the answers come as deltas. A [`Format`] reads the body and writes the reply.
 
 use std::convert::Infallible;
 use std::future::poll_fn;
@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
+use axum::Json;
 use axum::body::Body;
 use axum::extract::FromRequestParts;
 use axum::http::request::Parts;
@@ -28,16 +29,13 @@ use crate::api::ids::{new_id, unix_time_s};
 use crate::api::server::{Options, Server};
 use crate::api::tasks::{Purpose, PurposeHeaders};
 use crate::engine::{ClientId, Event, Joules, Request, Timings, TokenStream};
-use crate::model::Logprobs;
-use crate::session::{AnswerText, Delta, End, GenerateRequest, Reason, Service};
-use crate::text::CallPiece;
+use crate::session::{AnswerText, Delta, GenerateRequest, Reason, Service, SessionError};
 
-/// The longest time for a whole body, however steadily it comes: for 8 MiB that is 70 KB/s, which an uplink of 0.6
-/// Mbit/s reaches. Many clients at once may hold their places for so long, so a wait for a place may be longer than
-/// that ([`Options::permit_timeout`]).
+/// The maximum time for a whole body. For 8 MiB that is 70 KB/s, which an uplink of 0.6 Mbit/s reaches. Many clients may
+/// hold their places for that long at the same time, so [`Options::permit_timeout`] is longer.
 const BODY_TIMEOUT: Duration = Duration::from_secs(120);
-/// Bytes per second that a body must reach on the average, once [`Options::body_grace`] is over: the rate of a
-/// telephone modem. A client that holds a place for as long as it can must send half a megabyte, and not forty bytes.
+/// Bytes per second that a body must reach on average after [`Options::body_grace`]: the rate of a telephone modem. A
+/// client that holds a place as long as possible must send half a megabyte, instead of forty bytes.
 const BODY_RATE: u32 = 4 << 10;
 /// The last line of OpenAI's streams.
 const DONE: &str = "[DONE]";
@@ -45,11 +43,11 @@ const DONE: &str = "[DONE]";
 /// The client that sent a request. Authentication adds it to every request.
 #[derive(Debug, Clone)]
 pub(in crate::api) struct Client {
-    /// The client's number: fair shares are counted by it, and stored responses belong to it.
+    /// The number by which fair shares are counted, and to which stored responses belong.
     pub id: ClientId,
-    /// The connection that the request came on.
+    /// The request's connection.
     pub connection: Option<Connection>,
-    /// When the request's head had come.
+    /// When the request's head was complete.
     pub arrived: std::time::Instant,
 }
 
@@ -62,7 +60,7 @@ impl<S: Sync> FromRequestParts<S> for Client {
     }
 }
 
-/// The client, and what the request's headers say of its purpose.
+/// The client, and what the request's headers say about its purpose.
 #[derive(Debug, Clone)]
 pub(in crate::api) struct Caller {
     pub client: Client,
@@ -89,90 +87,184 @@ impl<S: Sync> FromRequestParts<S> for Caller {
     }
 }
 
-/// A request as its body states it.
+/// A request body, parsed.
 pub(in crate::api) struct Parsed<T> {
-    /// The id of the model; none is the one that is served.
+    /// The model's id. `None` = the served model.
     pub model: Option<String>,
     pub request: GenerateRequest,
     pub stream: bool,
     /// The request's `cache_salt`, if it has one.
     pub cache_salt: Option<String>,
-    /// What the wire format keeps of the request for its reply.
-    pub wire: T,
+    /// What the wire format needs of the body to make prompts and to write the reply.
+    pub form: T,
 }
 
 impl<T> Parsed<T> {
-    /// The model's name, and what is asked of it.
+    /// The model's id, and the request.
     pub fn asked(self) -> (Option<String>, GenerateRequest) {
         (self.model, self.request)
     }
 }
 
-/// A request that was submitted to the engine.
-pub(in crate::api) struct Exchange<T> {
-    pub wire: T,
-    pub reply: Reply,
-    pub answers: Answers,
+/// The prompts of a request, each with the text of its answers.
+pub(in crate::api) type Prompts = Vec<(Request, AnswerText)>;
+
+/// A wire format of answers. The value writes one reply, as one object or as the events of a stream.
+pub(in crate::api) trait Format: Sized + Send + 'static {
+    /// The beginning of the reply's id.
+    const ID_PREFIX: &'static str;
+    /// The field of the body that holds the prompt.
+    const PROMPT: &'static str;
+    /// What the format needs of the body.
+    type Form: Send;
+    /// A reply that is not streamed.
+    type Whole: Serialize;
+    /// An event of a stream.
+    type Event: Send;
+
+    /// Parses a body of the client `owner`.
+    fn parse(server: &Arc<Server>, owner: ClientId, body: &[u8]) -> Result<Parsed<Self::Form>, ApiError>;
+
+    /// Makes prompts of the request, and what writes the reply.
+    fn prepare(
+        form: Self::Form,
+        service: &Service,
+        request: &GenerateRequest,
+    ) -> Result<(Prompts, Self), ApiError>;
+
+    /// Whether only the prompt is returned. The engine generates at least one token, which is then removed.
+    fn is_prompt_only(&self) -> bool {
+        false
+    }
+
+    /// The reply that is not streamed. `answers` has one delta for each answer, with all of it.
+    fn whole(self, reply: &Reply, answers: Vec<Delta>, timings: &Timings) -> Result<Self::Whole, ApiError>;
+
+    /// The events before the first delta.
+    fn begin(&mut self, _: &Reply) -> Vec<Self::Event> {
+        Vec::new()
+    }
+
+    /// The events of a delta. `all` has the timings of all answers if the delta ends the last answer.
+    fn add(
+        &mut self,
+        reply: &Reply,
+        delta: Delta,
+        all: Option<&Timings>,
+    ) -> Result<Vec<Self::Event>, ApiError>;
+
+    /// The events after the last delta.
+    fn end() -> Vec<Self::Event> {
+        Vec::new()
+    }
+
+    /// Returns what makes the last events of a stream that an error ends.
+    fn on_error(&self, reply: &Reply) -> impl FnOnce(&ApiError) -> Vec<Self::Event> + Send + 'static;
+
+    /// An event as it is sent; `number` counts the events of the stream.
+    fn sent(event: Self::Event, number: u64) -> sse::Event;
 }
 
-/// Reads a body, makes prompts of it, and submits them to the engine. Errors come in the order of what finding them
-/// needs: the body alone, then the model's name, then the loaded model. A client that disconnects drops the result, and
-/// with it the engine's streams, which cancels the request. `prefix` begins the reply's id. `prompt` is the field that
-/// holds the prompt.
-pub(in crate::api) async fn ask<T: Send + 'static>(
+/// Answers a request in a wire format: reads the body, makes prompts of it, submits them to the engine, and writes the
+/// answers. Errors come in the order of what finding them needs: the body, then the model's name, then the loaded model.
+/// If the client disconnects, the future is dropped, and with it the engine's streams, which cancels the request.
+pub(in crate::api) async fn answer<F: Format>(
     server: &Arc<Server>,
-    caller: Caller,
+    Caller { client, headers }: Caller,
     body: Body,
-    prefix: &str,
-    prompt: &'static str,
-    parse: impl FnOnce(&[u8]) -> Result<Parsed<T>, ApiError> + Send + 'static,
-    prepare: impl FnOnce(&Service, &GenerateRequest, &mut T) -> Result<Vec<(Request, AnswerText)>, ApiError>
-    + Send
-    + 'static,
-) -> Result<Exchange<T>, ApiError> {
-    let Caller { client, headers } = caller;
+) -> Result<Response, ApiError> {
     let prepared = process_body(server, &client, body, move |server, body| {
-        let Parsed { model, request, stream, cache_salt, mut wire } = parse(body)?;
+        let Parsed { model, request, stream, cache_salt, form } = F::parse(server, client.id, body)?;
         let service = server.service_for(model.as_deref())?;
-        let prepared = prepare(&service, &request, &mut wire).map_err(|error| error.in_prompt(prompt))?;
-        Ok((service, prepared, wire, headers.purpose(&request.messages, stream), cache_salt))
+        let (prompts, format) =
+            F::prepare(form, &service, &request).map_err(|error| error.in_prompt(F::PROMPT))?;
+        Ok((service, prompts, format, stream, headers.purpose(&request.messages, stream), cache_salt))
     });
-    let (arriving, (service, prepared, wire, purpose, cache_salt)) = prepared.await?;
+    let (arriving, (service, prompts, format, stream, purpose, cache_salt)) = prepared.await?;
     tracing::debug!(class = purpose.class(), task = purpose.task, "prepared");
-    let seed = prepared.first().map_or(0, |(engine, _)| engine.seed);
+    let seed = prompts.first().map_or(0, |(engine, _)| engine.seed);
     let salt = salt_of(server, client.id, cache_salt.as_deref());
-    let mut answers = Answers::new(Arc::clone(&service));
-    for (mut engine, text) in prepared {
+    let mut answers = Answers { prompt_only: format.is_prompt_only(), ..Answers::default() };
+    for (mut engine, text) in prompts {
         engine.cache_salt = salt.clone();
         (engine.client, engine.priority) = (client.id, purpose.priority);
         let n = 1 + engine.more_seeds.len();
         let tokens =
-            service.engine().submit(engine).map_err(|error| ApiError::from(error).in_prompt(prompt))?;
+            service.engine().submit(engine).map_err(|error| ApiError::from(error).in_prompt(F::PROMPT))?;
         answers.add(tokens, &text, n, server.metrics.follow(n, client.arrived));
     }
     server.metrics.taken(purpose);
-    drop(arriving); // from here on the engine's queue is the bound
-    let reply = Reply {
-        id: new_id(prefix),
+    drop(arriving); // from here on, the engine's queue is the limit
+    let head = Head {
+        id: new_id(F::ID_PREFIX),
         created: unix_time_s(),
         model: server.model_id.clone(),
-        seed,
-        span: tracing::Span::current(),
+        system_fingerprint: FINGERPRINT,
     };
-    Ok(Exchange { wire, reply, answers })
+    let reply = Reply { head, count: answers.count(), service, seed, span: tracing::Span::current() };
+    match stream {
+        true => Ok(stream_reply(server, reply, answers, format)),
+        false => Ok(Json(collect(reply, answers, format).await?).into_response()),
+    }
 }
 
-/// Reads a body, and counts the tokens of its conversation. `parse` returns the model's name and the conversation, and
-/// `prompt` is the field that holds it.
+/// Collects all answers, and writes them as one object.
+async fn collect<F: Format>(reply: Reply, mut answers: Answers, format: F) -> Result<F::Whole, ApiError> {
+    let mut all = vec![Delta::default(); reply.count];
+    let mut last = Reason::Stop;
+    while let Some(delta) = answers.next().await {
+        let delta = delta.map_err(ApiError::while_collecting)?;
+        last = delta.end.unwrap_or(last);
+        all[delta.choice].append(delta);
+    }
+    let timings = answers.timings();
+    reply.log(last, &timings);
+    format.whole(&reply, all, &timings)
+}
+
+/// Writes the answers as a stream of events.
+fn stream_reply<F: Format>(server: &Server, reply: Reply, mut answers: Answers, mut format: F) -> Response {
+    let failed = format.on_error(&reply);
+    let events = async_stream::try_stream! {
+        for event in format.begin(&reply) {
+            yield event;
+        }
+        while let Some(delta) = answers.next().await {
+            let delta = delta?;
+            let last = delta.end.filter(|_| answers.is_done());
+            let all = last.map(|reason| {
+                let timings = answers.timings();
+                reply.log(reason, &timings);
+                timings
+            });
+            for event in format.add(&reply, delta, all.as_ref())? {
+                yield event;
+            }
+        }
+        for event in F::end() {
+            yield event;
+        }
+    };
+    let mut number = 0;
+    stream(server, events, failed, move |event| {
+        number += 1;
+        F::sent(event, number - 1)
+    })
+}
+
+/// Reads a body, and counts the tokens of its conversation. `parse` returns the model's name and the conversation.
+/// `prompt` is the field that holds the conversation.
 pub(in crate::api) async fn count_tokens(
     server: &Arc<Server>,
     client: &Client,
     body: Body,
     prompt: &'static str,
-    parse: impl FnOnce(&[u8]) -> Result<(Option<String>, GenerateRequest), ApiError> + Send + 'static,
+    parse: impl FnOnce(&Arc<Server>, &[u8]) -> Result<(Option<String>, GenerateRequest), ApiError>
+    + Send
+    + 'static,
 ) -> Result<usize, ApiError> {
     let counted = process_body(server, client, body, move |server, body| {
-        let (model, request) = parse(body)?;
+        let (model, request) = parse(server, body)?;
         let service = server.service_for(model.as_deref())?;
         let ids = service.conversation(&request).map_err(|error| ApiError::from(error).in_prompt(prompt))?;
         Ok(ids.len())
@@ -180,18 +272,18 @@ pub(in crate::api) async fn count_tokens(
     counted.await.map(|(_, n)| n)
 }
 
-/// Reads a body, and runs `work` on it in a blocking task. The result comes with the request's turn among the arriving
-/// requests. Until it has that turn, the request waits in its client's line, and nothing of the body is read.
+/// Waits for a permit to read a body, reads it, and runs `work` on it in a blocking task. The permit is returned with the
+/// result. Requests of one client wait in order.
 pub(in crate::api) async fn process_body<T: Send + 'static>(
     server: &Arc<Server>,
     client: &Client,
     body: Body,
-    work: impl FnOnce(&Server, &[u8]) -> Result<T, ApiError> + Send + 'static,
+    work: impl FnOnce(&Arc<Server>, &[u8]) -> Result<T, ApiError> + Send + 'static,
 ) -> Result<(FairPermit, T), ApiError> {
     let arriving = tokio::select! {
         biased;
         turn = permit(server, &server.arriving, client.id, "reading") => turn?,
-        // The client has gone, so nobody reads this error.
+        // The client has disconnected, so this error is not sent.
         () = Connection::left(client.connection.as_ref()) => return Err(ApiError::BodyBroken),
     };
     let body = read_body(body, &server.options).await?;
@@ -201,8 +293,7 @@ pub(in crate::api) async fn process_body<T: Send + 'static>(
     Ok((arriving, worked))
 }
 
-/// Waits for a client's turn, up to `permit_timeout`. `doing` says, for the error, what other requests have their turns
-/// for.
+/// Waits for a permit, up to `permit_timeout`. `doing` is what the permits are for, for the error.
 async fn permit(
     server: &Server,
     turns: &FairSemaphore,
@@ -213,16 +304,16 @@ async fn permit(
     timeout(waited, turns.take(client)).await.map_err(|_| ApiError::NoTurn { doing, waited })
 }
 
-/// Runs work that takes a processor for seconds, as rendering and tokenizing a long conversation or compiling a grammar
-/// does. The work runs outside the threads that answer other clients, and on no more threads than there are processors.
-/// Permits go to the client that has used the least processor time. `what` names the work if it panics.
+/// Runs work that may take a processor for seconds, such as tokenizing a long conversation or compiling a grammar. The
+/// work runs on blocking threads, at most one for each processor. Permits go to the client that has used the least
+/// processor time. `what` names the work if it panics.
 pub(in crate::api) async fn on_worker<T: Send + 'static>(
     server: &Server,
     client: ClientId,
     what: &str,
     work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
 ) -> Result<T, ApiError> {
-    /// Charges the client for the time until the drop, be it the drop of a panic.
+    /// Charges the client for the time until the drop, also if the work panics.
     struct Timed(FairPermit, Instant);
 
     impl Drop for Timed {
@@ -259,8 +350,8 @@ async fn read_body(body: Body, options: &Options) -> Result<Vec<u8>, ApiError> {
     }
 }
 
-/// How long after its beginning a body is given up if no more of it comes, and why. `came` bytes have come so far, the
-/// last of them `elapsed` after the beginning.
+/// When a body times out if no more of it comes, counted from its beginning, and why. `came` bytes have come, the last of
+/// them `elapsed` after the beginning.
 fn body_deadline(options: &Options, elapsed: Duration, came: usize) -> (Duration, BodyGap) {
     let (stall, grace) = (options.body_stall, options.body_grace);
     let earned = Duration::from_secs_f64(came as f64 / f64::from(BODY_RATE));
@@ -271,11 +362,11 @@ fn body_deadline(options: &Options, elapsed: Duration, came: usize) -> (Duration
     ]
     .into_iter()
     .min_by_key(|(until, _)| *until)
-    .expect("three of them")
+    .expect("there are three")
 }
 
-/// A reply as a stream of server-sent events, with comments while nothing comes. An error after the headers, a panic
-/// included, is logged, and ends the stream with what `failed` makes of it.
+/// A reply as a stream of server-sent events, with comments while there is no event. An error in the stream, also a panic,
+/// is logged, and ends the stream with the events of `failed`.
 pub(in crate::api) fn stream<T: Send + 'static>(
     server: &Server,
     pieces: impl Stream<Item = Result<T, ApiError>> + Send + 'static,
@@ -294,7 +385,7 @@ pub(in crate::api) fn stream<T: Send + 'static>(
                 None => return,
             }
         };
-        // The generation ends now, and not when the client has read this.
+        // End the generation now, and not after the client has read the error.
         drop(pieces);
         span.in_scope(|| log_in_stream(&error));
         for piece in failed(&error) {
@@ -305,15 +396,19 @@ pub(in crate::api) fn stream<T: Send + 'static>(
     Sse::new(events).keep_alive(keep_alive).into_response()
 }
 
-/// OpenAI's form of a stream: lines of data, the last of which may be an error, then `[DONE]`.
-pub(in crate::api) fn stream_lines(
-    server: &Server,
-    lines: impl Stream<Item = Result<String, ApiError>> + Send + 'static,
-) -> Response {
-    let done = || DONE.to_owned();
-    let lines = lines.chain(futures::stream::once(async move { Ok(done()) }));
-    let failed = move |error: &ApiError| vec![json_text(&error.body()), done()];
-    stream(server, lines, failed, |line| sse::Event::default().data(line))
+/// The last line of a stream of OpenAI's.
+pub(in crate::api) fn done() -> Vec<String> {
+    vec![DONE.to_owned()]
+}
+
+/// The last lines of a stream of OpenAI's that an error ends.
+pub(in crate::api) fn failed_lines(error: &ApiError) -> Vec<String> {
+    vec![json_text(&error.body()), DONE.to_owned()]
+}
+
+/// An event without a name.
+pub(in crate::api) fn line(text: String) -> sse::Event {
+    sse::Event::default().data(text)
 }
 
 /// An object of a reply as JSON.
@@ -330,32 +425,17 @@ pub(in crate::api) fn named_event(event: &impl Serialize) -> sse::Event {
 
 /// What all parts of one reply have in common.
 pub(in crate::api) struct Reply {
-    pub id: String,
-    pub created: u64,
-    pub model: String,
+    pub head: Head,
+    /// The number of answers to all prompts.
+    pub count: usize,
+    pub service: Arc<Service>,
     seed: u64,
     /// The request's span: a stream outlives the handler.
     span: tracing::Span,
 }
 
 impl Reply {
-    /// A reply to no request, for benchmarks.
-    pub fn unasked(model: &str) -> Self {
-        let (id, model) = (new_id("chatcmpl-"), model.to_owned());
-        Self { id, created: 0, model, seed: 0, span: tracing::Span::none() }
-    }
-
-    /// The fields that all of OpenAI's reply objects begin with.
-    pub fn head(&self) -> Head {
-        Head {
-            id: self.id.clone(),
-            created: self.created,
-            model: self.model.clone(),
-            system_fingerprint: concat!("unicorn-", env!("CARGO_PKG_VERSION")),
-        }
-    }
-
-    pub fn log(&self, reason: Reason, timings: &Timings) {
+    fn log(&self, reason: Reason, timings: &Timings) {
         let Timings { queue, prefill, decode, prompt_n, cached_n, predicted_n, drafts, .. } = timings;
         let (seed, reason) = (self.seed, reason.name());
         self.span.in_scope(|| {
@@ -375,58 +455,47 @@ impl Reply {
     }
 }
 
+const FINGERPRINT: &str = concat!("unicorn-", env!("CARGO_PKG_VERSION"));
+
 /// The fields that all of OpenAI's reply objects begin with.
-#[derive(Serialize, ToSchema)]
+#[derive(Clone, Serialize, ToSchema)]
 #[schema(as = ReplyHead)]
 pub(in crate::api) struct Head {
-    id: String,
+    pub id: String,
     /// When the reply began: Unix time, in seconds.
-    created: u64,
-    model: String,
+    pub created: u64,
+    pub model: String,
     /// The server's version: answers may differ between versions.
     system_fingerprint: &'static str,
 }
 
-/// The answers to one request as they come. They are numbered prompt by prompt.
-pub(in crate::api) struct Answers {
+impl Head {
+    /// The head of a reply without a request, for benchmarks.
+    pub fn unasked(model: &str) -> Self {
+        let (id, model) = (new_id("chatcmpl-"), model.to_owned());
+        Self { id, created: 0, model, system_fingerprint: FINGERPRINT }
+    }
+}
+
+/// The answers to one request. They are numbered prompt by prompt.
+#[derive(Default)]
+struct Answers {
     streams: Vec<PromptAnswers>,
     /// The index of the stream to poll first.
     next: usize,
-    pub service: Arc<Service>,
+    /// Whether the answers are removed, so that only the prompts are returned.
+    prompt_only: bool,
 }
 
 /// The answers to one prompt.
 struct PromptAnswers {
     tokens: TokenStream,
     texts: Vec<AnswerText>,
-    /// For each answer that ended: the reason, and its timings.
-    ends: Vec<Option<(Reason, Timings)>>,
+    /// The timings of each answer that ended.
+    ends: Vec<Option<Timings>>,
     /// The number of the first of these answers among all answers to the request.
     first: usize,
     followed: Followed,
-}
-
-/// What one event adds to an answer.
-pub(in crate::api) struct Piece {
-    pub choice: usize,
-    pub text: String,
-    /// New pieces of tool calls; empty if there is text.
-    pub calls: Vec<CallPiece>,
-    /// The event's token id, of the answer or the one that ended it.
-    pub id: Option<u32>,
-    /// The event's token with its log probabilities, if the request asks for them. The token's text may come with a
-    /// later piece.
-    pub logprobs: Option<(u32, Logprobs)>,
-    /// The token that ended the answer and is no part of it, with its log probabilities, if the request asks for them.
-    pub stop: Option<(u32, Logprobs)>,
-    /// Log probabilities of all the prompt's ids but the first, if the request asks for them. They come before anything
-    /// else of that prompt's answers.
-    pub prompt: Option<Vec<Logprobs>>,
-    pub end: Option<Reason>,
-    /// The index of the stop string that ended the answer, if one did.
-    pub stopped_by: Option<usize>,
-    /// The timings up to this piece.
-    pub timings: Timings,
 }
 
 impl PromptAnswers {
@@ -434,43 +503,28 @@ impl PromptAnswers {
         self.ends.iter().all(Option::is_some)
     }
 
-    /// The piece that an event adds. The event is none if the stream ended before its answers did.
-    fn take(&mut self, event: Option<Event>) -> Result<Piece, ApiError> {
+    /// The delta of an event. `None` = the stream ended before its answers did.
+    fn take(&mut self, event: Option<Event>) -> Result<Delta, ApiError> {
         let Some(event) = event else { return Err(ApiError::Bug("an answer had no end".into())) };
         self.followed.event(&event);
         // A failure has no choice, and ends all answers.
         let choice = event.choice().unwrap_or(0);
-        let timings = match &event {
-            Event::Token { timings, .. } | Event::Finished { timings, .. } => *timings,
-            Event::Prompt { .. } | Event::Pooled { .. } | Event::Failed(_) => Timings::default(),
-        };
-        let Delta { text, calls, id, logprobs, stop, prompt, end } = self.texts[choice].push(event);
-        let end = match end {
-            None => None,
-            Some(End::Failed(error)) => return Err(error.into()),
-            Some(End::OffGrammar(problem)) => {
+        let delta = self.texts[choice].push(event).inspect_err(|error| {
+            if let SessionError::Grammar(_) = error {
                 self.followed.end_all("error");
-                return Err(ApiError::Grammar(problem));
             }
-            Some(End::Finished { reason, timings }) => {
-                self.ends[choice] = Some((reason, timings));
-                self.followed.ended(choice, reason, &timings);
-                // The engine does not see stop strings, so it must be told that the answer ended.
-                self.tokens.stop(choice);
-                Some(reason)
-            }
-        };
-        let stopped_by = self.texts[choice].stopped_by();
-        let choice = self.first + choice;
-        Ok(Piece { choice, text, calls, id, logprobs, stop, prompt, end, stopped_by, timings })
+        })?;
+        if let Some(reason) = delta.end {
+            self.ends[choice] = Some(delta.timings);
+            self.followed.ended(choice, reason, &delta.timings);
+            // The engine does not see stop strings, so it must learn that the answer ended.
+            self.tokens.stop(choice);
+        }
+        Ok(Delta { choice: self.first + choice, ..delta })
     }
 }
 
 impl Answers {
-    fn new(service: Arc<Service>) -> Self {
-        Self { streams: Vec::new(), next: 0, service }
-    }
-
     /// Adds the `n` answers to one more prompt.
     fn add(&mut self, tokens: TokenStream, text: &AnswerText, n: usize, followed: Followed) {
         let first = self.count();
@@ -479,17 +533,17 @@ impl Answers {
     }
 
     /// The number of answers to all prompts.
-    pub fn count(&self) -> usize {
+    fn count(&self) -> usize {
         self.streams.last().map_or(0, |stream| stream.first + stream.ends.len())
     }
 
-    pub fn is_done(&self) -> bool {
+    fn is_done(&self) -> bool {
         self.streams.iter().all(PromptAnswers::is_done)
     }
 
-    /// The next piece of any answer; none after the last answer's end.
-    pub async fn next(&mut self) -> Option<Result<Piece, ApiError>> {
-        poll_fn(|context| {
+    /// The next delta of any answer. `None` = all answers have ended.
+    async fn next(&mut self) -> Option<Result<Delta, ApiError>> {
+        let delta = poll_fn(|context| {
             let n = self.streams.len();
             for at in (0..n).map(|i| (self.next + i) % n) {
                 let stream = &mut self.streams[at];
@@ -501,22 +555,27 @@ impl Answers {
                 }
             }
             if self.is_done() { Poll::Ready(None) } else { Poll::Pending }
-        })
-        .await
-    }
-
-    /// Why each answer ended, for the answers that did.
-    pub fn ends(&self) -> impl Iterator<Item = Reason> {
-        self.streams.iter().flat_map(|stream| &stream.ends).flatten().map(|(reason, _)| *reason)
+        });
+        let delta = delta.await?;
+        Some(delta.map(|delta| match self.prompt_only {
+            // The answer ends with `length`, because nothing was to follow the prompt.
+            true => Delta {
+                choice: delta.choice,
+                prompt: delta.prompt,
+                end: delta.end.map(|_| Reason::Length),
+                timings: delta.timings,
+                ..Delta::default()
+            },
+            false => delta,
+        }))
     }
 
     /// Timings of all answers together. Answers to one prompt share the prompt's time and tokens, which count once.
-    pub fn timings(&self) -> Timings {
+    fn timings(&self) -> Timings {
         let every = || self.streams.iter().flat_map(|stream| stream.ends.iter().flatten());
-        let mut all =
-            Timings { energy: energy_of(every().map(|(_, timings)| timings)), ..Timings::default() };
+        let mut all = Timings { energy: energy_of(every()), ..Timings::default() };
         for stream in &self.streams {
-            let ends = || stream.ends.iter().flatten().map(|(_, timings)| timings);
+            let ends = || stream.ends.iter().flatten();
             if let Some(first) = ends().next() {
                 all.queue = all.queue.max(first.queue);
                 all.prefill = all.prefill.max(first.prefill);
@@ -532,11 +591,14 @@ impl Answers {
                 all.drafts.accepted += timings.drafts.accepted;
             }
         }
+        if self.prompt_only {
+            all.predicted_n = 0;
+        }
         all
     }
 }
 
-/// The energy of several answers; none if that of one is not known.
+/// The energy of several answers. `None` = the energy of one of them is unknown.
 fn energy_of<'a>(answers: impl Iterator<Item = &'a Timings>) -> Option<Joules> {
     let add = |a: Joules, b: Joules| Joules {
         source: a.source,
@@ -595,8 +657,8 @@ impl Usage {
     }
 }
 
-/// Times of all answers together, as llama.cpp's server reports them. A rate is null where there is too little to tell it
-/// from. Energy is absent where the machine does not tell it.
+/// Times of all answers together, as llama.cpp's server reports them. A rate is null if there are too few tokens to
+/// measure it. Energy is absent if the machine does not measure it.
 #[derive(Serialize, ToSchema)]
 #[schema(as = Timings)]
 pub(in crate::api) struct TimingsReport {
@@ -610,7 +672,7 @@ pub(in crate::api) struct TimingsReport {
     predicted_n: usize,
     predicted_ms: f64,
     /// The rate of the tokens after those that came with the first, whose time is part of `prompt_ms`. Null in an answer
-    /// of fewer than five steps: the time of so few is not known well.
+    /// of fewer than five steps, whose time is not exact enough.
     #[schema(required)]
     predicted_per_second: Option<f64>,
     /// Tokens that prompt lookup or the draft model proposed.
@@ -620,7 +682,7 @@ pub(in crate::api) struct TimingsReport {
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     energy_source: Option<&'static str>,
-    /// Energy up to the first token: the answers' share of what the machine used meanwhile.
+    /// Energy up to the first token: the answers' share of what the machine used in that time.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     prompt_joules: Option<f64>,
@@ -680,9 +742,9 @@ pub(in crate::api) mod tests {
         lost_log_lines: || 0,
     };
 
-    /// When and why a body of `whole` bytes is given up that comes in pieces of `piece` bytes, one each `every`; none
-    /// if all of it comes.
-    fn given_up(whole: usize, piece: usize, every: Duration) -> Option<(Duration, BodyGap)> {
+    /// When and why a body of `whole` bytes times out that comes in pieces of `piece` bytes, one each `every`. `None` =
+    /// all of it comes in time.
+    fn times_out(whole: usize, piece: usize, every: Duration) -> Option<(Duration, BodyGap)> {
         let (mut at, mut came) = (Duration::ZERO, 0);
         while came < whole {
             let (until, gap) = body_deadline(&OPTIONS, at, came);
@@ -696,27 +758,27 @@ pub(in crate::api) mod tests {
     }
 
     #[test]
-    fn a_body_that_dribbles_is_given_up_and_one_that_is_only_slow_is_not() {
+    fn a_body_without_progress_times_out_and_a_slow_one_does_not() {
         let seconds = Duration::from_secs;
         // A byte every three seconds, and a little more often.
         for every in [Duration::from_secs(3), Duration::from_millis(10)] {
-            let (at, gap) = given_up(1 << 20, 1, every).expect("given up");
+            let (at, gap) = times_out(1 << 20, 1, every).expect("times out");
             assert_eq!(gap, BodyGap::TooLittle { bytes_per_s: BODY_RATE, grace: seconds(10) });
             assert!((seconds(10)..seconds(11)).contains(&at), "{at:?}");
         }
-        let (at, gap) = given_up(100, 1, seconds(6)).expect("given up");
+        let (at, gap) = times_out(100, 1, seconds(6)).expect("times out");
         assert_eq!((at, gap), (seconds(5), BodyGap::Nothing { within: seconds(5) }));
         // A small body on a bad line: a packet each four seconds, two of them lost.
-        assert_eq!(given_up(2000, 1000, seconds(4)), None);
+        assert_eq!(times_out(2000, 1000, seconds(4)), None);
         // A long conversation by modem, packet by packet; the largest body by a slow DSL line.
-        assert_eq!(given_up(400 << 10, 1460, Duration::from_millis(350)), None);
-        assert_eq!(given_up(8 << 20, 1460, Duration::from_millis(20)), None);
-        let (at, gap) = given_up(8 << 20, 1460, Duration::from_millis(30)).expect("given up");
+        assert_eq!(times_out(400 << 10, 1460, Duration::from_millis(350)), None);
+        assert_eq!(times_out(8 << 20, 1460, Duration::from_millis(20)), None);
+        let (at, gap) = times_out(8 << 20, 1460, Duration::from_millis(30)).expect("times out");
         assert_eq!((at, gap), (BODY_TIMEOUT, BodyGap::NotAll { within: BODY_TIMEOUT }));
     }
 
     #[tokio::test]
-    async fn processors_go_to_whoever_took_the_least_of_their_time() {
+    async fn processors_go_to_the_client_that_used_the_least_processor_time() {
         let server = Server::new("m", OPTIONS, AccessPolicy::default());
         let processors = std::thread::available_parallelism().map_or(1, |n| n.get());
         // One processor is left for all others.

@@ -52,10 +52,7 @@ pub use http::tls::{Tls, TlsError};
 #[doc(hidden)] // for benches/
 pub use openai::chat::text_chunks;
 pub use openai::models::SUPPORTED_PARAMETERS;
-pub use report::{
-    CourtesyReport, EnergyReport, HeapReport, KernelTime, LiveReport, MemoryReport, ModelReport, NpuReport,
-    Placed, ProcessReport, SelfTested, Submitted,
-};
+pub use report::{CourtesyReport, EnergyReport, LiveReport, ModelReport};
 pub use server::{ModelNames, Options, Server};
 
 use std::future::Future;

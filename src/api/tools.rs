@@ -90,7 +90,7 @@ pub(in crate::api) const TOOL_CHOICE: &str = "tool_choice";
 pub(in crate::api) fn chosen(list: Vec<Tool>, choice: Choice, parallel: bool) -> Result<Tools, ApiError> {
     let place = |at: String, name: &str| {
         list.iter().position(|tool| tool.name == name).ok_or_else(|| {
-            let problem = format!("there is no tool of the name {:?}", short(name));
+            let problem = format!("there is no tool with the name {:?}", short(name));
             ApiError::invalid(at, problem)
         })
     };
@@ -125,7 +125,7 @@ pub(in crate::api) fn add_result(
     Err(ApiError::invalid(at, problem))
 }
 
-/// A tool call of an answer, as far as it has come.
+/// A tool call of an answer, up to its latest piece.
 #[derive(Debug, Clone)]
 pub(in crate::api) struct PartialCall {
     /// An id that no other call has. Each wire format adds its own prefix.
@@ -143,6 +143,14 @@ impl PartialCall {
             }
             CallPiece::Parameters { index, json } => calls[index].arguments.push_str(&json),
         }
+    }
+
+    /// The calls of a complete answer.
+    pub(in crate::api) fn all(pieces: Vec<CallPiece>) -> Vec<Self> {
+        pieces.into_iter().fold(Vec::new(), |mut calls, piece| {
+            Self::push(&mut calls, piece);
+            calls
+        })
     }
 
     /// Whether the arguments are complete, and not cut by the end of the answer.

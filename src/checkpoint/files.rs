@@ -69,6 +69,13 @@ pub struct HeldNames {
     links_out: BTreeMap<PathBuf, PathBuf>,
 }
 
+impl HeldNames {
+    /// The number of open files that belong to these names.
+    pub fn num_files(&self) -> usize {
+        self.paths.len()
+    }
+}
+
 #[derive(Debug, Serialize, Deserialize)]
 enum HeldSource {
     Folder(PathBuf),
@@ -350,30 +357,23 @@ impl ModelFiles {
         Some((HeldNames { name, source, overrides, paths, links_out }, files))
     }
 
-    /// Restores the files that another process held. `files` come from [`ModelFiles::to_parts`], in the same order;
-    /// `embedded` are the files of the embedded model, `archs` as in [`ModelFiles::open`].
+    /// Restores the files that another process held. `files` are those of [`ModelFiles::to_parts`], in the same order,
+    /// `embedded` are the files of the embedded model, and `archs` as in [`ModelFiles::open`].
     pub fn from_parts(
         names: HeldNames,
         files: Vec<File>,
         embedded: &'static [(&'static str, &'static [u8])],
         archs: &'static [&'static GgufArch],
-    ) -> Result<Self, CheckpointError> {
+    ) -> Self {
         let HeldNames { name, source, overrides, paths, links_out } = names;
-        if files.len() != paths.len() {
-            let problem = format!(
-                "received {} open files from the other process; expected {}",
-                files.len(),
-                paths.len()
-            );
-            return Err(CheckpointError::file(name, problem));
-        }
+        assert_eq!(files.len(), paths.len(), "the files of {name}");
         let source = match source {
             HeldSource::Folder(folder) => Source::Folder(folder),
             HeldSource::Gguf(parts) => Source::Gguf(parts),
             HeldSource::Embedded => Source::Embedded(embedded),
         };
         let held = Held::from_parts(paths, links_out, files);
-        Ok(Self { overrides, archs, held: Some(Arc::new(held)), ..Self::new(name, source) })
+        Self { overrides, archs, held: Some(Arc::new(held)), ..Self::new(name, source) }
     }
 
     /// The path at which to open a file: the path of the held file if the files are held, otherwise `path`.

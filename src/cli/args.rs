@@ -15,7 +15,7 @@ use crate::model::tensors::TensorSpec;
 use crate::tensor::{Bits, KvDtype, Precision, QuantizeMode, Scales, Scheme};
 
 #[derive(Debug, Parser)]
-#[command(name = "unicorn", version, about = "A local LLM server: Gemma-3 in Vulkan compute shaders", long_about = None)]
+#[command(name = "unicorn", version, about = "A local LLM server in Vulkan compute shaders", long_about = None)]
 pub struct CommandLine {
     #[command(subcommand)]
     pub command: Command,
@@ -188,7 +188,7 @@ pub enum ConfigCommand {
 /// The options of a command that loads the configured model.
 #[derive(Debug, Clone, Args)]
 pub struct ModelOptions {
-    /// Folder of a Gemma-3 checkpoint, a GGUF file, or the name of a pulled model [default: the demo model in this
+    /// Folder of a checkpoint, a GGUF file, or the name of a pulled model [default: the demo model in this
     /// binary]
     #[arg(long, value_name = "FOLDER|FILE|ORG/NAME")]
     pub model: Option<String>,
@@ -367,7 +367,7 @@ pub struct EvalPerplexity {
 /// The model of `eval`, whose results are compared with other implementations.
 #[derive(Debug, Args)]
 pub struct Evaluated {
-    /// Folder of a Gemma-3 checkpoint, or the name of a pulled model
+    /// Folder of a checkpoint, or the name of a pulled model
     pub model: String,
     #[command(flatten)]
     pub quantize: QuantizeOption,
@@ -877,7 +877,7 @@ pub struct KernelFolder {
 #[derive(Debug, Args)]
 #[command(group = clap::ArgGroup::new("what").required(true))]
 pub struct BuildKernels {
-    /// The model to build for: the folder of a Gemma-3 checkpoint, a GGUF file, or the name of a pulled model
+    /// The model to build for: the folder of a checkpoint, a GGUF file, or the name of a pulled model
     #[arg(long, value_name = "FOLDER|FILE|ORG/NAME", group = "what",
           conflicts_with_all = ["heads_per_group", "window"])]
     pub model: Option<String>,

@@ -14,7 +14,7 @@ use std::thread::{self, Thread};
 use std::time::{Duration, Instant};
 
 use super::doctor::{Machine, Pci, gpus, integrated};
-use super::load::Place;
+use crate::device::Place;
 use crate::engine::{Energy, EnergyCounter};
 
 /// The time between two readings while the engine requests the energy. RAPL's counters change every millisecond, so a

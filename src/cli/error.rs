@@ -5,11 +5,11 @@ use std::path::PathBuf;
 use crate::api::{KeysError, TlsError};
 use crate::checkpoint::CheckpointError;
 use crate::config::ConfigError;
+use crate::device::StartError;
 use crate::engine::{EngineError, SubmitError};
 use crate::gpu::GpuError;
 use crate::hub::HubError;
 use crate::model::RunnerError;
-use crate::model::child_process::ConnectionError;
 use crate::model::config::ConfigError as ModelConfigError;
 use crate::model::load::LoadError;
 use crate::session::SessionError;
@@ -93,20 +93,14 @@ pub enum Error {
     #[cfg(feature = "npu")]
     #[error("{tool}: {problem}")]
     Tool { tool: String, problem: String },
-    /// The device process could not load the model: its message and its exit code.
-    #[error("{0}")]
-    Device(String, u8),
+    #[error(transparent)]
+    Start(#[from] StartError),
     /// The NPU is required, and cannot be used: the doctor's code, and the message.
     #[cfg_attr(not(feature = "npu"), expect(dead_code, reason = "the configuration requires none then"))]
     #[error("the NPU is required (npu.mode), but cannot be used: {message} ({code})")]
     Npu { code: String, message: String },
     #[error("the channel to the device process failed: {0}")]
     Channel(std::io::Error),
-    #[error(
-        "the load was aborted: no progress for {seconds} s ({doing}). `dmesg` may say why the disk or the driver \
-         does not answer; if they are only slow, raise hardware.hang_timeout_s"
-    )]
-    LoadHung { doing: String, seconds: u64 },
     #[error("internal error while loading the model (see the messages above)")]
     LoadPanicked,
     /// The number of problems that the doctor found, which its report lists.
@@ -114,12 +108,6 @@ pub enum Error {
     DoctorProblems(usize),
     #[error("internal error (see the messages above)")]
     Panicked,
-}
-
-impl From<ConnectionError> for Error {
-    fn from(error: ConnectionError) -> Self {
-        Self::Runner(error.into())
-    }
 }
 
 impl Error {
@@ -136,7 +124,8 @@ impl Error {
         const WRONG: u8 = 76;
         const CONFIGURATION: u8 = 78;
         match self {
-            Self::Device(_, code) => *code,
+            Self::Start(StartError::Refused(refusal)) => refusal.exit_code,
+            Self::Start(StartError::Channel(_)) => SYSTEM,
             Self::Npu { code, .. } if ["npu-self-test", "npu-no-output"].contains(&code.as_str()) => WRONG,
             // A restart may help: the NPU may be free or respond then.
             Self::Npu { code, .. }
@@ -145,13 +134,16 @@ impl Error {
             {
                 DEVICE
             }
-            Self::Runner(RunnerError::Wrong(_)) => WRONG,
+            Self::Runner(RunnerError::Wrong(_)) | Self::Start(StartError::Runner(RunnerError::Wrong(_))) => {
+                WRONG
+            }
             Self::Gpu(_)
             | Self::NoMachine(_)
             | Self::Runner(_)
-            | Self::LoadHung { .. }
+            | Self::Start(_)
             | Self::Load(LoadError::Gpu(_) | LoadError::NotResident(_))
-            | Self::Engine(EngineError::Lost(_)) => DEVICE,
+            | Self::Engine(EngineError::Lost(_))
+            | Self::Session(SessionError::Engine(EngineError::Lost(_))) => DEVICE,
             Self::LoadPanicked | Self::Panicked | Self::Engine(_) | Self::Submit(_) | Self::Session(_) => {
                 SOFTWARE
             }

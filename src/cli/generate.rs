@@ -12,7 +12,7 @@ use super::progress::{self, Spinner};
 use super::terminal::print;
 use crate::config::Config;
 use crate::engine::Timings;
-use crate::session::{Delta, End, GenerateRequest, Reason, Service, SessionError};
+use crate::session::{GenerateRequest, Reason, Service};
 use crate::text::{Message, StopMatcher};
 
 /// Prints the answer to `args.prompt` while it is generated.
@@ -64,24 +64,19 @@ pub async fn answer(
             note("(stopped)");
             return Ok(text);
         };
-        let Delta { text: more, end, .. } = answer.push(event);
-        print(&more)?;
-        text.push_str(&more);
-        match end {
-            None => {}
-            Some(End::Finished { reason, timings }) => {
-                print("\n")?;
-                print_statistics(reason, &timings);
-                return Ok(text);
-            }
-            Some(End::Failed(error)) => {
+        let delta = match answer.push(event) {
+            Ok(delta) => delta,
+            Err(error) => {
                 print("\n")?;
                 return Err(error.into());
             }
-            Some(End::OffGrammar(problem)) => {
-                print("\n")?;
-                return Err(SessionError::Grammar(problem).into());
-            }
+        };
+        print(&delta.text)?;
+        text.push_str(&delta.text);
+        if let Some(reason) = delta.end {
+            print("\n")?;
+            print_statistics(reason, &delta.timings);
+            return Ok(text);
         }
     }
 }

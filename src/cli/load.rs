@@ -4,20 +4,15 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use serde::{Deserialize, Serialize};
-
 use super::error::Error;
-use super::loading::Loading;
-use super::npu_start::NpuStart;
-use super::offload::Npu;
-use super::process::resident_bytes;
 use super::progress::Bar;
 use super::terminal::bytes;
 use crate::checkpoint::ModelFiles;
 use crate::config::{self, Config};
+use crate::device::{KernelTime, Loading, NpuReport, OnProgress, kernel_times, resident_bytes};
 use crate::engine::{EnergyCounter, Engine, EngineConfig, EngineHandle, SchedulerConfig};
 use crate::gpu::placement::{Limits, Machine, Placement};
-use crate::gpu::{self, Device, DeviceInfo, DeviceKind, DevicePolicy};
+use crate::gpu::{self, Device, DeviceInfo, DevicePolicy};
 use crate::model::arch;
 use crate::model::config::GenerationConfig;
 use crate::model::draft::{self, Draft, Drafted};
@@ -26,9 +21,10 @@ use crate::model::load::{LoadError, LoadOptions, Progress};
 use crate::model::model_runner::{Loaded, ModelRunner};
 use crate::model::spec::ModelSpec;
 use crate::model::{self, Runner, SamplingOptions, tune};
+use crate::npu::cli::Npu;
 use crate::session::Service;
 use crate::tensor::Precision;
-use crate::text::{ChatFiles, ChatTemplate, Tokenizer};
+use crate::text::{ChatFiles, ChatTemplate, FAMILY, Tokenizer};
 
 /// Longest wait until the engine releases the device.
 const ENGINE_END: Duration = Duration::from_secs(10);
@@ -93,7 +89,7 @@ pub struct Model {
     pub runner: ModelRunner,
     pub draft: Option<Draft>,
     /// The state of the NPU; `None` if `npu.mode` is off.
-    pub npu: Option<NpuStart>,
+    pub npu: Option<NpuReport>,
     pub device: DeviceInfo,
     pub texts: Texts,
 }
@@ -124,8 +120,8 @@ pub fn texts(files: &ModelFiles, config: ModelSpec, generation: &GenerationConfi
     tracing::info!("template {}", template.origin());
 
     let mut stop_token_ids = config.eos_token_ids.clone();
-    // Some configs name only `<eos>`, but the model ends its turns with `<end_of_turn>`.
-    let end_of_turn = tokenizer.token_id("<end_of_turn>");
+    // Some configs do not name the token with which the model ends its turns.
+    let end_of_turn = tokenizer.token_id(FAMILY.end_of_turn);
     stop_token_ids.extend(end_of_turn.filter(|id| !config.eos_token_ids.contains(id)));
     Ok(Texts { tokenizer, template, defaults: generation.sampling_defaults(), stop_token_ids, config })
 }
@@ -177,7 +173,7 @@ pub fn longest_submit(parameter: &str) -> Option<Duration> {
 pub struct OnDevice {
     pub runner: ModelRunner,
     pub draft: Option<Draft>,
-    pub npu: Option<NpuStart>,
+    pub npu: Option<NpuReport>,
 }
 
 /// Loads a model and its draft.
@@ -191,8 +187,8 @@ pub fn on_device(
     sample_below: Option<usize>,
     config: &Config,
     watch: Watch,
-    first_npu: Option<&NpuStart>,
-    report: &mut dyn FnMut(Loading, Option<&Arc<Device>>),
+    first_npu: Option<&NpuReport>,
+    report: OnProgress<'_>,
 ) -> Result<OnDevice, Error> {
     let files = source.files;
     if let Some(synthetic) = source.checkpoint.synthetic() {
@@ -368,10 +364,8 @@ impl Profiler {
     /// (kernel, dispatches, GPU time) since the last call, the longest time first; empty unless the model was loaded
     /// with [`Watch::Kernels`].
     pub fn take(&self) -> Vec<(String, u64, Duration)> {
-        let each = self.0.take_profile().kernels.into_iter();
-        let mut kernels: Vec<_> = each.map(|(name, (n, ns))| (name, n, Duration::from_nanos(ns))).collect();
-        kernels.sort_by_key(|(_, _, time)| std::cmp::Reverse(*time));
-        kernels
+        let tuple = |KernelTime { kernel, dispatches, time }| (kernel, dispatches, time);
+        kernel_times(&self.0).into_iter().map(tuple).collect()
     }
 }
 
@@ -434,11 +428,6 @@ pub fn runner_of(model: ModelRunner, draft: Option<Draft>) -> Box<dyn Runner> {
     }
 }
 
-/// Bytes of one sliding block of a model and its draft together.
-pub fn sliding_block_bytes(model: &ModelRunner, draft: Option<&Draft>) -> u64 {
-    model.sliding_block_bytes() + draft.map_or(0, Draft::sliding_block_bytes)
-}
-
 /// The engine's options for a runner with these limits, whose sliding blocks have `block_bytes` bytes.
 pub fn engine_config(limits: model::Limits, block_bytes: u64, config: &Config, queue: usize) -> EngineConfig {
     let gap = Duration::from_millis(config.engine.token_gap_ms);
@@ -454,20 +443,6 @@ pub fn engine_config(limits: model::Limits, block_bytes: u64, config: &Config, q
     EngineConfig { queue, scheduler, ..EngineConfig::default() }
 }
 
-/// Where the device that computes is in the machine.
-#[derive(Debug, Clone, Default, Serialize, Deserialize)]
-pub struct Place {
-    /// Whether the device is a discrete GPU, whose energy the processor's counters do not include.
-    pub discrete: bool,
-    /// The PCI address, if the driver reports one.
-    pub pci: Option<String>,
-}
-
-/// The place of a device, which selects the source of its energy readings.
-pub fn place(device: &DeviceInfo) -> Place {
-    Place { discrete: device.kind == DeviceKind::Discrete, pci: device.pci.clone() }
-}
-
 /// Starts the engine on a model and its draft, if there is one. `energy` is the source of the energy that answers
 /// report.
 pub fn engine(
@@ -477,7 +452,7 @@ pub fn engine(
     queue: usize,
     energy: Option<Arc<dyn EnergyCounter>>,
 ) -> EngineHandle {
-    let block_bytes = sliding_block_bytes(&model, draft.as_ref());
+    let block_bytes = model.sliding_block_bytes() + draft.as_ref().map_or(0, Draft::sliding_block_bytes);
     let config = EngineConfig { energy, ..engine_config(model.limits(), block_bytes, config, queue) };
     Engine::start(runner_of(model, draft), config)
 }

@@ -12,27 +12,16 @@ mod config_command;
 pub(crate) mod configuration;
 mod device_process;
 mod devices;
-mod doctor;
-mod energy;
+pub(crate) mod doctor;
+pub(crate) mod energy;
 pub(crate) mod error;
 mod eval;
 mod generate;
 mod inspect;
 pub(crate) mod load;
-mod loading;
 pub(crate) mod log;
 mod manual;
 pub(crate) mod models;
-#[cfg(feature = "npu")]
-mod npu;
-#[cfg(feature = "npu")]
-pub(crate) mod npu_process;
-mod npu_start;
-#[cfg(feature = "npu")]
-mod offload;
-#[cfg(not(feature = "npu"))]
-#[path = "without_npu.rs"]
-mod offload;
 mod plan;
 pub(crate) mod process;
 pub(crate) mod progress;
@@ -57,6 +46,7 @@ use progress::EraseOnInterrupt;
 use serve::Reload;
 
 use crate::config::Config;
+use crate::npu::cli as npu;
 
 /// Runs the process's command line.
 pub fn main() -> ExitCode {
@@ -157,10 +147,7 @@ fn run(mut command: Command, mut configured: Configured, log: &Log) -> Result<()
         Command::Npu(args::Npu::BuildKernels(args)) => npu::build_kernels(config, &args),
         #[cfg(feature = "npu")]
         Command::Npu(args::Npu::List(args)) => npu::list(config, &args.folder),
-        #[cfg(feature = "npu")]
-        Command::NpuProcess => npu_process::npu_process(),
-        #[cfg(not(feature = "npu"))]
-        Command::NpuProcess => Err(Error::Argument("this program was built without the feature npu".into())),
+        Command::NpuProcess => npu::npu_process(),
         Command::Models(Models::List(args)) => models::list(config, args.json),
         Command::Models(Models::Rm(args)) => models::remove(config, &args.name, args.yes),
     }

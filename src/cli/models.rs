@@ -15,6 +15,7 @@ use super::log;
 use super::terminal::{bytes, print};
 use crate::config::Config;
 use crate::hub::{Cache, HubError, ModelName, standard_cache};
+use crate::model::arch;
 use crate::text::visible;
 
 /// The cache that `unicorn pull` writes to.
@@ -145,7 +146,8 @@ fn not_a_model(caches: &[Cache], text: &str) -> Error {
     };
     Error::Argument(format!(
         "{text}: there is no such file or folder, and a model of the hub has a name like ORG/NAME; {here}; \
-         `unicorn pull ORG/NAME` downloads one, for example google/gemma-3-4b-it"
+         `unicorn pull ORG/NAME` downloads one, for example {}",
+        arch::hub_example()
     ))
 }
 

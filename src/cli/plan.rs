@@ -8,14 +8,13 @@ use serde_json::json;
 use super::args::{self, Class, Target};
 use super::error::Error;
 use super::load::{self, Room};
-use super::offload;
 use super::terminal::{bytes, print};
 use crate::config::Config;
 use crate::model::arch;
 use crate::model::load::check_draft;
 use crate::model::memory::{DoesNotFit, DraftMemoryRequest, Fit, MemoryRequest, Schemes, quantize_modes};
-use crate::model::spec::ModelSpec;
-use crate::model::spec::Shape;
+use crate::model::spec::{ModelSpec, Shape};
+use crate::npu;
 use crate::tensor::{QuantizeMode, Scheme};
 
 /// The model to plan for.
@@ -103,7 +102,7 @@ fn request<'a>(subject: &'a Subject, config: &Config, room: &Room) -> MemoryRequ
         max_batch_tokens: config.engine.prefill_chunk,
         max_shard_bytes: room.machine.max_allocation_bytes / 2,
         moments: false,
-        offload: offload::planned(config, &subject.config),
+        offload: npu::cli::planned(config, &subject.config),
         draft: subject
             .draft
             .as_ref()

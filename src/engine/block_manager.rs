@@ -1,6 +1,6 @@
 //! The pools of KV blocks, the sequences' block tables, and the prefix cache.
 //!
-//! There are two pools, because Gemma-3 has two kinds of layers: a full layer needs every token of a sequence, a
+//! There are two pools, because models have two kinds of layers: a full layer needs every token of a sequence, a
 //! sliding layer only those of a window. The [`BlockTable`] of a sequence has a block of each pool for every
 //! `block_size` positions. Sliding blocks before the window are released while the sequence runs.
 //!

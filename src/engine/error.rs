@@ -55,10 +55,10 @@ pub enum EngineError {
         "the GPU was lost twice while it computed this request; the second time, it computed nothing else: {0}"
     )]
     LostTwice(String),
-    /// A required NPU failed while it computed the attention of this request's prompt. The text begins with the code of
+    /// A required coprocessor failed while it computed the attention of this request's prompt. The text begins with the code of
     /// the failure.
-    #[error("the NPU failed while it computed this request: {0}")]
-    Offload(String),
+    #[error("a coprocessor failed while it computed this request: {0}")]
+    Coprocessor(String),
     #[error("the server is shutting down")]
     ShuttingDown,
     #[error("the answer was not read fast enough: {EVENTS} tokens for each answer waited for the client")]

@@ -14,10 +14,9 @@ use tokio::sync::mpsc as events;
 use super::answer::{Answer, Clock, Event};
 use super::energy::EnergyCounter;
 use super::error::{EngineError, SubmitError};
-use super::mask::SharedMask;
 use super::request::{EVENTS, MAX_QUEUE, Request};
 use super::scheduler::SchedulerConfig;
-use super::sequence::{Fork, Sequence};
+use super::sequence::Sequence;
 use super::shared::{EngineState, Permit, Shared, Signs, Stats};
 use super::step_loop::{EndGuard, Message, StepLoop, Submitted};
 use super::supervised::SupervisedRunner;
@@ -138,15 +137,7 @@ impl EngineHandle {
         let prompt_n = request.prompt.len();
         // Drops stop ids outside the vocabulary: the model can never draw them.
         let sampling = request.sampling.within(self.shared.limits.vocab_size);
-        let mut sequence = Sequence::new(id, request.prompt, sampling, max_tokens);
-        sequence.seed = request.seed;
-        sequence.client = request.client;
-        sequence.priority = request.priority;
-        sequence.cache_salt = request.cache_salt;
-        sequence.mask = request.mask.map(SharedMask::new);
-        sequence.prompt_logprobs = request.prompt_logprobs;
-        sequence.pooling = request.pooling;
-        sequence.forks = (id + 1..).zip(request.more_seeds).map(|(id, seed)| Fork { id, seed }).collect();
+        let sequence = Sequence::new(id, Request { sampling, ..request }, max_tokens);
         let failure = Arc::new(OnceLock::new());
         let stopped: Arc<[AtomicBool]> = (0..choices).map(|_| AtomicBool::new(false)).collect();
         let answers = (0..choices)

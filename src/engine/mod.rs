@@ -11,7 +11,7 @@
 //! Steps do not overlap in three cases:
 //!
 //! - [`EngineHandle::set_courtesy`] bounds the engine's share of the device's time.
-//! - An NPU computes part of the attention of a prompt. The runner waits for the NPU while it submits such a step. So
+//! - A coprocessor computes part of the attention of a prompt. The runner waits for the coprocessor while it submits such a step. So
 //!   the engine submits the step only when no other step is in flight; otherwise the results of that other step would
 //!   be late.
 //! - A sequence wants tokens of a draft model. The draft model drafts the ids after the last known id, and one step of
@@ -28,8 +28,8 @@
 //! losses within a minute that no sequence explains. Without a factory, it ends after the first loss. Then all requests
 //! that run or wait get [`EngineError::Lost`], and so does every later [`EngineHandle::submit`].
 //!
-//! The failure of a required NPU is not a loss of the device. The request whose prompt the NPU failed to
-//! compute gets [`EngineError::Offload`] immediately. The others continue with another runner.
+//! The failure of a required coprocessor is not a loss of the device. The request whose prompt the coprocessor failed to
+//! compute gets [`EngineError::Coprocessor`] immediately. The others continue with another runner.
 //!
 //! A panic of the engine's thread ends the engine with [`EngineError::Bug`]. The scheduler panics if a request waits
 //! and nothing can be scheduled for it. Clients get either error before the runner is dropped. [`EngineHandle::ended`]

@@ -7,7 +7,7 @@ use super::answer::{Ended, FinishReason};
 use super::block_manager::BlockTable;
 use super::error::EngineError;
 use super::mask::{PendingMask, SharedMask};
-use super::request::{CacheSalt, ClientId, Priority};
+use super::request::{Priority, Request};
 use super::speculation::{Adaptive, Drafter, Drafts, Lookup};
 use crate::model::{Draw, Logprobs, SamplingParams};
 
@@ -31,23 +31,15 @@ pub struct Sequence {
     /// The id that the sequence began with, by which steps in flight refer to it. `id` changes if the answer with that
     /// id is removed and a fork takes its place.
     pub(super) begun_as: SequenceId,
-    pub client: ClientId,
-    pub priority: Priority,
-    pub cache_salt: CacheSalt,
+    /// The request. Its prompt, mask and additional seeds are moved to `tokens`, `mask` and `forks`. A pooled prompt
+    /// bypasses the prefix cache: the cache has no hidden states, and an embedded text is rarely the beginning of a chat.
+    pub request: Request,
     /// The prompt, and the ids of the answer that are known.
     pub tokens: Vec<u32>,
     pub prompt_len: usize,
-    /// How the ids are drawn; forks share the parameters.
-    pub sampling: Arc<SamplingParams>,
-    pub seed: u64,
+    /// The limit of this answer, which the context may have lowered.
     pub max_tokens: usize,
     pub mask: Option<SharedMask>,
-    /// Like [`SamplingParams::logprobs`], for all ids of the prompt except the first. Only the parent of forks has
-    /// them.
-    pub prompt_logprobs: Option<usize>,
-    /// Requests the mean of the prompt's hidden states instead of an answer. Such a prompt bypasses the prefix cache:
-    /// the cache has no hidden states, and an embedded text is rarely the beginning of a chat.
-    pub pooling: bool,
     /// Additional answers, which become separate sequences when the prompt is submitted.
     pub forks: Vec<Fork>,
     /// The number of the sequence in the order of arrival. Forks have the number of their parent.
@@ -92,29 +84,20 @@ pub struct Sequence {
 }
 
 impl Sequence {
-    /// One answer of at most `max_tokens` ids to `prompt`, with interactive priority, client 0, seed 0 and the empty
-    /// salt.
-    pub fn new(
-        id: SequenceId,
-        prompt: Vec<u32>,
-        sampling: impl Into<Arc<SamplingParams>>,
-        max_tokens: usize,
-    ) -> Self {
+    /// The answers to a request, each of at most `max_tokens` ids. The first has the id `id`, and the others have the ids
+    /// after it.
+    pub fn new(id: SequenceId, mut request: Request, max_tokens: usize) -> Self {
+        let tokens = std::mem::take(&mut request.prompt);
+        let seeds = std::mem::take(&mut request.more_seeds);
         Self {
             id,
             begun_as: id,
-            client: 0,
-            priority: Priority::default(),
-            cache_salt: CacheSalt::default(),
-            prompt_len: prompt.len(),
-            tokens: prompt,
-            sampling: sampling.into(),
-            seed: 0,
+            prompt_len: tokens.len(),
+            tokens,
             max_tokens,
-            mask: None,
-            prompt_logprobs: None,
-            pooling: false,
-            forks: Vec::new(),
+            mask: request.mask.take().map(SharedMask::new),
+            forks: (id + 1..).zip(seeds).map(|(id, seed)| Fork { id, seed }).collect(),
+            request,
             arrival: 0,
             slot: None,
             fork_slots: Vec::new(),
@@ -151,8 +134,8 @@ impl Sequence {
         };
         let kinds = [
             (self.mask.is_some(), ", masked"),
-            (self.prompt_logprobs.is_some(), ", scored"),
-            (self.pooling, ", pooled"),
+            (self.request.prompt_logprobs.is_some(), ", scored"),
+            (self.request.pooling, ", pooled"),
             (self.speculating, ", speculating"),
         ];
         let kinds: String = kinds.into_iter().filter(|(is, _)| *is).map(|(_, name)| name).collect();
@@ -176,7 +159,7 @@ impl Sequence {
 
     /// The class with which the sequence is scheduled. For its blocks in the cache, `priority` counts instead.
     pub(super) fn class(&self) -> Priority {
-        if self.promoted { Priority::Interactive } else { self.priority }
+        if self.promoted { Priority::Interactive } else { self.request.priority }
     }
 
     /// The sequence's position in the line for blocks: the sequence with the largest position is preempted first.
@@ -209,12 +192,10 @@ impl Sequence {
 
     /// Turns a fork into a separate sequence, with one of the slots reserved for forks and the blocks of `table`.
     pub(super) fn fork(&mut self, fork: Fork, table: BlockTable) -> Sequence {
-        let sampling = Arc::clone(&self.sampling);
-        let mut child = Sequence::new(fork.id, self.tokens.clone(), sampling, self.max_tokens);
-        child.seed = fork.seed;
-        child.client = self.client;
-        child.priority = self.priority;
-        child.cache_salt = self.cache_salt.clone();
+        // The parent scores the prompt.
+        let request = Request { prompt: self.tokens.clone(), prompt_logprobs: None, ..self.request.clone() };
+        let mut child = Sequence::new(fork.id, request, self.max_tokens);
+        child.request.seed = fork.seed;
         child.mask.clone_from(&self.mask);
         child.arrival = self.arrival;
         child.slot = Some(self.fork_slots.pop().expect("a slot is reserved for each fork"));
@@ -231,7 +212,7 @@ impl Sequence {
     pub(super) fn take(&mut self, drawn: Option<u32>) -> (Option<u32>, Option<Ended>) {
         let Some(id) = drawn else { return (None, Some(Err(EngineError::NotFinite))) };
         self.tokens.push(id);
-        if self.sampling.stop_token_ids.contains(&id) {
+        if self.request.sampling.stop_token_ids.contains(&id) {
             return (None, Some(Ok(FinishReason::Stop(id))));
         }
         let answer = &self.tokens[self.prompt_len..];
@@ -262,18 +243,18 @@ impl Sequence {
     /// The number of ids before the next tokens that the history of the slot lacks, because they came from the prefix
     /// cache. 0 without penalties, which need the history.
     pub(super) fn missing_history(&self) -> usize {
-        if self.fresh && self.sampling.penalizes() { self.submitted } else { 0 }
+        if self.fresh && self.request.sampling.penalizes() { self.submitted } else { 0 }
     }
 
     /// The number of next tokens after which an id of the prompt must be scored.
     pub(super) fn unscored(&self) -> usize {
-        let is_scored = self.prompt_logprobs.is_some() && !self.pooling;
+        let is_scored = self.request.prompt_logprobs.is_some() && !self.request.pooling;
         if is_scored { (self.prompt_len - 1).saturating_sub(self.submitted) } else { 0 }
     }
 
     /// Whether the rest of the prompt must be computed even if the prefix cache has it.
     pub(super) fn bypasses_cache(&self) -> bool {
-        self.pooling || self.unscored() > 0
+        self.request.pooling || self.unscored() > 0
     }
 
     /// A draw that scores the prompt's id at `position`. It follows token `token` of sequence `sequence` of a batch. A
@@ -290,7 +271,7 @@ impl Sequence {
             seed: 0,
             prompt_len: self.prompt_len,
             masked: false,
-            logprobs: self.prompt_logprobs,
+            logprobs: self.request.prompt_logprobs,
         }
     }
 
@@ -321,7 +302,7 @@ impl Sequence {
 
     /// The log probabilities of the prompt's ids. Only the first call returns them.
     pub(super) fn take_scores(&mut self) -> Option<Vec<Logprobs>> {
-        self.prompt_logprobs.take().map(|_| std::mem::take(&mut self.scores))
+        self.request.prompt_logprobs.take().map(|_| std::mem::take(&mut self.scores))
     }
 
     pub(super) fn adaptive(&mut self, drafter: Drafter) -> &mut Adaptive {
@@ -342,11 +323,11 @@ impl Sequence {
             sequence,
             token,
             slot: self.slot.expect("a running sequence has a slot"),
-            params: Arc::clone(&self.sampling),
-            seed: self.seed,
+            params: Arc::clone(&self.request.sampling),
+            seed: self.request.seed,
             prompt_len: self.prompt_len,
             masked: self.mask.is_some(),
-            logprobs: self.sampling.logprobs,
+            logprobs: self.request.sampling.logprobs,
         }
     }
 }

@@ -33,9 +33,9 @@ pub struct Stats {
     pub host_ns: u64,
     /// How often the device was lost.
     pub losses: u64,
-    /// How often a required NPU failed.
-    pub unit_failures: u64,
-    /// How many answers were computed again after losses of the device and failures of the NPU.
+    /// How often a required coprocessor failed.
+    pub coprocessor_failures: u64,
+    /// How many answers were computed again after losses of the device and failures of the coprocessor.
     pub replays: u64,
     /// Time from these failures until the device worked again.
     pub recovery_ns: u64,
@@ -50,7 +50,7 @@ pub enum EngineState {
     Unloaded,
     /// The model is being loaded again for a waiting request.
     Loading,
-    /// The device was lost, or a required NPU failed. The model is being loaded again, and then the answers in
+    /// The device was lost, or a required coprocessor failed. The model is being loaded again, and then the answers in
     /// progress continue.
     Recovering,
     /// The engine has ended. [`EngineHandle::ended`](super::EngineHandle::ended) returns the reason.

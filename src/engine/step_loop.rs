@@ -34,13 +34,13 @@ struct InFlight {
     submitted: Instant,
 }
 
-/// A failure of the device or the NPU.
+/// A failure of the device or the coprocessor.
 struct Failure {
     error: RunnerError,
     /// The sequences of the steps that were submitted.
     sequences: Vec<SequenceId>,
-    /// The sequences whose prompt the NPU failed to compute. Only they are affected by a failure of the NPU.
-    failed_on_npu: Vec<SequenceId>,
+    /// The sequences whose prompt the coprocessor failed to compute. Only they are affected by a failure of the coprocessor.
+    failed_prompts: Vec<SequenceId>,
 }
 
 /// The engine thread's state.
@@ -121,23 +121,23 @@ impl StepLoop {
     }
 
     /// Starts another runner, if that is allowed. Returns false if the engine must end.
-    fn recover(&mut self, Failure { error, sequences, failed_on_npu }: &Failure) -> bool {
+    fn recover(&mut self, Failure { error, sequences, failed_prompts }: &Failure) -> bool {
         if self.shared.aborted.load(Ordering::Acquire) {
             return false; // the error is a result of the abort
         }
         self.in_flight.clear();
         self.held = None;
-        let is_npu = matches!(error, RunnerError::Offload(_));
-        self.stats.losses += u64::from(!is_npu);
-        self.stats.unit_failures += u64::from(is_npu);
-        let at_fault = match is_npu {
-            true => self.scheduler.restart_without(failed_on_npu),
+        let is_coprocessor = matches!(error, RunnerError::Coprocessor(_));
+        self.stats.losses += u64::from(!is_coprocessor);
+        self.stats.coprocessor_failures += u64::from(is_coprocessor);
+        let at_fault = match is_coprocessor {
+            true => self.scheduler.restart_without(failed_prompts),
             false => self.scheduler.restart(sequences),
         };
         // A client that gets the error must find the failure in the counts.
         self.publish();
-        // A failure of the NPU is explained even if the client of its prompt has left and `at_fault` is empty.
-        if !self.runner.may_recover(!at_fault.is_empty() || is_npu && !sequences.is_empty()) {
+        // A failure of the coprocessor is explained even if the client of its prompt has left and `at_fault` is empty.
+        if !self.runner.may_recover(!at_fault.is_empty() || is_coprocessor && !sequences.is_empty()) {
             self.end_lost(error);
             return false;
         }
@@ -146,7 +146,7 @@ impl StepLoop {
         for id in at_fault {
             let answer = self.answers.remove(&id).expect("every sequence has an answer");
             answer.fail(match error {
-                RunnerError::Offload(words) => EngineError::Offload(words.clone()),
+                RunnerError::Coprocessor(words) => EngineError::Coprocessor(words.clone()),
                 lost => EngineError::LostTwice(lost.to_string()),
             });
         }
@@ -157,8 +157,8 @@ impl StepLoop {
         for id in siblings {
             self.remove(id);
         }
-        let prefix = if is_npu { "the NPU failed: " } else { "" };
-        let suffix = if is_npu { "" } else { ", those of the failed steps one at a time" };
+        let prefix = if is_coprocessor { "a coprocessor failed: " } else { "" };
+        let suffix = if is_coprocessor { "" } else { ", those of the failed steps one at a time" };
         tracing::error!(
             "{prefix}{error}; loading the model again, then {} answers continue{suffix}",
             self.answers.len()
@@ -169,8 +169,8 @@ impl StepLoop {
         self.stats.recovery_ns += began.elapsed().as_nanos() as u64;
         if is_back {
             let seconds = began.elapsed().as_secs_f64();
-            match is_npu {
-                true => tracing::info!("the model and its NPU work again after {seconds:.1} s"),
+            match is_coprocessor {
+                true => tracing::info!("the model and its coprocessor work again after {seconds:.1} s"),
                 false => tracing::info!("the GPU works again after {seconds:.1} s"),
             }
         }
@@ -265,7 +265,7 @@ impl StepLoop {
                 self.shared.set_finished();
                 true
             }
-            Err(error) => self.recover(&Failure { error, sequences: Vec::new(), failed_on_npu: Vec::new() }),
+            Err(error) => self.recover(&Failure { error, sequences: Vec::new(), failed_prompts: Vec::new() }),
         }
     }
 
@@ -290,11 +290,11 @@ impl StepLoop {
     fn failure(&self, error: RunnerError, step: Option<&Step>) -> Failure {
         let steps = || self.in_flight.iter().map(|in_flight| &in_flight.step).chain(step);
         let sequences = self.scheduler.sequences_in(steps());
-        // At most one step in flight has a prompt that the NPU computes.
-        let on_npu =
-            steps().filter(|_| matches!(error, RunnerError::Offload(_))).find_map(Step::shared_prompt);
-        let failed_on_npu = self.scheduler.sequences_of(on_npu);
-        Failure { error, sequences, failed_on_npu }
+        // At most one step in flight has a prompt that the coprocessor computes.
+        let on_coprocessor =
+            steps().filter(|_| matches!(error, RunnerError::Coprocessor(_))).find_map(Step::shared_prompt);
+        let failed_prompts = self.scheduler.sequences_of(on_coprocessor);
+        Failure { error, sequences, failed_prompts }
     }
 
     /// Submits as many steps as may be in flight, waits for the oldest one, and commits it. Returns the time that it
@@ -322,10 +322,10 @@ impl StepLoop {
                     step
                 }
             };
-            // While the runner submits such a step, it waits for the NPU. The results of a step in flight would be
+            // While the runner submits such a step, it waits for the coprocessor. The results of a step in flight would be
             // delayed by that wait, and its measured time and energy would include those of this step.
-            let has_npu = self.runner.loaded().attention_path() != 0;
-            if has_npu && !self.in_flight.is_empty() && step.shared_prompt().is_some() {
+            let has_coprocessor = self.runner.loaded().attention_path() != 0;
+            if has_coprocessor && !self.in_flight.is_empty() && step.shared_prompt().is_some() {
                 self.held = Some(step);
                 break;
             }
@@ -376,7 +376,7 @@ impl StepLoop {
             Ok(None) => return Ok(None),
             Err(error) => {
                 let sequences = self.scheduler.draft_requests().into_iter().map(|(id, _)| id).collect();
-                return Err(Failure { error, sequences, failed_on_npu: Vec::new() });
+                return Err(Failure { error, sequences, failed_prompts: Vec::new() });
             }
         };
         self.scheduler.set_attention_path(self.runner.loaded().attention_path());

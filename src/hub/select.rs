@@ -104,7 +104,7 @@ fn choose(name: &ModelName, problem: &'static str, among: Vec<Gguf>) -> HubError
     HubError::Choose { name: name.clone(), problem, files }
 }
 
-/// Whether a path ends in a quantization tag: `Q4_0` matches `gemma-3-27b-it-q4_0.gguf`.
+/// Whether a path ends in a quantization tag: `Q4_0` matches `model-27b-it-q4_0.gguf`.
 fn ends_in_tag(path: &str, tag: &str) -> bool {
     let stem = stem(path);
     let stem = part_of(stem).map_or(stem, |(name, _)| name).to_ascii_lowercase();

@@ -44,7 +44,7 @@ impl Activations {
     }
 
     /// The memory of the first `rows` rows. Panics if there are fewer rows, or if the width is not `width`.
-    pub(super) fn used(&self, rows: usize, width: usize, what: &str) -> Buffer {
+    pub(crate) fn used(&self, rows: usize, width: usize, what: &str) -> Buffer {
         assert_eq!(self.width, width, "{what}: width");
         words(&self.buffer, rows * self.stride, what)
     }
@@ -141,7 +141,7 @@ pub struct Heads {
 }
 
 /// The first `count` 32-bit words of a buffer. Panics if the buffer is smaller.
-pub(super) fn words(buffer: &Buffer, count: usize, what: &str) -> Buffer {
+pub(crate) fn words(buffer: &Buffer, count: usize, what: &str) -> Buffer {
     assert!(buffer.size() >= 4 * count as u64, "{what}: {count} words do not fit");
     buffer.slice(0, 4 * count as u64)
 }

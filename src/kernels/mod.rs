@@ -5,7 +5,6 @@
 
 mod arrays;
 mod attention;
-mod offload;
 pub(crate) mod operand;
 mod peak;
 pub(crate) mod pipelines;
@@ -20,7 +19,6 @@ pub use arrays::{
     RmsNorm, ShareArrays, StepArrays,
 };
 pub use attention::{Item, PartItems, Room, Run, Shares, Splits, partial_width};
-pub use offload::{GatheredKeys, OffloadKernels};
 pub use operand::{ActivationsFrom, GpuTiles, Matrices, Operand, Quantized, SubgroupTile, Tiles, Wants};
 pub use peak::Peak;
 pub use pipelines::all_pipelines;
@@ -33,7 +31,7 @@ pub use weights::{Embedding, Matrix, UploadError};
 use std::ops::Range;
 use std::sync::Arc;
 
-use self::arrays::words;
+pub(crate) use self::arrays::words;
 use self::attention::items_of;
 use self::operand::Products;
 use self::pipelines::{attention_constants, attention_of};

@@ -54,10 +54,7 @@ fn run(command: &Command, config: &Config) -> Result<(), Error> {
         Command::Model(args) => model::model(config, args),
         Command::Synth(args) => synth::synth(args),
         Command::Soak(args) => soak::soak(args),
-        #[cfg(feature = "npu")]
-        Command::NpuProcess => crate::cli::npu_process::npu_process(),
-        #[cfg(not(feature = "npu"))]
-        Command::NpuProcess => Err(Error::Argument("this program was built without the feature npu".into())),
+        Command::NpuProcess => crate::npu::cli::npu_process(),
     }
 }
 

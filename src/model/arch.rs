@@ -64,6 +64,11 @@ pub fn read(config: &Value, file_name: &str) -> Result<ModelSpec, ConfigError> {
     }
 }
 
+/// The name of a published model on the hub, for messages.
+pub fn hub_example() -> &'static str {
+    ARCHS[0].hub_example
+}
+
 /// The published sizes of all architectures.
 pub fn shapes() -> impl Iterator<Item = Shape> {
     ARCHS.iter().flat_map(|arch| arch.shapes.iter().copied())

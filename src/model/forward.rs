@@ -152,7 +152,7 @@ impl ModelRunner {
     }
 
     /// The result of a layer's attention for some rows, in the form in which the output projection wants it.
-    pub(super) fn attended(&self, index: usize, rows: &Range<usize>) -> Operand {
+    pub(crate) fn attended(&self, index: usize, rows: &Range<usize>) -> Operand {
         let Scratch { attended, attended_blocks, .. } = &self.scratch;
         Operand::new(self.layers[index].wants.output, &attended.rows(rows), attended_blocks)
     }
@@ -172,7 +172,7 @@ impl ModelRunner {
     }
 
     /// What a layer computes before attention: queries, keys and values.
-    pub(super) fn record_projections(
+    pub(crate) fn record_projections(
         &self,
         recorder: &mut Recorder<'_>,
         index: usize,
@@ -200,7 +200,7 @@ impl ModelRunner {
     }
 
     /// What a layer computes behind attention.
-    pub(super) fn record_rest(&self, recorder: &mut Recorder<'_>, index: usize, rows: Range<usize>) {
+    pub(crate) fn record_rest(&self, recorder: &mut Recorder<'_>, index: usize, rows: Range<usize>) {
         let layer = &self.layers[index];
         let (kernels, tokens) = (&self.kernels, rows.len());
         let scratch = self.scratch.rows(&rows);

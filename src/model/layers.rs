@@ -11,34 +11,34 @@ use crate::gpu::{Arena, Buffer, GpuError};
 use crate::kernels::{Activations, Attention, Logits, Matrix, Partials, Quantized, RmsNorm, Wants};
 
 /// The weights of one layer on the device, with its KV cache.
-pub(super) struct DeviceLayer {
+pub(crate) struct DeviceLayer {
     /// The pool of its KV blocks.
-    pub(super) pool: BlockPool,
-    pub(super) attention: Attention,
+    pub(crate) pool: BlockPool,
+    pub(crate) attention: Attention,
     pub(super) projections: Projections<Matrix>,
     pub(super) norms: Norms<RmsNorm>,
     /// The form in which each group of matrices takes its input.
     pub(super) wants: Inputs<Wants>,
     /// For calibration: sums of the squares of each group's input, an f32 for each column.
-    pub(super) moments: Option<Inputs<Buffer>>,
+    pub(crate) moments: Option<Inputs<Buffer>>,
 }
 
 /// Activations of a step, `[max_batch_tokens, ..]` f32 each.
 #[derive(Clone)]
-pub(super) struct Scratch {
+pub(crate) struct Scratch {
     /// The residual stream, `[hidden_size]`.
     pub(super) hidden: Activations,
     /// A normed copy of the residual stream, `[hidden_size]`, and the output of the last sublayer, `[hidden_size]`.
     pub(super) normed: Activations,
     pub(super) delta: Activations,
     /// Queries, and the result of attention, `[num_attention_heads * head_dim]`.
-    pub(super) q: Activations,
+    pub(crate) q: Activations,
     pub(super) attended: Activations,
     /// Keys, and values, `[num_key_value_heads * head_dim]`.
     pub(super) k: Activations,
     pub(super) v: Activations,
     /// Partials of attention, which have slots and no row per token.
-    pub(super) partials: Partials,
+    pub(crate) partials: Partials,
     /// The gate's product, which becomes the gated product, and the up product, `[intermediate_size]`.
     pub(super) gate: Activations,
     pub(super) up: Activations,

@@ -67,7 +67,7 @@ pub struct LoadOptions {
     pub moments: bool,
     /// The largest allocation of weights. Tests use it to cut small matrices into shards.
     pub max_shard_bytes: Option<u64>,
-    /// The room for a unit that computes some of the attention of prompts ([`ModelRunner::attach_offload`]); none by default.
+    /// The buffers to reserve for a coprocessor; `None` by default.
     pub offload: Option<OffloadLimits>,
 }
 
@@ -129,7 +129,7 @@ pub enum LoadError {
     ContextTooLong { wanted: usize, longest: usize, whose: &'static str },
     #[error("{0}")]
     Option(String),
-    /// A unit that computes attention cannot be attached.
+    /// The coprocessor cannot be attached.
     #[error(transparent)]
     Offload(#[from] OffloadError),
 }
@@ -459,7 +459,7 @@ impl<'a> Load<'a> {
             }
         };
         let offload_buffers = match (options.offload, of) {
-            (Some(limits), None) => Some(OffloadBuffers::new(self.device, arena, config, heads, limits)?),
+            (Some(limits), None) => Some(OffloadBuffers::new(arena, config, limits)?),
             _ => None,
         };
         // The draft model draws no id that the model has no row for.
@@ -536,7 +536,7 @@ impl<'a> Load<'a> {
             self_test,
             layer_values: source.layer_values(options)?,
             offload_buffers,
-            offload: None,
+            coprocessor: None,
             trial_layers: usize::MAX,
             in_flight: VecDeque::new(),
             closing: None,

@@ -114,7 +114,7 @@ pub struct MemoryRequest<'a> {
     pub max_shard_bytes: u64,
     /// Whether the load makes room for the sums of squares of each layer's matrix inputs.
     pub moments: bool,
-    /// The room for a unit that computes some of the attention of prompts, if there is one.
+    /// The buffers to reserve for a coprocessor.
     pub offload: Option<OffloadLimits>,
     /// The draft model, if there is one.
     pub draft: Option<DraftMemoryRequest<'a>>,
@@ -601,7 +601,7 @@ pub(super) fn quantized(c: &ModelSpec, tokens: usize) -> [(&'static str, usize, 
 }
 
 /// The heads that the kernels of a model are made for.
-pub(super) fn heads_of(c: &ModelSpec, kv: KvDtype) -> Heads {
+pub(crate) fn heads_of(c: &ModelSpec, kv: KvDtype) -> Heads {
     Heads { group: c.num_attention_heads / c.num_key_value_heads, head_dim: c.head_dim, kv }
 }
 
@@ -657,7 +657,7 @@ pub(super) const LEAST_ROWS: usize = 8;
 pub(super) fn shares_bytes(limits: &Limits) -> [u64; 4] {
     let (tokens, room) = (limits.max_batch_tokens, partials(limits.max_batch_tokens));
     let items = |slots: usize| (slots * size_of::<Item>()) as u64;
-    // The rows that are shared with another unit begin and end anywhere, which makes two parts more.
+    // The rows in which a coprocessor takes part begin and end anywhere, which makes two more parts.
     let parts = 3 + tokens.div_ceil(LEAST_ROWS) as u64;
     [items(room.single), items(room.tiles), 2 * INDIRECT_BYTES * parts, 8 * tokens as u64]
         .map(|bytes| bytes.next_multiple_of(256))

@@ -2,10 +2,8 @@
 //!
 //! This module refuses to know requests, queues or clocks: the engine above hands it a [`Batch`] of plain arrays.
 
-pub mod child_process;
 pub mod arch;
 pub mod config;
-pub mod device_process;
 pub mod draft;
 mod evaluate;
 mod forward;
@@ -15,25 +13,24 @@ mod layer_check;
 mod layers;
 pub mod load;
 pub mod memory;
-#[cfg(feature = "npu")]
-pub mod npu_process;
 pub mod offload;
-mod rates;
+pub(crate) mod rates;
 pub mod rig;
 mod runner;
 mod sampling;
 #[doc(hidden)]
 pub mod self_test;
-mod sharing;
 pub mod spec;
-mod step;
-mod submits;
+pub(crate) mod step;
+pub(crate) mod submits;
 pub mod tensors;
 pub mod tune;
 pub mod twin;
 pub mod weights;
 
 pub use crate::gpu::Counts;
+pub(crate) use offload::longest_chunk;
+pub(crate) use runner::words;
 pub use runner::{
     Batch, BatchSequence, BlockCopy, BlockPool, DraftRequest, Draw, HistoryCopy, Input, KvLimits, Limits,
     Logprobs, MAX_BIASES, MAX_LOGPROBS, Pooling, Runner, RunnerError, RunnerFactory, Sampled, Sampling,

@@ -1,4 +1,4 @@
-//! Gemma-3 on the device. `load` loads it once; then it runs steps, whose forward pass `forward` records.
+//! A model on the device. `load` loads it once; then it runs steps, whose forward pass `forward` records.
 //!
 //! All weights, KV blocks, activations and staging are allocated while loading, and nothing is allocated afterwards.
 //! All computation is on the device.
@@ -12,7 +12,7 @@ use std::time::Duration;
 use super::config::GenerationConfig;
 use super::layers::{DeviceLayer, Scratch};
 use super::memory::{self, MAX_IN_FLIGHT, Schemes};
-use super::offload::{Attached, NpuShare, OffloadBuffers};
+use super::offload::{AttentionShare, Coprocessor, OffloadBuffers};
 use super::rates::{Rates, WorkAmount};
 use super::runner::BlockPool;
 use super::self_test::SelfTest;
@@ -74,17 +74,17 @@ pub(super) type Keep<'a> = &'a dyn Fn(&ModelRunner, &mut Recorder<'_>, usize, &R
 
 /// A loaded model.
 pub struct ModelRunner {
-    pub(super) device: Arc<Device>,
-    pub(super) config: ModelSpec,
+    pub(crate) device: Arc<Device>,
+    pub(crate) config: ModelSpec,
     pub(super) generation: GenerationConfig,
-    pub(super) limits: Limits,
-    pub(super) kv: KvDtype,
-    pub(super) kernels: Kernels,
+    pub(crate) limits: Limits,
+    pub(crate) kv: KvDtype,
+    pub(crate) kernels: Kernels,
     pub(super) embedding: Embedding,
     pub(super) norm: RmsNorm,
-    pub(super) layers: Vec<DeviceLayer>,
-    pub(super) scratch: Scratch,
-    pub(super) frames: Vec<Frame>,
+    pub(crate) layers: Vec<DeviceLayer>,
+    pub(crate) scratch: Scratch,
+    pub(crate) frames: Vec<Frame>,
     /// The id last sampled in each slot, u32.
     pub(super) sampled: Buffer,
     pub(super) history: History,
@@ -92,12 +92,12 @@ pub struct ModelRunner {
     pub(super) logits_readback: Buffer,
     pub(super) self_test: SelfTest,
     pub(super) layer_values: Result<Arc<LayerValues>, NotCompared>,
-    /// The room for a unit that computes some of the attention of prompts, and the unit that is attached.
-    pub(super) offload_buffers: Option<OffloadBuffers>,
-    pub(super) offload: Option<Attached>,
-    /// The layers that a step computes: all, but in [`ModelRunner::trial`].
-    pub(super) trial_layers: usize,
-    pub(super) in_flight: VecDeque<u64>,
+    /// The buffers for a coprocessor, and the coprocessor that is attached.
+    pub(crate) offload_buffers: Option<OffloadBuffers>,
+    pub(crate) coprocessor: Option<Box<dyn Coprocessor>>,
+    /// The number of layers that a step computes. A coprocessor reduces it to measure its speed.
+    pub(crate) trial_layers: usize,
+    pub(crate) in_flight: VecDeque<u64>,
     /// The rest of the step that was submitted last, while that step waits for its masks.
     pub(super) closing: Option<Closing>,
     pub(super) next_ticket: u64,
@@ -203,32 +203,27 @@ impl ModelRunner {
     }
 
     /// Submits one step on frame `index`, which has no step in flight. If draws have masks, the closing stays behind
-    /// until [`Runner::masks`]. If a unit is attached, it may compute some of the attention; then this returns with the
-    /// step's last submit.
-    pub(super) fn run(
+    /// until [`Runner::masks`]. If a coprocessor is attached, it may compute a part of the attention. Then this returns
+    /// with the step's last submit.
+    pub(crate) fn run(
         &mut self,
         index: usize,
         batch: &Batch,
         wanted: StepOutputs,
     ) -> Result<(), RunnerError> {
-        let Some(mut unit) = self.offload.take() else {
+        let Some(mut coprocessor) = self.coprocessor.take() else {
             return Ok(self.run_keeping(index, batch, wanted, None)?);
         };
-        let result = unit.check().and_then(|()| {
-            let limits = &self.offload_buffers.as_ref().expect("room for the unit").limits;
-            // `eval` takes the logits of a prompt's rows, and draws nothing.
-            let drawn = if wanted.requests.is_empty() { &[][..] } else { &wanted.rows };
-            match unit.share(batch, drawn, self.config.window(), limits) {
-                Some(share) => self.run_shared(index, batch, wanted, &share, &mut unit),
-                None => Ok(self.run_keeping(index, batch, wanted, None)?),
-            }
-        });
-        self.offload = Some(unit);
-        result
+        let left = coprocessor.run(self, index, batch, wanted);
+        self.coprocessor = Some(coprocessor);
+        match left? {
+            Some(wanted) => Ok(self.run_keeping(index, batch, wanted, None)?),
+            None => Ok(()),
+        }
     }
 
-    /// As [`ModelRunner::run`], without the unit. `keep` records something behind the embedding (0), and behind each layer
-    /// (from 1 on) or each part of its rows.
+    /// As [`ModelRunner::run`], without the coprocessor. `keep` records something after the embedding (0), and after
+    /// each layer (from 1 on) or each part of its rows.
     pub(super) fn run_keeping(
         &mut self,
         index: usize,
@@ -267,8 +262,8 @@ impl ModelRunner {
         Ok(())
     }
 
-    /// Records a part of a step. Parts of layers that are shared with a unit are recorded by [`ModelRunner::run_shared`].
-    pub(super) fn record_part(
+    /// Records a part of a step, except the parts of layers in which a coprocessor takes part: that records them.
+    pub(crate) fn record_part(
         &self,
         r: &mut Recorder<'_>,
         frame: &Frame,
@@ -295,7 +290,7 @@ impl ModelRunner {
     }
 
     /// Leaves a step's closing, if it waits for masks, to [`Runner::masks`].
-    pub(super) fn leave_closing(
+    pub(crate) fn leave_closing(
         &mut self,
         closing: Option<Submit>,
         batch: &Batch,
@@ -321,13 +316,13 @@ impl ModelRunner {
     }
 
     /// Shares out the attention of a step on a frame over workgroups, by the parts of the step's submits.
-    pub(super) fn share_out(
+    pub(crate) fn share_out(
         &mut self,
         index: usize,
         batch: &Batch,
         tokens: usize,
         submits: &[Submit],
-        share: Option<&NpuShare>,
+        share: Option<&AttentionShare>,
     ) {
         for kind in [BlockPool::Sliding, BlockPool::Full] {
             let Some(layer) = self.layers.iter().find(|layer| layer.pool == kind) else { continue };
@@ -343,7 +338,7 @@ impl ModelRunner {
             let rows_per_part = parts.max().unwrap_or(tokens);
             // The rows that are shared are in parts of their own.
             let mut starts: Vec<usize> = (0..tokens).step_by(rows_per_part).chain([tokens]).collect();
-            if let Some(share) = share.filter(|share| share.room(kind).is_some()) {
+            if let Some(share) = share.filter(|share| share.keys(kind).is_some()) {
                 starts.extend([share.rows.start, share.rows.end]);
                 starts.sort_unstable();
                 starts.dedup();
@@ -355,25 +350,25 @@ impl ModelRunner {
     }
 
     /// Waits for the step on a frame, and learns the device's rates from the times of its submits.
-    pub(super) fn wait_for(&mut self, index: usize) -> Result<(), GpuError> {
+    pub(crate) fn wait_for(&mut self, index: usize) -> Result<(), GpuError> {
         let ModelRunner { frames, rates, .. } = self;
         frames[index].commands.wait(&mut |work, took| rates.learn(work, took))
     }
 
     /// The number of tokens that a step of `tokens` tokens is padded to.
-    pub(super) fn padded_tokens(&self, tokens: usize) -> usize {
+    pub(crate) fn padded_tokens(&self, tokens: usize) -> usize {
         // Sums over tokens must not count padding.
         let sums = self.layers.iter().any(|layer| layer.moments.is_some());
         if sums { tokens } else { step::padded_tokens(tokens, self.limits.max_batch_tokens) }
     }
 
-    /// Cuts a step into submits. `share` is what of its attention a unit computes.
-    pub(super) fn plan(
+    /// Cuts a step into submits. `share` is the part of its attention in which a coprocessor takes part.
+    pub(crate) fn plan(
         &self,
         batch: &Batch,
         tokens: usize,
         wanted: &StepOutputs,
-        share: Option<&NpuShare>,
+        share: Option<&AttentionShare>,
     ) -> Vec<Submit> {
         let c = &self.config;
         let heads = (c.num_attention_heads * c.head_dim) as u64;
@@ -388,14 +383,14 @@ impl ModelRunner {
         let row = 2 * memory::kv_block_bytes(c, self.kv, 1);
         let shared = |kind: BlockPool, window: u64| {
             let share = share?;
-            let room = share.room(kind)?;
+            let gathered = share.keys(kind)?;
             let kv_heads = c.num_key_value_heads as u64;
             let keys = seen_by(&batch.sequences[share.sequence], window);
             let all = 2 * heads * share.rows.len() as u64 * keys;
             Some(SharedWork {
                 rows: share.rows.clone(),
                 projections: memory::projections_per_token_and_layer(c),
-                gathered: row * room.keys as u64 * share.kv_heads as u64 / kv_heads,
+                gathered: row * gathered as u64 * share.kv_heads as u64 / kv_heads,
                 all,
                 own: (u128::from(all) * u128::from(kv_heads - share.kv_heads as u64) / u128::from(kv_heads))
                     as u64,
@@ -435,8 +430,7 @@ impl Runner for ModelRunner {
     }
 
     fn attention_path(&self) -> u32 {
-        let usable = self.offload.as_ref().filter(|unit| unit.is_usable());
-        usable.map_or(0, |unit| unit.kv_heads() as u32)
+        self.coprocessor.as_ref().map_or(0, |coprocessor| coprocessor.attention_path())
     }
 
     fn submit(&mut self, batch: &Batch, sampling: &Sampling) -> Result<Ticket, RunnerError> {

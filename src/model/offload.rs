@@ -1,62 +1,36 @@
-//! A unit that computes the attention of prompt tokens for some KV heads of a layer, beside the device.
+//! The hook for a coprocessor: another processor that computes a part of the attention of prompts, while the device
+//! computes the rest.
 //!
-//! This file has the unit's interface, the choice of what it computes, and the account of what it did. `sharing.rs`
-//! runs a step that is shared with it. The choice depends on the batch alone, never on how fast the unit was. So an
-//! answer has the same bits each time, as long as the unit does not fail. Its attention is in bf16: an answer with a
-//! unit is another one than an answer without, within a bound.
-//!
-//! This file refuses to know what the unit is. A unit that failed once is used no more.
+//! A load reserves buffers for it ([`OffloadLimits`]). The runner passes it every step ([`Coprocessor::run`]), and the
+//! coprocessor drives the steps in which it takes part. What it is, and how it computes, this module does not know.
 
+use std::any::Any;
 use std::cmp::Reverse;
-use std::fmt;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard};
-use std::thread;
 
 use serde::{Deserialize, Serialize};
 
+use super::model_runner::ModelRunner;
 use super::runner::BlockPool;
 use super::spec::ModelSpec;
-use super::{Batch, BatchSequence, Input, RunnerError};
+use super::step::StepOutputs;
+use super::{Batch, RunnerError};
 use crate::gpu::placement::{Class, MemoryKind};
-use crate::gpu::{Arena, Buffer, Device, GpuError, timed};
-use crate::kernels::{AttentionShape, Heads, OffloadKernels};
+use crate::gpu::{Arena, Buffer, GpuError};
 
-/// The fewest and the most neighbouring prompt tokens of a sequence whose attention is shared with a unit.
+/// The minimum and the maximum number of neighbouring prompt tokens of a sequence in which a coprocessor takes part.
 pub const LEAST_TOKENS: usize = 32;
 pub const MOST_TOKENS: usize = 512;
 
-/// The chunk of a step that a unit shares: the longest, as far as a job reaches, and the first of several. Each chunk is a
-/// number of tokens; `None` is no part of a prompt.
+/// The chunk of a step in which a coprocessor takes part: the longest one, up to [`MOST_TOKENS`], and the first of
+/// equal ones. Each chunk is a number of tokens; `None` = not part of a prompt.
 pub fn longest_chunk(chunks: impl IntoIterator<Item = Option<usize>>) -> Option<usize> {
     let chunks = chunks.into_iter().enumerate();
     let long = chunks.filter_map(|(i, tokens)| Some((i, tokens.filter(|tokens| *tokens >= LEAST_TOKENS)?)));
     long.max_by_key(|(i, tokens)| ((*tokens).min(MOST_TOKENS), Reverse(*i))).map(|(i, _)| i)
 }
 
-/// One layer's attention of neighbouring prompt tokens of one sequence, for the KV heads from 0 to `kv_heads`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct OffloadJob {
-    /// The number of keys that a token sees, its own included; `None` for all.
-    pub window: Option<usize>,
-    /// The position of row 0, and the number of rows.
-    pub first: usize,
-    pub rows: usize,
-    pub kv_heads: usize,
-}
-
-/// The form in which a unit wants the arrays of a job: queries bf16 `[kv_head][head][row_stride][head_dim]`; keys and
-/// values bf16 `[kv_head][key_stride][head_dim]`, whose key 0 is at position `first_key`; output f32 as queries.
-/// Queries are scaled already. The inputs are 0 behind the last row and key, and at keys that no row sees.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct OffloadRoom {
-    pub first_key: usize,
-    pub keys: usize,
-    pub key_stride: usize,
-    pub row_stride: usize,
-}
-
-/// A failure of a unit, which is final.
+/// A failure of a coprocessor, which is final.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{code}: {message}")]
 pub struct OffloadError {
@@ -64,102 +38,18 @@ pub struct OffloadError {
     pub message: String,
 }
 
-/// Computes softmax(q K) V.
-pub trait AttentionUnit: Send {
-    /// Has the unit read and write the device's own buffers from now on: queries, keys, values, and the output, each from
-    /// its start. The unit proves that it does. No job is under way.
-    fn share(&mut self, _buffers: [&Buffer; 4]) -> Result<(), OffloadError> {
-        Err(not_shared("the unit reads and writes no memory but its own"))
-    }
-
-    /// The form of the arrays for this job; `None` if the unit cannot compute it, and the device computes all of it.
-    /// The answer to one job is always the same.
-    fn room(&self, job: &OffloadJob) -> Option<OffloadRoom>;
-
-    /// Hands queries, keys and values over, and returns; `None` where they lie in shared buffers.
-    /// [`AttentionUnit::finish`] gives the output. Both are bounded in time. After an error the unit is called no more.
-    fn begin(&mut self, job: &OffloadJob, inputs: Option<[&[u8]; 3]>) -> Result<(), OffloadError>;
-
-    /// Waits for what was begun, and writes all of the output; `None` where that is a shared buffer. Rows behind the
-    /// job's last may hold anything.
-    fn finish(&mut self, output: Option<&mut [u8]>) -> Result<(), OffloadError>;
-}
-
-/// The error where a unit and a device cannot share memory.
-pub fn not_shared(why: impl fmt::Display) -> OffloadError {
-    let message = format!("{why}; npu.sharing = \"copy\" needs no shared memory");
-    OffloadError { code: "npu-dma-buf".into(), message }
-}
-
-/// What happens if the unit fails.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum OffloadPolicy {
-    /// The device computes the unit's share, then and from then on.
-    Auto,
-    /// The runner fails, then and from then on.
-    Require,
-}
-
-/// A unit, and how it is to be used.
-pub struct Offload {
-    pub unit: Box<dyn AttentionUnit>,
-    /// The number of KV heads that the unit computes, in every job.
-    pub kv_heads: usize,
-    pub policy: OffloadPolicy,
-}
-
-/// The account of what a unit did so far.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-pub struct OffloadCounts {
-    /// Layers whose output came back and was used, and the tokens of all of them: a token counts in each layer.
-    pub dispatches: u64,
-    pub tokens: u64,
-    /// Failures by code, after each of which the device computes the unit's share.
-    pub fallbacks: Vec<(String, u64)>,
-    /// Layers that were planned for the unit, and whose share the device computed because the unit had failed.
-    pub recomputed: u64,
-    /// Seconds that the host spent in calls of the unit.
-    pub seconds: f64,
-    /// The failure after which the unit is used no more.
-    pub quarantined: Option<String>,
-}
-
-impl OffloadCounts {
-    /// Counts so many failures with this code.
-    pub fn add_fallbacks(&mut self, code: &str, count: u64) {
-        match self.fallbacks.iter_mut().find(|(counted, _)| counted == code) {
-            Some((_, sum)) => *sum += count,
-            None => self.fallbacks.push((code.to_owned(), count)),
-        }
-    }
-}
-
-/// The account of a unit, which others may read while steps run.
-#[derive(Clone)]
-pub struct OffloadWatch(Arc<Mutex<OffloadCounts>>);
-
-impl OffloadWatch {
-    pub fn counts(&self) -> OffloadCounts {
-        self.lock().clone()
-    }
-
-    fn lock(&self) -> MutexGuard<'_, OffloadCounts> {
-        self.0.lock().expect("nothing panics under this lock")
-    }
-}
-
-/// The largest job that a load makes room for.
+/// The largest work for which a load reserves buffers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OffloadLimits {
     pub kv_heads: usize,
-    /// The largest [`OffloadRoom::key_stride`].
+    /// Maximum number of keys of a KV head.
     pub keys: usize,
-    /// Whether the unit is to read and write the device's buffers. If not, the host copies.
+    /// Whether the coprocessor reads and writes the device's buffers. If not, the host copies them.
     pub shared: bool,
 }
 
 impl OffloadLimits {
-    /// The buffers that the host and the device share, by name: queries, keys, values, and the unit's output.
+    /// The buffers that the host and the device share, by name: queries, keys, values, and the coprocessor's output.
     pub(super) fn buffers(&self, config: &ModelSpec) -> [(&'static str, MemoryKind, u64); 4] {
         let heads = self.kv_heads * (config.num_attention_heads / config.num_key_value_heads);
         let queries = (heads * MOST_TOKENS * config.head_dim) as u64;
@@ -169,375 +59,69 @@ impl OffloadLimits {
             false => [MemoryKind::Readback, MemoryKind::Upload],
         };
         [
-            ("queries for the unit", input, 2 * queries),
-            ("keys for the unit", input, 2 * keys),
-            ("values for the unit", input, 2 * keys),
-            ("output of the unit", output, 4 * queries),
+            ("queries for the coprocessor", input, 2 * queries),
+            ("keys for the coprocessor", input, 2 * keys),
+            ("values for the coprocessor", input, 2 * keys),
+            ("output of the coprocessor", output, 4 * queries),
         ]
     }
 }
 
-/// The buffers and kernels of a load that made room for a unit.
-pub(super) struct OffloadBuffers {
+/// The buffers that a load reserved.
+pub(crate) struct OffloadBuffers {
     pub queries: Buffer,
     pub keys: Buffer,
     pub values: Buffer,
     pub output: Buffer,
-    pub kernels: OffloadKernels,
     pub limits: OffloadLimits,
 }
 
 impl OffloadBuffers {
     pub fn new(
-        device: &Device,
         arena: &mut Arena,
         config: &ModelSpec,
-        heads: Heads,
         limits: OffloadLimits,
     ) -> Result<OffloadBuffers, GpuError> {
         let [queries, keys, values, output] =
             limits.buffers(config).map(|(name, kind, bytes)| arena.alloc(kind, Class::Staging, bytes, name));
-        Ok(OffloadBuffers {
-            queries: queries?,
-            keys: keys?,
-            values: values?,
-            output: output?,
-            kernels: OffloadKernels::new(device, heads)?,
-            limits,
-        })
+        Ok(OffloadBuffers { queries: queries?, keys: keys?, values: values?, output: output?, limits })
     }
 }
 
-/// What of a step's attention is shared with the unit.
+/// The part of a step's attention in which a coprocessor takes part.
 #[derive(Debug, Clone)]
-pub(super) struct NpuShare {
+pub(crate) struct AttentionShare {
     /// The rows of the step, and the index of their sequence.
     pub rows: Range<usize>,
     pub sequence: usize,
-    /// The position of the first row.
-    pub first: usize,
+    /// The KV heads that the coprocessor computes, from 0 on.
     pub kv_heads: usize,
-    /// The form of the arrays for each kind of layer; `None` if the device computes all of such layers.
-    sliding: Option<OffloadRoom>,
-    full: Option<OffloadRoom>,
+    /// The keys that are gathered for it in the layers of each pool; `None` = the device computes all of such layers.
+    pub sliding_keys: Option<usize>,
+    pub full_keys: Option<usize>,
 }
 
-impl NpuShare {
-    pub fn room(&self, kind: BlockPool) -> Option<OffloadRoom> {
-        match kind {
-            BlockPool::Sliding => self.sliding,
-            BlockPool::Full => self.full,
+impl AttentionShare {
+    pub fn keys(&self, pool: BlockPool) -> Option<usize> {
+        match pool {
+            BlockPool::Sliding => self.sliding_keys,
+            BlockPool::Full => self.full_keys,
         }
     }
-
-    pub fn job(&self, window: Option<usize>) -> OffloadJob {
-        OffloadJob { window, first: self.first, rows: self.rows.len(), kv_heads: self.kv_heads }
-    }
 }
 
-struct Copies {
-    inputs: [Vec<u8>; 3],
-    output: Vec<u8>,
-}
-
-impl Copies {
-    fn of(buffers: &OffloadBuffers) -> Copies {
-        let OffloadBuffers { queries, keys, values, output, .. } = buffers;
-        let room = |buffer: &Buffer| vec![0; buffer.size() as usize];
-        Copies { inputs: [queries, keys, values].map(room), output: room(output) }
-    }
-}
-
-/// A unit that is attached to a model.
-pub(super) struct Attached {
-    /// None after a failure.
-    unit: Option<Box<dyn AttentionUnit>>,
-    kv_heads: usize,
-    policy: OffloadPolicy,
-    counts: OffloadWatch,
-    /// The host's copies of a job's inputs and output; none where the unit shares the device's buffers.
-    copies: Option<Copies>,
-    /// The first failure.
-    failure: Option<OffloadError>,
-}
-
-impl Attached {
-    pub fn new(offload: Offload, buffers: &OffloadBuffers) -> Result<Attached, OffloadError> {
-        let Offload { mut unit, kv_heads, policy } = offload;
-        let copies = if buffers.limits.shared {
-            let OffloadBuffers { queries, keys, values, output, .. } = buffers;
-            unit.share([queries, keys, values, output])?;
-            None
-        } else {
-            Some(Copies::of(buffers))
-        };
-        let counts = OffloadWatch(Arc::default());
-        Ok(Attached { unit: Some(unit), kv_heads, policy, counts, copies, failure: None })
-    }
-
-    pub fn watch(&self) -> OffloadWatch {
-        self.counts.clone()
-    }
-
-    pub fn forget_counts(&self) {
-        *self.counts.lock() = OffloadCounts::default();
-    }
-
-    pub fn kv_heads(&self) -> usize {
-        self.kv_heads
-    }
-
-    /// Sets the number of KV heads that the unit computes, 0 for none.
-    pub fn set_kv_heads(&mut self, kv_heads: usize) {
-        self.kv_heads = kv_heads;
-    }
-
-    pub fn is_usable(&self) -> bool {
-        self.unit.is_some()
-    }
-
-    /// Refuses a step if the unit must be used and has failed.
-    pub fn check(&self) -> Result<(), RunnerError> {
-        match (&self.failure, self.policy) {
-            (Some(failure), OffloadPolicy::Require) => Err(RunnerError::Offload(failure.to_string())),
-            _ => Ok(()),
-        }
-    }
-
-    /// What of a batch's attention the unit computes: that of the longest prompt, or of a part of it.
-    ///
-    /// `drawn` has the rows behind which ids are drawn. A sequence with several of them checks drafts, or scores its
-    /// text: the device computes all of that.
-    pub fn share(
-        &self,
+/// Another processor that is attached to a runner.
+pub(crate) trait Coprocessor: Any + Send {
+    /// Submits a step on frame `index`, if the coprocessor takes part in it. If not, returns `wanted`, and the device
+    /// computes the step alone.
+    fn run(
+        &mut self,
+        model: &mut ModelRunner,
+        index: usize,
         batch: &Batch,
-        drawn: &[u32],
-        window: Option<usize>,
-        limits: &OffloadLimits,
-    ) -> Option<NpuShare> {
-        if !self.is_usable() || self.kv_heads == 0 {
-            return None;
-        }
-        let mut ends = Vec::with_capacity(batch.sequences.len());
-        let chunks = batch.sequences.iter().map(|sequence| {
-            let (tokens, first) = (sequence.input.len(), ends.last().copied().unwrap_or(0));
-            ends.push(first + tokens);
-            let rows = first..first + tokens;
-            // Several answers to one prompt draw behind the same row.
-            let mut drawn = drawn.iter().filter(|row| rows.contains(&(**row as usize)));
-            let is_one = drawn.next().is_none_or(|first| drawn.all(|row| row == first));
-            (matches!(sequence.input, Input::Ids(_)) && is_one).then_some(tokens)
-        });
-        let sequence = longest_chunk(chunks)?;
-        let BatchSequence { start: first, input, .. } = &batch.sequences[sequence];
-        let (row, kv_heads) = (ends[sequence] - input.len(), self.kv_heads);
-        // A unit may have no kernel for as many rows as a job may have.
-        [MOST_TOKENS, MOST_TOKENS / 2].into_iter().find_map(|most| {
-            let rows = row..row + input.len().min(most);
-            let mut share = NpuShare { rows, sequence, first: *first, kv_heads, sliding: None, full: None };
-            share.sliding = window.and_then(|window| self.room(&share.job(Some(window)), limits));
-            share.full = self.room(&share.job(None), limits);
-            (share.sliding.is_some() || share.full.is_some()).then_some(share)
-        })
-    }
+        wanted: StepOutputs,
+    ) -> Result<Option<StepOutputs>, RunnerError>;
 
-    /// The form of a job's arrays, if the unit takes the job, and if the buffers hold them.
-    fn room(&self, job: &OffloadJob, limits: &OffloadLimits) -> Option<OffloadRoom> {
-        let room = self.unit.as_ref()?.room(job)?;
-        let OffloadRoom { first_key, keys, key_stride, row_stride } = room;
-        let seen = job.window.map_or(0, |window| (job.first + 1).saturating_sub(window));
-        assert!(first_key <= seen && first_key + keys == job.first + job.rows, "{room:?} for {job:?}");
-        assert!(keys <= key_stride && job.rows <= row_stride, "{room:?} for {job:?}");
-        (row_stride <= MOST_TOKENS && key_stride <= limits.keys).then_some(room)
-    }
-
-    /// Hands the unit the inputs that the device wrote. The error is one that the runner fails with.
-    pub fn begin(
-        &mut self,
-        job: &OffloadJob,
-        room: &OffloadRoom,
-        shape: &AttentionShape,
-        buffers: &OffloadBuffers,
-    ) -> Result<(), RunnerError> {
-        let (queries, keys) =
-            (2 * outputs(job, room, shape), 2 * job.kv_heads * room.key_stride * shape.head_dim);
-        let Some(unit) = &mut self.unit else { return Ok(()) };
-        let inputs = self.copies.as_mut().map(|copies| {
-            let OffloadBuffers { queries: q, keys: k, values: v, .. } = buffers;
-            let [to_q, to_k, to_v] = &mut copies.inputs;
-            [(q, to_q, queries), (k, to_k, keys), (v, to_v, keys)].map(|(from, to, bytes)| {
-                from.read(0, &mut to[..bytes]);
-                &to[..bytes]
-            })
-        });
-        let (result, took) = timed(|| unit.begin(job, inputs));
-        self.counts.lock().seconds += took.as_secs_f64();
-        result.or_else(|error| self.fail(error))
-    }
-
-    /// Waits for the unit's output, and writes it where the device reads it. False if the unit failed.
-    pub fn finish(
-        &mut self,
-        job: &OffloadJob,
-        room: &OffloadRoom,
-        shape: &AttentionShape,
-        buffers: &OffloadBuffers,
-    ) -> Result<bool, RunnerError> {
-        let Some(unit) = &mut self.unit else { return Ok(false) };
-        let bytes = 4 * outputs(job, room, shape);
-        let mut output = self.copies.as_mut().map(|copies| &mut copies.output[..bytes]);
-        let (result, took) = timed(|| unit.finish(output.as_deref_mut()));
-        self.counts.lock().seconds += took.as_secs_f64();
-        match (result, output) {
-            (Ok(()), Some(output)) => buffers.output.write(0, output),
-            (Ok(()), None) => {}
-            (Err(error), _) => self.fail(error)?,
-        }
-        Ok(self.is_usable())
-    }
-
-    /// Counts a job whose output the device was given.
-    pub fn used(&mut self, job: &OffloadJob) {
-        let mut counts = self.counts.lock();
-        counts.dispatches += 1;
-        counts.tokens += job.rows as u64;
-    }
-
-    /// Counts a layer whose share of the unit the device computes.
-    pub fn recomputed(&mut self) {
-        self.counts.lock().recomputed += 1;
-    }
-
-    /// Notes the unit's failure. The unit is used no more.
-    fn fail(&mut self, error: OffloadError) -> Result<(), RunnerError> {
-        tracing::warn!("the unit that computes some of the attention is used no more: {error}");
-        let mut counts = self.counts.lock();
-        counts.quarantined = Some(error.to_string());
-        let is_required = self.policy == OffloadPolicy::Require;
-        if !is_required {
-            counts.add_fallbacks(&error.code, 1);
-        }
-        drop(counts);
-        // The end of what hangs may take seconds, for which no step is to wait.
-        if let Some(unit) = self.unit.take() {
-            thread::spawn(move || drop(unit));
-        }
-        self.failure = Some(error);
-        self.check()
-    }
-}
-
-/// The number of elements of a job's queries, and of its output.
-fn outputs(job: &OffloadJob, room: &OffloadRoom, shape: &AttentionShape) -> usize {
-    job.kv_heads * (shape.num_heads / shape.num_kv_heads) * room.row_stride * shape.head_dim
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// A unit without arithmetic.
-    struct Idle {
-        row_stride: usize,
-        key_stride: usize,
-    }
-
-    impl AttentionUnit for Idle {
-        fn room(&self, job: &OffloadJob) -> Option<OffloadRoom> {
-            let keys = job.first + job.rows;
-            let Idle { row_stride, key_stride } = *self;
-            let fits = keys <= key_stride && job.rows <= row_stride;
-            fits.then_some(OffloadRoom { first_key: 0, keys, key_stride, row_stride })
-        }
-
-        fn begin(&mut self, _: &OffloadJob, _: Option<[&[u8]; 3]>) -> Result<(), OffloadError> {
-            Ok(())
-        }
-
-        fn finish(&mut self, _: Option<&mut [u8]>) -> Result<(), OffloadError> {
-            Ok(())
-        }
-    }
-
-    fn attached(unit: Idle, policy: OffloadPolicy) -> Attached {
-        Attached {
-            unit: Some(Box::new(unit)),
-            kv_heads: 2,
-            policy,
-            counts: OffloadWatch(Arc::default()),
-            copies: None,
-            failure: None,
-        }
-    }
-
-    /// A batch of sequences, each with `(start, known ids)`; 0 ids stand for the id last sampled.
-    fn batch(sequences: &[(usize, usize)]) -> Batch {
-        let each = sequences.iter().map(|&(start, ids)| BatchSequence {
-            slot: 0,
-            start,
-            input: if ids == 0 { Input::LastSampled } else { Input::Ids(vec![7; ids]) },
-            full_blocks: Vec::new(),
-            sliding_blocks: Vec::new(),
-            sliding_first: 0,
-            history: None,
-        });
-        Batch { sequences: each.collect(), ..Batch::default() }
-    }
-
-    const LIMITS: OffloadLimits = OffloadLimits { kv_heads: 2, keys: 4096, shared: false };
-
-    #[test]
-    fn the_longest_prompt_of_a_batch_is_shared() {
-        let unit = attached(Idle { row_stride: 512, key_stride: 4096 }, OffloadPolicy::Auto);
-        let share = |sequences: &[(usize, usize)]| {
-            let share = unit.share(&batch(sequences), &[], Some(64), &LIMITS)?;
-            Some((share.sequence, share.rows, share.first))
-        };
-        assert_eq!(share(&[(0, 31), (900, 0)]), None, "too few tokens");
-        assert_eq!(share(&[(0, 32)]), Some((0, 0..32, 0)));
-        assert_eq!(share(&[(5, 0), (70, 40), (3, 41), (9, 41)]), Some((2, 41..82, 3)));
-        assert_eq!(share(&[(1, 2), (0, 700), (0, 800)]), Some((1, 2..514, 0)), "512 tokens at most");
-        assert_eq!(share(&[(4080, 40)]), None, "the unit has no room");
-        // One id is drawn behind a prompt, and several behind drafts that are checked.
-        let of =
-            |drawn: &[u32]| Some(unit.share(&batch(&[(3, 40), (0, 33)]), drawn, Some(64), &LIMITS)?.sequence);
-        assert_eq!([of(&[39, 72]), of(&[38, 39, 72]), of(&[3, 4, 40, 72])], [Some(0), Some(1), None]);
-        assert_eq!(of(&[39, 39, 39, 72]), Some(0), "three answers to the first prompt");
-    }
-
-    #[test]
-    fn a_job_that_the_buffers_cannot_hold_is_the_devices_own() {
-        let share = |row_stride, key_stride| {
-            let unit = attached(Idle { row_stride, key_stride }, OffloadPolicy::Auto);
-            unit.share(&batch(&[(0, 100)]), &[], Some(64), &LIMITS).is_some()
-        };
-        assert!(share(512, 4096) && share(100, 100));
-        assert!(!share(513, 4096) && !share(512, 4097));
-    }
-
-    #[test]
-    fn a_chunk_that_is_too_long_for_the_unit_is_shared_in_part() {
-        let unit = attached(Idle { row_stride: 256, key_stride: 4096 }, OffloadPolicy::Auto);
-        let rows = |start, tokens| Some(unit.share(&batch(&[(start, tokens)]), &[], Some(64), &LIMITS)?.rows);
-        assert_eq!([rows(0, 200), rows(0, 256), rows(9, 257)], [Some(0..200), Some(0..256), Some(0..256)]);
-        assert_eq!(rows(4000, 512), None, "too many keys");
-    }
-
-    #[test]
-    fn a_unit_that_failed_is_used_no_more() {
-        let error = || OffloadError { code: "broken".into(), message: "it smokes".into() };
-        let mut unit = attached(Idle { row_stride: 512, key_stride: 4096 }, OffloadPolicy::Auto);
-        assert_eq!((unit.fail(error()), unit.check()), (Ok(()), Ok(())));
-        assert!(!unit.is_usable() && unit.share(&batch(&[(0, 100)]), &[], Some(64), &LIMITS).is_none());
-        let counts = unit.watch().counts();
-        assert_eq!(counts.fallbacks, [("broken".to_owned(), 1)]);
-        assert_eq!(counts.quarantined.as_deref(), Some("broken: it smokes"));
-        let mut unit = attached(Idle { row_stride: 512, key_stride: 4096 }, OffloadPolicy::Require);
-        let failure = RunnerError::Offload("broken: it smokes".into());
-        assert_eq!((unit.fail(error()), unit.check()), (Err(failure.clone()), Err(failure.clone())));
-        assert_eq!(
-            (unit.watch().counts().fallbacks, failure.to_string()),
-            (vec![], "broken: it smokes".into())
-        );
-    }
+    /// As [`Runner::attention_path`](super::Runner::attention_path).
+    fn attention_path(&self) -> u32;
 }

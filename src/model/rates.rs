@@ -43,7 +43,7 @@ const SHORTEST_TIMED: Duration = Duration::from_millis(1);
 
 /// An amount of work: the units of each kind.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct WorkAmount([u64; KINDS]);
+pub(crate) struct WorkAmount([u64; KINDS]);
 
 impl WorkAmount {
     /// The products of `tokens` tokens with matrices that have `weights` weights together.

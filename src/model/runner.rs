@@ -18,7 +18,7 @@ pub use crate::kernels::MAX_LOGPROBS;
 /// The most biases of one draw.
 pub const MAX_BIASES: usize = 1024;
 
-/// The size of a runner's KV cache. It has two pools of blocks, since Gemma-3 has two kinds of layers.
+/// The size of a runner's KV cache. It has two pools of blocks, since models have two kinds of layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KvLimits {
     /// Tokens per block, in both pools.
@@ -171,7 +171,7 @@ impl Draw {
 
 /// Words as one piece of bytes: to write and read thousands of numbers one by one would take longer than all else of a
 /// message.
-pub(super) mod words {
+pub(crate) mod words {
     use serde::{Deserialize, Deserializer, Serializer, de::Error};
 
     pub fn serialize<S: Serializer>(words: &[u32], serializer: S) -> Result<S::Ok, S::Error> {
@@ -263,8 +263,8 @@ pub struct Logprobs {
     pub top: Vec<(u32, f32)>,
 }
 
-/// A failure of the device, or of a unit beside it that must be used, after which the runner is of no use. The engine
-/// never computes elsewhere instead; a [`RunnerFactory`] may start another runner on the same device.
+/// The device, or a required coprocessor, failed. This runner cannot be used again. The engine never computes
+/// elsewhere instead; a [`RunnerFactory`] may start another runner on the same device.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 pub enum RunnerError {
     /// The driver lacked memory for longer than the runner waits for memory.
@@ -278,17 +278,17 @@ pub enum RunnerError {
     /// The device computed a wrong result.
     #[error("the GPU computes wrong: {0}")]
     Wrong(String),
-    /// A unit that must compute some of the attention has failed; the text begins with the failure's code.
+    /// A required coprocessor has failed; the text begins with the failure's code.
     #[error("{0}")]
-    Offload(String),
+    Coprocessor(String),
 }
 
 /// Runs steps on a device. Steps execute in submission order.
 pub trait Runner: Send {
     fn limits(&self) -> Limits;
 
-    /// Hands one step to the device and returns at once, or with its last submit where courtesy is bound or where another
-    /// unit computes some of the step's attention. Panics if the batch breaks [`Limits`], which is a bug of the caller.
+    /// Submits one step to the device and returns immediately, or with its last submit if courtesy is bound or if a
+    /// coprocessor computes a part of the step's attention. Panics if the batch breaks [`Limits`], which is a bug of the caller.
     fn submit(&mut self, batch: &Batch, sampling: &Sampling) -> Result<Ticket, RunnerError>;
 
     /// Gives the step that was submitted last the masks of its masked draws, in their order. A step with masked draws

@@ -39,7 +39,7 @@ pub(super) fn padded_tokens(tokens: usize, most: usize) -> usize {
 /// The rows of a step whose logits are computed, and the requests for the ids to draw from them. The requests are empty
 /// if the logits are copied to the host instead.
 #[derive(Default)]
-pub(super) struct StepOutputs {
+pub(crate) struct StepOutputs {
     pub rows: Vec<u32>,
     pub requests: Vec<SampleRequest>,
     pub bias: Vec<Bias>,
@@ -49,7 +49,7 @@ pub(super) struct StepOutputs {
 }
 
 /// A range of a step's rows whose hidden states are added up, and the slot of their sum.
-pub(super) struct PoolRequest {
+pub(crate) struct PoolRequest {
     pub rows: Range<usize>,
     pub slot: u32,
     pub fresh: bool,
@@ -57,7 +57,7 @@ pub(super) struct PoolRequest {
 }
 
 /// The buffers and recordings of one step in flight. The host reaches all of the buffers.
-pub(super) struct Frame {
+pub(crate) struct Frame {
     /// The step's arrays for the layers of each pool.
     pub full: StepArrays,
     pub sliding: StepArrays,
@@ -79,7 +79,7 @@ pub(super) struct Frame {
 
 /// The command buffers of a frame.
 #[derive(Default)]
-pub(super) struct Commands {
+pub(crate) struct Commands {
     recorded: Vec<Recorded>,
     /// Command buffers that each step records anew, in the order of its parts.
     fresh: Vec<CommandBuffer>,

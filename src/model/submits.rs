@@ -4,8 +4,8 @@
 //! too long, its layers are submitted one by one; if a layer takes too long, its tokens are submitted in parts. A layer
 //! can be cut by tokens because a token needs only the keys and values of the tokens before it.
 //!
-//! A layer whose attention is shared with another unit is cut where the host hands the unit its inputs, and where it
-//! takes the unit's output: a submit ends behind [`StepPart::Gather`], and one begins with [`StepPart::Join`].
+//! A layer in which a coprocessor takes part is cut where the host passes it its inputs, and where the host takes its
+//! output: a submit ends with [`StepPart::Gather`], and one begins with [`StepPart::Join`].
 //!
 //! This file does not know what a layer computes.
 
@@ -16,11 +16,11 @@ use super::memory::LEAST_ROWS;
 use super::rates::{Rates, WorkAmount};
 
 /// Number of layers in a segment.
-pub(super) const SEGMENT_LAYERS: usize = 4;
+pub(crate) const SEGMENT_LAYERS: usize = 4;
 
 /// A part of a step that is recorded by itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum StepPart {
+pub(crate) enum StepPart {
     /// The work before the layers.
     Opening,
     /// Some layers, for all tokens. A layer is in the same segment in every step.
@@ -29,13 +29,13 @@ pub(super) enum StepPart {
     Layer { layer: usize, rows: Range<usize> },
     /// What a layer whose attention is shared does before attention, for some of the step's tokens.
     Projections { layer: usize, rows: Range<usize> },
-    /// Writes the unit's inputs. The submit ends with it, because the host reads them.
+    /// Writes the coprocessor's inputs. The submit ends with it, because the host reads them.
     Gather { layer: usize },
     /// The device's own share of attention, for some of the step's tokens.
     Attention { layer: usize, rows: Range<usize> },
-    /// The unit's share, computed by the device because the unit failed. No plan has this part.
+    /// The coprocessor's share, computed by the device because the coprocessor failed. No plan has this part.
     Recompute { layer: usize, rows: Range<usize> },
-    /// Takes the unit's output. A submit begins with it, because the host waits for the unit before.
+    /// Takes the coprocessor's output. A submit begins with it, because the host waits for the coprocessor before.
     Join { layer: usize },
     /// What such a layer does behind attention, for some of the step's tokens.
     Rest { layer: usize, rows: Range<usize> },
@@ -45,7 +45,7 @@ pub(super) enum StepPart {
 
 /// The parts of one submit, and their work together.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(super) struct Submit {
+pub(crate) struct Submit {
     pub parts: Vec<StepPart>,
     pub work: WorkAmount,
 }
@@ -60,18 +60,18 @@ pub(super) struct LayerWork {
     pub reading: u64,
     /// Multiply-adds of attention for all other tokens.
     pub attention: u64,
-    /// How attention is shared with another unit, if it is.
+    /// How attention is shared with a coprocessor, if it is.
     pub shared: Option<SharedWork>,
 }
 
-/// The work of a layer whose attention is shared with another unit.
+/// The work of a layer whose attention is shared with a coprocessor.
 #[derive(Debug, Clone)]
 pub(super) struct SharedWork {
     /// The rows whose attention is shared.
     pub rows: Range<usize>,
     /// Number of weights of the matrices before attention.
     pub projections: u64,
-    /// Bytes of keys and values that are gathered for the unit.
+    /// Bytes of keys and values that are gathered for the coprocessor.
     pub gathered: u64,
     /// Multiply-adds of attention of the shared rows, and how many of them are the device's own share.
     pub all: u64,
@@ -166,7 +166,7 @@ impl Cutting<'_> {
         last.parts.push(StepPart::Gather { layer });
         last.work += WorkAmount::reading(shared.gathered);
         self.is_closed = true;
-        // The parts are small enough for all of attention, because the device computes it if the unit fails.
+        // The parts are small enough for all of attention, because the device computes it if the coprocessor fails.
         let most = |rows: usize| {
             let starts = (0..tokens).step_by(rows);
             let each = starts.map(|first| first..(first + rows).min(tokens));
@@ -350,7 +350,7 @@ mod tests {
             .collect();
         let sum = own.iter().fold(WorkAmount::default(), |sum, work| sum + *work);
         assert!(rates.time(sum) >= 7 * MS && rates.time(sum) <= 11 * MS, "{own:?}");
-        // A unit with all heads leaves no attention of its rows to the device.
+        // A coprocessor with all heads leaves no attention of its rows to the device.
         let all = SharedWork { rows: 0..40, own: 0, all: 10, ..shared.shared.clone().expect("it is") };
         let all = LayerWork { shared: Some(all), ..shared };
         let nothing = plan(&[all], tokens, None, &rates, 100 * MS);

@@ -30,7 +30,8 @@ pub const FROM_DEVICE: u32 = 1;
 
 /// The kernel's first argument: what follows are instructions.
 pub const OPCODE: u64 = 3;
-/// The instructions' place among the arguments, and that of the first buffer. Their count stands between them.
+/// The positions of the instructions and of the first buffer among the arguments. The count of the instructions is
+/// between them.
 pub const INSTRUCTIONS_ARGUMENT: i32 = 1;
 pub const FIRST_BUFFER_ARGUMENT: i32 = 3;
 /// The name of the kernel in each xclbin.

@@ -4,12 +4,12 @@
 //!
 //! | section | what is in it |
 //! |---|---|
-//! | `AIE_PARTITION` | how many columns the design takes, where they may start, and its PDIs, which configure the array |
+//! | `AIE_PARTITION` | how many columns the design uses, where they may start, and its PDIs, which configure the array |
 //! | `EMBEDDED_METADATA` | the kernel's name and arguments, in XML |
 //! | `IP_LAYOUT` | the kernel's instance, and the id by which a PDI names it |
 //!
 //! Offsets and counts are a file's word for it: nothing is read through one that was not checked, and nothing is
-//! allocated that is larger than the file. The layout is that of XRT's `xrt/detail/xclbin.h`, which the driver reads
+//! allocated that is larger than the file. The layout is defined in XRT's `xrt/detail/xclbin.h`, which the driver reads
 //! too. A test has a container that XRT's `xclbinutil` wrote.
 
 use super::contract::MAX_GROUPS;
@@ -116,7 +116,7 @@ impl<'a> Span<'a> {
         Ok(part.bytes.try_into().expect("a part has the length that was asked for"))
     }
 
-    /// The elements of an array that lies elsewhere in this section: its count and its offset stand at `offset`.
+    /// The elements of an array elsewhere in this section. Its count and its offset are at `offset`.
     fn elements(
         self,
         offset: usize,
@@ -134,7 +134,7 @@ impl<'a> Span<'a> {
     }
 }
 
-/// The sections by kind. They lie in the file, behind the table, and no two of them share a byte.
+/// The sections by kind. They are in the file after the table, and no two of them share a byte.
 fn sections<'a>(file: Span<'a>) -> Result<Vec<(u32, Span<'a>)>, ContainerError> {
     let magic = file.bytes.get(..MAGIC.len()).unwrap_or(file.bytes);
     if magic != MAGIC {
@@ -329,7 +329,7 @@ struct Tags<'a> {
     at: usize,
 }
 
-/// A tag: its name, with the `/` of one that closes, and what stands behind it.
+/// A tag: its name, with the `/` of a closing tag, and the text after it.
 struct Tag<'a> {
     at: usize,
     name: &'a [u8],
@@ -461,7 +461,7 @@ mod tests {
         let (_, header) = section(IP_LAYOUT);
         refused(&[(header + 24, &u64::MAX.to_le_bytes())], "has 88 bytes at 18446744073709551615");
         refused(&[(header + 32, &u64::MAX.to_le_bytes())], "has 18446744073709551615 bytes at");
-        // A section within the table, and one that lies on another.
+        // A section within the table, and one that overlaps another.
         refused(&[(header + 24, &456u64.to_le_bytes())], "a place from 736 to");
         let (partition, _) = section(AIE_PARTITION);
         let on_it = (partition as u64 + 8).to_le_bytes();

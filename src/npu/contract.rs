@@ -6,8 +6,8 @@
 //! *row* is a prompt token.
 //!
 //! Kernels are compiled ahead of time, for a [`Shape`] and a [`Bucket`]. A [`Job`] is one dispatch: how much of the
-//! bucket is real, and at which positions it lies. Key j is visible to row i if it is no later
-//! (`key0 + j <= row0 + i`), lies within the window (`key0 + j + window > row0 + i`), and is real (`j < keys`).
+//! bucket is real, and at which positions it is. Key j is visible to row i if it is no later
+//! (`key0 + j <= row0 + i`), is within the window (`key0 + j + window > row0 + i`), and is real (`j < keys`).
 //!
 //! Nothing here allocates, opens a device, or panics on what another process wrote: [`Job::from_words`] checks it all.
 
@@ -115,7 +115,7 @@ impl Shape {
         self.heads_per_group
     }
 
-    /// The window that the kernel walks over; `None` where it walks over all keys.
+    /// The window that the kernel walks over; `None` = it walks over all keys.
     pub fn window(&self) -> Option<u32> {
         self.window
     }
@@ -142,7 +142,7 @@ impl Shape {
         match self.window {
             // The keys up to the pass's last row, where the job has as many before its first row as fit.
             None => Walk { first: 0, tiles: (bucket.keys - bucket.rows) / self.tile() + (pass + 1) * blocks },
-            // The window before the pass's first row, its rows, and a tile: the first key lies anywhere in its tile.
+            // The window before the pass's first row, its rows, and a tile: the first key is anywhere in its tile.
             Some(window) => Walk { first: pass * blocks, tiles: window / self.tile() + blocks + 1 },
         }
     }
@@ -178,7 +178,7 @@ fn checked_window(window: u32, tile: u32) -> Result<(), ContractError> {
     if fine { Ok(()) } else { Err(ContractError::Window(window, tile)) }
 }
 
-/// The tiles of keys of a pass: `first`, and `tiles` in all.
+/// The tiles of keys of a pass: the first one, and their number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Walk {
     pub first: u32,
@@ -207,7 +207,7 @@ impl Bucket {
         Ok(Bucket { rows, keys, groups })
     }
 
-    /// The smallest bucket for a job of so many rows, keys and groups, `offset` of whose keys lie before its first row.
+    /// The smallest bucket for a job of so many rows, keys and groups, `offset` of whose keys are before its first row.
     pub fn of_job(
         shape: Shape,
         rows: u32,
@@ -275,7 +275,7 @@ impl Job {
 
     /// The kernel, bucket and parameters for the rows of a chunk in a layer with this window, or with none.
     ///
-    /// A windowed layer runs on the windowed kernel only where a whole window lies before the chunk's first row. The
+    /// A windowed layer runs on the windowed kernel only if a whole window is before the chunk's first row. The
     /// chunks before that run on the kernel that walks over all keys, with the window in their mask.
     pub fn plan(
         head_dim: u32,
@@ -387,7 +387,7 @@ impl Job {
         (0..self.bucket.groups).flat_map(move |group| (0..heads).map(move |head| (group, head)))
     }
 
-    /// Real rows; the bucket's others are read by nobody.
+    /// Real rows; the other rows of the bucket are not read.
     pub fn rows(&self) -> u32 {
         self.rows
     }
@@ -606,7 +606,7 @@ mod tests {
         // 300 rows lie in a bucket of 512, which has no room for 100 keys before them.
         assert_eq!(bucket(None, 100, 300), Bucket::new(512, 1024, 4).unwrap());
         assert_eq!(bucket(None, 130_560, 512), Bucket::new(512, 131_072, 4).unwrap());
-        // A whole window lies before row 1023, and not before row 1022.
+        // A whole window is before row 1023, and not before row 1022.
         assert_eq!(plan(Some(1024), 1022, 512).0.window(), None);
         assert_eq!(plan(Some(1024), 1023, 512).0.window(), Some(1024));
         assert_eq!(bucket(Some(1024), 100_000, 512), Bucket::new(512, 2048, 4).unwrap());
@@ -617,7 +617,7 @@ mod tests {
     #[test]
     fn the_words_are_those_of_the_contract() {
         let (_, job) = Job::plan(128, 2, Some(1024), 3, rows(5000, 300)).unwrap();
-        // 5000 - 1023 lies in the tile of 3968.
+        // 5000 - 1023 is in the tile of 3968.
         let expected = [0x4158_4e55, 1, 128, 2, 3, 512, 2048, 300, 1332, 5000, 3968, 1024, 0, 0, 0, 0];
         assert_eq!(job.to_words(), expected);
         assert_eq!(job.to_words()[0].to_le_bytes(), *b"UNXA");

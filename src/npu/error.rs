@@ -27,7 +27,7 @@ pub enum NpuCode {
     CommandState,
     /// A dispatch completed, and did not write its output.
     NoOutput,
-    /// This program asked for what the shim refuses: a fault of the program.
+    /// The shim refused a request of this program: an internal error.
     BadArgument,
     /// The NPU cannot use the GPU's memory in place.
     DmaBuf,

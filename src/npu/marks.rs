@@ -1,8 +1,8 @@
 //! Marks in an output, by which a host sees what a dispatch did not write.
 //!
-//! A command may complete and have computed nothing: after a suspend, or with instructions that are gone. Its buffer then
-//! holds the output of an earlier dispatch, whose numbers look like any. So each block of rows that a core writes begins
-//! with a mark before a dispatch, and with a number behind it.
+//! A command may complete and have computed nothing: after a suspend, or with instructions that are gone. Its buffer
+//! then holds the output of an earlier dispatch, whose numbers look like any. So each block of rows that a core writes
+//! begins with a mark before a dispatch, and with a number after it.
 
 use super::contract::Job;
 use super::error::{NpuCode, NpuError};

@@ -1,5 +1,5 @@
-//! The way to an NPU over XRT, through `libunicorn_npu.so` (`shim.cpp`), a shared object that is loaded when it is asked
-//! for. So the program starts on a machine without XRT, and says there what is missing.
+//! The way to an NPU over XRT, through `libunicorn_npu.so` (`shim.cpp`), a shared object that is loaded when it is
+//! asked for. So the program starts on a machine without XRT, and says there what is missing.
 //!
 //! What a dispatch needs is decided here: the instructions lie in a cacheable buffer of bank `group_id(1)`, the data in
 //! host-only buffers of banks `group_id(3)` to `group_id(7)`, the opcode is 3, and every buffer is synced in the
@@ -8,8 +8,8 @@
 //! Q, K, V and O may also lie in memory that the GPU shares. A dispatch then takes parts of it, made for that dispatch
 //! alone, and syncs the parts as it would its own buffers. A kernel that has no other dispatches has no bo0 to bo3.
 //!
-//! After a dispatch that did not end in time, the device may still read and write the buffers. The shim keeps them for as
-//! long as the process lives, and gives every later call the same error. The process is then to be ended.
+//! After a dispatch that did not end in time, the device may still read and write the buffers. The shim keeps them for
+//! as long as the process lives, and gives every later call the same error. The process is then to be ended.
 
 use std::ffi::{CStr, CString, c_char};
 use std::fs;
@@ -29,7 +29,7 @@ use super::error::{NpuCode, NpuError};
 use super::marks;
 use super::transport::{KernelFiles, NpuFacts, NpuTransport, SHARED_ALIGN};
 
-/// The file's name, in the folder of the build and where it is installed.
+/// The name of the file in the folder of the build, and where it is installed.
 pub const FILE: &str = "libunicorn_npu.so";
 
 /// XRT's library, by the name that 2.13 and all later versions share.
@@ -40,7 +40,7 @@ const BUFFERS: usize = ARRAYS + 1;
 const ARRAYS: usize = 4;
 const OUTPUT: usize = 3;
 
-/// An NPU behind the shim.
+/// An NPU that is reached through the shim.
 pub struct Shim {
     functions: Functions,
     facts: NpuFacts,
@@ -79,12 +79,12 @@ struct Owned<T> {
 
 impl<T> Drop for Owned<T> {
     fn drop(&mut self) {
-        // SAFETY: the shim opened it, and nobody uses it any longer. The library is never unloaded.
+        // SAFETY: the shim opened it, and no code uses it any longer. The library is never unloaded.
         unsafe { (self.close)(self.raw) }
     }
 }
 
-/// A buffer, and where this process sees its bytes.
+/// A buffer, and the address of its bytes in this process.
 struct Buffer {
     bo: Owned<abi::Bo>,
     mapped: *mut u8,
@@ -100,14 +100,14 @@ struct Shared {
 impl Buffer {
     fn write(&mut self, bytes: &[u8]) {
         assert_eq!(bytes.len(), self.bytes);
-        // SAFETY: the shim mapped so many bytes, which no slice of this program overlaps; no command is under way.
+        // SAFETY: the shim mapped so many bytes, which no slice of this program overlaps; no command is in progress.
         unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), self.mapped, self.bytes) }
     }
 
     fn write_word(&mut self, offset: u64, word: u32) {
         let offset = usize::try_from(offset).expect("it is mapped");
         assert!(offset.checked_add(size_of_val(&word)).is_some_and(|end| end <= self.bytes));
-        // SAFETY: as in `write`, and the word lies within the bytes.
+        // SAFETY: as in `write`, and the word is within the bytes.
         unsafe { self.mapped.add(offset).cast::<u32>().write_unaligned(word) }
     }
 
@@ -119,7 +119,7 @@ impl Buffer {
 }
 
 impl Shim {
-    /// The shim beside the program, as a build has it, or else where `make install` puts it.
+    /// The shim in the folder of the program, as after a build, or else where `make install` puts it.
     pub fn path(program: &Path) -> PathBuf {
         let folder = program.parent().unwrap_or(Path::new("."));
         let beside = folder.join(FILE);
@@ -130,7 +130,7 @@ impl Shim {
     pub fn open(path: &Path) -> Result<Shim, NpuError> {
         let library = load(path)?;
         let shown = path.display();
-        // SAFETY: the function's type is that of every version of the interface.
+        // SAFETY: the function has this type in every version of the interface.
         let abi =
             unsafe { library.get::<unsafe extern "C" fn() -> u32>(b"unicorn_npu_abi\0").map(|abi| abi()) };
         let mismatch = |what: String| NpuError::new(NpuCode::ShimMismatch, what);

@@ -206,7 +206,7 @@ pub fn standard_folder(variable: impl Fn(&str) -> Option<OsString>) -> Option<Pa
     Some(UserFolder::Cache.path(variable)?.join("npu"))
 }
 
-/// The record of a kernel; none if there is none, or another program's.
+/// The record of a kernel; `None` if there is no record, or if another program wrote it.
 pub fn record(dir: &Path, stem: &str) -> Option<Record> {
     let bytes = contents(&dir.join(format!("{stem}.json")), MAX_RECORD_BYTES).ok()?;
     serde_json::from_slice(&bytes).ok()
@@ -351,7 +351,7 @@ mod tests {
         };
         assert_eq!(planned(None, 0, 256), Some(0));
         assert_eq!(planned(None, 0, 257), Some(1));
-        // The smallest bucket of this job has 1024 keys, and none such is stored.
+        // The smallest bucket of this job has 1024 keys, and no such kernel is stored.
         assert_eq!(planned(None, 300, 100), Some(1));
         assert_eq!(planned(None, 1537, 10), Some(2));
         assert_eq!(planned(None, 8000, 500), None);

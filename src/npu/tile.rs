@@ -1,5 +1,5 @@
-//! The arithmetic of the NPU's attention kernel (`npu/kernels/attention.cc`), rounding by rounding, and the bound on its
-//! error, which is the tolerance of the self-test.
+//! The arithmetic of the NPU's attention kernel (`npu/kernels/attention.cc`), rounding by rounding, and the bound on
+//! its error, which is the tolerance of the self-test.
 //!
 //! The kernel has not run on an NPU. What it computes here is what its source says, by the published facts of AIE2;
 //! the bound below holds for any order of f32 sums, and for sums that are truncated instead of rounded.
@@ -24,8 +24,8 @@
 //!
 //! # The bound
 //!
-//! [`Reference`] has exact attention in f64, `o = Σ p v`, and for each of its numbers how far the kernel may be from it.
-//! The kernel's weight of key j is `p e^η` up to a factor that all keys of the row share, and
+//! [`Reference`] has exact attention in f64, `o = Σ p v`, and for each of its numbers how far the kernel may be from
+//! it. The kernel's weight of key j is `p e^η` up to a factor that all keys of the row share, and
 //!
 //! ```text
 //! |η| <= ε =   |Δs|                           Q and K rounded to bf16: known exactly from the inputs
@@ -56,7 +56,7 @@ use super::contract::Job;
 /// The smallest argument of `exp`.
 const LOWEST: f32 = -80.0;
 
-/// The exponent of a row that has seen no key; below that of any score.
+/// The exponent of a row that has seen no key; below the exponent of any score.
 const NO_EXPONENT: i32 = -(1 << 26);
 
 /// Half the width of the interval of `ln(bf16(exp(x))) - x` over every bf16 x from -80 to 0.
@@ -217,7 +217,7 @@ fn exponent_above(score: f32) -> i32 {
     (score * std::f32::consts::LOG2_E).floor().clamp(-limit, limit) as i32 + 1
 }
 
-/// `x / 2^by`, by the exponent's bits; 0 where it has none left.
+/// `x / 2^by`, by the exponent's bits; 0 if the exponent gets too small.
 fn divided(x: f32, by: u32) -> f32 {
     let exponent = x.to_bits() >> 23 & 0xff;
     if exponent > by { f32::from_bits(x.to_bits() - (by << 23)) } else { 0.0 }
@@ -239,7 +239,7 @@ fn exp(x: bf16) -> bf16 {
     bf16::from_f32(whole[usize::from(high)].to_f32() * part[usize::from(low)].to_f32())
 }
 
-/// Exact attention, and how far the kernel may be from it. The layout is that of O.
+/// Exact attention, and how far the kernel may be from it. It has the layout of O.
 #[derive(Debug, Clone)]
 pub struct Reference {
     values: Vec<f64>,
@@ -291,8 +291,8 @@ impl Reference {
         Reference { values, bounds }
     }
 
-    /// The largest error of `output` in the compared rows, as a part of its bound: up to 1 the output may be the kernel's.
-    /// Infinite for what is no number there, and where the length is another one.
+    /// The largest error of `output` in the compared rows, as a part of its bound: up to 1 the output may be the
+    /// kernel's. Infinite for a value that is not a number, and if the length differs.
     pub fn worst(&self, output: &[f32]) -> f64 {
         if output.len() != self.values.len() {
             return f64::INFINITY;
@@ -322,7 +322,7 @@ struct Score {
     exact: f64,
     /// After rounding to bf16.
     rounded: f64,
-    /// The norm of the query times that of the key.
+    /// The norm of the query times the norm of the key.
     norms: f64,
 }
 
@@ -454,7 +454,7 @@ mod tests {
             });
             within(&job, &along, 1.0, "scores along the keys");
         }
-        // The largest score lies on the window's edge, just inside and just outside.
+        // The largest score is on the window's edge, just inside and just outside.
         let (shape, bucket) = (Shape::new(128, 2, None).unwrap(), Bucket::new(256, 512, 2).unwrap());
         let range = |first, len| RowRange { first, len };
         let job = Job::new(shape, bucket, range(100, 40), range(0, 140), Some(64)).unwrap();
@@ -659,14 +659,14 @@ mod tests {
         let reference = Reference::new(&job, &inputs);
         let mut output = attend(&job, &inputs.rounded());
         assert_eq!(reference.worst(&output), 0.0);
-        // Row 20 is none of the job's.
+        // Row 20 is not a row of the job.
         output[row_at(&job, 1, 1, 20)] = f32::NAN;
         assert_eq!(reference.worst(&output), 0.0);
         output[row_at(&job, 1, 1, 19)] = 1e-30;
         assert_eq!(reference.worst(&output), f64::INFINITY);
     }
 
-    /// The bound is small beside what it bounds: a tolerance that lets everything pass would check nothing.
+    /// The bound is small compared with the values: a tolerance that lets everything pass would check nothing.
     #[test]
     fn the_bound_is_a_few_hundredths_of_the_values() {
         let job = planned(256, 2, None, 1, 300, 60);

@@ -13,9 +13,9 @@
 //! | patch of an address | 0x81 | opcode, bytes, 3 unused, 0, address, 0, argument, 0, offset, 0 |
 //!
 //! A patch puts the address of a buffer into a DMA's descriptor. An address has the column from bit 25 on, and the row
-//! from bit 20 on. A patch must begin within its buffer. How far the transfer reaches from there is not checked, because
-//! the descriptor's strides decide that: a kernel that was built wrong may reach beyond a buffer, in the memory of the
-//! process that has the NPU and of nobody else, since the IOMMU gives the NPU that process's pages.
+//! from bit 20 on. A patch must begin within its buffer. How far the transfer reaches from there is not checked,
+//! because the descriptor's strides decide that: a kernel that was built wrong may reach beyond a buffer, in the memory
+//! of the process that uses the NPU, since the IOMMU gives the NPU that process's pages.
 
 use super::contract::{Layout, MAX_GROUPS};
 
@@ -141,7 +141,7 @@ fn header(words: &[u32], columns: u32) -> Result<u32, TransactionError> {
 
 /// The words of the operation at `at`, all of which are there.
 fn length(words: &[u32], at: usize, opcode: u32) -> Result<usize, TransactionError> {
-    // Where the operation's size stands, and what it is; a block write has at least one value.
+    // The offset of the operation's size, and the size; a block write has at least one value.
     let (place, fixed) = match opcode {
         WRITE => (5, Some(6)),
         BLOCK_WRITE => (3, None),
@@ -186,7 +186,7 @@ fn address(address: u32, at: usize, columns: u32) -> Result<(), TransactionError
     error(at, found, format!("a column below {columns} and a row below {ROWS}"))
 }
 
-/// The tile of a block write, which stands beside its address, or 0.
+/// The tile of a block write, which is next to its address, or 0.
 fn tile(tile: u32, address: u32, at: usize) -> Result<(), TransactionError> {
     let of_address = address >> 25 | (address >> 20 & 0x1f) << 8;
     if tile == 0 || tile == of_address {
@@ -215,7 +215,7 @@ mod tests {
         Layout::of(Shape::new(64, 2, None).unwrap(), Bucket::new(256, 512, 2).unwrap())
     }
 
-    /// Operations behind a header that says so.
+    /// Operations after a header for them.
     fn stream(columns: u32, operations: &[Vec<u32>]) -> Vec<u32> {
         let body = operations.concat();
         let header = [

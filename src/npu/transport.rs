@@ -1,5 +1,5 @@
-//! The way to an NPU: kernels go in once, then dispatches. The shim over XRT takes it ([`super::shim`]), and so does the
-//! double of the tests.
+//! The way to an NPU: kernels go in once, then dispatches. The shim over XRT takes it ([`super::shim`]), and so does
+//! the double of the tests.
 //!
 //! An implementor returns from each call within a bound, or its process is to be ended from outside: a driver that
 //! hangs cannot be interrupted.
@@ -22,8 +22,8 @@ pub struct KernelFiles {
     pub instructions: Vec<u32>,
 }
 
-/// The offsets in shared buffers are multiples of this, the bytes of a line of a CPU's cache: a sync moves whole lines, and
-/// with them what lies beside an array.
+/// The offsets in shared buffers are multiples of this, the bytes of a line of a CPU's cache: a sync moves whole lines,
+/// and with them the bytes next to an array.
 pub const SHARED_ALIGN: u64 = 64;
 
 /// What answers.
@@ -40,24 +40,24 @@ pub struct NpuFacts {
 pub trait NpuTransport: Send {
     fn facts(&self) -> &NpuFacts;
 
-    /// Registers the xclbin, and makes its context, its kernel, and the buffers of its instructions and parameters. Returns
-    /// the index that [`attend`](NpuTransport::attend) and [`attend_shared`](NpuTransport::attend_shared) take.
+    /// Registers the xclbin, and makes its context, its kernel, and the buffers of its instructions and parameters.
+    /// Returns the index that [`attend`](NpuTransport::attend) and [`attend_shared`](NpuTransport::attend_shared) take.
     fn load(&mut self, kernel: &KernelFiles) -> Result<usize, NpuError>;
 
-    /// Takes a kernel and its buffers off the NPU, which has room for few. Its index is of no more use.
+    /// Removes a kernel and its buffers from the NPU, which has room for few. Its index is not valid any more.
     fn unload(&mut self, kernel: usize) -> Result<(), NpuError>;
 
-    /// Imports memory that another device shares: queries, keys, values and outputs of dispatches, with the bytes of each.
-    /// It takes the place of what was shared before; after an error nothing is shared.
+    /// Imports memory that another device shares: queries, keys, values and outputs of dispatches, with the bytes of
+    /// each. It takes the place of what was shared before; after an error nothing is shared.
     fn share(&mut self, buffers: [(OwnedFd, u64); 4]) -> Result<(), NpuError>;
 
     /// One dispatch. Copies the arrays and the parameters into the buffers, syncs, runs, waits for `deadline` at most,
     /// syncs back, and copies O to `output`. The arrays have the bytes of the job's layout exactly: bo0 to bo2, and bo3
-    /// for `output`. `Ok` means that the command completed, and wrote O ([`marks`](super::marks)). The kernel's first such
-    /// dispatch makes its bo0 to bo3.
+    /// for `output`. `Ok` means that the command completed, and wrote O ([`marks`](super::marks)). The kernel's first
+    /// such dispatch makes its bo0 to bo3.
     ///
     /// After an error with [`Timeout`](super::error::NpuCode::Timeout), every later call gives an error too.
-    // The arrays of a dispatch are what it takes; a struct of them would be made and taken apart beside each call.
+    // A dispatch takes its arrays as separate arguments. A struct of them would only be built for each call.
     #[allow(clippy::too_many_arguments)]
     fn attend(
         &mut self,
@@ -71,8 +71,8 @@ pub trait NpuTransport: Send {
     ) -> Result<(), NpuError>;
 
     /// A dispatch as [`attend`](NpuTransport::attend), whose arrays lie in the shared buffers from these bytes on, and
-    /// whose output is written there. Each offset is a multiple of [`SHARED_ALIGN`]. `Ok` means that the command completed;
-    /// whether it wrote O is for the caller to see, who has the buffers mapped.
+    /// whose output is written there. Each offset is a multiple of [`SHARED_ALIGN`]. `Ok` means that the command
+    /// completed; whether it wrote O is for the caller to see, who has the buffers mapped.
     fn attend_shared(
         &mut self,
         kernel: usize,

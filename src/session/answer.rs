@@ -1,7 +1,8 @@
 //! Turns the engine's events into the text of an answer.
 
+use super::error::SessionError;
 use super::mask::Failure;
-use crate::engine::{EngineError, Event, FinishReason, Timings};
+use crate::engine::{Event, FinishReason, Timings};
 use crate::model::Logprobs;
 use crate::text::{AnswerPiece, CallPiece, CallReader, Detokenizer, StopMatcher};
 
@@ -17,23 +18,51 @@ pub struct AnswerText {
     failure: Option<Failure>,
 }
 
-/// What one event adds to the answer.
-#[derive(Debug, Clone, PartialEq)]
+/// What one event adds to an answer, or the sum of several events ([`Delta::append`]).
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct Delta {
+    /// The index of the answer among the answers to the request.
+    pub choice: usize,
     /// New text, which may be empty.
     pub text: String,
     /// New pieces of tool calls; empty if there is text.
     pub calls: Vec<CallPiece>,
-    /// The event's token id: a token of the answer, or the stop id that ended it.
-    pub id: Option<u32>,
-    /// The event's token with its log probabilities, if requested. The token's text may be in a later delta.
-    pub logprobs: Option<(u32, Logprobs)>,
+    /// Token ids: tokens of the answer, or the stop id that ended it.
+    pub ids: Vec<u32>,
+    /// The tokens with their log probabilities, if requested. A token's text may be in a later delta.
+    pub logprobs: Vec<(u32, Logprobs)>,
     /// The stop id that ended the answer with its log probabilities, if requested. It is not part of the answer.
     pub stop: Option<(u32, Logprobs)>,
-    /// Log probabilities of all ids of the prompt except the first, if requested. They are in the first delta.
+    /// Log probabilities of all ids of the prompt except the first, if requested. They are in the prompt's first delta.
     pub prompt: Option<Vec<Logprobs>>,
-    /// How the answer ended; set in its last delta. The caller may then stop this answer in the engine.
-    pub end: Option<End>,
+    /// Why the answer ended; set in its last delta. The caller may then stop this answer in the engine.
+    pub end: Option<Reason>,
+    /// The index of the stop string that ended the answer, if one did.
+    pub stopped_by: Option<usize>,
+    /// The timings up to this delta.
+    pub timings: Timings,
+}
+
+impl Delta {
+    /// Adds the next delta of the same answer.
+    pub fn append(&mut self, next: Self) {
+        self.text.push_str(&next.text);
+        for piece in next.calls {
+            match (self.calls.last_mut(), piece) {
+                (
+                    Some(CallPiece::Parameters { index, json }),
+                    CallPiece::Parameters { index: same, json: more },
+                ) if *index == same => json.push_str(&more),
+                (_, piece) => self.calls.push(piece),
+            }
+        }
+        self.ids.extend(next.ids);
+        self.logprobs.extend(next.logprobs);
+        self.stop = self.stop.take().or(next.stop);
+        self.prompt = self.prompt.take().or(next.prompt);
+        (self.choice, self.end, self.stopped_by, self.timings) =
+            (next.choice, next.end, next.stopped_by, next.timings);
+    }
 }
 
 /// Why an answer is complete. All code above the engine uses this type.
@@ -67,17 +96,6 @@ impl Reason {
     }
 }
 
-#[derive(Debug, Clone, PartialEq)]
-pub enum End {
-    Finished {
-        reason: Reason,
-        timings: Timings,
-    },
-    Failed(EngineError),
-    /// The answer could not follow its grammar any longer. The text is the reason.
-    OffGrammar(String),
-}
-
 impl AnswerText {
     pub fn new(detokenizer: Detokenizer, stops: StopMatcher) -> Self {
         Self { detokenizer, stops, calls: None, failure: None }
@@ -93,34 +111,33 @@ impl AnswerText {
         Self { failure: Some(failure), ..self }
     }
 
-    /// The index of the stop string that ended the answer, if one did.
-    pub fn stopped_by(&self) -> Option<usize> {
-        self.stops.found()
-    }
-
-    pub fn push(&mut self, event: Event) -> Delta {
-        let nothing = Delta {
-            text: String::new(),
-            calls: Vec::new(),
-            id: None,
-            logprobs: None,
-            stop: None,
-            prompt: None,
-            end: None,
-        };
-        match event {
-            Event::Prompt { logprobs } => Delta { prompt: Some(logprobs), ..nothing },
+    /// Adds an event of the answer. An error ends the answer.
+    pub fn push(&mut self, event: Event) -> Result<Delta, SessionError> {
+        let choice = event.choice().unwrap_or(0);
+        Ok(match event {
+            Event::Prompt { logprobs } => Delta { choice, prompt: Some(logprobs), ..Delta::default() },
             Event::Token { id, logprobs, timings, .. } => {
                 let stopped = self.stops.push(self.detokenizer.push(id));
                 let (text, calls) = self.read(stopped.text, stopped.stop.is_some());
-                let end = stopped.stop.map(|_| self.end(Reason::Stop, timings));
-                let logprobs = logprobs.map(|logprobs| (id, logprobs));
-                Delta { text, calls, id: Some(id), logprobs, end, ..nothing }
+                let end = stopped.stop.map(|_| self.end(Reason::Stop)).transpose()?;
+                let logprobs = Vec::from_iter(logprobs.map(|logprobs| (id, logprobs)));
+                let stopped_by = self.stops.found();
+                Delta {
+                    choice,
+                    text,
+                    calls,
+                    ids: vec![id],
+                    logprobs,
+                    end,
+                    stopped_by,
+                    timings,
+                    ..Delta::default()
+                }
             }
             Event::Finished { reason, stop, timings, .. } => {
-                let id = match reason {
-                    FinishReason::Stop(id) => Some(id),
-                    FinishReason::Length => None,
+                let ids = match reason {
+                    FinishReason::Stop(id) => vec![id],
+                    FinishReason::Length => Vec::new(),
                 };
                 let mut reason = Reason::from(reason);
                 let stopped = self.stops.push(self.detokenizer.finish());
@@ -130,11 +147,12 @@ impl AnswerText {
                     None => text.push_str(&self.stops.finish()),
                 }
                 let (text, calls) = self.read(text, true);
-                Delta { text, calls, id, stop, end: Some(self.end(reason, timings)), ..nothing }
+                let (end, stopped_by) = (Some(self.end(reason)?), self.stops.found());
+                Delta { choice, text, calls, ids, stop, end, stopped_by, timings, ..Delta::default() }
             }
-            Event::Pooled { .. } => nothing,
-            Event::Failed(error) => Delta { end: Some(End::Failed(error)), ..nothing },
-        }
+            Event::Pooled { .. } => Delta { choice, ..Delta::default() },
+            Event::Failed(error) => return Err(error.into()),
+        })
     }
 
     /// Splits new text into plain text and pieces of tool calls. `last`: whether the answer ends with this text.
@@ -154,12 +172,11 @@ impl AnswerText {
         (text, calls)
     }
 
-    fn end(&self, reason: Reason, timings: Timings) -> End {
+    fn end(&self, reason: Reason) -> Result<Reason, SessionError> {
         if let Some(problem) = self.failure.as_ref().and_then(|failure| failure.get()) {
-            return End::OffGrammar(problem.clone());
+            return Err(SessionError::Grammar(problem.clone()));
         }
         let called = self.calls.as_ref().is_some_and(CallReader::called);
-        let reason = if reason == Reason::Stop && called { Reason::Called } else { reason };
-        End::Finished { reason, timings }
+        Ok(if reason == Reason::Stop && called { Reason::Called } else { reason })
     }
 }

@@ -1,5 +1,6 @@
 //! Errors while a request is prepared or answered.
 
+use crate::engine::EngineError;
 use crate::text::TextError;
 
 /// Each wire format translates these errors to its own texts, and adds the name of the field with the prompt.
@@ -21,6 +22,9 @@ pub enum SessionError {
     /// While the answer was generated, no token was left that its grammar allows.
     #[error("the answer could not follow its grammar: {0}")]
     Grammar(String),
+    /// The engine could not answer.
+    #[error(transparent)]
+    Engine(#[from] EngineError),
 }
 
 impl SessionError {

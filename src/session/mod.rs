@@ -13,7 +13,7 @@ mod request;
 mod service;
 mod tools;
 
-pub use answer::{AnswerText, Delta, End, Reason};
+pub use answer::{AnswerText, Delta, Reason};
 pub use conversation::{Call, Conversation};
 pub use error::SessionError;
 pub use grammar::ResponseGrammar;

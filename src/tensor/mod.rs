@@ -1,7 +1,6 @@
 //! Element types, device layouts of weight matrices, and quantization modes. No I/O, and no GPU.
 
-use std::fmt;
-use std::str::FromStr;
+use strum::{Display, IntoStaticStr, VariantArray};
 
 mod dtype;
 mod layout;
@@ -13,8 +12,44 @@ pub use layout::{
     unpack_plain_row, unpack_row,
 };
 
+/// Makes an enum with the derives [`VariantArray`], [`IntoStaticStr`] and [`Display`] of `strum` the type of an option:
+/// it is read from the names of its variants.
+macro_rules! option_values {
+    ($($name:ident),+) => {$(
+        impl $name {
+            pub const ALL: [Self; <Self as strum::VariantArray>::VARIANTS.len()] =
+                *<Self as strum::VariantArray>::VARIANTS.first_chunk().expect("all variants");
+
+            pub const fn name(self) -> &'static str {
+                self.into_str()
+            }
+        }
+
+        impl std::str::FromStr for $name {
+            type Err = String;
+
+            fn from_str(text: &str) -> Result<Self, String> {
+                let found = Self::ALL.into_iter().find(|value| value.name() == text);
+                found.ok_or_else(|| {
+                    format!("expected one of {}, got {text:?}", Self::ALL.map(Self::name).join(", "))
+                })
+            }
+        }
+
+        impl<'de> serde::Deserialize<'de> for $name {
+            fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+                <String as serde::Deserialize>::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
+            }
+        }
+    )+};
+}
+pub(crate) use option_values;
+
+option_values!(KvDtype, Precision, QuantizeMode);
+
 /// Element type of keys and values in the cache.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, VariantArray, IntoStaticStr, Display)]
+#[strum(serialize_all = "lowercase", const_into_str)]
 pub enum KvDtype {
     F32,
     #[default]
@@ -24,16 +59,6 @@ pub enum KvDtype {
 }
 
 impl KvDtype {
-    pub const ALL: [KvDtype; 3] = [Self::F32, Self::F16, Self::Int8];
-
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::F32 => "f32",
-            Self::F16 => "f16",
-            Self::Int8 => "int8",
-        }
-    }
-
     /// Bytes of one token and head, of the keys or of the values.
     pub const fn row_bytes(self, head_dim: usize) -> usize {
         match self {
@@ -44,23 +69,9 @@ impl KvDtype {
     }
 }
 
-impl fmt::Display for KvDtype {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-impl FromStr for KvDtype {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let found = Self::ALL.into_iter().find(|dtype| dtype.name() == text);
-        found.ok_or_else(|| format!("expected f32, f16 or int8, got {text:?}"))
-    }
-}
-
 /// Element type of the activations in matrix products.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, VariantArray, IntoStaticStr, Display)]
+#[strum(serialize_all = "lowercase", const_into_str)]
 pub enum Precision {
     /// f32 in all products. Used for comparisons with reference models.
     #[default]
@@ -70,66 +81,34 @@ pub enum Precision {
 }
 
 impl Precision {
-    pub const ALL: [Precision; 2] = [Precision::F32, Precision::Fast];
-
-    pub const fn name(self) -> &'static str {
-        match self {
-            Precision::F32 => "f32",
-            Precision::Fast => "fast",
-        }
-    }
-
     /// Whether activations are quantized to int8 for matrices of `scheme`.
     pub const fn quantizes(self, scheme: Scheme) -> bool {
         matches!(self, Precision::Fast) && matches!(scheme, Scheme::Int8Row | Scheme::Int { .. })
     }
 }
 
-impl fmt::Display for Precision {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-impl FromStr for Precision {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let found = Self::ALL.into_iter().find(|precision| precision.name() == text);
-        found.ok_or_else(|| format!("expected f32 or fast, got {text:?}"))
-    }
-}
-
 /// `--quantize`: how to quantize an unquantized checkpoint while it is loaded.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, VariantArray, IntoStaticStr, Display)]
+#[strum(serialize_all = "lowercase", const_into_str)]
 pub enum QuantizeMode {
     /// Keep the checkpoint's element type.
     #[default]
     None,
+    #[strum(serialize = "int8-row")]
     Int8Row,
+    #[strum(serialize = "int4-g32")]
     Int4G32,
+    #[strum(serialize = "int4-g128")]
     Int4G128,
     /// int4 in groups of 128 for the projections, int8 rows for the (tied) embedding.
+    #[strum(serialize = "int4-g128-emb8")]
     Int4G128Emb8,
     /// int8 rows for the (tied) embedding only. For Google's QAT files, which are int4 with an f16 embedding.
+    #[strum(serialize = "emb8")]
     Emb8,
 }
 
 impl QuantizeMode {
-    pub const ALL: [QuantizeMode; 6] =
-        [Self::None, Self::Int8Row, Self::Int4G32, Self::Int4G128, Self::Int4G128Emb8, Self::Emb8];
-
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::None => "none",
-            Self::Int8Row => "int8-row",
-            Self::Int4G32 => "int4-g32",
-            Self::Int4G128 => "int4-g128",
-            Self::Int4G128Emb8 => "int4-g128-emb8",
-            Self::Emb8 => "emb8",
-        }
-    }
-
     /// Scheme of the seven projections of a layer. `None` = keep the checkpoint's element type.
     pub const fn projections(self) -> Option<Scheme> {
         match self {
@@ -146,21 +125,5 @@ impl QuantizeMode {
             Self::Int4G128Emb8 | Self::Emb8 => Some(Scheme::Int8Row),
             _ => None,
         }
-    }
-}
-
-impl fmt::Display for QuantizeMode {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-impl FromStr for QuantizeMode {
-    type Err = String;
-    fn from_str(s: &str) -> Result<Self, String> {
-        Self::ALL.into_iter().find(|m| m.name() == s).ok_or_else(|| {
-            let names: Vec<_> = Self::ALL.iter().map(|m| m.name()).collect();
-            format!("unknown mode {s:?}; expected one of {}", names.join(", "))
-        })
     }
 }

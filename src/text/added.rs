@@ -11,8 +11,7 @@ use aho_corasick::{AhoCorasick, MatchKind};
 use tokenizers::normalizer::Range as Slice;
 use tokenizers::{AddedToken, NormalizedString, Normalizer, Split, Token};
 
-/// Control tokens that a file may list without `special`. They separate turns, so the text of an answer never has them.
-const BETWEEN_TURNS: [&str; 2] = ["<start_of_turn>", "<end_of_turn>"];
+use super::family::FAMILY;
 
 /// Control tokens that models of other families write in their answers. The text of an answer shows them.
 const IN_ANSWERS: [&str; 4] = ["<think>", "</think>", "<tool_call>", "</tool_call>"];
@@ -35,7 +34,7 @@ impl Kind {
             return Self::Text;
         }
         match token.content.as_str() {
-            name if token.special || BETWEEN_TURNS.contains(&name) => Self::Hidden,
+            name if token.special || FAMILY.between_turns.contains(&name) => Self::Hidden,
             name if IN_ANSWERS.contains(&name) => Self::Shown,
             _ => Self::Text,
         }

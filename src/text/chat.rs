@@ -1,10 +1,12 @@
-//! Messages as clients send them, and their conversion into the order that Gemma accepts.
+//! Messages as clients send them, and their conversion into the order that templates with alternating turns accept.
 //!
 //! The text of a message may contain names of control tokens (`<start_of_turn>`), because documents and tool results
 //! are not trusted. The text is passed to the template unchanged. `provenance.rs` prevents it from becoming control
 //! tokens.
 
 use serde::{Deserialize, Serialize};
+
+use super::family::FAMILY;
 
 /// One message of a conversation.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -29,7 +31,7 @@ pub enum ContentPart {
     Text {
         text: String,
     },
-    /// The place of an image; rendered as `<start_of_image>`.
+    /// The place of an image; rendered as the image token of the family.
     Image,
 }
 
@@ -74,7 +76,7 @@ impl Message {
 }
 
 impl Content {
-    /// The text of a turn: parts are trimmed and joined without a separator, as in Gemma's template.
+    /// The text of a turn: parts are trimmed and joined without a separator, as in the family's template.
     pub(super) fn turn_text(&self) -> String {
         match self {
             Content::Null => String::new(),
@@ -83,13 +85,13 @@ impl Content {
                 .iter()
                 .map(|part| match part {
                     ContentPart::Text { text } => python_trim(text),
-                    ContentPart::Image => "<start_of_image>",
+                    ContentPart::Image => FAMILY.image,
                 })
                 .collect(),
         }
     }
 
-    /// The text of a system message, untrimmed as in Gemma's template. Of a list of parts, the template uses only the
+    /// The text of a system message, untrimmed as in the family's template. Of a list of parts, the template uses only the
     /// first; this function joins all of them.
     fn system_text(&self) -> String {
         match self {
@@ -99,14 +101,14 @@ impl Content {
                 .iter()
                 .map(|part| match part {
                     ContentPart::Text { text } => text.as_str(),
-                    ContentPart::Image => "<start_of_image>",
+                    ContentPart::Image => FAMILY.image,
                 })
                 .collect(),
         }
     }
 }
 
-/// Converts any conversation into the order that Gemma's template accepts: at most one `system` message, which is the
+/// Converts any conversation into the order that the family's template accepts: at most one `system` message, which is the
 /// first message, and then `user` and `assistant` alternately. It never fails, and no text is lost.
 ///
 /// If the template accepts the original conversation, both render to the same bytes. There are two exceptions, which
@@ -121,8 +123,7 @@ impl Content {
 ///   before it render to the same text, so a cached prefix stays valid.
 /// - Consecutive turns of one role become one, joined by an empty line.
 /// - A conversation that begins with the assistant (a greeting) gets an empty user turn before it. The model was
-/// trained
-///   only on conversations that begin with the user, and dropping the greeting would lose text of the conversation.
+///   trained only on conversations that begin with the user, and dropping the greeting would lose text of the conversation.
 pub fn normalize(messages: &[Message]) -> Vec<Message> {
     let mut system: Option<String> = None;
     let mut turns: Vec<(&str, String)> = Vec::new();

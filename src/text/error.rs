@@ -3,7 +3,7 @@
 /// Longest text, in bytes, that can be rendered from a conversation or tokenized in one call.
 ///
 /// The worst text takes about a second and 150 bytes of memory per byte of text to encode, so this limit bounds the
-/// cost of one request. The limit is four times the longest Gemma-3 context (131,072 tokens of about four bytes).
+/// cost of one request. The limit is four times the longest context (131,072 tokens of about four bytes).
 pub const MAX_TEXT_BYTES: usize = 2 << 20;
 
 /// An error of a tokenizer, a template, a grammar, or a text.

@@ -51,7 +51,7 @@ use super::error::MAX_TEXT_BYTES;
 
 /// Largest value, plus the bytes of the conversation.
 const MAX_VALUE_BYTES: usize = 4 * MAX_TEXT_BYTES;
-/// Most bytes that one rendering reads and makes, plus [`WORK_PER_BYTE`] for each byte of the conversation. Gemma's
+/// Most bytes that one rendering reads and makes, plus [`WORK_PER_BYTE`] for each byte of the conversation. Published templates'
 /// template needs 3 per byte.
 const MAX_WORK_BYTES: usize = 512 << 20;
 const WORK_PER_BYTE: usize = 16;
@@ -65,7 +65,7 @@ const MAX_DEPTH: usize = 64;
 /// The cost of each pass of a loop, and of each outer variable that a macro uses. Both need time and memory in
 /// minijinja itself.
 const STEP_BYTES: usize = 128;
-/// Most instructions of one rendering, inserted ones included. Gemma's template runs about 50 per message.
+/// Most instructions of one rendering, inserted ones included. The templates in use run about 50 per message.
 pub(super) const FUEL: u64 = 10_000_000;
 /// Deepest recursion. A stack of 2 MiB is enough for more.
 const MAX_RECURSION: usize = 100;
@@ -732,7 +732,7 @@ fn add_tests(environment: &mut Environment<'static>) {
         "odd" is_odd, "safe" is_safe, "sequence" is_sequence, "string" is_string, "test" is_test, "true" is_true,
         "undefined" is_undefined, "upper" is_upper);
     add(TEXTS, &texts);
-    // minijinja can iterate over none, like over an empty list. Gemma's template uses this test to detect null content.
+    // minijinja can iterate over none, like over an empty list. Some templates use this test to detect null content.
     let is_iterable = |value: &Value| !value.is_none() && value.try_iter().is_ok();
     add(TEXTS, &[("iterable", Value::from_function(is_iterable))]);
     let compared = named!(tests: "==" is_eq, "eq" is_eq, "equalto" is_eq, "!=" is_ne, "ne" is_ne, "<" is_lt, "lt" is_lt,

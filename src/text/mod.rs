@@ -3,7 +3,7 @@
 //!
 //! | from | to | by |
 //! |---|---|---|
-//! | messages | messages every Gemma template accepts | [`normalize`] |
+//! | messages | messages that templates with alternating turns accept | [`normalize`] |
 //! | messages | one prompt text, which includes `<bos>` | [`ChatTemplate::prompt`] |
 //! | that prompt | token ids; only control tokens that the template wrote are control tokens | [`Prompt::ids`] |
 //! | text | token ids | [`Tokenizer::encode`], [`Tokenizer::encode_text`] |
@@ -20,6 +20,7 @@ mod calls;
 mod chat;
 mod detokenizer;
 mod error;
+mod family;
 mod gbnf;
 mod grammar;
 mod jinja;
@@ -37,6 +38,7 @@ pub use calls::{AnswerPiece, CallPiece, CallReader, whole_parameters};
 pub use chat::{Content, ContentPart, Message, normalize};
 pub use detokenizer::Detokenizer;
 pub use error::{MAX_TEXT_BYTES, TextError};
+pub use family::{FAMILY, Family};
 pub use grammar::{Constraint, Grammar, GrammarSource, Grammars, MAX_CHOICES, MAX_GRAMMAR_BYTES};
 pub use panics::panic_message;
 pub use provenance::Prompt;

@@ -10,13 +10,13 @@ use std::fmt;
 use serde::de::{self, Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Value};
 
-/// Largest growth factor of a chain of steps, in bytes of output per byte of input. Gemma's factor is 3: a space
+/// Largest growth factor of a chain of steps, in bytes of output per byte of input. The largest in use is 3: a space
 /// becomes
 /// `▁`. Files of older converters, which also add `▁` before each piece, have 12. `NFKC` alone has 11.
 pub(super) const MAX_GROWTH: f64 = 16.0;
-/// Most steps of a chain, because each step takes time for every text. Gemma's has one.
+/// Most steps of a chain, because each step takes time for every text. Files in use have one.
 const MAX_STEPS: usize = 32;
-/// Most ids that a post-processor may add to a text. Gemma's adds one.
+/// Most ids that a post-processor may add to a text. Files in use add one.
 const MAX_ADDED_IDS: usize = 64;
 
 /// JSON in which no object has a duplicate field. Parsers differ in which of two equal fields they use, so this module

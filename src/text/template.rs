@@ -1,4 +1,4 @@
-//! Chat templates: a checkpoint's own Jinja, or the built-in one for Gemma.
+//! Chat templates: a checkpoint's own Jinja, or the built-in one of the family.
 //!
 //! Templates run in the same environment as in transformers: `trim_blocks` and `lstrip_blocks`, Python's string
 //! methods,
@@ -21,10 +21,9 @@ use serde::Deserialize;
 
 use super::chat::Message;
 use super::error::{MAX_TEXT_BYTES, TextError};
+use super::family::FAMILY;
 use super::jinja::{self, Exceeded, FUEL, Program};
 use super::panics::panic_text;
-
-const GEMMA: &str = include_str!("gemma.jinja");
 
 /// Longest template source, in bytes. The longest templates in use have about 20 KiB.
 const MAX_TEMPLATE_BYTES: usize = 256 << 10;
@@ -79,7 +78,7 @@ impl ChatTemplate {
     /// The checkpoint's template, or the built-in one if the checkpoint has none. A template that does not compile is
     /// an error, because the model was not trained on the prompts of another template.
     ///
-    /// If `tokenizer_config.json` has no `bos_token` or no `eos_token`, Gemma's value is used.
+    /// If `tokenizer_config.json` has no `bos_token` or no `eos_token`, the family's value is used.
     pub fn from_checkpoint(files: ChatFiles<'_>) -> Result<Self, TextError> {
         const CONFIG: &str = "tokenizer_config.json";
         let config = match files.tokenizer_config {
@@ -87,8 +86,8 @@ impl ChatTemplate {
             None => TokenizerConfig::default(),
         };
         let special_tokens = SpecialTokens {
-            bos: special_token(&config.bos_token, "bos_token", "<bos>")?,
-            eos: special_token(&config.eos_token, "eos_token", "<end_of_turn>")?,
+            bos: special_token(&config.bos_token, "bos_token", FAMILY.bos)?,
+            eos: special_token(&config.eos_token, "eos_token", FAMILY.end_of_turn)?,
         };
         if let Some(bytes) = files.chat_template_jinja {
             let origin = "chat_template.jinja";
@@ -97,7 +96,7 @@ impl ChatTemplate {
             return Self::compile(source, origin, special_tokens);
         }
         match &config.chat_template {
-            None => Self::compile(GEMMA, BUILT_IN, special_tokens),
+            None => Self::compile(FAMILY.template, FAMILY.template_origin, special_tokens),
             Some(named) => {
                 let source = default_template(named).map_err(|problem| template_error(CONFIG, problem))?;
                 Self::compile(source, "tokenizer_config.json: chat_template", special_tokens)
@@ -112,7 +111,7 @@ impl ChatTemplate {
 
     /// The text of a conversation. It already includes `<bos>`, so encode it without adding special tokens.
     ///
-    /// Messages are passed to the template unchanged. Call [`super::normalize`] first: Gemma's template refuses a
+    /// Messages are passed to the template unchanged. Call [`super::normalize`] first: the family's template refuses a
     /// conversation whose roles do not alternate. `add_generation_prompt` begins a turn of the model at the end.
     pub fn render(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String, TextError> {
         let ending = if add_generation_prompt { PromptEnding::Answer } else { PromptEnding::Closed };
@@ -208,8 +207,6 @@ impl ChatTemplate {
         Ok(Self { program, origin: origin.to_owned(), special_tokens })
     }
 }
-
-const BUILT_IN: &str = "built-in Gemma template";
 
 /// The part of tokenizer_config.json that this module reads.
 #[derive(Deserialize, Default)]

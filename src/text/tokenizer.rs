@@ -1,7 +1,7 @@
 //! A checkpoint's tokenizer.json: text to ids and back.
 //!
 //! The `tokenizers` crate encodes. Decoding uses a table with the text of each id, so that ids can be decoded one at a
-//! time. This is exact only for the pipeline of Gemma's family: BPE, and a decoder of `Replace`, `ByteFallback` and
+//! time. This is exact only for this pipeline: BPE, and a decoder of `Replace`, `ByteFallback` and
 //! `Fuse`. Other pipelines are refused at load.
 //!
 //! A file's `truncation` and `padding` are ignored, as in transformers, so a prompt is never truncated silently. These
@@ -20,13 +20,13 @@ use super::error::{MAX_TEXT_BYTES, TextError};
 use super::panics::panic_message;
 use super::steps::{Step, check_post_processor, decoder_replacements, growth};
 
-/// Largest vocabulary accepted, which bounds the decoding table. Gemma's is a quarter of it.
+/// Largest vocabulary accepted, which bounds the decoding table. The largest in use is a quarter of it.
 const MAX_VOCAB: usize = 1 << 20;
-/// Longest token accepted, both as written in the file and decoded. Gemma's longest has 93 bytes. This bounds the text
+/// Longest token accepted, both as written in the file and decoded. The longest in use has 93 bytes. This bounds the text
 /// of a list of ids.
 const MAX_TOKEN_BYTES: usize = 256;
-/// Largest text after normalization and pre-tokenization. Gemma's normalizer turns a space into three bytes, so for
-/// Gemma [`MAX_TEXT_BYTES`] is the lower limit.
+/// Largest text after normalization and pre-tokenization. A normalizer may turn a space into three bytes; then
+/// [`MAX_TEXT_BYTES`] is the lower limit.
 const MAX_NORMALIZED_BYTES: usize = 8 << 20;
 /// Longest error about a file, in characters. Errors may quote names from the file.
 const MAX_PROBLEM_CHARS: usize = 400;
@@ -123,7 +123,7 @@ impl Tokenizer {
 
     /// The ids of a raw prompt. Control tokens in the text (`<start_of_turn>`) become their own ids.
     ///
-    /// With `add_special_tokens` the file's post-processor adds its tokens (Gemma's adds `<bos>` at the start). That is
+    /// With `add_special_tokens` the file's post-processor adds its tokens (such as `<bos>` at the start). That is
     /// right for plain text, and wrong for the output of a chat template, which already includes `<bos>`. A text longer
     /// than [`Self::max_text_bytes`] is [`TextError::TooLong`].
     pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, TextError> {
@@ -220,7 +220,7 @@ impl Tokenizer {
 
     /// Whether a model with `rows` embedding rows can use this tokenizer.
     ///
-    /// Every regular token needs a row. The id of a special token may be `rows` or more: Gemma-3 1B has 262144 rows and
+    /// Every regular token needs a row. The id of a special token may be `rows` or more: one published model has 262144 rows and
     /// the tokenizer of the multimodal models, whose image token is 262144. [`Self::check_ids`] refuses texts with that
     /// token. Rows without a token are padding; the multimodal models have 262208 rows.
     pub fn fits(&self, rows: usize) -> Result<(), TextError> {
@@ -350,7 +350,7 @@ impl ModelHeader {
             ("end_of_word_suffix", &self.end_of_word_suffix),
         ] {
             if value.as_deref().is_some_and(|value| !value.is_empty()) {
-                return Err(format!("model.{field} is set; expected null, as in Gemma's family"));
+                return Err(format!("model.{field} is set; expected null"));
             }
         }
         Ok(())

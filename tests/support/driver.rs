@@ -96,12 +96,18 @@ impl<'a> Driver<'a> {
     }
 }
 
+/// One answer of at most `max_tokens` ids to `prompt`, drawn with `params`.
+pub fn plain_sequence(id: u64, prompt: Vec<u32>, params: SamplingParams, max_tokens: usize) -> Sequence {
+    let request = engine::Request { sampling: params.into(), ..engine::Request::new(prompt) };
+    Sequence::new(id, request, max_tokens)
+}
+
 /// The greedy answer to a prompt that is processed in chunks, with sampled ids kept on the device: `count` ids, or
 /// fewer if an id in `stop` comes, which is then the last.
 pub fn greedy(runner: &mut dyn Runner, prompt: &[u32], count: usize, chunk: usize, stop: &[u32]) -> Vec<u32> {
     let limits = Limits { max_batch_tokens: chunk.min(runner.limits().max_batch_tokens), ..runner.limits() };
     let plain = SchedulerConfig { speculation_tokens: 0, ..SchedulerConfig::default() };
     let params = SamplingParams { stop_token_ids: stop.to_vec(), ..SamplingParams::GREEDY };
-    let sequence = Sequence::new(0, prompt.to_vec(), params, count);
+    let sequence = plain_sequence(0, prompt.to_vec(), params, count);
     Driver::with(runner, limits, plain).run(vec![sequence]).drawn
 }

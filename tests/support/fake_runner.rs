@@ -686,7 +686,7 @@ impl Control {
         let finished = state.finished;
         let is_lost = state.fail_wait_at.take_if(|at| *at == finished).is_some();
         if std::mem::take(&mut state.npu_failed) {
-            return Err(RunnerError::Offload("npu-timeout: it hangs".into()));
+            return Err(RunnerError::Coprocessor("npu-timeout: it hangs".into()));
         }
         if std::mem::take(&mut state.poisoned) || is_lost {
             return Err(RunnerError::Lost("ring timeout".into()));

@@ -9,10 +9,11 @@ use socket2::{Domain, Socket, Type};
 use tempfile::TempDir;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
-use unicorn::api::{
-    self, Connections, CourtesyReport, EnergyReport, HeapReport, KernelTime, LiveReport, MemoryReport,
-    ModelReport, NpuReport, Placed, ProcessReport, SelfTested, Submitted,
+use unicorn::api::{self, Connections, CourtesyReport, EnergyReport, LiveReport, ModelReport};
+use unicorn::device::{
+    DeviceReport, DeviceState, HeapReport, KernelTime, NpuReport, Place, Placed, SelfTested,
 };
+use unicorn::npu::account;
 
 use super::app::App;
 use super::fake_runner::HANG;
@@ -111,51 +112,59 @@ pub fn certificate() -> (TempDir, rustls::pki_types::CertificateDer<'static>) {
 pub fn report() -> ModelReport {
     let placed =
         |class: &str, heap: &str, bytes| Placed { class: class.into(), heap: heap.into(), buffers: 1, bytes };
-    ModelReport {
+    let device = DeviceReport {
+        device: "a \"device\"".into(),
+        driver: "a driver".into(),
+        place: Place::default(),
         layers: 6,
         draft_layers: Some(2),
         weights: "none".into(),
-        device: "a \"device\"".into(),
-        driver: "a driver".into(),
         placements: vec![placed("KV cache", "heap 0", 7), placed("norms", "heap \"1\"", 9)],
         residency: "confirmed".into(),
+        sliding_block_bytes: 0,
         self_test: SelfTested { kernels: 21, layers: Some(6), seconds: 0.5 },
-        live: Box::new(|| {
-            let heaps = vec![HeapReport { heap: "heap 0".into(), size_bytes: 23, free_bytes: 9 }];
-            let memory = MemoryReport { heaps, vram: Some(11), gtt: None, resident: Some(13) };
-            let declared = vec![("norms".into(), 17)];
-            let [busy, rested] = [750, 250].map(Duration::from_millis);
-            let submitted = Submitted {
-                dispatches: 3,
-                copies: 5,
-                barriers: 4,
-                memory_shortages: 6,
-                busy: Some(busy),
-                rested,
-                declared,
-            };
-            let time = Duration::from_millis(500);
-            let kernels = vec![KernelTime { kernel: "matmul".into(), dispatches: 2, time }];
-            let processor = [1500, 2500].map(|ms| Some(Duration::from_millis(ms)));
-            let [processor, device_processor] = processor;
-            let process =
-                ProcessReport { processor, device_processor, open_files: Some(31), most_files: None };
-            let courtesy = Some(CourtesyReport { share: 0.5, holds: true, sessions_known: true });
-            let energy = Some(EnergyReport { source: "rapl", joules: 37.5 });
-            let npu = Some(NpuReport {
-                mode: "auto".into(),
-                in_use: true,
-                reason: None,
-                device: Some("RyzenAI-npu1".into()),
-                xrt: Some("2.25.0".into()),
-                is_double: false,
-                kv_heads: 2,
-                completed: 12,
-                tokens: 3072,
-                fallbacks: [("npu-timeout".to_owned(), 1)].into(),
-                waited_s: 0.5,
-            });
-            LiveReport { memory, submitted: Some(submitted), kernels, process, courtesy, energy, npu }
-        }),
-    }
+        hang_timeout: Duration::MAX,
+        npu: None,
+    };
+    let live = || {
+        let ms = Duration::from_millis;
+        let state = DeviceState {
+            heaps: vec![HeapReport { heap: "heap 0".into(), size_bytes: 23, free_bytes: 9 }],
+            vram: Some(11),
+            processor: ms(2500),
+            dispatches: 3,
+            copies: 5,
+            barriers: 4,
+            memory_shortages: 6,
+            busy: Some(ms(750)),
+            rested: ms(250),
+            declared: vec![("norms".into(), 17)],
+            kernels: vec![KernelTime { kernel: "matmul".into(), dispatches: 2, time: ms(500) }],
+            ..DeviceState::default()
+        };
+        let npu = NpuReport {
+            mode: "auto".into(),
+            in_use: true,
+            device: Some("RyzenAI-npu1".into()),
+            xrt: Some("2.25.0".into()),
+            kv_heads: 2,
+            completed: 12,
+            tokens: 3072,
+            fallbacks: [("npu-timeout".to_owned(), 1)].into(),
+            waited_s: 0.5,
+            ..NpuReport::default()
+        };
+        LiveReport {
+            device: Some(state),
+            resident: Some(13),
+            processor: ms(1500),
+            open_files: Some(31),
+            most_files: None,
+            courtesy: Some(CourtesyReport { share: 0.5, holds: true, sessions_known: true }),
+            energy: Some(EnergyReport { source: "rapl", joules: 37.5 }),
+            metrics: account::metrics(Some(&npu)),
+            npu: Some(npu),
+        }
+    };
+    ModelReport { device, live: Box::new(live) }
 }

@@ -3,7 +3,7 @@
 use unicorn::engine::{Fork, Sequence};
 use unicorn::model::{KvLimits, Limits, Runner, SamplingParams};
 
-use super::driver::{Driver, Run};
+use super::driver::{Driver, Run, plain_sequence};
 
 /// Prompts, with the answer to each one alone, for given parameters and a seed.
 pub struct Texts {
@@ -31,8 +31,8 @@ pub fn answer(
     tokens: usize,
 ) -> Vec<u32> {
     let limits = model.limits();
-    let mut sequence = Sequence::new(0, prompt.to_vec(), params.clone(), tokens);
-    sequence.seed = seed;
+    let mut sequence = plain_sequence(0, prompt.to_vec(), params.clone(), tokens);
+    sequence.request.seed = seed;
     Driver::new(model, limits).run(vec![sequence]).answers.remove(&0).expect("an answer")
 }
 
@@ -53,8 +53,8 @@ impl Texts {
     }
 
     fn sequence(&self, i: usize, prompt: &[u32], tokens: usize) -> Sequence {
-        let mut sequence = Sequence::new(i as u64, prompt.to_vec(), self.params.clone(), tokens);
-        sequence.seed = self.seed;
+        let mut sequence = plain_sequence(i as u64, prompt.to_vec(), self.params.clone(), tokens);
+        sequence.request.seed = self.seed;
         sequence
     }
 

@@ -157,14 +157,15 @@ class Judging(unittest.TestCase):
         self.assertEqual(run.failed, [("a.py::3", "route", "POST /slots")])
         self.assertEqual([test for test, _ in run.not_run], ["d.py", "a.py::2", "b.py::4", "c.py::5"])
 
-    def test_the_document_has_a_line_for_each_failure(self):
+    def test_the_document_has_a_line_for_each_cause(self):
         failed = [("u/a.py::2[x|z]", "route", "GET /slots"), ("u/a.py::2[y]", "route", "GET /slots"), ("u/a.py::3", conformance.UNEXPLAINED, "why|\nnot")]
-        run = conformance.Run(["u/a.py::1"], failed, [("u/a.py::4", "r")])
+        not_run = [("u/a.py::4", "r"), ("u/a.py::5", "a.b is not installed"), ("u/a.py::6", "a.c is not installed")]
+        run = conformance.Run(["u/a.py::1"], failed, not_run)
         text = conformance.document({SUITE: {"as is": run, "relaxed": run}}, ["a fact"])
-        self.assertIn("| a suite | relaxed | 1 | 2 | 0 | 0 | 0 | 1 | 1 |\n", text)
-        self.assertIn("| `u/a.py` | 1 | 2 | 0 | 0 | 0 | 1 | 1 |\n", text)
-        self.assertIn("| `a.py` | `2` | 2 | GET /slots |\n", text)
-        self.assertIn("| `a.py` | `3` | 1 | why\\| not |\n", text)
+        self.assertIn("| a suite | relaxed | 1 | 2 | 0 | 0 | 0 | 1 | 3 |\n", text)
+        self.assertIn("| `route` | 2 | GET /slots (2) |\n", text)
+        self.assertIn("| `UNEXPLAINED` | 1 | u/a.py::3: why\\| not |\n", text)
+        self.assertIn("| not run | 3 | call a package that a stand-in replaces (2); r |\n", text)
 
 
 if __name__ == "__main__":

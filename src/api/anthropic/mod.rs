@@ -13,23 +13,22 @@ use axum::body::Body;
 use axum::extract::{Request, State};
 use axum::http::{HeaderName, HeaderValue, header};
 use axum::middleware::Next;
-use axum::response::{IntoResponse, Response};
-use futures::Stream;
+use axum::response::{Response, sse};
 use serde::Serialize;
 use serde_json::value::RawValue;
 use utoipa::ToSchema;
 
 use crate::api::anthropic::request::{ConversationFields, Form, MessagesRequest};
 use crate::api::error::{AnthropicError, AnthropicErrorObject, ApiError};
-use crate::api::exchange::{self, Answers, Caller, Client, Exchange, Reply, json_text, named_event};
+use crate::api::exchange::{self, Caller, Client, Format, Parsed, Prompts, Reply, json_text, named_event};
 use crate::api::ids::{REQUEST_ID, new_id};
 use crate::api::openapi::AnthropicErrors;
 use crate::api::paths::documented;
 use crate::api::server::Server;
 use crate::api::tools::PartialCall;
 use crate::api::wire::union::Events;
-use crate::engine::Timings;
-use crate::session::Reason;
+use crate::engine::{ClientId, Timings};
+use crate::session::{Delta, GenerateRequest, Reason, Service};
 use crate::text::{CallPiece, whole_parameters};
 
 /// The header in which Anthropic's clients expect a request's id.
@@ -61,22 +60,7 @@ pub(in crate::api) async fn create(
     caller: Caller,
     body: Body,
 ) -> Result<Response, ApiError> {
-    let exchange =
-        exchange::ask(&server, caller, body, "msg_", "messages", request::parse, |service, request, _| {
-            let (mut engine, answer) = service.prepare(request)?;
-            // Clients must send `max_tokens`, and send a value that suits any model. If it exceeds the room in the
-            // context, the context is the bound.
-            let room = service.engine().limits().max_context.saturating_sub(engine.prompt.len());
-            engine.max_tokens = engine.max_tokens.filter(|n| *n <= room);
-            Ok(vec![(engine, answer)])
-        });
-    let Exchange { wire: form, reply, answers } = exchange.await?;
-    if form.stream {
-        let failed = |error: &ApiError| vec![MessageEvent::Error { error: error.anthropic().1 }];
-        Ok(exchange::stream(&server, events(reply, answers, form), failed, |event| named_event(&event)))
-    } else {
-        collect(reply, answers, &form).await
-    }
+    exchange::answer::<MessageFormat>(&server, caller, body).await
 }
 
 /// Counts the tokens of a conversation's prompt.
@@ -96,7 +80,8 @@ pub(in crate::api) async fn count_tokens(
     client: Client,
     body: Body,
 ) -> Result<Json<TokenCount>, ApiError> {
-    let counted = exchange::count_tokens(&server, &client, body, "messages", request::parse_to_count);
+    let counted =
+        exchange::count_tokens(&server, &client, body, "messages", |_, body| request::parse_to_count(body));
     Ok(Json(TokenCount { input_tokens: counted.await? }))
 }
 
@@ -253,10 +238,10 @@ impl MessageUsage {
 impl Message {
     fn new(reply: &Reply, content: Vec<Block>, stop: Option<Stop>, timings: &Timings) -> Self {
         Self {
-            id: reply.id.clone(),
+            id: reply.head.id.clone(),
             r#type: MessageType::Message,
             role: Assistant::Assistant,
-            model: reply.model.clone(),
+            model: reply.head.model.clone(),
             content,
             stop_reason: stop.as_ref().map(|stop| stop.reason),
             stop_sequence: stop.and_then(|stop| stop.sequence),
@@ -280,80 +265,106 @@ impl Block {
     }
 }
 
-async fn collect(reply: Reply, mut answers: Answers, form: &Form) -> Result<Response, ApiError> {
-    let (mut text, mut calls) = (String::new(), Vec::new());
-    while let Some(piece) = answers.next().await {
-        let piece = piece.map_err(ApiError::while_collecting)?;
-        text.push_str(&piece.text);
-        for call in piece.calls {
-            PartialCall::push(&mut calls, call);
-        }
-        if let Some(reason) = piece.end {
-            reply.log(reason, &piece.timings);
-            let stop = Stop::new(form, reason, piece.stopped_by, &piece.timings);
-            let mut content = calls.into_iter().map(Block::from_call).collect::<Result<Vec<Block>, _>>()?;
-            if !text.is_empty() {
-                content.push(Block::Text { text });
-            }
-            return Ok(Json(Message::new(&reply, content, Some(stop), &piece.timings)).into_response());
-        }
-    }
-    Err(ApiError::Bug("an answer had no end".into()))
+/// Writes a message. A stream has the message without content, its blocks piece by piece, why it ended with the usage, and
+/// the end.
+struct MessageFormat {
+    form: Form,
+    /// Whether the message was sent.
+    begun: bool,
+    /// The index of the open block.
+    open: Option<usize>,
 }
 
-/// The events of a stream: the message without content, its blocks piece by piece, the reason of the end with the
-/// usage, and the end.
-fn events(
-    reply: Reply,
-    mut answers: Answers,
-    form: Form,
-) -> impl Stream<Item = Result<MessageEvent, ApiError>> {
-    async_stream::try_stream! {
-        let mut begun = false;
-        // The index of the open block.
-        let mut open = None;
-        while let Some(piece) = answers.next().await {
-            let piece = piece?;
-            if !begun {
-                begun = true;
-                yield MessageEvent::MessageStart { message: Message::new(&reply, Vec::new(), None, &piece.timings) };
+impl Format for MessageFormat {
+    const ID_PREFIX: &'static str = "msg_";
+    const PROMPT: &'static str = "messages";
+    type Form = Form;
+    type Whole = Message;
+    type Event = MessageEvent;
+
+    fn parse(_: &Arc<Server>, _: ClientId, body: &[u8]) -> Result<Parsed<Form>, ApiError> {
+        request::parse(body)
+    }
+
+    fn prepare(
+        form: Form,
+        service: &Service,
+        request: &GenerateRequest,
+    ) -> Result<(Prompts, Self), ApiError> {
+        let (mut engine, answer) = service.prepare(request)?;
+        // Clients must send `max_tokens`, and send a value that suits any model. If it exceeds the room in the context,
+        // the context is the limit.
+        let room = service.engine().limits().max_context.saturating_sub(engine.prompt.len());
+        engine.max_tokens = engine.max_tokens.filter(|n| *n <= room);
+        Ok((vec![(engine, answer)], Self { form, begun: false, open: None }))
+    }
+
+    fn whole(self, reply: &Reply, answers: Vec<Delta>, timings: &Timings) -> Result<Message, ApiError> {
+        let (mut content, mut stop) = (Vec::new(), None);
+        for answer in answers {
+            stop = answer.end.map(|reason| Stop::new(&self.form, reason, answer.stopped_by, timings));
+            for call in PartialCall::all(answer.calls) {
+                content.push(Block::from_call(call)?);
             }
-            if !piece.text.is_empty() {
-                if open.is_none() {
-                    open = Some(0);
-                    let content_block = Block::Text { text: String::new() };
-                    yield MessageEvent::ContentBlockStart { index: 0, content_block };
-                    yield MessageEvent::Ping {};
-                }
-                let delta = BlockDelta::TextDelta { text: piece.text };
-                yield MessageEvent::ContentBlockDelta { index: 0, delta };
+            if !answer.text.is_empty() {
+                content.push(Block::Text { text: answer.text });
             }
-            for call in piece.calls {
-                match call {
-                    CallPiece::Name { index, name } => {
-                        if let Some(before) = open.replace(index) {
-                            yield MessageEvent::ContentBlockStop { index: before };
-                        }
-                        let content_block = Block::tool_use(new_id(TOOL_ID_PREFIX), name, "{}".to_owned())?;
-                        yield MessageEvent::ContentBlockStart { index, content_block };
-                        if index == 0 {
-                            yield MessageEvent::Ping {};
-                        }
-                    }
-                    CallPiece::Parameters { index, json } => {
-                        let delta = BlockDelta::InputJsonDelta { partial_json: json };
-                        yield MessageEvent::ContentBlockDelta { index, delta };
-                    }
-                }
-            }
-            let Some(reason) = piece.end else { continue };
-            reply.log(reason, &piece.timings);
-            if let Some(index) = open {
-                yield MessageEvent::ContentBlockStop { index };
-            }
-            let delta = Stop::new(&form, reason, piece.stopped_by, &piece.timings);
-            yield MessageEvent::MessageDelta { delta, usage: MessageUsage::new(&piece.timings) };
-            yield MessageEvent::MessageStop {};
         }
+        Ok(Message::new(reply, content, stop, timings))
+    }
+
+    fn add(
+        &mut self,
+        reply: &Reply,
+        delta: Delta,
+        all: Option<&Timings>,
+    ) -> Result<Vec<MessageEvent>, ApiError> {
+        let mut events = Vec::new();
+        if !std::mem::replace(&mut self.begun, true) {
+            let message = Message::new(reply, Vec::new(), None, &delta.timings);
+            events.push(MessageEvent::MessageStart { message });
+        }
+        if !delta.text.is_empty() {
+            if self.open.is_none() {
+                self.open = Some(0);
+                let content_block = Block::Text { text: String::new() };
+                events.push(MessageEvent::ContentBlockStart { index: 0, content_block });
+                events.push(MessageEvent::Ping {});
+            }
+            let delta = BlockDelta::TextDelta { text: delta.text };
+            events.push(MessageEvent::ContentBlockDelta { index: 0, delta });
+        }
+        for call in delta.calls {
+            match call {
+                CallPiece::Name { index, name } => {
+                    let before = self.open.replace(index);
+                    events.extend(before.map(|index| MessageEvent::ContentBlockStop { index }));
+                    let content_block = Block::tool_use(new_id(TOOL_ID_PREFIX), name, "{}".to_owned())?;
+                    events.push(MessageEvent::ContentBlockStart { index, content_block });
+                    if index == 0 {
+                        events.push(MessageEvent::Ping {});
+                    }
+                }
+                CallPiece::Parameters { index, json } => {
+                    let delta = BlockDelta::InputJsonDelta { partial_json: json };
+                    events.push(MessageEvent::ContentBlockDelta { index, delta });
+                }
+            }
+        }
+        if let (Some(reason), Some(timings)) = (delta.end, all) {
+            events.extend(self.open.map(|index| MessageEvent::ContentBlockStop { index }));
+            let stop = Stop::new(&self.form, reason, delta.stopped_by, timings);
+            events.push(MessageEvent::MessageDelta { delta: stop, usage: MessageUsage::new(timings) });
+            events.push(MessageEvent::MessageStop {});
+        }
+        Ok(events)
+    }
+
+    fn on_error(&self, _: &Reply) -> impl FnOnce(&ApiError) -> Vec<MessageEvent> + Send + 'static {
+        |error: &ApiError| vec![MessageEvent::Error { error: error.anthropic().1 }]
+    }
+
+    fn sent(event: MessageEvent, _: u64) -> sse::Event {
+        named_event(&event)
     }
 }

@@ -188,10 +188,9 @@ struct OutputFormat {
     schema: JsonObject,
 }
 
-/// What the reply needs to know of the request.
+/// What the reply needs of the request.
 #[derive(Debug)]
 pub(in crate::api) struct Form {
-    pub stream: bool,
     pub stops: Vec<String>,
     pub max_tokens: usize,
 }
@@ -215,7 +214,7 @@ pub(in crate::api) fn parse(body: &[u8]) -> Result<Parsed<Form>, ApiError> {
         ..conversation
     };
     let cache_salt = options.cache_salt.map(|salt| salt.0);
-    Ok(Parsed { model, request, stream, cache_salt, wire: Form { stream, stops, max_tokens } })
+    Ok(Parsed { model, request, stream, cache_salt, form: Form { stops, max_tokens } })
 }
 
 /// The model of a count request, and the conversation to count.

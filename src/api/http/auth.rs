@@ -143,7 +143,7 @@ fn is_own(origin: &HeaderValue, uri: &Uri, headers: &HeaderMap) -> bool {
         let at = origin.windows(3).position(|sign| sign == b"://")?;
         Some(origin[at + 3..].to_ascii_lowercase())
     };
-    // HTTP/2 has the server's name in the request's URI, and most of its clients send no Host.
+    // A target in absolute form has the server's name too, and may come without `Host`.
     let authority = || uri.authority().map(|authority| authority.as_str().as_bytes());
     let host = headers.get(header::HOST).map(HeaderValue::as_bytes).or_else(authority);
     host.is_some_and(|host| host_of(origin.as_bytes()) == Some(host.to_ascii_lowercase()))

@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use crate::api::ids::unix_time_s;
-use crate::api::report::KernelTime;
 use crate::api::tasks::Purpose;
+use crate::device::KernelTime;
 use crate::engine::{EngineError, Event, Timings};
 use crate::session::Reason;
 
@@ -164,7 +164,7 @@ impl Followed {
                     | EngineError::Bug(_)
                     | EngineError::NotFinite
                     | EngineError::LostTwice(_)
-                    | EngineError::Offload(_)
+                    | EngineError::Coprocessor(_)
                     | EngineError::ShuttingDown => {
                         *locked(&m.last_error) = Some((unix_time_s(), error.to_string()));
                         self.end_all("error");

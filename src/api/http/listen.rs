@@ -1,15 +1,11 @@
-//! Connections: how many, TLS, and how long one may keep its place without using it.
+//! Connections: how many there may be, TLS, and how long a connection may stay open without making progress.
 //!
-//! HTTP/1.1, and HTTP/2 where the client chooses it: by ALPN, or without TLS by beginning with HTTP/2's preface. A
-//! connection must send a whole request head soon after it was opened or after the head's first byte, must begin the next
-//! request before it counts as idle, and must take what is sent to it (`http::patient`); while a request is being answered
-//! no clock runs here ([`Options`](crate::api::Options) bounds bodies, the engine slow readers). Beyond
-//! [`Connections::most`] nobody is accepted: further ones wait in the system's backlog until a place is free, and while
-//! they may be there, whoever is silent has a second.
-//!
-//! A connection of HTTP/2 has all of these bounds, and one on the number of its streams (`http::streams`). What belongs to
-//! one stream ends that stream alone: its client's reset cancels the request, and a client that takes nothing of an answer
-//! loses that answer. Frames that belong to no stream keep no connection from being idle.
+//! The server speaks HTTP/1.1 only. A client that begins with HTTP/2's preface gets a refusal, and ALPN offers `http/1.1`
+//! only. A connection must send a complete request head soon after it was opened or after the first byte of the head. It
+//! must begin the next request within the idle timeout, and it must read what is sent to it (`http::patient`). No timeout
+//! of this module runs while a request is being answered: [`Options`](crate::api::Options) limits bodies, and the engine
+//! limits slow readers. At most [`Connections::most`] connections are accepted. Other clients wait in the system's backlog
+//! until a connection ends. While all places are taken, a silent connection is closed after one second.
 
 use std::future::{Future, pending};
 use std::io::{self, ErrorKind};
@@ -23,55 +19,58 @@ use std::time::Duration;
 use axum::Router;
 use axum::body::Body;
 use axum::extract::ConnectInfo;
-use axum::http::{HeaderValue, Request, Version, header};
+use axum::http::{HeaderValue, Request, header};
 use hyper::body::Incoming;
+use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
-use hyper_util::server::conn::auto;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, Interest};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinSet;
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout};
 use tower::ServiceExt;
 
 use crate::api::http::guarded::hold;
 use crate::api::http::patient::{CROWDED, Patience, Patient, Requests};
-use crate::api::http::streams::{self, Streams};
 use crate::api::http::tls::Tls;
 
-/// A request's head is at most this long, which is what one connection of HTTP/1.1 buffers.
+/// The maximum length of a request head, which is also what a connection buffers.
 const MAX_HEAD_BYTES: usize = 64 << 10;
-/// Where the process has no file descriptor left, or so.
+/// The wait after a failed `accept`, for example because the process has no free file descriptor.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(500);
 const WARN_EVERY: Duration = Duration::from_secs(60);
-/// For a plain request that came where TLS was expected.
+/// The answer to a plain request on a port that expects TLS.
 const NOT_TLS: &[u8] = b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain\r\nconnection: close\r\n\r\n\
     this server speaks HTTPS: use https://\n";
+/// The answer to the preface of HTTP/2.
+const NOT_HTTP_1: &[u8] =
+    b"HTTP/1.1 505 HTTP Version Not Supported\r\ncontent-type: text/plain\r\nconnection: close\r\n\r\n\
+    this server speaks HTTP/1.1, and not HTTP/2: use a proxy in front of it for HTTP/2\n";
 
 #[derive(Debug, Clone)]
 pub struct Connections {
-    /// Open at once; at least 1.
+    /// The maximum number of open connections; at least 1.
     pub most: usize,
-    /// For a request's head, and for the handshake of TLS.
+    /// The time for a request head, and for the handshake of TLS.
     pub head_timeout: Duration,
-    /// Between two requests.
+    /// The time between two requests.
     pub idle_timeout: Duration,
-    /// While nothing of what is sent is taken.
+    /// The time during which the client reads nothing of what is sent.
     pub write_timeout: Duration,
-    /// None is plain HTTP.
+    /// `None` = plain HTTP.
     pub tls: Option<Tls>,
 }
 
-/// File descriptors that one connection takes: its own, and the one of [`Connection`].
+/// The number of file descriptors of one connection: its own, and the one of [`Connection`].
 pub const FILES_PER_CONNECTION: u64 = 2;
 
-/// What a request may learn of the connection that it came on. One that came on none never learns anything.
+/// What a request can know about its connection. The futures of a request without a connection never resolve.
 #[derive(Debug, Clone)]
 pub(in crate::api) struct Connection {
     crowded: watch::Receiver<bool>,
-    /// By a second descriptor: what is waited for at the first is the business of whoever reads. None where there was none
-    /// to be had.
+    /// A second descriptor, because only one task can wait on the first descriptor, and hyper's task does. `None` = no
+    /// descriptor was available.
     socket: Option<Arc<TcpStream>>,
 }
 
@@ -85,14 +84,14 @@ impl Connection {
         }
     }
 
-    /// Resolves when the client has gone. As long as nobody reads the body of a request of HTTP/1.1, nobody else sees the
-    /// client go: its going is behind the body in the stream. hyper sees a client of HTTP/2 go, and drops its requests.
+    /// Resolves when the client has disconnected. hyper does not see this while the body is not read, because the end of
+    /// the stream comes after the body.
     pub async fn left(this: Option<&Self>) {
         let Some(socket) = this.and_then(|this| this.socket.as_ref()) else { return pending().await };
         loop {
             match socket.ready(Interest::READABLE).await {
                 Ok(ready) if ready.is_read_closed() => return,
-                // More of the body has come. It stays where it is; what comes after it is to be told of.
+                // More of the body has come. It is not read here: clear the readiness, and wait for the next event.
                 Ok(_) => {
                     drop(socket.try_io(Interest::READABLE, || Err::<(), _>(ErrorKind::WouldBlock.into())))
                 }
@@ -107,8 +106,7 @@ fn second(stream: &TcpStream) -> io::Result<TcpStream> {
     TcpStream::from_std(stream.as_fd().try_clone_to_owned()?.into())
 }
 
-/// How many connections are open, and how many of them, or of their streams, were given up since their clients did not
-/// read.
+/// The number of open connections, and the number of connections that were closed because the client did not read.
 #[derive(Debug, Clone, Default)]
 pub(in crate::api) struct Open {
     places: Arc<()>,
@@ -125,9 +123,9 @@ impl Open {
     }
 }
 
-/// Answers who connects until `stop`; then those under way get to their ends, and whoever connects meanwhile is answered
-/// as well, once a connection: the handlers refuse what cannot be done any more, and a load balancer that asks hears why.
-/// Dropped, it breaks all of them off. Each connection counts as `open` while it has its place.
+/// Serves connections until `stop`. Then it lets the requests in progress finish. Until they have finished, each new
+/// connection still gets one answer: the handlers refuse what is no longer possible, so a load balancer learns the reason.
+/// Dropping the future closes all connections. `count` counts the connections that have a place.
 pub(in crate::api) async fn listen(
     listener: TcpListener,
     app: Router,
@@ -141,7 +139,7 @@ pub(in crate::api) async fn listen(
     let places = Arc::new(Semaphore::new(options.most));
     let (mut open, mut late) = (JoinSet::new(), JoinSet::new());
     let mut draining = false;
-    // Never sent to: late connections have heard of the end before they begin.
+    // Nothing is sent to this channel: a connection that begins after `stop` already knows about it.
     let (_late, not_stopped) = watch::channel(());
     let mut warned: Option<Instant> = None;
     loop {
@@ -151,10 +149,10 @@ pub(in crate::api) async fn listen(
         crowded.send_if_modified(|crowded| std::mem::replace(crowded, full) != full);
         if full && warned.is_none_or(|at| at.elapsed() > WARN_EVERY) {
             warned = Some(Instant::now());
-            tracing::warn!("{} connections are open: further ones wait", options.most);
+            tracing::warn!("{} connections are open: new clients wait", options.most);
         }
         let next = async {
-            let place = Arc::clone(&places).acquire_owned().await.expect("nobody closes it");
+            let place = Arc::clone(&places).acquire_owned().await.expect("the semaphore is never closed");
             (place, listener.accept().await)
         };
         let (place, accepted) = tokio::select! {
@@ -184,7 +182,7 @@ pub(in crate::api) async fn listen(
                     drop((place, counted));
                 });
             }
-            // One that was gone before it was accepted is nobody's loss.
+            // The client disconnected before it was accepted.
             Err(error) if is_the_clients(&error) => {}
             Err(error) => {
                 tracing::warn!("cannot accept a connection: {error}");
@@ -199,25 +197,25 @@ fn is_the_clients(error: &io::Error) -> bool {
     matches!(error.kind(), ConnectionAborted | ConnectionRefused | ConnectionReset)
 }
 
-/// What every connection hears of.
+/// What every connection observes.
 #[derive(Clone)]
 struct Signals {
     stopped: watch::Receiver<()>,
     /// There is no place left.
     crowded: watch::Receiver<bool>,
-    /// The server was ending already when the connection was opened.
+    /// Whether the connection was opened after the server began to stop.
     late: bool,
 }
 
 async fn connection(
-    mut stream: TcpStream,
+    stream: TcpStream,
     peer: SocketAddr,
     app: Router,
     options: Connections,
     mut signals: Signals,
     unread: Arc<AtomicU64>,
 ) {
-    // A token is a small packet, and the next one comes later than it should wait for.
+    // A token is a small packet, which must not wait for the next one.
     let _ = stream.set_nodelay(true);
     let seen = Connection { crowded: signals.crowded.clone(), socket: second(&stream).ok().map(Arc::new) };
     let Some(tls) = &options.tls else {
@@ -228,17 +226,14 @@ async fn connection(
         let mut first = [0];
         // TLS begins with the byte of a handshake record, HTTP with a letter.
         if stream.peek(&mut first).await? == 1 && first[0].is_ascii_alphabetic() {
-            stream.write_all(NOT_TLS).await?;
-            stream.shutdown().await?;
-            // Closed on what it sends, it might not read what it was told.
-            tokio::io::copy(&mut stream.take(MAX_HEAD_BYTES as u64), &mut tokio::io::sink()).await?;
+            refuse(stream, NOT_TLS).await?;
             return Err(io::Error::new(io::ErrorKind::InvalidData, "plain HTTP"));
         }
         acceptor.accept(stream).await
     };
     let crowded = *signals.crowded.borrow();
     let patience = if crowded { options.head_timeout.min(CROWDED) } else { options.head_timeout };
-    let handshake = tokio::time::timeout(patience, handshake);
+    let handshake = timeout(patience, handshake);
     let secured = tokio::select! {
         secured = handshake => secured.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into())),
         _ = signals.stopped.changed() => return,
@@ -247,6 +242,14 @@ async fn connection(
         Ok(stream) => http(stream, peer, seen, app, &options, signals, unread).await,
         Err(error) => tracing::debug!("{peer}: no TLS: {error}"),
     }
+}
+
+/// Sends `answer`, and closes the connection. It also reads what the client sends: closing a socket with unread bytes
+/// resets the connection, and the client might lose the answer.
+async fn refuse(mut stream: impl AsyncRead + AsyncWrite + Unpin, answer: &[u8]) -> io::Result<()> {
+    stream.write_all(answer).await?;
+    stream.shutdown().await?;
+    tokio::io::copy(&mut stream.take(MAX_HEAD_BYTES as u64), &mut tokio::io::sink()).await.map(drop)
 }
 
 async fn http<S: AsyncRead + AsyncWrite + Unpin + 'static>(
@@ -258,54 +261,50 @@ async fn http<S: AsyncRead + AsyncWrite + Unpin + 'static>(
     Signals { mut stopped, mut crowded, late }: Signals,
     unread: Arc<AtomicU64>,
 ) {
-    let requests = Requests::new(Arc::clone(&unread));
+    let requests = Requests::new(unread);
     let &Connections { head_timeout, idle_timeout, write_timeout, .. } = options;
     let patience = Patience { head_timeout, idle_timeout, write_timeout };
     let io = TokioIo::new(Patient::new(stream, Arc::clone(&requests), crowded.clone(), patience));
     let begun = Arc::clone(&requests);
     let service = service_fn(move |request: Request<Incoming>| {
-        let is_stream = request.version() == Version::HTTP_2;
-        let under_way = begun.begin(is_stream);
-        let mut request = request.map(if is_stream { streams::read_on } else { Body::new });
+        let in_progress = begun.begin();
+        let mut request = request.map(Body::new);
         request.extensions_mut().insert(ConnectInfo(peer));
         request.extensions_mut().insert(seen.clone());
         let app = app.clone();
         async move {
-            let response = app.oneshot(request).await.map(|response| hold(response, under_way));
-            let response = response.map(|mut response| {
-                if late && !is_stream {
+            let response = app.oneshot(request).await.map(|response| hold(response, in_progress));
+            response.map(|mut response| {
+                if late {
                     response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
                 }
                 response
-            });
-            if is_stream { response.map(streams::in_pieces) } else { response }
+            })
         }
     });
-    // hyper itself answers a head that it refuses (400, 414, 431), before the service has a request, and that answer has no
-    // body. hyper takes no other answer: an error object would need a stream that knows those bytes and changes them.
-    let mut protocols = auto::Builder::new(Streams { write_timeout, unread });
+    // hyper itself answers an invalid head (400, 414, 431), before the service has a request. That answer has no body, and
+    // hyper cannot be given another one.
     // hyper's own timeout for heads needs a timer, and gets none: `http::patient` says why.
-    protocols.http1().max_buf_size(MAX_HEAD_BYTES);
-    streams::bound(&mut protocols.http2(), MAX_HEAD_BYTES, write_timeout);
-    let mut connection = pin!(protocols.serve_connection(io, service));
+    let mut connection = http1::Builder::new().max_buf_size(MAX_HEAD_BYTES).serve_connection(io, service);
     let ended = loop {
         tokio::select! {
-            ended = connection.as_mut() => break ended,
-            // The stream looks at its clock again when the connection is polled.
+            ended = &mut connection => break ended,
+            // The stream reads its timeout again when the connection is polled.
             Ok(()) = crowded.changed() => {}
             _ = stopped.changed() => {
-                // Who has not asked yet has nothing to wait for.
+                // A client without a request has nothing to wait for.
                 if !requests.any_begun() {
                     return;
                 }
-                // A client of HTTP/2 that does not answer to it could stay until it is idle.
-                requests.stop();
-                connection.as_mut().graceful_shutdown();
-                break connection.await;
+                Pin::new(&mut connection).graceful_shutdown();
+                break (&mut connection).await;
             }
         }
     };
-    if let Err(error) = ended {
-        tracing::debug!("{peer}: {error}");
+    let Err(error) = ended else { return };
+    if error.is_parse_version_h2() {
+        let stream = connection.into_parts().io.into_inner();
+        let _ = timeout(CROWDED, refuse(stream, NOT_HTTP_1)).await;
     }
+    tracing::debug!("{peer}: {error}");
 }

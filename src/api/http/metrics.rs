@@ -11,7 +11,6 @@
 //! Every label has few values, which are known beforehand: a path that is no route is `other`. No value comes from a
 //! request's text, and no client or key is named.
 
-use std::collections::BTreeMap;
 use std::fmt::{Display, Write};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -22,8 +21,9 @@ use axum::response::{IntoResponse, Response};
 
 use crate::api::http::counters::{Histogram, locked};
 use crate::api::openapi::AuthErrors;
-use crate::api::report::{LiveReport, NpuReport};
+use crate::api::report::LiveReport;
 use crate::api::server::Server;
+use crate::device::Metric;
 use crate::engine::PoolUse;
 
 /// The text that Prometheus reads, <https://prometheus.io/docs/instrumenting/exposition_formats/>. Every sample has the
@@ -214,7 +214,7 @@ fn of_engine(out: &mut Exposition<'_>, server: &Server) {
         (
             "unicorn_npu_failures_total",
             "Failures of an NPU that is required, each of which had the model loaded again.",
-            stats.unit_failures,
+            stats.coprocessor_failures,
         ),
         (
             "unicorn_num_replays_total",
@@ -241,76 +241,54 @@ fn of_engine(out: &mut Exposition<'_>, server: &Server) {
     .sample(&[], stats.host_ns as f64 / 1e9);
 }
 
-/// The counts are 0 where no NPU is wanted, so that queries find them.
-fn of_npu(out: &mut Exposition<'_>, npu: Option<&NpuReport>) {
-    const REASONS: [&str; 4] = ["npu-timeout", "npu-command-state", "npu-no-output", "npu-process"];
-    let heads = npu.filter(|npu| npu.in_use).map_or(0, |npu| npu.kv_heads);
-    let help = "KV heads of each layer whose attention of prompts the NPU computes now.";
-    out.family("unicorn_npu_kv_heads", "gauge", help).sample(&[], heads);
-    let help = "Attention of a layer that the NPU completed, and whose result was used.";
-    out.family("unicorn_npu_completed_total", "counter", help)
-        .sample(&[], npu.map_or(0, |npu| npu.completed));
-    let mut fallbacks: BTreeMap<&str, u64> = REASONS.map(|reason| (reason, 0)).into();
-    fallbacks.extend(npu.iter().flat_map(|npu| &npu.fallbacks).map(|(reason, count)| (&**reason, *count)));
-    let help = "Failures of the NPU that the GPU stepped in for, by the doctor's code.";
-    out.family("unicorn_npu_fallback_total", "counter", help);
-    for (reason, count) in fallbacks {
-        out.sample(&[("reason", reason)], count);
-    }
-    let help = "Time for which steps waited for the NPU.";
-    out.family("unicorn_npu_waited_seconds_total", "counter", help)
-        .sample(&[], npu.map_or(0.0, |npu| npu.waited_s));
-}
-
 fn of_device(out: &mut Exposition<'_>, server: &Server) {
     let Some(report) = server.report() else { return };
     out.family("unicorn_gpu_memory_bytes", "gauge", "What was placed on the device, by class and heap.");
-    for placed in &report.placements {
+    for placed in &report.device.placements {
         out.sample(&[("class", &placed.class), ("heap", &placed.heap)], placed.bytes);
     }
-    let LiveReport { memory, submitted, kernels, process, courtesy, energy, npu } = (report.live)();
+    let LiveReport { device, resident, processor, open_files, most_files, courtesy, energy, metrics, .. } =
+        (report.live)();
     out.family(
         "unicorn_courtesy_share",
         "gauge",
         "Share of the device's time that steps may take now; 1 is no bound.",
     )
     .sample(&[], courtesy.filter(|courtesy| courtesy.holds).map_or(1.0, |courtesy| courtesy.share));
-    if !memory.heaps.is_empty() {
-        out.family("unicorn_gpu_heap_size_bytes", "gauge", "Memory of the device, by heap.");
-        for heap in &memory.heaps {
-            out.sample(&[("heap", &heap.heap)], heap.size_bytes);
+    if let Some(state) = &device {
+        if !state.heaps.is_empty() {
+            out.family("unicorn_gpu_heap_size_bytes", "gauge", "Memory of the device, by heap.");
+            for heap in &state.heaps {
+                out.sample(&[("heap", &heap.heap)], heap.size_bytes);
+            }
+            out.family("unicorn_gpu_heap_free_bytes", "gauge", "What of it this process may still take.");
+            for heap in &state.heaps {
+                out.sample(&[("heap", &heap.heap)], heap.free_bytes);
+            }
         }
-        out.family("unicorn_gpu_heap_free_bytes", "gauge", "What of it this process may still take.");
-        for heap in &memory.heaps {
-            out.sample(&[("heap", &heap.heap)], heap.free_bytes);
+        let of_driver = [("vram", state.vram), ("gtt", state.gtt)];
+        if of_driver.iter().any(|(_, bytes)| bytes.is_some()) {
+            let help = "What the driver says this process holds.";
+            out.family("unicorn_gpu_memory_driver_bytes", "gauge", help);
+            for (kind, bytes) in of_driver.iter().filter_map(|(kind, bytes)| Some((kind, (*bytes)?))) {
+                out.sample(&[("kind", kind)], bytes);
+            }
         }
     }
-    let of_driver = [("vram", memory.vram), ("gtt", memory.gtt)];
-    if of_driver.iter().any(|(_, bytes)| bytes.is_some()) {
-        out.family("unicorn_gpu_memory_driver_bytes", "gauge", "What the driver says this process holds.");
-        for (kind, bytes) in of_driver.iter().filter_map(|(kind, bytes)| Some((kind, (*bytes)?))) {
-            out.sample(&[("kind", kind)], bytes);
-        }
-    }
-    if let Some(bytes) = memory.resident {
+    if let Some(bytes) = resident {
         out.family("process_resident_memory_bytes", "gauge", "Host memory of the process.")
             .sample(&[], bytes);
     }
-    for (name, help, time) in [
-        ("process_cpu_seconds_total", "Processor time of the server's process.", process.processor),
-        (
-            "unicorn_device_process_cpu_seconds_total",
-            "Processor time of the process that drives the device.",
-            process.device_processor,
-        ),
-    ] {
-        if let Some(time) = time {
-            out.family(name, "counter", help).sample(&[], time.as_secs_f64());
-        }
+    let help = "Processor time of the server's process.";
+    out.family("process_cpu_seconds_total", "counter", help).sample(&[], processor.as_secs_f64());
+    if let Some(state) = &device {
+        let help = "Processor time of the process that drives the device.";
+        out.family("unicorn_device_process_cpu_seconds_total", "counter", help)
+            .sample(&[], state.processor.as_secs_f64());
     }
     for (name, help, files) in [
-        ("process_open_fds", "Files that the server's process has open.", process.open_files),
-        ("process_max_fds", "Files that it may have open.", process.most_files),
+        ("process_open_fds", "Files that the server's process has open.", open_files),
+        ("process_max_fds", "Files that it may have open.", most_files),
     ] {
         if let Some(files) = files {
             out.family(name, "gauge", help).sample(&[], files);
@@ -320,22 +298,28 @@ fn of_device(out: &mut Exposition<'_>, server: &Server) {
         out.family("unicorn_energy_joules_total", "counter", "Energy that the machine used, idle or not.")
             .sample(&[("source", energy.source)], energy.joules);
     }
-    of_npu(out, npu.as_ref());
-    if let Some(submitted) = submitted {
+    for Metric { name, kind, help, samples } in metrics {
+        out.family(name, kind, help);
+        for (label, value) in samples {
+            let label = label.as_ref().map(|(label, of)| (*label, &**of));
+            out.sample(label.as_slice(), value);
+        }
+    }
+    if let Some(state) = &device {
         let counters = [
-            ("unicorn_gpu_dispatches_total", "Dispatches given to the device.", submitted.dispatches),
-            ("unicorn_gpu_copies_total", "Copies given to the device.", submitted.copies),
-            ("unicorn_gpu_barriers_total", "Barriers between them.", submitted.barriers),
+            ("unicorn_gpu_dispatches_total", "Dispatches given to the device.", state.dispatches),
+            ("unicorn_gpu_copies_total", "Copies given to the device.", state.copies),
+            ("unicorn_gpu_barriers_total", "Barriers between them.", state.barriers),
             (
                 "unicorn_gpu_memory_shortages_total",
                 "Calls that the driver had no memory for at first, and took later.",
-                submitted.memory_shortages,
+                state.memory_shortages,
             ),
         ];
         for (name, help, value) in counters {
             out.family(name, "counter", help).sample(&[], value);
         }
-        if let Some(busy) = submitted.busy {
+        if let Some(busy) = state.busy {
             let help = "Time in which the device computed steps, by its own clock.";
             out.family("unicorn_gpu_busy_seconds_total", "counter", help).sample(&[], busy.as_secs_f64());
         }
@@ -344,14 +328,14 @@ fn of_device(out: &mut Exposition<'_>, server: &Server) {
             "counter",
             "Time for which submits were held back, so that others have the device.",
         )
-        .sample(&[], submitted.rested.as_secs_f64());
+        .sample(&[], state.rested.as_secs_f64());
         let help = "Bytes that dispatches and copies declared to read or write, in whole ranges.";
         out.family("unicorn_gpu_declared_bytes_total", "counter", help);
-        for (class, bytes) in &submitted.declared {
+        for (class, bytes) in &state.declared {
             out.sample(&[("class", class)], *bytes);
         }
     }
-    let kernels = server.metrics.kernels(kernels);
+    let kernels = server.metrics.kernels(device.map_or(Vec::new(), |state| state.kernels));
     if !kernels.is_empty() {
         out.family(
             "unicorn_kernel_seconds_total",

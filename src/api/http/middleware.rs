@@ -2,14 +2,16 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use axum::Extension;
 use axum::body::HttpBody;
 use axum::extract::{ConnectInfo, MatchedPath, Request, State};
-use axum::http::{HeaderValue, Version, header};
+use axum::http::{HeaderValue, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
+use futures::StreamExt;
+use tokio::time::timeout;
 use tower::{Layer, ServiceExt};
 use tracing::Instrument;
 
@@ -19,7 +21,6 @@ use crate::api::http::auth::changes;
 use crate::api::http::failures;
 use crate::api::http::guarded::hold;
 use crate::api::http::listen::Connection;
-use crate::api::http::streams;
 use crate::api::ids::{REQUEST_ID, request_id};
 use crate::api::openai::responses::store::is_kept;
 use crate::api::paths::documented;
@@ -28,6 +29,8 @@ use crate::api::wire::short;
 
 /// The paths that need no key and no name, because a program that watches a server knows neither.
 const OPEN: [&str; 2] = ["/health", "/live"];
+/// How long the rest of a refused body is read.
+const REST_OF_BODY: Duration = Duration::from_secs(1);
 
 /// Gives every request an id, in the log and in the response: the client's own id if it sent a valid one. Counts the
 /// response, and logs it if it is a failure.
@@ -96,9 +99,9 @@ pub(in crate::api) async fn refuse_bodies(
     }
     let limit = server.options.max_body_bytes;
     if request.body().size_hint().lower() > limit as u64 {
-        // The body of a stream of HTTP/2 is read on wherever it is dropped.
-        if request.version() < Version::HTTP_2 && !request.headers().contains_key(header::EXPECT) {
-            streams::read_rest(request.into_body());
+        if !request.headers().contains_key(header::EXPECT) {
+            let mut rest = request.into_body().into_data_stream();
+            tokio::spawn(timeout(REST_OF_BODY, async move { while let Some(Ok(_)) = rest.next().await {} }));
         }
         return ApiError::BodyTooLarge { limit }.into_response();
     }
@@ -126,13 +129,11 @@ pub(in crate::api) async fn authenticate(
             if error == ApiError::WrongKey {
                 let address = server.identities.of_address(peer);
                 let pause = server.wrong_keys.pause(address, Instant::now());
-                // The request holds nothing but its connection meanwhile, and only until another client needs a
-                // connection. A connection of HTTP/2 may have many such requests, so the head, which may be long, is
-                // dropped before.
-                let _body = request.into_body();
+                // The request keeps only its connection during the pause. The pause ends early if another client needs
+                // a connection.
                 let crowd = Connection::crowded(connection.as_ref());
                 if !pause.is_zero() {
-                    drop(tokio::time::timeout(pause, crowd).await);
+                    drop(timeout(pause, crowd).await);
                 }
             }
             return error.into_response();

@@ -12,6 +12,5 @@ pub(in crate::api) mod metrics;
 pub(in crate::api) mod middleware;
 pub(in crate::api) mod patient;
 pub(in crate::api) mod status;
-pub(in crate::api) mod streams;
 pub(in crate::api) mod tls;
 pub(in crate::api) mod wrong_keys;

@@ -1,21 +1,17 @@
-//! Clocks of one connection: its stream fails with `TimedOut` where its peer keeps it waiting.
+//! Timeouts of one connection: its stream fails with `TimedOut` if the peer keeps it waiting.
 //!
-//! Three silences have a bound: a head that does not end, no next request, and bytes that nobody takes. While a request is
-//! under way, no clock runs for what is read.
+//! Three waits are limited: for the rest of a request head, for the next request, and for the peer to read what is sent.
+//! While a request is in progress, reading has no timeout.
 //!
-//! Bytes between two requests of HTTP/1.1 begin a head. Bytes between two requests of HTTP/2 may be frames of any kind,
-//! pings above all, so nothing but a whole head ends the silence there. The first head of HTTP/2 has the time of a head,
-//! and each further head what is left of the time between two requests.
-//!
-//! hyper's `header_read_timeout` does not replace these clocks, for four reasons. hyper starts that clock where a request
-//! ends, so a client could be idle for no longer than a head may take. hyper fixes the time when a connection begins, and a
-//! crowd shortens the times here. hyper has no such clock for HTTP/2. And a clock of hyper's sees neither the handshake of
-//! TLS nor bytes that nobody takes.
+//! hyper's `header_read_timeout` does not replace these timeouts. hyper starts that timer where a request ends, so a client
+//! could be idle only as long as a head may take. hyper fixes the time when a connection begins, but here the timeouts
+//! become shorter while all places are taken. And a timer of hyper's sees neither the handshake of TLS nor bytes that the
+//! peer does not read.
 
 use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
@@ -24,85 +20,71 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::watch;
 use tokio::time::{Instant, Sleep};
 
-/// For silence of any kind, while there is no place left, or the server stops.
+/// The limit of every wait while all places for connections are taken.
 pub(in crate::api) const CROWDED: Duration = Duration::from_secs(1);
-/// For a client of HTTP/2 to close its side behind the last answer.
-const LINGER: Duration = Duration::from_secs(1);
 
 /// How long a peer may keep its connection waiting.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::api) struct Patience {
-    /// For a request's head.
+    /// For the rest of a request head.
     pub head_timeout: Duration,
     /// Between two requests.
     pub idle_timeout: Duration,
-    /// While nothing of what is sent is taken.
+    /// While the peer reads nothing of what is sent.
     pub write_timeout: Duration,
 }
 
-/// The requests of one connection, as its stream has to know them.
+/// The requests of one connection, as far as its stream must know them.
 #[derive(Default)]
 pub(in crate::api) struct Requests {
-    under_way: AtomicUsize,
+    in_progress: AtomicUsize,
     begun: AtomicUsize,
-    /// Whether they are streams of HTTP/2, which the first of them tells.
-    are_streams: AtomicBool,
-    /// Whether no further one is wanted.
-    stopping: AtomicBool,
     /// Wakes the stream when the last request ends.
     ended: AtomicWaker,
-    /// Counts connections that were given up, since nothing of what was sent was taken.
+    /// Counts connections that were closed because the peer did not read.
     unread: Arc<AtomicU64>,
 }
 
 impl Requests {
-    /// The requests of one connection. It counts in `unread` if its client does not read.
+    /// The requests of one connection, which adds to `unread` if its peer does not read.
     pub fn new(unread: Arc<AtomicU64>) -> Arc<Self> {
         Arc::new(Self { unread, ..Self::default() })
     }
 
-    /// Counts a request whose head has come, until the result is dropped.
-    pub fn begin(self: &Arc<Self>, is_stream: bool) -> UnderWay {
-        self.are_streams.store(is_stream, Ordering::Release);
+    /// Counts a request from its complete head until the result is dropped.
+    pub fn begin(self: &Arc<Self>) -> InProgress {
         self.begun.fetch_add(1, Ordering::AcqRel);
-        self.under_way.fetch_add(1, Ordering::AcqRel);
-        UnderWay(Arc::clone(self))
+        self.in_progress.fetch_add(1, Ordering::AcqRel);
+        InProgress(Arc::clone(self))
     }
 
     pub fn any_begun(&self) -> bool {
         self.begun.load(Ordering::Acquire) > 0
     }
-
-    /// Shortens the silence behind the last request, from when the connection is polled.
-    pub fn stop(&self) {
-        self.stopping.store(true, Ordering::Release);
-    }
 }
 
 /// One request, from its head to the end of its answer.
-pub(in crate::api) struct UnderWay(Arc<Requests>);
+pub(in crate::api) struct InProgress(Arc<Requests>);
 
-impl Drop for UnderWay {
+impl Drop for InProgress {
     fn drop(&mut self) {
-        self.0.under_way.fetch_sub(1, Ordering::AcqRel);
+        self.0.in_progress.fetch_sub(1, Ordering::AcqRel);
         self.0.ended.wake();
     }
 }
 
-/// A stream that fails with `TimedOut` where its peer keeps it waiting.
+/// A stream that fails with `TimedOut` if its peer keeps it waiting.
 pub(in crate::api) struct Patient<S> {
     stream: S,
     requests: Arc<Requests>,
     crowded: watch::Receiver<bool>,
     patience: Patience,
-    /// Requests that had begun when this last looked.
+    /// The number of requests that had begun at the last read.
     begun: usize,
-    /// What it waits for, and since when; none while a request is under way.
+    /// What the stream waits for, and since when. `None` while a request is in progress.
     waits: Option<(Wait, Instant)>,
     clock: Pin<Box<Sleep>>,
     write_clock: Option<Pin<Box<Sleep>>>,
-    /// Set when this side is shut.
-    lingers_until: Option<Instant>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -127,7 +109,6 @@ impl<S> Patient<S> {
             waits: Some((Wait::Head, Instant::now())),
             clock: Box::pin(tokio::time::sleep(patience.head_timeout)),
             write_clock: None,
-            lingers_until: None,
         }
     }
 
@@ -138,11 +119,7 @@ impl<S> Patient<S> {
             Wait::Head => self.patience.head_timeout,
             Wait::Idle => self.patience.idle_timeout,
         };
-        let hurried = *self.crowded.borrow() || self.requests.stopping.load(Ordering::Acquire);
-        self.poll_clock(cx, since + if hurried { timeout.min(CROWDED) } else { timeout })
-    }
-
-    fn poll_clock(&mut self, cx: &mut Context<'_>, until: Instant) -> Poll<()> {
+        let until = since + if *self.crowded.borrow() { timeout.min(CROWDED) } else { timeout };
         // A peer that never stops sending uses up its task's budget, and no timer is ready for a task without one.
         if Instant::now() >= until {
             return Poll::Ready(());
@@ -166,24 +143,6 @@ impl<S> Patient<S> {
     }
 }
 
-impl<S: AsyncRead + Unpin> Patient<S> {
-    /// Ready when the peer has closed its side, or had [`LINGER`] for that. A socket that is closed with bytes unread resets
-    /// the connection, and the reset overtakes what the peer has not read. A client of HTTP/2 sends window updates up to the
-    /// end of its last answer.
-    fn poll_linger(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        let until = *self.lingers_until.get_or_insert_with(|| Instant::now() + LINGER);
-        let mut unread = [0; 4096];
-        loop {
-            let mut unread = ReadBuf::new(&mut unread);
-            match Pin::new(&mut self.stream).poll_read(cx, &mut unread) {
-                Poll::Ready(Ok(())) if !unread.filled().is_empty() => {}
-                Poll::Ready(_) => return Poll::Ready(()),
-                Poll::Pending => return self.poll_clock(cx, until),
-            }
-        }
-    }
-}
-
 impl<S: AsyncRead + Unpin> AsyncRead for Patient<S> {
     fn poll_read(
         self: Pin<&mut Self>,
@@ -199,12 +158,11 @@ impl<S: AsyncRead + Unpin> AsyncRead for Patient<S> {
         }
         let before = buffer.filled().len();
         let read = Pin::new(&mut this.stream).poll_read(cx, buffer);
-        if this.requests.under_way.load(Ordering::Acquire) > 0 {
+        if this.requests.in_progress.load(Ordering::Acquire) > 0 {
             return read;
         }
         if read.is_ready() {
-            let more = buffer.filled().len() > before;
-            let begins = more && !this.requests.are_streams.load(Ordering::Acquire);
+            let begins = buffer.filled().len() > before;
             if begins {
                 spare_reserved_lengths(&mut buffer.filled_mut()[before..]);
             }
@@ -218,9 +176,9 @@ impl<S: AsyncRead + Unpin> AsyncRead for Patient<S> {
     }
 }
 
-/// Makes the two largest `Content-Length`s of 64 bits the next smaller one, in a head that has just been read. hyper keeps
-/// these two for its own purposes, and would answer that the head is too long. No body is that long, and a handler refuses
-/// the length as what it is. In a head that comes in pieces, a length that is cut stays as it is.
+/// Replaces the two largest 64-bit values of `Content-Length` by the next smaller one, in the part of a head that was just
+/// read. hyper reserves these two values, and would answer that the head is too long. No body has such a length, and the
+/// handler refuses it with the right error. A value that is split between two reads is not replaced.
 fn spare_reserved_lengths(head: &mut [u8]) {
     for line in head.split_mut(|byte| *byte == b'\n') {
         if line.trim_ascii().is_empty() {
@@ -267,15 +225,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Patient<S> {
 
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
-        if this.lingers_until.is_none() {
-            let shut = Pin::new(&mut this.stream).poll_shutdown(cx);
-            ready!(this.written(cx, shut))?;
-        }
-        if this.requests.are_streams.load(Ordering::Acquire) {
-            this.poll_linger(cx).map(Ok)
-        } else {
-            Poll::Ready(Ok(()))
-        }
+        let shut = Pin::new(&mut this.stream).poll_shutdown(cx);
+        this.written(cx, shut)
     }
 }
 
@@ -286,7 +237,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_stream_that_takes_nothing_is_given_up_and_one_that_takes_little_is_not() {
+    async fn a_peer_that_reads_nothing_times_out_and_a_slow_one_does_not() {
         let patience = Patience {
             head_timeout: Duration::from_secs(60),
             idle_timeout: Duration::from_secs(60),
@@ -302,40 +253,8 @@ mod tests {
             }
         };
         let (sent, ()) = tokio::join!(stream.write_all(&[7; 80]), reader);
-        sent.expect("slowly, and longer than the timeout in all");
-        let error = stream.write_all(&[7; 80]).await.expect_err("nobody reads any more");
+        sent.expect("slowly, and longer than the timeout in total");
+        let error = stream.write_all(&[7; 80]).await.expect_err("the peer no longer reads");
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
-    }
-
-    #[tokio::test]
-    async fn a_connection_of_http_2_is_closed_when_its_peer_has_closed_its_side() {
-        let patience = Patience {
-            head_timeout: Duration::from_secs(60),
-            idle_timeout: Duration::from_secs(60),
-            write_timeout: Duration::from_secs(60),
-        };
-        for (is_stream, peer_closes) in [(false, false), (true, true), (true, false)] {
-            let (ours, mut theirs) = tokio::io::duplex(8);
-            let requests: Arc<Requests> = Arc::default();
-            drop(requests.begin(is_stream));
-            let mut stream = Patient::new(ours, requests, watch::channel(false).1, patience);
-            let mut shut = Box::pin(stream.shutdown());
-            assert_eq!(futures::poll!(&mut shut).is_pending(), is_stream);
-            if is_stream {
-                // More than the pipe holds: all of it is read.
-                let sending = theirs.write_all(&[7; 80]);
-                tokio::select! {
-                    sent = sending => sent.expect("read"),
-                    _ = &mut shut => panic!("closed on what the peer sends"),
-                }
-                // Else the peer has a second.
-                if peer_closes {
-                    drop(theirs);
-                    assert!(futures::poll!(&mut shut).is_ready());
-                } else {
-                    shut.await.expect("closed");
-                }
-            }
-        }
     }
 }

@@ -11,10 +11,9 @@ use utoipa::ToSchema;
 
 use crate::api::http::health::{Health, HealthName};
 use crate::api::openapi::AuthErrors;
-use crate::api::report::{
-    CourtesyReport, HeapReport, KernelTime, MemoryReport, NpuReport, Placed, SelfTested,
-};
+use crate::api::report::CourtesyReport;
 use crate::api::server::Server;
+use crate::device::{HeapReport, KernelTime, NpuReport, Placed, SelfTested};
 use crate::engine::{Drafts, PoolUse};
 
 /// The state of the server and its counts. Fields that need the loaded model are absent before it is loaded.
@@ -220,10 +219,10 @@ pub(in crate::api) async fn status(State(server): State<Arc<Server>>) -> Json<St
     let (stats, limits) =
         (engine.as_ref().map(|(stats, _)| stats), engine.as_ref().map(|(_, limits)| limits));
     let report = server.report();
+    let device = report.map(|report| &report.device);
     let live = report.map(|report| (report.live)());
     let courtesy = live.as_ref().and_then(|live| live.courtesy);
     let npu = live.as_ref().and_then(|live| live.npu.clone());
-    let (memory, kernels) = live.map(|live| (live.memory, live.kernels)).unzip();
     let kernel = |KernelTime { kernel, dispatches, time }| StatusKernel {
         kernel,
         dispatches,
@@ -238,9 +237,9 @@ pub(in crate::api) async fn status(State(server): State<Arc<Server>>) -> Json<St
             id: server.model_id.clone(),
             context: limits.map(|limits| limits.max_context),
             vocab_size: limits.map(|limits| limits.vocab_size),
-            layers: report.map(|report| report.layers),
-            draft_layers: report.map(|report| report.draft_layers),
-            weights: report.map(|report| report.weights.clone()),
+            layers: device.map(|device| device.layers),
+            draft_layers: device.map(|device| device.draft_layers),
+            weights: device.map(|device| device.weights.clone()),
         },
         connections: server.connections.count(),
         requests: StatusRequests {
@@ -270,24 +269,27 @@ pub(in crate::api) async fn status(State(server): State<Arc<Server>>) -> Json<St
             device_losses: stats.losses,
             recovery_s: stats.recovery_ns as f64 / 1e9,
         }),
-        device: report.map(|report| StatusDevice {
-            name: report.device.clone(),
-            driver: report.driver.clone(),
-            self_test: report.self_test,
+        device: device.map(|device| StatusDevice {
+            name: device.device.clone(),
+            driver: device.driver.clone(),
+            self_test: device.self_test,
         }),
         courtesy,
         npu,
-        memory: report.zip(memory).map(|(report, memory)| {
-            let MemoryReport { heaps, vram, gtt, resident } = memory;
+        memory: device.zip(live.as_ref()).map(|(device, live)| {
+            let state = live.device.as_ref();
             StatusMemory {
-                heaps,
-                placed: report.placements.clone(),
-                residency: report.residency.clone(),
-                vram_bytes: vram,
-                gtt_bytes: gtt,
-                resident_bytes: resident,
+                heaps: state.map_or(Vec::new(), |state| state.heaps.clone()),
+                placed: device.placements.clone(),
+                residency: device.residency.clone(),
+                vram_bytes: state.and_then(|state| state.vram),
+                gtt_bytes: state.and_then(|state| state.gtt),
+                resident_bytes: live.resident,
             }
         }),
-        kernels: kernels.map(|kernels| m.kernels(kernels).into_iter().map(kernel).collect()),
+        kernels: live.map(|live| {
+            let times = live.device.map_or(Vec::new(), |state| state.kernels);
+            m.kernels(times).into_iter().map(kernel).collect()
+        }),
     })
 }

@@ -1,5 +1,5 @@
-//! HTTPS: a certificate and its key, read at the start and when they were renewed, and errors that say which of the two files
-//! is wrong and how.
+//! HTTPS: a certificate and its key. They are read at the start and after a renewal. Errors name the file that is wrong, and
+//! the problem.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, RwLock};
@@ -11,7 +11,7 @@ use tokio_rustls::rustls::{self, ServerConfig, crypto};
 
 use crate::api::http::keys::{MAX_FILE_BYTES, read_secret};
 
-/// What a server proves its name with. TLS 1.2 and 1.3, HTTP/2 and HTTP/1.1. Clones are one.
+/// The certificate and the key of a server, for TLS 1.2 and 1.3 with HTTP/1.1. All clones share one certificate.
 #[derive(Clone)]
 pub struct Tls(Arc<RwLock<TlsAcceptor>>);
 
@@ -26,12 +26,12 @@ pub enum TlsError {
 }
 
 impl Tls {
-    /// Both files are PEM; `cert` holds the server's own certificate first, then those that lead to its authority.
+    /// Reads two PEM files. `cert` has the server's certificate first, then the certificates of its issuers.
     pub fn read(cert: &Path, key: &Path) -> Result<Self, TlsError> {
         Ok(Self(Arc::new(RwLock::new(Self::acceptor_of(cert, key)?))))
     }
 
-    /// Uses the other's certificate and key for connections from now on.
+    /// Uses the certificate and key of `other` for new connections.
     pub fn renew(&self, other: &Self) {
         *self.0.write().expect("nothing panics under this lock") = other.acceptor();
     }
@@ -50,7 +50,7 @@ impl Tls {
         let pem = crate::file::read(cert, MAX_FILE_BYTES).map_err(|error| file(cert, error))?;
         let chain: Vec<_> = CertificateDer::pem_slice_iter(&pem)
             .collect::<Result<_, _>>()
-            .map_err(|error| content(cert, &format!("not sound PEM: {error}")))?;
+            .map_err(|error| content(cert, &format!("invalid PEM: {error}")))?;
         if chain.is_empty() {
             return Err(content(cert, "holds no certificate: expected PEM, `-----BEGIN CERTIFICATE-----`"));
         }
@@ -61,12 +61,12 @@ impl Tls {
             match error {
                 _ if encrypted => content(
                     key,
-                    "the key is encrypted, and nobody could be asked for its password: write it out with `openssl pkey`",
+                    "the key is encrypted, and the server cannot ask for its password: decrypt it with `openssl pkey`",
                 ),
                 rustls::pki_types::pem::Error::NoItemsFound => {
                     content(key, "holds no private key: expected PEM, `-----BEGIN PRIVATE KEY-----`")
                 }
-                error => content(key, &format!("not sound PEM: {error}")),
+                error => content(key, &format!("invalid PEM: {error}")),
             }
         })?;
 
@@ -83,7 +83,7 @@ impl Tls {
             rustls::Error::InvalidCertificate(_) => content(cert, &error.to_string()),
             error => content(key, &error.to_string()),
         })?;
-        config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
+        config.alpn_protocols = vec![b"http/1.1".to_vec()];
         Ok(TlsAcceptor::from(Arc::new(config)))
     }
 }

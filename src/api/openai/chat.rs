@@ -2,18 +2,15 @@
 
 use std::sync::Arc;
 
-use axum::Json;
 use axum::body::Body;
 use axum::extract::State;
-use axum::response::{IntoResponse, Response};
-use futures::Stream;
+use axum::response::{Response, sse};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use crate::api::error::ApiError;
 use crate::api::exchange::{
-    self, Answers, Caller, Exchange, FinishReason, Head, Parsed, Piece, Reply, TimingsReport, Usage,
-    json_text,
+    self, Caller, FinishReason, Format, Head, Parsed, Prompts, Reply, TimingsReport, Usage, json_text,
 };
 use crate::api::ids::new_id;
 use crate::api::openai::conversation::{ChatMessages, EndingFields, messages};
@@ -29,8 +26,8 @@ use crate::api::wire;
 use crate::api::wire::bounded::{TokenLimit, TopLogprobs};
 use crate::api::wire::union::Events;
 use crate::api::wire::union::words;
-use crate::engine::Timings;
-use crate::session::{GenerateRequest, Reason};
+use crate::engine::{ClientId, Timings};
+use crate::session::{Delta, GenerateRequest, Service};
 use crate::text::CallPiece;
 
 const CALL_ID_PREFIX: &str = "call_";
@@ -58,19 +55,7 @@ pub(in crate::api) async fn completions(
     caller: Caller,
     body: Body,
 ) -> Result<Response, ApiError> {
-    let exchange =
-        exchange::ask(&server, caller, body, "chatcmpl-", "messages", parse, |service, request, form| {
-            let prepared = service.prepare(request)?;
-            form.prompt_n = prepared.0.prompt.len();
-            form.prompt_token_ids = form.options.return_token_ids.then(|| prepared.0.prompt.clone());
-            Ok(vec![prepared])
-        });
-    let Exchange { wire: form, reply, answers } = exchange.await?;
-    if form.options.stream {
-        Ok(exchange::stream_lines(&server, stream_chunks(reply, answers, form)))
-    } else {
-        collect(reply, answers, form).await.map(|body| Json(body).into_response())
-    }
+    exchange::answer::<Chat>(&server, caller, body).await
 }
 
 wire::composed! {
@@ -83,15 +68,6 @@ wire::composed! {
         grammar: GrammarFields,
         other: OtherFields<other_fields::Chat>,
     }
-}
-
-/// What the reply needs to know of the request.
-pub(in crate::api) struct ChatForm {
-    options: Form,
-    /// The number of the prompt's tokens.
-    prompt_n: usize,
-    /// The prompt's token ids, if the request asks for them.
-    prompt_token_ids: Option<Vec<u32>>,
 }
 
 /// The fields of a chat that are neither tools nor options of the answer.
@@ -119,7 +95,7 @@ words! {
 }
 
 /// Parses a body.
-pub(in crate::api) fn parse(body: &[u8]) -> Result<Parsed<ChatForm>, ApiError> {
+pub(in crate::api) fn parse(body: &[u8]) -> Result<Parsed<Form>, ApiError> {
     let request = ChatCompletionRequest::read(&wire::object(body)?)?;
     let ChatCompletionRequest { chat, tools, ending, options, grammar, .. } = request;
     let messages = messages(chat.messages)?;
@@ -132,18 +108,16 @@ pub(in crate::api) fn parse(body: &[u8]) -> Result<Parsed<ChatForm>, ApiError> {
     let ending = ending.ending(&messages)?;
     let logprobs = logprobs(chat.logprobs, chat.top_logprobs)?;
     let parsed = options.parsed(wire::named(chat.model), max_tokens, grammar)?;
-    let Parsed { model, request, stream, cache_salt, wire: options } = parsed;
-    let request = GenerateRequest { messages, tools, ending, logprobs, ..request };
-    let form = ChatForm { options, prompt_n: 0, prompt_token_ids: None };
-    Ok(Parsed { model, request, stream, cache_salt, wire: form })
+    let request = GenerateRequest { messages, tools, ending, logprobs, ..parsed.request };
+    Ok(Parsed { request, ..parsed })
 }
 
-fn logprobs(wanted: Option<bool>, top: Option<TopLogprobs>) -> Result<Option<usize>, ApiError> {
-    let (wanted, top) = (wanted.unwrap_or(false), top.map_or(0, |top| top.0));
-    if top > 0 && !wanted {
-        return Err(ApiError::invalid("top_logprobs", "expected logprobs to be true beside it"));
+fn logprobs(requested: Option<bool>, top: Option<TopLogprobs>) -> Result<Option<usize>, ApiError> {
+    let (requested, top) = (requested.unwrap_or(false), top.map_or(0, |top| top.0));
+    if top > 0 && !requested {
+        return Err(ApiError::invalid("top_logprobs", "expected logprobs to be true as well"));
     }
-    Ok(wanted.then_some(top as usize))
+    Ok(requested.then_some(top as usize))
 }
 
 /// A chat completion that is not streamed.
@@ -231,8 +205,11 @@ struct ChatLogprobs {
 }
 
 impl ChatLogprobs {
-    fn new(content: Vec<TokenLogprob>) -> Self {
-        Self { content, refusal: None }
+    /// `None` = the request has no log probabilities.
+    fn new(delta: &Delta, service: &Service) -> Option<Self> {
+        let token = |(id, logprobs): &(u32, _)| TokenLogprob::new(service, *id, logprobs);
+        let content: Vec<_> = delta.logprobs.iter().map(token).collect();
+        (!content.is_empty()).then_some(Self { content, refusal: None })
     }
 }
 
@@ -358,9 +335,9 @@ impl ChatChunkChoice {
 
 impl ChatCompletionChunk {
     /// A chunk with these choices. If the request asks for usage, every chunk has the field.
-    fn new(reply: &Reply, choices: Vec<ChatChunkChoice>, form: Form) -> Self {
+    fn new(head: &Head, choices: Vec<ChatChunkChoice>, form: Form) -> Self {
         Self {
-            head: reply.head(),
+            head: head.clone(),
             object: ChunkObject::ChatCompletionChunk,
             choices,
             usage: form.include_usage.then_some(None),
@@ -372,121 +349,141 @@ impl ChatCompletionChunk {
 
 /// Returns a function that wraps a text in a chunk of a stream, as JSON.
 pub fn text_chunks(model: &str) -> impl Fn(&str) -> String {
-    let reply = Reply::unasked(model);
+    let head = Head::unasked(model);
     move |text| {
         let choice = ChatChunkChoice::new(0, ChatDelta::text(text.to_owned()));
-        json_text(&ChatCompletionChunk::new(&reply, vec![choice], Form::default()))
+        json_text(&ChatCompletionChunk::new(&head, vec![choice], Form::default()))
     }
 }
 
-/// One answer as its pieces come.
-#[derive(Default, Clone)]
-struct PartialAnswer {
-    text: String,
-    calls: Vec<PartialCall>,
-    logprobs: Vec<TokenLogprob>,
-    token_ids: Vec<u32>,
+/// Writes the reply to a chat. A stream has the role of each answer, then content or calls, then its finish reason. Usage
+/// comes after all answers, if the request asks for it.
+struct Chat {
+    form: Form,
+    /// The number of the prompt's tokens.
+    prompt_n: usize,
+    /// The prompt's token ids, if the request asks for them.
+    prompt_token_ids: Option<Vec<u32>>,
 }
 
-async fn collect(reply: Reply, mut answers: Answers, form: ChatForm) -> Result<ChatCompletion, ApiError> {
-    let mut partial = vec![PartialAnswer::default(); answers.count()];
-    let mut last = Reason::Stop;
-    while let Some(piece) = answers.next().await {
-        let piece = piece.map_err(ApiError::while_collecting)?;
-        let answer = &mut partial[piece.choice];
-        answer.text.push_str(&piece.text);
-        for call in piece.calls {
-            PartialCall::push(&mut answer.calls, call);
-        }
-        let token = piece.logprobs.map(|(id, logprobs)| TokenLogprob::new(&answers.service, id, &logprobs));
-        answer.logprobs.extend(token);
-        answer.token_ids.extend(piece.id);
-        last = piece.end.unwrap_or(last);
+impl Format for Chat {
+    const ID_PREFIX: &'static str = "chatcmpl-";
+    const PROMPT: &'static str = "messages";
+    type Form = Form;
+    type Whole = ChatCompletion;
+    type Event = String;
+
+    fn parse(_: &Arc<Server>, _: ClientId, body: &[u8]) -> Result<Parsed<Form>, ApiError> {
+        parse(body)
     }
-    let timings = answers.timings();
-    reply.log(last, &timings);
-    let choices = answers.ends().zip(partial).enumerate().map(|(index, (reason, answer))| {
-        let PartialAnswer { text, calls, logprobs, token_ids } = answer;
-        let call = |PartialCall { id, name, arguments }| ToolCall {
-            id: format!("{CALL_ID_PREFIX}{id}"),
-            r#type: Function::Function,
-            function: CalledFunction { name, arguments },
-        };
-        let message = ChatAnswer {
-            role: Assistant::Assistant,
-            content: calls.is_empty().then_some(text),
-            refusal: None,
-            tool_calls: calls.into_iter().map(call).collect(),
-        };
-        let logprobs = (!logprobs.is_empty()).then(|| ChatLogprobs::new(logprobs));
-        let token_ids = form.options.return_token_ids.then_some(token_ids);
-        ChatChoice { index, message, logprobs, finish_reason: reason.into(), token_ids }
-    });
-    Ok(ChatCompletion {
-        head: reply.head(),
-        object: Whole::ChatCompletion,
-        choices: choices.collect(),
-        usage: Usage::new(&timings),
-        timings: TimingsReport::new(&timings),
-        prompt_token_ids: form.prompt_token_ids,
-    })
-}
 
-/// The chunks of a chat. Each answer has its role, then content or calls, then its finish reason. Usage comes after all
-/// answers, if the request asks for it.
-fn stream_chunks(
-    reply: Reply,
-    mut answers: Answers,
-    ChatForm { options: form, prompt_n, mut prompt_token_ids }: ChatForm,
-) -> impl Stream<Item = Result<String, ApiError>> {
-    let chunk = move |reply: &Reply, choice| ChatCompletionChunk::new(reply, vec![choice], form);
-    async_stream::try_stream! {
-        for index in 0..answers.count() {
-            let mut role = chunk(&reply, ChatChunkChoice::new(index, ChatDelta::role()));
-            role.prompt_token_ids = prompt_token_ids.take();
-            if form.continuous_usage_stats {
-                role.usage = Some(Some(Usage::new(&Timings { prompt_n, ..Timings::default() })));
+    fn prepare(
+        form: Form,
+        service: &Service,
+        request: &GenerateRequest,
+    ) -> Result<(Prompts, Self), ApiError> {
+        let prepared = service.prepare(request)?;
+        let prompt = &prepared.0.prompt;
+        let prompt_token_ids = form.return_token_ids.then(|| prompt.clone());
+        let format = Self { form, prompt_n: prompt.len(), prompt_token_ids };
+        Ok((vec![prepared], format))
+    }
+
+    fn whole(
+        self,
+        reply: &Reply,
+        answers: Vec<Delta>,
+        timings: &Timings,
+    ) -> Result<ChatCompletion, ApiError> {
+        let choice = |(index, answer): (usize, Delta)| {
+            let logprobs = ChatLogprobs::new(&answer, &reply.service);
+            let call = |PartialCall { id, name, arguments }| ToolCall {
+                id: format!("{CALL_ID_PREFIX}{id}"),
+                r#type: Function::Function,
+                function: CalledFunction { name, arguments },
+            };
+            let tool_calls: Vec<_> = PartialCall::all(answer.calls).into_iter().map(call).collect();
+            let content = tool_calls.is_empty().then_some(answer.text);
+            let message = ChatAnswer { role: Assistant::Assistant, content, refusal: None, tool_calls };
+            let finish_reason = answer.end.expect("the answer has ended").into();
+            let token_ids = self.form.return_token_ids.then_some(answer.ids);
+            ChatChoice { index, message, logprobs, finish_reason, token_ids }
+        };
+        Ok(ChatCompletion {
+            head: reply.head.clone(),
+            object: Whole::ChatCompletion,
+            choices: answers.into_iter().enumerate().map(choice).collect(),
+            usage: Usage::new(timings),
+            timings: TimingsReport::new(timings),
+            prompt_token_ids: self.prompt_token_ids,
+        })
+    }
+
+    fn begin(&mut self, reply: &Reply) -> Vec<String> {
+        let mut role = |index| {
+            let choice = ChatChunkChoice::new(index, ChatDelta::role());
+            let mut chunk = ChatCompletionChunk::new(&reply.head, vec![choice], self.form);
+            chunk.prompt_token_ids = self.prompt_token_ids.take();
+            if self.form.continuous_usage_stats {
+                let prompt = Timings { prompt_n: self.prompt_n, ..Timings::default() };
+                chunk.usage = Some(Some(Usage::new(&prompt)));
             }
-            yield json_text(&role);
+            json_text(&chunk)
+        };
+        (0..reply.count).map(&mut role).collect()
+    }
+
+    fn add(&mut self, reply: &Reply, delta: Delta, all: Option<&Timings>) -> Result<Vec<String>, ApiError> {
+        let form = self.form;
+        let mut logprobs = ChatLogprobs::new(&delta, &reply.service);
+        let Delta { choice: index, text, calls, ids, end, timings, .. } = delta;
+        let has_id = form.return_token_ids && !ids.is_empty() && end.is_none();
+        let mut token_ids = form.return_token_ids.then_some(ids);
+        let mut deltas: Vec<ChatDelta> = calls.into_iter().map(ChatDelta::call).collect();
+        if !text.is_empty() {
+            deltas.push(ChatDelta::text(text));
+        } else if deltas.is_empty() && (logprobs.is_some() || has_id) {
+            // A token may add neither text nor calls. Its log probabilities or its id are sent anyway.
+            deltas.push(ChatDelta::default());
         }
-        while let Some(piece) = answers.next().await {
-            let Piece { choice: index, text, calls, id, logprobs, end, timings, .. } = piece?;
-            let mut token_ids = form.return_token_ids.then(|| Vec::from_iter(id));
-            let has_id = token_ids.as_ref().is_some_and(|ids| !ids.is_empty()) && end.is_none();
-            let mut deltas: Vec<ChatDelta> = calls.into_iter().map(ChatDelta::call).collect();
-            if !text.is_empty() {
-                deltas.push(ChatDelta::text(text));
-            } else if deltas.is_empty() && (logprobs.is_some() || has_id) {
-                // A token may add neither text nor calls. Its log probabilities or its id come all the same.
-                deltas.push(ChatDelta::default());
-            }
-            let token = logprobs.map(|(id, logprobs)| TokenLogprob::new(&answers.service, id, &logprobs));
-            let mut token = token.map(|token| ChatLogprobs::new(vec![token]));
-            for delta in deltas {
-                let mut choice = ChatChunkChoice::new(index, delta);
-                choice.logprobs = token.take();
-                choice.token_ids = token_ids.as_mut().map(std::mem::take);
-                let mut next = chunk(&reply, choice);
-                (next.usage, next.timings) = form.progress(&timings);
-                yield json_text(&next);
-            }
-            let Some(reason) = end else { continue };
-            let mut choice = ChatChunkChoice::new(index, ChatDelta::default());
-            choice.finish_reason = Some(reason.into());
-            choice.token_ids = token_ids;
-            let mut last = chunk(&reply, choice);
-            (last.usage, last.timings) = form.progress(&timings);
-            if answers.is_done() {
-                let timings = answers.timings();
-                reply.log(reason, &timings);
-                if form.include_usage {
-                    yield json_text(&last);
-                    last = ChatCompletionChunk::new(&reply, Vec::new(), form);
-                    last.usage = Some(Some(Usage::new(&timings)));
-                }
-                last.timings = Some(TimingsReport::new(&timings));
-            }
-            yield json_text(&last);
+        let chunk = |choice| {
+            let mut chunk = ChatCompletionChunk::new(&reply.head, vec![choice], form);
+            (chunk.usage, chunk.timings) = form.progress(&timings);
+            chunk
+        };
+        let mut lines = Vec::new();
+        for delta in deltas {
+            let mut choice = ChatChunkChoice::new(index, delta);
+            choice.logprobs = logprobs.take();
+            choice.token_ids = token_ids.as_mut().map(std::mem::take);
+            lines.push(json_text(&chunk(choice)));
         }
+        let Some(reason) = end else { return Ok(lines) };
+        let mut choice = ChatChunkChoice::new(index, ChatDelta::default());
+        choice.finish_reason = Some(reason.into());
+        choice.token_ids = token_ids;
+        let mut last = chunk(choice);
+        if let Some(timings) = all {
+            if form.include_usage {
+                lines.push(json_text(&last));
+                last = ChatCompletionChunk::new(&reply.head, Vec::new(), form);
+                last.usage = Some(Some(Usage::new(timings)));
+            }
+            last.timings = Some(TimingsReport::new(timings));
+        }
+        lines.push(json_text(&last));
+        Ok(lines)
+    }
+
+    fn end() -> Vec<String> {
+        exchange::done()
+    }
+
+    fn on_error(&self, _: &Reply) -> impl FnOnce(&ApiError) -> Vec<String> + Send + 'static {
+        exchange::failed_lines
+    }
+
+    fn sent(line: String, _: u64) -> sse::Event {
+        exchange::line(line)
     }
 }

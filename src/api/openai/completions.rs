@@ -1,21 +1,18 @@
 //! `POST /v1/completions`: continues texts as they are, without a chat template. Prompts are a text, a list of texts,
-//! or token ids. `echo` with `logprobs` scores the prompts, as evaluation harnesses ask for.
+//! or token ids. `echo` with `logprobs` scores the prompts, which evaluation harnesses use.
 
 use std::sync::Arc;
 
-use axum::Json;
 use axum::body::Body;
 use axum::extract::State;
-use axum::response::{IntoResponse, Response};
-use futures::Stream;
+use axum::response::{Response, sse};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use utoipa::ToSchema;
 
 use crate::api::error::ApiError;
 use crate::api::exchange::{
-    self, Answers, Caller, Exchange, FinishReason, Head, Parsed, Piece, Reply, TimingsReport, Usage,
-    json_text,
+    self, Caller, FinishReason, Format, Head, Parsed, Reply, TimingsReport, Usage, json_text,
 };
 use crate::api::openai::grammar::GrammarFields;
 use crate::api::openai::logprobs::finite;
@@ -27,19 +24,19 @@ use crate::api::server::Server;
 use crate::api::wire;
 use crate::api::wire::bounded::{AnswerCount, MaxTokensOrAll, TopLogprobs};
 use crate::api::wire::union::Events;
-use crate::engine::Request;
+use crate::engine::{ClientId, Timings};
 use crate::model::Logprobs;
-use crate::session::{AnswerText, GenerateRequest, Reason, Service};
+use crate::session::{Delta, GenerateRequest, Reason, Service};
 use crate::text::Detokenizer;
 
-/// The most tokens of an answer if the request has no `max_tokens`, as OpenAI has it.
+/// The maximum number of tokens of an answer if the request has no `max_tokens`. OpenAI's default is the same.
 const MAX_TOKENS: usize = 16;
-/// The most prompts of one request.
+/// The maximum number of prompts of one request.
 const MAX_PROMPTS: usize = 128;
 
 type CompletionPrompts = Prompts<MAX_PROMPTS>;
 
-/// What the reply needs to know of the request.
+/// What the reply needs of the request.
 struct CompletionForm {
     prompts: Vec<(String, Prompt)>,
     /// The number of answers to each prompt.
@@ -47,8 +44,6 @@ struct CompletionForm {
     options: Form,
     /// Whether each answer begins with its prompt.
     echo: bool,
-    /// The prompts, as far as the reply has them.
-    echoes: Vec<Echo>,
     /// Whether `max_tokens` is 0: only the prompt is returned.
     prompt_only: bool,
     logprobs: Option<usize>,
@@ -77,13 +72,7 @@ pub(in crate::api) async fn completions(
     caller: Caller,
     body: Body,
 ) -> Result<Response, ApiError> {
-    let exchange = exchange::ask(&server, caller, body, "cmpl-", "prompt", parse, prepare);
-    let Exchange { wire: form, reply, answers } = exchange.await?;
-    if form.options.stream {
-        Ok(exchange::stream_lines(&server, stream_chunks(reply, answers, form)))
-    } else {
-        collect(reply, answers, form).await.map(|body| Json(body).into_response())
-    }
+    exchange::answer::<TextFormat>(&server, caller, body).await
 }
 
 wire::composed! {
@@ -96,7 +85,7 @@ wire::composed! {
     }
 }
 
-/// The fields of a completion that are no options of the answer.
+/// The fields of a completion that are not options of the answer.
 #[derive(Debug, Deserialize, ToSchema)]
 pub(in crate::api) struct CompletionFields {
     /// The id that `/v1/models` lists; if absent or empty, the served model.
@@ -145,61 +134,13 @@ fn parse(body: &[u8]) -> Result<Parsed<CompletionForm>, ApiError> {
     // The engine draws at least one token.
     let at_least_one = max_tokens.map(|most| most.max(1));
     let parsed = options.parsed(wire::named(completion.model), at_least_one, grammar)?;
-    let Parsed { model, request, stream, cache_salt, wire: options } = parsed;
-    let form = CompletionForm {
-        prompts: completion.prompt.in_field("prompt"),
-        n: n as usize,
-        options,
-        echo,
-        echoes: Vec::new(),
-        prompt_only,
-        logprobs,
-    };
-    let request = GenerateRequest { logprobs, ..request };
-    Ok(Parsed { model, request, stream, cache_salt, wire: form })
+    let Parsed { model, request, stream, cache_salt, form: options } = parsed;
+    let prompts = completion.prompt.in_field("prompt");
+    let form = CompletionForm { prompts, n: n as usize, options, echo, prompt_only, logprobs };
+    Ok(Parsed { model, request: GenerateRequest { logprobs, ..request }, stream, cache_salt, form })
 }
 
-fn prepare(
-    service: &Service,
-    request: &GenerateRequest,
-    form: &mut CompletionForm,
-) -> Result<Vec<(Request, AnswerText)>, ApiError> {
-    let mut prepared = Vec::with_capacity(form.prompts.len());
-    for (at, prompt) in &form.prompts {
-        let (mut engine, answer) = service.prepare_with(request, |keep| prompt.ids(service, at, keep))?;
-        let mut echo = Echo::default();
-        if form.echo || form.options.return_token_ids {
-            echo.ids.clone_from(&engine.prompt);
-        }
-        if form.echo {
-            engine.prompt_logprobs = form.logprobs;
-            let tokenizer = service.tokenizer();
-            let is_whole = request.truncate.is_none();
-            echo.text = match prompt {
-                Prompt::Text(text) if is_whole => text.clone(),
-                Prompt::Text(_) => tokenizer.decode(&engine.prompt, true),
-                Prompt::Ids(_) => tokenizer.decode(&engine.prompt, false),
-            };
-            if form.logprobs.is_some() {
-                let skips_special = matches!(prompt, Prompt::Text(_)) && !is_whole;
-                let in_front = match prompt {
-                    Prompt::Text(_) if is_whole => tokenizer.ids_in_front(),
-                    _ => 0,
-                };
-                let mut offsets = Offsets::new(tokenizer.detokenizer(skips_special), 0);
-                let end = echo.text.chars().count();
-                let (added, ids) = engine.prompt.split_at(in_front.min(engine.prompt.len()));
-                echo.offsets = vec![0; added.len()];
-                echo.offsets.extend(ids.iter().map(|id| offsets.next(*id).min(end)));
-            }
-        }
-        form.echoes.push(echo);
-        prepared.push((engine, answer));
-    }
-    Ok(prepared)
-}
-
-/// The prompt of an answer: its text if the answer begins with it, and its ids if the reply has them.
+/// The prompt of an answer: its text if the answer begins with it, and its ids if they are returned.
 #[derive(Default)]
 struct Echo {
     text: String,
@@ -209,10 +150,41 @@ struct Echo {
     offsets: Vec<usize>,
 }
 
+impl Echo {
+    /// The echo of `ids`, which were made of `prompt`. `is_whole` is whether the ids are all of the prompt.
+    fn new(form: &CompletionForm, service: &Service, prompt: &Prompt, ids: &[u32], is_whole: bool) -> Self {
+        let mut echo = Self::default();
+        if form.echo || form.options.return_token_ids {
+            echo.ids = ids.to_vec();
+        }
+        if form.echo {
+            let tokenizer = service.tokenizer();
+            echo.text = match prompt {
+                Prompt::Text(text) if is_whole => text.clone(),
+                Prompt::Text(_) => tokenizer.decode(ids, true),
+                Prompt::Ids(_) => tokenizer.decode(ids, false),
+            };
+            if form.logprobs.is_some() {
+                let skips_special = matches!(prompt, Prompt::Text(_)) && !is_whole;
+                let in_front = match prompt {
+                    Prompt::Text(_) if is_whole => tokenizer.ids_in_front(),
+                    _ => 0,
+                };
+                let mut offsets = Offsets::new(tokenizer.detokenizer(skips_special), 0);
+                let end = echo.text.chars().count();
+                let (added, ids) = ids.split_at(in_front.min(ids.len()));
+                echo.offsets = vec![0; added.len()];
+                echo.offsets.extend(ids.iter().map(|id| offsets.next(*id).min(end)));
+            }
+        }
+        echo
+    }
+}
+
 /// Follows tokens through their text.
 struct Offsets {
     detokenizer: Detokenizer,
-    /// The number of whole characters so far.
+    /// The number of whole characters until now.
     chars: usize,
 }
 
@@ -282,8 +254,8 @@ struct CompletionLogprobs {
     token_logprobs: Vec<Option<f64>>,
     #[schema(value_type = Vec<Option<HashMap<String, f64>>>)]
     top_logprobs: Vec<Option<Map<String, Value>>>,
-    /// Where each token begins in the text, in characters. A token that the text lacks, as the one that ended the
-    /// answer, has the place where it would stand.
+    /// Where each token begins in the text, in characters. A token that is not in the text, such as the one that ended the
+    /// answer, has the place where it would be.
     text_offset: Vec<usize>,
 }
 
@@ -298,7 +270,7 @@ impl CompletionLogprobs {
                 // Two tokens may have the same text: the likelier one is reported.
                 top.entry(service.piece(*id)).or_insert_with(|| json!(finite(*logprob)));
             }
-            // The token itself is among them, as OpenAI has it, also where it is none of the likeliest.
+            // As in OpenAI's API, the token itself is always included, also if it is not one of the likeliest.
             top.entry(self.tokens.last().expect("just pushed")).or_insert_with(|| json!(finite(found.drawn)));
             top
         }));
@@ -311,7 +283,7 @@ impl CompletionLogprobs {
     }
 }
 
-/// What pieces have added to one answer since its last choice.
+/// What deltas have added to one answer since its last choice.
 struct PartialAnswer {
     text: String,
     scores: CompletionLogprobs,
@@ -319,52 +291,42 @@ struct PartialAnswer {
     /// The tokens' ids, if the request asks for them.
     ids: Vec<u32>,
     begun: bool,
-    prompt_told: bool,
+    /// Whether the ids of the prompt were sent.
+    prompt_sent: bool,
 }
 
-/// Builds the choices of a completion from the pieces of its answers.
-struct CompletionBuilder<'a> {
-    form: &'a CompletionForm,
+/// Writes the reply to a completion. A stream has the text of each answer, then its finish reason, and at last the usage,
+/// if the request asks for it.
+struct TextFormat {
+    form: CompletionForm,
+    /// One for each prompt.
+    echoes: Vec<Echo>,
     answers: Vec<PartialAnswer>,
 }
 
-impl<'a> CompletionBuilder<'a> {
-    fn new(form: &'a CompletionForm, service: &Service) -> Self {
-        let answer = |echo: &Echo| PartialAnswer {
-            text: String::new(),
-            scores: CompletionLogprobs::default(),
-            offsets: Offsets::new(service.tokenizer().detokenizer(true), echo.text.chars().count()),
-            ids: Vec::new(),
-            begun: false,
-            prompt_told: false,
-        };
-        let answers = form.echoes.iter().flat_map(|echo| std::iter::repeat_n(echo, form.n)).map(answer);
-        Self { form, answers: answers.collect() }
-    }
-
-    /// Adds a piece to its answer.
-    fn take(&mut self, service: &Service, piece: Piece) {
-        let Piece { choice, text, id, logprobs, stop, prompt, .. } = piece;
-        let echo = &self.form.echoes[choice / self.form.n];
-        // A prompt's log probabilities come with its first answer, before any other piece, and count for all its
-        // answers.
-        for (sibling, logprobs) in prompt.iter().flat_map(|p| (0..self.form.n).map(move |i| (choice + i, p)))
-        {
+impl TextFormat {
+    /// Adds a delta to its answer.
+    fn take(&mut self, service: &Service, delta: Delta) {
+        let Delta { choice, text, ids, logprobs, stop, prompt, .. } = delta;
+        let n = self.form.n;
+        let echo = &self.echoes[choice / n];
+        // A prompt's log probabilities come with its first answer, before any other delta, and apply to all its answers.
+        for (sibling, logprobs) in prompt.iter().flat_map(|p| (0..n).map(move |i| (choice + i, p))) {
             self.answers[sibling].scores.prompt(service, echo, logprobs);
         }
         let answer = &mut self.answers[choice];
         if !std::mem::replace(&mut answer.begun, true) {
             answer.text.push_str(&echo.text);
         }
-        if !self.form.prompt_only {
-            answer.text.push_str(&text);
-            answer.ids.extend(id.filter(|_| self.form.options.return_token_ids));
-            // The token that ends an answer is scored as well, as OpenAI has it: lm-eval asks for one token beside its
-            // prompt, and takes the last entry for that token's.
-            for (id, logprobs) in logprobs.into_iter().chain(stop) {
-                let offset = answer.offsets.next(id);
-                answer.scores.push(service, id, offset, Some(&logprobs));
-            }
+        answer.text.push_str(&text);
+        if self.form.options.return_token_ids {
+            answer.ids.extend(ids);
+        }
+        // The token that ends an answer is scored as well, as OpenAI does: lm-eval requests one token in addition to its
+        // prompt, and takes the last entry for that token's.
+        for (id, logprobs) in logprobs.into_iter().chain(stop) {
+            let offset = answer.offsets.next(id);
+            answer.scores.push(service, id, offset, Some(&logprobs));
         }
     }
 
@@ -377,9 +339,9 @@ impl<'a> CompletionBuilder<'a> {
     /// What was added to the answer since its last choice. `end` is why the answer ended, if it did.
     fn choice(&mut self, index: usize, end: Option<Reason>) -> CompletionChoice {
         let answer = &mut self.answers[index];
-        let is_first = !std::mem::replace(&mut answer.prompt_told, true);
+        let is_first = !std::mem::replace(&mut answer.prompt_sent, true);
         let returns_ids = self.form.options.return_token_ids;
-        let prompt = &self.form.echoes[index / self.form.n].ids;
+        let prompt = &self.echoes[index / self.form.n].ids;
         CompletionChoice {
             index,
             text: std::mem::take(&mut answer.text),
@@ -391,78 +353,110 @@ impl<'a> CompletionBuilder<'a> {
     }
 }
 
-/// Why an answer ended. A prompt alone ends with `length`, since nothing was to follow it.
-fn reason(form: &CompletionForm, reason: Reason) -> Reason {
-    if form.prompt_only { Reason::Length } else { reason }
-}
-
 impl Completion {
     fn new(reply: &Reply, choices: Vec<CompletionChoice>) -> Self {
         let object = TextCompletion::TextCompletion;
-        Self { head: reply.head(), object, choices, usage: None, timings: None }
+        Self { head: reply.head.clone(), object, choices, usage: None, timings: None }
     }
 }
 
-/// Logs the end of the reply, and returns its usage and timings.
-fn finish(reply: &Reply, answers: &Answers, form: &CompletionForm, last: Reason) -> (Usage, TimingsReport) {
-    let mut timings = answers.timings();
-    if form.prompt_only {
-        timings.predicted_n = 0;
-    }
-    reply.log(last, &timings);
-    (Usage::new(&timings), TimingsReport::new(&timings))
-}
+impl Format for TextFormat {
+    const ID_PREFIX: &'static str = "cmpl-";
+    const PROMPT: &'static str = "prompt";
+    type Form = CompletionForm;
+    type Whole = Completion;
+    type Event = String;
 
-async fn collect(reply: Reply, mut answers: Answers, form: CompletionForm) -> Result<Completion, ApiError> {
-    let service = Arc::clone(&answers.service);
-    let mut builder = CompletionBuilder::new(&form, &service);
-    while let Some(piece) = answers.next().await {
-        builder.take(&service, piece.map_err(ApiError::while_collecting)?);
+    fn parse(_: &Arc<Server>, _: ClientId, body: &[u8]) -> Result<Parsed<CompletionForm>, ApiError> {
+        parse(body)
     }
-    let ends: Vec<Reason> = answers.ends().map(|end| reason(&form, end)).collect();
-    let choices = ends.iter().enumerate().map(|(index, end)| builder.choice(index, Some(*end)));
-    let mut body = Completion::new(&reply, choices.collect());
-    let last = ends.last().copied().unwrap_or(Reason::Stop);
-    let (usage, timings) = finish(&reply, &answers, &form, last);
-    (body.usage, body.timings) = (Some(Some(usage)), Some(timings));
-    Ok(body)
-}
 
-/// The events of a completion: the text of each answer as it comes, then its finish reason; at last usage, if the
-/// request asks for it.
-fn stream_chunks(
-    reply: Reply,
-    mut answers: Answers,
-    form: CompletionForm,
-) -> impl Stream<Item = Result<String, ApiError>> {
-    async_stream::try_stream! {
-        let service = Arc::clone(&answers.service);
-        let mut builder = CompletionBuilder::new(&form, &service);
-        while let Some(piece) = answers.next().await {
-            let piece = piece?;
-            let (index, end) = (piece.choice, piece.end.map(|end| reason(&form, end)));
-            let timings = piece.timings;
-            builder.take(&service, piece);
-            if !builder.is_empty(index) {
-                let mut chunk = Completion::new(&reply, vec![builder.choice(index, None)]);
-                (chunk.usage, chunk.timings) = form.options.progress(&timings);
-                yield json_text(&chunk);
+    fn prepare(
+        form: CompletionForm,
+        service: &Service,
+        request: &GenerateRequest,
+    ) -> Result<(exchange::Prompts, Self), ApiError> {
+        let is_whole = request.truncate.is_none();
+        let (mut prepared, mut echoes, mut answers) = (Vec::new(), Vec::new(), Vec::new());
+        for (at, prompt) in &form.prompts {
+            let (mut engine, answer) = service.prepare_with(request, |keep| prompt.ids(service, at, keep))?;
+            if form.echo {
+                engine.prompt_logprobs = form.logprobs;
             }
-            let Some(end) = end else { continue };
-            let mut chunk = Completion::new(&reply, vec![builder.choice(index, Some(end))]);
-            (chunk.usage, chunk.timings) = form.options.progress(&timings);
-            if !answers.is_done() {
-                yield json_text(&chunk);
-                continue;
-            }
-            let (usage, timings) = finish(&reply, &answers, &form, end);
-            if form.options.include_usage {
-                yield json_text(&chunk);
-                chunk = Completion::new(&reply, Vec::new());
-                chunk.usage = Some(Some(usage));
-            }
-            chunk.timings = Some(timings);
-            yield json_text(&chunk);
+            let echo = Echo::new(&form, service, prompt, &engine.prompt, is_whole);
+            let chars = echo.text.chars().count();
+            answers.extend((0..form.n).map(|_| PartialAnswer {
+                text: String::new(),
+                scores: CompletionLogprobs::default(),
+                offsets: Offsets::new(service.tokenizer().detokenizer(true), chars),
+                ids: Vec::new(),
+                begun: false,
+                prompt_sent: false,
+            }));
+            echoes.push(echo);
+            prepared.push((engine, answer));
         }
+        Ok((prepared, Self { form, echoes, answers }))
+    }
+
+    fn is_prompt_only(&self) -> bool {
+        self.form.prompt_only
+    }
+
+    fn whole(
+        mut self,
+        reply: &Reply,
+        answers: Vec<Delta>,
+        timings: &Timings,
+    ) -> Result<Completion, ApiError> {
+        let ends: Vec<_> = answers.iter().map(|answer| answer.end).collect();
+        for answer in answers {
+            self.take(&reply.service, answer);
+        }
+        let choices = ends.into_iter().enumerate().map(|(index, end)| self.choice(index, end));
+        let mut body = Completion::new(reply, choices.collect());
+        body.usage = Some(Some(Usage::new(timings)));
+        body.timings = Some(TimingsReport::new(timings));
+        Ok(body)
+    }
+
+    fn add(&mut self, reply: &Reply, delta: Delta, all: Option<&Timings>) -> Result<Vec<String>, ApiError> {
+        let Delta { choice: index, end, timings, .. } = delta;
+        let options = self.form.options;
+        let chunk = |choice| {
+            let mut chunk = Completion::new(reply, vec![choice]);
+            (chunk.usage, chunk.timings) = options.progress(&timings);
+            chunk
+        };
+        let mut lines = Vec::new();
+        self.take(&reply.service, delta);
+        if !self.is_empty(index) {
+            lines.push(json_text(&chunk(self.choice(index, None))));
+        }
+        if end.is_some() {
+            let mut last = chunk(self.choice(index, end));
+            if let Some(timings) = all {
+                if options.include_usage {
+                    lines.push(json_text(&last));
+                    last = Completion::new(reply, Vec::new());
+                    last.usage = Some(Some(Usage::new(timings)));
+                }
+                last.timings = Some(TimingsReport::new(timings));
+            }
+            lines.push(json_text(&last));
+        }
+        Ok(lines)
+    }
+
+    fn end() -> Vec<String> {
+        exchange::done()
+    }
+
+    fn on_error(&self, _: &Reply) -> impl FnOnce(&ApiError) -> Vec<String> + Send + 'static {
+        exchange::failed_lines
+    }
+
+    fn sent(line: String, _: u64) -> sse::Event {
+        exchange::line(line)
     }
 }

@@ -1,5 +1,5 @@
-//! `POST /v1/chat/completions/input_tokens` and `/v1/responses/input_tokens`: how many tokens a body's prompt has. OpenAI
-//! has the second, and llama.cpp's server both.
+//! `POST /v1/chat/completions/input_tokens` and `/v1/responses/input_tokens`: how many tokens a body's prompt has. OpenAI's
+//! API has the second route, and llama.cpp's server has both.
 
 use std::sync::Arc;
 
@@ -50,7 +50,7 @@ pub(in crate::api) async fn of_chat(
     client: Client,
     body: Body,
 ) -> Result<Json<InputTokens>, ApiError> {
-    let parse = |body: &[u8]| chat::parse(body).map(Parsed::asked);
+    let parse = |_: &_, body: &[u8]| chat::parse(body).map(Parsed::asked);
     exchange::count_tokens(&server, &client, body, "messages", parse).await.map(InputTokens::new)
 }
 
@@ -68,7 +68,7 @@ pub(in crate::api) async fn of_response(
     client: Client,
     body: Body,
 ) -> Result<Json<InputTokens>, ApiError> {
-    let parse = request::parse_for(&server, client.id);
-    let parse = |body: &[u8]| parse(body).map(Parsed::asked);
+    let owner = client.id;
+    let parse = move |server: &_, body: &[u8]| request::parse(server, owner, body).map(Parsed::asked);
     exchange::count_tokens(&server, &client, body, "input", parse).await.map(InputTokens::new)
 }

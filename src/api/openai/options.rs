@@ -18,14 +18,14 @@ use crate::engine::Timings;
 use crate::model::SamplingOptions;
 use crate::session::{GenerateRequest, Truncation};
 
-/// The most stop strings, as OpenAI has it.
+/// The maximum number of stop strings, which is OpenAI's.
 const MAX_STOPS: usize = 4;
 
-/// What -1 is read as. In llama.cpp, vLLM and Ollama it stands for a seed that is drawn.
+/// What -1 is read as. In llama.cpp, vLLM and Ollama it requests a random seed.
 const DRAWN_SEED: Seed = Seed(u64::MAX);
-/// The most stop ids.
+/// The maximum number of stop ids.
 const MAX_STOP_IDS: usize = 1024;
-/// The most texts that an answer may not have. Each is compared with every token of the vocabulary.
+/// The maximum number of texts that an answer may not have. Each is compared with every token of the vocabulary.
 const MAX_BAD_WORDS: usize = 128;
 
 type StopIds = List<TokenId, 0, MAX_STOP_IDS>;
@@ -89,9 +89,9 @@ pub(in crate::api) struct AnswerOptions {
 
 #[derive(Debug, Default, Deserialize, ToSchema)]
 struct StreamOptions {
-    /// Send `usage` in a last event of its own.
+    /// Send `usage` in a separate last event.
     include_usage: Option<bool>,
-    /// With `include_usage`: send the usage of an answer so far in each of its events.
+    /// With `include_usage`: send the current usage of an answer in each of its events.
     continuous_usage_stats: Option<bool>,
 }
 
@@ -99,10 +99,9 @@ impl ListedBesideText for StopText {
     const NAME: &str = "a list of strings";
 }
 
-/// What the reply needs to know of a chat or a completion.
+/// What the reply needs of the request for a chat or a completion.
 #[derive(Debug, Clone, Copy, Default)]
 pub(in crate::api) struct Form {
-    pub stream: bool,
     pub include_usage: bool,
     pub continuous_usage_stats: bool,
     pub timings_per_token: bool,
@@ -144,12 +143,11 @@ impl AnswerOptions {
         }
         let stream = self.stream.unwrap_or(false);
         if self.stream_options.is_some() && !stream {
-            return Err(ApiError::invalid("stream_options", "expected stream to be true beside it"));
+            return Err(ApiError::invalid("stream_options", "expected stream to be true as well"));
         }
         let StreamOptions { include_usage, continuous_usage_stats } = self.stream_options.unwrap_or_default();
         let include_usage = include_usage.unwrap_or(false);
         let form = Form {
-            stream,
             include_usage,
             continuous_usage_stats: include_usage && continuous_usage_stats.unwrap_or(false),
             timings_per_token: self.timings_per_token.unwrap_or(false),
@@ -188,7 +186,7 @@ impl AnswerOptions {
             ..GenerateRequest::default()
         };
         let cache_salt = self.cache_salt.map(|salt| salt.0);
-        Ok(Parsed { model, request, stream, cache_salt, wire: form })
+        Ok(Parsed { model, request, stream, cache_salt, form })
     }
 }
 

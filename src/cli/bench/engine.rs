@@ -19,10 +19,10 @@ use crate::cli::doctor::Machine;
 use crate::cli::energy::Meter;
 use crate::cli::error::Error;
 use crate::cli::load::{self, EndEngine, Watch};
-use crate::cli::process::resident_bytes;
 use crate::cli::progress::Bar;
 use crate::cli::terminal::{bytes, print};
 use crate::config::{Config, Courtesy};
+use crate::device::{Place, resident_bytes};
 use crate::engine::{DraftTotals, Drafts, EnergyCounter, EngineHandle, Event, Request, Stats, Timings};
 
 /// The measurements of one `unicorn bench engine`.
@@ -77,7 +77,7 @@ fn measure(config: &Config, args: &args::BenchEngine) -> Result<(Measured, EndEn
     let name = config.model.name.clone().unwrap_or_else(|| files.name().to_owned());
 
     let profiler = model.profiler();
-    let meter = Meter::open(&Machine::new(args.root.as_deref()), &load::place(&model.device));
+    let meter = Meter::open(&Machine::new(args.root.as_deref()), &Place::of(&model.device));
     let energy = meter.clone().ok().map(|meter| meter as Arc<dyn EnergyCounter>);
     let engine = load::engine(model.runner, model.draft, config, widest, energy);
     let end = EndEngine(engine.clone());

@@ -2,7 +2,6 @@
 
 pub(crate) mod client;
 mod engine;
-mod npu;
 mod prompts;
 pub(crate) mod report;
 pub(crate) mod serve;
@@ -11,11 +10,12 @@ pub(crate) mod statistics;
 use super::args::{self, Benchmarked};
 use super::error::Error;
 use crate::config::Config;
+use crate::npu;
 
 pub fn bench(config: &Config, args: &args::Bench) -> Result<(), Error> {
     match args.benchmarked() {
         Benchmarked::Engine(args) => engine::engine(config, args),
-        Benchmarked::Npu(args) => npu::npu(config, args),
+        Benchmarked::Npu(args) => npu::cli::bench(config, args),
         Benchmarked::Serve(args) => serve::serve(args),
     }
 }

@@ -10,7 +10,7 @@ use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
 use super::finding::{Finding, RemedyKind};
-use crate::cli::process::status_field;
+use crate::device::status_field;
 
 /// Maximum bytes read from a file. The files read here have a few lines.
 const FILE_BYTES: u64 = 256 << 10;

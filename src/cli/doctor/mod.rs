@@ -5,12 +5,11 @@
 //! folder, and the loader by the `vulkan.json` in that folder. So a machine can be checked from another one, and a
 //! broken machine can be a test case. A fact that cannot be read becomes a note, and never counts as ok.
 
-mod finding;
-mod gpu;
-mod machine;
+pub(crate) mod finding;
+pub(crate) mod gpu;
+pub(crate) mod machine;
 mod memory;
 mod model;
-mod npu;
 mod service;
 mod vulkan;
 
@@ -25,6 +24,7 @@ use super::devices::Loader;
 use super::error::Error;
 use super::terminal::print;
 use crate::config::Config;
+use crate::npu;
 
 /// The file with the loader's answer, below a redirected root.
 const VULKAN: &str = "vulkan.json";
@@ -92,7 +92,7 @@ fn findings(
         None => findings.extend(model::check(machine, &loader, gpu.filter(|_| is_amd), config, args)),
     }
     findings.extend(service::check(machine, config));
-    findings.extend(npu::check(machine, config, &log));
+    findings.extend(npu::cli::check(machine, config, &log));
     findings
 }
 

@@ -2,9 +2,7 @@
 
 mod auth;
 mod courtesy;
-mod device;
 mod report;
-mod npu;
 mod reload;
 mod systemd;
 
@@ -24,7 +22,6 @@ use tokio::sync::{Notify, oneshot};
 
 use self::auth::{access_policy, check_keyless, is_public};
 use self::courtesy::CourtesyWatch;
-use self::device::{DeviceFactory, Observer};
 pub use self::reload::Reload;
 use self::reload::Running;
 use super::doctor::Machine;
@@ -35,6 +32,7 @@ use super::log;
 use crate::api::{self, Connections, FILES_PER_CONNECTION, ModelNames, ModelReport, Options, Server, Tls};
 use crate::checkpoint::ModelFiles;
 use crate::config::{self, Config};
+use crate::device::{DeviceFactory, Observer};
 use crate::engine::{EnergyCounter, Engine, EngineConfig, EngineHandle};
 use crate::model::Runner;
 use crate::model::arch;
@@ -268,7 +266,7 @@ fn load_and_start(
         energy: meter.clone().map(|meter| meter as Arc<dyn EnergyCounter>),
         ..load::engine_config(runner.limits(), device.sliding_block_bytes, config, queue)
     };
-    let report = report::collect(texts.config.layers.len(), device, &observer, &courtesy, meter);
+    let report = report::collect(device, &observer, &courtesy, meter);
     let engine = Engine::start_recoverable(Box::new(runner), Box::new(factory), cancelled, engine_config);
     courtesy.start(engine.clone());
     Ok((texts.service(engine, config), report))

@@ -20,9 +20,9 @@ use super::super::configuration::Configured;
 use super::super::error::Error;
 use super::auth::{access_policy, check_keyless};
 use super::courtesy::CourtesyWatch;
-use super::device::Observer;
 use crate::api::{AccessPolicy, Server, Tls};
 use crate::config::Config;
+use crate::device::Observer;
 
 /// How long the reading of all files may take.
 const READ_TIMEOUT: Duration = Duration::from_secs(10);

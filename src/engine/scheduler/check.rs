@@ -61,7 +61,7 @@ impl Scheduler {
                 "draft tokens of sequence {}",
                 s.id
             );
-            assert_eq!(*s.table.salt(), s.cache_salt, "sequence {}: the salt of its blocks", s.id);
+            assert_eq!(*s.table.salt(), s.request.cache_salt, "sequence {}: the salt of its blocks", s.id);
             let blocks = s.table.full().len();
             assert!(blocks * self.limits.kv.block_size >= s.submitted, "sequence {} lacks blocks", s.id);
         }
@@ -80,7 +80,7 @@ impl Scheduler {
         }
         let order = |list: &[Sequence]| list.is_sorted_by_key(|s| s.arrival);
         assert!(order(&self.waiting) && order(&self.running), "order of arrival");
-        for client in self.waiting.iter().chain(&self.running).map(|s| s.client) {
+        for client in self.waiting.iter().chain(&self.running).map(|s| s.request.client) {
             assert!(self.served.knows(client), "client {client} has no token counter");
         }
     }

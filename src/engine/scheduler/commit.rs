@@ -31,7 +31,7 @@ impl Scheduler {
             self.commit_blocks(index, was_prefill, end);
             self.clear_suspect(index);
             let sequence = &mut self.running[index];
-            self.served.add_mask_time(sequence.client, sequence.take_mask_time());
+            self.served.add_mask_time(sequence.request.client, sequence.take_mask_time());
             if end.is_some() {
                 self.end(index);
             }
@@ -61,7 +61,7 @@ impl Scheduler {
         if matches!(end, Some(Err(_))) {
             let table = std::mem::take(&mut sequence.table);
             self.blocks.forget(table, self.running.iter_mut().map(|s| &mut s.table));
-        } else if sequence.pooling {
+        } else if sequence.request.pooling {
             self.blocks.leave_window(&mut sequence.table, computed);
         } else {
             self.blocks.commit(&mut sequence.table, &sequence.tokens[..computed]);

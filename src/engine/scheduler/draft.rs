@@ -120,7 +120,7 @@ impl Scheduler {
             return None;
         }
         // Stop ids are not drafted, because nothing follows them.
-        let end = draft.ids.iter().position(|id| sequence.sampling.stop_token_ids.contains(id));
+        let end = draft.ids.iter().position(|id| sequence.request.sampling.stop_token_ids.contains(id));
         draft.ids.truncate(end.unwrap_or(most));
         Some(draft)
     }

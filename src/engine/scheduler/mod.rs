@@ -192,7 +192,7 @@ impl Scheduler {
         sequence.arrival = self.arrivals;
         sequence.last_step = self.steps;
         self.arrivals += 1;
-        self.served.join(sequence.client);
+        self.served.join(sequence.request.client);
         self.waiting.push(sequence);
     }
 
@@ -209,18 +209,18 @@ impl Scheduler {
         let mut all = self.waiting.iter_mut().chain(&mut self.running);
         if let Some(sequence) = all.find(|s| s.id == id && !s.forks.is_empty()) {
             let fork = sequence.forks.remove(0);
-            (sequence.id, sequence.seed) = (fork.id, fork.seed);
+            (sequence.id, sequence.request.seed) = (fork.id, fork.seed);
             self.free_slots.extend(sequence.fork_slots.pop());
         } else if let Some(index) = self.waiting.iter().position(|s| s.id == id) {
             let sequence = self.waiting.remove(index);
-            self.forget_client(sequence.client);
+            self.forget_client(sequence.request.client);
         } else if let Some(index) = self.index_of(id) {
             self.end(index);
         }
     }
 
     fn forget_client(&mut self, client: ClientId) {
-        if !self.waiting.iter().chain(&self.running).any(|s| s.client == client) {
+        if !self.waiting.iter().chain(&self.running).any(|s| s.request.client == client) {
             self.served.forget(client);
         }
     }

@@ -73,7 +73,7 @@ impl Scheduler {
         let Some(index) = self.make_room(step, id, end) else { return };
         let sequence = &mut self.running[index];
         sequence.last_step = self.steps;
-        self.served.add_tokens(sequence.client, len);
+        self.served.add_tokens(sequence.request.client, len);
         self.drafts.of(draft.by).proposed += draft.ids.len();
         if step.push(sequence, len, draft) {
             self.split_forks(step, index);
@@ -87,7 +87,7 @@ impl Scheduler {
             0 | 1 => pending.min(step.tokens),
             _ => self.chunk(step, sequence.submitted, pending, pace),
         };
-        let draws = if sequence.pooling { 0 } else { 1 + sequence.forks.len() };
+        let draws = if sequence.request.pooling { 0 } else { 1 + sequence.forks.len() };
         match sequence.unscored() {
             // The step has no room for the draw after the last token, so that token waits for the next step.
             0 if len == pending && draws > step.draws => len - 1,
@@ -142,7 +142,7 @@ impl Scheduler {
     fn first_in_line(&self, class: Priority) -> Option<usize> {
         let turn = |s: &Sequence| {
             let is_overdue = s.is_overdue(self.steps, self.config.patience);
-            let served = if is_overdue { 0 } else { self.served.tokens(s.client) };
+            let served = if is_overdue { 0 } else { self.served.tokens(s.request.client) };
             (!is_overdue, served, s.arrival, s.id)
         };
         let candidates =

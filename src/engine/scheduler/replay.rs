@@ -1,10 +1,10 @@
-//! Restarts all sequences after the device was lost or the NPU failed: they are computed again.
+//! Restarts all sequences after the device was lost or the coprocessor failed: they are computed again.
 //!
 //! A prompt may be the reason why the device fails. So each sequence of a lost step becomes a suspect: it is computed
 //! alone until it has as many positions as before the loss. If the device is lost again in that time, that suspect
 //! caused the loss: it ends with an error, and the other sequences continue.
 //!
-//! If the NPU fails, the prompt that it computed is known. So that prompt ends immediately, and there are no suspects.
+//! If the coprocessor fails, the prompt that it computed is known. So that prompt ends immediately, and there are no suspects.
 
 use std::iter;
 
@@ -56,7 +56,7 @@ impl Scheduler {
         let (ended, waiting) = self.waiting.drain(..).partition(|s| faulty.contains(&s.id));
         self.waiting = waiting;
         let ended: Vec<Sequence> = ended;
-        ended.iter().for_each(|sequence| self.forget_client(sequence.client));
+        ended.iter().for_each(|sequence| self.forget_client(sequence.request.client));
         ended.iter().flat_map(|s| iter::once(s.id).chain(s.forks.iter().map(|fork| fork.id))).collect()
     }
 

@@ -89,8 +89,9 @@ impl Scheduler {
         if sequence.bypasses_cache() {
             return false;
         }
-        wanted[0] -=
-            self.blocks.held_prefix(&sequence.tokens, &sequence.cache_salt.on_path(self.attention_path));
+        wanted[0] -= self
+            .blocks
+            .held_prefix(&sequence.tokens, &sequence.request.cache_salt.on_path(self.attention_path));
         self.blocks.has_room(wanted)
     }
 
@@ -103,9 +104,10 @@ impl Scheduler {
     /// cache has.
     pub(super) fn start(&mut self, index: usize) -> SequenceId {
         let mut sequence = self.waiting.remove(index);
-        sequence.cache_salt = sequence.cache_salt.on_path(self.attention_path);
+        sequence.request.cache_salt = sequence.request.cache_salt.on_path(self.attention_path);
         let known: &[u32] = if sequence.bypasses_cache() { &[] } else { &sequence.tokens };
-        let (table, cached) = self.blocks.admit(known, sequence.priority, &sequence.cache_salt);
+        let (table, cached) =
+            self.blocks.admit(known, sequence.request.priority, &sequence.request.cache_salt);
         sequence.table = table;
         (sequence.computed, sequence.submitted) = (cached, cached);
         sequence.cached.get_or_insert(cached.min(sequence.prompt_len));
@@ -153,11 +155,11 @@ impl Scheduler {
     pub(super) fn end(&mut self, index: usize) {
         let mut sequence = self.running.remove(index);
         self.take_resources(&mut sequence);
-        self.forget_client(sequence.client);
+        self.forget_client(sequence.request.client);
     }
 
     fn take_resources(&mut self, sequence: &mut Sequence) {
-        self.served.add_mask_time(sequence.client, sequence.take_mask_time());
+        self.served.add_mask_time(sequence.request.client, sequence.take_mask_time());
         self.blocks.release(std::mem::take(&mut sequence.table));
         self.free_slots.extend(sequence.slot.take());
         self.free_slots.append(&mut sequence.fork_slots);

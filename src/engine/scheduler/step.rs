@@ -9,10 +9,9 @@ use crate::engine::mask::PendingMask;
 use crate::engine::pace::Load;
 use crate::engine::sequence::{Sequence, SequenceId};
 use crate::engine::speculation::{Drafter, Drafts};
-use crate::model::offload::longest_chunk;
 use crate::model::{
     Batch, BatchSequence, HistoryCopy, Input, Limits, Logprobs, Pooling, Runner, RunnerError, Sampling,
-    Ticket,
+    Ticket, longest_chunk,
 };
 
 /// A step: the arrays for the runner, and the shares of the sequences in it.
@@ -40,8 +39,8 @@ impl Step {
         Ok(ticket)
     }
 
-    /// The share for whose prompt the NPU computes a part of the attention, if the runner has an NPU and the NPU has
-    /// room for it. The NPU computes nothing for shares with draft tokens and for scored texts.
+    /// The share for whose prompt a coprocessor computes a part of the attention, if the runner has one with room for
+    /// it. A coprocessor computes nothing for shares with draft tokens and for scored texts.
     pub(in crate::engine) fn shared_prompt(&self) -> Option<&SequenceShare> {
         let chunk = |share: &SequenceShare| share.is_prompt().then_some(share.tokens);
         longest_chunk(self.shares.iter().map(chunk)).map(|i| &self.shares[i])
@@ -130,7 +129,7 @@ impl SequenceShare {
         self.begun_as == sequence.begun_as && self.life == sequence.life
     }
 
-    /// Whether the share is a chunk of a prompt that the NPU may compute: known tokens with at most one draw after
+    /// Whether the share is a chunk of a prompt that a coprocessor may compute: known tokens with at most one draw after
     /// them.
     fn is_prompt(&self) -> bool {
         let is_scored = matches!(&self.yields, Yields::Scores(draws) if draws.len() > 1);
@@ -195,7 +194,7 @@ impl PendingStep {
             let start = sequence.submitted;
             draws.extend((0..len).map(|token| sequence.score(index, token, start + token + 1)));
             Yields::Scores(first..draws.len())
-        } else if sequence.pooling {
+        } else if sequence.request.pooling {
             let at = pooling.iter().filter(|pooling| pooling.last).count();
             pooling.push(Pooling { sequence: index, last: is_all });
             if is_all { Yields::Pooled(at) } else { Yields::Nothing }
@@ -214,7 +213,7 @@ impl PendingStep {
     pub(super) fn push_fork(&mut self, parent: &Sequence, fork: &mut Sequence) {
         let own = self.step.batch.sequences.last().expect("the parent is in the step");
         let (index, token) = (self.step.batch.sequences.len() - 1, own.input.len() - 1);
-        if fork.sampling.penalizes() {
+        if fork.request.sampling.penalizes() {
             let copy = HistoryCopy { from: slot_of(parent), to: slot_of(fork), tokens: fork.submitted };
             self.step.batch.history_copies.push(copy);
         }

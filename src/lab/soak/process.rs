@@ -7,7 +7,7 @@ use std::time::Duration;
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::cli::bench::statistics::median;
-use crate::cli::process::status_field;
+use crate::device::status_field;
 
 /// Number of samples of a figure, and the time between two samples.
 const SAMPLES: usize = 5;

@@ -14,17 +14,56 @@ pub use config::{Config, LayerType};
 use serde_json::Value;
 
 use super::config::ConfigError;
-use super::spec::{Arch, ModelSpec};
+use super::spec::{Arch, LayerSpec, ModelSpec, NormWeight, RopeSpec, Shape};
 
 pub(super) static ARCH: Arch = Arch {
     name: "Gemma-3",
     model_types: &["gemma3", "gemma3_text"],
     read,
     gguf: &gguf::GGUF,
-    shapes: &shapes::SHAPES,
+    hub_example: "google/gemma-3-4b-it",
+    shapes: &SHAPES,
 };
+
+static SHAPES: [Shape; 5] = shapes::published(read);
 
 /// Reads a `config.json`, which messages call `file_name`.
 fn read(config: &Value, file_name: &str) -> Result<ModelSpec, ConfigError> {
     Ok(Config::from_value(config, file_name)?.spec())
+}
+
+impl Config {
+    /// The model with this config.
+    pub fn spec(&self) -> ModelSpec {
+        const SLIDING: usize = 0;
+        const FULL: usize = 1;
+        let layer = |kind: &LayerType| match kind {
+            LayerType::SlidingAttention => LayerSpec { window: Some(self.sliding_window), rope: SLIDING },
+            LayerType::FullAttention => LayerSpec { window: None, rope: FULL },
+        };
+        let rope = |name, theta, factor| RopeSpec { name, theta, factor };
+        ModelSpec {
+            arch: &ARCH,
+            vocab_size: self.vocab_size,
+            hidden_size: self.hidden_size,
+            intermediate_size: self.intermediate_size,
+            num_attention_heads: self.num_attention_heads,
+            num_key_value_heads: self.num_key_value_heads,
+            head_dim: self.head_dim,
+            score_scale: self.query_pre_attn_scalar.powf(-0.5),
+            norm_eps: self.rms_norm_eps,
+            norm_weight: NormWeight::OnePlus,
+            embed_scale: (self.hidden_size as f64).sqrt() as f32,
+            max_position_embeddings: self.max_position_embeddings,
+            layers: self.layer_types.iter().map(layer).collect(),
+            ropes: vec![
+                rope("sliding layers", self.rope_local_base_freq, 1.0),
+                rope("full layers", self.rope_theta, self.rope_scaling_factor),
+            ],
+            tensors: tensors::of(self),
+            eos_token_ids: self.eos_token_ids.clone(),
+            bos_token_id: self.bos_token_id,
+            pad_token_id: self.pad_token_id,
+        }
+    }
 }

@@ -4,10 +4,10 @@
 //! numbers are those of the `config.json` of `google/gemma-3-*-it`; the tests compare the sum of parameters with the
 //! published counts.
 
-use serde_json::json;
+use serde_json::{Value, json};
 
-use super::read;
-use crate::model::spec::Shape;
+use crate::model::config::ConfigError;
+use crate::model::spec::{ModelSpec, Shape};
 
 /// A published size. The fields have their Hugging Face names.
 struct Size {
@@ -101,13 +101,16 @@ const SIZES: [Size; 5] = [
     },
 ];
 
-pub(super) static SHAPES: [Shape; 5] = [
-    Shape::new(SIZES[0].name, || SIZES[0].config_json(), read),
-    Shape::new(SIZES[1].name, || SIZES[1].config_json(), read),
-    Shape::new(SIZES[2].name, || SIZES[2].config_json(), read),
-    Shape::new(SIZES[3].name, || SIZES[3].config_json(), read),
-    Shape::new(SIZES[4].name, || SIZES[4].config_json(), read),
-];
+/// The shapes of all sizes. `read` reads their configs.
+pub(super) const fn published(read: fn(&Value, &str) -> Result<ModelSpec, ConfigError>) -> [Shape; 5] {
+    [
+        Shape::new(SIZES[0].name, || SIZES[0].config_json(), read),
+        Shape::new(SIZES[1].name, || SIZES[1].config_json(), read),
+        Shape::new(SIZES[2].name, || SIZES[2].config_json(), read),
+        Shape::new(SIZES[3].name, || SIZES[3].config_json(), read),
+        Shape::new(SIZES[4].name, || SIZES[4].config_json(), read),
+    ]
+}
 
 impl Size {
     /// The text of a `config.json` in the text-only layout.
@@ -146,7 +149,7 @@ impl Size {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::spec::ModelSpec;
+    use crate::model::gemma3::SHAPES;
 
     /// Weights of the language model, norms included.
     fn parameters(c: &ModelSpec) -> u64 {

@@ -1,7 +1,7 @@
 //! `/v1/responses`: OpenAI's second wire format, JSON or a stream of numbered events, and stored responses.
 //!
-//! A response's output is one message of one text, or function calls. Stored responses lie in memory ([`store`]), and
-//! are gone when the server ends.
+//! A response's output is one message of one text, or function calls. Stored responses are in memory ([`store`]), until
+//! the server ends.
 
 pub(in crate::api) mod items;
 pub(in crate::api) mod object;
@@ -16,13 +16,15 @@ use axum::body::{Body, Bytes};
 use axum::extract::rejection::{PathRejection, QueryRejection};
 use axum::extract::{Path, Query, State};
 use axum::http::{HeaderValue, header};
-use axum::response::{IntoResponse, Response};
-use futures::{Stream, stream};
+use axum::response::{IntoResponse, Response, sse};
+use futures::stream;
 use serde_json::Value;
 use utoipa::IntoParams;
 
 use crate::api::error::{ApiError, ErrorBody};
-use crate::api::exchange::{self, Answers, Caller, Client, Exchange, Piece, Reply, json_text, named_event};
+use crate::api::exchange::{
+    self, Caller, Client, Format, Head, Parsed, Prompts, Reply, json_text, named_event,
+};
 use crate::api::ids::unix_time_s;
 use crate::api::openai::logprobs::TokenLogprob;
 use crate::api::openai::responses::items::PageQuery;
@@ -39,7 +41,7 @@ use crate::api::tools::PartialCall;
 use crate::api::wire::short;
 use crate::api::wire::union::Events;
 use crate::engine::{ClientId, Timings};
-use crate::session::Reason;
+use crate::session::{Delta, GenerateRequest, Reason, Service};
 use crate::text::CallPiece;
 
 const ID_PREFIX: &str = "resp_";
@@ -76,36 +78,7 @@ pub(in crate::api) async fn create(
     caller: Caller,
     body: Body,
 ) -> Result<Response, ApiError> {
-    let owner = caller.id();
-    let parse = request::parse_for(&server, owner);
-    let exchange = exchange::ask(
-        &server,
-        caller,
-        body,
-        ID_PREFIX,
-        "input",
-        parse,
-        |service, request, form: &mut Form| {
-            let prepared = service.prepare(request)?;
-            form.repeated.use_sampling(&prepared.0.sampling);
-            Ok(vec![prepared])
-        },
-    );
-    let Exchange { wire: form, reply, answers } = exchange.await?;
-    let stream = form.stream;
-    let builder = ResponseBuilder::new(Arc::clone(&server), owner, form, reply);
-    if stream {
-        let base = Arc::clone(&builder.base);
-        let failed = move |error: &ApiError| vec![base.failed(error)];
-        let mut number = 0;
-        Ok(exchange::stream(&server, events(builder, answers), failed, move |event| {
-            let numbered = NumberedEvent { event, sequence_number: number };
-            number += 1;
-            named_event(&numbered)
-        }))
-    } else {
-        collect(builder, answers).await.map(|body| Json(body).into_response())
-    }
+    exchange::answer::<ResponseFormat>(&server, caller, body).await
 }
 
 /// Returns a stored response.
@@ -259,31 +232,32 @@ fn response_id(id: Result<Path<String>, PathRejection>) -> Result<String, ApiErr
     Ok(id)
 }
 
-/// The parts of a response object that are known before its answer, and do not depend on it.
+/// The parts of a response object that do not depend on its answer.
+#[derive(Clone)]
 struct ResponseBase {
-    reply: Reply,
+    head: Head,
     repeated: RepeatedRequest,
 }
 
 impl ResponseBase {
-    fn object(&self, status: ResponseStatus, output: Vec<OutputItem>) -> ResponseObject {
+    fn object(self, status: ResponseStatus, output: Vec<OutputItem>) -> ResponseObject {
         ResponseObject {
-            id: self.reply.id.clone(),
+            id: self.head.id,
             object: ObjectName::Response,
-            created_at: self.reply.created,
+            created_at: self.head.created,
             completed_at: None,
             status,
             error: None,
             incomplete_details: None,
-            model: self.reply.model.clone(),
+            model: self.head.model,
             output,
             usage: None,
-            request: self.repeated.clone(),
+            request: self.repeated,
         }
     }
 
     /// The last event of a stream that an error ended.
-    fn failed(&self, error: &ApiError) -> ResponseEvent {
+    fn failed(self, error: &ApiError) -> ResponseEvent {
         let mut response = self.object(ResponseStatus::Failed, Vec::new());
         response.error = Some(ResponseError { code: ErrorCode::ServerError, message: error.to_string() });
         response.request.store = false;
@@ -291,36 +265,27 @@ impl ResponseBase {
     }
 }
 
-/// Builds a response from the pieces of its answer.
-struct ResponseBuilder {
-    server: Arc<Server>,
-    owner: ClientId,
-    /// The items of the conversation before the answer. `store` is whether they and the answer are stored.
-    items: Vec<Value>,
-    store: bool,
-    base: Arc<ResponseBase>,
-    /// The text and the calls so far; one of them stays empty.
+/// Writes a response. A stream has the response as it begins, its message or its calls piece by piece and then complete,
+/// and the response as it ended.
+struct ResponseFormat {
+    form: Form,
+    /// The text and the calls until now; one of them stays empty.
     text: String,
     calls: Vec<PartialCall>,
     logprobs: Vec<TokenLogprob>,
+    /// Whether the message has begun, and how many of its log probabilities were sent. If tools may be called, some
+    /// tokens come before it is known whether they are text or a call.
+    begun: bool,
+    sent: usize,
 }
 
-impl ResponseBuilder {
-    fn new(server: Arc<Server>, owner: ClientId, form: Form, reply: Reply) -> Self {
-        let Form { store, items, mut repeated, .. } = form;
-        let store = store && server.responses.is_open();
-        repeated.store = store;
-        let base = Arc::new(ResponseBase { reply, repeated });
-        let (text, calls, logprobs) = (String::new(), Vec::new(), Vec::new());
-        Self { server, owner, items, store, base, text, calls, logprobs }
+impl ResponseFormat {
+    fn base(&self, reply: &Reply) -> ResponseBase {
+        ResponseBase { head: reply.head.clone(), repeated: self.form.repeated.clone() }
     }
 
-    fn message_id(&self) -> String {
-        self.base.reply.id.replacen(ID_PREFIX, "msg_", 1)
-    }
-
-    fn message(&self, status: ItemStatus, content: Vec<OutputPart>) -> OutputItem {
-        OutputItem::Message { id: self.message_id(), status, role: Assistant::Assistant, content }
+    fn message(&self, reply: &Reply, status: ItemStatus, content: Vec<OutputPart>) -> OutputItem {
+        OutputItem::Message { id: message_id(reply), status, role: Assistant::Assistant, content }
     }
 
     fn part(&self) -> OutputPart {
@@ -328,140 +293,168 @@ impl ResponseBuilder {
     }
 
     /// The message at its end.
-    fn whole_message(&self, reason: Reason) -> OutputItem {
+    fn whole_message(&self, reply: &Reply, reason: Reason) -> OutputItem {
         let status = match reason {
             Reason::Stop | Reason::Called => ItemStatus::Completed,
             Reason::Length => ItemStatus::Incomplete,
         };
-        self.message(status, vec![self.part()])
+        self.message(reply, status, vec![self.part()])
     }
 
-    /// The output at its end: calls, which have no field for log probabilities, or a message.
-    fn output(&self, reason: Reason) -> Vec<OutputItem> {
-        if self.calls.is_empty() {
-            return vec![self.whole_message(reason)];
-        }
-        self.calls.iter().map(OutputItem::from_call).collect()
-    }
-
-    /// The response at its end. It is stored from here on if the request asks for that.
-    fn finish(&mut self, reason: Reason, timings: &Timings) -> ResponseObject {
-        self.base.reply.log(reason, timings);
-        let status = match reason {
-            Reason::Stop | Reason::Called => ResponseStatus::Completed,
-            Reason::Length => ResponseStatus::Incomplete,
+    /// The response at its end. From here on it is stored, if the request asks for that. Its output is calls, which have no
+    /// field for log probabilities, or a message.
+    fn finish(&mut self, reply: &Reply, reason: Reason, timings: &Timings) -> ResponseObject {
+        let output = match self.calls.is_empty() {
+            true => vec![self.whole_message(reply, reason)],
+            false => self.calls.iter().map(OutputItem::from_call).collect(),
         };
-        let mut object = self.base.object(status, self.output(reason));
+        let mut object = self.base(reply).object(ResponseStatus::Completed, output);
         match reason {
             Reason::Stop | Reason::Called => object.completed_at = Some(unix_time_s()),
             Reason::Length => {
+                object.status = ResponseStatus::Incomplete;
                 let reason = IncompleteReason::MaxOutputTokens;
                 object.incomplete_details = Some(IncompleteDetails { reason });
             }
         }
         object.usage = Some(ResponsesUsage::new(timings));
-        if self.store {
-            let input = Value::Array(std::mem::take(&mut self.items)).to_string().into();
-            let stored = Stored { owner: self.owner, body: json_text(&object).into(), input };
-            if !self.server.responses.insert(self.base.reply.id.clone(), stored) {
-                tracing::debug!("a response was not kept: it is larger than its owner's share of the room");
+        if self.form.store {
+            let input = Value::Array(std::mem::take(&mut self.form.items)).to_string().into();
+            let stored = Stored { owner: self.form.owner, body: json_text(&object).into(), input };
+            if !self.form.server.responses.insert(object.id.clone(), stored) {
+                tracing::debug!("a response was not stored: it exceeds its owner's share of the store");
                 object.request.store = false;
             }
         }
         object
     }
-}
 
-async fn collect(mut builder: ResponseBuilder, mut answers: Answers) -> Result<ResponseObject, ApiError> {
-    while let Some(piece) = answers.next().await {
-        let piece = piece.map_err(ApiError::while_collecting)?;
-        builder.text.push_str(&piece.text);
-        builder.logprobs.extend(logprob(&answers, &piece));
-        for call in piece.calls {
-            PartialCall::push(&mut builder.calls, call);
-        }
-        if let Some(reason) = piece.end {
-            return Ok(builder.finish(reason, &piece.timings));
-        }
+    /// Adds the log probabilities of a delta.
+    fn add_logprobs(&mut self, reply: &Reply, delta: &Delta) {
+        let token = |(id, logprobs): &(u32, _)| TokenLogprob::new(&reply.service, *id, logprobs);
+        self.logprobs.extend(delta.logprobs.iter().map(token));
     }
-    Err(ApiError::Bug("an answer had no end".into()))
 }
 
-fn logprob(answers: &Answers, piece: &Piece) -> Option<TokenLogprob> {
-    piece.logprobs.as_ref().map(|(id, logprobs)| TokenLogprob::new(&answers.service, *id, logprobs))
+fn message_id(reply: &Reply) -> String {
+    reply.head.id.replacen(ID_PREFIX, "msg_", 1)
 }
 
-/// The events of a stream: the response as it begins, its message or its calls piece by piece and then whole, and the
-/// response as it ended.
-fn events(
-    mut builder: ResponseBuilder,
-    mut answers: Answers,
-) -> impl Stream<Item = Result<ResponseEvent, ApiError>> {
-    async_stream::try_stream! {
-        let item_id = builder.message_id();
-        let response = builder.base.object(ResponseStatus::InProgress, Vec::new());
-        yield ResponseEvent::Created { response: response.clone() };
-        yield ResponseEvent::InProgress { response };
-        // Whether the message has begun, and how many of its log probabilities were sent. Where tools may be called,
-        // some tokens come before it is known whether they are text or a call.
-        let (mut begun, mut sent) = (false, 0);
-        while let Some(piece) = answers.next().await {
-            let mut piece = piece?;
-            builder.text.push_str(&piece.text);
-            builder.logprobs.extend(logprob(&answers, &piece));
-            for call in std::mem::take(&mut piece.calls) {
-                let (output_index, more) = match &call {
-                    CallPiece::Name { index, .. } => (*index, None),
-                    CallPiece::Parameters { index, json } => (*index, Some(json.clone())),
-                };
-                if more.is_none()
-                    && let Some(before) = builder.calls.last()
-                {
-                    for event in call_done(output_index - 1, before) {
-                        yield event;
-                    }
-                }
-                PartialCall::push(&mut builder.calls, call);
-                let call = &builder.calls[output_index];
-                yield match more {
-                    None => ResponseEvent::ItemAdded { output_index, item: OutputItem::from_begun_call(call) },
-                    Some(delta) => {
-                        ResponseEvent::ArgumentsDelta { item_id: item_id_of(call), output_index, delta }
-                    }
-                };
+impl Format for ResponseFormat {
+    const ID_PREFIX: &'static str = ID_PREFIX;
+    const PROMPT: &'static str = "input";
+    type Form = Form;
+    type Whole = ResponseObject;
+    type Event = ResponseEvent;
+
+    fn parse(server: &Arc<Server>, owner: ClientId, body: &[u8]) -> Result<Parsed<Form>, ApiError> {
+        request::parse(server, owner, body)
+    }
+
+    fn prepare(
+        mut form: Form,
+        service: &Service,
+        request: &GenerateRequest,
+    ) -> Result<(Prompts, Self), ApiError> {
+        let prepared = service.prepare(request)?;
+        form.repeated.use_sampling(&prepared.0.sampling);
+        form.store &= form.server.responses.is_open();
+        form.repeated.store = form.store;
+        let (text, calls, logprobs) = (String::new(), Vec::new(), Vec::new());
+        Ok((vec![prepared], Self { form, text, calls, logprobs, begun: false, sent: 0 }))
+    }
+
+    fn whole(
+        mut self,
+        reply: &Reply,
+        answers: Vec<Delta>,
+        timings: &Timings,
+    ) -> Result<ResponseObject, ApiError> {
+        for answer in answers {
+            self.add_logprobs(reply, &answer);
+            (self.text, self.calls) = (answer.text, PartialCall::all(answer.calls));
+            if let Some(reason) = answer.end {
+                return Ok(self.finish(reply, reason, timings));
             }
-            if !begun && (!piece.text.is_empty() || (piece.end.is_some() && builder.calls.is_empty())) {
-                begun = true;
-                let item = builder.message(ItemStatus::InProgress, Vec::new());
-                yield ResponseEvent::ItemAdded { output_index: 0, item };
-                let (item_id, part) = (item_id.clone(), OutputPart::text("", &[]));
-                yield ResponseEvent::PartAdded { item_id, output_index: 0, content_index: 0, part };
-            }
-            if begun && (!piece.text.is_empty() || sent < builder.logprobs.len()) {
-                let (item_id, delta) = (item_id.clone(), piece.text);
-                let logprobs = builder.logprobs[sent..].to_vec();
-                sent = builder.logprobs.len();
-                yield ResponseEvent::TextDelta { item_id, output_index: 0, content_index: 0, delta, logprobs };
-            }
-            let Some(reason) = piece.end else { continue };
-            if begun {
-                let (text, logprobs) = (builder.text.clone(), builder.logprobs.clone());
-                let (output_index, content_index) = (0, 0);
-                yield ResponseEvent::TextDone {
-                    item_id: item_id.clone(), output_index, content_index, text, logprobs,
-                };
-                let (item_id, part) = (item_id.clone(), builder.part());
-                yield ResponseEvent::PartDone { item_id, output_index, content_index, part };
-                yield ResponseEvent::ItemDone { output_index, item: builder.whole_message(reason) };
-            }
-            if let Some(last) = builder.calls.last() {
-                for event in call_done(builder.calls.len() - 1, last) {
-                    yield event;
-                }
-            }
-            let response = builder.finish(reason, &piece.timings);
-            yield ResponseEvent::ended(reason, response);
         }
+        Err(ApiError::Bug("an answer had no end".into()))
+    }
+
+    fn begin(&mut self, reply: &Reply) -> Vec<ResponseEvent> {
+        let response = self.base(reply).object(ResponseStatus::InProgress, Vec::new());
+        vec![ResponseEvent::Created { response: response.clone() }, ResponseEvent::InProgress { response }]
+    }
+
+    fn add(
+        &mut self,
+        reply: &Reply,
+        delta: Delta,
+        all: Option<&Timings>,
+    ) -> Result<Vec<ResponseEvent>, ApiError> {
+        let mut events = Vec::new();
+        self.add_logprobs(reply, &delta);
+        self.text.push_str(&delta.text);
+        for call in delta.calls {
+            let (output_index, more) = match &call {
+                CallPiece::Name { index, .. } => (*index, None),
+                CallPiece::Parameters { index, json } => (*index, Some(json.clone())),
+            };
+            if more.is_none()
+                && let Some(before) = self.calls.last()
+            {
+                events.extend(call_done(output_index - 1, before));
+            }
+            PartialCall::push(&mut self.calls, call);
+            let call = &self.calls[output_index];
+            events.push(match more {
+                None => ResponseEvent::ItemAdded { output_index, item: OutputItem::from_begun_call(call) },
+                Some(delta) => {
+                    ResponseEvent::ArgumentsDelta { item_id: item_id_of(call), output_index, delta }
+                }
+            });
+        }
+        let (item_id, output_index, content_index) = (message_id(reply), 0, 0);
+        if !self.begun && (!delta.text.is_empty() || (delta.end.is_some() && self.calls.is_empty())) {
+            self.begun = true;
+            let item = self.message(reply, ItemStatus::InProgress, Vec::new());
+            events.push(ResponseEvent::ItemAdded { output_index, item });
+            let (item_id, part) = (item_id.clone(), OutputPart::text("", &[]));
+            events.push(ResponseEvent::PartAdded { item_id, output_index, content_index, part });
+        }
+        if self.begun && (!delta.text.is_empty() || self.sent < self.logprobs.len()) {
+            let (item_id, delta) = (item_id.clone(), delta.text);
+            let logprobs = self.logprobs[self.sent..].to_vec();
+            self.sent = self.logprobs.len();
+            events.push(ResponseEvent::TextDelta { item_id, output_index, content_index, delta, logprobs });
+        }
+        let (Some(reason), Some(timings)) = (delta.end, all) else { return Ok(events) };
+        if self.begun {
+            let (text, logprobs) = (self.text.clone(), self.logprobs.clone());
+            events.push(ResponseEvent::TextDone {
+                item_id: item_id.clone(),
+                output_index,
+                content_index,
+                text,
+                logprobs,
+            });
+            events.push(ResponseEvent::PartDone { item_id, output_index, content_index, part: self.part() });
+            events.push(ResponseEvent::ItemDone { output_index, item: self.whole_message(reply, reason) });
+        }
+        if let Some(last) = self.calls.last() {
+            events.extend(call_done(self.calls.len() - 1, last));
+        }
+        let response = self.finish(reply, reason, timings);
+        events.push(ResponseEvent::ended(reason, response));
+        Ok(events)
+    }
+
+    fn on_error(&self, reply: &Reply) -> impl FnOnce(&ApiError) -> Vec<ResponseEvent> + Send + 'static {
+        let base = self.base(reply);
+        |error: &ApiError| vec![base.failed(error)]
+    }
+
+    fn sent(event: ResponseEvent, number: u64) -> sse::Event {
+        named_event(&NumberedEvent { event, sequence_number: number })
     }
 }
 

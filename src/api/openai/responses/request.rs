@@ -108,27 +108,23 @@ struct ResponseTextFormat {
     schema: Option<JsonObject>,
 }
 
-/// What the reply needs to know of the request, and what the response repeats of it.
-#[derive(Debug)]
+/// What the reply needs of the request, and what the response repeats of it.
 pub(in crate::api) struct Form {
-    pub stream: bool,
+    pub server: Arc<Server>,
+    pub owner: ClientId,
     pub store: bool,
     /// The items of the conversation before the answer.
     pub items: Vec<Value>,
     pub repeated: RepeatedRequest,
 }
 
-/// Returns a function that parses a body of `owner`, whose stored responses it may continue.
-pub(in crate::api) fn parse_for(
+/// Parses a body of `owner`, whose stored responses it may continue.
+pub(in crate::api) fn parse(
     server: &Arc<Server>,
     owner: ClientId,
-) -> impl FnOnce(&[u8]) -> Result<Parsed<Form>, ApiError> + Send + 'static {
-    let keeper = Arc::clone(server);
-    move |body| parse(body, |id| keeper.responses.get(id, owner).map(|stored| stored.items()))
-}
-
-/// Parses a body. `before` returns the items of a stored response: its conversation and its answer.
-fn parse(body: &[u8], before: impl FnOnce(&str) -> Option<Vec<Value>>) -> Result<Parsed<Form>, ApiError> {
+    body: &[u8],
+) -> Result<Parsed<Form>, ApiError> {
+    let before = |id: &str| server.responses.get(id, owner).map(|stored| stored.items());
     let body = wire::object(body)?;
     let ResponsesRequest { response: fields, tools, .. } = ResponsesRequest::read(&body)?;
     fields.refuse_unsupported()?;
@@ -187,7 +183,8 @@ fn parse(body: &[u8], before: impl FnOnce(&str) -> Option<Vec<Value>>) -> Result
         ..GenerateRequest::default()
     };
     let (model, cache_salt) = (wire::named(fields.model), fields.cache_salt.map(|salt| salt.0));
-    Ok(Parsed { model, request, stream, cache_salt, wire: Form { stream, store, items, repeated } })
+    let form = Form { server: Arc::clone(server), owner, store, items, repeated };
+    Ok(Parsed { model, request, stream, cache_salt, form })
 }
 
 impl ResponseFields {

@@ -1,0 +1,86 @@
+//! The messages between a server and its device process. The server sends one [`Task`]; the process answers with
+//! [`Load`]s, and after the last one with [`Ready`]. Then the server sends [`Call`]s, and [`Question`]s on a second
+//! channel.
+
+use std::borrow::Cow;
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+use super::loading::Loading;
+use super::report::{DeviceReport, NpuReport};
+use crate::checkpoint::HeldNames;
+use crate::config::Courtesy;
+use crate::model::words;
+use crate::model::{Batch, DraftRequest, Limits, RunnerError, Sampled, Sampling};
+
+/// The model to load. The files of `model` follow, then those of `draft`, then the socket of the second channel.
+#[derive(Serialize, Deserialize)]
+pub(super) struct Task {
+    /// The server's options as TOML.
+    pub options: String,
+    pub model: HeldNames,
+    pub draft: Option<HeldNames>,
+    /// The number of token ids of the tokenizer. Only the server reads the tokenizer.
+    pub vocab_size: usize,
+    /// The state of the NPU at the first load of this model; `None` at the first load.
+    pub npu: Option<NpuReport>,
+}
+
+/// The child's messages during a load. The last message is `Done` or `Refused`.
+#[derive(Serialize, Deserialize)]
+pub(super) enum Load {
+    Doing(Loading),
+    Done(Box<DeviceReport>),
+    Refused(Refusal),
+}
+
+/// Why the child did not load the model.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Refusal {
+    pub message: String,
+    pub exit_code: u8,
+}
+
+/// The messages that the server may send at any time.
+#[derive(Serialize, Deserialize)]
+pub(super) enum Question {
+    /// Asks for a [`DeviceState`](super::DeviceState).
+    Observe,
+    /// Sets the log filter. This has no answer.
+    Log(String),
+}
+
+/// The child answers [`Call::Wait`], [`Call::Draft`] and [`Call::Probe`]. If another call fails, the failure is the
+/// answer to the next of these three.
+#[derive(Serialize, Deserialize)]
+pub(super) enum Call<'a> {
+    Submit(Cow<'a, Batch>, Cow<'a, Sampling>),
+    Masks(Vec<Words>),
+    Courtesy(Courtesy),
+    /// Waits for the oldest step.
+    Wait,
+    Draft(Cow<'a, [DraftRequest]>),
+    Probe,
+}
+
+/// The facts about the child's runner, sent once.
+#[derive(Serialize, Deserialize)]
+pub(super) struct Ready {
+    pub limits: Limits,
+    pub has_draft: bool,
+    pub attention_path: u32,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) enum Answer {
+    /// A step's results, and the attention path from then on.
+    Sampled(Sampled, u32),
+    Drafted(Vec<Vec<u32>>),
+    Probed,
+    Failed(RunnerError),
+}
+
+/// The words of a mask.
+#[derive(Serialize, Deserialize)]
+pub(super) struct Words(#[serde(with = "words")] pub Arc<[u32]>);

@@ -1,0 +1,468 @@
+//! A unit that computes the attention of prompt tokens for some KV heads of a layer.
+//!
+//! This file has the interface of the unit, the choice of what it computes, and the counts of its work.
+//! `shared_step.rs` runs a step in which it takes part. The choice depends on the batch alone, and never on the speed
+//! of the unit. So an answer has the same bits each time, as long as the unit does not fail. The unit computes in bf16,
+//! so answers with and without it differ within a bound.
+//!
+//! [`NpuProcess`](super::process::NpuProcess) is the unit of a server; tests have others. After its first failure, a
+//! unit is not used again.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::thread;
+
+use serde::{Deserialize, Serialize};
+
+use crate::gpu::{Buffer, timed};
+use crate::kernels::AttentionShape;
+use crate::model::offload::{
+    AttentionShare, MOST_TOKENS, OffloadBuffers, OffloadError, OffloadLimits, longest_chunk,
+};
+use crate::model::{Batch, BatchSequence, BlockPool, Input, RunnerError};
+
+/// One layer's attention of neighbouring prompt tokens of one sequence, for the KV heads from 0 to `kv_heads`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OffloadJob {
+    /// The number of keys that a token sees, its own included; `None` for all.
+    pub window: Option<usize>,
+    /// The position of row 0, and the number of rows.
+    pub first: usize,
+    pub rows: usize,
+    pub kv_heads: usize,
+}
+
+/// The form in which a unit wants the arrays of a job: queries bf16 `[kv_head][head][row_stride][head_dim]`; keys and
+/// values bf16 `[kv_head][key_stride][head_dim]`, whose key 0 is at position `first_key`; output f32 as queries.
+/// Queries are scaled already. The inputs are 0 after the last row and key, and at keys that no row sees.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OffloadRoom {
+    pub first_key: usize,
+    pub keys: usize,
+    pub key_stride: usize,
+    pub row_stride: usize,
+}
+
+/// Computes softmax(q K) V.
+pub trait AttentionUnit: Send {
+    /// Makes the unit read and write the device's own buffers from now on: queries, keys, values, and the output, each
+    /// from its start. The unit proves that it does. No job may be in progress.
+    fn share(&mut self, _buffers: [&Buffer; 4]) -> Result<(), OffloadError> {
+        Err(not_shared("the unit reads and writes no memory but its own"))
+    }
+
+    /// The form of the arrays for this job; `None` if the unit cannot compute it, and the device computes all of it.
+    /// The answer to one job is always the same.
+    fn room(&self, job: &OffloadJob) -> Option<OffloadRoom>;
+
+    /// Passes queries, keys and values to the unit, and returns; `None` if they are in shared buffers.
+    /// [`AttentionUnit::finish`] gives the output. Both are bounded in time. After an error the unit is not called
+    /// again.
+    fn begin(&mut self, job: &OffloadJob, inputs: Option<[&[u8]; 3]>) -> Result<(), OffloadError>;
+
+    /// Waits for the job, and writes all of the output; `None` if that is a shared buffer. Rows after the job's last
+    /// one may have any values.
+    fn finish(&mut self, output: Option<&mut [u8]>) -> Result<(), OffloadError>;
+}
+
+/// The error if a unit and a device cannot share memory.
+pub fn not_shared(why: impl fmt::Display) -> OffloadError {
+    let message = format!("{why}; npu.sharing = \"copy\" needs no shared memory");
+    OffloadError { code: "npu-dma-buf".into(), message }
+}
+
+/// What happens if the unit fails.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum OffloadPolicy {
+    /// The device computes the unit's share from then on.
+    Auto,
+    /// The runner fails, and every later step, too.
+    Require,
+}
+
+/// A unit, and how to use it.
+pub struct Offload {
+    pub unit: Box<dyn AttentionUnit>,
+    /// The number of KV heads that the unit computes, in every job.
+    pub kv_heads: usize,
+    pub policy: OffloadPolicy,
+}
+
+/// The counts of a unit's work.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct OffloadCounts {
+    /// Layers whose output was used, and the tokens of all of them: a token counts in each layer.
+    pub dispatches: u64,
+    pub tokens: u64,
+    /// Failures by code, after each of which the device computes the unit's share.
+    pub fallbacks: Vec<(String, u64)>,
+    /// Layers that were planned for the unit, and whose share the device computed because the unit had failed.
+    pub recomputed: u64,
+    /// Seconds that the host spent in calls of the unit.
+    pub seconds: f64,
+    /// The failure after which the unit is not used.
+    pub quarantined: Option<String>,
+}
+
+impl OffloadCounts {
+    /// Counts so many failures with this code.
+    pub fn add_fallbacks(&mut self, code: &str, count: u64) {
+        match self.fallbacks.iter_mut().find(|(counted, _)| counted == code) {
+            Some((_, sum)) => *sum += count,
+            None => self.fallbacks.push((code.to_owned(), count)),
+        }
+    }
+}
+
+/// The counts of a unit. Other threads may read them while steps run.
+#[derive(Clone)]
+pub struct OffloadWatch(Arc<Mutex<OffloadCounts>>);
+
+impl OffloadWatch {
+    pub fn counts(&self) -> OffloadCounts {
+        self.lock().clone()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, OffloadCounts> {
+        self.0.lock().expect("nothing panics under this lock")
+    }
+}
+
+/// The part of a step's attention that the unit computes.
+#[derive(Debug, Clone)]
+pub(super) struct UnitShare {
+    pub attention: AttentionShare,
+    /// The position of the first row.
+    pub first: usize,
+    /// The form of the arrays for the layers of each pool; `None` = the device computes all of such layers.
+    sliding: Option<OffloadRoom>,
+    full: Option<OffloadRoom>,
+}
+
+impl UnitShare {
+    pub fn room(&self, pool: BlockPool) -> Option<OffloadRoom> {
+        match pool {
+            BlockPool::Sliding => self.sliding,
+            BlockPool::Full => self.full,
+        }
+    }
+
+    pub fn job(&self, window: Option<usize>) -> OffloadJob {
+        let AttentionShare { rows, kv_heads, .. } = &self.attention;
+        OffloadJob { window, first: self.first, rows: rows.len(), kv_heads: *kv_heads }
+    }
+}
+
+struct Copies {
+    inputs: [Vec<u8>; 3],
+    output: Vec<u8>,
+}
+
+impl Copies {
+    fn of(buffers: &OffloadBuffers) -> Copies {
+        let OffloadBuffers { queries, keys, values, output, .. } = buffers;
+        let room = |buffer: &Buffer| vec![0; buffer.size() as usize];
+        Copies { inputs: [queries, keys, values].map(room), output: room(output) }
+    }
+}
+
+/// A unit that is attached to a model, and its counts.
+pub(super) struct Attached {
+    /// `None` after a failure.
+    unit: Option<Box<dyn AttentionUnit>>,
+    kv_heads: usize,
+    policy: OffloadPolicy,
+    counts: OffloadWatch,
+    /// The host's copies of a job's inputs and output; `None` if the unit shares the device's buffers.
+    copies: Option<Copies>,
+    /// The first failure.
+    failure: Option<OffloadError>,
+}
+
+impl Attached {
+    pub fn new(offload: Offload, buffers: &OffloadBuffers) -> Result<Attached, OffloadError> {
+        let Offload { mut unit, kv_heads, policy } = offload;
+        let copies = if buffers.limits.shared {
+            let OffloadBuffers { queries, keys, values, output, .. } = buffers;
+            unit.share([queries, keys, values, output])?;
+            None
+        } else {
+            Some(Copies::of(buffers))
+        };
+        let counts = OffloadWatch(Arc::default());
+        Ok(Attached { unit: Some(unit), kv_heads, policy, counts, copies, failure: None })
+    }
+
+    pub fn watch(&self) -> OffloadWatch {
+        self.counts.clone()
+    }
+
+    pub fn forget_counts(&self) {
+        *self.counts.lock() = OffloadCounts::default();
+    }
+
+    pub fn kv_heads(&self) -> usize {
+        self.kv_heads
+    }
+
+    /// Sets the number of KV heads that the unit computes, 0 for none.
+    pub fn set_kv_heads(&mut self, kv_heads: usize) {
+        self.kv_heads = kv_heads;
+    }
+
+    pub fn is_usable(&self) -> bool {
+        self.unit.is_some()
+    }
+
+    /// Fails if the unit is required and has failed.
+    pub fn check(&self) -> Result<(), RunnerError> {
+        match (&self.failure, self.policy) {
+            (Some(failure), OffloadPolicy::Require) => Err(RunnerError::Coprocessor(failure.to_string())),
+            _ => Ok(()),
+        }
+    }
+
+    /// The part of a batch's attention that the unit computes: that of the longest prompt, or of a part of it.
+    ///
+    /// `drawn` has the rows after which ids are drawn. A sequence with several of them checks drafts, or scores its
+    /// text. The device computes all of that.
+    pub fn share(
+        &self,
+        batch: &Batch,
+        drawn: &[u32],
+        window: Option<usize>,
+        limits: &OffloadLimits,
+    ) -> Option<UnitShare> {
+        if !self.is_usable() || self.kv_heads == 0 {
+            return None;
+        }
+        let mut ends = Vec::with_capacity(batch.sequences.len());
+        let chunks = batch.sequences.iter().map(|sequence| {
+            let (tokens, first) = (sequence.input.len(), ends.last().copied().unwrap_or(0));
+            ends.push(first + tokens);
+            let rows = first..first + tokens;
+            // Several answers to one prompt draw after the same row.
+            let mut drawn = drawn.iter().filter(|row| rows.contains(&(**row as usize)));
+            let is_one = drawn.next().is_none_or(|first| drawn.all(|row| row == first));
+            (matches!(sequence.input, Input::Ids(_)) && is_one).then_some(tokens)
+        });
+        let sequence = longest_chunk(chunks)?;
+        let BatchSequence { start: first, input, .. } = &batch.sequences[sequence];
+        let (row, kv_heads) = (ends[sequence] - input.len(), self.kv_heads);
+        // A unit may have no kernel for as many rows as a job may have.
+        [MOST_TOKENS, MOST_TOKENS / 2].into_iter().find_map(|most| {
+            let rows = row..row + input.len().min(most);
+            let attention = AttentionShare { rows, sequence, kv_heads, sliding_keys: None, full_keys: None };
+            let mut share = UnitShare { attention, first: *first, sliding: None, full: None };
+            share.sliding = window.and_then(|window| self.room(&share.job(Some(window)), limits));
+            share.full = self.room(&share.job(None), limits);
+            let keys = |room: Option<OffloadRoom>| room.map(|room| room.keys);
+            share.attention.sliding_keys = keys(share.sliding);
+            share.attention.full_keys = keys(share.full);
+            (share.sliding.is_some() || share.full.is_some()).then_some(share)
+        })
+    }
+
+    /// The form of a job's arrays, if the unit takes the job, and if the buffers hold them.
+    fn room(&self, job: &OffloadJob, limits: &OffloadLimits) -> Option<OffloadRoom> {
+        let room = self.unit.as_ref()?.room(job)?;
+        let OffloadRoom { first_key, keys, key_stride, row_stride } = room;
+        let seen = job.window.map_or(0, |window| (job.first + 1).saturating_sub(window));
+        assert!(first_key <= seen && first_key + keys == job.first + job.rows, "{room:?} for {job:?}");
+        assert!(keys <= key_stride && job.rows <= row_stride, "{room:?} for {job:?}");
+        (row_stride <= MOST_TOKENS && key_stride <= limits.keys).then_some(room)
+    }
+
+    /// Passes the inputs that the device wrote to the unit. An error is a failure of the runner.
+    pub fn begin(
+        &mut self,
+        job: &OffloadJob,
+        room: &OffloadRoom,
+        shape: &AttentionShape,
+        buffers: &OffloadBuffers,
+    ) -> Result<(), RunnerError> {
+        let (queries, keys) =
+            (2 * outputs(job, room, shape), 2 * job.kv_heads * room.key_stride * shape.head_dim);
+        let Some(unit) = &mut self.unit else { return Ok(()) };
+        let inputs = self.copies.as_mut().map(|copies| {
+            let OffloadBuffers { queries: q, keys: k, values: v, .. } = buffers;
+            let [to_q, to_k, to_v] = &mut copies.inputs;
+            [(q, to_q, queries), (k, to_k, keys), (v, to_v, keys)].map(|(from, to, bytes)| {
+                from.read(0, &mut to[..bytes]);
+                &to[..bytes]
+            })
+        });
+        let (result, took) = timed(|| unit.begin(job, inputs));
+        self.counts.lock().seconds += took.as_secs_f64();
+        result.or_else(|error| self.fail(error))
+    }
+
+    /// Waits for the unit's output, and writes it to the device's buffer. `false` if the unit failed.
+    pub fn finish(
+        &mut self,
+        job: &OffloadJob,
+        room: &OffloadRoom,
+        shape: &AttentionShape,
+        buffers: &OffloadBuffers,
+    ) -> Result<bool, RunnerError> {
+        let Some(unit) = &mut self.unit else { return Ok(false) };
+        let bytes = 4 * outputs(job, room, shape);
+        let mut output = self.copies.as_mut().map(|copies| &mut copies.output[..bytes]);
+        let (result, took) = timed(|| unit.finish(output.as_deref_mut()));
+        self.counts.lock().seconds += took.as_secs_f64();
+        match (result, output) {
+            (Ok(()), Some(output)) => buffers.output.write(0, output),
+            (Ok(()), None) => {}
+            (Err(error), _) => self.fail(error)?,
+        }
+        Ok(self.is_usable())
+    }
+
+    /// Counts a job whose output the device uses.
+    pub fn used(&mut self, job: &OffloadJob) {
+        let mut counts = self.counts.lock();
+        counts.dispatches += 1;
+        counts.tokens += job.rows as u64;
+    }
+
+    /// Counts a layer whose share of the unit the device computes.
+    pub fn recomputed(&mut self) {
+        self.counts.lock().recomputed += 1;
+    }
+
+    /// Stores the unit's failure. The unit is not used again.
+    fn fail(&mut self, error: OffloadError) -> Result<(), RunnerError> {
+        tracing::warn!("the NPU is not used any more: {error}");
+        let mut counts = self.counts.lock();
+        counts.quarantined = Some(error.to_string());
+        let is_required = self.policy == OffloadPolicy::Require;
+        if !is_required {
+            counts.add_fallbacks(&error.code, 1);
+        }
+        drop(counts);
+        // If the unit hangs, its end takes seconds. No step may wait for that.
+        if let Some(unit) = self.unit.take() {
+            thread::spawn(move || drop(unit));
+        }
+        self.failure = Some(error);
+        self.check()
+    }
+}
+
+/// The number of elements of a job's queries, and of its output.
+fn outputs(job: &OffloadJob, room: &OffloadRoom, shape: &AttentionShape) -> usize {
+    job.kv_heads * (shape.num_heads / shape.num_kv_heads) * room.row_stride * shape.head_dim
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A unit without arithmetic.
+    struct Idle {
+        row_stride: usize,
+        key_stride: usize,
+    }
+
+    impl AttentionUnit for Idle {
+        fn room(&self, job: &OffloadJob) -> Option<OffloadRoom> {
+            let keys = job.first + job.rows;
+            let Idle { row_stride, key_stride } = *self;
+            let fits = keys <= key_stride && job.rows <= row_stride;
+            fits.then_some(OffloadRoom { first_key: 0, keys, key_stride, row_stride })
+        }
+
+        fn begin(&mut self, _: &OffloadJob, _: Option<[&[u8]; 3]>) -> Result<(), OffloadError> {
+            Ok(())
+        }
+
+        fn finish(&mut self, _: Option<&mut [u8]>) -> Result<(), OffloadError> {
+            Ok(())
+        }
+    }
+
+    fn attached(unit: Idle, policy: OffloadPolicy) -> Attached {
+        Attached {
+            unit: Some(Box::new(unit)),
+            kv_heads: 2,
+            policy,
+            counts: OffloadWatch(Arc::default()),
+            copies: None,
+            failure: None,
+        }
+    }
+
+    /// A batch of sequences, each with `(start, known ids)`; 0 ids stand for the id last sampled.
+    fn batch(sequences: &[(usize, usize)]) -> Batch {
+        let each = sequences.iter().map(|&(start, ids)| BatchSequence {
+            slot: 0,
+            start,
+            input: if ids == 0 { Input::LastSampled } else { Input::Ids(vec![7; ids]) },
+            full_blocks: Vec::new(),
+            sliding_blocks: Vec::new(),
+            sliding_first: 0,
+            history: None,
+        });
+        Batch { sequences: each.collect(), ..Batch::default() }
+    }
+
+    const LIMITS: OffloadLimits = OffloadLimits { kv_heads: 2, keys: 4096, shared: false };
+
+    #[test]
+    fn the_longest_prompt_of_a_batch_is_shared() {
+        let unit = attached(Idle { row_stride: 512, key_stride: 4096 }, OffloadPolicy::Auto);
+        let share = |sequences: &[(usize, usize)]| {
+            let share = unit.share(&batch(sequences), &[], Some(64), &LIMITS)?;
+            Some((share.attention.sequence, share.attention.rows, share.first))
+        };
+        assert_eq!(share(&[(0, 31), (900, 0)]), None, "too few tokens");
+        assert_eq!(share(&[(0, 32)]), Some((0, 0..32, 0)));
+        assert_eq!(share(&[(5, 0), (70, 40), (3, 41), (9, 41)]), Some((2, 41..82, 3)));
+        assert_eq!(share(&[(1, 2), (0, 700), (0, 800)]), Some((1, 2..514, 0)), "512 tokens at most");
+        assert_eq!(share(&[(4080, 40)]), None, "the unit has no room");
+        // One id is drawn after a prompt, and several after drafts that are checked.
+        let of = |drawn: &[u32]| {
+            Some(unit.share(&batch(&[(3, 40), (0, 33)]), drawn, Some(64), &LIMITS)?.attention.sequence)
+        };
+        assert_eq!([of(&[39, 72]), of(&[38, 39, 72]), of(&[3, 4, 40, 72])], [Some(0), Some(1), None]);
+        assert_eq!(of(&[39, 39, 39, 72]), Some(0), "three answers to the first prompt");
+    }
+
+    #[test]
+    fn the_device_computes_a_job_that_the_buffers_cannot_hold() {
+        let share = |row_stride, key_stride| {
+            let unit = attached(Idle { row_stride, key_stride }, OffloadPolicy::Auto);
+            unit.share(&batch(&[(0, 100)]), &[], Some(64), &LIMITS).is_some()
+        };
+        assert!(share(512, 4096) && share(100, 100));
+        assert!(!share(513, 4096) && !share(512, 4097));
+    }
+
+    #[test]
+    fn a_chunk_that_is_too_long_for_the_unit_is_shared_in_part() {
+        let unit = attached(Idle { row_stride: 256, key_stride: 4096 }, OffloadPolicy::Auto);
+        let rows = |start, tokens| {
+            Some(unit.share(&batch(&[(start, tokens)]), &[], Some(64), &LIMITS)?.attention.rows)
+        };
+        assert_eq!([rows(0, 200), rows(0, 256), rows(9, 257)], [Some(0..200), Some(0..256), Some(0..256)]);
+        assert_eq!(rows(4000, 512), None, "too many keys");
+    }
+
+    #[test]
+    fn a_unit_that_failed_is_not_used_again() {
+        let error = || OffloadError { code: "broken".into(), message: "it smokes".into() };
+        let mut unit = attached(Idle { row_stride: 512, key_stride: 4096 }, OffloadPolicy::Auto);
+        assert_eq!((unit.fail(error()), unit.check()), (Ok(()), Ok(())));
+        assert!(!unit.is_usable() && unit.share(&batch(&[(0, 100)]), &[], Some(64), &LIMITS).is_none());
+        let counts = unit.watch().counts();
+        assert_eq!(counts.fallbacks, [("broken".to_owned(), 1)]);
+        assert_eq!(counts.quarantined.as_deref(), Some("broken: it smokes"));
+        let mut unit = attached(Idle { row_stride: 512, key_stride: 4096 }, OffloadPolicy::Require);
+        let failure = RunnerError::Coprocessor("broken: it smokes".into());
+        assert_eq!((unit.fail(error()), unit.check()), (Err(failure.clone()), Err(failure.clone())));
+        assert_eq!(
+            (unit.watch().counts().fallbacks, failure.to_string()),
+            (vec![], "broken: it smokes".into())
+        );
+    }
+}
