@@ -1,9 +1,7 @@
 //! Notes of submitted dispatches, for the laboratory. Only a device of the null driver takes notes.
 
-use super::memory::Buffer;
 use super::pipeline::PUSH_BYTES;
 use super::placement::Class;
-use super::recorder::INDIRECT_BYTES;
 use super::shader::Shader;
 
 /// A dispatch as it was submitted.
@@ -29,7 +27,7 @@ pub struct NotedRange {
     pub class: Class,
     pub bytes: u64,
     /// Its bytes at the time of the submit, if the host can read them.
-    contents: Option<Vec<u8>>,
+    pub(super) contents: Option<Vec<u8>>,
 }
 
 impl Note {
@@ -44,34 +42,5 @@ impl Note {
         let contents = range.and_then(|range| range.contents.as_ref());
         let contents = contents.unwrap_or_else(|| panic!("{}: no contents of {pointer}", self.shader.name));
         contents.chunks_exact(size_of::<T>()).take(count).map(bytemuck::pod_read_unaligned).collect()
-    }
-}
-
-/// A recorded dispatch, which becomes a [`Note`] at each submit of its command buffer.
-pub(super) struct NotedDispatch {
-    /// Without groups that the device reads, and without ranges.
-    pub note: Note,
-    /// Where the device reads the numbers of groups.
-    pub groups: Option<Buffer>,
-    pub buffers: Vec<(&'static str, Buffer)>,
-}
-
-impl NotedDispatch {
-    /// The dispatch, with the bytes that are in memory now.
-    pub fn submitted(&self) -> Note {
-        let mut note = self.note.clone();
-        if let Some(groups) = &self.groups {
-            groups.slice(0, INDIRECT_BYTES).read(0, &mut note.groups);
-        }
-        let range = |(pointer, buffer): &(&'static str, Buffer)| {
-            let contents = buffer.is_mapped().then(|| {
-                let mut bytes = vec![0u8; buffer.size() as usize];
-                buffer.read(0, &mut bytes);
-                bytes
-            });
-            NotedRange { pointer, class: buffer.chunk.class, bytes: buffer.size(), contents }
-        };
-        note.ranges = self.buffers.iter().map(range).collect();
-        note
     }
 }

@@ -2,8 +2,8 @@
 //! what was recorded ([`super::Note`]). It needs no GPU, no driver and no loader.
 //!
 //! Its device has every feature that shaders need, and heaps without a practical limit. Device memory has addresses and
-//! no bytes; memory that the host maps has bytes. Every submit has finished when it returns. Functions that this program
-//! does not call are missing, and ash panics at a call.
+//! no bytes; memory that the host maps has bytes. Every submit has finished when it returns. Functions that this
+//! program does not call are missing, and ash panics at a call.
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_void};
@@ -167,7 +167,8 @@ unsafe extern "system" fn properties(_: Pointer, to: *mut vk::PhysicalDeviceProp
     unsafe {
         let own = &mut (*to).properties;
         own.api_version = vk::API_VERSION_1_3;
-        own.device_type = vk::PhysicalDeviceType::INTEGRATED_GPU;
+        // So the host maps no memory of weights: a note would copy them.
+        own.device_type = vk::PhysicalDeviceType::DISCRETE_GPU;
         own.limits.max_compute_work_group_invocations = 1024;
         own.limits.max_compute_shared_memory_size = 64 << 10;
         own.limits.max_storage_buffer_range = u32::MAX;

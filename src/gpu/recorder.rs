@@ -24,7 +24,7 @@ use super::GpuError;
 use super::counts::Counts;
 use super::device::Device;
 use super::memory::{Buffer, Chunk};
-use super::note::{Note, NotedDispatch};
+use super::note::{Note, NotedRange};
 use super::pipeline::{PUSH_BYTES, Pipeline};
 use super::rehearsal::{Order, Rehearsal};
 use super::shader::Access;
@@ -756,6 +756,35 @@ impl Recorder<'_> {
         let commands = &*self.commands;
         // SAFETY: recording is open, and each query is written once per recording.
         unsafe { commands.device.raw.cmd_write_timestamp2(commands.raw, stage, pool, query) }
+    }
+}
+
+/// A recorded dispatch, which becomes a [`Note`] at each submit of its command buffer.
+struct NotedDispatch {
+    /// Without groups that the device reads, and without ranges.
+    note: Note,
+    /// Where the device reads the numbers of groups.
+    groups: Option<Buffer>,
+    buffers: Vec<(&'static str, Buffer)>,
+}
+
+impl NotedDispatch {
+    /// The dispatch, with the bytes that are in memory now.
+    fn submitted(&self) -> Note {
+        let mut note = self.note.clone();
+        if let Some(groups) = &self.groups {
+            groups.slice(0, INDIRECT_BYTES).read(0, &mut note.groups);
+        }
+        let range = |(pointer, buffer): &(&'static str, Buffer)| {
+            let contents = buffer.is_mapped().then(|| {
+                let mut bytes = vec![0u8; buffer.size() as usize];
+                buffer.read(0, &mut bytes);
+                bytes
+            });
+            NotedRange { pointer, class: buffer.chunk.class, bytes: buffer.size(), contents }
+        };
+        note.ranges = self.buffers.iter().map(range).collect();
+        note
     }
 }
 

@@ -21,7 +21,7 @@ pub struct CommandLine {
 
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Compile every kernel for an AMD GPU, which this machine need not have, and predict the speed of each size of model
+    /// Compile every kernel for an AMD GPU, which this machine need not have, and predict the speed of each model size
     /// from the assembly
     ///
     /// --quantize selects the type of the weights [default: int4-g128-emb8], --kv the type of keys and values. If Mesa

@@ -225,8 +225,8 @@ pub fn qkv_store(heads: &Heads, tokens: usize) -> Dispatch {
     }
 }
 
-/// Attention of these items, by a shader for single tokens or for tiles. The keys and values of a sequence are read from
-/// memory once.
+/// Attention of these items, by a shader for single tokens or for tiles. The keys and values of a sequence are read
+/// from memory once.
 pub fn attention(heads: &Heads, window: Option<usize>, shader: &'static Shader, items: &[Item]) -> Dispatch {
     let Heads { num_heads, num_kv_heads, head_dim, .. } = *heads;
     let shape = heads.shape(window);
@@ -290,14 +290,14 @@ pub enum Drawn {
     Filtered,
 }
 
-/// The dispatches of a draw, in their order, each behind a barrier.
+/// The dispatches of a draw, in their order, each after a barrier.
 pub fn sample(rows: usize, vocab: usize, drawn: Drawn) -> Vec<Dispatch> {
     let chunks = vocab.div_ceil(DRAW_CHUNK);
     let (maxima, found) = (16 * rows * chunks, 16 * rows * chunks);
     // A trip reads four logits.
-    let pass = |shader, beside: usize| Dispatch {
+    let pass = |shader, other: usize| Dispatch {
         trips: vocab as f64 / (4 * 256 * chunks) as f64,
-        activation_bytes: floats(rows * vocab) + beside as u64,
+        activation_bytes: floats(rows * vocab) + other as u64,
         ..Dispatch::new(shader, rows * chunks)
     };
     let choice = |shader, bytes: usize| Dispatch {
@@ -338,7 +338,7 @@ impl Body {
     }
 }
 
-/// Finds the steady loop of a compiled kernel; every shader has a case of its own here. `None` if there is no loop.
+/// Finds the steady loop of a compiled kernel; every shader has its own case here. `None` if there is no loop.
 pub fn body(shader: &Shader, constants: &[u32], program: &Program) -> Option<Body> {
     let kernel = shader.name.split('_').next().unwrap_or_default();
     match (kernel, constants) {
@@ -424,7 +424,7 @@ pub fn body(shader: &Shader, constants: &[u32], program: &Program) -> Option<Bod
             Some(Body { trip, unrolled: 1, weights: 0, once: without(program, &outer) })
         }
         ("history" | "geglu" | "quantize" | "offload", []) => None,
-        _ => panic!("{}: nobody says which of its loops is the steady one", shader.name),
+        _ => panic!("{}: no case says which of its loops is the steady one", shader.name),
     }
 }
 
@@ -582,7 +582,7 @@ mod tests {
     }
 
     #[test]
-    fn every_pipeline_has_a_steady_loop_that_somebody_named() {
+    fn every_pipeline_has_a_case_for_its_steady_loop() {
         let program = Program::parse("BB1:\n\tv_fma_f32 v1, v2, v3, v4\n\ts_cbranch_scc1 BB1\n").unwrap();
         for (shader, constants) in crate::kernels::all_pipelines(2, 128) {
             let found = body(shader, &constants, &program);

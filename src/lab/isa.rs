@@ -298,7 +298,7 @@ fn pipeline_table(judge: &Judge, asked: &Question, predictions: &[Prediction]) -
             per_weight.map_or("-".into(), |n| format!("{n:.2}")),
         );
     }
-    text + "waves: on one SIMD at once, x lanes of each. Behind the bar, one trip of the steady loop: trips = how often, x = \
+    text + "waves: on one SIMD at once, x lanes of each. After the bar, one trip of the steady loop: trips = how often, x = \
             trips of the source in one,\nVALU = with both halves of a dual issue, load = vector loads, wide = 16 bytes a lane, sld \
             = scalar loads, lds = shared memory,\nVALU/w = VALU for each weight of a lane.\n"
 }

@@ -452,8 +452,8 @@ impl Make<'_> {
         (0..copies(bytes)).map(|_| layer()).collect()
     }
 
-    /// A step of `tokens` tokens of each of `sequences` sequences, after `depth` other tokens. Each sequence has blocks
-    /// of its own, in order.
+    /// A step of `tokens` tokens of each of `sequences` sequences, after `depth` other tokens. Each sequence has its
+    /// own blocks, in order.
     fn step(
         &mut self,
         shape: &AttentionShape,

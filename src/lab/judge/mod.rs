@@ -1,5 +1,5 @@
-//! Judges kernels for a GPU that is not present: compiles every pipeline, records what a step dispatches ([`work`]), and
-//! predicts its time ([`predict`]).
+//! Judges kernels for a GPU that is not present: compiles every pipeline, records what a step dispatches ([`work`]),
+//! and predicts its time ([`predict`]).
 //!
 //! RADV chooses its GPU by the environment, and a process loads its drivers once. So one process compiles
 //! ([`compile`]), and another reads the result ([`Judge::read`]); `unicorn-lab isa` starts both. Nothing is executed.

@@ -360,7 +360,7 @@ impl Question {
         Ok(all)
     }
 
-    /// The assumptions behind the figures, one sentence each.
+    /// The assumptions of the predictions, one sentence each.
     pub fn assumptions(&self, chip: &Chip) -> Vec<String> {
         vec![
             format!("{}: {}", chip.product, chip.source),
@@ -382,7 +382,7 @@ impl Question {
                 chip.clock_ghz
             ),
             format!(
-                "each dispatch costs {DISPATCH_US} us and each barrier {BARRIER_US} us beside its work: assumed, not measured"
+                "each dispatch costs {DISPATCH_US} us and each barrier {BARRIER_US} us in addition to its work: assumed, not measured"
             ),
             "greedy draws; latency, cache bandwidth, scalar and shared-memory units are left out".into(),
         ]
@@ -492,7 +492,7 @@ mod tests {
     }
 
     #[test]
-    fn a_step_is_the_sum_of_its_dispatches_and_what_each_costs_beside() {
+    fn a_step_is_the_sum_of_its_dispatches_and_their_overhead() {
         let dispatch = cost::rms_norm(1, 5376, Wants { floats: true, blocks: false });
         let work = vec![StepDispatches { what: "norm", times: 62, barriers: 31, dispatch }];
         let total = Counts { cycles: 2700, ..Counts::default() };
@@ -501,7 +501,7 @@ mod tests {
             Prediction::new(&CHIPS[0], "gemma-3-27b", "batch 1".into(), 1, &[work.clone(), work], &find);
         assert_eq!((step.dispatches, step.barriers), (124, 62));
         assert_eq!(step.overhead_ms(), 0.124 * DISPATCH_US + 0.062 * BARRIER_US);
-        // There are four waves, each on a SIMD of its own, of 5400 cycles at 2.7 GHz.
+        // There are four waves, each on its own SIMD, of 5400 cycles at 2.7 GHz.
         assert!((step.ms() - step.overhead_ms() - 124.0 * 0.002).abs() < 1e-9, "{}", step.ms());
         assert!((step.tokens_per_s() - 1e3 / step.ms()).abs() < 1e-9);
     }

@@ -1,5 +1,5 @@
-//! Records the steps of a model on a device that executes nothing, and adds the cost of each recorded dispatch. It needs
-//! no GPU and no checkpoint: the weights have the shape of a published model, and no bytes.
+//! Records the steps of a model on a device that executes nothing, and adds the cost of each recorded dispatch. It
+//! needs no GPU and no checkpoint: the weights have the shape of a published model, and no bytes.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -112,8 +112,8 @@ impl PaperModel {
         Ok(PaperModel { runner, types, heads })
     }
 
-    /// The dispatches of a step in which each sequence contributes the tokens at these positions. Each sequence draws an
-    /// id, unless `drawn` is `None`.
+    /// The dispatches of a step in which each sequence contributes the tokens at these positions. Each sequence draws
+    /// an id, unless `drawn` is `None`.
     pub fn step(
         &mut self,
         sequences: &[Range<usize>],

@@ -1,24 +1,24 @@
-//! An answer as it is compared: without what differs from one time to the next, and a stream put together, since the
-//! moments decide into how many pieces a text is cut.
+//! Normalizes answers, so that two answers to the same request can be compared. The events of a stream are joined,
+//! because the number of pieces of a text varies.
 //!
-//! Left out are ids, times, counts of guesses, and which tokens the prefix cache had. Everything else stays: texts, ids
-//! of tokens, log probabilities to the last digit, reasons, usage, errors with their words.
+//! Ids, times, counts of draft tokens, and the number of cached tokens are removed. Everything else is compared: texts,
+//! token ids, all digits of log probabilities, finish reasons, usage, and error messages.
 
 use serde_json::{Map, Value};
 
 use crate::cli::bench::client::{self, Exchanged, shown};
 
-/// Prefixes of ids that the server makes up.
+/// Prefixes of the ids that the server generates.
 const IDS: [&str; 8] = ["chatcmpl-", "cmpl-", "resp_", "msg_", "call_", "toolu_", "fc_", "req_"];
-/// Characters of an id behind its prefix, at least.
+/// The smallest number of characters of an id after its prefix.
 const SHORTEST_ID: usize = 8;
-/// Fields whose values are of the moment.
+/// Fields whose values vary.
 const OF_THE_MOMENT: [&str; 7] =
     ["created", "created_at", "completed_at", "timings", "cached_tokens", "sequence_number", "request_id"];
-/// Fields of which a stream sends the value piece by piece.
+/// Fields whose values a stream sends in pieces.
 const IN_PIECES: [&str; 5] = ["content", "text", "arguments", "delta", "partial_json"];
 
-/// The answer as it is compared.
+/// The normalized answer.
 pub fn comparable(answer: &Exchanged) -> Result<Value, String> {
     match answer.kind.as_str() {
         "text/event-stream" => {
@@ -35,7 +35,7 @@ pub fn comparable(answer: &Exchanged) -> Result<Value, String> {
     }
 }
 
-/// Puts the events of a stream together, those of each type by themselves.
+/// Joins the events of a stream, separately for each type.
 fn stream(events: &[String]) -> Result<Value, String> {
     let mut whole = Map::new();
     for event in events {
@@ -47,7 +47,7 @@ fn stream(events: &[String]) -> Result<Value, String> {
             .map_err(|error| format!("no JSON ({error}): {}", shown(event.as_bytes())))?;
         settle(&mut event);
         if event["type"] == "message_start" {
-            // How many tokens come with the first piece is a matter of the moment; the last event has the sum.
+            // The number of tokens in the first piece varies; the last event has the sum.
             event["message"]["usage"] = Value::Null;
         }
         let part = |name: &str| event[name].as_u64().map_or(String::new(), |n| format!(" {n}"));
@@ -60,12 +60,12 @@ fn stream(events: &[String]) -> Result<Value, String> {
     Ok(Value::Object(whole))
 }
 
-/// Leaves out what is of the moment.
+/// Removes what varies.
 fn settle(value: &mut Value) {
     match value {
         Value::Array(items) => items.iter_mut().for_each(settle),
         Value::Object(fields) => {
-            // Anthropic counts what the cache had beside the rest of the prompt.
+            // Anthropic counts cached tokens separately from the rest of the prompt.
             if let Some(cached) = fields.shift_remove("cache_read_input_tokens").and_then(|n| n.as_u64())
                 && let Some(rest) = fields.get("input_tokens").and_then(Value::as_u64)
             {
@@ -79,7 +79,7 @@ fn settle(value: &mut Value) {
     }
 }
 
-/// A text with the ids in it, which errors name, made the same ones.
+/// A text in which all generated ids are replaced with the same text. Errors name such ids.
 fn without_ids(text: &str) -> String {
     let is_inside = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '-';
     let is_id = |word: &&str| {
@@ -90,14 +90,14 @@ fn without_ids(text: &str) -> String {
     let mut whole = String::new();
     while let Some(at) = rest.find(is_inside) {
         let (before, from) = rest.split_at(at);
-        let (word, behind) = from.split_at(from.find(|c| !is_inside(c)).unwrap_or(from.len()));
+        let (word, after) = from.split_at(from.find(|c| !is_inside(c)).unwrap_or(from.len()));
         whole.extend([before, if is_id(&word) { "ID" } else { word }]);
-        rest = behind;
+        rest = after;
     }
     whole + rest
 }
 
-/// Takes a model that is being loaded for a loaded one, in an answer that describes models.
+/// Replaces the state "loading" with "loaded" in an answer that describes models.
 pub fn count_as_loaded(value: &mut Value) {
     match value {
         Value::Array(items) => items.iter_mut().for_each(count_as_loaded),
@@ -113,7 +113,7 @@ pub fn count_as_loaded(value: &mut Value) {
     }
 }
 
-/// Adds an event to those before it: pieces of texts and lists one behind the other, other values instead.
+/// Adds an event to the previous ones: texts and lists are appended, other values are replaced.
 fn merge(whole: &mut Value, more: Value) {
     match (whole, more) {
         (_, Value::Null) => {}
@@ -142,14 +142,14 @@ fn merge(whole: &mut Value, more: Value) {
                     None => whole.push(item),
                 }
             }
-            // Which of several answers comes first is a matter of the moment.
+            // The order of several answers varies.
             whole.sort_by_key(|item| item.get("index").and_then(Value::as_u64));
         }
         (whole, more) => *whole = more,
     }
 }
 
-/// Where two answers differ first, in one line.
+/// One line about the first difference between two answers.
 pub fn difference(expected: &Value, got: &Value) -> Option<String> {
     fn first(at: &str, expected: &Value, got: &Value) -> Option<String> {
         match (expected, got) {

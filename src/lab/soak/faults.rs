@@ -1,17 +1,17 @@
-//! Faults that a soak has the server's fault layer inject, one after the other.
+//! The faults that a soak test injects through the server's fault layer, one after the other.
 //!
-//! Two losses within a minute that no request explains end a server, as they should, so the next fault comes only when
-//! the last loss is longer ago than that. No two faults have the same words: the layer lets the words of a fault
-//! strike once, whichever process meets them.
+//! A server ends after two losses within a minute that no request explains. So the next fault is armed only when more
+//! time has passed since the last loss. Each fault has a different text, because the layer executes each text only
+//! once, in whichever process reads it first.
 
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// What the engine takes for two losses too close together, and some room for when each is noticed.
+/// The time within which a second loss ends the engine, plus a margin for the detection of each loss.
 pub const APART: Duration = Duration::from_secs(65);
 
-/// Call, effect, and whether it loses the device.
+/// The Vulkan call, the effect, and whether the device is lost.
 const FAULTS: [(&str, &str, bool); 6] = [
     ("submit", "DEVICE_LOST", true),
     ("submit", "SEGV", true),
@@ -21,23 +21,23 @@ const FAULTS: [(&str, &str, bool); 6] = [
     ("wait", "UNKNOWN", true),
 ];
 
-/// Calls before the first fault, so that several requests share the step that it strikes.
+/// Number of calls before the first fault, so that several requests share the failing step.
 const FIRST_CALL: usize = 4;
 
 pub struct Faults {
     file: PathBuf,
-    /// Place in the list of the next fault, counted on from its end.
+    /// Number of the next fault. The list of faults is repeated.
     next: usize,
-    /// Faults so far, and those of them that lose the device.
+    /// Number of faults until now, and the number of those that lost the device.
     pub armed: u64,
     pub losses: u64,
-    /// When the last one was over.
+    /// When the last fault was over.
     last: Option<Instant>,
 }
 
 /// A fault that was armed.
 pub struct Armed {
-    /// As the layer has it.
+    /// The text for the layer.
     pub text: String,
     pub loses: bool,
     pub since: Instant,
@@ -52,7 +52,7 @@ impl Faults {
         self.wait().is_zero()
     }
 
-    /// Time until the next fault may come.
+    /// Time until the next fault may be armed.
     pub fn wait(&self) -> Duration {
         self.last.map_or(Duration::ZERO, |last| APART.saturating_sub(last.elapsed()))
     }
@@ -74,7 +74,7 @@ impl Faults {
         let text = format!("{call}:{}={effect}", FIRST_CALL + self.next);
         self.armed += 1;
         self.losses += u64::from(loses);
-        // The layer may read at any moment, and must not find half of the words.
+        // The layer may read the file at any time, and must not find an incomplete text.
         let folder = self.file.parent().filter(|folder| !folder.as_os_str().is_empty());
         let mut partial = tempfile::NamedTempFile::new_in(folder.unwrap_or(Path::new(".")))?;
         partial.write_all(text.as_bytes())?;
@@ -82,7 +82,8 @@ impl Faults {
         Ok(Armed { text, loses, since: Instant::now() })
     }
 
-    /// Whether the layer says that a fault has struck. It notes that beside its file, in lines that end with the fault.
+    /// Whether the layer reports that the fault has occurred. It writes a line that ends with the fault to a second
+    /// file.
     pub fn has_struck(&self, armed: &Armed) -> bool {
         let struck = std::fs::read_to_string(self.file.with_extension("struck")).unwrap_or_default();
         struck.lines().any(|line| line.split(' ').next_back() == Some(&armed.text))

@@ -1,17 +1,18 @@
-//! `unicorn-lab soak`: asks every route of this project's own server for long, while clients leave and the
-//! device is lost, and checks that nothing differs, fails or stays behind.
+//! `unicorn-lab soak`: sends requests to every route of this project's server for a time, while clients disconnect and
+//! the device is lost. It checks that no answer changes, that no request fails, and that nothing leaks.
 //!
-//! Each request is answered once, before any fault, and must have an equal answer ever after ([`answers`]). A route
-//! without a request is an error ([`requests`]). Beside the clients that ask, one leaves streams midway and breaks off
-//! bodies. With the server's process, a soak sends it SIGHUP and watches what it holds ([`process`]); with the file of
-//! its fault layer, it loses the device about once a minute ([`faults`]).
+//! Each request is sent once before any fault, and all later answers to it must be equal to the first one
+//! ([`answers`]). A route without a request is an error ([`requests`]). One more client leaves streams before their
+//! end, and breaks off request bodies. If the server's process is known, the soak test sends it SIGHUP and watches its
+//! resources ([`process`]). If the file of its fault layer is known, the device is lost about once a minute
+//! ([`faults`]).
 //!
-//! What the server holds is compared between two moments, after the warm-up and at the end. At both the server is
-//! idle, and has just done the same work in the same order: a loss, where there are any, and one round of all clients.
-//! So what differs between them is what the time between them has left.
+//! The server's resources are compared between two moments: after the warm-up, and at the end. At both moments the
+//! server is idle and has just done the same work in the same order: a loss, if there are losses, and one round of all
+//! clients. So a difference is a leak.
 //!
-//! Nothing here is without a bound: requests have the client's timeout, waits have theirs, of failures the first
-//! [`SHOWN_FAILURES`] are kept, and a soak gives up after [`MAX_FAILURES`].
+//! Everything is bounded: requests have the client's timeout, waits have timeouts too, only the first
+//! [`SHOWN_FAILURES`] failures are kept, and a soak test ends after [`MAX_FAILURES`] failures.
 
 mod answers;
 mod faults;
@@ -37,29 +38,29 @@ use crate::cli::error::Error;
 use crate::cli::log;
 use crate::cli::terminal::print;
 
-/// Failures that the report shows, and those after which a soak gives up.
+/// The most failures that the report shows, and the number of failures that ends a soak test.
 const SHOWN_FAILURES: usize = 10;
 const MAX_FAILURES: u64 = 100;
-/// A tenth of a soak's time warms the server up before, within these bounds.
+/// The shortest and the longest warm-up. It takes a tenth of the soak test's time.
 const WARM_UP: (Duration, Duration) = (Duration::from_secs(10), Duration::from_secs(180));
-/// Rounds behind that where memory is judged: on a busy machine the time alone may be too little work for the
-/// allocator to have seen the most that the server needs at once.
+/// Number of rounds after the warm-up if memory is judged. On a busy machine, the warm-up alone may be too little work
+/// to reach the server's highest memory use.
 const WARM_UP_ROUNDS: u32 = 4;
-/// Time from one look at the server to the next, and from one line of progress, or SIGHUP, to the next.
+/// Intervals of looks at the server, of lines of progress, and of SIGHUPs.
 const LOOK: Duration = Duration::from_millis(250);
 const PROGRESS: Duration = Duration::from_secs(30);
 const HANG_UP: Duration = Duration::from_secs(45);
 /// Time between two clients that leave.
 const LEAVE: Duration = Duration::from_millis(150);
-/// Longest time for a fault to strike and be over, and for a server without requests to be idle.
+/// Longest time until an armed fault has occurred and is over, and until a server without requests is idle.
 const FAULT: Duration = Duration::from_secs(180);
 const IDLE: Duration = Duration::from_secs(60);
-/// Before so much of a soak's time is left, no fault begins.
+/// No fault is armed in this last part of a soak test.
 const LAST_FAULT: Duration = Duration::from_secs(30);
-/// Growth of resident memory that a soak allows, in percent, and the shortest soak that is held to it.
+/// Allowed growth of resident memory in percent, and the shortest soak test that checks it.
 const MAX_GROWTH: f64 = 2.0;
 const SHORTEST_JUDGED: Duration = Duration::from_secs(600);
-/// Rest of an idle server before memory and threads are judged: its runtime keeps a thread without work for 10 s.
+/// How long the server is idle before memory and threads are judged. Its runtime keeps a thread without work for 10 s.
 const REST: Duration = Duration::from_secs(12);
 
 pub fn soak(args: &args::Soak) -> Result<(), Error> {
@@ -93,20 +94,20 @@ pub fn soak(args: &args::Soak) -> Result<(), Error> {
     soak.report(args, length, clients, [&before, &aged, &after])
 }
 
-/// What happens beside the clients that ask.
+/// What happens while the clients send requests.
 #[derive(Clone, Copy)]
 struct Beside {
-    /// Clients that leave, and SIGHUPs.
+    /// Whether clients disconnect and SIGHUPs are sent.
     disturbed: bool,
     faults: bool,
 }
 
-/// What an idle server holds.
+/// The resources of an idle server.
 struct Measured {
-    /// What `/status` says, or what is not idle.
+    /// The body of `/status`, or the reason why the server is not idle.
     idle: Result<Value, String>,
     server: Option<Held>,
-    /// The process that has the device, and its number.
+    /// The number and the resources of the device process.
     device: Option<(u32, Held)>,
 }
 
@@ -114,18 +115,18 @@ struct Soak {
     client: Client,
     pid: Option<u32>,
     faults: Option<Faults>,
-    /// Whether the soak is long enough to tell a leak from the noise.
+    /// Whether the soak test is long enough to distinguish a leak from noise.
     is_judged: bool,
     chains: Vec<Vec<Ask>>,
     /// The first answer to each request.
     expected: Vec<Vec<Value>>,
     began: Instant,
     counts: Counts,
-    /// The first failures, a line each.
+    /// The first failures, one line each.
     failures: Mutex<Vec<String>>,
-    /// Odd while a fault is armed or its loss is being recovered from.
+    /// Odd while a fault is armed, or while the server recovers from it.
     trouble: AtomicU64,
-    /// Most resident memory of the server and of its device process, and most descriptors of both, at any look.
+    /// The highest resident memory of the server and of its device process, and the most descriptors of both.
     most: [u64; 4],
 }
 
@@ -138,8 +139,7 @@ struct Counts {
     hang_ups: AtomicU64,
 }
 
-/// A check of the report: what is checked, what came out, and whether that is right. A figure that is not judged is
-/// right.
+/// A check of the report: its name, its result, and whether it passed. A figure that is not judged passes.
 struct Check {
     what: &'static str,
     said: String,
@@ -167,7 +167,7 @@ impl Soak {
         Error::Measured { url: self.client.url().to_owned(), problem }
     }
 
-    /// Refuses a server with a route for which there is no request.
+    /// Refuses a server that has a route without a request.
     fn check_routes(&self) -> Result<(), Error> {
         let document = self.client.exchange(&Method::GET, "/openapi.json", None);
         let document = document.map_err(|error| self.error(error.to_string()))?;
@@ -186,7 +186,7 @@ impl Soak {
         Ok(())
     }
 
-    /// Asks everything once, one after the other, and keeps the answers. They must have the statuses that are expected.
+    /// Sends all requests once, one after the other, and keeps the answers. Each must have the expected status.
     fn record(&mut self) -> Result<(), Error> {
         let mut wrong = Vec::new();
         for chain in &self.chains {
@@ -213,7 +213,7 @@ impl Soak {
         }
     }
 
-    /// Sends a request with the chain's id in its place.
+    /// Sends a request, with the chain's id instead of [`ID`].
     fn send(&self, ask: &Ask, id: &mut Option<String>) -> Result<Exchanged, String> {
         self.counts.requests.fetch_add(1, Relaxed);
         let with_id = |text: &str| text.replace(ID, id.as_deref().unwrap_or_default());
@@ -260,14 +260,15 @@ impl Soak {
         self.counts.failures.load(Relaxed) >= MAX_FAILURES
     }
 
-    /// All clients ask, each beginning elsewhere in the list. Returns once they have stopped, and a fault is over.
+    /// Runs all clients, each of which begins at another place in the list. Returns when they have stopped and no fault
+    /// is in progress.
     fn ask_all(&mut self, clients: u32, length: SoakLength, beside: Beside) -> Result<(), Error> {
         let (over, busy) = (AtomicBool::new(false), AtomicUsize::new(clients as usize));
         let mut faults = self.faults.take();
         let mut most = self.most;
         let outcome = thread::scope(|scope| {
             let watched = Watch { soak: self, length, beside, began: Instant::now() };
-            // The first fault is armed before the first request, so that a round cannot end without it.
+            // The first fault is armed before the first request, so that it occurs even in a single round.
             let armed = watched.arm_first(faults.as_mut())?;
             let (soak, over, busy) = (&*self, &over, &busy);
             let mut spawned = Ok(());
@@ -290,7 +291,7 @@ impl Soak {
         outcome
     }
 
-    /// Asks everything, beginning with the chain `first`, until it is over.
+    /// Sends all requests, beginning with the chain `first`, until the time or the rounds are over.
     fn ask_rounds(&self, first: usize, length: SoakLength, over: &AtomicBool, busy: &AtomicUsize) {
         let _leaves = Leaves(busy);
         let more = |round: u32| match length {
@@ -309,7 +310,7 @@ impl Soak {
         }
     }
 
-    /// Leaves streams midway and breaks off bodies, as long as others are busy.
+    /// Leaves streams and breaks off bodies while other clients run.
     fn leave(&self, over: &AtomicBool, busy: &AtomicUsize) {
         loop {
             for (path, body) in requests::left_midway() {
@@ -337,7 +338,7 @@ impl Soak {
         serde_json::from_slice(&status.body).ok()
     }
 
-    /// Has all clients send everything once, after a loss if that may be, and measures.
+    /// Runs one round of all clients, after a loss if faults are possible, and measures.
     fn after_a_round(&mut self, clients: u32, may_lose: bool) -> Result<Measured, Error> {
         if may_lose && let Some(faults) = &self.faults {
             thread::sleep(faults.wait());
@@ -346,7 +347,7 @@ impl Soak {
         Ok(self.measure())
     }
 
-    /// Waits until the server is idle, and says what it holds then.
+    /// Waits until the server is idle, and returns its resources.
     fn measure(&self) -> Measured {
         let since = Instant::now();
         let idle = loop {
@@ -370,7 +371,7 @@ impl Soak {
         Measured { idle, server, device }
     }
 
-    /// Whether nothing is left of device processes that were lost.
+    /// Whether all device processes of earlier losses are gone.
     fn has_one_child(&self) -> Result<(), String> {
         match self.pid.map_or(0, |server| process::children(server).len()) {
             0 | 1 => Ok(()),
@@ -469,7 +470,7 @@ impl Soak {
         Check { what: "losses", said, holds: counted == Some(injected) }
     }
 
-    /// What the processes hold, before and after.
+    /// Checks of the resources of the processes, before and after.
     fn held(&self, before: &Measured, aged: &Measured, after: &Measured) -> Vec<Check> {
         let mib = |kib: u64| kib as f64 / 1024.0;
         let [most_server, most_device, files_server, files_device] = self.most;
@@ -538,7 +539,7 @@ impl Soak {
     }
 }
 
-/// Counts a client as gone, however it goes.
+/// Counts a client as ended when it is dropped.
 struct Leaves<'a>(&'a AtomicUsize);
 
 impl Drop for Leaves<'_> {
@@ -547,7 +548,7 @@ impl Drop for Leaves<'_> {
     }
 }
 
-/// Looks at the server while clients ask it.
+/// Watches the server while clients send requests.
 struct Watch<'a> {
     soak: &'a Soak,
     length: SoakLength,
@@ -560,7 +561,7 @@ impl Watch<'_> {
         let losses = |status: Value| status["engine"]["device_losses"].as_u64();
         let before = self.soak.status().and_then(losses).unwrap_or_default();
         self.soak.trouble.fetch_add(1, Relaxed);
-        // A loss before a measurement is one before both.
+        // Both measurements come after a loss, or neither does.
         let armed = faults.arm(!self.beside.disturbed);
         Ok((
             armed.map_err(|error| self.soak.error(format!("--fault-file cannot be written: {error}")))?,
@@ -573,7 +574,7 @@ impl Watch<'_> {
         due.map(|faults| self.arm(faults)).transpose()
     }
 
-    /// Whether a fault is over: it struck, and the device computes again.
+    /// Whether a fault is over: it has occurred, and the device computes again.
     fn is_over(&self, faults: &Faults, (armed, losses_before): &(Armed, u64)) -> bool {
         if !armed.loses {
             return faults.has_struck(armed);
@@ -650,7 +651,7 @@ impl Watch<'_> {
         Ok(())
     }
 
-    /// Takes what is most of each figure, and returns what is resident now.
+    /// Updates the highest figures, and returns the resident memory.
     fn look(&self, most: &mut [u64; 4]) -> String {
         let Some(server) = self.soak.pid else { return String::new() };
         let held = Held::of(server);
@@ -682,7 +683,7 @@ fn other_status(ask: &Ask, got: &Exchanged) -> String {
     format!("expected status {}, got {}: {}", ask.status, got.status, client::shown(&got.body))
 }
 
-/// Whether an answer is the expected one. `calm` is whether no fault was near while it was made.
+/// Whether an answer is the expected one. `calm`: no fault was in progress during the request.
 fn compare(ask: &Ask, expected: &Value, got: &Exchanged, calm: bool) -> Result<(), String> {
     let said = || client::shown(&got.body);
     let refused = || Err(other_status(ask, got));
@@ -693,7 +694,7 @@ fn compare(ask: &Ask, expected: &Value, got: &Exchanged, calm: bool) -> Result<(
             let report: Value = serde_json::from_slice(&got.body).unwrap_or_default();
             match (got.status, report["status"].as_str()) {
                 (200, Some("ok")) => Ok(()),
-                // A hanging device does not answer a probe before its loss is noticed.
+                // A device that hangs does not answer a probe until its loss is noticed.
                 (503, Some("recovering" | "unresponsive")) if !calm => Ok(()),
                 _ => Err(format!("the server is not well: {}: {}", got.status, said())),
             }
@@ -709,9 +710,9 @@ fn compare(ask: &Ask, expected: &Value, got: &Exchanged, calm: bool) -> Result<(
     }
 }
 
-/// What of an idle server's status says that it is not.
+/// The part of the status that shows that the server is not idle.
 fn idle(status: &Value) -> Result<(), String> {
-    // The request for the status is one that is open, on a connection.
+    // The request for the status is itself open, and has a connection.
     for (pointer, most) in [
         ("/requests/open", 1),
         ("/requests/arriving", 0),
@@ -730,7 +731,7 @@ fn idle(status: &Value) -> Result<(), String> {
     Ok(())
 }
 
-/// All blocks are there: free, or in the prefix cache.
+/// Whether all blocks are free or in the prefix cache.
 fn blocks(before: &Measured, after: &Measured) -> Check {
     let pools = |measured: &Measured| -> Option<[[u64; 2]; 2]> {
         let kv = &measured.idle.as_ref().ok()?["kv"];

@@ -1,6 +1,5 @@
-//! What the kernel says of a server's processes: the server, and its child that has the device.
-//!
-//! Figures are those of `/proc`. A process that has ended has none.
+//! Memory, file descriptors and threads of a server and of its device process, from `/proc`. A process that has ended
+//! has no figures.
 
 use std::path::Path;
 use std::time::Duration;
@@ -10,15 +9,15 @@ use rustix::process::{Pid, Signal, kill_process};
 use crate::cli::bench::statistics::median;
 use crate::device::status_field;
 
-/// Samples of one figure, and the time between two of them.
+/// Number of samples of a figure, and the time between two samples.
 const SAMPLES: usize = 5;
 const APART: Duration = Duration::from_millis(100);
 
-/// What a process holds.
+/// The resources of a process.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Held {
     pub resident_kib: u64,
-    /// The part of it that no file has, which is what a leak adds to.
+    /// The part of it that no file backs. A leak increases it.
     pub anonymous_kib: u64,
     pub descriptors: u64,
     pub threads: u64,
@@ -57,10 +56,10 @@ impl Held {
     }
 }
 
-/// All children of a server. One that has ended stays among them until the server has waited for it.
+/// All children of a server. A child that has ended is listed until the server has waited for it.
 pub fn children(server: u32) -> Vec<u32> {
     let is_child = |pid: &u32| {
-        // The name of a program may hold blanks and brackets, and its end is the last one.
+        // The name of a program may contain blanks and brackets, so it ends at the last bracket.
         let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
         let parent = stat.rsplit_once(')').and_then(|(_, rest)| rest.split_whitespace().nth(1)?.parse().ok());
         parent == Some(server)
@@ -69,9 +68,9 @@ pub fn children(server: u32) -> Vec<u32> {
     entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).filter(is_child).collect()
 }
 
-/// The child of a server that has the device; none while there is none.
+/// The device process of a server; `None` while there is none.
 pub fn device_process(server: u32) -> Option<u32> {
-    // One that has ended has no arguments.
+    // A process that has ended has no arguments.
     let has_device = |pid: &u32| {
         let arguments = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
         arguments.split(|byte| *byte == 0).any(|word| word == b"device-process")
@@ -79,7 +78,7 @@ pub fn device_process(server: u32) -> Option<u32> {
     children(server).into_iter().find(has_device)
 }
 
-/// Has a server read its configuration again.
+/// Makes a server read its configuration again.
 pub fn hang_up(server: u32) -> std::io::Result<()> {
     let pid = Pid::from_raw(server as i32).ok_or(std::io::ErrorKind::InvalidInput)?;
     Ok(kill_process(pid, Signal::HUP)?)

@@ -1,26 +1,26 @@
-//! What a soak asks: requests for every route, each of which has the same answer every time.
+//! The requests of a soak test, for every route. Each of them has the same answer every time.
 //!
-//! Answers are greedy or drawn with a seed. Where a request needs an id that the server gave, it stands behind the one
-//! that gets it, in a chain, and has [`ID`] in its place. Whether a route lacks a request is found by comparing with
-//! the server's own document ([`missing`]). Responses that are kept are deleted by the chain that made them, so that
-//! the server holds no more at the end than at the beginning. Token ids stay below 200, which every vocabulary has.
+//! Answers are greedy, or drawn with a seed. Requests that need the id of a stored response follow the request that
+//! creates the response, in a chain, and contain [`ID`] instead of the id. [`missing`] compares the requests with the
+//! server's OpenAPI document. Each chain deletes the responses that it has stored, so that the server holds no more at
+//! the end than at the beginning. Token ids are below 200, because every vocabulary has these ids.
 
 use serde_json::{Value, json};
 use ureq::http::Method;
 
-/// Stands for the id of the response that the chain made.
+/// The place of the id of the response that the chain created.
 pub const ID: &str = "{id}";
 
 /// How an answer is compared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Compare {
-    /// Status and body are those of the first time, but for ids and times.
+    /// Status and body are equal to the first ones, except for ids and times.
     Same,
-    /// As `Same`; but a model is being loaded where its device was lost just now.
+    /// As `Same`, but a model may be loading after a loss of the device.
     Model,
-    /// It is a health report: the device is well, or it is lost just now.
+    /// A health report: the device works, or it was lost a moment ago.
     Health,
-    /// The figures in it change from one moment to the next: it is a success.
+    /// Only the status is compared, because the figures in the body vary.
     Success,
 }
 
@@ -29,14 +29,14 @@ pub enum Compare {
 pub struct Ask {
     pub name: &'static str,
     pub method: Method,
-    /// The path as the document knows it; none for files of the page and for paths that are no route.
+    /// The path in the OpenAPI document. `None`: a file of the page, or a path that is not a route.
     pub route: Option<&'static str>,
-    /// Where it is sent.
+    /// The path of the request.
     pub path: String,
     pub body: Option<String>,
     pub status: u16,
     pub compare: Compare,
-    /// Whether the chain's further requests name the response that this one makes.
+    /// Whether later requests of the chain name the response that this one creates.
     pub gives_id: bool,
 }
 
@@ -84,7 +84,7 @@ pub fn chains(model: &str) -> Vec<Vec<Ask>> {
     chains
 }
 
-/// Streams that clients leave midway: long answers, so that something is under way when they do.
+/// Streams that clients leave before their end. The answers are long, so that they are still in progress then.
 pub fn left_midway() -> [(&'static str, Value); 4] {
     let asked = user("Tell me a story about a dragon.");
     [
@@ -104,7 +104,7 @@ pub fn left_midway() -> [(&'static str, Value); 4] {
     ]
 }
 
-/// Operations of the server's document for which there is no request: `POST /v1/new`.
+/// Operations of the server's OpenAPI document without a request, such as `POST /v1/new`.
 pub fn missing(document: &Value, chains: &[Vec<Ask>]) -> Vec<String> {
     const METHODS: [&str; 7] = ["get", "put", "post", "delete", "patch", "head", "options"];
     let paths = document["paths"].as_object().into_iter().flatten();
@@ -360,7 +360,7 @@ fn facts(model: &str) -> impl Iterator<Item = Ask> {
     .into_iter()
 }
 
-/// What the server must refuse, and go on.
+/// Requests that the server must refuse without any other effect.
 fn refusals() -> impl Iterator<Item = Ask> {
     const CHAT: &str = "/v1/chat/completions";
     let raw = |route, name, body: &str| Ask::new(Method::POST, route, name, Some(body.to_owned()));
