@@ -3,6 +3,7 @@
 //! All weights, KV blocks, activations and staging are allocated while loading, and nothing is allocated afterwards.
 //! All computation is on the device.
 
+use std::any::Any;
 use std::collections::VecDeque;
 use std::fmt;
 use std::ops::Range;
@@ -12,7 +13,7 @@ use std::time::Duration;
 use super::config::GenerationConfig;
 use super::layers::{DeviceLayer, Scratch};
 use super::memory::{self, MAX_IN_FLIGHT, Schemes};
-use super::offload::{AttentionShare, Coprocessor, OffloadBuffers};
+use super::offload::{AttentionShare, OffloadBuffers};
 use super::rates::{Rates, WorkAmount};
 use super::runner::BlockPool;
 use super::self_test::SelfTest;
@@ -111,6 +112,23 @@ pub struct ModelRunner {
     pub(super) residency: Residency,
     pub(super) weight_bytes: u64,
     pub(super) schemes: Schemes,
+}
+
+/// Another processor that computes a part of the attention of prompts. The runner passes it every step, and it drives the
+/// steps in which it takes part.
+pub(crate) trait Coprocessor: Any + Send {
+    /// Submits a step on frame `index`, if the coprocessor takes part in it. If not, returns `wanted`, and the device
+    /// computes the step alone.
+    fn run(
+        &mut self,
+        model: &mut ModelRunner,
+        index: usize,
+        batch: &Batch,
+        wanted: StepOutputs,
+    ) -> Result<Option<StepOutputs>, RunnerError>;
+
+    /// As [`Runner::attention_path`].
+    fn attention_path(&self) -> u32;
 }
 
 /// The part behind the layers of a step whose draws have masks. It is submitted when the masks are there.

@@ -1,20 +1,16 @@
-//! The hook for a coprocessor: another processor that computes a part of the attention of prompts, while the device
-//! computes the rest.
+//! What a coprocessor needs of a model: its buffers, and its part of a step. A coprocessor is another processor that
+//! computes a part of the attention of prompts, while the device computes the rest.
 //!
-//! A load reserves buffers for it ([`OffloadLimits`]). The runner passes it every step ([`Coprocessor::run`]), and the
-//! coprocessor drives the steps in which it takes part. What it is, and how it computes, this module does not know.
+//! A load reserves buffers for it ([`OffloadLimits`]). The runner passes it every step
+//! (`Coprocessor` in `model_runner.rs`). What it is, and how it computes, this module does not know.
 
-use std::any::Any;
 use std::cmp::Reverse;
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-use super::model_runner::ModelRunner;
 use super::runner::BlockPool;
 use super::spec::ModelSpec;
-use super::step::StepOutputs;
-use super::{Batch, RunnerError};
 use crate::gpu::placement::{Class, MemoryKind};
 use crate::gpu::{Arena, Buffer, GpuError};
 
@@ -108,20 +104,4 @@ impl AttentionShare {
             BlockPool::Full => self.full_keys,
         }
     }
-}
-
-/// Another processor that is attached to a runner.
-pub(crate) trait Coprocessor: Any + Send {
-    /// Submits a step on frame `index`, if the coprocessor takes part in it. If not, returns `wanted`, and the device
-    /// computes the step alone.
-    fn run(
-        &mut self,
-        model: &mut ModelRunner,
-        index: usize,
-        batch: &Batch,
-        wanted: StepOutputs,
-    ) -> Result<Option<StepOutputs>, RunnerError>;
-
-    /// As [`Runner::attention_path`](super::Runner::attention_path).
-    fn attention_path(&self) -> u32;
 }

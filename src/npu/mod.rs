@@ -1,5 +1,5 @@
 //! The NPU of a Ryzen AI, which computes a part of the attention of prompts. The rest of the program reaches it through
-//! [`Coprocessor`](crate::model::offload::Coprocessor), which the runner calls, and through `cli`.
+//! `Coprocessor` in `src/model/model_runner.rs`, which the runner calls, and through `cli`.
 //!
 //! | file | what it is |
 //! |---|---|
