@@ -74,7 +74,7 @@ pub struct Isa {
 
 #[derive(Debug, Args)]
 pub struct Kernels {
-    #[arg(long, help = arch::shape_names(", "), value_name = "SHAPE,...", value_delimiter = ',', default_value = "gemma-3-4b,gemma-3-27b",
+    #[arg(long, help = arch::shape_names(", "), value_name = "SHAPE,...", value_delimiter = ',', default_value = arch::measured_shapes(),
           value_parser = arch::shape)]
     pub shape: Vec<Shape>,
     /// Schemes of the layers' matrices: int4-g32, int4-g128, int8-row, bf16

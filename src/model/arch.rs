@@ -64,6 +64,11 @@ pub fn read(config: &Value, file_name: &str) -> Result<ModelSpec, ConfigError> {
     }
 }
 
+/// The names of the sizes that benchmarks measure by default, separated by commas.
+pub fn measured_shapes() -> &'static str {
+    ARCHS[0].measured
+}
+
 /// The name of a published model on the hub, for messages.
 pub fn hub_example() -> &'static str {
     ARCHS[0].hub_example

@@ -18,6 +18,8 @@ pub struct Arch {
     /// Reads a `config.json`, which messages call by the second argument.
     pub read: fn(&Value, &str) -> Result<ModelSpec, ConfigError>,
     pub gguf: &'static GgufArch,
+    /// The names of the sizes that benchmarks measure by default, separated by commas.
+    pub measured: &'static str,
     /// The name of a published model on the hub, as an example.
     pub hub_example: &'static str,
     /// The published sizes, from the smallest to the largest.

@@ -105,7 +105,10 @@ fn parse(body: &[u8]) -> Result<Parsed<CompletionForm>, ApiError> {
     }
     let logprobs = completion.logprobs.map(|n| n.0 as usize);
     if completion.suffix.is_some_and(|suffix| !suffix.is_empty()) {
-        return Err(ApiError::unsupported("suffix", "Gemma-3 was not trained to fill in between two texts"));
+        return Err(ApiError::unsupported(
+            "suffix",
+            "the model was not trained to fill in between two texts",
+        ));
     }
     let n = options.n();
     if completion.best_of.is_some_and(|best_of| best_of.0 != n) {

@@ -104,7 +104,7 @@ const NO_MIROSTAT: &str = "it belongs to mirostat, which is refused";
 const NO_DRY: &str = "it belongs to dry_multiplier, which is refused";
 const NO_XTC: &str = "it belongs to xtc_probability, which is refused";
 const NO_BEAMS: &str = "it belongs to use_beam_search, which is refused";
-const NO_THOUGHTS: &str = "Gemma-3 has no separate thoughts";
+const NO_THOUGHTS: &str = "the model has no separate thoughts";
 const SPECULATION: &str = "speculation changes how fast an answer comes, and not the answer";
 const CACHING: &str = "the prefix cache is always on";
 const STORES_NOTHING: &str = "the server keeps no chats";
@@ -213,12 +213,12 @@ const OF_CHATS: &[OtherField] = &[
     ignored("prompt_cache_retention", OPENAI, CACHING),
     ignored("safety_identifier", OPENAI, "it names the client's own user"),
     ignored("reasoning_effort", OPENAI, NO_THOUGHTS),
-    ignored("verbosity", OPENAI, "Gemma-3 knows no verbosity; say in the prompt what you want"),
+    ignored("verbosity", OPENAI, "the model knows no verbosity; say in the prompt what you want"),
     refused("best_of", VLLM, ONE, "use n: all answers are returned"),
     refused("echo", VLLM, FALSE, "use /v1/completions"),
     refused("add_special_tokens", VLLM, FALSE, OWN_TEMPLATE),
     refused("chat_template", VLLM, NO_TEXT, OWN_TEMPLATE),
-    ignored("chat_template_kwargs", VLLM, "Gemma-3's template takes no arguments"),
+    ignored("chat_template_kwargs", VLLM, "the chat template takes no arguments"),
     refused("documents", VLLM, NO_LIST, "put them into a message"),
     refused("return_prompt_text", VLLM, FALSE, "use return_token_ids"),
     ignored("include_reasoning", VLLM, NO_THOUGHTS),

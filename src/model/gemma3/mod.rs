@@ -21,6 +21,7 @@ pub(super) static ARCH: Arch = Arch {
     model_types: &["gemma3", "gemma3_text"],
     read,
     gguf: &gguf::GGUF,
+    measured: "gemma-3-4b,gemma-3-27b",
     hub_example: "google/gemma-3-4b-it",
     shapes: &SHAPES,
 };
