@@ -6,12 +6,11 @@ use clap::{Args, Parser, Subcommand};
 use clap_complete::Shell;
 
 use crate::config::{Courtesy, FfnHeap, NpuMode, parse_bytes};
-use crate::gpu::placement;
 use crate::hub::ModelName;
 use crate::model::SamplingOptions;
 use crate::model::arch;
 use crate::model::spec::Shape;
-use crate::model::tensors::TensorSpec;
+use crate::model::tensors::{InputGroup, Role, TensorSpec};
 use crate::tensor::{Bits, KvDtype, Precision, QuantizeMode, Scales, Scheme};
 
 #[derive(Debug, Parser)]
@@ -423,11 +422,11 @@ impl Class {
 
     /// The class of a tensor; `None` for a norm.
     pub fn of(spec: &TensorSpec) -> Option<Class> {
-        match spec.class {
-            placement::Class::Attention => Some(Class::Attention),
-            placement::Class::Ffn => Some(Class::FeedForward),
-            placement::Class::Embedding => Some(Class::Embedding),
-            _ => None,
+        match spec.role {
+            Role::Embedding => Some(Class::Embedding),
+            Role::Projection(InputGroup::Qkv | InputGroup::Output) => Some(Class::Attention),
+            Role::Projection(InputGroup::GateUp | InputGroup::Down) => Some(Class::FeedForward),
+            Role::Norm => None,
         }
     }
 

@@ -1,6 +1,6 @@
 //! Gemma's conversations: the control tokens, and the template for checkpoints without one.
 
-use super::Family;
+use super::syntax::Family;
 
 pub(super) static GEMMA: Family = Family {
     template: include_str!("gemma.jinja"),
