@@ -1,4 +1,4 @@
-//! What `/status` and `/metrics` report of a loaded model and its device. The code that loads the model provides it.
+//! What `/status` and `/metrics` report about a loaded model and its device. The code that loads the model provides it.
 
 use std::time::Duration;
 

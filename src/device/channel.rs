@@ -226,8 +226,8 @@ impl Counter {
     }
 }
 
-/// Each packet contains the number of files that are still to come, including its own files. So files that the system
-/// dropped are noticed: it drops files if this process may not open more.
+/// Each packet contains the number of files that are still to come, including its own files. This detects files that
+/// the system dropped: it drops files if this process may not open more.
 fn receive_files(socket: &OwnedFd, count: usize) -> io::Result<Vec<File>> {
     let mut files: Vec<File> = Vec::new();
     loop {
@@ -304,7 +304,7 @@ mod tests {
         assert!(one.poll(Duration::ZERO).unwrap());
         assert_eq!(one.receive::<u32>().unwrap(), None);
         assert_eq!(one.send(&7u32).unwrap_err().kind(), ErrorKind::BrokenPipe);
-        // Nor is it if one side has not read everything.
+        // It is not an error, either, if one side has not read everything.
         let (mut one, mut other) = pair();
         one.send(&7u32).unwrap();
         other.send(&"last words").unwrap();

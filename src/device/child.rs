@@ -39,7 +39,7 @@ pub struct LoadedModel {
     pub npu: Option<Box<dyn Fn() -> NpuReport + Send>>,
 }
 
-/// Is called with the present step of a load, and with the device once it is open.
+/// A callback that gets the present step of a load, and the device after it was opened.
 pub type OnProgress<'a> = &'a mut dyn FnMut(Loading, Option<&Arc<Device>>);
 
 /// Runs the child over its standard input until the server ends. `embedded` are the files of the embedded model, and

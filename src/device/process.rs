@@ -1,4 +1,4 @@
-//! A [`Runner`] in a child process, as its parent has it.
+//! The parent's view of a [`Runner`] in a child process.
 //!
 //! The child writes the progress of its device to the shared memory. If the progress does not change for too long, the
 //! device hangs.

@@ -1,4 +1,4 @@
-//! What a server reports of its model's device. The device process sends these values, and `/status` and `/metrics`
+//! What a server reports about its model's device. The device process sends these values, and `/status` and `/metrics`
 //! show them.
 
 use std::collections::BTreeMap;

@@ -22,8 +22,8 @@ impl Channel {
     }
 
     /// Writes a heartbeat, and ends this process when its parent has ended. The other threads may not notice that,
-    /// because a call of the driver may never return. (Linux sends its own signal at the parent's death already when
-    /// the thread ends that started the child.)
+    /// because a call of the driver may never return. (The parent-death signal of Linux is not suitable: Linux sends it
+    /// when the thread that started the child ends.)
     fn beat(&self) -> io::Result<()> {
         let (counter, parent) = (self.counter(Sign::Beat)?, getppid());
         thread::Builder::new().name("heartbeat".into()).spawn(move || {

@@ -1,4 +1,4 @@
-//! The architectures: each is a folder of this room that describes its models as data ([`ModelSpec`]).
+//! The architectures: each is a folder of this module that describes its models as data ([`ModelSpec`]).
 //!
 //! To add one, write its folder and list it in [`ARCHS`].
 

@@ -9,11 +9,11 @@
 //!
 //! Drafting is a chain of steps of the draft model alone. Each step of the chain has one token of every sequence that
 //! wants more draft tokens. The draft model samples as the model will: with the same parameters, history, and noise at
-//! each position. So a draft token is accepted wherever the two models agree, at a temperature too.
+//! each position. So a draft token is accepted wherever the two models agree, also at a temperature above 0.
 //!
 //! This module refuses a draft model that would have to look back further than the model's blocks reach. An id beyond
-//! the draft model's embedding is read as its last row: the draft tokens after it are worse, and the answer is the
-//! same.
+//! the draft model's embedding is read as its last row. This makes the next draft tokens worse, but does not change the
+//! answer.
 
 use std::borrow::Cow;
 use std::collections::VecDeque;
@@ -41,7 +41,7 @@ pub fn load(
     Ok((model, Draft(draft.expect("one was asked for"))))
 }
 
-/// A draft model that was loaded beside its model.
+/// A draft model that was loaded together with its model.
 pub struct Draft(ModelRunner);
 
 impl Draft {
@@ -102,7 +102,7 @@ impl Drafted {
         Cow::Owned(batch)
     }
 
-    /// Step `ahead` of the chain, and the indices of the requests that want a token of it.
+    /// Step `ahead` of the chain, and the indices of the requests that want a token from it.
     fn link(&self, requests: &[DraftRequest], ahead: usize) -> (Batch, Sampling, Vec<usize>) {
         let (mut batch, mut sampling, mut request_indices) =
             (Batch::default(), Sampling::default(), Vec::new());

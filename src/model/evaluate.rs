@@ -23,8 +23,8 @@ impl ModelRunner {
         Ok(())
     }
 
-    /// The sums of squares of the matrices' inputs over all tokens that ran, for each layer, by column. Panics unless the
-    /// model was loaded with `moments`.
+    /// The sums of squares of the matrices' inputs over all tokens that ran, for each layer, by column. Panics if the
+    /// model was loaded without `moments`.
     pub fn take_moments(&mut self) -> Result<Vec<Inputs<Vec<f32>>>, RunnerError> {
         assert!(self.in_flight.is_empty(), "reading beside a step in flight");
         let mut commands = CommandBuffer::new(&self.device, "moments")?;
@@ -46,14 +46,15 @@ impl ModelRunner {
         Ok(all)
     }
 
-    /// A batch of one sequence that has all KV blocks to itself.
+    /// A batch of one sequence, which may use all KV blocks.
     pub(super) fn alone(&self, start: usize, ids: &[u32]) -> Batch {
         let kv = &self.limits.kv;
         let blocks = (start + ids.len()).div_ceil(kv.block_size) as u32;
-        // Without sliding layers there are no blocks for them.
+        // Without sliding layers, there are no sliding blocks.
         let (first, sliding_blocks) = kv.sliding_window.map_or((0, Vec::new()), |window| {
             let first = (start + 1).saturating_sub(window) / kv.block_size;
-            // The sliding layers' blocks form a ring: a block that is written again has left the window.
+            // The sliding layers' blocks form a ring: when a block is written again, its old tokens are outside the
+            // window.
             let ring = kv.sliding_blocks as u32;
             (first, (first as u32..blocks).map(|block| block % ring).collect())
         });

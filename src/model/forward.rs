@@ -31,8 +31,8 @@ impl ModelRunner {
         self.record_history(recorder, frame, batch);
     }
 
-    /// Records what comes behind the layers: the sums of hidden states that are wanted, the logits, and the draws from
-    /// the logits or their copy to the host.
+    /// Records what comes after the layers: the requested sums of hidden states, the logits, and the draws from the
+    /// logits or their copy to the host.
     pub(super) fn record_closing(
         &self,
         recorder: &mut Recorder<'_>,
@@ -89,7 +89,7 @@ impl ModelRunner {
         }
     }
 
-    /// Writes the ids of the step's tokens to the history, and earlier ids that the host or another slot has.
+    /// Writes the ids of the step's tokens to the history, and earlier ids from the host or from another slot.
     pub(super) fn record_history(&self, recorder: &mut Recorder<'_>, frame: &Frame, batch: &Batch) {
         let ids = |slot: u32, tokens: usize| {
             let bytes = 4 * tokens as u64;
@@ -111,7 +111,7 @@ impl ModelRunner {
     }
 
     /// Draws an id from each row of logits. The kernels of penalties and biases write to a copy of the logits, which is
-    /// cleared behind the draws.
+    /// cleared after the draws.
     pub(super) fn record_draws(
         &self,
         recorder: &mut Recorder<'_>,
@@ -130,7 +130,7 @@ impl ModelRunner {
 
     /// One decoder layer for the step's tokens `rows`: attention and the feed-forward network, each between two norms,
     /// added to the residual stream. A layer leaves the feed-forward result in `delta`. The next layer adds it, in one
-    /// kernel with its first norm; behind the last layer a kernel of its own does.
+    /// kernel with its first norm. After the last layer, a separate kernel adds it.
     pub(super) fn record_layer(
         &self,
         recorder: &mut Recorder<'_>,
@@ -151,13 +151,13 @@ impl ModelRunner {
         self.record_rest(recorder, index, rows);
     }
 
-    /// The result of a layer's attention for some rows, in the form in which the output projection wants it.
+    /// The result of a layer's attention for some rows, in the form that the output projection takes.
     pub(crate) fn attended(&self, index: usize, rows: &Range<usize>) -> Operand {
         let Scratch { attended, attended_blocks, .. } = &self.scratch;
         Operand::new(self.layers[index].wants.output, &attended.rows(rows), attended_blocks)
     }
 
-    /// Adds the squares of a matrix's input to the sums of a layer, if they are wanted.
+    /// Adds the squares of a matrix's input to the sums of a layer, if the model was loaded with `moments`.
     fn add_squares(
         &self,
         recorder: &mut Recorder<'_>,
@@ -199,7 +199,7 @@ impl ModelRunner {
         kernels.qkv_store(recorder, &layer.attention, [q, k, v], step, tokens);
     }
 
-    /// What a layer computes behind attention.
+    /// What a layer computes after attention.
     pub(crate) fn record_rest(&self, recorder: &mut Recorder<'_>, index: usize, rows: Range<usize>) {
         let layer = &self.layers[index];
         let (kernels, tokens) = (&self.kernels, rows.len());

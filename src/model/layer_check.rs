@@ -1,7 +1,7 @@
-//! Compares what the layers of a loaded model compute with the values that its checkpoint holds of them.
+//! Compares what the layers of a loaded model compute with the values that its checkpoint stores for them.
 //!
-//! The prompt runs as any step does, through the kernels and weights that serve, before the first request: its keys,
-//! values and ids lie where later steps write before they read.
+//! The prompt runs like any other step, with the kernels and weights that serve requests, before the first request.
+//! Later steps write its keys, values and ids again before they read them.
 
 use std::ops::Range;
 
@@ -13,9 +13,9 @@ use crate::gpu::{Buffer, Recorder};
 use crate::kernels::Activations;
 
 impl ModelRunner {
-    /// Runs the prompt of `values`, and compares the residual stream behind the embedding and behind each layer, and
-    /// logits. Returns the number of layers, or says which is the first that is wrong. No step may be in flight. Panics
-    /// if the prompt does not fit the context.
+    /// Runs the prompt of `values`, and compares the logits, and the residual stream after the embedding and after each
+    /// layer. Returns the number of layers, or an error that names the first wrong layer. No step may be in flight.
+    /// Panics if the prompt does not fit the context.
     pub(super) fn check_layers(&mut self, values: &LayerValues) -> Result<usize, RunnerError> {
         let tokens = &values.tokens;
         assert!(tokens.len() <= self.limits.max_context, "{} tokens", tokens.len());
@@ -71,9 +71,9 @@ impl ModelRunner {
         )))
     }
 
-    /// Runs tokens at positions `start..`, each layer by itself. Behind the embedding and the layers that `places`
-    /// names, by their number from 1 on, the residual stream of the last token is copied to the host. The logits of
-    /// that token are too, if `places` names any.
+    /// Runs tokens at positions `start..`, each layer separately. The numbers in `places` say after which layers the
+    /// residual stream of the last token is copied to the host: 0 is the embedding, 1 is the first layer. If `places`
+    /// is not empty, the logits of that token are copied too.
     fn run_layers(
         &mut self,
         start: usize,
@@ -85,20 +85,20 @@ impl ModelRunner {
         if !places.is_empty() {
             wanted.rows.push(last as u32);
         }
-        let keep = |model: &ModelRunner, recorder: &mut Recorder<'_>, behind: usize, rows: &Range<usize>| {
-            let Some((_, place)) = places.iter().find(|(n, _)| *n == behind && rows.contains(&last)) else {
+        let keep = |model: &ModelRunner, recorder: &mut Recorder<'_>, after: usize, rows: &Range<usize>| {
+            let Some((_, place)) = places.iter().find(|(n, _)| *n == after && rows.contains(&last)) else {
                 return;
             };
             let [hidden, delta] =
                 [&model.scratch.hidden, &model.scratch.delta].map(|all| all.rows(&(last..last + 1)));
-            if behind == 0 || behind == model.layers.len() {
+            if after == 0 || after == model.layers.len() {
                 return recorder.copy(&hidden.buffer, place, place.size());
             }
-            // The layer's last result is still to be added, which the next layer does. Until then nobody reads
-            // `normed`.
+            // The next layer adds this layer's last result to the residual stream, so it is still missing here.
+            // `normed` is not in use until then.
             let sum = model.scratch.normed.rows(&(0..1));
             recorder.copy(&hidden.buffer, &sum.buffer, place.size());
-            let norm = &model.layers[behind - 1].norms.post_feedforward_layernorm;
+            let norm = &model.layers[after - 1].norms.post_feedforward_layernorm;
             model.kernels.rms_norm_add(recorder, &delta, norm, &sum, 1);
             recorder.copy(&sum.buffer, place, place.size());
         };

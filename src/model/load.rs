@@ -1,7 +1,7 @@
 //! Loads a checkpoint: checks its tensors, places them, and uploads them once.
 //!
-//! This module refuses a model that does not fit before anything is allocated, and names the tensor that does not fit,
-//! or the context that would.
+//! Before anything is allocated, this module refuses a model that does not fit. The error names the tensor that does
+//! not fit, or the context that would fit.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -36,7 +36,7 @@ use crate::tensor::{KvDtype, Precision, QuantizeMode, Scheme};
 #[derive(Debug, Clone, Copy)]
 pub struct LoadOptions {
     pub quantize: QuantizeMode,
-    /// Tokens of the longest sequence; refused if they do not fit, or if the model was made for fewer. `None`: as many as
+    /// Tokens of the longest sequence; refused if they do not fit, or if the model supports fewer. `None` = as many as
     /// fit.
     pub max_context: Option<usize>,
     /// The most sequences that the KV cache gets room for; fewer if memory is short.
@@ -48,8 +48,8 @@ pub struct LoadOptions {
     /// The longest GPU time of a submit, as predicted from earlier submits. Tests set less than any submit takes, so
     /// that steps of small models are cut too.
     pub max_submit: Duration,
-    /// The longest GPU time of a submit while courtesy bounds the share of the device's time. Half of a frame of a desktop
-    /// at 60 Hz by default: the desktop's own work then starts within the frame that it is for.
+    /// The longest GPU time of a submit while courtesy bounds the share of the device's time. The default is half of a
+    /// frame of a desktop at 60 Hz, so that the desktop's own work starts within its frame.
     pub max_courteous_submit: Duration,
     /// Limits on the device's memory.
     pub memory: placement::Limits,
@@ -154,8 +154,8 @@ impl ModelRunner {
         ModelRunner::load_with_draft(device, source, None, options, progress).map(|(model, _)| model)
     }
 
-    /// Loads a checkpoint, and a second one as its draft model, stored as its files have it. The draft model shares the
-    /// first model's blocks, slots and activations, so only [`super::draft::Drafted`] may run it.
+    /// Loads a checkpoint, and a second one as its draft model, with the weights as its files store them. The draft
+    /// model shares the first model's blocks, slots and activations, so only [`super::draft::Drafted`] may run it.
     pub(super) fn load_with_draft(
         device: &Arc<Device>,
         source: &Source<'_>,
@@ -329,7 +329,7 @@ impl<'a> Source<'a> {
         Weights::collect(&self.checkpoint, &self.config)
     }
 
-    /// The values that the layers are to compute, unless the weights are rounded when they are loaded.
+    /// The expected values of the layers. There are none, for example, if the weights are rounded when they are loaded.
     fn layer_values(
         &self,
         options: &LoadOptions,
@@ -388,7 +388,7 @@ impl<'a> Source<'a> {
 /// Bytes of tensors that are read together: enough to keep the disk busy, and few enough to show progress.
 const READ_TOGETHER_BYTES: u64 = 256 << 20;
 
-/// A load in progress. All memory is allocated; the load gives it to one model after the other.
+/// A load in progress. All memory is allocated already. The model uses it first, then its draft model.
 struct Load<'a> {
     device: &'a Arc<Device>,
     options: &'a LoadOptions,
@@ -404,8 +404,8 @@ struct Load<'a> {
 }
 
 impl<'a> Load<'a> {
-    /// Loads the next model. If `of` is a model, the next model is its draft model. The caller sets the fields that
-    /// concern the whole load at its end.
+    /// Loads the next model. If `of` is a model, the next model is its draft model. At the end of the load, the caller
+    /// sets the fields that concern the whole load.
     fn model(
         &mut self,
         source: &'a Source<'_>,
@@ -440,7 +440,7 @@ impl<'a> Load<'a> {
         self.read_queued(checkpoint)?;
         let tokens = self.request.batch_tokens();
         let arena = &mut self.arena;
-        // A draft model has the buffers of its model, in shapes of its own.
+        // A draft model uses the buffers of its model, in its own shapes.
         let (mut scratch, sampled, history, logits_readback) = match of {
             Some(model) => (
                 model.scratch.shared_with(config, tokens),
@@ -699,8 +699,8 @@ fn rope_table(head_dim: usize, positions: usize, base: f64, factor: f64) -> Vec<
     table
 }
 
-/// Writes zeros to all allocated memory that the load does not write itself. A driver may allocate memory without pages
-/// behind it; after the write, the pages exist before a request needs them.
+/// Writes zeros to all allocated memory that the load does not write itself. A driver may allocate memory without
+/// physical pages. After the write, the pages exist before a request needs them.
 fn touch(device: &Arc<Device>, arena: &Arena) -> Result<(), GpuError> {
     let mut commands = CommandBuffer::new(device, "touch")?;
     for (_, chunk) in arena.chunks().iter().filter(|(class, _)| !class.is_weights()) {

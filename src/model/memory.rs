@@ -1,9 +1,9 @@
 //! The device memory of a model, counted before any of it is allocated. There is one list of buffers: a load
 //! allocates in its order, and a plan adds it up.
 //!
-//! This module refuses a model that [`crate::gpu::placement`] finds no place for, with a table of what was asked for
-//! and what is free, and names the largest context or the smaller scheme that would fit. Invariant: the list is
-//! complete; a load that asks for another buffer panics.
+//! This module refuses a model that [`crate::gpu::placement`] finds no place for. The error has a table of the
+//! requested memory and the free memory, and names the largest context or the smaller scheme that would fit. Invariant:
+//! the list is complete; a load that requests another buffer panics.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -28,13 +28,14 @@ use crate::tensor::{KvDtype, QuantizeMode, Scheme};
 pub const DEFAULT_BLOCK_SIZE: usize = 16;
 /// The most sequences in one step, and the most ids that a step draws.
 pub const MAX_SEQUENCES: usize = 64;
-/// The least context that memory is used for before further sequences get any, if no length is configured.
+/// If no context length is configured: memory goes to a context of this length first, then to more sequences, and then
+/// to a longer context.
 const LEAST_CONTEXT: usize = 4096;
 /// The most steps that are submitted and not yet waited for: the engine prepares one while the other runs.
 pub(super) const MAX_IN_FLIGHT: usize = 2;
 /// Rows of logits that a step computes, one for each id that it may draw.
 pub(super) const LOGIT_ROWS: usize = MAX_SEQUENCES;
-/// Rows of logits read back at once, for `eval`.
+/// The number of rows of logits that are read back together, for `eval`.
 pub(super) const READBACK_ROWS: usize = 32;
 /// The most multiply-adds of a step's tokens in the matrices of one layer. They take some 20 ms at 5.6 T/s, an estimate
 /// for the Radeon 780M (68 % of the rate of its integer dot products). So a request that arrives while a prompt is
@@ -99,7 +100,7 @@ impl fmt::Display for Schemes {
     }
 }
 
-/// All that determines a model's size.
+/// Everything that determines a model's size.
 #[derive(Debug, Clone)]
 pub struct MemoryRequest<'a> {
     pub config: &'a ModelSpec,
@@ -108,7 +109,7 @@ pub struct MemoryRequest<'a> {
     pub kv: KvDtype,
     /// Tokens per KV block.
     pub block_size: usize,
-    /// Prompt tokens processed per step, as asked for.
+    /// Requested maximum of prompt tokens per step.
     pub max_batch_tokens: usize,
     /// The largest allocation of weights, in bytes.
     pub max_shard_bytes: u64,
@@ -150,8 +151,8 @@ pub struct Fit {
 #[derive(Debug, thiserror::Error)]
 #[error("{} not fit with {}: {refusal}; {}", subject(self), tokens_of(*.sequences, *.context), advice(self))]
 pub struct DoesNotFit {
-    /// Tokens of each sequence that were asked for. If the longest context that fits was asked for, the least possible
-    /// one.
+    /// Requested tokens of each sequence. If the request was the longest context that fits, the shortest possible
+    /// context.
     pub context: usize,
     pub sequences: usize,
     pub refusal: Box<Refusal>,
@@ -209,8 +210,8 @@ impl<'a> MemoryRequest<'a> {
         each.min().expect("a model at least")
     }
 
-    /// The context that is `wanted`, the longest that both models support, and which one supports no more, where it is too
-    /// long.
+    /// If `wanted` is longer than both models support: `wanted`, the longest context that both models support, and the
+    /// model that sets this limit.
     pub fn beyond_model(&self, wanted: Option<usize>) -> Option<(usize, usize, &'static str)> {
         let longest = self.longest_context();
         let is_drafts = longest < self.config.max_position_embeddings;
@@ -218,7 +219,7 @@ impl<'a> MemoryRequest<'a> {
         wanted.filter(|wanted| *wanted > longest).map(|wanted| (wanted, longest, whose))
     }
 
-    /// How many sequences the pools of `fit` have windows for at once.
+    /// For how many sequences the pools of `fit` have windows at the same time.
     pub fn sequences(&self, fit: &Fit) -> usize {
         fit.pools.sliding.checked_div(self.window_blocks(fit.context)).unwrap_or(MAX_SEQUENCES)
     }
@@ -238,7 +239,7 @@ impl<'a> MemoryRequest<'a> {
             sliding_blocks: 0,
             sliding_window: self.config.window(),
         };
-        // All steps in flight hold their tokens' blocks at once.
+        // All steps in flight hold their tokens' blocks at the same time.
         kv.window_blocks((MAX_IN_FLIGHT * self.batch_tokens()).min(context))
             .min(context.div_ceil(self.block_size))
     }
@@ -268,7 +269,7 @@ impl<'a> MemoryRequest<'a> {
         }
     }
 
-    /// Every buffer, each class in the order in which a load asks for its buffers.
+    /// Every buffer. The buffers of each class are in the order in which a load requests them.
     pub fn requests(&self, context: usize, pools: Pools) -> Vec<Request> {
         let limits = self.limits(context, pools);
         let device = MemoryKind::Device;
@@ -361,7 +362,7 @@ impl<'a> MemoryRequest<'a> {
         }
     }
 
-    /// The activations of a step, each as large as the larger of the models needs it.
+    /// The activations of a step, each large enough for both models.
     pub(super) fn activation_bytes(&self) -> Vec<(&'static str, u64)> {
         let of = |config: &ModelSpec| {
             let floats = activations(config, self.batch_tokens())
@@ -400,8 +401,8 @@ impl<'a> MemoryRequest<'a> {
     }
 
     /// Places a model to serve: a context of `wanted` tokens, or the longest that fits, and windows for up to
-    /// `sequences` sequences. Memory that is left goes to blocks of full layers, which the sequences share, up to a
-    /// full context for each. `others` has the meaning that it has in [`MemoryRequest::fit`].
+    /// `sequences` sequences. The remaining memory goes to blocks of full layers, which the sequences share, up to a
+    /// full context for each. `others` has the same meaning as in [`MemoryRequest::fit`].
     pub fn fit_to_serve(
         &self,
         machine: &Machine,
@@ -657,7 +658,7 @@ pub(super) const LEAST_ROWS: usize = 8;
 pub(super) fn shares_bytes(limits: &Limits) -> [u64; 4] {
     let (tokens, room) = (limits.max_batch_tokens, partials(limits.max_batch_tokens));
     let items = |slots: usize| (slots * size_of::<Item>()) as u64;
-    // The rows in which a coprocessor takes part begin and end anywhere, which makes two more parts.
+    // The rows that a coprocessor shares begin and end anywhere, which makes two more parts.
     let parts = 3 + tokens.div_ceil(LEAST_ROWS) as u64;
     [items(room.single), items(room.tiles), 2 * INDIRECT_BYTES * parts, 8 * tokens as u64]
         .map(|bytes| bytes.next_multiple_of(256))

@@ -1,6 +1,6 @@
 //! Models: a checkpoint's config and weights, and the forward pass over the device.
 //!
-//! This module refuses to know requests, queues or clocks: the engine above hands it a [`Batch`] of plain arrays.
+//! This module does not know requests, queues or clocks: the engine above hands it a [`Batch`] of plain arrays.
 
 pub mod arch;
 pub mod config;

@@ -34,23 +34,23 @@ use crate::tensor::{KvDtype, Precision};
 pub struct Loaded {
     /// Bytes of the checkpoint's tensors.
     pub bytes: u64,
-    /// Bytes of the checkpoint's files that are in the page cache after the load, beside the device's copy. Other
-    /// processes may keep them there.
+    /// Bytes of the checkpoint's files that are in the page cache after the load, in addition to the device's copy.
+    /// Other processes may keep them there.
     pub resident_bytes: u64,
 }
 
-/// What a self-test has found right.
+/// What a successful self-test checked.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SelfTested {
-    /// Kernels whose results are the stored ones.
+    /// Kernels whose results match the stored results.
     pub kernels: usize,
-    /// Kernels that no results are stored of.
+    /// Kernels for which no results are stored.
     pub untested: Vec<String>,
-    /// Layers whose values are those of the checkpoint.
+    /// Layers whose values match the values in the checkpoint.
     pub layers: Result<usize, NotCompared>,
 }
 
-/// Why no layer is compared with values of the checkpoint.
+/// Why no layer was compared with the values in the checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NotCompared {
     NotStored,
@@ -70,7 +70,7 @@ impl fmt::Display for NotCompared {
     }
 }
 
-/// Records something behind a layer, for some rows.
+/// Records something after the layer with this number (0 = the embedding), for some rows.
 pub(super) type Keep<'a> = &'a dyn Fn(&ModelRunner, &mut Recorder<'_>, usize, &Range<usize>);
 
 /// A loaded model.
@@ -114,8 +114,8 @@ pub struct ModelRunner {
     pub(super) schemes: Schemes,
 }
 
-/// Another processor that computes a part of the attention of prompts. The runner passes it every step, and it drives the
-/// steps in which it takes part.
+/// Another processor that computes a part of the attention of prompts. The runner passes it every step. The coprocessor
+/// drives the steps in which it takes part.
 pub(crate) trait Coprocessor: Any + Send {
     /// Submits a step on frame `index`, if the coprocessor takes part in it. If not, returns `wanted`, and the device
     /// computes the step alone.
@@ -131,7 +131,7 @@ pub(crate) trait Coprocessor: Any + Send {
     fn attention_path(&self) -> u32;
 }
 
-/// The part behind the layers of a step whose draws have masks. It is submitted when the masks are there.
+/// The part after the layers of a step whose draws have masks. It is submitted when the masks are available.
 pub(super) struct Closing {
     submit: Submit,
     wanted: StepOutputs,
@@ -157,7 +157,7 @@ impl ModelRunner {
         self.loaded
     }
 
-    /// Where every byte lies, by class and heap.
+    /// The placements of all bytes, by class and heap.
     pub fn placements(&self) -> &[Placement] {
         &self.placements
     }
@@ -187,8 +187,8 @@ impl ModelRunner {
         self.weight_bytes - head + shares.iter().map(kv).sum::<u64>()
     }
 
-    /// Has the device prove that each kernel computes what is stored of it, and each layer what the checkpoint holds.
-    /// No step may be in flight.
+    /// Checks on the device that each kernel computes its stored result, and that each layer computes the values in the
+    /// checkpoint. No step may be in flight.
     pub fn self_test(&mut self) -> Result<SelfTested, RunnerError> {
         assert!(self.in_flight.is_empty(), "a self-test beside a step");
         let kernels = self.self_test.run(&self.kernels)?;
@@ -200,7 +200,7 @@ impl ModelRunner {
         Ok(SelfTested { kernels, untested: self.self_test.untested().to_vec(), layers })
     }
 
-    /// The ways to damage the self-test's results that it does not notice; there should be none.
+    /// The ways to damage results that the self-test does not detect; there should be none.
     #[doc(hidden)]
     pub fn missed_damage(&mut self) -> Result<Vec<String>, RunnerError> {
         self.self_test.missed_damage(&self.kernels)
@@ -220,9 +220,9 @@ impl ModelRunner {
         self.kv
     }
 
-    /// Submits one step on frame `index`, which has no step in flight. If draws have masks, the closing stays behind
-    /// until [`Runner::masks`]. If a coprocessor is attached, it may compute a part of the attention. Then this returns
-    /// with the step's last submit.
+    /// Submits one step on frame `index`, which has no step in flight. If draws have masks, the closing is not
+    /// submitted until [`Runner::masks`]. If a coprocessor is attached, it may compute a part of the attention. Then
+    /// this returns with the step's last submit.
     pub(crate) fn run(
         &mut self,
         index: usize,
@@ -253,16 +253,16 @@ impl ModelRunner {
         self.frames[index].fill(&self.limits, batch, padded, &wanted);
         let mut submits = self.plan(batch, padded, &wanted, None);
         if keep.is_some() {
-            // A recording that other steps run again must not hold what this one keeps.
+            // A recording that other steps run again must not contain the commands of `keep`.
             submits = submits::layer_by_layer(submits, padded);
         }
         self.share_out(index, batch, padded, &submits, None);
         let closing = if wanted.masks > 0 { submits.pop() } else { None };
         let mut commands = std::mem::take(&mut self.frames[index].commands);
         let frame = &self.frames[index];
-        let keep = |r: &mut Recorder<'_>, behind: usize, rows: &Range<usize>| {
+        let keep = |r: &mut Recorder<'_>, after: usize, rows: &Range<usize>| {
             if let Some(keep) = keep {
-                keep(self, r, behind, rows);
+                keep(self, r, after, rows);
             }
         };
         commands.begin();
@@ -280,7 +280,7 @@ impl ModelRunner {
         Ok(())
     }
 
-    /// Records a part of a step, except the parts of layers in which a coprocessor takes part: that records them.
+    /// Records a part of a step. The coprocessor itself records the parts of layers in which it takes part.
     pub(crate) fn record_part(
         &self,
         r: &mut Recorder<'_>,
@@ -307,7 +307,7 @@ impl ModelRunner {
         }
     }
 
-    /// Leaves a step's closing, if it waits for masks, to [`Runner::masks`].
+    /// Leaves a step's closing to [`Runner::masks`], if the closing waits for masks.
     pub(crate) fn leave_closing(
         &mut self,
         closing: Option<Submit>,
@@ -354,7 +354,7 @@ impl ModelRunner {
             });
             // The last part may be shorter than the others.
             let rows_per_part = parts.max().unwrap_or(tokens);
-            // The rows that are shared are in parts of their own.
+            // The shared rows are in separate parts.
             let mut starts: Vec<usize> = (0..tokens).step_by(rows_per_part).chain([tokens]).collect();
             if let Some(share) = share.filter(|share| share.keys(kind).is_some()) {
                 starts.extend([share.rows.start, share.rows.end]);
@@ -390,8 +390,8 @@ impl ModelRunner {
     ) -> Vec<Submit> {
         let c = &self.config;
         let heads = (c.num_attention_heads * c.head_dim) as u64;
-        // Sum of the keys that the step's tokens see: over the tokens that are alone of their sequence, or over all
-        // others.
+        // Sum of the keys that the step's tokens see: over the tokens that are the only ones of their sequence, or over
+        // all other tokens.
         let seen_by = |s: &BatchSequence, window: u64| window.min((s.start + s.input.len()) as u64);
         let seen = |window: u64, alone: bool| -> u64 {
             let each = |s: &BatchSequence| s.input.len() as u64 * seen_by(s, window);

@@ -1,8 +1,8 @@
-//! What a coprocessor needs of a model: its buffers, and its part of a step. A coprocessor is another processor that
+//! What a coprocessor needs from a model: its buffers, and its part of a step. A coprocessor is another processor that
 //! computes a part of the attention of prompts, while the device computes the rest.
 //!
-//! A load reserves buffers for it ([`OffloadLimits`]). The runner passes it every step
-//! (`Coprocessor` in `model_runner.rs`). What it is, and how it computes, this module does not know.
+//! A load reserves buffers for it ([`OffloadLimits`]). The runner passes it every step (`Coprocessor` in
+//! `model_runner.rs`). This module does not know what the coprocessor is, or how it computes.
 
 use std::cmp::Reverse;
 use std::ops::Range;
@@ -26,7 +26,7 @@ pub fn longest_chunk(chunks: impl IntoIterator<Item = Option<usize>>) -> Option<
     long.max_by_key(|(i, tokens)| ((*tokens).min(MOST_TOKENS), Reverse(*i))).map(|(i, _)| i)
 }
 
-/// A failure of a coprocessor, which is final.
+/// A failure of a coprocessor, which is not used again.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{code}: {message}")]
 pub struct OffloadError {
@@ -92,7 +92,8 @@ pub(crate) struct AttentionShare {
     pub sequence: usize,
     /// The KV heads that the coprocessor computes, from 0 on.
     pub kv_heads: usize,
-    /// The keys that are gathered for it in the layers of each pool; `None` = the device computes all of such layers.
+    /// The keys that are gathered for the coprocessor in the layers of each pool; `None` = the device computes these
+    /// layers alone.
     pub sliding_keys: Option<usize>,
     pub full_keys: Option<usize>,
 }

@@ -1,14 +1,14 @@
 //! Learns how long each kind of kernel takes on the device, to cut steps into submits.
 //!
-//! Kernels differ: memory bounds a product of a few tokens, arithmetic a product of many tokens, and neither alone
-//! bounds attention deep in a context. So each kind has a rate of its own, and learns only from its share of a submit.
+//! Kernels differ: memory bounds a product of a few tokens, arithmetic bounds a product of many tokens, and neither
+//! alone bounds attention in a long context. So each kind has its own rate, and learns only from its share of a submit.
 //! A kind that was never timed counts as eight times slower than estimated for the target GPU. So its first submit is
-//! short, and the time of that submit corrects the rate. This module refuses to read a clock.
+//! short, and the time of that submit corrects the rate. This module does not read a clock.
 
 use std::ops::AddAssign;
 use std::time::Duration;
 
-/// The kinds of kernels, each with a rate of its own.
+/// The kinds of kernels, each with its own rate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     /// Products of few tokens, measured by the weights that they read.
@@ -32,16 +32,16 @@ const FEW: usize = 16;
 /// that over time.
 const TOKENS_PER_PASS: usize = 8;
 
-/// Units that a Radeon 780M does in a second, estimated by kind: half a byte for each weight at 73 GB/s; the products
+/// Units of work per second of a Radeon 780M, estimated by kind: half a byte for each weight at 73 GB/s; the products
 /// of 40 tokens/s of a 27B; keys and values at 73 GB/s; attention of 128 tokens of a 27B over 131,072 keys in 1.4 to
 /// 2.7 s; an int8 embedding at 73 GB/s, and as much time again for the sampler.
 const ESTIMATED: [f64; KINDS] = [146e9, 1e12, 73e9, 5e11, 36e9];
 /// Factor by which a kind counts as slower until it is timed.
 const CAREFUL: f64 = 8.0;
-/// The shortest time that the rates tell apart: a shorter submit counts as this long.
+/// The shortest time that the rates distinguish: a shorter submit counts as this long.
 const SHORTEST_TIMED: Duration = Duration::from_millis(1);
 
-/// An amount of work: the units of each kind.
+/// An amount of work: the number of units of each kind.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct WorkAmount([u64; KINDS]);
 
@@ -126,8 +126,8 @@ impl Rates {
     }
 
     /// Learns from the time that a submit `took`; `None` if the device has no timestamps. The difference from the
-    /// expected time is divided among the kinds by their shares of it. A rate gets slower at once and faster gradually.
-    /// If a kind was never timed, its rate gets faster at once, too.
+    /// expected time is divided among the kinds by their shares of it. A rate becomes slower immediately, and faster
+    /// gradually. If a kind was never timed, its rate becomes faster immediately, too.
     pub fn learn(&mut self, work: WorkAmount, took: Option<Duration>) {
         let Some(took) = took.map(|took| took.max(SHORTEST_TIMED)) else { return };
         let shares = self.shares(work);
@@ -177,17 +177,17 @@ mod tests {
         assert!((careful - 8.0 * 1e10 / 146e9 * 1e3).abs() < 1.0, "{careful}");
         rates.learn(work, Some(60 * MS));
         assert!((ms(&rates, work) - 60.0).abs() < 1e-6);
-        // Slower at once, faster by an eighth of the way.
+        // Slower immediately; faster by an eighth of the difference.
         rates.learn(work, Some(90 * MS));
         assert!((ms(&rates, work) - 90.0).abs() < 1e-6);
         rates.learn(work, Some(10 * MS));
         assert!((ms(&rates, work) - 80.0).abs() < 1e-6);
-        // A submit without a time changes nothing, nor does a submit too short to tell.
+        // A submit without a time changes nothing. A submit that is too short to measure changes nothing, either.
         rates.learn(work, None);
         rates.learn(WorkAmount::products(1000, 8), Some(MS / 2));
         rates.learn(WorkAmount::default(), Some(50 * MS));
         assert!((ms(&rates, work) - 80.0).abs() < 1e-6);
-        // Short submits of a kind that was expected to take long make its rate faster: on a fast device nothing else
+        // Short submits of a kind that was expected to take long make its rate faster. On a fast device, nothing else
         // would.
         for _ in 0..200 {
             rates.learn(work, Some(MS / 10));

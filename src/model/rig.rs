@@ -1,6 +1,6 @@
 //! Times commands on a device by its own clock, and makes their buffers.
 //!
-//! Weights, keys and values have several copies on the device, which dispatches use in rotation, so that caches do not
+//! Weights, keys and values have several copies on the device. Dispatches use them in rotation, so that caches do not
 //! hold what a step would read from memory. Matrices hold random integers or random numbers.
 
 use std::sync::Arc;
@@ -64,7 +64,7 @@ impl Rig {
             self.submission.wait()?;
             Ok(self.submission.took().map(|took| took.as_secs_f64()))
         };
-        // The first span pays for what the driver does once. The second one shows how many repetitions fill a span.
+        // The first span includes the driver's one-time work. The second span shows how many repetitions fill a span.
         span(1)?;
         let Some(once) = span(1)? else { return Ok(None) };
         let repeats = (SPAN.as_secs_f64() / once.max(1e-9)).clamp(1.0, MOST_REPEATS as f64) as usize;

@@ -32,7 +32,7 @@ pub struct KvLimits {
 }
 
 impl KvLimits {
-    /// The most blocks of sliding layers that one sequence holds: a window, and the tokens of one step behind it.
+    /// The most blocks of sliding layers that one sequence holds: a window, and the tokens of one step after it.
     pub fn window_blocks(&self, max_batch_tokens: usize) -> usize {
         self.sliding_window.map_or(0, |window| (window + max_batch_tokens).div_ceil(self.block_size) + 1)
     }
@@ -124,7 +124,7 @@ pub struct HistoryCopy {
     pub tokens: usize,
 }
 
-/// One step. A batch has no phase: prefill chunks and decodes differ by their length alone.
+/// One step. A batch has no phase: prefill chunks and decodes differ only in their length.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Batch {
     pub sequences: Vec<BatchSequence>,
@@ -139,12 +139,12 @@ impl Batch {
     }
 }
 
-/// A request to draw one id behind a token of a batch.
+/// A request to draw the id that follows a token of a batch.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Draw {
     /// Index into `Batch::sequences`.
     pub sequence: usize,
-    /// The index of the token, in that sequence's input, behind which the id comes.
+    /// The index of the token in that sequence's input. The drawn id follows this token.
     pub token: usize,
     /// The slot that gets the id: the sequence's own, or the slot of a fork of the sequence.
     pub slot: u32,
@@ -154,23 +154,24 @@ pub struct Draw {
     pub params: Arc<SamplingParams>,
     /// The seed of the random numbers. A draw depends on (seed, position) and the logits, and on nothing else.
     pub seed: u64,
-    /// Number of tokens of the sequence's prompt; the tokens behind it are the answer.
+    /// Number of tokens of the sequence's prompt; the tokens after it are the answer.
     pub prompt_len: usize,
-    /// Whether a mask says which ids may come ([`Runner::masks`]). All ids may come without a mask.
+    /// Whether a mask limits which ids are allowed ([`Runner::masks`]). Without a mask, all ids are allowed.
     pub masked: bool,
-    /// As [`SamplingParams::logprobs`], at most [`MAX_LOGPROBS`]; none for a draft token, which has no reader.
+    /// As [`SamplingParams::logprobs`], at most [`MAX_LOGPROBS`]. `None` for a draft token, because its log
+    /// probabilities are not reported.
     pub logprobs: Option<usize>,
 }
 
 impl Draw {
-    /// The biases for the id behind the first `tokens` tokens of the sequence.
+    /// The biases for the id after the first `tokens` tokens of the sequence.
     pub fn biases(&self, tokens: usize) -> Cow<'_, [(u32, f32)]> {
         self.params.biases(tokens.saturating_sub(self.prompt_len))
     }
 }
 
-/// Words as one piece of bytes: to write and read thousands of numbers one by one would take longer than all else of a
-/// message.
+/// Serializes words as one byte string. Thousands of numbers, written and read one by one, would take longer than the
+/// rest of a message.
 pub(crate) mod words {
     use serde::{Deserialize, Deserializer, Serializer, de::Error};
 
@@ -189,7 +190,7 @@ pub(crate) mod words {
     }
 }
 
-/// Parameters as one draw sends them to another process. They are shared no more there.
+/// Serializes parameters with one draw for another process. There, draws do not share them.
 mod shared {
     use std::sync::Arc;
 
@@ -207,7 +208,7 @@ mod shared {
 }
 
 /// A request for the sum of a sequence's final hidden states. The states of this step's tokens are added to the sum of
-/// the steps before. A sum begins anew at position 0.
+/// the earlier steps. At position 0, the sum starts from zero.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Pooling {
     /// Index into `Batch::sequences`.
@@ -216,7 +217,7 @@ pub struct Pooling {
     pub last: bool,
 }
 
-/// The results that a step is asked for.
+/// The results that the caller wants from a step.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct Sampling {
     /// Draws in ascending order of (sequence, token).
@@ -233,7 +234,7 @@ pub struct DraftRequest {
     pub sequence: BatchSequence,
     /// The draw of each draft token, the same as a step's draw. It has neither a mask nor log probabilities.
     pub draw: Draw,
-    /// How many tokens to draft, one behind the other; at least one.
+    /// How many tokens to draft, one after the other; at least one.
     pub num_draft_tokens: usize,
 }
 
@@ -244,12 +245,12 @@ pub struct Ticket(pub u64);
 /// The results of one step.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Sampled {
-    /// One id for each entry of [`Sampling::draws`], in that order. `None` if the logits were not finite: the sequence
-    /// is at fault then, and other sequences may go on.
+    /// One id for each entry of [`Sampling::draws`], in that order. `None` if the logits were not finite. This is a
+    /// fault of the sequence only: other sequences may continue.
     pub ids: Vec<Option<u32>>,
-    /// Log probabilities of each id, if they were wanted.
+    /// Log probabilities of each id, if they were requested.
     pub logprobs: Vec<Option<Logprobs>>,
-    /// For each entry of [`Sampling::pooling`] that was the last of its sequence: the sums of the hidden states behind
+    /// For each entry of [`Sampling::pooling`] that was the last of its sequence: the sums of the hidden states after
     /// the final norm, `[hidden_size]`.
     pub pooled: Vec<Vec<f32>>,
 }
@@ -287,13 +288,14 @@ pub enum RunnerError {
 pub trait Runner: Send {
     fn limits(&self) -> Limits;
 
-    /// Submits one step to the device and returns immediately, or with its last submit if courtesy is bound or if a
-    /// coprocessor computes a part of the step's attention. Panics if the batch breaks [`Limits`], which is a bug of the caller.
+    /// Submits one step to the device and returns immediately. If courtesy is bound, or if a coprocessor computes a
+    /// part of the step's attention, it returns with the step's last submit. Panics if the batch breaks [`Limits`],
+    /// which is a bug of the caller.
     fn submit(&mut self, batch: &Batch, sampling: &Sampling) -> Result<Ticket, RunnerError>;
 
     /// Gives the step that was submitted last the masks of its masked draws, in their order. A step with masked draws
-    /// gets its masks once, before anything else is submitted or waited for; the device computes the step's layers
-    /// meanwhile. Bit `id % 32` of word `id / 32` is set where an id may come, for the whole vocabulary.
+    /// gets its masks once, before anything else is submitted or waited for. Until then, the device computes the step's
+    /// layers. If bit `id % 32` of word `id / 32` is set, the id is allowed. A mask covers the whole vocabulary.
     fn masks(&mut self, ticket: &Ticket, words: &[Arc<[u32]>]) -> Result<(), RunnerError>;
 
     /// Bounds the share of the device's time that this runner takes from its next submit on: submits get shorter, and
@@ -303,8 +305,8 @@ pub trait Runner: Send {
     /// Blocks until the step is done; bounded in time.
     fn wait(&mut self, ticket: Ticket) -> Result<Sampled, RunnerError>;
 
-    /// What computes attention: 0 is the device alone. A path with another number gives results that are equal within a
-    /// tolerance, and not to the bit. It changes where the runner loses what helped it.
+    /// The processors that compute attention: 0 is the device alone. The results of different paths are equal within a
+    /// tolerance, but not bit by bit. The path changes if the runner loses its coprocessor.
     fn attention_path(&self) -> u32 {
         0
     }
@@ -321,14 +323,14 @@ pub trait Runner: Send {
         Ok(vec![Vec::new(); requests.len()])
     }
 
-    /// Has the device compute something tiny whose result is known, with no step in flight; bounded in time. The
+    /// Runs a very small computation with a known result on the device, with no step in flight; bounded in time. The
     /// probe changes nothing that sequences need.
     fn probe(&mut self) -> Result<(), RunnerError>;
 }
 
 /// Starts a runner again, after the device was lost or the model was unloaded.
 pub trait RunnerFactory: Send {
-    /// A runner of the same model with the same limits, whose KV cache holds nothing. The runner before is dropped.
-    /// Blocks while the model is loaded, and fails soon once `cancelled` is set.
+    /// Starts a runner of the same model with the same limits and an empty KV cache. The previous runner is dropped.
+    /// Blocks while the model is loaded, and fails soon after `cancelled` is set.
     fn start(&mut self, cancelled: &Arc<AtomicBool>) -> Result<Box<dyn Runner>, RunnerError>;
 }

@@ -37,12 +37,12 @@ pub struct SamplingParams {
     pub top_p: f32,
     /// Least probability of a candidate, relative to the most likely id's; 0 is off.
     pub min_p: f32,
-    /// Factor for the logits of ids that the prompt or the answer has: positive logits are divided by it, all others
-    /// multiplied. The value is above 0, and 1 is off.
+    /// Factor for the logits of ids that occur in the prompt or in the answer: positive logits are divided by it, all
+    /// others are multiplied by it. The value is above 0, and 1 is off.
     pub repetition_penalty: f32,
-    /// Number that is subtracted from the logits of ids that the answer has; 0 is off.
+    /// Number that is subtracted from the logits of ids that occur in the answer; 0 is off.
     pub presence_penalty: f32,
-    /// Number that is subtracted from the logit of an id once for each time that the answer has it; 0 is off.
+    /// Number that is subtracted from the logit of an id once for each time that the id occurs in the answer; 0 is off.
     pub frequency_penalty: f32,
     /// Numbers that are added to the logits of ids, each id at most once. Negative infinity forbids an id.
     pub logit_bias: Vec<(u32, f32)>,
@@ -51,7 +51,7 @@ pub struct SamplingParams {
     pub logprobs: Option<usize>,
     /// Ids that end the answer and are not part of it.
     pub stop_token_ids: Vec<u32>,
-    /// How many ids to draw before a stop id may come.
+    /// How many ids to draw before a stop id is allowed.
     pub min_tokens: usize,
 }
 
@@ -101,13 +101,13 @@ impl SamplingParams {
         min_tokens: 0,
     };
 
-    /// Whether a draw depends on the ids that came before by more than the logits.
+    /// Whether a draw depends on the earlier ids directly, and not only through the logits.
     pub fn penalizes(&self) -> bool {
         self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
     }
 
-    /// The biases of the id behind the first `generated` ids of an answer: `logit_bias`, and minus infinity for the
-    /// stop ids while fewer than `min_tokens` ids are drawn.
+    /// The biases of the id after the first `generated` ids of an answer: `logit_bias`, and minus infinity for the stop
+    /// ids while fewer than `min_tokens` ids are drawn.
     pub fn biases(&self, generated: usize) -> Cow<'_, [(u32, f32)]> {
         if generated >= self.min_tokens {
             return Cow::Borrowed(&self.logit_bias);

@@ -15,7 +15,7 @@ pub struct Arch {
     pub name: &'static str,
     /// The values of `model_type` in `config.json`.
     pub model_types: &'static [&'static str],
-    /// Reads a `config.json`, which messages call by the second argument.
+    /// Reads a `config.json`. The second argument is the file's name in messages.
     pub read: fn(&Value, &str) -> Result<ModelSpec, ConfigError>,
     pub gguf: &'static GgufArch,
     /// The names of the sizes that benchmarks measure by default, separated by commas.
@@ -114,7 +114,7 @@ impl ModelSpec {
 /// A published size of an architecture, for plans and synthetic checkpoints, which need real shapes and no weights.
 #[derive(Debug, Clone, Copy)]
 pub struct Shape {
-    /// The model's name, as the hub names it.
+    /// The model's name on the hub.
     pub name: &'static str,
     config_json: fn() -> String,
     read: fn(&Value, &str) -> Result<ModelSpec, ConfigError>,

@@ -1,9 +1,9 @@
-//! One step on its way through the device: its input arrays, and its recorded commands.
+//! One step on the device: its input arrays, and its recorded commands.
 //!
-//! The layers of a step are recorded once for each number of tokens, in segments of a few layers, and submitted again
-//! and again. Each step writes its arrays anew, and records its opening and its closing. Steps are padded so that few
-//! numbers of tokens occur. Padding tokens belong to no sequence: they read and write a KV block of their own, which no
-//! sequence reads.
+//! The layers of a step are recorded once for each number of tokens, in segments of a few layers, and submitted many
+//! times. Each step writes its arrays again, and records its opening and its closing. Steps are padded so that few
+//! different numbers of tokens occur. Padding tokens belong to no sequence: they read and write their own KV block,
+//! which no sequence reads.
 //!
 //! The commands go to the device in the submits that `submits.rs` cuts a step into. Single layers and parts of layers
 //! are recorded for each step.
@@ -27,7 +27,7 @@ use crate::kernels::{
     SampleRequest, ShareArrays, Shares, StepArrays, mask_words,
 };
 
-/// Numbers of tokens whose layers stay recorded. The least recently run recording gives way to a new one.
+/// Numbers of tokens whose layers stay recorded. A new recording replaces the least recently run one.
 const RECORDED: usize = 16;
 /// The number of tokens, at most `most`, that a step of `tokens` tokens is padded to. Few numbers occur, and a step
 /// grows by an eighth at most.
@@ -56,7 +56,7 @@ pub(crate) struct PoolRequest {
     pub last: bool,
 }
 
-/// The buffers and recordings of one step in flight. The host reaches all of the buffers.
+/// The buffers and recordings of one step in flight. The host can access all of the buffers.
 pub(crate) struct Frame {
     /// The step's arrays for the layers of each pool.
     pub full: StepArrays,
@@ -81,7 +81,7 @@ pub(crate) struct Frame {
 #[derive(Default)]
 pub(crate) struct Commands {
     recorded: Vec<Recorded>,
-    /// Command buffers that each step records anew, in the order of its parts.
+    /// Command buffers that each step records again, in the order of its parts.
     fresh: Vec<CommandBuffer>,
     /// The submissions of the step, one for each submit.
     submissions: Vec<Submission>,
@@ -121,7 +121,7 @@ impl StepOutputs {
             repetition_penalty: p.repetition_penalty,
             presence_penalty: p.presence_penalty,
             frequency_penalty: p.frequency_penalty,
-            // A fork reads its parent's history until it has a history of its own.
+            // A fork reads its parent's history until it has its own history.
             history_slot: sequence.slot,
             history_len: if p.penalizes() { position } else { 0 },
             prompt_len: draw.prompt_len as u32,
@@ -215,8 +215,8 @@ impl Commands {
         Ok(())
     }
 
-    /// The index in `self.recorded` of the recording for `tokens` tokens. If there are too many recordings, a new
-    /// number of tokens takes the place of the least recently run one.
+    /// The index in `self.recorded` of the recording for `tokens` tokens. If there are too many recordings, the one for
+    /// a new number of tokens replaces the least recently run one.
     fn recorded(&mut self, tokens: usize) -> usize {
         let found = self.recorded.iter().position(|recorded| recorded.tokens == tokens);
         let at = match found {
@@ -237,7 +237,7 @@ impl Commands {
         at
     }
 
-    /// The number of submits of the step so far.
+    /// The number of submits that the step has made until now.
     pub fn submitted(&self) -> usize {
         self.work.len()
     }
@@ -254,7 +254,7 @@ impl Commands {
             submission.wait()?;
             each(work, submission.took());
         }
-        // The command buffers are waited for as well, because that reads the times of their kernels.
+        // This also waits for the command buffers, because that reads the times of their kernels.
         let ran = self.recorded.iter_mut().filter(|recorded| recorded.used == self.steps);
         let segments = ran.flat_map(|recorded| &mut recorded.segments).map(|(commands, _)| commands);
         self.fresh.iter_mut().chain(segments).try_for_each(CommandBuffer::wait)
@@ -288,7 +288,7 @@ impl Frame {
             results.slice(offset - bytes, bytes)
         });
         let draws = DrawArrays { requests, bias, masks, ids: drawn, logprobs };
-        // All entries of the padding tokens' block table name one block, which comes behind the pool's own blocks.
+        // All entries of the padding tokens' block table name one block, which comes after the pool's own blocks.
         let padding = |blocks: usize| vec![blocks as u32; memory::table_blocks(limits)];
         let row = 4 * (limits.max_sequences * memory::table_blocks(limits)) as u64;
         full_tables.write(row, &padding(limits.kv.full_blocks));
@@ -353,9 +353,9 @@ impl Frame {
             assert!(full_blocks.iter().all(|&b| (b as usize) < kv.full_blocks), "block id");
             assert!(sliding_blocks.iter().all(|&b| (b as usize) < kv.sliding_blocks), "block id");
             if let Some(window) = kv.sliding_window {
-                let behind = sliding_first + sliding_blocks.len();
+                let blocks_end = sliding_first + sliding_blocks.len();
                 assert!(
-                    behind * block_size >= end && behind <= table_blocks,
+                    blocks_end * block_size >= end && blocks_end <= table_blocks,
                     "block table of sliding layers"
                 );
                 assert!(sliding_first * block_size <= (sequence.start + 1).saturating_sub(window), "window");
@@ -385,7 +385,7 @@ impl Frame {
             self.full.block_tables.write(at(0), full_blocks);
             self.sliding.block_tables.write(at(*sliding_first), sliding_blocks);
         }
-        // Every padding token is the first token of a text, in the padding tokens' own block.
+        // Every padding token counts as the first token of a text, in the padding tokens' own block.
         let padding = |blocks: usize| (blocks * block_size) as u32;
         ids.resize(padded, 0);
         positions.resize(padded, 0);
@@ -407,7 +407,8 @@ impl Frame {
         self.sums = wanted.pooling.iter().filter(|pooling| pooling.last).count();
     }
 
-    /// Writes how attention is shared out over workgroups in the layers of one kind, whose tokens go in these parts.
+    /// Writes how attention is shared out over workgroups in the layers of one kind, which process the tokens in these
+    /// parts.
     pub fn share_out(
         &mut self,
         kind: BlockPool,
@@ -470,7 +471,7 @@ impl Frame {
         arrays
     }
 
-    /// The log probabilities of a row. `None` if they were not wanted, or if no id was drawn.
+    /// The log probabilities of a row. `None` if they were not requested, or if no id was drawn.
     fn read_logprobs(&self, row: usize, wanted: u32, id: u32) -> Option<Logprobs> {
         if wanted == 0 || id == NO_TOKEN {
             return None;
@@ -484,8 +485,8 @@ impl Frame {
         })
     }
 
-    /// Writes the masks of the step's draws, before the draws are submitted. Panics if a mask has the size of another
-    /// vocabulary.
+    /// Writes the masks of the step's draws, before the draws are submitted. Panics if the size of a mask does not
+    /// match the vocabulary.
     pub fn fill_masks(&self, limits: &Limits, masks: &[Arc<[u32]>]) {
         let words = mask_words(limits.vocab_size);
         for (row, mask) in (0..).zip(masks) {

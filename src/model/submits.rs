@@ -1,11 +1,11 @@
 //! Cuts a step into submits.
 //!
-//! No submit is to take longer than the device's driver, or a desktop on the same device, can wait. If a segment takes
-//! too long, its layers are submitted one by one; if a layer takes too long, its tokens are submitted in parts. A layer
-//! can be cut by tokens because a token needs only the keys and values of the tokens before it.
+//! A submit should take no longer than the device's driver, or a desktop on the same device, can wait. If a segment
+//! takes too long, its layers are submitted one by one; if a layer takes too long, its tokens are submitted in parts. A
+//! layer can be cut by tokens because a token needs only the keys and values of the tokens before it.
 //!
-//! A layer in which a coprocessor takes part is cut where the host passes it its inputs, and where the host takes its
-//! output: a submit ends with [`StepPart::Gather`], and one begins with [`StepPart::Join`].
+//! A layer in which a coprocessor takes part is cut where the host passes inputs to the coprocessor, and where the host
+//! takes its output: a submit ends with [`StepPart::Gather`], and one begins with [`StepPart::Join`].
 //!
 //! This file does not know what a layer computes.
 
@@ -18,7 +18,7 @@ use super::rates::{Rates, WorkAmount};
 /// Number of layers in a segment.
 pub(crate) const SEGMENT_LAYERS: usize = 4;
 
-/// A part of a step that is recorded by itself.
+/// A part of a step that is recorded separately.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum StepPart {
     /// The work before the layers.
@@ -27,7 +27,7 @@ pub(crate) enum StepPart {
     Segment(Range<usize>),
     /// One layer, for some of the step's tokens.
     Layer { layer: usize, rows: Range<usize> },
-    /// What a layer whose attention is shared does before attention, for some of the step's tokens.
+    /// The work before attention in a layer whose attention is shared, for some of the step's tokens.
     Projections { layer: usize, rows: Range<usize> },
     /// Writes the coprocessor's inputs. The submit ends with it, because the host reads them.
     Gather { layer: usize },
@@ -35,11 +35,11 @@ pub(crate) enum StepPart {
     Attention { layer: usize, rows: Range<usize> },
     /// The coprocessor's share, computed by the device because the coprocessor failed. No plan has this part.
     Recompute { layer: usize, rows: Range<usize> },
-    /// Takes the coprocessor's output. A submit begins with it, because the host waits for the coprocessor before.
+    /// Takes the coprocessor's output. A submit begins with it, because the host waits for the coprocessor before it.
     Join { layer: usize },
-    /// What such a layer does behind attention, for some of the step's tokens.
+    /// The work after attention in a layer whose attention is shared, for some of the step's tokens.
     Rest { layer: usize, rows: Range<usize> },
-    /// The work behind the layers: the logits, and the draws from them.
+    /// The work after the layers: the logits, and the draws from them.
     Closing,
 }
 
@@ -119,10 +119,10 @@ fn rows_of_parts(tokens: usize, fits: &dyn Fn(usize) -> bool) -> usize {
     tokens.div_ceil(tokens.div_ceil(most)).next_multiple_of(LEAST_ROWS).min(tokens)
 }
 
-/// Submits in the making.
+/// The submits of a step while they are built.
 struct Cutting<'a> {
     submits: Vec<Submit>,
-    /// Whether the next part begins a submit, whatever it takes.
+    /// Whether the next part begins a new submit, even if it would fit into the last one.
     is_closed: bool,
     tokens: usize,
     rates: &'a Rates,
@@ -144,7 +144,7 @@ impl Cutting<'_> {
         self.is_closed = false;
     }
 
-    /// Adds a part for all tokens, cut such that none takes longer than the limit.
+    /// Adds a part for all tokens, cut so that no piece takes longer than the limit.
     fn add_rows(
         &mut self,
         part: impl Fn(Range<usize>) -> StepPart,
@@ -184,9 +184,9 @@ impl Cutting<'_> {
     }
 }
 
-/// Cuts a step of `tokens` tokens into submits that are expected to take no longer than `limit`. A smallest part that
-/// takes longer is a submit of its own. `closing` holds the work behind the layers, if any, and whether it is submitted
-/// alone.
+/// Cuts a step of `tokens` tokens into submits that are expected to take no longer than `limit`. If even a part of the
+/// smallest size takes longer, it is a separate submit. `closing` holds the work after the layers, if any, and whether
+/// it is submitted alone.
 pub(super) fn plan(
     layers: &[LayerWork],
     tokens: usize,
@@ -224,7 +224,7 @@ pub(super) fn plan(
     cutting.submits
 }
 
-/// Submits of the same parts, in which every layer is a part of its own, which is recorded for one step.
+/// Submits of the same parts, except that every layer is a separate part, which is recorded for one step.
 pub(super) fn layer_by_layer(submits: Vec<Submit>, tokens: usize) -> Vec<Submit> {
     let parts_of = |part: StepPart| match part {
         StepPart::Segment(layers) => layers.map(|layer| StepPart::Layer { layer, rows: 0..tokens }).collect(),
@@ -339,7 +339,8 @@ mod tests {
             ],
         ];
         assert_eq!(parts(&layers, 100), expected);
-        // The parts of attention are so small that all of it keeps to the limit, not the device's own share alone.
+        // The parts of attention are so small that the whole attention keeps to the limit, not only the device's own
+        // share.
         let cut = parts(std::slice::from_ref(&shared), 5);
         let attention = |from: usize, to: usize| vec![Attention { layer: 0, rows: from..to }];
         assert!(cut.len() > 4 && cut.contains(&attention(0, 16)), "{cut:?}");
@@ -357,7 +358,7 @@ mod tests {
         assert_eq!(nothing[1], Submit { parts: attention(0, 40), work: WorkAmount::default() });
     }
 
-    /// A device with a scripted clock: the time of a submit is what `truth` says, whatever was expected.
+    /// A device with a scripted clock: `truth` alone determines the time of a submit.
     struct Clock {
         /// How many times slower the device is than the machine that this program is made for.
         slowness: f64,
@@ -424,7 +425,7 @@ mod tests {
             }
             let limit = Clock::LIMIT;
             assert!(clock.longest <= 2 * limit, "{slowness}: {:?}", clock.longest);
-            // The limit is also made use of: submits of the last step take about as long as they may.
+            // The plan also uses the limit: submits of the last step take about as long as they may.
             clock.submits = 0;
             (0..4).for_each(|_| clock.step(128, 131_072));
             let wide = Clock { slowness, rates: Rates::default(), submits: 0, longest: Duration::ZERO };

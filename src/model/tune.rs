@@ -2,8 +2,8 @@
 //! choices give the same bits.
 //!
 //! The choices are: the source of the activations of products, the tiles for products of many tokens, and the kind of
-//! queue. The choice that is best by count ([`Tiles::of`]) stays unless another is faster by more than measurements
-//! vary. A CPU device has no choices.
+//! queue. The choice that is best by count ([`Tiles::of`]) stays unless another one is faster by more than
+//! the variation of measurements. A CPU device has no choices.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -22,7 +22,7 @@ const CLEARLY: f64 = 0.95;
 /// Number of measurements of each choice; the median counts.
 const RUNS: usize = 3;
 
-/// The matrix and the numbers of tokens that products are measured with.
+/// The matrix and the numbers of tokens with which products are measured.
 #[derive(Debug, Clone, Copy)]
 pub struct Trial {
     pub scheme: Scheme,

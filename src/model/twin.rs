@@ -1,12 +1,13 @@
-//! The forward pass on the CPU: what each layer of a checkpoint computes on a fixed prompt.
+//! The forward pass on the CPU: the reference values of each layer of a checkpoint for a fixed prompt.
 //!
-//! It judges devices and answers nobody: `unicorn quantize` stores its results with the weights, and a device that
-//! computes something else does not serve. It shares no code with what it judges. Values are f64 between products, and
-//! f32 where the device has f32. Matrices are read row by row, on all cores; memory holds a row of each core and the
-//! activations of a few tokens.
+//! It checks devices, and serves no requests: `unicorn quantize` stores its results with the weights, and a device that
+//! computes other values does not serve. It shares no code with the code that it checks. Values are f64 between
+//! products, and f32 where the device has f32. Matrices are read row by row, on all cores. Memory holds one row per
+//! core, and the activations of a few tokens.
 //!
-//! The pass runs twice at once, exactly and with what serving may round: the inputs of integer matrices to int8 as
-//! `fast` does, keys and values to int8. How far the two are apart is what a device may be off, times [`MARGIN`].
+//! Two passes run side by side: an exact one, and one with the roundings that serving may apply. These round the inputs
+//! of integer matrices to int8 as `fast` does, and keys and values to int8. A device may deviate by the difference
+//! between the two passes, times [`MARGIN`].
 
 use rayon::prelude::*;
 
@@ -20,16 +21,16 @@ use crate::tensor::Precision;
 const TOKENS: usize = 24;
 /// Logits that are stored.
 const LOGITS: usize = 256;
-/// A device may be off by the deviation of what serving rounds, times this; and by what rounding to f32 in another
-/// order can come to.
+/// A device may deviate by the error of the serving roundings, times this factor, plus the largest error of rounding to
+/// f32 in another order.
 const MARGIN: f64 = 4.0;
 const ROUNDING: Deviation = Deviation { relative: 1e-4, largest: 1e-3 };
 /// Columns that share a scale in int8, and the least sum of magnitudes of a block that needs no second digit.
 const BLOCK: usize = 32;
 const LEAST_MAGNITUDES: f32 = 14.0 * 32.0;
 
-/// What the layers of a checkpoint compute of the prompt that every checkpoint has. `each` is called with the bytes of
-/// weights that were read since the last call.
+/// What the layers of a checkpoint compute for the prompt of the check. `each` is called with the bytes of weights that
+/// were read since the last call.
 pub fn layer_values(
     checkpoint: &Checkpoint,
     weights: &Weights<'_>,
@@ -39,7 +40,7 @@ pub fn layer_values(
     values_of(checkpoint, weights, config, prompt(config), LOGITS.min(config.vocab_size), each)
 }
 
-/// What the layers compute of `tokens`, and `logits` of the logits behind the last one.
+/// What the layers compute for `tokens`, and `logits` of the logits after the last token.
 pub fn values_of(
     checkpoint: &Checkpoint,
     weights: &Weights<'_>,
@@ -66,7 +67,7 @@ pub fn values_of(
         twin.layer(layer, spec, &mut hidden)?;
         keep(&hidden);
         each(layer.projections.iter().map(|tensor| tensor.stored_bytes()).sum());
-        // The file was read once, and is as large as memory.
+        // Each tensor is read only once, and the file may be as large as memory.
         layer.projections.iter().for_each(|tensor| checkpoint.release(tensor));
     }
     let last: Vec<Vec<f64>> =
@@ -90,14 +91,14 @@ pub fn values_of(
     })
 }
 
-/// Ids from all of the vocabulary.
+/// Ids from the whole vocabulary.
 fn prompt(config: &ModelSpec) -> Vec<u32> {
     let id = |i: usize| ((i * i * 7919 + i * 31) % config.vocab_size) as u32;
     let first = config.bos_token_id.min(config.vocab_size as u32 - 1);
     std::iter::once(first).chain((1..TOKENS.min(config.max_position_embeddings)).map(id)).collect()
 }
 
-/// Rows of activations are those of the exact pass, and behind them those of the rounded pass.
+/// Rows of activations: first those of the exact pass, then those of the rounded pass.
 #[derive(Clone, Copy)]
 struct Twin<'a> {
     checkpoint: &'a Checkpoint,

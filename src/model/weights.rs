@@ -66,8 +66,8 @@ impl<'a> Weights<'a> {
         Ok(Self { tensors, skipped_vision: found.skipped_vision, skipped_bytes: found.skipped_bytes })
     }
 
-    /// Defects of the language model by tensor: values that the checkpoint's writer lost, as far as the stored data shows
-    /// it.
+    /// Defects of the language model by tensor: values that the checkpoint's writer lost, as far as the stored data
+    /// shows the loss.
     pub fn defects(&self) -> Vec<String> {
         let of = |tensor: &Tensor| Some(format!("{}: {}", short(tensor.name), tensor.defect()?));
         self.tensors.iter().filter_map(of).collect()

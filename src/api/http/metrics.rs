@@ -1,15 +1,16 @@
-//! `/metrics`: counts and times of requests, and what the engine and the device report of themselves, for Prometheus.
+//! `/metrics`: counts and times of requests, and what the engine and the device report about themselves, for Prometheus.
 //!
-//! `docs/metrics.md` lists the names. They are vLLM's names if vLLM has the metric, with `unicorn_` for its `vllm:`,
-//! because a colon is for rules that Prometheus itself evaluates. So vLLM's dashboards need that one change.
+//! `docs/metrics.md` lists the names. If vLLM has the metric, the name is vLLM's name with the prefix `unicorn_`
+//! instead of `vllm:`, because Prometheus reserves colons for its recording rules. So vLLM's dashboards need only this
+//! change.
 //!
 //! This module writes the text itself, without a Prometheus client library. Such libraries own the values of their
-//! metrics. These values belong to the engine and the device, which are asked at each scrape. `prometheus-client` would
-//! also write OpenMetrics, whose names of counters differ. A test reads the text with Prometheus' own parser, and holds
-//! the names to docs/metrics.md.
+//! metrics. These values belong to the engine and the device, and are queried at each scrape. `prometheus-client` would
+//! also write OpenMetrics, in which counters have different names. A test reads the text with Prometheus' own parser,
+//! and compares the names with docs/metrics.md.
 //!
-//! Every label has few values, which are known beforehand: a path that is no route is `other`. No value comes from a
-//! request's text, and no client or key is named.
+//! Every label has few values, which are known beforehand: the value is `other` for a path that is not a route. No
+//! value comes from a request's text, and no label names a client or a key.
 
 use std::fmt::{Display, Write};
 use std::sync::Arc;
@@ -27,7 +28,7 @@ use crate::device::Metric;
 use crate::engine::PoolUse;
 
 /// The text that Prometheus reads, <https://prometheus.io/docs/instrumenting/exposition_formats/>. Every sample has the
-/// model's name.
+/// model's name as a label.
 struct Exposition<'a> {
     text: String,
     model: &'a str,

@@ -1,5 +1,5 @@
-//! `/status`: what the server does, for people and programs that watch it. The report contains no prompt, answer,
-//! client or key, nor a path of the machine.
+//! `/status`: what the server does, for people and programs that monitor it. The report contains no prompts, answers,
+//! clients, keys or file paths.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -1,10 +1,11 @@
 //! A client of any server with the OpenAI API: sends one request, and notes when each part of the answer arrives.
 //!
-//! It relies on the standard's fields alone, so that every server is measured alike. Each request has its own
-//! connection, as with independent clients, and blocks its thread. It ends in an answer or in an error of one line,
-//! after [`Options::timeout`] at the latest. No request is repeated, no redirect is followed, no proxy is used.
+//! It uses only the standard's fields, so that every server is measured in the same way. Each request has its own
+//! connection, as with independent clients, and blocks its thread. It ends with an answer or with an error of one line,
+//! after [`Options::timeout`] at the latest. The client does not repeat requests, follow redirects or use a proxy.
 //!
-//! A soak asks every route, and sends what no well-behaved client does: [`Client::exchange`] and what follows it.
+//! A soak test calls every route, and sends what a correct client never sends: see [`Client::exchange`] and the
+//! functions after it.
 
 use std::io::{BufRead, BufReader, Read};
 use std::time::{Duration, Instant};
@@ -16,7 +17,7 @@ use ureq::http::{Method, Request, Response, StatusCode};
 use ureq::{Agent, AsSendBody, Body, SendBody};
 
 const CONNECT: Duration = Duration::from_secs(10);
-/// Longest body that is no stream.
+/// Longest body that is not a stream.
 const MAX_BODY_BYTES: u64 = 1 << 20;
 /// Longest answer to [`Client::exchange`].
 const MAX_ANSWER_BYTES: u64 = 1 << 24;
@@ -88,7 +89,7 @@ pub struct Answer {
     pub pieces: Vec<Instant>,
     pub text: String,
     pub ended: Instant,
-    /// `None` where the server sent no usage.
+    /// `None` if the server sent no usage.
     pub usage: Option<Usage>,
 }
 
@@ -108,10 +109,10 @@ impl Answer {
     }
 }
 
-/// The answer to any request, as it came.
+/// The answer to any request, as received.
 pub struct Exchanged {
     pub status: u16,
-    /// Its content type without parameters; empty where there is none.
+    /// Its content type without parameters; empty if it has none.
     pub kind: String,
     pub body: Vec<u8>,
 }
@@ -233,7 +234,8 @@ impl Client {
         Ok(answer)
     }
 
-    /// Sends any request to a path that begins at the server's root, and reads the answer, whatever its status is.
+    /// Sends any request to a path that begins at the server's root, and reads the answer, whether or not its status is
+    /// a success.
     pub fn exchange(&self, method: &Method, path: &str, body: Option<&str>) -> Result<Exchanged, AskError> {
         let request = self.at(method, path);
         let mut response = match body {
@@ -246,7 +248,7 @@ impl Client {
         Ok(Exchanged { status: response.status().as_u16(), kind, body })
     }
 
-    /// Sends a request for a stream, and closes the connection behind the stream's first event.
+    /// Sends a request for a stream, and closes the connection after the stream's first event.
     pub fn leave_midway(&self, path: &str, body: &str) -> Result<(), AskError> {
         let request = self.at(&Method::POST, path).header(CONTENT_TYPE, "application/json");
         let mut response = self.run(request, body)?;
@@ -263,7 +265,7 @@ impl Client {
         }
     }
 
-    /// Announces a body, sends half of it, and closes the connection. There is nothing to be answered.
+    /// Announces a body, sends half of it, and closes the connection. The server has nothing to answer.
     pub fn leave_amid_body(&self, path: &str, body: &str) {
         struct Half<'a>(&'a [u8]);
         impl Read for Half<'_> {
@@ -295,9 +297,9 @@ impl Client {
         self.agent.run(request).map_err(|error| self.before_answer(&error))
     }
 
-    /// The error for a response whose status is no success.
+    /// The error for a response whose status is not a success.
     fn refusal(&self, response: &mut Response<Body>) -> AskError {
-        // Where the body cannot be read, the status is the message.
+        // If the body cannot be read, the status is the message.
         let body = response.body_mut().with_config().limit(MAX_BODY_BYTES).read_to_vec().unwrap_or_default();
         let message = match serde_json::from_slice::<Value>(&body) {
             Ok(value) => message_of(value.get("error").unwrap_or(&value)),
@@ -363,7 +365,7 @@ enum EventError {
     TooLong,
 }
 
-/// The data of all events in a stream that has ended; none where an event is too long.
+/// The data of all events in a stream that has ended; `None` if an event is too long.
 pub fn events(stream: &[u8]) -> Option<Vec<String>> {
     let mut events = Events::new(stream);
     std::iter::from_fn(|| events.next().transpose()).collect::<Result<_, _>>().ok()

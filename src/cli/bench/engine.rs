@@ -1,8 +1,8 @@
 //! `unicorn bench engine`: load time, prefill and decode speed, memory, and the time of the engine's own thread in a
-//! step. The report names the device, the driver and the commit, and tells the machine's energy where it can be read.
+//! step. The report names the device, the driver and the commit, and gives the machine's energy if it can be read.
 //!
-//! The requests go through the engine, one at a time, as in a chat, and then with `--streams` many at once. Prompts
-//! consist of ids, not of text, since the time does not depend on the ids.
+//! The requests go through the engine: first one at a time, as in a chat, then with `--streams` many at the same time.
+//! Prompts consist of ids, not of text, because the time does not depend on the ids.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -57,12 +57,12 @@ pub fn engine(config: &Config, args: &args::BenchEngine) -> Result<(), Error> {
 }
 
 fn measure(config: &Config, args: &args::BenchEngine) -> Result<(Measured, EndEngine), Error> {
-    // Every requested stream gets its place in the KV cache, if the memory suffices.
+    // Every requested stream gets its place in the KV cache, if there is enough memory.
     let widest = args.streams.iter().copied().max().unwrap_or(1) as usize;
     let mut config = config.clone();
     config.engine.sequences = config.engine.sequences.max(widest);
-    // The benchmark measures the pass over the weights; how often a made-up prompt repeats itself would say nothing. A
-    // draft model is measured with its cost and its gain.
+    // The benchmark measures the pass over the weights. Made-up prompts do not repeat themselves as real texts do, so
+    // drafting from repetitions would give meaningless results. A draft model is measured with its cost and its gain.
     if config.model.draft.is_none() {
         config.engine.speculation_tokens = 0;
     }
@@ -100,7 +100,7 @@ fn measure(config: &Config, args: &args::BenchEngine) -> Result<(Measured, EndEn
     let drafts = config.model.draft.is_some().then(|| drafts_between(&before.drafts, &after.drafts));
     let kernels = profiler.take();
     runs.remove(0); // the first one warms up
-    let mut prompts = args.runs + 1; // prompts used so far
+    let mut prompts = args.runs + 1; // prompts used until now
     let mut together = Vec::new();
     for n in &args.streams {
         let each =
@@ -270,7 +270,8 @@ fn work_of_run(args: &args::BenchEngine) -> u64 {
     u64::from(args.prompt_tokens) + u64::from(args.generate_tokens)
 }
 
-/// Shows how far a run is, of `turns` that begin with 0: it has read its prompt when it has decoded the first token.
+/// Shows the progress of a run, which is one of `turns`; `turn` begins with 0. The prompt counts as read when the first
+/// token is decoded.
 fn show_run(bar: &Bar, args: &args::BenchEngine, turn: u32, turns: u32, decoded: usize) {
     let (prompt, run) = (args.prompt_tokens, turn + 1);
     let (what, done) = match decoded {
@@ -319,7 +320,7 @@ struct Energy {
 }
 
 impl Energy {
-    /// None if the energy of a run is not known.
+    /// `None` if the energy of a run is not known.
     fn of(runs: &[Timings], source: &'static str, prompt_tokens: u32) -> Option<Self> {
         let known: Option<Vec<_>> = runs.iter().map(|run| Some((run.energy?, run.predicted_n))).collect();
         let known = known?;
@@ -371,7 +372,7 @@ struct Together {
     steps: u64,
     preemptions: u64,
     host: HostTime,
-    /// The machine's energy; none if it is not known.
+    /// The machine's energy; `None` if it is not known.
     joules_per_token: Option<f64>,
 }
 
@@ -409,7 +410,7 @@ impl Courteous {
     }
 }
 
-/// Runs one stream with each of the shares by turns. `busy` is how long the device has computed so far.
+/// Runs one stream with each of the shares in turn. `busy` returns how long the device has computed until now.
 fn with_courtesy(
     engine: &EngineHandle,
     args: &args::BenchEngine,
@@ -445,8 +446,8 @@ fn with_courtesy(
     Ok(measured.collect())
 }
 
-/// Decodes with `n` streams, and measures from the first token of the last stream on. Earlier streams go on meanwhile,
-/// as long as the context allows. `progress` is called with the number of measured tokens.
+/// Decodes with `n` streams, and measures from the first token of the last stream on. Earlier streams keep decoding
+/// until then, as long as the context allows. `progress` is called with the number of measured tokens.
 fn decode_together(
     engine: &EngineHandle,
     meter: Option<&Meter>,

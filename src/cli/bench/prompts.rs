@@ -1,5 +1,5 @@
-//! Prompts: sentences of common words, drawn from a seed. No two prompts begin alike, so that no server has the
-//! beginning of one in its cache from another.
+//! Prompts: sentences of common words, drawn from a seed. No two prompts have the same beginning, so that no server can
+//! reuse its prefix cache.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

@@ -2,14 +2,14 @@
 
 use crate::cli::version::COMMIT;
 
-/// The source tree in which this binary was built. A release knows its commit instead, and names no folder.
+/// The source tree in which this binary was built. A release contains its commit instead, and no path of a source tree.
 const SOURCES: Option<&str> = match COMMIT {
     Some(_) => None,
     None => Some(env!("CARGO_MANIFEST_DIR")),
 };
 
-/// The commit that this binary was built from: a release's own, or that of the source tree, if the tree is still there;
-/// `+` marks uncommitted changes. On another machine, `UNICORN_COMMIT` gives the commit.
+/// The commit that this binary was built from: the commit of the release, or of the source tree, if the tree still
+/// exists; `+` marks uncommitted changes. On another machine, `UNICORN_COMMIT` gives the commit.
 pub fn commit() -> String {
     let described = || {
         let describe = ["describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"];

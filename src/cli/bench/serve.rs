@@ -1,7 +1,7 @@
 //! `unicorn bench serve`: sends requests to a server over HTTP as clients would, and reports the waiting times.
 //!
-//! All loops are closed: a stream sends its next request when the last is answered, so the number of requests under way
-//! is the requested one. Only the long prompts of `mixed` arrive by the clock. A failed request is counted and
+//! All loops are closed: a stream sends its next request after the answer to the last one, so the number of requests in
+//! progress is the requested one. Only the long prompts of `mixed` arrive by the clock. A failed request is counted and
 //! reported, and not repeated. If all requests fail, the benchmark fails. The report does not name the server's device,
 //! which must be noted separately.
 
@@ -244,7 +244,7 @@ struct Tally {
     requests: u64,
     failures: u64,
     first_failure: Option<AskError>,
-    /// Time from the first request to the end of the last; zero where it was not measured.
+    /// Time from the first request to the end of the last one; zero if it was not measured.
     time: Duration,
     first: Vec<Duration>,
     gaps: Vec<Duration>,
@@ -283,7 +283,7 @@ impl Tally {
         self.gaps.iter().copied().collect()
     }
 
-    /// Tokens per second; `None` where the time was not measured.
+    /// Tokens per second; `None` if the time was not measured.
     fn tokens_per_s(&self) -> Option<f64> {
         ratio(self.tokens as f64, self.time.as_secs_f64())
     }
@@ -325,7 +325,7 @@ impl Tally {
         )
     }
 
-    /// A line about failures; empty where none occurred.
+    /// A line about failures; empty if there were none.
     fn failed(&self, who: &str) -> String {
         match &self.first_failure {
             None => String::new(),
@@ -497,7 +497,7 @@ impl Turn {
         (!first.is_empty()).then(|| median(first.iter().map(|time| time.as_secs_f64() * 1e3)))
     }
 
-    /// Mean number of cached tokens; `None` where the server does not report it.
+    /// Mean number of cached tokens; `None` if the server does not report it.
     fn mean_cached(&self) -> Option<f64> {
         ratio(self.cached.iter().sum::<u64>() as f64, self.cached.len() as f64)
     }

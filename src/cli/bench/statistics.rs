@@ -40,7 +40,7 @@ impl Times {
     }
 }
 
-/// `a / b`, or `None` where `b` is 0.
+/// `a / b`, or `None` if `b` is 0.
 pub fn ratio(a: f64, b: f64) -> Option<f64> {
     (b > 0.0).then(|| a / b)
 }

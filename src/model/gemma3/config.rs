@@ -1,8 +1,9 @@
 //! The `config.json` of a Gemma-3 checkpoint.
 //!
-//! Reads the multimodal wrapper (`text_config`) and the text-only layout; configs with missing fields (that of the
-//! published 27B lacks ten); and both generations of names: `rope_theta`, `rope_local_base_freq` and `rope_scaling`, and
-//! the `rope_parameters` by layer type of transformers 5. Defaults are those of transformers' `Gemma3TextConfig`.
+//! Reads the multimodal wrapper (`text_config`) and the text-only layout; configs with missing fields (the config of
+//! the published 27B lacks ten); and both generations of names: `rope_theta`, `rope_local_base_freq` and
+//! `rope_scaling`, and the `rope_parameters` by layer type of transformers 5. The defaults are those of transformers'
+//! `Gemma3TextConfig`.
 //!
 //! Refuses by name what would change the result and is not supported: soft capping, biases, bidirectional attention,
 //! untied heads, RoPE scalings other than linear. [`crate::checkpoint`] reads how the weights are quantized
@@ -25,7 +26,7 @@ const MAX_INTERMEDIATE: u64 = 1 << 17;
 const MAX_LAYERS: u64 = 1024;
 const MAX_HEADS: u64 = 1024;
 const MAX_POSITIONS: u64 = 1 << 24;
-/// What transformers takes for `sliding_window` where a config has none.
+/// The value that transformers uses for `sliding_window` if a config has none.
 const DEFAULT_WINDOW: usize = 4096;
 
 /// The positions that a layer's attention sees.
@@ -54,7 +55,7 @@ pub struct Config {
     pub max_position_embeddings: usize,
     /// Attention scores are scaled by the inverse square root of this number, which differs from `head_dim` in the 27B.
     pub query_pre_attn_scalar: f64,
-    /// The number of positions that sliding layers see. A model without sliding layers has it, too.
+    /// The number of positions that sliding layers see. A model without sliding layers has this value, too.
     pub sliding_window: usize,
     /// The kind of each layer.
     pub layer_types: Vec<LayerType>,
@@ -126,7 +127,7 @@ impl Config {
         };
 
         let layer_types = layer_types(&text, num_hidden_layers)?;
-        // A config of full layers alone may say `null`: there is nothing to slide.
+        // A config with only full layers may have `null` here, because no layer has a window.
         let sliding_window = match text.get("sliding_window") {
             None if !layer_types.contains(&LayerType::SlidingAttention) => DEFAULT_WINDOW,
             _ => text.size("sliding_window", DEFAULT_WINDOW, 1..=MAX_POSITIONS)?,
@@ -198,7 +199,7 @@ fn layer_types(text: &Level, num_hidden_layers: usize) -> Result<Vec<LayerType>,
         };
         return types.iter().enumerate().map(read).collect();
     }
-    // transformers writes the second name since 4.53, always beside layer_types.
+    // transformers has written the second name since 4.53, always together with layer_types.
     let names = ["sliding_window_pattern", "_sliding_window_pattern"];
     let mut pattern = None;
     for name in names {

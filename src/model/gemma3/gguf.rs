@@ -37,7 +37,7 @@ pub(super) static GGUF: GgufArch = GgufArch {
     },
 };
 
-/// Maximum number of blocks. No model has so many.
+/// Maximum number of blocks. Every known model has far fewer.
 const MAX_BLOCKS: u64 = 1024;
 /// Layers of Gemma-3 27B. llama.cpp recognizes the 27B by this number.
 const BLOCKS_27B: u64 = 62;

@@ -1,8 +1,8 @@
 //! Gemma 3: how its configs, tensors and GGUF files describe a model.
 //!
 //! A layer has a norm before and after attention, and before and after the feed-forward network; norms of queries and
-//! keys; and a feed-forward network gated by GELU. Five of six layers see a window of positions. Norm weights are stored
-//! as `w` and used as `1 + w`. The output head is the embedding.
+//! keys; and a feed-forward network gated by GELU. Five of six layers see a window of positions. Norm weights are
+//! stored as `w` and used as `1 + w`. The output head is the embedding.
 
 mod config;
 mod gguf;

@@ -159,8 +159,8 @@ mod tests {
         (c.vocab_size * c.hidden_size + c.layers.len() * layer + c.hidden_size) as u64
     }
 
-    /// The parameters that the hub counts in each checkpoint. The larger checkpoints hold a vision tower, the same in
-    /// all of them, and a projector of 1152 x hidden_size with its norm beside the language model.
+    /// The parameters that the hub counts in each checkpoint. In addition to the language model, the larger checkpoints
+    /// hold a vision tower, the same in all of them, and a projector of 1152 x hidden_size with its norm.
     #[test]
     fn the_shapes_add_up_to_the_published_parameter_counts() {
         const VISION_TOWER: u64 = 416_866_032;

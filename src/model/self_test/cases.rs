@@ -1,6 +1,6 @@
-//! The cases of the self-test: what each records, and what of its results is compared with which stored values.
+//! The cases of the self-test: what each case records, and which of its results are compared with which stored values.
 //!
-//! All cases lie in one buffer, whose size depends on heads and schemes alone, so that a plan can count it.
+//! All cases are in one buffer. Its size depends only on heads and schemes, so that a plan can count it.
 
 use std::ops::Range;
 
@@ -20,7 +20,7 @@ pub const POISON: u32 = 0x7fc0_5e1f;
 const ALIGNMENT: u64 = 256;
 /// Slots of partials: of one token, and of a tile.
 const ROOM: Room = Room { single: 8, tiles: 32 };
-/// Queries of the attention cases: the last tokens of a sequence in a tile, and the last one by itself.
+/// Queries of the attention cases: the last tokens of a sequence in a tile, and the last token alone.
 const QUERIES: usize = NEW_TOKENS + 1;
 const KV_BLOCKS: usize = inputs::KEYS / inputs::BLOCK_SIZE;
 
@@ -30,9 +30,9 @@ pub struct Traits {
     pub heads: Heads,
     /// Every scheme of a matrix, once; the embedding's first.
     pub schemes: Vec<Scheme>,
-    /// The schemes of gate and up matrices that are alike, and the forms of the results that follow.
+    /// The common schemes of gate and up matrices, each with the form of its results.
     pub gated: Vec<(Scheme, Wants)>,
-    /// The forms of what norms write, of attention, of GeGLU, and of the final norm; each form once.
+    /// The forms of the outputs of norms, of attention, of GeGLU, and of the final norm; each form once.
     pub normed: Vec<Wants>,
     pub attended: Vec<Wants>,
     pub activated: Vec<Wants>,
@@ -186,7 +186,7 @@ enum Form {
     F32,
     U32,
     F16,
-    /// Integers of one byte, and behind them their f32 scale.
+    /// Integers of one byte, followed by their f32 scale.
     Int8,
     /// What [`Quantized::values`] reads.
     Blocks {
@@ -217,7 +217,7 @@ impl Form {
 }
 
 impl Form {
-    /// Where the words lie that an element of a result of `len` bytes cannot be right without.
+    /// The positions of the words without which an element of a result of `len` bytes cannot be right.
     fn words_of(&self, index: usize, len: usize) -> Vec<usize> {
         match self {
             Form::F32 | Form::U32 => vec![4 * index],
@@ -238,7 +238,7 @@ pub struct Element {
     pub bound: f64,
 }
 
-/// A result of a case: buffers that are copied to the host one behind the other.
+/// A result of a case: buffers that are copied to the host one after the other.
 struct Output {
     name: &'static str,
     from: Vec<Buffer>,
@@ -246,7 +246,7 @@ struct Output {
     elements: Vec<Element>,
 }
 
-/// The first element of a case that is not what it should be.
+/// The first wrong element of a case.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Mismatch {
     pub output: &'static str,
@@ -289,7 +289,7 @@ impl Case {
             let values = output.form.values(own);
             for &element in &output.elements {
                 let got = values[element.index];
-                // A NaN is within no bound.
+                // This is false for a NaN.
                 let is_right = (got - element.value).abs() <= element.bound;
                 if !is_right {
                     return Err(Mismatch { output: output.name, element, got });
@@ -299,15 +299,16 @@ impl Case {
         Ok(())
     }
 
-    /// Ways to damage a right result of the case that [`Case::compare`] does not notice: each word that holds an
-    /// element is poisoned in turn, and has all of its bits, or its highest one but the sign, turned round.
+    /// Ways to damage a right result of the case that [`Case::compare`] does not detect. Each word that an element
+    /// depends on is changed in three ways: it becomes the poison, all of its bits are inverted, or its highest bit
+    /// except the sign is inverted.
     pub fn misses(&self, right: &[u8]) -> Vec<String> {
         let mut missed = Vec::new();
         let mut start = 0;
         for output in &self.outputs {
             let len: u64 = output.from.iter().map(Buffer::size).sum();
             for element in &output.elements {
-                // The scale of what is next to nothing does not show.
+                // If the value is close to 0, a wrong scale has no visible effect.
                 let scaled = matches!(output.form, Form::Int8 | Form::Blocks { .. });
                 let is_small = element.value.abs() <= 4.0 * element.bound;
                 for at in output.form.words_of(element.index, len as usize) {
@@ -415,7 +416,7 @@ impl Make<'_> {
         self.cases.push(Case { kernel: kernel.into(), record, outputs });
     }
 
-    /// The result that an operand is, with elements `(row, col)` in the order of a set of stored values.
+    /// The expected result in an operand, with elements `(row, col)` in the order of a set of stored values.
     fn operand(
         &self,
         name: &'static str,
@@ -570,7 +571,7 @@ impl Make<'_> {
         self.add(format!("embed {scheme}"), outputs, Box::new(record));
     }
 
-    /// Norms in every form, what they are added to, GeGLU, and sums of states.
+    /// Norms in every form, what their results are added to, GeGLU, and sums of states.
     fn norms(&mut self) {
         let space = &mut self.space;
         space.put_rows(CaseBuffer::Normed, WIDTH, NORM_ROWS, inputs::normed);
@@ -633,7 +634,7 @@ impl Make<'_> {
         self.add("rms_norm_add", outputs, Box::new(record));
 
         let to = Operand::new(self.traits.last, &y, &blocks);
-        // Row 2 comes first, and row 0 behind it.
+        // Row 2 comes first, followed by row 0.
         let set = stored.get("rms_norm").reordered(&[places(&[2]), places(&[0])].concat(), &all);
         let outputs = self.operand("y", &to, 2, &set, &places(&[0, 1]));
         let (from, by, into) = (x.clone(), norm.clone(), to);
@@ -810,12 +811,12 @@ impl Make<'_> {
         self.add(format!("qkv_store_{kv}"), outputs, Box::new(record));
     }
 
-    /// Attention of tokens in a tile and of one by itself, over all keys and over a window, and the merge of splits.
+    /// Attention of tokens in a tile and of a single token, over all keys and over a window, and the merge of splits.
     fn attention(&mut self) {
         let Heads { group, head_dim, kv } = self.traits.heads;
         let width = KV_HEADS * group * head_dim;
         let first = inputs::KEYS - NEW_TOKENS;
-        // The token by itself is the sequence's last.
+        // The single token is the last one of the sequence.
         let position = |row: usize| (first + row).min(inputs::KEYS - 1);
         let part_of_score = 4.0 / head_dim as f32;
         self.space.put_rows(CaseBuffer::Queries, width, QUERIES, |row, col| {
@@ -929,7 +930,7 @@ impl Make<'_> {
         self.space.put(&ids, &[100u32, 101, 102, LAST_SAMPLED | 1]);
         self.space.put(&positions, &[3u32, 4, 5, 7]);
         self.space.put(&sequence_of, &[0u32, 0, 0, 1]);
-        // Behind the slots of the sequences lie the ids last sampled.
+        // The ids last sampled are stored after the slots of the sequences.
         self.space.put(&slots, &[2u32, 0, 7, 55]);
         let sampled = slots.slice(8, 8);
         let to = self.space.part(CaseBuffer::History);

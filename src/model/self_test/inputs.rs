@@ -1,10 +1,10 @@
-//! What the cases of the self-test compute with: numbers made by counting, the same on every machine.
+//! The inputs of the self-test's cases: numbers made by counting, the same on every machine.
 //!
-//! The stored results hold for every model, so nothing here depends on one. Heads of any dimension have four values
-//! ([`class`]), each repeated over a quarter of the head, so that norms, rotations, scores and sums of values are those
-//! of a head of four. Query heads repeat every four. Activations of products, keys and values are whole numbers of a
-//! step of which their largest is 127, so that int8 and f16 hold them exactly, and one result serves every precision
-//! and every type of the cache.
+//! The stored results hold for every model, so nothing here depends on a model. Heads of any dimension have four values
+//! ([`class`]), each repeated over a quarter of the head, so that norms, rotations, scores and sums of values equal the
+//! results of a head of dimension four. Query heads repeat every four. Activations of products, keys and values are
+//! integer multiples of a step, and the largest is 127 steps. So int8 and f16 hold them exactly, and one result serves
+//! every precision and every type of the cache.
 
 use half::{bf16, f16};
 
@@ -15,13 +15,13 @@ pub const ROWS: usize = 72;
 pub const COLS: usize = 288;
 /// The most tokens of a product.
 pub const TOKENS: usize = 128;
-/// Rows of a product whose results are stored, and the ids and columns of the embedding that are.
+/// Rows of a product whose results are stored, and the ids and columns of the embedding whose results are stored.
 pub const PRODUCT_ROWS: [usize; 4] = [0, 31, 32, 71];
 pub const EMBEDDED_IDS: [usize; 4] = [0, 71, 40, 33];
 pub const EMBEDDED_COLS: [usize; 2] = [17, 287];
 pub const EMBEDDING_SCALE: f32 = 3.0;
 
-/// Rows and width of what norms, GeGLU and sums of states take. The width is more than a workgroup takes at once.
+/// Rows and width of the inputs of norms, GeGLU and sums of states. One workgroup needs several passes for this width.
 pub const NORM_ROWS: usize = 3;
 pub const WIDTH: usize = 1100;
 pub const NORM_COLS: [usize; 6] = [0, 5, 511, 1023, 1024, 1099];
@@ -57,7 +57,7 @@ fn fraction(list: u32, i: usize) -> f32 {
     number(list, i) as f32 / 128.0
 }
 
-/// Which of the four values of a head dimension `d` of `head_dim` has. RoPE turns 0 with 2, and 1 with 3.
+/// Which of the four values dimension `d` of a head of `head_dim` has. RoPE rotates 0 with 2, and 1 with 3.
 pub fn class(d: usize, head_dim: usize) -> usize {
     2 * usize::from(d >= head_dim / 2) + d % 2
 }
@@ -74,7 +74,8 @@ pub fn activation(token: usize, col: usize) -> f32 {
     if token == 0 || (token + 1).is_power_of_two() { of_block } else { of_block / 2.0 }
 }
 
-/// The scheme whose results are those of `scheme`: a group that is wider than the matrices is as wide as they are.
+/// The scheme whose results equal the results of `scheme`: a group that is wider than the matrices is as wide as they
+/// are.
 pub fn stored_scheme(scheme: Scheme) -> Scheme {
     match scheme {
         Scheme::Int { bits, group, scales } => Scheme::Int { bits, group: group.min(COLS as u32), scales },
@@ -135,7 +136,7 @@ pub fn weights(scheme: Scheme, row: usize) -> Vec<f32> {
     let mut out = vec![0.0; COLS];
     match scheme.grouping(COLS) {
         Some(_) => quantized_row(scheme, row).dequantize_into(scheme, &mut out),
-        // Seven bits, which bf16 has.
+        // Seven bits, which bf16 can hold.
         None => out.iter_mut().enumerate().for_each(|(col, w)| *w = fraction(2, row * COLS + col)),
     }
     debug_assert!(scheme != Scheme::Bf16 || out.iter().all(|w| bf16::from_f32(*w).to_f32() == *w));
@@ -161,7 +162,7 @@ pub fn packed(scheme: Scheme) -> [Vec<u8>; 2] {
     [blocks, scales]
 }
 
-/// What a norm takes, the residual stream that its result is added to, and the weights of the two norms.
+/// The input of a norm, the residual stream that its result is added to, and the weights of the two norms.
 pub fn normed(row: usize, col: usize) -> f32 {
     fraction(4, row * WIDTH + col) * (1 + row) as f32
 }
@@ -220,7 +221,7 @@ pub fn logit(row: usize, id: usize) -> f32 {
     (number(15, at) * 128 + number(16, at)) as f32 / 2048.0
 }
 
-/// Ids of a draw's history: the first is of the prompt, the others of the answer.
+/// Ids of a draw's history: the first is in the prompt, the others are in the answer.
 pub const HISTORY: [u32; 4] = [9, 4097, 2, 2];
 /// Biases of the greedy row. Its largest logits are forbidden, or penalized, or passed by.
 pub const BIASES: [(u32, f32); 2] = [(4099, 30.0), (7, 4.0)];
@@ -235,7 +236,7 @@ pub const SEED: u64 = 0x5eed_0001_0000_0007;
 /// Log probabilities reported with the greedy id.
 pub const LOGPROBS: usize = 3;
 
-/// Whether the mask of the filtered row lets an id come.
+/// Whether the mask of the filtered row allows an id.
 pub fn allowed(id: usize) -> bool {
     id % 3 != 1
 }

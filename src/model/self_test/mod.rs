@@ -1,10 +1,11 @@
-//! The self-test of a loaded model: every kernel that its steps dispatch, in the variants that were chosen for this
-//! model, device and driver, on small inputs whose results are stored.
+//! The self-test of a loaded model. It runs every kernel that the model's steps dispatch, in the variants that were
+//! chosen for this model, device and driver, on small inputs for which results are stored.
 //!
-//! It refuses a device by the kernel whose result is not the stored one. It judges the device and its driver, and no
-//! checkpoint. Invariants: its buffers are its own and are planned with the model's, so that it neither needs memory
-//! after the load nor leaves a trace in what a step reads; every result is poisoned before a case writes it, on the
-//! device and on the host; a device that fails to run a case is lost, or short of memory, and never "right".
+//! It refuses a device if a result differs from the stored result, and names the kernel. It checks the device and its
+//! driver, not the checkpoint. Invariants: the test has its own buffers, which are planned with the model's, so that it
+//! needs no memory after the load and changes nothing that a step reads; every result is poisoned before a case writes
+//! it, on the device and on the host; a device that fails to run a case counts as lost, or short of memory, and never
+//! as "right".
 
 mod cases;
 pub mod inputs;
@@ -35,7 +36,7 @@ pub struct SelfTest {
 
 impl SelfTest {
     /// Cases in a device buffer of [`buffer_bytes`], with results of [`result_bytes`] that the host reads. Also returns
-    /// the bytes that the first buffer must hold before they run.
+    /// the bytes that the first buffer must contain before the cases run.
     pub fn new(
         device: &Arc<Device>,
         kernels: &Kernels,
@@ -47,7 +48,7 @@ impl SelfTest {
         (SelfTest { device: Arc::clone(device), cases, untested, results, next: 0 }, image)
     }
 
-    /// Products of a scheme that no values are stored for.
+    /// Products whose scheme has no stored values.
     pub fn untested(&self) -> &[String] {
         &self.untested
     }
@@ -57,7 +58,7 @@ impl SelfTest {
         self.cases.iter().map(|case| &case.kernel[..])
     }
 
-    /// Runs all cases. Returns how many there are, or says which is the first that is wrong.
+    /// Runs all cases. Returns their number, or an error that names the first wrong case.
     pub fn run(&self, kernels: &Kernels) -> Result<usize, RunnerError> {
         let mut first = 0;
         while first < self.cases.len() {
@@ -74,7 +75,7 @@ impl SelfTest {
         Ok(self.cases.len())
     }
 
-    /// Runs a few cases, each time others.
+    /// Runs a few cases. Each call continues with the next cases.
     pub fn probe(&mut self, kernels: &Kernels) -> Result<(), RunnerError> {
         for _ in 0..PROBED.min(self.cases.len()) {
             let case = self.next % self.cases.len();
@@ -100,7 +101,7 @@ impl SelfTest {
         })?;
         submission.submit(&mut [&mut commands], "the self-test")?;
         submission.wait()?;
-        // The wait collects times where the device is profiled.
+        // If the device is profiled, the wait collects the kernels' times.
         commands.wait()?;
         self.results.read(0, &mut bytes);
         self.compare(cases, &bytes)
@@ -125,7 +126,7 @@ impl SelfTest {
         ))
     }
 
-    /// The ways to damage right results that no comparison notices; there should be none.
+    /// The ways to damage right results that no comparison detects; there should be none.
     #[doc(hidden)]
     pub fn missed_damage(&self, kernels: &Kernels) -> Result<Vec<String>, RunnerError> {
         let mut missed = Vec::new();

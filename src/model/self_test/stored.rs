@@ -1,12 +1,12 @@
-//! The stored results of the self-test's cases, `stored.json`: what the CPU twins of the shaders compute of the same
-//! inputs. `tests/self_test.rs` writes the file, and holds it to the twins.
+//! The stored results of the self-test's cases, `stored.json`: what the CPU twins of the shaders compute for the same
+//! inputs. `tests/self_test.rs` writes the file, and checks that it still matches the twins.
 
 use std::collections::BTreeMap;
 use std::sync::OnceLock;
 
 use serde::{Deserialize, Serialize};
 
-/// Values of one result, and how far a device may be off each of them.
+/// Values of one result, and how far a device may deviate from each of them.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Set {
     pub values: Vec<f64>,
@@ -16,7 +16,7 @@ pub struct Set {
 }
 
 impl Set {
-    /// These values, several times.
+    /// These values, repeated several times.
     pub fn repeated(&self, times: usize) -> Set {
         Set { values: self.values.repeat(times), ..*self }
     }
@@ -28,12 +28,12 @@ impl Set {
     }
 }
 
-/// Sets by name: a kernel, and what tells its results apart.
+/// Sets by name: a kernel, and what distinguishes its results.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Stored(pub BTreeMap<String, Set>);
 
 impl Stored {
-    /// What is in the binary.
+    /// The stored results in the binary.
     pub fn included() -> &'static Stored {
         static INCLUDED: OnceLock<Stored> = OnceLock::new();
         INCLUDED.get_or_init(|| {
