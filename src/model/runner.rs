@@ -264,8 +264,8 @@ pub struct Logprobs {
     pub top: Vec<(u32, f32)>,
 }
 
-/// The device, or a required coprocessor, failed. This runner cannot be used again. The engine never computes
-/// elsewhere instead; a [`RunnerFactory`] may start another runner on the same device.
+/// The device, or a required coprocessor, failed. This runner cannot be used again. The engine never falls back to
+/// another device; a [`RunnerFactory`] may start another runner on the same device.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 pub enum RunnerError {
     /// The driver lacked memory for longer than the runner waits for memory.

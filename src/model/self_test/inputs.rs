@@ -223,7 +223,7 @@ pub fn logit(row: usize, id: usize) -> f32 {
 
 /// Ids of a draw's history: the first is in the prompt, the others are in the answer.
 pub const HISTORY: [u32; 4] = [9, 4097, 2, 2];
-/// Biases of the greedy row. Its largest logits are forbidden, or penalized, or passed by.
+/// Biases of the greedy row. With its bias, id 4099 has the largest logit of the row.
 pub const BIASES: [(u32, f32); 2] = [(4099, 30.0), (7, 4.0)];
 pub const REPETITION: f32 = 1.3;
 pub const PRESENCE: f32 = 0.5;
