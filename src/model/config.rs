@@ -1,4 +1,4 @@
-//! Reads `config.json` and `generation_config.json`: fields with their types and bounds, and errors that name the field.
+//! Reads `config.json` and `generation_config.json`: fields with types and bounds, and errors that name the field.
 //!
 //! The files' meaning for one architecture is in the folder of that architecture ([`super::arch`]).
 

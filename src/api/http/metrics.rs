@@ -1,4 +1,4 @@
-//! `/metrics`: counts and times of requests, and what the engine and the device report about themselves, for Prometheus.
+//! `/metrics`: counts and times of requests, and values of the engine and the device, for Prometheus.
 //!
 //! `docs/metrics.md` lists the names. If vLLM has the metric, the name is vLLM's name with the prefix `unicorn_`
 //! instead of `vllm:`, because Prometheus reserves colons for its recording rules. So vLLM's dashboards need only this
