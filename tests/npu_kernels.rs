@@ -1,4 +1,4 @@
-//! The kernels of the NPU on disk: their parsers on damaged files, and `unicorn npu`, which builds and lists them, with
+//! The NPU's kernels on disk: their parsers on damaged files, and `unicorn npu`, which builds and lists them, with
 //! stand-ins for the toolchain (tests/npu/toolchain).
 
 use std::path::PathBuf;
@@ -14,10 +14,10 @@ use crate::support::npu::{with_toolchain, with_tools_in_path};
 use crate::support::program::{assert_error, output, unicorn};
 use crate::support::{data, root};
 
-/// Numbers that a wrong offset, size or count may be.
+/// Values that a wrong offset, size or count may have.
 const NUMBERS: [u32; 12] = [0, 1, 2, 3, 5, 7, 16, 0xff, 0xffff, 1 << 31, u32::MAX - 3, u32::MAX];
 
-/// A few words, bytes or bits of a file changed, or the file cut, or a piece of it moved.
+/// The file with a few words, bytes or bits changed, cut short, or with a piece copied to another place.
 fn damaged(file: &[u8], rng: &mut ChaCha8Rng) -> Vec<u8> {
     let mut bytes = file.to_vec();
     for _ in 0..rng.random_range(1..4) {
@@ -32,7 +32,7 @@ fn damaged(file: &[u8], rng: &mut ChaCha8Rng) -> Vec<u8> {
                 let piece = bytes[at..end].to_vec();
                 bytes.splice(to..to, piece);
             }
-            // Most faults are of a word: its place is where a number stands.
+            // Most faults change a whole word, because the file's numbers are words.
             which => {
                 let at = at / 4 * 4;
                 let number = match which {
@@ -106,7 +106,7 @@ impl Machine {
         self.folder.path().join("runs")
     }
 
-    /// The runs of the tools since this was asked last: name and options.
+    /// The runs of the tools since the last call: name and options.
     fn runs(&self) -> Vec<String> {
         let text = std::fs::read_to_string(self.log()).unwrap_or_default();
         let _ = std::fs::remove_file(self.log());
@@ -188,7 +188,7 @@ fn kernels_of_a_model_are_built_once() {
     let files: usize = machine.names().iter().filter(|name| name.starts_with("attention")).count();
     assert_eq!((files, machine.names().len()), (12, 13), "{:?}", machine.names());
 
-    // A second run builds nothing, and one that adds a number of rows or groups only that.
+    // A second run builds nothing. A run with another number of rows or groups builds only the kernels for it.
     let (stdout, stderr) = built(machine.build(&[]));
     assert!(stdout.ends_with(": 0 kernels built, 4 were there\n"), "{stdout}");
     assert!(stderr.contains(&format!("[2/4] {}: built before\n", DEMO[2])), "{stderr}");
@@ -204,7 +204,7 @@ fn what_changed_is_built_again() {
     let machine = Machine::new();
     let options = ["--rows", "256"];
     built(machine.build(&options));
-    // Another tool, and its record of another source.
+    // Another tool version, and a record of another source.
     let again = |command: Command, expected: &str| {
         let (stdout, _) = built(command);
         assert!(stdout.contains(expected), "{stdout}");
@@ -220,7 +220,7 @@ fn what_changed_is_built_again() {
     json["key"] = "that of another source".into();
     std::fs::write(&record, json.to_string()).unwrap();
     again(machine.build(&options), ": 1 kernels built, 1 were there");
-    // A damaged file is listed as such, and built again.
+    // A damaged file is listed as damaged, and built again.
     let bin = machine.kernels().join(format!("{}.bin", DEMO[0]));
     let mut bytes = std::fs::read(&bin).unwrap();
     bytes.pop();
@@ -252,7 +252,7 @@ fn a_failing_tool_is_shown_with_its_last_lines() {
         );
         assert_eq!(error, expected);
         assert!(stderr.contains(&format!("  {tool}: no such register\n")), "{stderr:?}");
-        // Standard output of attention.py and tables.py is the file that they make.
+        // attention.py and tables.py write their file to the standard output.
         if !tool.ends_with(".py") || tool == "aiecc.py" {
             assert!(stderr.contains("line 99\n") && !stderr.contains("line 50\n"), "{stderr}");
             assert!(std::fs::read_to_string(&log).unwrap().contains("line 50\n"));
@@ -261,7 +261,7 @@ fn a_failing_tool_is_shown_with_its_last_lines() {
         let left: Vec<_> = names.iter().filter(|name| *name != ".lock" && !name.ends_with(".log")).collect();
         assert!(left.is_empty(), "{names:?}");
     }
-    // The next build has no need of the log.
+    // The next build does not need the log.
     built(machine.build(&["--rows", "256"]));
     assert!(machine.names().iter().all(|name| !name.ends_with(".log")));
 }
@@ -294,17 +294,17 @@ fn what_a_tool_writes_wrong_is_refused_and_the_old_kernel_stays() {
     assert_eq!(after, before);
 }
 
-/// Waits until what the hanging stand-in started is gone.
+/// Waits until the process that the hanging stand-in started has ended.
 #[track_caller]
 fn assert_child_ended(machine: &Machine) {
     let child = std::fs::read_to_string(machine.log().with_extension("child")).unwrap();
-    // A child that was killed may wait for its new parent to look.
+    // A killed child may be a zombie until its new parent waits for it.
     let state = || std::fs::read_to_string(format!("/proc/{child}/stat")).unwrap_or_default();
     let ended = until(|| state().is_empty() || state().contains(") Z "));
     assert!(ended, "{}", state());
 }
 
-/// Waits until it is so, or for long.
+/// Waits until the condition is true, or until the time is over.
 fn until(so: impl Fn() -> bool) -> bool {
     (0..3000).any(|_| {
         let is_so = so();
@@ -330,7 +330,7 @@ fn a_tool_that_hangs_is_ended_with_what_it_started() {
 #[test]
 fn an_interrupted_build_leaves_no_tool_behind() {
     let machine = Machine::new();
-    // What a killed build has left.
+    // The remains of a killed build.
     std::fs::create_dir_all(machine.kernels().join(".build-left")).unwrap();
     let mut command = machine.build(&["--rows", "256"]);
     command.env("STAND_IN_HANG", "aiecc.py").stderr(Stdio::piped());
@@ -354,7 +354,7 @@ fn an_interrupted_build_leaves_no_tool_behind() {
     assert!(names.iter().all(|name| !name.starts_with(".build-")), "{names:?}");
 }
 
-/// Tools run in folders of their own, where a path of the person's folder leads nowhere.
+/// Tools run in separate folders, where a path relative to the user's folder is not valid.
 #[test]
 fn relative_paths_are_those_of_the_persons_folder() {
     let folder = tempfile::tempdir().unwrap();

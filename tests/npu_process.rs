@@ -1,7 +1,7 @@
-//! The NPU in its process, with the double of `tests/npu/double` behind it: the demo model's prompts, what happens where
-//! the NPU fails, and the server around that.
+//! The NPU in its process, over the double of `tests/npu/double`: the demo model's prompts, failures of the NPU, and a
+//! server with an NPU.
 //!
-//! The double computes as the kernel does (`npu::tile`), and no NPU is here.
+//! The double computes like the kernel (`npu::tile`). No NPU is needed.
 
 use std::path::Path;
 use std::process::Command;
@@ -24,17 +24,17 @@ use crate::support::goldens::{all_logits, load, max_difference};
 use crate::support::npu::{demo_kernels, demo_kernels_with, double};
 use crate::support::program::{binary, output, unicorn_on_software};
 
-/// The demo model's heads, and the most keys of a job.
+/// The demo model's heads, and the maximum number of keys of a job.
 const HEADS: HeadShape = HeadShape { head_dim: 64, heads_per_group: 2 };
 const KEYS: usize = 512;
-/// Longer than a dispatch of the double takes on a machine that does much else.
+/// Longer than a dispatch of the double takes on a busy machine.
 const PATIENT: Duration = Duration::from_secs(60);
-/// The deadline where the double hangs on purpose: what takes time is a test that waits for it.
+/// The deadline for tests in which the double hangs on purpose. They wait for it, so it is short.
 const SHORT: Duration = Duration::from_millis(500);
-/// As [`SHORT`], where the self-test is under the deadline, too.
+/// Like [`SHORT`], but the self-test must also finish within the deadline.
 const SHORT_OF_SHARING: Duration = Duration::from_secs(10);
 
-/// The NPU's process over the double, with its faults.
+/// The NPU's process over the double, with the double's faults.
 fn start(faults: &str, deadline: Duration) -> Result<NpuProcess, NpuError> {
     start_with(&double(), demo_kernels(), faults, deadline)
 }
@@ -46,10 +46,10 @@ fn start_with(shim: &Path, kernels: &Path, faults: &str, deadline: Duration) -> 
     NpuProcess::start(command, &start, HEADS, KEYS, deadline, &Arc::default())
 }
 
-/// Runs of the double in a self-test of the demo model's kernels: two for each that walks over all keys, one for each of
-/// the others.
+/// Runs of the double in a self-test of the demo model's kernels: two for each kernel that walks over all keys, one for
+/// each other kernel.
 const SELF_TEST: usize = 6;
-/// Runs of the double in the trial of a share at a start, one for each layer of the demo model.
+/// Runs of the double in the trial of a share at the start: one for each layer of the demo model.
 const TRIAL: usize = 6;
 
 fn options() -> LoadOptions {
@@ -65,15 +65,16 @@ fn attach(model: &mut ModelRunner, npu: NpuProcess, kv_heads: usize, policy: Off
     model.attach_offload(Offload { unit: Box::new(npu), kv_heads, policy }).expect("there is room");
 }
 
-/// The longest quick question of the demo model's set, and the chunks of its logits that are long enough to be shared.
+/// The longest quick question of the demo model's set, and the number of jobs for the chunks that are long enough to be
+/// shared.
 fn question(model: &ModelRunner) -> (&'static [u32], u64) {
     let prompt = demo::quick_prompts(220).max_by_key(|prompt| prompt.len()).expect("a question");
     (prompt, (prompt.len() / LEAST_TOKENS * model.config().layers.len()) as u64)
 }
 
-/// How far logits may be off with attention in bf16. `tests/offload.rs` has the arithmetic: the inputs' rounding moves a
-/// layer's result by 2^-8 of its size. The kernel rounds its weights to bf16 too, and looks exponentials up, which adds
-/// as much again (`npu::tile` has both).
+/// The largest allowed error of logits with attention in bf16. `tests/offload.rs` explains it: the rounding of the
+/// inputs changes a layer's result by 2^-8 of its size. The kernel also rounds its weights to bf16, and looks
+/// exponentials up in a table, which adds the same amount again (`npu::tile` explains both).
 fn bound(model: &ModelRunner, logits: &[f32]) -> f32 {
     let largest = logits.iter().fold(0f32, |most, x| most.max(x.abs()));
     model.config().layers.len() as f32 * 2.0 * 2f32.powi(-8) * largest
@@ -97,7 +98,7 @@ fn logits_of_the_demo_model_keep_to_the_bound_of_bf16_attention() {
         assert!(difference > 0.0 && difference <= bound, "{kv_heads} KV heads: {difference} of {bound}");
         let counts = model.offload_counts().expect("a unit");
         assert_eq!((counts.dispatches, counts.quarantined), (jobs, None));
-        // What is drawn greedily is the same wherever the likeliest id leads by more than both may be off.
+        // The greedy token is the same if the likeliest id leads by more than twice the allowed error.
         let mut decided = 0;
         for (plain, got) in plain.chunks(vocab).zip(got.chunks(vocab)) {
             let [first, second] = top_two(plain);
@@ -122,7 +123,8 @@ fn top_two(logits: &[f32]) -> [(usize, f32); 2] {
     top
 }
 
-/// In the middle of the prompt the NPU stops: with its deadline kept and not kept, its process gone, its command failed.
+/// The NPU stops in the middle of the prompt: the deadline is reported or exceeded, the process exits, or the command
+/// fails.
 #[test]
 fn an_npu_that_fails_amid_a_prompt_is_stepped_in_for() {
     let mut model = load(&demo::folder(), &options());
@@ -150,7 +152,7 @@ fn an_npu_that_fails_amid_a_prompt_is_stepped_in_for() {
     }
 }
 
-/// Waits until a process is gone: one that failed is ended then, and not when the model ends.
+/// Waits until a process has ended. A failed process is ended immediately, not when the model ends.
 fn wait_for_the_end_of(id: u32) {
     let process = format!("/proc/{id}");
     for _ in 0..600 {
@@ -182,7 +184,7 @@ fn the_self_test_finds_an_npu_that_computes_wrong() {
         assert_eq!(error.code, NpuCode::SelfTest, "{fault}: {error}");
         assert!(error.message.contains("computes wrong"), "{error}");
     }
-    // The buffer has the output of this kernel's first run.
+    // The buffer still has the output of this kernel's first run.
     let error = start("run:4=poison", PATIENT).expect("the double").self_test().expect_err("no output");
     assert!(error.code == NpuCode::NoOutput && error.message.contains("32 of 32 blocks"), "{error}");
 }
@@ -207,7 +209,7 @@ fn what_keeps_the_npu_from_starting_has_a_code() {
     assert_eq!(error.code, NpuCode::NoColumns, "{error}");
 }
 
-/// Where the NPU reads and writes the device's own buffers, an answer has the bits that it has with copies.
+/// If the NPU reads and writes the device's own buffers, an answer has the same bits as with copies.
 #[test]
 fn shared_memory_changes_no_bit() {
     let mut model = load(&demo::folder(), &options());
@@ -228,7 +230,8 @@ fn shared_memory_changes_no_bit() {
     assert!(copied == shared);
 }
 
-/// A unit that shares memory and fails is stepped in for, as one that copies; and one that shares none is refused.
+/// If an NPU with shared memory fails, the device takes over, as with copies. An NPU that cannot share memory is
+/// refused.
 #[test]
 fn an_npu_that_cannot_share_memory_or_fails_with_it_has_its_code() {
     let mut model = load(&demo::folder(), &options());
@@ -250,7 +253,7 @@ fn an_npu_that_cannot_share_memory_or_fails_with_it_has_its_code() {
         })
     };
     assert_eq!(attached("import:1=refused"), Err("npu-dma-buf".into()));
-    // What is tested is the memory that is shared: no self-test ran before it.
+    // The self-test of the shared memory fails: no self-test ran before it.
     assert_eq!(attached("run:2=wrong"), Err("npu-self-test".into()));
     assert_eq!(attached("run:5=poison"), Err("npu-no-output".into()));
     for (fault, code) in [
@@ -264,7 +267,7 @@ fn an_npu_that_cannot_share_memory_or_fails_with_it_has_its_code() {
     }
 }
 
-/// Kernels for one KV head compute two in two dispatches, whose outputs lie behind one another.
+/// Kernels for one KV head compute two KV heads in two dispatches, whose outputs are stored one after the other.
 #[test]
 fn each_dispatch_of_a_job_writes_its_output_or_the_job_fails() {
     let kernels = demo_kernels_with("-g1.");
@@ -282,7 +285,7 @@ fn each_dispatch_of_a_job_writes_its_output_or_the_job_fails() {
         };
         let (is_equal, sound) = counts("");
         assert!(is_equal && sound.dispatches == jobs, "{sound:?}");
-        // The first or the second dispatch of a job; where memory is shared, three runs of a self-test come first.
+        // The first or the second dispatch of a job. With shared memory, three runs of a self-test come first.
         for run in [6, 7] {
             let (_, failed) = counts(&format!("run:{run}=poison"));
             assert_eq!(failed.fallbacks, [("npu-no-output".to_owned(), 1)], "run {run}: {failed:?}");
@@ -295,7 +298,7 @@ fn serve(mode: &str, faults: &str) -> Daemon {
     serve_with(mode, faults, &[("NPU_KV_HEADS", "1")])
 }
 
-/// As [`serve`], with these options.
+/// Like [`serve`], with these options.
 fn serve_with(mode: &str, faults: &str, options: &[(&str, &str)]) -> Daemon {
     Daemon::start_model(&demo::folder(), &["--npu", mode, "--context", "1024"], |command| {
         with_double(command);
@@ -311,7 +314,7 @@ fn with_double(command: &mut Command) {
     command.env("UNICORN_NPU_KEYS", "512").env("UNICORN_NPU_DEADLINE_MS", "5000");
 }
 
-/// Asks with a prompt that is long enough to be shared. `n` makes it another one.
+/// Sends a prompt that is long enough to be shared. Each `n` gives another prompt.
 fn ask(server: &Daemon, n: u32) -> (u16, Value) {
     let text = format!("Tell me about the number {n}. ") + &"What is the capital of France? ".repeat(12);
     let body = json!({"model": "a/b", "messages": [{"role": "user", "content": text}], "max_tokens": 5, "temperature": 0});
@@ -319,7 +322,7 @@ fn ask(server: &Daemon, n: u32) -> (u16, Value) {
     (status, serde_json::from_str(&body).unwrap_or_else(|_| panic!("{body}")))
 }
 
-/// What the server says of its NPU, from a device process that answers: on a busy machine it may be late.
+/// The server's report about its NPU, once the device process answers. On a busy machine, it may answer late.
 fn status(server: &Daemon) -> Value {
     let since = Instant::now();
     loop {
@@ -338,7 +341,7 @@ fn status_now(server: &Daemon) -> Value {
     serde_json::from_str::<Value>(&body).expect("JSON")["npu"].clone()
 }
 
-/// Whether the process with the model is not there, or did not answer.
+/// Whether the process with the model is not running, or did not answer.
 fn is_silent(npu: &Value) -> bool {
     npu["reason"].as_str().is_some_and(|reason| reason.contains("is not running or does not answer"))
 }
@@ -383,7 +386,7 @@ fn a_server_answers_though_its_npu_hangs_amid_a_prompt() {
     assert_eq!(server.exit_code(), Some(0), "{:#?}", server.log);
 }
 
-/// A model that is unloaded takes its processes with it, and neither that nor the next ones take the counts back.
+/// Unloading a model ends its processes. The counts do not decrease, neither then nor with the next processes.
 #[test]
 fn the_counts_of_an_npu_outlive_its_process() {
     const FALLBACKS: &str = "unicorn_npu_fallback_total{model_name=\"a/b\",reason=\"npu-command-state\"";
@@ -413,7 +416,7 @@ fn the_counts_of_an_npu_outlive_its_process() {
 
 #[test]
 fn a_server_that_requires_its_npu_fails_the_request_with_the_code() {
-    // Each of its NPUs hangs at the second layer of a prompt, and another one takes over.
+    // Each NPU process hangs at the second layer of a prompt, and a new one replaces it.
     let mut server = serve("require", &format!("run:{}=timeout", SELF_TEST + TRIAL + 2));
     for n in 1..=3 {
         let (code, answer) = ask(&server, n);
@@ -428,7 +431,7 @@ fn a_server_that_requires_its_npu_fails_the_request_with_the_code() {
     let short = json!({"model": "a/b", "prompt": "Hello", "max_tokens": 3}).to_string();
     let (code, answer) = server.exchange("POST", "/v1/completions", &[], &short);
     assert_eq!(code, 200, "{answer}");
-    // The NPU that is there now is used, and no GPU has stepped in for one.
+    // The current NPU is in use, and the GPU never took over the share of an NPU.
     let npu = status(&server);
     assert_eq!((&npu["mode"], &npu["fallbacks"]), (&json!("require"), &json!({})), "{npu}");
     assert_eq!((&npu["in_use"], &npu["reason"]), (&json!(true), &json!(null)), "{npu}");
@@ -469,7 +472,7 @@ fn a_server_starts_without_its_npu_or_refuses_to_as_it_was_told() {
     }
 }
 
-/// The share is measured at the first start, and kept by every load of that server: an answer keeps its bits.
+/// The share is measured at the first start, and every load of that server keeps it, so answers keep the same bits.
 #[test]
 fn a_load_after_a_loss_keeps_the_share_of_the_first() {
     let mut server = serve_with("auto", "", &[("NPU_PREFER", "energy"), ("NPU_SHARING", "dma-buf")]);
@@ -494,12 +497,12 @@ fn a_load_after_a_loss_keeps_the_share_of_the_first() {
     assert_eq!(status(&server)["reason"], reason);
 }
 
-/// What no kernel computes is no share: neither with a number that was configured, nor with one that is to be measured.
+/// If no kernel can compute a share, it is refused, whether it is configured or to be measured.
 #[test]
 fn a_share_that_is_never_computed_is_refused() {
     let folder = demo::folder();
     let model = ["--model", folder.to_str().expect("UTF-8"), "--allow-software-vulkan", "--npu", "require"];
-    // Only the kernels that walk over all keys, of which they have 512: the chunks of the trial see more.
+    // Only the kernels that walk over all keys, at most 512. The chunks of the trial see more keys.
     let kernels = demo_kernels_with("-w0-");
     for kv_heads in ["0", "1"] {
         let mut command = unicorn_on_software(&[&["generate", "--prompt", "Hello"][..], &model].concat());
@@ -528,7 +531,7 @@ fn the_benchmark_of_the_npu_has_a_line_for_each_share() {
     assert!(report["shares"][1]["tokens_per_s"].as_f64() > Some(0.0), "{report}");
     let covered = [0, 1, 2].map(|share| report["shares"][share]["npu_part_of_tokens"].as_f64());
     assert_eq!(covered, [Some(0.0), Some(1.0), Some(1.0)], "{report}");
-    // Where the NPU does not compute, nothing is measured in its place.
+    // If the NPU does not compute, nothing else is measured instead.
     let mut command = unicorn_on_software(&bench);
     with_double(&mut command);
     command.env("NPU_DOUBLE", "open:1=no-device");

@@ -1,5 +1,5 @@
-//! The shim's C ABI and what stands on it, over the double of `tests/npu/double`; and what a shim says that cannot be
-//! loaded. `tests/npu/real_xrt.py` has the other side, the shim over the real XRT.
+//! The shim's C ABI and the code that uses it, over the double of `tests/npu/double`; and the errors of a shim that
+//! cannot be loaded. `tests/npu/real_xrt.py` tests the other side, the shim over the real XRT.
 
 use std::ffi::{CString, c_char, c_void};
 use std::fs::File;
@@ -37,7 +37,7 @@ fn double() -> PathBuf {
     example("npu_double")
 }
 
-/// A file that takes the place of a container.
+/// A file that replaces a container.
 fn container() -> tempfile::NamedTempFile {
     tempfile::NamedTempFile::new().expect("a file")
 }
@@ -66,7 +66,7 @@ fn what_comes_back_is_the_models_to_the_bit() {
         let (job, files) = planned(job, container.path());
         let kernel = shim.load(&files).expect("a kernel");
         assert_eq!(kernel, seed);
-        // The second dispatch finds the first one's arrays in the buffers.
+        // Before the second dispatch, the buffers hold the first dispatch's arrays.
         for again in 0..2 {
             let inputs = Inputs::random(&job, 2 * seed as u64 + again, 3.0).rounded();
             let mut output = vec![f32::NAN; inputs.queries.len()];
@@ -112,10 +112,10 @@ fn a_dispatch_that_is_not_the_kernels_is_refused() {
 
 // --- shared memory --------------------------------------------------------------------------------------
 
-/// A byte of shared memory that nobody wrote.
+/// The value of bytes of shared memory that were not written.
 const UNWRITTEN: u8 = 0xff;
 
-/// A file that takes the place of another device's memory.
+/// A file that replaces another device's memory.
 fn memory(name: &str, bytes: u64) -> File {
     let file = File::from(memfd_create(name, MemfdFlags::CLOEXEC).expect("a file"));
     file.write_all_at(&vec![UNWRITTEN; bytes as usize], 0).expect("room");
@@ -126,7 +126,7 @@ fn descriptor(file: &File) -> OwnedFd {
     file.try_clone().expect("a file").into()
 }
 
-/// Memory for queries, keys, values and outputs, and what is shared of it.
+/// Memory for queries, keys, values and outputs.
 struct Memory {
     files: [File; 4],
     /// The bytes of each file before the memory.
@@ -142,7 +142,7 @@ impl Memory {
         std::array::from_fn(|n| (descriptor(&self.files[n]), bytes[n]))
     }
 
-    /// Computes a job in the memory, and says whether the result is the model's and all that was written.
+    /// Computes a job in the memory. Returns whether the result is the model's, and nothing else was written.
     fn computes(&self, shim: &mut Shim, kernel: usize, job: &Job, offsets: [u64; 4], seed: u64) -> bool {
         let inputs = Inputs::random(job, seed, 3.0).rounded();
         let arrays: [&[u8]; 3] = [
@@ -187,7 +187,7 @@ fn shared_memory_is_read_and_written_in_place() {
             assert!(memory.computes(&mut shim, kernel, job, offsets, seed), "{job:?}, {offsets:?}");
         }
     }
-    // Other memory takes the place of the first, and copies go on beside it.
+    // Other memory replaces the first memory, and copies still work.
     let memory = Memory::new(bytes);
     shim.share(memory.shared(bytes)).expect("it is shared");
     let (job, _) = &planned[0];
@@ -202,7 +202,7 @@ fn shared_memory_is_read_and_written_in_place() {
     assert!(memory.computes(&mut shim, 0, job, [0; 4], 9));
 }
 
-/// The files that Mesa's software Vulkan shares begin with a header: their size, and where the memory begins.
+/// The files that Mesa's software Vulkan shares begin with a header: their size, and the offset of the memory.
 #[test]
 fn memory_of_the_software_device_begins_behind_its_header() {
     let container = container();
@@ -253,7 +253,7 @@ fn what_is_not_shared_is_refused() {
     refused(&mut shim, kernel, &planned(JOBS[2], container.path()).0, [0; 4], "another kernel");
     assert!(memory.computes(&mut shim, kernel, &job, [64; 4], 1));
 
-    // Memory that is smaller than it was said to be, and a descriptor of no memory.
+    // Memory that is smaller than its stated size, and a descriptor that is not memory.
     let error = shim.share(memory.shared(bytes.map(|bytes| bytes + 64))).expect_err("too small");
     assert_eq!(error.code, NpuCode::DmaBuf);
     assert!(
@@ -269,7 +269,7 @@ fn what_is_not_shared_is_refused() {
 
 // --- the C ABI, called wrongly --------------------------------------------------------------------------
 
-/// The double's functions, and a dispatch by hand.
+/// The double's functions, and a dispatch without the Rust transport.
 struct Raw {
     functions: Functions,
     device: *mut abi::Device,
@@ -279,11 +279,11 @@ struct Raw {
     _container: tempfile::NamedTempFile,
 }
 
-/// A dispatch that is wrong in one point, or in none.
+/// A dispatch with one mistake, or without any.
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum Mistake {
     Nothing,
-    /// The instructions (0), or the buffer behind argument 3 to 7, do not move.
+    /// The instructions (0), or the buffer of argument 3 to 7, are not synced.
     NoSync(i32),
     WrongFlags(i32),
     WrongBank(i32),
@@ -291,13 +291,13 @@ enum Mistake {
     Words,
 }
 
-/// Where the host sees a buffer.
+/// How the host accesses a buffer.
 enum Host {
     Mapped(*mut c_void),
     File(File),
 }
 
-/// The bytes of shared memory before the part of a dispatch.
+/// The size of the shared memory before the part of a dispatch.
 const BEFORE: u64 = 64;
 
 impl Raw {
@@ -314,7 +314,7 @@ impl Raw {
         let path = CString::new(container.path().as_os_str().as_bytes()).expect("a path");
         let (path, name) = (path.as_ptr(), abi::KERNEL_NAME.as_ptr());
         let (text, mut device_name) = (text.as_mut_ptr(), [0 as c_char; abi::TEXT]);
-        // SAFETY: all pointers have the room that shim.h asks for, and the device is open when the kernel is asked for.
+        // SAFETY: all pointers have the size that shim.h requires, and the device is open when the kernel is opened.
         unsafe {
             assert_eq!((functions.device_open)(0, &mut device, device_name.as_mut_ptr(), text), abi::OK);
             assert_eq!((functions.kernel_open)(device, path, name, &mut kernel, text), abi::OK);
@@ -329,7 +329,8 @@ impl Raw {
         file.write_all_at(bytes, BEFORE).expect("room");
         let (mut whole, mut part, mut room) = (ptr::null_mut(), ptr::null_mut(), [0 as c_char; abi::TEXT]);
         let (text, size) = (room.as_mut_ptr(), bytes.len() as u64);
-        // SAFETY: the device and the descriptor are open, and all pointers have their room. A part outlives the whole.
+        // SAFETY: the device and the descriptor are open, and all pointers have the required size. A part outlives the
+        // whole.
         unsafe {
             let code =
                 (self.functions.bo_import)(self.device, file.as_raw_fd(), BEFORE + size, &mut whole, text);
@@ -345,12 +346,12 @@ impl Raw {
         (part, file)
     }
 
-    /// As `dispatch`, with all four arrays in shared memory.
+    /// Like `dispatch`, with all four arrays in shared memory.
     fn dispatch_shared(&self, mistake: Mistake) -> (i32, Vec<f32>) {
         self.dispatch_with(mistake, true)
     }
 
-    /// The code of the run, and what the host's copy of O has afterwards.
+    /// The code of the run, and the host's copy of O after it.
     fn dispatch(&self, mistake: Mistake) -> (i32, Vec<f32>) {
         self.dispatch_with(mistake, false)
     }
@@ -374,7 +375,7 @@ impl Raw {
             if shared && (3..=6).contains(&argument) {
                 let (bo, file) = self.part(bytes);
                 if mistake != Mistake::NoSync(argument) {
-                    // SAFETY: the part is open, and the text has its room.
+                    // SAFETY: the part is open, and the text has the required size.
                     assert_eq!(unsafe { (self.functions.bo_sync)(bo, abi::TO_DEVICE, text) }, abi::OK);
                 }
                 bos.push((bo, Host::File(file)));
@@ -386,7 +387,7 @@ impl Raw {
                 false => abi::HOST_ONLY,
             };
             let (mut group, mut bo, mut mapped) = (0, ptr::null_mut(), ptr::null_mut());
-            // SAFETY: the kernel and the device are open, and all pointers have their room.
+            // SAFETY: the kernel and the device are open, and all pointers have the required size.
             unsafe {
                 assert_eq!((self.functions.group_id)(self.kernel, argument, &mut group, text), abi::OK);
                 group += u32::from(mistake == Mistake::WrongBank(argument));
@@ -408,7 +409,7 @@ impl Raw {
         let opcode = abi::OPCODE + u64::from(mistake == Mistake::Opcode);
         let count = words.len() as u32 - u32::from(mistake == Mistake::Words);
         let (mut state, mut found) = (0, output);
-        // SAFETY: the kernel and the buffers are open, and O has so many bytes.
+        // SAFETY: the kernel and the buffers are open, and the size of O is correct.
         let code = unsafe {
             let code = (self.functions.run)(
                 self.kernel,
@@ -456,7 +457,7 @@ fn what_is_not_synced_does_not_move() {
         let (code, found) = raw.dispatch_shared(Mistake::NoSync(argument));
         assert!(code == abi::OK && !equal(&found), "shared argument {argument}: {code}");
     }
-    // The device finds no parameters, and no instructions.
+    // The device finds no parameters or no instructions.
     for argument in [7, abi::INSTRUCTIONS_ARGUMENT] {
         assert_eq!(raw.dispatch(Mistake::NoSync(argument)).0, abi::COMMAND_STATE, "argument {argument}");
     }
@@ -474,21 +475,21 @@ fn flags_banks_and_words_are_checked() {
 
 // --- faults ---------------------------------------------------------------------------------------------
 
-/// The lines of `npu_host` over a shim, behind that of what was opened.
+/// The lines that `npu_host` prints over a shim, without its first line about the opened device.
 fn host(shim: &Path, faults: &str, jobs: &[&str]) -> Vec<Value> {
     let container = container();
     let mut command = Command::new(example("npu_host"));
     command.arg(shim).arg(container.path()).args(jobs).env("NPU_DOUBLE", faults).env("DEADLINE_MS", "200");
     let (code, lines, stderr) = output(command);
     assert_eq!(code, 0, "{stderr}");
-    // XRT and its double write lines of their own between.
+    // XRT and its double also print lines.
     let lines = lines.lines().filter(|line| line.starts_with('{'));
     let lines: Vec<Value> = lines.map(|line| serde_json::from_str(line).expect(line)).collect();
     let opened = usize::from(lines[0]["is_double"].is_boolean());
     lines[opened..].to_vec()
 }
 
-/// What became of each job: `ok`, `wrong`, or a code.
+/// The result of each job: `ok`, `wrong`, or a code.
 fn outcomes(faults: &str, jobs: &[&str]) -> Vec<String> {
     let outcome = |line: &Value| match (line["code"].as_str(), line["wrong"].as_u64()) {
         (Some(code), _) => code.to_owned(),
@@ -513,29 +514,29 @@ fn faults_have_the_doctors_codes() {
         ("bo:1=memlock", &["memlock-low", "ok", "ok"]),
         ("run:2=state", &["ok", "npu-command-state", "ok"]),
         ("run:2+=state", &["ok", "npu-command-state", "npu-command-state"]),
-        // After a command that did not end, nothing does.
+        // After a command that did not end, every later command fails.
         ("run:2=timeout", &["ok", "npu-timeout", "npu-timeout"]),
         ("run:1=wrong; run:3=wrong", &["1 wrong", "ok", "1 wrong"]),
         ("run:1=poison", &["npu-no-output", "ok", "ok"]),
-        // The buffer has the first one's output, which would be right.
+        // The buffer still has the first job's output, which would be correct.
         ("run:3=poison", &["ok", "ok", "npu-no-output"]),
     ] {
         assert_eq!(outcomes(faults, &three), expected, "{faults}");
     }
-    // The arrays of the first and the third job lie in shared memory, and the second one's are copied.
+    // The arrays of the first and the third job are in shared memory. The arrays of the second job are copied.
     const SHARED: &str = "128/2/0/1/0/9@64";
     let three = [SHARED, OTHER, SHARED];
     for (faults, expected) in [
         ("", ["ok", "ok", "ok"].as_slice()),
-        // Nothing is computed in other memory than was asked for.
+        // Nothing is computed in other memory than requested.
         ("import:1=refused", &["npu-dma-buf"]),
         ("import:4=refused", &["npu-dma-buf"]),
         ("run:1=state", &["npu-command-state", "ok", "ok"]),
         ("run:1=timeout", &["npu-timeout", "npu-timeout", "npu-timeout"]),
         ("run:3=wrong", &["ok", "ok", "1 wrong"]),
         ("run:1=poison", &["65536 wrong", "ok", "ok"]),
-        // Shared memory takes the place of buffers: these are the instructions and parameters of the first kernel, six
-        // buffers of the second one, and no more.
+        // Shared memory replaces buffers. Only these remain: the instructions and parameters of the first kernel, and
+        // six buffers of the second one.
         ("bo:9+=memlock", &["ok", "ok", "ok"]),
     ] {
         assert_eq!(outcomes(faults, &three), expected, "{faults}, shared");
@@ -547,7 +548,7 @@ fn faults_have_the_doctors_codes() {
 
 // --- shims that do not load -----------------------------------------------------------------------------
 
-/// A shared object from C, linked with what `arguments` say.
+/// A shared object built from C source, linked with these arguments.
 fn library(folder: &Path, name: &str, source: &str, arguments: &[&str]) -> PathBuf {
     let (file, built) = (folder.join(format!("{name}.c")), folder.join(format!("{name}.so")));
     std::fs::write(&file, source).expect("a file");
@@ -586,14 +587,14 @@ fn a_shim_that_cannot_be_loaded_says_what_is_missing() {
     let partial = library(folder, "partial", &version, &[]);
     told(&partial, "npu-shim-mismatch", &["unicorn_npu_is_double"]);
 
-    // XRT as it is, and then as it is not.
+    // First with XRT, and then without it.
     let xrt = library(folder, "xrt", "int xrt;", &[XRT]);
     let shim = "extern int xrt; int *uses(void) { return &xrt; }";
     let shim = library(folder, "shim", shim, &["xrt.so", ORIGIN]);
     std::fs::remove_file(&xrt).expect("it was built");
     told(&shim, "xrt-missing", &["XRT is not installed", "libxrt_coreutil.so.2"]);
 
-    // XRT 2.13 has the name of 2.25, and no hw_context.
+    // XRT 2.13 has the same soname as 2.25, but no hw_context.
     library(folder, "libxrt_coreutil.so.2.13.466", "int xrt;", &[XRT]);
     std::fs::rename(folder.join("libxrt_coreutil.so.2.13.466.so"), folder.join("libxrt_coreutil.so.2"))
         .expect("it was built");
@@ -603,7 +604,7 @@ fn a_shim_that_cannot_be_loaded_says_what_is_missing() {
         library(folder, "old", &shim, &["libxrt_coreutil.so.2", ORIGIN, "-Wl,--allow-shlib-undefined"]);
     told(&shim, "xrt-old", &["is too old", "hw_context"]);
 
-    // A C++ library that lacks a version that the shim was built against.
+    // The C++ library lacks a version that the shim was built against.
     let versions = |folder: &Path, version: &str| {
         std::fs::write(folder.join("map"), format!("{version} {{ global: cxx; }};")).expect("a file");
         library(folder, "cxx", "int cxx(void) { return 0; }", &["-Wl,--version-script=map,-soname,cxx.so"]);

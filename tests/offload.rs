@@ -1,15 +1,16 @@
-//! Attention that is shared with a unit beside the device. The unit here is a twin on the CPU, which computes in f64
-//! what the arrays hold in bf16. It checks the arrays that it gets, and can be told to fail.
+//! Attention that the device shares with a coprocessor. The coprocessor here is a twin on the CPU: it computes in f64
+//! from arrays in bf16. It checks the arrays that it receives, and can fail on request.
 //!
 //! # The bound
 //!
-//! Queries, keys, values are rounded to bf16, to 2^-9 of each number. A score of one query and one key is a sum of
-//! products of which each is off by 2 · 2^-9 of itself; rounding is as likely up as down, so a score is off by about
-//! 2^-8 of its size, and scores of a normed query and key are a few units. A weight is off by as much as its score, in
-//! parts of itself, and the weighted sum of values averages that. So attention of a layer is off by about 2^-8 of its
-//! size, and the norm behind it passes that on to the residual stream. The errors of layers are independent: they add
-//! up to less than one of 2^-8 for each layer. [`bound`] allows that share of the largest logit. A unit that computes
-//! something else must exceed it, which a test shows for each kind of mistake.
+//! Queries, keys and values are rounded to bf16, each number by up to 2^-9 of its size. A score of one query and one
+//! key is a sum of products, each with a relative error of up to 2 · 2^-9. Rounding goes up as often as down, so a
+//! score has an error of about 2^-8 of its size, and scores of a normed query and key are small numbers. The relative
+//! error of a weight is the error of its score, and the weighted sum of values averages these errors. So attention of a
+//! layer has an error of about 2^-8 of its size, and the norm after it passes that on to the residual stream. The
+//! errors of layers are independent: their sum is less than 2^-8 for each layer. [`bound`] allows that fraction of the
+//! largest logit. If the coprocessor computes something else, the error must exceed the bound. A test shows that for
+//! each kind of mistake.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -32,21 +33,22 @@ use crate::support::driver::{Driver, Run, plain_sequence};
 use crate::support::goldens::{Goldens, all_logits, load, max_difference};
 use crate::support::{data, demo, policy};
 
-/// What a twin does wrong.
+/// The fault of a twin.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Fault {
     None,
-    /// The job of this number fails when it begins, or when it ends.
+    /// The job with this number fails when it begins, or when it ends.
     Begin(usize),
     Finish(usize),
-    /// The output is zeros; the first row's in every row; that of the heads in another order; without a window.
+    /// The output is: zeros; the first row's output in every row; the heads in another order; attention without a
+    /// window.
     Zeros,
     FirstRow,
     OtherHeads,
     NoWindow,
 }
 
-/// Jobs that a twin was given.
+/// Jobs that a twin received.
 type Jobs = Arc<Mutex<Vec<OffloadJob>>>;
 
 struct Twin {
@@ -54,7 +56,7 @@ struct Twin {
     group: usize,
     head_dim: usize,
     fault: Fault,
-    /// The kinds of layers that the twin computes: with a window, and without.
+    /// Whether the twin computes layers with a window, and layers without.
     kinds: [bool; 2],
     jobs: Jobs,
     output: Option<Vec<f32>>,
@@ -62,7 +64,7 @@ struct Twin {
 
 fn room(job: &OffloadJob) -> OffloadRoom {
     let seen = job.window.map_or(0, |window| (job.first + 1).saturating_sub(window));
-    // The first key is at a multiple that has nothing to do with blocks, so keys are there that no row sees.
+    // The first key is at a multiple of 7, independent of block sizes, so the arrays have keys that no row sees.
     let first_key = seen / 7 * 7;
     let keys = job.first + job.rows - first_key;
     let row_stride = (job.rows + 3).min(MOST_TOKENS);
@@ -91,7 +93,7 @@ impl AttentionUnit for Twin {
         let [queries, keys, values] = inputs.expect("the twin shares no memory").map(numbers);
         assert_eq!(queries.len(), heads * row_stride * d);
         assert_eq!([keys.len(), values.len()], [job.kv_heads * key_stride * d; 2]);
-        // What nobody needs is 0.
+        // Numbers that no row needs are 0.
         let seen = job.window.map_or(0, |window| (job.first + 1).saturating_sub(window));
         for (at, head) in keys.chunks(key_stride * d).chain(values.chunks(key_stride * d)).enumerate() {
             let (before, rest) = head.split_at((seen - first_key) * d);
@@ -152,7 +154,7 @@ impl AttentionUnit for Twin {
     }
 }
 
-/// Room for any job of the models here.
+/// Buffers that are large enough for any job of the models in this file.
 fn options(options: LoadOptions) -> LoadOptions {
     LoadOptions { offload: Some(OffloadLimits { kv_heads: 4, keys: 4096, shared: false }), ..options }
 }
@@ -171,7 +173,7 @@ fn attach(model: &mut ModelRunner, fault: Fault, kv_heads: usize, policy: Offloa
     jobs
 }
 
-/// See the head of this file.
+/// See the documentation of this file.
 fn bound(model: &ModelRunner, logits: &[f32]) -> f32 {
     let largest = logits.iter().fold(0f32, |a, b| a.max(b.abs()));
     model.config().layers.len() as f32 * 2f32.powi(-8) * largest
@@ -181,7 +183,7 @@ fn prompt(variant: &str) -> Vec<u32> {
     Goldens::open(&data("gemma3").join(variant)).tokens("tokens.long")
 }
 
-/// Jobs of a prompt that is computed in chunks: one in each layer for each chunk that is long enough.
+/// The number of jobs for a prompt in chunks: one in each layer for each chunk that is long enough.
 fn jobs_of(model: &ModelRunner, tokens: usize, chunk: usize) -> (u64, u64) {
     let layers = model.config().layers.len();
     let chunks = (0..tokens).step_by(chunk).map(|first| chunk.min(tokens - first));
@@ -207,7 +209,7 @@ fn logits_with_a_unit_are_those_of_bf16_attention() {
                 assert!(difference <= bound, "{variant}, {kv}, {kv_heads}: {difference} of {bound}");
                 assert!(difference > 0.0, "{variant}, {kv}, {kv_heads}: no bit of the unit's is used");
                 let counts = model.offload_counts().unwrap();
-                // Logits come in chunks of 32 tokens; what is left of the prompt is too short.
+                // Logits are computed in chunks of 32 tokens. The rest of the prompt is too short.
                 assert_eq!((counts.dispatches, counts.tokens), jobs_of(&model, tokens.len(), 32));
                 assert_eq!((counts.recomputed, counts.quarantined), (0, None));
                 let jobs = jobs.lock().unwrap();
@@ -255,7 +257,7 @@ fn sequence(id: u64, tokens: &[u32], answer: usize) -> Sequence {
     plain_sequence(id, tokens.to_vec(), params, answer)
 }
 
-/// A prompt whose final hidden states are added up.
+/// A prompt whose final hidden states are pooled.
 fn pooled(id: u64, tokens: &[u32]) -> Sequence {
     let mut sequence = sequence(id, tokens, 1);
     sequence.request.pooling = true;
@@ -267,11 +269,11 @@ fn run(model: &mut dyn Runner, sequences: Vec<Sequence>) -> Run {
     Driver::new(model, limits).run(sequences)
 }
 
-/// A step's share of a sequence: its slot, the tokens before, and its ids; none for the id last sampled.
+/// One sequence's part of a step: its slot, the number of tokens before, and its ids; no ids = the id sampled last.
 type Piece<'a> = (u32, usize, &'a [u32]);
 
-/// Submits a step in which every sequence draws the likeliest id behind its last token. The last draw has a mask that
-/// allows every id, so the step's closing waits for it.
+/// Submits a step in which every sequence draws the likeliest id after its last token. The last draw has a mask that
+/// allows every id, so the step's closing submit waits for the mask.
 fn submit(model: &mut ModelRunner, pieces: &[Piece<'_>]) -> Ticket {
     let blocks = 256 / model.limits().kv.block_size as u32;
     let sequence = |&(slot, start, ids): &Piece<'_>| BatchSequence {
@@ -301,8 +303,8 @@ fn submit(model: &mut ModelRunner, pieces: &[Piece<'_>]) -> Ticket {
     ticket
 }
 
-/// Two prompts at once in chunks, beside a short prompt and a decode, with two steps in flight. What is not shared
-/// keeps its bits.
+/// Two prompts in chunks at the same time, together with a short prompt and a decode, and with two steps in flight.
+/// Sequences that are not shared keep the same bits.
 #[test]
 fn sequences_beside_a_shared_prompt_have_the_bits_that_they_have_alone() {
     let tokens = prompt("tiny-a");
@@ -327,7 +329,7 @@ fn sequences_beside_a_shared_prompt_have_the_bits_that_they_have_alone() {
         for kv_heads in [1, 2] {
             let jobs = attach(&mut model, Fault::None, kv_heads, OffloadPolicy::Require);
             let got = steps(&mut model);
-            // The rows of a step whose own attention was shared, in this step or before.
+            // For each step, the rows whose own attention was shared, in this step or before.
             let shared = [vec![], vec![1], vec![0, 2]];
             for (step, (got, plain)) in got.iter().zip(&plain).enumerate() {
                 for row in 0..plain.ids.len() {
@@ -337,7 +339,8 @@ fn sequences_beside_a_shared_prompt_have_the_bits_that_they_have_alone() {
                         assert_eq!((got.ids[row], &got_top), (plain.ids[row], &plain_top), "{what}");
                         continue;
                     }
-                    // The nth largest log probability is off by no more than the logits are, and their sum.
+                    // The error of the nth largest log probability is at most the logits' error plus the error of their
+                    // sum.
                     let [got, plain] =
                         [got_top, plain_top].map(|top| top.iter().map(|(_, l)| *l).collect::<Vec<_>>());
                     let difference = max_difference(&got, &plain);
@@ -353,7 +356,7 @@ fn sequences_beside_a_shared_prompt_have_the_bits_that_they_have_alone() {
     }
 }
 
-/// A layer's submits are cut in every way: in one piece, each part by itself, and by rows.
+/// A layer's submits are split in every way: as one piece, into single parts, and by rows.
 #[test]
 fn the_cut_of_a_shared_step_changes_no_bit() {
     let tokens = prompt("tiny-27b-ratio");
@@ -392,14 +395,14 @@ fn a_unit_that_fails_is_replaced_by_the_device() {
                 let got = all_logits(&mut model, &tokens);
                 let difference = max_difference(&got, &plain);
                 match at {
-                    // The device has computed all there is.
+                    // The device has computed everything.
                     0 => assert!(got == plain, "{fault:?}, {kv_heads} KV heads: {difference}"),
                     _ => assert!(difference > 0.0 && difference <= bound, "{fault:?}: {difference}"),
                 }
                 let counts = model.offload_counts().unwrap();
                 assert_eq!(counts.dispatches, at as u64, "{fault:?}");
                 assert_eq!(counts.fallbacks, [(code.to_owned(), 1)], "{fault:?}");
-                // The layer of the failure, and the later ones of its step.
+                // The failed layer, and the later layers of its step.
                 assert_eq!(counts.recomputed as usize, layers - at % layers, "{fault:?}");
                 assert!(counts.quarantined.unwrap().starts_with(code), "{fault:?}");
                 assert_eq!(jobs.lock().unwrap().len(), at + 1, "{fault:?}: the unit is used no more");
@@ -433,7 +436,7 @@ fn a_unit_that_is_required_and_fails_ends_the_runner() {
         let mut model = load(&data("gemma3/tiny-a"), &options(LoadOptions::default()));
         attach(&mut model, fault, 2, OffloadPolicy::Require);
         let failure = RunnerError::Coprocessor(failure.into());
-        // What the unit does not compute is computed before the failure, and not after it.
+        // Work that the coprocessor does not take is computed before the failure, but not after it.
         let short = prompt_batch(&model, &tokens[..LEAST_TOKENS - 1]);
         let ticket = model.submit(&short, &Sampling::default()).unwrap();
         model.wait(ticket).unwrap();
@@ -468,7 +471,7 @@ fn layers_that_a_unit_has_no_room_for_are_the_devices_own() {
     }
 }
 
-/// A draft model, the self-test, and calibration compute on the device alone.
+/// A draft model, the self-test, and calibration compute only on the device.
 #[test]
 fn what_is_no_prompt_of_the_model_is_not_shared() {
     let tokens = prompt("tiny-a");
@@ -521,10 +524,10 @@ fn a_unit_needs_room_that_the_load_made() {
 #[test]
 fn a_shared_step_takes_no_memory_after_the_load() {
     let tokens = prompt("tiny-a");
-    // The test has a device of its own, because other tests allocate on the shared one meanwhile.
+    // The test uses a separate device, because other tests allocate on the shared one at the same time.
     let device = Device::open(&policy()).unwrap();
     let files = open_files(&data("gemma3/tiny-a")).unwrap();
-    // Deep in the prompt a job has more keys than there is room for.
+    // Deep in the prompt, a job has more keys than the buffers hold.
     let limits = OffloadLimits { kv_heads: 2, keys: 100, shared: false };
     let load_options = LoadOptions { offload: Some(limits), ..LoadOptions::default() };
     let mut model =

@@ -1,12 +1,12 @@
 // The core's part of attention on an NPU of a Ryzen AI 7040 or 8040 (AIE2), in C++ with AMD's aie_api.
 //
-// Unverified source: never compiled for AIE2, and never run on an NPU. Its toolchain (mlir-aie and Peano) is not to be
-// had where this project's tests run; a test compiles it for the host with a stand-in for aie_api. src/npu/tile.rs has
-// the arithmetic step by step, and the bound on its error; npu/kernels/schedule.py has what calls these functions, and
-// in which order.
+// Unverified source: never compiled for AIE2, and never run on an NPU. Its toolchain (mlir-aie and Peano) is not
+// available where this project's tests run. A test compiles it for the host with a stand-in for aie_api.
+// src/npu/tile.rs has the arithmetic step by step, and the bound on its error. npu/kernels/schedule.py has the program
+// that calls these functions, and their order.
 //
-// Compile it with -DHEAD_DIM (64, 128 or 256), -DTILE (32, 32 or 16), -DPASS_ROWS and -DWALK_STEP: schedule.py's `tile`,
-// `pass_rows` and `walk_step`. exp_tables.h is what tables.py prints.
+// Compile it with -DHEAD_DIM (64, 128 or 256), -DTILE (32, 32 or 16), -DPASS_ROWS and -DWALK_STEP: schedule.py's
+// `tile`, `pass_rows` and `walk_step`. exp_tables.h is the output of tables.py.
 //
 // Tensors in the core's memory, as the matrix unit reads them (`aie::mmul<4, 8, 4>` of bf16):
 //
@@ -38,15 +38,15 @@ static_assert(HEAD_DIM % 8 == 0 && TILE % 8 == 0, "the matrix unit multiplies 4 
 
 constexpr float LOG2_E = 1.44269504f;
 constexpr float LN_2 = 0.69314718f;
-// The smallest argument of the exponential; bf16 has it exactly.
+// The smallest argument of the exponential. bf16 represents it exactly.
 constexpr float LOWEST = -80.0f;
-// A score that a row does not see, and what is above it in any case.
+// The score of a key that the row does not see, and a threshold that every visible score exceeds.
 constexpr float HIDDEN = -1073741824.0f;
 constexpr float ABOVE_HIDDEN = -536870912.0f;
-// The exponent of a row that has seen no key, below that of any score.
+// The exponent of a row that has seen no key. It is below the exponent of any score.
 constexpr int32_t NO_EXPONENT = -(1 << 26);
 
-// Words of `state`: the parameters of the job, then the core's place in it.
+// Words of `state`: the parameters of the job, then the core's position in it.
 enum State {
   REAL_KEYS = 8,
   ROW_0 = 9,
@@ -69,7 +69,7 @@ inline aie::vector<bfloat16, 16> exponential(aie::vector<bfloat16, 16> x) {
   using Lookup = aie::parallel_lookup<uint16, Table, aie::lut_oor_policy::truncate>;
   const Table whole(256, (const bfloat16 *)exp_whole_ab, (const bfloat16 *)exp_whole_cd);
   const Table part(256, (const bfloat16 *)exp_part_ab, (const bfloat16 *)exp_part_cd);
-  // The lookup shifts its index, and has to round that down.
+  // The lookup shifts its index, and must round it down.
   aie::set_rounding(aie::rounding_mode::floor);
   Lookup look_whole(whole, 8);
   Lookup look_part(part, 0);
@@ -80,7 +80,7 @@ inline aie::vector<bfloat16, 16> exponential(aie::vector<bfloat16, 16> x) {
   return aie::mul(whole_exp, part_exp).to_vector<bfloat16>();
 }
 
-// x / 2^by, by the bits of the exponents; 0 where nothing is left. `by` is 0 to 255.
+// x / 2^by, by subtraction from the bits of the exponents; 0 if the exponent gets too small. `by` is 0 to 255.
 inline Numbers divided(Numbers x, Integers by) {
   const Integers bits = x.cast_to<int32>();
   const Integers exponent = aie::bit_and((int32)0x7f800000, bits);
@@ -89,7 +89,7 @@ inline Numbers divided(Numbers x, Integers by) {
   return aie::select(aie::zeros<int32, 16>(), aie::sub(bits, taken), is_left).cast_to<float>();
 }
 
-// The largest of each row of a 4 x 4 tile, in all four lanes of the row.
+// The maximum of each row of a 4 x 4 tile, in all four lanes of the row.
 inline Numbers row_max(Numbers x) {
   Numbers columns = aie::transpose(x, 4, 4);
   columns = aie::max(columns, aie::shuffle_down_rotate(columns, 4));
@@ -97,8 +97,8 @@ inline Numbers row_max(Numbers x) {
   return aie::transpose(columns, 4, 4);
 }
 
-// 1 / x for normal x > 0. AIE2 divides no floats: a guess from the exponent's bits is 12 % off, and each step of Newton
-// squares the error.
+// 1 / x for normal x > 0. AIE2 has no float division. The first guess, from the exponent's bits, has an error of 12 %,
+// and each Newton step squares the error.
 inline Numbers inverse(Numbers x) {
   const Numbers two = aie::broadcast<float, 16>(2.0f);
   Numbers r = aie::sub(aie::broadcast<int32, 16>(0x7ef311c7), x.cast_to<int32>()).cast_to<float>();
@@ -124,7 +124,7 @@ inline Lanes seen(const int32 *state, int32 row, int32 key) {
   return lanes;
 }
 
-// Scores of four rows and of the tile's keys, and the largest of each lane.
+// Scores of four rows with the tile's keys, and the maximum of each lane.
 inline Numbers score_band(const bfloat16 *queries, const bfloat16 *keys, float *scores, const int32 *state, int32 row,
                           int32 key, bool all_seen) {
   Numbers largest = aie::broadcast<float, 16>(HIDDEN);
@@ -147,7 +147,8 @@ inline Numbers score_band(const bfloat16 *queries, const bfloat16 *keys, float *
   return largest;
 }
 
-// Raises the band's exponents to those of its scores, and divides what is relative to them.
+// Raises the band's exponents to the exponents of its scores, and divides the sums and outputs that are relative to
+// them.
 inline Integers raise(Numbers largest, int32 *exponents, float *sums, float *output) {
   const Numbers power = aie::mul(row_max(largest), LOG2_E).to_vector<float>();
   const Integers old = aie::load_v<16>(exponents);
@@ -175,8 +176,8 @@ inline aie::vector<bfloat16, 16> weigh(const float *scores, Numbers reference) {
 
 extern "C" {
 
-// Takes the parameters out of the dispatch's first object, where the layout of keys has put each four words 16 words
-// from the last four. `block` is which of the head's blocks of a pass is this core's.
+// Reads the parameters from the dispatch's first object. The layout of keys has put each group of four words 16 words
+// after the previous group. `block` is the index of this core's block among the head's blocks of a pass.
 void attention_begin(const bfloat16 *object, int32 *state, int32 block) {
   const int32 *words = (const int32 *)object;
   for (int i = 0; i < 16; i++)
@@ -209,7 +210,7 @@ void attention_tile(const bfloat16 *keys, const bfloat16 *values, float *output,
   state[KEY] = key + TILE;
   const int32 row_position = row + state[ROW_0], key_position = key + state[KEY_0];
   const int32 last_row = row_position + TILE - 1, last_key = key_position + TILE - 1;
-  // No row sees a key of this tile: it is later than all rows, or a window before them, or not real.
+  // No row sees a key of this tile: it is after all rows, or a window before them, or not real.
   if (key >= state[REAL_KEYS] || key_position > last_row || (window != 0 && last_key + window <= row_position))
     return;
   const bool all_seen = key + TILE <= state[REAL_KEYS] && last_key <= row_position &&
@@ -225,7 +226,7 @@ void attention_tile(const bfloat16 *keys, const bfloat16 *values, float *output,
     const Integers n = raise(largest, exponents + band * 16, band_sums, band_output);
     const Numbers reference = aie::mul(aie::to_float(n, 0), LN_2).to_vector<float>();
 
-    // Two 4 x 4 tiles of weights are one 4 x 8 tile of the matrix unit: four numbers of each row in turn.
+    // Two 4 x 4 tiles of weights form one 4 x 8 tile of the matrix unit: four numbers of each row in turn.
     Mmul sum(aie::load_v<16>(band_sums));
     for (int t = 0; t < WEIGHT_TILES; t++) {
       const auto left = weigh(scores + 2 * t * 16, reference);
@@ -246,7 +247,7 @@ void attention_tile(const bfloat16 *keys, const bfloat16 *values, float *output,
   }
 }
 
-// A row that has seen no key is none of the job's; what becomes of it is read by nobody.
+// A row that has seen no key is not a row of the job, and its output is not read.
 void attention_finish(float *output, const float *sums) {
   for (int band = 0; band < BANDS; band++) {
     const Numbers r = inverse(aie::load_v<16>(sums + band * 16));

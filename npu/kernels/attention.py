@@ -1,8 +1,8 @@
 """Attention of a prompt's tokens on an NPU of a Ryzen AI 7040 or 8040, as an IRON design of mlir-aie; prints MLIR.
 
-Unverified source: never compiled by mlir-aie, and never run on an NPU. Its toolchain (mlir-aie and Peano) is not to be
-had where this project's tests run. What is planned stands in schedule.py, which needs no toolchain; a test runs this
-file with a stand-in for mlir-aie.
+Unverified source: never compiled by mlir-aie, and never run on an NPU. Its toolchain (mlir-aie and Peano) is not
+available where this project's tests run. The plan is in schedule.py, which needs no toolchain. A test runs this file
+with a stand-in for mlir-aie.
 
     python3 attention.py --head-dim 256 --heads-per-group 2 [--window 1024] --rows 512 --keys 2048 --groups 4
 
@@ -41,7 +41,7 @@ from schedule import CORES, Kernel
 
 OBJECT_FILE = "attention.o"
 TYPES = {"bf16": bfloat16, "f32": np.float32, "i32": np.int32}
-# By columns; a partition is as wide as the groups of the bucket.
+# The device by its number of columns. A partition has one column for each group of the bucket.
 DEVICES = {1: AIEDevice.npu1_1col, 2: AIEDevice.npu1_2col, 3: AIEDevice.npu1_3col, 4: AIEDevice.npu1}
 
 
@@ -50,7 +50,7 @@ def array(elements, kind):
 
 
 class Port:
-    """A fifo as schedule.core_program wants it: one object at a time."""
+    """A fifo with the interface that schedule.core_program needs: one object at a time."""
 
     def __init__(self, fifo, port):
         self.fifo, self.port = fifo, port
@@ -63,7 +63,7 @@ class Port:
 
 
 class Functions:
-    """The functions of attention.cc, with the core's own buffers filled in."""
+    """The functions of attention.cc, which receive the core's own buffers automatically."""
 
     def __init__(self, functions, buffers):
         self.functions, self.own = functions, buffers
@@ -110,9 +110,9 @@ def make_fifos(kernel, column):
     for name, fifo in schedule.fifos(kernel).items():
         kind = "f32" if fifo.element_bytes == schedule.F32 else "bf16"
         elements = fifo.object_bytes // fifo.element_bytes
-        # The joined output is read block by block, each in the order of the layout.
+        # The joined output is read block by block, each block in the order of the layout.
         consumers = [places[consumer] for consumer in fifo.consumers]
-        # The shim's end of a fifo has no objects of its own; its depth is that of the other end.
+        # The shim's end of a fifo has no objects. Its depth is the depth of the other end.
         depths = [depth or max(fifo.depths) for depth in fifo.depths]
         made[name] = object_fifo(
             f"{name}_{column}", places[fifo.producer], consumers, depths, array(elements, kind), list(fifo.to_stream)
@@ -129,7 +129,7 @@ def make_core(kernel, place, index, made, functions):
         name: buffer(place, array(elements, kind)) for name, (elements, kind) in schedule.core_buffers(kernel).items()
     }
 
-    # The loops' lengths differ from pass to pass, so which of a fifo's objects comes next is known at run time alone.
+    # The lengths of the loops differ between passes, so the index of a fifo's next object is known only at run time.
     @core(place, OBJECT_FILE, dynamic_objfifo_lowering=True, stack_size=schedule.STACK_BYTES)
     def body():
         for _ in range_(sys.maxsize):
@@ -158,7 +158,7 @@ def make_sequence(kernel, columns):
     )
     def sequence(queries, keys, values, output, params):
         buffers = {"queries": queries, "keys": keys, "values": values, "output": output, "params": params}
-        # The tasks of each column, in the order of their start, with those that nobody waits for.
+        # The tasks of each column in the order of their start, including tasks without a token.
         started = [[] for _ in range(kernel.groups)]
         for what, transfer in schedule.sequence(kernel):
             tasks = started[transfer.column]
@@ -166,11 +166,11 @@ def make_sequence(kernel, columns):
                 after = next(i for i, (_, other) in enumerate(tasks) if other is transfer)
                 end = next((i for i in range(after + 1, len(tasks)) if tasks[i][1].has_token), len(tasks))
                 dma_await_task(tasks[after][0])
-                # The output has arrived, so these are done too, and their descriptors are free.
+                # The output has arrived, so these tasks are done too, and their descriptors are free.
                 dma_free_task(*[task for task, other in tasks[:end] if not other.has_token])
                 del tasks[:end]
                 continue
-            # The parameters' buffer has words, and their transfer counts elements of the fifo.
+            # The parameters' buffer has words, but their transfer counts elements of the fifo.
             per_word = 2 if transfer.buffer == "params" else 1
             *outer, inner = transfer.sizes
             task = shim_dma_single_bd_task(

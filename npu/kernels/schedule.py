@@ -1,8 +1,8 @@
 """What moves where in the attention kernel for the NPU of a Ryzen AI 7040 or 8040 (`npu1`: 4 columns of 4 cores).
 
 Plain Python without dependencies. `attention.py` makes the compiler's input from it, and `simulator.py` runs it, so
-that both have one description of the walk over the keys, the object fifos, the memory and the order of transfers. The
-walk is also `Shape::walk` in src/npu/contract.rs; tests/data/npu/walks.json holds the two to each other.
+both use one description of the walk over the keys, the object fifos, the memory and the order of transfers. The walk is
+also `Shape::walk` in src/npu/contract.rs. Tests compare both with tests/data/npu/walks.json.
 
 A column computes one KV head. Its four cores share the query heads: with two heads in a group, each head has two blocks
 of rows at a time, with four heads one. That is a *pass*. All cores of a column read the same keys and values.
@@ -11,8 +11,8 @@ of rows at a time, with four heads one. That is a *pass*. All cores of a column 
     DDR --V------------------------------------->  memory tile --broadcast--> 4 cores
     DDR <--O------------------------------------   memory tile <------------- 4 cores, joined
 
-A core has two streams in, so Q comes on the stream of K: a block of queries has the size of a tile of keys. Each core
-sees all four blocks of a pass, and keeps its own. The first object of a dispatch begins with the 16 words of
+A core has two input streams, so Q comes on the stream of K: a block of queries has the size of a tile of keys. Each
+core receives all four blocks of a pass, and keeps its own. The first object of a dispatch begins with the 16 words of
 parameters.
 """
 
@@ -30,7 +30,7 @@ CORE_CHANNELS = 2
 MEM_TILE_CHANNELS = 6
 SHIM_CHANNELS = 2
 CORE_DESCRIPTORS = 16
-# A memory tile has 48; channels of even numbers reach the first half, channels of odd numbers the second.
+# A memory tile has 48. Channels with even numbers use the first half, channels with odd numbers the second half.
 MEM_TILE_DESCRIPTORS = 24
 SHIM_DESCRIPTORS = 16
 SHIM_QUEUE = 4
@@ -38,23 +38,23 @@ MAX_WRAP = 1023
 SHIM_STRIDE_WORDS = 1 << 20
 MEM_TILE_STRIDE_WORDS = 1 << 17
 
-# Objects that a fifo holds: in the memory tile, in a core.
+# Number of objects that a fifo holds in the memory tile and in a core.
 MEM_TILE_DEPTH = 4
 CORE_DEPTH = 2
 OUTPUT_MEM_TILE_DEPTH = 2
 OUTPUT_CORE_DEPTH = 1
 
-# Passes whose transfers are started before the first of them is known to be done.
+# Number of passes whose transfers are started before the first of these passes is known to be done.
 PASSES_IN_FLIGHT = 2
 
 PARAM_WORDS = 16
 STACK_BYTES = 1024
-# Two tables of 256 bf16, and each entry four times, for four reads at once (AMD UG1603, "Lookup Tables").
+# Two tables of 256 bf16. Each entry is stored four times, for four parallel reads (AMD UG1603, "Lookup Tables").
 TABLE_BYTES = 2 * 256 * 4 * BF16
 
 
 class ScheduleError(Exception):
-    """A kernel that cannot be, or a schedule that breaks a limit of the array."""
+    """An impossible kernel, or a schedule that exceeds a limit of the array."""
 
 
 @dataclass(frozen=True)
@@ -104,11 +104,11 @@ class Kernel:
 
     @property
     def walk_step(self):
-        """Tiles by which the first one of a pass lies behind that of the pass before it."""
+        """Number of tiles from the first tile of a pass to the first tile of the next pass."""
         return 0 if self.window is None else self.blocks
 
     def walk(self, number):
-        """The first tile of keys that pass `number` reads, and how many it reads in all."""
+        """The first tile of keys that pass `number` reads, and the total number of tiles that it reads."""
         if self.window is None:
             return 0, (self.keys - self.rows) // self.tile + (number + 1) * self.blocks
         return number * self.walk_step, self.window // self.tile + self.blocks + 1
@@ -119,7 +119,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Fifo:
-    """An object fifo. `depths` are those of the producer's tile and of each consumer's; 0 in DDR."""
+    """An object fifo. `depths` has the depth in the producer's tile and in each consumer's tile; 0 in DDR."""
 
     name: str
     producer: str
@@ -147,13 +147,13 @@ def output_layout(kernel):
 
 
 def param_index(word):
-    """Where word `word` of the parameters lies in the first object, in words: `key_layout` has moved it."""
+    """The position of word `word` of the parameters in the first object, in words, after `key_layout`."""
     return word // 4 * 16 + word % 4
 
 
 def fifos(kernel):
-    """The object fifos of a column, by name. `keys_in` and `keys` are linked, as are `values_in` and `values`; the
-    cores' outputs are joined into `output`."""
+    """The object fifos of a column, by name. `keys_in` is linked to `keys`, and `values_in` to `values`. The outputs of
+    the cores are joined into `output`."""
     cores = tuple(f"core{i}" for i in range(CORES))
     tile_bytes = kernel.object_elements * BF16
     block_bytes = kernel.object_elements * F32
@@ -177,19 +177,20 @@ def core_buffers(kernel):
     """A core's own buffers: (elements, type) by name."""
     return {
         "queries": (kernel.object_elements, "bf16"),
-        # The powers of two, and the sums of weights, of each row, four times: a tile of the matrix unit is 4 wide.
+        # For each row, the power of two and the sum of weights, each four times, because a tile of the matrix unit is 4
+        # wide.
         "exponents": (4 * kernel.tile, "i32"),
         "sums": (4 * kernel.tile, "f32"),
         # Four rows of scores and of weights at a time.
         "scores": (4 * kernel.tile, "f32"),
         "weights": (4 * kernel.tile, "bf16"),
-        # The parameters, and where in the job the core is.
+        # The parameters, and the core's position in the job.
         "state": (2 * PARAM_WORDS, "i32"),
     }
 
 
 def core_bytes(kernel):
-    """What lies in a core's memory, in bytes by name."""
+    """The contents of a core's memory: bytes by name."""
     size = {"bf16": BF16, "f32": F32, "i32": F32}
     lies = {name: elements * size[kind] for name, (elements, kind) in core_buffers(kernel).items()}
     for fifo in fifos(kernel).values():
@@ -200,7 +201,7 @@ def core_bytes(kernel):
 
 
 def mem_tile_bytes(kernel):
-    """What lies in the memory tile. Linked fifos share their objects, so each link counts once."""
+    """The contents of the memory tile: bytes by name. Linked fifos share their objects, so each link counts once."""
     every = fifos(kernel)
     return {name: every[name].depths[0] * every[name].object_bytes for name in ("keys", "values", "output")}
 
@@ -209,17 +210,17 @@ def mem_tile_bytes(kernel):
 
 
 def core_program(kernel, core, loop, keys, values, output, call):
-    """One dispatch on core `core`. `loop` is `range`, or the compiler's loop of the same arguments; `keys`, `values`
-    and `output` have `acquire` and `release`; `call` has the kernel's functions.
+    """One dispatch on core `core`. `loop` is `range`, or the compiler's loop with the same arguments. `keys`, `values`
+    and `output` have `acquire` and `release`. `call` has the kernel's functions.
 
-    The loops count up to sums that are known here, or to another loop's counter, because the compiler's counters are
-    values of the core.
+    The end of a loop is a number that is known here, or the counter of another loop, because the compiler's counters
+    are values on the core.
     """
     call.begin(keys.acquire(), core % kernel.blocks)
     keys.release()
     first, tiles = kernel.walk(0)
     if kernel.window is None:
-        # The counter of the passes is how many tiles each one reads.
+        # The counter of the passes is the number of tiles that each pass reads.
         passes = loop(tiles, tiles + kernel.passes * kernel.blocks, kernel.blocks)
     else:
         passes = loop(0, kernel.passes, 1)
@@ -264,7 +265,7 @@ class Transfer:
         return count
 
     def runs(self):
-        """(first element, elements) of each stretch of neighbours, in the order of the transfer."""
+        """(first element, number of elements) of each contiguous range, in the order of the transfer."""
         *outer, inner = zip(self.sizes, self.strides)
         starts = [self.offset]
         for size, stride in outer:
@@ -292,15 +293,16 @@ def linear(fifo, group, buffer, offset, elements):
 
 
 def sequence(kernel):
-    """What the host's sequence does, in order: ("start", transfer), and ("await", transfer), which has a token. When a
-    pass's output has arrived, all that its cores were sent has been read."""
+    """The steps of the host's sequence, in order: ("start", transfer), and ("await", transfer) for a transfer with a
+    token. When a pass's output has arrived, its cores have read all their inputs."""
     waiting = []
     for group in range(kernel.groups):
-        # 16 words are 32 times two bytes. The rest of the object is the beginning of Q, which no core reads there.
+        # 16 words are 32 numbers of two bytes. The rest of the object is the beginning of Q, which no core reads from
+        # it.
         yield "start", linear("keys_in", group, "params", 0, 2 * PARAM_WORDS)
         yield "start", linear("keys_in", group, "queries", 0, kernel.object_elements - 2 * PARAM_WORDS)
     for number in range(kernel.passes):
-        # The parameters' two tasks take two of the queue's four places until pass 0 is done.
+        # The two tasks of the parameters use two of the queue's four places until pass 0 is done.
         in_flight = 1 if number == 1 else PASSES_IN_FLIGHT
         while len(waiting) >= in_flight:
             for output in waiting.pop(0):
@@ -324,7 +326,7 @@ def sequence(kernel):
 
 
 def check(kernel):
-    """Raises ScheduleError where the kernel breaks a limit of the array."""
+    """Raises ScheduleError if the kernel exceeds a limit of the array."""
     check_memory("a core", core_bytes(kernel), CORE_BYTES)
     check_memory("a memory tile", mem_tile_bytes(kernel), MEM_TILE_BYTES)
     check_channels(fifos(kernel))
@@ -341,8 +343,8 @@ def check_memory(place, lies, most):
 
 
 def check_channels(every):
-    """DMA channels and buffer descriptors of each tile. A fifo between two tiles takes a channel of each, and a
-    descriptor for each object there; a joined fifo takes one for each part of an object."""
+    """Checks the DMA channels and buffer descriptors of each tile. A fifo between two tiles uses a channel of each, and
+    a descriptor for each object there. A joined fifo uses a descriptor for each part of an object."""
     limits = {"shim": SHIM_CHANNELS, "mem": MEM_TILE_CHANNELS}
     into, out, descriptors = {}, {}, {}
     for fifo in every.values():
@@ -364,13 +366,13 @@ def check_channels(every):
 
 
 def take_descriptors(descriptors, tile, channel, count):
-    # Objects in DDR have descriptors of the sequence's own.
+    # Objects in DDR use descriptors of the sequence.
     half = channel % 2 if tile == "mem" else 0
     descriptors[tile, half] = descriptors.get((tile, half), 0) + count
 
 
 def check_dimensions(name, dimensions, element_bytes, most_stride):
-    """The fields of a descriptor count words of 4 bytes. The innermost stretch is whole words."""
+    """Checks the fields of a descriptor, which count words of 4 bytes. The innermost range must be whole words."""
     *outer, (size, stride) = dimensions
     if len(dimensions) > 4 or stride != 1 or size * element_bytes % 4:
         raise ScheduleError(f"{name}: {dimensions} is no access of whole words in 4 dimensions")
@@ -378,19 +380,19 @@ def check_dimensions(name, dimensions, element_bytes, most_stride):
         raise ScheduleError(f"{name}: {size} elements are more than {MAX_WRAP} words")
     for position, (size, stride) in enumerate(outer):
         words = stride * element_bytes
-        # The outermost size is the length of the whole, or the repetition, and has no wrap.
+        # The outermost size is the length of the whole, or the repetition. It has no wrap limit.
         if (position > 0 and size > MAX_WRAP) or words % 4 or words // 4 > most_stride:
             raise ScheduleError(f"{name}: size {size}, stride {stride} does not fit a descriptor")
 
 
 def check_sequence(operations):
-    """Each channel's queue and each shim's descriptors, where a task counts until a token says that it is done. The
-    tasks of a pass are done when its output is; they were started after the output."""
+    """Checks each channel's queue and each shim's descriptors. A task counts until a token reports that it is done. The
+    tasks of a pass are started after its output, and they are done when the output is done."""
     started = {}
     for what, transfer in operations:
         tasks = started.setdefault(transfer.column, [])
         if what == "await":
-            # What was started before the next output belongs to this pass, or to one before it.
+            # Tasks that start before the next output belong to this pass, or to an earlier pass.
             after = tasks.index(transfer) + 1
             while after < len(tasks) and not tasks[after].has_token:
                 after += 1
@@ -413,7 +415,8 @@ def check_sequence(operations):
 
 
 def walks():
-    """The walks of kernels for every Gemma-3 and for the demo model, which tests/data/npu/walks.json holds for the tests in Rust."""
+    """The walks of kernels for every Gemma-3 and the demo model. The Rust tests read them from
+    tests/data/npu/walks.json."""
     shapes = [(256, 4, 512), (256, 2, 1024), (128, 2, 1024), (64, 2, 64)]
     for head_dim, heads_per_group, window in shapes:
         full = [(256, 512, None), (512, 4096, None), (512, 131072, None)]

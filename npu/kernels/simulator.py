@@ -1,9 +1,9 @@
 """Runs the schedule of a column on addresses instead of numbers.
 
-Every object is the list of the addresses it was read from. The simulator has the fifos' depths, the broadcast, the
-join, the shim's task queues and the sequence's waits; it has no time. A column is a network of processes that read and
-write in a fixed order and wait where a fifo is empty or full, so whether it comes to its end, and what each core is
-given, does not depend on who runs first; `order` shuffles it all the same.
+Every object is the list of the addresses from which it was read. The simulator has the depths of the fifos, the
+broadcast, the join, the task queues of the shim and the waits of the sequence, but no time. A column is a network of
+processes that read and write in a fixed order, and wait if a fifo is empty or full. So the order in which the processes
+run has no effect on whether the column finishes, or on what each core receives. `order` shuffles it to test that.
 """
 
 from collections import deque
@@ -13,11 +13,11 @@ from schedule import CORES, ScheduleError
 
 
 class Deadlock(ScheduleError):
-    """Nobody can go on, and not everybody is done."""
+    """No process can continue, but not all of them have finished."""
 
 
 class Recorder:
-    """Writes down what a core's program does, with Python's own loops."""
+    """Records the calls of a core's program, with Python's own loops."""
 
     def __init__(self, kernel, core):
         self.steps = []
@@ -57,8 +57,8 @@ class Port:
 
 
 class Column:
-    """A column under simulation. `log` has (core, function, objects, constant) of every call, and `written` the
-    addresses of O in the order in which they were written, each with (core, pass)."""
+    """A simulated column. `log` has (core, function, objects, constant) of every call, and `written` has the addresses
+    of O in the order in which they were written, each with (core, pass)."""
 
     def __init__(self, kernel, group, operations=None, programs=None):
         self.kernel = kernel
@@ -68,7 +68,7 @@ class Column:
         self.programs = programs or [deque(Recorder(kernel, core).steps) for core in range(CORES)]
         self.tasks = {name: deque() for name in ("keys_in", "values_in", "output")}
         self.done = []
-        # An object that a shim has begun to send: its addresses so far, and how many elements they are.
+        # The object that a shim is sending: its addresses until now, and the number of their elements.
         self.partial = {"keys_in": ([], 0), "values_in": ([], 0)}
         self.mem = {"keys": deque(), "values": deque()}
         self.inbox = [{"keys": deque(), "values": deque()} for _ in range(CORES)]
@@ -81,7 +81,7 @@ class Column:
         self.log, self.written = [], []
 
     def run(self, order=None):
-        """Runs to the end. Raises Deadlock, or ScheduleError where anything is left over."""
+        """Runs to the end. Raises Deadlock, or ScheduleError if any object is left over."""
         movers = [self.host, lambda: self.send("keys_in", "keys"), lambda: self.send("values_in", "values")]
         movers += [lambda: self.broadcast("keys"), lambda: self.broadcast("values"), self.drain]
         for core in range(CORES):
@@ -90,7 +90,7 @@ class Column:
         while moved:
             if order:
                 order.shuffle(movers)
-            # Each moves once in turn, so that no one runs ahead alone.
+            # Each mover moves once in turn, so that none of them gets far ahead of the others.
             moved = any([mover() for mover in movers])
         waiting = [f"core {i} has {len(p)} steps left, {p[0]}" for i, p in enumerate(self.programs) if p]
         waiting += [f"the sequence has {len(self.operations)} steps left"] if self.operations else []
@@ -139,7 +139,7 @@ class Column:
         return True
 
     def broadcast(self, fifo):
-        """A stream to four cores moves only while all of them take it."""
+        """A stream to four cores moves only while all of them accept data."""
         depth = self.fifos[fifo].depths[1]
         rooms = [len(self.inbox[c][fifo]) + len(self.owned[c][fifo]) < depth for c in range(CORES)]
         if not self.mem[fifo] or not all(rooms):
@@ -181,7 +181,7 @@ class Column:
         return True
 
     def drain(self):
-        """The shim's DMA writes an object: the four cores' blocks, one behind the other."""
+        """The shim's DMA writes an object: the four cores' blocks, one after the other."""
         if not self.tasks["output"] or not all(self.joined):
             return False
         transfer, runs = self.tasks["output"].popleft()

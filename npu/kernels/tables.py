@@ -1,25 +1,26 @@
 """The kernel's tables of exponentials, as a C header: `python3 tables.py > exp_tables.h`.
 
-exp(x) is `whole[floor(x)] * part[x - floor(x)]` with 8 fractional bits. The entries are rounded to the nearest bf16, as
-those of mlir-aie's aie_runtime_lib/AIE2/lut_based_ops.cpp are; src/npu/tile.rs has the same ones. A table of
-`aie::lut<4, bfloat16>` has each 16 bytes twice in a row, and is there twice (AMD UG1603, "Lookup Tables").
+exp(x) is `whole[floor(x)] * part[x - floor(x)]` with 8 fractional bits. The entries are rounded to the nearest bf16,
+like the entries of mlir-aie's aie_runtime_lib/AIE2/lut_based_ops.cpp. src/npu/tile.rs has the same entries. A table of
+`aie::lut<4, bfloat16>` stores each group of 16 bytes twice in a row, and the table exists twice (AMD UG1603, "Lookup
+Tables").
 """
 
 import math
 import struct
 
-# Above this, exp is no finite bf16; the kernel's arguments are 0 or less.
+# Above this, exp is not a finite bf16. The kernel's arguments are 0 or less.
 LARGEST = 88
 
 
 def bf16(value):
-    """The bits of the nearest bf16, of two the even one."""
+    """The bits of the nearest bf16. A tie is rounded to even."""
     bits = struct.unpack("<I", struct.pack("<f", value))[0]
     return bits + 0x7FFF + (bits >> 16 & 1) >> 16
 
 
 def whole():
-    """exp(i) for i from -128 to 127, by the byte that i is in two's complement."""
+    """exp(i) for i from -128 to 127, indexed by the two's complement of i."""
     signed = [i - 256 if i >= 128 else i for i in range(256)]
     return [bf16(math.exp(min(i, LARGEST))) if i > -88 else 0 for i in signed]
 

@@ -12,9 +12,9 @@ use crate::cli::bench::statistics::ratio;
 use crate::cli::error::Error;
 use crate::file;
 
-/// The most bytes of a report.
+/// Maximum size of a report in bytes.
 const MAX_BYTES: u64 = 64 << 20;
-/// Fields that must be equal for a comparison. If one differs, a ratio does not tell how the code changed.
+/// Fields that must be equal for a comparison. If one of them differs, a ratio does not show the effect of the code.
 const SAME: [&str; 6] = ["device", "driver", "model", "weights", "kv", "profile"];
 
 /// An earlier report compared with a new one.

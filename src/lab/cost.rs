@@ -1,9 +1,9 @@
-//! The cost of a dispatch on paper: workgroups, trips of its steady loop, bytes. There is one function for each method
-//! of [`Kernels`](crate::kernels::Kernels), for `unicorn-lab isa`, which has a compiler and no GPU.
+//! The theoretical cost of a dispatch: workgroups, trips of its steady loop, bytes. There is one function for each
+//! method of [`Kernels`](crate::kernels::Kernels). `unicorn-lab isa` uses them, because it has a compiler but no GPU.
 //!
-//! Bytes are bytes that a dispatch reads from memory or writes to it, with no caching beyond what the functions state.
-//! A trip is a trip of the loop in the shader's source. If a compiler unrolls the loop, [`Body::unrolled`] says how
-//! often.
+//! Bytes are the bytes that a dispatch reads from memory or writes to it. No caching is assumed, except where a
+//! function says so. A trip is a trip of the loop in the shader's source. If a compiler unrolls the loop,
+//! [`Body::unrolled`] says how often.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -30,7 +30,7 @@ pub struct Dispatch {
     pub workgroups: u64,
     /// Trips of the steady loop, averaged over the workgroups.
     pub trips: f64,
-    /// Bytes of weights, and how often the grid reads all of them; workgroups side by side share a read.
+    /// Bytes of weights, and how often the grid reads all of them. Adjacent workgroups share a read.
     pub weight_bytes: u64,
     pub weight_passes: u64,
     pub kv_bytes: u64,
@@ -440,8 +440,8 @@ fn without(program: &Program, loops: &[usize]) -> Counts {
     once
 }
 
-/// `whole` divided by `part`, rounded. `whole` may be a little less than a multiple, because a first product is no
-/// multiply-add, or a little more.
+/// `whole` divided by `part`, rounded. `whole` may differ slightly from a multiple, for example because the first
+/// product of a sum is not a multiply-add.
 fn times(whole: u64, part: u64) -> u64 {
     ((whole + part / 2) / part).max(1)
 }

@@ -1,4 +1,4 @@
-//! `unicorn-lab isa`: compiles the kernels for a GPU that need not be here, and predicts the GPU's speed from the
+//! `unicorn-lab isa`: compiles the kernels for a GPU that need not be present, and predicts the GPU's speed from the
 //! result.
 //!
 //! RADV chooses its GPU by the environment, and a process loads its drivers once. So this command starts itself again
@@ -26,7 +26,7 @@ use crate::config::Config;
 use crate::model::arch;
 use crate::tensor::QuantizeMode;
 
-/// Longest compilation of all kernels, which takes seconds unless a driver hangs.
+/// Time limit for compiling all kernels. It takes seconds, unless a driver hangs.
 const COMPILE_SECONDS: u64 = 300;
 
 const ICD_FOLDERS: [&str; 3] =
@@ -68,7 +68,7 @@ pub fn isa(config: &Config, args: &args::Isa) -> Result<(), Error> {
     })
 }
 
-/// The results of every compiler that is here, and the reason why Mesa 26 is not.
+/// The results of every available compiler, and the reason why Mesa 26 is not available.
 fn judges(chip: &Chip) -> Result<(Vec<Judge>, Option<String>), Error> {
     let paths = || ICD_FOLDERS.iter().flat_map(|folder| ICD_NAMES.map(|name| Path::new(folder).join(name)));
     let null_device = "RADV's null device";
@@ -112,7 +112,7 @@ fn without_mesa26() -> Option<String> {
     }
 }
 
-/// Starts this program again to compile on a device; `command` has everything but the arguments for that.
+/// Starts this program again to compile on a device. `command` has everything except the arguments for that.
 fn run(compiler: &'static str, mut command: Command, device: &str) -> Result<Judge, Error> {
     let failed = |problem: String| Error::Compiler { compiler, problem };
     command

@@ -1,7 +1,7 @@
 //! The hot kernels at the shapes of the published models: one list of cases for measurements and tests.
 //!
-//! A case knows the least bytes that it moves, each input and output once, and its operations; a multiply-add counts as
-//! two. All keys and values are one number.
+//! A case reports the minimum of bytes that it moves (each input and output once) and its operations; a multiply-add
+//! counts as two. All keys and values are the same number.
 
 use rand::Rng;
 
@@ -83,9 +83,9 @@ pub struct Choice {
     pub embedding: Scheme,
     pub kv: KvDtype,
     pub precision: Precision,
-    /// Rows of activations: tokens of a step.
+    /// Rows of activations, i.e. tokens of a step.
     pub tokens: Vec<usize>,
-    /// Positions before the tokens that attend.
+    /// Number of tokens before the tokens whose attention is computed.
     pub depths: Vec<usize>,
 }
 
@@ -129,7 +129,7 @@ impl Choice {
             let (scheme, rows, cols) = (self.embedding, s.vocab_size, s.hidden_size);
             let name = |what: &str| format!("{what} {scheme} x {tokens}");
             works.push((name("embed"), KernelWork::Embed { scheme, rows, cols, tokens }));
-            // More tokens than a step has sequences are a prompt, from whose last row one id is drawn.
+            // More than `MAX_SEQUENCES` tokens are a prompt. One id is drawn, after its last row.
             if tokens <= MAX_SEQUENCES {
                 works.push((name("matmul head"), KernelWork::Matmul { scheme, rows, cols, tokens }));
                 let decode =
@@ -203,7 +203,7 @@ impl Case {
         dispatch.weight_bytes + dispatch.kv_bytes + dispatch.activation_bytes
     }
 
-    /// Operations of products, where a multiply-add counts as two. `None` for kernels that memory bounds.
+    /// Operations of products, where a multiply-add counts as two. `None` for kernels that are limited by memory.
     pub fn ops(&self) -> Option<u64> {
         match self.work {
             KernelWork::Matmul { rows, cols, tokens, .. } => Some(2 * (rows * cols * tokens) as u64),
@@ -217,7 +217,7 @@ impl Case {
         }
     }
 
-    /// The form of the case's result: a norm or GeGLU feeds a product of integers, if the case's precision has them.
+    /// The type of the case's result. With `Precision::Fast`, the next product is an integer product, so it is int8.
     fn wants(&self) -> Wants {
         let fast = self.precision == Precision::Fast;
         Wants { floats: !fast, blocks: fast }
@@ -248,8 +248,8 @@ impl Prepared {
 }
 
 impl Rig {
-    /// Bytes a second that the device copies from one buffer to another, at most `bytes` at once. Bytes read and bytes
-    /// written both count. `None` if the device has no clock.
+    /// Copy bandwidth of the device in bytes per second, with at most `bytes` per copy. Bytes read and bytes written
+    /// both count. `None` if the device has no clock.
     pub fn copy_bytes_per_s(&mut self, bytes: u64, runs: usize) -> Result<Option<f64>, GpuError> {
         let mut arena = Arena::new(&self.device);
         let mut alloc = || arena.alloc(MemoryKind::Device, Class::Activations, bytes, "copied");
@@ -259,7 +259,8 @@ impl Rig {
         Ok(span.map(|span| 2.0 * bytes as f64 / span.seconds))
     }
 
-    /// Operations a second of multiply-adds in f32, each of which counts as two. `None` if the device has no clock.
+    /// Rate of f32 multiply-adds in operations per second; each counts as two operations. `None` if the device has no
+    /// clock.
     pub fn ops_per_s(&mut self, runs: usize) -> Result<Option<f64>, GpuError> {
         const WORKGROUPS: u32 = 1024;
         const ROUNDS: [u32; 2] = [32, 1024];
@@ -267,8 +268,8 @@ impl Rig {
         let mut arena = Arena::new(&self.device);
         let result = arena.alloc(MemoryKind::Device, Class::Activations, Peak::bytes(WORKGROUPS), "peak")?;
         let mut best = 0f64;
-        // A fast device needs long chains, or the start of workgroups dominates. A slow device would take seconds for
-        // long chains.
+        // On a fast device, short chains would measure the start of workgroups. On a slow device, long chains would
+        // take seconds.
         for rounds in ROUNDS {
             let span =
                 self.time(runs, &mut |recorder, _| peak.record(recorder, &result, WORKGROUPS, rounds))?;

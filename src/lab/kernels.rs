@@ -17,7 +17,7 @@ use crate::config::Config;
 use crate::model::rig::{Rig, Span};
 use crate::tensor::Scheme;
 
-/// Size of the measured copy, where the device has room for eight times as much.
+/// Size of the measured copy, if the device has room for eight times as much.
 const COPY_BYTES: u64 = 256 << 20;
 /// The operations of the peak rate. No kernel uses a matrix unit in f32.
 const PEAK: &str = "plain multiply-adds in f32";

@@ -1,7 +1,7 @@
 //! The laboratory, the library of the binary `unicorn-lab`: measures kernels and the steps of a model, predicts the
 //! speed of GPUs that are not present, writes checkpoints of random weights, and soak-tests a server.
 //!
-//! The server needs nothing from here, and no other module imports this one. The packages do not contain the binary.
+//! The server does not use this module, and no other module imports it. The packages do not contain the binary.
 
 mod args;
 pub mod assembly;

@@ -1,8 +1,8 @@
 //! `unicorn-lab model`: times a model's steps on a device, without requests: prompts of several lengths, and decodes
 //! of several sequences at several depths of their contexts.
 //!
-//! The report also gives the least bytes that a step reads: every weight once, and once the keys and values that its
-//! tokens see. A case that does not fit, or would take too long, is listed as left out.
+//! The report also gives the minimum of bytes that a step reads: every weight once, and the keys and values that its
+//! tokens see once. A case that does not fit, or would take too long, is listed as left out.
 
 use std::time::{Duration, Instant};
 
@@ -30,7 +30,7 @@ struct Measured {
     steps: usize,
     /// Seconds of each run, all steps together; the median counts.
     runs: Vec<f64>,
-    /// Least bytes read by all steps together.
+    /// Minimum of bytes read by all steps together.
     bytes: u64,
     /// Recorded commands of one step, on average.
     recorded: Counts,

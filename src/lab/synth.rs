@@ -1,4 +1,4 @@
-//! `unicorn-lab synth`: writes native checkpoints of published shapes with random weights, if no real ones are at hand.
+//! `unicorn-lab synth`: writes native checkpoints of published shapes with random weights, for use without real ones.
 //!
 //! Integers are uniform. Each matrix has one scale, chosen so that inputs of unit variance give products of unit
 //! variance. So activations stay finite through any number of layers, since every sublayer's output is normed.

@@ -1,6 +1,6 @@
 //! `shim.h` in Rust: its constants, its opaque types, and a table of its functions, taken from a shared object.
 //!
-//! Nothing here decides anything. [`super::shim`] calls the table; the double of the tests has the functions.
+//! This module makes no decisions. [`super::shim`] calls the functions of the table. The test double implements them.
 
 use std::ffi::{c_char, c_void};
 
@@ -28,16 +28,16 @@ pub const HOST_ONLY: u32 = 2;
 pub const TO_DEVICE: u32 = 0;
 pub const FROM_DEVICE: u32 = 1;
 
-/// The kernel's first argument: what follows are instructions.
+/// The kernel's first argument: instructions follow.
 pub const OPCODE: u64 = 3;
-/// The positions of the instructions and of the first buffer among the arguments. The count of the instructions is
+/// The positions of the instructions and of the first buffer among the arguments. The number of instruction words is
 /// between them.
 pub const INSTRUCTIONS_ARGUMENT: i32 = 1;
 pub const FIRST_BUFFER_ARGUMENT: i32 = 3;
 /// The name of the kernel in each xclbin.
 pub const KERNEL_NAME: &std::ffi::CStr = c"MLIR_AIE";
 
-/// `ert_cmd_state`, as XRT has it.
+/// `ert_cmd_state` of XRT.
 pub const STATE_COMPLETED: u32 = 4;
 pub const STATE_ERROR: u32 = 5;
 pub const STATE_TIMEOUT: u32 = 8;
@@ -51,10 +51,10 @@ pub struct Kernel([u8; 0]);
 #[repr(C)]
 pub struct Bo([u8; 0]);
 
-/// Declares the table, and how it is read.
+/// Declares the table, and the code that loads it.
 macro_rules! functions {
     ($($field:ident = $symbol:literal: $type:ty;)*) => {
-        /// The functions of a shared object, which has to stay loaded while they are called.
+        /// The functions of a shared object, which must stay loaded while they are called.
         #[derive(Clone, Copy)]
         pub struct Functions {
             $(pub $field: $type,)*
@@ -65,7 +65,7 @@ macro_rules! functions {
             ///
             /// # Safety
             ///
-            /// The shared object's functions have the types of `shim.h`, which a shared object with [`ABI`] promises.
+            /// The shared object's functions have the types of `shim.h`. A shared object with [`ABI`] promises that.
             pub unsafe fn of(library: &Library) -> Result<Functions, libloading::Error> {
                 Ok(Functions {
                     $(

@@ -1,11 +1,11 @@
 //! The counts of the NPU's work since the server started, and their metrics. Each device process has its own counts,
-//! which end with the process. This module adds them up.
+//! which are lost when it ends. This module adds them up.
 
 use std::collections::BTreeMap;
 
 use crate::device::{DeviceState, Metric, NpuReport};
 
-/// The counts of all device processes, as last reported by each of them.
+/// The counts of all device processes, as each of them last reported them.
 #[derive(Debug, Default)]
 pub struct NpuAccount {
     /// The sums of the processes that have ended.
@@ -16,7 +16,7 @@ pub struct NpuAccount {
 
 impl NpuAccount {
     /// The state of the NPU with the counts of all processes; `None` if no process has reported an NPU. `device` is the
-    /// state that the device process has just reported; `None` if it does not answer.
+    /// current report of the device process; `None` if it does not answer.
     pub fn total(&mut self, device: Option<&DeviceState>) -> Option<NpuReport> {
         const SILENT: &str =
             "the process with the model is not running or does not answer: these are its last known counts";
@@ -34,7 +34,7 @@ impl NpuAccount {
     }
 }
 
-/// The metrics of an NPU. Without an NPU the counts are 0, so that queries find them.
+/// The metrics of an NPU. Without an NPU the counts are 0, so that queries find the metrics.
 pub fn metrics(npu: Option<&NpuReport>) -> Vec<Metric> {
     const REASONS: [&str; 4] = ["npu-timeout", "npu-command-state", "npu-no-output", "npu-process"];
     let metric = |name, kind, help, value| Metric { name, kind, help, samples: vec![(None, value)] };

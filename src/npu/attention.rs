@@ -1,12 +1,12 @@
-//! A unit that computes the attention of prompt tokens for some KV heads of a layer.
+//! The interface of an NPU that computes the attention of prompt tokens for some KV heads of a layer.
 //!
-//! This file has the interface of the unit, the choice of what it computes, and the counts of its work.
-//! `shared_step.rs` runs a step in which it takes part. The choice depends on the batch alone, and never on the speed
-//! of the unit. So an answer has the same bits each time, as long as the unit does not fail. The unit computes in bf16,
-//! so answers with and without it differ within a bound.
+//! This file has the interface, the choice of the work for the NPU, and the counts of its work. `shared_step.rs` runs a
+//! step in which the NPU takes part. The choice depends only on the batch, and never on the speed of the NPU. So an
+//! answer has the same bits each time, as long as the NPU does not fail. The NPU computes in bf16, so answers with and
+//! without it differ within a bound.
 //!
-//! [`NpuProcess`](super::process::NpuProcess) is the unit of a server; tests have others. After its first failure, a
-//! unit is not used again.
+//! [`NpuProcess`](super::process::NpuProcess) is the implementation that a server uses; tests have others. After its
+//! first failure, an NPU is not used again. "The device" is the GPU.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -21,10 +21,10 @@ use crate::model::offload::{
 };
 use crate::model::{Batch, BatchSequence, BlockPool, Input, RunnerError};
 
-/// One layer's attention of neighbouring prompt tokens of one sequence, for the KV heads from 0 to `kv_heads`.
+/// One layer's attention of consecutive prompt tokens of one sequence, for the KV heads from 0 to `kv_heads`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OffloadJob {
-    /// The number of keys that a token sees, its own included; `None` for all.
+    /// The number of keys that a token sees, including its own; `None` = all keys.
     pub window: Option<usize>,
     /// The position of row 0, and the number of rows.
     pub first: usize,
@@ -32,9 +32,9 @@ pub struct OffloadJob {
     pub kv_heads: usize,
 }
 
-/// The form in which a unit wants the arrays of a job: queries bf16 `[kv_head][head][row_stride][head_dim]`; keys and
-/// values bf16 `[kv_head][key_stride][head_dim]`, whose key 0 is at position `first_key`; output f32 as queries.
-/// Queries are scaled already. The inputs are 0 after the last row and key, and at keys that no row sees.
+/// The layout of the arrays of a job: queries bf16 `[kv_head][head][row_stride][head_dim]`; keys and values bf16
+/// `[kv_head][key_stride][head_dim]`, whose key 0 is at position `first_key`; output f32 in the layout of the queries.
+/// Queries are already scaled. The inputs are 0 after the last row and key, and at keys that no row sees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OffloadRoom {
     pub first_key: usize,
@@ -45,67 +45,67 @@ pub struct OffloadRoom {
 
 /// Computes softmax(q K) V.
 pub trait AttentionUnit: Send {
-    /// Makes the unit read and write the device's own buffers from now on: queries, keys, values, and the output, each
-    /// from its start. The unit proves that it does. No job may be in progress.
+    /// Makes the NPU read and write the device's own buffers from now on: queries, keys, values, and the output, each
+    /// from its start. The implementation tests that this works. No job may be in progress.
     fn share(&mut self, _buffers: [&Buffer; 4]) -> Result<(), OffloadError> {
         Err(not_shared("the unit reads and writes no memory but its own"))
     }
 
-    /// The form of the arrays for this job; `None` if the unit cannot compute it, and the device computes all of it.
-    /// The answer to one job is always the same.
+    /// The layout of the arrays for this job. `None` = the NPU cannot compute the job, and the device computes all of
+    /// it. The result is always the same for the same job.
     fn room(&self, job: &OffloadJob) -> Option<OffloadRoom>;
 
-    /// Passes queries, keys and values to the unit, and returns; `None` if they are in shared buffers.
-    /// [`AttentionUnit::finish`] gives the output. Both are bounded in time. After an error the unit is not called
-    /// again.
+    /// Passes queries, keys and values to the NPU, and returns without waiting for the result. `inputs` is `None` if
+    /// they are in shared buffers. [`AttentionUnit::finish`] gets the output. Both calls have time limits. After an
+    /// error, the NPU is not called again.
     fn begin(&mut self, job: &OffloadJob, inputs: Option<[&[u8]; 3]>) -> Result<(), OffloadError>;
 
-    /// Waits for the job, and writes all of the output; `None` if that is a shared buffer. Rows after the job's last
-    /// one may have any values.
+    /// Waits for the job, and writes all of the output. `output` is `None` if the output is in a shared buffer. Rows
+    /// after the job's last row may have any values.
     fn finish(&mut self, output: Option<&mut [u8]>) -> Result<(), OffloadError>;
 }
 
-/// The error if a unit and a device cannot share memory.
+/// The error if an NPU and a device cannot share memory.
 pub fn not_shared(why: impl fmt::Display) -> OffloadError {
     let message = format!("{why}; npu.sharing = \"copy\" needs no shared memory");
     OffloadError { code: "npu-dma-buf".into(), message }
 }
 
-/// What happens if the unit fails.
+/// What happens if the NPU fails.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum OffloadPolicy {
-    /// The device computes the unit's share from then on.
+    /// The device computes the NPU's share from then on.
     Auto,
-    /// The runner fails, and every later step, too.
+    /// The runner and every later step fail.
     Require,
 }
 
-/// A unit, and how to use it.
+/// An NPU, and how it is used.
 pub struct Offload {
     pub unit: Box<dyn AttentionUnit>,
-    /// The number of KV heads that the unit computes, in every job.
+    /// The number of KV heads that the NPU computes, in every job.
     pub kv_heads: usize,
     pub policy: OffloadPolicy,
 }
 
-/// The counts of a unit's work.
+/// The counts of an NPU's work.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct OffloadCounts {
-    /// Layers whose output was used, and the tokens of all of them: a token counts in each layer.
+    /// Number of layers whose output was used, and of the tokens of all of them. A token counts once in each layer.
     pub dispatches: u64,
     pub tokens: u64,
-    /// Failures by code, after each of which the device computes the unit's share.
+    /// Failures by error code. After each of them, the device computes the NPU's share.
     pub fallbacks: Vec<(String, u64)>,
-    /// Layers that were planned for the unit, and whose share the device computed because the unit had failed.
+    /// Layers that were planned for the NPU, but computed by the device because the NPU had failed.
     pub recomputed: u64,
-    /// Seconds that the host spent in calls of the unit.
+    /// Seconds that the host spent in calls of the NPU.
     pub seconds: f64,
-    /// The failure after which the unit is not used.
+    /// The failure after which the NPU is no longer used.
     pub quarantined: Option<String>,
 }
 
 impl OffloadCounts {
-    /// Counts so many failures with this code.
+    /// Adds a number of failures with this code.
     pub fn add_fallbacks(&mut self, code: &str, count: u64) {
         match self.fallbacks.iter_mut().find(|(counted, _)| counted == code) {
             Some((_, sum)) => *sum += count,
@@ -114,7 +114,7 @@ impl OffloadCounts {
     }
 }
 
-/// The counts of a unit. Other threads may read them while steps run.
+/// The counts of an NPU. Other threads may read them while steps run.
 #[derive(Clone)]
 pub struct OffloadWatch(Arc<Mutex<OffloadCounts>>);
 
@@ -128,13 +128,13 @@ impl OffloadWatch {
     }
 }
 
-/// The part of a step's attention that the unit computes.
+/// The part of a step's attention that the NPU computes.
 #[derive(Debug, Clone)]
 pub(super) struct UnitShare {
     pub attention: AttentionShare,
     /// The position of the first row.
     pub first: usize,
-    /// The form of the arrays for the layers of each pool; `None` = the device computes all of such layers.
+    /// The layout of the arrays for the layers of each pool; `None` = the device computes all of these layers.
     sliding: Option<OffloadRoom>,
     full: Option<OffloadRoom>,
 }
@@ -166,14 +166,14 @@ impl Copies {
     }
 }
 
-/// A unit that is attached to a model, and its counts.
+/// An NPU that is attached to a model, and its counts.
 pub(super) struct Attached {
     /// `None` after a failure.
     unit: Option<Box<dyn AttentionUnit>>,
     kv_heads: usize,
     policy: OffloadPolicy,
     counts: OffloadWatch,
-    /// The host's copies of a job's inputs and output; `None` if the unit shares the device's buffers.
+    /// The host's copies of a job's inputs and output; `None` if the NPU shares the device's buffers.
     copies: Option<Copies>,
     /// The first failure.
     failure: Option<OffloadError>,
@@ -205,7 +205,7 @@ impl Attached {
         self.kv_heads
     }
 
-    /// Sets the number of KV heads that the unit computes, 0 for none.
+    /// Sets the number of KV heads that the NPU computes; 0 for none.
     pub fn set_kv_heads(&mut self, kv_heads: usize) {
         self.kv_heads = kv_heads;
     }
@@ -214,7 +214,7 @@ impl Attached {
         self.unit.is_some()
     }
 
-    /// Fails if the unit is required and has failed.
+    /// Fails if the NPU is required and has failed.
     pub fn check(&self) -> Result<(), RunnerError> {
         match (&self.failure, self.policy) {
             (Some(failure), OffloadPolicy::Require) => Err(RunnerError::Coprocessor(failure.to_string())),
@@ -222,10 +222,10 @@ impl Attached {
         }
     }
 
-    /// The part of a batch's attention that the unit computes: that of the longest prompt, or of a part of it.
+    /// The part of a batch's attention that the NPU computes: the attention of the longest prompt, or of a part of it.
     ///
-    /// `drawn` has the rows after which ids are drawn. A sequence with several of them checks drafts, or scores its
-    /// text. The device computes all of that.
+    /// `drawn` has the rows after which ids are drawn. A sequence with several such rows checks drafts, or scores its
+    /// text. The device computes all attention of these sequences.
     pub fn share(
         &self,
         batch: &Batch,
@@ -241,7 +241,7 @@ impl Attached {
             let (tokens, first) = (sequence.input.len(), ends.last().copied().unwrap_or(0));
             ends.push(first + tokens);
             let rows = first..first + tokens;
-            // Several answers to one prompt draw after the same row.
+            // A prompt with several answers draws several times after the same row.
             let mut drawn = drawn.iter().filter(|row| rows.contains(&(**row as usize)));
             let is_one = drawn.next().is_none_or(|first| drawn.all(|row| row == first));
             (matches!(sequence.input, Input::Ids(_)) && is_one).then_some(tokens)
@@ -249,7 +249,7 @@ impl Attached {
         let sequence = longest_chunk(chunks)?;
         let BatchSequence { start: first, input, .. } = &batch.sequences[sequence];
         let (row, kv_heads) = (ends[sequence] - input.len(), self.kv_heads);
-        // A unit may have no kernel for as many rows as a job may have.
+        // The NPU may have no kernel for the largest number of rows of a job.
         [MOST_TOKENS, MOST_TOKENS / 2].into_iter().find_map(|most| {
             let rows = row..row + input.len().min(most);
             let attention = AttentionShare { rows, sequence, kv_heads, sliding_keys: None, full_keys: None };
@@ -263,7 +263,7 @@ impl Attached {
         })
     }
 
-    /// The form of a job's arrays, if the unit takes the job, and if the buffers hold them.
+    /// The layout of a job's arrays, if the NPU accepts the job, and if the buffers are large enough.
     fn room(&self, job: &OffloadJob, limits: &OffloadLimits) -> Option<OffloadRoom> {
         let room = self.unit.as_ref()?.room(job)?;
         let OffloadRoom { first_key, keys, key_stride, row_stride } = room;
@@ -273,7 +273,7 @@ impl Attached {
         (row_stride <= MOST_TOKENS && key_stride <= limits.keys).then_some(room)
     }
 
-    /// Passes the inputs that the device wrote to the unit. An error is a failure of the runner.
+    /// Passes the inputs that the device wrote to the NPU. An error is a failure of the runner.
     pub fn begin(
         &mut self,
         job: &OffloadJob,
@@ -297,7 +297,7 @@ impl Attached {
         result.or_else(|error| self.fail(error))
     }
 
-    /// Waits for the unit's output, and writes it to the device's buffer. `false` if the unit failed.
+    /// Waits for the NPU's output, and writes it to the device's buffer. Returns `false` if the NPU failed.
     pub fn finish(
         &mut self,
         job: &OffloadJob,
@@ -325,12 +325,12 @@ impl Attached {
         counts.tokens += job.rows as u64;
     }
 
-    /// Counts a layer whose share of the unit the device computes.
+    /// Counts a layer in which the device computes the NPU's share.
     pub fn recomputed(&mut self) {
         self.counts.lock().recomputed += 1;
     }
 
-    /// Stores the unit's failure. The unit is not used again.
+    /// Stores the NPU's failure. The NPU is not used again.
     fn fail(&mut self, error: OffloadError) -> Result<(), RunnerError> {
         tracing::warn!("the NPU is not used any more: {error}");
         let mut counts = self.counts.lock();
@@ -340,7 +340,7 @@ impl Attached {
             counts.add_fallbacks(&error.code, 1);
         }
         drop(counts);
-        // If the unit hangs, its end takes seconds. No step may wait for that.
+        // If the NPU hangs, its process takes seconds to end. No step may wait for that.
         if let Some(unit) = self.unit.take() {
             thread::spawn(move || drop(unit));
         }
@@ -349,7 +349,7 @@ impl Attached {
     }
 }
 
-/// The number of elements of a job's queries, and of its output.
+/// The number of elements of a job's queries, which is also the number of elements of its output.
 fn outputs(job: &OffloadJob, room: &OffloadRoom, shape: &AttentionShape) -> usize {
     job.kv_heads * (shape.num_heads / shape.num_kv_heads) * room.row_stride * shape.head_dim
 }
@@ -358,7 +358,7 @@ fn outputs(job: &OffloadJob, room: &OffloadRoom, shape: &AttentionShape) -> usiz
 mod tests {
     use super::*;
 
-    /// A unit without arithmetic.
+    /// An implementation that computes nothing.
     struct Idle {
         row_stride: usize,
         key_stride: usize,
@@ -392,7 +392,7 @@ mod tests {
         }
     }
 
-    /// A batch of sequences, each with `(start, known ids)`; 0 ids stand for the id last sampled.
+    /// A batch of sequences, each with `(start, known ids)`; 0 ids = the id that was sampled last.
     fn batch(sequences: &[(usize, usize)]) -> Batch {
         let each = sequences.iter().map(|&(start, ids)| BatchSequence {
             slot: 0,
@@ -420,7 +420,7 @@ mod tests {
         assert_eq!(share(&[(5, 0), (70, 40), (3, 41), (9, 41)]), Some((2, 41..82, 3)));
         assert_eq!(share(&[(1, 2), (0, 700), (0, 800)]), Some((1, 2..514, 0)), "512 tokens at most");
         assert_eq!(share(&[(4080, 40)]), None, "the unit has no room");
-        // One id is drawn after a prompt, and several after drafts that are checked.
+        // One id is drawn after a prompt, and several after drafts to be checked.
         let of = |drawn: &[u32]| {
             Some(unit.share(&batch(&[(3, 40), (0, 33)]), drawn, Some(64), &LIMITS)?.attention.sequence)
         };

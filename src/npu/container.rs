@@ -1,6 +1,6 @@
-//! The container of a kernel, `axlf` (a file `.xclbin`): checked before XRT or the driver sees it.
+//! The container of a kernel, `axlf` (a file `.xclbin`). It is checked before XRT or the driver reads it.
 //!
-//! A container has a header, a table of sections, and the sections. These are read here:
+//! A container has a header, a table of sections, and the sections. This module reads these sections:
 //!
 //! | section | what is in it |
 //! |---|---|
@@ -8,13 +8,13 @@
 //! | `EMBEDDED_METADATA` | the kernel's name and arguments, in XML |
 //! | `IP_LAYOUT` | the kernel's instance, and the id by which a PDI names it |
 //!
-//! Offsets and counts are a file's word for it: nothing is read through one that was not checked, and nothing is
-//! allocated that is larger than the file. The layout is defined in XRT's `xrt/detail/xclbin.h`, which the driver reads
-//! too. A test has a container that XRT's `xclbinutil` wrote.
+//! Offsets and counts in the file are not trusted: each is checked before it is used, and no allocation is larger than
+//! the file. The layout is defined in XRT's `xrt/detail/xclbin.h`, which the driver uses too. A test has a container
+//! that XRT's `xclbinutil` wrote.
 
 use super::contract::MAX_GROUPS;
 
-/// The largest container: a PDI of four columns has less than 1 MiB.
+/// Maximum size of a container. A PDI of four columns has less than 1 MiB.
 pub const MAX_BYTES: u64 = 64 << 20;
 
 const MAGIC: &[u8; 8] = b"xclbin2\0";
@@ -42,7 +42,7 @@ const GROUP_BYTES: usize = 96;
 const IP_BYTES: usize = 80;
 const IP_PS_KERNEL: u32 = 7;
 
-/// What is wrong with a container: what is there, where, and what is expected.
+/// What is wrong with a container: what was found, where, and what was expected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("byte {at} of the container: {found}; {expected} is expected")]
 pub struct ContainerError {
@@ -55,7 +55,7 @@ fn error<T>(at: usize, found: impl Into<String>, expected: impl Into<String>) ->
     Err(ContainerError { at, found: found.into(), expected: expected.into() })
 }
 
-/// What a container holds, as far as the transport depends on it.
+/// The content of a container, as far as the transport depends on it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Container {
     /// The columns of the partition.
@@ -67,7 +67,7 @@ pub struct Container {
 }
 
 impl Container {
-    /// Reads a container, and checks that it has one kernel `MLIR_AIE` of this project's arguments.
+    /// Reads a container, and checks that it has exactly one kernel `MLIR_AIE` with this project's arguments.
     pub fn parse(bytes: &[u8]) -> Result<Container, ContainerError> {
         let file = Span { bytes, start: 0 };
         let sections = sections(file)?;
@@ -78,7 +78,7 @@ impl Container {
     }
 }
 
-/// Neighbouring bytes of the file, which knows where in it they are.
+/// A contiguous range of the file's bytes, which knows its position in the file.
 #[derive(Debug, Clone, Copy)]
 struct Span<'a> {
     bytes: &'a [u8],
@@ -86,7 +86,7 @@ struct Span<'a> {
 }
 
 impl<'a> Span<'a> {
-    /// The `len` bytes at `offset`, of which `what` is there.
+    /// The `len` bytes at `offset`. `what` names them in an error.
     fn part(self, offset: usize, len: usize, what: &str) -> Result<Span<'a>, ContainerError> {
         let part = offset.checked_add(len).and_then(|end| self.bytes.get(offset..end));
         match part {
@@ -134,7 +134,7 @@ impl<'a> Span<'a> {
     }
 }
 
-/// The sections by kind. They are in the file after the table, and no two of them share a byte.
+/// The sections by kind. They follow the table in the file, and no two of them share a byte.
 fn sections<'a>(file: Span<'a>) -> Result<Vec<(u32, Span<'a>)>, ContainerError> {
     let magic = file.bytes.get(..MAGIC.len()).unwrap_or(file.bytes);
     if magic != MAGIC {
@@ -183,7 +183,7 @@ fn sections<'a>(file: Span<'a>) -> Result<Vec<(u32, Span<'a>)>, ContainerError> 
     Ok(sections)
 }
 
-/// The section of this kind, of which there is one.
+/// The only section of this kind.
 fn one<'a>(sections: &[(u32, Span<'a>)], kind: u32, name: &str) -> Result<Span<'a>, ContainerError> {
     let mut found = sections.iter().filter(|(other, _)| *other == kind).map(|(_, section)| *section);
     match (found.next(), found.next()) {
@@ -193,7 +193,7 @@ fn one<'a>(sections: &[(u32, Span<'a>)], kind: u32, name: &str) -> Result<Span<'
     }
 }
 
-/// The columns of the partition, and where they may start. One of its PDIs is the kernel's.
+/// The columns of the partition, and the columns at which it may start. One of its PDIs belongs to the kernel.
 fn partition(section: Span, kernel_id: u32) -> Result<(u32, Vec<u16>), ContainerError> {
     section.part(0, PARTITION_BYTES, "the partition")?;
     let columns = u32::from(section.u16(32, "the partition's width")?);
@@ -223,7 +223,7 @@ fn partition(section: Span, kernel_id: u32) -> Result<(u32, Vec<u16>), Container
         if image.bytes.is_empty() {
             return error(pdi.start + 16, "a PDI without an image", "its bytes");
         }
-        // Offsets count from the section's start, wherever they stand.
+        // Offsets count from the section's start, even inside nested structures.
         let at = pdi.start - section.start + 24;
         for group in section.elements(at, GROUP_BYTES, 16, "groups of a PDI")? {
             let at = group.start - section.start + 16;
@@ -242,7 +242,7 @@ fn partition(section: Span, kernel_id: u32) -> Result<(u32, Vec<u16>), Container
     Ok((columns, starts))
 }
 
-/// The id of the one instance of the kernel.
+/// The id of the kernel's only instance.
 fn ip_layout(section: Span) -> Result<u32, ContainerError> {
     let count = section.u32(0, "the number of instances")?;
     if count != 1 {
@@ -267,11 +267,11 @@ fn ip_layout(section: Span) -> Result<u32, ContainerError> {
     Ok(ip.u32(4, "an instance's properties")? >> 16 & 0xfff)
 }
 
-/// Checks the kernel and its arguments: their order, and which are buffers.
+/// Checks the kernel and its arguments: their order, and which of them are buffers.
 fn metadata(section: Span) -> Result<(), ContainerError> {
     let mut kernels = 0;
     let mut arguments = 0;
-    // Whether the tags are those within the kernel.
+    // Whether the current tags are inside the kernel.
     let mut inside = false;
     let mut tags = Tags { section, at: 0 };
     while let Some(tag) = tags.next()? {
@@ -323,7 +323,7 @@ fn shortened(text: &[u8]) -> String {
     text[..text.len().min(40)].escape_ascii().to_string()
 }
 
-/// The tags of XML, as `xclbinutil` writes it: no sections of raw text, and no `>` in a comment.
+/// The tags of XML as `xclbinutil` writes it: without CDATA sections, and without `>` in comments.
 struct Tags<'a> {
     section: Span<'a>,
     at: usize,
@@ -424,7 +424,7 @@ mod tests {
         assert!(text.contains(message), "{text}");
     }
 
-    /// `from` replaced by `to`, of the same length, in the metadata.
+    /// The metadata with `from` replaced by `to`, which has the same length.
     #[track_caller]
     fn refused_metadata(from: &str, to: &str, message: &str) {
         assert_eq!(from.len(), to.len());
@@ -461,12 +461,12 @@ mod tests {
         let (_, header) = section(IP_LAYOUT);
         refused(&[(header + 24, &u64::MAX.to_le_bytes())], "has 88 bytes at 18446744073709551615");
         refused(&[(header + 32, &u64::MAX.to_le_bytes())], "has 18446744073709551615 bytes at");
-        // A section within the table, and one that overlaps another.
+        // A section that overlaps the table, and one that overlaps another section.
         refused(&[(header + 24, &456u64.to_le_bytes())], "a place from 736 to");
         let (partition, _) = section(AIE_PARTITION);
         let on_it = (partition as u64 + 8).to_le_bytes();
         refused(&[(header + 24, &on_it)], "a byte to be of one section");
-        // No section of a kind that is needed, or two.
+        // A required kind of section is missing, or is there twice.
         refused(&[(header, &[99])], "no section IP_LAYOUT");
         let (_, connectivity) = section(7);
         refused(&[(connectivity, &[8])], "a second section IP_LAYOUT");

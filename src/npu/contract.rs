@@ -1,15 +1,16 @@
-//! What a dispatch of attention on the NPU takes and gives: shapes, buckets, the 16 words of parameters, the layout of
-//! each buffer, and which keys the kernel reads.
+//! The interface of a dispatch of attention on the NPU: shapes, buckets, the 16 words of parameters, the layout of each
+//! buffer, and which keys the kernel reads.
 //!
-//! One dispatch computes attention of neighbouring prompt tokens of one sequence, in one layer, for 1 to 4 KV heads.
-//! Each of the NPU's columns computes one KV head with its query heads; a KV head and its query heads are a *group*. A
+//! One dispatch computes attention of consecutive prompt tokens of one sequence, in one layer, for 1 to 4 KV heads.
+//! Each of the NPU's columns computes one KV head with its query heads. A KV head and its query heads are a *group*. A
 //! *row* is a prompt token.
 //!
 //! Kernels are compiled ahead of time, for a [`Shape`] and a [`Bucket`]. A [`Job`] is one dispatch: how much of the
-//! bucket is real, and at which positions it is. Key j is visible to row i if it is no later
-//! (`key0 + j <= row0 + i`), is within the window (`key0 + j + window > row0 + i`), and is real (`j < keys`).
+//! bucket is real, and at which positions. Key j is visible to row i if it is no later (`key0 + j <= row0 + i`), is
+//! within the window (`key0 + j + window > row0 + i`), and is real (`j < keys`).
 //!
-//! Nothing here allocates, opens a device, or panics on what another process wrote: [`Job::from_words`] checks it all.
+//! Nothing here allocates or opens a device. Data from another process causes no panic: [`Job::from_words`] checks all
+//! of it.
 
 use std::ops::RangeInclusive;
 
@@ -19,27 +20,27 @@ pub const MAGIC: u32 = 0x4158_4e55;
 /// Word 1 of the parameters.
 pub const VERSION: u32 = 1;
 
-/// Words of the parameters, bo4.
+/// Number of words of the parameters, bo4.
 pub const PARAM_WORDS: usize = 16;
 
-/// The most groups of a dispatch: the columns of the NPU.
+/// Maximum number of groups of a dispatch: one for each column of the NPU.
 pub const MAX_GROUPS: u32 = 4;
 
 /// Rows that a bucket may have.
 pub const BUCKET_ROWS: [u32; 2] = [256, 512];
 
-/// Keys that a bucket may have; a power of two.
+/// Maximum number of keys of a bucket; a power of two.
 pub const BUCKET_KEYS: RangeInclusive<u32> = 512..=131_072;
 
-/// The largest window. A job's positions and its window together stay below 2^31, which the kernel's signed integers
-/// need.
+/// The largest window. The sum of a job's positions and its window is below 2^31, because the kernel uses signed
+/// integers.
 const MAX_WINDOW: u32 = 1 << 16;
 const MAX_POSITION: u32 = 1 << 30;
 
-/// The cores of a column.
+/// The number of cores of a column.
 const CORES: u32 = 4;
 
-/// Why no kernel computes this, in words for a person.
+/// Why no kernel computes this, as a text for users.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ContractError {
     #[error("the NPU's kernel has head_dim 64, 128 or 256, and this model has {0}")]
@@ -82,8 +83,8 @@ pub enum ContractError {
     Word { index: usize, word: u32, expected: u32 },
 }
 
-/// The shape that a kernel is compiled for. `window` decides which keys it walks over: all of the bucket, or a window
-/// before each row. It does not decide the mask, which the job's parameters do.
+/// The shape that a kernel is compiled for. `window` decides which keys the kernel walks over: all of the bucket, or a
+/// window before each row. It does not decide the mask; the job's parameters do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Shape {
     head_dim: u32,
@@ -120,34 +121,35 @@ impl Shape {
         self.window
     }
 
-    /// Rows of a block of queries, and keys of a tile: what fits into the 64 KB of a core.
+    /// Rows of a block of queries, and keys of a tile. They are limited by the 64 KB of a core.
     pub fn tile(&self) -> u32 {
         if self.head_dim <= 128 { 32 } else { 16 }
     }
 
-    /// Rows that a column computes at a time: its cores share the query heads, and each has one block of rows.
+    /// Rows that a column computes at a time. Its cores share the query heads, and each core has one block of rows.
     pub fn pass_rows(&self) -> u32 {
         self.tile() * self.blocks_per_pass()
     }
 
-    /// Passes over the rows of a bucket.
+    /// Number of passes over the rows of a bucket.
     pub fn passes(&self, bucket: Bucket) -> u32 {
         bucket.rows / self.pass_rows()
     }
 
-    /// The tiles of keys that pass `pass` reads, in ascending order; the tiles are counted from key 0 of the job. All
-    /// cores of a column read the same ones, and skip those that their rows do not see.
+    /// The tiles of keys that pass `pass` reads, in ascending order, counted from key 0 of the job. All cores of a
+    /// column read the same tiles, and each skips those that its rows do not see.
     pub fn walk(&self, bucket: Bucket, pass: u32) -> Walk {
         let blocks = self.blocks_per_pass();
         match self.window {
-            // The keys up to the pass's last row, where the job has as many before its first row as fit.
+            // The keys up to the pass's last row, with as many keys before the job's first row as fit.
             None => Walk { first: 0, tiles: (bucket.keys - bucket.rows) / self.tile() + (pass + 1) * blocks },
-            // The window before the pass's first row, its rows, and a tile: the first key is anywhere in its tile.
+            // The window before the pass's first row, its rows, and one tile, because the first key may be anywhere in
+            // its tile.
             Some(window) => Walk { first: pass * blocks, tiles: window / self.tile() + blocks + 1 },
         }
     }
 
-    /// How many keys may lie before the first row.
+    /// The allowed numbers of keys before the first row.
     pub fn offsets(&self, bucket: Bucket) -> RangeInclusive<u32> {
         match self.window {
             None => 0..=bucket.keys.saturating_sub(bucket.rows),
@@ -155,7 +157,7 @@ impl Shape {
         }
     }
 
-    /// Whether this kernel can be compiled for the bucket at all: no pass reads beyond the bucket's keys.
+    /// Whether this kernel can be compiled for the bucket: no pass reads beyond the bucket's keys.
     pub fn fits(&self, bucket: Bucket) -> Result<(), ContractError> {
         let walked = match self.window {
             None => bucket.rows,
@@ -207,7 +209,7 @@ impl Bucket {
         Ok(Bucket { rows, keys, groups })
     }
 
-    /// The smallest bucket for a job of so many rows, keys and groups, `offset` of whose keys are before its first row.
+    /// The smallest bucket for a job of this number of rows, keys and groups, with `offset` keys before its first row.
     pub fn of_job(
         shape: Shape,
         rows: u32,
@@ -237,14 +239,14 @@ impl Bucket {
         self.keys
     }
 
-    /// KV heads, one in a column.
+    /// Number of KV heads, one for each column.
     pub fn groups(&self) -> u32 {
         self.groups
     }
 }
 
-/// One dispatch. Its fields are those of the parameters, and agree with one another; [`Job::runs_on`] says whether they
-/// agree with a kernel's walk.
+/// One dispatch. Its fields are those of the parameters, and they are consistent. [`Job::runs_on`] says whether they
+/// fit a kernel's walk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Job {
     head_dim: u32,
@@ -258,7 +260,7 @@ pub struct Job {
 }
 
 impl Job {
-    /// A job with all its numbers. [`Job::plan`] finds those that a caller leaves open.
+    /// A job with all its numbers. [`Job::plan`] computes the numbers that a caller does not know.
     pub fn new(
         shape: Shape,
         bucket: Bucket,
@@ -273,10 +275,10 @@ impl Job {
         job.check().and_then(|()| job.runs_on(shape)).map(|()| job)
     }
 
-    /// The kernel, bucket and parameters for the rows of a chunk in a layer with this window, or with none.
+    /// The kernel, bucket and parameters for the rows of a chunk in a layer with this window, or without a window.
     ///
-    /// A windowed layer runs on the windowed kernel only if a whole window is before the chunk's first row. The
-    /// chunks before that run on the kernel that walks over all keys, with the window in their mask.
+    /// A windowed layer runs on the windowed kernel only if a whole window is before the chunk's first row. Earlier
+    /// chunks run on the kernel that walks over all keys, with the window in their mask.
     pub fn plan(
         head_dim: u32,
         heads_per_group: u32,
@@ -299,7 +301,7 @@ impl Job {
         Job::new(shape, bucket, rows, keys, window).map(|job| (shape, job))
     }
 
-    /// Reads the parameters. Every word is checked: they may come from another process.
+    /// Reads the parameters. Every word is checked, because another process may have written them.
     pub fn from_words(words: &[u32]) -> Result<Job, ContractError> {
         let words: &[u32; PARAM_WORDS] =
             words.try_into().map_err(|_| ContractError::WordCount(words.len()))?;
@@ -332,7 +334,7 @@ impl Job {
         job.check().map(|()| job)
     }
 
-    /// The parameters, as the kernel reads them.
+    /// The parameters, in the kernel's format.
     pub fn to_words(&self) -> [u32; PARAM_WORDS] {
         let Bucket { rows, keys, groups } = self.bucket;
         let window = self.window.unwrap_or(0);
@@ -362,7 +364,7 @@ impl Job {
         if offsets.contains(&offset) { Ok(()) } else { Err(ContractError::Offset { offset, least, most }) }
     }
 
-    /// Whether row `row` sees key `key`, both counted from the job's first.
+    /// Whether row `row` sees key `key`, both counted from the job's first one.
     pub fn sees(&self, row: u32, key: u32) -> bool {
         let (row, position) = (u64::from(self.row0) + u64::from(row), u64::from(self.key0) + u64::from(key));
         let in_window = self.window.is_none_or(|window| position + u64::from(window) > row);
@@ -381,18 +383,18 @@ impl Job {
         self.bucket
     }
 
-    /// All query heads, each as its group and its place there.
+    /// All query heads, each as its group and its index there.
     pub fn heads(&self) -> impl Iterator<Item = (u32, u32)> + use<> {
         let heads = self.heads_per_group;
         (0..self.bucket.groups).flat_map(move |group| (0..heads).map(move |head| (group, head)))
     }
 
-    /// Real rows; the other rows of the bucket are not read.
+    /// Number of real rows; the other rows of the bucket are not read.
     pub fn rows(&self) -> u32 {
         self.rows
     }
 
-    /// Real keys; the bucket's others are seen by no row.
+    /// Number of real keys; no row sees the other keys of the bucket.
     pub fn keys(&self) -> u32 {
         self.keys
     }
@@ -445,15 +447,15 @@ impl Job {
     }
 }
 
-/// Neighbouring positions: the first one, and how many.
+/// Consecutive positions: the first one, and their number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RowRange {
     pub first: u32,
     pub len: u32,
 }
 
-/// Where a tensor's rows lie in the buffers. Sizes and offsets are in bytes. Every buffer is little endian and without
-/// gaps: `[group][head][row][head_dim]` of bf16 (bo0, Q) and of f32 (bo3, O), `[group][key][head_dim]` of bf16
+/// The positions of a tensor's rows in the buffers. Sizes and offsets are in bytes. Every buffer is little endian and
+/// without gaps: `[group][head][row][head_dim]` of bf16 (bo0, Q) and of f32 (bo3, O), `[group][key][head_dim]` of bf16
 /// (bo1, K; bo2, V), and 16 u32 (bo4).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Layout {
@@ -540,8 +542,8 @@ mod tests {
         }
     }
 
-    /// Each pass reads tiles of the bucket, and among them every key that its rows see, whose count is what the window
-    /// says.
+    /// Each pass reads tiles of the bucket. They include every key that its rows see, and the number of those keys
+    /// follows from the window.
     #[track_caller]
     fn check_walk(shape: Shape, job: Job, what: &str) {
         let (tile, pass_rows) = (shape.tile(), shape.pass_rows());
@@ -550,7 +552,7 @@ mod tests {
             let read = first * tile..(first + tiles) * tile;
             assert!(read.end <= job.bucket().keys(), "{what}: pass {pass} reads {read:?}");
             for row in (pass * pass_rows..(pass + 1) * pass_rows).filter(|row| *row < job.rows()) {
-                // The keys that a row sees are neighbours.
+                // The keys that a row sees are consecutive.
                 let position = job.row0() + row;
                 let oldest = job.window().map_or(0, |window| (position + 1).saturating_sub(window));
                 let (oldest, newest) = (oldest - job.key0(), position - job.key0());
@@ -572,7 +574,7 @@ mod tests {
         }
     }
 
-    /// `npu/kernels/schedule.py`, which the kernels are made from, has the walks a second time.
+    /// `npu/kernels/schedule.py`, from which the kernels are made, computes the walks too.
     #[test]
     fn the_walks_are_those_of_the_kernels() {
         #[derive(serde::Deserialize)]
@@ -603,7 +605,7 @@ mod tests {
         let bucket = |window, first, len| plan(window, first, len).1.bucket();
         assert_eq!(bucket(None, 0, 256), Bucket::new(256, 512, 4).unwrap());
         assert_eq!(bucket(None, 0, 257), Bucket::new(512, 512, 4).unwrap());
-        // 300 rows lie in a bucket of 512, which has no room for 100 keys before them.
+        // 300 rows need a bucket of 512, which has no room for 100 keys before them.
         assert_eq!(bucket(None, 100, 300), Bucket::new(512, 1024, 4).unwrap());
         assert_eq!(bucket(None, 130_560, 512), Bucket::new(512, 131_072, 4).unwrap());
         // A whole window is before row 1023, and not before row 1022.
@@ -661,7 +663,7 @@ mod tests {
         assert_eq!(with(15, 1), Err(Word { index: 15, word: 1, expected: 0 }));
         assert_eq!(with(8, 1), Err(LastKey { keys_end: job.key0() + 1, last_row: 2099 }));
         assert_eq!(Job::from_words(&good[..15]), Err(WordCount(15)));
-        // No word makes it panic, whatever its neighbours are.
+        // No word makes it panic, whatever the other words are.
         let extremes = [0, 1, 16, 255, 1 << 30, (1 << 31) - 1, 1 << 31, u32::MAX];
         for a in 0..PARAM_WORDS {
             for b in 0..PARAM_WORDS {
@@ -687,7 +689,7 @@ mod tests {
             Err(ContractError::OtherShape { .. })
         ));
         let bucket = Bucket::new(256, 2048, 4).unwrap();
-        // Too few keys before the first row for a windowed kernel, and too many for one that walks over all.
+        // Too few keys before the first row for a windowed kernel, and too many for a kernel that walks over all keys.
         let early = Job::new(shape(Some(1024)), bucket, rows(1000, 9), rows(0, 1009), Some(1024));
         assert_eq!(early, Err(ContractError::Offset { offset: 1000, least: 1023, most: 1038 }));
         let late = Job::new(shape(None), bucket, rows(1793, 9), rows(0, 1802), None);

@@ -1,45 +1,45 @@
-//! Why the NPU does not compute: a code, which the doctor and metrics have too, and a line for the person who meets it.
+//! Why the NPU does not compute: a code, which the doctor and metrics use too, and a message for the user.
 
 use serde::{Deserialize, Serialize};
 
 /// What went wrong, as the doctor (`unicorn doctor`), the log and metrics name it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum NpuCode {
-    /// `libunicorn_npu.so`, through which this program reaches XRT, is not there.
+    /// `libunicorn_npu.so`, through which this program calls XRT, is missing.
     ShimMissing,
-    /// The shim is not of this version, or was built against other libraries than this machine has.
+    /// The shim has another version, or was built against other libraries than this machine has.
     ShimMismatch,
-    /// XRT's `libxrt_coreutil.so.2` is not there.
+    /// XRT's `libxrt_coreutil.so.2` is missing.
     XrtMissing,
-    /// XRT has no `hw_context`.
+    /// XRT is too old: it has no `hw_context`.
     XrtOld,
     /// The kernel refused to lock memory for the NPU.
     MemlockLow,
     /// Other programs hold the NPU's columns.
     NoColumns,
-    /// This user may not open the NPU.
+    /// This user has no permission to open the NPU.
     NpuGroup,
     /// XRT finds no NPU.
     NoDevice,
-    /// A dispatch did not end in time. Nothing after it is reliable.
+    /// A dispatch exceeded its time limit. The NPU cannot be used again.
     Timeout,
-    /// A dispatch ended, and not completed.
+    /// A dispatch ended without completing.
     CommandState,
-    /// A dispatch completed, and did not write its output.
+    /// A dispatch completed, but did not write its output.
     NoOutput,
     /// The shim refused a request of this program: an internal error.
     BadArgument,
     /// The NPU cannot use the GPU's memory in place.
     DmaBuf,
-    /// No kernel is stored for this.
+    /// No stored kernel can compute this.
     KernelMissing,
-    /// A stored kernel is not what its name says.
+    /// A stored kernel does not match its name.
     KernelInvalid,
-    /// What the NPU computed is wrong.
+    /// The NPU's result is wrong.
     SelfTest,
     /// The process that holds the NPU ended, or does not answer.
     Process,
-    /// XRT refused, in its own words.
+    /// XRT refused a call. The message has XRT's text.
     Xrt,
 }
 
@@ -68,7 +68,7 @@ impl NpuCode {
     }
 }
 
-/// An error of the NPU's path: what happened, what was expected, and what to do.
+/// An error of the NPU: what happened, what was expected, and what to do.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{message} ({})", code.name())]
 pub struct NpuError {

@@ -1,6 +1,6 @@
 //! The device's kernels that write the inputs of the NPU, and read its output.
 //!
-//! The NPU computes softmax(q K) V of neighbouring tokens of one sequence, for the first KV heads of a layer.
+//! The NPU computes softmax(q K) V of consecutive tokens of one sequence, for the first KV heads of a layer.
 
 use std::sync::Arc;
 
@@ -18,13 +18,13 @@ pub struct OffloadKernels {
     partials: Arc<Pipeline>,
 }
 
-/// Neighbouring keys and values of one sequence.
+/// Consecutive keys and values of one sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GatheredKeys {
     /// The position of key 0, and the number of keys.
     pub first: usize,
     pub count: usize,
-    /// The first position that is read; keys before it are zeros.
+    /// The first position that is read. Keys before it are zeros.
     pub first_seen: usize,
     /// The distance of two KV heads, in keys.
     pub stride: usize,

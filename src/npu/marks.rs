@@ -1,21 +1,21 @@
-//! Marks in an output, by which a host sees what a dispatch did not write.
+//! Marks in an output, which show the host what a dispatch did not write.
 //!
-//! A command may complete and have computed nothing: after a suspend, or with instructions that are gone. Its buffer
-//! then holds the output of an earlier dispatch, whose numbers look like any. So each block of rows that a core writes
-//! begins with a mark before a dispatch, and with a number after it.
+//! A command may complete without computing anything, for example after a suspend, or if the instructions are lost. Its
+//! buffer then holds the output of an earlier dispatch, which looks valid. So before a dispatch, a mark is written to
+//! the start of each block of rows that a core writes. After the dispatch, a number must be there.
 
 use super::contract::Job;
 use super::error::{NpuCode, NpuError};
 
-/// A NaN with a payload that no arithmetic yields.
+/// A NaN whose payload no arithmetic produces.
 const MARK: u32 = 0x7fca_5eed;
 
-/// Has `write` put a word at each of these bytes of the job's output.
+/// Calls `write` with a byte offset in the job's output and a word, for each mark.
 pub fn put(job: &Job, mut write: impl FnMut(u64, u32)) {
     blocks(job).for_each(|at| write(at, MARK));
 }
 
-/// Whether the dispatch wrote each block of its output, from which `read` takes the word at a byte.
+/// Checks that the dispatch wrote each block of its output. `read` returns the word at a byte offset.
 pub fn check(job: &Job, mut read: impl FnMut(u64) -> u32) -> Result<(), NpuError> {
     let unwritten = blocks(job).filter(|at| read(*at) == MARK).count();
     if unwritten == 0 {
@@ -30,7 +30,7 @@ pub fn check(job: &Job, mut read: impl FnMut(u64) -> u32) -> Result<(), NpuError
     ))
 }
 
-/// The first bytes of the blocks in the job's output that have a row of the job. A core writes one block at a time.
+/// The first bytes of the blocks in the job's output that contain a row of the job. A core writes one block at a time.
 fn blocks(job: &Job) -> impl Iterator<Item = u64> {
     let (layout, rows, tile) = (job.layout(), job.rows(), job.tile());
     job.heads().flat_map(move |(group, head)| {
@@ -72,7 +72,7 @@ mod tests {
             without[mark] = output[mark];
             assert!(check(&without).is_err_and(|error| error.message.contains("1 of 12 blocks")));
         }
-        // Another NaN is an output: the model may have computed it.
+        // Any other NaN is a valid output, because the model may have computed it.
         assert_eq!(check(&vec![f32::NAN; output.len()]), Ok(()));
     }
 }

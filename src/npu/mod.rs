@@ -7,16 +7,16 @@
 //! | `tile.rs` | the kernel's arithmetic, step by step, and how far it may be from exact attention |
 //! | `error.rs` | why the NPU does not compute: a code and a line |
 //! | `container.rs`, `transaction.rs` | the two files of a kernel, checked before XRT or the driver reads them |
-//! | `marks.rs` | how a host sees which outputs a dispatch did not write |
+//! | `marks.rs` | how the host detects outputs that a dispatch did not write |
 //! | `store.rs` | the kernels in a folder, and which of them computes a job |
 //! | `transport.rs` | loads kernels and runs dispatches, with arrays that are copied or shared |
 //! | `shim.h`, `shim.cpp` | a C interface to XRT, which has only a C++ interface; a separate shared object (`make npu-shim`) |
 //! | `abi.rs` | the names and types of `shim.h` in Rust |
 //! | `shim.rs` | the transport over that shared object; the program starts without it |
-//! | `process/` | the child process that drives the NPU, and its parent's end |
-//! | `attention.rs` | what a unit such as the NPU computes of a step, its failures, and the counts of its work |
-//! | `shared_step.rs` | runs a step in which the unit takes part |
-//! | `kernels.rs` | the GPU's kernels that write the unit's inputs and read its output |
+//! | `process/` | the child process that drives the NPU, and its parent's side |
+//! | `attention.rs` | what the NPU computes of a step, its failures, and the counts of its work |
+//! | `shared_step.rs` | runs a step in which the NPU takes part |
+//! | `kernels.rs` | the GPU's kernels that write the NPU's inputs and read its output |
 //! | `account.rs` | the counts of all device processes of a server |
 //! | `cli/` | opens the NPU for a load; `unicorn npu`, `unicorn bench npu`, the doctor's checks |
 //!

@@ -1,12 +1,12 @@
-//! Runs a step in which a unit computes a part of the attention (`attention.rs`).
+//! Runs a step in which the NPU computes a part of the attention (`attention.rs`).
 //!
-//! In each layer that is shared, the device computes queries, keys and values, and gathers the unit's inputs in memory
-//! that the host reads. The device's own share of attention is on its queue after that. The host waits for the inputs,
-//! and passes them to the unit, while the device computes. Then the host waits for the unit, and the device joins both
-//! shares and continues. So the submits of a step are in order, and all of them are on the queue before those of the
+//! In each shared layer, the device (the GPU) computes queries, keys and values, and gathers the NPU's inputs in memory
+//! that the host reads. Then the device's own share of attention is put on its queue. The host waits for the inputs,
+//! and passes them to the NPU while the device computes. Then the host waits for the NPU, and the device merges both
+//! shares and continues. The submits of a step are in order, and all of them are on the queue before the submits of the
 //! next step.
 //!
-//! If the unit fails, the device computes the unit's share of that layer, and of the step's later layers.
+//! If the NPU fails, the device computes the NPU's share of that layer, and of the step's later layers.
 
 use std::any::Any;
 use std::ops::Range;
@@ -23,7 +23,7 @@ use crate::model::step::{Commands, Frame, StepOutputs};
 use crate::model::submits::{SEGMENT_LAYERS, StepPart, Submit};
 use crate::model::{Batch, BatchSequence, Input, RunnerError};
 
-/// A unit with the device's kernels around it.
+/// The NPU, and the device's kernels that write its inputs and read its output.
 struct UnitOfModel {
     unit: Attached,
     kernels: OffloadKernels,
@@ -38,7 +38,7 @@ impl Coprocessor for UnitOfModel {
         wanted: StepOutputs,
     ) -> Result<Option<StepOutputs>, RunnerError> {
         self.unit.check()?;
-        // `eval` takes the logits of a prompt's rows, and draws nothing.
+        // `eval` reads the logits of a prompt's rows, and draws nothing.
         let drawn = if wanted.requests.is_empty() { &[][..] } else { &wanted.rows };
         let limits = &model.offload_buffers.as_ref().expect("room for the unit").limits;
         match self.unit.share(batch, drawn, model.config.window(), limits) {
@@ -53,7 +53,7 @@ impl Coprocessor for UnitOfModel {
 }
 
 impl ModelRunner {
-    /// Attaches a unit, which computes a part of the attention of prompts from the next step on. The load must have
+    /// Attaches an NPU, which computes a part of the attention of prompts from the next step on. The load must have
     /// reserved buffers for it, and no step may be in flight.
     pub fn attach_offload(&mut self, offload: Offload) -> Result<(), LoadError> {
         assert!(self.in_flight.is_empty(), "a unit is attached during a step");
@@ -89,14 +89,14 @@ impl ModelRunner {
         coprocessor.downcast_ref().map(|UnitOfModel { unit, .. }| unit)
     }
 
-    /// Drops the unit that is attached. No step may be in flight.
+    /// Drops the attached NPU. No step may be in flight.
     pub fn detach_offload(&mut self) {
         assert!(self.in_flight.is_empty(), "a unit is detached during a step");
         self.coprocessor = None;
     }
 
-    /// Sets the number of KV heads that the attached unit computes from the next step on, 0 for none. Panics if that is
-    /// more than the load made room for.
+    /// Sets the number of KV heads that the attached NPU computes from the next step on; 0 for none. Panics if the load
+    /// reserved buffers for fewer KV heads.
     pub fn set_offload_heads(&mut self, kv_heads: usize) {
         let room = self.offload_buffers.as_ref().map_or(0, |buffers| buffers.limits.kv_heads);
         assert!(kv_heads <= room.min(self.config.num_key_value_heads), "{kv_heads} KV heads for the unit");
@@ -106,7 +106,7 @@ impl ModelRunner {
         }
     }
 
-    /// The counts of the unit that is attached.
+    /// The counts of the attached NPU.
     pub fn offload_counts(&self) -> Option<OffloadCounts> {
         self.offload_watch().map(|watch| watch.counts())
     }
@@ -123,8 +123,8 @@ impl ModelRunner {
         self.unit().map(Attached::watch)
     }
 
-    /// Computes the first `layers` layers, or a few more, of a chunk of a prompt with `depth` tokens before it, to
-    /// measure the time. This reads and writes arbitrary blocks of the KV cache. `false` if the chunk does not fit the
+    /// Computes at least the first `layers` layers of a chunk of a prompt with `depth` tokens before it, to measure the
+    /// time. This reads and writes arbitrary blocks of the KV cache. Returns `false` if the chunk does not fit the
     /// limits. No step may be in flight, and no sequence may be in the cache.
     pub fn trial(&mut self, depth: usize, tokens: usize, layers: usize) -> Result<bool, RunnerError> {
         assert!(self.in_flight.is_empty(), "a trial during a step");
@@ -149,15 +149,15 @@ impl ModelRunner {
             history: None,
         };
         let batch = Batch { sequences: vec![sequence], ..Batch::default() };
-        // Whole segments, because a segment is recorded once for all steps.
+        // Whole segments, because a segment is recorded once and reused by all steps.
         self.trial_layers = layers.next_multiple_of(SEGMENT_LAYERS);
         let ran = self.run(0, &batch, StepOutputs::default()).and_then(|()| Ok(self.wait_for(0)?));
         self.trial_layers = usize::MAX;
         ran.map(|()| true)
     }
 
-    /// Submits a step on frame `index` in which `unit` computes `share`. When this returns, all of its submits are on
-    /// the queue, except a closing that waits for masks.
+    /// Submits a step on frame `index` in which `unit` computes `share`. When this returns, all submits of the step are
+    /// on the queue, except a closing submit that waits for masks.
     fn run_shared(
         &mut self,
         index: usize,
@@ -188,7 +188,7 @@ impl ModelRunner {
     }
 }
 
-/// A step that is shared.
+/// A shared step.
 struct Shared<'a> {
     model: &'a ModelRunner,
     frame: &'a Frame,
@@ -198,14 +198,15 @@ struct Shared<'a> {
 }
 
 impl Shared<'_> {
-    /// The job of a layer, and the form of its arrays.
+    /// The job of a layer, and the layout of its arrays.
     fn job(&self, layer: usize) -> (OffloadJob, OffloadRoom) {
         let layer = &self.model.layers[layer];
         let room = self.share.room(layer.pool).expect("a layer that is shared");
         (self.share.job(layer.attention.shape.window), room)
     }
 
-    /// Submits one part after the other to the device, and passes the layers' jobs to the unit meanwhile.
+    /// Submits the parts to the device, one after the other, and passes the layers' jobs to the NPU between the
+    /// submits.
     fn drive(
         &self,
         commands: &mut Commands,
@@ -217,9 +218,9 @@ impl Shared<'_> {
         let mut run = |commands: &mut Commands, submit: Submit| -> Result<(), GpuError> {
             commands.run(&self.model.device, padded, &[submit], record)
         };
-        // The layer whose inputs are being gathered for the unit, and the number of submits up to that.
+        // The layer whose inputs are being gathered for the NPU, and the number of submits that include them.
         let mut gathering: Option<(usize, usize)> = None;
-        // The parts of the device's own share of the layer that the unit was handed last.
+        // The parts of the device's own share of the layer that the NPU received last.
         let mut own: Vec<Range<usize>> = Vec::new();
         for mut submit in submits {
             let joined = match submit.parts.first() {
@@ -255,7 +256,7 @@ impl Shared<'_> {
                 StepPart::Attention { rows, .. } => Some(rows.clone()),
                 _ => None,
             }));
-            // The unit may compute everything.
+            // The NPU may compute all KV heads.
             let is_idle = submit.work.is_nothing()
                 && submit.parts.iter().all(|part| matches!(part, StepPart::Attention { .. }));
             if is_idle {
@@ -265,15 +266,15 @@ impl Shared<'_> {
             if let Some(job) = used {
                 unit.used(&job);
             }
-            // The device's own share is on the queue before the host waits for the inputs: the device does not idle
-            // while they are handed over.
+            // The device's own share is on the queue before the host waits for the inputs, so the device is not idle
+            // during the transfer.
             self.hand_over(gathering.take(), commands, unit)?;
             gathering = gathered.map(|layer| (layer, commands.submitted()));
         }
         Ok(())
     }
 
-    /// Waits until the inputs of a layer are gathered, and passes them to the unit.
+    /// Waits until the inputs of a layer are gathered, and passes them to the NPU.
     fn hand_over(
         &self,
         gathering: Option<(usize, usize)>,
@@ -286,7 +287,7 @@ impl Shared<'_> {
         unit.begin(&job, &room, &self.model.layers[layer].attention.shape, self.buffers)
     }
 
-    /// Records a part of a layer that is shared; `false` for another part.
+    /// Records a part of a shared layer. Returns `false` for any other part.
     fn record(&self, r: &mut Recorder<'_>, part: &StepPart) -> bool {
         let Shared { model, frame, share, .. } = *self;
         match part {
@@ -316,8 +317,8 @@ impl Shared<'_> {
         true
     }
 
-    /// Attention of some rows: over the KV heads `others` for rows that are not shared, and over `shared` for those
-    /// that are.
+    /// Attention of some rows: over the KV heads `others` for rows that are not shared, and over `shared` for rows that
+    /// are shared.
     fn record_attention(
         &self,
         r: &mut Recorder<'_>,
@@ -335,7 +336,7 @@ impl Shared<'_> {
         }
     }
 
-    /// Writes the unit's inputs.
+    /// Writes the NPU's inputs.
     fn record_gather(&self, r: &mut Recorder<'_>, layer: usize) {
         let Shared { model, frame, share, buffers, kernels } = *self;
         let (_, room) = self.job(layer);
@@ -360,7 +361,7 @@ impl Shared<'_> {
         }
     }
 
-    /// Makes partials of the unit's output.
+    /// Converts the NPU's output to partials.
     fn record_join(&self, r: &mut Recorder<'_>, layer: usize) {
         let Shared { model, frame, share, buffers, kernels } = *self;
         let AttentionShare { rows, kv_heads, .. } = &share.attention;

@@ -1,8 +1,8 @@
 // shim.h over XRT: device, xclbin, hardware context, kernel, buffers, run. `make npu-shim` builds it.
 //
-// XRT's C interface cannot do this: on a Ryzen AI it refuses `xrtDeviceLoadXclbin` ("Operation not supported"), and
-// registers no xclbin. XRT 2.13 has neither `xrt::hw_context` nor another soname, so that this library does not load over
-// it; shim.rs says so.
+// XRT's C interface cannot do this: on a Ryzen AI, it refuses `xrtDeviceLoadXclbin` ("Operation not supported"), and it
+// cannot register an xclbin. XRT 2.13 has no `xrt::hw_context`, but its library has the same soname, so this library
+// does not load with it. shim.rs reports that.
 
 #include "shim.h"
 
@@ -36,13 +36,13 @@ struct unicorn_npu_kernel {
 
 struct unicorn_npu_bo {
     xrt::bo bo;
-    // Whether the memory is another device's.
+    // Whether the memory belongs to another device.
     bool imported;
 };
 
 namespace {
 
-// Whether a command, or another call, did not end in time. What it uses is then never freed.
+// Set if a command or another call did not end in time. The objects that it uses are then never freed.
 std::atomic<bool> lost{false};
 
 void say(char *text, const std::string &line) {
@@ -67,7 +67,7 @@ int32_t code_of(int number, const std::string &what, int32_t otherwise) {
     case ETIMEDOUT:
         return UNICORN_NPU_TIMEOUT;
     }
-    // Some exceptions of XRT have the errno in their text alone: "... (err=11): Resource temporarily unavailable".
+    // Some exceptions of XRT have the errno only in their text: "... (err=11): Resource temporarily unavailable".
     const struct {
         const char *text;
         int32_t code;
@@ -106,18 +106,19 @@ int32_t caught(char *error) {
     }
 }
 
-// As `caught`, for another device's memory: whatever XRT or the driver have against it, copies need none.
+// As `caught`, for memory of another device. Every error except MEMLOCK and TIMEOUT becomes DMA_BUF, because copies
+// avoid it.
 int32_t caught_import(char *error) {
     int32_t code = caught(error);
     return code == UNICORN_NPU_MEMLOCK || code == UNICORN_NPU_TIMEOUT ? code : UNICORN_NPU_DMA_BUF;
 }
 
-// Whether the command has the addresses of these buffers, one behind the other, as MLIR_AIE takes them.
+// Whether the command contains the addresses of these buffers, one after the other, as MLIR_AIE expects them.
 //
-// XRT compares the bank of each buffer with those that the argument is connected to. Where they differ, it logs a line,
-// gives the command a copy in the argument's bank, and never copies back what was written there. 2.25 spares imported
-// buffers from that, and parts of them not: those have bank 0, which is HOST where mlir-aie made the container. In
-// another container 2.25 fails to make the copy, and throws. Another version may succeed.
+// XRT compares the bank of each buffer with the banks that the argument is connected to. If they differ, XRT logs a
+// line, gives the command a copy in the argument's bank, and never copies the results back. XRT 2.25 makes no copy of
+// imported buffers, but it makes copies of their parts: these have bank 0, which is HOST if mlir-aie made the
+// container. With another container, 2.25 fails to make the copy, and throws. Another version may succeed.
 bool has_addresses(const xrt::run &run, unicorn_npu_bo *const *buffers, uint32_t count) {
     const ert_packet *packet = run.get_ert_packet();
     for (uint32_t first = 0; first + 2 * count <= packet->count; first++) {
@@ -156,7 +157,7 @@ int32_t code_of_state(uint32_t state, uint32_t deadline_ms, char *error) {
     }
 }
 
-// Calls XRT, unless something is lost: a command, or another call that the driver did not end in time.
+// Calls XRT, unless an earlier command or call did not end in time.
 template <typename Body> int32_t guarded(char *error, Body &&body) {
     if (lost) {
         say(error, "an earlier call did not end in time");
@@ -173,7 +174,7 @@ template <typename Body> int32_t guarded(char *error, Body &&body) {
     return code;
 }
 
-// A destructor of XRT that waits for a lost command would not return, and one that throws would end the process.
+// A destructor of XRT could wait forever for a lost command, or throw and end the process.
 template <typename Object> void closed(Object *object) {
     if (lost)
         return;
@@ -292,10 +293,10 @@ int32_t unicorn_npu_run(unicorn_npu_kernel *kernel, uint64_t opcode, unicorn_npu
                         char *error) {
     *state = 0;
     return guarded(error, [&]() -> int32_t {
-        // Nothing deletes a run whose command may still be under way.
+        // A run whose command may still be in progress is never deleted.
         auto run = new xrt::run{kernel->kernel};
         bool started = false;
-        // Where XRT takes no command with these buffers, copies of what is imported may still do.
+        // If XRT refuses imported buffers, copies of them may still work.
         bool imported = std::any_of(buffers, buffers + count, [](auto bo) { return bo->imported; });
         int32_t refusal = imported ? UNICORN_NPU_DMA_BUF : UNICORN_NPU_XRT;
         int32_t code;
@@ -308,7 +309,7 @@ int32_t unicorn_npu_run(unicorn_npu_kernel *kernel, uint64_t opcode, unicorn_npu
             if (!imported || has_addresses(*run, buffers, count)) {
                 run->start();
                 started = true;
-                // XRT waits for ever if it is asked to wait for 0 ms.
+                // A timeout of 0 ms means no timeout to XRT.
                 *state = run->wait(std::chrono::milliseconds{deadline_ms ? deadline_ms : 1});
                 code = code_of_state(*state, deadline_ms, error);
             } else {
@@ -317,7 +318,8 @@ int32_t unicorn_npu_run(unicorn_npu_kernel *kernel, uint64_t opcode, unicorn_npu
             }
         } catch (...) {
             code = caught(error);
-            // XRT throws also where it ran out of time: "unexpected command state", of a command that is under way.
+            // XRT also throws when a wait times out ("unexpected command state"), while the command is still in
+            // progress.
             try {
                 *state = run->state();
             } catch (...) {

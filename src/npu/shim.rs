@@ -1,15 +1,15 @@
-//! The way to an NPU over XRT, through `libunicorn_npu.so` (`shim.cpp`), a shared object that is loaded when it is
-//! asked for. So the program starts on a machine without XRT, and says there what is missing.
+//! The NPU over XRT, through `libunicorn_npu.so` (`shim.cpp`). This shared object is loaded on demand, so the program
+//! starts on a machine without XRT, and the error there says what is missing.
 //!
-//! What a dispatch needs is decided here: the instructions lie in a cacheable buffer of bank `group_id(1)`, the data in
-//! host-only buffers of banks `group_id(3)` to `group_id(7)`, the opcode is 3, and every buffer is synced in the
-//! direction that it moves, before the run and after it.
+//! This module decides what a dispatch needs: the instructions are in a cacheable buffer of bank `group_id(1)`, the
+//! data in host-only buffers of banks `group_id(3)` to `group_id(7)`, the opcode is 3, and every buffer is synced in
+//! the direction that its data moves, before the run and after it.
 //!
-//! Q, K, V and O may also lie in memory that the GPU shares. A dispatch then takes parts of it, made for that dispatch
-//! alone, and syncs the parts as it would its own buffers. A kernel that has no other dispatches has no bo0 to bo3.
+//! Q, K, V and O may also be in memory that the GPU shares. A dispatch then uses parts of it, created only for that
+//! dispatch, and syncs the parts like its own buffers. A kernel that has only such dispatches has no bo0 to bo3.
 //!
-//! After a dispatch that did not end in time, the device may still read and write the buffers. The shim keeps them for
-//! as long as the process lives, and gives every later call the same error. The process is then to be ended.
+//! After a dispatch that did not end in time, the device may still read and write the buffers. The shim keeps them
+//! until the process ends, and returns the same error from every later call. The caller must then end the process.
 
 use std::ffi::{CStr, CString, c_char};
 use std::fs;
@@ -29,10 +29,10 @@ use super::error::{NpuCode, NpuError};
 use super::marks;
 use super::transport::{KernelFiles, NpuFacts, NpuTransport, SHARED_ALIGN};
 
-/// The name of the file in the folder of the build, and where it is installed.
+/// The name of the file in the build folder, and the folder where it is installed.
 pub const FILE: &str = "libunicorn_npu.so";
 
-/// XRT's library, by the name that 2.13 and all later versions share.
+/// The file name of XRT's library, which 2.13 and all later versions share.
 const XRT: &str = "libxrt_coreutil.so.2";
 
 /// The data buffers of a dispatch: Q, K, V, O, and then the parameters.
@@ -40,38 +40,38 @@ const BUFFERS: usize = ARRAYS + 1;
 const ARRAYS: usize = 4;
 const OUTPUT: usize = 3;
 
-/// An NPU that is reached through the shim.
+/// An NPU that is used through the shim.
 pub struct Shim {
     functions: Functions,
     facts: NpuFacts,
-    // Its buffers and kernels are closed before the device.
+    // Its buffers and kernels must be closed before the device.
     kernels: Vec<Option<Loaded>>,
     shared: Option<[Shared; ARRAYS]>,
     device: Owned<abi::Device>,
 }
 
-// SAFETY: the shim's functions may be called by any thread, by one at a time, and what they open is reached through
-// `&mut self` alone.
+// SAFETY: any thread may call the shim's functions, but only one at a time. The objects that they open can be used only
+// through `&mut self`.
 unsafe impl Send for Shim {}
 
 struct Loaded {
     shape: Shape,
     bucket: Bucket,
-    /// Q, K, V and O, once a dispatch copied its arrays. They are closed before the kernel.
+    /// Q, K, V and O, after the first dispatch that copied its arrays. They must be closed before the kernel.
     arrays: Option<[Buffer; ARRAYS]>,
     program: Program,
 }
 
-/// What every dispatch of a kernel has.
+/// The objects that every dispatch of a kernel uses.
 struct Program {
     words: u32,
-    // They are closed before the kernel.
+    // They must be closed before the kernel.
     instructions: Buffer,
     parameters: Buffer,
     kernel: Owned<abi::Kernel>,
 }
 
-/// What the shim opened, which is closed with this.
+/// An object that the shim opened. Dropping this closes it.
 struct Owned<T> {
     raw: *mut T,
     close: unsafe extern "C" fn(*mut T),
@@ -91,7 +91,7 @@ struct Buffer {
     bytes: usize,
 }
 
-/// Memory of another device, of which dispatches use parts.
+/// Memory of another device. Dispatches use parts of it.
 struct Shared {
     bo: Owned<abi::Bo>,
     bytes: u64,
@@ -100,7 +100,8 @@ struct Shared {
 impl Buffer {
     fn write(&mut self, bytes: &[u8]) {
         assert_eq!(bytes.len(), self.bytes);
-        // SAFETY: the shim mapped so many bytes, which no slice of this program overlaps; no command is in progress.
+        // SAFETY: the shim mapped this number of bytes, which no slice of this program overlaps; no command is in
+        // progress.
         unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), self.mapped, self.bytes) }
     }
 
@@ -119,7 +120,7 @@ impl Buffer {
 }
 
 impl Shim {
-    /// The shim in the folder of the program, as after a build, or else where `make install` puts it.
+    /// The shim in the program's folder, as after a build, or otherwise in the folder of `make install`.
     pub fn path(program: &Path) -> PathBuf {
         let folder = program.parent().unwrap_or(Path::new("."));
         let beside = folder.join(FILE);
@@ -142,20 +143,20 @@ impl Shim {
                 abi::ABI
             )));
         }
-        // Its XRT has threads, which unloading it would leave without code.
+        // XRT has threads. If it were unloaded, their code would be gone.
         let library = ManuallyDrop::new(libloading::Library::from(library));
-        // SAFETY: the version says that it has the types of `shim.h`, and the library stays loaded.
+        // SAFETY: the version promises the types of `shim.h`, and the library stays loaded.
         let functions = unsafe { Functions::of(&library) };
         let functions = functions.map_err(|error| mismatch(format!("{shown}: {error}: `make npu-shim`")))?;
 
         let mut version = Text::new();
-        // SAFETY: the texts have the room that `shim.h` asks for.
+        // SAFETY: the texts have the size that `shim.h` requires.
         called(|error| unsafe { (functions.xrt_version)(version.room(), error) })?;
         let (mut raw, mut name) = (ptr::null_mut(), Text::new());
         // SAFETY: as above, and `raw` is written before it is read.
         called(|error| unsafe { (functions.device_open)(0, &mut raw, name.room(), error) })?;
         let device = Owned { raw, close: functions.device_close };
-        // SAFETY: it takes nothing.
+        // SAFETY: the function has no arguments.
         let is_double = unsafe { (functions.is_double)() } != 0;
         let facts = NpuFacts { xrt: version.read(), device: name.read(), is_double };
         Ok(Shim { functions, facts, kernels: Vec::new(), shared: None, device })
@@ -201,9 +202,9 @@ impl NpuTransport for Shim {
     }
 
     fn share(&mut self, buffers: [(OwnedFd, u64); ARRAYS]) -> Result<(), NpuError> {
-        // After an error nothing is shared, rather than some of the old memory and some of the new.
+        // After an error nothing is shared, instead of a mix of old and new memory.
         self.shared = None;
-        // Buffers that the self-test's copies needed are locked memory, and so is what is imported.
+        // The buffers for the self-test's copies are locked memory, and so is imported memory.
         self.kernels.iter_mut().flatten().for_each(|loaded| loaded.arrays = None);
         let mut shared = Vec::with_capacity(ARRAYS);
         for (descriptor, bytes) in &buffers {
@@ -283,8 +284,8 @@ impl NpuTransport for Shim {
         }
         let open = |n: usize| part(functions, &shared[n], offsets[n], layout[n]);
         let parts = [open(0)?, open(1)?, open(2)?, open(3)?];
-        // O too: what a CPU wrote there and still holds in its cache would be written over the result by the sync after
-        // the run.
+        // O too: otherwise the sync after the run could overwrite the result with bytes that a CPU wrote there and
+        // still has in its cache.
         for part in &parts {
             sync(functions, part, abi::TO_DEVICE)?;
         }
@@ -293,7 +294,7 @@ impl NpuTransport for Shim {
     }
 }
 
-/// A buffer for an argument of the kernel, in the bank that the kernel has for it.
+/// A buffer for an argument of the kernel, in the argument's memory bank.
 fn buffer(
     functions: &Functions,
     device: &Owned<abi::Device>,
@@ -303,7 +304,7 @@ fn buffer(
     bytes: u64,
 ) -> Result<Buffer, NpuError> {
     let mut group = 0;
-    // SAFETY: the kernel is open, `group` has room, and so has the text.
+    // SAFETY: the kernel is open, and `group` and the text are large enough.
     called(|error| unsafe { (functions.group_id)(kernel.raw, argument, &mut group, error) })?;
     let (mut raw, mut mapped) = (ptr::null_mut(), ptr::null_mut());
     // SAFETY: the device is open, and the pointers are written before they are read.
@@ -315,7 +316,7 @@ fn buffer(
     Ok(Buffer { bo, mapped: mapped.cast(), bytes })
 }
 
-/// Bytes of the memory that another device shares.
+/// A part of the memory that another device shares.
 fn part(functions: &Functions, whole: &Shared, offset: u64, bytes: u64) -> Result<Owned<abi::Bo>, NpuError> {
     let mut raw = ptr::null_mut();
     // SAFETY: the buffer is open, and `raw` is written before it is read.
@@ -323,7 +324,7 @@ fn part(functions: &Functions, whole: &Shared, offset: u64, bytes: u64) -> Resul
     Ok(Owned { raw, close: functions.bo_close })
 }
 
-/// The kernel of this index, which computes this job.
+/// The kernel with this index. Checks that it computes this job.
 fn loaded<'a>(
     kernels: &'a mut [Option<Loaded>],
     kernel: usize,
@@ -338,7 +339,7 @@ fn loaded<'a>(
     Ok(loaded)
 }
 
-/// Runs a kernel with the job's parameters and with these arrays, which were synced.
+/// Runs a kernel with the job's parameters and with these arrays, which are already synced.
 fn run(
     functions: &Functions,
     program: &mut Program,
@@ -352,7 +353,7 @@ fn run(
     let raws: [*mut abi::Bo; BUFFERS] = [queries, keys, values, output, program.parameters.bo.raw];
     let deadline_ms = u32::try_from(deadline.as_millis()).unwrap_or(u32::MAX).max(1);
     let mut state = 0;
-    // SAFETY: the kernel and all buffers are open; the shim keeps those of a command that does not end.
+    // SAFETY: the kernel and all buffers are open; the shim keeps the buffers of a command that does not end.
     called(|error| unsafe {
         (functions.run)(
             program.kernel.raw,
@@ -386,7 +387,7 @@ fn not_loaded(kernel: usize) -> NpuError {
     bad_argument(format!("kernel {kernel} is not loaded"))
 }
 
-/// Room for a text of the shim's.
+/// A buffer for a text of the shim.
 struct Text([c_char; abi::TEXT]);
 
 impl Text {
@@ -398,7 +399,7 @@ impl Text {
         self.0.as_mut_ptr()
     }
 
-    /// The text, in one line.
+    /// The text as one line.
     fn read(&self) -> String {
         let bytes: &[u8] = bytemuck::cast_slice(&self.0);
         let text = CStr::from_bytes_until_nul(bytes).unwrap_or_default().to_string_lossy();
@@ -406,14 +407,14 @@ impl Text {
     }
 }
 
-/// Calls the shim, and makes an error of what it returns.
+/// Calls the shim, and converts its return code to an error.
 fn called(call: impl FnOnce(*mut c_char) -> i32) -> Result<(), NpuError> {
     let mut text = Text::new();
     let code = call(text.room());
     if code == abi::OK { Ok(()) } else { Err(explained(code, &text.read())) }
 }
 
-/// A code of the shim in the words of the doctor, with what XRT said.
+/// The error for a code of the shim, with the text of XRT.
 fn explained(code: i32, said: &str) -> NpuError {
     let (code, what) = match code {
         abi::MEMLOCK => {
@@ -458,7 +459,7 @@ fn explained(code: i32, said: &str) -> NpuError {
     NpuError::new(code, format!("{what}: {said}"))
 }
 
-/// Loads a shared object with everything that it needs.
+/// Loads a shared object with all its dependencies.
 fn load(path: &Path) -> Result<Library, NpuError> {
     let shown = path.display();
     if !fs::exists(path).unwrap_or(true) {
@@ -467,15 +468,15 @@ fn load(path: &Path) -> Result<Library, NpuError> {
             format!("there is no {shown}, through which this program reaches XRT: `make npu-shim` builds it"),
         ));
     }
-    // A path without a folder would be searched for among the system's libraries.
+    // The linker would search for a path without a folder among the system's libraries.
     let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
-    // SAFETY: the file is one that the machine's owner put there, as the program's own libraries are. Symbols that XRT
-    // lacks are found now, and not by the first call.
+    // SAFETY: the machine's administrator installed the file, like the program's own libraries. Symbols that XRT lacks
+    // are found now, and not at the first call.
     let loaded = unsafe { Library::open(Some(&path), RTLD_NOW | RTLD_LOCAL) };
     loaded.map_err(|error| unloadable(&shown.to_string(), &error.to_string(), loaded_xrt))
 }
 
-/// Why a shared object does not load, from what the dynamic linker said.
+/// Why a shared object does not load, from the dynamic linker's message.
 fn unloadable(shim: &str, said: &str, xrt: impl FnOnce() -> Option<String>) -> NpuError {
     let (code, what) = if said.contains("cannot open shared object file") {
         let what = format!("XRT is not installed, or not all of it; the NPU is reached through its {XRT}");
@@ -495,15 +496,15 @@ fn unloadable(shim: &str, said: &str, xrt: impl FnOnce() -> Option<String>) -> N
     NpuError::new(code, format!("{what}: {said}"))
 }
 
-/// The version in the name of the file that the linker takes for XRT's library.
+/// The version in the name of the file that the linker loads as XRT's library.
 fn loaded_xrt() -> Option<String> {
-    // SAFETY: loading XRT runs its initialisers, as loading the shim would have.
+    // SAFETY: loading XRT runs its initialisers, as loading the shim would do.
     let _library = unsafe { Library::open(Some(XRT), RTLD_NOW | RTLD_LOCAL) }.ok()?;
     let maps = fs::read_to_string("/proc/self/maps").ok()?;
     file_version(&maps)
 }
 
-/// What follows the library's name in its path: `2.13.0` of `libxrt_coreutil.so.2.13.0`.
+/// The part of the path after the library's name: `2.13.0` of `libxrt_coreutil.so.2.13.0`.
 fn file_version(maps: &str) -> Option<String> {
     let (_, version) = maps.lines().find_map(|line| line.split_once("libxrt_coreutil.so."))?;
     Some(version.trim_end().to_owned())
@@ -513,7 +514,7 @@ fn file_version(maps: &str) -> Option<String> {
 mod tests {
     use super::*;
 
-    /// What glibc's linker says, and what the person reads.
+    /// The message of glibc's linker, and the message for the user.
     #[test]
     fn a_shim_that_does_not_load_says_what_is_missing() {
         let code = |said: &str| unloadable("shim.so", said, || Some("2.13.466".into())).code;

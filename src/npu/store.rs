@@ -7,9 +7,9 @@
 //! attention-d128-h2-w1024-r512-k2048-g4.json     record
 //! ```
 //!
-//! The name has head_dim, heads in a group, window (0 for the kernel that walks over all keys), rows, keys and groups.
-//! A kernel is offered after both files were checked. One that fails a check is kept aside with the reason: it stops no
-//! other.
+//! The name has head_dim, heads in a group, window (0 for a kernel that walks over all keys), rows, keys and groups. A
+//! kernel is used only after both files passed their checks. A kernel that fails a check is listed with the reason. The
+//! other kernels can still be used.
 
 use std::ffi::OsString;
 use std::io::ErrorKind;
@@ -26,14 +26,14 @@ use super::transport::KernelFiles;
 use crate::config::UserFolder;
 use crate::file;
 
-/// The most kernels of a folder.
+/// Maximum number of kernels in a folder.
 const MAX_KERNELS: usize = 256;
 const MAX_RECORD_BYTES: u64 = 1 << 20;
 
-/// What a pair of files was built from, and what it was when it was built.
+/// What a pair of files was built from, and the hashes of the files.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
-    /// A hash of the kernel's source, of the toolchain, and of what was asked of it.
+    /// A hash of the kernel's source, of the toolchain, and of the build's parameters.
     pub key: String,
     /// The tools and their versions, for people.
     pub toolchain: Vec<String>,
@@ -66,7 +66,7 @@ pub fn file_stem(shape: Shape, bucket: Bucket) -> String {
     )
 }
 
-/// The shape and bucket of a name that [`file_stem`] made.
+/// The shape and bucket of a file name that [`file_stem`] made.
 fn of_stem(stem: &str) -> Option<(Shape, Bucket)> {
     let mut rest = stem.strip_prefix("attention")?;
     let mut numbers = [0; 6];
@@ -82,7 +82,7 @@ fn of_stem(stem: &str) -> Option<(Shape, Bucket)> {
     (shape.fits(bucket).is_ok() && file_stem(shape, bucket) == stem).then_some((shape, bucket))
 }
 
-/// Checks a container and its instructions against what they are to compute. Returns the words of the instructions.
+/// Checks a container and its instructions against the shape and bucket. Returns the words of the instructions.
 pub fn validate(
     shape: Shape,
     bucket: Bucket,
@@ -115,7 +115,7 @@ pub struct Store {
 }
 
 impl Store {
-    /// Reads and checks all kernels of a folder. A folder that is not there has none.
+    /// Reads and checks all kernels of a folder. A missing folder has no kernels.
     pub fn open(dir: &Path) -> Result<Store, NpuError> {
         let unreadable = |error: std::io::Error| {
             NpuError::new(
@@ -166,15 +166,15 @@ impl Store {
         &self.kernels
     }
 
-    /// The names of the others, and why they are not offered.
+    /// The names of the rejected kernels, and the reasons.
     pub fn refused(&self) -> &[(String, NpuError)] {
         &self.refused
     }
 
-    /// The stored kernel that reads the fewest tiles for these rows of a layer, and the job for its bucket. None if no
-    /// stored kernel has room for the job.
+    /// The stored kernel that reads the fewest tiles for these rows of a layer, and the job for its bucket. `None` if
+    /// no stored kernel is large enough for the job.
     ///
-    /// A layer with a window runs on a kernel that walks over all keys too, as long as that one is large enough.
+    /// A layer with a window can also run on a kernel that walks over all keys, if that kernel is large enough.
     pub fn plan(
         &self,
         head_dim: u32,
@@ -201,7 +201,7 @@ impl Store {
     }
 }
 
-/// The folder in the user's cache in which kernels are kept, by the environment.
+/// The folder in the user's cache for kernels, from environment variables.
 pub fn standard_folder(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
     Some(UserFolder::Cache.path(variable)?.join("npu"))
 }
@@ -241,7 +241,7 @@ pub fn read(dir: &Path, stem: &str) -> Result<KernelFiles, NpuError> {
     Ok(KernelFiles { shape, bucket, xclbin, instructions: words })
 }
 
-/// A file's bytes, if they are no more than `most`.
+/// A file's bytes. Fails if there are more than `most`.
 fn contents(path: &Path, most: u64) -> Result<Vec<u8>, NpuError> {
     let name = || path.file_name().unwrap_or_default().display().to_string();
     let unreadable = |error: std::io::Error| {
@@ -334,7 +334,7 @@ mod tests {
             (shape(None), bucket(512, 2048)),
             (shape(None), bucket(512, 8192)),
             (shape(Some(1024)), bucket(512, 2048)),
-            // Kernels of another model.
+            // Kernels for another model.
             (Shape::new(128, 4, None).unwrap(), bucket(256, 512)),
             (Shape::new(64, 2, None).unwrap(), bucket(256, 512)),
         ];
@@ -359,7 +359,7 @@ mod tests {
         assert_eq!(planned(Some(1024), 1022, 512), Some(1));
         assert_eq!(planned(Some(1024), 1023, 512), Some(3));
         assert_eq!(planned(Some(1024), 100_000, 512), Some(3));
-        // No kernel has this window; one that walks over all keys has room for it.
+        // No kernel has this window, but a kernel that walks over all keys is large enough.
         assert_eq!(planned(Some(512), 100_000, 200), Some(1));
         assert_eq!(store.plan(128, 2, None, 3, rows(0, 10)), None);
         assert_eq!(store.plan(256, 2, None, 4, rows(0, 10)), None);
@@ -394,7 +394,7 @@ mod tests {
         reason(NpuCode::KernelInvalid, ".bin is larger than 16777216 bytes");
         std::fs::write(&bin, instructions(4)).unwrap();
         assert_eq!(Store::open(dir.path()).unwrap().kernels().len(), 2);
-        // Sound files, which are not those that were built.
+        // Valid files that differ from the files that were built.
         let built = Record::new("key".into(), vec![], &container(4), b"others");
         std::fs::write(&record, serde_json::to_vec(&built).unwrap()).unwrap();
         reason(NpuCode::KernelInvalid, "the file .bin is not the one that was built");

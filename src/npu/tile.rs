@@ -1,31 +1,33 @@
-//! The arithmetic of the NPU's attention kernel (`npu/kernels/attention.cc`), rounding by rounding, and the bound on
-//! its error, which is the tolerance of the self-test.
+//! The arithmetic of the NPU's attention kernel (`npu/kernels/attention.cc`), with every rounding, and the bound on its
+//! error, which is the tolerance of the self-test.
 //!
-//! The kernel has not run on an NPU. What it computes here is what its source says, by the published facts of AIE2;
-//! the bound below holds for any order of f32 sums, and for sums that are truncated instead of rounded.
+//! The kernel has not run on an NPU. This module computes what the kernel's source says, according to the published
+//! facts about AIE2. The bound below holds for any order of f32 sums, and for sums that are truncated instead of
+//! rounded.
 //!
 //! # The arithmetic
 //!
-//! A block of queries meets the tiles of keys in ascending order. For each row and tile, with f32 sums:
+//! A block of queries is combined with the tiles of keys in ascending order. For each row and tile, with f32 sums:
 //!
 //! 1. `s = Q·K`, 8 products at a time (`aie::mmul<4, 8, 4>`).
-//! 2. `n = max(n, floor(log2(e) · max s) + 1)`. Where `n` grows by k, `l` and `O` are divided by 2^k, which is exact:
-//!    it subtracts k from their exponents. So no rounding adds up over tiles, which it would if the maximum itself
-//!    were the reference of the exponentials.
-//! 3. `P = bf16(exp(bf16(s - n · ln 2)))`, where the argument is -80 at least; 0 where the row does not see the key.
-//! 4. `l += Σ P` and `O += P·V`. The sum is of the rounded P, so that both have the same weights.
+//! 2. `n = max(n, floor(log2(e) · max s) + 1)`. If `n` grows by k, `l` and `O` are divided by 2^k. This is exact: it
+//!    subtracts k from their exponents. So rounding errors do not add up over tiles. They would if the exponentials
+//!    were relative to the maximum itself.
+//! 3. `P = bf16(exp(bf16(s - n · ln 2)))`, with the argument clamped to at least -80; 0 if the row does not see the
+//!    key.
+//! 4. `l += Σ P` and `O += P·V`. Both sums use the rounded P, so that both have the same weights.
 //!
 //! At the end the row is `O / l`.
 //!
-//! `exp` is AIE2's idiom of two tables of 256 bf16 each: `exp(x) = whole[floor(x)] · part[x - floor(x)]`, with x in
-//! fixed point of 8 fractional bits, rounded down, and the product in f32. The entries are `exp` rounded to the nearest
-//! bf16 (mlir-aie, `aie_runtime_lib/AIE2/lut_based_ops.h` and `.cpp`). The kernel sets the rounding to nearest even
-//! before it makes a bf16; AIE2's default is downwards (AMD UG1603, "Rounding and Saturation Modes").
+//! `exp` is the usual method on AIE2: two tables of 256 bf16 each, `exp(x) = whole[floor(x)] · part[x - floor(x)]`,
+//! with x in fixed point with 8 fractional bits, rounded down, and the product in f32. The entries are `exp` rounded to
+//! the nearest bf16 (mlir-aie, `aie_runtime_lib/AIE2/lut_based_ops.h` and `.cpp`). The kernel sets the rounding mode to
+//! nearest even before it converts to bf16; AIE2's default is downwards (AMD UG1603, "Rounding and Saturation Modes").
 //!
 //! # The bound
 //!
-//! [`Reference`] has exact attention in f64, `o = Σ p v`, and for each of its numbers how far the kernel may be from
-//! it. The kernel's weight of key j is `p e^η` up to a factor that all keys of the row share, and
+//! [`Reference`] has exact attention in f64, `o = Σ p v`, and for each number the largest allowed error of the kernel.
+//! The kernel's weight of key j is `p e^η`, up to a factor that is the same for all keys of the row, and
 //!
 //! ```text
 //! |η| <= ε =   |Δs|                           Q and K rounded to bf16: known exactly from the inputs
@@ -35,14 +37,14 @@
 //!            + EXP_ERROR                      the tables and the rounding of P, below
 //! ```
 //!
-//! As `Σ p (v - o) = 0`, the kernel's `O = Σ p e^η v / Σ p e^η` differs from `o` by
-//! `Σ p (e^η - 1) (v - o) / Σ p e^η`, which is at most `Σ p (e^ε - 1) |v - o| / Σ p e^-ε`. V rounded to bf16 adds
-//! `Σ p |Δv|`. The sums over n keys, truncated, add `2 n 2^-23`, and the division 2^-19, of the largest `|v|` that the
-//! row sees. Keys whose argument is held at -80 add less than `n e^-79` of it.
+//! As `Σ p (v - o) = 0`, the kernel's `O = Σ p e^η v / Σ p e^η` differs from `o` by `Σ p (e^η - 1) (v - o) / Σ p e^η`,
+//! which is at most `Σ p (e^ε - 1) |v - o| / Σ p e^-ε`. Rounding V to bf16 adds `Σ p |Δv|`. The truncated sums over n
+//! keys add `2 n 2^-23`, and the division adds 2^-19, both relative to the largest `|v|` that the row sees. Keys whose
+//! argument is clamped to -80 add less than `n e^-79` of it.
 //!
 //! `EXP_ERROR`: the fixed point takes up to 2^-8 from the argument; two entries and P are each rounded by up to 2^-8.
-//! What is common to all keys cancels, so an interval `[-4, 3] 2^-8` counts by half its width, 3.5 · 2^-8. A test goes
-//! through all arguments that there are, and finds the interval narrower, `[-2.63, 2.05] 2^-8`: half of that is the
+//! An error that is the same for all keys cancels, so an interval `[-4, 3] 2^-8` counts by half its width, 3.5 · 2^-8.
+//! A test tries every possible argument, and finds a narrower interval, `[-2.63, 2.05] 2^-8`. Half its width is the
 //! constant.
 
 use std::sync::LazyLock;
@@ -56,16 +58,16 @@ use super::contract::Job;
 /// The smallest argument of `exp`.
 const LOWEST: f32 = -80.0;
 
-/// The exponent of a row that has seen no key; below the exponent of any score.
+/// The exponent of a row that has seen no key. It is below the exponent of any score.
 const NO_EXPONENT: i32 = -(1 << 26);
 
 /// Half the width of the interval of `ln(bf16(exp(x))) - x` over every bf16 x from -80 to 0.
 const EXP_ERROR: f64 = 2.34 / 256.0;
 
-/// What a weight is too small to count by: `e^-79`.
+/// A weight below this has no effect: `e^-79`.
 const NEGLIGIBLE: f64 = 4.9e-35;
 
-/// The inputs of a job, in the layout of its buffers: `[group][head][row][head_dim]`, and twice
+/// The inputs of a job, in the layout of its buffers: queries `[group][head][row][head_dim]`, keys and values
 /// `[group][key][head_dim]`.
 #[derive(Debug, Clone)]
 pub struct Inputs<T> {
@@ -75,11 +77,11 @@ pub struct Inputs<T> {
 }
 
 impl Inputs<f32> {
-    /// Random inputs of variance 1 whose scores have this standard deviation. From 5 on, a row follows so few of its
-    /// keys that one missing key shows in some row. All numbers are bf16, so that every device computes the same.
+    /// Random inputs of variance 1 whose scores have this standard deviation. From 5 on, each row depends on so few
+    /// keys that one missing key changes some row visibly. All numbers are bf16, so every device has the same inputs.
     pub fn random(job: &Job, seed: u64, score_deviation: f32) -> Inputs<f32> {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        // A sum of three uniform numbers of variance 1/3 each: near enough to normal, and bounded.
+        // A sum of three uniform numbers of variance 1/3 each: close enough to normal, and bounded.
         let mut numbers = |bytes: u64, scale: f32| -> Vec<f32> {
             let number = |_| (0..3).map(|_| rng.random_range(-1f32..1.0)).sum::<f32>() * scale;
             (0..bytes / 2).map(number).map(|x| bf16::from_f32(x).to_f32()).collect()
@@ -89,23 +91,23 @@ impl Inputs<f32> {
         Inputs { queries: numbers(queries, scale), keys: numbers(keys, 1.0), values: numbers(values, 1.0) }
     }
 
-    /// What goes into the buffers.
+    /// The contents of the buffers.
     pub fn rounded(&self) -> Inputs<bf16> {
         let round = |numbers: &[f32]| numbers.iter().map(|x| bf16::from_f32(*x)).collect();
         Inputs { queries: round(&self.queries), keys: round(&self.keys), values: round(&self.values) }
     }
 }
 
-/// What the kernel writes into O, `[group][head][row][head_dim]`; 0 in the rows beyond the job's.
+/// The kernel's output O, `[group][head][row][head_dim]`; 0 in the rows after the job's last row.
 ///
 /// # Panics
 ///
-/// If the inputs are not of the job's sizes.
+/// If the sizes of the inputs are not the job's.
 pub fn attend(job: &Job, inputs: &Inputs<bf16>) -> Vec<f32> {
     attend_where(job, inputs, |row, key| job.sees(row, key))
 }
 
-/// [`attend`] with a mask of the caller's.
+/// [`attend`] with another mask.
 fn attend_where(job: &Job, inputs: &Inputs<bf16>, sees: impl Fn(u32, u32) -> bool + Copy) -> Vec<f32> {
     let (width, tile) = (job.head_dim() as usize, job.tile());
     let mut output = vec![0.0; inputs.queries.len()];
@@ -138,13 +140,13 @@ fn key_at(job: &Job, group: u32, key: u32) -> usize {
     (group as usize * job.bucket().keys() as usize + key as usize) * job.head_dim() as usize
 }
 
-/// A block of rows in a core.
+/// A block of rows on a core.
 struct Block<'a> {
     first_row: u32,
     width: usize,
     /// `[rows][width]`.
     queries: &'a [bf16],
-    /// By row, the power of two that `l` and `output` are relative to.
+    /// For each row, the power of two that `l` and `output` are relative to.
     n: Vec<i32>,
     l: Vec<f32>,
     /// `[rows][width]`.
@@ -183,7 +185,7 @@ impl Block<'_> {
         }
     }
 
-    /// Makes a row relative to 2^n, unless it is relative to a larger power already.
+    /// Makes a row relative to 2^n, unless it is already relative to a larger power.
     fn raise(&mut self, row: usize, n: i32) {
         let by = n.saturating_sub(self.n[row]);
         if by > 0 {
@@ -197,7 +199,7 @@ impl Block<'_> {
 
     fn finish(self, output: &mut [f32]) {
         for ((row, numbers), l) in output.chunks_exact_mut(self.width).enumerate().zip(&self.l) {
-            // No row of a job is without a key; the rows behind them may be.
+            // Every row of a job sees a key. The padding rows after them may see none.
             let inverse = if *l == 0.0 { 0.0 } else { 1.0 / l };
             for (number, o) in numbers.iter_mut().zip(&self.output[row * self.width..]) {
                 *number = o * inverse;
@@ -217,15 +219,15 @@ fn exponent_above(score: f32) -> i32 {
     (score * std::f32::consts::LOG2_E).floor().clamp(-limit, limit) as i32 + 1
 }
 
-/// `x / 2^by`, by the exponent's bits; 0 if the exponent gets too small.
+/// `x / 2^by`, by subtraction from the exponent's bits; 0 if the exponent gets too small.
 fn divided(x: f32, by: u32) -> f32 {
     let exponent = x.to_bits() >> 23 & 0xff;
     if exponent > by { f32::from_bits(x.to_bits() - (by << 23)) } else { 0.0 }
 }
 
-/// `exp` of a number that is not far above 0, as bf16.
+/// `exp` of a number that is at most slightly above 0, as bf16.
 fn exp(x: bf16) -> bf16 {
-    /// `exp(i)` for i from -128 to 127, by its two's complement, and `exp(i / 256)`.
+    /// `exp(i)` for i from -128 to 127, indexed by its two's complement, and `exp(i / 256)`.
     static TABLES: LazyLock<[[bf16; 256]; 2]> = LazyLock::new(|| {
         let entry = |x: f64| bf16::from_f64(x.exp());
         [
@@ -239,31 +241,30 @@ fn exp(x: bf16) -> bf16 {
     bf16::from_f32(whole[usize::from(high)].to_f32() * part[usize::from(low)].to_f32())
 }
 
-/// Exact attention, and how far the kernel may be from it. It has the layout of O.
+/// Exact attention, and the largest allowed error of the kernel. It has the layout of O.
 #[derive(Debug, Clone)]
 pub struct Reference {
     values: Vec<f64>,
-    /// Infinite in the rows beyond the job's, and in those that are not compared.
+    /// Infinite in the rows after the job's last row, and in rows that are not compared.
     bounds: Vec<f64>,
 }
 
 impl Reference {
-    /// Attention of the inputs before they are rounded to bf16, in f64 on the CPU: the judge of a self-test, and of
-    /// nothing else.
+    /// Attention of the inputs before they are rounded to bf16, in f64 on the CPU. Only self-tests and tests use it.
     ///
     /// # Panics
     ///
-    /// If the inputs are not of the job's sizes.
+    /// If the sizes of the inputs are not the job's.
     pub fn new(job: &Job, inputs: &Inputs<f32>) -> Reference {
         Reference::of_rows(job, inputs, 1)
     }
 
-    /// [`Reference::new`] for every `apart`-th row and the last one. The bounds of the others are infinite: to compute
-    /// all rows of a large job takes seconds.
+    /// [`Reference::new`] for every `apart`-th row and the last one. The bounds of the other rows are infinite:
+    /// computing all rows of a large job takes seconds.
     ///
     /// # Panics
     ///
-    /// If the inputs are not of the job's sizes, or `apart` is 0.
+    /// If the sizes of the inputs are not the job's, or `apart` is 0.
     pub fn of_rows(job: &Job, inputs: &Inputs<f32>, apart: u32) -> Reference {
         let rounded = inputs.rounded();
         let width = job.head_dim() as usize;
@@ -291,8 +292,8 @@ impl Reference {
         Reference { values, bounds }
     }
 
-    /// The largest error of `output` in the compared rows, as a part of its bound: up to 1 the output may be the
-    /// kernel's. Infinite for a value that is not a number, and if the length differs.
+    /// The largest error of `output` in the compared rows, as a fraction of its bound. Up to 1, the output is a
+    /// possible output of the kernel. Infinite for a value that is NaN, and if the length differs.
     pub fn worst(&self, output: &[f32]) -> f64 {
         if output.len() != self.values.len() {
             return f64::INFINITY;
@@ -326,7 +327,7 @@ struct Score {
     norms: f64,
 }
 
-/// One row of a [`Reference`], from its scores and from the values it sees, as they are and rounded.
+/// One row of a [`Reference`], from its scores, and from the values that it sees, exact and rounded.
 fn exact_row(scores: &[Score], vectors: &[(&[f32], &[bf16])], value: &mut [f64], bound: &mut [f64]) {
     let width = value.len() as f64;
     let largest = scores.iter().map(|s| s.exact).fold(f64::NEG_INFINITY, f64::max);
@@ -354,7 +355,7 @@ fn exact_row(scores: &[Score], vectors: &[(&[f32], &[bf16])], value: &mut [f64],
     bound.iter_mut().for_each(|b| *b = *b / least_sum + sums);
 }
 
-/// ε of the module's comment.
+/// ε of the module's documentation.
 fn weight_error(score: &Score, largest: f64, width: f64) -> f64 {
     let below = (largest - score.rounded).max(0.0);
     let inputs = (score.exact - score.rounded).abs();
@@ -388,11 +389,12 @@ mod tests {
         ("demo", 64, 2, 2, 64),
     ];
 
-    /// On random data no error is more than two thirds of its bound. Rows that see few keys come nearest, where errors
-    /// do not cancel.
+    /// On random data no error is more than two thirds of its bound. Rows that see few keys come closest to it, because
+    /// errors do not cancel there.
     const MARGIN: f64 = 2.0 / 3.0;
 
-    /// A faulty kernel is this many bounds off, or more, so that no choice of the data decides.
+    /// A faulty kernel exceeds its bound at least by this factor, so that the result does not depend on the random
+    /// data.
     const FAULT: f64 = 4.0;
 
     fn planned(head_dim: u32, heads: u32, window: Option<u32>, groups: u32, first: u32, len: u32) -> Job {
@@ -454,7 +456,7 @@ mod tests {
             });
             within(&job, &along, 1.0, "scores along the keys");
         }
-        // The largest score is on the window's edge, just inside and just outside.
+        // The largest score is at the edge of the window, just inside and just outside.
         let (shape, bucket) = (Shape::new(128, 2, None).unwrap(), Bucket::new(256, 512, 2).unwrap());
         let range = |first, len| RowRange { first, len };
         let job = Job::new(shape, bucket, range(100, 40), range(0, 140), Some(64)).unwrap();
@@ -466,12 +468,13 @@ mod tests {
             }
         });
         within(&job, &edge, 1.0, "the largest scores on the window's edge");
-        // One row that sees one key.
+        // One row, which sees one key.
         let first = small(0, 1);
         within(&first, &Inputs::random(&first, 2, 3.0), 1.0, "the first row");
     }
 
-    /// Inputs that lose bits when they become bf16. A row of one key is as far off as its value's rounding.
+    /// Inputs that lose bits when they are rounded to bf16. The error of a row with one key is its value's rounding
+    /// error.
     #[test]
     fn rounded_inputs_are_within_the_bound() {
         for (seed, first) in [0, 200].into_iter().enumerate() {
@@ -501,7 +504,7 @@ mod tests {
         assert_eq!(attend(&job, &inputs), attend(&job, &poisoned));
     }
 
-    /// The bound finds what a kernel may plausibly do wrong. Each fault is tried on several seeds.
+    /// The bound finds plausible errors of a kernel. Each fault is tried with several seeds.
     #[test]
     fn faults_exceed_the_bound_by_far() {
         let (head_dim, heads, window) = (256, 2, 1024);
@@ -567,7 +570,7 @@ mod tests {
         assert!(swapped(&|i| i.values.rotate_left(group)) > FAULT);
     }
 
-    /// A kernel that forgets to divide `l`, `O` or both where a row's exponent grows.
+    /// A kernel that does not divide `l`, `O` or both when a row's exponent grows.
     #[test]
     fn a_missing_rescale_exceeds_the_bound_by_far() {
         let job = small(200, 32);
@@ -584,7 +587,7 @@ mod tests {
                     let seen = (first_key..first_key + 32).filter(|key| job.sees(row as u32, *key));
                     let scores = seen.map(|key| dot(query, &keys[(key - first_key) as usize * 128..][..128]));
                     let Some(largest) = scores.reduce(f32::max) else { continue };
-                    // `attend` finds the exponent grown already, and divides nothing.
+                    // `attend` finds an exponent that has already grown, and divides nothing.
                     let by = exponent_above(largest).saturating_sub(block.n[row]).max(0) as u32;
                     block.n[row] += by as i32;
                     if divides_l {
@@ -619,7 +622,7 @@ mod tests {
         ] {
             assert_eq!(divided(x, by), expected, "{x} / 2^{by}");
         }
-        // What is left is below the smallest normal number.
+        // The result is below the smallest normal number.
         assert_eq!([divided(1.5, 127), divided(1.5, u32::MAX), divided(0.0, 0)], [0.0; 3]);
     }
 
@@ -632,7 +635,7 @@ mod tests {
         {
             assert_eq!(entry(x), bits, "exp({x})");
         }
-        // Held at -80, also for what no row of keys may bring about.
+        // Clamped to -80, also for arguments that no row of keys may cause.
         assert_eq!([entry(-1e30), entry(f32::NEG_INFINITY)], [1472; 2]);
         // A number just below 0 is rounded down to -1/256: -1 + 255/256.
         let product = bf16::from_bits(16060).to_f32() * bf16::from_bits(16429).to_f32();
@@ -647,7 +650,7 @@ mod tests {
         println!("ln(exp(x)) - x is between {:.3} and {:.3} 2^-8", low * 256.0, high * 256.0);
         let half = (high - low) / 2.0;
         assert!(half <= EXP_ERROR && EXP_ERROR < half * 1.01, "{half}");
-        // The analysis of the module's comment.
+        // The analysis in the module's documentation.
         assert!(low > -4.05 / 256.0 && high < 3.05 / 256.0);
     }
 
@@ -666,7 +669,7 @@ mod tests {
         assert_eq!(reference.worst(&output), f64::INFINITY);
     }
 
-    /// The bound is small compared with the values: a tolerance that lets everything pass would check nothing.
+    /// The bound is small compared with the values. A tolerance that accepts everything would check nothing.
     #[test]
     fn the_bound_is_a_few_hundredths_of_the_values() {
         let job = planned(256, 2, None, 1, 300, 60);

@@ -1,5 +1,5 @@
-//! The instructions of a kernel, a file `.bin`: what the NPU's controller does with the DMAs for one dispatch. Checked
-//! before the driver sees them.
+//! The instructions of a kernel, a file `.bin`: what the NPU's controller does with the DMAs for one dispatch. They are
+//! checked before the driver reads them.
 //!
 //! They are a transaction of aie-rt, format 0.1, in words of 32 bits, as mlir-aie writes it
 //! (`lib/Targets/AIETargetNPU.cpp`): a header of four words, and operations one after the other.
@@ -12,18 +12,19 @@
 //! | wait for a token | 0x80 | opcode, bytes, direction and tile, channel and number of tiles |
 //! | patch of an address | 0x81 | opcode, bytes, 3 unused, 0, address, 0, argument, 0, offset, 0 |
 //!
-//! A patch puts the address of a buffer into a DMA's descriptor. An address has the column from bit 25 on, and the row
-//! from bit 20 on. A patch must begin within its buffer. How far the transfer reaches from there is not checked,
-//! because the descriptor's strides decide that: a kernel that was built wrong may reach beyond a buffer, in the memory
-//! of the process that uses the NPU, since the IOMMU gives the NPU that process's pages.
+//! A patch writes the address of a buffer into a DMA's descriptor. An address has the column from bit 25 on, and the
+//! row from bit 20 on. A patch must begin within its buffer. The end of the transfer is not checked, because it depends
+//! on the descriptor's strides. So a faulty kernel may access memory outside its buffers, but only memory of the
+//! process that uses the NPU, because the IOMMU gives the NPU only the pages of that process.
 
 use super::contract::{Layout, MAX_GROUPS};
 
-/// The largest file of instructions. One of a bucket of 512 rows and four groups has less than 1 MiB.
+/// Maximum size of the instructions. A bucket of 512 rows and four groups needs less than 1 MiB.
 pub const MAX_BYTES: u64 = 16 << 20;
 
 const HEADER_WORDS: usize = 4;
-/// The generation of the NPU of a Ryzen AI 7040 or 8040, and the rows of its array: shims, memory tiles, 4 of cores.
+/// The generation of the NPU of a Ryzen AI 7040 or 8040, and the rows of its array: shims, memory tiles, 4 rows of
+/// cores.
 const GENERATION: u32 = 3;
 const ROWS: u32 = 6;
 const MEM_TILE_ROWS: u32 = 1;
@@ -35,7 +36,7 @@ const MASK_POLL: u32 = 4;
 const WAIT: u32 = 0x80;
 const PATCH: u32 = 0x81;
 
-/// What is wrong with a stream of instructions: what is there, at which word, and what is expected.
+/// What is wrong with a stream of instructions: what was found, at which word, and what was expected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("word {at} of the instructions: {found}; {expected} is expected")]
 pub struct TransactionError {
@@ -60,7 +61,7 @@ pub fn words(bytes: &[u8]) -> Result<Vec<u32>, TransactionError> {
     Ok(words.iter().map(|word| u32::from_le_bytes(*word)).collect())
 }
 
-/// Checks a stream for a partition of so many columns and the buffers of this layout, up to the first fault.
+/// Checks a stream for a partition of `columns` columns and the buffers of this layout. Returns the first error.
 pub fn check(words: &[u32], columns: u32, layout: &Layout) -> Result<(), TransactionError> {
     let count = header(words, columns)?;
     let sizes = layout.bytes();
@@ -139,7 +140,7 @@ fn header(words: &[u32], columns: u32) -> Result<u32, TransactionError> {
     Ok(count)
 }
 
-/// The words of the operation at `at`, all of which are there.
+/// The words of the operation at `at`. Fails if the stream ends within it.
 fn length(words: &[u32], at: usize, opcode: u32) -> Result<usize, TransactionError> {
     // The offset of the operation's size, and the size; a block write has at least one value.
     let (place, fixed) = match opcode {
@@ -186,7 +187,7 @@ fn address(address: u32, at: usize, columns: u32) -> Result<(), TransactionError
     error(at, found, format!("a column below {columns} and a row below {ROWS}"))
 }
 
-/// The tile of a block write, which is next to its address, or 0.
+/// Checks the tile of a block write: 0, or the tile of its address.
 fn tile(tile: u32, address: u32, at: usize) -> Result<(), TransactionError> {
     let of_address = address >> 25 | (address >> 20 & 0x1f) << 8;
     if tile == 0 || tile == of_address {
@@ -195,7 +196,7 @@ fn tile(tile: u32, address: u32, at: usize) -> Result<(), TransactionError> {
     error(at, format!("a block write to tile {tile:#x}"), format!("its address's {of_address:#x}"))
 }
 
-/// The tiles that a token is awaited from.
+/// The tiles whose token is awaited.
 fn wait(tile: u32, range: u32, at: usize, columns: u32) -> Result<(), TransactionError> {
     let [direction, row, column, rest] = tile.to_le_bytes().map(u32::from);
     let [unused, rows, wide, _channel] = range.to_le_bytes().map(u32::from);
@@ -215,7 +216,7 @@ mod tests {
         Layout::of(Shape::new(64, 2, None).unwrap(), Bucket::new(256, 512, 2).unwrap())
     }
 
-    /// Operations after a header for them.
+    /// The operations, after a header for them.
     fn stream(columns: u32, operations: &[Vec<u32>]) -> Vec<u32> {
         let body = operations.concat();
         let header = [

@@ -39,7 +39,7 @@ def main():
         turns = [m["content"] for m in item["messages"] if m["role"] == "user"]
         for turn in turns:
             prompts[normalise(turn)] = item["id"]
-        # The prompt is also compared with its system text, for rows in which that stands before the first turn.
+        # The prompt is also compared with its system text, for rows in which the system text comes before the first turn.
         prompts[normalise("\n\n".join(m["content"] for m in item["messages"][:2]))] = item["id"]
         if "sum" in item:
             sums[tuple(item["sum"])] = item["id"]

@@ -122,7 +122,7 @@ def recall(questions, rng):
 
 
 def recall_at(questions, rng, category, distance):
-    """Tells a fact, talks about other things until the question is `distance` tokens behind the last mention, and
+    """Tells a fact, talks about other things until the question is `distance` tokens after the last mention, and
     asks."""
     key, value = memory.memory_key(rng)
     told, asked = memory.tell(rng, key, value, QUESTIONS), memory.ask(rng, key, value, QUESTIONS)
@@ -196,7 +196,7 @@ def systems(questions, rng):
 
 def strangers(questions):
     for item in json.loads(STRANGERS.read_text()):
-        # The model's answers to the earlier turns are unknown here, so a plain confirmation stands in.
+        # The model's answers to the earlier turns are unknown here, so a plain confirmation replaces them.
         turns = [Turn(user, "Okay, I will remember that.", "stranger") for user in item["turns"]]
         turns[-1].model = item["any_of"][0]
         questions.add("stranger", turns, accept={"any_of": item["any_of"]})

@@ -220,7 +220,7 @@ def main():
         muon.step(MUON_RATE * share)
         torch._foreach_lerp_(list(average.values()), [p.detach() for p in parameters.values()], 1 - AVERAGE)
         model.zero_grad()
-        if length in compiled:  # the first step of a length compiles, which is no training time
+        if length in compiled:  # the first step of a length compiles, which does not count as training time
             state["seconds"] += min(time.time() - started, LONGEST_STEP)
         compiled.add(length)
         state["steps"] += 1

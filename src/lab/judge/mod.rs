@@ -35,7 +35,7 @@ struct Text {
     assembly: String,
 }
 
-/// The output of a compiler cannot be read.
+/// The output of a compiler process cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum JudgeError {
     #[error("{name}: {error}")]
@@ -155,12 +155,13 @@ impl Pipeline {
         self.statistics.iter().find(|(n, _)| n == name).map_or(0, |(_, value)| *value)
     }
 
-    /// Waves of 32 lanes that a SIMD holds at once, as the driver counts: a wave of 64 counts as two.
+    /// Number of waves of 32 lanes that a SIMD holds at the same time, as the driver counts them: a wave of 64 counts
+    /// as two.
     pub fn wave32_per_simd(&self) -> u64 {
         self.statistic("Subgroups per SIMD")
     }
 
-    /// Waves of the pipeline's own size that a SIMD holds at once.
+    /// Number of waves of the pipeline's own size that a SIMD holds at the same time.
     pub fn waves_per_simd(&self) -> u64 {
         real_waves(self.wave32_per_simd(), self.subgroup_size)
     }

@@ -1,5 +1,5 @@
 //! Predicts the time of a step on a GPU that is not present, from the compiled kernels and the dispatches that
-//! [`super::work`] records. Every figure is a prediction, none a measurement.
+//! [`super::work`] records. No figure is measured.
 //!
 //! A dispatch takes as long as memory needs for its bytes or the vector units for its instructions, whichever is
 //! longer; dispatches come one after the other. The prediction leaves out latency that too few waves cannot hide, the
@@ -35,7 +35,7 @@ pub struct Chip {
     pub product: &'static str,
     pub compute_units: u64,
     pub clock_ghz: f64,
-    /// The memory bandwidth that programs reach.
+    /// The memory bandwidth that programs achieve.
     pub gb_per_s: f64,
     /// Size of the second-level cache. Weights that fit into it are read from memory once in a dispatch.
     pub cache_bytes: u64,

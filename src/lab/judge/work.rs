@@ -1,5 +1,5 @@
 //! Records the steps of a model on a device that executes nothing, and adds the cost of each recorded dispatch. It
-//! needs no GPU and no checkpoint: the weights have the shape of a published model, and no bytes.
+//! needs no GPU and no checkpoint: the weights have the shape of a published model, but no contents.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -72,7 +72,7 @@ impl PaperModel {
             ),
             None => (4 * spec.rows(), 0),
         };
-        // All tensors have the same bytes. Nothing reads those of matrices, so they take no memory.
+        // All tensors share the same bytes. The contents of matrices are never read, so they need no memory.
         let zeros = vec![0u8; specs.iter().map(|spec| sizes(spec).0).max().expect("some tensors")];
         let tensors = specs.as_ref().map(|spec| {
             let (blocks, scales) = sizes(spec);
@@ -127,7 +127,7 @@ impl PaperModel {
         });
         let limits = self.runner.limits();
         let entry = |(slot, positions): (usize, &Range<usize>)| {
-            // What a block holds does not matter, so all blocks are the same one.
+            // The contents of a block have no effect, so all entries refer to the same block.
             let blocks = vec![0; positions.end.div_ceil(limits.kv.block_size)];
             BatchSequence {
                 slot: slot as u32,
@@ -184,7 +184,7 @@ impl PaperModel {
             .collect()
     }
 
-    /// The name and the cost of a recorded dispatch. Panics if the cost is of another pipeline or grid.
+    /// The name and the cost of a recorded dispatch. Panics if the cost belongs to another pipeline or grid.
     fn cost(&self, note: &Note) -> (&'static str, Dispatch) {
         let Types { projections, embedding, precision, .. } = self.types;
         let [x, y, _] = note.groups.map(|n| n as usize);

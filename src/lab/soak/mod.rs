@@ -38,7 +38,7 @@ use crate::cli::error::Error;
 use crate::cli::log;
 use crate::cli::terminal::print;
 
-/// The most failures that the report shows, and the number of failures that ends a soak test.
+/// Maximum number of failures that the report shows, and the number of failures that ends a soak test.
 const SHOWN_FAILURES: usize = 10;
 const MAX_FAILURES: u64 = 100;
 /// The shortest and the longest warm-up. It takes a tenth of the soak test's time.
@@ -46,11 +46,11 @@ const WARM_UP: (Duration, Duration) = (Duration::from_secs(10), Duration::from_s
 /// Number of rounds after the warm-up if memory is judged. On a busy machine, the warm-up alone may be too little work
 /// to reach the server's highest memory use.
 const WARM_UP_ROUNDS: u32 = 4;
-/// Intervals of looks at the server, of lines of progress, and of SIGHUPs.
+/// Intervals of status requests, of progress lines, and of SIGHUPs.
 const LOOK: Duration = Duration::from_millis(250);
 const PROGRESS: Duration = Duration::from_secs(30);
 const HANG_UP: Duration = Duration::from_secs(45);
-/// Time between two clients that leave.
+/// Interval between two clients that disconnect.
 const LEAVE: Duration = Duration::from_millis(150);
 /// Longest time until an armed fault has occurred and is over, and until a server without requests is idle.
 const FAULT: Duration = Duration::from_secs(180);
@@ -139,7 +139,7 @@ struct Counts {
     hang_ups: AtomicU64,
 }
 
-/// A check of the report: its name, its result, and whether it passed. A figure that is not judged passes.
+/// A check of the report: its name, its result, and whether it passed. A figure without a limit always passes.
 struct Check {
     what: &'static str,
     said: String,
@@ -338,7 +338,7 @@ impl Soak {
         serde_json::from_slice(&status.body).ok()
     }
 
-    /// Runs one round of all clients, after a loss if faults are possible, and measures.
+    /// Runs one round of all clients, after a device loss if faults are possible, and measures the server.
     fn after_a_round(&mut self, clients: u32, may_lose: bool) -> Result<Measured, Error> {
         if may_lose && let Some(faults) = &self.faults {
             thread::sleep(faults.wait());
@@ -371,7 +371,7 @@ impl Soak {
         Measured { idle, server, device }
     }
 
-    /// Whether all device processes of earlier losses are gone.
+    /// Whether all device processes of earlier losses have ended.
     fn has_one_child(&self) -> Result<(), String> {
         match self.pid.map_or(0, |server| process::children(server).len()) {
             0 | 1 => Ok(()),

@@ -2,13 +2,13 @@
 //!
 //! Answers are greedy, or drawn with a seed. Requests that need the id of a stored response follow the request that
 //! creates the response, in a chain, and contain [`ID`] instead of the id. [`missing`] compares the requests with the
-//! server's OpenAPI document. Each chain deletes the responses that it has stored, so that the server holds no more at
-//! the end than at the beginning. Token ids are below 200, because every vocabulary has these ids.
+//! server's OpenAPI document. Each chain deletes the responses that it has stored, so that the server stores as many at
+//! the end as at the beginning. Token ids are below 200, because every vocabulary has these ids.
 
 use serde_json::{Value, json};
 use ureq::http::Method;
 
-/// The place of the id of the response that the chain created.
+/// Placeholder for the id of the response that the chain created.
 pub const ID: &str = "{id}";
 
 /// How an answer is compared.

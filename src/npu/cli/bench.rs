@@ -1,8 +1,8 @@
 //! `unicorn bench npu`: compares the NPU with the GPU of this machine. It computes the same prompt alternately with the
 //! GPU alone and with each number of KV heads on the NPU, and measures time and the machine's energy.
 //!
-//! A number of heads counts only if the NPU took part. The line has the part of the prompt in which it did: a token
-//! counts once in each layer. An NPU that failed is an error with its code.
+//! A run counts only if the NPU took part. The output has the fraction of the prompt in which it did: a token counts
+//! once in each layer. If the NPU failed, the command ends with its error code.
 
 use std::time::{Duration, Instant};
 
@@ -23,7 +23,7 @@ use crate::engine::{EnergyCounter, Trial};
 use crate::model::Runner;
 use crate::model::model_runner::ModelRunner;
 
-/// The runs with one number of KV heads on the NPU; 0 = the GPU alone.
+/// The runs with one number of KV heads on the NPU; 0 = only the GPU.
 struct ShareRuns {
     kv_heads: usize,
     runs: Vec<Run>,
@@ -33,9 +33,9 @@ struct Run {
     took: Duration,
     /// Joules of the machine; `None` if they cannot be read.
     joules: Option<f64>,
-    /// How long the GPU computed, by its own clock.
+    /// How long the GPU computed, measured by its own clock.
     gpu: Option<Duration>,
-    /// The part of the tokens of all layers that the NPU took part in.
+    /// The fraction of the tokens of all layers for which the NPU took part.
     covered: f64,
 }
 
@@ -61,7 +61,7 @@ impl ShareRuns {
 
 pub fn bench(config: &Config, args: &args::BenchNpu) -> Result<(), Error> {
     let mut config = config.clone();
-    // Without the NPU, this would measure the GPU.
+    // Without the NPU, this would measure only the GPU.
     config.npu.mode = NpuMode::Require;
     config.engine.context = config.engine.context.or(Some(args.prompt_tokens as usize + 1));
     let files = load::files(&config.model)?;
@@ -83,7 +83,7 @@ pub fn bench(config: &Config, args: &args::BenchNpu) -> Result<(), Error> {
         for (i, share) in shares.iter_mut().enumerate() {
             bar.set((round * places + i) as u64);
             let run = measure(&mut runner, args.prompt_tokens, share.kv_heads, meter.as_deref().ok())?;
-            // The first round warms up.
+            // The first round is a warm-up.
             if round > 0 {
                 share.runs.push(run);
             }

@@ -1,9 +1,8 @@
-//! `unicorn npu build-kernels`: from the source in this binary to the kernels of a model, by the steps of
+//! `unicorn npu build-kernels`: builds the kernels of a model from the source in this binary, with the steps of
 //! `npu/kernels/README.md`.
 //!
 //! A kernel is built in a folder next to the stored kernels, checked, and moved to its place in one step. Its record
-//! has a hash of the source, of the tools' versions, and of the steps: what is there with the same hash is not built
-//! again.
+//! has a hash of the source, of the tools' versions, and of the steps. A kernel with the same hash is not built again.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -23,7 +22,7 @@ use crate::model::arch;
 use crate::npu::contract::{Bucket, ContractError, MAX_GROUPS, Shape};
 use crate::npu::store::{self, Record, file_stem};
 
-/// The kernel's source, which an installed binary finds nowhere else.
+/// The kernel's source. An installed binary has no other copy.
 const SOURCE: [(&str, &str); 4] = [
     ("attention.py", include_str!("../../../npu/kernels/attention.py")),
     ("schedule.py", include_str!("../../../npu/kernels/schedule.py")),
@@ -37,14 +36,14 @@ const STEPS: &str = include_str!("build.rs");
 /// The beginning of the names of folders in which kernels are built.
 const WORK_PREFIX: &str = ".build-";
 
-/// Builds into `folder` what is not there yet.
+/// Builds the missing kernels into `folder`.
 pub fn build_kernels(config: &Config, args: &BuildKernels, folder: &Path) -> Result<(), Error> {
     let wanted = wanted(config, args)?;
     let at = |path: &Path| {
         let path = path.to_owned();
         move |error| Error::File { path, error }
     };
-    // The tools run in folders of their own.
+    // Each tool runs in a separate folder.
     let folder = &std::path::absolute(folder).map_err(at(folder))?;
     std::fs::create_dir_all(folder).map_err(at(folder))?;
     let lock = File::create(folder.join(".lock")).map_err(at(folder))?;
@@ -89,7 +88,7 @@ pub fn build_kernels(config: &Config, args: &BuildKernels, folder: &Path) -> Res
     print(&format!("{}: {built} kernels built, {there} were there\n", folder.display()))
 }
 
-/// Removes the folders of builds that were killed. Nobody builds here now: the lock is held.
+/// Removes the folders of builds that were killed. No other build uses this folder now, because the lock is held.
 fn remove_remains(folder: &Path) {
     for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
         if entry.file_name().as_encoded_bytes().starts_with(WORK_PREFIX.as_bytes()) {
@@ -98,8 +97,8 @@ fn remove_remains(folder: &Path) {
     }
 }
 
-/// The requested kernels: for each number of rows and groups, one that walks over all keys for each number of
-/// keys, and for layers with a window another, whose walk is short.
+/// The requested kernels: for each number of rows and groups, one that walks over all keys for each number of keys, and
+/// for layers with a window another one, with a short walk.
 fn wanted(config: &Config, args: &BuildKernels) -> Result<Vec<(Shape, Bucket)>, Error> {
     let refused = |error: ContractError| Error::Argument(error.to_string());
     let (head_dim, heads, window, kv_heads) = match (&args.model, args.head_dim, args.heads_per_group) {
@@ -127,7 +126,7 @@ fn wanted(config: &Config, args: &BuildKernels) -> Result<Vec<(Shape, Bucket)>, 
                 wanted.push((full, bucket));
             }
             if let Some(windowed) = windowed {
-                // No job of this kernel has more keys than the smallest bucket has room for.
+                // No job of this kernel has more keys than fit into the smallest bucket.
                 wanted.push((windowed, Bucket::of_job(windowed, rows, 1, 0, groups).map_err(refused)?));
             }
         }
@@ -137,14 +136,14 @@ fn wanted(config: &Config, args: &BuildKernels) -> Result<Vec<(Shape, Bucket)>, 
     Ok(wanted)
 }
 
-/// KV heads of a dispatch, so that the NPU can have half of a model's KV heads, and all of them.
+/// KV heads of a dispatch, so that the NPU can compute half of a model's KV heads, or all of them.
 fn standard_groups(kv_heads: u32) -> Vec<u32> {
     let mut groups = vec![(kv_heads / 2).clamp(1, MAX_GROUPS), kv_heads.min(MAX_GROUPS)];
     groups.dedup();
     groups
 }
 
-/// What a kernel is built from, and how.
+/// The inputs and the steps of a kernel's build.
 fn key(stem: &str, tools: &Toolchain) -> String {
     let mut hash = Sha256::new();
     let texts = SOURCE.iter().flat_map(|(name, text)| [*name, *text]).chain([STEPS, stem]);
@@ -212,7 +211,7 @@ impl Kernel<'_> {
         run("aiecc.py", aiecc, None)
     }
 
-    /// Checks what was built, and moves it to its place. A reader sees the old kernel, none, or the new one.
+    /// Checks the built files, and moves them to their place. A reader sees the old kernel, no kernel, or the new one.
     fn keep(&self, work: &Path, folder: &Path, key: String) -> Result<(), Error> {
         let at = |path: &Path| {
             let path = path.to_owned();
@@ -236,7 +235,7 @@ impl Kernel<'_> {
         let new_json = work.join("record.json");
         let text = serde_json::to_vec_pretty(&record).expect("a record is JSON");
         std::fs::write(&new_json, text).map_err(at(&new_json))?;
-        // A kernel is there when its container is, which goes first and comes last.
+        // A kernel exists if its container exists, so the container is removed first and added last.
         let [xclbin, bin, json] = store::paths(folder, self.stem);
         match std::fs::remove_file(&xclbin) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(at(&xclbin)(error)),

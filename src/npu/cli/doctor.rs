@@ -1,9 +1,9 @@
 //! Checks of the NPU: the PCI bus, kernel and driver, the device node, the IOMMU, locked memory, XRT's libraries, and
 //! the driver's messages in the kernel log. If `npu.mode` is not off, also the shim and the kernels.
 //!
-//! A server can run without the NPU, so no finding here is a problem. What was never set up is a note; what was set up
-//! and cannot work is a warning. With `npu.mode = "require"` they are problems, because the server then refuses to
-//! start.
+//! A server can run without the NPU, so no finding here is a problem. A part that was never set up is a note. A part
+//! that was set up and cannot work is a warning. With `npu.mode = "require"` they are problems, because the server then
+//! refuses to start.
 
 #[cfg(feature = "npu")]
 use super::start;
@@ -16,7 +16,7 @@ use crate::config::{Config, NpuMode};
 const AMD: u64 = 0x1022;
 const XDNA1: u64 = 0x1502;
 const XDNA2: u64 = 0x17f0;
-/// The first kernel with amdxdna.
+/// The first Linux version with amdxdna.
 const FIRST_KERNEL: (u32, u32) = (6, 14);
 /// The size of the heap that XRT locks when it opens the device.
 const HEAP_BYTES: u64 = 64 << 20;
@@ -249,7 +249,7 @@ fn shim(machine: &Machine, config: &Config) -> Finding {
         .act("run this in the repository, with the libxrt-dev of the installed XRT; or set npu.shim")
 }
 
-/// Counts the compiled kernels. `unicorn npu list` checks them, and shows for which models they are.
+/// Counts the compiled kernels. `unicorn npu list` checks them, and shows their models.
 #[cfg(feature = "npu")]
 fn kernels(machine: &Machine, config: &Config) -> Finding {
     let Some(folder) = start::kernels_folder(config) else {
@@ -281,7 +281,7 @@ fn below_root(path: &std::path::Path) -> String {
 }
 
 /// Findings about the amdxdna errors in the kernel log, with the last line of each. "smu still busy" alone is a debug
-/// message, and no finding.
+/// message, not a finding.
 fn symptoms(log: &[String]) -> Vec<Finding> {
     let mut findings: Vec<Finding> = Vec::new();
     for (part, code, cause, act) in SYMPTOMS {

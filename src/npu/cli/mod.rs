@@ -1,5 +1,5 @@
 //! The NPU for the commands: opens it for a load, and has `unicorn npu`, `unicorn npu-process`, `unicorn bench npu` and
-//! the doctor's checks. This folder is on the floor of `cli`.
+//! the doctor's checks. This folder belongs to the same layer as `cli`.
 
 #[cfg(feature = "npu")]
 mod bench;

@@ -23,13 +23,13 @@ use crate::npu::process::{HeadShape, NpuProcess, Start};
 use crate::npu::shim::Shim;
 use crate::npu::store::standard_folder;
 
-/// Tokens before those that shares are measured with.
+/// Number of tokens before the tokens with which shares are measured.
 const TRIAL_DEPTH: usize = 1024;
 /// Layers of the measured steps: a full layer and the sliding layers before it.
 const TRIAL_LAYERS: usize = 6;
-/// Measured steps for each number of KV heads. The median counts.
+/// Measured steps for each number of KV heads. The median is used.
 const TRIALS: usize = 3;
-/// How long a load after the first waits for the NPU's columns. The process that had them may still be ending.
+/// How long a load after the first one waits for the NPU's columns. The process that had them may still be ending.
 const COLUMNS: Duration = Duration::from_secs(10);
 
 /// The folder of compiled kernels.
@@ -69,8 +69,8 @@ pub struct Npu {
 
 impl Npu {
     /// Opens and tests the NPU, if `npu.mode` is not off. A required NPU that cannot compute is an error. `before` is
-    /// the state of the NPU at the first load of this model. An NPU that was not used then is not used now, so that
-    /// answers keep their bits.
+    /// the state of the NPU at the first load of this model. An NPU that was not used then is not used now either, so
+    /// that answers keep the same bits.
     pub fn open(
         model: &ModelSpec,
         config: &Config,
@@ -110,7 +110,7 @@ impl Npu {
         Ok(Some(Npu { start, process, limits, fixed: before.map(|before| before.kv_heads) }))
     }
 
-    /// Drops the NPU if it must share memory with the GPU, and the GPU cannot do that.
+    /// Drops the NPU if it must share memory with the GPU but the GPU does not support that.
     pub fn meet(&mut self, gpu_can_share: bool, config: &Config) -> Result<(), Error> {
         if !self.limits.shared || gpu_can_share {
             return Ok(());
@@ -151,7 +151,7 @@ impl Npu {
         match choose(model, config, &start.choices, fixed) {
             Ok(kv_heads) => {
                 model.set_offload_heads(kv_heads);
-                // The measurements are not prompts of clients.
+                // The measurements are not client requests, so they are not counted.
                 model.forget_offload_counts();
                 start.kv_heads = kv_heads;
                 tracing::info!(
@@ -170,7 +170,7 @@ impl Npu {
     }
 }
 
-/// Reads the present state of the NPU whose state after the load was `start`.
+/// Reads the current state of the NPU whose state after the load was `start`.
 pub fn reader(start: NpuReport, model: &ModelRunner) -> Box<dyn Fn() -> NpuReport + Send> {
     let watch = model.offload_watch();
     Box::new(move || {
@@ -222,10 +222,10 @@ fn process(model: &ModelSpec, config: &Config) -> Result<NpuProcess, NpuError> {
         head_dim: model.head_dim,
         heads_per_group: model.num_attention_heads / model.num_key_value_heads,
     };
-    // Not the path of the program: a package upgrade may have replaced the file.
+    // `/proc/self/exe` instead of the program's path: a package upgrade may have replaced the file.
     let mut command = Command::new("/proc/self/exe");
     command.arg("npu-process");
-    // XRT writes lines to the standard output, which is for this program's results.
+    // XRT writes lines to the standard output, which is reserved for this program's results.
     command.stdout(io::stderr().as_fd().try_clone_to_owned().map_or_else(|_| Stdio::null(), Stdio::from));
     if let Some(format) = config.log.format {
         command.env("UNICORN_LOG_FORMAT", format.name());
@@ -262,8 +262,8 @@ fn said(words: &str) -> OffloadError {
     OffloadError { code: code.into(), message: message.into() }
 }
 
-/// The number of KV heads that the NPU computes: that of the first load, or the configured number, or the number with
-/// which prompts are computed fastest.
+/// The number of KV heads that the NPU computes: the number of the first load, or the configured number, or the number
+/// with which prompts are computed fastest.
 fn choose(
     model: &mut ModelRunner,
     config: &Config,
@@ -326,7 +326,7 @@ fn choose(
 
 /// The result of a trial.
 enum Tried {
-    /// The chunk does not fit the model's limits.
+    /// The chunk exceeds the model's limits.
     DoesNotFit,
     /// The NPU has no kernel for it.
     Unused,

@@ -14,13 +14,13 @@ use tokio::signal::unix::{SignalKind, signal};
 use crate::cli::error::Error;
 use crate::cli::log;
 
-/// How often this checks whether a tool has ended.
+/// Interval of the checks whether a tool has ended.
 const TICK: Duration = Duration::from_millis(20);
-/// The part of a failed tool's output that is shown.
+/// Maximum length of a failed tool's output that is shown.
 const TAIL_LINES: usize = 15;
 const TAIL_BYTES: u64 = 8192;
 
-/// How a tool is run: its name for people, how long it may take, and the file that its output is added to.
+/// How a tool is run: its name for messages, its time limit, and the file to which its output is appended.
 pub struct Run<'a> {
     pub name: &'a str,
     pub limit: Duration,
@@ -28,8 +28,8 @@ pub struct Run<'a> {
 }
 
 impl Run<'_> {
-    /// Runs a command to its end. Standard output goes to the file `output`, or into the log as the rest does. The last
-    /// lines of the log are shown if the command fails.
+    /// Runs a command to its end. Standard output goes to the file `output`, or otherwise into the log, as standard
+    /// error does. The last lines of the log are shown if the command fails.
     pub fn run(&self, command: &mut Command, output: Option<&Path>) -> Result<(), Error> {
         let ended = self.end_of(command, output);
         ended.map_err(|problem| {
@@ -40,7 +40,7 @@ impl Run<'_> {
         })
     }
 
-    /// [`Run::run`] without a word on standard error.
+    /// [`Run::run`] without output on standard error.
     pub fn end_of(&self, command: &mut Command, output: Option<&Path>) -> Result<(), String> {
         let at = |path: &Path, error: std::io::Error| format!("{}: {error}", path.display());
         let log = OpenOptions::new().create(true).append(true).open(self.log);
@@ -55,7 +55,8 @@ impl Run<'_> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
         let runtime = runtime.map_err(|error| format!("cannot start the runtime: {error}"))?;
         runtime.block_on(async {
-            // The signals are caught before the child starts. Otherwise a signal could leave the child running.
+            // Signal handlers are installed before the child starts. Otherwise a signal could end this process and
+            // leave the child running.
             let caught =
                 signal(SignalKind::interrupt()).and_then(|i| Ok((i, signal(SignalKind::terminate())?)));
             let (mut interrupt, mut terminate) = caught.map_err(|error| format!("signals: {error}"))?;
@@ -96,7 +97,7 @@ fn how(status: ExitStatus) -> String {
     }
 }
 
-/// The last lines of a file, without what would steer a terminal.
+/// The last lines of a file, without control sequences of terminals.
 fn tail(path: &Path) -> Vec<String> {
     let mut bytes = Vec::new();
     let read = File::open(path).and_then(|mut file| {

@@ -1,7 +1,7 @@
 //! The tools that build a kernel: where they are on this machine, their versions, and how to install missing ones.
 //!
-//! None of them is part of a distribution: mlir-aie and Peano come as Python packages from their projects' release
-//! pages, and `xclbinutil` with XRT.
+//! No Linux distribution contains them: mlir-aie and Peano are Python packages on their projects' release pages, and
+//! `xclbinutil` is part of XRT.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ use crate::cli::args::BuildKernels;
 use crate::cli::error::Error;
 use crate::cli::log;
 
-/// The longest time for a tool to say its version. Python may have to read its packages from a cold disk.
+/// Time limit for a tool to print its version. Python may have to read its packages from a cold disk.
 const PROBE_LIMIT: Duration = Duration::from_secs(60);
 
 const GET_MLIR_AIE: &str = "python3 -m pip install mlir_aie -f \
@@ -23,7 +23,8 @@ const GET_MLIR_AIE: &str = "python3 -m pip install mlir_aie -f \
 const GET_PEANO: &str =
     "python3 -m pip install llvm-aie -f https://github.com/Xilinx/llvm-aie/releases/expanded_assets/nightly";
 
-/// The first year whose mlir-aie writes instructions as this program reads them; since 2026 its versions have no date.
+/// The first year whose mlir-aie writes instructions in the format that this program reads. Since 2026, its versions
+/// have no date.
 const MLIR_AIE_YEAR: u32 = 2025;
 /// The first XRT with which mlir-aie's own instructions build containers for an NPU.
 const XRT: [u32; 2] = [2, 18];
@@ -47,13 +48,13 @@ print(json.dumps({"mlir_aie": mlir_aie, "root": root, "peano": peano}))
 
 #[derive(Debug, Default, Deserialize)]
 struct Probed {
-    /// The version; none if mlir-aie was built from its source.
+    /// The version; `None` if mlir-aie was built from its source.
     mlir_aie: Option<String>,
     root: Option<PathBuf>,
     peano: Option<PathBuf>,
 }
 
-/// The tools, all of which are there.
+/// The tools. None is missing.
 pub struct Toolchain {
     python: PathBuf,
     aiecc: PathBuf,
@@ -66,11 +67,11 @@ pub struct Toolchain {
     pub versions: Vec<String>,
 }
 
-/// A tool that was looked for: its version and place, or what lacks and what to do.
+/// The result of the search for a tool: its version and path, or what is missing and what to do.
 type Found = Result<(String, PathBuf), String>;
 
 impl Toolchain {
-    /// Looks for the tools, and says what it finds. `work` is a folder for the tools' output.
+    /// Searches for the tools, and reports what it finds. `work` is a folder for the tools' output.
     pub fn find(args: &BuildKernels, work: &Path) -> Result<Toolchain, Error> {
         let python = args.python.clone().map_or("python3".into(), |python| from_anywhere(&python));
         let probed = probe(&python, work);
@@ -109,14 +110,14 @@ impl Toolchain {
         Ok(Toolchain { python, aiecc, root, peano, xclbinutil, versions })
     }
 
-    /// A run of a script.
+    /// Runs a script.
     pub fn python(&self, script: &str) -> Command {
         let mut command = self.command(&self.python);
         command.arg(script);
         command
     }
 
-    /// A run of mlir-aie's driver.
+    /// Runs mlir-aie's driver.
     pub fn aiecc(&self) -> Command {
         if self.aiecc.extension().is_some_and(|ending| ending == "py") {
             let mut command = self.command(&self.python);
@@ -127,14 +128,14 @@ impl Toolchain {
         }
     }
 
-    /// A run of Peano's compiler, which finds aie_api.
+    /// Runs Peano's compiler with the include path of aie_api.
     pub fn clang(&self) -> Command {
         let mut command = self.command(&self.peano.join("bin/clang++"));
         command.arg("-I").arg(self.root.join("include"));
         command
     }
 
-    /// A command in the environment that mlir-aie's `env_setup.sh` makes.
+    /// A command in the environment that mlir-aie's `env_setup.sh` creates.
     fn command(&self, program: &Path) -> Command {
         let mut command = Command::new(program);
         command.env("PATH", before("PATH", [self.root.join("bin"), parent(&self.xclbinutil)]));
@@ -145,7 +146,7 @@ impl Toolchain {
     }
 }
 
-/// A program that is run in other folders than this process's. A name without a folder is looked for in PATH.
+/// A program that runs in another working directory. A name without a folder is searched for in PATH.
 fn from_anywhere(program: &Path) -> PathBuf {
     let has_folder = program.components().nth(1).is_some();
     let absolute = if has_folder { std::path::absolute(program).ok() } else { None };
@@ -156,7 +157,7 @@ fn parent(path: &Path) -> PathBuf {
     path.parent().unwrap_or(Path::new("/")).to_owned()
 }
 
-/// The folders of a variable, with these before them.
+/// The folders of a variable, after these folders.
 fn before<const N: usize>(variable: &str, folders: [PathBuf; N]) -> OsString {
     let old = std::env::var_os(variable).unwrap_or_default();
     let old = std::env::split_paths(&old).filter(|path| !path.as_os_str().is_empty());
@@ -164,7 +165,7 @@ fn before<const N: usize>(variable: &str, folders: [PathBuf; N]) -> OsString {
     std::env::join_paths(folders.into_iter().chain(old)).unwrap_or_default()
 }
 
-/// What a tool prints, or why it does not.
+/// The output of a tool, or the reason why it fails.
 fn printed(command: &mut Command, work: &Path) -> Result<String, String> {
     let (output, log) = (work.join("output"), work.join("log"));
     let run = Run { name: "", limit: PROBE_LIMIT, log: &log };
@@ -246,7 +247,7 @@ fn xclbinutil(work: &Path) -> Found {
     Ok((version.to_owned(), path))
 }
 
-/// A program in the folders of PATH.
+/// Searches for a program in the folders of PATH.
 fn in_path(name: &str) -> Option<PathBuf> {
     let folders = std::env::var_os("PATH")?;
     std::env::split_paths(&folders).map(|folder| folder.join(name)).find(|path| path.is_file())

@@ -1,4 +1,4 @@
-//! The child: opens the NPU, and runs the dispatches that the parent requests.
+//! The child process: opens the NPU, and runs the dispatches that the parent requests.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -15,11 +15,11 @@ use crate::npu::error::{NpuCode, NpuError};
 use crate::npu::store::Store;
 use crate::npu::transport::{KernelFiles, NpuTransport};
 
-/// Maximum number of kernels that are on the NPU at the same time. Each uses a context. An NPU of the first generation
+/// Maximum number of kernels that are loaded on the NPU at the same time. Each uses a context. A first-generation NPU
 /// has six contexts for all programs together.
 const MOST_CONTEXTS: usize = 4;
 
-/// How long an idle NPU stays awake, and how long it may take to wake. Linux suspends it after 5 s
+/// How long an idle NPU stays awake, and how long it may take to wake up. Linux suspends it after 5 s
 /// (drivers/accel/amdxdna, autosuspend).
 const AWAKE: Duration = Duration::from_secs(4);
 const WAKE: Duration = Duration::from_secs(1);
@@ -69,7 +69,7 @@ pub fn serve(
         };
         channel.send(&done)?;
         if done.is_err_and(|error| error.code == NpuCode::Timeout) {
-            // The driver still owns the buffers of that dispatch. Only the end of this process gives them back.
+            // The driver still owns the buffers of that dispatch. They are released only when this process ends.
             break;
         }
     }
@@ -144,7 +144,7 @@ impl Npu {
     }
 }
 
-/// The kernels that are on the NPU, in the order in which they ran last.
+/// The kernels that are loaded on the NPU, least recently used first.
 struct Contexts {
     transport: Box<dyn NpuTransport>,
     /// The index of a kernel, and the index of its context.
@@ -152,7 +152,7 @@ struct Contexts {
 }
 
 impl Contexts {
-    /// The context of a kernel. If there are too many, the kernel that was not used for the longest time is unloaded.
+    /// The context of a kernel. If too many kernels are loaded, unloads the least recently used one.
     fn get(&mut self, kernel: usize, files: &KernelFiles) -> Result<usize, NpuError> {
         let found = self.loaded.iter().position(|(loaded, _)| *loaded == kernel);
         let context = match found.and_then(|at| self.loaded.remove(at)) {

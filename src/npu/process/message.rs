@@ -1,4 +1,4 @@
-//! The messages between a runner's process and its NPU's.
+//! The messages between the runner's process and the NPU's process.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -64,7 +64,7 @@ pub(super) enum Request {
     Attend(Attend),
 }
 
-/// A job for some KV heads: dispatches that differ in their KV heads alone.
+/// A job for some KV heads: dispatches that differ only in their KV heads.
 #[derive(Serialize, Deserialize)]
 pub(super) struct Attend {
     /// The index of the kernel in [`Ready::kernels`].
@@ -72,14 +72,14 @@ pub(super) struct Attend {
     /// The parameters of each dispatch.
     pub words: [u32; PARAM_WORDS],
     pub dispatches: u32,
-    /// The longest time of all dispatches.
+    /// The time limit for all dispatches together.
     pub deadline: Duration,
-    /// Whether the arrays are in the shared memory, each from its start. If not, they are in the file.
+    /// Whether the arrays are in the shared memory, each at its start. Otherwise they are in the file.
     pub shared: bool,
 }
 
 pub(super) type Done = Result<(), NpuError>;
 
 /// The offsets of queries, keys, values and outputs in the file of the arrays. The parts of each dispatch follow one
-/// another. The file has holes, which take no memory.
+/// another. The file has holes, which use no memory.
 pub(super) const ARRAYS: [u64; 4] = [0, 1 << 32, 2 << 32, 3 << 32];

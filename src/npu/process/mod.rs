@@ -1,10 +1,10 @@
-//! The child process that drives the NPU. The end of the process ends a driver that hangs.
+//! The child process that drives the NPU. If the driver hangs, the parent ends this process.
 //!
-//! [`NpuProcess`] is the parent's end: an [`AttentionUnit`] whose waits are bounded, with the self-test of the start.
+//! [`NpuProcess`] is the parent's side: an [`AttentionUnit`] with time limits, which runs the self-test at the start.
 //! [`serve`] is the loop of the child, over any [`NpuTransport`](crate::npu::transport::NpuTransport).
 //!
 //! Messages are short. The arrays of a dispatch are in one file in memory, which both processes read and write with
-//! system calls. With a mapping, the child could change memory that this process has a reference to.
+//! system calls. A mapping would let the child change memory to which the parent holds a reference.
 
 mod child;
 mod message;

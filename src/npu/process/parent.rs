@@ -1,4 +1,4 @@
-//! The parent's end: an [`AttentionUnit`] whose jobs the NPU's process computes.
+//! The parent's side: an [`AttentionUnit`] whose jobs the NPU's process computes.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -20,15 +20,15 @@ use crate::npu::marks;
 use crate::npu::tile::{Inputs, Reference};
 use crate::npu::transport::NpuFacts;
 
-/// How long opening the NPU and reading the kernels may take.
+/// Time limit for opening the NPU and reading the kernels.
 const OPEN: Duration = Duration::from_secs(60);
-/// How long the load of a kernel onto the NPU may take before its first dispatch.
+/// Time limit for loading a kernel onto the NPU before its first dispatch.
 const LOAD: Duration = Duration::from_secs(3);
-/// Longest wait during a step for the end of a process that closed its channel.
+/// Longest wait during a step for the exit of a process that closed its channel.
 const LAST_WAIT: Duration = Duration::from_millis(200);
-/// The self-test compares one of this many rows with exact attention, which is slow.
+/// The self-test compares one row in this many with exact attention, which is slow.
 const ROWS_APART: u32 = 17;
-/// The deviation of the self-test's scores: a missing key shows in some row.
+/// The standard deviation of the self-test's scores. It is so large that a missing key changes some row visibly.
 const SCORE_DEVIATION: f32 = 5.0;
 
 /// The heads of a model.
@@ -39,23 +39,23 @@ pub struct HeadShape {
     pub heads_per_group: usize,
 }
 
-/// An NPU that another process drives.
+/// An NPU that a child process drives.
 pub struct NpuProcess {
     connection: Connection,
     arrays: File,
     facts: NpuFacts,
     /// The kernels for the model's heads, with their indices in the child.
     kernels: Vec<(usize, Shape, Bucket)>,
-    /// The longest time of a job.
+    /// The time limit of a job.
     deadline: Duration,
-    /// The device's buffer with the outputs, if the child reads and writes the device's buffers. If not, the arrays go
+    /// The device's buffer for the outputs if the child reads and writes the device's buffers; `None` if the arrays go
     /// through the file.
     shared: Option<Buffer>,
     /// The job in progress.
     under_way: Option<Plan>,
 }
 
-/// How a job runs: the kernel's index, the parameters of each dispatch, and how many there are.
+/// How a job runs: the kernel's index, the parameters of each dispatch, and the number of dispatches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Plan {
     kernel: usize,
@@ -89,7 +89,7 @@ impl Plan {
 }
 
 impl NpuProcess {
-    /// The numbers of KV heads up to `most` that there are kernels for, in ascending order.
+    /// The numbers of KV heads up to `most` for which kernels exist, in ascending order.
     pub fn kv_head_counts(&self, most: usize) -> Vec<usize> {
         let is_computed = |kv_heads: &usize| {
             self.kernels.iter().any(|(.., bucket)| kv_heads.is_multiple_of(bucket.groups() as usize))
@@ -97,8 +97,8 @@ impl NpuProcess {
         (1..=most).filter(is_computed).collect()
     }
 
-    /// Starts `command`, whose standard input is its end of the channel. It opens the NPU. `most_keys` is the maximum
-    /// number of keys of a job, and `deadline` its longest time.
+    /// Starts `command`, which opens the NPU. Its standard input is its end of the channel. `most_keys` is the maximum
+    /// number of keys of a job, and `deadline` the time limit of a job.
     pub fn start(
         command: Command,
         start: &Start,
@@ -167,13 +167,13 @@ impl NpuProcess {
         &self.facts
     }
 
-    /// The process's id.
+    /// The process id.
     pub fn id(&self) -> u32 {
         self.connection.id()
     }
 
-    /// Tests that each kernel computes attention of random numbers within the bound of its arithmetic. Returns the
-    /// number of kernels.
+    /// Tests that each kernel computes attention of random numbers within the error bound of its arithmetic. Returns
+    /// the number of kernels.
     pub fn self_test(&mut self) -> Result<usize, NpuError> {
         for index in 0..self.kernels.len() {
             self.test(index, None)?;
@@ -181,7 +181,7 @@ impl NpuProcess {
         Ok(self.kernels.len())
     }
 
-    /// Tests one kernel; over the device's buffers, which are shared already, if they are given.
+    /// Tests one kernel. If `buffers` is given, uses these buffers of the device, which must already be shared.
     fn test(&mut self, index: usize, buffers: Option<[&Buffer; 4]>) -> Result<(), NpuError> {
         let (_, shape, bucket) = self.kernels[index];
         test_jobs(shape, bucket).into_iter().try_for_each(|job| self.test_on(index, job, buffers))
@@ -226,8 +226,8 @@ impl NpuProcess {
         ))
     }
 
-    /// The kernel with the least work that computes the job, and as many KV heads in a dispatch as there are kernels
-    /// for.
+    /// Plans a job with the kernel that needs the least work. A dispatch computes as many KV heads as the kernels
+    /// allow.
     fn plan(&self, job: &OffloadJob) -> Option<Plan> {
         let kv_heads = u32::try_from(job.kv_heads).ok()?;
         let plans = self.kernels.iter().filter_map(|&(kernel, shape, bucket)| {
@@ -259,7 +259,8 @@ impl NpuProcess {
         Ok(self.connection.send(&Request::Attend(attend))?)
     }
 
-    /// Sends a job. If its output is in shared memory, this marks it. Otherwise the child's transport does the same.
+    /// Sends a job. If its output is in shared memory, marks the output first. Otherwise the child's transport marks
+    /// it.
     fn hand_over(&mut self, plan: Plan, inputs: Option<[&[u8]; 3]>) -> Result<(), NpuError> {
         let shared = self.shared.as_ref().filter(|_| inputs.is_none());
         shared.into_iter().for_each(|outputs| plan.mark(outputs));
@@ -281,14 +282,14 @@ impl NpuProcess {
         self.checked(written)
     }
 
-    /// Releases the device's memory after an error, because the process may take long to end.
+    /// Releases the device's memory after an error, because the process may take a long time to end.
     fn checked(&mut self, result: Result<(), NpuError>) -> Result<(), NpuError> {
         result.inspect_err(|_| self.shared = None)
     }
 
     /// Waits for the end of the request. `output` is for a job whose output is in the file.
     fn receive(&mut self, output: Option<&mut [u8]>) -> Result<(), NpuError> {
-        // This longer limit is for a child that does not keep the deadline.
+        // This longer limit is for a child that exceeds the deadline.
         let done = self.connection.receive::<Done>(LOAD + self.deadline)?;
         done.inspect_err(|_| self.connection.give_up())?;
         let read = output.map_or(Ok(()), |output| self.arrays.read_exact_at(output, ARRAYS[3]));
@@ -296,7 +297,7 @@ impl NpuProcess {
     }
 }
 
-/// Whether every row of a job has an output. In shared memory, a row that was not written is still NaN.
+/// Whether every row of a job has an output. In shared memory, an unwritten row is still NaN.
 fn finite_rows(job: &Job, output: &[f32]) -> bool {
     job.heads().all(|(group, head)| {
         let at = |row: u32| (job.layout().output(group, head, row) / 4) as usize;
@@ -304,7 +305,7 @@ fn finite_rows(job: &Job, output: &[f32]) -> bool {
     })
 }
 
-/// The job on a kernel, if it walks over all keys that the job sees.
+/// The job on a kernel, if the kernel walks over all keys that the job sees.
 fn job_on(shape: Shape, bucket: Bucket, job: &OffloadJob) -> Option<Job> {
     let first = u32::try_from(job.first).ok()?;
     let len = u32::try_from(job.rows).ok()?;
@@ -320,8 +321,8 @@ fn job_on(shape: Shape, bucket: Bucket, job: &OffloadJob) -> Option<Job> {
     Job::new(shape, bucket, RowRange { first, len }, keys, window).ok()
 }
 
-/// Jobs that use nearly all of a kernel's bucket. A kernel that walks over all keys has two: it computes the first
-/// tokens of windowed layers too, with the window in its mask.
+/// Jobs that use almost the full bucket of a kernel. A kernel that walks over all keys has two: it also computes the
+/// first tokens of windowed layers, with the window in its mask.
 fn test_jobs(shape: Shape, bucket: Bucket) -> Vec<Job> {
     let rows = bucket.rows() - 3;
     let (offset, windows) = match shape.window() {
@@ -361,11 +362,11 @@ impl AttentionUnit for NpuProcess {
         self.connection.send_files(&descriptors).map_err(NpuError::from)?;
         self.receive(None)?;
         self.shared = Some(buffers[3].clone());
-        // The kernels are tested again with shared memory, because now the caches of two devices are involved.
+        // The kernels are tested again with shared memory, because the caches of two devices are now involved.
         for index in 0..self.kernels.len() {
             let (_, shape, bucket) = self.kernels[index];
             let bytes = Layout::of(shape, bucket).bytes();
-            // A kernel for more KV heads than the buffers hold computes no job of theirs.
+            // A kernel for more KV heads than the buffers hold is never used with them.
             if bytes.iter().zip(buffers).all(|(bytes, buffer)| *bytes <= buffer.size()) {
                 self.test(index, Some(buffers))?;
             }

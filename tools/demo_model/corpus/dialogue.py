@@ -92,7 +92,7 @@ def _next(rng, turns, known, about_memory, emphasis, only_short):
         if chance < about_memory * 0.45 and 1 < len(known) < 5:
             return [memory.list_memory(rng, known)]
         keys = list(known)
-        # The first fact is the farthest away, so it is asked for more often.
+        # The first fact is the farthest away, so questions ask for it more often.
         key = keys[0] if rng.random() < 0.35 else rng.choice(keys)
         return [memory.ask(rng, key, known[key])]
     if not turns and rng.random() < 0.04 * emphasis.get("memory", 1):

@@ -140,6 +140,6 @@ _LIST = ["What do you know about me?", "What did I tell you?", "Tell me all that
 
 
 def list_memory(rng, known):
-    """Lists all facts so far, in order."""
+    """Lists all facts until now, in order."""
     lines = " ".join(f"Your {k} is {v}." for k, v in known.items())
     return draw(rng, TRAIN, lambda r, _: Turn(as_typed(r, r.choice(_LIST)), lines, "recall"))

@@ -107,7 +107,7 @@ def copy_with_change(rng, split):
             text = loose_words(rng, rng.randint(2, 8) if size < 0.5 else rng.randint(8, 30))
         else:
             text = paragraph(rng, 1 if size < 0.3 else rng.randint(2, 4) if size < 0.75 else rng.randint(4, 10))
-        candidates = re.findall(r"\w+", text)  # in training with repetition: what stands in several places is changed more often
+        candidates = re.findall(r"\w+", text)  # in training with repetition: a word in several places is changed more often
         old = rng.choice((sorted(set(candidates) - _SMALL) if split != TRAIN else [x for x in candidates if x not in _SMALL]) or ["the"])
         new = rng.choice([rng.choice(w.WORDS), w.made_up_word(rng), rng.choice(w.NAMES)])
         if split == TRAIN and rng.random() < 0.3:
@@ -271,7 +271,7 @@ def _tool_schema(rng, tool):
     name, description, parameters, _, _ = tool
     described = rng.random() < 0.6
     properties = {k: {"type": t, "description": d} if described else {"type": t} for k, (t, d, _) in parameters.items()}
-    if rng.random() < 0.15:  # not asked for, so the call must leave it out
+    if rng.random() < 0.15:  # not requested, so the call must leave it out
         properties.update(rng.sample(list(_OPTIONAL.items()), 1))
     return {"name": name, "description": description, "parameters": {"type": "object", "properties": properties, "required": list(parameters)}}
 

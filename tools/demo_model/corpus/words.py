@@ -50,7 +50,7 @@ _SYLLABLES = [c + v for c in "b c d f g h j k l m n p r s t v w z br cl dr fl gr
 
 
 def made_up_word(rng, syllables=(2, 3)):
-    """A word nobody has seen: the model must copy or spell it, not remember it."""
+    """A word that training does not contain: the model must copy or spell it, not remember it."""
     word = "".join(rng.choice(_SYLLABLES) for _ in range(rng.randint(*syllables)))
     return word + rng.choice(["", "", "n", "r", "s", "l", "x", "t"])
 
