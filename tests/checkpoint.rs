@@ -1052,7 +1052,7 @@ fn links_out_of_the_folder_and_files_that_are_not_regular_are_refused() {
     assert_eq!(
         arch::load(&files).unwrap_err().to_string(),
         format!(
-            "{}: holds no config.json; give that of the original model with --model-config",
+            "{}: holds no config.json; give the original model's config.json with --model-config",
             outside.display()
         )
     );

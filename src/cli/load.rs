@@ -128,8 +128,9 @@ pub fn texts(files: &ModelFiles, config: ModelSpec, generation: &GenerationConfi
 
 /// Loads `files`.
 pub fn model(files: &ModelFiles, config: &Config, watch: Watch) -> Result<Model, Error> {
-    let source = Source::open(files)?;
-    let texts = texts(files, source.config.clone(), &source.generation)?;
+    let (spec, generation) = arch::load(files)?;
+    let texts = texts(files, spec.clone(), &generation)?;
+    let source = Source::with_config(files, spec, generation)?;
     let draft_files = draft_files(config)?;
     let draft = draft_files.as_ref().map(Source::open).transpose()?;
     if let Some(draft) = &draft {

@@ -321,6 +321,15 @@ pub struct Source<'a> {
 impl<'a> Source<'a> {
     pub fn open(files: &'a ModelFiles) -> Result<Source<'a>, LoadError> {
         let (config, generation) = arch::load(files)?;
+        Source::with_config(files, config, generation)
+    }
+
+    /// The checkpoint whose configs were read before.
+    pub fn with_config(
+        files: &'a ModelFiles,
+        config: ModelSpec,
+        generation: GenerationConfig,
+    ) -> Result<Source<'a>, LoadError> {
         Ok(Source { files, config, generation, checkpoint: Checkpoint::open(files)? })
     }
 
