@@ -463,7 +463,10 @@ fn damaged_native_checkpoints_are_refused_by_name() {
             Box::new(|f: &Path| fs::write(f.join("unicorn.json"), "{").unwrap()),
             &["unicorn.json", "not a valid"],
         ),
-        (Box::new(manifest(&|m| m["tensors"][Q]["scheme"] = json!("int8-row"))), &[Q, "int8-row", "expected"]),
+        (
+            Box::new(manifest(&|m| m["tensors"][Q]["scheme"] = json!("int8-row"))),
+            &[Q, "int8-row", "expected"],
+        ),
         (Box::new(manifest(&|m| m["tensors"][Q]["scheme"] = json!("int4-g33"))), &[Q, "int4-g33"]),
         (Box::new(manifest(&|m| m["tensors"][Q]["shape"] = json!([64, 32]))), &[Q, "[64, 32]"]),
         (

@@ -55,6 +55,15 @@ pub(super) fn find(
     Err(HeaderError::key(ARCHITECTURE, problem))
 }
 
+/// As [`find`]; a file of another architecture counts as the first one. Its tensors and tokenizer can be used with a
+/// config from another place.
+pub(super) fn find_or_first(
+    archs: &[&'static GgufArch],
+    metadata: &Metadata,
+) -> Result<&'static GgufArch, HeaderError> {
+    find(archs, metadata).or_else(|error| archs.first().copied().ok_or(error))
+}
+
 /// The vocabulary size, which is the number of rows of the embedding. The tokenizer may have fewer ids.
 pub fn vocab_size(tensors: &[TensorInfo]) -> Result<usize, HeaderError> {
     const NAME: &str = "token_embd.weight";

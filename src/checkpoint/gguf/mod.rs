@@ -75,7 +75,7 @@ pub(super) fn tensors(
 
 /// The architecture of a file, of those in `archs`, by its first part.
 pub(super) fn arch_of(bytes: &[u8], archs: &[&'static GgufArch]) -> Option<&'static GgufArch> {
-    arch::find(archs, &read_header(bytes).ok()?.metadata).ok()
+    arch::find_or_first(archs, &read_header(bytes).ok()?.metadata).ok()
 }
 
 /// Generates the file `name` of a Hugging Face checkpoint from the metadata; `None` if the metadata does not contain
@@ -92,18 +92,18 @@ pub(super) fn generated(
         tensors.extend(read_header(part).map_err(|e| error(display, e))?.tensors);
     }
     let make = || {
-        let arch = || arch::find(archs, &metadata);
+        let tokens = || arch::find_or_first(archs, &metadata).map(|arch| &arch.tokens);
         let json = match name {
             "config.json" => {
-                let arch = arch()?;
+                let arch = arch::find(archs, &metadata)?;
                 (arch.config)(&Keys::new(arch, &metadata), &tensors)?
             }
             "generation_config.json" => match generated::generation_config(&metadata)? {
                 Some(config) => config,
                 None => return Ok(None),
             },
-            "tokenizer_config.json" => generated::tokenizer_config(&arch()?.tokens, &metadata)?,
-            "tokenizer.json" => return tokenizer::tokenizer_json(&arch()?.tokens, &metadata),
+            "tokenizer_config.json" => generated::tokenizer_config(tokens()?, &metadata)?,
+            "tokenizer.json" => return tokenizer::tokenizer_json(tokens()?, &metadata),
             _ => return Ok(None),
         };
         Ok(Some(json.to_string().into_bytes()))
