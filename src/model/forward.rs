@@ -75,12 +75,8 @@ impl ModelRunner {
 
     /// Copies a block to another one, in every layer of its pool.
     pub(super) fn record_copy(&self, recorder: &mut Recorder<'_>, copy: &BlockCopy) {
-        let kind = match copy.pool {
-            BlockPool::Full => BlockPool::Full,
-            BlockPool::Sliding => BlockPool::Sliding,
-        };
         let bytes = memory::kv_block_bytes(&self.config, self.kv, self.limits.kv.block_size);
-        for layer in self.layers.iter().filter(|layer| layer.pool == kind) {
+        for layer in self.layers.iter().filter(|layer| layer.pool == copy.pool) {
             let KvCache { keys, values } = &layer.attention.cache;
             for half in [keys, values] {
                 let block = |id: u32| half.slice(u64::from(id) * bytes, bytes);
