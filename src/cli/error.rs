@@ -96,7 +96,6 @@ pub enum Error {
     #[error(transparent)]
     Start(#[from] StartError),
     /// The NPU is required, and cannot be used: the doctor's code, and the message.
-    #[cfg_attr(not(feature = "npu"), expect(dead_code, reason = "the configuration requires none then"))]
     #[error("the NPU is required (npu.mode), but cannot be used: {message} ({code})")]
     Npu { code: String, message: String },
     #[error("the channel to the device process failed: {0}")]
