@@ -276,6 +276,7 @@ const tests = {
     await listed(page, ["What is the capital of Italy?", "What is the capital of France?"]);
     await page.reload();
     check((await answered(page)).includes("Rome"), "the conversation after a reload");
+    await listed(page, ["What is the capital of Italy?", "What is the capital of France?"]);
     await page.locator("#conversations [data-act=open]").last().click();
     await until(() => page.url() === address, "the address of the conversation that was chosen");
     check((await answered(page)).includes("Paris"), "that conversation");
