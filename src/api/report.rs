@@ -36,15 +36,15 @@ pub struct LiveReport {
     pub metrics: Vec<Metric>,
 }
 
-/// The bound on the share of the device's time while somebody works at the machine.
+/// The bound on the share of the device's time while a user is active at the machine.
 #[derive(Debug, Clone, Copy, Serialize, ToSchema)]
 #[schema(as = Courtesy)]
 pub struct CourtesyReport {
     /// The share of the device's time that steps take at most while the bound holds.
     pub share: f64,
-    /// Whether the bound holds now, because somebody works at the machine.
+    /// Whether the bound holds now, because a user is active at the machine.
     pub holds: bool,
-    /// Whether this machine tells who works at it. If it does not, the bound never holds.
+    /// Whether the active sessions of this machine can be read. If not, the bound never holds.
     pub sessions_known: bool,
 }
 

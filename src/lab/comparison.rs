@@ -29,8 +29,17 @@ pub struct Comparison {
 }
 
 impl Comparison {
-    /// Reads `file` and compares `report` with it.
-    pub fn read(file: &Path, report: &Value) -> Result<Self, Error> {
+    /// Compares `report` with an earlier one in `file`, if there is a file. Logs the differences, and adds the comparison to
+    /// `report`.
+    pub fn add_to(report: &mut Value, file: Option<&Path>) -> Result<Option<Self>, Error> {
+        let Some(file) = file else { return Ok(None) };
+        let compared = Self::read(file, report)?;
+        compared.warn();
+        report["compared"] = compared.json();
+        Ok(Some(compared))
+    }
+
+    fn read(file: &Path, report: &Value) -> Result<Self, Error> {
         let problem = |problem: String| Error::Argument(format!("--compare {}: {problem}", file.display()));
         let text = file::read_input(file, MAX_BYTES).map_err(|e| problem(e.to_string()))?;
         let before = serde_json::from_str(&text)
@@ -67,14 +76,14 @@ impl Comparison {
         self.speedups.iter().find(|(name, _)| name == case).map(|(_, speedup)| *speedup)
     }
 
-    pub fn json(&self) -> Value {
+    fn json(&self) -> Value {
         let speedups: Map<String, Value> =
             self.speedups.iter().map(|(case, speedup)| (case.clone(), json!(speedup))).collect();
         json!({"commit": self.with, "differences": self.differences, "speedups": speedups})
     }
 
     /// Logs the differences to standard error, whatever the format of the report.
-    pub fn warn(&self) {
+    fn warn(&self) {
         for difference in &self.differences {
             tracing::warn!("NOT THE SAME as in the report compared with: {difference}");
         }

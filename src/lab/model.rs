@@ -113,11 +113,7 @@ pub fn model(config: &Config, args: &args::Model) -> Result<(), Error> {
         "cases": measured.iter().map(Measured::json).collect::<Vec<_>>(),
         "left_out": left_out.iter().map(|(case, why)| json!({"case": case, "why": why})).collect::<Vec<_>>(),
     });
-    let compared = args.compare.as_deref().map(|file| Comparison::read(file, &report)).transpose()?;
-    if let Some(compared) = &compared {
-        compared.warn();
-        report["compared"] = compared.json();
-    }
+    let compared = Comparison::add_to(&mut report, args.compare.as_deref())?;
     if args.json {
         return print(&format!("{report}\n"));
     }

@@ -4,9 +4,9 @@
 
 use std::path::Path;
 
-use serde_json::Value;
+use serde_json::{Map, Value};
 
-use super::config::{ConfigError, GenerationConfig, Level, as_object, union};
+use super::config::{ConfigError, GenerationConfig, Level, union};
 use super::gemma3;
 use super::spec::{Arch, ModelSpec, Shape};
 use crate::checkpoint::gguf::GgufArch;
@@ -17,7 +17,16 @@ const GENERATION_CONFIG_FILE: &str = "generation_config.json";
 
 /// All architectures.
 static ARCHS: [&Arch; 1] = [&gemma3::ARCH];
-static GGUF_ARCHS: [&GgufArch; 1] = [gemma3::ARCH.gguf];
+/// How GGUF files of each architecture are read.
+static GGUF_ARCHS: [&GgufArch; ARCHS.len()] = {
+    let mut all = [ARCHS[0].gguf; ARCHS.len()];
+    let mut i = 1;
+    while i < all.len() {
+        all[i] = ARCHS[i].gguf;
+        i += 1;
+    }
+    all
+};
 
 /// Opens the files of a model, as [`ModelFiles::open`].
 pub fn open_files(path: &Path) -> Result<ModelFiles, CheckpointError> {
@@ -41,7 +50,8 @@ pub fn load(files: &ModelFiles) -> Result<(ModelSpec, GenerationConfig), ConfigE
     if let Some(bytes) = files.read(GENERATION_CONFIG_FILE)? {
         let file = files.display(GENERATION_CONFIG_FILE);
         generation = GenerationConfig::from_json(&bytes, &file)?;
-        Level::named(&file).check_ids("eos_token_id", &generation.eos_token_ids, spec.vocab_size)?;
+        let level = Level { file: &file, prefix: String::new(), object: &Map::new() };
+        level.check_ids("eos_token_id", &generation.eos_token_ids, spec.vocab_size)?;
         spec.eos_token_ids = union([spec.eos_token_ids, generation.eos_token_ids.clone()]);
     }
     Ok((spec, generation))
@@ -49,7 +59,7 @@ pub fn load(files: &ModelFiles) -> Result<(ModelSpec, GenerationConfig), ConfigE
 
 /// Reads a `config.json` of any architecture; messages call it `file_name`.
 pub fn read(config: &Value, file_name: &str) -> Result<ModelSpec, ConfigError> {
-    let root = Level { file: file_name, prefix: String::new(), object: as_object(config, file_name)? };
+    let root = Level::root(config, file_name)?;
     let names: Vec<String> =
         ARCHS.iter().flat_map(|arch| arch.model_types).map(|name| format!("{name:?}")).collect();
     let expected = format!("expected {}", names.join(" or "));

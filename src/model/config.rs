@@ -34,7 +34,7 @@ impl GenerationConfig {
     /// Reads a `generation_config.json`; messages call it `file_name`.
     pub fn from_json(bytes: &[u8], file_name: &str) -> Result<Self, ConfigError> {
         let config = parse_config(bytes, file_name)?;
-        let level = Level { file: file_name, prefix: String::new(), object: as_object(&config, file_name)? };
+        let level = Level::root(&config, file_name)?;
         let number = |name: &str, range: RangeInclusive<f64>| -> Result<Option<f32>, ConfigError> {
             level.get(name).map(|v| level.number_of(name, v, range).map(|n| n as f32)).transpose()
         };
@@ -63,16 +63,6 @@ impl GenerationConfig {
     }
 }
 
-pub(super) fn as_object<'a>(
-    config: &'a Value,
-    file_name: &str,
-) -> Result<&'a Map<String, Value>, ConfigError> {
-    config.as_object().ok_or_else(|| ConfigError::File {
-        file: short(file_name),
-        problem: format!("is {}; expected a JSON object", show(config)),
-    })
-}
-
 pub(super) fn union<const N: usize>(ids: [Vec<u32>; N]) -> Vec<u32> {
     let mut ids = ids.concat();
     ids.sort_unstable();
@@ -99,10 +89,13 @@ pub(super) struct Level<'a> {
 }
 
 impl<'a> Level<'a> {
-    /// An empty object of a file, for messages about its fields.
-    pub fn named(file: &'a str) -> Self {
-        static EMPTY: std::sync::LazyLock<Map<String, Value>> = std::sync::LazyLock::new(Map::new);
-        Level { file, prefix: String::new(), object: &EMPTY }
+    /// The object that a file contains; messages call the file `file`.
+    pub fn root(config: &'a Value, file: &'a str) -> Result<Self, ConfigError> {
+        let object = config.as_object().ok_or_else(|| ConfigError::File {
+            file: short(file),
+            problem: format!("is {}; expected a JSON object", show(config)),
+        })?;
+        Ok(Level { file, prefix: String::new(), object })
     }
 
     pub fn get(&self, name: &str) -> Option<&'a Value> {

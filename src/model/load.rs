@@ -275,7 +275,7 @@ fn place(
     let room = request.sequences(&fit);
     if room < options.sequences {
         tracing::warn!(
-            "memory has room for {room} conversations at once beside a context of {} tokens, and engine.sequences is {}: \
+            "memory has room for {room} conversations at once with a context of {} tokens, and engine.sequences is {}: \
              further ones wait for room",
             fit.context,
             options.sequences

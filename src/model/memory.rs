@@ -345,7 +345,7 @@ impl<'a> MemoryRequest<'a> {
         for bytes in bytes {
             add(embedding.class, bytes, embedding.name.clone());
         }
-        let norm_bytes = |spec: &TensorSpec| 4 * spec.shape[0] as u64;
+        let norm_bytes = |spec: &TensorSpec| 4 * spec.elements();
         add(specs.norm.class, norm_bytes(&specs.norm), specs.norm.name.clone());
         for (layer, schemes) in specs.layers.iter().zip(&schemes.layers) {
             for (spec, scheme) in layer.projections.iter().zip(schemes.iter()) {
@@ -684,13 +684,13 @@ pub(super) fn step_input_bytes(limits: &Limits) -> [u64; 15] {
 
 /// Multiply-adds of one layer's matrices before attention for one token.
 pub(super) fn projections_per_token_and_layer(c: &ModelSpec) -> u64 {
-    (c.hidden_size * (c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim) as u64
+    let Projections { q_proj, k_proj, v_proj, .. } = &c.tensors.layers[0].projections;
+    [q_proj, k_proj, v_proj].map(TensorSpec::elements).iter().sum()
 }
 
 /// Multiply-adds of one layer's matrices for one token.
 pub(super) fn macs_per_token_and_layer(c: &ModelSpec) -> u64 {
-    let heads = (2 * c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim;
-    (c.hidden_size * (heads + 3 * c.intermediate_size)) as u64
+    c.tensors.layers[0].projections.iter().map(TensorSpec::elements).sum()
 }
 
 /// The schemes that each mode of `--quantize` gives a checkpoint, by option.

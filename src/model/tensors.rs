@@ -3,7 +3,7 @@
 //! Everything that lists a model's weights reads this table: the check of a checkpoint, the memory plan, the load, the
 //! writer of native checkpoints, and the reports. [`Layer`] holds one value per tensor of a layer, by name.
 
-use std::ops::{Index, IndexMut};
+use std::ops::Index;
 
 use crate::gpu::placement::Class;
 
@@ -49,8 +49,8 @@ impl TensorSpec {
         format!("model.{}.weight", self.name)
     }
 
-    pub fn is_norm(&self) -> bool {
-        self.role == Role::Norm
+    pub fn elements(&self) -> u64 {
+        self.shape.iter().map(|n| *n as u64).product()
     }
 
     pub fn rows(&self) -> usize {
@@ -143,17 +143,6 @@ impl<T> Index<InputGroup> for Inputs<T> {
     }
 }
 
-impl<T> IndexMut<InputGroup> for Inputs<T> {
-    fn index_mut(&mut self, group: InputGroup) -> &mut T {
-        match group {
-            InputGroup::Qkv => &mut self.qkv,
-            InputGroup::Output => &mut self.output,
-            InputGroup::GateUp => &mut self.gate_up,
-            InputGroup::Down => &mut self.down,
-        }
-    }
-}
-
 /// One value for each tensor of a layer. Norms may have another type than matrices.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Layer<M, N = M> {
@@ -181,11 +170,6 @@ impl<T> Layer<T> {
 }
 
 impl Projections<TensorSpec> {
-    /// The number of weights of all matrices.
-    pub fn weights(&self) -> u64 {
-        self.iter().map(|spec| (spec.rows() * spec.cols()) as u64).sum()
-    }
-
     /// The number of elements of each group's input.
     pub fn input_widths(&self) -> Inputs<usize> {
         Inputs {

@@ -14,7 +14,7 @@ use std::ops::RangeInclusive;
 use serde_json::Value;
 
 use crate::checkpoint::{parse_config, short};
-use crate::model::config::{ConfigError, Level, as_object, show, union};
+use crate::model::config::{ConfigError, Level, show, union};
 
 // These bounds on the numbers of a config are far above every real model, so that sizes computed from them cannot
 // overflow. The type of positions bounds `max_position_embeddings` and `sliding_window`.
@@ -80,7 +80,7 @@ impl Config {
     }
 
     pub(super) fn from_value(config: &Value, file_name: &str) -> Result<Self, ConfigError> {
-        let root = Level { file: file_name, prefix: String::new(), object: as_object(config, file_name)? };
+        let root = Level::root(config, file_name)?;
         let text = text_level(&root)?;
         for level in [&root, &text] {
             refuse_unsupported(level)?;

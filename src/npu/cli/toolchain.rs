@@ -54,7 +54,7 @@ struct Probed {
     peano: Option<PathBuf>,
 }
 
-/// The tools. None is missing.
+/// The tools, all of which were found.
 pub struct Toolchain {
     python: PathBuf,
     aiecc: PathBuf,
