@@ -28,7 +28,7 @@ use crate::gpu::residency::{self, Residency};
 use crate::gpu::{Arena, Buffer, CommandBuffer, Device, GpuError, Uploader};
 use crate::kernels::{
     Attention, AttentionShape, Embedding, History, Kernels, KvCache, MAX_GROUP, Matrices, Matrix, RmsNorm,
-    Tiles, UploadError,
+    Tiles, UploadError, Wants,
 };
 use crate::tensor::{KvDtype, Precision, QuantizeMode, Scheme};
 
@@ -488,22 +488,22 @@ impl<'a> Load<'a> {
             false => vec![None; specs.layers.len()],
         };
         let mut layers = Vec::new();
-        for (i, (loaded, moments)) in matrices_and_norms.into_iter().zip(moments).enumerate() {
-            let bytes = memory::kv_pool_bytes(config, options.kv, &limits.kv, config.layers[i].pool());
+        let loaded = matrices_and_norms.into_iter().zip(moments).zip(&config.layers);
+        for (i, ((Layer { projections, norms }, moments), spec)) in loaded.enumerate() {
+            let bytes = memory::kv_pool_bytes(config, options.kv, &limits.kv, spec.pool());
             let mut half = |what: &str| {
                 arena.alloc(MemoryKind::Device, Class::KvCache, bytes, &format!("layer {i} {what} cache"))
             };
-            let cache = KvCache { keys: half("key")?, values: half("value")? };
-            layers.push(device_layer(
-                config,
-                &config.layers[i],
-                &limits,
-                &kernels,
-                &ropes,
-                cache,
-                loaded,
-                moments,
-            ));
+            let attention = Attention {
+                shape: attention_shape(config, spec, &limits),
+                q_norm: norms.q_norm.clone(),
+                k_norm: norms.k_norm.clone(),
+                rope: ropes[spec.rope].clone(),
+                q_scale: config.score_scale as f32,
+                cache: KvCache { keys: half("key")?, values: half("value")? },
+            };
+            let wants = input_forms(&kernels, &projections);
+            layers.push(DeviceLayer { pool: spec.pool(), attention, projections, norms, wants, moments });
         }
 
         let frames = (0..MAX_IN_FLIGHT)
@@ -630,42 +630,26 @@ impl<'a> Load<'a> {
     }
 }
 
-/// A layer with its KV cache.
-#[expect(clippy::too_many_arguments, reason = "a layer has so many parts, and one caller")]
-fn device_layer(
-    config: &ModelSpec,
-    spec: &LayerSpec,
-    limits: &Limits,
-    kernels: &Kernels,
-    ropes: &[Buffer],
-    cache: KvCache,
-    Layer { projections, norms }: Layer<Matrix, RmsNorm>,
-    moments: Option<Inputs<Buffer>>,
-) -> DeviceLayer {
-    let shape = AttentionShape {
+fn attention_shape(config: &ModelSpec, spec: &LayerSpec, limits: &Limits) -> AttentionShape {
+    AttentionShape {
         num_heads: config.num_attention_heads,
         num_kv_heads: config.num_key_value_heads,
         head_dim: config.head_dim,
         block_size: limits.kv.block_size,
         max_blocks: memory::table_blocks(limits),
         window: spec.window,
-    };
-    let Projections { q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj } = projections.as_ref();
-    let wants = Inputs {
+    }
+}
+
+/// The form in which each group of a layer's matrices takes its input.
+fn input_forms(kernels: &Kernels, projections: &Projections<Matrix>) -> Inputs<Wants> {
+    let Projections { q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj } = projections;
+    Inputs {
         qkv: kernels.wants([q_proj, k_proj, v_proj]),
         output: kernels.wants([o_proj]),
         gate_up: kernels.wants([gate_proj, up_proj]),
         down: kernels.wants([down_proj]),
-    };
-    let attention = Attention {
-        shape,
-        q_norm: norms.q_norm.clone(),
-        k_norm: norms.k_norm.clone(),
-        rope: ropes[spec.rope].clone(),
-        q_scale: config.score_scale as f32,
-        cache,
-    };
-    DeviceLayer { pool: spec.pool(), attention, projections, norms, wants, moments }
+    }
 }
 
 fn each_once<T: PartialEq>(all: impl Iterator<Item = T>) -> Vec<T> {
