@@ -114,11 +114,9 @@ gpu-bench: setup
 bench-serve: build
 	@SERVE_ARGS="$(SERVE_ARGS)" tools/bench_serve.sh $(UNICORN) $(ARGS)
 
-# Test files that need no Vulkan device, and their tests that are slow without optimization.
-CHECKED := tidy engine config auth chat_completions completions connections control_tokens disconnect embeddings \
-           encodings health messages model_names openapi other_fields recorded_refusals responses routes schemas \
-           server_errors structured_output token_fields tool_calls text jinja grammar gbnf
-NOT_CHECKED := engine::the_scheduler_keeps openapi::bodies_that_the_document random_ mutated_
+# Test folders and files that need no Vulkan device, and their tests that are slow without optimization.
+CHECKED := api text engine::scripted house::tidy cli::config
+NOT_CHECKED := scripted::the_scheduler_keeps openapi::bodies_that_the_document random_ mutated_
 
 check:
 	cargo fmt --check

@@ -9,7 +9,7 @@
 //! # Floors
 //!
 //! Each module has a floor (elsewhere, `layer` means a decoder layer). A module imports only modules of lower floors,
-//! and no files import each other in a circle. `tests/tidy.rs` checks both from the paths in the code. The binary is
+//! and no files import each other in a circle. `tests/house/tidy.rs` checks both from the paths in the code. The binary is
 //! above all modules. Three modules import another module of the same floor: [`kernels`] imports [`quantize`], because
 //! weights are quantized while they are packed for the device, [`device`] imports [`model`], whose steps it executes in
 //! a child process, and [`config`] imports [`tensor`].
@@ -29,7 +29,7 @@
 //! Most of [`npu`] needs the feature `npu`, which is on by default.
 //!
 //! Some imports of lower modules are forbidden too: the engine, for example, imports neither [`text`] nor [`gpu`].
-//! `tests/tidy.rs` has the list and checks it.
+//! `tests/house/tidy.rs` has the list and checks it.
 //!
 //! `docs/architecture.md` describes each module and its limits, and follows a prompt, a weight and a sampled id through
 //! the modules.

@@ -77,7 +77,7 @@ fi
 
 say "checking kernels and goldens"
 # On a CPU, the questions of the demo model take many minutes.
-suites='kernels:: golden:: in_any_order_between_barriers'
+suites='kernels::twins:: golden:: in_any_order_between_barriers'
 [ "$small" = 1 ] || suites="$suites batching:: demo::"
 # shellcheck disable=SC2086
 bounded "$work/suite" $suites --skip validation_is_loaded >"$work/suite.log" 2>&1

@@ -19,11 +19,11 @@ from revision import revision
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / ".cache/test/devices.md"
 # An embedding of 2.8 GB, which does not test the driver's compiler.
-LARGE = "kernels::the_27b_embedding_works_at_full_size"
+LARGE = "kernels::twins::the_27b_embedding_works_at_full_size"
 # This test provokes a message of the API checks, which are disabled in the GPU-assisted layer.
-PROVOKING = "kernels::validation_is_loaded_and_catches_a_violation"
+PROVOKING = "kernels::twins::validation_is_loaded_and_catches_a_violation"
 SUITES = {
-    "kernels": ["kernels::"],
+    "kernels": ["kernels::twins::"],
     "order": ["hazards::kernels_compute_the_same"],
     "goldens": ["golden::"],
     # Bits of products, and bits of logits and answers: alone, batched, in chunks, from the cache, and speculated.
@@ -34,9 +34,9 @@ MATRICES = {"matrices": ["fast::tiles_that_subgroups_multiply"]}
 # Suites that are cheap enough for every run of the tests.
 CHEAP = {
     "lavapipe-26": MATRICES,
-    "lavapipe-26-subgroup-4": {"kernels": ["kernels::"]},
-    "swiftshader": {"kernels": ["kernels::attention", "kernels::qkv_store", "kernels::rms_norm", "kernels::sampling"]},
-    "gpu-assisted": {"kernels": ["kernels::rms_norm", "kernels::qkv_store", "kernels::geglu", "kernels::moments"]},
+    "lavapipe-26-subgroup-4": {"kernels": ["kernels::twins::"]},
+    "swiftshader": {"kernels": ["kernels::twins::attention", "kernels::twins::qkv_store", "kernels::twins::rms_norm", "kernels::twins::sampling"]},
+    "gpu-assisted": {"kernels": ["kernels::twins::rms_norm", "kernels::twins::qkv_store", "kernels::twins::geglu", "kernels::twins::moments"]},
 }
 FULL = {name: SUITES for name in [
     "lavapipe", "lavapipe-26", "lavapipe-26-subgroup-4", "lavapipe-26-subgroup-16", "lavapipe-26-announces-32", "swiftshader",
@@ -45,7 +45,7 @@ FULL["lavapipe-26"] = SUITES | MATRICES
 # SwiftShader is slow, so it runs the three reference models without their variations.
 FULL["swiftshader"] = SUITES | {"goldens": ["golden::tiny"]}
 # The layer checks each access, which makes even small models slow, so it runs one golden.
-FULL["gpu-assisted"] = {"kernels": ["kernels::"], "goldens": ["golden::tiny_a"]}
+FULL["gpu-assisted"] = {"kernels": ["kernels::twins::"], "goldens": ["golden::tiny_a"]}
 
 
 @dataclass

@@ -1,5 +1,5 @@
 //! The stored results of the self-test's cases, `stored.json`: what the CPU twins of the shaders compute for the same
-//! inputs. `tests/self_test.rs` writes the file, and checks that it still matches the twins.
+//! inputs. `tests/model/self_test.rs` writes the file, and checks that it still matches the twins.
 
 use std::collections::BTreeMap;
 use std::sync::OnceLock;
@@ -37,7 +37,7 @@ impl Stored {
     pub fn included() -> &'static Stored {
         static INCLUDED: OnceLock<Stored> = OnceLock::new();
         INCLUDED.get_or_init(|| {
-            serde_json::from_str(include_str!("stored.json")).expect("tests/self_test.rs wrote it")
+            serde_json::from_str(include_str!("stored.json")).expect("tests/model/self_test.rs wrote it")
         })
     }
 

@@ -200,9 +200,9 @@ fn values_that_are_not_finite_are_refused_with_row_and_column() {
 #[test]
 fn embedded_files_are_read_like_files_of_a_folder() {
     static FILES: [(&str, &[u8]); 3] = [
-        ("config.json", include_bytes!("data/gemma3/tiny-b/config.json")),
-        ("generation_config.json", include_bytes!("data/gemma3/tiny-b/generation_config.json")),
-        ("model.safetensors", include_bytes!("data/gemma3/tiny-a/model.safetensors")),
+        ("config.json", include_bytes!("../data/gemma3/tiny-b/config.json")),
+        ("generation_config.json", include_bytes!("../data/gemma3/tiny-b/generation_config.json")),
+        ("model.safetensors", include_bytes!("../data/gemma3/tiny-a/model.safetensors")),
     ];
     let files = ModelFiles::embedded("demo", &FILES);
     assert_eq!(files.name(), "demo");

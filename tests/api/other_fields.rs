@@ -1,5 +1,5 @@
 //! The table of fields of other servers in `/openapi.json` (`x-other-fields`) must describe how the server treats each
-//! field. `tests/docs.rs` compares docs/api.md with the same table.
+//! field. `tests/house/docs.rs` compares docs/api.md with the same table.
 
 use serde_json::{Value, json};
 

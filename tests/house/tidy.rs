@@ -460,7 +460,7 @@ fn floors(file: &str, source: &str) -> Vec<String> {
     }
     let Some(mine) = floor(me) else {
         return vec![format!(
-            "{file}: module `{me}` stands on no floor; give it one in lib.rs and tests/tidy.rs"
+            "{file}: module `{me}` stands on no floor; give it one in lib.rs and tests/house/tidy.rs"
         )];
     };
     let mut complaints = Vec::new();
@@ -822,22 +822,26 @@ fn walks(document: &str, source: impl Fn(&str) -> Option<String>) -> Vec<String>
     complaints
 }
 
-/// Names of `neighbours`, the modules of test files, that a file of the tests uses. What two test files share is a
-/// fixture, and stands in tests/support, where a reader looks for it.
+/// Names of other test files that a file of the tests uses. `neighbours` are test files as `folder::file`. What two
+/// test files share is a fixture. It is in tests/support, where a reader looks for it.
 fn fixtures_stand_in_support(file: &str, source: &str, neighbours: &BTreeSet<String>) -> Vec<String> {
     let code = layers(source).code;
-    let own = file.trim_start_matches("tests/").trim_end_matches(".rs");
+    let own = file.trim_start_matches("tests/").trim_end_matches(".rs").replace('/', "::");
+    let folder = own.split("::").next().unwrap_or_default();
+    let neighbours = || neighbours.iter().filter(|one| **one != own);
     let mut complaints = Vec::new();
-    let root = if own.contains('/') { "super::super::" } else { "super::" };
-    for prefix in ["crate::", root] {
+    for (prefix, place) in [("crate::", ""), ("super::super::", ""), ("super::", folder)] {
         for at in find_prefix(&code, prefix) {
             let mut paths = Vec::new();
             expand(code[at + prefix.len()..].trim_start(), "", &mut paths);
-            for path in paths.iter().filter(|path| first(path) != own && neighbours.contains(first(path))) {
-                complaints.push(format!(
-                    "{file}:{}: names `{path}` of another test file; move it to tests/support",
-                    line_of(&code, at)
-                ));
+            for path in paths {
+                let path = if place.is_empty() { path } else { format!("{place}::{path}") };
+                if neighbours().any(|one| format!("{path}::").starts_with(&format!("{one}::"))) {
+                    complaints.push(format!(
+                        "{file}:{}: names `{path}` of another test file; move it to tests/support",
+                        line_of(&code, at)
+                    ));
+                }
             }
         }
     }
@@ -955,32 +959,35 @@ fn no_files_import_each_other_in_a_circle() {
 
 #[test]
 fn test_files_share_nothing_but_support() {
-    let neighbours = BTreeSet::from(["auth", "golden", "hub"].map(String::from));
+    let neighbours = BTreeSet::from(["model::demo", "model::golden", "model::tune"].map(String::from));
     for bad in [
-        "use crate::golden::load;",
-        "use crate::{support, hub};",
+        "use crate::model::golden::load;",
+        "use crate::{support, model::tune};",
         "use super::golden;",
-        "fn f() { crate::golden::load() }",
+        "fn f() { crate::model::golden::load() }",
     ] {
-        refused(fixtures_stand_in_support("tests/auth.rs", bad, &neighbours), "move it to tests/support");
+        let found = fixtures_stand_in_support("tests/model/demo.rs", bad, &neighbours);
+        refused(found, "move it to tests/support");
     }
-    for bad in ["use crate::hub::f;", "use super::super::golden;"] {
+    for bad in ["use crate::model::tune::f;", "use super::super::model::golden;"] {
         refused(fixtures_stand_in_support("tests/support/app.rs", bad, &neighbours), "another test file");
     }
-    assert_eq!(fixtures_stand_in_support("tests/support/app.rs", "use super::hub;", &neighbours), [""; 0]);
     for fine in [
         "use crate::support::goldens::load;",
-        "mod tests { use crate::auth::f; }",
-        "use unicorn::hub::Hub;",
-        "// crate::golden",
+        "mod tests { use crate::model::demo::f; }",
+        "use super::goldens::load;",
+        "use unicorn::model::golden::Hub;",
+        "// crate::model::golden",
     ] {
-        assert_eq!(fixtures_stand_in_support("tests/auth.rs", fine, &neighbours), [""; 0]);
+        assert_eq!(fixtures_stand_in_support("tests/model/demo.rs", fine, &neighbours), [""; 0]);
     }
     let all = files("tests", &[".rs"]);
-    let module = |file: &String| Some(file.strip_prefix("tests/")?.strip_suffix(".rs")?.to_string());
-    let neighbours: BTreeSet<String> =
-        all.iter().filter_map(module).filter(|module| !module.contains('/')).collect();
-    assert!(neighbours.contains("tidy") && !neighbours.contains("support"), "{neighbours:?}");
+    let neighbours: BTreeSet<String> = all
+        .iter()
+        .filter_map(|file| Some(file.strip_prefix("tests/")?.strip_suffix(".rs")?.replace('/', "::")))
+        .filter(|module| !module.starts_with("support::") && !module.ends_with("::mod"))
+        .collect();
+    assert!(neighbours.contains("house::tidy"), "{neighbours:?}");
     check(&all, |file, source| fixtures_stand_in_support(file, source, &neighbours));
 }
 

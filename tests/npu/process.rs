@@ -72,7 +72,7 @@ fn question(model: &ModelRunner) -> (&'static [u32], u64) {
     (prompt, (prompt.len() / LEAST_TOKENS * model.config().layers.len()) as u64)
 }
 
-/// The largest allowed error of logits with attention in bf16. `tests/offload.rs` explains it: the rounding of the
+/// The largest allowed error of logits with attention in bf16. `tests/npu/offload.rs` explains it: the rounding of the
 /// inputs changes a layer's result by 2^-8 of its size. The kernel also rounds its weights to bf16, and looks
 /// exponentials up in a table, which adds the same amount again (`npu::tile` explains both).
 fn bound(model: &ModelRunner, logits: &[f32]) -> f32 {

@@ -1,0 +1,7 @@
+//! Checkpoints of every format: what is read, what is refused, and the bits that arrive.
+
+mod gguf;
+mod legacy;
+mod native;
+mod packed;
+mod safetensors;

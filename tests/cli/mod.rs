@@ -1,0 +1,9 @@
+//! The binary from outside: commands, options, configuration, the daemon and its service.
+
+mod bench;
+mod commands;
+mod config;
+mod daemon;
+mod doctor;
+mod options;
+mod systemd;

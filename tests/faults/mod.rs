@@ -1,0 +1,3 @@
+//! The shipped binary when the device fails.
+
+mod layer;

@@ -1,0 +1,3 @@
+//! The hub and the cache of pulled models.
+
+mod pull;

@@ -1,0 +1,7 @@
+//! Text without a model: tokenizers, templates, grammars and schemas.
+
+mod gbnf;
+mod grammar;
+mod jinja;
+mod schemas;
+mod tokens;
