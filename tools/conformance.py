@@ -286,7 +286,7 @@ LISTED = {
     "test_chat_completion.py::test_context_size_exceeded": ("manner", "its own server's context, which is smaller"),
     "test_chat_completion.py::test_context_size_exceeded_stream": ("manner", "its own server's context, which is smaller"),
     "test_chat_completion.py::test_invalid_chat_completion_req": ("manner", "two answers in a row are an error there, and one answer here"),
-    "test_metrics.py::test_metrics_disabled": ("manner", "its own server has metrics only if it is told so"),
+    "test_metrics.py::test_metrics_disabled": ("manner", "its own server has metrics only with an option"),
     "test_metrics.py::test_metrics_embedding_prompt_is_counted": ("manner", "llama.cpp's own names and headers of metrics"),
     "test_router.py::test_router_remote_preset": ("manner", "models that a router of its own would start"),
     "test_vision_api.py::test_models_supports_multimodal_capability": ("manner", "llama.cpp lists models a second time, in Ollama's form"),

@@ -99,7 +99,7 @@ class Column:
         left = [name for name, tasks in self.tasks.items() if tasks] + [n for n, (_, c) in self.partial.items() if c]
         left += [n for n, objects in self.mem.items() if objects] + ["inbox" for box in self.inbox if any(box.values())]
         if left:
-            raise ScheduleError(f"objects that nobody reads are left over: {left}")
+            raise ScheduleError(f"objects that no consumer reads are left over: {left}")
 
     def host(self):
         if not self.operations:

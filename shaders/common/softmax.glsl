@@ -19,9 +19,9 @@ const uint SPLITS_OF_1 = 16, SPLITS_OF_4 = 28;
 // The first key of a split.
 uint split_start(uint split, uint unit, bool grows) {
     if (!grows || split <= SPLITS_OF_1) return split * unit;
-    const uint behind = split - SPLITS_OF_1;
-    if (behind <= SPLITS_OF_4) return (SPLITS_OF_1 + 4 * behind) * unit;
-    return (SPLITS_OF_1 + 4 * SPLITS_OF_4 + 16 * (behind - SPLITS_OF_4)) * unit;
+    const uint later = split - SPLITS_OF_1;
+    if (later <= SPLITS_OF_4) return (SPLITS_OF_1 + 4 * later) * unit;
+    return (SPLITS_OF_1 + 4 * SPLITS_OF_4 + 16 * (later - SPLITS_OF_4)) * unit;
 }
 
 // The weight of a score relative to the largest one.

@@ -130,7 +130,7 @@ def run(command, **options):
 
 
 def namespace():
-    """The command that makes a mount namespace; None if nobody may make one here. Root in a container may lack the right,
+    """The command that makes a mount namespace; None if the system allows none. Root in a container may lack the right,
     and have it in a user namespace."""
     for own in (["-m"] if os.geteuid() == 0 else []) + ["-rm"]:
         if shutil.which("unshare") and subprocess.run(["unshare", own, "true"], capture_output=True, check=False).returncode == 0:
@@ -387,7 +387,7 @@ def main():
     if missing:
         raise SystemExit(f"npu: there is no {missing}: `cargo build --examples`")
     unshare = namespace()
-    lacks = "" if unshare else "nobody may make a mount namespace here"
+    lacks = "" if unshare else "the system allows no mount namespaces"
     try:
         if unshare:
             xrt.make(print)

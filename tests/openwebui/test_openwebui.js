@@ -4,7 +4,7 @@
  *
  * tools/test.py starts it (`make test-openwebui`) with NODE_PATH at the pinned playwright-core and OPEN_WEBUI at the pinned Open WebUI's
  * program. Prints one line per test and at the end `openwebui: N passed, N failed`. Pictures go to target/openwebui, for people to look at.
- * Tests go on where the one before ended, in one browser.
+ * Each test continues where the one before ended, in one browser.
  */
 
 "use strict";
@@ -89,7 +89,7 @@ const stop = () => page.getByRole("button", { name: "Stop", exact: true });
 const answers = () => page.locator(".chat-assistant");
 const title = async () => (await page.title()).replace(/ [/•|-] Open WebUI$/, "");
 
-/** What every chat asks for beside its messages: what a user may have set, and fields that nobody knows. */
+/** Sets what every chat sends in addition to its messages: what a user may have set, and fields that no server knows. */
 async function ask(params) {
   const custom = { min_p: "0.01", repeat_penalty: "1.0", a_field: '{"of": "theirs"}', ...params };
   const config = await ok("GET", "/api/v1/configs/models");
@@ -228,7 +228,7 @@ const tests = {
     same(await ok("POST", "/openai/models/0/load", { model: MODEL }), { success: true }, "to load");
     const [code, refused] = await api("POST", "/openai/models/0/unload", { model: MODEL });
     check(code === 400 && JSON.stringify(refused).includes("one model"), `to unload: ${code} ${JSON.stringify(refused)}`);
-    // An answer that goes on where it was cut.
+    // An answer that continues where it was cut.
     await ask(LONG);
     await newChat();
     await type(STORY);
@@ -238,8 +238,8 @@ const tests = {
     const cut = (await kept()).find((message) => message.role === "assistant").content;
     await page.getByRole("button", { name: "Continue Response" }).click();
     const whole = () => kept().then((messages) => messages.find((message) => message.role === "assistant").content);
-    await until(async () => (await whole()).length > cut.length && (await stop().count()) === 0, "it goes on", SLOW_MS);
-    check((await whole()).startsWith(cut), `${JSON.stringify(await whole())} does not go on from ${JSON.stringify(cut)}`);
+    await until(async () => (await whole()).length > cut.length && (await stop().count()) === 0, "it continues", SLOW_MS);
+    check((await whole()).startsWith(cut), `${JSON.stringify(await whole())} does not continue ${JSON.stringify(cut)}`);
     await until(isQuiet, "all is answered", SLOW_MS);
     await picture("continued");
     await ask({});

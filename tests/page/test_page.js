@@ -335,7 +335,7 @@ const tests = {
     await until(async () => (await page.locator("#conversations [data-state=writing]").count()) === 1, "the list says which is being written");
     await page.locator("#conversations [data-act=open]", { hasText: "dragon" }).click();
     const before = await length();
-    await until(async () => (await length()) > before, "the answer goes on");
+    await until(async () => (await length()) > before, "the answer continues");
     await page.click("#send");
     check((await answered(page, "stopped")).length > 20, "what was written stays");
     await until(async () => (await page.locator("#conversations [data-state=writing]").count()) === 0, "nothing is being written");

@@ -3,8 +3,8 @@
 
     restricted.py UNIT REPORT [COMMAND...]
 
-Every line of the unit's section [Service] is applied here, or is left out for a reason, or restricts nothing. A line that
-is none of these is an error, so that none is forgotten. REPORT becomes JSON: {"applied": [name], "left_out": {name: reason},
+Every line of the unit's section [Service] is applied here, or is left out for a reason, or restricts nothing. Any
+other line is an error, so that no restriction is forgotten. REPORT becomes JSON: {"applied": [name], "left_out": {name: reason},
 "lacking": {name: reason}}. `left_out` is what only systemd does, and the same on each machine; `lacking` is what this
 machine refuses. Without a command, REPORT also has "held": the restrictions that this process was stopped by when it tried
 to break each of them.
@@ -46,7 +46,7 @@ NOBODY = "nobody"
 PROGRAM = Path("/var/lib/program")
 FOLDERS = {"StateDirectory": Path("/var/lib"), "CacheDirectory": Path("/var/cache")}
 PRIVATE_TMP = ["/tmp", "/var/tmp"]
-# What systemd makes read-only beside /sys; a machine has some of these.
+# What systemd makes read-only in addition to /sys; a machine has some of these.
 TUNABLES = ["/proc/acpi", "/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"]
 
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -140,7 +140,7 @@ class Restrictions:
             raise self.mounts
 
     def ids(self):
-        """The service's user, or somebody without rights where it is not installed."""
+        """The service's user, or a user without rights if it is not installed."""
         name = self.lines["User"][-1]
         try:
             found = pwd.getpwnam(name)
