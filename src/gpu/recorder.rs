@@ -415,32 +415,12 @@ fn range(buffer: &Buffer) -> Range {
 /// The workgroup counts of a dispatch.
 enum Groups {
     Direct([u32; 3]),
-    /// The device reads the counts from this buffer and offset when the dispatch runs.
-    Indirect(vk::Buffer, u64),
+    /// The device reads the counts from this buffer when the dispatch runs.
+    Indirect(Buffer),
 }
 
-/// A command of a recording. A [`Rehearsal`] may reorder the commands between two barriers.
-enum Command {
-    Dispatch {
-        pipeline: vk::Pipeline,
-        /// Name for the profile; `None` if dispatches are not timed.
-        name: Option<String>,
-        push: [u8; PUSH_BYTES as usize],
-        push_bytes: usize,
-        groups: Groups,
-    },
-    Copy {
-        from: vk::Buffer,
-        to: vk::Buffer,
-        region: vk::BufferCopy,
-    },
-    Fill {
-        buffer: vk::Buffer,
-        offset: u64,
-        bytes: u64,
-        word: u32,
-    },
-}
+/// A command between two barriers whose place in their order a [`Rehearsal`] chooses, with its name for the profile.
+type Deferred = (Option<String>, Box<dyn FnOnce(&Device, vk::CommandBuffer)>);
 
 /// A command buffer being recorded.
 pub struct Recorder<'a> {
@@ -449,7 +429,7 @@ pub struct Recorder<'a> {
     since_barrier: Accesses,
     rehearsal: Rehearsal,
     /// Commands since the last barrier, if the rehearsal reorders them; empty otherwise.
-    deferred: Vec<Command>,
+    deferred: Vec<Deferred>,
     label: &'static str,
 }
 
@@ -465,28 +445,24 @@ impl Recorder<'_> {
     pub fn dispatch<A: Arguments>(&mut self, pipeline: &Pipeline, arguments: &A, groups: [u32; 3]) {
         let name = &pipeline.name;
         assert!(groups.iter().all(|&g| g > 0 && g <= 65535), "{name}: {groups:?} workgroups");
-        self.dispatch_groups(pipeline, arguments, Groups::Direct(groups), None);
+        self.dispatch_groups(pipeline, arguments, Groups::Direct(groups));
     }
 
     /// Like [`Recorder::dispatch`], but the device reads the workgroup counts from `groups` when the dispatch runs:
     /// three u32, each at most 65535. If one is 0, no workgroup runs.
     pub fn dispatch_indirect<A: Arguments>(&mut self, pipeline: &Pipeline, arguments: &A, groups: &Buffer) {
-        let groups = groups.slice(0, INDIRECT_BYTES);
-        let at = Groups::Indirect(groups.chunk.raw, groups.offset);
-        self.dispatch_groups(pipeline, arguments, at, Some(&groups));
+        self.dispatch_groups(pipeline, arguments, Groups::Indirect(groups.slice(0, INDIRECT_BYTES)));
     }
 
-    fn dispatch_groups<A: Arguments>(
-        &mut self,
-        pipeline: &Pipeline,
-        arguments: &A,
-        groups: Groups,
-        read: Option<&Buffer>,
-    ) {
+    fn dispatch_groups<A: Arguments>(&mut self, pipeline: &Pipeline, arguments: &A, groups: Groups) {
         let Pipeline { name, shader, .. } = pipeline;
         assert!(shader.kernel == A::KERNEL, "{name} got the arguments of {}", A::KERNEL);
         let followed = arguments.followed();
         assert!(shader.follows || followed.is_empty(), "{name} loads no addresses from memory");
+        let read = match &groups {
+            Groups::Direct(_) => None,
+            Groups::Indirect(counts) => Some(counts),
+        };
         let mut used: Vec<&Buffer> = followed.iter().copied().chain(read).collect();
         let mut accesses = Accesses { reads: used.iter().map(|b| range(b)).collect(), writes: Vec::new() };
         for (buffer, (pointer, access)) in arguments.buffers().zip(shader.pointers) {
@@ -520,25 +496,39 @@ impl Recorder<'_> {
             let pointers = arguments.buffers().zip(shader.pointers);
             let accessed = pointers.filter(|(_, (_, access))| *access != Access::None);
             let buffers = accessed.filter_map(|(buffer, (pointer, _))| Some((*pointer, buffer?.clone())));
-            self.note(pipeline, &groups, read, buffers.collect(), push);
+            self.note(pipeline, &groups, buffers.collect(), push);
         }
         let name = (self.commands.queries != vk::QueryPool::null()).then(|| name.clone());
-        self.add(Command::Dispatch { pipeline: pipeline.raw, name, push, push_bytes: bytes.len(), groups });
+        let (pipeline, bytes) = (pipeline.raw, bytes.len());
+        self.add(name, move |Device { raw, pipelines, .. }, commands| {
+            let (point, stage) = (vk::PipelineBindPoint::COMPUTE, vk::ShaderStageFlags::COMPUTE);
+            // SAFETY: recording is open; the pipeline belongs to the device and the buffer is retained; the push
+            // constants fit the layout.
+            unsafe {
+                raw.cmd_bind_pipeline(commands, point, pipeline);
+                raw.cmd_push_constants(commands, pipelines.layout, stage, 0, &push[..bytes]);
+                match groups {
+                    Groups::Direct([x, y, z]) => raw.cmd_dispatch(commands, x, y, z),
+                    Groups::Indirect(counts) => {
+                        raw.cmd_dispatch_indirect(commands, counts.chunk.raw, counts.offset)
+                    }
+                }
+            }
+        });
     }
 
     fn note(
         &mut self,
         pipeline: &Pipeline,
         groups: &Groups,
-        read: Option<&Buffer>,
         buffers: Vec<(&'static str, Buffer)>,
         push: [u8; PUSH_BYTES as usize],
     ) {
         let CommandBuffer { noted, counts, .. } = &mut *self.commands;
         let before: u64 = noted.iter().map(|noted| noted.note.barriers).sum();
-        let groups = match groups {
-            Groups::Direct(groups) => *groups,
-            Groups::Indirect(..) => [0; 3],
+        let (groups, read) = match groups {
+            Groups::Direct(groups) => (*groups, None),
+            Groups::Indirect(counts) => ([0; 3], Some(counts.clone())),
         };
         let note = Note {
             shader: pipeline.shader,
@@ -549,7 +539,7 @@ impl Recorder<'_> {
             ranges: Vec::new(),
             push,
         };
-        noted.push(NotedDispatch { note, groups: read.cloned(), buffers });
+        noted.push(NotedDispatch { note, groups: read, buffers });
     }
 
     /// Copies `bytes` between buffers.
@@ -563,7 +553,11 @@ impl Recorder<'_> {
         self.order_after_conflicts(&[&from, &to], accesses);
         self.commands.counts.copies += 1;
         let region = vk::BufferCopy::default().src_offset(from.offset).dst_offset(to.offset).size(bytes);
-        self.add(Command::Copy { from: from.chunk.raw, to: to.chunk.raw, region });
+        let (from, to) = (from.chunk.raw, to.chunk.raw);
+        self.add(None, move |device, commands| {
+            // SAFETY: recording is open; the buffers are retained, and the region is inside them.
+            unsafe { device.raw.cmd_copy_buffer(commands, from, to, &[region]) }
+        });
     }
 
     /// Sets every 32-bit word of a buffer (rounded down to words).
@@ -573,8 +567,11 @@ impl Recorder<'_> {
             accesses.writes.clear();
         }
         self.order_after_conflicts(&[buffer], accesses);
-        let (offset, bytes) = (buffer.offset, buffer.size() & !3);
-        self.add(Command::Fill { buffer: buffer.chunk.raw, offset, bytes, word });
+        let (raw, offset, bytes) = (buffer.chunk.raw, buffer.offset, buffer.size() & !3);
+        self.add(None, move |device, commands| {
+            // SAFETY: recording is open; the buffer is retained; offset and size are multiples of 4, inside it.
+            unsafe { device.raw.cmd_fill_buffer(commands, raw, offset, bytes, word) }
+        });
     }
 
     /// Releases shared buffers to the device outside Vulkan, after all commands that were recorded until now.
@@ -649,10 +646,10 @@ impl Recorder<'_> {
         }
     }
 
-    fn add(&mut self, command: Command) {
+    fn add(&mut self, name: Option<String>, record: impl FnOnce(&Device, vk::CommandBuffer) + 'static) {
         match self.rehearsal.order {
-            Order::AsRecorded => self.emit(command),
-            _ => self.deferred.push(command),
+            Order::AsRecorded => self.emit(name, record),
+            _ => self.deferred.push((name, Box::new(record))),
         }
     }
 
@@ -673,37 +670,28 @@ impl Recorder<'_> {
                 deferred = keyed.into_iter().map(|(_, command)| command).collect();
             }
         }
-        deferred.into_iter().for_each(|command| self.emit(command));
+        deferred.into_iter().for_each(|(name, record)| self.emit(name, record));
     }
 
-    fn emit(&mut self, command: Command) {
-        let time = match &command {
-            Command::Dispatch { name: Some(name), .. } => self.start_timing(name),
-            _ => None,
-        };
-        let (device, raw) = (&self.commands.device, self.commands.raw);
-        // SAFETY: recording is open; pipelines and buffers belong to the device and are kept alive; regions are inside
-        // their buffers; offsets and sizes of fills are multiples of 4; push constants fit the layout.
-        unsafe {
-            match command {
-                Command::Dispatch { pipeline, push, push_bytes, groups, .. } => {
-                    device.raw.cmd_bind_pipeline(raw, vk::PipelineBindPoint::COMPUTE, pipeline);
-                    let (layout, stage) = (device.pipelines.layout, vk::ShaderStageFlags::COMPUTE);
-                    device.raw.cmd_push_constants(raw, layout, stage, 0, &push[..push_bytes]);
-                    match groups {
-                        Groups::Direct([x, y, z]) => device.raw.cmd_dispatch(raw, x, y, z),
-                        Groups::Indirect(buffer, offset) => {
-                            device.raw.cmd_dispatch_indirect(raw, buffer, offset)
-                        }
-                    }
-                }
-                Command::Copy { from, to, region } => device.raw.cmd_copy_buffer(raw, from, to, &[region]),
-                Command::Fill { buffer, offset, bytes, word } => {
-                    device.raw.cmd_fill_buffer(raw, buffer, offset, bytes, word);
-                }
-            }
+    /// Records a command, between two timestamps if it has a name and there are queries left.
+    fn emit(&mut self, name: Option<String>, record: impl FnOnce(&Device, vk::CommandBuffer)) {
+        let CommandBuffer { device, raw, queries, timed, untimed, .. } = &mut *self.commands;
+        let query = 2 * timed.len() as u32;
+        let is_timed = name.is_some() && query < 2 * MAX_TIMED;
+        match name {
+            Some(name) if is_timed => timed.push(name),
+            Some(_) => *untimed += 1,
+            None => {}
         }
-        self.stop_timing(time);
+        let timestamp = |query, stage| {
+            if is_timed {
+                // SAFETY: recording is open, and each query is written once per recording.
+                unsafe { device.raw.cmd_write_timestamp2(*raw, stage, *queries, query) }
+            }
+        };
+        timestamp(query, vk::PipelineStageFlags2::TOP_OF_PIPE);
+        record(device, *raw);
+        timestamp(query + 1, vk::PipelineStageFlags2::COMPUTE_SHADER);
     }
 
     fn barrier(&mut self) {
@@ -726,36 +714,6 @@ impl Recorder<'_> {
             );
         }
         self.since_barrier = Accesses::default();
-    }
-
-    fn start_timing(&mut self, name: &str) -> Option<u32> {
-        let commands = &mut *self.commands;
-        if commands.queries == vk::QueryPool::null() {
-            return None;
-        }
-        let index = commands.timed.len() as u32;
-        if index == MAX_TIMED {
-            commands.untimed += 1;
-            return None;
-        }
-        commands.timed.push(name.to_string());
-        self.timestamp(self.commands.queries, 2 * index, vk::PipelineStageFlags2::TOP_OF_PIPE);
-        Some(index)
-    }
-
-    fn stop_timing(&mut self, index: Option<u32>) {
-        if let Some(index) = index {
-            self.timestamp(self.commands.queries, 2 * index + 1, vk::PipelineStageFlags2::COMPUTE_SHADER);
-        }
-    }
-
-    fn timestamp(&self, pool: vk::QueryPool, query: u32, stage: vk::PipelineStageFlags2) {
-        if pool == vk::QueryPool::null() {
-            return;
-        }
-        let commands = &*self.commands;
-        // SAFETY: recording is open, and each query is written once per recording.
-        unsafe { commands.device.raw.cmd_write_timestamp2(commands.raw, stage, pool, query) }
     }
 }
 
