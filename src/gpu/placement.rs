@@ -18,6 +18,8 @@
 
 use std::fmt;
 
+use strum::{IntoStaticStr, VariantArray};
+
 use super::info::{DeviceInfo, DeviceKind, HeapInfo};
 use crate::config::{FfnHeap, show_bytes};
 
@@ -49,38 +51,26 @@ pub enum MemoryKind {
 }
 
 /// The purpose of a buffer. Buffers are placed in this order, and the placement table has its rows in this order.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, VariantArray, IntoStaticStr)]
+#[strum(serialize_all = "lowercase", const_into_str)]
 pub enum Class {
+    #[strum(serialize = "attention weights")]
     Attention,
     Embedding,
     Norms,
     Activations,
     Staging,
+    #[strum(serialize = "KV cache")]
     KvCache,
+    #[strum(serialize = "FFN weights")]
     Ffn,
 }
 
 impl Class {
-    pub const ALL: [Class; 7] = [
-        Class::Attention,
-        Class::Embedding,
-        Class::Norms,
-        Class::Activations,
-        Class::Staging,
-        Class::KvCache,
-        Class::Ffn,
-    ];
+    pub const ALL: [Class; 7] = *Self::VARIANTS.first_chunk().expect("all variants");
 
     pub const fn name(self) -> &'static str {
-        match self {
-            Class::Attention => "attention weights",
-            Class::Embedding => "embedding",
-            Class::Norms => "norms",
-            Class::Activations => "activations",
-            Class::Staging => "staging",
-            Class::KvCache => "KV cache",
-            Class::Ffn => "FFN weights",
-        }
+        self.into_str()
     }
 
     /// Whether the buffer's bytes come from the checkpoint.
