@@ -26,12 +26,12 @@ use super::files::ModelFiles;
 use super::format::Format;
 use super::table::{Entry, Span, Stored, Table};
 
-mod matrix;
+pub(super) mod matrix;
 mod method;
 
-pub(super) use matrix::Layout;
 pub use matrix::PackedMatrix;
 
+use matrix::Layout;
 use method::{Method, PartKind, Parts, StoredPart};
 
 /// Joins the parts of each packed matrix into one tensor, with the method from config.json. Reads all scales and zero
