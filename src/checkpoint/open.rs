@@ -215,10 +215,7 @@ impl Checkpoint {
         self.synthetic = manifest.synthetic.clone();
         for (name, record) in manifest.weight_files() {
             let display = files.display(name);
-            let fail = |problem: String| CheckpointError::file(&display, problem);
-            let bytes = files.map_listed(name, fail)?;
-            let bytes = bytes.ok_or_else(|| fail("is missing, but the manifest lists it".into()))?;
-            native::check_length(files, name, record, bytes.len())?;
+            let bytes = native::map_listed(files, name, record)?;
             let infos = header(&display, &bytes)?.tensors;
             let file = self.table.files.len();
             for (name, shape, stored) in native::entries(manifest, name, &display, file, infos)? {
