@@ -87,7 +87,7 @@ fn join_parts(
     for kind in PartKind::ALL {
         if let Some(Entry { shape, stored: Stored::Plain { dtype, data }, .. }) = entry(kind) {
             let data = &table.files[data.file].bytes[data.range.clone()];
-            parts.0[kind as usize] = Some(StoredPart { dtype: *dtype, shape, data });
+            parts.0[kind as usize] = Some(StoredPart { kind, dtype: *dtype, shape, data });
         }
     }
     let layout = method.layout(&parts).map_err(|(kind, problem)| {
