@@ -58,7 +58,7 @@ impl<'a> Tensor<'a> {
     pub fn stored_bytes(&self) -> u64 {
         match &self.encoding {
             Encoding::Plain { data, .. } => data.len() as u64,
-            Encoding::Ggml(ggml) => ggml.stored_bytes(),
+            Encoding::Ggml(ggml) => ggml.data.len() as u64,
             Encoding::Native(native) => native.stored_bytes(),
             Encoding::Legacy(legacy) => legacy.stored_bytes(),
             Encoding::Packed(packed) => packed.stored_bytes(),
@@ -70,7 +70,7 @@ impl<'a> Tensor<'a> {
     pub fn scheme(&self) -> Result<Scheme, CheckpointError> {
         match &self.encoding {
             Encoding::Plain { dtype, .. } => Scheme::of(*dtype).ok_or_else(|| self.not_floating(*dtype)),
-            Encoding::Ggml(ggml) => Ok(ggml.scheme()),
+            Encoding::Ggml(ggml) => Ok(ggml.kind.scheme()),
             Encoding::Native(native) => Ok(native.scheme),
             Encoding::Legacy(legacy) => Ok(legacy.scheme()),
             Encoding::Packed(packed) => Ok(packed.scheme()),

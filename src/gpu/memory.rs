@@ -354,13 +354,9 @@ impl Arena {
         if let Some(planned) = &mut self.planned {
             return Ok(planned.hand_out(kind, class, size, name));
         }
-        if kind == MemoryKind::Shared || self.device.rehearsed().separate_buffers {
-            let chunk = Arc::new(Chunk::new(&self.device, kind, class, None, size, name)?);
-            self.note(class, &chunk, size, chunk.allocated);
-            return Ok(Buffer { chunk, offset: 0, size });
-        }
-        let rounded = size.next_multiple_of(ALIGNMENT);
-        if rounded > CHUNK_BYTES / 2 {
+        let is_exact = kind == MemoryKind::Shared || self.device.rehearsed().separate_buffers;
+        let rounded = if is_exact { size } else { size.next_multiple_of(ALIGNMENT) };
+        if is_exact || rounded > CHUNK_BYTES / 2 {
             let chunk = Arc::new(Chunk::new(&self.device, kind, class, None, rounded, name)?);
             self.note(class, &chunk, rounded, chunk.allocated);
             return Ok(Buffer { chunk, offset: 0, size });
@@ -411,15 +407,12 @@ impl Arena {
     fn note(&mut self, class: Class, chunk: &Chunk, bytes: u64, allocated: u64) {
         let (_, local) = self.device.heaps.table.heaps[chunk.heap];
         let heap = heap_name(chunk.heap, local);
-        let row = match self.placements.iter().position(|p| p.class == class && p.heap == heap) {
-            Some(row) => row,
-            None => {
-                self.placements.push(Placement { class, heap, buffers: 0, bytes: 0, allocated: 0 });
-                self.placements.sort_by(|a, b| (a.class, &a.heap).cmp(&(b.class, &b.heap)));
-                return self.note(class, chunk, bytes, allocated);
-            }
-        };
-        let row = &mut self.placements[row];
+        let found = self.placements.binary_search_by(|row| (row.class, &row.heap).cmp(&(class, &heap)));
+        let at = found.unwrap_or_else(|at| {
+            self.placements.insert(at, Placement { class, heap, buffers: 0, bytes: 0, allocated: 0 });
+            at
+        });
+        let row = &mut self.placements[at];
         row.buffers += 1;
         row.bytes += bytes;
         row.allocated += allocated;

@@ -184,14 +184,6 @@ pub struct GgmlTensor<'a> {
 }
 
 impl GgmlTensor<'_> {
-    pub(in crate::checkpoint) fn stored_bytes(&self) -> u64 {
-        self.data.len() as u64
-    }
-
-    pub(in crate::checkpoint) fn scheme(&self) -> Scheme {
-        self.kind.scheme()
-    }
-
     pub(in crate::checkpoint) fn quantized_row_into(&self, row: usize, out: &mut QuantizedRow) {
         let (values, bytes) = (self.kind.block_values(), self.kind.block_bytes());
         let blocks = out.q.len() / values;
@@ -204,10 +196,10 @@ impl GgmlTensor<'_> {
     }
 
     pub(in crate::checkpoint) fn rows_f32_into(&self, rows: Range<usize>, cols: usize, out: &mut [f32]) {
-        let mut row = QuantizedRow::new(self.scheme(), cols);
+        let mut row = QuantizedRow::new(self.kind.scheme(), cols);
         for (index, out) in rows.zip(out.chunks_exact_mut(cols)) {
             self.quantized_row_into(index, &mut row);
-            row.dequantize_into(self.scheme(), out);
+            row.dequantize_into(self.kind.scheme(), out);
         }
     }
 }

@@ -305,39 +305,45 @@ impl<'a> Metadata<'a> {
         }
     }
 
+    /// A value that `get` accepts; `None` if the file has no such key.
+    fn value<T>(
+        &self,
+        key: &str,
+        expected: &str,
+        get: impl FnOnce(Value<'a>) -> Option<T>,
+    ) -> Result<Option<T>, HeaderError> {
+        let Some(value) = self.scalar(key)? else { return Ok(None) };
+        let wrong = || HeaderError::key(key, format!("is {value}; expected {expected}"));
+        get(value).map(Some).ok_or_else(wrong)
+    }
+
     pub fn text(&self, key: &str) -> Result<Option<&'a str>, HeaderError> {
-        match self.scalar(key)? {
-            None => Ok(None),
-            Some(Value::Text(text)) => Ok(Some(text)),
-            Some(other) => Err(HeaderError::key(key, format!("is {other}; expected a text"))),
-        }
+        self.value(key, "a text", |value| if let Value::Text(text) = value { Some(text) } else { None })
     }
 
     pub fn flag(&self, key: &str) -> Result<Option<bool>, HeaderError> {
-        match self.scalar(key)? {
-            None => Ok(None),
-            Some(Value::Flag(flag)) => Ok(Some(flag)),
-            Some(other) => Err(HeaderError::key(key, format!("is {other}; expected true or false"))),
-        }
+        self.value(
+            key,
+            "true or false",
+            |value| if let Value::Flag(flag) = value { Some(flag) } else { None },
+        )
     }
 
     /// A non-negative whole number of any integer type.
     pub fn whole(&self, key: &str) -> Result<Option<u64>, HeaderError> {
-        match self.scalar(key)? {
-            None => Ok(None),
-            Some(Value::Whole(n)) if u64::try_from(n).is_ok() => Ok(Some(n as u64)),
-            Some(other) => Err(HeaderError::key(key, format!("is {other}; expected a whole number"))),
-        }
+        self.value(key, "a whole number", |value| match value {
+            Value::Whole(n) => u64::try_from(n).ok(),
+            _ => None,
+        })
     }
 
     /// A finite number.
     pub fn number(&self, key: &str) -> Result<Option<f64>, HeaderError> {
-        match self.scalar(key)? {
-            None => Ok(None),
-            Some(Value::Number(n)) if n.is_finite() => Ok(Some(n)),
-            Some(Value::Whole(n)) => Ok(Some(n as f64)),
-            Some(other) => Err(HeaderError::key(key, format!("is {other}; expected a number"))),
-        }
+        self.value(key, "a number", |value| match value {
+            Value::Number(n) => Some(n).filter(|n| n.is_finite()),
+            Value::Whole(n) => Some(n as f64),
+            _ => None,
+        })
     }
 
     fn alignment(&self) -> Result<u64, HeaderError> {
