@@ -56,7 +56,9 @@ impl Chunk {
     ) -> Result<Chunk, GpuError> {
         let limit = device.info().max_allocation_bytes;
         if size > limit {
-            return Err(GpuError::TooLarge { name: name.to_string(), asked: size, limit });
+            return Err(GpuError::NoRoom(format!(
+                "{name}: needs one allocation of {size} bytes, but the device allows at most {limit} bytes per allocation"
+            )));
         }
         let shared = if kind == MemoryKind::Shared { Some(shared_handles(device, name)?) } else { None };
         let mut external = vk::ExternalMemoryBufferCreateInfo::default();
@@ -109,7 +111,10 @@ impl Chunk {
         let addresses = [Some(chunk.address), memory_type.is_mapped().then_some(chunk.mapped as u64)];
         for at in addresses.into_iter().flatten() {
             if at == 0 || at.checked_add(size).is_none() {
-                return Err(GpuError::NoAddress { name: name.to_string(), asked: size, at });
+                return Err(GpuError::NoRoom(format!(
+                    "{name}: the driver had no memory for {size} bytes, but returned the invalid address {at:#x} instead \
+                     of an error; this process has too little memory (`ulimit -v`, MemoryMax=)"
+                )));
             }
         }
         device.name(raw, name);
@@ -141,12 +146,12 @@ fn allocate(
         let heap = device.heaps.memory_type(memory_type).heap;
         let (free, total) = device.free_bytes(heap);
         let (_, local) = table.heaps[heap];
-        let refusal = || GpuError::OutOfMemory {
-            name: name.to_string(),
-            heap: heap_name(heap, local),
-            asked: needs.size,
-            free,
-            total,
+        let refusal = || {
+            let (asked, heap) = (needs.size, heap_name(heap, local));
+            GpuError::NoRoom(format!(
+                "{name}: needs {asked} bytes in {heap}, but only {free} of {total} bytes are free; choose a smaller \
+                 --quantize mode or --context, or free GPU memory"
+            ))
         };
         if needs.size > free {
             full.get_or_insert_with(refusal);
