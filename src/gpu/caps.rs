@@ -203,16 +203,12 @@ impl Caps {
     }
 
     fn too_small(&self, invocations: u32, shared_bytes: u32) -> impl Iterator<Item = String> {
-        let limit = |what: &str, needs: u32, has: u32| {
-            (needs > has).then(|| format!("{what} of {needs} (it has {has})"))
-        };
-        let invocations =
-            limit("maxComputeWorkGroupInvocations", invocations, self.max_workgroup_invocations);
-        invocations.into_iter().chain(limit(
-            "maxComputeSharedMemorySize",
-            shared_bytes,
-            self.max_shared_bytes,
-        ))
+        let limits = [
+            ("maxComputeWorkGroupInvocations", invocations, self.max_workgroup_invocations),
+            ("maxComputeSharedMemorySize", shared_bytes, self.max_shared_bytes),
+        ];
+        let too_small = limits.into_iter().filter(|(_, needs, has)| needs > has);
+        too_small.map(|(what, needs, has)| format!("{what} of {needs} (it has {has})"))
     }
 
     /// The subgroup size that a pipeline with this workgroup requires: `SUBGROUP_LANES`, or the device's largest size
