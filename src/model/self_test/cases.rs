@@ -432,9 +432,8 @@ impl Make<'_> {
     fn products(&mut self, matrices: &[[Range<u64>; 2]]) {
         let space = &mut self.space;
         space.put_rows(CaseBuffer::X, COLS, TOKENS, inputs::activation);
-        let [first, .., sampled] = inputs::EMBEDDED_IDS.map(|id| id as u32);
-        let ids = [first, inputs::EMBEDDED_IDS[1] as u32, inputs::EMBEDDED_IDS[2] as u32, LAST_SAMPLED | 1];
-        space.put(&space.part(CaseBuffer::EmbedIds), &ids);
+        let [first, second, third, sampled] = inputs::EMBEDDED_IDS.map(|id| id as u32);
+        space.put(&space.part(CaseBuffer::EmbedIds), &[first, second, third, LAST_SAMPLED | 1]);
         space.put(&space.part(CaseBuffer::EmbedSampled), &[7, sampled]);
         let [x, y, second] = [(CaseBuffer::X, COLS), (CaseBuffer::Y, ROWS), (CaseBuffer::SecondY, ROWS)]
             .map(|(part, width)| space.floats(part, width));
