@@ -124,7 +124,10 @@ impl<'a> Tensor<'a> {
         // A maximum over bits is vectorized. A loop with an early exit is not.
         if out.iter().fold(0, |max, x| (x.to_bits() & ABS).max(max)) >= INFINITY {
             let at = out.iter().position(|x| !x.is_finite()).unwrap_or(0);
-            return Err(self.not_finite(rows.start * cols + at));
+            let (row, col) = (rows.start + at / cols, at % cols);
+            return Err(
+                self.error(format!("row {row}, column {col} is NaN or infinite; expected a finite number"))
+            );
         }
         Ok(())
     }
@@ -156,11 +159,6 @@ impl<'a> Tensor<'a> {
 
     fn not_floating(&self, dtype: DType) -> CheckpointError {
         self.error(format!("holds {dtype:?}; expected F32, F16 or BF16"))
-    }
-
-    fn not_finite(&self, element: usize) -> CheckpointError {
-        let (row, col) = (element / self.cols(), element % self.cols());
-        self.error(format!("row {row}, column {col} is NaN or infinite; expected a finite number"))
     }
 }
 

@@ -37,7 +37,7 @@ use self::operand::Products;
 use self::pipelines::{attention_constants, attention_of};
 use self::shaders::{shader_named, shaders_of};
 use crate::gpu::{Buffer, Device, GpuError, INDIRECT_BYTES, Pipeline, Recorder, Shader};
-use crate::tensor::{KvDtype, Precision, Scheme};
+use crate::tensor::{Precision, Scheme};
 
 /// The variants of a kernel that write f32, int8, or both.
 struct OutputVariants {
@@ -114,11 +114,6 @@ impl Kernels {
             let pipeline = device.pipeline(shaders_of(scheme).1, &[])?;
             Ok::<_, GpuError>((scheme, pipeline))
         });
-        let qkv_store = match kv {
-            KvDtype::F32 => &shaders::QKV_STORE_F32,
-            KvDtype::F16 => &shaders::QKV_STORE_F16,
-            KvDtype::Int8 => &shaders::QKV_STORE_INT8,
-        };
         let [attention, attention_tile] = attention_of(kv)
             .map(|shader| device.pipeline(shader, &attention_constants(shader, group, head_dim)));
         let tiles = matrices.tiles.unwrap_or_else(|| Tiles::of(device));
@@ -133,7 +128,7 @@ impl Kernels {
             rms_norm_add: one(&shaders::RMS_NORM_ADD)?,
             rms_norm_gather: into("rms_norm_gather")?,
             residual: into("rms_norm_residual")?,
-            qkv_store: one(qkv_store)?,
+            qkv_store: one(shader_named(&format!("qkv_store_{kv}")))?,
             attention: attention?,
             attention_tile: attention_tile?,
             attention_merge: into("attention_merge")?,
