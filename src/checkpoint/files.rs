@@ -40,6 +40,8 @@ const MAX_NAMES: usize = 1 << 16;
 pub struct ModelFiles {
     name: String,
     source: Source,
+    /// The files by name, if they are not on disk.
+    contents: Arc<BTreeMap<String, Cow<'static, [u8]>>>,
     /// Files that the user placed elsewhere, as (name, path). There may be no file at the path.
     overrides: Vec<(String, PathBuf)>,
     /// The open files after [`ModelFiles::hold`]. Then no other files are read.
@@ -50,20 +52,21 @@ pub struct ModelFiles {
     config: Arc<OnceLock<Option<Arc<Value>>>>,
 }
 
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 enum Source {
     Folder(PathBuf),
-    Embedded(&'static [(&'static str, &'static [u8])]),
     /// One GGUF file, or its parts in order.
     Gguf(Vec<PathBuf>),
-    Memory(Arc<BTreeMap<String, Arc<[u8]>>>),
+    /// Files in the binary.
+    Embedded,
+    Memory,
 }
 
 /// The names and paths of held files, to send to another process.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct HeldNames {
     name: String,
-    source: HeldSource,
+    source: Source,
     overrides: Vec<(String, PathBuf)>,
     paths: Vec<PathBuf>,
     links_out: BTreeMap<PathBuf, PathBuf>,
@@ -74,13 +77,6 @@ impl HeldNames {
     pub fn num_files(&self) -> usize {
         self.paths.len()
     }
-}
-
-#[derive(Debug, Serialize, Deserialize)]
-enum HeldSource {
-    Folder(PathBuf),
-    Gguf(Vec<PathBuf>),
-    Embedded,
 }
 
 impl ModelFiles {
@@ -115,7 +111,8 @@ impl ModelFiles {
     }
 
     fn new(name: String, source: Source) -> Self {
-        Self { name, source, overrides: Vec::new(), held: None, archs: &[], config: Arc::default() }
+        let (contents, config) = (Arc::default(), Arc::default());
+        Self { name, source, contents, overrides: Vec::new(), held: None, archs: &[], config }
     }
 
     fn open_gguf(file: &Path, archs: &'static [&'static GgufArch]) -> Result<Self, CheckpointError> {
@@ -133,13 +130,14 @@ impl ModelFiles {
         files: impl IntoIterator<Item = (String, Vec<u8>)>,
         archs: &'static [&'static GgufArch],
     ) -> Self {
-        let files = files.into_iter().map(|(name, bytes)| (name, Arc::from(bytes))).collect();
-        Self { archs, ..Self::new(name.into(), Source::Memory(Arc::new(files))) }
+        let files = files.into_iter().map(|(name, bytes)| (name, Cow::Owned(bytes))).collect();
+        Self { archs, contents: Arc::new(files), ..Self::new(name.into(), Source::Memory) }
     }
 
     /// Files embedded in the binary, as (file name, contents).
     pub fn embedded(name: impl Into<String>, files: &'static [(&'static str, &'static [u8])]) -> Self {
-        Self::new(name.into(), Source::Embedded(files))
+        let files = files.iter().map(|(name, bytes)| ((*name).to_owned(), Cow::Borrowed(*bytes))).collect();
+        Self { contents: Arc::new(files), ..Self::new(name.into(), Source::Embedded) }
     }
 
     /// Takes `config.json` from another path: a file, or a folder, of which `generation_config.json` is taken too.
@@ -190,9 +188,9 @@ impl ModelFiles {
     pub fn location(&self) -> String {
         match &self.source {
             Source::Folder(folder) => folder.display().to_string(),
-            Source::Embedded(_) => format!("{} (embedded)", self.name),
             Source::Gguf(parts) => parts[0].display().to_string(),
-            Source::Memory(_) => format!("{} (in memory)", self.name),
+            Source::Embedded => format!("{} (embedded)", self.name),
+            Source::Memory => format!("{} (in memory)", self.name),
         }
     }
 
@@ -203,9 +201,8 @@ impl ModelFiles {
         }
         match &self.source {
             Source::Folder(folder) => folder.join(name).display().to_string(),
-            Source::Embedded(_) => format!("{} (embedded)/{name}", self.name),
             Source::Gguf(_) => format!("{}: {name} of its metadata", self.location()),
-            Source::Memory(_) => format!("{} (in memory)/{name}", self.name),
+            Source::Embedded | Source::Memory => format!("{}/{name}", self.location()),
         }
     }
 
@@ -220,10 +217,8 @@ impl ModelFiles {
             return Ok(gguf::generated(&parts, name, self.archs)?.map(Cow::Owned));
         }
         match &self.source {
-            Source::Embedded(_) => Ok(self.embedded_file(name).map(Cow::Borrowed)),
-            Source::Memory(files) => Ok(files.get(name).map(|bytes| Cow::Owned(bytes.to_vec()))),
-            Source::Gguf(_) => Ok(None),
             Source::Folder(folder) => read_file(&self.place(&folder.join(name))).map_err(fail),
+            Source::Gguf(_) | Source::Embedded | Source::Memory => Ok(self.contents.get(name).cloned()),
         }
     }
 
@@ -242,9 +237,9 @@ impl ModelFiles {
     /// The names of the folder's files, at most [`MAX_NAMES`].
     pub(super) fn names(&self) -> Result<Vec<String>, CheckpointError> {
         match &self.source {
-            Source::Embedded(files) => Ok(files.iter().map(|(name, _)| (*name).to_owned()).collect()),
-            Source::Memory(files) => Ok(files.keys().cloned().collect()),
-            Source::Gguf(_) => Ok(Vec::new()),
+            Source::Gguf(_) | Source::Embedded | Source::Memory => {
+                Ok(self.contents.keys().cloned().collect())
+            }
             Source::Folder(folder) => {
                 if let Some(held) = &self.held {
                     return Ok(held.names_in(folder));
@@ -264,20 +259,20 @@ impl ModelFiles {
     /// The file mapped into memory; `None` if the model has no such file.
     pub(super) fn map(&self, name: &str) -> Result<Option<FileBytes>, CheckpointError> {
         match &self.source {
-            Source::Embedded(_) => Ok(self.embedded_file(name).map(FileBytes::Static)),
             Source::Folder(folder) => map_file(&self.place(&folder.join(name)), &self.display(name)),
-            Source::Memory(files) => Ok(files.get(name).map(|bytes| FileBytes::Shared(Arc::clone(bytes)))),
-            Source::Gguf(_) => Ok(None),
+            Source::Gguf(_) | Source::Embedded | Source::Memory => {
+                Ok(self.contents.get(name).cloned().map(FileBytes::Memory))
+            }
         }
     }
 
     /// The mapped parts of a GGUF file, with their names for messages; `None` if the model is not a GGUF file.
     pub(super) fn map_gguf(&self) -> Result<Option<Vec<(String, FileBytes)>>, CheckpointError> {
         match &self.source {
-            Source::Folder(_) | Source::Embedded(_) => Ok(None),
-            Source::Memory(files) => Ok(match files.first_key_value() {
-                Some((name, bytes)) if files.len() == 1 && has_gguf_ending(name.as_ref()) => {
-                    Some(vec![(self.display(name), FileBytes::Shared(Arc::clone(bytes)))])
+            Source::Folder(_) => Ok(None),
+            Source::Embedded | Source::Memory => Ok(match self.contents.first_key_value() {
+                Some((name, bytes)) if self.contents.len() == 1 && has_gguf_ending(name.as_ref()) => {
+                    Some(vec![(self.display(name), FileBytes::Memory(bytes.clone()))])
                 }
                 _ => None,
             }),
@@ -329,7 +324,7 @@ impl ModelFiles {
         let mut paths: Vec<PathBuf> = self.overrides.iter().map(|(_, path)| path.clone()).collect();
         let mut links_out = BTreeMap::new();
         match &self.source {
-            Source::Embedded(_) | Source::Memory(_) => {}
+            Source::Embedded | Source::Memory => {}
             Source::Gguf(parts) => paths.extend(parts.iter().cloned()),
             Source::Folder(folder) => {
                 for name in self.names()? {
@@ -346,14 +341,11 @@ impl ModelFiles {
     /// The names of the held files and the open files, to send to another process of this binary. `None` if the files
     /// are in memory, or not held.
     pub fn to_parts(&self) -> Option<(HeldNames, Vec<Arc<File>>)> {
-        let source = match &self.source {
-            Source::Folder(folder) => HeldSource::Folder(folder.clone()),
-            Source::Gguf(parts) => HeldSource::Gguf(parts.clone()),
-            Source::Embedded(_) => HeldSource::Embedded,
-            Source::Memory(_) => return None,
-        };
+        if let Source::Memory = self.source {
+            return None;
+        }
         let (paths, links_out, files) = self.held.as_ref()?.to_parts();
-        let (name, overrides) = (self.name.clone(), self.overrides.clone());
+        let (name, source, overrides) = (self.name.clone(), self.source.clone(), self.overrides.clone());
         Some((HeldNames { name, source, overrides, paths, links_out }, files))
     }
 
@@ -367,23 +359,16 @@ impl ModelFiles {
     ) -> Self {
         let HeldNames { name, source, overrides, paths, links_out } = names;
         assert_eq!(files.len(), paths.len(), "the files of {name}");
-        let source = match source {
-            HeldSource::Folder(folder) => Source::Folder(folder),
-            HeldSource::Gguf(parts) => Source::Gguf(parts),
-            HeldSource::Embedded => Source::Embedded(embedded),
-        };
-        let held = Held::from_parts(paths, links_out, files);
-        Self { overrides, archs, held: Some(Arc::new(held)), ..Self::new(name, source) }
+        let held = Some(Arc::new(Held::from_parts(paths, links_out, files)));
+        match source {
+            Source::Embedded => Self { overrides, archs, held, ..Self::embedded(name, embedded) },
+            source => Self { overrides, archs, held, ..Self::new(name, source) },
+        }
     }
 
     /// The path at which to open a file: the path of the held file if the files are held, otherwise `path`.
     fn place(&self, path: &Path) -> PathBuf {
         self.held.as_ref().map_or_else(|| path.to_path_buf(), |held| held.place(path))
-    }
-
-    fn embedded_file(&self, name: &str) -> Option<&'static [u8]> {
-        let Source::Embedded(files) = self.source else { return None };
-        files.iter().find(|(n, _)| *n == name).map(|(_, bytes)| *bytes)
     }
 }
 
@@ -399,12 +384,11 @@ fn link_out(folder: &Path, name: &str) -> Option<PathBuf> {
     (!is_inside).then_some(target)
 }
 
-/// Bytes of a file: mapped, in the binary, or in memory.
+/// Bytes of a file.
 #[derive(Debug)]
 pub(super) enum FileBytes {
     Mapped(memmap2::Mmap, DirectFile),
-    Static(&'static [u8]),
-    Shared(Arc<[u8]>),
+    Memory(Cow<'static, [u8]>),
 }
 
 impl Deref for FileBytes {
@@ -412,8 +396,7 @@ impl Deref for FileBytes {
     fn deref(&self) -> &[u8] {
         match self {
             FileBytes::Mapped(map, _) => map,
-            FileBytes::Static(bytes) => bytes,
-            FileBytes::Shared(bytes) => bytes,
+            FileBytes::Memory(bytes) => bytes,
         }
     }
 }
@@ -422,7 +405,7 @@ impl FileBytes {
     pub fn slice(&self, range: Range<usize>) -> FileSlice<'_> {
         let file = match self {
             FileBytes::Mapped(_, file) => Some((file, range.start as u64)),
-            FileBytes::Static(_) | FileBytes::Shared(_) => None,
+            FileBytes::Memory(_) => None,
         };
         FileSlice { bytes: &self[range], file }
     }
@@ -525,7 +508,7 @@ fn map_file(path: &Path, display: &str) -> Result<Option<FileBytes>, CheckpointE
         return Ok(None);
     };
     if len == 0 {
-        return Ok(Some(FileBytes::Static(&[]))); // an empty mapping is an error on some systems
+        return Ok(Some(FileBytes::Memory(Cow::Borrowed(&[])))); // an empty mapping is an error on some systems
     }
     // SAFETY: the mapping is read-only, and lives as long as the bytes that are borrowed from it. Another process could
     // still write to the file or truncate it. No program that maps its input can prevent that, and weights are not

@@ -1,30 +1,18 @@
 //! Checkpoint formats.
 
-use std::fmt;
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, strum::Display)]
 #[serde(rename_all = "kebab-case")]
+#[strum(serialize_all = "lowercase")]
 pub enum Format {
     Safetensors,
     Gguf,
     Native,
-    /// The layer files of the original project.
+    #[strum(to_string = "layer files of the original project")]
     Legacy,
+    #[strum(to_string = "safetensors, packed by GPTQ")]
     Gptq,
+    #[strum(to_string = "safetensors, packed by AWQ")]
     Awq,
+    #[strum(to_string = "safetensors, packed by compressed-tensors")]
     CompressedTensors,
-}
-
-impl fmt::Display for Format {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Format::Safetensors => "safetensors",
-            Format::Gguf => "gguf",
-            Format::Native => "native",
-            Format::Legacy => "layer files of the original project",
-            Format::Gptq => "safetensors, packed by GPTQ",
-            Format::Awq => "safetensors, packed by AWQ",
-            Format::CompressedTensors => "safetensors, packed by compressed-tensors",
-        })
-    }
 }

@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::error::{CheckpointError, one_line, short};
-use super::files::{FileSlice, ModelFiles};
+use super::files::{FileBytes, FileSlice, ModelFiles};
 use super::layer_values::{self, LayerValues};
 use super::safetensors::TensorInfo;
 use super::table::{Span, Stored};
@@ -133,6 +133,12 @@ pub struct TensorRecord {
     pub shape: Vec<usize>,
 }
 
+impl FileRecord {
+    fn of(bytes: &[u8]) -> FileRecord {
+        FileRecord { bytes: bytes.len() as u64, sha256: hex(&Sha256::digest(bytes)) }
+    }
+}
+
 impl Manifest {
     /// The manifest of a native checkpoint; `None` if the files are of another format.
     pub fn read(files: &ModelFiles) -> Result<Option<Manifest>, CheckpointError> {
@@ -193,6 +199,11 @@ impl Manifest {
         let bytes = files.read(layer_values::FILE)?;
         let bytes = bytes.ok_or_else(|| fail("is missing, but the manifest lists it".into()))?;
         LayerValues::from_parts(record, &bytes).map_err(fail)
+    }
+
+    fn write(&self, folder: &Path) -> Result<(), CheckpointError> {
+        let json = serde_json::to_vec_pretty(self).expect("a manifest is JSON");
+        write_whole(folder, MANIFEST_FILE, &json)
     }
 
     /// The weight files, sorted by name.
@@ -276,9 +287,7 @@ pub fn verify(
     let mut done = 0;
     for (name, record) in &manifest.files {
         let fail = |problem: String| CheckpointError::file(files.display(name), problem);
-        let bytes = files.map_listed(name, fail)?;
-        let bytes = bytes.ok_or_else(|| fail("is missing, but the manifest lists it".into()))?;
-        check_length(files, name, record, bytes.len())?;
+        let bytes = map_listed(files, name, record)?;
         let mut hash = Sha256::new();
         let mut buffer = vec![0; HASH_BYTES.min(bytes.len())];
         for start in (0..bytes.len()).step_by(HASH_BYTES) {
@@ -301,18 +310,22 @@ pub fn verify(
     Ok(())
 }
 
-pub(super) fn check_length(
+/// Maps a file that the manifest lists, and checks its length.
+pub(super) fn map_listed(
     files: &ModelFiles,
     name: &str,
     record: &FileRecord,
-    bytes: usize,
-) -> Result<(), CheckpointError> {
-    if bytes as u64 == record.bytes {
-        return Ok(());
+) -> Result<FileBytes, CheckpointError> {
+    let fail = |problem: String| CheckpointError::file(files.display(name), problem);
+    let bytes = files.map_listed(name, fail)?;
+    let bytes = bytes.ok_or_else(|| fail("is missing, but the manifest lists it".into()))?;
+    let (found, expected) = (bytes.len(), record.bytes);
+    if found as u64 != expected {
+        return Err(fail(format!(
+            "has {found} bytes, but the manifest says {expected}: the copy is incomplete"
+        )));
     }
-    let problem =
-        format!("has {bytes} bytes, but the manifest says {}: the copy is incomplete", record.bytes);
-    Err(CheckpointError::file(files.display(name), problem))
+    Ok(bytes)
 }
 
 fn hex(bytes: &[u8]) -> String {
@@ -490,8 +503,7 @@ impl NativeWriter {
     /// Writes a small file with these bytes.
     pub fn copy(&mut self, name: &str, bytes: &[u8]) -> Result<(), CheckpointError> {
         write_whole(&self.folder, name, bytes)?;
-        let record = FileRecord { bytes: bytes.len() as u64, sha256: hex(&Sha256::digest(bytes)) };
-        self.progress.files.insert(name.to_string(), record);
+        self.progress.files.insert(name.to_string(), FileRecord::of(bytes));
         Ok(())
     }
 
@@ -519,8 +531,7 @@ impl NativeWriter {
             tensors,
             layer_values: None,
         };
-        let json = serde_json::to_vec_pretty(&manifest).expect("a manifest is JSON");
-        write_whole(&self.folder, MANIFEST_FILE, &json)?;
+        manifest.write(&self.folder)?;
         for name in [PROGRESS_FILE, LOCK_FILE] {
             // An error is ignored: with the manifest, these files do no harm.
             let _ = fs::remove_file(self.folder.join(name));
@@ -535,11 +546,9 @@ impl NativeWriter {
             .ok_or_else(|| CheckpointError::file(folder.display(), "has no finished native checkpoint"))?;
         let (record, bytes) = values.to_parts();
         write_whole(folder, layer_values::FILE, &bytes)?;
-        let file = FileRecord { bytes: bytes.len() as u64, sha256: hex(&Sha256::digest(&bytes)) };
-        manifest.files.insert(layer_values::FILE.into(), file);
+        manifest.files.insert(layer_values::FILE.into(), FileRecord::of(&bytes));
         manifest.layer_values = Some(record);
-        let json = serde_json::to_vec_pretty(&manifest).expect("a manifest is JSON");
-        write_whole(folder, MANIFEST_FILE, &json)
+        manifest.write(folder)
     }
 
     fn save_progress(&self) -> Result<(), CheckpointError> {

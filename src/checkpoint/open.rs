@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use super::error::{CheckpointError, one_line, short};
 use super::files::{FileBytes, MAX_SHARDS, ModelFiles};
 use super::format::Format;
-use super::gguf::{self, GgmlTensor, GgufArch};
+use super::gguf::{self, Element, GgmlTensor, GgufArch};
 use super::legacy::{self, LegacyTensor};
 use super::native::{self, Manifest, NativeTensor, Synthetic};
 use super::packed::{self, PackedMatrix};
@@ -215,10 +215,7 @@ impl Checkpoint {
         self.synthetic = manifest.synthetic.clone();
         for (name, record) in manifest.weight_files() {
             let display = files.display(name);
-            let fail = |problem: String| CheckpointError::file(&display, problem);
-            let bytes = files.map_listed(name, fail)?;
-            let bytes = bytes.ok_or_else(|| fail("is missing, but the manifest lists it".into()))?;
-            native::check_length(files, name, record, bytes.len())?;
+            let bytes = native::map_listed(files, name, record)?;
             let infos = header(&display, &bytes)?.tensors;
             let file = self.table.files.len();
             for (name, shape, stored) in native::entries(manifest, name, &display, file, infos)? {
@@ -256,13 +253,13 @@ impl Checkpoint {
         self.norms_hold_one = true;
         let count = parts.len();
         for (file, (display, bytes)) in parts.into_iter().enumerate() {
-            for tensor in gguf::tensors(&bytes, &display, (file, count), arch)? {
-                let data = Span { file, range: tensor.range };
-                let stored = match tensor.storage {
-                    gguf::Storage::Plain(dtype) => Stored::Plain { dtype, data },
-                    gguf::Storage::Ggml(kind) => Stored::Ggml { kind, data },
+            for (name, info) in gguf::tensors(&bytes, &display, (file, count), arch)? {
+                let data = Span { file, range: info.range };
+                let stored = match info.element {
+                    Element::Plain(dtype) => Stored::Plain { dtype, data },
+                    Element::Blocks(kind) => Stored::Ggml { kind, data },
                 };
-                self.table.add(Entry { name: tensor.name, shape: tensor.shape, file, stored }, &display)?;
+                self.table.add(Entry { name, shape: info.shape, file, stored }, &display)?;
             }
             self.table.files.push(CheckpointFile { display, bytes });
         }

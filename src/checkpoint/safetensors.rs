@@ -32,14 +32,6 @@ pub(super) struct TensorInfo {
     pub range: Range<usize>,
 }
 
-/// Why a header was refused.
-#[derive(Debug)]
-struct HeaderError {
-    /// The wrong tensor, if the problem is about one.
-    tensor: Option<String>,
-    problem: String,
-}
-
 #[derive(Debug)]
 pub(super) struct Header {
     /// Tensors in the order of their bytes.
@@ -47,8 +39,9 @@ pub(super) struct Header {
     pub metadata: HashMap<String, String>,
 }
 
-fn read_header(bytes: &[u8]) -> Result<Header, HeaderError> {
-    let file_error = |problem: String| HeaderError { tensor: None, problem };
+fn read_header(display: &str, bytes: &[u8]) -> Result<Header, CheckpointError> {
+    let file_error = |problem: String| CheckpointError::file(display, problem);
+    let about = |tensor: &str, problem: String| CheckpointError::tensor(display, tensor, problem);
     let Some((length, rest)) = bytes.split_first_chunk::<8>() else {
         return Err(file_error(format!("truncated: {} bytes, too few for a safetensors file", bytes.len())));
     };
@@ -72,15 +65,10 @@ fn read_header(bytes: &[u8]) -> Result<Header, HeaderError> {
     let start = bytes.len() - data.len();
     let mut tensors = Vec::with_capacity(entries.len());
     for (name, entry) in entries {
-        match check_entry(&entry, data.len()) {
-            Ok((dtype, shape, offsets)) => tensors.push(TensorInfo {
-                name,
-                dtype,
-                shape,
-                range: start + offsets.start..start + offsets.end,
-            }),
-            Err(problem) => return Err(HeaderError { tensor: Some(name), problem }),
-        }
+        let checked = check_entry(&entry, data.len());
+        let (dtype, shape, offsets) = checked.map_err(|problem| about(&name, problem))?;
+        let range = start + offsets.start..start + offsets.end;
+        tensors.push(TensorInfo { name, dtype, shape, range });
     }
 
     tensors.sort_by_key(|t| (t.range.start, t.range.end));
@@ -89,10 +77,8 @@ fn read_header(bytes: &[u8]) -> Result<Header, HeaderError> {
         let Range { start: from, end: to } = tensor.range;
         if from != end {
             let what = if from < end { "overlaps the tensor before it" } else { "leaves a gap before it" };
-            return Err(HeaderError {
-                tensor: Some(tensor.name.clone()),
-                problem: format!("{what}: its bytes begin at {}, expected {}", from - start, end - start),
-            });
+            let problem = format!("{what}: its bytes begin at {}, expected {}", from - start, end - start);
+            return Err(about(&tensor.name, problem));
         }
         end = to;
     }
@@ -106,16 +92,16 @@ fn read_header(bytes: &[u8]) -> Result<Header, HeaderError> {
 pub(super) fn header(display: &str, bytes: &FileBytes) -> Result<Header, CheckpointError> {
     // No read-ahead into the tensors: they are read later, perhaps without the page cache.
     bytes.read_ahead(false);
-    let header = read_header(bytes);
+    let header = read_header(display, bytes);
     bytes.read_ahead(true);
-    header.map_err(|e| match e.tensor {
-        Some(tensor) => CheckpointError::tensor(display, &tensor, e.problem),
-        None => CheckpointError::file(display, e.problem),
-    })
+    header
 }
 
 fn check_entry(entry: &HeaderEntry, data_len: usize) -> Result<(DType, Vec<usize>, Range<usize>), String> {
-    let dtype = parse_dtype(&entry.dtype)?;
+    let dtype: DType = entry.dtype.parse().map_err(|_| {
+        let found = short(&entry.dtype);
+        format!("element type {found:?} is not supported; expected F32, F16, BF16, I8, U8, I32 or I64")
+    })?;
     if entry.shape.len() > MAX_RANK {
         return Err(format!("has {} dimensions; expected at most {MAX_RANK}", entry.shape.len()));
     }
@@ -144,24 +130,6 @@ fn check_entry(entry: &HeaderEntry, data_len: usize) -> Result<(DType, Vec<usize
     // The size limits the dimensions, unless one of them is 0. Then another one may exceed a 32-bit usize.
     let shape = shape.iter().map(|&d| usize::try_from(d)).collect::<Result<_, _>>();
     Ok((dtype, shape.map_err(|e| e.to_string())?, start as usize..end as usize))
-}
-
-fn parse_dtype(name: &str) -> Result<DType, String> {
-    Ok(match name {
-        "F32" => DType::F32,
-        "F16" => DType::F16,
-        "BF16" => DType::BF16,
-        "I8" => DType::I8,
-        "U8" => DType::U8,
-        "I32" => DType::I32,
-        "I64" => DType::I64,
-        other => {
-            return Err(format!(
-                "element type {:?} is not supported; expected F32, F16, BF16, I8, U8, I32 or I64",
-                short(other)
-            ));
-        }
-    })
 }
 
 #[derive(serde::Deserialize)]

@@ -7,9 +7,9 @@ use std::ops::Range;
 
 use super::error::CheckpointError;
 use super::files::FileBytes;
-use super::gguf::GgmlType;
-use super::legacy::Layout as LegacyLayout;
-use super::packed::Layout as PackedLayout;
+use super::gguf::blocks::GgmlType;
+use super::legacy::tensor::Layout as LegacyLayout;
+use super::packed::matrix::Layout as PackedLayout;
 use crate::tensor::{DType, Scheme};
 
 /// The files of a checkpoint, and its tensors by name.

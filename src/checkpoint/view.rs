@@ -58,7 +58,7 @@ impl<'a> Tensor<'a> {
     pub fn stored_bytes(&self) -> u64 {
         match &self.encoding {
             Encoding::Plain { data, .. } => data.len() as u64,
-            Encoding::Ggml(ggml) => ggml.stored_bytes(),
+            Encoding::Ggml(ggml) => ggml.data.len() as u64,
             Encoding::Native(native) => native.stored_bytes(),
             Encoding::Legacy(legacy) => legacy.stored_bytes(),
             Encoding::Packed(packed) => packed.stored_bytes(),
@@ -70,7 +70,7 @@ impl<'a> Tensor<'a> {
     pub fn scheme(&self) -> Result<Scheme, CheckpointError> {
         match &self.encoding {
             Encoding::Plain { dtype, .. } => Scheme::of(*dtype).ok_or_else(|| self.not_floating(*dtype)),
-            Encoding::Ggml(ggml) => Ok(ggml.scheme()),
+            Encoding::Ggml(ggml) => Ok(ggml.kind.scheme()),
             Encoding::Native(native) => Ok(native.scheme),
             Encoding::Legacy(legacy) => Ok(legacy.scheme()),
             Encoding::Packed(packed) => Ok(packed.scheme()),
@@ -124,7 +124,10 @@ impl<'a> Tensor<'a> {
         // A maximum over bits is vectorized. A loop with an early exit is not.
         if out.iter().fold(0, |max, x| (x.to_bits() & ABS).max(max)) >= INFINITY {
             let at = out.iter().position(|x| !x.is_finite()).unwrap_or(0);
-            return Err(self.not_finite(rows.start * cols + at));
+            let (row, col) = (rows.start + at / cols, at % cols);
+            return Err(
+                self.error(format!("row {row}, column {col} is NaN or infinite; expected a finite number"))
+            );
         }
         Ok(())
     }
@@ -156,11 +159,6 @@ impl<'a> Tensor<'a> {
 
     fn not_floating(&self, dtype: DType) -> CheckpointError {
         self.error(format!("holds {dtype:?}; expected F32, F16 or BF16"))
-    }
-
-    fn not_finite(&self, element: usize) -> CheckpointError {
-        let (row, col) = (element / self.cols(), element % self.cols());
-        self.error(format!("row {row}, column {col} is NaN or infinite; expected a finite number"))
     }
 }
 

@@ -37,6 +37,37 @@ impl fmt::Display for CooperativeMatrix {
     }
 }
 
+/// Vulkan's structures with the features of [`Need`].
+#[derive(Default)]
+struct Features {
+    core: vk::PhysicalDeviceFeatures,
+    vulkan11: vk::PhysicalDeviceVulkan11Features<'static>,
+    vulkan12: vk::PhysicalDeviceVulkan12Features<'static>,
+    vulkan13: vk::PhysicalDeviceVulkan13Features<'static>,
+}
+
+impl Features {
+    /// The fields that report a feature, and enable it.
+    fn fields(&mut self) -> [(Need, &mut vk::Bool32); 13] {
+        let Features { core, vulkan11, vulkan12, vulkan13 } = self;
+        [
+            (Need::BufferDeviceAddress, &mut vulkan12.buffer_device_address),
+            (Need::TimelineSemaphore, &mut vulkan12.timeline_semaphore),
+            (Need::HostQueryReset, &mut vulkan12.host_query_reset),
+            (Need::Synchronization2, &mut vulkan13.synchronization2),
+            (Need::Maintenance4, &mut vulkan13.maintenance4),
+            (Need::SubgroupSizeControl, &mut vulkan13.subgroup_size_control),
+            (Need::FullSubgroups, &mut vulkan13.compute_full_subgroups),
+            (Need::Float16, &mut vulkan12.shader_float16),
+            (Need::Int8, &mut vulkan12.shader_int8),
+            (Need::Int16, &mut core.shader_int16),
+            (Need::Storage8, &mut vulkan12.storage_buffer8_bit_access),
+            (Need::Storage16, &mut vulkan11.storage_buffer16_bit_access),
+            (Need::IntegerDotProduct, &mut vulkan13.shader_integer_dot_product),
+        ]
+    }
+}
+
 /// The features and limits of a device.
 #[derive(Debug, Clone, Default)]
 pub struct Caps {
@@ -67,14 +98,12 @@ impl Caps {
         let mut properties13 = vk::PhysicalDeviceVulkan13Properties::default();
         let mut properties =
             vk::PhysicalDeviceProperties2::default().push_next(&mut subgroup).push_next(&mut properties13);
-        let mut features11 = vk::PhysicalDeviceVulkan11Features::default();
-        let mut features12 = vk::PhysicalDeviceVulkan12Features::default();
-        let mut features13 = vk::PhysicalDeviceVulkan13Features::default();
+        let mut own = Features::default();
         let mut matrix = vk::PhysicalDeviceCooperativeMatrixFeaturesKHR::default();
         let mut features = vk::PhysicalDeviceFeatures2::default()
-            .push_next(&mut features11)
-            .push_next(&mut features12)
-            .push_next(&mut features13);
+            .push_next(&mut own.vulkan11)
+            .push_next(&mut own.vulkan12)
+            .push_next(&mut own.vulkan13);
         let has_matrix = has_extension(khr::cooperative_matrix::NAME);
         if has_matrix {
             features = features.push_next(&mut matrix);
@@ -87,42 +116,35 @@ impl Caps {
         }
         let kind = properties.properties.device_type;
         let (limits, api) = (properties.properties.limits, properties.properties.api_version);
-        let int16 = features.features.shader_int16;
+        own.core = features.features;
         let in_compute = subgroup.supported_stages.contains(vk::ShaderStageFlags::COMPUTE);
         let operations = |flags| in_compute && subgroup.supported_operations.contains(flags);
         let may_require = properties13.required_subgroup_size_stages.contains(vk::ShaderStageFlags::COMPUTE);
         let is = |feature: vk::Bool32| feature == vk::TRUE;
-        let sizes = match (is(features13.subgroup_size_control), may_require) {
+        let sizes = match (is(own.vulkan13.subgroup_size_control), may_require) {
             (true, true) => (properties13.min_subgroup_size, properties13.max_subgroup_size),
             _ => (subgroup.subgroup_size, subgroup.subgroup_size),
         };
         // lavapipe reports cooperative matrices for every subgroup size, but the process crashes if it is not 8.
         let may_multiply = kind != vk::PhysicalDeviceType::CPU || subgroup.subgroup_size == 8;
+        let features12 = &own.vulkan12;
         let has_model = is(features12.vulkan_memory_model) && is(features12.vulkan_memory_model_device_scope);
         let has_matrix = has_matrix && may_multiply && has_model && is(matrix.cooperative_matrix);
-        let all = [
-            (Need::BufferDeviceAddress, is(features12.buffer_device_address)),
-            (Need::TimelineSemaphore, is(features12.timeline_semaphore)),
-            (Need::HostQueryReset, is(features12.host_query_reset)),
-            (Need::Synchronization2, is(features13.synchronization2)),
-            (Need::Maintenance4, is(features13.maintenance4)),
-            (Need::SubgroupSizeControl, is(features13.subgroup_size_control) && may_require),
-            (Need::FullSubgroups, is(features13.compute_full_subgroups)),
+        let more = [
             (Need::SubgroupArithmetic, operations(vk::SubgroupFeatureFlags::ARITHMETIC)),
             (Need::SubgroupBallot, operations(vk::SubgroupFeatureFlags::BALLOT)),
             (Need::SubgroupShuffle, operations(vk::SubgroupFeatureFlags::SHUFFLE)),
             (Need::SubgroupsOf32, sizes.0 <= SUBGROUP_LANES),
-            (Need::Float16, is(features12.shader_float16)),
-            (Need::Int8, is(features12.shader_int8)),
-            (Need::Int16, is(int16)),
-            (Need::Storage8, is(features12.storage_buffer8_bit_access)),
-            (Need::Storage16, is(features11.storage_buffer16_bit_access)),
-            (Need::IntegerDotProduct, is(features13.shader_integer_dot_product)),
             (Need::CooperativeMatrix, has_matrix),
         ];
+        let reported = own.fields().map(|(need, field)| match need {
+            Need::SubgroupSizeControl => (need, is(*field) && may_require),
+            _ => (need, is(*field)),
+        });
+        let all = reported.into_iter().chain(more);
         let mut caps = Caps {
             api_version: (vk::api_version_major(api), vk::api_version_minor(api)),
-            features: all.into_iter().filter(|(_, has)| *has).map(|(need, _)| need).collect(),
+            features: all.filter(|(_, has)| *has).map(|(need, _)| need).collect(),
             subgroup_size: subgroup.subgroup_size,
             subgroup_sizes: sizes,
             max_workgroup_subgroups: properties13.max_compute_workgroup_subgroups,
@@ -167,7 +189,7 @@ impl Caps {
         if self.api_version < (1, 3) {
             missing.push("Vulkan 1.3 (on Debian 12, Mesa from bookworm-backports)".to_string());
         }
-        missing.extend(Need::RUN.iter().filter(|need| !self.has(**need)).map(|need| need.name().to_string()));
+        missing.extend(Need::RUN.iter().filter(|need| !self.has(**need)).map(Need::to_string));
         missing.extend(self.too_small(256, 32 << 10));
         missing
     }
@@ -175,22 +197,18 @@ impl Caps {
     /// Names of the features and limits that a pipeline of `shader` with `constants` needs and the device lacks.
     pub fn missing(&self, shader: &Shader, constants: &[u32]) -> Vec<String> {
         let needs = shader.needs.iter().filter(|need| !self.has(**need));
-        let mut missing: Vec<String> = needs.map(|need| need.name().to_string()).collect();
+        let mut missing: Vec<String> = needs.map(Need::to_string).collect();
         missing.extend(self.too_small(shader.workgroup.iter().product(), (shader.shared_bytes)(constants)));
         missing
     }
 
     fn too_small(&self, invocations: u32, shared_bytes: u32) -> impl Iterator<Item = String> {
-        let limit = |what: &str, needs: u32, has: u32| {
-            (needs > has).then(|| format!("{what} of {needs} (it has {has})"))
-        };
-        let invocations =
-            limit("maxComputeWorkGroupInvocations", invocations, self.max_workgroup_invocations);
-        invocations.into_iter().chain(limit(
-            "maxComputeSharedMemorySize",
-            shared_bytes,
-            self.max_shared_bytes,
-        ))
+        let limits = [
+            ("maxComputeWorkGroupInvocations", invocations, self.max_workgroup_invocations),
+            ("maxComputeSharedMemorySize", shared_bytes, self.max_shared_bytes),
+        ];
+        let too_small = limits.into_iter().filter(|(_, needs, has)| needs > has);
+        too_small.map(|(what, needs, has)| format!("{what} of {needs} (it has {has})"))
     }
 
     /// The subgroup size that a pipeline with this workgroup requires: `SUBGROUP_LANES`, or the device's largest size
@@ -223,26 +241,12 @@ impl Caps {
         let mut extensions: Vec<_> = extensions.iter().map(|name| name.as_ptr()).collect();
         let queues =
             [vk::DeviceQueueCreateInfo::default().queue_family_index(queue_family).queue_priorities(&[1.0])];
-        let features = vk::PhysicalDeviceFeatures::default().shader_int16(has(Need::Int16));
-        let mut features11 =
-            vk::PhysicalDeviceVulkan11Features::default().storage_buffer16_bit_access(has(Need::Storage16));
-        let mut features12 = vk::PhysicalDeviceVulkan12Features::default()
-            .buffer_device_address(has(Need::BufferDeviceAddress))
-            .timeline_semaphore(has(Need::TimelineSemaphore))
-            .host_query_reset(has(Need::HostQueryReset))
-            .shader_float16(has(Need::Float16))
-            .shader_int8(has(Need::Int8))
-            .storage_buffer8_bit_access(has(Need::Storage8))
-            // SPIR-V with cooperative matrices declares the Vulkan memory model. If that feature is enabled, atomics in
-            // all shaders need the device scope.
-            .vulkan_memory_model(has(Need::CooperativeMatrix))
-            .vulkan_memory_model_device_scope(has(Need::CooperativeMatrix));
-        let mut features13 = vk::PhysicalDeviceVulkan13Features::default()
-            .synchronization2(has(Need::Synchronization2))
-            .maintenance4(has(Need::Maintenance4))
-            .subgroup_size_control(has(Need::SubgroupSizeControl))
-            .compute_full_subgroups(has(Need::FullSubgroups))
-            .shader_integer_dot_product(has(Need::IntegerDotProduct));
+        let mut features = Features::default();
+        features.fields().into_iter().for_each(|(need, field)| *field = has(need).into());
+        // SPIR-V with cooperative matrices declares the Vulkan memory model. If that feature is enabled, atomics in all
+        // shaders need the device scope.
+        features.vulkan12.vulkan_memory_model = has(Need::CooperativeMatrix).into();
+        features.vulkan12.vulkan_memory_model_device_scope = has(Need::CooperativeMatrix).into();
         let mut matrix = vk::PhysicalDeviceCooperativeMatrixFeaturesKHR::default().cooperative_matrix(true);
         let mut statistics = vk::PhysicalDevicePipelineExecutablePropertiesFeaturesKHR::default()
             .pipeline_executable_info(true);
@@ -255,10 +259,10 @@ impl Caps {
         let mut info = vk::DeviceCreateInfo::default()
             .queue_create_infos(&queues)
             .enabled_extension_names(&extensions)
-            .enabled_features(&features)
-            .push_next(&mut features11)
-            .push_next(&mut features12)
-            .push_next(&mut features13);
+            .enabled_features(&features.core)
+            .push_next(&mut features.vulkan11)
+            .push_next(&mut features.vulkan12)
+            .push_next(&mut features.vulkan13);
         if has(Need::CooperativeMatrix) {
             info = info.push_next(&mut matrix);
         }

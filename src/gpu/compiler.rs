@@ -10,7 +10,7 @@ use ash::{khr, vk};
 use super::device::RawDevice;
 use super::enumerate::enumerate;
 use super::instance::Instance;
-use super::pipeline::{PUSH_BYTES, create_pipeline, pipeline_name};
+use super::pipeline::{create_layout, create_pipeline, pipeline_name};
 use super::{DeviceInfo, GpuError, Shader};
 
 /// A device that compiles pipelines, but does not run them.
@@ -44,12 +44,7 @@ impl Compiler {
         let queue_family = chosen.queues.first().map_or(0, |queue| queue.index);
         let raw = chosen.info.caps.create_device(&instance.raw, chosen.raw, queue_family, &[], true)?;
         let raw = RawDevice(raw);
-        let push =
-            [vk::PushConstantRange::default().stage_flags(vk::ShaderStageFlags::COMPUTE).size(PUSH_BYTES)];
-        let info = vk::PipelineLayoutCreateInfo::default().push_constant_ranges(&push);
-        // SAFETY: the device is alive.
-        let layout = unsafe { raw.create_pipeline_layout(&info, None) }
-            .map_err(GpuError::of("vkCreatePipelineLayout"))?;
+        let layout = create_layout(&raw)?;
         let executables = khr::pipeline_executable_properties::Device::new(&instance.raw, &raw);
         Ok(Compiler { layout, executables, info: chosen.info, raw, _instance: instance })
     }

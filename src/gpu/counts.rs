@@ -41,6 +41,16 @@ impl Counts {
         self.declared.iter().sum::<u64>() - self.weight_bytes() - self.kv_bytes()
     }
 
+    /// Each count combined with the same count of `other`.
+    fn with(self, other: Counts, combine: impl Fn(u64, u64) -> u64) -> Counts {
+        Counts {
+            dispatches: combine(self.dispatches, other.dispatches),
+            copies: combine(self.copies, other.copies),
+            barriers: combine(self.barriers, other.barriers),
+            declared: std::array::from_fn(|class| combine(self.declared[class], other.declared[class])),
+        }
+    }
+
     pub(super) fn declare(&mut self, class: Class, bytes: u64) {
         self.declared[class as usize] += bytes;
     }
@@ -48,11 +58,7 @@ impl Counts {
 
 impl std::ops::AddAssign for Counts {
     fn add_assign(&mut self, other: Counts) {
-        let Counts { dispatches, copies, barriers, declared } = other;
-        self.dispatches += dispatches;
-        self.copies += copies;
-        self.barriers += barriers;
-        self.declared.iter_mut().zip(declared).for_each(|(sum, bytes)| *sum += bytes);
+        *self = self.with(other, |sum, n| sum + n);
     }
 }
 
@@ -60,12 +66,8 @@ impl std::ops::Sub for Counts {
     type Output = Counts;
 
     /// The counts between two readings of a running sum.
-    fn sub(mut self, before: Counts) -> Counts {
-        self.dispatches -= before.dispatches;
-        self.copies -= before.copies;
-        self.barriers -= before.barriers;
-        self.declared.iter_mut().zip(before.declared).for_each(|(now, before)| *now -= before);
-        self
+    fn sub(self, before: Counts) -> Counts {
+        self.with(before, |now, before| now - before)
     }
 }
 
@@ -73,11 +75,7 @@ impl std::ops::Div<u64> for Counts {
     type Output = Counts;
 
     /// The average over `by`, rounded down.
-    fn div(mut self, by: u64) -> Counts {
-        self.dispatches /= by;
-        self.copies /= by;
-        self.barriers /= by;
-        self.declared.iter_mut().for_each(|bytes| *bytes /= by);
-        self
+    fn div(self, by: u64) -> Counts {
+        self.with(self, |n, _| n / by)
     }
 }

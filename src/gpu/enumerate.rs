@@ -101,13 +101,8 @@ fn inspect(instance: &Instance, index: usize, raw: vk::PhysicalDevice) -> Candid
     };
     let caps = Caps::read(&instance.entry, vk_instance, raw, &may_have);
     let mut missing = caps.missing_to_run();
-    let mut need = |have: bool, what: &str| {
-        if !have {
-            missing.push(what.to_string());
-        }
-    };
-    need(!queues.is_empty(), "a compute queue");
-    need(heaps.iter().any(|h| h.size_bytes > 0), "a memory heap");
+    missing.extend(queues.is_empty().then(|| "a compute queue".to_string()));
+    missing.extend(heaps.iter().all(|h| h.size_bytes == 0).then(|| "a memory heap".to_string()));
 
     let text = |s: Result<&std::ffi::CStr, _>| {
         s.map_or(String::new(), |s: &std::ffi::CStr| s.to_string_lossy().into_owned())

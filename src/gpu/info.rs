@@ -1,37 +1,33 @@
 //! A device's properties as its driver reports them: name, kind, queues, heaps, limits. This module does not call
 //! Vulkan.
 
-use std::fmt;
-
 use serde::{Deserialize, Serialize};
+use strum::Display;
 
 use super::caps::Caps;
 
 /// The kind of a queue: compute only, or compute and graphics.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Display)]
 #[serde(rename_all = "kebab-case")]
+#[strum(serialize_all = "lowercase")]
 pub enum QueueKind {
     Compute,
     Graphics,
 }
 
-impl fmt::Display for QueueKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            QueueKind::Compute => "compute",
-            QueueKind::Graphics => "graphics",
-        })
-    }
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, Display)]
 #[serde(rename_all = "kebab-case")]
 pub enum DeviceKind {
+    #[strum(to_string = "discrete GPU")]
     Discrete,
+    #[strum(to_string = "integrated GPU")]
     Integrated,
+    #[strum(to_string = "virtual GPU")]
     Virtual,
+    #[strum(to_string = "other")]
     Other,
     /// Software Vulkan.
+    #[strum(to_string = "software (CPU)")]
     Cpu,
 }
 
@@ -39,18 +35,6 @@ impl DeviceKind {
     /// Whether the GPU accesses all memory at the same speed. An integrated GPU does: GTT is as fast as VRAM.
     pub(super) fn is_unified(self) -> bool {
         matches!(self, DeviceKind::Integrated | DeviceKind::Cpu)
-    }
-}
-
-impl fmt::Display for DeviceKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            DeviceKind::Discrete => "discrete GPU",
-            DeviceKind::Integrated => "integrated GPU",
-            DeviceKind::Virtual => "virtual GPU",
-            DeviceKind::Other => "other",
-            DeviceKind::Cpu => "software (CPU)",
-        })
     }
 }
 

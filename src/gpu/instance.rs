@@ -41,7 +41,11 @@ pub(super) struct Instance {
 impl Instance {
     pub fn new(validation: bool) -> Result<Instance, GpuError> {
         // SAFETY: loading libvulkan runs the initialisers of the system's Vulkan loader, which is trusted.
-        let entry = unsafe { Entry::load() }.map_err(|e| GpuError::NoLoader(e.to_string()))?;
+        let entry = unsafe { Entry::load() }.map_err(|e| {
+            GpuError::Unusable(format!(
+                "no Vulkan loader (libvulkan.so.1): {e}; install the package libvulkan1 (`make setup` does)"
+            ))
+        })?;
         Instance::of(entry, validation)
     }
 
@@ -60,7 +64,9 @@ impl Instance {
             let available = unsafe { entry.enumerate_instance_layer_properties() }
                 .map_err(GpuError::of("vkEnumerateInstanceLayerProperties"))?;
             let layer = available.iter().find(|l| l.layer_name_as_c_str() == Ok(VALIDATION_LAYER));
-            layer_version = layer.ok_or(GpuError::NoValidationLayer)?.spec_version;
+            let missing = "validation was requested, but the layer VK_LAYER_KHRONOS_validation is not installed; install the \
+                           package vulkan-validationlayers (`make setup-test` does)";
+            layer_version = layer.ok_or_else(|| GpuError::Unusable(missing.into()))?.spec_version;
             layers.push(VALIDATION_LAYER.as_ptr());
             extensions.push(ext::debug_utils::NAME.as_ptr());
         }

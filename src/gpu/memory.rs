@@ -56,7 +56,9 @@ impl Chunk {
     ) -> Result<Chunk, GpuError> {
         let limit = device.info().max_allocation_bytes;
         if size > limit {
-            return Err(GpuError::TooLarge { name: name.to_string(), asked: size, limit });
+            return Err(GpuError::NoRoom(format!(
+                "{name}: needs one allocation of {size} bytes, but the device allows at most {limit} bytes per allocation"
+            )));
         }
         let shared = if kind == MemoryKind::Shared { Some(shared_handles(device, name)?) } else { None };
         let mut external = vk::ExternalMemoryBufferCreateInfo::default();
@@ -109,7 +111,10 @@ impl Chunk {
         let addresses = [Some(chunk.address), memory_type.is_mapped().then_some(chunk.mapped as u64)];
         for at in addresses.into_iter().flatten() {
             if at == 0 || at.checked_add(size).is_none() {
-                return Err(GpuError::NoAddress { name: name.to_string(), asked: size, at });
+                return Err(GpuError::NoRoom(format!(
+                    "{name}: the driver had no memory for {size} bytes, but returned the invalid address {at:#x} instead \
+                     of an error; this process has too little memory (`ulimit -v`, MemoryMax=)"
+                )));
             }
         }
         device.name(raw, name);
@@ -141,12 +146,12 @@ fn allocate(
         let heap = device.heaps.memory_type(memory_type).heap;
         let (free, total) = device.free_bytes(heap);
         let (_, local) = table.heaps[heap];
-        let refusal = || GpuError::OutOfMemory {
-            name: name.to_string(),
-            heap: heap_name(heap, local),
-            asked: needs.size,
-            free,
-            total,
+        let refusal = || {
+            let (asked, heap) = (needs.size, heap_name(heap, local));
+            GpuError::NoRoom(format!(
+                "{name}: needs {asked} bytes in {heap}, but only {free} of {total} bytes are free; choose a smaller \
+                 --quantize mode or --context, or free GPU memory"
+            ))
         };
         if needs.size > free {
             full.get_or_insert_with(refusal);
@@ -354,13 +359,9 @@ impl Arena {
         if let Some(planned) = &mut self.planned {
             return Ok(planned.hand_out(kind, class, size, name));
         }
-        if kind == MemoryKind::Shared || self.device.rehearsed().separate_buffers {
-            let chunk = Arc::new(Chunk::new(&self.device, kind, class, None, size, name)?);
-            self.note(class, &chunk, size, chunk.allocated);
-            return Ok(Buffer { chunk, offset: 0, size });
-        }
-        let rounded = size.next_multiple_of(ALIGNMENT);
-        if rounded > CHUNK_BYTES / 2 {
+        let is_exact = kind == MemoryKind::Shared || self.device.rehearsed().separate_buffers;
+        let rounded = if is_exact { size } else { size.next_multiple_of(ALIGNMENT) };
+        if is_exact || rounded > CHUNK_BYTES / 2 {
             let chunk = Arc::new(Chunk::new(&self.device, kind, class, None, rounded, name)?);
             self.note(class, &chunk, rounded, chunk.allocated);
             return Ok(Buffer { chunk, offset: 0, size });
@@ -411,15 +412,12 @@ impl Arena {
     fn note(&mut self, class: Class, chunk: &Chunk, bytes: u64, allocated: u64) {
         let (_, local) = self.device.heaps.table.heaps[chunk.heap];
         let heap = heap_name(chunk.heap, local);
-        let row = match self.placements.iter().position(|p| p.class == class && p.heap == heap) {
-            Some(row) => row,
-            None => {
-                self.placements.push(Placement { class, heap, buffers: 0, bytes: 0, allocated: 0 });
-                self.placements.sort_by(|a, b| (a.class, &a.heap).cmp(&(b.class, &b.heap)));
-                return self.note(class, chunk, bytes, allocated);
-            }
-        };
-        let row = &mut self.placements[row];
+        let found = self.placements.binary_search_by(|row| (row.class, &row.heap).cmp(&(class, &heap)));
+        let at = found.unwrap_or_else(|at| {
+            self.placements.insert(at, Placement { class, heap, buffers: 0, bytes: 0, allocated: 0 });
+            at
+        });
+        let row = &mut self.placements[at];
         row.buffers += 1;
         row.bytes += bytes;
         row.allocated += allocated;

@@ -1,10 +1,13 @@
 //! The device features that shaders or steps may need, with Vulkan's names.
 
+use strum::Display;
+
 /// The subgroup size that shaders are written for: AMD (wave32) and NVIDIA have it. Sizes that divide it work too.
 pub(super) const SUBGROUP_LANES: u32 = 32;
 
-/// A feature of a device.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// A feature of a device. It displays as Vulkan's name, or as a description if it has no name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Display)]
+#[strum(serialize_all = "camelCase")]
 pub enum Need {
     BufferDeviceAddress,
     TimelineSemaphore,
@@ -12,18 +15,30 @@ pub enum Need {
     Synchronization2,
     Maintenance4,
     SubgroupSizeControl,
+    #[strum(serialize = "computeFullSubgroups")]
     FullSubgroups,
+    #[strum(serialize = "subgroup arithmetic in compute shaders")]
     SubgroupArithmetic,
+    #[strum(serialize = "subgroup ballots in compute shaders")]
     SubgroupBallot,
+    #[strum(serialize = "subgroup shuffles in compute shaders")]
     SubgroupShuffle,
     /// Subgroups whose size divides `SUBGROUP_LANES`.
+    #[strum(serialize = "subgroups of 32 invocations, or of a size that divides it")]
     SubgroupsOf32,
+    #[strum(serialize = "shaderFloat16")]
     Float16,
+    #[strum(serialize = "shaderInt8")]
     Int8,
+    #[strum(serialize = "shaderInt16")]
     Int16,
+    #[strum(serialize = "storageBuffer8BitAccess")]
     Storage8,
+    #[strum(serialize = "storageBuffer16BitAccess")]
     Storage16,
+    #[strum(serialize = "shaderIntegerDotProduct")]
     IntegerDotProduct,
+    #[strum(serialize = "cooperativeMatrix (VK_KHR_cooperative_matrix)")]
     CooperativeMatrix,
 }
 
@@ -37,28 +52,4 @@ impl Need {
         Need::Maintenance4,
         Need::SubgroupArithmetic,
     ];
-
-    /// Vulkan's name of the feature, or a description if it has no name.
-    pub fn name(self) -> &'static str {
-        match self {
-            Need::BufferDeviceAddress => "bufferDeviceAddress",
-            Need::TimelineSemaphore => "timelineSemaphore",
-            Need::HostQueryReset => "hostQueryReset",
-            Need::Synchronization2 => "synchronization2",
-            Need::Maintenance4 => "maintenance4",
-            Need::SubgroupSizeControl => "subgroupSizeControl",
-            Need::FullSubgroups => "computeFullSubgroups",
-            Need::SubgroupArithmetic => "subgroup arithmetic in compute shaders",
-            Need::SubgroupBallot => "subgroup ballots in compute shaders",
-            Need::SubgroupShuffle => "subgroup shuffles in compute shaders",
-            Need::SubgroupsOf32 => "subgroups of 32 invocations, or of a size that divides it",
-            Need::Float16 => "shaderFloat16",
-            Need::Int8 => "shaderInt8",
-            Need::Int16 => "shaderInt16",
-            Need::Storage8 => "storageBuffer8BitAccess",
-            Need::Storage16 => "storageBuffer16BitAccess",
-            Need::IntegerDotProduct => "shaderIntegerDotProduct",
-            Need::CooperativeMatrix => "cooperativeMatrix (VK_KHR_cooperative_matrix)",
-        }
-    }
 }

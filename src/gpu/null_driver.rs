@@ -25,146 +25,75 @@ static BUFFERS: Mutex<BTreeMap<u64, u64>> = Mutex::new(BTreeMap::new());
 /// The sizes of allocations, and the bytes of those that are mapped, by handle.
 static MEMORY: Mutex<BTreeMap<u64, (u64, Vec<u8>)>> = Mutex::new(BTreeMap::new());
 
-/// The functions of the driver.
+/// The driver's loader.
 pub(super) fn entry() -> ash::Entry {
     // SAFETY: the function returns functions with the signatures of their names.
     unsafe { ash::Entry::from_static_fn(ash::StaticFn { get_instance_proc_addr: instance_function }) }
 }
 
-unsafe extern "system" fn instance_function(
-    _: vk::Instance,
-    name: *const c_char,
-) -> Option<unsafe extern "system" fn()> {
-    // SAFETY: Vulkan's names end with a NUL.
-    function(unsafe { CStr::from_ptr(name) })
-}
-
-unsafe extern "system" fn device_function(
-    _: vk::Device,
-    name: *const c_char,
-) -> Option<unsafe extern "system" fn()> {
-    // SAFETY: Vulkan's names end with a NUL.
-    function(unsafe { CStr::from_ptr(name) })
-}
-
-/// The function with this name. Handles are passed as the words that they consist of, and structures that a function
-/// does not read as untyped pointers: both have the ABI of the Vulkan types.
-fn function(name: &CStr) -> Option<unsafe extern "system" fn()> {
-    let function = match name.to_str().ok()? {
-        "vkGetDeviceProcAddr" => device_function as *const (),
-        "vkCreateInstance" => create_dispatchable as *const (),
-        "vkEnumeratePhysicalDevices" => physical_devices as *const (),
-        "vkGetPhysicalDeviceProperties2" => properties as *const (),
-        "vkGetPhysicalDeviceFeatures2" => features as *const (),
-        "vkGetPhysicalDeviceQueueFamilyProperties" => queue_families as *const (),
-        "vkGetPhysicalDeviceMemoryProperties" => memory_properties as *const (),
-        "vkGetPhysicalDeviceMemoryProperties2" => memory_properties2 as *const (),
-        "vkEnumerateDeviceExtensionProperties" => no_extensions as *const (),
-        "vkCreateDevice" => create_device as *const (),
-        "vkGetDeviceQueue" => queue as *const (),
-        "vkDestroyInstance" | "vkDestroyDevice" => destroy_owner as *const (),
-        "vkCreatePipelineLayout"
-        | "vkCreatePipelineCache"
-        | "vkCreateShaderModule"
-        | "vkCreateSemaphore"
-        | "vkCreateCommandPool" => create as *const (),
-        "vkDestroyPipelineLayout"
-        | "vkDestroyPipelineCache"
-        | "vkDestroyShaderModule"
-        | "vkDestroyPipeline"
-        | "vkDestroySemaphore"
-        | "vkDestroyCommandPool"
-        | "vkDestroyQueryPool" => destroy as *const (),
-        "vkCreateComputePipelines" => create_pipelines as *const (),
-        "vkGetPipelineCacheData" => no_cache_data as *const (),
-        "vkCreateBuffer" => create_buffer as *const (),
-        "vkDestroyBuffer" => destroy_buffer as *const (),
-        "vkGetBufferMemoryRequirements" => requirements as *const (),
-        "vkGetBufferDeviceAddress" => address as *const (),
-        "vkAllocateMemory" => allocate as *const (),
-        "vkFreeMemory" => free as *const (),
-        "vkBindBufferMemory" => bind as *const (),
-        "vkMapMemory" => map as *const (),
-        "vkAllocateCommandBuffers" => allocate_commands as *const (),
-        "vkBeginCommandBuffer" => begin as *const (),
-        "vkEndCommandBuffer" | "vkDeviceWaitIdle" => succeed as *const (),
-        "vkResetCommandPool" => reset_pool as *const (),
-        "vkCmdBindPipeline" => bind_pipeline as *const (),
-        "vkCmdPushConstants" => push_constants as *const (),
-        "vkCmdDispatch" => dispatch as *const (),
-        "vkCmdDispatchIndirect" => dispatch_indirect as *const (),
-        "vkCmdCopyBuffer" => copy as *const (),
-        "vkCmdFillBuffer" => fill as *const (),
-        "vkCmdPipelineBarrier2" => barrier as *const (),
-        "vkQueueSubmit2" => submit as *const (),
-        "vkWaitSemaphores" => wait as *const (),
-        "vkGetSemaphoreCounterValue" => reached as *const (),
-        _ => return None,
-    };
-    // SAFETY: a pointer to a function, which ash calls with the signature of the name.
-    Some(unsafe { std::mem::transmute::<*const (), unsafe extern "system" fn()>(function) })
-}
-
 type Pointer = *const c_void;
 const SUCCESS: vk::Result = vk::Result::SUCCESS;
 
-fn unique(bytes: u64) -> u64 {
-    NEXT.fetch_add(bytes.next_multiple_of(ALIGNMENT) + ALIGNMENT, Ordering::Relaxed)
+/// Defines functions of Vulkan, and `function`, which finds each by its names. Handles are passed as the words that
+/// they consist of, and structures that a function does not read as untyped pointers: both have the ABI of the Vulkan
+/// types.
+macro_rules! functions {
+    ($($($vulkan:literal)|+ => $name:ident($($argument:tt: $of:ty),*) $(-> $result:ty)? { $($body:tt)* })+) => {
+        $(
+            #[allow(unused_unsafe)] // some functions do nothing
+            unsafe extern "system" fn $name($($argument: $of),*) $(-> $result)? {
+                // SAFETY: Vulkan passes valid inputs, and room for each output; a null pointer is handled in the body.
+                unsafe { $($body)* }
+            }
+        )+
+
+        fn function(name: &CStr) -> Option<unsafe extern "system" fn()> {
+            let function = match name.to_str().ok()? {
+                $($($vulkan)|+ => $name as *const (),)+
+                _ => return None,
+            };
+            // SAFETY: a pointer to a function, which ash calls with the signature of the name.
+            Some(unsafe { std::mem::transmute::<*const (), unsafe extern "system" fn()>(function) })
+        }
+    };
 }
 
-unsafe extern "system" fn create_dispatchable(_: Pointer, _: Pointer, made: *mut u64) -> vk::Result {
-    // SAFETY: Vulkan passes a place for the handle.
-    unsafe { made.write(unique(0)) };
-    SUCCESS
-}
+functions! {
+    "vkGetInstanceProcAddr" => instance_function(_: vk::Instance, name: *const c_char) -> vk::PFN_vkVoidFunction {
+        function(CStr::from_ptr(name))
+    }
+    "vkGetDeviceProcAddr" => device_function(_: vk::Device, name: *const c_char) -> vk::PFN_vkVoidFunction {
+        function(CStr::from_ptr(name))
+    }
 
-unsafe extern "system" fn create_device(_: Pointer, _: Pointer, _: Pointer, made: *mut u64) -> vk::Result {
-    // SAFETY: as above.
-    unsafe { made.write(unique(0)) };
-    SUCCESS
-}
+    "vkCreateInstance" => create_instance(_: Pointer, _: Pointer, made: *mut u64) -> vk::Result {
+        made.write(unique(0));
+        SUCCESS
+    }
+    "vkCreateDevice" | "vkCreatePipelineLayout" | "vkCreatePipelineCache" | "vkCreateShaderModule" | "vkCreateSemaphore"
+    | "vkCreateCommandPool" => create(_: Pointer, _: Pointer, _: Pointer, made: *mut u64) -> vk::Result {
+        made.write(unique(0));
+        SUCCESS
+    }
+    "vkDestroyInstance" | "vkDestroyDevice" => destroy_owner(_: Pointer, _: Pointer) {}
+    "vkDestroyPipelineLayout" | "vkDestroyPipelineCache" | "vkDestroyShaderModule" | "vkDestroyPipeline"
+    | "vkDestroySemaphore" | "vkDestroyCommandPool" | "vkDestroyQueryPool"
+        => destroy(_: Pointer, _: u64, _: Pointer) {}
 
-unsafe extern "system" fn create(_: Pointer, _: Pointer, _: Pointer, made: *mut u64) -> vk::Result {
-    // SAFETY: as above.
-    unsafe { made.write(unique(0)) };
-    SUCCESS
-}
-
-unsafe extern "system" fn destroy(_: Pointer, _: u64, _: Pointer) {}
-
-unsafe extern "system" fn destroy_owner(_: Pointer, _: Pointer) {}
-
-unsafe extern "system" fn physical_devices(_: Pointer, count: *mut u32, devices: *mut u64) -> vk::Result {
-    // SAFETY: `devices` is null, or has room for the one device.
-    unsafe {
+    "vkEnumeratePhysicalDevices" => devices(_: Pointer, count: *mut u32, devices: *mut u64) -> vk::Result {
         count.write(1);
         if !devices.is_null() {
             devices.write(1);
         }
+        SUCCESS
     }
-    SUCCESS
-}
-
-/// Calls `set` with each structure that is chained to `first`, and its type.
-///
-/// # Safety
-///
-/// The chain must be one of Vulkan's output structures.
-unsafe fn chained(first: *mut c_void, mut set: impl FnMut(vk::StructureType, *mut c_void)) {
-    let mut next: *mut vk::BaseOutStructure<'_> = first.cast();
-    while !next.is_null() {
-        // SAFETY: per this function's contract.
-        unsafe {
-            set((*next).s_type, next.cast());
-            next = (*next).p_next;
-        }
+    "vkEnumerateDeviceExtensionProperties"
+        => no_extensions(_: Pointer, _: Pointer, count: *mut u32, _: Pointer) -> vk::Result {
+        count.write(0);
+        SUCCESS
     }
-}
-
-unsafe extern "system" fn properties(_: Pointer, to: *mut vk::PhysicalDeviceProperties2<'_>) {
-    use vk::StructureType as S;
-    // SAFETY: Vulkan passes a structure with a chain of others, each of the type that it names.
-    unsafe {
+    "vkGetPhysicalDeviceProperties2" => properties(_: Pointer, to: *mut vk::PhysicalDeviceProperties2<'_>) {
+        use vk::StructureType as S;
         let own = &mut (*to).properties;
         own.api_version = vk::API_VERSION_1_3;
         // So the host maps no memory of weights: a note would copy them.
@@ -198,12 +127,8 @@ unsafe extern "system" fn properties(_: Pointer, to: *mut vk::PhysicalDeviceProp
             _ => {}
         });
     }
-}
-
-unsafe extern "system" fn features(_: Pointer, to: *mut vk::PhysicalDeviceFeatures2<'_>) {
-    use vk::StructureType as S;
-    // SAFETY: as in `properties`.
-    unsafe {
+    "vkGetPhysicalDeviceFeatures2" => features(_: Pointer, to: *mut vk::PhysicalDeviceFeatures2<'_>) {
+        use vk::StructureType as S;
         (*to).features.shader_int16 = vk::TRUE;
         chained((*to).p_next, |kind, to| match kind {
             S::PHYSICAL_DEVICE_VULKAN_1_1_FEATURES => {
@@ -230,196 +155,124 @@ unsafe extern "system" fn features(_: Pointer, to: *mut vk::PhysicalDeviceFeatur
             _ => {}
         });
     }
-}
-
-unsafe extern "system" fn queue_families(
-    _: Pointer,
-    count: *mut u32,
-    families: *mut vk::QueueFamilyProperties,
-) {
-    // SAFETY: `families` is null, or has room for the one family.
-    unsafe {
+    "vkGetPhysicalDeviceQueueFamilyProperties"
+        => queue_families(_: Pointer, count: *mut u32, families: *mut vk::QueueFamilyProperties) {
         count.write(1);
         if !families.is_null() {
             let queue_flags = vk::QueueFlags::COMPUTE;
             families.write(vk::QueueFamilyProperties { queue_flags, queue_count: 1, ..Default::default() });
         }
     }
-}
+    // One type of device memory, and one that the host maps, each with a heap.
+    "vkGetPhysicalDeviceMemoryProperties" => memory(_: Pointer, to: *mut vk::PhysicalDeviceMemoryProperties) {
+        use vk::MemoryPropertyFlags as Flags;
+        let mut all = vk::PhysicalDeviceMemoryProperties {
+            memory_heap_count: 2,
+            memory_type_count: 2,
+            ..Default::default()
+        };
+        let local = vk::MemoryHeapFlags::DEVICE_LOCAL;
+        all.memory_heaps[0] = vk::MemoryHeap { size: HEAP_BYTES, flags: local };
+        all.memory_heaps[1] = vk::MemoryHeap { size: HEAP_BYTES, ..Default::default() };
+        all.memory_types[0] = vk::MemoryType { property_flags: Flags::DEVICE_LOCAL, heap_index: 0 };
+        let mapped = Flags::HOST_VISIBLE | Flags::HOST_COHERENT | Flags::HOST_CACHED;
+        all.memory_types[1] = vk::MemoryType { property_flags: mapped, heap_index: 1 };
+        to.write(all)
+    }
+    "vkGetPhysicalDeviceMemoryProperties2"
+        => memory2(device: Pointer, to: *mut vk::PhysicalDeviceMemoryProperties2<'_>) {
+        memory(device, &raw mut (*to).memory_properties)
+    }
+    "vkGetDeviceQueue" => queue(_: Pointer, _: u32, _: u32, queue: *mut u64) { queue.write(1) }
 
-/// One type of device memory, and one that the host maps, each with a heap.
-unsafe extern "system" fn memory_properties(_: Pointer, to: *mut vk::PhysicalDeviceMemoryProperties) {
-    use vk::MemoryPropertyFlags as Flags;
-    let mut all = vk::PhysicalDeviceMemoryProperties {
-        memory_heap_count: 2,
-        memory_type_count: 2,
-        ..Default::default()
-    };
-    let local = vk::MemoryHeapFlags::DEVICE_LOCAL;
-    all.memory_heaps[0] = vk::MemoryHeap { size: HEAP_BYTES, flags: local };
-    all.memory_heaps[1] = vk::MemoryHeap { size: HEAP_BYTES, ..Default::default() };
-    all.memory_types[0] = vk::MemoryType { property_flags: Flags::DEVICE_LOCAL, heap_index: 0 };
-    let mapped = Flags::HOST_VISIBLE | Flags::HOST_COHERENT | Flags::HOST_CACHED;
-    all.memory_types[1] = vk::MemoryType { property_flags: mapped, heap_index: 1 };
-    // SAFETY: Vulkan passes a place for the structure.
-    unsafe { to.write(all) }
-}
+    "vkCreateComputePipelines"
+        => pipelines(_: Pointer, _: u64, count: u32, _: Pointer, _: Pointer, made: *mut u64) -> vk::Result {
+        (0..count as usize).for_each(|i| made.add(i).write(unique(0)));
+        SUCCESS
+    }
+    "vkGetPipelineCacheData" => no_cache_data(_: Pointer, _: u64, bytes: *mut usize, _: Pointer) -> vk::Result {
+        bytes.write(0);
+        SUCCESS
+    }
 
-unsafe extern "system" fn memory_properties2(
-    device: Pointer,
-    to: *mut vk::PhysicalDeviceMemoryProperties2<'_>,
-) {
-    // SAFETY: as above.
-    unsafe { memory_properties(device, &raw mut (*to).memory_properties) }
-}
-
-unsafe extern "system" fn no_extensions(_: Pointer, _: Pointer, count: *mut u32, _: Pointer) -> vk::Result {
-    // SAFETY: Vulkan passes a place for the count.
-    unsafe { count.write(0) };
-    SUCCESS
-}
-
-unsafe extern "system" fn queue(_: Pointer, _: u32, _: u32, queue: *mut u64) {
-    // SAFETY: Vulkan passes a place for the handle.
-    unsafe { queue.write(1) };
-}
-
-unsafe extern "system" fn create_pipelines(
-    _: Pointer,
-    _: u64,
-    count: u32,
-    _: Pointer,
-    _: Pointer,
-    made: *mut u64,
-) -> vk::Result {
-    // SAFETY: Vulkan passes room for `count` handles.
-    (0..count as usize).for_each(|i| unsafe { made.add(i).write(unique(0)) });
-    SUCCESS
-}
-
-unsafe extern "system" fn no_cache_data(_: Pointer, _: u64, bytes: *mut usize, _: Pointer) -> vk::Result {
-    // SAFETY: Vulkan passes a place for the size.
-    unsafe { bytes.write(0) };
-    SUCCESS
-}
-
-unsafe extern "system" fn create_buffer(
-    _: Pointer,
-    info: *const vk::BufferCreateInfo<'_>,
-    _: Pointer,
-    made: *mut u64,
-) -> vk::Result {
-    // SAFETY: Vulkan passes the description, and a place for the handle.
-    unsafe {
+    "vkCreateBuffer"
+        => create_buffer(_: Pointer, info: *const vk::BufferCreateInfo<'_>, _: Pointer, made: *mut u64) -> vk::Result {
         let size = (*info).size;
         let handle = unique(size);
         BUFFERS.lock().unwrap().insert(handle, size);
         made.write(handle);
+        SUCCESS
     }
-    SUCCESS
-}
-
-unsafe extern "system" fn destroy_buffer(_: Pointer, buffer: u64, _: Pointer) {
-    BUFFERS.lock().unwrap().remove(&buffer);
-}
-
-unsafe extern "system" fn requirements(_: Pointer, buffer: u64, to: *mut vk::MemoryRequirements) {
-    let size = BUFFERS.lock().unwrap()[&buffer];
-    // SAFETY: Vulkan passes a place for the structure.
-    unsafe { to.write(vk::MemoryRequirements { size, alignment: ALIGNMENT, memory_type_bits: 3 }) }
-}
-
-unsafe extern "system" fn address(_: Pointer, info: *const vk::BufferDeviceAddressInfo<'_>) -> u64 {
-    // SAFETY: Vulkan passes the description.
-    unsafe { (*info).buffer.as_raw() }
-}
-
-unsafe extern "system" fn allocate(
-    _: Pointer,
-    info: *const vk::MemoryAllocateInfo<'_>,
-    _: Pointer,
-    made: *mut u64,
-) -> vk::Result {
-    let handle = unique(0);
-    // SAFETY: Vulkan passes the description, and a place for the handle.
-    unsafe {
+    "vkDestroyBuffer" => destroy_buffer(_: Pointer, buffer: u64, _: Pointer) {
+        BUFFERS.lock().unwrap().remove(&buffer);
+    }
+    "vkGetBufferMemoryRequirements" => requirements(_: Pointer, buffer: u64, to: *mut vk::MemoryRequirements) {
+        let size = BUFFERS.lock().unwrap()[&buffer];
+        to.write(vk::MemoryRequirements { size, alignment: ALIGNMENT, memory_type_bits: 3 })
+    }
+    "vkGetBufferDeviceAddress" => address(_: Pointer, info: *const vk::BufferDeviceAddressInfo<'_>) -> u64 {
+        (*info).buffer.as_raw()
+    }
+    "vkAllocateMemory"
+        => allocate(_: Pointer, info: *const vk::MemoryAllocateInfo<'_>, _: Pointer, made: *mut u64) -> vk::Result {
+        let handle = unique(0);
         MEMORY.lock().unwrap().insert(handle, ((*info).allocation_size, Vec::new()));
         made.write(handle);
+        SUCCESS
     }
-    SUCCESS
+    "vkFreeMemory" => free(_: Pointer, memory: u64, _: Pointer) {
+        MEMORY.lock().unwrap().remove(&memory);
+    }
+    "vkBindBufferMemory" => bind(_: Pointer, _: u64, _: u64, _: u64) -> vk::Result { SUCCESS }
+    "vkMapMemory" => map(_: Pointer, memory: u64, _: u64, _: u64, _: u32, mapped: *mut *mut u8) -> vk::Result {
+        let mut all = MEMORY.lock().unwrap();
+        let (size, bytes) = all.get_mut(&memory).expect("allocated memory");
+        // Zeroed memory takes pages only where it is written.
+        *bytes = vec![0; *size as usize];
+        mapped.write(bytes.as_mut_ptr());
+        SUCCESS
+    }
+
+    "vkAllocateCommandBuffers"
+        => commands(_: Pointer, info: *const vk::CommandBufferAllocateInfo<'_>, made: *mut u64) -> vk::Result {
+        (0..(*info).command_buffer_count as usize).for_each(|i| made.add(i).write(unique(0)));
+        SUCCESS
+    }
+    "vkBeginCommandBuffer" => begin(_: Pointer, _: Pointer) -> vk::Result { SUCCESS }
+    "vkEndCommandBuffer" | "vkDeviceWaitIdle" => succeed(_: Pointer) -> vk::Result { SUCCESS }
+    "vkResetCommandPool" => reset_pool(_: Pointer, _: u64, _: u32) -> vk::Result { SUCCESS }
+    "vkCmdBindPipeline" => bind_pipeline(_: Pointer, _: i32, _: u64) {}
+    "vkCmdPushConstants" => push_constants(_: Pointer, _: u64, _: u32, _: u32, _: u32, _: Pointer) {}
+    "vkCmdDispatch" => dispatch(_: Pointer, _: u32, _: u32, _: u32) {}
+    "vkCmdDispatchIndirect" => dispatch_indirect(_: Pointer, _: u64, _: u64) {}
+    "vkCmdCopyBuffer" => copy(_: Pointer, _: u64, _: u64, _: u32, _: Pointer) {}
+    "vkCmdFillBuffer" => fill(_: Pointer, _: u64, _: u64, _: u64, _: u32) {}
+    "vkCmdPipelineBarrier2" => barrier(_: Pointer, _: Pointer) {}
+
+    "vkQueueSubmit2" => submit(_: Pointer, _: u32, _: Pointer, _: u64) -> vk::Result { SUCCESS }
+    "vkWaitSemaphores" => wait(_: Pointer, _: Pointer, _: u64) -> vk::Result { SUCCESS }
+    "vkGetSemaphoreCounterValue" => reached(_: Pointer, _: u64, value: *mut u64) -> vk::Result {
+        value.write(u64::MAX);
+        SUCCESS
+    }
 }
 
-unsafe extern "system" fn free(_: Pointer, memory: u64, _: Pointer) {
-    MEMORY.lock().unwrap().remove(&memory);
+fn unique(bytes: u64) -> u64 {
+    NEXT.fetch_add(bytes.next_multiple_of(ALIGNMENT) + ALIGNMENT, Ordering::Relaxed)
 }
 
-unsafe extern "system" fn bind(_: Pointer, _: u64, _: u64, _: u64) -> vk::Result {
-    SUCCESS
-}
-
-unsafe extern "system" fn map(
-    _: Pointer,
-    memory: u64,
-    _: u64,
-    _: u64,
-    _: u32,
-    mapped: *mut *mut u8,
-) -> vk::Result {
-    let mut all = MEMORY.lock().unwrap();
-    let (size, bytes) = all.get_mut(&memory).expect("allocated memory");
-    // Zeroed memory takes pages only where it is written.
-    *bytes = vec![0; *size as usize];
-    // SAFETY: Vulkan passes a place for the pointer.
-    unsafe { mapped.write(bytes.as_mut_ptr()) };
-    SUCCESS
-}
-
-unsafe extern "system" fn allocate_commands(
-    _: Pointer,
-    info: *const vk::CommandBufferAllocateInfo<'_>,
-    made: *mut u64,
-) -> vk::Result {
-    // SAFETY: Vulkan passes the description, and room for as many handles as it asks for.
-    unsafe { (0..(*info).command_buffer_count as usize).for_each(|i| made.add(i).write(unique(0))) };
-    SUCCESS
-}
-
-unsafe extern "system" fn begin(_: Pointer, _: Pointer) -> vk::Result {
-    SUCCESS
-}
-
-unsafe extern "system" fn succeed(_: Pointer) -> vk::Result {
-    SUCCESS
-}
-
-unsafe extern "system" fn reset_pool(_: Pointer, _: u64, _: u32) -> vk::Result {
-    SUCCESS
-}
-
-unsafe extern "system" fn bind_pipeline(_: Pointer, _: i32, _: u64) {}
-
-unsafe extern "system" fn push_constants(_: Pointer, _: u64, _: u32, _: u32, _: u32, _: Pointer) {}
-
-unsafe extern "system" fn dispatch(_: Pointer, _: u32, _: u32, _: u32) {}
-
-unsafe extern "system" fn dispatch_indirect(_: Pointer, _: u64, _: u64) {}
-
-unsafe extern "system" fn copy(_: Pointer, _: u64, _: u64, _: u32, _: Pointer) {}
-
-unsafe extern "system" fn fill(_: Pointer, _: u64, _: u64, _: u64, _: u32) {}
-
-unsafe extern "system" fn barrier(_: Pointer, _: Pointer) {}
-
-unsafe extern "system" fn submit(_: Pointer, _: u32, _: Pointer, _: u64) -> vk::Result {
-    SUCCESS
-}
-
-unsafe extern "system" fn wait(_: Pointer, _: Pointer, _: u64) -> vk::Result {
-    SUCCESS
-}
-
-unsafe extern "system" fn reached(_: Pointer, _: u64, value: *mut u64) -> vk::Result {
-    // SAFETY: Vulkan passes a place for the value.
-    unsafe { value.write(u64::MAX) };
-    SUCCESS
+/// Calls `set` with each structure that is chained to `first`, and its type.
+///
+/// # Safety
+///
+/// The chain must be one of Vulkan's output structures.
+unsafe fn chained(first: *mut c_void, mut set: impl FnMut(vk::StructureType, *mut c_void)) {
+    let mut next: *mut vk::BaseOutStructure<'_> = first.cast();
+    while !next.is_null() {
+        // SAFETY: per this function's contract.
+        unsafe {
+            set((*next).s_type, next.cast());
+            next = (*next).p_next;
+        }
+    }
 }

@@ -35,12 +35,7 @@ pub(super) struct Pipelines {
 impl Pipelines {
     pub fn new(raw: &ash::Device, files: &Cache) -> Result<Pipelines, GpuError> {
         let saved = files.read(CACHE_NAME).unwrap_or_default();
-        let push =
-            [vk::PushConstantRange::default().stage_flags(vk::ShaderStageFlags::COMPUTE).size(PUSH_BYTES)];
-        let info = vk::PipelineLayoutCreateInfo::default().push_constant_ranges(&push);
-        // SAFETY: the device is alive.
-        let layout = unsafe { raw.create_pipeline_layout(&info, None) }
-            .map_err(GpuError::of("vkCreatePipelineLayout"))?;
+        let layout = create_layout(raw)?;
         let info = vk::PipelineCacheCreateInfo::default().initial_data(&saved);
         // SAFETY: the data's hash was checked, and the driver checks the header of its data.
         let cache = unsafe { raw.create_pipeline_cache(&info, None) }
@@ -101,6 +96,14 @@ impl Pipelines {
     }
 }
 
+/// The layout of every pipeline.
+pub(super) fn create_layout(raw: &ash::Device) -> Result<vk::PipelineLayout, GpuError> {
+    let push = [vk::PushConstantRange::default().stage_flags(vk::ShaderStageFlags::COMPUTE).size(PUSH_BYTES)];
+    let info = vk::PipelineLayoutCreateInfo::default().push_constant_ranges(&push);
+    // SAFETY: the device is alive; the caller destroys the layout.
+    unsafe { raw.create_pipeline_layout(&info, None) }.map_err(GpuError::of("vkCreatePipelineLayout"))
+}
+
 /// A shader's name and the values of its constants.
 pub(super) fn pipeline_name(shader: &Shader, constants: &[u32]) -> String {
     let named = shader.constants.iter().zip(constants).map(|((_, n), v)| format!(" {n}={v}"));
@@ -121,7 +124,8 @@ pub(super) fn create_pipeline(
     let (caps, name) = (&device.caps, pipeline_name(shader, constants));
     let missing = caps.missing(shader, constants);
     if !missing.is_empty() {
-        return Err(GpuError::Unsupported { name, device: device.name.clone(), missing: missing.join(", ") });
+        let (device, missing) = (&device.name, missing.join(", "));
+        return Err(GpuError::Unusable(format!("{name} cannot run on {device}: it lacks {missing}")));
     }
     let words: Vec<u32> =
         shader.spirv.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();

@@ -16,7 +16,10 @@
 //! Invariants: no heap is filled beyond its usable bytes; no allocation exceeds the device's limit; either every
 //! request is placed, or all are refused with a table of the requested and the free bytes.
 
+use std::collections::BTreeMap;
 use std::fmt;
+
+use strum::{IntoStaticStr, VariantArray};
 
 use super::info::{DeviceInfo, DeviceKind, HeapInfo};
 use crate::config::{FfnHeap, show_bytes};
@@ -49,38 +52,26 @@ pub enum MemoryKind {
 }
 
 /// The purpose of a buffer. Buffers are placed in this order, and the placement table has its rows in this order.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, VariantArray, IntoStaticStr)]
+#[strum(serialize_all = "lowercase", const_into_str)]
 pub enum Class {
+    #[strum(serialize = "attention weights")]
     Attention,
     Embedding,
     Norms,
     Activations,
     Staging,
+    #[strum(serialize = "KV cache")]
     KvCache,
+    #[strum(serialize = "FFN weights")]
     Ffn,
 }
 
 impl Class {
-    pub const ALL: [Class; 7] = [
-        Class::Attention,
-        Class::Embedding,
-        Class::Norms,
-        Class::Activations,
-        Class::Staging,
-        Class::KvCache,
-        Class::Ffn,
-    ];
+    pub const ALL: [Class; 7] = *Self::VARIANTS.first_chunk().expect("all variants");
 
     pub const fn name(self) -> &'static str {
-        match self {
-            Class::Attention => "attention weights",
-            Class::Embedding => "embedding",
-            Class::Norms => "norms",
-            Class::Activations => "activations",
-            Class::Staging => "staging",
-            Class::KvCache => "KV cache",
-            Class::Ffn => "FFN weights",
-        }
+        self.into_str()
     }
 
     /// Whether the buffer's bytes come from the checkpoint.
@@ -307,28 +298,21 @@ impl Plan {
 
     /// The rows of the placement table, one for each class and heap with a buffer, in the order of [`Class`].
     pub fn placements(&self) -> Vec<Placement> {
-        let mut rows: Vec<(Class, usize, Placement)> = Vec::new();
+        let mut rows: BTreeMap<(Class, usize), Placement> = BTreeMap::new();
         for chunk in &self.chunks {
-            let row =
-                match rows.iter().position(|(class, heap, _)| (*class, *heap) == (chunk.class, chunk.heap)) {
-                    Some(row) => row,
-                    None => {
-                        let heap = self.heaps[chunk.heap].heap.name.clone();
-                        let row = Placement { class: chunk.class, heap, buffers: 0, bytes: 0, allocated: 0 };
-                        rows.push((chunk.class, chunk.heap, row));
-                        rows.len() - 1
-                    }
-                };
-            rows[row].2.bytes += chunk.used;
-            rows[row].2.allocated += chunk.bytes();
+            let row = rows.entry((chunk.class, chunk.heap)).or_insert_with(|| {
+                let heap = self.heaps[chunk.heap].heap.name.clone();
+                Placement { class: chunk.class, heap, buffers: 0, bytes: 0, allocated: 0 }
+            });
+            row.bytes += chunk.used;
+            row.allocated += chunk.bytes();
         }
         for slot in &self.slots {
             let chunk = &self.chunks[slot.chunk];
-            let row = rows.iter_mut().find(|(class, heap, _)| (*class, *heap) == (chunk.class, chunk.heap));
-            row.expect("a row for every chunk").2.buffers += 1;
+            let row = rows.get_mut(&(chunk.class, chunk.heap));
+            row.expect("a row for every chunk").buffers += 1;
         }
-        rows.sort_by_key(|(class, heap, _)| (*class, *heap));
-        rows.into_iter().map(|(_, _, row)| row).collect()
+        rows.into_values().collect()
     }
 }
 

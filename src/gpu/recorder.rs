@@ -52,12 +52,90 @@ pub trait Arguments {
     fn push(&self) -> Self::Push;
 }
 
+/// Command buffers that are submitted together, and the timestamps that they write.
+struct CommandPool {
+    device: Arc<Device>,
+    raw: vk::CommandPool,
+    /// Null without timestamps.
+    queries: vk::QueryPool,
+    num_queries: u32,
+    /// Timeline value of the last submit, while it may still be running.
+    pending: Option<u64>,
+}
+
+impl CommandPool {
+    fn new<const N: usize>(
+        device: &Arc<Device>,
+        num_queries: u32,
+    ) -> Result<(CommandPool, [vk::CommandBuffer; N]), GpuError> {
+        let info = vk::CommandPoolCreateInfo::default().queue_family_index(device.queue_family);
+        // SAFETY: the device is alive; the pool is destroyed in Drop.
+        let raw = unsafe { device.raw.create_command_pool(&info, None) }
+            .map_err(GpuError::of("vkCreateCommandPool"))?;
+        let queries = vk::QueryPool::null();
+        let mut pool = CommandPool { device: device.clone(), raw, queries, num_queries, pending: None };
+        let info = vk::CommandBufferAllocateInfo::default().command_pool(raw).command_buffer_count(N as u32);
+        // SAFETY: the pool was just created.
+        let buffers = unsafe { device.raw.allocate_command_buffers(&info) }
+            .map_err(GpuError::of("vkAllocateCommandBuffers"))?;
+        if num_queries > 0 {
+            let info = vk::QueryPoolCreateInfo::default()
+                .query_type(vk::QueryType::TIMESTAMP)
+                .query_count(num_queries);
+            // SAFETY: the device is alive; the queries are destroyed in Drop.
+            pool.queries = unsafe { device.raw.create_query_pool(&info, None) }
+                .map_err(GpuError::of("vkCreateQueryPool"))?;
+        }
+        Ok((pool, buffers.try_into().expect("as many as requested")))
+    }
+
+    /// Waits for the last submit. Returns false if there was none since the last wait.
+    fn wait(&mut self) -> Result<bool, GpuError> {
+        let Some(value) = self.pending else { return Ok(false) };
+        self.device.wait(value, "a submitted step")?;
+        self.pending = None;
+        Ok(true)
+    }
+
+    /// Resets the queries for the next submit. The last one must have finished.
+    fn reset_queries(&self) {
+        if self.num_queries > 0 {
+            // SAFETY: the last submit has finished.
+            unsafe { self.device.raw.reset_query_pool(self.queries, 0, self.num_queries) };
+        }
+    }
+
+    /// Reads the first timestamps. The submit that writes them must have finished.
+    fn read_timestamps(&self, ticks: &mut [u64]) -> Result<(), GpuError> {
+        if ticks.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: there are enough queries.
+        self.device.retry_out_of_memory(|| unsafe {
+            let flags = vk::QueryResultFlags::TYPE_64;
+            let read = self.device.raw.get_query_pool_results(self.queries, 0, ticks, flags);
+            read.map_err(GpuError::of("vkGetQueryPoolResults"))
+        })
+    }
+}
+
+impl Drop for CommandPool {
+    fn drop(&mut self) {
+        if self.device.finish_before_release(self.pending) {
+            // SAFETY: the last submit has finished.
+            unsafe {
+                self.device.raw.destroy_query_pool(self.queries, None);
+                self.device.raw.destroy_command_pool(self.raw, None);
+            }
+        }
+    }
+}
+
 /// A command buffer. It can be submitted or recorded again after its last submit has finished.
 pub struct CommandBuffer {
-    device: Arc<Device>,
-    pool: vk::CommandPool,
+    /// Must be dropped before `retained`: dropping it waits for the last submit.
+    pool: CommandPool,
     raw: vk::CommandBuffer,
-    queries: vk::QueryPool,
     /// The kernel names of the timed dispatches.
     timed: Vec<String>,
     /// The number of dispatches that are not timed because no queries are left.
@@ -68,8 +146,6 @@ pub struct CommandBuffer {
     counts: Counts,
     /// The recorded dispatches, if the device takes notes.
     noted: Vec<NotedDispatch>,
-    /// Timeline value of the last submit, while it may still be running.
-    pending: Option<u64>,
 }
 
 impl CommandBuffer {
@@ -78,24 +154,18 @@ impl CommandBuffer {
     }
 
     fn try_new(device: &Arc<Device>, name: &str) -> Result<CommandBuffer, GpuError> {
-        let (pool, [raw]) = allocate(device)?;
-        let mut commands = CommandBuffer {
-            device: device.clone(),
+        let num_queries = if device.profile.is_some() { 2 * MAX_TIMED } else { 0 };
+        let (pool, [raw]) = CommandPool::new(device, num_queries)?;
+        device.name(raw, name);
+        Ok(CommandBuffer {
             pool,
             raw,
-            queries: vk::QueryPool::null(),
             timed: Vec::new(),
             untimed: 0,
             retained: BTreeMap::new(),
             counts: Counts::default(),
             noted: Vec::new(),
-            pending: None,
-        };
-        if device.profile.is_some() {
-            commands.queries = timestamps(device, 2 * MAX_TIMED)?;
-        }
-        device.name(commands.raw, name);
-        Ok(commands)
+        })
     }
 
     /// Records commands that a [`Submission`] submits once, in place of the last recording. `record` is called again if
@@ -121,7 +191,7 @@ impl CommandBuffer {
         usage: vk::CommandBufferUsageFlags,
         record: &mut dyn FnMut(&mut Recorder<'_>),
     ) -> Result<(), GpuError> {
-        let device = self.device.clone();
+        let device = self.pool.device.clone();
         // If `vkEndCommandBuffer` fails, the recording is invalid and must be recorded again from the start.
         device.retry_out_of_memory(|| {
             let mut recorder = self.begin_with(usage)?;
@@ -144,14 +214,15 @@ impl CommandBuffer {
         self.untimed = 0;
         self.counts = Counts::default();
         self.noted.clear();
-        let (raw, flags) = (&self.device.raw, vk::CommandPoolResetFlags::empty());
+        let CommandPool { device, raw: pool, .. } = &self.pool;
+        let (raw, flags) = (&device.raw, vk::CommandPoolResetFlags::empty());
         let info = vk::CommandBufferBeginInfo::default().flags(usage);
         // SAFETY: the last submit has finished.
-        self.device.retry_out_of_memory(|| unsafe {
-            raw.reset_command_pool(self.pool, flags).map_err(GpuError::of("vkResetCommandPool"))?;
+        device.retry_out_of_memory(|| unsafe {
+            raw.reset_command_pool(*pool, flags).map_err(GpuError::of("vkResetCommandPool"))?;
             raw.begin_command_buffer(self.raw, &info).map_err(GpuError::of("vkBeginCommandBuffer"))
         })?;
-        let rehearsal = self.device.rehearsed();
+        let rehearsal = device.rehearsed();
         let mut recorder = Recorder {
             commands: self,
             since_barrier: Accesses::default(),
@@ -166,42 +237,37 @@ impl CommandBuffer {
 
     /// Waits for the last submit, if any, and adds its kernel times to the device's profile.
     pub fn wait(&mut self) -> Result<(), GpuError> {
-        let Some(value) = self.pending else { return Ok(()) };
-        self.device.wait(value, "a submitted step")?;
-        self.pending = None;
-        self.collect_times()
+        if self.pool.wait()? { self.collect_times() } else { Ok(()) }
     }
 
     fn end(&mut self) -> Result<(), GpuError> {
         // SAFETY: recording is open.
-        unsafe { self.device.raw.end_command_buffer(self.raw) }.map_err(GpuError::of("vkEndCommandBuffer"))
+        unsafe { self.pool.device.raw.end_command_buffer(self.raw) }
+            .map_err(GpuError::of("vkEndCommandBuffer"))
     }
 
     /// Waits for the last submit, and resets the queries for the next one.
     fn make_ready(&mut self) -> Result<(), GpuError> {
         self.wait()?;
-        if self.queries != vk::QueryPool::null() {
-            // SAFETY: the last submit has finished.
-            unsafe { self.device.raw.reset_query_pool(self.queries, 0, 2 * MAX_TIMED) };
-        }
+        self.pool.reset_queries();
         Ok(())
     }
 
     fn was_submitted(&mut self, value: u64) {
-        self.pending = Some(value);
-        self.device.count(&self.counts);
-        if let Some(notes) = &self.device.notes {
+        self.pool.pending = Some(value);
+        self.pool.device.count(&self.counts);
+        if let Some(notes) = &self.pool.device.notes {
             notes.lock().unwrap().extend(self.noted.iter().map(NotedDispatch::submitted));
         }
     }
 
     fn collect_times(&mut self) -> Result<(), GpuError> {
-        let Some(profile) = &self.device.profile else { return Ok(()) };
+        let Some(profile) = &self.pool.device.profile else { return Ok(()) };
         let mut ticks = vec![0u64; 2 * self.timed.len()];
-        read_timestamps(&self.device, self.queries, &mut ticks)?;
+        self.pool.read_timestamps(&mut ticks)?;
         let mut profile = profile.lock().unwrap();
         for (name, span) in self.timed.iter().zip(ticks.chunks_exact(2)) {
-            let ns = self.device.nanoseconds(span[0], span[1]);
+            let ns = self.pool.device.nanoseconds(span[0], span[1]);
             let entry = profile.kernels.entry(name.clone()).or_default();
             entry.0 += 1;
             entry.1 += ns;
@@ -211,30 +277,15 @@ impl CommandBuffer {
     }
 }
 
-impl Drop for CommandBuffer {
-    fn drop(&mut self) {
-        if self.device.finish_before_release(self.pending) {
-            // SAFETY: the last submit has finished.
-            unsafe {
-                self.device.raw.destroy_query_pool(self.queries, None);
-                self.device.raw.destroy_command_pool(self.pool, None);
-            }
-        }
-    }
-}
-
 /// Submits several command buffers together, and measures their GPU time. It can be used any number of times.
 pub struct Submission {
-    device: Arc<Device>,
-    pool: vk::CommandPool,
+    /// With timestamps at the start and the end of the submission, if it is timed.
+    pool: CommandPool,
     /// Two command buffers that are recorded once, and submitted before and after the others. They write the
     /// timestamps, and `end` makes all writes visible to the host.
     begin: vk::CommandBuffer,
     end: vk::CommandBuffer,
-    /// Timestamps at the start and the end of the submission; null if it is not timed.
-    span: vk::QueryPool,
     took: Option<Duration>,
-    pending: Option<u64>,
 }
 
 impl Submission {
@@ -249,27 +300,15 @@ impl Submission {
     }
 
     fn try_new(device: &Arc<Device>, timed: bool) -> Result<Submission, GpuError> {
-        let (pool, [begin, end]) = allocate(device)?;
-        let mut submission = Submission {
-            device: device.clone(),
-            pool,
-            begin,
-            end,
-            span: vk::QueryPool::null(),
-            took: None,
-            pending: None,
-        };
-        if timed {
-            submission.span = timestamps(device, 2)?;
-        }
+        let (pool, [begin, end]) = CommandPool::new(device, if timed { 2 } else { 0 })?;
         let stages = [vk::PipelineStageFlags2::COMPUTE_SHADER, vk::PipelineStageFlags2::ALL_COMMANDS];
         for (query, (raw, stage)) in (0..).zip([begin, end].into_iter().zip(stages)) {
             // SAFETY: the command buffers were just created; each query is written once in a submission.
             unsafe {
                 let info = vk::CommandBufferBeginInfo::default();
                 device.raw.begin_command_buffer(raw, &info).map_err(GpuError::of("vkBeginCommandBuffer"))?;
-                if submission.span != vk::QueryPool::null() {
-                    device.raw.cmd_write_timestamp2(raw, stage, submission.span, query);
+                if timed {
+                    device.raw.cmd_write_timestamp2(raw, stage, pool.queries, query);
                 }
                 if raw == end {
                     make_visible_to_host(device, raw);
@@ -277,7 +316,7 @@ impl Submission {
                 device.raw.end_command_buffer(raw).map_err(GpuError::of("vkEndCommandBuffer"))?;
             }
         }
-        Ok(submission)
+        Ok(Submission { pool, begin, end, took: None })
     }
 
     /// Waits until no command buffer is running any longer, and submits them in this order. Their writes are visible to
@@ -290,27 +329,21 @@ impl Submission {
             all.push(commands.raw);
         }
         all.push(self.end);
-        if self.span != vk::QueryPool::null() {
-            // SAFETY: the last submit has finished.
-            unsafe { self.device.raw.reset_query_pool(self.span, 0, 2) };
-        }
-        let value = self.device.submit_to_queue(&all, what)?;
-        self.pending = Some(value);
+        self.pool.reset_queries();
+        let value = self.pool.device.submit_to_queue(&all, what)?;
+        self.pool.pending = Some(value);
         recorded.iter_mut().for_each(|commands| commands.was_submitted(value));
         Ok(())
     }
 
     pub fn wait(&mut self) -> Result<(), GpuError> {
-        let Some(value) = self.pending else { return Ok(()) };
-        self.device.wait(value, "a submitted step")?;
-        self.pending = None;
-        if self.span == vk::QueryPool::null() {
+        if !self.pool.wait()? || self.pool.num_queries == 0 {
             return Ok(());
         }
         let mut ticks = [0u64; 2];
-        read_timestamps(&self.device, self.span, &mut ticks)?;
-        let took = Duration::from_nanos(self.device.nanoseconds(ticks[0], ticks[1]));
-        self.device.count_busy(took);
+        self.pool.read_timestamps(&mut ticks)?;
+        let took = Duration::from_nanos(self.pool.device.nanoseconds(ticks[0], ticks[1]));
+        self.pool.device.count_busy(took);
         self.took = Some(took);
         Ok(())
     }
@@ -319,56 +352,6 @@ impl Submission {
     pub fn took(&self) -> Option<Duration> {
         self.took
     }
-}
-
-impl Drop for Submission {
-    fn drop(&mut self) {
-        if self.device.finish_before_release(self.pending) {
-            // SAFETY: the last submit has finished.
-            unsafe {
-                self.device.raw.destroy_query_pool(self.span, None);
-                self.device.raw.destroy_command_pool(self.pool, None);
-            }
-        }
-    }
-}
-
-fn allocate<const N: usize>(device: &Device) -> Result<(vk::CommandPool, [vk::CommandBuffer; N]), GpuError> {
-    let info = vk::CommandPoolCreateInfo::default().queue_family_index(device.queue_family);
-    // SAFETY: the device is alive; the caller destroys the pool.
-    let pool = unsafe { device.raw.create_command_pool(&info, None) }
-        .map_err(GpuError::of("vkCreateCommandPool"))?;
-    let info = vk::CommandBufferAllocateInfo::default().command_pool(pool).command_buffer_count(N as u32);
-    // SAFETY: the pool was just created.
-    match unsafe { device.raw.allocate_command_buffers(&info) } {
-        Ok(buffers) => Ok((pool, buffers.try_into().expect("as many as requested"))),
-        Err(error) => {
-            // SAFETY: nothing uses the pool.
-            unsafe { device.raw.destroy_command_pool(pool, None) };
-            Err(GpuError::of("vkAllocateCommandBuffers")(error))
-        }
-    }
-}
-
-fn timestamps(device: &Device, count: u32) -> Result<vk::QueryPool, GpuError> {
-    let info = vk::QueryPoolCreateInfo::default().query_type(vk::QueryType::TIMESTAMP).query_count(count);
-    // SAFETY: the device is alive; the caller destroys the pool.
-    unsafe { device.raw.create_query_pool(&info, None) }.map_err(GpuError::of("vkCreateQueryPool"))
-}
-
-/// Reads the first queries of a pool. The submission that writes them must have finished.
-fn read_timestamps(device: &Device, pool: vk::QueryPool, ticks: &mut [u64]) -> Result<(), GpuError> {
-    if ticks.is_empty() {
-        return Ok(());
-    }
-    // SAFETY: the pool belongs to this device, and has enough queries.
-    device.retry_out_of_memory(|| unsafe {
-        let flags = vk::QueryResultFlags::TYPE_64;
-        device
-            .raw
-            .get_query_pool_results(pool, 0, ticks, flags)
-            .map_err(GpuError::of("vkGetQueryPoolResults"))
-    })
 }
 
 /// Records a barrier that makes all writes visible to the host.
@@ -415,32 +398,12 @@ fn range(buffer: &Buffer) -> Range {
 /// The workgroup counts of a dispatch.
 enum Groups {
     Direct([u32; 3]),
-    /// The device reads the counts from this buffer and offset when the dispatch runs.
-    Indirect(vk::Buffer, u64),
+    /// The device reads the counts from this buffer when the dispatch runs.
+    Indirect(Buffer),
 }
 
-/// A command of a recording. A [`Rehearsal`] may reorder the commands between two barriers.
-enum Command {
-    Dispatch {
-        pipeline: vk::Pipeline,
-        /// Name for the profile; `None` if dispatches are not timed.
-        name: Option<String>,
-        push: [u8; PUSH_BYTES as usize],
-        push_bytes: usize,
-        groups: Groups,
-    },
-    Copy {
-        from: vk::Buffer,
-        to: vk::Buffer,
-        region: vk::BufferCopy,
-    },
-    Fill {
-        buffer: vk::Buffer,
-        offset: u64,
-        bytes: u64,
-        word: u32,
-    },
-}
+/// A command between two barriers whose place in their order a [`Rehearsal`] chooses, with its name for the profile.
+type Deferred = (Option<String>, Box<dyn FnOnce(&Device, vk::CommandBuffer)>);
 
 /// A command buffer being recorded.
 pub struct Recorder<'a> {
@@ -449,7 +412,7 @@ pub struct Recorder<'a> {
     since_barrier: Accesses,
     rehearsal: Rehearsal,
     /// Commands since the last barrier, if the rehearsal reorders them; empty otherwise.
-    deferred: Vec<Command>,
+    deferred: Vec<Deferred>,
     label: &'static str,
 }
 
@@ -465,28 +428,24 @@ impl Recorder<'_> {
     pub fn dispatch<A: Arguments>(&mut self, pipeline: &Pipeline, arguments: &A, groups: [u32; 3]) {
         let name = &pipeline.name;
         assert!(groups.iter().all(|&g| g > 0 && g <= 65535), "{name}: {groups:?} workgroups");
-        self.dispatch_groups(pipeline, arguments, Groups::Direct(groups), None);
+        self.dispatch_groups(pipeline, arguments, Groups::Direct(groups));
     }
 
     /// Like [`Recorder::dispatch`], but the device reads the workgroup counts from `groups` when the dispatch runs:
     /// three u32, each at most 65535. If one is 0, no workgroup runs.
     pub fn dispatch_indirect<A: Arguments>(&mut self, pipeline: &Pipeline, arguments: &A, groups: &Buffer) {
-        let groups = groups.slice(0, INDIRECT_BYTES);
-        let at = Groups::Indirect(groups.chunk.raw, groups.offset);
-        self.dispatch_groups(pipeline, arguments, at, Some(&groups));
+        self.dispatch_groups(pipeline, arguments, Groups::Indirect(groups.slice(0, INDIRECT_BYTES)));
     }
 
-    fn dispatch_groups<A: Arguments>(
-        &mut self,
-        pipeline: &Pipeline,
-        arguments: &A,
-        groups: Groups,
-        read: Option<&Buffer>,
-    ) {
+    fn dispatch_groups<A: Arguments>(&mut self, pipeline: &Pipeline, arguments: &A, groups: Groups) {
         let Pipeline { name, shader, .. } = pipeline;
         assert!(shader.kernel == A::KERNEL, "{name} got the arguments of {}", A::KERNEL);
         let followed = arguments.followed();
         assert!(shader.follows || followed.is_empty(), "{name} loads no addresses from memory");
+        let read = match &groups {
+            Groups::Direct(_) => None,
+            Groups::Indirect(counts) => Some(counts),
+        };
         let mut used: Vec<&Buffer> = followed.iter().copied().chain(read).collect();
         let mut accesses = Accesses { reads: used.iter().map(|b| range(b)).collect(), writes: Vec::new() };
         for (buffer, (pointer, access)) in arguments.buffers().zip(shader.pointers) {
@@ -516,29 +475,43 @@ impl Recorder<'_> {
         let bytes = bytemuck::bytes_of(&values);
         let mut push = [0; PUSH_BYTES as usize];
         push[..bytes.len()].copy_from_slice(bytes);
-        if self.commands.device.notes.is_some() {
+        if self.commands.pool.device.notes.is_some() {
             let pointers = arguments.buffers().zip(shader.pointers);
             let accessed = pointers.filter(|(_, (_, access))| *access != Access::None);
             let buffers = accessed.filter_map(|(buffer, (pointer, _))| Some((*pointer, buffer?.clone())));
-            self.note(pipeline, &groups, read, buffers.collect(), push);
+            self.note(pipeline, &groups, buffers.collect(), push);
         }
-        let name = (self.commands.queries != vk::QueryPool::null()).then(|| name.clone());
-        self.add(Command::Dispatch { pipeline: pipeline.raw, name, push, push_bytes: bytes.len(), groups });
+        let name = (self.commands.pool.num_queries > 0).then(|| name.clone());
+        let (pipeline, bytes) = (pipeline.raw, bytes.len());
+        self.add(name, move |Device { raw, pipelines, .. }, commands| {
+            let (point, stage) = (vk::PipelineBindPoint::COMPUTE, vk::ShaderStageFlags::COMPUTE);
+            // SAFETY: recording is open; the pipeline belongs to the device and the buffer is retained; the push
+            // constants fit the layout.
+            unsafe {
+                raw.cmd_bind_pipeline(commands, point, pipeline);
+                raw.cmd_push_constants(commands, pipelines.layout, stage, 0, &push[..bytes]);
+                match groups {
+                    Groups::Direct([x, y, z]) => raw.cmd_dispatch(commands, x, y, z),
+                    Groups::Indirect(counts) => {
+                        raw.cmd_dispatch_indirect(commands, counts.chunk.raw, counts.offset)
+                    }
+                }
+            }
+        });
     }
 
     fn note(
         &mut self,
         pipeline: &Pipeline,
         groups: &Groups,
-        read: Option<&Buffer>,
         buffers: Vec<(&'static str, Buffer)>,
         push: [u8; PUSH_BYTES as usize],
     ) {
         let CommandBuffer { noted, counts, .. } = &mut *self.commands;
         let before: u64 = noted.iter().map(|noted| noted.note.barriers).sum();
-        let groups = match groups {
-            Groups::Direct(groups) => *groups,
-            Groups::Indirect(..) => [0; 3],
+        let (groups, read) = match groups {
+            Groups::Direct(groups) => (*groups, None),
+            Groups::Indirect(counts) => ([0; 3], Some(counts.clone())),
         };
         let note = Note {
             shader: pipeline.shader,
@@ -549,7 +522,7 @@ impl Recorder<'_> {
             ranges: Vec::new(),
             push,
         };
-        noted.push(NotedDispatch { note, groups: read.cloned(), buffers });
+        noted.push(NotedDispatch { note, groups: read, buffers });
     }
 
     /// Copies `bytes` between buffers.
@@ -563,7 +536,11 @@ impl Recorder<'_> {
         self.order_after_conflicts(&[&from, &to], accesses);
         self.commands.counts.copies += 1;
         let region = vk::BufferCopy::default().src_offset(from.offset).dst_offset(to.offset).size(bytes);
-        self.add(Command::Copy { from: from.chunk.raw, to: to.chunk.raw, region });
+        let (from, to) = (from.chunk.raw, to.chunk.raw);
+        self.add(None, move |device, commands| {
+            // SAFETY: recording is open; the buffers are retained, and the region is inside them.
+            unsafe { device.raw.cmd_copy_buffer(commands, from, to, &[region]) }
+        });
     }
 
     /// Sets every 32-bit word of a buffer (rounded down to words).
@@ -573,8 +550,11 @@ impl Recorder<'_> {
             accesses.writes.clear();
         }
         self.order_after_conflicts(&[buffer], accesses);
-        let (offset, bytes) = (buffer.offset, buffer.size() & !3);
-        self.add(Command::Fill { buffer: buffer.chunk.raw, offset, bytes, word });
+        let (raw, offset, bytes) = (buffer.chunk.raw, buffer.offset, buffer.size() & !3);
+        self.add(None, move |device, commands| {
+            // SAFETY: recording is open; the buffer is retained; offset and size are multiples of 4, inside it.
+            unsafe { device.raw.cmd_fill_buffer(commands, raw, offset, bytes, word) }
+        });
     }
 
     /// Releases shared buffers to the device outside Vulkan, after all commands that were recorded until now.
@@ -596,7 +576,7 @@ impl Recorder<'_> {
         );
         self.order_after_conflicts(buffers, Accesses::default());
         self.barrier();
-        let device = &self.commands.device;
+        let device = &self.commands.pool.device;
         let handles = device.handles.expect("a device that shares memory");
         let (from, to) = way(device.queue_family, handles.family());
         let stages = vk::PipelineStageFlags2::ALL_COMMANDS;
@@ -626,10 +606,10 @@ impl Recorder<'_> {
     pub fn submit_alone(mut self, what: &str) -> Result<u64, GpuError> {
         self.flush();
         let Recorder { commands, .. } = self;
-        make_visible_to_host(&commands.device, commands.raw);
+        make_visible_to_host(&commands.pool.device, commands.raw);
         commands.end()?;
         commands.make_ready()?;
-        let value = commands.device.submit_to_queue(&[commands.raw], what)?;
+        let value = commands.pool.device.submit_to_queue(&[commands.raw], what)?;
         commands.was_submitted(value);
         Ok(value)
     }
@@ -649,10 +629,10 @@ impl Recorder<'_> {
         }
     }
 
-    fn add(&mut self, command: Command) {
+    fn add(&mut self, name: Option<String>, record: impl FnOnce(&Device, vk::CommandBuffer) + 'static) {
         match self.rehearsal.order {
-            Order::AsRecorded => self.emit(command),
-            _ => self.deferred.push(command),
+            Order::AsRecorded => self.emit(name, record),
+            _ => self.deferred.push((name, Box::new(record))),
         }
     }
 
@@ -673,37 +653,29 @@ impl Recorder<'_> {
                 deferred = keyed.into_iter().map(|(_, command)| command).collect();
             }
         }
-        deferred.into_iter().for_each(|command| self.emit(command));
+        deferred.into_iter().for_each(|(name, record)| self.emit(name, record));
     }
 
-    fn emit(&mut self, command: Command) {
-        let time = match &command {
-            Command::Dispatch { name: Some(name), .. } => self.start_timing(name),
-            _ => None,
-        };
-        let (device, raw) = (&self.commands.device, self.commands.raw);
-        // SAFETY: recording is open; pipelines and buffers belong to the device and are kept alive; regions are inside
-        // their buffers; offsets and sizes of fills are multiples of 4; push constants fit the layout.
-        unsafe {
-            match command {
-                Command::Dispatch { pipeline, push, push_bytes, groups, .. } => {
-                    device.raw.cmd_bind_pipeline(raw, vk::PipelineBindPoint::COMPUTE, pipeline);
-                    let (layout, stage) = (device.pipelines.layout, vk::ShaderStageFlags::COMPUTE);
-                    device.raw.cmd_push_constants(raw, layout, stage, 0, &push[..push_bytes]);
-                    match groups {
-                        Groups::Direct([x, y, z]) => device.raw.cmd_dispatch(raw, x, y, z),
-                        Groups::Indirect(buffer, offset) => {
-                            device.raw.cmd_dispatch_indirect(raw, buffer, offset)
-                        }
-                    }
-                }
-                Command::Copy { from, to, region } => device.raw.cmd_copy_buffer(raw, from, to, &[region]),
-                Command::Fill { buffer, offset, bytes, word } => {
-                    device.raw.cmd_fill_buffer(raw, buffer, offset, bytes, word);
-                }
-            }
+    /// Records a command, between two timestamps if it has a name and there are queries left.
+    fn emit(&mut self, name: Option<String>, record: impl FnOnce(&Device, vk::CommandBuffer)) {
+        let CommandBuffer { pool: CommandPool { device, queries, .. }, raw, timed, untimed, .. } =
+            &mut *self.commands;
+        let query = 2 * timed.len() as u32;
+        let is_timed = name.is_some() && query < 2 * MAX_TIMED;
+        match name {
+            Some(name) if is_timed => timed.push(name),
+            Some(_) => *untimed += 1,
+            None => {}
         }
-        self.stop_timing(time);
+        let timestamp = |query, stage| {
+            if is_timed {
+                // SAFETY: recording is open, and each query is written once per recording.
+                unsafe { device.raw.cmd_write_timestamp2(*raw, stage, *queries, query) }
+            }
+        };
+        timestamp(query, vk::PipelineStageFlags2::TOP_OF_PIPE);
+        record(device, *raw);
+        timestamp(query + 1, vk::PipelineStageFlags2::COMPUTE_SHADER);
     }
 
     fn barrier(&mut self) {
@@ -720,42 +692,12 @@ impl Recorder<'_> {
             .dst_access_mask(vk::AccessFlags2::MEMORY_READ | vk::AccessFlags2::MEMORY_WRITE)];
         // SAFETY: recording is open.
         unsafe {
-            self.commands.device.raw.cmd_pipeline_barrier2(
+            self.commands.pool.device.raw.cmd_pipeline_barrier2(
                 self.commands.raw,
                 &vk::DependencyInfo::default().memory_barriers(&barrier),
             );
         }
         self.since_barrier = Accesses::default();
-    }
-
-    fn start_timing(&mut self, name: &str) -> Option<u32> {
-        let commands = &mut *self.commands;
-        if commands.queries == vk::QueryPool::null() {
-            return None;
-        }
-        let index = commands.timed.len() as u32;
-        if index == MAX_TIMED {
-            commands.untimed += 1;
-            return None;
-        }
-        commands.timed.push(name.to_string());
-        self.timestamp(self.commands.queries, 2 * index, vk::PipelineStageFlags2::TOP_OF_PIPE);
-        Some(index)
-    }
-
-    fn stop_timing(&mut self, index: Option<u32>) {
-        if let Some(index) = index {
-            self.timestamp(self.commands.queries, 2 * index + 1, vk::PipelineStageFlags2::COMPUTE_SHADER);
-        }
-    }
-
-    fn timestamp(&self, pool: vk::QueryPool, query: u32, stage: vk::PipelineStageFlags2) {
-        if pool == vk::QueryPool::null() {
-            return;
-        }
-        let commands = &*self.commands;
-        // SAFETY: recording is open, and each query is written once per recording.
-        unsafe { commands.device.raw.cmd_write_timestamp2(commands.raw, stage, pool, query) }
     }
 }
 

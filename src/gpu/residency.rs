@@ -140,21 +140,17 @@ pub fn compare(placed: u64, before: Option<MemoryUse>, after: Option<MemoryUse>)
 
 impl std::fmt::Display for Residency {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let figures = |f: &mut std::fmt::Formatter<'_>, placed: u64, used: &MemoryUse| {
-            let [placed, sum, vram, gtt] = [placed, used.sum(), used.vram, used.gtt].map(show_bytes);
-            write!(
-                f,
-                "{placed} were placed, and the kernel sees {sum} of this process: {vram} in VRAM, {gtt} in GTT"
-            )
-        };
         match self {
-            Residency::Unknown => write!(
-                f,
+            Residency::Unknown => f.write_str(
                 "the use of GPU memory cannot be verified here: only amdgpu on Linux reports it (drm-memory-* in \
-                 /proc/self/fdinfo)"
+                 /proc/self/fdinfo)",
             ),
             Residency::Confirmed { placed, used } | Residency::Denied { placed, used } => {
-                figures(f, *placed, used)
+                let [placed, sum, vram, gtt] = [*placed, used.sum(), used.vram, used.gtt].map(show_bytes);
+                write!(
+                    f,
+                    "{placed} were placed, and the kernel sees {sum} of this process: {vram} in VRAM, {gtt} in GTT"
+                )
             }
         }
     }

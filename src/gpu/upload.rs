@@ -50,9 +50,12 @@ impl<'a, E: From<GpuError> + Send> Uploader<'a, E> {
         };
         let readers =
             rayon::ThreadPoolBuilder::new().num_threads(READERS).thread_name(|i| format!("reader {i}"));
-        let readers = readers
-            .build()
-            .map_err(|error| GpuError::NoThread { doing: "reading weights", error: error.to_string() })?;
+        let readers = readers.build().map_err(|error| {
+            GpuError::Unusable(format!(
+                "the system cannot start a thread for reading weights: {error}; this process has too little memory or \
+                 too many threads (`ulimit -v`, `ulimit -u`, MemoryMax=, TasksMax=)"
+            ))
+        })?;
         Ok(Uploader {
             device: Arc::clone(device),
             queued: Vec::new(),

@@ -35,9 +35,9 @@ pub(crate) use self::arrays::words;
 use self::attention::items_of;
 use self::operand::Products;
 use self::pipelines::{attention_constants, attention_of};
-use self::shaders::shaders_of;
+use self::shaders::{shader_named, shaders_of};
 use crate::gpu::{Buffer, Device, GpuError, INDIRECT_BYTES, Pipeline, Recorder, Shader};
-use crate::tensor::{KvDtype, Precision, Scheme};
+use crate::tensor::{Precision, Scheme};
 
 /// The variants of a kernel that write f32, int8, or both.
 struct OutputVariants {
@@ -47,9 +47,10 @@ struct OutputVariants {
 }
 
 impl OutputVariants {
-    fn new(device: &Device, tiles: Tiles, shaders: [&'static Shader; 3]) -> Result<OutputVariants, GpuError> {
-        let [floats, blocks, both] = shaders.map(|shader| device.pipeline(tiles.body_of(shader), &[]));
-        Ok(OutputVariants { floats: floats?, blocks: blocks?, both: both? })
+    fn new(device: &Device, tiles: Tiles, kernel: &str) -> Result<OutputVariants, GpuError> {
+        let one =
+            |output: &str| device.pipeline(tiles.body_of(shader_named(&format!("{kernel}{output}"))), &[]);
+        Ok(OutputVariants { floats: one("")?, blocks: one("_int8")?, both: one("_both")? })
     }
 
     fn pipeline(&self, to: &Operand) -> &Pipeline {
@@ -113,43 +114,26 @@ impl Kernels {
             let pipeline = device.pipeline(shaders_of(scheme).1, &[])?;
             Ok::<_, GpuError>((scheme, pipeline))
         });
-        let qkv_store = match kv {
-            KvDtype::F32 => &shaders::QKV_STORE_F32,
-            KvDtype::F16 => &shaders::QKV_STORE_F16,
-            KvDtype::Int8 => &shaders::QKV_STORE_INT8,
-        };
         let [attention, attention_tile] = attention_of(kv)
             .map(|shader| device.pipeline(shader, &attention_constants(shader, group, head_dim)));
         let tiles = matrices.tiles.unwrap_or_else(|| Tiles::of(device));
-        let into = |shaders: [&'static Shader; 3]| OutputVariants::new(device, tiles, shaders);
+        let into = |kernel: &str| OutputVariants::new(device, tiles, kernel);
         let one = |shader: &'static Shader| device.pipeline(tiles.body_of(shader), &[]);
         Ok(Kernels {
             precision,
             products: Products::new(device, matrices, tiles, precision)?,
             embed: embed.transpose()?,
             quantize: one(&shaders::QUANTIZE)?,
-            rms_norm: into([&shaders::RMS_NORM, &shaders::RMS_NORM_INT8, &shaders::RMS_NORM_BOTH])?,
+            rms_norm: into("rms_norm")?,
             rms_norm_add: one(&shaders::RMS_NORM_ADD)?,
-            rms_norm_gather: into([
-                &shaders::RMS_NORM_GATHER,
-                &shaders::RMS_NORM_GATHER_INT8,
-                &shaders::RMS_NORM_GATHER_BOTH,
-            ])?,
-            residual: into([
-                &shaders::RMS_NORM_RESIDUAL,
-                &shaders::RMS_NORM_RESIDUAL_INT8,
-                &shaders::RMS_NORM_RESIDUAL_BOTH,
-            ])?,
-            qkv_store: one(qkv_store)?,
+            rms_norm_gather: into("rms_norm_gather")?,
+            residual: into("rms_norm_residual")?,
+            qkv_store: one(shader_named(&format!("qkv_store_{kv}")))?,
             attention: attention?,
             attention_tile: attention_tile?,
-            attention_merge: into([
-                &shaders::ATTENTION_MERGE,
-                &shaders::ATTENTION_MERGE_INT8,
-                &shaders::ATTENTION_MERGE_BOTH,
-            ])?,
+            attention_merge: into("attention_merge")?,
             heads,
-            geglu: into([&shaders::GEGLU, &shaders::GEGLU_INT8, &shaders::GEGLU_BOTH])?,
+            geglu: into("geglu")?,
             moments: device.pipeline(&shaders::MOMENTS, &[])?,
             pool: device.pipeline(&shaders::POOL, &[])?,
             history: device.pipeline(&shaders::HISTORY, &[])?,

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::arrays::{Activations, MATRICES};
 use super::shaders::{self, shader_named, shader_of, shaders_of};
-use super::weights::Matrix;
+use super::weights::{Matrix, Shard};
 use crate::gpu::{Buffer, Device, DeviceInfo, DeviceKind, GpuError, Pipeline, Recorder, Shader};
 use crate::tensor::{Precision, Scheme, TILE_ROWS};
 
@@ -378,13 +378,10 @@ pub(crate) fn taking(tiles: &[Tile], tokens: usize) -> (usize, Tile) {
 }
 
 /// The pipelines of one scheme, one for each tile.
-enum ByScheme {
-    Floats(Vec<Arc<Pipeline>>),
-    /// `gated` computes two products and their GeGLU. Tiles without such a pipeline need separate dispatches.
-    Blocks {
-        plain: Vec<Arc<Pipeline>>,
-        gated: Vec<Arc<Pipeline>>,
-    },
+struct OfScheme {
+    plain: Vec<Arc<Pipeline>>,
+    /// Each computes two products and their GeGLU. Tiles without such a pipeline need separate dispatches.
+    gated: Vec<Arc<Pipeline>>,
 }
 
 /// The pipelines of the products of all schemes of a model.
@@ -393,7 +390,7 @@ pub(super) struct Products {
     tiles: Tiles,
     /// The tiles of int8 products.
     blocks: Vec<Tile>,
-    by_scheme: Vec<(Scheme, ByScheme)>,
+    by_scheme: Vec<(Scheme, OfScheme)>,
 }
 
 impl Products {
@@ -409,34 +406,28 @@ impl Products {
             if products.find(*scheme).is_some() {
                 continue;
             }
-            let each = |all: &[Tile], of: &dyn Fn(Tile) -> (&'static Shader, Vec<u32>)| {
-                let make = |tile: &Tile| {
-                    let (shader, constants) = of(*tile);
-                    device.pipeline(shader, &constants)
-                };
-                all.iter().map(make).collect::<Result<Vec<_>, _>>()
+            let quantizes = precision.quantizes(*scheme);
+            let variant = |tile: Tile, geglu: bool| {
+                if !quantizes {
+                    return (tiles.body_of(shaders_of(*scheme).0), vec![tile.columns]);
+                }
+                let (shader, group) = fast_shader_of(*scheme);
+                match tiles {
+                    Tiles::Cpu => (tiles.body_of(shader), vec![tile.columns, group]),
+                    Tiles::Gpu(gpu) => gpu.pipeline_of(shader, group, tile, geglu),
+                }
             };
-            let group = scheme.blocks_per_scale() as u32;
-            let made = match (precision.quantizes(*scheme), tiles) {
-                (false, _) => {
-                    let shader = tiles.body_of(shaders_of(*scheme).0);
-                    ByScheme::Floats(each(tiles.floats(), &|tile| (shader, vec![tile.columns]))?)
-                }
-                (true, Tiles::Cpu) => {
-                    let shader = tiles.body_of(fast_shader_of(*scheme).0);
-                    let constants = |tile: Tile| vec![tile.columns, group];
-                    let plain = each(&blocks, &|tile| (shader, constants(tile)))?;
-                    ByScheme::Blocks { plain, gated: Vec::new() }
-                }
-                (true, Tiles::Gpu(gpu)) => {
-                    let shader = fast_shader_of(*scheme).0;
-                    let plain = each(&blocks, &|tile| gpu.pipeline_of(shader, group, tile, false))?;
-                    let of_lanes = blocks.iter().filter(|tile| tile.columns <= LANE_COLUMNS).count();
-                    let is_gated = matrices.gated.contains(scheme);
-                    let gated = if is_gated { &blocks[..of_lanes] } else { &[] };
-                    let gated = each(gated, &|tile| gpu.pipeline_of(shader, group, tile, true))?;
-                    ByScheme::Blocks { plain, gated }
-                }
+            let each = |all: &[Tile], geglu: bool| {
+                let variants = all.iter().map(|tile| variant(*tile, geglu));
+                variants
+                    .map(|(shader, constants)| device.pipeline(shader, &constants))
+                    .collect::<Result<_, _>>()
+            };
+            let is_gated = quantizes && tiles != Tiles::Cpu && matrices.gated.contains(scheme);
+            let of_lanes = blocks.iter().filter(|tile| tile.columns <= LANE_COLUMNS).count();
+            let made = OfScheme {
+                plain: each(products.tiles_of(*scheme), false)?,
+                gated: each(if is_gated { &blocks[..of_lanes] } else { &[] }, true)?,
             };
             products.by_scheme.push((*scheme, made));
         }
@@ -444,29 +435,25 @@ impl Products {
     }
 
     /// The pipelines for a scheme. Schemes that need the same pipelines share them.
-    fn find(&self, scheme: Scheme) -> Option<&ByScheme> {
-        let same = |other: Scheme| match self.precision.quantizes(scheme) {
-            true => share_pipeline(other, scheme),
-            false => other.shares_variant(scheme),
+    fn find(&self, scheme: Scheme) -> Option<&OfScheme> {
+        let quantizes = self.precision.quantizes(scheme);
+        let is_same = |other: Scheme| {
+            self.precision.quantizes(other) == quantizes
+                && if quantizes { share_pipeline(other, scheme) } else { other.shares_variant(scheme) }
         };
-        self.by_scheme
-            .iter()
-            .find(|(other, _)| {
-                self.precision.quantizes(*other) == self.precision.quantizes(scheme) && same(*other)
-            })
-            .map(|(_, made)| made)
+        self.by_scheme.iter().find(|(other, _)| is_same(*other)).map(|(_, made)| made)
+    }
+
+    fn tiles_of(&self, scheme: Scheme) -> &[Tile] {
+        if self.precision.quantizes(scheme) { &self.blocks } else { self.tiles.floats() }
     }
 
     /// The most tokens of each kernel that multiplies matrices of `scheme`, in ascending order.
     pub fn tokens(&self, scheme: Scheme) -> Vec<usize> {
-        let columns = |tiles: &[Tile]| tiles.iter().map(|tile| tile.columns as usize).collect();
-        match self.precision.quantizes(scheme) {
-            true => columns(&self.blocks),
-            false => columns(self.tiles.floats()),
-        }
+        self.tiles_of(scheme).iter().map(|tile| tile.columns as usize).collect()
     }
 
-    fn pipelines_of(&self, scheme: Scheme) -> &ByScheme {
+    fn pipelines_of(&self, scheme: Scheme) -> &OfScheme {
         self.find(scheme).unwrap_or_else(|| panic!("no kernels were made for {scheme}"))
     }
 
@@ -513,9 +500,7 @@ impl Products {
     ) {
         let input = x.used(tokens, matrix.cols, "matmul: x");
         let output = y.used(tokens, matrix.rows, "matmul: y");
-        let ByScheme::Floats(pipelines) = self.pipelines_of(matrix.scheme) else {
-            panic!("{}: compiled for int8 products", matrix.scheme)
-        };
+        let OfScheme { plain, .. } = self.pipelines_of(matrix.scheme);
         let (at, tile) = taking(self.tiles.floats(), tokens);
         for shard in &matrix.shards {
             // A shard writes some columns of y, so its elements interleave with the elements of other shards. The
@@ -535,7 +520,7 @@ impl Products {
             };
             let parts = tile.parts(shard.rows);
             let passes = Passes::of_f32(matrix.scheme, parts, matrix.cols, tokens, tile);
-            recorder.dispatch(&pipelines[at], &arguments, passes.grid(parts));
+            recorder.dispatch(&plain[at], &arguments, passes.grid(parts));
         }
     }
 
@@ -548,48 +533,21 @@ impl Products {
         tokens: usize,
     ) {
         let (matrix, _) = products[0];
-        let ByScheme::Blocks { plain, .. } = self.pipelines_of(matrix.scheme) else {
-            panic!("{}: compiled for f32 products", matrix.scheme)
-        };
+        let OfScheme { plain, .. } = self.pipelines_of(matrix.scheme);
         let from = x.planes(tokens, matrix.cols, "matmul: x");
         let (at, tile) = taking(&self.blocks, tokens);
         for piece in 0..matrix.shards.len() {
             let shard = |i: usize| products.get(i).map(|(matrix, _)| &matrix.shards[piece]);
-            let outputs: Vec<Buffer> = products
-                .iter()
-                .map(|(matrix, y)| {
-                    let output = y.used(tokens, matrix.rows, "matmul: y");
-                    let first = 4 * matrix.shards[piece].first_row as u64;
-                    output.slice(first, output.size() - first)
-                })
-                .collect();
-            let rows = |i: usize| shard(i).map_or(0, |shard| shard.rows as u32);
-            let y_stride = |i: usize| products.get(i).map_or(0, |(_, y)| y.stride as u32);
-            let arguments = shaders::FastMatmul {
-                blocks0: &shard(0).expect("there is at least one product").blocks,
-                blocks1_or_none: shard(1).map(|shard| &shard.blocks),
-                blocks2_or_none: shard(2).map(|shard| &shard.blocks),
-                scales0: shard(0).and_then(|shard| shard.scales.as_ref()).expect("integers have scales"),
-                scales1_or_none: shard(1).and_then(|shard| shard.scales.as_ref()),
-                scales2_or_none: shard(2).and_then(|shard| shard.scales.as_ref()),
-                y0: &outputs[0],
-                y1_or_none: outputs.get(1),
-                y2_or_none: outputs.get(2),
-                x: &from.blocks,
-                x_scales: &from.scales,
-                rows0: rows(0),
-                rows1: rows(1),
-                rows2: rows(2),
-                y0_stride: y_stride(0),
-                y1_stride: y_stride(1),
-                y2_stride: y_stride(2),
-                cols: matrix.cols as u32,
-                tokens: tokens as u32,
-                x_stride: from.stride,
-                // The shader only uses addresses from its push constants.
-                followed: &[],
+            let output = |i: usize| {
+                let (matrix, y) = products.get(i)?;
+                let (output, first) = (y.used(tokens, matrix.rows, "matmul: y"), shard(i)?.first_row);
+                Some(output.slice(4 * first as u64, output.size() - 4 * first as u64))
             };
-            let parts = (0..products.len()).map(|i| tile.parts(rows(i) as usize)).sum();
+            let (shards, outputs) = ([0, 1, 2].map(shard), [0, 1, 2].map(output));
+            let outputs = outputs.each_ref().map(Option::as_ref);
+            let strides = [0, 1, 2].map(|i| products.get(i).map_or(0, |(_, y)| y.stride as u32));
+            let arguments = int8_arguments(shards, outputs, strides, &from, matrix.cols, tokens);
+            let parts = shards.into_iter().flatten().map(|shard| tile.parts(shard.rows)).sum();
             let passes = Passes::of_int8(matrix.scheme, 1, parts, matrix.cols, tokens, tile);
             recorder.dispatch(&plain[at], &arguments, passes.grid(parts));
         }
@@ -616,40 +574,56 @@ impl Products {
         if !is_pair || y.floats.is_some() {
             return false;
         }
-        let ByScheme::Blocks { gated, .. } = self.pipelines_of(gate.scheme) else { return false };
+        let OfScheme { gated, .. } = self.pipelines_of(gate.scheme);
         let (at, tile) = taking(&self.blocks, tokens);
         let Some(pipeline) = gated.get(at) else { return false };
         let from = x.planes(tokens, gate.cols, "gated: x");
         let to = to.planes(tokens, gate.rows, "gated: y");
-        let (gate, scheme, rows, cols) = (&gate.shards[0], gate.scheme, gate.rows, gate.cols);
-        let up = &up.shards[0];
-        let arguments = shaders::FastMatmul {
-            blocks0: &gate.blocks,
-            blocks1_or_none: Some(&up.blocks),
-            blocks2_or_none: None,
-            scales0: gate.scales.as_ref().expect("integers have scales"),
-            scales1_or_none: up.scales.as_ref(),
-            scales2_or_none: None,
-            y0: &to.blocks,
-            y1_or_none: Some(&to.scales),
-            y2_or_none: None,
-            x: &from.blocks,
-            x_scales: &from.scales,
-            rows0: rows as u32,
-            rows1: rows as u32,
-            rows2: 0,
-            y0_stride: 0,
-            y1_stride: 0,
-            y2_stride: 0,
-            cols: cols as u32,
-            tokens: tokens as u32,
-            x_stride: from.stride,
-            followed: &[],
-        };
-        let parts = tile.parts(rows);
-        let passes = Passes::of_int8(scheme, 2, parts, cols, tokens, tile);
+        let shards = [Some(&gate.shards[0]), Some(&up.shards[0]), None];
+        let outputs = [Some(&to.blocks), Some(&to.scales), None];
+        let arguments = int8_arguments(shards, outputs, [0; 3], &from, gate.cols, tokens);
+        let parts = tile.parts(gate.rows);
+        let passes = Passes::of_int8(gate.scheme, 2, parts, gate.cols, tokens, tile);
         recorder.dispatch(pipeline, &arguments, passes.grid(parts));
         true
+    }
+}
+
+/// The arguments of int8 products of up to three matrices with the same activations.
+fn int8_arguments<'a>(
+    shards: [Option<&'a Shard>; MATRICES],
+    [y0, y1, y2]: [Option<&'a Buffer>; MATRICES],
+    [y0_stride, y1_stride, y2_stride]: [u32; MATRICES],
+    x: &'a Planes,
+    cols: usize,
+    tokens: usize,
+) -> shaders::FastMatmul<'a> {
+    let [blocks0, blocks1, blocks2] = shards.map(|shard| shard.map(|shard| &shard.blocks));
+    let [scales0, scales1, scales2] = shards.map(|shard| shard.and_then(|shard| shard.scales.as_ref()));
+    let [rows0, rows1, rows2] = shards.map(|shard| shard.map_or(0, |shard| shard.rows as u32));
+    shaders::FastMatmul {
+        blocks0: blocks0.expect("there is at least one product"),
+        blocks1_or_none: blocks1,
+        blocks2_or_none: blocks2,
+        scales0: scales0.expect("integers have scales"),
+        scales1_or_none: scales1,
+        scales2_or_none: scales2,
+        y0: y0.expect("there is at least one product"),
+        y1_or_none: y1,
+        y2_or_none: y2,
+        x: &x.blocks,
+        x_scales: &x.scales,
+        rows0,
+        rows1,
+        rows2,
+        y0_stride,
+        y1_stride,
+        y2_stride,
+        cols: cols as u32,
+        tokens: tokens as u32,
+        x_stride: x.stride,
+        // The shader only uses addresses from its push constants.
+        followed: &[],
     }
 }
 

@@ -67,11 +67,7 @@ pub fn all_pipelines(group: u32, head_dim: u32) -> Vec<(&'static Shader, Vec<u32
 
 /// The shaders of attention for a KV cache of type `kv`: for single tokens, and for tiles.
 pub(crate) fn attention_of(kv: KvDtype) -> [&'static Shader; 2] {
-    match kv {
-        KvDtype::F32 => [&shaders::ATTENTION_F32, &shaders::ATTENTION_TILE_F32],
-        KvDtype::F16 => [&shaders::ATTENTION_F16, &shaders::ATTENTION_TILE_F16],
-        KvDtype::Int8 => [&shaders::ATTENTION_INT8, &shaders::ATTENTION_TILE_INT8],
-    }
+    ["attention", "attention_tile"].map(|kernel| shader_named(&format!("{kernel}_{kv}")))
 }
 
 /// The constants of an attention shader. ROWS is the number of query heads that a team computes: all query heads of one

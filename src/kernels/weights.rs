@@ -99,17 +99,13 @@ impl Matrix {
         };
 
         let mut shards = Vec::new();
-        for first_row in (0..rows).step_by(rows_per_shard) {
-            let shard_rows = rows_per_shard.min(rows - first_row);
-            let tiles = shard_rows.div_ceil(TILE_ROWS);
-            let bytes = (tiles * tile_bytes) as u64;
-            let blocks = arena.alloc(MemoryKind::Device, class, bytes, tensor.name)?;
+        for (first_row, (block_bytes, scale_bytes)) in
+            (0..rows).step_by(rows_per_shard).zip(Matrix::buffer_bytes(scheme, rows, cols, max_shard_bytes))
+        {
+            let mut alloc = |bytes| arena.alloc(MemoryKind::Device, class, bytes, tensor.name);
+            let (blocks, scales) = (alloc(block_bytes)?, scale_bytes.map(alloc).transpose()?);
             let first_tile = first_row / TILE_ROWS;
-            let alloc_scales = |arena: &mut Arena| match tiles * tile_scales {
-                0 => Ok(None),
-                bytes => arena.alloc(MemoryKind::Device, class, bytes as u64, tensor.name).map(Some),
-            };
-            let scales = if let Some(native) = packed {
+            if let Some(native) = packed {
                 let mut read = |to: &Buffer, plane: FileSlice<'a>, skip: usize| {
                     let tensor = *tensor;
                     uploader.queue(to, move |offset, into| {
@@ -117,29 +113,26 @@ impl Matrix {
                     });
                 };
                 read(&blocks, native.blocks, first_tile * tile_bytes);
-                let scales = alloc_scales(arena)?;
                 if let Some(scales) = &scales {
                     read(scales, native.scales, first_tile * tile_scales);
                 }
-                scales
             } else {
-                let mut scales = vec![0u8; tiles * tile_scales];
+                let mut packed_scales = vec![0u8; scale_bytes.unwrap_or(0) as usize];
                 uploader.fill_with(&blocks, tile_bytes as u64, |offset, piece| {
                     let first = offset as usize / tile_bytes;
                     let count = piece.len() / tile_bytes;
-                    let scales = &mut scales[first * tile_scales..][..count * tile_scales];
+                    let scales = &mut packed_scales[first * tile_scales..][..count * tile_scales];
                     let tiles = first_tile + first..first_tile + first + count;
                     pack_tiles(scheme, Rounding::Nearest, tensor, tiles, piece, scales)?;
                     each(rows.min(first_row + (first + count) * TILE_ROWS));
                     Ok::<_, UploadError>(())
                 })?;
-                let buffer = alloc_scales(arena)?;
-                if let Some(buffer) = &buffer {
-                    uploader.upload(buffer, &scales)?;
+                if let Some(scales) = &scales {
+                    uploader.upload(scales, &packed_scales)?;
                 }
-                buffer
-            };
-            shards.push(Shard { first_row, rows: shard_rows, blocks, scales });
+            }
+            let rows = rows_per_shard.min(rows - first_row);
+            shards.push(Shard { first_row, rows, blocks, scales });
         }
         Ok(Matrix { rows, cols, scheme, rows_per_shard, shards })
     }

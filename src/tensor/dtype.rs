@@ -1,7 +1,7 @@
 //! Element types of tensors.
 
 /// Element type of a checkpoint tensor, as safetensors names them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, strum::EnumString)]
 pub enum DType {
     F32,
     F16,

@@ -17,6 +17,7 @@
 use std::ops::Range;
 
 use half::f16;
+use strum::VariantArray;
 
 use super::dtype::DType;
 
@@ -32,24 +33,17 @@ const NIBBLES: usize = 2 * BLOCK_BYTES;
 const SUPER_COLS: usize = 256;
 
 /// Number of bits of an integer weight.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, VariantArray)]
 pub enum Bits {
-    Four,
-    Five,
-    Six,
-    Eight,
+    Four = 4,
+    Five = 5,
+    Six = 6,
+    Eight = 8,
 }
 
 impl Bits {
-    const ALL: [Bits; 4] = [Bits::Four, Bits::Five, Bits::Six, Bits::Eight];
-
     pub const fn count(self) -> usize {
-        match self {
-            Bits::Four => 4,
-            Bits::Five => 5,
-            Bits::Six => 6,
-            Bits::Eight => 8,
-        }
+        self as usize
     }
 
     /// Bytes for the bits above the low four, per row and block.
@@ -79,7 +73,7 @@ pub enum Scheme {
 }
 
 /// The formula that turns the integers `q` of a group into weights.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, VariantArray)]
 pub enum Scales {
     /// `w = s * q`, s f16.
     Symmetric,
@@ -96,15 +90,6 @@ pub enum Scales {
 }
 
 impl Scales {
-    const ALL: [Scales; 6] = [
-        Scales::Symmetric,
-        Scales::ZeroPoint,
-        Scales::Affine,
-        Scales::HalfAffine,
-        Scales::Super,
-        Scales::SuperSymmetric,
-    ];
-
     /// The suffix in the names of schemes and of their kernels.
     const fn name(self) -> Option<&'static str> {
         match self {
@@ -210,10 +195,9 @@ impl Scheme {
     /// Whether both schemes have the same [`variant`](Self::variant).
     pub fn shares_variant(self, other: Scheme) -> bool {
         match (self, other) {
-            (
-                Scheme::Int { bits, scales, .. },
-                Scheme::Int { bits: other_bits, scales: other_scales, .. },
-            ) => bits == other_bits && scales == other_scales,
+            (Scheme::Int { bits, scales, .. }, Scheme::Int { bits: bits2, scales: scales2, .. }) => {
+                (bits, scales) == (bits2, scales2)
+            }
             _ => self == other,
         }
     }
@@ -328,10 +312,10 @@ impl std::str::FromStr for Scheme {
             _ => name.strip_prefix("int").and_then(|rest| rest.split_once("-g")).ok_or_else(unknown)?,
         };
         let (group, suffix) = rest.split_once('-').map_or((rest, None), |(group, name)| (group, Some(name)));
-        let scales = Scales::ALL.into_iter().find(|scales| scales.name() == suffix).ok_or_else(unknown)?;
-        let bits = Bits::ALL.into_iter().find(|b| b.count().to_string() == bits).ok_or_else(unknown)?;
+        let scales = Scales::VARIANTS.iter().find(|scales| scales.name() == suffix).ok_or_else(unknown)?;
+        let bits = Bits::VARIANTS.iter().find(|b| b.count().to_string() == bits).ok_or_else(unknown)?;
         let group: u32 = group.parse().map_err(|_| unknown())?;
-        let scheme = Scheme::Int { bits, group, scales };
+        let scheme = Scheme::Int { bits: *bits, group, scales: *scales };
         let step = scheme.block_weights() as u32;
         let divides = scales.outer_bytes().is_none() || (SUPER_COLS as u32).is_multiple_of(group.max(1));
         if group == 0 || !group.is_multiple_of(step) || !divides {
@@ -429,11 +413,7 @@ impl QuantizedRow {
 /// Packs one row into lane `lane` of a tile. `blocks` and `scales` are the tile's bytes, [`Scheme::tile_bytes`] and
 /// [`Scheme::tile_scale_bytes`] long. Padding columns of the tile do not change; the shaders multiply them by zero.
 pub fn pack_row(scheme: Scheme, row: &QuantizedRow, lane: usize, blocks: &mut [u8], scales: &mut [u8]) {
-    let cols = row.q.len();
-    assert!(lane < TILE_ROWS && blocks.len() == scheme.tile_bytes(cols));
-    assert!(
-        scales.len() == scheme.tile_scale_bytes(cols) && row.scales.len() == scheme.row_scale_bytes(cols)
-    );
+    check_sizes(scheme, row, lane, blocks, scales);
     match scheme {
         Scheme::Int { bits, .. } if bits != Bits::Eight => {
             for (b, q) in row.q.chunks(NIBBLES).enumerate() {
@@ -454,18 +434,14 @@ pub fn pack_row(scheme: Scheme, row: &QuantizedRow, lane: usize, blocks: &mut [u
             }
         }
     }
-    each_scale_item(scheme, cols, lane, |in_row, in_tile| {
+    each_scale_item(scheme, row.q.len(), lane, |in_row, in_tile| {
         scales[in_tile].copy_from_slice(&row.scales[in_row]);
     });
 }
 
 /// The inverse of [`pack_row`].
 pub fn unpack_row(scheme: Scheme, lane: usize, blocks: &[u8], scales: &[u8], row: &mut QuantizedRow) {
-    let cols = row.q.len();
-    assert!(lane < TILE_ROWS && blocks.len() == scheme.tile_bytes(cols));
-    assert!(
-        scales.len() == scheme.tile_scale_bytes(cols) && row.scales.len() == scheme.row_scale_bytes(cols)
-    );
+    check_sizes(scheme, row, lane, blocks, scales);
     match scheme {
         Scheme::Int { bits, .. } if bits != Bits::Eight => {
             for (b, q) in row.q.chunks_mut(NIBBLES).enumerate() {
@@ -486,9 +462,16 @@ pub fn unpack_row(scheme: Scheme, lane: usize, blocks: &[u8], scales: &[u8], row
             }
         }
     }
-    each_scale_item(scheme, cols, lane, |in_row, in_tile| {
+    each_scale_item(scheme, row.q.len(), lane, |in_row, in_tile| {
         row.scales[in_row].copy_from_slice(&scales[in_tile]);
     });
+}
+
+fn check_sizes(scheme: Scheme, row: &QuantizedRow, lane: usize, blocks: &[u8], scales: &[u8]) {
+    let cols = row.q.len();
+    assert!(lane < TILE_ROWS && blocks.len() == scheme.tile_bytes(cols));
+    let expected = (scheme.tile_scale_bytes(cols), scheme.row_scale_bytes(cols));
+    assert_eq!((scales.len(), row.scales.len()), expected, "scales of a tile and of a row");
 }
 
 /// Packs one row of floating-point weights into lane `lane` of a tile. Panics if the scheme is not a floating-point
@@ -507,9 +490,7 @@ pub fn pack_plain_row(scheme: Scheme, row: &[f32], lane: usize, blocks: &mut [u8
             Scheme::Bf16 => row.iter().zip(block.chunks_exact_mut(2)).for_each(|(w, to)| {
                 to.copy_from_slice(&half::bf16::from_f32(*w).to_le_bytes());
             }),
-            Scheme::Int8Row | Scheme::Int { .. } => {
-                panic!("{scheme} packs quantized rows")
-            }
+            Scheme::Int8Row | Scheme::Int { .. } => panic!("{scheme} packs quantized rows"),
         }
     }
 }
@@ -524,9 +505,7 @@ pub fn unpack_plain_row(scheme: Scheme, lane: usize, blocks: &[u8], row: &mut [f
                 Scheme::F32 => f32::from_le_bytes(block[4 * i..4 * i + 4].try_into().expect("4 bytes")),
                 Scheme::F16 => f16::from_le_bytes([block[2 * i], block[2 * i + 1]]).to_f32(),
                 Scheme::Bf16 => half::bf16::from_le_bytes([block[2 * i], block[2 * i + 1]]).to_f32(),
-                Scheme::Int8Row | Scheme::Int { .. } => {
-                    panic!("{scheme} packs quantized rows")
-                }
+                Scheme::Int8Row | Scheme::Int { .. } => panic!("{scheme} packs quantized rows"),
             };
         }
     }

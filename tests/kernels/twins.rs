@@ -197,7 +197,7 @@ fn direct_reads_and_staged_reads_give_the_same_bytes() {
 
         let fail = |offset: u64, _: &mut [u8]| match offset {
             0 => Ok(()),
-            _ => Err(GpuError::NoLoader("read error".into())),
+            _ => Err(GpuError::Unusable("read error".into())),
         };
         let mut uploader = Uploader::new(&b.device).unwrap();
         uploader.queue(&buffer, fail);

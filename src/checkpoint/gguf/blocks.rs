@@ -8,31 +8,30 @@ use std::ops::Range;
 
 use crate::tensor::{Bits, QuantizedRow, Scales, Scheme};
 
-/// A quantized element type. Other element types are [`crate::tensor::DType`]s.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+/// ggml's names of its element types by their ids; empty for ids that are not in use.
+pub(super) const TYPE_NAMES: [&str; 40] = [
+    "F32", "F16", "Q4_0", "Q4_1", "", "", "Q5_0", "Q5_1", "Q8_0", "Q8_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K",
+    "Q6_K", "Q8_K", "IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S", "IQ2_S", "IQ4_XS", "I8",
+    "I16", "I32", "I64", "F64", "IQ1_M", "BF16", "", "", "", "TQ1_0", "TQ2_0", "", "", "", "MXFP4",
+];
+
+/// A quantized element type with its id in ggml. Other element types are [`crate::tensor::DType`]s.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, strum::FromRepr)]
+#[repr(u32)]
 pub enum GgmlType {
-    Q4_0,
-    Q4_1,
-    Q5_0,
-    Q5_1,
-    Q8_0,
-    Q4K,
-    Q5K,
-    Q6K,
+    Q4_0 = 2,
+    Q4_1 = 3,
+    Q5_0 = 6,
+    Q5_1 = 7,
+    Q8_0 = 8,
+    Q4K = 12,
+    Q5K = 13,
+    Q6K = 14,
 }
 
 impl GgmlType {
     pub const fn name(self) -> &'static str {
-        match self {
-            Self::Q4_0 => "Q4_0",
-            Self::Q4_1 => "Q4_1",
-            Self::Q5_0 => "Q5_0",
-            Self::Q5_1 => "Q5_1",
-            Self::Q8_0 => "Q8_0",
-            Self::Q4K => "Q4_K",
-            Self::Q5K => "Q5_K",
-            Self::Q6K => "Q6_K",
-        }
+        TYPE_NAMES[self as usize]
     }
 
     /// Values in a block; rows are whole blocks.
@@ -59,16 +58,17 @@ impl GgmlType {
 
     /// The device layout that holds the type without loss.
     pub const fn scheme(self) -> Scheme {
-        match self {
-            Self::Q4_0 => Scheme::Int { bits: Bits::Four, group: 32, scales: Scales::Symmetric },
-            Self::Q4_1 => Scheme::Int { bits: Bits::Four, group: 32, scales: Scales::HalfAffine },
-            Self::Q8_0 => Scheme::Int { bits: Bits::Eight, group: 32, scales: Scales::Symmetric },
-            Self::Q5_0 => Scheme::Int { bits: Bits::Five, group: 32, scales: Scales::Symmetric },
-            Self::Q5_1 => Scheme::Int { bits: Bits::Five, group: 32, scales: Scales::HalfAffine },
-            Self::Q4K => Scheme::Int { bits: Bits::Four, group: 32, scales: Scales::Super },
-            Self::Q5K => Scheme::Int { bits: Bits::Five, group: 32, scales: Scales::Super },
-            Self::Q6K => Scheme::Int { bits: Bits::Six, group: 16, scales: Scales::SuperSymmetric },
-        }
+        let (bits, group, scales) = match self {
+            Self::Q4_0 => (Bits::Four, 32, Scales::Symmetric),
+            Self::Q4_1 => (Bits::Four, 32, Scales::HalfAffine),
+            Self::Q5_0 => (Bits::Five, 32, Scales::Symmetric),
+            Self::Q5_1 => (Bits::Five, 32, Scales::HalfAffine),
+            Self::Q8_0 => (Bits::Eight, 32, Scales::Symmetric),
+            Self::Q4K => (Bits::Four, 32, Scales::Super),
+            Self::Q5K => (Bits::Five, 32, Scales::Super),
+            Self::Q6K => (Bits::Six, 16, Scales::SuperSymmetric),
+        };
+        Scheme::Int { bits, group, scales }
     }
 
     /// Unpacks one block into `q`, of [`Self::block_values`] integers, and `scales`, the scale bytes for that number of
@@ -184,14 +184,6 @@ pub struct GgmlTensor<'a> {
 }
 
 impl GgmlTensor<'_> {
-    pub(in crate::checkpoint) fn stored_bytes(&self) -> u64 {
-        self.data.len() as u64
-    }
-
-    pub(in crate::checkpoint) fn scheme(&self) -> Scheme {
-        self.kind.scheme()
-    }
-
     pub(in crate::checkpoint) fn quantized_row_into(&self, row: usize, out: &mut QuantizedRow) {
         let (values, bytes) = (self.kind.block_values(), self.kind.block_bytes());
         let blocks = out.q.len() / values;
@@ -204,10 +196,10 @@ impl GgmlTensor<'_> {
     }
 
     pub(in crate::checkpoint) fn rows_f32_into(&self, rows: Range<usize>, cols: usize, out: &mut [f32]) {
-        let mut row = QuantizedRow::new(self.scheme(), cols);
+        let mut row = QuantizedRow::new(self.kind.scheme(), cols);
         for (index, out) in rows.zip(out.chunks_exact_mut(cols)) {
             self.quantized_row_into(index, &mut row);
-            row.dequantize_into(self.scheme(), out);
+            row.dequantize_into(self.kind.scheme(), out);
         }
     }
 }

@@ -13,7 +13,7 @@ use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::ops::Range;
 
-use super::blocks::GgmlType;
+use super::blocks::{GgmlType, TYPE_NAMES};
 use crate::checkpoint::error::short;
 use crate::tensor::DType;
 
@@ -33,29 +33,22 @@ const MAX_ALIGNMENT: u64 = 1 << 20;
 /// Why a file was refused.
 #[derive(Debug)]
 pub struct HeaderError {
-    /// The wrong part of the file.
-    pub about: About,
-    pub problem: String,
-}
-
-#[derive(Debug)]
-pub enum About {
-    File,
-    Key(String),
-    Tensor(String),
+    /// The wrong tensor, if the problem is about one.
+    pub(super) tensor: Option<String>,
+    pub(super) problem: String,
 }
 
 impl HeaderError {
     fn file(problem: impl Into<String>) -> Self {
-        Self { about: About::File, problem: problem.into() }
+        Self { tensor: None, problem: problem.into() }
     }
 
     pub fn key(key: &str, problem: impl Into<String>) -> Self {
-        Self { about: About::Key(key.to_owned()), problem: problem.into() }
+        Self::file(format!("key {}: {}", short(key), problem.into()))
     }
 
     pub fn tensor(name: &str, problem: impl Into<String>) -> Self {
-        Self { about: About::Tensor(name.to_owned()), problem: problem.into() }
+        Self { tensor: Some(name.to_owned()), problem: problem.into() }
     }
 }
 
@@ -177,21 +170,16 @@ impl Element {
             0 => Self::Plain(DType::F32),
             1 => Self::Plain(DType::F16),
             30 => Self::Plain(DType::BF16),
-            2 => Self::Blocks(GgmlType::Q4_0),
-            3 => Self::Blocks(GgmlType::Q4_1),
-            6 => Self::Blocks(GgmlType::Q5_0),
-            7 => Self::Blocks(GgmlType::Q5_1),
-            8 => Self::Blocks(GgmlType::Q8_0),
-            12 => Self::Blocks(GgmlType::Q4K),
-            13 => Self::Blocks(GgmlType::Q5K),
-            14 => Self::Blocks(GgmlType::Q6K),
-            _ => {
-                let name = other_type(id).map_or(format!("of the unknown type {id}"), |name| name.into());
-                return Err(format!(
+            _ => Self::Blocks(GgmlType::from_repr(id).ok_or_else(|| {
+                let name = match TYPE_NAMES.get(id as usize) {
+                    None | Some(&"") => format!("of the unknown type {id}"),
+                    Some(name) => name.to_string(),
+                };
+                format!(
                     "is {name}, which is not supported; expected F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, \
                      Q5_K or Q6_K (take another file of the model, or requantize it)"
-                ));
-            }
+                )
+            })?),
         })
     }
 
@@ -217,34 +205,6 @@ impl Element {
     }
 }
 
-/// Names of ggml's types that are not supported.
-fn other_type(id: u32) -> Option<&'static str> {
-    Some(match id {
-        9 => "Q8_1",
-        10 => "Q2_K",
-        11 => "Q3_K",
-        15 => "Q8_K",
-        16 => "IQ2_XXS",
-        17 => "IQ2_XS",
-        18 => "IQ3_XXS",
-        19 => "IQ1_S",
-        20 => "IQ4_NL",
-        21 => "IQ3_S",
-        22 => "IQ2_S",
-        23 => "IQ4_XS",
-        24 => "I8",
-        25 => "I16",
-        26 => "I32",
-        27 => "I64",
-        28 => "F64",
-        29 => "IQ1_M",
-        34 => "TQ1_0",
-        35 => "TQ2_0",
-        39 => "MXFP4",
-        _ => return None,
-    })
-}
-
 /// The key-value pairs of a file. Values are read from the file's bytes on request.
 #[derive(Debug)]
 pub struct Metadata<'a> {
@@ -259,7 +219,9 @@ enum RawValue {
     Array { kind: Kind, len: usize, at: usize },
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// The type of a value, with its id in the file. Id 9 means an array.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, strum::FromRepr)]
+#[repr(u32)]
 enum Kind {
     U8,
     I8,
@@ -270,12 +232,16 @@ enum Kind {
     F32,
     Bool,
     Text,
-    U64,
+    U64 = 10,
     I64,
     F64,
 }
 
 impl Kind {
+    fn parse(id: u32) -> Result<Kind, String> {
+        Kind::from_repr(id).ok_or_else(|| format!("has the unknown value type {id}"))
+    }
+
     /// Bytes of a value; for a text, bytes of its length field.
     const fn size(self) -> usize {
         match self {
@@ -339,39 +305,45 @@ impl<'a> Metadata<'a> {
         }
     }
 
+    /// A value that `get` accepts; `None` if the file has no such key.
+    fn value<T>(
+        &self,
+        key: &str,
+        expected: &str,
+        get: impl FnOnce(Value<'a>) -> Option<T>,
+    ) -> Result<Option<T>, HeaderError> {
+        let Some(value) = self.scalar(key)? else { return Ok(None) };
+        let wrong = || HeaderError::key(key, format!("is {value}; expected {expected}"));
+        get(value).map(Some).ok_or_else(wrong)
+    }
+
     pub fn text(&self, key: &str) -> Result<Option<&'a str>, HeaderError> {
-        match self.scalar(key)? {
-            None => Ok(None),
-            Some(Value::Text(text)) => Ok(Some(text)),
-            Some(other) => Err(HeaderError::key(key, format!("is {other}; expected a text"))),
-        }
+        self.value(key, "a text", |value| if let Value::Text(text) = value { Some(text) } else { None })
     }
 
     pub fn flag(&self, key: &str) -> Result<Option<bool>, HeaderError> {
-        match self.scalar(key)? {
-            None => Ok(None),
-            Some(Value::Flag(flag)) => Ok(Some(flag)),
-            Some(other) => Err(HeaderError::key(key, format!("is {other}; expected true or false"))),
-        }
+        self.value(
+            key,
+            "true or false",
+            |value| if let Value::Flag(flag) = value { Some(flag) } else { None },
+        )
     }
 
     /// A non-negative whole number of any integer type.
     pub fn whole(&self, key: &str) -> Result<Option<u64>, HeaderError> {
-        match self.scalar(key)? {
-            None => Ok(None),
-            Some(Value::Whole(n)) if u64::try_from(n).is_ok() => Ok(Some(n as u64)),
-            Some(other) => Err(HeaderError::key(key, format!("is {other}; expected a whole number"))),
-        }
+        self.value(key, "a whole number", |value| match value {
+            Value::Whole(n) => u64::try_from(n).ok(),
+            _ => None,
+        })
     }
 
     /// A finite number.
     pub fn number(&self, key: &str) -> Result<Option<f64>, HeaderError> {
-        match self.scalar(key)? {
-            None => Ok(None),
-            Some(Value::Number(n)) if n.is_finite() => Ok(Some(n)),
-            Some(Value::Whole(n)) => Ok(Some(n as f64)),
-            Some(other) => Err(HeaderError::key(key, format!("is {other}; expected a number"))),
-        }
+        self.value(key, "a number", |value| match value {
+            Value::Number(n) => Some(n).filter(|n| n.is_finite()),
+            Value::Whole(n) => Some(n as f64),
+            _ => None,
+        })
     }
 
     fn alignment(&self) -> Result<u64, HeaderError> {
@@ -505,7 +477,7 @@ impl<'a> Reader<'a> {
         const ARRAY: u32 = 9;
         let kind = self.u32("its type")?;
         if kind != ARRAY {
-            let kind = value_kind(kind)?;
+            let kind = Kind::parse(kind)?;
             let at = self.at;
             self.skip(kind, "its value")?;
             return Ok(RawValue::Scalar { kind, at });
@@ -514,7 +486,7 @@ impl<'a> Reader<'a> {
         if kind == ARRAY {
             return Err("is an array of arrays; expected plain elements".into());
         }
-        let kind = value_kind(kind)?;
+        let kind = Kind::parse(kind)?;
         let len = self.u64("its length")?;
         let at = self.at;
         // Every element takes at least the size of its type.
@@ -576,22 +548,4 @@ impl<'a> Reader<'a> {
         let shape = shape.into_iter().map(|dim| usize::try_from(dim).map_err(|e| e.to_string()));
         Ok(TensorEntry { element, shape: shape.collect::<Result<_, _>>()?, offset, bytes })
     }
-}
-
-fn value_kind(id: u32) -> Result<Kind, String> {
-    Ok(match id {
-        0 => Kind::U8,
-        1 => Kind::I8,
-        2 => Kind::U16,
-        3 => Kind::I16,
-        4 => Kind::U32,
-        5 => Kind::I32,
-        6 => Kind::F32,
-        7 => Kind::Bool,
-        8 => Kind::Text,
-        10 => Kind::U64,
-        11 => Kind::I64,
-        12 => Kind::F64,
-        _ => return Err(format!("has the unknown value type {id}")),
-    })
 }

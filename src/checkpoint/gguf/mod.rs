@@ -4,10 +4,8 @@
 //! of the program does not know GGUF. The weights differ in two ways: norms are stored as `1 + w`, and quantized
 //! tensors keep their integers and scales ([`GgmlTensor`]).
 
-use std::ops::Range;
-
 mod arch;
-mod blocks;
+pub(super) mod blocks;
 mod generated;
 mod header;
 mod tokenizer;
@@ -15,39 +13,19 @@ mod tokenizer;
 pub use arch::{GgufArch, GgufTokens, Keys, vocab_size};
 pub use blocks::{GgmlTensor, GgmlType};
 pub use generated::special_ids;
-pub use header::{HeaderError, Metadata, TensorInfo, Value};
+pub use header::{Element, HeaderError, Metadata, TensorInfo, Value};
 
-use super::error::{CheckpointError, short};
-use crate::tensor::DType;
-use header::{About, Element, Header, read_header};
+use super::error::CheckpointError;
+use header::{Header, read_header};
 
-/// How the tensors of a file are stored.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Storage {
-    Plain(DType),
-    Ggml(GgmlType),
-}
-
-/// A tensor of a GGUF file.
-#[derive(Debug)]
-pub(super) struct GgufTensor {
-    /// The Hugging Face name.
-    pub name: String,
-    pub storage: Storage,
-    /// The slowest dimension is first.
-    pub shape: Vec<usize>,
-    /// Byte range in the file.
-    pub range: Range<usize>,
-}
-
-/// The tensors of part `index` of a file of `count` parts, in the order of their bytes. Messages call the part
-/// `display`. Without an architecture, tensors of layers keep their names.
-pub(super) fn tensors(
-    bytes: &[u8],
+/// The tensors of part `index` of a file of `count` parts with their Hugging Face names, in the order of their bytes.
+/// Messages call the part `display`. Without an architecture, tensors of layers keep their names.
+pub(super) fn tensors<'a>(
+    bytes: &'a [u8],
     display: &str,
     (index, count): (usize, usize),
     arch: Option<&GgufArch>,
-) -> Result<Vec<GgufTensor>, CheckpointError> {
+) -> Result<Vec<(String, TensorInfo<'a>)>, CheckpointError> {
     let read = || {
         let header = read_header(bytes)?;
         for (key, expected) in [("split.no", index as u64), ("split.count", count as u64)] {
@@ -60,15 +38,8 @@ pub(super) fn tensors(
                 return Err(HeaderError::key(key, problem));
             }
         }
-        let named = header.tensors.into_iter().map(|tensor| {
-            let storage = match tensor.element {
-                Element::Plain(dtype) => Storage::Plain(dtype),
-                Element::Blocks(kind) => Storage::Ggml(kind),
-            };
-            let name = generated::tensor_name(arch, tensor.name)?;
-            Ok(GgufTensor { name, storage, shape: tensor.shape, range: tensor.range })
-        });
-        named.collect()
+        let named = header.tensors.into_iter();
+        named.map(|tensor| Ok((generated::tensor_name(arch, tensor.name)?, tensor))).collect()
     };
     read().map_err(|e| error(display, e))
 }
@@ -111,10 +82,9 @@ pub(super) fn generated(
     make().map_err(about_first)
 }
 
-fn error(display: &str, error: HeaderError) -> CheckpointError {
-    match error.about {
-        About::File => CheckpointError::file(display, error.problem),
-        About::Key(key) => CheckpointError::file(display, format!("key {}: {}", short(&key), error.problem)),
-        About::Tensor(tensor) => CheckpointError::tensor(display, &tensor, error.problem),
+fn error(display: &str, HeaderError { tensor, problem }: HeaderError) -> CheckpointError {
+    match tensor {
+        Some(tensor) => CheckpointError::tensor(display, &tensor, problem),
+        None => CheckpointError::file(display, problem),
     }
 }

@@ -116,27 +116,31 @@ pub(super) fn tokenizer_json(
 
     let byte_pieces = (0..=255u8).filter(|byte| by_text.contains_key(format!("<{byte:#04X}>").as_str()));
     let file = TokenizerJson {
-        version: "1.0",
-        truncation: (),
-        padding: (),
-        added_tokens: pieces.iter().filter_map(AddedToken::of).collect(),
-        normalizer,
-        pre_tokenizer: (),
-        post_processor: post_processor(bos, eos, &by_text),
-        decoder: json!({"type": "Sequence", "decoders": [
-            {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
-            {"type": "ByteFallback"},
-            {"type": "Fuse"},
-        ]}),
+        rest: json!({
+            "version": "1.0",
+            "truncation": null,
+            "padding": null,
+            "added_tokens": pieces.iter().filter_map(added_token).collect::<Vec<_>>(),
+            "normalizer": normalizer,
+            "pre_tokenizer": null,
+            "post_processor": post_processor(bos, eos, &by_text),
+            "decoder": {"type": "Sequence", "decoders": [
+                {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+            ]},
+        }),
         model: Bpe {
-            kind: "BPE",
-            dropout: (),
-            unk_token: unknown,
-            continuing_subword_prefix: (),
-            end_of_word_suffix: (),
-            fuse_unk: true,
-            byte_fallback: byte_pieces.count() == 256,
-            ignore_merges: false,
+            rest: json!({
+                "type": "BPE",
+                "dropout": null,
+                "unk_token": unknown,
+                "continuing_subword_prefix": null,
+                "end_of_word_suffix": null,
+                "fuse_unk": true,
+                "byte_fallback": byte_pieces.count() == 256,
+                "ignore_merges": false,
+            }),
             vocab: Vocab(&pieces),
             merges,
         },
@@ -375,55 +379,33 @@ fn post_processor(bos: Option<&str>, eos: Option<&str>, by_text: &HashMap<&str, 
     })
 }
 
+/// The entry of a piece that is found before other pieces are joined; `None` for other pieces.
+fn added_token(piece: &Piece) -> Option<Json> {
+    (piece.kind != Kind::Joined).then(|| {
+        json!({
+            "id": piece.id,
+            "content": piece.text,
+            "single_word": false,
+            "lstrip": false,
+            "rstrip": false,
+            "normalized": false,
+            "special": piece.kind == Kind::Control,
+        })
+    })
+}
+
 #[derive(Serialize)]
 struct TokenizerJson<'a> {
-    version: &'static str,
-    truncation: (),
-    padding: (),
-    added_tokens: Vec<AddedToken<'a>>,
-    normalizer: Json,
-    pre_tokenizer: (),
-    post_processor: Json,
-    decoder: Json,
+    #[serde(flatten)]
+    rest: Json,
     model: Bpe<'a>,
 }
 
-#[derive(Serialize)]
-struct AddedToken<'a> {
-    id: u32,
-    content: &'a str,
-    single_word: bool,
-    lstrip: bool,
-    rstrip: bool,
-    normalized: bool,
-    special: bool,
-}
-
-impl<'a> AddedToken<'a> {
-    fn of(piece: &Piece<'a>) -> Option<Self> {
-        (piece.kind != Kind::Joined).then_some(Self {
-            id: piece.id,
-            content: piece.text,
-            single_word: false,
-            lstrip: false,
-            rstrip: false,
-            normalized: false,
-            special: piece.kind == Kind::Control,
-        })
-    }
-}
-
+/// The vocabulary and the merges are serialized where they are, because a large model has hundreds of thousands.
 #[derive(Serialize)]
 struct Bpe<'a> {
-    #[serde(rename = "type")]
-    kind: &'static str,
-    dropout: (),
-    unk_token: Option<&'a str>,
-    continuing_subword_prefix: (),
-    end_of_word_suffix: (),
-    fuse_unk: bool,
-    byte_fallback: bool,
-    ignore_merges: bool,
+    #[serde(flatten)]
+    rest: Json,
     vocab: Vocab<'a>,
     merges: Vec<(&'a str, &'a str)>,
 }

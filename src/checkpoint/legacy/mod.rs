@@ -24,12 +24,11 @@ use super::files::{FileBytes, MAX_SHARDS, ModelFiles};
 use super::safetensors::{TensorInfo, header};
 use super::table::{CheckpointFile, Entry, Span, Stored, Table};
 
-mod tensor;
+pub(super) mod tensor;
 
-pub(super) use tensor::Layout;
 pub use tensor::LegacyTensor;
 
-use tensor::LayoutError;
+use tensor::Layout;
 
 /// The layer files among `names` as (layer, name), sorted by layer. The layer of a shared file is `None`, which sorts
 /// first.
@@ -121,14 +120,12 @@ fn add_layer_file(
             return Err(about(name, problem));
         }
         let scale_name = format!("{name}_scale");
-        let Some(scale) = by_name.get(scale_name.as_str()) else {
+        let Some(&scale) = by_name.get(scale_name.as_str()) else {
             return Err(about(&scale_name, format!("is missing; expected the scales of {}", short(name))));
         };
         let (q, scales) = (&bytes[info.range.clone()], &bytes[scale.range.clone()]);
-        let layout = Layout::check(scheme, info, q, scale, scales).map_err(|e| match e {
-            LayoutError::Tensor(problem) => about(name, problem),
-            LayoutError::Scale(problem) => about(&scale_name, problem),
-        })?;
+        let layout = Layout::check(scheme, info, q, scale, scales)
+            .map_err(|(wrong, problem)| about(&wrong.name, problem))?;
         let span = |info: &TensorInfo| Span { file, range: info.range.clone() };
         let stored = Stored::Legacy { layout, q: span(info), scales: span(scale) };
         table.add(Entry { name: name.clone(), shape: info.shape.clone(), file, stored }, &display)?;

@@ -167,14 +167,14 @@ impl<'a> LegacyTensor<'a> {
 }
 
 impl Layout {
-    /// Checks a tensor and its scales against the scheme that the metadata names.
-    pub(super) fn check(
+    /// Checks a tensor and its scales against the scheme that the metadata names. An error has the wrong one of the two.
+    pub(super) fn check<'i>(
         scheme: &str,
-        tensor: &TensorInfo,
+        tensor: &'i TensorInfo,
         q: &[u8],
-        scale: &TensorInfo,
+        scale: &'i TensorInfo,
         scales: &[u8],
-    ) -> Result<Layout, LayoutError> {
+    ) -> Result<Layout, (&'i TensorInfo, String)> {
         let (kind, dtype, scale_shape) = match scheme {
             "int8_symmetric" => (Kind::Int8Symmetric, DType::I8, vec![]),
             "int4_grouped" => (Kind::Int4Grouped, DType::I8, vec![q.len().div_ceil(GROUP)]),
@@ -184,39 +184,39 @@ impl Layout {
                     "has scheme {:?} in the file's metadata; expected int8_symmetric, int4_grouped or int8_asymmetric",
                     short(other)
                 );
-                return Err(LayoutError::Tensor(problem));
+                return Err((tensor, problem));
             }
         };
         if q.is_empty() {
-            return Err(LayoutError::Tensor(format!("has shape {:?}; expected values", tensor.shape)));
+            return Err((tensor, format!("has shape {:?}; expected values", tensor.shape)));
         }
         if tensor.dtype != dtype {
             let problem = format!("is {:?}; expected {dtype:?} by its scheme, {scheme}", tensor.dtype);
-            return Err(LayoutError::Tensor(problem));
+            return Err((tensor, problem));
         }
         let floats = matches!(scale.dtype, DType::F32 | DType::F16 | DType::BF16);
         if !floats || (kind == Kind::Int8Asymmetric && scale.dtype != DType::F32) {
             let expected = if kind == Kind::Int8Asymmetric { "F32" } else { "BF16, F16 or F32" };
             let problem = format!("is {:?}; expected {expected} by the scheme, {scheme}", scale.dtype);
-            return Err(LayoutError::Scale(problem));
+            return Err((scale, problem));
         }
         let scale_type = scale.dtype;
         if scale.shape != scale_shape {
             let problem =
                 format!("has shape {:?}; expected {scale_shape:?} by the scheme, {scheme}", scale.shape);
-            return Err(LayoutError::Scale(problem));
+            return Err((scale, problem));
         }
         let count = scales.len() / scale_type.size();
         let mut values = (0..count).map(|index| float_at(scale_type, scales, index));
         if let Some(index) = values.clone().position(|scale| !scale.is_finite()) {
             let problem = format!("element {index} is NaN or infinite; expected a finite number");
-            return Err(LayoutError::Scale(problem));
+            return Err((scale, problem));
         }
         if kind == Kind::Int8Asymmetric {
             let zero = float_at(scale_type, scales, 1);
             if zero.fract() != 0.0 || !(0.0..=255.0).contains(&zero) {
                 let problem = format!("has zero point {zero}; expected a whole number from 0 to 255");
-                return Err(LayoutError::Scale(problem));
+                return Err((scale, problem));
             }
         }
         let exact_in_f16 = values.all(f16_holds);
@@ -224,12 +224,6 @@ impl Layout {
         let scheme = device_scheme(kind, cols, exact_in_f16, float_at(scale_type, scales, 0));
         Ok(Layout { kind, scale_type, cols, scheme })
     }
-}
-
-/// A problem with the tensor, or with its scales.
-pub(super) enum LayoutError {
-    Tensor(String),
-    Scale(String),
 }
 
 /// The quantized scheme that stores the values exactly; f32 if there is none.

@@ -43,20 +43,16 @@ impl Method {
         let found = config
             .get("quantization_config")
             .or_else(|| config.get("text_config")?.get("quantization_config"));
-        let object = match found {
-            None | Some(Value::Null) => return Ok(None),
-            Some(Value::Object(object)) => Fields { prefix: "quantization_config", object },
-            Some(other) => return Err(format!("quantization_config is {}; expected an object", show(other))),
-        };
+        let Some(found) = found.filter(|value| !value.is_null()) else { return Ok(None) };
+        let object = Fields::of("quantization_config".into(), found)?;
         let method = match object.text("quant_method")? {
             Some("gptq") => Self::read_gptq(&object),
             Some("awq") => Self::read_awq(&object),
             Some("compressed-tensors") => Self::read_compressed(&object),
-            other => Err(format!(
-                "quantization_config.quant_method is {}; expected \"gptq\", \"awq\" or \"compressed-tensors\", or the \
-                 original checkpoint in BF16, F16 or F32",
-                quote(other)
-            )),
+            other => {
+                let expected = "\"gptq\", \"awq\" or \"compressed-tensors\", or the original checkpoint in BF16, F16 or F32";
+                Err(object.unlike("quant_method", quote(other), expected))
+            }
         };
         method.map(Some)
     }
@@ -73,11 +69,7 @@ impl Method {
             None | Some("gptq") => GptqZeros::EachMinusOne,
             other => return Err(object.unlike("checkpoint_format", quote(other), "\"gptq\" or \"gptq_v2\"")),
         };
-        if let Some(words) = object.text("pack_dtype")?
-            && words != "int32"
-        {
-            return Err(object.unlike("pack_dtype", quote(Some(words)), "\"int32\""));
-        }
+        object.is_text("pack_dtype", "int32", true)?;
         let dynamic = object.object.get("dynamic").and_then(Value::as_object).is_some_and(|d| !d.is_empty());
         let numbers = object.numbers("bits", "group_size")?;
         let by_activation = object.get("desc_act") == Some(&Value::Bool(true));
@@ -100,11 +92,7 @@ impl Method {
     }
 
     fn read_compressed(object: &Fields) -> Result<Self, String> {
-        let packed = |format: Option<&str>| format == Some("pack-quantized");
-        let format = object.text("format")?;
-        if !packed(format) {
-            return Err(object.unlike("format", quote(format), "\"pack-quantized\""));
-        }
+        object.is_text("format", "pack-quantized", false)?;
         let groups = match object.object.get("config_groups") {
             Some(Value::Object(groups)) if (1..=MAX_CONFIG_GROUPS).contains(&groups.len()) => groups,
             other => {
@@ -117,33 +105,18 @@ impl Method {
             }
         };
         let read = |(name, group): (&String, &Value)| {
-            let path = format!("{}.config_groups.{}", object.prefix, short(name));
-            let Value::Object(group) = group else {
-                return Err(format!("{path} is {}; expected an object", show(group)));
-            };
-            let group = Fields { prefix: &path, object: group };
-            let format = group.text("format")?;
-            if format.is_some() && !packed(format) {
-                return Err(group.unlike("format", quote(format), "\"pack-quantized\""));
-            }
+            let path = format!("{}.config_groups.{}", object.path, short(name));
+            let group = Fields::of(path, group)?;
+            group.is_text("format", "pack-quantized", true)?;
             for name in ["input_activations", "output_activations"] {
-                if let Some(value) = group.get(name) {
-                    return Err(group.unlike(
-                        name,
-                        show(value),
-                        "null, because activations are not quantized here",
-                    ));
-                }
+                group.is_null(name, "activations are not quantized here")?;
             }
-            let path = format!("{path}.weights");
-            let Some(Value::Object(weights)) = group.get("weights") else {
+            let path = format!("{}.weights", group.path);
+            let Some(weights @ Value::Object(_)) = group.get("weights") else {
                 return Err(format!("{path} is missing; expected how the weights are quantized"));
             };
-            let weights = Fields { prefix: &path, object: weights };
-            let kind = weights.text("type")?;
-            if !matches!(kind, None | Some("int")) {
-                return Err(weights.unlike("type", quote(kind), "\"int\""));
-            }
+            let weights = Fields::of(path, weights)?;
+            weights.is_text("type", "int", true)?;
             let numbers = weights.numbers("num_bits", "group_size")?;
             let numbers = match weights.text("strategy")? {
                 Some("group") => numbers,
@@ -157,13 +130,7 @@ impl Method {
             }
         };
         let numbers = groups.iter().map(read).collect::<Result<_, _>>()?;
-        if let Some(scheme) = object.get("kv_cache_scheme") {
-            return Err(object.unlike(
-                "kv_cache_scheme",
-                show(scheme),
-                "null, because the KV cache is not quantized here",
-            ));
-        }
+        object.is_null("kv_cache_scheme", "the KV cache is not quantized here")?;
         Ok(Self::CompressedTensors(numbers))
     }
 
@@ -177,11 +144,9 @@ impl Method {
 
     /// The matrix that contains the tensor `name`, and the tensor's role in it; `None` if it is not a part of a matrix.
     pub(super) fn part_of<'n>(&self, name: &'n str) -> Option<(&'n str, PartKind)> {
-        let kinds: &[PartKind] = match self {
-            Self::Gptq { .. } => {
-                &[PartKind::Weights, PartKind::Zeros, PartKind::Scales, PartKind::GroupIndex]
-            }
-            Self::Awq(_) => &[PartKind::Weights, PartKind::Zeros, PartKind::Scales],
+        let kinds = match self {
+            Self::Gptq { .. } => &PartKind::ALL[..4],
+            Self::Awq(_) => &PartKind::ALL[..3],
             Self::CompressedTensors(_) => &PartKind::ALL,
         };
         kinds.iter().find_map(|kind| {
@@ -192,18 +157,13 @@ impl Method {
 
     /// The end of the tensor names of a kind of part.
     pub(super) fn suffix(&self, kind: PartKind) -> &'static str {
-        match (self, kind) {
-            (Self::CompressedTensors(_), PartKind::Weights) => "weight_packed",
-            (Self::CompressedTensors(_), PartKind::Scales) => "weight_scale",
-            (Self::CompressedTensors(_), PartKind::Zeros) => "weight_zero_point",
-            (Self::CompressedTensors(_), PartKind::GroupIndex) => "weight_g_idx",
-            (Self::CompressedTensors(_), PartKind::Shape) => "weight_shape",
-            (_, PartKind::Weights) => "qweight",
-            (_, PartKind::Scales) => "scales",
-            (_, PartKind::Zeros) => "qzeros",
-            (_, PartKind::GroupIndex) => "g_idx",
-            (_, PartKind::Shape) => "shape",
-        }
+        let suffixes = match self {
+            Self::CompressedTensors(_) => {
+                ["weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape"]
+            }
+            _ => ["qweight", "scales", "qzeros", "g_idx", "shape"],
+        };
+        suffixes[kind as usize]
     }
 
     /// Checks that the parts match each other, and returns the matrix's layout.
@@ -224,7 +184,7 @@ impl Method {
             parts.required(PartKind::GroupIndex)?;
         }
         if let Some(index) = parts.get(PartKind::GroupIndex) {
-            index.expect(&[DType::I32], &[layout.cols]).about(PartKind::GroupIndex)?;
+            index.expect(&[DType::I32], &[layout.cols])?;
             let wrong = (0..layout.cols).find(|col| word(index.data, *col) as usize != col / layout.group);
             if let Some(col) = wrong {
                 let problem = format!(
@@ -243,9 +203,9 @@ impl Method {
         let weights = parts.required(PartKind::Weights)?;
         let scales = parts.required(PartKind::Scales)?;
         let stored_zeros = parts.required(PartKind::Zeros)?;
-        let [words, rows] = weights.matrix().about(PartKind::Weights)?;
-        let [groups, _] = scales.matrix().about(PartKind::Scales)?;
-        let [_, zero_words] = stored_zeros.matrix().about(PartKind::Zeros)?;
+        let [words, rows] = weights.matrix()?;
+        let [groups, _] = scales.matrix()?;
+        let [_, zero_words] = stored_zeros.matrix()?;
         let bits = match numbers {
             Some(Numbers { bits, .. }) => bits,
             None => match [4, 8].into_iter().find(|bits| zero_words.checked_mul(32 / bits) == Some(rows)) {
@@ -258,7 +218,7 @@ impl Method {
             },
         };
         let per_word = 32 / bits as usize;
-        let cols = size(words.checked_mul(per_word)).about(PartKind::Weights)?;
+        let cols = weights.size(words.checked_mul(per_word))?;
         if rows == 0 || !rows.is_multiple_of(per_word) {
             let problem = format!("has {rows} rows of weights; expected a multiple of {per_word}");
             return Err((PartKind::Weights, problem));
@@ -272,9 +232,9 @@ impl Method {
         let layout =
             Layout { kind: Kind::Gptq(zeros), bits, rows, cols, group, scale_type, form: Form::ZeroPoint };
         let groups = layout.groups();
-        weights.expect(&[DType::I32], &[words, rows]).about(PartKind::Weights)?;
-        scales.expect(&SCALE_TYPES, &[groups, rows]).about(PartKind::Scales)?;
-        stored_zeros.expect(&[DType::I32], &[groups, rows / per_word]).about(PartKind::Zeros)?;
+        weights.expect(&[DType::I32], &[words, rows])?;
+        scales.expect(&SCALE_TYPES, &[groups, rows])?;
+        stored_zeros.expect(&[DType::I32], &[groups, rows / per_word])?;
         Ok(layout)
     }
 
@@ -282,16 +242,16 @@ impl Method {
         let weights = parts.required(PartKind::Weights)?;
         let scales = parts.required(PartKind::Scales)?;
         let zeros = parts.required(PartKind::Zeros)?;
-        let [cols, words] = weights.matrix().about(PartKind::Weights)?;
-        size(Some(cols)).about(PartKind::Weights)?;
-        let rows = size(words.checked_mul(8)).about(PartKind::Weights)?;
+        let [cols, words] = weights.matrix()?;
+        weights.size(Some(cols))?;
+        let rows = weights.size(words.checked_mul(8))?;
         let group = numbers.columns(cols);
         let scale_type = scales.dtype;
         let layout =
             Layout { kind: Kind::Awq, bits: 4, rows, cols, group, scale_type, form: Form::ZeroPoint };
-        weights.expect(&[DType::I32], &[cols, words]).about(PartKind::Weights)?;
-        scales.expect(&SCALE_TYPES, &[layout.groups(), rows]).about(PartKind::Scales)?;
-        zeros.expect(&[DType::I32], &[layout.groups(), words]).about(PartKind::Zeros)?;
+        weights.expect(&[DType::I32], &[cols, words])?;
+        scales.expect(&SCALE_TYPES, &[layout.groups(), rows])?;
+        zeros.expect(&[DType::I32], &[layout.groups(), words])?;
         Ok(layout)
     }
 
@@ -299,9 +259,9 @@ impl Method {
         let weights = parts.required(PartKind::Weights)?;
         let scales = parts.required(PartKind::Scales)?;
         let shape = parts.required(PartKind::Shape)?;
-        let [rows, words] = weights.matrix().about(PartKind::Weights)?;
-        let [_, groups] = scales.matrix().about(PartKind::Scales)?;
-        shape.expect(&[DType::I64, DType::I32], &[2]).about(PartKind::Shape)?;
+        let [rows, words] = weights.matrix()?;
+        let [_, groups] = scales.matrix()?;
+        shape.expect(&[DType::I64, DType::I32], &[2])?;
         let dims = match shape.dtype {
             DType::I64 => {
                 [0, 8].map(|at| i64::from_le_bytes(shape.data[at..at + 8].try_into().expect("8 bytes")))
@@ -328,8 +288,8 @@ impl Method {
             );
             return Err((PartKind::Shape, problem));
         };
-        weights.expect(&[DType::I32], &[rows, words]).about(PartKind::Weights)?;
-        scales.expect(&SCALE_TYPES, &[rows, groups]).about(PartKind::Scales)?;
+        weights.expect(&[DType::I32], &[rows, words])?;
+        scales.expect(&SCALE_TYPES, &[rows, groups])?;
         if lacks_zeros {
             return Err((
                 PartKind::Zeros,
@@ -338,7 +298,7 @@ impl Method {
         }
         if let Some(zeros) = parts.get(PartKind::Zeros) {
             let shape = [rows.div_ceil(layout.per_word()), groups];
-            zeros.expect(&[DType::I32], &shape).about(PartKind::Zeros)?;
+            zeros.expect(&[DType::I32], &shape)?;
         }
         Ok(layout)
     }
@@ -353,15 +313,7 @@ impl Numbers {
     }
 }
 
-fn size(size: Option<usize>) -> Result<usize, String> {
-    match size {
-        None => Err("is larger than any file".into()),
-        Some(0) => Err("is empty".into()),
-        Some(size) => Ok(size),
-    }
-}
-
-/// The role of a tensor in its matrix.
+/// The role of a tensor in its matrix, in the order of [`Method::suffix`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum PartKind {
     Weights,
@@ -378,24 +330,35 @@ impl PartKind {
 /// A part as stored in its file.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct StoredPart<'a> {
+    pub kind: PartKind,
     pub dtype: DType,
     pub shape: &'a [usize],
     pub data: &'a [u8],
 }
 
 impl StoredPart<'_> {
-    fn expect(&self, dtypes: &[DType], shape: &[usize]) -> Result<(), String> {
+    fn expect(&self, dtypes: &[DType], shape: &[usize]) -> Result<(), PartError> {
         if dtypes.contains(&self.dtype) && self.shape == shape {
             return Ok(());
         }
         let names: Vec<_> = dtypes.iter().map(|dtype| format!("{dtype:?}")).collect();
         let expected = names.join(" or ");
-        Err(format!("is {:?} {:?}; expected {expected} {shape:?}", self.dtype, self.shape))
+        Err((self.kind, format!("is {:?} {:?}; expected {expected} {shape:?}", self.dtype, self.shape)))
     }
 
     /// Rows and columns of the part.
-    fn matrix(&self) -> Result<[usize; 2], String> {
-        self.shape.try_into().map_err(|_| format!("has shape {:?}; expected two dimensions", self.shape))
+    fn matrix(&self) -> Result<[usize; 2], PartError> {
+        let problem = || format!("has shape {:?}; expected two dimensions", self.shape);
+        self.shape.try_into().map_err(|_| (self.kind, problem()))
+    }
+
+    /// A number of rows or columns that was computed from the part's shape.
+    fn size(&self, size: Option<usize>) -> Result<usize, PartError> {
+        match size {
+            None => Err((self.kind, "is larger than any file".into())),
+            Some(0) => Err((self.kind, "is empty".into())),
+            Some(size) => Ok(size),
+        }
     }
 }
 
@@ -416,31 +379,28 @@ impl<'a> Parts<'a> {
 /// (The wrong part, the problem).
 pub(super) type PartError = (PartKind, String);
 
-trait About<T> {
-    fn about(self, kind: PartKind) -> Result<T, PartError>;
-}
-
-impl<T> About<T> for Result<T, String> {
-    fn about(self, kind: PartKind) -> Result<T, PartError> {
-        self.map_err(|problem| (kind, problem))
-    }
-}
-
 /// An object of config.json.
 struct Fields<'a> {
     /// The path of the object, for messages.
-    prefix: &'a str,
+    path: String,
     object: &'a Map<String, Value>,
 }
 
 impl<'a> Fields<'a> {
+    fn of(path: String, value: &'a Value) -> Result<Self, String> {
+        match value {
+            Value::Object(object) => Ok(Self { path, object }),
+            other => Err(format!("{path} is {}; expected an object", show(other))),
+        }
+    }
+
     /// The value of a field; `None` if the field is missing or null.
     fn get(&self, name: &str) -> Option<&'a Value> {
         self.object.get(name).filter(|value| !value.is_null())
     }
 
     fn unlike(&self, name: &str, found: impl fmt::Display, expected: impl fmt::Display) -> String {
-        format!("{}.{name} is {found}; expected {expected}", self.prefix)
+        format!("{}.{name} is {found}; expected {expected}", self.path)
     }
 
     fn text(&self, name: &str) -> Result<Option<&'a str>, String> {
@@ -448,6 +408,22 @@ impl<'a> Fields<'a> {
             None => Ok(None),
             Some(Value::String(text)) => Ok(Some(text)),
             Some(other) => Err(self.unlike(name, show(other), "a string")),
+        }
+    }
+
+    /// Refuses a text other than `only`.
+    fn is_text(&self, name: &str, only: &str, may_be_missing: bool) -> Result<(), String> {
+        match self.text(name)? {
+            None if may_be_missing => Ok(()),
+            Some(text) if text == only => Ok(()),
+            other => Err(self.unlike(name, quote(other), format!("{only:?}"))),
+        }
+    }
+
+    fn is_null(&self, name: &str, why: &str) -> Result<(), String> {
+        match self.get(name) {
+            None => Ok(()),
+            Some(value) => Err(self.unlike(name, show(value), format!("null, because {why}"))),
         }
     }
 

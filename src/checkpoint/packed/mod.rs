@@ -26,12 +26,12 @@ use super::files::ModelFiles;
 use super::format::Format;
 use super::table::{Entry, Span, Stored, Table};
 
-mod matrix;
+pub(super) mod matrix;
 mod method;
 
-pub(super) use matrix::Layout;
 pub use matrix::PackedMatrix;
 
+use matrix::Layout;
 use method::{Method, PartKind, Parts, StoredPart};
 
 /// Joins the parts of each packed matrix into one tensor, with the method from config.json. Reads all scales and zero
@@ -87,7 +87,7 @@ fn join_parts(
     for kind in PartKind::ALL {
         if let Some(Entry { shape, stored: Stored::Plain { dtype, data }, .. }) = entry(kind) {
             let data = &table.files[data.file].bytes[data.range.clone()];
-            parts.0[kind as usize] = Some(StoredPart { dtype: *dtype, shape, data });
+            parts.0[kind as usize] = Some(StoredPart { kind, dtype: *dtype, shape, data });
         }
     }
     let layout = method.layout(&parts).map_err(|(kind, problem)| {

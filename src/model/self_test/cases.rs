@@ -39,125 +39,84 @@ pub struct Traits {
     pub last: Wants,
 }
 
-/// A place in the buffer of all cases.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum CaseBuffer {
-    X,
-    XBlocks,
-    Y,
-    SecondY,
-    YBlocks,
-    Table,
-    EmbedIds,
-    EmbedSampled,
-    Embedded,
-    Normed,
-    Hidden,
-    Work,
-    Norm,
-    NormBlocks,
-    NormWeight,
-    NextWeight,
-    NormRows,
-    Pooled,
-    Queries,
-    Keys,
-    Values,
-    BlockTable,
-    Items,
-    PartialsSingle,
-    PartialsTiles,
-    Attended,
-    AttendedBlocks,
-    RawQueries,
-    RawKeys,
-    RawValues,
-    StoredQueries,
-    StoredKeys,
-    StoredValues,
-    QueryNorm,
-    KeyNorm,
-    Rope,
-    Positions,
-    Slots,
-    HistoryStep,
-    History,
-    Raw,
-    Adjusted,
-    DrawScratch,
-    Requests,
-    Biases,
-    Masks,
-    Ids,
-    Logprobs,
-    DrawHistory,
-    DrawSlots,
+/// Makes [`CaseBuffer`], the places in the buffer of all cases, and `sizes`, the bytes of each. The block has what the
+/// sizes are computed with.
+macro_rules! case_buffers {
+    (|$heads:ident| { $($common:tt)* } $($part:ident: $bytes:expr,)+) => {
+        /// A place in the buffer of all cases.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        enum CaseBuffer { $($part,)+ }
+
+        /// Bytes of each part.
+        fn sizes($heads: &Heads) -> Vec<(CaseBuffer, u64)> {
+            $($common)*
+            vec![$((CaseBuffer::$part, $bytes),)+]
+        }
+    };
 }
 
-/// Bytes of each part.
-fn sizes(heads: &Heads) -> Vec<(CaseBuffer, u64)> {
-    use CaseBuffer::*;
-    let (floats, blocks) = (Activations::bytes, Quantized::bytes);
-    let kv_width = KV_HEADS * heads.head_dim;
-    let width = heads.group * kv_width;
-    let partial = partial_width(KV_HEADS * heads.group, heads.head_dim);
-    let kv =
-        |count: usize| (count * inputs::BLOCK_SIZE * KV_HEADS * heads.kv.row_bytes(heads.head_dim)) as u64;
-    let stored = inputs::STORED.len();
-    let norm = floats(NORM_ROWS, WIDTH);
-    vec![
-        (X, floats(TOKENS, COLS)),
-        (XBlocks, blocks(TOKENS, COLS)),
-        (Y, floats(TOKENS, ROWS)),
-        (SecondY, floats(TOKENS, ROWS)),
-        (YBlocks, blocks(TOKENS, ROWS)),
-        (Table, Embedding::table_bytes(1)),
-        (EmbedIds, 4 * inputs::EMBEDDED_IDS.len() as u64),
-        (EmbedSampled, 8),
-        (Embedded, floats(inputs::EMBEDDED_IDS.len(), COLS)),
-        (Normed, norm),
-        (Hidden, norm),
-        (Work, norm),
-        (Norm, norm),
-        (NormBlocks, blocks(NORM_ROWS, WIDTH)),
-        (NormWeight, 4 * WIDTH as u64),
-        (NextWeight, 4 * WIDTH as u64),
-        (NormRows, 8),
-        (Pooled, floats(1, WIDTH)),
-        (Queries, floats(QUERIES, width)),
-        (Keys, kv(KV_BLOCKS)),
-        (Values, kv(KV_BLOCKS)),
-        (BlockTable, 4 * KV_BLOCKS as u64),
-        // Both attention cases have items of single tokens and of tiles, numbers of workgroups, and merges.
-        (Items, 2 * 4 * ITEM_BYTES),
-        (PartialsSingle, floats(ROOM.single, partial)),
-        (PartialsTiles, floats(ROOM.tiles, partial)),
-        (Attended, floats(QUERIES, width)),
-        (AttendedBlocks, blocks(QUERIES, width)),
-        (RawQueries, floats(stored, width)),
-        (RawKeys, floats(stored, kv_width)),
-        (RawValues, floats(stored, kv_width)),
-        (StoredQueries, floats(stored, width)),
-        (StoredKeys, kv(1)),
-        (StoredValues, kv(1)),
-        (QueryNorm, 4 * heads.head_dim as u64),
-        (KeyNorm, 4 * heads.head_dim as u64),
-        (Rope, 4 * 4 * heads.head_dim as u64),
-        (Positions, 4 * stored as u64),
-        (Slots, 4 * stored as u64),
-        (HistoryStep, 4 * ALIGNMENT),
-        (History, 4 * 3 * 8),
-        (Raw, floats(DRAWS, VOCAB)),
-        (Adjusted, floats(DRAWS, VOCAB)),
-        (DrawScratch, floats(DRAWS, draw_words(VOCAB))),
-        (Requests, (DRAWS * size_of::<SampleRequest>()) as u64),
-        (Biases, size_of_val(&inputs::BIASES) as u64),
-        (Masks, 4 * mask_words(VOCAB) as u64),
-        (Ids, 4 * DRAWS as u64),
-        (Logprobs, (4 * DRAWS * LOGPROB_WORDS) as u64),
-        (DrawHistory, 4 * inputs::HISTORY.len() as u64),
-        (DrawSlots, 4 * DRAWS as u64),
-    ]
+case_buffers! {
+    |heads| {
+        let (floats, blocks) = (Activations::bytes, Quantized::bytes);
+        let kv_width = KV_HEADS * heads.head_dim;
+        let width = heads.group * kv_width;
+        let partial = partial_width(KV_HEADS * heads.group, heads.head_dim);
+        let row_bytes = heads.kv.row_bytes(heads.head_dim);
+        let kv = |count: usize| (count * inputs::BLOCK_SIZE * KV_HEADS * row_bytes) as u64;
+        let stored = inputs::STORED.len();
+        let norm = floats(NORM_ROWS, WIDTH);
+    }
+    X: floats(TOKENS, COLS),
+    XBlocks: blocks(TOKENS, COLS),
+    Y: floats(TOKENS, ROWS),
+    SecondY: floats(TOKENS, ROWS),
+    YBlocks: blocks(TOKENS, ROWS),
+    Table: Embedding::table_bytes(1),
+    EmbedIds: 4 * inputs::EMBEDDED_IDS.len() as u64,
+    EmbedSampled: 8,
+    Embedded: floats(inputs::EMBEDDED_IDS.len(), COLS),
+    Normed: norm,
+    Hidden: norm,
+    Work: norm,
+    Norm: norm,
+    NormBlocks: blocks(NORM_ROWS, WIDTH),
+    NormWeight: 4 * WIDTH as u64,
+    NextWeight: 4 * WIDTH as u64,
+    NormRows: 8,
+    Pooled: floats(1, WIDTH),
+    Queries: floats(QUERIES, width),
+    Keys: kv(KV_BLOCKS),
+    Values: kv(KV_BLOCKS),
+    BlockTable: 4 * KV_BLOCKS as u64,
+    // Both attention cases have items of single tokens and of tiles, numbers of workgroups, and merges.
+    Items: 2 * 4 * ITEM_BYTES,
+    PartialsSingle: floats(ROOM.single, partial),
+    PartialsTiles: floats(ROOM.tiles, partial),
+    Attended: floats(QUERIES, width),
+    AttendedBlocks: blocks(QUERIES, width),
+    RawQueries: floats(stored, width),
+    RawKeys: floats(stored, kv_width),
+    RawValues: floats(stored, kv_width),
+    StoredQueries: floats(stored, width),
+    StoredKeys: kv(1),
+    StoredValues: kv(1),
+    QueryNorm: 4 * heads.head_dim as u64,
+    KeyNorm: 4 * heads.head_dim as u64,
+    Rope: 4 * 4 * heads.head_dim as u64,
+    Positions: 4 * stored as u64,
+    Slots: 4 * stored as u64,
+    HistoryStep: 4 * ALIGNMENT,
+    History: 4 * 3 * 8,
+    Raw: floats(DRAWS, VOCAB),
+    Adjusted: floats(DRAWS, VOCAB),
+    DrawScratch: floats(DRAWS, draw_words(VOCAB)),
+    Requests: (DRAWS * size_of::<SampleRequest>()) as u64,
+    Biases: size_of_val(&inputs::BIASES) as u64,
+    Masks: 4 * mask_words(VOCAB) as u64,
+    Ids: 4 * DRAWS as u64,
+    Logprobs: (4 * DRAWS * LOGPROB_WORDS) as u64,
+    DrawHistory: 4 * inputs::HISTORY.len() as u64,
+    DrawSlots: 4 * DRAWS as u64,
 }
 
 /// Bytes for a list of items, and for each other list that shares out attention.
@@ -214,18 +173,14 @@ impl Form {
             }
         }
     }
-}
 
-impl Form {
-    /// The positions of the words without which an element of a result of `len` bytes cannot be right.
-    fn words_of(&self, index: usize, len: usize) -> Vec<usize> {
+    /// The position of a word without which an element of a result of `len` bytes cannot be right.
+    fn word_of(&self, index: usize, len: usize) -> usize {
         match self {
-            Form::F32 | Form::U32 => vec![4 * index],
-            Form::F16 => vec![2 * index / 4 * 4],
-            Form::Int8 => vec![len - 4],
-            Form::Blocks { rows, width } => {
-                vec![Quantized::scale_at(*rows, *width, index / width, index % width)]
-            }
+            Form::F32 | Form::U32 => 4 * index,
+            Form::F16 => 2 * index / 4 * 4,
+            Form::Int8 => len - 4,
+            Form::Blocks { rows, width } => Quantized::scale_at(*rows, *width, index / width, index % width),
         }
     }
 }
@@ -254,14 +209,30 @@ pub struct Mismatch {
     pub got: f64,
 }
 
-type Record = Box<dyn Fn(&Kernels, &mut Recorder<'_>) + Send>;
-
 /// One kernel with its inputs, or a few kernels that only make sense together.
 pub struct Case {
     /// The shader, the scheme of its weights, and the tokens of its body.
     pub kernel: String,
-    record: Record,
+    record: Box<dyn Fn(&Kernels, &mut Recorder<'_>) + Send>,
     outputs: Vec<Output>,
+}
+
+fn poison<'b>(r: &mut Recorder<'_>, buffers: impl IntoIterator<Item = &'b Buffer>) {
+    buffers.into_iter().for_each(|buffer| r.fill(buffer, POISON));
+}
+
+/// The buffers of an operand.
+fn buffers(of: &Operand) -> impl Iterator<Item = &Buffer> {
+    let floats = of.floats.iter().map(|floats| &floats.buffer);
+    floats.chain(of.blocks.iter().map(|blocks| &blocks.buffer))
+}
+
+/// The arrays of a step, of which a case replaces those that its kernel reads.
+fn unused_step(unused: &Buffer) -> StepArrays {
+    let [ids, positions, sequence_of, slot_mapping] = [(); 4].map(|()| unused.clone());
+    let [block_tables, groups, merges] = [(); 3].map(|()| unused.clone());
+    let shares = ShareArrays { single: None, tiles: None, groups, merges };
+    StepArrays { ids, positions, sequence_of, slot_mapping, block_tables, shares }
 }
 
 impl Case {
@@ -311,17 +282,15 @@ impl Case {
                 // If the value is close to 0, a wrong scale has no visible effect.
                 let scaled = matches!(output.form, Form::Int8 | Form::Blocks { .. });
                 let is_small = element.value.abs() <= 4.0 * element.bound;
-                for at in output.form.words_of(element.index, len as usize) {
-                    for damage in if scaled && is_small { &[POISON][..] } else { &[POISON, !0, 1 << 30] } {
-                        let damage = *damage;
-                        let mut bytes = right.to_vec();
-                        let word = &mut bytes[start + at..start + at + 4];
-                        let old = u32::from_le_bytes(word.try_into().expect("four bytes"));
-                        let new = if damage == POISON { damage } else { old ^ damage };
-                        word.copy_from_slice(&new.to_le_bytes());
-                        if new != old && self.compare(&bytes).is_ok() {
-                            missed.push(format!("{}[{}] ^ {damage:x}", output.name, element.index));
-                        }
+                let at = output.form.word_of(element.index, len as usize);
+                for &damage in if scaled && is_small { &[POISON][..] } else { &[POISON, !0, 1 << 30] } {
+                    let mut bytes = right.to_vec();
+                    let word = &mut bytes[start + at..start + at + 4];
+                    let old = u32::from_le_bytes(word.try_into().expect("four bytes"));
+                    let new = if damage == POISON { damage } else { old ^ damage };
+                    word.copy_from_slice(&new.to_le_bytes());
+                    if new != old && self.compare(&bytes).is_ok() {
+                        missed.push(format!("{}[{}] ^ {damage:x}", output.name, element.index));
                     }
                 }
             }
@@ -412,8 +381,13 @@ struct Make<'a> {
 }
 
 impl Make<'_> {
-    fn add(&mut self, kernel: impl Into<String>, outputs: Vec<Output>, record: Record) {
-        self.cases.push(Case { kernel: kernel.into(), record, outputs });
+    fn add(
+        &mut self,
+        kernel: impl Into<String>,
+        outputs: Vec<Output>,
+        record: impl Fn(&Kernels, &mut Recorder<'_>) + Send + 'static,
+    ) {
+        self.cases.push(Case { kernel: kernel.into(), record: Box::new(record), outputs });
     }
 
     /// The expected result in an operand, with elements `(row, col)` in the order of a set of stored values.
@@ -458,9 +432,8 @@ impl Make<'_> {
     fn products(&mut self, matrices: &[[Range<u64>; 2]]) {
         let space = &mut self.space;
         space.put_rows(CaseBuffer::X, COLS, TOKENS, inputs::activation);
-        let [first, .., sampled] = inputs::EMBEDDED_IDS.map(|id| id as u32);
-        let ids = [first, inputs::EMBEDDED_IDS[1] as u32, inputs::EMBEDDED_IDS[2] as u32, LAST_SAMPLED | 1];
-        space.put(&space.part(CaseBuffer::EmbedIds), &ids);
+        let [first, second, third, sampled] = inputs::EMBEDDED_IDS.map(|id| id as u32);
+        space.put(&space.part(CaseBuffer::EmbedIds), &[first, second, third, LAST_SAMPLED | 1]);
         space.put(&space.part(CaseBuffer::EmbedSampled), &[7, sampled]);
         let [x, y, second] = [(CaseBuffer::X, COLS), (CaseBuffer::Y, ROWS), (CaseBuffer::SecondY, ROWS)]
             .map(|(part, width)| space.floats(part, width));
@@ -472,11 +445,10 @@ impl Make<'_> {
         let to = Operand::blocks(&x_blocks);
         let outputs = self.operand("x", &to, 2, set, &places);
         let (from, blocks) = (x.clone(), x_blocks.clone());
-        let record = move |kernels: &Kernels, r: &mut Recorder<'_>| {
-            r.fill(&blocks.buffer, POISON);
+        self.add("quantize", outputs, move |kernels, r| {
+            poison(r, [&blocks.buffer]);
             kernels.quantize(r, &from, &blocks, 2);
-        };
-        self.add("quantize", outputs, Box::new(record));
+        });
 
         for (index, (scheme, ranges)) in self.traits.schemes.clone().into_iter().zip(matrices).enumerate() {
             let [blocks, scales] = ranges.each_ref().map(|range| {
@@ -512,24 +484,19 @@ impl Make<'_> {
                     self.rows("y, last token", &y, tokens, &products, &places(tokens - 1)),
                     self.rows("second y", &second, tokens, &products, &places(tokens - 1)),
                 ];
-                let (matrix, input, quantized) = (matrix(), input.clone(), (x.clone(), x_blocks.clone()));
-                let to = [y.clone(), second.clone()];
-                let record = move |kernels: &Kernels, r: &mut Recorder<'_>| {
-                    if wants.blocks {
-                        kernels.quantize(r, &quantized.0, &quantized.1, tokens);
+                let (matrix, x, input, to) =
+                    (matrix(), x.clone(), input.clone(), [y.clone(), second.clone()]);
+                self.add(kernel, outputs, move |kernels, r| {
+                    if let Some(blocks) = &input.blocks {
+                        kernels.quantize(r, &x, blocks, tokens);
                     }
-                    to.iter().for_each(|y| r.fill(&y.buffer, POISON));
-                    let [first, second] = to.each_ref().map(|y| (&matrix, y));
-                    kernels.matmul(r, &[first, second], &input, tokens);
-                };
-                self.add(kernel, outputs, Box::new(record));
+                    poison(r, to.iter().map(|y| &y.buffer));
+                    kernels.matmul(r, &to.each_ref().map(|y| (&matrix, y)), &input, tokens);
+                });
             }
-            let forms: Vec<Wants> =
-                self.traits.gated.iter().filter(|(of, _)| *of == scheme).map(|(_, wants)| *wants).collect();
-            for (form, tokens) in forms
-                .into_iter()
-                .flat_map(|form| self.kernels.product_tokens(scheme).into_iter().map(move |n| (form, n)))
-            {
+            let forms = self.traits.gated.iter().filter(|(of, _)| *of == scheme);
+            let tokens = || self.kernels.product_tokens(scheme);
+            for (form, tokens) in forms.flat_map(|(_, form)| tokens().into_iter().map(|n| (*form, n))) {
                 let to = Operand::new(form, &y, &y_blocks);
                 let places: Vec<_> = [0, tokens - 1]
                     .into_iter()
@@ -537,19 +504,16 @@ impl Make<'_> {
                     .collect();
                 let outputs = self.operand("y", &to, tokens, &gated.repeated(2), &places);
                 let kernel = format!("{shader} gated {scheme} for {tokens} tokens");
-                let (matrix, input, quantized) = (matrix(), input.clone(), (x.clone(), x_blocks.clone()));
+                let (matrix, x, input) = (matrix(), x.clone(), input.clone());
                 let products = [y.clone(), second.clone()];
-                let record = move |kernels: &Kernels, r: &mut Recorder<'_>| {
-                    if wants.blocks {
-                        kernels.quantize(r, &quantized.0, &quantized.1, tokens);
+                self.add(kernel, outputs, move |kernels, r| {
+                    if let Some(blocks) = &input.blocks {
+                        kernels.quantize(r, &x, blocks, tokens);
                     }
-                    products.iter().for_each(|y| r.fill(&y.buffer, POISON));
-                    if let Some(blocks) = &to.blocks {
-                        r.fill(&blocks.buffer, POISON);
-                    }
+                    poison(r, products.iter().map(|y| &y.buffer));
+                    poison(r, to.blocks.iter().map(|blocks| &blocks.buffer));
                     kernels.gated(r, [&matrix, &matrix], &input, products.each_ref(), &to, tokens);
-                };
-                self.add(kernel, outputs, Box::new(record));
+                });
             }
         }
     }
@@ -564,11 +528,10 @@ impl Make<'_> {
         let places: Vec<_> =
             (0..tokens).flat_map(|row| inputs::EMBEDDED_COLS.map(|col| (row, col))).collect();
         let outputs = vec![self.rows("embedded", &to, tokens, set, &places)];
-        let record = move |kernels: &Kernels, r: &mut Recorder<'_>| {
-            r.fill(&to.buffer, POISON);
+        self.add(format!("embed {scheme}"), outputs, move |kernels, r| {
+            poison(r, [&to.buffer]);
             kernels.embed(r, &embedding, &ids, &sampled, &to, tokens);
-        };
-        self.add(format!("embed {scheme}"), outputs, Box::new(record));
+        });
     }
 
     /// Norms in every form, what their results are added to, GeGLU, and sums of states.
@@ -591,11 +554,6 @@ impl Make<'_> {
             rows.iter().flat_map(|row| inputs::NORM_COLS.map(|col| (*row, col))).collect()
         };
         let all = places(&[0, 1, 2]);
-        let poison = |r: &mut Recorder<'_>, to: &Operand| {
-            let [floats, blocks] =
-                [to.floats.as_ref().map(|x| &x.buffer), to.blocks.as_ref().map(|x| &x.buffer)];
-            [floats, blocks].into_iter().flatten().for_each(|buffer| r.fill(buffer, POISON));
-        };
         let form_name = |form: Wants| match (form.floats, form.blocks) {
             (true, true) => "_both",
             (false, true) => "_int8",
@@ -607,65 +565,57 @@ impl Make<'_> {
             let to = Operand::new(form, &y, &blocks);
             let outputs = self.operand("y", &to, NORM_ROWS, stored.get("rms_norm"), &all);
             let (from, by, into) = (x.clone(), norm.clone(), to.clone());
-            let record = move |kernels: &Kernels, r: &mut Recorder<'_>| {
-                poison(r, &into);
+            self.add(format!("rms_norm{}", form_name(form)), outputs, move |kernels, r| {
+                poison(r, buffers(&into));
                 kernels.rms_norm(r, &from, &by, &into, NORM_ROWS);
-            };
-            self.add(format!("rms_norm{}", form_name(form)), outputs, Box::new(record));
+            });
 
             let mut outputs = self.operand("y", &to, NORM_ROWS, stored.get("residual y"), &all);
             outputs.push(self.rows("hidden", &work, NORM_ROWS, stored.get("residual hidden"), &all));
             let (from, by, then, into) = (x.clone(), norm.clone(), next.clone(), to.clone());
             let (before, stream) = (hidden.clone(), work.clone());
-            let record = move |kernels: &Kernels, r: &mut Recorder<'_>| {
-                poison(r, &into);
+            self.add(format!("rms_norm_residual{}", form_name(form)), outputs, move |kernels, r| {
+                poison(r, buffers(&into));
                 r.copy(&before.buffer, &stream.buffer, bytes);
                 kernels.residual(r, &from, &by, (&stream, &then), &into, NORM_ROWS);
-            };
-            self.add(format!("rms_norm_residual{}", form_name(form)), outputs, Box::new(record));
+            });
         }
 
         let outputs = vec![self.rows("hidden", &work, NORM_ROWS, stored.get("residual hidden"), &all)];
         let (from, by, before, stream) = (x.clone(), norm.clone(), hidden.clone(), work.clone());
-        let record = move |kernels: &Kernels, r: &mut Recorder<'_>| {
+        self.add("rms_norm_add", outputs, move |kernels, r| {
             r.copy(&before.buffer, &stream.buffer, bytes);
             kernels.rms_norm_add(r, &from, &by, &stream, NORM_ROWS);
-        };
-        self.add("rms_norm_add", outputs, Box::new(record));
+        });
 
         let to = Operand::new(self.traits.last, &y, &blocks);
         // Row 2 comes first, followed by row 0.
         let set = stored.get("rms_norm").reordered(&[places(&[2]), places(&[0])].concat(), &all);
         let outputs = self.operand("y", &to, 2, &set, &places(&[0, 1]));
         let (from, by, into) = (x.clone(), norm.clone(), to);
-        let record = move |kernels: &Kernels, r: &mut Recorder<'_>| {
-            poison(r, &into);
+        self.add(format!("rms_norm_gather{}", form_name(self.traits.last)), outputs, move |kernels, r| {
+            poison(r, buffers(&into));
             kernels.rms_norm_gather(r, &from, &index, &by, &into, 2);
-        };
-        self.add(format!("rms_norm_gather{}", form_name(self.traits.last)), outputs, Box::new(record));
+        });
 
         for form in self.traits.activated.clone() {
             // A result in f32 is written over the gate's product.
             let to = Operand::new(form, &work, &blocks);
             let outputs = self.operand("y", &to, NORM_ROWS, stored.get("geglu"), &all);
             let (gate, up, stream) = (x.clone(), hidden.clone(), work.clone());
-            let record = move |kernels: &Kernels, r: &mut Recorder<'_>| {
-                if let Some(blocks) = &to.blocks {
-                    r.fill(&blocks.buffer, POISON);
-                }
+            self.add(format!("geglu{}", form_name(form)), outputs, move |kernels, r| {
+                poison(r, to.blocks.iter().map(|blocks| &blocks.buffer));
                 r.copy(&gate.buffer, &stream.buffer, bytes);
                 kernels.geglu(r, &stream, &up, &to, NORM_ROWS);
-            };
-            self.add(format!("geglu{}", form_name(form)), outputs, Box::new(record));
+            });
         }
 
         let outputs = vec![self.rows("sums", &pooled, 1, stored.get("pool"), &places(&[0]))];
-        let record = move |kernels: &Kernels, r: &mut Recorder<'_>| {
-            r.fill(&pooled.buffer, POISON);
+        self.add("pool", outputs, move |kernels, r| {
+            poison(r, [&pooled.buffer]);
             kernels.pool(r, &x, &pooled, true, NORM_ROWS);
             kernels.pool(r, &hidden, &pooled, false, NORM_ROWS);
-        };
-        self.add("pool", outputs, Box::new(record));
+        });
     }
 
     fn shape(&self, window: Option<usize>) -> AttentionShape {
@@ -680,23 +630,20 @@ impl Make<'_> {
         }
     }
 
-    /// Elements of some heads of a row: each dimension of each head has the stored value of its head and class.
-    fn of_heads(
+    /// The places and the values of all query heads in some rows: each dimension of each head has the stored value at
+    /// `stored_at(index in rows, head, class)`.
+    fn of_query_heads(
         &self,
         set: &Set,
-        bound: f64,
-        heads: Range<usize>,
-        stored_at: impl Fn(usize, usize) -> usize,
-    ) -> Vec<Element> {
-        let dim = self.traits.heads.head_dim;
-        let places = heads.flat_map(|head| (0..dim).map(move |d| (head, d)));
-        places
-            .enumerate()
-            .map(|(index, (head, d))| {
-                let value = set.values[stored_at(head, inputs::class(d, dim))];
-                Element { index, value, bound }
-            })
-            .collect()
+        rows: &[usize],
+        stored_at: impl Fn(usize, usize, usize) -> usize,
+    ) -> (Vec<(usize, usize)>, Set) {
+        let Heads { group, head_dim, .. } = self.traits.heads;
+        let cols = 0..KV_HEADS * group * head_dim;
+        let all = || (0..rows.len()).flat_map(|row| cols.clone().map(move |col| (row, col)));
+        let at = |(row, col)| stored_at(row, col / head_dim, inputs::class(col % head_dim, head_dim));
+        let values = all().map(|place| set.values[at(place)]).collect();
+        (all().map(|(row, col)| (rows[row], col)).collect(), Set { values, ..*set })
     }
 
     /// A row of keys or values in a block of the cache.
@@ -765,24 +712,13 @@ impl Make<'_> {
             keys: space.part(CaseBuffer::StoredKeys),
             values: space.part(CaseBuffer::StoredValues),
         };
-        let (rope, unused) = (space.part(CaseBuffer::Rope), space.part(CaseBuffer::Positions));
-        let step = StepArrays {
-            ids: unused.clone(),
-            positions: space.part(CaseBuffer::Positions),
-            sequence_of: unused.clone(),
-            slot_mapping: space.part(CaseBuffer::Slots),
-            block_tables: unused.clone(),
-            shares: ShareArrays { single: None, tiles: None, groups: unused.clone(), merges: unused },
-        };
-        let mut outputs = Vec::new();
-        let set = self.stored.get("qkv_store q");
-        for token in 0..tokens {
-            let heads = 0..KV_HEADS * group;
-            let elements =
-                self.of_heads(set, set.bound, heads, |head, class| (token * 4 + head % 4) * 4 + class);
-            let from = vec![q.rows(&(token..token + 1)).buffer];
-            outputs.push(Output { name: "queries", from, form: Form::F32, elements });
-        }
+        let (rope, positions) = (space.part(CaseBuffer::Rope), space.part(CaseBuffer::Positions));
+        let slot_mapping = space.part(CaseBuffer::Slots);
+        let step = StepArrays { slot_mapping, ..unused_step(&positions) };
+        let rows: Vec<usize> = (0..tokens).collect();
+        let at = |token: usize, head: usize, class: usize| (token * 4 + head % 4) * 4 + class;
+        let (places, set) = self.of_query_heads(self.stored.get("qkv_store q"), &rows, at);
+        let mut outputs = vec![self.rows("queries", &q, tokens, &set, &places)];
         for (name, set, cache) in
             [("keys", "qkv_store k", &cache.keys), ("values", "qkv_store v", &cache.values)]
         {
@@ -795,20 +731,19 @@ impl Make<'_> {
             };
             for (token, head) in (0..tokens).flat_map(|token| (0..KV_HEADS).map(move |head| (token, head))) {
                 let (from, form) = self.cache_row(cache, 0, head, inputs::STORED[token].1);
-                let at = |_: usize, class: usize| (token * KV_HEADS + head) * 4 + class;
-                let elements = self.of_heads(set, set.bound + lost, head..head + 1, at);
-                outputs.push(Output { name, from, form, elements });
+                let value = |d: usize| set.values[(token * KV_HEADS + head) * 4 + inputs::class(d, head_dim)];
+                let element = |index| Element { index, value: value(index), bound: set.bound + lost };
+                outputs.push(Output { name, from, form, elements: (0..head_dim).map(element).collect() });
             }
         }
         let attention =
             Attention { shape: self.shape(None), q_norm, k_norm, rope, q_scale: inputs::Q_SCALE, cache };
-        let record = move |kernels: &Kernels, r: &mut Recorder<'_>| {
+        self.add(format!("qkv_store_{kv}"), outputs, move |kernels, r| {
             let KvCache { keys, values } = &attention.cache;
-            [keys, values].into_iter().for_each(|half| r.fill(half, POISON));
+            poison(r, [keys, values]);
             r.copy(&raw.buffer, &q.buffer, q.buffer.size());
             kernels.qkv_store(r, &attention, [&q, &k, &v], &step, tokens);
-        };
-        self.add(format!("qkv_store_{kv}"), outputs, Box::new(record));
+        });
     }
 
     /// Attention of tokens in a tile and of a single token, over all keys and over a window, and the merge of splits.
@@ -860,43 +795,20 @@ impl Make<'_> {
             self.space.put(&tiles, &shares.tiles);
             self.space.put(&groups, &shares.groups(KV_HEADS));
             self.space.put(&merges, &shares.merges);
-            let step = StepArrays {
-                ids: groups.clone(),
-                positions: groups.clone(),
-                sequence_of: groups.clone(),
-                slot_mapping: groups.clone(),
-                block_tables: block_tables.clone(),
-                shares: ShareArrays { single: Some(single), tiles: Some(tiles), groups, merges },
+            let unused = unused_step(&groups);
+            let shares = ShareArrays { single: Some(single), tiles: Some(tiles), groups, merges };
+            let step = StepArrays { block_tables: block_tables.clone(), shares, ..unused };
+            let stored_at = |row: usize| inputs::POSITIONS.iter().position(|p| *p == position(row));
+            let rows: Vec<usize> = (0..QUERIES).filter(|row| stored_at(*row).is_some()).collect();
+            let at = |row: usize, head: usize, class: usize| {
+                let position = stored_at(rows[row]).expect("a stored position");
+                ((position * 4 + head % 4) * KV_HEADS + head / group) * 4 + class
             };
-            let set = self.stored.get(&format!("attention {what}"));
+            let stored = self.stored.get(&format!("attention {what}"));
+            let (places, set) = self.of_query_heads(stored, &rows, at);
             for form in self.traits.attended.clone() {
                 let to = Operand::new(form, &floats, &blocks);
-                let mut outputs = Vec::new();
-                for (form, (from, stride, lost)) in [
-                    to.floats.as_ref().map(|x| (Form::F32, (x.buffer.clone(), x.stride, 0.0))),
-                    to.blocks.as_ref().map(|x| {
-                        let from = x.buffer.slice(0, Quantized::bytes(QUERIES, width));
-                        let lost = set.largest / 127.0 * 0.51;
-                        (Form::Blocks { rows: QUERIES, width }, (from, width, lost))
-                    }),
-                ]
-                .into_iter()
-                .flatten()
-                {
-                    let rows = (0..QUERIES).filter_map(|row| {
-                        let at = inputs::POSITIONS.iter().position(|p| *p == position(row))?;
-                        Some((row, at))
-                    });
-                    let elements = rows.flat_map(|(row, at)| {
-                        let of_row =
-                            self.of_heads(set, set.bound + lost, 0..KV_HEADS * group, |head, class| {
-                                ((at * 4 + head % 4) * KV_HEADS + head / group) * 4 + class
-                            });
-                        of_row.into_iter().map(move |e| Element { index: row * stride + e.index, ..e })
-                    });
-                    let elements = elements.collect();
-                    outputs.push(Output { name: "attended", from: vec![from], form, elements });
-                }
+                let outputs = self.operand("attended", &to, QUERIES, &set, &places);
                 let cache = KvCache { keys: keys.clone(), values: values.clone() };
                 let unused = || RmsNorm { weight: keys.clone(), eps: inputs::EPS };
                 let attention = Attention {
@@ -908,15 +820,12 @@ impl Make<'_> {
                     cache,
                 };
                 let (q, partials, step) = (q.clone(), partials.clone(), step.clone());
-                let record = move |kernels: &Kernels, r: &mut Recorder<'_>| {
-                    let written = [Some(&partials.single.buffer), Some(&partials.tiles.buffer)];
-                    let results =
-                        [to.floats.as_ref().map(|x| &x.buffer), to.blocks.as_ref().map(|x| &x.buffer)];
-                    written.into_iter().chain(results).flatten().for_each(|buffer| r.fill(buffer, POISON));
-                    kernels.attention(r, &attention, (&q, &partials), &step, &to, QUERIES);
-                };
                 let kernel = format!("attention_{kv} with attention_merge, {what}");
-                self.add(kernel, outputs, Box::new(record));
+                self.add(kernel, outputs, move |kernels, r| {
+                    poison(r, [&partials.single.buffer, &partials.tiles.buffer]);
+                    poison(r, buffers(&to));
+                    kernels.attention(r, &attention, (&q, &partials), &step, &to, QUERIES);
+                });
             }
         }
     }
@@ -934,31 +843,16 @@ impl Make<'_> {
         self.space.put(&slots, &[2u32, 0, 7, 55]);
         let sampled = slots.slice(8, 8);
         let to = self.space.part(CaseBuffer::History);
-        let (step, history) = (
-            StepArrays {
-                ids,
-                positions: positions.clone(),
-                sequence_of,
-                slot_mapping: positions.clone(),
-                block_tables: positions.clone(),
-                shares: ShareArrays {
-                    single: None,
-                    tiles: None,
-                    groups: positions.clone(),
-                    merges: positions,
-                },
-            },
-            History { ids: to.clone(), slot_len: SLOT_LEN },
-        );
+        let step = StepArrays { ids, sequence_of, ..unused_step(&positions) };
+        let history = History { ids: to.clone(), slot_len: SLOT_LEN };
         let set = self.stored.get("history");
         let places = [(2, 3), (2, 4), (2, 5), (0, 7)].map(|(slot, at)| slot * SLOT_LEN + at);
         let elements = elements(set, places, set.bound);
         let outputs = vec![Output { name: "ids", from: vec![to.clone()], form: Form::U32, elements }];
-        let record = move |kernels: &Kernels, r: &mut Recorder<'_>| {
-            r.fill(&to, POISON);
+        self.add("history", outputs, move |kernels, r| {
+            poison(r, [&to]);
             kernels.history(r, &step, &slots, &sampled, &history, 4);
-        };
-        self.add("history", outputs, Box::new(record));
+        });
     }
 
     /// Draws, with biases, penalties, a mask and filters, and log probabilities.
@@ -1047,17 +941,14 @@ impl Make<'_> {
             Output { name: "alternatives", from: reported(), form: Form::U32, elements: of_ids },
             Output { name: "log probabilities", from: reported(), form: Form::F32, elements: of_logprobs },
         ];
-        let record = move |kernels: &Kernels, r: &mut Recorder<'_>| {
-            [&arrays.ids, &arrays.logprobs, &slots, &logits.scratch.buffer]
-                .into_iter()
-                .for_each(|buffer| r.fill(buffer, POISON));
+        self.add("adjust, sample and logprobs", outputs, move |kernels, r| {
+            poison(r, [&arrays.ids, &arrays.logprobs, &slots, &logits.scratch.buffer]);
             r.fill(&logits.adjusted.buffer, 0);
             kernels.adjust(r, &logits, &arrays, &history, &requests);
             kernels.sample(r, &logits, &arrays, &slots, &requests);
             kernels.clear_adjusted(r, &logits, &arrays, &history, &requests);
             kernels.logprobs(r, &logits, &arrays, DRAWS);
-        };
-        self.add("adjust, sample and logprobs", outputs, Box::new(record));
+        });
     }
 }
 
