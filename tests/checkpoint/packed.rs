@@ -18,7 +18,7 @@ use unicorn::model::load::LoadOptions;
 use unicorn::model::weights::Weights;
 use unicorn::tensor::{Bits, Scales, Scheme};
 
-use crate::support::checkpoints::{ByName as _, mutate, read_all, sha256, values_both_ways};
+use crate::support::checkpoints::{ByName as _, le_bytes, mutate, read_all, sha256, values_both_ways};
 use crate::support::damaged::DamagedReadings;
 use crate::support::goldens::Goldens;
 use crate::support::packed_files::{PackedPart, f16s, file, gptq, gptq_parts, words};
@@ -64,7 +64,7 @@ fn every_tensor_equals_what_the_packages_unpack() {
         for (name, expected) in hashes.as_object().unwrap() {
             let tensor = checkpoint.get(name).unwrap_or_else(|| panic!("{variant}: {name}"));
             let (values, again) = values_both_ways(&tensor);
-            assert_eq!(sha256(&values), *expected, "{variant}: {name}");
+            assert_eq!(sha256(&le_bytes(&values)), *expected, "{variant}: {name}");
             assert!(values.iter().zip(&again).all(|(a, b)| a == b), "{variant}: {name} on the device");
         }
         let format = serde_json::to_value(checkpoint.format()).unwrap();

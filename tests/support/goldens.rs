@@ -3,9 +3,10 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use unicorn::checkpoint::ModelFiles;
 use unicorn::gpu::Device;
 use unicorn::model::arch::open_files;
-use unicorn::model::load::{LoadOptions, Source};
+use unicorn::model::load::{LoadError, LoadOptions, Source};
 use unicorn::model::model_runner::ModelRunner;
 
 use super::device;
@@ -35,9 +36,18 @@ impl Goldens {
 
 /// The model in a folder, loaded on the tests' device.
 pub fn load(folder: &Path, options: &LoadOptions) -> ModelRunner {
-    let device: Arc<Device> = device();
+    load_on(&device(), folder, options)
+}
+
+/// The model in a folder, loaded on this device.
+pub fn load_on(device: &Arc<Device>, folder: &Path, options: &LoadOptions) -> ModelRunner {
     let files = open_files(folder).unwrap();
-    ModelRunner::load(&device, &Source::open(&files).unwrap(), options, &mut |_| {}).unwrap()
+    ModelRunner::load(device, &Source::open(&files).unwrap(), options, &mut |_| {}).unwrap()
+}
+
+/// The model in these files, loaded on the tests' device.
+pub fn load_files(files: &ModelFiles, options: &LoadOptions) -> Result<ModelRunner, LoadError> {
+    ModelRunner::load(&device(), &Source::open(files).unwrap(), options, &mut |_| {})
 }
 
 /// The logits at every position, row after row: `[tokens, vocab]`.
