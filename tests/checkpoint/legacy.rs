@@ -4,7 +4,6 @@
 //! dequantization yields.
 
 use std::fs;
-use std::path::Path;
 
 use half::bf16;
 use rand::{Rng, SeedableRng};
@@ -20,7 +19,8 @@ use unicorn::model::weights::Weights;
 use unicorn::tensor::{Bits, QuantizedRow, Scales, Scheme};
 
 use crate::support::checkpoints::{
-    ByName as _, le_bytes, mutate, read_all, sha256, values_both_ways, with_header,
+    ByName as _, folder_of, le_bytes, mutate, opened, read_all, refusal, sha256, values_both_ways,
+    with_header,
 };
 use crate::support::damaged::DamagedReadings;
 use crate::support::driver::greedy;
@@ -33,14 +33,10 @@ use crate::support::{data, goldens};
 
 const BOUND: f32 = 1e-3;
 
-fn open(folder: &Path) -> Checkpoint {
-    Checkpoint::open(&open_files(folder).unwrap()).unwrap_or_else(|e| panic!("{e}"))
-}
-
 #[test]
 fn every_tensor_has_the_checksum_of_the_manifest() {
     let folder = data("legacy/tiny-a");
-    let checkpoint = open(&folder);
+    let checkpoint = opened(&folder);
     let manifest: Value =
         serde_json::from_slice(&fs::read(folder.join("quant_manifest.json")).unwrap()).unwrap();
     let manifest = manifest.as_object().unwrap();
@@ -58,7 +54,7 @@ fn every_tensor_has_the_checksum_of_the_manifest() {
 #[test]
 fn groups_that_straddle_rows_and_end_short_are_read() {
     let folder = data("legacy/tiny-a");
-    let (checkpoint, goldens) = (open(&folder), Goldens::open(&folder));
+    let (checkpoint, goldens) = (opened(&folder), Goldens::open(&folder));
     let layer = "vision_tower.vision_model.encoder.layers.0.mlp";
     for (name, shape) in
         [("fc1.weight", &[50, 36][..]), ("fc1.bias", &[50]), ("fc2.weight", &[36, 50]), ("fc2.bias", &[36])]
@@ -111,7 +107,7 @@ fn defects(checkpoint: &Checkpoint) -> Vec<String> {
 #[test]
 fn saturated_tensors_are_reported_by_name() {
     let folder = data("legacy/tiny-a");
-    let checkpoint = open(&folder);
+    let checkpoint = opened(&folder);
     let manifest: Value =
         serde_json::from_slice(&fs::read(folder.join("quant_manifest.json")).unwrap()).unwrap();
     let defects = defects(&checkpoint);
@@ -274,14 +270,6 @@ fn the_binary_runs_layer_files_and_names_missing_files() {
 /// Files by name.
 type Files = Vec<(&'static str, Vec<u8>)>;
 
-fn folder(files: &[(&str, Vec<u8>)]) -> TempDir {
-    let folder = TempDir::new().unwrap();
-    for (name, bytes) in files {
-        fs::write(folder.path().join(name), bytes).unwrap();
-    }
-    folder
-}
-
 #[test]
 fn defects_of_the_writer_are_found_from_scales_and_zero_points() {
     let ones = vec![1i8; 200];
@@ -310,9 +298,9 @@ fn defects_of_the_writer_are_found_from_scales_and_zero_points() {
     ];
     for (tensor, expected) in cases {
         let what = format!("{tensor:?}");
-        let folder = folder(&[("m_shared.safetensors", layer_file(&[tensor]))]);
+        let folder = folder_of(&[("m_shared.safetensors", layer_file(&[tensor]))]);
         let expected = Vec::from_iter(expected.map(|problem| format!("a: {problem}")));
-        assert_eq!(defects(&open(folder.path())), expected, "{what}");
+        assert_eq!(defects(&opened(folder.path())), expected, "{what}");
     }
 }
 
@@ -330,15 +318,12 @@ fn scales_outside_the_range_of_f16_are_kept_without_loss() {
             // The scale has 24 bits, as in a float32 source. Its products are rounded, here and on the device.
             asymmetric("wide", &[3, 64], 0.1, 7.0, &bytes),
         ];
-        let folder = folder(&[("m_shared.safetensors", layer_file(&tensors))]);
-        let checkpoint = open(folder.path());
-        for (name, group) in [("symmetric", 64), ("grouped", 64), ("asymmetric", 64)] {
+        let folder = folder_of(&[("m_shared.safetensors", layer_file(&tensors))]);
+        let checkpoint = opened(folder.path());
+        for name in ["symmetric", "grouped", "asymmetric"] {
             let tensor = checkpoint.get(name).unwrap();
-            assert_eq!(
-                tensor.scheme().unwrap(),
-                Scheme::Int { bits: Bits::Eight, group, scales: Scales::Affine },
-                "{name}"
-            );
+            let scheme = Scheme::Int { bits: Bits::Eight, group: 64, scales: Scales::Affine };
+            assert_eq!(tensor.scheme().unwrap(), scheme, "{name}");
             let (values, again) = values_both_ways(&tensor);
             assert_eq!(values, again, "{name} {scale}");
             assert!(values.iter().any(|x| *x != 0.0));
@@ -447,14 +432,14 @@ fn bad_layer_files_are_refused_with_file_and_tensor() {
         ),
     ];
     for (files, expected) in cases {
-        let folder = folder(&files);
-        let error = Checkpoint::open(&open_files(folder.path()).unwrap()).unwrap_err().to_string();
-        assert!(error.contains(expected) && !error.contains('\n'), "{error:?}, expected {expected:?}");
+        let folder = folder_of(&files);
+        let error = refusal(folder.path());
+        assert!(error.contains(expected), "{error:?}, expected {expected:?}");
     }
     // A byte outside the int4 range is found when its row is read.
     let folder =
-        folder(&layer(&[grouped(name, &[2, 32], &[0.5], &[&[1i8; 40][..], &[9], &[1; 23]].concat())]));
-    let checkpoint = open(folder.path());
+        folder_of(&layer(&[grouped(name, &[2, 32], &[0.5], &[&[1i8; 40][..], &[9], &[1; 23]].concat())]));
+    let checkpoint = opened(folder.path());
     let tensor = checkpoint.get(name).unwrap();
     let mut row = QuantizedRow::new(tensor.scheme().unwrap(), 32);
     tensor.quantized_row_into(0, &mut row).unwrap();
@@ -470,7 +455,7 @@ fn damaged_layer_files_are_refused_or_read() {
     println!("seed {SEED}");
     let mut rng = ChaCha8Rng::seed_from_u64(SEED);
     let whole = layer_of_all_schemes();
-    let folder = folder(&[shared(), ("m_layer_1.safetensors", whole.clone())]);
+    let folder = folder_of(&[shared(), ("m_layer_1.safetensors", whole.clone())]);
     assert_eq!(read_all(folder.path()), Ok(5));
     let mut readings = DamagedReadings::default();
     for round in 0..4000 {

@@ -587,13 +587,13 @@ fn damaged_small_files_of_native_checkpoints_are_refused_or_used() {
     use_small_files(&sound).expect("a sound folder");
     let step = |kind: &str, content: &str| json!({"type": kind, "pattern": {"String": "e"}, "content": content, "prepend": content, "replacement": "▁"});
     let nested = |list: &str, step: &Value| json!({"type": "Sequence", list: vec![step; 40]});
-    let mut junk = vec![json!(u64::MAX), json!("x".repeat(5000))];
-    let texts = r#"[null, true, 0, 1, -1, 512, 2.5, 1e300, "", "A", "\u202e\ufdfa\n",
+    let junk = r#"[null, true, 0, 1, -1, 512, 2.5, 1e300, 18446744073709551615, "", "A", "\u202e\ufdfa\n",
         "{% for m in messages %}{{ m['content'] * 9 }}{% endfor %}",
         "{{ bos_token }}{% for m in messages %}{{ m }}{% endfor %}", [], {}, [[0, 1], "a b", {"a": 1}],
         {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}},
         {"SpecialToken": {"id": "<none>", "type_id": 0}}]"#;
-    junk.extend(serde_json::from_str::<Vec<Value>>(texts).unwrap());
+    let mut junk: Vec<Value> = serde_json::from_str(junk).unwrap();
+    junk.insert(12, json!("x".repeat(5000)));
     let byte_level = json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true});
     let steps = [
         ("normalizer", json!(null)),
