@@ -8,21 +8,18 @@ use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
 use unicorn::gpu::{Buffer, Device, DevicePolicy, Order, Recorder, Rehearsal};
 use unicorn::kernels::{
-    Attention, Heads, History, Kernels, KvCache, LAST_SAMPLED, LOGPROB_WORDS, Operand, Peak, Quantized,
-    RmsNorm, Shares, StepArrays, Tiles, Wants, shaders,
+    Activations, Attention, Heads, History, Kernels, KvCache, LAST_SAMPLED, LOGPROB_WORDS, Operand, Peak,
+    Quantized, RmsNorm, Shares, StepArrays, Tiles, Wants, shaders,
 };
-use unicorn::model::arch::open_files;
-use unicorn::model::draft::{self, Drafted};
-use unicorn::model::load::{LoadOptions, Source};
-use unicorn::model::model_runner::ModelRunner;
+use unicorn::model::load::LoadOptions;
 use unicorn::model::{Runner, SamplingParams};
 use unicorn::npu::kernels::{GatheredKeys, OffloadKernels};
 use unicorn::tensor::{KvDtype, Precision, Scheme};
 
 use crate::support::driver::{Driver, plain_sequence};
-use crate::support::goldens::{Goldens, all_logits};
+use crate::support::goldens::{Goldens, all_logits, drafted, load_on};
 use crate::support::kernel_bench::{Adjusted, BODIES, Bench, Paged, STORED, adjusted, emulated_tiles, shape};
-use crate::support::texts::{Texts, penalties};
+use crate::support::texts::{Texts, penalties, prompts_of_tiny_a};
 use crate::support::{data, goldens, policy};
 
 const ORDERS: [Order; 2] = [Order::Reversed, Order::Shuffled(1)];
@@ -39,11 +36,6 @@ fn device_with_order(order: Order) -> MutexGuard<'static, Arc<Device>> {
     device
 }
 
-fn load(device: &Arc<Device>, variant: &str, options: &LoadOptions) -> ModelRunner {
-    let files = open_files(&data("gemma3").join(variant)).unwrap();
-    ModelRunner::load(device, &Source::open(&files).unwrap(), options, &mut |_| {}).unwrap()
-}
-
 #[test]
 fn golden_logits_have_the_same_bits_in_any_order_between_barriers() {
     for variant in ["tiny-a", "tiny-b", "tiny-27b-ratio"] {
@@ -57,7 +49,7 @@ fn golden_logits_have_the_same_bits_in_any_order_between_barriers() {
                 let device = device_with_order(order);
                 for max_batch_tokens in [256, 7] {
                     let options = LoadOptions { max_batch_tokens, ..options };
-                    let mut model = load(&device, variant, &options);
+                    let mut model = load_on(&device, &data("gemma3").join(variant), &options);
                     for (tokens, expected) in prompts.iter().zip(&expected) {
                         let got = all_logits(&mut model, tokens);
                         assert!(got == *expected, "{variant}, {kv}, {order:?}, chunks of {max_batch_tokens}");
@@ -70,10 +62,7 @@ fn golden_logits_have_the_same_bits_in_any_order_between_barriers() {
 
 #[test]
 fn answers_are_the_same_in_any_order_between_barriers() {
-    let goldens = Goldens::open(&data("gemma3/tiny-a"));
-    let [short, mid, long] = ["short", "mid", "long"].map(|p| goldens.tokens(&format!("tokens.{p}")));
-    let long = long[..long.len().min(150)].to_vec();
-    let prompts = vec![mid.clone(), short, long.clone(), long[11..].to_vec(), mid[..9].to_vec()];
+    let prompts = prompts_of_tiny_a();
     let options = LoadOptions { sequences: 16, max_context: Some(512), ..LoadOptions::default() };
     let drawn = (SamplingParams { temperature: 0.8, top_k: 40, ..penalties() }, 4711);
     let mut model = goldens::load(&data("gemma3/tiny-a"), &options);
@@ -81,19 +70,9 @@ fn answers_are_the_same_in_any_order_between_barriers() {
         .map(|params| Texts::new(&mut model, params, prompts.clone(), 40));
     for order in ORDERS {
         let device = device_with_order(order);
-        greedy.check_all(&mut load(&device, "tiny-a", &options));
+        greedy.check_all(&mut load_on(&device, &data("gemma3/tiny-a"), &options));
         // This run uses draft tokens of another model.
-        let [files, draft_model] =
-            ["tiny-a", "tiny-b"].map(|variant| open_files(&data("gemma3").join(variant)).unwrap());
-        let (model, draft_model) = draft::load(
-            &device,
-            &Source::open(&files).unwrap(),
-            &Source::open(&draft_model).unwrap(),
-            &options,
-            &mut |_| {},
-        )
-        .unwrap();
-        drawn.check_all(&mut Drafted::new(model, draft_model));
+        drawn.check_all(&mut drafted(&device, &options));
     }
 }
 
@@ -385,14 +364,10 @@ fn transfers(b: &mut Bench) -> Chain {
     Chain { name: "copies and fills".into(), record: Box::new(record), written }
 }
 
-/// `attending` has the length of each sequence and the number of its tokens in the step.
-fn attention(b: &mut Bench, kv: KvDtype, attending: Option<&[(usize, usize)]>) -> Chain {
-    let shape = shape(4, 2, 32, 16, None);
-    b.make_heads(&shape, kv);
-    let paged = Paged::new(b, shape, attending.unwrap_or(&[(3, 3), (21, 21)]));
+/// Queries, keys and values of a batch, and attention with an empty cache.
+fn attention_inputs(b: &mut Bench, paged: &Paged, kv: KvDtype) -> ([Activations; 3], Attention) {
     let tokens = paged.tokens().len();
-    let [q_width, kv_width] = [4 * 32, 2 * 32];
-    let [q, k, v] = [q_width, kv_width, kv_width].map(|width| {
+    let inputs = [4 * 32, 2 * 32, 2 * 32].map(|width| {
         let rows = b.random(tokens * width, 1.0);
         b.activations(&rows, width)
     });
@@ -400,11 +375,23 @@ fn attention(b: &mut Bench, kv: KvDtype, attending: Option<&[(usize, usize)]>) -
     let cache = KvCache { keys: b.upload(&zeros), values: b.upload(&zeros) };
     let norm = RmsNorm { weight: b.upload(&[1f32; 32]), eps: 1e-6 };
     let rope: Vec<f32> = (0..64 * 16).flat_map(|i| [(i as f32).cos(), (i as f32).sin()]).collect();
-    let (rope, step) = (b.upload(&rope), paged.arrays(b));
+    let (rope, q_norm, k_norm) = (b.upload(&rope), norm.clone(), norm);
+    (inputs, Attention { shape: paged.shape, q_norm, k_norm, rope, q_scale: 0.2, cache })
+}
+
+/// `attending` has the length of each sequence and the number of its tokens in the step.
+fn attention(b: &mut Bench, kv: KvDtype, attending: Option<&[(usize, usize)]>) -> Chain {
+    let shape = shape(4, 2, 32, 16, None);
+    b.make_heads(&shape, kv);
+    let paged = Paged::new(b, shape, attending.unwrap_or(&[(3, 3), (21, 21)]));
+    let tokens = paged.tokens().len();
+    let ([q, k, v], attention) = attention_inputs(b, &paged, kv);
+    let (q_width, step) = (4 * 32, paged.arrays(b));
     // The result of attention is requested in f32, in int8 and in both.
     let wants = Wants { floats: kv != KvDtype::F16, blocks: kv != KvDtype::F32 };
     let y = Operand::new(wants, &b.empty(tokens, q_width), &b.quantized(tokens, q_width));
     let partials = b.partials(&shape, paged.room());
+    let cache = &attention.cache;
     let mut written = vec![q.buffer.clone(), cache.keys.clone(), cache.values.clone()];
     let attends = attending.is_some();
     if attends {
@@ -417,8 +404,6 @@ fn attention(b: &mut Bench, kv: KvDtype, attending: Option<&[(usize, usize)]>) -
         // Rows are padded to a power of two.
         written.extend(y.blocks.iter().flat_map(|blocks| planes(blocks, tokens.next_power_of_two())));
     }
-    let [q_norm, k_norm] = [norm.clone(), norm];
-    let attention = Attention { shape, q_norm, k_norm, rope, q_scale: 0.2, cache };
     let record = move |kernels: &Kernels, r: &mut Recorder<'_>| {
         kernels.qkv_store(r, &attention, [&q, &k, &v], &step, tokens);
         if attends {
@@ -440,15 +425,8 @@ fn offload(b: &mut Bench, kv: KvDtype) -> Chain {
     // The tokens of the second sequence fill one tile and one token of the next.
     let paged = Paged::new(b, shape, &[(3, 1), (30, 17)]);
     let (tokens, rows) = (paged.tokens().len(), 1..18);
-    let [q, k, v] = [4 * 32, 2 * 32, 2 * 32].map(|width| {
-        let rows = b.random(tokens * width, 1.0);
-        b.activations(&rows, width)
-    });
-    let zeros = vec![0u8; paged.empty_cache(kv).len()];
-    let cache = KvCache { keys: b.upload(&zeros), values: b.upload(&zeros) };
-    let norm = RmsNorm { weight: b.upload(&[1f32; 32]), eps: 1e-6 };
-    let rope: Vec<f32> = (0..64 * 16).flat_map(|i| [(i as f32).cos(), (i as f32).sin()]).collect();
-    let (rope, step) = (b.upload(&rope), paged.arrays(b));
+    let ([q, k, v], attention) = attention_inputs(b, &paged, kv);
+    let step = paged.arrays(b);
     let partials = b.partials(&shape, paged.room());
     let heads = Heads { group: 2, head_dim: 32, kv };
     let kernels = OffloadKernels::new(&b.device, heads).unwrap();
@@ -458,8 +436,6 @@ fn offload(b: &mut Bench, kv: KvDtype) -> Chain {
     let span = GatheredKeys { first: 0, count: 30, first_seen: 0, stride };
     let written = [&queries, &keys[0], &keys[1], &partials.single.buffer, &partials.tiles.buffer];
     let written = written.map(Clone::clone).to_vec();
-    let [q_norm, k_norm] = [norm.clone(), norm];
-    let attention = Attention { shape, q_norm, k_norm, rope, q_scale: 0.2, cache };
     let of_rows = step.rows(&rows);
     let table = 4 * shape.max_blocks as u64;
     let record = move |of_model: &Kernels, r: &mut Recorder<'_>| {
@@ -580,7 +556,7 @@ fn each_missing_derived_write_is_detected() {
     let tokens = goldens.tokens("tokens.mid");
     let answers = |device: &Arc<Device>| -> (Vec<f32>, Vec<u32>) {
         let options = LoadOptions { max_context: Some(256), ..LoadOptions::default() };
-        let mut model = load(device, "tiny-a", &options);
+        let mut model = load_on(device, &data("gemma3/tiny-a"), &options);
         let logits = all_logits(&mut model, &tokens);
         let limits = model.limits();
         let params = SamplingParams { temperature: 0.7, ..penalties() };

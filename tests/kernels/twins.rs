@@ -259,11 +259,8 @@ fn embed_yields_every_stored_weight() {
             let wanted = (0..rows).chain([3, rows - 1, rows - 1]);
             for (i, row) in wanted.enumerate() {
                 for c in 0..cols {
-                    assert_eq!(
-                        got[i * cols + c],
-                        stored[row * cols + c] * 1.25,
-                        "{scheme:?} row {row} column {c}"
-                    );
+                    let expected = stored[row * cols + c] * 1.25;
+                    assert_eq!(got[i * cols + c], expected, "{scheme:?} row {row} column {c}");
                 }
             }
         }
@@ -394,66 +391,28 @@ fn attention_matches_its_twin_over_pages_and_windows() {
     let cases = shapes.iter().flat_map(|s| [s, s]).zip(dtypes).map(|(s, kv)| (*s, *kv));
     for ((shape, kv), bodies) in cases.zip(BODIES.into_iter().cycle()) {
         b.make_bodies(bodies);
-        b.make_heads(&shape, kv);
-        let paged = Paged::new(
-            &mut b,
-            shape,
-            &[(1, 1), (67, 3), (16, 16), (110, 1), (64, 2)][..if shape.block_size == 5 { 3 } else { 5 }],
-        );
-        let tokens = paged.tokens();
-        let width = shape.num_heads * shape.head_dim;
-        let q = b.random(tokens.len() * width, 0.5);
-        let mut cached = [paged.empty_cache(kv), paged.empty_cache(kv)];
-        let [mut keys, mut values] = [(); 2].map(|()| vec![f32::NAN; paged.cache_len()]);
-        for (s, &(len, _)) in paged.sequences.iter().enumerate() {
-            for position in 0..len {
-                for head in 0..shape.num_kv_heads {
-                    let row = paged.row(s, position, head);
-                    for (cached, exact) in cached.iter_mut().zip([&mut keys, &mut values]) {
-                        let random = b.random(shape.head_dim, 1.0);
-                        let kept = paged.file_away(cached, kv, row, &random);
-                        exact[row..row + shape.head_dim].copy_from_slice(&kept);
-                    }
-                }
-            }
-        }
-        let cache = KvCache { keys: b.upload(&cached[0]), values: b.upload(&cached[1]) };
-        let arrays = paged.arrays(&mut b);
-        let (input, output) = (b.activations(&q, width), b.empty(tokens.len(), width));
-        let partials = b.partials(&shape, paged.room());
-        let nothing = b.poisoned(4 * shape.head_dim);
-        let norm = RmsNorm { weight: nothing.clone(), eps: 0.0 };
-        let [q_norm, k_norm] = [norm.clone(), norm];
-        let attention = Attention { shape, q_norm, k_norm, rope: nothing, q_scale: f32::NAN, cache };
-        b.run(|k, r| {
-            let output = Operand::floats(&output);
-            k.attention(r, &attention, (&input, &partials), &arrays, &output, tokens.len());
-        });
-        let got = b.rows(&output, tokens.len());
-        for (t, &(s, position)) in tokens.iter().enumerate() {
-            let first = shape.window.map_or(0, |w| (position + 1).saturating_sub(w));
-            for head in 0..shape.num_heads {
-                let kv_head = head / (shape.num_heads / shape.num_kv_heads);
-                let row = |cache: &'_ [f32], p: usize| -> Vec<f32> {
-                    cache[paged.row(s, p, kv_head)..][..shape.head_dim].to_vec()
-                };
-                let k: Vec<Vec<f32>> = (first..=position).map(|p| row(&keys, p)).collect();
-                let v: Vec<Vec<f32>> = (first..=position).map(|p| row(&values, p)).collect();
-                let k: Vec<&[f32]> = k.iter().map(Vec::as_slice).collect();
-                let v: Vec<&[f32]> = v.iter().map(Vec::as_slice).collect();
-                let at = t * width + head * shape.head_dim;
-                let expected = reference::attention(&q[at..at + shape.head_dim], &k, &v);
-                let magnitude = vec![1.0; shape.head_dim];
-                let what = format!("{shape:?} {kv} sequence {s} position {position} head {head}");
-                close(&got[at..at + shape.head_dim], &expected, &magnitude, 5e-6, &what);
-            }
-        }
+        let sequences =
+            &[(1, 1), (67, 3), (16, 16), (110, 1), (64, 2)][..if shape.block_size == 5 { 3 } else { 5 }];
+        let attended = Attended::new(&mut b, shape, kv, 0.5, sequences);
+        attended.check_twin(&mut b, attended.paged.room());
     }
+}
+
+/// Attention over a cache, with norms and rotations that must not be read.
+fn attention_over(b: &mut Bench, shape: AttentionShape, cached: &[Vec<u8>; 2]) -> Attention {
+    let cache = KvCache { keys: b.upload(&cached[0]), values: b.upload(&cached[1]) };
+    let nothing = b.poisoned(4 * shape.head_dim);
+    let norm = RmsNorm { weight: nothing.clone(), eps: 0.0 };
+    let [q_norm, k_norm] = [norm.clone(), norm];
+    Attention { shape, q_norm, k_norm, rope: nothing, q_scale: f32::NAN, cache }
 }
 
 /// Attention of one layer over random keys and values.
 struct Attended {
     paged: Paged,
+    kv: KvDtype,
+    /// The bytes of the keys and of the values.
+    cached: [Vec<u8>; 2],
     attention: Attention,
     arrays: StepArrays,
     q: Activations,
@@ -482,16 +441,12 @@ impl Attended {
                 }
             }
         }
-        let cache = KvCache { keys: b.upload(&cached[0]), values: b.upload(&cached[1]) };
         let width = shape.num_heads * shape.head_dim;
         let tokens = paged.tokens().len();
         let rows = b.random(tokens * width, spread);
         let (arrays, q) = (paged.arrays(b), b.activations(&rows, width));
-        let nothing = b.poisoned(4 * shape.head_dim);
-        let norm = RmsNorm { weight: nothing.clone(), eps: 0.0 };
-        let [q_norm, k_norm] = [norm.clone(), norm];
-        let attention = Attention { shape, q_norm, k_norm, rope: nothing, q_scale: f32::NAN, cache };
-        Attended { paged, attention, arrays, q }
+        let attention = attention_over(b, shape, &cached);
+        Attended { paged, kv, cached, attention, arrays, q }
     }
 
     fn tokens(&self) -> usize {
@@ -507,6 +462,30 @@ impl Attended {
         let step = StepArrays { shares: b.shares(shares, shape.num_kv_heads), ..arrays.clone() };
         b.run(|k, r| k.attention(r, attention, (q, &partials), &step, &Operand::floats(&y), tokens));
         b.rows(&y, tokens).into_iter().map(f32::to_bits).collect()
+    }
+
+    /// Compares the output with the CPU implementation, which reads the same keys and values.
+    fn check_twin(&self, b: &mut Bench, room: Room) {
+        let Attended { paged, kv, cached, attention, .. } = self;
+        let (shape, d, tokens) = (&attention.shape, attention.shape.head_dim, self.tokens());
+        let shares = Shares::new(shape, &paged.runs(), tokens, tokens, room);
+        let got: Vec<f32> = self.run(b, &shares, room).into_iter().map(f32::from_bits).collect();
+        let q = b.rows(&self.q, tokens);
+        for (t, &(s, position)) in paged.tokens().iter().enumerate() {
+            let first = shape.window.map_or(0, |w| (position + 1).saturating_sub(w));
+            for head in 0..shape.num_heads {
+                let kv_head = head / (shape.num_heads / shape.num_kv_heads);
+                let [k, v] = cached.each_ref().map(|cache| {
+                    let row = |p| paged.read(cache, *kv, paged.row(s, p, kv_head));
+                    (first..=position).map(row).collect::<Vec<_>>()
+                });
+                let [k, v] = [&k, &v].map(|rows| rows.iter().map(Vec::as_slice).collect::<Vec<_>>());
+                let at = (t * shape.num_heads + head) * d;
+                let expected = reference::attention(&q[at..at + d], &k, &v);
+                let what = format!("{shape:?} {kv} sequence {s} position {position} head {head}");
+                close(&got[at..at + d], &expected, &vec![1.0; d], 5e-6, &what);
+            }
+        }
     }
 
     /// Divides the work in every way. All results must have the same bits, and no NaN of the padding.
@@ -589,24 +568,7 @@ fn attention_matches_its_twin_where_splits_become_longer() {
     for kv in KvDtype::ALL {
         let attended = Attended::new(&mut b, long, kv, 1.0, &sequences);
         attended.check(&mut b, &format!("{kv}"));
-        let (tokens, room) = (attended.tokens(), Room { single: 400, tiles: 400 });
-        let shares = Shares::new(&long, &attended.paged.runs(), tokens, tokens, room);
-        let got: Vec<f32> = attended.run(&mut b, &shares, room).into_iter().map(f32::from_bits).collect();
-        let q = b.rows(&attended.q, tokens);
-        let KvCache { keys, values } = &attended.attention.cache;
-        let bytes = attended.paged.empty_cache(kv).len();
-        let [keys, values] = [keys, values].map(|cache| b.download::<u8>(cache, bytes));
-        for (t, &(s, position)) in attended.paged.tokens().iter().enumerate() {
-            let row = |cache: &[u8], p: usize| attended.paged.read(cache, kv, attended.paged.row(s, p, 0));
-            let [k, v] = [&keys, &values].map(|c| (0..=position).map(|p| row(c, p)).collect::<Vec<_>>());
-            let [k, v] = [&k, &v].map(|rows| rows.iter().map(Vec::as_slice).collect::<Vec<_>>());
-            for head in 0..2 {
-                let at = t * 64 + head * 32;
-                let expected = reference::attention(&q[at..at + 32], &k, &v);
-                let what = format!("{kv} position {position} head {head}");
-                close(&got[at..at + 32], &expected, &[1.0; 32], 5e-6, &what);
-            }
-        }
+        attended.check_twin(&mut b, Room { single: 400, tiles: 400 });
     }
 }
 
@@ -700,11 +662,7 @@ fn npu_keys_are_gathered_from_the_blocks_of_a_sequence() {
                     kept[position * kv_heads + head] = paged.file_away(cached, kv, row, &random);
                 }
             }
-            let cache = KvCache { keys: b.upload(&cached[0]), values: b.upload(&cached[1]) };
-            let nothing = b.poisoned(4 * d);
-            let norm = RmsNorm { weight: nothing.clone(), eps: 0.0 };
-            let (q_norm, k_norm) = (norm.clone(), norm);
-            let attention = Attention { shape, q_norm, k_norm, rope: nothing, q_scale: f32::NAN, cache };
+            let attention = attention_over(&mut b, shape, &cached);
             for (first, first_seen, count, stride) in
                 [(0, 0, 70, 70), (0, 0, 1, 3), (13, 13, 50, 64), (32, 39, 38, 40), (3, 66, 67, 67)]
             {

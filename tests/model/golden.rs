@@ -7,17 +7,15 @@
 
 use std::time::Duration;
 
-use unicorn::checkpoint::Checkpoint;
 use unicorn::gpu::Device;
-use unicorn::model::arch::open_files;
-use unicorn::model::load::{LoadOptions, Source};
-use unicorn::model::model_runner::ModelRunner;
+use unicorn::model::load::LoadOptions;
 use unicorn::model::weights::Weights;
 use unicorn::model::{Runner, SamplingParams};
 use unicorn::tensor::QuantizeMode;
 
+use crate::support::checkpoints::opened;
 use crate::support::driver::{Driver, greedy, plain_sequence};
-use crate::support::goldens::{Goldens, all_logits, load, max_difference};
+use crate::support::goldens::{Goldens, all_logits, load, load_on, max_difference};
 use crate::support::{data, policy};
 
 const BOUND: f32 = 1e-3;
@@ -154,7 +152,7 @@ fn pooled_states_give_the_mean_of_the_oracles_logits() {
         let goldens = Goldens::open(&folder);
         let mut model = load(&folder, &LoadOptions::default());
         let (vocab, hidden) = (model.config().vocab_size, model.config().hidden_size);
-        let checkpoint = Checkpoint::open(&open_files(&folder).unwrap()).unwrap();
+        let checkpoint = opened(&folder);
         let embedding = Weights::collect(&checkpoint, model.config()).unwrap().tensors.embed_tokens;
         let embedding = checkpoint.read_f32(&embedding).unwrap();
         let prompts = ["short", "mid", "long"].map(|prompt| goldens.tokens(&format!("tokens.{prompt}")));
@@ -196,10 +194,7 @@ fn nothing_is_allocated_after_loading() {
     let tokens = Goldens::open(&folder).tokens("tokens.mid");
     // The test opens its own device, because other tests allocate on the shared one at the same time.
     let device = Device::open(&policy()).unwrap();
-    let files = open_files(&folder).unwrap();
-    let mut model =
-        ModelRunner::load(&device, &Source::open(&files).unwrap(), &LoadOptions::default(), &mut |_| {})
-            .unwrap();
+    let mut model = load_on(&device, &folder, &LoadOptions::default());
     let placed: u64 = model.placements().iter().map(|p| p.bytes).sum();
     assert!(placed > model.weight_bytes() && model.weight_bytes() > 0);
     let before = device.allocations();

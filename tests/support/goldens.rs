@@ -6,10 +6,11 @@ use std::sync::Arc;
 use unicorn::checkpoint::ModelFiles;
 use unicorn::gpu::Device;
 use unicorn::model::arch::open_files;
+use unicorn::model::draft::{self, Drafted};
 use unicorn::model::load::{LoadError, LoadOptions, Source};
 use unicorn::model::model_runner::ModelRunner;
 
-use super::device;
+use super::{data, device};
 
 /// A golden file: tensors by name.
 pub struct Goldens(Vec<u8>);
@@ -43,6 +44,15 @@ pub fn load(folder: &Path, options: &LoadOptions) -> ModelRunner {
 pub fn load_on(device: &Arc<Device>, folder: &Path, options: &LoadOptions) -> ModelRunner {
     let files = open_files(folder).unwrap();
     ModelRunner::load(device, &Source::open(&files).unwrap(), options, &mut |_| {}).unwrap()
+}
+
+/// tiny-a, with tiny-b as its draft model.
+pub fn drafted(device: &Arc<Device>, options: &LoadOptions) -> Drafted {
+    let [files, draft_model] =
+        ["gemma3/tiny-a", "gemma3/tiny-b"].map(|folder| open_files(&data(folder)).unwrap());
+    let [model, draft_model] = [&files, &draft_model].map(|files| Source::open(files).unwrap());
+    let (model, draft_model) = draft::load(device, &model, &draft_model, options, &mut |_| {}).unwrap();
+    Drafted::new(model, draft_model)
 }
 
 /// The model in these files, loaded on the tests' device.

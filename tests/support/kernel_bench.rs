@@ -439,10 +439,6 @@ impl Paged {
         values
     }
 
-    pub fn cache_len(&self) -> usize {
-        self.num_blocks * self.shape.block_size * self.shape.num_kv_heads * self.shape.head_dim
-    }
-
     /// As much room as a step has.
     pub fn room(&self) -> Room {
         let tokens = self.tokens().len();
