@@ -24,7 +24,7 @@ use unicorn::text::Tokenizer;
 use crate::support::checkpoints::{ByName as _, hex, integers, le_bytes, plain, sha256};
 use crate::support::driver::greedy;
 use crate::support::fuzz_bodies::Accepted;
-use crate::support::goldens::{Goldens, all_logits, load_files, max_difference};
+use crate::support::goldens::{Goldens, all_logits, load_files, max_difference, rows_at};
 use crate::support::program::{assert_error, output, unicorn, unicorn_on_software};
 use crate::support::tokenizers::real_tokenizer_json;
 use crate::support::{self, data, fuzz_bodies, legacy_files, packed_files};
@@ -519,9 +519,7 @@ fn check_logits(folder: &str, file: &str, exact_bound: f32, llama_bound: f32) {
     for prompt in ["short", "mid", "long"] {
         let tokens = base.tokens(&format!("tokens.{prompt}"));
         let all = all_logits(&mut model, &tokens);
-        let positions = base.tokens(&format!("positions.{prompt}"));
-        let got: Vec<f32> =
-            positions.iter().flat_map(|&p| all[p as usize * vocab..][..vocab].to_vec()).collect();
+        let got = rows_at(&all, &base.tokens(&format!("positions.{prompt}")), vocab);
         let exact = max_difference(&got, &goldens.view::<f32>(&format!("exact.logits.{prompt}")));
 
         // Log probabilities determine logits only up to a constant, so the mean difference is subtracted.

@@ -23,13 +23,12 @@ use crate::support::checkpoints::{
     with_header,
 };
 use crate::support::damaged::DamagedReadings;
-use crate::support::driver::greedy;
-use crate::support::goldens::Goldens;
+use crate::support::data;
+use crate::support::goldens::{Goldens, check_prompts, load};
 use crate::support::legacy_files::{
     LayerTensor, asymmetric, grouped, layer_file, layer_of_all_schemes, shared, symmetric,
 };
 use crate::support::program::{assert_error, output, unicorn, unicorn_on_software};
-use crate::support::{data, goldens};
 
 const BOUND: f32 = 1e-3;
 
@@ -144,28 +143,8 @@ fn saturated_tensors_are_reported_by_name() {
 fn a_legacy_checkpoint_matches_the_oracle() {
     let folder = data("legacy/tiny-a");
     let goldens = Goldens::open(&folder);
-    let mut model = goldens::load(&folder, &LoadOptions::default());
-    let vocab = model.config().vocab_size;
-    for prompt in ["short", "mid", "long"] {
-        let tokens = goldens.tokens(&format!("tokens.{prompt}"));
-        let rows: Vec<usize> = match prompt {
-            "short" => (0..tokens.len()).collect(),
-            _ => goldens.tokens(&format!("positions.{prompt}")).iter().map(|&p| p as usize).collect(),
-        };
-        let all = goldens::all_logits(&mut model, &tokens);
-        let got: Vec<f32> = rows.iter().flat_map(|&r| all[r * vocab..(r + 1) * vocab].to_vec()).collect();
-        let difference = goldens::max_difference(&got, &goldens.view(&format!("logits.{prompt}")));
-        println!("legacy {prompt}: max |difference| {difference:.2e}");
-        assert!(difference <= BOUND, "{prompt}: {difference}");
-
-        // The prompts were not chosen for large margins. Tokens must be equal up to the first step whose margin is
-        // within the tolerance.
-        let expected = goldens.tokens(&format!("greedy.{prompt}.tokens"));
-        let margins = goldens.view::<f32>(&format!("greedy.{prompt}.margin"));
-        let sure = margins.iter().position(|m| *m < 2.0 * BOUND).unwrap_or(expected.len());
-        assert!(sure > 0, "{prompt}: no step is sure");
-        assert_eq!(greedy(&mut model, &tokens, sure, 256, &[]), expected[..sure], "{prompt}");
-    }
+    let mut model = load(&folder, &LoadOptions::default());
+    check_prompts(&mut model, &goldens, "", "", BOUND, "legacy");
 }
 
 /// A folder with only the layer files, as the original project writes them.

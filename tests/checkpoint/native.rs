@@ -27,7 +27,7 @@ use crate::support::checkpoints::{ByName as _, integers, mutate, opened, tiny_mo
 use crate::support::damaged::DamagedReadings;
 use crate::support::goldens::{Goldens, all_logits, load, max_difference};
 use crate::support::json::replace_somewhere;
-use crate::support::program::{assert_error, lab, output, unicorn, unicorn_on_software};
+use crate::support::program::{assert_error, in_shell, lab, output, unicorn, unicorn_on_software};
 use crate::support::reference::{dequantize_row, rms_norm};
 use crate::support::{bounded_allocation, data, device, root};
 
@@ -269,11 +269,8 @@ fn the_search_is_never_worse_than_round_to_nearest() {
 /// `unicorn` in a shell that limits each file to `kib` KiB. With `ignore`, a write beyond that fails. Without it, the
 /// signal SIGXFSZ kills the program.
 fn limited(kib: u32, ignore: bool, args: &[&str]) -> Command {
-    let mut command = Command::new("sh");
     let trap = if ignore { "trap '' XFSZ; " } else { "" };
-    command.arg("-c").arg(format!("{trap}ulimit -f {}; exec \"$0\" \"$@\"", kib * 2));
-    command.arg(env!("CARGO_BIN_EXE_unicorn")).args(args);
-    command
+    in_shell(&format!("{trap}ulimit -f {};", kib * 2), &unicorn(args))
 }
 
 #[test]

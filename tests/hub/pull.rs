@@ -26,7 +26,7 @@ use unicorn::hub::{Cache, Format, HubError, ModelName, Settings, pull, standard_
 use crate::support::checkpoints::{hex, sha256};
 use crate::support::data;
 use crate::support::fake_runner::HANG;
-use crate::support::program::{output, unicorn_on_software};
+use crate::support::program::{in_shell, output, unicorn_on_software};
 
 const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 const OTHER_COMMIT: &str = "fedcba9876543210fedcba9876543210fedcba98";
@@ -1018,20 +1018,6 @@ fn unicorn(home: &Path, hub: &Hub, args: &[&str]) -> Command {
     command
 }
 
-/// The same command in a shell that runs `setting` before.
-fn in_shell(setting: &str, command: Command) -> Command {
-    let mut shell = Command::new("sh");
-    shell.arg("-c").arg(format!("{setting}; exec \"$@\"")).arg("sh").arg(command.get_program());
-    shell.args(command.get_args());
-    for (name, value) in command.get_envs() {
-        match value {
-            Some(value) => shell.env(name, value),
-            None => shell.env_remove(name),
-        };
-    }
-    shell
-}
-
 /// What the binary prints, which must succeed.
 #[track_caller]
 fn printed(command: Command) -> String {
@@ -1113,7 +1099,7 @@ fn a_failed_write_keeps_the_bytes_that_arrived() {
     let home = tempfile::tempdir().expect("a folder");
     // The write fails as on a full disk. The shell limits the file size in blocks of 512 or 1024 bytes.
     let pull = unicorn(home.path(), &hub, &["pull", "org/tiny"]);
-    let (code, _, stderr) = output(in_shell("trap '' XFSZ; ulimit -f 40", pull));
+    let (code, _, stderr) = output(in_shell("trap '' XFSZ; ulimit -f 40;", &pull));
     assert!(
         code == 1 && stderr.starts_with("error: cannot write") && stderr.contains(".incomplete"),
         "{stderr}"
@@ -1140,7 +1126,7 @@ fn the_commands_pull_list_and_remove_models() {
 
     // The service user must be able to read the pulled files, even if the pulling user has a strict umask.
     let pull = unicorn(home.path(), &hub, &["pull", "org/tiny:Q8_0", "--models-dir", dir]);
-    let pull = in_shell("umask 077", pull);
+    let pull = in_shell("umask 077;", &pull);
     let stdout = printed(pull);
     let file = system.join("models--org--tiny/snapshots").join(COMMIT).join("sub/a-Q8_0.gguf");
     assert_eq!(stdout, format!("{}\n", file.display()));

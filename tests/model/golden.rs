@@ -15,7 +15,7 @@ use unicorn::tensor::QuantizeMode;
 
 use crate::support::checkpoints::opened;
 use crate::support::driver::{Driver, greedy, plain_sequence};
-use crate::support::goldens::{Goldens, all_logits, load, load_on, max_difference};
+use crate::support::goldens::{Goldens, all_logits, check_prompts, load, load_on, max_difference, rows_at};
 use crate::support::{data, policy};
 
 const BOUND: f32 = 1e-3;
@@ -60,32 +60,9 @@ fn every_quantized_mode_matches_its_dequantized_golden() {
         for mode in QuantizeMode::ALL.into_iter().filter(|m| m.projections().is_some()) {
             let name = mode.name().replace('-', "_");
             let options = LoadOptions { quantize: mode, ..LoadOptions::default() };
-            let mut model = load(&folder, &options);
-            let vocab = model.config().vocab_size;
-            for prompt in ["short", "mid", "long"] {
-                let tokens = goldens.tokens(&format!("tokens.{prompt}"));
-                let expected = goldens.view::<f32>(&format!("q.{name}.logits.{prompt}"));
-                let rows: Vec<usize> = match prompt {
-                    "short" => (0..tokens.len()).collect(),
-                    _ => {
-                        goldens.tokens(&format!("q.positions.{prompt}")).iter().map(|&p| p as usize).collect()
-                    }
-                };
-                let all = all_logits(&mut model, &tokens);
-                let got: Vec<f32> =
-                    rows.iter().flat_map(|&r| all[r * vocab..(r + 1) * vocab].to_vec()).collect();
-                let difference = max_difference(&got, &expected);
-                println!("{variant} {mode} {prompt}: max |difference| {difference:.2e}");
-                assert!(difference <= BOUND, "{variant} {mode} {prompt}: {difference}");
-
-                // These runs were not chosen for margin, so they must be equal up to the first step within the noise.
-                let expected = goldens.tokens(&format!("q.{name}.greedy.{prompt}.tokens"));
-                let margins = goldens.view::<f32>(&format!("q.{name}.greedy.{prompt}.margin"));
-                let sure = margins.iter().position(|m| *m < 2.0 * BOUND).unwrap_or(expected.len());
-                assert!(sure > 0, "{variant} {mode} {prompt}: no step has a clear margin");
-                let got = greedy(&mut model, &tokens, sure, 256, &[]);
-                assert_eq!(got, expected[..sure], "{variant} {mode} {prompt}");
-            }
+            let of = format!("q.{name}.");
+            let what = format!("{variant} {mode}");
+            check_prompts(&mut load(&folder, &options), &goldens, &of, "q.", BOUND, &what);
         }
     }
 }
@@ -99,9 +76,7 @@ fn transformers_5_configs_and_names_match_the_oracle() {
     for prompt in ["short", "mid", "long"] {
         let tokens = goldens.tokens(&format!("tokens.{prompt}"));
         let all = all_logits(&mut model, &tokens);
-        let positions = goldens.tokens(&format!("positions.{prompt}"));
-        let got: Vec<f32> =
-            positions.iter().flat_map(|&p| all[p as usize * vocab..][..vocab].to_vec()).collect();
+        let got = rows_at(&all, &goldens.tokens(&format!("positions.{prompt}")), vocab);
         let difference = max_difference(&got, &goldens.view::<f32>(&format!("logits.{prompt}")));
         assert!(difference <= BOUND, "{prompt}: {difference}");
     }

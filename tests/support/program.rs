@@ -50,6 +50,20 @@ fn program(binary: &Path, args: &[&str]) -> Command {
     command
 }
 
+/// A command that is run by a shell, after `setting`.
+pub fn in_shell(setting: &str, command: &Command) -> Command {
+    let mut shell = Command::new("sh");
+    shell.arg("-c").arg(format!("{setting} exec \"$@\"")).arg("sh").arg(command.get_program());
+    shell.args(command.get_args());
+    for (name, value) in command.get_envs() {
+        match value {
+            Some(value) => shell.env(name, value),
+            None => shell.env_remove(name),
+        };
+    }
+    shell
+}
+
 /// Exit code, stdout and stderr.
 pub fn output(mut command: Command) -> (i32, String, String) {
     let Output { status, stdout, stderr } = command.output().expect("the binary runs");

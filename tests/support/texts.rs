@@ -131,15 +131,11 @@ impl Texts {
         for sequence in &mut forked {
             sequence.forks = (1..3).map(|n| Fork { id: sequence.id + 1000 * n, seed: n }).collect();
         }
-        let run = Driver::new(model, model_limits(&limits)).run(forked);
+        let run = Driver::new(model, Limits { max_batch_tokens: 64, ..limits }).run(forked);
         for (i, answers) in forks.iter().enumerate() {
             for (n, answer) in (0..).zip(answers) {
                 assert_eq!(run.answers[&(i as u64 + 1000 * n)], *answer, "fork {n} of prompt {i}");
             }
         }
     }
-}
-
-pub fn model_limits(limits: &Limits) -> Limits {
-    Limits { max_batch_tokens: 64, ..*limits }
 }
