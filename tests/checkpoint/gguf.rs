@@ -25,6 +25,7 @@ use crate::support::checkpoints::{ByName as _, hex, integers, le_bytes, plain, s
 use crate::support::driver::greedy;
 use crate::support::fuzz_bodies::Accepted;
 use crate::support::goldens::{Goldens, all_logits, load_files, max_difference, rows_at};
+use crate::support::json::read_json;
 use crate::support::program::{assert_error, output, unicorn, unicorn_on_software};
 use crate::support::tokenizers::real_tokenizer_json;
 use crate::support::{self, data, fuzz_bodies, legacy_files, packed_files};
@@ -377,8 +378,8 @@ fn hugging_face_name(name: &str) -> String {
 fn every_tensor_dequantizes_to_the_bits_of_the_reference() {
     let mut kinds: BTreeMap<String, usize> = BTreeMap::new();
     for (folder, file) in FILES {
-        let text = fs::read(data("gguf").join(folder).join(format!("{file}.tensors.json"))).unwrap();
-        let goldens: BTreeMap<String, TensorGolden> = serde_json::from_slice(&text).unwrap();
+        let goldens: BTreeMap<String, TensorGolden> =
+            read_json(&data("gguf").join(folder).join(format!("{file}.tensors.json")));
         let checkpoint = Checkpoint::open(&reference(folder, file)).unwrap();
         assert!(checkpoint.norms_hold_one());
         assert_eq!(checkpoint.iter().len(), goldens.len(), "{file}");
@@ -644,8 +645,7 @@ struct DecodeCase {
 }
 
 fn check_tokenizer_cases(tokenizer: &Tokenizer) {
-    let cases: TokenizerCases =
-        serde_json::from_slice(&fs::read(data("gguf/tokenizer_cases.json")).unwrap()).unwrap();
+    let cases: TokenizerCases = read_json(&data("gguf/tokenizer_cases.json"));
     assert!(cases.encode.len() >= 71 && cases.decode.len() >= 13);
     for case in &cases.encode {
         assert_eq!(tokenizer.encode(&case.text, false).unwrap(), case.ids_parse_special, "{:?}", case.text);
@@ -709,6 +709,16 @@ fn join_by_scores(text: &str, scores: &HashMap<String, f32>) -> Vec<String> {
     }
 }
 
+/// A tokenizer with these pieces and scores, and the scores by piece. `own` is the score of control and byte tokens.
+fn scored(pieces: &[String], own: f32, scores: &[f32]) -> (Tokenizer, HashMap<String, f32>) {
+    let mut file = Writer::new();
+    set_vocabulary(&mut file, &pieces.iter().map(String::as_str).collect::<Vec<_>>());
+    let own = vec![own; OWN_TOKENS as usize];
+    file.set("tokenizer.ggml.scores", [&own[..], scores].concat());
+    let by_text = pieces.iter().cloned().zip(scores.iter().copied()).collect();
+    (tokenizer(&file.files()).unwrap(), by_text)
+}
+
 /// Random vocabularies with pieces that overlap in many ways, and texts with runs of one letter.
 #[test]
 fn merges_derived_from_scores_give_the_tokens_of_merging_by_score() {
@@ -739,15 +749,8 @@ fn merges_derived_from_scores_give_the_tokens_of_merging_by_score() {
         for i in (1..order.len()).rev() {
             order.swap(i, rng.random_range(0..=i));
         }
-        let mut file = Writer::new();
-        let texts: Vec<&str> = pieces.iter().map(String::as_str).collect();
-        set_vocabulary(&mut file, &texts);
-        let mut scores = vec![-1000.0; 6 + 256];
-        scores.extend(order.iter().map(|rank| -(*rank as f32)));
-        let by_text: HashMap<String, f32> =
-            pieces.iter().cloned().zip(scores[262..].iter().copied()).collect();
-        file.set("tokenizer.ggml.scores", Val::Floats(scores));
-        let tokenizer = tokenizer(&file.files()).unwrap();
+        let scores: Vec<f32> = order.iter().map(|rank| -(*rank as f32)).collect();
+        let (tokenizer, by_text) = scored(&pieces, -1000.0, &scores);
         for _ in 0..40 {
             let text: String =
                 (0..rng.random_range(1..40)).map(|_| *alphabet.choose(&mut rng).unwrap()).collect();
@@ -763,18 +766,12 @@ fn merges_derived_from_scores_give_the_tokens_of_merging_by_score() {
 /// Runs of added pieces with one score, as in Google's QAT files, are merged from the left.
 #[test]
 fn runs_of_pieces_with_one_score_are_joined_from_the_left() {
-    let mut file = Writer::new();
     let mut pieces: Vec<String> = ["a", "b", "ab", "\u{2581}a"].map(String::from).into();
     for c in ["\n", "\u{2581}"] {
         pieces.extend((1..=31).map(|n| c.repeat(n)));
     }
-    let texts: Vec<&str> = pieces.iter().map(String::as_str).collect();
-    set_vocabulary(&mut file, &texts);
-    let mut scores = vec![0.0; 262];
-    scores.extend(pieces.iter().map(|p| if p.contains(['a', 'b']) { -5.0 } else { 0.0 }));
-    let by_text: HashMap<String, f32> = pieces.iter().cloned().zip(scores[262..].iter().copied()).collect();
-    file.set("tokenizer.ggml.scores", Val::Floats(scores));
-    let tokenizer = tokenizer(&file.files()).unwrap();
+    let scores: Vec<f32> = pieces.iter().map(|p| if p.contains(['a', 'b']) { -5.0 } else { 0.0 }).collect();
+    let (tokenizer, by_text) = scored(&pieces, 0.0, &scores);
     for n in 1..80 {
         for text in [
             "\n".repeat(n),
@@ -828,15 +825,21 @@ fn a_vocabulary_of_the_real_size_loads_within_bounded_memory() {
     assert!(got.len() < 1500);
 }
 
+/// The tokens of a tokenizer.json, by id.
+fn tokens_of(json: &Json) -> Vec<String> {
+    let vocab = json["model"]["vocab"].as_object().unwrap();
+    let mut tokens = vec![String::new(); vocab.len()];
+    vocab.iter().for_each(|(text, id)| tokens[id.as_u64().unwrap() as usize] = text.clone());
+    tokens
+}
+
 /// The real vocabulary, as llama.cpp's converter writes it and as Google's own files have it, compared with the goldens
 /// of the real tokenizer.json.
 #[test]
 fn the_real_vocabulary_gives_the_ids_of_the_real_tokenizer() {
     let Some(json) = real_tokenizer_json() else { return support::skip("real-tokenizer") };
     let json: Json = serde_json::from_slice(&json).unwrap();
-    let vocab = json["model"]["vocab"].as_object().unwrap();
-    let mut tokens = vec![String::new(); vocab.len()];
-    vocab.iter().for_each(|(text, id)| tokens[id.as_u64().unwrap() as usize] = text.clone());
+    let mut tokens = tokens_of(&json);
     // Pieces are in the order in which they were trained. The score of a piece is its negative position.
     let mut scores: Vec<f32> = (0..tokens.len()).map(|id| -(id as f32)).collect();
     let mut types = vec![1; tokens.len()];
@@ -878,8 +881,7 @@ fn the_real_vocabulary_gives_the_ids_of_the_real_tokenizer() {
         .set("tokenizer.ggml.scores", Val::Floats(scores));
 
     let (converted, qat) = (tokenizer(&converted.files()).unwrap(), tokenizer(&qat.files()).unwrap());
-    let cases: Json =
-        serde_json::from_slice(&fs::read(data("tokenizer/encode_cases.json")).unwrap()).unwrap();
+    let cases: Json = read_json(&data("tokenizer/encode_cases.json"));
     let (mut checked, mut checked_qat) = (0, 0);
     for case in cases["cases"].as_array().unwrap() {
         let text = case["text"].as_str().unwrap();
@@ -903,11 +905,8 @@ fn the_real_vocabulary_gives_the_ids_of_the_real_tokenizer() {
 /// The vocabulary and merges of a tokenizer.json, as the converter writes them if there is no tokenizer.model.
 #[test]
 fn a_gpt2_style_vocabulary_gives_the_ids_of_its_tokenizer_json() {
-    let json: Json =
-        serde_json::from_slice(&fs::read(data("tokenizer-mini/tokenizer.json")).unwrap()).unwrap();
-    let vocab = json["model"]["vocab"].as_object().unwrap();
-    let mut tokens = vec![String::new(); vocab.len()];
-    vocab.iter().for_each(|(text, id)| tokens[id.as_u64().unwrap() as usize] = text.clone());
+    let json: Json = read_json(&data("tokenizer-mini/tokenizer.json"));
+    let tokens = tokens_of(&json);
     let mut types = vec![1; tokens.len()];
     for added in json["added_tokens"].as_array().unwrap() {
         let looks_special = added["content"].as_str().unwrap().starts_with('<');
@@ -1670,7 +1669,7 @@ fn the_other_fuzz_targets_pass_on_random_corruptions() {
     fs::write(&file, small(seed).bytes()).unwrap();
     let native = folder.path().join("native");
     quantize(&file, &native);
-    let mut manifest: Json = serde_json::from_slice(&fs::read(native.join("unicorn.json")).unwrap()).unwrap();
+    let mut manifest: Json = read_json(&native.join("unicorn.json"));
     manifest["config"] = serde_json::json!({});
     manifest["files"].as_object_mut().unwrap().retain(|name, _| name == "shared.safetensors");
     manifest["tensors"].as_object_mut().unwrap().retain(|_, t| t["file"] == "shared.safetensors");

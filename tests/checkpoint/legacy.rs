@@ -25,6 +25,7 @@ use crate::support::checkpoints::{
 use crate::support::damaged::DamagedReadings;
 use crate::support::data;
 use crate::support::goldens::{Goldens, check_prompts, load};
+use crate::support::json::read_json;
 use crate::support::legacy_files::{
     LayerTensor, asymmetric, grouped, layer_file, layer_of_all_schemes, shared, symmetric,
 };
@@ -36,8 +37,7 @@ const BOUND: f32 = 1e-3;
 fn every_tensor_has_the_checksum_of_the_manifest() {
     let folder = data("legacy/tiny-a");
     let checkpoint = opened(&folder);
-    let manifest: Value =
-        serde_json::from_slice(&fs::read(folder.join("quant_manifest.json")).unwrap()).unwrap();
+    let manifest: Value = read_json(&folder.join("quant_manifest.json"));
     let manifest = manifest.as_object().unwrap();
     assert_eq!((checkpoint.iter().len(), manifest.len()), (145, 145));
     for (name, expected) in manifest {
@@ -107,8 +107,7 @@ fn defects(checkpoint: &Checkpoint) -> Vec<String> {
 fn saturated_tensors_are_reported_by_name() {
     let folder = data("legacy/tiny-a");
     let checkpoint = opened(&folder);
-    let manifest: Value =
-        serde_json::from_slice(&fs::read(folder.join("quant_manifest.json")).unwrap()).unwrap();
+    let manifest: Value = read_json(&folder.join("quant_manifest.json"));
     let defects = defects(&checkpoint);
     let found = |name: &str| defects.iter().find(|d| d.starts_with(&format!("{name}: ")));
     // The manifest has the errors that the writer measured, which the files do not contain. A tensor is damaged if it
@@ -328,53 +327,59 @@ fn bad_layer_files_are_refused_with_file_and_tensor() {
         header.insert("__metadata__".into(), metadata);
         vec![shared(), ("m_layer_3.safetensors", with_header(&Value::Object(header).to_string(), bytes))]
     };
-    let i8_2 = |offsets: [u8; 2]| json!({"dtype": "I8", "shape": [2], "data_offsets": offsets});
-    let cases: Vec<(Files, &str)> = vec![
-        (
-            vec![("m_layer_3.safetensors", layer_file(&[good()]))],
-            ": has layer files, but no *_shared.safetensors with the embedding",
-        ),
+    let i8_2 = json!({"dtype": "I8", "shape": [2], "data_offsets": [0, 2]});
+    let (symmetric_of, one_layer) = (json!({name: "int8_symmetric"}), "m_layer_3.safetensors");
+    let of_scale_type =
+        layer(&[(name.into(), "int8_asymmetric", "U8", vec![1], vec![1], "BF16", vec![2], vec![0; 4])]);
+    // What is wrong with the tensor x.layers.3.w of the layer's file.
+    let tensors: Vec<(Files, &str)> = vec![
         (
             changed(&|t| t.1 = "int3"),
-            "m_layer_3.safetensors: tensor x.layers.3.w: has scheme \"int3\" in the file's metadata; expected \
-             int8_symmetric, int4_grouped or int8_asymmetric",
+            "w: has scheme \"int3\" in the file's metadata; expected int8_symmetric, int4_grouped or int8_asymmetric",
         ),
-        (changed(&|t| t.2 = "U8"), "tensor x.layers.3.w: is U8; expected I8 by its scheme, int8_symmetric"),
-        (
-            changed(&|t| t.1 = "int8_asymmetric"),
-            "tensor x.layers.3.w: is I8; expected U8 by its scheme, int8_asymmetric",
-        ),
+        (changed(&|t| t.2 = "U8"), "w: is U8; expected I8 by its scheme, int8_symmetric"),
+        (changed(&|t| t.1 = "int8_asymmetric"), "w: is I8; expected U8 by its scheme, int8_asymmetric"),
         (
             changed(&|t| t.1 = "int4_grouped"),
-            "tensor x.layers.3.w_scale: has shape []; expected [1] by the scheme, int4_grouped",
+            "w_scale: has shape []; expected [1] by the scheme, int4_grouped",
         ),
-        (
-            changed(&|t| t.5 = "I8"),
-            "m_layer_3.safetensors: tensor x.layers.3.w_scale: I8 [] takes 1 bytes, but its offsets span 2",
-        ),
+        (changed(&|t| t.5 = "I8"), "w_scale: I8 [] takes 1 bytes, but its offsets span 2"),
         (
             changed(&|t| (t.5, t.7) = ("I8", vec![1])),
-            "tensor x.layers.3.w_scale: is I8; expected BF16, F16 or F32 by the scheme, int8_symmetric",
+            "w_scale: is I8; expected BF16, F16 or F32 by the scheme, int8_symmetric",
         ),
-        (
-            layer(&[(name.into(), "int8_asymmetric", "U8", vec![1], vec![1], "BF16", vec![2], vec![0; 4])]),
-            "tensor x.layers.3.w_scale: is BF16; expected F32 by the scheme, int8_asymmetric",
-        ),
+        (of_scale_type, "w_scale: is BF16; expected F32 by the scheme, int8_asymmetric"),
         (
             changed(&|t| t.7 = bf16::NAN.to_le_bytes().to_vec()),
-            "tensor x.layers.3.w_scale: element 0 is NaN or infinite; expected a finite number",
+            "w_scale: element 0 is NaN or infinite; expected a finite number",
         ),
-        (
-            layer(&[symmetric(name, &[3, 0], 0.5, &[])]),
-            "tensor x.layers.3.w: has shape [3, 0]; expected values",
-        ),
+        (layer(&[symmetric(name, &[3, 0], 0.5, &[])]), "w: has shape [3, 0]; expected values"),
         (
             layer(&[asymmetric(name, &[2], 0.5, 256.0, &[1, 2])]),
-            "tensor x.layers.3.w_scale: has zero point 256; expected a whole number from 0 to 255",
+            "w_scale: has zero point 256; expected a whole number from 0 to 255",
         ),
         (
             layer(&[asymmetric(name, &[2], 0.5, 2.5, &[1, 2])]),
-            "tensor x.layers.3.w_scale: has zero point 2.5; expected a whole number from 0 to 255",
+            "w_scale: has zero point 2.5; expected a whole number from 0 to 255",
+        ),
+        (
+            raw(json!({}), json!({name: i8_2}), &[1, 2]),
+            "w: has no scheme in the file's metadata; expected one, as in layer files of the original project",
+        ),
+        (
+            raw(symmetric_of.clone(), json!({name: i8_2}), &[1, 2]),
+            "w_scale: is missing; expected the scales of x.layers.3.w",
+        ),
+        (raw(symmetric_of, json!({}), &[]), "w: has a scheme in the file's metadata, but is not in the file"),
+    ];
+    for (files, expected) in tensors {
+        let error = refusal(folder_of(&files).path());
+        assert_eq!(error, format!("{one_layer}: tensor x.layers.3.{expected}"));
+    }
+    let files: [(Files, &str); 5] = [
+        (
+            vec![(one_layer, layer_file(&[good()]))],
+            ": has layer files, but no *_shared.safetensors with the embedding",
         ),
         (
             layer(&[symmetric("x.layers.4.w", &[1], 0.5, &[1])]),
@@ -391,28 +396,14 @@ fn bad_layer_files_are_refused_with_file_and_tensor() {
         (
             vec![
                 shared(),
-                ("m_layer_3.safetensors", layer_file(&[good()])),
+                (one_layer, layer_file(&[good()])),
                 ("n_layer_3.safetensors", layer_file(&[good()])),
             ],
             "m_layer_3.safetensors; expected it in one file",
         ),
-        (
-            raw(json!({}), json!({name: i8_2([0, 2])}), &[1, 2]),
-            "tensor x.layers.3.w: has no scheme in the file's metadata; expected one, as in layer files of the \
-             original project",
-        ),
-        (
-            raw(json!({name: "int8_symmetric"}), json!({name: i8_2([0, 2])}), &[1, 2]),
-            "tensor x.layers.3.w_scale: is missing; expected the scales of x.layers.3.w",
-        ),
-        (
-            raw(json!({name: "int8_symmetric"}), json!({}), &[]),
-            "tensor x.layers.3.w: has a scheme in the file's metadata, but is not in the file",
-        ),
     ];
-    for (files, expected) in cases {
-        let folder = folder_of(&files);
-        let error = refusal(folder.path());
+    for (files, expected) in files {
+        let error = refusal(folder_of(&files).path());
         assert!(error.contains(expected), "{error:?}, expected {expected:?}");
     }
     // A byte outside the int4 range is found when its row is read.

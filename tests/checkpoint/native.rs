@@ -26,7 +26,7 @@ use unicorn::text::{ChatFiles, ChatTemplate, Message, Tokenizer};
 use crate::support::checkpoints::{ByName as _, integers, mutate, opened, tiny_model};
 use crate::support::damaged::DamagedReadings;
 use crate::support::goldens::{Goldens, all_logits, load, max_difference};
-use crate::support::json::replace_somewhere;
+use crate::support::json::{read_json, replace_somewhere};
 use crate::support::program::{assert_error, in_shell, lab, output, unicorn, unicorn_on_software};
 use crate::support::reference::{dequantize_row, rms_norm};
 use crate::support::{bounded_allocation, data, device, root};
@@ -56,7 +56,7 @@ fn write_all(folder: &Path, files: &BTreeMap<String, Vec<u8>>) {
 
 /// Changes a JSON file.
 fn change_json(path: &Path, change: impl Fn(&mut Value)) {
-    let mut json: Value = serde_json::from_slice(&fs::read(path).unwrap()).unwrap();
+    let mut json: Value = read_json(path);
     change(&mut json);
     fs::write(path, json.to_string()).unwrap();
 }

@@ -22,6 +22,7 @@ use crate::support::checkpoints::{
 };
 use crate::support::damaged::DamagedReadings;
 use crate::support::goldens::Goldens;
+use crate::support::json::read_json;
 use crate::support::packed_files::{PackedPart, f16s, file, gptq, gptq_parts, words};
 use crate::support::tables::rows;
 use crate::support::{data, goldens};
@@ -57,8 +58,7 @@ fn every_tensor_equals_what_the_packages_unpack() {
     for (variant, q_proj, down_proj) in variants() {
         let folder = folder_of(variant);
         let checkpoint = opened(&folder);
-        let hashes: Value =
-            serde_json::from_slice(&fs::read(folder.join("dequantized.json")).unwrap()).unwrap();
+        let hashes: Value = read_json(&folder.join("dequantized.json"));
         for (name, expected) in hashes.as_object().unwrap() {
             let tensor = checkpoint.get(name).unwrap_or_else(|| panic!("{variant}: {name}"));
             let (values, again) = values_both_ways(&tensor);

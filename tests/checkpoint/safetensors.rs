@@ -25,16 +25,12 @@ use crate::support::checkpoints::{
     with_header,
 };
 use crate::support::damaged::DamagedReadings;
-use crate::support::json::with;
+use crate::support::json::{read_json, with};
 use crate::support::reference::dequantize_row;
 use crate::support::tables::rows;
 use crate::support::{data, root};
 
 const GEMMA3_SETS: [&str; 3] = ["tiny-a", "tiny-b", "tiny-27b-ratio"];
-
-fn read_json(path: &Path) -> Value {
-    serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
-}
 
 fn open(path: &Path) -> (ModelSpec, Checkpoint) {
     let files = open_files(path).unwrap();
@@ -113,7 +109,7 @@ fn every_tensor_naming_of_transformers_loads() {
             }
             let mut files: BTreeMap<String, Tensors> = BTreeMap::new();
             let mut weight_map = serde_json::Map::new();
-            for (name, info) in read_json(&folder.join(list)).as_object().unwrap() {
+            for (name, info) in read_json::<Value>(&folder.join(list)).as_object().unwrap() {
                 assert_eq!(info["dtype"], "BF16");
                 let shape = info["shape"].as_array().unwrap().iter().map(|d| d.as_u64().unwrap() as usize);
                 let file = info["file"].as_str().unwrap().to_string();
@@ -257,7 +253,7 @@ fn quantized(tensor: &Tensor, scheme: Scheme) -> (Vec<i8>, Vec<u8>) {
 fn quantized_tensors_have_the_checksums_of_the_manifests() {
     for set in GEMMA3_SETS {
         let (_, checkpoint) = open(&data(format!("gemma3/{set}")));
-        let manifest = read_json(&data(format!("gemma3/{set}")).join("quant_manifest.json"));
+        let manifest: Value = read_json(&data(format!("gemma3/{set}")).join("quant_manifest.json"));
         let mut checked = 0;
         for (mode, tensors) in manifest.as_object().unwrap() {
             let modes = QuantizeMode::ALL.into_iter();
@@ -364,27 +360,28 @@ fn configs_of_the_published_sizes_are_read() {
             "vision_config": {"hidden_size": 1152, "num_hidden_layers": 27, "model_type": "siglip_vision_model"}
         })
     };
-    let defaults = gemma3::Config {
-        vocab_size: 262_208,
-        hidden_size: 2304,
-        intermediate_size: 9216,
-        num_hidden_layers: 26,
-        num_attention_heads: 8,
-        num_key_value_heads: 4,
-        head_dim: 256,
-        rms_norm_eps: 1e-6,
-        max_position_embeddings: 131_072,
-        query_pre_attn_scalar: 256.0,
-        sliding_window: 1024,
-        layer_types: Vec::new(),
-        rope_theta: 1e6,
-        rope_local_base_freq: 1e4,
-        rope_scaling_factor: 8.0,
-        eos_token_ids: vec![1, 106],
-        bos_token_id: 2,
-        pad_token_id: 0,
-        tie_word_embeddings: true,
-    };
+    let sized =
+        |[hidden_size, intermediate_size, num_hidden_layers, heads, kv_heads]: [usize; 5]| gemma3::Config {
+            vocab_size: 262_208,
+            hidden_size,
+            intermediate_size,
+            num_hidden_layers,
+            num_attention_heads: heads,
+            num_key_value_heads: kv_heads,
+            head_dim: 256,
+            rms_norm_eps: 1e-6,
+            max_position_embeddings: 131_072,
+            query_pre_attn_scalar: 256.0,
+            sliding_window: 1024,
+            layer_types: Vec::new(),
+            rope_theta: 1e6,
+            rope_local_base_freq: 1e4,
+            rope_scaling_factor: 8.0,
+            eos_token_ids: vec![1, 106],
+            bos_token_id: 2,
+            pad_token_id: 0,
+            tie_word_embeddings: true,
+        };
     let cases = [
         (
             wrapped(json!({
@@ -393,14 +390,9 @@ fn configs_of_the_published_sizes_are_read() {
                 "query_pre_attn_scalar": 168, "rope_scaling": linear8, "sliding_window": 1024
             })),
             gemma3::Config {
-                hidden_size: 5376,
-                intermediate_size: 21504,
-                num_hidden_layers: 62,
-                num_attention_heads: 32,
-                num_key_value_heads: 16,
                 head_dim: 128,
                 query_pre_attn_scalar: 168.0,
-                ..defaults.clone()
+                ..sized([5376, 21504, 62, 32, 16])
             },
             10,
         ),
@@ -410,27 +402,16 @@ fn configs_of_the_published_sizes_are_read() {
                 "num_attention_heads": 16, "num_hidden_layers": 48, "num_key_value_heads": 8,
                 "rope_scaling": linear8, "sliding_window": 1024
             })),
-            gemma3::Config {
-                hidden_size: 3840,
-                intermediate_size: 15360,
-                num_hidden_layers: 48,
-                num_attention_heads: 16,
-                num_key_value_heads: 8,
-                ..defaults.clone()
-            },
+            sized([3840, 15360, 48, 16, 8]),
             8,
         ),
+        // The numbers of heads are the defaults.
         (
             wrapped(json!({
                 "model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240,
                 "num_hidden_layers": 34, "rope_scaling": linear8, "sliding_window": 1024
             })),
-            gemma3::Config {
-                hidden_size: 2560,
-                intermediate_size: 10240,
-                num_hidden_layers: 34,
-                ..defaults.clone()
-            },
+            sized([2560, 10240, 34, 8, 4]),
             5,
         ),
         (
@@ -446,14 +427,10 @@ fn configs_of_the_published_sizes_are_read() {
             }),
             gemma3::Config {
                 vocab_size: 262_144,
-                hidden_size: 1152,
-                intermediate_size: 6912,
-                num_attention_heads: 4,
-                num_key_value_heads: 1,
                 max_position_embeddings: 32768,
                 sliding_window: 512,
                 rope_scaling_factor: 1.0,
-                ..defaults.clone()
+                ..sized([1152, 6912, 26, 4, 1])
             },
             4,
         ),

@@ -18,6 +18,7 @@ use crate::support::data;
 use crate::support::demo::{Answer, BOUND, STOP, folder, goldens};
 use crate::support::driver::{Driver, greedy, plain_sequence};
 use crate::support::goldens::{Goldens, all_logits, load, max_difference};
+use crate::support::json::read_json;
 use crate::support::program::{output, unicorn_on_software};
 use crate::support::tokenizers::gemma_template;
 
@@ -65,7 +66,7 @@ fn selected() -> impl Iterator<Item = &'static Answer> {
 }
 
 fn questions() -> Vec<Question> {
-    serde_json::from_slice(&std::fs::read(folder().join("questions.json")).unwrap()).unwrap()
+    read_json(&folder().join("questions.json"))
 }
 
 fn model() -> ModelRunner {
