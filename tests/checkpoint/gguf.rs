@@ -26,7 +26,7 @@ use crate::support::driver::greedy;
 use crate::support::fuzz_bodies::Accepted;
 use crate::support::goldens::{Goldens, all_logits, load_files, max_difference, rows_at};
 use crate::support::json::read_json;
-use crate::support::program::{assert_error, output, unicorn, unicorn_on_software};
+use crate::support::program::{assert_error, printed, printed_json, unicorn, unicorn_on_software};
 use crate::support::tokenizers::real_tokenizer_json;
 use crate::support::{self, data, fuzz_bodies, legacy_files, packed_files};
 
@@ -1718,8 +1718,7 @@ fn the_other_fuzz_targets_pass_on_random_corruptions() {
 /// Runs `unicorn quantize` with the scheme `keep`.
 fn quantize(source: &Path, destination: &Path) {
     let [source, destination] = [source, destination].map(|path| path.to_str().unwrap());
-    let (code, _, stderr) = output(unicorn(&["quantize", source, destination, "--scheme", "keep"]));
-    assert_eq!(code, 0, "{stderr}");
+    printed(unicorn(&["quantize", source, destination, "--scheme", "keep"]));
 }
 
 #[test]
@@ -1740,24 +1739,10 @@ fn a_gguf_file_converts_to_a_native_checkpoint_with_the_same_bits() {
 fn a_gguf_file_generates_and_is_inspected_on_the_command_line() {
     let file = data("gguf/gguf-s/gguf-s-Q4_0-embF16.gguf");
     let file = file.to_str().unwrap();
+    let options = ["--prompt", "open the file", "--max-tokens", "4", "--allow-software-vulkan"];
     for mode in ["none", "emb8"] {
-        let args = [
-            "generate",
-            "--prompt",
-            "open the file",
-            "--max-tokens",
-            "4",
-            "--model",
-            file,
-            "--quantize",
-            mode,
-            "--allow-software-vulkan",
-        ];
-        let (code, _, stderr) = output(unicorn_on_software(&args));
-        assert_eq!(code, 0, "{stderr}");
+        let generate = [&["generate", "--model", file, "--quantize", mode], &options[..]].concat();
+        printed(unicorn_on_software(&generate));
     }
-    let (code, stdout, stderr) = output(unicorn(&["inspect", file, "--json"]));
-    assert_eq!(code, 0, "{stderr}");
-    let shown: Json = serde_json::from_str(&stdout).unwrap();
-    assert_eq!(shown["format"], "gguf");
+    assert_eq!(printed_json(unicorn(&["inspect", file, "--json"]))["format"], "gguf");
 }

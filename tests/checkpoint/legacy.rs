@@ -29,7 +29,7 @@ use crate::support::json::read_json;
 use crate::support::legacy_files::{
     LayerTensor, asymmetric, grouped, layer_file, layer_of_all_schemes, shared, symmetric,
 };
-use crate::support::program::{assert_error, output, unicorn, unicorn_on_software};
+use crate::support::program::{assert_error, output, printed, printed_json, unicorn, unicorn_on_software};
 
 const BOUND: f32 = 1e-3;
 
@@ -222,12 +222,10 @@ fn the_binary_runs_layer_files_and_names_missing_files() {
         ["generate", "--model", model, "--model-config", original, "--prompt", "x", "--max-tokens", "1"];
     assert_error(unicorn(&prompt), 1, &[model, "holds no tokenizer.json", "--tokenizer"]);
 
-    let (code, stdout, stderr) = output(unicorn(&["inspect", model, "--model-config", original, "--json"]));
-    assert_eq!(code, 0, "{stderr}");
-    let facts: Value = serde_json::from_str(&stdout).unwrap();
+    let facts = printed_json(unicorn(&["inspect", model, "--model-config", original, "--json"]));
     assert_eq!(facts["format"], "legacy");
     assert!(facts["defects"].as_array().unwrap().iter().any(|d| d.as_str().unwrap().contains("saturated")));
-    let (_, stdout, _) = output(unicorn(&["inspect", model, "--model-config", original]));
+    let stdout = printed(unicorn(&["inspect", model, "--model-config", original]));
     assert!(
         stdout.contains("layer files of the original project") && stdout.contains("saturated"),
         "{stdout}"

@@ -27,7 +27,9 @@ use crate::support::checkpoints::{ByName as _, integers, mutate, opened, tiny_mo
 use crate::support::damaged::DamagedReadings;
 use crate::support::goldens::{Goldens, all_logits, load, max_difference};
 use crate::support::json::{read_json, replace_somewhere};
-use crate::support::program::{assert_error, in_shell, lab, output, unicorn, unicorn_on_software};
+use crate::support::program::{
+    assert_error, in_shell, lab, output, printed, printed_json, unicorn, unicorn_on_software,
+};
 use crate::support::reference::{dequantize_row, rms_norm};
 use crate::support::{bounded_allocation, data, device, root};
 
@@ -38,10 +40,7 @@ fn text(path: &Path) -> &str {
 /// `unicorn quantize SOURCE DESTINATION ...`, which must succeed.
 #[track_caller]
 fn quantize(source: &Path, destination: &Path, args: &[&str]) -> String {
-    let (code, stdout, stderr) =
-        output(unicorn(&[&["quantize", text(source), text(destination)], args].concat()));
-    assert_eq!(code, 0, "{stderr}");
-    stdout
+    printed(unicorn(&[&["quantize", text(source), text(destination)], args].concat()))
 }
 
 fn logits(folder: &Path, options: &LoadOptions, tokens: &[u32]) -> Vec<f32> {
@@ -482,9 +481,7 @@ fn damaged_native_checkpoints_are_refused_by_name() {
     assert_eq!(output(unicorn(&["inspect", text(&flipped)])).0, 0);
     let parts = ["layer-005.safetensors", "sha256", "damaged"];
     assert_error(unicorn(&["inspect", text(&flipped), "--verify"]), 1, &parts);
-    let (code, stdout, stderr) = output(unicorn(&["inspect", text(&sound), "--verify", "--json"]));
-    assert_eq!(code, 0, "{stderr}");
-    let shown: Value = serde_json::from_str(&stdout).unwrap();
+    let shown = printed_json(unicorn(&["inspect", text(&sound), "--verify", "--json"]));
     assert_eq!((shown["format"].as_str(), shown["verified"].as_bool()), (Some("native"), Some(true)));
     let source = data("gemma3/tiny-a");
     assert_error(unicorn(&["inspect", text(&source), "--verify"]), 1, &["no checksums"]);
@@ -743,9 +740,7 @@ fn synthetic_checkpoints_have_their_shape_and_name_their_random_weights() {
     let (a, b) = (folder.path().join("a"), folder.path().join("b"));
     let args = ["--shape", "gemma-3-270m", "--scheme", "int4-g128", "--embedding", "int4-g128"];
     for folder in [&a, &b] {
-        let (code, stdout, stderr) =
-            output(lab(&[&["synth", text(folder), "--seed", "0"], &args[..]].concat()));
-        assert_eq!(code, 0, "{stderr}");
+        let stdout = printed(lab(&[&["synth", text(folder), "--seed", "0"], &args[..]].concat()));
         assert!(stdout.contains("random weights in the shape of gemma-3-270m"), "{stdout}");
     }
     let (first, second) = (contents(&a), contents(&b));
@@ -757,7 +752,7 @@ fn synthetic_checkpoints_have_their_shape_and_name_their_random_weights() {
     let row = checkpoint.get("model.layers.3.mlp.up_proj.weight").unwrap().rows_f32(77..78).unwrap();
     let square = row.iter().map(|w| w * w).sum::<f32>();
     assert!((0.8..1.25).contains(&square), "a row of unit length: {square}");
-    let (_, stdout, _) = output(unicorn(&["inspect", text(&a)]));
+    let stdout = printed(unicorn(&["inspect", text(&a)]));
     assert!(stdout.contains("random weights"), "{stdout}");
     let options = ["--prompt", "hello", "--max-tokens", "2", "--context", "64", "--allow-software-vulkan"];
     let generate = [&["generate", "--model", text(&a)], &options[..]].concat();
@@ -835,9 +830,7 @@ fn quantizing_reports_the_loss_on_a_text() {
         let destination = folder.path().join(name);
         let eval = ["--eval", text(&text_file), "--allow-software-vulkan", "--context", "256"];
         let all = [&["quantize", text(&source), text(&destination)], args, &eval[..]].concat();
-        let (code, stdout, stderr) = output(unicorn_on_software(&all));
-        assert_eq!(code, 0, "{stderr}");
-        stdout
+        printed(unicorn_on_software(&all))
     };
     let kept = run("kept", &["--scheme", "keep"]);
     assert_eq!(number(&kept, "mean KL divergence"), 0.0, "{kept}");

@@ -26,7 +26,7 @@ use unicorn::hub::{Cache, Format, HubError, ModelName, Settings, pull, standard_
 use crate::support::checkpoints::{hex, sha256};
 use crate::support::data;
 use crate::support::fake_runner::HANG;
-use crate::support::program::{in_shell, output, unicorn_on_software};
+use crate::support::program::{in_shell, output, printed, printed_json, unicorn_on_software};
 
 const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 const OTHER_COMMIT: &str = "fedcba9876543210fedcba9876543210fedcba98";
@@ -1018,14 +1018,6 @@ fn unicorn(home: &Path, hub: &Hub, args: &[&str]) -> Command {
     command
 }
 
-/// What the binary prints, which must succeed.
-#[track_caller]
-fn printed(command: Command) -> String {
-    let (code, stdout, stderr) = output(command);
-    assert_eq!(code, 0, "{stderr}");
-    stdout
-}
-
 #[test]
 fn a_pulled_model_is_found_by_its_name() {
     let read = |path: &str| fs::read(data(path)).expect(path);
@@ -1141,8 +1133,7 @@ fn the_commands_pull_list_and_remove_models() {
     output(unicorn(home.path(), &hub, &["pull", "org/tiny:Q4_0"]));
     let mut list = unicorn(home.path(), &hub, &["models", "list", "--json"]);
     list.env("UNICORN_MODELS_DIR", dir);
-    let stdout = printed(list);
-    let rows: Value = serde_json::from_str(&stdout).expect(&stdout);
+    let rows = printed_json(list);
     let names: Vec<&str> = rows.as_array().unwrap().iter().map(|r| r["name"].as_str().unwrap()).collect();
     assert_eq!(names, ["org/tiny:sub/a-Q8_0.gguf", "org/tiny:a-Q4_0.gguf"], "models.dir is searched first");
     assert_eq!((&rows[0]["bytes"], &rows[0]["format"]), (&json!(8), &json!("gguf")));

@@ -18,7 +18,7 @@ use unicorn::model::{Runner, self_test};
 use unicorn::tensor::{KvDtype, Scheme};
 
 use crate::support::checkpoints::tiny_model;
-use crate::support::program::{assert_error, output, unicorn, unicorn_on_software};
+use crate::support::program::{assert_error, output, printed_json, unicorn, unicorn_on_software};
 use crate::support::{data, policy, root};
 
 const KIB: u64 = 1 << 10;
@@ -104,10 +104,8 @@ fn published(name: &str) -> ModelSpec {
 
 /// The JSON that a plan prints, which must succeed.
 #[track_caller]
-fn printed_json(args: &[&str]) -> Value {
-    let (code, stdout, stderr) = output(unicorn(&[&["plan", "--json"], args].concat()));
-    assert_eq!(code, 0, "{stderr}");
-    serde_json::from_str(&stdout).expect("one JSON object")
+fn plan_as_json(args: &[&str]) -> Value {
+    printed_json(unicorn(&[&["plan", "--json"], args].concat()))
 }
 
 /// Checks the invariants of a plan, recomputed from its slots.
@@ -179,7 +177,7 @@ fn ffn_weights_go_to_vram_if_configured() {
     let ffn_heap = |option: &[&str]| {
         let machine = ["--vram", "24GiB", "--gtt", "24GiB", "--context", "1024"];
         let shape = ["--shape", "gemma-3-27b", "--scheme", "int4-g128"];
-        let line = printed_json(&[&shape[..], &machine, option].concat());
+        let line = plan_as_json(&[&shape[..], &machine, option].concat());
         let rows = line["placements"].as_array().expect("a list").iter();
         rows.filter(|row| row["class"] == "FFN weights").map(|row| row["heap"].clone()).collect::<Vec<_>>()
     };
@@ -660,7 +658,7 @@ fn a_plan_names_limits_of_the_context_other_than_memory() {
 fn a_shape_is_planned_with_the_types_of_gguf_files() {
     let args = "--shape gemma-3-27b --vram 64GiB --scheme int4-g32-super --feed-forward int5-g32-super \
                 --embedding int6-g16-supersym";
-    let line = printed_json(&args.split(' ').collect::<Vec<_>>());
+    let line = plan_as_json(&args.split(' ').collect::<Vec<_>>());
     // Each number is the bytes of 256 weights.
     let (attention, ffn, embedding) = (128 + 4 + 16, 128 + 32 + 4 + 16, 128 + 64 + 2 + 16);
     let layer = 5376u64 * (2 * 4096 + 2 * 2048) / 256 * attention + 3 * 5376 * 21_504 / 256 * ffn;
@@ -675,7 +673,7 @@ fn a_checkpoint_is_planned_with_its_own_schemes() {
     let folder = tiny_model();
     let model = folder.path().to_str().expect("UTF-8");
     let weights = |args: &[&str]| -> u64 {
-        let line = printed_json(&[&[model, "--vram", "1GiB"], args].concat());
+        let line = plan_as_json(&[&[model, "--vram", "1GiB"], args].concat());
         line["weight_bytes"].as_u64().expect("a number")
     };
     let (own, int4) = (weights(&[]), weights(&["--quantize", "int4-g32"]));
@@ -695,7 +693,7 @@ fn a_checkpoint_is_planned_with_its_own_schemes() {
 /// A shape without a scheme is planned with the default scheme of `unicorn quantize`, and the plan says so.
 #[test]
 fn a_shape_without_a_scheme_is_planned_with_the_default_one() {
-    let json = |args: &[&str]| printed_json(&[&["--shape", "gemma-3-27b"], args].concat());
+    let json = |args: &[&str]| plan_as_json(&[&["--shape", "gemma-3-27b"], args].concat());
     let assumed = json(&["--vram", "16G", "--gtt", "30g"]);
     let mut said = json(&["--scheme", "int4-g32", "--vram", "16GiB", "--gtt", "30GiB"]);
     assert_eq!((&said["assumption"], said["fits"].as_bool()), (&Value::Null, Some(true)), "{said}");

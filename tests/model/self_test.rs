@@ -18,7 +18,7 @@ use unicorn::tensor::{Bits, KvDtype, Precision, QuantizeMode, Scales, Scheme};
 use crate::support::driver::greedy;
 use crate::support::goldens::{Goldens, all_logits, load, load_files, max_difference};
 use crate::support::kernel_bench::STORED;
-use crate::support::program::{output, unicorn};
+use crate::support::program::{output, printed, unicorn};
 use crate::support::{data, reference, root};
 
 /// The f32 rounding error of a sum of some hundreds of terms, relative to the sum of magnitudes.
@@ -301,8 +301,7 @@ fn native(folder: &str, scheme: &str) -> TempDir {
     let (source, path) = (root().join(folder), to.path().join("native"));
     let path = path.to_str().expect("UTF-8");
     let args = ["quantize", source.to_str().expect("UTF-8"), path, "--scheme", scheme];
-    let (code, _, stderr) = output(unicorn(&args));
-    assert_eq!(code, 0, "{stderr}");
+    printed(unicorn(&args));
     to
 }
 
@@ -415,8 +414,7 @@ fn a_repeated_conversion_adds_missing_layer_values() {
     let source = data("gemma3/tiny-a");
     let [source, destination] = [&source, &folder].map(|path| path.to_str().expect("UTF-8"));
     let args = ["quantize", source, destination, "--scheme", "int4-g32"];
-    let (code, stdout, stderr) = output(unicorn(&args));
-    assert_eq!(code, 0, "{stderr}");
+    let stdout = printed(unicorn(&args));
     assert!(stdout.contains("already converted by this command"), "{stdout}");
     let json = |text: &str| serde_json::from_str::<serde_json::Value>(text).expect("JSON");
     assert_eq!(json(&manifest()), json(&whole));
