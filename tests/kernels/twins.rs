@@ -55,6 +55,16 @@ fn close(got: &[f32], expected: &[f64], magnitude: &[f64], bound: f64, what: &st
     }
 }
 
+/// The product of the rows `x` with a matrix of `rows` rows.
+fn product(b: &mut Bench, matrix: &Matrix, x: &[f32], [tokens, rows, cols]: [usize; 3]) -> Vec<f32> {
+    let (input, output) = (b.activations(x, cols), b.empty(tokens + 1, rows));
+    b.run(|k, r| k.matmul(r, &[(matrix, &output)], &Operand::floats(&input), tokens));
+    let mut all = b.rows(&output, tokens + 1);
+    let beyond = all.split_off(tokens * rows);
+    assert!(beyond.iter().all(|v| v.is_nan()), "{tokens} x [{rows}, {cols}]: wrote beyond its rows");
+    all
+}
+
 #[test]
 fn matmul_matches_its_twin() {
     with_each_body(1, |b| {
@@ -77,15 +87,11 @@ fn matmul_matches_its_twin() {
                 // The matrix is also split into shards of one tile, and the rows of y must be the same.
                 for shard in [u64::MAX, 1] {
                     let matrix = b.matrix(&w, rows, cols, scheme, shard);
-                    let input = b.activations(&x, cols);
-                    let output = b.empty(tokens + 1, rows);
-                    b.run(|k, r| k.matmul(r, &[(&matrix, &output)], &Operand::floats(&input), tokens));
-                    let all = b.rows(&output, tokens + 1);
+                    let got = product(b, &matrix, &x, [tokens, rows, cols]);
                     let stored = as_stored(&w, cols, scheme);
                     let expected = reference::matmul(&x, &stored, tokens, rows, cols);
                     let magnitude = reference::matmul_magnitude(&x, &stored, tokens, rows, cols);
-                    close(&all[..tokens * rows], &expected, &magnitude, 2e-6, &what);
-                    assert!(all[tokens * rows..].iter().all(|v| v.is_nan()), "{what}: wrote beyond its rows");
+                    close(&got, &expected, &magnitude, 2e-6, &what);
                 }
             }
         }
@@ -102,12 +108,7 @@ fn one_tokens_product_has_the_same_bits_in_any_batch_by_a_gpu_and_by_a_cpu() {
         let matrix = b.matrix(&w, rows, cols, scheme, u64::MAX);
         let [by_gpu, by_cpu] = BODIES.map(|bodies| {
             b.make_bodies(bodies);
-            let mut product = |x: &[f32]| {
-                let tokens = x.len() / cols;
-                let (input, output) = (b.activations(x, cols), b.empty(tokens, rows));
-                b.run(|k, r| k.matmul(r, &[(&matrix, &output)], &Operand::floats(&input), tokens));
-                b.rows(&output, tokens)
-            };
+            let mut product = |x: &[f32]| product(&mut b, &matrix, x, [x.len() / cols, rows, cols]);
             let all = product(&x);
             for (i, row) in x.chunks_exact(cols).enumerate() {
                 assert_eq!(product(row), all[i * rows..(i + 1) * rows], "{scheme:?} token {i}");
@@ -130,16 +131,11 @@ fn int4_scales_below_f16s_normal_range_are_exact() {
     for scheme in [Scheme::Int8Row, Scheme::int4(32)] {
         let matrix = b.matrix(&w, tops.len(), cols, scheme, u64::MAX);
         let x: Vec<f32> = vec![1.0, 2.0, 4.0, 8.0].into_iter().cycle().take(cols).collect();
-        let (input, output) = (b.activations(&x, cols), b.empty(1, tops.len()));
-        b.run(|k, r| k.matmul(r, &[(&matrix, &output)], &Operand::floats(&input), 1));
-        let got = b.rows(&output, 1);
+        let got = product(&mut b, &matrix, &x, [1, tops.len(), cols]);
         let stored = as_stored(&w, cols, scheme);
         for (i, e) in reference::matmul(&x, &stored, 1, tops.len(), cols).iter().enumerate() {
-            assert!(
-                (f64::from(got[i]) - e).abs() <= e.abs() * 1e-6,
-                "{scheme:?} row {i}: {} instead of {e}",
-                got[i]
-            );
+            let got = f64::from(got[i]);
+            assert!((got - e).abs() <= e.abs() * 1e-6, "{scheme:?} row {i}: {got} instead of {e}");
         }
     }
 }
@@ -154,9 +150,7 @@ fn every_stored_scheme_is_read_as_specified() {
                 let x = b.random(tokens * cols, 3.0);
                 for shard in [u64::MAX, 1] {
                     let matrix = b.matrix_of(&stored.tensor(), scheme, shard);
-                    let (input, output) = (b.activations(&x, cols), b.empty(tokens, rows));
-                    b.run(|k, r| k.matmul(r, &[(&matrix, &output)], &Operand::floats(&input), tokens));
-                    let got = b.rows(&output, tokens);
+                    let got = product(b, &matrix, &x, [tokens, rows, cols]);
                     let expected = reference::matmul(&x, &stored.values, tokens, rows, cols);
                     // The shift is added separately, so its rounding error remains even where the sum cancels.
                     let most = stored.values.iter().fold(0f32, |most, w| most.max(w.abs()));
@@ -286,16 +280,8 @@ fn the_27b_embedding_works_at_full_size() {
     let mut uploader = Uploader::new(&b.device).unwrap();
     let limit = b.device.info().max_allocation_bytes.min(1 << 31);
     let mut packed = Vec::new();
-    let matrix = Matrix::upload(
-        &mut b.arena,
-        &mut uploader,
-        &tensor,
-        Scheme::Bf16,
-        Class::Embedding,
-        limit,
-        &mut |r| packed.push(r),
-    )
-    .unwrap();
+    let (arena, class, progress) = (&mut b.arena, Class::Embedding, &mut |rows| packed.push(rows));
+    let matrix = Matrix::upload(arena, &mut uploader, &tensor, Scheme::Bf16, class, limit, progress).unwrap();
     let embedding = Embedding::new(&mut b.arena, &mut uploader, matrix, 1.0).unwrap();
     uploader.finish().unwrap();
     let placed: u64 =
@@ -317,9 +303,7 @@ fn the_27b_embedding_works_at_full_size() {
 
     // The logits of every row are compared.
     let x: Vec<f32> = b.random(cols, 1.0);
-    let (input, logits) = (b.activations(&x, cols), b.empty(1, rows));
-    b.run(|k, r| k.matmul(r, &[(embedding.matrix(), &logits)], &Operand::floats(&input), 1));
-    let got = b.rows(&logits, 1);
+    let got = product(&mut b, embedding.matrix(), &x, [1, rows, cols]);
     got.par_iter().enumerate().for_each(|(row, got)| {
         let expected: f64 = (0..cols).map(|c| f64::from(value(row, c)) * f64::from(x[c])).sum();
         assert!((f64::from(*got) - expected).abs() < 0.01, "row {row}: {got} instead of {expected}");
@@ -787,15 +771,9 @@ fn qkv_store_normalizes_rotates_and_stores() {
             let bytes = paged.empty_cache(kv).len();
             let cache = KvCache { keys: b.poisoned(bytes), values: b.poisoned(bytes) };
             let arrays = paged.arrays(b);
-            let [q_norms, k_norms] = [qn, kn].map(|weight| RmsNorm { weight, eps });
-            let attention = Attention {
-                shape,
-                q_norm: q_norms,
-                k_norm: k_norms,
-                rope: table,
-                q_scale,
-                cache: cache.clone(),
-            };
+            let [qn, kn] = [qn, kn].map(|weight| RmsNorm { weight, eps });
+            let (rope, of) = (table, cache.clone());
+            let attention = Attention { shape, q_norm: qn, k_norm: kn, rope, q_scale, cache: of };
             b.run(|k, r| k.qkv_store(r, &attention, [&qa, &ka, &va], &arrays, n));
 
             let expect = |row: &[f32], norm: &[f32], position: usize, scale: f64| -> Vec<f64> {
@@ -820,13 +798,8 @@ fn qkv_store_normalizes_rotates_and_stores() {
                     // The tolerance includes the rounding of the cache type: half of its last bit.
                     let largest = expected.iter().fold(0f64, |a, b| a.max(b.abs()));
                     let lost = [0.0, largest / 2048.0, largest / 254.0][kv as usize];
-                    close(
-                        &paged.take(&mut keys, kv, row),
-                        &expected,
-                        &vec![4.0; d],
-                        1e-6 + lost / 4.0,
-                        &what,
-                    );
+                    let got = paged.take(&mut keys, kv, row);
+                    close(&got, &expected, &vec![4.0; d], 1e-6 + lost / 4.0, &what);
                     let mut one = paged.empty_cache(kv);
                     let kept = paged.file_away(&mut one, kv, row, &v[at..at + d]);
                     let kept: Vec<f64> = kept.into_iter().map(f64::from).collect();
@@ -882,11 +855,9 @@ fn pooled_sums_are_the_same_for_every_split_of_the_rows() {
             b.download(&sums.buffer, width)
         };
         let whole = sum(tokens, &mut b);
-        assert_eq!(
-            (sum(1, &mut b), sum(7, &mut b)),
-            (whole.clone(), whole.clone()),
-            "{tokens} x {width}: to the bit"
-        );
+        for at_once in [1, 7] {
+            assert_eq!(sum(at_once, &mut b), whole, "{tokens} x {width}, {at_once} at once: to the bit");
+        }
         let column =
             |c: usize, of: fn(f64) -> f64| (0..tokens).map(|t| of(f64::from(x[t * width + c]))).sum();
         let expected: Vec<f64> = (0..width).map(|c| column(c, |x| x)).collect();
@@ -978,32 +949,23 @@ fn sampling_draws_ids_that_pass_the_filters_and_match_the_noise() {
     for (temperature, top_k, top_p, min_p) in cases {
         for len in [300, 2049] {
             let logits = b.random(len, 6.0);
-            let left = reference::filtered(
-                &logits,
-                f64::from(temperature),
-                top_k,
-                f64::from(top_p),
-                f64::from(min_p),
-            );
+            let [t, p, least] = [temperature, top_p, min_p].map(f64::from);
+            let left = reference::filtered(&logits, t, top_k, p, least);
             let candidates: Vec<usize> = left.iter().map(|(id, _)| *id).collect();
             let requests: Vec<SampleRequest> = (0..48)
                 .map(|i| SampleRequest {
-                    temperature,
                     top_k: top_k as u32,
-                    top_p,
-                    min_p,
                     seed_low: b.rng.random(),
                     seed_high: b.rng.random(),
                     position: i * 37,
                     slot: i,
-                    ..SampleRequest::default()
+                    ..SampleRequest { temperature, top_p, min_p, ..SampleRequest::default() }
                 })
                 .collect();
             let (ids, _) = draw(&mut b, &logits, len, &requests);
             for (request, id) in requests.iter().zip(ids) {
                 let seed = u64::from(request.seed_low) | u64::from(request.seed_high) << 32;
-                let (expected, margin) =
-                    reference::draw(&logits, &candidates, f64::from(temperature), seed, request.position);
+                let (expected, margin) = reference::draw(&logits, &candidates, t, seed, request.position);
                 let what = format!("{temperature} {top_k} {top_p} {min_p}, {len} logits, seed {seed}");
                 assert!(candidates.contains(&(id as usize)), "{what}: {id} was filtered out");
                 // Two candidates that are closer than f32 rounding may change places.
@@ -1025,11 +987,8 @@ fn probability_masses_are_summed_exactly() {
         let mut logits = b.random(width, scale);
         let first = logits[0];
         logits[width / 2..width / 2 + 3.min(width / 2)].fill(first);
-        let requests = temperatures.map(|temperature| SampleRequest {
-            temperature,
-            top_p: 0.5,
-            ..SampleRequest::default()
-        });
+        let half = SampleRequest { top_p: 0.5, ..SampleRequest::default() };
+        let requests = temperatures.map(|temperature| SampleRequest { temperature, ..half });
         let repeated: Vec<f32> = requests.iter().flat_map(|_| logits.clone()).collect();
         let drawing = Drawing::new(&mut b, &repeated, width, &requests);
         drawing.sample(&b);
@@ -1040,11 +999,8 @@ fn probability_masses_are_summed_exactly() {
             let expected = reference::bins(&logits, *temperature, bins);
             for (bin, expected) in expected.iter().enumerate() {
                 let mass = u64::from(words[bins + bin]) | u64::from(words[2 * bins + bin]) << 32;
-                assert_eq!(
-                    (words[bin], mass),
-                    *expected,
-                    "{width} ids, temperature {temperature}, bin {bin}"
-                );
+                let what = format!("{width} ids, temperature {temperature}, bin {bin}");
+                assert_eq!((words[bin], mass), *expected, "{what}");
             }
         }
     }
@@ -1147,15 +1103,9 @@ fn sampling_filters_exactly_what_its_twin_filters() {
             };
             let left = kept(top_p);
             let seed = b.rng.random::<u64>();
-            let request = SampleRequest {
-                temperature,
-                top_k: top_k as u32,
-                top_p,
-                min_p,
-                seed_low: seed as u32,
-                seed_high: (seed >> 32) as u32,
-                ..SampleRequest::default()
-            };
+            let (top_k_ids, [seed_low, seed_high]) = (top_k as u32, [seed as u32, (seed >> 32) as u32]);
+            let seeded = SampleRequest { seed_low, seed_high, ..SampleRequest::default() };
+            let request = SampleRequest { temperature, top_k: top_k_ids, top_p, min_p, ..seeded };
             let what = format!("{name}, {len} ids, {request:?}");
             let mut ask = |position: u32| {
                 requests.push(SampleRequest { position, ..request });
@@ -1245,17 +1195,10 @@ fn draws_follow_the_distribution() {
     let expected = reference::filtered(&logits, 1.0, 0, 1.0, 0.0);
     let mut counts = [0u32; 7];
     let draws = 64 * 64;
+    let plain = SampleRequest { temperature: 1.0, top_p: 1.0, ..SampleRequest::default() };
     for seed in 0..64 {
-        let requests: Vec<SampleRequest> = (0..64)
-            .map(|i| SampleRequest {
-                temperature: 1.0,
-                top_p: 1.0,
-                seed_low: seed,
-                position: i,
-                slot: i,
-                ..SampleRequest::default()
-            })
-            .collect();
+        let requests: Vec<SampleRequest> =
+            (0..64).map(|i| SampleRequest { seed_low: seed, position: i, slot: i, ..plain }).collect();
         draw(&mut b, &logits, 7, &requests).0.iter().for_each(|&id| counts[id as usize] += 1);
     }
     // Chi-squared with 6 degrees of freedom exceeds 22.5 for one of a thousand seeds. The seeds are fixed.
@@ -1290,10 +1233,8 @@ fn sampling_penalties_and_biases_match_their_twin_and_are_cleared() {
         }
         assert_eq!(b.rows(&drawing.logits.raw, 12), raw, "the raw logits must not change");
         drawing.clear(&b);
-        assert!(
-            b.rows(&drawing.logits.adjusted, 12).iter().all(|word| word.to_bits() == 0),
-            "{width}: not cleared"
-        );
+        let cleared = b.rows(&drawing.logits.adjusted, 12);
+        assert!(cleared.iter().all(|word| word.to_bits() == 0), "{width}: not cleared");
     }
 }
 
@@ -1318,13 +1259,9 @@ fn sampling_draws_only_ids_that_penalties_biases_and_masks_leave() {
                 let temperature = f64::from(request.temperature);
                 let left = reference::filtered(expected, temperature, 0, f64::from(request.top_p), 0.0);
                 let candidates: Vec<usize> = left.iter().map(|(id, _)| *id).collect();
-                let (best, margin) = reference::draw(
-                    expected,
-                    &candidates,
-                    temperature,
-                    u64::from(request.seed_low),
-                    request.position,
-                );
+                let seed = u64::from(request.seed_low);
+                let (best, margin) =
+                    reference::draw(expected, &candidates, temperature, seed, request.position);
                 if margin > 1e-3 {
                     assert_eq!(id as usize, best, "{what}");
                     clear += 1;
@@ -1390,18 +1327,15 @@ fn sampling_reports_log_probabilities_of_the_raw_distribution() {
         let words = b.download::<u32>(&drawing.arrays.logprobs, rows * LOGPROB_WORDS);
         for row in 0..rows {
             let expected = reference::log_softmax(&logits[row * width..][..vocab]);
-            let (words, what) =
-                (&words[row * LOGPROB_WORDS..][..LOGPROB_WORDS], format!("{vocab}, row {row}"));
+            let words = &words[row * LOGPROB_WORDS..][..LOGPROB_WORDS];
+            let what = format!("{vocab}, row {row}");
             let near = |word: u32, id: u32| {
                 let got = f64::from(f32::from_bits(word));
                 assert!((got - expected[id as usize]).abs() < 1e-4, "{what}: id {id} has {got}");
             };
             let wanted = requests[row].logprobs as usize;
             if wanted == 0 {
-                assert!(
-                    words.iter().all(|word| *word == 0x7fc0_dead),
-                    "{what} requests no log probabilities"
-                );
+                assert!(words.iter().all(|word| *word == 0x7fc0_dead), "{what} requests none");
                 continue;
             }
             near(words[0], ids[row]);
@@ -1455,10 +1389,8 @@ fn history_holds_each_tokens_id_at_its_slot_and_position() {
 fn philox_matches_its_published_vectors() {
     // Known-answer tests of the authors of Philox4x32-10.
     assert_eq!(reference::philox([0, 0], [0; 4]), [0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8]);
-    assert_eq!(
-        reference::philox([u32::MAX; 2], [u32::MAX; 4]),
-        [0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd]
-    );
+    let ones = reference::philox([u32::MAX; 2], [u32::MAX; 4]);
+    assert_eq!(ones, [0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd]);
 }
 
 #[test]
@@ -1471,10 +1403,8 @@ fn the_multiply_adds_of_the_peak_kernel_sum_to_one_a_lane() {
         b.run(|_, r| peak.record(r, &result, workgroups, rounds));
         let got = b.download::<u32>(&result, words + 16);
         assert!(got[..words].iter().all(|word| f32::from_bits(*word) == 32.0), "{workgroups} x {rounds}");
-        assert!(
-            got[words..].iter().all(|word| *word == 0x7fc0_dead),
-            "written beyond {workgroups} workgroups"
-        );
+        let beyond = &got[words..];
+        assert!(beyond.iter().all(|word| *word == 0x7fc0_dead), "written beyond {workgroups} workgroups");
     }
 }
 
