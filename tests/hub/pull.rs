@@ -806,15 +806,16 @@ fn pull_errors_say_what_to_do() {
     let hub = Hub::start(&[("tiny.gguf", b"tiny", true)]);
     let (_folder, cache) = temporary();
     let fails = |text: &str, parts: &[&str]| says(&hub.pull(&cache, text).unwrap_err(), parts);
+    let fails_with = |settings: &Settings, parts: &[&str]| {
+        says(&pull_with(settings, &cache, "org/tiny").unwrap_err(), parts);
+    };
     fails("org/none", &["org/none", "no such model", "HF_TOKEN"]);
     fails("org/tiny@v9", &["org/tiny", "revision", "v9"]);
     fails("org/tiny:x.bin", &["org/tiny", "x.bin", "org/tiny:tiny.gguf"]);
     hub.set(|b| b.gated = true);
     let licence = format!("{}/org/tiny", hub.url);
     fails("org/tiny", &["gated", &licence, "accept", "HF_TOKEN"]);
-    let settings = hub.settings(&[("HF_TOKEN", "hf_mine")]);
-    let error = pull_with(&settings, &cache, "org/tiny").unwrap_err();
-    says(&error, &["gated", &licence, "the token from HF_TOKEN"]);
+    fails_with(&hub.settings(&[("HF_TOKEN", "hf_mine")]), &["gated", &licence, "the token from HF_TOKEN"]);
 
     // A refused pull leaves nothing that looks like a model.
     assert_eq!(listed(&cache), []);
@@ -830,17 +831,14 @@ fn pull_errors_say_what_to_do() {
     fails("org/tiny", &["404"]);
     assert_eq!(hub.cdn_requests().len(), 1);
 
-    let settings = hub.settings(&[("HF_HUB_OFFLINE", "1")]);
     hub.hub_requests();
-    let error = pull_with(&settings, &cache, "org/tiny").unwrap_err();
-    says(&error, &["HF_HUB_OFFLINE"]);
+    fails_with(&hub.settings(&[("HF_HUB_OFFLINE", "1")]), &["HF_HUB_OFFLINE"]);
     assert!(hub.hub_requests().is_empty());
     // No server listens on a port that was just released.
     let free = TcpListener::bind("127.0.0.1:0").expect("a free port").local_addr().expect("bound");
     let endpoint = format!("http://{free}");
     let settings = Settings::from_environment(|n| (n == "HF_ENDPOINT").then(|| endpoint.clone().into()));
-    let error = pull_with(&settings.expect("valid"), &cache, "org/tiny").unwrap_err();
-    says(&error, &["cannot reach", &endpoint, "HF_ENDPOINT"]);
+    fails_with(&settings.expect("valid"), &["cannot reach", &endpoint, "HF_ENDPOINT"]);
 }
 
 #[test]

@@ -86,6 +86,14 @@ struct Chain {
 }
 
 impl Chain {
+    fn new(
+        name: impl Into<String>,
+        written: Vec<Buffer>,
+        record: impl Fn(&Kernels, &mut Recorder<'_>) + 'static,
+    ) -> Chain {
+        Chain { name: name.into(), record: Box::new(record), written }
+    }
+
     /// The contents of one of the written buffers, copied out by the same recording. Only one buffer is copied, because
     /// a copy of another one could add a barrier before this one.
     fn run(&self, b: &mut Bench, which: usize) -> Vec<u8> {
@@ -178,11 +186,10 @@ fn products(b: &mut Bench, scheme: Scheme, bodies: Tiles) -> Chain {
     let ids: Vec<u32> = (0..tokens as u32).map(|t| t * 7).collect();
     let (ids, x, y) = (b.upload(&ids), b.empty(tokens, cols), b.empty(tokens, rows));
     let written = vec![x.buffer.clone(), y.buffer.clone()];
-    let record = move |k: &Kernels, r: &mut Recorder<'_>| {
+    Chain::new(format!("embedding and product, {scheme}"), written, move |k, r| {
         k.embed(r, &embedding, &ids, &ids, &x, tokens);
         k.matmul(r, &[(embedding.matrix(), &y)], &Operand::floats(&x), tokens);
-    };
-    Chain { name: format!("embedding and product, {scheme}"), record: Box::new(record), written }
+    })
 }
 
 /// Three matrices in one call; or a pair with its GeGLU, and a product of the result.
@@ -198,22 +205,21 @@ fn fast_products(b: &mut Bench, scheme: Scheme, tiles: Tiles, gated: bool) -> Ch
         (b.activations(&x, cols), b.quantized(tokens, cols), b.quantized(tokens, cols));
     let y = [(); 3].map(|()| b.empty(tokens, cols));
     let written = y[..if gated { 1 } else { 3 }].iter().map(|y| y.buffer.clone()).collect();
-    let record = move |k: &Kernels, r: &mut Recorder<'_>| {
-        k.quantize(r, &x, &quantized, tokens);
-        let [operand, between] = [&quantized, &between].map(Operand::blocks);
-        if gated {
-            k.gated(r, [&matrix; 2], &operand, [&y[1], &y[2]], &between, tokens);
-            k.matmul(r, &[(&matrix, &y[0])], &between, tokens);
-        } else {
-            k.matmul(r, &[(&matrix, &y[0]), (&matrix, &y[1]), (&matrix, &y[2])], &operand, tokens);
-        }
-    };
     let what = if gated { "gated" } else { "three" };
-    Chain {
-        name: format!("products in int8, {}, {what}, {scheme}, {tiles:?}", scheme.variant()),
-        record: Box::new(record),
+    Chain::new(
+        format!("products in int8, {}, {what}, {scheme}, {tiles:?}", scheme.variant()),
         written,
-    }
+        move |k, r| {
+            k.quantize(r, &x, &quantized, tokens);
+            let [operand, between] = [&quantized, &between].map(Operand::blocks);
+            if gated {
+                k.gated(r, [&matrix; 2], &operand, [&y[1], &y[2]], &between, tokens);
+                k.matmul(r, &[(&matrix, &y[0])], &between, tokens);
+            } else {
+                k.matmul(r, &[(&matrix, &y[0]), (&matrix, &y[1]), (&matrix, &y[2])], &operand, tokens);
+            }
+        },
+    )
 }
 
 /// The buffers of the blocks and of the scales of this many rows.
@@ -228,8 +234,7 @@ fn quantizing(b: &mut Bench) -> Chain {
     let x = b.random(rows * width, 1.0);
     let (x, y) = (b.activations(&x, width), b.quantized(rows, width));
     let written = planes(&y, 4).to_vec();
-    let record = move |k: &Kernels, r: &mut Recorder<'_>| k.quantize(r, &x, &y, rows);
-    Chain { name: "quantizing".into(), record: Box::new(record), written }
+    Chain::new("quantizing", written, move |k, r| k.quantize(r, &x, &y, rows))
 }
 
 /// Kernels of [`norms`].
@@ -260,7 +265,7 @@ fn norms(b: &mut Bench, wants: Wants, which: usize) -> Chain {
     if matches!(which, 1 | 3) {
         written.push(hidden.buffer.clone());
     }
-    let record = move |k: &Kernels, r: &mut Recorder<'_>| {
+    Chain::new(format!("norms and activation, {which}, {wants:?}"), written, move |k, r| {
         k.rms_norm(r, &hidden, &norm, &Operand::floats(&x), rows);
         match which {
             0 => k.rms_norm(r, &x, &norm, &to, rows),
@@ -269,8 +274,7 @@ fn norms(b: &mut Bench, wants: Wants, which: usize) -> Chain {
             3 => k.rms_norm_add(r, &x, &norm, &hidden, rows),
             _ => k.geglu(r, &hidden, &x, &to, rows),
         }
-    };
-    Chain { name: format!("norms and activation, {which}, {wants:?}"), record: Box::new(record), written }
+    })
 }
 
 fn sums(b: &mut Bench) -> Chain {
@@ -281,14 +285,13 @@ fn sums(b: &mut Bench) -> Chain {
     let pooled = b.empty(1, width);
     let (peak, ones) = (Peak::new(&b.device).unwrap(), b.poisoned(Peak::bytes(1) as usize));
     let written = vec![moments.clone(), pooled.buffer.clone(), ones.clone()];
-    let record = move |k: &Kernels, r: &mut Recorder<'_>| {
+    Chain::new("sums", written, move |k, r| {
         k.pool(r, &x, &pooled, true, tokens);
         k.pool(r, &x, &pooled, false, 2);
         // These commands run after the barrier of the kernel before.
         peak.record(r, &ones, 1, 16);
         k.moments(r, &x, &moments, tokens);
-    };
-    Chain { name: "sums".into(), record: Box::new(record), written }
+    })
 }
 
 fn draws(b: &mut Bench, name: &'static str) -> Chain {
@@ -313,7 +316,7 @@ fn draws(b: &mut Bench, name: &'static str) -> Chain {
         between.clone(),
         drawing.logits.adjusted.buffer.clone(),
     ];
-    let record = move |k: &Kernels, r: &mut Recorder<'_>| {
+    Chain::new(name, written, move |k, r| {
         let (logits, arrays, requests) = (&drawing.logits, &drawing.arrays, &drawing.requests);
         if adjusts {
             k.adjust(r, logits, arrays, &drawing.history, requests);
@@ -328,8 +331,7 @@ fn draws(b: &mut Bench, name: &'static str) -> Chain {
         if reports {
             k.logprobs(r, logits, arrays, rows);
         }
-    };
-    Chain { name: name.into(), record: Box::new(record), written }
+    })
 }
 
 fn history(b: &mut Bench) -> Chain {
@@ -346,22 +348,20 @@ fn history(b: &mut Bench) -> Chain {
     let (slots_of, sampled) = (b.upload(&[2u32, 1, 0]), b.upload(&[7u32, 55, 7]));
     let history = History { ids: b.poisoned(4 * slots * slot_len), slot_len };
     let written = vec![history.ids.clone()];
-    let record = move |k: &Kernels, r: &mut Recorder<'_>| {
+    Chain::new("history", written, move |k, r| {
         k.history(r, &step, &slots_of, &sampled, &history, tokens);
-    };
-    Chain { name: "history".into(), record: Box::new(record), written }
+    })
 }
 
 fn transfers(b: &mut Bench) -> Chain {
     let [one, two, three] = [(); 3].map(|()| b.poisoned(256));
     let written = vec![one.clone(), two.clone(), three.clone()];
-    let record = move |_: &Kernels, r: &mut Recorder<'_>| {
+    Chain::new("copies and fills", written, move |_, r| {
         r.fill(&one, 7);
         r.copy(&one, &two, 256);
         r.copy(&two, &three, 128);
         r.fill(&one, 8);
-    };
-    Chain { name: "copies and fills".into(), record: Box::new(record), written }
+    })
 }
 
 /// Queries, keys and values of a batch, and attention with an empty cache.
@@ -404,18 +404,17 @@ fn attention(b: &mut Bench, kv: KvDtype, attending: Option<&[(usize, usize)]>) -
         // Rows are padded to a power of two.
         written.extend(y.blocks.iter().flat_map(|blocks| planes(blocks, tokens.next_power_of_two())));
     }
-    let record = move |kernels: &Kernels, r: &mut Recorder<'_>| {
-        kernels.qkv_store(r, &attention, [&q, &k, &v], &step, tokens);
-        if attends {
-            kernels.attention(r, &attention, (&q, &partials), &step, &y, tokens);
-        }
-    };
     let what = match attending {
         None => "alone",
         Some(tokens) if tokens.iter().all(|(_, tokens)| *tokens == 1) => "and attention",
         Some(_) => "and attention of tiles",
     };
-    Chain { name: format!("keys, values {what}, {kv}"), record: Box::new(record), written }
+    Chain::new(format!("keys, values {what}, {kv}"), written, move |kernels, r| {
+        kernels.qkv_store(r, &attention, [&q, &k, &v], &step, tokens);
+        if attends {
+            kernels.attention(r, &attention, (&q, &partials), &step, &y, tokens);
+        }
+    })
 }
 
 /// Queries, keys and values for the NPU, and partial outputs of the NPU.
@@ -438,7 +437,7 @@ fn offload(b: &mut Bench, kv: KvDtype) -> Chain {
     let written = written.map(Clone::clone).to_vec();
     let of_rows = step.rows(&rows);
     let table = 4 * shape.max_blocks as u64;
-    let record = move |of_model: &Kernels, r: &mut Recorder<'_>| {
+    Chain::new(format!("offload, {kv}"), written, move |of_model, r| {
         r.fill(&output, 0x3f80_0000);
         of_model.qkv_store(r, &attention, [&q, &k, &v], &step, tokens);
         kernels.queries(r, &shape, (&q.rows(&rows), rows.len()), offloaded, (&queries, row_stride));
@@ -446,8 +445,7 @@ fn offload(b: &mut Bench, kv: KvDtype) -> Chain {
         kernels.cache(r, &attention, (&blocks, &span), offloaded, [&keys[0], &keys[1]]);
         let merges = (&of_rows.shares.merges, rows.len());
         kernels.partials(r, &shape, (&output, row_stride), offloaded, merges, &partials);
-    };
-    Chain { name: format!("offload, {kv}"), record: Box::new(record), written }
+    })
 }
 
 /// Runs every chain of kernels on a device that reorders commands.
