@@ -559,15 +559,15 @@ fn unsupported_configs_are_refused_with_the_name_of_the_field() {
     => rope_scaling.rope_type is "default", but type is "linear"; expected one type
 {"rope_parameters": {"rope_type": "linear", "factor": 8}}
     => rope_parameters.full_attention is missing; expected the rope parameters of that layer type
-{"rope_parameters": { "full_attention": {}, "sliding_attention": {"rope_type": "linear", "factor": 8} }}
+{"rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "linear", "factor": 8}}}
     => rope_parameters.sliding_attention.factor scales sliding layers; only full-attention layers may be
     scaled
-{"rope_parameters": { "full_attention": {"partial_rotary_factor": 0.5}, "sliding_attention": {} }}
+{"rope_parameters": {"full_attention": {"partial_rotary_factor": 0.5}, "sliding_attention": {}}}
     => rope_parameters.full_attention.partial_rotary_factor is 0.5; expected 1
-{ "rope_scaling": {"type": "linear", "factor": 8}, "rope_parameters": {"full_attention": {},
-    "sliding_attention": {}} }
+{"rope_scaling": {"type": "linear", "factor": 8},
+    "rope_parameters": {"full_attention": {}, "sliding_attention": {}}}
     => rope_scaling contradicts rope_parameters; expected one of them, or both alike
-{ "rope_theta": 1e5, "rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {}} }
+{"rope_theta": 1e5, "rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {}}}
     => rope_theta contradicts rope_parameters; expected one of them, or both alike
 {"attention_bias": true} => attention_bias is true; only checkpoints with false can be computed
 {"use_bidirectional_attention": true}

@@ -772,8 +772,8 @@ fn qkv_store_normalizes_rotates_and_stores() {
             let cache = KvCache { keys: b.poisoned(bytes), values: b.poisoned(bytes) };
             let arrays = paged.arrays(b);
             let [qn, kn] = [qn, kn].map(|weight| RmsNorm { weight, eps });
-            let (rope, of) = (table, cache.clone());
-            let attention = Attention { shape, q_norm: qn, k_norm: kn, rope, q_scale, cache: of };
+            let attention =
+                Attention { shape, q_norm: qn, k_norm: kn, rope: table, q_scale, cache: cache.clone() };
             b.run(|k, r| k.qkv_store(r, &attention, [&qa, &ka, &va], &arrays, n));
 
             let expect = |row: &[f32], norm: &[f32], position: usize, scale: f64| -> Vec<f64> {
@@ -954,12 +954,15 @@ fn sampling_draws_ids_that_pass_the_filters_and_match_the_noise() {
             let candidates: Vec<usize> = left.iter().map(|(id, _)| *id).collect();
             let requests: Vec<SampleRequest> = (0..48)
                 .map(|i| SampleRequest {
+                    temperature,
                     top_k: top_k as u32,
+                    top_p,
+                    min_p,
                     seed_low: b.rng.random(),
                     seed_high: b.rng.random(),
                     position: i * 37,
                     slot: i,
-                    ..SampleRequest { temperature, top_p, min_p, ..SampleRequest::default() }
+                    ..SampleRequest::default()
                 })
                 .collect();
             let (ids, _) = draw(&mut b, &logits, len, &requests);
@@ -1103,9 +1106,15 @@ fn sampling_filters_exactly_what_its_twin_filters() {
             };
             let left = kept(top_p);
             let seed = b.rng.random::<u64>();
-            let (top_k_ids, [seed_low, seed_high]) = (top_k as u32, [seed as u32, (seed >> 32) as u32]);
-            let seeded = SampleRequest { seed_low, seed_high, ..SampleRequest::default() };
-            let request = SampleRequest { temperature, top_k: top_k_ids, top_p, min_p, ..seeded };
+            let request = SampleRequest {
+                temperature,
+                top_k: top_k as u32,
+                top_p,
+                min_p,
+                seed_low: seed as u32,
+                seed_high: (seed >> 32) as u32,
+                ..SampleRequest::default()
+            };
             let what = format!("{name}, {len} ids, {request:?}");
             let mut ask = |position: u32| {
                 requests.push(SampleRequest { position, ..request });
