@@ -94,6 +94,14 @@ impl Chain {
         Chain { name: name.into(), record: Box::new(record), written }
     }
 
+    /// The chain with the name of chains that these bodies run.
+    fn of(mut self, bodies: Tiles) -> Chain {
+        if bodies == Tiles::Cpu {
+            self.name.insert_str(0, ON_A_CPU);
+        }
+        self
+    }
+
     /// The contents of one of the written buffers, copied out by the same recording. Only one buffer is copied, because
     /// a copy of another one could add a barrier before this one.
     fn run(&self, b: &mut Bench, which: usize) -> Vec<u8> {
@@ -109,66 +117,61 @@ impl Chain {
     }
 }
 
-/// The chain with number `which`: a kernel together with others that read its output. Its seed is fixed, so each call
-/// gives the same chain. `None` = there is no such chain.
-fn chain(b: &mut Bench, which: usize) -> Option<Chain> {
-    // Kernels that have a separate CPU body run with both bodies.
-    let bodies = BODIES[which % 2];
-    let on = |bodies: Tiles, mut chain: Chain| {
-        if bodies == Tiles::Cpu {
-            chain.name.insert_str(0, ON_A_CPU);
+/// Makes a chain on a bench. The seed of the bench is fixed, so each call makes the same chain.
+type Maker = Box<dyn Fn(&mut Bench) -> Chain>;
+
+/// Every chain: a kernel together with others that read its output.
+fn makers() -> Vec<Maker> {
+    let mut all: Vec<Maker> = Vec::new();
+    for scheme in [&[Scheme::F32, Scheme::F16, Scheme::Bf16][..], &STORED].concat() {
+        for bodies in BODIES {
+            all.push(Box::new(move |b| products(b, scheme, bodies).of(bodies)));
         }
-        chain
-    };
-    let schemes = [&[Scheme::F32, Scheme::F16, Scheme::Bf16][..], &STORED].concat();
-    let rest = match which.checked_sub(2 * schemes.len()) {
-        None => return Some(on(bodies, products(b, schemes[which / 2], bodies))),
-        Some(rest) => rest,
-    };
-    let ways = |scheme: usize| {
-        let (counted, emulated) = (Tiles::COUNTED, emulated_tiles(scheme));
-        [(counted, false), (counted, true), (Tiles::Cpu, false), (emulated, false)]
-    };
-    let count = ways(0).len();
-    let rest = match rest.checked_sub(count * STORED.len()) {
-        None => {
-            let scheme = rest / count;
-            let (tiles, gated) = ways(scheme)[rest % count];
-            return Some(fast_products(b, STORED[scheme], tiles, gated));
+    }
+    for (i, scheme) in STORED.into_iter().enumerate() {
+        let (counted, emulated) = (Tiles::COUNTED, emulated_tiles(i));
+        for (tiles, gated) in [(counted, false), (counted, true), (Tiles::Cpu, false), (emulated, false)] {
+            all.push(Box::new(move |b| fast_products(b, scheme, tiles, gated)));
         }
-        Some(rest) => rest,
-    };
-    let wants = [(true, false), (false, true), (true, true)].map(|(floats, blocks)| Wants { floats, blocks });
+    }
+    all.push(Box::new(sums));
     // Penalties and log probabilities run with draws and without, because a barrier for one of them hides a missing
     // barrier of another.
-    let rest = match rest {
-        0 => return Some(sums(b)),
-        1 => return Some(draws(b, "draws with penalties")),
-        2 => return Some(draws(b, "draws with log probabilities")),
-        3 => return Some(draws(b, "draws only")),
-        4 => return Some(draws(b, "draws of the highest only")),
-        5 => return Some(draws(b, "draws' log probabilities only")),
-        6 => return Some(history(b)),
-        7 => return Some(transfers(b)),
-        n => n - 8,
-    };
-    let (bodies, rest) = (BODIES[rest % 2], rest / 2);
-    b.make_bodies(bodies);
-    let chain = match rest.checked_sub(NORMS * wants.len()) {
-        None => norms(b, wants[rest / NORMS], rest % NORMS),
-        Some(0) => quantizing(b),
-        // The attention of single tokens, of tiles, or no attention follows the store, for the same reason.
-        Some(n) => {
-            let Some(kv) = KvDtype::ALL.get((n - 1) / 3) else {
-                let kv = *KvDtype::ALL.get(n - 1 - 3 * KvDtype::ALL.len())?;
-                return Some(on(bodies, offload(b, kv)));
-            };
-            let kv = *kv;
-            let tokens = [&[(3, 1), (21, 1), (5, 1)][..], &[(3, 3), (21, 21)]];
-            attention(b, kv, tokens.get((n - 1) % 3).copied())
+    for name in [
+        "draws with penalties",
+        "draws with log probabilities",
+        "draws only",
+        "draws of the highest only",
+        "draws' log probabilities only",
+    ] {
+        all.push(Box::new(move |b| draws(b, name)));
+    }
+    all.push(Box::new(history));
+    all.push(Box::new(transfers));
+    for (floats, blocks) in [(true, false), (false, true), (true, true)] {
+        for which in 0..NORMS {
+            push_each_body(&mut all, move |b| norms(b, Wants { floats, blocks }, which));
         }
-    };
-    Some(on(bodies, chain))
+    }
+    push_each_body(&mut all, quantizing);
+    // The attention of single tokens, of tiles, or no attention follows the store, for the same reason.
+    for kv in KvDtype::ALL {
+        for attending in [Some(&[(3, 1), (21, 1), (5, 1)][..]), Some(&[(3, 3), (21, 21)]), None] {
+            push_each_body(&mut all, move |b| attention(b, kv, attending));
+        }
+    }
+    KvDtype::ALL.into_iter().for_each(|kv| push_each_body(&mut all, move |b| offload(b, kv)));
+    all
+}
+
+/// Kernels that have a separate CPU body run with both bodies.
+fn push_each_body(all: &mut Vec<Maker>, make: impl Fn(&mut Bench) -> Chain + Copy + 'static) {
+    for bodies in BODIES {
+        all.push(Box::new(move |b| {
+            b.make_bodies(bodies);
+            make(b).of(bodies)
+        }));
+    }
 }
 
 fn products(b: &mut Bench, scheme: Scheme, bodies: Tiles) -> Chain {
@@ -451,27 +454,29 @@ fn offload(b: &mut Bench, kv: KvDtype) -> Chain {
 /// Runs every chain of kernels on a device that reorders commands.
 struct Chains {
     device: Arc<Device>,
+    makers: Vec<Maker>,
     /// The name of each chain, and the number of places that it writes.
     all: Vec<(String, usize)>,
 }
 
 impl Chains {
     fn on(device: &Arc<Device>) -> Chains {
-        let mut chains = Chains { device: device.clone(), all: Vec::new() };
-        while let Some((_, chain)) = chains.made(chains.all.len()) {
+        let mut chains = Chains { device: device.clone(), makers: makers(), all: Vec::new() };
+        for which in 0..chains.makers.len() {
+            let (_, chain) = chains.made(which);
             chains.all.push((chain.name, chain.written.len()));
         }
         chains
     }
 
-    fn made(&self, which: usize) -> Option<(Bench, Chain)> {
+    fn made(&self, which: usize) -> (Bench, Chain) {
         // Uploads are recorded too, but not reordered.
         let rehearsal = self.device.rehearsed();
         self.device.rehearse(Rehearsal::default());
         let mut b = Bench::on(&self.device, which as u64);
-        let chain = chain(&mut b, which);
+        let chain = self.makers[which](&mut b);
         self.device.rehearse(rehearsal);
-        Some((b, chain?))
+        (b, chain)
     }
 
     /// Runs the chains whose name begins with `only`. Calls `each` with the name of the chain, the number of each
@@ -480,7 +485,7 @@ impl Chains {
         let wanted = self.all.iter().enumerate().filter(|(_, (name, _))| name.starts_with(only));
         for (which, (name, places)) in wanted {
             for place in 0..*places {
-                let (mut b, chain) = self.made(which).expect("the chain exists");
+                let (mut b, chain) = self.made(which);
                 if !each(name, place, chain.run(&mut b, place)) {
                     return;
                 }
