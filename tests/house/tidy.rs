@@ -776,8 +776,8 @@ fn fixtures_stand_in_support(file: &str, source: &str, neighbours: &BTreeSet<Str
     let code = layers(source).code;
     let own = module_path(file).join("::");
     let is_foreign = |path: &str| {
-        let leads_to = |one: &&String| format!("{path}::").starts_with(&format!("{one}::"));
-        neighbours.iter().filter(|one| **one != own).any(|one| leads_to(&one))
+        let path = format!("{path}::");
+        neighbours.iter().any(|one| *one != own && path.starts_with(&format!("{one}::")))
     };
     let of_tests = module_paths(file, &code, &[])
         .into_iter()
