@@ -4,7 +4,6 @@
 //! dequantization yields.
 
 use std::fs;
-use std::path::Path;
 
 use half::bf16;
 use rand::{Rng, SeedableRng};
@@ -19,34 +18,32 @@ use unicorn::model::load::LoadOptions;
 use unicorn::model::weights::Weights;
 use unicorn::tensor::{Bits, QuantizedRow, Scales, Scheme};
 
-use crate::support::checkpoints::{ByName as _, mutate, read_all, sha256, values_both_ways, with_header};
+use crate::support::checkpoints::{
+    ByName as _, folder_of, le_bytes, mutate, opened, read_all, refusal, sha256, values_both_ways,
+    with_header,
+};
 use crate::support::damaged::DamagedReadings;
-use crate::support::driver::greedy;
-use crate::support::goldens::Goldens;
+use crate::support::data;
+use crate::support::goldens::{Goldens, check_prompts, load};
+use crate::support::json::read_json;
 use crate::support::legacy_files::{
     LayerTensor, asymmetric, grouped, layer_file, layer_of_all_schemes, shared, symmetric,
 };
-use crate::support::program::{assert_error, output, unicorn, unicorn_on_software};
-use crate::support::{data, goldens};
+use crate::support::program::{assert_error, output, printed, printed_json, unicorn, unicorn_on_software};
 
 const BOUND: f32 = 1e-3;
-
-fn open(folder: &Path) -> Checkpoint {
-    Checkpoint::open(&open_files(folder).unwrap()).unwrap_or_else(|e| panic!("{e}"))
-}
 
 #[test]
 fn every_tensor_has_the_checksum_of_the_manifest() {
     let folder = data("legacy/tiny-a");
-    let checkpoint = open(&folder);
-    let manifest: Value =
-        serde_json::from_slice(&fs::read(folder.join("quant_manifest.json")).unwrap()).unwrap();
+    let checkpoint = opened(&folder);
+    let manifest: Value = read_json(&folder.join("quant_manifest.json"));
     let manifest = manifest.as_object().unwrap();
     assert_eq!((checkpoint.iter().len(), manifest.len()), (145, 145));
     for (name, expected) in manifest {
         let tensor = checkpoint.get(name).unwrap_or_else(|| panic!("{name}"));
         let (values, again) = values_both_ways(&tensor);
-        assert_eq!(sha256(&values), expected["dequant_f32_sha256"], "{name}");
+        assert_eq!(sha256(&le_bytes(&values)), expected["dequant_f32_sha256"], "{name}");
         assert_eq!(json!(tensor.shape), expected["shape"], "{name}");
         assert!(tensor.file.ends_with(expected["file"].as_str().unwrap()), "{name} in {}", tensor.file);
         assert!(values.iter().zip(&again).all(|(a, b)| a == b), "{name} as {}", tensor.scheme().unwrap());
@@ -56,7 +53,7 @@ fn every_tensor_has_the_checksum_of_the_manifest() {
 #[test]
 fn groups_that_straddle_rows_and_end_short_are_read() {
     let folder = data("legacy/tiny-a");
-    let (checkpoint, goldens) = (open(&folder), Goldens::open(&folder));
+    let (checkpoint, goldens) = (opened(&folder), Goldens::open(&folder));
     let layer = "vision_tower.vision_model.encoder.layers.0.mlp";
     for (name, shape) in
         [("fc1.weight", &[50, 36][..]), ("fc1.bias", &[50]), ("fc2.weight", &[36, 50]), ("fc2.bias", &[36])]
@@ -109,9 +106,8 @@ fn defects(checkpoint: &Checkpoint) -> Vec<String> {
 #[test]
 fn saturated_tensors_are_reported_by_name() {
     let folder = data("legacy/tiny-a");
-    let checkpoint = open(&folder);
-    let manifest: Value =
-        serde_json::from_slice(&fs::read(folder.join("quant_manifest.json")).unwrap()).unwrap();
+    let checkpoint = opened(&folder);
+    let manifest: Value = read_json(&folder.join("quant_manifest.json"));
     let defects = defects(&checkpoint);
     let found = |name: &str| defects.iter().find(|d| d.starts_with(&format!("{name}: ")));
     // The manifest has the errors that the writer measured, which the files do not contain. A tensor is damaged if it
@@ -146,28 +142,8 @@ fn saturated_tensors_are_reported_by_name() {
 fn a_legacy_checkpoint_matches_the_oracle() {
     let folder = data("legacy/tiny-a");
     let goldens = Goldens::open(&folder);
-    let mut model = goldens::load(&folder, &LoadOptions::default());
-    let vocab = model.config().vocab_size;
-    for prompt in ["short", "mid", "long"] {
-        let tokens = goldens.tokens(&format!("tokens.{prompt}"));
-        let rows: Vec<usize> = match prompt {
-            "short" => (0..tokens.len()).collect(),
-            _ => goldens.tokens(&format!("positions.{prompt}")).iter().map(|&p| p as usize).collect(),
-        };
-        let all = goldens::all_logits(&mut model, &tokens);
-        let got: Vec<f32> = rows.iter().flat_map(|&r| all[r * vocab..(r + 1) * vocab].to_vec()).collect();
-        let difference = goldens::max_difference(&got, &goldens.view(&format!("logits.{prompt}")));
-        println!("legacy {prompt}: max |difference| {difference:.2e}");
-        assert!(difference <= BOUND, "{prompt}: {difference}");
-
-        // The prompts were not chosen for large margins. Tokens must be equal up to the first step whose margin is
-        // within the tolerance.
-        let expected = goldens.tokens(&format!("greedy.{prompt}.tokens"));
-        let margins = goldens.view::<f32>(&format!("greedy.{prompt}.margin"));
-        let sure = margins.iter().position(|m| *m < 2.0 * BOUND).unwrap_or(expected.len());
-        assert!(sure > 0, "{prompt}: no step is sure");
-        assert_eq!(greedy(&mut model, &tokens, sure, 256, &[]), expected[..sure], "{prompt}");
-    }
+    let mut model = load(&folder, &LoadOptions::default());
+    check_prompts(&mut model, &goldens, "", "", BOUND, "legacy");
 }
 
 /// A folder with only the layer files, as the original project writes them.
@@ -246,12 +222,10 @@ fn the_binary_runs_layer_files_and_names_missing_files() {
         ["generate", "--model", model, "--model-config", original, "--prompt", "x", "--max-tokens", "1"];
     assert_error(unicorn(&prompt), 1, &[model, "holds no tokenizer.json", "--tokenizer"]);
 
-    let (code, stdout, stderr) = output(unicorn(&["inspect", model, "--model-config", original, "--json"]));
-    assert_eq!(code, 0, "{stderr}");
-    let facts: Value = serde_json::from_str(&stdout).unwrap();
+    let facts = printed_json(unicorn(&["inspect", model, "--model-config", original, "--json"]));
     assert_eq!(facts["format"], "legacy");
     assert!(facts["defects"].as_array().unwrap().iter().any(|d| d.as_str().unwrap().contains("saturated")));
-    let (_, stdout, _) = output(unicorn(&["inspect", model, "--model-config", original]));
+    let stdout = printed(unicorn(&["inspect", model, "--model-config", original]));
     assert!(
         stdout.contains("layer files of the original project") && stdout.contains("saturated"),
         "{stdout}"
@@ -271,14 +245,6 @@ fn the_binary_runs_layer_files_and_names_missing_files() {
 
 /// Files by name.
 type Files = Vec<(&'static str, Vec<u8>)>;
-
-fn folder(files: &[(&str, Vec<u8>)]) -> TempDir {
-    let folder = TempDir::new().unwrap();
-    for (name, bytes) in files {
-        fs::write(folder.path().join(name), bytes).unwrap();
-    }
-    folder
-}
 
 #[test]
 fn defects_of_the_writer_are_found_from_scales_and_zero_points() {
@@ -308,9 +274,9 @@ fn defects_of_the_writer_are_found_from_scales_and_zero_points() {
     ];
     for (tensor, expected) in cases {
         let what = format!("{tensor:?}");
-        let folder = folder(&[("m_shared.safetensors", layer_file(&[tensor]))]);
+        let folder = folder_of(&[("m_shared.safetensors", layer_file(&[tensor]))]);
         let expected = Vec::from_iter(expected.map(|problem| format!("a: {problem}")));
-        assert_eq!(defects(&open(folder.path())), expected, "{what}");
+        assert_eq!(defects(&opened(folder.path())), expected, "{what}");
     }
 }
 
@@ -328,15 +294,12 @@ fn scales_outside_the_range_of_f16_are_kept_without_loss() {
             // The scale has 24 bits, as in a float32 source. Its products are rounded, here and on the device.
             asymmetric("wide", &[3, 64], 0.1, 7.0, &bytes),
         ];
-        let folder = folder(&[("m_shared.safetensors", layer_file(&tensors))]);
-        let checkpoint = open(folder.path());
-        for (name, group) in [("symmetric", 64), ("grouped", 64), ("asymmetric", 64)] {
+        let folder = folder_of(&[("m_shared.safetensors", layer_file(&tensors))]);
+        let checkpoint = opened(folder.path());
+        for name in ["symmetric", "grouped", "asymmetric"] {
             let tensor = checkpoint.get(name).unwrap();
-            assert_eq!(
-                tensor.scheme().unwrap(),
-                Scheme::Int { bits: Bits::Eight, group, scales: Scales::Affine },
-                "{name}"
-            );
+            let scheme = Scheme::Int { bits: Bits::Eight, group: 64, scales: Scales::Affine };
+            assert_eq!(tensor.scheme().unwrap(), scheme, "{name}");
             let (values, again) = values_both_ways(&tensor);
             assert_eq!(values, again, "{name} {scale}");
             assert!(values.iter().any(|x| *x != 0.0));
@@ -362,53 +325,59 @@ fn bad_layer_files_are_refused_with_file_and_tensor() {
         header.insert("__metadata__".into(), metadata);
         vec![shared(), ("m_layer_3.safetensors", with_header(&Value::Object(header).to_string(), bytes))]
     };
-    let i8_2 = |offsets: [u8; 2]| json!({"dtype": "I8", "shape": [2], "data_offsets": offsets});
-    let cases: Vec<(Files, &str)> = vec![
-        (
-            vec![("m_layer_3.safetensors", layer_file(&[good()]))],
-            ": has layer files, but no *_shared.safetensors with the embedding",
-        ),
+    let i8_2 = json!({"dtype": "I8", "shape": [2], "data_offsets": [0, 2]});
+    let (symmetric_of, one_layer) = (json!({name: "int8_symmetric"}), "m_layer_3.safetensors");
+    let of_scale_type =
+        layer(&[(name.into(), "int8_asymmetric", "U8", vec![1], vec![1], "BF16", vec![2], vec![0; 4])]);
+    // What is wrong with the tensor x.layers.3.w of the layer's file.
+    let tensors: Vec<(Files, &str)> = vec![
         (
             changed(&|t| t.1 = "int3"),
-            "m_layer_3.safetensors: tensor x.layers.3.w: has scheme \"int3\" in the file's metadata; expected \
-             int8_symmetric, int4_grouped or int8_asymmetric",
+            "w: has scheme \"int3\" in the file's metadata; expected int8_symmetric, int4_grouped or int8_asymmetric",
         ),
-        (changed(&|t| t.2 = "U8"), "tensor x.layers.3.w: is U8; expected I8 by its scheme, int8_symmetric"),
-        (
-            changed(&|t| t.1 = "int8_asymmetric"),
-            "tensor x.layers.3.w: is I8; expected U8 by its scheme, int8_asymmetric",
-        ),
+        (changed(&|t| t.2 = "U8"), "w: is U8; expected I8 by its scheme, int8_symmetric"),
+        (changed(&|t| t.1 = "int8_asymmetric"), "w: is I8; expected U8 by its scheme, int8_asymmetric"),
         (
             changed(&|t| t.1 = "int4_grouped"),
-            "tensor x.layers.3.w_scale: has shape []; expected [1] by the scheme, int4_grouped",
+            "w_scale: has shape []; expected [1] by the scheme, int4_grouped",
         ),
-        (
-            changed(&|t| t.5 = "I8"),
-            "m_layer_3.safetensors: tensor x.layers.3.w_scale: I8 [] takes 1 bytes, but its offsets span 2",
-        ),
+        (changed(&|t| t.5 = "I8"), "w_scale: I8 [] takes 1 bytes, but its offsets span 2"),
         (
             changed(&|t| (t.5, t.7) = ("I8", vec![1])),
-            "tensor x.layers.3.w_scale: is I8; expected BF16, F16 or F32 by the scheme, int8_symmetric",
+            "w_scale: is I8; expected BF16, F16 or F32 by the scheme, int8_symmetric",
         ),
-        (
-            layer(&[(name.into(), "int8_asymmetric", "U8", vec![1], vec![1], "BF16", vec![2], vec![0; 4])]),
-            "tensor x.layers.3.w_scale: is BF16; expected F32 by the scheme, int8_asymmetric",
-        ),
+        (of_scale_type, "w_scale: is BF16; expected F32 by the scheme, int8_asymmetric"),
         (
             changed(&|t| t.7 = bf16::NAN.to_le_bytes().to_vec()),
-            "tensor x.layers.3.w_scale: element 0 is NaN or infinite; expected a finite number",
+            "w_scale: element 0 is NaN or infinite; expected a finite number",
         ),
-        (
-            layer(&[symmetric(name, &[3, 0], 0.5, &[])]),
-            "tensor x.layers.3.w: has shape [3, 0]; expected values",
-        ),
+        (layer(&[symmetric(name, &[3, 0], 0.5, &[])]), "w: has shape [3, 0]; expected values"),
         (
             layer(&[asymmetric(name, &[2], 0.5, 256.0, &[1, 2])]),
-            "tensor x.layers.3.w_scale: has zero point 256; expected a whole number from 0 to 255",
+            "w_scale: has zero point 256; expected a whole number from 0 to 255",
         ),
         (
             layer(&[asymmetric(name, &[2], 0.5, 2.5, &[1, 2])]),
-            "tensor x.layers.3.w_scale: has zero point 2.5; expected a whole number from 0 to 255",
+            "w_scale: has zero point 2.5; expected a whole number from 0 to 255",
+        ),
+        (
+            raw(json!({}), json!({name: i8_2}), &[1, 2]),
+            "w: has no scheme in the file's metadata; expected one, as in layer files of the original project",
+        ),
+        (
+            raw(symmetric_of.clone(), json!({name: i8_2}), &[1, 2]),
+            "w_scale: is missing; expected the scales of x.layers.3.w",
+        ),
+        (raw(symmetric_of, json!({}), &[]), "w: has a scheme in the file's metadata, but is not in the file"),
+    ];
+    for (files, expected) in tensors {
+        let error = refusal(folder_of(&files).path());
+        assert_eq!(error, format!("{one_layer}: tensor x.layers.3.{expected}"));
+    }
+    let files: [(Files, &str); 5] = [
+        (
+            vec![(one_layer, layer_file(&[good()]))],
+            ": has layer files, but no *_shared.safetensors with the embedding",
         ),
         (
             layer(&[symmetric("x.layers.4.w", &[1], 0.5, &[1])]),
@@ -425,34 +394,20 @@ fn bad_layer_files_are_refused_with_file_and_tensor() {
         (
             vec![
                 shared(),
-                ("m_layer_3.safetensors", layer_file(&[good()])),
+                (one_layer, layer_file(&[good()])),
                 ("n_layer_3.safetensors", layer_file(&[good()])),
             ],
             "m_layer_3.safetensors; expected it in one file",
         ),
-        (
-            raw(json!({}), json!({name: i8_2([0, 2])}), &[1, 2]),
-            "tensor x.layers.3.w: has no scheme in the file's metadata; expected one, as in layer files of the \
-             original project",
-        ),
-        (
-            raw(json!({name: "int8_symmetric"}), json!({name: i8_2([0, 2])}), &[1, 2]),
-            "tensor x.layers.3.w_scale: is missing; expected the scales of x.layers.3.w",
-        ),
-        (
-            raw(json!({name: "int8_symmetric"}), json!({}), &[]),
-            "tensor x.layers.3.w: has a scheme in the file's metadata, but is not in the file",
-        ),
     ];
-    for (files, expected) in cases {
-        let folder = folder(&files);
-        let error = Checkpoint::open(&open_files(folder.path()).unwrap()).unwrap_err().to_string();
-        assert!(error.contains(expected) && !error.contains('\n'), "{error:?}, expected {expected:?}");
+    for (files, expected) in files {
+        let error = refusal(folder_of(&files).path());
+        assert!(error.contains(expected), "{error:?}, expected {expected:?}");
     }
     // A byte outside the int4 range is found when its row is read.
     let folder =
-        folder(&layer(&[grouped(name, &[2, 32], &[0.5], &[&[1i8; 40][..], &[9], &[1; 23]].concat())]));
-    let checkpoint = open(folder.path());
+        folder_of(&layer(&[grouped(name, &[2, 32], &[0.5], &[&[1i8; 40][..], &[9], &[1; 23]].concat())]));
+    let checkpoint = opened(folder.path());
     let tensor = checkpoint.get(name).unwrap();
     let mut row = QuantizedRow::new(tensor.scheme().unwrap(), 32);
     tensor.quantized_row_into(0, &mut row).unwrap();
@@ -468,7 +423,7 @@ fn damaged_layer_files_are_refused_or_read() {
     println!("seed {SEED}");
     let mut rng = ChaCha8Rng::seed_from_u64(SEED);
     let whole = layer_of_all_schemes();
-    let folder = folder(&[shared(), ("m_layer_1.safetensors", whole.clone())]);
+    let folder = folder_of(&[shared(), ("m_layer_1.safetensors", whole.clone())]);
     assert_eq!(read_all(folder.path()), Ok(5));
     let mut readings = DamagedReadings::default();
     for round in 0..4000 {

@@ -23,11 +23,13 @@ use unicorn::tensor::{
 };
 use unicorn::text::{ChatFiles, ChatTemplate, Message, Tokenizer};
 
-use crate::support::checkpoints::{ByName as _, integers, mutate, tiny_model};
+use crate::support::checkpoints::{ByName as _, integers, mutate, opened, tiny_model};
 use crate::support::damaged::DamagedReadings;
-use crate::support::goldens::{Goldens, all_logits, max_difference};
-use crate::support::json::replace_somewhere;
-use crate::support::program::{assert_error, lab, output, unicorn, unicorn_on_software};
+use crate::support::goldens::{Goldens, all_logits, load, max_difference};
+use crate::support::json::{read_json, replace_somewhere};
+use crate::support::program::{
+    assert_error, in_shell, lab, output, printed, printed_json, unicorn, unicorn_on_software,
+};
 use crate::support::reference::{dequantize_row, rms_norm};
 use crate::support::{bounded_allocation, data, device, root};
 
@@ -38,18 +40,24 @@ fn text(path: &Path) -> &str {
 /// `unicorn quantize SOURCE DESTINATION ...`, which must succeed.
 #[track_caller]
 fn quantize(source: &Path, destination: &Path, args: &[&str]) -> String {
-    let (code, stdout, stderr) =
-        output(unicorn(&[&["quantize", text(source), text(destination)], args].concat()));
-    assert_eq!(code, 0, "{stderr}");
-    stdout
+    printed(unicorn(&[&["quantize", text(source), text(destination)], args].concat()))
 }
 
 fn logits(folder: &Path, options: &LoadOptions, tokens: &[u32]) -> Vec<f32> {
-    let files = open_files(folder).unwrap();
-    all_logits(
-        &mut ModelRunner::load(&device(), &Source::open(&files).unwrap(), options, &mut |_| {}).unwrap(),
-        tokens,
-    )
+    all_logits(&mut load(folder, options), tokens)
+}
+
+/// Makes a folder with these files.
+fn write_all(folder: &Path, files: &BTreeMap<String, Vec<u8>>) {
+    fs::create_dir(folder).unwrap();
+    files.iter().for_each(|(name, bytes)| fs::write(folder.join(name), bytes).unwrap());
+}
+
+/// Changes a JSON file.
+fn change_json(path: &Path, change: impl Fn(&mut Value)) {
+    let mut json: Value = read_json(path);
+    change(&mut json);
+    fs::write(path, json.to_string()).unwrap();
 }
 
 /// Every file of a folder by name.
@@ -95,25 +103,14 @@ fn a_load_leaves_no_file_data_in_the_page_cache() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let is_disk = rustix::fs::statfs(folder.path()).unwrap().f_type != libc::TMPFS_MAGIC;
     let [plain, native] = ["plain", "native"].map(|name| folder.path().join(name));
-    fs::create_dir(&plain).unwrap();
-    for (name, bytes) in contents(&root().join("models/demo")) {
-        fs::write(plain.join(name), bytes).unwrap();
-    }
+    write_all(&plain, &contents(&root().join("models/demo")));
     quantize(&plain, &native, &["--scheme", "keep"]);
     for folder in [plain, native] {
         let in_memory = contents(&folder); // reads all files into the page cache
         for name in in_memory.keys() {
             fs::File::open(folder.join(name)).unwrap().sync_all().unwrap();
         }
-        let files = open_files(&folder).unwrap();
-        let loaded = ModelRunner::load(
-            &device(),
-            &Source::open(&files).unwrap(),
-            &LoadOptions::default(),
-            &mut |_| {},
-        )
-        .unwrap()
-        .loaded();
+        let loaded = load(&folder, &LoadOptions::default()).loaded();
         println!("{}: {loaded:?}", folder.display());
         assert!(loaded.bytes > 5 << 20, "{loaded:?}");
         assert_eq!(loaded.resident_bytes < loaded.bytes / 10, is_disk, "{loaded:?}");
@@ -147,13 +144,10 @@ fn rounding_to_nearest_yields_the_logits_of_quantizing_at_load() {
 fn rows_are_packed_and_unpacked_without_loss() {
     let mut rng = ChaCha8Rng::seed_from_u64(3);
     println!("seed 3");
-    let names = [
-        ["int4-g32", "int4-g32-zero", "int4-g32-affine", "int4-g32-affine16", "int4-g32-super"],
-        ["int8-g16", "int8-g16-zero", "int8-g16-affine", "int8-g16-super", "int8-row"],
-        ["int8-g32", "int8-g32-zero", "int8-g32-affine", "int8-g32-super", "int5-g32"],
-        ["int5-g16", "int5-g32-affine16", "int5-g32-super", "int6-g16-supersym", "int6-g32-supersym"],
-    ];
-    for scheme in names.concat().into_iter().map(|name| name.parse::<Scheme>().expect(name)) {
+    let names = "int4-g32 int4-g32-zero int4-g32-affine int4-g32-affine16 int4-g32-super int8-g16 int8-g16-zero \
+                 int8-g16-affine int8-g16-super int8-row int8-g32 int8-g32-zero int8-g32-affine int8-g32-super \
+                 int5-g32 int5-g16 int5-g32-affine16 int5-g32-super int6-g16-supersym int6-g32-supersym";
+    for scheme in names.split(' ').map(|name| name.parse::<Scheme>().expect(name)) {
         assert_eq!(scheme.to_string().parse::<Scheme>(), Ok(scheme));
         for cols in [1, 16, 31, 256, 300, 700] {
             let (mut blocks, mut scales) =
@@ -274,11 +268,8 @@ fn the_search_is_never_worse_than_round_to_nearest() {
 /// `unicorn` in a shell that limits each file to `kib` KiB. With `ignore`, a write beyond that fails. Without it, the
 /// signal SIGXFSZ kills the program.
 fn limited(kib: u32, ignore: bool, args: &[&str]) -> Command {
-    let mut command = Command::new("sh");
     let trap = if ignore { "trap '' XFSZ; " } else { "" };
-    command.arg("-c").arg(format!("{trap}ulimit -f {}; exec \"$0\" \"$@\"", kib * 2));
-    command.arg(env!("CARGO_BIN_EXE_unicorn")).args(args);
-    command
+    in_shell(&format!("{trap}ulimit -f {};", kib * 2), &unicorn(args))
 }
 
 #[test]
@@ -333,10 +324,9 @@ fn an_interrupted_conversion_does_not_load_and_continues_where_it_stopped() {
 
     // A finished file that is missing is converted again.
     let lost = folder.path().join("lost");
-    fs::create_dir(&lost).unwrap();
-    for (name, bytes) in contents(&resumed).into_iter().filter(|(name, _)| name != "shared.safetensors") {
-        fs::write(lost.join(name), bytes).unwrap();
-    }
+    let mut finished = contents(&resumed);
+    finished.remove("shared.safetensors").unwrap();
+    write_all(&lost, &finished);
     quantize(&source, &lost, &["--scheme", "keep"]);
     assert_eq!(contents(&whole), contents(&lost));
 
@@ -404,6 +394,8 @@ fn a_file_that_is_truncated_during_a_load_is_reported_with_its_byte_range() {
 
 #[test]
 fn damaged_native_checkpoints_are_refused_by_name() {
+    type Damage = Box<dyn Fn(&Path)>;
+    const Q: &str = "model.layers.2.self_attn.q_proj.weight";
     let folder = tempfile::tempdir().unwrap();
     let sound = folder.path().join("sound");
     quantize(&data("gemma3/tiny-a"), &sound, &["--scheme", "int4-g32"]);
@@ -411,23 +403,13 @@ fn damaged_native_checkpoints_are_refused_by_name() {
     let mut damaged = |change: &dyn Fn(&Path)| -> PathBuf {
         count += 1;
         let copy = folder.path().join(format!("damaged-{count}"));
-        fs::create_dir(&copy).unwrap();
-        for (name, bytes) in contents(&sound) {
-            fs::write(copy.join(name), bytes).unwrap();
-        }
+        write_all(&copy, &contents(&sound));
         change(&copy);
         copy
     };
-    let manifest = |change: &'static dyn Fn(&mut Value)| {
-        move |folder: &Path| {
-            let path = folder.join("unicorn.json");
-            let mut json: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
-            change(&mut json);
-            fs::write(&path, json.to_string()).unwrap();
-        }
+    let manifest = |change: fn(&mut Value)| -> Damage {
+        Box::new(move |folder: &Path| change_json(&folder.join("unicorn.json"), change))
     };
-    const Q: &str = "model.layers.2.self_attn.q_proj.weight";
-    type Damage = Box<dyn Fn(&Path)>;
     let cases: Vec<(Damage, &[&str])> = vec![
         (
             Box::new(|f: &Path| {
@@ -451,41 +433,35 @@ fn damaged_native_checkpoints_are_refused_by_name() {
             }),
             &["config.json", "differs from the config"],
         ),
-        (Box::new(manifest(&|m| m["version"] = json!(2))), &["unicorn.json", "version 2", "newer", "update"]),
-        (Box::new(manifest(&|m| m["layout"] = json!(9))), &["unicorn.json", "layout 9", "newer", "update"]),
-        (Box::new(manifest(&|m| m["layout"] = json!(0))), &["unicorn.json", "layout 0", "older", "again"]),
+        (manifest(|m| m["version"] = json!(2)), &["unicorn.json", "version 2", "newer", "update"]),
+        (manifest(|m| m["layout"] = json!(9)), &["unicorn.json", "layout 9", "newer", "update"]),
+        (manifest(|m| m["layout"] = json!(0)), &["unicorn.json", "layout 0", "older", "again"]),
         (
-            Box::new(manifest(&|m| m["source"] = json!("x".repeat(2 << 20)))),
+            manifest(|m| m["source"] = json!("x".repeat(2 << 20))),
             &["unicorn.json", "bytes; expected at most 2097152"],
         ),
-        (Box::new(manifest(&|m| m["format"] = json!("gguf"))), &["unicorn.json", "gguf"]),
+        (manifest(|m| m["format"] = json!("gguf")), &["unicorn.json", "gguf"]),
         (
             Box::new(|f: &Path| fs::write(f.join("unicorn.json"), "{").unwrap()),
             &["unicorn.json", "not a valid"],
         ),
+        (manifest(|m| m["tensors"][Q]["scheme"] = json!("int8-row")), &[Q, "int8-row", "expected"]),
+        (manifest(|m| m["tensors"][Q]["scheme"] = json!("int4-g33")), &[Q, "int4-g33"]),
+        (manifest(|m| m["tensors"][Q]["shape"] = json!([64, 32])), &[Q, "[64, 32]"]),
+        (manifest(|m| m["tensors"][Q]["shape"] = json!([u64::MAX / 2, u64::MAX / 2])), &[Q, "expected 1 to"]),
+        (manifest(|m| m["tensors"][Q]["file"] = json!("layer-001.safetensors")), &[Q, "manifest"]),
         (
-            Box::new(manifest(&|m| m["tensors"][Q]["scheme"] = json!("int8-row"))),
-            &[Q, "int8-row", "expected"],
-        ),
-        (Box::new(manifest(&|m| m["tensors"][Q]["scheme"] = json!("int4-g33"))), &[Q, "int4-g33"]),
-        (Box::new(manifest(&|m| m["tensors"][Q]["shape"] = json!([64, 32]))), &[Q, "[64, 32]"]),
-        (
-            Box::new(manifest(&|m| m["tensors"][Q]["shape"] = json!([u64::MAX / 2, u64::MAX / 2]))),
-            &[Q, "expected 1 to"],
-        ),
-        (Box::new(manifest(&|m| m["tensors"][Q]["file"] = json!("layer-001.safetensors"))), &[Q, "manifest"]),
-        (
-            Box::new(manifest(&|m| {
+            manifest(|m| {
                 let record = m["tensors"][Q].clone();
                 m["tensors"]["model.layers.9.x.weight"] = record;
-            })),
+            }),
             &["model.layers.9.x.weight", "missing"],
         ),
         (
-            Box::new(manifest(&|m| {
+            manifest(|m| {
                 let record = m["files"]["layer-000.safetensors"].clone();
                 m["files"]["../layer-000.safetensors"] = record;
-            })),
+            }),
             &["../layer-000.safetensors", "same folder"],
         ),
     ];
@@ -505,14 +481,12 @@ fn damaged_native_checkpoints_are_refused_by_name() {
     assert_eq!(output(unicorn(&["inspect", text(&flipped)])).0, 0);
     let parts = ["layer-005.safetensors", "sha256", "damaged"];
     assert_error(unicorn(&["inspect", text(&flipped), "--verify"]), 1, &parts);
-    let (code, stdout, stderr) = output(unicorn(&["inspect", text(&sound), "--verify", "--json"]));
-    assert_eq!(code, 0, "{stderr}");
-    let shown: Value = serde_json::from_str(&stdout).unwrap();
+    let shown = printed_json(unicorn(&["inspect", text(&sound), "--verify", "--json"]));
     assert_eq!((shown["format"].as_str(), shown["verified"].as_bool()), (Some("native"), Some(true)));
     let source = data("gemma3/tiny-a");
     assert_error(unicorn(&["inspect", text(&source), "--verify"]), 1, &["no checksums"]);
     // Text from the file is escaped, so that it does not control the terminal.
-    let escaped = damaged(&manifest(&|m| m["source"] = json!("\u{1b}[2Jx\u{202e}y")));
+    let escaped = damaged(&manifest(|m| m["source"] = json!("\u{1b}[2Jx\u{202e}y")));
     let (code, stdout, stderr) = output(unicorn(&["inspect", text(&escaped)]));
     assert!(code == 0 && stdout.contains(r"\u{1b}[2Jx\u{202e}y"), "{stderr}{stdout}");
 }
@@ -607,29 +581,13 @@ fn damaged_small_files_of_native_checkpoints_are_refused_or_used() {
     use_small_files(&sound).expect("a sound folder");
     let step = |kind: &str, content: &str| json!({"type": kind, "pattern": {"String": "e"}, "content": content, "prepend": content, "replacement": "▁"});
     let nested = |list: &str, step: &Value| json!({"type": "Sequence", list: vec![step; 40]});
-    let junk = [
-        json!(null),
-        json!(true),
-        json!(0),
-        json!(1),
-        json!(-1),
-        json!(512),
-        json!(2.5),
-        json!(1e300),
-        json!(u64::MAX),
-        json!(""),
-        json!("A"),
-        json!("\u{202e}\u{fdfa}\n"),
-        json!("x".repeat(5000)),
-        json!("{% for m in messages %}{{ m['content'] * 9 }}{% endfor %}"),
-        json!("{{ bos_token }}{% for m in messages %}{{ m }}{% endfor %}"),
-        json!([]),
-        json!({}),
-        json!([[0, 1], "a b", {"a": 1}]),
-        json!({"Sequence": {"id": "A", "type_id": 0}}),
-        json!({"Sequence": {"id": "B", "type_id": 0}}),
-        json!({"SpecialToken": {"id": "<none>", "type_id": 0}}),
-    ];
+    let junk = r#"[null, true, 0, 1, -1, 512, 2.5, 1e300, 18446744073709551615, "", "A", "\u202e\ufdfa\n",
+        "{% for m in messages %}{{ m['content'] * 9 }}{% endfor %}",
+        "{{ bos_token }}{% for m in messages %}{{ m }}{% endfor %}", [], {}, [[0, 1], "a b", {"a": 1}],
+        {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}},
+        {"SpecialToken": {"id": "<none>", "type_id": 0}}]"#;
+    let mut junk: Vec<Value> = serde_json::from_str(junk).unwrap();
+    junk.insert(12, json!("x".repeat(5000)));
     let byte_level = json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true});
     let steps = [
         ("normalizer", json!(null)),
@@ -741,21 +699,15 @@ fn a_damaged_native_checkpoint_does_not_serve() {
     let (source, folder) = (tiny_model(), tempfile::tempdir().unwrap());
     let sound = folder.path().join("sound");
     quantize(source.path(), &sound, &["--scheme", "int4-g32"]);
-    let change_json = |name: &'static str, change: fn(&mut Value)| {
-        move |folder: &Path| {
-            let path = folder.join(name);
-            let mut json: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
-            change(&mut json);
-            fs::write(path, json.to_string()).unwrap();
-        }
+    let step = json!({"type": "Replace", "pattern": {"String": "h"}, "content": "hhhhhhhhhh"});
+    let grown = json!({"type": "Sequence", "normalizers": vec![step; 9]});
+    let grow = |folder: &Path| {
+        change_json(&folder.join("tokenizer.json"), |json| json["normalizer"] = grown.clone());
     };
-    let grow = change_json("tokenizer.json", |json| {
-        let step = json!({"type": "Replace", "pattern": {"String": "h"}, "content": "hhhhhhhhhh"});
-        json["normalizer"] = json!({"type": "Sequence", "normalizers": vec![step; 9]});
-    });
-    let post = change_json("tokenizer.json", |json| {
-        json["post_processor"]["single"] = json!([{"Sequence": {"id": "B", "type_id": 0}}]);
-    });
+    let single = json!([{"Sequence": {"id": "B", "type_id": 0}}]);
+    let post = |folder: &Path| {
+        change_json(&folder.join("tokenizer.json"), |json| json["post_processor"]["single"] = single.clone());
+    };
     let flip = |folder: &Path| {
         let path = folder.join("layer-005.safetensors");
         let mut bytes = fs::read(&path).unwrap();
@@ -771,8 +723,7 @@ fn a_damaged_native_checkpoint_does_not_serve() {
     ];
     for (i, (damage, on_device, parts)) in cases.into_iter().enumerate() {
         let copy = folder.path().join(format!("damaged-{i}"));
-        fs::create_dir(&copy).unwrap();
-        contents(&sound).iter().for_each(|(name, bytes)| fs::write(copy.join(name), bytes).unwrap());
+        write_all(&copy, &contents(&sound));
         damage(&copy);
         let args = ["serve", "--port", "0", "--allow-software-vulkan", "--model", text(&copy)];
         let command = if on_device { unicorn_on_software(&args) } else { unicorn(&args) };
@@ -788,10 +739,8 @@ fn synthetic_checkpoints_have_their_shape_and_name_their_random_weights() {
     let folder = tempfile::tempdir().unwrap();
     let (a, b) = (folder.path().join("a"), folder.path().join("b"));
     let args = ["--shape", "gemma-3-270m", "--scheme", "int4-g128", "--embedding", "int4-g128"];
-    for (folder, seed) in [(&a, "0"), (&b, "0")] {
-        let (code, stdout, stderr) =
-            output(lab(&[&["synth", text(folder), "--seed", seed], &args[..]].concat()));
-        assert_eq!(code, 0, "{stderr}");
+    for folder in [&a, &b] {
+        let stdout = printed(lab(&[&["synth", text(folder), "--seed", "0"], &args[..]].concat()));
         assert!(stdout.contains("random weights in the shape of gemma-3-270m"), "{stdout}");
     }
     let (first, second) = (contents(&a), contents(&b));
@@ -799,25 +748,15 @@ fn synthetic_checkpoints_have_their_shape_and_name_their_random_weights() {
     assert_ne!(first["layer-000.safetensors"], first["layer-001.safetensors"]);
     assert!(first.keys().eq(second.keys()) && first["unicorn.json"] == second["unicorn.json"]);
 
-    let files = open_files(&a).unwrap();
-    let checkpoint = Checkpoint::open(&files).unwrap();
+    let checkpoint = opened(&a);
     let row = checkpoint.get("model.layers.3.mlp.up_proj.weight").unwrap().rows_f32(77..78).unwrap();
     let square = row.iter().map(|w| w * w).sum::<f32>();
     assert!((0.8..1.25).contains(&square), "a row of unit length: {square}");
-    let (_, stdout, _) = output(unicorn(&["inspect", text(&a)]));
+    let stdout = printed(unicorn(&["inspect", text(&a)]));
     assert!(stdout.contains("random weights"), "{stdout}");
-    let (code, stdout, stderr) = output(unicorn_on_software(&[
-        "generate",
-        "--allow-software-vulkan",
-        "--model",
-        text(&a),
-        "--prompt",
-        "hello",
-        "--max-tokens",
-        "2",
-        "--context",
-        "64",
-    ]));
+    let options = ["--prompt", "hello", "--max-tokens", "2", "--context", "64", "--allow-software-vulkan"];
+    let generate = [&["generate", "--model", text(&a)], &options[..]].concat();
+    let (code, stdout, stderr) = output(unicorn_on_software(&generate));
     assert_eq!(code, 0, "{stderr}");
     assert!(stderr.contains("random weights") && !stdout.is_empty(), "{stdout} {stderr}");
 }
@@ -826,10 +765,8 @@ fn synthetic_checkpoints_have_their_shape_and_name_their_random_weights() {
 fn observed_moments_equal_those_of_the_matrix_inputs() {
     let source = data("gemma3/tiny-b");
     let goldens = Goldens::open(&source);
-    let files = open_files(&source).unwrap();
     let options = LoadOptions { moments: true, max_batch_tokens: 20, ..LoadOptions::default() };
-    let mut model =
-        ModelRunner::load(&device(), &Source::open(&files).unwrap(), &options, &mut |_| {}).unwrap();
+    let mut model = load(&source, &options);
     let tokens = goldens.tokens("tokens.mid");
     model.observe(&tokens, &mut |_| {}).unwrap();
     let moments = model.take_moments().unwrap();
@@ -845,7 +782,7 @@ fn observed_moments_equal_those_of_the_matrix_inputs() {
     }
 
     // The inputs of the first layer's q, k and v can be computed from the embedding alone.
-    let checkpoint = Checkpoint::open(&files).unwrap();
+    let checkpoint = opened(&source);
     let weights = Weights::collect(&checkpoint, &config).unwrap();
     let factors: Vec<f32> =
         weights.tensors.layers[0].norms.input_layernorm.to_f32().unwrap().iter().map(|w| 1.0 + w).collect();
@@ -893,9 +830,7 @@ fn quantizing_reports_the_loss_on_a_text() {
         let destination = folder.path().join(name);
         let eval = ["--eval", text(&text_file), "--allow-software-vulkan", "--context", "256"];
         let all = [&["quantize", text(&source), text(&destination)], args, &eval[..]].concat();
-        let (code, stdout, stderr) = output(unicorn_on_software(&all));
-        assert_eq!(code, 0, "{stderr}");
-        stdout
+        printed(unicorn_on_software(&all))
     };
     let kept = run("kept", &["--scheme", "keep"]);
     assert_eq!(number(&kept, "mean KL divergence"), 0.0, "{kept}");

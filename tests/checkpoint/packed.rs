@@ -4,7 +4,7 @@
 //! (`tools/packed_goldens`).
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use half::bf16;
 use rand::{Rng, SeedableRng};
@@ -12,16 +12,19 @@ use rand_chacha::ChaCha8Rng;
 use serde_json::{Map, Value, json};
 use tempfile::TempDir;
 
-use unicorn::checkpoint::Checkpoint;
 use unicorn::model::arch::{self, open_files};
 use unicorn::model::load::LoadOptions;
 use unicorn::model::weights::Weights;
 use unicorn::tensor::{Bits, Scales, Scheme};
 
-use crate::support::checkpoints::{ByName as _, mutate, read_all, sha256, values_both_ways};
+use crate::support::checkpoints::{
+    ByName as _, le_bytes, mutate, opened, read_all, refusal, sha256, values_both_ways,
+};
 use crate::support::damaged::DamagedReadings;
 use crate::support::goldens::Goldens;
+use crate::support::json::read_json;
 use crate::support::packed_files::{PackedPart, f16s, file, gptq, gptq_parts, words};
+use crate::support::tables::rows;
 use crate::support::{data, goldens};
 
 const BOUND: f32 = 1e-3;
@@ -50,21 +53,16 @@ fn folder_of(variant: &str) -> PathBuf {
     data("packed").join(variant)
 }
 
-fn open(folder: &Path) -> Result<Checkpoint, String> {
-    Checkpoint::open(&open_files(folder).unwrap()).map_err(|e| e.to_string())
-}
-
 #[test]
 fn every_tensor_equals_what_the_packages_unpack() {
     for (variant, q_proj, down_proj) in variants() {
         let folder = folder_of(variant);
-        let checkpoint = open(&folder).unwrap();
-        let hashes: Value =
-            serde_json::from_slice(&fs::read(folder.join("dequantized.json")).unwrap()).unwrap();
+        let checkpoint = opened(&folder);
+        let hashes: Value = read_json(&folder.join("dequantized.json"));
         for (name, expected) in hashes.as_object().unwrap() {
             let tensor = checkpoint.get(name).unwrap_or_else(|| panic!("{variant}: {name}"));
             let (values, again) = values_both_ways(&tensor);
-            assert_eq!(sha256(&values), *expected, "{variant}: {name}");
+            assert_eq!(sha256(&le_bytes(&values)), *expected, "{variant}: {name}");
             assert!(values.iter().zip(&again).all(|(a, b)| a == b), "{variant}: {name} on the device");
         }
         let format = serde_json::to_value(checkpoint.format()).unwrap();
@@ -151,14 +149,14 @@ fn compressed_parts() -> Vec<PackedPart> {
 fn integers_and_zero_points_are_read_from_where_each_format_stores_them() {
     // GPTQ: word 3 * 8 + 2 holds columns 24 to 31 of row 2, lowest bits first. The zero point of group 0 is 2.
     let f = folder(Some(gptq()), &gptq_parts());
-    let p = open(f.path()).unwrap().get("p.weight").unwrap().to_f32().unwrap();
+    let p = opened(f.path()).get("p.weight").unwrap().to_f32().unwrap();
     assert_eq!(p[2 * 64 + 24], 0.5 * (f32::from((3u8 * 8 + 2 + 1) & 15) - 2.0));
     assert_eq!(p[2 * 64 + 25], 0.5 * (f32::from((3u8 * 8 + 2 + 1) >> 4) - 2.0));
     // AWQ: eight rows are in the 4-bit places 0 4 1 5 2 6 3 7 of a word, so row 1 is in place 4.
     let mut parts = awq_parts();
     parts[0].3 = words((0..64).map(|_| 0x7654_3210));
     let f = folder(Some(awq()), &parts);
-    let p = open(f.path()).unwrap().get("p.weight").unwrap().to_f32().unwrap();
+    let p = opened(f.path()).get("p.weight").unwrap().to_f32().unwrap();
     let order = [0u8, 4, 1, 5, 2, 6, 3, 7].map(f32::from);
     for (row, place) in order.into_iter().enumerate() {
         // In group 0, the zero points are the same word as the weights. In group 1, they are in the reverse order.
@@ -166,7 +164,7 @@ fn integers_and_zero_points_are_read_from_where_each_format_stores_them() {
     }
     // compressed-tensors: the zero point of row 9 is the second one in the second word.
     let f = folder(Some(compressed()), &compressed_parts());
-    let p = open(f.path()).unwrap().get("p.weight").unwrap().to_f32().unwrap();
+    let p = opened(f.path()).get("p.weight").unwrap().to_f32().unwrap();
     assert_eq!(p[9 * 64], 0.5 * (f32::from(72u8 & 15) - 9.0));
 }
 
@@ -177,7 +175,7 @@ fn zero_points_of_gptq_version_1_are_stored_minus_one() {
         parts[0].3 = words([0; 64]);
         parts[1].3 = words([zeros; 2]);
         let f = folder(Some(quantization), &parts);
-        let checkpoint = open(f.path()).unwrap();
+        let checkpoint = opened(f.path());
         let tensor = checkpoint.get("p.weight").unwrap();
         let values =
             (0..8).map(|row| tensor.rows_f32(row..row + 1).map(|x| -2.0 * x[0]).map_err(|e| e.to_string()));
@@ -218,7 +216,7 @@ fn bf16_scales_outside_the_range_of_f16_are_kept_without_loss() {
             parts.remove(2);
         }
         let f = folder(Some(config), &parts);
-        let checkpoint = open(f.path()).unwrap();
+        let checkpoint = opened(f.path());
         let tensor = checkpoint.get("p.weight").unwrap();
         assert_eq!(
             tensor.scheme().unwrap(),
@@ -246,7 +244,7 @@ fn modules_are_read_with_their_own_settings_from_the_config() {
         ("q.weight", "F16", vec![1], f16s(&[2.0])),
     ];
     let f = folder(Some(quantization), &parts);
-    let checkpoint = open(f.path()).unwrap();
+    let checkpoint = opened(f.path());
     let p = checkpoint.get("p.weight").unwrap();
     assert_eq!(p.shape, [8, 32]);
     assert_eq!(p.rows_f32(1..2).unwrap()[..4], [126.5, -0.5, 0.0, 0.5]);
@@ -273,7 +271,7 @@ fn zero_points_at_half_the_range_are_not_stored_on_the_device() {
         );
         parts[3] = ("p.weight_shape", "I64", vec![2], shape);
         let f = folder(Some(compressed()), &parts);
-        let checkpoint = open(f.path()).unwrap();
+        let checkpoint = opened(f.path());
         let tensor = checkpoint.get("p.weight").unwrap();
         assert_eq!(tensor.scheme().unwrap(), scheme);
         let (values, again) = values_both_ways(&tensor);
@@ -286,7 +284,7 @@ fn zero_points_at_half_the_range_are_not_stored_on_the_device() {
 #[test]
 fn parts_of_a_matrix_are_found_in_different_shards() {
     let f = folder(Some(gptq()), &gptq_parts());
-    let expected = open(f.path()).unwrap().get("p.weight").unwrap().to_f32().unwrap();
+    let expected = opened(f.path()).get("p.weight").unwrap().to_f32().unwrap();
     fs::remove_file(f.path().join("model.safetensors")).unwrap();
     let mut weight_map = Map::new();
     for (i, part) in gptq_parts().into_iter().enumerate() {
@@ -296,98 +294,68 @@ fn parts_of_a_matrix_are_found_in_different_shards() {
     }
     let index = json!({"weight_map": weight_map}).to_string();
     fs::write(f.path().join("model.safetensors.index.json"), index).unwrap();
-    let checkpoint = open(f.path()).unwrap();
+    let checkpoint = opened(f.path());
     assert_eq!(checkpoint.get("p.weight").unwrap().to_f32().unwrap(), expected);
     assert_eq!(checkpoint.iter().len(), 1);
 }
 
 #[test]
 fn unsupported_quantization_configs_are_refused_with_the_field() {
-    let with = |mut base: Value, path: &str, value: Value| {
-        *base.pointer_mut(path).unwrap_or_else(|| panic!("{path}")) = value;
-        base
-    };
-    let add = |mut base: Value, name: &str, value: Value| {
-        base[name] = value;
-        base
-    };
-    let weights = "/config_groups/group_0/weights";
-    let inner = |name: &str| format!("{weights}/{name}");
-    let cases = [
-        (
-            json!({"quant_method": "bitsandbytes"}),
-            "quant_method is \"bitsandbytes\"; expected \"gptq\", \"awq\" or \"compressed-tensors\", or the original \
-             checkpoint in BF16, F16 or F32",
-        ),
-        (
-            json!({}),
-            "quant_method is missing; expected \"gptq\", \"awq\" or \"compressed-tensors\", or the original checkpoint in \
-             BF16, F16 or F32",
-        ),
-        (json!({"quant_method": 3}), "quant_method is 3; expected a string"),
-        (with(gptq(), "/bits", json!(3)), "bits is 3; expected 4 or 8"),
-        (with(gptq(), "/bits", json!("4")), "bits is \"4\"; expected 4 or 8"),
-        (
-            with(gptq(), "/group_size", json!(-2)),
-            "group_size is -2; expected a number of columns, or -1 for the whole row",
-        ),
-        (
-            with(gptq(), "/group_size", json!(0)),
-            "group_size is 0; expected a number of columns, or -1 for the whole row",
-        ),
-        (
-            with(gptq(), "/checkpoint_format", json!("marlin")),
-            "checkpoint_format is \"marlin\"; expected \"gptq\" or \"gptq_v2\"",
-        ),
-        (add(gptq(), "pack_dtype", json!("int16")), "pack_dtype is \"int16\"; expected \"int32\""),
-        (with(awq(), "/version", json!("gemv")), "version is \"gemv\"; expected \"gemm\""),
-        (with(awq(), "/bits", json!(8)), "bits is 8; expected 4"),
-        (with(awq(), "/zero_point", json!(false)), "zero_point is false; expected true"),
-        (
-            with(compressed(), "/format", json!("float-quantized")),
-            "format is \"float-quantized\"; expected \"pack-quantized\"",
-        ),
-        (
-            with(compressed(), "/config_groups", json!({})),
-            "config_groups is an object; expected 1 to 64 groups",
-        ),
-        (
-            with(compressed(), "/config_groups/group_0/input_activations", json!({"num_bits": 8})),
-            "config_groups.group_0.input_activations is an object; expected null, because activations are not \
-             quantized here",
-        ),
-        (
-            with(compressed(), weights, json!(null)),
-            "config_groups.group_0.weights is missing; expected how the weights are quantized",
-        ),
-        (
-            with(compressed(), &inner("type"), json!("float")),
-            "config_groups.group_0.weights.type is \"float\"; expected \"int\"",
-        ),
-        (
-            with(compressed(), &inner("num_bits"), json!(2)),
-            "config_groups.group_0.weights.num_bits is 2; expected 4 or 8",
-        ),
-        (
-            with(compressed(), &inner("strategy"), json!("tensor")),
-            "config_groups.group_0.weights.strategy is \"tensor\"; expected \"group\" or \"channel\"",
-        ),
-        (
-            add(compressed(), "kv_cache_scheme", json!({"num_bits": 8})),
-            "kv_cache_scheme is an object; expected null, because the KV cache is not quantized here",
-        ),
-    ];
-    for (quantization, expected) in cases {
+    // A format, the place of one field, and its value; or a whole config.
+    let cases = r#"
+{"quant_method": "bitsandbytes"}
+    => quant_method is "bitsandbytes"; expected "gptq", "awq" or "compressed-tensors", or the original
+    checkpoint in BF16, F16 or F32
+{}
+    => quant_method is missing; expected "gptq", "awq" or "compressed-tensors", or the original checkpoint in
+    BF16, F16 or F32
+{"quant_method": 3} => quant_method is 3; expected a string
+gptq /bits 3 => bits is 3; expected 4 or 8
+gptq /bits "4" => bits is "4"; expected 4 or 8
+gptq /group_size -2 => group_size is -2; expected a number of columns, or -1 for the whole row
+gptq /group_size 0 => group_size is 0; expected a number of columns, or -1 for the whole row
+gptq /checkpoint_format "marlin" => checkpoint_format is "marlin"; expected "gptq" or "gptq_v2"
+gptq /pack_dtype "int16" => pack_dtype is "int16"; expected "int32"
+awq /version "gemv" => version is "gemv"; expected "gemm"
+awq /bits 8 => bits is 8; expected 4
+awq /zero_point false => zero_point is false; expected true
+compressed /format "float-quantized" => format is "float-quantized"; expected "pack-quantized"
+compressed /config_groups {} => config_groups is an object; expected 1 to 64 groups
+compressed /config_groups/group_0/input_activations {"num_bits": 8}
+    => config_groups.group_0.input_activations is an object; expected null, because activations are not
+    quantized here
+compressed /config_groups/group_0/weights null
+    => config_groups.group_0.weights is missing; expected how the weights are quantized
+compressed /config_groups/group_0/weights/type "float"
+    => config_groups.group_0.weights.type is "float"; expected "int"
+compressed /config_groups/group_0/weights/num_bits 2
+    => config_groups.group_0.weights.num_bits is 2; expected 4 or 8
+compressed /config_groups/group_0/weights/strategy "tensor"
+    => config_groups.group_0.weights.strategy is "tensor"; expected "group" or "channel"
+compressed /kv_cache_scheme {"num_bits": 8}
+    => kv_cache_scheme is an object; expected null, because the KV cache is not quantized here
+"#;
+    for (change, expected) in rows(cases) {
+        let quantization = match change.splitn(3, ' ').collect::<Vec<_>>()[..] {
+            [format, path, value] if path.starts_with('/') => {
+                let mut config = match format {
+                    "gptq" => gptq(),
+                    "awq" => awq(),
+                    _ => compressed(),
+                };
+                let (parent, field) = path.rsplit_once('/').unwrap();
+                config.pointer_mut(parent).unwrap()[field] = serde_json::from_str(value).unwrap();
+                config
+            }
+            _ => serde_json::from_str(&change).unwrap(),
+        };
         let f = folder(Some(quantization.clone()), &[]);
-        let error = open(f.path()).unwrap_err();
-        assert!(
-            error.ends_with(&format!("config.json: quantization_config.{expected}")),
-            "{error}\n{expected}"
-        );
+        let error = refusal(f.path());
+        assert_eq!(error, format!("config.json: quantization_config.{expected}"));
         // transformers 5 stores the quantization config in text_config.
         let nested = json!({"text_config": {"quantization_config": quantization}}).to_string();
         fs::write(f.path().join("config.json"), nested).unwrap();
-        assert_eq!(open(f.path()).unwrap_err(), error);
+        assert_eq!(refusal(f.path()), error);
     }
 }
 
@@ -456,40 +424,38 @@ fn parts_that_contradict_each_other_are_refused_by_name() {
         (awq(), awq_parts(), awq_cases),
         (compressed(), compressed_parts(), compressed_cases),
     ] {
-        assert_eq!(open(folder(Some(config.clone()), &parts).path()).unwrap().iter().len(), 1);
+        assert_eq!(opened(folder(Some(config.clone()), &parts).path()).iter().len(), 1);
         for (change, expected) in cases {
             let mut parts = parts.clone();
             change(&mut parts);
-            let error = open(folder(Some(config.clone()), &parts).path()).unwrap_err();
-            assert!(error.ends_with(&format!("model.safetensors: tensor {expected}")), "{error}\n{expected}");
+            let error = refusal(folder(Some(config.clone()), &parts).path());
+            assert_eq!(error, format!("model.safetensors: tensor {expected}"));
         }
         // Groups of 24 columns straddle the blocks of the device's layout.
         let narrow = config.to_string().replace("\"group_size\":32", "\"group_size\":24");
         let narrow: Value = serde_json::from_str(&narrow).unwrap();
-        let error = open(folder(Some(narrow), &parts).path()).unwrap_err();
+        let error = refusal(folder(Some(narrow), &parts).path());
         let straddled = error.contains("scales groups of 24 columns; expected a multiple of 32");
         assert!(
             straddled || error.contains("expected F16 or BF16 [3, 8]") || error.contains("do not match it"),
             "{error}"
         );
 
-        let error = open(folder(None, &parts).path()).unwrap_err();
+        let error = refusal(folder(None, &parts).path());
         let expected = "is a packed matrix, but config.json has no quantization_config";
         assert!(error.contains(expected), "{error}");
     }
     let mut by_activation = gptq();
     by_activation["desc_act"] = json!(true);
-    assert!(
-        open(folder(Some(by_activation.clone()), &gptq_parts()).path()).is_ok(),
-        "this g_idx keeps the order of the columns"
-    );
-    let error = open(folder(Some(by_activation), &gptq_parts()[..3]).path()).unwrap_err();
+    // This g_idx keeps the order of the columns.
+    opened(folder(Some(by_activation.clone()), &gptq_parts()).path());
+    let error = refusal(folder(Some(by_activation), &gptq_parts()[..3]).path());
     assert!(error.ends_with("tensor p.g_idx: is missing"), "{error}");
     // A scale that is not finite is found when its row is read.
     let mut parts = gptq_parts();
     parts[2].3 = f16s(&[&[0.5f32; 11][..], &[f32::NAN], &[0.5; 4]].concat());
     let f = folder(Some(gptq()), &parts);
-    let error = open(f.path()).unwrap().get("p.weight").unwrap().to_f32().unwrap_err().to_string();
+    let error = opened(f.path()).get("p.weight").unwrap().to_f32().unwrap_err().to_string();
     let expected = "tensor p.weight: row 3, group 1: its scale is NaN or infinite; expected a finite number";
     assert!(error.ends_with(expected), "{error}");
 }

@@ -44,12 +44,16 @@ impl Field {
             (false, REQUIRED) => "",
             (false, default) => default,
         };
-        let cells = [format!("`{name}`"), types, bounds, default.to_owned(), meaning.to_owned()];
-        cells.iter().fold("|".to_owned(), |line, cell| match cell.as_str() {
-            "" => line + " |",
-            cell => format!("{line} {cell} |"),
-        })
+        written([format!("`{name}`"), types, bounds, default.to_owned(), meaning.to_owned()])
     }
+}
+
+/// A row of a table with these cells.
+fn written<const N: usize>(cells: [String; N]) -> String {
+    cells.iter().fold("|".to_owned(), |line, cell| match cell.as_str() {
+        "" => line + " |",
+        cell => format!("{line} {cell} |"),
+    })
 }
 
 /// The fields of each route, by name.
@@ -268,10 +272,7 @@ fn other_lines(document: &Value) -> BTreeMap<String, BTreeMap<String, String>> {
                 text("treatment").into(),
                 off.join(", "),
             ];
-            let line = line.iter().fold("|".to_owned(), |line, cell| match cell.as_str() {
-                "" => line + " |",
-                cell => format!("{line} {cell} |"),
-            });
+            let line = written(line);
             let lines: &mut BTreeMap<String, String> = routes.entry(format!("POST {path}")).or_default();
             lines.insert(text("name").to_owned(), line);
         }
@@ -410,6 +411,11 @@ async fn the_docs_name_every_route_that_needs_no_key() {
     }
 }
 
+#[track_caller]
+fn assert_complaint(found: &[String], expected: &str) {
+    assert!(found.iter().any(|complaint| complaint.contains(expected)), "{expected:?} is not in {found:?}");
+}
+
 #[test]
 fn a_wrong_row_of_another_servers_field_is_reported() {
     let field =
@@ -433,11 +439,7 @@ Other fields of `POST /a`:
         ("| `a`, `c` | S | refused | `0`, `\"\"` |", "", "the other fields of `POST /a` lack\n| `a` | S |"),
         ("Other fields", "Fields", "no line \"Other fields of `POST /…`:\" is above the table"),
     ] {
-        let found = complaints_of_others(&sound.replace(from, to), &document);
-        assert!(
-            found.iter().any(|complaint| complaint.contains(expected)),
-            "{expected:?} is not in {found:?}"
-        );
+        assert_complaint(&complaints_of_others(&sound.replace(from, to), &document), expected);
     }
 }
 
@@ -484,45 +486,30 @@ Fields of `POST /a`:
 ";
     assert_eq!(complaints(sound, &document), [""; 0]);
 
-    let assert_complaint = |from: &str, to: &str, expected: &str| {
+    for (from, to, expected) in [
+        (
+            "-1 to 2",
+            "0 to 2",
+            "docs/api.md:9: for `POST /a` expected\n| `n` | integer | -1 to 2 | required | A number. |",
+        ),
+        ("| required | A", "| 3 | A", "| `n` | integer | -1 to 2 | required | A number. |"),
+        ("| integer |", "| number |", "| `n` | integer |"),
+        ("| none |", "| required |", "| `parts` | list of object or string | at least 1 item | | Parts. |"),
+        ("`b`, `a`", "`b`", "| `parts[].kind` | string | `a`, `b`, `c` | | |"),
+        (
+            "| `more` | object | at least 0.5 | | |\n",
+            "",
+            "the tables of `POST /a` lack\n| `more` | object | at least 0.5 | | |",
+        ),
+        ("`more`", "`less`", "docs/api.md:14: `POST /a` has no field `less`"),
+        ("| `more`", "| `n`", "`n` of `POST /a` is already in line 9"),
+        ("Fields of", "The fields of", "docs/api.md:9: no line \"Fields of `POST /…`:\" is above the table"),
+        ("| `POST /a` |", "| `GET /a` |", "docs/api.md:3: there is no route `GET /a`"),
+        ("| `POST /a` |", "| `GET /a` |", "the table of routes lacks\n| `POST /a` | |"),
+        ("| Does. |", "| Does. |\n| `POST /a` | |", "docs/api.md:4: `POST /a` has a line already"),
+    ] {
         let page = sound.replace(from, to);
         assert_ne!(page, sound, "nothing to replace");
-        let found = complaints(&page, &document);
-        assert!(
-            found.iter().any(|complaint| complaint.contains(expected)),
-            "{expected:?} is not in {found:?}"
-        );
-    };
-    assert_complaint(
-        "-1 to 2",
-        "0 to 2",
-        "docs/api.md:9: for `POST /a` expected\n| `n` | integer | -1 to 2 | required | A number. |",
-    );
-    assert_complaint("| required | A", "| 3 | A", "| `n` | integer | -1 to 2 | required | A number. |");
-    assert_complaint("| integer |", "| number |", "| `n` | integer |");
-    assert_complaint(
-        "| none |",
-        "| required |",
-        "| `parts` | list of object or string | at least 1 item | | Parts. |",
-    );
-    assert_complaint("`b`, `a`", "`b`", "| `parts[].kind` | string | `a`, `b`, `c` | | |");
-    assert_complaint(
-        "| `more` | object | at least 0.5 | | |\n",
-        "",
-        "the tables of `POST /a` lack\n| `more` | object | at least 0.5 | | |",
-    );
-    assert_complaint("`more`", "`less`", "docs/api.md:14: `POST /a` has no field `less`");
-    assert_complaint("| `more`", "| `n`", "`n` of `POST /a` is already in line 9");
-    assert_complaint(
-        "Fields of",
-        "The fields of",
-        "docs/api.md:9: no line \"Fields of `POST /…`:\" is above the table",
-    );
-    assert_complaint("| `POST /a` |", "| `GET /a` |", "docs/api.md:3: there is no route `GET /a`");
-    assert_complaint("| `POST /a` |", "| `GET /a` |", "the table of routes lacks\n| `POST /a` | |");
-    assert_complaint(
-        "| Does. |",
-        "| Does. |\n| `POST /a` | |",
-        "docs/api.md:4: `POST /a` has a line already",
-    );
+        assert_complaint(&complaints(&page, &document), expected);
+    }
 }

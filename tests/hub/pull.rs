@@ -8,7 +8,7 @@ use std::io::{self, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::Command;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -20,12 +20,13 @@ use futures::StreamExt;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
-use sha1::Sha1;
-use sha2::{Digest, Sha256};
+use sha1::{Digest, Sha1};
 use unicorn::hub::{Cache, Format, HubError, ModelName, Settings, pull, standard_cache};
 
+use crate::support::checkpoints::{hex, sha256};
 use crate::support::data;
 use crate::support::fake_runner::HANG;
+use crate::support::program::{in_shell, output, printed, printed_json, unicorn_on_software};
 
 const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 const OTHER_COMMIT: &str = "fedcba9876543210fedcba9876543210fedcba98";
@@ -121,8 +122,8 @@ impl Hub {
         Self { behaviour, url, runtime: Some(runtime) }
     }
 
-    fn set(&self, change: impl FnOnce(&mut Behaviour)) {
-        change(&mut self.behaviour.lock().expect("not poisoned"));
+    fn set<T>(&self, change: impl FnOnce(&mut Behaviour) -> T) -> T {
+        change(&mut self.behaviour.lock().expect("not poisoned"))
     }
 
     fn fault(&self, faults: &[Fault]) {
@@ -131,22 +132,15 @@ impl Hub {
 
     /// The requests to the CDN since the last call.
     fn cdn_requests(&self) -> Vec<Seen> {
-        let mut requests = Vec::new();
-        self.set(|b| requests = std::mem::take(&mut b.seen_by_cdn));
-        requests
+        self.set(|b| std::mem::take(&mut b.seen_by_cdn))
     }
 
     fn hub_requests(&self) -> Vec<Seen> {
-        let mut requests = Vec::new();
-        self.set(|b| requests = std::mem::take(&mut b.seen));
-        requests
+        self.set(|b| std::mem::take(&mut b.seen))
     }
 
-    fn settings(&self) -> Settings {
-        self.settings_with(&[])
-    }
-
-    fn settings_with(&self, variables: &[(&str, &str)]) -> Settings {
+    /// The settings for this hub with more variables of the environment.
+    fn settings(&self, variables: &[(&str, &str)]) -> Settings {
         let variable = |name: &str| -> Option<OsString> {
             let own = [("HF_ENDPOINT", self.url.as_str())];
             variables.iter().chain(&own).find(|(n, _)| *n == name).map(|(_, v)| v.into())
@@ -184,8 +178,19 @@ impl Hub {
     }
 
     fn pull(&self, cache: &Cache, name: &str) -> Result<PathBuf, HubError> {
-        pull(&self.settings(), cache, &name.parse().expect(name), &mut |_| {})
+        pull_with(&self.settings(&[]), cache, name)
     }
+
+    /// Pulls the one file of this hub, and checks its bytes.
+    #[track_caller]
+    fn pull_file(&self, cache: &Cache, bytes: &[u8]) {
+        let path = self.pull(cache, "org/tiny").expect("pulled");
+        assert_eq!(fs::read(path).unwrap(), bytes);
+    }
+}
+
+fn pull_with(settings: &Settings, cache: &Cache, text: &str) -> Result<PathBuf, HubError> {
+    pull(settings, cache, &name(text), &mut |_| {})
 }
 
 impl Drop for Hub {
@@ -220,13 +225,8 @@ fn serve(runtime: &tokio::runtime::Runtime, router: Router) -> String {
     url
 }
 
-fn sha256(bytes: &[u8]) -> String {
-    Sha256::digest(bytes).iter().map(|b| format!("{b:02x}")).collect()
-}
-
 fn git_sha1(bytes: &[u8]) -> String {
-    let hash = Sha1::new().chain_update(format!("blob {}\0", bytes.len())).chain_update(bytes).finalize();
-    hash.iter().map(|b| format!("{b:02x}")).collect()
+    hex(&Sha1::new().chain_update(format!("blob {}\0", bytes.len())).chain_update(bytes).finalize())
 }
 
 fn seen(request: &Request) -> Seen {
@@ -398,16 +398,24 @@ fn name(text: &str) -> ModelName {
     text.parse().unwrap_or_else(|e| panic!("{text}: {e}"))
 }
 
+fn find(cache: &Cache, text: &str) -> Option<PathBuf> {
+    cache.find(&name(text)).expect("valid")
+}
+
 fn repository(cache: &Cache) -> PathBuf {
     cache.root().join("models--org--tiny")
 }
 
-fn blobs(cache: &Cache) -> Vec<String> {
-    let mut names: Vec<String> = fs::read_dir(repository(cache).join("blobs"))
-        .map(|dir| dir.map(|e| e.unwrap().file_name().into_string().unwrap()).collect())
-        .unwrap_or_default();
+/// The sorted names of the files in a folder, which may be absent.
+fn names_in(folder: &Path) -> Vec<String> {
+    let entries = fs::read_dir(folder).into_iter().flatten();
+    let mut names: Vec<String> = entries.map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
     names.sort();
     names
+}
+
+fn blobs(cache: &Cache) -> Vec<String> {
+    names_in(&repository(cache).join("blobs"))
 }
 
 /// Checks that the message is one line with all of `parts`.
@@ -432,29 +440,10 @@ fn model_names_are_parsed_and_displayed_as_typed() {
         (full.repo.as_str(), full.repo.name(), full.revision(), full.file.as_deref()),
         ("org/tiny", "tiny", "v1", Some("a.gguf"))
     );
-    for bad in [
-        "",
-        "tiny",
-        "/tiny",
-        "org/",
-        "org/a/b",
-        "../etc",
-        "org/..",
-        "./models",
-        "org/-x",
-        "org/a--b",
-        "a b/c",
-        "org/tiny@",
-        "org/tiny@../x",
-        "org/tiny@a//b",
-        "org/tiny@-rf",
-        "org/tiny:",
-        "org/tiny:../x",
-        "org/tiny:/etc/passwd",
-        "org/tiny:a\\b",
-        "org/tiny:a\nb",
-        "http://org/tiny",
-    ] {
+    let bad = "|tiny|/tiny|org/|org/a/b|../etc|org/..|./models|org/-x|org/a--b|a b/c|org/tiny@|org/tiny@../x\
+               |org/tiny@a//b|org/tiny@-rf|org/tiny:|org/tiny:../x|org/tiny:/etc/passwd|org/tiny:a\\b\
+               |org/tiny:a\nb|http://org/tiny";
+    for bad in bad.split('|') {
         let error = bad.parse::<ModelName>().expect_err(bad);
         says(&error.into(), &["expected"][..usize::from(!bad.contains(':'))]);
     }
@@ -518,10 +507,10 @@ fn a_pull_stores_only_files_for_serving_in_the_shared_cache_layout() {
     let (_folder, cache) = temporary();
     let path = hub.pull(&cache, "org/tiny").expect("pulled");
     assert_eq!(path, repository(&cache).join("snapshots").join(COMMIT));
-    let mut names: Vec<_> =
-        fs::read_dir(&path).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
-    names.sort();
-    assert_eq!(names, ["chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json"]);
+    assert_eq!(
+        names_in(&path),
+        ["chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json"]
+    );
     assert_eq!(fs::read(path.join("model.safetensors")).unwrap(), weights);
     // The checksum that `git hash-object` prints.
     let link = fs::read_link(path.join("config.json")).expect("a link");
@@ -529,12 +518,9 @@ fn a_pull_stores_only_files_for_serving_in_the_shared_cache_layout() {
     let link = fs::read_link(path.join("model.safetensors")).expect("a link");
     assert_eq!(link, Path::new("../../blobs").join(sha256(&weights)));
     assert_eq!(fs::read_to_string(repository(&cache).join("refs/main")).unwrap(), COMMIT);
-    assert!(
-        blobs(&cache).iter().all(|b| !b.contains('.')),
-        "only complete blobs are left: {:?}",
-        blobs(&cache)
-    );
-    assert_eq!(cache.find(&name("org/tiny")).expect("valid").as_ref(), Some(&path));
+    let left = blobs(&cache);
+    assert!(left.iter().all(|b| !b.contains('.')), "only complete blobs are left: {left:?}");
+    assert_eq!(find(&cache, "org/tiny").as_ref(), Some(&path));
 
     // A second pull requests only the listing.
     hub.hub_requests();
@@ -554,10 +540,10 @@ fn a_pull_stores_only_files_for_serving_in_the_shared_cache_layout() {
     hub.hub_requests();
     let newer = hub.pull(&cache, "org/tiny").expect("pulled");
     assert!(newer.ends_with(OTHER_COMMIT) && hub.cdn_requests().is_empty());
-    assert_eq!(cache.find(&name("org/tiny")).expect("valid").as_ref(), Some(&newer));
-    assert_eq!(cache.find(&name("org/tiny@v1")).expect("valid").as_ref(), Some(&path));
-    assert_eq!(cache.find(&name("org/tiny@v2")).expect("valid"), None);
-    assert_eq!(cache.find(&name("org/other")).expect("valid"), None);
+    assert_eq!(find(&cache, "org/tiny").as_ref(), Some(&newer));
+    assert_eq!(find(&cache, "org/tiny@v1").as_ref(), Some(&path));
+    assert_eq!(find(&cache, "org/tiny@v2"), None);
+    assert_eq!(find(&cache, "org/other"), None);
 }
 
 #[test]
@@ -590,7 +576,7 @@ fn a_tag_selects_one_of_several_gguf_files() {
 
     let q4_0 = hub.pull(&cache, "org/tiny:q4_0").expect("pulled");
     assert!(q4_0.ends_with("tiny-Q4_0.gguf") && fs::read(&q4_0).unwrap() == b"q4_0");
-    let found = |text: &str| cache.find(&name(text)).expect("valid");
+    let found = |text: &str| find(&cache, text);
     assert_eq!(found("org/tiny").as_ref(), Some(&q4_0), "the only pulled file");
     assert_eq!(found("org/tiny:tiny-Q4_0.gguf").as_ref(), Some(&q4_0));
     assert_eq!(found("org/tiny:Q4_0").as_ref(), Some(&q4_0));
@@ -605,7 +591,7 @@ fn a_tag_selects_one_of_several_gguf_files() {
         let path = hub.pull(&cache, text).expect("pulled");
         assert!(path.ends_with("bf16/tiny-bf16-00001-of-00002.gguf") && path.exists());
         assert_eq!(fs::read(path.with_file_name("tiny-bf16-00002-of-00002.gguf")).unwrap(), b"second");
-        assert_eq!(cache.find(&name(text)).expect("valid").as_ref(), Some(&path));
+        assert_eq!(find(&cache, text).as_ref(), Some(&path));
         assert_eq!(
             listed(&cache),
             [("org/tiny:bf16/tiny-bf16-00001-of-00002.gguf".to_owned(), Format::Gguf, 16)]
@@ -631,8 +617,7 @@ fn an_interrupted_transfer_resumes_where_it_stopped() {
     // The connection breaks more often than the number of attempts, but each attempt makes progress.
     let cut = Fault::Cut(1_100_000);
     hub.fault(&[cut, cut, cut, cut, Fault::Status(503), Fault::Cut(usize::MAX)]);
-    let path = hub.pull(&cache, "org/tiny").expect("pulled");
-    assert_eq!(fs::read(path).unwrap(), weights);
+    hub.pull_file(&cache, &weights);
     let ranges: Vec<Option<String>> = hub.cdn_requests().into_iter().map(|r| r.range).collect();
     assert_eq!(ranges[0], None);
     let offsets: Vec<usize> = ranges[1..]
@@ -663,7 +648,7 @@ fn a_later_pull_resumes_the_partial_file_of_an_earlier_one() {
             first = Some((total, here));
         }
     };
-    let path = pull(&hub.settings(), &cache, &name("org/tiny"), report).expect("pulled");
+    let path = pull(&hub.settings(&[]), &cache, &name("org/tiny"), report).expect("pulled");
     assert_eq!(first, Some((200_000, left)));
     assert_eq!(hub.cdn_requests()[0].range, Some(format!("bytes={left}-")));
     assert_eq!(fs::read(path).unwrap(), weights);
@@ -676,8 +661,7 @@ fn a_server_without_range_support_sends_the_file_from_the_start() {
     let hub = Hub::start(&[("tiny.gguf", &weights, true)]);
     let (_folder, cache) = temporary();
     hub.fault(&[Fault::Cut(150_000), Fault::IgnoreRange]);
-    let path = hub.pull(&cache, "org/tiny").expect("pulled");
-    assert_eq!(fs::read(path).unwrap(), weights);
+    hub.pull_file(&cache, &weights);
 
     // A download that stops at the same position each time makes no progress, and is not retried.
     let (_folder, cache) = temporary();
@@ -702,8 +686,7 @@ fn leftover_files_with_other_contents_are_not_used() {
             says(&error, &["tiny.gguf", "SHA-256", &sha256(&weights), "deleted"]);
             assert!(blobs(&cache).is_empty(), "{:?}", blobs(&cache));
         }
-        let path = hub.pull(&cache, "org/tiny").expect("pulled");
-        assert_eq!(fs::read(path).unwrap(), weights);
+        hub.pull_file(&cache, &weights);
     }
     // A blob that was truncated after its check is pulled again.
     let (_folder, cache) = temporary();
@@ -726,8 +709,7 @@ fn a_file_with_a_wrong_checksum_is_deleted() {
         says(&error, &["tiny.gguf", &checksum, "deleted"]);
         assert!(blobs(&cache).is_empty(), "{:?}", blobs(&cache));
         hub.fault(&[]);
-        let path = hub.pull(&cache, "org/tiny").expect("pulled");
-        assert_eq!(fs::read(path).unwrap(), weights);
+        hub.pull_file(&cache, &weights);
     }
 }
 
@@ -737,9 +719,9 @@ fn a_request_to_a_stalled_server_times_out_and_is_retried() {
     let hub = Hub::start(&[("tiny.gguf", &weights, true)]);
     let (_folder, cache) = temporary();
     hub.fault(&[Fault::Stall(40_000), Fault::Cut(usize::MAX)]);
-    let mut settings = hub.settings();
+    let mut settings = hub.settings(&[]);
     settings.patience.stall = Duration::from_secs(2);
-    let path = pull(&settings, &cache, &name("org/tiny"), &mut |_| {}).expect("pulled");
+    let path = pull_with(&settings, &cache, "org/tiny").expect("pulled");
     assert_eq!(fs::read(path).unwrap(), weights);
     let asked = hub.cdn_requests();
     assert_eq!(asked[1].range.as_deref(), Some("bytes=40000-"), "{asked:?}");
@@ -753,16 +735,16 @@ fn the_token_is_sent_to_the_hub_only() {
         b.bare = true;
         b.token = Some("hf_secret".into());
     });
-    let settings = hub.settings_with(&[("HF_TOKEN", "hf_secret\n")]);
-    pull(&settings, &cache, &name("org/tiny"), &mut |_| {}).expect("pulled");
+    let settings = hub.settings(&[("HF_TOKEN", "hf_secret\n")]);
+    pull_with(&settings, &cache, "org/tiny").expect("pulled");
     let (asked, elsewhere) = (hub.hub_requests(), hub.cdn_requests());
     assert_eq!(asked.iter().map(|r| r.method.as_str()).collect::<Vec<_>>(), ["GET", "HEAD", "GET"]);
     assert!(asked.iter().all(|r| r.authorization.as_deref() == Some("Bearer hf_secret")), "{asked:?}");
     assert_eq!(elsewhere.len(), 1, "the hub's own redirect describes the file");
     assert!(elsewhere.iter().all(|r| r.authorization.is_none()), "{elsewhere:?}");
 
-    let settings = hub.settings_with(&[("HUGGING_FACE_HUB_TOKEN", "hf_expired")]);
-    let error = pull(&settings, &cache, &name("org/tiny"), &mut |_| {}).unwrap_err();
+    let settings = hub.settings(&[("HUGGING_FACE_HUB_TOKEN", "hf_expired")]);
+    let error = pull_with(&settings, &cache, "org/tiny").unwrap_err();
     says(&error, &["HUGGING_FACE_HUB_TOKEN", "wrong or expired", "settings/tokens"]);
     assert!(!error.to_string().contains("hf_expired"));
 }
@@ -783,12 +765,12 @@ fn redirects_are_followed_up_to_a_limit() {
     let hub = Hub::start(&[("tiny.gguf", b"tiny", true)]);
     let (_folder, cache) = temporary();
     // The repository was renamed. Redirects of the hub to itself keep the token.
-    let settings = hub.settings_with(&[("HF_TOKEN", "hf_mine")]);
-    pull(&settings, &cache, &name("org/old"), &mut |_| {}).expect("pulled");
+    let settings = hub.settings(&[("HF_TOKEN", "hf_mine")]);
+    pull_with(&settings, &cache, "org/old").expect("pulled");
     let asked = hub.hub_requests();
     assert_eq!(asked.len(), 4, "{asked:?}");
     assert!(asked.iter().all(|r| r.authorization.is_some()), "{asked:?}");
-    assert!(cache.find(&name("org/old")).expect("valid").is_some());
+    assert!(find(&cache, "org/old").is_some());
     hub.set(|b| b.circular = true);
     says(&hub.pull(&cache, "org/tiny").unwrap_err(), &["redirects more than"]);
     assert_eq!(hub.hub_requests().len(), 7);
@@ -802,10 +784,9 @@ fn a_hub_with_tls_is_trusted_only_by_its_certificate() {
     let file = folder.path().join("authority.pem");
     fs::write(&file, certificate).expect("written");
     let file = file.to_str().expect("UTF-8");
-    let with = |variables: &[(&str, &str)]| {
-        hub.settings_with(&[&[("HF_ENDPOINT", url.as_str())], variables].concat())
-    };
-    let pull = |settings: &Settings, text: &str| pull(settings, &cache, &name(text), &mut |_| {});
+    let with =
+        |variables: &[(&str, &str)]| hub.settings(&[&[("HF_ENDPOINT", url.as_str())], variables].concat());
+    let pull = |settings: &Settings, text: &str| pull_with(settings, &cache, text);
 
     says(&pull(&with(&[]), "org/tiny:small.gguf").unwrap_err(), &["cannot reach", &url, "SSL_CERT_FILE"]);
     let believed = with(&[("SSL_CERT_FILE", file)]);
@@ -825,19 +806,20 @@ fn pull_errors_say_what_to_do() {
     let hub = Hub::start(&[("tiny.gguf", b"tiny", true)]);
     let (_folder, cache) = temporary();
     let fails = |text: &str, parts: &[&str]| says(&hub.pull(&cache, text).unwrap_err(), parts);
+    let fails_with = |settings: &Settings, parts: &[&str]| {
+        says(&pull_with(settings, &cache, "org/tiny").unwrap_err(), parts);
+    };
     fails("org/none", &["org/none", "no such model", "HF_TOKEN"]);
     fails("org/tiny@v9", &["org/tiny", "revision", "v9"]);
     fails("org/tiny:x.bin", &["org/tiny", "x.bin", "org/tiny:tiny.gguf"]);
     hub.set(|b| b.gated = true);
     let licence = format!("{}/org/tiny", hub.url);
     fails("org/tiny", &["gated", &licence, "accept", "HF_TOKEN"]);
-    let settings = hub.settings_with(&[("HF_TOKEN", "hf_mine")]);
-    let error = pull(&settings, &cache, &name("org/tiny"), &mut |_| {}).unwrap_err();
-    says(&error, &["gated", &licence, "the token from HF_TOKEN"]);
+    fails_with(&hub.settings(&[("HF_TOKEN", "hf_mine")]), &["gated", &licence, "the token from HF_TOKEN"]);
 
     // A refused pull leaves nothing that looks like a model.
     assert_eq!(listed(&cache), []);
-    assert_eq!(cache.find(&name("org/tiny")).expect("valid"), None);
+    assert_eq!(find(&cache, "org/tiny"), None);
 
     hub.set(|b| b.gated = false);
     hub.fault(&[Fault::Status(503)]);
@@ -849,17 +831,14 @@ fn pull_errors_say_what_to_do() {
     fails("org/tiny", &["404"]);
     assert_eq!(hub.cdn_requests().len(), 1);
 
-    let settings = hub.settings_with(&[("HF_HUB_OFFLINE", "1")]);
     hub.hub_requests();
-    let error = pull(&settings, &cache, &name("org/tiny"), &mut |_| {}).unwrap_err();
-    says(&error, &["HF_HUB_OFFLINE"]);
+    fails_with(&hub.settings(&[("HF_HUB_OFFLINE", "1")]), &["HF_HUB_OFFLINE"]);
     assert!(hub.hub_requests().is_empty());
     // No server listens on a port that was just released.
     let free = TcpListener::bind("127.0.0.1:0").expect("a free port").local_addr().expect("bound");
     let endpoint = format!("http://{free}");
     let settings = Settings::from_environment(|n| (n == "HF_ENDPOINT").then(|| endpoint.clone().into()));
-    let error = pull(&settings.expect("valid"), &cache, &name("org/tiny"), &mut |_| {}).unwrap_err();
-    says(&error, &["cannot reach", &endpoint, "HF_ENDPOINT"]);
+    fails_with(&settings.expect("valid"), &["cannot reach", &endpoint, "HF_ENDPOINT"]);
 }
 
 #[test]
@@ -872,14 +851,9 @@ fn a_hostile_listing_writes_nothing() {
         hub.pull(&cache, "org/tiny").unwrap_err()
     };
     let sum = sha256(b"tiny");
-    for path in [
-        "../evil.gguf",
-        "/tmp/evil.gguf",
-        "a/../../evil.gguf",
-        "a//b.gguf",
-        "..\\evil.gguf",
-        "a\u{1b}[2J.gguf",
-    ] {
+    for path in
+        "../evil.gguf /tmp/evil.gguf a/../../evil.gguf a//b.gguf ..\\evil.gguf a\u{1b}[2J.gguf".split(' ')
+    {
         says(&lists(path, COMMIT, &sum, 4), &["org/tiny", "nothing was written"]);
     }
     for sha in ["../../evil", "main", "", "0123456789ABCDEF0123456789abcdef01234567"] {
@@ -902,7 +876,7 @@ fn a_hostile_listing_writes_nothing() {
         hub.set(|b| b.listing = Some(listing));
         says(&hub.pull(&cache, "org/tiny").unwrap_err(), &[part]);
     }
-    let written: Vec<_> = fs::read_dir(folder.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
+    let written = names_in(folder.path());
     assert!(written.is_empty() || written == ["hub"], "{written:?}");
     assert!(blobs(&cache).is_empty() && !repository(&cache).join("refs/main").exists());
 }
@@ -946,7 +920,7 @@ fn only_one_process_writes_a_file_at_a_time() {
     });
     assert!(results.iter().any(Result::is_ok), "{results:?}");
     assert!(results.iter().all(|r| matches!(r, Ok(_) | Err(HubError::Busy { .. }))), "{results:?}");
-    let path = cache.find(&name("org/tiny")).expect("valid").expect("pulled");
+    let path = find(&cache, "org/tiny").expect("pulled");
     assert_eq!(fs::read(path).unwrap(), weights);
 }
 
@@ -1015,19 +989,14 @@ fn an_incomplete_model_is_reported_as_incomplete() {
     let (_folder, cache) = temporary();
     let whole = Fault::Cut(usize::MAX);
     hub.fault(&[whole, whole, whole, Fault::Cut(0)]);
-    says(
-        &hub.pull(&cache, "org/tiny").unwrap_err(),
-        &["model-00002-of-00002.safetensors", "was interrupted"],
-    );
+    let error = hub.pull(&cache, "org/tiny").unwrap_err();
+    says(&error, &["model-00002-of-00002.safetensors", "was interrupted"]);
     says(&cache.find(&name("org/tiny")).unwrap_err(), &["partly downloaded", "unicorn pull org/tiny"]);
-    assert_eq!(
-        listed(&cache),
-        [("org/tiny".to_owned(), Format::Partial, 8)],
-        "both JSON files and one of two weight files"
-    );
+    // Both JSON files and one of two weight files.
+    assert_eq!(listed(&cache), [("org/tiny".to_owned(), Format::Partial, 8)]);
     hub.fault(&[]);
     let path = hub.pull(&cache, "org/tiny").expect("pulled");
-    assert_eq!(cache.find(&name("org/tiny")).expect("valid"), Some(path));
+    assert_eq!(find(&cache, "org/tiny"), Some(path));
     assert_eq!(listed(&cache), [("org/tiny".to_owned(), Format::Safetensors, 11)]);
 }
 
@@ -1035,26 +1004,16 @@ fn an_incomplete_model_is_reported_as_incomplete() {
 
 /// The binary, with its own home folder.
 fn unicorn(home: &Path, hub: &Hub, args: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_unicorn"));
+    let mut command = unicorn_on_software(args);
     for (name, _) in std::env::vars_os() {
         let name = name.to_string_lossy();
-        let of_others = ["HF_", "HUGGING", "TRANSFORMERS_", "XDG_CACHE", "UNICORN_"];
+        let of_others = ["HF_", "HUGGING", "TRANSFORMERS_", "XDG_CACHE"];
         if of_others.iter().any(|o| name.starts_with(o)) || name.to_ascii_uppercase().ends_with("_PROXY") {
             command.env_remove(&*name);
         }
     }
+    command.env("HOME", home).env("HF_ENDPOINT", &hub.url);
     command
-        .args(args)
-        .env("HOME", home)
-        .env("HF_ENDPOINT", &hub.url)
-        .env("UNICORN_HARDWARE_VALIDATION", "true");
-    command
-}
-
-fn output(mut command: Command) -> (i32, String, String) {
-    let Output { status, stdout, stderr } = command.output().expect("the binary runs");
-    let text = |bytes| String::from_utf8(bytes).expect("UTF-8");
-    (status.code().expect("an exit code, not a signal"), text(stdout), text(stderr))
 }
 
 #[test]
@@ -1068,18 +1027,9 @@ fn a_pulled_model_is_found_by_its_name() {
         ("model.safetensors", &read("gemma3/tiny-a/model.safetensors"), true),
     ]);
     let home = tempfile::tempdir().expect("a folder");
-    let generate = [
-        "generate",
-        "--model",
-        "org/tiny",
-        "--prompt",
-        "Hello",
-        "--max-tokens",
-        "4",
-        "--temperature",
-        "0",
-        "--allow-software-vulkan",
-    ];
+    let options = ["--prompt", "Hello", "--max-tokens", "4", "--temperature", "0", "--allow-software-vulkan"];
+    let with_model = |model| [&["generate", "--model", model], &options[..]].concat();
+    let generate = with_model("org/tiny");
     let (code, _, stderr) = output(unicorn(home.path(), &hub, &generate));
     assert!(code == 1 && stderr.contains("`unicorn pull org/tiny`"), "{stderr}");
     assert!(hub.hub_requests().is_empty(), "only `pull` sends requests to the hub");
@@ -1089,14 +1039,12 @@ fn a_pulled_model_is_found_by_its_name() {
     let path = home.path().join(".cache/huggingface/hub/models--org--tiny/snapshots").join(COMMIT);
     assert_eq!(stdout, format!("{}\n", path.display()));
     hub.hub_requests();
-    let (code, answer, stderr) = output(unicorn(home.path(), &hub, &generate));
-    assert_eq!(code, 0, "{stderr}");
-    let by_path = [&["generate", "--model", path.to_str().expect("UTF-8")], &generate[3..]].concat();
-    let (code, by_path, stderr) = output(unicorn(home.path(), &hub, &by_path));
-    assert_eq!((code, &by_path), (0, &answer), "{stderr}");
+    let answer = printed(unicorn(home.path(), &hub, &generate));
+    let by_path = with_model(path.to_str().expect("UTF-8"));
+    assert_eq!(printed(unicorn(home.path(), &hub, &by_path)), answer);
     assert!(answer.trim().len() > 1 && hub.hub_requests().is_empty(), "{answer:?}");
-    let (code, report, stderr) = output(unicorn(home.path(), &hub, &["inspect", "org/tiny", "--json"]));
-    assert!(code == 0 && report.contains(COMMIT), "{stderr}");
+    let report = printed(unicorn(home.path(), &hub, &["inspect", "org/tiny", "--json"]));
+    assert!(report.contains(COMMIT), "{report}");
 }
 
 #[test]
@@ -1104,12 +1052,11 @@ fn a_pulled_gguf_file_is_loaded_by_its_tag() {
     let file = fs::read(data("gguf/gguf-s/gguf-s-Q4_K_M.gguf")).expect("the file");
     let hub = Hub::start(&[("gguf-s-Q4_K_M.gguf", &file, true), ("gguf-s-Q8_0.gguf", b"another", true)]);
     let home = tempfile::tempdir().expect("a folder");
-    let (code, path, stderr) = output(unicorn(home.path(), &hub, &["pull", "org/tiny:q4_k_m"]));
-    assert_eq!(code, 0, "{stderr}");
+    let path = printed(unicorn(home.path(), &hub, &["pull", "org/tiny:q4_k_m"]));
+    let inspect = |name: &str| printed(unicorn(home.path(), &hub, &["inspect", name, "--json"]));
     for name in ["org/tiny", "org/tiny:Q4_K_M"] {
-        let (code, by_name, stderr) = output(unicorn(home.path(), &hub, &["inspect", name, "--json"]));
-        let by_path = output(unicorn(home.path(), &hub, &["inspect", path.trim_end(), "--json"])).1;
-        assert!(code == 0 && by_name == by_path && by_name.contains("gguf"), "{stderr}{by_name}");
+        let by_name = inspect(name);
+        assert!(by_name == inspect(path.trim_end()) && by_name.contains("gguf"), "{by_name}");
     }
 }
 
@@ -1130,8 +1077,7 @@ fn a_killed_pull_is_resumed() {
     killed.kill().expect("killed");
     killed.wait().expect("gone");
     hub.cdn_requests();
-    let (code, stdout, stderr) = output(unicorn(home.path(), &hub, &["pull", "org/tiny"]));
-    assert_eq!(code, 0, "{stderr}");
+    let stdout = printed(unicorn(home.path(), &hub, &["pull", "org/tiny"]));
     assert_eq!(hub.cdn_requests()[0].range.as_deref(), Some("bytes=40000-"));
     assert_eq!(fs::read(stdout.trim_end()).unwrap(), weights);
 }
@@ -1142,27 +1088,15 @@ fn a_failed_write_keeps_the_bytes_that_arrived() {
     let hub = Hub::start(&[("tiny.gguf", &weights, true)]);
     let home = tempfile::tempdir().expect("a folder");
     // The write fails as on a full disk. The shell limits the file size in blocks of 512 or 1024 bytes.
-    let limited = |command: Command| {
-        let mut shell = Command::new("sh");
-        shell.args(["-c", "trap '' XFSZ; ulimit -f 40; exec \"$@\"", "sh"]).arg(command.get_program());
-        shell.args(command.get_args());
-        for (name, value) in command.get_envs() {
-            match value {
-                Some(value) => shell.env(name, value),
-                None => shell.env_remove(name),
-            };
-        }
-        shell
-    };
-    let (code, _, stderr) = output(limited(unicorn(home.path(), &hub, &["pull", "org/tiny"])));
+    let pull = unicorn(home.path(), &hub, &["pull", "org/tiny"]);
+    let (code, _, stderr) = output(in_shell("trap '' XFSZ; ulimit -f 40;", &pull));
     assert!(
         code == 1 && stderr.starts_with("error: cannot write") && stderr.contains(".incomplete"),
         "{stderr}"
     );
     assert_eq!(stderr.lines().count(), 1, "{stderr}");
     hub.cdn_requests();
-    let (code, stdout, stderr) = output(unicorn(home.path(), &hub, &["pull", "org/tiny"]));
-    assert_eq!(code, 0, "{stderr}");
+    let stdout = printed(unicorn(home.path(), &hub, &["pull", "org/tiny"]));
     let range = hub.cdn_requests()[0].range.clone().expect("a range");
     assert!(["bytes=20480-", "bytes=40960-"].contains(&range.as_str()), "{range}");
     assert_eq!(fs::read(stdout.trim_end()).unwrap(), weights);
@@ -1181,16 +1115,9 @@ fn the_commands_pull_list_and_remove_models() {
     assert!(lines[2].starts_with("error: org/tiny "), "{stderr}");
 
     // The service user must be able to read the pulled files, even if the pulling user has a strict umask.
-    let mut pull = Command::new("sh");
-    let binary = env!("CARGO_BIN_EXE_unicorn");
-    pull.args(["-c", "umask 077; exec \"$@\"", "sh", binary, "pull", "org/tiny:Q8_0", "--models-dir", dir]);
-    pull.env("HOME", home.path()).env("HF_ENDPOINT", &hub.url);
-    for name in ["HF_HOME", "HF_HUB_CACHE", "HF_TOKEN", "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"]
-    {
-        pull.env_remove(name);
-    }
-    let (code, stdout, stderr) = output(pull);
-    assert_eq!(code, 0, "{stderr}");
+    let pull = unicorn(home.path(), &hub, &["pull", "org/tiny:Q8_0", "--models-dir", dir]);
+    let pull = in_shell("umask 077;", &pull);
+    let stdout = printed(pull);
     let file = system.join("models--org--tiny/snapshots").join(COMMIT).join("sub/a-Q8_0.gguf");
     assert_eq!(stdout, format!("{}\n", file.display()));
     assert_eq!(fs::read_link(&file).expect("a link"), Path::new("../../../blobs").join(sha256(b"eightbit")));
@@ -1204,13 +1131,11 @@ fn the_commands_pull_list_and_remove_models() {
     output(unicorn(home.path(), &hub, &["pull", "org/tiny:Q4_0"]));
     let mut list = unicorn(home.path(), &hub, &["models", "list", "--json"]);
     list.env("UNICORN_MODELS_DIR", dir);
-    let (code, stdout, stderr) = output(list);
-    assert_eq!(code, 0, "{stderr}");
-    let rows: Value = serde_json::from_str(&stdout).expect(&stdout);
+    let rows = printed_json(list);
     let names: Vec<&str> = rows.as_array().unwrap().iter().map(|r| r["name"].as_str().unwrap()).collect();
     assert_eq!(names, ["org/tiny:sub/a-Q8_0.gguf", "org/tiny:a-Q4_0.gguf"], "models.dir is searched first");
     assert_eq!((&rows[0]["bytes"], &rows[0]["format"]), (&json!(8), &json!("gguf")));
-    let (_, stdout, _) = output(unicorn(home.path(), &hub, &["models", "list"]));
+    let stdout = printed(unicorn(home.path(), &hub, &["models", "list"]));
     assert!(stdout.lines().count() == 1 && stdout.starts_with("org/tiny:a-Q4_0.gguf  gguf"), "{stdout}");
 
     // An unfinished pull in models.dir does not hide a complete model in the other cache.
@@ -1228,14 +1153,17 @@ fn the_commands_pull_list_and_remove_models() {
     let found = inspect(elsewhere.path());
     assert!(found.contains("org/tiny is only partly downloaded; `unicorn pull org/tiny`"), "{found}");
 
-    let (code, _, stderr) = output(unicorn(home.path(), &hub, &["models", "rm", "org/tiny"]));
-    assert!(code == 1 && stderr.contains("--yes"), "{stderr}");
-    let (code, _, stderr) = output(unicorn(home.path(), &hub, &["models", "rm", "org/tiny", "--yes"]));
-    assert!(code == 0 && stderr.contains("removed org/tiny, 4 B"), "{stderr}");
-    let (code, _, stderr) = output(unicorn(home.path(), &hub, &["models", "rm", "org/tiny", "--yes"]));
-    assert!(code == 1 && stderr.contains("no such model was pulled"), "{stderr}");
+    for (yes, expected, part) in [
+        (&[][..], 1, "--yes"),
+        (&["--yes"], 0, "removed org/tiny, 4 B"),
+        (&["--yes"], 1, "no such model was pulled"),
+    ] {
+        let remove = [&["models", "rm", "org/tiny"], yes].concat();
+        let (code, _, stderr) = output(unicorn(home.path(), &hub, &remove));
+        assert!(code == expected && stderr.contains(part), "{stderr}");
+    }
     assert!(file.exists(), "the other folder was not named");
-    let (_, stdout, _) = output(unicorn(home.path(), &hub, &["models", "list"]));
+    let stdout = printed(unicorn(home.path(), &hub, &["models", "list"]));
     assert!(stdout.contains("unicorn pull"), "{stdout}");
     let (code, _, stderr) = output(unicorn(home.path(), &hub, &["pull", "tiny"]));
     assert!(code == 2 && stderr.contains("ORG/NAME"), "{stderr}");

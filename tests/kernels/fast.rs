@@ -10,16 +10,14 @@ use unicorn::kernels::{
     shaders,
 };
 use unicorn::model::SamplingParams;
-use unicorn::model::arch::open_files;
-use unicorn::model::draft::{self, Drafted};
-use unicorn::model::load::{LoadOptions, Source};
+use unicorn::model::load::LoadOptions;
 use unicorn::model::model_runner::ModelRunner;
 use unicorn::tensor::{KvDtype, Precision, QuantizeMode, QuantizedRow, Scales, Scheme};
 
-use crate::support::goldens::{Goldens, all_logits};
+use crate::support::goldens::{Goldens, all_logits, drafted};
 use crate::support::kernel_bench::{Bench, STORED, emulated_tiles, multiplied_by, with_each_body};
 use crate::support::reference::{BLOCK_COLS, QuantizedActivations, fast_product, log_softmax};
-use crate::support::texts::{Texts, penalties};
+use crate::support::texts::{Texts, penalties, prompts_of_tiny_a};
 use crate::support::{data, demo, device, goldens, policy, skip};
 
 type Fma = fn(f32, f32, f32) -> f32;
@@ -503,10 +501,7 @@ fn logits_in_int8_have_the_same_bits_whole_and_in_chunks() {
 /// Answers in a batch, from the prefix cache, in chunks, preempted, forked, and with a draft model.
 #[test]
 fn answers_in_int8_are_the_same_whatever_else_runs() {
-    let goldens = Goldens::open(&data("gemma3/tiny-a"));
-    let [short, mid, long] = ["short", "mid", "long"].map(|p| goldens.tokens(&format!("tokens.{p}")));
-    let long = long[..long.len().min(150)].to_vec();
-    let prompts = vec![mid.clone(), short, long.clone(), long[11..].to_vec(), mid[..9].to_vec()];
+    let prompts = prompts_of_tiny_a();
     let options = LoadOptions {
         quantize: QuantizeMode::Int4G32,
         kv: KvDtype::F16,
@@ -520,17 +515,7 @@ fn answers_in_int8_are_the_same_whatever_else_runs() {
     let [greedy, sampled] = [(SamplingParams::GREEDY, 0), sampled]
         .map(|params| Texts::new(&mut model, params, prompts.clone(), 40));
     greedy.check_all(&mut model);
-    let [files, draft_model] =
-        ["tiny-a", "tiny-b"].map(|variant| open_files(&data("gemma3").join(variant)).unwrap());
-    let (model, draft_model) = draft::load(
-        &device(),
-        &Source::open(&files).unwrap(),
-        &Source::open(&draft_model).unwrap(),
-        &options,
-        &mut |_| {},
-    )
-    .unwrap();
-    sampled.check_all(&mut Drafted::new(model, draft_model));
+    sampled.check_all(&mut drafted(&device(), &options));
 }
 
 /// The difference of the distributions of `got` and `expected`, over all rows: the mean KL divergence in nats, and the

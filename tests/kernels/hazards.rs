@@ -8,21 +8,18 @@ use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
 use unicorn::gpu::{Buffer, Device, DevicePolicy, Order, Recorder, Rehearsal};
 use unicorn::kernels::{
-    Attention, Heads, History, Kernels, KvCache, LAST_SAMPLED, LOGPROB_WORDS, Operand, Peak, Quantized,
-    RmsNorm, Shares, StepArrays, Tiles, Wants, shaders,
+    Activations, Attention, Heads, History, Kernels, KvCache, LAST_SAMPLED, LOGPROB_WORDS, Operand, Peak,
+    Quantized, RmsNorm, Shares, StepArrays, Tiles, Wants, shaders,
 };
-use unicorn::model::arch::open_files;
-use unicorn::model::draft::{self, Drafted};
-use unicorn::model::load::{LoadOptions, Source};
-use unicorn::model::model_runner::ModelRunner;
+use unicorn::model::load::LoadOptions;
 use unicorn::model::{Runner, SamplingParams};
 use unicorn::npu::kernels::{GatheredKeys, OffloadKernels};
 use unicorn::tensor::{KvDtype, Precision, Scheme};
 
 use crate::support::driver::{Driver, plain_sequence};
-use crate::support::goldens::{Goldens, all_logits};
+use crate::support::goldens::{Goldens, all_logits, drafted, load_on};
 use crate::support::kernel_bench::{Adjusted, BODIES, Bench, Paged, STORED, adjusted, emulated_tiles, shape};
-use crate::support::texts::{Texts, penalties};
+use crate::support::texts::{Texts, penalties, prompts_of_tiny_a};
 use crate::support::{data, goldens, policy};
 
 const ORDERS: [Order; 2] = [Order::Reversed, Order::Shuffled(1)];
@@ -39,11 +36,6 @@ fn device_with_order(order: Order) -> MutexGuard<'static, Arc<Device>> {
     device
 }
 
-fn load(device: &Arc<Device>, variant: &str, options: &LoadOptions) -> ModelRunner {
-    let files = open_files(&data("gemma3").join(variant)).unwrap();
-    ModelRunner::load(device, &Source::open(&files).unwrap(), options, &mut |_| {}).unwrap()
-}
-
 #[test]
 fn golden_logits_have_the_same_bits_in_any_order_between_barriers() {
     for variant in ["tiny-a", "tiny-b", "tiny-27b-ratio"] {
@@ -57,7 +49,7 @@ fn golden_logits_have_the_same_bits_in_any_order_between_barriers() {
                 let device = device_with_order(order);
                 for max_batch_tokens in [256, 7] {
                     let options = LoadOptions { max_batch_tokens, ..options };
-                    let mut model = load(&device, variant, &options);
+                    let mut model = load_on(&device, &data("gemma3").join(variant), &options);
                     for (tokens, expected) in prompts.iter().zip(&expected) {
                         let got = all_logits(&mut model, tokens);
                         assert!(got == *expected, "{variant}, {kv}, {order:?}, chunks of {max_batch_tokens}");
@@ -70,10 +62,7 @@ fn golden_logits_have_the_same_bits_in_any_order_between_barriers() {
 
 #[test]
 fn answers_are_the_same_in_any_order_between_barriers() {
-    let goldens = Goldens::open(&data("gemma3/tiny-a"));
-    let [short, mid, long] = ["short", "mid", "long"].map(|p| goldens.tokens(&format!("tokens.{p}")));
-    let long = long[..long.len().min(150)].to_vec();
-    let prompts = vec![mid.clone(), short, long.clone(), long[11..].to_vec(), mid[..9].to_vec()];
+    let prompts = prompts_of_tiny_a();
     let options = LoadOptions { sequences: 16, max_context: Some(512), ..LoadOptions::default() };
     let drawn = (SamplingParams { temperature: 0.8, top_k: 40, ..penalties() }, 4711);
     let mut model = goldens::load(&data("gemma3/tiny-a"), &options);
@@ -81,19 +70,9 @@ fn answers_are_the_same_in_any_order_between_barriers() {
         .map(|params| Texts::new(&mut model, params, prompts.clone(), 40));
     for order in ORDERS {
         let device = device_with_order(order);
-        greedy.check_all(&mut load(&device, "tiny-a", &options));
+        greedy.check_all(&mut load_on(&device, &data("gemma3/tiny-a"), &options));
         // This run uses draft tokens of another model.
-        let [files, draft_model] =
-            ["tiny-a", "tiny-b"].map(|variant| open_files(&data("gemma3").join(variant)).unwrap());
-        let (model, draft_model) = draft::load(
-            &device,
-            &Source::open(&files).unwrap(),
-            &Source::open(&draft_model).unwrap(),
-            &options,
-            &mut |_| {},
-        )
-        .unwrap();
-        drawn.check_all(&mut Drafted::new(model, draft_model));
+        drawn.check_all(&mut drafted(&device, &options));
     }
 }
 
@@ -107,6 +86,22 @@ struct Chain {
 }
 
 impl Chain {
+    fn new(
+        name: impl Into<String>,
+        written: Vec<Buffer>,
+        record: impl Fn(&Kernels, &mut Recorder<'_>) + 'static,
+    ) -> Chain {
+        Chain { name: name.into(), record: Box::new(record), written }
+    }
+
+    /// The chain with the name of chains that these bodies run.
+    fn of(mut self, bodies: Tiles) -> Chain {
+        if bodies == Tiles::Cpu {
+            self.name.insert_str(0, ON_A_CPU);
+        }
+        self
+    }
+
     /// The contents of one of the written buffers, copied out by the same recording. Only one buffer is copied, because
     /// a copy of another one could add a barrier before this one.
     fn run(&self, b: &mut Bench, which: usize) -> Vec<u8> {
@@ -122,66 +117,61 @@ impl Chain {
     }
 }
 
-/// The chain with number `which`: a kernel together with others that read its output. Its seed is fixed, so each call
-/// gives the same chain. `None` = there is no such chain.
-fn chain(b: &mut Bench, which: usize) -> Option<Chain> {
-    // Kernels that have a separate CPU body run with both bodies.
-    let bodies = BODIES[which % 2];
-    let on = |bodies: Tiles, mut chain: Chain| {
-        if bodies == Tiles::Cpu {
-            chain.name.insert_str(0, ON_A_CPU);
+/// Makes a chain on a bench. The seed of the bench is fixed, so each call makes the same chain.
+type Maker = Box<dyn Fn(&mut Bench) -> Chain>;
+
+/// Every chain: a kernel together with others that read its output.
+fn makers() -> Vec<Maker> {
+    let mut all: Vec<Maker> = Vec::new();
+    for scheme in [&[Scheme::F32, Scheme::F16, Scheme::Bf16][..], &STORED].concat() {
+        for bodies in BODIES {
+            all.push(Box::new(move |b| products(b, scheme, bodies).of(bodies)));
         }
-        chain
-    };
-    let schemes = [&[Scheme::F32, Scheme::F16, Scheme::Bf16][..], &STORED].concat();
-    let rest = match which.checked_sub(2 * schemes.len()) {
-        None => return Some(on(bodies, products(b, schemes[which / 2], bodies))),
-        Some(rest) => rest,
-    };
-    let ways = |scheme: usize| {
-        let (counted, emulated) = (Tiles::COUNTED, emulated_tiles(scheme));
-        [(counted, false), (counted, true), (Tiles::Cpu, false), (emulated, false)]
-    };
-    let count = ways(0).len();
-    let rest = match rest.checked_sub(count * STORED.len()) {
-        None => {
-            let scheme = rest / count;
-            let (tiles, gated) = ways(scheme)[rest % count];
-            return Some(fast_products(b, STORED[scheme], tiles, gated));
+    }
+    for (i, scheme) in STORED.into_iter().enumerate() {
+        let (counted, emulated) = (Tiles::COUNTED, emulated_tiles(i));
+        for (tiles, gated) in [(counted, false), (counted, true), (Tiles::Cpu, false), (emulated, false)] {
+            all.push(Box::new(move |b| fast_products(b, scheme, tiles, gated)));
         }
-        Some(rest) => rest,
-    };
-    let wants = [(true, false), (false, true), (true, true)].map(|(floats, blocks)| Wants { floats, blocks });
+    }
+    all.push(Box::new(sums));
     // Penalties and log probabilities run with draws and without, because a barrier for one of them hides a missing
     // barrier of another.
-    let rest = match rest {
-        0 => return Some(sums(b)),
-        1 => return Some(draws(b, "draws with penalties")),
-        2 => return Some(draws(b, "draws with log probabilities")),
-        3 => return Some(draws(b, "draws only")),
-        4 => return Some(draws(b, "draws of the highest only")),
-        5 => return Some(draws(b, "draws' log probabilities only")),
-        6 => return Some(history(b)),
-        7 => return Some(transfers(b)),
-        n => n - 8,
-    };
-    let (bodies, rest) = (BODIES[rest % 2], rest / 2);
-    b.make_bodies(bodies);
-    let chain = match rest.checked_sub(NORMS * wants.len()) {
-        None => norms(b, wants[rest / NORMS], rest % NORMS),
-        Some(0) => quantizing(b),
-        // The attention of single tokens, of tiles, or no attention follows the store, for the same reason.
-        Some(n) => {
-            let Some(kv) = KvDtype::ALL.get((n - 1) / 3) else {
-                let kv = *KvDtype::ALL.get(n - 1 - 3 * KvDtype::ALL.len())?;
-                return Some(on(bodies, offload(b, kv)));
-            };
-            let kv = *kv;
-            let tokens = [&[(3, 1), (21, 1), (5, 1)][..], &[(3, 3), (21, 21)]];
-            attention(b, kv, tokens.get((n - 1) % 3).copied())
+    for name in [
+        "draws with penalties",
+        "draws with log probabilities",
+        "draws only",
+        "draws of the highest only",
+        "draws' log probabilities only",
+    ] {
+        all.push(Box::new(move |b| draws(b, name)));
+    }
+    all.push(Box::new(history));
+    all.push(Box::new(transfers));
+    for (floats, blocks) in [(true, false), (false, true), (true, true)] {
+        for which in 0..NORMS {
+            push_each_body(&mut all, move |b| norms(b, Wants { floats, blocks }, which));
         }
-    };
-    Some(on(bodies, chain))
+    }
+    push_each_body(&mut all, quantizing);
+    // The attention of single tokens, of tiles, or no attention follows the store, for the same reason.
+    for kv in KvDtype::ALL {
+        for attending in [Some(&[(3, 1), (21, 1), (5, 1)][..]), Some(&[(3, 3), (21, 21)]), None] {
+            push_each_body(&mut all, move |b| attention(b, kv, attending));
+        }
+    }
+    KvDtype::ALL.into_iter().for_each(|kv| push_each_body(&mut all, move |b| offload(b, kv)));
+    all
+}
+
+/// Kernels that have a separate CPU body run with both bodies.
+fn push_each_body(all: &mut Vec<Maker>, make: impl Fn(&mut Bench) -> Chain + Copy + 'static) {
+    for bodies in BODIES {
+        all.push(Box::new(move |b| {
+            b.make_bodies(bodies);
+            make(b).of(bodies)
+        }));
+    }
 }
 
 fn products(b: &mut Bench, scheme: Scheme, bodies: Tiles) -> Chain {
@@ -199,11 +189,10 @@ fn products(b: &mut Bench, scheme: Scheme, bodies: Tiles) -> Chain {
     let ids: Vec<u32> = (0..tokens as u32).map(|t| t * 7).collect();
     let (ids, x, y) = (b.upload(&ids), b.empty(tokens, cols), b.empty(tokens, rows));
     let written = vec![x.buffer.clone(), y.buffer.clone()];
-    let record = move |k: &Kernels, r: &mut Recorder<'_>| {
+    Chain::new(format!("embedding and product, {scheme}"), written, move |k, r| {
         k.embed(r, &embedding, &ids, &ids, &x, tokens);
         k.matmul(r, &[(embedding.matrix(), &y)], &Operand::floats(&x), tokens);
-    };
-    Chain { name: format!("embedding and product, {scheme}"), record: Box::new(record), written }
+    })
 }
 
 /// Three matrices in one call; or a pair with its GeGLU, and a product of the result.
@@ -219,22 +208,21 @@ fn fast_products(b: &mut Bench, scheme: Scheme, tiles: Tiles, gated: bool) -> Ch
         (b.activations(&x, cols), b.quantized(tokens, cols), b.quantized(tokens, cols));
     let y = [(); 3].map(|()| b.empty(tokens, cols));
     let written = y[..if gated { 1 } else { 3 }].iter().map(|y| y.buffer.clone()).collect();
-    let record = move |k: &Kernels, r: &mut Recorder<'_>| {
-        k.quantize(r, &x, &quantized, tokens);
-        let [operand, between] = [&quantized, &between].map(Operand::blocks);
-        if gated {
-            k.gated(r, [&matrix; 2], &operand, [&y[1], &y[2]], &between, tokens);
-            k.matmul(r, &[(&matrix, &y[0])], &between, tokens);
-        } else {
-            k.matmul(r, &[(&matrix, &y[0]), (&matrix, &y[1]), (&matrix, &y[2])], &operand, tokens);
-        }
-    };
     let what = if gated { "gated" } else { "three" };
-    Chain {
-        name: format!("products in int8, {}, {what}, {scheme}, {tiles:?}", scheme.variant()),
-        record: Box::new(record),
+    Chain::new(
+        format!("products in int8, {}, {what}, {scheme}, {tiles:?}", scheme.variant()),
         written,
-    }
+        move |k, r| {
+            k.quantize(r, &x, &quantized, tokens);
+            let [operand, between] = [&quantized, &between].map(Operand::blocks);
+            if gated {
+                k.gated(r, [&matrix; 2], &operand, [&y[1], &y[2]], &between, tokens);
+                k.matmul(r, &[(&matrix, &y[0])], &between, tokens);
+            } else {
+                k.matmul(r, &[(&matrix, &y[0]), (&matrix, &y[1]), (&matrix, &y[2])], &operand, tokens);
+            }
+        },
+    )
 }
 
 /// The buffers of the blocks and of the scales of this many rows.
@@ -249,8 +237,7 @@ fn quantizing(b: &mut Bench) -> Chain {
     let x = b.random(rows * width, 1.0);
     let (x, y) = (b.activations(&x, width), b.quantized(rows, width));
     let written = planes(&y, 4).to_vec();
-    let record = move |k: &Kernels, r: &mut Recorder<'_>| k.quantize(r, &x, &y, rows);
-    Chain { name: "quantizing".into(), record: Box::new(record), written }
+    Chain::new("quantizing", written, move |k, r| k.quantize(r, &x, &y, rows))
 }
 
 /// Kernels of [`norms`].
@@ -281,7 +268,7 @@ fn norms(b: &mut Bench, wants: Wants, which: usize) -> Chain {
     if matches!(which, 1 | 3) {
         written.push(hidden.buffer.clone());
     }
-    let record = move |k: &Kernels, r: &mut Recorder<'_>| {
+    Chain::new(format!("norms and activation, {which}, {wants:?}"), written, move |k, r| {
         k.rms_norm(r, &hidden, &norm, &Operand::floats(&x), rows);
         match which {
             0 => k.rms_norm(r, &x, &norm, &to, rows),
@@ -290,8 +277,7 @@ fn norms(b: &mut Bench, wants: Wants, which: usize) -> Chain {
             3 => k.rms_norm_add(r, &x, &norm, &hidden, rows),
             _ => k.geglu(r, &hidden, &x, &to, rows),
         }
-    };
-    Chain { name: format!("norms and activation, {which}, {wants:?}"), record: Box::new(record), written }
+    })
 }
 
 fn sums(b: &mut Bench) -> Chain {
@@ -302,14 +288,13 @@ fn sums(b: &mut Bench) -> Chain {
     let pooled = b.empty(1, width);
     let (peak, ones) = (Peak::new(&b.device).unwrap(), b.poisoned(Peak::bytes(1) as usize));
     let written = vec![moments.clone(), pooled.buffer.clone(), ones.clone()];
-    let record = move |k: &Kernels, r: &mut Recorder<'_>| {
+    Chain::new("sums", written, move |k, r| {
         k.pool(r, &x, &pooled, true, tokens);
         k.pool(r, &x, &pooled, false, 2);
         // These commands run after the barrier of the kernel before.
         peak.record(r, &ones, 1, 16);
         k.moments(r, &x, &moments, tokens);
-    };
-    Chain { name: "sums".into(), record: Box::new(record), written }
+    })
 }
 
 fn draws(b: &mut Bench, name: &'static str) -> Chain {
@@ -334,7 +319,7 @@ fn draws(b: &mut Bench, name: &'static str) -> Chain {
         between.clone(),
         drawing.logits.adjusted.buffer.clone(),
     ];
-    let record = move |k: &Kernels, r: &mut Recorder<'_>| {
+    Chain::new(name, written, move |k, r| {
         let (logits, arrays, requests) = (&drawing.logits, &drawing.arrays, &drawing.requests);
         if adjusts {
             k.adjust(r, logits, arrays, &drawing.history, requests);
@@ -349,8 +334,7 @@ fn draws(b: &mut Bench, name: &'static str) -> Chain {
         if reports {
             k.logprobs(r, logits, arrays, rows);
         }
-    };
-    Chain { name: name.into(), record: Box::new(record), written }
+    })
 }
 
 fn history(b: &mut Bench) -> Chain {
@@ -367,22 +351,35 @@ fn history(b: &mut Bench) -> Chain {
     let (slots_of, sampled) = (b.upload(&[2u32, 1, 0]), b.upload(&[7u32, 55, 7]));
     let history = History { ids: b.poisoned(4 * slots * slot_len), slot_len };
     let written = vec![history.ids.clone()];
-    let record = move |k: &Kernels, r: &mut Recorder<'_>| {
+    Chain::new("history", written, move |k, r| {
         k.history(r, &step, &slots_of, &sampled, &history, tokens);
-    };
-    Chain { name: "history".into(), record: Box::new(record), written }
+    })
 }
 
 fn transfers(b: &mut Bench) -> Chain {
     let [one, two, three] = [(); 3].map(|()| b.poisoned(256));
     let written = vec![one.clone(), two.clone(), three.clone()];
-    let record = move |_: &Kernels, r: &mut Recorder<'_>| {
+    Chain::new("copies and fills", written, move |_, r| {
         r.fill(&one, 7);
         r.copy(&one, &two, 256);
         r.copy(&two, &three, 128);
         r.fill(&one, 8);
-    };
-    Chain { name: "copies and fills".into(), record: Box::new(record), written }
+    })
+}
+
+/// Queries, keys and values of a batch, and attention with an empty cache.
+fn attention_inputs(b: &mut Bench, paged: &Paged, kv: KvDtype) -> ([Activations; 3], Attention) {
+    let tokens = paged.tokens().len();
+    let inputs = [4 * 32, 2 * 32, 2 * 32].map(|width| {
+        let rows = b.random(tokens * width, 1.0);
+        b.activations(&rows, width)
+    });
+    let zeros = vec![0u8; paged.empty_cache(kv).len()];
+    let cache = KvCache { keys: b.upload(&zeros), values: b.upload(&zeros) };
+    let norm = RmsNorm { weight: b.upload(&[1f32; 32]), eps: 1e-6 };
+    let rope: Vec<f32> = (0..64 * 16).flat_map(|i| [(i as f32).cos(), (i as f32).sin()]).collect();
+    let (rope, q_norm, k_norm) = (b.upload(&rope), norm.clone(), norm);
+    (inputs, Attention { shape: paged.shape, q_norm, k_norm, rope, q_scale: 0.2, cache })
 }
 
 /// `attending` has the length of each sequence and the number of its tokens in the step.
@@ -391,20 +388,13 @@ fn attention(b: &mut Bench, kv: KvDtype, attending: Option<&[(usize, usize)]>) -
     b.make_heads(&shape, kv);
     let paged = Paged::new(b, shape, attending.unwrap_or(&[(3, 3), (21, 21)]));
     let tokens = paged.tokens().len();
-    let [q_width, kv_width] = [4 * 32, 2 * 32];
-    let [q, k, v] = [q_width, kv_width, kv_width].map(|width| {
-        let rows = b.random(tokens * width, 1.0);
-        b.activations(&rows, width)
-    });
-    let zeros = vec![0u8; paged.empty_cache(kv).len()];
-    let cache = KvCache { keys: b.upload(&zeros), values: b.upload(&zeros) };
-    let norm = RmsNorm { weight: b.upload(&[1f32; 32]), eps: 1e-6 };
-    let rope: Vec<f32> = (0..64 * 16).flat_map(|i| [(i as f32).cos(), (i as f32).sin()]).collect();
-    let (rope, step) = (b.upload(&rope), paged.arrays(b));
+    let ([q, k, v], attention) = attention_inputs(b, &paged, kv);
+    let (q_width, step) = (4 * 32, paged.arrays(b));
     // The result of attention is requested in f32, in int8 and in both.
     let wants = Wants { floats: kv != KvDtype::F16, blocks: kv != KvDtype::F32 };
     let y = Operand::new(wants, &b.empty(tokens, q_width), &b.quantized(tokens, q_width));
     let partials = b.partials(&shape, paged.room());
+    let cache = &attention.cache;
     let mut written = vec![q.buffer.clone(), cache.keys.clone(), cache.values.clone()];
     let attends = attending.is_some();
     if attends {
@@ -417,20 +407,17 @@ fn attention(b: &mut Bench, kv: KvDtype, attending: Option<&[(usize, usize)]>) -
         // Rows are padded to a power of two.
         written.extend(y.blocks.iter().flat_map(|blocks| planes(blocks, tokens.next_power_of_two())));
     }
-    let [q_norm, k_norm] = [norm.clone(), norm];
-    let attention = Attention { shape, q_norm, k_norm, rope, q_scale: 0.2, cache };
-    let record = move |kernels: &Kernels, r: &mut Recorder<'_>| {
-        kernels.qkv_store(r, &attention, [&q, &k, &v], &step, tokens);
-        if attends {
-            kernels.attention(r, &attention, (&q, &partials), &step, &y, tokens);
-        }
-    };
     let what = match attending {
         None => "alone",
         Some(tokens) if tokens.iter().all(|(_, tokens)| *tokens == 1) => "and attention",
         Some(_) => "and attention of tiles",
     };
-    Chain { name: format!("keys, values {what}, {kv}"), record: Box::new(record), written }
+    Chain::new(format!("keys, values {what}, {kv}"), written, move |kernels, r| {
+        kernels.qkv_store(r, &attention, [&q, &k, &v], &step, tokens);
+        if attends {
+            kernels.attention(r, &attention, (&q, &partials), &step, &y, tokens);
+        }
+    })
 }
 
 /// Queries, keys and values for the NPU, and partial outputs of the NPU.
@@ -440,15 +427,8 @@ fn offload(b: &mut Bench, kv: KvDtype) -> Chain {
     // The tokens of the second sequence fill one tile and one token of the next.
     let paged = Paged::new(b, shape, &[(3, 1), (30, 17)]);
     let (tokens, rows) = (paged.tokens().len(), 1..18);
-    let [q, k, v] = [4 * 32, 2 * 32, 2 * 32].map(|width| {
-        let rows = b.random(tokens * width, 1.0);
-        b.activations(&rows, width)
-    });
-    let zeros = vec![0u8; paged.empty_cache(kv).len()];
-    let cache = KvCache { keys: b.upload(&zeros), values: b.upload(&zeros) };
-    let norm = RmsNorm { weight: b.upload(&[1f32; 32]), eps: 1e-6 };
-    let rope: Vec<f32> = (0..64 * 16).flat_map(|i| [(i as f32).cos(), (i as f32).sin()]).collect();
-    let (rope, step) = (b.upload(&rope), paged.arrays(b));
+    let ([q, k, v], attention) = attention_inputs(b, &paged, kv);
+    let step = paged.arrays(b);
     let partials = b.partials(&shape, paged.room());
     let heads = Heads { group: 2, head_dim: 32, kv };
     let kernels = OffloadKernels::new(&b.device, heads).unwrap();
@@ -458,11 +438,9 @@ fn offload(b: &mut Bench, kv: KvDtype) -> Chain {
     let span = GatheredKeys { first: 0, count: 30, first_seen: 0, stride };
     let written = [&queries, &keys[0], &keys[1], &partials.single.buffer, &partials.tiles.buffer];
     let written = written.map(Clone::clone).to_vec();
-    let [q_norm, k_norm] = [norm.clone(), norm];
-    let attention = Attention { shape, q_norm, k_norm, rope, q_scale: 0.2, cache };
     let of_rows = step.rows(&rows);
     let table = 4 * shape.max_blocks as u64;
-    let record = move |of_model: &Kernels, r: &mut Recorder<'_>| {
+    Chain::new(format!("offload, {kv}"), written, move |of_model, r| {
         r.fill(&output, 0x3f80_0000);
         of_model.qkv_store(r, &attention, [&q, &k, &v], &step, tokens);
         kernels.queries(r, &shape, (&q.rows(&rows), rows.len()), offloaded, (&queries, row_stride));
@@ -470,34 +448,35 @@ fn offload(b: &mut Bench, kv: KvDtype) -> Chain {
         kernels.cache(r, &attention, (&blocks, &span), offloaded, [&keys[0], &keys[1]]);
         let merges = (&of_rows.shares.merges, rows.len());
         kernels.partials(r, &shape, (&output, row_stride), offloaded, merges, &partials);
-    };
-    Chain { name: format!("offload, {kv}"), record: Box::new(record), written }
+    })
 }
 
 /// Runs every chain of kernels on a device that reorders commands.
 struct Chains {
     device: Arc<Device>,
+    makers: Vec<Maker>,
     /// The name of each chain, and the number of places that it writes.
     all: Vec<(String, usize)>,
 }
 
 impl Chains {
     fn on(device: &Arc<Device>) -> Chains {
-        let mut chains = Chains { device: device.clone(), all: Vec::new() };
-        while let Some((_, chain)) = chains.made(chains.all.len()) {
+        let mut chains = Chains { device: device.clone(), makers: makers(), all: Vec::new() };
+        for which in 0..chains.makers.len() {
+            let (_, chain) = chains.made(which);
             chains.all.push((chain.name, chain.written.len()));
         }
         chains
     }
 
-    fn made(&self, which: usize) -> Option<(Bench, Chain)> {
+    fn made(&self, which: usize) -> (Bench, Chain) {
         // Uploads are recorded too, but not reordered.
         let rehearsal = self.device.rehearsed();
         self.device.rehearse(Rehearsal::default());
         let mut b = Bench::on(&self.device, which as u64);
-        let chain = chain(&mut b, which);
+        let chain = self.makers[which](&mut b);
         self.device.rehearse(rehearsal);
-        Some((b, chain?))
+        (b, chain)
     }
 
     /// Runs the chains whose name begins with `only`. Calls `each` with the name of the chain, the number of each
@@ -506,7 +485,7 @@ impl Chains {
         let wanted = self.all.iter().enumerate().filter(|(_, (name, _))| name.starts_with(only));
         for (which, (name, places)) in wanted {
             for place in 0..*places {
-                let (mut b, chain) = self.made(which).expect("the chain exists");
+                let (mut b, chain) = self.made(which);
                 if !each(name, place, chain.run(&mut b, place)) {
                     return;
                 }
@@ -580,7 +559,7 @@ fn each_missing_derived_write_is_detected() {
     let tokens = goldens.tokens("tokens.mid");
     let answers = |device: &Arc<Device>| -> (Vec<f32>, Vec<u32>) {
         let options = LoadOptions { max_context: Some(256), ..LoadOptions::default() };
-        let mut model = load(device, "tiny-a", &options);
+        let mut model = load_on(device, &data("gemma3/tiny-a"), &options);
         let logits = all_logits(&mut model, &tokens);
         let limits = model.limits();
         let params = SamplingParams { temperature: 0.7, ..penalties() };

@@ -55,6 +55,16 @@ fn close(got: &[f32], expected: &[f64], magnitude: &[f64], bound: f64, what: &st
     }
 }
 
+/// The product of the rows `x` with a matrix of `rows` rows.
+fn product(b: &mut Bench, matrix: &Matrix, x: &[f32], [tokens, rows, cols]: [usize; 3]) -> Vec<f32> {
+    let (input, output) = (b.activations(x, cols), b.empty(tokens + 1, rows));
+    b.run(|k, r| k.matmul(r, &[(matrix, &output)], &Operand::floats(&input), tokens));
+    let mut all = b.rows(&output, tokens + 1);
+    let beyond = all.split_off(tokens * rows);
+    assert!(beyond.iter().all(|v| v.is_nan()), "{tokens} x [{rows}, {cols}]: wrote beyond its rows");
+    all
+}
+
 #[test]
 fn matmul_matches_its_twin() {
     with_each_body(1, |b| {
@@ -77,15 +87,11 @@ fn matmul_matches_its_twin() {
                 // The matrix is also split into shards of one tile, and the rows of y must be the same.
                 for shard in [u64::MAX, 1] {
                     let matrix = b.matrix(&w, rows, cols, scheme, shard);
-                    let input = b.activations(&x, cols);
-                    let output = b.empty(tokens + 1, rows);
-                    b.run(|k, r| k.matmul(r, &[(&matrix, &output)], &Operand::floats(&input), tokens));
-                    let all = b.rows(&output, tokens + 1);
+                    let got = product(b, &matrix, &x, [tokens, rows, cols]);
                     let stored = as_stored(&w, cols, scheme);
                     let expected = reference::matmul(&x, &stored, tokens, rows, cols);
                     let magnitude = reference::matmul_magnitude(&x, &stored, tokens, rows, cols);
-                    close(&all[..tokens * rows], &expected, &magnitude, 2e-6, &what);
-                    assert!(all[tokens * rows..].iter().all(|v| v.is_nan()), "{what}: wrote beyond its rows");
+                    close(&got, &expected, &magnitude, 2e-6, &what);
                 }
             }
         }
@@ -102,12 +108,7 @@ fn one_tokens_product_has_the_same_bits_in_any_batch_by_a_gpu_and_by_a_cpu() {
         let matrix = b.matrix(&w, rows, cols, scheme, u64::MAX);
         let [by_gpu, by_cpu] = BODIES.map(|bodies| {
             b.make_bodies(bodies);
-            let mut product = |x: &[f32]| {
-                let tokens = x.len() / cols;
-                let (input, output) = (b.activations(x, cols), b.empty(tokens, rows));
-                b.run(|k, r| k.matmul(r, &[(&matrix, &output)], &Operand::floats(&input), tokens));
-                b.rows(&output, tokens)
-            };
+            let mut product = |x: &[f32]| product(&mut b, &matrix, x, [x.len() / cols, rows, cols]);
             let all = product(&x);
             for (i, row) in x.chunks_exact(cols).enumerate() {
                 assert_eq!(product(row), all[i * rows..(i + 1) * rows], "{scheme:?} token {i}");
@@ -130,16 +131,11 @@ fn int4_scales_below_f16s_normal_range_are_exact() {
     for scheme in [Scheme::Int8Row, Scheme::int4(32)] {
         let matrix = b.matrix(&w, tops.len(), cols, scheme, u64::MAX);
         let x: Vec<f32> = vec![1.0, 2.0, 4.0, 8.0].into_iter().cycle().take(cols).collect();
-        let (input, output) = (b.activations(&x, cols), b.empty(1, tops.len()));
-        b.run(|k, r| k.matmul(r, &[(&matrix, &output)], &Operand::floats(&input), 1));
-        let got = b.rows(&output, 1);
+        let got = product(&mut b, &matrix, &x, [1, tops.len(), cols]);
         let stored = as_stored(&w, cols, scheme);
         for (i, e) in reference::matmul(&x, &stored, 1, tops.len(), cols).iter().enumerate() {
-            assert!(
-                (f64::from(got[i]) - e).abs() <= e.abs() * 1e-6,
-                "{scheme:?} row {i}: {} instead of {e}",
-                got[i]
-            );
+            let got = f64::from(got[i]);
+            assert!((got - e).abs() <= e.abs() * 1e-6, "{scheme:?} row {i}: {got} instead of {e}");
         }
     }
 }
@@ -154,9 +150,7 @@ fn every_stored_scheme_is_read_as_specified() {
                 let x = b.random(tokens * cols, 3.0);
                 for shard in [u64::MAX, 1] {
                     let matrix = b.matrix_of(&stored.tensor(), scheme, shard);
-                    let (input, output) = (b.activations(&x, cols), b.empty(tokens, rows));
-                    b.run(|k, r| k.matmul(r, &[(&matrix, &output)], &Operand::floats(&input), tokens));
-                    let got = b.rows(&output, tokens);
+                    let got = product(b, &matrix, &x, [tokens, rows, cols]);
                     let expected = reference::matmul(&x, &stored.values, tokens, rows, cols);
                     // The shift is added separately, so its rounding error remains even where the sum cancels.
                     let most = stored.values.iter().fold(0f32, |most, w| most.max(w.abs()));
@@ -259,11 +253,8 @@ fn embed_yields_every_stored_weight() {
             let wanted = (0..rows).chain([3, rows - 1, rows - 1]);
             for (i, row) in wanted.enumerate() {
                 for c in 0..cols {
-                    assert_eq!(
-                        got[i * cols + c],
-                        stored[row * cols + c] * 1.25,
-                        "{scheme:?} row {row} column {c}"
-                    );
+                    let expected = stored[row * cols + c] * 1.25;
+                    assert_eq!(got[i * cols + c], expected, "{scheme:?} row {row} column {c}");
                 }
             }
         }
@@ -289,16 +280,8 @@ fn the_27b_embedding_works_at_full_size() {
     let mut uploader = Uploader::new(&b.device).unwrap();
     let limit = b.device.info().max_allocation_bytes.min(1 << 31);
     let mut packed = Vec::new();
-    let matrix = Matrix::upload(
-        &mut b.arena,
-        &mut uploader,
-        &tensor,
-        Scheme::Bf16,
-        Class::Embedding,
-        limit,
-        &mut |r| packed.push(r),
-    )
-    .unwrap();
+    let (arena, class, progress) = (&mut b.arena, Class::Embedding, &mut |rows| packed.push(rows));
+    let matrix = Matrix::upload(arena, &mut uploader, &tensor, Scheme::Bf16, class, limit, progress).unwrap();
     let embedding = Embedding::new(&mut b.arena, &mut uploader, matrix, 1.0).unwrap();
     uploader.finish().unwrap();
     let placed: u64 =
@@ -320,9 +303,7 @@ fn the_27b_embedding_works_at_full_size() {
 
     // The logits of every row are compared.
     let x: Vec<f32> = b.random(cols, 1.0);
-    let (input, logits) = (b.activations(&x, cols), b.empty(1, rows));
-    b.run(|k, r| k.matmul(r, &[(embedding.matrix(), &logits)], &Operand::floats(&input), 1));
-    let got = b.rows(&logits, 1);
+    let got = product(&mut b, embedding.matrix(), &x, [1, rows, cols]);
     got.par_iter().enumerate().for_each(|(row, got)| {
         let expected: f64 = (0..cols).map(|c| f64::from(value(row, c)) * f64::from(x[c])).sum();
         assert!((f64::from(*got) - expected).abs() < 0.01, "row {row}: {got} instead of {expected}");
@@ -394,66 +375,28 @@ fn attention_matches_its_twin_over_pages_and_windows() {
     let cases = shapes.iter().flat_map(|s| [s, s]).zip(dtypes).map(|(s, kv)| (*s, *kv));
     for ((shape, kv), bodies) in cases.zip(BODIES.into_iter().cycle()) {
         b.make_bodies(bodies);
-        b.make_heads(&shape, kv);
-        let paged = Paged::new(
-            &mut b,
-            shape,
-            &[(1, 1), (67, 3), (16, 16), (110, 1), (64, 2)][..if shape.block_size == 5 { 3 } else { 5 }],
-        );
-        let tokens = paged.tokens();
-        let width = shape.num_heads * shape.head_dim;
-        let q = b.random(tokens.len() * width, 0.5);
-        let mut cached = [paged.empty_cache(kv), paged.empty_cache(kv)];
-        let [mut keys, mut values] = [(); 2].map(|()| vec![f32::NAN; paged.cache_len()]);
-        for (s, &(len, _)) in paged.sequences.iter().enumerate() {
-            for position in 0..len {
-                for head in 0..shape.num_kv_heads {
-                    let row = paged.row(s, position, head);
-                    for (cached, exact) in cached.iter_mut().zip([&mut keys, &mut values]) {
-                        let random = b.random(shape.head_dim, 1.0);
-                        let kept = paged.file_away(cached, kv, row, &random);
-                        exact[row..row + shape.head_dim].copy_from_slice(&kept);
-                    }
-                }
-            }
-        }
-        let cache = KvCache { keys: b.upload(&cached[0]), values: b.upload(&cached[1]) };
-        let arrays = paged.arrays(&mut b);
-        let (input, output) = (b.activations(&q, width), b.empty(tokens.len(), width));
-        let partials = b.partials(&shape, paged.room());
-        let nothing = b.poisoned(4 * shape.head_dim);
-        let norm = RmsNorm { weight: nothing.clone(), eps: 0.0 };
-        let [q_norm, k_norm] = [norm.clone(), norm];
-        let attention = Attention { shape, q_norm, k_norm, rope: nothing, q_scale: f32::NAN, cache };
-        b.run(|k, r| {
-            let output = Operand::floats(&output);
-            k.attention(r, &attention, (&input, &partials), &arrays, &output, tokens.len());
-        });
-        let got = b.rows(&output, tokens.len());
-        for (t, &(s, position)) in tokens.iter().enumerate() {
-            let first = shape.window.map_or(0, |w| (position + 1).saturating_sub(w));
-            for head in 0..shape.num_heads {
-                let kv_head = head / (shape.num_heads / shape.num_kv_heads);
-                let row = |cache: &'_ [f32], p: usize| -> Vec<f32> {
-                    cache[paged.row(s, p, kv_head)..][..shape.head_dim].to_vec()
-                };
-                let k: Vec<Vec<f32>> = (first..=position).map(|p| row(&keys, p)).collect();
-                let v: Vec<Vec<f32>> = (first..=position).map(|p| row(&values, p)).collect();
-                let k: Vec<&[f32]> = k.iter().map(Vec::as_slice).collect();
-                let v: Vec<&[f32]> = v.iter().map(Vec::as_slice).collect();
-                let at = t * width + head * shape.head_dim;
-                let expected = reference::attention(&q[at..at + shape.head_dim], &k, &v);
-                let magnitude = vec![1.0; shape.head_dim];
-                let what = format!("{shape:?} {kv} sequence {s} position {position} head {head}");
-                close(&got[at..at + shape.head_dim], &expected, &magnitude, 5e-6, &what);
-            }
-        }
+        let sequences =
+            &[(1, 1), (67, 3), (16, 16), (110, 1), (64, 2)][..if shape.block_size == 5 { 3 } else { 5 }];
+        let attended = Attended::new(&mut b, shape, kv, 0.5, sequences);
+        attended.check_twin(&mut b, attended.paged.room());
     }
+}
+
+/// Attention over a cache, with norms and rotations that must not be read.
+fn attention_over(b: &mut Bench, shape: AttentionShape, cached: &[Vec<u8>; 2]) -> Attention {
+    let cache = KvCache { keys: b.upload(&cached[0]), values: b.upload(&cached[1]) };
+    let nothing = b.poisoned(4 * shape.head_dim);
+    let norm = RmsNorm { weight: nothing.clone(), eps: 0.0 };
+    let [q_norm, k_norm] = [norm.clone(), norm];
+    Attention { shape, q_norm, k_norm, rope: nothing, q_scale: f32::NAN, cache }
 }
 
 /// Attention of one layer over random keys and values.
 struct Attended {
     paged: Paged,
+    kv: KvDtype,
+    /// The bytes of the keys and of the values.
+    cached: [Vec<u8>; 2],
     attention: Attention,
     arrays: StepArrays,
     q: Activations,
@@ -482,16 +425,12 @@ impl Attended {
                 }
             }
         }
-        let cache = KvCache { keys: b.upload(&cached[0]), values: b.upload(&cached[1]) };
         let width = shape.num_heads * shape.head_dim;
         let tokens = paged.tokens().len();
         let rows = b.random(tokens * width, spread);
         let (arrays, q) = (paged.arrays(b), b.activations(&rows, width));
-        let nothing = b.poisoned(4 * shape.head_dim);
-        let norm = RmsNorm { weight: nothing.clone(), eps: 0.0 };
-        let [q_norm, k_norm] = [norm.clone(), norm];
-        let attention = Attention { shape, q_norm, k_norm, rope: nothing, q_scale: f32::NAN, cache };
-        Attended { paged, attention, arrays, q }
+        let attention = attention_over(b, shape, &cached);
+        Attended { paged, kv, cached, attention, arrays, q }
     }
 
     fn tokens(&self) -> usize {
@@ -507,6 +446,30 @@ impl Attended {
         let step = StepArrays { shares: b.shares(shares, shape.num_kv_heads), ..arrays.clone() };
         b.run(|k, r| k.attention(r, attention, (q, &partials), &step, &Operand::floats(&y), tokens));
         b.rows(&y, tokens).into_iter().map(f32::to_bits).collect()
+    }
+
+    /// Compares the output with the CPU implementation, which reads the same keys and values.
+    fn check_twin(&self, b: &mut Bench, room: Room) {
+        let Attended { paged, kv, cached, attention, .. } = self;
+        let (shape, d, tokens) = (&attention.shape, attention.shape.head_dim, self.tokens());
+        let shares = Shares::new(shape, &paged.runs(), tokens, tokens, room);
+        let got: Vec<f32> = self.run(b, &shares, room).into_iter().map(f32::from_bits).collect();
+        let q = b.rows(&self.q, tokens);
+        for (t, &(s, position)) in paged.tokens().iter().enumerate() {
+            let first = shape.window.map_or(0, |w| (position + 1).saturating_sub(w));
+            for head in 0..shape.num_heads {
+                let kv_head = head / (shape.num_heads / shape.num_kv_heads);
+                let [k, v] = cached.each_ref().map(|cache| {
+                    let row = |p| paged.read(cache, *kv, paged.row(s, p, kv_head));
+                    (first..=position).map(row).collect::<Vec<_>>()
+                });
+                let [k, v] = [&k, &v].map(|rows| rows.iter().map(Vec::as_slice).collect::<Vec<_>>());
+                let at = (t * shape.num_heads + head) * d;
+                let expected = reference::attention(&q[at..at + d], &k, &v);
+                let what = format!("{shape:?} {kv} sequence {s} position {position} head {head}");
+                close(&got[at..at + d], &expected, &vec![1.0; d], 5e-6, &what);
+            }
+        }
     }
 
     /// Divides the work in every way. All results must have the same bits, and no NaN of the padding.
@@ -589,24 +552,7 @@ fn attention_matches_its_twin_where_splits_become_longer() {
     for kv in KvDtype::ALL {
         let attended = Attended::new(&mut b, long, kv, 1.0, &sequences);
         attended.check(&mut b, &format!("{kv}"));
-        let (tokens, room) = (attended.tokens(), Room { single: 400, tiles: 400 });
-        let shares = Shares::new(&long, &attended.paged.runs(), tokens, tokens, room);
-        let got: Vec<f32> = attended.run(&mut b, &shares, room).into_iter().map(f32::from_bits).collect();
-        let q = b.rows(&attended.q, tokens);
-        let KvCache { keys, values } = &attended.attention.cache;
-        let bytes = attended.paged.empty_cache(kv).len();
-        let [keys, values] = [keys, values].map(|cache| b.download::<u8>(cache, bytes));
-        for (t, &(s, position)) in attended.paged.tokens().iter().enumerate() {
-            let row = |cache: &[u8], p: usize| attended.paged.read(cache, kv, attended.paged.row(s, p, 0));
-            let [k, v] = [&keys, &values].map(|c| (0..=position).map(|p| row(c, p)).collect::<Vec<_>>());
-            let [k, v] = [&k, &v].map(|rows| rows.iter().map(Vec::as_slice).collect::<Vec<_>>());
-            for head in 0..2 {
-                let at = t * 64 + head * 32;
-                let expected = reference::attention(&q[at..at + 32], &k, &v);
-                let what = format!("{kv} position {position} head {head}");
-                close(&got[at..at + 32], &expected, &[1.0; 32], 5e-6, &what);
-            }
-        }
+        attended.check_twin(&mut b, Room { single: 400, tiles: 400 });
     }
 }
 
@@ -700,11 +646,7 @@ fn npu_keys_are_gathered_from_the_blocks_of_a_sequence() {
                     kept[position * kv_heads + head] = paged.file_away(cached, kv, row, &random);
                 }
             }
-            let cache = KvCache { keys: b.upload(&cached[0]), values: b.upload(&cached[1]) };
-            let nothing = b.poisoned(4 * d);
-            let norm = RmsNorm { weight: nothing.clone(), eps: 0.0 };
-            let (q_norm, k_norm) = (norm.clone(), norm);
-            let attention = Attention { shape, q_norm, k_norm, rope: nothing, q_scale: f32::NAN, cache };
+            let attention = attention_over(&mut b, shape, &cached);
             for (first, first_seen, count, stride) in
                 [(0, 0, 70, 70), (0, 0, 1, 3), (13, 13, 50, 64), (32, 39, 38, 40), (3, 66, 67, 67)]
             {
@@ -829,15 +771,9 @@ fn qkv_store_normalizes_rotates_and_stores() {
             let bytes = paged.empty_cache(kv).len();
             let cache = KvCache { keys: b.poisoned(bytes), values: b.poisoned(bytes) };
             let arrays = paged.arrays(b);
-            let [q_norms, k_norms] = [qn, kn].map(|weight| RmsNorm { weight, eps });
-            let attention = Attention {
-                shape,
-                q_norm: q_norms,
-                k_norm: k_norms,
-                rope: table,
-                q_scale,
-                cache: cache.clone(),
-            };
+            let [qn, kn] = [qn, kn].map(|weight| RmsNorm { weight, eps });
+            let attention =
+                Attention { shape, q_norm: qn, k_norm: kn, rope: table, q_scale, cache: cache.clone() };
             b.run(|k, r| k.qkv_store(r, &attention, [&qa, &ka, &va], &arrays, n));
 
             let expect = |row: &[f32], norm: &[f32], position: usize, scale: f64| -> Vec<f64> {
@@ -862,13 +798,8 @@ fn qkv_store_normalizes_rotates_and_stores() {
                     // The tolerance includes the rounding of the cache type: half of its last bit.
                     let largest = expected.iter().fold(0f64, |a, b| a.max(b.abs()));
                     let lost = [0.0, largest / 2048.0, largest / 254.0][kv as usize];
-                    close(
-                        &paged.take(&mut keys, kv, row),
-                        &expected,
-                        &vec![4.0; d],
-                        1e-6 + lost / 4.0,
-                        &what,
-                    );
+                    let got = paged.take(&mut keys, kv, row);
+                    close(&got, &expected, &vec![4.0; d], 1e-6 + lost / 4.0, &what);
                     let mut one = paged.empty_cache(kv);
                     let kept = paged.file_away(&mut one, kv, row, &v[at..at + d]);
                     let kept: Vec<f64> = kept.into_iter().map(f64::from).collect();
@@ -924,11 +855,9 @@ fn pooled_sums_are_the_same_for_every_split_of_the_rows() {
             b.download(&sums.buffer, width)
         };
         let whole = sum(tokens, &mut b);
-        assert_eq!(
-            (sum(1, &mut b), sum(7, &mut b)),
-            (whole.clone(), whole.clone()),
-            "{tokens} x {width}: to the bit"
-        );
+        for at_once in [1, 7] {
+            assert_eq!(sum(at_once, &mut b), whole, "{tokens} x {width}, {at_once} at once: to the bit");
+        }
         let column =
             |c: usize, of: fn(f64) -> f64| (0..tokens).map(|t| of(f64::from(x[t * width + c]))).sum();
         let expected: Vec<f64> = (0..width).map(|c| column(c, |x| x)).collect();
@@ -1020,13 +949,8 @@ fn sampling_draws_ids_that_pass_the_filters_and_match_the_noise() {
     for (temperature, top_k, top_p, min_p) in cases {
         for len in [300, 2049] {
             let logits = b.random(len, 6.0);
-            let left = reference::filtered(
-                &logits,
-                f64::from(temperature),
-                top_k,
-                f64::from(top_p),
-                f64::from(min_p),
-            );
+            let [t, p, least] = [temperature, top_p, min_p].map(f64::from);
+            let left = reference::filtered(&logits, t, top_k, p, least);
             let candidates: Vec<usize> = left.iter().map(|(id, _)| *id).collect();
             let requests: Vec<SampleRequest> = (0..48)
                 .map(|i| SampleRequest {
@@ -1044,8 +968,7 @@ fn sampling_draws_ids_that_pass_the_filters_and_match_the_noise() {
             let (ids, _) = draw(&mut b, &logits, len, &requests);
             for (request, id) in requests.iter().zip(ids) {
                 let seed = u64::from(request.seed_low) | u64::from(request.seed_high) << 32;
-                let (expected, margin) =
-                    reference::draw(&logits, &candidates, f64::from(temperature), seed, request.position);
+                let (expected, margin) = reference::draw(&logits, &candidates, t, seed, request.position);
                 let what = format!("{temperature} {top_k} {top_p} {min_p}, {len} logits, seed {seed}");
                 assert!(candidates.contains(&(id as usize)), "{what}: {id} was filtered out");
                 // Two candidates that are closer than f32 rounding may change places.
@@ -1067,11 +990,8 @@ fn probability_masses_are_summed_exactly() {
         let mut logits = b.random(width, scale);
         let first = logits[0];
         logits[width / 2..width / 2 + 3.min(width / 2)].fill(first);
-        let requests = temperatures.map(|temperature| SampleRequest {
-            temperature,
-            top_p: 0.5,
-            ..SampleRequest::default()
-        });
+        let half = SampleRequest { top_p: 0.5, ..SampleRequest::default() };
+        let requests = temperatures.map(|temperature| SampleRequest { temperature, ..half });
         let repeated: Vec<f32> = requests.iter().flat_map(|_| logits.clone()).collect();
         let drawing = Drawing::new(&mut b, &repeated, width, &requests);
         drawing.sample(&b);
@@ -1082,11 +1002,8 @@ fn probability_masses_are_summed_exactly() {
             let expected = reference::bins(&logits, *temperature, bins);
             for (bin, expected) in expected.iter().enumerate() {
                 let mass = u64::from(words[bins + bin]) | u64::from(words[2 * bins + bin]) << 32;
-                assert_eq!(
-                    (words[bin], mass),
-                    *expected,
-                    "{width} ids, temperature {temperature}, bin {bin}"
-                );
+                let what = format!("{width} ids, temperature {temperature}, bin {bin}");
+                assert_eq!((words[bin], mass), *expected, "{what}");
             }
         }
     }
@@ -1287,17 +1204,10 @@ fn draws_follow_the_distribution() {
     let expected = reference::filtered(&logits, 1.0, 0, 1.0, 0.0);
     let mut counts = [0u32; 7];
     let draws = 64 * 64;
+    let plain = SampleRequest { temperature: 1.0, top_p: 1.0, ..SampleRequest::default() };
     for seed in 0..64 {
-        let requests: Vec<SampleRequest> = (0..64)
-            .map(|i| SampleRequest {
-                temperature: 1.0,
-                top_p: 1.0,
-                seed_low: seed,
-                position: i,
-                slot: i,
-                ..SampleRequest::default()
-            })
-            .collect();
+        let requests: Vec<SampleRequest> =
+            (0..64).map(|i| SampleRequest { seed_low: seed, position: i, slot: i, ..plain }).collect();
         draw(&mut b, &logits, 7, &requests).0.iter().for_each(|&id| counts[id as usize] += 1);
     }
     // Chi-squared with 6 degrees of freedom exceeds 22.5 for one of a thousand seeds. The seeds are fixed.
@@ -1332,10 +1242,8 @@ fn sampling_penalties_and_biases_match_their_twin_and_are_cleared() {
         }
         assert_eq!(b.rows(&drawing.logits.raw, 12), raw, "the raw logits must not change");
         drawing.clear(&b);
-        assert!(
-            b.rows(&drawing.logits.adjusted, 12).iter().all(|word| word.to_bits() == 0),
-            "{width}: not cleared"
-        );
+        let cleared = b.rows(&drawing.logits.adjusted, 12);
+        assert!(cleared.iter().all(|word| word.to_bits() == 0), "{width}: not cleared");
     }
 }
 
@@ -1360,13 +1268,9 @@ fn sampling_draws_only_ids_that_penalties_biases_and_masks_leave() {
                 let temperature = f64::from(request.temperature);
                 let left = reference::filtered(expected, temperature, 0, f64::from(request.top_p), 0.0);
                 let candidates: Vec<usize> = left.iter().map(|(id, _)| *id).collect();
-                let (best, margin) = reference::draw(
-                    expected,
-                    &candidates,
-                    temperature,
-                    u64::from(request.seed_low),
-                    request.position,
-                );
+                let seed = u64::from(request.seed_low);
+                let (best, margin) =
+                    reference::draw(expected, &candidates, temperature, seed, request.position);
                 if margin > 1e-3 {
                     assert_eq!(id as usize, best, "{what}");
                     clear += 1;
@@ -1432,18 +1336,15 @@ fn sampling_reports_log_probabilities_of_the_raw_distribution() {
         let words = b.download::<u32>(&drawing.arrays.logprobs, rows * LOGPROB_WORDS);
         for row in 0..rows {
             let expected = reference::log_softmax(&logits[row * width..][..vocab]);
-            let (words, what) =
-                (&words[row * LOGPROB_WORDS..][..LOGPROB_WORDS], format!("{vocab}, row {row}"));
+            let words = &words[row * LOGPROB_WORDS..][..LOGPROB_WORDS];
+            let what = format!("{vocab}, row {row}");
             let near = |word: u32, id: u32| {
                 let got = f64::from(f32::from_bits(word));
                 assert!((got - expected[id as usize]).abs() < 1e-4, "{what}: id {id} has {got}");
             };
             let wanted = requests[row].logprobs as usize;
             if wanted == 0 {
-                assert!(
-                    words.iter().all(|word| *word == 0x7fc0_dead),
-                    "{what} requests no log probabilities"
-                );
+                assert!(words.iter().all(|word| *word == 0x7fc0_dead), "{what} requests none");
                 continue;
             }
             near(words[0], ids[row]);
@@ -1497,10 +1398,8 @@ fn history_holds_each_tokens_id_at_its_slot_and_position() {
 fn philox_matches_its_published_vectors() {
     // Known-answer tests of the authors of Philox4x32-10.
     assert_eq!(reference::philox([0, 0], [0; 4]), [0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8]);
-    assert_eq!(
-        reference::philox([u32::MAX; 2], [u32::MAX; 4]),
-        [0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd]
-    );
+    let ones = reference::philox([u32::MAX; 2], [u32::MAX; 4]);
+    assert_eq!(ones, [0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd]);
 }
 
 #[test]
@@ -1513,10 +1412,8 @@ fn the_multiply_adds_of_the_peak_kernel_sum_to_one_a_lane() {
         b.run(|_, r| peak.record(r, &result, workgroups, rounds));
         let got = b.download::<u32>(&result, words + 16);
         assert!(got[..words].iter().all(|word| f32::from_bits(*word) == 32.0), "{workgroups} x {rounds}");
-        assert!(
-            got[words..].iter().all(|word| *word == 0x7fc0_dead),
-            "written beyond {workgroups} workgroups"
-        );
+        let beyond = &got[words..];
+        assert!(beyond.iter().all(|word| *word == 0x7fc0_dead), "written beyond {workgroups} workgroups");
     }
 }
 

@@ -6,7 +6,6 @@
 use std::collections::BTreeMap;
 
 use serde::Deserialize;
-use sha2::{Digest, Sha256};
 use unicorn::model::load::LoadOptions;
 use unicorn::model::model_runner::ModelRunner;
 use unicorn::model::{Runner, SamplingParams};
@@ -14,10 +13,12 @@ use unicorn::tensor::{KvDtype, Precision};
 
 use unicorn::text::{Message, Tokenizer, normalize};
 
+use crate::support::checkpoints::sha256;
 use crate::support::data;
 use crate::support::demo::{Answer, BOUND, STOP, folder, goldens};
 use crate::support::driver::{Driver, greedy, plain_sequence};
 use crate::support::goldens::{Goldens, all_logits, load, max_difference};
+use crate::support::json::read_json;
 use crate::support::program::{output, unicorn_on_software};
 use crate::support::tokenizers::gemma_template;
 
@@ -65,7 +66,7 @@ fn selected() -> impl Iterator<Item = &'static Answer> {
 }
 
 fn questions() -> Vec<Question> {
-    serde_json::from_slice(&std::fs::read(folder().join("questions.json")).unwrap()).unwrap()
+    read_json(&folder().join("questions.json"))
 }
 
 fn model() -> ModelRunner {
@@ -79,8 +80,7 @@ fn tokenizer() -> Tokenizer {
 #[test]
 fn the_goldens_belong_to_the_shipped_weights() {
     let weights = std::fs::read(folder().join("model.safetensors")).unwrap();
-    let hash: String = Sha256::digest(&weights).iter().map(|b| format!("{b:02x}")).collect();
-    assert_eq!(hash, goldens().about.model_sha256, "run `make -C tools/demo_model goldens`");
+    assert_eq!(sha256(&weights), goldens().about.model_sha256, "run `make -C tools/demo_model goldens`");
 }
 
 #[test]
@@ -232,33 +232,15 @@ fn int4_keeps_most_answers_right_and_the_search_reduces_the_kl_divergence() {
     std::fs::write(&text_file, &text).unwrap();
     let quantize = |name: &str, rounding: &str| {
         let destination = folder_of.path().join(name);
-        let [source, destination_text, text] =
-            [&folder(), &destination, &text_file].map(|p| p.to_str().unwrap().to_string());
-        let args = [
-            "quantize",
-            &source,
-            &destination_text,
-            "--scheme",
-            "int4-g32",
-            "--rounding",
-            rounding,
-            "--eval",
-            &text,
-        ];
-        let (code, report, error) =
-            output(unicorn_on_software(&[&args[..], &["--allow-software-vulkan"]].concat()));
+        let source = folder();
+        let [source, to, text] = [&source, &destination, &text_file].map(|p| p.to_str().unwrap());
+        let options = ["--scheme", "int4-g32", "--rounding", rounding, "--eval", text];
+        let args = [&["quantize", source, to, "--allow-software-vulkan"], &options[..]].concat();
+        let (code, report, error) = output(unicorn_on_software(&args));
         assert_eq!(code, 0, "{error}");
         println!("{rounding}: {report}");
-        let kl = report
-            .split_once("mean KL divergence ")
-            .unwrap()
-            .1
-            .split(' ')
-            .next()
-            .unwrap()
-            .parse::<f64>()
-            .unwrap();
-        (destination, kl)
+        let (_, kl) = report.split_once("mean KL divergence ").unwrap();
+        (destination, kl.split(' ').next().unwrap().parse::<f64>().unwrap())
     };
     let (_, nearest) = quantize("nearest", "nearest");
     let (found, searched) = quantize("found", "search");

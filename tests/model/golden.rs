@@ -7,17 +7,15 @@
 
 use std::time::Duration;
 
-use unicorn::checkpoint::Checkpoint;
 use unicorn::gpu::Device;
-use unicorn::model::arch::open_files;
-use unicorn::model::load::{LoadOptions, Source};
-use unicorn::model::model_runner::ModelRunner;
+use unicorn::model::load::LoadOptions;
 use unicorn::model::weights::Weights;
 use unicorn::model::{Runner, SamplingParams};
 use unicorn::tensor::QuantizeMode;
 
+use crate::support::checkpoints::opened;
 use crate::support::driver::{Driver, greedy, plain_sequence};
-use crate::support::goldens::{Goldens, all_logits, load, max_difference};
+use crate::support::goldens::{Goldens, all_logits, check_prompts, load, load_on, max_difference, rows_at};
 use crate::support::{data, policy};
 
 const BOUND: f32 = 1e-3;
@@ -62,32 +60,9 @@ fn every_quantized_mode_matches_its_dequantized_golden() {
         for mode in QuantizeMode::ALL.into_iter().filter(|m| m.projections().is_some()) {
             let name = mode.name().replace('-', "_");
             let options = LoadOptions { quantize: mode, ..LoadOptions::default() };
-            let mut model = load(&folder, &options);
-            let vocab = model.config().vocab_size;
-            for prompt in ["short", "mid", "long"] {
-                let tokens = goldens.tokens(&format!("tokens.{prompt}"));
-                let expected = goldens.view::<f32>(&format!("q.{name}.logits.{prompt}"));
-                let rows: Vec<usize> = match prompt {
-                    "short" => (0..tokens.len()).collect(),
-                    _ => {
-                        goldens.tokens(&format!("q.positions.{prompt}")).iter().map(|&p| p as usize).collect()
-                    }
-                };
-                let all = all_logits(&mut model, &tokens);
-                let got: Vec<f32> =
-                    rows.iter().flat_map(|&r| all[r * vocab..(r + 1) * vocab].to_vec()).collect();
-                let difference = max_difference(&got, &expected);
-                println!("{variant} {mode} {prompt}: max |difference| {difference:.2e}");
-                assert!(difference <= BOUND, "{variant} {mode} {prompt}: {difference}");
-
-                // These runs were not chosen for margin, so they must be equal up to the first step within the noise.
-                let expected = goldens.tokens(&format!("q.{name}.greedy.{prompt}.tokens"));
-                let margins = goldens.view::<f32>(&format!("q.{name}.greedy.{prompt}.margin"));
-                let sure = margins.iter().position(|m| *m < 2.0 * BOUND).unwrap_or(expected.len());
-                assert!(sure > 0, "{variant} {mode} {prompt}: no step has a clear margin");
-                let got = greedy(&mut model, &tokens, sure, 256, &[]);
-                assert_eq!(got, expected[..sure], "{variant} {mode} {prompt}");
-            }
+            let of = format!("q.{name}.");
+            let what = format!("{variant} {mode}");
+            check_prompts(&mut load(&folder, &options), &goldens, &of, "q.", BOUND, &what);
         }
     }
 }
@@ -101,9 +76,7 @@ fn transformers_5_configs_and_names_match_the_oracle() {
     for prompt in ["short", "mid", "long"] {
         let tokens = goldens.tokens(&format!("tokens.{prompt}"));
         let all = all_logits(&mut model, &tokens);
-        let positions = goldens.tokens(&format!("positions.{prompt}"));
-        let got: Vec<f32> =
-            positions.iter().flat_map(|&p| all[p as usize * vocab..][..vocab].to_vec()).collect();
+        let got = rows_at(&all, &goldens.tokens(&format!("positions.{prompt}")), vocab);
         let difference = max_difference(&got, &goldens.view::<f32>(&format!("logits.{prompt}")));
         assert!(difference <= BOUND, "{prompt}: {difference}");
     }
@@ -154,7 +127,7 @@ fn pooled_states_give_the_mean_of_the_oracles_logits() {
         let goldens = Goldens::open(&folder);
         let mut model = load(&folder, &LoadOptions::default());
         let (vocab, hidden) = (model.config().vocab_size, model.config().hidden_size);
-        let checkpoint = Checkpoint::open(&open_files(&folder).unwrap()).unwrap();
+        let checkpoint = opened(&folder);
         let embedding = Weights::collect(&checkpoint, model.config()).unwrap().tensors.embed_tokens;
         let embedding = checkpoint.read_f32(&embedding).unwrap();
         let prompts = ["short", "mid", "long"].map(|prompt| goldens.tokens(&format!("tokens.{prompt}")));
@@ -196,10 +169,7 @@ fn nothing_is_allocated_after_loading() {
     let tokens = Goldens::open(&folder).tokens("tokens.mid");
     // The test opens its own device, because other tests allocate on the shared one at the same time.
     let device = Device::open(&policy()).unwrap();
-    let files = open_files(&folder).unwrap();
-    let mut model =
-        ModelRunner::load(&device, &Source::open(&files).unwrap(), &LoadOptions::default(), &mut |_| {})
-            .unwrap();
+    let mut model = load_on(&device, &folder, &LoadOptions::default());
     let placed: u64 = model.placements().iter().map(|p| p.bytes).sum();
     assert!(placed > model.weight_bytes() && model.weight_bytes() > 0);
     let before = device.allocations();

@@ -18,7 +18,7 @@ use unicorn::model::{Runner, self_test};
 use unicorn::tensor::{KvDtype, Scheme};
 
 use crate::support::checkpoints::tiny_model;
-use crate::support::program::{assert_error, output, unicorn, unicorn_on_software};
+use crate::support::program::{assert_error, output, printed_json, unicorn, unicorn_on_software};
 use crate::support::{data, policy, root};
 
 const KIB: u64 = 1 << 10;
@@ -89,6 +89,25 @@ fn model_request(config: &ModelSpec) -> MemoryRequest<'_> {
     }
 }
 
+/// The plan for a context and one sequence, with its invariants checked.
+#[track_caller]
+fn plan(config: &ModelSpec, machine: &Machine, limits: Limits, context: usize) -> Plan {
+    let request = model_request(config);
+    let plan = request.place(machine, &limits, context, request.pools(context, 1)).unwrap();
+    check(machine, &limits, &plan);
+    plan
+}
+
+fn published(name: &str) -> ModelSpec {
+    arch::shape(name).unwrap().spec()
+}
+
+/// The JSON that a plan prints, which must succeed.
+#[track_caller]
+fn plan_as_json(args: &[&str]) -> Value {
+    printed_json(unicorn(&[&["plan", "--json"], args].concat()))
+}
+
 /// Checks the invariants of a plan, recomputed from its slots.
 #[track_caller]
 fn check(machine: &Machine, limits: &Limits, plan: &Plan) {
@@ -127,53 +146,38 @@ fn check(machine: &Machine, limits: &Limits, plan: &Plan) {
 
 #[test]
 fn on_an_integrated_gpu_ffn_weights_go_to_gtt_and_the_rest_to_vram() {
-    let config = arch::shape("gemma-3-27b").unwrap().spec();
+    let config = published("gemma-3-27b");
     let machine = Machine::on_paper(16 * GIB, 30 * GIB);
-    let plan =
-        model_request(&config).place(&machine, &ALL, 8192, model_request(&config).pools(8192, 1)).unwrap();
-    check(&machine, &ALL, &plan);
+    let of = plan(&config, &machine, ALL, 8192);
     for class in [Class::Attention, Class::Embedding, Class::Norms, Class::Activations, Class::KvCache] {
-        assert_eq!(split(&plan, class).1, 0, "{}", class.name());
-        assert!(split(&plan, class).0 > 0, "{}", class.name());
+        assert_eq!(split(&of, class).1, 0, "{}", class.name());
+        assert!(split(&of, class).0 > 0, "{}", class.name());
     }
     for class in [Class::Ffn, Class::Staging] {
-        assert_eq!(split(&plan, class).0, 0, "{}", class.name());
-        assert!(split(&plan, class).1 > 0, "{}", class.name());
+        assert_eq!(split(&of, class).0, 0, "{}", class.name());
+        assert!(split(&of, class).1 > 0, "{}", class.name());
     }
     // The driver splits 48 GiB in the same way: two thirds and one third.
-    let machine = apu(48 * GIB);
-    let plan = model_request(&config)
-        .place(&machine, &Limits::default(), 8192, model_request(&config).pools(8192, 1))
-        .unwrap();
-    check(&machine, &Limits::default(), &plan);
-    assert_eq!((split(&plan, Class::Attention).1, split(&plan, Class::Ffn).0), (0, 0));
+    let of = plan(&config, &apu(48 * GIB), Limits::default(), 8192);
+    assert_eq!((split(&of, Class::Attention).1, split(&of, Class::Ffn).0), (0, 0));
 }
 
 #[test]
 fn ffn_weights_go_to_vram_if_configured() {
-    let config = arch::shape("gemma-3-27b").unwrap().spec();
+    let config = published("gemma-3-27b");
     let limits = Limits { ffn_heap: FfnHeap::Vram, ..ALL };
-    let plan = |machine: &Machine| {
-        let plan = model_request(&config)
-            .place(machine, &limits, 8192, model_request(&config).pools(8192, 1))
-            .unwrap();
-        check(machine, &limits, &plan);
-        plan
-    };
-    let roomy = plan(&Machine::on_paper(24 * GIB, 24 * GIB));
+    let roomy = plan(&config, &Machine::on_paper(24 * GIB, 24 * GIB), limits, 8192);
     assert!(split(&roomy, Class::Ffn).0 > 10 * GIB && split(&roomy, Class::Ffn).1 == 0);
     // FFN weights are placed last, so they get what the other classes leave, and the rest spills.
-    let tight = plan(&Machine::on_paper(8 * GIB, 24 * GIB));
+    let tight = plan(&config, &Machine::on_paper(8 * GIB, 24 * GIB), limits, 8192);
     assert!(split(&tight, Class::Ffn).0 > GIB && split(&tight, Class::Ffn).1 > GIB);
     assert_eq!((split(&tight, Class::Attention).1, split(&tight, Class::KvCache).1), (0, 0));
 
     // `unicorn plan` for 24 GiB of each, with FFN weights in one or the other.
     let ffn_heap = |option: &[&str]| {
-        let plan = ["plan", "--shape", "gemma-3-27b", "--scheme", "int4-g128", "--vram", "24GiB", "--gtt"];
-        let args = [&plan[..], &["24GiB", "--context", "1024", "--json"], option].concat();
-        let (code, stdout, stderr) = output(unicorn(&args));
-        assert_eq!(code, 0, "{stderr}");
-        let line: Value = serde_json::from_str(&stdout).expect("JSON");
+        let machine = ["--vram", "24GiB", "--gtt", "24GiB", "--context", "1024"];
+        let shape = ["--shape", "gemma-3-27b", "--scheme", "int4-g128"];
+        let line = plan_as_json(&[&shape[..], &machine, option].concat());
         let rows = line["placements"].as_array().expect("a list").iter();
         rows.filter(|row| row["class"] == "FFN weights").map(|row| row["heap"].clone()).collect::<Vec<_>>()
     };
@@ -184,20 +188,16 @@ fn ffn_weights_go_to_vram_if_configured() {
 #[test]
 fn the_table_shows_what_spills_into_another_heap() {
     // GTT holds 4 GiB of the FFN weights, and VRAM the rest. A KV cache larger than VRAM is in both.
-    let config = arch::shape("gemma-3-27b").unwrap().spec();
-    let machine = Machine::on_paper(20 * GIB, 4 * GIB);
-    let plan =
-        model_request(&config).place(&machine, &ALL, 1024, model_request(&config).pools(1024, 1)).unwrap();
-    check(&machine, &ALL, &plan);
-    let (vram, gtt) = split(&plan, Class::Ffn);
+    let config = published("gemma-3-27b");
+    let spilled = plan(&config, &Machine::on_paper(20 * GIB, 4 * GIB), ALL, 1024);
+    let (vram, gtt) = split(&spilled, Class::Ffn);
     assert!(gtt > 3 * GIB && vram > 6 * GIB, "{gtt} in GTT, {vram} in VRAM");
-    let rows = plan.placements();
+    let rows = spilled.placements();
     assert_eq!(rows.iter().filter(|row| row.class == Class::Ffn).count(), 2, "{rows:?}");
 
     let machine = Machine::on_paper(8 * GIB, 38 * GIB);
-    let plan = model_request(&config)
-        .place(&machine, &ALL, 16_384, model_request(&config).pools(16_384, 8))
-        .unwrap();
+    let request = model_request(&config);
+    let plan = request.place(&machine, &ALL, 16_384, request.pools(16_384, 8)).unwrap();
     check(&machine, &ALL, &plan);
     let (vram, gtt) = split(&plan, Class::KvCache);
     assert!(vram > 3 * GIB && gtt > 8 * GIB, "{vram} in VRAM, {gtt} in GTT");
@@ -207,35 +207,27 @@ fn the_table_shows_what_spills_into_another_heap() {
 #[test]
 fn on_a_discrete_gpu_weights_stay_out_of_host_memory() {
     let machine = discrete();
-    let config = arch::shape("gemma-3-4b").unwrap().spec();
-    let plan = model_request(&config)
-        .place(&machine, &Limits::default(), 8192, model_request(&config).pools(8192, 1))
-        .unwrap();
-    check(&machine, &Limits::default(), &plan);
+    let config = published("gemma-3-4b");
+    let plan = plan(&config, &machine, Limits::default(), 8192);
     let host: Vec<_> = plan.placements().into_iter().filter(|p| p.heap.contains("host")).collect();
     assert!(host.iter().all(|p| p.class == Class::Staging) && !host.is_empty(), "{host:?}");
 
     // The model would fit into the 16 GiB of host memory, but not into the card.
-    let config = arch::shape("gemma-3-27b").unwrap().spec();
-    let refusal =
-        model_request(&config).place(&machine, &ALL, 16, model_request(&config).pools(16, 1)).unwrap_err();
+    let config = published("gemma-3-27b");
+    let request = model_request(&config);
+    let refusal = request.place(&machine, &ALL, 16, request.pools(16, 1)).unwrap_err();
     assert_eq!((refusal.obstacle, refusal.request.class), (Obstacle::Full, Class::Ffn));
 }
 
 #[test]
 fn with_one_heap_everything_is_placed_there() {
-    let machine = one_heap(23 * GIB);
-    let config = arch::shape("gemma-3-27b").unwrap().spec();
-    let plan = model_request(&config)
-        .place(&machine, &Limits::default(), 512, model_request(&config).pools(512, 1))
-        .unwrap();
-    check(&machine, &Limits::default(), &plan);
+    let plan = plan(&published("gemma-3-27b"), &one_heap(23 * GIB), Limits::default(), 512);
     assert_eq!(plan.placements().len(), Class::ALL.len(), "one row for each class");
 }
 
 #[test]
 fn a_model_that_does_not_fit_is_refused_with_the_table_and_a_suggestion() {
-    let config = arch::shape("gemma-3-27b").unwrap().spec();
+    let config = published("gemma-3-27b");
     let request = model_request(&config);
     let machine = Machine::on_paper(16 * GIB, 4 * GIB);
 
@@ -292,7 +284,7 @@ fn no_allocation_is_larger_than_the_device_allows() {
     assert!(refusal.to_string().contains("one allocation"), "{refusal}");
 
     // The bf16 embedding of the 27B exceeds half of the limit, so it is split. The keys of a context are not split.
-    let config = arch::shape("gemma-3-27b").unwrap().spec();
+    let config = published("gemma-3-27b");
     let request = MemoryRequest {
         schemes: Schemes::uniform(&config, Scheme::int4(32), Scheme::int4(32), Scheme::Bf16),
         ..model_request(&config)
@@ -432,7 +424,7 @@ fn in_order(machine: &Machine, limits: &Limits, plan: &Plan, round: u64) {
 /// The memory of the 27B, computed by hand from the shapes.
 #[test]
 fn the_27b_takes_the_memory_that_is_computed_by_hand() {
-    let config = arch::shape("gemma-3-27b").unwrap().spec();
+    let config = published("gemma-3-27b");
     let request = model_request(&config);
     let bytes = |class| -> u64 {
         request
@@ -664,18 +656,9 @@ fn a_plan_names_limits_of_the_context_other_than_memory() {
 
 #[test]
 fn a_shape_is_planned_with_the_types_of_gguf_files() {
-    let schemes = [
-        "--scheme",
-        "int4-g32-super",
-        "--feed-forward",
-        "int5-g32-super",
-        "--embedding",
-        "int6-g16-supersym",
-    ];
-    let args = [&["plan", "--shape", "gemma-3-27b", "--vram", "64GiB", "--json"], &schemes[..]].concat();
-    let (code, stdout, stderr) = output(unicorn(&args));
-    assert_eq!(code, 0, "{stderr}");
-    let line: Value = serde_json::from_str(&stdout).expect("JSON");
+    let args = "--shape gemma-3-27b --vram 64GiB --scheme int4-g32-super --feed-forward int5-g32-super \
+                --embedding int6-g16-supersym";
+    let line = plan_as_json(&args.split(' ').collect::<Vec<_>>());
     // Each number is the bytes of 256 weights.
     let (attention, ffn, embedding) = (128 + 4 + 16, 128 + 32 + 4 + 16, 128 + 64 + 2 + 16);
     let layer = 5376u64 * (2 * 4096 + 2 * 2048) / 256 * attention + 3 * 5376 * 21_504 / 256 * ffn;
@@ -690,10 +673,8 @@ fn a_checkpoint_is_planned_with_its_own_schemes() {
     let folder = tiny_model();
     let model = folder.path().to_str().expect("UTF-8");
     let weights = |args: &[&str]| -> u64 {
-        let args = [&["plan", model, "--vram", "1GiB", "--json"], args].concat();
-        let (code, stdout, stderr) = output(unicorn(&args));
-        assert_eq!(code, 0, "{stderr}");
-        serde_json::from_str::<Value>(&stdout).expect("JSON")["weight_bytes"].as_u64().expect("a number")
+        let line = plan_as_json(&[&[model, "--vram", "1GiB"], args].concat());
+        line["weight_bytes"].as_u64().expect("a number")
     };
     let (own, int4) = (weights(&[]), weights(&["--quantize", "int4-g32"]));
     let projections = 8 * (2 * 128 * 128 + 2 * 64 * 128 + 3 * 128 * 256);
@@ -712,20 +693,13 @@ fn a_checkpoint_is_planned_with_its_own_schemes() {
 /// A shape without a scheme is planned with the default scheme of `unicorn quantize`, and the plan says so.
 #[test]
 fn a_shape_without_a_scheme_is_planned_with_the_default_one() {
-    let plan = |args: &[&str]| {
-        let (code, stdout, stderr) = output(unicorn(&[&["plan", "--shape", "gemma-3-27b"], args].concat()));
-        assert_eq!(code, 0, "{stderr}");
-        stdout
-    };
-    let json = |args: &[&str]| -> Value {
-        serde_json::from_str(&plan(&[args, &["--json"]].concat())).expect("JSON")
-    };
+    let json = |args: &[&str]| plan_as_json(&[&["--shape", "gemma-3-27b"], args].concat());
     let assumed = json(&["--vram", "16G", "--gtt", "30g"]);
     let mut said = json(&["--scheme", "int4-g32", "--vram", "16GiB", "--gtt", "30GiB"]);
     assert_eq!((&said["assumption"], said["fits"].as_bool()), (&Value::Null, Some(true)), "{said}");
     said["assumption"] = "int4-g32 is assumed, since no --scheme was given".into();
     assert_eq!(assumed, said);
-    let text = plan(&["--vram", "16G", "--gtt", "30G"]);
+    let (_, text, _) = output(unicorn(&["plan", "--shape", "gemma-3-27b", "--vram", "16G", "--gtt", "30G"]));
     assert!(text.contains("embedding int8-row (int4-g32 is assumed, since no --scheme was given)"), "{text}");
     let doctor = ["doctor", "--shape", "gemma-3-270m", "--allow-software-vulkan"];
     let (_, report, stderr) = output(unicorn_on_software(&doctor));

@@ -7,7 +7,7 @@ use std::time::Duration;
 use tempfile::TempDir;
 use unicorn::checkpoint::Checkpoint;
 use unicorn::model::arch::{self, open_files};
-use unicorn::model::load::{LoadOptions, Source};
+use unicorn::model::load::LoadOptions;
 use unicorn::model::model_runner::{ModelRunner, NotCompared};
 use unicorn::model::self_test::inputs::{self, COLS, KV_HEADS, NORM_ROWS, ROWS, VOCAB, WIDTH};
 use unicorn::model::self_test::{Set, Stored};
@@ -16,10 +16,10 @@ use unicorn::model::{RunnerError, twin};
 use unicorn::tensor::{Bits, KvDtype, Precision, QuantizeMode, Scales, Scheme};
 
 use crate::support::driver::greedy;
-use crate::support::goldens::{Goldens, all_logits, max_difference};
+use crate::support::goldens::{Goldens, all_logits, load, load_files, max_difference};
 use crate::support::kernel_bench::STORED;
-use crate::support::program::{output, unicorn};
-use crate::support::{data, device, reference, root};
+use crate::support::program::{output, printed, unicorn};
+use crate::support::{data, reference, root};
 
 /// The f32 rounding error of a sum of some hundreds of terms, relative to the sum of magnitudes.
 const ROUNDING: f64 = 2e-5;
@@ -153,11 +153,8 @@ fn heads(dim: usize) -> BTreeMap<String, Set> {
                     seen.clone().map(|at| head(dim, |class| value(at, kv_head, class))).collect()
                 };
                 let (keys, values) = (rows(inputs::key), rows(inputs::value));
-                let slices =
-                    |rows: &[Vec<f32>]| rows.iter().map(|row| row.as_slice().to_vec()).collect::<Vec<_>>();
-                let (keys, values) = (slices(&keys), slices(&values));
-                let keys: Vec<&[f32]> = keys.iter().map(|row| &row[..]).collect();
-                let values: Vec<&[f32]> = values.iter().map(|row| &row[..]).collect();
+                let [keys, values] =
+                    [&keys, &values].map(|rows| rows.iter().map(Vec::as_slice).collect::<Vec<_>>());
                 attended.extend(of_classes(&reference::attention(&query, &keys, &values)));
             }
         }
@@ -244,11 +241,6 @@ fn stored_results_are_the_results_of_the_cpu_twins() {
     }
 }
 
-fn loaded(folder: &str, options: &LoadOptions) -> ModelRunner {
-    let files = open_files(&data(folder)).expect("a model");
-    ModelRunner::load(&device(), &Source::open(&files).unwrap(), options, &mut |_| {}).expect("loaded")
-}
-
 /// Calls `each` for several ways to store weights and keys, in both precisions.
 fn each_way(mut each: impl FnMut(&mut ModelRunner, &str)) {
     let modes = [QuantizeMode::None, QuantizeMode::Int8Row, QuantizeMode::Int4G128Emb8];
@@ -256,7 +248,7 @@ fn each_way(mut each: impl FnMut(&mut ModelRunner, &str)) {
         for (quantize, precision) in modes.iter().flat_map(|mode| Precision::ALL.map(|p| (*mode, p))) {
             let kv = KvDtype::ALL[(quantize as usize + precision as usize) % 3];
             let options = LoadOptions { quantize, precision, kv, ..LoadOptions::default() };
-            each(&mut loaded(folder, &options), &format!("{folder} {quantize} {precision} {kv}"));
+            each(&mut load(&data(folder), &options), &format!("{folder} {quantize} {precision} {kv}"));
         }
     }
 }
@@ -273,7 +265,8 @@ fn a_correct_device_passes_with_every_model() {
 fn every_damaged_result_is_detected() {
     for precision in Precision::ALL {
         let options = LoadOptions { quantize: QuantizeMode::Int4G32, precision, ..LoadOptions::default() };
-        let missed = loaded("gemma3/tiny-a", &options).missed_damage().expect("a device that computes right");
+        let missed =
+            load(&data("gemma3/tiny-a"), &options).missed_damage().expect("a device that computes right");
         assert!(missed.is_empty(), "{precision}: {missed:#?}");
     }
 }
@@ -308,15 +301,12 @@ fn native(folder: &str, scheme: &str) -> TempDir {
     let (source, path) = (root().join(folder), to.path().join("native"));
     let path = path.to_str().expect("UTF-8");
     let args = ["quantize", source.to_str().expect("UTF-8"), path, "--scheme", scheme];
-    let (code, _, stderr) = output(unicorn(&args));
-    assert_eq!(code, 0, "{stderr}");
+    printed(unicorn(&args));
     to
 }
 
 fn load_native(folder: &TempDir, precision: Precision, kv: KvDtype) -> ModelRunner {
-    let options = LoadOptions { precision, kv, ..LoadOptions::default() };
-    let files = open_files(&folder.path().join("native")).expect("a model");
-    ModelRunner::load(&device(), &Source::open(&files).unwrap(), &options, &mut |_| {}).expect("loaded")
+    load(&folder.path().join("native"), &LoadOptions { precision, kv, ..LoadOptions::default() })
 }
 
 #[test]
@@ -338,7 +328,7 @@ fn stored_layer_values_match_in_every_precision_and_cache_type() {
             assert_eq!(tested.layers, Ok(layers), "{folder} {scheme} {precision} {kv}");
         }
     }
-    let of_plain = loaded("gemma3/tiny-a", &LoadOptions::default()).self_test().expect("right");
+    let of_plain = load(&data("gemma3/tiny-a"), &LoadOptions::default()).self_test().expect("right");
     assert_eq!(of_plain.layers, Err(NotCompared::NotStored));
 }
 
@@ -347,21 +337,14 @@ fn stored_layer_values_match_in_every_precision_and_cache_type() {
 #[test]
 fn the_layer_test_does_not_change_later_answers() {
     let native = native("tests/data/gemma3/tiny-a", "int4-g32");
-    let files = open_files(&native.path().join("native")).expect("a model");
     let tokens: Vec<u32> = (0..40).map(|i| i * 5 % 200).collect();
     let mut answers = Vec::new();
     for (max_batch_tokens, max_submit_ns, tests) in
         [(256, 1_000_000_000, false), (256, 1, true), (7, 1_000_000_000, true)]
     {
-        let max_submit = Duration::from_nanos(max_submit_ns);
-        let options = LoadOptions {
-            max_batch_tokens,
-            max_submit,
-            precision: Precision::Fast,
-            ..LoadOptions::default()
-        };
-        let mut model = ModelRunner::load(&device(), &Source::open(&files).unwrap(), &options, &mut |_| {})
-            .expect("loaded");
+        let (precision, max_submit) = (Precision::Fast, Duration::from_nanos(max_submit_ns));
+        let options = LoadOptions { max_batch_tokens, max_submit, precision, ..LoadOptions::default() };
+        let mut model = load(&native.path().join("native"), &options);
         for _ in 0..if tests { 2 } else { 0 } {
             model.self_test().expect("right");
         }
@@ -387,7 +370,7 @@ fn refused(folder: &TempDir) -> String {
 
 #[test]
 fn changed_values_and_weights_are_refused_with_their_layer() {
-    let hidden = loaded("gemma3/tiny-a", &LoadOptions::default()).config().hidden_size;
+    let hidden = load(&data("gemma3/tiny-a"), &LoadOptions::default()).config().hidden_size;
     // The exponent of a value after the second layer.
     let altered = native("tests/data/gemma3/tiny-a", "int4-g32");
     flip(&altered, "layer-values.bin", 4 * (2 * hidden + 3) + 3, 0x40);
@@ -429,26 +412,16 @@ fn a_repeated_conversion_adds_missing_layer_values() {
     assert_eq!(tested.layers, Err(NotCompared::NotStored));
 
     let source = data("gemma3/tiny-a");
-    let args = [
-        "quantize",
-        source.to_str().expect("UTF-8"),
-        folder.to_str().expect("UTF-8"),
-        "--scheme",
-        "int4-g32",
-    ];
-    let (code, stdout, stderr) = output(unicorn(&args));
-    assert_eq!(code, 0, "{stderr}");
+    let [source, destination] = [&source, &folder].map(|path| path.to_str().expect("UTF-8"));
+    let args = ["quantize", source, destination, "--scheme", "int4-g32"];
+    let stdout = printed(unicorn(&args));
     assert!(stdout.contains("already converted by this command"), "{stdout}");
-    let (again, before): (serde_json::Value, serde_json::Value) =
-        (serde_json::from_str(&manifest()).expect("JSON"), serde_json::from_str(&whole).expect("JSON"));
-    assert_eq!(again, before);
+    let json = |text: &str| serde_json::from_str::<serde_json::Value>(text).expect("JSON");
+    assert_eq!(json(&manifest()), json(&whole));
     assert_eq!(output(unicorn(&args)).0, 1, "a complete folder must be refused");
     // A newer version is ignored. A file with a wrong length is refused.
-    let newer = whole.replacen(
-        "\"layer_values\": {\n    \"version\": 1",
-        "\"layer_values\": {\n    \"version\": 9",
-        1,
-    );
+    let version = |n: u32| format!("\"layer_values\": {{\n    \"version\": {n}");
+    let newer = whole.replacen(&version(1), &version(9), 1);
     assert_ne!(newer, whole);
     std::fs::write(folder.join("unicorn.json"), newer).expect("written");
     let tested = load_native(&to, Precision::Fast, KvDtype::F16).self_test().expect("right");
@@ -456,9 +429,6 @@ fn a_repeated_conversion_adds_missing_layer_values() {
     std::fs::write(folder.join("unicorn.json"), whole).expect("written");
     std::fs::write(folder.join("layer-values.bin"), [0; 12]).expect("written");
     let files = open_files(&folder).expect("a folder");
-    let error =
-        ModelRunner::load(&device(), &Source::open(&files).unwrap(), &LoadOptions::default(), &mut |_| {})
-            .err()
-            .expect("refused");
+    let error = load_files(&files, &LoadOptions::default()).err().expect("refused");
     assert!(error.to_string().contains("layer-values.bin: has 12 bytes"), "{error}");
 }

@@ -5,8 +5,9 @@ use std::path::Path;
 use rand::Rng;
 use rand::seq::IndexedRandom;
 use rand_chacha::ChaCha8Rng;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
+use tempfile::TempDir;
 use unicorn::checkpoint::{Checkpoint, Encoding, Tensor};
 use unicorn::model::arch::open_files;
 use unicorn::tensor::{Bits, DType, QuantizedRow, Scheme};
@@ -14,7 +15,7 @@ use unicorn::tensor::{Bits, DType, QuantizedRow, Scheme};
 use super::data;
 
 /// A folder with tiny-a and the mini tokenizer, which fits it.
-pub fn tiny_model() -> tempfile::TempDir {
+pub fn tiny_model() -> TempDir {
     let folder = tempfile::tempdir().expect("a folder");
     for file in ["config.json", "generation_config.json", "model.safetensors"] {
         std::fs::copy(data("gemma3/tiny-a").join(file), folder.path().join(file)).expect("copied");
@@ -26,7 +27,7 @@ pub fn tiny_model() -> tempfile::TempDir {
 }
 
 /// A folder of pulled models that holds `org/tiny` with these files.
-pub fn pulled(files: &[(&str, &[u8])]) -> tempfile::TempDir {
+pub fn pulled(files: &[(&str, &[u8])]) -> TempDir {
     let commit = "0123456789abcdef0123456789abcdef01234567";
     let folder = tempfile::tempdir().expect("a folder");
     let repository = folder.path().join("models--org--tiny");
@@ -45,9 +46,14 @@ pub fn le_bytes(values: &[f32]) -> Vec<u8> {
     values.iter().flat_map(|x| x.to_le_bytes()).collect()
 }
 
-/// SHA-256 of the little-endian bytes, in hexadecimal.
-pub fn sha256(values: &[f32]) -> String {
-    Sha256::digest(le_bytes(values)).iter().map(|b| format!("{b:02x}")).collect()
+/// Bytes in hexadecimal.
+pub fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// SHA-256 in hexadecimal.
+pub fn sha256(bytes: &[u8]) -> String {
+    hex(&Sha256::digest(bytes))
 }
 
 /// The values of a tensor, read directly and through the integers and scales that the device gets.
@@ -69,6 +75,41 @@ pub fn values_both_ways(tensor: &Tensor) -> (Vec<f32>, Vec<f32>) {
 /// A safetensors file with this header and data.
 pub fn with_header(header: &str, bytes: &[u8]) -> Vec<u8> {
     [&(header.len() as u64).to_le_bytes(), header.as_bytes(), bytes].concat()
+}
+
+/// A tensor of a safetensors file: name, element type, shape, bytes.
+pub type StoredTensor<'a> = (&'a str, &'a str, &'a [usize], &'a [u8]);
+
+/// A well-formed safetensors file of these tensors.
+pub fn safetensors_file(tensors: &[StoredTensor]) -> Vec<u8> {
+    let (mut header, mut data) = (Map::new(), Vec::new());
+    for (name, dtype, shape, bytes) in tensors {
+        let offsets = [data.len(), data.len() + bytes.len()];
+        header.insert((*name).into(), json!({"dtype": dtype, "shape": shape, "data_offsets": offsets}));
+        data.extend_from_slice(bytes);
+    }
+    with_header(&Value::Object(header).to_string(), &data)
+}
+
+/// A folder with these files.
+pub fn folder_of(files: &[(&str, Vec<u8>)]) -> TempDir {
+    let folder = TempDir::new().unwrap();
+    for (name, bytes) in files {
+        std::fs::write(folder.path().join(name), bytes).unwrap();
+    }
+    folder
+}
+
+/// The checkpoint of a folder, which must be sound.
+pub fn opened(folder: &Path) -> Checkpoint {
+    Checkpoint::open(&open_files(folder).unwrap()).unwrap_or_else(|e| panic!("{e}"))
+}
+
+/// The error for a folder with a bad checkpoint: one line, without the path of the folder.
+pub fn refusal(folder: &Path) -> String {
+    let error = Checkpoint::open(&open_files(folder).unwrap()).expect_err("a bad checkpoint").to_string();
+    assert!(!error.contains('\n'), "{error}");
+    error.replace(&format!("{}/", folder.display()), "").replace(&folder.display().to_string(), "DIR")
 }
 
 /// Reads as much as possible of a checkpoint that may be damaged.

@@ -4,6 +4,7 @@ use std::sync::OnceLock;
 
 use serde::Deserialize;
 
+use super::json::read_json;
 use super::{data, root};
 
 /// The largest allowed error of a logit, as for the reference checkpoints.
@@ -41,10 +42,7 @@ pub struct Answers {
 /// The goldens, read once.
 pub fn goldens() -> &'static Answers {
     static GOLDENS: OnceLock<Answers> = OnceLock::new();
-    GOLDENS.get_or_init(|| {
-        let bytes = std::fs::read(data("demo/goldens.json")).unwrap();
-        serde_json::from_slice(&bytes).unwrap()
-    })
+    GOLDENS.get_or_init(|| read_json(&data("demo/goldens.json")))
 }
 
 /// Prompts of the quick questions, of at most `most` ids.

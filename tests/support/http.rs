@@ -40,8 +40,7 @@ pub async fn send_json(router: &Router, request: Request<Body>) -> (StatusCode, 
 
 /// A request to `/v1/chat/completions`.
 pub fn post(body: impl Into<Body>) -> Request<Body> {
-    let request = Request::post("/v1/chat/completions").header(header::CONTENT_TYPE, "application/json");
-    request.body(body.into()).expect("a sound request")
+    post_to("/v1/chat/completions", body)
 }
 
 /// A GET without a body.
@@ -124,28 +123,24 @@ pub fn is_at_rest(status: &Value) -> bool {
 
 /// Waits until [`is_at_rest`]. Panics after [`HANG`].
 pub async fn assert_at_rest(router: &Router) {
-    let since = Instant::now();
-    loop {
-        let status = status(router).await;
-        if is_at_rest(&status) {
-            return;
-        }
-        assert!(since.elapsed() < HANG, "never came to rest: {status}");
-        tokio::time::sleep(Duration::from_millis(1)).await;
-    }
+    until_status(router, "never came to rest", is_at_rest, || ()).await;
 }
 
 /// Waits until `ready` accepts the JSON of `/status`. Calls `step` after each check that fails.
-pub async fn until(app: &App, what: &str, ready: impl Fn(&Value) -> bool, mut step: impl FnMut()) {
+pub async fn until(app: &App, what: &str, ready: impl Fn(&Value) -> bool, step: impl FnMut()) {
+    until_status(&app.router, what, ready, step).await;
+}
+
+async fn until_status(router: &Router, what: &str, ready: impl Fn(&Value) -> bool, mut step: impl FnMut()) {
     let since = Instant::now();
     loop {
-        let seen = status(&app.router).await;
+        let seen = status(router).await;
         if ready(&seen) {
             return;
         }
         assert!(since.elapsed() < HANG, "{what}: {seen}");
         step();
-        tokio::time::sleep(Duration::from_millis(2)).await;
+        tokio::time::sleep(Duration::from_millis(1)).await;
     }
 }
 

@@ -1,8 +1,17 @@
-//! Changes to JSON bodies: given fields, or one random value.
+//! JSON of files, and changes to JSON bodies: given fields, or one random value.
+
+use std::path::Path;
 
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;
+use serde::de::DeserializeOwned;
 use serde_json::Value;
+
+/// The JSON in a file.
+pub fn read_json<T: DeserializeOwned>(path: &Path) -> T {
+    let bytes = std::fs::read(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+    serde_json::from_slice(&bytes).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+}
 
 /// `base` with the fields of `more` set.
 pub fn with(mut base: Value, more: Value) -> Value {

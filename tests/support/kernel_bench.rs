@@ -237,8 +237,8 @@ impl Bench {
 
     /// A matrix of random integers and scales.
     pub fn stored(&mut self, rows: usize, cols: usize, scheme: Scheme) -> Stored {
-        let (least, most) =
-            integers(scheme).map(|(least, most)| (i32::from(least), i32::from(most))).unwrap();
+        let (least, most) = integers(scheme).unwrap();
+        let [least, most] = [least, most].map(i32::from);
         let tiles = rows.div_ceil(TILE_ROWS);
         let mut stored = Stored {
             shape: [rows, cols],
@@ -254,32 +254,24 @@ impl Bench {
         for index in 0..rows {
             let (block_bytes, scale_bytes) = (scheme.tile_bytes(cols), scheme.tile_scale_bytes(cols));
             row.scales.clear();
-            match scheme.grouping(cols).unwrap() {
-                (group, Scales::Super) => {
-                    for _ in 0..cols.div_ceil(256) {
+            let (group, scales) = scheme.grouping(cols).unwrap();
+            let has_super = matches!(scales, Scales::Super | Scales::SuperSymmetric);
+            for _ in 0..cols.div_ceil(if has_super { 256 } else { group }) {
+                match scales {
+                    Scales::Super => {
                         row.scales.extend([half(0.01), half(0.01)].concat());
                         row.scales.extend((0..2 * 256 / group).map(|_| half(1.0)[0]));
                     }
-                }
-                (group, Scales::SuperSymmetric) => {
-                    for _ in 0..cols.div_ceil(256) {
+                    Scales::SuperSymmetric => {
                         row.scales.extend(half(0.01));
                         row.scales.extend((0..256 / group).map(|_| half(1.0)[0]));
                     }
-                }
-                (group, scales) => {
-                    for _ in 0..cols.div_ceil(group) {
-                        match scales {
-                            Scales::Symmetric => row.scales.extend(half(0.1)),
-                            Scales::ZeroPoint => row.scales.extend([half(0.1), half(16.0)].concat()),
-                            Scales::HalfAffine => row.scales.extend([half(0.1), half(1.0)].concat()),
-                            _ => row.scales.extend(
-                                [half(0.1), half(1.0)]
-                                    .map(|h| f16::from_le_bytes(h).to_f32().mul_add(1.001, 0.0))
-                                    .map(f32::to_le_bytes)
-                                    .concat(),
-                            ),
-                        }
+                    Scales::Symmetric => row.scales.extend(half(0.1)),
+                    Scales::ZeroPoint => row.scales.extend([half(0.1), half(16.0)].concat()),
+                    Scales::HalfAffine => row.scales.extend([half(0.1), half(1.0)].concat()),
+                    Scales::Affine => {
+                        let float = |h: [u8; 2]| (f16::from_le_bytes(h).to_f32() * 1.001).to_le_bytes();
+                        row.scales.extend([half(0.1), half(1.0)].map(float).concat());
                     }
                 }
             }
@@ -437,10 +429,6 @@ impl Paged {
             }
         }
         values
-    }
-
-    pub fn cache_len(&self) -> usize {
-        self.num_blocks * self.shape.block_size * self.shape.num_kv_heads * self.shape.head_dim
     }
 
     /// As much room as a step has.

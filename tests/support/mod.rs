@@ -32,6 +32,7 @@ pub mod program;
 pub mod reference;
 pub mod server;
 pub mod systemd;
+pub mod tables;
 pub mod texts;
 pub mod tokenizers;
 pub mod tools;
@@ -121,11 +122,6 @@ mod tests {
     #[should_panic(expected = "not listed in tests/skips.toml")]
     fn an_unlisted_skip_panics() {
         super::skip("no-such-skip");
-    }
-
-    #[test]
-    fn the_data_path_is_below_tests() {
-        assert!(super::data("a/b").ends_with("tests/data/a/b"));
     }
 
     #[test]

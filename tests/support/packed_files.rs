@@ -1,9 +1,9 @@
 //! Generated files of packed checkpoints, with the parts of a GPTQ matrix.
 
 use half::f16;
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
-use super::checkpoints::with_header;
+use super::checkpoints::safetensors_file;
 use super::fuzz_bodies::joined;
 
 /// A tensor of a file: name, element type, shape, bytes.
@@ -21,13 +21,8 @@ pub fn f16s(scales: &[f32]) -> Vec<u8> {
 
 /// A safetensors file of these tensors.
 pub fn file(parts: &[PackedPart]) -> Vec<u8> {
-    let (mut header, mut bytes) = (Map::new(), Vec::new());
-    for (name, dtype, shape, data) in parts {
-        let offsets = [bytes.len(), bytes.len() + data.len()];
-        header.insert((*name).into(), json!({"dtype": dtype, "shape": shape, "data_offsets": offsets}));
-        bytes.extend_from_slice(data);
-    }
-    with_header(&Value::Object(header).to_string(), &bytes)
+    let tensors = parts.iter().map(|(name, dtype, shape, bytes)| (*name, *dtype, &shape[..], &bytes[..]));
+    safetensors_file(&tensors.collect::<Vec<_>>())
 }
 
 /// The `quantization_config` of GPTQ with 4 bits.

@@ -50,11 +50,39 @@ fn program(binary: &Path, args: &[&str]) -> Command {
     command
 }
 
+/// A command that is run by a shell, after `setting`.
+pub fn in_shell(setting: &str, command: &Command) -> Command {
+    let mut shell = Command::new("sh");
+    shell.arg("-c").arg(format!("{setting} exec \"$@\"")).arg("sh").arg(command.get_program());
+    shell.args(command.get_args());
+    for (name, value) in command.get_envs() {
+        match value {
+            Some(value) => shell.env(name, value),
+            None => shell.env_remove(name),
+        };
+    }
+    shell
+}
+
 /// Exit code, stdout and stderr.
 pub fn output(mut command: Command) -> (i32, String, String) {
     let Output { status, stdout, stderr } = command.output().expect("the binary runs");
     let text = |bytes| String::from_utf8(bytes).expect("UTF-8");
     (status.code().expect("an exit code, not a signal"), text(stdout), text(stderr))
+}
+
+/// What a command prints, which must succeed.
+#[track_caller]
+pub fn printed(command: Command) -> String {
+    let (code, stdout, stderr) = output(command);
+    assert_eq!(code, 0, "{stderr}");
+    stdout
+}
+
+/// The JSON that a command prints, which must succeed.
+#[track_caller]
+pub fn printed_json(command: Command) -> Value {
+    serde_json::from_str(&printed(command)).expect("one JSON object")
 }
 
 /// Checks that a command fails with one `error:` line that contains all of `parts`. Warnings may come before it.

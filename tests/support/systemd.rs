@@ -9,6 +9,7 @@ use std::time::Duration;
 use tempfile::TempDir;
 
 use super::fake_runner::HANG;
+use super::program::in_shell;
 
 /// A socket to which a service reports its state.
 pub struct Systemd {
@@ -56,15 +57,7 @@ impl Systemd {
 /// Makes a command inherit a listening socket as systemd passes it: as file descriptor 3, with LISTEN_PID and
 /// LISTEN_FDS.
 pub fn hand_over(listener: TcpListener, command: &mut Command) {
-    let mut shell = Command::new("sh");
-    shell.args(["-c", "exec 3<&0 </dev/null; LISTEN_PID=$$ LISTEN_FDS=1 exec \"$@\"", "sh"]);
-    shell.arg(command.get_program()).args(command.get_args());
-    for (name, value) in command.get_envs() {
-        match value {
-            Some(value) => shell.env(name, value),
-            None => shell.env_remove(name),
-        };
-    }
+    let mut shell = in_shell("exec 3<&0 </dev/null; LISTEN_PID=$$ LISTEN_FDS=1", command);
     shell.stdin(Stdio::from(OwnedFd::from(listener)));
     *command = shell;
 }

@@ -3,7 +3,9 @@
 use unicorn::engine::{Fork, Sequence};
 use unicorn::model::{KvLimits, Limits, Runner, SamplingParams};
 
+use super::data;
 use super::driver::{Driver, Run, plain_sequence};
+use super::goldens::Goldens;
 
 /// Prompts, with the answer to each one alone, for given parameters and a seed.
 pub struct Texts {
@@ -21,6 +23,14 @@ pub fn penalties() -> SamplingParams {
         frequency_penalty: 0.2,
         ..SamplingParams::GREEDY
     }
+}
+
+/// Prompts of different lengths, two of which are parts of others.
+pub fn prompts_of_tiny_a() -> Vec<Vec<u32>> {
+    let goldens = Goldens::open(&data("gemma3/tiny-a"));
+    let [short, mid, long] = ["short", "mid", "long"].map(|p| goldens.tokens(&format!("tokens.{p}")));
+    let long = long[..long.len().min(150)].to_vec();
+    vec![mid.clone(), short, long.clone(), long[11..].to_vec(), mid[..9].to_vec()]
 }
 
 /// The answer to one prompt by a new scheduler.
@@ -121,15 +131,11 @@ impl Texts {
         for sequence in &mut forked {
             sequence.forks = (1..3).map(|n| Fork { id: sequence.id + 1000 * n, seed: n }).collect();
         }
-        let run = Driver::new(model, model_limits(&limits)).run(forked);
+        let run = Driver::new(model, Limits { max_batch_tokens: 64, ..limits }).run(forked);
         for (i, answers) in forks.iter().enumerate() {
             for (n, answer) in (0..).zip(answers) {
                 assert_eq!(run.answers[&(i as u64 + 1000 * n)], *answer, "fork {n} of prompt {i}");
             }
         }
     }
-}
-
-pub fn model_limits(limits: &Limits) -> Limits {
-    Limits { max_batch_tokens: 64, ..*limits }
 }
