@@ -1,8 +1,8 @@
 //! Merges TOML files, environment and command line into one validated [`Config`]. No I/O: the caller reads files and
 //! the environment.
 //!
-//! `config/default.toml` lists and explains all options with their defaults. The structs here mirror it, and every test
-//! fails if a field is missing there. An unknown option is an error that names the option and its source.
+//! `config/default.toml` lists and explains all options with their defaults. The structs here mirror it: a field that is
+//! not an `Option` must be there, or every test fails. An unknown option is an error that names the option and its source.
 
 use std::ffi::OsString;
 use std::fmt::{Display, Write as _};
@@ -53,10 +53,9 @@ pub struct Config {
 #[serde(deny_unknown_fields)]
 pub struct Log {
     /// A level or directives. `None` = the default of the command.
-    #[serde(deserialize_with = "unless_empty")]
     pub level: Option<String>,
     /// `None` = [`LogFormat::Journal`] if standard error goes to systemd's journal, otherwise [`LogFormat::Text`].
-    #[serde(deserialize_with = "parsed_unless_empty")]
+    #[serde(default, deserialize_with = "parsed")]
     pub format: Option<LogFormat>,
 }
 
@@ -93,16 +92,13 @@ pub struct Server {
     pub model_aliases: Vec<String>,
     /// Whether requests may use any model name.
     pub any_model_name: bool,
-    #[serde(deserialize_with = "unless_empty")]
     pub api_key_file: Option<String>,
     /// Whether clients on other machines need no API key.
     pub allow_keyless: bool,
     pub allowed_hosts: Vec<String>,
     pub cors_origins: Vec<String>,
     /// PEM files. Both are set, or neither.
-    #[serde(deserialize_with = "unless_empty")]
     pub tls_cert: Option<String>,
-    #[serde(deserialize_with = "unless_empty")]
     pub tls_key: Option<String>,
 }
 
@@ -110,18 +106,13 @@ pub struct Server {
 #[serde(deny_unknown_fields)]
 pub struct Model {
     /// `None` = the embedded demo model.
-    #[serde(deserialize_with = "unless_empty")]
     pub path: Option<String>,
-    #[serde(deserialize_with = "unless_empty")]
     pub name: Option<String>,
     /// Path of config.json. `None` = in the model's folder.
-    #[serde(deserialize_with = "unless_empty")]
     pub config: Option<String>,
     /// Path of tokenizer.json. `None` = in the model's folder.
-    #[serde(deserialize_with = "unless_empty")]
     pub tokenizer: Option<String>,
     /// The draft model for speculative decoding.
-    #[serde(deserialize_with = "unless_empty")]
     pub draft: Option<String>,
     pub quantize: QuantizeMode,
     pub precision: Precision,
@@ -138,21 +129,18 @@ pub struct Tokenizer {
 #[serde(deny_unknown_fields)]
 pub struct Models {
     /// The folder of pulled models. `None` = the shared cache of Hugging Face tools.
-    #[serde(deserialize_with = "unless_empty")]
     pub dir: Option<String>,
 }
 
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Hardware {
-    #[serde(deserialize_with = "unless_empty")]
     pub device: Option<String>,
     pub allow_software_vulkan: bool,
     pub validation: bool,
     /// Whether to refuse a model that Linux does not report in the GPU's memory. Otherwise the log warns.
     pub strict: bool,
     /// How long the GPU may have work and complete none of it. `None` = the default of the kind of device.
-    #[serde(deserialize_with = "unless_zero")]
     pub hang_timeout_s: Option<usize>,
 }
 
@@ -170,11 +158,11 @@ pub struct Gpu {
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Memory {
-    #[serde(deserialize_with = "byte_size")]
+    #[serde(default, deserialize_with = "byte_size")]
     pub vram: Option<u64>,
-    #[serde(deserialize_with = "byte_size")]
+    #[serde(default, deserialize_with = "byte_size")]
     pub gtt: Option<u64>,
-    #[serde(deserialize_with = "byte_size")]
+    #[serde(default, deserialize_with = "byte_size")]
     pub reserve: Option<u64>,
     pub ffn_heap: FfnHeap,
 }
@@ -193,7 +181,6 @@ pub enum FfnHeap {
 #[serde(deny_unknown_fields)]
 pub struct Engine {
     /// Tokens. `None` = as many as the model and the memory allow.
-    #[serde(deserialize_with = "unless_zero")]
     pub context: Option<usize>,
     /// Tokens.
     pub prefill_chunk: usize,
@@ -201,7 +188,6 @@ pub struct Engine {
     pub token_gap_ms: u64,
     pub speculation_tokens: usize,
     /// Seconds. `None` = never unload an idle model.
-    #[serde(deserialize_with = "unless_zero")]
     pub idle_unload_s: Option<usize>,
     pub courtesy: Courtesy,
 }
@@ -264,10 +250,10 @@ pub struct Kv {
     /// Tokens.
     pub block_size: usize,
     /// Bytes. `None` = half of the sliding layers' cache.
-    #[serde(deserialize_with = "byte_size")]
+    #[serde(default, deserialize_with = "byte_size")]
     pub snapshot_bytes: Option<u64>,
     /// `None` = [`SharePrefixes::Key`] if there are several API keys, otherwise [`SharePrefixes::All`].
-    #[serde(deserialize_with = "parsed_unless_empty")]
+    #[serde(default, deserialize_with = "parsed")]
     pub share_prefixes: Option<SharePrefixes>,
 }
 
@@ -287,17 +273,14 @@ pub struct Npu {
     pub mode: NpuMode,
     pub prefer: NpuPreference,
     /// KV heads whose attention the NPU computes. `None` = the fastest number, which is measured.
-    #[serde(deserialize_with = "unless_zero")]
     pub kv_heads: Option<usize>,
     /// Maximum number of keys that a chunk of a prompt may see to be computed with the NPU.
     pub keys: usize,
     pub deadline_ms: u64,
     pub sharing: NpuSharing,
     /// `None` = in the folder of the binary, then in `../lib/unicorn`.
-    #[serde(deserialize_with = "unless_empty")]
     pub shim: Option<String>,
     /// `None` = the folder where `unicorn npu build-kernels` writes.
-    #[serde(deserialize_with = "unless_empty")]
     pub kernels: Option<String>,
 }
 
@@ -334,16 +317,10 @@ pub enum NpuSharing {
 
 /// An error of one line, which names the option and its source.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum ConfigError {
-    #[error("{source_name}: not valid TOML: {problem}")]
-    Syntax { source_name: String, problem: String },
-    #[error("{source_name}: unknown option {option}; expected one of {expected}")]
-    Unknown { source_name: String, option: String, expected: String },
-    /// An unknown option, and the similar option that was probably meant.
-    #[error("{source_name}: unknown option {option}; did you mean {near}?")]
-    Misspelt { source_name: String, option: String, near: String },
-    #[error("{source_name}: {option}: {problem}")]
-    Value { source_name: String, option: String, problem: String },
+#[error("{source_name}: {problem}")]
+pub struct ConfigError {
+    source_name: String,
+    problem: String,
 }
 
 /// Options from one source; later layers win.
@@ -356,9 +333,9 @@ pub struct Layer {
 impl Layer {
     /// Parses the text of a configuration file. Errors use `name` for the file.
     pub fn file(name: &str, text: &str) -> Result<Self, ConfigError> {
-        let options = text.parse::<Table>().map_err(|e| ConfigError::Syntax {
+        let options = text.parse::<Table>().map_err(|error| ConfigError {
             source_name: name.to_owned(),
-            problem: one_line(&e.to_string()),
+            problem: format!("not valid TOML: {}", one_line(&error.to_string())),
         })?;
         Ok(Self { name: name.to_owned(), options })
     }
@@ -369,36 +346,30 @@ impl Layer {
     pub fn environment(
         variables: impl IntoIterator<Item = (String, String)>,
     ) -> Result<(Self, Vec<String>), ConfigError> {
-        let source = || "environment".to_owned();
         let defaults = defaults();
-        let variable_of =
-            |section: &str, option: &str| format!("{ENV_PREFIX}{section}_{option}").to_ascii_uppercase();
-        let (mut layer, mut warnings) = (Self { name: source(), options: Table::new() }, Vec::new());
+        let (mut layer, mut warnings) =
+            (Self { name: "environment".into(), options: Table::new() }, Vec::new());
         for (variable, text) in variables {
             let Some(path) = variable.strip_prefix(ENV_PREFIX).filter(|path| !is_ours(path)) else {
                 continue;
             };
+            let error = |problem| ConfigError { source_name: "environment".into(), problem };
             let path = path.to_ascii_lowercase();
             let mut options = options(&defaults);
-            match options.find(|(section, option, _)| path == format!("{section}_{option}")) {
-                Some((section, option, default)) => {
-                    let value = parse_like(default, &text).map_err(|mut problem| {
-                        if text.starts_with("tcp://") {
-                            problem.push_str(KUBERNETES);
-                        }
-                        ConfigError::Value { source_name: source(), option: variable, problem }
-                    })?;
-                    layer.set(section, option, value);
+            let found = options.find(|(section, option, _)| path == format!("{section}_{option}"));
+            let Some((section, option, default)) = found else {
+                if let Some((section, option)) = nearest(&path, &defaults, '_') {
+                    let near = format!("{ENV_PREFIX}{section}_{option}").to_ascii_uppercase();
+                    return Err(error(misspelt(&variable, &near)));
                 }
-                None => match nearest(&path, &defaults, '_') {
-                    Some((section, option)) => {
-                        let near = variable_of(section, option);
-                        return Err(ConfigError::Misspelt { source_name: source(), option: variable, near });
-                    }
-                    None => warnings
-                        .push(format!("{variable} in the environment is not an option and is ignored")),
-                },
-            }
+                warnings.push(format!("{variable} in the environment is not an option and is ignored"));
+                continue;
+            };
+            let value = parse_like(default, &text).map_err(|problem| {
+                let advice = if text.starts_with("tcp://") { KUBERNETES } else { "" };
+                error(format!("{variable}: {problem}{advice}"))
+            })?;
+            layer.insert(section, option, value);
         }
         Ok((layer, warnings))
     }
@@ -408,16 +379,17 @@ impl Layer {
         Self { name: "command line".into(), options: Table::new() }
     }
 
-    pub fn set(&mut self, section: &str, option: &str, value: impl Into<Value>) {
-        let table = self.options.entry(section).or_insert_with(|| Value::Table(Table::new()));
-        table.as_table_mut().expect("sections are tables").insert(option.to_owned(), value.into());
+    /// Sets an option, such as `server.port`, to the value of a text. Panics if there is no such option, or if it has
+    /// another type.
+    pub fn set(&mut self, path: &str, text: &str) {
+        let (section, option) = path.split_once('.').expect("a section and an option");
+        let value = parse_like(&defaults()[section][option], text);
+        self.insert(section, option, value.expect("a value of the option's type"));
     }
 
-    /// Sets an option if it is given on the command line.
-    pub fn set_given(&mut self, section: &str, option: &str, value: Option<impl Into<Value>>) {
-        if let Some(value) = value {
-            self.set(section, option, value);
-        }
+    fn insert(&mut self, section: &str, option: &str, value: Value) {
+        let table = self.options.entry(section).or_insert_with(|| Value::Table(Table::new()));
+        table.as_table_mut().expect("sections are tables").insert(option.to_owned(), value);
     }
 }
 
@@ -428,14 +400,8 @@ impl Config {
         let mut config = Self::read(&merged).expect("config/default.toml is valid");
         // Layers are read one at a time, so that an error names its layer.
         for layer in layers {
-            for (section, options) in &layer.options {
-                overlay(&mut merged, &layer.name, section, options)?;
-            }
-            config = Self::read(&merged).map_err(|(option, problem)| ConfigError::Value {
-                source_name: layer.name.clone(),
-                option,
-                problem,
-            })?;
+            let overlaid = overlay(&mut merged, &layer.options).and_then(|()| Self::read(&merged));
+            config = overlaid.map_err(|problem| ConfigError { source_name: layer.name.clone(), problem })?;
         }
         Ok(config)
     }
@@ -472,29 +438,37 @@ impl Config {
         differing.map(|((section, option, _), _)| format!("{section}.{option}")).collect()
     }
 
-    /// Reads the merged options. An error is (option, problem).
-    fn read(merged: &Table) -> Result<Self, (String, String)> {
-        let config = Config {
-            log: section(merged, "log")?,
-            server: section(merged, "server")?,
-            model: section(merged, "model")?,
-            tokenizer: section(merged, "tokenizer")?,
-            models: section(merged, "models")?,
-            hardware: section(merged, "hardware")?,
-            gpu: section(merged, "gpu")?,
-            memory: section(merged, "memory")?,
-            engine: section(merged, "engine")?,
-            kv: section(merged, "kv")?,
-            npu: section(merged, "npu")?,
-            options: merged.clone(),
+    /// Reads the merged options. An error names the option.
+    fn read(merged: &Table) -> Result<Self, String> {
+        let defaults = defaults();
+        let parse = |mut merged: Table| {
+            // An option whose default is "" or 0 is `None` as long as it has that value.
+            for (section, option, default) in options(&defaults) {
+                let is_nothing = default.as_str() == Some("") || default.as_integer() == Some(0);
+                if is_nothing && merged[section][option] == *default {
+                    merged[section].as_table_mut().expect("sections are tables").remove(option);
+                }
+            }
+            Value::Table(merged).try_into::<Config>()
         };
+        let mut config = parse(merged.clone()).map_err(|error| {
+            // The invalid option fails even if every other option has its default.
+            let mut culprits = options(merged).filter(|(section, option, value)| {
+                let mut alone = defaults.clone();
+                alone[*section][*option] = (*value).clone();
+                parse(alone).is_err()
+            });
+            let culprit = culprits.next().map(|(section, option, _)| format!("{section}.{option}"));
+            format!("{}: {}", culprit.unwrap_or_default(), one_line(error.message()))
+        })?;
+        config.options = merged.clone();
         let Config { log, server, engine, gpu, kv, npu, .. } = &config;
         if let Some(level) = &log.level {
-            check_level(level).map_err(|problem| ("log.level".to_owned(), problem))?;
+            check_level(level).map_err(|problem| format!("log.level: {problem}"))?;
         }
         let in_range = |option: &str, value: u64, low: u64, high: u64| {
-            let problem = || format!("expected {low} to {high}, got {value}");
-            if (low..=high).contains(&value) { Ok(()) } else { Err((option.to_owned(), problem())) }
+            let problem = || format!("{option}: expected {low} to {high}, got {value}");
+            (low..=high).contains(&value).then_some(()).ok_or_else(problem)
         };
         in_range("hardware.hang_timeout_s", config.hardware.hang_timeout_s.unwrap_or(0) as u64, 0, 600)?;
         in_range("server.queue", server.queue as u64, 1, 4096)?;
@@ -522,37 +496,32 @@ impl Config {
             && npu.mode != NpuMode::Off
             && hang as u64 * 1000 <= npu.deadline_ms + AROUND_MS
         {
-            let problem = format!(
-                "expected more than npu.deadline_ms + {} s, because the GPU waits for the NPU; got {hang} s",
+            return Err(format!(
+                "hardware.hang_timeout_s: expected more than npu.deadline_ms + {} s, because the GPU waits for the NPU; \
+                 got {hang} s",
                 AROUND_MS / 1000
-            );
-            return Err(("hardware.hang_timeout_s".into(), problem));
+            ));
         }
         if !cfg!(feature = "npu") && npu.mode != NpuMode::Off {
-            return Err(("npu.mode".into(), "this program was built without the feature npu".into()));
+            return Err("npu.mode: this program was built without the feature npu".into());
         }
         if server.host.is_empty() {
-            return Err(("server.host".into(), "expected an address or a host name, got nothing".into()));
+            return Err("server.host: expected an address or a host name, got nothing".into());
         }
         if server.model_aliases.iter().any(String::is_empty) {
-            return Err(("server.model_aliases".into(), "expected names, got an empty one".into()));
+            return Err("server.model_aliases: expected names, got an empty one".into());
         }
         for host in &server.allowed_hosts {
-            check_host(host).map_err(|problem| ("server.allowed_hosts".to_owned(), problem))?;
+            check_host(host).map_err(|problem| format!("server.allowed_hosts: {problem}"))?;
         }
         for origin in &server.cors_origins {
-            check_origin(origin).map_err(|problem| ("server.cors_origins".to_owned(), problem))?;
+            check_origin(origin).map_err(|problem| format!("server.cors_origins: {problem}"))?;
         }
-        for (option, given, missing) in [
-            ("server.tls_cert", &server.tls_cert, &server.tls_key),
-            ("server.tls_key", &server.tls_key, &server.tls_cert),
-        ] {
-            if given.is_some() && missing.is_none() {
-                return Err((
-                    option.into(),
-                    "only one of tls_cert and tls_key is set; expected both or neither".into(),
-                ));
-            }
+        if server.tls_cert.is_some() != server.tls_key.is_some() {
+            let given = if server.tls_cert.is_some() { "tls_cert" } else { "tls_key" };
+            return Err(format!(
+                "server.{given}: only one of tls_cert and tls_key is set; expected both or neither"
+            ));
         }
         Ok(config)
     }
@@ -660,52 +629,41 @@ fn probably_meant(section: &str, option: &str, defaults: &Table) -> Option<Strin
     near.map(|(section, option)| format!("{section}.{option}"))
 }
 
-fn overlay(merged: &mut Table, source_name: &str, section: &str, options: &Value) -> Result<(), ConfigError> {
-    if !merged.contains_key(section) {
-        let first = options.as_table().and_then(|options| options.keys().next());
-        let (option, near) = match first {
-            Some(first) => (format!("{section}.{first}"), probably_meant(section, first, merged)),
-            None => (section.to_owned(), probably_meant("", section, merged)),
-        };
-        return Err(unknown(source_name, option, near, &Value::Table(merged.clone())));
-    }
-    let Value::Table(options) = options else {
-        let problem = format!("expected a section, [{section}], got a value");
-        return Err(ConfigError::Value { source_name: source_name.into(), option: section.into(), problem });
-    };
-    for (option, value) in options {
-        let table = merged[section].as_table_mut().expect("sections are tables");
-        if !table.contains_key(option) {
-            let near = probably_meant(section, option, merged);
-            return Err(unknown(source_name, format!("{section}.{option}"), near, &merged[section]));
+fn overlay(merged: &mut Table, layer: &Table) -> Result<(), String> {
+    for (section, options) in layer {
+        if !merged.contains_key(section) {
+            let first = options.as_table().and_then(|options| options.keys().next());
+            let (option, near) = match first {
+                Some(first) => (format!("{section}.{first}"), probably_meant(section, first, merged)),
+                None => (section.to_owned(), probably_meant("", section, merged)),
+            };
+            return Err(unknown(&option, near, merged));
         }
-        table.insert(option.clone(), value.clone());
+        let Value::Table(options) = options else {
+            return Err(format!("{section}: expected a section, [{section}], got a value"));
+        };
+        for (option, value) in options {
+            let table = merged[section].as_table().expect("sections are tables");
+            if !table.contains_key(option) {
+                let near = probably_meant(section, option, merged);
+                return Err(unknown(&format!("{section}.{option}"), near, table));
+            }
+            merged[section][option] = value.clone();
+        }
     }
     Ok(())
 }
 
-/// Reads one section. If that fails, each option is tried alone, so that the error names the option.
-fn section<T: serde::de::DeserializeOwned>(merged: &Table, name: &str) -> Result<T, (String, String)> {
-    let table = merged[name].as_table().expect("sections are tables");
-    table.clone().try_into().map_err(|error: toml::de::Error| {
-        // The invalid option fails even if every other option has its default.
-        let culprit = table.iter().find(|(option, value)| {
-            let mut alone = defaults()[name].as_table().expect("sections are tables").clone();
-            alone.insert((*option).clone(), (*value).clone());
-            alone.try_into::<T>().is_err()
-        });
-        let option = culprit.map_or(name.to_owned(), |(option, _)| format!("{name}.{option}"));
-        (option, one_line(error.message()))
-    })
+fn unknown(option: &str, near: Option<String>, among: &Table) -> String {
+    let expected = || among.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
+    near.map_or_else(
+        || format!("unknown option {option}; expected one of {}", expected()),
+        |near| misspelt(option, &near),
+    )
 }
 
-fn unknown(source_name: &str, option: String, near: Option<String>, among: &Value) -> ConfigError {
-    let source_name = source_name.to_owned();
-    if let Some(near) = near {
-        return ConfigError::Misspelt { source_name, option, near };
-    }
-    let names: Vec<&str> = among.as_table().into_iter().flat_map(|t| t.keys()).map(String::as_str).collect();
-    ConfigError::Unknown { source_name, option, expected: names.join(", ") }
+fn misspelt(option: &str, near: &str) -> String {
+    format!("unknown option {option}; did you mean {near}?")
 }
 
 /// Parses the text of a variable as the type of the option's default value.
@@ -728,28 +686,13 @@ fn parse_like(default: &Value, text: &str) -> Result<Value, String> {
     }
 }
 
-fn unless_empty<'de, D: serde::Deserializer<'de>>(d: D) -> Result<Option<String>, D::Error> {
-    String::deserialize(d).map(|s| Some(s).filter(|s| !s.is_empty()))
-}
-
-fn unless_zero<'de, D: serde::Deserializer<'de>>(d: D) -> Result<Option<usize>, D::Error> {
-    usize::deserialize(d).map(|n| Some(n).filter(|n| *n != 0))
-}
-
 fn byte_size<'de, D: serde::Deserializer<'de>>(d: D) -> Result<Option<u64>, D::Error> {
-    let text = String::deserialize(d)?;
-    if text.is_empty() {
-        return Ok(None);
-    }
-    parse_bytes(&text).map(Some).map_err(serde::de::Error::custom)
+    parse_bytes(&String::deserialize(d)?).map(Some).map_err(serde::de::Error::custom)
 }
 
-fn parsed_unless_empty<'de, D: serde::Deserializer<'de>, T: FromStr<Err: Display>>(
-    d: D,
-) -> Result<Option<T>, D::Error> {
-    let text = Some(String::deserialize(d)?).filter(|text| !text.is_empty());
-    let parsed = text.map(|text| text.parse()).transpose();
-    parsed.map_err(|problem| serde::de::Error::custom(format!("{problem}; nothing is the default")))
+fn parsed<'de, D: serde::Deserializer<'de>, T: FromStr<Err: Display>>(d: D) -> Result<Option<T>, D::Error> {
+    let parsed = String::deserialize(d)?.parse();
+    parsed.map(Some).map_err(|problem| serde::de::Error::custom(format!("{problem}; nothing is the default")))
 }
 
 const BYTE_UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];

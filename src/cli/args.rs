@@ -20,9 +20,9 @@ pub struct CommandLine {
     pub command: Command,
 }
 
-// Each command has only the groups of options that affect it. The value of an omitted option comes from the
-// environment, the configuration files, or the defaults. `configuration.rs` lists the groups of each command again,
-// because it copies their values into the configuration.
+// Each command has only the groups of options that affect it. An argument whose id is the name of an option of the
+// configuration, such as `server.port`, sets that option (`configuration.rs`). The value of an omitted option comes from
+// the environment, the configuration files, or the defaults.
 
 /// Options of every command that reads the configuration.
 #[derive(Debug, Clone, Args)]
@@ -40,10 +40,10 @@ pub struct Common {
 #[derive(Debug, Clone, Args)]
 pub struct DeviceOptions {
     /// Vulkan device: its index, or a part of its name, as `unicorn devices` shows them
-    #[arg(long, value_name = "NAME|INDEX")]
+    #[arg(long, id = "hardware.device", value_name = "NAME|INDEX")]
     pub device: Option<String>,
     /// Accept a software Vulkan device, which runs on the CPU: slow, for tests and demonstrations
-    #[arg(long)]
+    #[arg(long, id = "hardware.allow_software_vulkan")]
     pub allow_software_vulkan: bool,
 }
 
@@ -51,7 +51,7 @@ pub struct DeviceOptions {
 #[derive(Debug, Clone, Args)]
 pub struct ModelsDirOption {
     /// Folder of pulled models [default: the cache that Hugging Face tools share]
-    #[arg(long, value_name = "FOLDER")]
+    #[arg(long, id = "models.dir", value_name = "FOLDER")]
     pub models_dir: Option<String>,
 }
 
@@ -61,21 +61,21 @@ pub struct FileOptions {
     #[command(flatten)]
     pub models_dir: ModelsDirOption,
     /// config.json, or its folder, for a checkpoint without one
-    #[arg(long, value_name = "PATH")]
+    #[arg(long, id = "model.config", value_name = "PATH")]
     pub model_config: Option<String>,
 }
 
 #[derive(Debug, Clone, Args)]
 pub struct TokenizerOption {
     /// tokenizer.json, or its folder, for a checkpoint without one
-    #[arg(long, value_name = "PATH")]
+    #[arg(long, id = "model.tokenizer", value_name = "PATH")]
     pub tokenizer: Option<String>,
 }
 
 #[derive(Debug, Clone, Args)]
 pub struct QuantizeOption {
     /// Quantize the weights while loading: none, int8-row, int4-g32, int4-g128, int4-g128-emb8, emb8
-    #[arg(long, value_name = "MODE")]
+    #[arg(long, id = "model.quantize", value_name = "MODE")]
     pub quantize: Option<QuantizeMode>,
 }
 
@@ -83,21 +83,21 @@ pub struct QuantizeOption {
 pub struct PrecisionOption {
     /// Type of the activations in matrix products: fast (int8 with integer weights), f32 [default: fast; eval and
     /// quantize: f32]
-    #[arg(long, value_name = "MODE")]
+    #[arg(long, id = "model.precision", value_name = "MODE")]
     pub precision: Option<Precision>,
 }
 
 #[derive(Debug, Clone, Args)]
 pub struct KvOption {
     /// Type of keys and values in the cache: f16, int8, f32 [default: f16; eval and quantize: f32]
-    #[arg(long, value_name = "TYPE")]
+    #[arg(long, id = "kv.dtype", value_name = "TYPE")]
     pub kv: Option<KvDtype>,
 }
 
 #[derive(Debug, Clone, Args)]
 pub struct NpuOption {
     /// Compute part of the attention of prompts on the NPU: off, auto (if the NPU can and is not slower), require
-    #[arg(long, value_name = "MODE")]
+    #[arg(long, id = "npu.mode", value_name = "MODE")]
     pub npu: Option<NpuMode>,
 }
 
@@ -109,7 +109,7 @@ pub struct FitOptions {
     #[command(flatten)]
     pub files: FileOptions,
     /// Maximum number of tokens of a prompt and its answer together
-    #[arg(long, value_name = "TOKENS")]
+    #[arg(long, id = "engine.context", value_name = "TOKENS")]
     pub context: Option<u32>,
     #[command(flatten)]
     pub kv: KvOption,
@@ -123,8 +123,8 @@ pub struct LoadOptions {
     #[command(flatten)]
     pub precision: PrecisionOption,
     /// Do not measure which kernels are fastest on the GPU; choose them by instruction counts
-    #[arg(long)]
-    pub no_tune: bool,
+    #[arg(long = "no-tune", id = "gpu.tune", action = clap::ArgAction::SetFalse)]
+    pub tune: bool,
 }
 
 #[derive(Debug, Subcommand)]
@@ -189,7 +189,7 @@ pub enum ConfigCommand {
 pub struct ModelOptions {
     /// Folder of a checkpoint, a GGUF file, or the name of a pulled model [default: the demo model in this
     /// binary]
-    #[arg(long, value_name = "FOLDER|FILE|ORG/NAME")]
+    #[arg(long, id = "model.path", value_name = "FOLDER|FILE|ORG/NAME")]
     pub model: Option<String>,
     #[command(flatten)]
     pub quantize: QuantizeOption,
@@ -208,7 +208,7 @@ pub struct EngineOptions {
     pub model: ModelOptions,
     /// Draft model for speculative decoding: a smaller model with the same tokenizer. It speeds answers up and does not
     /// change them
-    #[arg(long, value_name = "FOLDER|FILE|ORG/NAME")]
+    #[arg(long, id = "model.draft", value_name = "FOLDER|FILE|ORG/NAME")]
     pub draft: Option<String>,
     #[command(flatten)]
     pub npu: NpuOption,
@@ -218,16 +218,16 @@ pub struct EngineOptions {
 #[derive(Debug, Clone, Args)]
 pub struct MemoryOptions {
     /// Use at most this much of the GPU's own memory (VRAM), such as 16GiB or 512MiB; 16G means 16GiB
-    #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
+    #[arg(long, id = "memory.vram", value_name = "SIZE", value_parser = parse_bytes)]
     pub vram: Option<u64>,
     /// Use at most this much of the host memory that the GPU can access (GTT)
-    #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
+    #[arg(long, id = "memory.gtt", value_name = "SIZE", value_parser = parse_bytes)]
     pub gtt: Option<u64>,
     /// Leave this much memory free for other programs
-    #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
+    #[arg(long, id = "memory.reserve", value_name = "SIZE", value_parser = parse_bytes)]
     pub reserve: Option<u64>,
     /// The heap in which an integrated GPU's feed-forward weights are placed first: gtt, vram [default: gtt]
-    #[arg(long, value_name = "HEAP")]
+    #[arg(long, id = "memory.ffn_heap", value_name = "HEAP")]
     pub ffn_heap: Option<FfnHeap>,
 }
 
@@ -237,16 +237,16 @@ pub struct ServeOptions {
     #[command(flatten)]
     pub engine: EngineOptions,
     /// Id of the model in the API [default: the folder's name]
-    #[arg(long)]
+    #[arg(long, id = "model.name", value_name = "NAME")]
     pub name: Option<String>,
     /// Address to listen on [default: 127.0.0.1]
-    #[arg(long)]
+    #[arg(long, id = "server.host", value_name = "HOST")]
     pub host: Option<String>,
     /// TCP port; 0 selects a free port [default: 8010]
-    #[arg(long)]
+    #[arg(long, id = "server.port", value_name = "PORT")]
     pub port: Option<u16>,
     /// File of accepted API keys, one per line; required if other machines can reach the address
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, id = "server.api_key_file", value_name = "FILE")]
     pub api_key_file: Option<String>,
     #[command(flatten)]
     pub common: Common,
@@ -410,7 +410,8 @@ impl Schemes {
     }
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, strum::Display)]
+#[strum(serialize_all = "kebab-case")]
 pub enum Class {
     Attention,
     FeedForward,
@@ -427,14 +428,6 @@ impl Class {
             Role::Projection(InputGroup::Qkv | InputGroup::Output) => Some(Class::Attention),
             Role::Projection(InputGroup::GateUp | InputGroup::Down) => Some(Class::FeedForward),
             Role::Norm => None,
-        }
-    }
-
-    pub const fn name(self) -> &'static str {
-        match self {
-            Class::Attention => "attention",
-            Class::FeedForward => "feed-forward",
-            Class::Embedding => "embedding",
         }
     }
 }
@@ -560,12 +553,12 @@ pub struct Plan {
 }
 
 /// A checkpoint or a published shape, with an optional draft model.
-#[derive(Debug, Args)]
+#[derive(Debug, Default, Args)]
 #[command(group(clap::ArgGroup::new("what").required(true).args(["model", "shape"])))]
 pub struct Planned {
     /// A checkpoint in any format that can be read, or the name of a pulled model
     pub model: Option<String>,
-    #[arg(long, help = arch::shape_names(", "), value_parser = arch::shape, conflicts_with_all = ["quantize", "model_config"])]
+    #[arg(long, help = arch::shape_names(", "), value_parser = arch::shape, conflicts_with_all = ["model.quantize", "model.config"])]
     pub shape: Option<Shape>,
     /// Scheme of the shape's attention and feed-forward matrices: int4-g32, int4-g128, int8-row, bf16 or another scheme
     /// of docs/formats.md [default: int4-g32]
@@ -596,9 +589,9 @@ impl Planned {
 #[derive(Debug, Args)]
 pub struct Doctor {
     /// Check whether this model fits [default: the configured model]
-    #[arg(long, value_name = "FOLDER|FILE|ORG/NAME", conflicts_with = "shape")]
+    #[arg(long, id = "model.path", value_name = "FOLDER|FILE|ORG/NAME", conflicts_with = "shape")]
     pub model: Option<String>,
-    #[arg(long, help = format!("Check whether a published shape fits: {}", arch::shape_names(", ")), value_parser = arch::shape, conflicts_with_all = ["quantize", "model_config"])]
+    #[arg(long, help = format!("Check whether a published shape fits: {}", arch::shape_names(", ")), value_parser = arch::shape, conflicts_with_all = ["model.quantize", "model.config"])]
     pub shape: Option<Shape>,
     /// Scheme of the shape's matrices, as in `unicorn plan` [default: int4-g32]
     #[arg(long, value_name = "SCHEME", value_parser = any_scheme, requires = "shape")]
@@ -633,7 +626,7 @@ pub struct Bench {
     #[command(subcommand)]
     pub what: Option<Benchmark>,
     #[command(flatten)]
-    engine: BenchEngine,
+    pub engine: BenchEngine,
 }
 
 #[derive(Debug, Subcommand)]
@@ -644,24 +637,6 @@ pub enum Benchmark {
     Npu(BenchNpu),
     /// Measure a server with the OpenAI API, as its clients see it
     Serve(BenchServe),
-}
-
-/// The chosen benchmark.
-pub enum Benchmarked<'a> {
-    Engine(&'a BenchEngine),
-    Npu(&'a BenchNpu),
-    Serve(&'a BenchServe),
-}
-
-impl Bench {
-    pub fn benchmarked(&self) -> Benchmarked<'_> {
-        match &self.what {
-            None => Benchmarked::Engine(&self.engine),
-            Some(Benchmark::Engine(args)) => Benchmarked::Engine(args),
-            Some(Benchmark::Npu(args)) => Benchmarked::Npu(args),
-            Some(Benchmark::Serve(args)) => Benchmarked::Serve(args),
-        }
-    }
 }
 
 #[derive(Debug, Args)]
@@ -718,7 +693,8 @@ pub struct BenchNpu {
 }
 
 /// The way in which requests arrive.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, strum::Display)]
+#[strum(serialize_all = "kebab-case")]
 pub enum Scenario {
     /// Streams that each send the next request as soon as the previous one is answered, at each --concurrency in turn
     Closed,
@@ -727,16 +703,6 @@ pub enum Scenario {
     Mixed,
     /// Chats of two turns: time to the first token of the second turn
     SecondTurn,
-}
-
-impl Scenario {
-    pub const fn name(self) -> &'static str {
-        match self {
-            Scenario::Closed => "closed",
-            Scenario::Mixed => "mixed",
-            Scenario::SecondTurn => "second-turn",
-        }
-    }
 }
 
 /// The server that receives requests.

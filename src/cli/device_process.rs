@@ -20,7 +20,11 @@ pub fn device_process(level: Level) -> Result<(), Error> {
         load(task, report)
             .map_err(|error| Refusal { message: error.to_string(), exit_code: error.exit_code() })
     };
-    device::run(load::DEMO, load, move |filter| level.set(EnvFilter::new(filter))).map_err(Error::Channel)
+    match device::run(load::DEMO, load, move |filter| level.set(EnvFilter::new(filter))) {
+        // The server has ended, so there is no receiver for a report.
+        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
+        ended => ended.map_err(Error::Channel),
+    }
 }
 
 /// Loads the model and its draft, and runs the self-test, whose failure is an error.

@@ -83,14 +83,7 @@ pub enum Error {
     /// A wrong argument or input that the parser of the command line cannot detect.
     #[error("{0}")]
     Argument(String),
-    /// The URL of a server that is measured, and the problem with it.
-    #[error("{url}: {problem}")]
-    Measured { url: String, problem: String },
-    /// A compiler for `unicorn-lab isa`, and the problem with it.
-    #[error("{compiler}: {problem}")]
-    Compiler { compiler: &'static str, problem: String },
-    /// A tool that builds the NPU's kernels, and the problem with it.
-    #[cfg(feature = "npu")]
+    /// A tool, a compiler, or the URL of a server, which a command uses, and the problem with it.
     #[error("{tool}: {problem}")]
     Tool { tool: String, problem: String },
     #[error(transparent)]
@@ -161,11 +154,8 @@ impl Error {
             | Self::Output(_)
             | Self::Channel(_)
             | Self::Terminal(_)
-            | Self::Measured { .. }
-            | Self::Compiler { .. }
+            | Self::Tool { .. }
             | Self::DoctorProblems(_) => SYSTEM,
-            #[cfg(feature = "npu")]
-            Self::Tool { .. } => SYSTEM,
             Self::File { .. }
             | Self::PortTaken { .. }
             | Self::Listen { .. }

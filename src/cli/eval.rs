@@ -18,11 +18,13 @@ use crate::model::{Limits, Runner};
 const MAX_TEXT_BYTES: u64 = 256 << 20;
 
 pub fn eval(config: &Config, args: args::Eval) -> Result<(), Error> {
-    let files = load::files(&config.model)?;
+    let files = |evaluated: args::Evaluated| load::files_at(evaluated.model.as_ref(), &config.model);
     match args {
-        args::Eval::Logits(args) => logits(load::runner(&files, config)?, &args.tokens, &args.output),
-        args::Eval::Perplexity(args::EvalPerplexity { text, .. }) => {
-            let read = read_text(&text)?;
+        args::Eval::Logits(args::EvalLogits { evaluated, tokens, output }) => {
+            logits(load::runner(&files(evaluated)?, config)?, &tokens, &output)
+        }
+        args::Eval::Perplexity(args::EvalPerplexity { evaluated, text, .. }) => {
+            let (files, read) = (files(evaluated)?, read_text(&text)?);
             perplexity(load::model(&files, config, Watch::Nothing)?, &read, &text)
         }
     }
@@ -50,7 +52,7 @@ fn write_logits(runner: &mut ModelRunner, tokens: &[u32], output: &Path) -> Resu
     let mut file = BufWriter::new(File::create(output).map_err(failed)?);
     file.write_all(&safetensors_header(n, vocab)).map_err(failed)?;
 
-    let bar = Bar::tokens("computing", n as u64);
+    let bar = Bar::of("tokens", "computing", n as u64);
     let mut written = Ok(());
     runner.logits(tokens, &mut |start, rows| {
         assert_eq!(rows.len() % vocab, 0, "whole rows");
@@ -89,13 +91,8 @@ fn check(limits: Limits, tokens: &[u32]) -> Result<(), Error> {
 
 fn perplexity(mut model: Model, text: &str, path: &Path) -> Result<(), Error> {
     let ids = text_ids(&model, text, path)?;
-    let bar = Bar::tokens("reading", ids.len() as u64);
-    let (mut nll, mut done) = (0f64, 0);
-    each_prediction(&mut model, &ids, &mut |row, target| {
-        nll += negative_log_likelihood(row, target);
-        done += 1;
-        bar.set(done);
-    })?;
+    let bar = Bar::of("tokens", "reading", ids.len() as u64);
+    let nll = predict(&mut model, &ids, &bar, &mut |_| {})?;
     drop(bar);
     let (total, mean) = (ids.len(), nll / ids.len() as f64);
     print(&format!("perplexity {:.4} (nll {mean:.5} per token, {total} tokens)\n", mean.exp()))
@@ -114,13 +111,15 @@ pub fn text_ids(model: &Model, text: &str, path: &Path) -> Result<Vec<u32>, Erro
     Ok(ids)
 }
 
-/// Calls `each` with every id of `ids` and the logits that predict it, in order. The text is split into windows of the
-/// context's length. Every window begins with `<bos>`, and every token is predicted once.
-pub fn each_prediction(
+/// Calls `each` with the logits that predict each id of `ids`, in order, and returns the sum of the negative log
+/// likelihoods. The text is split into windows of the context's length. Every window begins with `<bos>`, and every token
+/// is predicted once.
+pub fn predict(
     model: &mut Model,
     ids: &[u32],
-    each: &mut dyn FnMut(&[f32], u32),
-) -> Result<(), Error> {
+    bar: &Bar,
+    each: &mut dyn FnMut(&[f32]),
+) -> Result<f64, Error> {
     // One position of each window is for `<bos>`.
     let window_tokens = model.max_context().saturating_sub(1);
     if window_tokens == 0 {
@@ -129,24 +128,26 @@ pub fn each_prediction(
         ));
     }
     let vocab = model.vocab_size();
-    let mut done = 0;
+    let (mut nll, mut done) = (0f64, 0);
     for window in ids.chunks(window_tokens) {
         let mut tokens = vec![model.texts.config.bos_token_id];
         tokens.extend(window);
         // The row at a position predicts the token after it; the last row's token is unknown.
         model.runner.logits(&tokens, &mut |start, rows| {
             for (row, target) in rows.chunks_exact(vocab).zip(&tokens[start + 1..]) {
-                each(row, *target);
+                nll += negative_log_likelihood(row, *target);
+                each(row);
+                bar.advance(1);
                 done += 1;
             }
         })?;
     }
     assert_eq!(done, ids.len(), "every token is predicted once");
-    Ok(())
+    Ok(nll)
 }
 
 /// Negative log likelihood of `target` in nats, summed in f64.
-pub fn negative_log_likelihood(row: &[f32], target: u32) -> f64 {
+fn negative_log_likelihood(row: &[f32], target: u32) -> f64 {
     log_sum_exp(row) - f64::from(row[target as usize])
 }
 

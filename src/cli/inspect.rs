@@ -10,23 +10,10 @@ use super::error::Error;
 use super::load;
 use super::progress::Bar;
 use super::terminal::{bytes, print};
-use crate::checkpoint::{self, Checkpoint, Manifest, ModelFiles};
+use crate::checkpoint::{self, Manifest};
 use crate::config::Config;
 use crate::model::BlockPool;
-use crate::model::spec::ModelSpec;
-use crate::model::weights::Weights;
 use crate::text::visible;
-
-/// An opened checkpoint, and the facts to report about it.
-struct Inspected<'a> {
-    files: &'a ModelFiles,
-    config: &'a ModelSpec,
-    checkpoint: &'a Checkpoint,
-    weights: &'a Weights<'a>,
-    manifest: Option<&'a Manifest>,
-    /// (tensors, weights, bytes) by scheme.
-    by_scheme: BTreeMap<String, (u64, u64, u64)>,
-}
 
 pub fn inspect(options: &Config, args: &args::Inspect) -> Result<(), Error> {
     let files = load::files_at(Path::new(&args.model), &options.model)?;
@@ -47,33 +34,16 @@ pub fn inspect(options: &Config, args: &args::Inspect) -> Result<(), Error> {
         })?;
     }
 
+    let (checkpoint, config) = (&source.checkpoint, &source.config);
+    // Tensors, weights and bytes of each scheme.
     let mut by_scheme: BTreeMap<String, (u64, u64, u64)> = BTreeMap::new();
     for tensor in weights.tensors.iter() {
         let sum = by_scheme.entry(tensor.scheme()?.to_string()).or_default();
         *sum = (sum.0 + 1, sum.1 + tensor.num_elements() as u64, sum.2 + tensor.stored_bytes());
     }
-    let inspected = Inspected {
-        files: &files,
-        config: &source.config,
-        checkpoint: &source.checkpoint,
-        weights: &weights,
-        manifest: manifest.as_ref(),
-        by_scheme,
-    };
-    print(&if args.json { inspected.json(args)? } else { inspected.text(args)? })
-}
-
-impl Inspected<'_> {
-    fn parameters(&self) -> u64 {
-        self.by_scheme.values().map(|(_, weights, _)| weights).sum()
-    }
-
-    fn full_attention_layers(&self) -> usize {
-        self.config.layers_of(BlockPool::Full)
-    }
-
-    fn json(&self, args: &args::Inspect) -> Result<String, Error> {
-        let Self { files, config, checkpoint, weights, by_scheme, .. } = self;
+    let parameters: u64 = by_scheme.values().map(|(_, weights, _)| weights).sum();
+    let full_attention_layers = config.layers_of(BlockPool::Full);
+    if args.json {
         let tensors: Vec<_> = weights
             .tensors
             .iter()
@@ -83,10 +53,10 @@ impl Inspected<'_> {
             "model": files.location(),
             "format": checkpoint.format(),
             "synthetic": checkpoint.synthetic(),
-            "parameters": self.parameters(),
+            "parameters": parameters,
             "bytes": checkpoint.total_bytes(),
             "num_hidden_layers": config.layers.len(),
-            "full_attention_layers": self.full_attention_layers(),
+            "full_attention_layers": full_attention_layers,
             "hidden_size": config.hidden_size,
             "intermediate_size": config.intermediate_size,
             "num_attention_heads": config.num_attention_heads,
@@ -104,94 +74,86 @@ impl Inspected<'_> {
             "verified": args.verify,
             "tensors": if args.tensors { Some(tensors) } else { None },
         });
-        Ok(format!("{line}\n"))
+        return print(&format!("{line}\n"));
     }
-
-    fn text(&self, args: &args::Inspect) -> Result<String, Error> {
-        let Self { files, config, checkpoint, weights, manifest, by_scheme } = self;
-        let global = self.full_attention_layers();
-        let mut text = format!("{}\n", files.location());
-        let mut line = |name: &str, value: String| {
-            text.push_str(&format!("  {name:<10} {}\n", visible(&value)));
-        };
-        line("format", checkpoint.format().to_string());
-        if let Some(synthetic) = checkpoint.synthetic() {
-            line(
-                "synthetic",
-                format!("random weights in the shape of {}, seed {}", synthetic.shape, synthetic.seed),
-            );
-        }
-        if let Some(manifest) = manifest {
-            line("source", manifest.source.clone());
-            line("writer", manifest.writer.clone());
-        }
+    let mut text = format!("{}\n", files.location());
+    let mut line = |name: &str, value: String| {
+        text.push_str(&format!("  {name:<10} {}\n", visible(&value)));
+    };
+    line("format", checkpoint.format().to_string());
+    if let Some(synthetic) = checkpoint.synthetic() {
         line(
-            "layers",
-            match config.window() {
-                Some(window) => format!(
-                    "{} ({global} with full attention, the others with a sliding window of {window} tokens)",
-                    config.layers.len()
-                ),
-                None => format!("{global}, all with full attention"),
-            },
+            "synthetic",
+            format!("random weights in the shape of {}, seed {}", synthetic.shape, synthetic.seed),
         );
+    }
+    if let Some(manifest) = &manifest {
+        line("source", manifest.source.clone());
+        line("writer", manifest.writer.clone());
+    }
+    line(
+        "layers",
+        match config.window() {
+            Some(window) => format!(
+                "{} ({full_attention_layers} with full attention, the others with a sliding window of {window} tokens)",
+                config.layers.len()
+            ),
+            None => format!("{full_attention_layers}, all with full attention"),
+        },
+    );
+    line(
+        "shape",
+        format!(
+            "hidden {}, feed-forward {}, {} heads and {} KV heads of {}, vocabulary {}",
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            config.vocab_size
+        ),
+    );
+    line("context", format!("{} tokens at most", config.max_position_embeddings));
+    line("weights", format!("{:.3} billion in {}", parameters as f64 / 1e9, bytes(checkpoint.total_bytes())));
+    for (scheme, (tensors, weights, stored)) in by_scheme {
         line(
-            "shape",
+            "",
             format!(
-                "hidden {}, feed-forward {}, {} heads and {} KV heads of {}, vocabulary {}",
-                config.hidden_size,
-                config.intermediate_size,
-                config.num_attention_heads,
-                config.num_key_value_heads,
-                config.head_dim,
-                config.vocab_size
+                "{scheme:<14} {tensors:5} tensors, {:9.3} billion, {}",
+                weights as f64 / 1e9,
+                bytes(stored)
             ),
         );
-        line("context", format!("{} tokens at most", config.max_position_embeddings));
-        line(
-            "weights",
-            format!("{:.3} billion in {}", self.parameters() as f64 / 1e9, bytes(checkpoint.total_bytes())),
-        );
-        for (scheme, (tensors, weights, stored)) in by_scheme {
-            line(
-                "",
-                format!(
-                    "{scheme:<14} {tensors:5} tensors, {:9.3} billion, {}",
-                    *weights as f64 / 1e9,
-                    bytes(*stored)
-                ),
-            );
-        }
-        if weights.skipped_vision > 0 {
-            line(
-                "vision",
-                format!("{} tensors, {}, not used", weights.skipped_vision, bytes(weights.skipped_bytes)),
-            );
-        }
-        for (i, defect) in weights.defects().into_iter().enumerate() {
-            line(if i == 0 { "defects" } else { "" }, defect);
-        }
-        line(
-            "checksums",
-            match (manifest, args.verify) {
-                (None, _) => "none".into(),
-                (Some(manifest), false) => {
-                    format!("of {} files; --verify checks them", manifest.files.len())
-                }
-                (Some(manifest), true) => format!("of {} files, all correct", manifest.files.len()),
-            },
-        );
-        if args.tensors {
-            for t in weights.tensors.iter() {
-                text.push_str(&format!(
-                    "  {:<14} {:>14} {:>10}  {}\n",
-                    t.scheme()?.to_string(),
-                    format!("{:?}", t.shape),
-                    bytes(t.stored_bytes()),
-                    visible(t.name)
-                ));
-            }
-        }
-        Ok(text)
     }
+    if weights.skipped_vision > 0 {
+        line(
+            "vision",
+            format!("{} tensors, {}, not used", weights.skipped_vision, bytes(weights.skipped_bytes)),
+        );
+    }
+    for (i, defect) in weights.defects().into_iter().enumerate() {
+        line(if i == 0 { "defects" } else { "" }, defect);
+    }
+    line(
+        "checksums",
+        match (&manifest, args.verify) {
+            (None, _) => "none".into(),
+            (Some(manifest), false) => {
+                format!("of {} files; --verify checks them", manifest.files.len())
+            }
+            (Some(manifest), true) => format!("of {} files, all correct", manifest.files.len()),
+        },
+    );
+    if args.tensors {
+        for t in weights.tensors.iter() {
+            text.push_str(&format!(
+                "  {:<14} {:>14} {:>10}  {}\n",
+                t.scheme()?.to_string(),
+                format!("{:?}", t.shape),
+                bytes(t.stored_bytes()),
+                visible(t.name)
+            ));
+        }
+    }
+    print(&text)
 }

@@ -9,10 +9,10 @@ use super::progress::Bar;
 use super::terminal::bytes;
 use crate::checkpoint::ModelFiles;
 use crate::config::{self, Config};
-use crate::device::{KernelTime, Loading, NpuReport, OnProgress, kernel_times, resident_bytes};
+use crate::device::{Loading, NpuReport, OnProgress, resident_bytes};
 use crate::engine::{EnergyCounter, Engine, EngineConfig, EngineHandle, SchedulerConfig};
 use crate::gpu::placement::{Limits, Machine, Placement};
-use crate::gpu::{self, Device, DeviceInfo, DevicePolicy};
+use crate::gpu::{self, Device, DevicePolicy};
 use crate::model::arch;
 use crate::model::config::GenerationConfig;
 use crate::model::draft::{self, Draft, Drafted};
@@ -70,6 +70,11 @@ pub fn files_at(path: &Path, model: &config::Model) -> Result<ModelFiles, Error>
     Ok(files)
 }
 
+/// The id that the model with these files has in the API.
+pub fn model_id(files: &ModelFiles, config: &Config) -> String {
+    config.model.name.clone().unwrap_or_else(|| files.name().to_owned())
+}
+
 /// The files of the demo model.
 pub fn demo_files() -> ModelFiles {
     ModelFiles::embedded(DEMO_NAME, DEMO)
@@ -90,7 +95,6 @@ pub struct Model {
     pub draft: Option<Draft>,
     /// The state of the NPU; `None` if `npu.mode` is off.
     pub npu: Option<NpuReport>,
-    pub device: DeviceInfo,
     pub texts: Texts,
 }
 
@@ -98,7 +102,7 @@ pub struct Model {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Watch {
     Nothing,
-    /// The time of every kernel, for [`Profiler`].
+    /// The time of every kernel.
     Kernels,
     /// The inputs of every matrix, for calibration.
     Activations,
@@ -139,7 +143,7 @@ pub fn model(files: &ModelFiles, config: &Config, watch: Watch) -> Result<Model,
     let sample_below = Some(texts.tokenizer.vocab_size());
     let OnDevice { runner, draft, npu } =
         on_device(&source, draft.as_ref(), sample_below, config, watch, None, &mut |_, _| {})?;
-    Ok(Model { device: runner.device().info().clone(), runner, draft, npu, texts })
+    Ok(Model { runner, draft, npu, texts })
 }
 
 /// Loads only the model, without tokenizer and draft, for callers that have token ids and need logits.
@@ -295,19 +299,10 @@ impl Model {
     pub fn max_context(&self) -> usize {
         self.runner.limits().max_context
     }
-
-    pub fn profiler(&self) -> Profiler {
-        Profiler(Arc::clone(self.runner.device()))
-    }
-
-    /// The device memory of the model: a description of each kind of data and its heap, with its bytes.
-    pub fn placement(&self) -> Vec<(String, u64)> {
-        placement(&self.runner)
-    }
 }
 
 /// The device memory of `runner`: a description of each kind of data and its heap, with its bytes.
-fn placement(runner: &ModelRunner) -> Vec<(String, u64)> {
+pub fn placement(runner: &ModelRunner) -> Vec<(String, u64)> {
     let row = |p: &Placement| (format!("{} in {} ({} buffers)", p.class.name(), p.heap, p.buffers), p.bytes);
     runner.placements().iter().map(row).collect()
 }
@@ -356,18 +351,6 @@ fn log(
         tracing::info!("memory   {} {what}", bytes(n));
     }
     tracing::info!("memory   {}", runner.residency());
-}
-
-/// Reads the times of the kernels from a device that the engine uses.
-pub struct Profiler(pub Arc<Device>);
-
-impl Profiler {
-    /// (kernel, dispatches, GPU time) since the last call, the longest time first; empty unless the model was loaded
-    /// with [`Watch::Kernels`].
-    pub fn take(&self) -> Vec<(String, u64, Duration)> {
-        let tuple = |KernelTime { kernel, dispatches, time }| (kernel, dispatches, time);
-        kernel_times(&self.0).into_iter().map(tuple).collect()
-    }
 }
 
 /// Checks that a load would find a device, for commands that load a model only after long work.

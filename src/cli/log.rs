@@ -63,7 +63,10 @@ impl Log {
     /// Starts the log, once in a process. Panics are logged too. The text format has times if `with_time`. The journal
     /// adds its own times, and JSON always has times.
     pub fn start(filter: EnvFilter, format: Option<LogFormat>, with_time: bool) -> Self {
-        let format = *FORMAT.get_or_init(|| format.unwrap_or_else(default_format));
+        // systemd sets the variable if it has connected standard error to the journal.
+        let is_journal = std::env::var_os("JOURNAL_STREAM").is_some();
+        let default = if is_journal { LogFormat::Journal } else { LogFormat::Text };
+        let format = *FORMAT.get_or_init(|| format.unwrap_or(default));
         let queue = NonBlockingBuilder::default().buffered_lines_limit(WAITING_LINES).lossy(true);
         let (lines, writer) = queue.thread_name("log").finish(LogWriter { reported: 0 });
         let _ = QUEUE.set(lines.error_counter());
@@ -111,14 +114,6 @@ impl Drop for Log {
             thread::sleep(end.saturating_duration_since(Instant::now()));
         }
         drop(self.writer.take());
-    }
-}
-
-/// The default format: that of the journal if systemd has connected standard error to it, text otherwise.
-fn default_format() -> LogFormat {
-    match std::env::var_os("JOURNAL_STREAM") {
-        Some(_) => LogFormat::Journal,
-        None => LogFormat::Text,
     }
 }
 

@@ -29,12 +29,12 @@ mod pull;
 mod quantize;
 mod serve;
 pub(crate) mod terminal;
-mod version;
+pub(crate) mod version;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
 
-use clap::Parser;
+use clap::{ArgMatches, CommandFactory as _, FromArgMatches as _};
 use tracing_subscriber::EnvFilter;
 
 use args::{Command, CommandLine, Models};
@@ -60,12 +60,16 @@ pub fn main() -> ExitCode {
             }
         };
     }
-    let CommandLine { command } = CommandLine::parse();
+    let matches = CommandLine::command().get_matches();
+    let CommandLine { command } =
+        CommandLine::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
     let serving = matches!(command, Command::Serve(_) | Command::DeviceProcess | Command::NpuProcess);
     // These commands use the exit codes of `serve`.
     let with_codes = serving || matches!(command, Command::Config(_));
-    let (configured, verbose) = (configure(&command), verbosity(&command));
-    let ended = run_logged(configured, verbose, serving, |configured, log| run(command, configured, log));
+    let root = if let Command::Doctor(args) = &command { args.root.clone() } else { None };
+    let (configured, verbose) = (configure(&matches, root.as_deref()), verbosity(&matches));
+    let ended =
+        run_logged(configured, verbose, serving, |configured, log| run(command, matches, configured, log));
     exit_code(ended, |error| if with_codes { error.exit_code().into() } else { ExitCode::FAILURE })
 }
 
@@ -98,7 +102,12 @@ pub(crate) fn exit_code(ended: Result<(), Error>, of_error: impl Fn(&Error) -> E
     }
 }
 
-fn run(mut command: Command, mut configured: Configured, log: &Log) -> Result<(), Error> {
+fn run(
+    mut command: Command,
+    matches: ArgMatches,
+    mut configured: Configured,
+    log: &Log,
+) -> Result<(), Error> {
     let _erased = match &command {
         Command::Pull(_) | Command::Quantize(_) => Some(EraseOnInterrupt::watch(Some(
             "interrupted: run the same command again to continue where it stopped",
@@ -113,18 +122,18 @@ fn run(mut command: Command, mut configured: Configured, log: &Log) -> Result<()
     let config = &configured.config;
     match command {
         Command::Serve(args) => {
-            let (root, verbose, level) = (args.root.clone(), args.options.common.verbose, log.level.clone());
+            let (verbose, level) = (verbosity(&matches), log.level.clone());
             let set_log = move |config: &Config| {
                 let filter = log_filter(verbose, true, config);
                 let text = filter.to_string();
                 level.set(filter);
                 text
             };
-            let reread = move || configure(&Command::Serve(args.clone()));
+            let reread = move || configure(&matches, None);
             let filter = log_filter(verbose, true, config).to_string();
             serve::serve(
                 config,
-                root.as_deref(),
+                args.root.as_deref(),
                 Reload { reread: std::sync::Arc::new(reread), set_log: Box::new(set_log) },
                 filter,
             )

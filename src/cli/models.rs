@@ -9,7 +9,7 @@ use serde_json::json;
 
 #[cfg(feature = "npu")]
 use super::args::Npu;
-use super::args::{Benchmarked, Command, ConfigCommand};
+use super::args::{Benchmark, Command, ConfigCommand, Eval, EvalLogits, EvalPerplexity};
 use super::error::Error;
 use super::log;
 use super::terminal::{bytes, print};
@@ -48,79 +48,43 @@ pub fn caches(config: &Config) -> Vec<Cache> {
 
 /// Replaces the names of the command's model and draft with the paths of the pulled models. Paths do not change.
 pub fn locate(config: &mut Config, command: &mut Command) -> Result<(), Error> {
-    let draft = match command {
-        Command::Plan(args) => args.planned.draft.as_mut(),
-        // These commands use no draft.
-        Command::Eval(_) | Command::Quantize(_) => {
+    // The model and the draft that the arguments name.
+    let (model, draft) = match command {
+        Command::Plan(args) => (args.planned.model.as_mut(), args.planned.draft.as_mut()),
+        Command::Inspect(args) => (Some(&mut args.model), None),
+        // These commands and the benchmark of the NPU use no draft.
+        Command::Eval(
+            Eval::Logits(EvalLogits { evaluated, .. }) | Eval::Perplexity(EvalPerplexity { evaluated, .. }),
+        ) => {
             config.model.draft = None;
-            None
+            (Some(&mut evaluated.model), None)
         }
-        Command::Bench(args) if !matches!(args.benchmarked(), Benchmarked::Engine(_)) => {
+        Command::Quantize(args) => {
             config.model.draft = None;
-            None
+            (Some(&mut args.source), None)
+        }
+        #[cfg(feature = "npu")]
+        Command::Npu(Npu::BuildKernels(args)) => (args.model.as_mut(), None),
+        // This benchmark uses the model of a running server.
+        Command::Bench(args) if matches!(args.what, Some(Benchmark::Serve(_))) => return Ok(()),
+        Command::Bench(args) if matches!(args.what, Some(Benchmark::Npu(_))) => {
+            config.model.draft = None;
+            return locate_configured(config);
         }
         Command::Serve(_)
         | Command::Generate(_)
         | Command::Chat(_)
         | Command::Bench(_)
         | Command::Config(ConfigCommand::Check(_)) => {
-            let mut draft = config.model.draft.take();
-            draft.as_mut().map(|text| find(&caches(config), text)).transpose()?;
-            config.model.draft = draft;
-            None
+            let caches = caches(config);
+            config.model.draft.as_mut().map(|text| find(&caches, text)).transpose()?;
+            return locate_configured(config);
         }
-        Command::Devices(_)
-        | Command::Inspect(_)
-        | Command::Pull(_)
-        | Command::Models(_)
-        | Command::Config(ConfigCommand::Show(_))
-        | Command::Completions { .. }
-        | Command::ManPages { .. }
-        | Command::Doctor(_)
-        | Command::DeviceProcess
-        | Command::NpuProcess => None,
-        #[cfg(feature = "npu")]
-        Command::Npu(_) => None,
-    };
-    draft.map(|text| find(&caches(config), text)).transpose()?;
-    let text = match command {
-        Command::Devices(_)
-        | Command::Pull(_)
-        | Command::Models(_)
-        | Command::Config(ConfigCommand::Show(_))
-        | Command::Completions { .. }
-        | Command::ManPages { .. }
         // Doctor itself reports a model that was not pulled.
-        | Command::Doctor(_)
-        | Command::DeviceProcess
-        | Command::NpuProcess => return Ok(()),
-        // This benchmark uses the model of a running server.
-        Command::Bench(args)
-            if matches!(args.benchmarked(), Benchmarked::Serve(_)) =>
-        {
-            return Ok(());
-        }
-        Command::Quantize(args) => &mut args.source,
-        Command::Inspect(args) => &mut args.model,
-        #[cfg(feature = "npu")]
-        Command::Npu(Npu::BuildKernels(args)) => match &mut args.model {
-            Some(model) => model,
-            None => return Ok(()),
-        },
-        #[cfg(feature = "npu")]
-        Command::Npu(Npu::List(_)) => return Ok(()),
-        Command::Plan(args) => match &mut args.planned.model {
-            Some(model) => model,
-            None => return Ok(()),
-        },
-        Command::Serve(_)
-        | Command::Generate(_)
-        | Command::Chat(_)
-        | Command::Eval(_)
-        | Command::Bench(_)
-        | Command::Config(ConfigCommand::Check(_)) => return locate_configured(config),
+        _ => return Ok(()),
     };
-    find(&caches(config), text).map(drop)
+    let caches = caches(config);
+    draft.into_iter().chain(model).try_for_each(|text| find(&caches, text).map(drop))
 }
 
 /// Replaces the name of the configured model with the path of the pulled model.
@@ -193,7 +157,7 @@ pub fn list(config: &Config, json: bool) -> Result<(), Error> {
             .iter()
             .map(|m| {
                 let name = m.name.to_string();
-                json!({"name": name, "format": m.format.name(), "bytes": m.bytes, "path": m.path.display().to_string()})
+                json!({"name": name, "format": m.format.to_string(), "bytes": m.bytes, "path": m.path.display().to_string()})
             })
             .collect();
         return print(&format!("{}\n", serde_json::Value::from(rows)));
@@ -205,7 +169,7 @@ pub fn list(config: &Config, json: bool) -> Result<(), Error> {
     let width = names.iter().map(String::len).max().unwrap_or(0);
     let row = |(name, m): (&String, &crate::hub::Pulled)| {
         let size = bytes(m.bytes);
-        format!("{name:<width$}  {:<11}  {size:>10}  {}\n", m.format.name(), m.path.display())
+        format!("{name:<width$}  {:<11}  {size:>10}  {}\n", m.format, m.path.display())
     };
     print(&visible(&names.iter().zip(&all).map(row).collect::<String>()))
 }

@@ -19,22 +19,17 @@ use crate::tensor::{QuantizeMode, Scheme};
 
 /// The model to plan for.
 struct Subject {
-    draft: Option<DraftSubject>,
-    name: String,
-    /// The schemes of its weights, as text.
-    stored: String,
+    model: Part,
+    draft: Option<Part>,
     /// A note that the default scheme was assumed.
     assumption: Option<String>,
-    config: ModelSpec,
-    schemes: Schemes,
-    /// Alternative schemes for its weights, each with the option that selects it.
+    /// Alternative schemes for the model's weights, each with the option that selects it.
     others: Vec<(String, Schemes)>,
 }
 
-/// The draft model of a [`Subject`].
-struct DraftSubject {
+/// A model or its draft model.
+struct Part {
     name: String,
-    stored: String,
     config: ModelSpec,
     schemes: Schemes,
 }
@@ -42,8 +37,17 @@ struct DraftSubject {
 /// A number of sequences for which a plan shows the longest context, in addition to one and the requested number.
 const SEVERAL: usize = 16;
 
-/// Number of sequences, the longest context of each, and the largest allocation if only that limits the context.
-type Largest = (usize, usize, Option<u64>);
+/// A plan to print.
+struct Report<'a> {
+    subject: &'a Subject,
+    request: MemoryRequest<'a>,
+    sequences: usize,
+    /// The requested context.
+    wanted: Option<usize>,
+    outcome: Result<Fit, DoesNotFit>,
+    /// Number of sequences, the longest context of each, and the largest allocation if only that limits the context.
+    largest: Vec<(usize, usize, Option<u64>)>,
+}
 
 pub fn plan(config: &Config, args: &args::Plan) -> Result<(), Error> {
     let subject = subject(config, &args.planned)?;
@@ -52,8 +56,7 @@ pub fn plan(config: &Config, args: &args::Plan) -> Result<(), Error> {
     let room = load::room(config, described)?;
     let Room { machine, limits } = &room;
     let request = request(&subject, config, &room);
-    let sequences = args.sequences as usize;
-    let wanted = config.engine.context;
+    let (sequences, wanted) = (args.sequences as usize, config.engine.context);
     let outcome = request.fit(machine, limits, wanted, sequences, &subject.others);
 
     let mut counts = vec![1, SEVERAL, sequences];
@@ -63,13 +66,10 @@ pub fn plan(config: &Config, args: &args::Plan) -> Result<(), Error> {
         let context = request.largest_context(machine, limits, n);
         (n, context, request.allocation_limit(machine, limits, context, n))
     });
-    let largest: Vec<Largest> = largest.collect();
-    let text = match args.json {
-        true => as_json(&subject, &request, sequences, wanted, &outcome, &largest),
-        false => as_text(&subject, &request, sequences, wanted, &outcome, &largest),
-    };
-    print(&text)?;
-    outcome.map(drop).map_err(|error| Box::new(error).into())
+    let largest = largest.collect();
+    let report = Report { subject: &subject, request, sequences, wanted, outcome, largest };
+    print(&if args.json { report.json() } else { report.text() })?;
+    report.outcome.map(drop).map_err(|error| Box::new(error).into())
 }
 
 /// Whether a model fits into `room`, for one sequence of the configured context.
@@ -88,21 +88,21 @@ fn subject(config: &Config, args: &args::Planned) -> Result<Subject, Error> {
         }
     };
     if let Some(path) = &args.draft {
-        subject.draft = Some(draft(path, &subject.config)?);
+        subject.draft = Some(draft(path, &subject.model.config)?);
     }
     Ok(subject)
 }
 
 fn request<'a>(subject: &'a Subject, config: &Config, room: &Room) -> MemoryRequest<'a> {
     MemoryRequest {
-        config: &subject.config,
-        schemes: subject.schemes.clone(),
+        config: &subject.model.config,
+        schemes: subject.model.schemes.clone(),
         kv: config.kv.dtype,
         block_size: config.kv.block_size,
         max_batch_tokens: config.engine.prefill_chunk,
         max_shard_bytes: room.machine.max_allocation_bytes / 2,
         moments: false,
-        offload: npu::cli::planned(config, &subject.config),
+        offload: npu::cli::planned(config, &subject.model.config),
         draft: subject
             .draft
             .as_ref()
@@ -116,26 +116,18 @@ fn checkpoint(model: &str, config: &Config) -> Result<Subject, Error> {
     let weights = source.weights()?;
     let schemes = Schemes::of(&weights, config.model.quantize)?;
     let others = quantize_modes(&weights)?;
-    let stored = schemes.to_string();
-    Ok(Subject {
-        draft: None,
-        name: files.location(),
-        stored,
-        assumption: None,
-        schemes,
-        others,
-        config: source.config,
-    })
+    let model = Part { name: files.location(), config: source.config, schemes };
+    Ok(Subject { model, draft: None, assumption: None, others })
 }
 
 /// A draft model's weights keep the schemes of its files.
-fn draft(path: &str, model: &ModelSpec) -> Result<DraftSubject, Error> {
+fn draft(path: &str, model: &ModelSpec) -> Result<Part, Error> {
     let files = arch::open_files(Path::new(path))?;
     let source = load::Source::open(&files)?;
     check_draft(model, &source.config)
         .map_err(|problem| Error::Argument(format!("{}: {problem}", files.display("config.json"))))?;
     let schemes = Schemes::of(&source.weights()?, QuantizeMode::None)?;
-    Ok(DraftSubject { name: files.location(), stored: schemes.to_string(), config: source.config, schemes })
+    Ok(Part { name: files.location(), config: source.config, schemes })
 }
 
 fn published(shape: Shape, args: &args::Planned) -> Subject {
@@ -164,17 +156,8 @@ fn published(shape: Shape, args: &args::Planned) -> Subject {
         };
         (format!("--scheme {scheme}"), of(target))
     });
-    let stored = schemes.to_string();
-    let assumption = args.assumption();
-    Subject {
-        draft: None,
-        name: shape.name.into(),
-        stored,
-        assumption,
-        config,
-        schemes,
-        others: others.into(),
-    }
+    let model = Part { name: shape.name.into(), config, schemes };
+    Subject { model, draft: None, assumption: args.assumption(), others: others.into() }
 }
 
 fn contexts(sequences: usize, context: usize) -> String {
@@ -184,167 +167,152 @@ fn contexts(sequences: usize, context: usize) -> String {
     }
 }
 
-fn as_text(
-    subject: &Subject,
-    request: &MemoryRequest<'_>,
-    sequences: usize,
-    wanted: Option<usize>,
-    outcome: &Result<Fit, DoesNotFit>,
-    largest: &[Largest],
-) -> String {
-    let assumption = subject.assumption.as_ref().map(|text| format!(" ({text})")).unwrap_or_default();
-    let mut text = format!("{}: {}{assumption}\n", subject.name, subject.stored);
-    if let Some(draft) = &subject.draft {
-        text += &format!("draft {}: {}\n", draft.name, draft.stored);
-    }
-    let context = match outcome {
-        Ok(fit) => fit.context,
-        Err(error) => error.context,
-    };
-    let verdict = match (outcome, wanted) {
-        (Ok(_), Some(_)) => "fits",
-        (Ok(_), None) => "the longest that fits",
-        (Err(_), _) => "DOES NOT FIT",
-    };
-    let cut = match request.beyond_model(wanted) {
-        Some((wanted, longest, whose)) => {
-            format!(" ({wanted} were requested; {whose}'s maximum is {longest})")
+impl Report<'_> {
+    fn text(&self) -> String {
+        let Self { subject: Subject { model, draft, assumption, .. }, request, outcome, wanted, .. } = self;
+        let assumption = assumption.as_ref().map(|text| format!(" ({text})")).unwrap_or_default();
+        let mut text = format!("{}: {}{assumption}\n", model.name, model.schemes);
+        if let Some(draft) = draft {
+            text += &format!("draft {}: {}\n", draft.name, draft.schemes);
         }
-        None => String::new(),
-    };
-    text += &format!("{}: {verdict}{cut}\n\n", contexts(sequences, context));
-
-    text += &memory_table(outcome);
-    let (per_token, window) = (request.kv_bytes_per_token(), request.window_bytes(context));
-    text += &format!(
-        "\nKV cache         {} per token and {} per window, {} for a sequence of {context} tokens\n",
-        bytes(per_token),
-        bytes(window),
-        bytes(per_token * context as u64 + window)
-    );
-    for (i, (sequences, context, limit)) in largest.iter().enumerate() {
-        let name = if i == 0 { "largest context" } else { "" };
-        let why = limit.map(|n| format!(" (one allocation holds at most {})", bytes(n))).unwrap_or_default();
-        text += &format!("{name:<16} {}{why}\n", contexts(*sequences, *context));
-    }
-    text
-}
-
-/// The bytes of each class in each heap, or the requested bytes of each class if they do not fit.
-fn memory_table(outcome: &Result<Fit, DoesNotFit>) -> String {
-    let heaps = match outcome {
-        Ok(fit) => &fit.plan.heaps,
-        Err(error) => &error.refusal.heaps,
-    };
-    let mut text = String::new();
-    let widths: Vec<usize> = heaps.iter().map(|heap| heap.heap.name.len().max(9) + 2).collect();
-    let mut row = |name: &str, cells: Vec<String>, total: String| {
-        text += &format!("{name:<18}");
-        for (cell, width) in cells.iter().zip(&widths) {
-            text += &format!("{cell:>width$}");
-        }
-        text += &format!("{total:>11}\n");
-    };
-    let shown = |n: u64| if n == 0 { "-".to_owned() } else { bytes(n) };
-    row("", heaps.iter().map(|heap| heap.heap.name.clone()).collect(), "total".into());
-    match outcome {
-        Ok(fit) => {
-            let rows = fit.plan.placements();
-            let mut classes: Vec<&str> = rows.iter().map(|row| row.class.name()).collect();
-            classes.dedup();
-            for class in classes {
-                let here = |heap: &str| -> u64 {
-                    let here = rows.iter().filter(|row| row.class.name() == class && row.heap == heap);
-                    here.map(|row| row.allocated).sum()
-                };
-                let cells: Vec<u64> = heaps.iter().map(|heap| here(&heap.heap.name)).collect();
-                row(class, cells.iter().map(|n| shown(*n)).collect(), bytes(cells.iter().sum()));
+        let context = outcome.as_ref().map_or_else(|error| error.context, |fit| fit.context);
+        let verdict = match (outcome, wanted) {
+            (Ok(_), Some(_)) => "fits",
+            (Ok(_), None) => "the longest that fits",
+            (Err(_), _) => "DOES NOT FIT",
+        };
+        let cut = match request.beyond_model(*wanted) {
+            Some((wanted, longest, whose)) => {
+                format!(" ({wanted} were requested; {whose}'s maximum is {longest})")
             }
-            row("placed", heaps.iter().map(|heap| shown(heap.placed)).collect(), bytes(fit.plan.bytes()));
-        }
-        Err(error) => {
-            let unplaced = || vec![String::new(); heaps.len()];
-            for (class, n) in &error.refusal.asked {
-                row(class.name(), unplaced(), bytes(*n));
-            }
-            row("requested", unplaced(), bytes(error.refusal.asked_bytes()));
-        }
-    }
-    let usable: Vec<u64> = heaps.iter().map(|heap| heap.usable).collect();
-    row("usable", usable.iter().map(|n| shown(*n)).collect(), bytes(usable.iter().sum()));
-    text
-}
+            None => String::new(),
+        };
+        text += &format!("{}: {verdict}{cut}\n\n", contexts(self.sequences, context));
 
-fn as_json(
-    subject: &Subject,
-    request: &MemoryRequest<'_>,
-    sequences: usize,
-    wanted: Option<usize>,
-    outcome: &Result<Fit, DoesNotFit>,
-    largest: &[Largest],
-) -> String {
-    let (context, heaps) = match outcome {
-        Ok(fit) => (fit.context, &fit.plan.heaps),
-        Err(error) => (error.context, &error.refusal.heaps),
-    };
-    let (per_token, window) = (request.kv_bytes_per_token(), request.window_bytes(context));
-    let asked = request.requests(context, request.pools(context, sequences));
-    let heaps: Vec<_> = heaps
-        .iter()
-        .map(|heap| {
-            json!({
-                "name": heap.heap.name,
-                "device_local": heap.heap.device_local,
-                "size_bytes": heap.heap.size,
-                "free_bytes": heap.heap.free,
-                "usable_bytes": heap.usable,
-                "placed_bytes": outcome.is_ok().then_some(heap.placed),
-            })
-        })
-        .collect();
-    let placements = outcome.as_ref().ok().map(|fit| {
-        let rows = fit.plan.placements();
-        rows.iter()
-            .map(|row| {
+        text += &self.memory_table();
+        let (per_token, window) = (request.kv_bytes_per_token(), request.window_bytes(context));
+        text += &format!(
+            "\nKV cache         {} per token and {} per window, {} for a sequence of {context} tokens\n",
+            bytes(per_token),
+            bytes(window),
+            bytes(per_token * context as u64 + window)
+        );
+        for (i, (sequences, context, limit)) in self.largest.iter().enumerate() {
+            let name = if i == 0 { "largest context" } else { "" };
+            let why =
+                limit.map(|n| format!(" (one allocation holds at most {})", bytes(n))).unwrap_or_default();
+            text += &format!("{name:<16} {}{why}\n", contexts(*sequences, *context));
+        }
+        text
+    }
+
+    /// The bytes of each class in each heap, or the requested bytes of each class if they do not fit.
+    fn memory_table(&self) -> String {
+        let heaps = self.outcome.as_ref().map_or_else(|error| &error.refusal.heaps, |fit| &fit.plan.heaps);
+        let mut text = String::new();
+        let widths: Vec<usize> = heaps.iter().map(|heap| heap.heap.name.len().max(9) + 2).collect();
+        let mut row = |name: &str, cells: Vec<String>, total: String| {
+            text += &format!("{name:<18}");
+            for (cell, width) in cells.iter().zip(&widths) {
+                text += &format!("{cell:>width$}");
+            }
+            text += &format!("{total:>11}\n");
+        };
+        let shown = |n: u64| if n == 0 { "-".to_owned() } else { bytes(n) };
+        row("", heaps.iter().map(|heap| heap.heap.name.clone()).collect(), "total".into());
+        match &self.outcome {
+            Ok(fit) => {
+                let rows = fit.plan.placements();
+                let mut classes: Vec<&str> = rows.iter().map(|row| row.class.name()).collect();
+                classes.dedup();
+                for class in classes {
+                    let here = |heap: &str| -> u64 {
+                        let here = rows.iter().filter(|row| row.class.name() == class && row.heap == heap);
+                        here.map(|row| row.allocated).sum()
+                    };
+                    let cells: Vec<u64> = heaps.iter().map(|heap| here(&heap.heap.name)).collect();
+                    row(class, cells.iter().map(|n| shown(*n)).collect(), bytes(cells.iter().sum()));
+                }
+                row("placed", heaps.iter().map(|heap| shown(heap.placed)).collect(), bytes(fit.plan.bytes()));
+            }
+            Err(error) => {
+                let unplaced = || vec![String::new(); heaps.len()];
+                for (class, n) in &error.refusal.asked {
+                    row(class.name(), unplaced(), bytes(*n));
+                }
+                row("requested", unplaced(), bytes(error.refusal.asked_bytes()));
+            }
+        }
+        let usable: Vec<u64> = heaps.iter().map(|heap| heap.usable).collect();
+        row("usable", usable.iter().map(|n| shown(*n)).collect(), bytes(usable.iter().sum()));
+        text
+    }
+
+    fn json(&self) -> String {
+        let Self { subject, request, sequences, wanted, outcome, largest } = self;
+        let (context, heaps) = match outcome {
+            Ok(fit) => (fit.context, &fit.plan.heaps),
+            Err(error) => (error.context, &error.refusal.heaps),
+        };
+        let (per_token, window) = (request.kv_bytes_per_token(), request.window_bytes(context));
+        let asked = request.requests(context, request.pools(context, *sequences));
+        let heaps: Vec<_> = heaps
+            .iter()
+            .map(|heap| {
                 json!({
-                    "class": row.class.name(),
-                    "heap": row.heap,
-                    "buffers": row.buffers,
-                    "bytes": row.bytes,
-                    "allocated_bytes": row.allocated,
+                    "name": heap.heap.name,
+                    "device_local": heap.heap.device_local,
+                    "size_bytes": heap.heap.size,
+                    "free_bytes": heap.heap.free,
+                    "usable_bytes": heap.usable,
+                    "placed_bytes": outcome.is_ok().then_some(heap.placed),
                 })
             })
-            .collect::<Vec<_>>()
-    });
-    let refusal = outcome.as_ref().err();
-    let line = json!({
-        "model": subject.name,
-        "schemes": subject.stored,
-        "assumption": subject.assumption,
-        "draft": subject.draft.as_ref().map(|d| json!({"model": d.name, "schemes": d.stored})),
-        "fits": outcome.is_ok(),
-        "error": refusal.map(ToString::to_string),
-        "sequences": sequences,
-        "requested_context": wanted,
-        "cut_to_model_maximum": request.beyond_model(wanted).is_some(),
-        "context": context,
-        "largest_contexts": largest
-            .iter()
-            .map(|(sequences, context, limit)| {
-                json!({"sequences": sequences, "context": context, "largest_allocation_bytes": limit})
-            })
-            .collect::<Vec<_>>(),
-        "smaller": refusal.and_then(|error| error.smaller.as_ref()).map(|(option, context)| {
-            json!({"option": option, "context": context})
-        }),
-        "kv_bytes_per_token": per_token,
-        "kv_bytes_per_window": window,
-        "bytes_per_sequence": per_token * context as u64 + window,
-        "weight_bytes": request.weight_bytes(),
-        "asked_bytes": asked.iter().map(|request| request.bytes).sum::<u64>(),
-        "placed_bytes": outcome.as_ref().ok().map(|fit| fit.plan.bytes()),
-        "heaps": heaps,
-        "placements": placements,
-    });
-    format!("{line}\n")
+            .collect();
+        let placements = outcome.as_ref().ok().map(|fit| {
+            let rows = fit.plan.placements();
+            rows.iter()
+                .map(|row| {
+                    json!({
+                        "class": row.class.name(),
+                        "heap": row.heap,
+                        "buffers": row.buffers,
+                        "bytes": row.bytes,
+                        "allocated_bytes": row.allocated,
+                    })
+                })
+                .collect::<Vec<_>>()
+        });
+        let refusal = outcome.as_ref().err();
+        let line = json!({
+            "model": subject.model.name,
+            "schemes": subject.model.schemes.to_string(),
+            "assumption": subject.assumption,
+            "draft": subject.draft.as_ref().map(|d| json!({"model": d.name, "schemes": d.schemes.to_string()})),
+            "fits": outcome.is_ok(),
+            "error": refusal.map(ToString::to_string),
+            "sequences": sequences,
+            "requested_context": wanted,
+            "cut_to_model_maximum": request.beyond_model(*wanted).is_some(),
+            "context": context,
+            "largest_contexts": largest
+                .iter()
+                .map(|(sequences, context, limit)| {
+                    json!({"sequences": sequences, "context": context, "largest_allocation_bytes": limit})
+                })
+                .collect::<Vec<_>>(),
+            "smaller": refusal.and_then(|error| error.smaller.as_ref()).map(|(option, context)| {
+                json!({"option": option, "context": context})
+            }),
+            "kv_bytes_per_token": per_token,
+            "kv_bytes_per_window": window,
+            "bytes_per_sequence": per_token * context as u64 + window,
+            "weight_bytes": request.weight_bytes(),
+            "asked_bytes": asked.iter().map(|request| request.bytes).sum::<u64>(),
+            "placed_bytes": outcome.as_ref().ok().map(|fit| fit.plan.bytes()),
+            "heaps": heaps,
+            "placements": placements,
+        });
+        format!("{line}\n")
+    }
 }

@@ -1,14 +1,15 @@
 //! The signals of child processes.
 
-use tokio::runtime::{Builder, Runtime};
+use tokio::runtime::Runtime;
 use tokio::signal::unix::{SignalKind, signal};
 
 use super::error::Error;
+use super::generate::runtime;
 
 /// Makes this process ignore SIGTERM, SIGINT and SIGHUP, with which a service manager ends all processes of a service.
 /// The parent decides when this process ends. The signals stay ignored after the returned runtime is dropped.
 pub fn outlive_signals() -> Result<Runtime, Error> {
-    let runtime = Builder::new_current_thread().enable_all().build().map_err(Error::Runtime)?;
+    let runtime = runtime()?;
     {
         let _within = runtime.enter();
         for kind in [SignalKind::terminate(), SignalKind::interrupt(), SignalKind::hangup()] {

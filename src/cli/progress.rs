@@ -137,23 +137,9 @@ impl Bar {
         Self::new(what, Unit::Bytes)
     }
 
-    /// `total`: number of tokens of the whole work.
-    pub fn tokens(what: impl Into<String>, total: u64) -> Self {
-        Self::each("tokens", what, total)
-    }
-
-    /// `total`: number of requests of the whole work.
-    pub fn requests(what: impl Into<String>, total: u64) -> Self {
-        Self::each("requests", what, total)
-    }
-
-    /// `total`: number of cases of a benchmark.
-    pub fn cases(what: impl Into<String>, total: u64) -> Self {
-        Self::each("cases", what, total)
-    }
-
-    fn each(name: &'static str, what: impl Into<String>, total: u64) -> Self {
-        let bar = Self::new(what, Unit::Each(name));
+    /// A bar of `total` items, such as `tokens`.
+    pub fn of(items: &'static str, what: impl Into<String>, total: u64) -> Self {
+        let bar = Self::new(what, Unit::Each(items));
         bar.set_total(total);
         bar
     }
@@ -205,6 +191,11 @@ impl Bar {
     /// Sets the amount of work that is done.
     pub fn set(&self, done: u64) {
         self.bar.set_position(done);
+    }
+
+    /// Counts more work as done.
+    pub fn advance(&self, work: u64) {
+        self.bar.inc(work);
     }
 
     /// Sets the total. For a bar without a total, the time until now does not count for the rate.

@@ -10,9 +10,9 @@ use std::time::Instant;
 use serde_json::json;
 use sha2::{Digest, Sha256};
 
-use super::args::{self, Class, RoundingMethod, Schemes, Target};
+use super::args::{self, Class, RoundingMethod, Target};
 use super::error::Error;
-use super::eval::{divergence, each_prediction, negative_log_likelihood, read_text, text_ids};
+use super::eval::{divergence, predict, read_text, text_ids};
 use super::load::{self, Watch};
 use super::progress::Bar;
 use super::terminal::{bytes, print};
@@ -20,10 +20,8 @@ use crate::checkpoint::{Checkpoint, Manifest, ModelFiles, NativeWriter, NewTenso
 use crate::config::Config;
 use crate::device::resident_bytes;
 use crate::model::arch;
-use crate::model::spec::ModelSpec;
 use crate::model::tensors::{Inputs, Role, TensorSpec};
 use crate::model::twin;
-use crate::model::weights::Weights;
 use crate::quantize::{Loss, Rounding, write_tensor};
 use crate::tensor::{Bits, QuantizeMode, Scheme};
 
@@ -97,7 +95,26 @@ pub fn quantize(config: &Config, args: &args::Quantize) -> Result<(), Error> {
         Some((text, path)) => calibrate(config, &files, text, path)?,
         None => Vec::new(),
     };
-    let (written, losses) = convert(&files, checkpoint, shape, &weights, &moments, writer, args)?;
+    let bar = Bar::bytes("quantizing");
+    bar.set_total(weights.stored_bytes());
+    let mut conversion = Conversion { writer, checkpoint, args, losses: Default::default(), done: 0, bar };
+    let model_config = conversion.copy_small_files(&files)?;
+    let tensors = shape.tensors.as_ref().zip(weights.tensors.as_ref());
+    for (name, tensors) in tensors.files() {
+        let sources = tensors.into_iter().map(|(spec, tensor)| Source {
+            spec,
+            tensor,
+            importance: match (spec.role, spec.layer) {
+                (Role::Projection(group), Some(layer)) => moments.get(layer).map(|inputs| &inputs[group][..]),
+                _ => None,
+            },
+        });
+        conversion.file(&name, sources.collect())?;
+    }
+    let Conversion { writer, losses, bar, .. } = conversion;
+    drop(bar);
+    let (location, synthetic) = (checkpoint.location().to_string(), checkpoint.synthetic().cloned());
+    let written = writer.finish(location, synthetic, checkpoint.norms_hold_one(), model_config)?;
 
     add_layer_values(&args.destination)?;
     let parameters: usize = weights.tensors.iter().map(|t| t.num_elements()).sum();
@@ -115,58 +132,13 @@ pub fn quantize(config: &Config, args: &args::Quantize) -> Result<(), Error> {
             true => format!("relative error {:.5}", loss.relative()),
             false => "without loss".into(),
         };
-        text.push_str(&format!("  {:<13} {scheme:<10} {error}\n", class.name()));
+        text.push_str(&format!("  {class:<13} {scheme:<10} {error}\n"));
     }
     if let (_, Some(peak)) = resident_bytes() {
         text.push_str(&format!("  memory        at most {} resident\n", bytes(peak)));
     }
     print(&text)?;
     evaluate()
-}
-
-/// Writes every tensor of the source, and returns the bytes written and the loss of each class.
-fn convert(
-    files: &ModelFiles,
-    checkpoint: &Checkpoint,
-    config: &ModelSpec,
-    weights: &Weights,
-    moments: &[Inputs<Vec<f32>>],
-    writer: NativeWriter,
-    args: &args::Quantize,
-) -> Result<(u64, [Loss; 3]), Error> {
-    let bar = Bar::bytes("quantizing");
-    bar.set_total(weights.stored_bytes());
-    let mut conversion = Conversion {
-        writer,
-        checkpoint,
-        schemes: &args.schemes,
-        rounding: args.rounding,
-        losses: Default::default(),
-        done: 0,
-        bar,
-    };
-    let json = conversion.copy_small_files(files)?;
-    let tensors = config.tensors.as_ref().zip(weights.tensors.as_ref());
-    for (name, tensors) in tensors.files() {
-        let sources = tensors.into_iter().map(|(spec, tensor)| Source {
-            spec,
-            tensor,
-            importance: match (spec.role, spec.layer) {
-                (Role::Projection(group), Some(layer)) => moments.get(layer).map(|inputs| &inputs[group][..]),
-                _ => None,
-            },
-        });
-        conversion.file(&name, sources.collect())?;
-    }
-    let Conversion { writer, losses, bar, .. } = conversion;
-    drop(bar);
-    let written = writer.finish(
-        checkpoint.location().to_string(),
-        checkpoint.synthetic().cloned(),
-        checkpoint.norms_hold_one(),
-        json,
-    )?;
-    Ok((written, losses))
 }
 
 fn lacks_layer_values(folder: &Path) -> Result<bool, Error> {
@@ -184,11 +156,8 @@ fn add_layer_values(folder: &Path) -> Result<(), Error> {
     let bar = Bar::bytes("computing layers");
     let layers = weights.tensors.layers.iter();
     bar.set_total(layers.flat_map(|layer| layer.projections.iter()).map(|t| t.stored_bytes()).sum());
-    let mut done = 0;
-    let values = twin::layer_values(&source.checkpoint, &weights, &source.config, &mut |bytes| {
-        done += bytes;
-        bar.set(done);
-    })?;
+    let values =
+        twin::layer_values(&source.checkpoint, &weights, &source.config, &mut |bytes| bar.advance(bytes))?;
     Ok(NativeWriter::add_layer_values(folder, &values)?)
 }
 
@@ -203,7 +172,7 @@ fn calibrate(
     let mut model = load::model(source, &as_stored(config), Watch::Activations)?;
     let mut ids = text_ids(&model, text, path)?;
     ids.truncate(CALIBRATION_TOKENS);
-    let bar = Bar::tokens("calibrating", ids.len() as u64);
+    let bar = Bar::of("tokens", "calibrating", ids.len() as u64);
     let mut done = 0;
     for window in ids.chunks(model.max_context().saturating_sub(1).max(1)) {
         let tokens = [&[model.texts.config.bos_token_id], window].concat();
@@ -239,12 +208,9 @@ fn compare(
     let mut ids = text_ids(&model, text, path)?;
     ids.truncate(EVAL_TOKENS);
     let vocab = model.vocab_size();
-    let bar = Bar::tokens("evaluating", 2 * ids.len() as u64);
-    let (mut nll, mut done, mut written) = ([0f64; 2], 0, Ok(()));
-    each_prediction(&mut model, &ids, &mut |row, target| {
-        nll[0] += negative_log_likelihood(row, target);
-        done += 1;
-        bar.set(done);
+    let bar = Bar::of("tokens", "evaluating", 2 * ids.len() as u64);
+    let mut written = Ok(());
+    let nll_before = predict(&mut model, &ids, &bar, &mut |row| {
         if written.is_ok() {
             written = rows.write_all(bytemuck::cast_slice(row));
         }
@@ -259,10 +225,7 @@ fn compare(
     let mut model = load::model(&files, &as_stored, Watch::Nothing)?;
     let (mut kl, mut read) = (0f64, Ok(()));
     let mut before = vec![0f32; vocab];
-    each_prediction(&mut model, &ids, &mut |row, target| {
-        nll[1] += negative_log_likelihood(row, target);
-        done += 1;
-        bar.set(done);
+    let nll_after = predict(&mut model, &ids, &bar, &mut |row| {
         if read.is_ok() {
             read = rows.read_exact(bytemuck::cast_slice_mut(&mut before));
             kl += divergence(&before, row);
@@ -270,7 +233,7 @@ fn compare(
     })?;
     read.map_err(failed)?;
     let n = ids.len() as f64;
-    let [before, after] = nll.map(|nll| (nll / n).exp());
+    let [before, after] = [nll_before, nll_after].map(|nll| (nll / n).exp());
     Ok(format!(
         "  evaluation    perplexity {before:.4} -> {after:.4}, mean KL divergence {:.6} nats ({} tokens of {})\n",
         kl / n,
@@ -290,8 +253,7 @@ struct Source<'a> {
 struct Conversion<'a> {
     writer: NativeWriter,
     checkpoint: &'a Checkpoint,
-    schemes: &'a Schemes,
-    rounding: RoundingMethod,
+    args: &'a args::Quantize,
     /// Losses by class, in the order of [`Class::ALL`].
     losses: [Loss; 3],
     /// Bytes of the source that are converted already.
@@ -340,7 +302,7 @@ impl Conversion<'_> {
         let mut losses = [Loss::default(); 3];
         for (source, scheme) in sources.iter().zip(schemes) {
             let (done, row_bytes) = (self.done, source.tensor.stored_bytes() / source.tensor.rows() as u64);
-            let rounding = match (self.rounding, scheme) {
+            let rounding = match (self.args.rounding, scheme) {
                 // Only int4 benefits from a search; int8 rows are rounded to nearest.
                 (RoundingMethod::Search, Some(Scheme::Int { bits: Bits::Four, .. })) => {
                     Rounding::Search { importance: source.importance }
@@ -365,7 +327,7 @@ impl Conversion<'_> {
     }
 
     fn scheme(&self, source: &Source) -> Result<Option<Scheme>, Error> {
-        Ok(match Class::of(source.spec).map(|class| self.schemes.of(class)) {
+        Ok(match Class::of(source.spec).map(|class| self.args.schemes.of(class)) {
             None => None,
             Some(Target(Some(scheme))) => Some(scheme),
             Some(Target(None)) => Some(source.tensor.scheme()?),

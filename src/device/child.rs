@@ -42,21 +42,9 @@ pub struct LoadedModel {
 /// A callback that gets the present step of a load, and the device after it was opened.
 pub type OnProgress<'a> = &'a mut dyn FnMut(Loading, Option<&Arc<Device>>);
 
-/// Runs the child over its standard input until the server ends. `embedded` are the files of the embedded model, and
-/// `set_log` sets the log filter.
+/// Runs the child over its standard input until the server ends. The error is a broken pipe if the server ends first.
+/// `embedded` are the files of the embedded model, and `set_log` sets the log filter.
 pub fn run(
-    embedded: &'static [(&'static str, &'static [u8])],
-    load: impl FnOnce(LoadTask, OnProgress<'_>) -> Result<LoadedModel, Refusal>,
-    set_log: impl Fn(&str) + Send + 'static,
-) -> io::Result<()> {
-    match run_to_end(embedded, load, set_log) {
-        // The server has ended, so there is no receiver for a report.
-        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
-        ended => ended,
-    }
-}
-
-fn run_to_end(
     embedded: &'static [(&'static str, &'static [u8])],
     load: impl FnOnce(LoadTask, OnProgress<'_>) -> Result<LoadedModel, Refusal>,
     set_log: impl Fn(&str) + Send + 'static,

@@ -56,7 +56,8 @@ pub struct Pulled {
     pub path: PathBuf,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, strum::Display)]
+#[strum(serialize_all = "lowercase")]
 pub enum Format {
     Safetensors,
     Gguf,
@@ -64,17 +65,6 @@ pub enum Format {
     Partial,
     /// No format that can be served.
     Other,
-}
-
-impl Format {
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Safetensors => "safetensors",
-            Self::Gguf => "gguf",
-            Self::Partial => "partial",
-            Self::Other => "other",
-        }
-    }
 }
 
 /// The paths that [`Cache::removal`] found to delete.

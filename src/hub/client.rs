@@ -10,7 +10,7 @@ use std::io::{self, Read};
 use std::time::Duration;
 
 use serde::Deserialize;
-use ureq::http::{HeaderMap, Response, StatusCode};
+use ureq::http::{HeaderMap, Method, Request, Response, StatusCode};
 use ureq::tls::{RootCerts, TlsConfig};
 use ureq::{Agent, Body};
 
@@ -98,12 +98,6 @@ pub(super) struct Client<'a> {
     direct: Agent,
 }
 
-#[derive(Clone, Copy, PartialEq)]
-enum Method {
-    Get,
-    Head,
-}
-
 impl<'a> Client<'a> {
     pub fn new(settings: &'a Settings) -> Self {
         let patience = &settings.patience;
@@ -135,7 +129,7 @@ impl<'a> Client<'a> {
             format!("api/models/{}/revision/{}?blobs=true", encode_path(repo.as_str()), encode(revision));
         let url = self.settings.endpoint.join(&path);
         let text = self.with_retries(|| {
-            let (response, _) = self.send(Method::Get, &url, None, |_| false)?;
+            let (response, _) = self.send(&Method::GET, &url, None, |_| false)?;
             let response = self.expect_success(response, true, name, "")?;
             let mut text = Vec::new();
             let mut body = response.into_body().into_reader().take(MAX_LISTING_BYTES + 1);
@@ -155,7 +149,7 @@ impl<'a> Client<'a> {
         self.with_retries(|| {
             // The hub's answer describes the file, and is usually a redirect. The target of the redirect is the CDN.
             let described = |headers: &HeaderMap| headers.contains_key("x-linked-etag");
-            let (response, at) = self.send(Method::Head, &url, None, described)?;
+            let (response, at) = self.send(&Method::HEAD, &url, None, described)?;
             let headers = response.headers();
             let linked = described(headers);
             let trusted =
@@ -189,7 +183,7 @@ impl<'a> Client<'a> {
     ) -> Result<Content, Failure> {
         let url = self.file_url(&name.repo, commit, file);
         let range = (offset > 0).then_some(offset);
-        let (response, at) = self.send(Method::Get, &url, range, |_| false)?;
+        let (response, at) = self.send(&Method::GET, &url, range, |_| false)?;
         let response = self.expect_success(response, at.same_origin(&self.settings.endpoint), name, file)?;
         let fail = |problem: String| {
             Failure::Permanent(HubError::Answer { what: format!("{}: {file}", at.shown()), problem })
@@ -250,7 +244,7 @@ impl<'a> Client<'a> {
     /// and its URL.
     fn send(
         &self,
-        method: Method,
+        method: &Method,
         url: &Url,
         offset: Option<u64>,
         enough: impl Fn(&HeaderMap) -> bool,
@@ -258,12 +252,9 @@ impl<'a> Client<'a> {
         let mut url = url.clone();
         for _ in 0..=MAX_REDIRECTS {
             let agent = if url.is_local() { &self.direct } else { &self.agent };
-            let mut request = match method {
-                Method::Get => agent.get(url.full()),
-                Method::Head => agent.head(url.full()),
-            };
             // No compression: an offset counts bytes of the file itself.
-            request = request.header("accept-encoding", "identity");
+            let mut request =
+                Request::builder().method(method).uri(url.full()).header("accept-encoding", "identity");
             if let Some(token) = &self.settings.token
                 && url.same_origin(&self.settings.endpoint)
             {
@@ -272,7 +263,8 @@ impl<'a> Client<'a> {
             if let Some(offset) = offset {
                 request = request.header("range", format!("bytes={offset}-"));
             }
-            let response = request.call().map_err(|e| self.transport(&e, &url))?;
+            let response = request.body(()).map_err(ureq::Error::from).and_then(|request| agent.run(request));
+            let response = response.map_err(|e| self.transport(&e, &url))?;
             let headers = response.headers();
             let location = text(headers, "location").filter(|_| response.status().is_redirection());
             let Some(location) = location.filter(|_| !enough(headers)) else { return Ok((response, url)) };

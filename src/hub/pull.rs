@@ -144,8 +144,8 @@ impl Puller<'_> {
             return Ok(());
         }
         let mut partial = Partial::open(self.cache, self.cache.incomplete(repo, checksum), task)?;
-        match self.fill(&mut partial, task, report) {
-            Ok(()) => partial.finish(task, &blob),
+        match self.fill(&mut partial, report) {
+            Ok(()) => partial.finish(&blob),
             Err(error) => {
                 partial.leave();
                 Err(error)
@@ -154,10 +154,11 @@ impl Puller<'_> {
     }
 
     /// Downloads until `partial` has every byte.
-    fn fill(&self, partial: &mut Partial, task: &Task, report: &mut dyn FnMut(u64)) -> Result<(), HubError> {
+    fn fill(&self, partial: &mut Partial, report: &mut dyn FnMut(u64)) -> Result<(), HubError> {
+        let task = partial.task;
         let (mut tries, mut reached) = (1, partial.len);
         while partial.len < task.size {
-            let (error, pause) = match self.transfer(partial, task, report) {
+            let (error, pause) = match self.transfer(partial, report) {
                 Ok(()) => continue,
                 // The server answered when the files were listed, so a retry may help.
                 Err(
@@ -184,12 +185,8 @@ impl Puller<'_> {
     }
 
     /// Sends one request and appends the bytes of its answer; fails if the answer ends too early.
-    fn transfer(
-        &self,
-        partial: &mut Partial,
-        task: &Task,
-        report: &mut dyn FnMut(u64),
-    ) -> Result<(), Failure> {
+    fn transfer(&self, partial: &mut Partial, report: &mut dyn FnMut(u64)) -> Result<(), Failure> {
+        let task = partial.task;
         let Content { start, mut body } =
             self.client.open(self.name, self.commit, &task.path, partial.len, task.size)?;
         if start != partial.len {
@@ -217,18 +214,19 @@ impl Puller<'_> {
 }
 
 /// The incomplete file next to the blob, and the hash of the bytes in it.
-struct Partial {
+struct Partial<'a> {
+    task: &'a Task,
     path: PathBuf,
     file: File,
     len: u64,
     hash: Hash,
 }
 
-impl Partial {
+impl<'a> Partial<'a> {
     /// Opens the incomplete file, and hashes the bytes that an earlier pull left in it.
-    fn open(cache: &Cache, path: PathBuf, task: &Task) -> Result<Self, HubError> {
+    fn open(cache: &Cache, path: PathBuf, task: &'a Task) -> Result<Self, HubError> {
         let file = cache.create(&path, OpenOptions::new().read(true).write(true))?;
-        let mut partial = Self { path, file, len: 0, hash: Hash::new(task) };
+        let mut partial = Self { task, path, file, len: 0, hash: Hash::new(task) };
         let mut buffer = vec![0; BUFFER_BYTES];
         let read = |partial: &mut Self, buffer: &mut [u8]| {
             partial.file.read(buffer).map_err(|e| failed("read", &partial.path, e))
@@ -258,7 +256,7 @@ impl Partial {
     fn restart(&mut self) -> Result<(), HubError> {
         let empty = self.file.set_len(0).and_then(|()| self.file.seek(SeekFrom::Start(0)));
         empty.map_err(|e| failed("write", &self.path, e))?;
-        (self.len, self.hash) = (0, self.hash.restarted());
+        (self.len, self.hash) = (0, Hash::new(self.task));
         Ok(())
     }
 
@@ -272,8 +270,8 @@ impl Partial {
     }
 
     /// Checks the hash, and renames the file to the blob.
-    fn finish(self, task: &Task, blob: &Path) -> Result<(), HubError> {
-        let algorithm = self.hash.algorithm();
+    fn finish(self, blob: &Path) -> Result<(), HubError> {
+        let (task, algorithm) = (self.task, self.hash.algorithm());
         let got = self.hash.hex();
         if got != task.checksum.hex() {
             fs::remove_file(&self.path).map_err(|e| failed("remove", &self.path, e))?;
@@ -288,36 +286,21 @@ impl Partial {
 enum Hash {
     Sha256(Sha256),
     /// SHA-1 over `blob SIZE\0` and the bytes.
-    Git {
-        hash: Sha1,
-        size: u64,
-    },
+    Git(Sha1),
 }
 
 impl Hash {
     fn new(task: &Task) -> Self {
         match task.checksum {
             Checksum::Sha256(_) => Self::Sha256(Sha256::new()),
-            Checksum::Git(_) => Self::git(task.size),
-        }
-    }
-
-    fn git(size: u64) -> Self {
-        Self::Git { hash: Sha1::new_with_prefix(format!("blob {size}\0")), size }
-    }
-
-    /// A new hash of the same kind, over no bytes.
-    fn restarted(&self) -> Self {
-        match self {
-            Self::Sha256(_) => Self::Sha256(Sha256::new()),
-            Self::Git { size, .. } => Self::git(*size),
+            Checksum::Git(_) => Self::Git(Sha1::new_with_prefix(format!("blob {}\0", task.size))),
         }
     }
 
     fn update(&mut self, bytes: &[u8]) {
         match self {
             Self::Sha256(hash) => hash.update(bytes),
-            Self::Git { hash, .. } => hash.update(bytes),
+            Self::Git(hash) => hash.update(bytes),
         }
     }
 
@@ -325,14 +308,14 @@ impl Hash {
         let hex = |bytes: &[u8]| bytes.iter().map(|b| format!("{b:02x}")).collect();
         match self {
             Self::Sha256(hash) => hex(&hash.clone().finalize()),
-            Self::Git { hash, .. } => hex(&hash.clone().finalize()),
+            Self::Git(hash) => hex(&hash.clone().finalize()),
         }
     }
 
     fn algorithm(&self) -> &'static str {
         match self {
             Self::Sha256(_) => "SHA-256",
-            Self::Git { .. } => "git checksum",
+            Self::Git(_) => "git checksum",
         }
     }
 }

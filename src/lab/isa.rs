@@ -19,9 +19,9 @@ use serde_json::json;
 use super::args;
 use super::judge::predict::{BARRIER_US, Chip, DISPATCH_US, Prediction, Question};
 use super::judge::{self, Compilation, Judge};
-use crate::cli::bench::report::commit;
 use crate::cli::error::Error;
 use crate::cli::terminal::print;
+use crate::cli::version::commit;
 use crate::config::Config;
 use crate::model::arch;
 use crate::tensor::QuantizeMode;
@@ -62,24 +62,29 @@ pub fn isa(config: &Config, args: &args::Isa) -> Result<(), Error> {
     let recorded = asked.record()?;
     let of_judge = |judge| recorded.iter().map(|steps| steps.predict(&chip, judge)).collect();
     let predictions: Vec<Vec<_>> = judges.iter().map(of_judge).collect();
-    print(&match args.json {
-        true => as_json(&chip, &asked, &judges, &left_out, &predictions),
-        false => as_text(&chip, &asked, &judges, &left_out, &predictions),
-    })
+    let report = Report { chip, asked, judges, left_out, predictions };
+    print(&if args.json { report.json() } else { report.text() })
+}
+
+struct Report {
+    chip: Chip,
+    asked: Question,
+    judges: Vec<Judge>,
+    /// Why a compiler is not among the judges.
+    left_out: Option<String>,
+    /// The predictions of each judge.
+    predictions: Vec<Vec<Prediction>>,
 }
 
 /// The results of every available compiler, and the reason why Mesa 26 is not available.
 fn judges(chip: &Chip) -> Result<(Vec<Judge>, Option<String>), Error> {
     let paths = || ICD_FOLDERS.iter().flat_map(|folder| ICD_NAMES.map(|name| Path::new(folder).join(name)));
     let null_device = "RADV's null device";
-    let icd = paths().find(|path| path.exists()).ok_or_else(|| Error::Compiler {
-        compiler: null_device,
-        problem: "the AMD driver's radeon_icd*.json is in none of the loader's folders; install mesa-vulkan-drivers (`make setup`)".into(),
+    let failed = |problem: String| Error::Tool { tool: null_device.into(), problem };
+    let icd = paths().find(|path| path.exists()).ok_or_else(|| {
+        failed("the AMD driver's radeon_icd*.json is in none of the loader's folders; install mesa-vulkan-drivers (`make setup`)".into())
     })?;
-    let itself = std::env::current_exe().map_err(|e| Error::Compiler {
-        compiler: null_device,
-        problem: format!("this program is not found: {e}"),
-    })?;
+    let itself = std::env::current_exe().map_err(|e| failed(format!("this program is not found: {e}")))?;
     let mut command = Command::new(&itself);
     command.env("VK_DRIVER_FILES", &icd).env("VK_ICD_FILENAMES", &icd).env("RADV_FORCE_FAMILY", chip.name);
     let mut judges = vec![run(null_device, command, chip.name)?];
@@ -114,7 +119,7 @@ fn without_mesa26() -> Option<String> {
 
 /// Starts this program again to compile on a device. `command` has everything except the arguments for that.
 fn run(compiler: &'static str, mut command: Command, device: &str) -> Result<Judge, Error> {
-    let failed = |problem: String| Error::Compiler { compiler, problem };
+    let failed = |problem: String| Error::Tool { tool: compiler.into(), problem };
     command
         .args(["isa", "--compile", "--device", &device.to_uppercase()])
         // Cached shaders were compiled without statistics.
@@ -166,14 +171,10 @@ fn write_assembly(folder: &Path, judges: &[Judge]) -> Result<(), Error> {
     Ok(())
 }
 
-fn as_json(
-    chip: &Chip,
-    asked: &Question,
-    judges: &[Judge],
-    left_out: &Option<String>,
-    predictions: &[Vec<Prediction>],
-) -> String {
-    let compilers = judges.iter().zip(predictions).map(|(judge, predictions)| {
+impl Report {
+    fn json(&self) -> String {
+        let Self { chip, asked, judges, left_out, predictions } = self;
+        let compilers = judges.iter().zip(predictions).map(|(judge, predictions)| {
         json!({
             "compiler": judge.compiler,
             "device": judge.device,
@@ -182,57 +183,54 @@ fn as_json(
             "predictions": predictions.iter().map(Prediction::json).collect::<Vec<_>>(),
         })
     });
-    let line = json!({
-        "chip": chip.json(),
-        "commit": commit(),
-        "quantize": asked.mode.name(),
-        "kv": asked.kv.name(),
-        "depth": asked.depth,
-        "dispatch_us": DISPATCH_US,
-        "barrier_us": BARRIER_US,
-        "assumptions": asked.assumptions(chip),
-        "left_out": left_out,
-        "compilers": compilers.collect::<Vec<_>>(),
-    });
-    format!("{line}\n")
-}
+        let line = json!({
+            "chip": chip.json(),
+            "commit": commit(),
+            "quantize": asked.mode.name(),
+            "kv": asked.kv.name(),
+            "depth": asked.depth,
+            "dispatch_us": DISPATCH_US,
+            "barrier_us": BARRIER_US,
+            "assumptions": asked.assumptions(chip),
+            "left_out": left_out,
+            "compilers": compilers.collect::<Vec<_>>(),
+        });
+        format!("{line}\n")
+    }
 
-fn as_text(
-    chip: &Chip,
-    asked: &Question,
-    judges: &[Judge],
-    left_out: &Option<String>,
-    predictions: &[Vec<Prediction>],
-) -> String {
-    let mut text = format!("{} ({}), commit {}. Nothing was executed.\n", chip.product, chip.name, commit());
-    for (judge, predictions) in judges.iter().zip(predictions) {
-        let _ = write!(text, "\n{}: {}, {}\n\n", judge.compiler, judge.device, judge.driver);
-        text += &pipeline_table(judge, asked, predictions);
-    }
-    if let Some(reason) = left_out {
-        let _ = write!(text, "\n{reason}\n");
-    }
-    for (judge, predictions) in judges.iter().zip(predictions) {
-        let _ = write!(text, "\npredicted tokens/s, by {} ({})\n\n", judge.compiler, judge.driver);
-        text += &speed_table(predictions);
-    }
-    text += "\nThe predictions rest on this:\n";
-    for assumption in asked.assumptions(chip) {
-        let _ = writeln!(text, "  {assumption}");
-    }
-    let _ = write!(
-        text,
-        "\nAs arithmetic, by {}. bytes = weights x reads + kv + act; memory = bytes / {} GB/s; cycles = those of one wave, in \
+    fn text(&self) -> String {
+        let Self { chip, asked, judges, left_out, predictions } = self;
+        let mut text =
+            format!("{} ({}), commit {}. Nothing was executed.\n", chip.product, chip.name, commit());
+        for (judge, predictions) in judges.iter().zip(predictions) {
+            let _ = write!(text, "\n{}: {}, {}\n\n", judge.compiler, judge.device, judge.driver);
+            text += &pipeline_table(judge, asked, predictions);
+        }
+        if let Some(reason) = left_out {
+            let _ = write!(text, "\n{reason}\n");
+        }
+        for (judge, predictions) in judges.iter().zip(predictions) {
+            let _ = write!(text, "\npredicted tokens/s, by {} ({})\n\n", judge.compiler, judge.driver);
+            text += &speed_table(predictions);
+        }
+        text += "\nThe predictions rest on this:\n";
+        for assumption in asked.assumptions(chip) {
+            let _ = writeln!(text, "  {assumption}");
+        }
+        let _ = write!(
+            text,
+            "\nAs arithmetic, by {}. bytes = weights x reads + kv + act; memory = bytes / {} GB/s; cycles = those of one wave, in \
          all its trips;\nALU = waves / {} SIMDs, rounded up, x cycles / {} GHz; ms = times x the larger of memory and ALU.\n",
-        judges[0].compiler,
-        chip.gb_per_s,
-        chip.simds(),
-        chip.clock_ghz,
-    );
-    for prediction in &predictions[0] {
-        text += &arithmetic(prediction);
+            judges[0].compiler,
+            chip.gb_per_s,
+            chip.simds(),
+            chip.clock_ghz,
+        );
+        for prediction in &predictions[0] {
+            text += &arithmetic(prediction);
+        }
+        text
     }
-    text
 }
 
 fn pipeline_table(judge: &Judge, asked: &Question, predictions: &[Prediction]) -> String {

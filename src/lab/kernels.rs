@@ -7,12 +7,12 @@ use super::args;
 use super::comparison::Comparison;
 use super::kernel_cases::{Case, Choice};
 use crate::cli::args::Target;
-use crate::cli::bench::report::commit;
 use crate::cli::bench::statistics::column;
 use crate::cli::error::Error;
 use crate::cli::load;
 use crate::cli::progress::Bar;
 use crate::cli::terminal::print;
+use crate::cli::version::commit;
 use crate::config::Config;
 use crate::model::rig::{Rig, Span};
 use crate::tensor::Scheme;
@@ -91,7 +91,7 @@ pub fn kernels(config: &Config, args: &args::Kernels) -> Result<(), Error> {
     let peak = rig.ops_per_s(runs)?.ok_or_else(no_clock)?;
 
     let (mut measured, mut left_out) = (Vec::<Measured>::new(), Vec::new());
-    let bar = Bar::cases("measuring", cases.len() as u64);
+    let bar = Bar::of("cases", "measuring", cases.len() as u64);
     for (i, case) in cases.into_iter().enumerate() {
         bar.set(i as u64);
         bar.say(format!("measuring {}", case.name));

@@ -17,10 +17,10 @@ mod synth;
 
 use std::process::ExitCode;
 
-use clap::{CommandFactory, Parser};
+use clap::{CommandFactory as _, FromArgMatches as _};
 
 use self::args::{Command, CommandLine};
-use crate::cli::configuration::{Options, configure_from};
+use crate::cli::configuration::{configure, verbosity};
 use crate::cli::error::Error;
 use crate::cli::progress::EraseOnInterrupt;
 use crate::cli::{exit_code, models, run_logged};
@@ -28,11 +28,10 @@ use crate::config::Config;
 
 /// Runs the process's command line.
 pub fn main() -> ExitCode {
-    let CommandLine { command } = CommandLine::parse();
-    let options = options(&command);
-    let verbose = options.as_ref().map_or(0, |(common, _)| common.verbose);
-    let configured = configure_from(options, None);
-    let ended = run_logged(configured, verbose, false, |mut configured, _| {
+    let matches = CommandLine::command().get_matches();
+    let CommandLine { command } =
+        CommandLine::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
+    let ended = run_logged(configure(&matches, None), verbosity(&matches), false, |mut configured, _| {
         let advice = "interrupted: run the same command again to continue where it stopped";
         let _erased = match &command {
             Command::NpuProcess => None,
@@ -56,17 +55,6 @@ fn run(command: &Command, config: &Config) -> Result<(), Error> {
         Command::Soak(args) => soak::soak(args),
         Command::NpuProcess => crate::npu::cli::npu_process(),
     }
-}
-
-fn options(command: &Command) -> Options<'_> {
-    Some(match command {
-        Command::Isa(args) => (&args.common, vec![&args.quantize, &args.precision, &args.kv]),
-        Command::Kernels(args) => (&args.common, vec![&args.device, &args.precision, &args.kv]),
-        Command::Model(args) => (&args.common, vec![&args.model, &args.npu]),
-        Command::Synth(args) => (&args.common, vec![]),
-        Command::Soak(args) => (&args.common, vec![]),
-        Command::NpuProcess => return None,
-    })
 }
 
 /// clap's description of the command line, without the command `help`.

@@ -11,12 +11,12 @@ use serde_json::{Value, json};
 use super::args;
 use super::comparison::Comparison;
 use crate::checkpoint::ModelFiles;
-use crate::cli::bench::report::commit;
 use crate::cli::bench::statistics::{column, median};
 use crate::cli::error::Error;
 use crate::cli::load::{self, Watch};
 use crate::cli::progress::Bar;
 use crate::cli::terminal::{bytes, print};
+use crate::cli::version::commit;
 use crate::config::Config;
 use crate::engine::{Trial, TrialStep};
 use crate::model::load::LoadError;
@@ -74,9 +74,9 @@ impl Measured {
 pub fn model(config: &Config, args: &args::Model) -> Result<(), Error> {
     let cases = cases(args);
     let files = load::files(&config.model)?;
-    let name = config.model.name.clone().unwrap_or_else(|| files.name().to_owned());
+    let name = load::model_id(&files, config);
     let mut loaded = load(&files, config, args)?;
-    let (device, runner) = (loaded.device.clone(), &mut loaded.runner);
+    let (device, runner) = (loaded.runner.device().info().clone(), &mut loaded.runner);
 
     let (limit, since) = (Duration::from_secs(args.limit_s.into()), Instant::now());
     let over = || {
@@ -85,7 +85,7 @@ pub fn model(config: &Config, args: &args::Model) -> Result<(), Error> {
         Some(format!("the {budget} s of --budget-s are over"))
     };
     let (mut measured, mut left_out) = (Vec::<Measured>::new(), Vec::new());
-    let bar = Bar::cases("measuring", cases.len() as u64);
+    let bar = Bar::of("cases", "measuring", cases.len() as u64);
     for (i, (case, trial)) in cases.into_iter().enumerate() {
         bar.set(i as u64);
         bar.say(format!("measuring {case}"));

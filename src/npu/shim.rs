@@ -123,8 +123,8 @@ impl Shim {
     /// The shim in the program's folder, as after a build, or otherwise in the folder of `make install`.
     pub fn path(program: &Path) -> PathBuf {
         let folder = program.parent().unwrap_or(Path::new("."));
-        let beside = folder.join(FILE);
-        if beside.exists() { beside } else { folder.join("../lib/unicorn").join(FILE) }
+        let built = folder.join(FILE);
+        if built.exists() { built } else { folder.join("../lib/unicorn").join(FILE) }
     }
 
     /// Loads a shim, and opens the machine's first NPU.

@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 use tower::ServiceExt;
 use unicorn::api::{AccessPolicy, Connections, Keys, Options, Server};
 
-use crate::support::app::{App, DEFAULTS, END_OF_TURN, MODEL, OPTIONS, app_behind, limits, loaded};
+use crate::support::app::{App, DEFAULTS, END_OF_TURN, MODEL, OPTIONS, app_with_policy, limits, loaded};
 use crate::support::fake_runner::{HANG, says};
 use crate::support::http::{assert_all_free, chat, send, send_json};
 use crate::support::program::{assert_error, output, unicorn};
@@ -55,7 +55,7 @@ const CHAT: &str = "/v1/chat/completions";
 
 #[tokio::test]
 async fn with_keys_every_route_but_health_and_the_page_needs_a_key() {
-    let app = app_behind(with_keys(), "ok");
+    let app = app_with_policy(with_keys(), "ok");
     for (method, path) in [
         ("GET", "/v1/models"),
         ("GET", "/v1/models/makers/tiny-gemma"),
@@ -120,7 +120,7 @@ async fn with_keys_every_route_but_health_and_the_page_needs_a_key() {
 
 #[tokio::test]
 async fn without_keys_any_key_or_no_key_is_accepted() {
-    let app = app_behind(AccessPolicy::default(), "ok");
+    let app = app_with_policy(AccessPolicy::default(), "ok");
     for fields in
         [&[][..], &[("authorization", "Bearer ")], &[("authorization", "Bearer x")], &[("x-api-key", "")]]
     {
@@ -130,8 +130,10 @@ async fn without_keys_any_key_or_no_key_is_accepted() {
 
 #[tokio::test]
 async fn without_keys_foreign_hosts_and_origins_are_refused() {
-    let app =
-        app_behind(AccessPolicy { allowed_hosts: vec!["box.lan".into()], ..AccessPolicy::default() }, "ok");
+    let app = app_with_policy(
+        AccessPolicy { allowed_hosts: vec!["box.lan".into()], ..AccessPolicy::default() },
+        "ok",
+    );
     for host in ["evil.example:8010", "localhost.evil.example", "a@localhost", ""] {
         for (method, path) in [("POST", CHAT), ("GET", "/v1/models"), ("GET", "/nothing")] {
             let (status, headers, body) =
@@ -212,7 +214,7 @@ async fn pages_of_allowed_cors_origins_may_send_requests_and_read_answers() {
     for policy in [named.clone(), with_cors(&["*"]), AccessPolicy { keys: with_keys().keys, ..named }] {
         let keyed = !policy.keys.is_empty();
         let all = policy.cors_origins == ["*"];
-        let app = app_behind(policy, "ok");
+        let app = app_with_policy(policy, "ok");
         let (status, headers, _) = send(&app.router, preflight(page)).await;
         assert_eq!(status, 200, "{headers:?}");
         assert_eq!(field(&headers, "access-control-allow-origin"), Some(if all { "*" } else { page }));
@@ -256,7 +258,7 @@ async fn begin(app: &App, request: Request<Body>) -> Response<Body> {
 
 #[tokio::test]
 async fn a_client_at_its_request_limit_is_refused_until_a_request_ends() {
-    let app = app_behind(AccessPolicy { requests_per_client: 1, ..with_keys() }, "One, two, three");
+    let app = app_with_policy(AccessPolicy { requests_per_client: 1, ..with_keys() }, "One, two, three");
     app.control.allow(2);
     let of = |key: &str, stream: bool| {
         let mut body = chat("Hi");

@@ -11,7 +11,7 @@ use rustls::pki_types::ServerName;
 use serde_json::json;
 use unicorn::api::{self, AccessPolicy, Connections, Tls, TlsError};
 
-use crate::support::app::{MODEL, OPTIONS, app_behind, endless};
+use crate::support::app::{MODEL, OPTIONS, app_with_policy, endless};
 use crate::support::fake_runner::HANG;
 use crate::support::server::{CONNECTIONS, Serving, blocking, certificate, connect, read_answer};
 
@@ -40,7 +40,7 @@ fn read_to_end(stream: &mut impl Read) -> String {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn connections_that_make_no_progress_are_closed() {
-    let serving = Serving::start(app_behind(AccessPolicy::default(), "ok"), CONNECTIONS).await;
+    let serving = Serving::start(app_with_policy(AccessPolicy::default(), "ok"), CONNECTIONS).await;
     let address = serving.address;
     blocking(move || {
         // This client sends nothing at all.
@@ -85,7 +85,8 @@ async fn connections_that_make_no_progress_are_closed() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_answer_may_take_longer_than_the_idle_timeout() {
-    let serving = Serving::start(app_behind(AccessPolicy::default(), "One, two, three"), CONNECTIONS).await;
+    let serving =
+        Serving::start(app_with_policy(AccessPolicy::default(), "One, two, three"), CONNECTIONS).await;
     serving.app.control.allow(2);
     let (mut streaming, mut whole) = (serving.connect(), serving.connect());
     streaming.write_all(post(true).as_bytes()).expect("sent");
@@ -108,7 +109,7 @@ async fn an_answer_may_take_longer_than_the_idle_timeout() {
 async fn clients_beyond_the_connection_limit_wait_and_are_served_later() {
     // Only other clients can make places free here, because the timeouts are too long for that.
     let connections = Connections { most: 4, head_timeout: 4 * HANG, idle_timeout: 4 * HANG, ..CONNECTIONS };
-    let serving = Serving::start(app_behind(AccessPolicy::default(), "ok"), connections).await;
+    let serving = Serving::start(app_with_policy(AccessPolicy::default(), "ok"), connections).await;
     // More silent clients connect than there are places. Two of the first clients have already sent a request.
     let mut silent: Vec<TcpStream> = (0..12).map(|_| serving.connect()).collect();
     for idle in &mut silent[..2] {
@@ -136,7 +137,7 @@ async fn clients_beyond_the_connection_limit_wait_and_are_served_later() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn request_heads_that_are_too_large_are_refused() {
-    let serving = Serving::start(app_behind(AccessPolicy::default(), "ok"), CONNECTIONS).await;
+    let serving = Serving::start(app_with_policy(AccessPolicy::default(), "ok"), CONNECTIONS).await;
     let (mut long, mut many) = (serving.connect(), serving.connect());
     blocking(move || {
         let head =
@@ -214,7 +215,7 @@ const HTTP_2: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0";
 
 #[tokio::test(flavor = "multi_thread")]
 async fn http_2_by_prior_knowledge_is_refused() {
-    let serving = Serving::start(app_behind(AccessPolicy::default(), "ok"), CONNECTIONS).await;
+    let serving = Serving::start(app_with_policy(AccessPolicy::default(), "ok"), CONNECTIONS).await;
     let address = serving.address;
     blocking(move || {
         for pieces in [&[HTTP_2][..], &[&HTTP_2[..3], &HTTP_2[3..]], &[HTTP_2, &[0; 4096]]] {
@@ -246,7 +247,8 @@ fn tls(folder: &Path) -> Result<Tls, String> {
 async fn https_is_served_with_a_certificate() {
     let (folder, cert) = certificate();
     let connections = Connections { tls: Some(tls(folder.path()).expect("sound")), ..CONNECTIONS };
-    let serving = Serving::start(app_behind(AccessPolicy::default(), "One, two, three"), connections).await;
+    let serving =
+        Serving::start(app_with_policy(AccessPolicy::default(), "One, two, three"), connections).await;
     let mut roots = rustls::RootCertStore::empty();
     roots.add(cert).expect("sound");
     let address = serving.address;
@@ -298,7 +300,7 @@ async fn a_renewed_certificate_is_shown_on_new_connections() {
     let (other, second) = certificate();
     let tls = tls(folder.path()).expect("sound");
     let connections = Connections { tls: Some(tls.clone()), ..CONNECTIONS };
-    let serving = Serving::start(app_behind(AccessPolicy::default(), "ok"), connections).await;
+    let serving = Serving::start(app_with_policy(AccessPolicy::default(), "ok"), connections).await;
     // Whether a client that trusts only this certificate accepts the server's.
     let proves = async |trusted: &rustls::pki_types::CertificateDer<'static>| {
         let mut roots = rustls::RootCertStore::empty();
@@ -376,7 +378,7 @@ fn the_error_of_a_bad_certificate_or_key_names_its_file() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_body_with_a_too_large_content_length_is_refused_before_it_is_sent() {
-    let serving = Serving::start(app_behind(AccessPolicy::default(), "ok"), CONNECTIONS).await;
+    let serving = Serving::start(app_with_policy(AccessPolicy::default(), "ok"), CONNECTIONS).await;
     let address = serving.address;
     blocking(move || {
         let head = |length: &str, more: &str| {

@@ -9,7 +9,7 @@ use futures::StreamExt as _;
 use serde_json::{Value, json};
 use unicorn::api::{self, AccessPolicy, Keys, SUPPORTED_PARAMETERS, Server};
 
-use crate::support::app::{App, MODEL, OPTIONS, app_behind};
+use crate::support::app::{App, MODEL, OPTIONS, app_with_policy};
 use crate::support::fake_runner::HANG;
 use crate::support::http::{assert_all_free, chat, get, send, send_json};
 use crate::support::server::report;
@@ -36,7 +36,7 @@ async fn status(app: &App) -> Value {
 }
 
 fn app() -> App {
-    app_behind(AccessPolicy::default(), "One, two, three")
+    app_with_policy(AccessPolicy::default(), "One, two, three")
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -321,7 +321,7 @@ async fn status_metrics_and_models_require_a_key_if_one_is_configured() {
         keys: Keys::from_variable("test", "a-key").expect("valid"),
         ..AccessPolicy::default()
     };
-    let app = app_behind(door, "ok");
+    let app = app_with_policy(door, "ok");
     for path in ["/status", "/metrics", "/v1/models"] {
         assert_eq!(send(&app.router, get(path)).await.0, 401, "{path}");
         let request =

@@ -7,7 +7,7 @@ use unicorn::api::{self, AccessPolicy, Keys, Server};
 use unicorn::text::whole_parameters;
 
 use crate::support::app::{
-    App, MODEL, OPTIONS, app, app_behind, app_that_says, app_that_shows_its_prompt, prompt_ids,
+    App, MODEL, OPTIONS, app, app_that_says, app_that_shows_its_prompt, app_with_policy, prompt_ids,
     shows_its_prompt,
 };
 use crate::support::fake_runner::says;
@@ -598,7 +598,7 @@ async fn every_error_of_the_anthropic_routes_has_the_anthropic_format() {
     assert_eq!(body["error"]["details"], json!({"error_code": "thread_unsupported_request"}), "{body}");
     // Authentication errors have this format too.
     let keys = Keys::from_variable("test", "secret-key-1").expect("a valid key");
-    let app = app_behind(AccessPolicy { keys, ..AccessPolicy::default() }, "ok");
+    let app = app_with_policy(AccessPolicy { keys, ..AccessPolicy::default() }, "ok");
     let (status, headers, body) = create(&app, &ask("Hi")).await;
     assert_eq!((status.as_u16(), &body["error"]["type"]), (401, &json!("authentication_error")));
     assert!(headers.contains_key("www-authenticate"));

@@ -14,7 +14,7 @@ use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
 use unicorn::api::{AccessPolicy, Keys};
 
-use crate::support::app::{MODEL, app_behind};
+use crate::support::app::{MODEL, app_with_policy};
 use crate::support::http::{send, send_json};
 use crate::support::json::{replace_somewhere, with};
 
@@ -39,7 +39,7 @@ struct Described {
 
 impl Described {
     async fn new() -> Self {
-        let router = app_behind(AccessPolicy::default(), "Hello there").router;
+        let router = app_with_policy(AccessPolicy::default(), "Hello there").router;
         let (status, headers, document) = send_json(&router, request("get", "/openapi.json", None)).await;
         assert_eq!(
             (status.as_u16(), &headers[header::CONTENT_TYPE]),
@@ -368,7 +368,7 @@ async fn the_document_says_whether_an_api_key_is_required() {
     let open = Described::new().await.document;
     assert!(open.get("security").is_none() && open["components"].get("securitySchemes").is_none(), "{open}");
     let keys = Keys::from_variable("test", &"k".repeat(32)).expect("a key");
-    let router = app_behind(AccessPolicy { keys, ..AccessPolicy::default() }, "ok").router;
+    let router = app_with_policy(AccessPolicy { keys, ..AccessPolicy::default() }, "ok").router;
     let ask = |key: Option<&str>| {
         let mut request = request("get", "/openapi.json", None);
         if let Some(key) = key {

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use unicorn::api::{AccessPolicy, Keys, Options, Server};
 
 use crate::support::app::{
-    App, DEFAULTS, MODEL, OPTIONS, app, app_behind, app_that_says, app_that_shows_its_prompt, app_with,
+    App, DEFAULTS, MODEL, OPTIONS, app, app_that_says, app_that_shows_its_prompt, app_with, app_with_policy,
     limits, loaded, prompt_ids, shows_its_prompt,
 };
 use crate::support::fake_runner::says;
@@ -454,7 +454,7 @@ async fn the_input_items_of_a_response_can_be_listed() {
 
 #[tokio::test]
 async fn unsupported_requests_about_a_stored_response_are_refused() {
-    let app = app_behind(with_keys(), "ok");
+    let app = app_with_policy(with_keys(), "ok");
     let (_, _, body) = send_json(&app.router, asked(ask("Hi"), "mine")).await;
     let id = body["id"].as_str().unwrap().to_owned();
     let at = |path: &str| json!(format!("{id}{path}"));
@@ -513,7 +513,7 @@ async fn a_conversation_continues_a_response_without_its_instructions() {
 
 #[tokio::test]
 async fn a_stored_response_is_visible_to_its_own_client_only() {
-    let app = app_behind(with_keys(), "ok");
+    let app = app_with_policy(with_keys(), "ok");
     let (_, _, body) = send_json(&app.router, asked(ask("Hi"), "mine")).await;
     let id = &body["id"];
     assert_eq!(about(&app, Method::GET, id, "mine").await, (200, body.clone()));

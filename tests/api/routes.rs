@@ -5,7 +5,7 @@ use axum::http::Request;
 use serde_json::json;
 use unicorn::api::{AccessPolicy, Keys};
 
-use crate::support::app::{MODEL, app_behind, app_that_says};
+use crate::support::app::{MODEL, app_that_says, app_with_policy};
 use crate::support::http::{chat, get, post_to, send, send_json};
 
 #[tokio::test]
@@ -134,7 +134,7 @@ async fn an_unsupported_method_is_refused_with_the_supported_ones() {
 #[tokio::test]
 async fn routes_are_named_to_authorized_clients_only() {
     let keys = Keys::from_variable("test", &"k".repeat(32)).expect("a key");
-    let app = app_behind(AccessPolicy { keys, ..AccessPolicy::default() }, "Hello");
+    let app = app_with_policy(AccessPolicy { keys, ..AccessPolicy::default() }, "Hello");
     let (status, _, answer) = send_json(&app.router, get("/v1/model")).await;
     assert_eq!(status, 401);
     assert!(!answer.to_string().contains("/v1/models"), "{answer}");
@@ -188,7 +188,7 @@ async fn routes_answer_without_v1_and_are_counted_with_it() {
 #[tokio::test]
 async fn routes_without_v1_require_a_key_too() {
     let keys = Keys::from_variable("test", &"k".repeat(32)).expect("a key");
-    let app = app_behind(AccessPolicy { keys, ..AccessPolicy::default() }, "Hello");
+    let app = app_with_policy(AccessPolicy { keys, ..AccessPolicy::default() }, "Hello");
     for path in ["/chat/completions", "/completions", "/responses", "/messages", "/embeddings"] {
         let (status, _, answer) = send_json(&app.router, post_to(path, chat("Hi").to_string())).await;
         assert_eq!(status, 401, "{path}: {answer}");

@@ -61,7 +61,7 @@ fn later_layers_have_precedence() {
     let (env, warnings) = Layer::environment(variables.map(|(k, v)| (k.into(), v.into()))).expect("known");
     assert_eq!(warnings, [""; 0], "variables for tests are known");
     let mut flags = Layer::flags();
-    flags.set("server", "host", "::1");
+    flags.set("server.host", "::1");
     let config = Config::from_layers(&[file, env, flags]).expect("valid");
     assert_eq!((config.server.host.as_str(), config.server.port, config.server.queue), ("::1", 2, 7));
     assert_eq!(config.model.quantize, QuantizeMode::Int8Row);
@@ -113,7 +113,7 @@ fn every_option_is_shown_with_the_source_of_its_value() {
     let other = Layer::file("other.toml", "[server]\nport = 2\nmodel_aliases = [\"a # b\"]").expect("TOML");
     let (environment, _) = environment("UNICORN_ENGINE_CONTEXT", "512").expect("an option");
     let mut flags = Layer::flags();
-    flags.set("server", "host", "::1");
+    flags.set("server.host", "::1");
     let layers = [one, other, environment, flags];
     let config = Config::from_layers(&layers).expect("valid");
     let shown = config.describe(&layers);

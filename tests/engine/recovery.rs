@@ -204,7 +204,7 @@ fn a_prompt_on_which_the_npu_fails_ends_and_the_others_continue() {
     let (engine, control) = start(LONG, false, None);
     let poison = 511;
     control.set_attention_path(2);
-    control.fail_unit_at(poison);
+    control.fail_npu_at(poison);
     let failing: Vec<u32> = (100..160).map(|i| if i == 150 { poison } else { i }).collect();
     let (early, other_prompt): (Vec<u32>, Vec<u32>) = ([5; 3].into(), (0..45).collect());
     // Chunks are short while another sequence decodes, until the engine knows how long steps take.
@@ -253,7 +253,7 @@ fn an_npu_failure_on_an_abandoned_prompt_affects_no_other_request() {
     let (engine, control) = start(LONG, false, None);
     let poison = 511;
     control.set_attention_path(2);
-    control.fail_unit_at(poison);
+    control.fail_npu_at(poison);
     let failing: Vec<u32> = (100..160).map(|i| if i == 150 { poison } else { i }).collect();
     for round in 0..16 {
         let steps = control.batches().len();
@@ -276,7 +276,7 @@ fn an_npu_failure_on_an_abandoned_prompt_affects_no_other_request() {
 fn a_prompt_on_which_the_npu_fails_fails_with_all_its_answers() {
     let (engine, control) = start(LONG, false, None);
     control.set_attention_path(1);
-    control.fail_unit_at(511);
+    control.fail_npu_at(511);
     // The answers fork in the step that fails, or in the step after it.
     for len in [60, 150] {
         let (answers, last) =

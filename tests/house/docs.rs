@@ -18,7 +18,7 @@ use axum::http::Request;
 use serde_json::{Value, json};
 use unicorn::api::{AccessPolicy, Keys};
 
-use crate::support::app::app_behind;
+use crate::support::app::app_with_policy;
 use crate::support::http::{get, send_json};
 use crate::support::root;
 
@@ -380,7 +380,7 @@ fn complaints(page: &str, document: &Value) -> Vec<String> {
 
 #[tokio::test]
 async fn the_page_has_the_routes_and_fields_of_the_openapi_document() {
-    let router = app_behind(AccessPolicy::default(), "Hello there").router;
+    let router = app_with_policy(AccessPolicy::default(), "Hello there").router;
     let request = Request::get("/openapi.json").body(Body::empty()).expect("a sound request");
     let (status, _, document) = send_json(&router, request).await;
     assert_eq!(status, 200);
@@ -392,8 +392,8 @@ async fn the_page_has_the_routes_and_fields_of_the_openapi_document() {
 #[tokio::test]
 async fn the_docs_name_every_route_that_needs_no_key() {
     let keys = Keys::from_variable("test", &"k".repeat(32)).expect("a key");
-    let router = app_behind(AccessPolicy { keys, ..AccessPolicy::default() }, "Hello there").router;
-    let keyless = app_behind(AccessPolicy::default(), "Hello there").router;
+    let router = app_with_policy(AccessPolicy { keys, ..AccessPolicy::default() }, "Hello there").router;
+    let keyless = app_with_policy(AccessPolicy::default(), "Hello there").router;
     let (_, _, document) = send_json(&keyless, get("/openapi.json")).await;
     let mut open = Vec::new();
     for path in document["paths"].as_object().expect("paths").keys() {

@@ -82,7 +82,7 @@ impl AttentionUnit for Twin {
     }
 
     fn begin(&mut self, job: &OffloadJob, inputs: Option<[&[u8]; 3]>) -> Result<(), OffloadError> {
-        assert!(self.output.is_none(), "a job beside another");
+        assert!(self.output.is_none(), "a second job at the same time");
         let mut jobs = self.jobs.lock().unwrap();
         jobs.push(*job);
         if self.fault == Fault::Begin(jobs.len() - 1) {
@@ -97,14 +97,14 @@ impl AttentionUnit for Twin {
         let seen = job.window.map_or(0, |window| (job.first + 1).saturating_sub(window));
         for (at, head) in keys.chunks(key_stride * d).chain(values.chunks(key_stride * d)).enumerate() {
             let (before, rest) = head.split_at((seen - first_key) * d);
-            let behind = &rest[(count - (seen - first_key)) * d..];
-            assert!(before.iter().chain(behind).all(|value| *value == 0.0), "array {at} of {job:?}");
+            let after = &rest[(count - (seen - first_key)) * d..];
+            assert!(before.iter().chain(after).all(|value| *value == 0.0), "array {at} of {job:?}");
             assert!(head.iter().all(|value| value.is_finite()), "array {at} of {job:?}");
         }
         let mut output = vec![f32::NAN; queries.len()];
         for head in 0..heads {
             let rows = &queries[head * row_stride * d..][..row_stride * d];
-            assert!(rows[job.rows * d..].iter().all(|value| *value == 0.0), "queries behind the last row");
+            assert!(rows[job.rows * d..].iter().all(|value| *value == 0.0), "queries after the last row");
             let of_head = |all: &[f64], key: usize| {
                 let at = (head / self.group * key_stride + key) * d;
                 all[at..at + d].to_vec()

@@ -400,7 +400,7 @@ fn the_counts_of_an_npu_outlive_its_process() {
         assert!(npu["reason"].as_str().expect("a reason").starts_with("npu-command-state"), "{npu}");
         let now =
             ["unicorn_npu_completed_total", "unicorn_npu_waited_seconds_total"].map(|n| server.metric(n));
-        assert!(now[0] > completed && now[1] > waited, "{now:?} behind {completed} and {waited}");
+        assert!(now[0] > completed && now[1] > waited, "{now:?} after {completed} and {waited}");
         [completed, waited] = now;
         while !server.exchange("GET", "/health", &[], "").1.contains("unloaded") {
             std::thread::sleep(Duration::from_millis(50));
@@ -479,7 +479,7 @@ fn a_load_after_a_loss_keeps_the_share_of_the_first() {
     let first = status(&server);
     let kv_heads = first["kv_heads"].as_u64().expect("a number");
     assert!(kv_heads >= 1 && first["in_use"] == json!(true), "{first}");
-    assert_eq!(first["completed"], json!(0), "what was measured counts for nobody: {first}");
+    assert_eq!(first["completed"], json!(0), "the measured jobs are not counted: {first}");
     let (code, before) = ask(&server, 1);
     assert_eq!(code, 200, "{before}");
     server.signal_device("KILL");

@@ -159,7 +159,7 @@ class Machine:
         }
         program = xrt.command([HOST, self.shim, xclbin or self.xclbin, *jobs], [self.driver], before)
         if ini:
-            # Root's XRT looks for it beside the program alone, which is the linker here.
+            # Root's XRT looks for it only in the program's folder, and the program is the linker here.
             place = self.folder / "with_ini"
             place.mkdir(exist_ok=True)
             program[0] = shutil.copy(program[0], place)
@@ -309,7 +309,7 @@ def shared_memory_is_used_in_place(machine):
     (_, *results), calls = machine.compute(jobs)
     for job, result in zip(jobs, results, strict=True):
         assert result.get("job") == job and result["numbers"] > 0, result
-        expect((result["wrong"], result["beside"]), (0, 0))
+        expect((result["wrong"], result["outside"]), (0, 0))
     memory = [call["handle"] for call in named(calls, "import")]
     expect(len(memory), 4)
     buffers = named(calls, "buffer")

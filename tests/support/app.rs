@@ -70,7 +70,7 @@ pub fn app_with(limits: Limits, options: Options, defaults: SamplingOptions, scr
 }
 
 /// An app with this access policy, whose model answers with `text`. It runs two sequences at the same time.
-pub fn app_behind(policy: AccessPolicy, text: &str) -> App {
+pub fn app_with_policy(policy: AccessPolicy, text: &str) -> App {
     let ids = tokenizer().encode(text, false).expect("encodes");
     let more = Limits { max_sequences: 2, ..limits() };
     loaded(Server::new(MODEL, OPTIONS, policy), more, DEFAULTS, says(&ids, END_OF_TURN))
@@ -126,7 +126,7 @@ pub fn endless() -> App {
 /// The routes of a server that answers everything with `text`, and the number of ids that it samples for an answer.
 pub fn router_that_says(text: &str) -> (Router, usize) {
     let ids = tokenizer().encode(text, false).expect("encodes");
-    (app_behind(AccessPolicy::default(), text).router, ids.len() + 1)
+    (app_with_policy(AccessPolicy::default(), text).router, ids.len() + 1)
 }
 
 /// The routes of a server that answers everything with `text`, with a long context and a long queue.

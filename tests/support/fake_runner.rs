@@ -563,7 +563,7 @@ impl Control {
     }
 
     /// The NPU fails at every prompt chunk with this id in its input, if the chunk is the longest of its step.
-    pub fn fail_unit_at(&self, id: u32) {
+    pub fn fail_npu_at(&self, id: u32) {
         self.set(|s| s.npu_poison = Some(id));
     }
 

@@ -3,27 +3,22 @@
 //! It uses only the standard's fields, so that every server is measured in the same way. Each request has its own
 //! connection, as with independent clients, and blocks its thread. It ends with an answer or with an error of one line,
 //! after [`Options::timeout`] at the latest. The client does not repeat requests, follow redirects or use a proxy.
-//!
-//! A soak test calls every route, and sends what a correct client never sends: see [`Client::exchange`] and the
-//! functions after it.
 
 use std::io::{BufRead, BufReader, Read};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
-use ureq::http::header::{ACCEPT, AUTHORIZATION, CONTENT_LENGTH, CONTENT_TYPE};
+use ureq::http::header::{ACCEPT, AUTHORIZATION, CONTENT_TYPE};
 use ureq::http::request::Builder;
 use ureq::http::{Method, Request, Response, StatusCode};
-use ureq::{Agent, AsSendBody, Body, SendBody};
+use ureq::{Agent, AsSendBody, Body};
 
 const CONNECT: Duration = Duration::from_secs(10);
 /// Longest body that is not a stream.
 const MAX_BODY_BYTES: u64 = 1 << 20;
-/// Longest answer to [`Client::exchange`].
-const MAX_ANSWER_BYTES: u64 = 1 << 24;
 /// Longest stream, and longest event in it.
-const MAX_STREAM_BYTES: u64 = 1 << 28;
-const MAX_EVENT_BYTES: usize = 1 << 20;
+pub const MAX_STREAM_BYTES: u64 = 1 << 28;
+pub const MAX_EVENT_BYTES: usize = 1 << 20;
 /// Longest excerpt of a server's error message.
 const MAX_SHOWN_CHARS: usize = 200;
 
@@ -109,14 +104,6 @@ impl Answer {
     }
 }
 
-/// The answer to any request, as received.
-pub struct Exchanged {
-    pub status: u16,
-    /// Its content type without parameters; empty if it has none.
-    pub kind: String,
-    pub body: Vec<u8>,
-}
-
 impl Client {
     /// Whether every answer has the maximum length.
     pub fn ignores_eos(&self) -> bool {
@@ -143,11 +130,7 @@ impl Client {
 
     /// The ids of the models that the server lists.
     pub fn models(&self) -> Result<Vec<String>, AskError> {
-        let mut request = self.agent.get(format!("{}/models", self.options.url));
-        if let Some(key) = &self.options.api_key {
-            request = request.header(AUTHORIZATION, format!("Bearer {key}"));
-        }
-        let mut response = request.call().map_err(|error| self.before_answer(&error))?;
+        let mut response = self.run(self.request(&Method::GET, &format!("{}/models", self.url())), ())?;
         if !response.status().is_success() {
             return Err(self.refusal(&mut response));
         }
@@ -175,14 +158,11 @@ impl Client {
         if self.include_usage {
             body["stream_options"] = json!({"include_usage": true});
         }
-        let mut request = self.agent.post(format!("{}/chat/completions", self.options.url));
-        request = request.header(CONTENT_TYPE, "application/json").header(ACCEPT, "text/event-stream");
-        if let Some(key) = &self.options.api_key {
-            request = request.header(AUTHORIZATION, format!("Bearer {key}"));
-        }
+        let request = self.request(&Method::POST, &format!("{}/chat/completions", self.url()));
+        let request = request.header(CONTENT_TYPE, "application/json").header(ACCEPT, "text/event-stream");
         let body = body.to_string();
         let sent = Instant::now();
-        let mut response = request.send(body).map_err(|error| self.before_answer(&error))?;
+        let mut response = self.run(request, body)?;
         if !response.status().is_success() {
             return Err(self.refusal(&mut response));
         }
@@ -234,71 +214,21 @@ impl Client {
         Ok(answer)
     }
 
-    /// Sends any request to a path that begins at the server's root, and reads the answer, whether or not its status is
-    /// a success.
-    pub fn exchange(&self, method: &Method, path: &str, body: Option<&str>) -> Result<Exchanged, AskError> {
-        let request = self.at(method, path);
-        let mut response = match body {
-            None => self.run(request, ()),
-            Some(body) => self.run(request.header(CONTENT_TYPE, "application/json"), body),
-        }?;
-        let kind = response.body().mime_type().unwrap_or_default().to_owned();
-        let body = response.body_mut().with_config().limit(MAX_ANSWER_BYTES).read_to_vec();
-        let body = body.map_err(|error| self.before_answer(&error))?;
-        Ok(Exchanged { status: response.status().as_u16(), kind, body })
-    }
-
-    /// Sends a request for a stream, and closes the connection after the stream's first event.
-    pub fn leave_midway(&self, path: &str, body: &str) -> Result<(), AskError> {
-        let request = self.at(&Method::POST, path).header(CONTENT_TYPE, "application/json");
-        let mut response = self.run(request, body)?;
-        if !response.status().is_success() {
-            return Err(self.refusal(&mut response));
-        }
-        let stream = response.into_body().into_with_config().limit(MAX_STREAM_BYTES).reader();
-        match Events::new(stream).next() {
-            Ok(_) => Ok(()),
-            Err(EventError::TooLong) => {
-                Err(AskError::Foreign(format!("an event of more than {MAX_EVENT_BYTES} bytes")))
-            }
-            Err(EventError::Io(error)) => Err(self.before_answer(&ureq::Error::from(error))),
-        }
-    }
-
-    /// Announces a body, sends half of it, and closes the connection. The server has nothing to answer.
-    pub fn leave_amid_body(&self, path: &str, body: &str) {
-        struct Half<'a>(&'a [u8]);
-        impl Read for Half<'_> {
-            fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
-                match self.0.read(buffer)? {
-                    0 => Err(std::io::Error::other("the client leaves")),
-                    n => Ok(n),
-                }
-            }
-        }
-        let mut half = Half(&body.as_bytes()[..body.len() / 2]);
-        let request = self.at(&Method::POST, path).header(CONTENT_LENGTH, body.len());
-        drop(self.run(request, SendBody::from_reader(&mut half)));
-    }
-
-    /// A request to a path that begins at the root: the base URL without its `/v1`.
-    fn at(&self, method: &Method, path: &str) -> Builder {
-        let url = &self.options.url;
-        let root = url.strip_suffix("/v1").unwrap_or(url);
-        let request = Request::builder().method(method).uri(format!("{root}{path}"));
+    pub fn request(&self, method: &Method, url: &str) -> Builder {
+        let request = Request::builder().method(method).uri(url);
         match &self.options.api_key {
             None => request,
             Some(key) => request.header(AUTHORIZATION, format!("Bearer {key}")),
         }
     }
 
-    fn run(&self, request: Builder, body: impl AsSendBody) -> Result<Response<Body>, AskError> {
+    pub fn run(&self, request: Builder, body: impl AsSendBody) -> Result<Response<Body>, AskError> {
         let request = request.body(body).map_err(|error| AskError::Transport(error.to_string()))?;
         self.agent.run(request).map_err(|error| self.before_answer(&error))
     }
 
     /// The error for a response whose status is not a success.
-    fn refusal(&self, response: &mut Response<Body>) -> AskError {
+    pub fn refusal(&self, response: &mut Response<Body>) -> AskError {
         // If the body cannot be read, the status is the message.
         let body = response.body_mut().with_config().limit(MAX_BODY_BYTES).read_to_vec().unwrap_or_default();
         let message = match serde_json::from_slice::<Value>(&body) {
@@ -309,7 +239,7 @@ impl Client {
     }
 
     /// The error for a request that failed before the stream began.
-    fn before_answer(&self, error: &ureq::Error) -> AskError {
+    pub fn before_answer(&self, error: &ureq::Error) -> AskError {
         use std::io::ErrorKind;
         match error {
             ureq::Error::Timeout(ureq::Timeout::Connect | ureq::Timeout::Resolve) => {
@@ -360,27 +290,21 @@ pub fn shown(bytes: &[u8]) -> String {
     }
 }
 
-enum EventError {
+pub enum EventError {
     Io(std::io::Error),
     TooLong,
 }
 
-/// The data of all events in a stream that has ended; `None` if an event is too long.
-pub fn events(stream: &[u8]) -> Option<Vec<String>> {
-    let mut events = Events::new(stream);
-    std::iter::from_fn(|| events.next().transpose()).collect::<Result<_, _>>().ok()
-}
-
 /// Reads the data of server-sent events, and ignores their other fields.
-struct Events<R>(BufReader<R>);
+pub struct Events<R>(BufReader<R>);
 
 impl<R: Read> Events<R> {
-    fn new(stream: R) -> Self {
+    pub fn new(stream: R) -> Self {
         Self(BufReader::new(stream))
     }
 
     /// The data of the next event. `None` at the end, where an unfinished event is dropped.
-    fn next(&mut self) -> Result<Option<String>, EventError> {
+    pub fn next(&mut self) -> Result<Option<String>, EventError> {
         let mut data: Option<String> = None;
         let mut line = Vec::new();
         loop {

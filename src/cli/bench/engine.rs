@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 use futures::StreamExt;
 use futures::executor::block_on;
 use futures::stream::select_all;
-use serde_json::{Value, json};
+use serde::{Serialize, Serializer};
+use serde_json::json;
 
-use super::report::commit;
-use super::statistics::median;
+use super::statistics::{column, median};
 use crate::cli::args;
 use crate::cli::doctor::Machine;
 use crate::cli::energy::Meter;
@@ -21,39 +21,62 @@ use crate::cli::error::Error;
 use crate::cli::load::{self, EndEngine, Watch};
 use crate::cli::progress::Bar;
 use crate::cli::terminal::{bytes, print};
+use crate::cli::version::commit;
 use crate::config::{Config, Courtesy};
-use crate::device::{Place, resident_bytes};
+use crate::device::{KernelTime, Place, kernel_times, resident_bytes};
 use crate::engine::{DraftTotals, Drafts, EnergyCounter, EngineHandle, Event, Request, Stats, Timings};
 
-/// The measurements of one `unicorn bench engine`.
+/// The measurements of one `unicorn bench engine`, with the names of its JSON.
+#[derive(Serialize)]
 struct Measured {
-    name: String,
+    model: String,
     /// The schemes of its weights.
     weights: String,
     device: String,
     driver: String,
     commit: String,
     load_s: f64,
-    prompt_n: usize,
-    /// Prefill and decode speed, in tokens per second.
-    prefill: f64,
-    decode: f64,
+    prompt_tokens: u32,
+    prefill_tokens_per_s: f64,
+    generate_tokens: u32,
+    decode_tokens_per_s: f64,
+    runs: u32,
+    #[serde(flatten)]
     host: HostTime,
-    energy: Result<Energy, String>,
+    #[serde(flatten)]
+    energy: Energy,
     /// Draft tokens, if there is a draft model.
-    drafts: Option<DraftTotals>,
-    together: Vec<Together>,
-    courteous: Vec<Courteous>,
-    /// Resident memory in bytes: now, and at its peak.
-    memory: (Option<u64>, Option<u64>),
-    placement: Vec<(String, u64)>,
-    /// (kernel, dispatches, GPU time).
-    kernels: Vec<(String, u64, Duration)>,
+    #[serde(serialize_with = "drafts_json")]
+    guesses: Option<DraftTotals>,
+    streams: Vec<Together>,
+    courtesy: Vec<Courteous>,
+    /// Resident memory: now, and at its peak.
+    rss_bytes: Option<u64>,
+    peak_rss_bytes: Option<u64>,
+    placement: Vec<Placed>,
+    kernels: Vec<Kernel>,
+}
+
+/// The device memory of one kind of data in one heap.
+#[derive(Serialize)]
+struct Placed {
+    what: String,
+    bytes: u64,
+}
+
+#[derive(Serialize)]
+struct Kernel {
+    kernel: String,
+    dispatches: u64,
+    gpu_s: f64,
 }
 
 pub fn engine(config: &Config, args: &args::BenchEngine) -> Result<(), Error> {
     let (measured, _end) = measure(config, args)?;
-    print(&if args.json { measured.json(args) } else { measured.text(args) })
+    print(&match args.json {
+        true => format!("{}\n", serde_json::to_string(&measured).expect("numbers and texts")),
+        false => measured.text(),
+    })
 }
 
 fn measure(config: &Config, args: &args::BenchEngine) -> Result<(Measured, EndEngine), Error> {
@@ -72,23 +95,23 @@ fn measure(config: &Config, args: &args::BenchEngine) -> Result<(Measured, EndEn
     let since = Instant::now();
     let model = load::model(&files, config, watch)?;
     let load_time = since.elapsed();
-    let (device, placement) = (model.device.clone(), model.placement());
+    let gpu = Arc::clone(model.runner.device());
+    let placement =
+        load::placement(&model.runner).into_iter().map(|(what, bytes)| Placed { what, bytes }).collect();
     let weights = model.runner.schemes().to_string();
-    let name = config.model.name.clone().unwrap_or_else(|| files.name().to_owned());
 
-    let profiler = model.profiler();
-    let meter = Meter::open(&Machine::new(args.root.as_deref()), &Place::of(&model.device));
+    let meter = Meter::open(&Machine::new(args.root.as_deref()), &Place::of(gpu.info()));
     let energy = meter.clone().ok().map(|meter| meter as Arc<dyn EnergyCounter>);
     let engine = load::engine(model.runner, model.draft, config, widest, energy);
     let end = EndEngine(engine.clone());
     let mut runs = Vec::new();
     let per_run = u64::from(args.generate_tokens);
     let turns = args.runs + 1;
-    let bar = Bar::tokens("measuring", u64::from(turns) * work_of_run(args));
+    let bar = Bar::of("tokens", "measuring", u64::from(turns) * work_of_run(args));
     let mut before = Stats::default();
     for i in 0..=u64::from(args.runs) {
         if i == 1 {
-            profiler.take(); // drop the times of the warm-up
+            kernel_times(&gpu); // drop the times of the warm-up
             before = engine.stats();
         }
         let progress = &mut |n| show_run(&bar, args, i as u32, turns, n);
@@ -97,14 +120,16 @@ fn measure(config: &Config, args: &args::BenchEngine) -> Result<(Measured, EndEn
     drop(bar);
     let after = engine.stats();
     let host = HostTime::between(&before, &after);
-    let drafts = config.model.draft.is_some().then(|| drafts_between(&before.drafts, &after.drafts));
-    let kernels = profiler.take();
+    let guesses = config.model.draft.is_some().then(|| drafts_between(&before.drafts, &after.drafts));
+    let gpu_s =
+        |KernelTime { kernel, dispatches, time }| Kernel { kernel, dispatches, gpu_s: time.as_secs_f64() };
+    let kernels = kernel_times(&gpu).into_iter().map(gpu_s).collect();
     runs.remove(0); // the first one warms up
     let mut prompts = args.runs + 1; // prompts used until now
     let mut together = Vec::new();
     for n in &args.streams {
         let each =
-            Bar::tokens(format!("reading {n} prompts"), u64::from(args.runs) * u64::from(*n) * per_run);
+            Bar::of("tokens", format!("reading {n} prompts"), u64::from(args.runs) * u64::from(*n) * per_run);
         let mut windows = Vec::new();
         for i in 0..u64::from(args.runs) {
             let done = i * u64::from(*n) * per_run;
@@ -116,33 +141,31 @@ fn measure(config: &Config, args: &args::BenchEngine) -> Result<(Measured, EndEn
             windows.push(decode_together(&engine, meter.as_deref().ok(), args, prompts, *n, progress)?);
             prompts += n;
         }
-        windows.sort_by(|a, b| a.tokens_per_s.total_cmp(&b.tokens_per_s));
+        windows.sort_by(|a, b| a.decode_tokens_per_s.total_cmp(&b.decode_tokens_per_s));
         together.push(windows.swap_remove(windows.len() / 2));
     }
-    let courteous = with_courtesy(&engine, args, prompts, &|| profiler.0.busy())?;
-    let prompt_n = args.prompt_tokens as usize;
-    let prefill = median(runs.iter().map(|t| rate(prompt_n, t.prefill)));
-    let decode = median(runs.iter().map(decode_rate));
-    let energy = meter.and_then(|meter| {
-        let energy = Energy::of(&runs, meter.source(), args.prompt_tokens);
-        energy.ok_or_else(|| format!("{} was not readable all the time", meter.source()))
-    });
+    let courtesy = with_courtesy(&engine, args, prompts, &|| gpu.busy())?;
+    let prefill = runs.iter().map(|t| rate(args.prompt_tokens as usize, t.prefill));
+    let (rss_bytes, peak_rss_bytes) = resident_bytes();
     let measured = Measured {
-        name,
+        model: load::model_id(&files, config),
         weights,
-        device: device.name,
-        driver: device.driver,
+        device: gpu.info().name.clone(),
+        driver: gpu.info().driver.clone(),
         commit: commit(),
         load_s: load_time.as_secs_f64(),
-        prompt_n,
-        prefill,
-        decode,
+        prompt_tokens: args.prompt_tokens,
+        prefill_tokens_per_s: median(prefill),
+        generate_tokens: args.generate_tokens,
+        decode_tokens_per_s: median(runs.iter().map(decode_rate)),
+        runs: args.runs,
         host,
-        energy,
-        drafts,
-        together,
-        courteous,
-        memory: resident_bytes(),
+        energy: Energy::of(&runs, &meter, args.prompt_tokens),
+        guesses,
+        streams: together,
+        courtesy,
+        rss_bytes,
+        peak_rss_bytes,
         placement,
         kernels,
     };
@@ -150,116 +173,76 @@ fn measure(config: &Config, args: &args::BenchEngine) -> Result<(Measured, EndEn
 }
 
 impl Measured {
-    fn json(&self, args: &args::BenchEngine) -> String {
-        let Self { name, weights, device, driver, commit, load_s, prompt_n, prefill, decode, host, .. } =
-            self;
-        let (rss, peak) = self.memory;
-        let placement: Vec<_> =
-            self.placement.iter().map(|(what, bytes)| json!({"what": what, "bytes": bytes})).collect();
-        let line = json!({
-            "model": name,
-            "weights": weights,
-            "device": device,
-            "driver": driver,
-            "commit": commit,
-            "load_s": load_s,
-            "prompt_tokens": prompt_n,
-            "prefill_tokens_per_s": prefill,
-            "generate_tokens": args.generate_tokens,
-            "decode_tokens_per_s": decode,
-            "runs": args.runs,
-            "host_us_per_step": host.per_step,
-            "host_us_per_sequence_step": host.per_share,
-            "energy_source": self.energy.as_ref().ok().map(|energy| energy.source),
-            "prefill_joules_per_token": self.energy.as_ref().ok().map(|energy| energy.prefill),
-            "decode_joules_per_token": self.energy.as_ref().ok().map(|energy| energy.decode),
-            "no_energy_because": self.energy.as_ref().err(),
-            "guesses": self.drafts.as_ref().map(drafts_json),
-            "streams": self.together.iter().map(Together::json).collect::<Vec<_>>(),
-            "courtesy": self.courteous.iter().map(Courteous::json).collect::<Vec<_>>(),
-            "rss_bytes": rss,
-            "peak_rss_bytes": peak,
-            "placement": placement,
-            "kernels": self.kernels
-                .iter()
-                .map(|(name, n, time)| json!({"kernel": name, "dispatches": n, "gpu_s": time.as_secs_f64()}))
-                .collect::<Vec<_>>(),
-        });
-        format!("{line}\n")
-    }
-
-    fn text(&self, args: &args::BenchEngine) -> String {
-        let Self { name, weights, device, driver, commit, load_s, prompt_n, prefill, decode, .. } = self;
-        let (rss, peak) = self.memory;
+    fn text(&self) -> String {
         let or_unknown = |n: Option<u64>| n.map_or("unknown".into(), bytes);
+        let runs = self.runs;
         let mut text = format!(
-            "{name}, weights {weights}\n{device}, {driver}, commit {commit}\n\
-             load     {load_s:.2} s\n\
-             prefill  {prefill:.1} tokens/s ({prompt_n} tokens, median of {runs})\n\
-             decode   {decode:.1} tokens/s ({generate} tokens, median of {runs})\n\
+            "{}, weights {}\n{}, {}, commit {}\n\
+             load     {:.2} s\n\
+             prefill  {:.1} tokens/s ({} tokens, median of {runs})\n\
+             decode   {:.1} tokens/s ({} tokens, median of {runs})\n\
              host     {:.1} us a step\n\
              memory   {} resident, at most {}\n",
-            self.host.per_step,
-            or_unknown(rss),
-            or_unknown(peak),
-            runs = args.runs,
-            generate = args.generate_tokens,
+            self.model,
+            self.weights,
+            self.device,
+            self.driver,
+            self.commit,
+            self.load_s,
+            self.prefill_tokens_per_s,
+            self.prompt_tokens,
+            self.decode_tokens_per_s,
+            self.generate_tokens,
+            self.host.host_us_per_step,
+            or_unknown(self.rss_bytes),
+            or_unknown(self.peak_rss_bytes),
         );
-        text.push_str(&match &self.energy {
-            Ok(Energy { source, prefill, decode }) => format!(
-                "energy   {prefill:.4} J a token of prefill, {decode:.4} J a token of decode \
-                 (by {source}: of the whole machine, idle draw and other programs too)\n"
-            ),
-            Err(why) => format!("energy   not known: {why}\n"),
-        });
-        if let Some(DraftTotals { lookup, model }) = &self.drafts {
-            text.push_str(&format!(
+        text += &self.energy.text();
+        if let Some(DraftTotals { lookup, model }) = &self.guesses {
+            text += &format!(
                 "guesses  {} of {} by the draft model came true, {} of {} by prompt lookup\n",
                 model.accepted, model.proposed, lookup.accepted, lookup.proposed
-            ));
+            );
         }
-        for (what, n) in &self.placement {
-            text.push_str(&format!("         {} {what}\n", bytes(*n)));
+        for Placed { what, bytes: n } in &self.placement {
+            text += &format!("         {} {what}\n", bytes(*n));
         }
-        if !self.together.is_empty() {
-            let runs = args.runs;
-            text.push_str(&format!(
+        if !self.streams.is_empty() {
+            text += &format!(
                 "streams  decode tokens/s  of one  us of host a step  and sequence  preempted  J a token (median of {runs})\n"
-            ));
+            );
         }
-        for t in &self.together {
-            text.push_str(&format!(
-                "{:7} {:16.1} {:7.2} {:18.1} {:13.1} {:10} {:>10}\n",
+        for t in &self.streams {
+            text += &format!(
+                "{:7} {:16.1} {:7.2} {:18.1} {:13.1} {:10} {}\n",
                 t.streams,
-                t.tokens_per_s,
-                t.tokens_per_s / decode,
-                t.host.per_step,
-                t.host.per_share,
+                t.decode_tokens_per_s,
+                t.decode_tokens_per_s / self.decode_tokens_per_s,
+                t.host.host_us_per_step,
+                t.host.host_us_per_sequence_step,
                 t.preemptions,
-                t.joules_per_token.map_or("-".into(), |joules| format!("{joules:.4}")),
-            ));
+                column(t.joules_per_token, 10, 4),
+            );
         }
-        if !self.courteous.is_empty() {
-            let runs = args.runs;
-            text.push_str(&format!(
+        if !self.courtesy.is_empty() {
+            text += &format!(
                 "courtesy  device busy  prefill tokens/s  decode tokens/s (medians of {runs}, by turns)\n"
-            ));
+            );
         }
-        for c in &self.courteous {
+        for c in &self.courtesy {
             let busy = c.busy.map_or("unknown".into(), |busy| format!("{busy:.3}"));
-            text.push_str(&format!(
+            text += &format!(
                 "{:8} {busy:>12} {:17.1} {:16.1}\n",
                 c.courtesy.share(),
-                c.prefill,
-                c.decode
-            ));
+                c.prefill_tokens_per_s,
+                c.decode_tokens_per_s
+            );
         }
         if !self.kernels.is_empty() {
-            let runs = args.runs;
-            text.push_str(&format!("kernels, GPU time of {runs} runs (prefill and decode):\n"));
+            text += &format!("kernels, GPU time of {runs} runs (prefill and decode):\n");
         }
-        for (name, n, time) in &self.kernels {
-            text.push_str(&format!("         {:9.1} ms {n:7} x {name}\n", time.as_secs_f64() * 1e3));
+        for Kernel { kernel, dispatches, gpu_s } in &self.kernels {
+            text += &format!("         {:9.1} ms {dispatches:7} x {kernel}\n", gpu_s * 1e3);
         }
         text
     }
@@ -312,31 +295,55 @@ fn prompt(engine: &EngineHandle, args: &args::BenchEngine, run: u32) -> Vec<u32>
     (0..args.prompt_tokens).map(|i| i.wrapping_mul(7919).wrapping_add(run) % vocab).collect()
 }
 
-/// The machine's energy, in joules per token: medians of the runs.
+/// The machine's energy, in joules per token: medians of the runs, or why it is not known.
+#[derive(Default, Serialize)]
 struct Energy {
-    source: &'static str,
-    prefill: f64,
-    decode: f64,
+    energy_source: Option<&'static str>,
+    prefill_joules_per_token: Option<f64>,
+    decode_joules_per_token: Option<f64>,
+    no_energy_because: Option<String>,
 }
 
 impl Energy {
-    /// `None` if the energy of a run is not known.
-    fn of(runs: &[Timings], source: &'static str, prompt_tokens: u32) -> Option<Self> {
+    fn of(runs: &[Timings], meter: &Result<Arc<Meter>, String>, prompt_tokens: u32) -> Self {
+        let unknown = |why: String| Self { no_energy_because: Some(why), ..Self::default() };
+        let source = match meter {
+            Ok(meter) => meter.source(),
+            Err(why) => return unknown(why.clone()),
+        };
         let known: Option<Vec<_>> = runs.iter().map(|run| Some((run.energy?, run.predicted_n))).collect();
-        let known = known?;
-        Some(Self {
-            source,
-            prefill: median(known.iter().map(|(energy, _)| energy.prompt / f64::from(prompt_tokens))),
-            decode: median(known.iter().map(|(energy, n)| energy.predicted / (n - 1) as f64)),
-        })
+        let Some(known) = known else {
+            return unknown(format!("{source} was not readable all the time"));
+        };
+        let prefill = known.iter().map(|(energy, _)| energy.prompt / f64::from(prompt_tokens));
+        let decode = known.iter().map(|(energy, n)| energy.predicted / (n - 1) as f64);
+        Self {
+            energy_source: Some(source),
+            prefill_joules_per_token: Some(median(prefill)),
+            decode_joules_per_token: Some(median(decode)),
+            no_energy_because: None,
+        }
+    }
+
+    fn text(&self) -> String {
+        if let Some(why) = &self.no_energy_because {
+            return format!("energy   not known: {why}\n");
+        }
+        format!(
+            "energy   {} J a token of prefill, {} J a token of decode \
+             (by {}: of the whole machine, idle draw and other programs too)\n",
+            column(self.prefill_joules_per_token, 0, 4),
+            column(self.decode_joules_per_token, 0, 4),
+            self.energy_source.unwrap_or_default(),
+        )
     }
 }
 
-/// Time of the engine's thread without the waiting for the device, in microseconds.
+/// Time of the engine's thread without the waiting for the device, for a step and for each sequence in a step.
+#[derive(Serialize)]
 struct HostTime {
-    per_step: f64,
-    /// Time for each sequence in a step.
-    per_share: f64,
+    host_us_per_step: f64,
+    host_us_per_sequence_step: f64,
 }
 
 impl HostTime {
@@ -344,8 +351,8 @@ impl HostTime {
         let us = (after.host_ns - before.host_ns) as f64 / 1e3;
         let each = |n: u64| us / n.max(1) as f64;
         Self {
-            per_step: each(after.steps - before.steps),
-            per_share: each(after.step_shares - before.step_shares),
+            host_us_per_step: each(after.steps - before.steps),
+            host_us_per_sequence_step: each(after.step_shares - before.step_shares),
         }
     }
 }
@@ -359,55 +366,34 @@ fn drafts_between(before: &DraftTotals, after: &DraftTotals) -> DraftTotals {
     DraftTotals { lookup: since(before.lookup, after.lookup), model: since(before.model, after.model) }
 }
 
-fn drafts_json(totals: &DraftTotals) -> Value {
+fn drafts_json<S: Serializer>(totals: &Option<DraftTotals>, serializer: S) -> Result<S::Ok, S::Error> {
     let each = |drafts: &Drafts| json!({"proposed": drafts.proposed, "accepted": drafts.accepted});
-    json!({"draft_model": each(&totals.model), "prompt_lookup": each(&totals.lookup)})
+    let both = |DraftTotals { model, lookup }: &DraftTotals| json!({"draft_model": each(model), "prompt_lookup": each(lookup)});
+    totals.as_ref().map(both).serialize(serializer)
 }
 
 /// Measurements of several streams while all of them decode.
+#[derive(Serialize)]
 struct Together {
     streams: u32,
-    /// Tokens per second of all streams together.
-    tokens_per_s: f64,
+    /// Of all streams together.
+    decode_tokens_per_s: f64,
     steps: u64,
     preemptions: u64,
+    #[serde(flatten)]
     host: HostTime,
     /// The machine's energy; `None` if it is not known.
     joules_per_token: Option<f64>,
 }
 
-impl Together {
-    fn json(&self) -> Value {
-        json!({
-            "streams": self.streams,
-            "decode_tokens_per_s": self.tokens_per_s,
-            "steps": self.steps,
-            "preemptions": self.preemptions,
-            "host_us_per_step": self.host.per_step,
-            "host_us_per_sequence_step": self.host.per_share,
-            "joules_per_token": self.joules_per_token,
-        })
-    }
-}
-
 /// Measurements of one stream with a bound on the share of the device's time.
+#[derive(Serialize)]
 struct Courteous {
     courtesy: Courtesy,
     /// Share of the time, of prefill and decode together, in which the device computed by its own clock.
     busy: Option<f64>,
-    prefill: f64,
-    decode: f64,
-}
-
-impl Courteous {
-    fn json(&self) -> Value {
-        json!({
-            "courtesy": self.courtesy.share(),
-            "busy": self.busy,
-            "prefill_tokens_per_s": self.prefill,
-            "decode_tokens_per_s": self.decode,
-        })
-    }
+    prefill_tokens_per_s: f64,
+    decode_tokens_per_s: f64,
 }
 
 /// Runs one stream with each of the shares in turn. `busy` returns how long the device has computed until now.
@@ -420,7 +406,7 @@ fn with_courtesy(
     let shares = args.courtesy.len() as u32;
     let mut runs: Vec<Vec<(Option<f64>, Timings)>> = vec![Vec::new(); args.courtesy.len()];
     let turns = args.runs * shares;
-    let bar = Bar::tokens("measuring courtesy", u64::from(turns) * work_of_run(args));
+    let bar = Bar::of("tokens", "measuring courtesy", u64::from(turns) * work_of_run(args));
     for turn in 0..args.runs {
         for (i, courtesy) in (0..).zip(&args.courtesy) {
             engine.set_courtesy(*courtesy);
@@ -440,8 +426,8 @@ fn with_courtesy(
             .iter()
             .all(|(busy, _)| busy.is_some())
             .then(|| median(runs.iter().filter_map(|(busy, _)| *busy))),
-        prefill: median(runs.iter().map(|(_, t)| rate(args.prompt_tokens as usize, t.prefill))),
-        decode: median(runs.iter().map(|(_, t)| decode_rate(t))),
+        prefill_tokens_per_s: median(runs.iter().map(|(_, t)| rate(args.prompt_tokens as usize, t.prefill))),
+        decode_tokens_per_s: median(runs.iter().map(|(_, t)| decode_rate(t))),
     });
     Ok(measured.collect())
 }
@@ -491,7 +477,7 @@ fn decode_together(
     let used = energy.zip(meter.and_then(Meter::read)).filter(|(from, to)| from.gaps == to.gaps);
     Ok(Together {
         streams: n,
-        tokens_per_s: rate(tokens as usize, time),
+        decode_tokens_per_s: rate(tokens as usize, time),
         steps: after.steps - before.steps,
         preemptions: after.preemptions - before.preemptions,
         host: HostTime::between(&before, &after),

@@ -3,19 +3,19 @@
 pub(crate) mod client;
 mod engine;
 mod prompts;
-pub(crate) mod report;
 pub(crate) mod serve;
 pub(crate) mod statistics;
 
-use super::args::{self, Benchmarked};
+use super::args::{self, Benchmark};
 use super::error::Error;
 use crate::config::Config;
 use crate::npu;
 
 pub fn bench(config: &Config, args: &args::Bench) -> Result<(), Error> {
-    match args.benchmarked() {
-        Benchmarked::Engine(args) => engine::engine(config, args),
-        Benchmarked::Npu(args) => npu::cli::bench(config, args),
-        Benchmarked::Serve(args) => serve::serve(args),
+    match &args.what {
+        None => engine::engine(config, &args.engine),
+        Some(Benchmark::Engine(args)) => engine::engine(config, args),
+        Some(Benchmark::Npu(args)) => npu::cli::bench(config, args),
+        Some(Benchmark::Serve(args)) => serve::serve(args),
     }
 }

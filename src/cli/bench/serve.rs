@@ -56,7 +56,7 @@ fn refuse_foreign_options(args: &BenchServe) -> Result<(), Error> {
     match of.iter().find(|(_, given, scenarios)| *given && !scenarios.contains(&args.scenario)) {
         None => Ok(()),
         Some((option, _, scenarios)) => {
-            let names: Vec<_> = scenarios.iter().map(|s| s.name()).collect();
+            let names: Vec<_> = scenarios.iter().map(Scenario::to_string).collect();
             Err(Error::Argument(format!("{option} belongs to --scenario {}", names.join(" or "))))
         }
     }
@@ -120,7 +120,7 @@ impl Generator {
         streams: u32,
         more: &(dyn Fn() -> bool + Sync),
     ) -> Result<Tally, Error> {
-        let bar = Bar::requests(what, u64::from(streams) * u64::from(self.requests));
+        let bar = Bar::of("requests", what, u64::from(streams) * u64::from(self.requests));
         let stop = AtomicBool::new(false);
         let stream = |results: mpsc::SyncSender<Result<Answer, AskError>>| {
             let (mut sent, mut well) = (0, true);
@@ -156,7 +156,7 @@ impl Generator {
     }
 
     fn error(&self, error: &AskError) -> Error {
-        Error::Measured { url: self.client.url().to_owned(), problem: error.to_string() }
+        Error::Tool { tool: self.client.url().to_owned(), problem: error.to_string() }
     }
 
     /// Fails if no request of any tally succeeded.
@@ -170,7 +170,7 @@ impl Generator {
         }
         failure.map_or(Ok(()), |failure| {
             let problem = format!("no request was answered: {failure}");
-            Err(Error::Measured { url: self.client.url().to_owned(), problem })
+            Err(Error::Tool { tool: self.client.url().to_owned(), problem })
         })
     }
 
@@ -179,7 +179,7 @@ impl Generator {
         json!({
             "url": self.client.url(),
             "model": self.model,
-            "scenario": scenario.name(),
+            "scenario": scenario.to_string(),
             "seed": self.prompts.seed(),
             "requests_per_stream": self.requests,
             "max_tokens": self.max_tokens,
@@ -219,12 +219,10 @@ pub fn client(args: &ServerOptions, temperature: f32, ignore_eos: bool) -> Resul
 
 /// The model that the arguments name, or the only one that the server lists.
 pub fn model(client: &Client, args: &ServerOptions) -> Result<String, Error> {
-    args.model.clone().map_or_else(|| the_model(client), Ok)
-}
-
-/// The only model that the server lists.
-fn the_model(client: &Client) -> Result<String, Error> {
-    let error = |problem: String| Error::Measured { url: client.url().to_owned(), problem };
+    if let Some(model) = &args.model {
+        return Ok(model.clone());
+    }
+    let error = |problem: String| Error::Tool { tool: client.url().to_owned(), problem };
     let mut ids = client.models().map_err(|problem| match problem {
         AskError::Status { .. } | AskError::Foreign(_) => {
             error(format!("{problem}; name the model with --model"))
@@ -253,6 +251,8 @@ struct Tally {
     /// Number of answers whose tokens the server counted, and the tokens of their prompts.
     counted: u64,
     prompt_tokens: u64,
+    /// Cached tokens of each prompt for which the server reports them.
+    cached: Vec<u64>,
 }
 
 impl Tally {
@@ -270,6 +270,7 @@ impl Tally {
                 if let Some(usage) = answer.usage {
                     self.counted += 1;
                     self.prompt_tokens += usage.prompt_tokens;
+                    self.cached.extend(usage.cached_tokens);
                 }
             }
         }
@@ -305,6 +306,36 @@ impl Tally {
             "inter_token_ms": self.gaps().json(),
             "tokens_per_s": self.tokens_per_s(),
         })
+    }
+
+    /// Median time to the first token, in milliseconds.
+    fn first_ms(&self) -> Option<f64> {
+        let first = &self.first;
+        (!first.is_empty()).then(|| median(first.iter().map(|time| time.as_secs_f64() * 1e3)))
+    }
+
+    /// Mean number of cached tokens; `None` if the server does not report it.
+    fn mean_cached(&self) -> Option<f64> {
+        ratio(self.cached.iter().sum::<u64>() as f64, self.cached.len() as f64)
+    }
+
+    /// The JSON of one turn of several chats.
+    fn turn_json(&self) -> Value {
+        json!({
+            "requests": self.requests,
+            "failures": self.failures,
+            "first_failure": self.first_failure.as_ref().map(AskError::to_string),
+            "ttft_ms": self.first_ms(),
+            "mean_prompt_tokens": self.mean_prompt(),
+            "mean_cached_tokens": self.mean_cached(),
+        })
+    }
+
+    /// A row of the table of turns.
+    fn turn_row(&self) -> String {
+        let figures = [self.first_ms(), self.mean_prompt(), self.mean_cached()];
+        let [first, prompt, cached] = figures.map(|figure| column(figure, 9, 1));
+        format!("{:8} {:6} {first} {prompt} {cached}\n", self.requests, self.failures)
     }
 
     /// A row of the table under [`HEADER`].
@@ -369,8 +400,7 @@ fn closed(generator: &Generator, args: &BenchServe) -> Result<(), Error> {
         report["prompt_tokens"] = generator.prompt_tokens.into();
         let level = |(streams, tally): &(u32, Tally)| {
             let mut level = json!({"streams": streams});
-            let more = tally.json();
-            let fields = more.as_object().expect("a tally is an object").clone();
+            let fields = tally.json().as_object().expect("a tally is an object").clone();
             level.as_object_mut().expect("just made").extend(fields);
             level["ratio_to_one"] = json!(of_one(tally));
             level
@@ -477,60 +507,10 @@ fn mixed(generator: &Generator, args: &BenchServe) -> Result<(), Error> {
     print(&text)
 }
 
-/// One turn, over several chats.
-#[derive(Default)]
-struct Turn {
-    tally: Tally,
-    cached: Vec<u64>,
-}
-
-impl Turn {
-    fn add(&mut self, result: Result<Answer, AskError>) {
-        let usage = result.as_ref().ok().and_then(|answer| answer.usage);
-        self.cached.extend(usage.and_then(|usage| usage.cached_tokens));
-        self.tally.add(result);
-    }
-
-    /// Median time to the first token, in milliseconds.
-    fn first_ms(&self) -> Option<f64> {
-        let first = &self.tally.first;
-        (!first.is_empty()).then(|| median(first.iter().map(|time| time.as_secs_f64() * 1e3)))
-    }
-
-    /// Mean number of cached tokens; `None` if the server does not report it.
-    fn mean_cached(&self) -> Option<f64> {
-        ratio(self.cached.iter().sum::<u64>() as f64, self.cached.len() as f64)
-    }
-
-    fn json(&self) -> Value {
-        json!({
-            "requests": self.tally.requests,
-            "failures": self.tally.failures,
-            "first_failure": self.tally.first_failure.as_ref().map(AskError::to_string),
-            "ttft_ms": self.first_ms(),
-            "mean_prompt_tokens": self.tally.mean_prompt(),
-            "mean_cached_tokens": self.mean_cached(),
-        })
-    }
-
-    fn row(&self) -> String {
-        let figure = |figure| column(figure, 9, 1);
-        let (tally, prompt) = (&self.tally, self.tally.mean_prompt());
-        format!(
-            "{:8} {:6} {} {} {}\n",
-            tally.requests,
-            tally.failures,
-            figure(self.first_ms()),
-            figure(prompt),
-            figure(self.mean_cached())
-        )
-    }
-}
-
 fn second_turn(generator: &Generator, args: &BenchServe) -> Result<(), Error> {
     let history_tokens = args.history_tokens.unwrap_or(HISTORY_TOKENS);
-    let (mut first, mut second) = (Turn::default(), Turn::default());
-    let bar = Bar::requests("chats of two turns", 2 * u64::from(generator.requests));
+    let (mut first, mut second) = (Tally::default(), Tally::default());
+    let bar = Bar::of("requests", "chats of two turns", 2 * u64::from(generator.requests));
     for i in 0..u64::from(generator.requests) {
         let question = generator.prompts.question(history_tokens);
         let mut messages = vec![json!({"role": "user", "content": question})];
@@ -548,17 +528,17 @@ fn second_turn(generator: &Generator, args: &BenchServe) -> Result<(), Error> {
         bar.set(2 * i + 2);
     }
     drop(bar);
-    generator.check_any([&first.tally])?;
-    generator.check_any([&second.tally])?;
+    generator.check_any([&first])?;
+    generator.check_any([&second])?;
     let second_of_first =
         first.first_ms().zip(second.first_ms()).and_then(|(first, second)| ratio(second, first));
 
     if args.json {
-        let counted = counted_by([&first.tally, &second.tally]);
+        let counted = counted_by([&first, &second]);
         let mut report = generator.json(args.scenario, counted);
         report["history_tokens"] = history_tokens.into();
-        report["first_turn"] = first.json();
-        report["second_turn"] = second.json();
+        report["first_turn"] = first.turn_json();
+        report["second_turn"] = second.turn_json();
         report["second_of_first"] = json!(second_of_first);
         return print(&format!("{report}\n"));
     }
@@ -570,11 +550,11 @@ fn second_turn(generator: &Generator, args: &BenchServe) -> Result<(), Error> {
          the second turn's first token takes {} of the first's time\n",
         generator.requests,
         generator.length(),
-        first.row(),
-        second.row(),
+        first.turn_row(),
+        second.turn_row(),
         column(second_of_first, 0, 3),
     ));
-    text.push_str(&first.tally.failed("first turn"));
-    text.push_str(&second.tally.failed("second turn"));
+    text.push_str(&first.failed("first turn"));
+    text.push_str(&second.failed("second turn"));
     print(&text)
 }

@@ -15,7 +15,6 @@ use super::generate::{answer, request, runtime};
 use super::load::{self, EndEngine};
 use super::log::{note, say};
 use super::progress::EraseOnInterrupt;
-use crate::checkpoint::ModelFiles;
 use crate::config::Config;
 use crate::engine::{EngineError, SubmitError};
 use crate::session::{GenerateRequest, Service};
@@ -38,7 +37,7 @@ pub fn chat(config: &Config, args: args::Chat) -> Result<(), Error> {
     drop(loading);
     let _end = EndEngine(service.engine().clone());
     let runtime = runtime()?;
-    let mut chat = Chat { service, model: name(&files, config), sampling, turns: Vec::new() };
+    let mut chat = Chat { service, model: load::model_id(&files, config), sampling, turns: Vec::new() };
     if is_terminal {
         note(format_args!(
             "{}. Ctrl-C stops an answer, Ctrl-D leaves, /help lists the commands.",
@@ -95,11 +94,6 @@ pub fn chat(config: &Config, args: args::Chat) -> Result<(), Error> {
             }
         }
     }
-}
-
-/// The id that the model has in the API of `serve`.
-fn name(files: &ModelFiles, config: &Config) -> String {
-    config.model.name.clone().unwrap_or_else(|| files.name().to_owned())
 }
 
 /// A conversation, and what is needed to answer it.

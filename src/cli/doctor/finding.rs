@@ -3,8 +3,9 @@
 use serde::Serialize;
 
 /// How much a finding matters to `unicorn serve`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, strum::Display)]
 #[serde(rename_all = "kebab-case")]
+#[strum(serialize_all = "kebab-case")]
 pub enum Severity {
     Ok,
     /// Worth knowing; also a fact that could not be read.
@@ -13,17 +14,6 @@ pub enum Severity {
     Warning,
     /// Prevents `unicorn serve` from running.
     Problem,
-}
-
-impl Severity {
-    const fn name(self) -> &'static str {
-        match self {
-            Severity::Ok => "ok",
-            Severity::Note => "note",
-            Severity::Warning => "warning",
-            Severity::Problem => "problem",
-        }
-    }
 }
 
 /// How a user fixes a finding.
@@ -176,7 +166,7 @@ impl Report {
         sorted.sort_by_key(|finding| finding.severity);
         let mut text = String::new();
         for finding in sorted {
-            text += &format!("{:<8} {:<22} {}\n", finding.severity.name(), finding.code, finding.found);
+            text += &format!("{:<8} {:<22} {}\n", finding.severity, finding.code, finding.found);
             if finding.severity == Severity::Ok {
                 continue;
             }

@@ -132,10 +132,8 @@ fn fit(
         model: path.map(str::to_owned),
         shape: args.shape,
         scheme: args.scheme,
-        attention: None,
-        feed_forward: None,
-        embedding: None,
         draft: config.model.draft.clone().filter(|_| path.is_some()),
+        ..args::Planned::default()
     };
     let sizes = gpu.and_then(|gpu| Sizes::read(machine, gpu));
     let fit = match plan::fit(config, &planned, &device.room(config)) {

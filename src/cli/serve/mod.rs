@@ -77,7 +77,7 @@ pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: S
     let original = config.clone();
     let machine = Machine::new(root);
     let files = load::files(&config.model)?;
-    let model_id = config.model.name.clone().unwrap_or_else(|| files.name().to_owned());
+    let model_id = load::model_id(&files, config);
     let options = Options {
         max_body_bytes: config.server.max_body_bytes,
         stored_responses: config.server.stored_responses,
@@ -169,7 +169,8 @@ pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: S
             };
             match loaded {
                 Ok(Ok((service, report))) => {
-                    log_ready(&service, &base);
+                    let context = service.engine().limits().max_context;
+                    tracing::info!("ready: {base}, context {context} tokens");
                     server.set_report(report);
                     let service = server.set_ready(service);
                     is_ready.notify_one();
@@ -405,9 +406,4 @@ fn stop(
         });
         grace
     })
-}
-
-fn log_ready(service: &Service, base: &str) {
-    let context = service.engine().limits().max_context;
-    tracing::info!("ready: {base}, context {context} tokens");
 }

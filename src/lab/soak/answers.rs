@@ -6,7 +6,8 @@
 
 use serde_json::{Map, Value};
 
-use crate::cli::bench::client::{self, Exchanged, shown};
+use super::client::{Exchanged, events};
+use crate::cli::bench::client::shown;
 
 /// Prefixes of the ids that the server generates.
 const IDS: [&str; 8] = ["chatcmpl-", "cmpl-", "resp_", "msg_", "call_", "toolu_", "fc_", "req_"];
@@ -22,7 +23,7 @@ const IN_PIECES: [&str; 5] = ["content", "text", "arguments", "delta", "partial_
 pub fn comparable(answer: &Exchanged) -> Result<Value, String> {
     match answer.kind.as_str() {
         "text/event-stream" => {
-            let events = client::events(&answer.body).ok_or("an event is too long")?;
+            let events = events(&answer.body).ok_or("an event is too long")?;
             stream(&events)
         }
         "application/json" => {

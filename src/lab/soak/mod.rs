@@ -15,6 +15,7 @@
 //! [`SHOWN_FAILURES`] failures are kept, and a soak test ends after [`MAX_FAILURES`] failures.
 
 mod answers;
+mod client;
 mod faults;
 mod process;
 mod requests;
@@ -28,11 +29,12 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 use ureq::http::Method;
 
+use self::client::{Exchanged, exchange, leave_amid_body, leave_midway};
 use self::faults::{Armed, Faults};
 use self::process::Held;
 use self::requests::{Ask, Compare, ID};
 use super::args::{self, SoakLength};
-use crate::cli::bench::client::{self, Client, Exchanged};
+use crate::cli::bench::client::{Client, shown};
 use crate::cli::bench::serve;
 use crate::cli::error::Error;
 use crate::cli::log;
@@ -81,14 +83,14 @@ pub fn soak(args: &args::Soak) -> Result<(), Error> {
     let timed = matches!(length, SoakLength::Time(_));
     if let SoakLength::Time(time) = length {
         let warm_up = SoakLength::Time((time / 10).clamp(WARM_UP.0, WARM_UP.1));
-        soak.ask_all(clients, warm_up, Beside { disturbed: true, faults: true })?;
+        soak.ask_all(clients, warm_up, Meanwhile { disturbed: true, faults: true })?;
         if soak.is_judged {
             let rounds = SoakLength::Rounds(WARM_UP_ROUNDS);
-            soak.ask_all(clients, rounds, Beside { disturbed: true, faults: false })?;
+            soak.ask_all(clients, rounds, Meanwhile { disturbed: true, faults: false })?;
         }
     }
     let before = soak.after_a_round(clients, timed)?;
-    soak.ask_all(clients, length, Beside { disturbed: true, faults: true })?;
+    soak.ask_all(clients, length, Meanwhile { disturbed: true, faults: true })?;
     let aged = soak.measure();
     let after = soak.after_a_round(clients, timed)?;
     soak.report(args, length, clients, [&before, &aged, &after])
@@ -96,7 +98,7 @@ pub fn soak(args: &args::Soak) -> Result<(), Error> {
 
 /// What happens while the clients send requests.
 #[derive(Clone, Copy)]
-struct Beside {
+struct Meanwhile {
     /// Whether clients disconnect and SIGHUPs are sent.
     disturbed: bool,
     faults: bool,
@@ -164,12 +166,12 @@ impl Soak {
     }
 
     fn error(&self, problem: String) -> Error {
-        Error::Measured { url: self.client.url().to_owned(), problem }
+        Error::Tool { tool: self.client.url().to_owned(), problem }
     }
 
     /// Refuses a server that has a route without a request.
     fn check_routes(&self) -> Result<(), Error> {
-        let document = self.client.exchange(&Method::GET, "/openapi.json", None);
+        let document = exchange(&self.client, &Method::GET, "/openapi.json", None);
         let document = document.map_err(|error| self.error(error.to_string()))?;
         let parsed: Value = serde_json::from_slice(&document.body).unwrap_or_default();
         if document.status != 200 || !parsed["paths"].is_object() {
@@ -218,7 +220,7 @@ impl Soak {
         self.counts.requests.fetch_add(1, Relaxed);
         let with_id = |text: &str| text.replace(ID, id.as_deref().unwrap_or_default());
         let body = ask.body.as_deref().map(with_id);
-        let got = self.client.exchange(&ask.method, &with_id(&ask.path), body.as_deref());
+        let got = exchange(&self.client, &ask.method, &with_id(&ask.path), body.as_deref());
         let got = got.map_err(|error| error.to_string())?;
         if ask.gives_id {
             let body: Value = serde_json::from_slice(&got.body).unwrap_or_default();
@@ -262,12 +264,12 @@ impl Soak {
 
     /// Runs all clients, each of which begins at another place in the list. Returns when they have stopped and no fault
     /// is in progress.
-    fn ask_all(&mut self, clients: u32, length: SoakLength, beside: Beside) -> Result<(), Error> {
+    fn ask_all(&mut self, clients: u32, length: SoakLength, meanwhile: Meanwhile) -> Result<(), Error> {
         let (over, busy) = (AtomicBool::new(false), AtomicUsize::new(clients as usize));
         let mut faults = self.faults.take();
         let mut most = self.most;
         let outcome = thread::scope(|scope| {
-            let watched = Watch { soak: self, length, beside, began: Instant::now() };
+            let watched = Watch { soak: self, length, meanwhile, began: Instant::now() };
             // The first fault is armed before the first request, so that it occurs even in a single round.
             let armed = watched.arm_first(faults.as_mut())?;
             let (soak, over, busy) = (&*self, &over, &busy);
@@ -277,7 +279,7 @@ impl Soak {
                 let ask = move || soak.ask_rounds(first, length, over, busy);
                 spawned = spawned.and(thread::Builder::new().spawn_scoped(scope, ask).map(|_| ()));
             }
-            if beside.disturbed {
+            if meanwhile.disturbed {
                 let leave = move || soak.leave(over, busy);
                 spawned = spawned.and(thread::Builder::new().spawn_scoped(scope, leave).map(|_| ()));
             }
@@ -315,12 +317,12 @@ impl Soak {
         loop {
             for (path, body) in requests::left_midway() {
                 let body = body.to_string();
-                match self.client.leave_midway(path, &body) {
+                match leave_midway(&self.client, path, &body) {
                     Ok(()) => drop(self.counts.left.fetch_add(1, Relaxed)),
                     Err(error) => self.fail(&format!("POST {path} (left midway)"), &error.to_string()),
                 }
                 thread::sleep(LEAVE);
-                self.client.leave_amid_body(path, &body);
+                leave_amid_body(&self.client, path, &body);
                 self.counts.broken_off.fetch_add(1, Relaxed);
                 thread::sleep(LEAVE);
                 if self.has_given_up() {
@@ -334,7 +336,7 @@ impl Soak {
     }
 
     fn status(&self) -> Option<Value> {
-        let status = self.client.exchange(&Method::GET, "/status", None).ok()?;
+        let status = exchange(&self.client, &Method::GET, "/status", None).ok()?;
         serde_json::from_slice(&status.body).ok()
     }
 
@@ -343,7 +345,7 @@ impl Soak {
         if may_lose && let Some(faults) = &self.faults {
             thread::sleep(faults.wait());
         }
-        self.ask_all(clients, SoakLength::Rounds(1), Beside { disturbed: false, faults: may_lose })?;
+        self.ask_all(clients, SoakLength::Rounds(1), Meanwhile { disturbed: false, faults: may_lose })?;
         Ok(self.measure())
     }
 
@@ -552,7 +554,7 @@ impl Drop for Leaves<'_> {
 struct Watch<'a> {
     soak: &'a Soak,
     length: SoakLength,
-    beside: Beside,
+    meanwhile: Meanwhile,
     began: Instant,
 }
 
@@ -562,7 +564,7 @@ impl Watch<'_> {
         let before = self.soak.status().and_then(losses).unwrap_or_default();
         self.soak.trouble.fetch_add(1, Relaxed);
         // Both measurements come after a loss, or neither does.
-        let armed = faults.arm(!self.beside.disturbed);
+        let armed = faults.arm(!self.meanwhile.disturbed);
         Ok((
             armed.map_err(|error| self.soak.error(format!("--fault-file cannot be written: {error}")))?,
             before,
@@ -570,7 +572,7 @@ impl Watch<'_> {
     }
 
     fn arm_first(&self, faults: Option<&mut Faults>) -> Result<Option<(Armed, u64)>, Error> {
-        let due = faults.filter(|faults| self.beside.faults && faults.is_due());
+        let due = faults.filter(|faults| self.meanwhile.faults && faults.is_due());
         due.map(|faults| self.arm(faults)).transpose()
     }
 
@@ -581,7 +583,7 @@ impl Watch<'_> {
         }
         let Some(status) = self.soak.status() else { return false };
         let lost = status["engine"]["device_losses"].as_u64().is_some_and(|losses| losses > *losses_before);
-        let health = self.soak.client.exchange(&Method::GET, "/health", None);
+        let health = exchange(&self.soak.client, &Method::GET, "/health", None);
         lost && health.is_ok_and(|health| health.status == 200)
     }
 
@@ -601,7 +603,7 @@ impl Watch<'_> {
         while busy.load(Relaxed) > 0 {
             thread::sleep(LOOK);
             let resident = self.look(most);
-            if self.beside.disturbed && hung_up.elapsed() >= HANG_UP {
+            if self.meanwhile.disturbed && hung_up.elapsed() >= HANG_UP {
                 hung_up = Instant::now();
                 self.hang_up();
             }
@@ -620,7 +622,7 @@ impl Watch<'_> {
                     self.soak.trouble.fetch_add(1, Relaxed);
                 }
                 let is_time = left().is_some_and(|left| left > LAST_FAULT);
-                if armed.is_none() && self.beside.faults && is_time && faults.is_due() {
+                if armed.is_none() && self.meanwhile.faults && is_time && faults.is_due() {
                     armed = match self.arm(faults) {
                         Ok(armed) => Some(armed),
                         Err(error) => {
@@ -680,12 +682,12 @@ impl Watch<'_> {
 }
 
 fn other_status(ask: &Ask, got: &Exchanged) -> String {
-    format!("expected status {}, got {}: {}", ask.status, got.status, client::shown(&got.body))
+    format!("expected status {}, got {}: {}", ask.status, got.status, shown(&got.body))
 }
 
 /// Whether an answer is the expected one. `calm`: no fault was in progress during the request.
 fn compare(ask: &Ask, expected: &Value, got: &Exchanged, calm: bool) -> Result<(), String> {
-    let said = || client::shown(&got.body);
+    let said = || shown(&got.body);
     let refused = || Err(other_status(ask, got));
     match ask.compare {
         Compare::Success if got.status == ask.status => Ok(()),

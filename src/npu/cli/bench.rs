@@ -9,7 +9,6 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use crate::cli::args;
-use crate::cli::bench::report::commit;
 use crate::cli::bench::statistics::median;
 use crate::cli::doctor::Machine;
 use crate::cli::energy::Meter;
@@ -17,6 +16,7 @@ use crate::cli::error::Error;
 use crate::cli::load::{self, Watch};
 use crate::cli::progress::Bar;
 use crate::cli::terminal::print;
+use crate::cli::version::commit;
 use crate::config::{Config, NpuMode};
 use crate::device::{NpuReport, Place};
 use crate::engine::{EnergyCounter, Trial};
@@ -65,8 +65,9 @@ pub fn bench(config: &Config, args: &args::BenchNpu) -> Result<(), Error> {
     config.npu.mode = NpuMode::Require;
     config.engine.context = config.engine.context.or(Some(args.prompt_tokens as usize + 1));
     let files = load::files(&config.model)?;
-    let name = config.model.name.clone().unwrap_or_else(|| files.name().to_owned());
-    let load::Model { mut runner, device, npu, .. } = load::model(&files, &config, Watch::Nothing)?;
+    let name = load::model_id(&files, &config);
+    let load::Model { mut runner, npu, .. } = load::model(&files, &config, Watch::Nothing)?;
+    let device = runner.device().info().clone();
     let npu = npu.expect("a model that requires the NPU has it");
     let trial = Trial::Prefill { tokens: args.prompt_tokens as usize };
     if let Some(obstacle) = trial.obstacle(&runner.limits()) {
@@ -77,7 +78,7 @@ pub fn bench(config: &Config, args: &args::BenchNpu) -> Result<(), Error> {
     let mut shares: Vec<ShareRuns> =
         counts.map(|kv_heads| ShareRuns { kv_heads, runs: Vec::new() }).collect();
     let rounds = 1 + args.runs as usize;
-    let bar = Bar::cases("measuring", (rounds * shares.len()) as u64);
+    let bar = Bar::of("cases", "measuring", (rounds * shares.len()) as u64);
     for round in 0..rounds {
         let places = shares.len();
         for (i, share) in shares.iter_mut().enumerate() {

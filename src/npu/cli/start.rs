@@ -40,8 +40,8 @@ pub fn kernels_folder(config: &Config) -> Option<PathBuf> {
 
 /// The library that calls XRT.
 pub fn shim(config: &Config) -> PathBuf {
-    let beside = || Shim::path(&std::env::current_exe().unwrap_or_default());
-    config.npu.shim.as_ref().map_or_else(beside, PathBuf::from)
+    let installed = || Shim::path(&std::env::current_exe().unwrap_or_default());
+    config.npu.shim.as_ref().map_or_else(installed, PathBuf::from)
 }
 
 fn limits_of(config: &Config, model: &ModelSpec) -> OffloadLimits {

@@ -10,7 +10,7 @@
 //!
 //! Memory that another device shares is any file that can be mapped; no dma-buf is needed. The device has a copy of it
 //! too, into which a part's sync moves that part alone. What Mesa's software Vulkan shares (`OPAQUE_FD`) is a file with a
-//! header, behind which the memory begins.
+//! header, and the memory begins after it.
 //!
 //! `NPU_DOUBLE` makes calls fail. It is read when the device is opened, and the calls on that device count from there:
 //!
@@ -154,7 +154,7 @@ fn words() -> String {
     std::env::var("NPU_DOUBLE").unwrap_or_default()
 }
 
-/// A line for whoever reads the program's stderr, if anybody does.
+/// Writes a line to standard error. It is no error if standard error cannot be written.
 fn say(line: &str) {
     let _ = writeln!(std::io::stderr(), "npu_double: {line}");
 }
@@ -208,7 +208,7 @@ struct Memory {
     _owner: Box<dyn Any>,
 }
 
-/// A byte of memory that nobody wrote.
+/// A byte of memory that was not written.
 const UNWRITTEN: u8 = u8::MAX;
 
 impl Memory {
@@ -345,7 +345,7 @@ impl Command<'_> {
             _ => {}
         }
         if self.instructions.on_device::<u32>().contains(&u32::MAX) {
-            say("the device reads instructions that nobody wrote: they were not synced");
+            say("the device reads instructions that were not written: they were not synced");
             return Ok(abi::STATE_ERROR);
         }
         let job = match Job::from_words(&data[4].on_device::<u32>()) {

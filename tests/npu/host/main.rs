@@ -1,16 +1,16 @@
-//! A program that computes on an NPU, or on what stands in for one, and compares with the kernel's model:
+//! A program that computes on an NPU, or on a substitute for one, and compares with the kernel's model:
 //! `npu_host SHIM XCLBIN JOB...`.
 //!
 //! A job is `HEAD_DIM/HEADS/WINDOW/GROUPS/FIRST/ROWS`, with the window 0 for none: `128/2/0/4/100/17` is attention of 17
 //! rows from position 100, of 2 query heads for each of 4 KV heads. `DEADLINE_MS` is the time for each dispatch, 60000 if
 //! it is not set.
 //!
-//! The arrays of a job with `@OFFSET` behind it lie in memory that is shared with the NPU: Q from that byte on, K 4096
-//! behind it in K's memory, V and O 4096 further each in theirs. The memory is four files, which take the place of
-//! another device's; `LACKING` bytes of each are not there, none if it is not set.
+//! `@OFFSET` after a job puts its arrays into memory that is shared with the NPU: Q begins at that byte of its memory, K
+//! 4096 bytes later in K's memory, V and O each 4096 bytes later than the array before. The memory is four files instead
+//! of another device's memory. `LACKING` is the number of bytes that each file is too short; 0 if it is not set.
 //!
-//! Each line of the output is an object: first what was opened, then a line for each job, with the error where one came
-//! up. The exit status is 0 if the program got to its end, whatever the lines say.
+//! Each line of the output is an object: the first describes the opened device, and each other one a job, with its error
+//! if it failed. The exit status is 0 if the program reached its end, even if jobs failed.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -29,9 +29,9 @@ use unicorn::npu::transport::{KernelFiles, NpuTransport};
 /// The fake driver recognises the instructions by their first word.
 const FIRST_INSTRUCTION: u32 = 0x0605_0403;
 
-/// How far behind the last one's offset in its memory each array begins in its own.
+/// How many bytes later than the array before each array begins in its own memory.
 const APART: u64 = 4096;
-/// A byte of shared memory that nobody wrote.
+/// A byte of shared memory that was not written.
 const UNWRITTEN: u8 = 0xff;
 
 fn main() {
@@ -141,7 +141,7 @@ impl Host {
             bytemuck::cast_slice(&inputs.values),
         );
         let into: &mut [u8] = bytemuck::cast_slice_mut(&mut output);
-        let mut beside = None;
+        let mut outside = None;
         match request.arrays() {
             None => self.shim.attend(kernel, job, queries, keys, values, into, self.deadline)?,
             Some(arrays) => {
@@ -155,18 +155,18 @@ impl Host {
                 self.shim.attend_shared(kernel, job, arrays.map(|(offset, _)| offset), self.deadline)?;
                 files[3].read_exact_at(&mut all, 0).expect("the memory is read");
                 let (before, rest) = all.split_at(offset as usize);
-                let (written, behind) = rest.split_at(into.len());
+                let (written, after) = rest.split_at(into.len());
                 into.copy_from_slice(written);
-                beside = Some(before.iter().chain(behind).filter(|byte| **byte != UNWRITTEN).count());
+                outside = Some(before.iter().chain(after).filter(|byte| **byte != UNWRITTEN).count());
             }
         }
         let expected = tile::attend(job, &inputs);
         let wrong = output.iter().zip(&expected).filter(|(o, e)| o.to_bits() != e.to_bits()).count();
         let bytes = job.layout().bytes();
         let mut line = json!({ "job": text, "bytes": bytes, "numbers": output.len(), "wrong": wrong });
-        if let Some(beside) = beside {
-            // The bytes of O's memory that the dispatch wrote, and that are none of its output.
-            line["beside"] = beside.into();
+        if let Some(outside) = outside {
+            // The bytes of O's memory that the dispatch wrote outside of its output.
+            line["outside"] = outside.into();
         }
         Ok(line)
     }
