@@ -129,10 +129,10 @@ pub enum BodyGap {
 
 /// The parts of an error in a response, except the message.
 struct Wire<'a> {
-    status: StatusCode,
-    kind: &'static str,
+    status: u16,
+    code: &'static str,
+    /// The field of the request that is wrong.
     param: Option<&'a str>,
-    code: Option<&'static str>,
     retry_after_s: Option<u32>,
 }
 
@@ -222,7 +222,7 @@ impl ApiError {
     }
 
     pub fn status(&self) -> StatusCode {
-        self.wire().status
+        status_code(self.wire().status)
     }
 
     /// Replaces the error of a slow reader while the server collects an answer, because the reader is the server.
@@ -248,23 +248,28 @@ impl ApiError {
 
     /// The error's name, for programs.
     pub(in crate::api) fn code(&self) -> &'static str {
-        self.wire().code.unwrap_or("error")
+        self.wire().code
     }
 
     /// The body of a response, or a line of a stream that had begun.
     pub(in crate::api) fn body(&self) -> ErrorBody {
-        let Wire { kind, param, code, .. } = self.wire();
+        let Wire { status, param, code, .. } = self.wire();
+        let kind = match status {
+            429 => "rate_limit_error",
+            500.. => "server_error",
+            _ => "invalid_request_error",
+        };
         let param = param.map(|param| visible(param).into_owned());
-        ErrorBody { error: ErrorObject { message: self.message(), r#type: kind, param, code } }
+        ErrorBody { error: ErrorObject { message: self.message(), r#type: kind, param, code: Some(code) } }
     }
 
     /// The status and the error in Anthropic's form.
     pub(in crate::api) fn anthropic(&self) -> (StatusCode, AnthropicErrorObject) {
         let wire = self.wire();
-        let (status, kind) = match wire.status.as_u16() {
+        let (status, kind) = match wire.status {
             // Anthropic's clients retry after these two errors.
             429 if matches!(self, Self::QueueFull { .. }) => (OVERLOADED, "overloaded_error"),
-            503 if wire.retry_after_s.is_some() => (wire.status.as_u16(), "overloaded_error"),
+            503 if wire.retry_after_s.is_some() => (503, "overloaded_error"),
             401 => (401, "authentication_error"),
             403 => (403, "permission_error"),
             404 => (404, "not_found_error"),
@@ -275,94 +280,55 @@ impl ApiError {
         };
         let error_code = "thread_unsupported_request";
         let details = (*self == Self::Thread).then_some(ErrorDetails { error_code });
-        let status = StatusCode::from_u16(status).expect("a status of three digits");
-        (status, AnthropicErrorObject { r#type: kind, message: self.message(), details })
+        (status_code(status), AnthropicErrorObject { r#type: kind, message: self.message(), details })
     }
 
-    fn wire(&self) -> Wire<'_> {
-        let request = |status, param, code| Wire {
-            status,
-            kind: "invalid_request_error",
-            param,
-            code,
-            retry_after_s: None,
-        };
-        let server =
-            |status, kind, code, retry_after_s| Wire { status, kind, param: None, code, retry_after_s };
-        let bad = StatusCode::BAD_REQUEST;
-        let unavailable = StatusCode::SERVICE_UNAVAILABLE;
+    fn wire<'a>(&'a self) -> Wire<'a> {
+        let error = |status, code| Wire { status, code, param: None, retry_after_s: None };
+        let field = |param: &'a str, code| Wire { param: Some(param), ..error(400, code) };
+        let retry = |status, code, seconds| Wire { retry_after_s: Some(seconds), ..error(status, code) };
         match self {
-            Self::Json(_) | Self::NotAnObject(_) => request(bad, None, Some("invalid_json")),
-            Self::Missing { param } => request(bad, Some(param), Some("missing_required_parameter")),
-            Self::Invalid { param, .. } => request(bad, Some(param), Some("invalid_value")),
-            Self::Unsupported { param, .. } => request(bad, Some(param), Some("unsupported_value")),
-            Self::Thread => request(bad, Some("thread"), Some("unsupported_value")),
-            Self::Context { param, .. } => request(bad, Some(param), Some("context_length_exceeded")),
-            Self::Text { param, .. } => request(bad, Some(param), Some("invalid_value")),
-            Self::Grammar(_) => request(bad, None, Some("grammar_failed")),
-            Self::UnknownModel { .. } => {
-                request(StatusCode::NOT_FOUND, Some("model"), Some("model_not_found"))
-            }
-            Self::UnknownResponse(_) => {
-                request(StatusCode::NOT_FOUND, Some("response_id"), Some("not_found"))
-            }
-            Self::UnknownPreviousResponse(_) => {
-                request(bad, Some("previous_response_id"), Some("previous_response_not_found"))
-            }
-            Self::SynchronousResponse => request(bad, Some("response_id"), Some("unsupported_value")),
-            Self::BodyTooLarge { .. } => request(StatusCode::PAYLOAD_TOO_LARGE, None, Some("body_too_large")),
-            Self::BodyTimeout(_) => request(StatusCode::REQUEST_TIMEOUT, None, Some("body_timeout")),
-            Self::BodyBroken => request(bad, None, Some("body_incomplete")),
-            Self::BodyEncoded(_) => request(StatusCode::UNSUPPORTED_MEDIA_TYPE, None, Some("body_encoded")),
-            Self::NoRoute { .. } => request(StatusCode::NOT_FOUND, None, Some("not_found")),
-            Self::Method { .. } => request(StatusCode::METHOD_NOT_ALLOWED, None, Some("method_not_allowed")),
-            Self::NoKey | Self::WrongKey => request(StatusCode::UNAUTHORIZED, None, Some("invalid_api_key")),
-            Self::ForeignHost(_) => request(StatusCode::FORBIDDEN, None, Some("host_not_allowed")),
-            Self::ForeignOrigin(_) => request(StatusCode::FORBIDDEN, None, Some("origin_not_allowed")),
-            Self::ClientFull { .. } => server(
-                StatusCode::TOO_MANY_REQUESTS,
-                "rate_limit_error",
-                Some("client_full"),
-                Some(RETRY_QUEUE_S),
-            ),
-            Self::QueueFull { .. } => server(
-                StatusCode::TOO_MANY_REQUESTS,
-                "rate_limit_error",
-                Some("queue_full"),
-                Some(RETRY_QUEUE_S),
-            ),
-            Self::NoTurn { .. } => server(unavailable, "server_error", Some("no_turn"), Some(RETRY_QUEUE_S)),
-            Self::Loading => {
-                server(unavailable, "server_error", Some("model_loading"), Some(RETRY_LOADING_S))
-            }
-            Self::Engine(EngineError::Lost(_)) => {
-                server(unavailable, "server_error", Some("engine_lost"), None)
-            }
-            Self::Engine(EngineError::Bug(_)) => {
-                server(unavailable, "server_error", Some("engine_failed"), None)
-            }
-            Self::Engine(EngineError::ShuttingDown) => {
-                server(unavailable, "server_error", Some("shutting_down"), Some(RETRY_LOADING_S))
-            }
-            Self::Engine(EngineError::NotFinite) => {
-                server(StatusCode::INTERNAL_SERVER_ERROR, "server_error", Some("logits_not_finite"), None)
-            }
-            Self::Engine(EngineError::LostTwice(_)) => {
-                server(StatusCode::INTERNAL_SERVER_ERROR, "server_error", Some("lost_twice"), None)
-            }
-            Self::Engine(EngineError::Coprocessor(_)) => {
-                server(StatusCode::INTERNAL_SERVER_ERROR, "server_error", Some("npu_failed"), None)
-            }
-            Self::Engine(EngineError::SlowReader) => {
-                request(StatusCode::REQUEST_TIMEOUT, None, Some("not_read"))
-            }
-            Self::Shortage(_) => server(unavailable, "server_error", Some("no_memory"), Some(RETRY_QUEUE_S)),
-            Self::Behind => server(unavailable, "server_error", Some("behind"), Some(RETRY_QUEUE_S)),
-            Self::Bug(_) | Self::Panic(_) => {
-                server(StatusCode::INTERNAL_SERVER_ERROR, "server_error", Some("internal_error"), None)
-            }
+            Self::Json(_) | Self::NotAnObject(_) => error(400, "invalid_json"),
+            Self::Missing { param } => field(param, "missing_required_parameter"),
+            Self::Invalid { param, .. } => field(param, "invalid_value"),
+            Self::Unsupported { param, .. } => field(param, "unsupported_value"),
+            Self::Thread => field("thread", "unsupported_value"),
+            Self::Context { param, .. } => field(param, "context_length_exceeded"),
+            Self::Text { param, .. } => field(param, "invalid_value"),
+            Self::Grammar(_) => error(400, "grammar_failed"),
+            Self::UnknownModel { .. } => Wire { status: 404, ..field("model", "model_not_found") },
+            Self::UnknownResponse(_) => Wire { status: 404, ..field("response_id", "not_found") },
+            Self::UnknownPreviousResponse(_) => field("previous_response_id", "previous_response_not_found"),
+            Self::SynchronousResponse => field("response_id", "unsupported_value"),
+            Self::BodyTooLarge { .. } => error(413, "body_too_large"),
+            Self::BodyTimeout(_) => error(408, "body_timeout"),
+            Self::BodyBroken => error(400, "body_incomplete"),
+            Self::BodyEncoded(_) => error(415, "body_encoded"),
+            Self::NoRoute { .. } => error(404, "not_found"),
+            Self::Method { .. } => error(405, "method_not_allowed"),
+            Self::NoKey | Self::WrongKey => error(401, "invalid_api_key"),
+            Self::ForeignHost(_) => error(403, "host_not_allowed"),
+            Self::ForeignOrigin(_) => error(403, "origin_not_allowed"),
+            Self::ClientFull { .. } => retry(429, "client_full", RETRY_QUEUE_S),
+            Self::QueueFull { .. } => retry(429, "queue_full", RETRY_QUEUE_S),
+            Self::NoTurn { .. } => retry(503, "no_turn", RETRY_QUEUE_S),
+            Self::Loading => retry(503, "model_loading", RETRY_LOADING_S),
+            Self::Engine(EngineError::Lost(_)) => error(503, "engine_lost"),
+            Self::Engine(EngineError::Bug(_)) => error(503, "engine_failed"),
+            Self::Engine(EngineError::ShuttingDown) => retry(503, "shutting_down", RETRY_LOADING_S),
+            Self::Engine(EngineError::NotFinite) => error(500, "logits_not_finite"),
+            Self::Engine(EngineError::LostTwice(_)) => error(500, "lost_twice"),
+            Self::Engine(EngineError::Coprocessor(_)) => error(500, "npu_failed"),
+            Self::Engine(EngineError::SlowReader) => error(408, "not_read"),
+            Self::Shortage(_) => retry(503, "no_memory", RETRY_QUEUE_S),
+            Self::Behind => retry(503, "behind", RETRY_QUEUE_S),
+            Self::Bug(_) | Self::Panic(_) => error(500, "internal_error"),
         }
     }
+}
+
+fn status_code(status: u16) -> StatusCode {
+    StatusCode::from_u16(status).expect("a status of three digits")
 }
 
 impl From<SubmitError> for ApiError {
@@ -398,7 +364,7 @@ impl From<SessionError> for ApiError {
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let wire = self.wire();
-        let mut response = (wire.status, Json(self.body())).into_response();
+        let mut response = (status_code(wire.status), Json(self.body())).into_response();
         if let Some(seconds) = wire.retry_after_s {
             response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
         }
@@ -406,7 +372,7 @@ impl IntoResponse for ApiError {
             // RFC 7694: what the client may send instead.
             response.headers_mut().insert(header::ACCEPT_ENCODING, HeaderValue::from_static("identity"));
         }
-        if wire.status == StatusCode::UNAUTHORIZED {
+        if wire.status == 401 {
             let how = HeaderValue::from_static("Bearer realm=\"unicorn\"");
             response.headers_mut().insert(header::WWW_AUTHENTICATE, how);
         }

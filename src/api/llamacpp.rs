@@ -217,92 +217,70 @@ impl ToSchema for Tokenized {
     }
 }
 
-/// Tokenizes a text or a conversation.
-#[utoipa::path(
-    post,
-    path = "/tokenize",
-    operation_id = "tokenize",
-    tag = "tokens",
-    request_body = TokenizeRequest,
-    responses(
-        (status = 200, description = "The answer.", body = Tokenized),
-        BodyErrors,
-    ),
-)]
-pub(in crate::api) async fn tokenize(
-    State(server): State<Arc<Server>>,
-    client: Client,
-    body: Body,
-) -> Result<Json<Tokenized>, ApiError> {
-    let work = exchange::process_body(&server, &client, body, |server, body| {
-        let request = TokenizeRequest::read(&wire::object(body)?)?;
-        let TokenizeRequest { text, tools, ending } = request;
-        // Tools are always checked, as the document says.
-        let tools = tools.tools()?;
-        let conversation = text.messages.map(messages).transpose()?;
-        let conversation = conversation.map(|messages| tools.describe_in(&messages));
-        let strings = text.return_token_strs.unwrap_or(false);
-        let service = server.service_for(wire::named(text.model).as_deref())?;
-        match (text.content, text.prompt, conversation) {
-            (Some(content), ..) => {
-                let special = text.add_special.unwrap_or(false);
-                let ids = match text.parse_special.unwrap_or(true) {
-                    true => service.encode(&content, special, None),
-                    false => service.encode_plain(&content, special, None),
-                };
-                let ids = ids.map_err(|error| ApiError::from(error).in_prompt("content"))?;
-                Ok(match text.with_pieces {
-                    None | Some(false) => Tokenized::Ids(TokenIds { tokens: ids }),
-                    Some(true) => {
-                        let piece = |id: u32| TokenPiece { id, piece: PieceText::of(&service, id) };
-                        Tokenized::Pieces(TokenPieces { tokens: ids.into_iter().map(piece).collect() })
-                    }
-                })
+post_route! {
+    /// Tokenizes a text or a conversation.
+    "/tokenize", "tokenize", "tokens",
+    TokenizeRequest => (description = "The answer.", body = Tokenized), BodyErrors,
+    tokenize(server, client: Client, body) -> Json<Tokenized> {
+        let work = exchange::process_body(&server, &client, body, |server, body| {
+            let request = TokenizeRequest::read(&wire::object(body)?)?;
+            let TokenizeRequest { text, tools, ending } = request;
+            // Tools are always checked, as the document says.
+            let tools = tools.tools()?;
+            let conversation = text.messages.map(messages).transpose()?;
+            let conversation = conversation.map(|messages| tools.describe_in(&messages));
+            let strings = text.return_token_strs.unwrap_or(false);
+            let service = server.service_for(wire::named(text.model).as_deref())?;
+            match (text.content, text.prompt, conversation) {
+                (Some(content), ..) => {
+                    let special = text.add_special.unwrap_or(false);
+                    let ids = match text.parse_special.unwrap_or(true) {
+                        true => service.encode(&content, special, None),
+                        false => service.encode_plain(&content, special, None),
+                    };
+                    let ids = ids.map_err(|error| ApiError::from(error).in_prompt("content"))?;
+                    Ok(match text.with_pieces {
+                        None | Some(false) => Tokenized::Ids(TokenIds { tokens: ids }),
+                        Some(true) => {
+                            let piece = |id: u32| TokenPiece { id, piece: PieceText::of(&service, id) };
+                            Tokenized::Pieces(TokenPieces { tokens: ids.into_iter().map(piece).collect() })
+                        }
+                    })
+                }
+                (None, prompt, conversation) => {
+                    let ids = match (prompt, conversation) {
+                        (Some(prompt), _) => service
+                            .encode(&prompt, text.add_special_tokens.unwrap_or(true), None)
+                            .map_err(|error| ApiError::from(error).in_prompt("prompt"))?,
+                        (None, Some(messages)) => service.prompt(&messages, ending.ending(&messages)?, None)?,
+                        (None, None) => return Err(wire::missing("prompt")),
+                    };
+                    Ok(Tokenized::Prompt(PromptTokens {
+                        count: ids.len(),
+                        max_model_len: service.engine().limits().max_context,
+                        token_strs: strings.then(|| ids.iter().map(|id| service.piece(*id)).collect()),
+                        tokens: ids,
+                    }))
+                }
             }
-            (None, prompt, conversation) => {
-                let ids = match (prompt, conversation) {
-                    (Some(prompt), _) => service
-                        .encode(&prompt, text.add_special_tokens.unwrap_or(true), None)
-                        .map_err(|error| ApiError::from(error).in_prompt("prompt"))?,
-                    (None, Some(messages)) => service.prompt(&messages, ending.ending(&messages)?, None)?,
-                    (None, None) => return Err(wire::missing("prompt")),
-                };
-                Ok(Tokenized::Prompt(PromptTokens {
-                    count: ids.len(),
-                    max_model_len: service.engine().limits().max_context,
-                    token_strs: strings.then(|| ids.iter().map(|id| service.piece(*id)).collect()),
-                    tokens: ids,
-                }))
-            }
-        }
-    });
-    work.await.map(|(_, reply)| Json(reply))
+        });
+        work.await.map(|(_, reply)| Json(reply))
+    }
 }
 
-/// Turns token ids into text.
-#[utoipa::path(
-    post,
-    path = "/detokenize",
-    operation_id = "detokenize",
-    tag = "tokens",
-    request_body = DetokenizeRequest,
-    responses(
-        (status = 200, description = "The answer.", body = Detokenized),
-        BodyErrors,
-    ),
-)]
-pub(in crate::api) async fn detokenize(
-    State(server): State<Arc<Server>>,
-    client: Client,
-    body: Body,
-) -> Result<Json<Detokenized>, ApiError> {
-    let work = exchange::process_body(&server, &client, body, |server, body| {
-        let DetokenizeRequest { model, tokens } = wire::body(body)?;
-        let ids: Vec<u32> = tokens.into_iter().map(|id| id.0).collect();
-        let service = server.service_for(wire::named(model).as_deref())?;
-        service.check_ids("tokens", &ids)?;
-        let text = service.tokenizer().decode(&ids, false);
-        Ok(Detokenized { prompt: text.clone(), content: text })
-    });
-    work.await.map(|(_, reply)| Json(reply))
+post_route! {
+    /// Turns token ids into text.
+    "/detokenize", "detokenize", "tokens",
+    DetokenizeRequest => (description = "The answer.", body = Detokenized), BodyErrors,
+    detokenize(server, client: Client, body) -> Json<Detokenized> {
+        let work = exchange::process_body(&server, &client, body, |server, body| {
+            let DetokenizeRequest { model, tokens } = wire::body(body)?;
+            let ids: Vec<u32> = tokens.into_iter().map(|id| id.0).collect();
+            let service = server.service_for(wire::named(model).as_deref())?;
+            service.check_ids("tokens", &ids)?;
+            let text = service.tokenizer().decode(&ids, false);
+            Ok(Detokenized { prompt: text.clone(), content: text })
+        });
+        work.await.map(|(_, reply)| Json(reply))
+    }
 }

@@ -16,7 +16,7 @@ use axum::http::{HeaderMap, HeaderName};
 use crate::api::error::ApiError;
 use crate::api::wire::short;
 use crate::engine::Priority;
-use crate::text::{Content, Message};
+use crate::text::Message;
 
 const PRIORITY: HeaderName = HeaderName::from_static("x-unicorn-priority");
 const TASK: HeaderName = HeaderName::from_static("x-unicorn-task");
@@ -144,7 +144,7 @@ fn by_prompt(messages: &[Message]) -> Option<Purpose> {
     let in_chat = |role: &str| !matches!(role, "system" | "developer");
     let mut messages = messages.iter().filter(|message| in_chat(&message.role));
     let (Some(only), None) = (messages.next(), messages.next()) else { return None };
-    let Content::Text(text) = &only.content else { return None };
+    let text = &only.content;
     if only.role != "user" || !text.starts_with(OPEN_WEBUI.opening) {
         return None;
     }

@@ -4,20 +4,11 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use crate::engine::TokenMask;
-use crate::text::{Constraint, TextError, Tokenizer};
+use crate::text::{Constraint, TextError, Tokenizer, mask_of};
 
 /// Why an answer could not follow its grammar or the rules of its request any longer. All answers to a request share
 /// it.
 pub(super) type Failure = Arc<OnceLock<String>>;
-
-/// The mask of token ids: bit `id % 32` of word `id / 32` is set for each of them.
-fn mask_of(vocab_size: usize, ids: impl IntoIterator<Item = u32>) -> Arc<[u32]> {
-    let mut words = vec![0; vocab_size.div_ceil(32)];
-    for id in ids {
-        words[id as usize / 32] |= 1 << (id % 32);
-    }
-    words.into()
-}
 
 fn clear(words: &mut [u32], id: u32) {
     words[id as usize / 32] &= !(1 << (id % 32));
@@ -84,7 +75,7 @@ impl TokenRules {
                 }
             }
         }
-        Self { tokenizer, allowed, bad_words, stop_token_ids, min_tokens }
+        Self { tokenizer, allowed: allowed.into(), bad_words, stop_token_ids, min_tokens }
     }
 
     /// The end of the answer's text, long enough for the beginning of every bad word.
@@ -144,26 +135,25 @@ pub(super) struct AnswerMask {
 
 impl AnswerMask {
     /// A mask for the ids `0..vocab_size`, of which `end_token_ids` end an answer.
-    pub(super) fn new(vocab_size: usize, end_token_ids: &[u32], min_tokens: usize, failure: Failure) -> Self {
+    pub(super) fn new(
+        vocab_size: usize,
+        end_token_ids: &[u32],
+        min_tokens: usize,
+        constraint: Option<Constraint>,
+        rules: Option<TokenRules>,
+        failure: Failure,
+    ) -> Self {
         let ends = end_token_ids.iter().copied().filter(|id| (*id as usize) < vocab_size);
         Self {
-            constraint: None,
-            rules: None,
-            end_ids: mask_of(vocab_size, ends),
+            constraint,
+            rules: rules.map(Arc::new),
+            end_ids: mask_of(vocab_size, ends).into(),
             min_tokens,
             taken: 0,
             mask: None,
             failure,
             took: Duration::ZERO,
         }
-    }
-
-    pub(super) fn with_grammar(self, constraint: Option<Constraint>) -> Self {
-        Self { constraint, ..self }
-    }
-
-    pub(super) fn with_rules(self, rules: Option<TokenRules>) -> Self {
-        Self { rules: rules.map(Arc::new), ..self }
     }
 
     fn timed<T>(&mut self, work: impl FnOnce(&mut Self) -> T) -> T {
@@ -259,7 +249,7 @@ mod tests {
     fn ruled(allowed: Option<&[u32]>, bad_words: &[&str], stops: &[u32], least: [usize; 2]) -> AnswerMask {
         let words: Vec<String> = bad_words.iter().map(|word| word.to_string()).collect();
         let rules = TokenRules::new(tokenizer(), VOCAB, allowed, &words, stops.to_vec(), least[0]);
-        AnswerMask::new(VOCAB, &[1, 2], least[1], Failure::default()).with_rules(Some(rules))
+        AnswerMask::new(VOCAB, &[1, 2], least[1], None, Some(rules), Failure::default())
     }
 
     #[test]
@@ -267,8 +257,7 @@ mod tests {
         let start = tokenizer().encode("{", false).unwrap();
         let grammars = Grammars::new(tokenizer(), VOCAB, &[1]);
         let constraint = grammars.compile(&GrammarSource::json_object()).unwrap().start();
-        let mask = AnswerMask::new(VOCAB, &[1], 0, Failure::default());
-        let mut mask = mask.with_grammar(Some(constraint));
+        let mut mask = AnswerMask::new(VOCAB, &[1], 0, Some(constraint), None, Failure::default());
         assert_eq!(mask.take_time(), Duration::ZERO, "nothing was asked");
         mask.mask(&[]);
         let mut other = mask.boxed_clone();

@@ -154,8 +154,8 @@ impl Service {
             let least = std::mem::take(&mut sampling.min_tokens);
             let failure = Failure::default();
             answer = answer.with_failure(Arc::clone(&failure));
-            let mask = AnswerMask::new(vocab_size, &self.stop_token_ids, least, failure);
-            engine.mask = Some(Box::new(mask.with_grammar(constraint).with_rules(rules)));
+            let mask = AnswerMask::new(vocab_size, &self.stop_token_ids, least, constraint, rules, failure);
+            engine.mask = Some(Box::new(mask));
         }
         engine.sampling = Arc::new(sampling);
         Ok((engine, answer))

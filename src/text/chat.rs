@@ -6,114 +6,30 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::family::FAMILY;
-
-/// One message of a conversation.
+/// One message of a conversation. The wire formats refuse content other than text.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Message {
     pub role: String,
-    pub content: Content,
-}
-
-/// A message's content: nothing, a text, or a list of parts.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(untagged)]
-pub enum Content {
-    Null,
-    Text(String),
-    Parts(Vec<ContentPart>),
-}
-
-/// One part of a message's content.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(tag = "type", rename_all = "snake_case")]
-pub enum ContentPart {
-    Text {
-        text: String,
-    },
-    /// The place of an image; rendered as the image token of the family.
-    Image,
+    pub content: String,
 }
 
 impl Message {
     pub fn new(role: &str, text: &str) -> Self {
-        Self { role: role.to_owned(), content: Content::Text(text.to_owned()) }
+        Self { role: role.to_owned(), content: text.to_owned() }
     }
 
-    /// The message with each of its texts changed by `change`.
-    pub(super) fn map_texts(&self, change: impl Fn(&str) -> String) -> Self {
-        let content = match &self.content {
-            Content::Null => Content::Null,
-            Content::Text(text) => Content::Text(change(text)),
-            Content::Parts(parts) => {
-                let part = |part: &ContentPart| match part {
-                    ContentPart::Text { text } => ContentPart::Text { text: change(text) },
-                    ContentPart::Image => ContentPart::Image,
-                };
-                Content::Parts(parts.iter().map(part).collect())
-            }
-        };
-        Self { role: self.role.clone(), content }
-    }
-
-    /// Bytes of the message's text, plus an estimate of the memory that the message and each of its parts take in a
-    /// template.
+    /// Bytes of the message's text, plus an estimate of the memory that the message takes in a template.
     pub(super) fn bytes(&self) -> usize {
         const OVERHEAD_BYTES: usize = 512;
-        let content = match &self.content {
-            Content::Null => 0,
-            Content::Text(text) => text.len(),
-            Content::Parts(parts) => parts
-                .iter()
-                .map(|part| match part {
-                    ContentPart::Text { text } => text.len() + OVERHEAD_BYTES,
-                    ContentPart::Image => OVERHEAD_BYTES,
-                })
-                .sum(),
-        };
-        self.role.len() + content + OVERHEAD_BYTES
-    }
-}
-
-impl Content {
-    /// The text of a turn: parts are trimmed and joined without a separator, as in the family's template.
-    pub(super) fn turn_text(&self) -> String {
-        match self {
-            Content::Null => String::new(),
-            Content::Text(text) => python_trim(text).to_owned(),
-            Content::Parts(parts) => parts
-                .iter()
-                .map(|part| match part {
-                    ContentPart::Text { text } => python_trim(text),
-                    ContentPart::Image => FAMILY.image,
-                })
-                .collect(),
-        }
-    }
-
-    /// The text of a system message, untrimmed as in the family's template. Of a list of parts, the template uses only the
-    /// first; this function joins all of them.
-    fn system_text(&self) -> String {
-        match self {
-            Content::Null => String::new(),
-            Content::Text(text) => text.clone(),
-            Content::Parts(parts) => parts
-                .iter()
-                .map(|part| match part {
-                    ContentPart::Text { text } => text.as_str(),
-                    ContentPart::Image => FAMILY.image,
-                })
-                .collect(),
-        }
+        self.role.len() + self.content.len() + OVERHEAD_BYTES
     }
 }
 
 /// Converts any conversation into the order that the family's template accepts: at most one `system` message, which is the
 /// first message, and then `user` and `assistant` alternately. It never fails, and no text is lost.
 ///
-/// If the template accepts the original conversation, both render to the same bytes. There are two exceptions, which
-/// are quirks of the template: it drops a system message without a user message after it, and it drops all but the
-/// first part of a system message.
+/// If the template accepts the original conversation, both render to the same bytes. There is one exception, which is a
+/// quirk of the template: it drops a system message without a user message after it.
 ///
 /// - `developer` becomes `system`, `model` becomes `assistant`, and every other role (`tool`, `function`) becomes
 ///   `user`.
@@ -130,14 +46,11 @@ pub fn normalize(messages: &[Message]) -> Vec<Message> {
     for message in messages {
         match message.role.as_str() {
             "system" | "developer" if turns.is_empty() => {
-                let text = message.content.system_text();
-                system = Some(match system {
-                    Some(before) => join_paragraphs(before, &text),
-                    None => text,
-                });
+                let before = system.unwrap_or_default();
+                system = Some(join_paragraphs(before, &message.content));
             }
-            "assistant" | "model" => push_turn(&mut turns, "assistant", message.content.turn_text()),
-            _ => push_turn(&mut turns, "user", message.content.turn_text()),
+            "assistant" | "model" => push_turn(&mut turns, "assistant", python_trim(&message.content)),
+            _ => push_turn(&mut turns, "user", python_trim(&message.content)),
         }
     }
 
@@ -153,13 +66,13 @@ pub fn normalize(messages: &[Message]) -> Vec<Message> {
     normal
 }
 
-fn push_turn<'a>(turns: &mut Vec<(&'a str, String)>, role: &'a str, text: String) {
+fn push_turn<'a>(turns: &mut Vec<(&'a str, String)>, role: &'a str, text: &str) {
     match turns.last_mut() {
         Some((last, before)) if *last == role => {
-            let joined = join_paragraphs(std::mem::take(before), &text);
+            let joined = join_paragraphs(std::mem::take(before), text);
             *before = joined;
         }
-        _ => turns.push((role, text)),
+        _ => turns.push((role, text.to_owned())),
     }
 }
 

@@ -39,10 +39,8 @@ const CACHED: usize = 32;
 /// Time limit for compiling one grammar. Usually llguidance's own limit of steps is reached long before.
 const COMPILE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time budget of one answer's grammar on the engine's thread, which all other requests wait for. The budget begins
-/// with
-/// `TIME`. Each token adds `TIME_PER_TOKEN`, up to `TIME`. A token usually takes about 50 µs; the limits are much
-/// larger,
-/// because the machine may be busy.
+/// with `TIME`. Each token adds `TIME_PER_TOKEN`, up to `TIME`. A token usually takes about 50 µs; the limits are much
+/// larger, because the machine may be busy.
 const TIME: Duration = Duration::from_secs(2);
 const TIME_PER_TOKEN: Duration = Duration::from_millis(20);
 /// How often the clock thread checks for constraints whose time is over.
@@ -248,16 +246,16 @@ impl Grammars {
     pub fn new(tokenizer: Tokenizer, rows: usize, stop_token_ids: &[u32]) -> Self {
         let stops: Vec<TokenId> = stop_token_ids.iter().copied().filter(|id| (*id as usize) < rows).collect();
         let is_text = |id: u32| !tokenizer.is_special(id) && !stops.contains(&id) && tokenizer.contains(id);
-        let text = words(rows, (0..rows as u32).filter(|id| is_text(*id)));
-        let ends = words(rows, stops.iter().copied()).into();
-        let all = words(rows, 0..rows as u32).into();
-        let all_but_ends = words(rows, (0..rows as u32).filter(|id| !stops.contains(id))).into();
+        let text = mask_of(rows, (0..rows as u32).filter(|id| is_text(*id)));
+        let ends = mask_of(rows, stops.iter().copied()).into();
+        let all = mask_of(rows, 0..rows as u32).into();
+        let all_but_ends = mask_of(rows, (0..rows as u32).filter(|id| !stops.contains(id))).into();
         let starts = |id: u32, with: fn(&[u8]) -> bool| {
             is_set(&text, id) && tokenizer.token_bytes(id).is_some_and(|bytes| with(bytes.trim_ascii_start()))
         };
-        let blanks = words(rows, (0..rows as u32).filter(|id| starts(*id, |bytes| bytes.is_empty())));
+        let blanks = mask_of(rows, (0..rows as u32).filter(|id| starts(*id, |bytes| bytes.is_empty())));
         let opens = |bytes: &[u8]| matches!(bytes.first(), Some(b'{' | b'['));
-        let openers = words(rows, (0..rows as u32).filter(|id| starts(*id, opens)));
+        let openers = mask_of(rows, (0..rows as u32).filter(|id| starts(*id, opens)));
         let vocabulary =
             Arc::new(Vocabulary { tokenizer, rows, stops, text, ends, all, all_but_ends, blanks, openers });
         Self {
@@ -627,8 +625,8 @@ impl Clocks {
     }
 }
 
-/// A mask of `rows` bits in which the bits of `ids` are set.
-fn words(rows: usize, ids: impl Iterator<Item = u32>) -> Vec<u32> {
+/// A mask of `rows` bits in which the bits of `ids` are set: `id` is bit `id % 32` of word `id / 32`.
+pub fn mask_of(rows: usize, ids: impl IntoIterator<Item = u32>) -> Vec<u32> {
     let mut words = vec![0; rows.div_ceil(32)];
     for id in ids {
         words[id as usize / 32] |= 1 << (id % 32);

@@ -35,11 +35,11 @@ mod tokenizer;
 mod visible;
 
 pub use calls::{AnswerPiece, CallPiece, CallReader, whole_parameters};
-pub use chat::{Content, ContentPart, Message, normalize};
+pub use chat::{Message, normalize};
 pub use detokenizer::Detokenizer;
 pub use error::{MAX_TEXT_BYTES, TextError};
 pub use family::{FAMILY, Family};
-pub use grammar::{Constraint, Grammar, GrammarSource, Grammars, MAX_CHOICES, MAX_GRAMMAR_BYTES};
+pub use grammar::{Constraint, Grammar, GrammarSource, Grammars, MAX_CHOICES, MAX_GRAMMAR_BYTES, mask_of};
 pub use panics::panic_message;
 pub use provenance::Prompt;
 pub use schema::SchemaPart;

@@ -61,7 +61,7 @@ impl ChatTemplate {
         for marks in [Marks::AroundCharacters, Marks::InControlTokens] {
             let with_marks = |message: &Message| {
                 let keep_shown = message.role == "assistant";
-                message.map_texts(|text| marked(text, tokenizer, keep_shown, marks, mark))
+                Message::new(&message.role, &marked(&message.content, tokenizer, keep_shown, marks, mark))
             };
             let messages: Vec<Message> = messages.iter().map(with_marks).collect();
             let marked = self.write(&messages, ending, now, MAX_MARKED_BYTES).map_err(|_| unclear())?;

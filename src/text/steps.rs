@@ -11,8 +11,7 @@ use serde::de::{self, Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Value};
 
 /// Largest growth factor of a chain of steps, in bytes of output per byte of input. The largest in use is 3: a space
-/// becomes
-/// `▁`. Files of older converters, which also add `▁` before each piece, have 12. `NFKC` alone has 11.
+/// becomes `▁`. Files of older converters, which also add `▁` before each piece, have 12. `NFKC` alone has 11.
 pub(super) const MAX_GROWTH: f64 = 16.0;
 /// Most steps of a chain, because each step takes time for every text. Files in use have one.
 const MAX_STEPS: usize = 32;
@@ -28,6 +27,12 @@ impl<'de> Deserialize<'de> for Step {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct Read;
 
+        macro_rules! scalars {
+            ($($visit:ident: $type:ty),*) => {
+                $(fn $visit<E>(self, value: $type) -> Result<Step, E> { Ok(Step(value.into())) })*
+            };
+        }
+
         impl<'de> Visitor<'de> for Read {
             type Value = Step;
 
@@ -35,28 +40,12 @@ impl<'de> Deserialize<'de> for Step {
                 f.write_str("JSON")
             }
 
+            scalars! {
+                visit_bool: bool, visit_i64: i64, visit_u64: u64, visit_f64: f64, visit_str: &str
+            }
+
             fn visit_unit<E>(self) -> Result<Step, E> {
                 Ok(Step(Value::Null))
-            }
-
-            fn visit_bool<E>(self, value: bool) -> Result<Step, E> {
-                Ok(Step(value.into()))
-            }
-
-            fn visit_i64<E>(self, value: i64) -> Result<Step, E> {
-                Ok(Step(value.into()))
-            }
-
-            fn visit_u64<E>(self, value: u64) -> Result<Step, E> {
-                Ok(Step(value.into()))
-            }
-
-            fn visit_f64<E>(self, value: f64) -> Result<Step, E> {
-                Ok(Step(value.into()))
-            }
-
-            fn visit_str<E>(self, value: &str) -> Result<Step, E> {
-                Ok(Step(value.into()))
             }
 
             fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Step, A::Error> {

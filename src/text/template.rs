@@ -1,8 +1,7 @@
 //! Chat templates: a checkpoint's own Jinja, or the built-in one of the family.
 //!
 //! Templates run in the same environment as in transformers: `trim_blocks` and `lstrip_blocks`, Python's string
-//! methods,
-//! `raise_exception`, `strftime_now` (in UTC), `break` and `continue`, the special tokens as variables, and `tools` and
+//! methods, `raise_exception`, `strftime_now` (in UTC), `break` and `continue`, the special tokens as variables, and `tools` and
 //! `documents` set to none.
 //!
 //! A template comes with a checkpoint and is not trusted. Its source, its output and its work are bounded (`jinja.rs`).
@@ -19,7 +18,7 @@ use minijinja::value::Value;
 use minijinja::{Environment, Error, ErrorKind, State};
 use serde::Deserialize;
 
-use super::chat::Message;
+use super::chat::{Message, python_trim};
 use super::error::{MAX_TEXT_BYTES, TextError};
 use super::family::FAMILY;
 use super::jinja::{self, Exceeded, FUEL, Program};
@@ -186,7 +185,7 @@ impl ChatTemplate {
             return Err(template_error(&self.origin, problem));
         };
         rendered.truncate(at);
-        rendered.push_str(&last.content.turn_text());
+        rendered.push_str(python_trim(&last.content));
         if rendered.len() > limit {
             return Err(TextError::TooLong { bytes: rendered.len(), limit });
         }
@@ -224,8 +223,7 @@ fn present<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Option<s
 }
 
 /// The text of a special token. The field is a string, an object with `content`, or null for a model without this
-/// token.
-/// `absent` is the text if there is no such field.
+/// token. `absent` is the text if there is no such field.
 fn special_token(
     field: &Option<serde_json::Value>,
     name: &str,

@@ -94,21 +94,26 @@ pub(in crate::api) async fn metrics(State(server): State<Arc<Server>>) -> Respon
     (kind, exposition(&server)).into_response()
 }
 
+/// Writes families of one sample without labels, each with its kind, its name, the sample's value and the help.
+macro_rules! families {
+    ($out:ident: $($kind:ident $name:literal = $value:expr, $help:literal;)*) => {
+        $($out.family($name, stringify!($kind), $help).sample(&[], $value);)*
+    };
+}
+
 fn exposition(server: &Server) -> String {
     let m = &server.metrics;
     let mut out = Exposition { text: String::new(), model: &server.model_id, name: "" };
     out.family("unicorn_build_info", "gauge", "The version that runs; always 1.")
         .sample(&[("version", env!("CARGO_PKG_VERSION"))], 1);
-    out.family("process_start_time_seconds", "gauge", "When the server started, in Unix time.")
-        .sample(&[], server.created);
-    out.family(
-        "unicorn_ready",
-        "gauge",
-        "1 while requests are taken: not while loading, draining, or after the device was lost.",
-    )
-    .sample(&[], u8::from(server.engine().is_some_and(|engine| engine.health().is_ok())));
-    out.family("unicorn_log_lines_lost_total", "counter", "Lines of the log that nobody read in time.")
-        .sample(&[], (server.options.lost_log_lines)());
+    let is_ready = server.engine().is_some_and(|engine| engine.health().is_ok());
+    families! { out:
+        gauge "process_start_time_seconds" = server.created, "When the server started, in Unix time.";
+        gauge "unicorn_ready" = u8::from(is_ready),
+            "1 while requests are taken: not while loading, draining, or after the device was lost.";
+        counter "unicorn_log_lines_lost_total" = (server.options.lost_log_lines)(),
+            "Lines of the log that were not read in time.";
+    }
     out.family("unicorn_http_requests_total", "counter", "Responses begun, by route and status.");
     for ((route, status), n) in &*locked(&m.responses) {
         out.sample(&[("endpoint", route), ("status", &status.to_string())], n);
@@ -133,19 +138,16 @@ fn exposition(server: &Server) -> String {
     for (code, n) in &*locked(&m.refused) {
         out.sample(&[("reason", code)], n);
     }
-    out.family(
-        "unicorn_slow_readers_total",
-        "counter",
-        "Requests given up, since their clients did not read.",
-    )
-    .sample(&[], m.slow_readers.load(Ordering::Relaxed) + server.connections.unread());
     let [prompt, cached, generated] = m.tokens();
-    out.family("unicorn_prompt_tokens_total", "counter", "Tokens of prompts.").sample(&[], prompt);
-    out.family("unicorn_generation_tokens_total", "counter", "Tokens generated.").sample(&[], generated);
-    out.family("unicorn_prefix_cache_queries_total", "counter", "Tokens looked for in the prefix cache.")
-        .sample(&[], prompt);
-    out.family("unicorn_prefix_cache_hits_total", "counter", "Tokens found in the prefix cache.")
-        .sample(&[], cached);
+    families! { out:
+        counter "unicorn_slow_readers_total" =
+            m.slow_readers.load(Ordering::Relaxed) + server.connections.unread(),
+            "Requests given up, since their clients did not read.";
+        counter "unicorn_prompt_tokens_total" = prompt, "Tokens of prompts.";
+        counter "unicorn_generation_tokens_total" = generated, "Tokens generated.";
+        counter "unicorn_prefix_cache_queries_total" = prompt, "Tokens looked for in the prefix cache.";
+        counter "unicorn_prefix_cache_hits_total" = cached, "Tokens found in the prefix cache.";
+    }
     for (name, help, histogram) in [
         (
             "unicorn_time_to_first_token_seconds",
@@ -161,8 +163,10 @@ fn exposition(server: &Server) -> String {
         out.histogram(name, help, histogram);
     }
     if let Some(service) = server.service.get() {
-        out.family("unicorn_grammars_compiled_total", "counter", "Grammars compiled, those that failed too.")
-            .sample(&[], service.grammars_compiled());
+        families! { out:
+            counter "unicorn_grammars_compiled_total" = service.grammars_compiled(),
+                "Grammars compiled, those that failed too.";
+        }
     }
     of_engine(&mut out, server);
     of_device(&mut out, server);
@@ -172,10 +176,10 @@ fn exposition(server: &Server) -> String {
 fn of_engine(out: &mut Exposition<'_>, server: &Server) {
     let Some(engine) = server.engine() else { return };
     let stats = engine.stats();
-    out.family("unicorn_num_requests_waiting", "gauge", "Requests that wait for their first step.")
-        .sample(&[], stats.waiting);
-    out.family("unicorn_num_requests_running", "gauge", "Answers that are being computed.")
-        .sample(&[], stats.running);
+    families! { out:
+        gauge "unicorn_num_requests_waiting" = stats.waiting, "Requests that wait for their first step.";
+        gauge "unicorn_num_requests_running" = stats.running, "Answers that are being computed.";
+    }
     let pools = [("full", stats.full), ("sliding", stats.sliding)];
     out.family(
         "unicorn_kv_cache_usage_perc",
@@ -209,37 +213,21 @@ fn of_engine(out: &mut Exposition<'_>, server: &Server) {
     for (drafter, drafts) in drafters {
         out.sample(&[("guesser", drafter)], drafts.accepted);
     }
-    for (name, help, n) in [
-        ("unicorn_num_preemptions_total", "Answers put off for want of blocks.", stats.preemptions),
-        ("unicorn_device_losses_total", "Times that the device was lost.", stats.losses),
-        (
-            "unicorn_npu_failures_total",
-            "Failures of an NPU that is required, each of which had the model loaded again.",
-            stats.coprocessor_failures,
-        ),
-        (
-            "unicorn_num_replays_total",
-            "Answers computed again behind losses of the device, and failures of its NPU.",
-            stats.replays,
-        ),
-        ("unicorn_steps_total", "Steps given to the device.", stats.steps),
-        ("unicorn_step_tokens_total", "Tokens that those computed.", stats.step_tokens),
-        ("unicorn_step_sequences_total", "Answers that had a share in those.", stats.step_shares),
-    ] {
-        out.family(name, "counter", help).sample(&[], n);
+    families! { out:
+        counter "unicorn_num_preemptions_total" = stats.preemptions, "Answers put off for want of blocks.";
+        counter "unicorn_device_losses_total" = stats.losses, "Times that the device was lost.";
+        counter "unicorn_npu_failures_total" = stats.coprocessor_failures,
+            "Failures of an NPU that is required, each of which had the model loaded again.";
+        counter "unicorn_num_replays_total" = stats.replays,
+            "Answers computed again after losses of the device, and failures of its NPU.";
+        counter "unicorn_steps_total" = stats.steps, "Steps given to the device.";
+        counter "unicorn_step_tokens_total" = stats.step_tokens, "Tokens that those computed.";
+        counter "unicorn_step_sequences_total" = stats.step_shares, "Answers that had a share in those.";
+        counter "unicorn_recovery_seconds_total" = stats.recovery_ns as f64 / 1e9,
+            "Time from losses of the device, and failures of its NPU, until it computed again.";
+        counter "unicorn_host_seconds_total" = stats.host_ns as f64 / 1e9,
+            "Time of the engine's thread, except waiting for the device and for work.";
     }
-    out.family(
-        "unicorn_recovery_seconds_total",
-        "counter",
-        "Time from losses of the device, and failures of its NPU, until it computed again.",
-    )
-    .sample(&[], stats.recovery_ns as f64 / 1e9);
-    out.family(
-        "unicorn_host_seconds_total",
-        "counter",
-        "Time of the engine's thread beside waiting for the device and for work.",
-    )
-    .sample(&[], stats.host_ns as f64 / 1e9);
 }
 
 fn of_device(out: &mut Exposition<'_>, server: &Server) {
@@ -250,12 +238,11 @@ fn of_device(out: &mut Exposition<'_>, server: &Server) {
     }
     let LiveReport { device, resident, processor, open_files, most_files, courtesy, energy, metrics, .. } =
         (report.live)();
-    out.family(
-        "unicorn_courtesy_share",
-        "gauge",
-        "Share of the device's time that steps may take now; 1 is no bound.",
-    )
-    .sample(&[], courtesy.filter(|courtesy| courtesy.holds).map_or(1.0, |courtesy| courtesy.share));
+    let courtesy_share = courtesy.filter(|courtesy| courtesy.holds).map_or(1.0, |courtesy| courtesy.share);
+    families! { out:
+        gauge "unicorn_courtesy_share" = courtesy_share,
+            "Share of the device's time that steps may take now; 1 is no bound.";
+    }
     if let Some(state) = &device {
         if !state.heaps.is_empty() {
             out.family("unicorn_gpu_heap_size_bytes", "gauge", "Memory of the device, by heap.");
@@ -277,15 +264,16 @@ fn of_device(out: &mut Exposition<'_>, server: &Server) {
         }
     }
     if let Some(bytes) = resident {
-        out.family("process_resident_memory_bytes", "gauge", "Host memory of the process.")
-            .sample(&[], bytes);
+        families! { out: gauge "process_resident_memory_bytes" = bytes, "Host memory of the process."; }
     }
-    let help = "Processor time of the server's process.";
-    out.family("process_cpu_seconds_total", "counter", help).sample(&[], processor.as_secs_f64());
+    families! { out:
+        counter "process_cpu_seconds_total" = processor.as_secs_f64(), "Processor time of the server's process.";
+    }
     if let Some(state) = &device {
-        let help = "Processor time of the process that drives the device.";
-        out.family("unicorn_device_process_cpu_seconds_total", "counter", help)
-            .sample(&[], state.processor.as_secs_f64());
+        families! { out:
+            counter "unicorn_device_process_cpu_seconds_total" = state.processor.as_secs_f64(),
+                "Processor time of the process that drives the device.";
+        }
     }
     for (name, help, files) in [
         ("process_open_fds", "Files that the server's process has open.", open_files),
@@ -307,29 +295,23 @@ fn of_device(out: &mut Exposition<'_>, server: &Server) {
         }
     }
     if let Some(state) = &device {
-        let counters = [
-            ("unicorn_gpu_dispatches_total", "Dispatches given to the device.", state.dispatches),
-            ("unicorn_gpu_copies_total", "Copies given to the device.", state.copies),
-            ("unicorn_gpu_barriers_total", "Barriers between them.", state.barriers),
-            (
-                "unicorn_gpu_memory_shortages_total",
-                "Calls that the driver had no memory for at first, and took later.",
-                state.memory_shortages,
-            ),
-        ];
-        for (name, help, value) in counters {
-            out.family(name, "counter", help).sample(&[], value);
+        families! { out:
+            counter "unicorn_gpu_dispatches_total" = state.dispatches, "Dispatches given to the device.";
+            counter "unicorn_gpu_copies_total" = state.copies, "Copies given to the device.";
+            counter "unicorn_gpu_barriers_total" = state.barriers, "Barriers between them.";
+            counter "unicorn_gpu_memory_shortages_total" = state.memory_shortages,
+                "Calls that the driver had no memory for at first, and took later.";
         }
         if let Some(busy) = state.busy {
-            let help = "Time in which the device computed steps, by its own clock.";
-            out.family("unicorn_gpu_busy_seconds_total", "counter", help).sample(&[], busy.as_secs_f64());
+            families! { out:
+                counter "unicorn_gpu_busy_seconds_total" = busy.as_secs_f64(),
+                    "Time in which the device computed steps, by its own clock.";
+            }
         }
-        out.family(
-            "unicorn_courtesy_held_seconds_total",
-            "counter",
-            "Time for which submits were held back, so that others have the device.",
-        )
-        .sample(&[], state.rested.as_secs_f64());
+        families! { out:
+            counter "unicorn_courtesy_held_seconds_total" = state.rested.as_secs_f64(),
+                "Time for which submits were held back, so that others have the device.";
+        }
         let help = "Bytes that dispatches and copies declared to read or write, in whole ranges.";
         out.family("unicorn_gpu_declared_bytes_total", "counter", help);
         for (class, bytes) in &state.declared {

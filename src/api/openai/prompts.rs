@@ -11,10 +11,12 @@ use utoipa::{PartialSchema, ToSchema};
 
 use crate::api::error::ApiError;
 use crate::api::wire::bounded::TokenId;
+use crate::api::wire::union::{ListedBesideText, TextOr};
 use crate::session::{Service, SessionError, truncate};
 
 /// A text, or the token ids that a client has made of one.
-#[derive(Debug, PartialEq)]
+#[derive(Debug, PartialEq, Deserialize)]
+#[serde(from = "TextOr<Vec<TokenId>>")]
 pub(in crate::api) enum Prompt {
     Text(String),
     Ids(Vec<u32>),
@@ -52,29 +54,17 @@ impl Prompt {
     }
 }
 
-impl<'de> Deserialize<'de> for Prompt {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Read;
-
-        impl<'de> Visitor<'de> for Read {
-            type Value = Prompt;
-
-            fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
-                f.write_str("a string or a list of token ids")
-            }
-
-            fn visit_str<E>(self, text: &str) -> Result<Prompt, E> {
-                Ok(Prompt::Text(text.to_owned()))
-            }
-
-            fn visit_seq<A: SeqAccess<'de>>(self, ids: A) -> Result<Prompt, A::Error> {
-                let ids = Vec::<TokenId>::deserialize(SeqAccessDeserializer::new(ids))?;
-                Ok(Prompt::Ids(ids.into_iter().map(|id| id.0).collect()))
-            }
+impl From<TextOr<Vec<TokenId>>> for Prompt {
+    fn from(prompt: TextOr<Vec<TokenId>>) -> Self {
+        match prompt {
+            TextOr::Text(text) => Self::Text(text),
+            TextOr::Other(ids) => Self::Ids(ids.into_iter().map(|id| id.0).collect()),
         }
-
-        deserializer.deserialize_any(Read)
     }
+}
+
+impl ListedBesideText for TokenId {
+    const NAME: &str = "a list of token ids";
 }
 
 /// The prompts in one field: 1 to `MOST`.

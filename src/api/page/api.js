@@ -5,7 +5,7 @@ import { forget, recall, remember } from "./store.js";
 /** A stream whose line is longer is none of ours. */
 const MAX_LINE = 1 << 22;
 
-/** What the server said instead of an answer; status 0 where nobody spoke. */
+/** What the server said instead of an answer; status 0 without an answer. */
 export class ApiError extends Error {
   constructor(message, status = 0) {
     super(message);
@@ -76,7 +76,7 @@ export async function* streamChat(body, signal) {
     if (error instanceof ApiError || error.name === "AbortError") throw error;
     throw new ApiError("The connection was lost in the middle of the answer.");
   } finally {
-    reader.cancel().catch(() => {}); // nobody reads on
+    reader.cancel().catch(() => {}); // the rest is not read
   }
 }
 

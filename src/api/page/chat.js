@@ -43,7 +43,7 @@ function fresh(turns = []) {
 }
 
 /**
- * `fields` gives the request's fields beside model and messages, and {system}; `name` the model's, where nobody has set it.
+ * `fields` gives the request's fields in addition to model and messages, and {system}; `name` the model's, if it is not set.
  * `switched` is called when another conversation is shown, or the answer in one begins or ends.
  */
 export function start(fields, name, switched) {
@@ -142,7 +142,7 @@ export async function leave(id) {
   startNew();
 }
 
-/** An answer that nobody writes any more ends where it stopped. */
+/** An answer that is no longer written ends where it stopped. */
 function interrupt(conversation, isBeingWritten) {
   const last = conversation.turns.at(-1);
   conversation.isWrittenElsewhere = isBeingWritten;
@@ -373,7 +373,7 @@ function follow(change, always = false) {
   if (along) pane.scrollTop = pane.scrollHeight;
 }
 
-/** `draw` at most once for each frame, and not at all where nobody looks; `end` draws what is left. */
+/** `draw` at most once for each frame, and not at all while the page is hidden; `end` draws what is left. */
 function onFrames(draw) {
   let [frame, timer, next] = [undefined, undefined, 0];
   const request = () => {

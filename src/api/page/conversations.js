@@ -147,7 +147,7 @@ function database() {
       request.onerror = request.onblocked = instead;
       request.onsuccess = () => {
         request.result.onversionchange = () => request.result.close();
-        request.result.onclose = () => (opened = undefined); // somebody emptied the storage: it is made again
+        request.result.onclose = () => (opened = undefined); // the storage was emptied: it is made again
         resolve(request.result);
       };
     } catch {

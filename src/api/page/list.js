@@ -15,7 +15,7 @@ let onOpen = () => {};
 let drawing = false;
 let again = false;
 
-/** `opened` is called when somebody chose a conversation. */
+/** `opened` is called when the user chose a conversation. */
 export async function start(opened) {
   onOpen = opened;
   list.addEventListener("click", act);

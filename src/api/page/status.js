@@ -1,4 +1,4 @@
-// The server as it is now: asked every second or two while somebody looks, never by a page in the background. A figure that
+// The server as it is now: asked every second or two while the page is visible, never by a page in the background. A figure that
 // the server does not tell is left out; none is made up.
 
 import { getJson } from "./api.js";
@@ -27,7 +27,7 @@ const STATES = {
   unknown: "Status unknown",
 };
 const TROUBLES = {
-  unloaded: "The model was unloaded because nobody used it for a while. The next question loads it again.",
+  unloaded: "The model was unloaded because it was not used for a while. The next question loads it again.",
   loading: "The model is loading. Questions are answered as soon as it is ready.",
   recovering: "The GPU or the NPU failed. The server is loading the model again; answers in progress then continue.",
   draining: "The server is shutting down. It finishes the answers in progress and accepts no new questions.",
@@ -52,7 +52,7 @@ export function start(reachable) {
   look();
 }
 
-/** Asks now, and then regularly, if somebody looks. */
+/** Asks now, and then regularly, if the page is visible. */
 export async function look() {
   clearTimeout(timer);
   asking?.abort();

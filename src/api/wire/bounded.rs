@@ -1,10 +1,9 @@
 //! Numbers, texts and lists with bounds. Each type has one range, which both the reader and the document use.
 
 use std::fmt;
-use std::marker::PhantomData;
 use std::ops::RangeInclusive;
 
-use serde::de::{self, Deserialize, Deserializer, SeqAccess, Visitor};
+use serde::de::{self, Deserialize, Deserializer, Visitor};
 use utoipa::openapi::RefOr;
 use utoipa::openapi::schema::{AnyOfBuilder, ArrayBuilder, ObjectBuilder, Schema, Type};
 use utoipa::{PartialSchema, ToSchema};
@@ -13,24 +12,39 @@ use crate::api::wire::union::{BesideText, ListedBesideText, reference, with_refe
 use crate::model::MAX_LOGPROBS;
 use crate::text::MAX_STOP_BYTES;
 
+/// A number as JSON has it.
+#[derive(Clone, Copy)]
+pub(in crate::api) enum Read {
+    Integer(i128),
+    Float(f64),
+}
+
+impl Read {
+    /// The integer, which may be written as a whole float of 64 bits.
+    fn whole(self) -> Option<i128> {
+        match self {
+            Self::Integer(n) => Some(n),
+            Self::Float(n) => (n.fract() == 0.0 && n.abs() < 2f64.powi(64)).then_some(n as i128),
+        }
+    }
+}
+
 /// The type of a bounded number.
 pub(in crate::api) trait Number: Copy + PartialOrd + fmt::Display {
     const NAME: &str;
 
-    fn from_float(float: f64) -> Option<Self>;
-    fn from_integer(integer: i64) -> Option<Self>;
+    fn from_read(read: Read) -> Option<Self>;
     fn schema(range: RangeInclusive<Self>) -> ObjectBuilder;
 }
 
 impl Number for f64 {
     const NAME: &str = "a number";
 
-    fn from_float(float: f64) -> Option<Self> {
-        Some(float)
-    }
-
-    fn from_integer(integer: i64) -> Option<Self> {
-        Some(integer as f64)
+    fn from_read(read: Read) -> Option<Self> {
+        match read {
+            Read::Integer(n) => Some(n as f64),
+            Read::Float(n) => Some(n),
+        }
     }
 
     fn schema(range: RangeInclusive<Self>) -> ObjectBuilder {
@@ -42,12 +56,8 @@ impl Number for f64 {
 impl Number for i64 {
     const NAME: &str = "an integer";
 
-    fn from_float(float: f64) -> Option<Self> {
-        whole(float).and_then(|n| n.try_into().ok())
-    }
-
-    fn from_integer(integer: i64) -> Option<Self> {
-        Some(integer)
+    fn from_read(read: Read) -> Option<Self> {
+        read.whole()?.try_into().ok()
     }
 
     fn schema(range: RangeInclusive<Self>) -> ObjectBuilder {
@@ -58,21 +68,15 @@ impl Number for i64 {
     }
 }
 
-/// The integer that a float is, if it is whole and has 64 bits.
-fn whole(float: f64) -> Option<i128> {
-    (float.fract() == 0.0 && float.abs() < 2f64.powi(64)).then_some(float as i128)
-}
-
-/// Reads an integer, which may be written as a whole float. `make` converts it, if it is valid. `expected` is
-/// what errors call it.
-fn read_integer<'de, T, D: Deserializer<'de>>(
+/// Reads a number. `make` converts it, if it is valid. `expected` is what errors call it.
+fn read<'de, T, D: Deserializer<'de>>(
     deserializer: D,
     expected: &'static str,
-    make: fn(i128) -> Option<T>,
+    make: fn(Read) -> Option<T>,
 ) -> Result<T, D::Error> {
-    struct Read<T>(&'static str, fn(i128) -> Option<T>);
+    struct Reader<T>(&'static str, fn(Read) -> Option<T>);
 
-    impl<T> Visitor<'_> for Read<T> {
+    impl<T> Visitor<'_> for Reader<T> {
         type Value = T;
 
         fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
@@ -80,19 +84,19 @@ fn read_integer<'de, T, D: Deserializer<'de>>(
         }
 
         fn visit_i64<E: de::Error>(self, n: i64) -> Result<T, E> {
-            self.1(n.into()).ok_or_else(|| E::invalid_type(de::Unexpected::Signed(n), &self))
+            self.1(Read::Integer(n.into())).ok_or_else(|| E::invalid_type(de::Unexpected::Signed(n), &self))
         }
 
         fn visit_u64<E: de::Error>(self, n: u64) -> Result<T, E> {
-            self.1(n.into()).ok_or_else(|| E::invalid_type(de::Unexpected::Unsigned(n), &self))
+            self.1(Read::Integer(n.into())).ok_or_else(|| E::invalid_type(de::Unexpected::Unsigned(n), &self))
         }
 
         fn visit_f64<E: de::Error>(self, n: f64) -> Result<T, E> {
-            whole(n).and_then(self.1).ok_or_else(|| E::invalid_type(de::Unexpected::Float(n), &self))
+            self.1(Read::Float(n)).ok_or_else(|| E::invalid_type(de::Unexpected::Float(n), &self))
         }
     }
 
-    deserializer.deserialize_any(Read(expected, make))
+    deserializer.deserialize_any(Reader(expected, make))
 }
 
 /// Reads a number that must be in `range`.
@@ -100,30 +104,7 @@ pub(in crate::api) fn read_number<'de, N: Number, D: Deserializer<'de>>(
     deserializer: D,
     range: &RangeInclusive<N>,
 ) -> Result<N, D::Error> {
-    struct Read<N>(PhantomData<N>);
-
-    impl<N: Number> Visitor<'_> for Read<N> {
-        type Value = N;
-
-        fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
-            f.write_str(N::NAME)
-        }
-
-        fn visit_i64<E: de::Error>(self, n: i64) -> Result<N, E> {
-            N::from_integer(n).ok_or_else(|| E::invalid_type(de::Unexpected::Signed(n), &self))
-        }
-
-        fn visit_u64<E: de::Error>(self, n: u64) -> Result<N, E> {
-            let number = i64::try_from(n).ok().and_then(N::from_integer).or_else(|| N::from_float(n as f64));
-            number.ok_or_else(|| E::invalid_type(de::Unexpected::Unsigned(n), &self))
-        }
-
-        fn visit_f64<E: de::Error>(self, n: f64) -> Result<N, E> {
-            N::from_float(n).ok_or_else(|| E::invalid_type(de::Unexpected::Float(n), &self))
-        }
-    }
-
-    in_range(deserializer.deserialize_any(Read(PhantomData))?, range)
+    in_range(read(deserializer, N::NAME, N::from_read)?, range)
 }
 
 fn in_range<N: Number, E: de::Error>(n: N, range: &RangeInclusive<N>) -> Result<N, E> {
@@ -238,8 +219,11 @@ pub(in crate::api) struct Seed(pub u64);
 
 impl<'de> Deserialize<'de> for Seed {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let of = |n: i128| n.try_into().ok().or_else(|| i64::try_from(n).ok().map(i64::cast_unsigned));
-        read_integer(deserializer, "an integer of 64 bits", of).map(Self)
+        let of = |n: Read| {
+            let n = n.whole()?;
+            n.try_into().ok().or_else(|| i64::try_from(n).ok().map(i64::cast_unsigned))
+        };
+        read(deserializer, "an integer of 64 bits", of).map(Self)
     }
 }
 
@@ -258,7 +242,7 @@ pub(in crate::api) struct TokenId(pub u32);
 
 impl<'de> Deserialize<'de> for TokenId {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        read_integer(deserializer, "a token id", |n| n.try_into().ok()).map(Self)
+        read(deserializer, "a token id", |n| n.whole()?.try_into().ok()).map(Self)
     }
 }
 
@@ -350,34 +334,17 @@ impl<'de, T: Deserialize<'de>, const LEAST: usize, const MOST: usize> Deserializ
     for List<T, LEAST, MOST>
 {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Read<T, const LEAST: usize, const MOST: usize>(PhantomData<T>);
-
-        impl<'de, T: Deserialize<'de>, const LEAST: usize, const MOST: usize> Visitor<'de> for Read<T, LEAST, MOST> {
-            type Value = List<T, LEAST, MOST>;
-
-            fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
-                f.write_str("a list")
-            }
-
-            fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Self::Value, A::Error> {
-                let mut list = Vec::new();
-                while let Some(item) = items.next_element()? {
-                    list.push(item);
-                }
-                let got = list.len();
-                if (LEAST..=MOST).contains(&got) {
-                    return Ok(List(list));
-                }
-                Err(de::Error::custom(match (LEAST, MOST) {
-                    (1, usize::MAX) => "expected at least one item, got an empty list".to_owned(),
-                    (least, usize::MAX) => format!("expected at least {least} items, got {got}"),
-                    (0, most) => format!("expected at most {most} items, got {got}"),
-                    (least, most) => format!("expected {least} to {most} items, got {got}"),
-                }))
-            }
+        let list = Vec::deserialize(deserializer)?;
+        let got = list.len();
+        if (LEAST..=MOST).contains(&got) {
+            return Ok(Self(list));
         }
-
-        deserializer.deserialize_seq(Read(PhantomData))
+        Err(de::Error::custom(match (LEAST, MOST) {
+            (1, usize::MAX) => "expected at least one item, got an empty list".to_owned(),
+            (least, usize::MAX) => format!("expected at least {least} items, got {got}"),
+            (0, most) => format!("expected at most {most} items, got {got}"),
+            (least, most) => format!("expected {least} to {most} items, got {got}"),
+        }))
     }
 }
 

@@ -8,5 +8,4 @@ pub(super) static GEMMA: Family = Family {
     bos: "<bos>",
     end_of_turn: "<end_of_turn>",
     between_turns: &["<start_of_turn>", "<end_of_turn>"],
-    image: "<start_of_image>",
 };

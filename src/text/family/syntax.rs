@@ -12,6 +12,4 @@ pub struct Family {
     /// Control tokens that a file may list without `special`. They separate turns, so the text of an answer never has
     /// them.
     pub(in crate::text) between_turns: &'static [&'static str],
-    /// The text that stands for an image in a prompt.
-    pub(in crate::text) image: &'static str,
 }

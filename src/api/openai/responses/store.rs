@@ -242,7 +242,7 @@ mod tests {
         }
         assert!(two.get("a", 1).is_some());
         assert!(two.insert("c".into(), stored(1, 10)));
-        assert!(two.get("b", 1).is_none(), "nobody asked for it");
+        assert!(two.get("b", 1).is_none(), "it was not requested");
         assert!(two.get("a", 1).is_some() && two.get("c", 1).is_some());
         assert!(!responses(0, 1 << 20).insert("a".into(), stored(1, 10)));
     }
