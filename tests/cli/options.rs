@@ -112,11 +112,13 @@ fn every_option_has_a_test_of_its_effect_or_a_reason() {
         if run == "none" {
             continue;
         }
-        let (file, function, place) = match run.split_once("::") {
+        let (file, function, place) = match run.rsplit_once("::") {
             Some((suite, test)) if suite.ends_with(".py") => {
                 (format!("tests/clients/{suite}"), format!("def {test}("), "a test")
             }
-            Some((suite, test)) => (format!("tests/{suite}.rs"), format!("fn {test}("), "a test"),
+            Some((suite, test)) => {
+                (format!("tests/{}.rs", suite.replace("::", "/")), format!("fn {test}("), "a test")
+            }
             None => ("tools/edges.py".to_owned(), format!("def {run}("), "an edge"),
         };
         let text = std::fs::read_to_string(root().join(&file)).unwrap_or_default();
