@@ -28,6 +28,7 @@ use crate::api::http::listen::Connection;
 use crate::api::ids::{new_id, unix_time_s};
 use crate::api::server::{Options, Server};
 use crate::api::tasks::{Purpose, PurposeHeaders};
+use crate::api::wire::reply::replies;
 use crate::engine::{ClientId, Event, Joules, Request, Timings, TokenStream};
 use crate::session::{AnswerText, Delta, GenerateRequest, Reason, Service, SessionError};
 
@@ -630,19 +631,19 @@ impl From<Reason> for FinishReason {
     }
 }
 
-/// Tokens of all answers together.
-#[derive(Serialize, ToSchema)]
-pub(in crate::api) struct Usage {
-    prompt_tokens: usize,
-    completion_tokens: usize,
-    total_tokens: usize,
-    prompt_tokens_details: PromptTokensDetails,
-}
+replies! {
+    /// Tokens of all answers together.
+    pub(in crate::api) struct Usage {
+        prompt_tokens: usize,
+        completion_tokens: usize,
+        total_tokens: usize,
+        prompt_tokens_details: PromptTokensDetails,
+    }
 
-#[derive(Serialize, ToSchema)]
-struct PromptTokensDetails {
-    /// Tokens of the prompt that the prefix cache had.
-    cached_tokens: usize,
+    struct PromptTokensDetails {
+        /// Tokens of the prompt that the prefix cache had.
+        cached_tokens: usize,
+    }
 }
 
 impl Usage {
@@ -657,43 +658,34 @@ impl Usage {
     }
 }
 
-/// Times of all answers together, as llama.cpp's server reports them. A rate is null if there are too few tokens to
-/// measure it. Energy is absent if the machine does not measure it.
-#[derive(Serialize, ToSchema)]
-#[schema(as = Timings)]
-pub(in crate::api) struct TimingsReport {
-    /// Tokens of the prompt that were computed.
-    prompt_n: usize,
-    /// Tokens of the prompt that the prefix cache had.
-    cache_n: usize,
-    prompt_ms: f64,
-    #[schema(required)]
-    prompt_per_second: Option<f64>,
-    predicted_n: usize,
-    predicted_ms: f64,
-    /// The rate of the tokens after those that came with the first, whose time is part of `prompt_ms`. Null in an answer
-    /// of fewer than five steps, whose time is not exact enough.
-    #[schema(required)]
-    predicted_per_second: Option<f64>,
-    /// Tokens that prompt lookup or the draft model proposed.
-    draft_n: usize,
-    draft_n_accepted: usize,
-    /// What counted the energy: `rapl` or `amdgpu`.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(nullable = false)]
-    energy_source: Option<&'static str>,
-    /// Energy up to the first token: the answers' share of what the machine used in that time.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(nullable = false)]
-    prompt_joules: Option<f64>,
-    /// Energy from the first token on.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(nullable = false)]
-    predicted_joules: Option<f64>,
-    /// All of that energy, divided by `predicted_n`.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(nullable = false)]
-    joules_per_token: Option<f64>,
+replies! {
+    /// Times of all answers together, as llama.cpp's server reports them. A rate is null if there are too few tokens to
+    /// measure it. Energy is absent if the machine does not measure it.
+    #[schema(as = Timings)]
+    pub(in crate::api) struct TimingsReport {
+        /// Tokens of the prompt that were computed.
+        prompt_n: usize,
+        /// Tokens of the prompt that the prefix cache had.
+        cache_n: usize,
+        prompt_ms: f64,
+        prompt_per_second: Option<f64>,
+        predicted_n: usize,
+        predicted_ms: f64,
+        /// The rate of the tokens after those that came with the first, whose time is part of `prompt_ms`. Null in an
+        /// answer of fewer than five steps, whose time is not exact enough.
+        predicted_per_second: Option<f64>,
+        /// Tokens that prompt lookup or the draft model proposed.
+        draft_n: usize,
+        draft_n_accepted: usize,
+        /// What counted the energy: `rapl` or `amdgpu`.
+        energy_source?: &'static str,
+        /// Energy up to the first token: the answers' share of what the machine used in that time.
+        prompt_joules?: f64,
+        /// Energy from the first token on.
+        predicted_joules?: f64,
+        /// All of that energy, divided by `predicted_n`.
+        joules_per_token?: f64,
+    }
 }
 
 impl TimingsReport {

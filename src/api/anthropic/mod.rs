@@ -26,7 +26,8 @@ use crate::api::openapi::{AnthropicErrors, post_route};
 use crate::api::paths::documented;
 use crate::api::server::Server;
 use crate::api::tools::PartialCall;
-use crate::api::wire::union::Events;
+use crate::api::wire::reply::{Assistant, replies};
+use crate::api::wire::union::{Events, words};
 use crate::engine::{ClientId, Timings};
 use crate::session::{Delta, GenerateRequest, Reason, Service};
 use crate::text::{CallPiece, whole_parameters};
@@ -79,34 +80,25 @@ pub(in crate::api) async fn rewrite_errors(request: Request, next: Next) -> Resp
     response
 }
 
-/// An answer; in a stream's first event, without content.
-#[derive(Serialize, ToSchema)]
-pub(in crate::api) struct Message {
-    id: String,
-    #[schema(inline)]
-    r#type: MessageType,
-    #[schema(inline)]
-    role: Assistant,
-    model: String,
-    content: Vec<Block>,
-    #[schema(required)]
-    stop_reason: Option<StopReason>,
-    /// The stop sequence that ended the answer, if one did.
-    #[schema(required)]
-    stop_sequence: Option<String>,
-    usage: MessageUsage,
+words! {
+    MessageType { Message = "message" };
 }
 
-#[derive(Serialize, ToSchema)]
-#[serde(rename_all = "lowercase")]
-pub(in crate::api) enum MessageType {
-    Message,
-}
-
-#[derive(Serialize, ToSchema)]
-#[serde(rename_all = "lowercase")]
-pub(in crate::api) enum Assistant {
-    Assistant,
+replies! {
+    /// An answer; in a stream's first event, without content.
+    pub(in crate::api) struct Message {
+        id: String,
+        #[schema(inline)]
+        r#type: MessageType,
+        #[schema(inline)]
+        role: Assistant,
+        model: String,
+        content: Vec<Block>,
+        stop_reason: Option<StopReason>,
+        /// The stop sequence that ended the answer, if one did.
+        stop_sequence: Option<String>,
+        usage: MessageUsage,
+    }
 }
 
 #[derive(Serialize, ToSchema)]
@@ -136,14 +128,15 @@ pub(in crate::api) enum StopReason {
     ModelContextWindowExceeded,
 }
 
-/// Tokens of the prompt that the prefix cache had count as `cache_read_input_tokens`, and not as `input_tokens`.
-/// Writing to the cache costs nothing, so `cache_creation_input_tokens` is 0.
-#[derive(Serialize, ToSchema)]
-pub(in crate::api) struct MessageUsage {
-    input_tokens: usize,
-    cache_creation_input_tokens: usize,
-    cache_read_input_tokens: usize,
-    output_tokens: usize,
+replies! {
+    /// Tokens of the prompt that the prefix cache had count as `cache_read_input_tokens`, and not as `input_tokens`.
+    /// Writing to the cache costs nothing, so `cache_creation_input_tokens` is 0.
+    pub(in crate::api) struct MessageUsage {
+        input_tokens: usize,
+        cache_creation_input_tokens: usize,
+        cache_read_input_tokens: usize,
+        output_tokens: usize,
+    }
 }
 
 /// One event of a stream.
@@ -167,19 +160,19 @@ pub(in crate::api) enum BlockDelta {
     InputJsonDelta { partial_json: String },
 }
 
-#[derive(Serialize, ToSchema)]
-pub(in crate::api) struct TokenCount {
-    input_tokens: usize,
-}
+replies! {
+    pub(in crate::api) struct TokenCount {
+        input_tokens: usize,
+    }
 
-/// How an answer ended.
-#[derive(Clone, Serialize, ToSchema)]
-pub(in crate::api) struct Stop {
-    #[serde(rename = "stop_reason")]
-    reason: StopReason,
-    #[serde(rename = "stop_sequence")]
-    #[schema(required)]
-    sequence: Option<String>,
+    /// How an answer ended.
+    #[derive(Clone)]
+    pub(in crate::api) struct Stop {
+        #[serde(rename = "stop_reason")]
+        reason: StopReason,
+        #[serde(rename = "stop_sequence")]
+        sequence: Option<String>,
+    }
 }
 
 impl Stop {

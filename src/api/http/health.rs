@@ -15,6 +15,7 @@ use utoipa::ToSchema;
 
 use crate::api::http::failures::Why;
 use crate::api::server::Server;
+use crate::api::wire::reply::replies;
 use crate::engine::{DeviceTask, EngineError, EngineHandle, EngineState};
 
 /// How long a proof that the device works stays valid.
@@ -111,14 +112,13 @@ pub(in crate::api) enum HealthName {
     Unresponsive,
 }
 
-#[derive(Serialize, ToSchema)]
-#[schema(as = Health)]
-pub(in crate::api) struct HealthReport {
-    status: HealthName,
-    /// Present if the state is recovering, lost, failed or unresponsive; while loading, what the load does.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(nullable = false)]
-    message: Option<String>,
+replies! {
+    #[schema(as = Health)]
+    pub(in crate::api) struct HealthReport {
+        status: HealthName,
+        /// Present if the state is recovering, lost, failed or unresponsive; while loading, what the load does.
+        message?: String,
+    }
 }
 
 /// Whether the server answers, as the device proves.

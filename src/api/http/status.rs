@@ -6,186 +6,138 @@ use std::sync::Arc;
 
 use axum::Json;
 use axum::extract::State;
-use serde::Serialize;
-use utoipa::ToSchema;
 
 use crate::api::http::health::{Health, HealthName};
 use crate::api::openapi::AuthErrors;
 use crate::api::report::CourtesyReport;
 use crate::api::server::Server;
+use crate::api::wire::reply::replies;
 use crate::device::{HeapReport, KernelTime, NpuReport, Placed, SelfTested};
 use crate::engine::{Drafts, PoolUse};
 
-/// The state of the server and its counts. Fields that need the loaded model are absent before it is loaded.
-#[derive(Serialize, ToSchema)]
-pub(in crate::api) struct Status {
-    status: HealthName,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(nullable = false)]
-    message: Option<String>,
-    version: &'static str,
-    uptime_s: u64,
-    model: StatusModel,
-    connections: usize,
-    requests: StatusRequests,
-    tokens: StatusTokens,
-    /// Answers that ended, by reason.
-    #[schema(value_type = HashMap<String, u64>)]
-    finished: BTreeMap<&'static str, u64>,
-    /// The last error that was the server's fault.
-    #[schema(required)]
-    last_error: Option<LastError>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(nullable = false)]
-    guesses: Option<StatusGuesses>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(nullable = false)]
-    kv: Option<StatusKv>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(nullable = false)]
-    engine: Option<StatusEngine>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(nullable = false)]
-    device: Option<StatusDevice>,
-    /// Absent if `engine.courtesy` is 1.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(nullable = false)]
-    courtesy: Option<CourtesyReport>,
-    /// Absent if `npu.mode` is off.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(nullable = false)]
-    npu: Option<NpuReport>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(nullable = false)]
-    memory: Option<StatusMemory>,
-    /// Times of the kernels, the longest first; empty if they are not measured.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(nullable = false)]
-    kernels: Option<Vec<StatusKernel>>,
-}
+replies! {
+    /// The state of the server and its counts. Fields that need the loaded model are absent before it is loaded.
+    pub(in crate::api) struct Status {
+        status: HealthName,
+        message?: String,
+        version: &'static str,
+        uptime_s: u64,
+        model: StatusModel,
+        connections: usize,
+        requests: StatusRequests,
+        tokens: StatusTokens,
+        /// Answers that ended, by reason.
+        #[schema(value_type = HashMap<String, u64>)]
+        finished: BTreeMap<&'static str, u64>,
+        /// The last error that was the server's fault.
+        last_error: Option<LastError>,
+        guesses?: StatusGuesses,
+        kv?: StatusKv,
+        engine?: StatusEngine,
+        device?: StatusDevice,
+        /// Absent if `engine.courtesy` is 1.
+        courtesy?: CourtesyReport,
+        /// Absent if `npu.mode` is off.
+        npu?: NpuReport,
+        memory?: StatusMemory,
+        /// Times of the kernels, the longest first; empty if they are not measured.
+        kernels?: Vec<StatusKernel>,
+    }
 
-#[derive(Serialize, ToSchema)]
-struct StatusModel {
-    id: String,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(nullable = false)]
-    context: Option<usize>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(nullable = false)]
-    vocab_size: Option<usize>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(nullable = false)]
-    layers: Option<usize>,
-    /// Layers of the draft model; null if there is none.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(value_type = Option<usize>, required = false)]
-    draft_layers: Option<Option<usize>>,
-    /// How the weights are stored.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(nullable = false)]
-    weights: Option<String>,
-}
+    struct StatusModel {
+        id: String,
+        context?: usize,
+        vocab_size?: usize,
+        layers?: usize,
+        /// Layers of the draft model; null if there is none.
+        draft_layers | null: usize,
+        /// How the weights are stored.
+        weights?: String,
+    }
 
-/// Counts since the start.
-#[derive(Serialize, ToSchema)]
-struct StatusTokens {
-    prompt: u64,
-    /// Tokens of prompts that the prefix cache had.
-    cached: u64,
-    generated: u64,
-}
+    /// Counts since the start.
+    struct StatusTokens {
+        prompt: u64,
+        /// Tokens of prompts that the prefix cache had.
+        cached: u64,
+        generated: u64,
+    }
 
-#[derive(Serialize, ToSchema)]
-struct LastError {
-    /// Unix time, in seconds.
-    at: u64,
-    message: String,
-}
+    struct LastError {
+        /// Unix time, in seconds.
+        at: u64,
+        message: String,
+    }
 
-/// Counts of draft tokens, by their source.
-#[derive(Serialize, ToSchema)]
-struct StatusGuesses {
-    lookup: Guesses,
-    draft_model: Guesses,
-}
+    /// Counts of draft tokens, by their source.
+    struct StatusGuesses {
+        lookup: Guesses,
+        draft_model: Guesses,
+    }
 
-#[derive(Serialize, ToSchema)]
-struct Guesses {
-    proposed: usize,
-    accepted: usize,
-}
+    struct Guesses {
+        proposed: usize,
+        accepted: usize,
+    }
 
-#[derive(Serialize, ToSchema)]
-struct StatusRequests {
-    /// Requests from their head to the end of their answer.
-    open: usize,
-    /// Open requests whose bodies and prompts are read, or that wait for that.
-    arriving: usize,
-    /// Requests in the engine's queue.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(nullable = false)]
-    waiting: Option<usize>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(nullable = false)]
-    running: Option<usize>,
-}
+    struct StatusRequests {
+        /// Requests from their head to the end of their answer.
+        open: usize,
+        /// Open requests whose bodies and prompts are read, or that wait for that.
+        arriving: usize,
+        /// Requests in the engine's queue.
+        waiting?: usize,
+        running?: usize,
+    }
 
-/// Blocks of `block_size` tokens: blocks of layers that see all tokens, and of layers that see a window.
-#[derive(Serialize, ToSchema)]
-struct StatusKv {
-    block_size: usize,
-    full: Pool,
-    sliding: Pool,
-}
+    /// Blocks of `block_size` tokens: blocks of layers that see all tokens, and of layers that see a window.
+    struct StatusKv {
+        block_size: usize,
+        full: Pool,
+        sliding: Pool,
+    }
 
-#[derive(Serialize, ToSchema)]
-struct Pool {
-    held: usize,
-    cached: usize,
-    free: usize,
-}
+    struct Pool {
+        held: usize,
+        cached: usize,
+        free: usize,
+    }
 
-#[derive(Serialize, ToSchema)]
-struct StatusEngine {
-    max_sequences: usize,
-    steps: u64,
-    /// Tokens of all steps together.
-    step_tokens: u64,
-    preemptions: u64,
-    host_s: f64,
-    /// How often the device was lost, and the seconds until it computed again, all together.
-    device_losses: u64,
-    recovery_s: f64,
-}
+    struct StatusEngine {
+        max_sequences: usize,
+        steps: u64,
+        /// Tokens of all steps together.
+        step_tokens: u64,
+        preemptions: u64,
+        host_s: f64,
+        /// How often the device was lost, and the seconds until it computed again, all together.
+        device_losses: u64,
+        recovery_s: f64,
+    }
 
-#[derive(Serialize, ToSchema)]
-struct StatusDevice {
-    name: String,
-    driver: String,
-    self_test: SelfTested,
-}
+    struct StatusDevice {
+        name: String,
+        driver: String,
+        self_test: SelfTested,
+    }
 
-/// Memory of the device and of the process. A number is null if the system does not report it.
-#[derive(Serialize, ToSchema)]
-struct StatusMemory {
-    heaps: Vec<HeapReport>,
-    placed: Vec<Placed>,
-    /// What the kernel reports of the placements.
-    residency: String,
-    #[schema(required)]
-    vram_bytes: Option<u64>,
-    #[schema(required)]
-    gtt_bytes: Option<u64>,
-    /// Host memory of the process.
-    #[schema(required)]
-    resident_bytes: Option<u64>,
-}
+    /// Memory of the device and of the process. A number is null if the system does not report it.
+    struct StatusMemory {
+        heaps: Vec<HeapReport>,
+        placed: Vec<Placed>,
+        /// What the kernel reports of the placements.
+        residency: String,
+        vram_bytes: Option<u64>,
+        gtt_bytes: Option<u64>,
+        /// Host memory of the process.
+        resident_bytes: Option<u64>,
+    }
 
-#[derive(Serialize, ToSchema)]
-struct StatusKernel {
-    kernel: String,
-    dispatches: u64,
-    seconds: f64,
+    struct StatusKernel {
+        kernel: String,
+        dispatches: u64,
+        seconds: f64,
+    }
 }
 
 impl From<Drafts> for Guesses {

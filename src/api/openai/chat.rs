@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use axum::response::sse;
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 use utoipa::ToSchema;
 
 use crate::api::error::ApiError;
@@ -22,8 +22,8 @@ use crate::api::server::Server;
 use crate::api::tools::PartialCall;
 use crate::api::wire;
 use crate::api::wire::bounded::{TokenLimit, TopLogprobs};
-use crate::api::wire::union::Events;
-use crate::api::wire::union::words;
+use crate::api::wire::reply::{Assistant, Function, replies};
+use crate::api::wire::union::{Events, words};
 use crate::engine::{ClientId, Timings};
 use crate::session::{Delta, GenerateRequest, Service};
 use crate::text::CallPiece;
@@ -73,6 +73,8 @@ pub(in crate::api) struct ChatFields {
 
 words! {
     Modality { Text = "text" } or Other;
+    Whole { ChatCompletion = "chat.completion" };
+    Chunk { ChatCompletionChunk = "chat.completion.chunk" };
 }
 
 /// Parses a body.
@@ -101,88 +103,57 @@ fn logprobs(requested: Option<bool>, top: Option<TopLogprobs>) -> Result<Option<
     Ok(requested.then_some(top as usize))
 }
 
-/// A chat completion that is not streamed.
-#[derive(Serialize, ToSchema)]
-pub(in crate::api) struct ChatCompletion {
-    #[serde(flatten)]
-    head: Head,
-    #[schema(inline)]
-    object: Whole,
-    choices: Vec<ChatChoice>,
-    usage: Usage,
-    timings: TimingsReport,
-    /// Present if the request has `return_token_ids`.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(nullable = false)]
-    prompt_token_ids: Option<Vec<u32>>,
-}
+replies! {
+    /// A chat completion that is not streamed.
+    pub(in crate::api) struct ChatCompletion {
+        #[serde(flatten)]
+        head: Head,
+        #[schema(inline)]
+        object: Whole,
+        choices: Vec<ChatChoice>,
+        usage: Usage,
+        timings: TimingsReport,
+        /// Present if the request has `return_token_ids`.
+        prompt_token_ids?: Vec<u32>,
+    }
 
-#[derive(Serialize, ToSchema)]
-enum Whole {
-    #[serde(rename = "chat.completion")]
-    ChatCompletion,
-}
+    struct ChatChoice {
+        index: usize,
+        message: ChatAnswer,
+        logprobs: Option<ChatLogprobs>,
+        finish_reason: FinishReason,
+        /// Present if the request has `return_token_ids`. The id that ended the answer is the last.
+        token_ids?: Vec<u32>,
+    }
 
-#[derive(Serialize, ToSchema)]
-struct ChatChoice {
-    index: usize,
-    message: ChatAnswer,
-    #[schema(required)]
-    logprobs: Option<ChatLogprobs>,
-    finish_reason: FinishReason,
-    /// Present if the request has `return_token_ids`. The id that ended the answer is the last.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(nullable = false)]
-    token_ids: Option<Vec<u32>>,
-}
+    struct ChatAnswer {
+        #[schema(inline)]
+        role: Assistant,
+        /// The text of the answer; null if the answer calls tools.
+        content: Option<String>,
+        /// Always null: OpenAI's models put refusals here.
+        refusal: Option<String>,
+        tool_calls?: Vec<ToolCall>,
+    }
 
-#[derive(Serialize, ToSchema)]
-struct ChatAnswer {
-    #[schema(inline)]
-    role: Assistant,
-    /// The text of the answer; null if the answer calls tools.
-    #[schema(required)]
-    content: Option<String>,
-    /// Always null: OpenAI's models put refusals here.
-    #[schema(required)]
-    refusal: Option<String>,
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    tool_calls: Vec<ToolCall>,
-}
+    struct ToolCall {
+        id: String,
+        #[schema(inline)]
+        r#type: Function,
+        function: CalledFunction,
+    }
 
-#[derive(Serialize, ToSchema)]
-#[serde(rename_all = "lowercase")]
-enum Assistant {
-    Assistant,
-}
+    struct CalledFunction {
+        name: String,
+        /// The arguments as JSON, which is incomplete if the end of the answer cut it.
+        arguments: String,
+    }
 
-#[derive(Serialize, ToSchema)]
-struct ToolCall {
-    id: String,
-    #[schema(inline)]
-    r#type: Function,
-    function: CalledFunction,
-}
-
-#[derive(Serialize, ToSchema)]
-#[serde(rename_all = "lowercase")]
-enum Function {
-    Function,
-}
-
-#[derive(Serialize, ToSchema)]
-struct CalledFunction {
-    name: String,
-    /// The arguments as JSON, which is incomplete if the end of the answer cut it.
-    arguments: String,
-}
-
-#[derive(Serialize, ToSchema)]
-struct ChatLogprobs {
-    content: Vec<TokenLogprob>,
-    /// Always null.
-    #[schema(required)]
-    refusal: Option<Vec<TokenLogprob>>,
+    struct ChatLogprobs {
+        content: Vec<TokenLogprob>,
+        /// Always null.
+        refusal: Option<Vec<TokenLogprob>>,
+    }
 }
 
 impl ChatLogprobs {
@@ -194,84 +165,57 @@ impl ChatLogprobs {
     }
 }
 
-/// One event of a stream.
-#[derive(Serialize, ToSchema)]
-pub(in crate::api) struct ChatCompletionChunk {
-    #[serde(flatten)]
-    head: Head,
-    #[schema(inline)]
-    object: ChunkObject,
-    /// Empty in the chunk that brings `usage`.
-    choices: Vec<ChatChunkChoice>,
-    /// Present if `stream_options` asks for it; null in every chunk but the last, except with `continuous_usage_stats`.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(value_type = Option<Usage>, required = false)]
-    usage: Option<Option<Usage>>,
-    /// Present in the last chunk, and with `timings_per_token` in each that adds to an answer.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(nullable = false)]
-    timings: Option<TimingsReport>,
-    /// Present in the first chunk, if the request has `return_token_ids`.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(nullable = false)]
-    prompt_token_ids: Option<Vec<u32>>,
-}
+replies! {
+    /// One event of a stream.
+    pub(in crate::api) struct ChatCompletionChunk {
+        #[serde(flatten)]
+        head: Head,
+        #[schema(inline)]
+        object: Chunk,
+        /// Empty in the chunk that brings `usage`.
+        choices: Vec<ChatChunkChoice>,
+        /// Present if `stream_options` asks for it; null in every chunk but the last, except with
+        /// `continuous_usage_stats`.
+        usage | null: Usage,
+        /// Present in the last chunk, and with `timings_per_token` in each that adds to an answer.
+        timings?: TimingsReport,
+        /// Present in the first chunk, if the request has `return_token_ids`.
+        prompt_token_ids?: Vec<u32>,
+    }
 
-#[derive(Serialize, ToSchema)]
-enum ChunkObject {
-    #[serde(rename = "chat.completion.chunk")]
-    ChatCompletionChunk,
-}
+    struct ChatChunkChoice {
+        index: usize,
+        delta: ChatDelta,
+        logprobs: Option<ChatLogprobs>,
+        finish_reason: Option<FinishReason>,
+        /// The ids of the chunk's tokens, if the request has `return_token_ids`.
+        token_ids?: Vec<u32>,
+    }
 
-#[derive(Serialize, ToSchema)]
-struct ChatChunkChoice {
-    index: usize,
-    delta: ChatDelta,
-    #[schema(required)]
-    logprobs: Option<ChatLogprobs>,
-    #[schema(required)]
-    finish_reason: Option<FinishReason>,
-    /// The ids of the chunk's tokens, if the request has `return_token_ids`.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(nullable = false)]
-    token_ids: Option<Vec<u32>>,
-}
+    /// What a chunk adds: first the role, with `content` null; then text or a piece of one tool call. A chunk with a
+    /// finish reason adds nothing, and so does a token that is no whole character yet.
+    #[derive(Default)]
+    struct ChatDelta {
+        #[schema(inline)]
+        role?: Assistant,
+        content | null: String,
+        /// One piece at most: some clients read only the first entry of a chunk.
+        tool_calls?: [ToolCallDelta; 1],
+    }
 
-/// What a chunk adds: first the role, with `content` null; then text or a piece of one tool call. A chunk with a finish
-/// reason adds nothing, and so does a token that is no whole character yet.
-#[derive(Default, Serialize, ToSchema)]
-struct ChatDelta {
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(inline, nullable = false)]
-    role: Option<Assistant>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(value_type = Option<String>, required = false)]
-    content: Option<Option<String>>,
-    /// One piece at most: some clients read only the first entry of a chunk.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(nullable = false)]
-    tool_calls: Option<[ToolCallDelta; 1]>,
-}
+    /// A piece of one tool call: first its id and name, then its arguments piece by piece.
+    struct ToolCallDelta {
+        index: usize,
+        id?: String,
+        #[schema(inline)]
+        r#type?: Function,
+        function: FunctionDelta,
+    }
 
-/// A piece of one tool call: first its id and name, then its arguments piece by piece.
-#[derive(Serialize, ToSchema)]
-struct ToolCallDelta {
-    index: usize,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(nullable = false)]
-    id: Option<String>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(inline, nullable = false)]
-    r#type: Option<Function>,
-    function: FunctionDelta,
-}
-
-#[derive(Serialize, ToSchema)]
-struct FunctionDelta {
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(nullable = false)]
-    name: Option<String>,
-    arguments: String,
+    struct FunctionDelta {
+        name?: String,
+        arguments: String,
+    }
 }
 
 impl From<CallPiece> for ToolCallDelta {
@@ -319,7 +263,7 @@ impl ChatCompletionChunk {
     fn new(head: &Head, choices: Vec<ChatChunkChoice>, form: Form) -> Self {
         Self {
             head: head.clone(),
-            object: ChunkObject::ChatCompletionChunk,
+            object: Chunk::ChatCompletionChunk,
             choices,
             usage: form.include_usage.then_some(None),
             timings: None,
@@ -384,7 +328,10 @@ impl Format for Chat {
                 function: CalledFunction { name, arguments },
             };
             let tool_calls: Vec<_> = PartialCall::all(answer.calls).into_iter().map(call).collect();
-            let content = tool_calls.is_empty().then_some(answer.text);
+            let (content, tool_calls) = match tool_calls.is_empty() {
+                true => (Some(answer.text), None),
+                false => (None, Some(tool_calls)),
+            };
             let message = ChatAnswer { role: Assistant::Assistant, content, refusal: None, tool_calls };
             let finish_reason = answer.end.expect("the answer has ended").into();
             let token_ids = self.form.return_token_ids.then_some(answer.ids);

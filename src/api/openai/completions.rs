@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use axum::response::sse;
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use utoipa::ToSchema;
 
@@ -21,7 +21,8 @@ use crate::api::openapi::{BodyErrors, post_route};
 use crate::api::server::Server;
 use crate::api::wire;
 use crate::api::wire::bounded::{AnswerCount, MaxTokensOrAll, TopLogprobs};
-use crate::api::wire::union::Events;
+use crate::api::wire::reply::replies;
+use crate::api::wire::union::{Events, words};
 use crate::engine::{ClientId, Timings};
 use crate::model::Logprobs;
 use crate::session::{Delta, GenerateRequest, Reason, Service};
@@ -77,8 +78,8 @@ pub(in crate::api) struct CompletionFields {
     /// The most tokens of an answer; 16 if absent, and -1 for as many as the context holds. 0 is allowed only with
     /// `echo`.
     max_tokens: Option<MaxTokensOrAll>,
-    /// Return log probabilities of the tokens, and of this many of the likeliest in the place of each. `top_logprobs` has
-    /// the token itself as well.
+    /// Return log probabilities of the tokens, and of this many of the likeliest in the place of each. `top_logprobs`
+    /// has the token itself as well.
     logprobs: Option<TopLogprobs>,
     /// Begin each answer with its prompt. `logprobs` then includes the prompt's tokens.
     echo: Option<bool>,
@@ -185,62 +186,50 @@ impl Offsets {
     }
 }
 
-/// A completion, or one event of its stream.
-#[derive(Serialize, ToSchema)]
-pub(in crate::api) struct Completion {
-    #[serde(flatten)]
-    head: Head,
-    #[schema(inline)]
-    object: TextCompletion,
-    /// Empty in the event that brings `usage`.
-    choices: Vec<CompletionChoice>,
-    /// In a stream, present if `stream_options` asks for it, and null in every event but the last, except with
-    /// `continuous_usage_stats`.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(value_type = Option<Usage>, required = false)]
-    usage: Option<Option<Usage>>,
-    /// In a stream, present in the last event, and with `timings_per_token` in each that adds to an answer.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(nullable = false)]
-    timings: Option<TimingsReport>,
+words! {
+    TextCompletion { TextCompletion = "text_completion" };
 }
 
-#[derive(Serialize, ToSchema)]
-#[serde(rename_all = "snake_case")]
-enum TextCompletion {
-    TextCompletion,
-}
+replies! {
+    /// A completion, or one event of its stream.
+    pub(in crate::api) struct Completion {
+        #[serde(flatten)]
+        head: Head,
+        #[schema(inline)]
+        object: TextCompletion,
+        /// Empty in the event that brings `usage`.
+        choices: Vec<CompletionChoice>,
+        /// In a stream, present if `stream_options` asks for it, and null in every event but the last, except with
+        /// `continuous_usage_stats`.
+        usage | null: Usage,
+        /// In a stream, present in the last event, and with `timings_per_token` in each that adds to an answer.
+        timings?: TimingsReport,
+    }
 
-#[derive(Serialize, ToSchema)]
-struct CompletionChoice {
-    index: usize,
-    text: String,
-    #[schema(required)]
-    logprobs: Option<CompletionLogprobs>,
-    /// In a stream, null in all events but the last of each answer.
-    #[schema(required)]
-    finish_reason: Option<FinishReason>,
-    /// Present if the request has `return_token_ids`; in a stream, in each answer's first event.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(nullable = false)]
-    prompt_token_ids: Option<Vec<u32>>,
-    /// The ids of the tokens, if the request has `return_token_ids`. The id that ended the answer is the last.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(nullable = false)]
-    token_ids: Option<Vec<u32>>,
-}
+    struct CompletionChoice {
+        index: usize,
+        text: String,
+        logprobs: Option<CompletionLogprobs>,
+        /// In a stream, null in all events but the last of each answer.
+        finish_reason: Option<FinishReason>,
+        /// Present if the request has `return_token_ids`; in a stream, in each answer's first event.
+        prompt_token_ids?: Vec<u32>,
+        /// The ids of the tokens, if the request has `return_token_ids`. The id that ended the answer is the last.
+        token_ids?: Vec<u32>,
+    }
 
-/// The tokens of a completion in OpenAI's lists, which have one length.
-#[derive(Default, Serialize, ToSchema)]
-struct CompletionLogprobs {
-    tokens: Vec<String>,
-    /// The log probability of each token; null for the first token of a prompt, which nothing precedes.
-    token_logprobs: Vec<Option<f64>>,
-    #[schema(value_type = Vec<Option<HashMap<String, f64>>>)]
-    top_logprobs: Vec<Option<Map<String, Value>>>,
-    /// Where each token begins in the text, in characters. A token that is not in the text, such as the one that ended the
-    /// answer, has the place where it would be.
-    text_offset: Vec<usize>,
+    /// The tokens of a completion in OpenAI's lists, which have one length.
+    #[derive(Default)]
+    struct CompletionLogprobs {
+        tokens: Vec<String>,
+        /// The log probability of each token; null for the first token of a prompt, which nothing precedes.
+        token_logprobs: Vec<Option<f64>>,
+        #[schema(value_type = Vec<Option<HashMap<String, f64>>>)]
+        top_logprobs: Vec<Option<Map<String, Value>>>,
+        /// Where each token begins in the text, in characters. A token that is not in the text, such as the one that
+        /// ended the answer, has the place where it would be.
+        text_offset: Vec<usize>,
+    }
 }
 
 impl CompletionLogprobs {

@@ -5,12 +5,9 @@
 //! for embeddings is better. No text is cut: a text that is as long as the context, or longer, is refused. `dimensions`
 //! other than the model's are refused too, because the model was not trained to work with fewer.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Json;
-use axum::body::Body;
-use axum::extract::State;
 use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
 use futures::StreamExt;
@@ -19,14 +16,13 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use crate::api::error::ApiError;
-use crate::api::exchange::{self, Caller};
+use crate::api::exchange;
 use crate::api::http::counters::Followed;
-use crate::api::openai::models::List;
 use crate::api::openai::prompts::{Prompt, Prompts};
-use crate::api::openapi::BodyErrors;
-use crate::api::server::Server;
+use crate::api::openapi::{BodyErrors, post_route};
 use crate::api::wire;
 use crate::api::wire::bounded::{TokenLimit, numbers};
+use crate::api::wire::reply::ListName;
 use crate::api::wire::union::words;
 use crate::engine::{Event, Request, SubmitError, Timings, TokenStream};
 use crate::session::Reason;
@@ -48,6 +44,7 @@ const WAIT: Duration = Duration::from_millis(200);
 words! {
     /// How the numbers are written. `base64` encodes them as f32, the least significant byte first.
     EncodingFormat { Float = "float", Base64 = "base64" };
+    EmbeddingObject { Embedding = "embedding" };
 }
 
 numbers! {
@@ -86,7 +83,7 @@ impl EncodingFormat {
 #[derive(Serialize, ToSchema)]
 pub(in crate::api) struct Embeddings {
     #[schema(inline)]
-    object: List,
+    object: ListName,
     data: Vec<Embedding>,
     model: String,
     usage: EmbeddingsUsage,
@@ -99,12 +96,6 @@ struct Embedding {
     object: EmbeddingObject,
     index: usize,
     embedding: Numbers,
-}
-
-#[derive(Serialize, ToSchema)]
-#[serde(rename_all = "lowercase")]
-enum EmbeddingObject {
-    Embedding,
 }
 
 /// The numbers of an embedding, written as `encoding_format` says.
@@ -123,101 +114,90 @@ struct EmbeddingsUsage {
     total_tokens: usize,
 }
 
-/// Embeds texts.
-#[utoipa::path(
-    post,
-    path = "/v1/embeddings",
-    operation_id = "createEmbedding",
-    tag = "OpenAI",
-    request_body = EmbeddingsRequest,
-    responses(
-        (status = 200, description = "The answer.", body = Embeddings),
-        BodyErrors,
-    ),
-)]
-pub(in crate::api) async fn embeddings(
-    State(server): State<Arc<Server>>,
-    caller: Caller,
-    body: Body,
-) -> Result<Json<Embeddings>, ApiError> {
-    let prepared = exchange::process_body(&server, &caller.client, body, |server, body| {
-        let EmbeddingsRequest { model, input, encoding_format, dimensions, truncate_prompt_tokens } =
-            wire::body(body)?;
-        let inputs = input.in_field(INPUT);
-        if let Some((at, _)) = inputs.iter().find(|(_, text)| matches!(text, Prompt::Text(t) if t.is_empty()))
-        {
-            return Err(ApiError::invalid(at, "expected a text, got an empty string"));
-        }
-        let model = wire::named(model);
-        let service = server.service_for(model.as_deref())?;
-        let hidden_size = service.engine().limits().hidden_size;
-        if dimensions.is_some_and(|n| n.0 != hidden_size as i64) {
-            let problem = format!("this model's embeddings have {hidden_size}, and cannot be shortened");
-            return Err(ApiError::unsupported("dimensions", problem));
-        }
-        // One token of the context is the answer's.
-        let whole_context = service.engine().limits().max_context - 1;
-        let keep = truncate_prompt_tokens.map(|limit| limit.get().unwrap_or(whole_context));
-        let ids = inputs.iter().map(|(at, text)| text.text_ids(&service, at, keep));
-        let ids = ids.collect::<Result<Vec<_>, _>>().map_err(|error| error.in_prompt(INPUT))?;
-        // The engine would refuse a long text only after others were embedded.
-        let context = service.engine().limits().max_context;
-        if let Some(long) = ids.iter().find(|ids| ids.len() >= context) {
-            let error = SubmitError::ContextExceeded { prompt: long.len(), max_tokens: None, context };
-            return Err(ApiError::from(error).in_prompt(INPUT));
-        }
-        Ok((ids, encoding_format.unwrap_or(EncodingFormat::Float), service))
-    });
-    let (arriving, (inputs, encoding, service)) = prepared.await?;
-    let mut inputs = inputs.into_iter().peekable();
-    let (mut in_progress, mut embedded) = (FuturesOrdered::new(), Vec::with_capacity(inputs.len()));
-    let (mut arriving, mut waits) = (Some(arriving), 0);
-    let purpose = caller.purpose();
-    loop {
-        while in_progress.len() < AT_ONCE
-            && let Some(ids) = inputs.peek()
-        {
-            let (client, priority) = (caller.id(), purpose.priority);
-            let request = Request { client, priority, pooling: true, ..Request::new(ids.clone()) };
-            match service.engine().submit(request) {
-                Ok(events) => {
-                    in_progress.push_back(embedding(events, server.metrics.follow(1, caller.client.arrived)))
-                }
-                Err(SubmitError::QueueFull { .. }) if !in_progress.is_empty() => break,
-                // Other requests took the places. Wait, so that finished embeddings are not lost.
-                Err(SubmitError::QueueFull { .. }) if arriving.is_none() && waits < MAX_WAITS => {
-                    waits += 1;
-                    tokio::time::sleep(WAIT).await;
-                    continue;
-                }
-                Err(error) => return Err(ApiError::from(error).in_prompt(INPUT)),
+post_route! {
+    /// Embeds texts.
+    "/v1/embeddings", "createEmbedding", "OpenAI",
+    EmbeddingsRequest => (description = "The answer.", body = Embeddings), BodyErrors,
+    embeddings(server, caller: Caller, body) -> Json<Embeddings> {
+        let prepared = exchange::process_body(&server, &caller.client, body, |server, body| {
+            let EmbeddingsRequest { model, input, encoding_format, dimensions, truncate_prompt_tokens } =
+                wire::body(body)?;
+            let inputs = input.in_field(INPUT);
+            if let Some((at, _)) = inputs.iter().find(|(_, text)| matches!(text, Prompt::Text(t) if t.is_empty()))
+            {
+                return Err(ApiError::invalid(at, "expected a text, got an empty string"));
             }
-            inputs.next();
-            waits = 0;
+            let model = wire::named(model);
+            let service = server.service_for(model.as_deref())?;
+            let hidden_size = service.engine().limits().hidden_size;
+            if dimensions.is_some_and(|n| n.0 != hidden_size as i64) {
+                let problem = format!("this model's embeddings have {hidden_size}, and cannot be shortened");
+                return Err(ApiError::unsupported("dimensions", problem));
+            }
+            // One token of the context is the answer's.
+            let whole_context = service.engine().limits().max_context - 1;
+            let keep = truncate_prompt_tokens.map(|limit| limit.get().unwrap_or(whole_context));
+            let ids = inputs.iter().map(|(at, text)| text.text_ids(&service, at, keep));
+            let ids = ids.collect::<Result<Vec<_>, _>>().map_err(|error| error.in_prompt(INPUT))?;
+            // The engine would refuse a long text only after others were embedded.
+            let context = service.engine().limits().max_context;
+            if let Some(long) = ids.iter().find(|ids| ids.len() >= context) {
+                let error = SubmitError::ContextExceeded { prompt: long.len(), max_tokens: None, context };
+                return Err(ApiError::from(error).in_prompt(INPUT));
+            }
+            Ok((ids, encoding_format.unwrap_or(EncodingFormat::Float), service))
+        });
+        let (arriving, (inputs, encoding, service)) = prepared.await?;
+        let mut inputs = inputs.into_iter().peekable();
+        let (mut in_progress, mut embedded) = (FuturesOrdered::new(), Vec::with_capacity(inputs.len()));
+        let (mut arriving, mut waits) = (Some(arriving), 0);
+        let purpose = caller.purpose();
+        loop {
+            while in_progress.len() < AT_ONCE
+                && let Some(ids) = inputs.peek()
+            {
+                let (client, priority) = (caller.id(), purpose.priority);
+                let request = Request { client, priority, pooling: true, ..Request::new(ids.clone()) };
+                match service.engine().submit(request) {
+                    Ok(events) => {
+                        in_progress.push_back(embedding(events, server.metrics.follow(1, caller.client.arrived)))
+                    }
+                    Err(SubmitError::QueueFull { .. }) if !in_progress.is_empty() => break,
+                    // Other requests took the places. Wait, so that finished embeddings are not lost.
+                    Err(SubmitError::QueueFull { .. }) if arriving.is_none() && waits < MAX_WAITS => {
+                        waits += 1;
+                        tokio::time::sleep(WAIT).await;
+                        continue;
+                    }
+                    Err(error) => return Err(ApiError::from(error).in_prompt(INPUT)),
+                }
+                inputs.next();
+                waits = 0;
+            }
+            // From here on, the engine's queue is the limit.
+            if arriving.take().is_some() {
+                server.metrics.taken(purpose);
+            }
+            match in_progress.next().await {
+                Some(done) => embedded.push(done?),
+                None => break,
+            }
         }
-        // From here on, the engine's queue is the limit.
-        if arriving.take().is_some() {
-            server.metrics.taken(purpose);
-        }
-        match in_progress.next().await {
-            Some(done) => embedded.push(done?),
-            None => break,
-        }
-    }
 
-    let tokens: usize = embedded.iter().map(|(_, timings)| timings.prompt_n).sum();
-    tracing::info!(inputs = embedded.len(), prompt_n = tokens, "embedded");
-    let data = embedded.into_iter().enumerate().map(|(index, (state, _))| Embedding {
-        object: EmbeddingObject::Embedding,
-        index,
-        embedding: encoding.write(state),
-    });
-    Ok(Json(Embeddings {
-        object: List::List,
-        data: data.collect(),
-        model: server.model_id.clone(),
-        usage: EmbeddingsUsage { prompt_tokens: tokens, total_tokens: tokens },
-    }))
+        let tokens: usize = embedded.iter().map(|(_, timings)| timings.prompt_n).sum();
+        tracing::info!(inputs = embedded.len(), prompt_n = tokens, "embedded");
+        let data = embedded.into_iter().enumerate().map(|(index, (state, _))| Embedding {
+            object: EmbeddingObject::Embedding,
+            index,
+            embedding: encoding.write(state),
+        });
+        Ok(Json(Embeddings {
+            object: ListName::List,
+            data: data.collect(),
+            model: server.model_id.clone(),
+            usage: EmbeddingsUsage { prompt_tokens: tokens, total_tokens: tokens },
+        }))
+    }
 }
 
 /// Collects one text's embedding from the engine's events. Dropping the future cancels the embedding.

@@ -9,6 +9,7 @@ use crate::api::exchange::{self, Parsed};
 use crate::api::openai::chat::{self, ChatCompletionRequest};
 use crate::api::openai::responses::request::{self, ResponsesRequest};
 use crate::api::openapi::{BodyErrors, post_route};
+use crate::api::wire::union::words;
 
 /// The number of tokens of a prompt.
 #[derive(Serialize, ToSchema)]
@@ -18,10 +19,8 @@ pub(in crate::api) struct InputTokens {
     input_tokens: usize,
 }
 
-#[derive(Serialize, ToSchema)]
-enum CountedObject {
-    #[serde(rename = "response.input_tokens")]
-    InputTokens,
+words! {
+    CountedObject { InputTokens = "response.input_tokens" };
 }
 
 impl InputTokens {

@@ -12,6 +12,8 @@ use crate::api::error::{ApiError, ErrorBody};
 use crate::api::ids::rfc3339;
 use crate::api::openapi::AuthErrors;
 use crate::api::server::Server;
+use crate::api::wire::reply::{ListName, replies};
+use crate::api::wire::union::words;
 use crate::engine::{EngineHandle, EngineState};
 
 /// Parameters of chat completions besides the messages, as OpenRouter's list of models names them.
@@ -79,71 +81,52 @@ pub(in crate::api) async fn model(
     Ok(Json(Model::of(&server, name.unwrap_or(&server.model_id))))
 }
 
-/// The served model, under each of its names.
-#[derive(Serialize, ToSchema)]
-pub(in crate::api) struct ModelList {
-    #[schema(inline)]
-    object: List,
-    data: Vec<Model>,
-    /// Anthropic's pages: there is one, which has all names.
-    has_more: bool,
-    #[schema(required)]
-    first_id: Option<String>,
-    #[schema(required)]
-    last_id: Option<String>,
+words! {
+    ModelObject { Model = "model" };
 }
 
-#[derive(Serialize, ToSchema)]
-#[serde(rename_all = "lowercase")]
-pub(in crate::api) enum List {
-    List,
-}
+replies! {
+    /// The served model, under each of its names.
+    pub(in crate::api) struct ModelList {
+        #[schema(inline)]
+        object: ListName,
+        data: Vec<Model>,
+        /// Anthropic's pages: there is one, which has all names.
+        has_more: bool,
+        first_id: Option<String>,
+        last_id: Option<String>,
+    }
 
-/// A model. Fields that only the loaded model knows are absent before the model is loaded.
-#[derive(Serialize, ToSchema)]
-pub(in crate::api) struct Model {
-    id: String,
-    #[schema(inline)]
-    object: ModelObject,
-    /// Anthropic's name for `object`.
-    #[schema(inline)]
-    r#type: ModelObject,
-    /// The model's id, also where `id` is an alias.
-    display_name: String,
-    /// When the server started: Unix time, in seconds.
-    created: u64,
-    /// That time in RFC 3339, as Anthropic has it.
-    created_at: String,
-    #[schema(inline)]
-    lifecycle: Lifecycle,
-    owned_by: &'static str,
-    status: ModelStatus,
-    architecture: Architecture,
-    /// Parameters of chat completions, as OpenRouter's list of models names them.
-    supported_parameters: [&'static str; SUPPORTED_PARAMETERS.len()],
-    /// The most tokens of prompt and answer together. The same number has several names: `max_model_len` (vLLM),
-    /// `context_length` (OpenRouter), `max_input_tokens` and `max_tokens` (Anthropic), and `n_ctx` in `meta` (llama.cpp).
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(nullable = false)]
-    max_model_len: Option<usize>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(nullable = false)]
-    context_length: Option<usize>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(nullable = false)]
-    max_input_tokens: Option<usize>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(nullable = false)]
-    max_tokens: Option<usize>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(nullable = false)]
-    meta: Option<ModelMeta>,
-}
-
-#[derive(Serialize, ToSchema)]
-#[serde(rename_all = "lowercase")]
-enum ModelObject {
-    Model,
+    /// A model. Fields that only the loaded model knows are absent before the model is loaded.
+    pub(in crate::api) struct Model {
+        id: String,
+        #[schema(inline)]
+        object: ModelObject,
+        /// Anthropic's name for `object`.
+        #[schema(inline)]
+        r#type: ModelObject,
+        /// The model's id, also where `id` is an alias.
+        display_name: String,
+        /// When the server started: Unix time, in seconds.
+        created: u64,
+        /// That time in RFC 3339, as Anthropic has it.
+        created_at: String,
+        #[schema(inline)]
+        lifecycle: Lifecycle,
+        owned_by: &'static str,
+        status: ModelStatus,
+        architecture: Architecture,
+        /// Parameters of chat completions, as OpenRouter's list of models names them.
+        supported_parameters: [&'static str; SUPPORTED_PARAMETERS.len()],
+        /// The most tokens of prompt and answer together. The same number has several names: `max_model_len` (vLLM),
+        /// `context_length` (OpenRouter), `max_input_tokens` and `max_tokens` (Anthropic), and `n_ctx` in `meta`
+        /// (llama.cpp).
+        max_model_len?: usize,
+        context_length?: usize,
+        max_input_tokens?: usize,
+        max_tokens?: usize,
+        meta?: ModelMeta,
+    }
 }
 
 /// Whether a model will be served for long, as Anthropic's list says it.
@@ -153,11 +136,12 @@ enum Lifecycle {
     Active,
 }
 
-/// The status of a model, as llama.cpp's server reports it for several models.
-#[derive(Serialize, ToSchema)]
-struct ModelStatus {
-    #[schema(inline)]
-    value: Stage,
+replies! {
+    /// The status of a model, as llama.cpp's server reports it for several models.
+    struct ModelStatus {
+        #[schema(inline)]
+        value: Stage,
+    }
 }
 
 #[derive(Serialize, ToSchema)]
@@ -180,27 +164,27 @@ impl Stage {
     }
 }
 
-/// What the model reads and writes, as OpenRouter reports it.
-#[derive(Serialize, ToSchema)]
-struct Architecture {
-    modality: &'static str,
-    input_modalities: [&'static str; 1],
-    output_modalities: [&'static str; 1],
-}
+replies! {
+    /// What the model reads and writes, as OpenRouter reports it.
+    struct Architecture {
+        modality: &'static str,
+        input_modalities: [&'static str; 1],
+        output_modalities: [&'static str; 1],
+    }
 
-#[derive(Serialize, ToSchema)]
-struct ModelMeta {
-    n_ctx: usize,
-    n_vocab: usize,
-    /// The length of an embedding.
-    n_embd: usize,
+    struct ModelMeta {
+        n_ctx: usize,
+        n_vocab: usize,
+        /// The length of an embedding.
+        n_embd: usize,
+    }
 }
 
 impl ModelList {
     pub fn of(server: &Server) -> Self {
         let data: Vec<Model> = server.model_names().map(|name| Model::of(server, name)).collect();
         let [first_id, last_id] = [data.first(), data.last()].map(|model| Some(model?.id.clone()));
-        Self { object: List::List, data, has_more: false, first_id, last_id }
+        Self { object: ListName::List, data, has_more: false, first_id, last_id }
     }
 }
 

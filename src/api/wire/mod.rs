@@ -11,6 +11,7 @@
 //! serde's tagged enums would lose the path of an inner field.
 
 pub(in crate::api) mod bounded;
+pub(in crate::api) mod reply;
 pub(in crate::api) mod union;
 
 use std::fmt::Display;

@@ -40,6 +40,15 @@ macro_rules! words {
             }
         }
 
+        impl serde::Serialize for $name {
+            fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+                serializer.serialize_str(match self {
+                    $(Self::$variant => $word,)+
+                    $(Self::$other(word) => word,)?
+                })
+            }
+        }
+
         impl utoipa::PartialSchema for $name {
             fn schema() -> utoipa::openapi::RefOr<utoipa::openapi::schema::Schema> {
                 let word = utoipa::openapi::schema::ObjectBuilder::new();

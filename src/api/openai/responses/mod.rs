@@ -27,15 +27,16 @@ use crate::api::ids::unix_time_s;
 use crate::api::openai::logprobs::TokenLogprob;
 use crate::api::openai::responses::items::PageQuery;
 use crate::api::openai::responses::object::{
-    Assistant, DeletedResponse, ErrorCode, IncompleteDetails, IncompleteReason, ItemList, ItemStatus,
-    NumberedEvent, ObjectName, OutputItem, OutputPart, RepeatedRequest, ResponseError, ResponseEvent,
-    ResponseObject, ResponseStatus, ResponsesUsage, item_id as item_id_of,
+    DeletedResponse, ErrorCode, IncompleteDetails, IncompleteReason, ItemList, ItemStatus, NumberedEvent,
+    ObjectName, OutputItem, OutputPart, RepeatedRequest, ResponseError, ResponseEvent, ResponseObject,
+    ResponseStatus, ResponsesUsage, item_id as item_id_of,
 };
 use crate::api::openai::responses::request::{Form, ResponsesRequest};
 use crate::api::openai::responses::store::Stored;
 use crate::api::openapi::{BodyErrors, StoredErrors, post_route};
 use crate::api::server::Server;
 use crate::api::tools::PartialCall;
+use crate::api::wire::reply::Assistant;
 use crate::api::wire::short;
 use crate::api::wire::union::Events;
 use crate::engine::{ClientId, Timings};

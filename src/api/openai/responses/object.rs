@@ -8,114 +8,88 @@ use utoipa::{PartialSchema, ToSchema};
 
 use crate::api::openai::logprobs::TokenLogprob;
 use crate::api::tools::PartialCall;
+use crate::api::wire::reply::{Assistant, Function, ListName, replies};
+use crate::api::wire::union::words;
 use crate::engine::Timings;
 use crate::model::SamplingParams;
 use crate::session::{Reason, Tools};
 
-/// A response. In the first events of a stream, its output is empty.
-#[derive(Clone, Serialize, ToSchema)]
-pub(in crate::api) struct ResponseObject {
-    pub id: String,
-    #[schema(inline)]
-    pub object: ObjectName,
-    pub created_at: u64,
-    #[schema(required)]
-    pub completed_at: Option<u64>,
-    pub status: ResponseStatus,
-    #[schema(required)]
-    pub error: Option<ResponseError>,
-    #[schema(required)]
-    pub incomplete_details: Option<IncompleteDetails>,
-    pub model: String,
-    pub output: Vec<OutputItem>,
-    #[schema(required)]
-    pub usage: Option<ResponsesUsage>,
-    #[serde(flatten)]
-    pub request: RepeatedRequest,
+words! {
+    ObjectName { Response = "response" };
+    ResponseStatus { InProgress = "in_progress", Completed = "completed", Incomplete = "incomplete", Failed = "failed" };
+    ErrorCode { ServerError = "server_error" };
+    IncompleteReason { MaxOutputTokens = "max_output_tokens" };
+    ServiceTier { Default = "default" };
+    Truncation { Disabled = "disabled" };
+    ItemStatus { InProgress = "in_progress", Completed = "completed", Incomplete = "incomplete" };
 }
 
-#[derive(Clone, Copy, Serialize, ToSchema)]
-#[serde(rename_all = "lowercase")]
-pub(in crate::api) enum ObjectName {
-    Response,
-}
+replies! {
+    /// A response. In the first events of a stream, its output is empty.
+    #[derive(Clone)]
+    pub(in crate::api) struct ResponseObject {
+        pub id: String,
+        #[schema(inline)]
+        pub object: ObjectName,
+        pub created_at: u64,
+        pub completed_at: Option<u64>,
+        pub status: ResponseStatus,
+        pub error: Option<ResponseError>,
+        pub incomplete_details: Option<IncompleteDetails>,
+        pub model: String,
+        pub output: Vec<OutputItem>,
+        pub usage: Option<ResponsesUsage>,
+        #[serde(flatten)]
+        pub request: RepeatedRequest,
+    }
 
-#[derive(Clone, Copy, PartialEq, Eq, Serialize, ToSchema)]
-#[serde(rename_all = "snake_case")]
-pub(in crate::api) enum ResponseStatus {
-    InProgress,
-    Completed,
-    Incomplete,
-    Failed,
-}
+    #[derive(Clone)]
+    pub(in crate::api) struct ResponseError {
+        #[schema(inline)]
+        pub code: ErrorCode,
+        /// What went wrong, for a person to read.
+        pub message: String,
+    }
 
-#[derive(Clone, Serialize, ToSchema)]
-pub(in crate::api) struct ResponseError {
-    #[schema(inline)]
-    pub code: ErrorCode,
-    /// What went wrong, for a person to read.
-    pub message: String,
-}
+    #[derive(Clone)]
+    pub(in crate::api) struct IncompleteDetails {
+        #[schema(inline)]
+        pub reason: IncompleteReason,
+    }
 
-#[derive(Clone, Copy, Serialize, ToSchema)]
-#[serde(rename_all = "snake_case")]
-pub(in crate::api) enum ErrorCode {
-    ServerError,
-}
-
-#[derive(Clone, Copy, Serialize, ToSchema)]
-pub(in crate::api) struct IncompleteDetails {
-    #[schema(inline)]
-    pub reason: IncompleteReason,
-}
-
-#[derive(Clone, Copy, Serialize, ToSchema)]
-#[serde(rename_all = "snake_case")]
-pub(in crate::api) enum IncompleteReason {
-    MaxOutputTokens,
-}
-
-/// Fields of a response that repeat its request, and fixed values for what a request cannot ask for.
-#[derive(Debug, Clone, Serialize, ToSchema)]
-pub(in crate::api) struct RepeatedRequest {
-    pub background: bool,
-    #[schema(required)]
-    pub instructions: Option<String>,
-    #[schema(required)]
-    pub max_output_tokens: Option<usize>,
-    /// Always null.
-    #[schema(required)]
-    pub max_tool_calls: Option<usize>,
-    #[schema(value_type = Object)]
-    pub metadata: Map<String, Value>,
-    pub parallel_tool_calls: bool,
-    #[schema(required)]
-    pub previous_response_id: Option<String>,
-    #[schema(required)]
-    pub prompt_cache_key: Option<String>,
-    pub reasoning: Reasoning,
-    #[schema(required)]
-    pub safety_identifier: Option<String>,
-    #[schema(inline)]
-    pub service_tier: ServiceTier,
-    /// Whether the response is stored.
-    pub store: bool,
-    /// The value that was used: the request's, or the model's default.
-    #[schema(required)]
-    pub temperature: Option<f64>,
-    pub text: TextFormat,
-    /// The request's own value.
-    #[schema(value_type = Value)]
-    pub tool_choice: Value,
-    pub tools: Vec<RepeatedTool>,
-    pub top_logprobs: i64,
-    /// The value that was used: the request's, or the model's default.
-    #[schema(required)]
-    pub top_p: Option<f64>,
-    #[schema(inline)]
-    pub truncation: Truncation,
-    #[schema(required)]
-    pub user: Option<String>,
+    /// Fields of a response that repeat its request, and fixed values for what a request cannot ask for.
+    #[derive(Debug, Clone)]
+    pub(in crate::api) struct RepeatedRequest {
+        pub background: bool,
+        pub instructions: Option<String>,
+        pub max_output_tokens: Option<usize>,
+        /// Always null.
+        pub max_tool_calls: Option<usize>,
+        #[schema(value_type = Object)]
+        pub metadata: Map<String, Value>,
+        pub parallel_tool_calls: bool,
+        pub previous_response_id: Option<String>,
+        pub prompt_cache_key: Option<String>,
+        pub reasoning: Reasoning,
+        pub safety_identifier: Option<String>,
+        #[schema(inline)]
+        pub service_tier: ServiceTier,
+        /// Whether the response is stored.
+        pub store: bool,
+        /// The value that was used: the request's, or the model's default.
+        pub temperature: Option<f64>,
+        pub text: TextFormat,
+        /// The request's own value.
+        #[schema(value_type = Value)]
+        pub tool_choice: Value,
+        pub tools: Vec<RepeatedTool>,
+        pub top_logprobs: i64,
+        /// The value that was used: the request's, or the model's default.
+        pub top_p: Option<f64>,
+        #[schema(inline)]
+        pub truncation: Truncation,
+        pub user: Option<String>,
+    }
 }
 
 impl RepeatedRequest {
@@ -128,45 +102,32 @@ impl RepeatedRequest {
     }
 }
 
-/// Always null: this model has no reasoning.
-#[derive(Debug, Clone, Default, Serialize, ToSchema)]
-pub(in crate::api) struct Reasoning {
-    #[schema(required)]
-    effort: Option<String>,
-    #[schema(required)]
-    summary: Option<String>,
-}
+replies! {
+    /// Always null: this model has no reasoning.
+    #[derive(Debug, Clone, Default)]
+    pub(in crate::api) struct Reasoning {
+        effort: Option<String>,
+        summary: Option<String>,
+    }
 
-#[derive(Debug, Clone, Copy, Serialize, ToSchema)]
-#[serde(rename_all = "lowercase")]
-pub(in crate::api) enum ServiceTier {
-    Default,
-}
+    #[derive(Debug, Clone)]
+    pub(in crate::api) struct TextFormat {
+        /// The request's own value.
+        #[schema(value_type = Object)]
+        pub format: Value,
+    }
 
-#[derive(Debug, Clone, Serialize, ToSchema)]
-pub(in crate::api) struct TextFormat {
-    /// The request's own value.
-    #[schema(value_type = Object)]
-    pub format: Value,
-}
-
-/// A tool of the request, with defaults for what the request left out.
-#[derive(Debug, Clone, Serialize, ToSchema)]
-pub(in crate::api) struct RepeatedTool {
-    #[schema(inline)]
-    r#type: Function,
-    name: String,
-    #[schema(required)]
-    description: Option<String>,
-    #[schema(value_type = Object)]
-    parameters: Value,
-    strict: bool,
-}
-
-#[derive(Debug, Clone, Copy, Serialize, ToSchema)]
-#[serde(rename_all = "lowercase")]
-enum Function {
-    Function,
+    /// A tool of the request, with defaults for what the request left out.
+    #[derive(Debug, Clone)]
+    pub(in crate::api) struct RepeatedTool {
+        #[schema(inline)]
+        r#type: Function,
+        name: String,
+        description: Option<String>,
+        #[schema(value_type = Object)]
+        parameters: Value,
+        strict: bool,
+    }
 }
 
 impl RepeatedTool {
@@ -180,12 +141,6 @@ impl RepeatedTool {
         };
         tools.list.iter().map(tool).collect()
     }
-}
-
-#[derive(Debug, Clone, Copy, Serialize, ToSchema)]
-#[serde(rename_all = "lowercase")]
-pub(in crate::api) enum Truncation {
-    Disabled,
 }
 
 /// An item of a response's output.
@@ -207,20 +162,6 @@ pub(in crate::api) enum OutputItem {
         /// The arguments as JSON, which is incomplete if the end of the answer cut it.
         arguments: String,
     },
-}
-
-#[derive(Clone, Copy, Serialize, ToSchema)]
-#[serde(rename_all = "snake_case")]
-pub(in crate::api) enum ItemStatus {
-    InProgress,
-    Completed,
-    Incomplete,
-}
-
-#[derive(Clone, Copy, Serialize, ToSchema)]
-#[serde(rename_all = "lowercase")]
-pub(in crate::api) enum Assistant {
-    Assistant,
 }
 
 /// A part of an output message.
@@ -265,25 +206,27 @@ pub(in crate::api) fn item_id(call: &PartialCall) -> String {
     format!("fc_{}", call.id)
 }
 
-/// The numbers of tokens of the conversation and of the answer.
-#[derive(Clone, Serialize, ToSchema)]
-pub(in crate::api) struct ResponsesUsage {
-    input_tokens: usize,
-    input_tokens_details: InputTokensDetails,
-    output_tokens: usize,
-    output_tokens_details: OutputTokensDetails,
-    total_tokens: usize,
-}
+replies! {
+    /// The numbers of tokens of the conversation and of the answer.
+    #[derive(Clone)]
+    pub(in crate::api) struct ResponsesUsage {
+        input_tokens: usize,
+        input_tokens_details: InputTokensDetails,
+        output_tokens: usize,
+        output_tokens_details: OutputTokensDetails,
+        total_tokens: usize,
+    }
 
-#[derive(Clone, Serialize, ToSchema)]
-struct InputTokensDetails {
-    cached_tokens: usize,
-    cache_write_tokens: usize,
-}
+    #[derive(Clone)]
+    struct InputTokensDetails {
+        cached_tokens: usize,
+        cache_write_tokens: usize,
+    }
 
-#[derive(Clone, Serialize, ToSchema)]
-struct OutputTokensDetails {
-    reasoning_tokens: usize,
+    #[derive(Clone)]
+    struct OutputTokensDetails {
+        reasoning_tokens: usize,
+    }
 }
 
 impl ResponsesUsage {
@@ -362,13 +305,14 @@ impl ResponseEvent {
     }
 }
 
-/// A deleted response.
-#[derive(Serialize, ToSchema)]
-pub(in crate::api) struct DeletedResponse {
-    pub id: String,
-    #[schema(inline)]
-    pub object: ObjectName,
-    pub deleted: bool,
+replies! {
+    /// A deleted response.
+    pub(in crate::api) struct DeletedResponse {
+        pub id: String,
+        #[schema(inline)]
+        pub object: ObjectName,
+        pub deleted: bool,
+    }
 }
 
 /// A page of the items of a conversation.
@@ -383,13 +327,6 @@ pub(in crate::api) struct ItemList {
     /// The last item's id; empty if there are no items.
     last_id: String,
     has_more: bool,
-}
-
-#[derive(ToSchema)]
-#[serde(rename_all = "lowercase")]
-#[allow(dead_code, reason = "as above")]
-enum ListName {
-    List,
 }
 
 /// An item as the client sent it, with defaults for what the client left out.
