@@ -133,8 +133,7 @@ replies! {
         content: Option<String>,
         /// Always null: OpenAI's models put refusals here.
         refusal: Option<String>,
-        #[serde(skip_serializing_if = "Vec::is_empty")]
-        tool_calls: Vec<ToolCall>,
+        tool_calls?: Vec<ToolCall>,
     }
 
     struct ToolCall {
@@ -329,7 +328,10 @@ impl Format for Chat {
                 function: CalledFunction { name, arguments },
             };
             let tool_calls: Vec<_> = PartialCall::all(answer.calls).into_iter().map(call).collect();
-            let content = tool_calls.is_empty().then_some(answer.text);
+            let (content, tool_calls) = match tool_calls.is_empty() {
+                true => (Some(answer.text), None),
+                false => (None, Some(tool_calls)),
+            };
             let message = ChatAnswer { role: Assistant::Assistant, content, refusal: None, tool_calls };
             let finish_reason = answer.end.expect("the answer has ended").into();
             let token_ids = self.form.return_token_ids.then_some(answer.ids);
