@@ -2,16 +2,20 @@
 
 use std::fs;
 use std::path::PathBuf;
+use std::sync::LazyLock;
 
 use unicorn::text::{ChatFiles, ChatTemplate, Tokenizer};
 
 use super::{data, root};
 
-/// The mini tokenizer: 512 pieces, with the structure of Gemma's tokenizer.
+/// The mini tokenizer: 512 pieces, with the structure of Gemma's tokenizer. Reading it takes longer than most tests.
 pub fn tokenizer() -> Tokenizer {
-    let path = data("tokenizer-mini/tokenizer.json");
-    let bytes = fs::read(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
-    Tokenizer::from_bytes(&bytes, "tokenizer.json").expect("a sound tokenizer")
+    static MINI: LazyLock<Tokenizer> = LazyLock::new(|| {
+        let path = data("tokenizer-mini/tokenizer.json");
+        let bytes = fs::read(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+        Tokenizer::from_bytes(&bytes, "tokenizer.json").expect("a sound tokenizer")
+    });
+    MINI.clone()
 }
 
 /// The real Gemma 3 tokenizer.json, if it is available.
