@@ -33,3 +33,24 @@ pub fn refusal(grammars: &Grammars, source: &GrammarSource) -> String {
         Ok(_) => panic!("{source:?} was accepted"),
     }
 }
+
+/// Checks that a grammar accepts all texts of `good` and none of `bad`.
+#[track_caller]
+pub fn assert_language(grammars: &Grammars, source: &GrammarSource, good: &[&str], bad: &[&str]) {
+    for text in good {
+        assert!(accepts(grammars, source, text), "{source:?} refuses {text:?}");
+    }
+    for text in bad {
+        assert!(!accepts(grammars, source, text), "{source:?} accepts {text:?}");
+    }
+}
+
+/// Checks that a grammar is refused with one short line that contains `named`.
+#[track_caller]
+pub fn assert_refused(grammars: &Grammars, source: &GrammarSource, named: &str) {
+    let problem = refusal(grammars, source);
+    assert!(
+        problem.contains(named) && !problem.contains('\n') && problem.len() < 200,
+        "{source:?}: {named:?} is not in {problem:?}"
+    );
+}

@@ -25,6 +25,7 @@ pub mod http;
 pub mod json;
 pub mod kernel_bench;
 pub mod legacy_files;
+pub mod lists;
 #[cfg(feature = "npu")]
 pub mod npu;
 pub mod packed_files;
@@ -32,6 +33,7 @@ pub mod program;
 pub mod reference;
 pub mod server;
 pub mod systemd;
+pub mod tables;
 pub mod texts;
 pub mod tokenizers;
 pub mod tools;
