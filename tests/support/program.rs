@@ -57,6 +57,20 @@ pub fn output(mut command: Command) -> (i32, String, String) {
     (status.code().expect("an exit code, not a signal"), text(stdout), text(stderr))
 }
 
+/// What a command prints, which must succeed.
+#[track_caller]
+pub fn printed(command: Command) -> String {
+    let (code, stdout, stderr) = output(command);
+    assert_eq!(code, 0, "{stderr}");
+    stdout
+}
+
+/// The JSON that a command prints, which must succeed.
+#[track_caller]
+pub fn printed_json(command: Command) -> Value {
+    serde_json::from_str(&printed(command)).expect("one JSON object")
+}
+
 /// Checks that a command fails with one `error:` line that contains all of `parts`. Warnings may come before it.
 #[track_caller]
 pub fn assert_error(command: Command, code: i32, parts: &[&str]) {
