@@ -422,7 +422,7 @@ fn a_command_fails_without_a_load_option_that_it_needs() {
     let empty = empty.path().to_str().expect("UTF-8");
     let mut commands = scattered.commands();
     commands.push(("serve", owned(&["serve", "--port", "0", "--model", "org/tiny"]), [true, true, false]));
-    let checked = |command: &[String], others: &[Vec<String>], option: &[&str], parts: &[&str]| {
+    let checked = |command: &[String], others: &[&[String]], option: &[&str], parts: &[&str]| {
         let words = [command, &others.concat(), &owned(option)].concat();
         let (code, _, stderr) = scattered.run(&words);
         let error = stderr.lines().find(|line| line.contains("error: ")).unwrap_or_default();
@@ -432,42 +432,22 @@ fn a_command_fails_without_a_load_option_that_it_needs() {
         let (files, device) = (scattered.files(), scattered.device());
         let tokenizer = if texts { owned(&["--tokenizer", &whole]) } else { vec![] };
         let [dir, config] = [files[..2].to_vec(), files[2..].to_vec()];
-        checked(
-            &command,
-            &[config.clone(), device.clone(), tokenizer.clone()],
-            &["--models-dir", empty],
-            &["org/tiny"],
-        );
-        checked(&command, &[dir.clone(), device.clone(), tokenizer.clone()], &[], &["config.json"]);
+        checked(&command, &[&config, &device, &tokenizer], &["--models-dir", empty], &["org/tiny"]);
+        checked(&command, &[&dir, &device, &tokenizer], &[], &["config.json"]);
         if texts {
-            checked(&command, &[files.clone(), device.clone()], &[], &["tokenizer.json", "--tokenizer"]);
+            checked(&command, &[&files, &device], &[], &["tokenizer.json", "--tokenizer"]);
         }
         let software = "--allow-software-vulkan";
-        checked(
-            &command,
-            &[files.clone(), tokenizer.clone()],
-            &["--device", "no such", software],
-            &["no such"],
-        );
+        checked(&command, &[&files, &tokenizer], &["--device", "no such", software], &["no such"]);
         if device_is_software() {
-            checked(&command, &[files.clone(), tokenizer.clone()], &[], &["allow"]);
+            checked(&command, &[&files, &tokenizer], &[], &["allow"]);
         }
         if cfg!(feature = "npu") {
-            checked(
-                &command,
-                &[files.clone(), device.clone(), tokenizer.clone()],
-                &["--npu", "require"],
-                &["NPU"],
-            );
+            checked(&command, &[&files, &device, &tokenizer], &["--npu", "require"], &["NPU"]);
         }
         if ["generate", "chat", "bench engine", "unicorn-lab model", "serve"].contains(&name) {
             for limit in [&["--vram", "64K"][..], &["--reserve", "1000T"]] {
-                checked(
-                    &command,
-                    &[files.clone(), device.clone(), tokenizer.clone()],
-                    limit,
-                    &["does not fit"],
-                );
+                checked(&command, &[&files, &device, &tokenizer], limit, &["does not fit"]);
             }
         }
     }
