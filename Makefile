@@ -118,7 +118,7 @@ bench-serve: build
 # would exceed a time limit of the program on a busy machine.
 CHECKED := api text engine::scripted house::tidy cli::config
 NOT_CHECKED := scripted::the_scheduler_keeps openapi::bodies_that_the_document random_ mutated_ the_real_ \
-	gbnf::large_ jinja::long_ jinja::templates_ jinja::values_ schemas::every_keyword tokens::a_megabyte tokens::hostile_
+	gbnf::large_ grammar::objects_ jinja::long_ jinja::templates_ jinja::values_ schemas::every_keyword tokens::a_megabyte tokens::hostile_
 
 check:
 	cargo fmt --check
