@@ -27,6 +27,13 @@ fn post(stream: bool) -> String {
     format!("POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {}\r\n\r\n{body}", body.len())
 }
 
+/// A new connection on which this was sent.
+fn sent(address: SocketAddr, bytes: impl AsRef<[u8]>) -> TcpStream {
+    let mut client = connect(address);
+    client.write_all(bytes.as_ref()).expect("sent");
+    client
+}
+
 /// Reads all bytes until the server closes the connection. Panics if it does not.
 fn read_to_end(stream: &mut impl Read) -> String {
     let mut all = Vec::new();
@@ -48,12 +55,12 @@ async fn connections_that_make_no_progress_are_closed() {
         // This client sends, byte by byte, a request head that never ends.
         let head = format!("{}X-Slow: ", get("/health").trim_end());
         let mut slow = connect(address);
-        let mut sent = head.bytes().chain(std::iter::repeat(b'a'));
+        let mut endless = head.bytes().chain(std::iter::repeat(b'a'));
         slow.set_read_timeout(Some(Duration::from_millis(20))).expect("set");
         let since = Instant::now();
         loop {
             assert!(since.elapsed() < HANG, "a slow head is accepted for too long");
-            if slow.write_all(&[sent.next().expect("endless")]).is_err() {
+            if slow.write_all(&[endless.next().expect("endless")]).is_err() {
                 break;
             }
             match slow.read(&mut [0; 64]) {
@@ -63,8 +70,7 @@ async fn connections_that_make_no_progress_are_closed() {
             }
         }
         // This client sends two requests, the second of them in two parts, and then nothing more.
-        let mut idle = connect(address);
-        idle.write_all(get("/health").as_bytes()).expect("sent");
+        let mut idle = sent(address, get("/health"));
         assert!(read_answer(&mut idle).0.starts_with("http/1.1 200"));
         let second = get("/v1/models");
         idle.write_all(&second.as_bytes()[..20]).expect("sent");
@@ -73,8 +79,7 @@ async fn connections_that_make_no_progress_are_closed() {
         assert!(read_answer(&mut idle).1.contains(MODEL));
         assert_eq!(read_to_end(&mut idle), "");
         // This client sends a complete request, and then a request head that never ends.
-        let mut half = connect(address);
-        half.write_all(get("/health").as_bytes()).expect("sent");
+        let mut half = sent(address, get("/health"));
         read_answer(&mut half);
         half.write_all(b"GET /v1/mod").expect("sent");
         assert_eq!(read_to_end(&mut half), "");
@@ -115,8 +120,7 @@ async fn clients_beyond_the_connection_limit_wait_and_are_served_later() {
     for idle in &mut silent[..2] {
         idle.write_all(get("/health").as_bytes()).expect("sent");
     }
-    let mut asking = serving.connect();
-    asking.write_all(get("/v1/models").as_bytes()).expect("sent");
+    let mut asking = sent(serving.address, get("/v1/models"));
     blocking(move || assert!(read_answer(&mut asking).1.contains(MODEL))).await;
     drop(silent);
     // As many clients connect as the kernel queues, and all are served.
@@ -172,24 +176,21 @@ async fn a_stopping_server_finishes_answers_and_refuses_new_requests() {
         Connections { head_timeout: long, idle_timeout: long, write_timeout: long, ..CONNECTIONS };
     let serving = tokio::spawn(api::serve(listener, Arc::clone(&app.server), connections, shutdown));
     let (mut streaming, mut idle, seen) = blocking(move || {
-        let mut streaming = connect(address);
-        streaming.write_all(post(true).as_bytes()).expect("sent");
+        let mut streaming = sent(address, post(true));
         let mut seen = Vec::new();
         while !String::from_utf8_lossy(&seen).contains(":\"a\"") {
             let mut part = [0; 256];
             let n = streaming.read(&mut part).expect("text");
             seen.extend_from_slice(&part[..n]);
         }
-        let mut idle = connect(address);
-        idle.write_all(get("/live").as_bytes()).expect("sent");
+        let mut idle = sent(address, get("/live"));
         read_answer(&mut idle);
         (streaming, idle, seen)
     })
     .await;
     let ask = |request: String, address: SocketAddr| {
         blocking(move || {
-            let mut late = connect(address);
-            late.write_all(request.as_bytes()).expect("sent");
+            let mut late = sent(address, request);
             read_to_end(&mut late).to_ascii_lowercase()
         })
     };
@@ -229,8 +230,7 @@ async fn http_2_by_prior_knowledge_is_refused() {
             assert!(answer.starts_with("HTTP/1.1 505 ") && answer.contains("speaks HTTP/1.1"), "{answer}");
         }
         // A client that waits for the server's SETTINGS is disconnected.
-        let mut client = connect(address);
-        client.write_all(HTTP_2).expect("sent");
+        let mut client = sent(address, HTTP_2);
         assert!(read_to_end(&mut client).starts_with("HTTP/1.1 505 "));
     })
     .await;
@@ -281,12 +281,10 @@ async fn https_is_served_with_a_certificate() {
     blocking(move || {
         // A client that speaks plain HTTP gets an error that says so. A client that does not end the handshake is
         // disconnected.
-        let mut plain = connect(address);
-        plain.write_all(get("/health").as_bytes()).expect("sent");
+        let mut plain = sent(address, get("/health"));
         let answer = read_to_end(&mut plain);
         assert!(answer.starts_with("HTTP/1.1 400") && answer.contains("https://"), "{answer}");
-        let mut half = connect(address);
-        half.write_all(&[22, 3, 1, 2, 0, 1]).expect("sent");
+        let mut half = sent(address, [22_u8, 3, 1, 2, 0, 1]);
         assert_eq!(read_to_end(&mut half), "");
         assert_eq!(read_to_end(&mut connect(address)), "");
     })
@@ -387,16 +385,14 @@ async fn a_body_with_a_too_large_content_length_is_refused_before_it_is_sent() {
         let expects = "Expect: 100-continue\r\n";
         let too_long = OPTIONS.max_body_bytes + 1;
         // A client that waits for `100 Continue` gets only the refusal.
-        let mut client = connect(address);
-        client.write_all(head(&too_long.to_string(), expects).as_bytes()).expect("sent");
+        let mut client = sent(address, head(&too_long.to_string(), expects));
         let all = read_to_end(&mut client);
         assert!(all.starts_with("HTTP/1.1 413 "), "{all}");
         let message = format!("the body is larger than {} bytes", OPTIONS.max_body_bytes);
         assert!(all.contains(&message) && !all.contains("100 Continue"), "{all}");
         // A client whose body is short enough gets `100 Continue`, and its answer.
         let body = json!({"messages": [{"role": "user", "content": "Hi"}]}).to_string();
-        let mut client = connect(address);
-        client.write_all(head(&body.len().to_string(), expects).as_bytes()).expect("sent");
+        let mut client = sent(address, head(&body.len().to_string(), expects));
         let permission = b"HTTP/1.1 100 Continue\r\n\r\n";
         let mut first = vec![0; permission.len()];
         client.read_exact(&mut first).expect("read");
@@ -404,8 +400,7 @@ async fn a_body_with_a_too_large_content_length_is_refused_before_it_is_sent() {
         client.write_all(body.as_bytes()).expect("sent");
         assert!(read_answer(&mut client).0.starts_with("http/1.1 200"));
         // A client that sends the body without waiting can still read the refusal.
-        let mut client = connect(address);
-        client.write_all(head(&too_long.to_string(), "").as_bytes()).expect("sent");
+        let mut client = sent(address, head(&too_long.to_string(), ""));
         client.write_all(&vec![b' '; too_long]).expect("sent");
         assert!(read_answer(&mut client).0.starts_with("http/1.1 413"));
         // The largest u64 lengths, two larger numbers, and a negative one.
@@ -417,8 +412,7 @@ async fn a_body_with_a_too_large_content_length_is_refused_before_it_is_sent() {
             ("99999999999999999999999", 400),
             ("-1", 400),
         ] {
-            let mut client = connect(address);
-            client.write_all(head(length, expects).as_bytes()).expect("sent");
+            let mut client = sent(address, head(length, expects));
             let all = read_to_end(&mut client);
             assert!(all.starts_with(&format!("HTTP/1.1 {status} ")), "{length}: {all}");
         }

@@ -11,16 +11,12 @@ use unicorn::api::{self, AccessPolicy, Keys, SUPPORTED_PARAMETERS, Server};
 
 use crate::support::app::{App, MODEL, OPTIONS, app_with_policy};
 use crate::support::fake_runner::HANG;
-use crate::support::http::{assert_all_free, chat, get, send, send_json};
+use crate::support::http::{assert_all_free, chat, get, post, send, send_json};
+use crate::support::json::with;
 use crate::support::server::report;
 
 async fn ask(app: &App, more: Value) -> (u16, Value) {
-    let mut body = chat("Hi");
-    for (name, value) in more.as_object().expect("fields") {
-        body[name] = value.clone();
-    }
-    let request = Request::post("/v1/chat/completions").body(Body::from(body.to_string())).expect("valid");
-    let (status, _, bytes) = send(&app.router, request).await;
+    let (status, _, bytes) = send(&app.router, post(with(chat("Hi"), more).to_string())).await;
     (status.as_u16(), serde_json::from_slice(&bytes).unwrap_or(Value::Null))
 }
 
@@ -77,11 +73,7 @@ async fn a_device_that_does_not_answer_is_unresponsive_until_it_answers() {
     let app = self::app();
     app.control.allow(0);
     let (router, control) = (app.router.clone(), app.control.clone());
-    let body = chat("Hi").to_string();
-    let asked = tokio::spawn(async move {
-        let request = Request::post("/v1/chat/completions").body(Body::from(body)).expect("valid");
-        send(&router, request).await.0
-    });
+    let asked = tokio::spawn(async move { send(&router, post(chat("Hi").to_string())).await.0 });
     tokio::task::spawn_blocking(move || control.submitted(1)).await.expect("a step comes");
     assert_eq!(health(&app).await, (200, "ok".into()));
     tokio::time::sleep(OPTIONS.device_timeout + Duration::from_millis(50)).await;
@@ -234,8 +226,7 @@ async fn time_to_first_token_starts_when_a_request_arrives() {
         tokio::time::sleep(pause).await;
         Ok::<_, std::io::Error>(piece)
     });
-    let request = Request::post("/v1/chat/completions").body(Body::from_stream(body)).expect("valid");
-    assert_eq!(send(&app.router, request).await.0, 200);
+    assert_eq!(send(&app.router, post(Body::from_stream(body))).await.0, 200);
     let m = metrics(&app).await;
     for name in ["unicorn_time_to_first_token_seconds_sum", "unicorn_e2e_request_latency_seconds_sum"] {
         assert!(m[name] >= PAUSE.as_secs_f64(), "{name}: {}", m[name]);
@@ -246,11 +237,8 @@ async fn time_to_first_token_starts_when_a_request_arrives() {
 async fn unfinished_answers_are_counted_by_their_outcome() {
     let app = app();
     app.control.allow(2);
-    let mut body = chat("Hi");
-    body["stream"] = json!(true);
-    let request = || Request::post("/v1/chat/completions").body(Body::from(body.to_string())).expect("valid");
-    let left = tower::ServiceExt::oneshot(app.router.clone(), request()).await.expect("begins");
-    drop(left);
+    let request = post(with(chat("Hi"), json!({"stream": true})).to_string());
+    drop(tower::ServiceExt::oneshot(app.router.clone(), request).await.expect("begins"));
     app.control.release();
     assert_all_free(&app.engine).await;
     assert_eq!(metrics(&app).await["unicorn_request_success_total{finished_reason=\"abort\"}"], 1.0);
@@ -306,11 +294,8 @@ async fn status_reports_model_device_and_memory_but_no_prompt() {
         assert_eq!(body.pointer(pointer), Some(&value), "{pointer}: {body:#}");
     }
     assert!(body["uptime_s"].is_u64() && body["tokens"]["generated"].as_u64() > Some(0));
-    let kv = &body["kv"]["full"];
-    assert_eq!(
-        kv["held"].as_u64().unwrap() + kv["cached"].as_u64().unwrap() + kv["free"].as_u64().unwrap(),
-        150
-    );
+    let blocks = ["held", "cached", "free"].map(|name| body["kv"]["full"][name].as_u64().unwrap());
+    assert_eq!(blocks.iter().sum::<u64>(), 150);
     let all = body.to_string() + &format!("{:?}", metrics(&app).await);
     assert!(!all.contains("canary") && !all.contains("somebody"));
 }

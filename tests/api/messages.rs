@@ -13,6 +13,7 @@ use crate::support::app::{
 use crate::support::fake_runner::says;
 use crate::support::http::{assert_all_free, events_of, post_to, send, send_json, until};
 use crate::support::json::with;
+use crate::support::lists::each_value;
 use crate::support::tokenizers::tokenizer;
 use crate::support::tools::{self, ROME, babbling, now, roll, weather};
 
@@ -446,11 +447,12 @@ async fn invalid_bodies_are_refused_with_the_field() {
     let content = |block: Value| body(json!({"messages": [{"role": "user", "content": [block]}]}));
     let tools = |tools: Value| body(json!({"tools": tools}));
     let call = json!({"type": "tool_use", "id": "a", "name": "f", "input": {}});
+    let image = json!({"type": "image", "source": {}});
+    let hi = json!({"role": "user", "content": "Hi"});
+    let uses = |call: Value| json!({"role": "assistant", "content": [call]});
     let called = |call: Value, result: Value| {
-        let call = with(json!({"type": "tool_use"}), call);
-        body(
-            json!({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": [call]}, {"role": "user", "content": result}]}),
-        )
+        let call = uses(with(json!({"type": "tool_use"}), call));
+        body(json!({"messages": [hi, call, {"role": "user", "content": result}]}))
     };
     let result = |more: Value| {
         let result = with(json!({"type": "tool_result", "tool_use_id": "a"}), more);
@@ -461,16 +463,14 @@ async fn invalid_bodies_are_refused_with_the_field() {
         body.as_object_mut().unwrap().remove(name);
         body
     };
-    for (body, field) in [
+    let choice = |choice: Value| body(json!({"tool_choice": choice}));
+    let format = |format: Value| body(json!({"output_config": {"format": format}}));
+    let strict = json!({"name": "f", "strict": true, "input_schema": {"type": "object", "not": {}}});
+    let cases = [
         (json!([1]), "the body"),
         (json!({}), "messages is"),
         (without("max_tokens"), "max_tokens is"),
         (without("messages"), "messages is"),
-        (body(json!({"model": 3})), "model:"),
-        (body(json!({"max_tokens": 0})), "max_tokens:"),
-        (body(json!({"max_tokens": "9"})), "max_tokens:"),
-        (body(json!({"messages": []})), "messages:"),
-        (body(json!({"messages": "Hi"})), "messages:"),
         (body(json!({"messages": ["Hi"]})), "messages[0]:"),
         (body(json!({"messages": [{"content": "a"}]})), "messages[0].role is"),
         (body(json!({"messages": [{"role": 1, "content": "a"}]})), "messages[0].role:"),
@@ -482,14 +482,11 @@ async fn invalid_bodies_are_refused_with_the_field() {
         (content(json!({"type": 1})), "messages[0].content[0].type:"),
         (content(json!({"type": "text"})), "messages[0].content[0].text is"),
         (content(json!({"type": "text", "text": {}})), "messages[0].content[0].text:"),
-        (content(json!({"type": "image", "source": {}})), "messages[0].content[0].type:"),
+        (content(image.clone()), "messages[0].content[0].type:"),
         (content(json!({"type": "document", "source": {}})), "messages[0].content[0].type:"),
         (content(json!({"type": "tool_result"})), "messages[0].content[0].tool_use_id is"),
         (content(json!({"type": "tool_result", "tool_use_id": "x"})), "messages[0].content[0].tool_use_id:"),
-        (
-            content(json!({"type": "tool_use", "id": "a", "name": "f", "input": {}})),
-            "messages[0].content[0].type:",
-        ),
+        (content(call.clone()), "messages[0].content[0].type:"),
         (content(json!({"type": "server_tool_use"})), "messages[0].content[0].type:"),
         (called(json!({"name": "f", "input": {}}), json!([])), "messages[1].content[0].id is"),
         (called(json!({"id": "a", "input": {}}), json!([])), "messages[1].content[0].name is"),
@@ -497,32 +494,15 @@ async fn invalid_bodies_are_refused_with_the_field() {
         (called(json!({"id": "a", "name": "f", "input": "{}"}), json!([])), "messages[1].content[0].input:"),
         (result(json!({"tool_use_id": "b"})), "messages[2].content[0].tool_use_id:"),
         (result(json!({"content": 21})), "messages[2].content[0].content:"),
-        (
-            result(json!({"content": [{"type": "image", "source": {}}]})),
-            "messages[2].content[0].content[0].type:",
-        ),
+        (result(json!({"content": [image]})), "messages[2].content[0].content[0].type:"),
         (result(json!({"content": [{"type": "tool_result"}]})), "messages[2].content[0].content[0].type:"),
         (result(json!({"is_error": "yes"})), "messages[2].content[0].is_error:"),
-        (
-            body(
-                json!({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": [call]}]}),
-            ),
-            "messages: expected a tool_result",
-        ),
+        (body(json!({"messages": [hi, uses(call.clone())]})), "messages: expected a tool_result"),
         (content(json!({"type": "thinking", "thinking": "x"})), "messages[0].content[0].type:"),
-        (body(json!({"system": 5})), "system:"),
         (body(json!({"system": [{"type": "image"}]})), "system[0].type:"),
-        (body(json!({"temperature": 1.5})), "temperature:"),
-        (body(json!({"temperature": "hot"})), "temperature:"),
-        (body(json!({"top_p": -0.1})), "top_p:"),
-        (body(json!({"top_k": -1})), "top_k:"),
-        (body(json!({"stream": "yes"})), "stream:"),
-        (body(json!({"stop_sequences": "a"})), "stop_sequences:"),
         (body(json!({"stop_sequences": [1]})), "stop_sequences[0]:"),
         (body(json!({"stop_sequences": ["a", ""]})), "stop_sequences[1]:"),
         (body(json!({"stop_sequences": ["a".repeat(1025)]})), "stop_sequences[0]:"),
-        (body(json!({"stop_sequences": vec!["a"; 17]})), "stop_sequences:"),
-        (body(json!({"tools": {}})), "tools:"),
         (body(json!({"tools": ["f"]})), "tools[0]:"),
         (tools(json!([{"type": "bash_20250124", "name": "bash"}])), "tools[0].type:"),
         (tools(json!([{"input_schema": {}}])), "tools[0].name is"),
@@ -530,36 +510,33 @@ async fn invalid_bodies_are_refused_with_the_field() {
         (tools(json!([{"name": "f", "input_schema": {"type": "string"}}])), "tools[0].input_schema.type:"),
         (tools(json!([{"name": "f", "input_schema": {}, "description": []}])), "tools[0].description:"),
         (tools(json!([tool(&now()), tool(&now())])), "tools[1].name:"),
+        (tools(json!([strict])), "tools[0].input_schema: "),
+        (choice(json!({})), "tool_choice.type is"),
+        (choice(json!({"type": "any"})), "tool_choice: there are no tools"),
         (
-            tools(json!([{"name": "f", "strict": true, "input_schema": {"type": "object", "not": {}}}])),
-            "tools[0].input_schema: ",
-        ),
-        (body(json!({"tool_choice": "any"})), "tool_choice:"),
-        (body(json!({"tool_choice": {}})), "tool_choice.type is"),
-        (body(json!({"tool_choice": {"type": "any"}})), "tool_choice: there are no tools"),
-        (
-            body(json!({"tool_choice": {"type": "auto", "disable_parallel_tool_use": 1}})),
+            choice(json!({"type": "auto", "disable_parallel_tool_use": 1})),
             "tool_choice.disable_parallel_tool_use:",
         ),
         (ask_with_tools(json!({"tool_choice": {"type": "tool"}})), "tool_choice.name is"),
         (ask_with_tools(json!({"tool_choice": {"type": "tool", "name": "x"}})), "tool_choice.name:"),
-        (body(json!({"tool_choice": {"type": "maybe"}})), "tool_choice.type:"),
-        (body(json!({"container": "c"})), "container:"),
-        (body(json!({"thread": {"type": "create"}})), "thread:"),
-        (body(json!({"mcp_servers": [{}]})), "mcp_servers:"),
-        (body(json!({"output_config": []})), "output_config:"),
-        (body(json!({"output_config": {"format": 1}})), "output_config.format:"),
-        (body(json!({"output_config": {"format": {}}})), "output_config.format.type is"),
-        (body(json!({"output_config": {"format": {"type": "xml"}}})), "output_config.format.type:"),
-        (
-            body(json!({"output_config": {"format": {"type": "json_schema"}}})),
-            "output_config.format.schema is",
-        ),
-    ] {
+        (choice(json!({"type": "maybe"})), "tool_choice.type:"),
+        (format(json!(1)), "output_config.format:"),
+        (format(json!({})), "output_config.format.type is"),
+        (format(json!({"type": "xml"})), "output_config.format.type:"),
+        (format(json!({"type": "json_schema"})), "output_config.format.schema is"),
+    ];
+    let invalid = json!({
+        "model": [3], "max_tokens": [0, "9"], "messages": [[], "Hi"], "system": [5], "temperature": [1.5, "hot"],
+        "top_p": [-0.1], "top_k": [-1], "stream": ["yes"], "stop_sequences": ["a", vec!["a"; 17]], "tools": [{}],
+        "tool_choice": ["any"], "container": ["c"], "thread": [{"type": "create"}], "mcp_servers": [[{}]],
+        "output_config": [[]],
+    });
+    let invalid = each_value(&invalid).map(|(name, fields)| (body(fields), format!("{name}:")));
+    for (body, field) in cases.map(|(body, field)| (body, field.to_owned())).into_iter().chain(invalid) {
         let (status, headers, reply) = create(&app, &body).await;
         assert_eq!((status.as_u16(), &reply["type"]), (400, &json!("error")), "{body}: {reply}");
         assert_eq!(reply["error"]["type"], "invalid_request_error");
-        assert!(reply["error"]["message"].as_str().is_some_and(|m| m.starts_with(field)), "{field} {reply}");
+        assert!(reply["error"]["message"].as_str().is_some_and(|m| m.starts_with(&field)), "{field} {reply}");
         assert_eq!(reply["request_id"].as_str().map(str::as_bytes), Some(headers["request-id"].as_bytes()));
     }
     assert_eq!(app.control.batches().len(), 0, "no invalid body may reach the engine");

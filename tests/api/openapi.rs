@@ -17,6 +17,7 @@ use unicorn::api::{AccessPolicy, Keys};
 use crate::support::app::{MODEL, app_with_policy};
 use crate::support::http::{send, send_json};
 use crate::support::json::{replace_somewhere, with};
+use crate::support::lists::values;
 
 const METHODS: [&str; 5] = ["get", "post", "put", "patch", "delete"];
 const FILES_OF_THE_PAGE: &str = "/page/";
@@ -456,45 +457,12 @@ async fn bodies_that_the_document_calls_invalid_are_refused() {
     let input = json!({"model": MODEL, "input": "Hi", "max_output_tokens": 4});
     let (_, _, kept) = send_json(&app.router, request("post", "/v1/responses", Some(&input))).await;
     let bodies = bodies(kept["id"].as_str().expect("an id"));
-    let junk = [
-        json!(null),
-        json!(true),
-        json!(false),
-        json!(-1),
-        json!(0),
-        json!(1),
-        json!(2),
-        json!(2.5),
-        json!(128),
-        json!(129),
-        json!(1e308),
-        json!(-1e-9),
-        json!(u32::MAX),
-        json!(1u64 << 32),
-        json!(u64::MAX),
-        json!(i64::MIN),
-        json!(""),
-        json!("none"),
-        json!("required"),
-        json!("text"),
-        json!("assistant"),
-        json!("tool"),
-        json!("user"),
-        json!("\u{0}"),
-        json!("x".repeat(1025)),
-        json!("x".repeat(129)),
-        json!([]),
-        json!({}),
-        json!([[]]),
-        json!([1]),
-        json!(["", "a"]),
-        json!(["a", "b", "c", "d", "e"]),
-        json!({"type": "text"}),
-        json!({"1": 100.1}),
-        json!({"x": 1}),
-        json!({"type": "json_object"}),
-        json!({"include_usage": 1}),
-    ];
+    let junk = values(json!([
+        null, true, false, -1, 0, 1, 2, 2.5, 128, 129, 1e308, -1e-9, u32::MAX, 1u64 << 32, u64::MAX,
+        i64::MIN, "", "none", "required", "text", "assistant", "tool", "user", "\u{0}", "x".repeat(1025),
+        "x".repeat(129), [], {}, [[]], [1], ["", "a"], ["a", "b", "c", "d", "e"], {"type": "text"},
+        {"1": 100.1}, {"x": 1}, {"type": "json_object"}, {"include_usage": 1}
+    ]));
     let (mut answered, mut refused, mut refused_though_valid) = (0, 0, BTreeMap::<String, usize>::new());
     for _ in 0..TIMES {
         let (path, mut body) = bodies.choose(&mut rng).expect("bodies").clone();

@@ -21,6 +21,7 @@ use crate::support::app::{DEFAULTS, END_OF_TURN, MODEL, OPTIONS};
 use crate::support::fake_runner::{FakeRunner, HANG, LIMITS, Script, mixed};
 use crate::support::http::{assert_at_rest, named_events, post_to, send, send_json};
 use crate::support::json::replace_somewhere;
+use crate::support::lists::values;
 use crate::support::tokenizers::{gemma_template, tokenizer};
 use crate::support::{data, goldens};
 
@@ -478,24 +479,10 @@ impl Draw {
 
 /// The mutation number `i` of a body. Every other one is still JSON.
 fn mutated(full: &Value, i: usize, rng: &mut ChaCha8Rng) -> Vec<u8> {
-    let junk = [
-        json!(null),
-        json!(true),
-        json!(-1),
-        json!(0),
-        json!(1e308),
-        json!(18446744073709551615u64),
-        json!(""),
-        json!("assistant"),
-        json!([]),
-        json!({}),
-        json!([[[]]]),
-        json!({"type": "text"}),
-        json!("\u{fffd}\u{202e}"),
-        json!("<end_of_turn>"),
-        json!(0.1),
-        json!("x".repeat(3000)),
-    ];
+    let junk = values(json!([
+        null, true, -1, 0, 1e308, 18446744073709551615u64, "", "assistant", [], {}, [[[]]],
+        {"type": "text"}, "\u{fffd}\u{202e}", "<end_of_turn>", 0.1, "x".repeat(3000)
+    ]));
     if i.is_multiple_of(2) {
         let mut value = full.clone();
         for _ in 0..rng.random_range(1..4) {

@@ -13,6 +13,7 @@ use crate::support::app::{
 use crate::support::fake_runner::says;
 use crate::support::http::{assert_all_free, events_of, post_to, send_json};
 use crate::support::json::with;
+use crate::support::lists::each_value;
 use crate::support::tokenizers::tokenizer;
 use crate::support::tools::{self, ROME, babbling, now, roll, weather};
 
@@ -648,13 +649,14 @@ async fn invalid_bodies_are_refused_with_the_field() {
     let call = |fields: Value| item(with(json!({"type": "function_call"}), fields));
     let output = |fields: Value| item(with(json!({"type": "function_call_output"}), fields));
     let tools = |tools: Value| body(json!({"tools": tools}));
+    let choice = |choice: Value| body(json!({"tool_choice": choice}));
     let format = |format: Value| body(json!({"text": {"format": format}}));
-    for (body, param, code) in [
+    let image = json!({"type": "input_image"});
+    let strict = json!({"type": "function", "name": "f", "parameters": {"not": {}}, "strict": true});
+    let schema = json!({"type": "json_schema"});
+    let cases = [
         (json!({}), "input", "missing_required_parameter"),
         (json!({"model": MODEL}), "input", "missing_required_parameter"),
-        (body(json!({"model": 3})), "model", "invalid_value"),
-        (body(json!({"input": 3})), "input", "invalid_value"),
-        (body(json!({"input": []})), "input", "invalid_value"),
         (item(json!("Hi")), "input[0]", "invalid_value"),
         (item(json!({"content": "Hi"})), "input[0].role", "missing_required_parameter"),
         (item(json!({"role": "tool", "content": "Hi"})), "input[0].role", "invalid_value"),
@@ -670,35 +672,17 @@ async fn invalid_bodies_are_refused_with_the_field() {
         (output(json!({"output": "x"})), "input[0].call_id", "missing_required_parameter"),
         (output(json!({"call_id": "a"})), "input[0].output", "missing_required_parameter"),
         (output(json!({"call_id": "a", "output": 1})), "input[0].output", "invalid_value"),
-        (
-            output(json!({"call_id": "a", "output": [{"type": "input_image"}]})),
-            "input[0].output[0].type",
-            "unsupported_value",
-        ),
+        (output(json!({"call_id": "a", "output": [image]})), "input[0].output[0].type", "unsupported_value"),
         (output(json!({"call_id": "a", "output": "x"})), "input[0].call_id", "invalid_value"),
         (item(json!({"type": "item_reference", "id": "x"})), "input[0].type", "unsupported_value"),
         (part(json!("Hi")), "input[0].content[0]", "invalid_value"),
         (part(json!({"text": "Hi"})), "input[0].content[0].type", "missing_required_parameter"),
         (part(json!({"type": "input_text"})), "input[0].content[0].text", "missing_required_parameter"),
         (part(json!({"type": "input_text", "text": 1})), "input[0].content[0].text", "invalid_value"),
-        (part(json!({"type": "input_image"})), "input[0].content[0].type", "unsupported_value"),
+        (part(image.clone()), "input[0].content[0].type", "unsupported_value"),
         (part(json!({"type": "input_file"})), "input[0].content[0].type", "unsupported_value"),
         (part(json!({"type": "smell"})), "input[0].content[0].type", "invalid_value"),
-        (body(json!({"instructions": ["x"]})), "instructions", "invalid_value"),
-        (body(json!({"max_output_tokens": 0})), "max_output_tokens", "invalid_value"),
-        (body(json!({"temperature": 2.5})), "temperature", "invalid_value"),
-        (body(json!({"top_p": "1"})), "top_p", "invalid_value"),
-        (body(json!({"top_logprobs": 21})), "top_logprobs", "invalid_value"),
-        (body(json!({"include": "x"})), "include", "invalid_value"),
         (body(json!({"include": [1]})), "include[0]", "invalid_value"),
-        (body(json!({"stream": 1})), "stream", "invalid_value"),
-        (body(json!({"store": "no"})), "store", "invalid_value"),
-        (body(json!({"metadata": []})), "metadata", "invalid_value"),
-        (body(json!({"user": 1})), "user", "invalid_value"),
-        (body(json!({"prompt_cache_key": 1})), "prompt_cache_key", "invalid_value"),
-        (body(json!({"safety_identifier": 1})), "safety_identifier", "invalid_value"),
-        (body(json!({"parallel_tool_calls": 1})), "parallel_tool_calls", "invalid_value"),
-        (body(json!({"previous_response_id": 1})), "previous_response_id", "invalid_value"),
         (
             body(json!({"previous_response_id": "resp_x"})),
             "previous_response_id",
@@ -707,58 +691,42 @@ async fn invalid_bodies_are_refused_with_the_field() {
         (body(json!({"background": true})), "background", "unsupported_value"),
         (body(json!({"conversation": "conv_1"})), "conversation", "unsupported_value"),
         (body(json!({"prompt": {"id": "p"}})), "prompt", "unsupported_value"),
-        (body(json!({"truncation": "some"})), "truncation", "invalid_value"),
-        (body(json!({"tools": {}})), "tools", "invalid_value"),
         (tools(json!([{"type": "web_search"}])), "tools[0].type", "unsupported_value"),
         (tools(json!([{"type": "function"}])), "tools[0].name", "missing_required_parameter"),
         (tools(json!([tool(&now()), tool(&now())])), "tools[1].name", "invalid_value"),
+        (tools(json!([strict])), "tools[0].parameters", "invalid_value"),
+        (choice(json!({"type": "function"})), "tool_choice.name", "missing_required_parameter"),
+        (choice(json!({"type": "function", "name": "f"})), "tool_choice.name", "invalid_value"),
+        (choice(json!({"type": "web_search"})), "tool_choice.type", "unsupported_value"),
         (
-            tools(json!([{"type": "function", "name": "f", "parameters": {"not": {}}, "strict": true}])),
-            "tools[0].parameters",
-            "invalid_value",
-        ),
-        (body(json!({"tool_choice": "required"})), "tool_choice", "invalid_value"),
-        (
-            body(json!({"tool_choice": {"type": "function"}})),
-            "tool_choice.name",
-            "missing_required_parameter",
-        ),
-        (
-            body(json!({"tool_choice": {"type": "function", "name": "f"}})),
-            "tool_choice.name",
-            "invalid_value",
-        ),
-        (body(json!({"tool_choice": {"type": "web_search"}})), "tool_choice.type", "unsupported_value"),
-        (
-            body(json!({"tool_choice": {"type": "allowed_tools", "mode": "auto"}})),
+            choice(json!({"type": "allowed_tools", "mode": "auto"})),
             "tool_choice.tools",
             "missing_required_parameter",
         ),
-        (body(json!({"tool_choice": "maybe"})), "tool_choice", "invalid_value"),
-        (body(json!({"text": "x"})), "text", "invalid_value"),
         (format(json!("text")), "text.format", "invalid_value"),
         (format(json!({})), "text.format.type", "missing_required_parameter"),
         (format(json!({"type": "xml"})), "text.format.type", "invalid_value"),
         (
-            format(json!({"type": "json_schema", "schema": {}})),
+            format(with(schema.clone(), json!({"schema": {}}))),
             "text.format.name",
             "missing_required_parameter",
         ),
-        (
-            format(json!({"type": "json_schema", "name": "x"})),
-            "text.format.schema",
-            "missing_required_parameter",
-        ),
-    ] {
+        (format(with(schema, json!({"name": "x"}))), "text.format.schema", "missing_required_parameter"),
+    ];
+    let invalid = json!({
+        "model": [3], "input": [3, []], "instructions": [["x"]], "max_output_tokens": [0], "temperature": [2.5],
+        "top_p": ["1"], "top_logprobs": [21], "include": ["x"], "stream": [1], "store": ["no"], "metadata": [[]],
+        "user": [1], "prompt_cache_key": [1], "safety_identifier": [1], "parallel_tool_calls": [1],
+        "previous_response_id": [1], "truncation": ["some"], "tools": [{}], "tool_choice": ["required", "maybe"],
+        "text": ["x"],
+    });
+    let invalid = each_value(&invalid).map(|(name, fields)| (body(fields), name, "invalid_value"));
+    for (body, param, code) in cases.into_iter().chain(invalid) {
         let (status, reply) = create(&app, body.clone()).await;
         let error = &reply["error"];
-        assert_eq!(status, 400, "{body}: {reply}");
-        assert_eq!(
-            (error["param"].as_str(), error["code"].as_str()),
-            (Some(param), Some(code)),
-            "{body}: {reply}"
-        );
-        assert_eq!(error["type"], "invalid_request_error");
+        let found = (status, error["param"].as_str(), error["code"].as_str(), error["type"].as_str());
+        let expected = (400, Some(param), Some(code), Some("invalid_request_error"));
+        assert_eq!(found, expected, "{body}: {reply}");
     }
     assert_eq!(app.control.batches().len(), 0, "no invalid body may reach the engine");
     let (status, reply) = create(&app, body(json!({"model": "gpt-5"}))).await;

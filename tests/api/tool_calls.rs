@@ -17,6 +17,7 @@ use crate::support::http::{
     assert_all_free, chat, complete, content, parse, post_to, send, send_json, stream,
 };
 use crate::support::json::{replace_somewhere, with};
+use crate::support::lists::values;
 use crate::support::tokenizers::tokenizer;
 use crate::support::tools::{ROME, app, app_that_says, babbling, limits, now, roll, weather};
 
@@ -92,23 +93,9 @@ fn text_without_calls_is_returned_unchanged() {
     let seed = 0x7e47;
     println!("seed {seed}");
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
-    let pieces = [
-        "{",
-        "}",
-        "[",
-        "]",
-        "\"",
-        "name",
-        "parameters",
-        ":",
-        ",",
-        " ",
-        "\\",
-        "get_weather",
-        "½",
-        "\n",
-        "\"name\": \"get_weather\", ",
-    ];
+    let (name, begun) = ("get_weather", "\"name\": \"get_weather\", ");
+    let pieces =
+        ["{", "}", "[", "]", "\"", "name", "parameters", ":", ",", " ", "\\", name, "½", "\n", begun];
     for _ in 0..20_000 {
         let pieces: Vec<&str> =
             (0..rng.random_range(0..12)).map(|_| *pieces.choose(&mut rng).unwrap()).collect();
@@ -429,6 +416,18 @@ async fn prompt_at(path: &str, body: Value) -> String {
     tokenizer().decode(&seen.lock().unwrap(), false)
 }
 
+/// The prompt of a conversation with a system message, one tool, and two turns of calls.
+const TOLD: &str = concat!(
+    "<bos><start_of_turn>user\nBe brief.\n\nYou can call these tools:\n",
+    "- {\"name\":\"now\",\"parameters\":{\"type\":\"object\",\"properties\":{}}}\n",
+    "If a tool is needed, reply only with JSON: {\"name\": NAME, \"parameters\": {...}}, or an array of such objects for several calls. ",
+    "Otherwise answer normally.\n\nHi<end_of_turn>\n",
+    "<start_of_turn>model\n[{\"name\": \"now\", \"parameters\": {}}, {\"name\": \"roll\", \"parameters\": {\"count\":2}}]<end_of_turn>\n",
+    "<start_of_turn>user\nResult of now: 10:00\nResult of roll: 7<end_of_turn>\n",
+    "<start_of_turn>model\nSeven.\n\n{\"name\": \"roll\", \"parameters\": {\"count\":1}}<end_of_turn>\n",
+    "<start_of_turn>user\nResult of roll:\n\nAnd?<end_of_turn>\n<start_of_turn>model\n",
+);
+
 #[tokio::test]
 async fn every_wire_format_gives_the_same_prompt() {
     let function = |id: &str, name: &str, arguments: &str| json!({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}});
@@ -467,16 +466,6 @@ async fn every_wire_format_gives_the_same_prompt() {
         output("a", json!("")),
         {"role": "user", "content": "And?"},
     ]);
-    let told = concat!(
-        "<bos><start_of_turn>user\nBe brief.\n\nYou can call these tools:\n",
-        "- {\"name\":\"now\",\"parameters\":{\"type\":\"object\",\"properties\":{}}}\n",
-        "If a tool is needed, reply only with JSON: {\"name\": NAME, \"parameters\": {...}}, or an array of such objects for several calls. ",
-        "Otherwise answer normally.\n\nHi<end_of_turn>\n",
-        "<start_of_turn>model\n[{\"name\": \"now\", \"parameters\": {}}, {\"name\": \"roll\", \"parameters\": {\"count\":2}}]<end_of_turn>\n",
-        "<start_of_turn>user\nResult of now: 10:00\nResult of roll: 7<end_of_turn>\n",
-        "<start_of_turn>model\nSeven.\n\n{\"name\": \"roll\", \"parameters\": {\"count\":1}}<end_of_turn>\n",
-        "<start_of_turn>user\nResult of roll:\n\nAnd?<end_of_turn>\n<start_of_turn>model\n",
-    );
     let chat = json!({"model": MODEL, "messages": chat, "tools": [now()]});
     let schema = json!({"type": "object", "properties": {}});
     let tools = json!([{"name": "now", "input_schema": schema}]);
@@ -493,8 +482,8 @@ async fn every_wire_format_gives_the_same_prompt() {
         ),
         ("/v1/responses", responses, json!({"parallel_tool_calls": false})),
     ] {
-        assert_eq!(prompt_at(path, body.clone()).await, told, "{path}");
-        let one = told.replace(", or an array of such objects for several calls", "");
+        assert_eq!(prompt_at(path, body.clone()).await, TOLD, "{path}");
+        let one = TOLD.replace(", or an array of such objects for several calls", "");
         assert_eq!(prompt_at(path, with(body, alone)).await, one, "{path}");
     }
 }
@@ -550,16 +539,7 @@ async fn the_prompt_describes_tools_calls_and_results() {
         {"role": "user", "content": "And?"},
     ]);
     let body = json!({"model": MODEL, "messages": messages, "tools": [now()], "max_tokens": 1});
-    let told = concat!(
-        "<bos><start_of_turn>user\nBe brief.\n\nYou can call these tools:\n",
-        "- {\"name\":\"now\",\"parameters\":{\"type\":\"object\",\"properties\":{}}}\n",
-        "If a tool is needed, reply only with JSON: {\"name\": NAME, \"parameters\": {...}}, or an array of such objects for several calls. ",
-        "Otherwise answer normally.\n\nHi<end_of_turn>\n",
-        "<start_of_turn>model\n[{\"name\": \"now\", \"parameters\": {}}, {\"name\": \"roll\", \"parameters\": {\"count\": 2}}]<end_of_turn>\n",
-        "<start_of_turn>user\nResult of now: 10:00\nResult of roll: 7<end_of_turn>\n",
-        "<start_of_turn>model\nSeven.\n\n{\"name\": \"roll\", \"parameters\": \"oops\"}<end_of_turn>\n",
-        "<start_of_turn>user\nResult of roll:\n\nAnd?<end_of_turn>\n<start_of_turn>model\n",
-    );
+    let told = TOLD.replace("{\"count\":2}", "{\"count\": 2}").replace("{\"count\":1}", "\"oops\"");
     assert_eq!(prompt_of(body.clone()).await, told);
     assert_eq!(
         prompt_of(with(body.clone(), json!({"tool_choice": "required"}))).await,
@@ -729,28 +709,11 @@ async fn mutated_tools_and_schemas_never_panic_hang_or_fail_the_server() {
             {"role": "tool", "tool_call_id": "a", "content": "10:00"},
         ],
     });
-    let junk = [
-        json!(null),
-        json!(true),
-        json!(-1),
-        json!(1e308),
-        json!(""),
-        json!("auto"),
-        json!("required"),
-        json!("none"),
-        json!([]),
-        json!({}),
-        json!([[]]),
-        json!({"type": "object"}),
-        json!("<end_of_turn>"),
-        json!("#"),
-        json!({"$ref": "#"}),
-        json!("½".repeat(70)),
-        json!("string"),
-        json!({"type": "json_object"}),
-        json!([{"type": "function", "function": {"name": "f"}}]),
-        call,
-    ];
+    let junk = values(json!([
+        null, true, -1, 1e308, "", "auto", "required", "none", [], {}, [[]], {"type": "object"},
+        "<end_of_turn>", "#", {"$ref": "#"}, "½".repeat(70), "string", {"type": "json_object"},
+        [{"type": "function", "function": {"name": "f"}}], call
+    ]));
     let parts = [
         "/tools/0/function/parameters",
         "/tools/1/function/parameters",

@@ -34,7 +34,8 @@ use Reply::{Events, Raw, Refuse, Say, SayWithoutUsage};
 
 use crate::support::app::{router_for_many, router_that_says};
 use crate::support::fake_runner::HANG;
-use crate::support::program::{assert_error, lab, lab_on_software, output, unicorn};
+use crate::support::lists::words;
+use crate::support::program::{assert_error, lab, lab_on_software, output, printed, printed_json, unicorn};
 use crate::support::root;
 
 /// An HTTP server with a thread for each connection. It runs until the test ends.
@@ -160,19 +161,9 @@ fn send_events(stream: &mut TcpStream, events: impl Iterator<Item = String>) -> 
 #[test]
 fn a_closed_loop_counts_its_requests_and_their_tokens() {
     let server = Scripted::start(|_, _| Say(&["one ", "two ", "three"]));
-    let args = [
-        "--concurrency",
-        "1,3",
-        "--requests",
-        "2",
-        "--max-tokens",
-        "9",
-        "--ignore-eos",
-        "--temperature",
-        "0.5",
-        "--api-key",
-        "secret",
-    ];
+    let args = words(
+        "--concurrency 1,3 --requests 2 --max-tokens 9 --ignore-eos --temperature 0.5 --api-key secret",
+    );
     let report = server.report(&args);
     assert_eq!((&report["model"], &report["scenario"]), (&json!("a/b"), &json!("closed")), "{report}");
     assert_eq!(report["tokens_counted_by"], "usage");
@@ -567,14 +558,12 @@ fn bad_soak_options_are_errors_of_one_line() {
 /// layers see a window of 64, in f16.
 #[test]
 fn the_steps_of_a_model_are_measured_and_compared() {
-    let run = |args: &[&str]| {
+    let command = |args: &[&str]| {
         let fixed = ["model", "--allow-software-vulkan", "--runs", "1", "--steps", "2", "--vram", "64MiB"];
-        output(lab_on_software(&[&fixed[..], args].concat()))
+        lab_on_software(&[&fixed[..], args].concat())
     };
     let sizes = ["--prefill", "100,8,9000", "--depth", "128,8192", "--batch", "1,3"];
-    let (code, stdout, stderr) = run(&[&sizes[..], &["--json"]].concat());
-    assert_eq!(code, 0, "{stderr}");
-    let report: Value = serde_json::from_str(&stdout).expect("one JSON object");
+    let report = printed_json(command(&[&sizes[..], &["--json"]].concat()));
     let names = |list: &str| -> Vec<&str> {
         let cases = report[list].as_array().expect("a list").iter();
         cases.map(|case| case["case"].as_str().expect("a name")).collect()
@@ -606,12 +595,9 @@ fn the_steps_of_a_model_are_measured_and_compared() {
     assert!((6 * 10 + 1..=6 * 10 + 10).contains(&barriers), "{step}");
     assert!(step["declared_weight_bytes"].as_u64().expect("a number") >= weights, "{step}");
     // The time budget is 0, so no case is run.
-    let (code, stdout, stderr) =
-        run(&["--prefill", "8", "--depth", "0", "--batch", "1", "--budget-s", "0", "--json"]);
-    assert_eq!(code, 0, "{stderr}");
-    let none: Value = serde_json::from_str(&stdout).expect("one JSON object");
+    let none = printed_json(command(&words("--prefill 8 --depth 0 --batch 1 --budget-s 0 --json")));
     assert_eq!((&none["cases"], &none["left_out"][1]["case"]), (&json!([]), &json!("decode 1 at 0")));
-    assert!(stdout.contains("the 0 s of --budget-s are over"), "{stdout}");
+    assert!(none.to_string().contains("the 0 s of --budget-s are over"), "{none}");
 
     // The report is compared with itself and with the report of another device.
     let folder = tempfile::tempdir().expect("a folder");
@@ -624,14 +610,14 @@ fn the_steps_of_a_model_are_measured_and_compared() {
     (other["device"], other["driver"]) = (json!("another GPU"), report["driver"].clone());
     let (same, other) = (file("same.json", &report), file("other.json", &other));
     let few = ["--prefill", "8", "--depth", "128", "--batch", "1"];
-    let (code, stdout, stderr) = run(&[&few[..], &["--json", "--compare", &same]].concat());
+    let (code, stdout, stderr) = output(command(&[&few[..], &["--json", "--compare", &same]].concat()));
     assert_eq!(code, 0, "{stderr}");
     assert!(!stderr.contains("NOT THE SAME"), "{stderr}");
     let compared: Value = serde_json::from_str(&stdout).expect("one JSON object");
     let speedup = compared["compared"]["speedups"]["prefill 8"].as_f64().expect("a ratio");
     let before = case("prefill 8")["seconds"].as_f64().unwrap();
     assert!((speedup * compared["cases"][0]["seconds"].as_f64().unwrap() / before - 1.0).abs() < 1e-9);
-    let (code, stdout, stderr) = run(&[&few[..], &["--compare", &other]].concat());
+    let (code, stdout, stderr) = output(command(&[&few[..], &["--compare", &other]].concat()));
     assert_eq!(code, 0, "{stderr}");
     assert!(stderr.contains("NOT THE SAME") && stderr.contains("device was another GPU"), "{stderr}");
     for part in ["prefill 8", "decode 1 at 128", "times as fast as"] {
@@ -646,14 +632,12 @@ fn the_steps_of_a_model_are_measured_and_compared() {
 /// Measures a kernel of the smallest shape and compares a second run with the report of the first.
 #[test]
 fn kernels_are_compared_with_the_peak_rates_of_the_device() {
-    let run = |args: &[&str]| {
+    let command = |args: &[&str]| {
         let fixed = ["kernels", "--allow-software-vulkan", "--shape", "gemma-3-270m", "--runs", "1"];
-        output(lab_on_software(&[&fixed[..], args].concat()))
+        lab_on_software(&[&fixed[..], args].concat())
     };
     let few = ["--tokens", "2", "--depth", "32", "--scheme", "int4-g128", "--only", "k_proj"];
-    let (code, stdout, stderr) = run(&[&few[..], &["--json"]].concat());
-    assert_eq!(code, 0, "{stderr}");
-    let report: Value = serde_json::from_str(&stdout).expect("one JSON object");
+    let report = printed_json(command(&[&few[..], &["--json"]].concat()));
     let [case] = &report["cases"].as_array().expect("a list")[..] else { panic!("{report}") };
     assert_eq!(case["case"], "gemma-3-270m matmul k_proj int4-g128 x 2, fast");
     // The matrix has 256 rows of 640 weights, with half a byte for each weight and 2 bytes for each group of 128. Each
@@ -668,10 +652,9 @@ fn kernels_are_compared_with_the_peak_rates_of_the_device() {
     }
     let folder = tempfile::tempdir().expect("a folder");
     let file = folder.path().join("before.json");
-    std::fs::write(&file, &stdout).expect("writes");
+    std::fs::write(&file, report.to_string()).expect("writes");
     let file = file.to_str().expect("UTF-8");
-    let (code, stdout, stderr) = run(&[&few[..], &["--compare", file]].concat());
-    assert_eq!(code, 0, "{stderr}");
+    let stdout = printed(command(&[&few[..], &["--compare", file]].concat()));
     for part in ["k_proj int4-g128 x 2", "times as fast as", "plain multiply-adds", "of copy"] {
         assert!(stdout.contains(part), "{part:?} is not in {stdout}");
     }

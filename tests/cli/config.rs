@@ -5,6 +5,8 @@ use unicorn::config::{
 };
 use unicorn::tensor::QuantizeMode;
 
+use crate::support::lists::words;
+
 fn from_file(text: &str) -> Result<Config, ConfigError> {
     Config::from_layers(&[Layer::file("unicorn.toml", text)?])
 }
@@ -174,14 +176,10 @@ fn a_misspelt_variable_is_an_error_and_an_unknown_one_a_warning() {
         assert!(error.contains(variable) && error.contains(meant), "{error}");
     }
     // Kubernetes sets these variables for services with the names unicorn and unicorn-model.
-    for variable in [
-        "UNICORN_PORT",
-        "UNICORN_SERVICE_HOST",
-        "UNICORN_SERVICE_PORT",
-        "UNICORN_PORT_8010_TCP_ADDR",
-        "UNICORN_MODEL_SERVICE_HOST",
-        "UNICORN_MODEL_PORT_8010_TCP",
-    ] {
+    for variable in words(
+        "UNICORN_PORT UNICORN_SERVICE_HOST UNICORN_SERVICE_PORT UNICORN_PORT_8010_TCP_ADDR \
+        UNICORN_MODEL_SERVICE_HOST UNICORN_MODEL_PORT_8010_TCP",
+    ) {
         let (layer, warnings) = environment(variable, "tcp://10.0.0.1:8010").expect(variable);
         assert!(matches!(&warnings[..], [warning] if warning.contains(variable)), "{warnings:?}");
         assert_eq!(Config::from_layers(&[layer]), Config::from_layers(&[]), "{variable}");
@@ -189,15 +187,10 @@ fn a_misspelt_variable_is_an_error_and_an_unknown_one_a_warning() {
     // Kubernetes sets this variable for a service with the name unicorn-server. It is also the variable of an option.
     let error = environment("UNICORN_SERVER_PORT", "tcp://10.0.0.1:8010").expect_err("no port").to_string();
     assert!(error.contains("enableServiceLinks"), "{error}");
-    for ours in [
-        "UNICORN_CONFIG",
-        "UNICORN_CACHE_DIR",
-        "UNICORN_STATE_DIR",
-        "UNICORN_API_KEYS",
-        "UNICORN_TEST_DEVICE",
-        "UNICORN_SKIP_LOG",
-        "HOME",
-    ] {
+    for ours in words(
+        "UNICORN_CONFIG UNICORN_CACHE_DIR UNICORN_STATE_DIR UNICORN_API_KEYS UNICORN_TEST_DEVICE \
+        UNICORN_SKIP_LOG HOME",
+    ) {
         assert_eq!(environment(ours, "x").expect(ours).1, [""; 0], "{ours}");
     }
 }
@@ -232,20 +225,8 @@ fn sizes_are_read_and_shown_in_binary_units() {
     ] {
         assert_eq!(parse_bytes(text), Ok(bytes), "{text}");
     }
-    for text in [
-        "",
-        "GiB",
-        "G",
-        "16Gi",
-        "16GB",
-        "16gib",
-        "-1GiB",
-        "1e3",
-        "1.2.3KiB",
-        "2000TiB",
-        "99999999999999999999",
-        "16 GiB free",
-    ] {
+    let refused = words("GiB G 16Gi 16GB 16gib -1GiB 1e3 1.2.3KiB 2000TiB 99999999999999999999");
+    for text in refused.into_iter().chain(["", "16 GiB free"]) {
         assert!(parse_bytes(text).is_err_and(|error| error.contains("16GiB")), "{text:?}");
     }
     let shown = [0, 1023, 1024, 1536, 5 << 20, 16 << 30, 3 << 50].map(show_bytes);

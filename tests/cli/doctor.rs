@@ -94,6 +94,12 @@ fn doctor(tree: &Path, args: &[&str]) -> (i32, String, String) {
     output(unicorn(&[&["doctor", "--root", root], args].concat()))
 }
 
+/// Exit code, report and stderr of the doctor on a tree.
+fn report(tree: &Path, args: &[&str]) -> (i32, Value, String) {
+    let (status, json, stderr) = doctor(tree, &[args, &["--json"]].concat());
+    (status, serde_json::from_str(&json).unwrap_or_else(|error| panic!("{error}: {json}{stderr}")), stderr)
+}
+
 fn args<'a>(case: &'a Case, more: &[&'a str]) -> Vec<&'a str> {
     case.args.iter().map(String::as_str).chain(more.iter().copied()).collect()
 }
@@ -109,14 +115,12 @@ fn each_machine_has_its_expected_findings() {
         let (case, source) = case(&name);
         assert!(source.starts_with("# "), "{name}: the head of the file names no source");
         let tree = tree(&case);
-        let (status, json, stderr) = doctor(tree.path(), &args(&case, &["--json"]));
-        let report: Value =
-            serde_json::from_str(&json).unwrap_or_else(|error| panic!("{name}: {error}: {stderr}"));
+        let (status, report, stderr) = report(tree.path(), &args(&case, &[]));
         let findings = report["findings"].as_array().unwrap();
         let bad = findings.iter().filter(|finding| finding["severity"] != "ok");
         let got: Vec<String> =
             bad.clone().map(|f| format!("{} {}", text(f, "severity"), text(f, "code"))).collect();
-        assert_eq!(got, case.expected, "{name}: {json}");
+        assert_eq!(got, case.expected, "{name}: {report}");
         assert_eq!(
             (status, &report["exit_status"]),
             (case.exit_status, &Value::from(case.exit_status)),
@@ -172,8 +176,7 @@ fn remedies_are_the_expected_commands() {
     ] {
         let (case, _) = case(name);
         let tree = tree(&case);
-        let (_, json, _) = doctor(tree.path(), &args(&case, &["--json"]));
-        let report: Value = serde_json::from_str(&json).unwrap();
+        let (_, report, _) = report(tree.path(), &args(&case, &[]));
         let finding = report["findings"].as_array().unwrap().iter().find(|f| f["code"] == code).unwrap();
         let lines: Vec<&str> =
             finding["remedies"].as_array().unwrap().iter().map(|remedy| text(remedy, "line")).collect();
@@ -248,17 +251,16 @@ fn a_missing_model_is_a_finding_in_a_complete_report() {
     let tree = tree(&case(HEALTHY).0);
     let tree = tree.path();
     let found = |args: &[&str], expected: i32| {
-        let (status, json, stderr) = doctor(tree, &[args, &["--json"]].concat());
-        let report: Value = serde_json::from_str(&json).unwrap_or_else(|error| panic!("{error}: {stderr}"));
-        assert_eq!((status, &report["exit_status"]), (expected, &Value::from(expected)), "{json}");
+        let (status, report, _) = report(tree, args);
+        assert_eq!((status, &report["exit_status"]), (expected, &Value::from(expected)), "{report}");
         let findings = report["findings"].as_array().unwrap().clone();
         // The report continues after this finding.
         assert!(
             ["device", "port", "npu"].iter().all(|code| findings.iter().any(|f| f["code"] == *code)),
-            "{json}"
+            "{report}"
         );
         let bad: Vec<Value> = findings.into_iter().filter(|f| f["severity"] != "ok").collect();
-        assert!(bad.len() <= 1, "{json}");
+        assert!(bad.len() <= 1, "{report}");
         bad.into_iter().next().unwrap_or_default()
     };
     let configure = |model: &str, dir: &str| {
@@ -467,8 +469,7 @@ fn rows() -> Vec<String> {
     let mut rows = BTreeMap::new();
     for name in names() {
         let (case, _) = case(&name);
-        let (_, json, _) = doctor(tree(&case).path(), &args(&case, &["--json"]));
-        let report: Value = serde_json::from_str(&json).unwrap_or_else(|error| panic!("{name}: {error}"));
+        let (_, report, _) = report(tree(&case).path(), &args(&case, &[]));
         let findings = report["findings"].as_array().unwrap();
         for finding in findings.iter().filter(|finding| finding["severity"] != "ok") {
             let (code, found) = (text(finding, "code"), text(finding, "found"));

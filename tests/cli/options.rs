@@ -18,7 +18,10 @@ use unicorn::config::DEFAULT_TOML;
 
 use crate::support::checkpoints::{pulled, tiny_model};
 use crate::support::daemon::Daemon;
-use crate::support::program::{assert_error, lab, lab_on_software, output, unicorn, unicorn_on_software};
+use crate::support::lists::words;
+use crate::support::program::{
+    assert_error, lab, lab_on_software, output, printed, printed_json, unicorn, unicorn_on_software,
+};
 use crate::support::{data, demo, device, root};
 
 const TABLE: &str = "tests/options.md";
@@ -179,33 +182,32 @@ fn an_option_without_effect_on_a_command_is_refused() {
 fn accepted(folder: &Path) -> BTreeMap<&'static str, Vec<String>> {
     let at = |name: &str| folder.join(name).to_str().expect("UTF-8").to_owned();
     let nothing = at("nothing");
-    let command = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>();
     BTreeMap::from([
-        ("serve", command(&["serve", "--model", &nothing])),
-        ("generate", command(&["generate", "--prompt", "x", "--model", &nothing])),
-        ("chat", command(&["chat", "--model", &nothing])),
-        ("devices", command(&["devices"])),
-        ("doctor", command(&["doctor", "--root", &nothing])),
-        ("eval logits", command(&["eval", "logits", &nothing, "--tokens", "2", "--output", &nothing])),
-        ("eval perplexity", command(&["eval", "perplexity", &nothing, "--text", &nothing])),
-        ("quantize", command(&["quantize", &nothing, &nothing])),
-        ("inspect", command(&["inspect", &nothing])),
-        ("unicorn-lab synth", command(&[LAB, "synth", "--shape", "gemma-3-270m", "/dev/null/x"])),
-        ("plan", command(&["plan", &nothing])),
-        ("bench engine", command(&["bench", "engine", "--model", &nothing])),
-        ("unicorn-lab model", command(&[LAB, "model", "--model", &nothing])),
-        ("bench npu", command(&["bench", "npu", "--model", &nothing])),
-        ("unicorn-lab kernels", command(&[LAB, "kernels", "--only", "nothing"])),
-        ("bench serve", command(&["bench", "serve", "--url", "http://127.0.0.1:9/v1"])),
-        ("unicorn-lab isa", command(&[LAB, "isa", "--device", "nothing"])),
-        ("unicorn-lab soak", command(&[LAB, "soak", "1r", "--url", "http://127.0.0.1:9/v1"])),
-        ("pull", command(&["pull", "org/nothing"])),
-        ("models list", command(&["models", "list", "--models-dir", &nothing])),
-        ("models rm", command(&["models", "rm", "org/nothing", "--models-dir", &nothing])),
-        ("npu build-kernels", command(&["npu", "build-kernels", "--model", &nothing])),
-        ("npu list", command(&["npu", "list", "--kernels", &nothing])),
-        ("config check", command(&["config", "check", "--model", &nothing])),
-        ("config show", command(&["config", "show"])),
+        ("serve", owned(&["serve", "--model", &nothing])),
+        ("generate", owned(&["generate", "--prompt", "x", "--model", &nothing])),
+        ("chat", owned(&["chat", "--model", &nothing])),
+        ("devices", owned(&["devices"])),
+        ("doctor", owned(&["doctor", "--root", &nothing])),
+        ("eval logits", owned(&["eval", "logits", &nothing, "--tokens", "2", "--output", &nothing])),
+        ("eval perplexity", owned(&["eval", "perplexity", &nothing, "--text", &nothing])),
+        ("quantize", owned(&["quantize", &nothing, &nothing])),
+        ("inspect", owned(&["inspect", &nothing])),
+        ("unicorn-lab synth", owned(&[LAB, "synth", "--shape", "gemma-3-270m", "/dev/null/x"])),
+        ("plan", owned(&["plan", &nothing])),
+        ("bench engine", owned(&["bench", "engine", "--model", &nothing])),
+        ("unicorn-lab model", owned(&[LAB, "model", "--model", &nothing])),
+        ("bench npu", owned(&["bench", "npu", "--model", &nothing])),
+        ("unicorn-lab kernels", owned(&[LAB, "kernels", "--only", "nothing"])),
+        ("bench serve", owned(&["bench", "serve", "--url", "http://127.0.0.1:9/v1"])),
+        ("unicorn-lab isa", owned(&[LAB, "isa", "--device", "nothing"])),
+        ("unicorn-lab soak", owned(&[LAB, "soak", "1r", "--url", "http://127.0.0.1:9/v1"])),
+        ("pull", owned(&["pull", "org/nothing"])),
+        ("models list", owned(&["models", "list", "--models-dir", &nothing])),
+        ("models rm", owned(&["models", "rm", "org/nothing", "--models-dir", &nothing])),
+        ("npu build-kernels", owned(&["npu", "build-kernels", "--model", &nothing])),
+        ("npu list", owned(&["npu", "list", "--kernels", &nothing])),
+        ("config check", owned(&["config", "check", "--model", &nothing])),
+        ("config show", owned(&["config", "show"])),
     ])
 }
 
@@ -263,9 +265,7 @@ fn config_show_shows_every_option_of_the_command_line() {
         ("--no-tune", "", "tune = false"),
     ];
     let words = given.iter().flat_map(|(option, value, _)| [*option, *value]).filter(|word| !word.is_empty());
-    let (code, shown, stderr) =
-        output(unicorn(&["config", "show"].into_iter().chain(words).collect::<Vec<_>>()));
-    assert_eq!(code, 0, "{stderr}");
+    let shown = printed(unicorn(&["config", "show"].into_iter().chain(words).collect::<Vec<_>>()));
     for (option, _, line) in given {
         let is_it = |shown: &str| shown.starts_with(line) && shown.ends_with("# command line");
         assert!(shown.lines().any(is_it), "{option}: {shown}");
@@ -344,7 +344,6 @@ impl Scattered {
     fn commands(&self) -> Vec<(&'static str, Vec<String>, [bool; 3])> {
         let output = self.whole.path().join("logits").to_str().expect("UTF-8").to_owned();
         let folder = self.whole.path().join("native").to_str().expect("UTF-8").to_owned();
-        let words = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>();
         let model = ["--model", "org/tiny"];
         let generate = [&["generate", "--prompt", "Hello", "--max-tokens", "2"][..], &model].concat();
         let chat = [&["chat", "--max-tokens", "2"][..], &model].concat();
@@ -356,13 +355,13 @@ impl Scattered {
         let perplexity = ["eval", "perplexity", "org/tiny", "--text", &self.text];
         let quantize = ["quantize", "org/tiny", &folder, "--scheme", "keep", "--eval", &self.text];
         vec![
-            ("generate", words(&generate), [true, true, false]),
-            ("chat", words(&chat), [true, true, false]),
-            ("bench engine", words(&engine), [true, true, false]),
-            ("unicorn-lab model", words(&steps), [true, true, false]),
-            ("eval logits", words(&logits), [false, true, true]),
-            ("eval perplexity", words(&perplexity), [true, true, true]),
-            ("quantize", words(&quantize), [true, false, true]),
+            ("generate", owned(&generate), [true, true, false]),
+            ("chat", owned(&chat), [true, true, false]),
+            ("bench engine", owned(&engine), [true, true, false]),
+            ("unicorn-lab model", owned(&steps), [true, true, false]),
+            ("eval logits", owned(&logits), [false, true, true]),
+            ("eval perplexity", owned(&perplexity), [true, true, true]),
+            ("quantize", owned(&quantize), [true, false, true]),
         ]
     }
 
@@ -389,17 +388,8 @@ fn every_command_that_loads_a_model_follows_its_load_options() {
     for (name, command, [texts, quantizes, is_exact]) in scattered.commands() {
         let precision = if is_exact { "fast" } else { "f32" };
         let mut words = [command, scattered.files(), scattered.device()].concat();
-        words.extend(owned(&[
-            "-v",
-            "--context",
-            "70",
-            "--kv",
-            "int8",
-            "--npu",
-            "off",
-            "--precision",
-            precision,
-        ]));
+        words.extend(owned(&["-v", "--context", "70", "--kv", "int8", "--npu", "off"]));
+        words.extend(owned(&["--precision", precision]));
         if texts {
             words.extend(owned(&["--tokenizer", &whole]));
         }
@@ -434,7 +424,7 @@ fn a_command_fails_without_a_load_option_that_it_needs() {
     let empty = empty.path().to_str().expect("UTF-8");
     let mut commands = scattered.commands();
     commands.push(("serve", owned(&["serve", "--port", "0", "--model", "org/tiny"]), [true, true, false]));
-    let checked = |command: &[String], others: &[Vec<String>], option: &[&str], parts: &[&str]| {
+    let checked = |command: &[String], others: &[&[String]], option: &[&str], parts: &[&str]| {
         let words = [command, &others.concat(), &owned(option)].concat();
         let (code, _, stderr) = scattered.run(&words);
         let error = stderr.lines().find(|line| line.contains("error: ")).unwrap_or_default();
@@ -444,42 +434,22 @@ fn a_command_fails_without_a_load_option_that_it_needs() {
         let (files, device) = (scattered.files(), scattered.device());
         let tokenizer = if texts { owned(&["--tokenizer", &whole]) } else { vec![] };
         let [dir, config] = [files[..2].to_vec(), files[2..].to_vec()];
-        checked(
-            &command,
-            &[config.clone(), device.clone(), tokenizer.clone()],
-            &["--models-dir", empty],
-            &["org/tiny"],
-        );
-        checked(&command, &[dir.clone(), device.clone(), tokenizer.clone()], &[], &["config.json"]);
+        checked(&command, &[&config, &device, &tokenizer], &["--models-dir", empty], &["org/tiny"]);
+        checked(&command, &[&dir, &device, &tokenizer], &[], &["config.json"]);
         if texts {
-            checked(&command, &[files.clone(), device.clone()], &[], &["tokenizer.json", "--tokenizer"]);
+            checked(&command, &[&files, &device], &[], &["tokenizer.json", "--tokenizer"]);
         }
         let software = "--allow-software-vulkan";
-        checked(
-            &command,
-            &[files.clone(), tokenizer.clone()],
-            &["--device", "no such", software],
-            &["no such"],
-        );
+        checked(&command, &[&files, &tokenizer], &["--device", "no such", software], &["no such"]);
         if device_is_software() {
-            checked(&command, &[files.clone(), tokenizer.clone()], &[], &["allow"]);
+            checked(&command, &[&files, &tokenizer], &[], &["allow"]);
         }
         if cfg!(feature = "npu") {
-            checked(
-                &command,
-                &[files.clone(), device.clone(), tokenizer.clone()],
-                &["--npu", "require"],
-                &["NPU"],
-            );
+            checked(&command, &[&files, &device, &tokenizer], &["--npu", "require"], &["NPU"]);
         }
         if ["generate", "chat", "bench engine", "unicorn-lab model", "serve"].contains(&name) {
             for limit in [&["--vram", "64K"][..], &["--reserve", "1000T"]] {
-                checked(
-                    &command,
-                    &[files.clone(), device.clone(), tokenizer.clone()],
-                    limit,
-                    &["does not fit"],
-                );
+                checked(&command, &[&files, &device, &tokenizer], limit, &["does not fit"]);
             }
         }
     }
@@ -611,11 +581,8 @@ fn each_class_of_matrices_gets_the_requested_scheme() {
     let quantize = ["quantize", source, &quantized];
     let synth = [LAB, "synth", "--shape", "gemma-3-270m", &made];
     for (command, folder) in [(&quantize[..], &quantized), (&synth, &made)] {
-        let (code, _, stderr) = output(program(&[command, &schemes].concat()));
-        assert_eq!(code, 0, "{stderr}");
-        let (code, shown, stderr) = output(unicorn(&["inspect", folder, "--tensors", "--json"]));
-        assert_eq!(code, 0, "{stderr}");
-        let shown: Value = serde_json::from_str(&shown).expect(&shown);
+        printed(program(&[command, &schemes].concat()));
+        let shown = printed_json(unicorn(&["inspect", folder, "--tensors", "--json"]));
         let scheme = |part: &str| {
             let tensors = shown["tensors"].as_array().expect("tensors").iter();
             let of = tensors.filter(|tensor| tensor["name"].as_str().expect("a name").contains(part));
@@ -678,22 +645,9 @@ fn answers_follow_the_sampling_options() {
 fn kernels_follows_its_options() {
     let name = device().info().name.clone();
     let cases = |more: &[&str]| {
-        let sizes = [
-            "--shape",
-            "gemma-3-270m",
-            "--scheme",
-            "int8-row",
-            "--tokens",
-            "1",
-            "--depth",
-            "64",
-            "--runs",
-            "1",
-        ];
+        let sizes = words("--shape gemma-3-270m --scheme int8-row --tokens 1 --depth 64 --runs 1");
         let fixed = ["kernels", "--json", "--allow-software-vulkan", "--device", &name];
-        let (code, stdout, stderr) = output(lab_on_software(&[&fixed[..], &sizes, more].concat()));
-        assert_eq!(code, 0, "{stderr}");
-        let report: Value = serde_json::from_str(&stdout).expect(&stdout);
+        let report = printed_json(lab_on_software(&[&fixed[..], &sizes, more].concat()));
         let bytes = |case: &Value| (case["case"].to_string(), case["bytes"].as_u64().expect("a number"));
         report["cases"].as_array().expect("cases").iter().map(bytes).collect::<BTreeMap<_, _>>()
     };
@@ -725,14 +679,8 @@ fn bench_npu_follows_its_load_options() {
         command.env("HF_HUB_CACHE", "/nonexistent");
         output(command)
     };
-    let files = [
-        "--models-dir",
-        cache.path().to_str().expect("UTF-8"),
-        "--model-config",
-        folder,
-        "--tokenizer",
-        folder,
-    ];
+    let cache = cache.path().to_str().expect("UTF-8");
+    let files = ["--models-dir", cache, "--model-config", folder, "--tokenizer", folder];
     let name = device().info().name.clone();
     let on = ["--device", &name, "--allow-software-vulkan"];
     let types = ["--quantize", "int8-row", "--precision", "f32", "--kv", "int8", "--context", "200"];

@@ -346,17 +346,8 @@ impl Raw {
         (part, file)
     }
 
-    /// Like `dispatch`, with all four arrays in shared memory.
-    fn dispatch_shared(&self, mistake: Mistake) -> (i32, Vec<f32>) {
-        self.dispatch_with(mistake, true)
-    }
-
-    /// The code of the run, and the host's copy of O after it.
-    fn dispatch(&self, mistake: Mistake) -> (i32, Vec<f32>) {
-        self.dispatch_with(mistake, false)
-    }
-
-    fn dispatch_with(&self, mistake: Mistake, shared: bool) -> (i32, Vec<f32>) {
+    /// The code of the run, and the host's copy of O after it. `shared` = all four arrays are in shared memory.
+    fn dispatch(&self, mistake: Mistake, shared: bool) -> (i32, Vec<f32>) {
         let words: Vec<u32> = (0..64).collect();
         let parameters = self.job.to_words();
         let output = vec![0f32; self.inputs.queries.len()];
@@ -445,21 +436,21 @@ fn what_is_not_synced_does_not_move() {
     let raw = Raw::open();
     let expected = tile::attend(&raw.job, &raw.inputs);
     let equal = |found: &[f32]| found.iter().zip(&expected).all(|(f, e)| f.to_bits() == e.to_bits());
-    let (code, found) = raw.dispatch(Mistake::Nothing);
-    assert!(code == abi::OK && equal(&found));
-    for argument in 3..=6 {
-        let (code, found) = raw.dispatch(Mistake::NoSync(argument));
-        assert!(code == abi::OK && !equal(&found), "argument {argument}: {code}");
-    }
-    let (code, found) = raw.dispatch_shared(Mistake::Nothing);
-    assert!(code == abi::OK && equal(&found));
-    for argument in 3..=6 {
-        let (code, found) = raw.dispatch_shared(Mistake::NoSync(argument));
-        assert!(code == abi::OK && !equal(&found), "shared argument {argument}: {code}");
+    for shared in [false, true] {
+        let (code, found) = raw.dispatch(Mistake::Nothing, shared);
+        assert!(code == abi::OK && equal(&found), "shared {shared}: {code}");
+        for argument in 3..=6 {
+            let (code, found) = raw.dispatch(Mistake::NoSync(argument), shared);
+            assert!(code == abi::OK && !equal(&found), "argument {argument}, shared {shared}: {code}");
+        }
     }
     // The device finds no parameters or no instructions.
     for argument in [7, abi::INSTRUCTIONS_ARGUMENT] {
-        assert_eq!(raw.dispatch(Mistake::NoSync(argument)).0, abi::COMMAND_STATE, "argument {argument}");
+        assert_eq!(
+            raw.dispatch(Mistake::NoSync(argument), false).0,
+            abi::COMMAND_STATE,
+            "argument {argument}"
+        );
     }
 }
 
@@ -469,7 +460,7 @@ fn flags_banks_and_words_are_checked() {
     let arguments = [abi::INSTRUCTIONS_ARGUMENT, 3, 4, 5, 6, 7];
     let mistakes = arguments.into_iter().flat_map(|a| [Mistake::WrongFlags(a), Mistake::WrongBank(a)]);
     for mistake in mistakes.chain([Mistake::Opcode, Mistake::Words]) {
-        assert_eq!(raw.dispatch(mistake).0, abi::BAD_ARGUMENT, "{mistake:?}");
+        assert_eq!(raw.dispatch(mistake, false).0, abi::BAD_ARGUMENT, "{mistake:?}");
     }
 }
 

@@ -1,7 +1,9 @@
 //! Grammars for the mini tokenizer's 512 pieces, and the ids that a mask allows.
 
+use serde_json::Value;
 use unicorn::text::{GrammarSource, Grammars, TextError};
 
+use super::tables::rows;
 use super::tokenizers::tokenizer;
 
 /// The ids that end an answer.
@@ -32,4 +34,36 @@ pub fn refusal(grammars: &Grammars, source: &GrammarSource) -> String {
         Err(other) => panic!("{source:?}: {other:?}"),
         Ok(_) => panic!("{source:?} was accepted"),
     }
+}
+
+/// Checks that a grammar accepts all texts of `good` and none of `bad`.
+#[track_caller]
+pub fn assert_language<T: AsRef<str>>(grammars: &Grammars, source: &GrammarSource, good: &[T], bad: &[T]) {
+    for text in good.iter().map(AsRef::as_ref) {
+        assert!(accepts(grammars, source, text), "{source:?} refuses {text:?}");
+    }
+    for text in bad.iter().map(AsRef::as_ref) {
+        assert!(!accepts(grammars, source, text), "{source:?} accepts {text:?}");
+    }
+}
+
+/// The rows `SCHEMA => GOOD | GOOD => BAD | BAD` of a table: JSON schemas, with texts that they allow and texts that they
+/// forbid.
+pub fn languages(table: &str) -> impl Iterator<Item = (Value, Vec<String>, Vec<String>)> {
+    let texts = |texts: &str| texts.split(" | ").map(str::to_owned).collect();
+    rows(table).into_iter().map(move |(schema, good_and_bad)| {
+        let schema = serde_json::from_str(&schema).unwrap_or_else(|e| panic!("{e}: {schema}"));
+        let (good, bad) = good_and_bad.split_once(" => ").expect(&good_and_bad);
+        (schema, texts(good), texts(bad))
+    })
+}
+
+/// Checks that a grammar is refused with one short line that contains `named`.
+#[track_caller]
+pub fn assert_refused(grammars: &Grammars, source: &GrammarSource, named: &str) {
+    let problem = refusal(grammars, source);
+    assert!(
+        problem.contains(named) && !problem.contains('\n') && problem.len() < 200,
+        "{source:?}: {named:?} is not in {problem:?}"
+    );
 }

@@ -25,6 +25,7 @@ pub mod http;
 pub mod json;
 pub mod kernel_bench;
 pub mod legacy_files;
+pub mod lists;
 #[cfg(feature = "npu")]
 pub mod npu;
 pub mod packed_files;

@@ -2,16 +2,20 @@
 
 use std::fs;
 use std::path::PathBuf;
+use std::sync::LazyLock;
 
-use unicorn::text::{ChatFiles, ChatTemplate, Tokenizer};
+use unicorn::text::{ChatFiles, ChatTemplate, Message, TextError, Tokenizer};
 
 use super::{data, root};
 
-/// The mini tokenizer: 512 pieces, with the structure of Gemma's tokenizer.
+/// The mini tokenizer: 512 pieces, with the structure of Gemma's tokenizer. Reading it takes longer than most tests.
 pub fn tokenizer() -> Tokenizer {
-    let path = data("tokenizer-mini/tokenizer.json");
-    let bytes = fs::read(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
-    Tokenizer::from_bytes(&bytes, "tokenizer.json").expect("a sound tokenizer")
+    static MINI: LazyLock<Tokenizer> = LazyLock::new(|| {
+        let path = data("tokenizer-mini/tokenizer.json");
+        let bytes = fs::read(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+        Tokenizer::from_bytes(&bytes, "tokenizer.json").expect("a sound tokenizer")
+    });
+    MINI.clone()
 }
 
 /// The real Gemma 3 tokenizer.json, if it is available.
@@ -26,4 +30,15 @@ pub fn real_tokenizer_json() -> Option<Vec<u8>> {
 /// The built-in chat template with Gemma's special tokens.
 pub fn gemma_template() -> ChatTemplate {
     ChatTemplate::from_checkpoint(ChatFiles::default()).expect("the built-in template compiles")
+}
+
+/// The chat template with this source, as a checkpoint's `chat_template.jinja`.
+pub fn template(source: impl AsRef<[u8]>) -> Result<ChatTemplate, TextError> {
+    let chat_template_jinja = Some(source.as_ref());
+    ChatTemplate::from_checkpoint(ChatFiles { chat_template_jinja, ..ChatFiles::default() })
+}
+
+/// What a template with this source makes of a user's `hi`.
+pub fn render(source: &str) -> Result<String, TextError> {
+    template(source)?.render(&[Message::new("user", "hi")], true)
 }

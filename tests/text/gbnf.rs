@@ -12,7 +12,7 @@ use rand_chacha::ChaCha8Rng;
 
 use unicorn::text::{GrammarSource, Grammars, MAX_GRAMMAR_BYTES, TextError, Tokenizer};
 
-use crate::support::grammars::{STOPS, accepts, allowed, grammars, refusal};
+use crate::support::grammars::{STOPS, accepts, allowed, assert_language, grammars, refusal};
 use crate::support::tokenizers::{real_tokenizer_json, tokenizer};
 use crate::support::{self, fuzz_bodies};
 
@@ -159,12 +159,7 @@ fn gbnf_grammars_accept_valid_texts_and_refuse_others() {
         ("root ::= \"start: /x/ %ignore\" \"\"", &["start: /x/ %ignore"], &["start:/x/%ignore"]),
     ];
     for (grammar, good, bad) in cases {
-        for text in *good {
-            assert!(accepts(&grammars, &gbnf(grammar), text), "{grammar}\nrefuses {text:?}");
-        }
-        for text in *bad {
-            assert!(!accepts(&grammars, &gbnf(grammar), text), "{grammar}\naccepts {text:?}");
-        }
+        assert_language(&grammars, &gbnf(grammar), good, bad);
     }
 }
 
@@ -464,40 +459,11 @@ fn mutated_grammars_never_panic_or_hang() {
     let seed = 0x6b4e;
     println!("seed {seed}");
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    let rule = "\n a ::= ";
     let junk = [
-        "::=",
-        "root",
-        "|",
-        "(",
-        ")",
-        "*",
-        "+",
-        "?",
-        "{2}",
-        "{0,3}",
-        "{1999}",
-        "[",
-        "]",
-        "^",
-        "-",
-        "\"",
-        "\\",
-        "\\x",
-        "\\u0041",
-        ".",
-        "<",
-        "!",
-        "#",
-        "\n",
-        "\r\n",
-        "½",
-        "\0",
-        " ",
-        "a",
-        "ws",
-        "value",
-        "expr",
-        "\n a ::= ",
+        "::=", "root", "|", "(", ")", "*", "+", "?", "{2}", "{0,3}", "{1999}", "[", "]", "^", "-", "\"",
+        "\\", "\\x", "\\u0041", ".", "<", "!", "#", "\n", "\r\n", "½", "\0", " ", "a", "ws", "value", "expr",
+        rule,
     ];
     let valid = [JSON, SCHEMA, ARITHMETIC, CHESS, C_LIKE];
     let (mut compiled, mut refused) = (0, 0);

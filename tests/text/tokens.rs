@@ -15,11 +15,12 @@ use unicorn::text::{
 };
 
 use crate::support;
-use crate::support::tokenizers::{gemma_template, real_tokenizer_json, tokenizer};
+use crate::support::tokenizers::{gemma_template, real_tokenizer_json, render, template, tokenizer};
 
+/// A file of golden cases.
 #[derive(Deserialize)]
-struct EncodeCases {
-    cases: Vec<EncodeCase>,
+struct Cases<T> {
+    cases: Vec<T>,
 }
 
 #[derive(Deserialize)]
@@ -31,20 +32,10 @@ struct EncodeCase {
 }
 
 #[derive(Deserialize)]
-struct DecodeCases {
-    cases: Vec<DecodeCase>,
-}
-
-#[derive(Deserialize)]
 struct DecodeCase {
     ids: Vec<u32>,
     decoded: String,
     decoded_skip_special: String,
-}
-
-#[derive(Deserialize)]
-struct ChatCases {
-    cases: Vec<ChatCase>,
 }
 
 #[derive(Deserialize)]
@@ -62,8 +53,11 @@ fn bytes(path: &str) -> Vec<u8> {
     fs::read(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
 }
 
-fn cases<T: DeserializeOwned>(path: &str) -> T {
-    serde_json::from_slice(&bytes(path)).unwrap_or_else(|e| panic!("{path}: {e}"))
+/// The golden cases in a file, at least `least` of them.
+fn cases<T: DeserializeOwned>(path: &str, least: usize) -> Vec<T> {
+    let Cases { cases } = serde_json::from_slice(&bytes(path)).unwrap_or_else(|e| panic!("{path}: {e}"));
+    assert!(cases.len() >= least, "{path}: {} cases", cases.len());
+    cases
 }
 
 /// The text of the bytes of `ids`. Each maximal part of an incomplete or invalid character becomes one U+FFFD, as
@@ -95,29 +89,24 @@ fn check_decoded(tokenizer: &Tokenizer, ids: &[u32], golden: [&String; 2], folde
 
 /// Checks every golden case of one tokenizer exactly.
 fn check_goldens(tokenizer: &Tokenizer, folder: &str) {
-    let encode: EncodeCases = cases(&format!("{folder}/encode_cases.json"));
-    assert!(encode.cases.len() >= 30, "{folder}: {} encode cases", encode.cases.len());
-    for case in &encode.cases {
+    for case in cases::<EncodeCase>(&format!("{folder}/encode_cases.json"), 30) {
         let text = &case.text;
         assert_eq!(tokenizer.encode(text, false).unwrap(), case.ids, "{folder}: encode {text:?}");
         let with_bos: Vec<u32> = [2].into_iter().chain(case.ids.iter().copied()).collect();
         assert_eq!(tokenizer.encode(text, true).unwrap(), with_bos, "{folder}: encode {text:?} with <bos>");
         check_decoded(tokenizer, &case.ids, [&case.decoded, &case.decoded_skip_special], folder);
     }
-    let decode: DecodeCases = cases(&format!("{folder}/decode_cases.json"));
-    assert!(decode.cases.len() >= 8, "{folder}: {} decode cases", decode.cases.len());
-    for DecodeCase { ids, decoded, decoded_skip_special } in &decode.cases {
-        check_decoded(tokenizer, ids, [decoded, decoded_skip_special], folder);
+    for DecodeCase { ids, decoded, decoded_skip_special } in cases(&format!("{folder}/decode_cases.json"), 8)
+    {
+        check_decoded(tokenizer, &ids, [&decoded, &decoded_skip_special], folder);
     }
 
     let jinja = bytes(&format!("{folder}/chat_template.jinja"));
-    let shipped =
-        ChatTemplate::from_checkpoint(ChatFiles { chat_template_jinja: Some(&jinja), ..Default::default() })
-            .unwrap();
-    let chat: ChatCases = cases(&format!("{folder}/chat_cases.json"));
+    let shipped = template(&jinja).unwrap();
+    let chat: Vec<ChatCase> = cases(&format!("{folder}/chat_cases.json"), 10);
     // The server gives a template texts only. Two cases have other content: a list of parts, and null.
     let texts = |case: ChatCase| Some((Vec::<Message>::deserialize(&case.messages).ok()?, case));
-    let chat: Vec<_> = chat.cases.into_iter().filter_map(texts).collect();
+    let chat: Vec<_> = chat.into_iter().filter_map(texts).collect();
     assert_eq!(chat.len(), 13, "{folder}: chat cases");
     for (messages, case) in &chat {
         for template in [&shipped, &gemma_template()] {
@@ -523,23 +512,10 @@ fn mutated_tokenizer_files_load_or_are_refused() {
 
 /// Truncates, flips, repeats or overwrites a part of `original`.
 fn mutate(rng: &mut ChaCha8Rng, original: &[u8]) -> Vec<u8> {
+    const NUMBER: &[u8] = b"9999999999";
     const TOKENS: [&[u8]; 16] = [
-        b"{{",
-        b"}}",
-        b"{%",
-        b"%}",
-        b"null",
-        b"\"",
-        b"[",
-        b"]",
-        b"{",
-        b"}",
-        b"9999999999",
-        b"-1",
-        b"for",
-        b"\\",
-        b"<0x",
-        b"\xff",
+        b"{{", b"}}", b"{%", b"%}", b"null", b"\"", b"[", b"]", b"{", b"}", NUMBER, b"-1", b"for", b"\\",
+        b"<0x", b"\xff",
     ];
     let mut mutated = original.to_vec();
     for _ in 0..rng.random_range(1..4) {
@@ -849,8 +825,7 @@ fn the_template_is_read_from_each_place_in_a_checkpoint() {
 #[test]
 fn templates_have_the_environment_of_transformers() {
     let render = |source: &str| {
-        let files = ChatFiles { chat_template_jinja: Some(source.as_bytes()), ..Default::default() };
-        ChatTemplate::from_checkpoint(files)
+        template(source)
             .and_then(|template| template.render(&[Message::new("user", " \u{1c}hi\u{a0} ")], true))
     };
     for (source, expected) in [
@@ -909,11 +884,8 @@ fn hostile_templates_end_in_a_result_or_an_error() {
             Some(""),
         ),
     ] {
-        let files = ChatFiles { chat_template_jinja: Some(source.as_bytes()), ..Default::default() };
-        let rendered = ChatTemplate::from_checkpoint(files)
-            .and_then(|template| template.render(&[Message::new("user", "hi")], true));
         let what = &source[..source.len().min(60)];
-        match (rendered, expected) {
+        match (render(source), expected) {
             (Err(error), Some(expected)) => {
                 let error = error.to_string();
                 assert!(error.contains(expected), "{what}: {error}");
@@ -972,10 +944,7 @@ fn edge_values_in_templates_end_in_a_result_or_an_error() {
         "{{ raise_exception() }}",
         "{{ strftime_now('%') }}{{ strftime_now('%-') }}{{ strftime_now(3) }}",
     ] {
-        let files = ChatFiles { chat_template_jinja: Some(source.as_bytes()), ..Default::default() };
-        let rendered = ChatTemplate::from_checkpoint(files)
-            .and_then(|template| template.render(&[Message::new("user", "hi")], true));
-        match rendered {
+        match render(source) {
             Ok(text) => assert!(text.len() < 1_000_000, "{source}: {} bytes", text.len()),
             Err(error) => assert!(!error.to_string().contains('\n'), "{source}: {error}"),
         }
@@ -1050,11 +1019,9 @@ fn a_normalized_conversation_renders_and_a_valid_one_is_unchanged() {
     const SEED: u64 = 99;
     println!("seed {SEED}");
     let mut rng = ChaCha8Rng::seed_from_u64(SEED);
-    let template = gemma_template();
+    let gemma = gemma_template();
     let jinja = bytes("tokenizer-mini/chat_template.jinja");
-    let shipped =
-        ChatTemplate::from_checkpoint(ChatFiles { chat_template_jinja: Some(&jinja), ..Default::default() })
-            .unwrap();
+    let shipped = template(&jinja).unwrap();
     let roles = ["system", "developer", "user", "assistant", "tool", "model", "banana"];
     let words = ["", " ", "one", " two\n", "\u{1c}three", "{{ 4 }}", "<end_of_turn>"];
     let mut already_good = 0;
@@ -1067,7 +1034,7 @@ fn a_normalized_conversation_renders_and_a_valid_one_is_unchanged() {
             })
             .collect();
         let normal = normalize(&messages);
-        let rendered = template.render(&normal, true).unwrap_or_else(|e| panic!("round {round}: {e}"));
+        let rendered = gemma.render(&normal, true).unwrap_or_else(|e| panic!("round {round}: {e}"));
         assert_eq!(shipped.render(&normal, true).as_ref(), Ok(&rendered), "round {round}: {messages:?}");
         assert_eq!(normalize(&normal), normal, "round {round}: {messages:?}");
 
