@@ -12,7 +12,6 @@ use super::progress::Bar;
 use super::terminal::{bytes, print};
 use crate::checkpoint::{self, Checkpoint, Manifest, ModelFiles};
 use crate::config::Config;
-use crate::model::BlockPool;
 use crate::model::spec::ModelSpec;
 use crate::model::weights::Weights;
 use crate::text::visible;
@@ -69,7 +68,7 @@ impl Inspected<'_> {
     }
 
     fn full_attention_layers(&self) -> usize {
-        self.config.layers_of(BlockPool::Full)
+        self.config.layers.iter().filter(|layer| layer.window.is_none()).count()
     }
 
     fn json(&self, args: &args::Inspect) -> Result<String, Error> {
@@ -89,9 +88,9 @@ impl Inspected<'_> {
             "full_attention_layers": self.full_attention_layers(),
             "hidden_size": config.hidden_size,
             "intermediate_size": config.intermediate_size,
-            "num_attention_heads": config.num_attention_heads,
-            "num_key_value_heads": config.num_key_value_heads,
-            "head_dim": config.head_dim,
+            "num_attention_heads": config.heads().num_attention_heads,
+            "num_key_value_heads": config.heads().num_key_value_heads,
+            "head_dim": config.heads().head_dim,
             "sliding_window": config.window(),
             "vocab_size": config.vocab_size,
             "max_position_embeddings": config.max_position_embeddings,
@@ -141,9 +140,9 @@ impl Inspected<'_> {
                 "hidden {}, feed-forward {}, {} heads and {} KV heads of {}, vocabulary {}",
                 config.hidden_size,
                 config.intermediate_size,
-                config.num_attention_heads,
-                config.num_key_value_heads,
-                config.head_dim,
+                config.heads().num_attention_heads,
+                config.heads().num_key_value_heads,
+                config.heads().head_dim,
                 config.vocab_size
             ),
         );
