@@ -19,7 +19,7 @@ use unicorn::device::{Channel, Connection, DeviceProcess};
 use unicorn::engine::{
     BlockManager, BlockTable, CacheSalt, Pace, Priority, Request, Scheduler, SchedulerConfig, Sequence,
 };
-use unicorn::model::{Batch, KvLimits, Limits, Runner, RunnerError, Sampled, Sampling, Ticket};
+use unicorn::model::{Batch, KvLimits, KvPool, Limits, Runner, RunnerError, Sampled, Sampling, Ticket};
 use unicorn::text::{Constraint, GrammarSource, Grammars, Tokenizer};
 
 /// The environment variable that marks the child process of `device_process_step`.
@@ -30,15 +30,15 @@ fn main() {
         return divan::main();
     }
     let channel = Channel::from_stdin().expect("the parent's channel");
-    unicorn::device::serve(channel, &mut Immediate).expect("until the parent ends");
+    unicorn::device::serve(channel, &mut Immediate(limits(2048))).expect("until the parent ends");
 }
 
 /// A runner whose steps take no time.
-struct Immediate;
+struct Immediate(Limits);
 
 impl Runner for Immediate {
-    fn limits(&self) -> Limits {
-        limits(2048)
+    fn limits(&self) -> &Limits {
+        &self.0
     }
 
     fn submit(&mut self, _: &Batch, sampling: &Sampling) -> Result<Ticket, RunnerError> {
@@ -91,7 +91,8 @@ fn read(path: &str) -> Vec<u8> {
 /// The limits of `unicorn serve` with 48 GiB for a 27B: blocks of full layers for 16 conversations of 8192 tokens, and
 /// blocks for their windows.
 fn limits(vocab_size: usize) -> Limits {
-    let kv = KvLimits { block_size: 16, full_blocks: 8192, sliding_blocks: 8192, sliding_window: Some(1024) };
+    let pools = vec![KvPool { window: None, blocks: 8192 }, KvPool { window: Some(1024), blocks: 8192 }];
+    let kv = KvLimits { block_size: 16, pools };
     Limits {
         max_batch_tokens: 256,
         max_sequences: 64,
@@ -166,7 +167,7 @@ fn device_process_step(bencher: Bencher, sequences: usize) {
 }
 
 fn blocks() -> BlockManager {
-    BlockManager::new(limits(TOKENIZER.vocab_size()).kv, usize::MAX)
+    BlockManager::new(&limits(TOKENIZER.vocab_size()).kv, usize::MAX)
 }
 
 /// The `n` longest prompts.

@@ -75,8 +75,8 @@ fn safetensors_header(n: usize, vocab: usize) -> Vec<u8> {
     header
 }
 
-fn check(limits: Limits, tokens: &[u32]) -> Result<(), Error> {
-    let Limits { vocab_size: vocab, max_context: context, .. } = limits;
+fn check(limits: &Limits, tokens: &[u32]) -> Result<(), Error> {
+    let &Limits { vocab_size: vocab, max_context: context, .. } = limits;
     if let Some(id) = tokens.iter().find(|id| **id as usize >= vocab) {
         return Err(Error::Argument(format!("--tokens: {id} is outside the vocabulary of {vocab}")));
     }

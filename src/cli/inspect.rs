@@ -12,7 +12,6 @@ use super::progress::Bar;
 use super::terminal::{bytes, print};
 use crate::checkpoint::{self, Manifest};
 use crate::config::Config;
-use crate::model::BlockPool;
 use crate::text::visible;
 
 pub fn inspect(options: &Config, args: &args::Inspect) -> Result<(), Error> {
@@ -42,7 +41,7 @@ pub fn inspect(options: &Config, args: &args::Inspect) -> Result<(), Error> {
         *sum = (sum.0 + 1, sum.1 + tensor.num_elements() as u64, sum.2 + tensor.stored_bytes());
     }
     let parameters: u64 = by_scheme.values().map(|(_, weights, _)| weights).sum();
-    let full_attention_layers = config.layers_of(BlockPool::Full);
+    let full_attention_layers = config.layers.iter().filter(|layer| layer.window.is_none()).count();
     if args.json {
         let tensors: Vec<_> = weights
             .tensors
@@ -59,9 +58,9 @@ pub fn inspect(options: &Config, args: &args::Inspect) -> Result<(), Error> {
             "full_attention_layers": full_attention_layers,
             "hidden_size": config.hidden_size,
             "intermediate_size": config.intermediate_size,
-            "num_attention_heads": config.num_attention_heads,
-            "num_key_value_heads": config.num_key_value_heads,
-            "head_dim": config.head_dim,
+            "num_attention_heads": config.heads().num_attention_heads,
+            "num_key_value_heads": config.heads().num_key_value_heads,
+            "head_dim": config.heads().head_dim,
             "sliding_window": config.window(),
             "vocab_size": config.vocab_size,
             "max_position_embeddings": config.max_position_embeddings,
@@ -107,9 +106,9 @@ pub fn inspect(options: &Config, args: &args::Inspect) -> Result<(), Error> {
             "hidden {}, feed-forward {}, {} heads and {} KV heads of {}, vocabulary {}",
             config.hidden_size,
             config.intermediate_size,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
+            config.heads().num_attention_heads,
+            config.heads().num_key_value_heads,
+            config.heads().head_dim,
             config.vocab_size
         ),
     );

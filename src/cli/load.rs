@@ -413,11 +413,19 @@ pub fn runner_of(model: ModelRunner, draft: Option<Draft>) -> Box<dyn Runner> {
 }
 
 /// The engine's options for a runner with these limits, whose sliding blocks have `block_bytes` bytes.
-pub fn engine_config(limits: model::Limits, block_bytes: u64, config: &Config, queue: usize) -> EngineConfig {
+pub fn engine_config(
+    limits: &model::Limits,
+    block_bytes: u64,
+    config: &Config,
+    queue: usize,
+) -> EngineConfig {
     let gap = Duration::from_millis(config.engine.token_gap_ms);
     let turn_blocks = match (config.kv.snapshot_bytes, block_bytes) {
         (Some(bytes), block @ 1..) => (bytes / block) as usize,
-        _ => limits.kv.sliding_blocks / 2,
+        _ => {
+            let sliding = limits.kv.pools.iter().filter(|pool| pool.window.is_some());
+            sliding.map(|pool| pool.blocks / 2).min().unwrap_or(0)
+        }
     };
     let speculation_tokens = config.engine.speculation_tokens;
     // Vulkan validation and the engine's own checks are both for tests and debugging, so one option turns on both.

@@ -55,8 +55,8 @@ impl DeviceProcess {
 }
 
 impl Runner for DeviceProcess {
-    fn limits(&self) -> Limits {
-        self.limits
+    fn limits(&self) -> &Limits {
+        &self.limits
     }
 
     fn submit(&mut self, batch: &Batch, sampling: &Sampling) -> Result<Ticket, RunnerError> {

@@ -10,7 +10,11 @@ use crate::model::{Runner, RunnerError};
 /// Executes steps until the parent ends, or until the runner fails. A failure is sent to the parent.
 pub fn serve(mut channel: Channel, runner: &mut dyn Runner) -> io::Result<()> {
     let attention_path = runner.attention_path();
-    channel.send(&Ready { limits: runner.limits(), has_draft: runner.has_draft(), attention_path })?;
+    channel.send(&Ready {
+        limits: runner.limits().clone(),
+        has_draft: runner.has_draft(),
+        attention_path,
+    })?;
     let mut in_flight = std::collections::VecDeque::new();
     while let Some(call) = channel.receive::<Call>()? {
         let answer = match call {

@@ -1,13 +1,14 @@
 //! The pools of KV blocks, the sequences' block tables, and the prefix cache.
 //!
-//! There are two pools, because models have two kinds of layers: a full layer needs every token of a sequence, a
-//! sliding layer only those of a window. The [`BlockTable`] of a sequence has a block of each pool for every
-//! `block_size` positions. Sliding blocks before the window are released while the sequence runs.
+//! There is one pool for each group of layers ([`KvLimits::pools`]). The layers of a pool without a window need every
+//! token of a sequence, the layers of a pool with a window only the last ones. The [`BlockTable`] of a sequence has a
+//! block of each pool for every `block_size` positions. Blocks before a pool's window are released while the sequence
+//! runs.
 //!
 //! ```text
-//! positions   0   16   32   48   64   80        window of 32, at position 80
-//! full        f0 | f1 | f2 | f3 | f4 |
-//! sliding      -    -  | s2 | s3 | s4 |
+//! positions     0   16   32   48   64   80        at position 80
+//! no window     a0 | a1 | a2 | a3 | a4 |
+//! window of 32   -    -  | b2 | b3 | b4 |
 //! ```
 //!
 //! A block whose tokens are all computed is *registered*: it becomes part of a [`Node`] of the prefix cache. A node is
@@ -15,24 +16,25 @@
 //! of that salt that start with the same tokens share them. They stay in the cache after the last such sequence ends,
 //! until their room is needed. No sequence can find out what other salts have, nor whether a text is cached there.
 //!
-//! A cache hit at position `p` needs all full blocks before `p`, and all sliding blocks of the window before `p`.
-//! Missing sliding blocks cannot be computed from the window alone, because each sliding layer depends on earlier
-//! layers, whose windows reach further back.
+//! A cache hit at position `p` needs the blocks of each pool that the token at `p` sees: all of them in a pool without a
+//! window. A missing block cannot be computed from the window alone, because each layer depends on earlier layers, whose
+//! windows reach further back.
 //!
 //! If the logits of a text are not finite, any of its blocks may be wrong. So the cache drops the text from its first
 //! block on, with all texts that begin with that block ([`BlockManager::forget`]).
 //!
 //! The order of eviction: blocks that only background sequences have used are evicted first. So background sequences
-//! take room from each other before they take it from interactive ones. In each of the two groups, the least recently
-//! used full block without child blocks is evicted first. Of the sliding blocks, those in which no turn of a
-//! conversation ended are evicted first, and then those of the oldest turn.
+//! take room from each other before they take it from interactive ones. Of blocks of equal priority, a pool without a
+//! window evicts the least recently used node without children, with its blocks of every pool. A pool with a window
+//! evicts blocks in which no turn of a conversation ended first, and then those of the oldest turn.
 //!
 //! Invariants, checked by [`BlockManager::check`]:
 //!
 //! - A block is free, cached (registered, but in no table) or held (in a table). Its count of holders is the number of
 //!   tables that have it.
-//! - A table that has a full block has all full blocks before it.
-//! - A sliding block is registered only together with its full block.
+//! - The first pool has no window. Pools without a window have the same nodes, held by the same tables.
+//! - A table that has a block of a pool without a window has all blocks before it.
+//! - A node has a block of each pool without a window.
 //! - Tables that share a block have the same salt.
 //! - All blocks before a block that an interactive sequence has used were also used by an interactive sequence.
 
@@ -42,17 +44,14 @@ use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::hash::BuildHasher;
 
 use super::request::{CacheSalt, Priority};
-use crate::model::{BlockCopy, BlockPool, KvLimits};
+use crate::model::{BlockCopy, BlockList, KvLimits, KvPool, first_seen};
 
 /// The blocks of one sequence. [`BlockManager::admit`] creates a table, and [`BlockManager::release`] frees its blocks.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct BlockTable {
-    /// Block `i` has the positions from `i * block_size` on.
-    full: Vec<u32>,
-    /// The blocks of the sliding layers, from block index `sliding_first` on.
-    sliding: VecDeque<u32>,
-    sliding_first: usize,
-    /// The nodes of the registered blocks of `full`, from the first block on.
+    /// The blocks of each pool.
+    blocks: Vec<BlockList>,
+    /// The nodes of the registered blocks, from position 0 on.
     nodes: Vec<NodeId>,
     /// The priority and the salt of the sequence.
     priority: Priority,
@@ -62,14 +61,9 @@ pub struct BlockTable {
 }
 
 impl BlockTable {
-    /// The blocks of the full layers, from position 0 on.
-    pub fn full(&self) -> &[u32] {
-        &self.full
-    }
-
-    /// The block index of the first sliding block, and the sliding blocks.
-    pub fn sliding(&self) -> (usize, impl Iterator<Item = u32> + '_) {
-        (self.sliding_first, self.sliding.iter().copied())
+    /// The blocks of each pool, without those before its window.
+    pub fn blocks(&self) -> &[BlockList] {
+        &self.blocks
     }
 
     pub(super) fn salt(&self) -> &CacheSalt {
@@ -81,12 +75,9 @@ impl BlockTable {
         self.nodes.last().map_or_else(|| Parent::Root(self.salt.clone()), |id| Parent::Node(*id))
     }
 
-    /// The number of blocks of a pool, including released sliding blocks.
-    fn num_blocks(&self, pool: BlockPool) -> usize {
-        match pool {
-            BlockPool::Full => self.full.len(),
-            BlockPool::Sliding => self.sliding_first + self.sliding.len(),
-        }
+    /// The block of position 0 in the first pool.
+    fn first_block(&self) -> Option<u32> {
+        self.blocks.first().and_then(|list| list.get(0))
     }
 }
 
@@ -110,7 +101,7 @@ impl Parent {
     }
 }
 
-/// A registered block of `block_size` tokens.
+/// `block_size` tokens whose blocks are registered.
 #[derive(Debug)]
 struct Node {
     parent: Parent,
@@ -119,34 +110,23 @@ struct Node {
     tokens: Box<[u32]>,
     /// Number of child nodes.
     children: u32,
-    full: u32,
-    sliding: Option<u32>,
-    /// When the last table released the full block, and the sliding block.
-    used: [u64; 2],
-    /// The newest turn whose end needs the sliding block; 0 if there is none.
+    /// The block of each pool. `None` if it was evicted, or released before the node was registered.
+    blocks: Box<[Option<u32>]>,
+    /// When the last table released the block of each pool.
+    used: Box<[u64]>,
+    /// The newest turn whose end needs the blocks of pools with a window; 0 if there is none.
     turn: u64,
     /// The highest priority of the sequences that have used the node.
     priority: Priority,
 }
 
-/// Full blocks are evicted in this order, the lowest key first.
-type FullKey = (Reverse<Priority>, u64, NodeId);
-/// Sliding blocks are evicted in this order, the lowest key first.
-type SlidingKey = (Reverse<Priority>, u64, u64, NodeId);
+/// A pool's blocks are evicted in this order, the lowest key first: priority, turn, time of the last use.
+type EvictionKey = (Reverse<Priority>, u64, u64, NodeId);
 
-impl Node {
-    fn full_key(&self, id: NodeId) -> FullKey {
-        (Reverse(self.priority), self.used[0], id)
-    }
-
-    fn sliding_key(&self, id: NodeId) -> SlidingKey {
-        (Reverse(self.priority), self.turn, self.used[1], id)
-    }
-}
-
-/// One of the two pools.
+/// A pool of blocks.
 #[derive(Debug)]
 struct Pool {
+    window: Option<usize>,
     /// For each block, the number of tables that have it.
     holders: Vec<u32>,
     /// For each block, the node that it is registered with.
@@ -154,12 +134,22 @@ struct Pool {
     free: Vec<u32>,
     /// The number of registered blocks that are in no table.
     cached: usize,
+    /// The nodes whose block can be evicted, because no table has it. A pool without a window evicts only nodes without
+    /// children.
+    order: BTreeSet<EvictionKey>,
 }
 
 impl Pool {
-    fn new(blocks: usize) -> Self {
+    fn new(KvPool { window, blocks }: KvPool) -> Self {
         let ids = 0..u32::try_from(blocks).expect("block ids are u32");
-        Self { holders: vec![0; blocks], node: vec![None; blocks], free: ids.rev().collect(), cached: 0 }
+        Self {
+            window,
+            holders: vec![0; blocks],
+            node: vec![None; blocks],
+            free: ids.rev().collect(),
+            cached: 0,
+            order: BTreeSet::new(),
+        }
     }
 
     fn available(&self) -> usize {
@@ -191,20 +181,16 @@ pub struct NoRoom;
 
 #[derive(Debug)]
 pub struct BlockManager {
-    limits: KvLimits,
-    /// Maximum number of sliding blocks that the ends of turns may protect from being evicted first.
+    block_size: usize,
+    /// Maximum number of nodes whose blocks in pools with a window the ends of turns may protect from being evicted
+    /// first.
     turn_blocks: usize,
-    full: Pool,
-    sliding: Pool,
+    pools: Vec<Pool>,
     nodes: Vec<Node>,
     unused_nodes: Vec<NodeId>,
     by_chain: HashMap<u64, NodeId>,
     /// The keys of the hashes of chains. They are random in each process.
     hasher: RandomState,
-    /// The nodes whose full block can be evicted, because no table has it and the node has no children.
-    full_order: BTreeSet<FullKey>,
-    /// The nodes whose sliding block can be evicted.
-    sliding_order: BTreeSet<SlidingKey>,
     /// The turns whose ends protect blocks, with their nodes; the oldest first.
     turns: VecDeque<(u64, Vec<NodeId>)>,
     next_turn: u64,
@@ -212,29 +198,27 @@ pub struct BlockManager {
 }
 
 impl BlockManager {
-    /// A manager whose blocks are all free. `turn_blocks` is the maximum number of sliding blocks that are protected
-    /// because a turn ended there.
-    pub fn new(limits: KvLimits, turn_blocks: usize) -> Self {
+    /// A manager whose blocks are all free. `turn_blocks` is the maximum number of blocks of a pool with a window that
+    /// are protected because a turn ended there.
+    pub fn new(limits: &KvLimits, turn_blocks: usize) -> Self {
         assert!(limits.block_size > 0, "a KV block holds at least one token");
+        assert!(limits.pools[0].window.is_none(), "the first KV pool has no window");
         Self {
-            limits,
+            block_size: limits.block_size,
             turn_blocks,
-            full: Pool::new(limits.full_blocks),
-            sliding: Pool::new(if limits.sliding_window.is_some() { limits.sliding_blocks } else { 0 }),
+            pools: limits.pools.iter().copied().map(Pool::new).collect(),
             nodes: Vec::new(),
             unused_nodes: Vec::new(),
             by_chain: HashMap::new(),
             hasher: RandomState::new(),
-            full_order: BTreeSet::new(),
-            sliding_order: BTreeSet::new(),
             turns: VecDeque::new(),
             next_turn: 1,
             clock: 0,
         }
     }
 
-    pub fn usage(&self, pool: BlockPool) -> PoolUse {
-        let pool = self.pool(pool);
+    pub fn usage(&self, pool: usize) -> PoolUse {
+        let pool = &self.pools[pool];
         let held = pool.holders.len() - pool.available();
         PoolUse { free: pool.free.len(), cached: pool.cached, held }
     }
@@ -244,76 +228,68 @@ impl BlockManager {
     /// token are needed.
     pub fn admit(&mut self, tokens: &[u32], priority: Priority, salt: &CacheSalt) -> (BlockTable, usize) {
         let path = self.longest_path(tokens, salt);
-        let blocks = self.usable(&path);
-        let nodes = path[..blocks].to_vec();
-        let mut table = BlockTable { priority, salt: salt.clone(), ..BlockTable::default() };
-        if self.limits.sliding_window.is_some() {
-            table.sliding_first = self.first_needed(blocks * self.limits.block_size);
+        let nodes = path[..self.usable(&path)].to_vec();
+        let cached = nodes.len() * self.block_size;
+        nodes.iter().for_each(|id| self.mark_used(*id, priority));
+        let mut blocks = Vec::with_capacity(self.pools.len());
+        for pool in 0..self.pools.len() {
+            let first = self.first_needed(pool, cached);
+            let block = |id: &NodeId| self.nodes[*id as usize].blocks[pool].expect("a usable block");
+            let ids: Vec<u32> = nodes[first..].iter().map(block).collect();
+            ids.iter().for_each(|block| self.hold(pool, *block));
+            blocks.push(BlockList { first, ids });
         }
-        for (i, id) in nodes.iter().enumerate() {
-            self.mark_used(*id, priority);
-            let block = self.nodes[*id as usize].full;
-            self.hold(BlockPool::Full, block);
-            table.full.push(block);
-            if self.limits.sliding_window.is_some() && i >= table.sliding_first {
-                let block = self.nodes[*id as usize].sliding.expect("usable blocks have both");
-                self.hold(BlockPool::Sliding, block);
-                table.sliding.push_back(block);
-            }
-        }
-        table.nodes = nodes;
-        (table, blocks * self.limits.block_size)
+        (BlockTable { blocks, nodes, priority, salt: salt.clone(), forgotten: false }, cached)
     }
 
-    /// The number of full blocks that [`BlockManager::admit`] would find for `tokens` and that are already in a table.
+    /// The number of blocks of a pool without a window that [`BlockManager::admit`] would find for `tokens` and that are
+    /// already in a table.
     pub fn held_prefix(&self, tokens: &[u32], salt: &CacheSalt) -> usize {
         let path = self.longest_path(tokens, salt);
-        let held = |id: &&NodeId| self.full.holders[self.nodes[**id as usize].full as usize] > 0;
-        path[..self.usable(&path)].iter().take_while(held).count()
+        path[..self.usable(&path)].iter().take_while(|id| self.is_held(0, **id)).count()
     }
 
     /// The number of blocks of each pool that `table` lacks for positions `..tokens`.
-    pub fn missing(&self, table: &BlockTable, tokens: usize) -> [usize; 2] {
-        let blocks = tokens.div_ceil(self.limits.block_size);
-        let missing = |pool| blocks.saturating_sub(table.num_blocks(pool));
-        [
-            missing(BlockPool::Full),
-            if self.limits.sliding_window.is_some() { missing(BlockPool::Sliding) } else { 0 },
-        ]
+    pub fn missing(&self, table: &BlockTable, tokens: usize) -> Vec<usize> {
+        let blocks = tokens.div_ceil(self.block_size);
+        table.blocks.iter().map(|list| blocks.saturating_sub(list.end())).collect()
+    }
+
+    /// The number of blocks of each pool that `table` must get before positions `position..tokens` are written: those
+    /// that it lacks, and a copy of a shared one.
+    pub fn wanted(&self, table: &BlockTable, position: usize, tokens: usize) -> Vec<usize> {
+        let missing = self.missing(table, tokens).into_iter();
+        missing
+            .zip(self.shared_at(table, position))
+            .map(|(n, shared)| n + usize::from(shared.is_some()))
+            .collect()
     }
 
     /// Whether each pool has this number of blocks that are free or can be evicted.
-    pub fn has_room(&self, [full, sliding]: [usize; 2]) -> bool {
-        full <= self.full.available() && sliding <= self.sliding.available()
+    pub fn has_room(&self, wanted: &[usize]) -> bool {
+        self.pools.iter().zip(wanted).all(|(pool, wanted)| *wanted <= pool.available())
     }
 
     /// Grows `table` until it has blocks for positions `..tokens`. If a pool has too few blocks, the table does not
     /// change.
     pub fn grow(&mut self, table: &mut BlockTable, tokens: usize) -> Result<(), NoRoom> {
         let missing = self.missing(table, tokens);
-        if !self.has_room(missing) {
+        if !self.has_room(&missing) {
             return Err(NoRoom);
         }
-        for _ in 0..missing[0] {
-            let block = self.allocate(BlockPool::Full);
-            table.full.push(block);
-        }
-        for _ in 0..missing[1] {
-            let block = self.allocate(BlockPool::Sliding);
-            table.sliding.push_back(block);
+        for (pool, missing) in missing.into_iter().enumerate() {
+            table.blocks[pool].ids.extend((0..missing).map(|_| self.allocate(pool)));
         }
         Ok(())
     }
 
     /// The block of `position` in each pool, if other tables have it too.
-    pub fn shared_at(&self, table: &BlockTable, position: usize) -> [Option<u32>; 2] {
-        let index = position / self.limits.block_size;
-        let full = table.full.get(index).copied();
-        let sliding = index.checked_sub(table.sliding_first).and_then(|i| table.sliding.get(i)).copied();
-        [
-            full.filter(|block| self.full.holders[*block as usize] > 1),
-            sliding.filter(|block| self.sliding.holders[*block as usize] > 1),
-        ]
+    pub fn shared_at(&self, table: &BlockTable, position: usize) -> Vec<Option<u32>> {
+        let index = position / self.block_size;
+        let shared = |(pool, list): (&Pool, &BlockList)| {
+            list.get(index).filter(|block| pool.holders[*block as usize] > 1)
+        };
+        self.pools.iter().zip(&table.blocks).map(shared).collect()
     }
 
     /// Replaces shared blocks of `position` with the table's own ones, because the blocks are about to be written.
@@ -323,24 +299,23 @@ impl BlockManager {
         table: &mut BlockTable,
         position: usize,
     ) -> Result<Vec<BlockCopy>, NoRoom> {
-        let index = position / self.limits.block_size;
+        let index = position / self.block_size;
         let shared = self.shared_at(table, position);
-        if !self.has_room(shared.map(|block| usize::from(block.is_some()))) {
+        let wanted: Vec<usize> = shared.iter().map(|block| usize::from(block.is_some())).collect();
+        if !self.has_room(&wanted) {
             return Err(NoRoom);
         }
         let mut copies = Vec::new();
-        for (pool, from) in [BlockPool::Full, BlockPool::Sliding].into_iter().zip(shared) {
+        for (pool, from) in shared.into_iter().enumerate() {
             let Some(from) = from else { continue };
             assert!(
-                self.pool(pool).node[from as usize].is_none(),
+                self.pools[pool].node[from as usize].is_none(),
                 "a registered block is about to be written"
             );
             let to = self.allocate(pool);
             self.release_block(pool, from);
-            match pool {
-                BlockPool::Full => table.full[index] = to,
-                BlockPool::Sliding => table.sliding[index - table.sliding_first] = to,
-            }
+            let list = &mut table.blocks[pool];
+            list.ids[index - list.first] = to;
             copies.push(BlockCopy { pool, from, to });
         }
         Ok(copies)
@@ -348,16 +323,11 @@ impl BlockManager {
 
     /// A second table for the same positions, which shares all blocks.
     pub fn fork(&mut self, table: &BlockTable) -> BlockTable {
-        for block in &table.full {
-            self.hold(BlockPool::Full, *block);
-        }
-        for block in &table.sliding {
-            self.hold(BlockPool::Sliding, *block);
+        for (pool, list) in table.blocks.iter().enumerate() {
+            list.ids.iter().for_each(|block| self.hold(pool, *block));
         }
         BlockTable {
-            full: table.full.clone(),
-            sliding: table.sliding.clone(),
-            sliding_first: table.sliding_first,
+            blocks: table.blocks.clone(),
             nodes: table.nodes.clone(),
             priority: table.priority,
             salt: table.salt.clone(),
@@ -365,58 +335,59 @@ impl BlockManager {
         }
     }
 
-    /// Registers every block whose positions are all in `tokens`, which are computed. Releases the sliding blocks
-    /// before the window of the next position. If another sequence with the same salt registered the same tokens first,
-    /// the table gets that block instead of its own. Blocks of a dropped text are not registered.
+    /// Registers every block whose positions are all in `tokens`, which are computed. Releases the blocks before the
+    /// window of the next position. If another sequence with the same salt registered the same tokens first, the table
+    /// gets that block instead of its own. Blocks of a dropped text are not registered.
     pub fn commit(&mut self, table: &mut BlockTable, tokens: &[u32]) {
-        let size = self.limits.block_size;
+        let size = self.block_size;
         let whole = if table.forgotten { 0 } else { tokens.len() / size };
         for (index, tokens) in tokens.chunks_exact(size).enumerate().take(whole).skip(table.nodes.len()) {
             let parent = table.next_parent();
             let chain = self.chain(&parent, tokens);
             let id = match self.find(chain, &parent, tokens) {
-                Ok(Some(id)) if self.share_full(table, index, id) => id,
+                Ok(Some(id)) if self.may_share(table, index, id) => id,
                 // Forks share this block. If it were replaced here, the forks would not have the registered block.
                 Ok(Some(_)) => break,
-                Ok(None) => self.register(parent, chain, tokens, table),
+                Ok(None) => self.register(parent, chain, tokens, table.priority),
                 // Two chains have the same hash. The second one is not cached.
                 Err(Collision) => break,
             };
             self.mark_used(id, table.priority);
             table.nodes.push(id);
-            if let Some(i) = index.checked_sub(table.sliding_first).filter(|i| *i < table.sliding.len()) {
-                self.share_sliding(table, i, id);
-            }
+            (0..self.pools.len()).for_each(|pool| self.share(table, pool, index, id));
         }
-        self.leave_window(table, tokens.len());
+        self.leave_windows(table, tokens.len());
     }
 
-    /// Releases the sliding blocks that no position from `next` on needs.
-    pub fn leave_window(&mut self, table: &mut BlockTable, next: usize) {
+    /// Releases the blocks that no position from `next` on sees.
+    pub fn leave_windows(&mut self, table: &mut BlockTable, next: usize) {
         self.clock += 1;
-        let first = self.first_needed(next);
-        while table.sliding_first < first {
-            let Some(block) = table.sliding.pop_front() else { break };
-            table.sliding_first += 1;
-            self.release_block(BlockPool::Sliding, block);
+        for (pool, list) in table.blocks.iter_mut().enumerate() {
+            let left = self.first_needed(pool, next).saturating_sub(list.first).min(list.ids.len());
+            list.ids.drain(..left).for_each(|block| self.release_block(pool, block));
+            list.first += left;
         }
     }
 
     /// Records that a turn of a conversation ends after the registered tokens of `table`. The next turn starts there,
-    /// so the window before that position is evicted last. Background requests have no next turn.
+    /// so the windows before that position are evicted last. Background requests have no next turn.
     pub fn end_turn(&mut self, table: &BlockTable) {
         if table.priority == Priority::Background {
             return;
         }
-        let first = self.first_needed(table.nodes.len() * self.limits.block_size);
-        let window = &table.nodes[first.min(table.nodes.len())..];
-        if self.limits.sliding_window.is_none() || window.is_empty() {
+        let end = table.nodes.len() * self.block_size;
+        let with_window: Vec<usize> =
+            (0..self.pools.len()).filter(|pool| self.pools[*pool].window.is_some()).collect();
+        let first = with_window.iter().map(|pool| self.first_needed(*pool, end)).min();
+        let window = first.and_then(|first| table.nodes.get(first..)).unwrap_or_default();
+        if window.is_empty() {
             return;
         }
         let turn = self.next_turn;
         self.next_turn += 1;
-        let nodes: Vec<NodeId> =
-            window.iter().copied().filter(|id| self.nodes[*id as usize].sliding.is_some()).collect();
+        let is_cached =
+            |id: &NodeId| with_window.iter().any(|pool| self.nodes[*id as usize].blocks[*pool].is_some());
+        let nodes: Vec<NodeId> = window.iter().copied().filter(is_cached).collect();
         for id in &nodes {
             self.set_turn(*id, turn);
         }
@@ -427,11 +398,8 @@ impl BlockManager {
     /// Releases every block of `table`. Registered blocks stay cached.
     pub fn release(&mut self, table: BlockTable) {
         self.clock += 1;
-        for block in table.full.into_iter().rev() {
-            self.release_block(BlockPool::Full, block);
-        }
-        for block in table.sliding.into_iter().rev() {
-            self.release_block(BlockPool::Sliding, block);
+        for (pool, list) in table.blocks.into_iter().enumerate() {
+            list.ids.into_iter().rev().for_each(|block| self.release_block(pool, block));
         }
     }
 
@@ -441,14 +409,14 @@ impl BlockManager {
     /// finds these blocks, nor blocks that these sequences add. If the shared blocks are wrong, these sequences fail
     /// too.
     pub fn forget<'a>(&mut self, table: BlockTable, others: impl Iterator<Item = &'a mut BlockTable>) {
-        if let Some(&first) = table.full.first() {
-            for other in others.filter(|other| other.full.first() == Some(&first)) {
+        if let Some(first) = table.first_block() {
+            for other in others.filter(|other| other.first_block() == Some(first)) {
                 other.nodes.clear();
                 other.forgotten = true;
             }
             // There is no node if the block was not complete yet, or if another sequence's block was registered
             // instead.
-            if let Some(root) = self.full.node[first as usize] {
+            if let Some(root) = self.pools[0].node[first as usize] {
                 self.unregister_tree(root);
             }
         }
@@ -463,7 +431,7 @@ impl BlockManager {
         let mut path: Vec<NodeId> = Vec::new();
         let mut parent = Parent::Root(salt.clone());
         let known = &tokens[..tokens.len().saturating_sub(1)];
-        for tokens in known.chunks_exact(self.limits.block_size) {
+        for tokens in known.chunks_exact(self.block_size) {
             let Ok(Some(id)) = self.find(self.chain(&parent, tokens), &parent, tokens) else { break };
             path.push(id);
             parent = Parent::Node(id);
@@ -472,28 +440,26 @@ impl BlockManager {
     }
 
     /// The number of blocks of `path` that a sequence can skip: the largest number for which the window before the next
-    /// position is complete.
+    /// position is complete in every pool.
     fn usable(&self, path: &[NodeId]) -> usize {
-        if self.limits.sliding_window.is_none() {
-            return path.len();
-        }
-        // `row`: the number of successive sliding blocks up to the current block.
-        let (mut row, mut usable) = (0, 0);
-        for (i, id) in path.iter().enumerate() {
-            row = if self.nodes[*id as usize].sliding.is_some() { row + 1 } else { 0 };
-            let blocks = i + 1;
-            if row >= blocks - self.first_needed(blocks * self.limits.block_size) {
+        // For each pool, the number of successive blocks up to the current one.
+        let mut rows = vec![0; self.pools.len()];
+        let mut usable = 0;
+        for (blocks, id) in (1..).zip(path) {
+            for (row, block) in rows.iter_mut().zip(&self.nodes[*id as usize].blocks) {
+                *row = if block.is_some() { *row + 1 } else { 0 };
+            }
+            let next = blocks * self.block_size;
+            if (0..).zip(&rows).all(|(pool, row)| *row >= blocks - self.first_needed(pool, next)) {
                 usable = blocks;
             }
         }
         usable
     }
 
-    /// The first block that a sliding layer needs at `position`.
-    fn first_needed(&self, position: usize) -> usize {
-        self.limits
-            .sliding_window
-            .map_or(0, |window| (position + 1).saturating_sub(window) / self.limits.block_size)
+    /// The first block that a pool's layers need at `position`.
+    fn first_needed(&self, pool: usize, position: usize) -> usize {
+        first_seen(self.pools[pool].window, position) / self.block_size
     }
 
     fn chain(&self, parent: &Parent, tokens: &[u32]) -> u64 {
@@ -512,20 +478,20 @@ impl BlockManager {
         if node.parent == *parent && *node.tokens == *tokens { Ok(Some(id)) } else { Err(Collision) }
     }
 
-    /// Registers the first unregistered block of `table`.
-    fn register(&mut self, parent: Parent, chain: u64, tokens: &[u32], table: &BlockTable) -> NodeId {
-        let parent_node = parent.node();
-        let full = table.full[table.nodes.len()];
+    /// Adds a node, without blocks.
+    fn register(&mut self, parent: Parent, chain: u64, tokens: &[u32], priority: Priority) -> NodeId {
+        if let Some(parent) = parent.node() {
+            self.nodes[parent as usize].children += 1;
+        }
         let node = Node {
             parent,
             chain,
             tokens: tokens.into(),
             children: 0,
-            full,
-            sliding: None,
-            used: [self.clock; 2],
+            blocks: vec![None; self.pools.len()].into(),
+            used: vec![self.clock; self.pools.len()].into(),
             turn: 0,
-            priority: table.priority,
+            priority,
         };
         let id = match self.unused_nodes.pop() {
             Some(id) => {
@@ -537,11 +503,7 @@ impl BlockManager {
                 (self.nodes.len() - 1) as NodeId
             }
         };
-        if let Some(parent) = parent_node {
-            self.nodes[parent as usize].children += 1;
-        }
         self.by_chain.insert(chain, id);
-        self.full.node[full as usize] = Some(id);
         id
     }
 
@@ -562,46 +524,44 @@ impl BlockManager {
 
     /// Removes a node from the cache. Its blocks stay in the tables that have them, or become free.
     fn unregister(&mut self, id: NodeId) {
-        let node = &mut self.nodes[id as usize];
-        self.full_order.remove(&node.full_key(id));
-        self.sliding_order.remove(&node.sliding_key(id));
-        self.by_chain.remove(&node.chain);
-        self.full.unregister(node.full);
-        if let Some(block) = node.sliding.take() {
-            self.sliding.unregister(block);
+        for pool in 0..self.pools.len() {
+            self.unregister_block(pool, id);
         }
+        let node = &mut self.nodes[id as usize];
+        self.by_chain.remove(&node.chain);
         node.turn = 0;
         self.unused_nodes.push(id);
     }
 
-    /// Replaces the table's own full block by the registered block of `id`. Returns false if other tables have its own
-    /// block too.
-    fn share_full(&mut self, table: &mut BlockTable, index: usize, id: NodeId) -> bool {
-        let (own, shared) = (table.full[index], self.nodes[id as usize].full);
-        if own != shared {
-            if self.full.holders[own as usize] > 1 {
-                return false;
-            }
-            self.hold(BlockPool::Full, shared);
-            self.release_block(BlockPool::Full, own);
-            table.full[index] = shared;
+    /// Removes a node's block of one pool from the cache.
+    fn unregister_block(&mut self, pool: usize, id: NodeId) {
+        let key = self.key(pool, id);
+        if let Some(block) = self.nodes[id as usize].blocks[pool].take() {
+            self.pools[pool].order.remove(&key);
+            self.pools[pool].unregister(block);
         }
-        true
     }
 
-    /// Registers the table's sliding block with `id`, or replaces it by the block that is already registered there.
-    fn share_sliding(&mut self, table: &mut BlockTable, index: usize, id: NodeId) {
-        let own = table.sliding[index];
-        match self.nodes[id as usize].sliding {
+    /// Whether the table's own blocks may be replaced by those of `id`: not if other tables have them too.
+    fn may_share(&self, table: &BlockTable, index: usize, id: NodeId) -> bool {
+        let own = table.blocks[0].ids[index];
+        self.nodes[id as usize].blocks[0] == Some(own) || self.pools[0].holders[own as usize] == 1
+    }
+
+    /// Registers the table's block of a pool with `id`, or replaces it by the block that is already registered there.
+    fn share(&mut self, table: &mut BlockTable, pool: usize, index: usize, id: NodeId) {
+        let list = &mut table.blocks[pool];
+        let Some(own) = list.get(index) else { return };
+        match self.nodes[id as usize].blocks[pool] {
             Some(shared) if shared == own => {}
             Some(shared) => {
-                self.hold(BlockPool::Sliding, shared);
-                self.release_block(BlockPool::Sliding, own);
-                table.sliding[index] = shared;
+                self.hold(pool, shared);
+                self.release_block(pool, own);
+                list.ids[index - list.first] = shared;
             }
             None => {
-                self.nodes[id as usize].sliding = Some(own);
-                self.sliding.node[own as usize] = Some(id);
+                self.nodes[id as usize].blocks[pool] = Some(own);
+                self.pools[pool].node[own as usize] = Some(id);
             }
         }
     }
@@ -617,15 +577,37 @@ impl BlockManager {
 
     /// Changes fields of a node that are part of its eviction keys.
     fn change(&mut self, id: NodeId, change: impl FnOnce(&mut Node)) {
-        let node = &mut self.nodes[id as usize];
-        let full = self.full_order.remove(&node.full_key(id));
-        let sliding = self.sliding_order.remove(&node.sliding_key(id));
-        change(node);
-        if full {
-            self.full_order.insert(node.full_key(id));
+        for pool in 0..self.pools.len() {
+            let key = self.key(pool, id);
+            self.pools[pool].order.remove(&key);
         }
-        if sliding {
-            self.sliding_order.insert(node.sliding_key(id));
+        change(&mut self.nodes[id as usize]);
+        (0..self.pools.len()).for_each(|pool| self.list(pool, id));
+    }
+
+    fn key(&self, pool: usize, id: NodeId) -> EvictionKey {
+        let node = &self.nodes[id as usize];
+        let turn = self.pools[pool].window.map_or(0, |_| node.turn);
+        (Reverse(node.priority), turn, node.used[pool], id)
+    }
+
+    /// Whether a table has a node's block of a pool.
+    fn is_held(&self, pool: usize, id: NodeId) -> bool {
+        let block = self.nodes[id as usize].blocks[pool];
+        block.is_some_and(|block| self.pools[pool].holders[block as usize] > 0)
+    }
+
+    fn can_be_evicted(&self, pool: usize, id: NodeId) -> bool {
+        let node = &self.nodes[id as usize];
+        let is_leaf = self.pools[pool].window.is_some() || node.children == 0;
+        is_leaf && node.blocks[pool].is_some() && !self.is_held(pool, id)
+    }
+
+    /// Lists a node's block of a pool for eviction, if it can be evicted.
+    fn list(&mut self, pool: usize, id: NodeId) {
+        if self.can_be_evicted(pool, id) {
+            let key = self.key(pool, id);
+            self.pools[pool].order.insert(key);
         }
     }
 
@@ -647,37 +629,20 @@ impl BlockManager {
 
     // --- blocks ---
 
-    fn pool(&self, pool: BlockPool) -> &Pool {
-        match pool {
-            BlockPool::Full => &self.full,
-            BlockPool::Sliding => &self.sliding,
-        }
-    }
-
-    fn pool_mut(&mut self, pool: BlockPool) -> &mut Pool {
-        match pool {
-            BlockPool::Full => &mut self.full,
-            BlockPool::Sliding => &mut self.sliding,
-        }
-    }
-
     /// Allocates a block for one table. The caller must check that there is room.
-    fn allocate(&mut self, pool: BlockPool) -> u32 {
-        if self.pool(pool).free.is_empty() {
-            match pool {
-                BlockPool::Full => self.evict_full(),
-                BlockPool::Sliding => self.evict_sliding(),
-            }
+    fn allocate(&mut self, pool: usize) -> u32 {
+        if self.pools[pool].free.is_empty() {
+            self.evict(pool);
         }
-        let pool = self.pool_mut(pool);
+        let pool = &mut self.pools[pool];
         let block = pool.free.pop().expect("the caller has checked that there is room");
         pool.holders[block as usize] = 1;
         block
     }
 
     /// Counts one more table that has the block.
-    fn hold(&mut self, pool: BlockPool, block: u32) {
-        let which = self.pool_mut(pool);
+    fn hold(&mut self, pool: usize, block: u32) {
+        let which = &mut self.pools[pool];
         let holders = &mut which.holders[block as usize];
         *holders += 1;
         if *holders > 1 {
@@ -685,17 +650,13 @@ impl BlockManager {
         }
         let id = which.node[block as usize].expect("a block without holders is cached");
         which.cached -= 1;
-        let node = &self.nodes[id as usize];
-        match pool {
-            BlockPool::Full => self.full_order.remove(&node.full_key(id)),
-            BlockPool::Sliding => self.sliding_order.remove(&node.sliding_key(id)),
-        };
+        let key = self.key(pool, id);
+        self.pools[pool].order.remove(&key);
     }
 
     /// Counts one table less that has the block. Without tables, the block becomes cached or free.
-    fn release_block(&mut self, pool: BlockPool, block: u32) {
-        let clock = self.clock;
-        let which = self.pool_mut(pool);
+    fn release_block(&mut self, pool: usize, block: u32) {
+        let which = &mut self.pools[pool];
         let holders = &mut which.holders[block as usize];
         *holders -= 1;
         if *holders > 0 {
@@ -706,68 +667,63 @@ impl BlockManager {
             return;
         };
         which.cached += 1;
-        let node = &mut self.nodes[id as usize];
-        match pool {
-            BlockPool::Full => {
-                node.used[0] = clock;
-                if node.children == 0 {
-                    self.full_order.insert(node.full_key(id));
-                }
-            }
-            BlockPool::Sliding => {
-                node.used[1] = clock;
-                self.sliding_order.insert(node.sliding_key(id));
-            }
-        }
+        self.nodes[id as usize].used[pool] = self.clock;
+        self.list(pool, id);
     }
 
-    /// Evicts the full block with the lowest key, and its node with it.
-    fn evict_full(&mut self) {
-        let (.., id) = *self.full_order.first().expect("the caller has checked that there is room");
+    /// Evicts the block of a pool with the lowest key. If the pool has no window, its node is removed too.
+    fn evict(&mut self, pool: usize) {
+        let (.., id) = *self.pools[pool].order.first().expect("the caller has checked that there is room");
+        if self.pools[pool].window.is_some() {
+            self.unregister_block(pool, id);
+            self.set_turn(id, 0);
+            return;
+        }
         self.unregister(id);
         if let Some(parent) = self.nodes[id as usize].parent.node() {
-            let node = &mut self.nodes[parent as usize];
-            node.children -= 1;
-            if node.children == 0 && self.full.holders[node.full as usize] == 0 {
-                self.full_order.insert(node.full_key(parent));
-            }
+            self.nodes[parent as usize].children -= 1;
+            (0..self.pools.len()).for_each(|pool| self.list(pool, parent));
         }
-    }
-
-    fn evict_sliding(&mut self) {
-        let (.., id) = self.sliding_order.pop_first().expect("the caller has checked that there is room");
-        let node = &mut self.nodes[id as usize];
-        self.sliding.unregister(node.sliding.take().expect("a listed node has a sliding block"));
-        node.turn = 0;
     }
 
     /// Panics if an invariant is broken. `tables` are all tables.
     pub fn check<'a>(&self, tables: impl Iterator<Item = &'a BlockTable>) {
-        let mut held = [vec![0; self.full.holders.len()], vec![0; self.sliding.holders.len()]];
+        let mut held: Vec<Vec<u32>> = self.pools.iter().map(|pool| vec![0; pool.holders.len()]).collect();
         let mut salts = HashMap::new();
         for table in tables {
-            table.full.iter().for_each(|block| held[0][*block as usize] += 1);
-            table.sliding.iter().for_each(|block| held[1][*block as usize] += 1);
-            let named =
-                table.full.iter().map(|block| (0, block)).chain(table.sliding.iter().map(|block| (1, block)));
-            for block in named {
-                let salt = *salts.entry(block).or_insert(&table.salt);
-                assert_eq!(*salt, table.salt, "block {block:?} is shared by two salts");
+            assert_eq!(table.blocks.len(), self.pools.len(), "pools of a table");
+            for (pool, list) in table.blocks.iter().enumerate() {
+                for block in &list.ids {
+                    held[pool][*block as usize] += 1;
+                    let salt = *salts.entry((pool, block)).or_insert(&table.salt);
+                    assert_eq!(*salt, table.salt, "block {block} of pool {pool} is shared by two salts");
+                }
+                let has_window = self.pools[pool].window.is_some();
+                assert!(
+                    has_window || list.first == 0,
+                    "pool {pool} has no window, and the table lacks a block"
+                );
+                assert!(table.nodes.len() <= list.end(), "more blocks are registered than the table has");
             }
-            assert!(table.nodes.len() <= table.full.len(), "more blocks are registered than the table has");
             assert!(table.nodes.is_empty() || !table.forgotten, "blocks of a dropped text are registered");
             for (index, id) in table.nodes.iter().enumerate() {
                 let node = &self.nodes[*id as usize];
-                assert_eq!(node.full, table.full[index], "block {index} is not the registered one");
                 let before = index.checked_sub(1).map(|i| Parent::Node(table.nodes[i]));
                 let expected = before.unwrap_or_else(|| Parent::Root(table.salt.clone()));
                 assert_eq!(node.parent, expected, "the parent of block {index}");
-                if let Some(own) = index.checked_sub(table.sliding_first).and_then(|i| table.sliding.get(i)) {
-                    assert_eq!(node.sliding, Some(*own), "sliding block {index} is not the registered one");
+                for (pool, list) in table.blocks.iter().enumerate() {
+                    if let Some(own) = list.get(index) {
+                        let registered = node.blocks[pool];
+                        assert_eq!(
+                            registered,
+                            Some(own),
+                            "block {index} of pool {pool} is not the registered one"
+                        );
+                    }
                 }
             }
         }
-        for (pool, held) in [(&self.full, &held[0]), (&self.sliding, &held[1])] {
+        for (pool, held) in self.pools.iter().zip(&held) {
             assert_eq!(&pool.holders, held, "holders");
             let mut free = vec![false; held.len()];
             for block in &pool.free {
@@ -792,44 +748,38 @@ impl BlockManager {
 
     fn check_nodes(&self) {
         let mut children = vec![0; self.nodes.len()];
-        let (mut leaves, mut windows) = (0, 0);
+        let mut evictable = vec![0; self.pools.len()];
         for (chain, &id) in &self.by_chain {
             let node = &self.nodes[id as usize];
             assert_eq!(node.chain, *chain);
-            assert_eq!(self.full.node[node.full as usize], Some(id), "a node's full block");
-            let held = self.full.holders[node.full as usize] > 0;
             if let Some(parent) = node.parent.node() {
                 children[parent as usize] += 1;
-                let parent = &self.nodes[parent as usize];
-                assert!(parent.priority <= node.priority, "the parent of a node is evicted before the node");
+                let before = &self.nodes[parent as usize];
+                assert!(before.priority <= node.priority, "the parent of a node is evicted before the node");
                 assert!(
-                    !held || self.full.holders[parent.full as usize] > 0,
+                    !self.is_held(0, id) || self.is_held(0, parent),
                     "a block is held, but its parent is not"
                 );
             }
-            if !held && node.children == 0 {
-                leaves += 1;
-                assert!(
-                    self.full_order.contains(&node.full_key(id)),
-                    "a full block that can be evicted is not listed"
-                );
-            }
-            if let Some(block) = node.sliding {
-                assert_eq!(self.sliding.node[block as usize], Some(id), "a node's sliding block");
-                if self.sliding.holders[block as usize] == 0 {
-                    windows += 1;
-                    assert!(
-                        self.sliding_order.contains(&node.sliding_key(id)),
-                        "a sliding block that can be evicted is not listed"
-                    );
+            for (i, pool) in self.pools.iter().enumerate() {
+                match node.blocks[i] {
+                    Some(block) => {
+                        assert_eq!(pool.node[block as usize], Some(id), "a node's block of pool {i}")
+                    }
+                    None => assert!(pool.window.is_some(), "a node without a block of pool {i}"),
+                }
+                if pool.window.is_none() {
+                    assert_eq!(self.is_held(i, id), self.is_held(0, id), "holders in pools without a window");
+                }
+                if self.can_be_evicted(i, id) {
+                    evictable[i] += 1;
+                    let is_listed = pool.order.contains(&self.key(i, id));
+                    assert!(is_listed, "a block of pool {i} that can be evicted is not listed");
                 }
             }
         }
-        assert_eq!(
-            (leaves, windows),
-            (self.full_order.len(), self.sliding_order.len()),
-            "the numbers of blocks that can be evicted"
-        );
+        let listed: Vec<usize> = self.pools.iter().map(|pool| pool.order.len()).collect();
+        assert_eq!(evictable, listed, "the numbers of blocks that can be evicted");
         assert_eq!(self.by_chain.len() + self.unused_nodes.len(), self.nodes.len(), "nodes");
         for &id in self.by_chain.values() {
             assert_eq!(self.nodes[id as usize].children, children[id as usize], "children of node {id}");
@@ -850,8 +800,12 @@ mod tests {
     use super::*;
 
     const SIZE: usize = 2;
-    const LIMITS: KvLimits =
-        KvLimits { block_size: SIZE, full_blocks: 24, sliding_blocks: 16, sliding_window: Some(4) };
+
+    /// Pools with these windows.
+    fn limits(windows: &[Option<usize>]) -> KvLimits {
+        let pool = |window: &Option<usize>| KvPool { window: *window, blocks: window.map_or(24, |_| 16) };
+        KvLimits { block_size: SIZE, pools: windows.iter().map(pool).collect() }
+    }
 
     fn salt(n: usize) -> CacheSalt {
         CacheSalt::new(["", "a", "b"][n].as_bytes())
@@ -859,7 +813,7 @@ mod tests {
 
     #[test]
     fn texts_with_the_same_hash_under_different_salts_share_no_blocks() {
-        let mut blocks = BlockManager::new(LIMITS, 0);
+        let mut blocks = BlockManager::new(&limits(&[None, Some(4)]), 0);
         let text = [1, 2, 3, 4, 5];
         let compute = |blocks: &mut BlockManager, salt: &CacheSalt| {
             let (mut table, cached) = blocks.admit(&text, Priority::Interactive, salt);
@@ -895,16 +849,15 @@ mod tests {
     }
 
     /// The contents of all blocks, by pool and block.
-    #[derive(Default)]
     struct Contents {
-        pools: [HashMap<u32, Content>; 2],
+        pools: Vec<HashMap<u32, Content>>,
         beginnings: usize,
     }
 
     impl Contents {
         fn copy(&mut self, BlockCopy { pool, from, to }: BlockCopy, begins: bool) {
             self.beginnings += 1;
-            let blocks = &mut self.pools[usize::from(pool == BlockPool::Sliding)];
+            let blocks = &mut self.pools[pool];
             let mut content = blocks[&from].clone();
             if begins {
                 content.beginning = self.beginnings;
@@ -913,7 +866,7 @@ mod tests {
         }
 
         fn beginning(&self, table: &BlockTable) -> usize {
-            self.pools[0][&table.full[0]].beginning
+            self.pools[0][&table.blocks[0].ids[0]].beginning
         }
 
         /// Computes the tokens of a text up to `end`.
@@ -923,25 +876,20 @@ mod tests {
             for index in text.computed / SIZE..end.div_ceil(SIZE) {
                 let tokens = text.tokens[..end.min((index + 1) * SIZE)].to_vec();
                 let content = Content { text: tokens, salt: text.salt, beginning };
-                self.pools[0].insert(text.table.full[index], content.clone());
-                self.pools[1].insert(text.table.sliding[index - text.table.sliding_first], content);
+                for (pool, list) in self.pools.iter_mut().zip(&text.table.blocks) {
+                    pool.insert(list.get(index).expect("a block to write to"), content.clone());
+                }
             }
         }
 
         /// Panics unless the blocks of a text have the contents of that text under the same salt.
         fn check(&self, text: &Text) {
-            let first = text.table.sliding_first;
             for index in 0..text.computed.div_ceil(SIZE) {
                 let expected = (text.salt, &text.tokens[..text.computed.min((index + 1) * SIZE)]);
-                let found = |pool: usize, block: &u32| {
-                    let content = &self.pools[pool][block];
-                    assert_eq!((content.salt, &content.text[..]), expected, "block {index} of pool {pool}");
-                };
-                found(0, &text.table.full[index]);
-                index
-                    .checked_sub(first)
-                    .and_then(|i| text.table.sliding.get(i))
-                    .inspect(|block| found(1, block));
+                for (pool, list) in self.pools.iter().zip(&text.table.blocks) {
+                    let Some(block) = list.get(index) else { continue };
+                    assert_eq!((pool[&block].salt, &pool[&block].text[..]), expected, "block {index}");
+                }
             }
         }
     }
@@ -953,9 +901,18 @@ mod tests {
         println!("seed {seed}");
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let (mut hits, mut forks, mut dropped) = (0, 0, 0);
-        for _ in 0..60 {
-            let mut blocks = BlockManager::new(LIMITS, rng.random_range(0..8));
-            let (mut contents, mut texts) = (Contents::default(), Vec::<Text>::new());
+        let kinds: [&[Option<usize>]; 5] = [
+            &[None],
+            &[None, Some(4)],
+            // Layers with heads of another size have a pool of their own, also if their window is the same.
+            &[None, None],
+            &[None, Some(4), None],
+            &[None, Some(3), Some(8)],
+        ];
+        for windows in kinds.into_iter().cycle().take(60) {
+            let mut blocks = BlockManager::new(&limits(windows), rng.random_range(0..8));
+            let pools = vec![HashMap::new(); windows.len()];
+            let (mut contents, mut texts) = (Contents { pools, beginnings: 0 }, Vec::<Text>::new());
             let mut forgotten = HashSet::new();
             for _ in 0..1500 {
                 let chosen = (!texts.is_empty()).then(|| rng.random_range(0..texts.len()));
@@ -988,10 +945,10 @@ mod tests {
                     }
                     (5, Some(i)) if texts[i].computed > 0 && rng.random_bool(0.3) => {
                         let Text { table, .. } = texts.swap_remove(i);
-                        let cached = blocks.usage(BlockPool::Full).cached;
+                        let cached = blocks.usage(0).cached;
                         forgotten.insert(contents.beginning(&table));
                         blocks.forget(table, texts.iter_mut().map(|text| &mut text.table));
-                        dropped += usize::from(blocks.usage(BlockPool::Full).cached < cached);
+                        dropped += usize::from(blocks.usage(0).cached < cached);
                     }
                     (_, Some(i)) => {
                         let text = &mut texts[i];
@@ -999,13 +956,7 @@ mod tests {
                             text.tokens.push(rng.random_range(0..2));
                         }
                         let end = rng.random_range(text.computed + 1..=text.tokens.len());
-                        let shared = blocks.shared_at(&text.table, text.computed);
-                        let mut wanted = blocks.missing(&text.table, end);
-                        wanted
-                            .iter_mut()
-                            .zip(shared)
-                            .for_each(|(n, block)| *n += usize::from(block.is_some()));
-                        if !blocks.has_room(wanted) {
+                        if !blocks.has_room(&blocks.wanted(&text.table, text.computed, end)) {
                             blocks.release(texts.swap_remove(i).table);
                             continue;
                         }

@@ -67,7 +67,7 @@ impl Engine {
         config: EngineConfig,
     ) -> EngineHandle {
         assert!((1..=MAX_QUEUE).contains(&config.queue), "a queue of {} requests", config.queue);
-        let limits = runner.limits();
+        let limits = runner.limits().clone();
         // One place more than the longest queue, so that the wake-up of `drain` and `abort` always fits.
         let (inbox, messages) = sync_channel(MAX_QUEUE + 1);
         let shared = Arc::new(Shared {
@@ -121,8 +121,8 @@ pub struct EngineHandle {
 }
 
 impl EngineHandle {
-    pub fn limits(&self) -> Limits {
-        self.shared.limits
+    pub fn limits(&self) -> &Limits {
+        &self.shared.limits
     }
 
     /// Puts a request on the queue, or returns the reason why it is refused.

@@ -140,7 +140,7 @@ impl Sequence {
         ];
         let kinds: String = kinds.into_iter().filter(|(is, _)| *is).map(|(_, name)| name).collect();
         format!(
-            "sequence {}, {class}{kinds}, {} + {} of {} tokens, {} computed, {} submitted, {} drawn, {} + {} blocks, \
+            "sequence {}, {class}{kinds}, {} + {} of {} tokens, {} computed, {} submitted, {} drawn, {:?} blocks, \
              {} forks, {} times preempted, last in step {}",
             self.id,
             self.prompt_len,
@@ -149,8 +149,7 @@ impl Sequence {
             self.computed,
             self.submitted,
             self.drawn,
-            self.table.full().len(),
-            self.table.sliding().1.count(),
+            self.table.blocks().iter().map(|list| list.ids.len()).collect::<Vec<_>>(),
             self.forks.len(),
             self.life,
             self.last_step,

@@ -17,9 +17,9 @@ pub struct Stats {
     /// Number of submitted requests that do not run yet.
     pub waiting: usize,
     pub running: usize,
-    /// Blocks of full layers.
+    /// Blocks of the pools without a window.
     pub full: PoolUse,
-    /// Blocks of sliding layers.
+    /// Blocks of the pools with a window.
     pub sliding: PoolUse,
     pub preemptions: u64,
     /// Counts of the draft tokens of all sequences.

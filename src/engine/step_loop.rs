@@ -14,7 +14,7 @@ use super::scheduler::{Output, Scheduler, SchedulerConfig, SequenceShare, Step};
 use super::sequence::{Sequence, SequenceId};
 use super::shared::{DeviceTask, EngineState, Shared, Stats};
 use super::supervised::SupervisedRunner;
-use crate::model::{BlockPool, Runner, RunnerError, Ticket};
+use crate::model::{Runner, RunnerError, Ticket};
 
 pub(super) struct Submitted {
     pub(super) sequence: Sequence,
@@ -71,7 +71,7 @@ impl StepLoop {
     ) -> Self {
         let config = SchedulerConfig { draft_model: runner.has_draft(), ..config };
         let new = Self {
-            scheduler: Scheduler::new(runner.limits(), config),
+            scheduler: Scheduler::new(runner.limits().clone(), config),
             runner,
             pace: Pace::new(),
             ledger: Ledger::new(energy),
@@ -466,8 +466,8 @@ impl StepLoop {
     fn publish(&self) {
         let stats = Stats {
             running: self.scheduler.num_running(),
-            full: self.scheduler.usage(BlockPool::Full),
-            sliding: self.scheduler.usage(BlockPool::Sliding),
+            full: self.scheduler.usage(false),
+            sliding: self.scheduler.usage(true),
             preemptions: self.scheduler.preemptions(),
             drafts: self.scheduler.drafts(),
             ..self.stats

@@ -29,7 +29,7 @@ impl SupervisedRunner {
         factory: Option<Box<dyn RunnerFactory>>,
         idle_unload: Option<Duration>,
     ) -> Self {
-        let (limits, has_draft) = (runner.limits(), runner.has_draft());
+        let (limits, has_draft) = (runner.limits().clone(), runner.has_draft());
         Self {
             runner: Some(runner),
             factory,
@@ -41,8 +41,8 @@ impl SupervisedRunner {
         }
     }
 
-    pub(super) fn limits(&self) -> Limits {
-        self.limits
+    pub(super) fn limits(&self) -> &Limits {
+        &self.limits
     }
 
     pub(super) fn has_draft(&self) -> bool {
@@ -95,7 +95,7 @@ impl SupervisedRunner {
         self.runner = None;
         let factory = self.factory.as_mut().expect("runners are replaced only if there is a factory");
         let runner = factory.start(cancelled)?;
-        let (limits, expected) = (runner.limits(), self.limits);
+        let (limits, expected) = (runner.limits(), &self.limits);
         if limits != expected || runner.has_draft() != self.has_draft {
             return Err(RunnerError::Lost(format!(
                 "the reloaded model is not the same: expected {expected:?}, got {limits:?}"

@@ -76,25 +76,21 @@ impl Trial {
         if sequences > most {
             return Some(format!("a step has at most {most} sequences"));
         }
-        let kv = &limits.kv;
-        let full = sequences * tokens.div_ceil(kv.block_size);
-        if full > kv.full_blocks {
-            return Some(format!("it needs {full} blocks of the KV cache, which has {}", kv.full_blocks));
-        }
-        let window = kv.window_blocks(limits.max_batch_tokens).min(tokens.div_ceil(kv.block_size));
-        let sliding = sequences * window;
-        (kv.sliding_window.is_some() && sliding > kv.sliding_blocks).then(|| {
-            format!("it needs {sliding} sliding blocks of the KV cache, which has {}", kv.sliding_blocks)
-        })
+        let most = limits.kv.most_blocks(tokens, limits.max_batch_tokens).into_iter();
+        let wanted = most.map(|blocks| sequences * blocks);
+        let (pool, wanted) =
+            limits.kv.pools.iter().zip(wanted).find(|(pool, wanted)| *wanted > pool.blocks)?;
+        let kind = if pool.window.is_some() { "sliding blocks" } else { "blocks" };
+        Some(format!("it needs {wanted} {kind} of the KV cache, which has {}", pool.blocks))
     }
 
     /// Runs the trial, and returns the total time of its steps. Panics if there is an obstacle.
     pub fn run(self, runner: &mut dyn Runner) -> Result<Duration, RunnerError> {
-        let limits = runner.limits();
+        let limits = runner.limits().clone();
         if let Some(obstacle) = self.obstacle(&limits) {
             panic!("{self:?}: {obstacle}");
         }
-        let mut blocks = BlockManager::new(limits.kv, 0);
+        let mut blocks = BlockManager::new(&limits.kv, 0);
         let (sequences, depth) = match self {
             Trial::Prefill { .. } => (1, 0),
             Trial::Decode { sequences, depth, .. } => (sequences, depth),
@@ -149,21 +145,12 @@ fn table_at(blocks: &mut BlockManager, depth: usize, chunk: usize) -> BlockTable
 
 /// Releases the blocks that positions from `start` on do not need, and grows the table by `tokens` positions.
 fn extend(blocks: &mut BlockManager, table: &mut BlockTable, start: usize, tokens: usize) {
-    blocks.leave_window(table, start);
+    blocks.leave_windows(table, start);
     blocks.grow(table, start + tokens).expect("the trial fits the limits");
 }
 
 fn batch_entry(table: &BlockTable, slot: u32, start: usize, input: Input) -> BatchSequence {
-    let (sliding_first, sliding) = table.sliding();
-    BatchSequence {
-        slot,
-        start,
-        input,
-        full_blocks: table.full().to_vec(),
-        sliding_blocks: sliding.collect(),
-        sliding_first,
-        history: None,
-    }
+    BatchSequence { slot, start, input, blocks: table.blocks().to_vec(), history: None }
 }
 
 fn draw(params: &Arc<SamplingParams>, sequence: usize, (start, tokens): (usize, usize)) -> Draw {
@@ -182,22 +169,25 @@ fn draw(params: &Arc<SamplingParams>, sequence: usize, (start, tokens): (usize, 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::KvLimits;
+    use crate::model::{KvLimits, KvPool};
 
-    const LIMITS: Limits = Limits {
-        max_batch_tokens: 16,
-        max_sequences: 4,
-        max_draws: 4,
-        max_in_flight: 2,
-        kv: KvLimits { block_size: 4, full_blocks: 40, sliding_blocks: 24, sliding_window: Some(8) },
-        max_context: 100,
-        vocab_size: 50,
-        hidden_size: 8,
-    };
+    fn limits() -> Limits {
+        let pool = |window, blocks| KvPool { window, blocks };
+        Limits {
+            max_batch_tokens: 16,
+            max_sequences: 4,
+            max_draws: 4,
+            max_in_flight: 2,
+            kv: KvLimits { block_size: 4, pools: vec![pool(None, 40), pool(Some(8), 24)] },
+            max_context: 100,
+            vocab_size: 50,
+            hidden_size: 8,
+        }
+    }
 
     #[test]
     fn a_prompt_is_split_into_steps_and_only_the_last_one_draws() {
-        let steps = Trial::Prefill { tokens: 35 }.steps(&LIMITS);
+        let steps = Trial::Prefill { tokens: 35 }.steps(&limits());
         let shares: Vec<_> = steps.iter().map(|step| (step.shares[0], step.draws)).collect();
         assert_eq!(shares, [((0, 16), false), ((16, 16), false), ((32, 3), true)]);
     }
@@ -205,8 +195,8 @@ mod tests {
     #[test]
     fn a_decode_begins_after_its_depth_and_the_warm_up_step() {
         let trial = Trial::Decode { sequences: 3, depth: 20, steps: 2 };
-        let steps = trial.steps(&LIMITS);
-        assert_eq!((steps.len(), trial.submitted(&LIMITS)), (2, 3));
+        let steps = trial.steps(&limits());
+        assert_eq!((steps.len(), trial.submitted(&limits())), (2, 3));
         assert_eq!(steps[1], TrialStep { shares: vec![(22, 1); 3], draws: true });
     }
 
@@ -222,7 +212,7 @@ mod tests {
             (decode(3, 36), None),
             (decode(4, 20), None),
         ] {
-            let obstacle = trial.obstacle(&LIMITS);
+            let obstacle = trial.obstacle(&limits());
             match why {
                 Some(why) => {
                     assert!(obstacle.as_ref().is_some_and(|o| o.contains(why)), "{trial:?}: {obstacle:?}")
@@ -234,9 +224,9 @@ mod tests {
                 Trial::Decode { sequences, depth, .. } => (sequences, depth),
             };
             if why.is_none() {
-                let mut blocks = BlockManager::new(LIMITS.kv, 0);
+                let mut blocks = BlockManager::new(&limits().kv, 0);
                 let mut tables: Vec<_> = (0..sequences).map(|_| table_at(&mut blocks, depth, 16)).collect();
-                for step in trial.steps(&LIMITS) {
+                for step in trial.steps(&limits()) {
                     for (table, (start, tokens)) in tables.iter_mut().zip(step.shares) {
                         extend(&mut blocks, table, start, tokens);
                     }

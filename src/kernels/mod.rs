@@ -82,10 +82,9 @@ pub struct Kernels {
     rms_norm_gather: OutputVariants,
     residual: OutputVariants,
     qkv_store: Arc<Pipeline>,
-    attention: Arc<Pipeline>,
-    attention_tile: Arc<Pipeline>,
+    /// For each kind of heads, the kernels of single tokens and of tiles.
+    attention: Vec<(Heads, [Arc<Pipeline>; 2])>,
     attention_merge: OutputVariants,
-    heads: Heads,
     geglu: OutputVariants,
     moments: Arc<Pipeline>,
     pool: Arc<Pipeline>,
@@ -101,21 +100,31 @@ impl Kernels {
         self.precision
     }
 
-    /// Compiles the kernels for these matrices, precision and heads.
+    /// Compiles the kernels for these matrices, for layers with these heads, and for this precision. All heads have the
+    /// same type of KV cache.
     pub fn new(
         device: &Device,
         matrices: &Matrices,
-        heads: Heads,
+        heads: &[Heads],
         precision: Precision,
     ) -> Result<Kernels, GpuError> {
-        let Heads { group, head_dim, kv } = heads;
-        assert!(group <= MAX_GROUP && head_dim <= MAX_HEAD_DIM && head_dim.is_multiple_of(4));
+        let kv = heads[0].kv;
         let embed = matrices.embedding.map(|scheme| {
             let pipeline = device.pipeline(shaders_of(scheme).1, &[])?;
             Ok::<_, GpuError>((scheme, pipeline))
         });
-        let [attention, attention_tile] = attention_of(kv)
-            .map(|shader| device.pipeline(shader, &attention_constants(shader, group, head_dim)));
+        let attention = heads.iter().map(|heads| {
+            let Heads { group, head_dim, .. } = *heads;
+            assert!(
+                heads.kv == kv
+                    && group <= MAX_GROUP
+                    && head_dim <= MAX_HEAD_DIM
+                    && head_dim.is_multiple_of(4)
+            );
+            let pipeline = |shader| device.pipeline(shader, &attention_constants(shader, group, head_dim));
+            let [single, tile] = attention_of(kv).map(pipeline);
+            Ok::<_, GpuError>((*heads, [single?, tile?]))
+        });
         let tiles = matrices.tiles.unwrap_or_else(|| Tiles::of(device));
         let into = |kernel: &str| OutputVariants::new(device, tiles, kernel);
         let one = |shader: &'static Shader| device.pipeline(tiles.body_of(shader), &[]);
@@ -129,10 +138,8 @@ impl Kernels {
             rms_norm_gather: into("rms_norm_gather")?,
             residual: into("rms_norm_residual")?,
             qkv_store: one(shader_named(&format!("qkv_store_{kv}")))?,
-            attention: attention?,
-            attention_tile: attention_tile?,
+            attention: attention.collect::<Result<_, _>>()?,
             attention_merge: into("attention_merge")?,
-            heads,
             geglu: into("geglu")?,
             moments: device.pipeline(&shaders::MOMENTS, &[])?,
             pool: device.pipeline(&shaders::POOL, &[])?,
@@ -321,7 +328,7 @@ impl Kernels {
         tokens: usize,
     ) {
         let Attention { shape, q_norm, k_norm, rope, q_scale, cache } = attention;
-        self.check_heads(shape);
+        self.attention_of(shape);
         assert!(q_norm.eps == k_norm.eps, "qkv_store: q_norm and k_norm have different eps");
         let [q_width, kv_width] = [shape.num_heads, shape.num_kv_heads].map(|heads| heads * shape.head_dim);
         let arguments = shaders::QkvStore {
@@ -403,9 +410,8 @@ impl Kernels {
         partials: &'a Partials,
         kind: usize,
     ) -> (&'a Activations, &'a Pipeline) {
-        self.check_heads(shape);
         let Partials { single, tiles } = partials;
-        let (partials, pipeline) = [(single, &self.attention), (tiles, &self.attention_tile)][kind];
+        let (partials, pipeline) = ([single, tiles][kind], &self.attention_of(shape)[kind]);
         assert_eq!(q.width, shape.num_heads * shape.head_dim, "attention: q");
         assert_eq!(partials.width, shape.partial_width(), "attention: partials");
         (partials, pipeline)
@@ -439,9 +445,13 @@ impl Kernels {
         recorder.dispatch(self.attention_merge.pipeline(y), &arguments, groups);
     }
 
-    fn check_heads(&self, shape: &AttentionShape) {
-        assert_eq!(shape.num_heads, shape.num_kv_heads * self.heads.group, "query heads per KV head");
-        assert_eq!(shape.head_dim, self.heads.head_dim, "head_dim");
+    /// The kernels of single tokens and of tiles for the heads of a layer.
+    fn attention_of(&self, shape: &AttentionShape) -> &[Arc<Pipeline>; 2] {
+        let fits = |(heads, _): &&(Heads, _)| {
+            shape.num_heads == shape.num_kv_heads * heads.group && shape.head_dim == heads.head_dim
+        };
+        let found = self.attention.iter().find(fits);
+        &found.unwrap_or_else(|| panic!("attention: kernels for other heads than {shape:?}")).1
     }
 
     /// Computes `y = gelu_tanh(gate) * up`. An f32 result must be in place: `y.floats` is `gate`.

@@ -15,6 +15,7 @@ use crate::kernels::pipelines::attention_constants;
 use crate::kernels::sampling::{DRAW_BINS, DRAW_CHUNK};
 use crate::kernels::shaders::{self, shaders_of};
 use crate::kernels::{AttentionShape, GpuTiles, Item, Quantized, Tiles, Wants};
+use crate::model::spec::AttentionHeads;
 use crate::tensor::{KvDtype, Precision, Scheme, TILE_ROWS};
 
 /// Splits of a product's columns over a workgroup (`shaders/matmul.comp`).
@@ -193,6 +194,11 @@ pub struct Heads {
 }
 
 impl Heads {
+    pub fn of(heads: &AttentionHeads, kv: KvDtype) -> Heads {
+        let &AttentionHeads { num_attention_heads, num_key_value_heads, head_dim } = heads;
+        Heads { num_heads: num_attention_heads, num_kv_heads: num_key_value_heads, head_dim, kv }
+    }
+
     /// Bytes of a token's keys and values in all KV heads.
     fn row_bytes(&self) -> u64 {
         (2 * self.num_kv_heads * self.kv.row_bytes(self.head_dim)) as u64

@@ -104,8 +104,7 @@ impl Choice {
     /// all other kernels.
     pub fn cases(&self) -> Vec<Case> {
         let s = &self.spec;
-        let heads = s.num_attention_heads * s.head_dim;
-        let kv_heads = s.num_key_value_heads * s.head_dim;
+        let [heads, kv_heads] = [s.heads().q_width(), s.heads().kv_width()];
         let matrices = [
             ("q_proj", heads, s.hidden_size),
             ("k_proj", kv_heads, s.hidden_size),
@@ -172,13 +171,7 @@ impl Choice {
 impl Case {
     /// Least bytes read and written: each input and each output once.
     pub fn bytes(&self) -> u64 {
-        let s = &self.spec;
-        let heads = cost::Heads {
-            num_heads: s.num_attention_heads,
-            num_kv_heads: s.num_key_value_heads,
-            head_dim: s.head_dim,
-            kv: self.kv,
-        };
+        let heads = cost::Heads::of(&self.spec.heads(), self.kv);
         let dispatch = match self.work {
             KernelWork::Matmul { scheme, rows, cols, tokens } => {
                 cost::matmul(self.precision, scheme, &[rows], cols, tokens)
@@ -189,7 +182,7 @@ impl Case {
                 let all = sequences * tokens;
                 let kv = sequences as u64 * heads.kv_bytes(&(depth..depth + tokens), window);
                 // Partials between the dispatches are neither input nor output.
-                return kv + (2 * 4 * all * s.num_attention_heads * s.head_dim) as u64;
+                return kv + (2 * 4 * all * self.spec.heads().q_width()) as u64;
             }
             KernelWork::QkvStore { tokens } => cost::qkv_store(&heads, tokens),
             KernelWork::RmsNorm { width, tokens } => cost::rms_norm(tokens, width, self.wants()),
@@ -211,7 +204,7 @@ impl Case {
             KernelWork::Attention { sequences, tokens, depth, window } => {
                 let keys = |position: usize| (position + 1).min(window.unwrap_or(usize::MAX));
                 let seen: usize = (depth..depth + tokens).map(keys).sum();
-                Some(4 * (sequences * seen * self.spec.num_attention_heads * self.spec.head_dim) as u64)
+                Some(4 * (sequences * seen * self.spec.heads().q_width()) as u64)
             }
             _ => None,
         }
@@ -224,9 +217,8 @@ impl Case {
     }
 
     fn heads(&self) -> Heads {
-        let s = &self.spec;
-        let group = s.num_attention_heads / s.num_key_value_heads;
-        Heads { group, head_dim: s.head_dim, kv: self.kv }
+        let heads = self.spec.heads();
+        Heads { group: heads.group(), head_dim: heads.head_dim, kv: self.kv }
     }
 }
 
@@ -288,8 +280,7 @@ impl Rig {
         let kernels = self.kernels(case)?;
         let mut make = self.make();
         let s = &case.spec;
-        let heads = s.num_attention_heads * s.head_dim;
-        let kv_heads = s.num_key_value_heads * s.head_dim;
+        let [heads, kv_heads] = [s.heads().q_width(), s.heads().kv_width()];
         let (record, output): (Record, Buffer) = match case.work {
             KernelWork::Matmul { scheme, rows, cols, tokens } => {
                 let matrices = make.matrices(scheme, rows, cols, case.bytes())?;
@@ -393,7 +384,7 @@ impl Rig {
         };
         let gated = matches!(case.work, KernelWork::Gated { .. }).then_some(scheme).into_iter().collect();
         let matrices = Matrices { gated, embedding: Some(scheme), ..Matrices::default() };
-        Kernels::new(&self.device, &matrices, case.heads(), case.precision)
+        Kernels::new(&self.device, &matrices, &[case.heads()], case.precision)
     }
 }
 
@@ -426,21 +417,21 @@ impl Make<'_> {
         window: Option<usize>,
         bytes: u64,
     ) -> Result<Vec<Attention>, GpuError> {
-        let s = &case.spec;
+        let (s, heads) = (&case.spec, case.spec.heads());
         let blocks = sequences * len.div_ceil(BLOCK_SIZE);
         let cache_bytes =
-            (blocks * BLOCK_SIZE * s.num_key_value_heads * case.kv.row_bytes(s.head_dim)) as u64;
+            (blocks * BLOCK_SIZE * heads.num_key_value_heads * case.kv.row_bytes(heads.head_dim)) as u64;
         let shape = AttentionShape {
-            num_heads: s.num_attention_heads,
-            num_kv_heads: s.num_key_value_heads,
-            head_dim: s.head_dim,
+            num_heads: heads.num_attention_heads,
+            num_kv_heads: heads.num_key_value_heads,
+            head_dim: heads.head_dim,
             block_size: BLOCK_SIZE,
             max_blocks: len.div_ceil(BLOCK_SIZE),
             window,
         };
         let rope =
-            self.filled((4 * len.next_multiple_of(BLOCK_SIZE) * s.head_dim) as u64, 0.5f32.to_bits())?;
-        let (q_norm, k_norm) = (self.norm(s.head_dim)?, self.norm(s.head_dim)?);
+            self.filled((4 * len.next_multiple_of(BLOCK_SIZE) * heads.head_dim) as u64, 0.5f32.to_bits())?;
+        let (q_norm, k_norm) = (self.norm(heads.head_dim)?, self.norm(heads.head_dim)?);
         // Two small f16 numbers. Read as int8 or as f32, the word is small as well.
         let word = 0x2e01_2e01;
         let mut layer = || {

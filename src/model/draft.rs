@@ -126,7 +126,7 @@ impl Drafted {
 }
 
 impl Runner for Drafted {
-    fn limits(&self) -> Limits {
+    fn limits(&self) -> &Limits {
         self.model.limits()
     }
 
@@ -164,7 +164,7 @@ impl Runner for Drafted {
     }
 
     fn draft(&mut self, requests: &[DraftRequest]) -> Result<Vec<Vec<u32>>, RunnerError> {
-        assert!(self.mirrored.is_empty(), "draft tokens are asked for beside a step in flight");
+        assert!(self.mirrored.is_empty(), "draft tokens are asked for while a step is in flight");
         let mut draft_tokens = vec![Vec::new(); requests.len()];
         let mut under_way = VecDeque::new();
         let mut take = |draft: &mut ModelRunner, (ticket, request_indices): (Ticket, Vec<usize>)| {

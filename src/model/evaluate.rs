@@ -5,14 +5,14 @@ use super::memory::READBACK_ROWS;
 use super::model_runner::ModelRunner;
 use super::step::StepOutputs;
 use super::tensors::Inputs;
-use super::{Batch, BatchSequence, Input, RunnerError};
+use super::{Batch, BatchSequence, BlockList, Input, KvPool, RunnerError, first_seen};
 use crate::gpu::{Buffer, CommandBuffer, GpuError};
 
 impl ModelRunner {
     /// Runs `tokens` through the layers to sum up the squares of the matrices' inputs. `each` is called with the number
     /// of tokens done. Panics if the tokens do not fit the context.
     pub fn observe(&mut self, tokens: &[u32], each: &mut dyn FnMut(usize)) -> Result<(), RunnerError> {
-        assert!(self.in_flight.is_empty(), "observing beside a step in flight");
+        assert!(self.in_flight.is_empty(), "observing while a step is in flight");
         assert!(tokens.len() <= self.limits.max_context, "{} tokens", tokens.len());
         let chunk = self.limits.max_batch_tokens;
         for (i, ids) in tokens.chunks(chunk).enumerate() {
@@ -26,7 +26,7 @@ impl ModelRunner {
     /// The sums of squares of the matrices' inputs over all tokens that ran, for each layer, by column. Panics if the
     /// model was loaded without `moments`.
     pub fn take_moments(&mut self) -> Result<Vec<Inputs<Vec<f32>>>, RunnerError> {
-        assert!(self.in_flight.is_empty(), "reading beside a step in flight");
+        assert!(self.in_flight.is_empty(), "reading while a step is in flight");
         let mut commands = CommandBuffer::new(&self.device, "moments")?;
         let readback = &self.logits_readback;
         let mut read = |sums: &Buffer| {
@@ -50,22 +50,17 @@ impl ModelRunner {
     pub(super) fn alone(&self, start: usize, ids: &[u32]) -> Batch {
         let kv = &self.limits.kv;
         let blocks = (start + ids.len()).div_ceil(kv.block_size) as u32;
-        // Without sliding layers, there are no sliding blocks.
-        let (first, sliding_blocks) = kv.sliding_window.map_or((0, Vec::new()), |window| {
-            let first = (start + 1).saturating_sub(window) / kv.block_size;
-            // The sliding layers' blocks form a ring: when a block is written again, its old tokens are outside the
-            // window.
-            let ring = kv.sliding_blocks as u32;
-            (first, (first as u32..blocks).map(|block| block % ring).collect())
-        });
+        // A pool's blocks form a ring: when a block is written again, its old tokens are outside the window.
+        let list = |pool: &KvPool| {
+            let first = first_seen(pool.window, start) / kv.block_size;
+            BlockList { first, ids: (first as u32..blocks).map(|block| block % pool.blocks as u32).collect() }
+        };
         Batch {
             sequences: vec![BatchSequence {
                 slot: 0,
                 start,
                 input: Input::Ids(ids.to_vec()),
-                full_blocks: (0..blocks).collect(),
-                sliding_blocks,
-                sliding_first: first,
+                blocks: kv.pools.iter().map(list).collect(),
                 history: None,
             }],
             ..Batch::default()
@@ -76,7 +71,7 @@ impl ModelRunner {
     /// `each(first, rows)` gets rows of `vocab_size` f32 for positions `first..`, in order. Panics if the tokens do not
     /// fit the context.
     pub fn logits(&mut self, tokens: &[u32], each: &mut dyn FnMut(usize, &[f32])) -> Result<(), RunnerError> {
-        assert!(self.in_flight.is_empty(), "logits beside a step in flight");
+        assert!(self.in_flight.is_empty(), "logits while a step is in flight");
         assert!(tokens.len() <= self.limits.max_context, "{} tokens", tokens.len());
         let chunk = self.limits.max_batch_tokens.min(READBACK_ROWS);
         let (vocab, stride) = (self.config.vocab_size, self.scratch.logits.raw.stride);

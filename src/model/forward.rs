@@ -9,7 +9,7 @@ use super::memory;
 use super::model_runner::ModelRunner;
 use super::step::{Frame, PoolRequest, StepOutputs};
 use super::tensors::{InputGroup, Projections};
-use super::{Batch, BlockCopy, BlockPool};
+use super::{Batch, BlockCopy};
 use crate::gpu::Recorder;
 use crate::kernels::{Activations, KvCache, Operand, SampleRequest, StepArrays};
 
@@ -26,7 +26,7 @@ impl ModelRunner {
         for copy in &batch.copies {
             self.record_copy(recorder, copy);
         }
-        let (ids, hidden) = (&frame.full.ids, &self.scratch.hidden);
+        let (ids, hidden) = (&frame.whole(0).ids, &self.scratch.hidden);
         self.kernels.embed(recorder, &self.embedding, ids, &self.sampled, hidden, tokens);
         self.record_history(recorder, frame, batch);
     }
@@ -75,8 +75,11 @@ impl ModelRunner {
 
     /// Copies a block to another one, in every layer of its pool.
     pub(super) fn record_copy(&self, recorder: &mut Recorder<'_>, copy: &BlockCopy) {
-        let bytes = memory::kv_block_bytes(&self.config, self.kv, self.limits.kv.block_size);
-        for layer in self.layers.iter().filter(|layer| layer.pool == copy.pool) {
+        for (layer, spec) in self.layers.iter().zip(&self.config.layers) {
+            if layer.pool != copy.pool {
+                continue;
+            }
+            let bytes = memory::kv_block_bytes(&spec.heads, self.kv, self.limits.kv.block_size);
             let KvCache { keys, values } = &layer.attention.cache;
             for half in [keys, values] {
                 let block = |id: u32| half.slice(u64::from(id) * bytes, bytes);
@@ -99,7 +102,7 @@ impl ModelRunner {
             offset += bytes;
         }
         let tokens = batch.num_tokens();
-        self.kernels.history(recorder, &frame.full, &frame.slots, &self.sampled, &self.history, tokens);
+        self.kernels.history(recorder, frame.whole(0), &frame.slots, &self.sampled, &self.history, tokens);
         for copy in &batch.history_copies {
             let (from, to) = (ids(copy.from, copy.tokens), ids(copy.to, copy.tokens));
             recorder.copy(&from, &to, 4 * copy.tokens as u64);
@@ -139,10 +142,7 @@ impl ModelRunner {
         // The items of attention count rows from the step's first token, so the queries are not cut to `rows`.
         let (all_queries, partials) = (&self.scratch.q, &self.scratch.partials);
         let attended = self.attended(index, &rows);
-        recorder.label(match self.layers[index].pool {
-            BlockPool::Sliding => "sliding",
-            BlockPool::Full => "full",
-        });
+        recorder.label(if attention.shape.window.is_some() { "sliding" } else { "full" });
         self.kernels.attention(recorder, attention, (all_queries, partials), step, &attended, rows.len());
         self.record_rest(recorder, index, rows);
     }

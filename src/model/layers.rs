@@ -3,7 +3,6 @@
 use std::ops::Range;
 
 use super::memory;
-use super::runner::BlockPool;
 use super::spec::ModelSpec;
 use super::tensors::{Inputs, Norms, Projections};
 use crate::gpu::placement::{Class, MemoryKind};
@@ -12,8 +11,8 @@ use crate::kernels::{Activations, Attention, Logits, Matrix, Partials, Quantized
 
 /// The weights of one layer on the device, with its KV cache.
 pub(crate) struct DeviceLayer {
-    /// The pool of its KV blocks.
-    pub(crate) pool: BlockPool,
+    /// Index of the pool of its KV blocks.
+    pub(crate) pool: usize,
     pub(crate) attention: Attention,
     pub(super) projections: Projections<Matrix>,
     pub(super) norms: Norms<RmsNorm>,

@@ -222,7 +222,7 @@ impl ModelRunner {
             total: weights.stored_bytes() + draft_bytes,
             progress,
         };
-        let mut model = load.model(source, weights, &request.schemes, limits, None)?;
+        let mut model = load.model(source, weights, &request.schemes, limits.clone(), None)?;
         let mut draft_model = match &draft {
             None => None,
             Some((source, weights, request)) => {
@@ -271,8 +271,8 @@ fn place(
     let fit = request
         .fit_to_serve(&machine, &options.memory, options.max_context, options.sequences, &others)
         .map_err(Box::new)?;
-    let limits = request.limits(fit.context, fit.pools);
     let room = request.sequences(&fit);
+    let limits = request.limits(fit.context, fit.pools);
     if room < options.sequences {
         tracing::warn!(
             "memory has room for {room} conversations at once with a context of {} tokens, and engine.sequences is {}: \
@@ -305,6 +305,11 @@ pub fn check_draft(model: &ModelSpec, draft: &ModelSpec) -> Result<(), String> {
         )),
         (Some(model), Some(draft)) if draft > model => Err(format!(
             "sliding_window is {draft}, and that of the model is {model}: a draft looks back as far as the model at most"
+        )),
+        _ if draft.pools_of_layers(&model.kv_pools()).is_none() => Err(format!(
+            "its layers are of {} kinds, and those of the model of {}: it cannot be that model's draft",
+            draft.kv_groups().len(),
+            model.kv_groups().len()
         )),
         _ => Ok(()),
     }
@@ -382,7 +387,8 @@ impl<'a> Source<'a> {
                 "vision tensors skipped: this engine reads text only"
             );
         }
-        let group = config.num_attention_heads / config.num_key_value_heads;
+        let groups = config.layers.iter().map(|layer| layer.heads.group());
+        let group = groups.max().expect("a layer at least");
         if group > MAX_GROUP {
             return Err(LoadError::Option(format!(
                 "{}: num_attention_heads is {group} times num_key_value_heads; the attention kernel takes at most \
@@ -426,10 +432,12 @@ impl<'a> Load<'a> {
         let Source { config, checkpoint, .. } = source;
         let options = self.options;
         (self.progress)(Progress::Kernels);
-        let heads = memory::heads_of(config, options.kv);
+        let heads = memory::heads_of(&config.heads(), options.kv);
+        let of_layers =
+            each_once(config.layers.iter().map(|layer| memory::heads_of(&layer.heads, options.kv)));
         // The squares of matrices' inputs are summed up in f32.
         let precision = if options.moments { Precision::F32 } else { options.precision };
-        let kernels = Kernels::new(self.device, &matrices_of(schemes, options.tiles), heads, precision)?;
+        let kernels = Kernels::new(self.device, &matrices_of(schemes, options.tiles), &of_layers, precision)?;
 
         let specs = &config.tensors;
         let tensors = &weights.tensors;
@@ -488,14 +496,15 @@ impl<'a> Load<'a> {
             false => vec![None; specs.layers.len()],
         };
         let mut layers = Vec::new();
-        let loaded = matrices_and_norms.into_iter().zip(moments).zip(&config.layers);
-        for (i, ((Layer { projections, norms }, moments), spec)) in loaded.enumerate() {
-            let bytes = memory::kv_pool_bytes(config, options.kv, &limits.kv, spec.pool());
+        let pools = memory::pools_of_layers(config, &limits.kv.pools);
+        let loaded = matrices_and_norms.into_iter().zip(moments).zip(&config.layers).zip(pools);
+        for (i, (((Layer { projections, norms }, moments), spec), pool)) in loaded.enumerate() {
+            let bytes = memory::kv_pool_bytes(&spec.heads, options.kv, &limits.kv, pool);
             let mut half = |what: &str| {
                 arena.alloc(MemoryKind::Device, Class::KvCache, bytes, &format!("layer {i} {what} cache"))
             };
             let attention = Attention {
-                shape: attention_shape(config, spec, &limits),
+                shape: attention_shape(spec, &limits),
                 q_norm: norms.q_norm.clone(),
                 k_norm: norms.k_norm.clone(),
                 rope: ropes[spec.rope].clone(),
@@ -503,7 +512,7 @@ impl<'a> Load<'a> {
                 cache: KvCache { keys: half("key")?, values: half("value")? },
             };
             let wants = input_forms(&kernels, &projections);
-            layers.push(DeviceLayer { pool: spec.pool(), attention, projections, norms, wants, moments });
+            layers.push(DeviceLayer { pool, attention, projections, norms, wants, moments });
         }
 
         let frames = (0..MAX_IN_FLIGHT)
@@ -603,14 +612,14 @@ impl<'a> Load<'a> {
 
     /// The RoPE tables of [`ModelSpec::ropes`].
     fn rope_tables(&mut self, config: &ModelSpec, positions: usize) -> Result<Vec<Buffer>, LoadError> {
-        let table = |rope: &RopeSpec| {
-            let table = rope_table(config.head_dim, positions, rope.theta, rope.factor);
-            let bytes = memory::rope_table_bytes(config, positions);
+        let table = |(index, rope): (usize, &RopeSpec)| {
+            let table = rope_table(config.rope_dim(index), positions, rope.theta, rope.factor);
+            let bytes = (4 * table.len()) as u64;
             let buffer = device_buffer(&mut self.arena, bytes, &memory::rope_table_name(rope))?;
             self.uploader.upload(&buffer, &table)?;
             Ok(buffer)
         };
-        config.ropes.iter().map(table).collect()
+        config.ropes.iter().enumerate().map(table).collect()
     }
 
     fn queued_bytes(&self) -> u64 {
@@ -630,11 +639,11 @@ impl<'a> Load<'a> {
     }
 }
 
-fn attention_shape(config: &ModelSpec, spec: &LayerSpec, limits: &Limits) -> AttentionShape {
+fn attention_shape(spec: &LayerSpec, limits: &Limits) -> AttentionShape {
     AttentionShape {
-        num_heads: config.num_attention_heads,
-        num_kv_heads: config.num_key_value_heads,
-        head_dim: config.head_dim,
+        num_heads: spec.heads.num_attention_heads,
+        num_kv_heads: spec.heads.num_key_value_heads,
+        head_dim: spec.heads.head_dim,
         block_size: limits.kv.block_size,
         max_blocks: memory::table_blocks(limits),
         window: spec.window,

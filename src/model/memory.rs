@@ -9,12 +9,11 @@ use std::collections::BTreeSet;
 use std::fmt;
 
 use super::offload::OffloadLimits;
-use super::runner::BlockPool;
 use super::self_test;
-use super::spec::{ModelSpec, RopeSpec};
-use super::tensors::{Projections, TensorSpec};
+use super::spec::{AttentionHeads, LayerSpec, ModelSpec, RopeSpec};
+use super::tensors::{Layer, Projections, TensorSpec};
 use super::weights::Weights;
-use super::{KvLimits, Limits, MAX_BIASES};
+use super::{KvLimits, KvPool, Limits, MAX_BIASES, first_seen};
 use crate::checkpoint::{CheckpointError, Tensor};
 use crate::gpu::INDIRECT_BYTES;
 use crate::gpu::placement::{self, Class, Machine, MemoryKind, Plan, Refusal, Request};
@@ -129,21 +128,12 @@ pub struct DraftMemoryRequest<'a> {
     pub schemes: Schemes,
 }
 
-/// Numbers of blocks in the pools of the KV cache.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Pools {
-    /// Blocks for every token of every sequence, in full layers.
-    pub full: usize,
-    /// Blocks for a window of every sequence, in sliding layers.
-    pub sliding: usize,
-}
-
 /// A context that fits, and the plan for it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fit {
     /// Tokens of each sequence.
     pub context: usize,
-    pub pools: Pools,
+    pub pools: Vec<KvPool>,
     pub plan: Plan,
 }
 
@@ -192,11 +182,6 @@ fn advice(error: &DoesNotFit) -> String {
     }
 }
 
-/// The number of full layers, and the number of sliding layers.
-fn layers(config: &ModelSpec) -> [usize; 2] {
-    [BlockPool::Full, BlockPool::Sliding].map(|pool| config.layers_of(pool))
-}
-
 impl<'a> MemoryRequest<'a> {
     /// The model and its draft model, if any, each with the prefix of its buffers' names, its config and its schemes.
     fn models(&self) -> impl Iterator<Item = (&'static str, &'a ModelSpec, &Schemes)> {
@@ -221,48 +206,35 @@ impl<'a> MemoryRequest<'a> {
 
     /// For how many sequences the pools of `fit` have windows at the same time.
     pub fn sequences(&self, fit: &Fit) -> usize {
-        fit.pools.sliding.checked_div(self.window_blocks(fit.context)).unwrap_or(MAX_SEQUENCES)
+        let each = fit.pools.iter().zip(self.pools(fit.context, 1)).filter(|(pool, _)| pool.window.is_some());
+        each.map(|(all, one)| all.blocks / one.blocks).min().unwrap_or(MAX_SEQUENCES)
     }
 
     /// The number of tokens that a step has room for.
     pub fn batch_tokens(&self) -> usize {
-        let macs = self.models().map(|(_, config, _)| macs_per_token_and_layer(config)).max();
+        let layers = self.models().flat_map(|(_, config, _)| &config.tensors.layers);
+        let macs = layers.map(macs_per_token).max();
         let bounded = (MAX_LAYER_MACS / macs.expect("a model at least")) as usize;
         self.max_batch_tokens.min(bounded.max(MIN_BATCH_TOKENS)).min(self.longest_context())
     }
 
-    /// The most blocks of sliding layers that one sequence of `context` tokens holds.
-    fn window_blocks(&self, context: usize) -> usize {
-        let kv = KvLimits {
-            block_size: self.block_size,
-            full_blocks: 0,
-            sliding_blocks: 0,
-            sliding_window: self.config.window(),
-        };
+    /// Pools for `sequences` sequences of `context` tokens each.
+    pub fn pools(&self, context: usize, sequences: usize) -> Vec<KvPool> {
+        let mut kv = KvLimits { block_size: self.block_size, pools: self.config.kv_pools() };
         // All steps in flight hold their tokens' blocks at the same time.
-        kv.window_blocks((MAX_IN_FLIGHT * self.batch_tokens()).min(context))
-            .min(context.div_ceil(self.block_size))
-    }
-
-    /// The blocks for `sequences` sequences of `context` tokens each.
-    pub fn pools(&self, context: usize, sequences: usize) -> Pools {
-        let full = sequences * context.div_ceil(self.block_size);
-        Pools { full, sliding: sequences * self.window_blocks(context) }
+        let most = kv.most_blocks(context, MAX_IN_FLIGHT * self.batch_tokens());
+        kv.pools.iter_mut().zip(most).for_each(|(pool, most)| pool.blocks = sequences * most);
+        kv.pools
     }
 
     /// The limits of a runner with that context and those pools.
-    pub fn limits(&self, context: usize, pools: Pools) -> Limits {
+    pub fn limits(&self, context: usize, pools: Vec<KvPool>) -> Limits {
         Limits {
             max_batch_tokens: self.batch_tokens().min(context),
             max_sequences: MAX_SEQUENCES,
             max_draws: LOGIT_ROWS,
             max_in_flight: MAX_IN_FLIGHT,
-            kv: KvLimits {
-                block_size: self.block_size,
-                full_blocks: pools.full,
-                sliding_blocks: pools.sliding,
-                sliding_window: self.config.window(),
-            },
+            kv: KvLimits { block_size: self.block_size, pools },
             max_context: context,
             vocab_size: self.config.vocab_size,
             hidden_size: self.config.hidden_size,
@@ -270,7 +242,7 @@ impl<'a> MemoryRequest<'a> {
     }
 
     /// Every buffer. The buffers of each class are in the order in which a load requests them.
-    pub fn requests(&self, context: usize, pools: Pools) -> Vec<Request> {
+    pub fn requests(&self, context: usize, pools: Vec<KvPool>) -> Vec<Request> {
         let limits = self.limits(context, pools);
         let device = MemoryKind::Device;
         let mut requests = Vec::new();
@@ -288,10 +260,11 @@ impl<'a> MemoryRequest<'a> {
                 add(Class::Activations, device, SAMPLED_BYTES, "sampled ids".into());
                 add(Class::Activations, device, history_bytes(&limits), "history".into());
             }
-            for rope in &c.ropes {
-                add(Class::Activations, device, rope_table_bytes(c, context), rope_table_name(rope));
+            for (i, rope) in c.ropes.iter().enumerate() {
+                let bytes = (context * c.rope_dim(i) * size_of::<f32>()) as u64;
+                add(Class::Activations, device, bytes, rope_table_name(rope));
             }
-            let heads = heads_of(c, self.kv);
+            let heads = heads_of(&c.heads(), self.kv);
             let bytes = self_test::buffer_bytes(&heads, &schemes.distinct());
             add(Class::Activations, device, bytes, "self-test".into());
             if self.moments && !is_draft {
@@ -308,9 +281,9 @@ impl<'a> MemoryRequest<'a> {
                     add(Class::Staging, kind, bytes, name.into());
                 }
             }
-            let limits = Limits { vocab_size: c.vocab_size, ..limits };
+            let limits = Limits { vocab_size: c.vocab_size, ..limits.clone() };
             for step in 0..MAX_IN_FLIGHT {
-                let input = step_input_bytes(&limits).iter().sum();
+                let input = step_input_sum(&limits);
                 add(Class::Staging, MemoryKind::Upload, input, format!("step {step} input"));
                 add(Class::Staging, MemoryKind::Readback, results_bytes(c).iter().sum(), "results".into());
             }
@@ -318,9 +291,9 @@ impl<'a> MemoryRequest<'a> {
             let bytes = self_test::result_bytes(&heads);
             add(Class::Staging, MemoryKind::Readback, bytes, "results of the self-test".into());
 
-            for (i, layer) in c.layers.iter().enumerate() {
+            for (i, (layer, pool)) in c.layers.iter().zip(pools_of_layers(c, &limits.kv.pools)).enumerate() {
                 for what in ["key", "value"] {
-                    let bytes = kv_pool_bytes(c, self.kv, &limits.kv, layer.pool());
+                    let bytes = kv_pool_bytes(&layer.heads, self.kv, &limits.kv, pool);
                     add(Class::KvCache, device, bytes, format!("layer {i} {what} cache"));
                 }
             }
@@ -386,7 +359,7 @@ impl<'a> MemoryRequest<'a> {
         machine: &Machine,
         limits: &placement::Limits,
         context: usize,
-        pools: Pools,
+        pools: Vec<KvPool>,
     ) -> Result<Plan, Box<Refusal>> {
         placement::place(machine, limits, self.requests(context, pools))
     }
@@ -420,14 +393,15 @@ impl<'a> MemoryRequest<'a> {
         let (fewest, most) = (least.div_ceil(self.block_size), longest.div_ceil(self.block_size));
         let with = |blocks: usize, windows: usize| {
             let context = (blocks * self.block_size).min(longest);
-            let pools = Pools { full: blocks, sliding: windows * self.window_blocks(context) };
+            let mut pools = self.pools(context, windows);
+            pools.iter_mut().filter(|pool| pool.window.is_none()).for_each(|pool| pool.blocks = blocks);
             (context, pools)
         };
         let place = |(context, pools)| self.place(machine, limits, context, pools);
         let windows = largest(1, sequences, |n| place(with(fewest, n)).is_ok());
         let blocks = largest(fewest, windows * most, |n| place(with(n, windows)).is_ok());
         let (context, pools) = with(blocks, windows);
-        match place((context, pools)) {
+        match place((context, pools.clone())) {
             Ok(plan) => Ok(Fit { context, pools, plan }),
             Err(_) => Ok(alone),
         }
@@ -450,7 +424,7 @@ impl<'a> MemoryRequest<'a> {
             None => self.largest_context(machine, limits, sequences).max(self.block_size.min(longest)),
         };
         let pools = self.pools(context, sequences);
-        self.place(machine, limits, context, pools).map(|plan| Fit { context, pools, plan }).map_err(
+        self.place(machine, limits, context, pools.clone()).map(|plan| Fit { context, pools, plan }).map_err(
             |refusal| {
                 let largest_context = self.largest_context(machine, limits, sequences);
                 let smaller = if largest_context > 0 {
@@ -506,19 +480,26 @@ impl<'a> MemoryRequest<'a> {
         })
     }
 
-    /// Bytes of KV cache per token of a sequence, in full layers.
+    /// Bytes of KV cache per token of a sequence, in layers without a window.
     pub fn kv_bytes_per_token(&self) -> u64 {
-        self.block_bytes(0) / self.block_size as u64
+        let layers = self.models().flat_map(|(_, config, _)| &config.layers);
+        let full = layers.filter(|layer| layer.window.is_none());
+        full.map(|layer| 2 * kv_block_bytes(&layer.heads, self.kv, 1)).sum()
     }
 
-    /// Most bytes of KV cache that one sequence of `context` tokens takes in sliding layers.
+    /// Most bytes of KV cache that one sequence of `context` tokens takes in layers with a window.
     pub fn window_bytes(&self, context: usize) -> u64 {
-        self.window_blocks(context) as u64 * self.block_bytes(1)
-    }
-
-    /// Bytes of a block in all full layers together (`kind` 0), or in all sliding layers (`kind` 1).
-    fn block_bytes(&self, kind: usize) -> u64 {
-        let of = |config| 2 * layers(config)[kind] as u64 * kv_block_bytes(config, self.kv, self.block_size);
+        let pools = self.pools(context, 1);
+        let in_layer = |(layer, pool): (&LayerSpec, usize)| match layer.window {
+            None => 0,
+            Some(_) => {
+                let block = kv_block_bytes(&layer.heads, self.kv, self.block_size);
+                2 * pools[pool].blocks as u64 * block
+            }
+        };
+        let of = |config: &ModelSpec| -> u64 {
+            config.layers.iter().zip(pools_of_layers(config, &pools)).map(in_layer).sum()
+        };
         self.models().map(|(_, config, _)| of(config)).sum()
     }
 
@@ -568,9 +549,10 @@ pub(crate) fn partials(tokens: usize) -> Room {
 
 /// The activations of a step, by name, rows and width, in the order of `Scratch`.
 pub(super) fn activations(c: &ModelSpec, tokens: usize) -> [(&'static str, usize, usize); 16] {
-    let heads = c.num_attention_heads * c.head_dim;
-    let kv_heads = c.num_key_value_heads * c.head_dim;
-    let (slots, partial) = (partials(tokens), partial_width(c.num_attention_heads, c.head_dim));
+    let largest = |width: fn(&AttentionHeads) -> usize| largest_of_heads(c, width);
+    let [heads, kv_heads] = [largest(AttentionHeads::q_width), largest(AttentionHeads::kv_width)];
+    let partial = largest(|heads| partial_width(heads.num_attention_heads, heads.head_dim));
+    let slots = partials(tokens);
     [
         ("hidden", tokens, c.hidden_size),
         ("normed", tokens, c.hidden_size),
@@ -595,15 +577,20 @@ pub(super) fn activations(c: &ModelSpec, tokens: usize) -> [(&'static str, usize
 pub(super) fn quantized(c: &ModelSpec, tokens: usize) -> [(&'static str, usize, usize); 4] {
     [
         ("normed (int8)", tokens, c.hidden_size),
-        ("attended (int8)", tokens, c.num_attention_heads * c.head_dim),
+        ("attended (int8)", tokens, largest_of_heads(c, AttentionHeads::q_width)),
         ("gated (int8)", tokens, c.intermediate_size),
         ("final rows (int8)", LOGIT_ROWS, c.hidden_size),
     ]
 }
 
-/// The heads that the kernels of a model are made for.
-pub(crate) fn heads_of(c: &ModelSpec, kv: KvDtype) -> Heads {
-    Heads { group: c.num_attention_heads / c.num_key_value_heads, head_dim: c.head_dim, kv }
+/// The largest of a size that depends on the heads of a layer.
+fn largest_of_heads(c: &ModelSpec, size: fn(&AttentionHeads) -> usize) -> usize {
+    c.layers.iter().map(|layer| size(&layer.heads)).max().expect("a layer at least")
+}
+
+/// The heads that the kernels of a layer are made for.
+pub(crate) fn heads_of(heads: &AttentionHeads, kv: KvDtype) -> Heads {
+    Heads { group: heads.group(), head_dim: heads.head_dim, kv }
 }
 
 /// Bytes of the buffer that copies logits to the host, or a row of them and one of a residual stream.
@@ -614,34 +601,30 @@ pub(super) fn logits_bytes(c: &ModelSpec) -> u64 {
 
 /// Bytes of the keys and values that `tokens` tokens after `start` positions see, each once.
 pub(super) fn kv_bytes_seen(c: &ModelSpec, dtype: KvDtype, start: usize, tokens: usize) -> u64 {
-    let seen = start + tokens;
-    let left = c.window().map_or(0, |window| (start + 1).saturating_sub(window));
-    let [full, sliding] = layers(c);
-    let positions = (full * seen + sliding * (seen - left)) as u64;
-    2 * positions * kv_block_bytes(c, dtype, 1)
+    let in_layer = |layer: &LayerSpec| {
+        let seen = start + tokens - first_seen(layer.window, start);
+        2 * kv_block_bytes(&layer.heads, dtype, seen)
+    };
+    c.layers.iter().map(in_layer).sum()
 }
 
 pub(super) fn rope_table_name(rope: &RopeSpec) -> String {
     format!("rope table ({})", rope.name)
 }
 
-/// Bytes of a RoPE table: (cos, sin) in f32 for each position and pair of dimensions.
-pub(super) fn rope_table_bytes(c: &ModelSpec, context: usize) -> u64 {
-    (context * c.head_dim * size_of::<f32>()) as u64
-}
-
 /// Bytes that one KV block takes in one layer, for keys or values.
-pub(super) fn kv_block_bytes(c: &ModelSpec, kv: KvDtype, block_size: usize) -> u64 {
-    (block_size * c.num_key_value_heads * kv.row_bytes(c.head_dim)) as u64
+pub(super) fn kv_block_bytes(heads: &AttentionHeads, kv: KvDtype, block_size: usize) -> u64 {
+    (block_size * heads.num_key_value_heads * kv.row_bytes(heads.head_dim)) as u64
 }
 
 /// Bytes of one layer's keys, or values: its pool, and a block for padding tokens.
-pub(super) fn kv_pool_bytes(c: &ModelSpec, dtype: KvDtype, kv: &KvLimits, kind: BlockPool) -> u64 {
-    let blocks = match kind {
-        BlockPool::Full => kv.full_blocks,
-        BlockPool::Sliding => kv.sliding_blocks,
-    };
-    (blocks as u64 + 1) * kv_block_bytes(c, dtype, kv.block_size)
+pub(super) fn kv_pool_bytes(heads: &AttentionHeads, dtype: KvDtype, kv: &KvLimits, pool: usize) -> u64 {
+    (kv.pools[pool].blocks as u64 + 1) * kv_block_bytes(heads, dtype, kv.block_size)
+}
+
+/// The pool of each layer's KV blocks. A draft model has the pools of its model.
+pub(super) fn pools_of_layers(c: &ModelSpec, pools: &[KvPool]) -> Vec<usize> {
+    c.pools_of_layers(pools).expect("a pool for each group of layers: check_draft")
 }
 
 /// Number of entries of a sequence's block table.
@@ -653,7 +636,7 @@ pub(super) fn table_blocks(limits: &Limits) -> usize {
 /// the weights more often, on a CPU too.
 pub(super) const LEAST_ROWS: usize = 8;
 
-/// Bytes of the arrays that share out attention, in layers of one kind: the items of single tokens and of tiles; their
+/// Bytes of the arrays that share out attention, in the layers of a pool: the items of single tokens and of tiles; their
 /// workgroup counts, of the whole step and of each part; the merges of each token.
 pub(super) fn shares_bytes(limits: &Limits) -> [u64; 4] {
     let (tokens, room) = (limits.max_batch_tokens, partials(limits.max_batch_tokens));
@@ -664,10 +647,10 @@ pub(super) fn shares_bytes(limits: &Limits) -> [u64; 4] {
         .map(|bytes| bytes.next_multiple_of(256))
 }
 
-/// Bytes of the arrays of one step: ids, positions, sequence of each token; slots and block tables of full and of
-/// sliding layers; the arrays that share out attention; logit rows, sample requests; slots of the sequences, their
-/// history, biases and masks of the draws. The padding tokens are one more sequence.
-pub(super) fn step_input_bytes(limits: &Limits) -> [u64; 15] {
+/// Bytes of the arrays of one step: ids, positions, sequence of each token; logit rows, sample requests; slots of the
+/// sequences, their history, biases and masks of the draws. And for each pool: slots of the tokens, block tables, the
+/// arrays that share out attention. The padding tokens are one more sequence.
+pub(super) fn step_input_bytes(limits: &Limits) -> ([u64; 9], [u64; 3]) {
     let tokens = 4 * limits.max_batch_tokens as u64;
     let tables = 4 * ((limits.max_sequences + 1) * table_blocks(limits)) as u64;
     let requests = (LOGIT_ROWS * size_of::<SampleRequest>()) as u64;
@@ -677,20 +660,26 @@ pub(super) fn step_input_bytes(limits: &Limits) -> [u64; 15] {
     let masks = (4 * LOGIT_ROWS * mask_words(limits.vocab_size)) as u64;
     let rows = 4 * LOGIT_ROWS as u64;
     let shares = shares_bytes(limits).iter().sum();
-    let (t, s) = (tokens, shares);
-    [t, t, t, t, tables, t, tables, s, s, rows, requests, slots, history, biases, masks]
-        .map(|bytes| bytes.next_multiple_of(256))
+    let of_step = [tokens, tokens, tokens, rows, requests, slots, history, biases, masks];
+    let of_pool = [tokens, tables, shares];
+    (of_step.map(|bytes| bytes.next_multiple_of(256)), of_pool.map(|bytes| bytes.next_multiple_of(256)))
 }
 
-/// Multiply-adds of one layer's matrices before attention for one token.
-pub(super) fn projections_per_token_and_layer(c: &ModelSpec) -> u64 {
-    let Projections { q_proj, k_proj, v_proj, .. } = &c.tensors.layers[0].projections;
+/// Bytes of all arrays of one step together.
+pub(super) fn step_input_sum(limits: &Limits) -> u64 {
+    let (of_step, of_pool) = step_input_bytes(limits);
+    of_step.iter().sum::<u64>() + limits.kv.pools.len() as u64 * of_pool.iter().sum::<u64>()
+}
+
+/// Multiply-adds of a layer's matrices before attention for one token.
+pub(super) fn projection_macs_per_token(layer: &Layer<TensorSpec>) -> u64 {
+    let Projections { q_proj, k_proj, v_proj, .. } = &layer.projections;
     [q_proj, k_proj, v_proj].map(TensorSpec::elements).iter().sum()
 }
 
-/// Multiply-adds of one layer's matrices for one token.
-pub(super) fn macs_per_token_and_layer(c: &ModelSpec) -> u64 {
-    c.tensors.layers[0].projections.iter().map(TensorSpec::elements).sum()
+/// Multiply-adds of a layer's matrices for one token.
+pub(super) fn macs_per_token(layer: &Layer<TensorSpec>) -> u64 {
+    layer.projections.iter().map(TensorSpec::elements).sum()
 }
 
 /// The schemes that each mode of `--quantize` gives a checkpoint, by option.

@@ -32,8 +32,8 @@ pub use crate::gpu::Counts;
 pub(crate) use offload::longest_chunk;
 pub(crate) use runner::words;
 pub use runner::{
-    Batch, BatchSequence, BlockCopy, BlockPool, DraftRequest, Draw, HistoryCopy, Input, KvLimits, Limits,
-    Logprobs, MAX_BIASES, MAX_LOGPROBS, Pooling, Runner, RunnerError, RunnerFactory, Sampled, Sampling,
-    Ticket,
+    Batch, BatchSequence, BlockCopy, BlockList, DraftRequest, Draw, HistoryCopy, Input, KvLimits, KvPool,
+    Limits, Logprobs, MAX_BIASES, MAX_LOGPROBS, Pooling, Runner, RunnerError, RunnerFactory, Sampled,
+    Sampling, Ticket, first_seen,
 };
 pub use sampling::{SamplingOptions, SamplingParams};

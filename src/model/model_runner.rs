@@ -15,9 +15,8 @@ use super::layers::{DeviceLayer, Scratch};
 use super::memory::{self, MAX_IN_FLIGHT, Schemes};
 use super::offload::{AttentionShare, OffloadBuffers};
 use super::rates::{Rates, WorkAmount};
-use super::runner::BlockPool;
 use super::self_test::SelfTest;
-use super::spec::ModelSpec;
+use super::spec::{LayerSpec, ModelSpec};
 use super::step::{self, Frame, PoolRequest, StepOutputs};
 use super::submits::{self, LayerWork, SharedWork, StepPart, Submit};
 use super::{Batch, BatchSequence, Limits, Runner, RunnerError, Sampled, Sampling, Ticket};
@@ -167,10 +166,12 @@ impl ModelRunner {
         self.residency
     }
 
-    /// Bytes of one KV block in all sliding layers together.
+    /// Bytes of one KV block in all layers with a window together.
     pub fn sliding_block_bytes(&self) -> u64 {
-        let sliding = self.layers.iter().filter(|layer| layer.pool == BlockPool::Sliding).count();
-        2 * sliding as u64 * memory::kv_block_bytes(&self.config, self.kv, self.limits.kv.block_size)
+        let sliding = self.config.layers.iter().filter(|layer| layer.window.is_some());
+        let block =
+            |layer: &LayerSpec| 2 * memory::kv_block_bytes(&layer.heads, self.kv, self.limits.kv.block_size);
+        sliding.map(block).sum()
     }
 
     /// Bytes of weights on the device.
@@ -190,7 +191,7 @@ impl ModelRunner {
     /// Checks on the device that each kernel computes its stored result, and that each layer computes the values in the
     /// checkpoint. No step may be in flight.
     pub fn self_test(&mut self) -> Result<SelfTested, RunnerError> {
-        assert!(self.in_flight.is_empty(), "a self-test beside a step");
+        assert!(self.in_flight.is_empty(), "a self-test while a step is in flight");
         let kernels = self.self_test.run(&self.kernels)?;
         let layers = match self.layer_values.clone() {
             Ok(values) if values.tokens.len() > self.limits.max_context => Err(NotCompared::ShortContext),
@@ -342,11 +343,11 @@ impl ModelRunner {
         submits: &[Submit],
         share: Option<&AttentionShare>,
     ) {
-        for kind in [BlockPool::Sliding, BlockPool::Full] {
-            let Some(layer) = self.layers.iter().find(|layer| layer.pool == kind) else { continue };
+        for pool in 0..self.limits.kv.pools.len() {
+            let Some(layer) = self.layers.iter().find(|layer| layer.pool == pool) else { continue };
             let parts = submits.iter().flat_map(|submit| &submit.parts).filter_map(|part| match part {
                 StepPart::Layer { layer, rows } | StepPart::Attention { layer, rows }
-                    if self.layers[*layer].pool == kind =>
+                    if self.layers[*layer].pool == pool =>
                 {
                     Some(rows.len())
                 }
@@ -356,14 +357,14 @@ impl ModelRunner {
             let rows_per_part = parts.max().unwrap_or(tokens);
             // The shared rows are in separate parts.
             let mut starts: Vec<usize> = (0..tokens).step_by(rows_per_part).chain([tokens]).collect();
-            if let Some(share) = share.filter(|share| share.keys(kind).is_some()) {
+            if let Some(share) = share.filter(|share| share.keys[pool].is_some()) {
                 starts.extend([share.rows.start, share.rows.end]);
                 starts.sort_unstable();
                 starts.dedup();
             }
             let rows: Vec<Range<usize>> = starts.windows(2).map(|ends| ends[0]..ends[1]).collect();
             let shape = &layer.attention.shape;
-            self.frames[index].share_out(kind, shape, &self.limits, batch, &rows);
+            self.frames[index].share_out(pool, shape, &self.limits, batch, &rows);
         }
     }
 
@@ -389,7 +390,6 @@ impl ModelRunner {
         share: Option<&AttentionShare>,
     ) -> Vec<Submit> {
         let c = &self.config;
-        let heads = (c.num_attention_heads * c.head_dim) as u64;
         // Sum of the keys that the step's tokens see: over the tokens that are the only ones of their sequence, or over
         // all other tokens.
         let seen_by = |s: &BatchSequence, window: u64| window.min((s.start + s.input.len()) as u64);
@@ -397,39 +397,39 @@ impl ModelRunner {
             let each = |s: &BatchSequence| s.input.len() as u64 * seen_by(s, window);
             batch.sequences.iter().filter(|s| (s.input.len() == 1) == alone).map(each).sum()
         };
-        let weights = memory::macs_per_token_and_layer(c);
-        let row = 2 * memory::kv_block_bytes(c, self.kv, 1);
-        let shared = |kind: BlockPool, window: u64| {
+        let shared = |layer: usize, window: u64, row: u64| {
             let share = share?;
-            let gathered = share.keys(kind)?;
-            let kv_heads = c.num_key_value_heads as u64;
+            let gathered = share.keys[self.layers[layer].pool]?;
+            let heads = &c.layers[layer].heads;
+            let kv_heads = heads.num_key_value_heads as u64;
             let keys = seen_by(&batch.sequences[share.sequence], window);
-            let all = 2 * heads * share.rows.len() as u64 * keys;
+            let all = 2 * (heads.q_width() * share.rows.len()) as u64 * keys;
             Some(SharedWork {
                 rows: share.rows.clone(),
-                projections: memory::projections_per_token_and_layer(c),
+                projections: memory::projection_macs_per_token(&c.tensors.layers[layer]),
                 gathered: row * gathered as u64 * share.kv_heads as u64 / kv_heads,
                 all,
                 own: (u128::from(all) * u128::from(kv_heads - share.kv_heads as u64) / u128::from(kv_heads))
                     as u64,
             })
         };
-        let kinds = [
-            (BlockPool::Sliding, c.window().map_or(u64::MAX, |window| window as u64)),
-            (BlockPool::Full, u64::MAX),
-        ];
-        let [sliding, full] = kinds.map(|(kind, window)| LayerWork {
-            weights,
-            reading: row * seen(window, true),
-            attention: 2 * heads * seen(window, false),
-            shared: shared(kind, window),
-        });
-        let layer = |kind: &BlockPool| match kind {
-            BlockPool::Sliding => sliding.clone(),
-            BlockPool::Full => full.clone(),
+        // The layers of a pool have the same work.
+        let work = |pool: usize| {
+            let layer = self.layers.iter().position(|layer| layer.pool == pool)?;
+            let LayerSpec { window, heads, .. } = &c.layers[layer];
+            let window = window.map_or(u64::MAX, |window| window as u64);
+            let row = 2 * memory::kv_block_bytes(heads, self.kv, 1);
+            Some(LayerWork {
+                weights: memory::macs_per_token(&c.tensors.layers[layer]),
+                reading: row * seen(window, true),
+                attention: 2 * heads.q_width() as u64 * seen(window, false),
+                shared: shared(layer, window, row),
+            })
         };
+        let works: Vec<Option<LayerWork>> = (0..self.limits.kv.pools.len()).map(work).collect();
+        let layers = self.layers.iter().take(self.trial_layers);
         let layers: Vec<LayerWork> =
-            c.layers.iter().take(self.trial_layers).map(|spec| layer(&spec.pool())).collect();
+            layers.map(|layer| works[layer.pool].clone().expect("its pool has a layer")).collect();
         // A step with masks submits its closing alone, because grammars compute the masks while the layers run.
         let logits = WorkAmount::draws((c.hidden_size * c.vocab_size) as u64, wanted.rows.len());
         let closing =
@@ -443,8 +443,8 @@ impl ModelRunner {
 }
 
 impl Runner for ModelRunner {
-    fn limits(&self) -> Limits {
-        self.limits
+    fn limits(&self) -> &Limits {
+        &self.limits
     }
 
     fn attention_path(&self) -> u32 {
@@ -464,7 +464,7 @@ impl Runner for ModelRunner {
         for draw in &sampling.draws {
             let sequence = &batch.sequences[draw.sequence];
             let tokens = sequence.input.len();
-            assert!(draw.token < tokens, "a draw behind a token that is not there");
+            assert!(draw.token < tokens, "a draw after a token that is not there");
             wanted.rows.push(ends[draw.sequence] - (tokens - draw.token) as u32);
             wanted.draw(&self.limits, draw, sequence);
         }
@@ -505,7 +505,7 @@ impl Runner for ModelRunner {
     }
 
     fn probe(&mut self) -> Result<(), RunnerError> {
-        assert!(self.in_flight.is_empty(), "a probe beside a step");
+        assert!(self.in_flight.is_empty(), "a probe while a step is in flight");
         self.self_test.probe(&self.kernels)
     }
 }

@@ -9,7 +9,6 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-use super::runner::BlockPool;
 use super::spec::ModelSpec;
 use crate::gpu::placement::{Class, MemoryKind};
 use crate::gpu::{Arena, Buffer, GpuError};
@@ -47,9 +46,9 @@ pub struct OffloadLimits {
 impl OffloadLimits {
     /// The buffers that the host and the device share, by name: queries, keys, values, and the coprocessor's output.
     pub(super) fn buffers(&self, config: &ModelSpec) -> [(&'static str, MemoryKind, u64); 4] {
-        let heads = self.kv_heads * (config.num_attention_heads / config.num_key_value_heads);
-        let queries = (heads * MOST_TOKENS * config.head_dim) as u64;
-        let keys = (self.kv_heads * self.keys * config.head_dim) as u64;
+        let heads = config.heads();
+        let keys = (self.kv_heads * self.keys * heads.head_dim) as u64;
+        let queries = (self.kv_heads * heads.group() * MOST_TOKENS * heads.head_dim) as u64;
         let [input, output] = match self.shared {
             true => [MemoryKind::Shared; 2],
             false => [MemoryKind::Readback, MemoryKind::Upload],
@@ -94,15 +93,5 @@ pub(crate) struct AttentionShare {
     pub kv_heads: usize,
     /// The keys that are gathered for the coprocessor in the layers of each pool; `None` = the device computes these
     /// layers alone.
-    pub sliding_keys: Option<usize>,
-    pub full_keys: Option<usize>,
-}
-
-impl AttentionShare {
-    pub fn keys(&self, pool: BlockPool) -> Option<usize> {
-        match pool {
-            BlockPool::Sliding => self.sliding_keys,
-            BlockPool::Full => self.full_keys,
-        }
-    }
+    pub keys: Vec<Option<usize>>,
 }

@@ -95,7 +95,7 @@ impl Rig {
         let Products { scheme, rows, cols, matrices } = products;
         let of_products = Matrices { products: vec![*scheme], tiles: Some(tiles), ..Matrices::default() };
         let heads = Heads { group: 2, head_dim: 256, kv: KvDtype::F16 };
-        let kernels = Kernels::new(&self.device, &of_products, heads, Precision::Fast)?;
+        let kernels = Kernels::new(&self.device, &of_products, &[heads], Precision::Fast)?;
         let mut make = self.make();
         let wants = Wants { floats: false, blocks: true };
         let (x, y) = (make.operand(&kernels, wants, tokens, *cols)?, make.activations(tokens, *rows)?);

@@ -18,28 +18,42 @@ pub use crate::kernels::MAX_LOGPROBS;
 /// The most biases of one draw.
 pub const MAX_BIASES: usize = 1024;
 
-/// The size of a runner's KV cache. It has two pools of blocks, since models have two kinds of layers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+/// The size of a runner's KV cache.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KvLimits {
-    /// Tokens per block, in both pools.
+    /// Tokens per block, in every pool.
     pub block_size: usize,
-    /// Number of blocks for the layers that see every token; their ids are `0..full_blocks`.
-    pub full_blocks: usize,
-    /// Number of blocks for the layers that see a window of tokens; their ids are `0..sliding_blocks`.
-    pub sliding_blocks: usize,
-    /// Number of keys that a token sees in sliding layers, its own included. `None` if the model has no such layer.
-    pub sliding_window: Option<usize>,
+    /// A pool of blocks for each group of layers. The first one has no window, even if no layer is in it.
+    pub pools: Vec<KvPool>,
+}
+
+/// A pool of KV blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KvPool {
+    /// Number of keys that a token sees in the pool's layers, its own included; `None` = all.
+    pub window: Option<usize>,
+    /// Number of blocks; their ids are `0..blocks`.
+    pub blocks: usize,
 }
 
 impl KvLimits {
-    /// The most blocks of sliding layers that one sequence holds: a window, and the tokens of one step after it.
-    pub fn window_blocks(&self, max_batch_tokens: usize) -> usize {
-        self.sliding_window.map_or(0, |window| (window + max_batch_tokens).div_ceil(self.block_size) + 1)
+    /// The most blocks of each pool that a sequence of `tokens` tokens holds: all, or those of a window and of
+    /// `in_flight` tokens after it, whose steps are in flight.
+    pub fn most_blocks(&self, tokens: usize, in_flight: usize) -> Vec<usize> {
+        let all = tokens.div_ceil(self.block_size);
+        let of_window = |window: usize| (window + in_flight).div_ceil(self.block_size) + 1;
+        let most = |pool: &KvPool| pool.window.map_or(all, |window| all.min(of_window(window)));
+        self.pools.iter().map(most).collect()
     }
 }
 
+/// The first position that the token at `position` sees.
+pub fn first_seen(window: Option<usize>, position: usize) -> usize {
+    window.map_or(0, |window| (position + 1).saturating_sub(window))
+}
+
 /// The bounds of a runner, fixed when the model is loaded.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Limits {
     /// The most tokens of a step, over all its sequences.
     pub max_batch_tokens: usize,
@@ -58,17 +72,11 @@ pub struct Limits {
     pub hidden_size: usize,
 }
 
-/// One of the two pools of [`KvLimits`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum BlockPool {
-    Full,
-    Sliding,
-}
-
 /// A copy of a block's contents to another block, made before a step's tokens are computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BlockCopy {
-    pub pool: BlockPool,
+    /// Index in [`KvLimits::pools`].
+    pub pool: usize,
     pub from: u32,
     pub to: u32,
 }
@@ -103,17 +111,32 @@ pub struct BatchSequence {
     /// Number of tokens that are in the KV cache already.
     pub start: usize,
     pub input: Input,
-    /// Blocks of full layers that hold positions `0..start + input.len()`, in order. There may be more of them.
-    #[serde(with = "words")]
-    pub full_blocks: Vec<u32>,
-    /// Blocks of sliding layers, from the block with index `sliding_first` on: all blocks that the input's positions
-    /// see.
-    #[serde(with = "words")]
-    pub sliding_blocks: Vec<u32>,
-    pub sliding_first: usize,
+    /// The blocks of each pool: all blocks that the input's positions see. There may be more of them.
+    pub blocks: Vec<BlockList>,
     /// The ids at `0..start`, if the sequence's penalties count ids and this slot did not compute them. All histories
     /// of one step together have at most `max_context` ids.
     pub history: Option<Vec<u32>>,
+}
+
+/// The blocks of a sequence in one pool.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BlockList {
+    /// The index of the first of these blocks; block `i` of a sequence has its positions from `i * block_size` on.
+    pub first: usize,
+    #[serde(with = "words")]
+    pub ids: Vec<u32>,
+}
+
+impl BlockList {
+    /// The block with index `index`, if it is in the list.
+    pub fn get(&self, index: usize) -> Option<u32> {
+        index.checked_sub(self.first).and_then(|i| self.ids.get(i)).copied()
+    }
+
+    /// The index after the last block.
+    pub fn end(&self) -> usize {
+        self.first + self.ids.len()
+    }
 }
 
 /// A copy of the first `tokens` ids of one slot's history to another slot, made when a step's tokens are computed.
@@ -286,7 +309,7 @@ pub enum RunnerError {
 
 /// Runs steps on a device. Steps execute in submission order.
 pub trait Runner: Send {
-    fn limits(&self) -> Limits;
+    fn limits(&self) -> &Limits;
 
     /// Submits one step to the device and returns immediately. If courtesy is bound, or if a coprocessor computes a
     /// part of the step's attention, it returns with the step's last submit. Panics if the batch breaks [`Limits`],

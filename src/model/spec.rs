@@ -4,7 +4,7 @@
 use serde_json::Value;
 
 use super::config::ConfigError;
-use super::runner::BlockPool;
+use super::runner::KvPool;
 use super::tensors::{ModelTensors, TensorSpec};
 use crate::checkpoint::gguf::GgufArch;
 
@@ -40,11 +40,6 @@ pub struct ModelSpec {
     pub vocab_size: usize,
     pub hidden_size: usize,
     pub intermediate_size: usize,
-    /// Number of query heads, a multiple of `num_key_value_heads`.
-    pub num_attention_heads: usize,
-    pub num_key_value_heads: usize,
-    /// Dimension of a head, a multiple of 4 from 32 to 256.
-    pub head_dim: usize,
     /// Factor of attention scores.
     pub score_scale: f64,
     pub norm_eps: f32,
@@ -69,15 +64,47 @@ pub struct LayerSpec {
     pub window: Option<usize>,
     /// Index in [`ModelSpec::ropes`].
     pub rope: usize,
+    pub heads: AttentionHeads,
+}
+
+/// The heads of a layer's attention.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AttentionHeads {
+    /// Number of query heads, a multiple of `num_key_value_heads`.
+    pub num_attention_heads: usize,
+    pub num_key_value_heads: usize,
+    /// Dimension of a head, a multiple of 4 from 32 to 256.
+    pub head_dim: usize,
+}
+
+impl AttentionHeads {
+    /// Number of query heads per KV head.
+    pub fn group(&self) -> usize {
+        self.num_attention_heads / self.num_key_value_heads
+    }
+
+    /// Number of elements of a token's queries.
+    pub fn q_width(&self) -> usize {
+        self.num_attention_heads * self.head_dim
+    }
+
+    /// Number of elements of a token's keys, and of its values.
+    pub fn kv_width(&self) -> usize {
+        self.num_key_value_heads * self.head_dim
+    }
+}
+
+/// What the layers of a group have in common. One pool has the KV blocks of a group's layers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct KvGroup {
+    /// As [`LayerSpec::window`].
+    pub window: Option<usize>,
+    pub heads: AttentionHeads,
 }
 
 impl LayerSpec {
-    /// The pool of the layer's KV blocks.
-    pub fn pool(&self) -> BlockPool {
-        match self.window {
-            Some(_) => BlockPool::Sliding,
-            None => BlockPool::Full,
-        }
+    fn kv_group(&self) -> KvGroup {
+        KvGroup { window: self.window, heads: self.heads }
     }
 }
 
@@ -100,14 +127,57 @@ pub enum NormWeight {
 }
 
 impl ModelSpec {
-    /// The number of positions that windowed layers see; `None` if no layer has a window.
+    /// The largest number of positions that layers with a window see; `None` if no layer has a window.
     pub fn window(&self) -> Option<usize> {
-        self.layers.iter().find_map(|layer| layer.window)
+        self.layers.iter().filter_map(|layer| layer.window).max()
     }
 
-    /// The number of layers whose KV blocks are in a pool.
-    pub fn layers_of(&self, pool: BlockPool) -> usize {
-        self.layers.iter().filter(|layer| layer.pool() == pool).count()
+    /// The heads of the first layer. What calls this knows only models whose layers all have the same heads.
+    pub fn heads(&self) -> AttentionHeads {
+        self.layers[0].heads
+    }
+
+    /// The dimension of the heads that a table of [`ModelSpec::ropes`] rotates: that of the layers that use it.
+    pub fn rope_dim(&self, rope: usize) -> usize {
+        let used = self.layers.iter().find(|layer| layer.rope == rope);
+        used.map_or(self.heads().head_dim, |layer| layer.heads.head_dim)
+    }
+
+    /// The distinct groups of the layers. Groups without a window come first, and there is at least one, even if all
+    /// layers have windows: its blocks stand for all tokens of a sequence.
+    pub fn kv_groups(&self) -> Vec<KvGroup> {
+        let mut groups: Vec<KvGroup> = Vec::new();
+        for group in self.layers.iter().map(LayerSpec::kv_group) {
+            if !groups.contains(&group) {
+                groups.push(group);
+            }
+        }
+        groups.sort_by_key(|group| group.window.is_some());
+        if let Some(&group) = groups.first().filter(|group| group.window.is_some()) {
+            groups.insert(0, KvGroup { window: None, ..group });
+        }
+        groups
+    }
+
+    /// A pool for each group of the layers, without blocks.
+    pub fn kv_pools(&self) -> Vec<KvPool> {
+        self.kv_groups().iter().map(|group| KvPool { window: group.window, blocks: 0 }).collect()
+    }
+
+    /// The index of each layer's pool in `pools`, which are this model's pools, or those of the model that it drafts
+    /// for. Each group has a pool of its own, with the smallest window that is large enough; `None` if there are too few
+    /// pools.
+    pub fn pools_of_layers(&self, pools: &[KvPool]) -> Option<Vec<usize>> {
+        let reach = |window: Option<usize>| window.unwrap_or(usize::MAX);
+        let groups = self.kv_groups();
+        let mut taken: Vec<usize> = Vec::new();
+        for group in &groups {
+            let free = (0..pools.len()).filter(|pool| !taken.contains(pool));
+            let suffices = free.filter(|pool| reach(pools[*pool].window) >= reach(group.window));
+            taken.push(suffices.min_by_key(|pool| reach(pools[*pool].window))?);
+        }
+        let group_of = |layer: &LayerSpec| groups.iter().position(|group| *group == layer.kv_group());
+        self.layers.iter().map(|layer| Some(taken[group_of(layer)?])).collect()
     }
 }
 

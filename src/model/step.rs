@@ -16,10 +16,11 @@ use std::time::Duration;
 
 use super::memory::{self, LOGIT_ROWS};
 use super::rates::WorkAmount;
-use super::runner::BlockPool;
 use super::spec::ModelSpec;
 use super::submits::{SEGMENT_LAYERS, StepPart, Submit};
-use super::{Batch, BatchSequence, Draw, Input, Limits, Logprobs, MAX_BIASES, MAX_LOGPROBS, Sampled};
+use super::{
+    Batch, BatchSequence, Draw, Input, Limits, Logprobs, MAX_BIASES, MAX_LOGPROBS, Sampled, first_seen,
+};
 use crate::gpu::placement::{Class, MemoryKind};
 use crate::gpu::{Arena, Buffer, CommandBuffer, Device, GpuError, Recorder, Submission};
 use crate::kernels::{
@@ -59,11 +60,9 @@ pub(crate) struct PoolRequest {
 /// The buffers and recordings of one step in flight. The host can access all of the buffers.
 pub(crate) struct Frame {
     /// The step's arrays for the layers of each pool.
-    pub full: StepArrays,
-    pub sliding: StepArrays,
+    pools: Vec<StepArrays>,
     /// The parts in which the layers of each pool take the tokens of the step in flight.
-    full_parts: Vec<kernels::PartItems>,
-    sliding_parts: Vec<kernels::PartItems>,
+    parts: Vec<Vec<kernels::PartItems>>,
     pub logit_rows: Buffer,
     pub draws: DrawArrays,
     /// The slot of each of the step's sequences as u32, and the ids that the host adds to histories.
@@ -268,18 +267,32 @@ impl Frame {
         limits: &Limits,
         index: usize,
     ) -> Result<Frame, GpuError> {
-        let sizes = memory::step_input_bytes(limits);
-        let name = format!("step {index} input");
-        let input = arena.alloc(MemoryKind::Upload, Class::Staging, sizes.iter().sum(), &name)?;
+        let (of_step, of_pool) = memory::step_input_bytes(limits);
+        let bytes = memory::step_input_sum(limits);
+        let input = arena.alloc(MemoryKind::Upload, Class::Staging, bytes, &format!("step {index} input"))?;
         let mut offset = 0;
-        let arrays = sizes.map(|bytes| {
+        let mut array = |bytes: u64| {
             offset += bytes;
             input.slice(offset - bytes, bytes)
+        };
+        let [ids, positions, sequence_of, logit_rows, requests, slots, history, bias, masks] =
+            of_step.map(&mut array);
+        let pools = limits.kv.pools.iter().map(|pool| {
+            let [slot_mapping, block_tables, shares] = of_pool.map(&mut array);
+            // All entries of the padding tokens' block table name one block, which comes after the pool's own blocks.
+            let table_blocks = memory::table_blocks(limits);
+            let row = 4 * (limits.max_sequences * table_blocks) as u64;
+            block_tables.write(row, &vec![pool.blocks as u32; table_blocks]);
+            StepArrays {
+                ids: ids.clone(),
+                positions: positions.clone(),
+                sequence_of: sequence_of.clone(),
+                slot_mapping,
+                block_tables,
+                shares: share_arrays(&shares, limits),
+            }
         });
-        let [ids, positions, sequence_of, full_slots, full_tables, sliding_slots, tables, full, sliding, ..] =
-            arrays.clone();
-        let [full, sliding] = [full, sliding].map(|input| share_arrays(&input, limits));
-        let [.., logit_rows, requests, slots, history, bias, masks] = arrays;
+        let pools: Vec<StepArrays> = pools.collect();
         let sizes = memory::results_bytes(config);
         let results = arena.alloc(MemoryKind::Readback, Class::Staging, sizes.iter().sum(), "results")?;
         let mut offset = 0;
@@ -288,30 +301,9 @@ impl Frame {
             results.slice(offset - bytes, bytes)
         });
         let draws = DrawArrays { requests, bias, masks, ids: drawn, logprobs };
-        // All entries of the padding tokens' block table name one block, which comes after the pool's own blocks.
-        let padding = |blocks: usize| vec![blocks as u32; memory::table_blocks(limits)];
-        let row = 4 * (limits.max_sequences * memory::table_blocks(limits)) as u64;
-        full_tables.write(row, &padding(limits.kv.full_blocks));
-        tables.write(row, &padding(limits.kv.sliding_blocks));
         Ok(Frame {
-            sliding: StepArrays {
-                ids: ids.clone(),
-                positions: positions.clone(),
-                sequence_of: sequence_of.clone(),
-                slot_mapping: sliding_slots,
-                block_tables: tables,
-                shares: sliding,
-            },
-            full: StepArrays {
-                ids,
-                positions,
-                sequence_of,
-                slot_mapping: full_slots,
-                block_tables: full_tables,
-                shares: full,
-            },
-            full_parts: Vec::new(),
-            sliding_parts: Vec::new(),
+            parts: vec![Vec::new(); pools.len()],
+            pools,
             logit_rows,
             draws,
             slots,
@@ -335,9 +327,9 @@ impl Frame {
         let mut ids = Vec::with_capacity(tokens);
         let mut positions = Vec::with_capacity(tokens);
         let mut sequence_of = Vec::with_capacity(tokens);
-        let (mut full_slots, mut sliding_slots) = (Vec::with_capacity(tokens), Vec::with_capacity(tokens));
         let (kv, table_blocks) = (&limits.kv, memory::table_blocks(limits));
         let block_size = kv.block_size;
+        let mut slot_mappings = vec![Vec::new(); kv.pools.len()];
         // Padding tokens have a slot that no sequence has.
         let mut slots = vec![limits.max_sequences as u32; limits.max_sequences + 1];
         let mut history = Vec::new();
@@ -345,20 +337,11 @@ impl Frame {
             let end = sequence.start + sequence.input.len();
             assert!(!sequence.input.is_empty() && end <= limits.max_context, "sequence of {end} tokens");
             assert!((sequence.slot as usize) < limits.max_sequences, "slot {}", sequence.slot);
-            let BatchSequence { full_blocks, sliding_blocks, sliding_first, .. } = sequence;
-            assert!(
-                full_blocks.len() * block_size >= end && full_blocks.len() <= table_blocks,
-                "block table"
-            );
-            assert!(full_blocks.iter().all(|&b| (b as usize) < kv.full_blocks), "block id");
-            assert!(sliding_blocks.iter().all(|&b| (b as usize) < kv.sliding_blocks), "block id");
-            if let Some(window) = kv.sliding_window {
-                let blocks_end = sliding_first + sliding_blocks.len();
-                assert!(
-                    blocks_end * block_size >= end && blocks_end <= table_blocks,
-                    "block table of sliding layers"
-                );
-                assert!(sliding_first * block_size <= (sequence.start + 1).saturating_sub(window), "window");
+            assert_eq!(sequence.blocks.len(), kv.pools.len(), "pools of a sequence");
+            for (pool, list) in kv.pools.iter().zip(&sequence.blocks) {
+                assert!(list.ids.iter().all(|&block| (block as usize) < pool.blocks), "block id");
+                assert!(list.end() * block_size >= end && list.end() <= table_blocks, "block table");
+                assert!(list.first * block_size <= first_seen(pool.window, sequence.start), "window");
             }
             slots[row] = sequence.slot;
             if let Some(known) = &sequence.history {
@@ -372,31 +355,30 @@ impl Frame {
                 }
                 Input::LastSampled => ids.push(LAST_SAMPLED | sequence.slot),
             }
-            for position in sequence.start..end {
-                positions.push(position as u32);
-                sequence_of.push(row as u32);
-                let slot = |block: u32| block * block_size as u32 + (position % block_size) as u32;
-                full_slots.push(slot(full_blocks[position / block_size]));
-                if kv.sliding_window.is_some() {
-                    sliding_slots.push(slot(sliding_blocks[position / block_size - sliding_first]));
-                }
+            positions.extend(sequence.start as u32..end as u32);
+            sequence_of.resize(positions.len(), row as u32);
+            for ((arrays, slot_mapping), list) in
+                self.pools.iter().zip(&mut slot_mappings).zip(&sequence.blocks)
+            {
+                slot_mapping.extend((sequence.start..end).map(|position| {
+                    let block = list.ids[position / block_size - list.first];
+                    block * block_size as u32 + (position % block_size) as u32
+                }));
+                arrays.block_tables.write(4 * (row * table_blocks + list.first) as u64, &list.ids);
             }
-            let at = |block: usize| 4 * (row * table_blocks + block) as u64;
-            self.full.block_tables.write(at(0), full_blocks);
-            self.sliding.block_tables.write(at(*sliding_first), sliding_blocks);
         }
         // Every padding token counts as the first token of a text, in the padding tokens' own block.
-        let padding = |blocks: usize| (blocks * block_size) as u32;
         ids.resize(padded, 0);
         positions.resize(padded, 0);
         sequence_of.resize(padded, limits.max_sequences as u32);
-        full_slots.resize(padded, padding(kv.full_blocks));
-        sliding_slots.resize(padded, padding(kv.sliding_blocks));
-        self.full.ids.write(0, &ids);
-        self.full.positions.write(0, &positions);
-        self.full.sequence_of.write(0, &sequence_of);
-        self.full.slot_mapping.write(0, &full_slots);
-        self.sliding.slot_mapping.write(0, &sliding_slots);
+        for ((arrays, slot_mapping), pool) in self.pools.iter().zip(&mut slot_mappings).zip(&kv.pools) {
+            slot_mapping.resize(padded, (pool.blocks * block_size) as u32);
+            arrays.slot_mapping.write(0, slot_mapping);
+        }
+        let of_step = self.whole(0);
+        of_step.ids.write(0, &ids);
+        of_step.positions.write(0, &positions);
+        of_step.sequence_of.write(0, &sequence_of);
         self.logit_rows.write(0, logit_rows);
         assert!(history.len() <= limits.max_context, "{} ids of history in a step", history.len());
         self.slots.write(0, &slots);
@@ -407,11 +389,11 @@ impl Frame {
         self.sums = wanted.pooling.iter().filter(|pooling| pooling.last).count();
     }
 
-    /// Writes how attention is shared out over workgroups in the layers of one kind, which process the tokens in these
+    /// Writes how attention is shared out over workgroups in the layers of one pool, which process the tokens in these
     /// parts.
     pub fn share_out(
         &mut self,
-        kind: BlockPool,
+        pool: usize,
         shape: &AttentionShape,
         limits: &Limits,
         batch: &Batch,
@@ -426,38 +408,28 @@ impl Frame {
         let runs: Vec<Run> = batch.sequences.iter().enumerate().map(run).collect();
         let room = memory::partials(limits.max_batch_tokens);
         let shares = Shares::in_parts(shape, &runs, rows, room);
-        let (arrays, parts) = match kind {
-            BlockPool::Sliding => (&self.sliding.shares, &mut self.sliding_parts),
-            BlockPool::Full => (&self.full.shares, &mut self.full_parts),
-        };
-        let ShareArrays { single, tiles, groups, merges } = arrays;
+        let ShareArrays { single, tiles, groups, merges } = &self.pools[pool].shares;
         for (items, shared) in [(single, &shares.single), (tiles, &shares.tiles)] {
             items.as_ref().expect("a frame has both").write(0, shared);
         }
         groups.write(0, &shares.groups(shape.num_kv_heads));
         merges.write(0, &shares.merges);
-        *parts = shares.parts;
+        self.parts[pool] = shares.parts;
     }
 
-    /// The arrays of the whole step for the layers of one kind.
-    pub fn whole(&self, kind: BlockPool) -> &StepArrays {
-        match kind {
-            BlockPool::Sliding => &self.sliding,
-            BlockPool::Full => &self.full,
-        }
+    /// The arrays of the whole step for the layers of a pool.
+    pub fn whole(&self, pool: usize) -> &StepArrays {
+        &self.pools[pool]
     }
 
-    /// The parts that [`Frame::share_out`] made for the layers of one kind.
-    pub fn parts(&self, kind: BlockPool) -> &[kernels::PartItems] {
-        match kind {
-            BlockPool::Sliding => &self.sliding_parts,
-            BlockPool::Full => &self.full_parts,
-        }
+    /// The parts that [`Frame::share_out`] made for the layers of a pool.
+    pub fn parts(&self, pool: usize) -> &[kernels::PartItems] {
+        &self.parts[pool]
     }
 
     /// The arrays of a step of `tokens` tokens, or of one part of its rows that [`Frame::share_out`] made.
-    pub fn arrays(&self, kind: BlockPool, tokens: usize, rows: Option<&Range<usize>>) -> StepArrays {
-        let (arrays, parts) = (self.whole(kind), self.parts(kind));
+    pub fn arrays(&self, pool: usize, tokens: usize, rows: Option<&Range<usize>>) -> StepArrays {
+        let (arrays, parts) = (self.whole(pool), self.parts(pool));
         let mut arrays = match rows {
             None => arrays.clone(),
             Some(rows) => {

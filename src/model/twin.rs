@@ -137,7 +137,7 @@ impl Twin<'_> {
         normed: &[Vec<f64>],
     ) -> Result<Vec<Vec<f64>>, CheckpointError> {
         let c = self.config;
-        let dim = c.head_dim;
+        let dim = spec.heads.head_dim;
         let window = spec.window.unwrap_or(usize::MAX);
         let RopeSpec { theta, factor, .. } = c.ropes[spec.rope];
         let Projections { q_proj, k_proj, v_proj, .. } = &layer.projections;
@@ -158,11 +158,11 @@ impl Twin<'_> {
             rows[self.tokens..].iter_mut().flat_map(|row| row.chunks_exact_mut(dim)).for_each(round_head);
         }
         let scale = c.score_scale;
-        let group = c.num_attention_heads / c.num_key_value_heads;
+        let group = spec.heads.group();
         let attend = |row: usize| {
             let (first, position) = (row / self.tokens * self.tokens, row % self.tokens);
             let seen = first + (position + 1).saturating_sub(window)..row + 1;
-            let mut attended = vec![0.0; c.num_attention_heads * dim];
+            let mut attended = vec![0.0; spec.heads.q_width()];
             for (head, out) in attended.chunks_exact_mut(dim).enumerate() {
                 let query = &queries[row][head * dim..][..dim];
                 let of_kv = head / group * dim..(head / group + 1) * dim;

@@ -19,7 +19,7 @@ use crate::kernels::AttentionShape;
 use crate::model::offload::{
     AttentionShare, MOST_TOKENS, OffloadBuffers, OffloadError, OffloadLimits, longest_chunk,
 };
-use crate::model::{Batch, BatchSequence, BlockPool, Input, RunnerError};
+use crate::model::{Batch, BatchSequence, Input, KvPool, RunnerError, first_seen};
 
 /// One layer's attention of consecutive prompt tokens of one sequence, for the KV heads from 0 to `kv_heads`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -135,16 +135,12 @@ pub(super) struct UnitShare {
     /// The position of the first row.
     pub first: usize,
     /// The layout of the arrays for the layers of each pool; `None` = the device computes all of these layers.
-    sliding: Option<OffloadRoom>,
-    full: Option<OffloadRoom>,
+    rooms: Vec<Option<OffloadRoom>>,
 }
 
 impl UnitShare {
-    pub fn room(&self, pool: BlockPool) -> Option<OffloadRoom> {
-        match pool {
-            BlockPool::Sliding => self.sliding,
-            BlockPool::Full => self.full,
-        }
+    pub fn room(&self, pool: usize) -> Option<OffloadRoom> {
+        self.rooms[pool]
     }
 
     pub fn job(&self, window: Option<usize>) -> OffloadJob {
@@ -230,7 +226,7 @@ impl Attached {
         &self,
         batch: &Batch,
         drawn: &[u32],
-        window: Option<usize>,
+        pools: &[KvPool],
         limits: &OffloadLimits,
     ) -> Option<UnitShare> {
         if !self.is_usable() || self.kv_heads == 0 {
@@ -252,14 +248,12 @@ impl Attached {
         // The NPU may have no kernel for the largest number of rows of a job.
         [MOST_TOKENS, MOST_TOKENS / 2].into_iter().find_map(|most| {
             let rows = row..row + input.len().min(most);
-            let attention = AttentionShare { rows, sequence, kv_heads, sliding_keys: None, full_keys: None };
-            let mut share = UnitShare { attention, first: *first, sliding: None, full: None };
-            share.sliding = window.and_then(|window| self.room(&share.job(Some(window)), limits));
-            share.full = self.room(&share.job(None), limits);
-            let keys = |room: Option<OffloadRoom>| room.map(|room| room.keys);
-            share.attention.sliding_keys = keys(share.sliding);
-            share.attention.full_keys = keys(share.full);
-            (share.sliding.is_some() || share.full.is_some()).then_some(share)
+            let attention = AttentionShare { rows, sequence, kv_heads, keys: Vec::new() };
+            let mut share = UnitShare { attention, first: *first, rooms: Vec::new() };
+            let rooms = pools.iter().map(|pool| self.room(&share.job(pool.window), limits));
+            share.rooms = rooms.collect();
+            share.attention.keys = share.rooms.iter().map(|room| room.map(|room| room.keys)).collect();
+            share.rooms.iter().any(Option::is_some).then_some(share)
         })
     }
 
@@ -267,7 +261,7 @@ impl Attached {
     fn room(&self, job: &OffloadJob, limits: &OffloadLimits) -> Option<OffloadRoom> {
         let room = self.unit.as_ref()?.room(job)?;
         let OffloadRoom { first_key, keys, key_stride, row_stride } = room;
-        let seen = job.window.map_or(0, |window| (job.first + 1).saturating_sub(window));
+        let seen = first_seen(job.window, job.first);
         assert!(first_key <= seen && first_key + keys == job.first + job.rows, "{room:?} for {job:?}");
         assert!(keys <= key_stride && job.rows <= row_stride, "{room:?} for {job:?}");
         (row_stride <= MOST_TOKENS && key_stride <= limits.keys).then_some(room)
@@ -398,21 +392,20 @@ mod tests {
             slot: 0,
             start,
             input: if ids == 0 { Input::LastSampled } else { Input::Ids(vec![7; ids]) },
-            full_blocks: Vec::new(),
-            sliding_blocks: Vec::new(),
-            sliding_first: 0,
+            blocks: Vec::new(),
             history: None,
         });
         Batch { sequences: each.collect(), ..Batch::default() }
     }
 
+    const POOLS: [KvPool; 2] = [KvPool { window: None, blocks: 0 }, KvPool { window: Some(64), blocks: 0 }];
     const LIMITS: OffloadLimits = OffloadLimits { kv_heads: 2, keys: 4096, shared: false };
 
     #[test]
     fn the_longest_prompt_of_a_batch_is_shared() {
         let unit = attached(Idle { row_stride: 512, key_stride: 4096 }, OffloadPolicy::Auto);
         let share = |sequences: &[(usize, usize)]| {
-            let share = unit.share(&batch(sequences), &[], Some(64), &LIMITS)?;
+            let share = unit.share(&batch(sequences), &[], &POOLS, &LIMITS)?;
             Some((share.attention.sequence, share.attention.rows, share.first))
         };
         assert_eq!(share(&[(0, 31), (900, 0)]), None, "too few tokens");
@@ -422,7 +415,7 @@ mod tests {
         assert_eq!(share(&[(4080, 40)]), None, "the unit has no room");
         // One id is drawn after a prompt, and several after drafts to be checked.
         let of = |drawn: &[u32]| {
-            Some(unit.share(&batch(&[(3, 40), (0, 33)]), drawn, Some(64), &LIMITS)?.attention.sequence)
+            Some(unit.share(&batch(&[(3, 40), (0, 33)]), drawn, &POOLS, &LIMITS)?.attention.sequence)
         };
         assert_eq!([of(&[39, 72]), of(&[38, 39, 72]), of(&[3, 4, 40, 72])], [Some(0), Some(1), None]);
         assert_eq!(of(&[39, 39, 39, 72]), Some(0), "three answers to the first prompt");
@@ -432,7 +425,7 @@ mod tests {
     fn the_device_computes_a_job_that_the_buffers_cannot_hold() {
         let share = |row_stride, key_stride| {
             let unit = attached(Idle { row_stride, key_stride }, OffloadPolicy::Auto);
-            unit.share(&batch(&[(0, 100)]), &[], Some(64), &LIMITS).is_some()
+            unit.share(&batch(&[(0, 100)]), &[], &POOLS, &LIMITS).is_some()
         };
         assert!(share(512, 4096) && share(100, 100));
         assert!(!share(513, 4096) && !share(512, 4097));
@@ -442,7 +435,7 @@ mod tests {
     fn a_chunk_that_is_too_long_for_the_unit_is_shared_in_part() {
         let unit = attached(Idle { row_stride: 256, key_stride: 4096 }, OffloadPolicy::Auto);
         let rows = |start, tokens| {
-            Some(unit.share(&batch(&[(start, tokens)]), &[], Some(64), &LIMITS)?.attention.rows)
+            Some(unit.share(&batch(&[(start, tokens)]), &[], &POOLS, &LIMITS)?.attention.rows)
         };
         assert_eq!([rows(0, 200), rows(0, 256), rows(9, 257)], [Some(0..200), Some(0..256), Some(0..256)]);
         assert_eq!(rows(4000, 512), None, "too many keys");
@@ -453,7 +446,7 @@ mod tests {
         let error = || OffloadError { code: "broken".into(), message: "it smokes".into() };
         let mut unit = attached(Idle { row_stride: 512, key_stride: 4096 }, OffloadPolicy::Auto);
         assert_eq!((unit.fail(error()), unit.check()), (Ok(()), Ok(())));
-        assert!(!unit.is_usable() && unit.share(&batch(&[(0, 100)]), &[], Some(64), &LIMITS).is_none());
+        assert!(!unit.is_usable() && unit.share(&batch(&[(0, 100)]), &[], &POOLS, &LIMITS).is_none());
         let counts = unit.watch().counts();
         assert_eq!(counts.fallbacks, [("broken".to_owned(), 1)]);
         assert_eq!(counts.quarantined.as_deref(), Some("broken: it smokes"));

@@ -21,7 +21,7 @@ use crate::model::offload::{AttentionShare, OffloadBuffers};
 use crate::model::rates::WorkAmount;
 use crate::model::step::{Commands, Frame, StepOutputs};
 use crate::model::submits::{SEGMENT_LAYERS, StepPart, Submit};
-use crate::model::{Batch, BatchSequence, Input, RunnerError};
+use crate::model::{Batch, BatchSequence, BlockList, Input, KvPool, RunnerError, first_seen};
 
 /// The NPU, and the device's kernels that write its inputs and read its output.
 struct UnitOfModel {
@@ -41,7 +41,7 @@ impl Coprocessor for UnitOfModel {
         // `eval` reads the logits of a prompt's rows, and draws nothing.
         let drawn = if wanted.requests.is_empty() { &[][..] } else { &wanted.rows };
         let limits = &model.offload_buffers.as_ref().expect("room for the unit").limits;
-        match self.unit.share(batch, drawn, model.config.window(), limits) {
+        match self.unit.share(batch, drawn, &model.limits.kv.pools, limits) {
             Some(share) => model.run_shared(index, batch, wanted, &share, self).map(|()| None),
             None => Ok(Some(wanted)),
         }
@@ -71,14 +71,14 @@ impl ModelRunner {
                     .into(),
             ));
         }
-        let most = buffers.limits.kv_heads.min(self.config.num_key_value_heads);
+        let most = buffers.limits.kv_heads.min(self.config.heads().num_key_value_heads);
         if !(1..=most).contains(&offload.kv_heads) {
             return Err(LoadError::Option(format!(
                 "the unit is to compute {} KV heads; expected 1 to {most}, which the model has and the load made room for",
                 offload.kv_heads
             )));
         }
-        let kernels = OffloadKernels::new(&self.device, memory::heads_of(&self.config, self.kv))?;
+        let kernels = OffloadKernels::new(&self.device, memory::heads_of(&self.config.heads(), self.kv))?;
         let unit = Attached::new(offload, buffers)?;
         self.coprocessor = Some(Box::new(UnitOfModel { unit, kernels }));
         Ok(())
@@ -99,7 +99,10 @@ impl ModelRunner {
     /// reserved buffers for fewer KV heads.
     pub fn set_offload_heads(&mut self, kv_heads: usize) {
         let room = self.offload_buffers.as_ref().map_or(0, |buffers| buffers.limits.kv_heads);
-        assert!(kv_heads <= room.min(self.config.num_key_value_heads), "{kv_heads} KV heads for the unit");
+        assert!(
+            kv_heads <= room.min(self.config.heads().num_key_value_heads),
+            "{kv_heads} KV heads for the unit"
+        );
         let coprocessor = self.coprocessor.as_deref_mut().map(|unit| unit as &mut dyn Any);
         if let Some(UnitOfModel { unit, .. }) = coprocessor.and_then(|unit| unit.downcast_mut()) {
             unit.set_kv_heads(kv_heads);
@@ -128,14 +131,16 @@ impl ModelRunner {
     /// limits. No step may be in flight, and no sequence may be in the cache.
     pub fn trial(&mut self, depth: usize, tokens: usize, layers: usize) -> Result<bool, RunnerError> {
         assert!(self.in_flight.is_empty(), "a trial during a step");
-        let (kv, context) = (self.limits.kv, depth + tokens);
-        let blocks = context.div_ceil(kv.block_size);
-        let sliding_first =
-            kv.sliding_window.map_or(0, |window| (depth + 1).saturating_sub(window) / kv.block_size);
+        let (kv, context) = (&self.limits.kv, depth + tokens);
+        let end = context.div_ceil(kv.block_size);
+        let list = |pool: &KvPool| {
+            let first = first_seen(pool.window, depth) / kv.block_size;
+            BlockList { first, ids: (0..(end - first) as u32).collect() }
+        };
+        let blocks: Vec<BlockList> = kv.pools.iter().map(list).collect();
         let fits = tokens <= self.limits.max_batch_tokens
             && context <= self.limits.max_context
-            && blocks <= kv.full_blocks
-            && (kv.sliding_window.is_none() || blocks - sliding_first <= kv.sliding_blocks);
+            && kv.pools.iter().zip(&blocks).all(|(pool, list)| list.ids.len() <= pool.blocks);
         if !fits || tokens == 0 {
             return Ok(false);
         }
@@ -143,9 +148,7 @@ impl ModelRunner {
             slot: 0,
             start: depth,
             input: Input::Ids(vec![1; tokens]),
-            full_blocks: (0..blocks as u32).collect(),
-            sliding_blocks: (0..(blocks - sliding_first) as u32).collect(),
-            sliding_first,
+            blocks,
             history: None,
         };
         let batch = Batch { sequences: vec![sequence], ..Batch::default() };
@@ -297,7 +300,7 @@ impl Shared<'_> {
             }
             StepPart::Gather { layer } => self.record_gather(r, *layer),
             StepPart::Attention { layer, rows } => {
-                let all = model.config.num_key_value_heads;
+                let all = model.layers[*layer].attention.shape.num_kv_heads;
                 self.record_attention(r, *layer, rows, 0..all, share.attention.kv_heads..all);
             }
             StepPart::Recompute { layer, rows } => {

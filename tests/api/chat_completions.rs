@@ -18,7 +18,7 @@ use crate::support::app::{
     App, DEFAULTS, END_OF_TURN, MODEL, OPTIONS, app, app_that_says, app_that_shows_its_prompt, app_with,
     limits, loaded_with_queue, prompt_ids,
 };
-use crate::support::fake_runner::{HANG, LIMITS, Script, says};
+use crate::support::fake_runner::{HANG, Script, kv_with, says};
 use crate::support::http::{
     answer, assert_all_free, assert_at_rest, chat, complete, content, get, parse, post, post_to, send,
     send_json, stream,
@@ -315,7 +315,7 @@ async fn the_error_of_a_too_long_prompt_names_the_field_that_holds_it() {
 
 #[tokio::test]
 async fn a_prompt_longer_than_any_context_is_too_long_and_not_invalid() {
-    let kv = KvLimits { block_size: 1024, full_blocks: 128, ..LIMITS.kv };
+    let kv = KvLimits { block_size: 1024, ..kv_with(128, 32) };
     let limits = Limits { kv, max_context: 131_072, ..limits() };
     let options = Options { max_body_bytes: 16 << 20, ..OPTIONS };
     let app = app_with(limits, options, DEFAULTS, says(&[], END_OF_TURN));

@@ -14,11 +14,11 @@ use serde_json::{Value, json};
 use unicorn::api::{self, AccessPolicy, Options, Server};
 use unicorn::engine::{Engine, EngineConfig, EngineHandle};
 use unicorn::model::load::LoadOptions;
-use unicorn::model::{KvLimits, Limits, Runner};
+use unicorn::model::{Limits, Runner};
 use unicorn::session::Service;
 
 use crate::support::app::{DEFAULTS, END_OF_TURN, MODEL, OPTIONS};
-use crate::support::fake_runner::{FakeRunner, HANG, LIMITS, Script, mixed};
+use crate::support::fake_runner::{FakeRunner, HANG, Script, fake_limits, kv_with, mixed};
 use crate::support::http::{assert_at_rest, named_events, post_to, send, send_json};
 use crate::support::json::replace_somewhere;
 use crate::support::lists::values;
@@ -1048,7 +1048,7 @@ async fn send_bodies(n: usize, seed: u64, runner: Box<dyn Runner>) {
 /// The runner checks every batch and generates unpredictable ids.
 #[tokio::test(flavor = "multi_thread")]
 async fn ten_thousand_bodies_are_answered_or_refused() {
-    let kv = KvLimits { full_blocks: 3000, sliding_blocks: 500, ..LIMITS.kv };
+    let kv = kv_with(3000, 500);
     let limits = Limits {
         max_batch_tokens: 64,
         max_sequences: 8,
@@ -1057,7 +1057,7 @@ async fn ten_thousand_bodies_are_answered_or_refused() {
         kv,
         max_context: 1024,
         vocab_size: VOCABULARY as usize,
-        hidden_size: LIMITS.hidden_size,
+        hidden_size: fake_limits().hidden_size,
     };
     let mut mixed = mixed(VOCABULARY as usize);
     let ends_soon: Script = Box::new(move |tokens, draw| match mixed(tokens, draw) {

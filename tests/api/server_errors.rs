@@ -16,12 +16,12 @@ use tracing::Dispatch;
 use tracing::dispatcher::DefaultGuard;
 use unicorn::api::{self, AccessPolicy, ModelReport, Server};
 use unicorn::engine::EVENTS;
-use unicorn::model::{KvLimits, Limits};
+use unicorn::model::Limits;
 
 use crate::support::app::{
     App, DEFAULTS, END_OF_TURN, MODEL, OPTIONS, app, app_that_says, app_with, limits, loaded,
 };
-use crate::support::fake_runner::{HANG, Script, says};
+use crate::support::fake_runner::{HANG, Script, kv_with, says};
 use crate::support::http::{assert_all_free, chat, get, post_to, send, status};
 use crate::support::json::with;
 use crate::support::server::{CONNECTIONS, report};
@@ -359,7 +359,7 @@ async fn read_late(app: &App, request: Request<Body>) -> (u16, HeaderMap, String
 async fn an_answer_that_the_server_collects_too_slowly_is_a_server_error() {
     let (log, _here) = Log::of_this_thread();
     let tokens = 4 * EVENTS;
-    let kv = KvLimits { full_blocks: tokens, ..limits().kv };
+    let kv = kv_with(tokens, 32);
     let limits = Limits { kv, max_context: tokens, ..limits() };
     let app = app_with(limits, OPTIONS, DEFAULTS, log.joined_by(says(&[], 300)));
     let long = json!({"max_tokens": 3 * EVENTS});

@@ -250,7 +250,7 @@ async fn a_chunk_has_a_part_of_one_call_or_only_the_finish_reason() {
         let script = says(&tokenizer().encode(&both, false).unwrap(), END_OF_TURN);
         let mut scripts = [script, says(&tokenizer().encode("It is.", false).unwrap(), END_OF_TURN)];
         let script: Script = Box::new(move |tokens, draw| scripts[draw.seed as usize - 7](tokens, draw));
-        let app = app_with(limits, OPTIONS, DEFAULTS, script);
+        let app = app_with(limits.clone(), OPTIONS, DEFAULTS, script);
         let body = ask(with(fields, json!({"stream": true, "n": 2, "seed": 7})));
         let (lines, _) = stream(&app, body.clone()).await;
         let (mut calls, mut text, mut ends) = (Vec::<(u64, Value, String)>::new(), String::new(), Vec::new());

@@ -772,7 +772,7 @@ fn observed_moments_equal_those_of_the_matrix_inputs() {
     let moments = model.take_moments().unwrap();
     let config = model.config().clone();
     assert_eq!(moments.len(), config.layers.len());
-    let heads = config.num_attention_heads * config.head_dim;
+    let heads = config.heads().q_width();
     let (hidden, ffn) = (config.hidden_size, config.intermediate_size);
     let widths = Inputs { qkv: hidden, output: heads, gate_up: hidden, down: ffn };
     for layer in &moments {

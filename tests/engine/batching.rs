@@ -53,7 +53,7 @@ fn the_block_size_of_the_kv_cache_changes_no_answer() {
         let options =
             LoadOptions { block_size, sequences: 8, max_context: Some(256), ..LoadOptions::default() };
         let mut model = goldens::load(&folder, &options);
-        let limits = model.limits();
+        let limits = model.limits().clone();
         assert_eq!(limits.kv.block_size, block_size);
         let texts = Texts::new(&mut model, (SamplingParams::GREEDY, 0), prompts.clone(), 40);
         assert_eq!(
@@ -74,7 +74,7 @@ fn the_block_size_of_the_kv_cache_changes_no_answer() {
 fn sampled_tokens_and_log_probabilities_follow_from_the_logits() {
     let options = LoadOptions { sequences: 4, max_context: Some(512), ..LoadOptions::default() };
     let mut model = goldens::load(&demo::folder(), &options);
-    let (limits, vocab) = (model.limits(), model.limits().vocab_size);
+    let (limits, vocab) = (model.limits().clone(), model.limits().vocab_size);
     let prompts: Vec<Vec<u32>> = demo::quick_prompts(300).step_by(17).map(<[u32]>::to_vec).take(4).collect();
     let favourite = 300u32;
     let mut sequences = Vec::new();
@@ -155,7 +155,7 @@ impl TokenMask for Doubling {
 fn a_mask_binds_its_sequence_in_a_batch_with_unmasked_ones() {
     let options = LoadOptions { sequences: 8, max_context: Some(512), ..LoadOptions::default() };
     let mut model = goldens::load(&demo::folder(), &options);
-    let limits = model.limits();
+    let limits = model.limits().clone();
     let prompts: Vec<Vec<u32>> = demo::quick_prompts(300).step_by(23).map(<[u32]>::to_vec).take(6).collect();
     let free: Vec<Vec<u32>> =
         prompts.iter().map(|p| answer(&mut model, p, (&SamplingParams::GREEDY, 0), 20)).collect();
@@ -167,7 +167,7 @@ fn a_mask_binds_its_sequence_in_a_batch_with_unmasked_ones() {
         }
         sequence
     };
-    let run = Driver::new(&mut model, limits).run((0..prompts.len()).map(sequence).collect());
+    let run = Driver::new(&mut model, limits.clone()).run((0..prompts.len()).map(sequence).collect());
     for (i, free) in free.iter().enumerate() {
         let got = &run.answers[&(i as u64)];
         if i % 2 == 0 {
@@ -195,9 +195,9 @@ fn a_seed_yields_the_same_tokens_in_any_batch() {
         sequence.request.seed = 77 + i as u64;
         sequence
     };
-    let limits = model.limits();
+    let limits = model.limits().clone();
     let alone: Vec<Vec<u32>> = (0..prompts.len())
-        .map(|i| Driver::new(&mut model, limits).run(vec![sequence(i)]).answers[&(i as u64)].clone())
+        .map(|i| Driver::new(&mut model, limits.clone()).run(vec![sequence(i)]).answers[&(i as u64)].clone())
         .collect();
     let together =
         Driver::new(&mut model, limits).run_staggered((0..prompts.len()).map(sequence).collect(), |i| 3 * i);
@@ -212,12 +212,12 @@ fn a_seed_yields_the_same_tokens_in_any_batch() {
 fn text_that_repeats_its_prompt_takes_less_than_half_the_passes() {
     let options = LoadOptions { max_context: Some(2048), ..LoadOptions::default() };
     let mut model = goldens::load(&demo::folder(), &options);
-    let limits = model.limits();
+    let limits = model.limits().clone();
     let (mut tokens, mut passes, mut proposed, mut accepted) = (0, 0, 0, 0);
     for (prompt, answer) in demo::answered("copy") {
         let params = SamplingParams { stop_token_ids: demo::STOP.into(), ..SamplingParams::GREEDY };
         let sequence = plain_sequence(0, prompt.to_vec(), params, answer.len() + 16);
-        let run = Driver::new(&mut model, limits).run(vec![sequence]);
+        let run = Driver::new(&mut model, limits.clone()).run(vec![sequence]);
         assert_eq!(run.answers[&0], answer);
         tokens += answer.len() + 1;
         // The last chunk of the prompt already yields the first id.

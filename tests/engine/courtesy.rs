@@ -17,7 +17,7 @@ use unicorn::model::{Limits, Runner as _};
 use crate::support::daemon::Daemon;
 use crate::support::driver::greedy;
 use crate::support::engine::{END, collect, request};
-use crate::support::fake_runner::{FakeFactory, FakeRunner, HANG, LIMITS, mixed, mixed_answer};
+use crate::support::fake_runner::{FakeFactory, FakeRunner, HANG, fake_limits, mixed, mixed_answer};
 use crate::support::goldens::{Goldens, all_logits};
 use crate::support::{data, policy};
 
@@ -57,8 +57,8 @@ fn shorter_submits_and_gaps_between_them_leave_logits_bit_identical() {
 #[test]
 fn limited_steps_run_one_at_a_time_and_new_runners_get_the_limit() {
     const IDS: usize = 500;
-    let limits = Limits { max_in_flight: 2, ..LIMITS };
-    let make = move || FakeRunner::new(limits, mixed(IDS));
+    let limits = Limits { max_in_flight: 2, ..fake_limits() };
+    let make = move || FakeRunner::new(limits.clone(), mixed(IDS));
     let (runner, control) = make();
     let factory = FakeFactory::new(&control, move || make().0);
     let engine = Engine::start_recoverable(runner, factory, Arc::default(), EngineConfig::default());

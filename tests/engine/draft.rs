@@ -58,9 +58,9 @@ fn one_by_one(
     (params, seed): (&SamplingParams, u64),
     prompts: &[Vec<u32>],
 ) -> (Vec<Vec<u32>>, usize, DraftTotals) {
-    let limits = model.limits();
+    let limits = model.limits().clone();
     let (mut answers, mut passes) = (Vec::new(), 0);
-    let mut driver = Driver::new(model, limits);
+    let mut driver = Driver::new(model, limits.clone());
     for (i, prompt) in prompts.iter().enumerate() {
         let params = SamplingParams {
             stop_token_ids: demo::STOP.into(),
@@ -201,7 +201,7 @@ fn a_model_and_its_draft_are_planned_together() {
     let pools = both.pools(4096, 2);
     assert_eq!(pools, alone(&model).pools(4096, 2), "the number of blocks must not change");
     let sum = |request: &MemoryRequest<'_>, class| -> u64 {
-        let requests = request.requests(4096, pools).into_iter();
+        let requests = request.requests(4096, pools.clone()).into_iter();
         requests.filter(|request| request.class == class).map(|request| request.bytes).sum()
     };
     for class in [Class::Attention, Class::Ffn, Class::Embedding, Class::Norms, Class::KvCache] {
@@ -217,7 +217,8 @@ fn a_model_and_its_draft_are_planned_together() {
     let [of_both, of_model, of_draft] = [&both, &alone(&model), &alone(&small)]
         .map(|request| (request.weight_bytes(), request.kv_bytes_per_token()));
     assert_eq!(of_both, (of_model.0 + of_draft.0, of_model.1 + of_draft.1));
-    let staged = both.requests(4096, pools).into_iter().filter(|r| r.kind == MemoryKind::Readback).count();
+    let staged =
+        both.requests(4096, pools.clone()).into_iter().filter(|r| r.kind == MemoryKind::Readback).count();
     assert_eq!(
         staged,
         1 + 2 * 3,

@@ -6,19 +6,17 @@ use std::time::{Duration, Instant};
 use unicorn::engine::{
     Engine, EngineConfig, EngineError, EngineHandle, EngineState, Event, Request, SchedulerConfig, TokenMask,
 };
-use unicorn::model::{Batch, KvLimits, Limits};
+use unicorn::model::{Batch, Limits};
 
 use crate::support::engine::{END, assert_all_free, collect, request};
-use crate::support::fake_runner::{Control, FakeFactory, FakeRunner, HANG, LIMITS, mixed, mixed_answer};
+use crate::support::fake_runner::{
+    Control, FakeFactory, FakeRunner, HANG, fake_limits, kv_with, mixed, mixed_answer,
+};
 
 /// Room for four sequences, with two steps in flight.
-const FOUR: Limits = Limits {
-    max_sequences: 4,
-    max_draws: 8,
-    max_in_flight: 2,
-    kv: KvLimits { block_size: 4, full_blocks: 200, sliding_blocks: 64, sliding_window: Some(10) },
-    ..LIMITS
-};
+fn four() -> Limits {
+    Limits { max_sequences: 4, max_draws: 8, max_in_flight: 2, kv: kv_with(200, 64), ..fake_limits() }
+}
 
 /// Answers have ids below this. Prompts may have larger ids.
 const IDS: usize = 500;
@@ -27,8 +25,8 @@ const MINUTES: Duration = Duration::from_secs(600);
 
 fn start(limits: Limits, with_draft: bool, idle_unload: Option<Duration>) -> (EngineHandle, Control) {
     let make = move || match with_draft {
-        true => FakeRunner::with_draft(limits, mixed(IDS), 1),
-        false => FakeRunner::new(limits, mixed(IDS)),
+        true => FakeRunner::with_draft(limits.clone(), mixed(IDS), 1),
+        false => FakeRunner::new(limits.clone(), mixed(IDS)),
     };
     let (runner, control) = make();
     let factory = FakeFactory::new(&control, move || make().0);
@@ -73,7 +71,7 @@ fn answers(engine: &EngineHandle, request: Request) -> (Vec<Vec<u32>>, Event) {
 fn a_device_loss_at_any_step_changes_no_answer() {
     for with_draft in [false, true] {
         for at in 0..20 {
-            let (engine, control) = start(FOUR, with_draft, None);
+            let (engine, control) = start(four(), with_draft, None);
             control.allow(0);
             if at % 2 == 0 {
                 control.fail_wait_at(at)
@@ -123,10 +121,10 @@ fn forks_masks_scores_and_embeddings_survive_a_device_loss() {
     };
     for (n, _) in requests().iter().enumerate() {
         let one = || requests().into_iter().nth(n).expect("a request");
-        let (engine, _) = start(FOUR, false, None);
+        let (engine, _) = start(four(), false, None);
         let without = answers(&engine, one());
         for at in 0..12 {
-            let (engine, control) = start(FOUR, false, None);
+            let (engine, control) = start(four(), false, None);
             control.fail_wait_at(at);
             let (ids, last) = answers(&engine, one());
             assert_eq!(ids, without.0, "request {n} with a loss at {at}");
@@ -138,7 +136,7 @@ fn forks_masks_scores_and_embeddings_survive_a_device_loss() {
 
 #[test]
 fn requests_of_a_lost_step_run_alone_until_they_have_caught_up() {
-    let (engine, control) = start(FOUR, false, None);
+    let (engine, control) = start(four(), false, None);
     control.allow(0);
     control.fail_wait_at(12);
     let mut streams: Vec<_> =
@@ -158,7 +156,7 @@ fn requests_of_a_lost_step_run_alone_until_they_have_caught_up() {
 
 #[test]
 fn a_prompt_that_loses_the_device_twice_fails_alone() {
-    let (engine, control) = start(FOUR, false, None);
+    let (engine, control) = start(four(), false, None);
     let poison = 511;
     control.poison(poison);
     control.allow(0);
@@ -186,7 +184,7 @@ fn a_prompt_that_loses_the_device_twice_fails_alone() {
 
 #[test]
 fn a_prompt_that_loses_the_device_fails_with_all_its_answers() {
-    let (engine, control) = start(FOUR, false, None);
+    let (engine, control) = start(four(), false, None);
     control.poison(511);
     let (answers, last) = answers(&engine, Request { more_seeds: vec![1, 2], ..request(&[511; 30], 9) });
     assert_eq!(answers, vec![Vec::<u32>::new(); 3]);
@@ -194,14 +192,15 @@ fn a_prompt_that_loses_the_device_fails_with_all_its_answers() {
     assert_all_free(&engine);
 }
 
-/// The limits of [`FOUR`], with steps long enough for prompts that the NPU computes.
-const LONG: Limits =
-    Limits { max_batch_tokens: 128, kv: KvLimits { sliding_blocks: 200, ..FOUR.kv }, ..FOUR };
+/// The limits of [`four`], with steps long enough for prompts that the NPU computes.
+fn long() -> Limits {
+    Limits { max_batch_tokens: 128, kv: kv_with(200, 200), ..four() }
+}
 
 /// The number and the timing of failed requests do not matter: each one ends immediately, and the device is not lost.
 #[test]
 fn a_prompt_on_which_the_npu_fails_ends_and_the_others_continue() {
-    let (engine, control) = start(LONG, false, None);
+    let (engine, control) = start(long(), false, None);
     let poison = 511;
     control.set_attention_path(2);
     control.fail_npu_at(poison);
@@ -250,7 +249,7 @@ fn a_prompt_on_which_the_npu_fails_ends_and_the_others_continue() {
 /// suspects, and no number of such failures ends the engine.
 #[test]
 fn an_npu_failure_on_an_abandoned_prompt_affects_no_other_request() {
-    let (engine, control) = start(LONG, false, None);
+    let (engine, control) = start(long(), false, None);
     let poison = 511;
     control.set_attention_path(2);
     control.fail_npu_at(poison);
@@ -274,7 +273,7 @@ fn an_npu_failure_on_an_abandoned_prompt_affects_no_other_request() {
 
 #[test]
 fn a_prompt_on_which_the_npu_fails_fails_with_all_its_answers() {
-    let (engine, control) = start(LONG, false, None);
+    let (engine, control) = start(long(), false, None);
     control.set_attention_path(1);
     control.fail_npu_at(511);
     // The answers fork in the step that fails, or in the step after it.
@@ -291,7 +290,7 @@ fn a_prompt_on_which_the_npu_fails_fails_with_all_its_answers() {
 
 #[test]
 fn a_second_loss_within_a_minute_without_a_suspect_ends_the_engine() {
-    let (engine, control) = start(FOUR, false, None);
+    let (engine, control) = start(four(), false, None);
     control.fail_wait_at(3);
     let prompt = [1; 20];
     let (ids, _) = collect(&mut engine.submit(request(&prompt, 100)).expect("accepted"));
@@ -306,7 +305,7 @@ fn a_second_loss_within_a_minute_without_a_suspect_ends_the_engine() {
 
 #[test]
 fn a_device_that_does_not_recover_ends_the_engine_and_all_answers() {
-    let (engine, control) = start(FOUR, false, None);
+    let (engine, control) = start(four(), false, None);
     control.fail_starts();
     control.fail_wait_at(2);
     let (_, last) = collect(&mut engine.submit(request(&[1; 20], 50)).expect("accepted"));
@@ -316,7 +315,7 @@ fn a_device_that_does_not_recover_ends_the_engine_and_all_answers() {
 
 #[test]
 fn requests_are_accepted_during_recovery_and_an_abort_ends_it() {
-    let (engine, control) = start(FOUR, false, None);
+    let (engine, control) = start(four(), false, None);
     control.hold_starts(true);
     control.fail_wait_at(2);
     let mut stream = engine.submit(request(&[1; 20], 50)).expect("accepted");
@@ -327,7 +326,7 @@ fn requests_are_accepted_during_recovery_and_an_abort_ends_it() {
     assert_eq!(collect(&mut later).0.len(), 5);
     assert_eq!(collect(&mut stream).0, answer_to(&[1; 20], 50));
 
-    let (engine, control) = start(FOUR, false, None);
+    let (engine, control) = start(four(), false, None);
     control.hold_starts(true);
     control.fail_wait_at(2);
     let mut stream = engine.submit(request(&[1; 20], 50)).expect("accepted");
@@ -340,7 +339,7 @@ fn requests_are_accepted_during_recovery_and_an_abort_ends_it() {
 
 #[test]
 fn an_idle_model_is_unloaded_and_loaded_again_for_the_next_request() {
-    let (engine, control) = start(FOUR, false, Some(Duration::from_millis(50)));
+    let (engine, control) = start(four(), false, Some(Duration::from_millis(50)));
     for round in 1..4 {
         wait_for(&engine, EngineState::Unloaded);
         assert!(control.dropped(), "the runner must be dropped");
@@ -367,7 +366,7 @@ fn an_idle_model_is_unloaded_and_loaded_again_for_the_next_request() {
         answer_to(&[1; 20], 9)
     );
 
-    let (engine, control) = start(FOUR, false, Some(MINUTES));
+    let (engine, control) = start(four(), false, Some(MINUTES));
     collect(&mut engine.submit(request(&[1; 20], 9)).expect("accepted"));
     assert_eq!((engine.state(), control.starts()), (EngineState::Ready, 0));
 }

@@ -16,12 +16,13 @@ use unicorn::engine::{
     TokenMask, draft,
 };
 use unicorn::model::offload::LEAST_TOKENS;
-use unicorn::model::{Batch, BlockPool, Draw, Input, KvLimits, Limits, Logprobs, Runner, SamplingParams};
+use unicorn::model::{Batch, Draw, Input, KvLimits, KvPool, Limits, Logprobs, Runner, SamplingParams};
 
 use crate::support::driver::plain_sequence;
 use crate::support::engine::{END, assert_all_free, collect, request};
 use crate::support::fake_runner::{
-    Control, FakeRunner, HANG, LIMITS, Script, fake_logprobs, fake_pooled, mixed, mixed_answer, says,
+    Control, FakeRunner, HANG, Script, fake_limits, fake_logprobs, fake_pooled, kv_with, mixed, mixed_answer,
+    says,
 };
 
 fn start(limits: Limits, script: Script) -> (EngineHandle, Control) {
@@ -69,7 +70,7 @@ impl EnergyCounter for FakeCounter {
 
 /// Limits with slots for only one sequence at a time.
 fn one_slot() -> Limits {
-    Limits { max_sequences: 1, max_draws: 1, ..LIMITS }
+    Limits { max_sequences: 1, max_draws: 1, ..fake_limits() }
 }
 
 /// A mask that allows even ids after an even number of ids and odd ids after an odd number. From `free_after` ids on,
@@ -108,7 +109,7 @@ fn finish_reason(event: &Event) -> FinishReason {
 #[test]
 fn an_answer_is_prefilled_in_chunks_and_decoded_with_ids_on_the_device() {
     // The second step is submitted before the host reads the first, so the host does not know the first step's ids.
-    let (engine, control) = start(Limits { max_in_flight: 2, ..LIMITS }, says(&[207, 208, 209], END));
+    let (engine, control) = start(Limits { max_in_flight: 2, ..fake_limits() }, says(&[207, 208, 209], END));
     let prompt: Vec<u32> = (0..37).collect();
     let (ids, last) = collect(&mut engine.submit(request(&prompt, 10)).expect("accepted"));
     assert_eq!(ids, [207, 208, 209]);
@@ -131,7 +132,7 @@ fn energies(
     counter: &Arc<FakeCounter>,
     requests: impl IntoIterator<Item = Request>,
 ) -> Vec<Option<Joules>> {
-    let (runner, control) = FakeRunner::new(limits, mixed(limits.vocab_size));
+    let (runner, control) = FakeRunner::new(limits.clone(), mixed(limits.vocab_size));
     let energy = Some(Arc::clone(counter) as Arc<dyn EnergyCounter>);
     let engine = Engine::start(runner, EngineConfig { energy, ..EngineConfig::default() });
     control.allow(0);
@@ -153,14 +154,14 @@ fn energies(
 
 #[test]
 fn the_energy_of_all_answers_adds_up_to_the_energy_of_the_machine() {
-    let kv = KvLimits { full_blocks: 1000, sliding_blocks: 500, ..LIMITS.kv };
+    let kv = kv_with(1000, 500);
     for (seed, sequences, in_flight) in [(1, 1, 1), (2, 1, 2), (3, 4, 2), (4, 16, 1), (5, 16, 2)] {
         let limits = Limits {
             max_sequences: sequences,
             max_draws: 2 * sequences,
             max_in_flight: in_flight,
-            kv,
-            ..LIMITS
+            kv: kv.clone(),
+            ..fake_limits()
         };
         let counter = FakeCounter::new(seed, usize::MAX);
         let requests = (0..24).map(|i| Request {
@@ -186,7 +187,7 @@ fn the_energy_of_all_answers_adds_up_to_the_energy_of_the_machine() {
 #[test]
 fn an_answer_reports_no_energy_unless_all_of_it_is_known() {
     // Without a counter, the energy is not known.
-    let (engine, _) = start(LIMITS, says(&[207], END));
+    let (engine, _) = start(fake_limits(), says(&[207], END));
     let (_, last) = collect(&mut engine.submit(request(&[1, 2], 5)).expect("accepted"));
     let Event::Finished { timings, .. } = last else { panic!("{last:?}") };
     assert_eq!(timings.energy, None);
@@ -204,7 +205,7 @@ fn an_answer_reports_no_energy_unless_all_of_it_is_known() {
 
 #[test]
 fn max_tokens_ends_an_answer_and_defaults_to_the_rest_of_the_context() {
-    let (engine, _) = start(LIMITS, says(&[], 5));
+    let (engine, _) = start(fake_limits(), says(&[], 5));
     let (ids, last) = collect(&mut engine.submit(request(&[1, 2], 3)).expect("accepted"));
     assert_eq!((ids.len(), finish_reason(&last)), (3, FinishReason::Length));
 
@@ -216,7 +217,7 @@ fn max_tokens_ends_an_answer_and_defaults_to_the_rest_of_the_context() {
 
 #[test]
 fn a_request_outside_the_limits_is_refused_with_the_numbers() {
-    let (engine, control) = start(LIMITS, says(&[], END));
+    let (engine, control) = start(fake_limits(), says(&[], END));
     let refused = |r| engine.submit(r).err().expect("refused");
     let context = 200;
     let overflow = |prompt, max_tokens| SubmitError::ContextExceeded { prompt, max_tokens, context };
@@ -241,7 +242,7 @@ fn a_request_outside_the_limits_is_refused_with_the_numbers() {
 
 #[test]
 fn a_mask_is_called_with_every_id_before_the_next_one() {
-    let limits = Limits { max_in_flight: 2, max_sequences: 4, max_draws: 4, ..LIMITS };
+    let limits = Limits { max_in_flight: 2, max_sequences: 4, max_draws: 4, ..fake_limits() };
     let (engine, control) = start(limits, mixed(512));
     let mut masked =
         Request { mask: Some(Box::new(Parity::default())), more_seeds: vec![1], ..request(&[1, 2, 3], 12) };
@@ -268,10 +269,10 @@ fn a_mask_is_called_with_every_id_before_the_next_one() {
 
 #[test]
 fn an_answer_whose_mask_becomes_free_runs_ahead_of_the_host() {
-    let limits = Limits { max_in_flight: 2, ..LIMITS };
+    let limits = Limits { max_in_flight: 2, ..fake_limits() };
     let answer = [2, 3, 4, 50, 60, 70, 80];
     for (free_after, n) in [(Some(3), 7), (Some(1), 7), (None, 3)] {
-        let (engine, control) = start(limits, says(&answer, END));
+        let (engine, control) = start(limits.clone(), says(&answer, END));
         let mask = Box::new(Parity { free_after, ..Parity::default() });
         let request = Request { mask: Some(mask), ..request(&[1], 9) };
         let (ids, _) = collect(&mut engine.submit(request).unwrap());
@@ -284,9 +285,9 @@ fn an_answer_whose_mask_becomes_free_runs_ahead_of_the_host() {
 
 #[test]
 fn no_stop_id_comes_before_min_tokens() {
-    let limits = Limits { max_in_flight: 2, ..LIMITS };
+    let limits = Limits { max_in_flight: 2, ..fake_limits() };
     for min_tokens in [0, 1, 5] {
-        let (engine, _) = start(limits, says(&[40, 41], END));
+        let (engine, _) = start(limits.clone(), says(&[40, 41], END));
         let mut request = request(&[1, 2, 3], 30);
         Arc::make_mut(&mut request.sampling).min_tokens = min_tokens;
         let (ids, last) = collect(&mut engine.submit(request).unwrap());
@@ -360,8 +361,8 @@ fn a_cancelled_request_in_the_queue_never_runs_and_frees_its_place() {
 
 #[test]
 fn a_reader_that_never_reads_delays_no_other_and_is_cancelled() {
-    let kv = KvLimits { full_blocks: 1024, ..LIMITS.kv };
-    let (engine, _) = start(Limits { max_context: 4096, kv, ..LIMITS }, says(&[], 5));
+    let kv = kv_with(1024, 32);
+    let (engine, _) = start(Limits { max_context: 4096, kv, ..fake_limits() }, says(&[], 5));
     let mut patient = engine.submit(request(&[1], 200)).expect("accepted");
     let mut unread = engine.submit(request(&[1], 4000)).expect("accepted");
     let (ids, _) = collect(&mut engine.submit(request(&[2], 10)).expect("accepted"));
@@ -420,7 +421,7 @@ fn logits_that_are_not_finite_fail_only_their_request() {
     }
 
     // The two requests also share steps. Draw 2 is the second request's draw in their first common step.
-    let (engine, control) = start(LIMITS, says(&[], 5));
+    let (engine, control) = start(fake_limits(), says(&[], 5));
     control.allow(0);
     control.not_finite_at(2);
     let mut first = engine.submit(request(&[1; 4], 9)).expect("accepted");
@@ -441,7 +442,7 @@ fn cached_of(last: &Event) -> usize {
 
 #[test]
 fn logits_that_are_not_finite_leave_nothing_in_the_prefix_cache() {
-    let limits = Limits { max_draws: 9, max_in_flight: 2, ..LIMITS };
+    let limits = Limits { max_draws: 9, max_in_flight: 2, ..fake_limits() };
     let prompt: Vec<u32> = (0..41).collect();
     let plain = request(&prompt, 20);
     let scored = Request { prompt_logprobs: Some(1), ..plain.clone() };
@@ -449,7 +450,7 @@ fn logits_that_are_not_finite_leave_nothing_in_the_prefix_cache() {
     // Each case is a request and the draw that fails: the first id, an id within the answer, an id within the prompt,
     // and the hidden states.
     for (failing, at) in [(&plain, 0), (&plain, 5), (&scored, 20), (&pooled, 0)] {
-        let (engine, control) = start(limits, mixed(512));
+        let (engine, control) = start(limits.clone(), mixed(512));
         control.not_finite_at(at);
         let (_, last) = collect(&mut engine.submit(failing.clone()).expect("accepted"));
         assert_eq!(last, Event::Failed(EngineError::NotFinite), "draw {at}");
@@ -467,7 +468,8 @@ fn logits_that_are_not_finite_leave_nothing_in_the_prefix_cache() {
 
 #[test]
 fn a_request_that_shares_a_failing_prompt_continues_and_is_not_cached() {
-    let (engine, control) = start(Limits { max_sequences: 3, max_draws: 3, ..LIMITS }, unpredictable());
+    let (engine, control) =
+        start(Limits { max_sequences: 3, max_draws: 3, ..fake_limits() }, unpredictable());
     let prompt: Vec<u32> = (0..41).collect();
     let longer = [&prompt[..], &[7]].concat();
     // Step 2 has the first draw. Step 8 is the first that both requests share, with draws 6 and 7. Draw 8 is the first
@@ -500,8 +502,8 @@ fn a_request_that_shares_a_failing_prompt_continues_and_is_not_cached() {
 
 #[test]
 fn each_answer_of_a_request_buffers_events_for_a_paused_reader() {
-    let kv = KvLimits { full_blocks: 1024, ..LIMITS.kv };
-    let limits = Limits { max_context: 2048, max_sequences: 3, max_draws: 3, kv, ..LIMITS };
+    let kv = kv_with(1024, 32);
+    let limits = Limits { max_context: 2048, max_sequences: 3, max_draws: 3, kv, ..fake_limits() };
     let (engine, _) = start(limits, says(&[], 5));
     let several = Request { more_seeds: vec![1, 2], ..request(&[1], EVENTS - 1) };
     let mut stream = engine.submit(several).expect("accepted");
@@ -521,7 +523,7 @@ fn each_answer_of_a_request_buffers_events_for_a_paused_reader() {
 
 #[test]
 fn a_panicking_runner_is_an_internal_error_and_not_a_hang() {
-    let (engine, _) = start(LIMITS, Box::new(|_, _| panic!("a bug, made for this test")));
+    let (engine, _) = start(fake_limits(), Box::new(|_, _| panic!("a bug, made for this test")));
     let mut stream = engine.submit(request(&[1], 1)).expect("accepted");
     assert!(matches!(collect(&mut stream).1, Event::Failed(EngineError::Bug(_))));
     assert!(engine.join(HANG) && matches!(engine.health(), Err(EngineError::Bug(_))));
@@ -534,21 +536,21 @@ fn an_engine_reports_why_it_ended_unless_it_was_told_to_end() {
     let bug = |_: &[u32], _: &Draw| panic!("a bug, made for this test");
     let lost = |error: Option<EngineError>| matches!(error, Some(EngineError::Lost(why)) if why.contains("ring timeout"));
     for end in [EngineHandle::drain, EngineHandle::abort] {
-        let (engine, _) = start(LIMITS, says(&[], END));
+        let (engine, _) = start(fake_limits(), says(&[], END));
         assert_eq!(engine.ended(), None, "it still runs");
         end(&engine);
         assert!(engine.join(HANG));
         assert_eq!(engine.ended(), None);
 
         // The cause of the end stays the same, whatever is called later.
-        let (engine, control) = start(LIMITS, says(&[], END));
+        let (engine, control) = start(fake_limits(), says(&[], END));
         control.fail_wait_at(0);
         collect(&mut engine.submit(request(&[1], 1)).expect("accepted"));
         assert!(lost(engine.ended()), "the cause must be known before the answers fail");
         end(&engine);
         assert!(engine.join(HANG) && lost(engine.ended()));
 
-        let (engine, _) = start(LIMITS, Box::new(bug));
+        let (engine, _) = start(fake_limits(), Box::new(bug));
         collect(&mut engine.submit(request(&[1], 1)).expect("accepted"));
         assert!(
             matches!(engine.ended(), Some(EngineError::Bug(_))),
@@ -595,7 +597,7 @@ fn every_answer_fails_before_the_runner_is_dropped() {
 #[test]
 fn waiting_requests_without_a_possible_step_are_an_internal_error() {
     // With this limit no step can be submitted.
-    let (engine, _) = start(Limits { max_in_flight: 0, ..LIMITS }, says(&[], END));
+    let (engine, _) = start(Limits { max_in_flight: 0, ..fake_limits() }, says(&[], END));
     let mut stream = engine.submit(request(&[1], 1)).expect("accepted");
     assert!(engine.join(HANG), "the engine loops without work");
     assert!(matches!(collect(&mut stream).1, Event::Failed(EngineError::Bug(_))));
@@ -697,13 +699,13 @@ fn the_computing_time_of_a_grammar_counts_for_its_client() {
 
 #[test]
 fn join_waits_for_the_runners_destructor() {
-    let (engine, control) = start(LIMITS, says(&[], 5));
+    let (engine, control) = start(fake_limits(), says(&[], 5));
     control.drop_slowly();
     engine.abort();
     assert!(engine.join(HANG));
     assert!(control.dropped(), "join returned before the runner was dropped");
 
-    let (engine, control) = start(LIMITS, Box::new(|_, _| panic!("a bug, made for this test")));
+    let (engine, control) = start(fake_limits(), Box::new(|_, _| panic!("a bug, made for this test")));
     control.drop_slowly();
     let mut stream = engine.submit(request(&[1], 1)).expect("accepted");
     assert!(matches!(collect(&mut stream).1, Event::Failed(EngineError::Bug(_))));
@@ -712,7 +714,7 @@ fn join_waits_for_the_runners_destructor() {
 
 #[test]
 fn drain_answers_accepted_requests_and_abort_does_not() {
-    let (engine, control) = start(LIMITS, says(&[], 5));
+    let (engine, control) = start(fake_limits(), says(&[], 5));
     control.allow(0);
     let mut streams: Vec<_> = (0..3).map(|_| engine.submit(request(&[1], 20)).expect("accepted")).collect();
     engine.drain();
@@ -737,14 +739,14 @@ fn drain_answers_accepted_requests_and_abort_does_not() {
     assert_all_free(&engine);
 
     // An idle engine ends by either call, and also when its last handle is dropped.
-    let (engine, _) = start(LIMITS, says(&[], 5));
+    let (engine, _) = start(fake_limits(), says(&[], 5));
     engine.drain();
     assert!(engine.join(HANG));
 }
 
 #[test]
 fn requests_in_a_batch_get_the_same_answers_as_alone() {
-    let limits = Limits { max_sequences: 8, max_draws: 8, max_in_flight: 2, ..LIMITS };
+    let limits = Limits { max_sequences: 8, max_draws: 8, max_in_flight: 2, ..fake_limits() };
     let (engine, control) = start(limits, mixed(512));
     control.allow(0);
     let prompts: Vec<Vec<u32>> =
@@ -764,7 +766,7 @@ fn requests_in_a_batch_get_the_same_answers_as_alone() {
 
 #[test]
 fn a_computed_prompt_is_found_in_the_prefix_cache() {
-    let (engine, control) = start(LIMITS, mixed(512));
+    let (engine, control) = start(fake_limits(), mixed(512));
     let prompt: Vec<u32> = (0..61).collect();
     let cached = |event: &Event| match event {
         Event::Finished { timings, .. } => timings.cached_n,
@@ -795,8 +797,8 @@ fn a_computed_prompt_is_found_in_the_prefix_cache() {
 
 #[test]
 fn a_prompt_is_found_in_the_prefix_cache_only_under_its_own_salt() {
-    let kv = KvLimits { full_blocks: 512, sliding_blocks: 256, ..LIMITS.kv };
-    let (engine, _) = start(Limits { max_sequences: 4, max_draws: 4, kv, ..LIMITS }, mixed(512));
+    let kv = kv_with(512, 256);
+    let (engine, _) = start(Limits { max_sequences: 4, max_draws: 4, kv, ..fake_limits() }, mixed(512));
     let prompt: Vec<u32> = (0..61).collect();
     // Returns the answers and the number of tokens that were found in the cache.
     let ask = |prompt: &[u32], salt: &[u8]| {
@@ -830,8 +832,8 @@ fn a_prompt_is_found_in_the_prefix_cache_only_under_its_own_salt() {
 /// Attention paths agree only within a tolerance. So answers are not built on blocks that another path computed.
 #[test]
 fn a_prompt_is_found_in_the_prefix_cache_only_on_its_attention_path() {
-    let kv = KvLimits { full_blocks: 512, sliding_blocks: 256, ..LIMITS.kv };
-    let (engine, control) = start(Limits { kv, ..LIMITS }, mixed(512));
+    let kv = kv_with(512, 256);
+    let (engine, control) = start(Limits { kv, ..fake_limits() }, mixed(512));
     let prompt: Vec<u32> = (0..61).collect();
     let found = [0, 0, 8, 8, 0, 8, 3].map(|path| {
         control.set_attention_path(path);
@@ -848,13 +850,19 @@ fn a_prompt_is_found_in_the_prefix_cache_only_on_its_attention_path() {
 /// by that time.
 #[test]
 fn a_prompt_step_shared_with_the_npu_is_the_only_step_in_flight() {
-    let kv = KvLimits { full_blocks: 200, sliding_blocks: 100, ..LIMITS.kv };
-    let limits =
-        Limits { max_batch_tokens: 64, max_sequences: 3, max_draws: 3, max_in_flight: 2, kv, ..LIMITS };
+    let kv = kv_with(200, 100);
+    let limits = Limits {
+        max_batch_tokens: 64,
+        max_sequences: 3,
+        max_draws: 3,
+        max_in_flight: 2,
+        kv,
+        ..fake_limits()
+    };
     let script = || Box::new(|tokens: &[u32], _: &Draw| 200 + tokens.len() as u32);
     let is_long = |batch: &Batch| batch.sequences.iter().any(|s| s.input.len() >= LEAST_TOKENS);
     for path in [0, 2] {
-        let (runner, control) = FakeRunner::new(limits, script());
+        let (runner, control) = FakeRunner::new(limits.clone(), script());
         // No step takes as long as this gap, so the chunks do not depend on the load of the machine.
         let scheduler = SchedulerConfig { gap: Duration::from_secs(600), ..SchedulerConfig::default() };
         let engine = Engine::start(runner, EngineConfig { scheduler, ..EngineConfig::default() });
@@ -884,8 +892,8 @@ fn a_prompt_step_shared_with_the_npu_is_the_only_step_in_flight() {
 /// The sequences of a delayed step may be cancelled before it is submitted.
 #[test]
 fn all_sequences_of_a_delayed_step_may_be_cancelled() {
-    let kv = KvLimits { full_blocks: 200, sliding_blocks: 100, ..LIMITS.kv };
-    let limits = Limits { max_batch_tokens: 64, max_in_flight: 2, kv, ..LIMITS };
+    let kv = kv_with(200, 100);
+    let limits = Limits { max_batch_tokens: 64, max_in_flight: 2, kv, ..fake_limits() };
     let (engine, control) = start(limits, mixed(512));
     control.set_attention_path(1);
     for round in 0..8 {
@@ -906,7 +914,7 @@ fn all_sequences_of_a_delayed_step_may_be_cancelled() {
 
 #[test]
 fn answers_to_one_prompt_share_its_blocks() {
-    let limits = Limits { max_sequences: 4, max_draws: 4, max_in_flight: 2, ..LIMITS };
+    let limits = Limits { max_sequences: 4, max_draws: 4, max_in_flight: 2, ..fake_limits() };
     let (engine, control) = start(limits, mixed(512));
     let prompt: Vec<u32> = (0..37).collect();
     let several = Request { more_seeds: vec![5, 6], ..request(&prompt, 30) };
@@ -935,7 +943,8 @@ fn answers_to_one_prompt_share_its_blocks() {
 
 #[test]
 fn a_scored_prompt_is_computed_also_if_it_is_cached() {
-    let limits = Limits { max_batch_tokens: 16, max_draws: 5, max_sequences: 4, max_in_flight: 2, ..LIMITS };
+    let limits =
+        Limits { max_batch_tokens: 16, max_draws: 5, max_sequences: 4, max_in_flight: 2, ..fake_limits() };
     let (engine, control) = start(limits, mixed(512));
     let prompt: Vec<u32> = (0..37).collect();
     collect(&mut engine.submit(request(&prompt, 5)).expect("accepted"));
@@ -969,7 +978,8 @@ fn a_scored_prompt_is_computed_also_if_it_is_cached() {
 
 #[test]
 fn a_pooled_prompt_is_computed_again_and_not_cached() {
-    let limits = Limits { max_batch_tokens: 16, max_sequences: 4, max_draws: 4, max_in_flight: 2, ..LIMITS };
+    let limits =
+        Limits { max_batch_tokens: 16, max_sequences: 4, max_draws: 4, max_in_flight: 2, ..fake_limits() };
     let (engine, control) = start(limits, mixed(512));
     let prompt: Vec<u32> = (0..37).map(|i| i * 5 % 64).collect();
     let pooled = |prompt: &[u32]| Request { pooling: true, ..Request::new(prompt.to_vec()) };
@@ -1011,10 +1021,10 @@ fn a_pooled_prompt_is_computed_again_and_not_cached() {
 
 #[test]
 fn a_stopped_answer_does_not_affect_other_answers_to_its_prompt() {
-    let limits = Limits { max_sequences: 4, max_draws: 4, max_in_flight: 2, ..LIMITS };
+    let limits = Limits { max_sequences: 4, max_draws: 4, max_in_flight: 2, ..fake_limits() };
     let prompt: Vec<u32> = (0..37).collect();
     for unwanted in 0..3 {
-        let (engine, control) = start(limits, mixed(512));
+        let (engine, control) = start(limits.clone(), mixed(512));
         // The first chunk of the prompt is in progress at this point.
         control.allow(0);
         let mut stream =
@@ -1040,12 +1050,12 @@ fn a_stopped_answer_does_not_affect_other_answers_to_its_prompt() {
 
 #[test]
 fn an_answer_cancelled_during_a_prompt_step_does_not_affect_the_others() {
-    let limits = Limits { max_draws: 16, ..LIMITS };
+    let limits = Limits { max_draws: 16, ..fake_limits() };
     let prompt: Vec<u32> = (0..37).collect();
     let (interactive, background) = (Priority::Interactive, Priority::Background);
     for (priority, scored) in [(interactive, Some(1)), (background, None), (background, Some(1))] {
-        let (mut runner, _) = FakeRunner::new(limits, mixed(512));
-        let mut scheduler = Scheduler::new(limits, SchedulerConfig::default());
+        let (mut runner, _) = FakeRunner::new(limits.clone(), mixed(512));
+        let mut scheduler = Scheduler::new(limits.clone(), SchedulerConfig::default());
         let mut sequence = plain_sequence(0, prompt.clone(), SamplingParams::GREEDY, 9);
         (sequence.request.priority, sequence.request.prompt_logprobs) = (priority, scored);
         sequence.forks = vec![Fork { id: 1, seed: 0 }];
@@ -1148,7 +1158,7 @@ fn background_requests_evict_only_cached_blocks_of_background_requests() {
     for (first, others, kept) in
         [(interactive, background, 80), (background, background, 80), (interactive, interactive, 0)]
     {
-        let (engine, _) = start(LIMITS, says(&[7; 20], END));
+        let (engine, _) = start(fake_limits(), says(&[7; 20], END));
         ask(&engine, &chat, first);
         let (answer, _) = ask(&engine, &chat, interactive);
         // Each request takes a third of the blocks. A request about the chat itself takes no other blocks.
@@ -1217,8 +1227,8 @@ fn unpredictable_answer(prompt: &[u32], n: usize) -> Vec<u32> {
 
 /// Limits with room for draft tokens of eight sequences.
 fn wide() -> Limits {
-    let kv = KvLimits { full_blocks: 512, sliding_blocks: 256, ..LIMITS.kv };
-    Limits { max_batch_tokens: 64, max_sequences: 16, max_draws: 16, max_in_flight: 2, kv, ..LIMITS }
+    let kv = kv_with(512, 256);
+    Limits { max_batch_tokens: 64, max_sequences: 16, max_draws: 16, max_in_flight: 2, kv, ..fake_limits() }
 }
 
 #[test]
@@ -1284,10 +1294,17 @@ fn random_limits(rng: &mut ChaCha8Rng) -> Limits {
     let max_context: usize = rng.random_range(8..120);
     let max_batch_tokens = rng.random_range(1..40);
     let max_sequences = rng.random_range(1..8);
-    let sliding_window = rng.random_bool(0.8).then(|| rng.random_range(1..40));
-    let full_blocks = max_context.div_ceil(block_size) * rng.random_range(1..4) + rng.random_range(0..5);
-    let mut kv = KvLimits { block_size, full_blocks, sliding_blocks: 0, sliding_window };
-    kv.sliding_blocks = kv.window_blocks(max_batch_tokens) * rng.random_range(1..5) + rng.random_range(0..5);
+    // One to three pools. The first has no window; others may have none either, as for heads of another size.
+    let mut windows = vec![None];
+    for _ in 0..rng.random_range(0..3) {
+        windows.push(rng.random_bool(0.8).then(|| rng.random_range(1..40)));
+    }
+    let pools = windows.into_iter().map(|window| KvPool { window, blocks: 0 }).collect();
+    let mut kv = KvLimits { block_size, pools };
+    let least = kv.most_blocks(max_context, max_batch_tokens);
+    for (pool, least) in kv.pools.iter_mut().zip(least) {
+        pool.blocks = least * rng.random_range(1..4) + rng.random_range(0..5);
+    }
     Limits {
         max_batch_tokens,
         max_sequences,
@@ -1308,7 +1325,7 @@ fn random_requests_and_cancellations_keep_answers_exact_and_free_all_blocks() {
     for _ in 0..40 {
         let limits = random_limits(&mut rng);
         let with_draft = rng.random();
-        let (engine, _) = start_on(fake(limits, with_draft));
+        let (engine, _) = start_on(fake(limits.clone(), with_draft));
         let mut open = Vec::new();
         for _ in 0..30 {
             let len = rng.random_range(1..limits.max_context);
@@ -1394,8 +1411,8 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
             gap: Duration::from_millis(rng.random_range(1..60)),
             draft_model: rng.random(),
         };
-        let (mut runner, _) = fake(limits, config.draft_model);
-        let mut scheduler = Scheduler::new(limits, config);
+        let (mut runner, _) = fake(limits.clone(), config.draft_model);
+        let mut scheduler = Scheduler::new(limits.clone(), config);
         let (mut pace, mut in_flight) = (Pace::new(), VecDeque::new());
         // The unfinished answers, and the operation at which each last got tokens.
         let mut alive: BTreeMap<u64, u64> = BTreeMap::new();
@@ -1416,7 +1433,7 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
                 (losses, at_fault) = (losses + 1, at_fault + gone.len());
                 alive.retain(|id, _| scheduler.knows(*id));
                 in_flight.clear();
-                runner = fake(limits, config.draft_model).0;
+                runner = fake(limits.clone(), config.draft_model).0;
             }
             match rng.random_range(0..12) {
                 0 | 1 if alive.len() < 12 => {
@@ -1556,8 +1573,8 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
             let (ticket, step) = in_flight.pop_front().expect("a step in flight");
             scheduler.commit(&step, &runner.wait(ticket).expect("never fails"));
         }
-        for pool in [BlockPool::Full, BlockPool::Sliding] {
-            assert_eq!(scheduler.usage(pool).held, 0, "{pool:?}");
+        for with_window in [false, true] {
+            assert_eq!(scheduler.usage(with_window).held, 0, "pools with a window: {with_window}");
         }
         preemptions += scheduler.preemptions();
         let model = scheduler.drafts().model;

@@ -561,7 +561,7 @@ fn each_missing_derived_write_is_detected() {
         let options = LoadOptions { max_context: Some(256), ..LoadOptions::default() };
         let mut model = load_on(device, &data("gemma3/tiny-a"), &options);
         let logits = all_logits(&mut model, &tokens);
-        let limits = model.limits();
+        let limits = model.limits().clone();
         let params = SamplingParams { temperature: 0.7, ..penalties() };
         let mut sequence = plain_sequence(0, tokens.clone(), params, 6);
         sequence.request.seed = 3;

@@ -14,7 +14,7 @@ use unicorn::kernels::{
 use unicorn::lab::kernel_cases::{Choice, KernelWork};
 use unicorn::model::arch;
 use unicorn::model::rig::Rig;
-use unicorn::model::spec::ModelSpec;
+use unicorn::model::spec::{AttentionHeads, LayerSpec, ModelSpec};
 use unicorn::npu::kernels::{GatheredKeys, OffloadKernels};
 use unicorn::quantize::{grouping, quantize_row};
 use unicorn::tensor::{DType, KvDtype, Precision, Scheme};
@@ -1423,13 +1423,9 @@ fn benchmark_cases_run_and_write_numbers() {
     let mut b = Bench::new(111);
     let small =
         ModelSpec { vocab_size: 2000, intermediate_size: 300, ..arch::shape("gemma-3-270m").unwrap().spec() };
-    let odd = ModelSpec {
-        hidden_size: 96,
-        num_attention_heads: 6,
-        num_key_value_heads: 3,
-        head_dim: 32,
-        ..small.clone()
-    };
+    let heads = AttentionHeads { num_attention_heads: 6, num_key_value_heads: 3, head_dim: 32 };
+    let layers = small.layers.iter().map(|layer| LayerSpec { heads, ..*layer }).collect();
+    let odd = ModelSpec { hidden_size: 96, layers, ..small.clone() };
     let mut rig = Rig::new(&b.device).unwrap();
     let choices = [
         (small.clone(), KvDtype::F16, Precision::F32),

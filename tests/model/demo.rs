@@ -168,7 +168,7 @@ fn answers_in_a_batch(model: &mut ModelRunner, selected: &[&Answer], more: usize
         let params = SamplingParams { stop_token_ids: STOP.into(), ..SamplingParams::GREEDY };
         plain_sequence(i as u64, golden.prompt.clone(), params, most)
     };
-    let limits = model.limits();
+    let limits = model.limits().clone();
     let run = Driver::new(model, limits).run(selected.iter().enumerate().map(sequence).collect());
     (0..selected.len() as u64).map(|i| run.answers[&i].clone()).collect()
 }

@@ -138,8 +138,8 @@ fn pooled_states_give_the_mean_of_the_oracles_logits() {
                 sequence
             })
         };
-        let mut limits = model.limits();
-        let together = Driver::new(&mut model, limits).run(sequences().collect()).pooled;
+        let mut limits = model.limits().clone();
+        let together = Driver::new(&mut model, limits.clone()).run(sequences().collect()).pooled;
         for (id, prompt) in (0..).zip(["short", "mid", "long"]) {
             let logits = goldens.view::<f32>(&format!("logits.{prompt}"));
             let positions = prompts[id as usize].len();
@@ -157,7 +157,7 @@ fn pooled_states_give_the_mean_of_the_oracles_logits() {
         limits.max_batch_tokens = 7;
         for sequence in sequences() {
             let id = sequence.id;
-            let alone = Driver::new(&mut model, limits).run(vec![sequence]).pooled;
+            let alone = Driver::new(&mut model, limits.clone()).run(vec![sequence]).pooled;
             assert_eq!(alone[&id], together[&id], "{variant}");
         }
     }
@@ -184,7 +184,7 @@ fn the_same_seed_draws_the_same_tokens_and_another_seed_different_ones() {
     let folder = data("gemma3/tiny-a");
     let tokens = Goldens::open(&folder).tokens("tokens.short");
     let mut model = load(&folder, &LoadOptions::default());
-    let limits = model.limits();
+    let limits = model.limits().clone();
     let mut driver = Driver::new(&mut model, limits);
     let mut draw = |seed: u64| {
         let params = SamplingParams { temperature: 1.0, top_k: 64, top_p: 0.95, ..SamplingParams::GREEDY };

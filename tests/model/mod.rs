@@ -1,7 +1,8 @@
-//! Whole models on a device: goldens, the demo model, placement in memory, the self-test and the tuner.
+//! Whole models on a device: goldens, the demo model, the pools of KV blocks, placement in memory, the self-test and the tuner.
 
 mod demo;
 mod golden;
+mod kv_groups;
 mod placement;
 mod self_test;
 mod tune;

@@ -511,7 +511,7 @@ fn a_load_allocates_the_planned_memory() {
     let model = ModelRunner::load(&device, &Source::open(&files).unwrap(), &options, &mut |_| {}).unwrap();
     assert_eq!(model.placements(), plan.placements());
     assert_eq!(model.limits().max_context, 100);
-    assert_eq!(model.limits().kv.full_blocks, 7);
+    assert_eq!(model.limits().kv.pools[0].blocks, 7);
     if device.memory_use().is_none() {
         assert_eq!(model.residency(), Residency::Unknown);
     }

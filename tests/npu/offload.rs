@@ -24,7 +24,7 @@ use unicorn::model::load::{LoadOptions, Source};
 use unicorn::model::model_runner::ModelRunner;
 use unicorn::model::offload::{LEAST_TOKENS, MOST_TOKENS, OffloadError, OffloadLimits};
 use unicorn::model::{
-    Batch, BatchSequence, Draw, Input, Runner, RunnerError, Sampling, SamplingParams, Ticket,
+    Batch, BatchSequence, BlockList, Draw, Input, Runner, RunnerError, Sampling, SamplingParams, Ticket,
 };
 use unicorn::npu::attention::{AttentionUnit, Offload, OffloadJob, OffloadPolicy, OffloadRoom};
 use unicorn::tensor::KvDtype;
@@ -161,9 +161,8 @@ fn options(options: LoadOptions) -> LoadOptions {
 
 fn twin(model: &ModelRunner, fault: Fault) -> (Twin, Jobs) {
     let (c, jobs) = (model.config(), Jobs::default());
-    let group = c.num_attention_heads / c.num_key_value_heads;
-    let twin =
-        Twin { group, head_dim: c.head_dim, fault, kinds: [true; 2], jobs: jobs.clone(), output: None };
+    let (group, head_dim) = (c.heads().group(), c.heads().head_dim);
+    let twin = Twin { group, head_dim, fault, kinds: [true; 2], jobs: jobs.clone(), output: None };
     (twin, jobs)
 }
 
@@ -200,7 +199,7 @@ fn logits_with_a_unit_are_those_of_bf16_attention() {
             let mut model = load(&folder, &options(LoadOptions { kv, ..LoadOptions::default() }));
             let plain = all_logits(&mut model, &tokens);
             let bound = bound(&model, &plain);
-            let groups = model.config().num_key_value_heads;
+            let groups = model.config().heads().num_key_value_heads;
             for kv_heads in [groups.div_ceil(2), groups] {
                 let jobs = attach(&mut model, Fault::None, kv_heads, OffloadPolicy::Require);
                 let got = all_logits(&mut model, &tokens);
@@ -265,7 +264,7 @@ fn pooled(id: u64, tokens: &[u32]) -> Sequence {
 }
 
 fn run(model: &mut dyn Runner, sequences: Vec<Sequence>) -> Run {
-    let limits = model.limits();
+    let limits = model.limits().clone();
     Driver::new(model, limits).run(sequences)
 }
 
@@ -280,9 +279,10 @@ fn submit(model: &mut ModelRunner, pieces: &[Piece<'_>]) -> Ticket {
         slot,
         start,
         input: if ids.is_empty() { Input::LastSampled } else { Input::Ids(ids.to_vec()) },
-        full_blocks: (slot * blocks..(slot + 1) * blocks).collect(),
-        sliding_blocks: (slot * blocks..(slot + 1) * blocks).rev().collect(),
-        sliding_first: 0,
+        blocks: vec![
+            BlockList { first: 0, ids: (slot * blocks..(slot + 1) * blocks).collect() },
+            BlockList { first: 0, ids: (slot * blocks..(slot + 1) * blocks).rev().collect() },
+        ],
         history: None,
     };
     let batch = Batch { sequences: pieces.iter().map(sequence).collect(), ..Batch::default() };
@@ -413,14 +413,12 @@ fn a_unit_that_fails_is_replaced_by_the_device() {
 }
 
 fn prompt_batch(model: &ModelRunner, tokens: &[u32]) -> Batch {
-    let blocks: Vec<u32> = (0..tokens.len().div_ceil(model.limits().kv.block_size) as u32).collect();
+    let ids = (0..tokens.len().div_ceil(model.limits().kv.block_size) as u32).collect();
     let sequence = BatchSequence {
         slot: 0,
         start: 0,
         input: Input::Ids(tokens.to_vec()),
-        full_blocks: blocks.clone(),
-        sliding_blocks: blocks,
-        sliding_first: 0,
+        blocks: vec![BlockList { first: 0, ids }; model.limits().kv.pools.len()],
         history: None,
     };
     Batch { sequences: vec![sequence], ..Batch::default() }

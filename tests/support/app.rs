@@ -6,10 +6,10 @@ use std::time::Duration;
 use axum::Router;
 use unicorn::api::{self, AccessPolicy, Options, Server};
 use unicorn::engine::{Engine, EngineConfig, EngineHandle};
-use unicorn::model::{KvLimits, Limits, SamplingOptions};
+use unicorn::model::{Limits, SamplingOptions};
 use unicorn::session::Service;
 
-use super::fake_runner::{Control, FakeRunner, HANG, LIMITS, Script, says};
+use super::fake_runner::{Control, FakeRunner, HANG, Script, fake_limits, kv_with, says};
 use super::tokenizers::{gemma_template, tokenizer};
 
 /// The model's id in the API.
@@ -54,8 +54,8 @@ pub struct App {
 
 /// The limits of a small model: one sequence at a time, and a context of 600 tokens.
 pub fn limits() -> Limits {
-    let kv = KvLimits { full_blocks: 150, ..LIMITS.kv };
-    Limits { max_batch_tokens: 32, kv, max_context: 600, max_sequences: 1, ..LIMITS }
+    let kv = kv_with(150, 32);
+    Limits { max_batch_tokens: 32, kv, max_context: 600, max_sequences: 1, ..fake_limits() }
 }
 
 /// An app whose model answers as the script says.
@@ -115,7 +115,7 @@ pub fn app_that_says(text: &str) -> App {
 
 /// An app whose model repeats "a" without end. It runs two sequences at the same time.
 pub fn endless() -> App {
-    let kv = KvLimits { full_blocks: 2500, ..limits().kv };
+    let kv = kv_with(2500, 32);
     let limits = Limits { max_sequences: 2, max_draws: 2, max_context: 4000, kv, ..limits() };
     let a = tokenizer().encode("a", false).expect("encodes")[0];
     // Only the clients end requests, because the timeout is too long for a test.
@@ -132,7 +132,7 @@ pub fn router_that_says(text: &str) -> (Router, usize) {
 /// The routes of a server that answers everything with `text`, with a long context and a long queue.
 pub fn router_for_many(text: &str) -> Router {
     let ids = tokenizer().encode(text, false).expect("encodes");
-    let kv = KvLimits { full_blocks: 2500, ..limits().kv };
+    let kv = kv_with(2500, 32);
     let limits = Limits { max_sequences: 2, max_draws: 4, max_context: 4000, kv, ..limits() };
     let server = Server::new(MODEL, OPTIONS, AccessPolicy::default());
     loaded_with_queue(64, server, limits, DEFAULTS, says(&ids, END_OF_TURN)).router

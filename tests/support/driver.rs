@@ -43,7 +43,7 @@ impl<'a> Driver<'a> {
 
     pub fn with(runner: &'a mut dyn Runner, limits: Limits, config: SchedulerConfig) -> Self {
         let config = SchedulerConfig { draft_model: runner.has_draft(), ..config };
-        Self { runner, limits, scheduler: Scheduler::new(limits, config) }
+        Self { runner, scheduler: Scheduler::new(limits.clone(), config), limits }
     }
 
     /// Adds sequence `i` before step `arrivals(i)`, and runs all sequences to their end. Up to `max_in_flight` steps
@@ -105,7 +105,8 @@ pub fn plain_sequence(id: u64, prompt: Vec<u32>, params: SamplingParams, max_tok
 /// The greedy answer to a prompt that is processed in chunks, with sampled ids kept on the device: `count` ids, or
 /// fewer if an id in `stop` comes, which is then the last.
 pub fn greedy(runner: &mut dyn Runner, prompt: &[u32], count: usize, chunk: usize, stop: &[u32]) -> Vec<u32> {
-    let limits = Limits { max_batch_tokens: chunk.min(runner.limits().max_batch_tokens), ..runner.limits() };
+    let limits =
+        Limits { max_batch_tokens: chunk.min(runner.limits().max_batch_tokens), ..runner.limits().clone() };
     let plain = SchedulerConfig { speculation_tokens: 0, ..SchedulerConfig::default() };
     let params = SamplingParams { stop_token_ids: stop.to_vec(), ..SamplingParams::GREEDY };
     let sequence = plain_sequence(0, prompt.to_vec(), params, count);

@@ -13,23 +13,31 @@ use std::time::Duration;
 use unicorn::config::Courtesy;
 use unicorn::model::offload::LEAST_TOKENS;
 use unicorn::model::{
-    Batch, BatchSequence, BlockCopy, BlockPool, DraftRequest, Draw, Input, KvLimits, Limits, Logprobs,
-    Runner, RunnerError, RunnerFactory, Sampled, Sampling, Ticket,
+    Batch, BatchSequence, BlockCopy, DraftRequest, Draw, Input, KvLimits, KvPool, Limits, Logprobs, Runner,
+    RunnerError, RunnerFactory, Sampled, Sampling, Ticket, first_seen,
 };
 
 /// A test that waits for this long counts as hanging.
 pub const HANG: Duration = Duration::from_secs(30);
 
-pub const LIMITS: Limits = Limits {
-    max_batch_tokens: 16,
-    max_sequences: 2,
-    max_draws: 2,
-    max_in_flight: 1,
-    kv: KvLimits { block_size: 4, full_blocks: 64, sliding_blocks: 32, sliding_window: Some(10) },
-    max_context: 200,
-    vocab_size: 512,
-    hidden_size: 3,
-};
+pub fn fake_limits() -> Limits {
+    Limits {
+        max_batch_tokens: 16,
+        max_sequences: 2,
+        max_draws: 2,
+        max_in_flight: 1,
+        kv: kv_with(64, 32),
+        max_context: 200,
+        vocab_size: 512,
+        hidden_size: 3,
+    }
+}
+
+/// A KV cache with a pool of `full` blocks without a window, and a pool of `sliding` blocks with one.
+pub fn kv_with(full: usize, sliding: usize) -> KvLimits {
+    let pools = vec![KvPool { window: None, blocks: full }, KvPool { window: Some(10), blocks: sliding }];
+    KvLimits { block_size: 4, pools }
+}
 
 /// Returns the id to sample after `tokens`, which are the prompt and the answer until now, for one draw.
 pub type Script = Box<dyn FnMut(&[u32], &Draw) -> u32 + Send>;
@@ -115,63 +123,55 @@ type Place = Option<(u32, u64)>;
 /// The KV cache of one model.
 struct Cache {
     kv: KvLimits,
-    full: Vec<Place>,
-    sliding: Vec<Place>,
+    pools: Vec<Vec<Place>>,
 }
 
 impl Cache {
     fn new(kv: KvLimits) -> Self {
-        let places = |blocks: usize| vec![None; blocks * kv.block_size];
-        Self { kv, full: places(kv.full_blocks), sliding: places(kv.sliding_blocks) }
+        let pools = kv.pools.iter().map(|pool| vec![None; pool.blocks * kv.block_size]).collect();
+        Self { kv, pools }
     }
 
     /// The index in a pool of a position of a sequence.
-    fn place(&self, s: &BatchSequence, pool: BlockPool, position: usize) -> usize {
-        let (size, index) = (self.kv.block_size, position / self.kv.block_size);
-        let block = match pool {
-            BlockPool::Full => s.full_blocks[index],
-            BlockPool::Sliding => s.sliding_blocks[index - s.sliding_first],
-        };
+    fn place(&self, s: &BatchSequence, pool: usize, position: usize) -> usize {
+        let size = self.kv.block_size;
+        let block = s.blocks[pool].get(position / size);
+        let block = block.unwrap_or_else(|| panic!("no block for position {position} in pool {pool}"));
         block as usize * size + position % size
     }
 
     fn copy(&mut self, copies: &[BlockCopy]) {
         let size = self.kv.block_size;
         for copy in copies {
-            let places = match copy.pool {
-                BlockPool::Full => &mut self.full,
-                BlockPool::Sliding => &mut self.sliding,
-            };
             let from = copy.from as usize * size;
-            places.copy_within(from..from + size, copy.to as usize * size);
+            self.pools[copy.pool].copy_within(from..from + size, copy.to as usize * size);
         }
     }
 
     /// The tokens before `start` in the blocks of the sequence, and their hash. Panics if the blocks are not of one
-    /// text, or if the sliding blocks differ.
+    /// text, or if the pools differ.
     fn tokens_before(&self, s: &BatchSequence) -> (Vec<u32>, u64) {
         let (mut tokens, mut hash) = (Vec::new(), 0);
-        let window = self.kv.sliding_window.map_or(0, |window| window - 1);
         for position in 0..s.start {
-            let held = self.full[self.place(s, BlockPool::Full, position)];
+            let held = self.pools[0][self.place(s, 0, position)];
             let (token, chain) = held.unwrap_or_else(|| panic!("position {position} was never computed"));
             hash = fold(hash, u64::from(token) + 1);
             assert_eq!(chain, hash, "position {position} holds another text");
             tokens.push(token);
-            if position + window >= s.start {
-                let sliding = self.sliding[self.place(s, BlockPool::Sliding, position)];
-                assert_eq!(sliding, held, "position {position} of the window holds another text");
+            for (pool, limits) in self.kv.pools.iter().enumerate().skip(1) {
+                if position >= first_seen(limits.window, s.start) {
+                    let other = self.pools[pool][self.place(s, pool, position)];
+                    assert_eq!(other, held, "position {position} of pool {pool} holds another text");
+                }
             }
         }
         (tokens, hash)
     }
 
     fn write(&mut self, s: &BatchSequence, position: usize, place: (u32, u64)) {
-        let at = self.place(s, BlockPool::Full, position);
-        self.full[at] = Some(place);
-        if self.kv.sliding_window.is_some() {
-            let at = self.place(s, BlockPool::Sliding, position);
-            self.sliding[at] = Some(place);
+        for pool in 0..self.pools.len() {
+            let at = self.place(s, pool, position);
+            self.pools[pool][at] = Some(place);
         }
     }
 }
@@ -202,14 +202,14 @@ impl FakeRunner {
     pub fn new(limits: Limits, script: Script) -> (Box<Self>, Control) {
         let control = Control::default();
         let runner = Self {
-            limits,
             script,
-            cache: Cache::new(limits.kv),
+            cache: Cache::new(limits.kv.clone()),
             draft: None,
             wrong: 0,
             sampled: vec![None; limits.max_sequences],
             history: vec![vec![u32::MAX; limits.max_context]; limits.max_sequences],
             sums: vec![[f32::NAN; 3]; limits.max_sequences],
+            limits,
             tickets: 0,
             is_bound: false,
             pending: VecDeque::new(),
@@ -223,8 +223,9 @@ impl FakeRunner {
     pub fn with_draft(limits: Limits, script: Script, wrong: u64) -> (Box<Self>, Control) {
         let (mut runner, control) = Self::new(limits, script);
         runner.wrong = wrong;
-        let window = limits.kv.sliding_window.map(|window| window.div_ceil(2));
-        runner.draft = Some(Cache::new(KvLimits { sliding_window: window, ..limits.kv }));
+        let mut kv = runner.limits.kv.clone();
+        kv.pools.iter_mut().for_each(|pool| pool.window = pool.window.map(|window| window.div_ceil(2)));
+        runner.draft = Some(Cache::new(kv));
         (runner, control)
     }
 
@@ -235,7 +236,7 @@ impl FakeRunner {
     }
 
     fn check_shape(&self, batch: &Batch, sampling: &Sampling) {
-        let (limits, kv) = (&self.limits, &self.limits.kv);
+        let limits = &self.limits;
         assert!(!batch.sequences.is_empty() && batch.sequences.len() <= limits.max_sequences, "{batch:?}");
         assert!(batch.num_tokens() <= limits.max_batch_tokens, "{} tokens in a step", batch.num_tokens());
         let mut slots = HashSet::new();
@@ -244,14 +245,12 @@ impl FakeRunner {
             let end = s.start + s.input.len();
             assert!(!s.input.is_empty() && end <= limits.max_context, "positions {}..{end}", s.start);
             assert!(slots.insert(s.slot) && (s.slot as usize) < limits.max_sequences, "slot {}", s.slot);
-            assert!(s.full_blocks.len() * kv.block_size >= end, "blocks for {end} positions");
-            for position in s.start..end {
-                let place = self.cache.place(s, BlockPool::Full, position);
-                assert!(written.insert((0, place)), "position {position} is written by two sequences");
-                if kv.sliding_window.is_some() {
-                    let place = self.cache.place(s, BlockPool::Sliding, position);
-                    assert!(written.insert((1, place)), "position {position} is written by two sequences");
-                }
+            assert_eq!(s.blocks.len(), limits.kv.pools.len(), "pools");
+            for (pool, position) in
+                (0..s.blocks.len()).flat_map(|pool| (s.start..end).map(move |p| (pool, p)))
+            {
+                let place = self.cache.place(s, pool, position);
+                assert!(written.insert((pool, place)), "position {position} is written by two sequences");
             }
         }
         assert!(sampling.pooling.is_sorted_by(|a, b| a.sequence < b.sequence), "{:?}", sampling.pooling);
@@ -306,8 +305,8 @@ impl FakeRunner {
 }
 
 impl Runner for FakeRunner {
-    fn limits(&self) -> Limits {
-        self.limits
+    fn limits(&self) -> &Limits {
+        &self.limits
     }
 
     fn attention_path(&self) -> u32 {
@@ -414,10 +413,7 @@ impl Runner for FakeRunner {
                 assert!(draw.slot == s.slot && !draw.masked && draw.logprobs.is_none(), "{draw:?}");
                 hash = fold(hash, u64::from(id) + 1);
                 tokens.push(id);
-                assert!(
-                    written.insert(cache.place(s, BlockPool::Full, position)),
-                    "position {position} twice"
-                );
+                assert!(written.insert(cache.place(s, 0, position)), "position {position} twice");
                 cache.write(s, position, (id, hash));
                 let row = &mut self.history[s.slot as usize];
                 row[position] = id;

@@ -81,7 +81,7 @@ pub fn every_kernel(device: &Device, bodies: Tiles) -> Kernels {
     let products = [&SCHEMES[..], &STORED].concat();
     let (embedding, tiles) = (Some(Scheme::Bf16), Some(bodies));
     let matrices = Matrices { products, embedding, tiles, ..Matrices::default() };
-    Kernels::new(device, &matrices, HEADS, Precision::F32).unwrap()
+    Kernels::new(device, &matrices, &[HEADS], Precision::F32).unwrap()
 }
 
 /// A device with every kernel, and helpers to move data. Buffers start as NaN.
@@ -120,7 +120,7 @@ impl Bench {
     pub fn make_heads(&mut self, shape: &AttentionShape, kv: KvDtype) {
         let heads = Heads { group: shape.num_heads / shape.num_kv_heads, head_dim: shape.head_dim, kv };
         let matrices = Matrices { tiles: Some(self.bodies), ..Matrices::default() };
-        self.kernels = Kernels::new(&self.device, &matrices, heads, Precision::F32).unwrap();
+        self.kernels = Kernels::new(&self.device, &matrices, &[heads], Precision::F32).unwrap();
     }
 
     /// Makes the kernels for matrices of `scheme` only: products, embeddings and gated pairs.
@@ -134,7 +134,7 @@ impl Bench {
         let gated = if gated { vec![scheme] } else { Vec::new() };
         let (embedding, tiles) = (Some(scheme), Some(tiles));
         let matrices = Matrices { gated, embedding, tiles, ..Matrices::default() };
-        self.kernels = Kernels::new(&self.device, &matrices, HEADS, precision).unwrap();
+        self.kernels = Kernels::new(&self.device, &matrices, &[HEADS], precision).unwrap();
     }
 
     pub fn random(&mut self, count: usize, scale: f32) -> Vec<f32> {

@@ -1,7 +1,7 @@
 //! Prompts whose answers must not depend on other work of the engine.
 
 use unicorn::engine::{Fork, Sequence};
-use unicorn::model::{KvLimits, Limits, Runner, SamplingParams};
+use unicorn::model::{Limits, Runner, SamplingParams};
 
 use super::data;
 use super::driver::{Driver, Run, plain_sequence};
@@ -40,7 +40,7 @@ pub fn answer(
     (params, seed): (&SamplingParams, u64),
     tokens: usize,
 ) -> Vec<u32> {
-    let limits = model.limits();
+    let limits = model.limits().clone();
     let mut sequence = plain_sequence(0, prompt.to_vec(), params.clone(), tokens);
     sequence.request.seed = seed;
     Driver::new(model, limits).run(vec![sequence]).answers.remove(&0).expect("an answer")
@@ -79,8 +79,8 @@ impl Texts {
     /// Checks that `model` gives the same answers under all conditions that must not change them. `model` may be
     /// another one than the model that gave the answers.
     pub fn check_all(&self, model: &mut dyn Runner) {
-        let limits = model.limits();
-        let mut driver = Driver::new(model, limits);
+        let limits = model.limits().clone();
+        let mut driver = Driver::new(model, limits.clone());
         let run = driver.run(self.sequences());
         assert!(run.widest == self.prompts.len().min(limits.max_sequences), "{} in a step", run.widest);
         self.check(&run, "in a batch");
@@ -102,20 +102,18 @@ impl Texts {
         turns.check(&cached, "the next turn");
         assert_eq!(drafts.model.proposed > 0, model.has_draft(), "{drafts:?}");
 
-        let limits = Limits { max_batch_tokens: 7, ..limits };
-        self.check(&Driver::new(model, limits).run_staggered(self.sequences(), |i| i), "in chunks of 7");
+        let limits = Limits { max_batch_tokens: 7, ..limits.clone() };
+        let run = Driver::new(model, limits.clone()).run_staggered(self.sequences(), |i| i);
+        self.check(&run, "in chunks of 7");
 
         // Blocks for one and a half sequences.
         let longest =
             self.prompts.iter().zip(&self.alone).map(|(p, a)| p.len() + a.len()).max().expect("some");
-        let kv = limits.kv;
-        let blocks = longest.div_ceil(kv.block_size);
-        let kv = KvLimits {
-            full_blocks: blocks + blocks / 2,
-            sliding_blocks: kv.window_blocks(2 * 16).min(blocks) + blocks / 2,
-            ..kv
-        };
-        let tight = Limits { max_batch_tokens: 16, max_context: longest, kv, ..limits };
+        let mut kv = limits.kv.clone();
+        let half = longest.div_ceil(kv.block_size) / 2;
+        let one = kv.most_blocks(longest, 2 * 16);
+        kv.pools.iter_mut().zip(one).for_each(|(pool, one)| pool.blocks = one + half);
+        let tight = Limits { max_batch_tokens: 16, max_context: longest, kv, ..limits.clone() };
         let run = Driver::new(model, tight).run(self.sequences());
         assert!(run.preemptions > 0, "no sequence was preempted");
         self.check(&run, "preempted");

@@ -3,16 +3,16 @@
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
-use unicorn::model::{KvLimits, Limits};
+use unicorn::model::Limits;
 
 use super::app::{self, App, DEFAULTS, END_OF_TURN, OPTIONS, app_with};
-use super::fake_runner::{Script, says};
+use super::fake_runner::{Script, kv_with, says};
 use super::tokenizers::tokenizer;
 
 /// Limits with room for tools in the context.
 pub fn limits() -> Limits {
     let limits = app::limits();
-    Limits { kv: KvLimits { full_blocks: 500, ..limits.kv }, max_context: 2000, ..limits }
+    Limits { kv: kv_with(500, 32), max_context: 2000, ..limits }
 }
 
 /// A model that answers as the script says.

@@ -1,9 +1,9 @@
 //! Checks the scheduler's invariants, and describes its state in the message of a panic.
 
 use super::Scheduler;
-use crate::engine::block_manager::{BlockTable, PoolUse};
+use crate::engine::block_manager::BlockTable;
 use crate::engine::sequence::Sequence;
-use crate::model::{BlockPool, Limits};
+use crate::model::BlockList;
 
 impl Scheduler {
     /// Panics with a description of the scheduler's state unless it has no sequence. To be called when no step could be
@@ -16,22 +16,22 @@ impl Scheduler {
     fn state(&self) -> String {
         /// Maximum number of running and of waiting sequences that are described.
         const MAX_DESCRIBED: usize = 6;
-        let Limits { max_sequences, kv, .. } = self.limits;
-        let available = |pool, all: usize| {
-            let PoolUse { free, cached, .. } = self.usage(pool);
-            format!("{} of {all}", free + cached)
+        let available = |pool| {
+            let used = self.blocks.usage(pool);
+            format!("{} of {}", used.free + used.cached, self.limits.kv.pools[pool].blocks)
         };
+        let available: Vec<String> = (0..self.limits.kv.pools.len()).map(available).collect();
         let describe = |sequences: &[Sequence]| {
             let described: Vec<String> = sequences.iter().take(MAX_DESCRIBED).map(Sequence::state).collect();
             described.join("; ")
         };
         format!(
-            "step {}, {} of {max_sequences} slots free, available blocks: {} full, {} sliding; {} running: {}; \
-             {} waiting: {}; {:?}; {:?}",
+            "step {}, {} of {} slots free, available blocks of each pool: {}; {} running: {}; {} waiting: {}; \
+             {:?}; {:?}",
             self.steps,
             self.free_slots.len(),
-            available(BlockPool::Full, kv.full_blocks),
-            available(BlockPool::Sliding, kv.sliding_blocks),
+            self.limits.max_sequences,
+            available.join(", "),
             self.running.len(),
             describe(&self.running),
             self.waiting.len(),
@@ -62,8 +62,8 @@ impl Scheduler {
                 s.id
             );
             assert_eq!(*s.table.salt(), s.request.cache_salt, "sequence {}: the salt of its blocks", s.id);
-            let blocks = s.table.full().len();
-            assert!(blocks * self.limits.kv.block_size >= s.submitted, "sequence {} lacks blocks", s.id);
+            let suffices = |list: &BlockList| list.end() * self.limits.kv.block_size >= s.submitted;
+            assert!(s.table.blocks().iter().all(suffices), "sequence {} lacks blocks", s.id);
         }
         slots.sort_unstable();
         assert!(slots.iter().copied().eq(0..self.limits.max_sequences as u32), "slots {slots:?}");

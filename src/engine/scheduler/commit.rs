@@ -62,7 +62,7 @@ impl Scheduler {
             let table = std::mem::take(&mut sequence.table);
             self.blocks.forget(table, self.running.iter_mut().map(|s| &mut s.table));
         } else if sequence.request.pooling {
-            self.blocks.leave_window(&mut sequence.table, computed);
+            self.blocks.leave_windows(&mut sequence.table, computed);
         } else {
             self.blocks.commit(&mut sequence.table, &sequence.tokens[..computed]);
             if (was_prefill && computed >= sequence.prompt_len) || end.is_some() {

@@ -48,7 +48,7 @@ use super::block_manager::{BlockManager, PoolUse};
 use super::request::{ClientId, Priority};
 use super::sequence::{Sequence, SequenceId};
 use super::speculation::DraftTotals;
-use crate::model::{BlockPool, Limits};
+use crate::model::Limits;
 
 #[derive(Debug, Clone, Copy)]
 pub struct SchedulerConfig {
@@ -58,7 +58,7 @@ pub struct SchedulerConfig {
     /// A sequence that got no tokens for more than this many steps is first in line, regardless of its priority and
     /// client.
     pub patience: u64,
-    /// Maximum number of sliding blocks that the prefix cache protects because a turn ended there.
+    /// Maximum number of blocks of a pool with a window that the prefix cache protects because a turn ended there.
     pub turn_blocks: usize,
     /// Maximum number of tokens of a step with draft tokens, including the draft tokens; 0 turns speculation off. More
     /// tokens share one pass over the weights at no cost, until the arithmetic takes longer than the memory accesses.
@@ -110,7 +110,6 @@ pub struct Scheduler {
 impl Scheduler {
     /// Panics if the pools have no room for one sequence of full length, because a long request could never run.
     pub fn new(limits: Limits, config: SchedulerConfig) -> Self {
-        let kv = limits.kv;
         assert!(
             limits.max_batch_tokens > 0 && limits.max_sequences > 0,
             "a step must have room for a token and a sequence: {limits:?}"
@@ -119,23 +118,19 @@ impl Scheduler {
             limits.max_draws >= limits.max_sequences,
             "max_draws must be at least max_sequences: {limits:?}"
         );
+        let least = limits.kv.most_blocks(limits.max_context, limits.max_batch_tokens);
         assert!(
-            kv.full_blocks * kv.block_size >= limits.max_context,
-            "the KV pool must have room for max_context tokens: {limits:?}"
+            limits.kv.pools.iter().zip(&least).all(|(pool, least)| pool.blocks >= *least),
+            "the KV pools must have room for max_context tokens, {least:?} blocks: {limits:?}"
         );
-        let window =
-            kv.window_blocks(limits.max_batch_tokens).min(limits.max_context.div_ceil(kv.block_size));
-        assert!(
-            kv.sliding_window.is_none() || kv.sliding_blocks >= window,
-            "the KV pool must have {window} sliding blocks: {limits:?}"
-        );
+        let free_slots = (0..limits.max_sequences as u32).rev().collect();
         Self {
+            blocks: BlockManager::new(&limits.kv, config.turn_blocks),
             limits,
             config,
-            blocks: BlockManager::new(kv, config.turn_blocks),
             waiting: Vec::new(),
             running: Vec::new(),
-            free_slots: (0..limits.max_sequences as u32).rev().collect(),
+            free_slots,
             served: Served::default(),
             arrivals: 0,
             steps: 0,
@@ -160,8 +155,14 @@ impl Scheduler {
         self.running.len()
     }
 
-    pub fn usage(&self, pool: BlockPool) -> PoolUse {
-        self.blocks.usage(pool)
+    /// The use of all pools with a window together, or of all pools without one.
+    pub fn usage(&self, with_window: bool) -> PoolUse {
+        let pools = self.limits.kv.pools.iter().enumerate();
+        let pools = pools.filter(|(_, pool)| pool.window.is_some() == with_window);
+        pools.fold(PoolUse::default(), |sum, (pool, _)| {
+            let PoolUse { free, cached, held } = self.blocks.usage(pool);
+            PoolUse { free: sum.free + free, cached: sum.cached + cached, held: sum.held + held }
+        })
     }
 
     /// Whether a sequence waits or runs, or is a fork of a sequence that does.

@@ -51,7 +51,7 @@ impl Scheduler {
         while let Some(last) = self.running.len().checked_sub(1) {
             self.put_back(last);
         }
-        self.blocks = BlockManager::new(self.limits.kv, self.config.turn_blocks);
+        self.blocks = BlockManager::new(&self.limits.kv, self.config.turn_blocks);
         self.has_suspects = true;
         let (ended, waiting) = self.waiting.drain(..).partition(|s| faulty.contains(&s.id));
         self.waiting = waiting;

@@ -3,6 +3,7 @@
 use super::Scheduler;
 use super::step::PendingStep;
 use crate::engine::sequence::{Sequence, SequenceId};
+use crate::model::Limits;
 
 /// A sequence that was preempted this often becomes interactive.
 const MAX_PREEMPTIONS: u32 = 4;
@@ -23,14 +24,7 @@ impl Scheduler {
         loop {
             let index = self.index_of(id)?;
             let sequence = &mut self.running[index];
-            let mut wanted = self.blocks.missing(&sequence.table, tokens);
-            // A shared block must be copied to a new block before it is written.
-            let shared = self.blocks.shared_at(&sequence.table, sequence.submitted);
-            wanted
-                .iter_mut()
-                .zip(shared)
-                .for_each(|(wanted, shared)| *wanted += usize::from(shared.is_some()));
-            if self.blocks.has_room(wanted) {
+            if self.blocks.has_room(&self.blocks.wanted(&sequence.table, sequence.submitted, tokens)) {
                 let grown = self.blocks.grow(&mut sequence.table, tokens);
                 assert!(grown.is_ok(), "there was room");
                 let copies = self.blocks.make_writable(&mut sequence.table, sequence.submitted);
@@ -70,34 +64,30 @@ impl Scheduler {
         if self.running.is_empty() && step.step.shares.is_empty() {
             return true; // no other sequence holds a block
         }
-        // The blocks that running sequences need for the rest of their prompts are reserved.
-        let mut wanted = [0, 0];
-        for s in self.running.iter().filter(|s| s.submitted < s.tokens.len()) {
-            let [full, sliding] = self.blocks.missing(&s.table, s.tokens.len());
-            let window = self.window_blocks(s.tokens.len()).saturating_sub(s.table.sliding().1.count());
-            wanted[0] += full;
-            wanted[1] += sliding.min(window);
-        }
+        let Limits { kv, max_batch_tokens, .. } = &self.limits;
         // Cached blocks of the prefix count too, because they become unavailable when the sequence holds them. One
         // block more is needed for the first decode, which would otherwise preempt.
-        let blocks = sequence.tokens.len().div_ceil(self.limits.kv.block_size) + 1;
-        wanted[0] += blocks;
-        wanted[1] += self.window_blocks(sequence.tokens.len()).min(blocks);
-        if self.blocks.has_room(wanted) {
+        let mut wanted = kv.most_blocks(sequence.tokens.len() + kv.block_size, *max_batch_tokens);
+        // The blocks that running sequences need for the rest of their prompts are reserved.
+        for s in self.running.iter().filter(|s| s.submitted < s.tokens.len()) {
+            let missing = self.blocks.missing(&s.table, s.tokens.len());
+            let most = kv.most_blocks(s.tokens.len(), *max_batch_tokens);
+            for (pool, list) in s.table.blocks().iter().enumerate() {
+                wanted[pool] += missing[pool].min(most[pool].saturating_sub(list.ids.len()));
+            }
+        }
+        if self.blocks.has_room(&wanted) {
             return true;
         }
         if sequence.bypasses_cache() {
             return false;
         }
-        wanted[0] -= self
-            .blocks
-            .held_prefix(&sequence.tokens, &sequence.request.cache_salt.on_path(self.attention_path));
-        self.blocks.has_room(wanted)
-    }
-
-    /// Maximum number of sliding blocks of a sequence with `tokens` tokens.
-    fn window_blocks(&self, tokens: usize) -> usize {
-        self.limits.kv.window_blocks(self.limits.max_batch_tokens.min(tokens))
+        let salt = sequence.request.cache_salt.on_path(self.attention_path);
+        let held = self.blocks.held_prefix(&sequence.tokens, &salt);
+        for (wanted, pool) in wanted.iter_mut().zip(&kv.pools) {
+            *wanted -= pool.window.map_or(held, |_| 0);
+        }
+        self.blocks.has_room(&wanted)
     }
 
     /// Starts a waiting sequence for which there is room. It gets slots, and the blocks of its text that the prefix

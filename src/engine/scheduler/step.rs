@@ -247,14 +247,6 @@ pub(super) fn batch_entry(
     input: Input,
     history: Option<Vec<u32>>,
 ) -> BatchSequence {
-    let (sliding_first, sliding) = sequence.table.sliding();
-    BatchSequence {
-        slot: slot_of(sequence),
-        start,
-        input,
-        full_blocks: sequence.table.full().to_vec(),
-        sliding_blocks: sliding.collect(),
-        sliding_first,
-        history,
-    }
+    let blocks = sequence.table.blocks().to_vec();
+    BatchSequence { slot: slot_of(sequence), start, input, blocks, history }
 }

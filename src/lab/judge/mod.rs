@@ -72,8 +72,8 @@ pub struct Pipeline {
 fn pipelines() -> Vec<(&'static Shader, Vec<u32>)> {
     let mut all: Vec<(&'static Shader, Vec<u32>)> = Vec::new();
     for shape in arch::shapes().map(|shape| shape.spec()) {
-        let group = shape.num_attention_heads / shape.num_key_value_heads;
-        for (shader, constants) in all_pipelines(group as u32, shape.head_dim as u32) {
+        let heads = shape.heads();
+        for (shader, constants) in all_pipelines(heads.group() as u32, heads.head_dim as u32) {
             if !all.iter().any(|(s, c)| s.name == shader.name && *c == constants) {
                 all.push((shader, constants));
             }

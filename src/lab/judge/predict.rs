@@ -395,7 +395,7 @@ impl Pipeline {
         let columns = shapes
             .iter()
             .map(Shape::spec)
-            .flat_map(|s| [s.hidden_size, s.num_attention_heads * s.head_dim, s.intermediate_size]);
+            .flat_map(|s| [s.hidden_size, s.heads().q_width(), s.intermediate_size]);
         let products = columns.filter_map(|cols| Some(cost::product_trips(self.shader, cols)? as f64));
         let name = self.name();
         let others = predictions

@@ -19,7 +19,9 @@ use crate::model::model_runner::ModelRunner;
 use crate::model::spec::ModelSpec;
 use crate::model::tensors::{Role, TensorSpec};
 use crate::model::weights::Weights;
-use crate::model::{Batch, BatchSequence, Draw, Input, Runner, RunnerError, Sampling, SamplingParams};
+use crate::model::{
+    Batch, BatchSequence, BlockList, Draw, Input, Runner, RunnerError, Sampling, SamplingParams,
+};
 use crate::tensor::{DType, KvDtype, Precision, Scheme};
 
 /// Dispatches of one kind in a step.
@@ -98,12 +100,7 @@ impl PaperModel {
             max_submit: Duration::MAX,
             ..LoadOptions::default()
         };
-        let heads = Heads {
-            num_heads: config.num_attention_heads,
-            num_kv_heads: config.num_key_value_heads,
-            head_dim: config.head_dim,
-            kv: types.kv,
-        };
+        let heads = Heads::of(&config.heads(), types.kv);
         // The demo model's files are a source without other tensors.
         let files = load::demo_files();
         let source = Source { config, ..Source::open(&files)? };
@@ -125,17 +122,15 @@ impl PaperModel {
             }
             _ => SamplingParams::GREEDY,
         });
-        let limits = self.runner.limits();
+        let limits = self.runner.limits().clone();
         let entry = |(slot, positions): (usize, &Range<usize>)| {
             // The contents of a block have no effect, so all entries refer to the same block.
-            let blocks = vec![0; positions.end.div_ceil(limits.kv.block_size)];
+            let ids = vec![0; positions.end.div_ceil(limits.kv.block_size)];
             BatchSequence {
                 slot: slot as u32,
                 start: positions.start,
                 input: Input::Ids(vec![0; positions.len()]),
-                sliding_blocks: if limits.kv.sliding_window.is_some() { blocks.clone() } else { Vec::new() },
-                full_blocks: blocks,
-                sliding_first: 0,
+                blocks: vec![BlockList { first: 0, ids }; limits.kv.pools.len()],
                 history: None,
             }
         };

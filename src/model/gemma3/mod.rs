@@ -14,7 +14,7 @@ pub use config::{Config, LayerType};
 use serde_json::Value;
 
 use super::config::ConfigError;
-use super::spec::{Arch, LayerSpec, ModelSpec, NormWeight, RopeSpec, Shape};
+use super::spec::{Arch, AttentionHeads, LayerSpec, ModelSpec, NormWeight, RopeSpec, Shape};
 
 pub(super) static ARCH: Arch = Arch {
     name: "Gemma-3",
@@ -38,9 +38,16 @@ impl Config {
     pub fn spec(&self) -> ModelSpec {
         const SLIDING: usize = 0;
         const FULL: usize = 1;
+        let heads = AttentionHeads {
+            num_attention_heads: self.num_attention_heads,
+            num_key_value_heads: self.num_key_value_heads,
+            head_dim: self.head_dim,
+        };
         let layer = |kind: &LayerType| match kind {
-            LayerType::SlidingAttention => LayerSpec { window: Some(self.sliding_window), rope: SLIDING },
-            LayerType::FullAttention => LayerSpec { window: None, rope: FULL },
+            LayerType::SlidingAttention => {
+                LayerSpec { window: Some(self.sliding_window), rope: SLIDING, heads }
+            }
+            LayerType::FullAttention => LayerSpec { window: None, rope: FULL, heads },
         };
         let rope = |name, theta, factor| RopeSpec { name, theta, factor };
         ModelSpec {
@@ -48,9 +55,6 @@ impl Config {
             vocab_size: self.vocab_size,
             hidden_size: self.hidden_size,
             intermediate_size: self.intermediate_size,
-            num_attention_heads: self.num_attention_heads,
-            num_key_value_heads: self.num_key_value_heads,
-            head_dim: self.head_dim,
             score_scale: self.query_pre_attn_scalar.powf(-0.5),
             norm_eps: self.rms_norm_eps,
             norm_weight: NormWeight::OnePlus,

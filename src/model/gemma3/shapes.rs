@@ -153,8 +153,9 @@ mod tests {
 
     /// Weights of the language model, norms included.
     fn parameters(c: &ModelSpec) -> u64 {
-        let attention = (2 * c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim * c.hidden_size;
-        let norms = 4 * c.hidden_size + 2 * c.head_dim;
+        let heads = c.heads();
+        let attention = 2 * (heads.q_width() + heads.kv_width()) * c.hidden_size;
+        let norms = 4 * c.hidden_size + 2 * heads.head_dim;
         let layer = attention + 3 * c.hidden_size * c.intermediate_size + norms;
         (c.vocab_size * c.hidden_size + c.layers.len() * layer + c.hidden_size) as u64
     }

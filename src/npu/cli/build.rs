@@ -104,11 +104,11 @@ fn wanted(config: &Config, args: &BuildKernels) -> Result<Vec<(Shape, Bucket)>, 
     let (head_dim, heads, window, kv_heads) = match (&args.model, args.head_dim, args.heads_per_group) {
         (Some(model), ..) => {
             let (model, _) = arch::load(&load::files_at(Path::new(model), &config.model)?)?;
-            let heads = model.num_attention_heads / model.num_key_value_heads;
+            let heads = model.heads();
             // The numbers of a config are far below 2^32, or the contract refuses the largest.
             let number = |number: usize| u32::try_from(number).unwrap_or(u32::MAX);
             let window = model.window().map(number);
-            (number(model.head_dim), number(heads), window, number(model.num_key_value_heads))
+            (number(heads.head_dim), number(heads.group()), window, number(heads.num_key_value_heads))
         }
         (None, Some(head_dim), Some(heads)) => (head_dim, heads, args.window, MAX_GROUPS),
         _ => unreachable!("clap asks for a model or for a shape"),

@@ -45,7 +45,7 @@ pub fn shim(config: &Config) -> PathBuf {
 }
 
 fn limits_of(config: &Config, model: &ModelSpec) -> OffloadLimits {
-    let most = model.num_key_value_heads;
+    let most = model.heads().num_key_value_heads;
     OffloadLimits {
         kv_heads: config.npu.kv_heads.unwrap_or(most).min(most),
         keys: config.npu.keys,
@@ -79,7 +79,7 @@ impl Npu {
         if config.npu.mode == NpuMode::Off {
             return Ok(None);
         }
-        let most = model.num_key_value_heads;
+        let most = model.heads().num_key_value_heads;
         if let Some(wanted) = config.npu.kv_heads.filter(|wanted| *wanted > most) {
             let problem =
                 format!("npu.kv_heads is {wanted}, and the model has {most} KV heads: set {most} or less");
@@ -156,7 +156,7 @@ impl Npu {
                 start.kv_heads = kv_heads;
                 tracing::info!(
                     "npu      computes {kv_heads} of {} KV heads of prompts{}",
-                    model.config().num_key_value_heads,
+                    model.config().heads().num_key_value_heads,
                     if fixed.is_some() { ", as before" } else { "" }
                 );
             }
@@ -218,10 +218,7 @@ fn process(model: &ModelSpec, config: &Config) -> Result<NpuProcess, NpuError> {
         return Err(NpuError::new(NpuCode::KernelMissing, problem));
     };
     let start = Start { shim: shim(config), kernels };
-    let heads = HeadShape {
-        head_dim: model.head_dim,
-        heads_per_group: model.num_attention_heads / model.num_key_value_heads,
-    };
+    let heads = HeadShape { head_dim: model.heads().head_dim, heads_per_group: model.heads().group() };
     // `/proc/self/exe` instead of the program's path: a package upgrade may have replaced the file.
     let mut command = Command::new("/proc/self/exe");
     command.arg("npu-process");
