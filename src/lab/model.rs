@@ -89,7 +89,7 @@ pub fn model(config: &Config, args: &args::Model) -> Result<(), Error> {
     for (i, (case, trial)) in cases.into_iter().enumerate() {
         bar.set(i as u64);
         bar.say(format!("measuring {case}"));
-        let obstacle = trial.obstacle(&runner.limits()).or_else(over);
+        let obstacle = trial.obstacle(runner.limits()).or_else(over);
         let obstacle = obstacle.or_else(|| too_long(trial, &measured, limit));
         match obstacle {
             Some(why) => left_out.push((case, why)),
@@ -227,9 +227,9 @@ fn measure(
         let time = trial.run(runner)?;
         spent += time;
         times.push(time.as_secs_f64());
-        recorded = (runner.device().counts() - before) / trial.submitted(&runner.limits()) as u64;
+        recorded = (runner.device().counts() - before) / trial.submitted(runner.limits()) as u64;
     }
-    let steps = trial.steps(&runner.limits());
+    let steps = trial.steps(runner.limits());
     let tokens = steps.iter().flat_map(|step| &step.shares).map(|(_, tokens)| tokens).sum();
     let bytes = steps.iter().map(|TrialStep { shares, draws }| runner.least_bytes(shares, *draws)).sum();
     Ok(Measured { case, tokens, steps: steps.len(), runs: times, bytes, recorded })

@@ -70,7 +70,7 @@ pub fn bench(config: &Config, args: &args::BenchNpu) -> Result<(), Error> {
     let device = runner.device().info().clone();
     let npu = npu.expect("a model that requires the NPU has it");
     let trial = Trial::Prefill { tokens: args.prompt_tokens as usize };
-    if let Some(obstacle) = trial.obstacle(&runner.limits()) {
+    if let Some(obstacle) = trial.obstacle(runner.limits()) {
         return Err(Error::Argument(format!("--prompt-tokens {}: {obstacle}", args.prompt_tokens)));
     }
     let meter = Meter::open(&Machine::new(args.root.as_deref()), &Place::of(&device));
