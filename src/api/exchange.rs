@@ -559,7 +559,7 @@ impl Answers {
         });
         let delta = delta.await?;
         Some(delta.map(|delta| match self.prompt_only {
-            // The answer ends with `length`, because nothing was to follow the prompt.
+            // `max_tokens` is 0: the answer is empty, and its finish reason is `length`.
             true => Delta {
                 choice: delta.choice,
                 prompt: delta.prompt,

@@ -277,7 +277,7 @@ impl StepLoop {
         let ids: Vec<SequenceId> = self.answers.iter().filter(|(_, a)| left(a)).map(|(id, _)| *id).collect();
         for id in ids {
             let answer = self.remove(id);
-            tracing::debug!(generated = answer.clock.predicted_n, "cancelled: its reader left");
+            tracing::debug!(generated = answer.clock.predicted_n, "cancelled: the client disconnected");
         }
     }
 

@@ -25,7 +25,7 @@ pub enum WeightsError {
         and(*.more, "is", "are")
     )]
     Layer { file: String, tensor: String, more: usize, num_hidden_layers: usize },
-    #[error("{file}: tensor {tensor} stands for the same weight as {other}; expected one of them")]
+    #[error("{file}: tensor {tensor} is another name of the same weight as {other}; expected one of them")]
     Twice { file: String, tensor: String, other: String },
     #[error(
         "{file}: tensor {tensor} is not equal to the embedding; expected the copy of it that a tied head is"

@@ -597,7 +597,7 @@ impl Clocks {
             let thread = thread::Builder::new().name("grammar clock".into());
             if let Err(error) = thread.spawn(|| Clocks::get().cancel_expired()) {
                 tracing::warn!(
-                    "cannot start the thread that stops slow grammars, so they stop only after a mask: {error}"
+                    "cannot start the thread that interrupts slow grammars, so one may compute a whole mask first: {error}"
                 );
             }
             Clocks { start: Instant::now(), all: Mutex::default(), more: Condvar::new() }

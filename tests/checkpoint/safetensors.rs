@@ -920,7 +920,7 @@ fn tensors_that_contradict_the_config_are_refused_by_name() {
         ),
         (
             &add("language_model.model.norm.weight", DType::BF16, &[24]),
-            "model.safetensors: tensor language_model.model.norm.weight stands for the same weight as \
+            "model.safetensors: tensor language_model.model.norm.weight is another name of the same weight as \
              model.norm.weight; expected one of them",
         ),
         (

@@ -1,7 +1,7 @@
 //! A Vulkan layer that makes calls fail on command, to see from outside what the shipped program does about it.
 //!
 //! `cargo build --example fault_layer` puts it into the folder `examples` of the build. The loader puts it between any
-//! program and its driver where the environment says so, and `manifest.json` beside this file leaves the library to the
+//! program and its driver where the environment says so, and `manifest.json` next to this file leaves the library to the
 //! search path:
 //!
 //! ```text
@@ -31,7 +31,7 @@
 //! be read end the process.
 //!
 //! A program whose device process ends starts another, which reads the same file. A fault of that file that strikes one
-//! call, or a few, strikes in one process only: it is noted in a file beside it, whose name ends in `.struck`, until the
+//! call, or a few, strikes in one process only: it is noted in a file next to it, whose name ends in `.struck`, until the
 //! text is another.
 //!
 //! What comes between loader and layer is written down in the loader's LoaderLayerInterface.md and vk_layer.h; ash has
@@ -230,7 +230,7 @@ fn result_of(effect: Effect) -> vk::Result {
     }
 }
 
-/// A line for whoever reads the program's stderr, if anybody does.
+/// A line on the program's stderr, which may have no reader.
 fn say(line: &str) {
     let _ = writeln!(std::io::stderr(), "fault_layer: {line}");
 }
@@ -555,7 +555,7 @@ unsafe fn link<Link>(
 ) -> Option<*const Link> {
     while !next.is_null() {
         let info = next as *mut LayerCreateInfo<Link>;
-        // SAFETY: every structure of a chain begins with its type and the next one; only behind the type that the
+        // SAFETY: every structure of a chain begins with its type and the next one; only after the type that the
         // loader alone gives is there more.
         unsafe {
             if (*info).s_type == s_type && (*info).function == LINK_INFO {

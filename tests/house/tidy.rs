@@ -1,7 +1,7 @@
 //! Holds the code to its layout: floors, no circles of files, places of `unsafe` and `ash`, required comments,
 //! forbidden words, links that lead somewhere.
 //!
-//! Each rule is a function from a text to its complaints, and has a sample beside it that it must refuse: a rule that
+//! Each rule is a function from a text to its complaints, and has a sample that it must refuse: a rule that
 //! cannot fail checks nothing. The rules do not repeat what the compiler or clippy refuses.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -84,7 +84,7 @@ struct Layers {
 }
 
 /// Splits Rust into code and comments. Strings and characters are blanked in both, so that a word in a message is
-/// no violation. Lines are kept: the nth line of one layer stands beside the nth of the other.
+/// no violation. Lines are kept: the nth line of one layer is the nth line of the other.
 fn layers(source: &str) -> Layers {
     let text: Vec<char> = source.chars().collect();
     let (mut code, mut comments) = (String::new(), String::new());
@@ -280,7 +280,7 @@ fn blank(code: &mut String, range: std::ops::Range<usize>) {
     code.replace_range(range, &blanks);
 }
 
-/// The end of the item that begins at `at`: behind its `;`, or behind the brace that closes its first one.
+/// The end of the item that begins at `at`: after its `;`, or after the brace that closes its first one.
 fn item_end(code: &str, at: usize) -> usize {
     let mut depth = 0;
     for (n, c) in code[at..].char_indices() {
@@ -312,7 +312,7 @@ fn module_paths(file: &str, code: &str, children: &[&str]) -> Vec<(usize, String
     for child in children {
         starts.extend(find_prefix(code, &format!("{child}::")).into_iter().map(|at| (at, own.join("::"))));
     }
-    // A name behind `::` is the middle of a path.
+    // A name after `::` is the middle of a path.
     starts.retain(|(at, _)| !code[..*at].ends_with("::"));
     let mut paths = Vec::new();
     for (at, base) in starts {
@@ -603,7 +603,7 @@ fn names_say_something(file: &str, _: &str) -> Vec<String> {
 
 // --- rules for other files ------------------------------------------------------------------------------
 
-/// The project speaks of itself: no path of somebody's machine, no host of a package registry.
+/// The project speaks of itself: no path of one machine, no host of a package registry.
 fn speaks_of_itself(file: &str, text: &str) -> Vec<String> {
     let strange = [
         concat!("/wo", "rk/"),
