@@ -77,8 +77,8 @@ fi
 
 say "checking kernels and goldens"
 # On a CPU, the questions of the demo model take many minutes.
-suites='kernels::twins:: golden:: in_any_order_between_barriers'
-[ "$small" = 1 ] || suites="$suites batching:: demo::"
+suites='kernels::twins:: model::golden:: in_any_order_between_barriers'
+[ "$small" = 1 ] || suites="$suites engine::batching:: model::demo::"
 # shellcheck disable=SC2086
 bounded "$work/suite" $suites --skip validation_is_loaded >"$work/suite.log" 2>&1
 suite_status=$?

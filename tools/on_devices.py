@@ -24,13 +24,13 @@ LARGE = "kernels::twins::the_27b_embedding_works_at_full_size"
 PROVOKING = "kernels::twins::validation_is_loaded_and_catches_a_violation"
 SUITES = {
     "kernels": ["kernels::twins::"],
-    "order": ["hazards::kernels_compute_the_same"],
-    "goldens": ["golden::"],
+    "order": ["kernels::hazards::kernels_compute_the_same"],
+    "goldens": ["model::golden::"],
     # Bits of products, and bits of logits and answers: alone, batched, in chunks, from the cache, and speculated.
-    "fast": ["fast::every_width", "fast::two_products", "fast::activations", "fast::logits_in_int8", "fast::answers_in_int8"],
+    "fast": ["kernels::fast::every_width", "kernels::fast::two_products", "kernels::fast::activations", "kernels::fast::logits_in_int8", "kernels::fast::answers_in_int8"],
 }
 # Tests that only Mesa 26's software Vulkan can compute.
-MATRICES = {"matrices": ["fast::tiles_that_subgroups_multiply"]}
+MATRICES = {"matrices": ["kernels::fast::tiles_that_subgroups_multiply"]}
 # Suites that are cheap enough for every run of the tests.
 CHEAP = {
     "lavapipe-26": MATRICES,
@@ -43,9 +43,9 @@ FULL = {name: SUITES for name in [
 ]}
 FULL["lavapipe-26"] = SUITES | MATRICES
 # SwiftShader is slow, so it runs the three reference models without their variations.
-FULL["swiftshader"] = SUITES | {"goldens": ["golden::tiny"]}
+FULL["swiftshader"] = SUITES | {"goldens": ["model::golden::tiny"]}
 # The layer checks each access, which makes even small models slow, so it runs one golden.
-FULL["gpu-assisted"] = {"kernels": ["kernels::twins::"], "goldens": ["golden::tiny_a"]}
+FULL["gpu-assisted"] = {"kernels": ["kernels::twins::"], "goldens": ["model::golden::tiny_a"]}
 
 
 @dataclass
