@@ -19,37 +19,69 @@ pub enum IsaError {
     Label(String),
 }
 
-/// Numbers of instructions, by the hardware unit that they occupy.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
-pub struct Counts {
-    pub instructions: u64,
-    /// Vector instructions. A dual issue counts as two, and a dot product or matrix product as one.
-    pub valu: u64,
-    /// Dual issues: pairs of vector instructions that take the time of one instruction.
-    pub dual: u64,
-    /// Dot products of four packed bytes.
-    pub dot4: u64,
-    /// Matrix products of a wave (WMMA).
-    pub wmma: u64,
-    /// Cycles for which a wave of 32 lanes occupies the vector units of its SIMD. A wave of 64 lanes takes twice as
-    /// many. RDNA 3 may issue some f32 instructions for all 64 lanes in one cycle; the count ignores that.
-    pub cycles: u64,
-    /// Multiply-adds per lane, in all instructions.
-    pub macs: u64,
-    /// f32 operations per lane that round their result: multiply-adds, products and sums.
-    pub f32_fma: u64,
-    pub f32_mul: u64,
-    pub f32_add: u64,
-    pub vector_loads: u64,
-    /// Vector loads that read 16 bytes per lane.
-    pub wide_loads: u64,
-    /// Stores and atomics.
-    pub vector_stores: u64,
-    pub scalar_loads: u64,
-    /// Loads and stores of shared memory.
-    pub lds: u64,
-    /// Waits for memory.
-    pub waits: u64,
+/// Declares a struct of numbers, with its sum and its multiple.
+macro_rules! counts {
+    ($(#[$about:meta])* pub struct $name:ident { $($(#[$field_about:meta])* pub $field:ident,)* }) => {
+        $(#[$about])*
+        #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+        pub struct $name { $($(#[$field_about])* pub $field: u64,)* }
+
+        impl Add for $name {
+            type Output = $name;
+            fn add(self, other: $name) -> $name {
+                $name { $($field: self.$field + other.$field,)* }
+            }
+        }
+
+        impl Mul<u64> for $name {
+            type Output = $name;
+            fn mul(self, n: u64) -> $name {
+                $name { $($field: self.$field * n,)* }
+            }
+        }
+    };
+}
+
+counts! {
+    /// Numbers of instructions, by the hardware unit that they occupy.
+    pub struct Counts {
+        pub instructions,
+        /// Vector instructions. A dual issue counts as two, and a dot product or matrix product as one.
+        pub valu,
+        /// Dual issues: pairs of vector instructions that take the time of one instruction.
+        pub dual,
+        /// Dot products of four packed bytes.
+        pub dot4,
+        /// Matrix products of a wave (WMMA).
+        pub wmma,
+        /// Cycles for which a wave of 32 lanes occupies the vector units of its SIMD. A wave of 64 lanes takes twice as
+        /// many. RDNA 3 may issue some f32 instructions for all 64 lanes in one cycle; the count ignores that.
+        pub cycles,
+        /// Multiply-adds per lane, in all instructions.
+        pub macs,
+        /// f32 operations per lane that round their result: multiply-adds, products and sums.
+        pub f32_fma,
+        pub f32_mul,
+        pub f32_add,
+        pub vector_loads,
+        /// Vector loads that read 16 bytes per lane.
+        pub wide_loads,
+        /// Stores and atomics.
+        pub vector_stores,
+        pub scalar_loads,
+        /// Bytes of all scalar loads. One read serves all lanes of a wave.
+        pub scalar_bytes,
+        /// Instructions of the scalar unit, which takes one cycle for each, however many lanes a wave has.
+        pub salu,
+        /// Branches. They take the scalar unit's place in a cycle.
+        pub branches,
+        /// Loads and stores of shared memory.
+        pub lds,
+        /// Cycles for which a wave of 32 lanes occupies the shared memory of its compute unit.
+        pub lds_cycles,
+        /// Waits for memory.
+        pub waits,
+    }
 }
 
 impl Counts {
@@ -71,57 +103,9 @@ impl Counts {
     }
 }
 
-impl Add for Counts {
-    type Output = Counts;
-    fn add(self, other: Counts) -> Counts {
-        Counts {
-            instructions: self.instructions + other.instructions,
-            valu: self.valu + other.valu,
-            dual: self.dual + other.dual,
-            dot4: self.dot4 + other.dot4,
-            wmma: self.wmma + other.wmma,
-            cycles: self.cycles + other.cycles,
-            macs: self.macs + other.macs,
-            f32_fma: self.f32_fma + other.f32_fma,
-            f32_mul: self.f32_mul + other.f32_mul,
-            f32_add: self.f32_add + other.f32_add,
-            vector_loads: self.vector_loads + other.vector_loads,
-            wide_loads: self.wide_loads + other.wide_loads,
-            vector_stores: self.vector_stores + other.vector_stores,
-            scalar_loads: self.scalar_loads + other.scalar_loads,
-            lds: self.lds + other.lds,
-            waits: self.waits + other.waits,
-        }
-    }
-}
-
 impl AddAssign for Counts {
     fn add_assign(&mut self, other: Counts) {
         *self = *self + other;
-    }
-}
-
-impl Mul<u64> for Counts {
-    type Output = Counts;
-    fn mul(self, n: u64) -> Counts {
-        Counts {
-            instructions: self.instructions * n,
-            valu: self.valu * n,
-            dual: self.dual * n,
-            dot4: self.dot4 * n,
-            wmma: self.wmma * n,
-            cycles: self.cycles * n,
-            macs: self.macs * n,
-            f32_fma: self.f32_fma * n,
-            f32_mul: self.f32_mul * n,
-            f32_add: self.f32_add * n,
-            vector_loads: self.vector_loads * n,
-            wide_loads: self.wide_loads * n,
-            vector_stores: self.vector_stores * n,
-            scalar_loads: self.scalar_loads * n,
-            lds: self.lds * n,
-            waits: self.waits * n,
-        }
     }
 }
 
@@ -256,7 +240,7 @@ fn count_words(words: &[u32]) -> Counts {
         (0b11_0010, _) => {
             count(&format!("v_dual_{}", half(bits(22, 4))), &format!(":: v_dual_{}", half(bits(17, 5))))
         }
-        (0b11_1101, _) => count("s_load_", ""),
+        (0b11_1101, _) => count(&format!("s_load_b{}", 32 << (bits(18, 8) & 7).min(4)), ""),
         (0b11_0111, _) => count(
             match bits(18, 7) {
                 23 => "global_load_b128",
@@ -285,7 +269,9 @@ fn count_words(words: &[u32]) -> Counts {
         (_, 8) => count("v_mul_f32", ""),
         (_, 43) => count("v_fmac_f32", ""),
         (_, ..64) => count("v_mov_b32", ""),
-        _ => count("s_nop", ""),
+        // Scalar instructions without operands or with a 16-bit constant alone, and other encodings.
+        _ if word >> 23 == 0x17f || word >> 30 != 0b10 => count("s_nop", ""),
+        _ => count("s_mov_b32", ""),
     }
 }
 
@@ -335,12 +321,58 @@ fn count(name: &str, operands: &str) -> Counts {
         c.vector_stores = u64::from(name.contains("_store") || name.contains("_atomic"));
     } else if name.starts_with("ds_") {
         c.lds = 1;
+        c.lds_cycles = lds_cycles(name);
     } else if name.starts_with("s_load_") || name.starts_with("s_buffer_load_") {
         c.scalar_loads = 1;
+        c.scalar_bytes = scalar_bytes(name);
     } else if name.starts_with("s_wait") && !name.ends_with("depctr") && !name.ends_with("_alu") {
         c.waits = 1;
+    } else if name.starts_with("s_branch") || name.starts_with("s_cbranch") {
+        c.branches = 1;
+    } else if name.starts_with("s_") && !CONTROL.iter().any(|prefix| name.starts_with(prefix)) {
+        c.salu = 1;
     }
     c
+}
+
+/// Instructions that the scalar unit does not execute: a wave's instruction buffer handles them, or a cache does.
+const CONTROL: [&str; 15] = [
+    "s_wait",
+    "s_nop",
+    "s_sleep",
+    "s_clause",
+    "s_delay_alu",
+    "s_set_inst_prefetch",
+    "s_inst_prefetch",
+    "s_code_end",
+    "s_endpgm",
+    "s_barrier",
+    "s_sendmsg",
+    "s_icache_inv",
+    "s_dcache_inv",
+    "s_gl1_inv",
+    "s_round_mode",
+];
+
+/// The bytes of a scalar load: `s_load_b256`, or `s_load_dwordx8` in ACO's listing.
+fn scalar_bytes(name: &str) -> u64 {
+    let width = name.rsplit('_').next().unwrap_or_default();
+    match width.strip_prefix('b') {
+        Some(bits) => bits.parse().map_or(0, |bits: u64| bits / 8),
+        None => 4 * width.strip_prefix("dwordx").map_or(1, |words| words.parse().unwrap_or(1)),
+    }
+}
+
+/// Shared memory moves 128 bytes a cycle for the lanes of a wave: one word for each of 32 lanes.
+fn lds_cycles(name: &str) -> u64 {
+    let pairs = 1 + u64::from(name.contains("_2addr_"));
+    pairs
+        * match name.rsplit('_').next() {
+            Some("b128") => 4,
+            Some("b96") => 3,
+            Some("b64" | "u64") => 2,
+            _ => 1,
+        }
 }
 
 /// The cycles of an instruction, from the table that RADV uses for its estimates (`get_perf_info` in
@@ -431,6 +463,8 @@ BB106:
         assert_eq!((total.vector_loads, total.wide_loads, total.vector_stores), (2, 1, 1));
         assert_eq!((total.scalar_loads, total.lds), (1, 1));
         assert_eq!(total.waits, 1, "s_waitcnt_depctr does not wait for memory");
+        assert_eq!((total.salu, total.branches), (1, 3), "waits and s_nop do not occupy the scalar unit");
+        assert_eq!((total.scalar_bytes, total.lds_cycles), (16, 1));
         assert_eq!(total.macs, 2);
         assert_eq!(total.cycles, 1 + 1 + 2 + 1 + 1 + 4, "a dual issue takes one cycle");
     }
@@ -535,6 +569,7 @@ BB19
     fn loads_that_the_disassembler_rejects_are_counted() {
         let total = Program::parse(REFUSED).unwrap().total;
         assert_eq!((total.instructions, total.scalar_loads, total.valu), (9, 4, 5));
+        assert_eq!((total.scalar_bytes, total.salu), (4 * 16, 0));
         assert_eq!(
             (total.dual, total.f32_mul, total.f32_fma),
             (1, 1, 2),
@@ -561,7 +596,25 @@ BB0:
     fn products_that_are_misread_after_a_rejected_load_are_counted() {
         let total = Program::parse(REFUSED_BEFORE_A_PRODUCT).unwrap().total;
         assert_eq!((total.instructions, total.scalar_loads, total.valu), (7, 3, 3));
+        assert_eq!((total.scalar_bytes, total.salu), (32 + 4 + 32, 0));
         assert_eq!((total.f32_mul, total.f32_fma, total.dot4), (1, 1, 1));
+    }
+
+    #[test]
+    fn loads_of_shared_memory_and_of_scalars_are_counted_by_their_width() {
+        let of = |name: &str| count(name, "");
+        let lds = [
+            "ds_load_b32",
+            "ds_store_b64",
+            "ds_load_2addr_b64",
+            "ds_load_2addr_stride64_b32",
+            "ds_load_b128",
+        ];
+        assert_eq!(lds.map(|name| of(name).lds_cycles), [1, 2, 4, 2, 4]);
+        let scalar = ["s_load_b32", "s_load_b512", "s_buffer_load_b128", "s_load_dword", "s_load_dwordx8"];
+        assert_eq!(scalar.map(|name| of(name).scalar_bytes), [4, 64, 16, 4, 32]);
+        let control = ["s_delay_alu", "s_clause", "s_waitcnt_vmcnt", "s_barrier"];
+        assert_eq!(control.map(|name| of(name).salu), [0; 4]);
     }
 
     #[test]

@@ -21,7 +21,16 @@ use crate::tensor::{KvDtype, Precision, Scheme, TILE_ROWS};
 /// Splits of a product's columns over a workgroup (`shaders/matmul.comp`).
 const SPLITS: usize = 4;
 /// Keys of one tile of attention (`shaders/attention.comp`).
-const KEYS: usize = 64;
+pub const KEYS: usize = 64;
+
+/// The keys among the bytes that attention reads. In one trip, each lane of a workgroup reads a row of its own.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Keys {
+    /// Bytes of all keys.
+    pub bytes: u64,
+    /// Bytes of one key of one head.
+    pub row_bytes: u64,
+}
 
 /// The cost of a dispatch.
 #[derive(Debug, Clone)]
@@ -35,6 +44,7 @@ pub struct Dispatch {
     pub weight_bytes: u64,
     pub weight_passes: u64,
     pub kv_bytes: u64,
+    pub keys: Keys,
     pub activation_bytes: u64,
 }
 
@@ -57,6 +67,7 @@ impl Dispatch {
             weight_bytes: 0,
             weight_passes: 1,
             kv_bytes: 0,
+            keys: Keys::default(),
             activation_bytes: 0,
         }
     }
@@ -252,10 +263,12 @@ pub fn attention(heads: &Heads, window: Option<usize>, shader: &'static Shader, 
         let all = sequences.entry(*sequence).or_insert(start..end);
         *all = all.start.min(start)..all.end.max(end);
     }
+    let kv_bytes = sequences.values().map(|positions| heads.kv_bytes(positions, window)).sum();
     Dispatch {
         constants: attention_constants(shader, num_heads / num_kv_heads, head_dim),
         trips: walked as f64 / items.len().max(1) as f64,
-        kv_bytes: sequences.values().map(|positions| heads.kv_bytes(positions, window)).sum(),
+        kv_bytes,
+        keys: Keys { bytes: kv_bytes / 2, row_bytes: heads.kv.row_bytes(head_dim) as u64 },
         // The activations are queries and partials.
         activation_bytes: floats(attending * (num_heads * head_dim + shape.partial_width())),
         ..Dispatch::new(shader, items.len() * num_kv_heads)
@@ -334,6 +347,8 @@ pub struct Body {
     pub weights: u64,
     /// The instructions outside the steady loop, which run once.
     pub once: Counts,
+    /// In attention, the rounds of loads in which a lane reads its key; 0 in other kernels.
+    pub key_rounds: u64,
 }
 
 impl Body {
@@ -348,13 +363,14 @@ impl Body {
 pub fn body(shader: &Shader, constants: &[u32], program: &Program) -> Option<Body> {
     let kernel = shader.name.split('_').next().unwrap_or_default();
     match (kernel, constants) {
-        ("fast", [columns, geglu, _, _]) => {
-            // A trip is a block of 32 columns of a row, of one matrix or of two.
+        ("fast", [columns, geglu, _, shared]) => {
+            // A trip is a block of 32 columns of a row, of one matrix or of two. If the workgroup shares activations, an
+            // inner loop computes their second digits, which few blocks have.
             let weights = BLOCK_COLS as u64 * u64::from(1 + geglu);
             let steady = program.inside(None).max_by_key(|i| program.trip(*i, &|_| 1).dot4)?;
-            let trip = program.trip(steady, &|_| 1);
+            let trip = program.trip(steady, &|_| u64::from(*shared == 0));
             let unrolled = times(trip.dot4, weights / 4 * u64::from(*columns));
-            Some(Body { trip, unrolled, weights, once: without(program, &[steady]) })
+            Some(Body { trip, unrolled, weights, once: without(program, &[steady]), key_rounds: 0 })
         }
         // A trip is a block of 32 columns of all rows of a workgroup, which its lanes share. The loop is inside the
         // loop over segments; inside it are one or two digits, usually one.
@@ -366,14 +382,14 @@ pub fn body(shader: &Shader, constants: &[u32], program: &Program) -> Option<Bod
             let trip = program.trip(steady, &|_| 1);
             let lanes: u32 = shader.workgroup.iter().product();
             let weights = u64::from(SUBGROUP_ROW_TILES * (TILE_ROWS * BLOCK_COLS) as u32 / lanes);
-            Some(Body { trip, unrolled: 1, weights, once: without(program, &[segments]) })
+            Some(Body { trip, unrolled: 1, weights, once: without(program, &[segments]), key_rounds: 0 })
         }
         ("matmul", [columns]) => {
             let weights = u64::from(block_weights(shader));
             let steady = program.densest()?;
             let trip = program.trip(steady, &|_| 1);
             let unrolled = times(trip.macs, weights * u64::from(*columns));
-            Some(Body { trip, unrolled, weights, once: without(program, &[steady]) })
+            Some(Body { trip, unrolled, weights, once: without(program, &[steady]), key_rounds: 0 })
         }
         ("attention", [_, head_dim, rows]) => {
             // The outermost loop is over splits; the loop over tiles of keys is inside it.
@@ -400,19 +416,22 @@ pub fn body(shader: &Shader, constants: &[u32], program: &Program) -> Option<Bod
                 _ => 0,
             };
             let trip = program.trip(steady, &trips);
-            Some(Body { trip, unrolled: 1, weights: 0, once: without(program, &[steady]) })
+            let of_keys =
+                program.inside(Some(steady)).find(|i| own(*i).vector_loads > 0 && own(*i).scalar_loads > 0);
+            let key_rounds = of_keys.map_or(1, trips);
+            Some(Body { trip, unrolled: 1, weights: 0, once: without(program, &[steady]), key_rounds })
         }
         // A trip merges a split's partial.
         ("attention", []) => {
             let steady = program.densest()?;
             let trip = program.trip(steady, &|_| 1);
-            Some(Body { trip, unrolled: 1, weights: 0, once: without(program, &[steady]) })
+            Some(Body { trip, unrolled: 1, weights: 0, once: without(program, &[steady]), key_rounds: 0 })
         }
         // These kernels have one or two loops over a row.
         ("rms" | "embed" | "qkv" | "moments" | "pool" | "adjust" | "peak", []) => {
             let outer: Vec<usize> = program.inside(None).collect();
             let trip = outer.iter().map(|i| program.trip(*i, &|_| 1)).reduce(|a, b| a + b)?;
-            Some(Body { trip, unrolled: 1, weights: 0, once: without(program, &outer) })
+            Some(Body { trip, unrolled: 1, weights: 0, once: without(program, &outer), key_rounds: 0 })
         }
         // The steady loop is the loop over a chunk's logits, or over the results of a row's chunks. Other loops have
         // few trips and count once.
@@ -421,13 +440,13 @@ pub fn body(shader: &Shader, constants: &[u32], program: &Program) -> Option<Bod
             let outer: Vec<usize> = program.inside(None).collect();
             let steady = *outer.iter().max_by_key(|i| (loads(i), std::cmp::Reverse(**i)))?;
             let trip = program.trip(steady, &|_| 1);
-            Some(Body { trip, unrolled: 1, weights: 0, once: without(program, &[steady]) })
+            Some(Body { trip, unrolled: 1, weights: 0, once: without(program, &[steady]), key_rounds: 0 })
         }
         // The steady loop is the loop over the most likely ids.
         ("logprobs", []) => {
             let outer: Vec<usize> = program.inside(None).collect();
             let trip = program.trip(*outer.first()?, &|_| 1);
-            Some(Body { trip, unrolled: 1, weights: 0, once: without(program, &outer) })
+            Some(Body { trip, unrolled: 1, weights: 0, once: without(program, &outer), key_rounds: 0 })
         }
         ("history" | "geglu" | "quantize" | "offload", []) => None,
         _ => panic!("{}: no case says which of its loops is the steady one", shader.name),

@@ -219,8 +219,12 @@ impl Report {
         }
         let _ = write!(
             text,
-            "\nAs arithmetic, by {}. bytes = weights x reads + kv + act; memory = bytes / {} GB/s; cycles = those of one wave, in \
-         all its trips;\nALU = waves / {} SIMDs, rounded up, x cycles / {} GHz; ms = times x the larger of memory and ALU.\n",
+            "\nAs arithmetic, by {}. bytes = weights x reads + kv + act; memory = bytes / {} GB/s; cyc = cycles of one wave, in \
+         all its trips;\nVALU, SALU and LDS ms = waves / {} SIMDs, rounded up, x the unit's cycles / {} GHz; \
+         ms = times x the largest of memory, VALU, SALU and LDS, by = that unit.\nlines = lines of memory that loads of keys \
+         touch, for each line that has keys; kv MB counts those that are read again;\nK$ KB = what the waves of a workgroup \
+         processor load into its scalar cache of 16 KB in a trip, if they share nothing;\nL2 GB/s = at most, if the scalar \
+         cache keeps nothing.\n",
             judges[0].compiler,
             chip.gb_per_s,
             chip.simds(),
@@ -237,7 +241,7 @@ fn pipeline_table(judge: &Judge, asked: &Question, predictions: &[Prediction]) -
     let mut text = String::new();
     let _ = writeln!(
         text,
-        "{:<24} {:>5} {:>5} {:>5} {:>7} {:>6} {:>6} | {:>11} {:>3} {:>5} {:>4} {:>4} {:>4} {:>4} {:>4} {:>4} {:>4} {:>4} {:>7}",
+        "{:<24} {:>5} {:>5} {:>5} {:>7} {:>6} {:>6} | {:>11} {:>3} {:>5} {:>4} {:>4} {:>4} {:>5} {:>4} {:>4} {:>4} {:>4} {:>4} {:>7}",
         "pipeline",
         "VGPRs",
         "SGPRs",
@@ -251,6 +255,7 @@ fn pipeline_table(judge: &Judge, asked: &Question, predictions: &[Prediction]) -
         "dual",
         "dot4",
         "wmma",
+        "SALU",
         "load",
         "wide",
         "sld",
@@ -283,11 +288,12 @@ fn pipeline_table(judge: &Judge, asked: &Question, predictions: &[Prediction]) -
         let (trip, unrolled, per_weight) = (&body.trip, body.unrolled, body.valu_per_weight());
         let _ = writeln!(
             text,
-            " {trips:>11} {unrolled:>3} {:>5} {:>4} {:>4} {:>4} {:>4} {:>4} {:>4} {:>4} {:>4} {:>7}",
+            " {trips:>11} {unrolled:>3} {:>5} {:>4} {:>4} {:>4} {:>5} {:>4} {:>4} {:>4} {:>4} {:>4} {:>7}",
             trip.valu,
             trip.dual,
             trip.dot4,
             trip.wmma,
+            trip.salu + trip.branches,
             trip.vector_loads,
             trip.wide_loads,
             trip.scalar_loads,
@@ -297,8 +303,8 @@ fn pipeline_table(judge: &Judge, asked: &Question, predictions: &[Prediction]) -
         );
     }
     text + "waves: on one SIMD at once, x lanes of each. After the bar, one trip of the steady loop: trips = how often, x = \
-            trips of the source in one,\nVALU = with both halves of a dual issue, load = vector loads, wide = 16 bytes a lane, sld \
-            = scalar loads, lds = shared memory,\nVALU/w = VALU for each weight of a lane.\n"
+            trips of the source in one,\nVALU = with both halves of a dual issue, SALU = scalar instructions and branches, load = \
+            vector loads, wide = 16 bytes a lane,\nsld = scalar loads, lds = shared memory, VALU/w = VALU for each weight of a lane.\n"
 }
 
 fn speed_table(predictions: &[Prediction]) -> String {
@@ -336,39 +342,53 @@ fn arithmetic(p: &Prediction) -> String {
     );
     let _ = writeln!(
         text,
-        "  {:<22} {:>5} {:<20} {:>7} {:>7} {:>9} {:>11} {:>5} {:>9} {:>9} {:>9} {:>9} {:>9}",
+        "  {:<22} {:>5} {:<20} {:>7} {:>7} {:>9} {:>9} {:>11} {:>5} {:>9} {:>5} {:>9} {:>6} {:>8} {:>9} {:>9} {:>9} {:>9} {:>9} by",
         "",
         "times",
         "pipeline",
         "waves",
         "trips",
-        "cycles",
+        "VALU cyc",
+        "SALU cyc",
         "weights MB",
         "reads",
         "kv MB",
+        "lines",
         "act MB",
+        "K$ KB",
+        "L2 GB/s",
         "memory ms",
-        "ALU ms",
+        "VALU ms",
+        "SALU ms",
+        "LDS ms",
         "ms"
     );
     for line in &p.lines {
         let mb = |bytes: u64| bytes as f64 / 1e6;
         let _ = writeln!(
             text,
-            "  {:<22} {:>5} {:<20} {:>7} {:>7.1} {:>9.0} {:>11.3} {:>5} {:>9.3} {:>9.3} {:>9.4} {:>9.4} {:>9.3}",
+            "  {:<22} {:>5} {:<20} {:>7} {:>7.1} {:>9.0} {:>9.0} {:>11.3} {:>5} {:>9.3} {:>5.1} {:>9.3} {:>6} {:>8.0} {:>9.4} {:>9.4} \
+             {:>9.4} {:>9.4} {:>9.3} {}",
             line.what,
             line.times,
             line.pipeline,
             line.waves,
             line.trips,
-            line.wave_cycles,
+            line.wave_cycles.valu,
+            line.wave_cycles.salu,
             mb(line.weight_bytes),
             line.weight_reads,
             mb(line.kv_bytes),
+            line.keys.lines,
             mb(line.activation_bytes),
+            line.scalar_set_bytes / 1000,
+            line.times as f64 * line.l2_bytes as f64 / (line.ms() * 1e6).max(f64::MIN_POSITIVE),
             line.memory_ms,
-            line.alu_ms,
+            line.unit_ms.valu,
+            line.unit_ms.salu,
+            line.unit_ms.lds,
             line.ms(),
+            line.bound(),
         );
     }
     let _ = writeln!(

@@ -78,6 +78,15 @@ const FAST_VALU_PER_WEIGHT: [(&str, u64, &[u64], [f64; 6]); 36] = [
     ("fast_matmul_int8_zero", 1, &[1], [1.56, 2.16, 3.34, 5.72, 10.48, 19.97]),
     ("fast_matmul_int8_zero", 1, &[2], [1.23, 1.66, 2.50, 4.19, 7.56, 14.31]),
 ];
+/// Products in int8 as above: instructions of the scalar unit, branches included, and scalar loads, of one trip for 1,
+/// 2, 4, 8, 16 and 32 tokens. Where they are more than the vector instructions, the scalar unit bounds the product.
+const SCALAR: [(&str, u64, u64, [[u64; 6]; 2]); 3] = [
+    ("fast_matmul_int4", 0, 4, [[46, 60, 88, 144, 256, 480], SCALAR_LOADS]),
+    ("fast_matmul_int4", 1, 4, [[50, 64, 92, 148, 260, 484], SCALAR_LOADS]),
+    ("fast_matmul_int8_row", 0, 1, [[49, 58, 76, 112, 184, 328], SCALAR_LOADS]),
+];
+/// Two loads for each column, and two more.
+const SCALAR_LOADS: [u64; 6] = [4, 6, 10, 18, 34, 66];
 /// Tolerance for additional instructions of another compiler release.
 const MARGIN: f64 = 1.02;
 
@@ -177,7 +186,7 @@ fn number(value: &Value, field: &str) -> u64 {
 fn check_pipelines(compiler: &Value) {
     let pipelines = compiler["pipelines"].as_array().expect("a list");
     println!("{}, {}", compiler["device"], compiler["driver"]);
-    let (mut products, mut tiles) = (0, 0);
+    let (mut products, mut tiles, mut scalar) = (0, 0, 0);
     for pipeline in pipelines {
         let name = pipeline["name"].as_str().expect("a name");
         let number = |field: &str| number(pipeline, field);
@@ -230,6 +239,7 @@ fn check_pipelines(compiler: &Value) {
             _ => VALU_PER_WEIGHT.iter().find(|pins| pins.0 == variant).map(|pins| pins.1),
         };
         let columns = COLUMNS.iter().position(|columns| *columns == constants(pipeline)[0]).expect("a width");
+        scalar += usize::from(check_scalar(pipeline, variant, columns));
         let pinned = pins.unwrap_or_else(|| panic!("{name}: no such variant"))[columns];
         let valu = steady["valu_per_weight"].as_f64().expect("a product takes weights");
         assert!(
@@ -237,6 +247,7 @@ fn check_pipelines(compiler: &Value) {
             "{name}: {valu:.2} vector instructions for each weight, expected {pinned}"
         );
     }
+    assert_eq!(scalar, SCALAR.len() * COLUMNS.len());
     let fast = FAST_VALU_PER_WEIGHT.iter().map(|pins| pins.2.len()).sum::<usize>();
     assert_eq!(products, (VALU_PER_WEIGHT.len() + fast) * COLUMNS.len());
     // Tiles multiply one matrix, for 64 and for 128 tokens.
@@ -264,10 +275,24 @@ fn check_loads(pipeline: &Value) {
     assert!(number(trip, "scalar_loads") >= columns * unrolled, "{name}: activations");
 }
 
+/// Whether the scalar instructions of a product are pinned. They are at most the pinned ones.
+fn check_scalar(pipeline: &Value, variant: &str, columns: usize) -> bool {
+    let [_, geglu, blocks, 0] = constants(pipeline)[..] else { return false };
+    let mut pinned = SCALAR.iter().filter(|pins| (pins.0, pins.1, pins.2) == (variant, geglu, blocks));
+    let Some((.., [salu, loads])) = pinned.next() else { return false };
+    let (name, trip) = (&pipeline["name"], &pipeline["steady"]["trip"]);
+    let counted = number(trip, "salu") + number(trip, "branches");
+    let most = salu[columns] as f64 * MARGIN;
+    assert!(counted as f64 <= most, "{name}: {counted} scalar instructions, expected {}", salu[columns]);
+    let counted = number(trip, "scalar_loads");
+    assert!(counted <= loads[columns], "{name}: {counted} scalar loads, expected {}", loads[columns]);
+    true
+}
+
 /// The rounding instructions of one iteration must be those that `shaders/common/fast.glsl` lists, once for each
 /// column. So the compiler fused and split no operation.
 fn check_rounding(pipeline: &Value) {
-    let [columns, geglu, scale_blocks, shared] = constants(pipeline)[..] else {
+    let [columns, geglu, scale_blocks, _] = constants(pipeline)[..] else {
         panic!("columns, GeGLU, blocks of a scale, shared activations")
     };
     let (name, shader) = (&pipeline["name"], pipeline["shader"].as_str().expect("a name"));
@@ -283,10 +308,8 @@ fn check_rounding(pipeline: &Value) {
         _ => 0,
     };
     let fmas = columns * groups * terms;
-    // The scale of a whole row is applied after the loop. With shared activations, the loop has a copy for second
-    // digits, which uses the same scales.
-    let made = if shared == 1 { made * groups / unrolled } else { made * groups };
-    let products = if is_any(&["_row"]) { 0 } else { fmas + made };
+    // The scale of a whole row is applied after the loop.
+    let products = if is_any(&["_row"]) { 0 } else { fmas + made * groups };
     let counted = ["f32_fma", "f32_mul", "f32_add"].map(|field| number(trip, field));
     assert_eq!(counted, [fmas, products, 0], "{name}: multiply-adds, products, sums of f32");
 }
@@ -345,6 +368,8 @@ fn instructions_are_counted_as_the_driver_counts_them() {
             let vector = ours("vector_loads") + ours("vector_stores");
             assert_eq!(Some(vector), theirs["VMEM"].as_u64(), "{name}: VMEM");
             assert_eq!(Some(ours("scalar_loads")), theirs["SMEM"].as_u64(), "{name}: SMEM");
+            assert_eq!(Some(ours("salu")), theirs["SALU"].as_u64(), "{name}: SALU");
+            assert_eq!(Some(ours("branches")), theirs["Branches"].as_u64(), "{name}: branches");
             // The driver does not count the padding of instruction cache lines.
             assert!(Some(ours("instructions")) >= theirs["Instructions"].as_u64(), "{name}: instructions");
         }
@@ -426,8 +451,9 @@ fn predictions_exist_for_every_size_and_batch_and_add_up() {
                 + f(&line["activation_bytes"]);
             let memory = bytes / f(&chip["gb_per_s"]) / 1e6;
             let rounds = (f(&line["waves"]) / f(&chip["simds"])).ceil();
-            let alu = rounds * f(&line["wave_cycles"]) / f(&chip["clock_ghz"]) / 1e6;
-            ms += f(&line["times"]) * memory.max(alu);
+            let unit = |name: &str| rounds * f(&line["wave_cycles"][name]) / f(&chip["clock_ghz"]) / 1e6;
+            let longest = ["valu", "salu", "lds"].map(unit).into_iter().fold(memory, f64::max);
+            ms += f(&line["times"]) * longest;
         }
         let what = (&prediction["shape"], &prediction["what"]);
         let tokens_per_s = f(&prediction["predicted_tokens_per_s"]);

@@ -1,19 +1,20 @@
 //! Predicts the time of a step on a GPU that is not present, from the compiled kernels and the dispatches that
 //! [`super::work`] records. No figure is measured.
 //!
-//! A dispatch takes as long as memory needs for its bytes or the vector units for its instructions, whichever is
-//! longer; dispatches come one after the other. The prediction leaves out latency that too few waves cannot hide, the
-//! bandwidth of the second-level cache, and the scalar and shared-memory units.
+//! A dispatch takes as long as its busiest unit: memory for its bytes, or the vector units, the scalar units or the
+//! shared memory for its instructions. Dispatches come one after the other. The prediction leaves out latency that too
+//! few waves cannot hide, and the bandwidth of the caches.
 
 use std::collections::BTreeMap;
 
+use serde::Serialize;
 use serde_json::{Value, json};
 
 use super::work::{PaperModel, StepDispatches, Types};
 use super::{Judge, Pipeline, pipeline_name};
 use crate::cli::error::Error;
 use crate::lab::assembly::Counts;
-use crate::lab::cost::{self, Body, Dispatch, Drawn};
+use crate::lab::cost::{self, Body, Dispatch, Drawn, KEYS, Keys};
 use crate::model::spec::Shape;
 use crate::tensor::{KvDtype, Precision, QuantizeMode, Scheme};
 
@@ -112,19 +113,77 @@ impl Chip {
 #[derive(Debug, Clone, Copy)]
 pub struct Compiled<'a> {
     pub subgroup_size: u32,
+    /// Number of waves that a SIMD holds at the same time.
+    pub waves_per_simd: u64,
     pub total: &'a Counts,
     /// The pipeline's steady loop; `None` if it has no loop.
     pub body: Option<&'a Body>,
 }
 
 impl Compiled<'_> {
-    /// Cycles of one wave on its SIMD, with `trips` trips of the steady loop.
-    fn wave_cycles(&self, trips: f64) -> f64 {
-        let of_32_lanes = match self.body {
-            Some(body) => body.once.cycles as f64 + trips / body.unrolled as f64 * body.trip.cycles as f64,
-            None => self.total.cycles as f64,
-        };
-        of_32_lanes * f64::from(self.subgroup_size) / 32.0
+    /// A count of one wave, with `trips` trips of the steady loop.
+    fn of(&self, trips: f64, count: fn(&Counts) -> u64) -> f64 {
+        match self.body {
+            Some(body) => count(&body.once) as f64 + trips / body.unrolled as f64 * count(&body.trip) as f64,
+            None => count(self.total) as f64,
+        }
+    }
+
+    /// Cycles for which one wave occupies each unit of its SIMD, with `trips` trips of the steady loop.
+    fn wave_cycles(&self, trips: f64) -> Units<f64> {
+        let of = |count| self.of(trips, count);
+        let halves = f64::from(self.subgroup_size) / 32.0;
+        Units {
+            valu: halves * of(|counts| counts.cycles),
+            salu: of(|counts| counts.salu + counts.branches),
+            // The two SIMDs of a compute unit take turns at its shared memory.
+            lds: 2.0 * halves * of(|counts| counts.lds_cycles),
+        }
+    }
+}
+
+/// A figure for each unit of a SIMD that can limit a dispatch.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+pub struct Units<T> {
+    pub valu: T,
+    pub salu: T,
+    pub lds: T,
+}
+
+impl Units<f64> {
+    fn map(self, f: impl Fn(f64) -> f64) -> Self {
+        Self { valu: f(self.valu), salu: f(self.salu), lds: f(self.lds) }
+    }
+}
+
+/// Bytes of a line of memory in the caches.
+const LINE_BYTES: f64 = 128.0;
+
+/// How the loads of keys meet the lines of memory.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+pub struct KeyLines {
+    /// Bytes of the keys.
+    pub bytes: u64,
+    /// Lines that the rounds of loads touch, for each line that has keys. More than 1: a round uses a part of each line
+    /// that it touches, and a later round needs the line again.
+    pub lines: f64,
+    /// Bytes that are read from memory again, because their line left the second-level cache between two rounds.
+    pub repeated_bytes: u64,
+}
+
+impl KeyLines {
+    /// `workgroups` workgroups run at the same time. If the rows of their keys are larger than the cache, the excess is
+    /// the share of the lines that a later round no longer finds there.
+    fn new(chip: &Chip, keys: Keys, rounds: u64, workgroups: u64) -> KeyLines {
+        let Keys { bytes, row_bytes } = keys;
+        if bytes == 0 {
+            return KeyLines { lines: 1.0, ..KeyLines::default() };
+        }
+        let of_round = row_bytes as f64 / rounds.max(1) as f64;
+        let lines = (LINE_BYTES.min(row_bytes as f64) / of_round).max(1.0);
+        let set = (workgroups * KEYS as u64 * row_bytes) as f64;
+        let lost = (1.0 - chip.cache_bytes as f64 / set).max(0.0);
+        KeyLines { bytes, lines, repeated_bytes: (bytes as f64 * (lines - 1.0) * lost) as u64 }
     }
 }
 
@@ -137,15 +196,20 @@ pub struct Line {
     pub workgroups: u64,
     pub waves: u64,
     pub trips: f64,
-    pub wave_cycles: f64,
+    pub wave_cycles: Units<f64>,
     /// Bytes of one dispatch: weights, as often as they are read from memory; keys and values; activations.
     pub weight_bytes: u64,
     pub weight_reads: u64,
     pub kv_bytes: u64,
+    pub keys: KeyLines,
     pub activation_bytes: u64,
-    /// Milliseconds of one dispatch, by memory and by arithmetic.
+    /// What the waves of a workgroup processor load into its scalar cache in one trip, if they share nothing, and the
+    /// most that the dispatch reads from the second-level cache.
+    pub scalar_set_bytes: u64,
+    pub l2_bytes: u64,
+    /// Milliseconds of one dispatch, by memory and by each unit.
     pub memory_ms: f64,
-    pub alu_ms: f64,
+    pub unit_ms: Units<f64>,
 }
 
 impl Line {
@@ -157,6 +221,7 @@ impl Line {
             weight_bytes,
             weight_passes,
             kv_bytes,
+            keys,
             activation_bytes,
             ..
         } = work.dispatch;
@@ -164,6 +229,12 @@ impl Line {
             workgroups * u64::from(shader.workgroup.iter().product::<u32>().div_ceil(compiled.subgroup_size));
         let weight_reads = if weight_bytes > chip.cache_bytes { weight_passes } else { 1 };
         let wave_cycles = compiled.wave_cycles(trips);
+        let resident = compiled.waves_per_simd.min(waves.div_ceil(chip.simds()));
+        let resident_workgroups = (resident * chip.simds() * workgroups / waves.max(1)).min(workgroups);
+        let keys =
+            KeyLines::new(chip, keys, compiled.body.map_or(0, |body| body.key_rounds), resident_workgroups);
+        let scalar_bytes = compiled.of(trips, |counts| counts.scalar_bytes);
+        let read_bytes = weight_bytes * weight_passes + kv_bytes + activation_bytes;
         let mut line = Line {
             what: work.what,
             pipeline: pipeline_name(shader.name, &work.dispatch.constants),
@@ -174,10 +245,17 @@ impl Line {
             wave_cycles,
             weight_bytes,
             weight_reads,
-            kv_bytes,
+            kv_bytes: kv_bytes + keys.repeated_bytes,
+            keys,
             activation_bytes,
+            // Four SIMDs share a scalar cache.
+            scalar_set_bytes: 4 * resident * compiled.body.map_or(0, |body| body.trip.scalar_bytes),
+            l2_bytes: (waves as f64 * scalar_bytes) as u64
+                + read_bytes
+                + (keys.bytes as f64 * (keys.lines - 1.0)) as u64,
             memory_ms: 0.0,
-            alu_ms: waves.div_ceil(chip.simds()) as f64 * wave_cycles / (chip.clock_ghz * 1e6),
+            unit_ms: wave_cycles
+                .map(|cycles| waves.div_ceil(chip.simds()) as f64 * cycles / (chip.clock_ghz * 1e6)),
         };
         line.memory_ms = line.bytes() as f64 / (chip.gb_per_s * 1e6);
         line
@@ -190,7 +268,18 @@ impl Line {
 
     /// Milliseconds of all dispatches.
     pub fn ms(&self) -> f64 {
-        self.times as f64 * self.memory_ms.max(self.alu_ms)
+        self.times as f64 * self.limits().map(|(_, ms)| ms).into_iter().fold(0.0, f64::max)
+    }
+
+    /// The name of the unit that takes the longest.
+    pub fn bound(&self) -> &'static str {
+        self.limits().into_iter().max_by(|(_, a), (_, b)| a.total_cmp(b)).expect("four units").0
+    }
+
+    /// Milliseconds of one dispatch by unit. Of equal ones, the last one is the bound.
+    fn limits(&self) -> [(&'static str, f64); 4] {
+        let Units { valu, salu, lds } = self.unit_ms;
+        [("lds", lds), ("SALU", salu), ("VALU", valu), ("memory", self.memory_ms)]
     }
 
     fn json(&self) -> Value {
@@ -205,9 +294,13 @@ impl Line {
             "weight_bytes": self.weight_bytes,
             "weight_reads": self.weight_reads,
             "kv_bytes": self.kv_bytes,
+            "keys": self.keys,
             "activation_bytes": self.activation_bytes,
+            "scalar_set_bytes": self.scalar_set_bytes,
+            "l2_bytes": self.l2_bytes,
             "bytes_ms": self.memory_ms,
-            "alu_ms": self.alu_ms,
+            "unit_ms": self.unit_ms,
+            "bound": self.bound(),
             "ms": self.ms(),
         })
     }
@@ -321,6 +414,7 @@ impl RecordedSteps {
             };
             Compiled {
                 subgroup_size: found.subgroup_size,
+                waves_per_simd: found.waves_per_simd(),
                 total: &found.program.total,
                 body: found.body.as_ref(),
             }
@@ -377,14 +471,20 @@ impl Question {
             ),
             format!(
                 "a vector instruction takes a SIMD one cycle for 32 lanes, integer products 4, 64-bit shifts 2, a matrix product \
-                 32; {} SIMDs at {} GHz share the waves evenly",
+                 32; a scalar instruction or branch takes it one cycle for the whole wave; shared memory moves 128 bytes a \
+                 cycle for two SIMDs, without conflicts of banks; {} SIMDs at {} GHz share the waves evenly",
                 chip.simds(),
                 chip.clock_ghz
             ),
             format!(
                 "each dispatch costs {DISPATCH_US} us and each barrier {BARRIER_US} us in addition to its work: assumed, not measured"
             ),
-            "greedy draws; latency, cache bandwidth, scalar and shared-memory units are left out".into(),
+            format!(
+                "each lane of attention reads a key of its own in rounds; lines of {LINE_BYTES} bytes that do not fit in {} MiB \
+                 of cache between two rounds are read from memory again",
+                chip.cache_bytes >> 20
+            ),
+            "greedy draws; latency and the bandwidth of caches are left out".into(),
         ]
     }
 }
@@ -453,8 +553,9 @@ mod tests {
         let dispatch = cost::matmul(Precision::F32, Scheme::int4(128), &[21_504], 5376, tokens);
         let trip = Counts { cycles: loop_cycles, ..Counts::default() };
         let once = Counts { cycles: 50, ..Counts::default() };
-        let body = Body { trip, unrolled: 1, weights: 32, once };
-        let compiled = Compiled { subgroup_size: 64, total: &Counts::default(), body: Some(&body) };
+        let body = Body { trip, unrolled: 1, weights: 32, once, key_rounds: 0 };
+        let compiled =
+            Compiled { subgroup_size: 64, waves_per_simd: 16, total: &Counts::default(), body: Some(&body) };
         Line::new(
             &CHIPS[0],
             &StepDispatches { what: "gate_proj", times: 62, barriers: 62, dispatch },
@@ -470,11 +571,47 @@ mod tests {
         assert!((one.memory_ms - 0.8181).abs() < 1e-3, "{}", one.memory_ms);
         // There are 672 workgroups of two waves, 56 on each of 24 SIMDs. Each wave has 42 trips of 300 cycles, twice
         // for 64 lanes.
-        assert_eq!((one.waves, one.wave_cycles), (1344, (50 + 42 * 300) as f64 * 2.0));
-        assert!((one.alu_ms - 56.0 * 25_300.0 / 2.7e6).abs() < 1e-9, "{}", one.alu_ms);
-        assert_eq!(one.ms(), 62.0 * one.memory_ms);
+        assert_eq!((one.waves, one.wave_cycles.valu), (1344, (50 + 42 * 300) as f64 * 2.0));
+        assert!((one.unit_ms.valu - 56.0 * 25_300.0 / 2.7e6).abs() < 1e-9, "{}", one.unit_ms.valu);
+        assert_eq!((one.ms(), one.bound()), (62.0 * one.memory_ms, "memory"));
         let heavy = gate(1, 3000);
-        assert_eq!(heavy.ms(), 62.0 * heavy.alu_ms);
+        assert_eq!((heavy.ms(), heavy.bound()), (62.0 * heavy.unit_ms.valu, "VALU"));
+    }
+
+    /// A wave of 64 lanes has twice the work of one of 32 for the vector units and shared memory, and the same for the
+    /// scalar unit. Two SIMDs share the shared memory.
+    #[test]
+    fn the_busiest_unit_bounds_a_dispatch() {
+        let total = Counts { cycles: 100, salu: 300, branches: 20, lds_cycles: 10, ..Counts::default() };
+        let wave = |subgroup_size| {
+            Compiled { subgroup_size, waves_per_simd: 16, total: &total, body: None }.wave_cycles(1.0)
+        };
+        assert_eq!(wave(32), Units { valu: 100.0, salu: 320.0, lds: 20.0 });
+        assert_eq!(wave(64), Units { valu: 200.0, salu: 320.0, lds: 40.0 });
+        let dispatch = cost::history(64);
+        let line = |total: &Counts| {
+            let work = StepDispatches { what: "history", times: 1, barriers: 0, dispatch: dispatch.clone() };
+            Line::new(&CHIPS[0], &work, Compiled { subgroup_size: 32, waves_per_simd: 16, total, body: None })
+                .bound()
+        };
+        assert_eq!(line(&total), "SALU");
+        assert_eq!(line(&Counts { lds_cycles: 200, ..total }), "lds");
+        assert_eq!(line(&Counts::default()), "memory");
+    }
+
+    /// Keys of 128 f16 have two lines. In eight rounds, each line is touched four times.
+    #[test]
+    fn keys_are_read_again_where_their_lines_leave_the_cache_between_two_rounds() {
+        let keys = Keys { bytes: 1 << 20, row_bytes: 256 };
+        let of = |rounds, workgroups| KeyLines::new(&CHIPS[0], keys, rounds, workgroups);
+        assert_eq!((of(8, 48).lines, of(8, 48).repeated_bytes), (4.0, 0), "48 tiles of 16 KiB fit in 2 MiB");
+        assert_eq!(
+            (of(8, 192).lines, of(8, 192).repeated_bytes),
+            (4.0, 1 << 20),
+            "a third of 3 MiB does not"
+        );
+        assert_eq!((of(2, 192).lines, of(2, 192).repeated_bytes), (1.0, 0), "a round uses whole lines");
+        assert_eq!(KeyLines::new(&CHIPS[0], Keys::default(), 0, 1).lines, 1.0);
     }
 
     #[test]
@@ -482,7 +619,8 @@ mod tests {
         assert_eq!((gate(32, 300).weight_reads, gate(64, 300).weight_reads), (1, 2));
         let small = cost::matmul(Precision::F32, Scheme::int4(128), &[1024], 640, 512);
         assert_eq!(small.weight_passes, 2);
-        let compiled = Compiled { subgroup_size: 64, total: &Counts::default(), body: None };
+        let compiled =
+            Compiled { subgroup_size: 64, waves_per_simd: 16, total: &Counts::default(), body: None };
         let line = Line::new(
             &CHIPS[0],
             &StepDispatches { what: "k_proj", times: 1, barriers: 0, dispatch: small },
@@ -496,7 +634,8 @@ mod tests {
         let dispatch = cost::rms_norm(1, 5376, Wants { floats: true, blocks: false });
         let work = vec![StepDispatches { what: "norm", times: 62, barriers: 31, dispatch }];
         let total = Counts { cycles: 2700, ..Counts::default() };
-        let find = |_: &Dispatch| Compiled { subgroup_size: 64, total: &total, body: None };
+        let find =
+            |_: &Dispatch| Compiled { subgroup_size: 64, waves_per_simd: 16, total: &total, body: None };
         let step =
             Prediction::new(&CHIPS[0], "gemma-3-27b", "batch 1".into(), 1, &[work.clone(), work], &find);
         assert_eq!((step.dispatches, step.barriers), (124, 62));
