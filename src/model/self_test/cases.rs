@@ -209,11 +209,14 @@ pub struct Mismatch {
     pub got: f64,
 }
 
+/// Records the dispatches of a case.
+type Record = dyn Fn(&Kernels, &mut Recorder<'_>) + Send;
+
 /// One kernel with its inputs, or a few kernels that only make sense together.
 pub struct Case {
     /// The shader, the scheme of its weights, and the tokens of its body.
     pub kernel: String,
-    record: Box<dyn Fn(&Kernels, &mut Recorder<'_>) + Send>,
+    record: Box<Record>,
     outputs: Vec<Output>,
 }
 
