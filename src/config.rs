@@ -1,8 +1,8 @@
 //! Merges TOML files, environment and command line into one validated [`Config`]. No I/O: the caller reads files and
 //! the environment.
 //!
-//! `config/default.toml` lists and explains all options with their defaults. The structs here mirror it: a field that is
-//! not an `Option` must be there, or every test fails. An unknown option is an error that names the option and its source.
+//! `config/default.toml` lists and explains all options with their defaults. The structs here mirror it, and a
+//! test fails if a field is missing there. An unknown option is an error that names the option and its source.
 
 use std::ffi::OsString;
 use std::fmt::{Display, Write as _};

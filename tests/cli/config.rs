@@ -1,7 +1,10 @@
 //! Layers of configuration: which layer has precedence, and what an error names.
 
+use std::collections::BTreeSet;
+
 use unicorn::config::{
-    Config, ConfigError, FfnHeap, Layer, Memory, SharePrefixes, UserFolder, parse_bytes, show_bytes,
+    Config, ConfigError, DEFAULT_TOML, FfnHeap, Layer, Memory, SharePrefixes, UserFolder, parse_bytes,
+    show_bytes,
 };
 use unicorn::tensor::QuantizeMode;
 
@@ -21,6 +24,23 @@ fn the_defaults_are_those_of_the_documented_file() {
     assert!(config.hardware.strict, "by default, a model that is not in memory must not be served");
     assert_eq!(config.kv.share_prefixes, None, "by default, it depends on the number of API keys");
     assert_eq!(config.memory, Memory { vram: None, gtt: None, reserve: None, ffn_heap: FfnHeap::Gtt });
+}
+
+/// A field of a type `Option` could be missing in the file, and would then be an option that nothing documents.
+#[test]
+fn every_field_of_the_configuration_is_in_the_documented_file() {
+    let defaults: toml::Table = DEFAULT_TOML.parse().expect("TOML");
+    let names = |table: &toml::Table| table.keys().cloned().collect::<BTreeSet<_>>();
+    // The error for an unknown field lists the known ones.
+    let fields = |text: &str| {
+        let error = toml::from_str::<Config>(text).expect_err("an unknown field");
+        error.message().split('`').skip(3).step_by(2).map(str::to_owned).collect::<BTreeSet<_>>()
+    };
+    assert_eq!(fields("'?' = 1"), names(&defaults));
+    for (section, options) in &defaults {
+        let options = options.as_table().expect("a section");
+        assert_eq!(fields(&format!("[{section}]\n'?' = 1")), names(options), "{section}");
+    }
 }
 
 #[test]
