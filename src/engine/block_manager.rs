@@ -250,46 +250,44 @@ impl BlockManager {
     }
 
     /// The number of blocks of each pool that `table` lacks for positions `..tokens`.
-    pub fn missing(&self, table: &BlockTable, tokens: usize) -> Vec<usize> {
+    pub fn missing(&self, table: &BlockTable, tokens: usize) -> impl Iterator<Item = usize> {
         let blocks = tokens.div_ceil(self.block_size);
-        table.blocks.iter().map(|list| blocks.saturating_sub(list.end())).collect()
+        table.blocks.iter().map(move |list| blocks.saturating_sub(list.end()))
     }
 
     /// The number of blocks of each pool that `table` must get before positions `position..tokens` are written: those
     /// that it lacks, and a copy of a shared one.
-    pub fn wanted(&self, table: &BlockTable, position: usize, tokens: usize) -> Vec<usize> {
-        let missing = self.missing(table, tokens).into_iter();
-        missing
-            .zip(self.shared_at(table, position))
-            .map(|(n, shared)| n + usize::from(shared.is_some()))
-            .collect()
+    pub fn wanted(&self, table: &BlockTable, position: usize, tokens: usize) -> impl Iterator<Item = usize> {
+        let both = self.missing(table, tokens).zip(self.shared_at(table, position));
+        both.map(|(missing, shared)| missing + usize::from(shared.is_some()))
     }
 
     /// Whether each pool has this number of blocks that are free or can be evicted.
-    pub fn has_room(&self, wanted: &[usize]) -> bool {
-        self.pools.iter().zip(wanted).all(|(pool, wanted)| *wanted <= pool.available())
+    pub fn has_room(&self, wanted: impl IntoIterator<Item = usize>) -> bool {
+        self.pools.iter().zip(wanted).all(|(pool, wanted)| wanted <= pool.available())
     }
 
     /// Grows `table` until it has blocks for positions `..tokens`. If a pool has too few blocks, the table does not
     /// change.
     pub fn grow(&mut self, table: &mut BlockTable, tokens: usize) -> Result<(), NoRoom> {
-        let missing = self.missing(table, tokens);
-        if !self.has_room(&missing) {
+        if !self.has_room(self.missing(table, tokens)) {
             return Err(NoRoom);
         }
-        for (pool, missing) in missing.into_iter().enumerate() {
-            table.blocks[pool].ids.extend((0..missing).map(|_| self.allocate(pool)));
+        let blocks = tokens.div_ceil(self.block_size);
+        for (pool, list) in table.blocks.iter_mut().enumerate() {
+            let missing = list.end()..blocks;
+            list.ids.extend(missing.map(|_| self.allocate(pool)));
         }
         Ok(())
     }
 
     /// The block of `position` in each pool, if other tables have it too.
-    pub fn shared_at(&self, table: &BlockTable, position: usize) -> Vec<Option<u32>> {
+    pub fn shared_at(&self, table: &BlockTable, position: usize) -> impl Iterator<Item = Option<u32>> {
         let index = position / self.block_size;
-        let shared = |(pool, list): (&Pool, &BlockList)| {
+        let shared = move |(pool, list): (&Pool, &BlockList)| {
             list.get(index).filter(|block| pool.holders[*block as usize] > 1)
         };
-        self.pools.iter().zip(&table.blocks).map(shared).collect()
+        self.pools.iter().zip(&table.blocks).map(shared)
     }
 
     /// Replaces shared blocks of `position` with the table's own ones, because the blocks are about to be written.
@@ -300,14 +298,13 @@ impl BlockManager {
         position: usize,
     ) -> Result<Vec<BlockCopy>, NoRoom> {
         let index = position / self.block_size;
-        let shared = self.shared_at(table, position);
-        let wanted: Vec<usize> = shared.iter().map(|block| usize::from(block.is_some())).collect();
-        if !self.has_room(&wanted) {
+        let shared = (0..).zip(self.shared_at(table, position));
+        let shared: Vec<(usize, u32)> = shared.filter_map(|(pool, block)| Some((pool, block?))).collect();
+        if shared.iter().any(|(pool, _)| self.pools[*pool].available() == 0) {
             return Err(NoRoom);
         }
         let mut copies = Vec::new();
-        for (pool, from) in shared.into_iter().enumerate() {
-            let Some(from) = from else { continue };
+        for (pool, from) in shared {
             assert!(
                 self.pools[pool].node[from as usize].is_none(),
                 "a registered block is about to be written"
@@ -956,7 +953,7 @@ mod tests {
                             text.tokens.push(rng.random_range(0..2));
                         }
                         let end = rng.random_range(text.computed + 1..=text.tokens.len());
-                        if !blocks.has_room(&blocks.wanted(&text.table, text.computed, end)) {
+                        if !blocks.has_room(blocks.wanted(&text.table, text.computed, end)) {
                             blocks.release(texts.swap_remove(i).table);
                             continue;
                         }

@@ -90,8 +90,8 @@ impl Scheduler {
         if wanted == 0 || !decodes || s.mask.is_some() || s.missing_history() > 0 {
             return 0;
         }
-        let is_unshared = self.blocks.shared_at(&s.table, s.submitted).iter().all(Option::is_none);
-        let has_room = self.blocks.has_room(&self.blocks.missing(&s.table, known + wanted));
+        let is_unshared = self.blocks.shared_at(&s.table, s.submitted).all(|block| block.is_none());
+        let has_room = self.blocks.has_room(self.blocks.missing(&s.table, known + wanted));
         if is_unshared && has_room { wanted } else { 0 }
     }
 

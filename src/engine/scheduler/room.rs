@@ -24,7 +24,7 @@ impl Scheduler {
         loop {
             let index = self.index_of(id)?;
             let sequence = &mut self.running[index];
-            if self.blocks.has_room(&self.blocks.wanted(&sequence.table, sequence.submitted, tokens)) {
+            if self.blocks.has_room(self.blocks.wanted(&sequence.table, sequence.submitted, tokens)) {
                 let grown = self.blocks.grow(&mut sequence.table, tokens);
                 assert!(grown.is_ok(), "there was room");
                 let copies = self.blocks.make_writable(&mut sequence.table, sequence.submitted);
@@ -72,11 +72,13 @@ impl Scheduler {
         for s in self.running.iter().filter(|s| s.submitted < s.tokens.len()) {
             let missing = self.blocks.missing(&s.table, s.tokens.len());
             let most = kv.most_blocks(s.tokens.len(), *max_batch_tokens);
-            for (pool, list) in s.table.blocks().iter().enumerate() {
-                wanted[pool] += missing[pool].min(most[pool].saturating_sub(list.ids.len()));
+            for (((wanted, list), missing), most) in
+                wanted.iter_mut().zip(s.table.blocks()).zip(missing).zip(most)
+            {
+                *wanted += missing.min(most.saturating_sub(list.ids.len()));
             }
         }
-        if self.blocks.has_room(&wanted) {
+        if self.blocks.has_room(wanted.iter().copied()) {
             return true;
         }
         if sequence.bypasses_cache() {
@@ -87,7 +89,7 @@ impl Scheduler {
         for (wanted, pool) in wanted.iter_mut().zip(&kv.pools) {
             *wanted -= pool.window.map_or(held, |_| 0);
         }
-        self.blocks.has_room(&wanted)
+        self.blocks.has_room(wanted)
     }
 
     /// Starts a waiting sequence for which there is room. It gets slots, and the blocks of its text that the prefix
