@@ -1057,7 +1057,7 @@ async fn ten_thousand_bodies_are_answered_or_refused() {
         kv,
         max_context: 1024,
         vocab_size: VOCABULARY as usize,
-        hidden_size: fake_limits().hidden_size,
+        ..fake_limits()
     };
     let mut mixed = mixed(VOCABULARY as usize);
     let ends_soon: Script = Box::new(move |tokens, draw| match mixed(tokens, draw) {
