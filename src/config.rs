@@ -8,6 +8,7 @@ use std::ffi::OsString;
 use std::fmt::{Display, Write as _};
 use std::path::PathBuf;
 use std::str::FromStr;
+use std::sync::LazyLock;
 
 use serde::{Deserialize, Serialize};
 use strum::{IntoStaticStr, VariantArray};
@@ -355,10 +356,10 @@ impl Layer {
             };
             let error = |problem| ConfigError { source_name: "environment".into(), problem };
             let path = path.to_ascii_lowercase();
-            let mut options = options(&defaults);
+            let mut options = options(defaults);
             let found = options.find(|(section, option, _)| path == format!("{section}_{option}"));
             let Some((section, option, default)) = found else {
-                if let Some((section, option)) = nearest(&path, &defaults, '_') {
+                if let Some((section, option)) = nearest(&path, defaults, '_') {
                     let near = format!("{ENV_PREFIX}{section}_{option}").to_ascii_uppercase();
                     return Err(error(misspelt(&variable, &near)));
                 }
@@ -396,7 +397,7 @@ impl Layer {
 impl Config {
     /// The defaults, overlaid by `layers` in order.
     pub fn from_layers(layers: &[Layer]) -> Result<Self, ConfigError> {
-        let mut merged = defaults();
+        let mut merged = defaults().clone();
         let mut config = Self::read(&merged).expect("config/default.toml is valid");
         // Layers are read one at a time, so that an error names its layer.
         for layer in layers {
@@ -443,7 +444,7 @@ impl Config {
         let defaults = defaults();
         let parse = |mut merged: Table| {
             // An option whose default is "" or 0 is `None` as long as it has that value.
-            for (section, option, default) in options(&defaults) {
+            for (section, option, default) in options(defaults) {
                 let is_nothing = default.as_str() == Some("") || default.as_integer() == Some(0);
                 if is_nothing && merged[section][option] == *default {
                     merged[section].as_table_mut().expect("sections are tables").remove(option);
@@ -596,8 +597,10 @@ fn is_ours(path: &str) -> bool {
     OUR_VARIABLES.contains(&path) || OUR_PREFIXES.iter().any(|prefix| path.starts_with(prefix))
 }
 
-fn defaults() -> Table {
-    DEFAULT_TOML.parse().expect("config/default.toml is valid TOML")
+fn defaults() -> &'static Table {
+    static DEFAULTS: LazyLock<Table> =
+        LazyLock::new(|| DEFAULT_TOML.parse().expect("config/default.toml is valid TOML"));
+    &DEFAULTS
 }
 
 /// Every option as (section, name, default).
