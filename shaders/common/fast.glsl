@@ -6,7 +6,7 @@
 //
 //   x       [2][ceil(cols/32)][rows, padded][32]  q = x / scale, rounded to even, -127..127; 0 beyond the columns
 //   scales  [2][ceil(cols/32)][rows, padded] of (f32 scale, i32 sums): the sum of the first 16 q in the low half, the
-//           sum of the other 16 in the high half
+//           sum of all 32 times -8 in the high half, as int4 weights need it
 //
 // A block has second digits if one column is so large that the others are quantized to only a few steps: if the sum of
 // all |q| is less than LEAST_MAGNITUDES. The second digits are the remainders after the first digits, quantized again,
@@ -44,8 +44,11 @@ layout(buffer_reference, std430, buffer_reference_align = 8) readonly buffer Act
 const int LEAST_MAGNITUDES = 14 * 32;
 const uint SECOND_DIGIT = 0x80000000u;
 
+// The sums of a block's q: of all 32 times -8, of all 32, of the first 16, and of the other 16.
+int sum_by_minus_8(uint sums) { return int(sums) >> 16; }
+int sum_of(uint sums) { return -(int(sums) >> 19); }
 int low_sum(uint sums) { return int(sums << 16) >> 16; }
-int high_sum(uint sums) { return int(sums) >> 16; }
+int high_sum(uint sums) { return sum_of(sums) - low_sum(sums); }
 
 // Magnitudes are compared by their bits. So a NaN or an infinity counts as the largest, and makes the scale NaN or
 // infinite, too. It propagates to the logits, where the sampler detects it.
@@ -71,7 +74,8 @@ uint packed_four(ivec4 q) {
     return uint(q.x & 0xff) | uint(q.y & 0xff) << 8 | uint(q.z & 0xff) << 16 | uint(q.w) << 24;
 }
 
-uint packed_sums(int low, int high) { return uint(low & 0xffff) | uint(high) << 16; }
+// Packs the sums of the first and of the other 16 q.
+uint packed_sums(int low, int high) { return uint(low & 0xffff) | uint(-8 * (low + high)) << 16; }
 
 // Whether a block needs second digits. `largest` holds the bits of its largest magnitude; `magnitudes` is the sum of
 // |q| of the first digits.

@@ -25,6 +25,13 @@ shared uint largest[2][STAGED];
 shared int sums[2][STAGED][3];
 shared int results[STAGED][TILE_ROWS];
 
+// The activations of neighbouring tokens for one block of columns, and their scales. Kernels index them by constants, so
+// that these are offsets of the load instructions: a sum of 32 bits within an index may wrap, and needs instructions of
+// its own. A structure has the most tokens of any workgroup, of which only COLUMNS are read.
+const uint MOST_COLUMNS = 32;
+layout(buffer_reference, std430, buffer_reference_align = 16) readonly buffer TokenBlocks { ActivationBlock of[MOST_COLUMNS]; };
+layout(buffer_reference, std430, buffer_reference_align = 8) readonly buffer TokenScales { uvec2 of[MOST_COLUMNS]; };
+
 void main() {
     const uint lane = gl_LocalInvocationID.x, segment = subgroupBroadcastFirst(gl_LocalInvocationID.y);
     const uint first_token = (gl_WorkGroupID.z * gl_NumWorkGroups.x + gl_WorkGroupID.x) * COLUMNS;
@@ -59,6 +66,9 @@ void main() {
         next_block = x.at[at];
         next_scale = x_scales.at[at];
     }
+    // Push constants that the loop needs are read once.
+    const uvec2 x_address = uvec2(x), scales_address = uvec2(x_scales);
+    const uint stride = x_stride;
     // All segments run the same number of iterations; a shorter segment does nothing in its last ones. Barriers require
     // that: SwiftShader waits at a barrier even in a branch that no invocation takes.
     const uint last = first + length;
@@ -80,12 +90,12 @@ void main() {
                 shared_low[shared_at + lane] = next_block.low;
                 shared_high[shared_at + lane] = next_block.high;
                 shared_scales[shared_at + lane] = next_scale;
-                next_block = x.at[ahead * x_stride + first_token + lane];
-                next_scale = x_scales.at[ahead * x_stride + first_token + lane];
+                next_block = x.at[ahead * stride + first_token + lane];
+                next_scale = x_scales.at[ahead * stride + first_token + lane];
             }
             await_segment();
         }
-        uint at = b * x_stride + first_token, scale_bits = 0;
+        uint at = b * stride + first_token, scale_bits = 0;
         if (SHARED_ACTIVATIONS == 1) {
             if (b < end) [[unroll]] for (uint c = 0; c < COLUMNS; c++) {
                 const ActivationBlock a = ActivationBlock(shared_low[shared_at + c], shared_high[shared_at + c]);
@@ -94,22 +104,24 @@ void main() {
                 [[unroll]] for (uint m = 0; m < MATRICES; m++)
                     acc[m][c] = folded(w[m], a, abs(uintBitsToFloat(scale.x)), scale.y, s[m], acc[m][c]);
             }
-            at += block_count * x_stride;
+            at += block_count * stride;
         }
         // This loop processes both digits; with SHARED_ACTIVATIONS, only the second.
         [[dont_unroll]] for (uint digit = SHARED_ACTIVATIONS; digit < 2 && b < end; digit++) {
             if (SHARED_ACTIVATIONS == 1 && (scale_bits & SECOND_DIGIT) == 0) break;
             scale_bits = 0;
+            TokenBlocks blocks_at = TokenBlocks(address_after(x_address, at * 32));
+            TokenScales scales_at = TokenScales(address_after(scales_address, at * 8));
             [[unroll]] for (uint c = 0; c < COLUMNS; c++) {
-                const ActivationBlock a = x.at[at + c];
-                const uvec2 scale = x_scales.at[at + c];
+                const ActivationBlock a = blocks_at.of[c];
+                const uvec2 scale = scales_at.of[c];
                 scale_bits |= scale.x;
                 [[unroll]] for (uint m = 0; m < MATRICES; m++)
                     acc[m][c] = folded(w[m], a, abs(uintBitsToFloat(scale.x)), scale.y, s[m], acc[m][c]);
             }
             // For a column without second digits, the second pass adds nothing.
             if ((scale_bits & SECOND_DIGIT) == 0) break;
-            at += block_count * x_stride;
+            at += block_count * stride;
         }
         if (SHARED_ACTIVATIONS == 1) await_segment();
     }

@@ -85,12 +85,11 @@ void put_activations(uint column, ActivationBlock a, uvec2 scale) {
     b_words[at + 3] = a.high.zw;
     column_scales[column] = abs(uintBitsToFloat(scale.x));
 #if defined(SHIFTED)
-    const int low = low_sum(scale.y), high = high_sum(scale.y);
     if (HALVES == 1) {
-        column_sums[column] = float(low + high);
+        column_sums[column] = float(sum_of(scale.y));
     } else {
-        column_sums[column] = float(low);
-        column_sums[(HALVES - 1) * COLUMNS + column] = float(high);
+        column_sums[column] = float(low_sum(scale.y));
+        column_sums[(HALVES - 1) * COLUMNS + column] = float(high_sum(scale.y));
     }
 #endif
 }

@@ -80,22 +80,23 @@ int dot_unit(uvec4 w, ActivationBlock a, uint u, int d) {
 // Adds the contribution of a block to `acc`.
 float folded(Weights w, ActivationBlock a, float scale, uint a_sums, vec2 s[UNITS], float acc) {
     // Stored integers are too large by BIAS. The sums of the activations correct the dot products for that.
-    const int low = low_sum(a_sums), high = high_sum(a_sums);
+    const int correction = BIAS / 8 * sum_by_minus_8(a_sums);
 #if defined(WEIGHT_INT4)
-    acc = fma(float(dot_unit(w.units[0], a, 0, -BIAS * (low + high))), s[0].x * scale, acc);
+    acc = fma(float(dot_unit(w.units[0], a, 0, correction)), s[0].x * scale, acc);
 #if defined(SHIFTED)
-    acc = fma(float(low + high), s[0].y * scale, acc);
+    acc = fma(float(sum_of(a_sums)), s[0].y * scale, acc);
 #endif
 #elif defined(SCALES_ROW)
     acc = fma(float(dot_unit(w.units[1], a, 1, dot_unit(w.units[0], a, 0, 0))), scale, acc);
 #else
     if (SCALE_BLOCKS % UNITS == 0) {
-        const int d = dot_unit(w.units[0], a, 0, -BIAS * (low + high));
+        const int d = dot_unit(w.units[0], a, 0, correction);
         acc = fma(float(dot_unit(w.units[1], a, 1, d)), s[0].x * scale, acc);
 #if defined(SHIFTED)
-        acc = fma(float(low + high), s[0].y * scale, acc);
+        acc = fma(float(sum_of(a_sums)), s[0].y * scale, acc);
 #endif
     } else {
+        const int low = low_sum(a_sums), high = high_sum(a_sums);
         acc = fma(float(dot_unit(w.units[0], a, 0, -BIAS * low)), s[0].x * scale, acc);
 #if defined(SHIFTED)
         acc = fma(float(low), s[0].y * scale, acc);

@@ -15,6 +15,12 @@ layout(buffer_reference, std430, buffer_reference_align = 4) writeonly buffer Wr
 layout(buffer_reference, std430, buffer_reference_align = 4) writeonly buffer WriteUints { uint at[]; };
 layout(buffer_reference, std430, buffer_reference_align = 8) writeonly buffer WriteUvec2s { uvec2 at[]; };
 layout(buffer_reference, std430, buffer_reference_align = 16) writeonly buffer WriteUvec4s { uvec4 at[]; };
+// The 64-bit sum of an address and `bytes`.
+uvec2 address_after(uvec2 address, uint bytes) {
+    const uint low = address.x + bytes;
+    return uvec2(low, address.y + uint(low < bytes));
+}
+
 // For atomics.
 layout(buffer_reference, std430, buffer_reference_align = 4) coherent buffer Words { uint at[]; };
 layout(buffer_reference, std430, buffer_reference_align = 16) writeonly buffer WriteVec4s { vec4 at[]; };

@@ -64,10 +64,10 @@ fn upload(b: &mut Bench, rows: &[QuantizedActivations], width: usize) -> Quantiz
                 if *scale != 0.0 || digit == 0 {
                     ints[32 * at..][..32].copy_from_slice(bytemuck::cast_slice(q));
                 }
-                let sum = |q: &[i8]| (q.iter().map(|q| i32::from(*q)).sum::<i32>() as i16).to_le_bytes();
+                let sum = |q: &[i8]| q.iter().map(|q| i16::from(*q)).sum::<i16>();
                 scales[8 * at..][..4].copy_from_slice(&scale.to_le_bytes());
-                scales[8 * at + 4..][..2].copy_from_slice(&sum(&q[..16]));
-                scales[8 * at + 6..][..2].copy_from_slice(&sum(&q[16..]));
+                scales[8 * at + 4..][..2].copy_from_slice(&sum(&q[..16]).to_le_bytes());
+                scales[8 * at + 6..][..2].copy_from_slice(&(-8 * sum(q)).to_le_bytes());
             }
         }
     }
@@ -94,7 +94,7 @@ fn download(b: &mut Bench, from: &Quantized, rows: usize) -> Vec<QuantizedActiva
             }
             let sum = |at: usize| i32::from(i16::from_le_bytes([record[at], record[at + 1]]));
             let all = |q: &[i8]| q.iter().map(|q| i32::from(*q)).sum::<i32>();
-            assert_eq!((sum(4), sum(6)), (all(&block[..16]), all(&block[16..])), "sums of row {row}");
+            assert_eq!((sum(4), sum(6)), (all(&block[..16]), -8 * all(block)), "sums of row {row}");
             got.q[digit].extend(block);
             got.scales[digit].push(scale);
         }

@@ -79,14 +79,14 @@ const FAST_VALU_PER_WEIGHT: [(&str, u64, &[u64], [f64; 6]); 36] = [
     ("fast_matmul_int8_zero", 1, &[2], [1.23, 1.66, 2.50, 4.19, 7.56, 14.31]),
 ];
 /// Products in int8 as above: instructions of the scalar unit, branches included, and scalar loads, of one trip for 1,
-/// 2, 4, 8, 16 and 32 tokens. Where they are more than the vector instructions, the scalar unit bounds the product.
+/// 2, 4, 8, 16 and 32 tokens. Where they are more than the vector instructions, the scalar unit bounds the product. With
+/// 32 tokens, half of the instructions that Mesa 26 needs for int4 move registers; Mesa 25 needs 141 in all.
 const SCALAR: [(&str, u64, u64, [[u64; 6]; 2]); 3] = [
-    ("fast_matmul_int4", 0, 4, [[46, 60, 88, 144, 256, 480], SCALAR_LOADS]),
-    ("fast_matmul_int4", 1, 4, [[50, 64, 92, 148, 260, 484], SCALAR_LOADS]),
-    ("fast_matmul_int8_row", 0, 1, [[49, 58, 76, 112, 184, 328], SCALAR_LOADS]),
+    ("fast_matmul_int4", 0, 4, [[42, 44, 48, 82, 128, 258], [2, 2, 3, 5, 10, 20]]),
+    ("fast_matmul_int4", 1, 4, [[46, 48, 52, 70, 102, 152], [2, 2, 3, 5, 10, 20]]),
+    // The scales are loaded one by one, because these weights need no sums.
+    ("fast_matmul_int8_row", 0, 1, [[49, 50, 52, 61, 72, 134], [2, 3, 6, 12, 24, 48]]),
 ];
-/// Two loads for each column, and two more.
-const SCALAR_LOADS: [u64; 6] = [4, 6, 10, 18, 34, 66];
 /// Tolerance for additional instructions of another compiler release.
 const MARGIN: f64 = 1.02;
 
@@ -272,7 +272,8 @@ fn check_loads(pipeline: &Value) {
     // Five-bit and six-bit weights need two loads: one for the low four bits, one for the high bits.
     let loads = if pipeline["shader"].as_str().expect("a name").contains("_int8") { 2 } else { 1 };
     assert_eq!(number(trip, "wide_loads"), loads * blocks, "{name}: loads of 16 bytes");
-    assert!(number(trip, "scalar_loads") >= columns * unrolled, "{name}: activations");
+    // A load has the activations of two columns.
+    assert!(2 * number(trip, "scalar_loads") >= columns * unrolled, "{name}: activations");
 }
 
 /// Whether the scalar instructions of a product are pinned. They are at most the pinned ones.
