@@ -2,7 +2,7 @@
 // tokens over some keys ("partials", common/softmax.glsl), which attention_merge.comp merges.
 //
 //   q  f32 [tokens, num_kv_heads * GROUP, HEAD_DIM], after QK-norm, RoPE and the query scale
-//   k_cache, v_cache  blocks of rows [kv_head][token in block][HEAD_DIM] (common/kv.glsl)
+//   k_cache, v_cache  blocks of keys and of values (common/kv.glsl)
 //   block_tables [sequences][max_blocks]
 //   partials  f32 [slots, num_kv_heads * GROUP, HEAD_DIM / 4 + 1, 4]: values; then largest score, sum of weights
 //   window  number of keys that a token sees, including its own; 0: all
@@ -35,6 +35,10 @@ const uint PARTS = TILE / LANES;
 // How many fours of a key, and how many values, are loaded at a time: fewer if each is used for more rows. Queries are
 // loaded once for all lanes of a subgroup, and with larger steps they would not fit into the scalar registers.
 const uint STEP = FOURS % 4 == 0 ? (ROWS > 4 ? 2 : 4) : WIDTH;
+// How many fours of a key a lane loads at a time: whole units (common/kv.glsl), and whole steps.
+const uint UNIT = KEY_UNIT(FOURS);
+const uint LOADED = UNIT > STEP ? UNIT : STEP;
+const uint UNITS = LOADED / UNIT;
 const uint AHEAD = TILE % (4 * PARTS) == 0 ? (ROWS > 4 ? 2 : 4) : 1;
 const uint MOST_SUBGROUPS = 16;
 
@@ -72,7 +76,7 @@ layout(push_constant, std430) uniform Push {
 shared float subgroup_maximum[TEAMS * MOST_SUBGROUPS * ROWS];
 shared float weights[TEAMS * TILE * ROWS];
 // Two arrays, used alternately for the tiles.
-shared uint key_rows[2 * TILE];
+shared uint value_rows[2 * TILE];
 #if defined(KV_INT8)
 shared float value_scales[2 * TILE];
 #endif
@@ -81,17 +85,37 @@ shared float part_sum[TEAMS * PARTS];
 // Largest score and sum of weights over the previous splits.
 shared vec2 joined[TEAMS * ROWS];
 
-// Loads WIDTH fours of a key or a value from `index`.
-void load(ReadCache cache, uint index, out vec4 fours[WIDTH]) {
-    if (WIDTH == 2)
-        cache_two(cache, index, fours[0], fours[WIDTH - 1]);
-    else
-        fours[0] = cache_four(cache, index);
+// Loads the stored units of a key from `index`: LOADED fours. The units are `stride` fours apart.
+void load_key(uint index, uint stride, out uvec4 units[UNITS]) {
+    [[unroll]] for (uint u = 0; u < UNITS; u++) {
+        const uint at = index + u * stride;
+#if defined(KV_F32)
+        units[u] = floatBitsToUint(k_cache.at[at]);
+#elif defined(KV_F16)
+        const uvec4 two = k_cache.at[at / 2];
+        units[u] = UNIT == 2 || at % 2 == 0 ? two : two.zwzw;
+#elif defined(KV_INT8)
+        units[u] = UNIT == 4 ? ReadUvec4s(uvec2(k_cache)).at[at / 4] : uvec4(k_cache.at[at]);
+#endif
+    }
+}
+
+vec4 key_four(uvec4 unit, uint four) {
+#if defined(KV_F32)
+    return uintBitsToFloat(unit);
+#elif defined(KV_F16)
+    return four_of(four % UNIT == 0 ? unit.xy : unit.zw);
+#elif defined(KV_INT8)
+    return four_of(unit[four % UNIT]);
+#endif
 }
 
 // Loads this lane's fours of a value, whose row begins at `row`.
 void load_value(uint row, uint dim, uint key, out vec4 fours[WIDTH]) {
-    load(v_cache, row + dim * WIDTH, fours);
+    if (WIDTH == 2)
+        cache_two(v_cache, row + dim * WIDTH, fours[0], fours[WIDTH - 1]);
+    else
+        fours[0] = cache_four(v_cache, row + dim);
 #if defined(KV_INT8)
     [[unroll]] for (uint w = 0; w < WIDTH; w++) fours[w] *= value_scales[key];
 #endif
@@ -109,9 +133,10 @@ void main() {
     const uint subgroups = gl_NumSubgroups / TEAMS;
     const uint part = lane / LANES, dim = lane % LANES;
 
-    // The keys that each row sees, and the index of its query. Rows after the last token repeat that token, and their
+    // The keys that each row sees, and the address of its query. Rows after the last token repeat that token, and their
     // results are not stored.
-    uint first[ROWS], last[ROWS], query[ROWS];
+    uint first[ROWS], last[ROWS];
+    uvec2 query[ROWS];
     uint all_from = 0, all_to = 0xffffffffu;
     [[unroll]] for (uint r = 0; r < ROWS; r++) {
         const uint index = team * ROWS + r;
@@ -120,11 +145,12 @@ void main() {
         first[r] = window > 0 && last[r] >= window ? last[r] - window + 1 : 0;
         all_from = max(all_from, first[r]);
         all_to = min(all_to, last[r]);
-        query[r] = (((item.token + token) * num_kv_heads + kv_head) * GROUP + index % GROUP) * FOURS;
+        const uint row = ((item.token + token) * num_kv_heads + kv_head) * GROUP + index % GROUP;
+        query[r] = address_after(uvec2(q), 16 * row * FOURS);
     }
     const uint lowest = window > 0 && item.position >= window ? item.position - window + 1 : 0;
     const uint highest = item.position + item.tokens - 1;
-    const uint table = item.sequence * max_blocks, rows = num_kv_heads * block_size;
+    const uint table = item.sequence * max_blocks, rows = num_kv_heads * block_size, unit_stride = block_size * UNIT;
 
     for (uint n = 0; n < item.splits; n++) {
         const uint split = item.first_split + n;
@@ -144,30 +170,34 @@ void main() {
             [[unroll]] for (uint r = 0; r < ROWS; r++) score[r] = LOWEST;
             if (key >= from && key <= to) {
                 const uint block = block_tables.at[table + key / block_size];
-                const uint head_row = kv_head * block_size + key % block_size;
-                const uint key_row = cache_row(block, rows, head_row, FOURS);
-                if (team == 0) key_rows[turn + lane] = key_row;
+                const uint token = key % block_size, start = cache_block(block, rows, FOURS);
+                const uint key_start = key_at(start, kv_head, token, 0, block_size, FOURS);
+                if (team == 0) value_rows[turn + lane] = value_at(start, kv_head, token, 0, block_size, FOURS);
 #if defined(KV_INT8)
-                const float scale = cache_scale(k_cache, block, rows, head_row, FOURS);
-                if (team == 0) value_scales[turn + lane] = cache_scale(v_cache, block, rows, head_row, FOURS);
+                const uint scale_at = cache_scale_at(start, kv_head, token, block_size, rows, FOURS);
+                const float scale = uintBitsToFloat(k_cache.at[scale_at]);
+                if (team == 0) value_scales[turn + lane] = uintBitsToFloat(v_cache.at[scale_at]);
 #endif
                 float product[ROWS];
                 [[unroll]] for (uint r = 0; r < ROWS; r++) product[r] = 0.0;
                 // Not unrolled, because compiling the unrolled loop for a CPU takes minutes.
-                [[dont_unroll]] for (uint i = 0; i < FOURS; i += STEP) {
-                    vec4 b[STEP];
-                    [[unroll]] for (uint s = 0; s < STEP; s += WIDTH) {
-                        vec4 fours[WIDTH];
-                        load(k_cache, key_row + i + s, fours);
-                        [[unroll]] for (uint w = 0; w < WIDTH; w++) b[s + w] = fours[w];
-                    }
-                    [[unroll]] for (uint r = 0; r < ROWS; r++) {
-                        [[unroll]] for (uint s = 0; s < STEP; s++) {
-                            const vec4 a = q.at[query[r] + i + s];
-                            product[r] = fma(a.x, b[s].x, product[r]);
-                            product[r] = fma(a.y, b[s].y, product[r]);
-                            product[r] = fma(a.z, b[s].z, product[r]);
-                            product[r] = fma(a.w, b[s].w, product[r]);
+                // Each part is loaded before the previous one is used.
+                uvec4 next[UNITS], units[UNITS];
+                load_key(key_start, unit_stride, next);
+                [[dont_unroll]] for (uint i = 0; i < FOURS; i += LOADED) {
+                    [[unroll]] for (uint u = 0; u < UNITS; u++) units[u] = next[u];
+                    const uint ahead = min(i + LOADED, FOURS - LOADED);
+                    load_key(key_start + ahead / UNIT * unit_stride, unit_stride, next);
+                    [[unroll]] for (uint step = 0; step < LOADED; step += STEP) {
+                        [[unroll]] for (uint r = 0; r < ROWS; r++) {
+                            ReadVec4s q_part = ReadVec4s(address_after(query[r], 16 * (i + step)));
+                            [[unroll]] for (uint s = 0; s < STEP; s++) {
+                                const vec4 a = q_part.at[s], b = key_four(units[(step + s) / UNIT], step + s);
+                                product[r] = fma(a.x, b.x, product[r]);
+                                product[r] = fma(a.y, b.y, product[r]);
+                                product[r] = fma(a.z, b.z, product[r]);
+                                product[r] = fma(a.w, b.w, product[r]);
+                            }
                         }
                     }
                 }
@@ -207,7 +237,7 @@ void main() {
                     vec4 value[AHEAD][WIDTH];
                     [[unroll]] for (uint a = 0; a < AHEAD; a++) {
                         const uint of = turn + j + a * PARTS;
-                        load_value(key_rows[of], dim, of, value[a]);
+                        load_value(value_rows[of], dim, of, value[a]);
                     }
                     [[unroll]] for (uint a = 0; a < AHEAD; a++) {
                         [[unroll]] for (uint r = 0; r < ROWS; r++) {
@@ -225,7 +255,7 @@ void main() {
                     const uint seen = tile + j;
                     if (seen < from || seen > to) continue;
                     vec4 value[WIDTH];
-                    load_value(key_rows[turn + j], dim, turn + j, value);
+                    load_value(value_rows[turn + j], dim, turn + j, value);
                     [[unroll]] for (uint r = 0; r < ROWS; r++) {
                         if (seen < first[r] || seen > last[r]) continue;
                         const float weight = weights[(team * TILE + j) * ROWS + r];

@@ -1,7 +1,7 @@
 // Gathers keys and values of neighbouring positions of one sequence from its KV blocks, in bf16, for the NPU, which
 // computes the attention of some KV heads.
 //
-//   k_cache, v_cache  blocks of rows [kv_head][token in block][head_dim] (common/kv.glsl)
+//   k_cache, v_cache  blocks of keys and of values (common/kv.glsl)
 //   blocks            the sequence's row of the block tables
 //   keys, values      bf16 [KV heads of the NPU][key_stride][head_dim], from position `first_key`. They are 0 before
 //                     `first_seen`, because the sequence may have freed those blocks, and after the last key
@@ -39,18 +39,16 @@ void main() {
     const uint key = index / fours, position = first_key + key;
     vec4 four = vec4(0);
     if (key < count && position >= first_seen) {
-        const uint block = blocks.at[position / block_size], rows = num_kv_heads * block_size;
-        const uint row = kv_head * block_size + position % block_size;
-        const uint from = cache_row(block, rows, row, fours) + index % fours;
+        const uint rows = num_kv_heads * block_size, token = position % block_size;
+        const uint start = cache_block(blocks.at[position / block_size], rows, fours);
+        const uint from = cache_at(!is_value, start, kv_head, token, index % fours, block_size, fours);
         if (is_value)
             four = cache_four(v_cache, from);
         else
             four = cache_four(k_cache, from);
 #if defined(KV_INT8)
-        if (is_value)
-            four *= cache_scale(v_cache, block, rows, row, fours);
-        else
-            four *= cache_scale(k_cache, block, rows, row, fours);
+        const uint scale_at = cache_scale_at(start, kv_head, token, block_size, rows, fours);
+        four *= uintBitsToFloat(is_value ? v_cache.at[scale_at] : k_cache.at[scale_at]);
 #endif
     }
     const uint to = kv_head * key_stride * fours + index;

@@ -3,7 +3,7 @@
 //   q f32 [tokens, num_heads, head_dim]     q = rope(norm(q)) * q_scale, in place
 //   k f32 [tokens, num_kv_heads, head_dim]  k_cache[slot] = rope(norm(k))
 //   v f32 [tokens, num_kv_heads, head_dim]  v_cache[slot] = v
-//   k_cache, v_cache  blocks of rows [kv_head][token in block][head_dim] (common/kv.glsl)
+//   k_cache, v_cache  blocks of keys and of values (common/kv.glsl)
 //   rope  [position][head_dim / 2] of (cos, sin). The host computes it in f64, because Vulkan specifies the precision
 //         of its cos and sin only on [-pi, pi]. Dimension i is rotated with dimension i + head_dim / 2
 //   slot_mapping [tokens]: block * block_size + token in block
@@ -42,17 +42,22 @@ layout(push_constant, std430) uniform Push {
 shared float row[256];
 
 // Stores `row` in the cache, as this token's key or value of KV head `head`.
-void store(WriteUints cache, uint token, uint head) {
+void store(WriteUints cache, bool is_key, uint token, uint head) {
     const uint lane = gl_LocalInvocationID.x, fours = head_dim / 4;
-    const uint slot = slot_mapping.at[token], block = slot / block_size;
-    const uint rows = num_kv_heads * block_size, head_row = head * block_size + slot % block_size;
-    const uint to = cache_row(block, rows, head_row, fours);
+    const uint slot = slot_mapping.at[token], at = slot % block_size, rows = num_kv_heads * block_size;
+    const uint start = cache_block(slot / block_size, rows, fours);
     barrier();
 #if defined(KV_F32)
-    for (uint i = lane; i < head_dim; i += INVOCATIONS) cache.at[to * 4 + i] = floatBitsToUint(row[i]);
+    for (uint i = lane; i < head_dim; i += INVOCATIONS) {
+        const uint to = cache_at(is_key, start, head, at, i / 4, block_size, fours);
+        cache.at[to * 4 + i % 4] = floatBitsToUint(row[i]);
+    }
 #elif defined(KV_F16)
-    for (uint i = lane; i < head_dim / 2; i += INVOCATIONS)
-        cache.at[to * 2 + i] = packHalf2x16(clamp(vec2(row[2 * i], row[2 * i + 1]), -65504.0, 65504.0));
+    for (uint i = lane; i < head_dim / 2; i += INVOCATIONS) {
+        const vec2 two = clamp(vec2(row[2 * i], row[2 * i + 1]), -65504.0, 65504.0);
+        const uint to = cache_at(is_key, start, head, at, i / 2, block_size, fours);
+        cache.at[to * 2 + i % 2] = packHalf2x16(two);
+    }
 #elif defined(KV_INT8)
     for (uint turn = 0; turn < TURNS; turn++) {
         float largest = 0.0;
@@ -65,9 +70,10 @@ void store(WriteUints cache, uint token, uint head) {
         uint four = 0;
         [[unroll]] for (uint j = 0; j < 4; j++)
             four |= (uint(int(roundEven(row[4 * i + j] * inverse))) & 0xffu) << (8 * j);
-        cache.at[to + i] = four;
+        cache.at[cache_at(is_key, start, head, at, i, block_size, fours)] = four;
     }
-    if (lane == 0) cache.at[cache_scale_index(block, rows, head_row, fours)] = floatBitsToUint(largest / 127.0);
+    if (lane == 0)
+        cache.at[cache_scale_at(start, head, at, block_size, rows, fours)] = floatBitsToUint(largest / 127.0);
 #endif
 }
 
@@ -79,7 +85,7 @@ void main() {
         head -= num_heads + num_kv_heads;
         const uint from = (token * num_kv_heads + head) * head_dim;
         for (uint i = lane; i < head_dim; i += INVOCATIONS) row[i] = v.at[from + i];
-        store(v_cache, token, head);
+        store(v_cache, false, token, head);
         return;
     }
 
@@ -120,5 +126,5 @@ void main() {
             row[j] = turned.y;
         }
     }
-    if (!is_q) store(k_cache, token, head);
+    if (!is_q) store(k_cache, true, token, head);
 }

@@ -534,6 +534,8 @@ fn attention_arguments<'a>(
         window: shape.window.unwrap_or(0) as u32,
         split_unit: shape.splits().unit as u32,
         first_kv_head: first_kv_head as u32,
+        // The shader only uses addresses from its push constants.
+        followed: &[],
     }
 }
 

@@ -23,13 +23,16 @@ const SPLITS: usize = 4;
 /// Keys of one tile of attention (`shaders/attention.comp`).
 pub const KEYS: usize = 64;
 
-/// The keys among the bytes that attention reads. In one trip, each lane of a workgroup reads a row of its own.
+/// The keys among the bytes that attention reads. In one trip, each lane of a workgroup reads a key of its own.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Keys {
     /// Bytes of all keys.
     pub bytes: u64,
     /// Bytes of one key of one head.
     pub row_bytes: u64,
+    /// Bytes of a key that are stored together (`shaders/common/kv.glsl`). The units of the tokens of a block follow
+    /// one another.
+    pub unit_bytes: u64,
 }
 
 /// The cost of a dispatch.
@@ -268,7 +271,11 @@ pub fn attention(heads: &Heads, window: Option<usize>, shader: &'static Shader, 
         constants: attention_constants(shader, num_heads / num_kv_heads, head_dim),
         trips: walked as f64 / items.len().max(1) as f64,
         kv_bytes,
-        keys: Keys { bytes: kv_bytes / 2, row_bytes: heads.kv.row_bytes(head_dim) as u64 },
+        keys: Keys {
+            bytes: kv_bytes / 2,
+            row_bytes: heads.kv.row_bytes(head_dim) as u64,
+            unit_bytes: (heads.kv.key_unit(head_dim) * heads.kv.element_bytes()) as u64,
+        },
         // The activations are queries and partials.
         activation_bytes: floats(attending * (num_heads * head_dim + shape.partial_width())),
         ..Dispatch::new(shader, items.len() * num_kv_heads)

@@ -419,8 +419,8 @@ impl Make<'_> {
     ) -> Result<Vec<Attention>, GpuError> {
         let (s, heads) = (&case.spec, case.spec.heads());
         let blocks = sequences * len.div_ceil(BLOCK_SIZE);
-        let cache_bytes =
-            (blocks * BLOCK_SIZE * heads.num_key_value_heads * case.kv.row_bytes(heads.head_dim)) as u64;
+        let block_bytes = case.kv.block_bytes(BLOCK_SIZE * heads.num_key_value_heads, heads.head_dim);
+        let cache_bytes = (blocks * block_bytes) as u64;
         let shape = AttentionShape {
             num_heads: heads.num_attention_heads,
             num_kv_heads: heads.num_key_value_heads,

@@ -614,7 +614,7 @@ pub(super) fn rope_table_name(rope: &RopeSpec) -> String {
 
 /// Bytes that one KV block takes in one layer, for keys or values.
 pub(super) fn kv_block_bytes(heads: &AttentionHeads, kv: KvDtype, block_size: usize) -> u64 {
-    (block_size * heads.num_key_value_heads * kv.row_bytes(heads.head_dim)) as u64
+    kv.block_bytes(block_size * heads.num_key_value_heads, heads.head_dim) as u64
 }
 
 /// Bytes of one layer's keys, or values: its pool, and a block for padding tokens.

@@ -59,13 +59,31 @@ pub enum KvDtype {
 }
 
 impl KvDtype {
-    /// Bytes of one token and head, of the keys or of the values.
-    pub const fn row_bytes(self, head_dim: usize) -> usize {
+    /// Bytes of a block of the cache: the keys or the values of `rows` pairs of a token and a KV head. int8 integers
+    /// are followed by their scales, padded to a multiple of 16 bytes (`shaders/common/kv.glsl`).
+    pub const fn block_bytes(self, rows: usize, head_dim: usize) -> usize {
+        let scales = if matches!(self, Self::Int8) { 4 * rows.next_multiple_of(4) } else { 0 };
+        rows * head_dim * self.element_bytes() + scales
+    }
+
+    pub const fn element_bytes(self) -> usize {
         match self {
-            Self::F32 => 4 * head_dim,
-            Self::F16 => 2 * head_dim,
-            Self::Int8 => head_dim + 4,
+            Self::F32 => 4,
+            Self::F16 => 2,
+            Self::Int8 => 1,
         }
+    }
+
+    /// The number of a key's elements that are stored together: as many as 16 bytes hold if they divide the head,
+    /// otherwise four.
+    pub const fn key_unit(self, head_dim: usize) -> usize {
+        let most = 16 / self.element_bytes();
+        if head_dim.is_multiple_of(most) { most } else { 4 }
+    }
+
+    /// Bytes of one token and head, of the keys or of the values, with the scale of int8.
+    pub const fn row_bytes(self, head_dim: usize) -> usize {
+        head_dim * self.element_bytes() + if matches!(self, Self::Int8) { 4 } else { 0 }
     }
 }
 

@@ -20,6 +20,7 @@ use unicorn::quantize::{grouping, quantize_row};
 use unicorn::tensor::{DType, KvDtype, Precision, Scheme};
 
 use crate::support::kernel_bench::{
+    CACHED, Cached,
     Adjusted, BODIES, Bench, Drawing, HEADS, Paged, SCHEMES, STORED, adjusted, shape, with_each_body,
 };
 use crate::support::reference::dequantize_row;
@@ -417,10 +418,9 @@ impl Attended {
         for (s, &(len, _)) in paged.sequences.iter().enumerate() {
             for position in 0..len {
                 for head in 0..shape.num_kv_heads {
-                    let row = paged.row(s, position, head);
-                    for cached in &mut cached {
+                    for (cached, part) in cached.iter_mut().zip(CACHED) {
                         let random = b.random(shape.head_dim, 1.0);
-                        paged.file_away(cached, kv, row, &random);
+                        paged.file_away(cached, kv, part, (s, position, head), &random);
                     }
                 }
             }
@@ -459,8 +459,8 @@ impl Attended {
             let first = shape.window.map_or(0, |w| (position + 1).saturating_sub(w));
             for head in 0..shape.num_heads {
                 let kv_head = head / (shape.num_heads / shape.num_kv_heads);
-                let [k, v] = cached.each_ref().map(|cache| {
-                    let row = |p| paged.read(cache, *kv, paged.row(s, p, kv_head));
+                let [k, v] = [0, 1].map(|i| {
+                    let row = |p| paged.read(&cached[i], *kv, CACHED[i], (s, p, kv_head));
                     (first..=position).map(row).collect::<Vec<_>>()
                 });
                 let [k, v] = [&k, &v].map(|rows| rows.iter().map(Vec::as_slice).collect::<Vec<_>>());
@@ -639,11 +639,11 @@ fn npu_keys_are_gathered_from_the_blocks_of_a_sequence() {
             let mut cached = [paged.empty_cache(kv), paged.empty_cache(kv)];
             let mut kept = [vec![Vec::new(); 70 * kv_heads], vec![Vec::new(); 70 * kv_heads]];
             for (position, head) in (0..70).flat_map(|p| (0..kv_heads).map(move |head| (p, head))) {
-                for (cached, kept) in cached.iter_mut().zip(&mut kept) {
+                for ((cached, part), kept) in cached.iter_mut().zip(CACHED).zip(&mut kept) {
                     let mut random = b.random(d, 2.0);
                     random[position % d] = ROUNDED[position % 4];
-                    let row = paged.row(1, position, head);
-                    kept[position * kv_heads + head] = paged.file_away(cached, kv, row, &random);
+                    let place = (1, position, head);
+                    kept[position * kv_heads + head] = paged.file_away(cached, kv, part, place, &random);
                 }
             }
             let attention = attention_over(&mut b, shape, &cached);
@@ -793,19 +793,19 @@ fn qkv_store_normalizes_rotates_and_stores() {
                     close(&got_q[at..at + d], &expected, &vec![1.0; d], 1e-6, &what);
                 }
                 for head in 0..shape.num_kv_heads {
-                    let (at, row) = (t * kw + head * d, paged.row(s, position, head));
+                    let (at, place) = (t * kw + head * d, (s, position, head));
                     let expected = expect(&k[at..at + d], &k_norm, position, 1.0);
                     // The tolerance includes the rounding of the cache type: half of its last bit.
                     let largest = expected.iter().fold(0f64, |a, b| a.max(b.abs()));
                     let lost = [0.0, largest / 2048.0, largest / 254.0][kv as usize];
-                    let got = paged.take(&mut keys, kv, row);
+                    let got = paged.take(&mut keys, kv, Cached::Key, place);
                     close(&got, &expected, &vec![4.0; d], 1e-6 + lost / 4.0, &what);
                     let mut one = paged.empty_cache(kv);
-                    let kept = paged.file_away(&mut one, kv, row, &v[at..at + d]);
+                    let kept = paged.file_away(&mut one, kv, Cached::Value, place, &v[at..at + d]);
                     let kept: Vec<f64> = kept.into_iter().map(f64::from).collect();
                     // A value in the middle between two integers may be rounded to either of them.
                     let step = [0.0, 1.0 / 1024.0, 2.0 / 127.0][kv as usize];
-                    let got = paged.take(&mut values, kv, row);
+                    let got = paged.take(&mut values, kv, Cached::Value, place);
                     close(&got, &kept, &vec![1.0; d], step * 1.01, &what);
                     let off =
                         got.iter().zip(&kept).filter(|(g, k)| (f64::from(**g) - **k).abs() > 1e-6).count();

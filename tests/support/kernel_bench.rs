@@ -1,6 +1,7 @@
 //! The bench for tests of kernels: a device with every kernel, seeded random values, and buffers that start as NaN.
 //! Also inputs that several test files use.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use half::f16;
@@ -324,6 +325,18 @@ impl Stored {
     }
 }
 
+/// Which cache a row is in. Keys and values are stored in different orders (`shaders/common/kv.glsl`).
+#[derive(Clone, Copy)]
+pub enum Cached {
+    Key,
+    Value,
+}
+
+pub const CACHED: [Cached; 2] = [Cached::Key, Cached::Value];
+
+/// A row of a cache: sequence, position, KV head.
+pub type Place = (usize, usize, usize);
+
 /// A random paged batch: sequences of different lengths, blocks in random order, and the new tokens at the ends.
 pub struct Paged {
     pub shape: AttentionShape,
@@ -359,74 +372,69 @@ impl Paged {
         block * self.shape.block_size as u32 + (position % self.shape.block_size) as u32
     }
 
-    /// The first element in the cache of a KV head's row for a position.
-    pub fn row(&self, sequence: usize, position: usize, head: usize) -> usize {
-        let (slot, s) = (self.slot(sequence, position) as usize, &self.shape);
-        let block = slot / s.block_size;
-        ((block * s.num_kv_heads + head) * s.block_size + slot % s.block_size) * s.head_dim
-    }
-
     /// The bytes of a cache before any write: every word is a NaN.
     pub fn empty_cache(&self, kv: KvDtype) -> Vec<u8> {
-        let s = &self.shape;
-        let bytes = self.num_blocks * s.block_size * s.num_kv_heads * kv.row_bytes(s.head_dim);
+        let bytes = self.num_blocks * self.block_bytes(kv);
         0x7fc0_deadu32.to_le_bytes().into_iter().cycle().take(bytes).collect()
     }
 
-    /// The byte ranges of a row, which is given by its first element, and of its scale. Without a scale, that range is
-    /// empty.
-    pub fn ranges(&self, kv: KvDtype, element: usize) -> (std::ops::Range<usize>, std::ops::Range<usize>) {
-        let (s, d) = (&self.shape, self.shape.head_dim);
-        let rows = s.block_size * s.num_kv_heads;
-        let (block, row) = (element / d / rows, element / d % rows);
-        let size = kv.row_bytes(d);
-        let (start, length) = match kv {
-            KvDtype::Int8 => (block * rows * size + row * d, d),
-            _ => ((block * rows + row) * size, size),
-        };
-        let scale = block * rows * size + rows * d + 4 * row;
-        (start..start + length, scale..if kv == KvDtype::Int8 { scale + 4 } else { scale })
+    fn block_bytes(&self, kv: KvDtype) -> usize {
+        kv.block_bytes(self.shape.block_size * self.shape.num_kv_heads, self.shape.head_dim)
     }
 
-    /// Writes a row into the bytes of a cache of this type. Returns the values as the cache represents them.
-    pub fn file_away(&self, cache: &mut [u8], kv: KvDtype, element: usize, values: &[f32]) -> Vec<f32> {
-        let (row, scale) = self.ranges(kv, element);
+    /// The byte ranges in the cache of the elements of a KV head's key or value for a position, and of its scale.
+    /// Without a scale, that range is empty.
+    fn ranges(&self, kv: KvDtype, part: Cached, (sequence, position, head): Place) -> (Vec<Range<usize>>, Range<usize>) {
+        let (s, d) = (&self.shape, self.shape.head_dim);
+        let slot = self.slot(sequence, position) as usize;
+        let (start, token) = (slot / s.block_size * self.block_bytes(kv), slot % s.block_size);
+        let unit = kv.key_unit(d);
+        let element = |i: usize| match part {
+            Cached::Key => ((head * d / unit + i / unit) * s.block_size + token) * unit + i % unit,
+            Cached::Value => (head * s.block_size + token) * d + i,
+        };
+        let size = kv.element_bytes();
+        let elements = (0..d).map(|i| start + element(i) * size..start + (element(i) + 1) * size);
+        let scale = start + (s.num_kv_heads * d + 4 * head) * s.block_size + 4 * token;
+        (elements.collect(), scale..if kv == KvDtype::Int8 { scale + 4 } else { scale })
+    }
+
+    /// Writes a key or a value into the bytes of a cache of this type. Returns the values as the cache represents them.
+    pub fn file_away(&self, cache: &mut [u8], kv: KvDtype, part: Cached, place: Place, values: &[f32]) -> Vec<f32> {
+        let (elements, scale) = self.ranges(kv, part, place);
         let bytes: Vec<u8> = match kv {
             KvDtype::F32 => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
             KvDtype::F16 => values.iter().flat_map(|v| half::f16::from_f32(*v).to_le_bytes()).collect(),
             KvDtype::Int8 => {
                 let (s, q) = reference::kv_int8(values);
-                cache[scale.clone()].copy_from_slice(&s.to_le_bytes());
+                cache[scale].copy_from_slice(&s.to_le_bytes());
                 q.into_iter().map(|q| q as u8).collect()
             }
         };
-        cache[row].copy_from_slice(&bytes);
-        self.read(cache, kv, element)
-    }
-
-    pub fn read(&self, cache: &[u8], kv: KvDtype, element: usize) -> Vec<f32> {
-        let (row, scale) = self.ranges(kv, element);
-        let row = &cache[row];
-        match kv {
-            KvDtype::F32 => row.chunks_exact(4).map(bytemuck::pod_read_unaligned).collect(),
-            KvDtype::F16 => {
-                row.chunks_exact(2).map(|b| half::f16::from_le_bytes([b[0], b[1]]).to_f32()).collect()
-            }
-            KvDtype::Int8 => {
-                let scale: f32 = bytemuck::pod_read_unaligned(&cache[scale]);
-                row.iter().map(|q| f32::from(*q as i8) * scale).collect()
-            }
+        let size = bytes.len() / elements.len();
+        for (element, bytes) in elements.into_iter().zip(bytes.chunks_exact(size)) {
+            cache[element].copy_from_slice(bytes);
         }
+        self.read(cache, kv, part, place)
     }
 
-    /// Reads a row of a cache, and fills it with NaN.
-    pub fn take(&self, cache: &mut [u8], kv: KvDtype, element: usize) -> Vec<f32> {
-        let values = self.read(cache, kv, element);
-        let (row, scale) = self.ranges(kv, element);
-        for range in [row, scale] {
-            for (byte, i) in cache[range.clone()].iter_mut().zip(range) {
-                *byte = 0x7fc0_deadu32.to_le_bytes()[i % 4];
-            }
+    pub fn read(&self, cache: &[u8], kv: KvDtype, part: Cached, place: Place) -> Vec<f32> {
+        let (elements, scale) = self.ranges(kv, part, place);
+        let scale = (kv == KvDtype::Int8).then(|| bytemuck::pod_read_unaligned::<f32>(&cache[scale]));
+        let value = |element: Range<usize>| match (kv, &cache[element]) {
+            (KvDtype::F32, bytes) => bytemuck::pod_read_unaligned(bytes),
+            (KvDtype::F16, bytes) => half::f16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),
+            (KvDtype::Int8, bytes) => f32::from(bytes[0] as i8) * scale.expect("int8 has scales"),
+        };
+        elements.into_iter().map(value).collect()
+    }
+
+    /// Reads a key or a value from a cache, and fills it with NaN.
+    pub fn take(&self, cache: &mut [u8], kv: KvDtype, part: Cached, place: Place) -> Vec<f32> {
+        let values = self.read(cache, kv, part, place);
+        let (elements, scale) = self.ranges(kv, part, place);
+        for at in elements.into_iter().chain([scale]).flatten() {
+            cache[at] = 0x7fc0_deadu32.to_le_bytes()[at % 4];
         }
         values
     }

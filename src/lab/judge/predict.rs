@@ -15,6 +15,7 @@ use super::{Judge, Pipeline, pipeline_name};
 use crate::cli::error::Error;
 use crate::lab::assembly::Counts;
 use crate::lab::cost::{self, Body, Dispatch, Drawn, KEYS, Keys};
+use crate::model::memory::DEFAULT_BLOCK_SIZE;
 use crate::model::spec::Shape;
 use crate::tensor::{KvDtype, Precision, QuantizeMode, Scheme};
 
@@ -175,12 +176,14 @@ impl KeyLines {
     /// `workgroups` workgroups run at the same time. If the rows of their keys are larger than the cache, the excess is
     /// the share of the lines that a later round no longer finds there.
     fn new(chip: &Chip, keys: Keys, rounds: u64, workgroups: u64) -> KeyLines {
-        let Keys { bytes, row_bytes } = keys;
+        let Keys { bytes, row_bytes, unit_bytes } = keys;
         if bytes == 0 {
             return KeyLines { lines: 1.0, ..KeyLines::default() };
         }
-        let of_round = row_bytes as f64 / rounds.max(1) as f64;
-        let lines = (LINE_BYTES.min(row_bytes as f64) / of_round).max(1.0);
+        // The lanes of a block's tokens read neighbouring units. A round may read only a part of each.
+        let of_round = (row_bytes as f64 / rounds.max(1) as f64).min(unit_bytes as f64);
+        let neighbours = DEFAULT_BLOCK_SIZE as f64 * unit_bytes as f64;
+        let lines = (LINE_BYTES / neighbours).max(1.0) * unit_bytes as f64 / of_round;
         let set = (workgroups * KEYS as u64 * row_bytes) as f64;
         let lost = (1.0 - chip.cache_bytes as f64 / set).max(0.0);
         KeyLines { bytes, lines, repeated_bytes: (bytes as f64 * (lines - 1.0) * lost) as u64 }
@@ -599,18 +602,20 @@ mod tests {
         assert_eq!(line(&Counts::default()), "memory");
     }
 
-    /// Keys of 128 f16 have two lines. In eight rounds, each line is touched four times.
+    /// Sixteen units of 16 bytes are two lines. A round that reads 4 bytes of each unit touches each line four times.
     #[test]
     fn keys_are_read_again_where_their_lines_leave_the_cache_between_two_rounds() {
-        let keys = Keys { bytes: 1 << 20, row_bytes: 256 };
+        let keys = Keys { bytes: 1 << 20, row_bytes: 256, unit_bytes: 16 };
         let of = |rounds, workgroups| KeyLines::new(&CHIPS[0], keys, rounds, workgroups);
-        assert_eq!((of(8, 48).lines, of(8, 48).repeated_bytes), (4.0, 0), "48 tiles of 16 KiB fit in 2 MiB");
+        assert_eq!((of(64, 48).lines, of(64, 48).repeated_bytes), (4.0, 0), "48 tiles of 16 KiB fit in 2 MiB");
         assert_eq!(
-            (of(8, 192).lines, of(8, 192).repeated_bytes),
+            (of(64, 192).lines, of(64, 192).repeated_bytes),
             (4.0, 1 << 20),
             "a third of 3 MiB does not"
         );
-        assert_eq!((of(2, 192).lines, of(2, 192).repeated_bytes), (1.0, 0), "a round uses whole lines");
+        assert_eq!((of(8, 192).lines, of(8, 192).repeated_bytes), (1.0, 0), "a round uses whole lines");
+        let narrow = KeyLines::new(&CHIPS[0], Keys { unit_bytes: 4, ..keys }, 8, 48);
+        assert_eq!(narrow.lines, 2.0, "sixteen units of 4 bytes are half a line");
         assert_eq!(KeyLines::new(&CHIPS[0], Keys::default(), 0, 1).lines, 1.0);
     }
 

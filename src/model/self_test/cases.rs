@@ -61,8 +61,8 @@ case_buffers! {
         let kv_width = KV_HEADS * heads.head_dim;
         let width = heads.group * kv_width;
         let partial = partial_width(KV_HEADS * heads.group, heads.head_dim);
-        let row_bytes = heads.kv.row_bytes(heads.head_dim);
-        let kv = |count: usize| (count * inputs::BLOCK_SIZE * KV_HEADS * row_bytes) as u64;
+        let kv_block = heads.kv.block_bytes(inputs::BLOCK_SIZE * KV_HEADS, heads.head_dim);
+        let kv = |count: usize| (count * kv_block) as u64;
         let stored = inputs::STORED.len();
         let norm = floats(NORM_ROWS, WIDTH);
     }
@@ -649,34 +649,51 @@ impl Make<'_> {
         (all().map(|(row, col)| (rows[row], col)).collect(), Set { values, ..*set })
     }
 
-    /// A row of keys or values in a block of the cache.
-    fn cache_row(&self, cache: &Buffer, block: usize, head: usize, token: usize) -> (Vec<Buffer>, Form) {
+    /// The parts of a key or a value in a block of the cache, in order; for int8, followed by the scale
+    /// (`shaders/common/kv.glsl`).
+    fn cache_row(&self, part: CaseBuffer, block: usize, head: usize, token: usize) -> (Vec<Buffer>, Form) {
         let Heads { head_dim, kv, .. } = self.traits.heads;
-        let rows = KV_HEADS * inputs::BLOCK_SIZE;
-        let (row, row_bytes) = (head * inputs::BLOCK_SIZE + token, kv.row_bytes(head_dim));
-        let start = block * rows * row_bytes;
+        let (cache, block_size) = (self.space.part(part), inputs::BLOCK_SIZE);
+        let (rows, row) = (KV_HEADS * block_size, head * block_size + token);
+        let start = block * kv.block_bytes(rows, head_dim);
         let slice = |at: usize, bytes: usize| cache.slice((start + at) as u64, bytes as u64);
-        match kv {
-            KvDtype::F32 => (vec![slice(row * row_bytes, row_bytes)], Form::F32),
-            KvDtype::F16 => (vec![slice(row * row_bytes, row_bytes)], Form::F16),
-            KvDtype::Int8 => {
-                let scale = slice(rows * head_dim + 4 * row, 4);
-                (vec![slice(row * head_dim, head_dim), scale], Form::Int8)
-            }
+        let form = match kv {
+            KvDtype::F32 => Form::F32,
+            KvDtype::F16 => Form::F16,
+            KvDtype::Int8 => Form::Int8,
+        };
+        let element = kv.element_bytes();
+        let mut parts = Vec::new();
+        if matches!(part, CaseBuffer::Keys | CaseBuffer::StoredKeys) {
+            let unit = kv.key_unit(head_dim);
+            let first = head * block_size * head_dim + token * unit;
+            let units = (0..head_dim / unit).map(|n| first + n * block_size * unit);
+            parts.extend(units.map(|at| slice(at * element, unit * element)));
+        } else {
+            parts.push(slice(row * head_dim * element, head_dim * element));
         }
+        if kv == KvDtype::Int8 {
+            parts.push(slice(rows * head_dim + 4 * row, 4));
+        }
+        (parts, form)
     }
 
     /// Puts a row of whole 128ths into a block of the cache.
-    fn put_cache_row(&mut self, cache: &Buffer, block: usize, head: usize, token: usize, row: &[f32]) {
-        let (to, _) = self.cache_row(cache, block, head, token);
+    fn put_cache_row(&mut self, part: CaseBuffer, block: usize, head: usize, token: usize, row: &[f32]) {
+        let (to, _) = self.cache_row(part, block, head, token);
         let bytes: Vec<u8> = match self.traits.heads.kv {
             KvDtype::F32 => row.iter().flat_map(|v| v.to_le_bytes()).collect(),
             KvDtype::F16 => row.iter().flat_map(|v| half::f16::from_f32(*v).to_le_bytes()).collect(),
-            KvDtype::Int8 => row.iter().map(|v| (v * 128.0) as i8 as u8).collect(),
+            KvDtype::Int8 => {
+                let scale = (1f32 / 128.0).to_le_bytes();
+                row.iter().map(|v| (v * 128.0) as i8 as u8).chain(scale).collect()
+            }
         };
-        self.space.put(&to[0], &bytes);
-        if let Some(scale) = to.get(1) {
-            self.space.put(scale, &[1f32 / 128.0]);
+        let mut at = 0;
+        for part in &to {
+            let end = at + part.size() as usize;
+            self.space.put(part, &bytes[at..end]);
+            at = end;
         }
     }
 
@@ -723,7 +740,7 @@ impl Make<'_> {
         let (places, set) = self.of_query_heads(self.stored.get("qkv_store q"), &rows, at);
         let mut outputs = vec![self.rows("queries", &q, tokens, &set, &places)];
         for (name, set, cache) in
-            [("keys", "qkv_store k", &cache.keys), ("values", "qkv_store v", &cache.values)]
+            [("keys", "qkv_store k", CaseBuffer::StoredKeys), ("values", "qkv_store v", CaseBuffer::StoredValues)]
         {
             let set = self.stored.get(set);
             // What the cache's type cannot express is half of its last bit.
@@ -771,8 +788,8 @@ impl Make<'_> {
             let row = |value: fn(usize, usize, usize) -> f32| -> Vec<f32> {
                 (0..head_dim).map(|d| value(at, head, inputs::class(d, head_dim))).collect()
             };
-            self.put_cache_row(&keys, block, head, token, &row(inputs::key));
-            self.put_cache_row(&values, block, head, token, &row(inputs::value));
+            self.put_cache_row(CaseBuffer::Keys, block, head, token, &row(inputs::key));
+            self.put_cache_row(CaseBuffer::Values, block, head, token, &row(inputs::value));
         }
         let space = &self.space;
         let (q, floats) =
