@@ -21,8 +21,8 @@ pub struct Counts {
     pub dispatches: u64,
     pub copies: u64,
     pub barriers: u64,
-    /// Bytes that commands declare to read or write, by [`Class`]. A declared range counts as a whole, even if the
-    /// command accesses only a part of it. A range that is both read and written counts once.
+    /// Bytes that commands read or write, by [`Class`]: whole ranges, unless the caller says how many bytes a command
+    /// accesses ([`Buffer::accessing`](super::Buffer::accessing)). A range that is both read and written counts once.
     pub declared: [u64; Class::ALL.len()],
 }
 

@@ -19,7 +19,7 @@ use super::instance::{Instance, ValidationLog};
 use super::note::Note;
 use super::null_driver;
 use super::pipeline::{Pipeline, Pipelines};
-use super::placement::Machine;
+use super::placement::{Class, Machine};
 use super::rehearsal::Rehearsal;
 use super::residency::{self, MemoryUse};
 use super::shader::Shader;
@@ -302,6 +302,11 @@ impl Device {
 
     pub(super) fn count(&self, counts: &Counts) {
         *self.counts.lock().unwrap() += *counts;
+    }
+
+    /// Counts bytes that a submitted step reads, where its recording could not know their number.
+    pub fn count_read(&self, class: Class, bytes: u64) {
+        self.counts.lock().unwrap().declare(class, bytes);
     }
 
     /// For tests: changes how later commands are recorded. Another order of the commands between barriers must not

@@ -210,6 +210,8 @@ pub struct Buffer {
     pub(super) chunk: Arc<Chunk>,
     pub(super) offset: u64,
     size: u64,
+    /// The bytes that a command with this buffer counts as read or written.
+    pub(super) accessed: u64,
 }
 
 impl Buffer {
@@ -226,7 +228,13 @@ impl Buffer {
     /// The sub-range of `size` bytes from `offset`.
     pub fn slice(&self, offset: u64, size: u64) -> Buffer {
         assert!(offset.checked_add(size).is_some_and(|end| end <= self.size), "slice beyond the buffer");
-        Buffer { chunk: self.chunk.clone(), offset: self.offset + offset, size }
+        Buffer { chunk: self.chunk.clone(), offset: self.offset + offset, size, accessed: size }
+    }
+
+    /// The same range, of which a command accesses only `bytes` bytes. Only [`Counts`](super::Counts) use this number;
+    /// barriers order the whole range.
+    pub fn accessing(&self, bytes: u64) -> Buffer {
+        Buffer { accessed: bytes.min(self.size), ..self.clone() }
     }
 
     /// Copies `data` to byte `offset`. The device must not be using the range. Panics if the memory is not mapped.
@@ -364,7 +372,7 @@ impl Arena {
         if is_exact || rounded > CHUNK_BYTES / 2 {
             let chunk = Arc::new(Chunk::new(&self.device, kind, class, None, rounded, name)?);
             self.note(class, &chunk, rounded, chunk.allocated);
-            return Ok(Buffer { chunk, offset: 0, size });
+            return Ok(Buffer { chunk, offset: 0, size, accessed: size });
         }
         let fits =
             |o: &&mut OpenChunk| o.kind == kind && o.class == class && o.used + rounded <= o.chunk.size;
@@ -380,7 +388,7 @@ impl Arena {
                 self.open.last_mut().expect("just pushed")
             }
         };
-        let buffer = Buffer { chunk: open.chunk.clone(), offset: open.used, size };
+        let buffer = Buffer { chunk: open.chunk.clone(), offset: open.used, size, accessed: size };
         open.used += rounded;
         let chunk = buffer.chunk.clone();
         self.note(class, &chunk, rounded, new_chunk);
@@ -400,7 +408,12 @@ impl Arena {
     /// All chunks of the plan, each as one buffer with its class. Empty without a plan.
     pub fn chunks(&self) -> Vec<(Class, Buffer)> {
         let Some(Planned { plan, chunks, .. }) = &self.planned else { return Vec::new() };
-        let whole = |chunk: &Arc<Chunk>| Buffer { chunk: chunk.clone(), offset: 0, size: chunk.size };
+        let whole = |chunk: &Arc<Chunk>| Buffer {
+            chunk: chunk.clone(),
+            offset: 0,
+            size: chunk.size,
+            accessed: chunk.size,
+        };
         plan.chunks.iter().zip(chunks).map(|(planned, chunk)| (planned.class, whole(chunk))).collect()
     }
 
@@ -439,6 +452,6 @@ impl Planned {
             request.name
         );
         let slot = self.plan.slots[next];
-        Buffer { chunk: self.chunks[slot.chunk].clone(), offset: slot.offset, size }
+        Buffer { chunk: self.chunks[slot.chunk].clone(), offset: slot.offset, size, accessed: size }
     }
 }

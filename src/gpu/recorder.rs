@@ -623,7 +623,7 @@ impl Recorder<'_> {
         self.since_barrier.reads.extend(accesses.reads);
         self.since_barrier.writes.extend(accesses.writes);
         for buffer in used {
-            self.commands.counts.declare(buffer.chunk.class, buffer.size());
+            self.commands.counts.declare(buffer.chunk.class, buffer.accessed);
             let key = Arc::as_ptr(&buffer.chunk) as usize;
             self.commands.retained.entry(key).or_insert_with(|| buffer.chunk.clone());
         }

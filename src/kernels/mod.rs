@@ -199,7 +199,10 @@ impl Kernels {
             "embed: a matrix of {}, but kernels for {made}",
             matrix.scheme
         );
+        // A row of each token.
+        let read = |buffer: &Buffer| buffer.accessing((buffer.size() * tokens as u64).div_ceil(matrix.rows as u64));
         let shards = matrix.shards.iter().flat_map(|shard| [Some(&shard.blocks), shard.scales.as_ref()]);
+        let shards: Vec<Buffer> = shards.flatten().map(read).collect();
         let arguments = shaders::Embed {
             shards: table,
             ids: &words(ids, tokens, "embed: ids"),
@@ -211,7 +214,7 @@ impl Kernels {
             out_stride: out.stride as u32,
             blocks_per_scale: matrix.scheme.blocks_per_scale() as u32,
             scale: *scale,
-            followed: &shards.flatten().collect::<Vec<_>>(),
+            followed: &shards.iter().collect::<Vec<_>>(),
         };
         recorder.dispatch(pipeline, &arguments, [tokens as u32, 1, 1]);
     }
@@ -328,7 +331,8 @@ impl Kernels {
         tokens: usize,
     ) {
         let Attention { shape, q_norm, k_norm, rope, q_scale, cache } = attention;
-        self.attention_of(shape);
+        let (Heads { kv, .. }, _) = self.attention_of(shape);
+        let stored = kv.block_bytes(tokens * shape.num_kv_heads, shape.head_dim) as u64;
         assert!(q_norm.eps == k_norm.eps, "qkv_store: q_norm and k_norm have different eps");
         let [q_width, kv_width] = [shape.num_heads, shape.num_kv_heads].map(|heads| heads * shape.head_dim);
         let arguments = shaders::QkvStore {
@@ -337,11 +341,11 @@ impl Kernels {
             v: &v.used(tokens, kv_width, "qkv_store: v"),
             q_norm: &words(&q_norm.weight, shape.head_dim, "qkv_store: q_norm"),
             k_norm: &words(&k_norm.weight, shape.head_dim, "qkv_store: k_norm"),
-            rope,
+            rope: &rope.accessing((4 * tokens * shape.head_dim) as u64),
             positions: &words(&step.positions, tokens, "qkv_store: positions"),
             slot_mapping: &words(&step.slot_mapping, tokens, "qkv_store: slot_mapping"),
-            k_cache: &cache.keys,
-            v_cache: &cache.values,
+            k_cache: &cache.keys.accessing(stored),
+            v_cache: &cache.values.accessing(stored),
             num_heads: shape.num_heads as u32,
             num_kv_heads: shape.num_kv_heads as u32,
             head_dim: shape.head_dim as u32,
@@ -411,7 +415,7 @@ impl Kernels {
         kind: usize,
     ) -> (&'a Activations, &'a Pipeline) {
         let Partials { single, tiles } = partials;
-        let (partials, pipeline) = ([single, tiles][kind], &self.attention_of(shape)[kind]);
+        let (partials, pipeline) = ([single, tiles][kind], &self.attention_of(shape).1[kind]);
         assert_eq!(q.width, shape.num_heads * shape.head_dim, "attention: q");
         assert_eq!(partials.width, shape.partial_width(), "attention: partials");
         (partials, pipeline)
@@ -446,12 +450,12 @@ impl Kernels {
     }
 
     /// The kernels of single tokens and of tiles for the heads of a layer.
-    fn attention_of(&self, shape: &AttentionShape) -> &[Arc<Pipeline>; 2] {
+    fn attention_of(&self, shape: &AttentionShape) -> &(Heads, [Arc<Pipeline>; 2]) {
         let fits = |(heads, _): &&(Heads, _)| {
             shape.num_heads == shape.num_kv_heads * heads.group && shape.head_dim == heads.head_dim
         };
         let found = self.attention.iter().find(fits);
-        &found.unwrap_or_else(|| panic!("attention: kernels for other heads than {shape:?}")).1
+        found.unwrap_or_else(|| panic!("attention: kernels for other heads than {shape:?}"))
     }
 
     /// Computes `y = gelu_tanh(gate) * up`. An f32 result must be in place: `y.floats` is `gate`.

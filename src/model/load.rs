@@ -509,7 +509,8 @@ impl<'a> Load<'a> {
                 k_norm: norms.k_norm.clone(),
                 rope: ropes[spec.rope].clone(),
                 q_scale: config.score_scale as f32,
-                cache: KvCache { keys: half("key")?, values: half("value")? },
+                // A step reads a part of the cache, and `ModelRunner::run` counts its bytes.
+                cache: KvCache { keys: half("key")?.accessing(0), values: half("value")?.accessing(0) },
             };
             let wants = input_forms(&kernels, &projections);
             layers.push(DeviceLayer { pool, attention, projections, norms, wants, moments });

@@ -24,7 +24,7 @@ use crate::checkpoint::LayerValues;
 use crate::config::Courtesy;
 use crate::gpu::placement::Placement;
 use crate::gpu::residency::Residency;
-use crate::gpu::{Buffer, Device, GpuError, Recorder};
+use crate::gpu::{Buffer, Class, Device, GpuError, Recorder};
 use crate::kernels::{Embedding, History, Kernels, RmsNorm};
 use crate::tensor::{KvDtype, Precision};
 
@@ -183,9 +183,12 @@ impl ModelRunner {
     /// values that each sequence sees once. `shares` has `(positions before, tokens)` of each sequence.
     pub fn least_bytes(&self, shares: &[(usize, usize)], draws: bool) -> u64 {
         let head = if draws { 0 } else { self.embedding.matrix().bytes() };
-        let kv =
-            |&(start, tokens): &(usize, usize)| memory::kv_bytes_seen(&self.config, self.kv, start, tokens);
-        self.weight_bytes - head + shares.iter().map(kv).sum::<u64>()
+        self.weight_bytes - head + self.kv_bytes_seen(shares.iter().copied())
+    }
+
+    /// Bytes of the keys and values that sequences see, each once. `shares` as in [`ModelRunner::least_bytes`].
+    fn kv_bytes_seen(&self, shares: impl Iterator<Item = (usize, usize)>) -> u64 {
+        shares.map(|(start, tokens)| memory::kv_bytes_seen(&self.config, self.kv, start, tokens)).sum()
     }
 
     /// Checks on the device that each kernel computes its stored result, and that each layer computes the values in the
@@ -230,6 +233,8 @@ impl ModelRunner {
         batch: &Batch,
         wanted: StepOutputs,
     ) -> Result<(), RunnerError> {
+        let shares = batch.sequences.iter().map(|sequence| (sequence.start, sequence.input.len()));
+        self.device.count_read(Class::KvCache, self.kv_bytes_seen(shares));
         let Some(mut coprocessor) = self.coprocessor.take() else {
             return Ok(self.run_keeping(index, batch, wanted, None)?);
         };

@@ -283,6 +283,8 @@ impl Frame {
             let table_blocks = memory::table_blocks(limits);
             let row = 4 * (limits.max_sequences * table_blocks) as u64;
             block_tables.write(row, &vec![pool.blocks as u32; table_blocks]);
+            // Attention reads a few entries, which are not counted.
+            let block_tables = block_tables.accessing(0);
             StepArrays {
                 ids: ids.clone(),
                 positions: positions.clone(),

@@ -312,7 +312,7 @@ fn of_device(out: &mut Exposition<'_>, server: &Server) {
             counter "unicorn_courtesy_held_seconds_total" = state.rested.as_secs_f64(),
                 "Time for which submits were held back, so that others have the device.";
         }
-        let help = "Bytes that dispatches and copies declared to read or write, in whole ranges.";
+        let help = "Bytes that dispatches and copies read or wrote, by their arguments.";
         out.family("unicorn_gpu_declared_bytes_total", "counter", help);
         for (class, bytes) in &state.declared {
             out.sample(&[("class", class)], *bytes);
