@@ -247,7 +247,10 @@ functions! {
     "vkCmdDispatchIndirect" => dispatch_indirect(_: Pointer, _: u64, _: u64) {}
     "vkCmdCopyBuffer" => copy(_: Pointer, _: u64, _: u64, _: u32, _: Pointer) {}
     "vkCmdFillBuffer" => fill(_: Pointer, _: u64, _: u64, _: u64, _: u32) {}
-    "vkCmdPipelineBarrier2" => barrier(_: Pointer, _: Pointer) {}
+    "vkCmdPipelineBarrier2" => barrier(_: Pointer, _info: *const vk::DependencyInfo<'_>) {
+        #[cfg(test)]
+        tests::note_barriers(&*_info);
+    }
 
     "vkQueueSubmit2" => submit(_: Pointer, _: u32, _: Pointer, _: u64) -> vk::Result { SUCCESS }
     "vkWaitSemaphores" => wait(_: Pointer, _: Pointer, _: u64) -> vk::Result { SUCCESS }
@@ -274,5 +277,34 @@ unsafe fn chained(first: *mut c_void, mut set: impl FnMut(vk::StructureType, *mu
             set((*next).s_type, next.cast());
             next = (*next).p_next;
         }
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use std::cell::RefCell;
+
+    use super::*;
+
+    thread_local! {
+        /// The memory barriers that this thread recorded: stages and accesses before and after.
+        static BARRIERS: RefCell<Vec<Barrier>> = const { RefCell::new(Vec::new()) };
+    }
+
+    pub type Barrier =
+        (vk::PipelineStageFlags2, vk::AccessFlags2, vk::PipelineStageFlags2, vk::AccessFlags2);
+
+    pub fn note_barriers(info: &vk::DependencyInfo<'_>) {
+        for i in 0..info.memory_barrier_count as usize {
+            // SAFETY: Vulkan passes as many barriers as it says.
+            let b = unsafe { &*info.p_memory_barriers.add(i) };
+            let barrier = (b.src_stage_mask, b.src_access_mask, b.dst_stage_mask, b.dst_access_mask);
+            BARRIERS.with_borrow_mut(|all| all.push(barrier));
+        }
+    }
+
+    /// The barriers since the last call.
+    pub fn take_barriers() -> Vec<Barrier> {
+        BARRIERS.take()
     }
 }

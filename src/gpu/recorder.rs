@@ -13,7 +13,7 @@
 //! Both call [`Device::submit_to_queue`], which returns a value of the device's timeline semaphore. No other code
 //! submits.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 use std::time::Duration;
@@ -226,12 +226,15 @@ impl CommandBuffer {
         let mut recorder = Recorder {
             commands: self,
             since_barrier: Accesses::default(),
+            ways: Ways::ALL,
+            sees: Ways::ALL,
+            written: BTreeSet::new(),
             rehearsal,
             deferred: Vec::new(),
             label: "",
         };
         // Orders this command buffer after everything that was submitted before it.
-        recorder.barrier();
+        recorder.barrier(Ways::ALL);
         Ok(recorder)
     }
 
@@ -357,8 +360,8 @@ impl Submission {
 /// Records a barrier that makes all writes visible to the host.
 fn make_visible_to_host(device: &Device, raw: vk::CommandBuffer) {
     let to_host = [vk::MemoryBarrier2::default()
-        .src_stage_mask(vk::PipelineStageFlags2::ALL_COMMANDS)
-        .src_access_mask(vk::AccessFlags2::MEMORY_WRITE)
+        .src_stage_mask(Ways::ALL.stages())
+        .src_access_mask(Ways::ALL.writes())
         .dst_stage_mask(vk::PipelineStageFlags2::HOST)
         .dst_access_mask(vk::AccessFlags2::HOST_READ)];
     // SAFETY: recording is open.
@@ -391,6 +394,54 @@ fn overlap(a: &[Range], b: &[Range]) -> bool {
     a.iter().any(|a| b.iter().any(|b| a.start < b.end && b.start < a.end))
 }
 
+/// How commands access memory. A barrier names only the ways that it orders, because a driver may flush more caches for
+/// others: RADV flushes those of the graphics pipeline for transfers on a graphics queue.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+struct Ways {
+    /// Dispatches.
+    computes: bool,
+    /// Copies and fills.
+    transfers: bool,
+    /// Reads of workgroup counts that a command wrote. They happen before any shader runs. Counts that the host wrote
+    /// before the submit need no barrier.
+    reads_counts: bool,
+}
+
+impl Ways {
+    const ALL: Ways = Ways { computes: true, transfers: true, reads_counts: true };
+    const DISPATCH: Ways = Ways { computes: true, transfers: false, reads_counts: false };
+    const TRANSFER: Ways = Ways { computes: false, transfers: true, reads_counts: false };
+
+    fn and(self, other: Ways) -> Ways {
+        Ways {
+            computes: self.computes || other.computes,
+            transfers: self.transfers || other.transfers,
+            reads_counts: self.reads_counts || other.reads_counts,
+        }
+    }
+
+    fn stages(self) -> vk::PipelineStageFlags2 {
+        let some = |is_some: bool, stage| if is_some { stage } else { vk::PipelineStageFlags2::NONE };
+        some(self.computes, vk::PipelineStageFlags2::COMPUTE_SHADER)
+            | some(self.transfers, vk::PipelineStageFlags2::ALL_TRANSFER)
+            | some(self.reads_counts, vk::PipelineStageFlags2::DRAW_INDIRECT)
+    }
+
+    fn writes(self) -> vk::AccessFlags2 {
+        let some = |is_some: bool, access| if is_some { access } else { vk::AccessFlags2::NONE };
+        some(self.computes, vk::AccessFlags2::SHADER_STORAGE_WRITE)
+            | some(self.transfers, vk::AccessFlags2::TRANSFER_WRITE)
+    }
+
+    fn accesses(self) -> vk::AccessFlags2 {
+        let some = |is_some: bool, access| if is_some { access } else { vk::AccessFlags2::NONE };
+        self.writes()
+            | some(self.computes, vk::AccessFlags2::SHADER_STORAGE_READ)
+            | some(self.transfers, vk::AccessFlags2::TRANSFER_READ)
+            | some(self.reads_counts, vk::AccessFlags2::INDIRECT_COMMAND_READ)
+    }
+}
+
 fn range(buffer: &Buffer) -> Range {
     buffer.address()..buffer.address() + buffer.size()
 }
@@ -408,8 +459,13 @@ type Deferred = (Option<String>, Box<dyn FnOnce(&Device, vk::CommandBuffer)>);
 /// A command buffer being recorded.
 pub struct Recorder<'a> {
     commands: &'a mut CommandBuffer,
-    /// Accesses of the commands since the last barrier.
+    /// Accesses of the commands since the last barrier, and their ways.
     since_barrier: Accesses,
+    ways: Ways,
+    /// The ways of commands for which the last barrier made all earlier writes visible.
+    sees: Ways,
+    /// Starts and ends of all ranges that the commands write.
+    written: BTreeSet<(u64, u64)>,
     rehearsal: Rehearsal,
     /// Commands since the last barrier, if the rehearsal reorders them; empty otherwise.
     deferred: Vec<Deferred>,
@@ -469,7 +525,8 @@ impl Recorder<'_> {
                 _ => accesses.reads.push(one),
             }
         }
-        self.order_after_conflicts(&used, accesses);
+        let ways = self.ways_of_dispatch(read);
+        self.order_after_conflicts(&used, accesses, ways);
         self.commands.counts.dispatches += 1;
         let values = arguments.push();
         let bytes = bytemuck::bytes_of(&values);
@@ -498,6 +555,15 @@ impl Recorder<'_> {
                 }
             }
         });
+    }
+
+    /// The ways in which a dispatch accesses memory that may read its workgroup counts from a buffer.
+    fn ways_of_dispatch(&self, counts: Option<&Buffer>) -> Ways {
+        let is_written = |counts: &Buffer| {
+            let counts = range(counts);
+            self.written.iter().any(|&(start, end)| start < counts.end && counts.start < end)
+        };
+        Ways { reads_counts: counts.is_some_and(is_written), ..Ways::DISPATCH }
     }
 
     fn note(
@@ -533,7 +599,7 @@ impl Recorder<'_> {
         if self.rehearsal.forgets("copy", "to") {
             accesses.writes.clear();
         }
-        self.order_after_conflicts(&[&from, &to], accesses);
+        self.order_after_conflicts(&[&from, &to], accesses, Ways::TRANSFER);
         self.commands.counts.copies += 1;
         let region = vk::BufferCopy::default().src_offset(from.offset).dst_offset(to.offset).size(bytes);
         let (from, to) = (from.chunk.raw, to.chunk.raw);
@@ -549,7 +615,7 @@ impl Recorder<'_> {
         if self.rehearsal.forgets("fill", "buffer") {
             accesses.writes.clear();
         }
-        self.order_after_conflicts(&[buffer], accesses);
+        self.order_after_conflicts(&[buffer], accesses, Ways::TRANSFER);
         let (raw, offset, bytes) = (buffer.chunk.raw, buffer.offset, buffer.size() & !3);
         self.add(None, move |device, commands| {
             // SAFETY: recording is open; the buffer is retained; offset and size are multiples of 4, inside it.
@@ -574,8 +640,8 @@ impl Recorder<'_> {
             buffers.iter().all(|buffer| buffer.chunk.is_shared),
             "transferring a buffer whose memory is not shared"
         );
-        self.order_after_conflicts(buffers, Accesses::default());
-        self.barrier();
+        self.order_after_conflicts(buffers, Accesses::default(), Ways::default());
+        self.barrier(Ways::ALL);
         let device = &self.commands.pool.device;
         let handles = device.handles.expect("a device that shares memory");
         let (from, to) = way(device.queue_family, handles.family());
@@ -614,12 +680,14 @@ impl Recorder<'_> {
         Ok(value)
     }
 
-    /// Records a barrier if these accesses conflict with a command since the last barrier, and keeps the buffers that
-    /// the command uses alive.
-    fn order_after_conflicts(&mut self, used: &[&Buffer], accesses: Accesses) {
-        if self.since_barrier.conflict(&accesses) {
-            self.barrier();
+    /// Records a barrier if these accesses conflict with a command since the last barrier, or if the last barrier made
+    /// earlier writes visible only for other ways of access. Keeps the buffers that the command uses alive.
+    fn order_after_conflicts(&mut self, used: &[&Buffer], accesses: Accesses, ways: Ways) {
+        if self.since_barrier.conflict(&accesses) || self.sees.and(ways) != self.sees {
+            self.barrier(ways);
         }
+        self.ways = self.ways.and(ways);
+        self.written.extend(accesses.writes.iter().map(|range| (range.start, range.end)));
         self.since_barrier.reads.extend(accesses.reads);
         self.since_barrier.writes.extend(accesses.writes);
         for buffer in used {
@@ -678,18 +746,18 @@ impl Recorder<'_> {
         timestamp(query + 1, vk::PipelineStageFlags2::COMPUTE_SHADER);
     }
 
-    fn barrier(&mut self) {
+    /// Orders the commands since the last barrier before later dispatches, and before later commands with these ways of
+    /// access. Each barrier waits for a command that the previous one orders, so all earlier commands are ordered, too.
+    fn barrier(&mut self, before: Ways) {
         self.flush();
         self.commands.counts.barriers += 1;
-        // An indirect dispatch reads its workgroup counts before any shader runs, in the stage DRAW_INDIRECT.
-        let stages = vk::PipelineStageFlags2::COMPUTE_SHADER
-            | vk::PipelineStageFlags2::ALL_TRANSFER
-            | vk::PipelineStageFlags2::DRAW_INDIRECT;
+        let before = before.and(Ways::DISPATCH);
         let barrier = [vk::MemoryBarrier2::default()
-            .src_stage_mask(stages)
-            .src_access_mask(vk::AccessFlags2::MEMORY_WRITE)
-            .dst_stage_mask(stages)
-            .dst_access_mask(vk::AccessFlags2::MEMORY_READ | vk::AccessFlags2::MEMORY_WRITE)];
+            .src_stage_mask(self.ways.stages())
+            .src_access_mask(self.ways.writes())
+            .dst_stage_mask(before.stages())
+            .dst_access_mask(before.accesses())];
+        (self.ways, self.sees) = (Ways::default(), before);
         // SAFETY: recording is open.
         unsafe {
             self.commands.pool.device.raw.cmd_pipeline_barrier2(
@@ -733,6 +801,8 @@ impl NotedDispatch {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::gpu::null_driver::tests::take_barriers;
+    use crate::gpu::{Arena, Class, MemoryKind};
 
     #[test]
     #[allow(clippy::single_range_in_vec_init)] // address ranges, not lists of numbers
@@ -756,5 +826,52 @@ mod tests {
         }
         let all = Accesses { reads: vec![0..10], writes: vec![0..10] };
         assert!(!Accesses::default().conflict(&all));
+    }
+
+    /// Each barrier waits only for the kinds of commands since the last one, and only lets those kinds continue that
+    /// follow, besides dispatches.
+    #[test]
+    fn a_barrier_names_the_stages_of_the_commands_around_it() {
+        use vk::{AccessFlags2 as Access, PipelineStageFlags2 as Stage};
+        let device = Device::open_null().expect("a device");
+        let mut arena = Arena::new(&device);
+        let buffers = ["x", "y", "counts"].map(|name| {
+            arena.alloc(MemoryKind::Device, Class::Activations, 64, name).expect("memory")
+        });
+        let [x, y, counts] = &buffers;
+        let mut commands = CommandBuffer::new(&device, "test").expect("a command buffer");
+        take_barriers();
+        let mut recorder = commands.begin().expect("a recording");
+        let (compute, transfer, indirect) =
+            (Stage::COMPUTE_SHADER, Stage::ALL_TRANSFER, Stage::DRAW_INDIRECT);
+        let shader = Access::SHADER_STORAGE_READ | Access::SHADER_STORAGE_WRITE;
+        let copies = Access::TRANSFER_READ | Access::TRANSFER_WRITE;
+        let writes = Access::SHADER_STORAGE_WRITE | Access::TRANSFER_WRITE;
+        let all = compute | transfer | indirect;
+        let expected = (all, writes, all, shader | copies | Access::INDIRECT_COMMAND_READ);
+        assert_eq!(take_barriers(), [expected], "the first one orders all submits before");
+
+        let dispatch = |recorder: &mut Recorder<'_>, reads: &Buffer, writes: &Buffer, counts: Option<&Buffer>| {
+            let ways = recorder.ways_of_dispatch(counts);
+            let counts = counts.map(range);
+            let reads = [range(reads)].into_iter().chain(counts).collect();
+            recorder.order_after_conflicts(&[], Accesses { reads, writes: vec![range(writes)] }, ways);
+        };
+        recorder.fill(x, 0);
+        dispatch(&mut recorder, x, y, None);
+        assert_eq!(take_barriers(), [(transfer, Access::TRANSFER_WRITE, compute, shader)]);
+        dispatch(&mut recorder, y, x, Some(counts));
+        let between = (compute, Access::SHADER_STORAGE_WRITE, compute, shader);
+        assert_eq!(take_barriers(), [between], "the host wrote the counts");
+        // The last barrier made nothing visible to transfers, so a copy needs another one, even of other memory.
+        recorder.copy(counts, &buffers[1].slice(0, 64), 64);
+        let before_copy = (compute, Access::SHADER_STORAGE_WRITE, compute | transfer, shader | copies);
+        assert_eq!(take_barriers(), [before_copy]);
+        recorder.fill(counts, 1);
+        let (to, accesses) = (compute | transfer, shader | copies);
+        assert_eq!(take_barriers(), [(transfer, Access::TRANSFER_WRITE, to, accesses)]);
+        dispatch(&mut recorder, y, x, Some(counts));
+        let to = (compute | indirect, shader | Access::INDIRECT_COMMAND_READ);
+        assert_eq!(take_barriers(), [(transfer, Access::TRANSFER_WRITE, to.0, to.1)], "a command wrote the counts");
     }
 }
