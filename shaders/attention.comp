@@ -15,14 +15,14 @@
 // is used for all rows of the lane.
 #version 460
 #extension GL_GOOGLE_include_directive : require
-#extension GL_KHR_shader_subgroup_basic : require
 #extension GL_KHR_shader_subgroup_arithmetic : require
-#extension GL_KHR_shader_subgroup_ballot : require
 #include "memory.glsl"
 #include "kv.glsl"
 #include "softmax.glsl"
 
 layout(local_size_x = 64 * TEAMS) in;
+#include "invocation.glsl"
+
 layout(constant_id = 0) const uint GROUP = 1;
 layout(constant_id = 1) const uint HEAD_DIM = 64;
 layout(constant_id = 2) const uint ROWS = 1;
@@ -124,13 +124,7 @@ void load_value(uint row, uint dim, uint key, out vec4 fours[WIDTH]) {
 void main() {
     const Item item = items.at[gl_WorkGroupID.x];
     const uint kv_head = first_kv_head + gl_WorkGroupID.y;
-    // All lanes of a subgroup belong to one team. The broadcast lets the compiler know that, so that it loads the data
-    // of a team's rows once for all lanes.
-    const uint before = subgroupBroadcastFirst(gl_LocalInvocationIndex);
-    const uint team = before / TILE, lane = gl_LocalInvocationIndex % TILE;
-    // The code uses the number of subgroups instead of gl_SubgroupSize, because lavapipe with vectors of 1024 bits
-    // reports a size of 32 for its subgroups of 16.
-    const uint subgroups = gl_NumSubgroups / TEAMS;
+    const uint team = own_group(TILE), lane = own_invocation() % TILE, subgroups = gl_NumSubgroups / TEAMS;
     const uint part = lane / LANES, dim = lane % LANES;
 
     // The keys that each row sees, and the address of its query. Rows after the last token repeat that token, and their

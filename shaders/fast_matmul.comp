@@ -18,7 +18,6 @@
 //   common/fast_on_cpu.glsl     ON_CPU: for a CPU device
 #version 460
 #extension GL_GOOGLE_include_directive : require
-#extension GL_KHR_shader_subgroup_ballot : require
 #extension GL_EXT_integer_dot_product : require
 #include "memory.glsl"
 #include "weights.glsl"

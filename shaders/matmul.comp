@@ -11,7 +11,6 @@
 // dimension of the grid counts passes that run together, the z dimension counts groups of such passes.
 #version 460
 #extension GL_GOOGLE_include_directive : require
-#extension GL_KHR_shader_subgroup_ballot : require
 #include "memory.glsl"
 #include "weights.glsl"
 
@@ -157,11 +156,13 @@ void main() {
     }
 }
 #else
+#include "invocation.glsl"
+
 // The array has SPLITS columns, because each invocation adds up one column.
 shared float partial[SPLITS][SPLITS][TILE_ROWS];
 
 void main() {
-    const uint lane = gl_LocalInvocationID.x, split = subgroupBroadcastFirst(gl_LocalInvocationID.y);
+    const uint lane = own_invocation() % TILE_ROWS, split = own_group(TILE_ROWS);
     const uint tile = gl_WorkGroupID.y;
     const uint first_token = (gl_WorkGroupID.z * gl_NumWorkGroups.x + gl_WorkGroupID.x) * COLUMNS;
     if (first_token >= tokens) return;

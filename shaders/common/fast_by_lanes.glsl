@@ -3,6 +3,8 @@
 // subgroups) processes one segment of the columns. So all lanes of a subgroup use the same activations, which can come
 // from scalar registers, or from shared memory with SHARED_ACTIVATIONS.
 
+#include "invocation.glsl"
+
 layout(constant_id = 3) const uint SHARED_ACTIVATIONS = 0;
 // Number of activation blocks in shared memory: COLUMNS for each segment, plus one, because an array cannot be empty.
 const uint SHARED_BLOCKS = SHARED_ACTIVATIONS * SEGMENTS * COLUMNS + 1;
@@ -33,7 +35,7 @@ layout(buffer_reference, std430, buffer_reference_align = 16) readonly buffer To
 layout(buffer_reference, std430, buffer_reference_align = 8) readonly buffer TokenScales { uvec2 of[MOST_COLUMNS]; };
 
 void main() {
-    const uint lane = gl_LocalInvocationID.x, segment = subgroupBroadcastFirst(gl_LocalInvocationID.y);
+    const uint lane = own_invocation() % TILE_ROWS, segment = own_group(TILE_ROWS);
     const uint first_token = (gl_WorkGroupID.z * gl_NumWorkGroups.x + gl_WorkGroupID.x) * COLUMNS;
     if (first_token >= tokens) return;
     const uint block_count = (cols + BLOCK_COLS - 1) / BLOCK_COLS, units_per_row = (cols + BLOCK - 1) / BLOCK;
