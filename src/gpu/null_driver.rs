@@ -291,8 +291,7 @@ pub(super) mod tests {
         static BARRIERS: RefCell<Vec<Barrier>> = const { RefCell::new(Vec::new()) };
     }
 
-    pub type Barrier =
-        (vk::PipelineStageFlags2, vk::AccessFlags2, vk::PipelineStageFlags2, vk::AccessFlags2);
+    pub type Barrier = (vk::PipelineStageFlags2, vk::AccessFlags2, vk::PipelineStageFlags2, vk::AccessFlags2);
 
     pub fn note_barriers(info: &vk::DependencyInfo<'_>) {
         for i in 0..info.memory_barrier_count as usize {

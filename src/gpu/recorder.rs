@@ -835,9 +835,8 @@ mod tests {
         use vk::{AccessFlags2 as Access, PipelineStageFlags2 as Stage};
         let device = Device::open_null().expect("a device");
         let mut arena = Arena::new(&device);
-        let buffers = ["x", "y", "counts"].map(|name| {
-            arena.alloc(MemoryKind::Device, Class::Activations, 64, name).expect("memory")
-        });
+        let buffers = ["x", "y", "counts"]
+            .map(|name| arena.alloc(MemoryKind::Device, Class::Activations, 64, name).expect("memory"));
         let [x, y, counts] = &buffers;
         let mut commands = CommandBuffer::new(&device, "test").expect("a command buffer");
         take_barriers();
@@ -851,12 +850,13 @@ mod tests {
         let expected = (all, writes, all, shader | copies | Access::INDIRECT_COMMAND_READ);
         assert_eq!(take_barriers(), [expected], "the first one orders all submits before");
 
-        let dispatch = |recorder: &mut Recorder<'_>, reads: &Buffer, writes: &Buffer, counts: Option<&Buffer>| {
-            let ways = recorder.ways_of_dispatch(counts);
-            let counts = counts.map(range);
-            let reads = [range(reads)].into_iter().chain(counts).collect();
-            recorder.order_after_conflicts(&[], Accesses { reads, writes: vec![range(writes)] }, ways);
-        };
+        let dispatch =
+            |recorder: &mut Recorder<'_>, reads: &Buffer, writes: &Buffer, counts: Option<&Buffer>| {
+                let ways = recorder.ways_of_dispatch(counts);
+                let counts = counts.map(range);
+                let reads = [range(reads)].into_iter().chain(counts).collect();
+                recorder.order_after_conflicts(&[], Accesses { reads, writes: vec![range(writes)] }, ways);
+            };
         recorder.fill(x, 0);
         dispatch(&mut recorder, x, y, None);
         assert_eq!(take_barriers(), [(transfer, Access::TRANSFER_WRITE, compute, shader)]);
@@ -872,6 +872,10 @@ mod tests {
         assert_eq!(take_barriers(), [(transfer, Access::TRANSFER_WRITE, to, accesses)]);
         dispatch(&mut recorder, y, x, Some(counts));
         let to = (compute | indirect, shader | Access::INDIRECT_COMMAND_READ);
-        assert_eq!(take_barriers(), [(transfer, Access::TRANSFER_WRITE, to.0, to.1)], "a command wrote the counts");
+        assert_eq!(
+            take_barriers(),
+            [(transfer, Access::TRANSFER_WRITE, to.0, to.1)],
+            "a command wrote the counts"
+        );
     }
 }

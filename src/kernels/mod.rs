@@ -200,7 +200,8 @@ impl Kernels {
             matrix.scheme
         );
         // A row of each token.
-        let read = |buffer: &Buffer| buffer.accessing((buffer.size() * tokens as u64).div_ceil(matrix.rows as u64));
+        let read =
+            |buffer: &Buffer| buffer.accessing((buffer.size() * tokens as u64).div_ceil(matrix.rows as u64));
         let shards = matrix.shards.iter().flat_map(|shard| [Some(&shard.blocks), shard.scales.as_ref()]);
         let shards: Vec<Buffer> = shards.flatten().map(read).collect();
         let arguments = shaders::Embed {

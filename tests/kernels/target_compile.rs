@@ -100,6 +100,7 @@ fn quantizes(shader: &str) -> bool {
 /// a pipeline.
 fn bounds(name: &str) -> (u64, u64) {
     let (shader, constants) = name.split_once(' ').unwrap_or((name, ""));
+    let is_shifted = ["_affine", "_affine16", "_super", "_zero"].iter().any(|s| shader.ends_with(s));
     match (shader.split('_').next().expect("a name"), constants) {
         ("matmul", tile) if ["matmul_bf16", "matmul_f16", "matmul_f32"].contains(&shader) => match tile {
             "16" => (16, 48),
@@ -109,9 +110,7 @@ fn bounds(name: &str) -> (u64, u64) {
         ("matmul", "1" | "2" | "4" | "8") => (16, 64),
         ("matmul", "16") => (12, 80),
         // Weights with a shift also need the sums of their activations.
-        ("matmul", _) if ["_affine", "_affine16", "_super", "_zero"].iter().any(|s| shader.ends_with(s)) => {
-            (8, 128)
-        }
+        ("matmul", _) if is_shifted => (8, 128),
         ("matmul", _) => (10, 96),
         // A team of a tile has eight query heads, whose values take 64 registers.
         ("attention", tile) if tile.ends_with("x8") => (8, 128),
@@ -132,14 +131,19 @@ fn bounds(name: &str) -> (u64, u64) {
         ("fast", constants) => match constants.split('x').collect::<Vec<_>>()[..] {
             // The loop has a second copy of its body for second digits.
             [_, _, _, "1"] => (4, 256),
+            // The sums of activations are floats in vector registers here. No load of a column waits for that of
+            // another one, so Mesa 26 computes several columns at a time.
+            ["16", "0", ..] if is_shifted => (12, 80),
+            ["32", "0", ..] if is_shifted => (8, 128),
             ["32", "0", ..] => (12, 80),
             [_, "0", ..] => (16, 64),
             // A block has two groups, each with a scale and a shift, for two matrices.
             ["1" | "2", "1", "1", _]
                 if shader.starts_with("fast_matmul_int8_") && !shader.ends_with("_row") =>
             {
-                (12, 80)
+                (8, 128)
             }
+            ["1" | "2", "1", ..] if is_shifted || shader.ends_with("_supersym") => (12, 80),
             ["1" | "2", "1", ..] => (15, 64),
             _ => (8, 128),
         },

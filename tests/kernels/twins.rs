@@ -20,8 +20,8 @@ use unicorn::quantize::{grouping, quantize_row};
 use unicorn::tensor::{DType, KvDtype, Precision, Scheme};
 
 use crate::support::kernel_bench::{
-    CACHED, Cached,
-    Adjusted, BODIES, Bench, Drawing, HEADS, Paged, SCHEMES, STORED, adjusted, shape, with_each_body,
+    Adjusted, BODIES, Bench, CACHED, Cached, Drawing, HEADS, Paged, SCHEMES, STORED, adjusted, shape,
+    with_each_body,
 };
 use crate::support::reference::dequantize_row;
 use crate::support::{policy, reference};

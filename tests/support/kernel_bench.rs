@@ -384,7 +384,12 @@ impl Paged {
 
     /// The byte ranges in the cache of the elements of a KV head's key or value for a position, and of its scale.
     /// Without a scale, that range is empty.
-    fn ranges(&self, kv: KvDtype, part: Cached, (sequence, position, head): Place) -> (Vec<Range<usize>>, Range<usize>) {
+    fn ranges(
+        &self,
+        kv: KvDtype,
+        part: Cached,
+        (sequence, position, head): Place,
+    ) -> (Vec<Range<usize>>, Range<usize>) {
         let (s, d) = (&self.shape, self.shape.head_dim);
         let slot = self.slot(sequence, position) as usize;
         let (start, token) = (slot / s.block_size * self.block_bytes(kv), slot % s.block_size);
@@ -400,7 +405,14 @@ impl Paged {
     }
 
     /// Writes a key or a value into the bytes of a cache of this type. Returns the values as the cache represents them.
-    pub fn file_away(&self, cache: &mut [u8], kv: KvDtype, part: Cached, place: Place, values: &[f32]) -> Vec<f32> {
+    pub fn file_away(
+        &self,
+        cache: &mut [u8],
+        kv: KvDtype,
+        part: Cached,
+        place: Place,
+        values: &[f32],
+    ) -> Vec<f32> {
         let (elements, scale) = self.ranges(kv, part, place);
         let bytes: Vec<u8> = match kv {
             KvDtype::F32 => values.iter().flat_map(|v| v.to_le_bytes()).collect(),

@@ -607,7 +607,11 @@ mod tests {
     fn keys_are_read_again_where_their_lines_leave_the_cache_between_two_rounds() {
         let keys = Keys { bytes: 1 << 20, row_bytes: 256, unit_bytes: 16 };
         let of = |rounds, workgroups| KeyLines::new(&CHIPS[0], keys, rounds, workgroups);
-        assert_eq!((of(64, 48).lines, of(64, 48).repeated_bytes), (4.0, 0), "48 tiles of 16 KiB fit in 2 MiB");
+        assert_eq!(
+            (of(64, 48).lines, of(64, 48).repeated_bytes),
+            (4.0, 0),
+            "48 tiles of 16 KiB fit in 2 MiB"
+        );
         assert_eq!(
             (of(64, 192).lines, of(64, 192).repeated_bytes),
             (4.0, 1 << 20),

@@ -739,9 +739,10 @@ impl Make<'_> {
         let at = |token: usize, head: usize, class: usize| (token * 4 + head % 4) * 4 + class;
         let (places, set) = self.of_query_heads(self.stored.get("qkv_store q"), &rows, at);
         let mut outputs = vec![self.rows("queries", &q, tokens, &set, &places)];
-        for (name, set, cache) in
-            [("keys", "qkv_store k", CaseBuffer::StoredKeys), ("values", "qkv_store v", CaseBuffer::StoredValues)]
-        {
+        for (name, set, cache) in [
+            ("keys", "qkv_store k", CaseBuffer::StoredKeys),
+            ("values", "qkv_store v", CaseBuffer::StoredValues),
+        ] {
             let set = self.stored.get(set);
             // What the cache's type cannot express is half of its last bit.
             let lost = match kv {
