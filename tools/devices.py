@@ -147,6 +147,10 @@ DEVICES = {
     for device in [
         Device("lavapipe", "the machine's own software Vulkan", driver(LAVAPIPE), (), LAVAPIPE),
         Device("lavapipe-26", "Mesa 26's software Vulkan, with cooperative matrices", {"MESA26_DEVICE": "lavapipe"}, WITH_MESA26, MESA26),
+        Device(
+            "guard-pages", "the machine's own software Vulkan, with a page after each buffer that no one may access",
+            {**driver(LAVAPIPE), "UNICORN_TEST_GUARD_PAGES": "1"}, (), LAVAPIPE,
+        ),
         *(lavapipe_26(f"subgroup-{n}", f"subgroups of {n}", n) for n in (4, 8, 16)),
         # The device reports vectors of more than 512 bits, but does not use them (LP_MAX_VECTOR_WIDTH).
         *(lavapipe_26(f"announces-{n}", f"which announces subgroups of {n} and computes in those of 16", n) for n in (32, 64)),

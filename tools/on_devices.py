@@ -20,8 +20,9 @@ ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / ".cache/test/devices.md"
 # An embedding of 2.8 GB, which does not test the driver's compiler.
 LARGE = "kernels::twins::the_27b_embedding_works_at_full_size"
-# This test provokes a message of the API checks, which are disabled in the GPU-assisted layer.
-PROVOKING = "kernels::twins::validation_is_loaded_and_catches_a_violation"
+# These tests provoke a message of the API checks, which are disabled in the GPU-assisted layer, and an access out of
+# bounds, which the layer prevents.
+PROVOKING = ["kernels::twins::validation_is_loaded_and_catches_a_violation", "kernels::twins::a_write_beyond_a_buffer_ends_at_its_guard_page"]
 SUITES = {
     "kernels": ["kernels::twins::"],
     "order": ["kernels::hazards::kernels_compute_the_same"],
@@ -33,6 +34,7 @@ SUITES = {
 MATRICES = {"matrices": ["kernels::fast::tiles_that_subgroups_multiply"]}
 # Suites that are cheap enough for every run of the tests.
 CHEAP = {
+    "guard-pages": {"kernels": ["kernels::twins::attention_matches", "kernels::twins::qkv_store", "kernels::twins::matmul", "kernels::fast::two_products"]},
     "lavapipe-26": MATRICES,
     "lavapipe-26-subgroup-4": {"kernels": ["kernels::twins::"]},
     "swiftshader": {"kernels": ["kernels::twins::attention", "kernels::twins::qkv_store", "kernels::twins::rms_norm", "kernels::twins::sampling"]},
@@ -41,6 +43,7 @@ CHEAP = {
 FULL = {name: SUITES for name in [
     "lavapipe", "lavapipe-26", "lavapipe-26-subgroup-4", "lavapipe-26-subgroup-16", "lavapipe-26-announces-32", "swiftshader",
 ]}
+FULL["guard-pages"] = SUITES | {"goldens": ["model::golden::", "model::self_test::", "engine::batching::", "engine::draft::"]}
 FULL["lavapipe-26"] = SUITES | MATRICES
 # SwiftShader is slow, so it runs the three reference models without their variations.
 FULL["swiftshader"] = SUITES | {"goldens": ["model::golden::tiny"]}
@@ -90,7 +93,7 @@ def run_suite(run, device, binary, filters):
     environment = dict(device.environment)
     if device.name == "gpu-assisted":
         environment["UNICORN_TEST_BUFFERS_APART"] = "1"
-        skips += ["--skip", PROVOKING]
+        skips += [argument for test in PROVOKING for argument in ("--skip", test)]
     # Each driver has its own cache: drivers do not share compiled shaders, but would share the size limit of the cache.
     cache = ROOT / ".cache/mesa-devices" / device.name
     cache.mkdir(parents=True, exist_ok=True)

@@ -48,6 +48,8 @@ pub struct Device {
     memory_budget: bool,
     /// How memory is shared with a device outside Vulkan. `None`: it cannot be shared.
     pub(super) handles: Option<Handles>,
+    /// Whether buffers can have guard pages.
+    pub(super) imports_host_memory: bool,
     timestamp_period_ns: f32,
     pub(super) timestamp_bits: u32,
     pub(super) heaps: Heaps,
@@ -132,6 +134,7 @@ impl Device {
 
         let mut extensions = if chosen.memory_budget { vec![ext::memory_budget::NAME] } else { Vec::new() };
         extensions.extend(chosen.handles.iter().flat_map(|handles| handles.extensions()));
+        extensions.extend(chosen.imports_host_memory.then_some(ext::external_memory_host::NAME));
         let caps = &chosen.info.caps;
         let raw = caps.create_device(&instance.raw, chosen.raw, family.index, &extensions, false)?;
         let raw = RawDevice(raw);
@@ -176,6 +179,7 @@ impl Device {
             queue_kind: family.kind,
             memory_budget: chosen.memory_budget,
             handles: chosen.handles,
+            imports_host_memory: chosen.imports_host_memory,
             timestamp_period_ns: chosen.timestamp_period_ns,
             timestamp_bits: family.timestamp_bits,
             heaps,

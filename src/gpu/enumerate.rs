@@ -35,6 +35,8 @@ pub(super) struct Candidate {
     pub memory_budget: bool,
     /// How memory is shared with a device outside Vulkan. `None`: it cannot be shared.
     pub handles: Option<Handles>,
+    /// Whether a rehearsal may give buffers guard pages ([`super::guard`]).
+    pub imports_host_memory: bool,
     pub pipeline_cache_uuid: [u8; 16],
     pub driver_version: u32,
     pub device_id: u32,
@@ -111,6 +113,8 @@ fn inspect(instance: &Instance, index: usize, raw: vk::PhysicalDevice) -> Candid
         raw,
         memory_budget,
         handles,
+        imports_host_memory: properties.device_type == vk::PhysicalDeviceType::CPU
+            && has(ext::external_memory_host::NAME),
         pipeline_cache_uuid: properties.pipeline_cache_uuid,
         driver_version: properties.driver_version,
         device_id: properties.device_id,

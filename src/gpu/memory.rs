@@ -18,6 +18,7 @@ use ash::{khr, vk};
 use super::GpuError;
 use super::device::Device;
 use super::external_memory::{Handles, USAGE};
+use super::guard::{self, GuardedMemory, Imported};
 use super::placement::{self, ALIGNMENT, CHUNK_BYTES, Class, MemoryKind, Placement, Plan, heap_name};
 
 /// One `VkDeviceMemory` with the one `VkBuffer` that covers it.
@@ -35,6 +36,8 @@ pub(super) struct Chunk {
     pub(super) is_shared: bool,
     /// The persistent mapping of a host-visible chunk; null for other chunks.
     mapped: *mut u8,
+    /// The memory, if it has a guard page. It must be dropped after the driver's handle of it.
+    guarded: Option<GuardedMemory>,
 }
 
 // SAFETY: the mapping is accessed only through methods of Buffer. Callers order accesses of the host and the device
@@ -61,18 +64,23 @@ impl Chunk {
             )));
         }
         let shared = if kind == MemoryKind::Shared { Some(shared_handles(device, name)?) } else { None };
+        let is_guarded = device.rehearsed().guard_pages && shared.is_none();
+        let mut guarded = if is_guarded { Some(GuardedMemory::new(size)?) } else { None };
         let mut external = vk::ExternalMemoryBufferCreateInfo::default();
+        let size = guarded.as_ref().map_or(size, |guarded| guarded.size);
         let mut info = vk::BufferCreateInfo::default().size(size).usage(USAGE);
-        if let Some(handles) = shared {
-            external = external.handle_types(handles.flags());
+        let handle_types = shared.map(Handles::flags).or(is_guarded.then_some(guard::HANDLES));
+        if let Some(handle_types) = handle_types {
+            external = external.handle_types(handle_types);
             info = info.push_next(&mut external);
         }
+        let imported = guarded.as_mut().map(|guarded| guarded.import(device)).transpose()?;
         // SAFETY: the device is alive; the handle is destroyed below or in Drop.
         let raw = unsafe { device.raw.create_buffer(&info, None) }.map_err(GpuError::of("vkCreateBuffer"))?;
         // SAFETY: the buffer was just created.
         let needs = unsafe { device.raw.get_buffer_memory_requirements(raw) };
         let exported = shared.map(|handles| (handles, raw));
-        let (memory, memory_type) = match allocate(device, kind, heap, &needs, exported, name) {
+        let (memory, memory_type) = match allocate(device, kind, heap, &needs, (exported, imported), name) {
             Ok(memory) => memory,
             Err(e) => {
                 // SAFETY: nothing uses the buffer yet.
@@ -92,6 +100,7 @@ impl Chunk {
             class,
             is_shared: shared.is_some(),
             mapped: std::ptr::null_mut(),
+            guarded,
         };
         // SAFETY: buffer and memory are new, belong to this device, and fit each other; host-visible memory is mapped
         // once and stays mapped.
@@ -120,6 +129,11 @@ impl Chunk {
         device.name(raw, name);
         Ok(chunk)
     }
+
+    /// The offset of the first byte that buffers may use.
+    fn start(&self) -> u64 {
+        self.guarded.as_ref().map_or(0, |guarded| guarded.start)
+    }
 }
 
 /// The kind of handles for shared memory. Fails if the device cannot share memory.
@@ -131,18 +145,19 @@ fn shared_handles(device: &Device, name: &str) -> Result<Handles, GpuError> {
 
 /// Allocates from the first suitable memory type whose heap has room in the driver's budget. Without the check, a
 /// driver may over-commit, and a submit would fail long after the model was loaded. `exported` is the buffer that the
-/// memory is for, if the memory is to be shared.
+/// memory is for, if the memory is to be shared. `imported` is host memory to use.
 fn allocate(
     device: &Device,
     kind: MemoryKind,
     wanted: Option<usize>,
     needs: &vk::MemoryRequirements,
-    exported: Option<(Handles, vk::Buffer)>,
+    (exported, imported): (Option<(Handles, vk::Buffer)>, Option<Imported>),
     name: &str,
 ) -> Result<(vk::DeviceMemory, u32), GpuError> {
     let mut full: Option<GpuError> = None;
     let table = &device.heaps.table;
-    for memory_type in table.suitable(device.info().kind, kind, wanted, needs.memory_type_bits) {
+    let memory_types = needs.memory_type_bits & imported.map_or(!0, |imported| imported.memory_types);
+    for memory_type in table.suitable(device.info().kind, kind, wanted, memory_types) {
         let heap = device.heaps.memory_type(memory_type).heap;
         let (free, total) = device.free_bytes(heap);
         let (_, local) = table.heaps[heap];
@@ -170,7 +185,12 @@ fn allocate(
             dedicated = dedicated.buffer(buffer);
             info = info.push_next(&mut export).push_next(&mut dedicated);
         }
-        // SAFETY: the device reported the size and the type.
+        let mut import = vk::ImportMemoryHostPointerInfoEXT::default().handle_type(guard::HANDLES);
+        if let Some(imported) = imported {
+            import.p_host_pointer = imported.pointer;
+            info = info.push_next(&mut import);
+        }
+        // SAFETY: the device reported the size and the type; imported memory has that size, and outlives its import.
         match unsafe { device.raw.allocate_memory(&info, None) } {
             Ok(memory) => {
                 device.heaps.allocated[heap].fetch_add(needs.size, Ordering::Relaxed);
@@ -192,7 +212,7 @@ impl Drop for Chunk {
     fn drop(&mut self) {
         if self.device.is_lost() {
             // The lost device may still use the chunk, so both are leaked until the process ends.
-            std::mem::forget(self.device.clone());
+            std::mem::forget((self.device.clone(), self.guarded.take()));
             return;
         }
         self.device.heaps.allocated[self.heap].fetch_sub(self.allocated, Ordering::Relaxed);
@@ -336,7 +356,7 @@ impl Arena {
     /// Allocates all chunks of `plan`, which must have been made for [`Device::machine`]. The buffers of each class
     /// must be requested in the plan's order.
     pub fn with_plan(device: &Arc<Device>, plan: Plan) -> Result<Arena, GpuError> {
-        let is_separate = device.rehearsed().separate_buffers;
+        let is_separate = device.rehearsed().has_separate_buffers();
         let plan = if is_separate { plan.one_chunk_each() } else { plan };
         let take = |chunk: &placement::Chunk| {
             let heap = plan.heaps[chunk.heap].heap.index;
@@ -367,12 +387,13 @@ impl Arena {
         if let Some(planned) = &mut self.planned {
             return Ok(planned.hand_out(kind, class, size, name));
         }
-        let is_exact = kind == MemoryKind::Shared || self.device.rehearsed().separate_buffers;
+        let is_exact = kind == MemoryKind::Shared || self.device.rehearsed().has_separate_buffers();
         let rounded = if is_exact { size } else { size.next_multiple_of(ALIGNMENT) };
         if is_exact || rounded > CHUNK_BYTES / 2 {
             let chunk = Arc::new(Chunk::new(&self.device, kind, class, None, rounded, name)?);
             self.note(class, &chunk, rounded, chunk.allocated);
-            return Ok(Buffer { chunk, offset: 0, size, accessed: size });
+            let offset = chunk.start();
+            return Ok(Buffer { chunk, offset, size, accessed: size });
         }
         let fits =
             |o: &&mut OpenChunk| o.kind == kind && o.class == class && o.used + rounded <= o.chunk.size;
@@ -410,8 +431,8 @@ impl Arena {
         let Some(Planned { plan, chunks, .. }) = &self.planned else { return Vec::new() };
         let whole = |chunk: &Arc<Chunk>| Buffer {
             chunk: chunk.clone(),
-            offset: 0,
-            size: chunk.size,
+            offset: chunk.start(),
+            size: chunk.size - chunk.start(),
             accessed: chunk.size,
         };
         plan.chunks.iter().zip(chunks).map(|(planned, chunk)| (planned.class, whole(chunk))).collect()
@@ -452,6 +473,8 @@ impl Planned {
             request.name
         );
         let slot = self.plan.slots[next];
-        Buffer { chunk: self.chunks[slot.chunk].clone(), offset: slot.offset, size, accessed: size }
+        let chunk = self.chunks[slot.chunk].clone();
+        let offset = chunk.start() + slot.offset;
+        Buffer { chunk, offset, size, accessed: size }
     }
 }

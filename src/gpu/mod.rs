@@ -28,6 +28,7 @@ mod rehearsal;
 pub mod residency;
 mod shader;
 mod external_memory;
+mod guard;
 mod stopwatch;
 mod upload;
 mod watchdog;

@@ -21,9 +21,17 @@ pub struct Rehearsal {
     /// Whether every buffer gets its own allocation, so that a layer that checks addresses knows where each buffer
     /// ends.
     pub separate_buffers: bool,
+    /// Whether every buffer ends at a page that no one may access. Only a device that imports host memory can do this;
+    /// lavapipe does.
+    pub guard_pages: bool,
 }
 
 impl Rehearsal {
+    /// Whether every buffer is the only one in its chunk.
+    pub(super) fn has_separate_buffers(&self) -> bool {
+        self.separate_buffers || self.guard_pages
+    }
+
     pub(super) fn forgets(&self, command: &str, pointer: &str) -> bool {
         self.forgotten == Some((command, pointer))
     }

@@ -1,11 +1,16 @@
 //! Every kernel against its twin, a CPU implementation of the same function: odd shapes and tails, and seeded random
 //! data. Outputs are NaN before each run, and so is all memory that a kernel must not read.
 
+use std::os::unix::process::ExitStatusExt;
+use std::process::Command;
+
 use half::f16;
 use rand::Rng;
 use rayon::prelude::*;
 use unicorn::checkpoint::{Encoding, Tensor};
-use unicorn::gpu::{Arena, Class, CommandBuffer, Device, DevicePolicy, GpuError, MemoryKind, Uploader};
+use unicorn::gpu::{
+    Arena, Class, CommandBuffer, Device, DeviceKind, DevicePolicy, GpuError, MemoryKind, Uploader,
+};
 use unicorn::kernels::{
     Activations, Attention, AttentionShape, Bias, DrawScratch, Embedding, Heads, History, Item, KvCache,
     LAST_SAMPLED, LOGPROB_WORDS, MAX_LOGPROBS, Matrix, NO_TOKEN, Operand, Peak, RmsNorm, Room, SampleRequest,
@@ -24,7 +29,7 @@ use crate::support::kernel_bench::{
     with_each_body,
 };
 use crate::support::reference::dequantize_row;
-use crate::support::{policy, reference};
+use crate::support::{policy, reference, skip};
 
 /// The weights of `values` after they are stored in a scheme.
 fn as_stored(values: &[f32], cols: usize, scheme: Scheme) -> Vec<f32> {
@@ -1532,4 +1537,41 @@ fn validation_is_loaded_and_catches_a_violation() {
     let error = commands.wait().unwrap_err().to_string();
     assert!(error.contains("vkCmdFillBuffer") && error.contains("multiple of 4"), "{error}");
     assert!(!device.validation_log().take().is_empty());
+}
+
+/// The device writes a key to the block after the last one of a cache. A child process does it, because it ends there.
+#[test]
+fn a_write_beyond_a_buffer_ends_at_its_guard_page() {
+    const BEYOND: &str = "UNICORN_TEST_BEYOND";
+    let mut b = Bench::new(44);
+    if b.device.info().kind != DeviceKind::Cpu {
+        return skip("guard-pages");
+    }
+    if std::env::var_os(BEYOND).is_none() {
+        let test = "kernels::twins::a_write_beyond_a_buffer_ends_at_its_guard_page";
+        let mut child = Command::new(std::env::current_exe().expect("a path"));
+        child.args(["--exact", test]).env("UNICORN_TEST_GUARD_PAGES", "1").env(BEYOND, "1");
+        let ended = child.output().expect("it starts");
+        assert_eq!(ended.status.signal(), Some(libc::SIGSEGV), "{ended:?}");
+        return;
+    }
+    let shape = shape(4, 2, 32, 16, None);
+    b.make_heads(&shape, KvDtype::F16);
+    let paged = Paged::new(&mut b, shape, &[(3, 3)]);
+    let rows = b.random(3 * 4 * 32, 1.0);
+    let [q, k, v] = [128, 64, 64].map(|width| b.activations(&rows[..3 * width], width));
+    let bytes = paged.empty_cache(KvDtype::F16).len();
+    let cache = KvCache { keys: b.poisoned(bytes), values: b.poisoned(bytes) };
+    let norm = RmsNorm { weight: b.upload(&[1f32; 32]), eps: 1e-6 };
+    let attention = Attention {
+        shape,
+        q_norm: norm.clone(),
+        k_norm: norm,
+        rope: b.upload(&[0f32; 64 * 32]),
+        q_scale: 1.0,
+        cache,
+    };
+    let after = (paged.num_blocks * shape.block_size) as u32;
+    let step = StepArrays { slot_mapping: b.upload(&[0, 1, after]), ..paged.arrays(&mut b) };
+    b.run(|kernels, r| kernels.qkv_store(r, &attention, [&q, &k, &v], &step, 3));
 }

@@ -44,8 +44,10 @@ pub fn device() -> Arc<Device> {
     let open = || {
         let device = Device::open(&policy()).unwrap_or_else(|e| panic!("{e}"));
         // Separate buffers let a layer that checks addresses find accesses out of bounds.
-        let separate_buffers = std::env::var_os("UNICORN_TEST_BUFFERS_APART").is_some();
-        device.rehearse(Rehearsal { separate_buffers, ..Rehearsal::default() });
+        let is_set = |variable: &str| std::env::var_os(variable).is_some();
+        let separate_buffers = is_set("UNICORN_TEST_BUFFERS_APART");
+        let guard_pages = is_set("UNICORN_TEST_GUARD_PAGES");
+        device.rehearse(Rehearsal { separate_buffers, guard_pages, ..Rehearsal::default() });
         device
     };
     MINE.with(|mine| OPENED[mine.0].get_or_init(open).clone())
