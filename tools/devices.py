@@ -149,7 +149,8 @@ DEVICES = {
         Device("lavapipe-26", "Mesa 26's software Vulkan, with cooperative matrices", {"MESA26_DEVICE": "lavapipe"}, WITH_MESA26, MESA26),
         Device(
             "guard-pages", "the machine's own software Vulkan, with a page after each buffer that no one may access",
-            {**driver(LAVAPIPE), "UNICORN_TEST_GUARD_PAGES": "1"}, (), LAVAPIPE,
+            # The driver and the shaders are those of the other tests.
+            {**driver(LAVAPIPE), "UNICORN_TEST_GUARD_PAGES": "1", "MESA_SHADER_CACHE_DIR": str(ROOT / ".cache/mesa")}, (), LAVAPIPE,
         ),
         *(lavapipe_26(f"subgroup-{n}", f"subgroups of {n}", n) for n in (4, 8, 16)),
         # The device reports vectors of more than 512 bits, but does not use them (LP_MAX_VECTOR_WIDTH).
