@@ -92,8 +92,8 @@ void load_key(uint index, uint stride, out uvec4 units[UNITS]) {
 #if defined(KV_F32)
         units[u] = floatBitsToUint(k_cache.at[at]);
 #elif defined(KV_F16)
-        const uvec4 two = k_cache.at[at / 2];
-        units[u] = UNIT == 2 || at % 2 == 0 ? two : two.zwzw;
+        const uint two = at / 2, first = at % 2 * 2;
+        units[u] = UNIT == 2 ? k_cache.at[two] : uvec4(k_cache.at[two][first], k_cache.at[two][first + 1], 0, 0);
 #elif defined(KV_INT8)
         units[u] = UNIT == 4 ? ReadUvec4s(uvec2(k_cache)).at[at / 4] : uvec4(k_cache.at[at]);
 #endif
