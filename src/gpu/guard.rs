@@ -21,8 +21,7 @@ pub(super) struct GuardedMemory {
 
 impl GuardedMemory {
     pub fn new(bytes: u64) -> Result<GuardedMemory, GpuError> {
-        // SAFETY: sysconf has no preconditions.
-        let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as u64;
+        let page = rustix::param::page_size() as u64;
         let size = bytes.next_multiple_of(page);
         let failed = |e: std::io::Error| GpuError::NoRoom(format!("{bytes} bytes with a guard page: {e}"));
         let mut mapping = MmapOptions::new().len((size + page) as usize).map_anon().map_err(failed)?;

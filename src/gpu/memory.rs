@@ -134,6 +134,11 @@ impl Chunk {
     fn start(&self) -> u64 {
         self.guarded.as_ref().map_or(0, |guarded| guarded.start)
     }
+
+    /// The buffer of `size` bytes from byte `offset` of those that buffers may use.
+    fn buffer(self: &Arc<Chunk>, offset: u64, size: u64) -> Buffer {
+        Buffer { chunk: self.clone(), offset: self.start() + offset, size, accessed: size }
+    }
 }
 
 /// The kind of handles for shared memory. Fails if the device cannot share memory.
@@ -392,8 +397,7 @@ impl Arena {
         if is_exact || rounded > CHUNK_BYTES / 2 {
             let chunk = Arc::new(Chunk::new(&self.device, kind, class, None, rounded, name)?);
             self.note(class, &chunk, rounded, chunk.allocated);
-            let offset = chunk.start();
-            return Ok(Buffer { chunk, offset, size, accessed: size });
+            return Ok(chunk.buffer(0, size));
         }
         let fits =
             |o: &&mut OpenChunk| o.kind == kind && o.class == class && o.used + rounded <= o.chunk.size;
@@ -409,7 +413,7 @@ impl Arena {
                 self.open.last_mut().expect("just pushed")
             }
         };
-        let buffer = Buffer { chunk: open.chunk.clone(), offset: open.used, size, accessed: size };
+        let buffer = open.chunk.buffer(open.used, size);
         open.used += rounded;
         let chunk = buffer.chunk.clone();
         self.note(class, &chunk, rounded, new_chunk);
@@ -429,12 +433,7 @@ impl Arena {
     /// All chunks of the plan, each as one buffer with its class. Empty without a plan.
     pub fn chunks(&self) -> Vec<(Class, Buffer)> {
         let Some(Planned { plan, chunks, .. }) = &self.planned else { return Vec::new() };
-        let whole = |chunk: &Arc<Chunk>| Buffer {
-            chunk: chunk.clone(),
-            offset: chunk.start(),
-            size: chunk.size - chunk.start(),
-            accessed: chunk.size,
-        };
+        let whole = |chunk: &Arc<Chunk>| chunk.buffer(0, chunk.size - chunk.start());
         plan.chunks.iter().zip(chunks).map(|(planned, chunk)| (planned.class, whole(chunk))).collect()
     }
 
@@ -473,8 +472,6 @@ impl Planned {
             request.name
         );
         let slot = self.plan.slots[next];
-        let chunk = self.chunks[slot.chunk].clone();
-        let offset = chunk.start() + slot.offset;
-        Buffer { chunk, offset, size, accessed: size }
+        self.chunks[slot.chunk].buffer(slot.offset, size)
     }
 }

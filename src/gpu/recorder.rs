@@ -226,7 +226,7 @@ impl CommandBuffer {
         let mut recorder = Recorder {
             commands: self,
             since_barrier: Accesses::default(),
-            ways: Ways::ALL,
+            scope: Scope::all(),
             sees_counts: true,
             written: BTreeSet::new(),
             rehearsal,
@@ -234,7 +234,7 @@ impl CommandBuffer {
             label: "",
         };
         // Orders this command buffer after everything that was submitted before it.
-        recorder.barrier(Ways::ALL);
+        recorder.barrier(Scope::all());
         Ok(recorder)
     }
 
@@ -360,8 +360,8 @@ impl Submission {
 /// Records a barrier that makes all writes visible to the host.
 fn make_visible_to_host(device: &Device, raw: vk::CommandBuffer) {
     let to_host = [vk::MemoryBarrier2::default()
-        .src_stage_mask(Ways::ALL.stages())
-        .src_access_mask(Ways::ALL.writes())
+        .src_stage_mask(Scope::all().stages)
+        .src_access_mask(Scope::all().writes)
         .dst_stage_mask(vk::PipelineStageFlags2::HOST)
         .dst_access_mask(vk::AccessFlags2::HOST_READ)];
     // SAFETY: recording is open.
@@ -394,51 +394,50 @@ fn overlap(a: &[Range], b: &[Range]) -> bool {
     a.iter().any(|a| b.iter().any(|b| a.start < b.end && b.start < a.end))
 }
 
-/// How commands access memory. A barrier names only the ways that it orders, because a driver may flush more caches for
-/// others: RADV flushes those of the graphics pipeline for transfers on a graphics queue.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-struct Ways {
-    /// Dispatches.
-    computes: bool,
-    /// Copies and fills.
-    transfers: bool,
-    /// Reads of workgroup counts that a command wrote. They happen before any shader runs. Counts that the host wrote
-    /// before the submit need no barrier.
-    reads_counts: bool,
+/// Stages of the pipeline, and how commands access memory there. A barrier waits only for stages that were used, because
+/// a driver may flush more caches for others: RADV flushes those of the graphics pipeline for transfers on a graphics
+/// queue.
+#[derive(Debug, Clone, Copy, Default)]
+struct Scope {
+    stages: vk::PipelineStageFlags2,
+    reads: vk::AccessFlags2,
+    writes: vk::AccessFlags2,
 }
 
-impl Ways {
-    const ALL: Ways = Ways { computes: true, transfers: true, reads_counts: true };
-    const DISPATCH: Ways = Ways { computes: true, transfers: false, reads_counts: false };
-    const TRANSFER: Ways = Ways { computes: false, transfers: true, reads_counts: false };
+impl Scope {
+    const DISPATCH: Scope = Scope {
+        stages: vk::PipelineStageFlags2::COMPUTE_SHADER,
+        reads: vk::AccessFlags2::SHADER_STORAGE_READ,
+        writes: vk::AccessFlags2::SHADER_STORAGE_WRITE,
+    };
+    /// Copies and fills.
+    const TRANSFER: Scope = Scope {
+        stages: vk::PipelineStageFlags2::ALL_TRANSFER,
+        reads: vk::AccessFlags2::TRANSFER_READ,
+        writes: vk::AccessFlags2::TRANSFER_WRITE,
+    };
+    /// Reads of workgroup counts that a command wrote. They happen before any shader runs. Counts that the host wrote
+    /// before the submit need no barrier.
+    const COUNTS: Scope = Scope {
+        stages: vk::PipelineStageFlags2::DRAW_INDIRECT,
+        reads: vk::AccessFlags2::INDIRECT_COMMAND_READ,
+        writes: vk::AccessFlags2::NONE,
+    };
 
-    fn and(self, other: Ways) -> Ways {
-        Ways {
-            computes: self.computes || other.computes,
-            transfers: self.transfers || other.transfers,
-            reads_counts: self.reads_counts || other.reads_counts,
+    fn all() -> Scope {
+        Scope::DISPATCH.and(Scope::TRANSFER).and(Scope::COUNTS)
+    }
+
+    fn and(self, other: Scope) -> Scope {
+        Scope {
+            stages: self.stages | other.stages,
+            reads: self.reads | other.reads,
+            writes: self.writes | other.writes,
         }
     }
 
-    fn stages(self) -> vk::PipelineStageFlags2 {
-        let some = |is_some: bool, stage| if is_some { stage } else { vk::PipelineStageFlags2::NONE };
-        some(self.computes, vk::PipelineStageFlags2::COMPUTE_SHADER)
-            | some(self.transfers, vk::PipelineStageFlags2::ALL_TRANSFER)
-            | some(self.reads_counts, vk::PipelineStageFlags2::DRAW_INDIRECT)
-    }
-
-    fn writes(self) -> vk::AccessFlags2 {
-        let some = |is_some: bool, access| if is_some { access } else { vk::AccessFlags2::NONE };
-        some(self.computes, vk::AccessFlags2::SHADER_STORAGE_WRITE)
-            | some(self.transfers, vk::AccessFlags2::TRANSFER_WRITE)
-    }
-
-    fn accesses(self) -> vk::AccessFlags2 {
-        let some = |is_some: bool, access| if is_some { access } else { vk::AccessFlags2::NONE };
-        self.writes()
-            | some(self.computes, vk::AccessFlags2::SHADER_STORAGE_READ)
-            | some(self.transfers, vk::AccessFlags2::TRANSFER_READ)
-            | some(self.reads_counts, vk::AccessFlags2::INDIRECT_COMMAND_READ)
+    fn reads_counts(self) -> bool {
+        self.stages.contains(Scope::COUNTS.stages)
     }
 }
 
@@ -459,9 +458,9 @@ type Deferred = (Option<String>, Box<dyn FnOnce(&Device, vk::CommandBuffer)>);
 /// A command buffer being recorded.
 pub struct Recorder<'a> {
     commands: &'a mut CommandBuffer,
-    /// Accesses of the commands since the last barrier, and their ways.
+    /// Accesses of the commands since the last barrier, and their scope.
     since_barrier: Accesses,
-    ways: Ways,
+    scope: Scope,
     /// Whether the last barrier made earlier writes visible to reads of workgroup counts.
     sees_counts: bool,
     /// Starts and ends of all ranges that the commands write.
@@ -525,8 +524,8 @@ impl Recorder<'_> {
                 _ => accesses.reads.push(one),
             }
         }
-        let ways = self.ways_of_dispatch(read);
-        self.order_after_conflicts(&used, accesses, ways);
+        let scope = self.scope_of_dispatch(read);
+        self.order_after_conflicts(&used, accesses, scope);
         self.commands.counts.dispatches += 1;
         let values = arguments.push();
         let bytes = bytemuck::bytes_of(&values);
@@ -557,13 +556,14 @@ impl Recorder<'_> {
         });
     }
 
-    /// The ways in which a dispatch accesses memory that may read its workgroup counts from a buffer.
-    fn ways_of_dispatch(&self, counts: Option<&Buffer>) -> Ways {
+    /// The scope of a dispatch, which may read its workgroup counts from a buffer.
+    fn scope_of_dispatch(&self, counts: Option<&Buffer>) -> Scope {
         let is_written = |counts: &Buffer| {
             let counts = range(counts);
             self.written.iter().any(|&(start, end)| start < counts.end && counts.start < end)
         };
-        Ways { reads_counts: counts.is_some_and(is_written), ..Ways::DISPATCH }
+        let counts = if counts.is_some_and(is_written) { Scope::COUNTS } else { Scope::default() };
+        Scope::DISPATCH.and(counts)
     }
 
     fn note(
@@ -599,7 +599,7 @@ impl Recorder<'_> {
         if self.rehearsal.forgets("copy", "to") {
             accesses.writes.clear();
         }
-        self.order_after_conflicts(&[&from, &to], accesses, Ways::TRANSFER);
+        self.order_after_conflicts(&[&from, &to], accesses, Scope::TRANSFER);
         self.commands.counts.copies += 1;
         let region = vk::BufferCopy::default().src_offset(from.offset).dst_offset(to.offset).size(bytes);
         let (from, to) = (from.chunk.raw, to.chunk.raw);
@@ -615,7 +615,7 @@ impl Recorder<'_> {
         if self.rehearsal.forgets("fill", "buffer") {
             accesses.writes.clear();
         }
-        self.order_after_conflicts(&[buffer], accesses, Ways::TRANSFER);
+        self.order_after_conflicts(&[buffer], accesses, Scope::TRANSFER);
         let (raw, offset, bytes) = (buffer.chunk.raw, buffer.offset, buffer.size() & !3);
         self.add(None, move |device, commands| {
             // SAFETY: recording is open; the buffer is retained; offset and size are multiples of 4, inside it.
@@ -640,8 +640,8 @@ impl Recorder<'_> {
             buffers.iter().all(|buffer| buffer.chunk.is_shared),
             "transferring a buffer whose memory is not shared"
         );
-        self.order_after_conflicts(buffers, Accesses::default(), Ways::default());
-        self.barrier(Ways::ALL);
+        self.order_after_conflicts(buffers, Accesses::default(), Scope::default());
+        self.barrier(Scope::all());
         let device = &self.commands.pool.device;
         let handles = device.handles.expect("a device that shares memory");
         let (from, to) = way(device.queue_family, handles.family());
@@ -682,11 +682,11 @@ impl Recorder<'_> {
 
     /// Records a barrier if these accesses conflict with a command since the last barrier, or if the command reads
     /// workgroup counts that the last barrier did not make visible. Keeps the buffers that the command uses alive.
-    fn order_after_conflicts(&mut self, used: &[&Buffer], accesses: Accesses, ways: Ways) {
-        if self.since_barrier.conflict(&accesses) || ways.reads_counts && !self.sees_counts {
-            self.barrier(ways);
+    fn order_after_conflicts(&mut self, used: &[&Buffer], accesses: Accesses, scope: Scope) {
+        if self.since_barrier.conflict(&accesses) || scope.reads_counts() && !self.sees_counts {
+            self.barrier(scope);
         }
-        self.ways = self.ways.and(ways);
+        self.scope = self.scope.and(scope);
         self.written.extend(accesses.writes.iter().map(|range| (range.start, range.end)));
         self.since_barrier.reads.extend(accesses.reads);
         self.since_barrier.writes.extend(accesses.writes);
@@ -750,16 +750,16 @@ impl Recorder<'_> {
     /// of workgroup counts if `before` has them. Drivers flush for what was written before; letting copies continue costs
     /// nothing more than letting dispatches. Each barrier waits for a command that the previous one orders, so all
     /// earlier commands are ordered, too.
-    fn barrier(&mut self, before: Ways) {
+    fn barrier(&mut self, before: Scope) {
         self.flush();
         self.commands.counts.barriers += 1;
-        let before = before.and(Ways::DISPATCH).and(Ways::TRANSFER);
+        let before = before.and(Scope::DISPATCH).and(Scope::TRANSFER);
         let barrier = [vk::MemoryBarrier2::default()
-            .src_stage_mask(self.ways.stages())
-            .src_access_mask(self.ways.writes())
-            .dst_stage_mask(before.stages())
-            .dst_access_mask(before.accesses())];
-        (self.ways, self.sees_counts) = (Ways::default(), before.reads_counts);
+            .src_stage_mask(self.scope.stages)
+            .src_access_mask(self.scope.writes)
+            .dst_stage_mask(before.stages)
+            .dst_access_mask(before.reads | before.writes)];
+        (self.scope, self.sees_counts) = (Scope::default(), before.reads_counts());
         // SAFETY: recording is open.
         unsafe {
             self.commands.pool.device.raw.cmd_pipeline_barrier2(
@@ -852,10 +852,10 @@ mod tests {
 
         let dispatch =
             |recorder: &mut Recorder<'_>, reads: &Buffer, writes: &Buffer, counts: Option<&Buffer>| {
-                let ways = recorder.ways_of_dispatch(counts);
+                let scope = recorder.scope_of_dispatch(counts);
                 let counts = counts.map(range);
                 let reads = [range(reads)].into_iter().chain(counts).collect();
-                recorder.order_after_conflicts(&[], Accesses { reads, writes: vec![range(writes)] }, ways);
+                recorder.order_after_conflicts(&[], Accesses { reads, writes: vec![range(writes)] }, scope);
             };
         // Whatever a barrier waits for, it lets dispatches, copies and fills continue.
         let (to, accesses) = (compute | transfer, shader | copies);

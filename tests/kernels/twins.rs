@@ -29,7 +29,7 @@ use crate::support::kernel_bench::{
     with_each_body,
 };
 use crate::support::reference::dequantize_row;
-use crate::support::{policy, reference, skip};
+use crate::support::{device, policy, reference, skip};
 
 /// The weights of `values` after they are stored in a scheme.
 fn as_stored(values: &[f32], cols: usize, scheme: Scheme) -> Vec<f32> {
@@ -1543,8 +1543,7 @@ fn validation_is_loaded_and_catches_a_violation() {
 #[test]
 fn a_write_beyond_a_buffer_ends_at_its_guard_page() {
     const BEYOND: &str = "UNICORN_TEST_BEYOND";
-    let mut b = Bench::new(44);
-    if b.device.info().kind != DeviceKind::Cpu {
+    if device().info().kind != DeviceKind::Cpu {
         return skip("guard-pages");
     }
     if std::env::var_os(BEYOND).is_none() {
@@ -1555,7 +1554,7 @@ fn a_write_beyond_a_buffer_ends_at_its_guard_page() {
         assert_eq!(ended.status.signal(), Some(libc::SIGSEGV), "{ended:?}");
         return;
     }
-    let shape = shape(4, 2, 32, 16, None);
+    let (mut b, shape) = (Bench::new(44), shape(4, 2, 32, 16, None));
     b.make_heads(&shape, KvDtype::F16);
     let paged = Paged::new(&mut b, shape, &[(3, 3)]);
     let rows = b.random(3 * 4 * 32, 1.0);
