@@ -160,7 +160,7 @@ DEVICES = {
         # suite is checked, not its exit status.
         Device(
             "gpu-assisted", "the machine's own software Vulkan under GPU-assisted validation",
-            {**driver(LAVAPIPE), "VK_LAYER_PATH": str(CHROMIUM), "VK_LAYER_SETTINGS_PATH": str(CHROMIUM / "vk_layer_settings.txt")},
+            {**driver(LAVAPIPE), "UNICORN_TEST_BUFFERS_APART": "1", "VK_LAYER_PATH": str(CHROMIUM), "VK_LAYER_SETTINGS_PATH": str(CHROMIUM / "vk_layer_settings.txt")},
             (), CHROMIUM, LAYER_FLAW,
         ),
         *map(radv_25, ("phoenix", "gfx1150", "gfx1151")),

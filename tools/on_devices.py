@@ -92,7 +92,6 @@ def run_suite(run, device, binary, filters):
     skips = ["--skip", LARGE]
     environment = dict(device.environment)
     if device.name == "gpu-assisted":
-        environment["UNICORN_TEST_BUFFERS_APART"] = "1"
         skips += [argument for test in PROVOKING for argument in ("--skip", test)]
     # Each driver has its own cache: drivers do not share compiled shaders, but would share the size limit of the cache.
     cache = ROOT / ".cache/mesa-devices" / device.name
