@@ -16,7 +16,9 @@ use glslang::{
 };
 use rspirv::binary::Assemble;
 use rspirv::dr::{Instruction, Module, Operand};
-use rspirv::spirv::{Capability, Decoration, ExecutionMode, Op, StorageClass};
+use rspirv::spirv::{
+    Capability, Decoration, ExecutionMode, MemoryAccess, MemoryModel, MemorySemantics, Op, StorageClass,
+};
 
 /// Kernel name -> variant name -> `#define`s.
 type Variants = BTreeMap<String, BTreeMap<String, BTreeMap<String, String>>>;
@@ -40,6 +42,7 @@ fn main() {
             let name = if variant == "only" { kernel.clone() } else { format!("{kernel}_{variant}") };
             let mut module = parse(&name, &compile(&shaders, kernel, &name, defines));
             forbid_contraction(&mut module);
+            synchronize_at_barriers(&mut module);
             let words = module.assemble();
             let block = PushBlock::of(&name, &module);
             emit_shader(&mut table, kernel, &name, &words, &module, &block);
@@ -139,6 +142,62 @@ fn forbid_contraction(module: &mut Module) {
         if !is_decorated(module, id) {
             let operands = vec![Operand::IdRef(id), Operand::Decoration(Decoration::NoContraction)];
             module.annotations.push(Instruction::new(Op::Decorate, None, None, operands));
+        }
+    }
+}
+
+/// Makes writes to shared memory visible at barriers only. In a module with the Vulkan memory model, which cooperative
+/// matrices require, glslang makes each access of shared memory available and visible to the workgroup. A driver then
+/// waits for every load before the next one. Accesses remain non-private, so that barriers order them, and the barriers
+/// make them available and visible (Vulkan memory model, "Availability and Visibility Semantics").
+fn synchronize_at_barriers(module: &mut Module) {
+    if !module
+        .memory_model
+        .as_ref()
+        .is_some_and(|i| i.operands[1] == Operand::MemoryModel(MemoryModel::Vulkan))
+    {
+        return;
+    }
+    let by_id: BTreeMap<u32, Instruction> =
+        module.all_inst_iter().filter_map(|i| Some((i.result_id?, i.clone()))).collect();
+    let is_shared = |pointer: &Operand| {
+        let of = by_id[&pointer.unwrap_id_ref()].result_type.expect("a pointer has a type");
+        by_id[&of].operands[0] == Operand::StorageClass(StorageClass::Workgroup)
+    };
+    let at_accesses = MemoryAccess::MAKE_POINTER_AVAILABLE | MemoryAccess::MAKE_POINTER_VISIBLE;
+    let at_barriers = MemorySemantics::ACQUIRE_RELEASE
+        | MemorySemantics::WORKGROUP_MEMORY
+        | MemorySemantics::MAKE_AVAILABLE
+        | MemorySemantics::MAKE_VISIBLE;
+    let uint = module.types_global_values.iter().find(|i| {
+        i.class.opcode == Op::TypeInt && i.operands == [Operand::LiteralBit32(32), Operand::LiteralBit32(0)]
+    });
+    let uint = uint.expect("a shader with barriers has unsigned integers").result_id;
+    let header = module.header.as_mut().expect("a module has a header");
+    let semantics = header.bound;
+    header.bound += 1;
+    let value = vec![Operand::LiteralBit32(at_barriers.bits())];
+    module.types_global_values.push(Instruction::new(Op::Constant, uint, Some(semantics), value));
+
+    for i in module.functions.iter_mut().flat_map(|function| function.all_inst_iter_mut()) {
+        if let (Op::ControlBarrier, [_, _, Operand::IdMemorySemantics(id)]) =
+            (i.class.opcode, &mut i.operands[..])
+        {
+            let plain = MemorySemantics::ACQUIRE_RELEASE | MemorySemantics::WORKGROUP_MEMORY;
+            assert_eq!(
+                by_id[id].operands,
+                [Operand::LiteralBit32(plain.bits())],
+                "a barrier of another kind"
+            );
+            *id = semantics;
+        }
+        if let Some(at) = i.operands.iter().position(|operand| matches!(operand, Operand::MemoryAccess(_)))
+            && is_shared(&i.operands[0])
+        {
+            if let Operand::MemoryAccess(flags) = &mut i.operands[at] {
+                flags.remove(at_accesses);
+            }
+            i.operands.retain(|operand| !matches!(operand, Operand::IdScope(_)));
         }
     }
 }

@@ -33,9 +33,9 @@ layout(constant_id = 0) const uint COLUMNS = 1;
 layout(local_size_x = INVOCATIONS) in;
 const uint ROW_TILES = 1;
 #elif defined(IN_TILES)
-layout(local_size_x = 32, local_size_y = 4) in;
+layout(local_size_x = 32, local_size_y = 8) in;
 layout(constant_id = 1) const uint HALVES = 1;
-const uint ROW_TILES = 2;
+const uint ROW_TILES = 4;
 #else
 layout(local_size_x = 32, local_size_y = SEGMENTS) in;
 layout(constant_id = 1) const uint GEGLU = 0;

@@ -3,206 +3,295 @@
 // x WAVES_N subgroups divide the tiles of the result among them. So weights are unpacked once for COLUMNS tokens, and
 // one workgroup computes all segments of a row. Sums of integers are scaled in the same way as in the other
 // implementations.
+//
+// Shared memory has two buffers. While subgroups multiply from one, others already fill the next, so that a block needs
+// one barrier. A block is loaded from memory one block before it is stored there, two before it is multiplied.
+
+#include "invocation.glsl"
 
 const uint ROWS = ROW_TILES * TILE_ROWS;
 layout(constant_id = 3) const uint TILE_M = 16;
 layout(constant_id = 4) const uint TILE_N = 16;
 layout(constant_id = 5) const uint TILE_K = 16;
-layout(constant_id = 6) const uint WAVES_M = 2;
+layout(constant_id = 6) const uint WAVES_M = 4;
 layout(constant_id = 7) const uint WAVES_N = 2;
 #include "tile.glsl"
 
 // Numbers of tiles of one subgroup.
 const uint TILES_M = ROWS / WAVES_M / TILE_M, TILES_N = COLUMNS / WAVES_N / TILE_N;
-// If the two halves of a block have different scales (HALVES is 2), each half has its own sum. If TILE_K is a whole
-// block, a tile then contains one half, with zeros in place of the other half. So shared memory has both halves of a
-// row, each padded with zeros. All strides count uvec2s of 8 columns. They spread rows over the memory banks, and are
-// multiples of 16 bytes.
-const uint HALF = 2, HALF_STRIDE = 6;
-const uint A_STRIDE = HALVES * 4 + 2, B_STRIDE = 6;
-const uint SUM_COLUMNS = 32 / HALVES;
+// If the two halves of a block have different scales (HALVES is 2), each half has its own sum. If TILE_K is also a whole
+// block (IS_PADDED is 1), a tile contains one half, with zeros in place of the other half. So shared memory has both
+// halves of a row, each padded with zeros, and room for one buffer. All strides count uvec2s of 8 columns. They spread
+// rows over the memory banks, and are multiples of 16 bytes.
+const uint IS_PADDED = (HALVES - 1) * (TILE_K / BLOCK_COLS), BUFFERS = 2 - IS_PADDED;
+const uint HALF = 2, A_STRIDE = 6 + 4 * IS_PADDED, B_STRIDE = 6;
+const uint SUM_COLUMNS = BLOCK_COLS / HALVES;
 // Number of tile products that are added to one sum.
 const uint STEPS = (SUM_COLUMNS + TILE_K - 1) / TILE_K;
 const uint STEP = TILE_K / 8;
 
-shared uvec2 a_words[ROWS * A_STRIDE];
-shared uvec2 b_words[COLUMNS * B_STRIDE];
-shared float row_scales[HALVES * ROWS];
+// The sizes of a buffer, and of all buffers.
+const uint A_WORDS = ROWS * A_STRIDE, B_WORDS = COLUMNS * B_STRIDE, ROW_SCALES = HALVES * ROWS, COLUMN_SUMS = HALVES * COLUMNS;
+const uint ALL_A_WORDS = BUFFERS * A_WORDS, ALL_B_WORDS = BUFFERS * B_WORDS;
+const uint ALL_ROW_SCALES = BUFFERS * ROW_SCALES, ALL_COLUMN_SUMS = BUFFERS * COLUMN_SUMS, ALL_COLUMNS = BUFFERS * COLUMNS;
+// After the last block, `a_words` holds results: at most 256 of each subgroup.
+shared uvec2 a_words[ALL_A_WORDS];
+shared uvec2 b_words[ALL_B_WORDS];
+shared float row_scales[ALL_ROW_SCALES];
 #if defined(SHIFTED)
-shared float row_shifts[HALVES * ROWS];
-shared float column_sums[HALVES * COLUMNS];
+shared float row_shifts[ALL_ROW_SCALES];
+shared float column_sums[ALL_COLUMN_SUMS];
 #endif
-shared float column_scales[COLUMNS];
-// Whether any column has second digits, for blocks with even and with odd numbers.
+shared float column_scales[ALL_COLUMNS];
+// For blocks with even and with odd numbers, the last one that has second digits, plus 1.
 shared uint second_digits[2];
-shared float results[WAVES_M * WAVES_N * TILE_M * TILE_N];
 
-// Subtracts BIAS from each of four unsigned bytes.
-uint without_bias(uint four) { return BIAS == 0 ? four : ((four | 0x80808080u) - uint(BIAS) * 0x01010101u) ^ 0x80808080u; }
-uvec4 without_bias(uvec4 all) {
-    return uvec4(without_bias(all.x), without_bias(all.y), without_bias(all.z), without_bias(all.w));
-}
-
-void put_half(uint at, uvec4 words) {
-    a_words[at] = words.xy;
-    a_words[at + 1] = words.zw;
-}
-
-// Stores a block of weights of row `row` of the workgroup.
-void put_weights(uint row, Weights w) {
-    unpack_units(w);
+// Stored weights have BIAS added. An exclusive or of the highest of BITS bits removes it, if those are the highest bits
+// of a byte: the byte is then the weight times WEIGHT_FACTOR. The scale of a row takes that factor back, without
+// rounding: fast.glsl says how small a scale is.
 #if defined(WEIGHT_INT4)
-    const uvec4 low = w.units[0] & 0x0f0f0f0fu, high = w.units[0] >> 4 & 0x0f0f0f0fu;
+const uint BITS = 4;
+#elif defined(WEIGHT_INT5)
+const uint BITS = 5;
+#elif defined(WEIGHT_INT6)
+const uint BITS = 6;
 #else
-    const uvec4 low = w.units[0], high = w.units[UNITS - 1];
+const uint BITS = 8;
 #endif
-    const uint at = row * A_STRIDE;
-    put_half(at, without_bias(low));
-    if (HALVES == 1) {
-        put_half(at + HALF, without_bias(high));
-    } else {
-        put_half(at + HALF, uvec4(0));
-        put_half(at + 2 * HALF, uvec4(0));
-        put_half(at + HALF_STRIDE, without_bias(high));
-    }
+const uint SHIFT = BIAS == 0 ? 0 : 8 - BITS;
+const float WEIGHT_FACTOR = float(1 << SHIFT);
+uint without_bias(uint four) { return BIAS == 0 ? four : four ^ 0x80808080u; }
+uvec2 without_bias(uvec2 eight) { return uvec2(without_bias(eight.x), without_bias(eight.y)); }
+
+const uint MOST_ELEMENTS = 0x0fffffffu;
+// Two invocations unpack a row: each half of a tile's row is next to the other one. A subgroup has at most 64
+// invocations, so its rows belong to one tile.
+const uint TILE_INVOCATIONS = 2 * TILE_ROWS;
+#if defined(WEIGHT_INT4)
+// An invocation unpacks eight weights of the first half of a block, and as many of the second.
+struct BlockHalves { uvec2 at[TILE_INVOCATIONS]; };
+layout(buffer_reference, std430, buffer_reference_align = 16) readonly buffer HalfBlocks { BlockHalves at[]; };
+#define WORDS uvec2
+#else
+// An invocation unpacks sixteen weights: one of the two units of a block.
+#define WORDS uvec4
+#endif
+
+// The share of an invocation in each block: half of a row of weights, and half of a column of activations.
+struct Share {
+    // The tile of the matrix, the row of the tile, and that row's and the column's number in the workgroup.
+    uint tile;
+    uint row;
+    uint workgroup_row;
+    uint column;
+    // Which half of the row and of the column it is.
+    uint half_index;
+    // The indices of the column's half and of its scale among those of all tokens.
+    uint activations_at;
+    uint scale_at;
+    // SECOND_DIGIT, or 0 if the column is no token.
+    uint second_digit;
+};
+
+// A share of a block, on its way to shared memory.
+struct Moved {
+    WORDS weights;
+#if defined(HIGH_BITS)
+    HIGH_BITS high;
+#endif
+    uvec2 row_scale;
+    uvec4 activations;
+    uvec2 scale;
+};
+
+// Push constants, read once.
+struct Inputs {
+    uvec2 x;
+    uvec2 x_scales;
+    uint x_stride;
+    uint units_per_row;
+};
+
+Moved load_share(Part part, Inputs inputs, Share own, uint block) {
+    Moved moved;
+    const uint unit = block * UNITS, units_per_row = inputs.units_per_row;
+#if defined(WEIGHT_INT4)
+    moved.weights = HalfBlocks(part.blocks).at[own.tile * units_per_row + unit].at[own.row * 2 + own.half_index];
+#elif defined(HIGH_BITS)
+    const uint at = own.tile * ((units_per_row + 1) / UNITS) + block;
+    moved.weights = Blocks(part.blocks).at[at].lanes[own.row];
+    moved.high = Blocks(part.blocks).at[at].high[own.row];
+#else
+    // In the last block of a row, the second unit may be missing.
+    const uint own_unit = unit + own.half_index;
+    moved.weights = own_unit < units_per_row ? Blocks(part.blocks).at[own.tile * units_per_row + own_unit].lanes[own.row] : uvec4(0);
+#endif
+    moved.row_scale = uvec2(0);
 #if defined(SCALED_BY_GROUP)
-    [[unroll]] for (uint h = 0; h < HALVES; h++) {
-        const vec2 s = scale_of_words(w.scales[min(h, UNITS - 1)], row % TILE_ROWS);
-        row_scales[h * ROWS + row] = s.x;
-#if defined(SHIFTED)
-        row_shifts[h * ROWS + row] = s.y;
+    const uint scaled = HALVES == 1 ? unit : unit + own.half_index;
+    if (HALVES == 1 || scaled < units_per_row)
+        moved.row_scale = scale_words(Scales(part.scales), own.tile, scaled, own.row, units_per_row, SCALE_BLOCKS);
 #endif
-    }
+    const uint first = block * inputs.x_stride;
+    moved.activations = ReadUvec4s(address_after(inputs.x, first * 32)).at[own.activations_at];
+    moved.scale = ActivationScales(address_after(inputs.x_scales, first * 8)).at[own.scale_at];
+    return moved;
+}
+
+// The buffer of a block. The compiler knows that it is 0 or 1, so that constants become offsets of instructions.
+uint buffer_of(uint block) { return block % BUFFERS; }
+
+void store_weights(uint buffer_index, Share own, Moved moved) {
+    const uint at = buffer_index * A_WORDS + own.workgroup_row * A_STRIDE;
+#if defined(WEIGHT_INT4)
+    const uvec2 low = BIAS == 0 ? moved.weights & 0x0f0f0f0fu : moved.weights << 4 & 0xf0f0f0f0u;
+    const uvec2 high = BIAS == 0 ? moved.weights >> 4 & 0x0f0f0f0fu : moved.weights & 0xf0f0f0f0u;
+    a_words[at + own.half_index] = without_bias(low);
+    a_words[at + HALF + own.half_index] = without_bias(high);
+#else
+#if defined(HIGH_BITS)
+    const uvec4 bytes = bytes_of(moved.weights, moved.high, own.half_index) << SHIFT;
+#else
+    const uvec4 bytes = moved.weights;
+#endif
+    const uint half_at = at + own.half_index * HALF * (1 + 2 * IS_PADDED);
+    a_words[half_at] = without_bias(bytes.xy);
+    a_words[half_at + 1] = without_bias(bytes.zw);
+#endif
+#if defined(SCALED_BY_GROUP)
+    // With one scale for both halves, both invocations store the same.
+    const vec2 s = scale_of_words(moved.row_scale, own.row);
+    const uint scale_at = buffer_index * ROW_SCALES + (HALVES - 1) * own.half_index * ROWS + own.workgroup_row;
+    row_scales[scale_at] = s.x / WEIGHT_FACTOR;
+#if defined(SHIFTED)
+    row_shifts[scale_at] = s.y;
+#endif
 #endif
 }
 
-// Stores a block of activations of column `column` of the workgroup.
-void put_activations(uint column, ActivationBlock a, uvec2 scale) {
-    const uint at = column * B_STRIDE;
-    b_words[at] = a.low.xy;
-    b_words[at + 1] = a.low.zw;
-    b_words[at + 2] = a.high.xy;
-    b_words[at + 3] = a.high.zw;
-    column_scales[column] = abs(uintBitsToFloat(scale.x));
+void store_activations(uint buffer_index, Share own, uvec4 activations, uvec2 scale) {
+    // If there are fewer columns than rows, the last invocations have none.
+    if (own.column >= COLUMNS) return;
+    const uint at = buffer_index * B_WORDS + own.column * B_STRIDE + own.half_index * HALF;
+    b_words[at] = activations.xy;
+    b_words[at + 1] = activations.zw;
+    column_scales[buffer_index * COLUMNS + own.column] = abs(uintBitsToFloat(scale.x));
 #if defined(SHIFTED)
-    if (HALVES == 1) {
-        column_sums[column] = float(sum_of(scale.y));
-    } else {
-        column_sums[column] = float(low_sum(scale.y));
-        column_sums[(HALVES - 1) * COLUMNS + column] = float(high_sum(scale.y));
-    }
+    const uint sums_at = buffer_index * COLUMN_SUMS + (HALVES - 1) * own.half_index * COLUMNS + own.column;
+    if (HALVES == 1) column_sums[sums_at] = float(sum_of(scale.y));
+    else column_sums[sums_at] = float(own.half_index == 0 ? low_sum(scale.y) : high_sum(scale.y));
 #endif
+}
+
+void store_share(uint block, Share own, Moved moved) {
+    store_weights(buffer_of(block), own, moved);
+    store_activations(buffer_of(block), own, moved.activations, moved.scale);
+    if ((moved.scale.x & own.second_digit) != 0) second_digits[block % 2] = block + 1;
 }
 
 void main() {
-    const uint invocation = gl_LocalInvocationIndex;
     const uint first_token = (gl_WorkGroupID.z * gl_NumWorkGroups.x + gl_WorkGroupID.x) * COLUMNS;
     if (first_token >= tokens) return;
-    const uint block_count = (cols + BLOCK_COLS - 1) / BLOCK_COLS, units_per_row = (cols + BLOCK - 1) / BLOCK;
-    const uint length = segment_blocks(block_count);
+    const uint block_count = (cols + BLOCK_COLS - 1) / BLOCK_COLS;
+    const uint length = segment_blocks(block_count), last = block_count - 1;
     Part part = part_of(gl_WorkGroupID.y);
 
-    // An invocation unpacks at most one row of weights and one column of activations. A workgroup has 128 invocations,
-    // and at least 128 rows and columns in total.
-    const uint invocations = gl_WorkGroupSize.x * gl_WorkGroupSize.y;
-    const uint column = (invocation + ROWS) % invocations;
-    const bool has_row = invocation < ROWS, has_column = column < COLUMNS;
-    const uint tile = min(part.first_tile + invocation / TILE_ROWS, tiles_of(part.rows) - 1);
-    const uint lane = invocation % TILE_ROWS;
-    const bool is_token = first_token + column < tokens;
-    const uint token = min(first_token + column, x_stride - 1);
+    Inputs inputs = Inputs(uvec2(x), uvec2(x_scales), x_stride, (cols + BLOCK - 1) / BLOCK);
+
+    const uint invocation = own_invocation(), row_tile = own_group(TILE_INVOCATIONS);
+    Share own;
+    own.tile = min(part.first_tile + row_tile, tiles_of(part.rows) - 1);
+    own.row = invocation % TILE_INVOCATIONS / 2;
+    own.workgroup_row = row_tile * TILE_ROWS + own.row;
+    own.column = invocation / 2;
+    own.half_index = invocation % 2;
+    const uint token = min(first_token + own.column, x_stride - 1);
+    // The masks let the compiler know that offsets of these elements have 32 bits.
+    own.activations_at = token * 2 + own.half_index & MOST_ELEMENTS;
+    own.scale_at = token & MOST_ELEMENTS;
+    own.second_digit = own.column < COLUMNS && first_token + own.column < tokens ? SECOND_DIGIT : 0;
 
     const uint wave_row = WAVE % WAVES_M * TILES_M * TILE_M, wave_column = WAVE / WAVES_M * TILES_N * TILE_N;
     TileFloat total[TILES_M][TILES_N], acc[TILES_M][TILES_N];
+    if (IS_PADDED == 1) {
+        // The zeros that pad the halves of a row.
+        const uint at = own.workgroup_row * A_STRIDE + HALF + own.half_index * HALF;
+        a_words[at] = uvec2(0);
+        a_words[at + 1] = uvec2(0);
+    }
     if (invocation < 2) second_digits[invocation] = 0;
     barrier();
 
-    Weights next;
-    ActivationBlock next_block;
-    uvec2 next_scale;
-    if (has_row) next = weights_at(Blocks(part.blocks), Scales(part.scales), tile, 0, units_per_row, lane);
-    if (has_column) {
-        next_block = x.at[token];
-        next_scale = x_scales.at[token];
-    }
+    store_share(0, own, load_share(part, inputs, own, 0));
+    Moved next = load_share(part, inputs, own, min(1, last));
     [[dont_unroll]] for (uint first = 0; first < block_count; first += length) {
         [[unroll]] for (uint r = 0; r < TILES_M; r++)
             [[unroll]] for (uint c = 0; c < TILES_N; c++)
                 EACH(e) acc[r][c][e] = 0.0;
         const uint end = min(first + length, block_count);
         [[dont_unroll]] for (uint b = first; b < end; b++) {
-            if (has_row) put_weights(invocation, next);
-            if (has_column) {
-                put_activations(column, next_block, next_scale);
-                if (is_token && (next_scale.x & SECOND_DIGIT) != 0) second_digits[b % 2] = 1;
-            }
             barrier();
-            const bool has_second = second_digits[b % 2] != 0;
-            if (invocation == 0) second_digits[(b + 1) % 2] = 0;
-            // The next block is loaded before this one is used.
-            const uint ahead = min(b + 1, block_count - 1);
-            if (has_row) next = weights_at(Blocks(part.blocks), Scales(part.scales), tile, ahead, units_per_row, lane);
-            if (has_column) {
-                next_block = x.at[ahead * x_stride + token];
-                next_scale = x_scales.at[ahead * x_stride + token];
-            }
+            const uint buffer_index = buffer_of(b);
+            const bool has_second = second_digits[b % 2] == b + 1;
+            const uint a_at = buffer_index * A_WORDS + wave_row * A_STRIDE;
+            const uint b_at = buffer_index * B_WORDS + wave_column * B_STRIDE;
+            const uint rows_at = buffer_index * ROW_SCALES + wave_row, columns_at = buffer_index * COLUMNS + wave_column;
+            const uint sums_at = buffer_index * COLUMN_SUMS + wave_column;
             [[dont_unroll]] for (uint digit = 0; digit < 2; digit++) {
                 [[unroll]] for (uint h = 0; h < HALVES; h++) {
-                    TileA a[TILES_M][STEPS];
-                    TileFloat s[TILES_M];
-#if defined(SHIFTED)
-                    TileFloat m[TILES_M];
-#endif
                     [[unroll]] for (uint r = 0; r < TILES_M; r++) {
-                        const uint row = wave_row + r * TILE_M;
-                        // If TILE_K is a whole block, each half is stored with the zeros of the other half.
-                        const uint half_at = row * A_STRIDE + h * (TILE_K > 16 ? 2 * HALF : HALF_STRIDE);
-                        [[unroll]] for (uint k = 0; k < STEPS; k++) LOAD_A(a[r][k], a_words, half_at + k * STEP, A_STRIDE);
+                        TileA a[STEPS];
+                        const uint half_at = a_at + r * TILE_M * A_STRIDE + h * HALF * (1 + IS_PADDED);
+                        [[unroll]] for (uint k = 0; k < STEPS; k++) LOAD_A(a[k], a_words, half_at + k * STEP, A_STRIDE);
 #if defined(SCALED_BY_GROUP)
-                        LOAD_ROWS(s[r], row_scales, h * ROWS + row);
+                        TileFloat s;
+                        LOAD_ROWS(s, row_scales, rows_at + h * ROWS + r * TILE_M);
 #endif
 #if defined(SHIFTED)
-                        LOAD_ROWS(m[r], row_shifts, h * ROWS + row);
+                        TileFloat m;
+                        LOAD_ROWS(m, row_shifts, rows_at + h * ROWS + r * TILE_M);
 #endif
-                    }
-                    [[unroll]] for (uint c = 0; c < TILES_N; c++) {
-                        const uint at = wave_column + c * TILE_N;
-                        TileB x_block[STEPS];
-                        const uint half_at = at * B_STRIDE + (TILE_K > 16 ? 0 : h * HALF);
-                        [[unroll]] for (uint k = 0; k < STEPS; k++) LOAD_B(x_block[k], b_words, half_at + k * STEP, B_STRIDE);
-                        TileFloat scale;
-                        LOAD_COLUMNS(scale, column_scales, at);
+                        // The activations are loaded again for each row of tiles. Registers have no room for all of them.
+                        [[unroll]] for (uint c = 0; c < TILES_N; c++) {
+                            TileB x_block[STEPS];
+                            const uint other_at = b_at + c * TILE_N * B_STRIDE + h * HALF * (1 - IS_PADDED);
+                            [[unroll]] for (uint k = 0; k < STEPS; k++)
+                                LOAD_B(x_block[k], b_words, other_at + k * STEP, B_STRIDE);
+                            TileFloat scale;
+                            LOAD_COLUMNS(scale, column_scales, columns_at + c * TILE_N);
 #if defined(SHIFTED)
-                        TileFloat sums;
-                        LOAD_COLUMNS(sums, column_sums, h * COLUMNS + at);
+                            TileFloat sums;
+                            LOAD_COLUMNS(sums, column_sums, sums_at + h * COLUMNS + c * TILE_N);
 #endif
-                        [[unroll]] for (uint r = 0; r < TILES_M; r++) {
                             TileSum d;
                             TileFloat f;
                             CLEAR(d);
-                            [[unroll]] for (uint k = 0; k < STEPS; k++) MULTIPLY_ADD(d, a[r][k], x_block[k]);
+                            [[unroll]] for (uint k = 0; k < STEPS; k++) MULTIPLY_ADD(d, a[k], x_block[k]);
                             FLOATS(f, d);
                             EACH(e) {
 #if defined(SCALED_BY_GROUP)
-                                acc[r][c][e] = fma(f[e], s[r][e] * scale[e], acc[r][c][e]);
+                                acc[r][c][e] = fma(f[e], s[e] * scale[e], acc[r][c][e]);
 #else
                                 acc[r][c][e] = fma(f[e], scale[e], acc[r][c][e]);
 #endif
 #if defined(SHIFTED)
-                                acc[r][c][e] = fma(sums[e], m[r][e] * scale[e], acc[r][c][e]);
+                                acc[r][c][e] = fma(sums[e], m[e] * scale[e], acc[r][c][e]);
 #endif
                             }
                         }
                     }
                 }
-                barrier();
                 if (digit == 1 || !has_second) break;
-                if (has_column) {
-                    const uint at = (block_count + b) * x_stride + token;
-                    put_activations(column, x.at[at], x_scales.at[at]);
-                }
+                barrier();
+                const uint second = (block_count + b) * inputs.x_stride;
+                store_activations(buffer_index, own,
+                                  ReadUvec4s(address_after(inputs.x, second * 32)).at[own.activations_at],
+                                  ActivationScales(address_after(inputs.x_scales, second * 8)).at[own.scale_at]);
                 barrier();
             }
+            if (BUFFERS == 1) barrier();
+            store_share(b + 1, own, next);
+            next = load_share(part, inputs, own, min(b + 2, last));
         }
         [[unroll]] for (uint r = 0; r < TILES_M; r++)
             [[unroll]] for (uint c = 0; c < TILES_N; c++)
@@ -210,28 +299,29 @@ void main() {
                     total[r][c][e] = first == 0 ? acc[r][c][e] : total[r][c][e] + acc[r][c][e];
     }
 
+    barrier();
 #if defined(SCALES_ROW)
-    if (has_row) row_scales[invocation] = half_of(Scales(part.scales), tile, lane);
+    if (own.half_index == 0) row_scales[own.workgroup_row] = half_of(Scales(part.scales), own.tile, own.row);
     barrier();
 #endif
-    const uint first_row = part.first_tile * TILE_ROWS, result = WAVE * TILE_M * TILE_N;
+    const uint first_row = part.first_tile * TILE_ROWS, result = WAVE * (TILE_M * TILE_N / 2);
     [[unroll]] for (uint r = 0; r < TILES_M; r++) {
-        const uint row = wave_row + r * TILE_M;
+        const uint result_row = wave_row + r * TILE_M;
 #if defined(SCALES_ROW)
         TileFloat s;
-        LOAD_ROWS(s, row_scales, row);
+        LOAD_ROWS(s, row_scales, result_row);
 #endif
         [[unroll]] for (uint c = 0; c < TILES_N; c++) {
 #if defined(SCALES_ROW)
             EACH(e) total[r][c][e] *= s[e];
 #endif
-            STORE(total[r][c], results, result);
+            STORE(total[r][c], a_words, result);
             barrier();
             for (uint i = WAVE_LANE; i < TILE_M * TILE_N; i += WAVE_LANES) {
-                const uint y_row = first_row + row + i % TILE_M;
+                const uint y_row = first_row + result_row + i % TILE_M;
                 const uint y_token = first_token + wave_column + c * TILE_N + i / TILE_M;
                 if (y_row < part.rows && y_token < tokens)
-                    put(part, y_token, y_row, results[result + i]);
+                    put(part, y_token, y_row, uintBitsToFloat(a_words[result + i / 2][i % 2]));
             }
             barrier();
         }

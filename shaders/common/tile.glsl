@@ -17,7 +17,7 @@
 //   MULTIPLY_ADD(sum, a, b)   adds the product of a and b
 //   FLOATS(tile, sum)         converts the sum to f32
 //   EACH(e), tile[e]          loops over the elements of an invocation; accesses one of them
-//   STORE(tile, memory, at)   stores column by column
+//   STORE(tile, memory, at)   stores the bits of a TileFloat column by column in an array of uvec2
 //   WAVE, WAVE_LANE, WAVE_LANES   index of the subgroup, index of the invocation in it, size of the subgroup
 #if defined(COOPERATIVE)
 #extension GL_KHR_cooperative_matrix : require
@@ -38,7 +38,7 @@
 // A stride of 0 repeats one column, or one row.
 #define LOAD_ROWS(tile, memory, at) coopMatLoad(tile, memory, at, 0, gl_CooperativeMatrixLayoutColumnMajor)
 #define LOAD_COLUMNS(tile, memory, at) coopMatLoad(tile, memory, at, 0, gl_CooperativeMatrixLayoutRowMajor)
-#define STORE(tile, memory, at) coopMatStore(tile, memory, at, TILE_M, gl_CooperativeMatrixLayoutColumnMajor)
+#define STORE(tile, memory, at) coopMatStore(tile, memory, at, TILE_M / 2, gl_CooperativeMatrixLayoutColumnMajor)
 
 #define CLEAR(sum) sum = TileSum(0)
 #define MULTIPLY_ADD(sum, a, b) sum = coopMatMulAdd(a, b, sum)
@@ -69,7 +69,11 @@ uint tile_column(uint element) { return (element * WAVE_LANES + WAVE_LANE) / TIL
 #define LOAD_B(tile, memory, at, stride) LOAD_FACTOR(tile, memory, (at) + tile_column(e) * (stride))
 #define LOAD_ROWS(tile, memory, at) EACH(e) tile[e] = memory[(at) + tile_row(e)]
 #define LOAD_COLUMNS(tile, memory, at) EACH(e) tile[e] = memory[(at) + tile_column(e)]
-#define STORE(tile, memory, at) EACH(e) memory[(at) + e * WAVE_LANES + WAVE_LANE] = tile[e]
+#define STORE(tile, memory, at)                                     \
+    EACH(e) {                                                       \
+        const uint element = e * WAVE_LANES + WAVE_LANE;            \
+        memory[(at) + element / 2][element % 2] = floatBitsToUint(tile[e]); \
+    }
 
 #define CLEAR(sum) EACH(e) sum[e] = 0
 #define MULTIPLY_ADD(sum, a, b)                                  \

@@ -204,7 +204,7 @@ pub struct SubgroupTile {
 impl SubgroupTile {
     /// The tile of RDNA 3.
     pub(super) const RDNA3: SubgroupTile =
-        SubgroupTile { m: 16, n: 16, k: 16, subgroups: [2, 2], is_emulated: false };
+        SubgroupTile { m: 16, n: 16, k: 16, subgroups: [4, 2], is_emulated: false };
 
     /// The largest tile of the device that divides the work of a workgroup evenly; among equal sizes, the one with the
     /// largest `k`. `None`: the device has no such tile.
@@ -235,7 +235,11 @@ impl SubgroupTile {
         let subgroups = [along_rows, all / along_rows];
         let rows = SUBGROUP_ROW_TILES * TILE_ROWS as u32;
         let mut wide = WITH_SUBGROUPS.iter().filter(|tile| tile.columns > LANE_COLUMNS);
-        let is_whole = rows.is_multiple_of(m * subgroups[0])
+        // A subgroup belongs to one tile of rows, whose rows two invocations each unpack. The results of all subgroups fit
+        // into the shared memory of the weights.
+        let is_whole = lanes as usize <= 2 * TILE_ROWS
+            && m * n * all <= RESULTS
+            && rows.is_multiple_of(m * subgroups[0])
             && wide.all(|tile| tile.columns.is_multiple_of(n * subgroups[1]))
             && [8, 16, 32].contains(&k)
             && (m * n).is_multiple_of(lanes);
@@ -296,9 +300,11 @@ const WITH_SUBGROUPS: &[Tile] = &[
     tile(64, SUBGROUP_ROW_TILES),
     tile(128, SUBGROUP_ROW_TILES),
 ];
+/// The most results that the subgroups of a workgroup store at a time (`shaders/common/fast_in_tiles.glsl`).
+const RESULTS: u32 = 2048;
 /// The number of these tiles that are for lanes.
 pub(super) const LANE_TILES: usize = 6;
-pub(crate) const SUBGROUP_ROW_TILES: u32 = 2;
+pub(crate) const SUBGROUP_ROW_TILES: u32 = 4;
 /// The tiles for a CPU. More columns than registers do not help there, and take long to compile.
 const CPU_TILES: &[Tile] = &[tile(1, 1), tile(4, 1), tile(8, 1)];
 /// Suffix of the kernels that a CPU device runs.

@@ -319,16 +319,16 @@ fn check_rounding(pipeline: &Value) {
     assert_eq!(counted, [fmas, products, 0], "{name}: multiply-adds, products, sums of f32");
 }
 
-/// One iteration of a tiled product has 32 columns of 64 rows by 64 or 128 tokens, which four waves share. Its rounding
+/// One iteration of a tiled product has 32 columns of 128 rows by 64 or 128 tokens, which eight waves share. Its rounding
 /// instructions must be those that `shaders/common/fast.glsl` lists, and matrix instructions must take a minimum share
 /// of the time.
 fn check_tiles(pipeline: &Value) {
     let [columns, halves, ..] = constants(pipeline)[..] else { panic!("columns, halves, ...") };
     let (name, shader) = (&pipeline["name"], pipeline["shader"].as_str().expect("a name"));
     let trip = &pipeline["steady"]["trip"];
-    assert_eq!(number(trip, "wmma"), 64 * columns * 32 / 16u64.pow(3) / 4, "{name}: matrix products");
+    assert_eq!(number(trip, "wmma"), 128 * columns * 32 / 16u64.pow(3) / 8, "{name}: matrix products");
     let is_shifted = ["_zero_", "_affine_", "_affine16_", "_super_"].iter().any(|s| shader.contains(s));
-    let fmas = 64 * columns / 128 * halves * (1 + u64::from(is_shifted));
+    let fmas = 128 * columns / 256 * halves * (1 + u64::from(is_shifted));
     let products = if shader.contains("_row_") { 0 } else { fmas };
     assert_eq!((number(trip, "f32_fma"), number(trip, "f32_add")), (fmas, 0), "{name}: multiply-adds, sums");
     // Instructions that compute a scale, a shift and magnitudes from the stored numbers.
@@ -336,12 +336,18 @@ fn check_tiles(pipeline: &Value) {
     assert!(made.is_some_and(|made| made <= 6), "{name}: {made:?} products more than {products}");
     let share = 32.0 * number(trip, "wmma") as f64 / number(trip, "cycles") as f64;
     println!("{name}: {:.0} % of the rate of matrix products", 100.0 * share);
+    // build.rs makes shared memory visible at barriers, so that not every access waits for the one before it.
+    let [waits, accesses] = ["waits", "lds"].map(|field| number(trip, field));
+    assert!(8 * waits < 7 * accesses, "{name}: {waits} waits for {accesses} accesses of shared memory");
     let least = match (columns, halves, is_shifted) {
-        (128, 1, false) => 0.62,
-        (128, 1, true) => 0.55,
-        (128, _, _) => 0.44,
-        (_, 1, _) => 0.48,
-        _ => 0.38,
+        (128, 1, false) => 0.70,
+        (128, 1, true) => 0.62,
+        (128, _, false) => 0.55,
+        (128, _, true) => 0.45,
+        (_, 1, false) => 0.63,
+        (_, 1, true) => 0.56,
+        (_, _, false) => 0.49,
+        (_, _, true) => 0.42,
     };
     assert!(share >= least, "{name}: matrix products take {share:.2} of the time, expected at least {least}");
 }
