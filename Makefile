@@ -33,8 +33,8 @@
 #   make lab                       build the second binary too, target/debug/unicorn-lab, which measures and predicts
 #   make build | setup | setup-test | lint | clean | help
 
-# `make check` compiles the crate with opt-level 0 (CARGO_PROFILE_DEV_OPT_LEVEL), which takes a third of the time; its
-# dependencies stay optimized. So `make check` and `make test` each have their own build of the crate in target/debug.
+# `make check` compiles the crate with opt-level 0 (CARGO_PROFILE_DEV_OPT_LEVEL), which takes a third of the time, and in
+# many units, of which a change recompiles few; its dependencies stay optimized. So `make check` and `make test` each have their own build of the crate in target/debug.
 
 # The bin folder of rustup. A shell that was opened before the installation of Rust does not have it in its PATH.
 export PATH := $(HOME)/.cargo/bin:$(PATH)
@@ -122,18 +122,20 @@ NOT_CHECKED := scripted::the_scheduler_keeps openapi::bodies_that_the_document r
 
 check:
 	cargo fmt --check
-	CARGO_PROFILE_DEV_OPT_LEVEL=0 cargo test --locked --test suite -- $(CHECKED:%=%::) $(NOT_CHECKED:%=--skip %)
+	CARGO_PROFILE_DEV_OPT_LEVEL=0 CARGO_PROFILE_DEV_CODEGEN_UNITS=256 cargo test --locked --test suite -- $(CHECKED:%=%::) $(NOT_CHECKED:%=--skip %)
 
 test: setup-test
 	@python3 tools/test.py
 
 # The same build as in `make test`, so that neither recompiles the dependencies with other features.
+BUILD_TESTS := cargo build --locked --bins --examples --test suite
+
 test-clients: setup-test
-	cargo build --locked --all-targets
+	$(BUILD_TESTS)
 	@python3 tools/test.py clients
 
 test-lm-eval: setup-test
-	cargo build --locked --all-targets
+	$(BUILD_TESTS)
 	@python3 tools/test.py lm-eval
 
 test-scaling: build setup-test

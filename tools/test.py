@@ -48,6 +48,11 @@ BROWSER_ENVIRONMENT = {"NODE_PATH": str(PAGE_MODULES / "node_modules")}
 OPENWEBUI = ROOT / "tests/openwebui"
 OPENWEBUI_VENV = ROOT / ".cache/openwebui"
 
+# The server, what the tests start, and the suite. All parts build the same, so that none recompiles the dependencies
+# with other features.
+BUILD = ["cargo", "build", "--locked", "--bins", "--examples", "--test", "suite"]
+# The unit tests need a second build of the crate. Without optimization it takes a quarter of the time.
+UNIT_TESTS = {"CARGO_PROFILE_DEV_OPT_LEVEL": "0"}
 PART_SECONDS = 40 * 60
 # The number of panic lines that are repeated with the name of a failed test.
 PANIC_LINES = 20
@@ -158,13 +163,20 @@ def rust():
     # A test analyzes kernels with the compiler of one of these devices, and is skipped without it.
     make_devices()
     SKIP_LOG.unlink(missing_ok=True)
-    built, _ = run(["cargo", "build", "--locked", "--all-targets"])
+    built, _ = run(BUILD)
     if built != 0:
         return Result(failures=[f"rust: the build failed ({ended(built)})"])
     env = {"UNICORN_SKIP_LOG": str(SKIP_LOG), **LAVAPIPE, **narrow_vectors()}
-    status, output = run(["cargo", "test", "--locked", "--no-fail-fast"], env=env)
+    tests = ["cargo", "test", "--locked", "--no-fail-fast"]
+    ran = [
+        run([*tests, "--lib"], env={**env, **UNIT_TESTS}),
+        run([*tests, "--test", "suite"], env=env),
+        run([*tests, "--doc"], env=env),
+    ]
     log = SKIP_LOG.read_text().splitlines() if SKIP_LOG.exists() else []
-    return cargo_result(status, output, [tuple(line.split("\t", 1)) for line in log])
+    # The first status that is not 0; None = the command was killed.
+    status = next((status for status, _ in ran if status != 0), 0)
+    return cargo_result(status, "".join(output for _, output in ran), [tuple(line.split("\t", 1)) for line in log])
 
 
 def narrow_vectors():
@@ -222,8 +234,7 @@ def devices_all():
     made, _ = make_devices()
     if made != 0:
         return Result(failures=[f"all-devices: the devices could not be made ({ended(made)})"])
-    # The same build as in `rust`, so that the library is not recompiled with other features.
-    run(["cargo", "build", "--locked", "--all-targets"])
+    run(BUILD)
     try:
         return of_devices(on_devices.all_devices(run))
     except DevicesError as error:
@@ -350,7 +361,7 @@ def openwebui():
     lacks = page_lacks()
     if lacks:
         return Result(failures=[f"openwebui: {lacks}"])
-    built, _ = run(["cargo", "build", "--locked"])
+    built, _ = run(BUILD)
     if built != 0:
         return Result(failures=[f"openwebui: the build failed ({ended(built)})"])
     program, lacks = openwebui_program()
