@@ -101,6 +101,8 @@ impl Quantized {
     pub(super) fn planes(&self, rows: usize, width: usize, what: &str) -> Planes {
         assert_eq!(self.width, width, "{what}: width");
         assert!(self.buffer.size() >= Quantized::bytes(rows, width), "{what}: {rows} rows do not fit");
+        // Kernels add offsets of 32 bits to the address (`shaders/common/memory.glsl`).
+        assert!(Quantized::bytes(rows, width) <= u64::from(u32::MAX), "{what}: {rows} rows exceed 4 GiB");
         let count = padded(rows) * width.div_ceil(BLOCK_COLS);
         let [blocks, scales] = [BLOCK_BYTES, SCALE_BYTES].map(|bytes| DIGITS * (count * bytes) as u64);
         Planes {
