@@ -149,7 +149,7 @@ pub struct Hardware {
 #[serde(deny_unknown_fields)]
 pub struct Gpu {
     pub max_submit_ms: u64,
-    /// Whether to measure once which kernels are the fastest on a device.
+    /// Whether to measure once which kernels are the fastest on a device for the model's matrices.
     pub tune: bool,
     /// Whether the time of every kernel is measured while serving.
     pub profile: bool,

@@ -18,9 +18,11 @@ use crate::model::config::GenerationConfig;
 use crate::model::draft::{self, Draft, Drafted};
 pub use crate::model::load::Source;
 use crate::model::load::{LoadError, LoadOptions, Progress};
+use crate::model::memory::Schemes;
 use crate::model::model_runner::{Loaded, ModelRunner};
 use crate::model::spec::ModelSpec;
-use crate::model::{self, Runner, SamplingOptions, tune};
+use crate::model::tune::{self, Trial};
+use crate::model::{self, Runner, SamplingOptions};
 use crate::npu::cli::Npu;
 use crate::session::Service;
 use crate::tensor::Precision;
@@ -214,7 +216,9 @@ pub fn on_device(
     // Matrix products in f32 have no alternative kernels.
     if config.gpu.tune && config.model.precision == Precision::Fast {
         report(Loading::Tuning, Some(&device));
-        let tuned = tune::tuned(device, &policy)?;
+        let schemes = Schemes::of(&source.weights()?, config.model.quantize)?;
+        let trial = Trial::of(device.info(), &source.config, &schemes);
+        let tuned = tune::tuned(device, &policy, &trial)?;
         (device, tiles) = (tuned.0, Some(tuned.1));
     }
     let options = LoadOptions {
@@ -323,6 +327,9 @@ fn log(
     }
     let device = runner.device().info();
     tracing::info!("device   {}, {}", device.name, device.driver);
+    if schemes.distinct().into_iter().any(|scheme| precision.quantizes(scheme)) {
+        tracing::info!("products {}", runner.tiles());
+    }
     let draft_loaded = draft.map(Draft::loaded);
     let sum = |field: fn(&Loaded) -> u64| field(&runner.loaded()) + draft_loaded.as_ref().map_or(0, field);
     let loaded = Loaded { bytes: sum(|l| l.bytes), resident_bytes: sum(|l| l.resident_bytes) };

@@ -19,7 +19,10 @@ pub use arrays::{
     RmsNorm, ShareArrays, StepArrays,
 };
 pub use attention::{Item, PartItems, Room, Run, Shares, Splits, partial_width};
-pub use operand::{ActivationsFrom, GpuTiles, Matrices, Operand, Quantized, SubgroupTile, Tiles, Wants};
+pub use operand::{
+    ActivationsFrom, GpuTiles, Matrices, Operand, ProductKind, Quantized, SubgroupTile, Tiles, WIDTH_CLASSES,
+    Wants, Way,
+};
 pub use peak::Peak;
 pub use pipelines::all_pipelines;
 pub use sampling::{
@@ -176,9 +179,15 @@ impl Kernels {
         wants
     }
 
-    /// The kernels that multiply matrices of `scheme`: the most tokens that each takes, in ascending order.
-    pub fn product_tokens(&self, scheme: Scheme) -> Vec<usize> {
-        self.products.tokens(scheme)
+    /// How products are divided.
+    pub fn tiles(&self) -> Tiles {
+        self.products.tiles
+    }
+
+    /// A number of tokens, a power of two, for each kernel that computes products of this kind with matrices of
+    /// `scheme`, in ascending order. Kernels of the head that plain products have, too, are left out.
+    pub fn product_tokens(&self, kind: ProductKind, scheme: Scheme) -> Vec<usize> {
+        self.products.tokens(kind, scheme)
     }
 
     /// Computes `out[t] = embedding[ids[t]] * scale` for `tokens` tokens. `sampled` holds the last id of each slot. An
@@ -229,7 +238,19 @@ impl Kernels {
         x: &Operand,
         tokens: usize,
     ) {
-        self.products.record(recorder, products, x, tokens);
+        self.products.record(recorder, ProductKind::Plain, products, x, tokens);
+    }
+
+    /// Computes the logits `y[t] = W x[t]` for `rows` rows of `x`, with the matrix of the embedding.
+    pub fn head(
+        &self,
+        recorder: &mut Recorder<'_>,
+        head: &Matrix,
+        y: &Activations,
+        x: &Operand,
+        rows: usize,
+    ) {
+        self.products.record(recorder, ProductKind::Head, &[(head, y)], x, rows);
     }
 
     /// Computes `y[t] = gelu_tanh(gate x[t]) * (up x[t])` for `tokens` rows of `x`. If no single kernel can compute
@@ -246,7 +267,8 @@ impl Kernels {
         if self.products.gated(recorder, [gate, up], x, y, tokens) {
             return;
         }
-        self.matmul(recorder, &[(gate, products[0]), (up, products[1])], x, tokens);
+        let pair = [(gate, products[0]), (up, products[1])];
+        self.products.record(recorder, ProductKind::Gated, &pair, x, tokens);
         self.geglu(recorder, products[0], products[1], y, tokens);
     }
 

@@ -4,9 +4,11 @@
 //! (`shaders/common/fast.glsl`) fixes the order of every sum, so that all kernels give the same bits. With `f32`, all
 //! matrices are multiplied with f32 activations.
 
+use std::fmt;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
+use strum::Display;
 
 use super::arrays::{Activations, MATRICES};
 use super::shaders::{self, shader_named, shader_of, shaders_of};
@@ -147,21 +149,52 @@ const AMD: u32 = 0x1002;
 
 /// How kernels divide their work over invocations. The choice never changes the bits of a result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+// A load has a few of these, and a copy of 360 bytes costs it nothing.
+#[allow(clippy::large_enum_variant)]
 pub enum Tiles {
     Gpu(GpuTiles),
     /// The shader variants for a CPU (`shaders/common/lanes.glsl`).
     Cpu,
 }
 
-/// How a GPU divides int8 products.
+/// What a product with int8 activations computes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Display)]
+#[strum(serialize_all = "lowercase")]
+pub enum ProductKind {
+    /// Products of up to three matrices.
+    Plain,
+    /// The products of gate and up, and their GeGLU.
+    Gated,
+    /// The logits: the product of the output embedding.
+    Head,
+}
+
+impl ProductKind {
+    pub const ALL: [ProductKind; 3] = [ProductKind::Plain, ProductKind::Gated, ProductKind::Head];
+}
+
+/// The most tokens of each class of widths of a product.
+pub const WIDTH_CLASSES: [usize; 5] = [1, 8, 32, 64, usize::MAX];
+
+/// How a GPU divides int8 products: a way for each kind of product and each of [`WIDTH_CLASSES`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GpuTiles {
-    /// Where lanes that each compute a row read the activations from, for each of [`GpuTiles::widths`].
-    pub activations: [ActivationsFrom; LANE_TILES],
-    /// The most tokens that lanes compute in one pass, one of [`GpuTiles::widths`].
-    pub lane_tokens: u32,
-    /// The tile with which subgroups compute more tokens. `None`: lanes compute them in several passes.
-    pub subgroups: Option<SubgroupTile>,
+    /// For each of [`ProductKind::ALL`].
+    ways: [[Way; WIDTH_CLASSES.len()]; ProductKind::ALL.len()],
+}
+
+/// A way to compute int8 products.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Way {
+    /// Each lane computes a row.
+    Lanes {
+        /// The most tokens of one pass, one of [`GpuTiles::widths`].
+        columns: u32,
+        activations: ActivationsFrom,
+    },
+    /// Subgroups multiply tiles. The GeGLU of a gated product takes a dispatch of its own.
+    Subgroups(SubgroupTile),
 }
 
 /// Where lanes that each compute a row read the activations from.
@@ -173,22 +206,140 @@ pub enum ActivationsFrom {
     SharedMemory,
 }
 
+impl Way {
+    /// The best way for a Radeon 780M by instruction counts; it was not measured.
+    pub const COUNTED: Way =
+        Way::Lanes { columns: LANE_COLUMNS, activations: ActivationsFrom::ScalarRegisters };
+
+    /// The tiles of this way, in ascending order.
+    pub(super) fn tiles(self) -> &'static [Tile] {
+        match self {
+            Way::Lanes { columns, .. } => {
+                &GPU_TILES[..GPU_TILES.partition_point(|tile| tile.columns <= columns)]
+            }
+            Way::Subgroups(_) => WITH_SUBGROUPS.split_at(LANE_TILES).1,
+        }
+    }
+
+    /// The shader and the constants for int8 products with `tile`; with `geglu`, for two products and their GeGLU, which
+    /// only lanes compute in one dispatch. `shader` is the variant for lanes.
+    pub(crate) fn pipeline_of(
+        self,
+        shader: &'static Shader,
+        scale_blocks: u32,
+        tile: Tile,
+        geglu: bool,
+    ) -> (&'static Shader, Vec<u32>) {
+        match self {
+            Way::Lanes { activations, .. } => {
+                let is_shared = activations == ActivationsFrom::SharedMemory;
+                (shader, vec![tile.columns, u32::from(geglu), scale_blocks, u32::from(is_shared)])
+            }
+            Way::Subgroups(subgroups) => subgroups.pipeline_of(shader, scale_blocks, tile),
+        }
+    }
+}
+
+impl fmt::Display for Way {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Way::Lanes { columns, activations } => {
+                let from = match activations {
+                    ActivationsFrom::ScalarRegisters => "",
+                    ActivationsFrom::SharedMemory => " from shared memory",
+                };
+                write!(f, "lanes of {columns}{from}")
+            }
+            Way::Subgroups(SubgroupTile { m, n, k, .. }) => write!(f, "subgroups of {m}x{n}x{k}"),
+        }
+    }
+}
+
 impl GpuTiles {
     /// The best choice for a Radeon 780M by instruction counts; it was not measured.
-    pub const COUNTED: GpuTiles = GpuTiles {
-        activations: [ActivationsFrom::ScalarRegisters; LANE_TILES],
-        lane_tokens: LANE_COLUMNS,
-        subgroups: None,
-    };
+    pub const COUNTED: GpuTiles = GpuTiles::all(Way::COUNTED);
+
+    /// One way for all products.
+    pub const fn all(way: Way) -> GpuTiles {
+        GpuTiles { ways: [[way; WIDTH_CLASSES.len()]; ProductKind::ALL.len()] }
+    }
+
+    /// The choice by count, except that subgroups multiply more tokens than lanes compute in one pass.
+    pub fn multiplied_by(tile: SubgroupTile) -> GpuTiles {
+        let mut tiles = GpuTiles::COUNTED;
+        for ways in &mut tiles.ways {
+            for (way, most) in ways.iter_mut().zip(WIDTH_CLASSES) {
+                if most > LANE_COLUMNS as usize {
+                    *way = Way::Subgroups(tile);
+                }
+            }
+        }
+        tiles
+    }
+
+    /// The way of products of this kind in a class of widths, an index of [`WIDTH_CLASSES`].
+    pub fn way(&self, kind: ProductKind, class: usize) -> Way {
+        self.ways[kind as usize][class]
+    }
+
+    /// These tiles with another way for products of this kind in a class of widths.
+    pub fn with(mut self, kind: ProductKind, class: usize, way: Way) -> GpuTiles {
+        self.ways[kind as usize][class] = way;
+        self
+    }
 
     /// The numbers of tokens that lanes can compute in one pass.
     pub fn widths() -> [u32; LANE_TILES] {
         std::array::from_fn(|i| GPU_TILES[i].columns)
     }
 
-    /// Whether kernels exist for this choice.
-    pub fn is_one(&self) -> bool {
-        GpuTiles::widths().contains(&self.lane_tokens)
+    /// Whether subgroups multiply in some of the ways.
+    pub fn has_subgroups(&self) -> bool {
+        self.ways.iter().flatten().any(|way| matches!(way, Way::Subgroups(_)))
+    }
+
+    /// Whether kernels exist for all ways, and whether the device says that it multiplies tiles of these subgroups.
+    pub fn fit(&self, device: &DeviceInfo) -> bool {
+        self.ways.iter().flatten().all(|way| match way {
+            Way::Lanes { columns, .. } => GpuTiles::widths().contains(columns),
+            Way::Subgroups(tile) => SubgroupTile::of(device) == Some(*tile),
+        })
+    }
+
+    /// For products of this kind, in ascending order: the most tokens of a tile, the tile, and its way.
+    fn steps(&self, kind: ProductKind) -> impl Iterator<Item = (usize, Tile, Way)> {
+        let above = std::iter::once(0).chain(WIDTH_CLASSES);
+        let classes = self.ways[kind as usize].into_iter().zip(above.zip(WIDTH_CLASSES));
+        classes.flat_map(|(way, (above, most))| {
+            steps(way.tiles(), above, most).map(move |(most, tile)| (most, tile, way))
+        })
+    }
+
+    /// The tile of products of `tokens` tokens, and its way.
+    pub(crate) fn taking(&self, kind: ProductKind, tokens: usize) -> (Tile, Way) {
+        let (_, tile, way) =
+            self.steps(kind).find(|(most, ..)| *most >= tokens).expect("the last class has no bound");
+        (tile, way)
+    }
+}
+
+/// The ways of each kind of product, such as `plain lanes of 32; gated up to 32 tokens lanes of 32, more subgroups of
+/// 16x16x16; head lanes of 32`.
+impl fmt::Display for GpuTiles {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (i, (ways, kind)) in self.ways.iter().zip(ProductKind::ALL).enumerate() {
+            write!(f, "{}{kind} ", if i == 0 { "" } else { "; " })?;
+            let mut classes = ways.iter().zip(WIDTH_CLASSES).peekable();
+            while let Some((way, most)) = classes.next() {
+                match classes.peek() {
+                    Some((next, _)) if *next == way => {}
+                    Some(_) => write!(f, "up to {most} tokens {way}, ")?,
+                    None if *way == ways[0] && ways.iter().all(|other| other == way) => write!(f, "{way}")?,
+                    None => write!(f, "more {way}")?,
+                }
+            }
+        }
+        Ok(())
     }
 }
 
@@ -288,9 +439,8 @@ const fn tile(columns: u32, row_tiles: u32) -> Tile {
     Tile { columns, row_tiles }
 }
 
-/// The tiles for lanes that each compute a row. The first tile with enough columns for all tokens is used. If none has
-/// enough, the last one is used in several passes.
-const GPU_TILES: &[Tile] = WITH_SUBGROUPS.split_at(LANE_TILES).0;
+/// The tiles for lanes that each compute a row.
+pub(super) const GPU_TILES: &[Tile] = WITH_SUBGROUPS.split_at(LANE_TILES).0;
 /// The tiles for lanes, followed by wider tiles for subgroups (`shaders/common/fast_in_tiles.glsl`).
 const WITH_SUBGROUPS: &[Tile] = &[
     tile(1, 1),
@@ -327,7 +477,8 @@ impl Tiles {
         match info.kind {
             DeviceKind::Cpu => Tiles::Cpu,
             _ if info.vendor_id == AMD => Tiles::COUNTED,
-            _ => Tiles::Gpu(GpuTiles { subgroups: SubgroupTile::of(info), ..GpuTiles::COUNTED }),
+            _ => SubgroupTile::of(info)
+                .map_or(Tiles::COUNTED, |tile| Tiles::Gpu(GpuTiles::multiplied_by(tile))),
         }
     }
 
@@ -346,58 +497,62 @@ impl Tiles {
             Tiles::Cpu => CPU_TILES,
         }
     }
-
-    /// The tiles of int8 products. Tiles that are wider than [`LANE_COLUMNS`] are computed by subgroups.
-    pub(crate) fn blocks(self) -> Vec<Tile> {
-        let Tiles::Gpu(gpu) = self else { return CPU_TILES.to_vec() };
-        let is_used = |tile: &&Tile| match tile.columns {
-            ..=LANE_COLUMNS => tile.columns <= gpu.lane_tokens,
-            _ => gpu.subgroups.is_some(),
-        };
-        WITH_SUBGROUPS.iter().filter(is_used).copied().collect()
-    }
 }
 
-impl GpuTiles {
-    /// The shader and the constants for int8 products with `tile`; with `geglu`, for two products and their GeGLU.
-    /// `shader` is the variant for lanes.
-    pub(crate) fn pipeline_of(
-        &self,
-        shader: &'static Shader,
-        scale_blocks: u32,
-        tile: Tile,
-        geglu: bool,
-    ) -> (&'static Shader, Vec<u32>) {
-        match (self.subgroups, GPU_TILES.iter().position(|of_lanes| *of_lanes == tile)) {
-            (_, Some(at)) => {
-                let is_shared = self.activations[at] == ActivationsFrom::SharedMemory;
-                (shader, vec![tile.columns, u32::from(geglu), scale_blocks, u32::from(is_shared)])
-            }
-            (Some(subgroups), None) => subgroups.pipeline_of(shader, scale_blocks, tile),
-            (None, None) => panic!("no kernel computes {} tokens in one pass", tile.columns),
+impl fmt::Display for Tiles {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Tiles::Gpu(gpu) => gpu.fmt(f),
+            Tiles::Cpu => f.write_str("kernels for a CPU"),
         }
     }
 }
 
-/// The tile to use for `tokens` tokens, and its index.
-pub(crate) fn taking(tiles: &[Tile], tokens: usize) -> (usize, Tile) {
-    let at = tiles.iter().position(|tile| tile.columns as usize >= tokens).unwrap_or(tiles.len() - 1);
-    (at, tiles[at])
+/// The tiles of more than `above` and up to `most` tokens, each with the most tokens that it takes. The first tile of
+/// `tiles` with enough columns for all tokens is used. If none has enough, the last one is used in several passes.
+fn steps(tiles: &'static [Tile], above: usize, most: usize) -> impl Iterator<Item = (usize, Tile)> {
+    let last = tiles.iter().position(|tile| tile.columns as usize >= most).unwrap_or(tiles.len() - 1);
+    let whole = tiles[..last].iter().map(|tile| (tile.columns as usize, *tile));
+    whole.filter(move |(columns, _)| *columns > above).chain([(most, tiles[last])])
 }
 
-/// The pipelines of one scheme, one for each tile.
-struct OfScheme {
-    plain: Vec<Arc<Pipeline>>,
-    /// Each computes two products and their GeGLU. Tiles without such a pipeline need separate dispatches.
-    gated: Vec<Arc<Pipeline>>,
+/// The tile of f32 products of `tokens` tokens.
+pub(crate) fn taking(tiles: &'static [Tile], tokens: usize) -> Tile {
+    let mut steps = steps(tiles, 0, usize::MAX);
+    steps.find(|(most, _)| *most >= tokens).expect("the last tile has no bound").1
+}
+
+/// A kernel of products.
+struct Kernel {
+    /// The most tokens for which it is used.
+    most: usize,
+    tile: Tile,
+    /// Whether it computes two products and their GeGLU.
+    is_fused: bool,
+    pipeline: Arc<Pipeline>,
+}
+
+/// The kernels of one scheme, for each of [`ProductKind::ALL`] in ascending order. A kind without kernels uses those of
+/// plain products.
+struct OfScheme([Vec<Kernel>; ProductKind::ALL.len()]);
+
+impl OfScheme {
+    /// The kernel of this kind for `tokens` tokens.
+    fn find(&self, kind: ProductKind, tokens: usize) -> Option<&Kernel> {
+        self.0[kind as usize].iter().find(|kernel| kernel.most >= tokens)
+    }
+
+    /// The kernel for `tokens` tokens that computes products only.
+    fn apart(&self, kind: ProductKind, tokens: usize) -> &Kernel {
+        let own = self.find(kind, tokens).filter(|kernel| !kernel.is_fused);
+        own.or_else(|| self.find(ProductKind::Plain, tokens)).expect("every scheme has plain products")
+    }
 }
 
 /// The pipelines of the products of all schemes of a model.
 pub(super) struct Products {
     precision: Precision,
-    tiles: Tiles,
-    /// The tiles of int8 products.
-    blocks: Vec<Tile>,
+    pub tiles: Tiles,
     by_scheme: Vec<(Scheme, OfScheme)>,
 }
 
@@ -408,66 +563,95 @@ impl Products {
         tiles: Tiles,
         precision: Precision,
     ) -> Result<Products, GpuError> {
-        let blocks = tiles.blocks();
-        let mut products = Products { precision, tiles, blocks: blocks.clone(), by_scheme: Vec::new() };
+        let mut products = Products { precision, tiles, by_scheme: Vec::new() };
         for scheme in matrices.products.iter().chain(&matrices.embedding) {
             if products.find(*scheme).is_some() {
                 continue;
             }
             let quantizes = precision.quantizes(*scheme);
-            let variant = |tile: Tile, geglu: bool| {
-                if !quantizes {
-                    return (tiles.body_of(shaders_of(*scheme).0), vec![tile.columns]);
+            let is_used = |kind| match kind {
+                ProductKind::Plain => true,
+                ProductKind::Gated => matrices.gated.iter().any(|other| products.is_same(*other, *scheme)),
+                ProductKind::Head => matrices.embedding.is_some_and(|other| products.is_same(other, *scheme)),
+            };
+            let kernel = |most, tile, is_fused, (shader, constants): (&'static Shader, Vec<u32>)| {
+                Ok(Kernel { most, tile, is_fused, pipeline: device.pipeline(shader, &constants)? })
+            };
+            let kernels = |kind| -> Result<Vec<Kernel>, GpuError> {
+                match (kind, tiles) {
+                    (kind, Tiles::Gpu(gpu)) if quantizes && is_used(kind) => {
+                        let (shader, group) = fast_shader_of(*scheme);
+                        let one = |(most, tile, way): (usize, Tile, Way)| {
+                            let is_fused = kind == ProductKind::Gated && matches!(way, Way::Lanes { .. });
+                            kernel(most, tile, is_fused, way.pipeline_of(shader, group, tile, is_fused))
+                        };
+                        gpu.steps(kind).map(one).collect()
+                    }
+                    (ProductKind::Plain, Tiles::Cpu) if quantizes => {
+                        let (shader, group) = fast_shader_of(*scheme);
+                        let one = |(most, tile): (usize, Tile)| {
+                            kernel(most, tile, false, (tiles.body_of(shader), vec![tile.columns, group]))
+                        };
+                        steps(CPU_TILES, 0, usize::MAX).map(one).collect()
+                    }
+                    (ProductKind::Plain, _) => {
+                        let shader = tiles.body_of(shaders_of(*scheme).0);
+                        let one = |(most, tile): (usize, Tile)| {
+                            kernel(most, tile, false, (shader, vec![tile.columns]))
+                        };
+                        steps(tiles.floats(), 0, usize::MAX).map(one).collect()
+                    }
+                    _ => Ok(Vec::new()),
                 }
-                let (shader, group) = fast_shader_of(*scheme);
-                match tiles {
-                    Tiles::Cpu => (tiles.body_of(shader), vec![tile.columns, group]),
-                    Tiles::Gpu(gpu) => gpu.pipeline_of(shader, group, tile, geglu),
-                }
             };
-            let each = |all: &[Tile], geglu: bool| {
-                let variants = all.iter().map(|tile| variant(*tile, geglu));
-                variants
-                    .map(|(shader, constants)| device.pipeline(shader, &constants))
-                    .collect::<Result<_, _>>()
-            };
-            let is_gated = quantizes && tiles != Tiles::Cpu && matrices.gated.contains(scheme);
-            let of_lanes = blocks.iter().filter(|tile| tile.columns <= LANE_COLUMNS).count();
-            let made = OfScheme {
-                plain: each(products.tiles_of(*scheme), false)?,
-                gated: each(if is_gated { &blocks[..of_lanes] } else { &[] }, true)?,
-            };
+            let [plain, gated, head] = ProductKind::ALL.map(kernels);
+            let made = OfScheme([plain?, gated?, head?]);
             products.by_scheme.push((*scheme, made));
         }
         Ok(products)
     }
 
-    /// The pipelines for a scheme. Schemes that need the same pipelines share them.
+    /// The kernels for a scheme. Schemes that need the same pipelines share them.
     fn find(&self, scheme: Scheme) -> Option<&OfScheme> {
-        let quantizes = self.precision.quantizes(scheme);
-        let is_same = |other: Scheme| {
-            self.precision.quantizes(other) == quantizes
-                && if quantizes { share_pipeline(other, scheme) } else { other.shares_variant(scheme) }
-        };
-        self.by_scheme.iter().find(|(other, _)| is_same(*other)).map(|(_, made)| made)
+        self.by_scheme.iter().find(|(other, _)| self.is_same(*other, scheme)).map(|(_, made)| made)
     }
 
-    fn tiles_of(&self, scheme: Scheme) -> &[Tile] {
-        if self.precision.quantizes(scheme) { &self.blocks } else { self.tiles.floats() }
+    /// Whether matrices of both schemes need the same pipelines.
+    fn is_same(&self, a: Scheme, b: Scheme) -> bool {
+        let quantizes = self.precision.quantizes(a);
+        self.precision.quantizes(b) == quantizes
+            && if quantizes { share_pipeline(a, b) } else { a.shares_variant(b) }
     }
 
-    /// The most tokens of each kernel that multiplies matrices of `scheme`, in ascending order.
-    pub fn tokens(&self, scheme: Scheme) -> Vec<usize> {
-        self.tiles_of(scheme).iter().map(|tile| tile.columns as usize).collect()
-    }
-
-    fn pipelines_of(&self, scheme: Scheme) -> &OfScheme {
+    fn kernels_of(&self, scheme: Scheme) -> &OfScheme {
         self.find(scheme).unwrap_or_else(|| panic!("no kernels were made for {scheme}"))
+    }
+
+    /// A number of tokens, a power of two, for each kernel that computes products of this kind with matrices of
+    /// `scheme`, in ascending order. Kernels of the head that plain products have, too, are left out.
+    pub fn tokens(&self, kind: ProductKind, scheme: Scheme) -> Vec<usize> {
+        let OfScheme(kernels) = self.kernels_of(scheme);
+        let [plain, gated, head] = kernels;
+        let (own, mut known) = match kind {
+            ProductKind::Gated if !gated.is_empty() => (gated, Vec::new()),
+            ProductKind::Plain | ProductKind::Gated => (plain, Vec::new()),
+            ProductKind::Head => (head, plain.iter().collect()),
+        };
+        let (mut all, mut above) = (Vec::new(), 0_usize);
+        for kernel in own {
+            if !known.iter().any(|other: &&Kernel| Arc::ptr_eq(&other.pipeline, &kernel.pipeline)) {
+                all.push((above + 1).next_power_of_two().max(kernel.tile.columns as usize).min(kernel.most));
+                known.push(kernel);
+            }
+            above = kernel.most;
+        }
+        all
     }
 
     pub fn record(
         &self,
         recorder: &mut Recorder<'_>,
+        kind: ProductKind,
         products: &[(&Matrix, &Activations)],
         x: &Operand,
         tokens: usize,
@@ -493,7 +677,7 @@ impl Products {
                 _ => 1,
             };
             let (now, later) = rest.split_at(count);
-            self.record_blocks(recorder, now, blocks, tokens);
+            self.record_blocks(recorder, kind, now, blocks, tokens);
             rest = later;
         }
     }
@@ -508,8 +692,8 @@ impl Products {
     ) {
         let input = x.used(tokens, matrix.cols, "matmul: x");
         let output = y.used(tokens, matrix.rows, "matmul: y");
-        let OfScheme { plain, .. } = self.pipelines_of(matrix.scheme);
-        let (at, tile) = taking(self.tiles.floats(), tokens);
+        let kernel = self.kernels_of(matrix.scheme).apart(ProductKind::Plain, tokens);
+        let tile = kernel.tile;
         for shard in &matrix.shards {
             // A shard writes some columns of y, so its elements interleave with the elements of other shards. The
             // dispatch declares all of y from the shard's first column, so barriers order the shards.
@@ -528,7 +712,7 @@ impl Products {
             };
             let parts = tile.parts(shard.rows);
             let passes = Passes::of_f32(matrix.scheme, parts, matrix.cols, tokens, tile);
-            recorder.dispatch(&plain[at], &arguments, passes.grid(parts));
+            recorder.dispatch(&kernel.pipeline, &arguments, passes.grid(parts));
         }
     }
 
@@ -536,14 +720,15 @@ impl Products {
     fn record_blocks(
         &self,
         recorder: &mut Recorder<'_>,
+        kind: ProductKind,
         products: &[(&Matrix, &Activations)],
         x: &Quantized,
         tokens: usize,
     ) {
         let (matrix, _) = products[0];
-        let OfScheme { plain, .. } = self.pipelines_of(matrix.scheme);
+        let kernel = self.kernels_of(matrix.scheme).apart(kind, tokens);
+        let tile = kernel.tile;
         let from = x.planes(tokens, matrix.cols, "matmul: x");
-        let (at, tile) = taking(&self.blocks, tokens);
         for piece in 0..matrix.shards.len() {
             let shard = |i: usize| products.get(i).map(|(matrix, _)| &matrix.shards[piece]);
             let output = |i: usize| {
@@ -557,7 +742,7 @@ impl Products {
             let arguments = int8_arguments(shards, outputs, strides, &from, matrix.cols, tokens);
             let parts = shards.into_iter().flatten().map(|shard| tile.parts(shard.rows)).sum();
             let passes = Passes::of_int8(matrix.scheme, 1, parts, matrix.cols, tokens, tile);
-            recorder.dispatch(&plain[at], &arguments, passes.grid(parts));
+            recorder.dispatch(&kernel.pipeline, &arguments, passes.grid(parts));
         }
     }
 
@@ -582,16 +767,17 @@ impl Products {
         if !is_pair || y.floats.is_some() {
             return false;
         }
-        let OfScheme { gated, .. } = self.pipelines_of(gate.scheme);
-        let (at, tile) = taking(&self.blocks, tokens);
-        let Some(pipeline) = gated.get(at) else { return false };
+        let kernel = self.kernels_of(gate.scheme).find(ProductKind::Gated, tokens);
+        let Some(Kernel { tile, pipeline, .. }) = kernel.filter(|kernel| kernel.is_fused) else {
+            return false;
+        };
         let from = x.planes(tokens, gate.cols, "gated: x");
         let to = to.planes(tokens, gate.rows, "gated: y");
         let shards = [Some(&gate.shards[0]), Some(&up.shards[0]), None];
         let outputs = [Some(&to.blocks), Some(&to.scales), None];
         let arguments = int8_arguments(shards, outputs, [0; 3], &from, gate.cols, tokens);
         let parts = tile.parts(gate.rows);
-        let passes = Passes::of_int8(gate.scheme, 2, parts, gate.cols, tokens, tile);
+        let passes = Passes::of_int8(gate.scheme, 2, parts, gate.cols, tokens, *tile);
         recorder.dispatch(pipeline, &arguments, passes.grid(parts));
         true
     }

@@ -1,7 +1,7 @@
 //! Lists all pipelines that a GPU may run: every shader with its possible specialization constants.
 
 use super::attention::TEAM_ROWS;
-use super::operand::{ActivationsFrom, GpuTiles, LANE_COLUMNS, LANE_TILES, ON_CPU, SubgroupTile, Tiles};
+use super::operand::{ActivationsFrom, GPU_TILES, LANE_COLUMNS, LANE_TILES, ON_CPU, SubgroupTile, Tile, Way};
 use super::shaders::{self, shader_named};
 use crate::gpu::Shader;
 use crate::tensor::KvDtype;
@@ -20,12 +20,12 @@ fn scale_blocks(shader: &str) -> &'static [u32] {
     }
 }
 
-/// The constants of an int8 product's shader, for every tile.
-fn of_int8(shader: &'static Shader, tiles: &GpuTiles, geglu: &[bool]) -> Vec<Vec<u32>> {
+/// The constants of an int8 product's shader, for each of `tiles`.
+fn of_int8(shader: &'static Shader, way: Way, tiles: &[Tile], geglu: &[bool]) -> Vec<Vec<u32>> {
     let mut all = Vec::new();
-    for tile in Tiles::Gpu(*tiles).blocks() {
+    for tile in tiles {
         for group in scale_blocks(shader.name) {
-            all.extend(geglu.iter().map(|geglu| tiles.pipeline_of(shader, *group, tile, *geglu).1));
+            all.extend(geglu.iter().map(|geglu| way.pipeline_of(shader, *group, *tile, *geglu).1));
         }
     }
     all
@@ -37,23 +37,19 @@ pub fn all_pipelines(group: u32, head_dim: u32) -> Vec<(&'static Shader, Vec<u32
     let constants = |shader: &'static Shader| -> Vec<Vec<u32>> {
         match shader.constants.iter().map(|(_, name)| *name).collect::<Vec<_>>()[..] {
             [] => vec![vec![]],
-            ["COLUMNS"] => Tiles::COUNTED.floats().iter().map(|tile| vec![tile.columns]).collect(),
+            ["COLUMNS"] => GPU_TILES.iter().map(|tile| vec![tile.columns]).collect(),
             ["COLUMNS", "GEGLU", "SCALE_BLOCKS", _] => {
-                let mut all = of_int8(shader, &GpuTiles::COUNTED, &[false, true]);
+                let mut all = of_int8(shader, Way::COUNTED, GPU_TILES, &[false, true]);
                 // The widest tile with activations in shared memory uses the most shared memory.
-                let shared = GpuTiles {
-                    activations: [ActivationsFrom::SharedMemory; LANE_TILES],
-                    ..GpuTiles::COUNTED
-                };
-                let widest = |constants: &Vec<u32>| constants[0] == LANE_COLUMNS;
-                all.extend(of_int8(shader, &shared, &[false, true]).into_iter().filter(widest));
+                let shared = Way::Lanes { columns: LANE_COLUMNS, activations: ActivationsFrom::SharedMemory };
+                let widest = &GPU_TILES[LANE_TILES - 1..];
+                all.extend(of_int8(shader, shared, widest, &[false, true]));
                 all
             }
             ["COLUMNS", "HALVES", "SCALE_BLOCKS", ..] => {
                 let Some(lanes) = shader.name.strip_suffix("_in_tiles") else { return vec![] };
-                let tiles = GpuTiles { subgroups: Some(SubgroupTile::RDNA3), ..GpuTiles::COUNTED };
-                let all = of_int8(shader_named(lanes), &tiles, &[false]);
-                all.into_iter().filter(|constants| constants[0] > LANE_COLUMNS).collect()
+                let way = Way::Subgroups(SubgroupTile::RDNA3);
+                of_int8(shader_named(lanes), way, way.tiles(), &[false])
             }
             ["GROUP", "HEAD_DIM", "ROWS"] => {
                 vec![attention_constants(shader, group as usize, head_dim as usize)]

@@ -14,7 +14,7 @@ use crate::kernels::operand::{BLOCK_COLS, Passes, SUBGROUP_ROW_TILES, fast_shade
 use crate::kernels::pipelines::attention_constants;
 use crate::kernels::sampling::{DRAW_BINS, DRAW_CHUNK};
 use crate::kernels::shaders::{self, shaders_of};
-use crate::kernels::{AttentionShape, GpuTiles, Item, Quantized, Tiles, Wants};
+use crate::kernels::{AttentionShape, GpuTiles, Item, ProductKind, Quantized, Tiles, Wants};
 use crate::model::spec::AttentionHeads;
 use crate::tensor::{KvDtype, Precision, Scheme, TILE_ROWS};
 
@@ -103,7 +103,7 @@ pub fn matmul(precision: Precision, scheme: Scheme, rows: &[usize], cols: usize,
         let activation_bytes = dispatch.activation_bytes + floats(tokens * all);
         return Dispatch { weight_bytes, activation_bytes, ..dispatch };
     }
-    let (_, tile) = taking(Tiles::COUNTED.floats(), tokens);
+    let tile = taking(Tiles::COUNTED.floats(), tokens);
     let passes = Passes::of_f32(scheme, tiles as u32, cols, tokens, tile);
     Dispatch {
         constants: vec![tile.columns],
@@ -127,12 +127,13 @@ pub fn gated(scheme: Scheme, rows: usize, cols: usize, tokens: usize) -> Dispatc
 
 /// A product with int8, without the bytes of its weights and results.
 fn fast(scheme: Scheme, tiles: usize, cols: usize, tokens: usize, geglu: bool) -> Dispatch {
-    let (_, tile) = taking(&Tiles::COUNTED.blocks(), tokens);
+    let kind = if geglu { ProductKind::Gated } else { ProductKind::Plain };
+    let (tile, way) = GpuTiles::COUNTED.taking(kind, tokens);
     let (shader, group) = fast_shader_of(scheme);
     let passes = Passes::of_int8(scheme, 1 + u32::from(geglu), tiles as u32, cols, tokens, tile);
     let workgroups = tiles * tokens.div_ceil(tile.columns as usize);
     Dispatch {
-        constants: GpuTiles::COUNTED.pipeline_of(shader, group, tile, geglu).1,
+        constants: way.pipeline_of(shader, group, tile, geglu).1,
         trips: segment_blocks(cols) as f64,
         weight_passes: passes.weight_reads.into(),
         activation_bytes: u64::from(passes.activation_reads) * Quantized::bytes_of_digit(tokens, cols),

@@ -63,7 +63,7 @@ impl ModelRunner {
         let final_rows = Operand::new(kernels.wants([head]), &scratch.final_rows, &scratch.final_blocks);
         kernels.rms_norm_gather(recorder, &scratch.hidden, &frame.logit_rows, &self.norm, &final_rows, rows);
         recorder.label("lm_head");
-        kernels.matmul(recorder, &[(head, &scratch.logits.raw)], &final_rows, rows);
+        kernels.head(recorder, head, &scratch.logits.raw, &final_rows, rows);
         recorder.label("sample");
         if wanted.requests.is_empty() {
             let bytes = Activations::bytes(rows, self.config.vocab_size);

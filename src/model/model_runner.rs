@@ -25,7 +25,7 @@ use crate::config::Courtesy;
 use crate::gpu::placement::Placement;
 use crate::gpu::residency::Residency;
 use crate::gpu::{Buffer, Class, Device, GpuError, Recorder};
-use crate::kernels::{Embedding, History, Kernels, RmsNorm};
+use crate::kernels::{Embedding, History, Kernels, RmsNorm, Tiles};
 use crate::tensor::{KvDtype, Precision};
 
 /// Counts of the bytes that a load read, and of those that remain in memory.
@@ -213,6 +213,11 @@ impl ModelRunner {
     /// The element type of keys and values.
     pub fn precision(&self) -> Precision {
         self.kernels.precision()
+    }
+
+    /// How the kernels divide products.
+    pub fn tiles(&self) -> Tiles {
+        self.kernels.tiles()
     }
 
     /// The schemes of the weights on the device.

@@ -15,7 +15,7 @@ use crate::gpu::{
     Arena, Buffer, Class, CommandBuffer, Device, GpuError, MemoryKind, Recorder, Submission, Uploader,
 };
 use crate::kernels::{
-    Activations, Heads, Kernels, Matrices, Matrix, Operand, Quantized, Tiles, UploadError, Wants,
+    Activations, Heads, Kernels, Matrices, Matrix, Operand, ProductKind, Quantized, Tiles, UploadError, Wants,
 };
 use crate::tensor::{KvDtype, Precision, Scheme};
 
@@ -77,10 +77,32 @@ impl Rig {
     }
 
     /// The matrices on which the ways to share out products are measured.
-    pub fn products(&mut self, scheme: Scheme, [rows, cols]: [usize; 2]) -> Result<Products, GpuError> {
+    pub fn products(
+        &mut self,
+        kind: ProductKind,
+        scheme: Scheme,
+        [rows, cols]: [usize; 2],
+    ) -> Result<Products, GpuError> {
         let mut make = self.make();
-        let bytes = scheme.block_bytes(rows, cols) + scheme.scale_bytes(rows, cols);
-        Ok(Products { scheme, rows, cols, matrices: make.matrices(scheme, rows, cols, bytes)? })
+        let each = if kind == ProductKind::Gated { 2 } else { 1 };
+        let bytes = each * (scheme.block_bytes(rows, cols) + scheme.scale_bytes(rows, cols));
+        let mut matrices = || make.matrices(scheme, rows, cols, bytes);
+        let (own, up) = (matrices()?, if each == 2 { matrices()? } else { Vec::new() });
+        Ok(Products { kind, scheme, rows, cols, matrices: own, up })
+    }
+
+    /// The kernels that compute `products` in `tiles`.
+    pub fn kernels_of(&self, products: &Products, tiles: Tiles) -> Result<Kernels, GpuError> {
+        let Products { kind, scheme, .. } = *products;
+        let of_kind = |other| (kind == other).then_some(scheme);
+        let matrices = Matrices {
+            products: vec![scheme],
+            gated: of_kind(ProductKind::Gated).into_iter().collect(),
+            embedding: of_kind(ProductKind::Head),
+            tiles: Some(tiles),
+        };
+        let heads = Heads { group: 2, head_dim: 256, kv: KvDtype::F16 };
+        Kernels::new(&self.device, &matrices, &[heads], Precision::Fast)
     }
 
     /// The time of one product with int8 activations of `tokens` tokens, and the bits of its result. `None` if the
@@ -88,25 +110,43 @@ impl Rig {
     pub fn time_product(
         &mut self,
         products: &Products,
-        tiles: Tiles,
+        kernels: &Kernels,
         tokens: usize,
         runs: usize,
     ) -> Result<Option<(Span, Vec<u32>)>, GpuError> {
-        let Products { scheme, rows, cols, matrices } = products;
-        let of_products = Matrices { products: vec![*scheme], tiles: Some(tiles), ..Matrices::default() };
-        let heads = Heads { group: 2, head_dim: 256, kv: KvDtype::F16 };
-        let kernels = Kernels::new(&self.device, &of_products, &[heads], Precision::Fast)?;
+        let Products { kind, rows, cols, matrices, up, .. } = products;
         let mut make = self.make();
         let wants = Wants { floats: false, blocks: true };
-        let (x, y) = (make.operand(&kernels, wants, tokens, *cols)?, make.activations(tokens, *rows)?);
-        let host = make.arena.alloc(MemoryKind::Readback, Class::Activations, y.buffer.size(), "measured")?;
+        let x = make.operand(kernels, wants, tokens, *cols)?;
+        let mut output = |bytes| make.filled(bytes, f32::NAN.to_bits());
+        let y = Activations::new(output(Activations::bytes(tokens, *rows))?, *rows);
+        let is_gated = *kind == ProductKind::Gated;
+        // Only gated products write these.
+        let width = if is_gated { *rows } else { 1 };
+        let second = Activations::new(output(Activations::bytes(tokens, width))?, width);
+        let gated = Quantized::new(output(Quantized::bytes(tokens, width))?, width);
+        let result = if is_gated { &gated.buffer } else { &y.buffer };
+        let host = make.arena.alloc(MemoryKind::Readback, Class::Activations, result.size(), "measured")?;
+        let to = Operand::blocks(&gated);
         let span = self.time(runs, &mut |recorder, i| {
-            kernels.matmul(recorder, &[(&matrices[i % matrices.len()], &y)], &x, tokens);
+            let i = i % matrices.len();
+            match kind {
+                ProductKind::Plain => kernels.matmul(recorder, &[(&matrices[i], &y)], &x, tokens),
+                ProductKind::Head => kernels.head(recorder, &matrices[i], &y, &x, tokens),
+                ProductKind::Gated => {
+                    kernels.gated(recorder, [&matrices[i], &up[i]], &x, [&y, &second], &to, tokens);
+                }
+            }
         })?;
-        self.run(|recorder| recorder.copy(&y.buffer, &host, host.size()))?;
-        let mut bits = vec![0; host.size() as usize / 4];
-        host.read(0, bytemuck::cast_slice_mut::<u32, u8>(&mut bits));
-        Ok(span.map(|span| (span, bits)))
+        self.run(|recorder| recorder.copy(result, &host, host.size()))?;
+        let mut words = vec![0; host.size() as usize / 4];
+        host.read(0, bytemuck::cast_slice_mut::<u32, u8>(&mut words));
+        if is_gated {
+            // The memory of second digits that a block does not have is undefined.
+            let values = Quantized::values(bytemuck::cast_slice(&words), tokens, *rows);
+            words = values.into_iter().map(f32::to_bits).collect();
+        }
+        Ok(span.map(|span| (span, words)))
     }
 
     /// Makes buffers with the same random numbers at each call.
@@ -122,12 +162,15 @@ impl Rig {
     }
 }
 
-/// Copies of matrices of one shape.
+/// Copies of matrices of one shape, for products of one kind.
 pub struct Products {
+    pub kind: ProductKind,
     scheme: Scheme,
     rows: usize,
     cols: usize,
     matrices: Vec<Matrix>,
+    /// The second matrices of gated products.
+    up: Vec<Matrix>,
 }
 
 /// Makes the buffers of one case.

@@ -6,8 +6,8 @@ use std::path::Path;
 use half::f16;
 use unicorn::gpu::{Class, Device, DevicePolicy, Recorder};
 use unicorn::kernels::{
-    Activations, ActivationsFrom, GpuTiles, Kernels, Operand, Quantized, RmsNorm, SubgroupTile, Tiles, Wants,
-    shaders,
+    Activations, ActivationsFrom, GpuTiles, Kernels, Operand, ProductKind, Quantized, RmsNorm, SubgroupTile,
+    Tiles, Wants, Way, shaders,
 };
 use unicorn::model::SamplingParams;
 use unicorn::model::load::LoadOptions;
@@ -192,7 +192,7 @@ const EACH_KIND: [Scheme; 4] = [STORED[0], STORED[5], STORED[7], STORED[17]];
 
 #[test]
 fn every_width_matches_the_reference_with_activations_in_shared_memory() {
-    let shared = GpuTiles { activations: [ActivationsFrom::SharedMemory; 6], ..GpuTiles::COUNTED };
+    let shared = GpuTiles::all(Way::Lanes { columns: 32, activations: ActivationsFrom::SharedMemory });
     check_every_width(Bench::new(71), &EACH_KIND, |_| Tiles::Gpu(shared));
 }
 
@@ -212,6 +212,21 @@ fn tiles_that_subgroups_multiply_match_the_reference_bit_for_bit() {
     check_every_width(Bench::on(&device, 71), &EACH_KIND, |_| multiplied_by(tile));
 }
 
+/// Each class of widths has another way than the class before it, and the head has other ways than plain products.
+#[test]
+fn ways_may_differ_by_width_and_by_kind() {
+    let lanes = |columns, activations| Way::Lanes { columns, activations };
+    let (scalar, shared) = (ActivationsFrom::ScalarRegisters, ActivationsFrom::SharedMemory);
+    let subgroups = Way::Subgroups(SubgroupTile::emulated([16, 16, 16]).unwrap());
+    let plain = [lanes(1, shared), lanes(4, scalar), subgroups, lanes(8, shared), lanes(16, scalar)];
+    let head = [lanes(32, scalar), lanes(2, shared), lanes(8, scalar), subgroups, subgroups];
+    let mut tiles = GpuTiles::COUNTED;
+    for (class, (plain, head)) in plain.into_iter().zip(head).enumerate() {
+        tiles = tiles.with(ProductKind::Plain, class, plain).with(ProductKind::Head, class, head);
+    }
+    check_every_width(Bench::new(71), &EACH_KIND[..1], |_| Tiles::Gpu(tiles));
+}
+
 fn check_every_width(mut b: Bench, schemes: &[Scheme], tiles_of: impl Fn(usize) -> Tiles) {
     let fma = fma_of(&mut b);
     for (i, &scheme) in schemes.iter().enumerate() {
@@ -219,7 +234,10 @@ fn check_every_width(mut b: Bench, schemes: &[Scheme], tiles_of: impl Fn(usize) 
         b.make_tiles(scheme, Precision::Fast, tiles, false);
         // Some numbers of tokens have their own tile shapes. Larger numbers take several passes.
         let widths: &[usize] = match tiles {
-            Tiles::Gpu(gpu) if gpu.subgroups.is_some() => &[33, 130],
+            Tiles::Gpu(gpu) if gpu.has_subgroups() && gpu.way(ProductKind::Plain, 0) == Way::COUNTED => {
+                &[33, 130]
+            }
+            Tiles::Gpu(gpu) if gpu.has_subgroups() => &[1, 5, 9, 17, 40, 66],
             _ => &[1, 2, 3, 5, 8, 9, 17, 40],
         };
         // The shapes end within tiles and within blocks. The last has segments of several blocks, and an odd number of
@@ -235,13 +253,14 @@ fn check_every_width(mut b: Bench, schemes: &[Scheme], tiles_of: impl Fn(usize) 
             let expected = reference(&x, &weights, scheme, fma);
             for &tokens in widths {
                 let operand = Operand::blocks(&upload(&mut b, &x[..tokens], cols));
-                let y = [(); 4].map(|()| b.empty(tokens, matrix_rows));
+                let y = [(); 5].map(|()| b.empty(tokens, matrix_rows));
                 b.run(|k, r| {
                     k.matmul(r, &[(&matrix, &y[0])], &operand, tokens);
                     // The matrix is multiplied together with others. The first of them is in shards, so it cannot share
                     // a dispatch.
                     let all = [(&pieces, &y[1]), (&matrix, &y[2]), (&matrix, &y[3])];
                     k.matmul(r, &all, &operand, tokens);
+                    k.head(r, &matrix, &y[4], &operand, tokens);
                 });
                 for (i, y) in y.iter().enumerate() {
                     let got = b.rows(y, tokens);

@@ -198,7 +198,7 @@ fn products(b: &mut Bench, scheme: Scheme, bodies: Tiles) -> Chain {
 /// Three matrices in one call; or a pair with its GeGLU, and a product of the result.
 fn fast_products(b: &mut Bench, scheme: Scheme, tiles: Tiles, gated: bool) -> Chain {
     // With subgroups, the tokens are more than one set of lanes computes together.
-    let is_wide = matches!(tiles, Tiles::Gpu(gpu) if gpu.subgroups.is_some());
+    let is_wide = matches!(tiles, Tiles::Gpu(gpu) if gpu.has_subgroups());
     let (cols, tokens) = (96, if is_wide { 40 } else { 9 });
     b.make_tiles(scheme, Precision::Fast, tiles, gated);
     let stored = b.stored(cols, cols, scheme);

@@ -637,5 +637,5 @@ pub fn emulated_tiles(scheme: usize) -> Tiles {
 
 /// GPU tiles whose products subgroups multiply in `tile`.
 pub fn multiplied_by(tile: SubgroupTile) -> Tiles {
-    Tiles::Gpu(GpuTiles { subgroups: Some(tile), ..GpuTiles::COUNTED })
+    Tiles::Gpu(GpuTiles::multiplied_by(tile))
 }

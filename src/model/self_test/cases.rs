@@ -9,8 +9,8 @@ use super::stored::{Set, Stored};
 use crate::gpu::{Buffer, Recorder};
 use crate::kernels::{
     Activations, Attention, AttentionShape, Bias, DrawArrays, Embedding, Heads, History, Item, Kernels,
-    KvCache, LAST_SAMPLED, LOGPROB_WORDS, Logits, Matrix, Operand, Partials, Quantized, RmsNorm, Room, Run,
-    SampleRequest, ShareArrays, Shares, StepArrays, Wants, draw_words, mask_words, partial_width,
+    KvCache, LAST_SAMPLED, LOGPROB_WORDS, Logits, Matrix, Operand, Partials, ProductKind, Quantized, RmsNorm,
+    Room, Run, SampleRequest, ShareArrays, Shares, StepArrays, Wants, draw_words, mask_words, partial_width,
 };
 use crate::tensor::{KvDtype, Scheme};
 
@@ -479,8 +479,13 @@ impl Make<'_> {
             let wants = self.kernels.wants([&matrix()]);
             let input = Operand::new(wants, &x, &x_blocks);
             let shader = if wants.blocks { "fast_matmul" } else { "matmul" };
-            for tokens in self.kernels.product_tokens(scheme) {
-                let kernel = format!("{shader} {scheme} for {tokens} tokens");
+            let kernels = [ProductKind::Plain, ProductKind::Head].into_iter().flat_map(|kind| {
+                self.kernels.product_tokens(kind, scheme).into_iter().map(move |tokens| (kind, tokens))
+            });
+            for (kind, tokens) in kernels.collect::<Vec<_>>() {
+                let is_head = kind == ProductKind::Head;
+                let of = if is_head { " head" } else { "" };
+                let kernel = format!("{shader}{of} {scheme} for {tokens} tokens");
                 let places = |row: usize| inputs::PRODUCT_ROWS.map(|col| (row, col));
                 let outputs = vec![
                     self.rows("y", &y, tokens, &products, &places(0)),
@@ -494,11 +499,14 @@ impl Make<'_> {
                         kernels.quantize(r, &x, blocks, tokens);
                     }
                     poison(r, to.iter().map(|y| &y.buffer));
-                    kernels.matmul(r, &to.each_ref().map(|y| (&matrix, y)), &input, tokens);
+                    match is_head {
+                        true => to.iter().for_each(|y| kernels.head(r, &matrix, y, &input, tokens)),
+                        false => kernels.matmul(r, &to.each_ref().map(|y| (&matrix, y)), &input, tokens),
+                    }
                 });
             }
             let forms = self.traits.gated.iter().filter(|(of, _)| *of == scheme);
-            let tokens = || self.kernels.product_tokens(scheme);
+            let tokens = || self.kernels.product_tokens(ProductKind::Gated, scheme);
             for (form, tokens) in forms.flat_map(|(_, form)| tokens().into_iter().map(|n| (*form, n))) {
                 let to = Operand::new(form, &y, &y_blocks);
                 let places: Vec<_> = [0, tokens - 1]
