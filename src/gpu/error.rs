@@ -34,6 +34,19 @@ impl GpuError {
         matches!(self, GpuError::NoRoom(_))
     }
 
+    /// Whether the device or its driver refused what it was asked for, such as a pipeline. The device is still usable,
+    /// and memory is not short.
+    pub fn is_refusal(&self) -> bool {
+        match self {
+            GpuError::Unusable(_) => true,
+            GpuError::Vulkan { result, .. } => !matches!(
+                *result,
+                vk::Result::ERROR_OUT_OF_HOST_MEMORY | vk::Result::ERROR_OUT_OF_DEVICE_MEMORY
+            ),
+            _ => false,
+        }
+    }
+
     /// Converts the `vk::Result` of the call that is named `call`.
     pub(super) fn of(call: &str) -> impl FnOnce(vk::Result) -> GpuError + '_ {
         move |result| match result {

@@ -179,7 +179,7 @@ impl Kernels {
         wants
     }
 
-    /// How products are divided.
+    /// How products are divided. It differs from [`Matrices::tiles`] if the device refused kernels.
     pub fn tiles(&self) -> Tiles {
         self.products.tiles
     }

@@ -221,6 +221,16 @@ impl Way {
         }
     }
 
+    /// Refuses tiles that the device does not multiply. Vulkan does not define what a driver does with them.
+    fn check(self, device: &DeviceInfo) -> Result<(), GpuError> {
+        let Way::Subgroups(SubgroupTile { m, n, k, is_emulated: false, .. }) = self else { return Ok(()) };
+        let mut shapes = device.caps.cooperative_matrices.iter().filter(|shape| shape.multiplies_int8());
+        if shapes.any(|shape| (shape.m, shape.n, shape.k) == (m, n, k)) {
+            return Ok(());
+        }
+        Err(GpuError::Unusable(format!("{} has no cooperative matrices of int8 in {m}x{n}x{k}", device.name)))
+    }
+
     /// The shader and the constants for int8 products with `tile`; with `geglu`, for two products and their GeGLU, which
     /// only lanes compute in one dispatch. `shader` is the variant for lanes.
     pub(crate) fn pipeline_of(
@@ -296,6 +306,13 @@ impl GpuTiles {
     /// Whether subgroups multiply in some of the ways.
     pub fn has_subgroups(&self) -> bool {
         self.ways.iter().flatten().any(|way| matches!(way, Way::Subgroups(_)))
+    }
+
+    /// These tiles with lanes instead of subgroups.
+    fn without_subgroups(mut self) -> GpuTiles {
+        let by_subgroups = self.ways.iter_mut().flatten().filter(|way| matches!(way, Way::Subgroups(_)));
+        by_subgroups.for_each(|way| *way = Way::COUNTED);
+        self
     }
 
     /// Whether kernels exist for all ways, and whether the device says that it multiplies tiles of these subgroups.
@@ -552,12 +569,33 @@ impl OfScheme {
 /// The pipelines of the products of all schemes of a model.
 pub(super) struct Products {
     precision: Precision,
+    /// How products are divided in fact.
     pub tiles: Tiles,
     by_scheme: Vec<(Scheme, OfScheme)>,
 }
 
 impl Products {
+    /// If the device refuses the products of subgroups, lanes compute them: a driver may list a shape of cooperative
+    /// matrices and refuse a kernel that uses it, for example because of the subgroups' size.
     pub fn new(
+        device: &Device,
+        matrices: &Matrices,
+        tiles: Tiles,
+        precision: Precision,
+    ) -> Result<Products, GpuError> {
+        match (Products::of(device, matrices, tiles, precision), tiles) {
+            (Err(why), Tiles::Gpu(gpu)) if why.is_refusal() && gpu.has_subgroups() => {
+                let name = &device.info().name;
+                tracing::warn!(
+                    "{name}: subgroups cannot multiply tiles, so lanes compute these products: {why}"
+                );
+                Products::of(device, matrices, Tiles::Gpu(gpu.without_subgroups()), precision)
+            }
+            (made, _) => made,
+        }
+    }
+
+    fn of(
         device: &Device,
         matrices: &Matrices,
         tiles: Tiles,
@@ -582,6 +620,7 @@ impl Products {
                     (kind, Tiles::Gpu(gpu)) if quantizes && is_used(kind) => {
                         let (shader, group) = fast_shader_of(*scheme);
                         let one = |(most, tile, way): (usize, Tile, Way)| {
+                            way.check(device.info())?;
                             let is_fused = kind == ProductKind::Gated && matches!(way, Way::Lanes { .. });
                             kernel(most, tile, is_fused, way.pipeline_of(shader, group, tile, is_fused))
                         };

@@ -3,8 +3,8 @@
 //!
 //! The choices are: the way of each kind of product in each class of widths ([`GpuTiles`]), and the kind of queue. The
 //! choice that is best by count ([`Tiles::of`]) stays unless another one is faster by more than the variation of
-//! measurements, or if the time for measuring is used up. A way that yields wrong bits is not chosen. A CPU device has no
-//! choices.
+//! measurements, or if the time for measuring is used up. A way that the device refuses, or that yields wrong bits, is
+//! not chosen. A CPU device has no choices.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -210,7 +210,7 @@ fn spending<T>(spent: &Cell<Duration>, work: impl FnOnce() -> T) -> T {
     result
 }
 
-/// The time of a product in seconds, and the bits of its result.
+/// The time of a product in seconds, and the bits of its result. The time is infinite if the device refuses the kernel.
 type Timed = (f64, Vec<u32>);
 
 /// The fastest way of a product of `tokens` tokens whose bits are those of lanes, beginning with `counted`, and whether
@@ -231,7 +231,7 @@ fn fastest(
             return Ok(by_lanes);
         }
         let Some((took, bits)) = time(way)? else { return Ok(f64::INFINITY) };
-        if bits != expected {
+        if took.is_finite() && bits != expected {
             tracing::warn!("{way} yield wrong bits for {tokens} tokens on this driver: they are not used");
             return Ok(f64::INFINITY);
         }
@@ -284,7 +284,17 @@ impl Bench {
     /// Times a product of `tokens` tokens. `None` if the device has no timestamps.
     fn time(&mut self, at: usize, tiles: GpuTiles, tokens: usize) -> Result<Option<Timed>, GpuError> {
         let products = &self.products[at];
-        let kernels = self.rig.kernels_of(products, Tiles::Gpu(tiles))?;
+        let kernels = match self.rig.kernels_of(products, Tiles::Gpu(tiles)) {
+            // Otherwise the device refused the products of subgroups.
+            Ok(kernels) if kernels.tiles() == Tiles::Gpu(tiles) => kernels,
+            Err(why) if !why.is_refusal() || tiles == GpuTiles::COUNTED => return Err(why),
+            refused => {
+                if let Err(why) = refused {
+                    tracing::warn!("a kernel is not measured, and not used: {why}");
+                }
+                return Ok(Some((f64::INFINITY, Vec::new())));
+            }
+        };
         let measured = self.rig.time_product(products, &kernels, tokens, RUNS)?;
         Ok(measured.map(|(span, bits)| {
             tracing::debug!(
@@ -334,10 +344,11 @@ mod tests {
     }
 
     #[test]
-    fn a_way_that_yields_wrong_bits_is_not_chosen() {
+    fn a_way_that_yields_wrong_bits_or_is_refused_is_not_chosen() {
         let tile = Way::Subgroups(SubgroupTile::emulated([16, 16, 16]).unwrap());
         for counted in [Way::COUNTED, tile] {
             assert_eq!(of(counted, &[(tile, 0.1, 8)], 99), Some((Way::COUNTED, true)));
+            assert_eq!(of(counted, &[(tile, f64::INFINITY, 0)], 99), Some((Way::COUNTED, true)));
         }
         assert_eq!(of(Way::COUNTED, &[(tile, 0.1, 8), (HALF, 0.5, 7)], 99), Some((HALF, true)));
     }

@@ -4,6 +4,7 @@
 use std::path::Path;
 
 use half::f16;
+use serde_json::json;
 use unicorn::gpu::{Class, Device, DevicePolicy, Recorder};
 use unicorn::kernels::{
     Activations, ActivationsFrom, GpuTiles, Kernels, Operand, ProductKind, Quantized, RmsNorm, SubgroupTile,
@@ -210,6 +211,17 @@ fn tiles_that_subgroups_multiply_match_the_reference_bit_for_bit() {
     let device = if tile(&device()).is_some() { device() } else { unvalidated() };
     let Some(tile) = tile(&device) else { return skip("cooperative-matrices") };
     check_every_width(Bench::on(&device, 71), &EACH_KIND, |_| multiplied_by(tile));
+}
+
+#[test]
+fn lanes_compute_the_products_that_subgroups_cannot() {
+    // No device has matrices of this shape.
+    let shape = json!({"m": 16, "n": 16, "k": 8, "subgroups": [2, 2], "is_emulated": false});
+    let tile: SubgroupTile = serde_json::from_value(shape).unwrap();
+    let mut b = Bench::new(72);
+    b.make_tiles(EACH_KIND[0], Precision::Fast, multiplied_by(tile), true);
+    assert_eq!(b.kernels.tiles(), Tiles::COUNTED);
+    check_every_width(b, &EACH_KIND[..1], |_| multiplied_by(tile));
 }
 
 /// Each class of widths has another way than the class before it, and the head has other ways than plain products.
