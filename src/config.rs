@@ -149,7 +149,8 @@ pub struct Hardware {
 #[serde(deny_unknown_fields)]
 pub struct Gpu {
     pub max_submit_ms: u64,
-    /// Whether to measure once which kernels are the fastest on a device for the model's matrices.
+    /// Whether to measure once which kernels are the fastest on a device for the model's matrices, and how fast the
+    /// device reads its memory.
     pub tune: bool,
     /// Whether the time of every kernel is measured while serving.
     pub profile: bool,
@@ -168,12 +169,14 @@ pub struct Memory {
     pub ffn_heap: FfnHeap,
 }
 
-/// The heap that FFN weights fill first on an integrated GPU, which accesses all memory at the same speed.
+/// The heap that FFN weights fill first on an integrated GPU, which can access all memory.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, VariantArray, IntoStaticStr)]
 #[strum(serialize_all = "lowercase", const_into_str)]
 pub enum FfnHeap {
-    /// Host memory, so that the GPU's own memory stays free for everything else.
+    /// The one that was read faster; GTT if neither was read clearly faster, or if they were not measured.
     #[default]
+    Auto,
+    /// Host memory, so that the GPU's own memory stays free for everything else.
     Gtt,
     Vram,
 }

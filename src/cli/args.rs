@@ -226,7 +226,8 @@ pub struct MemoryOptions {
     /// Leave this much memory free for other programs
     #[arg(long, id = "memory.reserve", value_name = "SIZE", value_parser = parse_bytes)]
     pub reserve: Option<u64>,
-    /// The heap in which an integrated GPU's feed-forward weights are placed first: gtt, vram [default: gtt]
+    /// The heap in which an integrated GPU's feed-forward weights are placed first: auto (the one that is read faster),
+    /// gtt, vram [default: auto]
     #[arg(long, id = "memory.ffn_heap", value_name = "HEAP")]
     pub ffn_heap: Option<FfnHeap>,
 }
@@ -599,6 +600,9 @@ pub struct Doctor {
     /// Measure the disk: read up to 256 MiB of the model without the page cache, and estimate the time of a load
     #[arg(long)]
     pub disk: bool,
+    /// Measure how fast the GPU reads each of its memories, as the first load does, and keep the result for later loads
+    #[arg(long, conflicts_with = "root")]
+    pub heaps: bool,
     /// Print the commands and settings that fix the findings, without running them
     #[arg(long)]
     pub fix: bool,

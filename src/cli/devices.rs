@@ -130,6 +130,11 @@ pub fn drivers() -> Vec<String> {
     }
 }
 
+/// How fast a heap was read, as the end of a line; empty if this was not measured.
+pub fn read_at(heap: &HeapInfo) -> String {
+    heap.read.map_or(String::new(), |read| format!(", read at {:.1} GB/s", read.gb_per_s()))
+}
+
 fn describe(device: &DeviceInfo) -> String {
     let caps = &device.caps;
     let (major, minor) = caps.api_version;
@@ -143,7 +148,7 @@ fn describe(device: &DeviceInfo) -> String {
         let local = if heap.device_local { "device-local" } else { "host" };
         line(
             &format!("heap {i}"),
-            format!("{} {local}, {} free", bytes(heap.size_bytes), bytes(heap.free_bytes)),
+            format!("{} {local}, {} free{}", bytes(heap.size_bytes), bytes(heap.free_bytes), read_at(heap)),
         );
     }
     line("allocation", format!("at most {}", bytes(device.max_allocation_bytes)));

@@ -8,10 +8,10 @@ use super::error::Error;
 use super::progress::Bar;
 use super::terminal::bytes;
 use crate::checkpoint::ModelFiles;
-use crate::config::{self, Config};
+use crate::config::{self, Config, FfnHeap};
 use crate::device::{Loading, NpuReport, OnProgress, resident_bytes};
 use crate::engine::{EnergyCounter, Engine, EngineConfig, EngineHandle, SchedulerConfig};
-use crate::gpu::placement::{Limits, Machine, Placement};
+use crate::gpu::placement::{FfnChoice, FfnReason, Limits, Machine, Placement};
 use crate::gpu::{self, Device, DevicePolicy};
 use crate::model::arch;
 use crate::model::config::GenerationConfig;
@@ -22,7 +22,7 @@ use crate::model::memory::Schemes;
 use crate::model::model_runner::{Loaded, ModelRunner};
 use crate::model::spec::ModelSpec;
 use crate::model::tune::{self, Trial};
-use crate::model::{self, Runner, SamplingOptions};
+use crate::model::{self, Runner, SamplingOptions, heaps};
 use crate::npu::cli::Npu;
 use crate::session::Service;
 use crate::tensor::Precision;
@@ -221,6 +221,10 @@ pub fn on_device(
         let tuned = tune::tuned(device, &policy, &trial)?;
         (device, tiles) = (tuned.0, Some(tuned.1));
     }
+    if config.gpu.tune && heaps::is_due(&device) {
+        report(Loading::Tuning, Some(&device));
+        heaps::measure_for_load(&device)?;
+    }
     let options = LoadOptions {
         quantize: config.model.quantize,
         max_context: config.engine.context,
@@ -260,6 +264,12 @@ pub fn on_device(
         }
     })?;
     log(files, draft_source.map(|draft| draft.files), &runner, draft.as_ref(), since.elapsed().as_secs_f64());
+    let ffn_choice = device.machine().ffn_choice(config.memory.ffn_heap);
+    let untuned = match ffn_choice.reason {
+        FfnReason::NotMeasured if !config.gpu.tune => " (gpu.tune is false)",
+        _ => "",
+    };
+    tracing::info!("memory   FFN weights: {ffn_choice}{untuned}");
     let npu = npu.map(|npu| npu.attach(&mut runner, config)).transpose()?;
     Ok(OnDevice { runner, draft, npu })
 }
@@ -370,6 +380,27 @@ pub fn find_device(config: &Config) -> Result<(), Error> {
 pub struct Room {
     pub machine: Machine,
     pub limits: Limits,
+}
+
+impl Room {
+    pub fn ffn_choice(&self) -> FfnChoice {
+        self.machine.ffn_choice(self.limits.ffn_heap)
+    }
+
+    /// Both speeds in words, if the memory that FFN weights are in was read clearly slower than the other memory.
+    pub fn slow_ffn_heap(&self, is_in_vram: bool) -> Option<String> {
+        let FfnReason::Measured { vram, gtt } = self.machine.ffn_choice(FfnHeap::Auto).reason else {
+            return None;
+        };
+        let all = [("VRAM", vram), ("GTT", gtt)];
+        let [(name, own), (other_name, other)] = if is_in_vram { all } else { [all[1], all[0]] };
+        other.is_clearly_above(own).then(|| {
+            let (own, other) = (own.gb_per_s(), other.gb_per_s());
+            format!(
+                "FFN weights are in {name}, read at {own:.1} GB/s; {other_name} is read at {other:.1} GB/s"
+            )
+        })
+    }
 }
 
 /// The memory to plan for. `described` is a machine with these bytes of VRAM and GTT, all of which may be used. If it

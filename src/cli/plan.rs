@@ -47,6 +47,7 @@ struct Report<'a> {
     outcome: Result<Fit, DoesNotFit>,
     /// Number of sequences, the longest context of each, and the largest allocation if only that limits the context.
     largest: Vec<(usize, usize, Option<u64>)>,
+    room: &'a Room,
 }
 
 pub fn plan(config: &Config, args: &args::Plan) -> Result<(), Error> {
@@ -67,7 +68,7 @@ pub fn plan(config: &Config, args: &args::Plan) -> Result<(), Error> {
         (n, context, request.allocation_limit(machine, limits, context, n))
     });
     let largest = largest.collect();
-    let report = Report { subject: &subject, request, sequences, wanted, outcome, largest };
+    let report = Report { subject: &subject, request, sequences, wanted, outcome, largest, room: &room };
     print(&if args.json { report.json() } else { report.text() })?;
     report.outcome.map(drop).map_err(|error| Box::new(error).into())
 }
@@ -190,6 +191,10 @@ impl Report<'_> {
         text += &format!("{}: {verdict}{cut}\n\n", contexts(self.sequences, context));
 
         text += &self.memory_table();
+        let ffn_choice = self.room.ffn_choice();
+        if ffn_choice.has_alternative() {
+            text += &format!("\nFFN weights      {ffn_choice}");
+        }
         let (per_token, window) = (request.kv_bytes_per_token(), request.window_bytes(context));
         text += &format!(
             "\nKV cache         {} per token and {} per window, {} for a sequence of {context} tokens\n",
@@ -249,7 +254,8 @@ impl Report<'_> {
     }
 
     fn json(&self) -> String {
-        let Self { subject, request, sequences, wanted, outcome, largest } = self;
+        let Self { subject, request, sequences, wanted, outcome, largest, room } = self;
+        let ffn_choice = room.ffn_choice();
         let (context, heaps) = match outcome {
             Ok(fit) => (fit.context, &fit.plan.heaps),
             Err(error) => (error.context, &error.refusal.heaps),
@@ -264,6 +270,7 @@ impl Report<'_> {
                     "device_local": heap.heap.device_local,
                     "size_bytes": heap.heap.size,
                     "free_bytes": heap.heap.free,
+                    "read_bytes_per_s": heap.heap.read.map(|read| read.bytes_per_s),
                     "usable_bytes": heap.usable,
                     "placed_bytes": outcome.is_ok().then_some(heap.placed),
                 })
@@ -311,6 +318,7 @@ impl Report<'_> {
             "asked_bytes": asked.iter().map(|request| request.bytes).sum::<u64>(),
             "placed_bytes": outcome.as_ref().ok().map(|fit| fit.plan.bytes()),
             "heaps": heaps,
+            "ffn_heap": {"first": ffn_choice.heap().name(), "why": ffn_choice.to_string()},
             "placements": placements,
         });
         format!("{line}\n")

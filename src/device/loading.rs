@@ -14,7 +14,7 @@ const LOG_EVERY: Duration = Duration::from_secs(3);
 pub enum Loading {
     /// Starting the device process, opening the NPU and the GPU.
     Device,
-    /// Measuring which kernels are the fastest.
+    /// Measuring which kernels are the fastest, and how fast memory is read.
     Tuning,
     Kernels,
     /// Bytes of the checkpoint.
@@ -36,7 +36,7 @@ impl fmt::Display for Loading {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Device => f.write_str("opening the device"),
-            Self::Tuning => f.write_str("measuring which kernels are the fastest"),
+            Self::Tuning => f.write_str("measuring kernels and memory"),
             Self::Kernels => f.write_str("compiling kernels"),
             Self::Weights { done, total } => {
                 let percent = 100 * u128::from(*done) / u128::from((*total).max(1));

@@ -142,6 +142,7 @@ impl DeviceState {
             heap: heap.name,
             size_bytes: heap.size,
             free_bytes: heap.free,
+            read_bytes_per_s: heap.read.map(|read| read.bytes_per_s),
         };
         Self {
             process: std::process::id(),
@@ -171,6 +172,9 @@ pub struct HeapReport {
     pub heap: String,
     pub size_bytes: u64,
     pub free_bytes: u64,
+    /// How fast the device read weights from the heap when this was measured; null if it was not measured.
+    #[schema(required)]
+    pub read_bytes_per_s: Option<u64>,
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -22,7 +22,10 @@ pub(super) struct Cache {
 
 impl Cache {
     pub fn new(driver: String) -> Cache {
-        let dir = UserFolder::Cache.path(|name| std::env::var_os(name));
+        Cache::of_folder(UserFolder::Cache.path(|name| std::env::var_os(name)), driver)
+    }
+
+    pub fn of_folder(dir: Option<PathBuf>, driver: String) -> Cache {
         dir.iter().for_each(|dir| remove_partial(dir));
         Cache { dir, driver }
     }

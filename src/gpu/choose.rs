@@ -104,6 +104,7 @@ mod tests {
                 usable: true,
                 size_bytes: gib << 30,
                 free_bytes: gib << 30,
+                read: None,
             }],
             max_allocation_bytes: 1 << 31,
             max_storage_buffer_bytes: 1 << 31,

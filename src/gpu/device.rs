@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use ash::{ext, vk};
 
@@ -14,12 +14,13 @@ use super::courtesy::Pacer;
 use super::enumerate::enumerate;
 use super::external_memory::Handles;
 use super::heaps::{Heaps, heap_infos};
-use super::info::{DeviceInfo, DeviceKind, QueueKind};
+use super::info::{DeviceInfo, DeviceKind, QueueKind, ReadSpeed};
 use super::instance::{Instance, ValidationLog};
 use super::note::Note;
 use super::null_driver;
 use super::pipeline::{Pipeline, Pipelines};
 use super::placement::{Class, Machine};
+use super::read_speeds;
 use super::rehearsal::Rehearsal;
 use super::residency::{self, MemoryUse};
 use super::shader::Shader;
@@ -55,6 +56,8 @@ pub struct Device {
     pub(super) heaps: Heaps,
     /// Files that are kept between runs.
     cache: Cache,
+    /// How fast each heap was read, in the driver's order.
+    reads: Mutex<Vec<Option<ReadSpeed>>>,
     pub(super) pipelines: Pipelines,
     pub(super) profile: Option<Mutex<Profile>>,
     info: DeviceInfo,
@@ -142,14 +145,7 @@ impl Device {
         let queue = unsafe { raw.get_device_queue(family.index, 0) };
 
         let debug = instance.debug.is_some().then(|| ext::debug_utils::Device::new(&instance.raw, &raw));
-        let cache_key = format!(
-            "{:04x}-{:04x}-{:08x}-{}",
-            chosen.info.vendor_id,
-            chosen.device_id,
-            chosen.driver_version,
-            chosen.pipeline_cache_uuid.iter().map(|b| format!("{b:02x}")).collect::<String>()
-        );
-        let cache = Cache::new(cache_key);
+        let cache = chosen.cache;
         let pipelines = Pipelines::new(&raw, &cache)?;
         let mut kind = vk::SemaphoreTypeCreateInfo::default()
             .semaphore_type(vk::SemaphoreType::TIMELINE)
@@ -184,6 +180,7 @@ impl Device {
             timestamp_bits: family.timestamp_bits,
             heaps,
             cache,
+            reads: Mutex::new(chosen.info.heaps.iter().map(|heap| heap.read).collect()),
             pipelines,
             profile: profile.then(|| Mutex::new(Profile::default())),
             info: chosen.info,
@@ -232,9 +229,11 @@ impl Device {
         self.heaps.allocations.load(Ordering::Relaxed)
     }
 
-    /// The device's memory, with the bytes that are free now.
+    /// The device's memory, with the bytes that are free now, and the speeds that are known now.
     pub fn machine(&self) -> Machine {
         let mut heaps = heap_infos(&self.instance.raw, self.physical, self.memory_budget);
+        let reads = self.reads.lock().unwrap();
+        heaps.iter_mut().zip(&*reads).for_each(|(heap, read)| heap.read = *read);
         if !self.memory_budget {
             for (heap, taken) in heaps.iter_mut().zip(&self.heaps.allocated) {
                 heap.free_bytes = heap.size_bytes.saturating_sub(taken.load(Ordering::Relaxed));
@@ -272,6 +271,18 @@ impl Device {
     /// Caches `data` under `name` for the next start. A failed write is logged and ignored.
     pub fn write_cached(&self, name: &str, data: &[u8]) {
         self.cache.write(name, data);
+    }
+
+    /// Keeps how fast the device reads each of its heaps now, in bytes per second and the driver's order, for this start
+    /// and for later ones.
+    pub fn keep_read_speeds(&self, bytes_per_s: &[Option<u64>]) {
+        assert_eq!(bytes_per_s.len(), self.info.heaps.len(), "a speed, or none, for each heap");
+        let measured_at = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+        let read =
+            |bytes_per_s: &Option<u64>| bytes_per_s.map(|bytes_per_s| ReadSpeed { bytes_per_s, measured_at });
+        let reads: Vec<_> = bytes_per_s.iter().map(read).collect();
+        read_speeds::store(&self.cache, &self.info.heaps, &reads);
+        *self.reads.lock().unwrap() = reads;
     }
 
     /// Device memory of this process as the Linux kernel reports it. `None`: the kernel does not report it.

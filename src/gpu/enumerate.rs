@@ -3,11 +3,13 @@
 use ash::{ext, khr, vk};
 
 use super::GpuError;
+use super::cache::Cache;
 use super::caps::Caps;
 use super::external_memory::Handles;
 use super::heaps::heap_infos;
 use super::info::{DeviceInfo, DeviceKind, QueueKind};
 use super::instance::Instance;
+use super::read_speeds;
 
 /// The Vulkan version that introduced `VK_KHR_cooperative_matrix`.
 const COOPERATIVE_MATRIX_SINCE: u32 = vk::make_api_version(0, 1, 3, 255);
@@ -37,9 +39,8 @@ pub(super) struct Candidate {
     pub handles: Option<Handles>,
     /// Whether a rehearsal may give buffers guard pages ([`super::guard`]).
     pub imports_host_memory: bool,
-    pub pipeline_cache_uuid: [u8; 16],
-    pub driver_version: u32,
-    pub device_id: u32,
+    /// Files that are kept between runs.
+    pub cache: Cache,
     pub timestamp_period_ns: f32,
     pub info: DeviceInfo,
 }
@@ -81,7 +82,16 @@ fn inspect(instance: &Instance, index: usize, raw: vk::PhysicalDevice) -> Candid
         format!("{domain:04x}:{bus:02x}:{slot:02x}.{function}")
     });
     let handles = Handles::of(vk_instance, raw, properties.device_type, &has);
-    let heaps = heap_infos(vk_instance, raw, memory_budget);
+    let cache = Cache::new(format!(
+        "{:04x}-{:04x}-{:08x}-{}",
+        properties.vendor_id,
+        properties.device_id,
+        properties.driver_version,
+        properties.pipeline_cache_uuid.iter().map(|b| format!("{b:02x}")).collect::<String>()
+    ));
+    let mut heaps = heap_infos(vk_instance, raw, memory_budget);
+    let reads = read_speeds::stored(&cache, &heaps);
+    heaps.iter_mut().zip(reads).for_each(|(heap, read)| heap.read = read);
     let mut queues: Vec<QueueFamily> = Vec::new();
     for (index, family) in families.iter().enumerate() {
         let has = |flags| family.queue_flags.contains(flags);
@@ -115,9 +125,7 @@ fn inspect(instance: &Instance, index: usize, raw: vk::PhysicalDevice) -> Candid
         handles,
         imports_host_memory: properties.device_type == vk::PhysicalDeviceType::CPU
             && has(ext::external_memory_host::NAME),
-        pipeline_cache_uuid: properties.pipeline_cache_uuid,
-        driver_version: properties.driver_version,
-        device_id: properties.device_id,
+        cache,
         timestamp_period_ns: properties.limits.timestamp_period,
         info: DeviceInfo {
             index,

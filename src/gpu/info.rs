@@ -32,7 +32,8 @@ pub enum DeviceKind {
 }
 
 impl DeviceKind {
-    /// Whether the GPU accesses all memory at the same speed. An integrated GPU does: GTT is as fast as VRAM.
+    /// Whether all memory is equally near to the GPU. On an integrated GPU, GTT and VRAM are the same chips; only the
+    /// sizes of their pages differ.
     pub(super) fn is_unified(self) -> bool {
         matches!(self, DeviceKind::Integrated | DeviceKind::Cpu)
     }
@@ -49,6 +50,29 @@ pub struct HeapInfo {
     pub size_bytes: u64,
     /// Bytes that this process may still allocate, from `VK_EXT_memory_budget`; at most the heap's size.
     pub free_bytes: u64,
+    /// How fast weights were read from the heap. `None`: this was not measured.
+    #[serde(default)]
+    pub read: Option<ReadSpeed>,
+}
+
+/// How fast a device read weights from a heap, by its own clock.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ReadSpeed {
+    /// Bytes per second; at least 1.
+    pub bytes_per_s: u64,
+    /// When this was measured, in seconds since 1970.
+    pub measured_at: u64,
+}
+
+impl ReadSpeed {
+    pub fn gb_per_s(self) -> f64 {
+        self.bytes_per_s as f64 / 1e9
+    }
+
+    /// Whether this heap is faster than another by more than the variation of measurements, 5 %.
+    pub fn is_clearly_above(self, other: ReadSpeed) -> bool {
+        u128::from(self.bytes_per_s) * 100 > u128::from(other.bytes_per_s) * 105
+    }
 }
 
 /// A Vulkan device as `unicorn devices` shows it.

@@ -67,6 +67,7 @@ impl MemoryTable {
                 device_local,
                 size_bytes,
                 free_bytes: size_bytes,
+                read: None,
             }
         };
         self.heaps.iter().enumerate().map(info).collect()

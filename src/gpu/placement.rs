@@ -6,7 +6,7 @@
 //! | class | heaps on unified memory (integrated GPU, software) | heaps on a discrete GPU |
 //! |---|---|---|
 //! | attention weights, embedding, norms, activations, KV cache | VRAM, then GTT | VRAM |
-//! | FFN weights (most of the bytes) | GTT, then VRAM; or VRAM, then GTT ([`Limits::ffn_heap`]) | VRAM |
+//! | FFN weights (most of the bytes) | GTT, then VRAM; or VRAM, then GTT ([`FfnChoice`]) | VRAM |
 //! | staging | host-visible: GTT, then VRAM | the same |
 //!
 //! VRAM means the device-local heaps, GTT the other heaps; larger heaps come first. The placement table has one row per
@@ -21,7 +21,7 @@ use std::fmt;
 
 use strum::{IntoStaticStr, VariantArray};
 
-use super::info::{DeviceInfo, DeviceKind, HeapInfo};
+use super::info::{DeviceInfo, DeviceKind, HeapInfo, ReadSpeed};
 use crate::config::{FfnHeap, show_bytes};
 
 /// The size limit of a chunk that small buffers share. Sharing reduces the number of allocations: drivers allow about
@@ -92,13 +92,15 @@ pub struct Heap {
     pub free: u64,
     pub device_local: bool,
     pub host_visible: bool,
+    /// How fast weights were read from the heap. `None`: this was not measured.
+    pub read: Option<ReadSpeed>,
 }
 
 /// The memory of a device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Machine {
     pub heaps: Vec<Heap>,
-    /// Whether the GPU accesses all memory at the same speed, so that weights may be in any heap.
+    /// Whether all memory is equally near to the GPU, so that weights may be in any heap.
     pub unified: bool,
     /// The device's `maxMemoryAllocationSize`.
     pub max_allocation_bytes: u64,
@@ -115,6 +117,7 @@ impl Machine {
             free: info.free_bytes,
             device_local: info.device_local,
             host_visible: info.host_visible,
+            read: info.read,
         });
         Machine { heaps: heaps.collect(), unified: device.is_unified(), max_allocation_bytes }
     }
@@ -134,6 +137,7 @@ impl Machine {
             free: size,
             device_local,
             host_visible: true,
+            read: None,
         };
         let heaps = [heap(0, "VRAM", vram, true), heap(1, "GTT", gtt, false)];
         Machine {
@@ -180,8 +184,88 @@ impl Machine {
                 [gtt, vram].concat().into_iter().filter(|&i| self.heaps[i].host_visible).collect()
             }
             (MemoryKind::Device, _) if !self.unified => vram,
-            (MemoryKind::Device, Class::Ffn) if ffn_heap == FfnHeap::Gtt => [gtt, vram].concat(),
+            (MemoryKind::Device, Class::Ffn) if !self.ffn_choice(ffn_heap).is_vram_first => {
+                [gtt, vram].concat()
+            }
             (MemoryKind::Device, _) => [vram, gtt].concat(),
+        }
+    }
+
+    /// Indices of the heaps that weights may be in.
+    pub fn weight_heaps(&self) -> Vec<usize> {
+        self.preference(Class::Attention, MemoryKind::Device, FfnHeap::Gtt)
+    }
+
+    /// Decides which heap FFN weights are placed in first. The largest device-local heap and the largest other heap are
+    /// compared.
+    pub fn ffn_choice(&self, wanted: FfnHeap) -> FfnChoice {
+        let largest = |local| self.largest_first(local).first().map(|&i| &self.heaps[i]);
+        let (vram, gtt) = match (largest(true), largest(false)) {
+            (Some(vram), Some(gtt)) if self.unified => (vram, gtt),
+            (vram, _) => return FfnChoice { is_vram_first: vram.is_some(), reason: FfnReason::OneKind },
+        };
+        let (is_vram_first, reason) = match (wanted, vram.read, gtt.read) {
+            (FfnHeap::Vram, ..) => (true, FfnReason::Configured),
+            (FfnHeap::Gtt, ..) => (false, FfnReason::Configured),
+            (FfnHeap::Auto, Some(vram), Some(gtt)) => {
+                (vram.is_clearly_above(gtt), FfnReason::Measured { vram, gtt })
+            }
+            (FfnHeap::Auto, ..) => (false, FfnReason::NotMeasured),
+        };
+        FfnChoice { is_vram_first, reason }
+    }
+}
+
+/// The heap that FFN weights are placed in first, and why. `Display` gives a part of a line.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FfnChoice {
+    pub is_vram_first: bool,
+    pub reason: FfnReason,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FfnReason {
+    /// Weights can be only in VRAM, or only in GTT.
+    OneKind,
+    /// `memory.ffn_heap` names the heap.
+    Configured,
+    /// VRAM is first if it was read clearly faster.
+    Measured {
+        vram: ReadSpeed,
+        gtt: ReadSpeed,
+    },
+    NotMeasured,
+}
+
+impl FfnChoice {
+    /// Whether weights can be in VRAM and in GTT.
+    pub fn has_alternative(self) -> bool {
+        self.reason != FfnReason::OneKind
+    }
+
+    /// The value of `memory.ffn_heap` with the same effect.
+    pub fn heap(self) -> FfnHeap {
+        if self.is_vram_first { FfnHeap::Vram } else { FfnHeap::Gtt }
+    }
+}
+
+impl fmt::Display for FfnChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let first = if self.is_vram_first { "VRAM" } else { "GTT" };
+        match self.reason {
+            FfnReason::OneKind => write!(f, "in {first}, the only memory for weights"),
+            FfnReason::Configured => write!(f, "{first} first, as memory.ffn_heap says"),
+            FfnReason::Measured { vram, gtt } => {
+                let why = if self.is_vram_first { "clearly" } else { "not clearly" };
+                let (vram, gtt) = (vram.gb_per_s(), gtt.gb_per_s());
+                write!(
+                    f,
+                    "{first} first: VRAM was read at {vram:.1} GB/s, {why} faster than GTT at {gtt:.1} GB/s"
+                )
+            }
+            FfnReason::NotMeasured => {
+                write!(f, "{first} first: it was not measured how fast VRAM and GTT are read")
+            }
         }
     }
 }
@@ -200,7 +284,7 @@ pub struct Limits {
     /// Bytes that stay free for other programs, divided over the heaps in proportion to their sizes. `None`: 512 MiB or
     /// a tenth of the memory, whichever is more.
     pub reserve: Option<u64>,
-    /// The heap that FFN weights are placed in first, on a device with unified memory.
+    /// The heap that FFN weights are placed in first, on a device with unified memory ([`Machine::ffn_choice`]).
     pub ffn_heap: FfnHeap,
 }
 
@@ -280,6 +364,15 @@ impl Plan {
     /// Bytes that are allocated in all heaps.
     pub fn bytes(&self) -> u64 {
         self.heaps.iter().map(|heap| heap.placed).sum()
+    }
+
+    /// Whether more bytes of FFN weights are in VRAM than in GTT.
+    pub fn has_ffn_in_vram(&self) -> bool {
+        let in_heaps = |local: bool| -> u64 {
+            let chunks = self.chunks.iter().filter(|chunk| chunk.class == Class::Ffn);
+            chunks.filter(|chunk| self.heaps[chunk.heap].heap.device_local == local).map(Chunk::bytes).sum()
+        };
+        in_heaps(true) > in_heaps(false)
     }
 
     /// The same plan with a separate chunk for each request.

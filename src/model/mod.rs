@@ -8,6 +8,7 @@ pub mod draft;
 mod evaluate;
 mod forward;
 pub mod gemma3;
+pub mod heaps;
 pub mod model_runner;
 mod layer_check;
 mod layers;

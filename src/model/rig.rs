@@ -228,6 +228,22 @@ impl Make<'_> {
         cols: usize,
         bytes: u64,
     ) -> Result<Vec<Matrix>, GpuError> {
+        self.copies(scheme, rows, cols, copies(bytes))
+    }
+
+    /// The largest allocation of a matrix.
+    pub(crate) fn max_shard_bytes(&self) -> u64 {
+        self.rig.device.info().max_allocation_bytes / 2
+    }
+
+    /// `count` copies of a matrix.
+    pub(crate) fn copies(
+        &mut self,
+        scheme: Scheme,
+        rows: usize,
+        cols: usize,
+        count: u64,
+    ) -> Result<Vec<Matrix>, GpuError> {
         let mut blocks = vec![0; scheme.block_bytes(rows, cols) as usize];
         let deviation = 1.0 / (cols as f32).sqrt();
         let value = |rng: &mut ChaCha8Rng| rng.random_range(-deviation..deviation);
@@ -242,7 +258,7 @@ impl Make<'_> {
         let native = NativeTensor { scheme, blocks: blocks[..].into(), scales: scales[..].into() };
         let (shape, encoding) = ([rows, cols], Encoding::Native(native));
         let tensor = Tensor { name: "measured", file: "memory", shape: &shape, encoding };
-        let shard = self.rig.device.info().max_allocation_bytes / 2;
+        let shard = self.max_shard_bytes();
         let mut upload = || {
             let mut uploader = Uploader::<UploadError>::new(&self.rig.device)?;
             let arena = &mut self.arena;
@@ -251,7 +267,7 @@ impl Make<'_> {
             uploader.finish()?;
             Ok(matrix)
         };
-        (0..copies(bytes)).map(|_| upload().map_err(gpu_error)).collect()
+        (0..count).map(|_| upload().map_err(gpu_error)).collect()
     }
 }
 

@@ -23,7 +23,7 @@ fn the_defaults_are_those_of_the_documented_file() {
     assert!(!config.hardware.validation, "validation slows every call and must not be a default");
     assert!(config.hardware.strict, "by default, a model that is not in memory must not be served");
     assert_eq!(config.kv.share_prefixes, None, "by default, it depends on the number of API keys");
-    assert_eq!(config.memory, Memory { vram: None, gtt: None, reserve: None, ffn_heap: FfnHeap::Gtt });
+    assert_eq!(config.memory, Memory { vram: None, gtt: None, reserve: None, ffn_heap: FfnHeap::Auto });
 }
 
 /// A field of a type `Option` could be missing in the file, and would then be an option that nothing documents.
@@ -114,7 +114,7 @@ fn errors_name_the_option_and_its_source() {
         ("[kv]\nshare_prefixes = \"none\"", &["unicorn.toml", "kv.share_prefixes", "none", "key, all"]),
         ("[memory]\nvram = \"16GB\"", &["unicorn.toml", "memory.vram", "16GB", "16GiB"]),
         ("[memory]\nreserve = 5", &["unicorn.toml", "memory.reserve", "string"]),
-        ("[memory]\nffn_heap = \"host\"", &["unicorn.toml", "memory.ffn_heap", "host", "gtt, vram"]),
+        ("[memory]\nffn_heap = \"host\"", &["unicorn.toml", "memory.ffn_heap", "host", "auto, gtt, vram"]),
         ("[log]\nlevel = \"loud\"", &["unicorn.toml", "log.level", "loud", "info"]),
         ("[log]\nformat = \"xml\"", &["unicorn.toml", "log.format", "xml", "text, json, journal"]),
         ("[server", &["unicorn.toml", "TOML"]),

@@ -2,6 +2,7 @@
 
 mod demo;
 mod golden;
+mod heaps;
 mod kv_groups;
 mod placement;
 mod self_test;

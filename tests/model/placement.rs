@@ -5,9 +5,11 @@ use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
 use unicorn::config::FfnHeap;
 use unicorn::gpu::memory_types::{MemoryTable, MemoryType};
-use unicorn::gpu::placement::{Class, Heap, Limits, Machine, MemoryKind, Obstacle, Plan, Request, place};
+use unicorn::gpu::placement::{
+    Class, FfnReason, Heap, Limits, Machine, MemoryKind, Obstacle, Plan, Request, place,
+};
 use unicorn::gpu::residency::{self, Residency};
-use unicorn::gpu::{Device, DeviceKind};
+use unicorn::gpu::{Device, DeviceKind, ReadSpeed};
 use unicorn::kernels::Heads;
 use unicorn::model::arch::{self, open_files};
 use unicorn::model::load::{LoadError, LoadOptions, Source};
@@ -29,7 +31,7 @@ const ALL: Limits = Limits { vram: None, gtt: None, reserve: Some(0), ffn_heap: 
 
 fn heap(index: usize, size: u64, free: u64, device_local: bool, host_visible: bool) -> Heap {
     let name = format!("heap {index} ({})", if device_local { "device-local" } else { "host" });
-    Heap { index, name, size, free, device_local, host_visible }
+    Heap { index, name, size, free, device_local, host_visible, read: None }
 }
 
 /// An integrated GPU as RADV reports it: two thirds of the carve-out and GTT together are device-local, one third is
@@ -41,6 +43,19 @@ fn apu(bytes: u64) -> Machine {
         unified: true,
         max_allocation_bytes: 0xffff_fffc,
     }
+}
+
+fn read_at(gb_per_s: f64) -> Option<ReadSpeed> {
+    Some(ReadSpeed { bytes_per_s: (gb_per_s * 1e9) as u64, measured_at: 0 })
+}
+
+/// [`apu`] with these speeds of VRAM and GTT in GB/s; a speed of 0 was not measured.
+fn measured_apu(bytes: u64, vram: f64, gtt: f64) -> Machine {
+    let mut machine = apu(bytes);
+    for (heap, gb_per_s) in machine.heaps.iter_mut().zip([gtt, vram]) {
+        heap.read = read_at(gb_per_s).filter(|_| gb_per_s > 0.0);
+    }
+    machine
 }
 
 /// A card with 8 GiB of VRAM, of which 256 MiB can be mapped, and 16 GiB of host memory.
@@ -183,6 +198,43 @@ fn ffn_weights_go_to_vram_if_configured() {
     };
     assert_eq!(ffn_heap(&[]), [json!("GTT")]);
     assert_eq!(ffn_heap(&["--ffn-heap", "vram"]), [json!("VRAM")]);
+}
+
+#[test]
+fn ffn_weights_go_to_the_heap_that_was_read_clearly_faster() {
+    use FfnHeap::{Auto, Gtt, Vram};
+    let config = published("gemma-3-4b");
+    for (wanted, [vram, gtt], is_vram_first, part) in [
+        (
+            Auto,
+            [72.0, 61.0],
+            true,
+            "VRAM first: VRAM was read at 72.0 GB/s, clearly faster than GTT at 61.0 GB/s",
+        ),
+        (Auto, [63.1, 60.0], true, "clearly faster"),
+        (Auto, [63.0, 60.0], false, "GTT first: VRAM was read at 63.0 GB/s, not clearly faster than GTT"),
+        (Auto, [60.0, 72.0], false, "not clearly faster"),
+        (Auto, [0.0, 0.0], false, "it was not measured"),
+        (Auto, [72.0, 0.0], false, "it was not measured"),
+        (Auto, [0.0, 61.0], false, "it was not measured"),
+        (Gtt, [72.0, 61.0], false, "as memory.ffn_heap says"),
+        (Vram, [61.0, 72.0], true, "as memory.ffn_heap says"),
+    ] {
+        let machine = measured_apu(48 * GIB, vram, gtt);
+        let choice = machine.ffn_choice(wanted);
+        assert_eq!(choice.is_vram_first, is_vram_first, "{wanted:?} {vram} {gtt}");
+        assert!(choice.to_string().contains(part), "{choice}");
+        let plan = plan(&config, &machine, Limits { ffn_heap: wanted, ..Limits::default() }, 1024);
+        let (in_vram, in_gtt) = split(&plan, Class::Ffn);
+        assert_eq!([in_vram > 0, in_gtt > 0], [is_vram_first, !is_vram_first], "{wanted:?} {vram} {gtt}");
+    }
+    // A device with one kind of memory for weights has no choice, whatever is configured.
+    for machine in [one_heap(23 * GIB), discrete()] {
+        for wanted in FfnHeap::ALL {
+            let choice = machine.ffn_choice(wanted);
+            assert_eq!((choice.is_vram_first, choice.reason), (true, FfnReason::OneKind), "{wanted:?}");
+        }
+    }
 }
 
 #[test]
@@ -339,7 +391,8 @@ fn random_requests_are_placed_in_order_or_refused() {
         let mut rng = ChaCha8Rng::seed_from_u64(seed + round);
         let heaps = (0..rng.random_range(1..=4usize)).map(|i| {
             let size = rng.random_range(0..2 * GIB);
-            heap(i, size, rng.random_range(0..=size), i == 0 || rng.random(), rng.random())
+            let heap = heap(i, size, rng.random_range(0..=size), i == 0 || rng.random(), rng.random());
+            Heap { read: read_at(rng.random_range(50.0..80.0)).filter(|_| rng.random()), ..heap }
         });
         let machine = Machine {
             heaps: heaps.collect(),
@@ -348,7 +401,7 @@ fn random_requests_are_placed_in_order_or_refused() {
         };
         let mut limit = |below: u64| rng.random_bool(0.3).then(|| rng.random_range(0..below));
         let (vram, gtt, reserve) = (limit(4 * GIB), limit(4 * GIB), limit(GIB));
-        let ffn_heap = if rng.random() { FfnHeap::Gtt } else { FfnHeap::Vram };
+        let ffn_heap = FfnHeap::ALL[rng.random_range(0..FfnHeap::ALL.len())];
         let limits = Limits { vram, gtt, reserve, ffn_heap };
         let requests: Vec<Request> = (0..rng.random_range(0..120))
             .map(|_| {
@@ -378,6 +431,18 @@ fn random_requests_are_placed_in_order_or_refused() {
     assert!(placed > 300 && refused > 300, "{placed} placed, {refused} refused: one side was hardly tried");
 }
 
+/// Whether FFN weights are to be placed in VRAM first: if it was read more than 5 % faster than GTT, or as configured.
+fn is_vram_first(machine: &Machine, ffn_heap: FfnHeap) -> bool {
+    let speed = |device_local: bool| {
+        let heaps = machine.heaps.iter().filter(|heap| heap.device_local == device_local);
+        heaps.max_by_key(|heap| heap.size)?.read.map(|read| read.bytes_per_s as f64)
+    };
+    match (ffn_heap, speed(true), speed(false)) {
+        (FfnHeap::Auto, Some(vram), Some(gtt)) => vram > 1.05 * gtt,
+        _ => ffn_heap == FfnHeap::Vram,
+    }
+}
+
 /// Checks that a request is in a later heap of its class only if the earlier heaps had no room for it.
 #[track_caller]
 fn in_order(machine: &Machine, limits: &Limits, plan: &Plan, round: u64) {
@@ -385,7 +450,7 @@ fn in_order(machine: &Machine, limits: &Limits, plan: &Plan, round: u64) {
     let mut order: Vec<usize> = (0..plan.requests.len()).collect();
     order.sort_by_key(|&i| (plan.requests[i].class, plan.requests[i].kind));
     let rank = |class: Class, heap: &Heap| match class {
-        Class::Ffn if limits.ffn_heap == FfnHeap::Vram => u8::from(!heap.device_local),
+        Class::Ffn if is_vram_first(machine, limits.ffn_heap) => u8::from(!heap.device_local),
         Class::Ffn | Class::Staging => u8::from(heap.device_local),
         _ => u8::from(!heap.device_local),
     };
@@ -803,8 +868,10 @@ fn the_order_of_memory_types_does_not_depend_on_the_driver() {
 #[test]
 fn on_the_780m_ffn_weights_are_in_write_combined_gtt_memory() {
     let (device, buffers, table) = DriverTable::read("radeon-780m-radv");
-    let machine = Machine::of(&table.heap_infos(), device, 0xffff_fffc);
-    let place = |class, kind, ffn_heap| {
+    let place_read_at = |gb_per_s: [f64; 2], class, kind, ffn_heap| {
+        let mut heaps = table.heap_infos();
+        heaps.iter_mut().zip(gb_per_s).for_each(|(heap, gb_per_s)| heap.read = read_at(gb_per_s));
+        let machine = Machine::of(&heaps, device, 0xffff_fffc);
         let request = Request { kind, ..request(class, 100 * MIB) };
         let plan = place(&machine, &Limits { ffn_heap, ..ALL }, vec![request]).expect("it fits");
         let heap = plan.heaps[plan.chunks[plan.slots[0].chunk].heap].heap.index;
@@ -812,6 +879,9 @@ fn on_the_780m_ffn_weights_are_in_write_combined_gtt_memory() {
         (heap, table.types[chosen as usize].flags)
     };
     use MemoryKind::{Device, Readback, Shared, Upload};
+    assert_eq!(place_read_at([60.0, 70.0], Class::Ffn, Device, FfnHeap::Auto), (1, 0x07));
+    assert_eq!(place_read_at([70.0, 70.0], Class::Ffn, Device, FfnHeap::Auto), (0, 0x06));
+    let place = |class, kind, ffn_heap| place_read_at([60.0, 70.0], class, kind, ffn_heap);
     assert_eq!(place(Class::Ffn, Device, FfnHeap::Gtt), (0, 0x06));
     assert_eq!(place(Class::Ffn, Device, FfnHeap::Vram), (1, 0x07));
     assert_eq!(place(Class::KvCache, Device, FfnHeap::Gtt), (1, 0x07));

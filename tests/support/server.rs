@@ -129,7 +129,12 @@ pub fn report() -> ModelReport {
     let live = || {
         let ms = Duration::from_millis;
         let state = DeviceState {
-            heaps: vec![HeapReport { heap: "heap 0".into(), size_bytes: 23, free_bytes: 9 }],
+            heaps: vec![HeapReport {
+                heap: "heap 0".into(),
+                size_bytes: 23,
+                free_bytes: 9,
+                read_bytes_per_s: Some(70_000_000_000),
+            }],
             vram: Some(11),
             processor: ms(2500),
             dispatches: 3,

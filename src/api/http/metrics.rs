@@ -253,6 +253,15 @@ fn of_device(out: &mut Exposition<'_>, server: &Server) {
             for heap in &state.heaps {
                 out.sample(&[("heap", &heap.heap)], heap.free_bytes);
             }
+            let measured = state.heaps.iter().filter_map(|heap| Some((heap, heap.read_bytes_per_s?)));
+            let measured: Vec<_> = measured.collect();
+            if !measured.is_empty() {
+                let help = "How fast the device read weights from the heap when this was measured.";
+                out.family("unicorn_gpu_heap_read_bytes_per_second", "gauge", help);
+                for (heap, bytes_per_s) in measured {
+                    out.sample(&[("heap", &heap.heap)], bytes_per_s);
+                }
+            }
         }
         let of_driver = [("vram", state.vram), ("gtt", state.gtt)];
         if of_driver.iter().any(|(_, bytes)| bytes.is_some()) {

@@ -109,8 +109,9 @@ function showFigures({ tokens = {}, requests = {}, kv = {}, memory = {}, kernels
   bars($("#placed"), sums.map(([name, all, parts]) => {
     parts.sort((a, b) => b.bytes - a.bytes);
     const below = parts.map((part) => `${part.class} ${bytes(part.bytes)}`);
-    const { size_bytes: size, free_bytes: free } = told.get(name) ?? {};
+    const { size_bytes: size, free_bytes: free, read_bytes_per_s: read } = told.get(name) ?? {};
     if (size) below.push(`${bytes(free)} free`);
+    if (read) below.push(`read at ${(read / 1e9).toFixed(1)} GB/s`);
     const said = size ? `${bytes(all)} of ${bytes(size)}` : bytes(all);
     return { name, said, parts: parts.map((part) => part.bytes / (size || largest)), below: below.join(", ") };
   }));

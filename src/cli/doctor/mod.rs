@@ -1,5 +1,6 @@
 //! `unicorn doctor`: checks a machine for everything that prevents a server from running or makes it slow. For each
-//! finding, it shows the cause and what to do. It changes nothing, and starts nothing except the Vulkan loader.
+//! finding, it shows the cause and what to do. It changes nothing, and starts nothing except the Vulkan loader. With
+//! `--heaps`, it also runs kernels on the device, and stores how fast they read memory.
 //!
 //! The checks read files below a root (`machine.rs`), and ask the Vulkan loader. `--root` replaces `/` by another
 //! folder, and the loader by the `vulkan.json` in that folder. So a machine can be checked from another one, and a
@@ -22,8 +23,10 @@ pub use machine::{Machine, Pci};
 use super::args;
 use super::devices::Loader;
 use super::error::Error;
+use super::load;
 use super::terminal::print;
 use crate::config::Config;
+use crate::model::heaps;
 use crate::npu;
 
 /// The file with the loader's answer, below a redirected root.
@@ -69,6 +72,8 @@ fn findings(
     let mut findings = vec![machine_summary(machine)];
 
     let mut of_gpu = gpu::check(machine, gpu, &log, config);
+    // What is measured here is in the answer of the loader below.
+    of_gpu.extend(args.heaps.then(|| measure_heaps(config)).flatten());
     let loader = match loader(machine) {
         Ok(loader) => {
             of_gpu.extend(vulkan::check(machine, &loader, config, is_amd));
@@ -94,6 +99,17 @@ fn findings(
     findings.extend(service::check(machine, config));
     findings.extend(npu::cli::check(machine, config, &log));
     findings
+}
+
+/// Measures how fast the device reads its heaps. Returns a finding if this was not possible.
+fn measure_heaps(config: &Config) -> Option<Finding> {
+    let why = match load::device(config).map(|device| heaps::measure(&device)) {
+        Ok(Ok(Ok(()))) => return None,
+        Ok(Ok(Err(why))) => why.to_string(),
+        Ok(Err(error)) => error.to_string(),
+        Err(error) => error.to_string(),
+    };
+    Some(Finding::note("heaps-unread", format!("not measured: how fast the device reads its memory: {why}")))
 }
 
 /// The answer of the Vulkan loader, or the contents of `vulkan.json` below a redirected root.

@@ -13,12 +13,13 @@ use super::memory::{Sizes, pages_limit};
 use crate::cli::args;
 use crate::cli::devices::Loader;
 use crate::cli::error::Error;
-use crate::cli::load;
+use crate::cli::load::{self, Room};
 use crate::cli::models;
 use crate::cli::plan;
 use crate::cli::terminal::bytes;
 use crate::config::Config;
 use crate::hub::{Cache, HubError, ModelName};
+use crate::model::memory::Fit;
 
 /// Maximum bytes and time for the measurement of the disk.
 const DISK_BYTES: u64 = 256 << 20;
@@ -136,7 +137,8 @@ fn fit(
         ..args::Planned::default()
     };
     let sizes = gpu.and_then(|gpu| Sizes::read(machine, gpu));
-    let fit = match plan::fit(config, &planned, &device.room(config)) {
+    let room = device.room(config);
+    let fit = match plan::fit(config, &planned, &room) {
         Ok(outcome) => outcome,
         Err(error) => return vec![Finding::problem("model-unreadable", error.to_string())],
     };
@@ -167,6 +169,7 @@ fn fit(
     let found =
         format!("the model takes {} with a context of {} tokens{assumption}", bytes(placed), fit.context);
     let mut findings = vec![Finding::ok("fit", found)];
+    findings.extend(spilled_ffn_weights(&room, &fit));
     let free = sizes.map(|sizes| sizes.free + sizes.carve_out.saturating_sub(sizes.carve_out_used));
     if let Some(free) = free.filter(|free| *free < placed) {
         let found = format!("the model takes {}, but only {} are free now", bytes(placed), bytes(free));
@@ -177,6 +180,18 @@ fn fit(
         findings.push(finding);
     }
     findings
+}
+
+/// Checks that most FFN weights do not spill from the faster memory into the slower one.
+fn spilled_ffn_weights(room: &Room, fit: &Fit) -> Option<Finding> {
+    let is_in_vram = fit.plan.has_ffn_in_vram();
+    if is_in_vram == room.ffn_choice().is_vram_first {
+        return None;
+    }
+    let finding = Finding::warning("ffn-heap-full", room.slow_ffn_heap(is_in_vram)?)
+        .cause("the faster memory has no room for most FFN weights, and decoding reads them for every token")
+        .option("a lower engine.context, kv.dtype = \"int8\" or a smaller model.quantize leaves more room");
+    Some(finding)
 }
 
 /// Whether the model fits if GTT has the proposed size. A tenth stays free for other programs, as in a load.

@@ -4,7 +4,8 @@ use serde_json::Value;
 
 use super::finding::Finding;
 use super::machine::{Machine, Package, version};
-use crate::cli::devices::{Listed, Loader};
+use crate::cli::devices::{Listed, Loader, read_at};
+use crate::cli::load::Room;
 use crate::cli::terminal::bytes;
 use crate::config::Config;
 
@@ -35,6 +36,7 @@ pub fn check(machine: &Machine, loader: &Loader, config: &Config, amd: bool) -> 
     if let Ok(device) = loader.chosen(config) {
         findings.push(mesa(machine, device));
         findings.push(heaps(device));
+        findings.extend(ffn_heap(&device.room(config)));
     }
     findings
 }
@@ -182,8 +184,10 @@ fn mesa(machine: &Machine, device: &Listed) -> Finding {
 
 fn heaps(device: &Listed) -> Finding {
     let name = |local| if local { "device-local" } else { "host" };
-    let each =
-        device.heaps.iter().map(|heap| format!("{} {}", bytes(heap.size_bytes), name(heap.device_local)));
+    let each = device
+        .heaps
+        .iter()
+        .map(|heap| format!("{} {}{}", bytes(heap.size_bytes), name(heap.device_local), read_at(heap)));
     let total: u64 = device.heaps.iter().map(|heap| heap.size_bytes).fold(0, u64::saturating_add);
     let split = device.is_integrated() && device.driver.starts_with("radv") && device.heaps.len() > 1;
     let why = if split {
@@ -191,13 +195,29 @@ fn heaps(device: &Listed) -> Finding {
     } else {
         ""
     };
+    let read = match device.heaps.iter().filter_map(|heap| heap.read).map(|read| read.measured_at).max() {
+        Some(measured_at) => {
+            let date = jiff::Timestamp::from_second(measured_at as i64).unwrap_or_default();
+            format!("; the reading speed was measured at {date}")
+        }
+        None if device.is_software() => String::new(),
+        None => "; how fast they are read was not measured (the first load or --heaps does)".into(),
+    };
     let largest = bytes(device.max_allocation_bytes);
     Finding::ok(
         "heaps",
         format!(
-            "{}, {} in total, at most {largest} per allocation{why}",
+            "{}; {} in total, at most {largest} per allocation{why}{read}",
             each.collect::<Vec<_>>().join(" and "),
             bytes(total)
         ),
     )
+}
+
+/// Checks that the configuration does not place FFN weights in the slower memory.
+fn ffn_heap(room: &Room) -> Option<Finding> {
+    let finding = Finding::warning("ffn-heap-slow", room.slow_ffn_heap(room.ffn_choice().is_vram_first)?)
+        .cause("memory.ffn_heap names the slower memory, and decoding reads FFN weights for every token")
+        .option("memory.ffn_heap = \"auto\"");
+    Some(finding)
 }
