@@ -375,6 +375,15 @@ impl Plan {
         in_heaps(true) > in_heaps(false)
     }
 
+    /// The lowest speed at which the heaps that hold weights, keys and values were read, in bytes per second. `None`: one
+    /// of them was not measured.
+    pub fn slowest_read(&self) -> Option<u64> {
+        let read = |chunk: &Chunk| self.heaps[chunk.heap].heap.read.map(|read| read.bytes_per_s);
+        let steady =
+            self.chunks.iter().filter(|chunk| chunk.class.is_weights() || chunk.class == Class::KvCache);
+        steady.map(read).min().flatten()
+    }
+
     /// The same plan with a separate chunk for each request.
     pub(super) fn one_chunk_each(self) -> Plan {
         let chunk = |(request, slot): (&Request, &Slot)| Chunk {

@@ -3,8 +3,8 @@
 //! Decoding reads all weights for each token, so the speed of their heap bounds it. On an integrated GPU, the heaps
 //! differ if their pages do: GTT consists of pages of the system, and small pages take more lookups. The measurement
 //! runs the kernel that decoding runs, the product of one token with int4 matrices. The results decide where
-//! `memory.ffn_heap = "auto"` places FFN weights ([`Machine::ffn_choice`]). A load measures no device that is a CPU: it
-//! has one heap.
+//! `memory.ffn_heap = "auto"` places FFN weights ([`Machine::ffn_choice`]), and the first rates of a model. A load
+//! measures no device that is a CPU: it has one heap.
 
 use std::fmt;
 use std::sync::Arc;

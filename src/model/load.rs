@@ -208,6 +208,7 @@ impl ModelRunner {
             draft: draft.as_ref().map(|(.., request)| request.clone()),
         };
         let (plan, limits) = place(device, &request, weights, options)?;
+        let bytes_per_s = plan.slowest_read();
         let arena = Arena::with_plan(device, plan)?;
         touch(device, &arena)?;
         let draft_bytes = draft.as_ref().map_or(0, |(_, weights, _)| weights.stored_bytes());
@@ -215,6 +216,7 @@ impl ModelRunner {
             device,
             options,
             request: &request,
+            bytes_per_s,
             arena,
             uploader: Uploader::new(device)?,
             queued: Vec::new(),
@@ -408,6 +410,8 @@ struct Load<'a> {
     device: &'a Arc<Device>,
     options: &'a LoadOptions,
     request: &'a MemoryRequest<'a>,
+    /// The lowest speed at which the memory of the plan was read, if this was measured.
+    bytes_per_s: Option<u64>,
     arena: Arena,
     uploader: Uploader<'a, UploadError>,
     /// Tensors that are queued, or that were read since the last release.
@@ -560,7 +564,7 @@ impl<'a> Load<'a> {
             in_flight: VecDeque::new(),
             closing: None,
             next_ticket: 0,
-            rates: Rates::default(),
+            rates: Rates::of(self.bytes_per_s),
             max_submit: options.max_submit,
             max_courteous_submit: options.max_courteous_submit,
             placements: Vec::new(),

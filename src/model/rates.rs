@@ -32,10 +32,15 @@ const FEW: usize = 16;
 /// that over time.
 const TOKENS_PER_PASS: usize = 8;
 
-/// Units of work per second of a Radeon 780M, estimated by kind: half a byte for each weight at 73 GB/s; the products
-/// of 40 tokens/s of a 27B; keys and values at 73 GB/s; attention of 128 tokens of a 27B over 131,072 keys in 1.4 to
-/// 2.7 s; an int8 embedding at 73 GB/s, and as much time again for the sampler.
-const ESTIMATED: [f64; KINDS] = [146e9, 1e12, 73e9, 5e11, 36e9];
+/// Bytes per second that a Radeon 780M is assumed to read, where `model::heaps` did not measure the device.
+const ASSUMED_BYTES_PER_S: f64 = 73e9;
+/// Units of work per second, estimated by kind. A device that reads `bytes_per_s` bytes of memory per second reads half
+/// a byte for each weight; keys and values; an int8 embedding, and spends as much time again in the sampler. The others
+/// are of a Radeon 780M: the products of 40 tokens/s of a 27B; attention of 128 tokens of a 27B over 131,072 keys in 1.4
+/// to 2.7 s.
+fn estimated(bytes_per_s: f64) -> [f64; KINDS] {
+    [2.0 * bytes_per_s, 1e12, bytes_per_s, 5e11, bytes_per_s / 2.0]
+}
 /// Factor by which a kind counts as slower until it is timed.
 const CAREFUL: f64 = 8.0;
 /// The shortest time that the rates distinguish: a shorter submit counts as this long.
@@ -110,11 +115,18 @@ pub(super) struct Rates {
 
 impl Default for Rates {
     fn default() -> Rates {
-        Rates { seconds: ESTIMATED.map(|units| CAREFUL / units), is_timed: [false; KINDS] }
+        Rates::of(None)
     }
 }
 
 impl Rates {
+    /// Rates of a device on which nothing was timed yet, except that it reads memory at `bytes_per_s` if this was
+    /// measured.
+    pub fn of(bytes_per_s: Option<u64>) -> Rates {
+        let estimated = estimated(bytes_per_s.map_or(ASSUMED_BYTES_PER_S, |bytes| bytes as f64));
+        Rates { seconds: estimated.map(|units| CAREFUL / units), is_timed: [false; KINDS] }
+    }
+
     /// The time that `work` is expected to take.
     pub fn time(&self, work: WorkAmount) -> Duration {
         Duration::from_secs_f64(self.shares(work).iter().sum::<f64>().min(1e9))
@@ -193,6 +205,23 @@ mod tests {
             rates.learn(work, Some(MS / 10));
         }
         assert!((ms(&rates, work) - 1.0).abs() < 1e-3);
+    }
+
+    #[test]
+    fn a_measured_memory_replaces_the_assumed_one_where_memory_bounds() {
+        let (assumed, measured) = (Rates::default(), Rates::of(Some(36_500_000_000)));
+        let slower = |work: WorkAmount| ms(&measured, work) / ms(&assumed, work);
+        let by_memory =
+            [WorkAmount::products(1 << 30, 8), WorkAmount::reading(1 << 30), WorkAmount::draws(1 << 30, 1)];
+        for work in by_memory {
+            assert!((slower(work) - 2.0).abs() < 1e-6, "{work:?}");
+        }
+        for work in [WorkAmount::products(1 << 30, 64), WorkAmount::attention(1 << 40)] {
+            assert!((slower(work) - 1.0).abs() < 1e-6, "{work:?}");
+        }
+        // A gigabyte at 36.5 GB/s, eight times slower.
+        let gigabyte = ms(&measured, WorkAmount::reading(1_000_000_000));
+        assert!((gigabyte - 8.0 * 1e3 / 36.5).abs() < 0.1, "{gigabyte}");
     }
 
     #[test]

@@ -238,6 +238,20 @@ fn ffn_weights_go_to_the_heap_that_was_read_clearly_faster() {
 }
 
 #[test]
+fn the_slowest_heap_in_use_is_the_speed_of_a_plan() {
+    let config = published("gemma-3-4b");
+    let slowest = |[vram, gtt]: [f64; 2], ffn_heap| {
+        let machine = measured_apu(48 * GIB, vram, gtt);
+        plan(&config, &machine, Limits { ffn_heap, ..Limits::default() }, 1024).slowest_read()
+    };
+    assert_eq!(slowest([72.0, 61.0], FfnHeap::Gtt), Some(61_000_000_000));
+    // The only buffers in GTT are staging.
+    assert_eq!(slowest([72.0, 61.0], FfnHeap::Vram), Some(72_000_000_000));
+    assert_eq!(slowest([72.0, 0.0], FfnHeap::Vram), Some(72_000_000_000));
+    assert_eq!(slowest([72.0, 0.0], FfnHeap::Gtt), None);
+}
+
+#[test]
 fn the_table_shows_what_spills_into_another_heap() {
     // GTT holds 4 GiB of the FFN weights, and VRAM the rest. A KV cache larger than VRAM is in both.
     let config = published("gemma-3-27b");
