@@ -17,7 +17,7 @@ use std::time::Duration;
 use serde_json::json;
 
 use super::args;
-use super::judge::predict::{BARRIER_US, Chip, DISPATCH_US, Prediction, Question};
+use super::judge::predict::{BARRIER_US, Chip, DISPATCH_US, Line, Prediction, Question};
 use super::judge::{self, Compilation, Judge};
 use crate::cli::error::Error;
 use crate::cli::terminal::print;
@@ -32,6 +32,8 @@ const COMPILE_SECONDS: u64 = 300;
 const ICD_FOLDERS: [&str; 3] =
     ["/usr/share/vulkan/icd.d", "/usr/local/share/vulkan/icd.d", "/etc/vulkan/icd.d"];
 const ICD_NAMES: [&str; 3] = ["radeon_icd.json", "radeon_icd.x86_64.json", "radeon_icd.aarch64.json"];
+/// The most steps of a prediction whose dispatches are printed one by one. Of more steps, the sums are printed.
+const LISTED_STEPS: usize = 2;
 /// The place where `make setup-devices` installs Mesa 26, and the script that runs a command with it.
 const MESA26: &str = ".cache/devices/mesa26";
 const WITH_MESA26: &str = "tools/with_mesa26.sh";
@@ -232,6 +234,10 @@ impl Report {
         );
         for prediction in &predictions[0] {
             text += &arithmetic(prediction);
+            text += &match prediction.step_ms.len() {
+                ..=LISTED_STEPS => dispatches(prediction),
+                _ => sums(prediction),
+            };
         }
         text
     }
@@ -328,7 +334,7 @@ fn speed_table(predictions: &[Prediction]) -> String {
 }
 
 fn arithmetic(p: &Prediction) -> String {
-    let mut text = format!(
+    format!(
         "\n{}, {}: {} tokens in {:.2} ms, predicted {:.1} tokens/s; {:.3} GB, of which {:.3} of weights and {:.3} of keys and \
          values\n",
         p.shape,
@@ -339,7 +345,60 @@ fn arithmetic(p: &Prediction) -> String {
         p.bytes() as f64 / 1e9,
         p.weight_bytes() as f64 / 1e9,
         p.kv_bytes() as f64 / 1e9,
+    )
+}
+
+/// What the dispatches of a prediction with many steps take together, the longest first.
+fn sums(p: &Prediction) -> String {
+    /// All dispatches of one name and pipeline: their number, and milliseconds by unit and in all.
+    struct Sum<'a> {
+        line: &'a Line,
+        times: u64,
+        units: [(&'static str, f64); 4],
+        ms: f64,
+    }
+    let mut sums: Vec<Sum<'_>> = Vec::new();
+    for line in &p.lines {
+        let units = line.limits().map(|(unit, ms)| (unit, line.times as f64 * ms));
+        match sums.iter_mut().find(|sum| (sum.line.what, &sum.line.pipeline) == (line.what, &line.pipeline)) {
+            None => sums.push(Sum { line, times: line.times, units, ms: line.ms() }),
+            Some(sum) => {
+                sum.times += line.times;
+                sum.ms += line.ms();
+                sum.units.iter_mut().zip(units).for_each(|((_, sum), (_, ms))| *sum += ms);
+            }
+        }
+    }
+    sums.sort_by(|a, b| b.ms.total_cmp(&a.ms));
+    let steps = p.step_ms.len();
+    let mut text = format!(
+        "  {steps} steps: the first {:.1} ms, the middle one {:.1} ms, the last {:.1} ms; {} dispatches and {} barriers: {:.1} ms\n",
+        p.step_ms[0],
+        p.step_ms[steps / 2],
+        p.step_ms[steps - 1],
+        p.dispatches,
+        p.barriers,
+        p.overhead_ms()
     );
+    let _ = write!(text, "  {:<27} {:>5} {:<24}", "all steps together", "times", "pipeline");
+    let units =
+        sums.first().map_or(Vec::new(), |sum| sum.units.iter().rev().map(|(unit, _)| *unit).collect());
+    units.iter().for_each(|unit| text += &format!(" {:>9}", format!("{unit} ms")));
+    let _ = writeln!(text, " {:>9} {:>6}", "ms", "share");
+    // Kernels below a thousandth are left to the rest.
+    let (sums, rest): (Vec<_>, Vec<_>) = sums.into_iter().partition(|sum| sum.ms >= p.ms() / 1e3);
+    for Sum { line, times, units, ms } in sums {
+        let _ = write!(text, "  {:<27} {times:>5} {:<24}", line.what, line.pipeline);
+        units.iter().rev().for_each(|(_, ms)| text += &format!(" {ms:>9.1}"));
+        let _ = writeln!(text, " {ms:>9.1} {:>4.1} %", 100.0 * ms / p.ms());
+    }
+    let _ = writeln!(text, "  the rest: {:.1} ms", rest.iter().map(|sum| sum.ms).sum::<f64>());
+    text
+}
+
+/// The dispatches of a prediction with few steps.
+fn dispatches(p: &Prediction) -> String {
+    let mut text = String::new();
     let _ = writeln!(
         text,
         "  {:<22} {:>5} {:<20} {:>7} {:>7} {:>9} {:>9} {:>11} {:>5} {:>9} {:>5} {:>9} {:>6} {:>8} {:>9} {:>9} {:>9} {:>9} {:>9} by",

@@ -450,7 +450,7 @@ fn isa_follows_its_options() {
 fn predictions_exist_for_every_size_and_batch_and_add_up() {
     let Some(report) = reports_for_780m() else { return skip("radv") };
     let predictions = report["compilers"][0]["predictions"].as_array().expect("a list");
-    assert_eq!(predictions.len(), 5 * 7, "five sizes; five batches, one with top_p, and a prompt");
+    assert_eq!(predictions.len(), 5 * 8, "five sizes; five batches, one with top_p, and two prompts");
     let chip = &report["chip"];
     for prediction in predictions {
         let f = |value: &Value| value.as_f64().expect("a figure");
@@ -470,6 +470,10 @@ fn predictions_exist_for_every_size_and_batch_and_add_up() {
         let tokens_per_s = f(&prediction["predicted_tokens_per_s"]);
         let by_hand = f(&prediction["tokens"]) / ms * 1e3;
         assert!((by_hand / tokens_per_s - 1.0).abs() < 1e-9, "{what:?}: {tokens_per_s}, by hand {by_hand}");
+        let steps: Vec<f64> = prediction["step_ms"].as_array().expect("a list").iter().map(f).collect();
+        let expected = if prediction["what"] == "prefill 8192" { 8192 / 256 } else { steps.len() };
+        assert_eq!(steps.len(), expected, "{what:?}: a step for each chunk");
+        assert!((steps.iter().sum::<f64>() / ms - 1.0).abs() < 1e-9, "{what:?}: {steps:?}");
     }
     // One stream of the 27B reads 14.6 GB of weights at 73 GB/s, so the prediction must be slower than this limit.
     let one = predictions

@@ -21,8 +21,8 @@ use crate::tensor::{KvDtype, Precision, QuantizeMode, Scheme};
 
 /// Numbers of sequences that decode together.
 const BATCHES: [usize; 5] = [1, 8, 16, 32, 64];
-/// Number of tokens of the prompt.
-const PROMPT: usize = 512;
+/// Numbers of tokens of the prompts. The longer one shows what attention to a growing cache costs.
+const PROMPTS: [usize; 2] = [512, 8192];
 
 /// Assumed overhead of each dispatch, and of each barrier, which drains and refills the GPU. Neither was measured with
 /// these kernels.
@@ -190,7 +190,7 @@ impl KeyLines {
     }
 }
 
-/// Dispatches of one kind in one step, with predicted times.
+/// Dispatches of one kind and of the same cost, with predicted times.
 #[derive(Debug, Clone)]
 pub struct Line {
     pub what: &'static str,
@@ -280,7 +280,7 @@ impl Line {
     }
 
     /// Milliseconds of one dispatch by unit. Of equal ones, the last one is the bound.
-    fn limits(&self) -> [(&'static str, f64); 4] {
+    pub fn limits(&self) -> [(&'static str, f64); 4] {
         let Units { valu, salu, lds } = self.unit_ms;
         [("lds", lds), ("SALU", salu), ("VALU", valu), ("memory", self.memory_ms)]
     }
@@ -316,9 +316,17 @@ pub struct Prediction {
     /// The name of the prediction, e.g. `batch 8`.
     pub what: String,
     pub tokens: u64,
+    /// The dispatches of all steps. Dispatches of several steps that are alike share a line.
     pub lines: Vec<Line>,
+    /// Milliseconds of each step.
+    pub step_ms: Vec<f64>,
     pub dispatches: u64,
     pub barriers: u64,
+}
+
+/// Overhead of so many dispatches and barriers.
+fn overhead_ms(dispatches: u64, barriers: u64) -> f64 {
+    (dispatches as f64 * DISPATCH_US + barriers as f64 * BARRIER_US) / 1e3
 }
 
 impl Prediction {
@@ -331,15 +339,32 @@ impl Prediction {
         steps: &[Vec<StepDispatches>],
         find: &dyn Fn(&Dispatch) -> Compiled<'a>,
     ) -> Prediction {
-        let all = || steps.iter().flatten();
-        Prediction {
-            shape,
-            what,
-            tokens,
-            lines: all().map(|work| Line::new(chip, work, find(&work.dispatch))).collect(),
-            dispatches: all().map(|work| work.times).sum(),
-            barriers: all().map(|work| work.barriers).sum(),
+        // The steps of a prompt differ in their attention, and are alike in the rest.
+        let mut different: Vec<&StepDispatches> = Vec::new();
+        let (mut lines, mut step_ms) = (Vec::<Line>::new(), Vec::with_capacity(steps.len()));
+        let (mut dispatches, mut barriers) = (0, 0);
+        for step in steps {
+            let sum = |of: fn(&StepDispatches) -> u64| step.iter().map(of).sum::<u64>();
+            let (of_step, before) = (sum(|work| work.times), sum(|work| work.barriers));
+            dispatches += of_step;
+            barriers += before;
+            let mut ms = overhead_ms(of_step, before);
+            for work in step {
+                let line = Line::new(chip, work, find(&work.dispatch));
+                ms += line.ms();
+                let is_alike =
+                    |other: &&StepDispatches| other.what == work.what && other.dispatch.costs(&work.dispatch);
+                match different.iter().position(is_alike) {
+                    Some(at) => lines[at].times += work.times,
+                    None => {
+                        different.push(work);
+                        lines.push(line);
+                    }
+                }
+            }
+            step_ms.push(ms);
         }
+        Prediction { shape, what, tokens, lines, step_ms, dispatches, barriers }
     }
 
     pub fn bytes(&self) -> u64 {
@@ -356,7 +381,7 @@ impl Prediction {
 
     /// Overhead of all dispatches and barriers.
     pub fn overhead_ms(&self) -> f64 {
-        (self.dispatches as f64 * DISPATCH_US + self.barriers as f64 * BARRIER_US) / 1e3
+        overhead_ms(self.dispatches, self.barriers)
     }
 
     pub fn ms(&self) -> f64 {
@@ -374,6 +399,7 @@ impl Prediction {
             "tokens": self.tokens,
             "predicted_tokens_per_s": self.tokens_per_s(),
             "predicted_ms": self.ms(),
+            "step_ms": self.step_ms,
             "bytes": self.bytes(),
             "weight_bytes": self.weight_bytes(),
             "kv_bytes": self.kv_bytes(),
@@ -427,7 +453,7 @@ impl RecordedSteps {
 }
 
 impl Question {
-    /// The steps to predict for each shape: each batch, the batch of one with top_p, and the prompt.
+    /// The steps to predict for each shape: each batch, the batch of one with top_p, and each prompt.
     pub fn record(&self) -> Result<Vec<RecordedSteps>, Error> {
         let mut all = Vec::new();
         for shape in &self.shapes {
@@ -439,7 +465,7 @@ impl Question {
                 precision: self.precision,
             };
             let depth = self.depth.min(config.max_position_embeddings - 1);
-            let context = (depth + 1).max(PROMPT).max(self.chunk);
+            let context = PROMPTS.into_iter().fold((depth + 1).max(self.chunk), usize::max);
             let mut model = PaperModel::load(config, types, self.chunk, context)?;
             let mut add = |what: String, tokens: usize, steps| {
                 all.push(RecordedSteps { shape: shape.name, what, tokens: tokens as u64, steps });
@@ -452,7 +478,9 @@ impl Question {
             }
             // The batch of one is predicted once more, sampled with the models' recommended top_p.
             add("1 with top_p".into(), 1, decode(1, Drawn::Filtered)?);
-            add(format!("prefill {PROMPT}"), PROMPT, model.prompt(PROMPT)?);
+            for tokens in PROMPTS {
+                add(format!("prefill {tokens}"), tokens, model.prompt(tokens)?);
+            }
         }
         Ok(all)
     }
@@ -463,7 +491,7 @@ impl Question {
             format!("{}: {}", chip.product, chip.source),
             format!(
                 "weights {}, keys and values {}; batches decode with {} tokens each in the cache, a prompt is read in steps of \
-                 at most {} tokens",
+                 at most {} tokens, each of which attends to all tokens before it",
                 self.mode, self.kv, self.depth, self.chunk
             ),
             format!(
@@ -549,6 +577,7 @@ impl Pipeline {
 mod tests {
     use super::*;
     use crate::kernels::Wants;
+    use crate::model::arch;
     use crate::tensor::Scheme;
 
     /// gate_proj of the 27B in int4-g128 on a 780M, computed by hand.
@@ -648,10 +677,52 @@ mod tests {
         let step =
             Prediction::new(&CHIPS[0], "gemma-3-27b", "batch 1".into(), 1, &[work.clone(), work], &find);
         assert_eq!((step.dispatches, step.barriers), (124, 62));
+        // Both steps have the same dispatches, which share a line.
+        assert_eq!((step.lines.len(), step.lines[0].times), (1, 124));
+        assert_eq!(step.step_ms.len(), 2);
+        assert!((step.step_ms.iter().sum::<f64>() - step.ms()).abs() < 1e-9, "{:?}", step.step_ms);
         assert_eq!(step.overhead_ms(), 0.124 * DISPATCH_US + 0.062 * BARRIER_US);
         // There are four waves, each on its own SIMD, of 5400 cycles at 2.7 GHz.
         assert!((step.ms() - step.overhead_ms() - 124.0 * 0.002).abs() < 1e-9, "{}", step.ms());
         assert!((step.tokens_per_s() - 1e3 / step.ms()).abs() < 1e-9);
+    }
+
+    /// Every step of a prompt is recorded. Its attention grows from step to step, and its products do not.
+    #[test]
+    fn the_last_step_of_a_long_prompt_takes_longer_by_its_attention() {
+        let question = Question {
+            shapes: vec![arch::shape("gemma-3-270m").unwrap()],
+            mode: QuantizeMode::Int4G128Emb8,
+            kv: KvDtype::Int8,
+            precision: Precision::Fast,
+            depth: 512,
+            chunk: 256,
+        };
+        let recorded = question.record().unwrap();
+        let named = |what: &str| recorded.iter().find(|steps| steps.what == what).unwrap();
+        let prompt = named("prefill 8192");
+        assert_eq!((prompt.tokens, prompt.steps.len(), named("prefill 512").steps.len()), (8192, 32, 2));
+        let total = Counts { cycles: 1000, ..Counts::default() };
+        let trip = Counts { cycles: 100, ..Counts::default() };
+        let body = Body { trip, unrolled: 1, weights: 0, once: total, key_rounds: 1 };
+        let find = |_: &Dispatch| Compiled {
+            subgroup_size: 64,
+            waves_per_simd: 16,
+            total: &total,
+            body: Some(&body),
+        };
+        let predicted =
+            Prediction::new(&CHIPS[0], prompt.shape, prompt.what.clone(), 8192, &prompt.steps, &find);
+        let lines = |what: &str| predicted.lines.iter().filter(|line| line.what == what).collect::<Vec<_>>();
+        // 3 of 18 layers see all keys. The others see 512, so their attention stays the same from the third step on.
+        let (full, sliding) = (lines("attention of tiles, full"), lines("attention of tiles, sliding"));
+        assert_eq!((full.len(), full.iter().map(|line| line.times).sum::<u64>()), (32, 32 * 3));
+        assert!(full.windows(2).all(|pair| pair[0].kv_bytes < pair[1].kv_bytes));
+        assert_eq!((sliding.len(), sliding.iter().map(|line| line.times).sum::<u64>()), (3, 32 * 15));
+        assert_eq!(lines("down_proj").iter().map(|line| line.times).collect::<Vec<_>>(), [32 * 18]);
+        let (first, last) = (predicted.step_ms[0], predicted.step_ms[30]);
+        let grown = 3.0 * (full[30].ms() - full[0].ms()) / 3.0;
+        assert!(last > first + 0.9 * grown && grown > 0.0, "{first} {last} {grown}");
     }
 
     #[test]
