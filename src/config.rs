@@ -16,7 +16,7 @@ use toml::{Table, Value};
 
 use crate::tensor::{KvDtype, Precision, QuantizeMode, option_values};
 
-option_values!(LogFormat, FfnHeap, SharePrefixes, NpuMode, NpuPreference, NpuSharing);
+option_values!(LogFormat, FfnHeap, KvChoice, SharePrefixes, NpuMode, NpuPreference, NpuSharing);
 
 /// The documented defaults, as TOML.
 pub const DEFAULT_TOML: &str = include_str!("../config/default.toml");
@@ -250,7 +250,7 @@ impl FromStr for Courtesy {
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Kv {
-    pub dtype: KvDtype,
+    pub dtype: KvChoice,
     /// Tokens.
     pub block_size: usize,
     /// Bytes. `None` = half of the sliding layers' cache.
@@ -259,6 +259,29 @@ pub struct Kv {
     /// `None` = [`SharePrefixes::Key`] if there are several API keys, otherwise [`SharePrefixes::All`].
     #[serde(default, deserialize_with = "parsed")]
     pub share_prefixes: Option<SharePrefixes>,
+}
+
+/// The element type of keys and values, as configured.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, VariantArray, IntoStaticStr)]
+#[strum(serialize_all = "lowercase", const_into_str)]
+pub enum KvChoice {
+    /// The load chooses it by the model, the device and the limits.
+    Auto,
+    F16,
+    Int8,
+    F32,
+}
+
+impl KvChoice {
+    /// The configured type; `None` = the load chooses it.
+    pub fn fixed(self) -> Option<KvDtype> {
+        match self {
+            Self::Auto => None,
+            Self::F16 => Some(KvDtype::F16),
+            Self::Int8 => Some(KvDtype::Int8),
+            Self::F32 => Some(KvDtype::F32),
+        }
+    }
 }
 
 /// Which requests share cached prompts.

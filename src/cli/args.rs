@@ -5,13 +5,13 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand};
 use clap_complete::Shell;
 
-use crate::config::{Courtesy, FfnHeap, NpuMode, parse_bytes};
+use crate::config::{Courtesy, FfnHeap, KvChoice, NpuMode, parse_bytes};
 use crate::hub::ModelName;
 use crate::model::SamplingOptions;
 use crate::model::arch;
 use crate::model::spec::Shape;
 use crate::model::tensors::{InputGroup, Role, TensorSpec};
-use crate::tensor::{Bits, KvDtype, Precision, QuantizeMode, Scales, Scheme};
+use crate::tensor::{Bits, Precision, QuantizeMode, Scales, Scheme};
 
 #[derive(Debug, Parser)]
 #[command(name = "unicorn", version, about = "A local LLM server in Vulkan compute shaders", long_about = None)]
@@ -89,9 +89,10 @@ pub struct PrecisionOption {
 
 #[derive(Debug, Clone, Args)]
 pub struct KvOption {
-    /// Type of keys and values in the cache: f16, int8, f32 [default: f16; eval and quantize: f32]
+    /// Type of keys and values in the cache: auto (int8 where it shortens a step, otherwise f16), f16, int8, f32
+    /// [default: auto; eval and quantize: f32]
     #[arg(long, id = "kv.dtype", value_name = "TYPE")]
-    pub kv: Option<KvDtype>,
+    pub kv: Option<KvChoice>,
 }
 
 #[derive(Debug, Clone, Args)]

@@ -76,7 +76,7 @@ impl Listed {
     /// The memory that a load would plan for.
     pub fn room(&self, config: &Config) -> Room {
         let machine = Machine::of(&self.heaps, self.kind, self.max_allocation_bytes);
-        Room { machine, limits: load::limits(&config.memory) }
+        Room { machine, limits: load::limits(&config.memory), is_software: self.is_software() }
     }
 }
 

@@ -12,20 +12,20 @@ use crate::config::{self, Config, FfnHeap};
 use crate::device::{Loading, NpuReport, OnProgress, resident_bytes};
 use crate::engine::{EnergyCounter, Engine, EngineConfig, EngineHandle, SchedulerConfig};
 use crate::gpu::placement::{FfnChoice, FfnReason, Limits, Machine, Placement};
-use crate::gpu::{self, Device, DevicePolicy};
+use crate::gpu::{self, Device, DeviceKind, DevicePolicy};
 use crate::model::arch;
 use crate::model::config::GenerationConfig;
 use crate::model::draft::{self, Draft, Drafted};
 pub use crate::model::load::Source;
 use crate::model::load::{LoadError, LoadOptions, Progress};
-use crate::model::memory::Schemes;
+use crate::model::memory::{ChosenKv, Schemes};
 use crate::model::model_runner::{Loaded, ModelRunner};
 use crate::model::spec::ModelSpec;
 use crate::model::tune::{self, Trial};
 use crate::model::{self, Runner, SamplingOptions, heaps};
 use crate::npu::cli::Npu;
 use crate::session::Service;
-use crate::tensor::Precision;
+use crate::tensor::{KvDtype, Precision};
 use crate::text::{ChatFiles, ChatTemplate, FAMILY, Tokenizer};
 
 /// Longest wait until the engine releases the device.
@@ -143,7 +143,7 @@ pub fn model(files: &ModelFiles, config: &Config, watch: Watch) -> Result<Model,
         check_draft_tokenizer(files, &texts.tokenizer, draft.files, &draft.config)?;
     }
     let sample_below = Some(texts.tokenizer.vocab_size());
-    let OnDevice { runner, draft, npu } =
+    let OnDevice { runner, draft, npu, .. } =
         on_device(&source, draft.as_ref(), sample_below, config, watch, None, &mut |_, _| {})?;
     Ok(Model { runner, draft, npu, texts })
 }
@@ -181,6 +181,30 @@ pub struct OnDevice {
     pub runner: ModelRunner,
     pub draft: Option<Draft>,
     pub npu: Option<NpuReport>,
+    /// The type of keys and values of the model and of its draft.
+    pub kv: ChosenKv,
+}
+
+/// The type of keys and values that a load takes for a model and its draft, if there is one, whose maximum of tokens
+/// is `longest`. `sequences` is the number of conversations at the same time.
+pub fn kv(
+    config: &Config,
+    spec: &ModelSpec,
+    schemes: &Schemes,
+    longest: usize,
+    sequences: usize,
+    is_software: bool,
+) -> ChosenKv {
+    let f16 = |why: &str| ChosenKv { dtype: KvDtype::F16, why: Some(why.into()) };
+    match (config.kv.dtype.fixed(), config.model.precision) {
+        (Some(dtype), _) => ChosenKv { dtype, why: None },
+        (None, Precision::F32) => f16("model.precision is f32"),
+        (None, Precision::Fast) if is_software => f16("the device is software"),
+        (None, Precision::Fast) => {
+            let context = config.engine.context.map_or(longest, |context| context.min(longest));
+            ChosenKv::auto(spec, schemes, context, sequences)
+        }
+    }
 }
 
 /// Loads a model and its draft.
@@ -212,11 +236,14 @@ pub fn on_device(
     let policy = policy(config, watch == Watch::Kernels);
     let mut device = Device::open(&policy)?;
     npu.as_mut().map_or(Ok(()), |npu| npu.meet(device.can_share(), config))?;
+    let schemes = source
+        .weights()
+        .map_err(LoadError::from)
+        .and_then(|weights| Schemes::of(&weights, config.model.quantize).map_err(LoadError::from))?;
     let mut tiles = None;
     // Matrix products in f32 have no alternative kernels.
     if config.gpu.tune && config.model.precision == Precision::Fast {
         report(Loading::Tuning, Some(&device));
-        let schemes = Schemes::of(&source.weights()?, config.model.quantize)?;
         let trial = Trial::of(device.info(), &source.config, &schemes);
         let tuned = tune::tuned(device, &policy, &trial)?;
         (device, tiles) = (tuned.0, Some(tuned.1));
@@ -225,11 +252,15 @@ pub fn on_device(
         report(Loading::Tuning, Some(&device));
         heaps::measure_for_load(&device)?;
     }
+    let longest = [Some(source), draft_source].into_iter().flatten();
+    let longest = longest.map(|source| source.config.max_position_embeddings).min().expect("a model");
+    let is_software = device.info().kind == DeviceKind::Cpu;
+    let kv = kv(config, &source.config, &schemes, longest, config.engine.sequences, is_software);
     let options = LoadOptions {
         quantize: config.model.quantize,
         max_context: config.engine.context,
         sequences: config.engine.sequences,
-        kv: config.kv.dtype,
+        kv: kv.dtype,
         precision: config.model.precision,
         tiles,
         block_size: config.kv.block_size,
@@ -263,7 +294,14 @@ pub fn on_device(
             error.refusal.table().iter().for_each(|row| tracing::warn!("memory   {row}"));
         }
     })?;
-    log(files, draft_source.map(|draft| draft.files), &runner, draft.as_ref(), since.elapsed().as_secs_f64());
+    log(
+        files,
+        draft_source.map(|draft| draft.files),
+        &runner,
+        draft.as_ref(),
+        &kv,
+        since.elapsed().as_secs_f64(),
+    );
     let ffn_choice = device.machine().ffn_choice(config.memory.ffn_heap);
     let untuned = match ffn_choice.reason {
         FfnReason::NotMeasured if !config.gpu.tune => " (gpu.tune is false)",
@@ -271,7 +309,7 @@ pub fn on_device(
     };
     tracing::info!("memory   FFN weights: {ffn_choice}{untuned}");
     let npu = npu.map(|npu| npu.attach(&mut runner, config)).transpose()?;
-    Ok(OnDevice { runner, draft, npu })
+    Ok(OnDevice { runner, draft, npu, kv })
 }
 
 /// The files of the draft model, if one is configured.
@@ -326,6 +364,7 @@ fn log(
     draft_files: Option<&ModelFiles>,
     runner: &ModelRunner,
     draft: Option<&Draft>,
+    kv: &ChosenKv,
     seconds: f64,
 ) {
     let (context, layers) = (runner.limits().max_context, runner.config().layers.len());
@@ -362,7 +401,6 @@ fn log(
         Some(short) if short == context && short < longest(runner.config()) => ", the draft's maximum",
         _ => "",
     };
-    let kv = runner.kv_dtype();
     tracing::info!("context  {context} tokens, prompt and answer together{why}; keys and values {kv}");
     for (what, n) in placement(runner) {
         tracing::info!("memory   {} {what}", bytes(n));
@@ -380,6 +418,8 @@ pub fn find_device(config: &Config) -> Result<(), Error> {
 pub struct Room {
     pub machine: Machine,
     pub limits: Limits,
+    /// Whether the device is software Vulkan.
+    pub is_software: bool,
 }
 
 impl Room {
@@ -410,11 +450,12 @@ pub fn room(config: &Config, described: Option<(u64, u64)>) -> Result<Room, Erro
         Some((vram, gtt)) => {
             let config::Memory { reserve, ffn_heap, .. } = config.memory;
             let limits = Limits { reserve: Some(reserve.unwrap_or(0)), ffn_heap, ..Limits::default() };
-            Ok(Room { machine: Machine::on_paper(vram, gtt), limits })
+            Ok(Room { machine: Machine::on_paper(vram, gtt), limits, is_software: false })
         }
         None => {
             let device = gpu::chosen_device(&policy(config, false)).map_err(Error::NoMachine)?;
-            Ok(Room { machine: Machine::of_device(&device), limits: limits(&config.memory) })
+            let is_software = device.kind == DeviceKind::Cpu;
+            Ok(Room { machine: Machine::of_device(&device), limits: limits(&config.memory), is_software })
         }
     }
 }

@@ -12,10 +12,12 @@ use super::terminal::{bytes, print};
 use crate::config::Config;
 use crate::model::arch;
 use crate::model::load::check_draft;
-use crate::model::memory::{DoesNotFit, DraftMemoryRequest, Fit, MemoryRequest, Schemes, quantize_modes};
+use crate::model::memory::{
+    ChosenKv, DoesNotFit, DraftMemoryRequest, Fit, MAX_SEQUENCES, MemoryRequest, Schemes, quantize_modes,
+};
 use crate::model::spec::{ModelSpec, Shape};
 use crate::npu;
-use crate::tensor::{QuantizeMode, Scheme};
+use crate::tensor::{KvDtype, QuantizeMode, Scheme};
 
 /// The model to plan for.
 struct Subject {
@@ -41,6 +43,7 @@ const SEVERAL: usize = 16;
 struct Report<'a> {
     subject: &'a Subject,
     request: MemoryRequest<'a>,
+    kv: ChosenKv,
     sequences: usize,
     /// The requested context.
     wanted: Option<usize>,
@@ -55,9 +58,9 @@ pub fn plan(config: &Config, args: &args::Plan) -> Result<(), Error> {
     let args::MemoryOptions { vram, gtt, .. } = args.memory;
     let described = (vram.is_some() || gtt.is_some()).then(|| (vram.unwrap_or(0), gtt.unwrap_or(0)));
     let room = load::room(config, described)?;
-    let Room { machine, limits } = &room;
-    let request = request(&subject, config, &room);
+    let Room { machine, limits, .. } = &room;
     let (sequences, wanted) = (args.sequences as usize, config.engine.context);
+    let (request, kv) = request(&subject, config, &room, sequences);
     let outcome = request.fit(machine, limits, wanted, sequences, &subject.others);
 
     let mut counts = vec![1, SEVERAL, sequences];
@@ -68,7 +71,7 @@ pub fn plan(config: &Config, args: &args::Plan) -> Result<(), Error> {
         (n, context, request.allocation_limit(machine, limits, context, n))
     });
     let largest = largest.collect();
-    let report = Report { subject: &subject, request, sequences, wanted, outcome, largest, room: &room };
+    let report = Report { subject: &subject, request, kv, sequences, wanted, outcome, largest, room: &room };
     print(&if args.json { report.json() } else { report.text() })?;
     report.outcome.map(drop).map_err(|error| Box::new(error).into())
 }
@@ -76,7 +79,7 @@ pub fn plan(config: &Config, args: &args::Plan) -> Result<(), Error> {
 /// Whether a model fits into `room`, for one sequence of the configured context.
 pub fn fit(config: &Config, planned: &args::Planned, room: &Room) -> Result<Result<Fit, DoesNotFit>, Error> {
     let subject = subject(config, planned)?;
-    let request = request(&subject, config, room);
+    let (request, _) = request(&subject, config, room, 1);
     Ok(request.fit(&room.machine, &room.limits, config.engine.context, 1, &subject.others))
 }
 
@@ -94,11 +97,18 @@ fn subject(config: &Config, args: &args::Planned) -> Result<Subject, Error> {
     Ok(subject)
 }
 
-fn request<'a>(subject: &'a Subject, config: &Config, room: &Room) -> MemoryRequest<'a> {
-    MemoryRequest {
+/// The memory to request, and its type of keys and values. A load has `engine.sequences` conversations, and a plan may
+/// ask for more.
+fn request<'a>(
+    subject: &'a Subject,
+    config: &Config,
+    room: &Room,
+    sequences: usize,
+) -> (MemoryRequest<'a>, ChosenKv) {
+    let mut request = MemoryRequest {
         config: &subject.model.config,
         schemes: subject.model.schemes.clone(),
-        kv: config.kv.dtype,
+        kv: KvDtype::default(),
         block_size: config.kv.block_size,
         max_batch_tokens: config.engine.prefill_chunk,
         max_shard_bytes: room.machine.max_allocation_bytes / 2,
@@ -108,7 +118,12 @@ fn request<'a>(subject: &'a Subject, config: &Config, room: &Room) -> MemoryRequ
             .draft
             .as_ref()
             .map(|d| DraftMemoryRequest { config: &d.config, schemes: d.schemes.clone() }),
-    }
+    };
+    let sequences = sequences.clamp(config.engine.sequences, MAX_SEQUENCES);
+    let longest = request.longest_context();
+    let kv = load::kv(config, request.config, &request.schemes, longest, sequences, room.is_software);
+    request.kv = kv.dtype;
+    (request, kv)
 }
 
 fn checkpoint(model: &str, config: &Config) -> Result<Subject, Error> {
@@ -202,6 +217,7 @@ impl Report<'_> {
             bytes(window),
             bytes(per_token * context as u64 + window)
         );
+        text += &format!("keys and values  {}\n", self.kv);
         for (i, (sequences, context, limit)) in self.largest.iter().enumerate() {
             let name = if i == 0 { "largest context" } else { "" };
             let why =
@@ -254,7 +270,7 @@ impl Report<'_> {
     }
 
     fn json(&self) -> String {
-        let Self { subject, request, sequences, wanted, outcome, largest, room } = self;
+        let Self { subject, request, kv, sequences, wanted, outcome, largest, room } = self;
         let ffn_choice = room.ffn_choice();
         let (context, heaps) = match outcome {
             Ok(fit) => (fit.context, &fit.plan.heaps),
@@ -311,6 +327,8 @@ impl Report<'_> {
             "smaller": refusal.and_then(|error| error.smaller.as_ref()).map(|(option, context)| {
                 json!({"option": option, "context": context})
             }),
+            "kv_dtype": kv.dtype.name(),
+            "kv_dtype_why": kv.why,
             "kv_bytes_per_token": per_token,
             "kv_bytes_per_window": window,
             "bytes_per_sequence": per_token * context as u64 + window,

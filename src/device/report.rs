@@ -11,6 +11,7 @@ use super::usage::{processor_time, resident_bytes};
 use crate::gpu::placement::{Class, Placement};
 use crate::gpu::{Counts, Device, DeviceInfo, DeviceKind};
 use crate::model::draft::Draft;
+use crate::model::memory::ChosenKv;
 use crate::model::model_runner::ModelRunner;
 
 /// The facts about a loaded model and its device that do not change.
@@ -24,6 +25,9 @@ pub struct DeviceReport {
     pub draft_layers: Option<usize>,
     /// The schemes of the model's weights.
     pub weights: String,
+    /// The type of keys and values, and why the load chose it; `None` = it was configured.
+    pub kv_dtype: String,
+    pub kv_dtype_why: Option<String>,
     pub placements: Vec<Placed>,
     /// What the kernel driver reports of the placements.
     pub residency: String,
@@ -40,6 +44,7 @@ impl DeviceReport {
     pub fn new(
         model: &ModelRunner,
         draft: Option<&Draft>,
+        kv: ChosenKv,
         self_test: SelfTested,
         npu: Option<NpuReport>,
     ) -> Self {
@@ -57,6 +62,8 @@ impl DeviceReport {
             layers: model.config().layers.len(),
             draft_layers: draft.map(|draft| draft.config().layers.len()),
             weights: model.schemes().to_string(),
+            kv_dtype: kv.dtype.name().to_owned(),
+            kv_dtype_why: kv.why,
             placements: model.placements().iter().map(placed).collect(),
             residency: model.residency().to_string(),
             sliding_block_bytes: model.sliding_block_bytes() + draft.map_or(0, Draft::sliding_block_bytes),

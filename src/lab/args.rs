@@ -24,10 +24,12 @@ pub enum Command {
     /// Compile every kernel for an AMD GPU, which this machine need not have, and predict the speed of each model size
     /// from the assembly
     ///
-    /// --quantize selects the type of the weights [default: int4-g128-emb8], --kv the type of keys and values. If Mesa
-    /// 26 is in the current folder (`make setup-devices`), it compiles the kernels too.
+    /// --quantize selects the type of the weights [default: int4-g128-emb8], --kv the type of keys and values (auto is
+    /// f16 here). If Mesa 26 is in the current folder (`make setup-devices`), it compiles the kernels too.
     Isa(Isa),
     /// Measure each hot kernel alone at the shapes of published models, and compare it with the limits of the device
+    ///
+    /// --kv selects the type of keys and values (auto is f16 here).
     Kernels(Kernels),
     /// Measure the steps of a model without the engine: prompts of several lengths, and decodes of several batch sizes
     /// at several context depths

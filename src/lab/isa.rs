@@ -56,7 +56,8 @@ pub fn isa(config: &Config, args: &args::Isa) -> Result<(), Error> {
     let asked = Question {
         shapes,
         mode,
-        kv: config.kv.dtype,
+        // What auto takes depends on a server's limits, which a prediction does not have.
+        kv: config.kv.dtype.fixed().unwrap_or_default(),
         precision: config.model.precision,
         depth: args.depth as usize,
         chunk: config.engine.prefill_chunk,

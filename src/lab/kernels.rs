@@ -62,13 +62,15 @@ impl Measured {
 }
 
 pub fn kernels(config: &Config, args: &args::Kernels) -> Result<(), Error> {
+    // What auto takes depends on a server's limits, which a kernel alone does not have.
+    let kv = config.kv.dtype.fixed().unwrap_or_default();
     let scheme = |target: &Target| target.0.unwrap_or(Scheme::Bf16);
     let choices = args.shape.iter().map(|shape| Choice {
         name: shape.name.to_owned(),
         spec: shape.spec(),
         schemes: args.scheme.iter().map(scheme).collect(),
         embedding: scheme(&args.embedding),
-        kv: config.kv.dtype,
+        kv,
         precision: config.model.precision,
         tokens: args.tokens.iter().map(|n| *n as usize).collect(),
         depths: args.depth.iter().map(|n| *n as usize).collect(),
@@ -115,7 +117,7 @@ pub fn kernels(config: &Config, args: &args::Kernels) -> Result<(), Error> {
         "device": info.name,
         "driver": info.driver,
         "commit": commit(),
-        "kv": config.kv.dtype.name(),
+        "kv": kv.name(),
         "copy": {"bytes": copied, "gb_per_s": copy / 1e9},
         "peak": {"of": PEAK, "gops_per_s": peak / 1e9},
         "cases": measured.iter().map(Measured::json).collect::<Vec<_>>(),

@@ -30,6 +30,12 @@ pub const MAX_SEQUENCES: usize = 64;
 /// If no context length is configured: memory goes to a context of this length first, then to more sequences, and then
 /// to a longer context.
 const LEAST_CONTEXT: usize = 4096;
+/// Tokens of each sequence in the full step for which `kv.dtype = "auto"` counts bytes. The predictions of
+/// docs/measurements.md have as many.
+pub const AUTO_KV_TOKENS: usize = 512;
+/// The least bytes of keys and values in f16, in percent of the bytes of weights, for which `kv.dtype = "auto"` takes
+/// int8. Half of them are saved: at 10 %, 5 of 110.
+const AUTO_KV_PERCENT: f64 = 10.0;
 /// The most steps that are submitted and not yet waited for: the engine prepares one while the other runs.
 pub(super) const MAX_IN_FLIGHT: usize = 2;
 /// Rows of logits that a step computes, one for each id that it may draw.
@@ -96,6 +102,45 @@ impl fmt::Display for Schemes {
         let attention = names(|p| vec![p.q_proj, p.k_proj, p.v_proj, p.o_proj]);
         let feed_forward = names(|p| vec![p.gate_proj, p.up_proj, p.down_proj]);
         write!(f, "attention {attention}, feed-forward {feed_forward}, embedding {}", self.embedding)
+    }
+}
+
+/// The element type of the keys and values of a model, and the reason if the load chose it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ChosenKv {
+    pub dtype: KvDtype,
+    /// `None` = it was configured.
+    pub why: Option<String>,
+}
+
+impl ChosenKv {
+    /// What `kv.dtype = "auto"` takes on a GPU with int8 activations: int8 if keys and values are a considerable part
+    /// of the bytes that a full step reads, otherwise f16. A full step has `sequences` sequences of
+    /// [`AUTO_KV_TOKENS`] tokens, or one of `context` tokens, whichever reads more.
+    ///
+    /// The limits are those that are configured, not those that fit: what fits depends on this choice.
+    pub fn auto(c: &ModelSpec, schemes: &Schemes, context: usize, sequences: usize) -> ChosenKv {
+        let seen = |tokens: usize| kv_bytes_seen(c, KvDtype::F16, tokens.max(1) - 1, 1);
+        let kv = seen(context).max(sequences as u64 * seen(context.min(AUTO_KV_TOKENS)));
+        let bytes = |(spec, scheme): (&TensorSpec, &Scheme)| {
+            scheme.block_bytes(spec.rows(), spec.cols()) + scheme.scale_bytes(spec.rows(), spec.cols())
+        };
+        let layers = c.tensors.layers.iter().zip(&schemes.layers);
+        let projections =
+            layers.flat_map(|(specs, schemes)| specs.projections.iter().zip(schemes.iter())).map(bytes);
+        let weights = projections.sum::<u64>() + bytes((&c.tensors.embed_tokens, &schemes.embedding));
+        let percent = 100.0 * kv as f64 / weights as f64;
+        let dtype = if percent >= AUTO_KV_PERCENT { KvDtype::Int8 } else { KvDtype::F16 };
+        let why =
+            format!("in f16, a full step would read {percent:.1} % as many bytes of them as of weights");
+        ChosenKv { dtype, why: Some(why) }
+    }
+}
+
+impl fmt::Display for ChosenKv {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.dtype)?;
+        self.why.as_ref().map_or(Ok(()), |why| write!(f, " (auto: {why})"))
     }
 }
 

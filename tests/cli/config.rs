@@ -111,6 +111,7 @@ fn errors_name_the_option_and_its_source() {
         ("[server]\nqueue = 0", &["unicorn.toml", "server.queue", "1 to 4096"]),
         ("[engine]\ncontext = -1", &["unicorn.toml", "engine.context"]),
         ("[model]\nquantize = \"int3\"", &["unicorn.toml", "model.quantize", "int3", "int8-row"]),
+        ("[kv]\ndtype = \"fp8\"", &["unicorn.toml", "kv.dtype", "fp8", "auto, f16, int8, f32"]),
         ("[kv]\nshare_prefixes = \"none\"", &["unicorn.toml", "kv.share_prefixes", "none", "key, all"]),
         ("[memory]\nvram = \"16GB\"", &["unicorn.toml", "memory.vram", "16GB", "16GiB"]),
         ("[memory]\nreserve = 5", &["unicorn.toml", "memory.reserve", "string"]),

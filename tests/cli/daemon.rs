@@ -8,6 +8,7 @@ use serde_json::Value;
 
 use crate::support::checkpoints::tiny_model;
 use crate::support::daemon::{Daemon, number_of};
+use crate::support::device_is_software;
 use crate::support::energy::{WATTS, constant_power, no_power};
 use crate::support::fake_runner::HANG;
 use crate::support::program::{assert_error, binary, output, unicorn, unicorn_on_software};
@@ -24,6 +25,13 @@ fn serve_loads_answers_and_stops_on_sigterm() {
     let (_, status) = server.exchange("GET", "/status", &[], "");
     let status: Value = serde_json::from_str(&status).expect(&status);
     assert_eq!(status["model"]["weights"], schemes, "{status}");
+    // By default, the load chooses the type of keys and values, and says why.
+    let kv = ["kv_dtype", "kv_dtype_why"].map(|field| status["model"][field].as_str().expect("a text"));
+    if device_is_software() {
+        assert_eq!(kv, ["f16", "the device is software"]);
+    }
+    let said = format!("keys and values {} (auto: {})", kv[0], kv[1]);
+    assert!(server.log.iter().any(|line| line.contains(&said)), "{said}: {:#?}", server.log);
     // The log says what the kernel reports of the memory, or that it cannot be verified.
     let verdict = |l: &&String| l.contains("the kernel sees") || l.contains("cannot be verified here");
     assert_eq!(server.log.iter().filter(verdict).count(), 1, "{:#?}", server.log);

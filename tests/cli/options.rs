@@ -22,7 +22,7 @@ use crate::support::lists::words;
 use crate::support::program::{
     assert_error, lab, lab_on_software, output, printed, printed_json, unicorn, unicorn_on_software,
 };
-use crate::support::{data, demo, device, root};
+use crate::support::{data, demo, device, device_is_software, root};
 
 const TABLE: &str = "tests/options.md";
 /// The second binary. Its commands have this word before them in the table and in command lines here.
@@ -455,10 +455,6 @@ fn a_command_fails_without_a_load_option_that_it_needs() {
     }
 }
 
-fn device_is_software() -> bool {
-    device().info().kind == unicorn::gpu::DeviceKind::Cpu
-}
-
 // --- plan, inspect and doctor ----------------------------------------------------------------------------
 
 #[test]
@@ -509,7 +505,8 @@ fn plan_inspect_and_doctor_follow_their_options() {
     let planned = |more: &[&str], field: &str| json(&[&on_paper[..], more].concat())[field].clone();
     let number = |more: &[&str], field: &str| planned(more, field).as_u64().expect("a number");
     assert_eq!(planned(&["--context", "96"], "context"), json!(96));
-    assert!(number(&["--kv", "int8"], "kv_bytes_per_token") < number(&[], "kv_bytes_per_token"));
+    assert!(number(&["--kv", "int8"], "kv_bytes_per_token") < number(&["--kv", "f16"], "kv_bytes_per_token"));
+    assert!(planned(&["--kv", "auto"], "kv_dtype_why").is_string());
     assert!(number(&["--quantize", "int8-row"], "weight_bytes") < number(&[], "weight_bytes"));
     assert_eq!(planned(&["--sequences", "3"], "sequences"), json!(3));
     assert_eq!(planned(&["--draft", folder], "draft")["model"], json!(folder));
@@ -748,6 +745,7 @@ fn a_server_follows_its_command_line() {
     assert_eq!((status, &model["id"], &model["context"]), (200, &json!("a/b"), &json!(70)), "{body}");
     assert_eq!(model["draft_layers"], json!(8), "{body}");
     assert!(model["weights"].as_str().expect("a text").contains("attention int8-row"), "{body}");
+    assert_eq!((&model["kv_dtype"], &model["kv_dtype_why"]), (&json!("int8"), &Value::Null), "{body}");
     assert_eq!(server.ask(&key, false).0, 200);
     let (_, body) = server.exchange("GET", "/status", &key, "");
     let body: Value = serde_json::from_str(&body).expect(&body);

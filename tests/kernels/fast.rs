@@ -606,18 +606,68 @@ fn int8_activations_hardly_change_the_logits_of_the_demo_model() {
     }
 }
 
+/// What `kv.dtype = "auto"` gives up: int8 keys and values against f16, for tokens that see few and many others. With
+/// `UNICORN_TEST_DEMO=all` they see up to 8191, otherwise up to 4095.
+#[test]
+fn int8_keys_and_values_hardly_change_the_logits_at_any_depth() {
+    let longest = if std::env::var("UNICORN_TEST_DEMO").is_ok_and(|v| v == "all") { 8192 } else { 4096 };
+    let all = demo::goldens().answers.iter().flat_map(|a| a.prompt[1..].iter().chain(&a.answer));
+    let tokens: Vec<u32> =
+        demo::goldens().answers[0].prompt[..1].iter().chain(all).copied().take(longest).collect();
+    assert_eq!(tokens.len(), longest);
+    let logits = |folder: &Path, kv, tokens: &[u32]| {
+        let options = LoadOptions { kv, max_context: Some(longest), ..LoadOptions::default() };
+        all_logits(&mut load(folder, &options), tokens)
+    };
+    let by_type =
+        |folder: &Path, tokens: &[u32]| [KvDtype::F16, KvDtype::Int8].map(|kv| logits(folder, kv, tokens));
+    let demo = demo::folder();
+    let [expected, got] = by_type(&demo, &tokens);
+    let vocab = expected.len() / tokens.len();
+    for end in [512, 4096, 8192].into_iter().filter(|end| *end <= longest) {
+        let here = (end - 512) * vocab..end * vocab;
+        let (kl, top) = divergence(&expected[here.clone()], &got[here], vocab);
+        println!("positions {} to {end}: mean KL {kl:.2e}, top-1 {:.2} %", end - 512, 100.0 * top);
+        assert!(kl <= 5e-4 && top >= 0.98, "before position {end}: mean KL {kl}, top-1 {top}");
+    }
+
+    // Large channels of keys take the resolution of the others, which share their scale.
+    let folder = tempfile::tempdir().unwrap();
+    write_model_with_large_keys(folder.path());
+    let tokens = &tokens[..1024];
+    let [same, got] = by_type(folder.path(), tokens);
+    let (kl, _) = divergence(&expected[..tokens.len() * vocab], &same, vocab);
+    assert!(kl <= 1e-5, "the changed model computes another function: mean KL {kl}");
+    let (kl, top) = divergence(&same, &got, vocab);
+    println!("keys with channels of 8 and 16 times the size: mean KL {kl:.2e}, top-1 {:.2} %", 100.0 * top);
+    assert!(kl <= 0.005, "mean KL {kl}, top-1 {top}");
+}
+
+/// Writes a changed demo model. In each norm of keys, two pairs of channels that RoPE rotates together are multiplied,
+/// and in the norm of queries divided by the same factors. So the function stays the same.
+fn write_model_with_large_keys(to: &Path) {
+    const PAIRS: [(usize, f32); 2] = [(5, 8.0), (20, 16.0)];
+    write_changed_model(to, &|name, values, _| {
+        let factor_of = |factor: f32| match name {
+            name if name.contains("k_norm") => Some(factor),
+            name if name.contains("q_norm") => Some(1.0 / factor),
+            _ => None,
+        };
+        for (channel, factor) in PAIRS {
+            let Some(factor) = factor_of(factor) else { return };
+            for channel in [channel, channel + values.len() / 2] {
+                values[channel] = (1.0 + values[channel]) * factor - 1.0;
+            }
+        }
+    });
+}
+
 /// Writes a changed demo model. In each norm before matrices, four channels are multiplied by 32 to 256, and the
 /// matching columns of the matrices are divided by the same factors. The function stays the same, but the activations
 /// have outliers, as in the real Gemma 3.
 fn write_model_with_outliers(to: &Path) {
     const CHANNELS: [(usize, f32); 4] = [(7, 32.0), (70, 64.0), (133, 128.0), (250, 256.0)];
-    let bytes = std::fs::read(demo::folder().join("model.safetensors")).unwrap();
-    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
-    let mut tensors: Vec<(String, Vec<usize>, Vec<u8>)> = Vec::new();
-    for (name, view) in file.tensors() {
-        let values = view.data().chunks_exact(2).map(|b| half::bf16::from_le_bytes([b[0], b[1]]).to_f32());
-        let mut values: Vec<f32> = values.collect();
-        let cols = *view.shape().last().unwrap();
+    write_changed_model(to, &|name, values, cols| {
         let is_norm = ["input_layernorm", "pre_feedforward_layernorm"].iter().any(|norm| name.contains(norm));
         let reads_normed =
             ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"].iter().any(|p| name.contains(p));
@@ -628,6 +678,18 @@ fn write_model_with_outliers(to: &Path) {
                 values.chunks_mut(cols).for_each(|row| row[channel] /= factor);
             }
         }
+    });
+}
+
+/// Writes the demo model in f32. `change` gets each tensor's name, values and columns.
+fn write_changed_model(to: &Path, change: &dyn Fn(&str, &mut [f32], usize)) {
+    let bytes = std::fs::read(demo::folder().join("model.safetensors")).unwrap();
+    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let mut tensors: Vec<(String, Vec<usize>, Vec<u8>)> = Vec::new();
+    for (name, view) in file.tensors() {
+        let values = view.data().chunks_exact(2).map(|b| half::bf16::from_le_bytes([b[0], b[1]]).to_f32());
+        let mut values: Vec<f32> = values.collect();
+        change(&name, &mut values, *view.shape().last().unwrap());
         let data = values.iter().flat_map(|v| v.to_le_bytes()).collect();
         tensors.push((name, view.shape().to_vec(), data));
     }

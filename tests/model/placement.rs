@@ -13,7 +13,7 @@ use unicorn::gpu::{Device, DeviceKind, ReadSpeed};
 use unicorn::kernels::Heads;
 use unicorn::model::arch::{self, open_files};
 use unicorn::model::load::{LoadError, LoadOptions, Source};
-use unicorn::model::memory::{DEFAULT_BLOCK_SIZE, MemoryRequest, Schemes};
+use unicorn::model::memory::{ChosenKv, DEFAULT_BLOCK_SIZE, MemoryRequest, Schemes};
 use unicorn::model::model_runner::ModelRunner;
 use unicorn::model::spec::ModelSpec;
 use unicorn::model::{Runner, self_test};
@@ -670,7 +670,8 @@ fn the_plan_in_the_docs_is_the_printed_plan() {
 #[test]
 fn a_plan_as_json_equals_the_text_and_adds_up() {
     let plan = |args: &[&str]| -> (i32, Value, String) {
-        let (code, stdout, stderr) = output(unicorn(&[&PLAN_27B[..], &["--json"], args].concat()));
+        let (code, stdout, stderr) =
+            output(unicorn(&[&PLAN_27B[..], &["--json", "--kv", "f16"], args].concat()));
         (code, serde_json::from_str(&stdout).expect("one JSON object"), stderr)
     };
     let bytes = |value: &Value| value.as_u64().expect("a number");
@@ -707,7 +708,7 @@ fn a_plan_as_json_equals_the_text_and_adds_up() {
 fn a_plan_names_limits_of_the_context_other_than_memory() {
     let plan = |args: &[&str]| {
         let shape = ["plan", "--shape", "gemma-3-27b", "--scheme", "int4-g128", "--vram", "900GiB"];
-        let (code, stdout, stderr) = output(unicorn(&[&shape[..], args].concat()));
+        let (code, stdout, stderr) = output(unicorn(&[&shape[..], &["--kv", "f16"], args].concat()));
         assert_eq!((code, stderr.as_str()), (0, ""));
         stdout
     };
@@ -720,7 +721,7 @@ fn a_plan_names_limits_of_the_context_other_than_memory() {
     assert_eq!((&line["context"], &line["cut_to_model_maximum"]), (&json!(131_072), &json!(true)));
     let line = json(&["--json", "--context", "131072"]);
     assert_eq!((&line["context"], &line["cut_to_model_maximum"]), (&json!(131_072), &json!(false)));
-    // For sixteen sequences, the keys of one layer take 4 KiB a token, in one allocation of less than 4 GiB. Most of
+    // For sixteen sequences, the keys of one layer take 4 KiB a token in f16, in one allocation of less than 4 GiB. Most of
     // the memory stays unused.
     let text = plan(&[]);
     for row in [
@@ -731,6 +732,63 @@ fn a_plan_names_limits_of_the_context_other_than_memory() {
     }
     assert_eq!(line["largest_contexts"][0]["largest_allocation_bytes"], Value::Null);
     assert_eq!(line["largest_contexts"][1]["largest_allocation_bytes"], json!((4 * GIB) - 64 * KIB));
+}
+
+/// A full step of the 27B reads 14.6 GB of weights. A token takes 8 KiB in each of its 62 layers, of which 52 see a
+/// window of 1024.
+#[test]
+fn auto_takes_int8_where_a_step_reads_a_tenth_as_many_keys_and_values_as_weights() {
+    let spec = published("gemma-3-27b");
+    let schemes = model_request(&spec).schemes;
+    let auto = |context, sequences| ChosenKv::auto(&spec, &schemes, context, sequences);
+    for (context, sequences, percent, dtype) in [
+        (512, 5, "8.9 %", KvDtype::F16),
+        (512, 6, "10.7 %", KvDtype::Int8),
+        (100, 16, "5.6 %", KvDtype::F16),
+        // Without windows, this context would be 14 %.
+        (4096, 1, "5.3 %", KvDtype::F16),
+        (131_072, 1, "76.5 %", KvDtype::Int8),
+    ] {
+        let chosen = auto(context, sequences);
+        assert_eq!(chosen.dtype, dtype, "{context} tokens, {sequences} sequences: {chosen}");
+        let why = chosen.why.expect("it was chosen");
+        assert!(why.contains(percent), "{context} tokens, {sequences} sequences: {why}");
+    }
+    // With the default limits, every published model is beyond the bound, also in bf16.
+    for shape in arch::shapes() {
+        let spec = shape.spec();
+        let schemes = Schemes::uniform(&spec, Scheme::Bf16, Scheme::Bf16, Scheme::Bf16);
+        let chosen = ChosenKv::auto(&spec, &schemes, spec.max_position_embeddings, 16);
+        assert_eq!(chosen.dtype, KvDtype::Int8, "{}: {chosen}", shape.name);
+    }
+}
+
+#[test]
+fn a_plan_shows_the_type_of_keys_and_values_that_auto_takes() {
+    let plan = |args: &[&str], variables: &[(&str, &str)]| -> Value {
+        let mut command = unicorn(&[&PLAN_27B[..], &["--json"], args].concat());
+        command.envs(variables.iter().copied());
+        let (code, stdout, stderr) = output(command);
+        assert_eq!(code, 0, "{stderr}");
+        serde_json::from_str(&stdout).expect("one JSON object")
+    };
+    let type_of = |line: &Value| line["kv_dtype"].as_str().expect("a type").to_owned();
+    let (auto, int8, f16) = (plan(&[], &[]), plan(&["--kv", "int8"], &[]), plan(&["--kv", "f16"], &[]));
+    assert_eq!([&auto, &int8, &f16].map(type_of), ["int8", "int8", "f16"]);
+    assert!(auto["kv_dtype_why"].as_str().expect("a reason").contains("76.5 %"), "{auto}");
+    assert_eq!((&int8["kv_dtype_why"], &f16["kv_dtype_why"]), (&Value::Null, &Value::Null));
+    let bytes = |line: &Value| line["kv_bytes_per_token"].as_u64().expect("a number");
+    assert_eq!((bytes(&auto), bytes(&f16)), (10 * 2 * 16 * (128 + 4), 10 * 2 * 16 * 2 * 128));
+    assert_eq!(auto["placed_bytes"], int8["placed_bytes"]);
+    // The limits of a load decide, and so does its precision.
+    let one = ("UNICORN_ENGINE_SEQUENCES", "1");
+    assert_eq!(type_of(&plan(&["--context", "4096"], &[])), "int8");
+    assert_eq!(type_of(&plan(&["--context", "4096"], &[one])), "f16");
+    assert_eq!(type_of(&plan(&["--context", "4096", "--sequences", "6"], &[one])), "int8");
+    assert_eq!(type_of(&plan(&[], &[("UNICORN_MODEL_PRECISION", "f32")])), "f16");
+    let int8 = ("UNICORN_KV_DTYPE", "int8");
+    assert_eq!(type_of(&plan(&["--context", "4096"], &[one, int8])), "int8");
+    assert_eq!(type_of(&plan(&["--context", "4096", "--kv", "auto"], &[one, int8])), "f16");
 }
 
 #[test]

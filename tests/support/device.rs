@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex, OnceLock};
 
-use unicorn::gpu::{Device, DevicePolicy, Rehearsal};
+use unicorn::gpu::{Device, DeviceKind, DevicePolicy, Rehearsal};
 
 /// The policy that chooses the device for every test: the device in `UNICORN_TEST_DEVICE`, or else the best GPU, or
 /// else software Vulkan. The validation layer is on, and any of its messages fails the next wait. On machines without
@@ -14,6 +14,11 @@ pub fn policy() -> DevicePolicy {
         validation: std::env::var("UNICORN_TEST_VALIDATION").map_or(true, |value| value != "0"),
         ..DevicePolicy::default()
     }
+}
+
+/// Whether the tests' device is software Vulkan.
+pub fn device_is_software() -> bool {
+    device().info().kind == DeviceKind::Cpu
 }
 
 /// The device of [`policy`]. A test, which is a thread, always gets the same one. Tests share up to four open devices,

@@ -47,7 +47,7 @@ use std::sync::OnceLock;
 use serde::Deserialize;
 
 pub use allocation::{PARSER_BYTES, bounded_allocation, peak_allocation};
-pub use device::{device, policy};
+pub use device::{device, device_is_software, policy};
 
 /// Names the file to which each skip appends a line `name<TAB>test`. `tools/test.py` counts those lines, so that a
 /// skipped test is not reported as passed.

@@ -119,6 +119,8 @@ pub fn report() -> ModelReport {
         layers: 6,
         draft_layers: Some(2),
         weights: "none".into(),
+        kv_dtype: "f16".into(),
+        kv_dtype_why: None,
         placements: vec![placed("KV cache", "heap 0", 7), placed("norms", "heap \"1\"", 9)],
         residency: "confirmed".into(),
         sliding_block_bytes: 0,

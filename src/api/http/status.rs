@@ -53,6 +53,10 @@ replies! {
         draft_layers | null: usize,
         /// How the weights are stored.
         weights?: String,
+        /// The type of keys and values in the cache.
+        kv_dtype?: String,
+        /// Why `kv.dtype = "auto"` took that type; null if the type was configured.
+        kv_dtype_why | null: String,
     }
 
     /// Counts since the start.
@@ -192,6 +196,8 @@ pub(in crate::api) async fn status(State(server): State<Arc<Server>>) -> Json<St
             layers: device.map(|device| device.layers),
             draft_layers: device.map(|device| device.draft_layers),
             weights: device.map(|device| device.weights.clone()),
+            kv_dtype: device.map(|device| device.kv_dtype.clone()),
+            kv_dtype_why: device.map(|device| device.kv_dtype_why.clone()),
         },
         connections: server.connections.count(),
         requests: StatusRequests {
