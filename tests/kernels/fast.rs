@@ -607,10 +607,10 @@ fn int8_activations_hardly_change_the_logits_of_the_demo_model() {
 }
 
 /// What `kv.dtype = "auto"` gives up: int8 keys and values against f16, for tokens that see few and many others. With
-/// `UNICORN_TEST_DEMO=all` they see up to 8191, otherwise up to 4095.
+/// `UNICORN_TEST_DEMO=all` they see up to 8191, otherwise up to 1023.
 #[test]
 fn int8_keys_and_values_hardly_change_the_logits_at_any_depth() {
-    let longest = if std::env::var("UNICORN_TEST_DEMO").is_ok_and(|v| v == "all") { 8192 } else { 4096 };
+    let longest = if std::env::var("UNICORN_TEST_DEMO").is_ok_and(|v| v == "all") { 8192 } else { 1024 };
     let all = demo::goldens().answers.iter().flat_map(|a| a.prompt[1..].iter().chain(&a.answer));
     let tokens: Vec<u32> =
         demo::goldens().answers[0].prompt[..1].iter().chain(all).copied().take(longest).collect();
@@ -624,7 +624,7 @@ fn int8_keys_and_values_hardly_change_the_logits_at_any_depth() {
     let demo = demo::folder();
     let [expected, got] = by_type(&demo, &tokens);
     let vocab = expected.len() / tokens.len();
-    for end in [512, 4096, 8192].into_iter().filter(|end| *end <= longest) {
+    for end in [512, 1024, 4096, 8192].into_iter().filter(|end| *end <= longest) {
         let here = (end - 512) * vocab..end * vocab;
         let (kl, top) = divergence(&expected[here.clone()], &got[here], vocab);
         println!("positions {} to {end}: mean KL {kl:.2e}, top-1 {:.2} %", end - 512, 100.0 * top);
