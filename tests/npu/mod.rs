@@ -4,3 +4,4 @@ mod containers;
 mod offload;
 mod process;
 mod shim;
+mod tile;
