@@ -353,7 +353,7 @@ def prometheus_reads_what_docs_metrics_md_lists(server):
     found = {name + "_total" if family.type == "counter" else name for name, family in after.items()}
     assert found <= documented, found - documented
     # Metrics that only some machines and settings have.
-    optional = {name for name in documented if "gpu_memory_driver" in name or "_kernel_" in name}
+    optional = {name for name in documented if "gpu_memory_driver" in name or "gpu_heap_read" in name or "_kernel_" in name}
     assert documented - found <= optional, documented - found - optional
     for family in after.values():
         assert family.documentation and all(sample.labels["model_name"] == model_id(server) for sample in family.samples), family
