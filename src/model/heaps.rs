@@ -12,8 +12,8 @@ use std::sync::Arc;
 use super::rig::{ROTATED_BYTES, Rig};
 use crate::gpu::placement::{self, Limits, Machine, Request};
 use crate::gpu::{Arena, Class, Device, DeviceKind, GpuError, MemoryKind};
-use crate::kernels::{Heads, Kernels, Matrices, Matrix, Wants};
-use crate::tensor::{KvDtype, Precision, Scheme};
+use crate::kernels::{Matrices, Matrix, Wants};
+use crate::tensor::Scheme;
 
 /// Number of measured spans; the median counts.
 const RUNS: usize = 5;
@@ -164,9 +164,7 @@ fn seconds(
         make.arena = Arena::with_plan(device, plan)?;
         make.copies(scheme, rows, cols, count)?
     };
-    let of_products = Matrices { products: vec![scheme], ..Matrices::default() };
-    let heads = Heads { group: 2, head_dim: 256, kv: KvDtype::F16 };
-    let kernels = Kernels::new(device, &of_products, &[heads], Precision::Fast)?;
+    let kernels = rig.multiplying(&Matrices { products: vec![scheme], ..Matrices::default() })?;
     let mut make = rig.make();
     let (x, y) =
         (make.operand(&kernels, Wants { floats: false, blocks: true }, 1, cols)?, make.activations(1, rows)?);

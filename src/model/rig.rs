@@ -101,8 +101,14 @@ impl Rig {
             embedding: of_kind(ProductKind::Head),
             tiles: Some(tiles),
         };
+        self.multiplying(&matrices)
+    }
+
+    /// The kernels that multiply `matrices` with int8 activations.
+    pub(crate) fn multiplying(&self, matrices: &Matrices) -> Result<Kernels, GpuError> {
+        // Kernels cannot be made without attention, which is not measured.
         let heads = Heads { group: 2, head_dim: 256, kv: KvDtype::F16 };
-        Kernels::new(&self.device, &matrices, &[heads], Precision::Fast)
+        Kernels::new(&self.device, matrices, &[heads], Precision::Fast)
     }
 
     /// The time of one product with int8 activations of `tokens` tokens, and the bits of its result. `None` if the

@@ -46,7 +46,8 @@ pub struct Trial {
 }
 
 impl Trial {
-    /// The largest matrix of each kind of a model with these schemes. There is none if a kind has no int8 products.
+    /// The largest matrix of each kind of product of a model with these schemes. A kind without int8 products has no
+    /// matrix.
     pub fn of(device: &DeviceInfo, config: &ModelSpec, schemes: &Schemes) -> Trial {
         let bytes = |(_, scheme, [rows, cols]): &(_, Scheme, [usize; 2])| {
             scheme.block_bytes(*rows, *cols) + scheme.scale_bytes(*rows, *cols)

@@ -38,7 +38,7 @@ fn a_heap_without_room_and_a_device_without_a_clock_have_no_speed() {
 
     let null = Device::open_null().expect("a device");
     assert_eq!(measured(&null, &SMALL).expect("nothing is read"), Err(NotMeasured::NoClock));
-    // A load goes on without a speed, and the next one tries again.
+    // The load continues without a speed, and the next load measures again.
     measure_for_load(&null).expect("a load without a speed");
     assert!(is_due(&null));
 }
