@@ -46,24 +46,16 @@ shared float column_scales[ALL_COLUMNS];
 // For blocks with even and with odd numbers, the last one that has second digits, plus 1.
 shared uint second_digits[2];
 
-// Stored weights have BIAS added. An exclusive or of the highest of BITS bits removes it, if those are the highest bits
-// of a byte: the byte is then the weight times WEIGHT_FACTOR. The scale of a row takes that factor back, without
-// rounding: fast.glsl says how small a scale is.
-#if defined(WEIGHT_INT4)
-const uint BITS = 4;
-#elif defined(WEIGHT_INT5)
-const uint BITS = 5;
-#elif defined(WEIGHT_INT6)
-const uint BITS = 6;
-#else
-const uint BITS = 8;
-#endif
-const uint SHIFT = BIAS == 0 ? 0 : 8 - BITS;
-const float WEIGHT_FACTOR = float(1 << SHIFT);
+// Stored weights have BIAS added, which is half of their range. If they are in the highest bits of their bytes, an
+// exclusive or of the highest bit removes it: the byte is then the weight times WEIGHT_FACTOR. The scale of a row takes
+// that factor back, without rounding: fast.glsl says how small a scale is.
+const int WEIGHT_FACTOR = BIAS == 0 ? 1 : 128 / max(BIAS, 1);
 uint without_bias(uint four) { return BIAS == 0 ? four : four ^ 0x80808080u; }
 uvec2 without_bias(uvec2 eight) { return uvec2(without_bias(eight.x), without_bias(eight.y)); }
 
+// Indices of 16 bytes below this have offsets of 32 bits.
 const uint MOST_ELEMENTS = 0x0fffffffu;
+
 // Two invocations unpack a row: each half of a tile's row is next to the other one. A subgroup has at most 64
 // invocations, so its rows belong to one tile.
 const uint TILE_INVOCATIONS = 2 * TILE_ROWS;
@@ -150,7 +142,7 @@ void store_weights(uint buffer_index, Share own, Moved moved) {
     a_words[at + HALF + own.half_index] = without_bias(high);
 #else
 #if defined(HIGH_BITS)
-    const uvec4 bytes = bytes_of(moved.weights, moved.high, own.half_index) << SHIFT;
+    const uvec4 bytes = bytes_of(moved.weights, moved.high, own.half_index) * uint(WEIGHT_FACTOR);
 #else
     const uvec4 bytes = moved.weights;
 #endif
@@ -162,7 +154,7 @@ void store_weights(uint buffer_index, Share own, Moved moved) {
     // With one scale for both halves, both invocations store the same.
     const vec2 s = scale_of_words(moved.row_scale, own.row);
     const uint scale_at = buffer_index * ROW_SCALES + (HALVES - 1) * own.half_index * ROWS + own.workgroup_row;
-    row_scales[scale_at] = s.x / WEIGHT_FACTOR;
+    row_scales[scale_at] = s.x / float(WEIGHT_FACTOR);
 #if defined(SHIFTED)
     row_shifts[scale_at] = s.y;
 #endif
