@@ -151,6 +151,8 @@ pub fn measured(
     let spent = Cell::new(Duration::ZERO);
     let is_over = || spent.get() >= trial.budget;
     let (mut tiles, mut left_out) = (counted, Vec::new());
+    // For each matrix, the ways that the device refused, or that yielded wrong bits.
+    let mut rejected = vec![Vec::new(); trial.matrices.len()];
     let mut bench = spending(&spent, || Bench::new(device, &trial.matrices))?;
     for (class, tokens) in TOKENS.into_iter().enumerate() {
         for at in 0..trial.matrices.len() {
@@ -164,10 +166,8 @@ pub fn measured(
                 spending(&spent, || bench.time(at, tiles, tokens))
             };
             let counted = counted.way(kind, class);
-            let Some((way, is_complete)) = fastest(tokens, counted, trial.subgroups, &is_over, &mut time)?
-            else {
-                return Ok(None);
-            };
+            let of = (counted, trial.subgroups, &mut rejected[at]);
+            let Some((way, is_complete)) = fastest(tokens, of, &is_over, &mut time)? else { return Ok(None) };
             tiles = tiles.with(kind, class, way);
             if !is_complete {
                 left_out.push(format!("{kind} products of {tokens} tokens"));
@@ -215,14 +215,15 @@ fn spending<T>(spent: &Cell<Duration>, work: impl FnOnce() -> T) -> T {
 type Timed = (f64, Vec<u32>);
 
 /// The fastest way of a product of `tokens` tokens whose bits are those of lanes, beginning with `counted`, and whether
-/// all ways were measured before `is_over`. `time` is `None` if the device has no timestamps, and so is the result.
+/// all ways were measured before `is_over`. A way in `rejected` is not measured again and not chosen. `time` is `None`
+/// if the device has no timestamps, and so is the result.
 fn fastest(
     tokens: usize,
-    counted: Way,
-    subgroups: Option<SubgroupTile>,
+    (counted, subgroups, rejected): (Way, Option<SubgroupTile>, &mut Vec<Way>),
     is_over: &dyn Fn() -> bool,
     time: &mut dyn FnMut(Way) -> Result<Option<Timed>, GpuError>,
 ) -> Result<Option<(Way, bool)>, GpuError> {
+    let counted = if rejected.contains(&counted) { Way::COUNTED } else { counted };
     if is_over() {
         return Ok(Some((counted, false)));
     }
@@ -231,9 +232,16 @@ fn fastest(
         if way == Way::COUNTED {
             return Ok(by_lanes);
         }
+        if rejected.contains(&way) {
+            return Ok(f64::INFINITY);
+        }
         let Some((took, bits)) = time(way)? else { return Ok(f64::INFINITY) };
-        if took.is_finite() && bits != expected {
+        let is_wrong = took.is_finite() && bits != expected;
+        if is_wrong {
             tracing::warn!("{way} yield wrong bits for {tokens} tokens on this driver: they are not used");
+        }
+        if is_wrong || took.is_infinite() {
+            rejected.push(way);
             return Ok(f64::INFINITY);
         }
         Ok(took)
@@ -325,7 +333,7 @@ mod tests {
             let found = ways.iter().find(|(of, ..)| *of == way);
             Ok(Some(found.map_or((1.0, vec![7]), |(_, took, bits)| (*took, vec![*bits]))))
         };
-        fastest(64, counted, tile, &|| count.get() >= most, &mut time).unwrap()
+        fastest(64, (counted, tile, &mut Vec::new()), &|| count.get() >= most, &mut time).unwrap()
     }
 
     #[test]
@@ -352,6 +360,22 @@ mod tests {
             assert_eq!(of(counted, &[(tile, f64::INFINITY, 0)], 99), Some((Way::COUNTED, true)));
         }
         assert_eq!(of(Way::COUNTED, &[(tile, 0.1, 8), (HALF, 0.5, 7)], 99), Some((HALF, true)));
+    }
+
+    #[test]
+    fn a_rejected_way_is_not_chosen_for_more_tokens() {
+        let tile = SubgroupTile::emulated([16, 16, 16]);
+        let (way, mut rejected, measured) = (Way::Subgroups(tile.unwrap()), Vec::new(), Cell::new(0));
+        let mut time = |timed| {
+            let is_wrong = timed == way;
+            measured.set(measured.get() + u32::from(is_wrong));
+            Ok(Some((1.0, vec![u32::from(is_wrong)])))
+        };
+        for is_over in [false, false, true] {
+            let found = fastest(64, (way, tile, &mut rejected), &|| is_over, &mut time).unwrap();
+            assert_eq!(found, Some((Way::COUNTED, !is_over)));
+        }
+        assert_eq!(measured.get(), 1);
     }
 
     #[test]

@@ -9,6 +9,7 @@ use unicorn::kernels::{ActivationsFrom, GpuTiles, ProductKind, SubgroupTile, Til
 use unicorn::model::arch::open_files;
 use unicorn::model::load::{LoadOptions, Source};
 use unicorn::model::memory::Schemes;
+use unicorn::model::rig::Rig;
 use unicorn::model::tensors::TensorSpec;
 use unicorn::model::tune::{Trial, Tuned, measured, read_cached, tuned, write_cached};
 use unicorn::tensor::{KvDtype, Precision, QuantizeMode, Scheme};
@@ -84,14 +85,19 @@ fn nothing_is_chosen_when_no_time_is_left() {
     assert_eq!(tuned, Some(Tuned { queue: device().queue_kind(), tiles: counted }));
 }
 
-/// The first tile is one that the device refuses. With the second one, subgroups leave half of the rows out.
 #[test]
 fn a_tile_that_is_refused_or_wrong_is_not_chosen() {
-    for fields in [
-        json!({"m": 16, "n": 16, "k": 8, "subgroups": [2, 2], "is_emulated": false}),
-        json!({"m": 8, "n": 8, "k": 8, "subgroups": [8, 1], "is_emulated": true}),
-    ] {
-        let tile = tile(fields);
+    let refused = tile(json!({"m": 16, "n": 16, "k": 8, "subgroups": [2, 2], "is_emulated": false}));
+    // A workgroup has 8 subgroups. As there are not 16 along the rows, half of the rows are not computed.
+    let wrong = tile(json!({"m": 8, "n": 8, "k": 8, "subgroups": [16, 1], "is_emulated": true}));
+    let mut rig = Rig::new(&device()).unwrap();
+    let products = rig.products(ProductKind::Gated, Scheme::int4(32), [96, 64]).unwrap();
+    let [lanes, subgroups] = [GpuTiles::COUNTED, GpuTiles::multiplied_by(wrong)].map(|tiles| {
+        let kernels = rig.kernels_of(&products, Tiles::Gpu(tiles)).unwrap();
+        rig.time_product(&products, &kernels, 64, 1).unwrap().expect("lavapipe has a clock").1
+    });
+    assert_ne!(lanes, subgroups);
+    for tile in [refused, wrong] {
         let trial = Trial { subgroups: Some(tile), ..trial(&[ProductKind::Gated]) };
         let counted = GpuTiles::multiplied_by(tile);
         let tuned = measured(&device(), &policy(), counted, &trial).expect("it measures");
