@@ -54,6 +54,8 @@ BUILD = ["cargo", "build", "--locked", "--bins", "--examples", "--test", "suite"
 # The unit tests need a second build of the crate. Without optimization it takes a quarter of the time.
 UNIT_TESTS = {"CARGO_PROFILE_DEV_OPT_LEVEL": "0"}
 PART_SECONDS = 40 * 60
+# The number of slowest tests that are listed at the end.
+SLOWEST = 20
 # The number of panic lines that are repeated with the name of a failed test.
 PANIC_LINES = 20
 FETCH_SECONDS = 180
@@ -70,6 +72,8 @@ class Result:
     passed: int = 0
     failures: list = field(default_factory=list)
     skipped: list = field(default_factory=list)
+    # (seconds, name) of tests.
+    took: list = field(default_factory=list)
 
     def tests(self):
         return self.passed + len(self.failures) + len(self.skipped)
@@ -81,9 +85,9 @@ def listed_skips():
     return set(re.findall(r"^\[([a-z0-9-]+)\]\s*$", text, re.MULTILINE))
 
 
-def run(command, seconds=PART_SECONDS, env=None):
+def run(command, seconds=PART_SECONDS, env=None, arrived=None):
     """Runs a command, shows its output while it runs, and returns (exit status, output). Status None = the command was
-    killed."""
+    killed. `arrived` is a list that receives (time, line) of each line."""
     process = subprocess.Popen(
         command, cwd=ROOT, env={**os.environ, **(env or {})}, text=True, errors="replace", start_new_session=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -102,6 +106,8 @@ def run(command, seconds=PART_SECONDS, env=None):
     try:
         for line in process.stdout:
             lines.append(line)
+            if arrived is not None:
+                arrived.append((time.monotonic(), line))
             print(line, end="", flush=True)
         status = process.wait()
     except BaseException:
@@ -168,15 +174,35 @@ def rust():
         return Result(failures=[f"rust: the build failed ({ended(built)})"])
     env = {"UNICORN_SKIP_LOG": str(SKIP_LOG), **LAVAPIPE, **narrow_vectors()}
     tests = ["cargo", "test", "--locked", "--no-fail-fast"]
+    arrived = []
     ran = [
         run([*tests, "--lib"], env={**env, **UNIT_TESTS}),
-        run([*tests, "--test", "suite"], env=env),
+        run([*tests, "--test", "suite"], env=env, arrived=arrived),
         run([*tests, "--doc"], env=env),
     ]
     log = SKIP_LOG.read_text().splitlines() if SKIP_LOG.exists() else []
     # The first status that is not 0; None = the command was killed.
     status = next((status for status, _ in ran if status != 0), 0)
-    return cargo_result(status, "".join(output for _, output in ran), [tuple(line.split("\t", 1)) for line in log])
+    result = cargo_result(status, "".join(output for _, output in ran), [tuple(line.split("\t", 1)) for line in log])
+    result.took = durations(arrived, int(os.environ.get("RUST_TEST_THREADS") or os.cpu_count()))
+    return result
+
+
+def durations(arrived, threads):
+    """(seconds, name) of each test of a binary, from the times at which its lines arrived: the test harness starts tests
+    in the order of their names, and starts the next one when one ends."""
+    began = next((at for at, line in arrived if re.match(r"running \d+ tests?$", line)), None)
+    ended = [(at, found[1]) for at, line in arrived if (found := re.match(r"test (\S+)(?: - should panic)? \.\.\. (?:ok|FAILED)$", line))]
+    waiting = sorted(name for _, name in ended)
+    starts = dict.fromkeys(waiting[:threads], began)
+    following = iter(waiting[threads:])
+    took = []
+    for at, name in ended:
+        if name in starts:
+            took.append((at - starts[name], name))
+        if (after := next(following, None)) is not None:
+            starts[after] = at
+    return took
 
 
 def narrow_vectors():
@@ -492,11 +518,14 @@ def main(names):
         total.passed += result.passed
         total.failures += result.failures
         total.skipped += result.skipped
+        total.took += result.took
 
     allowed = listed_skips()
     total.failures += [f"skip {name!r} ({what}) is not listed in tests/skips.toml" for name, what in total.skipped if name not in allowed]
 
     print("\n== time: " + ", ".join(f"{name} {spent:.0f} s" for name, spent in seconds.items()))
+    slowest = sorted(total.took, reverse=True)[:SLOWEST]
+    print("== slowest: " + ", ".join(f"{name} {spent:.0f} s" for spent, name in slowest))
     for name, what in total.skipped:
         print(f"SKIPPED {name}: {what}")
     for failure in total.failures:

@@ -44,6 +44,12 @@ class Cargo(unittest.TestCase):
         expected = "rust: a::y" + "".join(f"\n    {line}" for line in panic.splitlines())
         self.assertEqual(self.failures(101, bad), [expected])
 
+    def test_durations_follow_from_when_lines_arrive(self):
+        arrived = [(10, "running 4 tests\n"), (12, "test a::y ... ok\n"), (13, "test b has been running for over 60 seconds\n"),
+                   (17, "test a::x ... FAILED\n"), (18, "test c - should panic ... ok\n"), (20, "test b ... ok\n")]
+        self.assertEqual(runner.durations(arrived, 2), [(2, "a::y"), (7, "a::x"), (1, "c"), (8, "b")])
+        self.assertEqual(runner.durations([], 2), [])
+
     def test_ignored_filtered_empty_crashed_killed_and_unbuilt_runs_fail(self):
         for status, output in [
             (0, GOOD.replace("0 ignored", "1 ignored")),
