@@ -9,6 +9,7 @@ layout(buffer_reference, std430, buffer_reference_align = 16) readonly buffer Re
 layout(buffer_reference, std430, buffer_reference_align = 16) buffer Vec4s { vec4 at[]; };
 layout(buffer_reference, std430, buffer_reference_align = 8) readonly buffer ReadVec2s { vec2 at[]; };
 layout(buffer_reference, std430, buffer_reference_align = 4) readonly buffer ReadUints { uint at[]; };
+layout(buffer_reference, std430, buffer_reference_align = 8) readonly buffer ReadUvec2s { uvec2 at[]; };
 layout(buffer_reference, std430, buffer_reference_align = 16) readonly buffer ReadUvec4s { uvec4 at[]; };
 layout(buffer_reference, std430, buffer_reference_align = 4) buffer Floats { float at[]; };
 layout(buffer_reference, std430, buffer_reference_align = 4) writeonly buffer WriteFloats { float at[]; };

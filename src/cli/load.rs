@@ -377,7 +377,7 @@ fn log(
     let device = runner.device().info();
     tracing::info!("device   {}, {}", device.name, device.driver);
     if schemes.distinct().into_iter().any(|scheme| precision.quantizes(scheme)) {
-        tracing::info!("products {}", runner.tiles());
+        tracing::info!("products {}; attention by {}", runner.tiles(), runner.attention_by());
     }
     let draft_loaded = draft.map(Draft::loaded);
     let sum = |field: fn(&Loaded) -> u64| field(&runner.loaded()) + draft_loaded.as_ref().map_or(0, field);

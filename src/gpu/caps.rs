@@ -28,6 +28,10 @@ impl CooperativeMatrix {
     pub fn multiplies_int8(&self) -> bool {
         (self.factors, self.sum) == (vk::ComponentTypeKHR::SINT8, vk::ComponentTypeKHR::SINT32)
     }
+
+    pub fn multiplies_f16(&self) -> bool {
+        (self.factors, self.sum) == (vk::ComponentTypeKHR::FLOAT16, vk::ComponentTypeKHR::FLOAT32)
+    }
 }
 
 impl fmt::Display for CooperativeMatrix {

@@ -10,8 +10,8 @@ use std::ffi::{CStr, c_char, c_void};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use ash::vk;
 use ash::vk::Handle;
+use ash::{khr, vk};
 
 /// The size of each heap, and of the largest allocation.
 const HEAP_BYTES: u64 = 1 << 50;
@@ -87,9 +87,41 @@ functions! {
         }
         SUCCESS
     }
-    "vkEnumerateDeviceExtensionProperties"
-        => no_extensions(_: Pointer, _: Pointer, count: *mut u32, _: Pointer) -> vk::Result {
-        count.write(0);
+    "vkEnumerateDeviceExtensionProperties" => extensions(
+        _: Pointer, _: Pointer, count: *mut u32, to: *mut vk::ExtensionProperties
+    ) -> vk::Result {
+        count.write(1);
+        if !to.is_null() {
+            let mut one = vk::ExtensionProperties::default();
+            for (to, from) in one.extension_name.iter_mut().zip(khr::cooperative_matrix::NAME.to_bytes()) {
+                *to = *from as c_char;
+            }
+            to.write(one);
+        }
+        SUCCESS
+    }
+    // The shapes of RDNA 3 that kernels use.
+    "vkGetPhysicalDeviceCooperativeMatrixPropertiesKHR" => cooperative_matrices(
+        _: Pointer, count: *mut u32, to: *mut vk::CooperativeMatrixPropertiesKHR<'_>
+    ) -> vk::Result {
+        use vk::ComponentTypeKHR as T;
+        let all = [(T::SINT8, T::SINT32), (T::FLOAT16, T::FLOAT32)].map(|(factors, sum)| {
+            vk::CooperativeMatrixPropertiesKHR {
+                m_size: 16,
+                n_size: 16,
+                k_size: 16,
+                a_type: factors,
+                b_type: factors,
+                c_type: sum,
+                result_type: sum,
+                scope: vk::ScopeKHR::SUBGROUP,
+                ..Default::default()
+            }
+        });
+        count.write(all.len() as u32);
+        if !to.is_null() {
+            to.cast::<[vk::CooperativeMatrixPropertiesKHR<'_>; 2]>().write(all);
+        }
         SUCCESS
     }
     "vkGetPhysicalDeviceProperties2" => properties(_: Pointer, to: *mut vk::PhysicalDeviceProperties2<'_>) {
@@ -143,6 +175,12 @@ functions! {
                 to.shader_float16 = vk::TRUE;
                 to.shader_int8 = vk::TRUE;
                 to.storage_buffer8_bit_access = vk::TRUE;
+                to.vulkan_memory_model = vk::TRUE;
+                to.vulkan_memory_model_device_scope = vk::TRUE;
+            }
+            S::PHYSICAL_DEVICE_COOPERATIVE_MATRIX_FEATURES_KHR => {
+                let to = &mut *to.cast::<vk::PhysicalDeviceCooperativeMatrixFeaturesKHR<'_>>();
+                to.cooperative_matrix = vk::TRUE;
             }
             S::PHYSICAL_DEVICE_VULKAN_1_3_FEATURES => {
                 let to = &mut *to.cast::<vk::PhysicalDeviceVulkan13Features<'_>>();

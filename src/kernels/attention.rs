@@ -23,8 +23,8 @@ const SPLITS_OF_4: usize = 28;
 const UNITS_IN_SHORT_SPLITS: usize = SPLITS_OF_1 + 4 * SPLITS_OF_4;
 
 /// Number of rows of a tile (a row is one query head of one token): four teams of [`TEAM_ROWS`]
-/// (`shaders/attention.comp`).
-const TILE_ROWS: usize = 4 * TEAM_ROWS;
+/// (`shaders/common/attention_by_lanes.glsl`), or rows of `shaders/common/attention_in_tiles.glsl`.
+pub(crate) const TILE_ROWS: usize = 4 * TEAM_ROWS;
 /// Number of rows that a team of 64 lanes computes.
 pub(super) const TEAM_ROWS: usize = 8;
 /// If a step has this many workgroups of tiles, no tile is split further: eight for each of the 12 compute units of a

@@ -5,20 +5,23 @@
 
 mod arrays;
 mod attention;
+pub(crate) mod attention_kernels;
 pub(crate) mod operand;
 mod peak;
 pub(crate) mod pipelines;
 pub(crate) mod sampling;
 mod weights;
 
-#[allow(missing_docs, clippy::identity_op)]
+#[allow(missing_docs, clippy::identity_op, clippy::manual_div_ceil)]
 pub mod shaders;
 
 pub use arrays::{
     Activations, Attention, AttentionShape, Heads, KvCache, LAST_SAMPLED, MAX_GROUP, MAX_HEAD_DIM, Partials,
     RmsNorm, ShareArrays, StepArrays,
 };
+pub(crate) use attention::TILE_ROWS;
 pub use attention::{Item, PartItems, Room, Run, Shares, Splits, partial_width};
+pub use attention_kernels::{AttentionBy, AttentionTile};
 pub use operand::{
     ActivationsFrom, GpuTiles, Matrices, Operand, ProductKind, Quantized, SubgroupTile, Tiles, WIDTH_CLASSES,
     Wants, Way,
@@ -37,7 +40,6 @@ use std::sync::Arc;
 pub(crate) use self::arrays::words;
 use self::attention::items_of;
 use self::operand::Products;
-use self::pipelines::{attention_constants, attention_of};
 use self::shaders::{shader_named, shaders_of};
 use crate::gpu::{Buffer, Device, GpuError, INDIRECT_BYTES, Pipeline, Recorder, Shader};
 use crate::tensor::{Precision, Scheme};
@@ -87,6 +89,8 @@ pub struct Kernels {
     qkv_store: Arc<Pipeline>,
     /// For each kind of heads, the kernels of single tokens and of tiles.
     attention: Vec<(Heads, [Arc<Pipeline>; 2])>,
+    /// How attention is computed in fact.
+    attention_by: AttentionBy,
     attention_merge: OutputVariants,
     geglu: OutputVariants,
     moments: Arc<Pipeline>,
@@ -116,18 +120,7 @@ impl Kernels {
             let pipeline = device.pipeline(shaders_of(scheme).1, &[])?;
             Ok::<_, GpuError>((scheme, pipeline))
         });
-        let attention = heads.iter().map(|heads| {
-            let Heads { group, head_dim, .. } = *heads;
-            assert!(
-                heads.kv == kv
-                    && group <= MAX_GROUP
-                    && head_dim <= MAX_HEAD_DIM
-                    && head_dim.is_multiple_of(4)
-            );
-            let pipeline = |shader| device.pipeline(shader, &attention_constants(shader, group, head_dim));
-            let [single, tile] = attention_of(kv).map(pipeline);
-            Ok::<_, GpuError>((*heads, [single?, tile?]))
-        });
+        let (attention_by, attention) = attention_kernels(device, matrices.attention, heads, precision)?;
         let tiles = matrices.tiles.unwrap_or_else(|| Tiles::of(device));
         let into = |kernel: &str| OutputVariants::new(device, tiles, kernel);
         let one = |shader: &'static Shader| device.pipeline(tiles.body_of(shader), &[]);
@@ -141,7 +134,8 @@ impl Kernels {
             rms_norm_gather: into("rms_norm_gather")?,
             residual: into("rms_norm_residual")?,
             qkv_store: one(shader_named(&format!("qkv_store_{kv}")))?,
-            attention: attention.collect::<Result<_, _>>()?,
+            attention,
+            attention_by,
             attention_merge: into("attention_merge")?,
             geglu: into("geglu")?,
             moments: device.pipeline(&shaders::MOMENTS, &[])?,
@@ -182,6 +176,12 @@ impl Kernels {
     /// How products are divided. It differs from [`Matrices::tiles`] if the device refused kernels.
     pub fn tiles(&self) -> Tiles {
         self.products.tiles
+    }
+
+    /// How attention is computed. It differs from [`Matrices::attention`] if that does not suit the heads or the precision,
+    /// or if the device refused kernels.
+    pub fn attention_by(&self) -> AttentionBy {
+        self.attention_by
     }
 
     /// A number of tokens, a power of two, for each kernel that computes products of this kind with matrices of
@@ -537,6 +537,42 @@ impl Kernels {
             fresh: u32::from(fresh),
         };
         recorder.dispatch(&self.pool, &arguments, [(x.width as u32).div_ceil(64), 1, 1]);
+    }
+}
+
+type AttentionKernels = Vec<(Heads, [Arc<Pipeline>; 2])>;
+
+/// The kernels of attention for all kinds of heads, in one way. If subgroups cannot compute all of them, or if the device
+/// refuses their kernels, lanes do.
+fn attention_kernels(
+    device: &Device,
+    by: Option<AttentionBy>,
+    heads: &[Heads],
+    precision: Precision,
+) -> Result<(AttentionBy, AttentionKernels), GpuError> {
+    let kv = heads[0].kv;
+    for Heads { group, head_dim, kv: other } in heads {
+        let is_supported =
+            *group <= MAX_GROUP && *head_dim <= MAX_HEAD_DIM && head_dim.is_multiple_of(4) && *other == kv;
+        assert!(is_supported, "attention: heads {heads:?}");
+    }
+    let make = |by: AttentionBy| -> Result<(AttentionBy, AttentionKernels), GpuError> {
+        let of = |heads: &Heads| {
+            let [single, tile] =
+                by.pipelines(heads).map(|(shader, constants)| device.pipeline(shader, &constants));
+            Ok((*heads, [single?, tile?]))
+        };
+        Ok((by, heads.iter().map(of).collect::<Result<_, GpuError>>()?))
+    };
+    let by = by.unwrap_or_else(|| AttentionBy::of(device.info()));
+    let by = if heads.iter().all(|heads| by.suits(heads, precision)) { by } else { AttentionBy::Lanes };
+    match make(by) {
+        Err(why) if why.is_refusal() && by != AttentionBy::Lanes => {
+            let name = &device.info().name;
+            tracing::warn!("{name}: subgroups cannot compute attention, so lanes do: {why}");
+            make(AttentionBy::Lanes)
+        }
+        made => made,
     }
 }
 

@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 use strum::Display;
 
 use super::arrays::{Activations, MATRICES};
+use super::attention_kernels::AttentionBy;
 use super::shaders::{self, shader_named, shader_of, shaders_of};
 use super::weights::{Matrix, Shard};
 use crate::gpu::{Buffer, Device, DeviceInfo, DeviceKind, GpuError, Pipeline, Recorder, Shader};
@@ -36,6 +37,8 @@ pub struct Matrices {
     pub embedding: Option<Scheme>,
     /// How products are divided over invocations. `None`: the device's default.
     pub tiles: Option<Tiles>,
+    /// How attention is computed. `None`: the device's default.
+    pub attention: Option<AttentionBy>,
 }
 
 /// int8 activations `[rows, width]` in blocks of 32 columns. Each block has a scale. A block with an outlier has a

@@ -1,6 +1,7 @@
 //! Lists all pipelines that a GPU may run: every shader with its possible specialization constants.
 
-use super::attention::TEAM_ROWS;
+use super::arrays::Heads;
+use super::attention_kernels::{AttentionBy, AttentionTile, attention_constants};
 use super::operand::{ActivationsFrom, GPU_TILES, LANE_COLUMNS, LANE_TILES, ON_CPU, SubgroupTile, Tile, Way};
 use super::shaders::{self, shader_named};
 use crate::gpu::Shader;
@@ -54,21 +55,22 @@ pub fn all_pipelines(group: u32, head_dim: u32) -> Vec<(&'static Shader, Vec<u32
             ["GROUP", "HEAD_DIM", "ROWS"] => {
                 vec![attention_constants(shader, group as usize, head_dim as usize)]
             }
+            ["GROUP", "HEAD_DIM", "ROWS", ..] if shader.name.contains("_emulated_") => vec![],
+            ["GROUP", "HEAD_DIM", "ROWS", ..] => {
+                let kv = KvDtype::ALL.into_iter().find(|kv| shader.name.ends_with(&format!("_{kv}")));
+                let heads = Heads {
+                    group: group as usize,
+                    head_dim: head_dim as usize,
+                    kv: kv.expect("a type of KV"),
+                };
+                AttentionBy::Subgroups(AttentionTile::RDNA3)
+                    .pipelines(&heads)
+                    .map(|(_, constants)| constants)
+                    .into()
+            }
             ref others => panic!("{}: add values for the constants {others:?} to all_pipelines", shader.name),
         }
     };
     let of_gpus = shaders::ALL.iter().filter(|shader| !shader.name.ends_with(ON_CPU));
     of_gpus.flat_map(|shader| constants(shader).into_iter().map(move |c| (*shader, c))).collect()
-}
-
-/// The shaders of attention for a KV cache of type `kv`: for single tokens, and for tiles.
-pub(crate) fn attention_of(kv: KvDtype) -> [&'static Shader; 2] {
-    ["attention", "attention_tile"].map(|kernel| shader_named(&format!("{kernel}_{kv}")))
-}
-
-/// The constants of an attention shader. ROWS is the number of query heads that a team computes: all query heads of one
-/// token for single tokens, and [`TEAM_ROWS`] of the query heads of several tokens for tiles.
-pub(crate) fn attention_constants(shader: &Shader, group: usize, head_dim: usize) -> Vec<u32> {
-    let rows = if shader.name.starts_with("attention_tile") { TEAM_ROWS } else { group };
-    [group, head_dim, rows].map(|n| n as u32).to_vec()
 }

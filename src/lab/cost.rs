@@ -11,7 +11,6 @@ use std::ops::Range;
 use super::assembly::{Counts, Program};
 use crate::gpu::Shader;
 use crate::kernels::operand::{BLOCK_COLS, Passes, SUBGROUP_ROW_TILES, fast_shader_of, taking};
-use crate::kernels::pipelines::attention_constants;
 use crate::kernels::sampling::{DRAW_BINS, DRAW_CHUNK};
 use crate::kernels::shaders::{self, shaders_of};
 use crate::kernels::{AttentionShape, GpuTiles, Item, ProductKind, Quantized, Tiles, Wants};
@@ -248,7 +247,12 @@ pub fn qkv_store(heads: &Heads, tokens: usize) -> Dispatch {
 
 /// Attention of these items, by a shader for single tokens or for tiles. The keys and values of a sequence are read
 /// from memory once.
-pub fn attention(heads: &Heads, window: Option<usize>, shader: &'static Shader, items: &[Item]) -> Dispatch {
+pub fn attention(
+    heads: &Heads,
+    window: Option<usize>,
+    (shader, constants): (&'static Shader, &[u32]),
+    items: &[Item],
+) -> Dispatch {
     let Heads { num_heads, num_kv_heads, head_dim, .. } = *heads;
     let shape = heads.shape(window);
     let splits = shape.splits();
@@ -269,7 +273,7 @@ pub fn attention(heads: &Heads, window: Option<usize>, shader: &'static Shader, 
     }
     let kv_bytes = sequences.values().map(|positions| heads.kv_bytes(positions, window)).sum();
     Dispatch {
-        constants: attention_constants(shader, num_heads / num_kv_heads, head_dim),
+        constants: constants.to_vec(),
         trips: walked as f64 / items.len().max(1) as f64,
         kv_bytes,
         keys: Keys {
@@ -429,6 +433,16 @@ pub fn body(shader: &Shader, constants: &[u32], program: &Program) -> Option<Bod
             let key_rounds = of_keys.map_or(1, trips);
             Some(Body { trip, unrolled: 1, weights: 0, once: without(program, &[steady]), key_rounds })
         }
+        // A trip is a tile of keys, inside the loop over splits. The compiler unrolls the loops over chunks and tiles.
+        ("attention", [_, head_dim, _, _, _, _, _, _]) => {
+            let most =
+                |all: &mut dyn Iterator<Item = usize>| all.max_by_key(|i| program.trip(*i, &|_| 1).wmma);
+            let splits = most(&mut program.inside(None))?;
+            let steady = most(&mut program.inside(Some(splits))).unwrap_or(splits);
+            let trip = program.trip(steady, &|_| 1);
+            let key_rounds = u64::from(head_dim / if shader.name.ends_with("int8") { 16 } else { 8 });
+            Some(Body { trip, unrolled: 1, weights: 0, once: without(program, &[steady]), key_rounds })
+        }
         // A trip merges a split's partial.
         ("attention", []) => {
             let steady = program.densest()?;
@@ -495,7 +509,7 @@ fn block_weights(shader: &Shader) -> u32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernels::pipelines::attention_of;
+    use crate::kernels::attention_kernels::{attention_constants, attention_of};
     use crate::kernels::{Room, Run, Shares};
 
     #[test]
@@ -558,7 +572,10 @@ mod tests {
             let [single, tiles] = attention_of(KvDtype::F16);
             let partials = shares.merges.iter().map(|[_, count]| *count as usize).sum();
             let merge = attention_merge(&heads, run.tokens, partials, wants);
-            let attention = |shader, items: &[Item]| attention(&heads, window, shader, items);
+            let attention = |shader, items: &[Item]| {
+                let constants = attention_constants(shader, 2, heads.head_dim);
+                attention(&heads, window, (shader, &constants), items)
+            };
             [attention(single, &shares.single), attention(tiles, &shares.tiles), merge]
         };
         let one = |position: usize, window| cost(position..position + 1, window);

@@ -27,8 +27,8 @@ use crate::gpu::placement::{self, Class, MemoryKind, Plan};
 use crate::gpu::residency::{self, Residency};
 use crate::gpu::{Arena, Buffer, CommandBuffer, Device, GpuError, Uploader};
 use crate::kernels::{
-    Attention, AttentionShape, Embedding, History, Kernels, KvCache, MAX_GROUP, Matrices, Matrix, RmsNorm,
-    Tiles, UploadError, Wants,
+    Attention, AttentionBy, AttentionShape, Embedding, History, Kernels, KvCache, MAX_GROUP, Matrices,
+    Matrix, RmsNorm, Tiles, UploadError, Wants,
 };
 use crate::tensor::{KvDtype, Precision, QuantizeMode, Scheme};
 
@@ -57,6 +57,8 @@ pub struct LoadOptions {
     pub precision: Precision,
     /// How products are shared out over workgroups. `None`: the best choice by count.
     pub tiles: Option<Tiles>,
+    /// How attention is computed. `None`: the best choice by count.
+    pub attention: Option<AttentionBy>,
     /// Whether a model that the kernel does not see in memory is refused. False: the load warns.
     pub strict: bool,
     /// The most prompt tokens processed per step.
@@ -84,6 +86,7 @@ impl Default for LoadOptions {
             memory: placement::Limits::default(),
             precision: Precision::F32,
             tiles: None,
+            attention: None,
             strict: true,
             max_batch_tokens: 256,
             sample_below: None,
@@ -441,7 +444,7 @@ impl<'a> Load<'a> {
             each_once(config.layers.iter().map(|layer| memory::heads_of(&layer.heads, options.kv)));
         // The squares of matrices' inputs are summed up in f32.
         let precision = if options.moments { Precision::F32 } else { options.precision };
-        let kernels = Kernels::new(self.device, &matrices_of(schemes, options.tiles), &of_layers, precision)?;
+        let kernels = Kernels::new(self.device, &matrices_of(schemes, options), &of_layers, precision)?;
 
         let specs = &config.tensors;
         let tensors = &weights.tensors;
@@ -677,8 +680,10 @@ fn each_once<T: PartialEq>(all: impl Iterator<Item = T>) -> Vec<T> {
 }
 
 /// The matrices that kernels must be able to multiply by.
-fn matrices_of(schemes: &Schemes, tiles: Option<Tiles>) -> Matrices {
-    let mut matrices = Matrices { embedding: Some(schemes.embedding), tiles, ..Matrices::default() };
+fn matrices_of(schemes: &Schemes, options: &LoadOptions) -> Matrices {
+    let &LoadOptions { tiles, attention, .. } = options;
+    let mut matrices =
+        Matrices { embedding: Some(schemes.embedding), tiles, attention, ..Matrices::default() };
     for layer in &schemes.layers {
         matrices.products.extend(*layer);
         matrices.gated.extend([layer.gate_proj, layer.up_proj]);

@@ -25,7 +25,7 @@ use crate::config::Courtesy;
 use crate::gpu::placement::Placement;
 use crate::gpu::residency::Residency;
 use crate::gpu::{Buffer, Class, Device, GpuError, Recorder};
-use crate::kernels::{Embedding, History, Kernels, RmsNorm, Tiles};
+use crate::kernels::{AttentionBy, Embedding, History, Kernels, RmsNorm, Tiles};
 use crate::tensor::{KvDtype, Precision};
 
 /// Counts of the bytes that a load read, and of those that remain in memory.
@@ -218,6 +218,11 @@ impl ModelRunner {
     /// How the kernels divide products.
     pub fn tiles(&self) -> Tiles {
         self.kernels.tiles()
+    }
+
+    /// How the kernels compute attention.
+    pub fn attention_by(&self) -> AttentionBy {
+        self.kernels.attention_by()
     }
 
     /// The schemes of the weights on the device.

@@ -15,7 +15,8 @@ use crate::gpu::{
     Arena, Buffer, Class, CommandBuffer, Device, GpuError, MemoryKind, Recorder, Submission, Uploader,
 };
 use crate::kernels::{
-    Activations, Heads, Kernels, Matrices, Matrix, Operand, ProductKind, Quantized, Tiles, UploadError, Wants,
+    Activations, AttentionBy, Heads, Kernels, Matrices, Matrix, Operand, ProductKind, Quantized, Tiles,
+    UploadError, Wants,
 };
 use crate::tensor::{KvDtype, Precision, Scheme};
 
@@ -100,6 +101,7 @@ impl Rig {
             gated: of_kind(ProductKind::Gated).into_iter().collect(),
             embedding: of_kind(ProductKind::Head),
             tiles: Some(tiles),
+            attention: Some(AttentionBy::Lanes),
         };
         self.multiplying(&matrices)
     }

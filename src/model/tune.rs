@@ -155,7 +155,7 @@ pub fn measured(
     let mut rejected = vec![Vec::new(); trial.matrices.len()];
     let mut bench = spending(&spent, || Bench::new(device, &trial.matrices))?;
     for (class, tokens) in TOKENS.into_iter().enumerate() {
-        for at in 0..trial.matrices.len() {
+        for (at, rejected) in rejected.iter_mut().enumerate() {
             let kind = bench.products[at].kind;
             // No step computes more rows of logits.
             if kind == ProductKind::Head && tokens > LOGIT_ROWS {
@@ -166,7 +166,7 @@ pub fn measured(
                 spending(&spent, || bench.time(at, tiles, tokens))
             };
             let counted = counted.way(kind, class);
-            let of = (counted, trial.subgroups, &mut rejected[at]);
+            let of = (counted, trial.subgroups, rejected);
             let Some((way, is_complete)) = fastest(tokens, of, &is_over, &mut time)? else { return Ok(None) };
             tiles = tiles.with(kind, class, way);
             if !is_complete {

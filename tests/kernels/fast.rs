@@ -5,7 +5,7 @@ use std::path::Path;
 
 use half::f16;
 use serde_json::json;
-use unicorn::gpu::{Class, Device, DevicePolicy, Recorder};
+use unicorn::gpu::{Class, Device, Recorder};
 use unicorn::kernels::{
     Activations, ActivationsFrom, GpuTiles, Kernels, Operand, ProductKind, Quantized, RmsNorm, SubgroupTile,
     Tiles, Wants, Way, shaders,
@@ -16,7 +16,9 @@ use unicorn::model::model_runner::ModelRunner;
 use unicorn::tensor::{KvDtype, Precision, QuantizeMode, QuantizedRow, Scales, Scheme};
 
 use crate::support::goldens::{Goldens, all_logits, drafted};
-use crate::support::kernel_bench::{Bench, STORED, emulated_tiles, multiplied_by, with_each_body};
+use crate::support::kernel_bench::{
+    Bench, STORED, device_with, emulated_tiles, multiplied_by, with_each_body,
+};
 use crate::support::reference::{BLOCK_COLS, QuantizedActivations, fast_product, log_softmax};
 use crate::support::texts::{Texts, penalties, prompts_of_tiny_a};
 use crate::support::{data, demo, device, goldens, policy, skip};
@@ -205,11 +207,7 @@ fn every_width_of_every_scheme_matches_the_reference_in_emulated_tiles() {
 /// Uses the cooperative matrices of the device.
 #[test]
 fn tiles_that_subgroups_multiply_match_the_reference_bit_for_bit() {
-    // A validation layer without support for cooperative matrices hides them.
-    let unvalidated = || Device::open(&DevicePolicy { validation: false, ..policy() }).unwrap();
-    let tile = |device: &Device| SubgroupTile::of(device.info());
-    let device = if tile(&device()).is_some() { device() } else { unvalidated() };
-    let Some(tile) = tile(&device) else { return skip("cooperative-matrices") };
+    let Some((device, tile)) = device_with(SubgroupTile::of) else { return skip("cooperative-matrices") };
     check_every_width(Bench::on(&device, 71), &EACH_KIND, |_| multiplied_by(tile));
 }
 

@@ -12,9 +12,9 @@ use unicorn::gpu::{
     Arena, Class, CommandBuffer, Device, DeviceKind, DevicePolicy, GpuError, MemoryKind, Uploader,
 };
 use unicorn::kernels::{
-    Activations, Attention, AttentionShape, Bias, DrawScratch, Embedding, Heads, History, Item, KvCache,
-    LAST_SAMPLED, LOGPROB_WORDS, MAX_LOGPROBS, Matrix, NO_TOKEN, Operand, Peak, RmsNorm, Room, SampleRequest,
-    Shares, StepArrays,
+    Activations, Attention, AttentionBy, AttentionShape, AttentionTile, Bias, DrawScratch, Embedding, Heads,
+    History, Item, KvCache, LAST_SAMPLED, LOGPROB_WORDS, MAX_LOGPROBS, Matrix, NO_TOKEN, Operand, Peak,
+    RmsNorm, Room, SampleRequest, Shares, StepArrays,
 };
 use unicorn::lab::kernel_cases::{Choice, KernelWork};
 use unicorn::model::arch;
@@ -25,8 +25,8 @@ use unicorn::quantize::{grouping, quantize_row};
 use unicorn::tensor::{DType, KvDtype, Precision, Scheme};
 
 use crate::support::kernel_bench::{
-    Adjusted, BODIES, Bench, CACHED, Cached, Drawing, HEADS, Paged, SCHEMES, STORED, adjusted, shape,
-    with_each_body,
+    Adjusted, BODIES, Bench, CACHED, Cached, Drawing, HEADS, Paged, SCHEMES, STORED, adjusted, device_with,
+    shape, with_each_body,
 };
 use crate::support::reference::dequantize_row;
 use crate::support::{device, policy, reference, skip};
@@ -453,8 +453,10 @@ impl Attended {
         b.rows(&y, tokens).into_iter().map(f32::to_bits).collect()
     }
 
-    /// Compares the output with the CPU implementation, which reads the same keys and values.
-    fn check_twin(&self, b: &mut Bench, room: Room) {
+    /// Compares the output with the CPU implementation, which reads the same keys and values. Returns the sum of squared
+    /// differences, and of squared expected values.
+    fn check_twin(&self, b: &mut Bench, room: Room) -> [f64; 2] {
+        let mut squares = [0.0; 2];
         let Attended { paged, kv, cached, attention, .. } = self;
         let (shape, d, tokens) = (&attention.shape, attention.shape.head_dim, self.tokens());
         let shares = Shares::new(shape, &paged.runs(), tokens, tokens, room);
@@ -472,9 +474,20 @@ impl Attended {
                 let at = (t * shape.num_heads + head) * d;
                 let expected = reference::attention(&q[at..at + d], &k, &v);
                 let what = format!("{shape:?} {kv} sequence {s} position {position} head {head}");
-                close(&got[at..at + d], &expected, &vec![1.0; d], 5e-6, &what);
+                let length = q[at..at + d].iter().map(|q| f64::from(q * q)).sum::<f64>().sqrt();
+                let most = match b.attention {
+                    AttentionBy::Lanes => 5e-6,
+                    // Values of up to 1 and weights are rounded to f16, and so are queries: by 2^-11 of their size, which
+                    // changes scores by some of that if the keys are up to 1.
+                    AttentionBy::Subgroups(_) => 5e-4 * (1.0 + length),
+                };
+                close(&got[at..at + d], &expected, &vec![1.0; d], most, &what);
+                let errors = got[at..at + d].iter().zip(&expected).map(|(got, want)| f64::from(*got) - want);
+                squares[0] += errors.map(|error| error * error).sum::<f64>();
+                squares[1] += expected.iter().map(|want| want * want).sum::<f64>();
             }
         }
+        squares
     }
 
     /// Divides the work in every way. All results must have the same bits, and no NaN of the padding.
@@ -522,6 +535,47 @@ impl Attended {
             assert!(Some(got) == expected, "{what}, {walked} splits walked");
         }
     }
+}
+
+/// A CPU takes long to emulate tiles, so there are few cases.
+#[test]
+fn attention_in_emulated_tiles_matches_its_twin_and_keeps_its_bits() {
+    let emulated = |tile| AttentionTile::emulated(tile).expect("the kernel can use it");
+    let tiles = [[16, 16, 16], [16, 16, 16], [16, 8, 32], [8, 8, 8]].map(emulated);
+    check_attention_in(&mut Bench::new(34), &tiles);
+}
+
+/// Uses the cooperative matrices of the device.
+#[test]
+fn attention_by_tiles_that_subgroups_multiply_matches_its_twin() {
+    let Some((device, tile)) = device_with(AttentionTile::of) else { return skip("cooperative-matrices") };
+    check_attention_in(&mut Bench::on(&device, 34), &[tile; 2]);
+}
+
+/// Checks a case for each of the tiles.
+fn check_attention_in(b: &mut Bench, tiles: &[AttentionTile]) {
+    let cases = [
+        (shape(4, 2, 128, 16, Some(70)), KvDtype::F16, &[(130, 20), (65, 1)][..]),
+        (shape(5, 1, 48, 5, None), KvDtype::Int8, &[(101, 9), (90, 1)]),
+        (shape(16, 1, 80, 16, Some(40)), KvDtype::F16, &[(70, 5), (64, 1)]),
+        (shape(4, 1, 256, 32, None), KvDtype::Int8, &[(140, 9), (70, 1)]),
+    ];
+    let mut squares = [0.0; 2];
+    for (tile, (shape, kv, sequences)) in tiles.iter().zip(cases) {
+        b.attention = AttentionBy::Subgroups(*tile);
+        // Either the attention weights are of similar size, or a few are large.
+        for spread in [0.5, 3.0] {
+            let attended = Attended::new(b, shape, kv, spread, sequences);
+            let [error, all] = attended.check_twin(b, attended.paged.room());
+            println!("{}, {shape:?} {kv}, queries of {spread}: NMSE {:.1e}", b.attention, error / all);
+            squares = [squares[0] + error, squares[1] + all];
+        }
+        // One weight is nearly 1 and the others vanish.
+        let attended = Attended::new(b, shape, kv, 300.0, sequences);
+        attended.check(b, &format!("{shape:?}, {kv}"));
+    }
+    println!("NMSE of all: {:.1e}", squares[0] / squares[1]);
+    assert!(squares[0] < 1e-6 * squares[1], "{squares:?}");
 }
 
 #[test]

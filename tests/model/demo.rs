@@ -6,6 +6,7 @@
 use std::collections::BTreeMap;
 
 use serde::Deserialize;
+use unicorn::kernels::{AttentionBy, AttentionTile};
 use unicorn::model::load::LoadOptions;
 use unicorn::model::model_runner::ModelRunner;
 use unicorn::model::{Runner, SamplingParams};
@@ -20,6 +21,7 @@ use crate::support::driver::{Driver, greedy, plain_sequence};
 use crate::support::goldens::{Goldens, all_logits, load, max_difference};
 use crate::support::json::read_json;
 use crate::support::program::{output, unicorn_on_software};
+use crate::support::reference;
 use crate::support::tokenizers::gemma_template;
 
 #[derive(Deserialize)]
@@ -188,6 +190,55 @@ fn the_kv_cache_in_f16_or_int8_keeps_most_answers() {
         let equal = answers.iter().zip(&wanted).filter(same).count();
         println!("{kv}: {equal} of {} answers are those of f32", wanted.len());
         assert!(equal * 100 >= least * wanted.len(), "{kv}: {equal} of {}", wanted.len());
+    }
+}
+
+/// Attention in tiles of f16, which this device emulates. A prompt has the same bits in one step, in several, and token by
+/// token, and answers are the same alone and in a batch. The logits are near those of attention by lanes.
+#[test]
+fn attention_in_tiles_keeps_bits_and_is_near_attention_by_lanes() {
+    let tile = AttentionTile::emulated([16, 16, 16]).expect("the kernel can use it");
+    let quick = || goldens().answers.iter().filter(|a| a.quick);
+    let prompt = &quick().find(|a| (200..300).contains(&a.prompt.len())).expect("a prompt").prompt;
+    let short: Vec<&Answer> = quick().filter(|a| a.prompt.len() < 100).take(8).collect();
+    for kv in [KvDtype::F16, KvDtype::Int8] {
+        let model = |attention: AttentionBy, max_batch_tokens: usize| {
+            let options = LoadOptions {
+                kv,
+                attention: Some(attention),
+                precision: Precision::Fast,
+                sequences: 8,
+                max_context: Some(512),
+                max_batch_tokens,
+                ..LoadOptions::default()
+            };
+            let model = load(&folder(), &options);
+            assert_eq!(model.attention_by(), attention);
+            model
+        };
+        let in_tiles = |max_batch_tokens| model(AttentionBy::Subgroups(tile), max_batch_tokens);
+        let mut whole = in_tiles(512);
+        whole.self_test().expect("attention in tiles is right");
+        let logits = all_logits(&mut whole, prompt);
+        for max_batch_tokens in [1, 70] {
+            let parts = all_logits(&mut in_tiles(max_batch_tokens), prompt);
+            let differ = logits.iter().zip(&parts).filter(|(one, other)| one.to_bits() != other.to_bits());
+            assert_eq!(differ.count(), 0, "{kv}, steps of {max_batch_tokens} tokens");
+        }
+        let together = answers_in_a_batch(&mut whole, &short, 0);
+        let alone = short.iter().flat_map(|one| answers_in_a_batch(&mut whole, &[one], 0));
+        assert!(together.iter().cloned().eq(alone), "{kv}: an answer differs in a batch");
+
+        let by_lanes = all_logits(&mut model(AttentionBy::Lanes, 512), prompt);
+        let vocab = whole.config().vocab_size;
+        let divergence = |(p, q): (&[f32], &[f32])| {
+            let (p, q) = (reference::log_softmax(p), reference::log_softmax(q));
+            p.iter().zip(&q).map(|(p, q)| p.exp() * (p - q)).sum::<f64>()
+        };
+        let kl: f64 = by_lanes.chunks(vocab).zip(logits.chunks(vocab)).map(divergence).sum();
+        let kl = kl / prompt.len() as f64;
+        println!("{kv}: mean KL divergence of attention in tiles {kl:.1e} nats");
+        assert!(kl < 1e-5, "{kv}: {kl}");
     }
 }
 

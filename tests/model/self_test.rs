@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use tempfile::TempDir;
 use unicorn::checkpoint::Checkpoint;
+use unicorn::kernels::{AttentionBy, AttentionTile};
 use unicorn::model::arch::{self, open_files};
 use unicorn::model::load::LoadOptions;
 use unicorn::model::model_runner::{ModelRunner, NotCompared};
@@ -328,6 +329,15 @@ fn stored_layer_values_match_in_every_precision_and_cache_type() {
             assert_eq!(tested.layers, Ok(layers), "{folder} {scheme} {precision} {kv}");
         }
     }
+    // Tiles of f16 round more than lanes do.
+    let tile = AttentionTile::emulated([16, 16, 16]).expect("the kernel can use it");
+    let attention = Some(AttentionBy::Subgroups(tile));
+    let options =
+        LoadOptions { precision: Precision::Fast, kv: KvDtype::F16, attention, ..LoadOptions::default() };
+    let native = native("models/demo", "int4-g32");
+    let mut model = load(&native.path().join("native"), &options);
+    let layers = model.config().layers.len();
+    assert_eq!(model.self_test().expect("attention in tiles is right").layers, Ok(layers));
     let of_plain = load(&data("gemma3/tiny-a"), &LoadOptions::default()).self_test().expect("right");
     assert_eq!(of_plain.layers, Err(NotCompared::NotStored));
 }

@@ -8,19 +8,22 @@ use half::f16;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use unicorn::checkpoint::{Encoding, NativeTensor, Tensor};
-use unicorn::gpu::{Arena, Buffer, Class, CommandBuffer, Device, GpuError, MemoryKind, Recorder, Uploader};
+use unicorn::gpu::{
+    Arena, Buffer, Class, CommandBuffer, Device, DeviceInfo, DevicePolicy, GpuError, MemoryKind, Recorder,
+    Uploader,
+};
 use unicorn::kernels::{
-    Activations, AttentionShape, Bias, DrawArrays, Embedding, GpuTiles, Heads, History, Item, Kernels,
-    LOGPROB_WORDS, Logits, Matrices, Matrix, Partials, Quantized, Room, Run, SampleRequest, ShareArrays,
-    Shares, StepArrays, SubgroupTile, Tiles, draw_words, mask_words,
+    Activations, AttentionBy, AttentionShape, Bias, DrawArrays, Embedding, GpuTiles, Heads, History, Item,
+    Kernels, LOGPROB_WORDS, Logits, Matrices, Matrix, Partials, Quantized, Room, Run, SampleRequest,
+    ShareArrays, Shares, StepArrays, SubgroupTile, Tiles, draw_words, mask_words,
 };
 use unicorn::tensor::{
     Bits, DType, KvDtype, Precision, QuantizedRow, Scales, Scheme, TILE_ROWS, pack_row, unpack_row,
 };
 
 use super::checkpoints::integers;
-use super::device;
 use super::reference::{self};
+use super::{device, policy};
 
 /// The heads that the kernels of a new bench are made for.
 pub const HEADS: Heads = Heads { group: 2, head_dim: 64, kv: KvDtype::F32 };
@@ -77,6 +80,15 @@ pub fn with_each_body(seed: u64, check: fn(&mut Bench)) {
     }
 }
 
+/// A device with the cooperative matrices that `tile` looks for. `None`: there is none.
+pub fn device_with<T>(tile: fn(&DeviceInfo) -> Option<T>) -> Option<(Arc<Device>, T)> {
+    // A validation layer without support for cooperative matrices hides them.
+    let unvalidated = || Device::open(&DevicePolicy { validation: false, ..policy() }).unwrap();
+    let device = if tile(device().info()).is_some() { device() } else { unvalidated() };
+    let tile = tile(device.info())?;
+    Some((device, tile))
+}
+
 /// Kernels for every scheme.
 pub fn every_kernel(device: &Device, bodies: Tiles) -> Kernels {
     let products = [&SCHEMES[..], &STORED].concat();
@@ -91,6 +103,8 @@ pub struct Bench {
     pub arena: Arena,
     pub kernels: Kernels,
     bodies: Tiles,
+    /// How attention is computed after [`Bench::make_heads`].
+    pub attention: AttentionBy,
     pub rng: ChaCha8Rng,
 }
 
@@ -108,7 +122,8 @@ impl Bench {
     pub fn with_bodies(device: &Arc<Device>, seed: u64, bodies: Tiles) -> Bench {
         let (arena, rng) = (Arena::new(device), ChaCha8Rng::seed_from_u64(seed));
         let kernels = every_kernel(device, bodies);
-        Bench { arena, kernels, bodies, rng, device: device.clone() }
+        let attention = AttentionBy::Lanes;
+        Bench { arena, kernels, bodies, attention, rng, device: device.clone() }
     }
 
     /// Makes every kernel again for `bodies`. Later calls of [`Bench::make_heads`] use `bodies` too.
@@ -120,8 +135,14 @@ impl Bench {
     /// Makes the kernels for the heads of `shape`.
     pub fn make_heads(&mut self, shape: &AttentionShape, kv: KvDtype) {
         let heads = Heads { group: shape.num_heads / shape.num_kv_heads, head_dim: shape.head_dim, kv };
-        let matrices = Matrices { tiles: Some(self.bodies), ..Matrices::default() };
-        self.kernels = Kernels::new(&self.device, &matrices, &[heads], Precision::F32).unwrap();
+        let (tiles, attention) = (Some(self.bodies), Some(self.attention));
+        let matrices = Matrices { tiles, attention, ..Matrices::default() };
+        let precision = match self.attention {
+            AttentionBy::Lanes => Precision::F32,
+            AttentionBy::Subgroups(_) => Precision::Fast,
+        };
+        self.kernels = Kernels::new(&self.device, &matrices, &[heads], precision).unwrap();
+        assert_eq!(self.kernels.attention_by(), self.attention);
     }
 
     /// Makes the kernels for matrices of `scheme` only: products, embeddings and gated pairs.

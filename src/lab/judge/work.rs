@@ -11,7 +11,7 @@ use crate::gpu::{Device, Note};
 use crate::kernels::shaders::{
     AttentionPush, EmbedPush, FastMatmulPush, GegluPush, HistoryPush, MatmulPush, RmsNormPush, SamplePush,
 };
-use crate::kernels::{Item, Tiles, Wants};
+use crate::kernels::{AttentionBy, AttentionTile, Item, TILE_ROWS, Tiles, Wants};
 use crate::lab::cost::{self, Dispatch, Drawn, Heads};
 use crate::model::load::{LoadError, LoadOptions, Source};
 use crate::model::memory::MAX_SEQUENCES;
@@ -95,6 +95,7 @@ impl PaperModel {
             kv: types.kv,
             precision: types.precision,
             tiles: Some(Tiles::COUNTED),
+            attention: Some(AttentionBy::Subgroups(AttentionTile::RDNA3)),
             max_batch_tokens: chunk,
             // A step is one submit.
             max_submit: Duration::MAX,
@@ -233,13 +234,19 @@ impl PaperModel {
             "attention" => {
                 let window = note.push::<AttentionPush>().window as usize;
                 let items = note.array::<Item>("items", x);
-                let what = match (name.starts_with("attention_tile"), note.label) {
+                let is_of_tiles = match note.constants[..] {
+                    [_, _, _] => name.starts_with("attention_tile"),
+                    [_, _, rows, ..] => rows as usize == TILE_ROWS,
+                    _ => unreachable!("attention has constants"),
+                };
+                let what = match (is_of_tiles, note.label) {
                     (false, "sliding") => "attention, sliding",
                     (false, _) => "attention, full",
                     (true, "sliding") => "attention of tiles, sliding",
                     (true, _) => "attention of tiles, full",
                 };
-                (what, cost::attention(&self.heads, (window > 0).then_some(window), note.shader, &items))
+                let window = (window > 0).then_some(window);
+                (what, cost::attention(&self.heads, window, (note.shader, &note.constants), &items))
             }
             "attention_merge" => {
                 let merges = note.array::<[u32; 2]>("merges", y);

@@ -8,9 +8,10 @@ use super::inputs::{self, COLS, DRAWS, KV_HEADS, NEW_TOKENS, NORM_ROWS, ROWS, TO
 use super::stored::{Set, Stored};
 use crate::gpu::{Buffer, Recorder};
 use crate::kernels::{
-    Activations, Attention, AttentionShape, Bias, DrawArrays, Embedding, Heads, History, Item, Kernels,
-    KvCache, LAST_SAMPLED, LOGPROB_WORDS, Logits, Matrix, Operand, Partials, ProductKind, Quantized, RmsNorm,
-    Room, Run, SampleRequest, ShareArrays, Shares, StepArrays, Wants, draw_words, mask_words, partial_width,
+    Activations, Attention, AttentionBy, AttentionShape, Bias, DrawArrays, Embedding, Heads, History, Item,
+    Kernels, KvCache, LAST_SAMPLED, LOGPROB_WORDS, Logits, Matrix, Operand, Partials, ProductKind, Quantized,
+    RmsNorm, Room, Run, SampleRequest, ShareArrays, Shares, StepArrays, Wants, draw_words, mask_words,
+    partial_width,
 };
 use crate::tensor::{KvDtype, Scheme};
 
@@ -38,6 +39,9 @@ pub struct Traits {
     pub activated: Vec<Wants>,
     pub last: Wants,
 }
+
+/// How far attention with factors in f16 may be from the stored result, relative to the largest one.
+const F16_ERROR: f64 = 1e-3;
 
 /// Makes [`CaseBuffer`], the places in the buffer of all cases, and `sizes`, the bytes of each. The block has what the
 /// sizes are computed with.
@@ -834,7 +838,10 @@ impl Make<'_> {
                 ((position * 4 + head % 4) * KV_HEADS + head / group) * 4 + class
             };
             let stored = self.stored.get(&format!("attention {what}"));
-            let (places, set) = self.of_query_heads(stored, &rows, at);
+            let (places, mut set) = self.of_query_heads(stored, &rows, at);
+            if self.kernels.attention_by() != AttentionBy::Lanes {
+                set.bound = set.bound.max(F16_ERROR * set.largest);
+            }
             for form in self.traits.attended.clone() {
                 let to = Operand::new(form, &floats, &blocks);
                 let outputs = self.operand("attended", &to, QUERIES, &set, &places);
