@@ -7,8 +7,8 @@ use half::f16;
 use serde_json::json;
 use unicorn::gpu::{Class, Device, Recorder};
 use unicorn::kernels::{
-    Activations, ActivationsFrom, GpuTiles, Kernels, Operand, ProductKind, Quantized, RmsNorm, SubgroupTile,
-    Tiles, Wants, Way, shaders,
+    Activations, ActivationsFrom, AttentionBy, AttentionTile, GpuTiles, Kernels, Operand, ProductKind,
+    Quantized, RmsNorm, SubgroupTile, Tiles, Wants, Way, shaders,
 };
 use unicorn::model::SamplingParams;
 use unicorn::model::load::LoadOptions;
@@ -545,6 +545,27 @@ fn answers_in_int8_are_the_same_whatever_else_runs() {
         .map(|params| Texts::new(&mut model, params, prompts.clone(), 40));
     greedy.check_all(&mut model);
     sampled.check_all(&mut drafted(&device(), &options));
+}
+
+/// The same with attention in tiles of f16, which this device emulates, and with a draft model.
+#[test]
+fn answers_with_attention_in_tiles_are_the_same_whatever_else_runs() {
+    let tile = AttentionTile::emulated([16, 16, 16]).expect("the kernel can use it");
+    let attention = Some(AttentionBy::Subgroups(tile));
+    for kv in [KvDtype::F16, KvDtype::Int8] {
+        let options = LoadOptions {
+            kv,
+            attention,
+            precision: Precision::Fast,
+            sequences: 16,
+            max_context: Some(512),
+            ..LoadOptions::default()
+        };
+        let mut model = goldens::load(&data("gemma3/tiny-a"), &options);
+        assert_eq!(Some(model.attention_by()), attention);
+        let texts = Texts::new(&mut model, (SamplingParams::GREEDY, 0), prompts_of_tiny_a(), 40);
+        texts.check_all(&mut drafted(&device(), &options));
+    }
 }
 
 /// The difference of the distributions of `got` and `expected`, over all rows: the mean KL divergence in nats, and the

@@ -194,20 +194,18 @@ fn the_kv_cache_in_f16_or_int8_keeps_most_answers() {
 }
 
 /// Attention in tiles of f16, which this device emulates. A prompt has the same bits in one step, in several, and token by
-/// token, and answers are the same alone and in a batch. The logits are near those of attention by lanes.
+/// token, and its logits are near those of attention by lanes.
 #[test]
 fn attention_in_tiles_keeps_bits_and_is_near_attention_by_lanes() {
     let tile = AttentionTile::emulated([16, 16, 16]).expect("the kernel can use it");
-    let quick = || goldens().answers.iter().filter(|a| a.quick);
-    let prompt = &quick().find(|a| (200..300).contains(&a.prompt.len())).expect("a prompt").prompt;
-    let short: Vec<&Answer> = quick().filter(|a| a.prompt.len() < 100).take(8).collect();
+    let mut quick = goldens().answers.iter().filter(|a| a.quick);
+    let prompt = &quick.find(|a| (200..300).contains(&a.prompt.len())).expect("a prompt").prompt;
     for kv in [KvDtype::F16, KvDtype::Int8] {
         let model = |attention: AttentionBy, max_batch_tokens: usize| {
             let options = LoadOptions {
                 kv,
                 attention: Some(attention),
                 precision: Precision::Fast,
-                sequences: 8,
                 max_context: Some(512),
                 max_batch_tokens,
                 ..LoadOptions::default()
@@ -225,10 +223,6 @@ fn attention_in_tiles_keeps_bits_and_is_near_attention_by_lanes() {
             let differ = logits.iter().zip(&parts).filter(|(one, other)| one.to_bits() != other.to_bits());
             assert_eq!(differ.count(), 0, "{kv}, steps of {max_batch_tokens} tokens");
         }
-        let together = answers_in_a_batch(&mut whole, &short, 0);
-        let alone = short.iter().flat_map(|one| answers_in_a_batch(&mut whole, &[one], 0));
-        assert!(together.iter().cloned().eq(alone), "{kv}: an answer differs in a batch");
-
         let by_lanes = all_logits(&mut model(AttentionBy::Lanes, 512), prompt);
         let vocab = whole.config().vocab_size;
         let divergence = |(p, q): (&[f32], &[f32])| {
