@@ -31,7 +31,9 @@ SUITES = {
     "fast": ["kernels::fast::every_width", "kernels::fast::two_products", "kernels::fast::activations", "kernels::fast::logits_in_int8", "kernels::fast::answers_in_int8"],
 }
 # Tests that only Mesa 26's software Vulkan can compute.
-MATRICES = {"matrices": ["tiles_that_subgroups_multiply"]}
+MATRICES = {"matrices": [
+    "kernels::fast::tiles_that_subgroups_multiply", "kernels::twins::attention_by_tiles_that_subgroups_multiply",
+]}
 # Suites that are cheap enough for every run of the tests.
 CHEAP = {
     "guard-pages": {"kernels": ["kernels::twins::qkv_store", "kernels::twins::rms_norm", "kernels::twins::npu_queries"]},

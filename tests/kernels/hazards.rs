@@ -6,10 +6,10 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
-use unicorn::gpu::{Buffer, Device, DevicePolicy, Order, Recorder, Rehearsal};
+use unicorn::gpu::{Buffer, Device, DevicePolicy, Need, Order, Recorder, Rehearsal, Shader};
 use unicorn::kernels::{
-    Activations, Attention, Heads, History, Kernels, KvCache, LAST_SAMPLED, LOGPROB_WORDS, Operand, Peak,
-    Quantized, RmsNorm, Shares, StepArrays, Tiles, Wants, shaders,
+    Activations, Attention, AttentionBy, AttentionTile, Heads, History, Kernels, KvCache, LAST_SAMPLED,
+    LOGPROB_WORDS, Operand, Peak, Quantized, RmsNorm, Shares, StepArrays, Tiles, Wants, shaders,
 };
 use unicorn::model::load::LoadOptions;
 use unicorn::model::{Runner, SamplingParams};
@@ -155,9 +155,16 @@ fn makers() -> Vec<Maker> {
     }
     push_each_body(&mut all, quantizing);
     // The attention of single tokens, of tiles, or no attention follows the store, for the same reason.
+    let tile = AttentionTile::emulated([16, 16, 16]).expect("the kernel can use it");
     for kv in KvDtype::ALL {
         for attending in [Some(&[(3, 1), (21, 1), (5, 1)][..]), Some(&[(3, 3), (21, 21)]), None] {
             push_each_body(&mut all, move |b| attention(b, kv, attending));
+            if attending.is_some() && kv != KvDtype::F32 {
+                all.push(Box::new(move |b| {
+                    b.attention = AttentionBy::Subgroups(tile);
+                    attention(b, kv, attending)
+                }));
+            }
         }
     }
     KvDtype::ALL.into_iter().for_each(|kv| push_each_body(&mut all, move |b| offload(b, kv)));
@@ -412,7 +419,7 @@ fn attention(b: &mut Bench, kv: KvDtype, attending: Option<&[(usize, usize)]>) -
         Some(tokens) if tokens.iter().all(|(_, tokens)| *tokens == 1) => "and attention",
         Some(_) => "and attention of tiles",
     };
-    Chain::new(format!("keys, values {what}, {kv}"), written, move |kernels, r| {
+    Chain::new(format!("keys, values {what}, {kv}, {}", b.attention), written, move |kernels, r| {
         kernels.qkv_store(r, &attention, [&q, &k, &v], &step, tokens);
         if attends {
             kernels.attention(r, &attention, (&q, &partials), &step, &y, tokens);
@@ -551,7 +558,8 @@ fn each_missing_derived_write_is_detected() {
     let device = device_with_order(Order::Reversed);
     let mut writes: Vec<(&'static str, &'static str)> = vec![("copy", "to"), ("fill", "buffer")];
     // On this device, matrix products of subgroups are emulated by the same shader source.
-    for shader in shaders::ALL.iter().filter(|shader| !shader.name.ends_with("_in_tiles")) {
+    let can_run = |shader: &&&Shader| !shader.needs.contains(&Need::CooperativeMatrix);
+    for shader in shaders::ALL.iter().filter(can_run) {
         let written = shader.pointers.iter().filter(|(_, access)| access.writes());
         writes.extend(written.map(|(pointer, _)| (shader.name, *pointer)));
     }
