@@ -95,6 +95,8 @@ def run_suite(run, device, binary, filters):
     environment = dict(device.environment)
     if device.name == "gpu-assisted":
         skips += [argument for test in PROVOKING for argument in ("--skip", test)]
+    if filters != MATRICES["matrices"]:
+        skips += [argument for test in MATRICES["matrices"] for argument in ("--skip", test)]
     # Each driver has its own cache: drivers do not share compiled shaders, but would share the size limit of the cache.
     cache = ROOT / ".cache/mesa-devices" / device.name
     cache.mkdir(parents=True, exist_ok=True)

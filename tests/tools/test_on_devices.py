@@ -66,6 +66,11 @@ class Cells(unittest.TestCase):
         self.assertEqual(environment["UNICORN_TEST_BUFFERS_APART"], "1")
         self.assertTrue(set(on_devices.PROVOKING) <= set(command))
 
+    def test_only_their_own_suite_runs_the_tests_of_matrices(self):
+        # Other devices would skip them, which is a failure.
+        self.cell(0, WHOLE, DEVICE)
+        self.assertTrue(set(on_devices.MATRICES["matrices"]) <= set(self.asked[0][0]))
+
 
 class Table(unittest.TestCase):
     def test_the_table_has_each_device_or_the_reason_why_it_is_missing(self):
