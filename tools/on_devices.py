@@ -39,7 +39,7 @@ CHEAP = {
     "guard-pages": {"kernels": ["kernels::twins::qkv_store", "kernels::twins::rms_norm", "kernels::twins::npu_queries"]},
     "lavapipe-26": MATRICES,
     "lavapipe-26-subgroup-4": {"kernels": ["kernels::twins::"]},
-    "swiftshader": {"kernels": ["kernels::twins::attention", "kernels::twins::qkv_store", "kernels::twins::rms_norm", "kernels::twins::sampling"]},
+    "swiftshader": {"kernels": ["kernels::twins::attention_has", "kernels::twins::attention_matches", "kernels::twins::qkv_store", "kernels::twins::rms_norm", "kernels::twins::sampling"]},
     "gpu-assisted": {"kernels": ["kernels::twins::rms_norm", "kernels::twins::qkv_store", "kernels::twins::geglu", "kernels::twins::moments"]},
 }
 FULL = {name: SUITES for name in [
