@@ -19,6 +19,7 @@
 #extension GL_GOOGLE_include_directive : require
 #if defined(IN_TILES)
 #extension GL_KHR_shader_subgroup_shuffle : require
+#extension GL_EXT_shader_explicit_arithmetic_types_float16 : require
 #else
 #extension GL_KHR_shader_subgroup_arithmetic : require
 #endif

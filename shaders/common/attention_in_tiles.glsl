@@ -27,6 +27,7 @@ const uint FOURS = HEAD_DIM / 4;
 // Chunks of a head's dimensions. The dimensions after the head's last one are zeros.
 const uint CHUNK = 64, CHUNK_FOURS = CHUNK / 4;
 const uint CHUNKS = (HEAD_DIM + CHUNK - 1) / CHUNK;
+const bool IS_WHOLE = HEAD_DIM % CHUNK == 0;
 // Numbers of tiles of one subgroup: of rows, and of keys or of a chunk's dimensions.
 const uint TILES_M = ROWS / WAVES_M / TILE_M, TILES_N = TILE / WAVES_N / TILE_N;
 const uint ALL_TILES_N = CHUNKS * TILES_N;
@@ -47,7 +48,7 @@ shared vec2 joined[ROWS];
 shared uint value_rows[TILE];
 #if defined(KV_INT8)
 shared float key_scales[TILE];
-shared float value_scales[TILE];
+shared uint value_scales[TILE]; // f16, twice
 #endif
 
 #if defined(COOPERATIVE)
@@ -73,8 +74,23 @@ struct Keys {
 
 uvec2 halves(vec4 four) { return uvec2(packHalf2x16(four.xy), packHalf2x16(four.zw)); }
 
-// Finds the invocation's key of a tile, and returns where it starts. The split's first key stands for the keys before it,
-// and the last one for those after it: their scores are not used.
+#if defined(KV_INT8)
+// Two integers from -128 to 127 as f16, which has them exactly: with 128 added they are the lowest bits of 1024 + 128 + i.
+f16vec2 two_of(uint two) { return unpackFloat2x16(two & 0x00ff00ffu | 0x64006400u) - f16vec2(1152.0); }
+// The integers of a word in the order 0, 2, 1, 3.
+f16vec2[2] four_of_int8(uint four) {
+    const uint biased = four ^ 0x80808080u;
+    return f16vec2[2](two_of(biased), two_of(biased >> 8));
+}
+// The order of a four's dimensions in `queries`: that of keys.
+vec4 ordered(vec4 four) { return four.xzyw; }
+#else
+vec4 ordered(vec4 four) { return four; }
+#endif
+
+// Finds the invocation's key of a tile, and returns where it starts. The memory of keys that no row sees may be
+// uninitialized, so the split's first key stands for the keys before it, and the last one for those after it: their
+// weights are 0.
 uint find_key(Keys keys, uint tile, uint lane) {
     const uint slot = lane % TILE, key = clamp(tile + slot, keys.from, keys.to);
     const uint block = block_tables.at[keys.table + key / block_size], token = key % block_size;
@@ -84,7 +100,7 @@ uint find_key(Keys keys, uint tile, uint lane) {
 #if defined(KV_INT8)
         const uint scale_at = cache_scale_at(start, keys.kv_head, token, block_size, rows, FOURS);
         key_scales[slot] = uintBitsToFloat(k_cache.at[scale_at]);
-        value_scales[slot] = uintBitsToFloat(v_cache.at[scale_at]);
+        value_scales[slot] = packHalf2x16(vec2(uintBitsToFloat(v_cache.at[scale_at])));
 #endif
     }
     return key_at(start, keys.kv_head, token, 0, block_size, FOURS);
@@ -95,13 +111,15 @@ Moved load_keys(uint key_start, uint chunk, uint lane) {
     const uint first = lane / TILE;
 #if defined(KV_F16)
     [[unroll]] for (uint i = 0; i < 4; i++) {
-        const uint unit = chunk * 8 + first + 2 * i;
-        moved.at[i] = 2 * unit < FOURS ? k_cache.at[key_start / 2 + unit * block_size] : uvec4(0);
+        const uint unit = chunk * 8 + 2 * i;
+        const uint at = key_start / 2 + first * block_size + unit * block_size;
+        moved.at[i] = IS_WHOLE || 2 * (unit + first) < FOURS ? k_cache.at[at] : uvec4(0);
     }
 #elif defined(KV_INT8)
     [[unroll]] for (uint i = 0; i < 2; i++) {
-        const uint unit = chunk * 4 + first + 2 * i;
-        moved.at[i] = 4 * unit < FOURS ? ReadUvec4s(uvec2(k_cache)).at[key_start / 4 + unit * block_size] : uvec4(0);
+        const uint unit = chunk * 4 + 2 * i;
+        const uint at = key_start / 4 + first * block_size + unit * block_size;
+        moved.at[i] = IS_WHOLE || 4 * (unit + first) < FOURS ? ReadUvec4s(uvec2(k_cache)).at[at] : uvec4(0);
     }
 #endif
     return moved;
@@ -118,29 +136,33 @@ void store_keys(Moved moved, uint lane) {
 #elif defined(KV_INT8)
     // Integers of one byte are exact in f16. The scale is a factor of the score.
     [[unroll]] for (uint i = 0; i < 2; i++)
-        [[unroll]] for (uint w = 0; w < 4; w++)
-            staged[at + 4 * (first + 2 * i) + w] = halves(four_of(moved.at[i][w]));
+        [[unroll]] for (uint w = 0; w < 4; w++) {
+            const f16vec2 four[2] = four_of_int8(moved.at[i][w]);
+            staged[at + 4 * (first + 2 * i) + w] = uvec2(packFloat2x16(four[0]), packFloat2x16(four[1]));
+        }
 #endif
 }
 
-// The memory of keys that no row sees may be uninitialized.
-Moved load_values(Keys keys, uint tile, uint chunk, uint lane) {
+Moved load_values(uint chunk, uint lane) {
     Moved moved;
     const uint group = lane % CHUNK_FOURS, four = chunk * CHUNK_FOURS + lane / CHUNK_FOURS * 2;
     [[unroll]] for (uint i = 0; i < 4; i++) {
-        const uint slot = 4 * group + i, at = value_rows[slot] + four;
-        const bool is_read = four < FOURS && tile + slot >= keys.from && tile + slot <= keys.to;
+        const uint at = value_rows[4 * group + i] + four;
 #if defined(KV_F16)
-        moved.at[i] = is_read ? v_cache.at[at / 2] : uvec4(0);
+        moved.at[i] = IS_WHOLE || four < FOURS ? v_cache.at[at / 2] : uvec4(0);
 #elif defined(KV_INT8)
+        const bool is_read = IS_WHOLE || four < FOURS;
         moved.at[i] = is_read ? uvec4(ReadUvec2s(uvec2(v_cache)).at[at / 2], 0, 0) : uvec4(0);
 #endif
     }
     return moved;
 }
 
-// Two f16 with these bits: the lower halves of two words, or the higher ones.
-uint pair(uint a, uint b, bool high) { return high ? a >> 16 | b & 0xffff0000u : a & 0xffffu | b << 16; }
+// The lower halves of two words, or the higher ones. Compilers have an instruction for this form.
+uint pair(uint a, uint b, bool high) {
+    const f16vec2 x = unpackFloat2x16(a), y = unpackFloat2x16(b);
+    return packFloat2x16(high ? f16vec2(x.y, y.y) : f16vec2(x.x, y.x));
+}
 
 void store_values(Moved moved, uint lane) {
     const uint group = lane % CHUNK_FOURS, at = lane / CHUNK_FOURS * 8 * STRIDE + group;
@@ -149,13 +171,22 @@ void store_values(Moved moved, uint lane) {
 #if defined(KV_F16)
         rows[i] = moved.at[i];
 #elif defined(KV_INT8)
-        const float scale = value_scales[4 * group + i];
-        rows[i] = uvec4(halves(scale * four_of(moved.at[i].x)), halves(scale * four_of(moved.at[i].y)));
+        const f16vec2 scale = unpackFloat2x16(value_scales[4 * group + i]);
+        [[unroll]] for (uint w = 0; w < 2; w++) {
+            const f16vec2 four[2] = four_of_int8(moved.at[i][w]);
+            rows[i][2 * w] = packFloat2x16(four[0] * scale);
+            rows[i][2 * w + 1] = packFloat2x16(four[1] * scale);
+        }
 #endif
     }
     [[unroll]] for (uint d = 0; d < 8; d++) {
+#if defined(KV_INT8)
+        const uint w = d / 4 * 2 + d % 2;
+        const bool high = d % 4 >= 2;
+#else
         const uint w = d / 2;
         const bool high = d % 2 == 1;
+#endif
         staged[at + d * STRIDE] = uvec2(pair(rows[0][w], rows[1][w], high), pair(rows[2][w], rows[3][w], high));
     }
 }
@@ -176,7 +207,7 @@ void main() {
         const uint row = i / (CHUNKS * CHUNK_FOURS), four = i % (CHUNKS * CHUNK_FOURS);
         const uint token = item.token + min(row / GROUP, item.tokens - 1);
         const uint of = (token * num_kv_heads + kv_head) * GROUP + row % GROUP;
-        queries[row * Q_STRIDE + four] = four < FOURS ? halves(q.at[of * FOURS + four]) : uvec2(0);
+        queries[row * Q_STRIDE + four] = four < FOURS ? halves(ordered(q.at[of * FOURS + four])) : uvec2(0);
     }
 
     // The row whose weights this invocation computes, which quarter of them, and the keys that the row sees.
@@ -193,7 +224,8 @@ void main() {
         keys.from = max(split_start(split, split_unit, window == 0), lowest);
         keys.to = min(split_start(split + 1, split_unit, window == 0) - 1, highest);
         keys.table = item.sequence * max_blocks;
-        const uint seen_from = max(own_first, keys.from), seen_to = min(own_last, keys.to);
+        const uint seen_from = max(own_first, keys.from), seen_end = min(own_last, keys.to) + 1;
+        const uint seen = seen_end > seen_from ? seen_end - seen_from : 0;
         float maximum = LOWEST, sum = 0.0;
         TileSum acc[TILES_M][ALL_TILES_N];
         [[unroll]] for (uint r = 0; r < TILES_M; r++)
@@ -210,7 +242,7 @@ void main() {
                 store_keys(next, lane);
                 barrier();
                 if (chunk + 1 < CHUNKS) next = load_keys(key_start, chunk + 1, lane);
-                else next = load_values(keys, tile, 0, lane);
+                else next = load_values(0, lane);
                 [[unroll]] for (uint r = 0; r < TILES_M; r++) {
                     const uint a_at = (wave_row + r * TILE_M) * Q_STRIDE + chunk * CHUNK_FOURS;
                     [[unroll]] for (uint k = 0; k < STEPS; k++) {
@@ -235,20 +267,23 @@ void main() {
             if (own_row < ROWS) {
                 float score[16];
                 float largest = LOWEST;
+                // A key before `seen_from` is far beyond `seen`.
+                const uint quarter_start = tile + quarter * 16 - seen_from;
                 [[unroll]] for (uint i = 0; i < 8; i++) {
                     const uvec2 two = staged[own_row * F32_STRIDE + quarter * 8 + i];
                     [[unroll]] for (uint j = 0; j < 2; j++) {
-                        const uint slot = quarter * 16 + i * 2 + j;
+                        const uint key = i * 2 + j;
                         float product = uintBitsToFloat(two[j]);
 #if defined(KV_INT8)
-                        product *= key_scales[slot];
+                        product *= key_scales[quarter * 16 + key];
 #endif
-                        const bool is_seen = tile + slot >= seen_from && tile + slot <= seen_to;
-                        score[i * 2 + j] = is_seen ? product : LOWEST;
-                        largest = max(largest, score[i * 2 + j]);
+                        score[key] = quarter_start + key < seen ? product : LOWEST;
+                        largest = max(largest, score[key]);
                     }
                 }
                 largest = max(maximum, largest_of_four(largest));
+                // Relative to this, the weight of a key that is not seen is 0 even if the row has seen none yet.
+                const float reference = max(largest, LOWEST / 2.0);
                 const float correction = weight_of(maximum, largest);
                 if (quarter == 0) corrections[own_row] = correction;
                 maximum = largest;
@@ -257,10 +292,7 @@ void main() {
                     uvec2 four;
                     [[unroll]] for (uint j = 0; j < 2; j++) {
                         vec2 two;
-                        [[unroll]] for (uint e = 0; e < 2; e++) {
-                            const float s = score[i * 4 + j * 2 + e];
-                            two[e] = s == LOWEST ? 0.0 : weight_of(s, largest);
-                        }
+                        [[unroll]] for (uint e = 0; e < 2; e++) two[e] = weight_of(score[i * 4 + j * 2 + e], reference);
                         four[j] = packHalf2x16(two);
                         // What is added up is what is multiplied.
                         const vec2 rounded = unpackHalf2x16(four[j]);
@@ -275,7 +307,7 @@ void main() {
                 store_values(next, lane);
                 barrier();
                 if (chunk + 1 < CHUNKS) {
-                    next = load_values(keys, tile, chunk + 1, lane);
+                    next = load_values(chunk + 1, lane);
                 } else if (tile + TILE <= keys.to) {
                     key_start = find_key(keys, tile + TILE, lane);
                     next = load_keys(key_start, 0, lane);
