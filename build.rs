@@ -548,10 +548,10 @@ fn emit_shader(
     let constants = spec_constants(module).iter().map(|(id, name, _)| format!("({id}, {name:?})")).collect();
     let pointer = |m: &Member| Some(format!("({:?}, crate::gpu::Access::{:?})", m.name, m.access?));
     let pointers = block.members.iter().filter_map(pointer).collect();
-    let needs = module
-        .capabilities
-        .iter()
-        .flat_map(|i| needs(name, i.operands[0].unwrap_capability()))
+    let capabilities = module.capabilities.iter().map(|i| i.operands[0].unwrap_capability());
+    let multiplies_tiles = capabilities.clone().any(|capability| capability == Capability::CooperativeMatrixKHR);
+    let needs = capabilities
+        .flat_map(|capability| needs(name, capability))
         .map(|need| format!("crate::gpu::Need::{need}"))
         .collect();
     let workgroup = module.execution_modes.iter().find_map(|i| match i.operands.as_slice() {
@@ -571,7 +571,11 @@ fn emit_shader(
         .map(|i| globals.find(i.result_type.unwrap()).operands[1].unwrap_id_ref())
         .map(|id| globals.bytes(id))
         .collect();
-    let shared = if shared.is_empty() { "0".to_string() } else { shared.join(" + ") };
+    let shared = match shared.is_empty() {
+        true => "0".to_string(),
+        false if multiplies_tiles => format!("crate::gpu::sum_of_aligned({})", list(shared)),
+        false => shared.join(" + "),
+    };
     writeln!(
         out,
         "pub static {}: crate::gpu::Shader = crate::gpu::Shader {{ name: {name:?}, kernel: {kernel:?}, constants: {}, \

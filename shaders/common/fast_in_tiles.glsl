@@ -43,8 +43,9 @@ shared float row_shifts[ALL_ROW_SCALES];
 shared float column_sums[ALL_COLUMN_SUMS];
 #endif
 shared float column_scales[ALL_COLUMNS];
-// For blocks with even and with odd numbers, the last one that has second digits, plus 1.
-shared uint second_digits[2];
+// For blocks with even and with odd numbers, the last one that has second digits, plus 1. The other two are not used:
+// every shared array is a multiple of 16 bytes (`Shader::shared_bytes`).
+shared uint second_digits[4];
 
 // Stored weights have BIAS added, which is half of their range. If they are in the highest bits of their bytes, an
 // exclusive or of the highest bit removes it: the byte is then the weight times WEIGHT_FACTOR. The scale of a row takes

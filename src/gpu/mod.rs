@@ -49,6 +49,7 @@ pub use pipeline::Pipeline;
 pub use placement::{Class, MemoryKind, Placement};
 pub use recorder::{Arguments, CommandBuffer, INDIRECT_BYTES, Recorder, Submission};
 pub use rehearsal::{Order, Rehearsal};
+pub(crate) use shader::sum_of_aligned;
 pub use shader::{Access, Shader};
 pub use stopwatch::timed;
 pub use upload::Uploader;
