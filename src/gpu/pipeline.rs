@@ -29,7 +29,9 @@ type Key = (&'static str, Vec<u32>);
 pub(super) struct Pipelines {
     pub layout: vk::PipelineLayout,
     cache: vk::PipelineCache,
-    made: Mutex<HashMap<Key, Arc<Pipeline>>>,
+    /// Each pipeline has its own lock, which is held while it is compiled: different pipelines are compiled at the same
+    /// time, and the same one only once.
+    made: Mutex<HashMap<Key, Arc<Mutex<Option<Arc<Pipeline>>>>>>,
 }
 
 impl Pipelines {
@@ -56,9 +58,9 @@ impl Pipelines {
         on_created: impl Fn(vk::Pipeline, &str),
     ) -> Result<Arc<Pipeline>, GpuError> {
         let key = (shader.name, constants.to_vec());
-        // The map stays locked while a pipeline is compiled, so that two threads never compile the same pipeline.
-        let mut made = self.made.lock().unwrap();
-        if let Some(pipeline) = made.get(&key) {
+        let place = self.made.lock().unwrap().entry(key).or_default().clone();
+        let mut made = place.lock().unwrap();
+        if let Some(pipeline) = &*made {
             return Ok(pipeline.clone());
         }
         let flags = vk::PipelineCreateFlags::empty();
@@ -67,7 +69,7 @@ impl Pipelines {
         let pipeline = Pipeline { raw: handle, name: pipeline_name(shader, &constants), shader, constants };
         on_created(handle, &pipeline.name);
         let pipeline = Arc::new(pipeline);
-        made.insert(key, pipeline.clone());
+        *made = Some(pipeline.clone());
         Ok(pipeline)
     }
 
@@ -87,8 +89,10 @@ impl Pipelines {
     pub unsafe fn destroy(&self, raw: &ash::Device) {
         // SAFETY: per this function's contract; each handle is destroyed once.
         unsafe {
-            for pipeline in self.made.lock().unwrap().values() {
-                raw.destroy_pipeline(pipeline.raw, None);
+            for place in self.made.lock().unwrap().values() {
+                if let Some(pipeline) = &*place.lock().unwrap() {
+                    raw.destroy_pipeline(pipeline.raw, None);
+                }
             }
             raw.destroy_pipeline_layout(self.layout, None);
             raw.destroy_pipeline_cache(self.cache, None);
