@@ -23,6 +23,8 @@ use crate::tensor::{KvDtype, Precision, Scheme};
 /// The least bytes of all copies together: more than the caches of large GPUs hold.
 pub(crate) const ROTATED_BYTES: u64 = 256 << 20;
 const MOST_COPIES: u64 = 64;
+/// Random integers repeat after this many bytes, because random numbers for a whole matrix take seconds.
+const RANDOM_BYTES: usize = 64 << 20;
 /// The length of a measured span, and the most dispatches in it.
 pub(crate) const SPAN: Duration = Duration::from_millis(20);
 const MOST_REPEATS: usize = 2000;
@@ -259,7 +261,12 @@ impl Make<'_> {
             Scheme::F32 => put(&mut blocks, |_| value(&mut self.rng).to_le_bytes()),
             Scheme::F16 => put(&mut blocks, |_| f16::from_f32(value(&mut self.rng)).to_le_bytes()),
             Scheme::Bf16 => put(&mut blocks, |_| bf16::from_f32(value(&mut self.rng)).to_le_bytes()),
-            _ => self.rng.fill_bytes(&mut blocks),
+            _ => {
+                let random = RANDOM_BYTES.min(blocks.len());
+                let (random, others) = blocks.split_at_mut(random);
+                self.rng.fill_bytes(random);
+                others.chunks_mut(RANDOM_BYTES).for_each(|others| others.copy_from_slice(&random[..others.len()]));
+            }
         }
         let mut scales = vec![0; scheme.scale_bytes(rows, cols) as usize];
         put(&mut scales, |_| f16::from_f32(deviation / 8.0).to_le_bytes());
