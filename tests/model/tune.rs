@@ -15,7 +15,7 @@ use unicorn::model::tune::{Trial, Tuned, measured, read_cached, tuned, write_cac
 use unicorn::tensor::{KvDtype, Precision, QuantizeMode, Scheme};
 
 use crate::support::goldens::{Goldens, all_logits};
-use crate::support::{data, device, goldens, policy};
+use crate::support::{data, device, device_is_software, goldens, policy, skip};
 
 const SHARED: Way = Way::Lanes { columns: 32, activations: ActivationsFrom::SharedMemory };
 
@@ -72,6 +72,9 @@ fn the_largest_matrix_of_each_kind_is_measured() {
 
 #[test]
 fn a_cpu_device_has_nothing_to_tune() {
+    if !device_is_software() {
+        return skip("software-device");
+    }
     let (of, tiles) = tuned(device(), &policy(), &trial(&ProductKind::ALL)).expect("nothing is measured");
     assert_eq!(tiles, Tiles::Cpu);
     assert_eq!(of.queue_kind(), device().queue_kind());
