@@ -12,6 +12,9 @@ use super::GpuError;
 use super::need::{Need, SUBGROUP_LANES};
 use super::shader::Shader;
 
+/// VK_COMPONENT_TYPE_BFLOAT16_KHR, whose name `ash` does not know.
+const BFLOAT16: vk::ComponentTypeKHR = vk::ComponentTypeKHR::from_raw(1_000_141_000);
+
 /// A cooperative matrix shape: a subgroup multiplies a tile `[m, k]` by `[k, n]` and adds the product to `[m, n]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CooperativeMatrix {
@@ -37,7 +40,11 @@ impl CooperativeMatrix {
 impl fmt::Display for CooperativeMatrix {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let CooperativeMatrix { m, n, k, factors, sum } = self;
-        write!(f, "{m}x{n}x{k}, {factors:?} to {sum:?}")
+        let [factors, sum] = [factors, sum].map(|of| match *of {
+            BFLOAT16 => "BFLOAT16".to_string(),
+            other => format!("{other:?}"),
+        });
+        write!(f, "{m}x{n}x{k}, {factors} to {sum}")
     }
 }
 

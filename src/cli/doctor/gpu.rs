@@ -58,7 +58,9 @@ pub fn check(
         let finding = Finding::note("gpu-not-amd", format!("the GPU is not an AMD GPU: {id}"))
             .cause("the doctor can check the kernel driver and the memory only for amdgpu")
             .read_from(&gpu.folder);
-        return vec![finding, render_access(machine)];
+        // NVIDIA's own driver has other device nodes.
+        let has_render_node = gpu.driver.as_deref() != Some("nvidia");
+        return [finding].into_iter().chain(has_render_node.then(|| render_access(machine))).collect();
     }
     let name = integrated(gpu).unwrap_or("AMD GPU");
     let mut findings = vec![Finding::ok("gpu", format!("{name}, {id}")).read_from(&gpu.folder)];
