@@ -549,7 +549,8 @@ fn emit_shader(
     let pointer = |m: &Member| Some(format!("({:?}, crate::gpu::Access::{:?})", m.name, m.access?));
     let pointers = block.members.iter().filter_map(pointer).collect();
     let capabilities = module.capabilities.iter().map(|i| i.operands[0].unwrap_capability());
-    let multiplies_tiles = capabilities.clone().any(|capability| capability == Capability::CooperativeMatrixKHR);
+    let multiplies_tiles =
+        capabilities.clone().any(|capability| capability == Capability::CooperativeMatrixKHR);
     let needs = capabilities
         .flat_map(|capability| needs(name, capability))
         .map(|need| format!("crate::gpu::Need::{need}"))

@@ -265,7 +265,9 @@ impl Make<'_> {
                 let random = RANDOM_BYTES.min(blocks.len());
                 let (random, others) = blocks.split_at_mut(random);
                 self.rng.fill_bytes(random);
-                others.chunks_mut(RANDOM_BYTES).for_each(|others| others.copy_from_slice(&random[..others.len()]));
+                others
+                    .chunks_mut(RANDOM_BYTES)
+                    .for_each(|others| others.copy_from_slice(&random[..others.len()]));
             }
         }
         let mut scales = vec![0; scheme.scale_bytes(rows, cols) as usize];
