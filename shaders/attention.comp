@@ -36,6 +36,7 @@ layout(local_size_x = 64 * TEAMS) in;
 layout(constant_id = 0) const uint GROUP = 1;
 layout(constant_id = 1) const uint HEAD_DIM = 64;
 layout(constant_id = 2) const uint ROWS = 1;
+const uint FOURS = HEAD_DIM / 4;
 
 struct Item {
     // Row of the first token in q, number of tokens, position of the first token, and row of the sequence in
@@ -72,6 +73,20 @@ layout(push_constant, std430) uniform Push {
 uint partial_at(Item item, uint kv_head, uint row) {
     const uint slot = item.slot + row / GROUP * item.stride;
     return (slot * num_kv_heads + kv_head) * GROUP + row % GROUP;
+}
+
+// Stores four values of a row's partial, joined with those of the item's splits before split `n`, whose score is
+// `earlier`. Returns the joined score.
+vec2 store_partial(uint at, uint four, uint n, vec2 earlier, vec4 values, vec2 score) {
+    if (n > 0) {
+        vec4 all = partials.at[at + four];
+        join(all, earlier, values, score);
+        values = all;
+        score = earlier;
+    }
+    partials.at[at + four] = values;
+    if (four == 0) partials.at[at + FOURS] = vec4(score, 0.0, 0.0);
+    return score;
 }
 
 #if defined(IN_TILES)

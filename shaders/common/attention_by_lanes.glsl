@@ -5,7 +5,6 @@
 #include "invocation.glsl"
 
 // Number of fours (groups of four dimensions) of a head, and of a lane: two if a head has an even number of fours.
-const uint FOURS = HEAD_DIM / 4;
 const uint WIDTH = 2 - (FOURS - FOURS / 2 * 2);
 // Number of lanes that together have all dimensions of a value, and number of such groups of lanes in a team.
 const uint LANES = FOURS / WIDTH;
@@ -227,15 +226,7 @@ void main() {
                 vec4 values = part_values[copies + lane];
                 for (uint p = 1; p < PARTS; p++) values += part_values[copies + p * FOURS + lane];
                 const uint at = partial_at(item, kv_head, index) * (FOURS + 1);
-                if (n > 0) {
-                    vec4 all = partials.at[at + lane];
-                    vec2 all_score = joined[index];
-                    join(all, all_score, values, score);
-                    values = all;
-                    score = all_score;
-                }
-                partials.at[at + lane] = values;
-                if (lane == 0) partials.at[at + FOURS] = vec4(score, 0.0, 0.0);
+                score = store_partial(at, lane, n, joined[index], values, score);
             }
             barrier();
             if (lane == 0) joined[index] = score;

@@ -23,7 +23,6 @@ layout(constant_id = 7) const uint WAVES_N = 2;
 #include "tile.glsl"
 
 const uint INVOCATIONS = 128;
-const uint FOURS = HEAD_DIM / 4;
 // Chunks of a head's dimensions. The dimensions after the head's last one are zeros.
 const uint CHUNK = 64, CHUNK_FOURS = CHUNK / 4;
 const uint CHUNKS = (HEAD_DIM + CHUNK - 1) / CHUNK;
@@ -349,18 +348,9 @@ void main() {
                 const uint row = i / CHUNK_FOURS, in_chunk = i % CHUNK_FOURS, four = chunk * CHUNK_FOURS + in_chunk;
                 if (row >= rows || four >= FOURS) continue;
                 const uint from = row * F32_STRIDE + 2 * in_chunk;
-                vec4 values = vec4(uintBitsToFloat(staged[from]), uintBitsToFloat(staged[from + 1]));
-                vec2 score = split_score[row];
+                const vec4 values = vec4(uintBitsToFloat(staged[from]), uintBitsToFloat(staged[from + 1]));
                 const uint at = partial_at(item, kv_head, row) * (FOURS + 1);
-                if (n > 0) {
-                    vec4 all = partials.at[at + four];
-                    vec2 all_score = joined[row];
-                    join(all, all_score, values, score);
-                    values = all;
-                    score = all_score;
-                }
-                partials.at[at + four] = values;
-                if (four == 0) partials.at[at + FOURS] = vec4(score, 0.0, 0.0);
+                store_partial(at, four, n, joined[row], values, split_score[row]);
             }
         }
         barrier();

@@ -19,7 +19,7 @@ use crate::support::goldens::{Goldens, all_logits, drafted};
 use crate::support::kernel_bench::{
     Bench, STORED, device_with, emulated_tiles, multiplied_by, with_each_body,
 };
-use crate::support::reference::{BLOCK_COLS, QuantizedActivations, fast_product, log_softmax};
+use crate::support::reference::{BLOCK_COLS, QuantizedActivations, divergence, fast_product};
 use crate::support::texts::{Texts, penalties, prompts_of_tiny_a};
 use crate::support::{data, demo, device, goldens, policy, skip};
 
@@ -566,20 +566,6 @@ fn answers_with_attention_in_tiles_are_the_same_whatever_else_runs() {
         let texts = Texts::new(&mut model, (SamplingParams::GREEDY, 0), prompts_of_tiny_a(), 40);
         texts.check_all(&mut drafted(&device(), &options));
     }
-}
-
-/// The difference of the distributions of `got` and `expected`, over all rows: the mean KL divergence in nats, and the
-/// share of rows with the same best id.
-fn divergence(expected: &[f32], got: &[f32], vocab: usize) -> (f64, f64) {
-    let (mut kl, mut top) = (0.0, 0);
-    let best = |row: &[f32]| (0..vocab).rev().max_by(|a, b| row[*a].total_cmp(&row[*b]));
-    for (e, g) in expected.chunks(vocab).zip(got.chunks(vocab)) {
-        let (p, q) = (log_softmax(e), log_softmax(g));
-        kl += p.iter().zip(&q).map(|(p, q)| p.exp() * (p - q)).sum::<f64>();
-        top += usize::from(best(e) == best(g));
-    }
-    let rows = (expected.len() / vocab) as f64;
-    (kl / rows, top as f64 / rows)
 }
 
 /// The mean square of the difference, divided by the variance of the expected values.

@@ -224,13 +224,7 @@ fn attention_in_tiles_keeps_bits_and_is_near_attention_by_lanes() {
             assert_eq!(differ.count(), 0, "{kv}, steps of {max_batch_tokens} tokens");
         }
         let by_lanes = all_logits(&mut model(AttentionBy::Lanes, 512), prompt);
-        let vocab = whole.config().vocab_size;
-        let divergence = |(p, q): (&[f32], &[f32])| {
-            let (p, q) = (reference::log_softmax(p), reference::log_softmax(q));
-            p.iter().zip(&q).map(|(p, q)| p.exp() * (p - q)).sum::<f64>()
-        };
-        let kl: f64 = by_lanes.chunks(vocab).zip(logits.chunks(vocab)).map(divergence).sum();
-        let kl = kl / prompt.len() as f64;
+        let (kl, _) = reference::divergence(&by_lanes, &logits, whole.config().vocab_size);
         println!("{kv}: mean KL divergence of attention in tiles {kl:.1e} nats");
         assert!(kl < 1e-5, "{kv}: {kl}");
     }

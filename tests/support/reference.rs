@@ -223,6 +223,20 @@ pub fn log_softmax(logits: &[f32]) -> Vec<f64> {
     logits.iter().map(|l| f64::from(*l) - f64::from(max) - sum.ln()).collect()
 }
 
+/// The difference of the distributions of `got` and `expected`, over all rows: the mean KL divergence in nats, and the
+/// share of rows with the same best id.
+pub fn divergence(expected: &[f32], got: &[f32], vocab: usize) -> (f64, f64) {
+    let (mut kl, mut top) = (0.0, 0);
+    let best = |row: &[f32]| (0..vocab).rev().max_by(|a, b| row[*a].total_cmp(&row[*b]));
+    for (e, g) in expected.chunks(vocab).zip(got.chunks(vocab)) {
+        let (p, q) = (log_softmax(e), log_softmax(g));
+        kl += p.iter().zip(&q).map(|(p, q)| p.exp() * (p - q)).sum::<f64>();
+        top += usize::from(best(e) == best(g));
+    }
+    let rows = (expected.len() / vocab) as f64;
+    (kl / rows, top as f64 / rows)
+}
+
 /// The ids that temperature, min_p, top_k and top_p leave, with their probabilities. It sorts, as in textbooks and
 /// unlike the shader. Ties at a threshold are kept.
 pub fn filtered(logits: &[f32], temperature: f64, top_k: usize, top_p: f64, min_p: f64) -> Vec<(usize, f64)> {
