@@ -376,9 +376,9 @@ fn log(
     }
     let device = runner.device().info();
     tracing::info!("device   {}, {}", device.name, device.driver);
-    if schemes.distinct().into_iter().any(|scheme| precision.quantizes(scheme)) {
-        tracing::info!("products {}; attention by {}", runner.tiles(), runner.attention_by());
-    }
+    let are_tiled = schemes.distinct().into_iter().any(|scheme| precision.quantizes(scheme));
+    let products = if are_tiled { format!("products {}; ", runner.tiles()) } else { String::new() };
+    tracing::info!("kernels  {products}attention by {}", runner.attention_by());
     let draft_loaded = draft.map(Draft::loaded);
     let sum = |field: fn(&Loaded) -> u64| field(&runner.loaded()) + draft_loaded.as_ref().map_or(0, field);
     let loaded = Loaded { bytes: sum(|l| l.bytes), resident_bytes: sum(|l| l.resident_bytes) };
