@@ -1,7 +1,7 @@
 //! The command line of `unicorn-lab`, as clap parses it.
 
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use clap::{Args, Parser, Subcommand};
 
@@ -42,6 +42,24 @@ pub enum Command {
     /// Run the NPU for the process that holds the model, which starts this process
     #[command(hide = true)]
     NpuProcess,
+}
+
+#[derive(Debug, Args)]
+pub struct Budget {
+    /// Longest time for the whole benchmark; cases that have not begun by then are skipped
+    #[arg(long, value_name = "SECONDS")]
+    pub budget_s: Option<u32>,
+}
+
+impl Budget {
+    /// Starts the time, and returns a function that says why no further case may begin. `None` = it may.
+    pub fn start(&self) -> impl Fn() -> Option<String> {
+        let (since, budget) = (Instant::now(), self.budget_s);
+        move || {
+            let over = budget.filter(|budget| since.elapsed() >= Duration::from_secs((*budget).into()))?;
+            Some(format!("the {over} s of --budget-s are over"))
+        }
+    }
 }
 
 #[derive(Debug, Args)]
@@ -99,6 +117,8 @@ pub struct Kernels {
     /// Measured runs of each case, after two to warm up; the median is reported
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=100))]
     pub runs: u32,
+    #[command(flatten)]
+    pub budget: Budget,
     /// Compare with an earlier report that --json printed
     #[arg(long, value_name = "FILE")]
     pub compare: Option<PathBuf>,
@@ -140,9 +160,8 @@ pub struct Model {
     /// Longest time for a case. A case whose single run would take longer is skipped; others get fewer runs
     #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u32).range(1..=86_400))]
     pub limit_s: u32,
-    /// Longest time for the whole benchmark; cases that have not begun by then are skipped
-    #[arg(long, value_name = "SECONDS")]
-    pub budget_s: Option<u32>,
+    #[command(flatten)]
+    pub budget: Budget,
     /// Compare with an earlier report that --json printed
     #[arg(long, value_name = "FILE")]
     pub compare: Option<PathBuf>,

@@ -94,8 +94,13 @@ pub fn kernels(config: &Config, args: &args::Kernels) -> Result<(), Error> {
 
     let (mut measured, mut left_out) = (Vec::<Measured>::new(), Vec::new());
     let bar = Bar::of("cases", "measuring", cases.len() as u64);
+    let over = args.budget.start();
     for (i, case) in cases.into_iter().enumerate() {
         bar.set(i as u64);
+        if let Some(why) = over() {
+            left_out.push((case.name, why));
+            continue;
+        }
         bar.say(format!("measuring {}", case.name));
         tracing::info!("{}", case.name);
         let span = rig.prepare(&case).and_then(|prepared| rig.time(runs, &mut |r, i| prepared.record(r, i)));

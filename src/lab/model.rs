@@ -4,7 +4,7 @@
 //! The report also gives the minimum of bytes that a step reads: every weight once, and the keys and values that its
 //! tokens see once. A case that does not fit, or would take too long, is listed as left out.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde_json::{Value, json};
 
@@ -78,18 +78,13 @@ pub fn model(config: &Config, args: &args::Model) -> Result<(), Error> {
     let mut loaded = load(&files, config, args)?;
     let (device, runner) = (loaded.runner.device().info().clone(), &mut loaded.runner);
 
-    let (limit, since) = (Duration::from_secs(args.limit_s.into()), Instant::now());
-    let over = || {
-        let budget =
-            args.budget_s.filter(|budget| since.elapsed() >= Duration::from_secs((*budget).into()))?;
-        Some(format!("the {budget} s of --budget-s are over"))
-    };
+    let (limit, over) = (Duration::from_secs(args.limit_s.into()), args.budget.start());
     let (mut measured, mut left_out) = (Vec::<Measured>::new(), Vec::new());
     let bar = Bar::of("cases", "measuring", cases.len() as u64);
     for (i, (case, trial)) in cases.into_iter().enumerate() {
         bar.set(i as u64);
         bar.say(format!("measuring {case}"));
-        let obstacle = trial.obstacle(runner.limits()).or_else(over);
+        let obstacle = trial.obstacle(runner.limits()).or_else(&over);
         let obstacle = obstacle.or_else(|| too_long(trial, &measured, limit));
         match obstacle {
             Some(why) => left_out.push((case, why)),

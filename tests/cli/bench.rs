@@ -662,6 +662,9 @@ fn kernels_are_compared_with_the_peak_rates_of_the_device() {
     for part in ["k_proj int4-g128 x 2", "times as fast as", "plain multiply-adds", "of copy"] {
         assert!(stdout.contains(part), "{part:?} is not in {stdout}");
     }
+    let none = printed_json(command(&[&few[..], &["--budget-s", "0", "--json"]].concat()));
+    let left_out = json!([{"case": case["case"], "why": "the 0 s of --budget-s are over"}]);
+    assert_eq!((&none["cases"], &none["left_out"]), (&json!([]), &left_out));
     let none = ["kernels", "--allow-software-vulkan", "--only", "no such kernel"];
     assert_error(lab_on_software(&none), 1, &["--only", "no such kernel"]);
 }
