@@ -73,7 +73,7 @@ def main():
     (FOLDER / "commit").write_text(commit + "\n")
     size = sum(file.stat().st_size for file in FOLDER.iterdir())
     print(f"{os.path.relpath(FOLDER)}: {size / (1 << 20):.1f} MiB of commit {commit}, for glibc {glibc[0]}.{glibc[1]} and later")
-    print("copy it to a machine with a GPU and a Vulkan driver, and run ./run.sh there: ten minutes, and one JSON, result.json")
+    print("copy it to a machine with a GPU and a Vulkan driver, and run ./run.sh there: a quarter of an hour, and one JSON, result.json")
     if size > MOST_BYTES:
         sys.exit(f"error: {size} bytes exceed the limit of {MOST_BYTES} bytes")
 

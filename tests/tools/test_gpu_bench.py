@@ -61,10 +61,11 @@ class GpuBench(unittest.TestCase):
         result = self.folder / "result.json"
         return done.returncode, done.stderr, json.loads(result.read_text()) if result.exists() else None
 
+    # The suite runs twice: for models and for kernels.
     def test_everything_goes_into_one_json(self):
         status, said, result = self.run_script(UNICORN_MODEL_PATH="/elsewhere")
         self.assertEqual((status, result["problems"]), (0, []), said)
-        self.assertEqual(result["checks"], {"passed": 2, "failed": 0, "failures": []})
+        self.assertEqual(result["checks"], {"passed": 4, "failed": 0, "failures": []})
         self.assertEqual((result["commit"], result["small"]), ("abc123", False))
         self.assertEqual(result["devices"], ['[0] A "GPU"\\x', " usable yes"])
         self.assertEqual(result["kernels"]["benchmark"], "kernels")
@@ -87,15 +88,16 @@ class GpuBench(unittest.TestCase):
     def test_a_failed_measurement_is_named_and_the_others_run(self):
         status, said, result = self.run_script("--no-27b", BAD="logits_match", BROKEN="kernels")
         self.assertEqual(status, 1, said)
-        self.assertEqual(result["checks"], {"passed": 2, "failed": 1, "failures": ["golden::logits_match"]})
+        self.assertEqual(result["checks"], {"passed": 4, "failed": 2, "failures": ["golden::logits_match"] * 2})
         self.assertEqual(result["problems"], ["kernels: exit code 1: error: it broke"])
         self.assertEqual((result["kernels"], result["gemma-3-27b"]), (None, None))
         self.assertEqual(result["gemma-3-4b"]["benchmark"], "model")
 
     def test_checks_that_do_not_finish_are_a_problem_with_partial_counts(self):
         status, said, result = self.run_script("--small", HANGS="1")
-        self.assertEqual((status, result["checks"]["passed"]), (1, 2), said)
-        self.assertIn("checks: did not finish, exit code 124", result["problems"][0])
+        self.assertEqual((status, result["checks"]["passed"]), (1, 4), said)
+        self.assertIn("checks of models: did not finish, exit code 124", result["problems"][0])
+        self.assertIn("checks of kernels: did not finish", result["problems"][1])
         self.assertEqual(result["kernels"]["benchmark"], "kernels")
 
     def test_a_model_that_does_not_fit_on_the_disk_is_skipped(self):
