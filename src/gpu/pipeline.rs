@@ -24,14 +24,15 @@ pub struct Pipeline {
 }
 
 type Key = (&'static str, Vec<u32>);
+/// A pipeline, or nothing until it is compiled. It is locked while it is compiled: different pipelines are compiled at the
+/// same time, and the same one only once.
+type Place = Mutex<Option<Arc<Pipeline>>>;
 
 /// All pipelines of a device. They share one layout with push constants only, because shaders use buffer addresses.
 pub(super) struct Pipelines {
     pub layout: vk::PipelineLayout,
     cache: vk::PipelineCache,
-    /// Each pipeline has its own lock, which is held while it is compiled: different pipelines are compiled at the same
-    /// time, and the same one only once.
-    made: Mutex<HashMap<Key, Arc<Mutex<Option<Arc<Pipeline>>>>>>,
+    made: Mutex<HashMap<Key, Arc<Place>>>,
 }
 
 impl Pipelines {
