@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """Builds target/gpu-bench: a folder with one script that checks and measures Unicorn on another machine's GPU.
 
-The folder has both binaries and the test suite, stripped and compressed, the data that the suite reads, and
-tools/gpu_bench_run.sh as run.sh. It runs on machines whose glibc is at least as new as the printed version.
+The folder has one archive with both binaries, the test suite and the data that it reads, and tools/gpu_bench_run.sh as
+run.sh. It runs on machines whose glibc is at least as new as the printed version.
 """
 
-import gzip
 import json
+import lzma
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -31,43 +32,48 @@ def run(*command):
     return done.stdout
 
 
-def built(*arguments):
-    """The executable that cargo builds with these arguments."""
+def built(name, *arguments):
+    """The executable of the target `name`, which cargo builds with these arguments, among others."""
     lines = run("cargo", *arguments, "--locked", "--message-format=json-render-diagnostics").splitlines()
-    executables = [message.get("executable") for message in map(json.loads, lines)]
-    return Path([path for path in executables if path][-1])
+    messages = [message for message in map(json.loads, lines) if message.get("executable")]
+    return Path(next(message["executable"] for message in messages if message["target"]["name"] == name))
 
 
-def stripped(binary, name):
-    """Packs a binary without its symbols, and returns the newest glibc version that it needs."""
-    with tempfile.TemporaryDirectory() as scratch:
-        bare = Path(scratch) / name
-        run("strip", "-o", str(bare), str(binary))
-        with open(bare, "rb") as source, gzip.GzipFile(FOLDER / f"{name}.gz", "wb", 9, mtime=0) as packed:
-            shutil.copyfileobj(source, packed)
+def glibc_of(binary):
+    """The newest glibc version that a binary needs."""
     versions = re.findall(rb"GLIBC_(\d+)\.(\d+)", binary.read_bytes())
     return max((int(major), int(minor)) for major, minor in versions)
 
 
-def pack_data():
+def pack(binaries):
+    """Writes the archive: the binaries without their symbols, and below `tree` the data."""
     def plain(entry):
         entry.uid = entry.gid = entry.mtime = 0
         entry.uname = entry.gname = ""
         return entry
 
-    with gzip.GzipFile(FOLDER / "data.tar.gz", "wb", 9, mtime=0) as packed, tarfile.open(fileobj=packed, mode="w") as archive:
-        for path in DATA:
-            archive.add(ROOT / path, path, filter=plain)
+    # The binaries have much in common, and the demo model: the dictionary holds all of them.
+    filters = [{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 256 << 20}]
+    if platform.machine() == "x86_64":
+        filters.insert(0, {"id": lzma.FILTER_X86})
+    with lzma.open(FOLDER / "all.tar.xz", "wb", filters=filters) as packed, tempfile.TemporaryDirectory() as scratch:
+        with tarfile.open(fileobj=packed, mode="w|") as archive:
+            for name, binary in binaries.items():
+                bare = Path(scratch) / name
+                run("strip", "-o", str(bare), str(binary))
+                archive.add(bare, name, filter=plain)
+            for path in DATA:
+                archive.add(ROOT / path, f"tree/{path}", filter=plain)
 
 
 def main():
-    binaries = {name: built("build", "--bin", name) for name in ["unicorn", "unicorn-lab"]}
+    binaries = {name: built(name, "build", "--bin", name) for name in ["unicorn", "unicorn-lab"]}
     # The suite is built as in `make test`: the CPU twins of kernels are optimised, and assertions are enabled.
-    binaries["suite"] = built("test", "--no-run", "--test", "suite")
+    binaries["suite"] = built("suite", "test", "--no-run", "--test", "suite")
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
-    glibc = max(stripped(binary, name) for name, binary in binaries.items())
-    pack_data()
+    glibc = max(map(glibc_of, binaries.values()))
+    pack(binaries)
     shutil.copy(ROOT / "tools/gpu_bench_run.sh", FOLDER / "run.sh")
     commit = run("git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+").strip()
     (FOLDER / "commit").write_text(commit + "\n")

@@ -9,7 +9,7 @@
 #   ./run.sh --work FOLDER        where to unpack and to write models, which are removed afterwards [work]
 #   ./run.sh --output FILE        the JSON [result.json]
 #
-# The script needs a Vulkan loader, a driver, and the usual tools of a Linux system. It sends nothing over the network.
+# The script needs a Vulkan loader, a driver, xz, and the usual tools of a Linux system. It sends nothing over the network.
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 work=$here/work output=$here/result.json
@@ -64,10 +64,11 @@ measure() {
 }
 
 say "unpacking into $work"
-for name in unicorn unicorn-lab suite; do
-    gzip -dc "$here/$name.gz" >"$work/$name" && chmod +x "$work/$name" || exit 1
-done
-mkdir -p "$work/tree" && ln -sf ../unicorn "$work/tree/unicorn" && gzip -dc "$here/data.tar.gz" | tar -xf - -C "$work/tree" || exit 1
+if ! command -v xz >/dev/null; then
+    echo "error: xz is not installed (xz-utils)" >&2
+    exit 1
+fi
+xz -dc "$here/all.tar.xz" | tar -xf - -C "$work" && ln -sf ../unicorn "$work/tree/unicorn" || exit 1
 
 if ! devices=$("$work/unicorn" devices 2>&1); then
     printf '%s\n' "$devices" >&2
@@ -92,11 +93,11 @@ check() {
     grep -q '^test result: ' "$log" ||
         problem "checks of $name: did not finish, exit code $status (124: after $most s): $(tail -n 1 "$log")"
 }
-# Models first: drivers may need minutes to compile the kernels of every scheme. On a CPU, the questions of the demo model
-# take many minutes, and so do products in emulated tiles.
+# Models first: drivers may need minutes to compile the kernels of every scheme. On a CPU, most of these checks take many
+# minutes.
 if [ "$small" = 1 ]; then
     check models model::golden::
-    check kernels kernels::twins:: in_any_order_between_barriers
+    check kernels kernels::twins::rms_norm kernels::twins::qkv_store kernels::twins::moments
 else
     check models model::golden:: model::self_test:: model::demo:: engine::batching::
     check kernels kernels::twins:: kernels::fast:: in_any_order_between_barriers

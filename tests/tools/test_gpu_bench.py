@@ -1,6 +1,5 @@
 """The script that a volunteer runs, with fake binaries that log their arguments and fail on demand."""
 
-import gzip
 import io
 import json
 import os
@@ -46,12 +45,12 @@ class GpuBench(unittest.TestCase):
         (self.folder / "run.sh").write_bytes((ROOT / "tools/gpu_bench_run.sh").read_bytes())
         (self.folder / "run.sh").chmod(0o755)
         (self.folder / "commit").write_text("abc123\n")
-        for name, script in [("unicorn", UNICORN), ("unicorn-lab", UNICORN), ("suite", SUITE)]:
-            (self.folder / f"{name}.gz").write_bytes(gzip.compress(script.encode()))
-        data = io.BytesIO()
-        with tarfile.open(fileobj=data, mode="w:gz") as archive:
-            archive.add(ROOT / "tests/skips.toml", "tests/skips.toml")
-        (self.folder / "data.tar.gz").write_bytes(data.getvalue())
+        with tarfile.open(self.folder / "all.tar.xz", mode="w:xz") as archive:
+            for name, script in [("unicorn", UNICORN), ("unicorn-lab", UNICORN), ("suite", SUITE)]:
+                entry = tarfile.TarInfo(name)
+                entry.size, entry.mode = len(script), 0o755
+                archive.addfile(entry, io.BytesIO(script.encode()))
+            archive.add(ROOT / "tests/skips.toml", "tree/tests/skips.toml")
         self.log = self.folder / "log"
 
     def run_script(self, *arguments, **variables):
