@@ -125,12 +125,12 @@ fn configuration_files_are_read_in_order_checked_and_shown() {
     for (text, parts) in [
         ("[server]\nprt = 1", &["did you mean server.port?"][..]),
         ("[server]\nhost = \"0.0.0.0\"", &["other machines", "API key"]),
-        ("[server]\napi_key_file = \"/nonexistent/keys\"", &["/nonexistent/keys", "No such file"]),
+        ("[server]\napi_key_file = \"/proc/nonexistent/keys\"", &["/proc/nonexistent/keys", "No such file"]),
         (
-            "[server]\ntls_cert = \"/nonexistent/cert\"\ntls_key = \"/nonexistent/key\"",
-            &["/nonexistent/cert"],
+            "[server]\ntls_cert = \"/proc/nonexistent/cert\"\ntls_key = \"/proc/nonexistent/key\"",
+            &["/proc/nonexistent/cert"],
         ),
-        ("[model]\npath = \"/nonexistent/model\"", &["/nonexistent/model"]),
+        ("[model]\npath = \"/proc/nonexistent/model\"", &["/proc/nonexistent/model"]),
     ] {
         write("conf.d/20.toml", text);
         assert_error(system(&["config", "check"]), 78, parts);
@@ -233,7 +233,7 @@ fn the_error_of_a_bad_model_names_its_path_and_what_is_missing() {
     {
         for name in ["gemma3", "gemma3:4b"] {
             let mut serve = unicorn(&["serve", "--port", "0", "--model", name, "--models-dir", &dir]);
-            serve.env("HF_HUB_CACHE", "/nonexistent");
+            serve.env("HF_HUB_CACHE", "/proc/nonexistent");
             assert_error(serve, 78, &[name, part, "`unicorn pull ORG/NAME`"]);
         }
     }
@@ -285,7 +285,7 @@ fn every_command_has_a_manual_page_and_shell_completion() {
     // Building a package must not fail because of a bad configuration.
     let with_bad_config = |args: &[&str]| {
         let mut command = unicorn(args);
-        command.env("UNICORN_CONFIG", "/nonexistent/config.toml");
+        command.env("UNICORN_CONFIG", "/proc/nonexistent/config.toml");
         let (code, stdout, stderr) = output(command);
         assert_eq!(code, 0, "{args:?}: {stderr}");
         stdout

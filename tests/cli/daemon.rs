@@ -214,7 +214,7 @@ fn a_server_without_enough_memory_says_so_and_may_be_restarted() {
             "ulimit -v {}; exec \"$0\" serve --port 0 --allow-software-vulkan --model \"$1\"",
             mib << 10
         );
-        command.arg("-c").arg(script).arg(&program).arg(path).env("UNICORN_CONFIG_DIR", "/nonexistent");
+        command.arg("-c").arg(script).arg(&program).arg(path).env("UNICORN_CONFIG_DIR", "/proc/nonexistent");
         let (code, _, stderr) = output(command);
         let error = stderr.lines().last().expect("a line");
         assert!(error.starts_with("error: ") && error.contains("memory"), "{mib} MiB: {stderr}");
@@ -375,14 +375,14 @@ fn exit_codes_say_whether_a_restart_can_help() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = configuration(folder.path(), "[server]\nport = \"x\"");
     assert_error(unicorn(&["serve", "--config", &path]), CONFIGURATION, &["server.port"]);
-    assert_error(unicorn(&["serve", "--model", "/nonexistent"]), CONFIGURATION, &["/nonexistent"]);
-    let missing = ["serve", "--port", "0", "--api-key-file", "/nonexistent"];
-    assert_error(unicorn(&missing), CONFIGURATION, &["/nonexistent"]);
+    assert_error(unicorn(&["serve", "--model", "/proc/nonexistent"]), CONFIGURATION, &["/proc/nonexistent"]);
+    let missing = ["serve", "--port", "0", "--api-key-file", "/proc/nonexistent"];
+    assert_error(unicorn(&missing), CONFIGURATION, &["/proc/nonexistent"]);
     let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
     let port = taken.local_addr().expect("bound").port().to_string();
     assert_error(unicorn(&["serve", "--port", &port]), CONFIGURATION, &["taken"]);
     assert_error(unicorn(&["serve", "--port", "0"]), 75, &["Vulkan"]);
     assert_error(unicorn(&["serve", "--port", "many"]), 2, &["--port"]);
     // Other commands have one exit code for all failures.
-    assert_error(unicorn(&["generate", "--prompt", "x", "--model", "/nonexistent"]), 1, &["/nonexistent"]);
+    assert_error(unicorn(&["generate", "--prompt", "x", "--model", "/proc/nonexistent"]), 1, &["/proc/nonexistent"]);
 }

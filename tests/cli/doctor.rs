@@ -343,7 +343,7 @@ fn a_models_memory_is_planned_and_its_disk_measured() {
     let rate: f64 = words[words.iter().position(|word| *word == "GB/s,").unwrap() - 1].parse().unwrap();
     assert!(rate > 0.0, "{line}");
 
-    let (status, _, stderr) = doctor(tree.path(), &["--model", "/nonexistent"]);
+    let (status, _, stderr) = doctor(tree.path(), &["--model", "/proc/nonexistent"]);
     assert_eq!(status, 1);
     assert!(stderr.starts_with("error: "), "{stderr}");
     let (_, text, _) = doctor(tree.path(), &["--disk"]);
@@ -362,7 +362,7 @@ fn this_machine_has_findings() {
 
     let (status, _, stderr) = output(unicorn(&["doctor"]));
     assert_eq!(status, 1, "without a Vulkan device: {stderr}");
-    let (status, _, stderr) = output(unicorn(&["doctor", "--root", "/nonexistent"]));
+    let (status, _, stderr) = output(unicorn(&["doctor", "--root", "/proc/nonexistent"]));
     assert_eq!((status, stderr.contains("there is no such folder")), (1, true), "{stderr}");
 }
 

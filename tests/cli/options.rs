@@ -222,7 +222,7 @@ fn every_command_follows_config_and_verbose() {
     let said = |words: &[String], more: &[&str]| {
         let words: Vec<&str> = words.iter().map(String::as_str).chain(more.iter().copied()).collect();
         let mut command = program(&words);
-        command.env("HF_HUB_OFFLINE", "1").env("HF_HUB_CACHE", "/nonexistent");
+        command.env("HF_HUB_OFFLINE", "1").env("HF_HUB_CACHE", "/proc/nonexistent");
         output(command).2
     };
     let mut tried = BTreeSet::new();
@@ -278,17 +278,17 @@ fn config_show_shows_every_option_of_the_command_line() {
     // `config check` merges the same options, and checks the files that some of them name.
     let check = |words: &[&str]| {
         let mut command = unicorn(&[&["config", "check"], words].concat());
-        command.env("HF_HUB_CACHE", "/nonexistent");
+        command.env("HF_HUB_CACHE", "/proc/nonexistent");
         output(command)
     };
     let (code, good, stderr) = check(&["--host", "127.0.0.3", "--port", "9"]);
     assert!(code == 0 && good.contains("127.0.0.3, port 9"), "{good}{stderr}");
     for (option, part) in [
-        ("--model", "/nonexistent/a"),
+        ("--model", "/proc/nonexistent/a"),
         ("--draft", "org/nonexistent"),
-        ("--model-config", "/nonexistent/b"),
-        ("--tokenizer", "/nonexistent/c"),
-        ("--api-key-file", "/nonexistent/d"),
+        ("--model-config", "/proc/nonexistent/b"),
+        ("--tokenizer", "/proc/nonexistent/c"),
+        ("--api-key-file", "/proc/nonexistent/d"),
     ] {
         // The demo model in the binary has its own config and tokenizer.
         let model = demo::folder();
@@ -299,7 +299,7 @@ fn config_show_shows_every_option_of_the_command_line() {
         assert!(code == 78 && stderr.contains(part), "{option}: {stderr}");
     }
     for option in ["--model-config", "--tokenizer"] {
-        let (code, _, stderr) = check(&[option, "/nonexistent"]);
+        let (code, _, stderr) = check(&[option, "/proc/nonexistent"]);
         assert!(code == 78 && stderr.contains("no model is named"), "{option}: {stderr}");
     }
     assert_eq!(check(&["--host", "0.0.0.0"]).0, 78, "a server without keys on all addresses");
@@ -369,7 +369,7 @@ impl Scattered {
     fn run(&self, words: &[String]) -> (i32, String, String) {
         let words: Vec<&str> = words.iter().map(String::as_str).collect();
         let mut command = program_on_software(&words);
-        command.env("HF_HUB_CACHE", "/nonexistent");
+        command.env("HF_HUB_CACHE", "/proc/nonexistent");
         let input = self.whole.path().join("question");
         std::fs::write(&input, "Hello\n").expect("written");
         command.stdin(Stdio::from(std::fs::File::open(input).expect("opened")));
@@ -466,7 +466,7 @@ fn plan_inspect_and_doctor_follow_their_options() {
     let cache = cache.path().to_str().expect("UTF-8");
     let run = |words: &[&str]| {
         let mut command = unicorn_on_software(words);
-        command.env("HF_HUB_CACHE", "/nonexistent");
+        command.env("HF_HUB_CACHE", "/proc/nonexistent");
         output(command)
     };
     let files = ["--models-dir", cache, "--model-config", folder];
@@ -481,7 +481,7 @@ fn plan_inspect_and_doctor_follow_their_options() {
     }
     assert_eq!(json(&["inspect", "org/tiny"])["num_hidden_layers"], json!(6));
     if cfg!(feature = "npu") {
-        let build = ["npu", "build-kernels", "--model", "org/tiny", "--python", "/nonexistent"];
+        let build = ["npu", "build-kernels", "--model", "org/tiny", "--python", "/proc/nonexistent"];
         for (files, part) in [(&files[2..], "org/tiny"), (&files[..2], "config.json"), (&files[..], "python")]
         {
             let (code, _, stderr) = run(&[&build, files].concat());
@@ -553,7 +553,7 @@ fn models_commands_and_inspect_follow_their_options() {
     let cache = cache.path().to_str().expect("UTF-8");
     let run = |words: &[&str]| {
         let mut command = unicorn(words);
-        command.env("HF_HUB_CACHE", "/nonexistent");
+        command.env("HF_HUB_CACHE", "/proc/nonexistent");
         let (code, stdout, stderr) = output(command);
         assert_eq!(code, 0, "{words:?}: {stderr}");
         stdout
@@ -673,7 +673,7 @@ fn bench_npu_follows_its_load_options() {
             unicorn_on_software(&[&["bench", "npu", "--model", "org/tiny"][..], &sizes, more].concat());
         command.env("UNICORN_NPU_SHIM", double()).env("UNICORN_NPU_KERNELS", demo_kernels());
         command.env("UNICORN_NPU_KEYS", "512").env("UNICORN_NPU_DEADLINE_MS", "5000");
-        command.env("HF_HUB_CACHE", "/nonexistent");
+        command.env("HF_HUB_CACHE", "/proc/nonexistent");
         output(command)
     };
     let cache = cache.path().to_str().expect("UTF-8");
@@ -727,7 +727,7 @@ fn a_server_follows_its_command_line() {
     words.extend(["--context", "70", "--kv", "int8", "--host", "127.0.0.2", "-v"]);
     words.extend(["--api-key-file", keys.to_str().expect("UTF-8")]);
     let mut server = Daemon::start_model(Path::new("org/tiny"), &words, |command| {
-        command.env("HF_HUB_CACHE", "/nonexistent");
+        command.env("HF_HUB_CACHE", "/proc/nonexistent");
     });
     assert!(server.url().starts_with("http://127.0.0.2:"), "{}", server.url());
     let draft = format!("draft    {whole}: 8 layers");

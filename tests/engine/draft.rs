@@ -284,7 +284,7 @@ fn generate_plan_and_bench_accept_a_draft() {
     let tiny = tiny_model();
     let tiny = tiny.path().to_str().unwrap();
     let generate = |args: &[&str]| unicorn(&[&["generate", "--prompt", "x"], args].concat());
-    assert_error(generate(&["--draft", "/nonexistent"]), 1, &["/nonexistent"]);
+    assert_error(generate(&["--draft", "/proc/nonexistent"]), 1, &["/proc/nonexistent"]);
     let parts = [tiny, "tokenizer.json: id", "a draft model must have the model's tokenizer"];
     assert_error(generate(&["--draft", tiny]), 1, &parts);
     let mut environment = generate(&[]);

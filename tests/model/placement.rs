@@ -818,7 +818,7 @@ fn a_checkpoint_is_planned_with_its_own_schemes() {
     assert_eq!(own - int4, projections * 2 - projections / 2 - projections / 32 * 2);
 
     assert_error(unicorn(&["plan", model]), 1, &["Vulkan", "--vram and --gtt"]);
-    assert_error(unicorn(&["plan", "/nonexistent", "--vram", "1GiB"]), 1, &["/nonexistent"]);
+    assert_error(unicorn(&["plan", "/proc/nonexistent", "--vram", "1GiB"]), 1, &["/proc/nonexistent"]);
     // A load refuses the same model as a plan does.
     for (command, code) in [(&["generate", "--prompt", "x"][..], 1), (&["serve", "--port", "0"], 78)] {
         let memory = ["--model", model, "--vram", "64KiB", "--gtt", "64KiB", "--allow-software-vulkan"];

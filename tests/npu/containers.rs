@@ -392,10 +392,10 @@ fn missing_and_old_tools_are_named_with_what_to_install() {
     );
 
     let mut command = machine.build(&[]);
-    command.env("PEANO_INSTALL_DIR", "/nonexistent");
+    command.env("PEANO_INSTALL_DIR", "/proc/nonexistent");
     refused(
         command,
-        &["/nonexistent/bin/clang++ cannot be run: No such file", peano],
+        &["/proc/nonexistent/bin/clang++ cannot be run: No such file", peano],
         "no Peano that can be used",
     );
 
@@ -408,16 +408,16 @@ fn missing_and_old_tools_are_named_with_what_to_install() {
     );
 
     let mut command = machine.build(&[]);
-    command.args(["--python", "/nonexistent/python3"]);
+    command.args(["--python", "/proc/nonexistent/python3"]);
     // The option is given twice.
     assert_eq!(output(command).0, 2);
     let mut command = unicorn(&["npu", "build-kernels", "--head-dim", "128", "--heads-per-group", "2"]);
-    command.args(["--python", "/nonexistent/python3", "--kernels"]).arg(machine.kernels());
-    command.env("PATH", "/nonexistent").env_remove("PEANO_INSTALL_DIR");
+    command.args(["--python", "/proc/nonexistent/python3", "--kernels"]).arg(machine.kernels());
+    command.env("PATH", "/proc/nonexistent").env_remove("PEANO_INSTALL_DIR");
     refused(
         command,
         &[
-            "mlir-aie    not looked for: Python /nonexistent/python3 cannot be run",
+            "mlir-aie    not looked for: Python /proc/nonexistent/python3 cannot be run",
             "Peano       not found: `python3",
             "xclbinutil  not found: ",
         ],
@@ -444,7 +444,7 @@ fn shapes_are_checked_before_tools_are_looked_for() {
         (&["--head-dim", "128", "--heads-per-group", "2", "--window", "100"], "a window of 100 keys"),
         (&["--head-dim", "128", "--heads-per-group", "2", "--rows", "100"], "256 or 512 rows, not 100"),
         (&["--head-dim", "128", "--heads-per-group", "2", "--keys", "1000"], "a power of two of keys"),
-        (&["--model", "/nonexistent"], "/nonexistent"),
+        (&["--model", "/proc/nonexistent"], "/proc/nonexistent"),
         (
             &["--model", data("gemma3/tiny-a").to_str().unwrap()],
             "head_dim 64, 128 or 256, and this model has 32",

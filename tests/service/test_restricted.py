@@ -57,7 +57,7 @@ class Restricted:
         command = [*RESTRICTED, UNIT, self.report, BINARY, "serve", "--allow-software-vulkan", "--port", str(self.port)]
         with open(self.log, "wb") as log:
             # The folder for compiled shaders is new and empty, and a busy machine compiles slowly.
-            patient = {"UNICORN_HARDWARE_HANG_TIMEOUT_S": str(START_SECONDS), "UNICORN_CONFIG_DIR": "/nonexistent"}
+            patient = {"UNICORN_HARDWARE_HANG_TIMEOUT_S": str(START_SECONDS), "UNICORN_CONFIG_DIR": "/proc/nonexistent"}
             self.process = subprocess.Popen(command, env={**clean, **patient}, stdin=subprocess.DEVNULL, stdout=log,
                                             stderr=subprocess.STDOUT)
 

@@ -16,7 +16,7 @@ pub fn unicorn(args: &[&str]) -> Command {
 }
 
 fn without_devices(mut command: Command) -> Command {
-    command.env("VK_DRIVER_FILES", "/nonexistent.json").env("VK_ICD_FILENAMES", "/nonexistent.json");
+    command.env("VK_DRIVER_FILES", "/proc/nonexistent.json").env("VK_ICD_FILENAMES", "/proc/nonexistent.json");
     command
 }
 
@@ -45,7 +45,7 @@ fn program(binary: &Path, args: &[&str]) -> Command {
         }
     }
     // The service, with a configuration, may be installed on this machine.
-    command.env("UNICORN_CONFIG_DIR", "/nonexistent");
+    command.env("UNICORN_CONFIG_DIR", "/proc/nonexistent");
     command.env("UNICORN_HARDWARE_VALIDATION", policy().validation.to_string());
     command
 }
